@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from matcher.collection.schema import StoredPair, checksum, encode_pair
-from matcher.collection.sources import encode_features
-from matcher.collection.store import EncodedPair, ImageFacts, Store, Writer
+from matcher.collection.store import EncodedPair, ImageFacts, Store, Writer, encode_features
 from matcher.types import Features, Matches, TwoViewGeometry
 
 SETTINGS = {"preset": "nearest", "config": {"extractor": {"max_keypoints": 400}}}

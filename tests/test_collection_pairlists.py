@@ -2,21 +2,22 @@
 
 import time
 import tracemalloc
+import unicodedata
+from pathlib import Path
 
 import pytest
 
 from matcher.collection.pairs import (
-    ABSOLUTE,
     COLUMNS,
     DUPLICATE,
     EXTRA,
     LONG,
     MISSING,
+    OTHER_FORM,
     OUTSIDE,
     REVERSED,
     SELF,
     FaultTally,
-    exhaustive,
     read_pairs,
     sequential,
 )
@@ -39,27 +40,59 @@ def read(tmp_path):
 
 
 def test_a_plain_list(read):
-    pairs, faults = read("a.jpg b.jpg\nb.jpg   sub/c.jpg\n./a.jpg été.jpg")
-    assert pairs == [("a.jpg", "b.jpg"), ("b.jpg", "sub/c.jpg"), ("a.jpg", "été.jpg")]
-    assert faults == []
+    text = "a.jpg b.jpg\nb.jpg   sub/c.jpg\n./a.jpg été.jpg"
+    pairs = [("a.jpg", "b.jpg"), ("b.jpg", "sub/c.jpg"), ("a.jpg", "été.jpg")]
+    assert read(text) == (pairs, [])
+    # a byte order mark, other line endings, comments and blank lines are read in silence
+    text = b"\xef\xbb\xbf" + text.replace("\n", "\r\n\r\n# a comment\r\n  \n").encode()
+    assert read(text) == (pairs, [])
 
 
-def test_byte_order_mark_line_endings_comments_and_blank_lines_are_read_in_silence(read):
-    pairs, faults = read(b"\xef\xbb\xbfa.jpg b.jpg\r\n\r\n# a comment\r\n  \na.jpg sub/c.jpg\r\n")
-    assert pairs == [("a.jpg", "b.jpg"), ("a.jpg", "sub/c.jpg")]
-    assert faults == []
-
-
-def test_names_with_spaces_by_tab_or_in_quotes(read):
-    for line in ("my photo.jpg\ta.jpg", '"my photo.jpg" a.jpg', '"my photo.jpg"   "a.jpg"'):
-        assert read(line) == ([("my photo.jpg", "a.jpg")], [])
-    pairs, (fault,) = read("my photo.jpg a.jpg")
-    assert pairs == [] and fault.kind == COLUMNS and "double quotes" in fault.text
+@pytest.mark.parametrize("line", ["my photo.jpg\ta.jpg", '"my photo.jpg" a.jpg', "my photo.jpg,a.jpg",
+                                  'my photo.jpg ; "a.jpg"', '"my photo.jpg","a.jpg"'])  # fmt: skip
+def test_names_with_spaces(read, line):
+    assert read(line) == ([("my photo.jpg", "a.jpg")], [])
 
 
 def test_a_name_of_other_bytes_is_found(read):
     name = b"caf\xe9.jpg".decode(errors="surrogateescape")
     assert read(b"caf\xe9.jpg a.jpg", ["a.jpg", name]) == ([(name, "a.jpg")], [])
+
+
+@pytest.mark.parametrize(
+    ("line", "pair"),
+    [
+        (r"sub\c.jpg a.jpg", ("sub/c.jpg", "a.jpg")),
+        (r".\sub\c.jpg,.\a.jpg", ("sub/c.jpg", "a.jpg")),
+        ("photos/sub/c.jpg photos/a.jpg", ("sub/c.jpg", "a.jpg")),
+        ("{folder}/sub/c.jpg {folder}/a.jpg", ("sub/c.jpg", "a.jpg")),
+        ("{link}/sub/c.jpg a.jpg", ("sub/c.jpg", "a.jpg")),
+        ("a sub/c", ("a.jpg", "sub/c.jpg")),
+        ("A.JPG b.jpg", ("a.jpg", "b.jpg")),
+        (unicodedata.normalize("NFD", "été.jpg a.jpg"), ("été.jpg", "a.jpg")),
+    ],
+)
+def test_other_forms_of_names_are_taken_and_said(read, tmp_path, line, pair):
+    """As spreadsheets, hloc, COLMAP, Windows and macOS write them."""
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "photos")
+    folder, link = tmp_path / "photos", tmp_path / "link"
+    pairs, faults = read(line.format(folder=folder, link=link), folder=folder)
+    assert pairs == [pair] and {fault.kind for fault in faults} == {OTHER_FORM}
+    # of a folder that is named by its link, too
+    assert read(line.format(folder=folder, link=link), folder=tmp_path / "link")[0] in ([pair], [])
+
+
+def test_names_in_the_folder_may_have_decomposed_accents(read):
+    stored = unicodedata.normalize("NFD", "été.jpg")
+    assert read("été.jpg a.jpg", ["a.jpg", stored])[0] == [(stored, "a.jpg")]
+
+
+def test_what_may_be_several_images_is_not_guessed(read):
+    names = ["a.jpg", "a.png", "B.jpg", "b.jpg", "c.jpg"]
+    pairs, faults = read("a c.jpg\nb.JPG c.jpg\nB.jpg c", names)
+    assert pairs == [("B.jpg", "c.jpg")]
+    assert [(fault.line, fault.kind) for fault in faults] == [(1, MISSING), (2, MISSING), (3, OTHER_FORM)]
 
 
 @pytest.mark.parametrize(
@@ -69,21 +102,20 @@ def test_a_name_of_other_bytes_is_found(read):
         ("sub/c.jpg b.jpg", REVERSED),
         ("a.jpg a.jpg", SELF),
         ("a.jpg none.jpg", MISSING),
-        ("a.jpg A.JPG", MISSING),
         ("../../etc/passwd a.jpg", OUTSIDE),
         ("a.jpg sub/../../secret.jpg", OUTSIDE),
         (r"..\..\secret.jpg a.jpg", OUTSIDE),
-        ("/etc/passwd a.jpg", ABSOLUTE),
-        (r"C:\photos\a.jpg a.jpg", ABSOLUTE),
+        ("/etc/a.jpg a.jpg", OUTSIDE),
+        (r"C:\photos\a.jpg a.jpg", OUTSIDE),
         ("a.jpg", COLUMNS),
+        ("my photo.jpg a.jpg", COLUMNS),
         ("a.jpg b" + "x" * 50_000, LONG),
         ("a.jpg b\0.jpg", MISSING),
     ],
 )
 def test_a_line_that_gives_no_pair_is_reported_by_its_number(read, line, kind):
-    pairs, faults = read(f"b.jpg sub/c.jpg\n{line}\na.jpg b.jpg\n")
+    pairs, (fault,) = read(f"b.jpg sub/c.jpg\n{line}\na.jpg b.jpg\n", folder=Path("/photos"))
     assert pairs == [("b.jpg", "sub/c.jpg"), ("a.jpg", "b.jpg")]
-    (fault,) = faults
     assert (fault.line, fault.kind) == (2, kind)
     assert len(str(fault)) < 200 and str(fault).isprintable()
 
@@ -94,21 +126,11 @@ def test_a_third_column_is_remarked_and_the_pair_used(read):
     assert (fault.line, fault.kind) == (1, EXTRA)
 
 
-def test_duplicates_are_found_over_the_border_of_chunks(read):
-    lines = ["a.jpg b.jpg", "a.jpg sub/c.jpg", "b.jpg a.jpg", "b.jpg sub/c.jpg", "a.jpg b.jpg"]
-    pairs, faults = read("\n".join(lines), chunk=2)
-    assert pairs == [("a.jpg", "b.jpg"), ("a.jpg", "sub/c.jpg"), ("b.jpg", "sub/c.jpg")]
-    assert [(fault.line, fault.kind) for fault in faults] == [(3, REVERSED), (5, DUPLICATE)]
-
-
-def test_what_cannot_be_read_is_refused_before_the_first_pair(tmp_path):
-    with pytest.raises(UsageError, match=r"none\.txt.*No such file"):
-        read_pairs(tmp_path / "none.txt", NAMES)
-    with pytest.raises(UsageError, match="Is a directory"):
-        read_pairs(tmp_path, NAMES)
+def test_what_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "wide.txt").write_text("a.jpg b.jpg", encoding="utf-16")
-    with pytest.raises(UsageError, match="save it as UTF-8"):
-        read_pairs(tmp_path / "wide.txt", NAMES)
+    for name in ("none.txt", "", "wide.txt"):
+        with pytest.raises(UsageError, match=name or "pair list"):
+            read_pairs(tmp_path / name, NAMES)
 
 
 def test_the_tally_counts_everything_and_keeps_the_first(read):
@@ -118,37 +140,21 @@ def test_the_tally_counts_everything_and_keeps_the_first(read):
         tally(fault)
     assert (tally.counts[SELF], tally.counts[MISSING], tally.refused) == (50, 1, 51)
     first, *rest = tally.lines()
-    assert first == f"50 × {SELF}: line 1 (a.jpg), 2 (a.jpg), …"
-    assert len(rest) == 2
+    assert first.startswith("50 ×") and "1 (a.jpg), 2 (a.jpg), …" in first and len(rest) == 2
 
 
-def test_a_long_list_starts_at_once_in_bounded_memory(tmp_path):
+def test_a_long_list_is_read_in_seconds_and_bounded_memory(tmp_path):
     names = [f"folder/image-{index:05d}.jpg" for index in range(5000)]
     path = tmp_path / "pairs.txt"
     lines = [f"{names[i]} {names[(i + step) % 5000]}\n" for step in range(1, 21) for i in range(5000)]
-    path.write_text("".join(lines))
-    began = time.perf_counter()
-    reading = read_pairs(path, names)
-    next(reading)
-    assert time.perf_counter() - began < 5
-    assert sum(1 for _ in reading) == 99_999
-
-
-def test_memory_does_not_grow_with_the_list(tmp_path):
-    path = tmp_path / "pairs.txt"
-    path.write_text("a.jpg b.jpg\nb.jpg none.jpg\n" * 10_000)
-    tally = FaultTally()
+    path.write_text("".join(lines) + "none.jpg none.jpg\n" * 10_000)
+    began, tally = time.process_time(), FaultTally()
     tracemalloc.start()
-    assert list(read_pairs(path, NAMES, tally, chunk=500)) == [("a.jpg", "b.jpg")]
+    pairs = read_pairs(path, names, tally)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert (tally.counts[DUPLICATE], tally.counts[MISSING]) == (9_999, 10_000)
-    assert peak < 1e6
-
-
-def test_exhaustive_pairs():
-    assert list(exhaustive(["a", "b", "c", "a"])) == [("a", "b"), ("a", "c"), ("b", "c")]
-    assert list(exhaustive(["a"])) == []
+    assert sum(1 for _ in pairs) == 100_000 and tally.counts[MISSING] == 10_000
+    assert peak < 30e6 and time.process_time() - began < 20  # traced
 
 
 def test_sequential_pairs_follow_the_numbers_in_the_names():

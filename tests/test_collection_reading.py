@@ -1,59 +1,11 @@
 """Images are read while others are worked on, and extracted in batches: the same results."""
 
-from threading import Event
-
 import pytest
 from collection_runs import contents, photos
 
 from matcher.collection.collection import Collection
 from matcher.collection.runner import extract_jobs
-from matcher.collection.workers import Workers, read_ahead
-
-NAMES = ["a", "b", "c", "d", "e"]
-
-
-@pytest.mark.parametrize("ahead", [1, 2, 9])
-def test_everything_is_read_in_order(ahead: int) -> None:
-    read = []
-
-    def one(name: str) -> str:
-        read.append(name)
-        return name.upper()
-
-    assert [(name, result()) for name, result in read_ahead(one, NAMES, ahead)] == [
-        (name, name.upper()) for name in NAMES
-    ]
-    assert read == NAMES
-    assert list(read_ahead(one, [], ahead)) == []
-
-
-def test_the_next_one_is_read_while_the_caller_works() -> None:
-    started = {name: Event() for name in NAMES}
-    for name, result in read_ahead(lambda name: started[name].set(), NAMES, 1):
-        result()
-        if name != NAMES[-1]:
-            assert started[NAMES[NAMES.index(name) + 1]].wait(5)
-        assert not any(started[later].is_set() for later in NAMES[NAMES.index(name) + 2 :])
-
-
-def test_what_cannot_be_read_is_an_error_where_it_is_asked_for() -> None:
-    def one(name: str) -> str:
-        if name == "b":
-            raise ValueError(name)
-        return name
-
-    results = dict(read_ahead(one, NAMES, 1))
-    with pytest.raises(ValueError, match="b"):
-        results.pop("b")()
-    assert [result() for result in results.values()] == ["a", "c", "d", "e"]
-
-
-def test_no_more_is_read_for_a_caller_that_stops() -> None:
-    read = []
-    images = read_ahead(read.append, NAMES, 1)
-    next(images)
-    images.close()
-    assert len(read) <= 2
+from matcher.collection.workers import Workers
 
 
 @pytest.mark.parametrize("preset", ["nearest", "nearest-learned"])

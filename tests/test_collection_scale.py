@@ -20,9 +20,9 @@ from matcher.collection.workers import Workers
 # Enters a pair list, fetches the first jobs, says the processor seconds that it took.
 LONG_LIST = """
 import sys, time
-from matcher.collection.pairlists import read_pairs
-from matcher.collection.planning import add_pairs, extract_jobs, match_jobs
-from matcher.collection.writer import Writer
+from matcher.collection.pairs import read_pairs
+from matcher.collection.runner import add_pairs, match_jobs
+from matcher.collection.store import Writer
 
 with Writer(sys.argv[1]) as writer:
     start = time.process_time()
@@ -120,15 +120,15 @@ def test_ray_replaces_an_actor_that_dies(tmp_path, monkeypatch):
         """
 import os, sys
 if "default_worker.py" in " ".join(sys.orig_argv):
-    from matcher.collection import jobs
-    match = jobs.JobRunner.match
+    from matcher.collection import workers
+    match = workers.JobRunner.match
 
-    def deadly(self, pairs):
-        if any((a.name, b.name) == ("view 00.png", "view 02.png") for a, b in pairs):
+    def deadly(self, job, pairs):
+        if any([job.images[end].name for end in pair] == ["view 00.png", "view 02.png"] for pair in pairs):
             os._exit(77)
-        return match(self, pairs)
+        return match(self, job, pairs)
 
-    jobs.JobRunner.match = deadly
+    workers.JobRunner.match = deadly
 """
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(ROOT)]))

@@ -11,8 +11,7 @@ from random_collection import SETTINGS, features, fill, pair, put_features
 from matcher.cameras import Camera
 from matcher.collection import schema
 from matcher.collection.schema import Counts, DamagedError, checksum, decode_pair, encode_pair
-from matcher.collection.sources import decode_features, encode_features, file_path
-from matcher.collection.store import EncodedPair, Store, Writer
+from matcher.collection.store import EncodedPair, Store, Writer, decode_features, encode_features, file_path
 from matcher.errors import IntegrityError, UsageError
 from matcher.types import Matches, TwoViewGeometry
 
@@ -198,7 +197,7 @@ def test_damage_and_other_versions_are_said(rng, tmp_path):
     connection = sqlite3.connect(path)
     blob = connection.execute("SELECT data FROM pairs WHERE id = 3").fetchone()[0]
     connection.close()
-    place = whole.find(blob[200:260])
+    place = whole.find(blob[-300:-240])
     assert place > 0
     path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
     with Store.open(tmp_path) as store:

@@ -24,7 +24,7 @@ def test_a_run_without_any_pair_is_an_error(tmp_path, capfd):
     for name, text, printed in (
         (
             "list.csv",
-            "view 00.png,view 01.png\n",
+            "view 00.png|view 01.png\n",
             "list.csv names no pair of these images: it needs two",
         ),
         ("empty.txt", "", "names no pair"),

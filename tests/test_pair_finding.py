@@ -10,7 +10,7 @@ from collection_scene import texture
 
 import matcher
 from matcher.cli import main
-from matcher.collection.pairs import BEST, _chosen, candidate_pairs, nearby_pairs, preemptive_pairs
+from matcher.collection.pairs import BEST, best_pairs, candidate_pairs, nearby_pairs, preemptive_pairs
 from matcher.collection.store import Store
 from matcher.errors import UsageError
 
@@ -34,7 +34,7 @@ def inside_walls(pairs):
 SAME = {(f"{wall}{i}.png", f"{wall}{j}.png") for wall in "abc" for i, j in ((0, 1), (0, 2), (1, 2))}
 
 
-def test_pairs_of_one_place_are_chosen(photos, tmp_path, capfd):
+def test_pairs_of_one_place_arebest_pairs(photos, tmp_path, capfd):
     run = tmp_path / "run"
     fast = ("--preset", "nearest", "--max-keypoints", "300", "--workers", "0")
     assert main(["collection", str(photos), "--run", str(run), "--preemptive", "30", *fast]) == 0
@@ -134,5 +134,5 @@ def test_wide_pairs_of_a_path_are_chosen_too():
     names = [f"{n}" for n in range(6)]
     candidates = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
     steps = np.array([int(b) - int(a) for a, b in candidates])
-    chosen = _chosen(candidates, 100 - 10 * steps, steps == 1, {})
+    chosen = best_pairs(candidates, 100 - 10 * steps, steps == 1, {})
     assert chosen == [pair for pair, step in zip(candidates, steps, strict=True) if step <= 2]

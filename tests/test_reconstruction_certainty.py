@@ -5,7 +5,7 @@ import pytest
 from collection_scene import centres, synthetic_store
 
 from matcher.benchmark.rows import aligned
-from matcher.collection.sources import RefinedKeypoints
+from matcher.collection.store import RefinedKeypoints
 from matcher.sfm.cameras import deviations
 from matcher.sfm.reconstruct import reconstruct
 

@@ -8,7 +8,7 @@ from rendered_texture import SIZE, Texture
 import matcher
 from matcher import images
 from matcher.collection import track_refinement
-from matcher.collection.sources import FILE
+from matcher.collection.schema import REFINED as FILE
 from matcher.collection.store import Store
 from matcher.collection.track_refinement import refine_run
 from matcher.collection.tracks import tracks_of
@@ -134,13 +134,12 @@ def test_what_cannot_be_refined_is_said(run, tmp_path):
         assert not (plain.run_dir / FILE).exists()
 
 
-def test_every_observation_of_a_track_counts(run, monkeypatch):
+def test_every_observation_of_a_track_counts(run):
     found = {}
     for sweeps in (0, 1):
-        monkeypatch.setattr(track_refinement, "_SWEEPS", sweeps)
         with Store.open(run.run_dir) as store:
             tracks = tracks_of(store)
-            found[sweeps] = track_refinement.refine_tracks(store, RefineConfig())
+            found[sweeps] = track_refinement.refine_tracks(store, RefineConfig(), sweeps=sweeps)
             right = spread(tracks, {name: store.keypoints(name) for name in tracks.names}) < 3
     apart = [
         spread(tracks, {name: each.keypoints for name, each in found[sweeps].items()})[right].mean()

@@ -1,4 +1,4 @@
-"""A collection of images: open, add images and pairs, run, read, export, reconstruct."""
+"""A collection of images: open, add images and pairs, run, read, export, merge; `match_set`, in memory."""
 
 from __future__ import annotations
 
@@ -7,39 +7,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations, islice
+from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
 from matcher.arrays import to_numpy
 from matcher.cameras import Camera, as_camera
-from matcher.collection import pairs as pairlists
 from matcher.collection import runner, schema
-from matcher.collection.pairs import PairFault, chosen_pairs
+from matcher.collection.pairs import PairFault, chosen_pairs, read_pairs
 from matcher.collection.runner import ImageChanges, OnProgress, RunReport, add_pairs, refresh_images
-from matcher.collection.schema import DONE, TILE_BITS, Counts, StoredPair
+from matcher.collection.schema import DONE, Counts, DamagedError, StoredPair
 from matcher.collection.settings import Setup, build, describe, parse_shard, refuse_changes, stored_setup
-from matcher.collection.sources import (
-    FeatureSource,
-    PairChoice,
-    RecordLocation,
-    Selection,
-    check_masks,
-    default_choice,
-    read_record,
-    requested_choice,
-)
-from matcher.collection.store import EncodedPair, Store, Writer, check_writable, delete_store
-from matcher.collection.tracks import (
-    PairMatches,
-    Tracks,
-    build_tracks,
-    check_cameras,
-    consistent_matches,
-    verify_again,
-)
+from matcher.collection.sources import PairChoice, Selection, check_masks, default_choice
+from matcher.collection.store import RecordLocation, Store, Writer, check_writable, delete_store, read_record
+from matcher.collection.tracks import PairMatches, Tracks, build_tracks, consistent_matches, tracks_of
 from matcher.collection.workers import Engine, Workers, batch_size, start_engine
 from matcher.config import GRID_KIND
 from matcher.errors import IntegrityError, MatcherError, UsageError
@@ -50,135 +33,13 @@ from matcher.presets import DEFAULT_PRESET, LoadOptions, refuse_second_pass
 from matcher.types import Features, Matches, TwoViewGeometry
 
 if TYPE_CHECKING:
-    from matcher.collection.tracks import Tracks
+    from matcher.collection.sources import FeatureSource
     from matcher.export.colmap import CameraChoice
     from matcher.export.output import ExportReport
     from matcher.sfm.reconstruct import MappingOptions, Reconstruction
 
 
-# --- stored_run: A run on disk: its contents, exports and reconstructions.
-
-
-class StoredRun:
-    """The reading side of a `Collection`: pairs, tracks, exports, reconstructions; also beside a running one.
-
-    Raises, in every method: `UsageError` where there is no run, `IntegrityError` where it is damaged.
-    """
-
-    def __init__(self, run_dir: str | Path) -> None:
-        """The run in that folder."""
-        self.run_dir = Path(run_dir)
-
-    @property
-    def store(self) -> Store:
-        """The reading side, newly opened; close it after use (`with collection.store as store`)."""
-        return Store.open(self.run_dir)
-
-    def counts(self) -> Counts:
-        """Progress of the run."""
-        with self.store as store:
-            return store.counts()
-
-    def tracks(self, *, min_length: int = 2) -> Tracks:
-        """Keypoints of several images that show one point of the scene, joined from the verified matches.
-
-        Args:
-            min_length: images of a track at least; 2 or more.
-
-        Raises:
-            UsageError: there is no run.
-            IntegrityError: the store is damaged.
-        """
-        from matcher.collection.tracks import tracks_of
-
-        with self.store as store:
-            return tracks_of(store, min_length=min_length)
-
-    def __iter__(self) -> Iterator[StoredPair]:
-        """Finished pairs, one after another."""
-        with self.store as store:
-            yield from store.pairs()
-
-    def __repr__(self) -> str:
-        """Folder, preset, images and pairs, in one line."""
-        try:
-            with self.store as store:
-                counts, preset = store.counts(), store.settings.get("preset")
-        except UsageError:
-            return f"Collection({str(self.run_dir)!r}, no images yet)"
-        except (MatcherError, OSError) as error:
-            return f"Collection({str(self.run_dir)!r}, unreadable: {type(error).__name__})"
-        images = f"{counts.images_done} of {counts.images} images"
-        pairs = f"{counts.pairs_done} of {counts.pairs} pairs"
-        return f"Collection({str(self.run_dir)!r}, {preset}, {images} and {pairs} done)"
-
-    def export(
-        self,
-        form: str,
-        out: str | Path,
-        *,
-        cameras: CameraChoice | None = None,
-        overwrite: bool = False,
-    ) -> ExportReport:
-        """Export the run for another program: "colmap", "hloc", "npz", "openmvg" or "kapture".
-
-        Args:
-            form: name of the format.
-            out: file (colmap: .db, npz: .npz) or folder to create.
-            cameras: which images share a camera, and what is known of it (colmap, openmvg, kapture); None
-                takes them from the run, from EXIF, or guesses.
-            overwrite: replace what exists; see `exporting.formats.export`.
-
-        Returns:
-            What was written and what was left out.
-
-        Raises:
-            UsageError: an unknown format, an output that exists or cannot be written, names or cameras that
-                the format cannot hold.
-            IntegrityError: the store is damaged.
-        """
-        from matcher.export.formats import export
-
-        with self.store as store:
-            return export(store, form, out, cameras, overwrite=overwrite)
-
-    def reconstruct(
-        self,
-        out: str | Path,
-        *,
-        cameras: CameraChoice | None = None,
-        include: Sequence[str] = (),
-        exclude: Sequence[str] = (),
-        **options: Unpack[MappingOptions],
-    ) -> Reconstruction:
-        """Reconstruct cameras and 3D points from the verified matches with COLMAP; needs pycolmap.
-
-        Args:
-            out: folder to create: COLMAP models, points as PLY, a plot, statistics as JSON.
-            cameras: as in `export`; given ones are kept as they are by the incremental mapper.
-            include: names, folders or globs of the images to use; all of the run when absent.
-            exclude: the same, for images to leave out.
-            options: mapper, min_images, threads, seed, overwrite; see `reconstruction.reconstruct`.
-
-        Returns:
-            The models, largest first: poses `cam_from_world` (3, 4) by image name, cameras, numbers.
-
-        Raises:
-            UsageError: pycolmap is absent, `out` exists, or fewer than two images have features.
-            ReconstructionError: no model was found, or COLMAP's process ended early.
-        """
-        from matcher.sfm.reconstruct import reconstruct
-
-        selection = Selection.parse(include, exclude)
-        with self.store as store:
-            only = selection.apply(image.name for image in store.images())
-            return reconstruct(store, out, choice=cameras, only=only, **options)
-
-
-# --- collection: A collection of images: open, add images and pairs, run, read, export, reconstruct.
-
-
-class Collection(StoredRun):
+class Collection:
     """Images and pairs in a store on disk; see `open`.
 
     >>> import matcher, numpy as np, pathlib, PIL.Image
@@ -193,11 +54,13 @@ class Collection(StoredRun):
 
     Results are on disk, so an interrupted run continues where it stopped. A script needs no
     `if __name__ == "__main__"` guard: worker processes do not import it.
+
+    Raises, where it reads: `UsageError` where there is no run, `IntegrityError` where it is damaged.
     """
 
     def __init__(self, run_dir: Path, setup: Callable[[FeatureSource], Setup], workers: Workers) -> None:
         """Use `open`."""
-        super().__init__(run_dir)
+        self.run_dir = run_dir
         self.workers = workers
         self._setup_of = setup
         self._setup: Setup | None = None
@@ -262,10 +125,15 @@ class Collection(StoredRun):
         """
         with Store.open(run_dir) as store:
             settings = store.settings
-        given = {"precision": settings["precision"]}
+        given = {"precision": settings.get("precision")}
         given |= {name: value for name, value in options.items() if value is not None}
         means = workers if isinstance(workers, Workers) else Workers(count=workers)
         return cls(Path(run_dir), lambda source: stored_setup(settings, source, given), means)
+
+    @property
+    def store(self) -> Store:
+        """The reading side, newly opened; close it after use (`with collection.store as store`)."""
+        return Store.open(self.run_dir)
 
     def add_images(
         self,
@@ -305,7 +173,8 @@ class Collection(StoredRun):
         check_writable(self.run_dir)
         if restart:
             delete_store(self.run_dir)
-        Store.create_if_absent(self.run_dir, settings, folder)
+        if not (self.run_dir / schema.DATABASE).exists():
+            Store.create(self.run_dir, settings, folder).close()
         with Writer(self.run_dir) as writer:
             refuse_changes(self.run_dir, writer.store.settings, settings)
             self._setup = setup
@@ -328,7 +197,7 @@ class Collection(StoredRun):
             changed = [name for name in wanted if writer.store.image(name).camera != wanted[name]]
             for name in changed:
                 writer.put_camera(name, wanted[name])
-            return verify_again(writer, changed)
+            return runner.verify_again(writer, changed)
 
     def suggest_pairs(self, **limits: int) -> PairChoice | None:
         """Suggest pairs for images that have none: chosen as in the run so far, else by the number of images.
@@ -345,12 +214,9 @@ class Collection(StoredRun):
         with self.store as store:
             if not store.unpaired():
                 return None
-            before, counts = store.pair_choice, store.counts()
-        if before is None and counts.pairs:
-            return PairChoice("names")  # by a version that did not keep it
+            before = store.pair_choice
         if before is None or before.by_default:
-            images = len(self._ready().source.names()[0])
-            return default_choice(images, **limits)
+            return default_choice(len(self._ready().source.names()[0]), **limits)
         return before
 
     def add_pairs(
@@ -363,6 +229,7 @@ class Collection(StoredRun):
         similar: int | None = None,
         preemptive: int | None = None,
         nearby: int | None = None,
+        of: Iterable[str] | None = None,
         on_fault: Callable[[PairFault], None] | None = None,
         on_progress: OnProgress | None = None,
     ) -> tuple[int, int]:
@@ -370,13 +237,14 @@ class Collection(StoredRun):
 
         Args:
             pairs: an iterable of two image names each, or the result of `suggest_pairs`.
-            file: a pair list, two names per line (see `pairlists`).
+            file: a pair list, two names per line (see `matcher.collection.pairs`).
             exhaustive: pair all images with each other.
             sequential: pair each image with this many that follow it in natural order of the names.
             similar: pair each image with this many most similar ones; extracts features first.
             preemptive: of these, and of those taken nearby, the pairs whose strongest keypoints agree.
             nearby: pair each image with this many nearest ones, by the GPS positions of their EXIF headers.
-            on_fault: called for every line of `file` that yields no pair.
+            of: names of images; of the pairs, only those with one of them are added. None: all.
+            on_fault: called for every line of `file` that yields no pair, or is taken with a warning.
             on_progress: called with the progress of the extraction and of the choice.
 
         Returns:
@@ -386,30 +254,36 @@ class Collection(StoredRun):
             UsageError: not exactly one way, a name that is not in the run, or no `add_images` before.
         """
         counts = dict(sequential=sequential, similar=similar, preemptive=preemptive, nearby=nearby)
-        choice = requested_choice(pairs, file, exhaustive, **counts)
+        choice = _requested(pairs, file, exhaustive, counts)
         setup = self._ready()
         if choice.needs_features:
             self.extract(everything=True, on_progress=on_progress)
         with Writer(self.run_dir) as writer:
+            store = writer.store
             if choice.method == "names":
                 found = pairs
             elif choice.method == "file":
-                names = sorted(writer.store.names().values())
-                found = pairlists.read_pairs(file, names, on_fault)
-            else:
-                names = self._selected(writer.store, choice)
-                found = chosen_pairs(choice, names, writer.store, setup, on_progress or _silent)
+                found = read_pairs(file, sorted(store.names().values()), on_fault, folder=store.image_folder)
+            else:  # images that `add_images` did not find, or without features to compare, get no pairs
+                present = set(setup.source.names()[0])
+                status = {image.name: image.status for image in store.images()}
+                names = [name for name in sorted(status) if name in present]
+                if choice.needs_features:
+                    names = [name for name in names if status[name] == "done"]
+                found = chosen_pairs(choice, names, store, setup, on_progress or _silent)
+            if of is not None:
+                wanted = set(of)
+                found = (pair for pair in found if not wanted.isdisjoint(pair))
             added = add_pairs(writer, found, setup.shard)
-            writer.set_pair_choice(choice)
+            writer.set_meta("pair_choice", choice.to_json())
             return added
 
     def extract(self, *, everything: bool = False, on_progress: OnProgress | None = None) -> int:
         """Extract the images of waiting pairs, or all; returns the number processed; errors as of `run`."""
-        with Writer(self.run_dir) as writer, closing(self._start()) as engine:
-            check_cameras(writer.store, self._ready().camera)
-            how = {"everything": everything, "on_progress": on_progress or _silent}
-            how["batch"] = batch_size(self._ready(), self.workers)
-            return runner.extract(writer, engine, self._ready().source, **how)
+        setup = self._ready()
+        with Writer(self.run_dir) as writer, closing(self._start(writer)) as engine:
+            how = {"batch": batch_size(setup, self.workers), "on_progress": on_progress or _silent}
+            return runner.extract(writer, engine, setup.source, everything=everything, **how)
 
     def run(
         self,
@@ -430,19 +304,18 @@ class Collection(StoredRun):
             UsageError: essential geometry without any camera, another run is writing, or no `add_images`.
             OSError: the disk is full; committed results are kept, and the next run continues.
         """
-        setup, on_progress = self._ready(), on_progress or _silent
-        with Writer(self.run_dir) as writer:
-            check_cameras(writer.store, setup.camera)
+        setup = self._ready()
+        with Writer(self.run_dir) as writer, closing(self._start(writer)) as engine:
             if retry_failed:
                 with writer.transaction():
                     writer.retry_failed()
-            with closing(self._start()) as engine:
-                how = {"batch": batch_size(setup, self.workers), "on_progress": on_progress}
-                extracted = runner.extract(writer, engine, setup.source, everything=everything, **how)
-                matched = runner.match(writer, engine, **how)
-                return RunReport(extracted, matched, engine.crashes, writer.store.counts())
+            how = {"batch": batch_size(setup, self.workers), "on_progress": on_progress or _silent}
+            extracted = runner.extract(writer, engine, setup.source, everything=everything, **how)
+            matched = runner.match(writer, engine, **how)
+            return RunReport(extracted, matched, engine.crashes, writer.store.counts())
 
-    def _start(self) -> Engine:
+    def _start(self, writer: Writer) -> Engine:
+        runner.check_cameras(writer.store, self._ready().camera)
         return start_engine(self.run_dir, self._ready(), self.workers)
 
     def _ready(self) -> Setup:
@@ -450,21 +323,146 @@ class Collection(StoredRun):
             raise UsageError("add the images first: collection.add_images(FOLDER)")
         return self._setup
 
-    def _selected(self, store: Store, choice: PairChoice) -> list[str]:
-        """The names that `add_images` found, with features where those are compared; others get no pairs."""
-        found, anyone = set(self._ready().source.names()[0]), not choice.needs_features
-        return sorted(i.name for i in store.images() if i.name in found and (anyone or i.status == "done"))
+    def counts(self) -> Counts:
+        """Progress of the run."""
+        with self.store as store:
+            return store.counts()
+
+    def tracks(self, *, min_length: int = 2) -> Tracks:
+        """Keypoints of several images that show one point of the scene, joined from the verified matches.
+
+        Args:
+            min_length: images of a track at least; 2 or more.
+        """
+        with self.store as store:
+            return tracks_of(store, min_length=min_length)
+
+    def __iter__(self) -> Iterator[StoredPair]:
+        """Finished pairs, one after another."""
+        with self.store as store:
+            yield from store.pairs()
+
+    def __repr__(self) -> str:
+        """Folder, preset, images and pairs, in one line."""
+        try:
+            with self.store as store:
+                counts, preset = store.counts(), store.settings.get("preset")
+        except UsageError:
+            return f"Collection({str(self.run_dir)!r}, no images yet)"
+        except (MatcherError, OSError) as error:
+            return f"Collection({str(self.run_dir)!r}, unreadable: {type(error).__name__})"
+        images = f"{counts.images_done} of {counts.images} images"
+        pairs = f"{counts.pairs_done} of {counts.pairs} pairs"
+        return f"Collection({str(self.run_dir)!r}, {preset}, {images} and {pairs} done)"
+
+    def export(
+        self,
+        form: str,
+        out: str | Path,
+        *,
+        cameras: CameraChoice | None = None,
+        overwrite: bool = False,
+    ) -> ExportReport:
+        """Export the run for another program: "colmap", "hloc", "npz", "openmvg" or "kapture".
+
+        Args:
+            form: name of the format.
+            out: file (colmap: .db, npz: .npz) or folder to create.
+            cameras: which images share a camera, and what is known of it (colmap, openmvg, kapture); None
+                takes them from the run, from EXIF, or guesses.
+            overwrite: replace what exists; see `matcher.export.formats.export`.
+
+        Returns:
+            What was written and what was left out.
+
+        Raises:
+            UsageError: an unknown format, an output that exists or cannot be written, names or cameras that
+                the format cannot hold.
+            IntegrityError: the store is damaged.
+        """
+        from matcher.export.formats import export
+
+        with self.store as store:
+            return export(store, form, out, cameras, overwrite=overwrite)
+
+    def reconstruct(
+        self,
+        out: str | Path,
+        *,
+        cameras: CameraChoice | None = None,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        **options: Unpack[MappingOptions],
+    ) -> Reconstruction:
+        """Reconstruct cameras and 3D points from the verified matches with COLMAP; needs pycolmap.
+
+        Args:
+            out: folder to create: COLMAP models, points as PLY, a plot, statistics as JSON.
+            cameras: as in `export`; given ones are kept as they are by the incremental mapper.
+            include: names, folders or globs of the images to use; all of the run when absent.
+            exclude: the same, for images to leave out.
+            options: mapper, min_images, threads, seed, overwrite; see `matcher.sfm.reconstruct.reconstruct`.
+
+        Returns:
+            The models, largest first: poses `cam_from_world` (3, 4) by image name, cameras, numbers.
+
+        Raises:
+            UsageError: pycolmap is absent, `out` exists, or fewer than two images have features.
+            ReconstructionError: no model was found, or COLMAP's process ended early.
+        """
+        from matcher.sfm.reconstruct import reconstruct
+
+        selection = Selection.parse(include, exclude)
+        with self.store as store:
+            only = selection.apply(image.name for image in store.images())
+            return reconstruct(store, out, choice=cameras, only=only, **options)
 
 
 def _silent(_: runner.StageProgress) -> None:
     pass
 
 
-# --- merging: Joins the stores of the parts (shards) of a collection into one, by image name.
+def _requested(
+    pairs: Iterable[tuple[str, str]] | PairChoice | None,
+    file: object | None,
+    exhaustive: bool,
+    counts: Mapping[str, int | None],
+) -> PairChoice:
+    """The choice that the arguments of `Collection.add_pairs` make; `UsageError` for none or several."""
+    given = {method: count for method, count in counts.items() if count is not None}
+    if sum([exhaustive, pairs is not None, file is not None, len(given)]) != 1:
+        raise UsageError(
+            "pairs come from exactly one of: names, a file, exhaustive, "
+            + ", ".join(f"{method}=K" for method in counts)
+        )
+    if isinstance(pairs, PairChoice):
+        if not pairs.arguments():
+            raise UsageError("the pairs of this run came from a list; list those of the new images as well")
+        return pairs
+    for method, count in given.items():
+        return PairChoice(method, count)
+    return PairChoice("exhaustive" if exhaustive else "names" if file is None else "file")
+
+
+# Merging the stores of the parts (shards) of a collection into one, by image name.
 
 _SAME = "Only runs with the same settings can be joined"
-_ROWS = 2048  # pairs of a transaction
+_TOGETHER = 100_000  # pairs of a transaction
 _COLUMNS = "status, reason, sha256, stamp, camera, width, height, count, scale_x, scale_y, exif, kind"
+# Numbers of their images and of ours; images in which they found other keypoints.
+_MAPPED = f"""
+CREATE TEMP TABLE ends (theirs INTEGER PRIMARY KEY, ours INTEGER, copied INTEGER);
+INSERT INTO ends SELECT o.id, m.id, m.status != {DONE} AND (o.status = {DONE} OR o.status > m.status)
+  FROM other.images AS o JOIN main.images AS m USING (name);
+CREATE TEMP TABLE differing AS SELECT theirs FROM ends
+  JOIN other.keypoints AS k ON k.image = theirs JOIN main.keypoints AS n ON n.image = ours
+  WHERE k.crc != n.crc;
+UPDATE main.images SET ({_COLUMNS}) = (SELECT {_COLUMNS} FROM other.images AS o WHERE o.name = images.name)
+  WHERE id IN (SELECT ours FROM ends WHERE copied);
+INSERT OR IGNORE INTO main.keypoints SELECT ours, data, crc FROM other.keypoints JOIN ends ON theirs = image;
+"""
+_ENDS = "other.{} AS p JOIN ends AS a ON a.theirs = p.image0 JOIN ends AS b ON b.theirs = p.image1"
+_DIFFER = "(p.image0 IN differing OR p.image1 IN differing)"
 
 
 def merge(
@@ -494,123 +492,79 @@ def merge(
         for store in stores:
             refuse_changes(store.folder, {**store.settings, "shard": None}, wanted, _SAME)
         there = [stack.enter_context(Store.open(into))] if (into / schema.DATABASE).exists() else []
-        _refuse_changed_images([*there, *stores])
+        _refuse_changed_images([*there, *stores])  # before anything is written
         if not there:
             Store.create(into, wanted, stores[0].image_folder).close()
         writer = stack.enter_context(Writer(into))
         refuse_changes(into, writer.store.settings, wanted, _SAME)
-        with writer.transaction():
-            writer.add_images(sorted({name for store in stores for name in store.names().values()}))
         for store in stores:
-            _StoreMerge(writer, store, descriptors).run(on_report)
+            on_report(_join(writer, store, descriptors))
 
 
 def _refuse_changed_images(stores: Sequence[Store]) -> None:
-    """Checked before anything is written, so that no partial merge is left."""
     seen: dict[str, tuple[str, Path]] = {}
     for store in stores:
-        for name, digest in store.rows("SELECT name, sha256 FROM images WHERE status = ?", DONE):
-            first, folder = seen.setdefault(name, (digest, store.folder))
-            if first != digest:
+        for image in store.images():
+            if image.status != "done":
+                continue
+            store.keypoints(image.name)  # raises where they are damaged
+            first, folder = seen.setdefault(image.name, (image.sha256, store.folder))
+            if first != image.sha256:
                 raise UsageError(
-                    f"{name} is one image in {folder} and another in {store.folder}: do the older run "
+                    f"{image.name} is one image in {folder} and another in {store.folder}: do the older run "
                     "again (`matcher collection IMAGES --run …`), then join them"
                 )
 
 
-class _StoreMerge:
-    """Copies one store into another."""
-
-    def __init__(self, writer: Writer, store: Store, descriptors: bool) -> None:
-        self._writer, self._store, self._copy = writer, store, descriptors
-        ours = {name: number for number, name in writer.store.names().items()}
-        self._numbers = {number: ours[name] for number, name in store.names().items()}
-        self._other: set[int] = set()  # images of the store, by its numbers, with other keypoints than ours
-
-    def run(self, on_report: Callable[[str], None]) -> None:
-        names = self._store.names()
-        for numbers in _groups(iter(sorted(names))):
-            with self._writer.transaction():
-                for number in numbers:
-                    self._join_image(number, names[number])
-        pairs = sum(self._join_pairs(rows) for rows in _groups(self._rows("pairs", "seconds, crc, data")))
-        for rows in _groups(self._rows("failed", "reason")):
-            with self._writer.transaction():
-                self._writer.fail_pairs(row for row in self._mapped(rows) if not self._known("pairs", row))
-        for rows in _groups(self._rows("waiting", "NULL")):
-            self._let_wait(self._mapped(rows))
-        differing = f"; keypoints of {len(self._other)} images differ" if self._other else ""
-        on_report(f"{self._store.folder}: {pairs} pairs joined{differing}")
-
-    def _join_image(self, number: int, name: str) -> None:
-        writer, target = self._writer, self._numbers[number]
-        row = next(self._store.rows(f"SELECT {_COLUMNS} FROM images WHERE id = ?", number))
-        ours = writer.execute(f"SELECT {_COLUMNS} FROM images WHERE id = ?", (target,))[0]
-        if row[0] != DONE:
-            if ours[0] != DONE and row[0] > ours[0]:
-                self._set_image(target, row)
-            return
-        data, crc = next(self._store.rows("SELECT data, crc FROM keypoints WHERE image = ?", number))
-        self._store.keypoints(name)  # raises where they are damaged
-        if ours[0] == DONE:
-            if writer.execute("SELECT crc FROM keypoints WHERE image = ?", (target,)) != [(crc,)]:
-                self._other.add(number)
-            return
-        self._set_image(target, row)
-        writer.execute("REPLACE INTO keypoints VALUES (?, ?, ?)", (target, data, crc))
-        if self._copy:
-            self._join_descriptors(number, target, name)
-
-    def _set_image(self, target: int, row: tuple[Any, ...]) -> None:
-        marks = ", ".join("?" * len(row))
-        self._writer.execute(f"UPDATE images SET ({_COLUMNS}) = ({marks}) WHERE id = ?", (*row, target))
-
-    def _join_descriptors(self, number: int, target: int, name: str) -> None:
-        sql = "SELECT file, start, length, crc FROM descriptors WHERE image = ?"
-        for place in self._store.rows(sql, number):
-            try:
-                self._writer.put_descriptors(target, read_record(self._store.folder, RecordLocation(*place)))
-            except FileNotFoundError:
-                return  # deleted on purpose
-            except ValueError as error:
-                raise IntegrityError(f"{self._store.folder}: the descriptors of {name}: {error}") from error
-
-    def _join_pairs(self, rows: Sequence[tuple[Any, ...]]) -> int:
-        """Copy finished pairs; those whose keypoints are not ours wait."""
-        foreign = [row for row in rows if self._other & {row[0], row[1]}]
-        kept = [EncodedPair(*row) for row in self._mapped(row for row in rows if row not in foreign)]
-        new = [pair for pair in kept if not self._known("pairs", pair)]
-        with self._writer.transaction():
-            self._writer.put_pairs(new)
-            self._writer.execute_many(
-                "DELETE FROM failed WHERE image0 = ? AND image1 = ?", [(p.image0, p.image1) for p in new]
+def _join(writer: Writer, store: Store, descriptors: bool) -> str:
+    """Copy one store into another; a line about it."""
+    path = store.folder / schema.DATABASE
+    writer.execute("ATTACH DATABASE ? AS other", [schema.uri(path, schema.reading_mode(path))])
+    with writer.transaction():
+        writer.add_images(sorted(store.names().values()))
+        for statement in _MAPPED.split(";"):
+            writer.execute(statement)
+        if descriptors:
+            _copy_descriptors(writer, store)
+    joined, most = 0, writer.execute("SELECT coalesce(max(id), 0) FROM other.pairs")[0][0]
+    for first in range(0, most + 1, _TOGETHER):
+        with writer.transaction():
+            joined += writer.execute_many(
+                "INSERT OR IGNORE INTO main.pairs (image0, image1, seconds, crc, data)"
+                f" SELECT a.ours, b.ours, p.seconds, p.crc, p.data FROM {_ENDS.format('pairs')}"
+                f" WHERE p.id BETWEEN ? AND ? AND NOT {_DIFFER}",
+                [(first, first + _TOGETHER - 1)],
             )
-        self._let_wait(self._mapped(foreign))
-        return len(new)
-
-    def _let_wait(self, rows: Iterator[tuple[Any, ...]]) -> None:
-        free = [row[:2] for row in rows if not (self._known("pairs", row) or self._known("failed", row))]
-        sql = "INSERT OR IGNORE INTO waiting VALUES (?, ?, ?, ?)"
-        with self._writer.transaction():
-            self._writer.execute_many(sql, [(a >> TILE_BITS, b >> TILE_BITS, a, b) for a, b in free])
-
-    def _known(self, table: str, pair: Sequence[Any]) -> bool:
-        sql = f"SELECT 1 FROM {table} WHERE image0 = ? AND image1 = ?"
-        return bool(self._writer.execute(sql, pair[:2]))
-
-    def _rows(self, table: str, columns: str) -> Iterator[tuple[Any, ...]]:
-        return self._store.rows(f"SELECT image0, image1, {columns} FROM {table} ORDER BY image0, image1")
-
-    def _mapped(self, rows: Any) -> Iterator[tuple[Any, ...]]:
-        return ((self._numbers[row[0]], self._numbers[row[1]], *row[2:]) for row in rows)
+    with writer.transaction():
+        failed = f"SELECT a.ours, b.ours, p.reason FROM {_ENDS.format('failed')}"
+        writer.execute(f"INSERT OR REPLACE INTO main.failed {failed}")
+        ends = "SELECT a.ours AS image0, b.ours AS image1 FROM"
+        again = f"{ends} {_ENDS.format('pairs')} WHERE {_DIFFER}"
+        writer.let_wait(f"{ends} {_ENDS.format('waiting')} UNION {again}")
+        writer.settle_all()
+        (differing,) = writer.execute("SELECT count(*) FROM differing")[0]
+        for table in ("ends", "differing"):
+            writer.execute(f"DROP TABLE {table}")
+    writer.execute("DETACH DATABASE other")
+    more = f"; keypoints of {differing} images differ" if differing else ""
+    return f"{store.folder}: {joined} pairs joined{more}"
 
 
-def _groups(rows: Iterator[Any]) -> Iterator[list[Any]]:
-    while group := list(islice(rows, _ROWS)):
-        yield group
+def _copy_descriptors(writer: Writer, store: Store) -> None:
+    sql = (
+        "SELECT ours, file, start, length, d.crc FROM other.descriptors AS d JOIN ends ON theirs = image"
+        " WHERE copied"
+    )
+    for number, *place in writer.execute(sql):
+        try:
+            writer.put_descriptors(number, read_record(store.folder, RecordLocation(*place)))
+        except FileNotFoundError:
+            continue  # deleted on purpose
+        except DamagedError as error:
+            raise IntegrityError(f"{store.folder}: descriptors are damaged ({error})") from error
 
 
-# --- matched_set: A few images matched in memory: pairs, and tracks through all of them.
+# A few images matched in memory: pairs, and tracks through all of them.
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -716,8 +670,12 @@ def match_set(
     for first, second in chosen:
         matches = pipeline.match_features(features[first], features[second])
         found[first, second] = matches, pipeline.verify(features[first], features[second], matches)
-    names = _names(images)
-    return MatchedSet(names, features, found, _tracks(names, features, found))
+    names: dict[str, None] = {}
+    for number, image in enumerate(images):
+        path = image if isinstance(image, (str, Path)) else getattr(image, "path", None)
+        name = f"image {number}" if path is None else str(path)
+        names[f"{name} ({number})" if name in names else name] = None
+    return MatchedSet(tuple(names), features, found, _tracks(tuple(names), features, found))
 
 
 def _checked(pairs: Sequence[tuple[int, int]] | None, count: int) -> list[tuple[int, int]]:
@@ -730,34 +688,24 @@ def _checked(pairs: Sequence[tuple[int, int]] | None, count: int) -> list[tuple[
     return list(dict.fromkeys((min(pair), max(pair)) for pair in pairs))
 
 
-def _names(images: Sequence[ImageInput]) -> tuple[str, ...]:
-    """A name of its own for each image."""
-    names: dict[str, None] = {}
-    for number, image in enumerate(images):
-        path = image if isinstance(image, (str, Path)) else getattr(image, "path", None)
-        name = f"image {number}" if path is None else str(path)
-        names[f"{name} ({number})" if name in names else name] = None
-    return tuple(names)
-
-
 def _tracks(
     names: tuple[str, ...],
     features: tuple[Features, ...],
     pairs: Mapping[tuple[int, int], tuple[Matches, TwoViewGeometry]],
 ) -> Tracks:
-    used = {}
-    for pair, (matches, geometry) in pairs.items():
+    verified = {}
+    for ends, (matches, geometry) in pairs.items():
         if geometry.status in ("ok", "not_estimated"):
-            used[pair] = geometry.inliers if geometry.status == "ok" else np.ones(len(matches), dtype=bool)
-    indices = {pair: pairs[pair][0].indices[kept] for pair, kept in used.items()}
+            kept = geometry.inliers if geometry.status == "ok" else np.ones(len(matches), dtype=bool)
+            verified[ends] = matches.indices[kept], matches.scores[kept]
     keypoints = [to_numpy(one.keypoints) for one in features]
     scales = [float(np.sqrt(np.prod(to_numpy(one.scale)))) for one in features]
-    consistent = consistent_matches(indices, keypoints, scales)
-    joined = []
-    for (first, second), kept in used.items():
-        right, scores = consistent[first, second], pairs[first, second][0].scores[kept]
-        rows = indices[first, second][right], scores[right]
-        joined.append(PairMatches(names[first], names[second], *rows))
+    indices = {ends: rows for ends, (rows, _) in verified.items()}
+    right = consistent_matches(indices, keypoints, scales)
+    joined = [
+        PairMatches(names[ends[0]], names[ends[1]], rows[right[ends]], scores[right[ends]])
+        for ends, (rows, scores) in verified.items()
+    ]
     found = build_tracks(joined, {name: len(f) for name, f in zip(names, features, strict=True)})
-    left_out = sum(int((~right).sum()) for right in consistent.values())
+    left_out = sum(int((~each).sum()) for each in right.values())
     return replace(found, conflicts=found.conflicts + left_out)

@@ -1,26 +1,29 @@
-"""Which pairs to match: lists from files, read line by line and checked, and pairs made from the names.
+"""Which pairs to match: lists from files, and pairs by name, by looks, by position, or that agree on trial.
 
-A pair list is a text file with one pair per line: two image names, relative to the image folder and with `/`.
-In a line with a tab, only tabs separate; otherwise spaces do, and a name with spaces needs double quotes.
-UTF-8 with or without a byte order mark, any line ending, blank lines and lines that begin with `#` are fine.
+A pair list is a text file with two image names a line, relative to the image folder and with `/`, separated
+by spaces, a tab, a comma or a semicolon; a name with spaces needs a tab, a comma or double quotes. UTF-8 with
+or without a byte order mark, any line ending, blank lines and lines that begin with `#` are fine. Other forms
+of names are taken where only one image can be meant (`NameTable`).
 """
 
 from __future__ import annotations
 
 import re
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import combinations, islice
+from itertools import combinations
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 
 from matcher.collection.runner import OnProgress, StageProgress
+from matcher.collection.schema import one_line
 from matcher.collection.settings import Setup, build
-from matcher.collection.sources import PairChoice
+from matcher.collection.sources import NameTable, PairChoice
 from matcher.collection.store import Store
 from matcher.errors import UsageError
 from matcher.files import open_given
@@ -32,26 +35,22 @@ from matcher.pipeline import Pipeline
 from matcher.types import Features, strongest
 from matcher.verify.verdict import NOT, verdict_of
 
-# --- pairlists: Which pairs to match: lists from files, read line by line and checked, and pairs made from
-# the names.
+# Lists.
 
-_CHUNK = 16_384  # lines
 _LONGEST_LINE = 16_384  # bytes
-_SHOWN = 80  # characters of a line in a message
-_WORD = re.compile(r'"([^"]*)"(?=\s|$)|(\S+)')
-_DRIVE = re.compile(r"[A-Za-z]:[\\/]")
+_QUOTED = re.compile(r'"([^"]*)"|([^\s,;]+)')
 
 # What may be wrong with a line. `USED` ones still give their pair.
 DUPLICATE = "duplicate"
 REVERSED = "reversed duplicate"
 SELF = "image paired with itself"
 MISSING = "image not in the collection"
-ABSOLUTE = "absolute path"
 OUTSIDE = "path that leaves the image folder"
 COLUMNS = "not two names"
 LONG = "line too long"
 EXTRA = "more than two columns (the first two are used)"
-USED = (EXTRA,)
+OTHER_FORM = "another form of an image's name (it is used)"
+USED = (EXTRA, OTHER_FORM)
 
 
 @dataclass(frozen=True)
@@ -96,107 +95,48 @@ class FaultTally:
         return texts
 
 
-class _Line(NamedTuple):
-    number: int
-    text: str
-    index0: int
-    index1: int
-
-
 def read_pairs(
     path: str | Path,
     names: Iterable[str],
     on_fault: Callable[[PairFault], None] | None = None,
     *,
-    chunk: int = _CHUNK,
+    folder: Path | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """The pairs of a list, each once, in the order of the file; memory does not grow with bad lines.
+    """The pairs of a list, each once, in the order of the file.
 
     Names are looked up among `names` and never opened, so a list cannot reach outside the collection. Of a
-    repeated pair the first line counts, whichever way round. Memory is that of the names and 8 bytes per
-    pair.
+    repeated pair the first line counts, whichever way round. Memory is that of the names and under 100 bytes
+    a line; it does not grow with bad lines.
 
     Args:
         path: the list; see the module for the format.
         names: the images of the collection.
         on_fault: called with every line that yields no pair or a warning; all other lines are valid.
-        chunk: lines that are processed together; affects only speed and memory.
+        folder: of the images, for paths in it and names that begin with its own.
 
     Raises:
-        UsageError: the list cannot be read, or is UTF-16; raised before the first pair.
+        UsageError: the list cannot be read, or is UTF-16.
     """
-    table = {name: index for index, name in enumerate(dict.fromkeys(names))}
+    table = NameTable(names, folder)
+    report = on_fault or (lambda _: None)
+    lines, ends = array("q"), array("q")
     try:
-        file = open_given(path)  # closed by the generator
-        head = file.peek(3)[:2]
+        with open_given(path) as file:
+            if file.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff"):
+                raise UsageError(f"{path}: the pair list is UTF-16; save it as UTF-8")
+            for number, raw in _raw_lines(file):
+                if (pair := _read_line(number, raw, table, report)) is not None:
+                    lines.append(number)
+                    ends.extend(pair)
     except OSError as error:
         raise UsageError(f"{path}: the pair list cannot be read ({error.strerror or error})") from error
-    if head in (b"\xff\xfe", b"\xfe\xff"):
-        file.close()
-        raise UsageError(f"{path}: the pair list is UTF-16; save it as UTF-8")
-    return _pairs(file, table, list(table), on_fault or _ignore, chunk)
-
-
-def _ignore(_: PairFault) -> None:
-    pass
-
-
-def _pairs(
-    file: BinaryIO,
-    table: dict[str, int],
-    names: list[str],
-    on_fault: Callable[[PairFault], None],
-    together: int,
-) -> Iterator[tuple[str, str]]:
-    """Chunk by chunk, because finding repeated pairs is fast and small in sorted arrays."""
-    seen = np.zeros(0, np.int64)  # sorted: 2 · pair + 1 if the first line had it the other way round
-    with file:
-        lines = _known_lines(file, table, on_fault)
-        while chunk := list(islice(lines, together)):
-            ends = np.array([(line.index0, line.index1) for line in chunk], dtype=np.int64)
-            keys = 2 * (ends.min(axis=1) * len(names) + ends.max(axis=1))
-            turned = (ends[:, 0] > ends[:, 1]).astype(np.int64)
-            _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-            way, old = _first_way(seen, keys[first], turned[first])
-            fresh = np.zeros(len(chunk), dtype=bool)
-            fresh[first] = ~old
-            seen = np.sort(np.concatenate([seen, (keys + turned)[fresh]]), kind="stable")
-            for line, is_fresh, same in zip(chunk, fresh.tolist(), turned == way[inverse], strict=True):
-                if is_fresh:
-                    yield names[line.index0], names[line.index1]
-                else:
-                    on_fault(PairFault(line.number, DUPLICATE if same else REVERSED, line.text))
-
-
-def _first_way(seen: np.ndarray, keys: np.ndarray, turned: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which way round each pair came first (0 or 1), and whether that was in an earlier chunk."""
-    if not len(seen):
-        return turned, np.zeros(len(keys), dtype=bool)
-    found = seen[np.searchsorted(seen, keys).clip(max=len(seen) - 1)]
-    old = found - (found & 1) == keys
-    return np.where(old, found & 1, turned), old
-
-
-def _known_lines(
-    file: BinaryIO, table: dict[str, int], on_fault: Callable[[PairFault], None]
-) -> Iterator[_Line]:
-    """The lines that name two different images of the collection."""
-    for number, raw in _raw_lines(file):
-        text = raw.decode("utf-8", errors="surrogateescape").strip()
-        if not text or text.startswith("#"):
-            continue
-        shown = _shown(text)
-        if len(raw) > _LONGEST_LINE:
-            on_fault(PairFault(number, LONG, shown))
-            continue
-        words = _words(text, table)
-        fault = _fault(words, table)
-        if fault is not None:
-            on_fault(PairFault(number, fault[0], _shown(fault[1])))
-            continue
-        if len(words) > 2:
-            on_fault(PairFault(number, EXTRA, shown))
-        yield _Line(number, shown, *(table[word] for word in words[:2]))
+    rows = np.array(ends, dtype=np.int64).reshape(-1, 2)
+    keys = rows.min(axis=1) * len(table.names) + rows.max(axis=1)
+    _, first, same = np.unique(keys, return_index=True, return_inverse=True)
+    for row in np.setdiff1d(np.arange(len(rows)), first).tolist():
+        kind = DUPLICATE if np.array_equal(rows[row], rows[first[same[row]]]) else REVERSED
+        report(PairFault(lines[row], kind, " ".join(table.names[end] for end in rows[row])[:80]))
+    return ((table.names[one], table.names[other]) for one, other in rows[np.sort(first)].tolist())
 
 
 def _raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -210,62 +150,58 @@ def _raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         yield number, raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
 
 
-def _words(text: str, table: dict[str, int]) -> list[str]:
-    if "\t" in text:
-        words = [word.strip() for word in text.split("\t") if word.strip()]
-    elif '"' in text:
-        words = [quoted or plain for quoted, plain in _WORD.findall(text)]
-    else:
-        words = text.split()
-    return [word if word in table else word.removeprefix("./") for word in words]
+def _read_line(
+    number: int, raw: bytes, table: NameTable, report: Callable[[PairFault], None]
+) -> tuple[int, int] | None:
+    """The images of a line; None where it names no two of them, which is reported."""
+    text = raw.decode("utf-8", errors="surrogateescape").strip()
+    if not text or text.startswith("#"):
+        return None
+
+    def fault(kind: str, what: str) -> None:
+        plain = one_line(what[:81])
+        report(PairFault(number, kind, plain if len(plain) <= 80 else f"{plain[:80]}…"))
+
+    if len(raw) > _LONGEST_LINE:
+        return fault(LONG, text)
+    readings = _readings(text)
+    words, found = readings[0], []
+    for one in readings:
+        if len(one) >= 2 and None not in (ends := [table.find(word) for word in one[:2]]):
+            words, found = one, ends
+            break
+    if not found:
+        for word in words[:2] if len(words) >= 2 else ():
+            if table.find(word) is None:
+                if len(words) > 2:
+                    return fault(COLUMNS, f"{text}; put names with spaces in double quotes or use tabs")
+                return fault(OUTSIDE if _leads_out(word) else MISSING, word)
+        return fault(COLUMNS, text)
+    if found[0] == found[1]:
+        return fault(SELF, words[0])
+    if len(words) > 2:
+        fault(EXTRA, text)
+    for word, end in zip(words, found, strict=False):
+        if table.names[end] not in (word, word.removeprefix("./")):
+            fault(OTHER_FORM, f"{word} is {table.names[end]}")
+    return found[0], found[1]
 
 
-def _fault(words: Sequence[str], table: dict[str, int]) -> tuple[str, str] | None:
-    """The kind of fault and the word at fault."""
-    if len(words) < 2:
-        return COLUMNS, " ".join(words)
-    for word in words[:2]:
-        if word in table:
-            continue
-        if word.startswith(("/", "\\")) or _DRIVE.match(word):
-            return ABSOLUTE, word
-        if ".." in re.split(r"[\\/]", word):
-            return OUTSIDE, word
-        if len(words) > 2:
-            return COLUMNS, f"{' '.join(words)}; put names with spaces in double quotes or use tabs"
-        return MISSING, word
-    return (SELF, words[0]) if words[0] == words[1] else None
+def _readings(text: str) -> list[list[str]]:
+    """The words of a line by each of its separators, those that give two or more."""
+    splits = [text.split(mark) for mark in ("\t", ",", ";") if mark in text]
+    splits.append(
+        [quoted or plain for quoted, plain in _QUOTED.findall(text)] if '"' in text else text.split()
+    )
+    words = [[word.strip().strip('"') for word in split if word.strip()] for split in splits]
+    return [one for one in words if len(one) >= 2] or [words[-1]]
 
 
-def _shown(text: str) -> str:
-    """Printable on any terminal: a list may hold anything."""
-    plain = "".join(c if c.isprintable() else "�" for c in text[: _SHOWN + 1])
-    return plain if len(plain) <= _SHOWN else f"{plain[:_SHOWN]}…"
+def _leads_out(word: str) -> bool:
+    return bool(re.match(r"[/\\]|[A-Za-z]:[/\\]", word)) or ".." in re.split(r"[\\/]", word)
 
 
-def exhaustive(names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Every pair of different images: N (N − 1) / 2."""
-    return combinations(dict.fromkeys(names), 2)
-
-
-def sequential(names: Sequence[str], k: int) -> Iterator[tuple[str, str]]:
-    """Each image with the `k` that follow it, in natural order of the names (`f2` before `f10`).
-
-    Raises:
-        UsageError: `k` below 1.
-    """
-    if k < 1:
-        raise UsageError(f"sequential pairs need at least 1 neighbour, not {k}")
-    return _neighbours(sorted(dict.fromkeys(names), key=natural_key), k)
-
-
-def _neighbours(ordered: Sequence[str], k: int) -> Iterator[tuple[str, str]]:
-    for index, name in enumerate(ordered):
-        for other in ordered[index + 1 : index + 1 + k]:
-            yield name, other
-
-
-# --- pair_finding: The pairs that a choice makes of a run's images.
+# Pairs that a choice makes of a run's images.
 
 
 def chosen_pairs(
@@ -283,33 +219,19 @@ def chosen_pairs(
     Raises:
         UsageError: "nearby" with fewer than two images whose header has a position.
     """
+    k, folder = choice.neighbours or 0, store.image_folder
     if choice.method == "exhaustive":
-        return exhaustive(names)
+        return combinations(names, 2)
     if choice.method == "sequential":
-        return sequential(names, choice.neighbours)
-
-    folder = store.image_folder
+        return sequential(names, k)
     if choice.method == "nearby":
-        return nearby_pairs(positions_of(names, folder), choice.neighbours)
-    from matcher.match.retrieval import similar_pairs
-
+        return nearby_pairs(positions_of(names, folder), k)
     if choice.method == "similar":
-        return similar_pairs(names, store.features, choice.neighbours)
-    return _preemptive(choice.neighbours, names, store, setup, on_progress)
-
-
-def _preemptive(
-    neighbours: int, names: Sequence[str], store: Store, setup: Setup, on_progress: OnProgress
-) -> list[tuple[str, str]]:
-    """Candidates by looks and, where photos say it, by position, of which those that agree are chosen."""
-
-    positions = positions_of(names, store.image_folder)
-    near = nearby_pairs(positions, neighbours) if len(positions) > 1 else []
-    known = _paired(store)
+        return similar_pairs(names, store.features, k)
+    positions, known = positions_of(names, folder), store.known_pairs()
+    near = nearby_pairs(positions, k) if len(positions) > 1 else []
     candidates = [
-        pair
-        for pair in candidate_pairs(names, store.features, neighbours, near)
-        if frozenset(pair) not in known
+        pair for pair in candidate_pairs(names, store.features, k, near) if frozenset(pair) not in known
     ]
 
     def report(done: int, total: int) -> None:
@@ -319,14 +241,17 @@ def _preemptive(
     return preemptive_pairs(candidates, store.features, build(setup), partners=partners, on_progress=report)
 
 
-def _paired(store: Store) -> set[frozenset[str]]:
-    """The pairs that the run has, finished or waiting."""
-    names = store.names()
-    tables = " UNION ".join(f"SELECT image0, image1 FROM {table}" for table in ("pairs", "failed", "waiting"))
-    return {frozenset((names[first], names[second])) for first, second in store.rows(tables)}
+def sequential(names: Sequence[str], k: int) -> Iterator[tuple[str, str]]:
+    """Each image with the `k` that follow it, in natural order of the names (`f2` before `f10`).
 
+    Raises:
+        UsageError: `k` below 1.
+    """
+    if k < 1:
+        raise UsageError(f"sequential pairs need at least 1 neighbour, not {k}")
+    ordered = sorted(dict.fromkeys(names), key=natural_key)
+    return ((name, other) for i, name in enumerate(ordered) for other in ordered[i + 1 : i + 1 + k])
 
-# --- nearby: Pairs of photos that were taken near each other, by the positions in their headers.
 
 _DEGREE = 111_195.0  # metres of a degree of latitude, on a sphere
 
@@ -359,21 +284,20 @@ def nearby_pairs(positions: Mapping[str, Sequence[float]], k: int) -> list[tuple
     metres = _DEGREE * degrees
     east = (degrees[:, 1] - degrees[0, 1] + 180) % 360 - 180  # the shorter way round
     metres[:, 1] = _DEGREE * east * np.cos(np.deg2rad(degrees[0, 0]))
-    found: dict[tuple[int, int], None] = {}
+    found: set[tuple[int, int]] = set()
     for row, here in enumerate(metres):
         distance = np.linalg.norm(metres - here, axis=1)
         distance[row] = np.inf
-        for other in np.argsort(distance, kind="stable")[: min(k, len(names) - 1)].tolist():
-            found[min(row, other), max(row, other)] = None
+        nearest = np.argsort(distance, kind="stable")[: min(k, len(names) - 1)].tolist()
+        found.update((min(row, other), max(row, other)) for other in nearest)
     return [(names[first], names[second]) for first, second in sorted(found)]
 
 
-# --- preemptive: Pairs worth matching with all keypoints, found by matching their strongest few first.
+# Preemptive matching (Wu 2013): pairs whose strongest few keypoints agree are matched with all.
 
 KEYPOINTS = 512  # strongest ones of an image that are matched first
 BEST = 6  # partners of an image that are matched in any case where they agree, those with most inliers
 _SURE = 2  # candidates of an image without any likely partner that are matched nevertheless
-_CACHED = 128  # images whose strongest keypoints are kept
 
 Progress = Callable[[int, int], None]  # candidates done, of all
 
@@ -419,80 +343,54 @@ def preemptive_pairs(
         pipeline: matches and verifies; by a fundamental matrix where its geometry needs cameras.
         on_progress: called after every candidate.
     """
-    verifier = _without_cameras(pipeline)
-    strongest_of = lru_cache(_CACHED)(lambda name: strongest(features(name), KEYPOINTS))
-    tried = np.zeros((len(candidates), 2))  # inliers, probability of the same place
-    for row, (name0, name1) in enumerate(candidates):
-        tried[row] = _agreement(pipeline, verifier, strongest_of(name0), strongest_of(name1))
+    estimation, verifier = pipeline.config.estimation, pipeline
+    if estimation.kind == "essential":
+        verifier = with_estimation(pipeline, replace(estimation, kind="fundamental"))
+    strongest_of = lru_cache(128)(lambda name: strongest(features(name), KEYPOINTS))
+    inliers, likely = np.zeros(len(candidates)), np.zeros(len(candidates), dtype=bool)
+    for row, pair in enumerate(candidates):
+        ends = [strongest_of(name) for name in pair]
+        if min(map(len, ends)) > 0:
+            matches = pipeline.match_features(*ends)
+            geometry = verifier.verify(*ends, matches)
+            verdict = verdict_of(matches, geometry, *(end.image_size for end in ends))
+            inliers[row] = geometry.inliers.sum()
+            likely[row] = verdict is None or verdict.probability > NOT
         if on_progress is not None:
             on_progress(row + 1, len(candidates))
-    return _chosen(candidates, tried[:, 0], tried[:, 1] > NOT, partners or {})
+    return best_pairs(candidates, inliers, likely, partners or {})
 
 
-def _without_cameras(pipeline: Pipeline) -> Pipeline:
-    """The pipeline, with a geometry that needs no cameras."""
-    estimation = pipeline.config.estimation
-    if estimation.kind != "essential":
-        return pipeline
-    return with_estimation(pipeline, replace(estimation, kind="fundamental"))
-
-
-def _agreement(
-    pipeline: Pipeline, verifier: Pipeline, features0: Features, features1: Features
-) -> tuple[int, float]:
-    """Inliers of a pair, and the probability that it shows one place."""
-    if min(len(features0), len(features1)) == 0:
-        return 0, 0.0
-    matches = pipeline.match_features(features0, features1)
-    geometry = verifier.verify(features0, features1, matches)
-    verdict = verdict_of(matches, geometry, features0.image_size, features1.image_size)
-    return int(geometry.inliers.sum()), 1.0 if verdict is None else verdict.probability
-
-
-def _chosen(
+def best_pairs(
     candidates: Sequence[tuple[str, str]],
     inliers: np.ndarray,
     likely: np.ndarray,
     partners: Mapping[str, int],
 ) -> list[tuple[str, str]]:
-    """The pairs to match, in the order of the candidates."""
+    """Of candidates with inliers (P,), of which `likely` (P,) agree, those to match, in their order."""
     of_image: dict[str, list[int]] = {}
-    for row, pair in enumerate(candidates):
-        for name in pair:
+    for row in np.argsort(-inliers, kind="stable").tolist():
+        for name in candidates[row]:
             of_image.setdefault(name, []).append(row)
     taken: set[int] = set()
-    for name, rows in of_image.items():
-        best = sorted(rows, key=lambda row: -inliers[row])
+    for name, best in of_image.items():
         agreeing = [row for row in best if likely[row]]
         before = partners.get(name, 0)
         taken.update(agreeing[: max(0, BEST - before)] if agreeing or before else best[:_SURE])
-    _add_indirect(taken, candidates, of_image, inliers, likely)
-    return [candidates[row] for row in sorted(taken)]
-
-
-def _add_indirect(
-    taken: set[int],
-    candidates: Sequence[tuple[str, str]],
-    of_image: Mapping[str, list[int]],
-    inliers: np.ndarray,
-    likely: np.ndarray,
-) -> None:
-    """Add pairs of images that agree with a common third one, where they have fewer than `BEST` partners.
-
-    Along a path, such wide pairs are the ones whose rays meet at angles that a reconstruction can begin with.
-    """
-    agreeing: dict[str, set[str]] = {}
+    near: dict[str, set[str]] = {}
     for row in taken:
         if likely[row]:
             for name, other in (candidates[row], candidates[row][::-1]):
-                agreeing.setdefault(name, set()).add(other)
-    for name, rows in of_image.items():
-        near = agreeing.get(name, set())
+                near.setdefault(name, set()).add(other)
+    # Images that agree with a common third one, where they have fewer partners: along a path, such wide pairs
+    # are the ones whose rays meet at angles that a reconstruction can begin with.
+    for name in dict.fromkeys(name for pair in candidates for name in pair):
+        own = near.get(name, set())
         wide = [
             row
-            for row in rows
+            for row in of_image[name]
             if row not in taken
-            and any(near & agreeing.get(other, set()) for other in candidates[row] if other != name)
+            and any(own & near.get(other, set()) for other in candidates[row] if other != name)
         ]
-        wide.sort(key=lambda row: -inliers[row])
-        taken.update(wide[: max(0, BEST - len(near))])
+        taken.update(wide[: max(0, BEST - len(own))])
+    return [candidates[row] for row in sorted(taken)]

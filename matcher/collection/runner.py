@@ -6,18 +6,18 @@ uncommitted ones are computed again by the next run, with the same result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from matcher.arrays import to_numpy
 from matcher.cameras import Camera
-from matcher.collection.schema import DONE, FAILED, TILE_BITS, Counts, decode_camera, parse_json
-from matcher.collection.sources import FeatureSource
-from matcher.collection.store import EncodedPair, ImageFacts, Writer
+from matcher.collection.schema import DONE, TILE_BITS, WAITING, Counts, checksum, common_camera, encode_pair
+from matcher.collection.store import EncodedPair, ImageFacts, Store, Writer
 from matcher.collection.workers import (
     Engine,
     ExtractedImage,
@@ -27,14 +27,20 @@ from matcher.collection.workers import (
     Outcome,
     PairFailure,
 )
+from matcher.config import EstimationConfig, from_dict
 from matcher.errors import ImageError, UsageError
+from matcher.verify.adjustment import threshold_scale
+from matcher.verify.estimation import RobustEstimator
+from matcher.verify.verdict import NOT, reject_improbable
 
-# --- planning: What remains to be done: new or changed images and unfinished pairs, or a shard of them.
+if TYPE_CHECKING:
+    from matcher.collection.sources import FeatureSource
 
-_ROWS = 4096  # pairs processed together
+# What remains to be done: new or changed images and unfinished pairs, or a shard of them.
+
+_ROWS = 4096  # waiting pairs read together
 _PAIRS, _IMAGES = 16, 8  # of a job at most
 _SHARE = 32  # a job is at most this part of what is left, or some workers would end long before others
-_DONE_ALREADY = "SELECT 1 FROM {0} WHERE {0}.image0 = plan.image0 AND {0}.image1 = plan.image1"
 
 
 @dataclass(frozen=True)
@@ -52,17 +58,17 @@ class ImageChanges:
 def refresh_images(writer: Writer, source: FeatureSource, masked: int | None = None) -> ImageChanges:
     """Add new images, and reset changed ones with their pairs; unchanged ones are kept."""
     names, unusable = source.names()
-    known = {
-        name: (status, stamp, sha256)
-        for name, status, stamp, sha256 in writer.execute("SELECT name, status, stamp, sha256 FROM images")
-    }
+    rows = writer.execute("SELECT name, status, stamp, sha256 FROM images")
+    known = {name: row for name, *row in rows}
     changed, touched = [], []
-    for name in (name for name in names if name in known and known[name][0] in (DONE, FAILED)):
-        status, old_stamp, old_digest = known[name]
-        stamp = source.stamp(name)
-        if stamp == old_stamp:
+    for name in names:
+        status, old_stamp, old_digest = known.get(name, (WAITING, "", ""))
+        if status == WAITING or (stamp := source.stamp(name)) == old_stamp:
             continue
-        if _digest(source, name) == old_digest and status == DONE:
+        digest = ""
+        with suppress(ImageError):
+            digest = source.digest(name)
+        if digest == old_digest and status == DONE:
             touched.append((stamp, name))
         else:
             changed.append(name)
@@ -72,16 +78,9 @@ def refresh_images(writer: Writer, source: FeatureSource, masked: int | None = N
         writer.execute_many("UPDATE images SET stamp = ? WHERE name = ?", touched)
         if changed:
             writer.forget(changed)
-        writer.set_image_folder(source.folder)
-    gone = len(set(known) - set(names))
+        writer.set_meta("image_folder", str(source.folder.absolute()))
+    gone = len(known.keys() - set(names))
     return ImageChanges(len(new), len(changed), gone, tuple(unusable), len(names), masked)
-
-
-def _digest(source: FeatureSource, name: str) -> str:
-    try:
-        return source.digest(name)
-    except ImageError:
-        return ""
 
 
 def add_pairs(
@@ -102,41 +101,35 @@ def add_pairs(
         UsageError: a name that the store does not have, or an image with itself.
     """
     numbers = {name: number for number, name in writer.store.names().items()}
-    ranks = {number: rank for rank, (_, number) in enumerate(sorted(numbers.items()))}
+    ranks = {name: rank for rank, name in enumerate(sorted(numbers))}
+
+    def row(pair: tuple[str, str]) -> tuple[int, ...]:
+        name0, name1 = sorted(pair)
+        if name0 == name1:
+            raise UsageError(f"{name0} cannot be paired with itself")
+        if absent := [name for name in (name0, name1) if name not in numbers]:
+            raise UsageError(f"the pair {name0} and {name1}: there is no image {absent[0]!r}")
+        rank0, rank1 = ranks[name0], ranks[name1]
+        return rank0 >> TILE_BITS, rank1 >> TILE_BITS, rank0, rank1, numbers[name0], numbers[name1]
+
     order = "tile0, tile1, rank0, rank1"
     with writer.transaction():
         writer.execute(
             f"CREATE TEMP TABLE plan (tile0, tile1, rank0, rank1, image0, image1, PRIMARY KEY ({order}))"
             " WITHOUT ROWID"
         )
-        rows = (_plan_row(pair, numbers, ranks) for pair in pairs)
-        writer.execute_many("INSERT OR IGNORE INTO plan VALUES (?, ?, ?, ?, ?, ?)", rows)
+        writer.execute_many("INSERT OR IGNORE INTO plan VALUES (?, ?, ?, ?, ?, ?)", map(row, pairs))
         total = writer.execute("SELECT count(*) FROM plan")[0][0]
         part, parts = shard or (1, 1)
         first, last = total * (part - 1) // parts, total * part // parts
-        added = writer.execute_many(
-            f"INSERT OR IGNORE INTO waiting SELECT image0 >> {TILE_BITS}, image1 >> {TILE_BITS}, image0,"
-            f" image1 FROM (SELECT image0, image1 FROM plan ORDER BY {order} LIMIT ? OFFSET ?) AS plan"
-            f" WHERE NOT EXISTS ({_DONE_ALREADY.format('pairs')})"
-            f" AND NOT EXISTS ({_DONE_ALREADY.format('failed')})",
-            [(last - first, first)],
+        added = writer.let_wait(
+            f"SELECT * FROM (SELECT image0, image1 FROM plan ORDER BY {order} LIMIT {last - first}"
+            f" OFFSET {first}) AS plan WHERE (image0, image1) NOT IN (SELECT image0, image1 FROM failed)"
+            " AND NOT EXISTS (SELECT 1 FROM pairs INDEXED BY pairs_by_images"
+            " WHERE pairs.image0 = plan.image0 AND pairs.image1 = plan.image1)"
         )
         writer.execute("DROP TABLE plan")
     return last - first, added
-
-
-def _plan_row(
-    pair: tuple[str, str], numbers: dict[str, int], ranks: dict[int, int]
-) -> tuple[int, int, int, int, int, int]:
-    name0, name1 = sorted(pair)
-    if name0 == name1:
-        raise UsageError(f"{name0} cannot be paired with itself")
-    try:
-        image0, image1 = numbers[name0], numbers[name1]
-    except KeyError as error:
-        raise UsageError(f"the pair {name0} and {name1}: there is no image {error.args[0]!r}") from None
-    rank0, rank1 = ranks[image0], ranks[image1]
-    return rank0 >> TILE_BITS, rank1 >> TILE_BITS, rank0, rank1, image0, image1
 
 
 def images_to_extract(writer: Writer, *, everything: bool) -> list[str]:
@@ -145,7 +138,12 @@ def images_to_extract(writer: Writer, *, everything: bool) -> list[str]:
     needed = "SELECT image0 FROM waiting UNION SELECT image1 FROM waiting"
     where = "" if everything else f"WHERE id IN ({needed})"
     rows = writer.execute(f"SELECT id, name, status FROM images {where} ORDER BY name")
-    return [name for number, name, status in rows if status == 0 or (status == DONE and number in lost)]
+    return [name for number, name, status in rows if status == WAITING or (status == DONE and number in lost)]
+
+
+def _job_size(left: int, most: int, least: int) -> int:
+    """Guided self-scheduling (Polychronopoulos and Kuck 1987): a share of what is left, within bounds."""
+    return max(least, min(most, left // _SHARE))
 
 
 def extract_jobs(names: Sequence[str], batch: int = 1) -> Iterator[ExtractJob]:
@@ -157,54 +155,28 @@ def extract_jobs(names: Sequence[str], batch: int = 1) -> Iterator[ExtractJob]:
         start += size
 
 
-def _job_size(left: int, most: int, least: int = 1) -> int:
-    """Guided self-scheduling (Polychronopoulos and Kuck 1987): a share of what is left, within bounds."""
-    return max(least, min(most, left // _SHARE))
-
-
-def fail_pairs_of_failed_images(writer: Writer) -> None:
-    """Pairs that can never be matched, with the reason of their image."""
-    sql = (
-        "SELECT w.image0, w.image1, images.name || ': ' || images.reason FROM waiting AS w"
-        " JOIN images ON images.id IN (w.image0, w.image1) WHERE images.status = 2"
-    )
-    with writer.transaction():
-        writer.fail_pairs(writer.execute(sql))
-
-
 def match_jobs(writer: Writer, batch: int) -> Iterator[MatchJob]:
     """Jobs of waiting pairs, tile by tile, read while others finish; smaller towards the end."""
-    last = (-1, -1, -1, -1)
-    columns, most = "tile0, tile1, image0, image1", max(_PAIRS, 4 * batch)
+    cameras = {image.name: image.camera for image in writer.store.images()}
+    entries = {
+        number: ImageEntry(number, name, cameras[name]) for number, name in writer.store.names().items()
+    }
+    last, columns = (-1, -1, -1, -1), "tile0, tile1, image0, image1"
     left = writer.store.counts().pairs_waiting
     sql = f"SELECT {columns} FROM waiting WHERE ({columns}) > (?, ?, ?, ?) ORDER BY {columns} LIMIT {_ROWS}"
     while rows := writer.execute(sql, last):
         last = rows[-1]
         pairs = [row[2:] for row in rows]
-        images = _images(writer, {number for pair in pairs for number in pair})
         while pairs:
-            size = _job_size(left, most, batch)
+            size = _job_size(left, max(_PAIRS, 4 * batch), batch)
             items, pairs = tuple(pairs[:size]), pairs[size:]
             left -= len(items)
-            needed = {number: images[number] for pair in items for number in pair}
-            yield MatchJob(items, needed, batch)
+            yield MatchJob(items, {number: entries[number] for pair in items for number in pair}, batch)
 
 
-def _images(writer: Writer, numbers: Iterable[int]) -> dict[int, ImageEntry]:
-    sql = "SELECT id, name, camera FROM images WHERE id = ?"
-    rows = (row for number in numbers for row in writer.execute(sql, (number,)))
-    return {number: ImageEntry(number, name, _camera(camera, name)) for number, name, camera in rows}
+# The stages of a run.
 
-
-def _camera(text: str | None, name: str) -> Camera | None:
-    return None if text is None else decode_camera(parse_json(text, f"the camera of {name}"))
-
-
-# --- runner: Processes what is waiting in a store: every image once, every pair once, in small commits.
-
-_COMMIT_SECONDS = 0.5
-_COMMIT_ITEMS = 512
-_COMMIT_BYTES = 64 << 20
+_COMMIT_SECONDS, _COMMIT_ITEMS, _COMMIT_BYTES = 0.5, 512, 64 << 20  # what is not written yet, at most
 
 
 @dataclass(frozen=True)
@@ -250,11 +222,15 @@ def extract(
         OSError: the disk is full; committed results are kept.
     """
     names = images_to_extract(writer, everything=everything)
-    if names:
-        on_progress(StageProgress("extract", 0, 0, len(names)))
-        jobs, stage = extract_jobs(names, batch), _Extraction(writer, source)
-        _commit_in_groups(engine.run(jobs), stage, len(names), on_progress)
-    fail_pairs_of_failed_images(writer)
+
+    def commit(outcomes: list[ExtractedImage]) -> None:
+        for outcome in outcomes:
+            _put_image(writer, source, outcome)
+
+    _run_stage("extract", writer, engine.run(extract_jobs(names, batch)), commit, len(names), on_progress)
+    with writer.transaction():  # pairs that can never be matched
+        lost = "SELECT w.image0, w.image1, i.name || ': ' || i.reason FROM waiting AS w JOIN images AS i"
+        writer.fail_pairs(writer.execute(f"{lost} ON i.id IN (w.image0, w.image1) WHERE i.status = 2"))
     return len(names)
 
 
@@ -269,102 +245,143 @@ def match(writer: Writer, engine: Engine, *, batch: int, on_progress: OnProgress
     if counts.images_failed and not counts.images_done:
         failed = next(image for image in writer.store.images() if image.status == "failed")
         raise ImageError(f"no image of {writer.store.image_folder} could be used; {failed.reason}")
-    if counts.pairs_waiting:
-        on_progress(StageProgress("match", 0, 0, counts.pairs_waiting))
-        _commit_in_groups(
-            engine.run(match_jobs(writer, batch)), _Matching(writer), counts.pairs_waiting, on_progress
-        )
-    return counts.pairs_waiting
+
+    def commit(outcomes: list[EncodedPair | PairFailure]) -> None:
+        writer.put_pairs(o for o in outcomes if isinstance(o, EncodedPair))
+        writer.fail_pairs(o for o in outcomes if isinstance(o, PairFailure))
+
+    total = counts.pairs_waiting
+    _run_stage("match", writer, engine.run(match_jobs(writer, batch)), commit, total, on_progress)
+    return total
 
 
-def _commit_in_groups(
-    outcomes: Iterator[Outcome | None], stage: _Extraction | _Matching, total: int, on_progress: OnProgress
+def _run_stage(
+    stage: str,
+    writer: Writer,
+    outcomes: Iterator[Outcome | None],
+    commit: Callable[[list], None],
+    total: int,
+    on_progress: OnProgress,
 ) -> None:
-    """Commit results in small groups, including those available when the run is interrupted."""
+    """Commit results in small groups, including those that are there when the run is interrupted."""
+    if not total:
+        return
     pending: list[Outcome] = []
-    last, size = monotonic(), 0
+    done = failed = 0
+    last = monotonic()
+
+    def write() -> None:
+        nonlocal done, failed, last
+        group = pending.copy()
+        pending.clear()
+        with writer.transaction():
+            commit(group)
+        done, failed = done + len(group), failed + sum(outcome.failed for outcome in group)
+        last = monotonic()
+        on_progress(StageProgress(stage, done, failed, total))
+
+    on_progress(StageProgress(stage, 0, 0, total))
+    size = 0
     try:
         for outcome in outcomes:
             if outcome is not None:
                 pending.append(outcome)
-                size += stage.size(outcome)
-            late = monotonic() - last >= _COMMIT_SECONDS
-            if pending and (late or len(pending) >= _COMMIT_ITEMS or size >= _COMMIT_BYTES):
-                stage.commit(pending)
-                pending, last, size = [], monotonic(), 0
-                on_progress(stage.progress(total))
+                size += outcome.size
+            full = len(pending) >= _COMMIT_ITEMS or size >= _COMMIT_BYTES
+            if pending and (full or monotonic() - last >= _COMMIT_SECONDS):
+                write()
+                size = 0
         if pending:
-            stage.commit(pending)
-            pending = []
-            on_progress(stage.progress(total))
+            write()
     except BaseException:
         if pending:
             with suppress(Exception):
-                stage.commit(pending)
+                write()
         raise
 
 
-class _Matching:
-    """Writes outcomes of pairs."""
-
-    def __init__(self, writer: Writer) -> None:
-        self._writer, self._done, self._failed = writer, 0, 0
-
-    def commit(self, outcomes: Iterable[Outcome]) -> None:
-        outcomes = list(outcomes)
-        with self._writer.transaction():
-            self._writer.put_pairs(o for o in outcomes if isinstance(o, EncodedPair))
-            self._writer.fail_pairs(o for o in outcomes if isinstance(o, PairFailure))
-        self._done += len(outcomes)
-        self._failed += sum(isinstance(o, PairFailure) for o in outcomes)
-
-    def progress(self, total: int) -> StageProgress:
-        return StageProgress("match", self._done, self._failed, total)
-
-    @staticmethod
-    def size(outcome: EncodedPair | PairFailure) -> int:
-        return len(outcome.data) if isinstance(outcome, EncodedPair) else 0
-
-
-class _Extraction:
-    """Writes outcomes of images."""
-
-    def __init__(self, writer: Writer, source: FeatureSource) -> None:
-        self._writer, self._source, self._done, self._failed = writer, source, 0, 0
-
-    def commit(self, outcomes: Iterable[ExtractedImage]) -> None:
-        outcomes = list(outcomes)
-        with self._writer.transaction():
-            for outcome in outcomes:
-                self._put(outcome)
-        self._done += len(outcomes)
-        self._failed += sum(outcome.found is None for outcome in outcomes)
-
-    def _put(self, outcome: ExtractedImage) -> None:
-        writer, found = self._writer, outcome.found
-        number = writer.number(outcome.name)
-        had = writer.execute("SELECT sha256 FROM images WHERE id = ? AND status = ?", (number, DONE))
-        if found is None:
-            if had:  # its descriptors were deleted and the image is gone: what was matched stays
-                pairs = writer.execute(
-                    "SELECT image0, image1 FROM waiting WHERE ? IN (image0, image1)", [number]
-                )
-                writer.fail_pairs((*pair, f"{outcome.name}: {outcome.reason}") for pair in pairs)
-            else:
-                facts = ImageFacts("", self._source.stamp(outcome.name))
-                writer.fail_image(outcome.name, outcome.reason, facts)
-            return
-        if had and not (
-            had[0][0] == found.sha256
-            and np.array_equal(writer.store.keypoints(outcome.name), to_numpy(found.features.keypoints))
-        ):
-            writer.forget([outcome.name])  # its pairs name keypoints that are no more
+def _put_image(writer: Writer, source: FeatureSource, outcome: ExtractedImage) -> None:
+    found, name = outcome.found, outcome.name
+    number = writer.number(name)
+    had = writer.execute("SELECT sha256 FROM images WHERE id = ? AND status = ?", (number, DONE))
+    if found is None and had:  # its descriptors were deleted and the image is gone: what was matched stays
+        waiting = writer.execute("SELECT image0, image1 FROM waiting WHERE ? IN (image0, image1)", [number])
+        writer.fail_pairs((*pair, f"{name}: {outcome.reason}") for pair in waiting)
+    elif found is None:
+        writer.fail_image(name, outcome.reason, ImageFacts("", source.stamp(name)))
+    else:
+        points = to_numpy(found.features.keypoints)
+        same = had == [(found.sha256,)] and np.array_equal(writer.store.keypoints(name), points)
+        if had and not same:
+            writer.forget([name])  # its pairs name keypoints that are no more
         facts = ImageFacts(found.sha256, found.stamp)
-        writer.put_features(outcome.name, found.features, outcome.record, facts)
+        writer.put_features(name, found.features, outcome.record, facts)
 
-    def progress(self, total: int) -> StageProgress:
-        return StageProgress("extract", self._done, self._failed, total)
 
-    @staticmethod
-    def size(outcome: ExtractedImage) -> int:
-        return len(outcome.record)
+# Verifying again, where cameras have changed.
+
+
+def estimation_of(settings: Mapping[str, object]) -> EstimationConfig:
+    """How the run of these settings estimates geometry.
+
+    Raises:
+        UsageError: they do not say.
+    """
+    values = settings.get("config", {}).get("estimation")
+    if values is None:
+        raise UsageError("the settings of the run do not say how its geometry was estimated; match it again")
+    return from_dict(EstimationConfig, values)
+
+
+def check_cameras(store: Store, common: Camera | None) -> None:
+    """Refuse a run of essential geometry without any camera before any work (`UsageError`).
+
+    Args:
+        store: the run.
+        common: the camera of every image without its own.
+    """
+    if estimation_of(store.settings).kind != "essential" or common is not None:
+        return
+    if all(image.camera is None for image in store.images()):  # else pairs without one fail with that reason
+        raise UsageError(
+            "geometry 'essential' needs the camera of every image, and none is known: give "
+            "camera=fx,fy,cx,cy for all, or one for each with Collection.set_cameras"
+        )
+
+
+def verify_again(writer: Writer, names: Iterable[str]) -> int:
+    """Verify the finished pairs of images whose cameras have changed; their features and matches stay.
+
+    Failed pairs, which may have lacked a camera, are matched again. If the run's geometry uses no
+    cameras, nothing is done. To be called inside a transaction, so that a camera is never stored
+    beside a geometry that was estimated with another.
+
+    Returns:
+        How many pairs were verified.
+    """
+    store, settings, names = writer.store, writer.store.settings, set(names)
+    config = estimation_of(settings)
+    if config.kind != "essential" or not names:
+        return 0
+    numbers = {name: number for number, name in store.names().items()}
+    ids = ", ".join(str(numbers[name]) for name in names)
+    theirs = f"FROM failed WHERE image0 IN ({ids}) OR image1 IN ({ids})"
+    writer.let_wait(f"SELECT image0, image1 {theirs}")
+    writer.execute(f"DELETE {theirs}")
+    images = {image.name: image for image in store.images()}
+    estimator, common, rows = RobustEstimator(config), common_camera(settings), []
+    for pair in store.pairs(names):
+        ends, matches = (pair.name0, pair.name1), pair.matches
+        geometry = estimator(
+            matches.points0,
+            matches.points1,
+            cameras=tuple(images[name].camera or common for name in ends),
+            scores=matches.scores,
+            covariances=matches.covariances,
+            thresholds_scale=threshold_scale(*map(store.scale, ends), config.kind),
+        )
+        geometry = reject_improbable(geometry, matches, *(images[name].size for name in ends), least=NOT)
+        data = encode_pair(matches, geometry, *map(store.keypoints, ends))
+        rows.append(EncodedPair(*(numbers[name] for name in ends), pair.seconds, checksum(data), data))
+    writer.put_pairs(rows)
+    return len(rows)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from matcher.cameras import Camera
-from matcher.collection.schema import common_camera, encode_camera
-from matcher.collection.sources import FeatureSource
+from matcher.collection.schema import common_camera, encode_camera, one_line, to_json
 from matcher.config import GRID_KIND, PipelineConfig, from_dict, to_dict
 from matcher.errors import IntegrityError, UsageError
 from matcher.loading import build_pipeline, load
@@ -20,11 +20,8 @@ from matcher.tiling import by_tiles
 from matcher.weights.files import read_bytes
 from matcher.weights.published import locate_front_end
 
-_ABSENT = "nothing"
-_WITHOUT = ((None, _ABSENT), (_ABSENT, None))
-# A run has the probabilities before refinement and geometry.
-_UNUSED = {f"config.matcher.policy.calibration.{name}" for name in ("refined", "verified")}
-_SHOWN = 4  # settings that a message names
+if TYPE_CHECKING:
+    from matcher.collection.sources import FeatureSource
 
 
 @dataclass(frozen=True)
@@ -48,35 +45,31 @@ def build(setup: Setup) -> Pipeline:
             that needs cameras without any; tiles beside features of a file or a size.
         IntegrityError: weights that are absent or damaged.
     """
-    if not setup.source.uses_front_end and setup.config is None:
-        _refuse_for_features(setup.options)
-    pipeline = _whole(setup)
-    if setup.tiles is None:
-        return pipeline
-    if not setup.source.uses_front_end:
-        raise UsageError("tiles are for keypoints that are found here; features of a file have theirs")
-    if setup.config is None and "resize" in setup.options:
-        raise UsageError("keypoints by tiles are found at the images' own size; leave resize out, or tiles")
-    return by_tiles(pipeline, setup.tiles)
-
-
-def _refuse_for_features(options: Mapping[str, Any]) -> None:
-    """`UsageError` for an option of a front end, which does not run where features come from a file."""
-    useless = [name for name in _OF_FRONT_ENDS if options.get(name) is not None]
-    useless += [f"{name}=False" for name in ("upright", "alpha_mask") if options.get(name) is False]
-    if useless:
-        raise UsageError(
-            f"the features of a file are taken as they are, so {useless[0]} has no effect; leave it out"
-        )
+    if setup.config is not None:
+        pipeline = build_pipeline(setup.preset, configure(setup.config, setup.options), setup.options)
+    else:
+        _refuse_useless(setup)
+        own = {"second_pass": False} if setup.preset in PRESETS else {}
+        pipeline = load(setup.preset, **{**setup.options, **own})
+    return pipeline if setup.tiles is None else by_tiles(pipeline, setup.tiles)
 
 
 _OF_FRONT_ENDS = ("max_keypoints", "keep", "frontend", "variant", "frontend_weights", "max_pixels")
 
 
-def _whole(setup: Setup) -> Pipeline:
-    """The pipeline without tiles."""
-    if setup.config is not None:
-        return build_pipeline(setup.preset, configure(setup.config, setup.options), setup.options)
+def _refuse_useless(setup: Setup) -> None:
+    """`UsageError` for what a collection cannot be made with."""
+    options = setup.options
+    if not setup.source.uses_front_end:
+        useless = [name for name in _OF_FRONT_ENDS if options.get(name) is not None]
+        useless += [f"{name}=False" for name in ("upright", "alpha_mask") if options.get(name) is False]
+        useless += ["tiles"] if setup.tiles is not None else []
+        if useless:
+            raise UsageError(
+                f"the features of a file are taken as they are, so {useless[0]} has no effect; leave it out"
+            )
+    if setup.tiles is not None and "resize" in options:
+        raise UsageError("keypoints by tiles are found at the images' own size; leave resize out, or tiles")
     if setup.preset in PRESETS and PRESETS[setup.preset].extractor.kind == GRID_KIND:
         others = ", ".join(name for name, config in PRESETS.items() if config.extractor.kind != GRID_KIND)
         raise UsageError(
@@ -84,17 +77,15 @@ def _whole(setup: Setup) -> Pipeline:
             f"the keypoints of an image; use one of {others}"
         )
     refuse_second_pass(
-        setup.options,
+        options,
         "a second pass finds new keypoints for every pair, but the pairs of a collection must share the "
         "keypoints of an image",
     )
-    if setup.options.get("geometry") == "homographies":
+    if options.get("geometry") == "homographies":
         raise UsageError(
             "a run stores one model for each pair, and geometry 'homographies' has several; use 'homography' "
             "or match_set"
         )
-    own = {"second_pass": False} if setup.preset in PRESETS else {}
-    return load(setup.preset, **{**setup.options, **own})
 
 
 def stored_setup(
@@ -110,21 +101,18 @@ def stored_setup(
     Raises:
         IntegrityError: settings of another version of this program.
     """
-    # Runs made before alpha could be ignored are without that setting.
-    ignored = {} if settings.get("alpha_mask", True) else {"alpha_mask": False}
-    preset, options = settings["preset"], {"upright": settings["upright"], **ignored, **(options or {})}
-    camera = common_camera(settings)
-    tiles = settings["config"].get("extractor", {}).get("tiles")
-    if preset not in PRESETS:
-        # another package's, which knows its own configuration
-        return Setup(source, preset, options, camera, tiles=tiles)
+    given = {name: settings.get(name, True) for name in ("upright", "alpha_mask")} | dict(options or {})
+    preset, camera, values = settings.get("preset"), common_camera(settings), settings.get("config", {})
+    tiles = values.get("extractor", {}).get("tiles")
+    if preset not in PRESETS:  # another package's, which knows its own configuration
+        return Setup(source, preset, given, camera, tiles=tiles)
     try:
-        config = from_dict(PipelineConfig, settings["config"])
+        config = from_dict(PipelineConfig, values)
     except ValueError as error:
         raise IntegrityError(
             f"the run was made by another version of matcher ({error}): match again with restart=True"
         ) from error
-    return Setup(source, preset, options, camera, config=config, tiles=tiles)
+    return Setup(source, preset, given, camera, config=config, tiles=tiles)
 
 
 def stored_pipeline(
@@ -149,9 +137,9 @@ def stored_pipeline(
     pipeline = build(setup)
     found = describe(setup, pipeline)
     for name in ("weights", "frontend_weights"):
-        if settings[name] != found[name]:
+        if (own := settings.get(name)) != found[name]:
             raise UsageError(
-                f"the run was made with other {name} ({_short(settings[name])}) than those here "
+                f"the run was made with other {name} ({_short(own)}) than those here "
                 f"({_short(found[name])}): give {name}=FILE"
             )
     return pipeline
@@ -160,21 +148,21 @@ def stored_pipeline(
 def describe(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
     """What the results of a run depend on, ready for JSON; where and on how many workers is no part of it."""
     weights = pipeline.weights
-    return {
+    config = {name: value for name, value in to_dict(pipeline.config).items() if name != "second_pass"}
+    found = {
         "preset": setup.preset,
         "weights": None if weights is None else weights.sha256,
         "frontend_weights": _front_end(setup, pipeline),
         "precision": getattr(pipeline.matcher, "precision", "float32"),
-        "config": _plain(
-            {name: value for name, value in to_dict(pipeline.config).items() if name != "second_pass"}
-        ),
+        "config": config,
         "upright": pipeline.upright,
-        **({} if pipeline.alpha_mask else {"alpha_mask": False}),
+        "alpha_mask": pipeline.alpha_mask,
         "source": setup.source.settings(),
         "camera": None if setup.camera is None else encode_camera(setup.camera),
         "shard": None if setup.shard is None else "{}/{}".format(*setup.shard),
         **({} if pipeline.package is None else {"package": pipeline.package}),
     }
+    return json.loads(to_json(found))  # as a store will give it back: tuples are lists
 
 
 def feature_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,62 +178,51 @@ def feature_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _front_end(setup: Setup, pipeline: Pipeline) -> str | None:
     """The sha256 of a learned front end's parameters."""
+    from matcher.extract.extractor import find_front_end
+
     config, given = pipeline.config.extractor, setup.options.get("frontend_weights")
-    if not setup.source.uses_front_end or not _is_trained(config.kind):
+    trained = config.kind == "learned" or (
+        config.kind != "sift" and find_front_end(config.kind).build is not None
+    )
+    if not setup.source.uses_front_end or not trained:
         return None
     path = locate_front_end(config) if given is None else Path(given)
     return hashlib.sha256(read_bytes(path, "check the path")).hexdigest()
 
 
-def _is_trained(kind: str) -> bool:
-    if kind in ("sift", "learned"):
-        return kind == "learned"
-    from matcher.extract.extractor import find_front_end
-
-    return find_front_end(kind).build is not None
-
-
-def _plain(value: Any) -> Any:
-    """As JSON will give it back: tuples are lists."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+# A run has the probabilities before refinement and geometry.
+_UNUSED = ("config.matcher.policy.calibration.refined", "config.matcher.policy.calibration.verified")
 
 
 def differences(
     stored: Mapping[str, Any], wanted: Mapping[str, Any], places: tuple[str, str] = ("in the run", "now")
 ) -> list[str]:
-    """The settings that differ, as text with the places where they are; empty if the run can continue.
-
-    What one of them lacks is as if it were None there: runs made before there was such a part are without it.
-    """
+    """The settings that differ, as text with the places where they are; empty if the run can continue."""
     return [
         f"{option_at(name.removeprefix('config.'))}: {_short(old)} {places[0]}, {_short(new)} {places[1]}"
         for name, old, new in _compared(stored, wanted, "")
-        if old != new and (old, new) not in _WITHOUT and name not in _UNUSED
+        if old != new and not name.startswith(_UNUSED)
     ]
 
 
 def _compared(stored: Any, wanted: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(stored, Mapping) and isinstance(wanted, Mapping) and name not in _UNUSED:
+    if isinstance(stored, Mapping) and isinstance(wanted, Mapping):
         for key in sorted({*stored, *wanted}):
-            inner = f"{name}.{key}" if name else key
-            yield from _compared(stored.get(key, _ABSENT), wanted.get(key, _ABSENT), inner)
+            yield from _compared(stored.get(key), wanted.get(key), f"{name}.{key}" if name else key)
     else:
         yield name, stored, wanted
 
 
 def _short(value: Any) -> str:
-    text = str(value)
-    text = text if text.isprintable() else repr(text)
+    text = one_line(str(value))
     return text if len(text) <= 40 else f"{text[:12]}…"
 
 
-_ANOTHER_RUN = "Use another run_dir for the new settings, or match everything again with restart=True"
-
-
 def refuse_changes(
-    run_dir: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any], remedy: str = _ANOTHER_RUN
+    run_dir: Path,
+    stored: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    remedy: str = "Use another run_dir for the new settings, or match everything again with restart=True",
 ) -> None:
     """Refuse to mix results of different settings in one run.
 
@@ -255,17 +232,15 @@ def refuse_changes(
         remedy: what the message advises.
 
     Raises:
-        UsageError: settings differ; the message names each.
+        UsageError: settings differ; the message names them.
     """
     if not (found := differences(stored, wanted)):
         return
     if stored.get("preset") != wanted.get("preset"):
         reason = f"with the preset {stored.get('preset')}, not {wanted.get('preset')}"
     else:
-        more = len(found) - _SHOWN
-        reason = f"with other settings: {'; '.join(found[:_SHOWN])}" + (
-            f"; and {more} more" if more > 0 else ""
-        )
+        more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+        reason = f"with other settings: {'; '.join(found[:4])}{more}"
     raise UsageError(f"{run_dir} was made {reason}. {remedy}")
 
 

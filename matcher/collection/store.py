@@ -1,30 +1,35 @@
-"""Reading a run's store: images, keypoints, features and finished pairs, each checked.
+"""A run on disk: images, keypoints, features and finished pairs, read by `Store` and written by `Writer`.
 
-A store is a folder: `run.db` (SQLite), and descriptor files that may be deleted after matching. It may be
-read while a run writes it. `writer.py` writes it.
+It is a folder: `run.db` (SQLite), descriptor files that may be deleted after matching, and refined keypoints.
+It may be read while a run writes it.
 """
 
 from __future__ import annotations
 
-import math
+import io
 import os
-import sqlite3
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
-from functools import cache, lru_cache
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from sqlite3 import Connection
-from types import NoneType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, get_args
+from zipfile import BadZipFile
 
 import numpy as np
+import safetensors
+from safetensors.numpy import load as parse
+from safetensors.numpy import save as pack
 
-from matcher.arrays import to_numpy
+from matcher.arrays import root_sift, to_numpy
 from matcher.cameras import Camera
 from matcher.collection import schema
 from matcher.collection.schema import (
     DONE,
+    FAILED,
     TILE_BITS,
+    WAITING,
     Counts,
     DamagedError,
     FailedPair,
@@ -33,296 +38,166 @@ from matcher.collection.schema import (
     StoredPair,
     StoreLock,
     check,
-    check_files,
     checksum,
     decode_camera,
     decode_keypoints,
     decode_pair,
     encode_camera,
     encode_keypoints,
+    guarded,
     parse_json,
     to_json,
 )
-from matcher.collection.sources import (
-    MAX_BYTES,
-    DescriptorWriter,
-    PairChoice,
-    RecordLocation,
-    RefinedKeypoints,
-    decode_features,
-    delete_refined,
-    file_path,
-    name_fault,
-    read_record,
-    read_refined,
-)
+from matcher.collection.sources import PairChoice, name_fault
 from matcher.errors import IntegrityError, UsageError
+from matcher.files import write_whole
 from matcher.types import Features
 
-# --- store_check: Whether a store is sound: it may come from anybody, so everything in it is read with
-# suspicion once.
+# Descriptors lie in files beside the database, one record after another.
 
-_STEPS_A_BYTE, _STEPS = 40, 5_000_000  # instructions of SQLite's machine that a check may take
-_TEXT = 10_000  # characters
-_LARGEST = 2**31 - 1
-_FILES = 10**6  # number of a descriptor file
-_FILE_END = 2**40  # bytes
-_SCALES = (1e-6, 1e6)  # resized / stored size
-_SETTINGS = 1 << 20  # characters
-
-_ENDS = (
-    "typeof(image0) != 'integer' OR typeof(image1) != 'integer' OR image0 = image1"
-    " OR image0 NOT IN (SELECT id FROM images) OR image1 NOT IN (SELECT id FROM images)"
-)
-_UNKNOWN = "image NOT IN (SELECT id FROM images)"
-_CRC = f"typeof(crc) != 'integer' OR crc NOT BETWEEN 0 AND {2**32 - 1}"
-# Table → what names a row, a condition that no row may meet, and what it means.
-_RULES = (
-    (
-        "keypoints",
-        "image",
-        f"{_UNKNOWN} OR typeof(data) != 'blob' OR {_CRC}",
-        "no keypoints of an image of the run",
-    ),
-    (
-        "descriptors",
-        "image",
-        f"{_UNKNOWN} OR {_CRC}"
-        f" OR typeof(file) != 'integer' OR file NOT BETWEEN 0 AND {_FILES}"
-        f" OR typeof(start) != 'integer' OR start NOT BETWEEN 0 AND {_FILE_END}"
-        f" OR typeof(length) != 'integer' OR length NOT BETWEEN 0 AND {_LARGEST}",
-        "no place of an image's descriptors",
-    ),
-    ("pairs INDEXED BY pairs_by_images", "image0, image1", _ENDS, "no pair of two images of the run"),
-    (
-        "failed",
-        "image0, image1",
-        f"{_ENDS} OR typeof(reason) != 'text' OR length(reason) > {_TEXT}",
-        "no failed pair of two images of the run",
-    ),
-    (
-        "waiting",
-        "image0, image1",
-        f"{_ENDS} OR tile0 IS NOT image0 >> {schema.TILE_BITS} OR tile1 IS NOT image1 >> {schema.TILE_BITS}",
-        "no waiting pair of two images of the run",
-    ),
-)
-_IMAGES = (
-    "id, name, status, reason, sha256, stamp, camera, width, height, images.count, scale_x, scale_y, exif,"
-    " kind, length(data)"
-)
+MAX_BYTES = 1 << 30  # of one file; a record that begins before it may end behind it
+_OPTIONAL = ("scales", "orientations", "affine_frames")
+_SIFT_STEPS = 8  # the smallest number of a SIFT descriptor that is not 0 is hardly ever larger
 
 
-def check_store(connection: sqlite3.Connection, path: Path) -> None:
-    """Refuse a store that no run can have written.
+class RecordLocation(NamedTuple):
+    """Where a record of descriptors lies."""
+
+    file: int
+    start: int
+    length: int
+    crc: int
+
+
+def file_path(folder: Path, number: int) -> Path:
+    """The descriptor file of that number."""
+    return folder / f"descriptors-{number:05d}.bin"
+
+
+def read_record(folder: Path, place: RecordLocation) -> bytes:
+    """The bytes of a record.
 
     Raises:
-        IntegrityError: there is such a thing in it; the message names the row.
+        FileNotFoundError: its file was deleted.
+        DamagedError: they are not what was written.
     """
-    with (
-        bounded(connection, path),
-        schema.guarded(path),
-        schema.undamaged(path),
-        _snapshot(connection),
-    ):
-        _check_schema(connection)
-        _check_meta(connection)
-        for row in connection.execute(
-            f"SELECT {_IMAGES} FROM images LEFT JOIN keypoints ON image = id ORDER BY id"
-        ):
-            _check_image(row)
-        for table, names, condition, meaning in _RULES:
-            sql = f"SELECT {names} FROM {table} WHERE {condition} LIMIT 1"
-            if (found := connection.execute(sql).fetchone()) is not None:
-                where = ", ".join(map(_shown, found))
-                raise DamagedError(f"row {where} of {table.split()[0]}: {meaning}")
+    path = file_path(folder, place.file)
+    schema.refuse_irregular(path)
+    with path.open("rb") as file:
+        file.seek(place.start)
+        return check(file.read(place.length), place.crc, f"{path}, byte {place.start}")
 
 
-@contextmanager
-def bounded(connection: sqlite3.Connection, path: Path) -> Iterator[None]:
-    """Stop SQLite where it does more than reading every byte a few times can take."""
-    size = sum(file.stat().st_size for file in (path, path.with_name(f"{path.name}-wal")) if file.is_file())
-    left, every = [_STEPS + _STEPS_A_BYTE * size], 10_000
-
-    def stop() -> bool:
-        left[0] -= every
-        return left[0] < 0
-
-    connection.set_progress_handler(stop, every)
-    try:
-        yield
-    except IntegrityError as error:
-        if left[0] >= 0:
-            raise
-        raise IntegrityError(f"{path} {schema.DAMAGED} (reading it has no end)") from error
-    finally:
-        connection.set_progress_handler(None, 0)
+def encode_features(features: Features) -> bytes:
+    """A record: everything of one image's features but keypoints, size, orientation and kind."""
+    arrays = {
+        name: to_numpy(getattr(features, name)).astype(np.float32)
+        for name in ("scores", *_OPTIONAL)
+        if getattr(features, name) is not None
+    }
+    values = to_numpy(features.descriptors)
+    whole = _sift_numbers(values) if values.min(initial=0) >= 0 else None
+    if whole is not None:
+        arrays["sift"] = whole
+    else:
+        fits_half = np.all(np.abs(values) < np.finfo(np.float16).max)
+        arrays["descriptors"] = values.astype(np.float16 if fits_half else np.float32)
+    return pack({name: np.ascontiguousarray(array) for name, array in arrays.items()})
 
 
-@contextmanager
-def _snapshot(connection: sqlite3.Connection) -> Iterator[None]:
-    """All queries see one state, also while another process writes."""
-    connection.execute("BEGIN")
-    try:
-        yield
-    finally:
-        connection.execute("ROLLBACK")
+def decode_features(record: bytes, keypoints: np.ndarray, **facts: Any) -> Features:
+    """Features with float32 descriptors, from a record and what the database knows.
 
-
-def _check_schema(connection: sqlite3.Connection) -> None:
-    """Views and triggers of others would run in our queries; a table of another shape would break them."""
-    found: dict[str, str | None] = {}
-    for kind, name, sql in connection.execute("SELECT type, name, sql FROM sqlite_master"):
-        if name not in _objects() or name in found:
-            raise DamagedError(f"it holds a {_shown(kind)} {_shown(name)} that no run makes")
-        found[name] = sql
-    for name, sql in _objects().items():
-        if found.get(name, "") != sql:
-            raise DamagedError(f"its {name} is not that of a run")
-
-
-@cache
-def _objects() -> dict[str, str | None]:
-    """The SQL of everything that a store holds, by name."""
-    with closing(sqlite3.connect(":memory:")) as made:
-        made.executescript(schema.TABLES)
-        return dict(made.execute("SELECT name, sql FROM sqlite_master"))
-
-
-def _check_meta(connection: sqlite3.Connection) -> None:
-    meta = {}
-    for key, value in connection.execute("SELECT key, value FROM meta"):
-        _require(isinstance(key, str) and isinstance(value, str), f"row {_shown(key)} of meta: no text")
-        _require(len(value) <= _SETTINGS, f"row {_shown(key)} of meta: {len(value)} characters")
-        meta[key] = value
-    for key in ("settings", "image_folder"):
-        _require(key in meta, f"it has no {key}")
-    _require("\0" not in meta["image_folder"], "its image_folder is no path")
-    check_settings(parse_json(meta["settings"], "its settings"))
-    if "pair_choice" in meta:
-        PairChoice.from_json(meta["pair_choice"])
-
-
-def check_settings(settings: Any) -> dict[str, Any]:
-    """The settings of a run, if the parts that we read have their types.
+    Args:
+        record: as `encode_features` made it.
+        keypoints: (N, 2) float32 stored pixels.
+        facts: the fields of `Features` that an image has once: size, scale, exif_orientation, kind.
 
     Raises:
-        DamagedError: one has another.
+        DamagedError: not a record of that many keypoints.
     """
-    _require(isinstance(settings, dict), "its settings are no table")
-    config = settings.get("config", {})
-    _require(isinstance(config, dict), f"its setting config is {_shown(config)}")
-    _require(isinstance(config.get("extractor", {}), dict), "its setting extractor is no table")
-    for values, key, kinds in (
-        *((settings, key, kinds) for key, kinds in _SETTING_TYPES.items()),
-        *((config, key, kinds) for key, kinds in _PART_TYPES.items()),
-        (config.get("extractor", {}), "resize", (int, NoneType)),
-    ):
-        found = values.get(key, _MISSING)
-        _require(found is _MISSING or isinstance(found, kinds), f"its setting {key} is {_shown(found)}")
-    if settings.get("camera") is not None:
-        decode_camera(settings["camera"], "its camera")
-    return settings
+    try:
+        arrays = parse(record)
+        numbers = arrays.pop("sift", None)
+        found = root_sift(numbers) if numbers is not None else arrays.pop("descriptors").astype(np.float32)
+        return Features(keypoints, found, **facts, **arrays)
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"a descriptor record cannot be decoded ({error})") from error
 
 
-_MISSING = ("missing",)  # no value of JSON's
-_TEXT_OR_NONE = (str, NoneType)
-_SETTING_TYPES: dict[str, tuple[type, ...]] = {
-    "preset": _TEXT_OR_NONE,
-    "weights": _TEXT_OR_NONE,
-    "frontend_weights": _TEXT_OR_NONE,
-    "precision": _TEXT_OR_NONE,
-    "shard": _TEXT_OR_NONE,
-    "config": (dict,),
-    "upright": (bool,),
-    "alpha_mask": (bool,),
-    "source": (dict,),
-}
-_PART_TYPES: dict[str, tuple[type, ...]] = {
-    "extractor": (dict,),
-    "matcher": (dict,),
-    "estimation": (dict,),
-    "refine": (dict, NoneType),
-}
+def _sift_numbers(values: np.ndarray) -> np.ndarray | None:
+    """(N, D) uint8 from which `root_sift` makes exactly these descriptors; None where there are none such."""
+    shares = values.astype(np.float32) ** 2
+    smallest = np.where(shares > 0, shares, np.inf).min(axis=1, keepdims=True, initial=np.inf)
+    numbers = np.zeros(shares.shape, np.uint8)
+    left = np.flatnonzero(np.isfinite(smallest[:, 0]))
+    for step in range(1, _SIFT_STEPS + 1):
+        tried = np.rint(shares[left] * (step / smallest[left]))
+        fits = np.all(tried <= 255, axis=1)
+        rows, tried = left[fits], tried[fits].astype(np.uint8)
+        exact = np.all(root_sift(tried) == values[rows], axis=1)
+        numbers[rows[exact]] = tried[exact]
+        left = np.setdiff1d(left, rows[exact])
+    return None if len(left) or not np.array_equal(root_sift(numbers), values) else numbers
 
 
-def _check_image(row: tuple[Any, ...]) -> None:
-    number, name, status, reason, sha256, stamp, camera, *rest = row
-    where = f"row {_shown(number)} of images ({_shown(name)})"
-    _require(isinstance(number, int) and 0 <= number < 2**53, f"{where}: its number is out of range")
-    _require(name_fault(name) is None, f"{where}: its name {name_fault(name)}")
-    _require(_whole(status, 0, 2), f"{where}: its status is {_shown(status)}")
-    for what, text, most in (("reason", reason, _TEXT), ("sha256", sha256, 128), ("stamp", stamp, 1_000)):
-        _require(isinstance(text, str) and len(text) <= most, f"{where}: its {what} is {_shown(text)}")
-    if camera is not None:
-        _require(isinstance(camera, str), f"{where}: its camera is {_shown(camera)}")
-        decode_camera(parse_json(camera, f"{where}: its camera"), f"{where}: its camera")
-    _check_features(where, status == schema.DONE, *rest)
+# Refined keypoints of a run: one file beside its store, deleted as soon as the run's pairs change.
 
 
-def _check_features(
-    where: str,
-    done: bool,
-    width: Any,
-    height: Any,
-    count: Any,
-    scale_x: Any,
-    scale_y: Any,
-    exif: Any,
-    kind: Any,
-    length: Any,
-) -> None:
-    for what, value in (("width", width), ("height", height)):
-        _require(_whole(value, int(done), 2**30), f"{where}: its {what} is {_shown(value)}")
-    _require(_whole(count, 0, _LARGEST), f"{where}: its count is {_shown(count)}")
-    for what, value in (("scale_x", scale_x), ("scale_y", scale_y)):
-        right = isinstance(value, float) and math.isfinite(value) and _SCALES[0] <= value <= _SCALES[1]
-        _require(right, f"{where}: its {what} is {_shown(value)}")
-    _require(_whole(exif, 1, 8), f"{where}: its exif is {_shown(exif)}")
-    _require(isinstance(kind, str) and len(kind) <= 100, f"{where}: its kind is {_shown(kind)}")
-    if done:
-        _require(length == 8 * count, f"{where}: {_shown(length)} bytes are not {_shown(count)} keypoints")
+class RefinedKeypoints(NamedTuple):
+    """The keypoints of one image; track observations are refined against their track's reference."""
+
+    keypoints: np.ndarray  # (N, 2) float32 stored pixels
+    covariances: np.ndarray  # (N, 2, 2) float32 stored pixels²; the prior for keypoints not refined
+    refined: np.ndarray  # (N,) bool
 
 
-def one_line(text: str) -> str:
-    """A text of unknown origin as a terminal may be given it."""
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+def write_refined(run_dir: Path, found: Mapping[str, RefinedKeypoints]) -> None:
+    """Write the refined keypoints of all images of a run; this replaces earlier ones."""
+    columns = [np.concatenate(column) for column in zip(*found.values(), strict=True)]
+    arrays = dict(zip(RefinedKeypoints._fields, columns, strict=True))
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, names=np.array(list(found), dtype=np.str_), **arrays)
+    write_whole(run_dir / schema.REFINED, buffer.getvalue())
 
 
-def _whole(value: Any, least: int, most: int) -> bool:
-    return isinstance(value, int) and least <= value <= most
+def read_refined(run_dir: Path, counts: Mapping[str, int]) -> dict[str, RefinedKeypoints]:
+    """The refined keypoints of a run by name of image; empty if it has none.
+
+    Args:
+        run_dir: of the run.
+        counts: the number of keypoints of each of its images.
+
+    Raises:
+        IntegrityError: the file is damaged, or is not of these images.
+    """
+    path = run_dir / schema.REFINED
+    if not path.is_file():
+        return {}
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            # 25 bytes a keypoint, names of at most 1,024 characters of 4 bytes, and headers
+            most = 25 * sum(counts.values()) + 4096 * (len(counts) + 1) + (1 << 16)
+            if sum(member.file_size for member in stored.zip.infolist()) > most:
+                raise ValueError("it unpacks to more than the run's keypoints take")
+            names = [str(name) for name in stored["names"]]
+            columns = [stored[field] for field in RefinedKeypoints._fields]
+        total = sum(counts[name] for name in names)
+        if [column.shape for column in columns] != [(total, 2), (total, 2, 2), (total,)]:
+            raise ValueError("its arrays are not those of the run's keypoints")
+        if not all(np.isfinite(column).all() for column in columns[:2]):
+            raise ValueError("a value is not finite")
+    except (
+        *(OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError),
+        *(BadZipFile, zlib.error),
+    ) as error:
+        raise IntegrityError(f"{path} is damaged ({error}): delete it and refine the run again") from error
+    ends = np.cumsum([counts[name] for name in names])[:-1]
+    parts = zip(*(np.split(column, ends) for column in columns), strict=True)
+    return {name: RefinedKeypoints(*part) for name, part in zip(names, parts, strict=True)}
 
 
-def _require(right: bool, fault: str) -> None:
-    if not right:
-        raise DamagedError(fault)
-
-
-def _shown(value: Any) -> str:
-    """A value of unknown origin for a message: short, on one line."""
-    return ascii(value if not isinstance(value, (str, bytes)) else value[:60])[:80]
-
-
-def find_damage(rows: Callable[[str], Iterator[tuple[Any, ...]]], folder: Path) -> list[str]:
-    """Read everything that has a checksum and list what is damaged; `rows` runs a statement."""
-    faults = [row[0] for row in rows("PRAGMA integrity_check(20)") if row[0] != "ok"]
-    for table, what in (("keypoints", "the keypoints of image"), ("pairs", "pair")):
-        for number, crc, data in rows(f"SELECT rowid, crc, data FROM {table}"):
-            try:
-                check(data, crc, f"{what} {number}")
-            except DamagedError as error:
-                faults.append(str(error))
-    for place in rows("SELECT file, start, length, crc FROM descriptors"):
-        try:
-            read_record(folder, RecordLocation(*place))
-        except FileNotFoundError:
-            continue  # deleting them is allowed
-        except DamagedError as error:
-            faults.append(str(error))
-    return faults
-
-
-# --- run_folder: The folder of a run: created if missing, and cleared of a store's own files.
+# The folder of a run.
 
 
 def check_writable(folder: Path) -> None:
@@ -345,30 +220,25 @@ def delete_store(run_dir: Path) -> None:
     Raises:
         UsageError: a run is writing it, `run.db` is a database of something else, or a file is a folder.
     """
-    check_files(run_dir)
-    descriptors = [*run_dir.glob(file_path(run_dir, 0).name.replace("00000", "[0-9]*"))]
+    descriptors = [*run_dir.glob("descriptors-[0-9]*.bin")]
     if folders := [path for path in descriptors if path.is_dir() and not path.is_symlink()]:
         raise UsageError(f"{folders[0]} is a folder, which no run makes; move it away")
-    if not schema.is_store(run_dir / schema.DATABASE):
-        raise UsageError(
-            f"{run_dir / schema.DATABASE} is no store of a matcher run, so restart=True does not delete it: "
-            "move it away, or name another run_dir"
-        )
     lock = StoreLock(run_dir)
     try:
-        for suffix in ("-wal", "-shm", "-journal", ""):
-            (run_dir / f"{schema.DATABASE}{suffix}").unlink(missing_ok=True)
-        delete_refined(run_dir)
-        for path in descriptors:
-            path.unlink()
+        if not schema.is_store(run_dir / schema.DATABASE):
+            raise UsageError(
+                f"{run_dir / schema.DATABASE} is no store of a matcher run, so restart=True does not delete "
+                "it: move it away, or name another run_dir"
+            )
+        ours = [f"{schema.DATABASE}{suffix}" for suffix in ("-wal", "-shm", "-journal", "")]
+        for path in (*(run_dir / name for name in (*ours, schema.REFINED)), *descriptors):
+            path.unlink(missing_ok=True)
     finally:
         lock.release()
 
 
-# --- store: Reading a run's store: images, keypoints, features and finished pairs, each checked.
+# Reading.
 
-STATUSES: tuple[Status, ...] = ("waiting", "done", "failed")  # by their number in the database
-_CACHED_KEYPOINTS = 1024  # images
 _PAIR = "image0, image1, seconds, crc, data"
 _IMAGE = "name, sha256, width, height, count, camera, status, reason"
 
@@ -377,11 +247,12 @@ class Store:
     """A run on disk. Every method raises `IntegrityError` if the store is damaged."""
 
     def __init__(self, folder: Path, connection: Connection) -> None:
+        """Use `open`."""
         self.folder = folder
         self._connection = connection
         self._path = folder / schema.DATABASE
         self._refined: dict[str, RefinedKeypoints] | None = None
-        self._keypoints = lru_cache(_CACHED_KEYPOINTS)(self._read_keypoints)
+        self._keypoints = lru_cache(1024)(self._read_keypoints)
 
     @classmethod
     def create(
@@ -401,21 +272,13 @@ class Store:
         check_writable(folder)
         lock = StoreLock(folder)
         try:
-            path = folder / schema.DATABASE
-            if path.exists():
+            if (folder / schema.DATABASE).exists():
                 raise UsageError(f"{folder} holds a run already; open it, or name another folder")
-            rows = {"settings": to_json(settings)}
-            rows["image_folder"] = str(Path(image_folder or ".").absolute())
-            schema.make(path, rows)
+            rows = {"settings": to_json(settings), "image_folder": str(Path(image_folder or ".").absolute())}
+            schema.make(folder / schema.DATABASE, rows)
         finally:
             lock.release()
         return cls.open(folder)
-
-    @classmethod
-    def create_if_absent(cls, run_dir: Path, settings: dict[str, Any], image_folder: str | Path) -> None:
-        """A new, empty store where there is none; errors as of `create`."""
-        if not (run_dir / schema.DATABASE).exists():
-            cls.create(run_dir, settings, image_folder).close()
 
     @classmethod
     def open(cls, run_dir: str | Path) -> Store:
@@ -423,16 +286,15 @@ class Store:
 
         Raises:
             UsageError: there is none.
-            IntegrityError: it is damaged, or was written by a newer matcher.
+            IntegrityError: it is damaged, or was written by another version of matcher.
         """
         folder = Path(run_dir)
-        path = folder / schema.DATABASE
-        check_files(folder)
-        if not path.is_file():
+        schema.check_files(folder)
+        if not (folder / schema.DATABASE).is_file():
             raise UsageError(
                 f"{folder} holds no run; create one with `matcher collection IMAGES --run {folder}`"
             )
-        return cls(folder, schema.open_reading(path, check_store))
+        return cls(folder, schema.open_reading(folder / schema.DATABASE))
 
     def close(self) -> None:
         """Close the file; the store cannot be used afterwards."""
@@ -441,43 +303,44 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
     def settings(self) -> dict[str, Any]:
         """What the results depend on: preset, weights, configuration."""
-        with schema.undamaged(self._path):
-            return check_settings(parse_json(self._meta("settings"), "its settings"))
+        with guarded(self._path):
+            return _checked_settings(parse_json(self._meta("settings") or "", "its settings"))
 
     @property
     def image_folder(self) -> Path:
         """Where the images were when the run was last started."""
-        return Path(self._meta("image_folder"))
+        with guarded(self._path):
+            found = self._meta("image_folder")
+            if not found or "\0" in found:
+                raise DamagedError("its image_folder is no path")
+            return Path(found)
 
     @property
     def pair_choice(self) -> PairChoice | None:
         """How the run's pairs were chosen; None before there are any."""
-        rows = list(self.rows("SELECT value FROM meta WHERE key = 'pair_choice'"))
-        with schema.undamaged(self._path):
-            return PairChoice.from_json(rows[0][0]) if rows else None
+        with guarded(self._path):
+            found = self._meta("pair_choice")
+            return None if found is None else PairChoice.from_json(found)
 
     def unpaired(self) -> int:
         """The number of images without a pair, except those that failed or have no keypoints."""
         ends = " UNION ".join(
             f"SELECT image{end} FROM {table}" for table in ("pairs", "failed", "waiting") for end in (0, 1)
         )
-        usable = "(status = 0 OR status = 1 AND count > 0)"
+        usable = f"(status = {WAITING} OR status = {DONE} AND count > 0)"
         return next(self.rows(f"SELECT count(*) FROM images WHERE {usable} AND id NOT IN ({ends})"))[0]
 
     def images(self) -> list[StoredImage]:
         """All images, by name."""
         folder = self.image_folder
-        rows = self.rows(f"SELECT {_IMAGE} FROM images ORDER BY name")
-        with schema.undamaged(self._path):
-            return [_image(row, folder) for row in rows]
+        with guarded(self._path):
+            return [_image(row, folder) for row in self.rows(f"SELECT {_IMAGE} FROM images ORDER BY name")]
 
     def image(self, name: str) -> StoredImage:
         """One image.
@@ -485,11 +348,10 @@ class Store:
         Raises:
             UsageError: the run has none of that name.
         """
-        rows = list(self.rows(f"SELECT {_IMAGE} FROM images WHERE name = ?", name))
-        if not rows:
-            raise UsageError(f"the run {self.folder} has no image {name!r}")
-        with schema.undamaged(self._path):
-            return _image(rows[0], self.image_folder)
+        with guarded(self._path):
+            for row in self.rows(f"SELECT {_IMAGE} FROM images WHERE name = ?", name):
+                return _image(row, self.image_folder)
+        raise UsageError(f"the run {self.folder} has no image {name!r}")
 
     def keypoints(self, name: str) -> np.ndarray:
         """(N, 2) float32 stored pixels, the centre of the first pixel being (0, 0).
@@ -522,7 +384,7 @@ class Store:
         try:
             if place is None:
                 raise FileNotFoundError
-            with schema.undamaged(self._path):
+            with guarded(self._path):
                 return decode_features(read_record(self.folder, place), self._keypoints(number), **facts)
         except FileNotFoundError:
             lost = self._path if place is None else file_path(self.folder, place.file)
@@ -531,10 +393,17 @@ class Store:
                 f"--run {self.folder} --descriptors` extracts them again"
             ) from None
 
-    def pairs(self) -> Iterator[StoredPair]:
-        """Finished pairs, one after another, in an order that does not depend on when they were finished."""
-        names = self.names()
-        for row in self.rows(f"SELECT {_PAIR} FROM pairs ORDER BY image0, image1"):
+    def pairs(self, of: Collection[str] | None = None) -> Iterator[StoredPair]:
+        """Finished pairs, one after another, in an order that does not depend on when they were finished.
+
+        Args:
+            of: names of images: only their pairs; None: all.
+        """
+        names, where = self.names(), ""
+        if of is not None:
+            ids = ", ".join(str(number) for number, name in names.items() if name in of)
+            where = f"WHERE image0 IN ({ids}) OR image1 IN ({ids})"
+        for row in self.rows(f"SELECT {_PAIR} FROM pairs {where} ORDER BY image0, image1"):
             yield self._pair(names, row)
 
     def pair(self, name0: str, name1: str) -> StoredPair:
@@ -543,54 +412,38 @@ class Store:
         Raises:
             UsageError: the run has no such image, or the pair is not finished.
         """
-        numbers = sorted(self._number(name) for name in (name0, name1))
-        rows = list(self.rows(f"SELECT {_PAIR} FROM pairs WHERE image0 = ? AND image1 = ?", *numbers))
-        if not rows:
-            numbers.reverse()
-            rows = list(self.rows(f"SELECT {_PAIR} FROM pairs WHERE image0 = ? AND image1 = ?", *numbers))
-        if not rows:
-            raise UsageError(f"the run {self.folder} has no finished pair of {name0} and {name1}")
-        return self._pair(self.names(), rows[0])
+        numbers = {name: number for number, name in self.names().items()}
+        for name in (name0, name1):
+            if name not in numbers:
+                raise UsageError(f"the run {self.folder} has no image {name!r}")
+        ends = numbers[name0], numbers[name1]
+        sql = f"SELECT {_PAIR} FROM pairs WHERE (image0, image1) IN (VALUES (?, ?), (?, ?))"
+        for row in self.rows(sql, *ends, *ends[::-1]):
+            return self._pair(self.names(), row)
+        raise UsageError(f"the run {self.folder} has no finished pair of {name0} and {name1}")
 
-    def _pair(self, names: dict[int, str], row: tuple[Any, ...]) -> StoredPair:
-        image0, image1, seconds, crc, data = row
-        name0, name1 = self._named(names, image0), self._named(names, image1)
-        with schema.undamaged(self._path):
-            if not (isinstance(seconds, float) and 0 <= seconds < math.inf):
-                raise DamagedError(f"the pair {name0} and {name1} took {seconds} seconds")
-            check(data, crc, f"the pair {name0} and {name1}")
-            matches, geometry = decode_pair(data, self._keypoints(image0), self._keypoints(image1))
-        return StoredPair(name0, name1, matches, geometry, seconds)
-
-    def _named(self, names: dict[int, str], number: int) -> str:
-        """The name of an image; a run that writes meanwhile may have added it."""
-        if number not in names:
-            names |= self.names()
-        if number not in names:
-            raise IntegrityError(f"{self._path} {schema.DAMAGED} (it has no image {number})")
-        return names[number]
-
-    def _number(self, name: str) -> int:
-        rows = list(self.rows("SELECT id FROM images WHERE name = ?", name))
-        if not rows:
-            raise UsageError(f"the run {self.folder} has no image {name!r}")
-        return rows[0][0]
+    def known_pairs(self) -> set[frozenset[str]]:
+        """The names of all pairs of the run, finished, failed or waiting."""
+        tables = ("pairs", "failed", "waiting")
+        sql = " UNION ".join(f"SELECT image0, image1 FROM {table}" for table in tables)
+        names = self.names()
+        return {frozenset(self._ends(names, *ends)) for ends in self.rows(sql)}
 
     def failed(self) -> Iterator[FailedPair]:
         """Pairs that could not be matched."""
         names = self.names()
         for image0, image1, reason in self.rows("SELECT * FROM failed ORDER BY image0, image1"):
-            yield FailedPair(self._named(names, image0), self._named(names, image1), one_line(reason))
+            yield FailedPair(*self._ends(names, image0, image1), schema.one_line(reason))
 
-    def drop_cache(self) -> None:
-        """Forget cached keypoints, because they have changed."""
-        self._keypoints.cache_clear()
-        self._refined = None
+    def names(self) -> dict[int, str]:
+        """Names of the images by their number in the database."""
+        with guarded(self._path):
+            return {number: _name(name) for number, name in self.rows("SELECT id, name FROM images")}
 
     def counts(self) -> Counts:
         """Progress of the run."""
         by_status = dict(self.rows("SELECT status, count(*) FROM images GROUP BY status"))
-        waiting, done, failed = (by_status.get(number, 0) for number in range(3))
+        waiting, done, failed = (by_status.get(number, 0) for number in (WAITING, DONE, FAILED))
         # The index is a tenth of the table.
         finished = "SELECT count(*) FROM pairs INDEXED BY pairs_by_images"
         sql = f"SELECT ({finished}), (SELECT count(*) FROM failed), (SELECT count(*) FROM waiting)"
@@ -598,63 +451,115 @@ class Store:
         total = pairs + pairs_failed + pairs_waiting
         return Counts(waiting + done + failed, failed, waiting, total, pairs_failed, pairs_waiting)
 
-    def names(self) -> dict[int, str]:
-        """Names of the images by their number in the database."""
-        return dict(self.rows("SELECT id, name FROM images"))
-
     def check(self) -> list[str]:
-        """Read everything and list what is damaged; empty if nothing is."""
-        with bounded(self._connection, self._path):
-            return find_damage(self.rows, self.folder)
+        """Read everything that has a checksum and list what is damaged; empty if nothing is."""
+        faults = [row[0] for row in self.rows("PRAGMA integrity_check(20)") if row[0] != "ok"]
+        for table, what in (("keypoints", "the keypoints of image"), ("pairs", "pair")):
+            for number, crc, data in self.rows(f"SELECT rowid, crc, data FROM {table}"):
+                if checksum(data) != crc:
+                    faults.append(f"{what} {number} is damaged (its checksum differs)")
+        for place in self.rows("SELECT file, start, length, crc FROM descriptors"):
+            try:
+                read_record(self.folder, RecordLocation(*place))
+            except FileNotFoundError:
+                continue  # deleting them is allowed
+            except DamagedError as error:
+                faults.append(str(error))
+        return faults
 
-    def _meta(self, key: str) -> str:
-        rows = list(self.rows("SELECT value FROM meta WHERE key = ?", key))
-        if not rows:
-            raise IntegrityError(f"{self._path} has no {key}: it {schema.DAMAGED}")
-        return rows[0][0]
+    def drop_cache(self) -> None:
+        """Forget cached keypoints, because they have changed."""
+        self._keypoints.cache_clear()
+        self._refined = None
+
+    def rows(self, sql: str, *values: object) -> Iterator[tuple[Any, ...]]:
+        """Rows of one statement, streamed."""
+        with guarded(self._path):
+            for row in self._connection.execute(sql, values):  # noqa: UP028  (closing it late must not fail)
+                yield row
+
+    def _meta(self, key: str) -> str | None:
+        return next((row[0] for row in self.rows("SELECT value FROM meta WHERE key = ?", key)), None)
+
+    def _pair(self, names: dict[int, str], row: tuple[Any, ...]) -> StoredPair:
+        image0, image1, seconds, crc, data = row
+        name0, name1 = self._ends(names, image0, image1)
+        with guarded(self._path):
+            check(data, crc, f"the pair {name0} and {name1}")
+            matches, geometry = decode_pair(data, self._keypoints(image0), self._keypoints(image1))
+        return StoredPair(name0, name1, matches, geometry, seconds)
+
+    def _ends(self, names: dict[int, str], *numbers: int) -> Iterator[str]:
+        """The names of images; a run that writes meanwhile may have added them."""
+        for number in numbers:
+            if number not in names:
+                names |= self.names()
+            if number not in names:
+                raise IntegrityError(f"{self._path} {schema.DAMAGED} (it has no image {number})")
+            yield names[number]
 
     def _done(self, name: str) -> tuple[int, dict[str, Any]]:
         """The number of an image with keypoints, and the fields of its features that a record lacks."""
         columns = "id, width, height, scale_x, scale_y, exif, kind"
-        sql = f"SELECT {columns} FROM images WHERE name = ? AND status = 1"
-        rows = list(self.rows(sql, name))
-        if not rows:
-            image = self.image(name)
-            raise UsageError(f"{name} has no keypoints: {image.reason or 'it is still to be read'}")
-        number, width, height, scale_x, scale_y, orientation, kind = rows[0]
-        facts = {"size": (width, height), "scale": (scale_x, scale_y), "kind": kind}
-        return number, {**facts, "exif_orientation": orientation}
+        sql = f"SELECT {columns} FROM images WHERE name = ? AND status = {DONE}"
+        for number, width, height, scale_x, scale_y, orientation, kind in self.rows(sql, name):
+            facts = {"size": (width, height), "scale": (scale_x, scale_y), "kind": kind}
+            return number, {**facts, "exif_orientation": orientation}
+        raise UsageError(f"{name} has no keypoints: {self.image(name).reason or 'it is still to be read'}")
 
     def _read_keypoints(self, number: int) -> np.ndarray:
-        rows = list(self.rows("SELECT data, crc FROM keypoints WHERE image = ?", number))
-        with schema.undamaged(self._path):
-            if not rows:
-                raise DamagedError(f"the keypoints of image {number} are absent")
-            what = f"the keypoints of image {number}"
-            return decode_keypoints(check(*rows[0], what), what)
+        what = f"the keypoints of image {number}"
+        sql = "SELECT data, crc, count FROM keypoints JOIN images ON id = image WHERE image = ?"
+        with guarded(self._path):
+            for data, crc, count in self.rows(sql, number):
+                return decode_keypoints(check(data, crc, what), count, what)
+            raise DamagedError(f"{what} are absent")
 
-    def rows(self, sql: str, *values: object) -> Iterator[tuple[Any, ...]]:
-        """Rows of one statement, streamed."""
-        with schema.guarded(self._path):
-            for row in self._connection.execute(sql, values):  # noqa: UP028  (closing it late must not fail)
-                yield row
+
+def _name(name: str) -> str:
+    if (fault := name_fault(name)) is not None:
+        raise DamagedError(f"the name of an image, {ascii(name)[:60]}, {fault}")
+    return name
 
 
 def _image(row: tuple[Any, ...], folder: Path) -> StoredImage:
     name, sha256, width, height, count, camera, status, reason = row
-    known = None if camera is None else decode_camera(parse_json(camera, f"the camera of {name}"))
+    what = f"the camera of {_name(name)}"
+    known = None if camera is None else decode_camera(parse_json(camera, what), what)
+    states = get_args(Status)
     size = (width, height)
-    return StoredImage(name, folder / name, sha256, size, count, known, STATUSES[status], one_line(reason))
+    return StoredImage(
+        name, folder / name, sha256, size, count, known, states[status], schema.one_line(reason)
+    )
 
 
-# --- writer: The writing side of a store: the only connection that writes, behind the store's lock.
+_TEXT = (str, type(None))
+# In this order: a table before what is in it.
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("preset", "weights", "frontend_weights", "precision", "shard"), _TEXT),
+    **dict.fromkeys(("upright", "alpha_mask"), (bool,)),
+    **dict.fromkeys(("source", "config", "config.extractor", "config.matcher", "config.estimation"), (dict,)),
+    "config.extractor.resize": (int, type(None)),
+    "config.refine": (dict, type(None)),
+}
 
-_FORGET_PAIRS = """
-CREATE TEMP TABLE touched AS SELECT image0, image1 FROM {table} WHERE image0 IN gone OR image1 IN gone;
-INSERT OR IGNORE INTO waiting SELECT image0 >> {bits}, image1 >> {bits}, image0, image1 FROM touched;
-DELETE FROM {table} WHERE (image0, image1) IN (SELECT image0, image1 FROM touched);
-DROP TABLE touched;
-"""
+
+def _checked_settings(settings: Any) -> dict[str, Any]:
+    """The settings of a run, if the parts that we read have their types."""
+    if not isinstance(settings, dict):
+        raise DamagedError("its settings are no table")
+    for place, kinds in _TYPES.items():
+        *tables, key = place.split(".")
+        values = settings
+        for table in tables:
+            values = values.get(table, {})
+        if key in values and not isinstance(values[key], kinds):
+            raise DamagedError(f"its setting {place} is {ascii(values[key])[:60]}")
+    schema.common_camera(settings)
+    return settings
+
+
+# Writing: the only connection that writes, behind the store's lock.
 
 
 class EncodedPair(NamedTuple):
@@ -665,6 +570,13 @@ class EncodedPair(NamedTuple):
     seconds: float
     crc: int
     data: bytes
+
+    failed = False
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.data)
 
 
 class ImageFacts(NamedTuple):
@@ -682,7 +594,7 @@ class Writer:
 
         Raises:
             UsageError: there is no store, it cannot be written, or another run is writing it.
-            IntegrityError: it is damaged, or was written by a newer matcher.
+            IntegrityError: it is damaged, or was written by another version of matcher.
         """
         folder = Path(run_dir)
         self._path = folder / schema.DATABASE
@@ -691,20 +603,21 @@ class Writer:
         check_writable(folder)
         self._lock = StoreLock(folder)
         try:
-            self._connection = schema.open_writing(self._path, check_store)
+            self._connection = schema.open_writing(self._path)
             self.store = Store(folder, self._connection)
-            with schema.guarded(self._path):
-                sql = "SELECT file, start + length FROM descriptors ORDER BY file DESC, start DESC LIMIT 1"
-                number, end = self._connection.execute(sql).fetchone() or (0, 0)
+            sql = "SELECT file, start + length FROM descriptors ORDER BY file DESC, start DESC LIMIT 1"
+            self._number, self._end = next(self.store.rows(sql), (0, 0))
         except BaseException:
             self._lock.release()
             raise
-        self._descriptors = DescriptorWriter(folder, number, end, max_file_bytes)
+        self._limit = max_file_bytes
+        self._file: BinaryIO | None = None  # of descriptors
 
     def close(self) -> None:
         """Fold the write-ahead log into the file and let others write."""
         try:
-            self._descriptors.close()
+            if self._file is not None:
+                self._file.close()
             self._connection.close()
         finally:
             self._lock.release()
@@ -712,9 +625,7 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @contextmanager
@@ -724,13 +635,12 @@ class Writer:
         Raises:
             OSError: the disk is full.
         """
-        with schema.guarded(self._path):
-            self._connection.execute("BEGIN IMMEDIATE")
+        self.execute("BEGIN IMMEDIATE")
         try:
             yield
-            self._descriptors.sync()
-            with schema.guarded(self._path):
-                self._connection.execute("COMMIT")
+            if self._file is not None:
+                os.fsync(self._file.fileno())
+            self.execute("COMMIT")
         except BaseException:
             if self._connection.in_transaction:  # a full disk rolls back by itself
                 self._connection.execute("ROLLBACK")
@@ -738,17 +648,28 @@ class Writer:
 
     def execute(self, sql: str, values: Iterable[Any] = ()) -> list[tuple[Any, ...]]:
         """Rows of one statement."""
-        with schema.guarded(self._path):
+        with guarded(self._path):
             return self._connection.execute(sql, tuple(values)).fetchall()
 
     def execute_many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> int:
         """One statement for every row, streamed; the number of rows that it changed."""
-        with schema.guarded(self._path):
+        with guarded(self._path):
             return self._connection.executemany(sql, rows).rowcount
+
+    def number(self, name: str) -> int:
+        """The image's number in the database.
+
+        Raises:
+            UsageError: there is none of that name.
+        """
+        for (number,) in self.execute("SELECT id FROM images WHERE name = ?", (name,)):
+            return number
+        raise UsageError(f"the run {self.store.folder} has no image {name!r}")
 
     def add_images(self, names: Iterable[str]) -> None:
         """Images that are to be read; those that the store has stay as they are."""
-        self.execute_many("INSERT OR IGNORE INTO images (name, status) VALUES (?, 0)", ((n,) for n in names))
+        sql = f"INSERT OR IGNORE INTO images (name, status) VALUES (?, {WAITING})"
+        self.execute_many(sql, ((name,) for name in names))
 
     def put_camera(self, name: str, camera: Camera | None) -> None:
         """The camera of an image."""
@@ -760,10 +681,10 @@ class Writer:
         self.add_images([name])
         number = self.number(name)
         data = encode_keypoints(to_numpy(features.keypoints))
-        width, height = features.image_size
-        row = (DONE, facts.sha256, facts.stamp, width, height, len(features), *features.scale.tolist())
+        scale = map(float, features.scale.tolist())
+        row = (facts.sha256, facts.stamp, *features.image_size, len(features), *scale)
         self.execute(
-            "UPDATE images SET status = ?, reason = '', sha256 = ?, stamp = ?, width = ?, height = ?,"
+            f"UPDATE images SET status = {DONE}, reason = '', sha256 = ?, stamp = ?, width = ?, height = ?,"
             " count = ?, scale_x = ?, scale_y = ?, exif = ?, kind = ? WHERE id = ?",
             (*row, int(features.matched_orientation), features.kind, number),
         )
@@ -771,89 +692,110 @@ class Writer:
         self.put_descriptors(number, record)
 
     def put_descriptors(self, number: int, record: bytes) -> None:
-        """The descriptor record of an image."""
-        place = self._descriptors.append(record)
+        """Append the descriptor record of an image; it reaches the disk at the end of the transaction.
+
+        Raises:
+            OSError: the disk is full; partial data are overwritten next time.
+        """
+        if self._end >= self._limit:
+            self._next_file()
+        if self._file is None:
+            path = file_path(self.store.folder, self._number)
+            # A file that was cut short or deleted gets no new records.
+            if self._end and (not path.is_file() or path.stat().st_size < self._end):
+                self._next_file()
+                path = file_path(self.store.folder, self._number)
+            schema.refuse_irregular(path)
+            flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+            self._file = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
+        self._file.seek(self._end)
+        self._file.truncate()  # what was not committed
+        left = memoryview(record)
+        while left:
+            left = left[self._file.write(left) :]
+        place = RecordLocation(self._number, self._end, len(record), checksum(record))
+        self._end += len(record)
         self.execute("REPLACE INTO descriptors VALUES (?, ?, ?, ?, ?)", (number, *place))
+
+    def _next_file(self) -> None:
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+            self._file.close()
+        self._file, self._number, self._end = None, self._number + 1, 0
 
     def fail_image(self, name: str, reason: str, facts: ImageFacts | None = None) -> None:
         """An image that cannot be used, and why; its stamp shows when a retry is worthwhile."""
-        sha256, stamp = facts or ImageFacts("")
-        sql = "UPDATE images SET status = 2, reason = ?, sha256 = ?, stamp = ? WHERE name = ?"
-        self.execute(sql, (reason, sha256, stamp, name))
+        sql = f"UPDATE images SET status = {FAILED}, reason = ?, sha256 = ?, stamp = ? WHERE name = ?"
+        self.execute(sql, (reason, *(facts or ImageFacts("")), name))
 
     def put_pairs(self, pairs: Iterable[EncodedPair]) -> None:
         """Finished pairs; they no longer wait."""
-        delete_refined(self.store.folder)
+        self._forget_refined()
         pairs = list(pairs)
         sql = "REPLACE INTO pairs (image0, image1, seconds, crc, data) VALUES (?, ?, ?, ?, ?)"
         self.execute_many(sql, pairs)
-        self._settled((pair.image0, pair.image1) for pair in pairs)
+        self._settle(pairs)
 
     def fail_pairs(self, pairs: Iterable[tuple[int, int, str]]) -> None:
         """Pairs by the numbers of their images, with the reason; they no longer wait."""
         pairs = list(pairs)
         self.execute_many("REPLACE INTO failed VALUES (?, ?, ?)", pairs)
-        self._settled(pair[:2] for pair in pairs)
+        self._settle(pairs)
 
-    def _settled(self, pairs: Iterable[tuple[int, int]]) -> None:
+    def _settle(self, pairs: Iterable[tuple[Any, ...]]) -> None:
         sql = "DELETE FROM waiting WHERE tile0 = ? AND tile1 = ? AND image0 = ? AND image1 = ?"
-        self.execute_many(sql, ((a >> TILE_BITS, b >> TILE_BITS, a, b) for a, b in pairs))
+        self.execute_many(sql, ((a >> TILE_BITS, b >> TILE_BITS, a, b) for a, b, *_ in pairs))
 
-    def number(self, name: str) -> int:
-        """The image's number in the database.
+    def let_wait(self, pairs: str) -> int:
+        """Let the pairs wait that a statement selects as `image0, image1`; how many did not yet."""
+        return self.execute_many(
+            f"INSERT OR IGNORE INTO waiting SELECT image0 >> {TILE_BITS}, image1 >> {TILE_BITS}, image0,"
+            f" image1 FROM ({pairs})",
+            [()],
+        )
 
-        Raises:
-            UsageError: there is none of that name.
-        """
-        rows = self.execute("SELECT id FROM images WHERE name = ?", (name,))
-        if not rows:
-            raise UsageError(f"the run {self.store.folder} has no image {name!r}")
-        return rows[0][0]
+    def settle_all(self) -> None:
+        """What is finished has not failed, and neither waits."""
+        self._forget_refined()
+        finished = "SELECT image0, image1 FROM pairs INDEXED BY pairs_by_images"
+        self.execute(f"DELETE FROM failed WHERE (image0, image1) IN ({finished})")
+        known = f"{finished} UNION ALL SELECT image0, image1 FROM failed"
+        self.execute(f"DELETE FROM waiting WHERE (image0, image1) IN ({known})")
 
     def forget(self, names: Iterable[str]) -> None:
         """Images that have changed: they and all their pairs are to be done again."""
-        delete_refined(self.store.folder)
+        self._forget_refined()
         self.execute("CREATE TEMP TABLE gone (id INTEGER PRIMARY KEY)")
         self.execute_many("INSERT INTO gone SELECT id FROM images WHERE name = ?", ((n,) for n in names))
         for table in ("pairs", "failed"):
-            for statement in _FORGET_PAIRS.format(table=table, bits=TILE_BITS).split(";"):
-                self.execute(statement)
-        for table, key in (("keypoints", "image"), ("descriptors", "image")):
-            self.execute(f"DELETE FROM {table} WHERE {key} IN gone")
-        self.execute("UPDATE images SET status = 0, reason = '', count = 0 WHERE id IN gone")
+            theirs = f"FROM {table} WHERE image0 IN gone OR image1 IN gone"
+            self.let_wait(f"SELECT image0, image1 {theirs}")
+            self.execute(f"DELETE {theirs}")
+        for table in ("keypoints", "descriptors"):
+            self.execute(f"DELETE FROM {table} WHERE image IN gone")
+        self.execute(f"UPDATE images SET status = {WAITING}, reason = '', count = 0 WHERE id IN gone")
         self.execute("DROP TABLE gone")
         self.store.drop_cache()
 
     def retry_failed(self) -> None:
         """Images and pairs that failed are to be tried again."""
-        self.execute("UPDATE images SET status = 0, reason = '' WHERE status = 2")
-        bits = TILE_BITS
-        self.execute(
-            f"INSERT INTO waiting SELECT image0 >> {bits}, image1 >> {bits}, image0, image1 FROM failed"
-        )
+        self.execute(f"UPDATE images SET status = {WAITING}, reason = '' WHERE status = {FAILED}")
+        self.let_wait("SELECT image0, image1 FROM failed")
         self.execute("DELETE FROM failed")
 
-    def let_failed_pairs_wait(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Failed pairs, by the numbers of their images, are to be tried again."""
-        pairs = list(pairs)
-        tiles = ((a >> TILE_BITS, b >> TILE_BITS, a, b) for a, b in pairs)
-        self.execute_many("INSERT OR IGNORE INTO waiting VALUES (?, ?, ?, ?)", tiles)
-        self.execute_many("DELETE FROM failed WHERE image0 = ? AND image1 = ?", pairs)
-
-    def set_image_folder(self, folder: Path) -> None:
-        """Where the images are now."""
-        self.execute("UPDATE meta SET value = ? WHERE key = 'image_folder'", (str(folder.absolute()),))
-
-    def set_pair_choice(self, choice: PairChoice) -> None:
-        """Keep how pairs were chosen, for images that are added later."""
-        self.execute("REPLACE INTO meta VALUES ('pair_choice', ?)", (choice.to_json(),))
+    def set_meta(self, key: str, value: str) -> None:
+        """`image_folder`: where the images are now; `pair_choice`: how pairs were chosen."""
+        self.execute("REPLACE INTO meta VALUES (?, ?)", (key, value))
 
     def without_descriptors(self) -> set[int]:
         """Numbers of the images with keypoints whose descriptors were deleted or never copied."""
         files = [row[0] for row in self.execute("SELECT DISTINCT file FROM descriptors")]
         lost = [number for number in files if not file_path(self.store.folder, number).is_file()]
         sql = (
-            "SELECT id FROM images LEFT JOIN descriptors ON image = id WHERE status = 1"
+            f"SELECT id FROM images LEFT JOIN descriptors ON image = id WHERE status = {DONE}"
             f" AND (image IS NULL OR file IN ({', '.join('?' * len(lost))}))"
         )
         return {row[0] for row in self.execute(sql, lost)}
+
+    def _forget_refined(self) -> None:
+        (self.store.folder / schema.REFINED).unlink(missing_ok=True)

@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from matcher.collection.sources import RefinedKeypoints, write_refined
-from matcher.collection.tracks import tracks_of
+from matcher.collection.store import RefinedKeypoints, write_refined
+from matcher.collection.tracks import build_tracks, verified_pairs
 from matcher.config import RefineConfig, from_dict
 from matcher.errors import IntegrityError
 from matcher.images import limit_for, read_image
@@ -29,35 +28,14 @@ if TYPE_CHECKING:
     from matcher.collection.schema import StoredImage
     from matcher.collection.store import Store
 
-
 _WINDOW = 21  # least window side; larger is affordable, as a track is refined once for all its pairs
 _TRIES = 3  # observations of its track that a keypoint is refined against at most, until one is accepted
-_SWEEPS = 1  # refinements of every keypoint against all that it was matched to
 _FAR = 9.0  # squared Mahalanobis distance beyond which an observation contradicts the others
 _CACHE_BYTES = 1 << 30  # of images kept in memory
-_GREY_BYTES = 4 * 4 / 3  # per pixel, all pyramid levels included
-
-
-class _Pair(NamedTuple):
-    """The verified matches of one pair, from which tracks are built."""
-
-    first: int  # image
-    second: int
-    indices: np.ndarray  # (K, 2) of keypoints
-    scores: np.ndarray  # (K,)
-
-
-class _Edges(NamedTuple):
-    """Matches between keypoints of one track, best first; a node is a keypoint of the collection."""
-
-    nodes: np.ndarray  # (E, 2) int64
-    tracks: np.ndarray  # (E,)
-    pairs: np.ndarray  # (E,) int64, which pair
-    rows: np.ndarray  # (E,) int64, which of its matches
 
 
 class _Step(NamedTuple):
-    """A batch: keypoints of one image refined against those of another."""
+    """A batch: keypoints of one image refined against those of another. A node is a keypoint of the run."""
 
     pair: int
     reverse: bool  # from image 1 of the pair to image 0
@@ -67,7 +45,11 @@ class _Step(NamedTuple):
 
 
 def refine_tracks(
-    store: Store, config: RefineConfig, on_progress: Callable[[int, int], None] | None = None
+    store: Store,
+    config: RefineConfig,
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    sweeps: int = 1,
 ) -> dict[str, RefinedKeypoints]:
     """The keypoints of all images; observations of tracks are refined against their references.
 
@@ -75,6 +57,7 @@ def refine_tracks(
         store: a run with its verified pairs; the images are read again.
         config: window size and acceptance thresholds.
         on_progress: called with the number of track keypoints refined so far, and that of all candidates.
+        sweeps: times that every keypoint is refined against all that it was matched to.
 
     Returns:
         By name of image. A keypoint that is in no track, is the reference of its track, or was not accepted
@@ -90,28 +73,32 @@ def refine_tracks(
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     points = np.concatenate([np.zeros((0, 2)), *(store.keypoints(image.name) for image in images)])
     found = _Positions(points, np.repeat(DEVIATION**2 / scales.prod(axis=1), counts))
-    pairs = _pairs(store, {image.name: index for index, image in enumerate(images)})
-    read = _Images([(image.path, image.size) for image in images], scales)
+    pairs, numbers = list(verified_pairs(store)), {image.name: index for index, image in enumerate(images)}
+    tracks = build_tracks(pairs, {image.name: image.count for image in images})
+    track, image, keypoint = tracks.table().T
+    track_of = np.full(len(points), -1, dtype=np.int64)
+    track_of[starts[image] + keypoint] = track
+    ends = [(numbers[pair.name0], numbers[pair.name1]) for pair in pairs]
+    nodes = [pair.indices + starts[list(end)] for pair, end in zip(pairs, ends, strict=True)]
+    graph = _MatchGraph(nodes, [pair.scores for pair in pairs], track_of)
+    read = _images(images, scales)
     config = replace(config, window=max(config.window, _WINDOW))
-    frontier = _Frontier(_edges_of_tracks(store, pairs, images, starts), len(points))
 
     def refine(step: _Step) -> Matches:
-        pair = pairs[step.pair]
-        order = (pair.second, pair.first) if step.reverse else (pair.first, pair.second)
-        columns = pair.indices[:, ::-1] if step.reverse else pair.indices
-        ends = (points[starts[image] + column] for image, column in zip(order, columns.T, strict=True))
-        maps, known = fit_affine_maps(*ends, config.neighbours)
+        order = slice(None, None, -1 if step.reverse else 1)
+        columns = nodes[step.pair][:, order].T
+        maps, known = fit_affine_maps(*(points[column] for column in columns), config.neighbours)
         given = (maps[step.rows], known[step.rows])
-        return refine_matches(*map(read, order), found.matches(step), config, given)
+        return refine_matches(*map(read, ends[step.pair][order]), found.matches(step), config, given)
 
-    for step in frontier.steps():
+    for step in graph.steps():
         refined = refine(step)
         found.take(step, refined)
-        frontier.reach(step.children[refined.refinement.accepted])
+        graph.reach(step.children[refined.refinement.accepted])
         if on_progress is not None:
-            on_progress(frontier.reached, frontier.total)
-    for _ in range(_SWEEPS):
-        found.average((step, refine(step)) for step in frontier.sweep(found.refined))
+            on_progress(graph.reached, graph.total)
+    for _ in range(sweeps):
+        found.average((step, refine(step)) for step in graph.sweep(found.refined))
     return {image.name: found.part(slice(*starts[i : i + 2])) for i, image in enumerate(images)}
 
 
@@ -132,9 +119,9 @@ class _Positions:
     def take(self, step: _Step, matches: Matches) -> None:
         """Update accepted children; the covariances of their parents are added to theirs."""
         accepted = matches.refinement.accepted
-        children, parents = step.children[accepted], step.parents[accepted]
+        children = step.children[accepted]
         self.points[children] = matches.points1[accepted]
-        inherited = self.covariances[parents] * self.refined[parents, None, None]
+        inherited = self._inherited(step)[accepted]
         self.covariances[children] = matches.refinement.covariances[accepted] + inherited
         self.refined[children] = True
 
@@ -146,8 +133,8 @@ class _Positions:
         information, sums = np.zeros((len(self.points), 2, 2)), np.zeros((len(self.points), 2))
         counts = np.zeros(len(self.points), dtype=np.int64)
         for step, matches in found:
-            inherited = self.covariances[step.parents] * self.refined[step.parents, None, None]
-            own = np.linalg.inv(matches.refinement.covariances.astype(np.float64) + inherited)
+            covariances = matches.refinement.covariances.astype(np.float64) + self._inherited(step)
+            own = np.linalg.inv(covariances)
             away = matches.points1 - self.points[step.children]
             near = np.einsum("ki,kij,kj->k", away, own, away) < _FAR
             used = np.flatnonzero(matches.refinement.accepted & near)
@@ -159,82 +146,59 @@ class _Positions:
         self.points[seen] = np.linalg.solve(information[seen], sums[seen, :, None])[:, :, 0]
         self.covariances[seen] = np.linalg.inv(information[seen] / counts[seen, None, None])
 
+    def _inherited(self, step: _Step) -> np.ndarray:
+        return self.covariances[step.parents] * self.refined[step.parents, None, None]
+
     def part(self, rows: slice) -> RefinedKeypoints:
-        return RefinedKeypoints(
-            self.points[rows].astype(np.float32), self.covariances[rows], self.refined[rows]
-        )
+        points = self.points[rows].astype(np.float32)
+        return RefinedKeypoints(points, self.covariances[rows], self.refined[rows])
 
 
-class _Images:
-    """Image pyramids for refinement, in a least-recently-used cache."""
+def _images(images: Sequence[StoredImage], scales: np.ndarray) -> Callable[[int], ImagePyramid]:
+    """Reads image pyramids for refinement, through a least-recently-used cache."""
+    kept: OrderedDict[int, ImagePyramid] = OrderedDict()
 
-    def __init__(self, files: list[tuple[Path, tuple[int, int]]], scales: np.ndarray) -> None:
-        self._files, self._scales = files, scales
-        self._kept: OrderedDict[int, ImagePyramid] = OrderedDict()
+    def read(index: int) -> ImagePyramid:
+        path, size = images[index].path, images[index].size
+        if index not in kept:
+            image = read_image(path, resize=None, upright=False, keep_stored=True, max_pixels=limit_for(size))
+            if image.size != size:
+                raise IntegrityError(
+                    f"{path} is {image.size[0]} x {image.size[1]} pixels now, and was {size[0]} x {size[1]} "
+                    "when its keypoints were found: put the old file back, or match again"
+                )
+            kept[index] = ImagePyramid.of(image)._replace(zoom=1 / float(np.sqrt(scales[index].prod())))
+            # 4 bytes a pixel, and a third more for the levels of the pyramid
+            while len(kept) > 2 and sum(np.prod(images[i].size) for i in kept) * 16 / 3 > _CACHE_BYTES:
+                kept.popitem(last=False)
+        kept.move_to_end(index)
+        return kept[index]
 
-    def __call__(self, index: int) -> ImagePyramid:
-        if index in self._kept:
-            self._kept.move_to_end(index)
-            return self._kept[index]
-        path, size = self._files[index]
-        image = read_image(path, resize=None, upright=False, keep_stored=True, max_pixels=limit_for(size))
-        if image.size != size:
-            raise IntegrityError(
-                f"{path} is {image.size[0]} x {image.size[1]} pixels now, and was {size[0]} x {size[1]} when "
-                "its keypoints were found: put the old file back, or match again"
-            )
-        zoom = 1 / float(np.sqrt(self._scales[index].prod()))
-        self._kept[index] = ImagePyramid.of(image)._replace(zoom=zoom)
-        bytes_of = sum(np.prod(self._files[i][1]) * _GREY_BYTES for i in self._kept)
-        while bytes_of > _CACHE_BYTES and len(self._kept) > 2:
-            gone, _ = self._kept.popitem(last=False)
-            bytes_of -= np.prod(self._files[gone][1]) * _GREY_BYTES
-        return self._kept[index]
+    return read
 
 
-def _pairs(store: Store, number: dict[str, int]) -> list[_Pair]:
-    """The verified pairs of a run."""
-    found = []
-    for pair in store.pairs():
-        if pair.geometry.status in ("ok", "not_estimated"):
-            kept = pair.geometry.inliers if pair.geometry.status == "ok" else slice(None)
-            ends = number[pair.name0], number[pair.name1]
-            found.append(_Pair(*ends, pair.matches.indices[kept], pair.matches.scores[kept]))
-    return found
+class _MatchGraph:
+    """The matches within tracks, traversed best first from the references outwards."""
 
-
-def _edges_of_tracks(
-    store: Store, pairs: list[_Pair], images: Sequence[StoredImage], starts: np.ndarray
-) -> _Edges:
-    """The matches whose two keypoints are in the same track."""
-    tracks = tracks_of(store)
-    number = {image.name: index for index, image in enumerate(images)}
-    image_of = np.array([number.get(name, -1) for name in tracks.names], dtype=np.int64)
-    track, image, keypoint = tracks.table().T
-    track_of = np.full(starts[-1], -1, dtype=np.int64)
-    track_of[starts[image_of[image]] + keypoint] = track
-    columns = [(np.zeros((0, 2), np.int64), *(np.zeros(0, np.int64) for _ in range(4)))]
-    for index, pair in enumerate(pairs):
-        nodes = pair.indices + starts[[pair.first, pair.second]]
-        tracks_of_ends = track_of[nodes]
-        rows = np.flatnonzero((tracks_of_ends[:, 0] >= 0) & (tracks_of_ends[:, 0] == tracks_of_ends[:, 1]))
-        numbers = np.full(len(rows), index)
-        columns.append((nodes[rows], tracks_of_ends[rows, 0], numbers, rows, pair.scores[rows]))
-    *edges, scores = map(np.concatenate, zip(*columns, strict=True))
-    order = np.argsort(-scores, kind="stable")
-    return _Edges(*(column[order] for column in edges))
-
-
-class _Frontier:
-    """Best-first traversal of the match graph, from the references outwards."""
-
-    def __init__(self, edges: _Edges, count: int) -> None:
-        self._edges = edges
-        self._done = np.zeros(count, dtype=bool)
-        self._done[_references(edges, count)] = True
-        self._tries = np.zeros(count, dtype=np.int64)
-        self.reached = 0
-        self.total = len(np.unique(edges.nodes)) - int(self._done.sum())
+    def __init__(self, nodes: list[np.ndarray], scores: list[np.ndarray], track_of: np.ndarray) -> None:
+        """By pair, (K, 2) nodes and (K,) scores; the track of every node, −1 without one."""
+        columns = [(np.zeros((0, 2), np.int64), np.zeros((0, 2), np.int64), np.zeros(0, np.float32))]
+        for number, (ends, score) in enumerate(zip(nodes, scores, strict=True)):
+            first, second = track_of[ends].T
+            rows = np.flatnonzero((first >= 0) & (first == second))
+            columns.append((ends[rows], np.column_stack([np.full(len(rows), number), rows]), score[rows]))
+        ends, where, score = map(np.concatenate, zip(*columns, strict=True))
+        best_first = np.argsort(-score, kind="stable")
+        self._nodes = ends[best_first]  # (E, 2)
+        self._pairs, self._rows = where[best_first].T  # (E,) which pair, and which of its matches
+        # The reference of a track is its keypoint of highest degree.
+        every = self._nodes.ravel()
+        degree = np.bincount(every, minlength=len(track_of))
+        order = np.lexsort((every, -degree[every], track_of[every]))
+        references = every[order][np.unique(track_of[every][order], return_index=True)[1]]
+        self._done = np.zeros(len(track_of), dtype=bool)
+        self._done[references] = True
+        self.reached, self.total = 0, len(np.unique(every)) - len(references)
 
     def reach(self, nodes: np.ndarray) -> None:
         """Mark keypoints as refined; others may now be refined against them."""
@@ -243,44 +207,35 @@ class _Frontier:
 
     def steps(self) -> Iterator[_Step]:
         """Steps until every keypoint is refined or its best matches were tried in vain."""
-        edges, count = self._edges, len(self._edges.rows)
-        parents, children = (np.concatenate(edges.nodes.T[order]) for order in ([0, 1], [1, 0]))
+        count = len(self._rows)
+        parents, children = (np.concatenate(self._nodes.T[order]) for order in ([0, 1], [1, 0]))
         best_first = np.arange(2 * count).reshape(2, count).T.ravel()
-        untried = np.ones(2 * count, dtype=bool)
+        untried, tries = np.ones(2 * count, dtype=bool), np.zeros(len(self._done), dtype=np.int64)
         while True:
-            usable = untried & self._done[parents] & ~self._done[children] & (self._tries[children] < _TRIES)
+            usable = untried & self._done[parents] & ~self._done[children] & (tries[children] < _TRIES)
             chosen = best_first[usable[best_first]]
             chosen = chosen[np.unique(children[chosen], return_index=True)[1]]
             if not len(chosen):
                 return
             untried[chosen] = False
-            self._tries[children[chosen]] += 1
-            keys = 2 * edges.pairs[chosen % count] + (chosen >= count)
+            tries[children[chosen]] += 1
+            keys = 2 * self._pairs[chosen % count] + (chosen >= count)
             for key in np.unique(keys).tolist():
                 one = chosen[keys == key]
-                rows = edges.rows[one % count]
+                rows = self._rows[one % count]
                 yield _Step(key // 2, bool(key % 2), rows, parents[one], children[one])
 
     def sweep(self, refined: np.ndarray) -> Iterator[_Step]:
         """Every match of a refined keypoint (N,) with one that is refined or a reference, both ways."""
-        edges = self._edges
-        order = np.argsort(edges.pairs, kind="stable")
-        for rows in np.split(order, np.flatnonzero(np.diff(edges.pairs[order])) + 1):
+        order = np.argsort(self._pairs, kind="stable")
+        for rows in np.split(order, np.flatnonzero(np.diff(self._pairs[order])) + 1):
             for reverse in (False, True):
-                parents, children = edges.nodes[rows].T[:: -1 if reverse else 1]
+                parents, children = self._nodes[rows].T[:: -1 if reverse else 1]
                 chosen = self._done[parents] & refined[children]
                 if chosen.any():
                     where = rows[chosen]
-                    pair = int(edges.pairs[where[0]])
-                    yield _Step(pair, reverse, edges.rows[where], parents[chosen], children[chosen])
-
-
-def _references(edges: _Edges, count: int) -> np.ndarray:
-    """The keypoint of highest degree in every track."""
-    degree = np.bincount(edges.nodes.ravel(), minlength=count)
-    nodes, tracks = edges.nodes.ravel(), np.repeat(edges.tracks, 2)
-    order = np.lexsort((nodes, -degree[nodes], tracks))
-    return nodes[order][np.unique(tracks[order], return_index=True)[1]]
+                    pair = int(self._pairs[where[0]])
+                    yield _Step(pair, reverse, self._rows[where], parents[chosen], children[chosen])
 
 
 def refine_run(store: Store, on_progress: Callable[[int, int], None] | None = None) -> str:

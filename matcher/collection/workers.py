@@ -1,4 +1,4 @@
-"""Worker processes of one machine that survive the death of any of them.
+"""Who does the work of a run: this process, worker processes that survive the death of any, or Ray's actors.
 
 A worker is a fresh Python process that gets jobs and sends outcomes over a socket. When one dies, the items
 that it was working on are tried once more, each alone; an item whose worker dies a second time fails, with
@@ -17,12 +17,12 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,50 +30,15 @@ from matcher.arrays import to_numpy
 from matcher.cameras import Camera
 from matcher.collection.schema import checksum, encode_pair
 from matcher.collection.settings import Setup, build
-from matcher.collection.sources import Extracted, encode_features
-from matcher.collection.store import EncodedPair, Store
+from matcher.collection.sources import Extracted
+from matcher.collection.store import EncodedPair, Store, encode_features
 from matcher.errors import IntegrityError, MatcherError, UsageError, install_command
 from matcher.loading import devices
-from matcher.pipeline import Pipeline
-from matcher.processes import child_command, child_environment, thread_environment
+from matcher.processes import child_command, child_environment, thread_environment, usable_cores
 from matcher.types import Features, Image, Matches
 from matcher.verify.verdict import NOT, reject_improbable
 
-# --- reading: Reading ahead: while one image is worked on, a thread reads those that follow.
-
-Read = TypeVar("Read")
-
-
-def read_ahead(
-    read: Callable[[str], Read], names: Sequence[str], ahead: int
-) -> Iterator[tuple[str, Callable[[], Read]]]:
-    """Every name, in order, with a call that gives what `read` gave for it, or raises what it raised.
-
-    Args:
-        read: called in another thread, for one name at a time.
-        names: what to read.
-        ahead: how many more names are read, at most, while the caller works on one.
-    """
-    thread = ThreadPoolExecutor(1, thread_name_prefix="reading")
-    waiting: deque[tuple[str, Future[Read]]] = deque()
-    try:
-        for name in names:
-            waiting.append((name, thread.submit(read, name)))
-            if len(waiting) > ahead:
-                first, result = waiting.popleft()
-                yield first, result.result
-        while waiting:
-            first, result = waiting.popleft()
-            yield first, result.result
-    except BaseException:  # the caller stops
-        thread.shutdown(cancel_futures=True)
-        raise
-    thread.shutdown()
-
-
-# --- jobs: The work on one image or pair, in this process, a worker process or a Ray actor.
-
-_CACHE_BYTES = 512 << 20  # of features held
+# Jobs, and what comes of them.
 
 
 @dataclass(frozen=True)
@@ -86,20 +51,32 @@ class ImageEntry:
 
 
 class ExtractedImage(NamedTuple):
-    """A worker's result for an image: features ready to be stored, or why there are none."""
+    """The outcome for an image: features ready to be stored, or why there are none."""
 
     name: str
     found: Extracted | None  # without descriptors, which are in the record
     record: bytes = b""
     reason: str = ""
 
+    @property
+    def failed(self) -> bool:
+        """Whether there are none."""
+        return self.found is None
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.record)
+
 
 class PairFailure(NamedTuple):
-    """A worker's result for a pair that could not be matched."""
+    """The outcome for a pair that could not be matched."""
 
     image0: int
     image1: int
     reason: str
+
+    failed, size = True, 0
 
 
 @dataclass(frozen=True)
@@ -110,7 +87,7 @@ class ExtractJob:
     batch: int = 1  # items that are worked on together
 
     def failure(self, item: str, reason: str) -> ExtractedImage:
-        """The result for an item whose worker died."""
+        """The outcome for an item that failed."""
         return ExtractedImage(item, None, reason=reason)
 
 
@@ -123,139 +100,116 @@ class MatchJob:
     batch: int = 1
 
     def failure(self, item: tuple[int, int], reason: str) -> PairFailure:
-        """The result for an item whose worker died."""
+        """The outcome for an item that failed."""
         return PairFailure(*item, reason)
 
 
 Job = ExtractJob | MatchJob
 Outcome = ExtractedImage | EncodedPair | PairFailure
-_Read = tuple[str, Callable[[], Extracted]]  # an image's name, and what waits until it was read
+Item = TypeVar("Item")
+_CACHE_BYTES = 512 << 20  # of descriptors held
 
 
 class JobRunner:
-    """A pipeline with a cache of features."""
+    """A pipeline with a cache of features, in this process, a worker or an actor."""
 
     def __init__(self, setup: Setup, features_of: Callable[[ImageEntry], Features]) -> None:
         """Load the pipeline; `features_of` fetches an image's features. Errors are those of `build`."""
-        self.pipeline: Pipeline = build(setup)
+        self.pipeline = build(setup)
         self._source, self._camera, self._fetch = setup.source, setup.camera, features_of
         self._cache: OrderedDict[int, Features] = OrderedDict()
-        self._cached = 0
 
     def run(self, job: Job) -> Iterator[Outcome]:
-        """One result per item, in order.
+        """One outcome per item, in order.
 
         Raises:
             IntegrityError: the store is damaged, or weights are absent.
         """
-        if isinstance(job, ExtractJob):
-            yield from self._extract_in_turn(job)
-        else:
-            for start in range(0, len(job.items), job.batch):
-                batch = job.items[start : start + job.batch]
-                yield from self.match([(job.images[a], job.images[b]) for a, b in batch])
+        batches = [job.items[start : start + job.batch] for start in range(0, len(job.items), job.batch)]
+        if isinstance(job, MatchJob):
+            for batch in batches:
+                yield from _in_halves(batch, partial(self.match, job), job.failure)
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="reading") as thread:  # of the next batch meanwhile
 
-    def _extract_in_turn(self, job: ExtractJob) -> Iterator[ExtractedImage]:
-        """Features of the images; a thread reads those that follow while the front end works."""
-        batch: list[_Read] = []
-        with closing(read_ahead(self._read, job.items, job.batch)) as images:
-            for one in images:
-                batch.append(one)
-                if len(batch) == job.batch:
-                    yield from self.extract(batch)
-                    batch = []
-            if batch:
-                yield from self.extract(batch)
+            def read(names: Sequence[str]) -> dict[str, Future[Extracted]]:
+                return {name: thread.submit(self._source.read, name, self.pipeline) for name in names}
 
-    def _read(self, name: str) -> Extracted:
-        return self._source.read(name, self.pipeline)
+            ahead = read(batches[0])
+            for batch, after in zip(batches, [*batches[1:], ()], strict=True):
+                ready, ahead = ahead, read(after)
+                work = partial(self.extract, ready)
+                yield from _in_halves(batch, work, job.failure)
 
-    def extract(self, batch: Sequence[_Read]) -> list[ExtractedImage]:
-        """Features of images in one batch; where it does not fit or one fails, in halves."""
-        try:
-            given = [result() for _, result in batch]
-            images = [one.features for one in given if isinstance(one.features, Image)]
-            found = iter(self.pipeline.features_of(images) if images else ())
-            done = [
-                replace(one, features=next(found)) if isinstance(one.features, Image) else one
-                for one in given
-            ]
-            return [_encoded(name, one) for (name, _), one in zip(batch, done, strict=True)]
-        except IntegrityError:
-            raise
-        except Exception as error:  # one image fails, the others continue
-            if len(batch) > 1:
-                middle = len(batch) // 2
-                return [*self.extract(batch[:middle]), *self.extract(batch[middle:])]
-            return [ExtractedImage(batch[0][0], None, reason=reason_of(error))]
+    def extract(self, ready: Mapping[str, Future[Extracted]], names: Sequence[str]) -> list[ExtractedImage]:
+        """Features of images in one batch, from what was read."""
+        given = [ready[name].result() for name in names]
+        images = [one.features for one in given if isinstance(one.features, Image)]
+        found = iter(self.pipeline.features_of(images) if images else ())
+        outcomes = []
+        for name, one in zip(names, given, strict=True):
+            features = next(found) if isinstance(one.features, Image) else one.features
+            kept = replace(features, descriptors=np.zeros((len(features), 0), np.float32))
+            outcomes.append(ExtractedImage(name, replace(one, features=kept), encode_features(features)))
+        return outcomes
 
-    def match(self, pairs: Sequence[tuple[ImageEntry, ImageEntry]]) -> list[EncodedPair | PairFailure]:
-        """Match and verify pairs in one batch; where it does not fit or fails, in halves."""
+    def match(self, job: MatchJob, pairs: Sequence[tuple[int, int]]) -> list[EncodedPair | PairFailure]:
+        """Match and verify pairs in one batch."""
         start = perf_counter()
-        try:
-            sides = [(self._features(a), self._features(b)) for a, b in pairs]
-            found = self.pipeline.match_features_batch(sides)
-        except IntegrityError:
-            raise
-        except Exception as error:
-            if len(pairs) > 1:
-                middle = len(pairs) // 2
-                return [*self.match(pairs[:middle]), *self.match(pairs[middle:])]
-            return [PairFailure(pairs[0][0].number, pairs[0][1].number, reason_of(error))]
-        each = (perf_counter() - start) / len(pairs)
-        return [
-            self._verify(*pair, *features, matches, each)
-            for pair, features, matches in zip(pairs, sides, found, strict=True)
-        ]
+        sides = [(self._features(job.images[a]), self._features(job.images[b])) for a, b in pairs]
+        found = self.pipeline.match_features_batch(sides)
+        each, outcomes = (perf_counter() - start) / len(pairs), []
+        for pair, features, matches in zip(pairs, sides, found, strict=True):
+            start = perf_counter()
+            try:
+                data = self._verified([job.images[number] for number in pair], features, matches)
+            except Exception as error:
+                outcomes.append(PairFailure(*pair, reason_of(error)))
+                continue
+            seconds = each + perf_counter() - start
+            outcomes.append(EncodedPair(*pair, seconds, checksum(data), data))
+        return outcomes
 
-    def _verify(
-        self,
-        side0: ImageEntry,
-        side1: ImageEntry,
-        f0: Features,
-        f1: Features,
-        matches: Matches,
-        seconds: float,
-    ) -> EncodedPair | PairFailure:
-        start = perf_counter()
-        try:
-            camera0, camera1 = self._cameras(side0, side1)
-            geometry = self.pipeline.verify(f0, f1, matches, camera0=camera0, camera1=camera1)
-            # A false edge does more harm to a reconstruction than an absent one.
-            geometry = reject_improbable(geometry, matches, f0.image_size, f1.image_size, least=NOT)
-            data = encode_pair(matches, geometry, to_numpy(f0.keypoints), to_numpy(f1.keypoints))
-        except Exception as error:
-            return PairFailure(side0.number, side1.number, reason_of(error))
-        seconds += perf_counter() - start
-        return EncodedPair(side0.number, side1.number, seconds, checksum(data), data)
-
-    def _cameras(self, side0: ImageEntry, side1: ImageEntry) -> tuple[Camera | None, Camera | None]:
-        if self.pipeline.config.estimation.kind != "essential":
-            return None, None
-        cameras = [side.camera or self._camera for side in (side0, side1)]
-        absent = [side.name for side, camera in zip((side0, side1), cameras, strict=True) if camera is None]
-        if absent:
-            raise MatcherError(f"geometry 'essential' needs the camera of {' and of '.join(absent)}")
-        return cameras[0], cameras[1]
+    def _verified(
+        self, ends: Sequence[ImageEntry], features: tuple[Features, Features], matches: Matches
+    ) -> bytes:
+        cameras = [None, None]
+        if self.pipeline.config.estimation.kind == "essential":
+            cameras = [end.camera or self._camera for end in ends]
+            absent = [end.name for end, camera in zip(ends, cameras, strict=True) if camera is None]
+            if absent:
+                raise MatcherError(f"geometry 'essential' needs the camera of {' and of '.join(absent)}")
+        geometry = self.pipeline.verify(*features, matches, camera0=cameras[0], camera1=cameras[1])
+        # A false edge does more harm to a reconstruction than an absent one.
+        sizes = (one.image_size for one in features)
+        geometry = reject_improbable(geometry, matches, *sizes, least=NOT)
+        return encode_pair(matches, geometry, *(to_numpy(one.keypoints) for one in features))
 
     def _features(self, image: ImageEntry) -> Features:
-        if image.number in self._cache:
-            self._cache.move_to_end(image.number)
-            return self._cache[image.number]
-        features = self._cache[image.number] = self._fetch(image)
-        self._cached += _bytes(features)
-        while self._cached > _CACHE_BYTES and len(self._cache) > 2:
-            self._cached -= _bytes(self._cache.popitem(last=False)[1])
-        return features
+        if image.number not in self._cache:
+            self._cache[image.number] = self._fetch(image)
+            held = sum(one.descriptors.nbytes for one in self._cache.values())
+            while held > _CACHE_BYTES and len(self._cache) > 2:
+                held -= self._cache.popitem(last=False)[1].descriptors.nbytes
+        self._cache.move_to_end(image.number)
+        return self._cache[image.number]
 
 
-def _encoded(name: str, found: Extracted) -> ExtractedImage:
-    kept = replace(found.features, descriptors=np.zeros((len(found.features), 0), np.float32))
-    return ExtractedImage(name, replace(found, features=kept), encode_features(found.features))
-
-
-def _bytes(features: Features) -> int:
-    return to_numpy(features.descriptors).nbytes
+def _in_halves(
+    items: Sequence[Item],
+    work: Callable[[Sequence[Item]], list[Any]],
+    failure: Callable[[Item, str], Any],
+) -> list[Any]:
+    """The outcomes of a batch; where it does not fit in memory or one item fails, of its halves."""
+    try:
+        return work(items)
+    except IntegrityError:
+        raise
+    except Exception as error:
+        if len(items) == 1:
+            return [failure(items[0], reason_of(error))]
+    middle = len(items) // 2
+    return [*_in_halves(items[:middle], work, failure), *_in_halves(items[middle:], work, failure)]
 
 
 def reason_of(error: Exception) -> str:
@@ -264,32 +218,20 @@ def reason_of(error: Exception) -> str:
     return text if isinstance(error, MatcherError) else f"{type(error).__name__}: {text}"
 
 
-# --- workers: Worker processes of one machine that survive the death of any of them.
+# Engines: each runs jobs, and yields outcomes in any order, None now and then, so that its caller may commit.
 
-_PROGRAM = "matcher.collection.worker"
-_QUEUED_WORKERS = 2  # jobs queued for a worker, so that it never waits for the next
-_STRIKES = 2  # deaths of its worker that make an item fail
+_QUEUED = 2  # jobs queued for a worker, so that it never waits for the next
+_DEATHS = 2  # of its worker, that make an item fail
 _STARTS = 3  # workers that may die in a row before any of them is ready
-_TICK_WORKERS = 0.5  # seconds after which the caller may do something else
+_TICK = 0.5  # seconds after which the caller may do something else
 _GRACE = 2.0  # seconds that an idle worker has to end by itself
-
-
-class Engine(Protocol):
-    """Runs jobs."""
-
-    crashes: int  # workers that died
-
-    def run(self, jobs: Iterator[Job]) -> Iterator[Outcome | None]:
-        """Outcomes in any order; None now and then, when there is none."""
-
-    def close(self) -> None:
-        """End the workers."""
 
 
 class InProcess:
     """No workers: everything in this process, with its threads; nothing survives a crash."""
 
     def __init__(self, run_dir: Path, setup: Setup) -> None:
+        """Nothing is loaded before it runs."""
         self.crashes = 0
         self._run_dir, self._setup = run_dir, setup
 
@@ -324,13 +266,11 @@ class LocalWorkers:
         """
         if os.name != "posix":
             raise UsageError("worker processes need Linux or macOS; use workers=0 here")
-        self.crashes = 0
+        self.crashes = self._failed_starts = 0
         self._run_dir, self._setup, self._threads = run_dir, setup, threads
-        self._strikes: Counter[Any] = Counter()
+        self._deaths: Counter[Any] = Counter()  # by item
         self._again: deque[Job] = deque()
-        self._stillborn = 0
         self._workers: list[_Worker] = []
-        self._failures: deque[Outcome] = deque()
         for device in devices:
             self._workers.append(self._start(device))
 
@@ -340,74 +280,68 @@ class LocalWorkers:
         Raises:
             MatcherError: what made a worker give up, or that none can be started.
         """
-        jobs = iter(jobs)
         while True:
             for worker in self._workers:
-                while len(worker.jobs) < _QUEUED_WORKERS and (job := self._next(jobs)) is not None:
+                while len(worker.jobs) < _QUEUED:
+                    job = self._again.popleft() if self._again else next(jobs, None)
+                    if job is None:
+                        break
                     worker.jobs.append(job)
                     if not _send(worker.connection, job):
                         break  # it is dead, which shows below
-            while self._failures:
-                yield self._failures.popleft()
             if not any(worker.jobs for worker in self._workers) and not self._again:
                 return
-            yield from self._receive()
+            ready = wait([worker.connection for worker in self._workers], timeout=_TICK)
+            if not ready:
+                yield None
+            for worker in [worker for worker in self._workers if worker.connection in ready]:
+                yield from self._receive(worker)
 
-    def _next(self, jobs: Iterator[Job]) -> Job | None:
-        return self._again.popleft() if self._again else next(jobs, None)
+    def _receive(self, worker: _Worker) -> Iterator[Outcome]:
+        try:
+            message = pickle.loads(worker.connection.recv_bytes())
+        except (EOFError, OSError, pickle.UnpicklingError):
+            yield from self._restart(worker)
+            return
+        if isinstance(message, Exception):
+            raise message
+        if message is None:
+            worker.ready, self._failed_starts = True, 0
+            return
+        job = worker.jobs.popleft()
+        if rest := job.items[1:]:
+            worker.jobs.appendleft(replace(job, items=rest))
+        yield message
 
-    def _receive(self) -> Iterator[Outcome | None]:
-        ready = wait([worker.connection for worker in self._workers], timeout=_TICK_WORKERS)
-        if not ready:
-            yield None
-        for worker in [worker for worker in self._workers if worker.connection in ready]:
-            try:
-                message = pickle.loads(worker.connection.recv_bytes())
-            except (EOFError, OSError, pickle.UnpicklingError):
-                self._bury(worker)
-                continue
-            if isinstance(message, Exception):
-                raise message
-            if message is None:
-                worker.ready, self._stillborn = True, 0
-                continue
-            job = worker.jobs.popleft()
-            if rest := job.items[1:]:
-                worker.jobs.appendleft(replace(job, items=rest))
-            yield message
-
-    def _bury(self, worker: _Worker) -> None:
+    def _restart(self, worker: _Worker) -> Iterator[Outcome]:
         """Replace a dead worker; what it was at is tried again, alone, or has failed."""
         code = worker.process.wait()
         worker.connection.close()
+        how = f"exit code {code}" if code >= 0 else f"signal {_signal_name(-code)}"
         self.crashes += 1
         if not worker.ready:
-            self._stillborn += 1
-            if self._stillborn >= _STARTS:
-                raise MatcherError(
-                    f"worker processes cannot be started ({_death(code)}); see their output above"
-                )
+            self._failed_starts += 1
+            if self._failed_starts >= _STARTS:
+                raise MatcherError(f"worker processes cannot be started ({how}); see their output above")
+        self._workers[self._workers.index(worker)] = self._start(worker.device)
         jobs = list(worker.jobs)
         if jobs and worker.ready:
-            current = jobs[0]
+            current = jobs.pop(0)
             for item in current.items[: current.batch]:
-                self._strikes[item] += 1
-                if self._strikes[item] >= _STRIKES:
-                    reason = f"its worker process died {_STRIKES} times ({_death(code)})"
-                    self._failures.append(current.failure(item, reason))
+                self._deaths[item] += 1
+                if self._deaths[item] >= _DEATHS:
+                    yield current.failure(item, f"its worker process died {_DEATHS} times ({how})")
                 else:
                     self._again.append(replace(current, items=(item,), batch=1))
-            jobs[0] = replace(current, items=current.items[current.batch :])
+            jobs.insert(0, replace(current, items=current.items[current.batch :]))
         self._again.extend(job for job in jobs if job.items)
-        self._workers[self._workers.index(worker)] = self._start(worker.device)
 
     def _start(self, device: str) -> _Worker:
         ours, theirs = socket.socketpair()
-        number = theirs.fileno()
         with theirs:
             process = subprocess.Popen(
-                child_command(_PROGRAM, str(number)),
-                pass_fds=[number],
+                child_command("matcher.collection.worker", str(theirs.fileno())),
+                pass_fds=[theirs.fileno()],
                 env=child_environment(self._threads),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C reaches this process alone, which decides
@@ -442,30 +376,22 @@ def _send(connection: Connection, message: Any) -> bool:
     return True
 
 
-def _death(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"signal {-code}"
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else str(number)
 
 
-# --- cluster: A Ray cluster as the engine of a run: one actor per GPU or group of cores; only the driver
-# writes.
+# Ray: one actor per GPU or group of cores; only the driver writes.
 
-_QUEUED_CLUSTER = 2  # jobs that an actor has before it
-_TICK_CLUSTER = 0.5  # seconds after which the caller may do something else
-# Tries of an item alone before it is blamed: one may fail because the actor is still being restarted.
-_DEATHS = 3
 _HELD = 256  # images whose features the object store keeps
+# Tries of an item alone before it is blamed: one may fail because the actor is still being restarted.
+_ACTOR_DEATHS = 3
 
 
 class Actor:
     """The code of an actor: a job runner that receives features with its jobs."""
 
     def __init__(self, setup: Setup, folder: Path) -> None:
-        # Relative paths are from the driver's working folder, where this machine has it.
+        """Relative paths are from the driver's working folder, where this machine has it."""
         with contextlib.suppress(OSError):
             os.chdir(folder)
         self._runner = JobRunner(setup, self._fetch)
@@ -485,35 +411,40 @@ class Actor:
 class RayWorkers:
     """An engine on the cluster that RAY_ADDRESS names, or on a Ray of this machine, started here."""
 
-    def __init__(self, run_dir: Path, setup: Setup, count: int | None, threads: int | None) -> None:
+    def __init__(self, run_dir: Path, setup: Setup, count: int | None, threads: int) -> None:
         """Start `count` actors with `threads` threads each; None means one per GPU, else one per core.
 
         Raises:
             UsageError: Ray is not installed, or the cluster cannot be reached.
         """
         self.crashes = 0
-        self._ray = _import_ray()
-        self._ours = not self._ray.is_initialized()
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray starts
+        try:
+            import ray
+        except ModuleNotFoundError:
+            raise UsageError(f"the engine ray needs Ray: {install_command('ray')}") from None
+        self._ray = ray
+        self._ours = not ray.is_initialized()
         if self._ours:
-            _connect(self._ray, count, threads or 1)
+            _connect(ray, None if count is None else count * threads)
         self._store = Store.open(run_dir)
         self._held: OrderedDict[int, Any] = OrderedDict()
-        resources = self._ray.cluster_resources()
+        resources = ray.cluster_resources()
         device = setup.options.get("device", "auto")
         gpus = 0 if device == "cpu" else int(resources.get("GPU", 0))
-        cores = max(1, int(resources.get("CPU", 1)) // (threads or 1))
+        cores = max(1, int(resources.get("CPU", 1)) // threads)
         # An actor sees only its own GPU; a CPU actor must not search for one.
         setup = replace(setup, options={**setup.options, "device": "auto" if gpus else device})
-        actor = self._ray.remote(Actor).options(
-            num_cpus=threads or 1,
+        actor = ray.remote(Actor).options(
+            num_cpus=threads,
             num_gpus=1 if gpus else 0,
             max_restarts=-1,
             max_task_retries=1,
-            runtime_env={"env_vars": thread_environment(threads or 1)},
+            runtime_env={"env_vars": thread_environment(threads)},
         )
         self._actors = [actor.remote(setup, Path.cwd()) for _ in range(count or gpus or cores)]
         self._processes: dict[int, int] = {}  # of the actors, to see when one was replaced
-        self._tainted: dict[int, bool] = {}  # actors that have a suspect
+        self._quarantined: dict[int, bool] = {}  # actors that have a suspect
         self._deaths: Counter[Any] = Counter()  # of actors, by the item that they had alone
 
     def run(self, jobs: Iterator[Job]) -> Iterator[Outcome | None]:
@@ -524,13 +455,12 @@ class RayWorkers:
         """
         suspects: list[Job] = []
         running: dict[Any, tuple[int, Job]] = {}
-        jobs = iter(jobs)
         while True:
             for number, actor in enumerate(self._actors):
                 # A suspect has an actor for itself: what waits behind it would be blamed as well.
                 load = sum(where == number for where, _ in running.values())
-                while load < (1 if suspects or self._tainted.get(number) else _QUEUED_CLUSTER):
-                    self._tainted[number] = bool(suspects)
+                while load < (1 if suspects or self._quarantined.get(number) else _QUEUED):
+                    self._quarantined[number] = bool(suspects)
                     job = suspects.pop() if suspects else next(jobs, None)
                     if job is None:
                         break
@@ -538,7 +468,7 @@ class RayWorkers:
                     load += 1
             if not running:
                 return
-            finished, _ = self._ray.wait(list(running), timeout=_TICK_CLUSTER)
+            finished, _ = self._ray.wait(list(running), timeout=_TICK)
             if not finished:
                 yield None
             for reference in finished:
@@ -557,7 +487,7 @@ class RayWorkers:
                 return
             [item] = job.items
             self._deaths[item] += 1
-            if self._deaths[item] < _DEATHS:
+            if self._deaths[item] < _ACTOR_DEATHS:
                 suspects.append(job)
             else:
                 yield job.failure(item, f"its Ray actor died repeatedly ({type(error).__name__})")
@@ -568,13 +498,12 @@ class RayWorkers:
 
     def _references(self, job: Job) -> dict[int, Any]:
         """Ray's references to the features that a job needs."""
-        if not isinstance(job, MatchJob):
-            return {}
-        for number, image in job.images.items():
+        found = {}
+        for number, image in job.images.items() if isinstance(job, MatchJob) else ():
             if number not in self._held:
                 self._held[number] = self._ray.put(self._store.features(image.name))
             self._held.move_to_end(number)
-        found = {number: self._held[number] for number in job.images}
+            found[number] = self._held[number]
         while len(self._held) > _HELD:
             self._held.popitem(last=False)
         return found
@@ -588,21 +517,11 @@ class RayWorkers:
             self._ray.shutdown()
 
 
-def _import_ray() -> Any:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray starts
-    try:
-        import ray
-    except ModuleNotFoundError:
-        raise UsageError(f"the engine ray needs Ray: {install_command('ray')}") from None
-    return ray
-
-
-def _connect(ray: Any, count: int | None, threads: int) -> None:
+def _connect(ray: Any, cpus: int | None) -> None:
     options: dict[str, Any] = {"log_to_driver": False}
     if address := os.environ.get("RAY_ADDRESS"):
         options["address"] = address
     else:
-        cpus = None if count is None else count * threads
         options |= {"num_cpus": cpus, "include_dashboard": False, "configure_logging": False}
     try:
         # Ray has its workers import from the folder in which it is called: let that be this package's own.
@@ -612,17 +531,16 @@ def _connect(ray: Any, count: int | None, threads: int) -> None:
         raise UsageError(f"Ray cannot be reached or started ({error})") from None
 
 
-# --- engines: Which processes do the work of a run, and how many.
+# Which engine.
 
-EngineName = Literal["local", "ray"]
-_GPU_BATCH = 8  # images or pairs that a GPU works on together
+Engine = InProcess | LocalWorkers | RayWorkers
 
 
 @dataclass(frozen=True)
 class Workers:
     """Which processes do the work; results do not depend on it."""
 
-    engine: EngineName = "local"
+    engine: Literal["local", "ray"] = "local"
     count: int | None = None  # processes; 0: this one; None: one per core or GPU
     threads: int | None = None  # of each; None: the cores divided by the processes
     batch: int | None = None  # images or pairs worked on together; None: 1 on a CPU, 8 on a GPU
@@ -635,10 +553,8 @@ def start_engine(run_dir: Path, setup: Setup, workers: Workers) -> Engine:
         UsageError: a missing device or extra.
     """
     if workers.engine == "ray":
-        return RayWorkers(run_dir, setup, workers.count, workers.threads)
-    every = devices(setup.options)
-    cores = available_cores()
-    count = workers.count
+        return RayWorkers(run_dir, setup, workers.count, workers.threads or 1)
+    every, cores, count = devices(setup.options), usable_cores(), workers.count
     if count is None:
         count = cores if every == ["cpu"] else len(every)
     if count == 0:
@@ -649,9 +565,4 @@ def start_engine(run_dir: Path, setup: Setup, workers: Workers) -> Engine:
 
 def batch_size(setup: Setup, workers: Workers) -> int:
     """Images that are extracted, or pairs that are matched, together."""
-    return workers.batch or (1 if devices(setup.options) == ["cpu"] else _GPU_BATCH)
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return workers.batch or (1 if devices(setup.options) == ["cpu"] else 8)

@@ -9,7 +9,7 @@ import hashlib
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from matcher.arrays import to_numpy
-from matcher.collection.sources import Extracted, FeatureSource, Photos, Selection, name_fault, stamp_of
+from matcher.collection.sources import Extracted, Photos, Selection, name_fault, stamp_of
 from matcher.config import NetworkConfig
 from matcher.errors import ImageError, IntegrityError, UsageError, install_command
 from matcher.export.output import (
@@ -38,6 +38,7 @@ from matcher.types import Features
 
 if TYPE_CHECKING:
     from matcher.collection.schema import StoredImage, StoredPair
+    from matcher.collection.sources import FeatureSource
     from matcher.collection.store import Store
 
 
@@ -161,7 +162,7 @@ class HlocFeatures:
     folder: Path  # where the images are, for exports that name them
     file: Path
     selection: Selection = field(default_factory=Selection)
-    uses_front_end: bool = False
+    uses_front_end = False
 
     def settings(self) -> dict[str, Any]:
         """That the features come from a file; the file is identified by its content."""
@@ -184,6 +185,9 @@ class HlocFeatures:
             raise UsageError(f"{self.file} holds no group with keypoints; it is no features file of hloc's")
         unusable = [name for name in names if name_fault(name) is not None]
         return self.selection.apply(sorted(set(names) - set(unusable))), [*map(ascii, unusable)]
+
+    def masked(self, names: Sequence[str]) -> None:
+        """There are no masks."""
 
     def stamp(self, name: str) -> str:
         """Length and times of the file."""

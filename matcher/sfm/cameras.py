@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from matcher.collection.sources import RefinedKeypoints
+from matcher.collection.store import RefinedKeypoints
 from matcher.errors import UsageError
 from matcher.sfm.mapping_process import adjust
 

@@ -105,17 +105,17 @@ GATE = """
 import os, sys, time
 from pathlib import Path
 if "matcher.collection.worker" in sys.orig_argv:
-    from matcher.collection import jobs
-    gate, match, seen = Path(__file__).with_name("open"), jobs.JobRunner.match, []
+    from matcher.collection import workers
+    gate, match, seen = Path(__file__).with_name("open"), workers.JobRunner.match, []
     parent = os.getppid()
 
-    def gated_match(self, pairs):
+    def gated_match(self, job, pairs):
         seen.extend(pairs)
         while len(seen) > 20 and not gate.exists() and os.getppid() == parent:
             time.sleep(0.01)
-        return match(self, pairs)
+        return match(self, job, pairs)
 
-    jobs.JobRunner.match = gated_match
+    workers.JobRunner.match = gated_match
 """
 
 
@@ -187,20 +187,20 @@ def deadly(folder: Path, fatal: list[str]) -> None:
         f"""
 import os, signal, sys
 if "matcher.collection.worker" in sys.orig_argv:
-    from matcher.collection import jobs
-    fatal, match, read = {json.dumps(fatal)}, jobs.JobRunner.match, jobs.JobRunner._read
+    from matcher.collection import workers
+    fatal, match, extract = {json.dumps(fatal)}, workers.JobRunner.match, workers.JobRunner.extract
 
-    def deadly_match(self, pairs):
-        if any(f"{{a.name}}+{{b.name}}" in fatal for a, b in pairs):
+    def deadly_match(self, job, pairs):
+        if any("+".join(job.images[end].name for end in pair) in fatal for pair in pairs):
             os.kill(os.getpid(), signal.SIGKILL)
-        return match(self, pairs)
+        return match(self, job, pairs)
 
-    def deadly_read(self, name):
-        if name in fatal:
+    def deadly_extract(self, ready, names):
+        if set(names) & set(fatal):
             os._exit(77)
-        return read(self, name)
+        return extract(self, ready, names)
 
-    jobs.JobRunner.match, jobs.JobRunner._read = deadly_match, deadly_read
+    workers.JobRunner.match, workers.JobRunner.extract = deadly_match, deadly_extract
 """
     )
 

@@ -1,15 +1,17 @@
 """Promises 4 and 5 for run folders: whatever is in one, every command ends soon with a clear error or a right
 answer, writes nothing elsewhere and deletes nothing."""
 
+import random
 import shutil
-import struct
+import sqlite3
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from collection_runs import QUICK, photos
-from hostile_runs import EDITS, apply, blob, damaged_pair, edit, planted_files, small_run
+from hostile_runs import EDITS, edit, planted_files, put_blob, small_run
+from safetensors.numpy import load, save
 
 from matcher.cli import main
 from matcher.collection.store import Store, Writer
@@ -30,23 +32,19 @@ def run(sound, tmp_path) -> Path:
     return tmp_path / "run"
 
 
-def commands(run: Path) -> list[list[str]]:
-    out = run.parent / "out"
-    out.mkdir(exist_ok=True)
-    return [
-        ["status", str(run), "--check", "--tracks"],
-        ["report", str(run), "--output", str(out / "report.html"), "--overwrite"],
-        ["export", str(run), "--to", "npz", str(out / "matches.npz"), "--overwrite"],
-        ["merge", str(run), "--into", str(out / "merged"), "--descriptors"],
-    ]
-
-
 def codes(run: Path, capfd) -> list[int]:
-    """Exit codes of all commands on a run, each in time and without a traceback."""
-    found = []
-    for command in commands(run):
+    """Exit codes of the commands that read a run, each in time and without a traceback."""
+    out, found = run.parent / "out", []
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    for command in (
+        ["status", run, "--check", "--tracks"],
+        ["report", run, "--output", out / "report.html"],
+        ["export", run, "--to", "npz", out / "matches.npz"],
+        ["merge", run, "--into", out / "merged", "--descriptors"],
+    ):
         begun = time.process_time()
-        found.append(main(command))
+        found.append(main([str(word) for word in command]))
         assert time.process_time() - begun < SECONDS
         errors = capfd.readouterr().err
         assert "internal error" not in errors and "Traceback" not in errors, (command[0], errors)
@@ -59,78 +57,80 @@ def test_the_sound_run_is_read(run, capfd):
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_an_edited_store_is_not_opened(run, tried, name):
-    apply(run, name)
-    begun = time.process_time()
-    with pytest.raises(IntegrityError, match=r"run\.db.* is damaged"):
-        Store.open(run)
-    with pytest.raises(IntegrityError, match=r"run\.db.* is damaged"):
-        Writer(run)
-    assert time.process_time() - begun < SECONDS
-    tried(2)
+def test_an_edited_store_is_refused(run, capfd, tried, name):
+    edit(run, *EDITS[name])
+    found = codes(run, capfd)
+    assert set(found) <= {0, 4, 5} and found.count(5) >= 2, found
+    with pytest.raises(IntegrityError, match=r"run\.db.* is damaged"), Writer(run) as writer:
+        assert writer.store.settings and writer.store.image_folder and list(writer.store.pairs())
+        for image in writer.store.images():
+            if image.status == "done":
+                writer.store.features(image.name)
+        assert writer.store.check() == []
+        raise AssertionError("it is read whole")
+    tried(5)
 
 
-@pytest.mark.parametrize("name", [*EDITS][::12])
-def test_every_command_refuses_it(run, capfd, tried, name):
-    apply(run, name)
-    assert codes(run, capfd) == [5] * 4
+@pytest.mark.parametrize("name", ["a trigger", "exif 9", "name '/etc/passwd'"])
+def test_it_is_neither_continued_nor_reconstructed(run, capfd, name):
+    edit(run, *EDITS[name])
     photos(run.parent / "photos", 2)
     assert main(["collection", str(run.parent / "photos"), "--run", str(run), *QUICK]) in (2, 5)
     assert main(["sfm", str(run), "--out", str(run.parent / "model")]) == 5
     assert "internal error" not in capfd.readouterr().err
-    tried(6)
 
 
-def test_the_row_is_named(run):
-    edit(run, "UPDATE images SET exif = 9 WHERE id = 2")
-    with pytest.raises(IntegrityError, match=r"row 2 of images \('b\.jpg'\): its exif is 9"):
-        Store.open(run)
-    edit(run, "UPDATE images SET exif = 1 WHERE id = 2", "UPDATE pairs SET image1 = 9 WHERE id = 2")
-    with pytest.raises(IntegrityError, match=r"row 2, 9 of pairs: no pair of two images of the run"):
-        Store.open(run)
+POINTS = np.zeros((20, 2), "<f4")
+KEYPOINTS = {
+    "NaN": np.full_like(POINTS, np.nan).tobytes(),
+    "infinite": np.full_like(POINTS, np.inf).tobytes(),
+    **{f"{length} bytes": bytes(length) for length in (0, 7, 152, 168, 8000)},
+}
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_keypoints_that_are_not_finite(run, capfd, value):
-    points = np.zeros((20, 2), "<f4")
-    points[3, 1] = value
-    blob(run, points.tobytes())
+@pytest.mark.parametrize("name", KEYPOINTS)
+def test_keypoints_whose_bytes_are_wrong(run, capfd, tried, name):
+    put_blob(run, "keypoints", 1, KEYPOINTS[name])
     assert codes(run, capfd)[1:] == [5, 5, 5]
+    tried(3)
 
 
-@pytest.mark.parametrize("length", [0, 7, 152, 168, 8000])
-def test_keypoints_of_another_length(run, capfd, tried, length):
-    blob(run, bytes(length))
-    assert codes(run, capfd) == [5] * 4
-    tried(4)
+def changed(name: str, value: np.ndarray | None):
+    """The bytes of a pair with another array."""
+
+    def change(data: bytes) -> bytes:
+        arrays = {**load(data), name: value}
+        return save({key: array for key, array in arrays.items() if array is not None})
+
+    return change
 
 
 PAIRS = {
     "cut": lambda data: data[:-3],
     "longer": lambda data: data + b"\0",
-    "version": lambda data: bytes([9]) + data[1:],
-    "kind": lambda data: data[:1] + bytes([200]) + data[2:],
-    "status": lambda data: data[:2] + bytes([200]) + data[3:],
-    "flags": lambda data: data[:3] + bytes([255]) + data[4:],
-    "count": lambda data: data[:4] + struct.pack("<I", 2**32 - 1) + data[8:],
-    "index": lambda data: data[:18] + b"\xff\xff" + data[20:],
-    "matrix": lambda data: data[:-8] + struct.pack("<d", np.nan),
     "empty": lambda data: b"",
-    "no matrix": lambda data: data[:3] + bytes([0]) + data[4:-72],
+    "a terabyte": lambda data: (2**40).to_bytes(8, "little") + data[8:],
+    "no geometry of that kind": changed("facts", np.array([200, 0, 1, 1, 1], np.int32)),
+    "no status of that kind": changed("facts", np.array([0, -1, 1, 1, 1], np.int32)),
+    "too few facts": changed("facts", np.zeros(2, np.int32)),
+    "an index": changed("indices", np.full((15, 2), 20, np.uint16)),
+    "flat indices": changed("indices", np.zeros(30, np.uint16)),
+    "too few scores": changed("scores", np.zeros(14, np.uint16)),
+    "too few inliers": changed("inliers", np.zeros(1, np.uint8)),
+    "NaN": changed("matrix", np.full((3, 3), np.nan)),
+    "no matrix": changed("matrix", None),
+    "points": changed("points0", np.zeros((3, 2), np.float32)),
 }
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_pair_whose_bytes_are_wrong(run, capfd, tried, name):
-    damaged_pair(run, PAIRS[name])
-    assert codes(run, capfd)[1:3] == [5, 5]
+    connection = sqlite3.connect(run / "run.db")
+    (data,) = connection.execute("SELECT data FROM pairs WHERE id = 1").fetchone()
+    connection.close()
+    put_blob(run, "pairs", 1, PAIRS[name](data))
+    assert codes(run, capfd)[:3] == [5, 5, 5]
     tried(3)
-
-
-@pytest.mark.parametrize("seconds", ["9e999", "-1", "'x'"])
-def test_a_pair_whose_seconds_are_wrong(run, capfd, seconds):
-    edit(run, f"UPDATE pairs SET seconds = {seconds} WHERE id = 1")
-    assert codes(run, capfd)[1:3] == [5, 5]
 
 
 @pytest.mark.parametrize("name", planted_files(Path(), Path()))
@@ -159,35 +159,43 @@ def test_descriptors_that_are_a_link_are_neither_read_nor_written(run, tmp_path)
     assert (tmp_path / "target").read_bytes() == b"mine"
 
 
-def test_refined_keypoints_of_other_images_or_sizes(run, capfd):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"keypoints": np.zeros((5, 2), np.float32)},
+        {"keypoints": np.full((20, 2), np.nan, np.float32)},
+        {"names": np.array(["z.jpg"])},
+        {"keypoints": np.zeros((3_000_000, 2), np.float32)},
+        {"names": np.array([{}], dtype=object)},
+    ],
+)
+def test_refined_keypoints_of_other_images_or_sizes(run, capfd, change):
     arrays = {
         "names": np.array(["a.jpg"]),
-        "offsets": np.array([0, 20]),
         "keypoints": np.zeros((20, 2), np.float32),
         "covariances": np.zeros((20, 2, 2), np.float32),
         "refined": np.zeros(20, bool),
     }
-    wrong = {
-        "more points than the image has": {"offsets": np.array([0, 5])},
-        "not finite": {"keypoints": np.full((20, 2), np.nan, np.float32)},
-        "another image": {"names": np.array(["z.jpg"])},
-        "unpacks to far more than it should": {"keypoints": np.zeros((3_000_000, 2), np.float32)},
-        "objects": {"offsets": np.array([{}, 1], dtype=object)},
-    }
-    for fault, change in wrong.items():
-        np.savez_compressed(run / "refined.npz", **{**arrays, **change})
-        assert main(commands(run)[2]) == 5, fault
-        assert "refined.npz is damaged" in capfd.readouterr().err
+    np.savez_compressed(run / "refined.npz", **{**arrays, **change})
+    assert codes(run, capfd)[2] == 5
 
 
-def test_reading_without_end_is_stopped(tmp_path, monkeypatch):
-    """Where pages of the file refer to each other in circles, no count of rows is an end."""
-    from matcher.collection import store as store_check
-
-    run = small_run(tmp_path / "run")
-    monkeypatch.setattr(store_check, "_STEPS", -1)
-    monkeypatch.setattr(store_check, "_STEPS_A_BYTE", 0)
-    with Writer(run) as writer, writer.transaction():
-        writer.add_images(f"{number}.jpg" for number in range(3000))
-    with pytest.raises(IntegrityError, match="has no end"):
-        Store.open(run)
+@pytest.mark.parametrize("count", [25, pytest.param(2000, marks=pytest.mark.slow)])
+def test_any_bytes(sound, tmp_path, capfd, tried, count):
+    """Bits that flip and files that are cut: commands read them or say in time what is damaged."""
+    rng, run, seen = random.Random(count), tmp_path / "run", set()
+    for _ in range(count):
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(sound, run)
+        for _ in range(rng.randint(1, 3)):
+            path = run / rng.choice(["run.db", "run.db", "descriptors-00000.bin"])
+            data = bytearray(path.read_bytes())
+            # The pages of a database begin with what says how the rest is read.
+            place = rng.choice([rng.randrange(len(data)), rng.randrange(8) * 16384 + rng.randrange(120)])
+            data[place : place + 1] = bytes([rng.randrange(256)])
+            path.write_bytes(data[: rng.randrange(len(data))] if rng.random() < 0.1 else data)
+        found = codes(run, capfd)
+        assert set(found) <= {0, 2, 4, 5}
+        seen.update(found)
+        tried(len(found))
+    assert seen >= {0, 5}
