@@ -125,6 +125,7 @@ def test_nothing_is_done_twice_and_a_changed_image_is(folder, tmp_path, capfd):
         assert store.counts() == Counts(5, 0, 0, 7, 0, 0)
 
 
+@pytest.mark.parametrize("name", ["refined", "verified"])
 def test_a_run_is_continued_whatever_later_stages_say_of_probabilities(name):
     def settings(offset, refined):
         calibration = {"offset": offset, **refined}
@@ -139,16 +140,16 @@ def test_other_settings_are_refused_by_name_unless_restarted(folder, tmp_path, s
     run_dir = tmp_path / "run"
     assert collect(folder, run_dir, "--sequential", 1) == 0
     for options, name in (
-        (["--max-keypoints", 140], "--max-keypoints: 150 in the run, 140 now"),
-        (["--resize", 150], "--resize: "),
-        (["--threshold", 0.3], "--threshold: "),
+        (["--max-keypoints", 140], "keypoints: 150 in the run, 140 now"),
+        (["--resize", 150], "resize: "),
+        (["--threshold", 0.3], "threshold: "),
         (["--no-upright"], "upright: True in the run, False now"),
-        (["--shard", "1/2"], "--shard: None in the run, 1/2 now"),
+        (["--shard", "1/2"], "shard: None in the run, 1/2 now"),
         (["--masks", folder], "source.masks"),
     ):
         assert collect(folder, run_dir, *options) == 2
         err = capfd.readouterr().err
-        assert name in err and "--restart" in err
+        assert name in err and "restart" in err
     hybrid = ["--preset", "hybrid", "--weights", small_weights]
     assert collect(folder, run_dir, *hybrid) == 2
     assert "the preset nearest, not hybrid" in capfd.readouterr().err

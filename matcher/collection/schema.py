@@ -177,7 +177,6 @@ def decode_keypoints(data: bytes, count: int, what: str) -> np.ndarray:
 
 
 _SCORE_STEPS = 65535
-_KINDS, _STATUSES = get_args(GeometryKind), get_args(GeometryStatus)
 
 
 def encode_pair(
@@ -196,7 +195,10 @@ def encode_pair(
         raise ValueError("a match refers to a keypoint that the image does not have")
     if not np.isfinite(matches.scores).all():
         raise ValueError("a match has a score that is not finite")
-    kind, status = _KINDS.index(geometry.kind), _STATUSES.index(geometry.status)
+    kind, status = (
+        get_args(names).index(name)
+        for names, name in ((GeometryKind, geometry.kind), (GeometryStatus, geometry.status))
+    )
     wide = max(len(keypoints0), len(keypoints1)) > 65536
     arrays = {
         "facts": np.array([kind, status, matches.layers_run, matches.kept0, matches.kept1], np.int32),
@@ -242,7 +244,8 @@ def decode_pair(
             if values is not None and (values.shape != shape or not np.isfinite(values).all()):
                 raise ValueError("an array has another shape, or is not finite")
         inliers = np.unpackbits(bits, count=count).astype(bool)
-        geometry = TwoViewGeometry(_KINDS[kind], _STATUSES[status], inliers, matrix, pose)
+        named = get_args(GeometryKind)[kind], get_args(GeometryStatus)[status]
+        geometry = TwoViewGeometry(*named, inliers, matrix, pose)
         if geometry.status == "ok" and (matrix is None or (geometry.kind == "essential" and pose is None)):
             raise ValueError("a geometry has no matrix")
         return Matches(indices, points[0], points[1], scores, layers, *kept), geometry
@@ -292,12 +295,17 @@ _TABLES = {
     ),
 }
 _WITHOUT_ROWID = ("meta", "failed", "waiting")
-TABLES = "".join(
-    f"CREATE TABLE {name} ({columns}, CHECK ({rule}))"
-    f" STRICT{', WITHOUT ROWID' if name in _WITHOUT_ROWID else ''};\n"
-    for name, (columns, rule) in _TABLES.items()
-)
-TABLES += "CREATE UNIQUE INDEX pairs_by_images ON pairs (image0, image1);\n"
+
+
+def _tables() -> str:
+    """The statements that make them."""
+    made = ""
+    for name, (columns, rule) in _TABLES.items():
+        more = ", WITHOUT ROWID" if name in _WITHOUT_ROWID else ""
+        made += f"CREATE TABLE {name} ({columns}, CHECK ({rule})) STRICT{more};\n"
+    return f"{made}CREATE UNIQUE INDEX pairs_by_images ON pairs (image0, image1);\n"
+
+
 DAMAGED = "is damaged; restore the run from a copy, or delete it and match again"
 _PAGE = 16384  # bytes; rows of 2 to 3 kB leave little of it empty
 _WAIT = 30.0  # seconds that a connection waits for another one's lock
@@ -312,7 +320,7 @@ def make(path: Path, meta: dict[str, str]) -> None:
         connection.execute(f"PRAGMA page_size = {_PAGE}")
         _make_durable(connection)
         marks = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
-        connection.executescript(f"BEGIN; {TABLES} {marks} COMMIT;")
+        connection.executescript(f"BEGIN; {_tables()} {marks} COMMIT;")
         connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     part.rename(path)
@@ -400,7 +408,7 @@ def _opened(path: Path, mode: str) -> sqlite3.Connection:
 def _objects() -> set[tuple[str, str | None]]:
     """Name and SQL of everything that a store holds."""
     with closing(sqlite3.connect(":memory:")) as made:
-        made.executescript(TABLES)
+        made.executescript(_tables())
         return set(made.execute("SELECT name, sql FROM sqlite_schema"))
 
 

@@ -178,14 +178,14 @@ def feature_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _front_end(setup: Setup, pipeline: Pipeline) -> str | None:
     """The sha256 of a learned front end's parameters."""
-    from matcher.extract.extractor import find_front_end
-
     config, given = pipeline.config.extractor, setup.options.get("frontend_weights")
-    trained = config.kind == "learned" or (
-        config.kind != "sift" and find_front_end(config.kind).build is not None
-    )
-    if not setup.source.uses_front_end or not trained:
+    if not setup.source.uses_front_end or config.kind == "sift":
         return None
+    if config.kind != "learned":
+        from matcher.extract.extractor import find_front_end
+
+        if find_front_end(config.kind).build is None:
+            return None
     path = locate_front_end(config) if given is None else Path(given)
     return hashlib.sha256(read_bytes(path, "check the path")).hexdigest()
 

@@ -86,7 +86,7 @@ class NameTable:
 def _below(folder: Path, path: str) -> str:
     """What follows the image folder in a path: that of the folder, or its own name."""
     tried = [(path, str(folder.absolute())), (path, folder.name)]
-    if os.path.isabs(path):
+    if Path(path).is_absolute():
         tried.append((_plain(os.path.realpath(path)), os.path.realpath(folder)))
     for place, start in tried:
         if start and place.startswith(f"{_plain(start)}/"):

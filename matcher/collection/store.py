@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from sqlite3 import Connection
+from types import NoneType
 from typing import Any, BinaryIO, NamedTuple, get_args
 from zipfile import BadZipFile
 
@@ -533,14 +534,15 @@ def _image(row: tuple[Any, ...], folder: Path) -> StoredImage:
     )
 
 
-_TEXT = (str, type(None))
+_TEXT = (str, NoneType)
 # In this order: a table before what is in it.
 _TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("preset", "weights", "frontend_weights", "precision", "shard"), _TEXT),
-    **dict.fromkeys(("upright", "alpha_mask"), (bool,)),
-    **dict.fromkeys(("source", "config", "config.extractor", "config.matcher", "config.estimation"), (dict,)),
-    "config.extractor.resize": (int, type(None)),
-    "config.refine": (dict, type(None)),
+    **{name: _TEXT for name in ("preset", "weights", "frontend_weights", "precision", "shard")},
+    **{name: (bool,) for name in ("upright", "alpha_mask")},
+    **{name: (dict,) for name in ("source", "config")},
+    **{f"config.{name}": (dict,) for name in ("extractor", "matcher", "estimation")},
+    "config.extractor.resize": (int, NoneType),
+    "config.refine": (dict, NoneType),
 }
 
 
