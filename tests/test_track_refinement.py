@@ -15,7 +15,7 @@ from matcher.collection.tracks import tracks_of
 from matcher.config import RefineConfig
 from matcher.errors import IntegrityError
 from matcher.explain.report import write_run_report
-from matcher.export.hloc import write_npz
+from matcher.export.npz import write_npz
 from matcher.types import Matches, MatchRefinement
 
 VIEWS = [  # image from texture

@@ -26,21 +26,16 @@ from matcher.export.output import ExportReport, begin_export, valid_keypoints, v
 from matcher.types import TwoViewGeometry
 
 if TYPE_CHECKING:
-    from matcher.collection.schema import StoredImage, StoredPair
+    from matcher.collection.schema import StoredImage
     from matcher.collection.store import Store
 
 
-# --- cameras: Which photos share a camera, and what is known about it before the reconstruction.
+# Which photos share a camera, and what is known about it before the reconstruction.
 
 Sharing = Literal["auto", "single", "each"]
 HALF_PIXEL = 0.5
 GUESSED_FOCAL = 1.2  # of the longer side, a moderate wide angle, where nothing is known
 FULL_FRAME = (36.0, 24.0)  # mm; the equivalent focal length refers to its diagonal
-_EXIF, _FOCAL, _FOCAL_35MM = 0x8769, 0x920A, 0xA405
-_MAKE, _MODEL = 0x010F, 0x0110
-
-# COLMAP's models that can start without distortion.
-MODELS = tuple(name for name in CAMERA_MODELS if name != "FOV")
 
 
 @dataclass(frozen=True)
@@ -63,8 +58,9 @@ class CameraChoice:
     rig: RigConfig | None = None  # cameras that are fixed to each other; each has its own intrinsics
 
     def __post_init__(self) -> None:
-        if self.model not in MODELS:
-            raise UsageError(f"the camera model must be one of {', '.join(MODELS)}, not {self.model!r}")
+        models = [name for name in CAMERA_MODELS if name != "FOV"]  # those that can start without distortion
+        if self.model not in models:
+            raise UsageError(f"the camera model must be one of {', '.join(models)}, not {self.model!r}")
         if self.sharing not in ("auto", "single", "each"):
             raise UsageError(f"cameras are shared auto, single or each, not {self.sharing!r}")
         if self.rig is not None and self.sharing != "auto":
@@ -158,7 +154,7 @@ def group_cameras(
         adjustable = {each for each in adjustable if not _same(each, choice.camera)}
     adjustable -= set(choice.rig.intrinsics().values()) if choice.rig is not None else set()
     return [
-        (_intrinsics(key, found[key], choice.model, given=key[1] not in adjustable), group)
+        (_intrinsics(*key[:2], found[key], choice.model, given=key[1] not in adjustable), group)
         for key, group in groups.items()
     ]
 
@@ -189,8 +185,9 @@ def _check_rig(rig: RigConfig, groups: list[list[StoredImage]]) -> None:
             )
 
 
-def _intrinsics(key: tuple, exif: _Exif, model: str, *, given: bool) -> Intrinsics:
-    size, camera = key[:2]
+def _intrinsics(
+    size: tuple[int, int], camera: Camera | None, exif: _Exif, model: str, *, given: bool
+) -> Intrinsics:
     if camera is not None:
         return Intrinsics(camera.model, size, camera.to_colmap()[1], given=given, focal_known=True)
     focal = exif.focal_35mm / hypot(*FULL_FRAME) * hypot(*size)
@@ -209,13 +206,9 @@ def read_exif(path: Path) -> _Exif:
             warnings.simplefilter("ignore")
             with PIL.Image.open(path) as photo:
                 tags = photo.getexif()
-                more = tags.get_ifd(_EXIF)
-                return _Exif(
-                    str(tags.get(_MAKE, "")),
-                    str(tags.get(_MODEL, "")),
-                    _positive(more.get(_FOCAL)),
-                    _positive(more.get(_FOCAL_35MM)),
-                )
+                make, model = (str(tags.get(tag, "")) for tag in (0x010F, 0x0110))
+                more = tags.get_ifd(0x8769)  # Exif: FocalLength, FocalLengthIn35mmFilm
+                return _Exif(make, model, *(_positive(more.get(tag)) for tag in (0x920A, 0xA405)))
     except Exception:  # a header can be wrong in any way, and nothing depends on it
         return _Exif()
 
@@ -226,9 +219,6 @@ def _positive(value: object) -> float:
     except (TypeError, ValueError, ZeroDivisionError):
         return 0.0
     return number if 0 < number < 1e5 else 0.0
-
-
-# --- rigs: Rigs in COLMAP's terms.
 
 
 def colmap_rigs(pycolmap: Any, rig: RigConfig) -> list[Any]:
@@ -249,9 +239,8 @@ def colmap_rigs(pycolmap: Any, rig: RigConfig) -> list[Any]:
     return found
 
 
-# --- colmap: COLMAP's database, written by pycolmap itself, because its schema changes between versions.
+# The database.
 
-_ROOM = 1 << 16  # bytes; what COLMAP says where less is left does not name the disk
 _ORIGIN = np.array([[1, 0, HALF_PIXEL], [0, 1, HALF_PIXEL], [0, 0, 1]], dtype=np.float64)
 
 
@@ -265,16 +254,12 @@ def import_pycolmap() -> Any:
         import pycolmap
     except ImportError as error:
         raise UsageError(f"this needs pycolmap: {install_command('sfm')}") from error
-    _keep_termination()
-    return pycolmap
-
-
-def _keep_termination() -> None:
-    """Take back SIGTERM, which the import gave to glog: it would dump the stack and clean nothing up."""
+    # Take back SIGTERM, which the import gave to glog: it would dump the stack and clean nothing up.
     if threading.current_thread() is threading.main_thread():
         handler = signal.getsignal(signal.SIGTERM)
         if handler is not None:
             signal.signal(signal.SIGTERM, handler)
+    return pycolmap
 
 
 def write_colmap(
@@ -311,54 +296,37 @@ def write_colmap(
     # Without a DatabaseTransaction, whose end kills the process where the disk is full.
     with (
         whole_file(out) as part,
-        _translated_errors(out),
-        _whole_database(part),
+        _disk_errors(out, part),
         pycolmap.Database.open(part) as database,
     ):
-        camera_of = _write_cameras(pycolmap, database, cameras, report)
+        camera_of = {}
+        for intrinsics, group in cameras:
+            width, height = intrinsics.size
+            params = list(intrinsics.params)
+            camera = pycolmap.Camera(model=intrinsics.model, width=width, height=height, params=params)
+            camera.has_prior_focal_length = intrinsics.focal_known
+            number = database.write_camera(camera)
+            camera_of |= {image.name: number for image in group}
+            report.cameras += 1
+            report.guessed_cameras += 0 if intrinsics.focal_known else len(group)
+            if intrinsics.given:
+                report.given_cameras.append(number)
         numbers = {}  # ascending with the names, so that image 0 of a pair has the smaller number
         for image in images:
             row = pycolmap.Image(name=image.name, camera_id=camera_of[image.name])
             numbers[image.name] = database.write_image(row)
-            points = to_colmap(valid_keypoints(store, image))
-            database.write_keypoints(numbers[image.name], points)
-        _write_pairs(pycolmap, database, valid_pairs(store, images, report), numbers)
+            database.write_keypoints(numbers[image.name], to_colmap(valid_keypoints(store, image)))
+        for pair in valid_pairs(store, images, report):
+            ends = numbers[pair.name0], numbers[pair.name1]
+            indices = np.ascontiguousarray(pair.matches.indices, dtype=np.uint32).reshape(-1, 2)
+            database.write_matches(*ends, indices)
+            verified = two_view_geometry(pycolmap, pair.geometry, indices)
+            if verified is not None:
+                database.write_two_view_geometry(*ends, verified)
         if rig is not None:
             pycolmap.logging.minloglevel = pycolmap.logging.WARNING.value
             pycolmap.apply_rig_config(colmap_rigs(pycolmap, rig), database)
     return report
-
-
-def _write_pairs(pycolmap: Any, database: Any, pairs: Iterable[StoredPair], numbers: dict[str, int]) -> None:
-    for pair in pairs:
-        ends = numbers[pair.name0], numbers[pair.name1]
-        indices = np.ascontiguousarray(pair.matches.indices, dtype=np.uint32).reshape(-1, 2)
-        database.write_matches(*ends, indices)
-        verified = two_view_geometry(pycolmap, pair.geometry, indices)
-        if verified is not None:
-            database.write_two_view_geometry(*ends, verified)
-
-
-def _write_cameras(
-    pycolmap: Any,
-    database: Any,
-    cameras: list[tuple[Intrinsics, list[StoredImage]]],
-    report: ExportReport,
-) -> dict[str, int]:
-    """The number of the camera of every image."""
-    camera_of = {}
-    for intrinsics, group in cameras:
-        width, height = intrinsics.size
-        params = list(intrinsics.params)
-        camera = pycolmap.Camera(model=intrinsics.model, width=width, height=height, params=params)
-        camera.has_prior_focal_length = intrinsics.focal_known
-        number = database.write_camera(camera)
-        camera_of |= {image.name: number for image in group}
-        report.cameras += 1
-        report.guessed_cameras += 0 if intrinsics.focal_known else len(group)
-        if intrinsics.given:
-            report.given_cameras.append(number)
-    return camera_of
 
 
 def to_colmap(points: np.ndarray) -> np.ndarray:
@@ -392,19 +360,15 @@ def two_view_geometry(pycolmap: Any, geometry: TwoViewGeometry, indices: np.ndar
 
 
 @contextmanager
-def _whole_database(path: Path) -> Iterator[None]:
-    """Refuse a closed database of which some is still in SQLite's log, because the disk is full."""
-    yield
-    if path.with_name(f"{path.name}-wal").exists():
-        raise OSError(errno.ENOSPC, f"{path.parent}: the disk is full")
-
-
-@contextmanager
-def _translated_errors(out: Path) -> Iterator[None]:
-    """Translate COLMAP's C++ exceptions."""
+def _disk_errors(out: Path, part: Path) -> Iterator[None]:
+    """Translate COLMAP's C++ exceptions, and see a full disk where COLMAP does not."""
+    full = OSError(errno.ENOSPC, f"{out}: the disk is full")
     try:
         yield
     except RuntimeError as error:
-        if "full" in str(error) or shutil.disk_usage(out.absolute().parent).free < _ROOM:
-            raise OSError(errno.ENOSPC, f"{out}: the disk is full") from error
+        # Where little is left, what COLMAP says does not name the disk.
+        if "full" in str(error) or shutil.disk_usage(out.absolute().parent).free < 1 << 16:
+            raise full from error
         raise OSError(errno.EIO, f"{out}: COLMAP could not write its database ({error})") from error
+    if part.with_name(f"{part.name}-wal").exists():  # some is still in SQLite's log
+        raise full

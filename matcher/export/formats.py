@@ -1,13 +1,14 @@
-"""The export formats by name; a writer is imported when it is used, so that help needs none of them."""
+"""The export formats by name, and two of them: OpenMVG's files, and kapture's folders."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,11 +16,11 @@ from matcher.arrays import to_numpy
 from matcher.cameras import CAMERA_MODELS
 from matcher.errors import UsageError, unknown_name
 from matcher.export.colmap import HALF_PIXEL, CameraChoice, Intrinsics, group_cameras, to_colmap
-from matcher.export.hloc import features_of
 from matcher.export.output import (
     ExportReport,
     begin_export,
     check_folder,
+    features_of,
     refuse_collisions,
     refuse_names,
     valid_keypoints,
@@ -29,13 +30,7 @@ from matcher.export.output import (
 from matcher.files import check_output
 
 if TYPE_CHECKING:
-    from matcher.collection.schema import StoredImage, StoredPair
     from matcher.collection.store import Store
-    from matcher.export.colmap import CameraChoice
-
-
-# --- formats: The export formats by name; a writer is imported when it is used, so that help needs none of
-# them.
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ class Format:
 FORMATS = {
     "colmap": Format("matcher.export.colmap:write_colmap", (".db",), has_cameras=True),
     "hloc": Format("matcher.export.hloc:write_hloc"),
-    "npz": Format("matcher.export.hloc:write_npz", (".npz",)),
+    "npz": Format("matcher.export.npz:write_npz", (".npz",)),
     "openmvg": Format("matcher.export.formats:write_openmvg", has_cameras=True),
     "kapture": Format("matcher.export.formats:write_kapture", has_cameras=True),
 }
@@ -69,7 +64,7 @@ def export(
     *,
     overwrite: bool = False,
 ) -> ExportReport:
-    """Export a run; indices are checked first, and the output is complete or absent.
+    """Export a run; the output is complete or absent.
 
     Args:
         store: the run, opened.
@@ -94,15 +89,15 @@ def export(
         raise UsageError(f"{form} stores no cameras; leave them out, or export to one of {others}")
     if choice is not None and choice.rig is not None and form != "colmap":
         raise UsageError(f"{form} is written without rigs; leave it out, or export to colmap")
+    cameras = [choice] if kind.has_cameras else []
     if kind.suffixes:
         check_output(out, kind.suffixes, overwrite=overwrite)
-        return kind.write(store, out, choice) if kind.has_cameras else kind.write(store, out)
+        return kind.write(store, out, *cameras)
     check_folder(out, overwrite=overwrite)
-    cameras = [choice] if kind.has_cameras else []
     return kind.write(store, out, *cameras, overwrite=overwrite)
 
 
-# --- openmvg: OpenMVG's `sfm_data.json`, regions and matches, for its SfM commands.
+# OpenMVG: `sfm_data.json`, regions and matches, for its SfM commands.
 
 _NEW = 1 << 31  # cereal's mark of an object that is written for the first time
 _PLAIN = 1 << 30  # cereal's mark of an object of the declared type itself
@@ -130,61 +125,54 @@ def write_openmvg(
     """
     report, images = begin_export(store, out, utf8="JSON")
     names = [image.name for image in images]
-    refuse_collisions(names, _stem, "file of regions, which OpenMVG names without folder and ending")
+    stems = {name: PurePosixPath(name).stem for name in names}
+    refuse_collisions(names, stems.get, "file of regions, which OpenMVG names without folder and ending")
     numbers = {name: number for number, name in enumerate(names)}
-    with whole_folder(out, overwrite=overwrite) as part:
-        cameras = group_cameras(images, choice)
-        scene = _scene(store.image_folder, images, cameras)
-        (part / "sfm_data.json").write_text(json.dumps(scene, indent=1), encoding="utf-8")
-        describer = {"regions_type": _pointer("SIFT_Regions", _PLAIN, {})}
-        (part / "image_describer.json").write_text(json.dumps(describer, indent=1), encoding="utf-8")
-        read = features_of(store, report)
-        for image in images:
-            points = valid_keypoints(store, image)
-            _write_regions(part / f"{_stem(image.name)}.feat", points, read(image.name))
-        _write_matches(part, valid_pairs(store, images, report), numbers)
-    return report
-
-
-def _stem(name: str) -> str:
-    return PurePosixPath(name).stem
-
-
-def _pointer(name: str | None, polymorphic: int, data: dict[str, Any], number: int = 1) -> dict[str, Any]:
-    named = {} if name is None else {"polymorphic_name": name}
-    return {"polymorphic_id": polymorphic, **named, "ptr_wrapper": {"id": _NEW + number, "data": data}}
-
-
-def _scene(
-    folder: Path, images: list[StoredImage], cameras: list[tuple[Intrinsics, list[StoredImage]]]
-) -> dict[str, Any]:
+    cameras = group_cameras(images, choice)
     camera_of = {image.name: number for number, (_, group) in enumerate(cameras) for image in group}
     views = []
     for number, image in enumerate(images):
-        path = PurePosixPath(image.name)
-        data = {
-            "local_path": "" if str(path.parent) == "." else f"{path.parent}/",
-            "filename": path.name,
-            "width": image.size[0],
-            "height": image.size[1],
-            "id_view": number,
-            "id_intrinsic": camera_of[image.name],
-            "id_pose": number,
-        }
+        folder, file = str(PurePosixPath(image.name).parent), PurePosixPath(image.name).name
+        data = {"local_path": "" if folder == "." else f"{folder}/", "filename": file}
+        data |= {"width": image.size[0], "height": image.size[1], "id_view": number, "id_pose": number}
+        data["id_intrinsic"] = camera_of[image.name]
         views.append({"key": number, "value": _pointer(None, _PLAIN, data, number + 1)})
     intrinsics = [
         {"key": number, "value": _intrinsic(camera, number, len(views) + 1 + number)}
         for number, (camera, _) in enumerate(cameras)
     ]
-    return {
-        "sfm_data_version": "0.3",
-        "root_path": str(folder),
-        "views": views,
-        "intrinsics": intrinsics,
-        "extrinsics": [],
-        "structure": [],
-        "control_points": [],
-    }
+    scene = {"sfm_data_version": "0.3", "root_path": str(store.image_folder), "views": views}
+    scene |= {"intrinsics": intrinsics, "extrinsics": [], "structure": [], "control_points": []}
+    describer = {"regions_type": _pointer("SIFT_Regions", _PLAIN, {}, 1)}
+    with whole_folder(out, overwrite=overwrite) as part, ExitStack() as stack:
+        (part / "sfm_data.json").write_text(json.dumps(scene, indent=1), encoding="utf-8")
+        (part / "image_describer.json").write_text(json.dumps(describer, indent=1), encoding="utf-8")
+        read = features_of(store, report)
+        for image in images:  # a line per keypoint: x, y, scale (a radius), direction in radians
+            rows = np.column_stack([valid_keypoints(store, image), np.tile([1.0, 0.0], (image.count, 1))])
+            if (found := read(image.name)) is not None and found.scales is not None:
+                rows[:, 2] = to_numpy(found.scales) / 2
+            if found is not None and found.orientations is not None:
+                rows[:, 3] = to_numpy(found.orientations)
+            np.savetxt(part / f"{stems[image.name]}.feat", rows, fmt="%.8g")
+        files: dict[str, Any] = {}
+        for pair in valid_pairs(store, images, report):
+            written = {"putative": pair.matches.indices}
+            if pair.geometry.status == "ok" and pair.geometry.kind in _MATCH_FILES:
+                written[_MATCH_FILES[pair.geometry.kind]] = pair.matches.indices[pair.geometry.inliers]
+            for kind, indices in written.items():
+                if kind not in files:
+                    path = part / f"matches.{kind}.txt"
+                    files[kind] = stack.enter_context(path.open("w", encoding="ascii"))
+                ends = numbers[pair.name0], numbers[pair.name1]
+                files[kind].write("{} {}\n{}\n".format(*ends, len(indices)))
+                files[kind].writelines(f"{i} {j}\n" for i, j in indices.tolist())
+    return report
+
+
+def _pointer(name: str | None, polymorphic: int, data: dict[str, Any], number: int) -> dict[str, Any]:
+    named = {} if name is None else {"polymorphic_name": name}
+    return {"polymorphic_id": polymorphic, **named, "ptr_wrapper": {"id": _NEW + number, "data": data}}
 
 
 def _intrinsic(camera: Intrinsics, number: int, pointer: int) -> dict[str, Any]:
@@ -207,49 +195,7 @@ def _intrinsic(camera: Intrinsics, number: int, pointer: int) -> dict[str, Any]:
     return _pointer("pinhole_radial_k3" if first else None, _NEW + 1 if first else 1, data, pointer)
 
 
-def _write_regions(path: Path, points: np.ndarray, features: Any | None) -> None:
-    """A line per keypoint: x, y, scale (a radius), direction in radians."""
-    scales, angles = np.ones(len(points)), np.zeros(len(points))
-    if features is not None and features.scales is not None:
-        scales = to_numpy(features.scales) / 2
-    if features is not None and features.orientations is not None:
-        angles = to_numpy(features.orientations)
-    np.savetxt(path, np.column_stack([points, scales, angles]), fmt="%.8g")
-
-
-def _write_matches(folder: Path, pairs: Any, numbers: dict[str, int]) -> None:
-    """Files of all matches and of the verified ones, by the kind of their geometry."""
-    files: dict[str, TextIO] = {}
-    try:
-        for pair in pairs:
-            _append(files, folder, "putative", pair, numbers, np.asarray(pair.matches.indices))
-            kind = _MATCH_FILES.get(pair.geometry.kind)
-            if pair.geometry.status == "ok" and kind is not None:
-                _append(files, folder, kind, pair, numbers, pair.matches.indices[pair.geometry.inliers])
-    finally:
-        for file in files.values():
-            file.close()
-
-
-def _append(
-    files: dict[str, TextIO],
-    folder: Path,
-    kind: str,
-    pair: StoredPair,
-    numbers: dict[str, int],
-    indices: np.ndarray,
-) -> None:
-    if kind not in files:
-        files[kind] = (folder / f"matches.{kind}.txt").open("w", encoding="ascii")
-    file = files[kind]
-    file.write(f"{numbers[pair.name0]} {numbers[pair.name1]}\n{len(indices)}\n")
-    file.writelines(f"{i} {j}\n" for i, j in indices.tolist())
-
-
-# --- kapture: Kapture 1.1 (Humenberger et al. 2020): text tables and raw arrays in folders.
-
-_VERSION = "# kapture format: 1.1"
-_BREAKING = frozenset(",\n\r#")
+# Kapture 1.1 (Humenberger et al. 2020): text tables and raw arrays in folders.
 
 
 def write_kapture(
@@ -271,53 +217,39 @@ def write_kapture(
     """
     report, images = begin_export(store, out, utf8="kapture")
     names = [image.name for image in images]
-    refuse_names(names, lambda name: bool(_BREAKING & set(name)), "hold a comma, a line break or #")
+    refuse_names(names, lambda name: not set(",\n\r#").isdisjoint(name), "hold a comma, a line break or #")
     with whole_folder(out, overwrite=overwrite) as part:
-        _write_sensors(part / "sensors", images, choice)
-        kind = _write_features(part / "reconstruction", store, images, report)
-        folder = part / "reconstruction" / "matches" / kind
+        sensors, sensor_of = [], {}
+        for number, (camera, group) in enumerate(group_cameras(images, choice)):
+            params = ", ".join(map(repr, (*camera.size, *map(float, camera.params))))
+            sensors.append(f"cam{number}, , camera, {camera.model}, {params}")
+            sensor_of |= {image.name: f"cam{number}" for image in group}
+        records = [f"{time}, {sensor_of[name]}, {name}" for time, name in enumerate(names)]
+        header = "sensor_device_id, name, sensor_type, [sensor_params]+"
+        _write_table(part / "sensors" / "sensors.txt", header, sensors)
+        _write_table(part / "sensors" / "records_camera.txt", "timestamp, device_id, image_path", records)
+        read, kind, folder = features_of(store, report), "keypoints", part / "reconstruction"
+        first = read(names[0])
+        if first is not None:
+            kind, values = first.kind, to_numpy(first.descriptors)
+            row = f"{kind}, {values.dtype}, {values.shape[-1]}, {kind}, L2"
+            header = "name, dtype, dsize, keypoints_type, metric_type"
+            _write_table(folder / "descriptors" / kind / "descriptors.txt", header, [row])
+        _write_table(
+            folder / "keypoints" / kind / "keypoints.txt", "name, dtype, dsize", [f"{kind}, float32, 2"]
+        )
+        for image in images:
+            points = to_colmap(valid_keypoints(store, image)).astype("<f4")
+            _write_array(folder / "keypoints" / kind / f"{image.name}.kpt", points)
+            if first is not None and (features := read(image.name)) is not None:
+                path = folder / "descriptors" / kind / f"{image.name}.desc"
+                _write_array(path, to_numpy(features.descriptors).astype(values.dtype))
         for pair in valid_pairs(store, images, report):
-            path = folder / f"{pair.name0}.overlapping" / f"{pair.name1}.matches"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            np.column_stack([pair.matches.indices, pair.matches.scores]).astype("<f8").tofile(path)
+            path = folder / "matches" / kind / f"{pair.name0}.overlapping" / f"{pair.name1}.matches"
+            rows = np.column_stack([pair.matches.indices, pair.matches.scores])
+            _write_array(path, rows.astype("<f8"))
     report.notes.append(f"link the photos: ln -s {store.image_folder} {out / 'sensors' / 'records_data'}")
     return report
-
-
-def _write_sensors(folder: Path, images: list[StoredImage], choice: CameraChoice | None) -> None:
-    sensors, sensor_of = [], {}
-    for number, (camera, group) in enumerate(group_cameras(images, choice)):
-        params = ", ".join(map(repr, (*camera.size, *map(float, camera.params))))
-        sensors.append(f"cam{number}, , camera, {camera.model}, {params}")
-        sensor_of |= {image.name: f"cam{number}" for image in group}
-    records = [f"{time}, {sensor_of[image.name]}, {image.name}" for time, image in enumerate(images)]
-    folder.mkdir(parents=True)
-    _write_table(folder / "sensors.txt", "sensor_device_id, name, sensor_type, [sensor_params]+", sensors)
-    _write_table(folder / "records_camera.txt", "timestamp, device_id, image_path", records)
-
-
-def _write_features(folder: Path, store: Store, images: list[StoredImage], report: ExportReport) -> str:
-    """Keypoints, and descriptors where they are kept; returns the folder name of the front end."""
-    read = features_of(store, report)
-    kind, dtype, size = "keypoints", "", 0
-    features = {}
-    first = read(images[0].name)
-    if first is not None:
-        kind, size = first.kind, first.descriptors.shape[-1]
-        dtype = str(to_numpy(first.descriptors).dtype)
-    for image in images:
-        points = to_colmap(valid_keypoints(store, image)).astype("<f4")
-        _write_array(folder / "keypoints" / kind / f"{image.name}.kpt", points)
-        features = read(image.name) if size else None
-        if features is not None:
-            path = folder / "descriptors" / kind / f"{image.name}.desc"
-            _write_array(path, to_numpy(features.descriptors).astype(dtype))
-    _write_table(folder / "keypoints" / kind / "keypoints.txt", "name, dtype, dsize", [f"{kind}, float32, 2"])
-    if size:
-        row = f"{kind}, {dtype}, {size}, {kind}, L2"
-        header = "name, dtype, dsize, keypoints_type, metric_type"
-        _write_table(folder / "descriptors" / kind / "descriptors.txt", header, [row])
-    return kind
 
 
 def _write_array(path: Path, array: np.ndarray) -> None:
@@ -327,4 +259,4 @@ def _write_array(path: Path, array: np.ndarray) -> None:
 
 def _write_table(path: Path, header: str, rows: Iterable[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join([_VERSION, f"# {header}", *rows, ""]), encoding="utf-8")
+    path.write_text("\n".join(["# kapture format: 1.1", f"# {header}", *rows, ""]), encoding="utf-8")

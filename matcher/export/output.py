@@ -1,4 +1,4 @@
-"""Outputs that appear completely or not at all and replace nothing unasked, and the export report."""
+"""Outputs that appear completely or not at all and replace nothing unasked; what every exporter needs."""
 
 from __future__ import annotations
 
@@ -17,46 +17,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from matcher.collection.schema import common_camera
-from matcher.errors import UsageError
+from matcher.errors import IntegrityError, UsageError
 from matcher.files import read_given
 
 if TYPE_CHECKING:
     from matcher.collection.schema import StoredImage, StoredPair
     from matcher.collection.store import Store
-
-
-# --- output: Outputs that appear completely or not at all and replace nothing unasked, and the export
-# report.
+    from matcher.types import Features
 
 _ABANDONED = 10.0  # seconds, after which a folder that nobody holds is no new one
 _WRITTEN = ".matcher-files.json"  # names of the files that we wrote into a folder
-
-
-@dataclass
-class ExportReport:
-    """What an export wrote, and what it had to leave out."""
-
-    path: Path
-    images: int = 0
-    keypoints: int = 0
-    pairs: int = 0
-    verified: int = 0  # pairs with a geometry
-    matches: int = 0
-    given_cameras: list[int] = field(default_factory=list)  # numbers of those that must not be refined
-    cameras: int = 0
-    guessed_cameras: int = 0  # photos of which nothing says the focal length
-    left_out: list[str] = field(default_factory=list)  # what is damaged, or what the format cannot hold
-    excluded: set[str] = field(default_factory=set)  # names of images that were not asked for
-    without: Collection[tuple[str, str]] = ()  # pairs that were not asked for, in the order of their names
-    notes: list[str] = field(default_factory=list)
-
-    def lines(self) -> list[str]:
-        """The report, ready to print."""
-        first = (
-            f"{self.images} images with {self.keypoints} keypoints, {self.pairs} pairs "
-            f"({self.verified} verified) with {self.matches} matches"
-        )
-        return [first, *self.notes, *(f"left out: {reason}" for reason in self.left_out)]
 
 
 @contextmanager
@@ -79,8 +49,8 @@ def whole_file(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         part.replace(path)
     finally:
-        for leftover in (part, *(part.with_name(part.name + end) for end in ("-wal", "-shm", "-journal"))):
-            leftover.unlink(missing_ok=True)
+        for end in ("", "-wal", "-shm", "-journal"):
+            part.with_name(part.name + end).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -97,10 +67,16 @@ def whole_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         OSError: the disk is full.
     """
     check_folder(path, overwrite=overwrite)
-    _remove_abandoned(path)
-    part = _part(path)
+    # What programs that were killed left of this folder goes; what another one is writing stays.
+    for part in path.absolute().parent.glob(f".{glob.escape(path.name[:80])}.{'[0-9a-f]' * 8}.part"):
+        with suppress(OSError):
+            if part.is_dir() and not part.is_symlink() and part.stat().st_mtime < time() - _ABANDONED:
+                os.close(_hold(part))
+                shutil.rmtree(part, ignore_errors=True)
+    part, held = _part(path), None
     part.mkdir()
-    held = _hold(part)
+    with suppress(OSError):  # this disk has no locks
+        held = _hold(part)
     try:
         yield part
         names = sorted(file.relative_to(part).as_posix() for file in part.rglob("*") if file.is_file())
@@ -117,39 +93,23 @@ def whole_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
             os.close(held)
 
 
-def _remove_abandoned(path: Path) -> None:
-    """Remove what programs that were killed left of this folder; what another one is writing stays."""
-    for part in path.absolute().parent.glob(f".{glob.escape(path.name[:80])}.{'[0-9a-f]' * 8}.part"):
-        held = None
-        with suppress(OSError):
-            if part.is_dir() and not part.is_symlink() and part.stat().st_mtime < time() - _ABANDONED:
-                held = _hold(part)
-        if held is not None:
-            shutil.rmtree(part, ignore_errors=True)
-            os.close(held)
-
-
-def _hold(folder: Path) -> int | None:
-    """Lock a folder until the returned descriptor is closed or the program ends; None where that fails."""
+def _hold(folder: Path) -> int:
+    """Lock a folder until the returned descriptor is closed or the program ends; `OSError`: it cannot be."""
     try:
         import fcntl
-    except ModuleNotFoundError:  # Windows
-        return None
+    except ModuleNotFoundError:
+        raise OSError("Windows has no locks of folders") from None
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # another program holds it, or this disk has no locks
+    except OSError:
         os.close(descriptor)
-        return None
+        raise
     return descriptor
 
 
 def check_place(path: Path) -> None:
-    """Refuse, before any work, an output whose folder is absent or cannot be written.
-
-    Raises:
-        UsageError: the folder is missing or cannot be written.
-    """
+    """Refuse, before any work, an output whose folder is absent or cannot be written (`UsageError`)."""
     parent = path.absolute().parent
     if not parent.is_dir():
         raise UsageError(f"{path}: there is no folder {parent}; make it first")
@@ -177,42 +137,61 @@ def check_folder(path: Path, *, overwrite: bool = False) -> None:
 
 def _move_into(part: Path, path: Path, names: list[str]) -> None:
     """Put the files of `part` into the folder `path`, in the place of those of an earlier export."""
+
+    def link_to(name: str) -> Path | None:
+        ways = [path / parent for parent in Path(name).parents[:-1]]
+        return next((way for way in ways if way.is_symlink()), None)
+
     for name in names:
-        if link := _link_to(path, name):
+        if link := link_to(name):
             raise UsageError(
                 f"{link} is a link, which leads out of {path}; move it away, or name another folder"
             )
-    for old in _written_before(path):
-        if old not in names and not _link_to(path, old) and (path / old).is_file():
+    before: object = None
+    with suppress(OSError, ValueError, RecursionError):
+        before = json.loads(read_given(path / _WRITTEN).decode("utf-8"))
+    for old in before if isinstance(before, list) else []:
+        if not isinstance(old, str) or Path(old).is_absolute() or ".." in Path(old).parts or old in names:
+            continue
+        if not link_to(old) and (path / old).is_file():
             (path / old).unlink()
     for name in (*names, _WRITTEN):
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (part / name).replace(path / name)
 
 
-def _link_to(folder: Path, name: str) -> Path | None:
-    """The folder on the way to a file of `folder` that is a link, if there is one."""
-    ways = [folder / parent for parent in Path(name).parents[:-1]]
-    return next((way for way in ways if way.is_symlink()), None)
-
-
-def _written_before(path: Path) -> list[str]:
-    """Names of the files that an earlier export wrote into this folder; none where that is not known."""
-    try:
-        names = json.loads(read_given(path / _WRITTEN).decode("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return []
-    safe = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-    return [name for name in safe if not Path(name).is_absolute() and ".." not in Path(name).parts]
-
-
 def _part(path: Path) -> Path:
     return path.absolute().with_name(f".{path.name[:80]}.{secrets.token_hex(4)}.part")
 
 
-# --- validation: Checks before an export: an index out of range would crash the program that reads it.
+# What every exporter begins with.
 
-_SHOWN = 5  # names in a message
+
+@dataclass
+class ExportReport:
+    """What an export wrote, and what it had to leave out."""
+
+    path: Path
+    images: int = 0
+    keypoints: int = 0
+    pairs: int = 0
+    verified: int = 0  # pairs with a geometry
+    matches: int = 0
+    given_cameras: list[int] = field(default_factory=list)  # numbers of those that must not be refined
+    cameras: int = 0
+    guessed_cameras: int = 0  # photos of which nothing says the focal length
+    left_out: list[str] = field(default_factory=list)  # what is damaged, or what the format cannot hold
+    excluded: set[str] = field(default_factory=set)  # names of images that were not asked for
+    without: Collection[tuple[str, str]] = ()  # pairs that were not asked for, in the order of their names
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """The report, ready to print."""
+        first = (
+            f"{self.images} images with {self.keypoints} keypoints, {self.pairs} pairs "
+            f"({self.verified} verified) with {self.matches} matches"
+        )
+        return [first, *self.notes, *(f"left out: {reason}" for reason in self.left_out)]
 
 
 def begin_export(
@@ -255,31 +234,24 @@ def begin_export(
 
 
 def valid_keypoints(store: Store, image: StoredImage) -> np.ndarray:
-    """(N, 2) float32 keypoints in stored pixels, all finite; refined ones if the run was refined.
-
-    Raises:
-        UsageError: their number differs from the store's, or they are not finite.
-    """
+    """(N, 2) float32 keypoints in stored pixels; refined ones if the run was refined."""
     refined = store.refined_keypoints(image.name)
     points = store.keypoints(image.name) if refined is None else refined.keypoints
-    points = np.ascontiguousarray(points, dtype=np.float32)
-    if points.shape != (image.count, 2) or not np.isfinite(points).all():
-        raise UsageError(
-            f"{image.name}: its {image.count} keypoints are damaged; restore the run from a copy, or "
-            "delete it and match again"
-        )
-    return points
+    return np.ascontiguousarray(points, dtype=np.float32)
 
 
 def valid_pairs(store: Store, images: Iterable[StoredImage], report: ExportReport) -> Iterator[StoredPair]:
-    """The pairs of those images whose every index is valid, with name0 before name1; others are left out."""
-    counts = {image.name: image.count for image in images}
+    """The pairs of those images, with name0 before name1, which the report counts.
+
+    Left out, as programs that read them would crash: pairs in which a keypoint is matched twice.
+    """
+    names = {image.name for image in images}
     for pair in store.pairs():
-        if report.excluded & {pair.name0, pair.name1} or (pair.name0, pair.name1) in report.without:
+        ends = (pair.name0, pair.name1)
+        if not names.issuperset(ends) or ends in report.without:
             continue
-        fault = _pair_fault(pair, counts)
-        if fault is not None:
-            report.left_out.append(f"the pair {pair.name0} {pair.name1}: {fault}")
+        if any(len(np.unique(column)) != len(column) for column in pair.matches.indices.T):
+            report.left_out.append(f"the pair {pair.name0} {pair.name1}: a keypoint is matched twice")
             continue
         report.pairs += 1
         report.matches += len(pair.matches)
@@ -287,58 +259,39 @@ def valid_pairs(store: Store, images: Iterable[StoredImage], report: ExportRepor
         yield pair
 
 
-def _pair_fault(pair: StoredPair, counts: dict[str, int]) -> str | None:
-    for name in (pair.name0, pair.name1):
-        if name not in counts:
-            return f"{name} has no features"
-    if pair.name0 >= pair.name1:
-        return "its images are not in order"
-    indices = np.asarray(pair.matches.indices)
-    if indices.ndim != 2 or indices.shape[1] != 2 or indices.dtype.kind not in "iu":
-        return f"its indices have shape {indices.shape} and type {indices.dtype}"
-    if len(indices) == 0:
-        return None
-    for side, name in enumerate((pair.name0, pair.name1)):
-        column = indices[:, side]
-        if column.min() < 0 or column.max() >= counts[name]:
-            return f"a match refers to a keypoint beyond the {counts[name]} of {name}"
-        if len(np.unique(column)) != len(column):
-            return f"a keypoint of {name} is matched twice"
-    if np.shape(pair.geometry.inliers) != (len(indices),):
-        return "its inliers and matches differ in number"
-    return None
+def features_of(store: Store, report: ExportReport) -> Callable[[str], Features | None]:
+    """A reader of an image's features that gives None, and notes it once, where descriptors were deleted."""
+
+    def read(name: str) -> Features | None:
+        try:
+            return store.features(name)
+        except IntegrityError as error:
+            if not any(known.startswith("without descriptors") for known in report.notes):
+                report.notes.append(f"without descriptors: {error}")
+            return None
+
+    return read
 
 
 def refuse_names(names: Iterable[str], bad: Callable[[str], bool], reason: str) -> None:
-    """Refuse an export whose format cannot hold some of the names.
-
-    Raises:
-        UsageError: there are such names; the message lists the first.
-    """
-    found = [name for name in names if bad(name)]
-    if found:
+    """Refuse an export whose format cannot hold some of the names (`UsageError`)."""
+    if found := [name for name in names if bad(name)]:
         raise UsageError(f"{len(found)} names {reason}; rename them: {_few(found)}")
 
 
 def refuse_collisions(names: Iterable[str], key: Callable[[str], str], reason: str) -> None:
-    """Refuse an export whose format would give one key to several names.
-
-    Raises:
-        UsageError: there are such names; the message lists the first groups.
-    """
+    """Refuse an export whose format would give one key to several names (`UsageError`)."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(key(name), []).append(name)
-    found = [" = ".join(group) for group in groups.values() if len(group) > 1]
-    if found:
+    if found := [" = ".join(group) for group in groups.values() if len(group) > 1]:
         raise UsageError(f"{len(found)} groups of names become one {reason}; rename them: {_few(found)}")
 
 
 def _not_utf8(name: str) -> bool:
-    """Whether a file name holds bytes that are no UTF-8."""
-    return any("\ud800" <= c <= "\udfff" for c in name)
+    return any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def _few(names: list[str]) -> str:
-    shown = [name.encode("utf-8", "backslashreplace").decode() for name in names[:_SHOWN]]
-    return ", ".join(shown) + (", …" if len(names) > _SHOWN else "")
+    shown = [name.encode("utf-8", "backslashreplace").decode() for name in names[:5]]
+    return ", ".join(shown) + (", …" if len(names) > 5 else "")
