@@ -16,8 +16,6 @@ from matcher.files import MARK
 if TYPE_CHECKING:
     from matcher.collection.store import Store
 
-_NO_MATRIX, _NO_POSE = np.full((3, 3), np.nan), np.full((4, 4), np.nan)
-
 
 def write_npz(store: Store, out: Path) -> ExportReport:
     """An `.npz` to be opened with `np.load`; image i has the rows offsets[i] … offsets[i + 1].
@@ -63,8 +61,8 @@ def write_npz(store: Store, out: Path) -> ExportReport:
                 ("matches", pair.matches.indices),
                 ("scores", pair.matches.scores),
                 ("inliers", geometry.inliers),
-                ("matrices", _NO_MATRIX if geometry.matrix is None else geometry.matrix),
-                ("cam1_from_cam0", _NO_POSE if geometry.cam1_from_cam0 is None else geometry.cam1_from_cam0),
+                ("matrices", geometry.matrix),
+                ("cam1_from_cam0", geometry.cam1_from_cam0),
                 ("pairs", (number[pair.name0], number[pair.name1])),
             ):
                 arrays[name].append(values)
@@ -97,7 +95,8 @@ class _Rows:
         path.touch()
 
     def append(self, rows: object) -> None:
-        """Add a block of rows."""
+        """Add a block of rows; None is one of NaN."""
+        rows = np.full(self._shape, np.nan) if rows is None else rows
         array = np.ascontiguousarray(rows, dtype=self._dtype).reshape(-1, *self._shape)
         self.counts.append(len(array))
         with self._path.open("ab") as file:
