@@ -211,7 +211,7 @@ class ExtractorConfig:
     # Which of SIFT's points stay where there are more: large ones are found again in more images.
     keep: Literal["strongest", "largest"] = "strongest"
     # Of learned front ends; None is the published value, and one that a front end does not have is refused.
-    variant: str | None = None  # which of its published networks: ALIKED's aliked-n16, -n16rot, -n32
+    variant: str | None = None  # which of its published networks: aliked-n16, aliked-n16rot …
     score_threshold: float | None = None  # points score more
     nms_radius: int | None = None  # pixels around a point in which it is the strongest
     border: int | None = None  # pixels along the edge without points

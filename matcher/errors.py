@@ -6,10 +6,6 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from numbers import Real
 
-# The distribution's name for `pip`; `matcher` on the package index is another project.
-DISTRIBUTION = "matcher-vision"
-
-
 # What reading a file that anybody may have made can raise, beside what its own library has.
 MALFORMED = (
     OSError,
@@ -63,9 +59,32 @@ def check_number(value: object, name: str, least: float, most: float) -> float:
     return value
 
 
-def install_command(extra: str) -> str:
-    """The command that installs an optional part of this package, such as `app`; for messages."""
-    return f"pip install '{DISTRIBUTION}[{extra}]'"
+# What optional parts of this package need, as pyproject.toml has it (tests/test_packaging.py compares).
+_OPTIONAL = (
+    "fastapi>=0.115",
+    "gradio>=6.31,<7",
+    "h5py>=3.10,<4",
+    "matplotlib>=3.8",
+    "onnxruntime>=1.17",
+    "onnxscript>=0.5",
+    "pillow-heif>=0.20",
+    "pycolmap>=4.2,<5",
+    "ray>=2.40",
+    "rerun-sdk>=0.24,<1",
+    "torch>=2.6",
+    "transformers>=5.23,<6",
+    "uvicorn>=0.30",
+)
+
+
+def install_command(*distributions: str) -> str:
+    """The command that installs what an optional part of this package needs; for messages.
+
+    >>> install_command("onnxruntime")
+    "pip install 'onnxruntime>=1.17'"
+    """
+    ranges = {each.split(">")[0]: each for each in _OPTIONAL}
+    return "pip install " + " ".join(f"'{ranges.get(name, name)}'" for name in distributions)
 
 
 def unknown_name(what: str, name: object, known: Iterable[str]) -> str:

@@ -121,7 +121,7 @@ def _open_heif(file: BinaryIO) -> PIL.Image.Image:
         from pillow_heif import HeifImageFile
     except ModuleNotFoundError:
         raise ImageError(
-            f"{file.name}: HEIC needs pillow-heif: {install_command('heif')}, or convert it to JPEG"
+            f"{file.name}: HEIC needs pillow-heif: {install_command('pillow-heif')}, or convert it to JPEG"
         ) from None
     return HeifImageFile(file)
 

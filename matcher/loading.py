@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import EntryPoint
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Unpack
 
 from matcher.config import EstimationConfig, PipelineConfig
-from matcher.errors import DISTRIBUTION, UsageError, install_command, unknown_name
+from matcher.errors import UsageError, install_command, unknown_name
 from matcher.images import MAX_PIXELS
 from matcher.passes.further import FurtherPasses
 from matcher.passes.views import LocalMatcher
@@ -45,7 +46,8 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         frontend: another front end, such as "disk"; its features must be what the matcher takes.
         variant: which of the front end's published networks, such as "aliked-n32".
         frontend_weights: file of a learned front end's parameters.
-        engine: "torch", or "onnx": ONNX Runtime on the CPU, which needs no torch.
+        engine: "torch", or "onnx": ONNX Runtime on the CPU, which needs no torch; by default the one that is
+            installed.
         device: "auto" (CUDA where there is one, else the CPU), "cpu", "cuda", "cuda:1" or "mps".
         precision: of the network: "auto" (what the device is fast at), "float32", "bfloat16" or "float16".
         cuda_graphs: on a GPU, capture a network's work for each size of tables once and replay it, which
@@ -103,29 +105,22 @@ def engine_of(given: Mapping[str, Any]) -> ModuleType:
     Raises:
         UsageError: what it needs is not installed.
     """
-    if given.get("engine", "torch") == "onnx":
-        return _onnx_engine()
+    engine = given.get("engine") or (
+        "torch" if find_spec("torch") or not find_spec("onnxruntime") else "onnx"
+    )
+    needed = "onnxruntime" if engine == "onnx" else "torch"
     try:
-        from matcher import torch_engine
+        if engine == "onnx":
+            from matcher.onnx import engine as module
+        else:
+            from matcher import torch_engine as module
+        return module
     except ModuleNotFoundError as error:
-        raise _not_installed(
-            error, "torch", f"use engine 'onnx', or install all of it: pip install {DISTRIBUTION}"
+        if error.name != needed:
+            raise
+        raise UsageError(
+            f"the engine {engine} needs {needed}, which is not installed: {install_command(needed)}"
         ) from error
-    return torch_engine
-
-
-def _onnx_engine() -> ModuleType:
-    try:
-        from matcher.onnx import engine
-    except ModuleNotFoundError as error:
-        raise _not_installed(error, "onnxruntime", install_command("onnx")) from error
-    return engine
-
-
-def _not_installed(error: ModuleNotFoundError, needed: str, remedy: str) -> Exception:
-    if error.name != needed:
-        return error
-    return UsageError(f"this engine needs {needed}, which is not installed: {remedy}")
 
 
 def devices(options: Mapping[str, Any]) -> list[str]:

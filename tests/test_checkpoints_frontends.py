@@ -137,7 +137,7 @@ def test_files_in_a_wrong_order_or_number_are_refused(tmp_path):
     output = tmp_path / "ours.safetensors"
     with pytest.raises(UsageError, match=r"keynet is made of 4 files \(keynet_pytorch\.pth, AffNet\.pth, "):
         import_files(paths[:2], "keynet", output)
-    with pytest.raises(IntegrityError, match="not the tensors of the front end keynet"):
+    with pytest.raises(IntegrityError, match="the front end keynet asks for"):
         import_files([paths[0], paths[2], paths[1], paths[3]], "keynet", output)
     assert not output.exists()
     tensors = torch.load(paths[3])["state_dict"]

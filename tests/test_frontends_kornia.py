@@ -297,6 +297,6 @@ def test_settings_are_checked():
     ):
         with pytest.raises(UsageError, match=words):
             build(kind, **settings)
-    with pytest.raises(UsageError, match="variant 'aliked-t16' of aliked is not one of aliked-n16"):
-        _ = build("aliked", variant="aliked-t16").network
+    with pytest.raises(UsageError, match="variant 'aliked-t32' of aliked is not one of aliked-n16"):
+        _ = build("aliked", variant="aliked-t32").network
     assert build("aliked", variant="aliked-n32").network.desc_head.n_pos == 32

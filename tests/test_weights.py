@@ -1,18 +1,22 @@
+"""Weights files: saved, loaded strictly, and the shipped ones checked against their manifest."""
+
 import hashlib
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from matcher.config import ALL_LAYERS, ExtractorConfig, to_dict
+from matcher.config import ALL_LAYERS, ContextConfig, ExtractorConfig, MatchingPolicy, NetworkConfig, to_dict
 from matcher.errors import IntegrityError
+from matcher.match.network import MatchingNetwork
 from matcher.presets import PRESETS
 from matcher.torch_engine import build_extractor
-from matcher.weights.files import load_model, read_manifest, save_model, verify
+from matcher.weights.files import load_model, read_arrays, read_header, read_manifest, save_model, verify
 
 ROW = """
 [[weights]]
@@ -47,21 +51,27 @@ def test_a_model_survives_the_round_trip(small_model, tmp_path):
     before = torch.random.get_rng_state()
     loaded, found, name = load_model(path)
     assert torch.equal(before, torch.random.get_rng_state())
-    assert (found, name) == (digest, "m")
-    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert loaded.config == replace(small_model.config, policy=ALL_LAYERS)
-    assert not loaded.training
-    expected, state = small_model.state_dict(), loaded.state_dict()
-    assert state.keys() == expected.keys()
+    assert (found, name) == (digest, "m") and digest == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert loaded.config == replace(small_model.config, policy=ALL_LAYERS) and not loaded.training
+    expected, state, arrays = small_model.state_dict(), loaded.state_dict(), read_arrays(path.read_bytes())
+    assert state.keys() == expected.keys() == arrays.keys()
     for key, value in state.items():
         assert value.dtype == torch.float32
         torch.testing.assert_close(value, expected[key].half().float(), rtol=0, atol=0)
-
-
-def test_saving_again_gives_the_loaded_values(small_weights, tmp_path):
-    save_model(load_model(small_weights)[0], tmp_path / "again.safetensors")
-    first, second = load_file(small_weights), load_file(tmp_path / "again.safetensors")
+        np.testing.assert_array_equal(arrays[key], value.numpy())
+    save_model(loaded, tmp_path / "again.safetensors")
+    first, second = load_file(path), load_file(tmp_path / "again.safetensors")
     assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_the_policy_is_no_part_of_a_file(tmp_path):
+    policy = MatchingPolicy(match_threshold=0.77, exit_share=0.55)
+    context = ContextConfig(dim=32, depth=2)
+    config = NetworkConfig(guided=True, match_probability=True, context=context, policy=policy)
+    with torch.random.fork_rng(devices=[]):
+        save_model(MatchingNetwork(config), tmp_path / "new.safetensors")
+    assert "policy" not in json.loads(read_header((tmp_path / "new.safetensors").read_bytes())["config"])
+    assert load_model(tmp_path / "new.safetensors")[0].config == replace(config, policy=ALL_LAYERS)
 
 
 def test_bfloat16_files_load_as_float32(small_model, tmp_path):
@@ -73,7 +83,7 @@ def test_bfloat16_files_load_as_float32(small_model, tmp_path):
 def test_what_float16_cannot_hold_is_not_saved(small_model, tmp_path):
     with torch.no_grad():
         small_model.project.weight[0, 0] = 1e6
-    with pytest.raises(IntegrityError, match=r"not finite in float16: project\.weight"):
+    with pytest.raises(IntegrityError, match=r"project\.weight"):
         save_model(small_model, tmp_path / "m.safetensors")
     assert not list(tmp_path.iterdir())
 
@@ -93,37 +103,29 @@ def test_one_flipped_bit_of_a_shipped_file_is_noticed(shelf, position):
     data[position] ^= 1
     path.write_bytes(data)
     for check in (lambda: load_model("small", shelf), lambda: verify(read_manifest(shelf)["small"], shelf)):
-        with pytest.raises(
-            IntegrityError, match=r"small\.safetensors is damaged: sha256 .*git checkout"
-        ) as caught:
+        with pytest.raises(IntegrityError, match=r"small\.safetensors is damaged") as caught:
             check()
         assert caught.value.exit_code == 5
 
 
-def test_a_shipped_file_that_is_cut_or_gone_is_noticed(shelf):
+def test_files_that_are_cut_gone_or_unknown(shelf):
     path = shelf / "small.safetensors"
+    for weights, words in (("large", "small"), (shelf / "gone.safetensors", "is absent"), (shelf, "read")):
+        with pytest.raises(IntegrityError, match=words):
+            load_model(weights, shelf)
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(IntegrityError, match="bytes instead of"):
+    with pytest.raises(IntegrityError, match=r"small\.safetensors is damaged"):
         load_model("small", shelf)
     path.unlink()
-    with pytest.raises(IntegrityError, match="is absent: restore it with"):
+    with pytest.raises(IntegrityError, match=r"small\.safetensors is absent"):
         load_model("small", shelf)
-
-
-def test_unknown_names_and_absent_files(shelf):
-    with pytest.raises(IntegrityError, match="no weights are named 'large'; shipped: small"):
-        load_model("large", shelf)
-    with pytest.raises(IntegrityError, match=r"gone\.safetensors is absent"):
-        load_model(shelf / "gone.safetensors")
-    with pytest.raises(IntegrityError, match="cannot be read"):
-        load_model(shelf)
 
 
 @pytest.mark.parametrize("share", [0.0, 1e-4, 0.01, 0.5, 0.999])
 def test_a_file_cut_anywhere_is_refused(small_weights, share):
     data = small_weights.read_bytes()
     small_weights.write_bytes(data[: int(len(data) * share)])
-    with pytest.raises(IntegrityError, match=r"small\.safetensors .*(cut short|intact)"):
+    with pytest.raises(IntegrityError, match=r"small\.safetensors"):
         load_model(small_weights)
 
 
@@ -139,6 +141,10 @@ def test_a_file_cut_anywhere_is_refused(small_weights, share):
         (save({"a": torch.zeros(3)}, metadata={"config": "{"}), "configuration that cannot be used"),
         (save({"a": torch.zeros(3)}, metadata={"config": '{"depth": 3}'}), "unknown key depth"),
         (save({"a": torch.zeros(3)}, metadata={"config": '{"context": {"dim": 7}}'}), "no network can have"),
+        (
+            save({"a": torch.zeros(3)}, metadata={"config": '{"position": {"inputs": []}}'}),
+            r"position\.inputs",
+        ),
     ],
 )
 def test_other_files_are_refused(tmp_path, content, message):
@@ -172,19 +178,16 @@ def test_wrong_tensors_are_listed(small_model, tmp_path):
     [
         "[[weights]",
         '[[weights]]\nname = "x"',
-        ROW.replace("small.safe", "../small.safe"),
+        ROW.replace("small.safe", "../small.safe").format(digest="0", size=1),
         'weights = "x"',
         "\0",
     ],
 )
-def test_a_damaged_manifest_is_refused(tmp_path, text):
-    (tmp_path / "manifest.toml").write_text(text.format(digest="0", size=1) if "{" in text else text)
-    with pytest.raises(IntegrityError, match=r"manifest\.toml is damaged"):
+def test_a_damaged_or_absent_manifest_is_refused(tmp_path, text):
+    with pytest.raises(IntegrityError, match=r"manifest\.toml"):
         read_manifest(tmp_path)
-
-
-def test_an_absent_manifest_is_refused(tmp_path):
-    with pytest.raises(IntegrityError, match="cannot be read"):
+    (tmp_path / "manifest.toml").write_text(text)
+    with pytest.raises(IntegrityError, match=r"manifest\.toml is damaged"):
         read_manifest(tmp_path)
 
 
@@ -200,6 +203,7 @@ def test_shipped_weights_are_what_the_manifest_says(shipped_weights):
         else:
             network, digest, name = load_model(row.name)
             assert (digest, name) == (row.sha256, row.name)
+            assert network.config == replace(PRESETS[row.preset].matcher, policy=ALL_LAYERS)
         assert sum(p.numel() for p in network.parameters()) > 100_000
 
 

@@ -977,7 +977,7 @@ def _exported(peer: nn.Module, sides: list[Features]) -> tuple[Callable[..., obj
             )
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"torch exports by {error.name}, which is not installed: {install_command('benchmark')}"
+            f"torch exports by {error.name}, which is not installed: {install_command(str(error.name))}"
         ) from error
     model = Model(data.getvalue())
     arrays = dict(zip(_NAMES, (tensor.numpy() for tensor in tensors), strict=True))

@@ -444,7 +444,8 @@ def transformers_superglue() -> nn.Module:
         from transformers import SuperGlueConfig, SuperGlueForKeypointMatching
     except ImportError as error:
         raise UsageError(
-            f"SuperGlue is compared with transformers, which is not installed: {install_command('benchmark')}"
+            "SuperGlue is compared with transformers, which is not installed: "
+            + install_command("transformers")
         ) from error
     return seeded(lambda: SuperGlueForKeypointMatching(SuperGlueConfig(matching_threshold=0.0)))
 

@@ -253,7 +253,7 @@ def import_pycolmap() -> Any:
     try:
         import pycolmap
     except ImportError as error:
-        raise UsageError(f"this needs pycolmap: {install_command('sfm')}") from error
+        raise UsageError(f"this needs pycolmap: {install_command('pycolmap')}") from error
     # Take back SIGTERM, which the import gave to glog: it would dump the stack and clean nothing up.
     if threading.current_thread() is threading.main_thread():
         handler = signal.getsignal(signal.SIGTERM)

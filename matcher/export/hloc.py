@@ -50,7 +50,7 @@ def import_h5py() -> Any:
     try:
         import h5py
     except ImportError as error:
-        raise UsageError(f"this needs h5py: {install_command('sfm')}") from error
+        raise UsageError(f"this needs h5py: {install_command('h5py')}") from error
     return h5py
 
 

@@ -45,7 +45,7 @@ from matcher.types import Image
 
 # The least side, in pixels, at which the networks' coarsest maps still hold more than one value.
 _LEAST_SIDE = 64
-_ALIKED_128 = ("aliked-n16", "aliked-n16rot", "aliked-n32")
+_ALIKED = ("aliked-n16", "aliked-n16rot", "aliked-n32", "aliked-t16")
 _DINO_PATCH = 14
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)
 _IMAGENET_DEVIATION = (0.229, 0.224, 0.225)
@@ -81,8 +81,8 @@ def _find_disk(network: DISK, image: Image, config: ExtractorConfig) -> Found:
 
 
 def _build_aliked(config: ExtractorConfig) -> nn.Module:
-    if config.variant not in _ALIKED_128:
-        raise UsageError(f"variant {config.variant!r} of aliked is not one of {', '.join(_ALIKED_128)}")
+    if config.variant not in _ALIKED:
+        raise UsageError(f"variant {config.variant!r} of aliked is not one of {', '.join(_ALIKED)}")
     return _trained_only(
         ALIKED(config.variant, detection_threshold=config.score_threshold, nms_radius=config.nms_radius)
     )

@@ -14,7 +14,7 @@ from matcher.config import ExtractorConfig, MatchingPolicy, NetworkConfig
 from matcher.errors import IntegrityError, UsageError
 from matcher.extract.learned import architecture_of
 from matcher.onnx.interface import KIND, SETTINGS
-from matcher.weights.files import front_end_of, network_config, read_arrays, read_bytes
+from matcher.weights.files import check_front_end, network_config, read_arrays, read_bytes
 from matcher.weights.published import find_weights, locate_front_end
 
 
@@ -68,7 +68,7 @@ def trained_front_end(config: ExtractorConfig, weights: str | Path | None = None
     path = Path(weights) if weights is not None else locate_front_end(config)
     data = read_bytes(path, "check the path")
     try:
-        front_end_of(data, config.kind)
+        check_front_end(data, config.kind)
         arrays = read_arrays(data)
         architecture_of({name: array.shape for name, array in arrays.items()})
     except IntegrityError as error:

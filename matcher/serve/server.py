@@ -215,7 +215,8 @@ def build_app(
         if (error.name or "").startswith("matcher"):
             raise
         raise UsageError(
-            f"the page needs gradio and what it runs on ({error.name} is absent): {install_command('app')}"
+            f"the page needs gradio and what it runs on ({error.name} is absent): "
+            + install_command("gradio", "fastapi", "uvicorn")
         ) from None
     made = folder / "made"
     made.mkdir(exist_ok=True)

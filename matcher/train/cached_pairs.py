@@ -50,7 +50,7 @@ from matcher.processes import safe_path
 from matcher.torch_engine import build_extractor
 from matcher.train.recipe import FrontEndRecipe, PairRecipe, Recipe, fingerprint
 from matcher.types import UNMATCHED, Extractor, Features, Image
-from matcher.weights.files import FOLDERS, current_config, read_manifest
+from matcher.weights.files import FOLDERS, read_manifest
 
 # --- cache_folder: A folder of numbered files of arrays, each written whole; several processes may fill or
 # read it at once.
@@ -863,8 +863,6 @@ def read_recipe(path: Path) -> Recipe | FrontEndRecipe:
                 f"{path}: a recipe has a few kilobytes, and this file more than {_LARGEST // 1024}"
             )
         values = tomllib.loads(data.decode("utf-8"))
-        if "network" in values and "trains" not in values:
-            values["network"] = current_config(values["network"])
         recipe = from_dict(FrontEndRecipe if "trains" in values else Recipe, values, where=path.name)
     except UsageError:
         raise

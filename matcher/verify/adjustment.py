@@ -574,7 +574,8 @@ def _by_pycolmap(points: np.ndarray, camera: Camera) -> np.ndarray:
         import pycolmap
     except ModuleNotFoundError:
         raise UsageError(
-            f"points of the camera model {camera.model} are undistorted by pycolmap: {install_command('sfm')}"
+            f"points of the camera model {camera.model} are undistorted by pycolmap: "
+            + install_command("pycolmap")
         ) from None
     model, params = camera.to_colmap()
     width, height = camera.size or (1, 1)

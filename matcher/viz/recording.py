@@ -130,7 +130,7 @@ def import_rerun() -> ModuleType:
     try:
         import rerun
     except ModuleNotFoundError as error:
-        raise UsageError(f"recordings and the viewer need rerun: {install_command('rerun')}") from error
+        raise UsageError(f"recordings and the viewer need rerun: {install_command('rerun-sdk')}") from error
     return rerun
 
 

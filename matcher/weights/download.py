@@ -1,4 +1,4 @@
-"""One file over HTTP, whole or not at all: resumed where it broke, checked while it streams."""
+"""Published weights from the network, or from a file that the user has, into the user's cache."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from matcher.weights.conversion import import_checkpoint, import_front_end, page
 from matcher.weights.files import LARGEST_WEIGHTS, WeightsRow
 from matcher.weights.published import Published, PublishedFile, find_published, locate
 
-# --- download: One file over HTTP, whole or not at all: resumed where it broke, checked while it streams.
+# One file over HTTP, whole or not at all: resumed where it broke, checked while it streams.
 
 Report = Callable[[int, int], None]  # bytes so far, bytes in all or 0
 
-_MOST = 4 << 30  # bytes of a file whose size nobody states
-_CHUNK = 1 << 18
+_CHUNK = 1 << 18  # bytes read at a time
 _TIMEOUT = 60.0  # seconds without a byte
 _ATTEMPTS = 3  # at one address, each of which resumes
 
@@ -90,8 +89,19 @@ def download(urls: Sequence[str], path: Path, wanted: Wanted, report: Report | N
 
 
 def _transfer(url: str, part: Path, wanted: Wanted, report: Report | None) -> str:
-    """Append what is missing to `part`, check the whole, and return its sha256."""
-    have, request = _resume(url, part, wanted)
+    """Append what is missing to `part`, check the whole, and return its sha256.
+
+    Without a hash to check, two halves may only be joined if the server vouches that they are of one file, by
+    the validator that it gave with the first, which is kept in the `.tag` file.
+    """
+    tag, request = _tag(part), Request(url, headers={"User-Agent": "matcher", "Accept-Encoding": "identity"})
+    have = part.stat().st_size if part.is_file() else 0
+    validator = tag.read_text(encoding="utf-8") if tag.is_file() else ""
+    have = have if validator or wanted.sha256 else 0
+    if have:
+        request.add_header("Range", f"bytes={have}-")
+        if validator:
+            request.add_header("If-Range", validator)
     try:
         # A new opener reads the proxy variables as they are now.
         response = build_opener().open(request, timeout=_TIMEOUT)
@@ -106,46 +116,29 @@ def _transfer(url: str, part: Path, wanted: Wanted, report: Report | None) -> st
     with response, part.open("r+b" if part.exists() else "w+b") as file:
         if "text/html" in response.headers.get("Content-Type", ""):
             raise _Refused("the server answered with a web page instead of the file")
-        goes_on = response.status == 206 and _range_start(response) == have
-        if response.status == 206 and not goes_on:
+        start = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
+        if response.status != 206:
+            have = 0
+            strong = response.headers.get("ETag", "W/")
+            last = response.headers.get("Last-Modified", "")
+            tag.write_text(last if strong.startswith("W/") else strong, encoding="utf-8")
+        elif start is None or int(start[1]) != have:
             raise _Refused("the server sent another part than requested")
-        have = have if goes_on else 0
         file.truncate(have)
-        if not goes_on:
-            _tag(part).write_text(_validator(response), encoding="utf-8")
         length = response.headers.get("Content-Length", "")
         total = have + int(length) if length.isdigit() else 0
         if wanted.bytes and total and total != wanted.bytes:
             raise _Refused(f"the file there has {total} bytes instead of {wanted.bytes}")
-        digest = _receive(response, file, total, wanted.bytes or total or _MOST, report)
-    return _check(part, digest, wanted)
-
-
-def _resume(url: str, part: Path, wanted: Wanted) -> tuple[int, Request]:
-    """How many bytes are here already, and the request for the rest.
-
-    Without a hash to check, two halves may only be joined if the server vouches that they are of one
-    file, by the validator that it gave with the first.
-    """
-    request = Request(url, headers={"User-Agent": "matcher", "Accept-Encoding": "identity"})
-    have = part.stat().st_size if part.is_file() else 0
-    validator = _tag(part).read_text(encoding="utf-8") if _tag(part).is_file() else ""
-    if not have or not (validator or wanted.sha256):
-        return 0, request
-    request.add_header("Range", f"bytes={have}-")
-    if validator:
-        request.add_header("If-Range", validator)
-    return have, request
-
-
-def _validator(response: Any) -> str:
-    tag = response.headers.get("ETag", "")
-    return response.headers.get("Last-Modified", "") if not tag or tag.startswith("W/") else tag
-
-
-def _range_start(response: Any) -> int:
-    start = response.headers.get("Content-Range", "").removeprefix("bytes ").split("-")[0]
-    return int(start) if start.isdigit() else -1
+        digest = _receive(response, file, total, wanted.bytes or total or LARGEST_WEIGHTS, report)
+    with part.open("rb") as file:
+        if fault := page_fault(file.read(512)):
+            raise _Refused(f"what came {fault}")
+    size = part.stat().st_size
+    if wanted.bytes and size != wanted.bytes:
+        raise _Refused(f"what came has {size} bytes instead of {wanted.bytes}")
+    if wanted.sha256 and digest != wanted.sha256:
+        raise _Refused(f"what came has sha256 {digest} instead of {wanted.sha256}")
+    return digest
 
 
 def _receive(response: Any, file: BinaryIO, total: int, most: int, report: Report | None) -> str:
@@ -158,7 +151,13 @@ def _receive(response: Any, file: BinaryIO, total: int, most: int, report: Repor
         digest.update(chunk)
         have += len(chunk)
     try:
-        while chunk := _read(response):
+        while True:
+            try:
+                chunk = response.read(_CHUNK)
+            except (OSError, http.client.HTTPException) as error:
+                raise _Broken(f"the connection broke ({error})") from error
+            if not chunk:
+                break
             file.write(chunk)
             digest.update(chunk)
             have += len(chunk)
@@ -174,26 +173,6 @@ def _receive(response: Any, file: BinaryIO, total: int, most: int, report: Repor
     return digest.hexdigest()
 
 
-def _read(response: Any) -> bytes:
-    try:
-        return response.read(_CHUNK)
-    except (OSError, http.client.HTTPException) as error:
-        raise _Broken(f"the connection broke ({error})") from error
-
-
-def _check(part: Path, digest: str, wanted: Wanted) -> str:
-    with part.open("rb") as file:
-        fault = page_fault(file.read(512))
-    if fault:
-        raise _Refused(f"what came {fault}")
-    size = part.stat().st_size
-    if wanted.bytes and size != wanted.bytes:
-        raise _Refused(f"what came has {size} bytes instead of {wanted.bytes}")
-    if wanted.sha256 and digest != wanted.sha256:
-        raise _Refused(f"what came has sha256 {digest} instead of {wanted.sha256}")
-    return digest
-
-
 def _tag(part: Path) -> Path:
     return part.with_suffix(".tag")
 
@@ -203,12 +182,9 @@ def _discard(part: Path) -> None:
     _tag(part).unlink(missing_ok=True)
 
 
-# --- first_download: The hash of a published file at its first download, which later downloads must have
-# too.
+# The hash of a published file at its first download, which later downloads must have too.
 
 RECORD = "first-download.json"
-_LARGEST = 1 << 16  # bytes; a record has a line for each file
-_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def read_first(folder: Path) -> dict[str, str]:
@@ -220,34 +196,17 @@ def read_first(folder: Path) -> dict[str, str]:
     path = folder / RECORD
     if not path.exists():
         return {}
-    fault = f"{path} is damaged: remove it to accept another first download"
-    if not path.is_file() or path.stat().st_size > _LARGEST:
-        raise IntegrityError(fault)
     try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise IntegrityError(fault) from error
-    if not isinstance(found, dict) or not all(
-        isinstance(digest, str) and _SHA256.fullmatch(digest) for digest in found.values()
-    ):
-        raise IntegrityError(fault)
+        with open_given(path) as file:
+            found = json.loads(file.read(1 << 16))  # a line for each file
+        if not all(re.fullmatch("[0-9a-f]{64}", digest) for digest in found.values()):
+            raise ValueError("no hashes")
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise IntegrityError(f"{path} is damaged: remove it to accept another first download") from error
     return found
 
 
-def write_first(folder: Path, digests: Mapping[str, str]) -> None:
-    """Keep the hashes of what came; those that are kept already stay.
-
-    Raises:
-        IntegrityError: the record is damaged.
-        OSError: the folder cannot be written.
-    """
-    known = read_first(folder)
-    wanted = {**digests, **known}
-    if wanted != known:
-        write_whole(folder / RECORD, json.dumps(wanted, indent=1, sort_keys=True).encode())
-
-
-# --- fetching: Published weights from the network, or from a file that the user has, into the user's cache.
+# What is fetched.
 
 OFFLINE = "MATCHER_OFFLINE"
 
@@ -297,35 +256,30 @@ def fetch(
     with locked(row):
         if found := _already_here(row):
             return found
+        first = read_first(row.folder)
         known = {file.name: file.sha256 for file in row.files if file.sha256}
-        expected = {**read_first(row.folder), **known}
-        if not accept_unverified:
-            _check_known(row, expected)
+        expected = {**first, **known}
+        unknown = [file for file in row.files if file.name not in expected]
+        if unknown and not accept_unverified:
+            raise UsageError(
+                f"{' and '.join(file.name for file in unknown)} cannot be verified: no SHA-256 is known that"
+                f" the download from {', '.join(file.urls[0] for file in unknown)} should have, so nothing"
+                f" was downloaded. If you trust it, run `{row.command} --accept-unverified`; or download it"
+                f" yourself, check it, and run `matcher weights import FILE --preset {row.name}`"
+            )
         paths = [row.folder / file.name for file in row.files]
         digests = [_obtain(row, file, expected.get(file.name, ""), report) for file in row.files]
         try:
             path = _make_ready(row, paths, digests)
         except IntegrityError:
-            _remove(paths)  # they would fail again in the same way
+            for came in paths:  # they would fail again in the same way
+                came.unlink(missing_ok=True)
             raise
         came = dict(zip((p.name for p in paths), digests, strict=True))
-        write_first(row.folder, {name: digest for name, digest in came.items() if name not in known})
+        if kept := {name: digest for name, digest in came.items() if name not in expected}:
+            record = json.dumps({**kept, **first}, indent=1, sort_keys=True)
+            write_whole(row.folder / RECORD, record.encode())
     return Fetched(path, came, {name: expected[name] for name in came if name in expected})
-
-
-def _remove(paths: Sequence[Path]) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)
-
-
-def _check_known(row: Published, expected: Mapping[str, str]) -> None:
-    if unknown := [file for file in row.files if file.name not in expected]:
-        raise UsageError(
-            f"{' and '.join(file.name for file in unknown)} cannot be verified: no SHA-256 is known that the"
-            f" download from {', '.join(file.urls[0] for file in unknown)} should have, so nothing was"
-            f" downloaded. If you trust it, run `{row.command} --accept-unverified`; or download it yourself,"
-            f" check it, and run `matcher weights import FILE --preset {row.name}`"
-        )
 
 
 def import_files(paths: Sequence[Path], name: str, output: Path | None = None) -> Path:
@@ -333,7 +287,7 @@ def import_files(paths: Sequence[Path], name: str, output: Path | None = None) -
 
     Args:
         paths: one file, or those of a front end of several networks in the catalogue's order.
-        name: of the preset, or of the front end, in the catalogue.
+        name: of the preset, of the front end, or of its variant, in the catalogue.
         output: of the weights file; when absent, the place in the cache where `load` looks.
 
     Returns:
@@ -372,17 +326,13 @@ def _obtain(row: Published, file: PublishedFile, expected: str, report: Report |
     except IntegrityError as error:
         if not expected or expected not in str(error):
             raise
-        if file.sha256:
-            remedy = (
-                "which is the published one; if another version is what you want, download it yourself and"
-                f" run `matcher weights import FILE --preset {row.name}`"
-            )
-        else:
-            remedy = (
-                "as its first download had; if another version is what you want, remove"
-                f" {path.with_name(RECORD)}"
-            )
-        raise IntegrityError(f"{error}, {remedy}") from error
+        whose, another = (
+            "which is the published one",
+            (f"download it yourself and run `matcher weights import FILE --preset {row.name}`"),
+        )
+        if not file.sha256:
+            whose, another = "as its first download had", f"remove {path.with_name(RECORD)}"
+        raise IntegrityError(f"{error}, {whose}; if another version is what you want, {another}") from error
 
 
 def _make_ready(row: Published, paths: Sequence[Path], digests: Sequence[str]) -> Path:
@@ -407,7 +357,7 @@ def _make_ready(row: Published, paths: Sequence[Path], digests: Sequence[str]) -
 
 
 def _convert(row: Published, paths: Sequence[Path], output: Path) -> str:
-    metadata = {"licence": row.licence, "source": row.source}
+    metadata: Mapping[str, str] = {"licence": row.licence, "source": row.source}
     if row.preset:
         return import_checkpoint(paths[0], row.preset, output, metadata)
     parts = [(path, file.part) for path, file in zip(paths, row.files, strict=True)]
