@@ -388,18 +388,27 @@ _GPS = 0x8825
 _LATITUDE, _LONGITUDE, _ALTITUDE = (1, 2), (3, 4), (5, 6)  # tags of the direction and of the value
 
 
+def read_header(path: Path, part: int) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The EXIF tags of an image file, and those of one part of them, such as its GPS tags.
+
+    Raises:
+        Exception: of any kind, as a header can be wrong in any way.
+    """
+    with warnings.catch_warnings(), open_regular(path) as file:
+        warnings.simplefilter("ignore")
+        opener = find_format(file, path)[1]
+        with opener(file) if opener is not None else PIL.Image.open(file) as photo:
+            tags = photo.getexif()
+            return dict(tags), dict(tags.get_ifd(part))
+
+
 def read_gps(path: Path) -> tuple[float, float, float] | None:
     """Latitude and longitude in degrees, north and east positive, and metres above the ellipsoid.
 
     Without an altitude the third is 0. None where the header has no position, or one that cannot be.
     """
-    import PIL.Image
-
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with PIL.Image.open(path) as photo:
-                tags = photo.getexif().get_ifd(_GPS)
+        tags = read_header(path, _GPS)[1]
         latitude = _degrees(tags, _LATITUDE, "S")
         longitude = _degrees(tags, _LONGITUDE, "W")
         if abs(latitude) > 90 or abs(longitude) > 180 or latitude == longitude == 0:

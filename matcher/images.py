@@ -492,24 +492,10 @@ def _magnitudes(grey: np.ndarray, smoothing: float) -> np.ndarray:
 # --- photos: Image files in folders: which suffixes are images, in what order, and where the shared data
 # lie.
 
-IMAGE_SUFFIXES = (
-    ".jpg",
-    ".jpeg",
-    ".png",
-    ".tif",
-    ".tiff",
-    ".webp",
-    ".bmp",
-    ".pgm",
-    ".ppm",
-    ".pbm",
-    ".pnm",
-    ".pfm",
-    ".gif",
-    ".jp2",
-    ".avif",
-    ".heic",
-    ".heif",
+IMAGE_SUFFIXES = (  # all that people and cameras give to the formats that are read
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".tif", ".tiff", ".webp", ".bmp", ".gif"),
+    *(".pgm", ".ppm", ".pbm", ".pnm", ".pfm", ".jp2", ".j2k", ".j2c", ".jpc", ".jpf", ".jpx"),
+    *(".avif", ".avifs", ".heic", ".heics", ".heif", ".heifs", ".hif"),
 )
 DATA_VARIABLE = "MATCHER_DATA"  # environment variable that names the folder of `data_folder`
 
@@ -522,13 +508,22 @@ def is_image(path: str | os.PathLike[str]) -> bool:
 def list_images(folder: Path) -> Iterator[str]:
     """Names of the image files below a folder, relative to it, with forward slashes, in no certain order.
 
-    Hidden files and folders are left out.
+    Hidden files and folders are left out. Links to folders are followed, unless they lead to one that is
+    looked at already.
     """
-    for where, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for file in files:
-            if not file.startswith(".") and is_image(file):
-                yield (Path(where) / file).relative_to(folder).as_posix()
+    seen: set[str] = set()
+    waiting = [Path(folder)]  # links come last: what they lead to may be in the folder itself
+    while waiting:
+        for where, folders, files in os.walk(waiting.pop(0)):
+            if (place := os.path.realpath(where)) in seen:
+                folders.clear()
+                continue
+            seen.add(place)
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            waiting += [path for name in folders if (path := Path(where) / name).is_symlink()]
+            for file in files:
+                if not file.startswith(".") and is_image(file):
+                    yield (Path(where) / file).relative_to(folder).as_posix()
 
 
 def find_images(folder: Path) -> list[Path]:

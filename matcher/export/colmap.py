@@ -10,7 +10,6 @@ import errno
 import shutil
 import signal
 import threading
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ import numpy as np
 from matcher.cameras import CAMERA_MODELS, Camera, RigConfig
 from matcher.errors import UsageError, install_command
 from matcher.export.output import ExportReport, begin_export, valid_keypoints, valid_pairs, whole_file
+from matcher.image_files import read_header
 from matcher.types import TwoViewGeometry
 
 if TYPE_CHECKING:
@@ -199,16 +199,11 @@ def _intrinsics(
 
 def read_exif(path: Path) -> _Exif:
     """Camera facts from a photo's EXIF header; empty if it cannot be read."""
-    import PIL.Image
-
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with PIL.Image.open(path) as photo:
-                tags = photo.getexif()
-                make, model = (str(tags.get(tag, "")) for tag in (0x010F, 0x0110))
-                more = tags.get_ifd(0x8769)  # Exif: FocalLength, FocalLengthIn35mmFilm
-                return _Exif(make, model, *(_positive(more.get(tag)) for tag in (0x920A, 0xA405)))
+        tags, more = read_header(path, 0x8769)
+        make, model = (str(tags.get(tag, "")) for tag in (0x010F, 0x0110))
+        # FocalLength, FocalLengthIn35mmFilm
+        return _Exif(make, model, *(_positive(more.get(tag)) for tag in (0x920A, 0xA405)))
     except Exception:  # a header can be wrong in any way, and nothing depends on it
         return _Exif()
 
