@@ -14,9 +14,9 @@ from matcher.errors import IntegrityError, UsageError
 from matcher.export.colmap import CameraChoice
 from matcher.export.formats import export
 from matcher.image_files import read_gps
-from matcher.sfm import mapping_process
-from matcher.sfm.models import scene_axes
-from matcher.sfm.reconstruct import GivenPoses, ReconstructionError, read_given_poses, reconstruct
+from matcher.sfm.models import GivenPoses, read_given_poses
+from matcher.sfm.plot import scene_axes
+from matcher.sfm.reconstruct import ReconstructionError, reconstruct
 
 pycolmap = pytest.importorskip("pycolmap")
 
@@ -141,7 +141,7 @@ def test_no_model_and_no_matches_are_said_plainly(tmp_path):
 )
 def test_a_crash_of_colmap_is_a_message(tmp_path, monkeypatch, child, message):
     store, _ = synthetic_store(np.random.default_rng(8), count=3, points=100)
-    monkeypatch.setattr(mapping_process, "child_command", lambda _: [sys.executable, "-c", child])
+    monkeypatch.setattr("matcher.sfm.reconstruct.child_command", lambda _: [sys.executable, "-c", child])
     with pytest.raises(ReconstructionError, match=message):
         reconstruct(store, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []

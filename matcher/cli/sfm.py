@@ -162,7 +162,8 @@ def _check_first(
     """Refuse what could not be finished before hours of matching."""
     from matcher.export.colmap import check_used, import_pycolmap
     from matcher.export.output import check_folder
-    from matcher.sfm.reconstruct import check_mapper, read_given_poses
+    from matcher.sfm.models import read_given_poses
+    from matcher.sfm.reconstruct import check_mapper
 
     import_pycolmap()
     check_folder(out, overwrite=overwrite)
@@ -280,7 +281,8 @@ def _reconstruct(
     """
     from matcher.collection.store import Store
     from matcher.sfm.growing import MorePairs
-    from matcher.sfm.reconstruct import read_given_poses, reconstruct
+    from matcher.sfm.models import read_given_poses
+    from matcher.sfm.reconstruct import reconstruct
 
     how = dict(only=names, poses=None if poses is None else read_given_poses(poses), **mapping)
     with Store.open(run) as store, stage_progress() as update:
@@ -314,8 +316,8 @@ def _resized_scale(store: Store) -> float | None:
 
 def summary_lines(made: Reconstruction, scale: float | None) -> list[str]:
     """The statistics of a reconstruction, as lines to print."""
-    from matcher.sfm.cameras import SIMPLE
-    from matcher.sfm.models import PLOT
+    from matcher.sfm.models import SIMPLE
+    from matcher.sfm.reconstruct import PLOT
 
     model = made.largest
     error = f"{model.mean_reprojection_error:.3f} px of the stored image"
@@ -365,8 +367,7 @@ def map_of(model: Path, pictures: Path, run: Path | None, loading: dict[str, Any
     """
     import numpy as np
 
-    from matcher.sfm.growing import find_run
-    from matcher.sfm.reconstruct import read_given_poses
+    from matcher.sfm.models import find_run, read_given_poses
 
     try:
         own = find_run(model)

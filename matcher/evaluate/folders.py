@@ -34,7 +34,7 @@ from matcher.evaluate.protocols import (
 from matcher.evaluate.synthetic import SceneRecipe, View, build_planes, place_camera, plane_positions, render
 from matcher.files import open_given
 from matcher.images import data_folder, find_images, read_image
-from matcher.sfm.reconstruct import read_given_poses
+from matcher.sfm.models import read_given_poses
 from matcher.train.relief import Relief, photo_texture
 
 # --- folders: Readers of the benchmark folders used in development: each turns a folder into a `PairSet`.

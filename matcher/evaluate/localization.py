@@ -18,7 +18,8 @@ from matcher.localization.localizer import Localizer
 from matcher.localization.map import Map
 from matcher.localization.pose import Pose
 from matcher.localization.sparse_map import LocalizationConfig, RetrievalIndex
-from matcher.sfm.reconstruct import GivenPoses, reconstruct
+from matcher.sfm.models import GivenPoses
+from matcher.sfm.reconstruct import reconstruct
 
 # --- localization: How well photos are localised in a map of others of the same place, made with true
 # poses.

@@ -1,11 +1,11 @@
-"""One photo: similar images, matches with points, a pose, and the same with refined keypoints."""
+"""From a photo, or the pictures of a rig, to a pose: similar images, matches with points, a pose."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from math import dist
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
@@ -13,352 +13,28 @@ import numpy as np
 
 from matcher.arrays import to_numpy
 from matcher.cameras import Camera
-from matcher.config import RefineConfig
+from matcher.errors import IntegrityError, UsageError
+from matcher.images import limit_for, read_image
+from matcher.localization.checks import Verdict, check_ambiguous, check_camera, check_focal, judge
 from matcher.localization.pose import (
-    MapImages,
+    ALONE,
     Matches3d,
     Pose,
     PoseEstimate,
-    PoseStatus,
     any_camera,
     cameras_to_try,
     estimate_pose,
-    log10_false_alarms,
+    estimate_poses,
     refine_pose,
-    refined_positions,
-    reprojection_errors,
-    spread,
+    refine_poses,
 )
 from matcher.localization.sparse_map import LocalizationConfig, RetrievalIndex, SparseMap
 from matcher.pipeline import Pipeline
-from matcher.refine import ImagePyramid
+from matcher.refine import ImagePyramid, refine_matches
 from matcher.types import Features, Matches, strongest, strongest_rows
 
-# --- correspondences: Matches of a photo with the points of a map, through the tracks of the images it is
-# matched with.
-
-
-@dataclass(eq=False)
-class Correspondences:
-    """What is known of a photo so far: rows of keypoint, point, map image and its keypoint, and the score."""
-
-    model: SparseMap
-    positions: np.ndarray  # (N, 2) of the photo's keypoints, stored pixels
-    rows: list[np.ndarray] = field(default_factory=list)  # (k, 4) int64 each: keypoint, point, image, its own
-    scores: list[np.ndarray] = field(default_factory=list)  # (k,) each
-    images: list[int] = field(default_factory=list)  # matched so far
-
-    def add(self, image: int, matches: Matches) -> int:
-        """The matches of a map image (image 0) with the photo (image 1); returns those that have a point."""
-        self.images.append(image)
-        theirs, ours = matches.indices.T if len(matches) else np.zeros((2, 0), np.int64)
-        points = self.model.points[image][theirs]
-        kept = points >= 0
-        columns = (ours[kept], points[kept], np.full(int(kept.sum()), image), theirs[kept])
-        self.rows.append(np.column_stack(columns).astype(np.int64).reshape(-1, 4))
-        self.scores.append(np.asarray(matches.scores[kept], dtype=np.float64))
-        return int(kept.sum())
-
-    def table(self, images: Sequence[int] | None = None) -> np.ndarray:
-        """(M, 4) rows, each pair of keypoint and point once, by its best score.
-
-        Args:
-            images: only the matches of these; all when absent.
-        """
-        if not self.rows:
-            return np.zeros((0, 4), np.int64)
-        rows, scores = np.concatenate(self.rows), np.concatenate(self.scores)
-        if images is not None:
-            kept = np.isin(rows[:, 2], list(images))
-            rows, scores = rows[kept], scores[kept]
-        rows = rows[np.argsort(-scores, kind="stable")]
-        _, first = np.unique(rows[:, :2], axis=0, return_index=True)
-        return rows[np.sort(first)]
-
-    def matches(self, table: np.ndarray, positions: np.ndarray | None = None) -> Matches3d:
-        """Those of a table, at the keypoints' positions or others (M, 2)."""
-        points2d = self.positions[table[:, 0]] if positions is None else positions
-        return Matches3d(points2d.astype(np.float64), self.model.xyz[table[:, 1]], table[:, 0])
-
-    def inliers_by_image(self, table: np.ndarray, inliers: np.ndarray) -> dict[int, int]:
-        """How many of the inliers each image that was matched shows."""
-        agreeing = {tuple(row) for row in table[inliers][:, :2].tolist()}
-        counts = {}
-        for image, rows in zip(self.images, self.rows, strict=True):
-            counts[image] = sum(tuple(row) in agreeing for row in rows[:, :2].tolist())
-        return counts
-
-
-# --- covisibility: Clusters of images that see common points: similar images of several places are
-# localised apart.
-
-MIN_SHARED = 10  # points that connect two images
-
-
-def covisibility_clusters(model: SparseMap, images: Sequence[int]) -> list[list[int]]:
-    """The images in groups connected by common points, as in hloc (Sarlin et al. 2019).
-
-    Args:
-        model: the map.
-        images: rows, most similar first; images between them do not connect them.
-
-    Returns:
-        The groups, the one with most images first, each in the order given.
-    """
-    groups: list[list[int]] = []
-    for image in images:
-        joined, apart = [image], []
-        for group in groups:
-            if any(model.shared(image, other) >= MIN_SHARED for other in group):
-                joined += group
-            else:
-                apart.append(group)
-        groups = [*apart, joined]
-    rank = {image: place for place, image in enumerate(images)}
-    ordered = [sorted(group, key=rank.__getitem__) for group in groups]
-    return sorted(ordered, key=lambda group: (-len(group), rank[group[0]]))
-
-
-# --- likely_images: Images of a map worth matching with all keypoints, found by matching the strongest few
-# first.
-
-
-def likely_images(
-    pipeline: Pipeline,
-    model: SparseMap,
-    features: Callable[[str], Features],
-    photo: Features,
-    images: Sequence[int],
-    *,
-    keypoints: int,
-    least: int,
-) -> list[int]:
-    """Those of whose points enough match a photo's strongest keypoints, the ones with most first.
-
-    Most similar images of a photo that is hard to localise do not show its place. A network finds that out
-    last: it uses all layers, and tries another turn. With a few hundred keypoints that costs a third or less
-    (preemptive matching, Wu 2013).
-
-    Args:
-        pipeline: of the map.
-        model: the map.
-        features: of an image by name.
-        photo: its features.
-        images: rows of the model.
-        keypoints: of the photo and of each image.
-        least: matches with points of an image that is kept.
-    """
-    ours = strongest(photo, keypoints)
-    theirs, rows = [], []
-    for image in images:
-        whole = features(model.names[image])
-        rows.append(strongest_rows(whole, keypoints))
-        theirs.append(whole.select(rows[-1]))
-    found = pipeline.match_features_batch([(each, ours) for each in theirs])
-    counts = [
-        int(np.count_nonzero(model.points[image][row[matches.indices[:, 0]]] >= 0)) if len(matches) else 0
-        for image, row, matches in zip(images, rows, found, strict=True)
-    ]
-    order = np.argsort(-np.array(counts, dtype=np.int64), kind="stable")
-    return [images[index] for index in order if counts[index] >= least]
-
-
-# --- judgement: Whether an estimated pose is accepted, and in words why not.
-
-# A camera that is given is doubted where fewer of the keypoints than this share agree, and this many times as
-# many do with a focal length that is so many times longer or shorter, or with a principal point in the middle
-# that is so many focal lengths away.
-_DOUBTED_BELOW, _MORE, _OTHER_FOCAL, _OTHER_CENTRE = 0.6, 1.5, 1.15, 0.05
-# An accepted pose is doubted where its matches fit a focal length better that is so many times longer or
-# shorter, by this share of their squared errors.
-_NEAR_FOCAL, _LESS_ERROR = 1.04, 0.2
-# Another pose rivals the accepted one where this share as many other keypoints agree with it, which are so
-# many times the largest error off by the accepted one. In a kitchen with like tables a wrong pose had .65,
-# right ones at most .43.
-_RIVAL, _ELSEWHERE = 0.55, 5.0
-
-
-def doubt_camera(
-    verdict: tuple[PoseStatus, str, float],
-    estimate: PoseEstimate | None,
-    matches: Matches3d,
-    camera: Camera,
-    max_error: float,
-    config: LocalizationConfig,
-    estimate_freely: Callable[[], PoseEstimate | None],
-) -> tuple[PoseStatus, str, float]:
-    """The verdict, or "wrong_camera" where another camera than the given one explains far more.
-
-    Args:
-        verdict: of `judge`.
-        estimate: with the given camera.
-        matches: M of them.
-        camera: the given one.
-        max_error: of an inlier, stored pixels.
-        config: what is asked of a pose.
-        estimate_freely: a pose with its focal length, the principal point in the middle; called only where
-            few agree with the given camera.
-    """
-    total = len(np.unique(matches.keypoints))
-    agreeing = _agreeing(estimate, matches)
-    if agreeing >= _DOUBTED_BELOW * total or (free := estimate_freely()) is None:
-        return verdict
-    more, given, found = _agreeing(free, matches), _focal(camera), _focal(free.camera)
-    centre, middle = (camera.cx, camera.cy), (free.camera.cx, free.camera.cy)
-    other_focal = max(given, found) >= _OTHER_FOCAL * min(given, found)
-    other_centre = dist(centre, middle) >= _OTHER_CENTRE * given
-    if more < _MORE * agreeing or not (other_focal or other_centre):
-        return verdict
-    if judge(free, matches, max_error, config, focal_known=False)[0] != "ok":
-        return verdict
-    return (
-        "wrong_camera",
-        f"{agreeing} of {total} matched keypoints agree with the camera that is given, of a focal length of "
-        f"{given:.0f} pixels and a principal point at {_place(centre)}, and {more} with one of "
-        f"{found:.0f} and {_place(middle)}: correct the camera, or give none",
-        verdict[2],
-    )
-
-
-def doubt_focal(
-    verdict: tuple[PoseStatus, str, float],
-    estimate: PoseEstimate,
-    matches: Matches3d,
-    max_error: float,
-) -> tuple[PoseStatus, str, float]:
-    """The verdict, or "wrong_camera" where the matches of an accepted pose fit another focal length better.
-
-    Errors beyond `max_error` count as that. A difference that is only significant would say too little: the
-    points of a map have errors of their own, which a focal length may take up.
-
-    Args:
-        verdict: of `judge`.
-        estimate: the accepted pose, with the given camera.
-        matches: M of them.
-        max_error: of an inlier, stored pixels.
-    """
-    fixed, free = (refine_pose(estimate, matches, max_error, refine_focal=each) for each in (False, True))
-    if fixed is None or free is None:
-        return verdict
-    given, found = estimate.camera, free.camera
-    changes = np.log([found.fx / given.fx, found.fy / given.fy])  # of one sign where the zoom is wrong
-    if max(changes.min(), -changes.max()) < np.log(_NEAR_FOCAL):
-        return verdict
-    errors = [reprojection_errors(matches, each.cam_from_world, each.camera) for each in (fixed, free)]
-    before, after = (float(np.square(np.minimum(each, max_error)).sum()) for each in errors)
-    if after > (1 - _LESS_ERROR) * before:
-        return verdict
-    return (
-        "wrong_camera",
-        f"the matches fit a focal length of {_focal(found):.0f} pixels, and the camera that is given has "
-        f"one of {_focal(given):.0f} pixels: correct the camera, or give none",
-        verdict[2],
-    )
-
-
-def doubt_alone(
-    verdict: tuple[PoseStatus, str, float],
-    estimates: Sequence[PoseEstimate],
-    matches: Sequence[Matches3d],
-    max_errors: Sequence[float],
-    config: LocalizationConfig,
-    estimate_others: Callable[[list[Matches3d]], Sequence[PoseEstimate | None] | None],
-) -> tuple[PoseStatus, str, float]:
-    """The verdict, or "ambiguous" where the other matches agree with another pose nearly as well.
-
-    Where things look alike, such as the tables of a room, wrong matches agree with each other.
-
-    Args:
-        verdict: of `judge`.
-        estimates: the accepted pose of each picture: of one, or of those of a rig.
-        matches: of each.
-        max_errors: of an inlier in each, stored pixels.
-        config: what is asked of a pose.
-        estimate_others: poses from other matches of the same pictures.
-    """
-    agreeing = sum(map(_agreeing, estimates, matches))
-    if agreeing >= config.enough_inliers:
-        return verdict
-    others = [
-        each.select(np.flatnonzero(~np.isin(each.keypoints, each.keypoints[estimate.inliers])))
-        for estimate, each in zip(estimates, matches, strict=True)
-    ]
-    rivals = estimate_others(others)
-    count = 0 if rivals is None else sum(map(_agreeing, rivals, others))
-    if count < _RIVAL * agreeing:
-        return verdict
-    off = [
-        reprojection_errors(rest, estimate.cam_from_world, estimate.camera)[rival.inliers] / limit
-        for rest, estimate, rival, limit in zip(others, estimates, rivals, max_errors, strict=True)
-    ]
-    if np.median(np.concatenate(off)) < _ELSEWHERE:
-        return verdict  # it is the same place, seen less exactly
-    reason = f"{agreeing} matched keypoints agree with a pose, and {count} others with another one"
-    return "ambiguous", reason, verdict[2]
-
-
-def _agreeing(estimate: PoseEstimate | None, matches: Matches3d) -> int:
-    return 0 if estimate is None else len(np.unique(matches.keypoints[estimate.inliers]))
-
-
-def _focal(camera: Camera) -> float:
-    return (camera.fx + camera.fy) / 2
-
-
-def _place(point: tuple[float, float]) -> str:
-    return f"({point[0]:.0f}, {point[1]:.0f})"
-
-
-def judge(
-    estimate: PoseEstimate | None,
-    matches: Matches3d,
-    max_error: float,
-    config: LocalizationConfig,
-    *,
-    focal_known: bool,
-) -> tuple[PoseStatus, str, float]:
-    """Status, reason, and log10 of the number of false alarms.
-
-    Args:
-        estimate: from these matches.
-        matches: M of them.
-        max_error: of an inlier, stored pixels.
-        config: what is asked of a pose.
-        focal_known: before the estimation.
-    """
-    count = len(np.unique(matches.keypoints))
-    if count < config.min_inliers:
-        return (
-            "too_few_matches",
-            f"{count} keypoints match points of the map, {config.min_inliers} needed",
-            0.0,
-        )
-    if estimate is None:
-        return "no_model", f"no pose agrees with the {count} matches", 0.0
-    size = estimate.camera.size
-    inliers = estimate.inliers
-    agreeing = _agreeing(estimate, matches)
-    alarms = log10_false_alarms(
-        matches, inliers, float(size[0] * size[1]), max_error, focal_known=focal_known
-    )
-    least = max(config.min_inliers, min(config.min_share * count, config.enough_inliers))
-    if agreeing < least or alarms > config.max_log10_false_alarms:
-        return "not_significant", f"only {agreeing} of {count} matched keypoints agree with a pose", alarms
-    covered = spread(matches.points2d[inliers], size)
-    if covered < (config.min_spread_of_few if agreeing < config.few_share * count else config.min_spread):
-        share = f"{100 * covered:.1f} %"
-        return (
-            "implausible",
-            f"the {agreeing} of {count} that agree lie in one spot, {share} of the photo",
-            alarms,
-        )
-    return "ok", "", alarms
-
-
-# --- localizer: One photo: similar images, matches with points, a pose, and the same with refined
-# keypoints.
-
-_FREED = 1.1  # times the inliers, for which a focal length is refined
+MIN_SHARED = 10  # points that connect two images of a cluster
+_PYRAMIDS_KEPT = 16  # of map images, in memory
 
 
 @dataclass(eq=False)
@@ -388,19 +64,105 @@ class Query:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + perf_counter() - start
 
 
+@dataclass(eq=False)
+class Correspondences:
+    """Matches of a photo with the points of a map, through the tracks of the images it is matched with."""
+
+    model: SparseMap
+    positions: np.ndarray  # (N, 2) of the photo's keypoints, stored pixels
+    rows: list[np.ndarray] = field(default_factory=list)  # (k, 4) int64 each: keypoint, point, image, its own
+    scores: list[np.ndarray] = field(default_factory=list)  # (k,) each
+    images: list[int] = field(default_factory=list)  # matched so far
+
+    def add(self, image: int, matches: Matches) -> None:
+        """The matches of a map image (image 0) with the photo (image 1)."""
+        theirs, ours = matches.indices.T if len(matches) else np.zeros((2, 0), np.int64)
+        points = self.model.points[image][theirs]
+        kept = points >= 0
+        columns = ours[kept], points[kept], np.full(int(kept.sum()), image), theirs[kept]
+        self.images.append(image)
+        self.rows.append(np.column_stack(columns).astype(np.int64).reshape(-1, 4))
+        self.scores.append(np.asarray(matches.scores[kept], dtype=np.float64))
+
+    def table(self) -> np.ndarray:
+        """(M, 4) rows, each pair of keypoint and point once, by its best score."""
+        if not self.rows:
+            return np.zeros((0, 4), np.int64)
+        rows = np.concatenate(self.rows)[np.argsort(-np.concatenate(self.scores), kind="stable")]
+        _, first = np.unique(rows[:, :2], axis=0, return_index=True)
+        return rows[np.sort(first)]
+
+    def matches(self, table: np.ndarray) -> Matches3d:
+        """Those of a table."""
+        return Matches3d(self.positions[table[:, 0]], self.model.xyz[table[:, 1]], table[:, 0])
+
+    def inliers_by_image(self, table: np.ndarray, inliers: np.ndarray) -> dict[str, int]:
+        """How many of the inliers each image that was matched shows, most first."""
+        agreeing = {tuple(row) for row in table[inliers][:, :2].tolist()}
+        counts = {
+            self.model.names[image]: sum(tuple(row) in agreeing for row in rows[:, :2].tolist())
+            for image, rows in zip(self.images, self.rows, strict=True)
+        }
+        return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
 @dataclass(frozen=True, eq=False)
 class Attempt:
-    """The best pose from the images of one cluster."""
+    """The pose of all pictures from the images of one cluster; lists have an item for each picture."""
 
-    table: np.ndarray  # (M, 4) of `Correspondences`
-    matches: Matches3d
-    estimate: PoseEstimate | None
-    verdict: tuple[str, str, float]  # of `judge`
+    found: list[Correspondences]
+    tables: list[np.ndarray]  # (M, 4) of `found`
+    matches: list[Matches3d]
+    estimates: list[PoseEstimate] | None
+    verdict: Verdict
 
     @property
     def count(self) -> int:
         """Inliers."""
-        return 0 if self.estimate is None else int(self.estimate.inliers.sum())
+        return sum(int(each.inliers.sum()) for each in self.estimates or ())
+
+
+class MapImages:
+    """Pyramids of the map's images, read when they are needed; the last few are kept."""
+
+    def __init__(
+        self,
+        model: SparseMap,
+        path: Callable[[str], Path],
+        zoom: Callable[[str], float],
+        has_changed: Callable[[str], bool],
+    ) -> None:
+        """By name of image: its file, resized for stored pixels, and whether it is another file now."""
+        self._model, self._path, self._zoom, self._has_changed = model, path, zoom, has_changed
+        self._kept: OrderedDict[int, ImagePyramid] = OrderedDict()
+        self.absent: set[str] = set()  # names of images that were asked for and whose files are gone
+
+    def __call__(self, image: int) -> ImagePyramid | None:
+        """The pyramid of an image, None if its file is not there any more.
+
+        Raises:
+            IntegrityError: the file is not the one in which the keypoints were found.
+        """
+        if image in self._kept:
+            self._kept.move_to_end(image)
+            return self._kept[image]
+        name, wanted = self._model.names[image], self._model.cameras[image].size
+        path = self._path(name)
+        if not path.is_file():
+            self.absent.add(name)
+            return None
+        pixels = read_image(path, resize=None, upright=False, keep_stored=True, max_pixels=limit_for(wanted))
+        if pixels.size != wanted or self._has_changed(name):
+            sizes = ["{} x {} pixels".format(*size) for size in (pixels.size, wanted)]
+            how = f"is {sizes[0]} now, not {sizes[1]}" if sizes[0] != sizes[1] else "has changed"
+            raise IntegrityError(
+                f"{path} {how}: put the file back in which the map's keypoints were found, or make the map "
+                "again"
+            )
+        self._kept[image] = ImagePyramid.of(pixels)._replace(zoom=self._zoom(name))
+        if len(self._kept) > _PYRAMIDS_KEPT:
+            self._kept.popitem(last=False)
+        return self._kept[image]
 
 
 @dataclass(frozen=True, eq=False)
@@ -417,172 +179,294 @@ class Localizer:
 
     def localize(self, query: Query) -> Pose:
         """The pose of a photo; without "ok" there is none."""
-        if len(query.features) < self.config.min_inliers:
-            return Pose(
-                "no_keypoints", f"the photo has {len(query.features)} keypoints", seconds=query.seconds
-            )
-        found = self.correspond(query)
-        if found is None or not found[0].images:
-            return Pose("no_similar_image", "the map holds nothing to compare with", seconds=query.seconds)
-        correspondences, best = found
-        if best.verdict[0] == "ok" and self.config.refine:
-            with query.timed("refine"):
-                best = self._refined(query, correspondences, best)
-        if best.verdict[0] == "ok":
-            with query.timed("pose"):
-                best = self._doubted(query, best)
-        return as_pose(query, correspondences, best)
+        return self.localize_rig([query], ALONE)[0]
 
-    def _doubted(self, query: Query, accepted: Attempt) -> Attempt:
-        """The same, refused where another pose or another focal length fits the matches too."""
-        estimate, matches = accepted.estimate, accepted.matches
-        max_error = query.stored_pixels(self.config.max_error)
+    def localize_rig(self, queries: Sequence[Query], cam_from_rig: np.ndarray) -> list[Pose]:
+        """The pose of each of R pictures that are fixed to each other, and one status for all.
 
-        def estimate_others(others: list[Matches3d]) -> list[PoseEstimate | None]:
-            how = dict(max_error=max_error, focal_known=True, seed=self.config.seed)
-            return [estimate_pose(others[0], estimate.camera, **how)]
+        Args:
+            queries: with cameras, but for a single one.
+            cam_from_rig: (R, 4, 4).
+        """
+        keypoints = sum(len(query.features) for query in queries)
+        if keypoints < self.config.min_inliers:
+            return [
+                _no_pose(each, "no_keypoints", f"the photo has {keypoints} keypoints") for each in queries
+            ]
+        best = self._correspond(queries, cam_from_rig)
+        if best is None:
+            reason = "the map holds nothing to compare with"
+            return [_no_pose(each, "no_similar_image", reason) for each in queries]
+        if best.verdict.status == "ok" and self.config.refine:
+            with queries[0].timed("refine"):
+                best = self._refined(queries, cam_from_rig, best)
+        with queries[0].timed("pose"):
+            verdict = self._checked(queries, cam_from_rig, best)
+        return [self._pose(number, query, best, verdict) for number, query in enumerate(queries)]
 
-        what = [estimate], [matches], [max_error], self.config, estimate_others
-        verdict = doubt_alone(accepted.verdict, *what)
-        if verdict[0] == "ok" and query.camera is not None:
-            verdict = doubt_focal(verdict, estimate, matches, max_error)
-        return replace(accepted, verdict=verdict)
-
-    def similar_clusters(self, query: Query) -> list[list[int]]:
-        """Rows of the images to match with, in groups that see the same."""
+    def _similar(self, query: Query) -> list[int]:
+        """Rows of the most similar images, the most similar first."""
         with query.timed("retrieve"):
             # Images of the run that are not in the map may be among the most similar.
             missing = int((self.rows < 0).sum())
             nearest, _ = self.index.similar(query.features, self.config.neighbours + missing)
             rows = [int(row) for row in self.rows[nearest] if row >= 0]
-            return covisibility_clusters(self.model, rows[: self.config.neighbours])
+            return rows[: self.config.neighbours]
 
-    def correspond(self, query: Query) -> tuple[Correspondences, Attempt] | None:
+    def _correspond(self, queries: Sequence[Query], cam_from_rig: np.ndarray) -> Attempt | None:
         """Match with similar images until a pose is sure; the best attempt of all clusters.
 
         The first batch of images is matched with all keypoints. Where that is not enough, the others are
         matched so only if their strongest keypoints match, the best ones first.
         """
-        positions = to_numpy(query.features.keypoints).astype(np.float64)
-        best: tuple[Correspondences, Attempt] | None = None
-        likely: list[int] | None = None  # known after the first batch
-        for cluster in (clusters := self.similar_clusters(query)):
-            found = Correspondences(self.model, positions)
-            left = cluster if likely is None else [image for image in likely if image in cluster]
-            while left:
-                batch, left = left[: self.config.batch], left[self.config.batch :]
-                self.match(query, found, batch)
-                with query.timed("pose"):
-                    attempt = self.attempt(query, found)
-                if best is None or attempt.count > best[1].count:
-                    best = found, attempt
-                if attempt.verdict[0] == "ok" and attempt.count >= self.config.enough_inliers:
-                    return found, attempt
-                if likely is None:
-                    likely = self._likely(query, [i for group in clusters for i in group if i not in batch])
-                    left = [image for image in likely if image in left]
+        config, best, first = self.config, None, True
+        todo = [self._similar(query) for query in queries]
+        similar = list(dict.fromkeys(row for rows in todo for row in rows))
+        for cluster in covisibility_clusters(self.model, similar):
+            found = [
+                Correspondences(self.model, to_numpy(query.features.keypoints).astype(np.float64))
+                for query in queries
+            ]
+            # A picture of a rig that is like none of the cluster may yet show something of it.
+            left = [[row for row in rows if row in cluster] or (cluster if first else []) for rows in todo]
+            while any(left):
+                for query, known, rows in zip(queries, found, left, strict=True):
+                    self._match(query, known, rows[: config.batch])
+                left = [rows[config.batch :] for rows in left]
+                with queries[0].timed("pose"):
+                    attempt = self._attempt(queries, cam_from_rig, found)
+                if best is None or attempt.count > best.count:
+                    best = attempt
+                if attempt.verdict.status == "ok" and attempt.count >= config.enough_inliers:
+                    return attempt
+                if first:
+                    first = False
+                    todo = [
+                        self._likely(query, [row for row in similar if row not in known.images])
+                        for query, known in zip(queries, found, strict=True)
+                    ]
+                    left = [[row for row in rows if row in cluster] for rows in todo]
         return best
 
     def _likely(self, query: Query, images: list[int]) -> list[int]:
-        """Those worth matching with all keypoints, best first; all where there is no network to spare."""
-        config = self.config
-        if not (images and config.preemptive_keypoints and self.pipeline.layers):
-            return images
-        how = dict(keypoints=config.preemptive_keypoints, least=config.preemptive_matches)
-        with query.timed("match"):
-            return likely_images(self.pipeline, self.model, self.features, query.features, images, **how)
+        """Those worth matching with all keypoints, best first; all where there is no network to spare.
 
-    def match(self, query: Query, found: Correspondences, images: list[int]) -> None:
+        Most similar images of a photo that is hard to localise do not show its place. A network finds that
+        out last: it uses all layers, and tries another turn. With a few hundred keypoints that costs a third
+        or less (preemptive matching, Wu 2013).
+        """
+        config = self.config
+        if not (images and len(query.features) and config.preemptive_keypoints and self.pipeline.layers):
+            return images
+        with query.timed("match"):
+            ours = strongest(query.features, config.preemptive_keypoints)
+            whole = [self.features(self.model.names[image]) for image in images]
+            rows = [strongest_rows(each, config.preemptive_keypoints) for each in whole]
+            pairs = [(each.select(row), ours) for each, row in zip(whole, rows, strict=True)]
+            counts = []
+            for image, row, matches in zip(
+                images, rows, self.pipeline.match_features_batch(pairs), strict=True
+            ):
+                points = self.model.points[image][row[matches.indices[:, 0]]] if len(matches) else np.zeros(0)
+                counts.append(int(np.count_nonzero(points >= 0)) if len(matches) else 0)
+        order = np.argsort(-np.array(counts, dtype=np.int64), kind="stable")
+        return [images[index] for index in order if counts[index] >= config.preemptive_matches]
+
+    def _match(self, query: Query, found: Correspondences, images: list[int]) -> None:
         """Match the photo with these images and add what has points."""
+        if not (images and len(query.features)):
+            return
         with query.timed("match"):
             pairs = [(self.features(self.model.names[image]), query.features) for image in images]
             for image, matches in zip(images, self.pipeline.match_features_batch(pairs), strict=True):
                 found.add(image, matches)
 
-    def attempt(self, query: Query, found: Correspondences) -> Attempt:
+    def _attempt(
+        self, queries: Sequence[Query], cam_from_rig: np.ndarray, found: list[Correspondences]
+    ) -> Attempt:
         """The pose from all correspondences so far."""
-        table = found.table()
-        matches = found.matches(table)
-        max_error = query.stored_pixels(self.config.max_error)
-        how = {"max_error": max_error, "seed": self.config.seed}
-        known = query.camera is not None
-        tried = [query.camera] if known else cameras_to_try(query.path, query.size, self.model)
+        tables = [each.table() for each in found]
+        matches = [each.matches(table) for each, table in zip(found, tables, strict=True)]
+        limits, how = self._limits(queries), {"seed": self.config.seed}
+        if queries[0].camera is None:
+            estimate, verdict = self._with_unknown_camera(queries[0], matches[0], limits[0])
+            return Attempt(found, tables, matches, estimate and [estimate], verdict)
+        cameras = [query.camera for query in queries]
+        estimates = estimate_poses(matches, cameras, cam_from_rig, limits, **how)
+        verdict = judge(estimates, matches, limits, self.config, focal_known=True)
+        if verdict.status != "too_few_matches":
+            for number, (query, own, limit) in enumerate(zip(queries, matches, limits, strict=True)):
+                estimate, free = estimates and estimates[number], any_camera(query.size)
+                how = dict(max_error=limit, focal_known=False, seed=self.config.seed)
+                reason = check_camera(
+                    estimate,
+                    own,
+                    query.camera,
+                    limit,
+                    self.config,
+                    lambda own=own, free=free, how=how: estimate_pose(own, free, **how),
+                )
+                if reason:
+                    verdict = verdict._replace(status="wrong_camera", reason=_named(queries, number) + reason)
+                    break
+        return Attempt(found, tables, matches, estimates, verdict)
+
+    def _with_unknown_camera(
+        self, query: Query, matches: Matches3d, limit: float
+    ) -> tuple[PoseEstimate | None, Verdict]:
+        """The pose that most matches agree with, of the cameras that the photo may have."""
+        how = {"max_error": limit, "seed": self.config.seed}
         best, verdict = None, None
-        for camera, focal_known in [*((camera, True) for camera in tried), (any_camera(query.size), False)]:
-            if not focal_known and (known or (verdict is not None and verdict[0] == "ok")):
+        tried = cameras_to_try(query.path, query.size, self.model.cameras)
+        for camera in [*tried, None]:
+            if camera is None and verdict is not None and verdict.status == "ok":
                 break
-            estimate = estimate_pose(matches, camera, focal_known=focal_known, **how)
-            if estimate is not None and not known and focal_known:
-                estimate = self._with_focal(estimate, matches, max_error)
+            if camera is None:
+                estimate = estimate_pose(matches, any_camera(query.size), focal_known=False, **how)
+            elif (estimate := estimate_pose(matches, camera, focal_known=True, **how)) is not None:
+                # A free focal length makes the distance uncertain, and the map's cameras are calibrated well:
+                # one of those changes only if clearly more matches agree.
+                freed = refine_pose(estimate, matches, limit, refine_focal=True)
+                least = _count(estimate) * (1.1 if camera in self.model.cameras else 0.9)
+                estimate = freed if _count(freed) > least else estimate
             if verdict is None or _count(estimate) > _count(best):
                 best = estimate
-                verdict = judge(estimate, matches, max_error, self.config, focal_known=known)
-        if known and verdict[0] != "too_few_matches":
-            free = any_camera(query.size)
-            verdict = doubt_camera(
-                verdict,
-                best,
-                matches,
-                query.camera,
-                max_error,
-                self.config,
-                lambda: estimate_pose(matches, free, focal_known=False, **how),
-            )
-        return Attempt(table, matches, best, verdict)
+                verdict = judge(estimate and [estimate], [matches], [limit], self.config, focal_known=False)
+        return best, verdict
 
-    def _with_focal(self, estimate: PoseEstimate, matches: Matches3d, max_error: float) -> PoseEstimate:
-        """The pose with its focal length refined; a camera of the map only if clearly more matches agree.
-
-        A free focal length makes the distance uncertain, and the map's cameras are calibrated well.
-        """
-        freed = refine_pose(estimate, matches, max_error, refine_focal=True)
-        least = _count(estimate) * (_FREED if estimate.camera in self.model.cameras else 0.9)
-        return freed if freed is not None and _count(freed) > least else estimate
-
-    def _refined(self, query: Query, found: Correspondences, before: Attempt) -> Attempt:
+    def _refined(self, queries: Sequence[Query], cam_from_rig: np.ndarray, before: Attempt) -> Attempt:
         """The pose from keypoints that were refined on the images; the one before where that fails."""
-        config: RefineConfig | None = self.pipeline.config.refine
-        if config is None or query.pyramid is None:
+        if self.pipeline.config.refine is None or all(query.pyramid is None for query in queries):
             return before
-        inliers = np.flatnonzero(before.estimate.inliers)
-        positions = before.matches.points2d.copy()
-        positions[inliers] = refined_positions(
-            self.images, self.model, query.pyramid, found.positions, before.table[inliers], config
+        matches = []
+        for query, table, own, estimate in zip(
+            queries, before.tables, before.matches, before.estimates, strict=True
+        ):
+            moved = own.points2d.copy()
+            if query.pyramid is not None:
+                moved[estimate.inliers] = self._refined_positions(query, own, table, estimate.inliers)
+            matches.append(Matches3d(moved, own.points3d, own.keypoints))
+        known, limits = queries[0].camera is not None, self._limits(queries)
+        fixed = known or before.estimates[0].camera in self.model.cameras
+        estimates = refine_poses(before.estimates, matches, cam_from_rig, limits, refine_focal=not fixed)
+        verdict = judge(estimates, matches, limits, self.config, focal_known=known)
+        after = Attempt(before.found, before.tables, matches, estimates, verdict)
+        return after if verdict.status == "ok" else before
+
+    def _refined_positions(
+        self, query: Query, matches: Matches3d, table: np.ndarray, inliers: np.ndarray
+    ) -> np.ndarray:
+        """(K, 2) positions of the inliers where the photo looks most like the map's images."""
+        table, found = table[inliers], matches.points2d[inliers]
+        for image in np.unique(table[:, 2]).tolist():
+            if (pyramid := self.images(image)) is None:
+                continue
+            rows = np.flatnonzero(table[:, 2] == image)
+            indices = table[rows][:, [3, 0]]
+            ends = self.model.keypoints[image][indices[:, 0]], found[rows]
+            pairs = Matches(
+                indices, *(end.astype(np.float32) for end in ends), np.ones(len(rows), np.float32)
+            )
+            refined = refine_matches(pyramid, query.pyramid, pairs, self.pipeline.config.refine)
+            accepted = refined.refinement.accepted
+            found[rows[accepted]] = refined.points1[accepted]
+        return found
+
+    def _checked(self, queries: Sequence[Query], cam_from_rig: np.ndarray, accepted: Attempt) -> Verdict:
+        """The verdict, against it where another pose or another focal length fits the matches too."""
+        verdict, limits, config = accepted.verdict, self._limits(queries), self.config
+        if verdict.status != "ok":
+            return verdict
+        estimates, matches = accepted.estimates, accepted.matches
+
+        def estimate_others(others: list[Matches3d]) -> list[PoseEstimate] | None:
+            cameras = [each.camera for each in estimates]
+            return estimate_poses(others, cameras, cam_from_rig, limits, seed=config.seed)
+
+        if reason := check_ambiguous(estimates, matches, limits, config, estimate_others):
+            return verdict._replace(status="ambiguous", reason=reason)
+        if queries[0].camera is None:
+            return verdict
+        for number, (estimate, own, limit) in enumerate(zip(estimates, matches, limits, strict=True)):
+            alone = judge([estimate], [own], [limit], config, focal_known=True)
+            if alone.status == "ok" and (reason := check_focal(estimate, own, limit)):
+                return verdict._replace(status="wrong_camera", reason=_named(queries, number) + reason)
+        return verdict
+
+    def _limits(self, queries: Sequence[Query]) -> list[float]:
+        """The largest error of an inlier in each picture, stored pixels."""
+        return [query.stored_pixels(self.config.max_error) for query in queries]
+
+    def _pose(self, number: int, query: Query, attempt: Attempt, verdict: Verdict) -> Pose:
+        """What is returned of a picture; a pose that is refused is not."""
+        found, table, estimate = attempt.found[number], attempt.tables[number], None
+        if attempt.estimates is not None:
+            estimate = attempt.estimates[number]
+        inliers = np.zeros(len(table), bool) if estimate is None else estimate.inliers
+        accepted, reason = (estimate, "") if verdict.status == "ok" else (None, verdict.reason)
+        if accepted is None and found.images:
+            nearest = self.model.names[found.images[0]]
+            reason += f"; the most similar of the map's {len(self.model.names)} images is {nearest}"
+        return Pose(
+            status=verdict.status,
+            reason=reason,
+            cam_from_world=None if accepted is None else accepted.cam_from_world,
+            camera=query.camera if accepted is None else accepted.camera,
+            points2d=attempt.matches[number].points2d,
+            points3d=attempt.matches[number].points3d,
+            point_ids=self.model.ids[table[:, 1]],
+            inliers=inliers,
+            covariance=None if accepted is None else accepted.covariance,
+            images=found.inliers_by_image(table, inliers),
+            log10_false_alarms=verdict.log10_false_alarms,
+            seconds={**query.seconds, "total": sum(query.seconds.values())},
         )
-        matches = found.matches(before.table, positions)
-        max_error = query.stored_pixels(self.config.max_error)
-        known = query.camera is not None
-        fixed = known or before.estimate.camera in self.model.cameras
-        estimate = refine_pose(before.estimate, matches, max_error, refine_focal=not fixed)
-        verdict = judge(estimate, matches, max_error, self.config, focal_known=known)
-        return Attempt(before.table, matches, estimate, verdict) if verdict[0] == "ok" else before
 
 
-def as_pose(query: Query, found: Correspondences, attempt: Attempt) -> Pose:
-    """What is returned for an attempt; a pose that is refused is not."""
-    status, reason, alarms = attempt.verdict
-    estimate = attempt.estimate
-    inliers = np.zeros(len(attempt.table), bool) if estimate is None else estimate.inliers
-    counts: Mapping[int, int] = found.inliers_by_image(attempt.table, inliers)
-    seen = {found.model.names[image]: count for image, count in counts.items()}
-    if status != "ok":
-        nearest = found.model.names[found.images[0]]
-        reason = f"{reason}; the most similar of the map's {len(found.model.names)} images is {nearest}"
-    accepted = estimate if status == "ok" else None
-    return Pose(
-        status=status,
-        reason=reason,
-        cam_from_world=None if accepted is None else accepted.cam_from_world,
-        camera=query.camera if accepted is None else accepted.camera,
-        points2d=attempt.matches.points2d,
-        points3d=attempt.matches.points3d,
-        point_ids=found.model.ids[attempt.table[:, 1]],
-        inliers=inliers,
-        covariance=None if accepted is None else accepted.covariance,
-        images=dict(sorted(seen.items(), key=lambda item: -item[1])),
-        log10_false_alarms=alarms,
-        seconds={**query.seconds, "total": sum(query.seconds.values())},
-    )
+def covisibility_clusters(model: SparseMap, images: Sequence[int]) -> list[list[int]]:
+    """The images in groups connected by common points, as in hloc (Sarlin et al. 2019).
+
+    Args:
+        model: the map.
+        images: rows, most similar first; images between them do not connect them.
+
+    Returns:
+        The groups, the one with most images first, each in the order given.
+    """
+    groups: list[list[int]] = []
+    for image in images:
+        near = [g for g in groups if any(model.shared(image, other) >= MIN_SHARED for other in g)]
+        apart = [group for group in groups if group not in near]
+        groups = [*apart, [row for row in images if row == image or any(row in group for group in near)]]
+    return sorted(groups, key=lambda group: (-len(group), images.index(group[0])))
+
+
+def check_rig(queries: Sequence[Query], cam_from_rig: object) -> np.ndarray:
+    """The relative poses (R, 4, 4) of R pictures with cameras.
+
+    Raises:
+        UsageError: another number of poses than pictures, values that are no poses, or no camera.
+    """
+    poses = np.asarray(cam_from_rig, dtype=np.float64)
+    if poses.shape != (len(queries), 4, 4) or not np.isfinite(poses).all():
+        raise UsageError(
+            f"cam_from_rig must be a pose (4, 4) for each of the {len(queries)} pictures, not {poses.shape}"
+        )
+    if any(query.camera is None for query in queries):
+        raise UsageError("the pictures of a rig need their cameras")
+    return poses
+
+
+def _no_pose(query: Query, status: str, reason: str) -> Pose:
+    return Pose(status, reason, seconds={**query.seconds, "total": sum(query.seconds.values())})
+
+
+def _named(queries: Sequence[Query], number: int) -> str:
+    """Which picture of a rig is spoken of."""
+    if len(queries) == 1:
+        return ""
+    path = queries[number].path
+    return f"in picture {number} " if path is None else f"in {path.parent.name}/{path.name} "
 
 
 def _count(estimate: PoseEstimate | None) -> int:

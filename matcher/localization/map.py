@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -11,26 +11,21 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from matcher.cameras import Camera, RigCamera, RigConfig, as_camera, camera_of_each
+from matcher.cameras import Camera, RigConfig, as_camera, camera_of_each
 from matcher.collection.settings import differences, feature_settings, stored_pipeline
 from matcher.collection.sources import Photos
 from matcher.collection.store import Store
 from matcher.errors import ImageError, UsageError
 from matcher.export.hloc import HlocFeatures
 from matcher.images import ImageInput
-from matcher.localization.localizer import Localizer, Query
-from matcher.localization.pose import MapImages, Pose
-from matcher.localization.rig import check_rig, localize_rig
+from matcher.localization.localizer import Localizer, MapImages, Query, check_rig
+from matcher.localization.pose import Pose
 from matcher.localization.sparse_map import LocalizationConfig, SparseMap, open_index, read_sparse_map
 from matcher.pipeline import Mask
 from matcher.presets import LoadOptions
 from matcher.refine import ImagePyramid
-from matcher.sfm.growing import find_run
-from matcher.sfm.models import read_summary
-from matcher.sfm.reconstruct import find_model, is_model, read_georegistration
+from matcher.sfm.models import find_model, find_run, is_model, read_georegistration, read_summary
 from matcher.types import Features
-
-# --- map: A reconstruction to come back to.
 
 _PHOTOS = "photos"  # the source of a run whose features a front end found
 _OF_KEYFRAMES = "model"  # in the folder of a map of keyframes
@@ -180,7 +175,7 @@ class Map:
             raise UsageError(f"masks must be one for each of the {len(images)} pictures, not {len(masks)}")
         given = zip(images, each, [None] * len(images) if masks is None else masks, strict=True)
         queries = [self.query(image, camera, mask=mask) for image, camera, mask in given]
-        return localize_rig(self.localizer, queries, check_rig(queries, cam_from_rig))
+        return self.localizer.localize_rig(queries, check_rig(queries, cam_from_rig))
 
     def query(
         self, image: ImageInput | Features, camera: Camera | None = None, *, mask: Mask | None = None
@@ -228,57 +223,40 @@ class Map:
         return f"Map({count} images, {points} points, {self.localizer.pipeline.preset})"
 
 
-def _check_features(folder: Path, store: Store) -> None:
-    """Refuse features of a run that are other ones than the model was made from, as far as it says.
-
-    Raises:
-        UsageError: settings on which features depend differ, those of another preset for example.
-    """
+def _localizer(folder: Path, store: Store, config: LocalizationConfig, options: LoadOptions) -> Localizer:
+    model = read_sparse_map(folder, store)
     recorded, own = read_summary(folder).get("features"), feature_settings(store.settings)
-    places = ("in the model", "in the run")
-    if isinstance(recorded, dict) and (found := differences(recorded, own, places)):
+    if isinstance(recorded, dict) and (found := differences(recorded, own, ("in the model", "in the run"))):
         raise UsageError(
             f"{folder} was made from other features than those of the run {store.folder} "
             f"({'; '.join(found[:3])}): name the run of this model, or triangulate its poses with these "
             f"features by `matcher sfm {store.folder} --poses {folder} --out NEW_MODEL`"
         )
-
-
-def _localizer(folder: Path, store: Store, config: LocalizationConfig, options: LoadOptions) -> Localizer:
-    model = read_sparse_map(folder, store)
-    _check_features(folder, store)
-    own = store.settings["source"]["kind"] == _PHOTOS
-    source = Photos(store.image_folder) if own else HlocFeatures(store.image_folder, store.folder)
-    pipeline = stored_pipeline(store.settings, source, options)
+    photos = Photos(store.image_folder)
+    extracted = store.settings["source"]["kind"] == _PHOTOS
+    source = photos if extracted else HlocFeatures(store.image_folder, store.folder)
     done = [image for image in store.images() if image.status == "done"]
-    index = open_index(
-        store.folder, [image.name for image in done], [image.sha256 for image in done], store.features
-    )
-    place = {name: row for row, name in enumerate(model.names)}
-
-    def zoom(name: str) -> float:
-        return 1 / float(np.sqrt(np.prod(store.scale(name))))
-
-    photos, digests = Photos(store.image_folder), {image.name: image.sha256 for image in done}
+    digests = {image.name: image.sha256 for image in done}
     # Digests of masked images are those of both files, and the masks may be gone.
-    known = own and not store.settings["source"].get("masks")
-
-    def has_changed(name: str) -> bool:
-        return known and photos.digest(name) != digests[name]
-
-    features: Callable[[str], Features] = lru_cache(_FEATURES_KEPT)(store.features)
+    known = extracted and not store.settings["source"].get("masks")
+    place = {name: row for row, name in enumerate(model.names)}
     return Localizer(
         model=model,
-        pipeline=pipeline,
-        index=index,
+        pipeline=stored_pipeline(store.settings, source, options),
+        index=open_index(store.folder, list(digests), list(digests.values()), store.features),
         rows=np.array([place.get(image.name, -1) for image in done], dtype=np.int64),
-        features=features,
-        images=MapImages(model, lambda name: store.image_folder / name, zoom, has_changed),
+        features=lru_cache(_FEATURES_KEPT)(store.features),
+        images=MapImages(
+            model,
+            lambda name: store.image_folder / name,
+            lambda name: 1 / float(np.sqrt(np.prod(store.scale(name)))),
+            lambda name: known and photos.digest(name) != digests[name],
+        ),
         config=config,
     )
 
 
-# --- rig_frames: Photos by the cameras of a rig: those of one moment are localised together.
+# --- Photos by the cameras of a rig
 
 
 def localize_frames(
@@ -308,55 +286,35 @@ def localize_frames(
             f"{rig.source} does not say how its cameras are fixed to each other: give cam_from_rig_rotation "
             "and cam_from_rig_translation, or take the rig_config.json of a model that was made of a rig"
         )
-    frames = rig.frames(photos)
+    frames, masks = rig.frames(photos), masks or {}
     known = {**_intrinsics(place, rig, photos), **cameras}
-    for frame in frames:
-        if absent := [name for name in frame if name not in known]:
-            raise UsageError(
-                f"the intrinsics of {absent[0]} are not known: give them in {rig.source} or as a camera"
-            )
-    for frame in frames:
-        yield from _together(place, photos, frame, known, masks or {})
-    together = {name for frame in frames for name in frame}
-    for name, path in photos.items():
-        if name not in together:
-            yield name, _alone(place, path, known.get(name), (masks or {}).get(name))
-
-
-def _together(
-    place: Map,
-    photos: Mapping[str, Path],
-    frame: Mapping[str, RigCamera],
-    cameras: Mapping[str, Camera],
-    masks: Mapping[str, Path],
-) -> Iterator[tuple[str, Pose | ImageError]]:
-    queries: dict[str, Query] = {}
-    for name in frame:
-        try:
-            queries[name] = place.query(photos[name], cameras[name], mask=masks.get(name))
-        except ImageError as error:
-            yield name, error
-    if len(queries) == 1:
-        ((name, query),) = queries.items()
-        yield name, place.localizer.localize(query)
-    elif queries:
-        fixed = check_rig(list(queries.values()), [frame[name].cam_from_rig for name in queries])
-        yield from zip(queries, localize_rig(place.localizer, list(queries.values()), fixed), strict=True)
-
-
-def _alone(place: Map, path: Path, camera: Camera | None, mask: Path | None) -> Pose | ImageError:
-    try:
-        return place.localize(path, camera, mask=mask)
-    except ImageError as error:
-        return error
+    if absent := [name for frame in frames for name in frame if name not in known]:
+        raise UsageError(
+            f"the intrinsics of {absent[0]} are not known: give them in {rig.source} or as a camera"
+        )
+    mounted = {name for frame in frames for name in frame}
+    for frame in [*frames, *({name: None} for name in photos if name not in mounted)]:
+        queries: dict[str, Query] = {}
+        for name in frame:
+            try:
+                queries[name] = place.query(photos[name], known.get(name), mask=masks.get(name))
+            except ImageError as error:
+                yield name, error
+        if len(queries) == 1:
+            ((name, query),) = queries.items()
+            yield name, place.localizer.localize(query)
+        elif queries:
+            own = list(queries.values())
+            fixed = check_rig(own, [frame[name].cam_from_rig for name in queries])
+            yield from zip(queries, place.localizer.localize_rig(own, fixed), strict=True)
 
 
 def _intrinsics(place: Map, rig: RigConfig, names: Mapping[str, Path]) -> dict[str, Camera]:
     """By name of photo, from the rig's file, else from a picture of the map with the same prefix."""
-    of_map = {}
+    by_prefix = {}
     for name, camera in zip(place.names, place.model.cameras, strict=True):
         if (mounted := rig.camera_of(name)) is not None:
-            of_map[mounted.prefix] = replace(camera, size=None)
-    of_rig = {**of_map, **rig.intrinsics()}
+            by_prefix[mounted.prefix] = replace(camera, size=None)
+    by_prefix |= rig.intrinsics()
     mounted = {name: rig.camera_of(name) for name in names}
-    return {name: of_rig[each.prefix] for name, each in mounted.items() if each and each.prefix in of_rig}
+    return {n: by_prefix[each.prefix] for n, each in mounted.items() if each and each.prefix in by_prefix}

@@ -1,10 +1,12 @@
-"""What localisation says of a photo."""
+"""The pose of a photo, or of pictures fixed to each other, from matches of their keypoints with points.
+
+Several pictures are one generalised camera, whose rays leave from several centres; a single photo is a rig of
+one. COLMAP's LO-RANSAC over P3P and GP3P (Kukelova et al. 2016) finds the pose, and its refinement ends it.
+"""
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import hypot
 from pathlib import Path
@@ -13,16 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from matcher.cameras import Camera
-from matcher.config import RefineConfig
-from matcher.errors import IntegrityError
 from matcher.export.colmap import FULL_FRAME, GUESSED_FOCAL, import_pycolmap, read_exif, to_colmap
-from matcher.images import limit_for, read_image
-from matcher.localization.sparse_map import SparseMap
-from matcher.refine import ImagePyramid, refine_matches
-from matcher.sfm.reconstruct import as_our_camera
-from matcher.types import Matches
-
-# --- pose: What localisation says of a photo.
+from matcher.sfm.models import as_our_camera
 
 PoseStatus = Literal[
     "ok",
@@ -35,22 +29,6 @@ PoseStatus = Literal[
     "wrong_camera",  # far more matches agree, or agree much better, with another camera
     "implausible",  # the pose cannot be: points behind the camera, or inliers in one spot
 ]
-
-
-def _no_pixels() -> np.ndarray:
-    return np.zeros((0, 2))
-
-
-def _no_points() -> np.ndarray:
-    return np.zeros((0, 3))
-
-
-def _no_ids() -> np.ndarray:
-    return np.zeros(0, np.int64)
-
-
-def _no_flags() -> np.ndarray:
-    return np.zeros(0, bool)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -70,10 +48,10 @@ class Pose:
     reason: str  # in words; empty when ok
     cam_from_world: np.ndarray | None = None  # (4, 4) float64, the map's units
     camera: Camera | None = None  # the given one, or the one whose focal length was found
-    points2d: np.ndarray = field(default_factory=_no_pixels)  # (K, 2) stored pixels
-    points3d: np.ndarray = field(default_factory=_no_points)  # (K, 3) their partners, world
-    point_ids: np.ndarray = field(default_factory=_no_ids)  # (K,) in the COLMAP model
-    inliers: np.ndarray = field(default_factory=_no_flags)  # (K,)
+    points2d: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))  # (K, 2) stored pixels
+    points3d: np.ndarray = field(default_factory=lambda: np.zeros((0, 3)))  # (K, 3) their partners, world
+    point_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # (K,) in the COLMAP model
+    inliers: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # (K,)
     # (6, 6) of a turn about the camera's axes (radians) and a shift along them (the map's units), as if the
     # points of the map were exact.
     covariance: np.ndarray | None = None
@@ -126,15 +104,12 @@ class Pose:
         return f"Pose(ok, at ({centre}), {self.num_inliers} of {len(self.inliers)} matches agree)"
 
 
-# --- absolute_pose: The pose of a camera from matches with points: LO-RANSAC, then refinement and its
-# covariance.
+# --- Estimation
 
 MIN_MATCHES = 4  # P3P and one that confirms it
-ITERATIONS = 10_000
-CONFIDENCE = 0.9999
-LOSS = 1.0  # pixels of the resized image, of the Cauchy loss
-_ROUNDS = 3  # of refinement and a new choice of inliers
-_SAMPLE = {False: 3, True: 4}  # matches that a pose needs, by whether the focal length is unknown
+CONFIDENCE = 0.9999  # of RANSAC
+LOSS = 1.0  # pixels, of the Cauchy loss
+ALONE = np.eye(4)[None]  # cam_from_rig of a single picture
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +123,16 @@ class Matches3d:
     def select(self, index: np.ndarray) -> Matches3d:
         """Some of them."""
         return Matches3d(self.points2d[index], self.points3d[index], self.keypoints[index])
+
+    @staticmethod
+    def joined(matches: Sequence[Matches3d]) -> Matches3d:
+        """Those of several pictures, keypoints numbered on."""
+        starts = np.cumsum([0, *(int(each.keypoints.max(initial=-1)) + 1 for each in matches)])
+        return Matches3d(
+            np.concatenate([each.points2d for each in matches]),
+            np.concatenate([each.points3d for each in matches]),
+            np.concatenate([each.keypoints + start for each, start in zip(matches, starts, strict=False)]),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,103 +157,127 @@ def estimate_pose(
         focal_known: otherwise it is estimated too.
         seed: of the sampling.
     """
+    if focal_known:
+        found = estimate_poses([matches], [camera], ALONE, [max_error], seed=seed)
+        return found and found[0]
     if len(matches.points2d) < MIN_MATCHES:
         return None
-    if focal_known:
-        start = _by_poselib(matches, camera, max_error, seed)
-    else:
-        start = _by_unknown_focal(matches, camera, max_error, seed)
-    return None if start is None else refine_pose(start, matches, max_error, refine_focal=not focal_known)
-
-
-def _by_poselib(matches: Matches3d, camera: Camera, max_error: float, seed: int) -> PoseEstimate | None:
-    import poselib
-
-    points, pinhole = undistorted(matches.points2d, camera)
-    usable = np.isfinite(points).all(axis=1)
-    ransac = {
-        "max_reproj_error": max_error,  # the name of PoseLib 2.0
-        "max_error": max_error,  # of later versions
-        "max_iterations": ITERATIONS,
-        "success_prob": CONFIDENCE,
-        "seed": seed,
-    }
-    if usable.sum() < MIN_MATCHES:
-        return None
-    pose, info = poselib.estimate_absolute_pose(
-        points[usable], matches.points3d[usable], pinhole, ransac, {"max_iterations": 50}
-    )
-    inliers = np.zeros(len(points), dtype=bool)
-    inliers[usable] = np.asarray(info["inliers"], dtype=bool)
-    if inliers.sum() < MIN_MATCHES:
-        return None
-    return PoseEstimate(np.vstack([pose.Rt, [0, 0, 0, 1]]), camera, inliers)
-
-
-def _by_unknown_focal(matches: Matches3d, camera: Camera, max_error: float, seed: int) -> PoseEstimate | None:
     pycolmap = import_pycolmap()
     options = pycolmap.AbsolutePoseEstimationOptions(estimate_focal_length=True)
-    options.ransac.max_error, options.ransac.random_seed = max_error, seed
-    options.ransac.max_num_trials, options.ransac.confidence = ITERATIONS, CONFIDENCE
+    options.ransac = _ransac(max_error, seed)
     theirs = as_colmap_camera(camera)
-    found = pycolmap.estimate_absolute_pose(
-        to_colmap(matches.points2d), matches.points3d, theirs, estimation_options=options
-    )
+    points = to_colmap(matches.points2d)
+    found = pycolmap.estimate_absolute_pose(points, matches.points3d, theirs, estimation_options=options)
     if found is None or found["num_inliers"] < MIN_MATCHES + 1:
         return None
-    inliers = np.asarray(found["inlier_mask"], dtype=bool)
-    pose = np.vstack([found["cam_from_world"].matrix(), [0, 0, 0, 1]])
-    found_camera = as_our_camera(found["camera"]) if "camera" in found else as_our_camera(theirs)
-    return PoseEstimate(pose, replace(found_camera, size=camera.size), inliers)
+    camera = replace(as_our_camera(found.get("camera", theirs)), size=camera.size)
+    start = PoseEstimate(_matrix(found["cam_from_world"]), camera, np.asarray(found["inlier_mask"], bool))
+    return refine_pose(start, matches, max_error, refine_focal=True)
 
 
 def refine_pose(
     start: PoseEstimate, matches: Matches3d, max_error: float, *, refine_focal: bool = False
 ) -> PoseEstimate | None:
-    """A pose refined on its inliers, which are chosen again a few times; None where too few are left."""
+    """`refine_poses` of a single picture."""
+    found = refine_poses([start], [matches], ALONE, [max_error], refine_focal=refine_focal)
+    return found and found[0]
+
+
+def estimate_poses(
+    matches: Sequence[Matches3d],
+    cameras: Sequence[Camera],
+    cam_from_rig: np.ndarray,
+    max_errors: Sequence[float],
+    *,
+    seed: int = 0,
+) -> list[PoseEstimate] | None:
+    """The poses of R pictures that are fixed to each other, None where there is none.
+
+    Args:
+        matches: of each picture, some wrong.
+        cameras: with their sizes.
+        cam_from_rig: (R, 4, 4).
+        max_errors: of an inlier in each picture, stored pixels.
+        seed: of the sampling.
+    """
+    joined = Matches3d.joined(matches)
+    if len(joined.points2d) < MIN_MATCHES:
+        return None
+    found = import_pycolmap().estimate_generalized_absolute_pose(
+        to_colmap(joined.points2d),
+        joined.points3d,
+        _picture_of_each(matches),
+        [as_rigid(pose) for pose in cam_from_rig],
+        [as_colmap_camera(camera) for camera in cameras],
+        _ransac(float(np.mean(max_errors)), seed),
+    )
+    if found is None or found["num_inliers"] < MIN_MATCHES:
+        return None
+    poses, inliers = cam_from_rig @ _matrix(found["rig_from_world"]), _split(found["inlier_mask"], matches)
+    start = [PoseEstimate(*each) for each in zip(poses, cameras, inliers, strict=True)]
+    return refine_poses(start, matches, cam_from_rig, max_errors)
+
+
+def refine_poses(
+    start: Sequence[PoseEstimate],
+    matches: Sequence[Matches3d],
+    cam_from_rig: np.ndarray,
+    max_errors: Sequence[float],
+    *,
+    refine_focal: bool = False,
+) -> list[PoseEstimate] | None:
+    """Poses refined on their inliers, which are chosen again each of three times; None with too few left.
+
+    `refine_focal` refines the focal length, too, of a single picture. Other arguments: see `estimate_poses`.
+    """
     pycolmap = import_pycolmap()
     options = pycolmap.AbsolutePoseRefinementOptions(
         refine_focal_length=refine_focal, refine_extra_params=False, loss_function_scale=LOSS
     )
-    found = start
-    for _ in range(_ROUNDS):
-        if found.inliers.sum() < MIN_MATCHES:
+    joined, number = Matches3d.joined(matches), _picture_of_each(matches)
+    cameras, inliers = [each.camera for each in start], [each.inliers for each in start]
+    rig_from_world = np.linalg.inv(cam_from_rig[0]) @ start[0].cam_from_world
+    for _ in range(3):
+        used = np.concatenate(inliers)
+        if used.sum() < MIN_MATCHES:
             return None
-        theirs = as_colmap_camera(found.camera)
-        result = pycolmap.refine_absolute_pose(
-            as_rigid(found.cam_from_world),
-            to_colmap(matches.points2d),
-            matches.points3d,
-            found.inliers,
-            theirs,
-            options,
-            return_covariance=True,
-        )
+        theirs, points = [as_colmap_camera(camera) for camera in cameras], to_colmap(joined.points2d)
+        if len(start) == 1:
+            pose = as_rigid(cam_from_rig[0] @ rig_from_world)
+            given = pose, points, joined.points3d, used, theirs[0], options
+            result = pycolmap.refine_absolute_pose(*given, return_covariance=True)
+        else:
+            pose, fixed = as_rigid(rig_from_world), [as_rigid(pose) for pose in cam_from_rig]
+            given = pose, points, joined.points3d, used, number, fixed, theirs, options
+            result = pycolmap.refine_generalized_absolute_pose(*given, return_covariance=True)
         if result is None:
             return None
-        pose = np.vstack([result["cam_from_world"].matrix(), [0, 0, 0, 1]])
-        refined = result.get("camera", theirs)
-        camera = replace(as_our_camera(refined), size=found.camera.size) if refine_focal else found.camera
-        errors = reprojection_errors(matches, pose, camera)
-        found = PoseEstimate(pose, camera, errors < max_error, covariance_of(result, errors, found.inliers))
-    return found if found.inliers.sum() >= MIN_MATCHES else None
+        if len(start) == 1:
+            rig_from_world = np.linalg.inv(cam_from_rig[0]) @ _matrix(result["cam_from_world"])
+        else:
+            rig_from_world = _matrix(result["rig_from_world"])
+        if refine_focal:
+            size = cameras[0].size
+            cameras = [replace(as_our_camera(result.get("camera", theirs[0])), size=size)]
+        poses = cam_from_rig @ rig_from_world
+        errors = [reprojection_errors(*each) for each in zip(matches, poses, cameras, strict=True)]
+        inliers = [error < limit for error, limit in zip(errors, max_errors, strict=True)]
+    if sum(map(np.count_nonzero, inliers)) < MIN_MATCHES:
+        return None
+    covariance = _covariance(result, np.concatenate(errors)[used])
+    turns = [np.kron(np.eye(2), fixed[:3, :3]) for fixed in cam_from_rig]
+    spreads = [covariance if covariance is None else turn @ covariance @ turn.T for turn in turns]
+    return [PoseEstimate(*each) for each in zip(poses, cameras, inliers, spreads, strict=True)]
 
 
-def covariance_of(result: dict[str, Any], errors: np.ndarray, inliers: np.ndarray) -> np.ndarray | None:
-    """(6, 6) in radians and the map's units, for the noise that the inliers' errors show.
-
-    Args:
-        result: of pycolmap's refinement.
-        errors: (M,) reprojection errors, pixels.
-        inliers: (M,) those that were refined on.
-    """
+def _covariance(result: dict[str, Any], errors: np.ndarray) -> np.ndarray | None:
+    """(6, 6) in radians and the map's units, for the noise that the inliers' errors (pixels) show."""
     given = result.get("covariance")
     if given is None or not np.isfinite(given).all():
         return None
     # The tangent of a quaternion is half of the turn; COLMAP assumes errors of one pixel.
     scale = np.diag([2.0, 2.0, 2.0, 1.0, 1.0, 1.0])
-    variance = float(np.mean(np.square(errors[inliers]))) / 2
-    return scale @ np.asarray(given)[:6, :6] @ scale * variance
+    return scale @ np.asarray(given)[:6, :6] @ scale * float(np.mean(np.square(errors))) / 2
 
 
 def reprojection_errors(matches: Matches3d, cam_from_world: np.ndarray, camera: Camera) -> np.ndarray:
@@ -282,51 +291,26 @@ def reprojection_errors(matches: Matches3d, cam_from_world: np.ndarray, camera: 
     return np.where(np.isnan(errors), np.inf, errors)
 
 
-def undistorted(points: np.ndarray, camera: Camera) -> tuple[np.ndarray, dict[str, Any]]:
-    """Points (M, 2) without distortion, and the pinhole camera that they are of, for PoseLib."""
-    focal = (camera.fx + camera.fy) / 2
-    rays = np.asarray(as_colmap_camera(camera).cam_from_img(to_colmap(points)), dtype=np.float64)
-    width, height = camera.size or (1, 1)
-    params = [focal, focal, 0.0, 0.0]
-    return rays * focal, {"model": "PINHOLE", "width": width, "height": height, "params": params}
+def _ransac(max_error: float, seed: int) -> Any:
+    return import_pycolmap().RANSACOptions(max_error=max_error, random_seed=seed, confidence=CONFIDENCE)
 
 
-def log10_false_alarms(
-    matches: Matches3d, inliers: np.ndarray, area: float, max_error: float, *, focal_known: bool = True
-) -> float:
-    """log10 of how many poses chance would give that as many keypoints agree with, at most.
-
-    Args:
-        matches: all that the pose was estimated from.
-        inliers: (M,) those that agree.
-        area: of the image, stored pixels².
-        max_error: of an inlier, stored pixels.
-        focal_known: a sample is one larger where it is not.
-    """
-    total = len(np.unique(matches.keypoints))
-    agreeing = len(np.unique(matches.keypoints[inliers]))
-    sample = _SAMPLE[not focal_known]
-    if agreeing <= sample:
-        return math.inf
-    chance = min(1.0, math.pi * max_error**2 / area * len(matches.keypoints) / total)
-
-    def choose(n: int, k: int) -> float:
-        return (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(10)
-
-    return (
-        math.log10(max(total - sample, 1))
-        + choose(total, agreeing)
-        + choose(agreeing, sample)
-        + (agreeing - sample) * math.log10(chance)
-    )
+def _picture_of_each(matches: Sequence[Matches3d]) -> list[int]:
+    return np.repeat(np.arange(len(matches)), [len(each.points2d) for each in matches]).tolist()
 
 
-def spread(points: np.ndarray, size: Sequence[int]) -> float:
-    """Share of the image's area under the points' ellipse of two standard deviations."""
-    if len(points) < 3:
-        return 0.0
-    covariance = np.cov(points.T)
-    return float(4 * math.pi * math.sqrt(max(np.linalg.det(covariance), 0.0)) / (size[0] * size[1]))
+def _split(values: Any, matches: Sequence[Matches3d]) -> list[np.ndarray]:
+    return np.split(np.asarray(values, bool), np.cumsum([len(each.points2d) for each in matches])[:-1])
+
+
+def _matrix(rigid: Any) -> np.ndarray:
+    return np.vstack([rigid.matrix(), [0, 0, 0, 1]])
+
+
+def as_rigid(pose: np.ndarray) -> Any:
+    """A `pycolmap.Rigid3d` of (4, 4) or (3, 4)."""
+    pycolmap = import_pycolmap()
+    return pycolmap.Rigid3d(pycolmap.Rotation3d(pose[:3, :3]), pose[:3, 3])
 
 
 def as_colmap_camera(camera: Camera) -> Any:
@@ -336,120 +320,25 @@ def as_colmap_camera(camera: Camera) -> Any:
     return import_pycolmap().Camera(model=model, width=width, height=height, params=list(params))
 
 
-def as_rigid(pose: np.ndarray) -> Any:
-    """A `pycolmap.Rigid3d` of (4, 4) or (3, 4)."""
-    pycolmap = import_pycolmap()
-    return pycolmap.Rigid3d(pycolmap.Rotation3d(pose[:3, :3]), pose[:3, 3])
+# --- Cameras that are not known
 
 
-# --- unknown_camera: Cameras to try where a photo comes without one.
-
-
-def cameras_to_try(path: Path | None, size: tuple[int, int], model: SparseMap) -> list[Camera]:
-    """Cameras of a photo, the most credible first: its EXIF's, then the map's own for that size.
+def cameras_to_try(path: Path | None, size: tuple[int, int], known: Sequence[Camera]) -> list[Camera]:
+    """Cameras of a photo, the most credible first: its EXIF's, then the most frequent known one of its size.
 
     Their focal length is refined. The list is empty where nothing is known.
     """
     found = []
     if path is not None and (focal := read_exif(path).focal_35mm):
-        found.append(pinhole(focal / hypot(*FULL_FRAME) * hypot(*size), size))
-    same = [camera for camera in model.cameras if camera.size == size]
-    if same:
-        found.append(max(same, key=same.count))
-    return found
+        found.append(_pinhole(focal / hypot(*FULL_FRAME) * hypot(*size), size))
+    same = [camera for camera in known if camera.size == size]
+    return [*found, max(same, key=same.count)] if same else found
 
 
 def any_camera(size: tuple[int, int]) -> Camera:
     """A camera of which only the focal length is to be found."""
-    return pinhole(GUESSED_FOCAL * max(size), size)
+    return _pinhole(GUESSED_FOCAL * max(size), size)
 
 
-def pinhole(focal: float, size: tuple[int, int]) -> Camera:
-    """Without distortion, the principal point in the middle."""
-    middle = (size[0] - 1) / 2, (size[1] - 1) / 2
-    return Camera(focal, focal, *middle, size, "SIMPLE_PINHOLE")
-
-
-# --- subpixel: A photo's keypoints moved to where it looks most like the map's images.
-
-_KEPT = 16  # pyramids of map images in memory
-
-
-class MapImages:
-    """Pyramids of the map's images, read when they are needed; the last few are kept."""
-
-    def __init__(
-        self,
-        model: SparseMap,
-        path: Callable[[str], Path],
-        zoom: Callable[[str], float],
-        has_changed: Callable[[str], bool],
-    ) -> None:
-        """By name of image: its file, resized for stored pixels, and whether it is another file now."""
-        self._model, self._path, self._zoom, self._has_changed = model, path, zoom, has_changed
-        self._kept: OrderedDict[int, ImagePyramid] = OrderedDict()
-        self.absent: set[str] = set()  # names of images that were asked for and whose files are gone
-
-    def __call__(self, image: int) -> ImagePyramid | None:
-        """The pyramid of an image, None if its file is not there any more.
-
-        Raises:
-            IntegrityError: the file is not the one in which the keypoints were found.
-        """
-        if image in self._kept:
-            self._kept.move_to_end(image)
-            return self._kept[image]
-        name, wanted = self._model.names[image], self._model.cameras[image].size
-        path = self._path(name)
-        if not path.is_file():
-            self.absent.add(name)
-            return None
-        pixels = read_image(path, resize=None, upright=False, keep_stored=True, max_pixels=limit_for(wanted))
-        if pixels.size != wanted:
-            raise IntegrityError(
-                f"{path} is {pixels.size[0]} x {pixels.size[1]} pixels now, and was {wanted[0]} x "
-                f"{wanted[1]} when the map was made: put the old file back, or make the map again"
-            )
-        if self._has_changed(name):
-            raise IntegrityError(
-                f"{path} has changed since its keypoints were found: put the old file back, or make the map "
-                "again"
-            )
-        self._kept[image] = ImagePyramid.of(pixels)._replace(zoom=self._zoom(name))
-        while len(self._kept) > _KEPT:
-            self._kept.popitem(last=False)
-        return self._kept[image]
-
-
-def refined_positions(
-    images: MapImages,
-    model: SparseMap,
-    photo: ImagePyramid,
-    positions: np.ndarray,
-    table: np.ndarray,
-    config: RefineConfig,
-) -> np.ndarray:
-    """(M, 2) positions in the photo; those that cannot be refined stay.
-
-    Args:
-        images: of the map.
-        model: the map.
-        photo: the photo's pyramid.
-        positions: (N, 2) of its keypoints.
-        table: (M, 4) inliers: keypoint, point, map image, its keypoint.
-        config: window and acceptance.
-    """
-    found = positions[table[:, 0]].astype(np.float64)
-    for image in np.unique(table[:, 2]).tolist():
-        rows = np.flatnonzero(table[:, 2] == image)
-        pyramid = images(image)
-        if pyramid is None:
-            continue
-        indices = table[rows][:, [3, 0]]
-        ends = model.keypoints[image][indices[:, 0]], found[rows]
-        ends = tuple(end.astype(np.float32) for end in ends)
-        matches = Matches(indices, *ends, np.ones(len(rows), np.float32))
-        refined = refine_matches(pyramid, photo, matches, config)
-        accepted = refined.refinement.accepted
-        found[rows[accepted]] = refined.points1[accepted]
-    return found
+def _pinhole(focal: float, size: tuple[int, int]) -> Camera:
+    return Camera(focal, focal, (size[0] - 1) / 2, (size[1] - 1) / 2, size, "SIMPLE_PINHOLE")

@@ -1,4 +1,4 @@
-"""The points of a COLMAP model as arrays, by the keypoints of a run that observe them."""
+"""What a map is: points by the keypoints that observe them, the policy of localising, an index of images."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import hashlib
 import io
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from zipfile import BadZipFile
 
 import numpy as np
@@ -27,21 +28,11 @@ from matcher.match.retrieval import (
     strongest_descriptors,
 )
 from matcher.match.steering import rotated_descriptors
-from matcher.sfm.reconstruct import (
-    camera_of_model,
-    check_finite,
-    check_model_poses,
-    check_points,
-    find_model,
-    read_model,
-)
+from matcher.sfm.models import camera_of_model, check_numbers, check_poses_of, find_model, read_model
 from matcher.types import Features
 
 if TYPE_CHECKING:
     from matcher.collection.store import Store
-
-
-# --- sparse_map: The points of a COLMAP model as arrays, by the keypoints of a run that observe them.
 
 _HALF_PIXEL = 0.5  # COLMAP's origin is the corner of the first pixel
 _MOVED = 4.0  # pixels of the resized image by which refinement may have moved half of the keypoints
@@ -83,54 +74,39 @@ def read_sparse_map(folder: str | Path, store: Store) -> SparseMap:
             f"PHOTOS --poses {folder} --out NEW_MODEL`"
         )
     images = sorted((model.image(number) for number in model.reg_image_ids()), key=lambda image: image.name)
-    known = {image.name: image for image in store.images() if image.status == "done"}
+    known = {image.name for image in store.images() if image.status == "done"}
     if absent := [image.name for image in images if image.name not in known]:
         raise UsageError(
             f"the run {store.folder} lacks {len(absent)} of the {len(images)} images of {place}, such as "
             f"{absent[0]}: name the run of this model, or triangulate its poses anew by `matcher sfm PHOTOS "
             f"--poses {folder} --out NEW_MODEL`"
         )
-    columns = [_observations(image, rows) for image in images]
-    for image, (points, _) in zip(images, columns, strict=True):
-        check_finite(place, f"a keypoint of {image.name}", points)
-        _check_keypoints(store, image.name, points, place)
+    keypoints, points = [], []
+    for image in images:
+        seen = list(image.points2D)
+        keypoints.append(np.array([p.xy for p in seen], np.float64).reshape(-1, 2) - _HALF_PIXEL)
+        points.append(np.array([rows[p.point3D_id] if p.has_point3D() else -1 for p in seen], np.int64))
+        check_numbers(place, f"a keypoint of {image.name}", keypoints[-1])
+        own = store.keypoints(image.name)
+        same = len(own) == len(seen)
+        if same and len(own):
+            moved = np.median(np.linalg.norm(own - keypoints[-1], axis=1))
+            same = moved < _MOVED / min(store.scale(image.name))
+        if not same:
+            raise IntegrityError(
+                f"{place}: the {len(seen)} keypoints of {image.name} are not the {len(own)} of the run "
+                f"{store.folder}, whose images or settings have changed since, or which is another model's: "
+                f"reconstruct again with `matcher sfm {store.folder} --out NEW_MODEL`, or triangulate the "
+                "model's poses anew with `matcher sfm PHOTOS --poses MODEL --out NEW_MODEL`"
+            )
+    xyz = np.array([model.point3D(number).xyz for number in rows], dtype=np.float64).reshape(-1, 3)
+    check_numbers(place, "a point", xyz)
     poses = np.tile(np.eye(4), (len(images), 1, 1))
     poses[:, :3] = [image.cam_from_world().matrix() for image in images]
-    xyz = np.array([model.point3D(number).xyz for number in rows], dtype=np.float64).reshape(-1, 3)
-    check_model_poses(place, "a pose", poses)
-    check_points(place, xyz)
-    return SparseMap(
-        names=tuple(image.name for image in images),
-        cam_from_world=poses,
-        cameras=tuple(camera_of_model(place, model.camera(image.camera_id)) for image in images),
-        keypoints=tuple(points for points, _ in columns),
-        points=tuple(partners for _, partners in columns),
-        xyz=xyz,
-        ids=np.array(list(rows), dtype=np.int64),
-    )
-
-
-def _observations(image: Any, rows: dict[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Keypoints (N, 2) in our pixels and their points (N,)."""
-    seen = list(image.points2D)
-    xy = np.array([point.xy for point in seen], dtype=np.float64).reshape(-1, 2) - _HALF_PIXEL
-    return xy, np.array([rows[p.point3D_id] if p.has_point3D() else -1 for p in seen], dtype=np.int64)
-
-
-def _check_keypoints(store: Store, name: str, points: np.ndarray, place: Path) -> None:
-    own = store.keypoints(name)
-    far = _MOVED / min(store.scale(name))
-    if len(own) == len(points) and (len(own) == 0 or np.median(np.linalg.norm(own - points, axis=1)) < far):
-        return
-    raise IntegrityError(
-        f"{place}: the {len(points)} keypoints of {name} are not the {len(own)} of the run {store.folder}, "
-        "whose images or settings have changed since, or which is another model's: reconstruct again with "
-        f"`matcher sfm {store.folder} --out NEW_MODEL`, or triangulate the model's poses anew with "
-        "`matcher sfm PHOTOS --poses MODEL --out NEW_MODEL`"
-    )
-
-
-# --- settings: How photos are localised, and when a pose is refused.
+    check_poses_of(place, "a pose", poses)
+    cameras = tuple(camera_of_model(place, model.camera(image.camera_id)) for image in images)
+    names, ids = tuple(image.name for image in images), np.array(list(rows), dtype=np.int64)
+    return SparseMap(names, poses, cameras, tuple(keypoints), tuple(points), xyz, ids)
 
 
 @dataclass(frozen=True)
@@ -175,14 +151,11 @@ class LocalizationConfig:
                 raise UsageError(f"{name} must not be negative, but it is {getattr(self, name)!r}")
 
 
-# --- retrieval_index: Which images of a map look most like a photo: one global descriptor per image, kept
-# beside the run.
+# --- Retrieval
 
 _BLOCK = 128  # rows compared at once, so that they fit a core's cache
 # In large maps, images are compared by sums of neighbouring components first, and this many of them exactly.
 _SKETCH, _SHORTLIST = 1024, 512
-_OVERHEAD = 1 << 16  # bytes of a file beside its arrays
-_LONGEST_DESCRIPTOR = 4096  # values
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,28 +179,23 @@ class RetrievalIndex:
         """(k,) rows of the most similar images, best first, and their similarity, at most 1."""
         if self.vocabulary is None or not bool(features.mask.any()):
             return np.zeros(0, np.int64), np.zeros(0, np.float32)
-        described = [
-            self.vocabulary.describe(turned)
-            for turned in rotated_descriptors(strongest_descriptors(features), self.kind)
-        ]
-        queries = np.array(described, dtype=np.float32)
-        rows = np.arange(len(self.table))
-        if len(rows) > 4 * max(_SHORTLIST, k) and self.table.shape[1] % _SKETCH == 0:
+        turned = rotated_descriptors(strongest_descriptors(features), self.kind)
+        queries = np.array([self.vocabulary.describe(each) for each in turned], dtype=np.float32)
+        rows, few = np.arange(len(self.table)), max(_SHORTLIST, k)
+        if len(rows) > 4 * few and self.table.shape[1] % _SKETCH == 0:
             roughly = (self._sketches @ _sketch(queries).T).max(axis=1)
-            rows = np.sort(np.argpartition(-roughly, max(_SHORTLIST, k))[: max(_SHORTLIST, k)])
-        found = [
-            (self.table[rows[start : start + _BLOCK]].astype(np.float32) @ queries.T).max(axis=1)
-            for start in range(0, len(rows), _BLOCK)
-        ]
-        similarity = np.concatenate(found)
+            rows = np.sort(np.argpartition(-roughly, few)[:few])
+        blocks = [self.table[rows[i : i + _BLOCK]] for i in range(0, len(rows), _BLOCK)]
+        similarity = np.concatenate([(block.astype(np.float32) @ queries.T).max(axis=1) for block in blocks])
         best = np.argsort(-similarity, kind="stable")[:k]
         return rows[best], similarity[best]
 
     @cached_property
     def _sketches(self) -> np.ndarray:
         """(I, 1024) float32: the components have random signs already, so sums of them keep similarities."""
-        blocks = [_sketch(self.table[i : i + _BLOCK]) for i in range(0, len(self.table), _BLOCK)]
-        return np.concatenate(blocks)
+        return np.concatenate(
+            [_sketch(self.table[i : i + _BLOCK]) for i in range(0, len(self.table), _BLOCK)]
+        )
 
 
 def _sketch(rows: np.ndarray) -> np.ndarray:
@@ -247,48 +215,30 @@ def open_index(
         features: the features of an image.
     """
     wanted = hashlib.sha256("\n".join(map(" ".join, zip(names, digests, strict=True))).encode()).hexdigest()
-    path = folder / FILE
-    try:
-        if (index := _read(path, wanted, len(names))) is not None:
-            return index
-    except (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, BadZipFile, zlib.error):
-        pass  # absent or damaged: it can be made again
+    with suppress(OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, BadZipFile, zlib.error):
+        return _read(folder / FILE, wanted, len(names))  # absent or damaged: it can be made again
     index = RetrievalIndex.build(names, features)
-    _keep(index, path, wanted)
+    own, buffer = index.vocabulary or Vocabulary(*(np.zeros((0, n)) for n in (0, 1, 1)), 0), io.BytesIO()
+    arrays = dict(words=own.words, target=own.target, sign=own.sign, table=index.table)
+    np.savez(buffer, length=index.table.shape[1], kind=index.kind, of=wanted, **arrays)
+    with suppress(OSError):  # a folder that cannot be written costs time only
+        write_whole(folder / FILE, buffer.getvalue())
     return index
 
 
-def _read(path: Path, of: str, images: int) -> RetrievalIndex | None:
-    """A kept index, None if it is of other images; errors of many kinds where it is damaged."""
-    most = images * LENGTH * 2 + WORDS * _LONGEST_DESCRIPTOR * (4 + 8 + 4) + _OVERHEAD
+def _read(path: Path, of: str, images: int) -> RetrievalIndex:
+    """A kept index, which anybody may have made; errors of many kinds where it is damaged or of others."""
+    most = images * LENGTH * 2 + WORDS * 4096 * (4 + 8 + 4) + (1 << 16)  # bytes, descriptors up to 4096 long
     with np.load(path, allow_pickle=False) as stored:
-        if sum(member.file_size for member in stored.zip.infolist()) > most:
-            raise ValueError("it would unpack to more than an index of these images takes")
-        if str(stored["of"]) != of:
-            return None
+        if sum(member.file_size for member in stored.zip.infolist()) > most or str(stored["of"]) != of:
+            raise ValueError("it is of other images, or would unpack to more than an index of these takes")
         words, target, sign, table = (stored[name] for name in ("words", "target", "sign", "table"))
         length, kind = int(stored["length"]), str(stored["kind"])
-    if table.shape != (images, length) or not np.isfinite(table).all():
-        raise ValueError("its table is not one of these images")
-    if not words.size:
-        return RetrievalIndex(None, table, kind)
-    if words.ndim != 2 or not np.isfinite(words).all():
-        raise ValueError("its words are none")
-    if (target.shape, sign.shape) != ((words.size,), (words.size,)) or not (np.abs(sign) == 1).all():
-        raise ValueError("its words are not folded as they should be")
-    if target.dtype.kind != "i" or not ((target >= 0) & (target < length)).all():
-        raise ValueError("its words are folded out of the table")
-    return RetrievalIndex(Vocabulary(words, target, sign, length), table, kind)
-
-
-def _keep(index: RetrievalIndex, path: Path, of: str) -> None:
-    """Write an index beside its run; a folder that cannot be written costs time only."""
-    own, buffer = index.vocabulary, io.BytesIO()
-    words = np.zeros((0, 0), np.float32) if own is None else own.words
-    target, sign = (np.zeros(0), np.zeros(0)) if own is None else (own.target, own.sign)
-    arrays = dict(words=words, target=target, sign=sign, table=index.table)
-    np.savez(buffer, length=index.table.shape[1], kind=index.kind, of=of, **arrays)
-    try:
-        write_whole(path, buffer.getvalue())
-    except OSError:
-        return
+    sound = table.shape == (images, length) and np.isfinite(table).all()
+    if words.size:
+        sound = sound and words.ndim == 2 and np.isfinite(words).all() and target.dtype.kind == "i"
+        sound = sound and target.shape == sign.shape == (words.size,) and (np.abs(sign) == 1).all()
+        sound = sound and ((target >= 0) & (target < length)).all()
+    if not sound:
+        raise ValueError("its arrays are none of an index")
+    return RetrievalIndex(Vocabulary(words, target, sign, length) if words.size else None, table, kind)

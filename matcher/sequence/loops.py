@@ -23,7 +23,8 @@ from matcher.collection.schema import StoredPair
 from matcher.config import EstimationConfig
 from matcher.export.colmap import CameraChoice, import_pycolmap
 from matcher.files import write_output
-from matcher.sfm.reconstruct import GivenPoses, ReconstructionError, reconstruct
+from matcher.sfm.models import GivenPoses
+from matcher.sfm.reconstruct import ReconstructionError, reconstruct
 from matcher.verify.adjustment import fundamental_from_pose, sampson
 from matcher.verify.estimation import RobustEstimator
 from matcher.viz.recording import RecordingFile

@@ -14,25 +14,15 @@ from matcher.cameras import Camera, read_rig_config
 from matcher.collection.collection import Collection
 from matcher.collection.pairs import BEST
 from matcher.collection.runner import OnProgress, add_pairs
-from matcher.collection.schema import DATABASE
 from matcher.collection.sources import PairChoice, Photos, default_choice
 from matcher.collection.store import Store, Writer
 from matcher.errors import IntegrityError, UsageError
 from matcher.export.colmap import CameraChoice, read_exif
+from matcher.export.output import check_folder
 from matcher.images import list_images
 from matcher.match.retrieval import similar_pairs
-from matcher.sfm.models import read_summary
-from matcher.sfm.reconstruct import (
-    RIG,
-    GivenPoses,
-    MappingOptions,
-    Reconstruction,
-    read_given_poses,
-    reconstruct,
-)
-
-# --- more_pairs: Further pairs for a model that lacks images, where the pairs of its run were chosen
-# sparingly.
+from matcher.sfm.models import GivenPoses, find_run, read_given_poses
+from matcher.sfm.reconstruct import RIG, MappingOptions, Reconstruction, reconstruct
 
 # Images up to which a reconstruction matches every pair, and neighbours of each image in larger collections.
 EXHAUSTIVE_UP_TO, NEIGHBOURS = 100, 30
@@ -64,7 +54,9 @@ class MorePairs:
         if self._rounds is None:
             self._rounds = self._candidates()
         for pairs in self._rounds:
-            if new := self._added(pairs, without_pose):
+            with Writer(self._collection.run_dir) as writer:
+                new = add_pairs(writer, (pair for pair in pairs if without_pose & set(pair)))[1]
+            if new:
                 if self._on_round is not None:
                     self._on_round(len(without_pose), new)
                 self._collection.run(on_progress=self._on_progress)
@@ -78,48 +70,11 @@ class MorePairs:
             names = sorted(image.name for image in store.images() if image.status == "done")
         if not isinstance(choice, PairChoice) or choice.method != "preemptive":
             return
-        yield self._similar(names, BEST)
         everything = len(names) <= EXHAUSTIVE_UP_TO
-        yield combinations(names, 2) if everything else self._similar(names, choice.neighbours or NEIGHBOURS)
-
-    def _similar(self, names: list[str], k: int) -> list[tuple[str, str]]:
-        with self._collection.store as store:
-            return list(similar_pairs(names, store.features, k))
-
-    def _added(self, pairs: Iterable[tuple[str, str]], without_pose: frozenset[str]) -> int:
-        """Of these pairs, those with an image without a pose go to the run; how many are new."""
-        with Writer(self._collection.run_dir) as writer:
-            return add_pairs(writer, (pair for pair in pairs if without_pose & set(pair)))[1]
-
-
-# --- growing: More photos for a model that exists: matched in its run, registered, triangulated and
-# adjusted.
-
-_PHOTOS = "photos"  # the source of a run whose features were extracted by the package
-
-
-def find_run(model: str | Path) -> Path:
-    """The folder of the run that a model was made from.
-
-    Raises:
-        UsageError: the model does not say, or the run is not there.
-    """
-    folder = Path(model)
-    named = read_summary(folder).get("run")
-    if isinstance(named, str) and named.isprintable():
-        run = folder.absolute() / named
-    else:
-        run = folder.absolute().with_name(f"{folder.absolute().name}-run")
-    try:
-        if (run / DATABASE).is_file():
-            return run.resolve()
-    except OSError:  # a name that no file can have
-        run = run.with_name(f"{run.name[:80]}…")
-    raise UsageError(
-        f"{folder} does not say which run holds the features of its images, or the run is not at {run}: give "
-        "run_dir=RUN_DIR; for a model of another program, make one by `matcher sfm PHOTOS --poses "
-        f"{folder} --out NEW_MODEL`, or localise by `matcher localize {folder} PHOTOS --pictures DIR`"
-    )
+        for k in (BEST, None if everything else choice.neighbours or NEIGHBOURS):
+            with self._collection.store as store:
+                pairs = combinations(names, 2) if k is None else list(similar_pairs(names, store.features, k))
+            yield pairs
 
 
 def match_more(
@@ -200,6 +155,7 @@ def continue_model(
         IntegrityError: the model or the run is damaged, or a photo of the model has changed.
         ReconstructionError: COLMAP's process ended early.
     """
+    check_folder(Path(out), overwrite=options.get("overwrite", False))  # before hours of matching
     given = read_given_poses(model, fixed=False)
     run = find_run(model) if run_dir is None else Path(run_dir)
     if (rig := Path(model) / RIG).is_file():
@@ -214,7 +170,7 @@ def continue_model(
 def _refuse_changed(store: Store, known: set[str]) -> None:
     """Refuse another picture under the name of one whose pose is known, before the run takes it in."""
     source = store.settings["source"]
-    if source["kind"] != _PHOTOS or source.get("masks"):
+    if source["kind"] != "photos" or source.get("masks"):
         return  # digests are of features, or of both files
     photos = Photos(store.image_folder)
     for image in store.images():

@@ -1,264 +1,31 @@
-"""COLMAP's binary models, walked through before COLMAP reads them, which on a file cut short never ends.
-
-The layout is that of COLMAP's src/colmap/scene/reconstruction_io.cc: little-endian, a count, then records.
-"""
+"""COLMAP's models read, whoever made them, and the summary that is written beside those of ours."""
 
 from __future__ import annotations
 
-import io
 import json
 import mmap
-import shutil
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from matcher.errors import IntegrityError
-from matcher.export.output import ExportReport
-from matcher.files import write_whole
-from matcher.sfm.mapping import CLOUD, RESULT
+from matcher.cameras import Camera
+from matcher.collection.schema import DATABASE
+from matcher.collection.sources import name_fault
+from matcher.errors import IntegrityError, UsageError
+from matcher.export.colmap import import_pycolmap
+from matcher.geometry import FARTHEST, check_poses
+from matcher.poses import COLMAP_IMAGES, read_named_poses
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-
-# --- model_files: COLMAP's binary models, walked through before COLMAP reads them, which on a file cut
-# short never ends.
-
-_COUNT, _BYTE = "<Q", "<B"
-_CAMERA = "<IiQQ"  # id, model, width, height; its parameters follow
-_IMAGE = "<I7dI"  # id, pose, camera; its name, a zero and its keypoints follow
-_POINT = "<Q3d3BdQ"  # id, position, colour, error, length of its track, which follows
-_RIG = "<II"  # id, sensors; the first one follows, then the others with their poses
-_FRAME = "<II7dI"  # id, rig, pose, how many images, which follow
-_KEYPOINT, _OBSERVATION, _SENSOR, _POSE, _FRAME_IMAGE = 24, 8, 8, 56, 16  # bytes
-_LONGEST_NAME = 4096
-
-
-def check_model_files(folder: Path, parameters: Callable[[int], int]) -> None:
-    """Refuse a binary model with a file that does not hold what its counts promise; text models are passed.
-
-    Args:
-        folder: of the model.
-        parameters: how many a camera model has, by COLMAP's number; ValueError for an unknown one.
-
-    Raises:
-        IntegrityError: a file is damaged, or is no file.
-    """
-    walks = {
-        "rigs.bin": _rig,
-        "cameras.bin": lambda file: _camera(file, parameters),
-        "frames.bin": _frame_model_files,
-        "images.bin": _image,
-        "points3D.bin": _point,
-    }
-    for name, walk in walks.items():
-        path = folder / name
-        if path.is_file():
-            _check(path, walk)
-        elif path.exists():  # a pipe would keep a reader waiting
-            raise IntegrityError(f"{path} is not a file")
-
-
-class _Bytes:
-    """The bytes of a file and how far they have been walked through."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.at = data, 0
-
-    def take(self, form: str) -> tuple:
-        size = struct.calcsize(form)
-        self.skip(size)
-        return struct.unpack_from(form, self.data, self.at - size)
-
-    def skip(self, size: int) -> None:
-        self.at += size
-        if self.at > len(self.data):
-            raise ValueError("it is cut short")
-
-    def name(self) -> None:
-        end = self.data.find(b"\0", self.at, self.at + _LONGEST_NAME)
-        if end <= self.at:
-            raise ValueError("the name of an image does not end, or is empty")
-        self.data[self.at : end].decode("utf-8")
-        self.at = end + 1
-
-
-def _check(path: Path, walk: Callable[[_Bytes], None]) -> None:
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            found = _Bytes(data)
-            for _ in range(*found.take(_COUNT)):
-                walk(found)
-            if found.at != len(data):
-                raise ValueError("it is longer than its records")
-    except (OSError, ValueError, OverflowError) as error:
-        raise IntegrityError(f"{path}: the COLMAP model is damaged ({error})") from error
-
-
-def _camera(file: _Bytes, parameters: Callable[[int], int]) -> None:
-    _, model, _, _ = file.take(_CAMERA)
-    file.skip(8 * parameters(model))
-
-
-def _image(file: _Bytes) -> None:
-    file.take(_IMAGE)
-    file.name()
-    file.skip(_KEYPOINT * file.take(_COUNT)[0])
-
-
-def _point(file: _Bytes) -> None:
-    file.skip(_OBSERVATION * file.take(_POINT)[-1])
-
-
-def _rig(file: _Bytes) -> None:
-    _, sensors = file.take(_RIG)
-    if sensors:
-        file.skip(_SENSOR)
-    for _ in range(sensors - 1):
-        file.skip(_SENSOR)
-        file.skip(_POSE * bool(*file.take(_BYTE)))
-
-
-def _frame_model_files(file: _Bytes) -> None:
-    *_, images = file.take(_FRAME)
-    file.skip(_FRAME_IMAGE * images)
-
-
-# --- plot: A plot of a reconstruction: its points and cameras from above and from the front.
-
-_POINTS_DRAWN = 60_000
-_CAMERA_SIZE = 0.05  # of the scene's extent
-_KEPT = (2.0, 98.0)  # percentiles of the points that the plot must show; stray ones lie far away
-_MARGIN = 0.06
-_CAMERA_COLOUR = "#c8102e"
-
-
-def draw_model(
-    cam_from_world: Mapping[str, np.ndarray],
-    cameras: Mapping[str, Mapping[str, Any]],
-    points: np.ndarray,
-    colours: np.ndarray,
-    path: Path,
-) -> None:
-    """Draw points in their colours and cameras as pyramids, seen from above and from the front, as a PNG.
-
-    Args:
-        cam_from_world: name → pose (3, 4), x right, y down, z ahead.
-        cameras: name → its size in pixels and parameters, the focal length first.
-        points: (P, 3).
-        colours: (P, 3) uint8; black ones, of photos that were not there, are drawn in grey.
-        path: the file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    poses = list(cam_from_world.values())
-    axes = scene_axes(poses)
-    centres = np.array([-pose[:, :3].T @ pose[:, 3] for pose in poses]) @ axes.T
-    cloud = points @ axes.T
-    low, high = _limits(cloud, centres)
-    size = _CAMERA_SIZE * float(np.max(high - low))
-    shapes = [_pyramid(cam_from_world[name], cameras[name], size) @ axes.T for name in cam_from_world]
-    step = max(1, len(cloud) // _POINTS_DRAWN)
-    unseen = ~colours.any(axis=1)
-    shades = np.where(unseen[:, None], 110, colours)[::step] / 255
-    figure = Figure(figsize=(16, 8), dpi=100, layout="constrained")
-    panels: Sequence[tuple[str, int, int, int]] = (("from above", 0, 2, 1), ("from the front", 0, 1, 2))
-    for panel, (title, across, up, along) in zip(figure.subplots(1, 2), panels, strict=True):
-        seen = cloud[::step]
-        order = np.argsort(-seen[:, 2]) if along == 2 else np.argsort(-seen[:, 1])  # the nearest on top
-        # The scene's axes are those of a camera: y points down.
-        sign = -1 if up == 1 else 1
-        panel.scatter(seen[order, across], sign * seen[order, up], s=3.0, c=shades[order], linewidths=0)
-        for shape in shapes:
-            panel.plot(shape[:, across], sign * shape[:, up], color=_CAMERA_COLOUR, linewidth=0.9)
-        _frame_plot(panel, low[[across, up]], high[[across, up]], sign, title)
-    figure.suptitle(f"{len(poses)} cameras, {len(points)} points")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    write_whole(path, buffer.getvalue())
-
-
-def scene_axes(poses: Sequence[np.ndarray]) -> np.ndarray:
-    """(3, 3) rows right, down and ahead of the scene in world coordinates, from how the cameras are held.
-
-    Down is the mean of the cameras' own; ahead is the mean of where they look, or any direction where that
-    has none, as in a ring.
-    """
-    down = _unit(np.mean([pose[1, :3] for pose in poses], axis=0), np.array([0.0, 1.0, 0.0]))
-    ahead = np.mean([pose[2, :3] for pose in poses], axis=0)
-    ahead = _unit(ahead - (ahead @ down) * down, poses[0][2, :3] - (poses[0][2, :3] @ down) * down)
-    ahead = _unit(ahead, np.cross(down, [1.0, 0.0, 0.0]))
-    return np.stack([np.cross(down, ahead), down, ahead])
-
-
-def _unit(vector: np.ndarray, instead: np.ndarray) -> np.ndarray:
-    length = np.linalg.norm(vector)
-    return vector / length if length > 0.05 else instead / max(float(np.linalg.norm(instead)), 1e-12)
-
-
-def _limits(cloud: np.ndarray, centres: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The corners (3,) of a box that holds all cameras and nearly all points."""
-    kept = np.percentile(cloud, _KEPT, axis=0) if len(cloud) else centres
-    everything = np.concatenate([kept, centres])
-    low, high = everything.min(axis=0), everything.max(axis=0)
-    margin = _MARGIN * max(float(np.max(high - low)), 1e-9)
-    return low - margin, high + margin
-
-
-def _pyramid(pose: np.ndarray, camera: Mapping[str, Any], size: float) -> np.ndarray:
-    """(N, 3) a line through the edges of a camera's pyramid, in world coordinates."""
-    half = np.array(camera["size"]) / 2 / camera["params"][0]
-    half = half * (size / max(float(np.linalg.norm(half)), 1e-9)) / 1.5
-    corners = np.array([[x * half[0], y * half[1], size] for x, y in ((-1, -1), (1, -1), (1, 1), (-1, 1))])
-    tip = np.zeros(3)
-    a, b, c, d = corners
-    line = np.array([tip, a, b, tip, c, d, tip, d, a, b, c])
-    return (line - pose[:, 3]) @ pose[:, :3]
-
-
-def _frame_plot(panel: Axes, low: np.ndarray, high: np.ndarray, sign: int, title: str) -> None:
-    panel.set_title(title)
-    panel.set_aspect("equal")
-    panel.set_xlim(low[0], high[0])
-    panel.set_ylim(*sorted((sign * low[1], sign * high[1])))
-    panel.set_xticks([])
-    panel.set_yticks([])
-
-
-# --- summary: The summary that `reconstruct` writes beside a model: which run it was made from, and numbers
-# of it.
-
+SIMPLE = "SIMPLE_RADIAL"  # the simplest camera model that has lens distortion
 SUMMARY = "summary.json"
 KEPT_CAMERAS = "cameras_given"  # in it: whether the user gave all cameras, so that none was adjusted
-_LARGEST = 1 << 28  # bytes; an image takes about one thousand
-
-
-def read_summary(folder: Path) -> dict[str, Any]:
-    """What the summary in a folder says, nothing where there is none that can be read.
-
-    The folder may be anybody's: what is not a file is not opened, since a pipe would never end.
-    """
-    path = folder / SUMMARY
-    try:
-        if not path.is_file() or path.stat().st_size > _LARGEST:
-            return {}
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-# --- sparse_models: What COLMAP's process made: models read, plotted and summarised.
-
-PLOT, DEVIATIONS = "reconstruction.png", "deviations.npz"
+_LARGEST_SUMMARY = 1 << 28  # bytes; an image takes about one thousand
+_FILES = ("cameras", "images", "points3D")
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,49 +52,260 @@ class SparseModel:
         return {name: -pose[:, :3].T @ pose[:, 3] for name, pose in self.cam_from_world.items()}
 
 
-def read_described(
-    part: Path, report: ExportReport, made_from: Mapping[str, Any], place: Mapping[str, Any] | None
-) -> tuple[SparseModel, ...]:
-    """Read, plot and summarise the child's output, and remove its temporary files; empty: there is no model.
+# --- Folders with a model
 
-    Args:
-        part: the folder of the output.
-        report: of the export.
-        made_from: "run", its folder from that of the model, and "features", what they depend on.
-        place: the georegistration of the model that the poses come from.
+
+def is_model(folder: Path) -> bool:
+    """Whether a folder holds a COLMAP model, binary or as text."""
+    return any(all((folder / f"{name}{end}").is_file() for name in _FILES) for end in (".bin", ".txt"))
+
+
+def find_model(folder: Path) -> Path:
+    """The folder with COLMAP's files: this one, or its `sparse/0` or `sparse`.
+
+    Raises:
+        UsageError: none of them holds a model.
     """
-    described = json.loads((part / RESULT).read_text(encoding="utf-8"))
-    if not described:
-        return ()
-    if place is not None:  # the coordinates are those of the model that the poses come from
-        described[0]["georegistration"] = described[0]["georegistration"] or dict(place)
-    models = tuple(_model(row) for row in described)
-    _write_summary(part / SUMMARY, report, described, made_from)
-    with np.load(part / CLOUD) as cloud:
-        shape = models[0].cam_from_world, models[0].cameras
-        draw_model(*shape, cloud["points"], cloud["colours"], part / PLOT)
-    for leftover in (RESULT, CLOUD, DEVIATIONS):
-        (part / leftover).unlink(missing_ok=True)
-    shutil.rmtree(part / "work", ignore_errors=True)
-    return models
+    for place in (folder, folder / "sparse/0", folder / "sparse"):
+        if is_model(place):
+            return place
+    raise UsageError(
+        f"{folder} holds no COLMAP model (cameras, images and points3D, .bin or .txt, in it or in sparse/0): "
+        "make one with `matcher sfm PHOTOS --out NEW_MODEL`"
+    )
 
 
-def _model(row: dict[str, Any]) -> SparseModel:
-    poses = {name: np.array(pose, dtype=np.float64) for name, pose in row["cam_from_world"].items()}
-    numbers = ("points", "observations", "mean_track_length", "mean_reprojection_error")
-    found = {name: row[name] for name in (*numbers, "georegistration", "positions_unused", "began_simply")}
-    return SparseModel(poses, row["cameras"], **found)
+def find_run(model: str | Path) -> Path:
+    """The folder of the run that a model was made from.
+
+    Raises:
+        UsageError: the model does not say, or the run is not there.
+    """
+    folder = Path(model)
+    named = read_summary(folder).get("run")
+    if isinstance(named, str) and named.isprintable():
+        run = folder.absolute() / named
+    else:
+        run = folder.absolute().with_name(f"{folder.absolute().name}-run")
+    try:
+        if (run / DATABASE).is_file():
+            return run.resolve()
+    except OSError:  # a name that no file can have
+        run = run.with_name(f"{run.name[:80]}…")
+    raise UsageError(
+        f"{folder} does not say which run holds the features of its images, or the run is not at {run}: give "
+        "run_dir=RUN_DIR; for a model of another program, make one by `matcher sfm PHOTOS --poses "
+        f"{folder} --out NEW_MODEL`, or localise by `matcher localize {folder} PHOTOS --pictures DIR`"
+    )
 
 
-def _write_summary(
-    path: Path, report: ExportReport, described: list[dict[str, Any]], made_from: Mapping[str, Any]
-) -> None:
-    summary = {
-        **made_from,  # the run whose keypoints the model's are, and what they depend on
-        "images": report.images,
-        "pairs": report.pairs,
-        "verified_pairs": report.verified,
-        "matches": report.matches,
-        "models": described,
-    }
-    write_whole(path, json.dumps(summary, indent=1).encode())
+def read_summary(folder: Path) -> dict[str, Any]:
+    """What the summary in a folder says, nothing where there is none that can be read.
+
+    The folder may be anybody's: what is not a file is not opened, since a pipe would never end.
+    """
+    path = folder / SUMMARY
+    try:
+        if not path.is_file() or path.stat().st_size > _LARGEST_SUMMARY:
+            return {}
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_georegistration(folder: Path) -> dict[str, Any] | None:
+    """Where on Earth the coordinates of a model of ours are, if it says so: origin, images, median error."""
+    try:
+        found = read_summary(folder)["models"][0]["georegistration"]
+        numbers = np.array([*found["origin"], found["images"], found["median_error_metres"]], np.float64)
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError):
+        return None
+    if numbers.shape != (5,) or not np.isfinite(numbers).all():
+        return None
+    *origin, images, error = numbers.tolist()
+    return {"origin": origin, "images": int(images), "median_error_metres": error}
+
+
+# --- Poses that a reconstruction starts from
+
+
+@dataclass(frozen=True, eq=False)
+class GivenPoses:
+    """Poses of images by name, and the cameras of those that have one."""
+
+    cam_from_world: Mapping[str, np.ndarray]  # (4, 4)
+    cameras: Mapping[str, Camera] = field(default_factory=dict)
+    fixed: bool = True  # only points are triangulated; else more images are registered and all is adjusted
+    georegistration: Mapping[str, Any] | None = None  # of the model that they come from
+    keeps_cameras: bool = False  # those of the model were given by the user, and are not adjusted
+
+
+def read_given_poses(source: str | Path, *, fixed: bool = True) -> GivenPoses:
+    """The poses of a COLMAP model, of a folder that `reconstruct` wrote, or of a file (`read_named_poses`).
+
+    Raises:
+        UsageError: there is neither, or the file holds something else.
+        IntegrityError: the model is damaged.
+    """
+    source = Path(source)
+    if source.name == COLMAP_IMAGES and is_model(source.parent):
+        source = source.parent
+    if not source.is_dir():
+        return GivenPoses(*read_named_poses(source), fixed=fixed)
+    model = read_model(find_model(source))
+    poses, cameras = {}, {}
+    for number in model.reg_image_ids():
+        image = model.image(number)
+        poses[image.name] = np.vstack([image.cam_from_world().matrix(), [0, 0, 0, 1]])
+        cameras[image.name] = camera_of_model(source, model.camera(image.camera_id))
+        check_poses_of(source, f"the pose of {image.name}", poses[image.name][None])
+    if not poses:
+        raise UsageError(f"{source} is a model without any registered image")
+    kept = read_summary(source).get(KEPT_CAMERAS) is True
+    return GivenPoses(poses, cameras, fixed, read_georegistration(source), kept)
+
+
+# --- COLMAP's files, of strangers
+
+
+def read_model(folder: Path) -> Any:
+    """A `pycolmap.Reconstruction`.
+
+    Raises:
+        UsageError: pycolmap is absent.
+        IntegrityError: a file is damaged.
+    """
+    pycolmap = import_pycolmap()
+    pycolmap.logging.minloglevel = pycolmap.logging.FATAL.value
+    _check_files(folder, pycolmap)
+    try:
+        model = pycolmap.Reconstruction(str(folder))
+    except Exception as error:  # of C++, of any type
+        raise _damaged(folder, str(error)[:200]) from error
+    names = Counter(image.name for image in model.images.values())
+    for number, image in model.images.items():
+        if fault := name_fault(image.name):
+            raise _damaged(folder, f"the name of image {number} {fault}")
+        if names[image.name] > 1:
+            raise _damaged(folder, f"two images are named {image.name}")
+    return model
+
+
+def check_numbers(model: Path, what: str, values: np.ndarray) -> None:
+    """Refuse numbers of a model with which nothing can be computed.
+
+    Raises:
+        IntegrityError: a value is not finite, or farther away than a pose may be; the message names both.
+    """
+    if not np.isfinite(values).all():
+        raise _damaged(model, f"{what} is not finite")
+    if (np.abs(values) > FARTHEST).any():
+        raise _damaged(model, f"{what} is too far away")
+
+
+def check_poses_of(model: Path, what: str, poses: np.ndarray) -> None:
+    """Refuse matrices (N, 4, 4) of a model that are no poses (see `check_poses`); raises `IntegrityError`."""
+    try:
+        check_poses(poses)
+    except ValueError as error:
+        raise _damaged(model, f"{what}: {error}") from error
+
+
+def camera_of_model(model: Path, camera: Any) -> Camera:
+    """A camera of a model that anybody may have made.
+
+    Raises:
+        IntegrityError: its numbers are not finite.
+        UsageError: they are none of a camera, or its model is not supported; the message names both.
+    """
+    if not np.isfinite(camera.params).all():
+        raise _damaged(model, f"a number of camera {camera.camera_id} is not finite")
+    try:
+        return as_our_camera(camera)
+    except UsageError as error:
+        raise UsageError(f"{model}, camera {camera.camera_id}: {error}") from error
+
+
+def as_our_camera(camera: Any) -> Camera:
+    """A `pycolmap.Camera` with our pixel origin."""
+    return Camera.from_colmap(camera.model.name, camera.params.tolist(), (camera.width, camera.height))
+
+
+def _damaged(place: Path, what: str) -> IntegrityError:
+    return IntegrityError(f"{place}: the COLMAP model is damaged ({what})")
+
+
+def _check_files(folder: Path, pycolmap: Any) -> None:
+    """Refuse binary files that do not hold what their counts promise: COLMAP's reader never ends on those.
+
+    The layout is that of COLMAP's src/colmap/scene/reconstruction_io.cc: little-endian, a count, then
+    records. Text models are passed.
+    """
+    for name, skip in _RECORDS.items():
+        path = folder / name
+        if path.exists() and not path.is_file():  # a pipe would keep a reader waiting
+            raise IntegrityError(f"{path} is not a file")
+        if not path.is_file():
+            continue
+        try:
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                walk = _Walk(data, pycolmap)
+                for _ in range(*walk.take("Q")):
+                    skip(walk)
+                if walk.at != len(data):
+                    raise ValueError("it is longer than its records")
+        except (OSError, ValueError, OverflowError) as error:
+            raise _damaged(path, str(error)) from error
+
+
+class _Walk:
+    """The bytes of a file and how far they have been walked through."""
+
+    def __init__(self, data: mmap.mmap, pycolmap: Any) -> None:
+        self.data, self.pycolmap, self.at = data, pycolmap, 0
+
+    def take(self, form: str) -> tuple:
+        size = struct.calcsize(f"<{form}")
+        self.skip(size)
+        return struct.unpack_from(f"<{form}", self.data, self.at - size)
+
+    def skip(self, size: int) -> None:
+        self.at += size
+        if self.at > len(self.data):
+            raise ValueError("it is cut short")
+
+    def camera(self) -> None:
+        _, model, _, _ = self.take("IiQQ")
+        kind = self.pycolmap.CameraModelId(model)  # ValueError for an unknown one
+        self.skip(8 * len(self.pycolmap.Camera.create_from_model_id(1, kind, 1.0, 1, 1).params))
+
+    def image(self) -> None:
+        self.take("I7dI")  # number, pose, camera; its name and a zero follow
+        end = self.data.find(b"\0", self.at, self.at + 4096)
+        if end <= self.at:
+            raise ValueError("the name of an image does not end, or is empty")
+        self.data[self.at : end].decode("utf-8")
+        self.at = end + 1
+        self.skip(24 * self.take("Q")[0])  # keypoints: x, y, point
+
+    def point(self) -> None:
+        self.skip(8 * self.take("Q3d3BdQ")[-1])  # number, position, colour, error, and its track
+
+    def rig(self) -> None:
+        _, sensors = self.take("II")
+        for number in range(sensors):
+            self.skip(8)
+            self.skip(56 * bool(number and self.take("B")[0]))  # the pose in the rig, where it is known
+
+    def frame(self) -> None:
+        self.skip(16 * self.take("II7dI")[-1])  # number, rig, pose, and its images
+
+
+_RECORDS = {
+    "rigs.bin": _Walk.rig,
+    "cameras.bin": _Walk.camera,
+    "frames.bin": _Walk.frame,
+    "images.bin": _Walk.image,
+    "points3D.bin": _Walk.point,
+}

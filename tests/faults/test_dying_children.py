@@ -7,7 +7,6 @@ from collection_runs import QUICK, photos
 
 from matcher.cli import main
 from matcher.collection.store import Store
-from matcher.sfm import mapping_process
 
 pytest.importorskip("pycolmap")
 pytestmark = pytest.mark.promise(9)
@@ -20,7 +19,9 @@ DEATHS = {
 @pytest.mark.parametrize("name", DEATHS)
 def test_the_command_outlives_colmap(tmp_path, monkeypatch, capfd, name):
     photos(tmp_path / "photos", 3)
-    monkeypatch.setattr(mapping_process, "child_command", lambda _: [sys.executable, "-c", DEATHS[name]])
+    monkeypatch.setattr(
+        "matcher.sfm.reconstruct.child_command", lambda _: [sys.executable, "-c", DEATHS[name]]
+    )
     made = ("sfm", tmp_path / "photos", "--out", tmp_path / "model", *QUICK, "--workers", 0)
     code = main([str(part) for part in made])
     errors = capfd.readouterr().err

@@ -12,7 +12,7 @@ from collection_scene import render_photos
 
 from matcher.cli import main
 from matcher.collection.store import Store
-from matcher.sfm.reconstruct import read_given_poses
+from matcher.sfm.models import read_given_poses
 
 pytest.importorskip("pycolmap")
 pytestmark = [

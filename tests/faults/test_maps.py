@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from matcher.errors import IntegrityError, UsageError
 from matcher.localization.sparse_map import RetrievalIndex, open_index
-from matcher.sfm.reconstruct import check_points, read_given_poses, read_model
+from matcher.sfm.models import check_numbers, read_given_poses, read_model
 from matcher.types import Features
 
 pycolmap = pytest.importorskip("pycolmap")
@@ -100,9 +100,9 @@ def test_a_pose_that_is_too_far_away(model, value):
 
 @pytest.mark.parametrize(("value", "message"), [(1e308, "too far away"), (float("nan"), "not finite")])
 def test_points_with_which_nothing_can_be_computed(model, value, message):
-    check_points(model, np.array([[1e12, 0.0, -1e12]]))
+    check_numbers(model, "a point", np.array([[1e12, 0.0, -1e12]]))
     with pytest.raises(IntegrityError, match=message):
-        check_points(model, np.array([[0.0, 0.0, 1.0], [0.0, value, 1.0]]))
+        check_numbers(model, "a point", np.array([[0.0, 0.0, 1.0], [0.0, value, 1.0]]))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0, 1e308])

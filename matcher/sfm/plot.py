@@ -1,0 +1,102 @@
+"""A plot of a reconstruction: its points and cameras from above and from the front."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from matcher.files import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def draw_model(
+    cam_from_world: Mapping[str, np.ndarray],
+    cameras: Mapping[str, Mapping[str, Any]],
+    points: np.ndarray,
+    colours: np.ndarray,
+    path: Path,
+) -> None:
+    """Draw points in their colours and cameras as pyramids, seen from above and from the front, as a PNG.
+
+    Args:
+        cam_from_world: name → pose (3, 4), x right, y down, z ahead.
+        cameras: name → its size in pixels and parameters, the focal length first.
+        points: (P, 3).
+        colours: (P, 3) uint8; black ones, of photos that were not there, are drawn in grey.
+        path: the file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    poses = list(cam_from_world.values())
+    axes = scene_axes(poses)
+    centres = np.array([-pose[:, :3].T @ pose[:, 3] for pose in poses]) @ axes.T
+    cloud, shades = points @ axes.T, np.where(colours.any(axis=1)[:, None], colours, 110) / 255
+    kept = np.percentile(cloud, (2.0, 98.0), axis=0) if len(cloud) else centres  # stray ones lie far away
+    box = np.concatenate([kept, centres])
+    size = 0.05 * float(np.ptp(box, axis=0).max())
+    figure = Figure(figsize=(16, 8), dpi=100, layout="constrained")
+    panels = ("from above", [0, 2], 1, 1), ("from the front", [0, 1], 2, -1)  # y points down
+    for panel, (title, across, along, up) in zip(figure.subplots(1, 2), panels, strict=True):
+        order = np.argsort(-cloud[:, along], kind="stable")  # the nearest on top
+        draw_points(panel, cloud[order][:, across] * (1, up), shades[order], 60_000)
+        for name, pose in cam_from_world.items():
+            outline = _pyramid(pose, cameras[name], size) @ axes.T
+            panel.plot(outline[:, across[0]], up * outline[:, across[1]], color="#c8102e", linewidth=0.9)
+        show_box(panel, box[:, across] * (1, up), title)
+    figure.suptitle(f"{len(poses)} cameras, {len(points)} points")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    write_whole(path, buffer.getvalue())
+
+
+def draw_points(axes: Axes, points: np.ndarray, colours: Any, most: int = 30_000) -> np.ndarray:
+    """Dots at (P, 2), or at some of them where they are very many; returns those that are drawn."""
+    step = max(1, len(points) // most)
+    shown = points[::step]
+    size = 1.0 if len(shown) > 10_000 else 4.0
+    axes.scatter(*shown.T, s=size, c=colours if isinstance(colours, str) else colours[::step], linewidths=0)
+    return shown
+
+
+def show_box(axes: Axes, points: np.ndarray, title: str) -> None:
+    """Show the box of the points (P, 2) and a margin, one unit as long in x as in y."""
+    low, high = points.min(axis=0), points.max(axis=0)
+    margin = 0.05 * max(float((high - low).max()), 1e-9)
+    axes.set(title=title, xticks=[], yticks=[], aspect="equal")
+    axes.set(xlim=(low[0] - margin, high[0] + margin), ylim=(low[1] - margin, high[1] + margin))
+
+
+def scene_axes(poses: Sequence[np.ndarray]) -> np.ndarray:
+    """(3, 3) rows right, down and ahead of the scene in world coordinates, from how the cameras are held.
+
+    Down is the mean of the cameras' own; ahead is the mean of where they look, or any direction where that
+    has none, as in a ring.
+    """
+    down = _unit(np.mean([pose[1, :3] for pose in poses], axis=0), np.array([0.0, 1.0, 0.0]))
+    ahead = np.mean([pose[2, :3] for pose in poses], axis=0)
+    ahead = _unit(ahead - (ahead @ down) * down, poses[0][2, :3] - (poses[0][2, :3] @ down) * down)
+    ahead = _unit(ahead, np.cross(down, [1.0, 0.0, 0.0]))
+    return np.stack([np.cross(down, ahead), down, ahead])
+
+
+def _unit(vector: np.ndarray, instead: np.ndarray) -> np.ndarray:
+    length = np.linalg.norm(vector)
+    return vector / length if length > 0.05 else instead / max(float(np.linalg.norm(instead)), 1e-12)
+
+
+def _pyramid(pose: np.ndarray, camera: Mapping[str, Any], size: float) -> np.ndarray:
+    """(N, 3) a line through the edges of a camera's pyramid, in world coordinates."""
+    half = np.array(camera["size"]) / 2 / camera["params"][0]
+    half = half * (size / max(float(np.linalg.norm(half)), 1e-9)) / 1.5
+    a, b, c, d = (np.array([x * half[0], y * half[1], size]) for x, y in ((-1, -1), (1, -1), (1, 1), (-1, 1)))
+    tip = np.zeros(3)
+    return (np.array([tip, a, b, tip, c, d, tip, d, a, b, c]) - pose[:, 3]) @ pose[:, :3]

@@ -1,0 +1,158 @@
+"""Cameras of a reconstruction: unknown ones begin simply, wrong ones are said, uncertain observations go."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from collection_scene import centres, synthetic_store
+from scipy.spatial.transform import Rotation
+
+from matcher.benchmark.rows import aligned
+from matcher.cameras import Camera
+from matcher.collection.store import RefinedKeypoints
+from matcher.export.colmap import CameraChoice
+from matcher.sfm.models import SIMPLE
+from matcher.sfm.reconstruct import better_focal, check_given_camera, deviations, reconstruct
+from matcher.types import TwoViewGeometry
+
+pycolmap = pytest.importorskip("pycolmap")
+mapping = pytest.importorskip("matcher.sfm.mapping")
+
+
+# --- Simpler cameras first
+
+
+@pytest.fixture(scope="module", params=["RADIAL", "FULL_OPENCV"])
+def made(request, tmp_path_factory):
+    """Ten images of unknown cameras of the asked kind, and the true poses."""
+    store, poses = synthetic_store(np.random.default_rng(6), camera=None)
+    out = tmp_path_factory.mktemp("sfm") / "model"
+    choice = CameraChoice(model=request.param, sharing="single")
+    reconstruct(store, out, choice=choice, threads=1)
+    return poses, out, request.param
+
+
+def test_the_cameras_asked_for_are_adjusted_once_all_images_are_registered(made, tmp_path):
+    poses, out, kind = made
+    simple = mapping.simplified(str(out / "database.db"), tmp_path, set())
+    options = pycolmap.IncrementalPipelineOptions(num_threads=1, random_seed=0)
+    (model,) = pycolmap.incremental_mapping(str(simple), str(tmp_path), str(tmp_path), options).values()
+    assert {camera.model.name for camera in model.cameras.values()} == {SIMPLE}
+    mapping.enrich(model, str(out / "database.db"), set(), 1)
+    assert {camera.model.name for camera in model.cameras.values()} == {kind}
+    assert model.num_reg_images() == 10 and model.compute_mean_reprojection_error() < 1
+    named = {model.image(number).name: model.image(number) for number in model.reg_image_ids()}
+    found, truth = np.array([named[name].projection_center() for name in sorted(named)]), centres(poses)
+    largest = np.linalg.norm(truth[:, None] - truth, axis=2).max()
+    assert np.linalg.norm(aligned(found, truth) - truth, axis=1).max() < 0.02 * largest
+
+
+def test_lens_distortion_is_carried_over(made, tmp_path):
+    """The first coefficient means the same in all these models; cameras that are known stay."""
+    _, out, kind = made
+    database = str(out / "database.db")
+    assert mapping.simplified(database, tmp_path, {1}) is None
+    with pycolmap.Database.open(str(mapping.simplified(database, tmp_path, set()))) as opened:
+        (camera,) = opened.read_all_cameras()
+    camera.params = [900.0, 500.0, 400.0, 0.05]
+    model = pycolmap.Reconstruction()
+    model.add_camera_with_trivial_rig(camera)
+    mapping.enrich(model, database, set(), 1)
+    rich = model.camera(camera.camera_id)
+    assert rich.model.name == kind
+    points = np.column_stack([np.random.default_rng(0).uniform(-0.4, 0.4, (50, 2)), np.ones(50)])
+    assert np.allclose(rich.img_from_cam(points), camera.img_from_cam(points))
+
+
+def test_models_that_are_too_small_or_parts_of_others_are_left_out():
+    def model(names):
+        image = SimpleNamespace(cam_from_world=lambda: SimpleNamespace(matrix=lambda: np.eye(4)[:3]))
+        found = {name: SimpleNamespace(name=name, cam_from_world=image.cam_from_world) for name in names}
+        return SimpleNamespace(
+            names=names, num_reg_images=lambda: len(names), reg_image_ids=lambda: found, image=found.get
+        )
+
+    models = {number: model(names) for number, names in enumerate(("ab", "abcdef", "bcd", "fgh"))}
+    job = {"poses": None, "min_images": 3}
+    assert [model.names for model in mapping.kept_models(models, job)] == ["abcdef", "fgh"]
+    assert len(mapping.kept_models(models, job | {"min_images": 4})) == 1
+    assert len(mapping.kept_models(models, job | {"poses": {}})) == 4
+
+
+# --- A camera that was given
+
+FOCAL = 500.0
+
+
+def camera(focal):
+    return Camera(focal, focal, 320, 240, (640, 480))
+
+
+def pairs(count=30, status="ok", inliers=80):
+    """A store's pairs: cameras of `FOCAL` that turn at random, with a little noise."""
+    rng = np.random.default_rng(3)
+    inverse = np.linalg.inv(camera(FOCAL).K)
+    found = []
+    for number in range(count):
+        x, y, z = rng.standard_normal(3)
+        cross = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
+        turn = Rotation.from_rotvec(0.3 * rng.standard_normal(3)).as_matrix()
+        matrix = inverse.T @ cross @ turn @ inverse * (1 + 1e-3 * rng.standard_normal((3, 3)))
+        geometry = TwoViewGeometry("fundamental", status, np.ones(inliers, bool), matrix)
+        found.append(SimpleNamespace(name0="a.jpg", name1=f"b{number}.jpg", geometry=geometry))
+    return SimpleNamespace(pairs=lambda: iter(found))
+
+
+@pytest.mark.parametrize("factor", [0.4, 0.7, 0.95, 1.0, 1.05, 1.4, 3.0])
+def test_a_wrong_focal_length_is_noticed_and_a_right_one_is_not(factor):
+    found = better_focal(pairs(), camera(factor * FOCAL))
+    assert found is None if 0.9 < factor < 1.1 else found == pytest.approx(FOCAL, rel=0.1)
+    said = check_given_camera(pairs(), CameraChoice(camera=camera(factor * FOCAL)))
+    assert bool(said) == (found is not None)
+
+
+def test_too_little_says_nothing():
+    wrong = camera(3 * FOCAL)
+    for few in (pairs(count=7), pairs(inliers=20), pairs(status="low_inliers")):
+        assert better_focal(few, wrong) is None
+    assert better_focal(pairs(), wrong, only={"a.jpg", "b1.jpg"}) is None
+    assert better_focal(pairs(), camera(100 * FOCAL)) is None  # none of those that are tried fits
+    assert check_given_camera(pairs(), CameraChoice()) == ""
+
+
+# --- Uncertain observations
+
+EXACT, INEXACT = 0.1, 1.5  # pixels
+
+
+def test_models_without_uncertain_observations_are_more_exact(tmp_path):
+    """A third are 15 times less certain; all images and most points stay."""
+    store, poses = synthetic_store(np.random.default_rng(5), count=7, points=250, wrong=0.1, noise=0.0)
+    rng, refined = np.random.default_rng(6), {}
+    for image in store.images():
+        points = store.keypoints(image.name)
+        spread = np.where(rng.random(len(points)) < 1 / 3, INEXACT, EXACT)
+        moved = points + spread[:, None] * rng.normal(0, 1, points.shape)
+        covariances = spread[:, None, None] ** 2 * np.eye(2)
+        refined[image.name] = RefinedKeypoints(moved.astype(np.float32), covariances, spread > 0)
+    store.refined_keypoints = refined.get
+    every = reconstruct(store, tmp_path / "every", threads=1).largest
+    certain = reconstruct(store, tmp_path / "certain", threads=1, max_deviation=0.5).largest
+    assert every.registered == certain.registered == 7
+    assert every.mean_reprojection_error > 0.4 and certain.mean_reprojection_error < 3 * EXACT
+    assert 0.55 < certain.observations / every.observations < 0.75
+    assert certain.points > 0.85 * every.points
+    assert not list(tmp_path.glob("*/deviations.npz"))
+    truth, worst = centres(poses), []
+    for model in (every, certain):
+        found = np.array([centre for _, centre in sorted(model.centres().items())])
+        worst.append(np.linalg.norm(aligned(found, truth) - truth, axis=1).max())
+    assert worst[1] < 0.7 * worst[0]
+
+
+def test_the_deviation_is_along_the_less_certain_axis():
+    along = np.array([[np.cos(0.3), -np.sin(0.3)], [np.sin(0.3), np.cos(0.3)]])
+    covariances = np.stack([along @ np.diag([0.01, 4.0]) @ along.T, np.eye(2)])
+    refined = RefinedKeypoints(np.zeros((2, 2), np.float32), covariances, np.array([True, False]))
+    found = deviations(refined)
+    assert found[0] == pytest.approx(2) and np.isnan(found[1])
