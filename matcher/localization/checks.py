@@ -19,7 +19,7 @@ from matcher.localization.pose import (
 from matcher.localization.sparse_map import LocalizationConfig
 
 
-class Verdict(NamedTuple):
+class Judgement(NamedTuple):
     """What is said of an estimate."""
 
     status: PoseStatus
@@ -34,7 +34,7 @@ def judge(
     config: LocalizationConfig,
     *,
     focal_known: bool,
-) -> Verdict:
+) -> Judgement:
     """Whether enough keypoints agree, and in enough of the picture.
 
     Args:
@@ -48,9 +48,9 @@ def judge(
     count = len(np.unique(joined.keypoints))
     if count < config.min_inliers:
         needed = f"{config.min_inliers} needed"
-        return Verdict("too_few_matches", f"{count} keypoints match points of the map, {needed}", 0.0)
+        return Judgement("too_few_matches", f"{count} keypoints match points of the map, {needed}", 0.0)
     if estimates is None:
-        return Verdict("no_model", f"no pose agrees with the {count} matches", 0.0)
+        return Judgement("no_model", f"no pose agrees with the {count} matches", 0.0)
     size = estimates[0].camera.size
     inliers = np.concatenate([each.inliers for each in estimates])
     agreeing = num_agreeing(estimates, matches)
@@ -58,12 +58,12 @@ def judge(
     least = max(config.min_inliers, min(config.min_share * count, config.enough_inliers))
     if agreeing < least or alarms > config.max_log10_false_alarms:
         reason = f"only {agreeing} of {count} matched keypoints agree with a pose"
-        return Verdict("not_significant", reason, alarms)
+        return Judgement("not_significant", reason, alarms)
     covered = spread(joined.points2d[inliers], size)
     if covered < (config.min_spread_of_few if agreeing < config.few_share * count else config.min_spread):
         where = f"lie in one spot, {100 * covered:.1f} % of the photo"
-        return Verdict("implausible", f"the {agreeing} of {count} that agree {where}", alarms)
-    return Verdict("ok", "", alarms)
+        return Judgement("implausible", f"the {agreeing} of {count} that agree {where}", alarms)
+    return Judgement("ok", "", alarms)
 
 
 def check_camera(

@@ -15,9 +15,8 @@ from matcher.arrays import to_numpy
 from matcher.cameras import Camera
 from matcher.errors import IntegrityError, UsageError
 from matcher.images import limit_for, read_image
-from matcher.localization.checks import Verdict, check_ambiguous, check_camera, check_focal, judge
+from matcher.localization.checks import Judgement, check_ambiguous, check_camera, check_focal, judge
 from matcher.localization.pose import (
-    ALONE,
     Matches3d,
     Pose,
     PoseEstimate,
@@ -114,7 +113,7 @@ class Attempt:
     tables: list[np.ndarray]  # (M, 4) of `found`
     matches: list[Matches3d]
     estimates: list[PoseEstimate] | None
-    verdict: Verdict
+    verdict: Judgement
 
     @property
     def count(self) -> int:
@@ -179,7 +178,7 @@ class Localizer:
 
     def localize(self, query: Query) -> Pose:
         """The pose of a photo; without "ok" there is none."""
-        return self.localize_rig([query], ALONE)[0]
+        return self.localize_rig([query], np.eye(4)[None])[0]
 
     def localize_rig(self, queries: Sequence[Query], cam_from_rig: np.ndarray) -> list[Pose]:
         """The pose of each of R pictures that are fixed to each other, and one status for all.
@@ -313,7 +312,7 @@ class Localizer:
 
     def _with_unknown_camera(
         self, query: Query, matches: Matches3d, limit: float
-    ) -> tuple[PoseEstimate | None, Verdict]:
+    ) -> tuple[PoseEstimate | None, Judgement]:
         """The pose that most matches agree with, of the cameras that the photo may have."""
         how = {"max_error": limit, "seed": self.config.seed}
         best, verdict = None, None
@@ -372,7 +371,7 @@ class Localizer:
             found[rows[accepted]] = refined.points1[accepted]
         return found
 
-    def _checked(self, queries: Sequence[Query], cam_from_rig: np.ndarray, accepted: Attempt) -> Verdict:
+    def _checked(self, queries: Sequence[Query], cam_from_rig: np.ndarray, accepted: Attempt) -> Judgement:
         """The verdict, against it where another pose or another focal length fits the matches too."""
         verdict, limits, config = accepted.verdict, self._limits(queries), self.config
         if verdict.status != "ok":
@@ -397,7 +396,7 @@ class Localizer:
         """The largest error of an inlier in each picture, stored pixels."""
         return [query.stored_pixels(self.config.max_error) for query in queries]
 
-    def _pose(self, number: int, query: Query, attempt: Attempt, verdict: Verdict) -> Pose:
+    def _pose(self, number: int, query: Query, attempt: Attempt, verdict: Judgement) -> Pose:
         """What is returned of a picture; a pose that is refused is not."""
         found, table, estimate = attempt.found[number], attempt.tables[number], None
         if attempt.estimates is not None:

@@ -31,6 +31,22 @@ PoseStatus = Literal[
 ]
 
 
+def _no_pixels() -> np.ndarray:
+    return np.zeros((0, 2))
+
+
+def _no_points() -> np.ndarray:
+    return np.zeros((0, 3))
+
+
+def _no_ids() -> np.ndarray:
+    return np.zeros(0, np.int64)
+
+
+def _no_flags() -> np.ndarray:
+    return np.zeros(0, bool)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Pose:
     """Where a photo was taken, or why that is not known.
@@ -48,10 +64,10 @@ class Pose:
     reason: str  # in words; empty when ok
     cam_from_world: np.ndarray | None = None  # (4, 4) float64, the map's units
     camera: Camera | None = None  # the given one, or the one whose focal length was found
-    points2d: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))  # (K, 2) stored pixels
-    points3d: np.ndarray = field(default_factory=lambda: np.zeros((0, 3)))  # (K, 3) their partners, world
-    point_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # (K,) in the COLMAP model
-    inliers: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # (K,)
+    points2d: np.ndarray = field(default_factory=_no_pixels)  # (K, 2) stored pixels
+    points3d: np.ndarray = field(default_factory=_no_points)  # (K, 3) their partners, world
+    point_ids: np.ndarray = field(default_factory=_no_ids)  # (K,) in the COLMAP model
+    inliers: np.ndarray = field(default_factory=_no_flags)  # (K,)
     # (6, 6) of a turn about the camera's axes (radians) and a shift along them (the map's units), as if the
     # points of the map were exact.
     covariance: np.ndarray | None = None
@@ -109,7 +125,6 @@ class Pose:
 MIN_MATCHES = 4  # P3P and one that confirms it
 CONFIDENCE = 0.9999  # of RANSAC
 LOSS = 1.0  # pixels, of the Cauchy loss
-ALONE = np.eye(4)[None]  # cam_from_rig of a single picture
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +173,7 @@ def estimate_pose(
         seed: of the sampling.
     """
     if focal_known:
-        found = estimate_poses([matches], [camera], ALONE, [max_error], seed=seed)
+        found = estimate_poses([matches], [camera], _alone(), [max_error], seed=seed)
         return found and found[0]
     if len(matches.points2d) < MIN_MATCHES:
         return None
@@ -179,7 +194,7 @@ def refine_pose(
     start: PoseEstimate, matches: Matches3d, max_error: float, *, refine_focal: bool = False
 ) -> PoseEstimate | None:
     """`refine_poses` of a single picture."""
-    found = refine_poses([start], [matches], ALONE, [max_error], refine_focal=refine_focal)
+    found = refine_poses([start], [matches], _alone(), [max_error], refine_focal=refine_focal)
     return found and found[0]
 
 
@@ -289,6 +304,11 @@ def reprojection_errors(matches: Matches3d, cam_from_world: np.ndarray, camera: 
         seen = np.asarray(as_colmap_camera(camera).img_from_cam(local[ahead]), dtype=np.float64)
         errors[ahead] = np.linalg.norm(seen - to_colmap(matches.points2d[ahead]), axis=1)
     return np.where(np.isnan(errors), np.inf, errors)
+
+
+def _alone() -> np.ndarray:
+    """cam_from_rig of a single picture."""
+    return np.eye(4)[None]
 
 
 def _ransac(max_error: float, seed: int) -> Any:
