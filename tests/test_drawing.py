@@ -1,4 +1,3 @@
-import dataclasses
 import itertools
 import time
 
@@ -13,20 +12,14 @@ from matcher.result import Result
 from matcher.types import MATCHED, UNMATCHED, Features, Matches, TwoViewGeometry
 from matcher.viz.drawings import (
     draw_fates,
+    draw_instances,
     draw_matches,
     figure_pixels,
     header_height,
     match_errors,
-    save_figure,
 )
 from matcher.viz.overlays import draw_epipolar_lines, draw_overlay
-from matcher.viz.plots import (
-    draw_attention,
-    draw_confidences,
-    draw_decisions,
-    draw_entropies,
-    draw_marginal_errors,
-)
+from matcher.viz.plots import draw_attention
 
 MISSING = np.zeros((0, 2))
 
@@ -35,13 +28,13 @@ def grey(width=400, height=300, value=60):
     return np.full((height, width), value, np.uint8)
 
 
+def below(pixels):
+    return pixels[header_height(pixels.shape[1]) :]
+
+
 def body(figure):
     """(H, W, 3) the rendered figure below its header."""
     return below(figure_pixels(figure))
-
-
-def below(pixels):
-    return pixels[header_height(pixels.shape[1]) :]
 
 
 def coloured(pixels):
@@ -49,20 +42,24 @@ def coloured(pixels):
     return pixels.max(axis=2).astype(int) - pixels.min(axis=2) > 40
 
 
-def make_result(points0, points1, size0, size1, status="ok", inliers=None, exif=1):
-    count = len(points0)
-
-    def features(points, size, orientation):
-        return Features(points, np.zeros((count, 4)), size=size, exif_orientation=np.asarray(orientation))
-
-    matches = Matches(np.stack([np.arange(count)] * 2, 1), points0, points1, np.linspace(1, 0.2, count))
-    inliers = np.ones(count, bool) if inliers is None else inliers
-    geometry = TwoViewGeometry("fundamental", status, inliers)
-    return Result(features(points0, size0, exif), features(points1, size1, 1), matches, geometry)
+def texts(figure):
+    return " ".join(text.get_text() for text in figure.texts)
 
 
 def grid_points(count, size, seed=0):
     return np.random.default_rng(seed).uniform(5, np.array(size) - 6, (count, 2))
+
+
+def make_result(count=30, status="ok"):
+    points = grid_points(count, (400, 300))
+    features = Features(points, np.zeros((count, 4)), size=(400, 300))
+    matches = Matches(np.stack([np.arange(count)] * 2, 1), points, points, np.linspace(1, 0.2, count))
+    return Result(
+        features, features, matches, TwoViewGeometry("fundamental", status, np.full(count, status == "ok"))
+    )
+
+
+# --- Matches
 
 
 def test_line_joins_the_two_points():
@@ -72,6 +69,12 @@ def test_line_joins_the_two_points():
     rows, columns = np.nonzero(coloured(pixels))
     assert abs(rows.mean() - 200.5) < 0.6
     assert abs(columns.min() - 100.5) <= 3 and abs(columns.max() - (812 + 700.5)) <= 3
+    ends = np.array([[50.0, 100.0]]), np.array([[50.0, 200.0]])
+    pixels = body(draw_matches(grey(), grey(), *ends, stacked=True))
+    assert pixels.shape == (1212, 960, 3)
+    rows, columns = np.nonzero(coloured(pixels))
+    assert abs(columns.mean() - (80 + 100.5)) < 0.6
+    assert abs(rows.min() - 200.5) <= 3 and abs(rows.max() - (612 + 400.5)) <= 3
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -84,63 +87,63 @@ def test_points_of_a_turned_image_land_on_its_upright_view(tmp_path, orientation
     PIL.Image.fromarray(grey()).save(tmp_path / "turned.png", exif=exif)
     image = read_image(tmp_path / "turned.png", resize=200)
     points = upright_to_stored(target, stored, orientation)
-    pixels = body(draw_matches(image, grey(800, 800), points, np.array([[0.0, 0.0]])))
-    scale = 800 / 400
-    top = (800 - upright[1] * scale) / 2
-    x, y = scale * (target[0] + 0.5) - 0.5 + (0, top)
-    found = coloured(pixels)
+    found = coloured(body(draw_matches(image, grey(800, 800), points, np.array([[0.0, 0.0]]))))
+    x, y = 2 * (target[0] + 0.5) - 0.5 + (0, (800 - upright[1] * 2) / 2)
     assert found[round(y) - 1 : round(y) + 2, round(x) - 1 : round(x) + 2].any()
     assert not found[:, : round(x) - 6].any()  # the line starts there and goes right
 
 
-def test_inliers_and_outliers_differ_and_without_geometry_nothing_is_an_outlier():
+def test_colours_tell_inliers_confidence_and_errors():
     points0, points1 = np.array([[50.0, 60.0], [50.0, 240.0]]), np.array([[350.0, 60.0], [350.0, 240.0]])
     verified = body(draw_matches(grey(), grey(), points0, points1, inliers=np.array([True, False])))
     good, bad = (half[coloured(half)].astype(int) for half in (verified[:300], verified[300:]))
     assert (good[:, 1] - good[:, 0]).mean() > -40  # yellow
     assert (bad[:, 0] - bad[:, 1]).mean() > 40  # vermilion
     assert len(good) > 1.5 * len(bad)  # outliers are thinner
-    plain = body(draw_matches(grey(), grey(), points0, points1))
-    assert np.array_equal(plain[:300], verified[:300])
-    assert not np.array_equal(plain[300:], verified[300:])
-
-
-def test_confidence_changes_the_colour():
-    point = np.array([[50.0, 60.0]])
-    views = [body(draw_matches(grey(), grey(), point, point, scores=np.array([s]))) for s in (1.0, 0.05)]
+    plain = body(draw_matches(grey(), grey(), points0, points1))  # without geometry nothing is an outlier
+    assert np.array_equal(plain[:300], verified[:300]) and not np.array_equal(plain[300:], verified[300:])
+    views = [
+        body(draw_matches(grey(), grey(), *[points0[:1]] * 2, scores=np.array([s]))) for s in (1.0, 0.05)
+    ]
     sure, unsure = (view[coloured(view)][:, 0].mean() for view in views)
     assert sure > unsure + 60
+    view = body(draw_matches(grey(), grey(), points0, points1, errors=np.array([0, 40]), colour_by="error"))
+    right, wrong = (half[coloured(half)].astype(int) for half in (view[:300], view[300:]))
+    assert (right[:, 2] - right[:, 0]).mean() > 40 and (wrong[:, 0] - wrong[:, 2]).mean() > 40
+
+
+def test_errors_are_distances_to_the_known_geometry():
+    points0 = np.array([[50.0, 60.0], [50.0, 240.0]])
+    points1 = points0 + np.array([[300.0, 0.0], [300.0, 40.0]])
+    shift = np.array([[1.0, 0, 300], [0, 1, 0], [0, 0, 1]])
+    sideways = np.array([[0.0, 0, 0], [0, 0, -1], [0, 1, 0]])  # x1' F x0 = y0 - y1: rows are epipolar lines
+    np.testing.assert_allclose(match_errors(points0, points1, H_1_from_0=shift), [0, 40])
+    np.testing.assert_allclose(match_errors(points0, points1, fundamental=sideways), [0, 40])
+    with pytest.raises(UsageError):
+        match_errors(points0, points1)
 
 
 def test_thousands_of_lines_leave_the_image_visible_and_take_less_than_a_second():
     points0, points1 = grid_points(2000, (400, 300)), grid_points(2000, (400, 300), seed=1)
-    inliers = np.arange(2000) % 3 > 0
-    every = dict(inliers=inliers, keypoints0=points0, keypoints1=points1)
+    every = dict(inliers=np.arange(2000) % 3 > 0, keypoints0=points0, keypoints1=points1)
     spent = []
     for _ in range(3):  # one may be slow beside other tests
         start = time.process_time()
         pixels = figure_pixels(draw_matches(grey(), grey(), points0, points1, **every))
         spent.append(time.process_time() - start)
-    assert min(spent) < 1.0
-    assert coloured(below(pixels)).mean() < 0.5
+    assert min(spent) < 1.0 and coloured(below(pixels)).mean() < 0.5
 
 
-def test_drawn_lines_are_spread_over_the_image():
-    crowd = grid_points(300, (60, 60))
-    lone = np.array([[380.0, 280.0]])
-    points, scores = np.concatenate([crowd, lone]), np.concatenate([np.full(300, 0.9), [0.1]])
-    figure = draw_matches(grey(), grey(), points, points, scores=scores, max_lines=8)
-    lines = figure.axes[0].collections[-2].get_segments()
-    assert len(lines) == 8
-    assert any(abs(line[0] - (760.5, 560.5)).max() < 1 for line in lines)
-
-
-@pytest.mark.parametrize("limit", [0, 1, 5])
-def test_line_limit(limit):
-    points = grid_points(40, (400, 300))
-    figure = draw_matches(grey(), grey(), points, points, inliers=np.arange(40) < 20, max_lines=limit)
-    drawn = sum(len(c.get_segments()) for c in figure.axes[0].collections if hasattr(c, "get_segments"))
-    assert drawn == 2 * limit + limit // 4  # inliers have a dark line below
+@pytest.mark.parametrize("limit", [0, 1, 5, 8])
+def test_a_limited_number_of_lines_is_spread_over_the_image(limit):
+    points, scores = np.vstack([grid_points(300, (60, 60)), [[380.0, 280.0]]]), np.full(301, 0.9)
+    scores[-1] = 0.1
+    how = dict(inliers=np.arange(301) >= 20, max_lines=limit, scores=scores)
+    figure = draw_matches(grey(), grey(), points, points, **how)
+    drawn = [c.get_segments() for c in figure.axes[0].collections if hasattr(c, "get_segments")]
+    assert sum(map(len, drawn)) == 2 * limit + limit // 4  # inliers have a dark line below
+    lone = any(abs(line[0] - (760.5, 560.5)).max() < 1 for lines in drawn for line in lines)
+    assert lone == (limit > 1)
 
 
 @pytest.mark.parametrize(
@@ -154,30 +157,61 @@ def test_line_limit(limit):
 )
 @pytest.mark.parametrize("count", [0, 1])
 def test_any_pair_makes_an_image(first, second, count):
-    point = np.zeros((count, 2))
-    pixels = figure_pixels(
-        draw_matches(
-            first, second, point, point, inliers=np.ones(count, bool), keypoints0=MISSING, title="a $ b\nc"
-        )
-    )
+    point, good = np.zeros((count, 2)), np.ones(count, bool)
+    how = dict(inliers=good, keypoints0=MISSING, title="a $ b\nc")
+    pixels = figure_pixels(draw_matches(first, second, point, point, **how))
     header = header_height(pixels.shape[1])
     assert pixels.shape[1] >= 960 and header < pixels.shape[0] <= header + 800
     assert pixels[header:].min() < 250
     assert pixels[:header].min() < 100  # the title is there
 
 
-def test_bad_arguments_are_named():
-    two, three = np.zeros((2, 2)), np.zeros((3, 2))
-    with pytest.raises(UsageError, match="one length"):
-        draw_matches(grey(), grey(), two, three)
-    with pytest.raises(UsageError, match="scores"):
-        draw_matches(grey(), grey(), two, two, scores=np.ones(3))
-    with pytest.raises(UsageError, match="points1"):
-        draw_matches(grey(), grey(), two, np.zeros(2))
-    with pytest.raises(UsageError, match="finite"):
-        draw_matches(grey(), grey(), two, two + np.nan)
-    with pytest.raises(UsageError, match="max_lines"):
-        draw_matches(grey(), grey(), two, two, max_lines=-1)
+@pytest.mark.parametrize(
+    ("points1", "options", "named"),
+    [
+        (np.zeros((3, 2)), {}, "length"),
+        (np.zeros((2, 2)), {"scores": np.ones(3)}, "scores"),
+        (np.zeros(2), {}, "points1"),
+        (np.full((2, 2), np.nan), {}, "finite"),
+        (np.zeros((2, 2)), {"max_lines": -1}, "max_lines"),
+        (np.zeros((2, 2)), {"colour_by": "error"}, "errors"),
+        (np.zeros((2, 2)), {"covariances": np.zeros((1, 2, 2))}, "covariances"),
+    ],
+)
+def test_bad_arguments_are_named(points1, options, named):
+    with pytest.raises(UsageError, match=named):
+        draw_matches(grey(), grey(), np.zeros((2, 2)), points1, **options)
+
+
+def test_ellipses_show_the_uncertainty_of_points_enlarged():
+    points = np.array([[100.0, 150.0], [300.0, 150.0]])
+    covariances = np.array([[[0.25, 0], [0, 0.01]], [[4.0, 0], [0, 4.0]]])
+    plain, drawn = (
+        body(draw_matches(grey(), grey(), points, points, covariances=given)) for given in (None, covariances)
+    )
+    differs = (plain.astype(int) - drawn).any(axis=2)
+    half = differs.shape[1] // 2
+    assert not differs[:, : half - 20].any()  # they are those of image 1
+    rows, columns = np.nonzero(differs[:, half : half + half // 2])
+    assert np.ptp(columns) > 3 * np.ptp(rows) > 0
+
+
+@pytest.mark.parametrize("size", [(400, 300), (300, 1000)])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_header_is_as_legible_in_a_wide_image(size, stacked):
+    picture, point = grey(*size), np.zeros((1, 2))
+    figure = draw_matches(picture, picture, point, point, inliers=[True], stacked=stacked)
+    pixels = figure_pixels(figure)
+    header = pixels[: header_height(pixels.shape[1])]
+    assert header.shape[0] / pixels.shape[1] >= 0.05
+    ink = np.nonzero(header.min(axis=2) < 200)[0]
+    assert np.ptp(ink) > 0.5 * len(header) and ink.min() > 0 and ink.max() < len(header) - 1
+    boxes = [text.get_window_extent() for text in figure.texts[1:] if text.get_text()]
+    boxes.sort(key=lambda box: box.x0)
+    assert len(boxes) > 2 and all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
+
+
+# --- Drawings of results
 
 
 @pytest.mark.parametrize(
@@ -190,86 +224,47 @@ def test_bad_arguments_are_named():
         (".svg", b"<?xml"),
     ],
 )
-def test_plot_result_writes_each_format_and_nothing_else(tmp_path, suffix, magic):
-    points = grid_points(30, (400, 300))
-    path = tmp_path / f"plot{suffix}"
+def test_a_result_is_drawn_in_each_format_and_the_same_every_time(tmp_path, suffix, magic):
+    PIL.Image.fromarray(grey()).save(tmp_path / "a.png")
+    result, path, again = make_result(), tmp_path / f"plot{suffix}", tmp_path / f"again{suffix}"
     path.write_text("old")
-    result = make_result(points, points, (400, 300), (400, 300))
-    with pytest.raises(UsageError, match="overwrite=True"):
+    with pytest.raises(UsageError, match="overwrite"):
         result.plot(path, grey(), grey())
     assert result.plot(path, grey(), grey(), overwrite=True) == path
-    assert result.plot(path, grey(), grey()) == path  # our own is replaced
-    assert path.read_bytes().startswith(magic)
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    result.plot(path, tmp_path / "a.png", image_from_array(grey()), title="demo")  # our own is replaced
+    result.plot(again, tmp_path / "a.png", grey(), title="demo")
+    assert path.read_bytes() == again.read_bytes() and path.read_bytes().startswith(magic)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_plot_result_reads_files_and_is_deterministic(tmp_path):
-    PIL.Image.fromarray(grey()).save(tmp_path / "a.png")
-    points = grid_points(30, (400, 300))
-    result = make_result(points, points, (400, 300), (400, 300))
-    for name in ("one.pdf", "two.pdf", "one.png", "two.png", "one.svg", "two.svg"):
-        result.plot(tmp_path / name, tmp_path / "a.png", image_from_array(grey()), title="demo")
-    for suffix in ("pdf", "png", "svg"):
-        assert (tmp_path / f"one.{suffix}").read_bytes() == (tmp_path / f"two.{suffix}").read_bytes()
+def test_what_was_not_estimated_has_no_outliers_and_what_failed_no_inliers(tmp_path):
+    views = []
+    for status in ("not_estimated", "no_model"):
+        make_result(10, status).plot(tmp_path / f"{status}.png", grey(), grey())
+        views.append(below(np.asarray(PIL.Image.open(tmp_path / f"{status}.png"))[..., :3]))
+    none, failed = (view[coloured(view)][:, 1].mean() for view in views)
+    assert none > failed + 30
 
 
-def test_plot_result_without_geometry_draws_no_outliers(tmp_path):
-    points = grid_points(10, (400, 300))
-    result = make_result(points, points, (400, 300), (400, 300), "not_estimated", np.zeros(10, bool))
-    result.plot(tmp_path / "none.png", grey(), grey())
-    geometry = dataclasses.replace(result.geometry, status="no_model")
-    dataclasses.replace(result, geometry=geometry).plot(tmp_path / "failed.png", grey(), grey())
-    none, failed = (
-        below(np.asarray(PIL.Image.open(tmp_path / f"{n}.png"))[..., :3]) for n in ("none", "failed")
-    )
-    assert none[coloured(none)][:, 1].mean() > failed[coloured(failed)][:, 1].mean() + 30
-
-
-def test_plot_result_refuses_what_it_cannot_do(tmp_path):
-    points = grid_points(3, (400, 300))
-    result = make_result(points, points, (400, 300), (400, 300))
-    with pytest.raises(UsageError, match=r"\.png.*\.jpg.*\.pdf.*\.svg"):
-        result.plot(tmp_path / "plot.gif", grey(), grey())
-    with pytest.raises(UsageError, match="no folder"):
-        result.plot(tmp_path / "absent" / "plot.png", grey(), grey())
-    with pytest.raises(UsageError, match="image1"):
-        result.plot(tmp_path / "plot.png", grey(), grey(300, 400))
-    with pytest.raises(ImageError):
-        result.plot(tmp_path / "plot.png", tmp_path / "missing.jpg", grey())
+def test_plots_that_cannot_be_made_leave_nothing(tmp_path):
+    for name, images, fault in (
+        ("plot.gif", (grey(), grey()), UsageError),
+        ("absent/plot.png", (grey(), grey()), UsageError),
+        ("plot.png", (grey(), grey(300, 400)), UsageError),
+        ("plot.png", (tmp_path / "missing.jpg", grey()), ImageError),
+    ):
+        with pytest.raises(fault):
+            make_result(3).plot(tmp_path / name, *images)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_errors_are_distances_to_the_known_geometry_and_have_their_own_colours():
-    points0 = np.array([[50.0, 60.0], [50.0, 240.0]])
-    points1 = points0 + np.array([[300.0, 0.0], [300.0, 40.0]])
-    shift = np.array([[1.0, 0, 300], [0, 1, 0], [0, 0, 1]])
-    sideways = np.array([[0.0, 0, 0], [0, 0, -1], [0, 1, 0]])  # x1' F x0 = y0 - y1: rows are epipolar lines
-    errors = match_errors(points0, points1, H_1_from_0=shift)
-    np.testing.assert_allclose(errors, [0, 40])
-    np.testing.assert_allclose(match_errors(points0, points1, fundamental=sideways), [0, 40])
-    with pytest.raises(UsageError, match="either"):
-        match_errors(points0, points1)
-    view = body(draw_matches(grey(), grey(), points0, points1, errors=errors, colour_by="error"))
-    right, wrong = (half[coloured(half)].astype(int) for half in (view[:300], view[300:]))
-    assert (right[:, 2] - right[:, 0]).mean() > 40 and (wrong[:, 0] - wrong[:, 2]).mean() > 40
-    with pytest.raises(UsageError, match="needs errors"):
-        draw_matches(grey(), grey(), points0, points1, colour_by="error")
-
-
-def test_stacked_images_lie_above_each_other():
-    point0, point1 = np.array([[50.0, 100.0]]), np.array([[50.0, 200.0]])
-    pixels = body(draw_matches(grey(), grey(), point0, point1, stacked=True))
-    assert pixels.shape == (1212, 960, 3)
-    rows, columns = np.nonzero(coloured(pixels))
-    assert abs(columns.mean() - (80 + 100.5)) < 0.6
-    assert abs(rows.min() - 200.5) <= 3 and abs(rows.max() - (612 + 400.5)) <= 3
+# --- Other drawings
 
 
 def test_fates_have_their_colours():
     points = np.array([[50.0, 50.0], [200.0, 50.0], [350.0, 50.0]])
-    pixels = body(draw_fates(grey(), grey(), points, MISSING, [MATCHED, UNMATCHED, 3], [], layers=6)).astype(
-        int
-    )
+    figure = draw_fates(grey(), grey(), points, MISSING, [MATCHED, UNMATCHED, 3], [], layers=6)
+    pixels = body(figure).astype(int)
     matched, unmatched, pruned = (pixels[100, round(2 * x + 0.5)] for x in points[:, 0])
     assert matched[2] > matched[0] + 80  # sky blue
     assert unmatched[0] > unmatched[2] + 80  # vermilion
@@ -278,25 +273,21 @@ def test_fates_have_their_colours():
         draw_fates(grey(), grey(), points, MISSING, [0], [], layers=6)
 
 
-def board(width=480, height=360):
-    rows, columns = np.indices((height, width))
-    return (((rows // 20 + columns // 20) % 2) * 200 + 30).astype(np.uint8)
-
-
 def test_an_overlay_by_the_right_homography_is_the_image_itself():
     shift = np.array([[1.0, 0, -50], [0, 1, 30], [0, 0, 1]])
-    picture = board()
+    rows, columns = np.indices((360, 480))
+    picture = (((rows // 20 + columns // 20) % 2) * 200 + 30).astype(np.uint8)
     moved = np.roll(picture, (30, -50), (0, 1))
-    right, wrong = (
-        body(draw_overlay(picture, moved, H)).astype(int)[70:680, 10:850] for H in (shift, np.eye(3))
-    )
-    whole = body(draw_overlay(moved, moved, np.eye(3))).astype(int)[70:680, 10:850]
-    assert np.abs(right - whole).mean() < 4
-    assert np.abs(wrong - whole).mean() > 10
-    blend = body(draw_overlay(picture, moved, shift, kind="blend")).astype(int)[70:680, 10:850]
-    assert np.ptp(blend, axis=2).mean() < 5
+
+    def drawn(first, H, **how):
+        return body(draw_overlay(first, moved, H, **how)).astype(int)[70:680, 10:850]
+
+    whole = drawn(moved, np.eye(3))
+    assert np.abs(drawn(picture, shift) - whole).mean() < 4
+    assert np.abs(drawn(picture, np.eye(3)) - whole).mean() > 10
+    assert np.ptp(drawn(picture, shift, kind="blend"), axis=2).mean() < 5
     with pytest.raises(UsageError, match="invertible"):
-        draw_overlay(picture, moved, np.zeros((3, 3)))
+        drawn(picture, np.zeros((3, 3)))
 
 
 def test_epipolar_lines_run_through_the_partners():
@@ -310,98 +301,27 @@ def test_epipolar_lines_run_through_the_partners():
     assert draw_epipolar_lines(grey(), grey(), MISSING, MISSING, sideways)
 
 
-@pytest.mark.parametrize("size", [(400, 300), (300, 1000)])
-@pytest.mark.parametrize("stacked", [False, True])
-def test_a_header_is_as_legible_in_a_wide_image(size, stacked):
-    picture, point = grey(*size), np.zeros((1, 2))
-    pixels = figure_pixels(draw_matches(picture, picture, point, point, inliers=[True], stacked=stacked))
-    header = pixels[: header_height(pixels.shape[1])]
-    assert header.shape[0] / pixels.shape[1] >= 0.05
-    ink = np.nonzero(header.min(axis=2) < 200)[0]
-    assert np.ptp(ink) > 0.5 * len(header) and ink.min() > 0 and ink.max() < len(header) - 1
-    texts = draw_matches(picture, picture, point, point, inliers=[True], stacked=stacked).texts
-    boxes = [text.get_window_extent() for text in texts[1:] if text.get_text()]
-    boxes.sort(key=lambda box: box.x0)
-    assert len(boxes) > 2 and all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
+def test_instances_and_the_corner_of_the_template_are_seen_whole():
+    """The template's first corner lies on the edge of its picture."""
+    corners = np.array([[100, 100], [200, 100], [200, 150], [100, 150]], float)
+    figure = draw_instances(grey(100, 50), grey(), [corners])
+    assert "1 instance" in texts(figure) and "first corner" in texts(figure)
+    dots = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
+    assert len(dots) == 2 and not any(dot.get_clip_on() for dot in dots)
+    assert "first corner" not in texts(draw_instances(grey(100, 50), grey(), []))
 
 
-def test_dots_of_heads_lie_beside_each_other():
-    heard = [(np.array([[300.0, 100.0]]), np.array([0.5]))] * 2
-    figure = draw_attention(grey(), grey(), (50.0, 100.0), heard, [], names=["one", "two"])
-    first, second = (c.get_offsets()[0] for c in figure.axes[0].collections[1:4:2])
-    assert 8 < np.linalg.norm(first - second) < 16
-    np.testing.assert_allclose((first + second) / 2, [600.5, 200.5])
-    assert {"one", "two"} <= {text.get_text() for text in figure.texts}
-
-
-@pytest.mark.parametrize("heads", [1, 4, 8, 12])
-def test_any_number_of_heads_has_its_colours(heads):
-    heard = [(np.array([[300.0, 100.0]]), np.array([0.5]))] * heads
-    figure = draw_attention(grey(), grey(), (50.0, 100.0), heard, heard)
-    colours = {tuple(c.get_facecolor()[0]) for c in figure.axes[0].collections[1 : 2 * heads : 2]}
-    last = f"{heads}" if heads > 4 else f"head {heads}"
-    assert len(colours) == heads and last in {text.get_text() for text in figure.texts}
-    width = figure.get_size_inches()[0] * 100
-    assert max(text.get_window_extent().x1 for text in figure.texts) < width
-    assert figure_pixels(figure).shape[1] > 960
-
-
-def test_plots_show_their_numbers():
-    shares = {"sure": [0.5, None], "alone": [0.2, 0.3]}
-    above, middle, below_ = draw_decisions([5, 7], [5, 3], [0, 1], shares, [4, 0], exited=True).axes
-    assert above.lines[0].get_ydata().tolist() == [5, 7]
-    assert [bar.get_height() for bar in above.patches] == [5, 3, 0, 1]
-    assert middle.lines[0].get_xdata().tolist() == [1] and middle.lines[1].get_ydata().tolist() == [0.2, 0.3]
-    assert [bar.get_height() for bar in below_.patches] == [4, 0]
-    (axes,) = draw_confidences({"a": np.array([0.0, 0.04, 1.0]), "none": np.zeros(0)}, threshold=0.1).axes
-    heights = [bar.get_height() for bar in axes.patches]
-    assert heights[0] == 2 and heights[19] == 1 and sum(heights) == 3
-    (axes,) = draw_marginal_errors([1.0, 0.1, 0.005], tolerance=0.01).axes
-    assert axes.lines[0].get_ydata().tolist() == [1.0, 0.1, 0.005] and axes.get_yscale() == "log"
-    left, right, _ = draw_entropies([[1.0, 2.0]], [[0.0, 3.0]], limit=4.0).axes
-    assert [text.get_text() for text in (*left.texts, *right.texts)] == ["1.0", "2.0", "0.0", "3.0"]
-
-
-def test_plots_of_nothing_and_of_bad_values(tmp_path):
-    figures = [
-        draw_decisions([0], [0], [0], {"sure": [None]}, [0]),
-        draw_confidences({"matches": np.zeros(0)}),
-        draw_marginal_errors([]),
-        draw_entropies(np.zeros((1, 1)), np.zeros((1, 1)), limit=1.0),
-    ]
-    for figure in figures:
-        assert figure_pixels(figure).shape[1] == 1000
-    for suffix in (".jpg", ".pdf", ".svg"):
-        assert save_figure(figures[1], tmp_path / f"plot{suffix}").stat().st_size > 1000
-    with pytest.raises(UsageError, match="each layer"):
-        draw_decisions([1, 2], [1], [0], {}, [0])
-    with pytest.raises(UsageError, match=r"\[0, 1\]"):
-        draw_confidences({"a": np.array([1.5])})
-    with pytest.raises(UsageError, match="tables"):
-        draw_entropies(np.zeros((2, 1)), np.zeros((1, 1)), limit=1.0)
-
-
-def test_attention_joins_the_keypoint_with_what_it_attends_to_in_both_images():
-    heard = [(np.array([[300.0, 100.0]]), np.array([0.9]))]
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 12])
+def test_attention_joins_the_keypoint_with_what_it_attends_to_in_both_images(heads):
+    heard = [(np.array([[300.0, 100.0]]), np.array([0.9]))] * heads
     figure = draw_attention(grey(), grey(), (50.0, 100.0), heard, heard)
     segments = [c.get_segments()[0] for c in figure.axes[0].collections if hasattr(c, "get_segments")]
-    np.testing.assert_allclose([s[0] for s in segments], [[100.5, 200.5]] * 2)
-    np.testing.assert_allclose([s[1] for s in segments], [[600.5, 200.5], [812 + 600.5, 200.5]])
+    np.testing.assert_allclose([s[0] for s in segments], [[100.5, 200.5]] * 2 * heads)
+    ends = np.array([s[1] for s in segments]).reshape(2, heads, 2)  # dots lie around the position
+    np.testing.assert_allclose(ends.mean(axis=1), [[600.5, 200.5], [812 + 600.5, 200.5]], atol=1e-6)
+    colours = {tuple(c.get_facecolor()[0]) for c in figure.axes[0].collections[1 : 2 * heads : 2]}
+    assert len(colours) == heads and (f"{heads}" if heads > 4 else f"head {heads}") in texts(figure)
+    width = figure.get_size_inches()[0] * 100
+    assert max(text.get_window_extent().x1 for text in figure.texts) < width
     with pytest.raises(UsageError, match="weights"):
         draw_attention(grey(), grey(), (1, 1), [(MISSING, np.ones(1))], [])
-
-
-def test_ellipses_show_the_uncertainty_of_points_enlarged():
-    points = np.array([[100.0, 150.0], [300.0, 150.0]])
-    covariances = np.array([[[0.25, 0], [0, 0.01]], [[4.0, 0], [0, 4.0]]])
-    plain, drawn = (
-        body(draw_matches(grey(), grey(), points, points, covariances=given)) for given in (None, covariances)
-    )
-    differs = (plain.astype(int) - drawn).any(axis=2)
-    half = differs.shape[1] // 2
-    assert not differs[:, : half - 20].any()  # they are those of image 1
-    first = differs[:, half : half + half // 2]
-    rows, columns = np.nonzero(first)
-    assert np.ptp(columns) > 3 * np.ptp(rows) > 0
-    with pytest.raises(UsageError, match="covariances"):
-        draw_matches(grey(), grey(), points, points, covariances=covariances[:1])

@@ -205,7 +205,7 @@ def test_mistakes_are_refused_before_any_work(made, tmp_path, capfd):
         ((photos, "--continue", model, "--max-keypoints", 5), "settings"),
         ((photos, "--continue", model, "--preset", "hybrid"), "settings"),
         ((photos, "--continue", model, "--no-upright"), "settings"),
-        ((photos, "--continue", model, "--weights", "hybrid"), "--weights"),
+        ((photos, "--continue", model, "--weights", "hybrid"), "weights"),
         ((photos, "--continue", model, "--mapper", "global"), "global"),
         ((photos, "--poses", model, "--mapper", "global"), "global"),
         ((made / "model-run", "--preset", "hybrid"), "already matched"),

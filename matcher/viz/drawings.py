@@ -28,8 +28,6 @@ from matcher.images import MAX_PIXELS, image_from_array, read_image
 from matcher.types import MATCHED, UNMATCHED, Image
 from matcher.verify.adjustment import epipolar_distance
 
-# --- canvas: What all drawings share: two views placed on a white canvas, a header with a legend, encoding.
-
 PLOT_SUFFIXES = (".png", ".jpg", ".jpeg", ".pdf", ".svg")
 VERMILION = (0.84, 0.37, 0.0)  # this and those below: of Okabe and Ito's palette
 SKY = (0.34, 0.71, 0.91)
@@ -76,7 +74,13 @@ def save_figure(figure: Figure, path: str | Path) -> Path:
         UsageError: another suffix, or a folder that is absent.
     """
     path = check_output(path, PLOT_SUFFIXES)
-    write_output(path, _encoded(figure, path.suffix.lower()[1:]))
+    kind, buffer = path.suffix.lower()[1:], io.BytesIO()
+    options = {"pdf": {"metadata": {"CreationDate": None}}, "svg": {"metadata": {"Date": None}}}
+    options |= {key: {"pil_kwargs": {"quality": 92}} for key in ("jpg", "jpeg")}
+    FigureCanvasAgg(figure)
+    with matplotlib.rc_context({"svg.hashsalt": "matcher"}):  # the same names of parts every time
+        figure.savefig(buffer, format=kind, dpi=_DPI, **options.get(kind, {}))
+    write_output(path, buffer.getvalue())
     return path
 
 
@@ -85,16 +89,6 @@ def figure_pixels(figure: Figure) -> np.ndarray:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
-
-
-def _encoded(figure: Figure, kind: str) -> bytes:
-    FigureCanvasAgg(figure)
-    options = {"jpg": {"pil_kwargs": {"quality": 92}}, "pdf": {"metadata": {"CreationDate": None}}}
-    options |= {"jpeg": options["jpg"], "svg": {"metadata": {"Date": None}}}
-    buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "matcher"}):  # the same names of parts every time
-        figure.savefig(buffer, format=kind, dpi=_DPI, **options.get(kind, {}))
-    return buffer.getvalue()
 
 
 def as_image(image: Image | np.ndarray | str | Path, max_pixels: int = MAX_PIXELS) -> Image:
@@ -124,24 +118,23 @@ def as_column(
     return values
 
 
-def place(image0: Image, image1: Image, *, stacked: bool = False) -> tuple[tuple[Placed, Placed], np.ndarray]:
-    """Both images with the same longer side, side by side or one above the other, centred on white.
-
-    Returns:
-        Where they lie, and the canvas (H, W, 3) uint8.
-    """
-    shown = [_display(image.pixels) for image in (image0, image1)]
+def two_images(
+    image0: Image | np.ndarray | str | Path, image1: Image | np.ndarray | str | Path, *, stacked: bool
+) -> tuple[tuple[Placed, Placed], Figure, Axes]:
+    """A figure with both images, of one longer side, beside or above each other; and where they lie."""
+    images = as_image(image0), as_image(image1)
+    shown = [_display(image.pixels) for image in images]
     rows, columns = ([pixels.shape[axis] for pixels in shown] for axis in (0, 1))
     used = max(columns) if stacked else sum(columns) + _GAP
     width, height = max(_MIN_WIDTH, used), sum(rows) + _GAP if stacked else max(rows)
     canvas = np.full((height, width, 3), 255, np.uint8)
     left, top, placed = (width - used) // 2, 0, []
-    for image, pixels, h, w in zip((image0, image1), shown, rows, columns, strict=True):
+    for image, pixels, h, w in zip(images, shown, rows, columns, strict=True):
         x, y = ((width - w) // 2, top) if stacked else (left, (height - h) // 2)
         canvas[y : y + h, x : x + w] = pixels
         placed.append(Placed(image, (w / image.pixels.shape[1], h / image.pixels.shape[0]), (x, y), (w, h)))
         left, top = left + w + _GAP, top + h + _GAP
-    return (placed[0], placed[1]), canvas
+    return (placed[0], placed[1]), *blank_figure(canvas)
 
 
 def _display(pixels: np.ndarray) -> np.ndarray:
@@ -149,8 +142,7 @@ def _display(pixels: np.ndarray) -> np.ndarray:
     factor = _SIDE / max(pixels.shape[:2])
     size = (max(1, round(pixels.shape[1] * factor)), max(1, round(pixels.shape[0] * factor)))
     shown = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA if factor < 1 else cv2.INTER_LINEAR)
-    if shown.ndim == 2:
-        return cv2.cvtColor(cv2.convertScaleAbs(shown, alpha=_DIM), cv2.COLOR_GRAY2RGB)
+    shown = shown if shown.ndim == 3 else cv2.cvtColor(shown, cv2.COLOR_GRAY2RGB)
     grey = cv2.cvtColor(cv2.cvtColor(shown, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
     return cv2.addWeighted(shown, 0.5 * _DIM, grey, 0.5 * _DIM, 0)
 
@@ -167,21 +159,9 @@ def blank_figure(canvas: np.ndarray) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def two_images(
-    image0: Image | np.ndarray, image1: Image | np.ndarray, *, stacked: bool
-) -> tuple[tuple[Placed, Placed], Figure, Axes]:
-    """Where both images lie, and a figure that shows them."""
-    placed, canvas = place(as_image(image0), as_image(image1), stacked=stacked)
-    return placed, *blank_figure(canvas)
-
-
-def header_height(width: int) -> int:
+def header_height(width: float) -> int:
     """Rows above the images of a canvas so wide."""
-    return round(_HEADER * _enlarged(width))
-
-
-def _enlarged(width: float) -> float:
-    return max(1.0, width / 1000)
+    return round(_HEADER * max(1.0, width / 1000))
 
 
 def draw_dots(axes: Axes, points: np.ndarray, colour: object, area: float, alpha: float) -> None:
@@ -192,7 +172,7 @@ def draw_dots(axes: Axes, points: np.ndarray, colour: object, area: float, alpha
 def draw_header(figure: Figure, title: str, legend: Legend) -> None:
     """The title, shortened to one line, and below it what the colours mean."""
     width, height = figure.get_size_inches() * _DPI
-    unit = _enlarged(width)
+    unit = max(1.0, width / 1000)
     title, room = " ".join(title.split()), int(width / (8.5 * unit))
     title = title if len(title) <= room else title[: room - 1] + "…"
     heading = {"fontsize": 11 * unit, "va": "center", "parse_math": False}
@@ -221,10 +201,9 @@ def draw_header(figure: Figure, title: str, legend: Legend) -> None:
         x += write(text) + 20 * unit
 
 
-# --- ellipses: Ellipses of uncertainty around matched points.
+# --- Ellipses of uncertainty
 
 ENLARGED = 20  # a tenth of a pixel could not be seen
-_CORNERS = 33
 
 
 def draw_ellipses(axes: Axes, placed: Placed, points: np.ndarray, covariances: np.ndarray | None) -> None:
@@ -246,7 +225,7 @@ def draw_ellipses(axes: Axes, placed: Placed, points: np.ndarray, covariances: n
         raise UsageError(f"covariances must be ({len(points)}, 2, 2), not {covariances.shape}")
     if not len(points):
         return
-    angle = np.linspace(0, 2 * np.pi, _CORNERS)
+    angle = np.linspace(0, 2 * np.pi, 33)
     values, axes_of = np.linalg.eigh(covariances)
     radii = axes_of * np.sqrt(values.clip(0))[:, None]
     rings = points[:, None] + ENLARGED * np.stack([np.cos(angle), np.sin(angle)], 1) @ radii.swapaxes(1, 2)
@@ -254,9 +233,7 @@ def draw_ellipses(axes: Axes, placed: Placed, points: np.ndarray, covariances: n
     axes.add_collection(LineCollection(list(outlines), colors=[YELLOW], linewidths=0.6, alpha=0.8))
 
 
-# --- keypoints: What became of every keypoint: matched, kept without a partner, or dropped at some layer.
-
-_CROWD = 2048  # points of an image beyond which dots are smaller, so that they never cover it
+# --- Keypoints by what became of them
 
 
 def draw_fates(
@@ -285,40 +262,31 @@ def draw_fates(
         UsageError: arrays whose shapes do not fit, or images that cannot be used.
     """
     placed, figure, axes = two_images(image0, image1, stacked=stacked)
-    scale, counts = _pruned_colours(), np.zeros(3, int)
+    scale = ListedColormap(matplotlib.colormaps["Greys"](np.linspace(0.0, 0.6, 64)))
+    counts = np.zeros(3, int)
     for side, keypoints, fates in zip(placed, (keypoints0, keypoints1), (fates0, fates1), strict=True):
         points = side.points(as_points(keypoints, "keypoints"))
         fates = as_column(fates, len(points), "fates")
         pruned, kept, matched = fates > 0, fates == UNMATCHED, fates == MATCHED
-        unit = min(1.0, _CROWD / max(1, len(points)))
+        unit = min(1.0, 2048 / max(1, len(points)))  # many dots are smaller, so that they never cover it
         draw_dots(axes, points, "black", 20.0 * unit, 0.35)
         draw_dots(axes, points[pruned], scale((fates[pruned] - 1) / max(1, layers - 2)), 9.0 * unit, 1.0)
         draw_dots(axes, points[kept], VERMILION, 9.0 * unit, 1.0)
         draw_dots(axes, points[matched], SKY, 12.0 * unit, 1.0)
         counts += [matched.sum(), kept.sum(), pruned.sum()]
-    texts = [
-        (f"matched: {counts[0]}", SKY),
-        (f"kept, without a partner: {counts[1]}", VERMILION),
-    ]
-    if not counts[2]:
-        draw_header(figure, title, Legend((*texts, ("pruned: 0", "none"))))
-    else:
+    texts = (f"matched: {counts[0]}", SKY), (f"kept, without a partner: {counts[1]}", VERMILION)
+    if counts[2]:
         ends = (f"pruned ({counts[2]}) at layer 1", str(max(1, layers - 1)))
-        draw_header(figure, title, Legend(tuple(texts), scale, ends))
+        draw_header(figure, title, Legend(texts, scale, ends))
+    else:
+        draw_header(figure, title, Legend((*texts, ("pruned: 0", "none"))))
     return figure
 
 
-def _pruned_colours() -> Colormap:
-    return ListedColormap(matplotlib.colormaps["Greys"](np.linspace(0.0, 0.6, 64)))
-
-
-# --- matches: Drawings of matches: two views, lines between matched points, coloured by what is known of
-# them.
+# --- Matches
 
 ColourBy = Literal["confidence", "inliers", "error", "planes"]
 _PLANES = (SKY, YELLOW, GREEN, PINK, BLUE, ORANGE)  # colours, used again where there are more planes
-
-_CELL = 64  # pixels; the drawn lines are spread over cells of this size
 
 
 def draw_matches(
@@ -356,41 +324,49 @@ def draw_matches(
         UsageError: arrays whose shapes do not fit, or images that cannot be used.
     """
     points0, points1 = as_points(points0, "points0"), as_points(points1, "points1")
-    count, shown, colours = len(points0), {"error": errors, "planes": planes}, _scale(colour_by)
-    scores = as_column(scores, count, "scores", np.ones(count))
+    if len(points1) != (count := len(points0)):
+        raise UsageError(f"points0 and points1 must be of one length, not {count} and {len(points1)}")
+    if max_lines < 0 or not error_limit > 0:
+        wrong = f"max_lines must not be negative ({max_lines}), error_limit above 0 pixels ({error_limit})"
+        raise UsageError(wrong)
+    if colour_by not in get_args(ColourBy):
+        raise UsageError(f"colour_by is confidence, inliers, error or planes, not {colour_by!r}")
+    if (errors if colour_by == "error" else planes if colour_by == "planes" else ()) is None:
+        needed = "errors, in pixels," if colour_by == "error" else "the planes"
+        raise UsageError(f"colour_by {colour_by!r} needs {needed} of all matches")
+    scores = shares = as_column(scores, count, "scores", np.ones(count))
     good = as_column(inliers, count, "inliers", np.ones(count)).astype(bool)
-    _check(len(points1), count, colour_by, shown, error_limit, max_lines)
+    if colour_by == "error":
+        colours = LinearSegmentedColormap.from_list("error", [SKY, YELLOW, VERMILION])
+        shares = np.nan_to_num(as_column(errors, count, "errors") / error_limit, nan=1.0)
+    elif colour_by == "planes":
+        colours = ListedColormap(_PLANES)
+        shares = as_column(planes, count, "planes") % len(_PLANES) / (len(_PLANES) - 1)
+    elif colour_by == "inliers":
+        colours = ListedColormap([SKY])
+    else:
+        colours = ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0.4, 1.0, 64)))
     judged = None if inliers is None or colour_by == "error" else good
     title = title or f"{count} matches" + ("" if inliers is None else f", {int(good.sum())} inliers")
-    good |= colour_by == "error"  # errors tell more than whether a match is an inlier
+    good = good | (colour_by == "error")  # errors tell more than whether a match is an inlier
     placed, figure, axes = two_images(image0, image1, stacked=stacked)
-    _draw_keypoints(axes, placed, (keypoints0, keypoints1))
+    for side, keypoints in zip(placed, (keypoints0, keypoints1), strict=True):
+        if keypoints is not None:
+            draw_dots(axes, side.points(as_points(keypoints, "keypoints")), "white", 2.0, 0.35)
     ends = np.stack([side.points(p) for side, p in zip(placed, (points0, points1), strict=True)], axis=1)
-    each = colours(np.clip(_shares(colour_by, scores, shown, error_limit), 0, 1))
-    drawn = _draw_lines(axes, ends, scores, good, each, max_lines)
+    drawn = _draw_lines(axes, ends, scores, good, colours(np.clip(shares, 0, 1)), max_lines)
     draw_ellipses(axes, placed[1], points1, covariances)
-    draw_header(figure, title, _legend(colour_by, colours, error_limit, judged, drawn))
+    texts = []
+    if judged is not None:
+        each = ", a colour for each plane" * (colour_by == "planes")
+        texts.append((f"inliers{each}: {int(judged.sum())}", SKY if colour_by == "inliers" else "none"))
+        texts.append((f"outliers, thin: {int((~judged).sum())}", VERMILION))
+    if drawn < count:
+        texts.append((f"lines drawn: {drawn} of {count}", "none"))
+    ends = ("confidence 0", "1") if colour_by == "confidence" else ("error 0", f"{error_limit:g} px or more")
+    scale = None if colour_by in ("inliers", "planes") else colours
+    draw_header(figure, title, Legend(tuple(texts), scale, ends))
     return figure
-
-
-def _shares(
-    colour_by: ColourBy, scores: np.ndarray, shown: dict[str, np.ndarray | None], limit: float
-) -> np.ndarray:
-    """(K,) places on the scale of colours; unknown errors are at the limit."""
-    if colour_by == "error":
-        return np.nan_to_num(as_column(shown["error"], len(scores), "errors", scores) / limit, nan=1.0)
-    if colour_by == "planes":
-        planes = as_column(shown["planes"], len(scores), "planes", scores)
-        return planes % len(_PLANES) / (len(_PLANES) - 1)
-    return scores
-
-
-def _draw_keypoints(
-    axes: Axes, placed: Sequence[Placed], keypoints: tuple[np.ndarray | None, np.ndarray | None]
-) -> None:
-    for side, points in zip(placed, keypoints, strict=True):
-        if points is not None:
-            draw_dots(axes, side.points(as_points(points, "keypoints")), "white", 2.0, 0.35)
 
 
 def match_errors(
@@ -417,26 +393,10 @@ def match_errors(
     return np.nan_to_num(np.linalg.norm(warp_points(points0, H_1_from_0) - points1, axis=1), nan=np.inf)
 
 
-def _check(
-    other: int, count: int, colour_by: str, shown: dict[str, np.ndarray | None], limit: float, max_lines: int
-) -> None:
-    if other != count:
-        raise UsageError(f"points0 and points1 must be of one length, not {count} and {other}")
-    if max_lines < 0:
-        raise UsageError(f"max_lines must not be negative, got {max_lines}")
-    if colour_by not in get_args(ColourBy):
-        raise UsageError(f"colour_by is confidence, inliers, error or planes, not {colour_by!r}")
-    if colour_by in shown and shown[colour_by] is None:
-        needed = "errors, in pixels," if colour_by == "error" else "the planes"
-        raise UsageError(f"colour_by {colour_by!r} needs {needed} of all matches")
-    if not limit > 0:
-        raise UsageError(f"error_limit must be above 0 pixels, not {limit}")
-
-
 def _draw_lines(
     axes: Axes, ends: np.ndarray, scores: np.ndarray, good: np.ndarray, colours: np.ndarray, max_lines: int
-) -> tuple[int, int, int]:
-    """Lines and end points, (K, 2, 2) ends; returns lines drawn of inliers, of outliers, and matches."""
+) -> int:
+    """Lines and end points, (K, 2, 2) ends; returns how many lines were drawn."""
     by_score = np.argsort(scores, kind="stable")  # the most confident lie on top
     inner, outer = by_score[good[by_score]], by_score[~good[by_score]]
     lines_in = _spread(inner, ends[:, 0], max_lines)
@@ -453,13 +413,13 @@ def _draw_lines(
     over = LineCollection(ends[lines_in], colors=colours[lines_in], linewidths=width, alpha=alpha)
     axes.add_collection(over, autolim=False)
     draw_dots(axes, ends[inner].reshape(-1, 2), np.repeat(colours[inner], 2, axis=0), 6.0, 0.95)
-    return len(lines_in), len(lines_out), len(ends)
+    return len(lines_in) + len(lines_out)
 
 
 def _spread(order: np.ndarray, points: np.ndarray, limit: int) -> np.ndarray:
-    """At most `limit` of `order` (best last), spread over the image: the best of each cell come first."""
+    """At most `limit` of `order` (best last): the best of each cell of 64 pixels come first."""
     best_first = order[::-1]
-    cells = np.floor(points[best_first] / _CELL).astype(np.int64) @ np.array([1, 1 << 20])
+    cells = np.floor(points[best_first] / 64).astype(np.int64) @ np.array([1, 1 << 20])
     by_cell = np.argsort(cells, kind="stable")
     starts = np.flatnonzero(np.diff(cells[by_cell], prepend=np.nan))
     rank = np.empty(len(order), np.int64)
@@ -468,39 +428,7 @@ def _spread(order: np.ndarray, points: np.ndarray, limit: int) -> np.ndarray:
     return best_first[np.sort(chosen)][::-1]
 
 
-def _scale(colour_by: ColourBy) -> Colormap:
-    if colour_by == "error":
-        return LinearSegmentedColormap.from_list("error", [SKY, YELLOW, VERMILION])
-    if colour_by == "inliers":
-        return ListedColormap([SKY])
-    if colour_by == "planes":
-        return ListedColormap(_PLANES)
-    return ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0.4, 1.0, 64)))
-
-
-def _legend(
-    colour_by: ColourBy,
-    scale: Colormap,
-    limit: float,
-    good: np.ndarray | None,
-    drawn: tuple[int, int, int],
-) -> Legend:
-    """What the colours of the lines mean."""
-    texts = []
-    if good is not None:
-        inner = SKY if colour_by == "inliers" else "none"
-        each = ", a colour for each plane" * (colour_by == "planes")
-        texts.append((f"inliers{each}: {int(good.sum())}", inner))
-        texts.append((f"outliers, thin: {int((~good).sum())}", VERMILION))
-    if drawn[0] + drawn[1] < drawn[2]:
-        texts.append((f"lines drawn: {drawn[0] + drawn[1]} of {drawn[2]}", "none"))
-    if colour_by in ("inliers", "planes"):
-        return Legend(tuple(texts))
-    ends = ("confidence 0", "1") if colour_by == "confidence" else ("error 0", f"{limit:g} px or more")
-    return Legend(tuple(texts), scale, ends)
-
-
-# --- instances: A template beside an image, with the outline of each of its instances there.
+# --- A template and its instances
 
 
 def draw_instances(
@@ -534,7 +462,8 @@ def draw_instances(
     for number, (quad, text) in enumerate(zip(corners, texts, strict=True)):
         _outline(axes, placed[1], as_points(quad, "corners"), colours(number % 10), text)
     count = "1 instance" if len(corners) == 1 else f"{len(corners)} instances"
-    legend = Legend((("the dot is the template's first corner", "none"),))
+    said = "the dot is the template's first corner" if len(corners) else "the template was not found"
+    legend = Legend(((said, "none"),))
     draw_header(figure, count if title is None else title, legend)
     return figure
 
@@ -544,7 +473,8 @@ def _outline(axes: Axes, side: Placed, quad: np.ndarray, colour: object, text: s
     points = side.points(quad)
     closed = np.vstack([points, points[:1]])
     axes.plot(closed[:, 0], closed[:, 1], color=colour, linewidth=2.5, path_effects=edge)
-    axes.plot(*points[0], "o", color=colour, markersize=8, markeredgecolor="black")
+    corner = np.clip(points[0], side.offset, np.add(side.offset, side.shape) - 1)  # or a speck of it is left
+    axes.plot(*corner, "o", color=colour, markersize=8, markeredgecolor="black", clip_on=False)
     if text:
         middle = points.mean(axis=0)
         style = {"ha": "center", "va": "center", "fontsize": 14, "weight": "bold", "parse_math": False}

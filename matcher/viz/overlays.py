@@ -15,9 +15,6 @@ from matcher.geometry import upright_matrix
 from matcher.types import Image
 from matcher.viz.drawings import Legend, Placed, as_image, as_points, blank_figure, draw_header, two_images
 
-# --- composites: Two images as one: image 0 warped onto image 1, and pictures of both in which misalignment
-# shows.
-
 LARGEST_SIDE = 32_000  # pixels; OpenCV warps no image whose side needs more than 15 bits
 
 
@@ -132,9 +129,7 @@ def _before_horizon(warp: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     return back[2, 0] * columns + back[2, 1] * rows[:, None] + back[2, 2] > 0
 
 
-# --- overlay: One view over the other: drawings that show whether a known geometry is right.
-
-_LONGER = 960  # pixels, of an overlay
+# --- Figures
 
 
 def draw_overlay(
@@ -163,7 +158,7 @@ def draw_overlay(
         raise UsageError("an overlay is a checkerboard of at least 1 square, or a blend")
     first, second = as_image(image0), as_image(image1)
     height, width = second.pixels.shape[:2]
-    factor = _LONGER / max(width, height)
+    factor = 960 / max(width, height)
     shape = (max(1, round(width * factor)), max(1, round(height * factor)))
     laid = lay_over(first, second, H_1_from_0, shape)
     if kind == "blend":

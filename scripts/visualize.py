@@ -1,0 +1,162 @@
+"""Draw a pair of images: matches, one image over the other, epipolar lines, pruning, attention, refinement.
+
+    python scripts/visualize.py assets/view0.jpg assets/view1.jpg out.png [--plot KIND] [--point x,y]
+
+KIND is matches, checkerboard, blend, epipolar, fates (of keypoints), attention or rollout (of the keypoint of
+image 0 nearest to --point), or refinement (three matches before and after, enlarged eight times: image 0, and
+image 1 deformed to look like it). The suffix of the output decides its format. `matcher explain` shows more.
+"""
+
+import argparse
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+import matcher
+from matcher.cameras import as_camera
+from matcher.config import RefineConfig
+from matcher.explain.explain import explain, nearest_keypoint, network_of, rules
+from matcher.files import write_whole
+from matcher.refine import fit_affine_maps
+from matcher.verify.adjustment import fundamental_from_pose
+from matcher.viz.drawings import draw_fates, match_errors, save_figure
+from matcher.viz.overlays import draw_epipolar_lines, draw_overlay
+from matcher.viz.plots import draw_attention
+
+
+def draw_pair(args: argparse.Namespace) -> None:
+    """Matches, their errors, or what shows whether the geometry is right."""
+    planar = args.homography is not None or args.plot in ("checkerboard", "blend")
+    pipeline = load(args, geometry="homography" if planar else "fundamental")
+    result = pipeline.match(args.image0, args.image1)
+    images = pipeline.read(args.image0), pipeline.read(args.image1)
+    known = result.geometry.matrix if args.homography is None else np.loadtxt(args.homography)
+    if args.pose is not None:
+        K = as_camera([float(value) for value in args.camera.split(",")]).K
+        known = fundamental_from_pose(K, K, np.loadtxt(args.pose))
+    if known is None and (args.plot != "matches" or args.colour_by == "error"):
+        raise SystemExit(f"no geometry was found ({result.geometry.status})")
+    how = {"stacked": args.stacked, "title": result.heading()}
+    if args.plot == "matches":
+        given = {"H_1_from_0" if planar else "fundamental": known}
+        errors = match_errors(result.points0, result.points1, **given) if args.colour_by == "error" else None
+        how |= {"colour_by": args.colour_by, "errors": errors, "max_lines": args.lines}
+        result.plot(args.output, *images, overwrite=True, **how)
+    elif args.plot == "epipolar":
+        inliers = (points[result.geometry.inliers] for points in (result.points0, result.points1))
+        save_figure(draw_epipolar_lines(*images, *inliers, known, **how), args.output)
+    else:
+        save_figure(draw_overlay(*images, known, kind=args.plot, title=how["title"]), args.output)
+
+
+def draw_network(args: argparse.Namespace) -> None:
+    """What became of every keypoint, or what one of them attends to."""
+    pipeline = load(args)
+    network = network_of(pipeline)
+    images = [pipeline.read(path) for path in (args.image0, args.image1)]
+    features = [pipeline.extract(image) for image in images]
+    keypoints = [side.keypoints.numpy() for side in features]
+    title = f"{args.plot}: {pipeline.preset}"
+    if args.plot == "fates":
+        found = explain(network, *features)
+        print(*rules(pipeline.config.matcher), sep="\n")
+        title += f", {len(found.matches)} matches, {len(found.layers)} of {pipeline.layers} layers"
+        how = {"layers": pipeline.layers, "stacked": args.stacked, "title": title}
+        save_figure(draw_fates(*images, *keypoints, *found.fates, **how), args.output)
+        return
+    asked = nearest_keypoint(features[0], tuple(map(float, args.point.split(","))))
+    strongest = max(5, 40 // network.model.config.context.heads)  # the more heads, the fewer of each
+    found = explain(network, *features, [asked], strongest=strongest)
+    if args.plot == "rollout":
+        flow, heads, names = found.rollout[0][0], [], ["share of the final state"]
+        for part, side in zip(np.split(flow, [len(keypoints[0])]), keypoints, strict=True):
+            best = np.argsort(-part)[:40]
+            heads.append([(side[best], part[best])])
+    else:
+        number, heads, names = min(args.layer or 99, found.last_layer(0, asked)), [], None
+        layer, title = found.layers[number - 1], f"{title}, layer {number} of {pipeline.layers}"
+        for attention, side in zip(
+            (layer.self_attention[0], layer.cross_attention[0]), keypoints, strict=True
+        ):
+            pairs = zip(attention.points[0], attention.weights[0], strict=True)
+            heads.append([(side[points[points >= 0]], weights[points >= 0]) for points, weights in pairs])
+    title += f", keypoint at {np.round(keypoints[0][asked]).astype(int).tolist()}"
+    how = {"names": names, "stacked": args.stacked, "title": title}
+    save_figure(draw_attention(*images, tuple(keypoints[0][asked]), *heads, **how), args.output)
+
+
+ENLARGED, HALF, SHOWN = 8, 12, 3  # times; pixels of a window to either side; matches
+
+
+def draw_refinement(args: argparse.Namespace) -> None:
+    """Inliers of the more certain half, from those that moved most."""
+    before = load(args, refine=False).match(args.image0, args.image1)
+    images = [matcher.read_image(path, resize=None, upright=False) for path in (args.image0, args.image1)]
+    after = load(args).refine(args.image0, args.image1, before.matches)
+    refinement = after.refinement
+    points0, points1 = before.points0.astype(float), before.points1.astype(float)
+    maps, known = fit_affine_maps(points0, points1, RefineConfig().neighbours)
+    possible = refinement.accepted & known & before.geometry.inliers
+    if np.count_nonzero(possible) < SHOWN:
+        raise SystemExit(f"fewer than {SHOWN} matches were refined: {refinement.counts()}")
+    moved = np.linalg.norm(after.points1 - points1, axis=1)
+    deviation = np.sqrt(np.linalg.eigvalsh(refinement.covariances)[:, 1])
+    certain = np.flatnonzero(possible & (deviation <= np.median(deviation[possible])))
+    most = certain[np.argsort(-moved[certain])]
+    rows = []
+    for row in most[np.linspace(0, len(most) // 10, SHOWN).astype(int)]:
+        sides = (
+            window(images[0], points0[row], np.eye(2), "image 0"),
+            window(images[1], points1[row], maps[row], "image 1, as matched"),
+            window(images[1], after.points1[row], maps[row], f"refined by {moved[row]:.2f} px"),
+        )
+        rows.append(np.hstack(sides))
+    write_whole(args.output, cv2.imencode(args.output.suffix, np.vstack(rows))[1].tobytes())
+
+
+def window(image: matcher.Image, point: np.ndarray, affine: np.ndarray, words: str) -> np.ndarray:
+    """(H, W, 3) uint8 window around a stored pixel, with a cross in its middle."""
+    grey = image.stored if image.stored is not None else image.grey()
+    reach = np.arange(-HALF * ENLARGED, HALF * ENLARGED + 1, dtype=np.float32) / ENLARGED
+    places = np.float32(np.stack(np.meshgrid(reach, reach), axis=-1) @ affine.T + point)
+    how = {"interpolation": cv2.INTER_CUBIC, "borderMode": cv2.BORDER_REPLICATE}
+    values = cv2.remap(np.float32(grey), places[..., 0], places[..., 1], **how)
+    pixels = cv2.normalize(values, None, 0, 255, cv2.NORM_MINMAX).astype(np.uint8)
+    drawn = cv2.cvtColor(pixels, cv2.COLOR_GRAY2BGR)
+    cv2.drawMarker(drawn, (HALF * ENLARGED, HALF * ENLARGED), (0, 0, 255), cv2.MARKER_CROSS, 40, 1)
+    cv2.putText(drawn, words, (5, 15), cv2.FONT_HERSHEY_SIMPLEX, 0.45, (255, 255, 255), 1, cv2.LINE_AA)
+    return cv2.copyMakeBorder(drawn, 3, 3, 3, 3, cv2.BORDER_CONSTANT, value=(255, 255, 255))
+
+
+def load(args: argparse.Namespace, **options: object) -> matcher.Pipeline:
+    return matcher.load(args.preset, weights=args.weights, resize=args.resize, device="cpu", **options)
+
+
+KINDS = dict.fromkeys(["matches", "checkerboard", "blend", "epipolar"], draw_pair)
+KINDS |= dict.fromkeys(["fates", "attention", "rollout"], draw_network) | {"refinement": draw_refinement}
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("image0", type=Path)
+parser.add_argument("image1", type=Path)
+parser.add_argument("output", type=Path, help=".png, .jpg, .pdf or .svg")
+parser.add_argument("--plot", choices=KINDS, default="matches")
+parser.add_argument("--preset", default="hybrid-learned", help="see `matcher presets`")
+parser.add_argument("--weights", help="a file, or a name from `matcher weights list`")
+parser.add_argument("--resize", type=int, default=1024, help="longer side in pixels")
+parser.add_argument("--stacked", action="store_true", help="one image above the other")
+parser.add_argument("--point", metavar="x,y", help="in pixels of image 0, for attention and rollout")
+parser.add_argument("--layer", type=int, help="from 1; by default the last that the keypoint lived through")
+parser.add_argument("--colour-by", choices=["confidence", "inliers", "error"], default="confidence")
+parser.add_argument("--homography", type=Path, help="text file of the known 3 x 3 matrix, for errors")
+parser.add_argument("--pose", type=Path, help="text file of the known 4 x 4 cam1_from_cam0; needs --camera")
+parser.add_argument("--camera", metavar="fx,fy,cx,cy", help="of both images, in pixels of the files")
+parser.add_argument("--lines", type=int, default=200, help="at most so many matches")
+args = parser.parse_args()
+if (args.pose is not None and args.camera is None) or (
+    args.plot in ("attention", "rollout") and not args.point
+):
+    parser.error("--pose needs --camera fx,fy,cx,cy; attention and rollout need --point x,y")
+try:
+    KINDS[args.plot](args)
+except matcher.MatcherError as error:
+    parser.exit(error.exit_code, f"{error}\n")
