@@ -177,7 +177,6 @@ class FrameExtractor:
             return [images[0], *(self.pipeline.read(frame) for frame in frames[1:])]
         self._costs = FrameCosts(self.pipeline, images[0], stereo=len(images) > 1)
         self._plan()
-        self._costs.settle()
         return [self.pipeline.read(*each) for each in zip(frames, masks, strict=True)]
 
     def took(self, milliseconds: float) -> None:
