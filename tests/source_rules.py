@@ -74,9 +74,20 @@ def made_up(**sources: str) -> Modules:
 
 
 def imports(modules: Modules, name: str) -> set[str]:
-    """All that a module imports, at any depth, as dotted names; `from folder import file` names the file."""
+    """All that a module imports, at any depth, as dotted names; `from folder import file` names the file.
+
+    Types alone, under TYPE_CHECKING, do not count: nothing is imported for them.
+    """
     found = set()
+    only_types = {
+        inner
+        for node in ast.walk(modules[name])
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for inner in ast.walk(node)
+    }
     for node in ast.walk(modules[name]):
+        if node in only_types:
+            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

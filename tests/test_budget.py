@@ -158,4 +158,4 @@ def test_a_sequence_says_what_it_chose_at_its_first_frame(views):
     tracker = matcher.Tracker("nearest", budget_ms=2000.0, max_keypoints=300)
     for view in views:
         result = tracker.push(view)
-    assert tracker.choice.budget_ms == 2000.0 and tracker.choice.fits and len(result.features) <= 301
+    assert tracker.choice.budget_ms == 2000.0 and tracker.choice.fits and len(result.keypoints) <= 301
