@@ -214,6 +214,30 @@ def test_cells_of_a_grid_tell_their_linear_attention(views):
             assert (attention.entropy > 0).all() and (attention.entropy <= np.log(len(side)) + 1e-3).all()
 
 
+@pytest.mark.parametrize("changes", [{}, GUIDED])
+def test_points_without_a_match_name_their_candidates_and_what_beat_them(changes):
+    """Of the last layer that a point lived through; that of the matched ones is their match."""
+    matcher, sides = other_matcher(**changes), pair(60, 50, 1)
+    record = explain(matcher, *sides)
+    for side, found in enumerate(record.candidates):
+        live = found.points[:, 0] >= 0
+        assert (np.diff(found.probabilities[live]) <= 0).all() and found.probabilities.max() <= 1 + 1e-5
+        assert (found.rival_probabilities >= found.probabilities - 1e-6).all()
+        assert ((found.unmatched >= 0) & (found.unmatched <= 1 + 1e-5)).all()
+        for match, score in zip(record.matches.tolist(), record.scores.tolist(), strict=True):
+            point, other = match[side], match[1 - side]
+            assert found.points[point, 0] == other and found.rivals[point, 0] == point
+            assert found.probabilities[point, 0] == pytest.approx(score, abs=1e-5)
+        for point in np.flatnonzero(record.fates[side] == UNMATCHED):
+            beaten = found.rivals[point, 0] != point
+            assert beaten or found.probabilities[point, 0] <= CONFIG.policy.match_threshold + 1e-6
+    pruned = explain(matcher_with(), *pair(80, 70, 2))
+    for side, fates in enumerate(pruned.fates):
+        for point in np.flatnonzero(fates > 0):
+            assert pruned.last_layer(side, point) == fates[point] <= len(pruned.layers)
+            assert pruned.candidates[side].points[point, 0] >= 0
+
+
 def test_what_cannot_be_asked_is_named():
     first, second = pair(5, 4, 6)
     with pytest.raises(UsageError, match="image 1 has the keypoints 0 to 3"):

@@ -176,7 +176,7 @@ def test_odd_pairs_make_a_page(pictures, pipeline, tmp_path, second):
     with browser() as page:
         page.open((tmp_path / "odd.html").as_uri())
         page.wait("return document.body.dataset.ready")
-        assert "Click a keypoint" in page.text("#info") and page.complaints() == []
+        assert "Click a point" in page.text("#info") and page.complaints() == []
 
 
 def test_bad_requests_are_named(pictures, pipeline, tmp_path, capsys):

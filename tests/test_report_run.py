@@ -104,7 +104,7 @@ def test_a_browser_shows_the_graph_and_follows_a_link(run, written, tmp_path):
         assert len(page.find("#weakest a")) == 3 and page.complaints() == []
         page.click("#weakest a")
         page.wait("return location.pathname.includes('report_pairs') && document.body.dataset.ready")
-        assert "Click a keypoint" in page.text("#info") and page.complaints() == []
+        assert "Click a point" in page.text("#info") and page.complaints() == []
         page.click("#controls a")
         page.wait("return location.pathname.endsWith('report.html') && document.body.dataset.ready")
 

@@ -21,14 +21,11 @@ from matcher.errors import UsageError
 from matcher.match.adaptivity import LayerState
 from matcher.match.context import Layer, Tokens
 from matcher.match.nearest import credible_matches
-from matcher.match.network import AttentionMatcher, MatchingNetwork, off_border
+from matcher.match.network import AttentionMatcher, off_border
 from matcher.match.sinkhorn import PairPrediction
 from matcher.match.steering import confidence_threshold
 from matcher.pipeline import Pipeline
 from matcher.types import MATCHED, UNMATCHED, Features
-
-# --- attention: What asked points attend to: weights of every block and head, their entropy, and rollout
-# over layers.
 
 _ROWS = 256  # points whose weights are held at once in a rollout
 
@@ -146,7 +143,7 @@ def rollout(inputs: list[list[AttentionInputs]], asked: np.ndarray, total: int) 
     return flow.cpu().numpy()
 
 
-# --- layers: The state after one layer: matches, confidence, points without a match, and points pruned.
+# --- Layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,7 +260,46 @@ def _dropped(
     )
 
 
-# --- explain: Why points matched or not: the network's run of one pair, recorded layer by layer.
+# --- A pair
+
+
+CANDIDATES = 3  # that are told of each point
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """Whom the N points of an image may have been matched with, as of the last layer that each lived through.
+
+    A point stays unmatched where its best candidate is likelier another point's, less likely than the
+    threshold, or less likely than no partner at all.
+    """
+
+    points: np.ndarray  # (N, 3) int64 of the other image, the likeliest first; −1: there are no more
+    probabilities: np.ndarray  # (N, 3)
+    rivals: np.ndarray  # (N, 3) int64, the point of this image that each candidate is likeliest to be
+    rival_probabilities: np.ndarray  # (N, 3)
+    unmatched: np.ndarray  # (N,) probability of no partner
+
+    @classmethod
+    def unknown(cls, count: int) -> Candidates:
+        """For a network that has not run."""
+        shape = count, CANDIDATES
+        ids, shares = (np.full(shape, -1) for _ in range(2)), (np.zeros(shape) for _ in range(2))
+        (points, rivals), (probabilities, others) = ids, shares
+        return cls(points, probabilities, rivals, others, np.ones(count))
+
+    def update(self, scores: Tensor, log_unmatched: Tensor, here: Tensor, there: Tensor) -> None:
+        """Those of the points (n,) `here`, from log probabilities (n, m) with the points `there`."""
+        rows, count = here.cpu().numpy(), min(CANDIDATES, scores.shape[1])
+        self.unmatched[rows] = log_unmatched.exp().cpu().numpy()
+        self.points[rows] = self.rivals[rows] = -1
+        if not (len(rows) and count):
+            return
+        top, best = scores.topk(count, dim=1), scores.max(dim=0)
+        self.points[rows, :count] = there[top.indices].cpu().numpy()
+        self.probabilities[rows, :count] = top.values.exp().cpu().numpy()
+        self.rivals[rows, :count] = here[best.indices[top.indices]].cpu().numpy()
+        self.rival_probabilities[rows, :count] = best.values[top.indices].exp().cpu().numpy()
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,6 +313,12 @@ class Explanation:
     fates: tuple[np.ndarray, np.ndarray]  # (N,), (M,) int64: MATCHED, UNMATCHED, or the layer (from 1)
     traced: tuple[np.ndarray, np.ndarray]  # input points whose rollout was computed
     rollout: tuple[np.ndarray, np.ndarray]  # (A0, N+M), (A1, N+M) float32 of those, rows sum to 1
+    candidates: tuple[Candidates, Candidates]  # of the points of image 0 and 1
+
+    def last_layer(self, side: int, point: int) -> int:
+        """The last layer (from 1) that an input point lived through."""
+        fate = int(self.fates[side][point])
+        return fate if fate > 0 else len(self.layers)
 
 
 def network_of(pipeline: Pipeline) -> AttentionMatcher:
@@ -319,12 +361,18 @@ def explain(
     traced = asked if traced is None else tuple(_indices(traced[i], sizes[i], i) for i in (0, 1))
     batch = [Features.stack([f]).to(matcher.device) for f in (features0, features1)]
     batch[1] = matcher.matched_view(*batch)
-    network, reports, inputs, known = matcher.model, [], [], np.zeros((0, 2), np.int64)
-    inner, total = _inner(network, batch), sum(sizes)
+    network, reports, inputs = matcher.model, [], []
+    known = np.zeros((0, 2), np.int64)
+    border, total = network.config.assignment.border, sum(sizes)
+    inner = tuple(off_border(side, border)[0] for side in batch) if border else None
+    candidates = Candidates.unknown(sizes[0]), Candidates.unknown(sizes[1])
     for state in network.run(network.tokens(*batch, align=False)):
         blocks, attended = _asked_attention(state, asked, sizes[0], strongest)
         report, prediction = layer_report(state, attended, known, total, inner)
-        known = report.matches
+        known, found = report.matches, prediction.assignment
+        here, there, scores = prediction.index0, prediction.index1, found.log_scores[0]
+        candidates[0].update(scores, found.log_unmatched0[0], here, there)
+        candidates[1].update(scores.T, found.log_unmatched1[0], there, here)
         reports.append(report)
         inputs.append(blocks)
     found = matcher.read(prediction, 0, *batch)
@@ -337,6 +385,7 @@ def explain(
         _fates(found.indices, reports, sizes),
         traced,
         (flow[: len(traced[0])], flow[len(traced[0]) :]),
+        candidates,
     )
 
 
@@ -375,12 +424,6 @@ def _asked_attention(
     ]
 
 
-def _inner(model: MatchingNetwork, batch: list[Features]) -> tuple[Tensor, Tensor] | None:
-    """(N,), (M,) bool, the points that may have a partner; None where all may."""
-    border = model.config.assignment.border
-    return tuple(off_border(features, border)[0] for features in batch) if border else None
-
-
 def _fates(
     matches: np.ndarray, reports: Sequence[LayerReport], sizes: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -392,7 +435,7 @@ def _fates(
     return fates
 
 
-# --- rules: The rules of early exit and pruning in words, for both kinds of networks.
+# --- Rules in words
 
 
 def confidence_thresholds(config: NetworkConfig) -> list[float]:

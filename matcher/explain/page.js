@@ -38,7 +38,7 @@ const control = (id, text, type, attributes, needed = true) => {
 };
 const least = control("least", "minimum confidence", "range", { min: 0, max: 100, value: 0 });
 const inner = control("inliers", "inliers only", "checkbox", {});
-const every = control("lines", "all lines", "checkbox", {});
+const every = control("lines", "lines of all matches", "checkbox", { checked: true });
 const refined = data.images.some(image => image.ellipses.length);
 const uncertain = control("ellipses", `uncertainty, enlarged ${data.enlarged} times`, "checkbox", {}, refined);
 const layer = control("layer", "layer", "range", { min: 1, max: L || 1, value: L || 1 }, L);
@@ -124,10 +124,12 @@ function paintChanges(ink) {
 }
 
 function drawAttention(side, point) {
-  const image = data.images[side], row = image.row.get(point);
+  const image = data.images[side], row = image.row.get(point), fate = image.fates[point];
   if (row === undefined) return "attention not kept for this point";
+  // Of a point that was pruned before this layer: the last one that it lived through.
+  const pruned = fate > 0 && fate < +layer.input.value, number = pruned ? fate : +layer.input.value;
   let strongest = 0, there = false;
-  image.attention[+layer.input.value - 1].forEach(([points, weights], isCross) => {
+  image.attention[number - 1].forEach(([points, weights], isCross) => {
     for (let h = 0; h < H; h++) {
       if (+head.input.value && h + 1 !== +head.input.value) continue;
       for (let k = 0; k < K; k++) {
@@ -147,8 +149,8 @@ function drawAttention(side, point) {
       }
     }
   });
-  return there ? `strongest weight ${strongest.toPrecision(2)} at layer ${layer.input.value}`
-    : `already pruned at layer ${layer.input.value}`;
+  const where = `layer ${number}` + (pruned ? ", its last" : "");
+  return there ? `strongest weight ${strongest.toPrecision(2)} at ${where}` : `nothing to attend to at ${where}`;
 }
 function drawRollout(side, point) {
   const image = data.images[side], row = image.trace.get(point), R = data.origins;
@@ -171,10 +173,20 @@ function fateOf(side, point) {
     return `matched to keypoint ${side ? i : j} of image ${1 - side}, ` +
       `probability ${p.toFixed(3)}, ${inlier ? "inlier" : "outlier"}`;
   }
-  if (!(fate > 0)) return "kept, unmatched";
+  if (!(fate > 0)) return "kept, unmatched" + whyNot(side, point);
   const [partner, confidence] = image.reasons[point];
   return `pruned after layer ${fate}: ${data.partner} ${partner.toPrecision(2)}, confidence ${confidence.toFixed(2)} ` +
-    `(confident above ${data.confident[fate - 1].toFixed(2)})`;
+    `(confident above ${data.confident[fate - 1].toFixed(2)})` + whyNot(side, point);
+}
+// The best candidates of a point without a partner, and what beat them.
+function whyNot(side, point) {
+  if (!L) return "";
+  const [alone, candidates] = data.images[side].candidates[point], own = `image ${side}`;
+  const told = candidates.map(([other, p, rival, q]) => `keypoint ${other} (${p.toFixed(3)}` +
+    (rival === point ? (p < data.threshold ? `, below the threshold of ${data.threshold}` : "")
+      : `; it is likelier keypoint ${rival} of ${own}: ${q.toFixed(3)}`) + ")");
+  return (data.unmatchedKnown ? `; probability of no partner ${alone.toFixed(3)}` : "") +
+    (told.length ? `; best candidates in image ${1 - side}: ${told.join(", ")}` : "");
 }
 const describe = (side, point) => `keypoint ${point} of image ${side}: ${fateOf(side, point)}`;
 
@@ -198,7 +210,8 @@ function draw() {
     words.unshift([describe(side, point), ...more].join("; "));
     byId("info").dataset.point = chosen;
   }
-  byId("info").textContent = words.join(" · ") || "Click a keypoint.";
+  byId("info").textContent = words.join(" · ") ||
+    "Each line joins a point with the same one in the other image. Click a point to see why it was matched or not.";
 }
 function nearest(event) {
   const box = view.getBoundingClientRect(), scale = view.width / box.width;

@@ -100,6 +100,7 @@ function showReasons() {
       return [l + 1, found ? found[0] : "none", found ? found[1].toFixed(2) : "–"];
     }), parent);
 }
+byId("said").textContent = data.said;
 if (data.back) make("a", "back to the run", byId("controls")).href = data.back;
 if (L) {
   make("div", undefined, byId("details")).id = "reasons";

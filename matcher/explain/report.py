@@ -7,6 +7,7 @@ import hashlib
 import heapq
 import html
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,13 +38,15 @@ from matcher.images import limit_for, read_image
 from matcher.match.network import AttentionMatcher
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.result import Result
+from matcher.sfm.models import SUMMARY, read_summary
 from matcher.types import MATCHED, UNMATCHED, Image, Matches, TwoViewGeometry
+from matcher.verify.verdict import verdict_of
 
 if TYPE_CHECKING:
-    from matcher.explain.explain import Attention, Explanation, LayerReport
+    from matcher.explain.explain import Attention, Candidates, Explanation, LayerReport
 
 
-# --- graph: Positions for the images of a run, so that those that match lie near each other.
+# --- Where images lie in the graph of a run
 
 
 def lay_out(count: int, edges: np.ndarray, weights: np.ndarray, rounds: int = 150) -> np.ndarray:
@@ -81,12 +84,11 @@ def lay_out(count: int, edges: np.ndarray, weights: np.ndarray, rounds: int = 15
     ) / 2
 
 
-# --- page: A page of one file: its own style, script and data inside, and a policy that allows nothing
-# else.
+# --- Any page
 
 
 def build_page(title: str, scripts: Sequence[str], body: str, data: dict[str, Any]) -> bytes:
-    """The page, UTF-8.
+    """A page of one file, UTF-8: its style, script and data inside, and a policy that allows nothing else.
 
     Args:
         title: plain text; it is escaped.
@@ -96,10 +98,11 @@ def build_page(title: str, scripts: Sequence[str], body: str, data: dict[str, An
     """
     style, *parts = (Path(__file__).with_name(name).read_text("utf-8") for name in ("page.css", *scripts))
     code = "".join(parts)
+    allowed = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (code, style)]
     policy = (
-        f"default-src 'none'; img-src data:; script-src {_allowed(code)}; style-src {_allowed(style)}; "
-        "base-uri 'none'; form-action 'none'"
-    )
+        "default-src 'none'; img-src data:; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'; "
+        "form-action 'none'"
+    ).format(*allowed)
     # No "<" of a name may end the element that holds the data.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = (
@@ -112,19 +115,13 @@ def build_page(title: str, scripts: Sequence[str], body: str, data: dict[str, An
     return page.encode("utf-8", "replace")  # a name that is no Unicode
 
 
-def _allowed(text: str) -> str:
-    """The hash by which a policy allows an inline style or script."""
-    return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
-
-
-# --- pair: What the page of a pair shows, ready for JSON: images, keypoints, matches and, if explanation,
-# why.
+# --- The page of a pair
 
 SCRIPTS = ("elements.js", "page.js", "reasons.js")
 STRONGEST = 4  # attended points kept for each point, layer and head
 SOURCES = 12  # points of the rollout kept for each point
 BODY = (
-    '<div id="controls"></div><canvas id="view"></canvas><p id="info">Click a keypoint.</p>'
+    '<p id="said"></p><div id="controls"></div><canvas id="view"></canvas><p id="info"></p>'
     '<div id="details"></div><p id="legend"></p><div id="tables"></div>'
 )
 _SIDE_PAIR = 1024  # pixels, longer side of an image in the report
@@ -157,12 +154,26 @@ def pair_data(
     sides = zip(images, keypoints, matches.indices.T, covariances, strict=True)
     return {
         "chosen": None,
+        "said": said(matches, geometry, [image.size for image in images]),
         "images": [_shown_image(*side) for side in sides],
         "enlarged": ENLARGED,
         "matches": [[i, j, round(score, 4), inner] for (i, j), score, inner in pairs],
         "layers": [],
         "origin": [[*row] for row in (*origin, ("geometry", f"{geometry.kind}: {geometry.status}"))],
     }
+
+
+def said(matches: Matches, geometry: TwoViewGeometry, sizes: Sequence[tuple[int, int]]) -> str:
+    """What was found, in a sentence or two for anybody."""
+    text = (
+        f"{len(matches)} {'point' if len(matches) == 1 else 'points'} of one image found again in the other"
+    )
+    if geometry.status == "ok":
+        text += f", {int(geometry.inliers.sum())} of them as one scene seen from two places would have it"
+    elif geometry.status != "not_estimated":
+        text += ", but not as one scene seen from two places would have it"
+    verdict = verdict_of(matches, geometry.rejected or geometry, *sizes)
+    return f"{text}." if verdict is None else f"{text}: {verdict}."
 
 
 def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkConfig) -> None:
@@ -192,6 +203,7 @@ def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkC
                 )
             },
         }
+        image["candidates"] = _candidates(explanation.candidates[side], image["fates"])
     data |= {
         "wide": kind == "<u4",
         "heads": config.context.heads,
@@ -201,6 +213,7 @@ def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkC
         "layers": [_layer(layer, kind) for layer in explanation.layers],
         "depth": config.context.depth,
         "threshold": config.policy.match_threshold,
+        "unmatchedKnown": config.assignment.dustbin != "none",
         "tolerance": config.assignment.tolerance,
         "marginal": [float(f"{error:.3g}") for error in explanation.layers[-1].marginal_errors],
         "rules": rules(config),
@@ -217,6 +230,20 @@ def _fates(fates: np.ndarray, matched: list[int]) -> list[int]:
     found = np.where(fates == MATCHED, UNMATCHED, fates)
     found[matched] = MATCHED
     return found.tolist()
+
+
+def _candidates(found: Candidates, fates: list[int]) -> dict[str, list]:
+    """Of each unmatched point: how likely no partner is, and candidates, each with its own best point."""
+    columns = found.points, found.probabilities, found.rivals, found.rival_probabilities
+    return {
+        str(point): [
+            round(float(found.unmatched[point]), 3),
+            [[int(j), round(float(p), 3), int(i), round(float(q), 3)] for j, p, i, q in rows if j >= 0],
+        ]
+        for point, fate in enumerate(fates)
+        if fate != MATCHED
+        for rows in [zip(*(column[point] for column in columns), strict=True)]
+    }
 
 
 def covariances_of(matches: Matches, count: int) -> np.ndarray | None:
@@ -306,9 +333,6 @@ def _layer(layer: LayerReport, kind: str) -> dict[str, Any]:
         "confidences": counts,
     }
 
-
-# --- report: One self-contained HTML file that shows why two images matched: no network, no library, from
-# disk.
 
 _BUDGET = 1_800_000  # bytes of attention before base64 makes them a third more
 _TRACED = 512  # points of an image whose rollout is kept: it takes as long as attention of all
@@ -404,15 +428,14 @@ def _origin(pipeline: Pipeline, images: tuple[Image, Image]) -> list[tuple[str, 
     ]
 
 
-# --- statistics: Statistics of a run, from one pass over its pairs in bounded memory, however many there
-# are.
+# --- The page of a run
 
 BINS = (0, 1, 10, 20, 50, 100, 200, 500, 1000, 2000)  # least count of each bin of a histogram
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class PairRow:
-    """A pair without its matches; rows are ordered, the weakest first."""
+    """A pair without its matches."""
 
     verified: bool  # a geometry was found, or none was asked for
     inliers: int  # matches, where no geometry was asked for
@@ -449,7 +472,7 @@ def collect_statistics(pairs: Iterable[StoredPair], limit: int, edges: int) -> R
         limit, edges: how many of the weakest and of the strongest are kept.
     """
     found = RunStatistics(limit, edges)
-    weakest: list[tuple] = []
+    weakest, strongest = [], []
     for pair in pairs:
         row = _row(pair)
         found.pairs += 1
@@ -461,12 +484,12 @@ def collect_statistics(pairs: Iterable[StoredPair], limit: int, edges: int) -> R
         for name in (row.name0, row.name1):
             found.tried[name] += 1
             found.degree[name] += row.verified
+        rank = (row.verified, row.inliers, row.matches)
         if row.verified:
-            _keep(found.strongest, row, row, edges)
-        key = (-row.verified, -row.inliers, -row.matches, found.pairs)  # the last: rows are never compared
-        _keep(weakest, key, (key, row), limit)
-    found.strongest.sort(reverse=True)
-    found.weakest = [row for _, row in sorted(weakest, reverse=True)]
+            _keep(strongest, (*rank, found.pairs, row), edges)
+        _keep(weakest, (*(-value for value in rank), -found.pairs, row), limit)
+    found.strongest = [row for *_, row in sorted(strongest, reverse=True)]
+    found.weakest = [row for *_, row in sorted(weakest, reverse=True)]
     return found
 
 
@@ -478,11 +501,11 @@ def _row(pair: StoredPair) -> PairRow:
     return PairRow(verified, inliers, matches, pair.name0, pair.name1, status, pair.seconds)
 
 
-def _keep(heap: list, key: object, item: object, limit: int) -> None:
-    """Keep the `limit` largest items."""
+def _keep(heap: list, item: tuple, limit: int) -> None:
+    """Keep the `limit` largest items; their keys, which come first, differ."""
     if len(heap) < limit:
         heapq.heappush(heap, item)
-    elif limit and key > (heap[0][0] if isinstance(heap[0], tuple) else heap[0]):
+    elif limit and item > heap[0]:
         heapq.heapreplace(heap, item)
 
 
@@ -490,9 +513,6 @@ def bin_of(count: int) -> int:
     """Which of `BINS` a count falls into."""
     return max(number for number, least in enumerate(BINS) if count >= least)
 
-
-# --- run: The page of a run: pair graph, match counts, tracks, failures, weakest pairs; pages of pairs
-# beside it.
 
 PAGES = 20  # default number of pair pages
 _TRACKED = 5_000_000  # verified matches whose tracks are joined, some seconds a million
@@ -620,6 +640,7 @@ def _run_data(
             ["preset", str(settings.get("preset"))],
             ["weights, sha256", settings.get("weights") or "none"],
             ["geometry", str(estimation.get("kind"))],
+            *(["reconstruction", str(folder)] for folder in _reconstructions(store.folder)),
         ],
         "counts": [
             ["images", counts.images_done, counts.images_failed, counts.images_waiting],
@@ -645,6 +666,16 @@ def _run_data(
             "pages": [len(left_out), [[text, ""] for text in left_out[:_ROWS]]],
         },
     }
+
+
+def _reconstructions(run: Path) -> list[Path]:
+    """Folders beside a run whose models were made from it."""
+    run, found = run.resolve(), []
+    for summary in sorted(run.parent.glob(f"*/{SUMMARY}")):
+        named = read_summary(summary.parent).get("run")
+        if isinstance(named, str) and os.path.normpath(summary.parent / named) == str(run):
+            found.append(summary.parent)
+    return found
 
 
 def _tracks(store: Store, found: RunStatistics) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The layout of the page, made of gradio components. Nothing is fetched from or sent to other machines."""
+"""The page for two photos, made of gradio components. Nothing is fetched from or sent to other machines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -21,20 +21,26 @@ from matcher.config import GeometryKind
 from matcher.errors import MatcherError, UsageError
 from matcher.explain.report import report_page
 from matcher.files import write_whole
+from matcher.images import read_image
 from matcher.loading import load, with_estimation
 from matcher.match.network import AttentionMatcher
 from matcher.pipeline import Pipeline
 from matcher.presets import DEFAULT_PRESET, PRESETS
 from matcher.result import Result
 from matcher.viz.drawings import draw_matches, figure_pixels
+from matcher.weights.published import read_catalogue
 
 if TYPE_CHECKING:
     from gradio.themes import Base
 
-
-# --- matching: What the page does with two photos, apart from its layout.
-
 _KEPT = 2  # pipelines in memory; each holds a network
+_GEOMETRIES = {
+    "any scene (fundamental matrix)": "fundamental",
+    "any scene, with known cameras (essential matrix)": "essential",
+    "one plane (homography)": "homography",
+    "several planes (homographies)": "homographies",
+    "none": "none",
+}
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Choices:
     """What a user may set."""
 
     preset: str = DEFAULT_PRESET
-    threshold: float | None = None  # minimum score of a match; here and below, None means the preset's value
+    threshold: float | None = None  # least score of a match; here and below, None means the preset's value
     max_keypoints: int | None = None  # per image
     resize: int | None = None  # pixels, longer side
     geometry: GeometryKind = "fundamental"
@@ -59,26 +65,18 @@ class Answer:
     report: bytes | None  # HTML; None where the preset has no network to explain
 
 
-@dataclass(eq=False)
 class Matching:
     """Pipelines by what was chosen; one pair is matched at a time."""
 
-    device: str = "auto"
-    max_pixels: int | None = None
-    _pipelines: OrderedDict[Choices, Pipeline] = field(default_factory=OrderedDict)
-    _busy: Lock = field(default_factory=Lock)
+    def __init__(self, device: str = "auto", max_pixels: int | None = None) -> None:
+        """For networks on a device, and images of at most so many pixels."""
+        self._device, self._max_pixels, self._busy = device, max_pixels, Lock()
+        self._pipelines: OrderedDict[Choices, Pipeline] = OrderedDict()
 
     def answer(
-        self,
-        image0: Path,
-        image1: Path,
-        choices: Choices,
-        *,
-        mask0: Path | None = None,
-        mask1: Path | None = None,
-        explained: bool = True,
+        self, image0: Path, image1: Path, choices: Choices, *, explained: bool = True, **given: Any
     ) -> Answer:
-        """Match two photos, with or without a mask of each.
+        """Match two photos; `given` are masks and cameras, as `Pipeline.match` takes them.
 
         Raises:
             ImageError: an image cannot be read.
@@ -86,24 +84,25 @@ class Matching:
             IntegrityError: weights that are not installed; the message explains how to get them.
         """
         with self._busy:
-            pipeline = self._pipeline(choices)
+            pipeline = self.pipeline(choices)
             images = pipeline.read(image0), pipeline.read(image1)
-            result = pipeline.match(image0, image1, mask0=mask0, mask1=mask1)
+            result = pipeline.match(image0, image1, **given)
             explainable = explained and isinstance(pipeline.matcher, AttentionMatcher)
             report = report_page(pipeline, images, result) if explainable else None
-        verified = result.geometry.status != "not_estimated"
         figure = draw_matches(
             *images,
             result.points0,
             result.points1,
             scores=result.scores,
-            inliers=result.geometry.inliers if verified else None,
+            inliers=None if result.geometry.status == "not_estimated" else result.inliers,
             keypoints0=to_numpy(result.features0.keypoints),
             keypoints1=to_numpy(result.features1.keypoints),
+            title=result.heading(),
         )
         return Answer(pipeline, result, figure_pixels(figure), report)
 
-    def _pipeline(self, choices: Choices) -> Pipeline:
+    def pipeline(self, choices: Choices) -> Pipeline:
+        """The pipeline of these choices; the last few are kept."""
         if choices not in self._pipelines:
             self._pipelines[choices] = self._load(choices)
         self._pipelines.move_to_end(choices)
@@ -112,19 +111,19 @@ class Matching:
         return self._pipelines[choices]
 
     def _load(self, choices: Choices) -> Pipeline:
+        if choices.max_error is not None and not choices.max_error > 0:
+            raise UsageError(f"the largest error of an inlier is above 0 pixels, not {choices.max_error:g}")
         pipeline = load(
             choices.preset,
-            device=self.device,
+            device=self._device,
             match_threshold=choices.threshold,
             max_keypoints=choices.max_keypoints,
             resize=choices.resize,
             geometry=choices.geometry,
-            max_pixels=self.max_pixels,
+            max_pixels=self._max_pixels,
         )
         if choices.max_error is None:
             return pipeline
-        if not choices.max_error > 0:
-            raise UsageError(f"the inlier threshold must be above 0 pixels, not {choices.max_error:g}")
         name = "max_reprojection_error" if choices.geometry.startswith("homograph") else "max_epipolar_error"
         return with_estimation(pipeline, replace(pipeline.config.estimation, **{name: choices.max_error}))
 
@@ -140,10 +139,6 @@ def geometry_rows(result: Result) -> list[list[Any]]:
     for number, line in enumerate([] if geometry.matrix is None else geometry.matrix, 1):
         rows.append([f"matrix, row {number}", "  ".join(f"{value:.6g}" for value in line)])
     return rows
-
-
-# --- uploads: Only files that were uploaded are read: gradio leaves that to applications that are mounted,
-# as ours is.
 
 
 class UploadsOnly(gr.Blocks):
@@ -183,12 +178,6 @@ def _paths(value: Any) -> Iterator[Any]:
             waiting += each
 
 
-# --- page: The layout of the page, made of gradio components. Nothing is fetched from or sent to other
-# machines.
-
-_GEOMETRIES = ["fundamental", "homography", "homographies", "none"]  # essential needs cameras
-
-
 def build_page(matching: Matching, folder: Path) -> gr.Blocks:
     """The page.
 
@@ -197,55 +186,70 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
         folder: where files to be downloaded are kept while the page runs.
     """
 
+    def preview(path: str | None) -> tuple[np.ndarray | None, str]:
+        """An upload as it will be matched, or why it will not."""
+        try:
+            return (None if path is None else read_image(path, resize=400).pixels), ""
+        except MatcherError as error:
+            return None, _own_words(error, path)
+
     def press(
         file0: str | None, file1: str | None, mask0: str | None, mask1: str | None, *values: Any
     ) -> tuple:
+        *numbers, camera0, camera1, explained = values
         if not (file0 and file1):
-            raise _refusal("Choose two photos first.")
-        *numbers, explained = values
-        masks = {"mask0": Path(mask0) if mask0 else None, "mask1": Path(mask1) if mask1 else None}
+            return _refused("Choose two photos first.")
+        given = {name: Path(mask) for name, mask in (("mask0", mask0), ("mask1", mask1)) if mask}
         try:
+            given |= {
+                name: _camera(text, name)
+                for name, text in (("camera0", camera0), ("camera1", camera1))
+                if text
+            }
             answer = matching.answer(
-                Path(file0), Path(file1), _choices(*numbers), **masks, explained=explained
+                Path(file0), Path(file1), _choices(*numbers), explained=explained, **given
             )
         except MatcherError as error:
-            raise _refusal(html.escape(str(error))) from None
+            return _refused(_own_words(error, file0, file1, mask0, mask1))
         result, own = answer.result, tempfile.mkdtemp(dir=folder)  # earlier answers keep their downloads
         arrays, report = (Path(own, name) for name in ("matches.npz", "report.html"))
         write_whole(arrays, result.to_bytes(".npz"))
-        if answer.report is not None:
+        if answer.report is None:
+            why = "this preset has no network to explain" if explained else "it was not asked for"
+            shown = f"<p>No explanation: {why}.</p>"
+        else:
             write_whole(report, answer.report)
+            shown = _frame(answer.report)
         return (
-            _without_folders(result.summary(), file0, file1),
+            _own_words(result.summary(), file0, file1),
             answer.drawing,
             geometry_rows(result),
             str(arrays),
             None if answer.report is None else str(report),
-            _frame(answer.report),
+            shown,
         )
 
     with UploadsOnly(title="matcher", analytics_enabled=False, delete_cache=(600, 3600)) as page:
         gr.Markdown("## matcher\nChoose two photos and press Match. They stay on this machine.")
-        files = _files()
+        files, sides = [], []
+        with gr.Row():
+            for side in (0, 1):
+                with gr.Column(min_width=240):
+                    files.append(_file(f"Photo {side}", f"photo{side}"))
+                    shown = gr.Image(
+                        show_label=False, interactive=False, height=220, elem_id=f"shown{side}", buttons=[]
+                    )
+                    sides.append((files[-1], shown))
+        with gr.Accordion("Masks: black pixels yield no keypoints", open=False), gr.Row():
+            files += [_file(f"Mask {side}", f"mask{side}") for side in (0, 1)]
         inputs = _inputs()
         button = gr.Button("Match", variant="primary", elem_id="match")
-        shown = _outputs()
-        button.click(
-            press,
-            [*files, *inputs],
-            shown,
-            concurrency_limit=1,
-            api_visibility="private",
-            show_progress="full",
-        )
+        outputs = _outputs()
+        how = {"concurrency_limit": 1, "api_visibility": "private"}
+        button.click(press, [*files, *inputs], outputs, show_progress="full", **how)
+        for file, shown in sides:
+            file.change(preview, file, [shown, outputs[0]], show_progress="hidden", **how)
     return page
-
-
-def _files() -> list:
-    with gr.Row():
-        photos = [_file(f"Photo {side}", f"photo{side}") for side in (0, 1)]
-    with gr.Accordion("Masks: black pixels yield no keypoints", open=False), gr.Row():
-        return photos + [_file(f"Mask {side}", f"mask{side}") for side in (0, 1)]
 
 
 def _file(label: str, name: str) -> gr.File:
@@ -253,37 +257,39 @@ def _file(label: str, name: str) -> gr.File:
 
 
 def _inputs() -> list:
+    catalogue, presets = read_catalogue(), []
+    for name, config in PRESETS.items():
+        row = catalogue.get(config.weights) if isinstance(config.weights, str) else None
+        absent = row is not None and not (row.folder / "manifest.toml").is_file()
+        presets.append((f"{name} (to be fetched first)" if absent else name, name))
     with gr.Row():
-        preset = gr.Dropdown(list(PRESETS), value=DEFAULT_PRESET, label="Preset")
-        geometry = gr.Dropdown(_GEOMETRIES, value="fundamental", label="Geometry")
-    with gr.Row():
-        own = "0 uses the preset's value"
-        threshold = gr.Number(0, minimum=0, label="Match threshold, 0 to 1", info=own, elem_id="threshold")
-        error = gr.Number(0, minimum=0, label="Inlier threshold, px", info=own, elem_id="error")
-        keypoints = gr.Number(
-            0, minimum=0, label="Keypoints per image", info=own, precision=0, elem_id="keypoints"
+        preset = gr.Dropdown(presets, value=DEFAULT_PRESET, label="Method", min_width=240)
+        geometry = gr.Dropdown(
+            list(_GEOMETRIES.items()), value="fundamental", label="What is photographed", min_width=240
         )
+    own = {"minimum": 0, "info": "0: as the method has it", "min_width": 200}
+    with gr.Row():
+        threshold = gr.Number(0, label="Least probability of a match", elem_id="threshold", **own)
+        error = gr.Number(0, label="Largest error of an inlier, pixels", elem_id="error", **own)
+        keypoints = gr.Number(0, label="Most points of a photo", precision=0, elem_id="keypoints", **own)
         resize = gr.Number(
-            0, minimum=0, label="Resize: longer side, px", info=own, precision=0, elem_id="resize"
+            0, label="Longer side after resizing, pixels", precision=0, elem_id="resize", **own
         )
-    explained = gr.Checkbox(True, label="Explain the matches (attention, early exit, pruning)")
-    return [preset, geometry, threshold, error, keypoints, resize, explained]
+    with gr.Accordion("Cameras, for the essential matrix: fx, fy, cx, cy in pixels", open=False), gr.Row():
+        cameras = [gr.Textbox(label=f"Camera {i}", elem_id=f"camera{i}", min_width=240) for i in (0, 1)]
+    explained = gr.Checkbox(True, label="Explain the matches")
+    return [preset, geometry, threshold, error, keypoints, resize, *cameras, explained]
 
 
 def _outputs() -> list:
-    summary = gr.Textbox(label="Summary", lines=5, elem_id="counts", interactive=False)
-    drawing = gr.Image(
-        show_label=False,
-        format="png",
-        interactive=False,
-        buttons=["download", "fullscreen"],
-        elem_id="drawing",
-    )
+    summary = gr.Textbox(label="What was found", lines=5, elem_id="counts", interactive=False)
+    buttons = ["download", "fullscreen"]
+    drawing = gr.Image(show_label=False, format="png", interactive=False, buttons=buttons, elem_id="drawing")
     with gr.Row():
         geometry = gr.Dataframe(
             headers=["quantity", "value"], label="Geometry", interactive=False, elem_id="geometry", wrap=True
         )
-        with gr.Column():
+        with gr.Column(min_width=240):
             arrays = gr.File(label="Keypoints, matches and geometry (.npz)", elem_id="npz", interactive=False)
             report = gr.File(label="Report (.html)", elem_id="report", interactive=False)
     return [summary, drawing, geometry, arrays, report, gr.HTML(elem_id="explanation")]
@@ -300,24 +306,36 @@ def _choices(
     return Choices(preset, threshold or None, keypoints or None, resize or None, geometry, error or None)
 
 
-def _without_folders(text: str, *files: str) -> str:
-    """Show file names as the user gave them, without the folders of the uploads."""
-    for file in files:
+def _camera(text: str, name: str) -> list[float]:
+    """Four numbers.
+
+    Raises:
+        UsageError: other text.
+    """
+    try:
+        fx, fy, cx, cy = (float(part) for part in text.replace(",", " ").split())
+    except ValueError:
+        raise UsageError(f"{name} is four numbers in pixels, fx, fy, cx, cy, not {text[:80]!r}") from None
+    return [fx, fy, cx, cy]
+
+
+def _refused(words: str) -> tuple:
+    """Nothing but what is wrong, in the one place where results are told."""
+    return words, None, [], None, None, ""
+
+
+def _own_words(words: object, *files: str | None) -> str:
+    """Without the folders of the uploads, of which the user knows nothing."""
+    text = str(words)
+    for file in filter(None, files):
         text = text.replace(file, Path(file).name)
-    return text
+    return text.replace(f"{get_upload_folder()}{os.sep}", "")
 
 
-def _refusal(text: str) -> gr.Error:
-    """An error message that stays long enough to be read."""
-    return gr.Error(text, duration=20, print_exception=False)
-
-
-def _frame(report: bytes | None) -> str:
+def _frame(report: bytes) -> str:
     """The report inside the page, in a frame that may run its own script and do nothing else."""
-    if report is None:
-        return "<p>No explanation: it was not requested, or this preset has no network to explain.</p>"
-    text = html.escape(report.decode())
     style = "width: 100%; height: 1400px; border: 1px solid #ccc"
+    text = html.escape(report.decode())
     return f'<iframe title="report" sandbox="allow-scripts" style="{style}" srcdoc="{text}"></iframe>'
 
 

@@ -13,10 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from matcher.errors import UsageError, install_command
-from matcher.serve.page import Matching
-
-# --- admission: Which requests reach the page: those of the page itself, and no more uploads than its
-# folder may hold.
 
 MOST_FILES = 400  # that the folder may hold
 _PART = b"filename="  # once for each file of an upload
@@ -107,14 +103,11 @@ async def _refuse(scope: dict, send: Callable, status: int, reason: bytes) -> No
     await send({"type": "http.response.body", "body": reason})
 
 
-# --- server: The page as a server of this machine: bound to 127.0.0.1, closed to other sites, without
-# telemetry.
+# --- The server
 
 HOST = "127.0.0.1"
 MAX_MEGABYTES = 50  # of an upload
-_UPLOADS = 40  # of the largest size, that a page keeps until it ends
-_PATIENCE = 2  # seconds for what is under way when the terminal is closed
-_PORTS = 20  # tried, from the wanted one on
+_UPLOADS = 40  # of the largest size, that a page keeps until it ends: two gigabytes
 # Whatever the page's own code may want, the browser asks nobody but this server.
 _POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
@@ -168,7 +161,7 @@ def _ended_by_hangup(running: list[Any]) -> Iterator[None]:
     def stop(*_: object) -> None:
         if not running:
             raise SystemExit(128 + number)
-        running[0].config.timeout_graceful_shutdown = _PATIENCE  # a page that is open would keep it
+        running[0].config.timeout_graceful_shutdown = 2  # seconds; a page that is open would keep it
         running[0].should_exit = True
 
     signal.signal(number, stop)
@@ -210,7 +203,7 @@ def build_app(
         import uvicorn  # noqa: F401
         from fastapi.middleware.trustedhost import TrustedHostMiddleware
 
-        from matcher.serve.page import build_page, plain_theme
+        from matcher.serve.page import Matching, build_page, plain_theme
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("matcher"):
             raise
@@ -253,7 +246,7 @@ def _listen(port: int) -> socket.socket:
     """
     if not 0 <= port <= 65535:
         raise UsageError(f"a port is a number from 0 to 65535, not {port}")
-    for candidate in [port] if port == 0 else range(port, min(port + _PORTS, 65536)):
+    for candidate in [port] if port == 0 else range(port, min(port + 20, 65536)):
         listening = socket.socket()
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -263,4 +256,4 @@ def _listen(port: int) -> socket.socket:
             listening.close()
             continue
         return listening
-    raise UsageError(f"no port from {port} to {port + _PORTS - 1} is free; choose another port")
+    raise UsageError(f"no port from {port} to {port + 19} is free; choose another port")

@@ -116,7 +116,7 @@ def test_files_elsewhere_are_not_served(host, folder, wanted):
 
 def press(host: str, session: str, *values: object) -> bytes:
     """What the page answers when its button is pressed with such values, and the rest as it stands."""
-    rest = [None, None, None, None, "nearest", "fundamental", 0, 0, 64, 0, False]
+    rest = [None, None, None, None, "nearest", "fundamental", 0, 0, 64, 0, "", "", False]
     body = {"data": [*values, *rest[len(values) :]], "fn_index": 0, "session_hash": session}
     kind = {"Content_Type": "application/json"}
     assert ask(host, "POST", "/gradio_api/queue/join", json.dumps(body).encode(), **kind)[0] == 200
@@ -138,6 +138,17 @@ def test_only_uploads_are_read(host, folder, views, tmp_path):
     status, body = upload(host, form(*(view.read_bytes() for view in views)))
     uploads = [{"path": path, **meta} for path in json.loads(body)]
     assert status == 200 and b'"success":true' in press(host, "uploaded", *uploads)
+
+
+def test_a_wrong_file_is_named_once_without_its_folder(host, folder, views):
+    _, body = upload(host, form(b"no picture", views[1].read_bytes()))
+    files = [{"path": path, "meta": {"_type": "gradio.FileData"}} for path in json.loads(body)]
+    for values, named in ((files, "0.png"), ((files[1], files[1], *"  ", "nearest", "essential"), "camera")):
+        values = [value if value != " " else None for value in values]
+        said = press(host, f"wrong{named}", *values).decode()
+        (line,) = [line for line in said.splitlines() if '"process_completed"' in line]
+        data = json.loads(line.removeprefix("data:"))["output"]["data"]
+        assert named in data[0] and str(folder) not in data[0] and data[1] is None and data[5] == ""
 
 
 def test_no_more_files_than_its_folder_may_hold(host, folder):
