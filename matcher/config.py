@@ -244,29 +244,23 @@ class EstimationConfig:
 
 
 @dataclass(frozen=True)
-class SecondPassConfig:
+class RetryConfig:
     """Further passes over a pair whose first pass was not confident; none follows once one is.
 
-    Matches are confident if there are enough probable inliers, and if all inliers are most of the matches.
-    Otherwise, with few probable inliers, other scales, an inversion of grey values and gradient magnitudes
-    are tried; then other features (`preset`), both images stretched as if seen from higher above, also with
-    one turned by 45 degrees, either one stretched as if seen more from the front, and the common region at
-    equal scale. Under homographies, keypoints left over look where these predict.
+    - `scale`: where there are few inliers, at the change of scale that descriptors suggest.
+    - `gradients`: where there are few inliers, on images of gradient magnitude.
+    - `features`: by another front end and matcher (`preset`).
+    - `tilt_y`, `tilt_y_turned`: both images stretched vertically, then with one turned by 45 degrees.
+    - `tilt_x`: either image stretched horizontally.
+    - `region`: the common region of the inliers at equal scale, with all keypoints there; before the others
+      where the inliers are many.
+    - `guided`: under homographies, keypoints left over look where these predict.
     """
 
-    preset: str | None = "hybrid"  # another front end and matcher; None: without
-    scale_search: bool = True
-    negative: bool = True
-    gradients: bool = True
-    from_above: bool = True
-    from_front: bool = True
-    region: bool = True
-    guided: bool = True
-    confident_inliers: int = 400  # that are probable
-    confident_keypoint_share: float = 0.3  # or inliers / keypoints of the image with fewer
-    confident_inlier_ratio: float = 0.6  # and inliers / matches
-    confident_probability: float = 0.25  # match probability from which inliers are probable
-    same_point: float = 1.5  # pixels of the resized image within which points of two passes are one
+    passes: tuple[str, ...] = (
+        "scale", "gradients", "features", "tilt_y", "tilt_y_turned", "tilt_x", "region", "guided",
+    )  # fmt: skip
+    preset: str | None = "hybrid"  # the other front end and matcher; None: without
 
 
 @dataclass(frozen=True)
@@ -278,7 +272,7 @@ class PipelineConfig:
     estimation: EstimationConfig = EstimationConfig()
     refine: RefineConfig | None = RefineConfig()  # None: points stay where the front end found them
     weights: str | None = None  # name in the weights manifest
-    second_pass: SecondPassConfig | None = None  # None: one pass decides
+    second_pass: RetryConfig | None = None  # None: one pass decides
 
 
 def described(config: Any, prefix: str = "") -> list[tuple[str, Any, str]]:

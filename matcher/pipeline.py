@@ -143,7 +143,7 @@ class Pipeline:
             given = ((image0, mask0, images[0]), (image1, mask1, images[1]))
             originals = [partial(self._original, *one) for one in given]
             result = chosen._with_further_passes(result, images, originals, *cameras)
-        if chosen.passes is not None and budget_ms is None and self.passes.config.guided:
+        if chosen.passes is not None and budget_ms is None and "guided" in self.passes.config.passes:
             result = self._with_guided(result, images)  # no plan knows what it costs
         result = self._calibrated(result)
         return result if choice is None else learned(self, result)

@@ -25,7 +25,7 @@ from matcher.config import (
     RefineConfig,
     RefinedCalibrationConfig,
     RefinementConfig,
-    SecondPassConfig,
+    RetryConfig,
     VerifiedCalibrationConfig,
     from_dict,
     to_dict,
@@ -148,7 +148,7 @@ PRESETS: dict[str, PipelineConfig] = {
             ),
         ),
         weights="hybrid-learned",
-        second_pass=SecondPassConfig(),
+        second_pass=RetryConfig(),
     ),
     "nearest": replace(_HYBRID, matcher=NearestConfig(), weights=None),
     "nearest-learned": replace(_ON_LEARNED, matcher=NearestConfig(ratio=0.91), weights=None),
@@ -346,7 +346,7 @@ def _second_pass(config: PipelineConfig, wanted: bool) -> dict[str, Any] | None:
         return None
     if config.extractor.kind == GRID_KIND:
         raise UsageError("second_pass needs keypoints; this preset has only the cells of a grid")
-    return to_dict(config.second_pass or SecondPassConfig(preset=None))
+    return to_dict(config.second_pass or RetryConfig(preset=None))
 
 
 def refuse_second_pass(options: Mapping[str, Any], reason: str) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import matcher
-from matcher.config import SecondPassConfig
+from matcher.config import RetryConfig
 from matcher.geometry import warp_points
 from matcher.passes.guided import guided_matches, with_guided
 from matcher.types import Features, Matches, TwoViewGeometry
@@ -51,8 +51,7 @@ def results(scene):
     """With all parts, and without guided matching."""
     options = dict(geometry="homographies", max_keypoints=512, ratio=0.7, second_pass=True)
     pipeline = matcher.load("nearest-learned", **options)
-    sure = replace(pipeline.passes.config, confident_inliers=1, confident_inlier_ratio=0.1)
-    given = [replace(pipeline.passes, config=replace(sure, guided=guided)) for guided in (True, False)]
+    given = [replace(pipeline.passes, config=RetryConfig(passes=names)) for names in (("guided",), ())]
     return tuple(replace(pipeline, passes=passes).match(*scene) for passes in given)
 
 
@@ -138,7 +137,7 @@ def test_other_geometries_and_failed_ones_are_left_alone(rng):
         assert with_guided(features0, features1, matches, given) == (matches, given)
     few = replace(geometry, inliers=np.arange(60) < 11, planes=np.where(np.arange(60) < 11, 0, -1))
     assert with_guided(features0, features1, matches, few)[0] is matches
-    assert SecondPassConfig().guided
+    assert "guided" in RetryConfig().passes
 
 
 def test_a_time_budget_leaves_it_out(scene, monkeypatch):

@@ -830,13 +830,13 @@ ALL = "all parts"
 _REPEATS = 5  # of each timing, of which the median counts
 
 
-_PASSES: dict[str, dict[str, Any]] = {  # fields of the further passes, as they are without a part
-    "scale search and negatives": {"scale_search": False, "negative": False},
-    "gradient images": {"gradients": False},
-    "second front end": {"preset": None},
-    "view from above": {"from_above": False},
-    "view from the front": {"from_front": False},
-    "common region": {"region": False},
+_PASSES = {  # of `RetryConfig`, by what is switched off
+    "other scales": ("scale",),
+    "gradient images": ("gradients",),
+    "second front end": ("features",),
+    "vertical tilts": ("tilt_y", "tilt_y_turned"),
+    "horizontal tilts": ("tilt_x",),
+    "common region": ("region",),
 }
 PARTS = ("working size", "further passes", *_PASSES, "calibration")
 
@@ -849,7 +849,8 @@ def _without(config: PipelineConfig, part: str) -> PipelineConfig:
     if part == "calibration":
         policy = replace(config.matcher.policy, calibration=None)
         return replace(config, matcher=replace(config.matcher, policy=policy))
-    return replace(config, second_pass=replace(config.second_pass, **_PASSES[part]))
+    left = tuple(name for name in config.second_pass.passes if name not in _PASSES[part])
+    return replace(config, second_pass=replace(config.second_pass, passes=left))
 
 
 def without_each(preset: str, options: Mapping[str, Any]) -> list[Method]:

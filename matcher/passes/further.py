@@ -1,4 +1,4 @@
-"""Further passes after the first: each is chosen by the evidence so far, until that is confident."""
+"""Further passes over a pair: each is chosen by the evidence so far, until that is confident."""
 
 from __future__ import annotations
 
@@ -11,226 +11,38 @@ from typing import Literal
 import numpy as np
 
 from matcher.arrays import JOINED, to_numpy
-from matcher.config import EstimationConfig, SecondPassConfig
+from matcher.config import EstimationConfig, RetryConfig
 from matcher.images import gradient_image
 from matcher.match.steering import evidence_of_turns
 from matcher.passes.views import (
-    Above,
     CommonRegion,
     Crop,
-    Front,
     LocalMatcher,
     PassMatches,
     common_region,
     crops_of,
+    tilted,
 )
 from matcher.types import Extractor, Features, Image, Matcher, Matches, TwoViewGeometry
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
 
-# --- search: Search for a change of scale or an inversion of grey values, for pairs with few inliers in one
-# pass.
-
-# Changes of scale that are tried: a matcher tolerates changes of up to about two either way.
-_CHANGES = (3.5, 1 / 3.5)
-_COMPARED_SIDE = 512  # pixels of the crops that are compared
-# Evidence per keypoint above which a change is accepted. On warps of training photos the right change had
-# .023 or more, all others and unrelated images less than .009; for a zoom by four the wrong one had .016.
-_MIN_EVIDENCE = 0.018
-
-
-@dataclass(frozen=True)
-class Change:
-    """A transformation of whole images before they are matched."""
-
-    name: str
-    scale: float = 1.0  # of image 1 relative to image 0, which is compensated
-    negative: bool = False  # image 1 is inverted
-
-    def applied(self, images: Sequence[Image], longer_side: int) -> tuple[Crop, Crop]:
-        """Both images with the change applied, ready to be matched."""
-        boxes = [(0, 0, image.pixels.shape[1], image.pixels.shape[0]) for image in images]
-        crop0, crop1 = crops_of(CommonRegion(*boxes, self.scale), *images, longer_side)
-        return crop0, crop1.inverted() if self.negative else crop1
-
-
-def best_change(
-    extractor: Extractor, images: Sequence[Image], *, scales: bool = True, negative: bool = True
-) -> Change | None:
-    """The change with the most descriptor evidence; None if none has enough.
-
-    Only descriptors are compared (`evidence_of_turns`); no matching network runs.
-
-    Args:
-        extractor: the front end.
-        images: the two images.
-        scales, negative: which changes are tried.
-    """
-    best, most = None, _MIN_EVIDENCE
-    for change in _changes(scales=scales, negative=negative):
-        crops = change.applied(images, _COMPARED_SIDE)
-        found = evidence(*extractor([crop.as_image() for crop in crops]))
-        if found > most:
-            best, most = change, found
-    return best
-
-
-def evidence(features0: Features, features1: Features) -> float:
-    """The evidence of `evidence_of_turns` for the best quarter turn, per keypoint."""
-    fewer = min(len(features0), len(features1))
-    if not fewer:
-        return 0.0
-    descriptors = (to_numpy(features.descriptors) for features in (features0, features1))
-    return float(evidence_of_turns(*descriptors, features1.kind).max()) / fewer
-
-
-def _changes(*, scales: bool, negative: bool) -> Iterator[Change]:
-    for scale in _CHANGES if scales else ():
-        yield Change(f"scale {scale:.2g}", scale)
-    if negative:
-        yield Change("negative", negative=True)
-
-
-# --- evidence: Whether the matches of a pair so far are confident, by the inliers of their geometry.
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Support of a pair after a pass."""
-
-    matches: int
-    inliers: int  # of the geometry
-    probable_inliers: int  # of these, those of probable matches
-    keypoints: int  # of the image with fewer
-
-    @staticmethod
-    def of(geometry: TwoViewGeometry, probable: np.ndarray, keypoints: int) -> Evidence:
-        """The evidence of a geometry.
-
-        Args:
-            geometry: estimated from K matches.
-            probable: (K,) bool, matches that are probable enough to count as support.
-            keypoints: their number in the image with fewer.
-        """
-        inliers = geometry.inliers if geometry.status == "ok" else np.zeros_like(geometry.inliers)
-        counts = (int(np.count_nonzero(each)) for each in (inliers, inliers & probable))
-        return Evidence(len(geometry.inliers), *counts, keypoints)
-
-    def is_confident(self, config: SecondPassConfig) -> bool:
-        """Whether no further pass is needed: enough inliers, which are most of the matches."""
-        enough = min(config.confident_inliers, config.confident_keypoint_share * self.keypoints)
-        return (
-            self.probable_inliers >= enough
-            and self.inliers >= config.confident_inlier_ratio * self.matches > 0
-        )
-
-
-# --- union: The union of the matches of several passes, and of their keypoints.
-
-
-def joined_matches(passes: Sequence[PassMatches], radius: tuple[float, float]) -> list[np.ndarray]:
-    """Which matches of each pass (K,) bool are kept after duplicates across passes are removed.
-
-    Points of different passes are the same if they are less than `radius` apart, stored pixels in image 0 and
-    1. Of two matches that share a point in either image, the one of higher probability is kept; among
-    equals, that of the earlier pass.
-    """
-    kept = [np.ones(len(one.scores), dtype=bool) for one in passes]
-    for later in range(1, len(passes)):
-        for earlier in range(later):
-            same = _shared(passes[earlier], passes[later], radius)
-            same &= kept[earlier][:, None] & kept[later]
-            better = passes[later].scores > passes[earlier].scores[:, None]
-            kept[later] &= ~(same & ~better).any(axis=0)
-        for earlier in range(later):
-            same = _shared(passes[earlier], passes[later], radius) & kept[later]
-            kept[earlier] &= ~same.any(axis=1)
-    return kept
-
-
-def _shared(first: PassMatches, second: PassMatches, radius: tuple[float, float]) -> np.ndarray:
-    """(K, L) bool: matches of two passes that share a point in either image."""
-    near = np.zeros((len(first.scores), len(second.scores)), dtype=bool)
-    sides = ((first.points0, second.points0), (first.points1, second.points1))
-    for (own, other), reach in zip(sides, radius, strict=True):
-        own, other = own / reach, other / reach
-        x, y = (own[:, None, axis] - other[None, :, axis] for axis in (0, 1))
-        near |= x * x + y * y < 1
-    return near
-
-
-def with_points(features: Features, points: np.ndarray) -> Features:
-    """The keypoints of an image followed by `points` (K, 2), stored pixels, which have no descriptors.
-
-    As nothing can be matched to them, the result has descriptors of size 0 and the kind `JOINED`, which
-    matchers refuse.
-    """
-    values, count = features.numpy(), len(points)
-    keypoints = np.concatenate([values["keypoints"], np.asarray(points, dtype=np.float32)])
-    return replace(
-        features,
-        keypoints=keypoints,
-        descriptors=np.zeros((len(keypoints), 0), np.float32),
-        scores=np.concatenate([values["scores"], np.zeros(count, np.float32)]),
-        mask=np.concatenate([values["mask"], np.ones(count, bool)]),
-        **dict.fromkeys(("scales", "orientations", "affine_frames", "cells", "grid", "maps")),
-        kind=JOINED,
-    )
-
-
-def joined(
-    features0: Features, features1: Features, first: Matches, further: Sequence[PassMatches], radius: float
-) -> tuple[Features, Features, Matches]:
-    """Join the first pass and further ones.
-
-    Args:
-        features0, features1: of the first pass.
-        first: matches of the first pass.
-        further: matches of the other passes.
-        radius: pixels of the resized images within which points are the same.
-
-    Returns:
-        The keypoints of the first pass and, after them, those matched by further ones; and the matches
-        kept, best first, each with the probability that its pass gave it.
-    """
-    passes = [PassMatches("first", first.points0, first.points1, first.scores), *further]
-    reach = tuple(radius / float(np.sqrt(np.prod(to_numpy(f.scale)))) for f in (features0, features1))
-    kept = joined_matches(passes, reach)
-    new = [one.points0[keep] for one, keep in zip(further, kept[1:], strict=True)]
-    new1 = [one.points1[keep] for one, keep in zip(further, kept[1:], strict=True)]
-    scores = [one.scores[keep] for one, keep in zip(further, kept[1:], strict=True)]
-    count = sum(map(len, new))
-    added = np.arange(count)[:, None] + [len(features0), len(features1)]
-    indices = np.concatenate([first.indices[kept[0]], added])
-    points = (np.concatenate([first.points0[kept[0]], *new]), np.concatenate([first.points1[kept[0]], *new1]))
-    score = np.concatenate([first.scores[kept[0]], *scores])
-    order = np.argsort(-score, kind="stable")
-    found = replace(
-        first,
-        indices=indices[order],
-        points0=points[0][order],
-        points1=points[1][order],
-        scores=score[order],
-        refinement=None,
-        prior=None,
-    )
-    return (
-        with_points(features0, points[0][len(indices) - count :]),
-        with_points(features1, points[1][len(indices) - count :]),
-        found,
-    )
-
-
-# --- further: Further passes after the first: each is chosen by the evidence so far, until that is
-# confident.
-
 FIRST = "first"
-_RELIABLE_REGION = 60  # inliers with which the common region comes before other features
-# Least inliers for a common region: a crop around a few wrong matches would only add to them.
-_MIN_REGION_INLIERS = 20
-_LOW_INLIERS = 0.2  # inliers per keypoint; wrong matches along edges, as of a negative, give .1 to .18
-
-_SMOOTHING = 2.0  # pixels, of images of gradient magnitude; among 1.2 and 3
+# A pair is confident with so many inliers that are probable, or with this share of its keypoints, if inliers
+# are most of the matches: fewer let a pair pass whose matches are wrong (measured on rooms).
+CONFIDENT_INLIERS, CONFIDENT_KEYPOINT_SHARE, CONFIDENT_INLIER_RATIO = 400, 0.3, 0.6
+PROBABLE = 0.25  # match probability from which an inlier counts as support
+SAME_POINT = 1.5  # pixels of the resized images within which points of two passes are one
+LOW_INLIERS = 0.2  # inliers per keypoint; wrong matches along like edges give .1 to .18
+RELIABLE_REGION = 60  # inliers with which the common region comes before other features
+MIN_REGION_INLIERS = 20  # a crop around a few wrong matches would only add to them
+GRADIENT_SMOOTHING = 2.0  # pixels, of images of gradient magnitude
+# Changes of scale that are tried: a matcher tolerates changes of up to about two either way.
+SCALE_CHANGES = (3.5, 1 / 3.5)
+COMPARED_SIDE = 512  # pixels of the images whose descriptors are compared at another scale
+# Evidence per keypoint above which a change of scale is accepted: on warps of training photos the right one
+# had .023 or more, all others and unrelated images less than .009, for a zoom by four the wrong one .016.
+MIN_EVIDENCE = 0.018
 
 
 @dataclass(frozen=True)
@@ -250,6 +62,29 @@ class TimeLimit:
     own: float  # that a pass, or a search for a change of scale, takes at most
     other: float  # the same of that with another front end
     region: float  # and of the common region, for which images may be read again
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Support of a pair after a pass."""
+
+    matches: int
+    inliers: int  # of the geometry
+    probable_inliers: int  # of these, those of probable matches
+    keypoints: int  # of the image with fewer
+
+    @staticmethod
+    def of(geometry: TwoViewGeometry, probable: np.ndarray, keypoints: int) -> Evidence:
+        """The evidence of a geometry of K matches, of which some (K,) bool are probable."""
+        inliers = geometry.inliers if geometry.status == "ok" else np.zeros_like(geometry.inliers)
+        counts = (int(np.count_nonzero(each)) for each in (inliers, inliers & probable))
+        return Evidence(len(geometry.inliers), *counts, keypoints)
+
+    @property
+    def is_confident(self) -> bool:
+        """Whether no further pass is needed: enough inliers, which are most of the matches."""
+        enough = min(CONFIDENT_INLIERS, CONFIDENT_KEYPOINT_SHARE * self.keypoints)
+        return self.probable_inliers >= enough and self.inliers >= CONFIDENT_INLIER_RATIO * self.matches > 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,7 +113,7 @@ class Joined:
 class FurtherPasses:
     """Further passes over a pair whose first pass was not confident."""
 
-    config: SecondPassConfig
+    config: RetryConfig
     own: LocalMatcher  # front end and matcher of the first pass
     other: Callable[[], LocalMatcher] | None = None  # another front end and matcher, loaded on first use
     estimation: EstimationConfig = field(default_factory=EstimationConfig)
@@ -335,30 +170,30 @@ class _Pair:
     begun: float  # by `perf_counter`
     left_out: int = 0
     found: list[PassMatches] = field(default_factory=list)
-    negative: bool = False  # image 1 is matched inverted from here on
-
-    @cached_property
-    def above(self) -> Above:
-        """Both images as if seen from above."""
-        return Above(self.further.own, self.images, self.further.longer_side)
 
     def passes(self, geometry: TwoViewGeometry) -> Iterator[PassMatches]:
-        """Run passes until the evidence is confident."""
-        if self.is_confident(geometry):
-            return
-        if self.has_few_inliers(geometry) and (change := self.change()) is not None and self.has_time():
-            one = self.further.own.match(change.name, *change.applied(self.images, self.further.longer_side))
-            if self.verified(one).status == "ok":
-                self.add(one)
-                self.negative = change.negative
+        """Run passes until the evidence is confident; each method takes the geometry so far."""
+        wanted = self.further.config.passes
+        steps = [
+            ("scale", self.other_scale),
+            ("gradients", self.gradients),
+            ("features", self.other_features),
+            ("tilt_y", lambda _: self.tilted("tilt_y", 0.0)),
+            ("tilt_y_turned", lambda _: self.tilted("tilt_y, turned by 45 degrees", 45.0)),
+            ("tilt_x", lambda _: self.tilted_side(0)),
+            ("tilt_x", lambda _: self.tilted_side(1)),
+        ]
+        steps = [step for name, step in steps if name in wanted]
+        for step in steps[:1] if "scale" in wanted else []:
+            if not self.evidence(geometry).is_confident and (one := step(geometry)) is not None:
+                yield one
                 geometry = self.geometry()
-            yield one
-        steps = [self.gradients, self.other_features, self.from_above, self.turned_from_above]
-        steps += [self.image_0_from_front, self.image_1_from_front]
-        reliable = self.evidence(geometry).probable_inliers >= _RELIABLE_REGION
-        steps.insert(0 if reliable else len(steps), self.region)
+        steps = steps["scale" in wanted :]
+        if "region" in wanted:
+            reliable = self.evidence(geometry).probable_inliers >= RELIABLE_REGION
+            steps.insert(0 if reliable else len(steps), self.region)
         for step in steps:
-            if self.is_confident(geometry) or (one := step(geometry)) is None:
+            if self.evidence(geometry).is_confident or (one := step(geometry)) is None:
                 continue
             self.add(one)
             yield one
@@ -371,16 +206,31 @@ class _Pair:
         self.left_out += not fits
         return fits
 
+    def other_scale(self, geometry: TwoViewGeometry) -> PassMatches | None:
+        """Match at the change of scale that the descriptors suggest, if there are few inliers.
+
+        Without a geometry of their own none of these matches is kept.
+        """
+        if not self.has_few_inliers(geometry) or not self.has_time():
+            return None
+        change = best_scale_change(self.further.own.extractor, self.images)
+        if change is None or not self.has_time():
+            return None
+        crops = at_scale_change(self.images, change, self.further.longer_side)
+        one = self.further.own.match(f"scale {change:.2g}", *crops)
+        if self.verified(one).status == "ok":
+            self.add(one)
+        return one
+
     def gradients(self, geometry: TwoViewGeometry) -> PassMatches | None:
-        """Match images of gradient magnitude, if grey values may be what differs.
+        """Match images of gradient magnitude, if grey values may be what differs, as in a negative.
 
         Edges of unrelated images look more alike than their grey values, so without a geometry of their own
         none of these matches is kept.
         """
-        wanted = self.further.config.gradients and self.has_few_inliers(geometry)
-        if not wanted or not self.has_time():
+        if not self.has_few_inliers(geometry) or not self.has_time():
             return None
-        images = [gradient_image(image, _SMOOTHING) for image in self.images]
+        images = [gradient_image(image, GRADIENT_SMOOTHING) for image in self.images]
         one = self.further.own.match_images("gradients", images)
         return one if self.verified(one).status == "ok" else one.first(0)
 
@@ -390,35 +240,42 @@ class _Pair:
             return None
         return self.further.other().match_images(self.further.config.preset, self.images)
 
-    def from_above(self, _: TwoViewGeometry) -> PassMatches | None:
-        """Match both images stretched vertically, if both have keypoints."""
-        return self._above("from above", 0.0)
-
-    def turned_from_above(self, _: TwoViewGeometry) -> PassMatches | None:
-        """The same with image 1 turned by half a quarter turn."""
-        return self._above("from above, turned", 45.0)
-
-    def _above(self, name: str, degrees: float) -> PassMatches | None:
-        wanted = self.further.config.from_above and min(map(len, self.features)) > 0
-        if not wanted or not self.has_time():
+    def tilted(self, name: str, degrees: float) -> PassMatches | None:
+        """Match both images stretched vertically, image 1 turned by an angle besides."""
+        if not min(map(len, self.features)) or not self.has_time():
             return None
-        return self.above.match(name, degrees, negative=self.negative)
+        crop1 = tilted(self.images[1], self.further.longer_side, axis="y")
+        crop1 = crop1.turned(degrees) if degrees else crop1
+        crop0, features0 = self._tilted0
+        features1 = self.further.own.extractor([crop1.as_image()])[0]
+        return self.further.own.match_crops(name, (crop0, crop1), (features0, features1))
 
-    def image_0_from_front(self, _: TwoViewGeometry) -> PassMatches | None:
-        """Match with image 0 stretched horizontally."""
-        return self._from_front(0)
+    @cached_property
+    def _tilted0(self) -> tuple[Crop, Features]:
+        crop = tilted(self.images[0], self.further.longer_side, axis="y")
+        return crop, self.further.own.extractor([crop.as_image()])[0]
 
-    def image_1_from_front(self, _: TwoViewGeometry) -> PassMatches | None:
-        """The same with image 1."""
-        return self._from_front(1)
-
-    def _from_front(self, side: int) -> PassMatches | None:
-        further = self.further
-        wanted = further.config.from_front and min(map(len, self.features)) > 0
-        if not wanted or not self.has_time():
+    def tilted_side(self, side: int) -> PassMatches | None:
+        """Match one image stretched horizontally with the other as it is."""
+        if not min(map(len, self.features)) or not self.has_time():
             return None
-        front = Front(further.own, self.images, self.features, further.longer_side)
-        return front.match(f"image {side} from the front", side, negative=self.negative)
+        crops: list[Crop | None] = [None, None]
+        crops[side] = tilted(self.images[side], self.further.longer_side, axis="x")
+        features = list(self.features)
+        features[side] = self.further.own.extractor([crops[side].as_image()])[0]
+        return self.further.own.match_crops(f"tilt_x of image {side}", crops, features)
+
+    def region(self, geometry: TwoViewGeometry) -> PassMatches | None:
+        """Match the common region at equal scale, if there are enough inliers to locate it."""
+        located = self.evidence(geometry).probable_inliers >= MIN_REGION_INLIERS
+        if not located or not self.has_time("region"):
+            return None
+        matches, inliers = self.joined[2], np.flatnonzero(geometry.inliers)
+        originals = [original() for original in self.originals]
+        region = common_region(*originals, matches.points0[inliers], matches.points1[inliers])
+        return self.further.own.match(
+            "common region", *crops_of(region, *originals, self.further.longer_side)
+        )
 
     def add(self, one: PassMatches) -> None:
         """Join the matches of another pass."""
@@ -430,7 +287,7 @@ class _Pair:
         """The features and matches of all passes; those of the first if there is no other."""
         if not self.found:
             return *self.features, self.first
-        return joined(*self.features, self.first, self.found, self.further.config.same_point)
+        return joined(*self.features, self.first, self.found, SAME_POINT)
 
     def geometry(self) -> TwoViewGeometry:
         """The fundamental matrix estimated from all matches so far."""
@@ -445,33 +302,123 @@ class _Pair:
 
     def evidence(self, geometry: TwoViewGeometry) -> Evidence:
         """Support of `geometry`, estimated from all matches so far."""
-        probable = self.joined[2].scores >= self.further.config.confident_probability
-        return Evidence.of(geometry, probable, min(map(len, self.features)))
-
-    def is_confident(self, geometry: TwoViewGeometry) -> bool:
-        """Whether the matches that `geometry` was estimated from need no further pass."""
-        return self.evidence(geometry).is_confident(self.further.config)
+        return Evidence.of(geometry, self.joined[2].scores >= PROBABLE, min(map(len, self.features)))
 
     def has_few_inliers(self, geometry: TwoViewGeometry) -> bool:
         """Whether there are so few inliers that the images may differ by more than the viewpoint."""
         evidence = self.evidence(geometry)
-        return evidence.probable_inliers < _LOW_INLIERS * evidence.keypoints
+        return evidence.probable_inliers < LOW_INLIERS * evidence.keypoints
 
-    def change(self) -> Change | None:
-        """The change of scale or inversion that the descriptors suggest, if any."""
-        config, extractor = self.further.config, self.further.own.extractor
-        if not (config.scale_search or config.negative) or not self.has_time():
-            return None
-        return best_change(extractor, self.images, scales=config.scale_search, negative=config.negative)
 
-    def region(self, geometry: TwoViewGeometry) -> PassMatches | None:
-        """Match the common region at equal scale, if there are enough inliers to locate it."""
-        located = self.evidence(geometry).probable_inliers >= _MIN_REGION_INLIERS
-        if not self.further.config.region or not located or not self.has_time("region"):
-            return None
-        matches = self.joined[2]
-        inliers = np.flatnonzero(geometry.inliers)
-        originals = [original() for original in self.originals]
-        region = common_region(*originals, matches.points0[inliers], matches.points1[inliers])
-        crop0, crop1 = crops_of(region, *originals, self.further.longer_side)
-        return self.further.own.match("common region", crop0, crop1.inverted() if self.negative else crop1)
+def at_scale_change(images: Sequence[Image], change: float, longer_side: int) -> tuple[Crop, Crop]:
+    """Both whole images, a change of scale of image 1 relative to image 0 compensated."""
+    boxes = [(0, 0, image.pixels.shape[1], image.pixels.shape[0]) for image in images]
+    return crops_of(CommonRegion(*boxes, change), *images, longer_side)
+
+
+def best_scale_change(extractor: Extractor, images: Sequence[Image]) -> float | None:
+    """The change of scale with the most descriptor evidence; None if none has enough.
+
+    Only descriptors are compared (`evidence_of_turns`); no matching network runs.
+    """
+    best, most = None, MIN_EVIDENCE
+    for change in SCALE_CHANGES:
+        crops = at_scale_change(images, change, COMPARED_SIDE)
+        features0, features1 = extractor([crop.as_image() for crop in crops])
+        if fewer := min(len(features0), len(features1)):
+            descriptors = (to_numpy(features.descriptors) for features in (features0, features1))
+            found = float(evidence_of_turns(*descriptors, features1.kind).max()) / fewer
+            if found > most:
+                best, most = change, found
+    return best
+
+
+# The union of the matches of several passes, and of their keypoints.
+
+
+def joined(
+    features0: Features, features1: Features, first: Matches, further: Sequence[PassMatches], radius: float
+) -> tuple[Features, Features, Matches]:
+    """Join the first pass and further ones.
+
+    Args:
+        features0, features1: of the first pass.
+        first: matches of the first pass.
+        further: matches of the other passes.
+        radius: pixels of the resized images within which points are the same.
+
+    Returns:
+        The keypoints of the first pass and, after them, those matched by further ones; and the matches
+        kept, best first, each with the probability that its pass gave it.
+    """
+    passes = [PassMatches(FIRST, first.points0, first.points1, first.scores), *further]
+    reach = tuple(radius / float(np.sqrt(np.prod(to_numpy(f.scale)))) for f in (features0, features1))
+    kept = without_duplicates(passes, reach)
+    points0, points1, scores = (
+        np.concatenate([getattr(one, name)[keep] for one, keep in zip(passes, kept, strict=True)])
+        for name in ("points0", "points1", "scores")
+    )
+    before = int(kept[0].sum())
+    added = np.arange(len(scores) - before)[:, None] + [len(features0), len(features1)]
+    indices = np.concatenate([first.indices[kept[0]], added])
+    order = np.argsort(-scores, kind="stable")
+    found = replace(
+        first,
+        indices=indices[order],
+        points0=points0[order],
+        points1=points1[order],
+        scores=scores[order],
+        refinement=None,
+        prior=None,
+    )
+    return with_points(features0, points0[before:]), with_points(features1, points1[before:]), found
+
+
+def without_duplicates(passes: Sequence[PassMatches], radius: tuple[float, float]) -> list[np.ndarray]:
+    """Which matches of each pass (K,) bool are kept.
+
+    Points of different passes are the same if they are less than `radius` apart, stored pixels in image 0 and
+    1. Of two matches that share a point in either image, the one of higher probability is kept; among
+    equals, that of the earlier pass.
+    """
+    kept = [np.ones(len(one.scores), dtype=bool) for one in passes]
+    for later in range(1, len(passes)):
+        for earlier in range(later):
+            same = _shared(passes[earlier], passes[later], radius)
+            same &= kept[earlier][:, None] & kept[later]
+            better = passes[later].scores > passes[earlier].scores[:, None]
+            kept[later] &= ~(same & ~better).any(axis=0)
+        for earlier in range(later):
+            same = _shared(passes[earlier], passes[later], radius) & kept[later]
+            kept[earlier] &= ~same.any(axis=1)
+    return kept
+
+
+def _shared(first: PassMatches, second: PassMatches, radius: tuple[float, float]) -> np.ndarray:
+    """(K, L) bool: matches of two passes that share a point in either image."""
+    near = np.zeros((len(first.scores), len(second.scores)), dtype=bool)
+    sides = ((first.points0, second.points0), (first.points1, second.points1))
+    for (own, other), reach in zip(sides, radius, strict=True):
+        own, other = own / reach, other / reach
+        x, y = (own[:, None, axis] - other[None, :, axis] for axis in (0, 1))
+        near |= x * x + y * y < 1
+    return near
+
+
+def with_points(features: Features, points: np.ndarray) -> Features:
+    """The keypoints of an image followed by `points` (K, 2), stored pixels, which have no descriptors.
+
+    As nothing can be matched to them, the result has descriptors of size 0 and the kind `JOINED`, which
+    matchers refuse.
+    """
+    values, count = features.numpy(), len(points)
+    keypoints = np.concatenate([values["keypoints"], np.asarray(points, dtype=np.float32)])
+    return replace(
+        features,
+        keypoints=keypoints,
+        descriptors=np.zeros((len(keypoints), 0), np.float32),
+        scores=np.concatenate([values["scores"], np.zeros(count, np.float32)]),
+        mask=np.concatenate([values["mask"], np.ones(count, bool)]),
+        **dict.fromkeys(("scales", "orientations", "affine_frames", "cells", "grid", "maps")),
+        kind=JOINED,
+    )

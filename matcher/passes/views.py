@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from math import sqrt
+from typing import Literal
 
 import cv2
 import numpy as np
 
 from matcher.geometry import resize_points, stored_to_upright
 from matcher.types import Extractor, Features, Image, Matcher, Matches
-
-# --- crops: Crops of an image, at another scale and turned, matched as images of their own.
 
 _LEAST_SIDE = 16  # pixels, of a crop
 _FROM_BORDER = 4  # pixels that keypoints of a turned crop keep from its borders, which are edges there
@@ -36,10 +34,6 @@ class Crop:
     def to_stored(self, points: np.ndarray) -> np.ndarray:
         """Points (…, 2) of the crop → stored pixels of its image, float64."""
         return self.image.to_stored(points @ self.to_image[:, :2].T + self.to_image[:, 2])
-
-    def inverted(self) -> Crop:
-        """The same crop as a photographic negative."""
-        return replace(self, pixels=255 - self.pixels)
 
     def turned(self, degrees: float) -> Crop:
         """The whole crop turned clockwise, in a frame that holds it, where no keypoints lie outside it."""
@@ -106,12 +100,6 @@ class LocalMatcher:
         return self.matcher(Features.stack([features0]), Features.stack([features1]))[0]
 
 
-def whole(image: Image, factor: float) -> Crop:
-    """The whole image, `factor` times as large."""
-    height, width = image.pixels.shape[:2]
-    return crop(image, (0, 0, width, height), factor)
-
-
 def crop(image: Image, box: tuple[int, int, int, int], factor: float, factor_y: float | None = None) -> Crop:
     """The pixels (x0, y0) up to, but not including, (x1, y1) of an image, `factor` times as large.
 
@@ -144,72 +132,22 @@ def image_points(image: Image, stored: np.ndarray) -> np.ndarray:
     return resize_points(stored_to_upright(stored, image.size, image.orientation), image.scale)
 
 
-# --- stretching: Images stretched along one direction, because surfaces that are seen obliquely are
-# foreshortened along it.
-
-# Of one side relative to the other; chosen on rooms among 1.6 and 2.5 vertically, 1.6 and 2.2 horizontally.
+# Stretch of one side relative to the other; chosen on rooms among 1.6 and 2.5 vertically, 1.6 and 2.2
+# horizontally.
 STRETCH = 1.6
-_ASPECT = 0.75  # of an image of the largest size
 
 
-def stretched(image: Image, longer_side: int, *, vertically: bool) -> Crop:
-    """The whole image, stretched.
+def tilted(image: Image, longer_side: int, *, axis: Literal["x", "y"]) -> Crop:
+    """The whole image stretched along an axis, as if its surfaces were seen less obliquely (ASIFT's tilt).
 
     Its other side stays where the result has no more pixels than an image of 4:3 with this longer side;
     otherwise the result has as many.
     """
     height, width = image.pixels.shape[:2]
-    enlarged = min(sqrt(STRETCH), longer_side * sqrt(_ASPECT / (width * height)))
+    enlarged = min(sqrt(STRETCH), longer_side * sqrt(0.75 / (width * height)))
     factors = (enlarged * sqrt(STRETCH), enlarged / sqrt(STRETCH))
-    return crop(image, (0, 0, width, height), *(factors[::-1] if vertically else factors))
+    return crop(image, (0, 0, width, height), *(factors[::-1] if axis == "y" else factors))
 
-
-@dataclass(frozen=True, eq=False)
-class Front:
-    """Either image of a pair stretched horizontally; of the other one the keypoints are known."""
-
-    own: LocalMatcher
-    images: Sequence[Image]
-    features: Sequence[Features]  # of both images as they are
-    longer_side: int
-
-    def match(self, name: str, side: int, *, negative: bool) -> PassMatches:
-        """Matches with image `side`, 0 or 1, stretched, and image 1 inverted if `negative`."""
-        crops: list[Crop | None] = [None, None]
-        crops[side] = stretched(self.images[side], self.longer_side, vertically=False)
-        if negative:
-            crops[1] = (crops[1] or whole(self.images[1], 1.0)).inverted()
-        features = [
-            known if crop is None else self.own.extractor([crop.as_image()])[0]
-            for crop, known in zip(crops, self.features, strict=True)
-        ]
-        return self.own.match_crops(name, crops, features)
-
-
-@dataclass(frozen=True, eq=False)
-class Above:
-    """Both images stretched vertically; keypoints of image 0 are found once for all turns of image 1."""
-
-    own: LocalMatcher
-    images: Sequence[Image]
-    longer_side: int
-
-    def match(self, name: str, degrees: float, *, negative: bool) -> PassMatches:
-        """Matches with image 1 turned by an angle, and inverted if `negative`."""
-        crop0, features0 = self._first
-        crop1 = stretched(self.images[1], self.longer_side, vertically=True)
-        crop1 = crop1.turned(degrees) if degrees else crop1
-        crop1 = crop1.inverted() if negative else crop1
-        features1 = self.own.extractor([crop1.as_image()])[0]
-        return self.own.match_crops(name, (crop0, crop1), (features0, features1))
-
-    @cached_property
-    def _first(self) -> tuple[Crop, Features]:
-        crop0 = stretched(self.images[0], self.longer_side, vertically=True)
-        return crop0, self.own.extractor([crop0.as_image()])[0]
-
-
-# --- regions: The common region of two images and its change of scale, from the inliers of a geometry.
 
 MARGIN = 0.15  # added on every side, as a share of the longer side of the matched points' bounding box
 _MARGIN_PIXELS = 8  # added too, because matches are rare near image borders
