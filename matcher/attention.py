@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from matcher.kernels.calls import attend_compiled, half_on_cpu, whole
+from matcher.errors import UsageError
+from matcher.kernels.calls import attend_compiled, half_on_cpu, linear, whole
 
 
 def scaled_dot_product(
@@ -93,6 +94,13 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return out.masked_fill(empty, 0.0)
 
 
+def _weighted(scores: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    """softmax(scores + bias) v; zeros for rows without a column."""
+    if bias is None:
+        return torch.softmax(scores, dim=-1) @ v
+    return torch.softmax(scores + bias, dim=-1).nan_to_num(0.0) @ v
+
+
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """φ(q) (φ(k)ᵀ v) / φ(q) Σφ(k) with φ = elu + 1, in O(N + M) memory (Katharopoulos et al. 2020, eq. 7).
 
@@ -128,10 +136,10 @@ class AdditiveAttention(nn.Module):
         self.key = nn.Linear(width, width, bias=False)
         self.score = nn.Linear(width, 1, bias=False)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(…, N, d), (…, M, d), (…, M, d) → (…, N, d)."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        """(…, N, d), (…, M, d), (…, M, d) → (…, N, d); `bias` (…, N, M) is added to the scores."""
         joint = torch.tanh(self.query(q).unsqueeze(-2) + self.key(k).unsqueeze(-3))
-        return torch.softmax(self.score(joint).squeeze(-1), dim=-1) @ v
+        return _weighted(self.score(joint).squeeze(-1), v, bias)
 
 
 class GeneralAttention(nn.Module):
@@ -145,12 +153,12 @@ class GeneralAttention(nn.Module):
         super().__init__()
         self.form = nn.Linear(width, width, bias=False)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(…, N, d), (…, M, d), (…, M, d) → (…, N, d)."""
-        return torch.softmax(self.form(q) @ k.transpose(-1, -2), dim=-1) @ v
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        """(…, N, d), (…, M, d), (…, M, d) → (…, N, d); `bias` (…, N, M) is added to the scores."""
+        return _weighted(self.form(q) @ k.transpose(-1, -2), v, bias)
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+Kernel = Callable[..., Tensor]  # queries, keys, values, and what restricts them
 
 
 def build_attention(name: str, width: int) -> Kernel:
@@ -159,11 +167,29 @@ def build_attention(name: str, width: int) -> Kernel:
     Args:
         name: softmax, linear, additive or general.
         width: channels of a head.
+
+    Raises:
+        UsageError: another name.
     """
     learned = {"additive": AdditiveAttention, "general": GeneralAttention}
     if name in learned:
         return learned[name](width)
-    return {"softmax": scaled_dot_product, "linear": linear_attention}[name]
+    fixed = {"softmax": scaled_dot_product, "linear": linear_attention}
+    if name not in fixed:
+        raise UsageError(f"attention {name!r} is not one of {', '.join([*fixed, *learned])}")
+    return fixed[name]
+
+
+def mapped(layer: nn.Module, x: Tensor) -> Tensor:
+    """A linear map of x (…, inputs) in the precision of its weights → (…, outputs); `nn.Identity` is none."""
+    if isinstance(layer, nn.Identity):
+        return x
+    if torch.is_autocast_enabled(x.device.type):
+        return layer(x)
+    x = x.to(layer.weight.dtype)
+    if x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return layer(x)
+    return linear(x.flatten(0, -2), layer.weight, layer.bias).unflatten(0, x.shape[:-1])
 
 
 def merge_heads(x: Tensor) -> Tensor:
@@ -184,48 +210,63 @@ class MultiHeadAttention(nn.Module):
     >>> attention = MultiHeadAttention(8, heads=2, score="linear")
     >>> attention(torch.randn(5, 8)).shape  # self-attention of one sequence
     torch.Size([5, 8])
+
+    Raises:
+        UsageError: `heads` that do not divide `dim`, or an unknown score function.
     """
 
     def __init__(
         self, dim: int, heads: int, score: str = "softmax", *, bias: bool = True, shared_qk: bool = False
     ) -> None:
         super().__init__()
+        if heads < 1 or dim % heads:
+            raise UsageError(f"dim {dim} must be a multiple of heads, {heads}")
         self.heads = heads
         self.qkv = nn.Linear(dim, (2 if shared_qk else 3) * dim, bias=bias)
         self.score = build_attention(score, dim // heads)
         self.out = nn.Linear(dim, dim, bias=bias)
 
-    def project(self, x: Tensor, first: int = 0, last: int | None = None) -> Tensor:
-        """Parts `first` … `last` − 1 of the projection: (…, N, dim) → (…, N, parts, heads, dim / heads).
-
-        Queries are part 0, keys part −2, values part −1; negative numbers count from the end.
-        """
-        dim = self.qkv.in_features
-        rows = slice(first * dim or None, None if last is None else last * dim)
-        bias = None if self.qkv.bias is None else self.qkv.bias[rows]
-        y = F.linear(x.to(self.qkv.weight.dtype), self.qkv.weight[rows], bias)
-        return y.unflatten(-1, (-1, self.heads, dim // self.heads))
+    def project(self, x: Tensor) -> Tensor:
+        """(…, N, dim) → (…, N, 2 or 3, heads, dim / heads): queries are part 0, keys −2, values −1."""
+        return mapped(self.qkv, x).unflatten(-1, (-1, self.heads, self.qkv.in_features // self.heads))
 
     def forward(
-        self, x: Tensor, source: Tensor | None = None, *, mask: Tensor | None = None, causal: bool = False
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        source: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """x (…, N, dim) attends to source (…, M, dim), or to itself → (…, N, dim).
 
         Args:
             x: queries.
             source: keys and values; x when absent.
-            mask: as `scaled_dot_product` takes it, for all heads; softmax attention only.
-            causal: row i attends to rows 0 … i only; softmax attention only.
+            mask: as `scaled_dot_product` takes it, for all heads; not with linear attention.
+            causal: row i attends to rows 0 … i only; not with linear attention.
+            weights: also return what every row attends to, (…, heads, N, M); rows sum to 1.
 
         Raises:
-            ValueError: a mask or causality with another score function.
+            UsageError: no tensors, another width, or a mask or causality with linear attention.
         """
-        q = self.project(x, 0, 1)[..., 0, :, :]
-        k, v = self.project(x if source is None else source, -2).unbind(-3)
-        q, k, v = (y.transpose(-2, -3) for y in (q, k, v))
-        if mask is None and not causal:
-            return self.out(merge_heads(self.score(q, k, v)))
-        if self.score is not scaled_dot_product:
-            raise ValueError("masks and causality need softmax attention: use score='softmax'")
-        mask = mask if mask is None or mask.dim() < 3 else mask.unsqueeze(-3)
-        return self.out(merge_heads(self.score(q, k, v, mask, causal=causal)))
+        source = x if source is None else source
+        for each in (x, source):
+            if not isinstance(each, Tensor) or each.dim() < 2 or each.shape[-1] != self.qkv.in_features:
+                what = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
+                raise UsageError(f"attention takes tensors (…, N, {self.qkv.in_features}), not {what}")
+        q, parts = self.project(x)[..., 0, :, :], self.project(source)
+        q, k, v = (y.transpose(-2, -3) for y in (q, parts[..., -2, :, :], parts[..., -1, :, :]))
+        bias = []
+        if mask is not None or causal:
+            if self.score is linear_attention:
+                raise UsageError("masks and causality do not go with score='linear'")
+            mask = mask if mask is None or mask.dim() < 3 else mask.unsqueeze(-3)
+            bias = [additive_mask(q, k, mask, causal=causal)]
+        found = self.out(merge_heads(self.score(q, k, v, *bias)))
+        if not weights:
+            return found
+        # Of unit vectors as values, every score function gives its weights.
+        units = torch.eye(k.shape[-2], dtype=v.dtype, device=v.device).expand(*k.shape[:-1], -1)
+        return found, self.score(q, k, units, *bias)

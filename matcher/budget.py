@@ -17,7 +17,7 @@ from matcher.cameras import Camera
 from matcher.config import GRID_KIND
 from matcher.errors import UsageError, check_number
 from matcher.extract.extractor import pixels_enlarged
-from matcher.match.blocks import can_be_cut, with_layers
+from matcher.match.network import can_be_cut, with_layers
 from matcher.match.steering import OTHER_TURNS as QUARTER_TURNS
 from matcher.match.steering import PROBED, STEERABLE
 from matcher.types import Estimator, Extractor, Features, Image, Matches, strongest

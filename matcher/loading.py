@@ -50,8 +50,6 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
             installed.
         device: "auto" (CUDA where there is one, else the CPU), "cpu", "cuda", "cuda:1" or "mps".
         precision: of the network: "auto" (what the device is fast at), "float32", "bfloat16" or "float16".
-        cuda_graphs: on a GPU, capture a network's work for each size of tables once and replay it, which
-            spares the time of queueing it; the memory for the last few sizes is kept. Off by default.
         max_keypoints: at most so many in an image.
         resize: longer side in pixels, to which larger images are made smaller. By default 1024; presets of
             the front end `learned` also shrink soft images (to 640) and enlarge small ones of few keypoints.
@@ -212,7 +210,7 @@ def _further_passes(
     if config.second_pass.preset is not None:
         shared = {
             name: given.get(name)
-            for name in ("device", "precision", "max_keypoints", "engine", "cuda_graphs", *OF_NETWORKS)
+            for name in ("device", "precision", "max_keypoints", "engine", *OF_NETWORKS)
         }
         other = _OtherMatcher(config.second_pass.preset, shared)
     return FurtherPasses(config.second_pass, own, other, config.estimation, config.extractor.resize)

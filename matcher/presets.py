@@ -248,7 +248,6 @@ class LoadOptions(TypedDict, total=False):
     engine: Engine | None  # "torch", or "onnx": ONNX Runtime on the CPU, without torch
     device: str | None  # "auto" (CUDA when there is one, else the CPU), "cpu", "cuda", "cuda:1", "mps"
     precision: Precision | None  # of the network; "auto" is what the device is fast at
-    cuda_graphs: bool | None  # on a GPU, capture a network's work for each size once and replay it
     max_keypoints: int | None  # an image
     # Longer side in pixels; larger images are made smaller. By default soft ones still smaller where a preset
     # does so; a size that is given is kept.
@@ -377,7 +376,7 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError("ratio must be above 0, not 0")
     if given.get("engine", "torch") not in get_args(Engine):
         raise UsageError(f"engine must be one of {', '.join(get_args(Engine))}, not {given['engine']!r}")
-    for name in ("upright", "alpha_mask", "second_pass", "refine", "cuda_graphs"):
+    for name in ("upright", "alpha_mask", "second_pass", "refine"):
         if not isinstance(given.get(name, True), bool):
             raise UsageError(f"{name} must be True or False, not {given[name]!r}")
     return given

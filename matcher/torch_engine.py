@@ -16,9 +16,9 @@ from matcher.errors import UsageError
 from matcher.extract.extractor import find_front_end
 from matcher.extract.front_end import LearnedExtractor
 from matcher.extract.sift import SiftExtractor
+from matcher.match.loftr import GridExtractor
 from matcher.match.nearest import NearestMatcher
 from matcher.match.network import DTYPES, AttentionMatcher, MatchingNetwork, resolve_precision
-from matcher.match.position import GridExtractor
 from matcher.parts import LearnedParts, policy_of, refuse_for_grid
 from matcher.processes import keep_freed_memory
 from matcher.result import WeightsSource
@@ -42,13 +42,10 @@ def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:
         refuse_for_grid(given)
     else:
         extractor = build_extractor(config.extractor, given.get("frontend_weights"), device, precision)
-    graphs = given.get("cuda_graphs", False)
-    if graphs and device.type != "cuda":
-        raise UsageError(f"cuda_graphs needs a CUDA device, not {device}; leave it out")
     if isinstance(config.matcher, NearestConfig):
-        return LearnedParts(extractor, NearestMatcher(config.matcher, device=device), config, None)
+        return LearnedParts(extractor, NearestMatcher(config.matcher), config, None)
     network, source = _trained(config, given)
-    matcher = AttentionMatcher(network, device=device, precision=precision, cuda_graphs=graphs)
+    matcher = AttentionMatcher(network, device=device, precision=precision)
     if on_grid:
         extractor = _grid_extractor(matcher, source.name)
     return LearnedParts(extractor, matcher, replace(config, matcher=network.config), source)

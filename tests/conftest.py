@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from simulated_gpu import gpu  # noqa: F401, a fixture
 
 from matcher.config import ContextConfig, ExtractorConfig, NetworkConfig
 from matcher.extract.sift import SiftExtractor

@@ -1,135 +1,192 @@
-"""Attention over packed tokens against a loop written from the equation."""
+"""Attention against loops written from the equations, and the layers of the network that are made of it."""
+
+import math
 
 import numpy as np
 import pytest
 import torch
 
-from matcher.attention import scaled_dot_product
-from matcher.kernels import calls as cpu
-from matcher.match import blocks as packed
-from matcher.match.blocks import Layout, attend, interleave
+from matcher.attention import MultiHeadAttention, additive_mask, build_attention, scaled_dot_product
+from matcher.config import ContextConfig
+from matcher.errors import UsageError
+from matcher.match.blocks import Layer, folded
 
-HEADS, WIDTH = 3, 8
-UNIFORM = Layout(((5, 5), (5, 5)))
-RAGGED = Layout(((5, 2), (0, 3), (4, 0), (0, 0), (1, 6)))
+SCORES = ("softmax", "linear", "additive", "general")
 
 
-def tokens(layout: Layout, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rng = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(sum(layout.lengths), HEADS, WIDTH, generator=rng) for _ in range(3))
-    return 3 * q, k, v
+def random(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, cross: bool) -> np.ndarray:
+def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor) -> np.ndarray:
     """softmax(q·k / √d) v in float64, one query at a time."""
-    q, k, v = (x.detach().double().numpy() for x in (q, k, v))
-    owner = [picture for picture, count in enumerate(layout.lengths) for _ in range(count)]
-    out = np.zeros((len(owner), HEADS, WIDTH))
-    for i, picture in enumerate(owner):
-        source = picture + 1 - 2 * (picture % 2) if cross else picture
-        keys = [j for j, other in enumerate(owner) if other == source]
-        if not keys:
-            continue
-        for head in range(HEADS):
-            weights = np.exp([q[i, head] @ k[j, head] / np.sqrt(WIDTH) for j in keys])
-            values = [v[j, head] for j in keys]
-            out[i, head] = np.average(values, axis=0, weights=weights)
-    return out.reshape(len(owner), HEADS * WIDTH)
+    out = np.zeros((len(q), v.shape[1]))
+    for i, query in enumerate(q.double().numpy()):
+        keys = np.flatnonzero(allowed[i].numpy())
+        if len(keys):
+            weights = np.exp([query @ k[j].double().numpy() / math.sqrt(q.shape[1]) for j in keys])
+            out[i] = np.average(v[keys].double().numpy(), axis=0, weights=weights)
+    return out
 
 
-@pytest.mark.parametrize("cross", [False, True])
-@pytest.mark.parametrize("layout", [UNIFORM, RAGGED], ids=["uniform", "ragged"])
-def test_attend_is_the_equation(layout: Layout, cross: bool) -> None:
-    q, k, v = tokens(layout)
-    np.testing.assert_allclose(attend(q, k, v, layout, cross=cross), naive(q, k, v, layout, cross), atol=2e-6)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "m"), [(7, 5), (5, 600), (600, 5), (1, 1)])
+def test_softmax_attention_is_the_equation(dtype: torch.dtype, n: int, m: int) -> None:
+    q, k, v = (x.to(dtype) for x in (3 * random(n, 8), random(m, 8, seed=1), random(m, 8, seed=2)))
+    found = scaled_dot_product(*(x[None, None] for x in (q, k, v)))[0, 0]
+    assert found.dtype == dtype
+    tolerance = 2e-6 if dtype == torch.float32 else 0.05
+    expected = naive(q, k, v, torch.ones(n, m, dtype=torch.bool))
+    np.testing.assert_allclose(found.float(), expected, atol=tolerance)
 
 
-@pytest.mark.parametrize("cross", [False, True])
-def test_the_gradient_path_is_the_stock_kernel(cross: bool) -> None:
-    q, k, v = tokens(UNIFORM)
-    stock = attend(q, k, v, UNIFORM, cross=cross)
-    leaf = q.clone().requires_grad_()
-    own = attend(leaf, k, v, UNIFORM, cross=cross)
-    torch.testing.assert_close(own.detach(), stock, atol=2e-6, rtol=0)
-    assert own.requires_grad
+@pytest.mark.parametrize("causal", [False, True])
+def test_masked_attention_is_the_equation(causal: bool) -> None:
+    q, k, v = random(6, 8), random(6, 8, seed=1), random(6, 8, seed=2)
+    mask = torch.rand(6, 6, generator=torch.Generator().manual_seed(3)) < 0.6
+    mask[2] = False
+    allowed = mask & torch.ones(6, 6, dtype=torch.bool).tril() if causal else mask
+    for given in (mask, torch.zeros(6, 6).masked_fill(~mask, -math.inf)):
+        found = scaled_dot_product(q, k, v, given, causal=causal)
+        np.testing.assert_allclose(found, naive(q, k, v, allowed), atol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("cross", [False, True])
-@pytest.mark.parametrize("weights", [1, 2**19], ids=["blocks", "one block"])
-def test_half_precision_in_blocks_is_the_equation(
-    monkeypatch, dtype: torch.dtype, cross: bool, weights: int
-) -> None:
-    """Blocks of two rows, the last one cut short, and everything at once."""
-    monkeypatch.setattr(cpu, "BLOCK_ROWS", 2)
-    monkeypatch.setattr(cpu, "BLOCK_WEIGHTS", weights)
-    for layout in (UNIFORM, RAGGED):
-        q, k, v = (x.to(dtype) for x in tokens(layout))
-        found = attend(q, k, v, layout, cross=cross)
-        assert found.dtype == dtype
-        np.testing.assert_allclose(found.float(), naive(q, k, v, layout, cross), atol=0.05)
-
-
-@pytest.mark.parametrize("cross", [False, True])
-@pytest.mark.parametrize("layout", [UNIFORM, RAGGED], ids=["uniform", "ragged"])
-def test_the_padded_call_of_other_devices_is_the_equation(layout: Layout, cross: bool) -> None:
-    q, k, v = tokens(layout)
-    padded = packed._attend_padded(q, k, v, layout, cross)
-    np.testing.assert_allclose(padded, naive(q, k, v, layout, cross), atol=2e-6)
-
-
-def test_gradients_of_the_gradient_path() -> None:
-    rng = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(1, 2, n, 4, generator=rng, dtype=torch.float64) for n in (3, 5, 5))
-    inputs = [x.requires_grad_() for x in (q, k, v)]
+def test_gradients_of_softmax_attention() -> None:
+    inputs = [random(1, 2, n, 4, seed=n, dtype=torch.float64).requires_grad_() for n in (3, 5, 5)]
     assert torch.autograd.gradcheck(scaled_dot_product, inputs)
 
 
-@pytest.mark.parametrize("cross", [False, True])
-def test_uniform_and_ragged_layouts_agree(cross: bool) -> None:
-    q, k, v = tokens(UNIFORM)
-    extra = torch.zeros(1, HEADS, WIDTH)
-    ragged = Layout((*UNIFORM.counts, (1, 0)))
-    assert UNIFORM.uniform == 5
-    assert ragged.uniform is None
-    apart = attend(*(torch.cat([x, extra]) for x in (q, k, v)), ragged, cross=cross)
-    torch.testing.assert_close(apart[:-1], attend(q, k, v, UNIFORM, cross=cross), atol=2e-6, rtol=0)
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("shared_qk", [False, True])
+def test_heads_are_projected_compared_and_joined(score: str, shared_qk: bool) -> None:
+    attention = MultiHeadAttention(12, 3, score, shared_qk=shared_qk)
+    x, source = random(2, 5, 12), random(2, 7, 12, seed=1)
+    parts = attention.qkv(source).view(2, 7, -1, 3, 4)
+    q, k, v = attention.qkv(x).view(2, 5, -1, 3, 4)[:, :, 0], parts[:, :, -2], parts[:, :, -1]
+    heads = [attention.score(q[:, :, h], k[:, :, h], v[:, :, h]) for h in range(3)]
+    expected = attention.out(torch.cat(heads, dim=-1))
+    found, weights = attention(x, source, weights=True)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    assert weights.shape == (2, 3, 5, 7)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 5), atol=1e-4, rtol=0)
+    torch.testing.assert_close(weights[:, 1] @ v[:, :, 1], heads[1], atol=1e-5, rtol=1e-4)
 
 
-def test_points_without_a_partner_image_hear_nothing() -> None:
-    layout = Layout(((4, 0), (0, 3)))
-    q, k, v = tokens(layout)
-    assert attend(q, k, v, layout, cross=True).eq(0).all()
-    assert attend(q, k, v, layout, cross=False).ne(0).all()
+@pytest.mark.parametrize("score", ["softmax", "additive", "general"])
+def test_masks_go_with_every_softmax(score: str) -> None:
+    attention, x = MultiHeadAttention(8, 2, score), random(5, 8)
+    mask = torch.tensor([True, True, False, True, False])
+    torch.testing.assert_close(attention(x, mask=mask), attention(x, x[mask]), atol=1e-5, rtol=1e-4)
+    first = attention(x, causal=True)
+    torch.testing.assert_close(first[:3], attention(x[:3], causal=True), atol=1e-5, rtol=1e-4)
+    alone = attention(x, mask=torch.zeros(5, dtype=torch.bool))
+    torch.testing.assert_close(alone, attention.out.bias.expand(5, 8))
+    assert additive_mask(x, x, mask)[0].isneginf().equal(~mask)
 
 
-@pytest.mark.parametrize("layout", [Layout(()), Layout(((0, 0), (0, 0)))])
-def test_no_points_at_all(layout: Layout) -> None:
-    nothing = torch.zeros(0, HEADS, WIDTH)
-    for cross in (False, True):
-        assert attend(nothing, nothing, nothing, layout, cross=cross).shape == (0, HEADS * WIDTH)
+def test_what_does_not_fit_is_named() -> None:
+    with pytest.raises(UsageError, match="heads"):
+        MultiHeadAttention(8, heads=3)
+    with pytest.raises(UsageError, match="cosine"):
+        build_attention("cosine", 4)
+    attention = MultiHeadAttention(8, 2, "linear")
+    for wrong in (np.zeros((3, 8), np.float32), torch.zeros(3, 7), torch.zeros(8)):
+        with pytest.raises(UsageError, match=r"\(…, N, 8\)"):
+            attention(wrong)
+    with pytest.raises(UsageError, match="linear"):
+        attention(torch.zeros(3, 8), causal=True)
 
 
-@pytest.mark.parametrize("layout", [UNIFORM, RAGGED], ids=["uniform", "ragged"])
-def test_permuting_points_permutes_messages(layout: Layout) -> None:
-    q, k, v = tokens(layout)
-    rng = torch.Generator().manual_seed(2)
-    order = torch.cat(
-        [
-            start + torch.randperm(n, generator=rng)
-            for start, n in zip(layout.starts, layout.lengths, strict=False)
-        ]
-    )
-    for cross in (False, True):
-        expected = attend(q, k, v, layout, cross=cross)[order]
-        permuted = attend(q[order], k[order], v[order], layout, cross=cross)
-        torch.testing.assert_close(permuted, expected, atol=2e-6, rtol=0)
+@torch.no_grad()
+def random_layer(**changes) -> Layer:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        layer = Layer(ContextConfig(dim=24, heads=3, **changes)).eval()
+        for value in layer.parameters():
+            value += 0.1 * torch.randn_like(value)
+        for part in layer.modules():
+            if isinstance(part, torch.nn.BatchNorm1d):
+                part.running_mean.normal_()
+                part.running_var.uniform_(0.5, 2.0)
+    return layer
 
 
-def test_layout_splits_what_interleave_joins() -> None:
-    first = [torch.arange(n).float() for n, _ in RAGGED.counts]
-    second = [100 + torch.arange(n).float() for _, n in RAGGED.counts]
-    parts = RAGGED.split(interleave(first, second))
-    for (a, b), expected_a, expected_b in zip(parts, first, second, strict=True):
-        assert a.equal(expected_a)
-        assert b.equal(expected_b)
+LAYERS = {
+    "lightglue": {},
+    "superglue": {"shared_qk": False, "norm": "batch", "activation": "relu"},
+    "loftr": {"attention": "linear", "norm": "output", "bias": False, "sequential_cross": True},
+    "additive": {"attention": "additive"},
+}
+layers = pytest.mark.parametrize("changes", LAYERS.values(), ids=LAYERS)
+
+
+def rotations(batch: int, count: int) -> torch.Tensor:
+    angles = random(batch, count, 4, seed=9)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 2)
+
+
+@layers
+def test_a_layer_is_attention_in_each_image_then_between_them(changes) -> None:
+    """Image by image, by `MultiHeadAttention`; without rotations."""
+    layer, x, n = random_layer(**changes), random(1, 12, 24), 7
+    own, cross = layer.self_block, layer.cross_block
+
+    def updated(block, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        message = block.message_norm(block.attention(target, source))
+        hidden = block.ffn.widen(torch.cat([target, message], -1))
+        hidden = block.ffn.activate(block.ffn.norm(hidden))
+        return target + block.ffn.output_norm(block.ffn.narrow(hidden))
+
+    x0, x1 = (updated(own, side, side) for side in (x[:, :n], x[:, n:]))
+    first = updated(cross, x0, x1)
+    second = updated(cross, x1, first if cross.sequential else x0)
+    torch.testing.assert_close(layer(x, n), torch.cat([first, second], 1), atol=1e-4, rtol=1e-4)
+
+
+@layers
+@torch.no_grad()
+def test_folding_changes_nothing_and_shares_nothing(changes) -> None:
+    layer, x = random_layer(**changes), random(2, 12, 24)
+    given = (x, 7, rotations(2, 12))
+    expected, frozen = layer(*given), folded(layer, torch.float32)
+    torch.testing.assert_close(frozen(*given), expected, atol=1e-4, rtol=1e-4)
+    half = folded(layer, torch.bfloat16)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    torch.testing.assert_close(half(*given), expected, atol=0.3, rtol=0.1)
+    for value in layer.parameters():
+        value.add_(1.0)
+    torch.testing.assert_close(frozen(*given), expected, atol=1e-4, rtol=1e-4)
+
+
+@layers
+@torch.no_grad()
+def test_padding_is_not_attended_to(changes) -> None:
+    layer, n, m = random_layer(**changes), 7, 5
+    pairs = [random(1, 12, 24), random(1, 6, 24, seed=1)]  # the second has 4 and 2 points
+    padded = torch.full((2, 12, 24), 100.0)
+    mask = torch.zeros(2, 12, dtype=torch.bool)
+    for b, (pair, (a, c)) in enumerate(zip(pairs, [(7, 5), (4, 2)], strict=True)):
+        padded[b, :a], padded[b, n : n + c] = pair[0, :a], pair[0, a:]
+        mask[b, :a] = mask[b, n : n + c] = True
+    found = layer(padded, n, None, mask)
+    torch.testing.assert_close(found[0], layer(pairs[0], n)[0], atol=1e-4, rtol=1e-4)
+    alone = layer(pairs[1], 4)[0]
+    torch.testing.assert_close(found[1][mask[1]], alone, atol=1e-4, rtol=1e-4)
+    assert m == 12 - n
+
+
+@layers
+@torch.no_grad()
+def test_an_image_without_points_sends_no_message(changes) -> None:
+    layer, x = random_layer(**changes), random(1, 4, 24)
+    for n in (0, 4):
+        found = layer(x, n)
+        assert found.isfinite().all() and found.shape == x.shape
+    assert layer(x[:, :0], 0).shape == (1, 0, 24)
+
+
+def test_an_untrained_layer_changes_nothing() -> None:
+    for changes in LAYERS.values():
+        layer, x = Layer(ContextConfig(dim=24, heads=3, **changes)).eval(), random(1, 9, 24)
+        assert layer(x, 4).equal(x)

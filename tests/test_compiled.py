@@ -12,15 +12,11 @@ from torch.nn import functional as F
 from matcher import files
 from matcher import kernels as compiled
 from matcher.attention import scaled_dot_product
-from matcher.config import ContextConfig
 from matcher.errors import UsageError
 from matcher.kernels import calls
 from matcher.kernels import loader as library
 from matcher.kernels import loader as targets
 from matcher.kernels import loader as trusted
-from matcher.match.blocks import Layout
-from matcher.match.context import build_layer, fuse_layer
-from matcher.match.sinkhorn import absorbed
 
 VECTORS = pytest.mark.skipif(
     library.instructions() is None or shutil.which("g++") is None, reason="needs vector units and a compiler"
@@ -129,37 +125,6 @@ def test_what_the_kernel_declines(kernel, monkeypatch) -> None:
 
 
 @VECTORS
-def test_a_block_with_kernels_is_the_block(kernel, monkeypatch) -> None:
-    """Prepared for inference with the kernels, as it is trained without them."""
-    for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 0.15)):
-        layer, layout = random_layer(), Layout(((100, 37), (0, 9), (130, 1)))
-        rng = torch.Generator().manual_seed(1)
-        x = torch.randn(layout.starts[-1], 64, generator=rng)
-        angles = 7 * torch.rand(len(x), 16, generator=rng)
-        turns = torch.stack([angles.cos(), angles.sin()], dim=1)
-        with torch.inference_mode():
-            expected = layer(x, turns, layout)
-            inference = fuse_layer(layer, dtype)
-            found = inference(x, turns, layout)
-            monkeypatch.setenv(compiled.SWITCH, "0")
-            stock = inference(x, turns, layout)
-            monkeypatch.setenv(compiled.SWITCH, kernel)
-        assert not torch.equal(found, stock)  # so the kernels did run
-        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
-        assert (found - expected).norm() < 1.1 * (stock - expected).norm() + 1e-3
-
-
-@torch.no_grad()
-def random_layer() -> torch.nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        layer = build_layer(ContextConfig(dim=64, heads=2)).eval()
-        for value in layer.parameters():
-            value += 0.1 * torch.randn_like(value)
-    return layer.requires_grad_(False)
-
-
-@VECTORS
 def test_kernels_stand_back_for_autocast_and_gradients(kernel) -> None:
     x = torch.randn(4, 64)
     with torch.no_grad():
@@ -186,19 +151,6 @@ def test_steps_between_products_are_exact(kernel) -> None:
         hidden = F.gelu(F.layer_norm(hidden, (width,), gain.double(), shift.double()))
         expected = x + F.linear(hidden, steps.narrow.double(), last.double())
         assert (out - expected).abs().max() < tolerance
-
-
-@VECTORS
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_transport_kernel_is_absorbed_equally(kernel, monkeypatch, turned: bool) -> None:
-    rng = torch.Generator().manual_seed(3)
-    scores = 20 * torch.randn(301, 217, generator=rng)[:, :200]  # a view with gaps between its rows
-    scores = scores.contiguous().t() if turned else scores
-    u, v = -scores.amax(1), 5 * torch.randn(scores.shape[1], generator=rng)
-    found = absorbed(scores, u, v)
-    monkeypatch.setenv(compiled.SWITCH, "0")
-    torch.testing.assert_close(found, absorbed(scores, u, v), rtol=2e-5, atol=0)
-    assert float(found.min()) > 0
 
 
 def test_nothing_is_compiled_without_being_asked(tmp_path, monkeypatch) -> None:

@@ -38,7 +38,7 @@ def test_kernels_and_precision_are_what_the_machine_is_good_at(compiled):
     assert pipeline.preset == matcher.load().preset == "hybrid-learned"
     found = pipeline.matcher.precision
     assert found == resolve_precision("auto", pipeline.matcher.device)
-    matrices = [value for value in pipeline.matcher.model.layers.buffers() if value.dim() == 2]
+    matrices = [value for value in pipeline.matcher.model.layers.parameters() if value.dim() == 2]
     assert {value.dtype for value in matrices} == {DTYPES[found]}
 
 

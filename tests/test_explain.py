@@ -1,6 +1,5 @@
 """Explaining a pair: the same matches, weights that are the network's own, fates that add up."""
 
-import inspect
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +11,8 @@ from matcher.config import ContextConfig
 from matcher.errors import UsageError
 from matcher.explain.explain import confidence_thresholds, explain, nearest_keypoint, rules
 from matcher.images import read_image
+from matcher.match.loftr import GridExtractor
 from matcher.match.network import AttentionMatcher, MatchingNetwork
-from matcher.match.position import GridExtractor
 from matcher.presets import find_preset
 from matcher.types import MATCHED, UNMATCHED, Features
 
@@ -65,22 +64,18 @@ def test_pruning_and_exit_are_reported_with_their_reasons():
 
 
 @pytest.mark.parametrize("changes", [{}, GUIDED, LINEAR])
-def test_recorded_attention_makes_the_message_that_the_network_passes_on(changes, monkeypatch):
+def test_recorded_attention_makes_the_message_that_the_network_passes_on(changes):
     matcher, sides = other_matcher(**changes), pair(30, 20, 3)
-    layer, messages = matcher.model.layers[0], []
+    layer = matcher.model.layers[0]
     record = explain(matcher, *sides, [4], [7], strongest=30)
-    model, owner = matcher.model, inspect.getmodule(type(layer.self_block))
-    attend = owner.attend
-
-    def recorded(*arguments, **options):
-        messages.append((attend(*arguments, **options), arguments[2]))
-        return messages[-1][0]
-
+    model, seen, attention = matcher.model, [], layer.self_block.attention
+    hook = layer.self_block.ffn.register_forward_hook(lambda _, given, __: seen.append(given[1][0]))
     with torch.inference_mode():
         tokens = model.tokens(*(Features.stack([f]) for f in sides))
-        monkeypatch.setattr(owner, "attend", recorded)
-        layer.self_block(tokens.x, tokens.rotations, tokens.layout)
-    ((message, values),) = messages
+        layer.self_block(tokens.x, tokens.n, tokens.rotations)
+        values = attention.project(tokens.x)[0, :, -1]
+    hook.remove()
+    (message,) = seen
     for side, (asked, start) in enumerate(((4, 0), (7, 30))):
         attention = record.layers[0].self_attention[side]
         points, weights = attention.points[0], attention.weights[0]
@@ -98,9 +93,9 @@ def test_the_marginal_error_falls_below_the_tolerance_in_as_many_iterations():
     matcher, sides = matcher_with(early_exit=False, pruning=False), pair(60, 50, 5)
     errors = explain(matcher, *sides).layers[-1].marginal_errors
     with torch.inference_mode():
-        prediction = matcher.model(*(Features.stack([f]) for f in sides)).pairs[0].assignment
-    assert len(errors) == prediction.iterations
-    assert (errors[-1] <= CONFIG.assignment.tolerance) == prediction.converged
+        prediction = matcher.model(*(Features.stack([f]) for f in sides))[0].assignment
+    assert len(errors) == prediction.iterations[0]
+    assert (errors[-1] <= CONFIG.assignment.tolerance) == prediction.converged[0]
     assert errors[0] > errors[-1]
 
 
@@ -152,7 +147,7 @@ def test_match_probabilities_decide_and_are_reported():
     with torch.inference_mode():
         model = matcher.model
         tokens = next(model.run(model.tokens(*(Features.stack([f]) for f in sides)))).tokens
-        probabilities = model.match_probabilities(tokens.x, 0).numpy()
+        probabilities = model.match_probabilities(tokens.x, 0)[0].numpy()
     assert first.expected == pytest.approx(probabilities.sum() / 2, rel=1e-4)
     sure = first.confidences > 0.9
     assert first.certain == pytest.approx(probabilities[sure].sum() / probabilities.sum(), abs=1e-4)

@@ -1,13 +1,12 @@
-"""Guided tokens: codes of places, statements of partners, agreement, and their place in the network."""
+"""Guided tokens: their positions, predicted correspondences, and what scores gain where these agree."""
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 from random_matcher import CONFIG, pair
 
 from matcher.config import ALL_LAYERS
-from matcher.match.network import AttentionMatcher, MatchingNetwork
+from matcher.match.network import MatchingNetwork
 from matcher.match.position import CorrespondenceGuidance, Side, normalise_positions
 from matcher.types import Features
 
@@ -28,9 +27,10 @@ def test_agreement_is_the_sum_of_cosines_of_both_sides() -> None:
         Side(*(torch.randn(n, c, generator=rng) * s for c, s in ((16, 1.0), (2, 0.5), (2, 0.5))))
         for n in (5, 4)
     ]
-    found = guidance.agreement(*sides, depth=1)
+    left, right = guidance.factors(*sides, depth=1)
+    found = left @ right.T
     omega, weight = guidance.frequencies.weight.double(), guidance.weight[1].double()
-    trusts = [2 * guidance.confidence[1](side.x).sigmoid().double().squeeze(1) for side in sides]
+    confidences = [2 * guidance.confidence[1](side.x).sigmoid().double().squeeze(1) for side in sides]
     for i in range(5):
         for j in range(4):
             there = (
@@ -39,17 +39,17 @@ def test_agreement_is_the_sum_of_cosines_of_both_sides() -> None:
             back = (
                 weight * torch.cos(omega @ (sides[1].predicted[j] - sides[0].positions[i]).double())
             ).sum()
-            expected = trusts[0][i] * there + trusts[1][j] * back
+            expected = confidences[0][i] * there + confidences[1][j] * back
             assert torch.isclose(found[i, j].double(), expected, atol=1e-4)
 
 
-def test_no_gradient_flows_through_the_code_of_a_statement() -> None:
+def test_no_gradient_flows_through_the_encoding_of_a_prediction() -> None:
     guidance = seeded_guidance()
     x = torch.randn(6, 16, generator=torch.Generator().manual_seed(2), requires_grad=True)
-    moved, stated = guidance(x, 0)
+    moved, predicted = guidance(x, 0)
     moved.sum().backward(retain_graph=True)
     assert guidance.predict[0].weight.grad is None
-    stated.sum().backward()
+    predicted.sum().backward()
     assert guidance.predict[0].weight.grad.abs().sum() > 0
 
 
@@ -69,26 +69,7 @@ def test_states_carry_positions_and_predictions() -> None:
     model = guided_model()
     first, second = (Features.stack([f]) for f in pair(30, 20, 1))
     states = [state.tokens for state in model.run(model.tokens(first, second), ALL_LAYERS)]
-    assert all(state.predicted.shape == (50, 2) for state in states)
+    assert all(state.predicted.shape == (1, 50, 2) for state in states)
     expected = torch.cat([normalise_positions(f)[0] for f in (first, second)])
-    torch.testing.assert_close(states[-1].positions, expected)
+    torch.testing.assert_close(states[-1].positions[0], expected)
     assert not states[0].predicted.equal(states[-1].predicted)
-
-
-def test_a_guided_batch_with_consensus_equals_single_pairs() -> None:
-    pairs = [pair(40, 30, 1), pair(25, 35, 2), pair(0, 12, 3), pair(1, 9, 4)]
-    matcher = AttentionMatcher(guided_model(), precision="float32")
-    batch = matcher(*(Features.stack(side) for side in zip(*pairs, strict=True)))
-    for (features0, features1), together in zip(pairs, batch, strict=True):
-        alone = matcher(Features.stack([features0]), Features.stack([features1]))[0]
-        assert np.array_equal(alone.indices, together.indices)
-        np.testing.assert_allclose(alone.scores, together.scores, atol=1e-5)
-    assert sum(map(len, batch)) > 20
-
-
-def test_swapping_the_images_of_a_guided_network_swaps_its_matches() -> None:
-    features = [Features.stack([f]) for f in pair(60, 50, 7)]
-    matcher = AttentionMatcher(guided_model(), precision="float32")
-    there, back = matcher(*features)[0], matcher(*features[::-1])[0]
-    assert {tuple(m) for m in there.indices.tolist()} == {(a, b) for b, a in back.indices.tolist()}
-    assert len(there) > 10

@@ -15,11 +15,9 @@ from matcher.config import PositionConfig
 from matcher.errors import UsageError
 from matcher.geometry import resize_points, upright_to_stored
 from matcher.loading import load
-from matcher.match.blocks import attend_to
-from matcher.match.nearest import mutual_matches
+from matcher.match.loftr import GridExtractor
 from matcher.match.network import AttentionMatcher, MatchingNetwork, off_border
-from matcher.match.position import GridExtractor, SinePosition
-from matcher.match.sinkhorn import Assignment, drop_unmatched
+from matcher.match.position import SinePosition
 from matcher.presets import LOFTR_TRANSPORT, PRESETS
 from matcher.types import Features, Image
 from matcher.weights.conversion import choose_layout, convert, import_checkpoint
@@ -233,8 +231,7 @@ def test_bfloat16_finds_the_same_cells() -> None:
 def test_sine_positions_are_the_equation(frequencies: str) -> None:
     rng = np.random.default_rng(0)
     cells, dim = rng.integers(0, 300, (50, 2)), 64
-    features = Features(cells, np.zeros((50, dim)), size=(9, 9), cells=cells)
-    found = SinePosition(PositionConfig(kind="sine", frequencies=frequencies), dim)(features)
+    found = SinePosition(PositionConfig(kind="sine", frequencies=frequencies), dim)(torch.from_numpy(cells))
     expected = np.zeros((50, dim))
     for k in range(dim // 4):
         omega = np.exp(-2.0 * k) if frequencies == "steep" else 10000.0 ** (-4 * k / dim)
@@ -244,39 +241,11 @@ def test_sine_positions_are_the_equation(frequencies: str) -> None:
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("counts", [((4, 7), (4, 7)), ((3, 5), (0, 2), (4, 0), (2, 6)), ((0, 0),), ()])
-def test_sides_attend_pair_by_pair(counts) -> None:
-    rng = torch.Generator().manual_seed(0)
-    total, sources = (sum(pair[i] for pair in counts) for i in (0, 1))
-    q, k, v = (torch.randn(n, 2, 4, generator=rng) for n in (total, sources, sources))
-    found = attend_to(q, k, v, counts)
-    assert found.shape == (total, 8)
-    row = start = 0
-    for n, m in counts:
-        for i in range(row, row + n):
-            for head in range(2):
-                scores = k[start : start + m, head] @ q[i, head] / 2
-                expected = scores.softmax(0) @ v[start : start + m, head]
-                assert torch.allclose(found[i, 4 * head : 4 * head + 4], expected, atol=1e-5)
-        row, start = row + n, start + m
-
-
 def test_linear_attention_stays_finite_in_half_precision() -> None:
     rng = torch.Generator().manual_seed(0)
     q, k, v = (8 * torch.randn(1, 1, 20000, 32, generator=rng) for _ in range(3))
     found, exact = linear_attention(q.half(), k.half(), v.half()), linear_attention(q, k, v)
     assert (found.float() - exact).abs().max() < 0.05
-
-
-def test_who_prefers_the_dustbin_frees_the_partner() -> None:
-    scores = torch.tensor([[[0.5, 0.1], [0.3, 0.1]]]).log()
-    bins0, bins1 = torch.tensor([[0.6, 0.2]]).log(), torch.tensor([[0.1, 0.9]]).log()
-    before = Assignment(scores, bins0, bins1)
-    assert mutual_matches(before.log_scores[0], 0.2)[0].tolist() == [[0, 0]]
-    after = drop_unmatched(before)
-    assert mutual_matches(after.log_scores[0], 0.2)[0].tolist() == [[1, 0]]
-    empty = Assignment(torch.zeros(1, 0, 3), torch.zeros(1, 0), torch.zeros(1, 3))
-    assert drop_unmatched(empty) is empty
 
 
 @pytest.mark.parametrize(("kind", "more"), [("dual_softmax", 0), ("sinkhorn", 1)])

@@ -14,8 +14,8 @@ import matcher
 from matcher.config import ContextConfig, ExtractorConfig, MatchingPolicy, NetworkConfig
 from matcher.extract.sift import SiftExtractor
 from matcher.images import image_from_array, read_image
+from matcher.match.loftr import GridExtractor
 from matcher.match.network import AttentionMatcher, MatchingNetwork
-from matcher.match.position import GridExtractor
 from matcher.presets import find_preset
 from matcher.types import Features, Image, Matches
 from matcher.weights.files import load_model

@@ -15,6 +15,7 @@ from matcher.errors import UsageError
 from matcher.extract.front_end import resolve
 from matcher.match.nearest import NearestMatcher
 from matcher.match.network import AttentionMatcher, MatchingNetwork
+from matcher.match.position import position_inputs
 from matcher.pipeline import Pipeline
 from matcher.presets import PRESETS
 from matcher.torch_engine import build_extractor
@@ -80,7 +81,7 @@ def test_keynets_network_looks_at_the_shapes_of_its_patches(tmp_path, pictures):
     pipeline = matcher.load("lightglue-keynet", **options, device="cpu", precision="float32")
     first, second = (pipeline.extract(picture) for picture in pictures)
     tokens = [
-        pipeline.matcher.model.position(matcher.Features.stack([f]))
+        position_inputs(matcher.Features.stack([f]), pipeline.matcher.model.config.position.inputs)
         for f in (first, replace(first, affine_frames=1.5 * first.affine_frames))
     ]
     assert not torch.allclose(*tokens, atol=1e-2)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from matcher.match.nearest import MutualBest, credible_matches
 from matcher.match.network import MatchingNetwork
+from matcher.match.sinkhorn import credible_matches
 from matcher.train import matcher_training as validation
 from matcher.train.matcher_training import validate
 from matcher.train.recipe import PairRecipe
@@ -38,10 +38,10 @@ def test_the_threshold_with_the_highest_f1_counts(monkeypatch):
 def test_what_is_kept_is_what_the_matcher_would_keep():
     probabilities = torch.tensor([0.8, 0.75, 0.3, 0.2, 0.15])
     pair = judged(probabilities.numpy(), [True] * 5, 5)
-    best = MutualBest(probabilities.log()[None], torch.arange(5)[None], torch.ones(1, 5, dtype=torch.bool))
+    best = probabilities.log().numpy(), np.arange(5), np.ones(5, bool)
     for threshold in (0.1, 0.16, 0.4, 0.9):
         for doubles_at in (0.0, 0.5, 3.0):
-            kept, _ = credible_matches(best, threshold, doubles_at)
+            kept, _ = credible_matches(*best, threshold, doubles_at)
             assert pair.above(threshold, doubles_at).sum() == len(kept)
 
 

@@ -77,12 +77,10 @@ from matcher.kernels.calls import (
 )
 from matcher.kernels.loader import SLOWER, supported
 from matcher.loading import load
-from matcher.match.consensus import try_local_maps
-from matcher.match.context import split_sides
-from matcher.match.nearest import mutual_matches
+from matcher.match.loftr import GridExtractor
 from matcher.match.network import AttentionMatcher
-from matcher.match.position import GridExtractor, Side
-from matcher.match.sinkhorn import assign
+from matcher.match.sinkhorn import credible_matches, mutual_best
+from matcher.match.sinkhorn import sinkhorn as solve
 from matcher.onnx.extractor import OnnxExtractor
 from matcher.onnx.matching import OnnxMatcher
 from matcher.onnx.runtime import Model
@@ -320,12 +318,6 @@ def lightglue(watch: Stopwatch, points: int, peaks: PeakRates, batch: int = 1) -
     for precision in ("auto", "float32"):
         network = with_parameters(tensors, "lightglue-superpoint", watch.device, precision, **OFF)
         networks.setdefault(network.precision, network)
-    if watch.device.type == "cuda":
-        graphs = with_parameters(
-            tensors, "lightglue-superpoint", watch.device, "auto", cuda_graphs=True, **OFF
-        )
-        graphs(*sides)  # captured in the next call
-        networks[f"{graphs.precision}, CUDA graphs"] = graphs
     for name, network in networks.items():
         calls[name] = lambda n=network: n(*sides)
         if watch.device.type == "cpu" and kernels() is not None:
@@ -468,11 +460,7 @@ def last_scores(matcher: AttentionMatcher, features0: Features, features1: Featu
     model, batch = matcher.model, (Features.stack([features0]), Features.stack([features1]))
     for state in model.run(model.tokens(*batch)):
         if state.exiting:
-            sides = (
-                Side(*(None if x is None else x.unsqueeze(0) for x in side))
-                for side in split_sides(state.tokens)[0]
-            )
-            return model.scores(*sides, state.layer)
+            return model.scores(*state.tokens.sides, state.layer)
     raise ValueError("the network has no layers")
 
 
@@ -484,8 +472,8 @@ def sinkhorn(watch: Stopwatch, pipe: Pipeline, features: tuple[Features, Feature
         pipe.config.matcher.policy.match_threshold,
     )
     calls = {
-        f"all {limit} iterations": lambda: assign(scores, max_iterations=limit, tolerance=None),
-        "default stop": lambda: assign(scores, max_iterations=limit),
+        f"all {limit} iterations": lambda: solve(scores, max_iterations=limit, tolerance=None),
+        "default stop": lambda: solve(scores, max_iterations=limit),
         "naive": lambda: naive_sinkhorn(scores, limit),
     }
     with torch.inference_mode():
@@ -494,19 +482,21 @@ def sinkhorn(watch: Stopwatch, pipe: Pipeline, features: tuple[Features, Feature
         expected = _pairs(log_plan[0, :-1, :-1], threshold)
         found = {name: calls[name]() for name in list(calls)[:2]}
         times = watch.alternate(calls)
-    for name, assignment in found.items():
-        same = len(expected & _pairs(assignment.log_scores[0], threshold)) / max(len(expected), 1)
+    for name, potentials in found.items():
+        log_scores = potentials.log_plan(scores)[0, :-1, :-1]
+        same = len(expected & _pairs(log_scores, threshold)) / max(len(expected), 1)
         yield BenchmarkRow(
             f"Sinkhorn {scores.shape[1] - 1}×{scores.shape[2] - 1}, {name}",
             f"{limit} plain iterations",
             times[name],
             times["naive"],
-            note=f"{assignment.iterations} iterations; {same:.2%} of {len(expected)} matches the same",
+            note=f"{potentials.iterations[0]} iterations; {same:.2%} of {len(expected)} matches the same",
         )
 
 
 def _pairs(log_scores: Tensor, threshold: float) -> set[tuple[int, int]]:
-    return set(map(tuple, mutual_matches(log_scores, threshold)[0].tolist()))
+    best = (values[0].numpy() for values in mutual_best(log_scores[None].cpu()))
+    return set(map(tuple, credible_matches(*best, threshold)[0].tolist()))
 
 
 class LayerClock:
@@ -638,14 +628,10 @@ def _features(pipe: Pipeline, images: tuple[Path, Path]) -> tuple[Features, ...]
 
 
 def match_rows(watch: Stopwatch, images: tuple[Path, Path], points: int) -> Iterator[BenchmarkRow]:
-    """A match of features on the processor, in precision "auto" against float32, and by CUDA graphs."""
+    """A match of features on the processor, in precision "auto" against float32."""
     options = {"device": str(watch.device), "max_keypoints": points, "second_pass": False}
     pipes = {precision: load(precision=precision, **options) for precision in ("auto", "float32")}
-    if watch.device.type == "cuda":
-        pipes["CUDA graphs"] = load(cuda_graphs=True, **options)
     features = _features(load(resize=2048, **options), images)
-    for pipe in pipes.values():  # a graph is captured in the second call
-        pipe.match_features(*features)
     times = watch.alternate(
         {name: lambda p=pipe: p.match_features(*features) for name, pipe in pipes.items()}
     )
@@ -654,8 +640,6 @@ def match_rows(watch: Stopwatch, images: tuple[Path, Path], points: int) -> Iter
     work = f"matching {counts} keypoints, default preset"
     note = f"{pipes['auto'].matcher.precision}; {found} matches"
     yield BenchmarkRow(work, "float32", times["auto"], times["float32"], note=note)
-    if "CUDA graphs" in times:
-        yield BenchmarkRow(f"{work}, CUDA graphs", "queued", times["CUDA graphs"], times["auto"])
 
 
 def batch_rows(
@@ -857,7 +841,6 @@ TRIALS = {
     "turns, bfloat16": try_half_turns,
     "turns, float32": try_turns,
     "absorption of potentials": try_absorb,
-    "local maps": try_local_maps,
 }
 
 

@@ -30,7 +30,6 @@ from matcher.images import find_images, read_image
 from matcher.kernels.calls import linear_at_once
 from matcher.loading import load
 from matcher.match.network import AttentionMatcher, MatchingNetwork
-from matcher.match.sinkhorn import log_masses
 from matcher.presets import find_preset
 from matcher.sfm.reconstruct import ReconstructionError, reconstruct
 from matcher.types import Features
@@ -465,13 +464,11 @@ def with_parameters(
     preset: str,
     device: torch.device,
     precision: Precision,
-    *,
-    cuda_graphs: bool = False,
     **policy: bool,
 ) -> AttentionMatcher:
     """`network_with` in inference."""
     network = network_with(tensors, preset, **policy)
-    return AttentionMatcher(network, device=device, precision=precision, cuda_graphs=cuda_graphs)
+    return AttentionMatcher(network, device=device, precision=precision)
 
 
 def network_with(tensors: dict[str, Tensor], preset: str, **policy: bool) -> MatchingNetwork:
@@ -526,7 +523,10 @@ def naive_sinkhorn(scores: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
         scores: (B, N+1, M+1) with the dustbins last.
         iterations: of a row and a column update each.
     """
-    log_mu, log_nu = log_masses(scores)
+    rows, columns = scores.shape[1] - 1, scores.shape[2] - 1
+    log_mu, log_nu = (scores.new_ones(len(scores), count + 1) for count in (rows, columns))
+    log_mu[:, -1], log_nu[:, -1] = columns, rows
+    log_mu, log_nu = log_mu.log(), log_nu.log()
     u, v = torch.zeros_like(log_mu), torch.zeros_like(log_nu)
     for _ in range(iterations):
         u = log_mu - torch.logsumexp(scores + v.unsqueeze(1), dim=2)

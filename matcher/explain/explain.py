@@ -18,12 +18,16 @@ from torch.nn import functional as F
 from matcher.attention import Kernel, linear_attention
 from matcher.config import NetworkConfig
 from matcher.errors import UsageError
-from matcher.match.adaptivity import LayerState
-from matcher.match.context import Layer, Tokens
-from matcher.match.nearest import credible_matches
-from matcher.match.network import AttentionMatcher, off_border
-from matcher.match.sinkhorn import PairPrediction
-from matcher.match.steering import confidence_threshold
+from matcher.match.adaptivity import confidence_threshold
+from matcher.match.blocks import Layer
+from matcher.match.network import (
+    AttentionMatcher,
+    LayerState,
+    Prediction,
+    Tokens,
+    off_border,
+)
+from matcher.match.sinkhorn import credible_matches
 from matcher.pipeline import Pipeline
 from matcher.types import MATCHED, UNMATCHED, Features
 
@@ -86,11 +90,11 @@ class AttentionInputs(NamedTuple):
 
 def attention_inputs(layer: Layer, tokens: Tokens, offset: int) -> list[AttentionInputs]:
     """Queries and keys of a layer: self-attention of image 0 and 1, cross-attention of image 0 and 1."""
-    ((n, _),) = tokens.layout.counts
-    ids, sides = (tokens.index[:n], tokens.index[n:] + offset), (slice(None, n), slice(n, None))
+    n, (index,) = tokens.n, tokens.index
+    ids, sides = (index[:n], index[n:] + offset), (slice(None, n), slice(n, None))
     blocks = zip(
         (layer.self_block, layer.cross_block),
-        layer.queries_keys(tokens.x, tokens.rotations, tokens.layout),
+        layer.queries_keys(tokens.x, n, tokens.rotations),
         strict=True,
     )
     found = []
@@ -99,7 +103,9 @@ def attention_inputs(layer: Layer, tokens: Tokens, offset: int) -> list[Attentio
         for here in (0, 1):
             there = 1 - here if cross else here
             found.append(
-                AttentionInputs(ids[here], ids[there], q[:, sides[here]], k[:, sides[there]], block.score)
+                AttentionInputs(
+                    ids[here], ids[there], q[:, sides[here]], k[:, sides[there]], block.attention.score
+                )
             )
     return found
 
@@ -173,7 +179,7 @@ def layer_report(
     known: np.ndarray,
     total: int,
     inner: tuple[Tensor, Tensor] | None,
-) -> tuple[LayerReport, PairPrediction]:
+) -> tuple[LayerReport, Prediction]:
     """What one layer did to a single pair, and the assignment if the network stops there.
 
     Args:
@@ -184,7 +190,7 @@ def layer_report(
         inner: (N,), (M,) bool, input points that may have a partner; None where all may.
     """
     config, exits = state.network.config, bool(state.exiting)
-    (prediction,) = state.assign([0], record_errors=exits).values()
+    prediction = state.assign([0], record_errors=exits)
     matches, scores = _matched(prediction, config, inner)
     now, before = ({tuple(m) for m in found.tolist()} for found in (matches, known))
     unmatched = (prediction.assignment.log_unmatched0, prediction.assignment.log_unmatched1)
@@ -200,8 +206,8 @@ def layer_report(
         unmatched=(None, None) if config.assignment.dustbin == "none" else _means(unmatched),
         certain=certain,
         expected=expected,
-        confidences=None if state.confidences is None else state.confidences.cpu().numpy(),
-        marginal_errors=next(iter(prediction.assignment.row_errors), ()),
+        confidences=None if state.confidences is None else state.confidences[0].cpu().numpy(),
+        marginal_errors=prediction.assignment.row_errors,
         exited=exits and not state.is_last,
         pruned=dropped,
         reasons=reasons,
@@ -210,17 +216,20 @@ def layer_report(
 
 
 def _matched(
-    pair: PairPrediction, config: NetworkConfig, inner: tuple[Tensor, Tensor] | None
+    prediction: Prediction, config: NetworkConfig, inner: tuple[Tensor, Tensor] | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Matches (K, 2) int64 and their scores (K,) if the network stopped here."""
     local, scores = credible_matches(
-        pair.assignment.mutual_best, config.policy.match_threshold, config.policy.threshold_doubles_at
+        *(values[0].cpu().numpy() for values in prediction.assignment.mutual_best),
+        config.policy.match_threshold,
+        config.policy.threshold_doubles_at,
     )
-    index = torch.stack([pair.index0[local[:, 0]], pair.index1[local[:, 1]]], dim=1)
+    index = prediction.tokens.index[0].cpu().numpy()
+    matches = np.stack([index[local[:, 0]], index[prediction.tokens.n + local[:, 1]]], axis=1)
     if inner is not None:
-        allowed = inner[0][index[:, 0]] & inner[1][index[:, 1]]
-        index, scores = index[allowed], scores[allowed]
-    return index.cpu().numpy(), scores.cpu().numpy()
+        allowed = (inner[0][matches[:, 0]] & inner[1][matches[:, 1]]).cpu().numpy()
+        matches, scores = matches[allowed], scores[allowed]
+    return matches, scores
 
 
 def _means(log_shares: tuple[Tensor, Tensor]) -> tuple[float, float]:
@@ -231,8 +240,8 @@ def exit_certainty(state: LayerState, total: int) -> tuple[float | None, float |
     """The share that early exit compares with `exit_share`, and the number of matches to be expected.
 
     Without heads that predict matches: the share of points that are confident, pruned ones counted as such
-    (`adaptivity.ready_by_confidence`). With them: the share of the expected matches whose points are
-    confident (`adaptivity.ready_by_match_probability`): unmatched points are confident from the start.
+    (`adaptivity.decide`). With them: the share of the expected matches whose points are
+    confident (`adaptivity.decide`): unmatched points are confident from the start.
     """
     if state.confident is None:
         return None, None
@@ -248,14 +257,13 @@ def _dropped(
     state: LayerState,
 ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Input points of either image that a layer pruned, and why (see `LayerReport.reasons`)."""
-    tokens, gone = state.tokens, state.dropped
-    why = tokens.x.new_zeros(len(gone), 2)
+    index, gone = state.tokens.index[0], state.dropped[0]
+    why = state.tokens.x.new_zeros(len(gone), 2)
     if gone.any():
-        why = torch.stack([state.match_probabilities, state.confidences], dim=1)
-    n = tokens.layout.counts[0][0]
-    sides = (slice(None, n), slice(n, None))
+        why = torch.stack([state.match_probabilities[0], state.confidences[0]], dim=1)
+    sides = (slice(None, state.tokens.n), slice(state.tokens.n, None))
     return (
-        tuple(tokens.index[at][gone[at]].cpu().numpy() for at in sides),
+        tuple(index[at][gone[at]].cpu().numpy() for at in sides),
         tuple(why[at][gone[at]].cpu().numpy() for at in sides),
     )
 
@@ -370,12 +378,13 @@ def explain(
         blocks, attended = _asked_attention(state, asked, sizes[0], strongest)
         report, prediction = layer_report(state, attended, known, total, inner)
         known, found = report.matches, prediction.assignment
-        here, there, scores = prediction.index0, prediction.index1, found.log_scores[0]
+        index, scores = prediction.tokens.index[0], found.log_scores[0]
+        here, there = index[: prediction.tokens.n], index[prediction.tokens.n :]
         candidates[0].update(scores, found.log_unmatched0[0], here, there)
         candidates[1].update(scores.T, found.log_unmatched1[0], there, here)
         reports.append(report)
         inputs.append(blocks)
-    found = matcher.read(prediction, 0, *batch)
+    (found,) = matcher.read(prediction, *batch)
     flow = rollout(inputs, np.concatenate([traced[0], traced[1] + sizes[0]]), total)
     return Explanation(
         asked,

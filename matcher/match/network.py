@@ -1,38 +1,46 @@
-"""What a network's configuration must satisfy."""
+"""The attentional matcher: features of two images, layer by layer, to a soft assignment and to matches.
+
+    tokens → layer → state after each layer → pairs that stop, points that are dropped → assignment → matches
+
+`MatchingNetwork.run` is the one loop over the layers: matching, training, explanation and export consume it.
+On a CPU pairs go one after the other without padding; on a GPU together, padded, with a mask.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from math import inf
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from matcher.attention import mapped
 from matcher.config import CalibrationConfig, MatchingPolicy, NetworkConfig, Precision
 from matcher.errors import UsageError
-from matcher.kernels.calls import linear
-from matcher.match.adaptivity import LayerState, Refinement
-from matcher.match.blocks import Backbone, Layout, fuse_backbone, interleave
+from matcher.match.adaptivity import Decision, confidence_threshold, decide
+from matcher.match.blocks import Layer, folded
 from matcher.match.calibration import calibrated
-from matcher.match.consensus import Consensus, assign_all, assign_candidates
-from matcher.match.context import CrossBlock, SelfBlock, Tokens, build_layer, fuse_layer, groups, split_sides
-from matcher.match.nearest import check_features, credible_matches
-from matcher.match.position import CorrespondenceGuidance, Side, build_position, normalise_positions
-from matcher.match.sinkhorn import PairPrediction, Prediction, build_head
-from matcher.match.steering import STEERABLE, TURNS, aligned, try_other_turns, turned_by
+from matcher.match.consensus import ROUGH_ITERATIONS, SETTLED, Consensus, agreement, soft_matches
+from matcher.match.loftr import Backbone, Refinement, folded_backbone
+from matcher.match.nearest import check_features
+from matcher.match.position import (
+    CorrespondenceGuidance,
+    Side,
+    build_position,
+    encoded,
+    normalise_positions,
+    position_inputs,
+)
+from matcher.match.sinkhorn import Assignment, AssignmentHead, Potentials, assign, credible_matches, sinkhorn
+from matcher.match.steering import STEERABLE, aligned, try_other_turns, turned_by
 from matcher.types import Features, Matches
 
-if TYPE_CHECKING:
-    from matcher.match.gpu import PairBest
-
-
-# --- validate: What a network's configuration must satisfy.
-
-Rules = list[tuple[bool, str]]  # what must hold, and what to say where it does not
+MOST_SCORES = 2**28  # of the pairs that a GPU runs together; a score takes some twenty bytes on the way
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def check_config(config: NetworkConfig) -> None:
@@ -41,29 +49,18 @@ def check_config(config: NetworkConfig) -> None:
     Raises:
         UsageError: names the setting and what it must be.
     """
-    for kept, rule in (*_inputs(config), *_shapes(config), *_assignment(config), *_policy(config)):
-        if not kept:
-            raise UsageError(f"network configuration: {rule}")
-
-
-def _inputs(config: NetworkConfig) -> Rules:
-    encoded = config.position.kind in ("rotary", "mlp")
-    return [
+    position, context, assignment, policy = config.position, config.context, config.assignment, config.policy
+    backbone, refinement = config.backbone, config.refinement
+    rules = [
         (
-            bool(config.position.inputs) or not encoded,
-            f"position.inputs is empty, but position.kind {config.position.kind!r} needs 'xy' at least",
+            bool(position.inputs) or position.kind not in ("rotary", "mlp"),
+            f"position.inputs is empty, but position.kind {position.kind!r} needs 'xy' at least",
         ),
         (
-            config.position.inputs[:1] == ("xy",) or not config.guided,
+            position.inputs[:1] == ("xy",) or not config.guided,
             "guided tokens need position.inputs that begin with 'xy'",
         ),
-        (0 < config.position.extent < inf, "position.extent must be a number above 0"),
-    ]
-
-
-def _shapes(config: NetworkConfig) -> Rules:
-    context, backbone, refinement = config.context, config.backbone, config.refinement
-    return [
+        (0 < position.extent < math.inf, "position.extent must be a number above 0"),
         (context.depth >= 1, "context.depth must be at least 1"),
         (
             context.heads >= 1 and context.dim % (2 * context.heads) == 0,
@@ -89,12 +86,6 @@ def _shapes(config: NetworkConfig) -> Rules:
             refinement is None or backbone is None or refinement.context.dim == backbone.widths[0],
             "refinement.context.dim must be the first of backbone.widths",
         ),
-    ]
-
-
-def _assignment(config: NetworkConfig) -> Rules:
-    assignment = config.assignment
-    return [
         (
             not (assignment.consensus and assignment.kind != "sinkhorn"),
             "assignment.consensus goes with assignment.kind 'sinkhorn'",
@@ -107,12 +98,6 @@ def _assignment(config: NetworkConfig) -> Rules:
             assignment.every_layer or not config.match_probability,
             "match_probability heads need assignment.every_layer",
         ),
-    ]
-
-
-def _policy(config: NetworkConfig) -> Rules:
-    assignment, policy = config.assignment, config.policy
-    return [
         (
             assignment.every_layer or not (policy.early_exit or policy.pruning),
             "early exit and pruning need assignment.every_layer; switch both off (early_exit, pruning)",
@@ -123,9 +108,184 @@ def _policy(config: NetworkConfig) -> Rules:
         ),
         (0 <= policy.match_threshold <= 1, "policy.match_threshold must be from 0 to 1"),
     ]
+    for kept, rule in rules:
+        if not kept:
+            raise UsageError(f"network configuration: {rule}")
 
 
-# --- model: The attentional matcher: it composes the blocks that a configuration names.
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """The points of B pairs that are still running; those of both images are one sequence, image 0 first."""
+
+    x: Tensor  # (B, N+M, dim)
+    n: int  # N
+    index: Tensor  # (B, N+M) int64, the input point each token is
+    positions: Tensor  # (B, N+M, 2) normalised positions
+    rotations: Tensor | None  # (B, N+M, 2, head_dim) that turn queries and keys
+    pairs: tuple[int, ...]  # which input pair each entry is
+    mask: Tensor | None = None  # (B, N+M) bool, True = valid; None: all, as where B is 1
+    predicted: Tensor | None = None  # (B, N+M, 2) positions of partners as the last layer predicts them
+
+    @property
+    def valid(self) -> Tensor:
+        """(B, N+M) bool."""
+        return torch.ones_like(self.index, dtype=torch.bool) if self.mask is None else self.mask
+
+    @property
+    def masks(self) -> tuple[Tensor | None, Tensor | None]:
+        """`mask` of either image."""
+        return (None, None) if self.mask is None else (self.mask[:, : self.n], self.mask[:, self.n :])
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        """The points of image 0 and of image 1."""
+        columns = [c for c in (self.x, self.positions, self.predicted) if c is not None]
+        return Side(*(c[:, : self.n] for c in columns)), Side(*(c[:, self.n :] for c in columns))
+
+    def counts(self) -> list[list[int]]:
+        """Valid points of image 0 and of image 1, for each pair."""
+        if self.mask is None:
+            return [[self.n, self.x.shape[1] - self.n]] * len(self.x)
+        return torch.stack([mask.sum(1) for mask in self.masks], dim=1).tolist()
+
+    def take(self, entries: Sequence[int], keep: Tensor, counts: Sequence[Sequence[int]]) -> Tokens:
+        """Some pairs, and of their points those that are marked; of no more length than they need.
+
+        Args:
+            entries: of the batch.
+            keep: (B, N+M) bool.
+            counts: how many points of image 0 and of image 1 are marked, for each of the B pairs.
+        """
+        most = [max(counts[entry][side] for entry in entries) for side in (0, 1)]
+        some, rows = len(entries) < len(self.x), torch.arange(len(entries), device=keep.device)[:, None]
+        if some:
+            rows = torch.tensor(entries, device=keep.device)[:, None]
+            keep = keep[rows[:, 0]]
+        # Marked points first, in their order.
+        order0, order1 = (
+            (~part).sort(dim=1, stable=True).indices
+            for part in keep.split([self.n, keep.shape[1] - self.n], 1)
+        )
+        order = torch.cat([order0[:, : most[0]], order1[:, : most[1]] + self.n], 1)
+        mask = None if all(list(counts[entry]) == most for entry in entries) else keep.gather(1, order)
+        names = ("x", "index", "positions", "rotations", "predicted")
+        columns = {name: None if (c := getattr(self, name)) is None else c[rows, order] for name in names}
+        return replace(self, n=most[0], pairs=tuple(self.pairs[e] for e in entries), mask=mask, **columns)
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """The network's output for pairs that stop at the same layer."""
+
+    tokens: Tokens  # whose points the rows and columns of the assignment are
+    assignment: Assignment
+    layers_run: int
+
+
+@dataclass(frozen=True, eq=False)
+class LayerState:
+    """The pairs still running, after one layer.
+
+    Nothing but the tokens is computed before it is asked for, and everything is computed once.
+    """
+
+    network: MatchingNetwork
+    policy: MatchingPolicy
+    layer: int  # 0 is the first
+    before: Tokens  # what the layer took
+    tokens: Tokens  # what it gave, before any point is dropped
+    totals: Tensor  # (B,) points of each pair before any pruning
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the network's last layer, where every pair stops."""
+        return self.layer == len(self.network.layers) - 1
+
+    @cached_property
+    def confidences(self) -> Tensor | None:
+        """(B, N+M) probability that the last layer would not change a point's partner; None without heads."""
+        if self.layer >= len(self.network.confidence):
+            return None
+        return mapped(self.network.confidence[self.layer], self.tokens.x).squeeze(-1).float().sigmoid()
+
+    @cached_property
+    def match_probabilities(self) -> Tensor:
+        """(B, N+M) probability that a point has a partner."""
+        return self.network.match_probabilities(self.tokens.x, self.layer)
+
+    @cached_property
+    def confident(self) -> Tensor | None:
+        """(B, N+M) bool: points whose confidence is above this layer's threshold; None without heads."""
+        if self.confidences is None:
+            return None
+        return self.confidences > confidence_threshold(self.layer, len(self.network.layers))
+
+    @cached_property
+    def decision(self) -> Decision | None:
+        """Which pairs stop here, and which points are dropped; None where nothing is to be decided."""
+        if self.is_last or not (self.policy.early_exit or self.policy.pruning):
+            return None
+        return decide(
+            self.tokens.valid,
+            self.confident,
+            self.match_probabilities,
+            self.totals,
+            self.policy,
+            predicted=self.network.config.match_probability,
+        )
+
+    @cached_property
+    def _outcome(self) -> list[list[int]]:
+        """For each pair whether it stops, points of either image that are assigned then, and kept otherwise.
+
+        The one time in a layer that a GPU is waited for.
+        """
+        n, (stops, assigned, kept) = self.tokens.n, self.decision
+        sums = [part.sum(1) for mask in (assigned, kept) for part in (mask[:, :n], mask[:, n:])]
+        return torch.stack([stops, *sums], dim=1).tolist()
+
+    @property
+    def exiting(self) -> tuple[int, ...]:
+        """Entries of the batch that stop here."""
+        if self.decision is None:
+            return tuple(range(len(self.tokens.pairs))) if self.is_last else ()
+        return tuple(entry for entry, (stops, *_) in enumerate(self._outcome) if stops)
+
+    @property
+    def dropped(self) -> Tensor:
+        """(B, N+M) bool: points that neither go on nor take part in the assignment of a pair that stops."""
+        if self.decision is None:
+            return ~self.tokens.valid
+        stops, assigned, kept = self.decision
+        return ~torch.where(stops.unsqueeze(1), assigned, kept)
+
+    @cached_property
+    def remaining(self) -> Tokens | None:
+        """What the next layer takes; None where no pair goes on."""
+        if self.decision is None:
+            return None if self.is_last else self.tokens
+        staying = [entry for entry, (stops, *_) in enumerate(self._outcome) if not stops]
+        return self._taken(staying, self.decision.kept, 3) if staying else None
+
+    def assign(self, entries: Sequence[int] | None = None, *, record_errors: bool = False) -> Prediction:
+        """Assignments of some pairs as the network gives them if it stops here.
+
+        Args:
+            entries: of the batch; those that stop here when absent.
+            record_errors: keep the error of every Sinkhorn iteration.
+        """
+        entries, tokens = self.exiting if entries is None else entries, self.tokens
+        if self.decision is not None:
+            tokens = self._taken(entries, self.decision.assigned, 1)
+        elif len(entries) < len(tokens.pairs):
+            tokens = tokens.take(entries, tokens.valid, tokens.counts())
+        return self.network.assign(tokens, self.layer, record_errors=record_errors)
+
+    def _taken(self, entries: Sequence[int], keep: Tensor, column: int) -> Tokens:
+        counts, tokens = [row[column : column + 2] for row in self._outcome], self.tokens
+        if len(entries) == len(counts) and counts == [[tokens.n, tokens.x.shape[1] - tokens.n]] * len(counts):
+            return tokens
+        return tokens.take(entries, keep, counts)
 
 
 class MatchingNetwork(nn.Module):
@@ -146,9 +306,9 @@ class MatchingNetwork(nn.Module):
         self.project = nn.Linear(config.descriptor_dim, dim) if config.project else nn.Identity()
         self.position = build_position(config.position, config.context)
         self.guidance = CorrespondenceGuidance(dim, depth, config.position.inputs) if config.guided else None
-        self.layers = nn.ModuleList(build_layer(config.context) for _ in range(depth))
+        self.layers = nn.ModuleList(Layer(config.context) for _ in range(depth))
         number = depth if config.assignment.every_layer else 1
-        self.heads = nn.ModuleList(build_head(config.assignment, dim) for _ in range(number))
+        self.heads = nn.ModuleList(AssignmentHead(config.assignment, dim) for _ in range(number))
         self.confidence = nn.ModuleList(nn.Linear(dim, 1) for _ in range(number - 1))
         inner = number - 1 if config.match_probability else 0
         self.match_probability = nn.ModuleList(nn.Linear(dim, 1) for _ in range(inner))
@@ -196,8 +356,7 @@ class MatchingNetwork(nn.Module):
             raise UsageError("only the last layer of this network gives an assignment")
         assignment = config.assignment
         if max_iterations is not None:
-            limit = min(max_iterations, assignment.max_iterations)
-            assignment = replace(assignment, max_iterations=limit)
+            assignment = replace(assignment, max_iterations=min(max_iterations, assignment.max_iterations))
         changed = copy.copy(self)
         changed._modules = dict(self._modules)
         changed.config = replace(config, context=replace(config.context, depth=depth), assignment=assignment)
@@ -219,67 +378,67 @@ class MatchingNetwork(nn.Module):
         self.project.weight /= ((descriptors - mean) @ self.project.weight.t()).std()
         self.project.bias.copy_(-self.project.weight @ mean)
 
-    def check(self, features: Features, *, norms: bool = True) -> None:
-        """Refuse features that the network was not trained on; descriptors are looked at only for `norms`.
-
-        Raises:
-            UsageError: the kind, size or norm of the descriptors does not fit, or no batch was given.
-        """
-        check_features(self.config, features, norms=norms)
-
     def tokens(
         self, features0: Features, features1: Features, *, align: bool = True, complete: bool = False
     ) -> Tokens:
-        """The valid points of B pairs as packed tokens; raises as `check` does.
+        """The valid points of B pairs.
 
         Args:
             features0, features1: batches.
             align: whether to turn descriptors to fit.
             complete: all points are valid, and their descriptors of the network's front end, so that nothing
                 has to be read from a GPU.
+
+        Raises:
+            UsageError: the kind, size or norm of the descriptors does not fit, or no batches of one size were
+                given.
         """
         device = next(self.parameters()).device
-        features0, features1 = (f.to(device) for f in (features0, features1))
-        for features in (features0, features1):
-            self.check(features, norms=not complete)
-        check_paired(features0, features1)
-        if align:
-            features1 = aligned(features0, features1, self.config.kind)
-        masks = (features0.mask, features1.mask)
-        most = tuple(mask.shape[1] for mask in masks)
-        counts = (most,) * len(masks[0])
+        sides = [features.to(device) for features in (features0, features1)]
         if not complete:
-            counts = tuple(zip(*(m.sum(1).tolist() for m in masks), strict=True))
-        # A GPU is waited for wherever points are picked by a mask.
-        whole = set(counts) <= {most}
-        columns = []
-        for features, mask in zip((features0, features1), masks, strict=True):
-            index = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-            values = [features.descriptors, index, normalise_positions(features)]
-            if self.position is not None:
-                values.append(self.position(features))
-            if self.guidance is not None:
-                values.append(self.guidance.inputs(features))
-            columns.append(
-                [[v if whole else v[m] for v, m in zip(value, mask, strict=True)] for value in values]
-            )
-        descriptors, index, positions, *codes = (interleave(a, b) for a, b in zip(*columns, strict=True))
-        x, rotations = self.projected(descriptors), None
+            for features in sides:
+                check_features(self.config, features)
+        check_paired(*sides)
+        if align:
+            sides[1] = aligned(*sides, self.config.kind)
+        config, n = self.config.position, len(sides[0])
+        x = self.projected(_joined([features.descriptors for features in sides]))
+        codes = [encoded(config, features) for features in sides]
+        codes = None if codes[0] is None else _joined(codes)
+        if config.kind in ("rotary", "mlp") and config.inputs[0] == "xy":
+            positions = codes[..., :2] if config.extent == 0.5 else codes[..., :2] * (2 * config.extent)
+        else:
+            positions = _joined([normalise_positions(features) for features in sides])
         if self.guidance is not None:
-            x = self.guidance.begin(x, codes.pop())
-        if self.config.position.kind == "rotary":
-            rotations = codes[0]
-        elif codes:
-            x = x + codes[0]
-        return Tokens(x, rotations, index, Layout(counts), tuple(range(len(counts))), positions)
+            inputs = codes
+            if config.kind not in ("rotary", "mlp") or config.extent != 0.5:
+                inputs = _joined([position_inputs(features, config.inputs) for features in sides])
+            x = self.guidance.begin(x, inputs)
+        rotations = None if self.position is None else self.position(codes)
+        if rotations is not None and config.kind != "rotary":
+            x, rotations = x + rotations, None
+        index = torch.cat([torch.arange(len(f), device=device).expand(f.mask.shape) for f in sides], dim=1)
+        mask = None
+        if not complete and not all(bool(features.mask.all()) for features in sides):
+            mask = _joined([features.mask for features in sides])
+        tokens = Tokens(x, n, index, positions, rotations, tuple(range(len(x))), mask)
+        return tokens if mask is None else tokens.take(tokens.pairs, mask, tokens.counts())
 
     def projected(self, descriptors: Tensor) -> Tensor:
-        """Descriptors (T, D) → tokens (T, dim), float32."""
-        if not self.config.project:
-            return descriptors.float()
-        return linear(
-            descriptors.to(self.project.weight.dtype), self.project.weight, self.project.bias
-        ).float()
+        """Descriptors (…, D) → tokens (…, dim), float32."""
+        return mapped(self.project, descriptors).float()
+
+    def batches(self, features0: Features, features1: Features) -> Iterator[Tokens]:
+        """The tokens of pairs that run together: one on a CPU, where more gain nothing, else many, padded."""
+        pairs, device = len(features0.mask), next(self.parameters()).device
+        step = max(1, MOST_SCORES // ((len(features0) + 1) * (len(features1) + 1)))
+        step = 1 if device.type == "cpu" else step
+        for start in range(0, pairs, step):
+            part = tuple(range(start, min(start + step, pairs)))
+            sides = (features0, features1)
+            if len(part) < pairs:
+                sides = [features.entries(list(part)) for features in sides]
+            yield replace(self.tokens(*sides, align=False), pairs=part)
 
     def run(self, tokens: Tokens, policy: MatchingPolicy | None = None) -> Iterator[LayerState]:
         """The network, layer by layer: matching, training and explanation all consume this one loop.
@@ -292,67 +451,89 @@ class MatchingNetwork(nn.Module):
             policy: of exit and pruning; the network's own when absent. `ALL_LAYERS` runs all layers on all
                 points.
         """
-        totals = dict(zip(tokens.pairs, (n + m for n, m in tokens.layout.counts), strict=True))
+        totals = tokens.valid.sum(1)
         for depth in range(len(self.layers)):
-            after = self.advance(tokens, depth)
-            state = LayerState(self, policy or self.config.policy, depth, tokens, after, totals)
+            state = LayerState(
+                self, policy or self.config.policy, depth, tokens, self.advance(tokens, depth), totals
+            )
             yield state
-            tokens = state.tokens if state.is_last else state.remaining
-            if not tokens.pairs:
+            remaining = state.remaining
+            if remaining is None:
                 return
+            if len(remaining.pairs) < len(tokens.pairs):
+                totals = totals[[tokens.pairs.index(pair) for pair in remaining.pairs]]
+            tokens = remaining
 
     def advance(self, tokens: Tokens, depth: int) -> Tokens:
         """Tokens after layer `depth`, with the predicted correspondences of guided ones."""
-        x = self.layers[depth](tokens.x, tokens.rotations, tokens.layout)
+        x = self.layers[depth](tokens.x, tokens.n, tokens.rotations, tokens.mask)
         if self.guidance is None:
             return replace(tokens, x=x)
         x, predicted = self.guidance(x, depth)
         return replace(tokens, x=x, predicted=predicted)
 
-    def scores(self, side0: Side, side1: Side, depth: int) -> Tensor:
-        """Scores with dustbins (…, N+1, M+1), float32, of points after layer `depth`."""
-        head = self.heads[depth if self.config.assignment.every_layer else 0]
-        scores = head(side0.x, side1.x)
-        if self.guidance is not None:
-            agreement = self.guidance.agreement(side0, side1, depth)
-            if scores.requires_grad or agreement.requires_grad:
-                return scores + F.pad(agreement, (0, 1, 0, 1))
-            scores[..., :-1, :-1] += agreement
-        return scores
-
-    def forward(self, features0: Features, features1: Features, *, align: bool = True) -> Prediction:
-        """Assignments of B pairs (both arguments batched), with early exit and pruning as configured."""
-        tokens = self.tokens(features0, features1, align=align)
-        found: dict[int, PairPrediction] = {}
-        for together in groups(tokens):
-            for state in self.run(together):
-                found |= state.assign()
-        return Prediction(tuple(found[pair] for pair in range(len(tokens.pairs))))
-
-    def confidences(self, x: Tensor, depth: int) -> Tensor:
-        """(T,) probability that the last layer would not change a point's partner any more."""
-        head = self.confidence[depth]
-        return head(x.to(head.weight.dtype)).squeeze(-1).float().sigmoid()
-
     def match_probabilities(self, x: Tensor, depth: int) -> Tensor:
-        """(T,) probability of a partner: by the heads for it, or by the dustbin (LightGlue, eq. 12)."""
+        """(…) probability of a partner: by heads for it, or by the dustbin (LightGlue, eq. 12)."""
         if not self.config.match_probability:
             return self.heads[depth].logits(x).sigmoid()
-        return self.match_probability[depth](x.float()).squeeze(-1).sigmoid()
+        return mapped(self.match_probability[depth], x).squeeze(-1).float().sigmoid()
 
-    def assign(self, tokens: Tokens, depth: int, *, record_errors: bool = False) -> dict[int, PairPrediction]:
-        """Assignments of all pairs of `tokens`, which are those after layer `depth`, by input pair."""
-        found = {}
-        for pair, sides, index in zip(
-            tokens.pairs, split_sides(tokens), tokens.layout.split(tokens.index), strict=True
-        ):
-            side0, side1 = (Side(*(None if x is None else x.unsqueeze(0) for x in s)) for s in sides)
-            assignment = None if record_errors else assign_candidates(self, side0, side1, depth)
-            if assignment is None:
-                assignment = assign_all(self, side0, side1, depth, record_errors=record_errors)
-            kept = () if self.fine is None else (side.x for side in sides)
-            found[pair] = PairPrediction(assignment, *index, depth + 1, *kept)
-        return found
+    def scores(self, side0: Side, side1: Side, depth: int) -> Tensor:
+        """Scores with dustbins (B, N+1, M+1), float32, of points after layer `depth`."""
+        more = None if self.guidance is None else self.guidance.factors(side0, side1, depth)
+        return self.heads[depth if self.config.assignment.every_layer else 0](side0.x, side1.x, more)
+
+    def assign(self, tokens: Tokens, depth: int, *, record_errors: bool = False) -> Prediction:
+        """Assignments of all pairs of `tokens`, which are those after layer `depth`."""
+        side0, side1 = tokens.sides
+        scores = self.scores(side0, side1, depth)
+        corrected, start = self._with_consensus(scores, side0, side1, tokens.masks)
+        found = assign(
+            corrected, self.config.assignment, *tokens.masks, start=start, record_errors=record_errors
+        )
+        return Prediction(tokens, found, depth + 1)
+
+    def _with_consensus(
+        self, scores: Tensor, side0: Side, side1: Side, masks: tuple[Tensor | None, Tensor | None]
+    ) -> tuple[Tensor, Potentials | None]:
+        """Scores after the rounds of consensus, and potentials to begin with.
+
+        Each assignment goes on from the one before, so between the rounds a few iterations are enough. With
+        early exit the rounds of a pair end when the last one has changed little.
+        """
+        rounds = self.config.assignment.consensus if 0 not in (side0.x.shape[1], side1.x.shape[1]) else 0
+        corrected, found, before, settled = scores, None, None, None
+        for _ in range(rounds):
+            found = sinkhorn(corrected, *masks, max_iterations=ROUGH_ITERATIONS, start=found)
+            matches = soft_matches(found.log_plan(corrected)[:, :-1, :-1])
+            if before is not None and self.config.policy.early_exit:
+                alike = torch.minimum(*map(agreement, before, matches)) > SETTLED
+                settled = alike if settled is None else settled | alike
+                if bool(settled.all()):
+                    break
+            updated = self.consensus(scores, side0.positions, side1.positions, matches)
+            if settled is not None and len(scores) > 1:
+                updated = torch.where(settled[:, None, None], corrected, updated)
+            corrected, before = updated, matches
+        return corrected, found
+
+    def forward(self, features0: Features, features1: Features, *, align: bool = True) -> list[Prediction]:
+        """Assignments of B pairs (both arguments batched), with early exit and pruning as configured.
+
+        Pairs that run together and stop at the same layer are one `Prediction`; every pair is in one.
+        """
+        check_paired(features0, features1)
+        if align:
+            for features in (features0, features1):
+                check_features(self.config, features)
+            features1 = aligned(features0, features1, self.config.kind)
+        states = (state for tokens in self.batches(features0, features1) for state in self.run(tokens))
+        return [state.assign() for state in states if state.exiting]
+
+
+def _joined(sides: Sequence[Tensor]) -> Tensor:
+    """(B, N, …), (B, M, …) → (B, N+M, …)."""
+    return torch.cat(list(sides), dim=1)
 
 
 def check_paired(features0: Features, features1: Features) -> None:
@@ -365,10 +546,7 @@ def check_paired(features0: Features, features1: Features) -> None:
         raise UsageError(f"{features0.mask.shape[0]} images cannot pair with {features1.mask.shape[0]}")
 
 
-# --- inference: The network behind the `Matcher` protocol: precision, device, and matches read off the
-# assignment.
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# The network behind the `Matcher` protocol.
 
 
 def resolve_precision(precision: Precision, device: torch.device) -> str:
@@ -391,7 +569,7 @@ def resolve_precision(precision: Precision, device: torch.device) -> str:
 def inference_network(
     network: MatchingNetwork, device: torch.device | str = "cpu", precision: Precision = "auto"
 ) -> MatchingNetwork:
-    """A frozen copy of a network, fused and in the precision in which a device is fast.
+    """A frozen copy of a network, its maps folded and in the precision in which a device is fast.
 
     It shares nothing with `network`: training that one further changes neither, and the copy has no
     gradients.
@@ -408,14 +586,10 @@ def inference_network(
     device = torch.device(device)
     dtype = DTYPES[resolve_precision(precision, device)]
     frozen = copy.deepcopy(network).eval().requires_grad_(False).to(device, torch.float32)
-    frozen.layers = nn.ModuleList(fuse_layer(layer, dtype) for layer in frozen.layers)
-    if frozen.backbone is not None:  # convolutions are faster where the channels lie side by side
-        frozen.backbone = fuse_backbone(frozen.backbone, dtype)
+    frozen.layers = nn.ModuleList(folded(layer, dtype) for layer in frozen.layers)
+    if frozen.backbone is not None:
+        frozen.backbone = folded_backbone(frozen.backbone, dtype)
     frozen.project.to(dtype)
-    for layer in frozen.layers:
-        for block in (layer.self_block, layer.cross_block):
-            if isinstance(block, (SelfBlock, CrossBlock)):
-                block.to(dtype)
     return frozen
 
 
@@ -423,12 +597,7 @@ class AttentionMatcher:
     """A network in inference: features of B pairs → mutual matches above the threshold, best first."""
 
     def __init__(
-        self,
-        model: MatchingNetwork,
-        *,
-        device: torch.device | str = "cpu",
-        precision: Precision = "auto",
-        cuda_graphs: bool = False,
+        self, model: MatchingNetwork, *, device: torch.device | str = "cpu", precision: Precision = "auto"
     ) -> None:
         """Copy the network to where it runs.
 
@@ -436,24 +605,13 @@ class AttentionMatcher:
             model: trained.
             device: where it runs.
             precision: as `inference_network` takes it.
-            cuda_graphs: on a GPU, capture the work for each size once and replay it; the memory for the last
-                few sizes is kept.
 
         Raises:
             UsageError: an unknown precision.
         """
         self.device = torch.device(device)
         self.precision = resolve_precision(precision, self.device)
-        self.cuda_graphs = cuda_graphs
-        self._use(inference_network(model, self.device, self.precision))
-
-    def _use(self, model: MatchingNetwork) -> None:
-        self.model, self._padded = model, None
-        if self.device.type == "cuda":
-            from matcher.match.gpu import PaddedNetwork, suits
-
-            if suits(model.config, self.device):
-                self._padded = PaddedNetwork(model, self.device, self.cuda_graphs)
+        self.model = inference_network(model, self.device, self.precision)
 
     @property
     def calibration(self) -> CalibrationConfig | None:
@@ -480,7 +638,7 @@ class AttentionMatcher:
         changed = copy.copy(self)
         depth = len(self.model.layers) if layers is None else layers
         model = self.model.first_layers(depth, max_iterations)
-        changed._use(model if policy is None else model.with_policy(policy))
+        changed.model = model if policy is None else model.with_policy(policy)
         return changed
 
     @torch.inference_mode()
@@ -490,7 +648,7 @@ class AttentionMatcher:
         Raises:
             UsageError: features of another front end or descriptor size.
         """
-        return self._best_view(features0, features1)[1]
+        return self._match(features0, features1)[1]
 
     @torch.inference_mode()
     def matched_view(self, features0: Features, features1: Features) -> Features:
@@ -498,19 +656,18 @@ class AttentionMatcher:
 
         Arguments and errors are those of a call.
         """
-        return self._best_view(features0, features1)[0].to(self.device)
+        return self._match(features0, features1)[0]
 
-    def _best_view(self, features0: Features, features1: Features) -> tuple[Features, list[Matches]]:
+    def _match(self, features0: Features, features1: Features) -> tuple[Features, list[Matches]]:
         """Image 1 of every pair in the view in which it is matched, and the matches."""
-        if self._padded is not None and 0 not in (len(features0), len(features1)):
-            return self._best_view_on_gpu(features0, features1)
-        features0, features1 = (f.to(self.device) for f in (features0, features1))
-        if self.model.config.kind != STEERABLE or len(features0.mask) != len(features1.mask):
-            return features1, self._matches(features0, features1)
-        for features in (features0, features1):  # before they are compared
-            self.model.check(features)
-        features1 = aligned(features0, features1, STEERABLE)
+        features0, features1 = (features.to(self.device) for features in (features0, features1))
+        for features in (features0, features1):
+            check_features(self.model.config, features)
+        check_paired(features0, features1)
+        features1 = aligned(features0, features1, self.model.config.kind)
         found = self._matches(features0, features1)
+        if self.model.config.kind != STEERABLE:
+            return features1, found
         counts = list(zip(*(f.mask.sum(1).tolist() for f in (features0, features1)), strict=True))
         enough = [self.model.config.policy.other_turns_below * min(pair) for pair in counts]
 
@@ -519,76 +676,93 @@ class AttentionMatcher:
             return self._matches(some[0], turned_by(some[1], turn))
 
         turns = try_other_turns(found, enough, [max(pair) for pair in counts], again)
-        turns = torch.tensor(turns, device=self.device)
-        return turned_by(features1, turns) if bool(turns.any()) else features1, found
-
-    def _best_view_on_gpu(self, features0: Features, features1: Features) -> tuple[Features, list[Matches]]:
-        """As `_best_view`; for pairs with few matches only the device is waited for again at every turn."""
-        for features in (features0, features1):
-            self.model.check(features, norms=features.mask.device.type == "cpu")
-        check_paired(features0, features1)
-        pairs = self._padded(features0, features1)
-        for features in (features0, features1) if any(pair.unlike for pair in pairs) else ():
-            self.model.check(features)
-        found, turns = [self._read_off(pair) for pair in pairs], torch.tensor([pair.turns for pair in pairs])
-        share = self.model.config.policy.other_turns_below if self.model.config.kind == STEERABLE else 0.0
-        enough = [share * min(pair.points0, pair.points1) for pair in pairs]
-
-        def again(few: Sequence[int], turn: int, strongest: int | None) -> list[Matches]:
-            some = (features.entries(few).first(strongest) for features in (features0, features1))
-            return [self._read_off(pair) for pair in self._padded(*some, (turns[few] + turn) % TURNS)]
-
-        most = [max(pair.points0, pair.points1) for pair in pairs]
-        turns = (turns + torch.tensor(try_other_turns(found, enough, most, again))) % TURNS
-        return turned_by(features1, turns.to(features1.mask.device)) if turns.any() else features1, found
-
-    def _read_off(self, pair: PairBest) -> Matches:
-        policy = self.model.config.policy
-        indices, scores = credible_matches(pair.best, policy.match_threshold, policy.threshold_doubles_at)
-        return Matches(
-            indices=indices.numpy(),
-            points0=pair.keypoints0[indices[:, 0]].numpy(),
-            points1=pair.keypoints1[indices[:, 1]].numpy(),
-            scores=calibrated(scores.numpy(), (pair.points0, pair.points1), policy.calibration),
-            layers_run=pair.layers_run,
-            kept0=pair.kept0,
-            kept1=pair.kept1,
-        )
+        if any(turns):
+            features1 = turned_by(features1, torch.tensor(turns, device=self.device))
+        return features1, found
 
     def _matches(self, features0: Features, features1: Features) -> list[Matches]:
-        prediction = self.model(features0, features1, align=False)
-        return [self.read(pair, b, features0, features1) for b, pair in enumerate(prediction.pairs)]
+        found: dict[int, Matches] = {}
+        for prediction in self.model(features0, features1, align=False):
+            found |= zip(prediction.tokens.pairs, self.read(prediction, features0, features1), strict=True)
+        return [found[pair] for pair in range(len(found))]
 
-    def read(self, pair: PairPrediction, entry: int, features0: Features, features1: Features) -> Matches:
-        """Mutual matches of one pair in the indices of its input points, refined if the network does so."""
-        config, sides = self.model.config, (features0, features1)
-        local, scores = credible_matches(
-            pair.assignment.mutual_best, config.policy.match_threshold, config.policy.threshold_doubles_at
-        )
-        index = torch.stack([pair.index0[local[:, 0]], pair.index1[local[:, 1]]], dim=1)
-        if config.assignment.border:
-            inner = [off_border(f, config.assignment.border)[entry][index[:, i]] for i, f in enumerate(sides)]
-            local, scores, index = (x[inner[0] & inner[1]] for x in (local, scores, index))
-        points0, points1 = (f.keypoints[entry][index[:, i]] for i, f in enumerate(sides))
-        if self.model.fine is not None:
-            cells = tuple(f.cells[entry][index[:, i]] for i, f in enumerate(sides))
-            states = (pair.states0[local[:, 0]], pair.states1[local[:, 1]])
-            offsets = self.model.fine(states, (features0.maps[entry], features1.maps[entry]), cells)
-            frames = features1.affine_frames[entry][index[:, 1]]
-            points1 = points1 + (frames @ offsets.unsqueeze(-1)).squeeze(-1)
-        counts = [int(f.mask[entry].sum()) for f in sides]
-        return Matches(
-            indices=index.cpu().numpy(),
-            points0=points0.cpu().numpy(),
-            points1=points1.cpu().numpy(),
-            scores=calibrated(scores.cpu().numpy(), counts, config.policy.calibration),
-            layers_run=pair.layers_run,
-            kept0=len(pair.index0),
-            kept1=len(pair.index1),
-        )
+    def read(self, prediction: Prediction, features0: Features, features1: Features) -> list[Matches]:
+        """Mutual matches of the pairs of a prediction, refined if the network does so.
+
+        Args:
+            prediction: of some pairs of the batches.
+            features0, features1: the batches, as they were matched.
+        """
+        tokens, policy, n = prediction.tokens, self.model.config.policy, prediction.tokens.n
+        best = [values.cpu().numpy() for values in prediction.assignment.mutual_best]
+        index, kept, found = tokens.index.cpu().numpy(), tokens.counts(), []
+        for entry, pair in enumerate(tokens.pairs):
+            local, scores = credible_matches(
+                *(values[entry] for values in best), policy.match_threshold, policy.threshold_doubles_at
+            )
+            indices = np.stack([index[entry][local[:, 0]], index[entry][n + local[:, 1]]], axis=1)
+            if border := self.model.config.assignment.border:
+                inner = [off_border(f, border)[pair].cpu().numpy() for f in (features0, features1)]
+                inside = inner[0][indices[:, 0]] & inner[1][indices[:, 1]]
+                local, scores, indices = local[inside], scores[inside], indices[inside]
+            points0, points1 = (
+                f.keypoints[pair].cpu().numpy()[indices[:, k]] for k, f in enumerate((features0, features1))
+            )
+            if self.model.fine is not None:
+                points1 = points1 + self._offsets(tokens, entry, local, indices, features0, features1)
+            totals = [int(f.mask[pair].sum()) for f in (features0, features1)]
+            found.append(
+                Matches(
+                    indices=indices,
+                    points0=points0,
+                    points1=points1,
+                    scores=calibrated(scores, totals, policy.calibration),
+                    layers_run=prediction.layers_run,
+                    kept0=kept[entry][0],
+                    kept1=kept[entry][1],
+                )
+            )
+        return found
+
+    def _offsets(
+        self,
+        tokens: Tokens,
+        entry: int,
+        local: np.ndarray,
+        indices: np.ndarray,
+        features0: Features,
+        features1: Features,
+    ) -> np.ndarray:
+        """(K, 2) by how much the points of image 1 move, stored pixels (LoFTR's fine stage)."""
+        pair, (rows, columns) = tokens.pairs[entry], torch.from_numpy(local).to(self.device).T
+        states = tokens.x[entry, rows], tokens.x[entry, tokens.n + columns]
+        index = torch.from_numpy(indices).to(self.device).T
+        cells = tuple(f.cells[pair][i] for f, i in zip((features0, features1), index, strict=True))
+        offsets = self.model.fine(states, (features0.maps[pair], features1.maps[pair]), cells)
+        return (features1.affine_frames[pair][index[1]] @ offsets.unsqueeze(-1)).squeeze(-1).cpu().numpy()
 
 
 def off_border(features: Features, border: int) -> Tensor:
     """(…, N) bool: points that lie at least `border` cells within the grid of their front end."""
     far = features.grid.unsqueeze(-2) - border
     return ((features.cells >= border) & (features.cells < far)).all(dim=-1)
+
+
+def can_be_cut(matcher: object) -> bool:
+    """Whether any number of a matcher's layers gives an assignment."""
+    return hasattr(matcher, "adjusted") and matcher.model.config.assignment.every_layer
+
+
+def with_layers(
+    matcher: object, layers: int, iterations: int | None = None, *, pruning: bool = True
+) -> object:
+    """An attention matcher with its first layers only; every other matcher as it is.
+
+    Each layer of a network that may stop early has a head of its own, so any depth gives an assignment.
+    `iterations`, if given, is the most that Sinkhorn takes; without `pruning` no point is dropped.
+    """
+    if not can_be_cut(matcher) or (layers >= len(matcher.model.layers) and iterations is None):
+        return matcher
+    policy = matcher.model.config.policy
+    policy = replace(policy, pruning=pruning and policy.pruning)
+    return matcher.adjusted(layers, max_iterations=iterations, policy=policy)

@@ -1,25 +1,19 @@
-"""Position encodings: rotations of a point's query and key channels, or added to its descriptor."""
+"""Where points lie, for the network: position encodings, and guidance by predicted correspondences."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from matcher.attention import mapped
 from matcher.config import ContextConfig, PositionConfig
 from matcher.errors import UsageError
-from matcher.kernels.calls import linear
-from matcher.match.blocks import Backbone, widest_float
-from matcher.match.steering import upright_maps
-from matcher.types import Features, Image
-
-# --- position: Position encodings: rotations of a point's query and key channels, or added to its
-# descriptor.
+from matcher.geometry import UPRIGHT
+from matcher.types import Features
 
 CHANNELS = {
     "xy": 2,
@@ -59,7 +53,8 @@ def position_inputs(features: Features, names: tuple[str, ...], extent: float = 
       towards −y in [0, 2π), as kornia's patches have it.
     - `frame`: where the two axes of the described patch end, as positions.
     """
-    return torch.cat([_column(features, name, extent) for name in names], dim=-1)
+    columns = [_column(features, name, extent) for name in names]
+    return torch.cat(columns, dim=-1) if len(columns) > 1 else columns[0]
 
 
 def _column(features: Features, name: str, extent: float) -> Tensor:
@@ -100,7 +95,7 @@ def _upright_directions(features: Features) -> Tensor:
 def _turn(features: Features) -> Tensor:
     """(…, 2, 2) the map from stored directions to those of the view that is matched."""
     codes = features.matched_orientation
-    return upright_maps(codes.device)[codes]
+    return torch.as_tensor(UPRIGHT, dtype=torch.float32, device=codes.device)[codes]
 
 
 def _required(value: Tensor | None, name: str) -> Tensor:
@@ -109,8 +104,8 @@ def _required(value: Tensor | None, name: str) -> Tensor:
     return value
 
 
-def check_inputs(config: PositionConfig) -> PositionConfig:
-    """The same configuration.
+def _channels(config: PositionConfig) -> int:
+    """How many numbers describe a point's position.
 
     Raises:
         UsageError: no inputs, or one that is not in `CHANNELS`.
@@ -119,11 +114,6 @@ def check_inputs(config: PositionConfig) -> PositionConfig:
     if unknown or not config.inputs:
         what = f"unknown position inputs {sorted(unknown)}" if unknown else "position.inputs is empty"
         raise UsageError(f"{what}; known: {', '.join(CHANNELS)}")
-    return config
-
-
-def input_channels(config: PositionConfig) -> int:
-    """How many numbers describe a point's position."""
     return sum(CHANNELS[name] for name in config.inputs)
 
 
@@ -131,7 +121,7 @@ class RotaryPosition(nn.Module):
     """Learned frequencies: phases = W·inputs, which turn pairs of channels.
 
     LightGlue (Lindenberger et al. 2023), eq. 4; rotary embeddings after Su et al. 2021. One table for all
-    layers and heads. Channel c of the first half of a head is paired with channel c of its second half.
+    layers and heads.
 
     Raises:
         UsageError: no inputs, or one that is not in `CHANNELS`.
@@ -139,19 +129,21 @@ class RotaryPosition(nn.Module):
 
     def __init__(self, config: PositionConfig, head_dim: int) -> None:
         super().__init__()
-        self.config = check_inputs(config)
-        self.frequencies = nn.Linear(input_channels(config), head_dim // 2, bias=False)
+        self.frequencies = nn.Linear(_channels(config), head_dim // 2, bias=False)
         # Wavelengths from the whole image down to a few hundredths of it.
         with torch.no_grad():
             self.frequencies.weight.normal_()
             spread = torch.logspace(math.log10(0.5), math.log10(12.0), head_dim // 2)
             self.frequencies.weight[:, :2] *= spread[:, None]
 
-    def forward(self, features: Features) -> Tensor:
-        """(…, N, 2, head_dim/2) cosines and sines, float32 whatever the rest runs in."""
-        inputs = position_inputs(features, self.config.inputs, self.config.extent)
+    def forward(self, inputs: Tensor) -> Tensor:
+        """`position_inputs` (…, N, C) → (…, N, 2, head_dim) for `rotate`, float32 whatever the rest runs in.
+
+        The cosine of every channel, then its sine, negative in the first half of a head.
+        """
         phases = inputs.float() @ self.frequencies.weight.float().t()
-        return torch.stack([phases.cos(), phases.sin()], dim=-2)
+        cos, sin = phases.cos(), phases.sin()
+        return torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)], dim=-2)
 
 
 class MlpPosition(nn.Module):
@@ -159,17 +151,15 @@ class MlpPosition(nn.Module):
 
     def __init__(self, config: PositionConfig, dim: int) -> None:
         super().__init__()
-        self.config = check_inputs(config)
-        widths = (input_channels(config), *config.hidden)
+        widths = (_channels(config), *config.hidden)
         self.hidden = nn.ModuleList(
             nn.ModuleDict({"linear": nn.Linear(a, b), "norm": nn.BatchNorm1d(b)}) for a, b in pairwise(widths)
         )
         self.out = nn.Linear(widths[-1], dim)
         nn.init.zeros_(self.out.bias)
 
-    def forward(self, features: Features) -> Tensor:
-        """(…, N, dim), float32."""
-        inputs = position_inputs(features, self.config.inputs, self.config.extent)
+    def forward(self, inputs: Tensor) -> Tensor:
+        """`position_inputs` (…, N, C) → (…, N, dim), float32."""
         x = inputs.flatten(0, -2)
         for block in self.hidden:
             x = block["norm"](block["linear"](x)).relu()
@@ -189,106 +179,49 @@ class SinePosition(nn.Module):
         self.dim = dim
         self.decay = 2.0 if config.frequencies == "steep" else 4 * math.log(10000.0) / dim
 
-    def forward(self, features: Features) -> Tensor:
-        """(…, N, dim), float32; `UsageError` for features that lie on no grid."""
-        cells = _required(features.cells, "cell")
-        exact = widest_float(cells.device)  # far cells have phases of many turns
+    def forward(self, cells: Tensor) -> Tensor:
+        """Columns and rows (…, N, 2) → (…, N, dim), float32."""
+        # Far cells have phases of many turns; Metal has no float64.
+        exact = torch.float32 if cells.device.type == "mps" else torch.float64
         steps = torch.arange(self.dim // 4, device=cells.device, dtype=exact)
         phases = (cells.to(exact) + 1).unsqueeze(-2) * torch.exp(-self.decay * steps).unsqueeze(-1)
         return torch.stack([phases.sin(), phases.cos()], dim=-1).flatten(-3).float()
 
 
-class _Rotate(torch.autograd.Function):
-    """Rotation of channel pairs whose gradient to the angles needs no more than what it returned."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, rotations: Tensor) -> Tensor:
-        out = _rotated(x, rotations[:, None, 0].to(x.dtype), rotations[:, None, 1].to(x.dtype))
-        ctx.save_for_backward(out, rotations)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        out, rotations = ctx.saved_tensors
-        cos, sin = rotations[:, None, 0].to(grad.dtype), rotations[:, None, 1].to(grad.dtype)
-        # d(out)/d(angle) is `out` turned by a quarter; the angle's gradient goes back through (cos, sin).
-        first, second = out.chunk(2, dim=-1)
-        grad_first, grad_second = grad.chunk(2, dim=-1)
-        angle = (first * grad_second - second * grad_first).sum(1).to(rotations.dtype)
-        grad_rotations = torch.stack([-angle * rotations[:, 1], angle * rotations[:, 0]], dim=1)
-        return _rotated(grad, cos, -sin), grad_rotations
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    if torch.compiler.is_compiling():  # it fuses this by itself, and does not know parts of `out`
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    half = x.shape[-1] // 2
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
-    return out
-
-
 def rotate(x: Tensor, rotations: Tensor) -> Tensor:
-    """Turn the channel pairs of x (T, heads, head_dim) by `rotations` (T, 2, head_dim/2) = (cos, sin)."""
-    return _Rotate.apply(x, rotations)
+    """Turn the channel pairs of x (…, width) by angles.
+
+    Channel c of the first half is paired with channel c of the second half.
+
+    Args:
+        x: (B, T, …, width), in any precision.
+        rotations: (B, T, 2, …, width) float32, cosines and sines as `RotaryPosition` gives them.
+    """
+    exact = x.float()
+    turned = torch.addcmul(exact * rotations[:, :, 0], exact.roll(x.shape[-1] // 2, -1), rotations[:, :, 1])
+    return turned.to(x.dtype)
 
 
 def build_position(config: PositionConfig, context: ContextConfig) -> nn.Module | None:
-    """The position encoding that a configuration names."""
+    """The position encoding that a configuration names; its input is `encoded`."""
     if config.kind == "rotary":
         return RotaryPosition(config, context.dim // context.heads)
     added = {"mlp": MlpPosition, "sine": SinePosition}
     return added[config.kind](config, context.dim) if config.kind in added else None
 
 
-# --- grid: Matching without a detector, as a front end: every cell of a regular grid is a keypoint.
+def encoded(config: PositionConfig, features: Features) -> Tensor | None:
+    """What the encoding takes of features: (…, N, C), cells of a grid (…, N, 2), or nothing.
+
+    Raises:
+        UsageError: features that lack it.
+    """
+    if config.kind == "sine":
+        return _required(features.cells, "cell")
+    return None if config.kind == "none" else position_inputs(features, config.inputs, config.extent)
 
 
-class GridExtractor:
-    """Cells with descriptors, position on the grid and a finer map; `affine_frames` are their sides."""
-
-    def __init__(self, backbone: Backbone, kind: str = "loftr") -> None:
-        """Keep the network, which runs where its parameters lie.
-
-        Args:
-            backbone: in evaluation mode; it belongs to the matcher, whose weights hold its parameters.
-            kind: what the features are called.
-        """
-        self.backbone = backbone
-        self.kind = kind
-
-    @torch.no_grad()
-    def __call__(self, images: Sequence[Image]) -> list[Features]:
-        """Features of each image in stored pixels, on the CPU, cells row by row, within the mask only."""
-        return [self._extract(image) for image in images]
-
-    def _extract(self, image: Image) -> Features:
-        pixels = torch.from_numpy(np.ascontiguousarray(image.grey())).to(
-            self.backbone.stem.conv.weight.device
-        )
-        coarse, fine = self.backbone(pixels[None, None].float() / 255)
-        (rows, columns), stride = coarse.shape[-2:], self.backbone.stride
-        cells = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), axis=-1).reshape(-1, 2)
-        sides = stride * image.axes_to_stored
-        features = Features(
-            keypoints=image.to_stored(stride * cells - 0.5),
-            descriptors=coarse[0].flatten(1).t().contiguous().cpu(),
-            affine_frames=np.broadcast_to(sides, (len(cells), 2, 2)),
-            cells=cells,
-            grid=np.array([columns, rows]),
-            maps=fine[0].cpu(),
-            kind=self.kind,
-            **image.features_fields(),
-        )
-        if image.mask is None:
-            return features
-        return features.select(torch.from_numpy(image.mask[stride * cells[:, 1], stride * cells[:, 0]]))
-
-
-# --- correspondence: Guidance by predicted correspondences: every token knows its position and predicts
-# that of its partner.
+# Guidance by predicted correspondences: every token knows its position and predicts that of its partner.
 
 _FREQUENCIES = 32
 _FARTHEST = 1.5  # in normalised positions: a partner may lie outside the image, but not arbitrarily far
@@ -309,7 +242,6 @@ class CorrespondenceGuidance(nn.Module):
         self, dim: int, depth: int, inputs: tuple[str, ...] = ("xy", "scale", "orientation")
     ) -> None:
         super().__init__()
-        self.names = inputs  # positions first
         self.frequencies = nn.Linear(2, _FREQUENCIES, bias=False)
         others = sum(CHANNELS[name] for name in inputs) - 2
         self.encode_position = nn.Linear(2 * _FREQUENCIES + others, dim, bias=False)
@@ -330,48 +262,33 @@ class CorrespondenceGuidance(nn.Module):
             for start in (predict.bias, encode.weight, confidence.weight, confidence.bias):
                 nn.init.zeros_(start)
 
-    def inputs(self, features: Features) -> Tensor:
-        """(…, N, C) the inputs of `begin`: the normalised position first, then what else is configured."""
-        return position_inputs(features, self.names)
-
     def begin(self, x: Tensor, inputs: Tensor) -> Tensor:
-        """Tokens (T, dim) and their inputs (T, C) → tokens with an encoding of their own position."""
+        """Tokens (…, T, dim), their inputs (…, T, C), positions first → tokens that know where they are."""
         with torch.autocast(x.device.type, enabled=False):
-            code = torch.cat([self._waves(inputs[:, :2]), inputs[:, 2:]], dim=1)
-            return x + linear(code, self.encode_position.weight)
+            code = torch.cat([self._waves(inputs[..., :2]), inputs[..., 2:]], dim=-1)
+            return x + mapped(self.encode_position, code)
 
     def forward(self, x: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Tokens (T, dim) after layer `depth` → tokens, and the predicted positions (T, 2) of their partners.
+        """Tokens (…, T, dim) after layer `depth` → tokens, and the predicted positions (…, T, 2) of partners.
 
         Predictions are positions in the other image as `normalise_positions` gives them. No gradient flows
         from their encodings back into the prediction.
         """
         with torch.autocast(x.device.type, enabled=False):
             predicted = self.predict[depth](x)
-            return x + linear(self._predicted_waves(predicted), self.encode[depth].weight), predicted
+            return x + mapped(self.encode[depth], self._predicted_waves(predicted)), predicted
 
-    def agreement(self, side0: Side, side1: Side, depth: int) -> Tensor:
-        """(…, N, M) what scores gain where a predicted position is the other point's own, from both sides.
+    def factors(self, side0: Side, side1: Side, depth: int) -> tuple[Tensor, Tensor]:
+        """(…, N, C), (…, M, C) whose products are what scores gain where predictions and positions agree.
 
         Σ_k w_k cos(ω_k · (predicted − own)), weighted by each point's confidence in its prediction.
         """
         with torch.autocast(side0.x.device.type, enabled=False):
-            left, right = self.factors(side0, side1, depth)
-            return left @ right.transpose(-1, -2)
-
-    def factors(self, side0: Side, side1: Side, depth: int) -> tuple[Tensor, Tensor]:
-        """(…, N, C), (…, M, C) whose products are the agreement."""
-        weights = [self._weights(side, depth) for side in (side0, side1)]
-        return self.weighted_factors(side0, side1, *weights)
-
-    def weighted_factors(
-        self, side0: Side, side1: Side, weights0: Tensor, weights1: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """As `factors`, for weights (…, N, 64), (…, M, 64) of the waves of predicted positions."""
-        waves0, waves1 = (self._predicted_waves(side.predicted) for side in (side0, side1))
-        left = torch.cat([weights0 * waves0, self._waves(side0.positions)], dim=-1)
-        right = torch.cat([self._waves(side1.positions), weights1 * waves1], dim=-1)
-        return left, right
+            waves0, waves1 = (self._waves(side.positions) for side in (side0, side1))
+            guess0, guess1 = (
+                self._weights(side, depth) * self._predicted_waves(side.predicted) for side in (side0, side1)
+            )
+            return torch.cat([guess0, waves0], dim=-1), torch.cat([waves1, guess1], dim=-1)
 
     def _waves(self, positions: Tensor) -> Tensor:
         phases = positions @ self.frequencies.weight.t()

@@ -1,56 +1,44 @@
-"""Log-domain optimal transport with dustbins, a pair at a time.
+"""From token states to a soft partial assignment: by optimal transport with dustbins, or by dual softmax.
 
-SuperGlue (Sarlin et al. 2020), section 3.2; stabilised scaling after Schmitzer 2019, "Stabilized sparse
-scaling algorithms for entropy regularized transport problems", section 3.2.
+SuperGlue (Sarlin et al. 2020), section 3.2, and LightGlue (Lindenberger et al. 2023), eq. 8. Scores are a
+matrix (B, N+1, M+1) with the dustbins last; points that are masked carry no mass.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from matcher.attention import mapped
 from matcher.config import AssignmentConfig
-from matcher.kernels.calls import absorb_compiled, linear
-from matcher.match.blocks import LEAST_EXPONENT, exponentials, raised, row_blocks
-from matcher.match.nearest import MutualBest, mutual_best
 
-# --- sinkhorn: Log-domain optimal transport with dustbins, a pair at a time.
-
-# Beyond this the scaling vectors are absorbed into the potentials before float32 runs out of range.
-SCALING_LIMIT = 1e12
+NO_DUSTBIN = -1e4  # score of a dustbin that nothing goes to; finite, since it is multiplied by 0
+LEAST_EXPONENT = -80.0  # where exp underflows it is fifty times slower on some processors
+LARGEST_SCALE = 1e12  # scales beyond it go into the potentials, before float32 runs out of range
 LEAST_SUM = 1e-30  # of a row or column in training, where nothing is absorbed
+CHECKED = 4  # iterations between looks at the error, for which a GPU is waited for
 
 
-@dataclass(frozen=True, eq=False)
-class Potentials:
-    """Dual potentials of a transport problem: log P = scores + u + v."""
+class Potentials(NamedTuple):
+    """Dual potentials of transport problems: log P = scores + u + v."""
 
-    u: Tensor  # (B, N+1)
+    u: Tensor  # (B, N+1), −∞ at masked points
     v: Tensor  # (B, M+1)
-    iterations: Tensor  # (B,) int64
-    converged: Tensor  # (B,) bool
-    row_errors: tuple[tuple[float, ...], ...] = ()  # of each pair after every iteration, where recorded
+    iterations: list[int]  # of every pair
+    converged: list[bool]  # False: the iteration limit ended it
+    row_errors: tuple[float, ...] = ()  # of the first pair after every iteration, where recorded
 
-
-def log_masses(
-    scores: Tensor, mask0: Tensor | None = None, mask1: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Log masses of rows (B, N+1) and columns (B, M+1).
-
-    A valid point has mass 1, a masked one 0, each dustbin the number of valid points of the other image.
-    """
-    batch, rows, columns = scores.shape
-    valid0 = scores.new_ones(batch, rows - 1) if mask0 is None else mask0.to(scores.dtype)
-    valid1 = scores.new_ones(batch, columns - 1) if mask1 is None else mask1.to(scores.dtype)
-    mu = torch.cat([valid0, valid1.sum(1, keepdim=True)], dim=1)
-    nu = torch.cat([valid1, valid0.sum(1, keepdim=True)], dim=1)
-    return mu.log(), nu.log()
+    def log_plan(self, scores: Tensor) -> Tensor:
+        """(B, N+1, M+1) log P."""
+        return (scores.detach() + self.u.unsqueeze(2)).add_(self.v.unsqueeze(1))
 
 
 def sinkhorn(
@@ -63,140 +51,137 @@ def sinkhorn(
     start: Potentials | None = None,
     record_errors: bool = False,
 ) -> Potentials:
-    """Scale exp(scores) until its rows and columns have their masses.
+    """Scale exp(scores) until its rows and columns have their masses; no gradients.
+
+    A valid point has mass 1, a masked one 0, each dustbin the number of valid points of the other image.
+    Rows are updated first, so columns are exact after each iteration and the rows' error measures
+    convergence. With a tolerance the side of fewer points counts as the rows (between equals the one of
+    lower dustbins), so that swapping the images transposes the plan. Iterations are matrix–vector products on
+    a kernel that has absorbed the potentials (Schmitzer 2019, "Stabilized sparse scaling algorithms for
+    entropy regularized transport problems", section 3.2).
 
     Args:
         scores: (B, N+1, M+1) with the dustbins last.
-        mask0, mask1: (B, N), (B, M) bool, True = valid; masked points carry no mass.
+        mask0, mask1: (B, N), (B, M) bool, True = valid; all are when absent.
         max_iterations: row and column updates at most, one at least.
-        tolerance: stop a pair once the error of its rows is this small, see `row_error`; None runs all
-            iterations, rows first. With a tolerance the side of fewer points comes first (between equals the
-            one of lower dustbins), so that swapping the images transposes the plan to rounding.
-        start: of similar scores under the same masks; none: rows of maximum 0.
-        record_errors: keep `row_error` of every iteration.
+        tolerance: of the rows' relative error, ‖sums − 1‖ / ‖1‖ over points together with that of the
+            dustbin, at which a pair stops; looked at after every fourth iteration. None: never.
+        start: of similar scores under the same masks.
+        record_errors: keep the error of every iteration.
 
     Returns:
-        Potentials in float32, −inf at masked points; finite elsewhere for scores of ±1e4.
+        Potentials in float32; finite at valid points for scores of ±1e4.
     """
     scores = scores.detach().float()
-    log_mu, log_nu = log_masses(scores, mask0, mask1)
-    solve = _solve if mask0 is None and mask1 is None else _solve_valid
-    starts = [None] * len(scores) if start is None else zip(start.u, start.v, strict=True)
-    problems = map(Problem, scores, log_mu, log_nu, starts)
-    limits = Limits(max_iterations, tolerance, record_errors)
-    u, v, iterations, converged, errors = zip(*(solve(problem, limits) for problem in problems), strict=True)
-    device = scores.device
+    limits = (max_iterations, tolerance, record_errors)
+    turned = [False] if tolerance is None else _turned(scores, mask0, mask1)
+    if not any(turned):
+        return _solve(scores, mask0, mask1, start, *limits)
+    if all(turned):
+        start = start and start._replace(u=start.v, v=start.u)
+        found = _solve(scores.mT, mask1, mask0, start, *limits)
+        return found._replace(u=found.v, v=found.u)
+    u, v = scores.new_empty(scores.shape[:2]), scores.new_empty(len(scores), scores.shape[2])
+    iterations, converged = [0] * len(scores), [False] * len(scores)
+    for way in (False, True):  # pairs of either kind by themselves
+        some = [pair for pair, other in enumerate(turned) if other == way]
+        own = start and Potentials(start.u[some], start.v[some], [], [])
+        masks = (None, None) if mask0 is None else (mask0[some], mask1[some])
+        found = sinkhorn(scores[some], *masks, max_iterations=max_iterations, tolerance=tolerance, start=own)
+        u[some], v[some] = found.u, found.v
+        for pair, count, done in zip(some, found.iterations, found.converged, strict=True):
+            iterations[pair], converged[pair] = count, done
+    return Potentials(u, v, iterations, converged)
+
+
+def _turned(scores: Tensor, mask0: Tensor | None, mask1: Tensor | None) -> list[bool]:
+    """For each pair whether image 1 counts as the rows."""
+    if mask0 is None and scores.shape[1] != scores.shape[2]:
+        return [scores.shape[1] > scores.shape[2]] * len(scores)
+    bins0, bins1 = scores[:, :-1, -1], scores[:, -1, :-1]
+    if mask0 is None:
+        return (bins1.sum(1) < bins0.sum(1)).tolist()
+    more = mask0.sum(1) - mask1.sum(1)
+    lower = (bins1 * mask1).sum(1) < (bins0 * mask0).sum(1)
+    return torch.where(more == 0, lower, more > 0).tolist()
+
+
+def _solve(
+    scores: Tensor,
+    mask0: Tensor | None,
+    mask1: Tensor | None,
+    start: Potentials | None,
+    max_iterations: int,
+    tolerance: float | None,
+    record_errors: bool,
+) -> Potentials:
+    """`sinkhorn`, rows first."""
+    mu, nu, weight = _masses(scores, mask0, mask1)
+    masked = None if mask0 is None else torch.cat([mu, nu], 1) == 0
+    tiny = torch.finfo(scores.dtype).tiny
+    if start is None:
+        some = scores if masked is None else scores.masked_fill(nu.mT == 0, -LARGEST_SCALE)
+        u, v = (-some.amax(2, keepdim=True)).masked_fill(mu == 0, 0.0), torch.zeros_like(nu)
+    else:
+        u, v = start.u.unsqueeze(2).clone(), start.v.unsqueeze(2).clone()
+    kernel, b = _absorbed(scores, u, v), nu.clamp(max=1.0)
+    turned, sums = kernel.mT, torch.bmm(kernel, b).clamp_min(tiny)
+    count, errors, stopped = 0, [], {}
+    while True:
+        a = mu / sums
+        b = nu / torch.bmm(turned, a).clamp_min_(tiny)
+        sums = torch.bmm(kernel, b).clamp_min_(tiny)
+        count += 1
+        last, looks = count >= max_iterations, count % CHECKED == 0
+        if not (last or looks or record_errors):
+            continue
+        error = torch.linalg.vector_norm((a * sums - mu) * weight, dim=(1, 2))
+        scales = torch.cat([a, b], 1) if masked is None else torch.cat([a, b], 1) + masked
+        lowest, highest = torch.aminmax(scales, dim=1)
+        error, low, high = torch.stack([error, lowest[:, 0], highest[:, 0]]).tolist()
+        errors.append(error[0])
+        for pair in range(len(scores)):
+            if pair in stopped:
+                continue
+            if not (low[pair] > 1 / LARGEST_SCALE and high[pair] < LARGEST_SCALE):
+                # Out of range: redo the update in the log domain from what is left of it.
+                some = slice(pair, pair + 1)
+                rest = b[some].clamp(1 / LARGEST_SCALE, LARGEST_SCALE).nan_to_num(1.0).log() + v[some]
+                rest = rest.masked_fill(nu[some] == 0, -math.inf)
+                u[some] = mu[some].log() - torch.logsumexp(scores[some] + rest.mT, 2, keepdim=True)
+                v[some] = nu[some].log() - torch.logsumexp(scores[some] + u[some], 1, keepdim=True).mT
+                kernel[some] = _absorbed(scores[some], u[some], v[some])
+                a[some], b[some] = mu[some].clamp(max=1.0), nu[some].clamp(max=1.0)
+                sums[some] = torch.bmm(kernel[some], b[some])
+            elif tolerance is not None and (looks or last) and error[pair] <= tolerance:
+                stopped[pair] = count, u[pair] + a[pair].log(), v[pair] + b[pair].log()
+        if last or len(stopped) == len(scores):
+            break
+    u, v = u + a.log(), v + b.log()
+    for pair, (_, row, column) in stopped.items() if len(scores) > 1 else ():
+        u[pair], v[pair] = row, column
+    iterations = [stopped[pair][0] if pair in stopped else count for pair in range(len(scores))]
+    converged = [pair in stopped for pair in range(len(scores))]
     return Potentials(
-        torch.stack(u),
-        torch.stack(v),
-        torch.tensor(iterations, device=device),
-        torch.tensor(converged, device=device),
-        errors if record_errors else (),
+        u.squeeze(2), v.squeeze(2), iterations, converged, tuple(errors) if record_errors else ()
     )
 
 
-class Problem(NamedTuple):
-    """One pair."""
-
-    scores: Tensor  # (N+1, M+1)
-    log_mu: Tensor  # (N+1,)
-    log_nu: Tensor  # (M+1,)
-    start: tuple[Tensor, Tensor] | None  # potentials (N+1,), (M+1,) to begin with
-
-
-class Limits(NamedTuple):
-    """When to stop, and whether to keep the error of every iteration."""
-
-    max_iterations: int
-    tolerance: float | None
-    record_errors: bool = False
+def _masses(scores: Tensor, mask0: Tensor | None, mask1: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Masses of rows (B, N+1, 1) and columns (B, M+1, 1), and what each row's error weighs (B, N+1, 1)."""
+    batch, rows, columns = scores.shape
+    valid0, valid1 = scores.new_ones(batch, rows, 1), scores.new_ones(batch, columns, 1)
+    if mask0 is not None:
+        valid0[:, :-1, 0], valid1[:, :-1, 0] = mask0, mask1
+    count0, count1 = (valid[:, :-1].sum(1, keepdim=True) for valid in (valid0, valid1))
+    weight = torch.cat([(valid0 * count0.clamp_min(1.0).rsqrt())[:, :-1], 1 / count1.clamp_min(1.0)], 1)
+    valid0[:, -1:], valid1[:, -1:] = count1, count0
+    return valid0, valid1, weight
 
 
-class Solution(NamedTuple):
-    """Of one pair."""
-
-    u: Tensor  # (N+1,)
-    v: Tensor  # (M+1,)
-    iterations: int
-    converged: bool
-    errors: tuple[float, ...] = ()
-
-
-def _solve_valid(problem: Problem, limits: Limits) -> Solution:
-    """`_solve` for the points and dustbins of one pair that have mass; the others' potentials are −inf."""
-    scores, log_mu, log_nu, start = problem
-    u, v = torch.full_like(log_mu, -math.inf), torch.full_like(log_nu, -math.inf)
-    rows, columns = (x.isfinite().nonzero().squeeze(1) for x in (log_mu, log_nu))
-    if not len(rows) or not len(columns):
-        return Solution(u, v, 1, True)
-    start = start and (start[0][rows], start[1][columns])
-    inner = Problem(scores[rows[:, None], columns], log_mu[rows], log_nu[columns], start)
-    u[rows], v[columns], *rest = _solve(inner, limits)
-    return Solution(u, v, *rest)
-
-
-def _solve(problem: Problem, limits: Limits) -> Solution:
-    scores, log_mu, log_nu, start = problem
-    if limits.tolerance is not None and _columns_first(scores, log_mu, log_nu):
-        transposed = Problem(scores.t(), log_nu, log_mu, start and start[::-1])
-        v, u, *rest = _sinkhorn_pair(transposed, limits)
-        return Solution(u, v, *rest)
-    return _sinkhorn_pair(problem, limits)
-
-
-def _columns_first(scores: Tensor, log_mu: Tensor, log_nu: Tensor) -> bool:
-    """Whether the columns come first, in a way that does not depend on which image is called 0."""
-    if log_mu[-1] != log_nu[-1]:
-        return bool(log_mu[-1] < log_nu[-1])  # a dustbin counts the points of the other side
-    return bool(scores[-1, :-1].sum() < scores[:-1, -1].sum())
-
-
-def row_error(ratios: Tensor) -> float:
-    """Error of the rows of a plan, from the ratios (N+1,) of their sums to their masses.
-
-    The relative error of the points' rows as a vector, ‖sums − 1‖ / ‖1‖, or that of the dustbin's row if it
-    is greater. Single points between two partners take several times the iterations of all others, and would
-    alone decide if the greatest error counted.
-    """
-    errors = (ratios - 1).abs_()
-    points = errors[:-1]
-    return max(float(points.norm()) / max(len(points), 1) ** 0.5, float(errors[-1]))
-
-
-def _sinkhorn_pair(problem: Problem, limits: Limits) -> Solution:
-    """One pair by stabilised scaling: matrix–vector products on a kernel that has absorbed the potentials.
-
-    Rows are updated first, so columns are exact after each iteration and the rows' error measures
-    convergence.
-    """
-    scores, log_mu, log_nu, start = problem
-    masses = torch.cat([log_mu, log_nu]).exp_()
-    ones = torch.ones_like(masses)
-    u, v = start or (-scores.amax(1), torch.zeros_like(log_nu))
-    rows = len(log_mu)
-    max_iterations, tolerance, record = limits
-    kernel, iterations, errors = ScaledKernel(scores, u, v), 1, []
-    scales = kernel.update(ones, masses)
-    while True:
-        low, high = scales.aminmax()
-        if not (low > 1 / SCALING_LIMIT and high < SCALING_LIMIT):
-            # Redo this update in the log domain from the last absorbed potentials, then absorb.
-            safe = scales.clamp(1 / SCALING_LIMIT, SCALING_LIMIT).nan_to_num(1.0).log_()
-            u, v = _log_iteration(scores, v + safe[rows:], log_mu, log_nu)
-            kernel, scales = ScaledKernel(scores, u, v), ones
-        if tolerance is None and iterations >= max_iterations and not record:
-            converged = False
-            break
-        following = kernel.update(scales, masses)
-        # A row's next scale is its mass over its sum, so this is how much too large its sum is.
-        if record or tolerance is not None:
-            errors.append(row_error(scales[:rows] / following[:rows]))
-        converged = tolerance is not None and errors[-1] <= tolerance
-        if converged or iterations >= max_iterations:
-            break
-        scales = following
-        iterations += 1
-    return Solution(u + scales[:rows].log(), v + scales[rows:].log(), iterations, converged, tuple(errors))
+def _absorbed(scores: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """exp(scores + u + v), from e⁻⁸⁰ to e⁸⁰."""
+    return (scores + u).add_(v.mT).clamp_(LEAST_EXPONENT, -LEAST_EXPONENT).exp_()
 
 
 def log_assignment(scores: Tensor, iterations: int, unrolled: int) -> Tensor:
@@ -208,87 +193,40 @@ def log_assignment(scores: Tensor, iterations: int, unrolled: int) -> Tensor:
 
     Args:
         scores: (B, N+1, M+1) float32 with the dustbins last, no point masked.
-        iterations: row and column updates that find the potentials, after a first one in the log domain.
+        iterations: row and column updates that find the potentials.
         unrolled: updates that carry gradients.
     """
-    log_mu, log_nu = log_masses(scores)
-    mu, nu = log_mu.exp(), log_nu.exp()
-    with torch.no_grad():
-        u, v = _log_iteration(scores, torch.zeros_like(log_nu), log_mu, log_nu)
-        a, b = _scale_batch(_clamped_exp(scores + u.unsqueeze(2) + v.unsqueeze(1)), mu, nu, iterations)
-        u, v = u + a.log(), v + b.log()
-    base = scores + u.unsqueeze(2) + v.unsqueeze(1)
-    a, b = _scale_batch(_clamped_exp(base), mu, nu, unrolled)
-    return base + a.log().unsqueeze(2) + b.log().unsqueeze(1)
+    mu, nu, _ = _masses(scores, None, None)
+    found = sinkhorn(scores, max_iterations=iterations + 1, tolerance=None)
+    base = scores + found.u.unsqueeze(2) + found.v.unsqueeze(1)
+    kernel, a, b = base.clamp_min(LEAST_EXPONENT).exp(), torch.ones_like(mu), torch.ones_like(nu)
+    for _ in range(unrolled):
+        a = mu / torch.bmm(kernel, b).clamp_min(LEAST_SUM)
+        b = nu / torch.bmm(kernel.mT, a).clamp_min(LEAST_SUM)
+    return base + a.log() + b.log().mT
 
 
-def _clamped_exp(base: Tensor) -> Tensor:
-    return base.clamp_min(LEAST_EXPONENT).exp()
+# Soft assignments, and the matches that are read off them.
 
 
-def _scale_batch(kernel: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
-    """Row and column scales (B, N+1), (B, M+1) of kernels (B, N+1, M+1) after some updates."""
-    a, b = torch.ones_like(mu), torch.ones_like(nu)
-    for _ in range(iterations):
-        a = mu / torch.bmm(kernel, b.unsqueeze(2)).squeeze(2).clamp_min(LEAST_SUM)
-        b = nu / torch.bmm(a.unsqueeze(1), kernel).squeeze(1).clamp_min(LEAST_SUM)
-    return a, b
+class MutualBest(NamedTuple):
+    """The best partner of every row."""
 
-
-class ScaledKernel:
-    """exp(scores + u + v), whose rows and columns are then scaled."""
-
-    def __init__(self, scores: Tensor, u: Tensor, v: Tensor) -> None:
-        kernel = absorbed(scores, u, v)
-        self.rows = len(kernel)
-        self.blocks = [
-            (part, kernel[part], kernel[part].t()) for part in row_blocks(*kernel.shape, kernel.device)
-        ]
-
-    def update(self, scales: Tensor, masses: Tensor) -> Tensor:
-        """The next scales of rows and columns (N+M,) for masses (N+M,); the kernel is read once."""
-        out = torch.empty_like(masses)
-        old, row_scales, row_masses = scales[self.rows :], out[: self.rows], masses[: self.rows]
-        columns = torch.zeros_like(old)
-        for part, block, turned in self.blocks:
-            scale = row_scales[part]
-            torch.div(row_masses[part], torch.mv(block, old), out=scale)
-            columns.addmv_(turned, scale)
-        torch.div(masses[self.rows :], columns, out=out[self.rows :])
-        return out
-
-
-def absorbed(scores: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """exp(scores + u + v) of (N, M), (N,), (M,), at least e⁻⁸⁰."""
-    if (kernel := absorb_compiled(scores, u, v, LEAST_EXPONENT)) is not None:
-        return kernel
-    kernel = torch.empty_like(scores)
-    for part in row_blocks(*scores.shape, scores.device):
-        torch.add(scores[part], u[part, None], out=kernel[part])
-        exponentials(kernel[part].add_(v))
-    return kernel
-
-
-def _log_iteration(scores: Tensor, v: Tensor, log_mu: Tensor, log_nu: Tensor) -> tuple[Tensor, Tensor]:
-    """One row and one column update in the log domain, of (…, N+1, M+1)."""
-    u = log_mu - torch.logsumexp(scores + v.unsqueeze(-2), dim=-1)
-    return u, log_nu - torch.logsumexp(scores + u.unsqueeze(-1), dim=-2)
-
-
-# --- prediction: The network's output for pairs: soft assignments of the points that it kept.
+    scores: Tensor  # (B, N) log probabilities
+    partners: Tensor  # (B, N) int64
+    mutual: Tensor  # (B, N) bool: the row is its column's best too, the first of equal ones
 
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
     """A soft partial assignment in the log domain (float32)."""
 
-    log_scores: Tensor  # (B, N, M) log probability that i and j are the same point
+    log_scores: Tensor  # (B, N, M) log probability that i and j are the same point; −∞ where masked
     log_unmatched0: Tensor  # (B, N) log probability that point i of image 0 has no partner
     log_unmatched1: Tensor  # (B, M)
-    iterations: int = 0  # Sinkhorn iterations run
-    converged: bool = True  # False: the iteration limit ended it
-    # For each pair the relative error of the rows after every iteration; empty where it was not recorded.
-    row_errors: tuple[tuple[float, ...], ...] = ()
+    iterations: Sequence[int] = ()  # of Sinkhorn, for every pair
+    converged: Sequence[bool] = ()  # False: the iteration limit ended it
+    row_errors: tuple[float, ...] = ()  # of the first pair after every iteration, where recorded
 
     @cached_property
     def mutual_best(self) -> MutualBest:
@@ -296,212 +234,144 @@ class Assignment:
         return mutual_best(self.log_scores)
 
 
-@dataclass(frozen=True, eq=False)
-class PairPrediction:
-    """The network's output for one pair: an assignment of the points it kept."""
-
-    assignment: Assignment  # B = 1
-    index0: Tensor  # (N',) int64, row i of the assignment is input point index0[i] of image 0
-    index1: Tensor  # (M',)
-    layers_run: int
-    states0: Tensor | None = None  # (N', dim) the tokens behind the rows, kept when they are refined
-    states1: Tensor | None = None  # (M', dim)
-
-
-@dataclass(frozen=True, eq=False)
-class Prediction:
-    """The network's output for a batch, one entry per pair."""
-
-    pairs: tuple[PairPrediction, ...]
-
-
-# --- assignment: From scores with dustbins to a soft partial assignment: by optimal transport or by dual
-# softmax.
-
-LEAST_SUM_ASSIGNMENT = 1e-24  # sums below it may hold numbers that were cut off
-
-
-def dual_softmax(scores: Tensor) -> Assignment:
-    """Scores with dustbins (B, N+1, M+1) → row softmax × column softmax × both matchabilities.
-
-    LightGlue (Lindenberger et al. 2023), eq. 8; the dustbin scores are minus the matchability logits. Where
-    they are −∞ this is LoFTR's dual softmax (Sun et al. 2021, eq. 2): every point is matchable.
-    """
-    similarity = scores[:, :-1, :-1].float()
-    logit0, logit1 = -scores[:, :-1, -1].float(), -scores[:, -1, :-1].float()
-    if not scores.requires_grad and similarity.numel():
-        # The same sums in another order: two passes over the matrix instead of six.
-        with torch.autocast(scores.device.type, enabled=False):
-            rows, columns = _log_sums(similarity)
-        gain0, gain1 = F.logsigmoid(logit0) - rows, F.logsigmoid(logit1) - columns
-        log_scores = raised(similarity, gain0, gain1, factor=2.0)
-    else:
-        certainty = F.logsigmoid(logit0).unsqueeze(2) + F.logsigmoid(logit1).unsqueeze(1)
-        log_scores = similarity.log_softmax(2) + similarity.log_softmax(1) + certainty
-    return Assignment(
-        log_scores=log_scores,
-        log_unmatched0=F.logsigmoid(-logit0),
-        log_unmatched1=F.logsigmoid(-logit1),
-    )
-
-
-def _log_sums(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """log Σ exp over rows (B, N) and columns (B, M) of finite scores (B, N, M), from one exponential.
-
-    It is relative to the rows' maxima; if a column is far below all of them columns are summed by themselves.
-    """
-    if scores.device.type != "cpu":  # to ask whether a column is far below would hold a GPU up
-        return torch.logsumexp(scores, dim=2), torch.logsumexp(scores, dim=1)
-    tops = scores.amax(2)
-    rows, columns = torch.empty_like(tops), scores.new_zeros(scores.shape[0], scores.shape[2])
-    highest = tops.amax(1, keepdim=True)
-    for part in row_blocks(*scores.shape[1:], scores.device):
-        weights = exponentials(scores[:, part] - tops[:, part].unsqueeze(2))
-        rows[:, part] = weights.sum(2).log_().add_(tops[:, part])
-        columns += torch.bmm((tops[:, part] - highest).exp().unsqueeze(1), weights).squeeze(1)
-    if bool((columns <= LEAST_SUM_ASSIGNMENT).any()):
-        return rows, torch.logsumexp(scores, dim=1)
-    return rows, columns.log_() + highest
-
-
 def assign(
     scores: Tensor,
+    config: AssignmentConfig,
     mask0: Tensor | None = None,
     mask1: Tensor | None = None,
     *,
-    max_iterations: int = 100,
-    tolerance: float | None = 1e-2,
     start: Potentials | None = None,
     record_errors: bool = False,
 ) -> Assignment:
-    """Scores with dustbins (B, N+1, M+1) → `Assignment` by `sinkhorn`; masked points get −inf."""
-    if 0 in (scores.shape[1] - 1, scores.shape[2] - 1):
-        return _unassigned(scores)
-    options = {"max_iterations": max_iterations, "tolerance": tolerance, "start": start}
-    return plan(scores, sinkhorn(scores, mask0, mask1, **options, record_errors=record_errors))
-
-
-def assigned(
-    scores: Tensor, config: AssignmentConfig, start: Potentials | None = None, *, record_errors: bool = False
-) -> Assignment:
     """Scores with dustbins (B, N+1, M+1) → `Assignment`, by the method that a configuration names.
 
-    `start` and `record_errors` are for `sinkhorn`; a dual softmax needs neither.
+    Args:
+        scores: as a head gives them.
+        config: of the assignment.
+        mask0, mask1: (B, N), (B, M) bool, True = valid; all are when absent.
+        start: potentials of similar scores.
+        record_errors: keep the error of every Sinkhorn iteration.
     """
     if config.kind == "dual_softmax":
-        found = dual_softmax(scores)
+        found = dual_softmax(scores, mask0, mask1)
     else:
-        options = {"max_iterations": config.max_iterations, "tolerance": config.tolerance}
-        found = assign(scores, **options, start=start, record_errors=record_errors)
-    return drop_unmatched(found) if config.drop_unmatched else found
-
-
-def drop_unmatched(assignment: Assignment) -> Assignment:
-    """Remove points for which the dustbin is likelier than any match.
-
-    How LoFTR reads a transport plan; other points may then become mutual best matches instead.
-    """
-    log_scores = assignment.log_scores
-    if 0 in log_scores.shape[1:]:
-        return assignment
-    alone0 = assignment.log_unmatched0 > log_scores.amax(2)
-    alone1 = assignment.log_unmatched1 > log_scores.amax(1)
+        limits = {"max_iterations": config.max_iterations, "tolerance": config.tolerance}
+        potentials = sinkhorn(scores, mask0, mask1, **limits, start=start, record_errors=record_errors)
+        log_p = potentials.log_plan(scores)
+        found = Assignment(log_p[:, :-1, :-1], log_p[:, :-1, -1], log_p[:, -1, :-1], *potentials[2:])
+    if not config.drop_unmatched or 0 in found.log_scores.shape:
+        return found
+    # How LoFTR reads a transport plan: points that prefer the dustbin are removed, others may match instead.
+    alone0 = found.log_unmatched0 > found.log_scores.amax(2)
+    alone1 = found.log_unmatched1 > found.log_scores.amax(1)
     alone = alone0.unsqueeze(2) | alone1.unsqueeze(1)
-    return replace(assignment, log_scores=log_scores.masked_fill(alone, -math.inf))
+    return replace(found, log_scores=found.log_scores.masked_fill(alone, -math.inf))
 
 
-def plan(scores: Tensor, found: Potentials) -> Assignment:
-    """Scores with dustbins (B, N+1, M+1) and their potentials → `Assignment`."""
-    log_p = raised(scores.detach().float(), found.u, found.v)
-    return Assignment(
-        log_scores=log_p[:, :-1, :-1],
-        log_unmatched0=log_p[:, :-1, -1],
-        log_unmatched1=log_p[:, -1, :-1],
-        iterations=int(found.iterations.max()),
-        converged=bool(found.converged.all()),
-        row_errors=found.row_errors,
-    )
+def dual_softmax(scores: Tensor, mask0: Tensor | None = None, mask1: Tensor | None = None) -> Assignment:
+    """Scores with dustbins (B, N+1, M+1) → row softmax × column softmax × both matchabilities.
+
+    LightGlue (Lindenberger et al. 2023), eq. 8; the dustbin scores are minus the matchability logits. Without
+    a dustbin every point is matchable, and this is LoFTR's dual softmax (Sun et al. 2021, eq. 2).
+    """
+    similarity = scores[:, :-1, :-1].float()
+    logit0, logit1 = -scores[:, :-1, -1].float(), -scores[:, -1, :-1].float()
+    if mask0 is not None:
+        similarity = similarity.masked_fill(~(mask0.unsqueeze(2) & mask1.unsqueeze(1)), -math.inf)
+    gain0 = F.logsigmoid(logit0) - torch.logsumexp(similarity, 2)
+    gain1 = F.logsigmoid(logit1) - torch.logsumexp(similarity, 1)
+    log_scores = 2 * similarity + gain0.unsqueeze(2) + gain1.unsqueeze(1)
+    if mask0 is not None:
+        log_scores = log_scores.nan_to_num(-math.inf, posinf=-math.inf)  # rows without anything
+    return Assignment(log_scores, F.logsigmoid(-logit0), F.logsigmoid(-logit1))
 
 
-def _unassigned(scores: Tensor) -> Assignment:
-    """One side has no points: every point of the other is certainly unmatched."""
-    batch, rows, columns = scores.shape
-    scores = scores.float()
-    return Assignment(
-        log_scores=scores.new_zeros(batch, rows - 1, columns - 1),
-        log_unmatched0=scores.new_zeros(batch, rows - 1),
-        log_unmatched1=scores.new_zeros(batch, columns - 1),
-    )
+def mutual_best(log_scores: Tensor) -> MutualBest:
+    """Each row's best column, and whether the row is that column's best, of (B, N, M) log probabilities.
+
+    Of equal rows only the first counts, so that no column has two.
+    """
+    if 0 in log_scores.shape[1:]:
+        nowhere = log_scores.new_zeros(log_scores.shape[:2], dtype=torch.int64)
+        return MutualBest(torch.full_like(nowhere, -torch.inf, dtype=torch.float32), nowhere, nowhere > 0)
+    best, partner = log_scores.max(dim=2)
+    # Along columns the values alone are several times as fast as the indices.
+    top = best == log_scores.amax(dim=1).gather(1, partner)
+    rows = log_scores.shape[1]
+    here = torch.arange(rows, device=log_scores.device).expand_as(partner)
+    first = here.new_full((len(best), log_scores.shape[2]), rows)
+    first.scatter_reduce_(1, partner, torch.where(top, here, rows), "amin")
+    return MutualBest(best, partner, first.gather(1, partner) == here)
 
 
-# --- head: The assignment head: from token states to scores with dustbins.
+def credible_matches(
+    best: np.ndarray, partners: np.ndarray, mutual: np.ndarray, threshold: float, doubles_at: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mutual best entries of one pair above `threshold`, best first.
+
+    Args:
+        best, partners, mutual: (N,) each, as in `MutualBest`.
+        threshold: of the probability.
+        doubles_at: expected matches at which the threshold is twice as high. With S expected, the sum of the
+            probabilities above it, it is threshold · (1 + doubles_at / S): a lone match is less credible than
+            one among hundreds, since images of unrelated scenes give a few.
+
+    Returns:
+        indices (K, 2) int64 and probabilities (K,) float32.
+    """
+    rows = np.flatnonzero(mutual & (best > (math.log(threshold) if threshold > 0 else -math.inf)))
+    probabilities = np.exp(best[rows]).clip(max=1.0).astype(np.float32)
+    order = np.argsort(-probabilities, kind="stable")
+    rows, probabilities = rows[order], probabilities[order]
+    if doubles_at and len(rows):
+        credible = probabilities > threshold * (1 + doubles_at / probabilities.sum())
+        rows, probabilities = rows[credible], probabilities[credible]
+    return np.stack([rows, partners[rows]], axis=1), probabilities
 
 
 class AssignmentHead(nn.Module):
-    """One projection for similarities, and a dustbin score: a logit of each point, one number, or −∞."""
+    """One projection for similarities, and a dustbin score: a logit of each point, one number, or none."""
 
-    def __init__(
-        self, dim: int, dustbin: str = "point", *, project: bool = True, temperature: float = 1.0
-    ) -> None:
+    def __init__(self, config: AssignmentConfig, dim: int) -> None:
         super().__init__()
-        self.projection = nn.Linear(dim, dim) if project else None
-        self.divisor = (temperature * (dim**0.5 if project else dim)) ** 0.5  # of either side
-        if dustbin == "point":
+        self.projection = nn.Linear(dim, dim) if config.project else nn.Identity()
+        # Similarities of projected tokens are scaled by 1/√dim, those of tokens (LoFTR, section 3.3) by
+        # 1/dim, both by 1/temperature.
+        self.divisor = (config.temperature * (dim**0.5 if config.project else dim)) ** 0.5  # of either side
+        if config.dustbin == "point":
             self.matchability = nn.Linear(dim, 1)
-        elif dustbin == "learned":
+        elif config.dustbin == "learned":
             self.dustbin = nn.Parameter(torch.ones(()))
         else:
-            self.register_buffer("dustbin", torch.tensor(-math.inf), persistent=False)
+            self.register_buffer("dustbin", torch.tensor(NO_DUSTBIN), persistent=False)
 
-    def forward(self, x0: Tensor, x1: Tensor) -> Tensor:
-        """Tokens (…, N, dim), (…, M, dim) → scores with dustbins (…, N+1, M+1), float32.
+    def forward(self, x0: Tensor, x1: Tensor, more: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Tokens of both images → scores with dustbins (B, N+1, M+1), float32.
 
-        Similarities of projected tokens are scaled by 1/√dim, those of tokens (LoFTR, section 3.3) by 1/dim,
-        both by 1/temperature. A point's dustbin score is minus its matchability logit, the corner is 0; one
-        number (SuperGlue, eq. 8) is the score of all dustbins and of the corner.
+        A point's dustbin score is minus its matchability logit, the corner is 0; one number (SuperGlue,
+        eq. 8) is the score of all dustbins and of the corner.
+
+        Args:
+            x0, x1: (B, N, dim), (B, M, dim).
+            more: (B, N, C), (B, M, C) whose products are added to the similarities.
         """
-        m0, m1 = self.compared(x0, x1)
-        bin0, bin1, corner = self.dustbins(x0, x1)
+        left, right = (mapped(self.projection, x).float() / self.divisor for x in (x0, x1))
+        if hasattr(self, "matchability"):
+            bin0, bin1 = (-self.logits(x).unsqueeze(-1) for x in (x0, x1))
+            corner = bin1.new_zeros(len(x1), 1, 1)
+        else:
+            corner = self.dustbin.float().expand(len(x1), 1, 1)
+            bin0, bin1 = (corner.expand(-1, x.shape[1], 1) for x in (x0, x1))
+        if more is not None:
+            left, right = torch.cat([left, more[0]], -1), torch.cat([right, more[1]], -1)
+        # The dustbins are one more row and column of the product, [l b₀ 0; 0 0 1] [r 0 b₁; 0 1 corner]ᵀ.
+        below = (0, 0, 0, 1)
+        end0, end1 = (F.pad(torch.zeros_like(x), below, value=1.0) for x in (bin0, bin1))
+        left = torch.cat([F.pad(torch.cat([left, bin0], -1), below), end0], -1)
+        right = torch.cat([F.pad(right, below), end1, torch.cat([bin1, corner], 1)], -1)
         with torch.autocast(x0.device.type, enabled=False):
-            if m0.dim() == 3 and not (m0.requires_grad or bin0.requires_grad):
-                return _bordered(m0, m1, bin0, bin1, corner)
-            similarity = m0 @ m1.transpose(-1, -2)
-        rows = torch.cat([similarity, bin0.unsqueeze(-1)], dim=-1)
-        last = torch.cat([bin1, corner.expand(*bin1.shape[:-1], 1)], dim=-1)
-        return torch.cat([rows, last.unsqueeze(-2)], dim=-2)
-
-    def compared(self, x0: Tensor, x1: Tensor) -> tuple[Tensor, Tensor]:
-        """(…, N, dim), (…, M, dim) float32, whose products are the similarities."""
-        return tuple(self._compared(x) / self.divisor for x in (x0, x1))
-
-    def dustbins(self, x0: Tensor, x1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores of the dustbins (…, N), (…, M) and of their corner ()."""
-        if hasattr(self, "dustbin"):
-            corner = self.dustbin.float()
-            return corner.expand(x0.shape[:-1]), corner.expand(x1.shape[:-1]), corner
-        bin0, bin1 = (-self.logits(x) for x in (x0, x1))
-        return bin0, bin1, bin1.new_zeros(())
-
-    def _compared(self, x: Tensor) -> Tensor:
-        if self.projection is None:
-            return x.float()
-        weight, bias = self.projection.weight, self.projection.bias
-        return linear(x.to(weight.dtype).flatten(0, -2), weight, bias).float().unflatten(0, x.shape[:-1])
+            return left @ right.mT
 
     def logits(self, x: Tensor) -> Tensor:
         """Matchability logit (…, N) of tokens (…, N, dim), float32."""
-        return self.matchability(x.to(self.matchability.weight.dtype)).squeeze(-1).float()
-
-
-def _bordered(m0: Tensor, m1: Tensor, bin0: Tensor, bin1: Tensor, corner: Tensor) -> Tensor:
-    """Products m0 m1ᵀ of (B, N, dim), (B, M, dim) with dustbins, written once: allocations are slow."""
-    scores = m0.new_empty(len(m0), m0.shape[1] + 1, m1.shape[1] + 1)
-    for pair, inner in enumerate(scores[:, :-1, :-1]):
-        torch.mm(m0[pair], m1[pair].t(), out=inner)
-    scores[:, :-1, -1], scores[:, -1, :-1], scores[:, -1, -1] = bin0, bin1, corner
-    return scores
-
-
-def build_head(config: AssignmentConfig, dim: int) -> AssignmentHead:
-    """The assignment head that a configuration names, for tokens of `dim` channels."""
-    return AssignmentHead(dim, config.dustbin, project=config.project, temperature=config.temperature)
+        return mapped(self.matchability, x).squeeze(-1).float()

@@ -1,24 +1,26 @@
-"""Quarter turns of the steerable descriptors of a batch of features, on torch."""
+"""Quarter turns of images whose descriptors are steerable.
+
+Rolled by a quarter of their channels, descriptors are those of the image turned by 90 degrees. Functions take
+NumPy arrays or torch tensors; no torch is imported.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from matcher.geometry import UPRIGHT
+from matcher.arrays import library
 from matcher.types import Features, Matches
 
-# --- turns: Quarter turns of steerable descriptors of one pair; NumPy.
+if TYPE_CHECKING:
+    from torch import Tensor
 
-TURNS = 4  # quarter turns of a full one; a descriptor has a group of values for each
+TURNS = 4  # quarter turns of a full one; a descriptor has a group of channels for each
 STEERABLE = "learned"  # the front end with steerable descriptors
-# Clockwise quarter turns of the EXIF orientations without reflection.
-EXIF_TURNS = {1: 0, 6: 1, 3: 2, 8: 3}
+EXIF_TURNS = {1: 0, 6: 1, 3: 2, 8: 3}  # clockwise quarter turns of the EXIF orientations without reflection
 # The EXIF orientation with one more clockwise turn than orientation 1 … 8; index 0 is unused.
 TURNED_EXIF = (0, 6, 7, 8, 5, 2, 3, 4, 1)
 
@@ -39,42 +41,39 @@ OTHER_TURNS, PROBED, PROMISING = (2, 1, 3), 768, 3
 ACCEPTED_PART, ACCEPTED_GAIN = 0.5, 1.5
 
 
-def turned(descriptors: np.ndarray, turns: int) -> np.ndarray:
-    """Steerable descriptors (N, D) as they would be after clockwise quarter turns of their image."""
-    groups = descriptors.reshape(len(descriptors), TURNS, descriptors.shape[1] // TURNS)
-    return np.roll(groups, turns, axis=1).reshape(descriptors.shape)
+def turned(descriptors: Any, turns: int) -> Any:
+    """Steerable descriptors (…, D) as they would be after clockwise quarter turns of their image."""
+    if not turns % TURNS:
+        return descriptors
+    groups = descriptors.reshape(*descriptors.shape[:-1], TURNS, descriptors.shape[-1] // TURNS)
+    return library(descriptors).roll(groups, turns, -2).reshape(descriptors.shape)
 
 
-def rotated_descriptors(descriptors: np.ndarray, kind: str) -> list[np.ndarray]:
-    """Descriptors (N, D) of an image as it is and, if they are steerable, after each quarter turn."""
-    turns = TURNS if kind == STEERABLE else 1
-    return [turned(descriptors, turn) if turn else descriptors for turn in range(turns)]
+def rotated_descriptors(descriptors: Any, kind: str) -> list[Any]:
+    """Descriptors (…, D) of an image as it is and, if they are steerable, after each quarter turn."""
+    return [turned(descriptors, turn) for turn in range(TURNS if kind == STEERABLE else 1)]
 
 
-def best_turn(descriptors0: np.ndarray, descriptors1: np.ndarray) -> int:
+def best_turn(descriptors0: Any, descriptors1: Any) -> int:
     """Clockwise quarter turns of image 1 after which its steerable descriptors fit those of image 0 best.
 
     A few of the strongest keypoints decide most pairs; for the others more keypoints are compared.
+
+    Args:
+        descriptors0, descriptors1: (N, D), (M, D) of norm 1, best first.
     """
     few = evidence_of_turns(descriptors0, descriptors1, STEERABLE, strongest=FEW, certain=CERTAIN)
     few[0] += MIN_GAIN
-    if len(few) < 2 or max(len(descriptors0), len(descriptors1)) <= FEW:
-        return int(few.argmax())
-    second, best = np.sort(few)[-2:]
-    if best > DECISIVE * second:
-        return int(few.argmax())
-    many = evidence_of_turns(descriptors0, descriptors1, STEERABLE)
-    many[0] += MIN_GAIN
-    return int(many.argmax())
+    if len(few) > 1 and max(len(descriptors0), len(descriptors1)) > FEW:
+        second, best = np.sort(few)[-2:]
+        if best <= DECISIVE * second:
+            few = evidence_of_turns(descriptors0, descriptors1, STEERABLE)
+            few[0] += MIN_GAIN
+    return int(few.argmax())
 
 
 def evidence_of_turns(
-    descriptors0: np.ndarray,
-    descriptors1: np.ndarray,
-    kind: str,
-    *,
-    strongest: int = COMPARED,
-    certain: float = math.inf,
+    descriptors0: Any, descriptors1: Any, kind: str, *, strongest: int = COMPARED, certain: float = math.inf
 ) -> np.ndarray:
     """(T,) evidence that image 1 matches image 0 after 0 … T - 1 clockwise quarter turns.
 
@@ -88,56 +87,58 @@ def evidence_of_turns(
         strongest: how many keypoints of each image are compared.
         certain: evidence per keypoint for no turn above which no other turn is tried (T is 1).
     """
-    own, others = (each[:strongest].astype(np.float32, copy=False) for each in (descriptors0, descriptors1))
+    own, others = descriptors0[:strongest], descriptors1[:strongest]
     evidence: list[float] = []
     for candidate in rotated_descriptors(others, kind):
-        evidence.append(_evidence_turns(own @ candidate.T))
+        evidence.append(float(_evidence(own @ candidate.T)))
         if evidence[0] > certain * len(own):
             break
     return np.array(evidence)
 
 
-def _evidence_turns(similarity: np.ndarray) -> float:
+def _evidence(similarity: Any) -> Any:
     """Of similarities (N, M)."""
-    if not similarity.size:
+    xp = library(similarity)
+    if 0 in similarity.shape:
         return 0.0
-    best0, best1 = similarity.max(axis=1, keepdims=True), similarity.max(axis=0, keepdims=True)
-    top0, top1 = similarity == best0, similarity == best1
-    row, column = np.nonzero(top0 & top1)
-    second0 = np.where(top0, np.float32(-1), similarity).max(axis=1)[row]
-    second1 = np.where(top1, np.float32(-1), similarity).max(axis=0)[column]
-    second_distance = 1 - np.maximum(second0, second1)  # the larger ratio is that of the smaller distance
-    ratio = (1 - best0[row, 0]) / np.maximum(second_distance, MIN_DISTANCE)
-    return float((np.maximum(1 - ratio, 0) ** 2).sum())
+    best0, best1 = xp.amax(similarity, 1), xp.amax(similarity, 0)
+    top0, top1 = similarity == best0[:, None], similarity == best1
+    row, column = xp.where(top0 & top1)
+    second0 = xp.amax(xp.where(top0, -1.0, similarity), 1)[row]
+    second1 = xp.amax(xp.where(top1, -1.0, similarity), 0)[column]
+    second = 1 - xp.maximum(second0, second1)  # the larger ratio is that of the smaller distance
+    ratio = (1 - best0[row]) / xp.clip(second, MIN_DISTANCE, None)
+    return (xp.clip(1 - ratio, 0, None) ** 2).sum()
 
 
-# --- tables: Constant tables, kept on every device that uses them: to bring one there each time would hold
-# a GPU up.
-
-
-@cache
-def upright_maps(device: torch.device) -> Tensor:
-    """(9, 2, 2) float32: stored directions to upright ones, by EXIF orientation."""
-    with torch.inference_mode(False):
-        return torch.as_tensor(UPRIGHT, dtype=torch.float32).to(device)
-
-
-@cache
-def turned_orientations(device: torch.device) -> Tensor:
-    """(9,) int64: the EXIF orientation with one more clockwise quarter turn."""
-    with torch.inference_mode(False):
-        return torch.tensor(TURNED_EXIF).to(device)
-
-
-# --- steering: Quarter turns of the steerable descriptors of a batch; torch. `matcher.match.steering` says
-# what they are.
+# Batches of features, on torch.
 
 
 def steered(descriptors: Tensor, turns: Tensor) -> Tensor:
     """Descriptors (B, N, D) as they would be after turns[b] (B,) clockwise quarter turns of image b."""
     groups = descriptors.unflatten(-1, (TURNS, -1))
-    order = (torch.arange(TURNS, device=turns.device) - turns[:, None]) % TURNS
+    order = (library(turns).arange(TURNS, device=turns.device) - turns[:, None]) % TURNS
     return groups.gather(2, order[:, None, :, None].expand_as(groups)).flatten(-2)
+
+
+def turned_by(features: Features, turns: int | Tensor) -> Features:
+    """Features of B images after clockwise quarter turns, one number or (B,); `view_orientation` has them."""
+    view = features.matched_orientation
+    further = library(view).tensor(TURNED_EXIF, device=view.device)
+    turns = library(view).zeros_like(view) + turns
+    for count in range(1, TURNS):
+        view = library(view).where(turns >= count, further[view], view)
+    return features.with_valid(descriptors=steered(features.descriptors, turns), view_orientation=view)
+
+
+def quarter_turns(features0: Features, features1: Features) -> list[int]:
+    """For each of B pairs the `best_turn` of their valid points."""
+    found = []
+    for pair in range(len(features0.mask)):
+        sides = (f.descriptors[pair][f.mask[pair]].detach().float() for f in (features0, features1))
+        # On a CPU NumPy takes less time; on a GPU they stay there.
+        found.append(best_turn(*(side.numpy() if side.device.type == "cpu" else side for side in sides)))
+    return found
 
 
 def aligned(features0: Features, features1: Features, kind: str) -> Features:
@@ -153,99 +154,13 @@ def aligned(features0: Features, features1: Features, kind: str) -> Features:
     if kind != STEERABLE or 0 in (len(features0), len(features1)):
         return features1
     turns = quarter_turns(features0, features1)
-    if not bool(turns.any()):
+    if not any(turns):
         return features1
-    return _turned(features1, turns)
+    return turned_by(features1, features1.mask.new_tensor(turns, dtype=library(features1.mask).int64))
 
 
-def turned_by(features: Features, turns: int | Tensor) -> Features:
-    """Features of B images after clockwise quarter turns, one number or (B,); `view_orientation` has them."""
-    if isinstance(turns, int):
-        turns = torch.full((len(features.mask),), turns, device=features.mask.device)
-    return _turned(features, turns)
-
-
-def _turned(features: Features, turns: Tensor) -> Features:
-    view, further = features.matched_orientation, turned_orientations(turns.device)
-    for count in range(1, TURNS):
-        view = torch.where(turns >= count, further[view], view)
-    return features.with_valid(descriptors=steered(features.descriptors, turns), view_orientation=view)
-
-
-@torch.no_grad()
-def quarter_turns(features0: Features, features1: Features) -> Tensor:
-    """(B,) clockwise quarter turns of image 1 after which its descriptors fit those of image 0 best.
-
-    A few of the strongest keypoints decide most pairs; for the others more keypoints are compared.
-    """
-    few = turn_evidence(features0, features1, strongest=FEW, certain=CERTAIN)
-    sure = few[0] > CERTAIN * features0.mask[:, :FEW].sum(1)  # whatever the other pairs of the batch are
-    few[0] += MIN_GAIN
-    turns = few.argmax(0).masked_fill(sure, 0)
-    if len(few) < 2 or max(len(features0), len(features1)) <= FEW:
-        return turns
-    best, second = few.topk(2, dim=0).values
-    undecided = (~sure & (best <= DECISIVE * second)).nonzero()[:, 0]
-    if len(undecided):
-        many = turn_evidence(*(f.entries(undecided) for f in (features0, features1)))
-        many[0] += MIN_GAIN
-        turns[undecided] = many.argmax(0)
-    return turns
-
-
-@torch.no_grad()
-def turn_evidence(
-    features0: Features, features1: Features, *, strongest: int = COMPARED, certain: float = math.inf
-) -> Tensor:
-    """(T, B) evidence that image 1 matches image 0 after 0 … T - 1 clockwise quarter turns.
-
-    It measures how distinctive mutual nearest neighbours are: the sum of (1 - r)², with r the ratio of the
-    distances to the nearest and to the second nearest descriptor, the larger one of both images. (A sum of
-    similarities is dominated by wrong neighbours where views differ by more than a rotation.)
-
-    Args:
-        features0, features1: batches of B images, of steerable descriptors whatever their `kind` says.
-        strongest: how many keypoints of each image are compared.
-        certain: evidence per keypoint for no turn above which no other turn is tried (T is 1).
-    """
-    own, others = (f.descriptors[:, :strongest].float() for f in (features0, features1))
-    valid0, valid1 = (f.mask[:, :strongest] for f in (features0, features1))
-    padding = ~(valid0[:, :, None] & valid1[:, None])
-    evidence = []
-    with torch.autocast(own.device.type, enabled=False):
-        for turn in torch.arange(TURNS, device=others.device):
-            evidence.append(_evidence_steering(own @ steered(others, turn.expand(len(own))).mT, padding))
-            if bool((evidence[0] > certain * valid0.sum(1)).all()):
-                break
-    return torch.stack(evidence)
-
-
-def _evidence_steering(similarity: Tensor, padding: Tensor) -> Tensor:
-    """(B,) evidence from similarities (B, N, M); those of padding do not count."""
-    similarity = similarity.masked_fill(padding, -1.0)
-    best0, best1 = similarity.amax(2, keepdim=True), similarity.amax(1, keepdim=True)
-    # Reductions over values alone are several times as fast as those that return indices too.
-    top0, top1 = similarity == best0, similarity == best1
-    pair, row, column = (top0 & top1 & ~padding).nonzero(as_tuple=True)
-    second0 = similarity.masked_fill(top0, -1.0).amax(2)[pair, row]
-    second1 = similarity.masked_fill(top1, -1.0).amax(1)[pair, column]
-    second_distance = 1 - torch.maximum(second0, second1)  # the larger ratio is that of the smaller distance
-    ratio = (1 - best0[pair, row, 0]) / second_distance.clamp(min=MIN_DISTANCE)
-    evidence = similarity.new_zeros(len(similarity))
-    return evidence.index_add_(0, pair, (1 - ratio).clamp(min=0) ** 2)
-
-
-# --- rules: Rules of early exit, as numbers: shared by every engine that runs the network.
-
-NEGLIGIBLE = 0.5  # matches: a pair of which fewer than this are still open need not go on
-
-
-def confidence_threshold(layer: int, depth: int) -> float:
-    """λ of layer 0 … depth−1: 0.8 + 0.1·exp(−4ℓ/L), eq. 11: early layers need more confidence."""
-    return 0.8 + 0.1 * math.exp(-4.0 * layer / depth)
-
-
-# --- other_turns: Pairs with few matches, matched after other quarter turns of image 1.
+# Pairs with few matches, matched after other quarter turns of image 1: descriptors alone show the turn of
+# hard pairs less clearly than the network's matches do.
 
 # Matches some of the pairs, by number, with image 1 turned further by so many quarter turns; by the strongest
 # keypoints only, if so many are given.
@@ -257,8 +172,7 @@ def try_other_turns(
 ) -> list[int]:
     """Replace the matches of pairs that have few by those at a turn that has more, and return the turns.
 
-    Descriptors alone show the turn of hard pairs less clearly than the network's matches do. Where the
-    strongest keypoints have no matches, as in most of these pairs, all have too few.
+    Where the strongest keypoints have no matches, as in most of these pairs, all have too few.
 
     Args:
         found: the matches of B pairs.

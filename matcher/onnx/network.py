@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from matcher.config import NetworkConfig
-from matcher.match.steering import NEGLIGIBLE, confidence_threshold
+from matcher.match.adaptivity import NEGLIGIBLE, confidence_threshold
 from matcher.onnx.builder import Builder, Value
 from matcher.onnx.consensus import ConsensusGraph
 from matcher.onnx.layers import Arrays, Layers

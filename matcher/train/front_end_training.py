@@ -33,8 +33,8 @@ from matcher.extract.learned import (
     refine,
     unfolded,
 )
-from matcher.match.nearest import mutual_best
 from matcher.match.network import MatchingNetwork
+from matcher.match.sinkhorn import mutual_best
 from matcher.match.steering import STEERABLE, steered, turned_by
 from matcher.torch_engine import build_extractor
 from matcher.train import losses

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -21,10 +21,8 @@ from matcher.errors import IntegrityError, UsageError
 from matcher.evaluate.protocols import PhotoSet
 from matcher.extract.front_end import grey
 from matcher.extract.learned import BORDER, NMS_RADIUS, FeatureNetwork, candidates, refine
-from matcher.match.blocks import Layout
-from matcher.match.consensus import mutual_soft_matches
-from matcher.match.context import Tokens
-from matcher.match.network import MatchingNetwork, resolve_precision
+from matcher.match.consensus import soft_matches
+from matcher.match.network import MatchingNetwork, Tokens, resolve_precision
 from matcher.match.position import Side, normalise_positions
 from matcher.match.sinkhorn import dual_softmax, log_assignment
 from matcher.match.steering import TURNS, steered
@@ -359,29 +357,24 @@ def _targets(positions: Tensor, other: Features) -> Tensor:
 
 
 def _paired(tokens: Tokens) -> tuple[Side, Side]:
-    """Tokens of images with equally many points as (B, N, …)."""
-    columns = [x for x in (tokens.x, tokens.positions, tokens.predicted) if x is not None]
-    columns = [x.float().view(-1, 2, tokens.layout.uniform, x.shape[-1]) for x in columns]
-    return Side(*(x[:, 0] for x in columns)), Side(*(x[:, 1] for x in columns))
+    """Tokens of both images in float32."""
+    first, second = (Side(*(None if x is None else x.float() for x in side)) for side in tokens.sides)
+    return first, second
 
 
 def _pruned(
     model: MatchingNetwork, tokens: Tokens, labels: Labels, pruning: Pruning
 ) -> tuple[Tokens, Labels]:
     """The likeliest points of each image. One whose partner is dropped has none."""
-    count = tokens.layout.uniform
+    count = tokens.n
     kept_count = max(1, round(pruning.share * count))
     # In half precision many points would be equally likely.
     with torch.no_grad(), torch.autocast(tokens.x.device.type, enabled=False):
-        probabilities = model.match_probabilities(tokens.x.float(), pruning.after).view(-1, count)
+        probabilities = model.match_probabilities(tokens.x.float(), pruning.after).reshape(-1, count)
         kept = probabilities.topk(kept_count, dim=1).indices.sort(dim=1).values  # (2B, K)
-    images = torch.arange(len(kept), device=kept.device).unsqueeze(1)
-    flat = (kept + images * count).flatten()
-    columns = {
-        name: None if (x := getattr(tokens, name)) is None else x[flat]
-        for name in ("x", "rotations", "index", "positions", "predicted")
-    }
-    layout = Layout(((kept_count, kept_count),) * len(tokens.pairs))
+    marked = torch.zeros_like(probabilities, dtype=torch.bool).scatter_(1, kept, True)
+    entries = range(len(tokens.pairs))
+    tokens = tokens.take(entries, marked.unflatten(0, (-1, 2)).flatten(1), [[kept_count] * 2] * len(entries))
     places = torch.full_like(probabilities, UNMATCHED, dtype=torch.int64)
     places.scatter_(1, kept, torch.arange(kept_count, device=kept.device).expand_as(kept))
     sides = (kept[0::2], places[1::2]), (kept[1::2], places[0::2])
@@ -390,7 +383,7 @@ def _pruned(
         before = partner.gather(1, own)
         partners.append(torch.where(before >= 0, others.gather(1, before.clamp_min(0)), before))
         targets.append(target.gather(1, own.unsqueeze(2).expand(-1, -1, 2)))
-    return replace(tokens, layout=layout, **columns), Labels(tuple(partners), tuple(targets))
+    return tokens, Labels(tuple(partners), tuple(targets))
 
 
 # --- matching_loss: The matcher's loss on a batch of labelled pairs: assignment at several layers,
@@ -460,7 +453,7 @@ def assignments(
         return [log_dual_softmax(scores)]
     found = [log_assignment(scores, recipe.sinkhorn_iterations, recipe.unrolled_iterations)]
     for _ in range(rounds):
-        matches = mutual_soft_matches(found[-1][:, :-1, :-1])
+        matches = soft_matches(found[-1][:, :-1, :-1])
         updated = model.consensus(scores, *(side.positions for side in sides), matches)
         found.append(log_assignment(updated, recipe.sinkhorn_iterations, recipe.unrolled_iterations))
     return found

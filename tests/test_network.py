@@ -1,19 +1,30 @@
 """The network as a matcher: batches equal singles, symmetries, refusals, and decisions that really happen."""
 
+import math
 from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 import torch
-from random_matcher import CONFIG, matcher_with, pair, random_model
+from random_matcher import CONFIG, WITH_MATCH_PROBABILITY, matcher_with, pair, random_model
 
-from matcher.config import ALL_LAYERS, ContextConfig
+from matcher.config import ALL_LAYERS, AssignmentConfig, ContextConfig, MatchingPolicy
 from matcher.errors import UsageError
+from matcher.match.adaptivity import decide
 from matcher.match.network import AttentionMatcher, MatchingNetwork, inference_network, resolve_precision
 from matcher.types import Features, Matches
 
 COUNTS = [(40, 30), (25, 60), (1, 12), (12, 1), (0, 9), (8, 0), (0, 0), (1, 1), (33, 33), (50, 50), (20, 64)]
+GUIDED = replace(WITH_MATCH_PROBABILITY, guided=True, assignment=AssignmentConfig(consensus=2))
+LIGHTGLUE = replace(
+    CONFIG,
+    assignment=AssignmentConfig(kind="dual_softmax"),
+    policy=replace(CONFIG.policy, match_threshold=0.005),
+)
+CONFIGS = {"plain": CONFIG, "predicted": WITH_MATCH_PROBABILITY, "guided": GUIDED, "dual softmax": LIGHTGLUE}
 SETTINGS = [(e, p) for e in (False, True) for p in (False, True)]
+settings = pytest.mark.parametrize(("early_exit", "pruning"), SETTINGS)
+configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +34,17 @@ def pairs() -> list[tuple[Features, Features]]:
 
 def run(matcher: AttentionMatcher, pairs: list[tuple[Features, Features]]) -> list[Matches]:
     return matcher(*(Features.stack(side) for side in zip(*pairs, strict=True)))
+
+
+@torch.inference_mode()
+def run_padded(matcher: AttentionMatcher, pairs: list[tuple[Features, Features]]) -> list[Matches]:
+    """All pairs in one batch with a mask, as on a GPU."""
+    sides, found = [Features.stack(side) for side in zip(*pairs, strict=True)], {}
+    for state in matcher.model.run(matcher.model.tokens(*sides)):
+        if state.exiting:
+            prediction = state.assign()
+            found |= zip(prediction.tokens.pairs, matcher.read(prediction, *sides), strict=True)
+    return [found[number] for number in range(len(pairs))]
 
 
 def as_table(matches: Matches) -> dict[tuple[int, int], float]:
@@ -35,34 +57,30 @@ def assert_same(first: Matches, second: Matches, tolerance: float = 1e-5) -> Non
     assert [getattr(first, n) for n in names] == [getattr(second, n) for n in names]
 
 
-def test_exit_and_pruning_really_happen(pairs) -> None:
+@configs
+def test_exit_and_pruning_really_happen(pairs, config) -> None:
     """The tests below would prove little if no pair ever stopped or dropped a point."""
-    full = run(matcher_with(False, False), pairs)
-    assert {m.layers_run for m in full} == {CONFIG.context.depth}
+    full = run(matcher_with(False, False, config=config), pairs)
+    assert {m.layers_run for m in full} == {config.context.depth}
     assert [(m.kept0, m.kept1) for m in full] == COUNTS
-    exits = run(matcher_with(True, False), pairs)
-    assert len({m.layers_run for m in exits}) >= 3
-    assert [(m.kept0, m.kept1) for m in exits] == COUNTS
-    pruned = run(matcher_with(False, True), pairs)
-    assert {m.layers_run for m in pruned} == {CONFIG.context.depth}
+    assert len({m.layers_run for m in run(matcher_with(True, False, config=config), pairs)}) >= 3
+    pruned = run(matcher_with(False, True, config=config), pairs)
     shares = {(m.kept0 + m.kept1) / (a + b) for m, (a, b) in zip(pruned, COUNTS, strict=True) if a + b > 20}
-    assert min(shares) < 0.6
-    assert len(shares) >= 4
-    both = run(matcher_with(True, True), pairs)
-    assert len({m.layers_run for m in both}) >= 3
-    assert any(m.kept0 + m.kept1 < a + b for m, (a, b) in zip(both, COUNTS, strict=True))
-    assert sum(map(len, full)) > 100
-    assert any(len(m) < 0.95 * min(c) for m, c in zip(full, COUNTS, strict=True) if min(c) > 20)
+    assert min(shares) < 0.8 and len(shares) >= 4
+    assert sum(map(len, full)) > 40
 
 
-@pytest.mark.parametrize(("early_exit", "pruning"), SETTINGS)
-def test_a_masked_batch_gives_what_single_pairs_give(pairs, early_exit: bool, pruning: bool) -> None:
-    matcher = matcher_with(early_exit, pruning)
-    for whole, single in zip(run(matcher, pairs), pairs, strict=True):
-        assert_same(whole, run(matcher, [single])[0])
+@settings
+@configs
+def test_a_padded_batch_gives_what_single_pairs_give(pairs, config, early_exit: bool, pruning: bool) -> None:
+    matcher = matcher_with(early_exit, pruning, config=config)
+    alone = [run(matcher, [each])[0] for each in pairs]
+    for found in (run(matcher, pairs), run_padded(matcher, pairs)):
+        for whole, single in zip(found, alone, strict=True):
+            assert_same(whole, single)
 
 
-@pytest.mark.parametrize(("early_exit", "pruning"), SETTINGS)
+@settings
 def test_what_fills_the_padding_does_not_matter(pairs, early_exit: bool, pruning: bool) -> None:
     matcher = matcher_with(early_exit, pruning)
     batch = [Features.stack(side) for side in zip(*pairs, strict=True)]
@@ -85,39 +103,25 @@ def test_holes_in_a_mask_are_points_that_are_not_there(pairs) -> None:
     matcher = matcher_with()
     features0, features1 = pairs[0]
     flags = torch.rand(len(features0), generator=torch.Generator().manual_seed(2)) < 0.7
-    holes = run(matcher, [(replace(features0, mask=flags), features1)])[0]
     without = run(matcher, [(features0.select(flags), features1)])[0]
-    assert np.array_equal(holes.indices[:, 0], flags.nonzero()[:, 0].numpy()[without.indices[:, 0]])
-    assert np.array_equal(holes.indices[:, 1], without.indices[:, 1])
-    assert np.array_equal(holes.points0, without.points0)
-    assert holes.kept0 == without.kept0
+    for how in (run, run_padded):
+        holes = how(matcher, [(replace(features0, mask=flags), features1), pairs[1]])[0]
+        assert np.array_equal(holes.indices[:, 0], flags.nonzero()[:, 0].numpy()[without.indices[:, 0]])
+        assert np.array_equal(holes.indices[:, 1], without.indices[:, 1])
+        assert np.array_equal(holes.points0, without.points0)
+        assert holes.kept0 == without.kept0
 
 
-@pytest.mark.parametrize(("early_exit", "pruning"), SETTINGS)
-def test_swapping_the_images_transposes_the_assignment(pairs, early_exit: bool, pruning: bool) -> None:
-    model = matcher_with(early_exit, pruning).model
-    first, second = (Features.stack(side) for side in zip(*pairs, strict=True))
-    with torch.no_grad():
-        there, back = model(first, second).pairs, model(second, first).pairs
-    for a, b in zip(there, back, strict=True):
-        assert a.index0.equal(b.index1)
-        assert a.index1.equal(b.index0)
-        assert a.layers_run == b.layers_run
-        columns = [("log_scores", "log_scores"), ("log_unmatched0", "log_unmatched1")]
-        for name, mirror in (*columns, ("log_unmatched1", "log_unmatched0")):
-            p, q = getattr(a.assignment, name)[0].exp(), getattr(b.assignment, mirror)[0].exp().t()
-            assert (p - q).abs().le(2 * CONFIG.assignment.tolerance).all()
-
-
-@pytest.mark.parametrize(("early_exit", "pruning"), SETTINGS)
-def test_swapping_the_images_transposes_the_matches(pairs, early_exit: bool, pruning: bool) -> None:
-    matcher = matcher_with(early_exit, pruning)
+@settings
+@configs
+def test_swapping_the_images_transposes_the_matches(pairs, config, early_exit: bool, pruning: bool) -> None:
+    matcher = matcher_with(early_exit, pruning, config=config)
     for first, second in zip(run(matcher, pairs), run(matcher, [(b, a) for a, b in pairs]), strict=True):
         mirrored = replace(second, indices=second.indices[:, ::-1], kept0=second.kept1, kept1=second.kept0)
-        assert_same(mirrored, first, tolerance=1e-4)
+        assert_same(mirrored, first, tolerance=1e-3)
 
 
-@pytest.mark.parametrize(("early_exit", "pruning"), SETTINGS)
+@settings
 def test_permuting_the_points_permutes_the_matches(pairs, early_exit: bool, pruning: bool) -> None:
     matcher = matcher_with(early_exit, pruning)
     rng = torch.Generator().manual_seed(3)
@@ -141,47 +145,27 @@ def test_matches_hold_what_they_say(pairs) -> None:
         assert ((matches.scores > CONFIG.policy.match_threshold) & (matches.scores <= 1)).all()
 
 
-@pytest.mark.parametrize(("early_exit", "pruning"), SETTINGS)
-def test_the_same_input_gives_the_same_bits(pairs, early_exit: bool, pruning: bool) -> None:
-    runs = [run(matcher_with(early_exit, pruning), pairs) for _ in range(2)]
-    for first, second in zip(*runs, strict=True):
-        for f in fields(Matches):
-            assert np.array_equal(getattr(first, f.name), getattr(second, f.name)), f.name
-
-
-def test_no_global_state_is_changed(pairs) -> None:
+def test_the_same_input_gives_the_same_bits_and_changes_no_global_state(pairs) -> None:
     def state() -> list:
         return [
             torch.get_num_threads(),
             torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
             torch.get_default_dtype(),
             torch.get_float32_matmul_precision(),
-            torch.are_deterministic_algorithms_enabled(),
             torch.get_rng_state().tolist(),
         ]
 
-    model = random_model()
+    model = random_model(config=GUIDED)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     before = state()
     for precision in ("float32", "bfloat16"):
-        run(AttentionMatcher(model, precision=precision), pairs)
+        matcher = AttentionMatcher(model, precision=precision)
+        for first, second in zip(run(matcher, pairs), run(matcher, pairs), strict=True):
+            for f in fields(Matches):
+                assert np.array_equal(getattr(first, f.name), getattr(second, f.name)), f.name
     assert state() == before
-    for name, value in model.state_dict().items():
-        assert value.equal(weights[name]), name
+    assert all(value.equal(weights[name]) for name, value in model.state_dict().items())
     assert all(p.requires_grad for p in model.parameters())
-
-
-def test_half_precision_keeps_the_digits_of_phases_and_heads() -> None:
-    model = random_model()
-    half = AttentionMatcher(model, precision="bfloat16").model
-    assert half.layers[0].self_block.weight.dtype == half.project.weight.dtype == torch.bfloat16
-    kept = {
-        k: v for k, v in model.state_dict().items() if k.split(".")[0] in ("position", "heads", "confidence")
-    }
-    assert len(kept) > 10
-    for name, value in kept.items():
-        assert half.state_dict()[name].equal(value), name
 
 
 @pytest.mark.parametrize(("early_exit", "pruning"), [(False, False), (True, True)])
@@ -195,52 +179,86 @@ def test_bfloat16_finds_the_same_matches(early_exit: bool, pruning: bool) -> Non
     assert sum(map(len, coarse)) <= 1.01 * total
 
 
-def test_training_and_inference_see_the_same_states(pairs) -> None:
+@configs
+def test_training_and_inference_see_the_same_states(pairs, config) -> None:
     """All layers without decisions, with the gradient path, is what inference runs when it never stops."""
-    model = random_model()
+    model = random_model(config=config)
     first, second = (Features.stack(side) for side in zip(pairs[8], strict=True))
     states = [state.tokens for state in model.run(model.tokens(first, second), ALL_LAYERS)]
-    assert len(states) == CONFIG.context.depth
+    assert len(states) == config.context.depth
     assert states[-1].x.requires_grad
-    scores = model.heads[-1](*states[-1].x.split([33, 33]))
-    prediction = matcher_with(False, False).model(first, second).pairs[0]
-    margin = prediction.assignment.log_scores[0] - scores[:-1, :-1].detach()
-    # log P − scores is u + v: a sum of a row's and a column's potential.
-    rest = margin - margin[:1] - margin[:, :1] + margin[0, 0]
-    assert rest.abs().max() < 1e-3
+    with torch.no_grad():
+        folded = matcher_with(False, False, config=config).model
+        *_, last = folded.run(folded.tokens(first, second))
+    torch.testing.assert_close(last.tokens.x, states[-1].x.detach(), atol=1e-3, rtol=1e-3)
+    scores = (m.scores(*tokens.sides, 4) for m, tokens in ((model, states[-1]), (folded, last.tokens)))
+    torch.testing.assert_close(*(s.detach() for s in scores), atol=1e-2, rtol=1e-3)
 
 
-def test_features_of_another_kind_are_refused(pairs) -> None:
+def test_attention_is_sharper_among_many_keys(pairs) -> None:
+    """Logits are multiplied by log n / log k with n > k keys (Chiang and Cholak 2022), also where padded."""
+    block, above = random_model().layers[0].self_block, CONFIG.context.scale_logits_above
+    x = torch.randn(1, 100, 48, generator=torch.Generator().manual_seed(0))
+    q = block.attention.project(x)[:, :, 0]
+    sharp, plain = (block.queries_keys(x, n, None)[0] for n in (100, 40))
+    torch.testing.assert_close(plain[:40], q[0, :40])
+    torch.testing.assert_close(plain[40:], q[0, 40:] * math.log(60) / math.log(above))
+    torch.testing.assert_close(sharp, q[0] * math.log(100) / math.log(above))
+    with pytest.raises(UsageError, match="scale_logits_above"):
+        MatchingNetwork(replace(CONFIG, context=replace(CONFIG.context, scale_logits_above=1)))
+
+
+def decided(probability: list[float], confident: list[bool], policy: MatchingPolicy, predicted: bool = True):
+    valid = torch.ones(1, len(probability), dtype=torch.bool)
+    given = torch.tensor([confident], dtype=torch.bool), torch.tensor([probability])
+    stops, assigned, kept = decide(valid, *given, valid.sum(1), policy, predicted=predicted)
+    return bool(stops), assigned[0].tolist(), kept[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("probability", "confident", "share", "stops"),
+    [
+        ([1.0] * 20, [True] * 15 + [False] * 5, 0.7, True),
+        ([1.0] * 20, [True] * 15 + [False] * 5, 0.8, False),
+        ([1.0] * 4 + [0.0] * 96, [False] * 4 + [True] * 96, 0.9, False),  # who cannot match does not count
+        ([1.0] * 4 + [0.0] * 96, [True] * 4 + [False] * 96, 0.9, True),
+        ([0.001] * 20, [False] * 20, 0.99, True),  # nothing is expected
+        ([], [], 0.99, True),
+    ],
+)
+def test_a_pair_stops_when_enough_of_its_expected_matches_are_sure(probability, confident, share, stops):
+    assert decided(probability, confident, MatchingPolicy(exit_share=share))[0] == stops
+
+
+def test_few_points_are_not_worth_pruning() -> None:
+    policy = MatchingPolicy(prune_matchability=0.5, prune_confident_only=False, min_pruned_share=0.1)
+    _, assigned, kept = decided([0.0] + [1.0] * 19, [True] * 20, policy)
+    assert all(kept) and assigned == [False] + [True] * 19
+    _, _, kept = decided([0.0] * 3 + [1.0] * 17, [True] * 20, policy)
+    assert kept == [False] * 3 + [True] * 17
+    unsure = replace(policy, prune_confident_only=True)
+    _, _, kept = decided([0.0] * 3 + [1.0] * 17, [False] + [True] * 19, unsure)
+    assert kept == [True] + [False] * 2 + [True] * 17
+
+
+def test_features_that_do_not_fit_are_refused(pairs) -> None:
     matcher = matcher_with()
     features0, features1 = pairs[0]
-    with pytest.raises(UsageError, match="takes sift features, not superpoint"):
-        run(matcher, [(replace(features0, kind="superpoint"), features1)])
-    with pytest.raises(UsageError, match="takes sift features, not superpoint"):
-        run(matcher, [(features0, replace(features1, kind="superpoint"))])
+    for wrong in (
+        (replace(features0, kind="superpoint"), features1),
+        (features0, replace(features1, kind="superpoint")),
+        (features0, replace(features1, descriptors=features1.descriptors[:, :16])),
+    ):
+        with pytest.raises(UsageError, match="takes"):
+            run(matcher, [wrong])
     expected = run(matcher, [(features0, features1)])[0]
     assert_same(run(matcher, [tuple(replace(f, kind="any") for f in (features0, features1))])[0], expected)
-
-
-def test_descriptors_of_another_size_are_refused(pairs) -> None:
-    features0, features1 = pairs[0]
-    short = replace(features1, descriptors=features1.descriptors[:, :16])
-    with pytest.raises(UsageError, match="takes 32-d descriptors, not 16-d"):
-        run(matcher_with(), [(features0, short)])
-
-
-def test_single_images_and_uneven_batches_are_refused(pairs) -> None:
-    matcher = matcher_with()
     with pytest.raises(UsageError, match="stack"):
         matcher(*pairs[0])
-    with pytest.raises(UsageError, match="2 images cannot pair with 1"):
-        matcher(Features.stack([pairs[0][0]] * 2), Features.stack([pairs[0][1]]))
-
-
-def test_float64_descriptors_are_taken(pairs) -> None:
-    matcher = matcher_with()
-    doubled = [tuple(replace(f, descriptors=f.descriptors.double()) for f in pair) for pair in pairs[:2]]
-    for first, second in zip(run(matcher, doubled), run(matcher, pairs[:2]), strict=True):
-        assert_same(first, second)
+    with pytest.raises(UsageError, match="2 images"):
+        matcher(Features.stack([features0] * 2), Features.stack([features1]))
+    doubled = tuple(replace(f, descriptors=f.descriptors.double()) for f in pairs[0])
+    assert_same(run(matcher, [doubled])[0], expected)
 
 
 def test_names_of_the_parameters() -> None:
@@ -259,8 +277,9 @@ def test_names_of_the_parameters() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_shallow_networks_run(pairs, depth: int) -> None:
-    torch.manual_seed(0)
-    model = MatchingNetwork(replace(CONFIG, context=ContextConfig(dim=48, heads=2, depth=depth)))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = MatchingNetwork(replace(CONFIG, context=ContextConfig(dim=48, heads=2, depth=depth)))
     matches = run(AttentionMatcher(model, precision="float32"), pairs[:3])
     assert all(m.layers_run <= depth for m in matches)
     assert len(matches[0]) > 0
@@ -280,40 +299,25 @@ def test_precision_names() -> None:
         resolve_precision("float64", cpu)
 
 
-@pytest.mark.parametrize("together", [1, 200])
-def test_batches_run_in_groups_on_a_processor(pairs, monkeypatch, together: int) -> None:
-    matcher = matcher_with(False, False)
-    expected = run(matcher, pairs)
-    sizes = []
-
-    def counted(self, tokens, *arguments):
-        sizes.append((len(tokens.pairs), len(tokens.x)))
-        return true_run(self, tokens, *arguments)
-
-    true_run = MatchingNetwork.run
-    monkeypatch.setattr(MatchingNetwork, "run", counted)
-    monkeypatch.setattr("matcher.match.context.TOGETHER", together)
-    for found, known in zip(run(matcher, pairs), expected, strict=True):
-        assert_same(found, known)
-    assert sum(number for number, _ in sizes) == len(pairs)
-    assert len(sizes) > 1
-    assert all(number == 1 or count <= together for number, count in sizes)
-
-
 @torch.no_grad()
 def test_an_inference_network_shares_nothing_with_its_source(pairs) -> None:
-    source = random_model()
+    source = random_model(config=GUIDED)
     frozen = inference_network(source, precision="float32")
+    half = inference_network(source, precision="bfloat16")
+    assert half.layers[0].self_block.attention.qkv.weight.dtype == half.project.weight.dtype == torch.bfloat16
+    for name in ("position", "heads", "confidence", "guidance", "consensus"):  # need more digits
+        assert {p.dtype for p in getattr(half, name).parameters()} == {torch.float32}
     sides = [Features.stack([f]) for f in pairs[0]]
-    before = frozen(*sides).pairs[0].assignment.log_scores
-    torch.testing.assert_close(source(*sides).pairs[0].assignment.log_scores, before, atol=1e-3, rtol=1e-3)
+
+    def scores(network: MatchingNetwork) -> torch.Tensor:
+        return network(*sides)[0].assignment.log_scores
+
+    before = scores(frozen)
+    torch.testing.assert_close(scores(source), before, atol=1e-3, rtol=1e-3)
     for value in source.state_dict().values():
         value.mul_(1.1).add_(0.01)
-    assert torch.equal(frozen(*sides).pairs[0].assignment.log_scores, before)
-    changed = inference_network(source, precision="float32")(*sides).pairs[0]
-    now = source(*sides).pairs[0]
-    assert changed.assignment.log_scores.shape == now.assignment.log_scores.shape
-    torch.testing.assert_close(changed.assignment.log_scores, now.assignment.log_scores, atol=1e-3, rtol=1e-3)
+    assert scores(frozen).equal(before)
+    torch.testing.assert_close(scores(inference_network(source)), scores(source), atol=2.0, rtol=0.5)
 
 
 def test_a_network_trains_on_after_an_inference_network_was_made(pairs) -> None:
@@ -325,7 +329,7 @@ def test_a_network_trains_on_after_an_inference_network_was_made(pairs) -> None:
     for _ in range(3):
         *_, last = (state.tokens.x for state in source.run(tokens, ALL_LAYERS))
         loss = last.square().mean()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         optimiser.zero_grad()
         loss.backward(retain_graph=True)
         optimiser.step()
@@ -341,10 +345,7 @@ def test_the_first_layers_are_a_network_of_its_own_and_leave_the_whole_alone(pai
     assert len(matcher.model.layers) == len(matcher.model.heads) == CONFIG.context.depth
     sides = [Features.stack([f]) for f in pairs[0]]
     found = cut(*sides)[0]
-    with torch.inference_mode():
-        states = list(matcher.model.run(matcher.model.tokens(*sides)))
-        prediction = states[1].assign([0])[0]
-    assert found.layers_run == 2 and prediction.layers_run == 2
+    assert found.layers_run == 2
     assert matcher(*sides)[0].layers_run == CONFIG.context.depth
     strict = matcher.adjusted(policy=replace(matcher.model.config.policy, match_threshold=0.9))
     assert strict(*sides)[0].scores.min(initial=1.0) > 0.9
