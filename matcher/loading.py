@@ -209,8 +209,7 @@ def _further_passes(
     other = None
     if config.second_pass.preset is not None:
         shared = {
-            name: given.get(name)
-            for name in ("device", "precision", "max_keypoints", "engine", *OF_NETWORKS)
+            name: given.get(name) for name in ("device", "precision", "max_keypoints", "engine", *OF_NETWORKS)
         }
         other = _OtherMatcher(config.second_pass.preset, shared)
     return FurtherPasses(config.second_pass, own, other, config.estimation, config.extractor.resize)
