@@ -12,7 +12,8 @@ from collection_runs import QUICK, photos
 from matcher.cli import main
 from matcher.collection.collection import Collection
 from matcher.collection.schema import StoredPair
-from matcher.explain.report import BINS, bin_of, collect_statistics, lay_out
+from matcher.collection.store import Store
+from matcher.explain.run_report import BINS, bin_of, collect_statistics, lay_out
 from matcher.types import Matches, TwoViewGeometry
 
 ODD = "<img src=x onerror=alert(1)>&amp;.png"
@@ -51,8 +52,6 @@ def written(run):
 
 
 def test_the_page_counts_what_the_store_holds(run, written):
-    from matcher.collection.store import Store
-
     data = page_data(written)
     with Store.open(run) as store:
         counts, pairs = store.counts(), list(store.pairs())
@@ -109,6 +108,16 @@ def test_a_browser_shows_the_graph_and_follows_a_link(run, written, tmp_path):
         page.wait("return location.pathname.endsWith('report.html') && document.body.dataset.ready")
 
 
+def test_a_page_names_the_reconstructions_of_its_run(run):
+    model = run.parent / "model"
+    model.mkdir()
+    for other, named in (("../run", True), ("../another", False)):
+        (model / "summary.json").write_text(json.dumps({"run": other}))
+        assert main(["report", str(run), "--pages", "0"]) == 0
+        rows = page_data(run / "report.html")["origin"]
+        assert (["reconstruction", str(model)] in rows) == named
+
+
 def test_a_run_without_pairs_makes_a_useful_page(tmp_path):
     photos(tmp_path / "photos", 2)
     options = {"preset": "nearest", "max_keypoints": 150, "device": "cpu"}
@@ -139,15 +148,16 @@ def test_images_that_are_gone_or_changed_are_reported(run, tmp_path, capsys):
         image.write_bytes(before)
 
 
-def test_bad_requests_are_named(run, tmp_path, capsys):
-    assert main(["report", str(tmp_path)]) == 2
-    assert "holds no run" in capsys.readouterr().err
-    assert main(["report", str(run), "--output", str(tmp_path / "page.txt")]) == 2
-    assert ".html" in capsys.readouterr().err
-    assert main(["report", str(run), "--pages", "-1"]) == 2
+def test_bad_requests_are_refused(run, tmp_path):
     (tmp_path / "page_pairs").write_text("in the way")
-    assert main(["report", str(run), "--output", str(tmp_path / "page.html")]) == 2
-    assert "is a file" in capsys.readouterr().err
+    for arguments in (
+        (tmp_path,),
+        (run, "--output", tmp_path / "page.txt"),
+        (run, "--pages", -1),
+        (run, "--output", tmp_path / "page.html"),
+    ):
+        assert main(["report", *map(str, arguments)]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["page_pairs"]
 
 
 def stored(number, inliers, matches, status="ok"):
@@ -177,12 +187,9 @@ def test_one_pass_keeps_the_worst_and_the_best():
         collect_statistics(iter(pairs), 0, 0).weakest == []
         and collect_statistics(iter(()), 5, 5).strongest == []
     )
+    assert [BINS[bin_of(count)] for count in (0, 1, 9, 10, 1999, 10**6)] == [0, 1, 1, 10, 1000, 2000]
     free = collect_statistics(iter([stored(0, 0, 7, "not_estimated")]), 1, 1)
     assert free.strongest[0].inliers == 7
-
-
-def test_bins_hold_their_counts():
-    assert [BINS[bin_of(count)] for count in (0, 1, 9, 10, 1999, 10**6)] == [0, 1, 1, 10, 1000, 2000]
 
 
 def test_images_that_match_lie_near_each_other():

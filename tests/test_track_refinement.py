@@ -14,7 +14,7 @@ from matcher.collection.track_refinement import refine_run
 from matcher.collection.tracks import tracks_of
 from matcher.config import RefineConfig
 from matcher.errors import IntegrityError
-from matcher.explain.report import write_run_report
+from matcher.explain.run_report import write_run_report
 from matcher.export.npz import write_npz
 from matcher.types import Matches, MatchRefinement
 

@@ -229,7 +229,7 @@ def report(
     overwrite: Overwrite = False,
 ) -> None:
     """Write an HTML report of a run: pair graph, match counts, tracks, failures and weakest pairs."""
-    from matcher.explain.report import write_run_report
+    from matcher.explain.run_report import write_run_report
 
     written = write_run_report(run, output, pages=pages, overwrite=overwrite)
     show(f"wrote {written.index} and pages of {written.pages} pairs")

@@ -1,0 +1,333 @@
+"""The page of a run: pair graph, match counts, tracks, failures, weakest pairs; pages of pairs beside it."""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from matcher.collection.schema import StoredImage, StoredPair
+from matcher.collection.store import Store
+from matcher.collection.tracks import tracks_of
+from matcher.errors import ImageError, UsageError
+from matcher.explain.report import BODY, SCRIPTS, build_page, pair_data
+from matcher.files import check_output, refuse_foreign, write_output
+from matcher.images import limit_for, read_image
+from matcher.sfm.models import SUMMARY, read_summary
+
+PAGES = 20  # default number of pair pages
+BINS = (0, 1, 10, 20, 50, 100, 200, 500, 1000, 2000)  # least count of each bin of a histogram
+_TRACKED = 5_000_000  # verified matches whose tracks are joined, some seconds a million
+_ROWS = 500  # of a table
+_NODES, _EDGES = 400, 4000  # of the graph: what a page shows legibly and at once
+_BODY = (
+    '<p id="summary"></p><div id="tables"></div><h2>Pair graph</h2><div id="controls"></div>'
+    '<p id="info"></p><canvas id="graph" width="960" height="640"></canvas><p id="legend"></p>'
+    '<div id="details"></div><div id="rows"></div>'
+)
+
+
+@dataclass(frozen=True)
+class RunPages:
+    """What was written."""
+
+    index: Path
+    pages: int  # of pairs
+    left_out: tuple[str, ...]  # pairs that have no page, and why
+
+
+def write_run_report(
+    run_dir: str | Path, path: str | Path | None = None, *, pages: int = PAGES, overwrite: bool = False
+) -> RunPages:
+    """Write the page of a run and, in a folder beside it, pages of its weakest pairs.
+
+    Each file appears whole or not at all.
+
+    Args:
+        run_dir: of the store, which is only read.
+        path: .html; `report.html` in the run's folder when absent.
+        pages: pairs that get a page of their own, the weakest first; their images are read again.
+        overwrite: replace files that no earlier report wrote.
+
+    Raises:
+        UsageError: no run there, an output that cannot be written, or a negative number of pages.
+        IntegrityError: the store is damaged.
+    """
+    run_dir = Path(run_dir)
+    if pages < 0:
+        raise UsageError(f"the number of pages must not be negative, got {pages}")
+    with Store.open(run_dir) as store:
+        path = check_output(path or run_dir / "report.html", (".html",), overwrite=overwrite)
+        found = collect_statistics(store.pairs(), max(_ROWS, pages), _EDGES)
+        links, left_out = _write_pairs(store, found.weakest[:pages], path, overwrite)
+        data = _run_data(store, found, links, left_out)
+    write_output(path, build_page(f"matcher: {run_dir.name}", ("elements.js", "run.js"), _BODY, data))
+    return RunPages(path, len(links), tuple(left_out))
+
+
+# --- Statistics, from one pass over the pairs in bounded memory
+
+
+@dataclass(frozen=True)
+class PairRow:
+    """A pair without its matches."""
+
+    verified: bool  # a geometry was found, or none was asked for
+    inliers: int  # matches, where no geometry was asked for
+    matches: int
+    name0: str
+    name1: str
+    status: str
+    seconds: float
+
+
+@dataclass
+class RunStatistics:
+    """What a page shows about a run: counts, and a limited number of rows."""
+
+    pairs: int = 0
+    seconds: float = 0.0
+    verified_matches: int = 0  # inliers of the verified pairs
+    statuses: Counter = field(default_factory=Counter)
+    matches: Counter = field(default_factory=Counter)  # pairs by bin
+    inliers: Counter = field(default_factory=Counter)
+    degree: Counter = field(default_factory=Counter)  # verified pairs of each image
+    tried: Counter = field(default_factory=Counter)  # pairs of each image
+    weakest: list[PairRow] = field(default_factory=list)  # the weakest first
+    strongest: list[PairRow] = field(default_factory=list)  # the strongest first
+
+
+def collect_statistics(pairs: Iterable[StoredPair], limit: int, edges: int) -> RunStatistics:
+    """Go once over the pairs of a run, as a store gives them; keep `limit` weak and `edges` strong ones."""
+    found, weakest, strongest = RunStatistics(), [], []
+    for pair in pairs:
+        status, matches = pair.geometry.status, len(pair.matches)
+        free = status == "not_estimated"
+        inliers = matches if free else int(pair.geometry.inliers.sum())
+        verified = matches > 0 if free else status == "ok"
+        row = PairRow(verified, inliers, matches, pair.name0, pair.name1, status, pair.seconds)
+        found.pairs += 1
+        found.seconds += pair.seconds
+        found.verified_matches += inliers if verified else 0
+        found.statuses[status] += 1
+        found.matches[bin_of(matches)] += 1
+        found.inliers[bin_of(inliers)] += 1
+        for name in (row.name0, row.name1):
+            found.tried[name] += 1
+            found.degree[name] += verified
+        rank = (verified, inliers, matches)
+        if verified:
+            _keep(strongest, (*rank, found.pairs, row), edges)
+        _keep(weakest, (*(-value for value in rank), -found.pairs, row), limit)
+    found.strongest = [row for *_, row in sorted(strongest, reverse=True)]
+    found.weakest = [row for *_, row in sorted(weakest, reverse=True)]
+    return found
+
+
+def _keep(heap: list, item: tuple, limit: int) -> None:
+    """Keep the `limit` largest items; their keys, which come first, differ."""
+    if len(heap) < limit:
+        heapq.heappush(heap, item)
+    elif limit and item > heap[0]:
+        heapq.heapreplace(heap, item)
+
+
+def bin_of(count: int) -> int:
+    """Which of `BINS` a count falls into."""
+    return max(number for number, least in enumerate(BINS) if count >= least)
+
+
+# --- Pages of pairs
+
+
+def _write_pairs(
+    store: Store, rows: Sequence[PairRow], index: Path, overwrite: bool
+) -> tuple[dict[tuple[str, str], str], list[str]]:
+    """A page for each of these pairs: links to them from the index, and what has no page and why."""
+    links: dict[tuple[str, str], str] = {}
+    left_out: list[str] = []
+    if not rows:
+        return links, left_out
+    folder = index.with_name(f"{index.stem}_pairs")
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):  # a link may lead anywhere
+        raise UsageError(f"{folder} is a file or a link; move it away, or name another file for the page")
+    folder.mkdir(exist_ok=True)
+    wanted = {(row.name0, row.name1): number for number, row in enumerate(rows, 1)}
+    images = {image.name: image for image in store.images()}
+    for pair in store.pairs():
+        if (names := (pair.name0, pair.name1)) not in wanted:
+            continue
+        page = folder / f"{wanted[names]:05d}.html"
+        refuse_foreign(page, overwrite=overwrite)
+        try:
+            data = _pair_data(store, pair, [images[name] for name in names])
+        except ImageError as error:
+            left_out.append(f"{pair.name0} and {pair.name1}: {error}")
+            continue
+        data["back"] = f"../{quote(index.name)}"
+        write_output(page, build_page(f"{pair.name0} and {pair.name1}", SCRIPTS, BODY, data))
+        links[names] = f"{quote(folder.name)}/{page.name}"
+    return links, left_out
+
+
+def _pair_data(store: Store, pair: StoredPair, images: Sequence[StoredImage]) -> dict[str, Any]:
+    """The data of one pair's page, with its images as they are on disk now."""
+    settings, shown = store.settings, []
+    for image in images:
+        upright = settings.get("upright", True)
+        pixels = read_image(image.path, resize=1024, upright=upright, max_pixels=limit_for(image.size))
+        if pixels.size != image.size:
+            raise ImageError(f"{image.path}: its size has changed since the run; run it again")
+        shown.append(pixels)
+    origin = [
+        ("run", str(store.folder)),
+        ("preset", str(settings.get("preset"))),
+        ("weights", f"sha256 {settings['weights']}" if settings.get("weights") else "none"),
+        ("image 0", str(images[0].path)),
+        ("image 1", str(images[1].path)),
+        ("seconds", f"{pair.seconds:.3f}"),
+        (
+            "attention, exit and pruning",
+            "a run does not keep them: `matcher explain IMAGE0 IMAGE1 --output FILE.html` shows them",
+        ),
+    ]
+    keypoints = [store.keypoints(image.name) for image in images]
+    refined = [store.refined_keypoints(image.name) for image in images]
+    covariances = [
+        None if side is None else np.where(side.refined[:, None, None], side.covariances, np.nan)
+        for side in refined
+    ]
+    return pair_data(shown, keypoints, pair.matches, pair.geometry, origin, covariances)
+
+
+# --- What the page shows
+
+
+def _run_data(
+    store: Store, found: RunStatistics, links: dict[tuple[str, str], str], left_out: Sequence[str]
+) -> dict[str, Any]:
+    """All that the page shows, ready for JSON."""
+    counts, settings, images = store.counts(), store.settings, store.images()
+    failed = [[f"{pair.name0} and {pair.name1}", pair.reason] for pair in islice(store.failed(), _ROWS)]
+    lost = [[image.name, image.reason] for image in images if image.status == "failed"]
+    tracks = None
+    if found.verified_matches <= _TRACKED:  # of a run too large to hold them in memory there are none
+        joined = tracks_of(store)
+        tracks = {"count": len(joined), "mean": round(joined.mean_length, 2), "conflicts": joined.conflicts}
+        tracks["lengths"] = sorted(Counter(joined.lengths.tolist()).items())
+    alone = sorted(images, key=lambda image: (found.degree[image.name], image.name))
+    return {
+        "folder": str(store.image_folder),
+        "run": str(store.folder),
+        "origin": [
+            ["images of", str(store.image_folder)],
+            ["preset", str(settings.get("preset"))],
+            ["weights, sha256", settings.get("weights") or "none"],
+            ["geometry", str(settings.get("config", {}).get("estimation", {}).get("kind"))],
+            *(["reconstruction", str(folder)] for folder in _reconstructions(store.folder)),
+        ],
+        "counts": [
+            ["images", counts.images_done, counts.images_failed, counts.images_waiting],
+            ["pairs", counts.pairs_done, counts.pairs_failed, counts.pairs_waiting],
+        ],
+        "seconds": round(found.seconds, 1),
+        "statuses": sorted(found.statuses.items()),
+        "bins": list(BINS),
+        "histograms": [
+            [counter[number] for number in range(len(BINS))] for counter in (found.matches, found.inliers)
+        ],
+        "tracks": tracks,
+        "graph": _graph(found, images),
+        "weakest": [
+            [
+                r.name0,
+                r.name1,
+                r.matches,
+                r.inliers,
+                r.status,
+                round(r.seconds, 3),
+                links.get((r.name0, r.name1)),
+            ]
+            for r in found.weakest
+        ],
+        "alone": [
+            [image.name, image.count, found.tried[image.name], found.degree[image.name]]
+            for image in alone
+            if image.status == "done"
+        ][:_ROWS],
+        "failures": {
+            "images": [counts.images_failed, lost[:_ROWS]],
+            "pairs": [counts.pairs_failed, failed],
+            "pages": [len(left_out), [[text, ""] for text in left_out[:_ROWS]]],
+        },
+    }
+
+
+def _reconstructions(run: Path) -> list[Path]:
+    """Folders beside a run whose models were made from it."""
+    run, found = run.resolve(), []
+    for summary in sorted(run.parent.glob(f"*/{SUMMARY}")):
+        named = read_summary(summary.parent).get("run")
+        if isinstance(named, str) and os.path.normpath(summary.parent / named) == str(run):
+            found.append(summary.parent)
+    return found
+
+
+def _graph(found: RunStatistics, images: Sequence[StoredImage]) -> dict[str, Any]:
+    """Images with most partners and the strongest pairs between them, with positions on a unit square."""
+    shown = sorted(images, key=lambda image: (-found.degree[image.name], image.name))[:_NODES]
+    nodes = sorted(shown, key=lambda image: image.name)
+    number = {image.name: index for index, image in enumerate(nodes)}
+    rows = [row for row in found.strongest if row.name0 in number and row.name1 in number]
+    edges = np.array([[number[row.name0], number[row.name1]] for row in rows], np.int64).reshape(-1, 2)
+    inliers = np.array([row.inliers for row in rows], np.float64)
+    positions = np.round(lay_out(len(nodes), edges, np.sqrt(np.maximum(inliers, 1))), 4).tolist()
+    return {
+        "nodes": [
+            [image.name, *position, image.status, found.degree[image.name]]
+            for image, position in zip(nodes, positions, strict=True)
+        ],
+        "edges": [[*map(int, edge), row.inliers, row.matches] for edge, row in zip(edges, rows, strict=True)],
+        "images": len(images),
+        "pairs": sum(found.degree.values()) // 2,
+    }
+
+
+def lay_out(count: int, edges: np.ndarray, weights: np.ndarray, rounds: int = 150) -> np.ndarray:
+    """Lay out a graph by springs and repulsion (Fruchterman and Reingold 1991).
+
+    Args:
+        count: nodes n.
+        edges: (E, 2) int64 of them.
+        weights: (E,) above 0; heavier edges are shorter.
+        rounds: steps, which become smaller and smaller.
+
+    Returns:
+        (n, 2) positions in [0, 1]², the same every time; they start on a ring in the order of the nodes.
+    """
+    turn = 2 * np.pi * np.arange(count) / max(1, count)
+    positions = 0.5 + 0.4 * np.stack([np.sin(turn), -np.cos(turn)], axis=1)
+    if count < 3 or not len(edges):
+        return positions
+    rest, pull = 0.9 / np.sqrt(count), weights / weights.max()
+    for step in np.linspace(0.1, 0.002, rounds):
+        apart = positions[:, None] - positions[None]
+        square = np.maximum((apart**2).sum(-1), 1e-6)
+        force = (apart * (rest**2 / square)[..., None]).sum(1)
+        along = positions[edges[:, 0]] - positions[edges[:, 1]]
+        drawn = along * (pull * np.linalg.norm(along, axis=1) / rest)[:, None]
+        np.add.at(force, edges[:, 0], -drawn)
+        np.add.at(force, edges[:, 1], drawn)
+        force += (0.5 - positions) * 0.3  # parts that no edge joins stay on the page
+        length = np.maximum(np.linalg.norm(force, axis=1, keepdims=True), 1e-9)
+        positions = positions + force / length * np.minimum(length, step)
+    low, extent = positions.min(0), np.ptp(positions, axis=0)
+    return (positions - low) / max(extent.max(), 1e-9) + (1 - extent / extent.max()) / 2
