@@ -39,7 +39,6 @@ from matcher.verify.planes import build_estimator
 from matcher.verify.verdict import reject_improbable
 
 Mask = str | Path | np.ndarray | Any  # the last: a PIL image or a torch tensor
-_STAGES = ("extract", "match", "refine", "verify")
 FURTHER_PASSES = "further passes"  # among the stages of `Result.seconds`
 # The size at which a part of an image is looked at again / that at which the image was matched, at most.
 _ENLARGED = 4
@@ -145,29 +144,41 @@ class Pipeline:
             result = chosen._with_further_passes(result, images, originals, *cameras)
         if chosen.passes is not None and budget_ms is None and "guided" in self.passes.config.passes:
             result = self._with_guided(result, images)  # no plan knows what it costs
-        result = self._calibrated(result)
+        result = self.calibrated(result)
         return result if choice is None else learned(self, result)
 
     def _match_once(
         self, images: Sequence[Image], camera0: Camera | None, camera1: Camera | None, reading: float
     ) -> Result:
         """The result of one pass, in the matcher's order, with the probabilities that it gave."""
-        times = [perf_counter()]
+        start = perf_counter()
         features0, features1 = self.features_of(images)
-        times.append(perf_counter())
+        extracted = perf_counter()
         matches = self.match_features(features0, features1)
-        times.append(perf_counter())
-        matches = self.refine(*images, matches) if self.config.refine else matches
-        matches = weighed_by_refinement(matches, features1.scale.tolist(), calibration_of(self.matcher))
-        times.append(perf_counter())
-        geometry = self.verify(features0, features1, matches, camera0=camera0, camera1=camera1)
-        times.append(perf_counter())
-        seconds = dict(zip(_STAGES, np.diff(times).tolist(), strict=True))
-        seconds = {"read": reading, **seconds, "total": reading + times[-1] - times[0]}
-        if self.config.refine is None:
-            del seconds["refine"]
+        seconds = {"read": reading, "extract": extracted - start, "match": perf_counter() - extracted}
+        cameras = {"camera0": camera0, "camera1": camera1}
+        matches, geometry, spent = self.refined_and_verified(images, features0, features1, matches, **cameras)
+        seconds |= spent
+        seconds["total"] = sum(seconds.values())
         paths, source = (image.path for image in images), (self.preset, self.weights, self.layers)
         return Result(features0, features1, matches, geometry, *paths, seconds, *source)
+
+    def refined_and_verified(
+        self,
+        images: Sequence[Image],
+        features0: Features,
+        features1: Features,
+        matches: Matches,
+        **cameras: Camera | None,
+    ) -> tuple[Matches, TwoViewGeometry, dict[str, float]]:
+        """Matches moved to where the images look most alike, their geometry, and the seconds of both."""
+        start = perf_counter()
+        matches = self.refine(*images, matches) if self.config.refine else matches
+        matches = weighed_by_refinement(matches, features1.scale.tolist(), calibration_of(self.matcher))
+        refined = perf_counter()
+        geometry = self.verify(features0, features1, matches, **cameras)
+        seconds = {"refine": refined - start} if self.config.refine else {}
+        return matches, geometry, seconds | {"verify": perf_counter() - refined}
 
     def _with_further_passes(
         self,
@@ -203,11 +214,11 @@ class Pipeline:
             return result
         return _with_stage(replace(result, matches=matches, geometry=geometry), GUIDED, start)
 
-    def _calibrated(self, result: Result) -> Result:
+    def calibrated(self, result: Result) -> Result:
         """The result with its final match probabilities, best first."""
         matches = calibrated_by_geometry(result.matches, result.geometry, calibration_of(self.matcher))
         matches, geometry = best_first(matches, result.geometry)
-        first = result.first and self._calibrated(result.first)
+        first = result.first and self.calibrated(result.first)
         return replace(result, matches=matches, geometry=geometry.without_rejected(), first=first)
 
     def _original(self, given: ImageInput, mask: Mask | None, image: Image) -> Image:

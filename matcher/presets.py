@@ -1,4 +1,4 @@
-"""Named configurations, each written as its difference from another."""
+"""Named configurations, and the options that adjust them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
 from matcher.config import (
+    ALL_LAYERS,
     GRID_KIND,
     AssignmentConfig,
     BackboneConfig,
     CalibrationConfig,
     ContextConfig,
     Engine,
+    ExtractorConfig,
     GeometryKind,
     MatchingPolicy,
     NearestConfig,
@@ -32,32 +34,47 @@ from matcher.config import (
 )
 from matcher.errors import UsageError, check_number, unknown_name
 
-# --- presets: Named configurations, each written as its difference from another.
-
-# Thresholds and shares were chosen for the shipped weights on training photos; see weights/README.md.
-_HYBRID = PipelineConfig(
-    matcher=NetworkConfig(
-        guided=True,
-        assignment=AssignmentConfig(consensus=2),
-        match_probability=True,
-        policy=MatchingPolicy(
-            match_threshold=0.03,
-            threshold_doubles_at=20.0,
-            exit_share=0.9,
-            prune_matchability=0.02,
-            prune_confident_only=False,
-            min_pruned_share=0.05,
-            calibration=CalibrationConfig(
-                offset=2.99,
-                slope=0.44,
-                share_slope=1.3,
-                verified=VerifiedCalibrationConfig(offset=-2.02, slope=0.58, inlier=2.26, share_slope=0.28),
-            ),
+# Ours. Thresholds and shares were chosen for the shipped weights on training photos (weights/README.md).
+_HYBRID = NetworkConfig(
+    guided=True,
+    assignment=AssignmentConfig(consensus=2),
+    match_probability=True,
+    policy=MatchingPolicy(
+        match_threshold=0.03,
+        threshold_doubles_at=20.0,
+        exit_share=0.9,
+        prune_matchability=0.02,
+        prune_confident_only=False,
+        min_pruned_share=0.05,
+        calibration=CalibrationConfig(
+            offset=2.99,
+            slope=0.44,
+            share_slope=1.3,
+            verified=VerifiedCalibrationConfig(offset=-2.02, slope=0.58, inlier=2.26, share_slope=0.28),
         ),
     ),
-    weights="hybrid",
 )
-
+_HYBRID_LEARNED = replace(
+    _HYBRID,
+    kind="learned",
+    descriptor_dim=64,
+    position=PositionConfig(inputs=("xy",)),
+    context=ContextConfig(scale_logits_above=384),
+    policy=replace(
+        _HYBRID.policy,
+        match_threshold=0.05,
+        prune_matchability=0.01,
+        calibration=CalibrationConfig(
+            offset=0.8,
+            slope=0.58,
+            share_slope=0.49,
+            refined=RefinedCalibrationConfig(
+                offset=0.9, slope=0.85, refined=1.75, variance_slope=-0.31, further_passes=-1.56
+            ),
+            verified=VerifiedCalibrationConfig(offset=-2.0, slope=0.58, inlier=1.85, share_slope=0.43),
+        ),
+    ),
+)
 # SuperGlue, Sarlin et al. 2020: position and score by an MLP, one learned dustbin, a fixed depth.
 _SUPERGLUE = NetworkConfig(
     kind="superpoint",
@@ -78,8 +95,16 @@ _LIGHTGLUE = NetworkConfig(
     assignment=AssignmentConfig(kind="dual_softmax"),
 )
 _LIGHTGLUE_128 = replace(_LIGHTGLUE, kind="disk", descriptor_dim=128, project=True)
-_LIGHTGLUE_ORIENTED = replace(
+_LIGHTGLUE_SIFT = replace(
     _LIGHTGLUE_128, kind="sift", position=PositionConfig(inputs=("xy", "raw_sigma", "raw_orientation"))
+)
+_LIGHTGLUE_DOGHARDNET = replace(
+    _LIGHTGLUE_128,
+    kind="doghardnet",
+    position=PositionConfig(inputs=("xy", "raw_scale", "raw_counterclockwise")),
+)
+_LIGHTGLUE_KEYNET = replace(
+    _LIGHTGLUE_128, kind="keynet", position=PositionConfig(inputs=("xy", "frame")), policy=ALL_LAYERS
 )
 _LIGHTERGLUE = replace(
     _LIGHTGLUE,
@@ -104,120 +129,50 @@ _LOFTR = NetworkConfig(
     refinement=RefinementConfig(),
 )
 # The assignment of the networks that were published as "ot" beside those of dual softmax ("ds").
-LOFTR_TRANSPORT = replace(
-    _LOFTR.assignment,
-    kind="sinkhorn",
+LOFTR_TRANSPORT = AssignmentConfig(
     dustbin="learned",
-    temperature=1.0,
+    every_layer=False,
+    project=False,
+    border=2,
     max_iterations=3,
     tolerance=None,
     drop_unmatched=True,
 )
-# Points of a grid lie on no corner, and the network has refined them.
-_ON_GRID = replace(_HYBRID, extractor=replace(_HYBRID.extractor, kind=GRID_KIND, resize=640), refine=None)
-_BY_CONTENT = {"soft_resize": 640, "sparse_resize": 1024}
-_ON_LEARNED = replace(_HYBRID, extractor=replace(_HYBRID.extractor, kind="learned", **_BY_CONTENT))
-_ON_SUPERPOINT = replace(_HYBRID, extractor=replace(_HYBRID.extractor, kind="superpoint"))
+_LEARNED = ExtractorConfig("learned", soft_resize=640, sparse_resize=1024)
+_GRID = ExtractorConfig(GRID_KIND, resize=640)  # its points lie on no corner, and the network refines them
+
+
+def _preset(network: NetworkConfig | NearestConfig, weights: str | None, **parts: Any) -> PipelineConfig:
+    """A preset of a network on its own front end."""
+    kind = network.kind if isinstance(network, NetworkConfig) else "sift"
+    return PipelineConfig(network, weights=weights, **{"extractor": ExtractorConfig(kind), **parts})
+
 
 PRESETS: dict[str, PipelineConfig] = {
-    "hybrid": _HYBRID,
-    "hybrid-learned": replace(
-        _ON_LEARNED,
-        matcher=replace(
-            _HYBRID.matcher,
-            kind="learned",
-            descriptor_dim=64,
-            position=PositionConfig(inputs=("xy",)),
-            context=replace(_HYBRID.matcher.context, scale_logits_above=384),
-            policy=replace(
-                _HYBRID.matcher.policy,
-                match_threshold=0.05,
-                exit_share=0.9,
-                prune_matchability=0.01,
-                calibration=CalibrationConfig(
-                    offset=0.8,
-                    slope=0.58,
-                    share_slope=0.49,
-                    refined=RefinedCalibrationConfig(
-                        offset=0.9, slope=0.85, refined=1.75, variance_slope=-0.31, further_passes=-1.56
-                    ),
-                    verified=VerifiedCalibrationConfig(
-                        offset=-2.0, slope=0.58, inlier=1.85, share_slope=0.43
-                    ),
-                ),
-            ),
-        ),
-        weights="hybrid-learned",
-        second_pass=RetryConfig(),
+    "hybrid": _preset(_HYBRID, "hybrid"),
+    "hybrid-learned": _preset(
+        _HYBRID_LEARNED, "hybrid-learned", extractor=_LEARNED, second_pass=RetryConfig()
     ),
-    "nearest": replace(_HYBRID, matcher=NearestConfig(), weights=None),
-    "nearest-learned": replace(_ON_LEARNED, matcher=NearestConfig(ratio=0.91), weights=None),
-    "superglue-indoor": replace(_ON_SUPERPOINT, matcher=_SUPERGLUE, weights="superglue-indoor"),
-    "superglue-outdoor": replace(_ON_SUPERPOINT, matcher=_SUPERGLUE, weights="superglue-outdoor"),
-    "lightglue-superpoint": replace(_ON_SUPERPOINT, matcher=_LIGHTGLUE, weights="lightglue-superpoint"),
-    "lightglue-disk": replace(
-        _HYBRID,
-        extractor=replace(_HYBRID.extractor, kind="disk"),
-        matcher=_LIGHTGLUE_128,
-        weights="lightglue-disk",
-    ),
-    "lightglue-aliked": replace(
-        _HYBRID,
-        extractor=replace(_HYBRID.extractor, kind="aliked"),
-        matcher=replace(_LIGHTGLUE_128, kind="aliked"),
-        weights="lightglue-aliked",
-    ),
-    "lightglue-sift": replace(_HYBRID, matcher=_LIGHTGLUE_ORIENTED, weights="lightglue-sift"),
-    "lightglue-doghardnet": replace(
-        _HYBRID,
-        extractor=replace(_HYBRID.extractor, kind="doghardnet"),
-        matcher=replace(
-            _LIGHTGLUE_ORIENTED,
-            kind="doghardnet",
-            position=PositionConfig(inputs=("xy", "raw_scale", "raw_counterclockwise")),
-        ),
-        weights="lightglue-doghardnet",
-    ),
-    "lightglue-keynet": replace(
-        _HYBRID,
-        extractor=replace(_HYBRID.extractor, kind="keynet"),
-        matcher=replace(
-            _LIGHTGLUE_128,
-            kind="keynet",
-            position=PositionConfig(inputs=("xy", "frame")),
-            policy=MatchingPolicy(early_exit=False, pruning=False),
-        ),
-        weights="lightglue-keynet",
-    ),
-    "lightglue-dedodeb": replace(
-        _HYBRID,
-        extractor=replace(_HYBRID.extractor, kind="dedodeb"),
-        matcher=replace(_LIGHTGLUE, kind="dedodeb"),
-        weights="lightglue-dedodeb",
-    ),
-    "lightglue-dedodeg": replace(
-        _HYBRID,
-        extractor=replace(_HYBRID.extractor, kind="dedodeg"),
-        matcher=replace(_LIGHTGLUE, kind="dedodeg"),
-        weights="lightglue-dedodeg",
-    ),
-    "lightglue-xfeat": replace(
-        _HYBRID,
-        extractor=replace(_HYBRID.extractor, kind="xfeat"),
-        matcher=_LIGHTERGLUE,
-        weights="lightglue-xfeat",
-    ),
-    "loftr-outdoor": replace(
-        _ON_GRID,
-        extractor=replace(_ON_GRID.extractor, resize=840),
-        matcher=_LOFTR,
-        weights="loftr-outdoor",
-    ),
-    "loftr-indoor": replace(_ON_GRID, matcher=_LOFTR, weights="loftr-indoor"),
-    "loftr-indoor-new": replace(
-        _ON_GRID,
-        matcher=replace(_LOFTR, position=PositionConfig(kind="sine")),
-        weights="loftr-indoor-new",
+    "nearest": _preset(NearestConfig(), None),
+    "nearest-learned": _preset(NearestConfig(ratio=0.91), None, extractor=_LEARNED),
+    "superglue-indoor": _preset(_SUPERGLUE, "superglue-indoor"),
+    "superglue-outdoor": _preset(_SUPERGLUE, "superglue-outdoor"),
+    "lightglue-superpoint": _preset(_LIGHTGLUE, "lightglue-superpoint"),
+    "lightglue-disk": _preset(_LIGHTGLUE_128, "lightglue-disk"),
+    "lightglue-aliked": _preset(replace(_LIGHTGLUE_128, kind="aliked"), "lightglue-aliked"),
+    "lightglue-sift": _preset(_LIGHTGLUE_SIFT, "lightglue-sift"),
+    "lightglue-doghardnet": _preset(_LIGHTGLUE_DOGHARDNET, "lightglue-doghardnet"),
+    "lightglue-keynet": _preset(_LIGHTGLUE_KEYNET, "lightglue-keynet"),
+    "lightglue-dedodeb": _preset(replace(_LIGHTGLUE, kind="dedodeb"), "lightglue-dedodeb"),
+    "lightglue-dedodeg": _preset(replace(_LIGHTGLUE, kind="dedodeg"), "lightglue-dedodeg"),
+    "lightglue-xfeat": _preset(_LIGHTERGLUE, "lightglue-xfeat"),
+    "loftr-outdoor": _preset(_LOFTR, "loftr-outdoor", extractor=replace(_GRID, resize=840), refine=None),
+    "loftr-indoor": _preset(_LOFTR, "loftr-indoor", extractor=_GRID, refine=None),
+    "loftr-indoor-new": _preset(
+        replace(_LOFTR, position=PositionConfig(kind="sine")),
+        "loftr-indoor-new",
+        extractor=_GRID,
+        refine=None,
     ),
 }
 DEFAULT_PRESET = "hybrid-learned"
@@ -232,10 +187,6 @@ def find_preset(name: str) -> PipelineConfig:
     if name not in PRESETS:
         raise UsageError(unknown_name("preset", name, PRESETS))
     return PRESETS[name]
-
-
-# --- options: The options that adjust a preset: their names, what each means, and where it lies in a
-# configuration.
 
 
 class LoadOptions(TypedDict, total=False):
@@ -402,8 +353,6 @@ def _check_for_nearest(given: dict[str, Any], front_end: str) -> None:
     if useless:
         raise UsageError(f"this preset has no network, so {useless[0]} has no effect; leave it out")
 
-
-# --- plugins: Presets of other packages: entry points of the group `matcher.presets`.
 
 GROUP = "matcher.presets"
 

@@ -15,10 +15,9 @@ from matcher.cameras import Camera
 from matcher.config import GRID_KIND, EstimationConfig
 from matcher.errors import UsageError
 from matcher.geometry import UPRIGHT, resized, turn_angles
-from matcher.match.calibration import calibrated_by_geometry, calibration_of, weighed_by_refinement
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.result import Result
-from matcher.types import Extractor, Features, Image, Matcher, Matches, best_first
+from matcher.types import Extractor, Features, Image, Matcher, Matches
 from matcher.verify.estimation import RobustEstimator
 
 # --- extraction: Keypoints of a large image, tile by tile, ranked together and spread over the image.
@@ -457,7 +456,7 @@ class TiledPipeline(Pipeline):
         found, spent = self._match_tiles(full, first, **cameras)
         seconds = dict(zip(("read", "first_pass"), np.diff(times).tolist(), strict=True)) | spent
         seconds["total"] = perf_counter() - times[0]
-        return replace(first, **found, seconds=seconds, passes=(), first=None)
+        return self.calibrated(replace(first, **found, seconds=seconds, passes=(), first=None))
 
     def _match_tiles(
         self, full: list[Image], first: Result, **cameras: Camera | None
@@ -478,20 +477,10 @@ class TiledPipeline(Pipeline):
             full[side] = replace(full[side], pixels=full[side].grey())
         times.append(perf_counter())
         matches = self._match_windows(*sides, *ends)
-        times.append(perf_counter())
-        matches = self.refine(*full, matches) if self.config.refine else matches
-        matches = weighed_by_refinement(matches, sides[1].scale.tolist(), calibration_of(self.matcher))
-        times.append(perf_counter())
-        geometry = self.verify(*sides, matches, **cameras)
-        matches = calibrated_by_geometry(matches, geometry, calibration_of(self.matcher))
-        matches, geometry = best_first(matches, geometry)
-        times.append(perf_counter())
+        seconds = {"extract": times[1] - times[0], "match": perf_counter() - times[1]}
+        matches, geometry, spent = self.refined_and_verified(full, *sides, matches, **cameras)
         found = {"features0": sides[0], "features1": sides[1], "matches": matches, "geometry": geometry}
-        stages = ("extract", "match", "refine", "verify")
-        seconds = dict(zip(stages, np.diff(times).tolist(), strict=True))
-        if self.config.refine is None:
-            del seconds["refine"]
-        return found, seconds
+        return found, seconds | spent
 
     def _match_windows(self, features0: Features, features1: Features, *first: np.ndarray) -> Matches:
         points = [to_numpy(features.keypoints) for features in (features0, features1)]

@@ -41,6 +41,7 @@ PURE_CALLS = {
     "dict",
     "frozenset",
     "namedtuple",
+    "_preset",
     "argument",  # of the command line: an annotation
     "np.array",
     "option",
