@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from matcher.errors import MatcherError
-from matcher.evaluate.folders import SPLITS, find_other_photos, find_posed_photos
 from matcher.evaluate.localization import make_map, measure_localization, time_localization
+from matcher.evaluate.multiview import SPLITS, find_other_photos, find_posed_photos
 from matcher.localization.sparse_map import LocalizationConfig
 from matcher.presets import DEFAULT_PRESET
 

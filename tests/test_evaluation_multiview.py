@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 import matcher
-from matcher.cli import main
 from matcher.config import EstimationConfig
 from matcher.errors import ImageError, IntegrityError, UsageError
-from matcher.evaluate.folders import draw_recorded, overlap_of
 from matcher.evaluate.measure import ImageFeatures, find_ground_truth, measure_pair
+from matcher.evaluate.multiview import draw_recorded, overlap_of
 from matcher.evaluate.protocols import DepthCamera, DepthPair, depth_at, reproject
 from matcher.evaluate.run import Method, as_markdown, as_object, evaluate
 from matcher.evaluate.sets import SetOptions, data_folder, find_sets
@@ -215,16 +214,13 @@ def test_damaged_cameras_are_a_message(rendered, text):
         find_sets(str(rendered), SetOptions())
 
 
-def test_damaged_depth_is_a_message(rendered):
-    (rendered / "0_depth.png").write_bytes(b"no picture")
-    with pytest.raises(ImageError, match="no depth"):
-        find_sets(str(rendered), SetOptions())
-
-
-def test_pairs_of_unknown_frames_are_a_message(recorded):
+def test_files_that_do_not_fit_are_named(rendered, recorded):
     (recorded / "pairs.json").write_text('[{"image0": "7.png", "image1": "1.png", "overlap": 0.5}]')
     with pytest.raises(UsageError, match="both among"):
         find_sets(str(recorded), SetOptions())
+    (rendered / "0_depth.png").write_bytes(b"no picture")
+    with pytest.raises(ImageError, match="no depth"):
+        find_sets(str(rendered), SetOptions())
 
 
 def test_pairs_are_drawn_by_the_angle_between_their_views(recorded):
@@ -257,13 +253,3 @@ def test_both_rooms_are_read_whole():
     assert (kitchen.name, len(kitchen), len(light)) == ("kitchen", 73, 4)
     assert len(bookstore) > 60
     assert find_sets("kitchen", SetOptions(pairs=3))[0].name == "kitchen"
-
-
-@needs_rooms
-def test_command_takes_the_name(tmp_path, capsys):
-    code = main(["evaluate", "bookstore", "--preset", "nearest", "--pairs", "1", "--output", str(tmp_path)])
-    assert code == 0 and "precision@3 px" in capsys.readouterr().out
-    assert {path.stem for path in tmp_path.glob("*.json")} == {
-        "bookstore_rendered",
-        "bookstore_rendered-light",
-    }

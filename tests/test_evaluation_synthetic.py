@@ -1,5 +1,3 @@
-from itertools import pairwise
-
 import cv2
 import numpy as np
 import pytest
@@ -7,9 +5,9 @@ import pytest
 import matcher
 from matcher.errors import UsageError
 from matcher.evaluate.measure import reprojection_errors
-from matcher.evaluate.protocols import degrade
 from matcher.evaluate.synthetic import (
     LEVELS,
+    degrade,
     draw_homography,
     recoloured,
     sensor_set,
@@ -79,14 +77,6 @@ def test_levels_keep_their_bounds(number, rng):
         assert np.isfinite(warp_points(grid, H)).all()
 
 
-def test_levels_grow():
-    numbers = [LEVELS[number] for number in (1, 2, 3, 4)]
-    assert [level.rotation for level in numbers] == [15, 25, 35, 180]
-    for before, after in pairwise(numbers):
-        assert after.perspective > before.perspective and after.scale > before.scale
-        assert after.light > before.light
-
-
 @pytest.mark.parametrize("shape", [(50, 60), (50, 60, 3)])
 def test_disturbance_keeps_shape_and_grows(shape, rng):
     pixels = rng.integers(60, 200, shape).astype(np.uint8)
@@ -106,17 +96,15 @@ def test_unrelated_pairs_come_from_different_folders(photos):
     assert [pair.name for pair in again.pairs] == [pair.name for pair in found.pairs][:5]
 
 
-def test_what_cannot_be_made(photos, tmp_path):
+def test_what_cannot_be_made(photos):
     paths = find_images(photos)
     with pytest.raises(UsageError, match="levels"):
         synthetic_set(paths, levels=(1, 5))
-    with pytest.raises(UsageError, match="at least 1"):
-        synthetic_set(paths, count=0)
+    for make in (synthetic_set, zoomed_set, sensor_set, unrelated_set):
+        with pytest.raises(UsageError, match="at least 1"):
+            make(paths, count=0)
     with pytest.raises(UsageError, match="two photos"):
         unrelated_set(paths[:1])
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="no images"):
-        find_images(tmp_path / "empty")
 
 
 def test_level_0_changes_the_light_alone(photos):
@@ -146,8 +134,6 @@ def test_zoomed_pairs_show_a_part_at_several_times_the_scale(photos):
         alike = np.corrcoef(back[covered > 0].ravel(), wide.pixels[covered > 0].ravel())[0, 1]
         assert alike > 0.5
     assert found.pairs[2].name == zoomed_set(find_images(photos), count=3, seed=3).pairs[2].name
-    with pytest.raises(UsageError, match="at least 1"):
-        zoomed_set(find_images(photos), count=0)
 
 
 def test_two_sensors_see_the_same_edges_in_other_greys(rng):
@@ -173,5 +159,3 @@ def test_pairs_of_two_sensors_are_a_photo_and_a_warp_of_it(photos):
         assert pair.image1.pixels.shape == (height, width)
         middle = warp_points(np.array([[width / 2, height / 2]]), pair.H_1_from_0)
         assert inside(middle, (width, height)).all()
-    with pytest.raises(UsageError, match="at least 1"):
-        sensor_set(find_images(photos), count=0)

@@ -11,8 +11,8 @@ from localized_map import CAMERA, QUERIES, SIZE, make_map, pose_error
 import matcher
 from matcher.cameras import Camera
 from matcher.errors import IntegrityError, UsageError
-from matcher.evaluate.folders import PosedPhotos
 from matcher.evaluate.localization import enlarged, time_localization
+from matcher.evaluate.multiview import PosedPhotos
 from matcher.localization.checks import (
     check_ambiguous,
     check_camera,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from matcher.errors import UsageError
-from matcher.evaluate.protocols import read_texture
 from matcher.images import data_folder, find_images, is_image, list_images, natural_key
+from matcher.train.views import read_photo
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -54,8 +54,8 @@ def test_training_reads_heic(tmp_path, views):
     path = tmp_path / "a.heic"
     pillow_heif.from_bytes("RGB", (160, 120), np.ascontiguousarray(pixels).tobytes()).save(path)
     assert find_images(tmp_path) == [path]
-    grey, colour = read_texture(path), read_texture(path, colour=True)
+    grey = read_photo(path)
     assert grey.shape == (120, 160)
-    assert np.abs(colour.astype(int) - pixels[..., ::-1]).mean() < 6
+    assert np.abs(grey.astype(int) - cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)).mean() < 6
     (tmp_path / "b.heic").write_bytes(path.read_bytes()[:200])
-    assert read_texture(tmp_path / "b.heic") is None
+    assert read_photo(tmp_path / "b.heic") is None

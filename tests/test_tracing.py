@@ -9,8 +9,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture
 def tracing(monkeypatch):
-    """Modules of scripts/tracing by name."""
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+    """Modules of scripts/rooms/tracing by name."""
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "rooms")
     return lambda name: importlib.import_module(f"tracing.{name}")
 
 

@@ -1,25 +1,41 @@
-"""The loss and its gradient against converged and fully unrolled Sinkhorn."""
+"""Losses by hand, against converged and fully unrolled Sinkhorn, and on padded batches."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from training_data import LEARNED, SIFT, random_batch
 
 from matcher.benchmark.timing import naive_sinkhorn
+from matcher.config import ALL_LAYERS
+from matcher.match.network import MatchingNetwork
 from matcher.match.sinkhorn import log_assignment, sinkhorn
-from matcher.train.cached_pairs import IGNORED
+from matcher.train.keypoints import IGNORED, PairBatch
 from matcher.train.losses import (
+    PRUNED_AFTER,
+    UNROLLED,
+    DescribedKeypoints,
+    Pruning,
     assignment_loss,
     confidence_loss,
     correspondence_loss,
     decisions,
+    description_loss,
+    head_loss,
+    labelled_layers,
     match_probability_loss,
     matchability_loss,
+    matching_loss,
     mean_similarity_loss,
+    refinement_loss,
+    reliability_loss,
 )
-from matcher.train.recipe import OptimiserRecipe
+from matcher.train.pairs import other_of_pair
 from matcher.types import UNMATCHED
 
-RECIPE = OptimiserRecipe()
+ITERATIONS = SIFT.matcher.sinkhorn_iterations
 
 
 def random_scores(rows: int = 9, columns: int = 12, spread: float = 3.0) -> Tensor:
@@ -42,22 +58,8 @@ def test_log_assignment_is_the_converged_sinkhorn():
     mass = log_assignment(scores, 300, 3).exp()
     torch.testing.assert_close(mass[:, :-1].sum(2), torch.ones(2, 9), atol=1e-4, rtol=0)
     torch.testing.assert_close(mass[:, :, :-1].sum(1), torch.ones(2, 12), atol=1e-4, rtol=0)
-
-
-def test_log_assignment_with_the_recipes_iterations_is_near():
-    scores = random_scores()
-    near = log_assignment(scores, RECIPE.sinkhorn_iterations, RECIPE.unrolled_iterations)
-    change = near.exp() - log_assignment(scores, 500, 3).exp()
-    assert change[:, :-1, :-1].abs().max() < 0.06  # of a probability
-
-
-@pytest.mark.parametrize("size", [30.0, 300.0])
-def test_log_assignment_stays_finite_for_large_scores(size):
-    scores = (size * torch.randn(2, 20, 20, generator=torch.Generator().manual_seed(1))).requires_grad_()
-    log_p = log_assignment(scores, 10, 3)
-    log_p[:, :5, :5].mean().backward()
-    assert log_p.isfinite().all()
-    assert scores.grad.isfinite().all()
+    near = log_assignment(scores, ITERATIONS, UNROLLED).exp() - mass
+    assert near[:, :-1, :-1].abs().max() < 0.06  # of a probability, with the iterations of training
 
 
 def gradient(scores: Tensor, function) -> Tensor:
@@ -67,98 +69,54 @@ def gradient(scores: Tensor, function) -> Tensor:
     return scores.grad
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
-
-
-def test_gradient_of_long_unrolling_is_finite_differences():
-    """The reference itself, in float64."""
-    scores = random_scores().double()
-    expected = gradient(scores, lambda s: unrolled(s, 400))
-    for row, column in ((0, 1), (2, 2), (3, 12), (9, 5)):
-        step = torch.zeros_like(scores)
-        step[0, row, column] = 1e-5
-
-        def value(s: Tensor) -> Tensor:
-            log_p = unrolled(s, 400)
-            return (-log_p[:, 0, 1] - log_p[:, 3, -1] - log_p[:, -1, 5]).sum()
-
-        slope = (value(scores + step) - value(scores - step)) / 2e-5
-        assert float(slope) == pytest.approx(float(expected[0, row, column]), abs=1e-6)
-
-
-def test_truncated_gradient_approaches_the_exact_one():
-    """Relative error in the 2-norm: within 15 % with the recipe's iterations, falling with more unrolled."""
+def test_the_truncated_gradient_approaches_the_exact_one():
+    """Relative error in the 2-norm: within 15 % with the iterations of training, falling with more."""
     scores = random_scores(spread=2.0)
     exact = gradient(scores.double(), lambda s: unrolled(s, 400)).float()
-    errors = [
-        relative(gradient(scores, lambda s, n=n: log_assignment(s, 300, n)), exact) for n in (1, 3, 10, 40)
-    ]
-    assert errors == sorted(errors, reverse=True)
-    assert errors[-1] < 1e-3
-    recipe = lambda s: log_assignment(s, RECIPE.sinkhorn_iterations, RECIPE.unrolled_iterations)  # noqa: E731
-    assert relative(gradient(scores, recipe), exact) < 0.15
+
+    def error(*iterations: int) -> float:
+        found = gradient(scores, lambda s: log_assignment(s, *iterations))
+        return float((found - exact).norm() / exact.norm())
+
+    errors = [error(300, n) for n in (1, 3, 10, 40)]
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 1e-3
+    assert error(ITERATIONS, UNROLLED) < 0.15
 
 
-def test_loss_is_the_mean_log_likelihood_of_the_ground_truth():
+def test_the_loss_is_the_mean_log_likelihood_of_the_ground_truth():
     scores = random_scores(3, 4)[:1]
     partner0 = torch.tensor([[2, UNMATCHED, IGNORED]])
     partner1 = torch.tensor([[UNMATCHED, IGNORED, 0, UNMATCHED]])
     log_p = log_assignment(scores, 200, 3)[0]
     expected = -0.5 * (log_p[0, 2] + 0.5 * (log_p[1, -1] + (log_p[-1, 0] + log_p[-1, 3]) / 2))
     torch.testing.assert_close(assignment_loss(log_p[None], partner0, partner1), expected)
+    ignored = torch.full((1, 3), IGNORED), torch.full((1, 4), IGNORED)
+    assert assignment_loss(log_p[None], *ignored) == 0 and matchability_loss(scores, *ignored) == 0
 
 
-def test_ignored_points_have_no_say():
-    scores = random_scores(3, 3)[:1]
-    ignored = torch.full((1, 3), IGNORED)
-    assert assignment_loss(log_assignment(scores, 10, 2), ignored, ignored) == 0
-    assert matchability_loss(scores, ignored, ignored) == 0
-
-
-def test_loss_falls_on_a_toy_and_finds_the_ground_truth():
-    partner0 = torch.tensor([[1, 0, UNMATCHED, 3]])
-    partner1 = torch.tensor([[1, 0, UNMATCHED, 3]])
+def test_the_loss_falls_on_a_toy_and_finds_the_ground_truth():
+    partner = torch.tensor([[1, 0, UNMATCHED, 3]])
     scores = torch.zeros(1, 5, 5, requires_grad=True)
-    optimiser = torch.optim.Adam([scores], lr=0.2)
-    losses = []
+    optimiser, losses = torch.optim.Adam([scores], lr=0.2), []
     for _ in range(80):
-        loss = assignment_loss(log_assignment(scores, 10, 3), partner0, partner1)
+        loss = assignment_loss(log_assignment(scores, 10, 3), partner, partner)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.05 * losses[0]
-    assert decisions(log_assignment(scores.detach(), 50, 0)).tolist() == [
-        [1, 0, UNMATCHED, 3, 1, 0, UNMATCHED, 3]
-    ]
+    expected = [1, 0, UNMATCHED, 3]
+    assert decisions(log_assignment(scores.detach(), 50, 0)).tolist() == [2 * expected]
 
 
-def test_decisions_are_the_most_probable_partners():
-    scores = random_scores()
-    log_p = log_assignment(scores, 50, 0)
-    found = decisions(log_p)
-    assert found.shape == (2, 9 + 12)
-    rows, columns = log_p[:, :-1].argmax(2), log_p[:, :, :-1].argmax(1)
-    expected = torch.cat([rows.where(rows < 12, UNMATCHED), columns.where(columns < 9, UNMATCHED)], dim=1)
-    assert found.equal(expected)
-    assert (found == UNMATCHED).any()
-    assert (found >= 0).any()
-
-
-def test_confidence_loss_rewards_being_sure_of_the_final_decision():
+def test_confidence_and_match_probability_by_hand():
     here = torch.tensor([[1, 2, 3, UNMATCHED, 4]])
     final = torch.tensor([[1, 2, 0, UNMATCHED, UNMATCHED]])
-    right = confidence_loss(torch.tensor([[9.0, 9, -9, -9, 9]]), here, final)
-    wrong = confidence_loss(torch.tensor([[-9.0, 9, -9, 9, -9]]), here, final)
-    assert right < 1e-3  # whatever is said of the points without a partner at the end
-    assert wrong > 2
-
-
-def test_match_probability_loss_rewards_foreseeing_who_is_matched():
-    final = torch.tensor([[1, UNMATCHED, 0]])
-    assert match_probability_loss(torch.tensor([[9.0, -9, 9]]), final) < 1e-3
-    assert match_probability_loss(torch.tensor([[9.0, 9, 9]]), final) > 2
+    assert confidence_loss(torch.tensor([[9.0, 9, -9, -9, 9]]), here, final) < 1e-3
+    assert confidence_loss(torch.tensor([[-9.0, 9, -9, 9, -9]]), here, final) > 2
+    final, valid = torch.tensor([[1, UNMATCHED, 0, UNMATCHED]]), torch.tensor([[True, True, True, False]])
+    assert match_probability_loss(torch.tensor([[9.0, -9, 9, 9]]), final, valid) < 1e-3
+    assert match_probability_loss(torch.tensor([[9.0, 9, 9, 9]]), final, valid) > 2
 
 
 def test_matchability_loss_is_the_cross_entropy_of_known_points():
@@ -176,16 +134,174 @@ def test_mean_similarity_loss_sees_what_assignments_do_not():
     raised[:, 2] += 9.0  # all scores of a point, its dustbin's included
     before, after = (log_assignment(each, 200, 2) for each in (scores, raised))
     torch.testing.assert_close(before, after, atol=1e-4, rtol=1e-4)
+    mask = torch.ones(1, 4, dtype=torch.bool)
     means = scores[:, :-1, :-1].mean(2), scores[:, :-1, :-1].mean(1)
-    torch.testing.assert_close(
-        mean_similarity_loss(scores), means[0].square().mean() + means[1].square().mean()
-    )
-    assert mean_similarity_loss(raised) > mean_similarity_loss(scores) + 9
+    expected = means[0].square().mean() + means[1].square().mean()
+    torch.testing.assert_close(mean_similarity_loss(scores, mask, mask), expected)
+    assert mean_similarity_loss(raised, mask, mask) > expected + 9
 
 
 def test_correspondence_loss_counts_visible_points_only_and_is_steep_for_small_errors():
-    target = torch.zeros(1, 3, 2)
-    stated = torch.tensor([[[0.05, 0.0], [0.0, 0.15], [9.0, 9.0]]])
+    predicted = torch.tensor([[[0.05, 0.0], [0.0, 0.15], [9.0, 9.0]]])
     visible = torch.tensor([[True, True, False]])
     expected = 0.25 * (torch.tensor(2.0).log() + torch.tensor(4.0).log()) / 2
-    torch.testing.assert_close(correspondence_loss(stated, target, visible), expected)
+    torch.testing.assert_close(correspondence_loss(predicted, torch.zeros(1, 3, 2), visible), expected)
+
+
+# --- Layers of a network.
+
+
+def network(seed: int = 0, **changes: object) -> MatchingNetwork:
+    torch.manual_seed(seed)
+    model = MatchingNetwork(replace(SIFT.matcher.network, policy=ALL_LAYERS, **changes))
+    with torch.no_grad():  # no parameter at its special initial value
+        for value in model.parameters():
+            value += 0.05 * torch.randn(value.shape)
+    return model
+
+
+def padded(batch: PairBatch, more: int) -> PairBatch:
+    """The same pairs with further keypoints that do not exist."""
+
+    def longer(values: Tensor, fill: float) -> Tensor:
+        shape = (len(values), more, *values.shape[2:])
+        return torch.cat([values, values.new_full(shape, fill)], dim=1)
+
+    sides = [
+        side.with_valid(
+            keypoints=longer(side.keypoints, 7.0),
+            descriptors=longer(side.descriptors, 0.1),
+            scores=longer(side.scores, 1.0),
+            scales=longer(side.scales, 2.0),
+            orientations=longer(side.orientations, 0.3),
+            mask=longer(side.mask, False),
+        )
+        for side in (batch.features0, batch.features1)
+    ]
+    partners = (longer(partner, IGNORED) for partner in (batch.partner0, batch.partner1))
+    there = (longer(place, torch.nan) for place in (batch.corresponding0, batch.corresponding1))
+    return PairBatch(*sides, *partners, *there)
+
+
+def test_keypoints_that_do_not_exist_change_no_loss():
+    model, batch = network(), random_batch(np.random.default_rng(3))
+    recipe, losses, gradients = SIFT.matcher, [], []
+    for one in (batch, padded(batch, 5)):
+        model.zero_grad()
+        loss = matching_loss(model, one, recipe, torch.Generator().manual_seed(1))
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append(torch.cat([p.grad.flatten() for p in model.layers.parameters()]))
+    torch.testing.assert_close(losses[0], losses[1], rtol=0.02, atol=0)  # few iterations of Sinkhorn
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.99
+    heads = [head_loss(model, one, recipe).detach() for one in (batch, padded(batch, 5))]
+    torch.testing.assert_close(*heads, rtol=0.02, atol=0)
+
+
+def test_points_that_are_dropped_are_no_partners():
+    model, batch = network(), random_batch(np.random.default_rng(5))
+    layers = labelled_layers(model, batch, Pruning(0, 0.5))
+    whole, rest = layers[0].labels, layers[1].labels
+    assert [x.shape[1] for x in whole.partners] == [12, 12] and [x.shape[1] for x in rest.partners] == [6, 6]
+    probabilities = [
+        model.match_probabilities(side.x.flatten(0, 1), 0).view(side.x.shape[:2]) for side in layers[0].sides
+    ]
+    chosen = [each.topk(6, 1).indices.sort(1).values for each in probabilities]
+    for side, other in ((0, 1), (1, 0)):
+        kept, theirs = chosen[side], chosen[other]
+        for pair in range(3):
+            for new, old in enumerate(kept[pair].tolist()):
+                before, after = int(whole.partners[side][pair, old]), int(rest.partners[side][pair, new])
+                torch.testing.assert_close(
+                    rest.targets[side][pair, new], whole.targets[side][pair, old], equal_nan=True
+                )
+                if before < 0:
+                    assert after == before
+                elif before in theirs[pair]:
+                    assert int(theirs[pair][after]) == before
+                else:
+                    assert after == UNMATCHED
+
+
+def test_shares_and_layers_are_drawn():
+    rng = torch.Generator().manual_seed(0)
+    drawn = [Pruning.drawn((1.0, 0.5), 6, rng) for _ in range(60)]
+    assert {None if one is None else one.share for one in drawn} == {None, 0.5}
+    assert {one.after for one in drawn if one} == set(range(PRUNED_AFTER))
+    assert Pruning.drawn((0.5,), 1, rng) is None  # never after the last layer
+
+
+def test_heads_learn_alone_and_dropping_teaches_those_for_pruning():
+    model, batch = network(), random_batch(np.random.default_rng(2))
+    head_loss(model, batch, SIFT.matcher).backward()
+    with_gradient = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    heads = ("confidence.0", "match_probability.0")
+    assert with_gradient == {f"{head}.{part}" for head in heads for part in ("weight", "bias")}
+    model.zero_grad()
+    recipe = replace(SIFT.matcher, kept_shares=(1.0, 0.999))
+    for seed in range(4):
+        matching_loss(model, batch, recipe, torch.Generator().manual_seed(seed)).backward()
+    assert model.match_probability[0].weight.grad.any() and model.confidence[0].weight.grad is None
+
+
+@pytest.mark.parametrize(
+    "assignment", [{"kind": "dual_softmax", "consensus": 0}, {"every_layer": False}, {"dustbin": "learned"}]
+)
+def test_other_assignments_have_a_loss(assignment):
+    config = replace(SIFT.matcher.network.assignment, **assignment)
+    model = network(assignment=config, match_probability=False, guided=False)
+    batch = random_batch(np.random.default_rng(2))
+    loss = matching_loss(model, batch, SIFT.matcher, torch.Generator().manual_seed(0))
+    loss.backward()
+    assert loss.isfinite() and model.layers[0].self_block is not None
+
+
+# --- Keypoints.
+
+
+def described(own: Tensor, corresponding: Tensor, spacing: float = 20.0) -> DescribedKeypoints:
+    points = torch.arange(5.0)[None, :, None].expand(2, 5, 2) * spacing
+    return DescribedKeypoints(own, corresponding, points, points, torch.ones(2, 5, dtype=torch.bool))
+
+
+def random_descriptors() -> Tensor:
+    values = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0)).expand(2, 5, 8)
+    return torch.nn.functional.normalize(values, dim=-1)  # the same in both images
+
+
+def test_description_loss_wants_each_descriptor_at_its_position():
+    own, valid, chosen = random_descriptors(), torch.ones(2, 5, dtype=torch.bool), torch.arange(5)
+    scale = torch.tensor(20.0)
+    right = description_loss(described(own, own), chosen, valid, scale)
+    wrong = description_loss(described(own, own.roll(1, 1)), chosen, valid, scale)
+    assert right < 0.5 < wrong
+    crowded = described(own, own.roll(1, 1), spacing=0.1)  # nearer points need not differ
+    assert float(description_loss(crowded, chosen, valid, scale)) == pytest.approx(0, abs=1e-5)
+    assert float(description_loss(described(own, own), chosen, ~valid, scale)) == 0
+
+
+def test_keypoints_that_are_not_supervised_are_negatives():
+    own, chosen, valid = random_descriptors(), torch.arange(2), torch.ones(2, 2, dtype=torch.bool)
+    scale = torch.tensor(20.0)
+    repeated = torch.cat([own[:, :4], own[:, :1]], dim=1)  # the last keypoint has the first one's descriptor
+    apart = description_loss(described(own, own), chosen, valid, scale)
+    confused = described(repeated, repeated)
+    assert description_loss(confused, chosen, valid, scale) > apart + 0.5
+    confused.valid[:, 4] = False
+    assert description_loss(confused, chosen, valid, scale) < apart + 0.1
+
+
+def test_refinement_and_reliability_by_hand():
+    corresponding = torch.tensor([[[1.0, 2.0], [5.0, 5.0]]])
+    others = torch.tensor([[[5.0, 8.0], [1.0, 4.0]]])
+    nearest, counted = torch.tensor([[1, 0]]), torch.tensor([[True, False]])
+    assert float(refinement_loss(corresponding, others, nearest, counted)) == pytest.approx(2 - 0.125)
+    found, visible = torch.tensor([[True, False, True]]), torch.tensor([[True, True, False]])
+    expected = np.mean([np.log1p(np.exp(-2.0)), np.log1p(np.exp(-1.0))])
+    logits = torch.tensor([[2.0, -1.0, 9.0]])
+    assert float(reliability_loss(logits, found, visible)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_other_of_pair_swaps_the_images_of_each_pair():
+    assert other_of_pair(torch.arange(6)).tolist() == [3, 4, 5, 0, 1, 2]
+    assert LEARNED.kind == "learned"

@@ -1,201 +1,425 @@
-"""Labels of pairs: reprojection, visibility, assignment."""
+"""Pairs made on the device that trains; the CPU is a device, too."""
 
+import json
+import threading
 from dataclasses import replace
+from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
-from training_data import cached, flat_view, look, texture
+import torch
+from training_data import LEARNED, SIFT, from_sources, texture, write_photos, write_views
 
-from matcher.evaluate.synthetic import NOTHING, SceneRecipe, build_planes, place_camera, render
-from matcher.match.steering import STEERABLE
-from matcher.train.cached_pairs import (
+from matcher.errors import IntegrityError, UsageError
+from matcher.evaluate.multiview import find_stored_sets
+from matcher.extract.learned import Architecture, FeatureNetwork
+from matcher.geometry import warp_points
+from matcher.match.position import normalise_positions
+from matcher.train.keypoints import (
     IGNORED,
-    LABEL_STRIDE,
-    CachedView,
-    as_unrelated,
-    collate,
-    label_partners,
-    plane_of,
-    reproject,
-    to_features,
+    Describer,
+    Keypoints,
+    beside_visible,
+    labelled,
+    partners,
+    strongest,
+)
+from matcher.train.pairs import (
+    Draws,
+    ImagePairs,
+    PairSampler,
+    capture,
+    made_ahead,
+    other_of_pair,
+    quarter_turns,
 )
 from matcher.train.recipe import PairRecipe
+from matcher.train.views import (
+    HIDDEN,
+    UNKNOWN,
+    VISIBLE,
+    DeviceViews,
+    Transferred,
+    counted,
+    duration,
+    load_views,
+    render_planes,
+    split_photos,
+    stored_folders,
+    transfer,
+)
 from matcher.types import UNMATCHED
+from matcher.weights.files import save_front_end
 
-RECIPE = SceneRecipe(width=160, height=120)
-EMPTY = np.zeros((120, 160), np.uint8)
-
-
-def two_views(rng: np.random.Generator) -> tuple[list, list[tuple], list[CachedView]]:
-    planes = build_planes([texture(rng) for _ in range(4)], RECIPE, rng)
-    cameras = [place_camera(RECIPE, True, rng) for _ in range(2)]
-    points = rng.uniform(0, (159, 119), (300, 2)).astype(np.float32)
-    return planes, cameras, [cached(render(planes, c, EMPTY), points, rng) for c in cameras]
+CPU = torch.device("cpu")
+EVERYTHING = from_sources(LEARNED, planes=1.0, spaces=1.0, rendered=1.0)
+PLANES = from_sources(LEARNED, planes=1.0)
+PLANES = replace(PLANES, pair=replace(PLANES.pair, negative_share=0.0, turned_share=0.0))
 
 
-def away_from_edges(points: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """(N,) bool: the labels around a point are all the same, so that a stride of 4 cannot matter."""
-    offsets = [(x, y) for x in (-4, 0, 4) for y in (-4, 0, 4)]
-    around = np.stack([plane_of(points + offset, labels) for offset in offsets])
-    return (around == around[0]).all(0)
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """Photos, and two sets of three views of walls whose depth has a hole."""
+    root = tmp_path_factory.mktemp("pairs")
+    for number, place in enumerate(("hall", "yard")):
+        write_views(root / "views" / place, number)
+    (write_photos(root / "photos", 6) / "broken.png").write_text("text")
+    return root
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_reproject_agrees_with_rays_and_depths(seed):
-    rng = np.random.default_rng([3, seed])
-    planes, (camera0, camera1), (view0, view1) = two_views(rng)
-    points = view0.keypoints
-    label, point = look(planes, camera0, points.astype(float))
-    K, R, t = camera1
-    lifted = (point @ R.T + t) @ K.T
-    expected = lifted[:, :2] / lifted[:, 2:]
-    here = (label != NOTHING) & (lifted[:, 2] > 0) & ((expected > 0) & (expected < (159, 119))).all(1)
-    seen, _ = look(planes, camera1, np.where(here[:, None], expected, 0))
-    visible = here & (seen == label)
-    found = reproject(points, view0, view1)
-    sure = away_from_edges(points, view0.labels) & away_from_edges(
-        np.where(here[:, None], expected, 80), view1.labels
+@pytest.fixture(scope="module")
+def views(root) -> DeviceViews:
+    photos = sorted((root / "photos").iterdir())
+    return load_views(EVERYTHING, photos, {"rendered": root / "views"}, CPU, 30)
+
+
+def grid(width: int, height: int, step: int, copies: int) -> torch.Tensor:
+    y, x = torch.meshgrid(torch.arange(0, height, step), torch.arange(0, width, step), indexing="ij")
+    return torch.stack([x, y], dim=2).flatten(0, 1).float().expand(copies, -1, -1)
+
+
+# --- Views.
+
+
+def test_views_are_loaded_with_their_pairs_and_unreadable_photos_are_counted(root):
+    lines = []
+    photos = sorted((root / "photos").iterdir())
+    views = load_views(EVERYTHING, photos, {"rendered": root / "views"}, CPU, 30, lines.append)
+    assert views.photos == 6 and len(views.images) == 6 + 2 * 4 + 6
+    assert [table.min() for table in views.pairs["rendered"]] == [14, 17]
+    assert [table.tolist()[0] for table in views.pairs["spaces"]] == [[6, 7], [10, 11]]
+    assert len(set(views.scenes.tolist())) == 6 + 2 + 2  # each photo is one
+    assert sorted(set(map(tuple, views.sizes.int().tolist()))) == [(160, 120), (160, 128), (320, 240)]
+    assert not views.images[0, 120:].any() and (views.inverse_depth[-1] >= 0).all()
+    assert any("1 photos that cannot be read" in line for line in lines)
+    with pytest.raises(UsageError, match="none of the 1 photos"):
+        load_views(PLANES, [root / "photos" / "broken.png"], {}, CPU, 9)
+
+
+def test_a_short_run_reads_few_photos(tmp_path):
+    photos = sorted(write_photos(tmp_path, 40).iterdir())
+    assert load_views(PLANES, photos, {}, CPU, 3).photos == 16
+    assert load_views(PLANES, photos, {}, CPU, 300).photos == 40
+
+
+def test_sets_of_one_scene_are_one_scene_and_damaged_ones_are_named(tmp_path):
+    for name in ("castle_1", "castle-2", "hut"):
+        write_views(tmp_path / name, 0)
+    real = from_sources(LEARNED, real=1.0)
+    assert len(set(load_views(real, [], {"real": tmp_path}, CPU, 9).scenes.tolist())) == 2
+    cameras = tmp_path / "hut" / "cameras.json"
+    (tmp_path / "hut" / "0_depth.png").write_bytes(b"")
+    with pytest.raises(IntegrityError, match="hut"):
+        load_views(real, [], {"real": tmp_path}, CPU, 9)
+    (tmp_path / "hut" / "pairs.json").write_text("[[0, 7]]")
+    with pytest.raises(IntegrityError, match=r"pairs\.json"):
+        find_stored_sets(tmp_path)
+    (tmp_path / "hut" / "pairs.json").write_text("[[0, 1, 0.5]]")
+    assert [len(each.pairs) for each in find_stored_sets(tmp_path)] == [3, 3, 1]
+    cameras.write_text(json.dumps({"views": []}))
+    with pytest.raises(IntegrityError, match=r"cameras\.json"):
+        find_stored_sets(tmp_path)
+
+
+def test_stored_views_are_asked_for_and_refused_at_once(tmp_path):
+    shares = from_sources(SIFT, real=1.0).sources.shares()
+    for folders, words in (((None, None), "sources.real"), ((None, tmp_path), "no views here")):
+        with pytest.raises(UsageError, match=words):
+            stored_folders(shares, *folders)
+    with pytest.raises(UsageError, match=r"sources\.rendered: the recipe has no share"):
+        stored_folders(SIFT.sources.shares(), tmp_path, None)
+
+
+def test_photos_to_train_on_and_to_validate_on_are_kept_apart(tmp_path):
+    own = write_photos(tmp_path / "photos", 4)
+    write_photos(own / "val", 2, seed=1)
+    training, held_out = split_photos(own, own / "val", 0)
+    assert (len(training), len(held_out)) == (4, 2) and not {*training} & {*held_out}
+    training, held_out = split_photos(own, None, 0)
+    assert (len(training), len(held_out)) == (5, 1) and not {*training} & {*held_out}
+    assert split_photos(own, None, 0) == (training, held_out)
+    with pytest.raises(UsageError, match="every photo is also one to validate on"):
+        split_photos(own / "val", own / "val", 0)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "a.jpg").write_text("text")
+    with pytest.raises(UsageError, match="fewer than two"):
+        split_photos(tmp_path / "one", None, 0)
+
+
+def test_progress_is_said_with_the_time_left(monkeypatch):
+    clock = iter(range(0, 400, 2))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    lines = []
+    assert list(counted(range(10), 10, "things", lines.append)) == list(range(10))
+    assert lines[0] == "things: 3 of 10, 14 s left" and len(lines) == 3
+    assert [duration(x) for x in (5, 100, 600, 9000)] == ["5 s", "2 min", "10 min", "2 h 30 min"]
+
+
+def test_rendered_planes_lie_where_their_homographies_say(rng):
+    textures = [texture(rng, 90, 120), texture(rng, 60, 60)]
+    near = np.array([[0.01, 0, -0.2], [0, 0.01, -0.3], [0.002, 0, 1.0]])
+    far = np.array([[0.02, 0, -1.2], [0, 0.02, -0.9], [0, 0, 3.0]])
+    K = np.array([[150.0, 0, 79.5], [0, 150, 59.5], [0, 0, 1]])
+    pose = np.eye(4)
+    pose[:3, :3] = cv2.Rodrigues(np.array([0.05, -0.1, 0.2]))[0]
+    view = render_planes(textures, [far, near], K, pose, np.zeros((120, 160), np.uint8))
+    texel = np.array([[30.0, 30], [10, 50], [50, 20]])
+    pixels = warp_points(texel, K @ pose[:3, :3] @ near)
+    depth = (np.column_stack([texel, np.ones(3)]) @ (pose[:3, :3] @ near).T)[:, 2]
+    for (x, y), z, (u, v) in zip(pixels, depth, texel, strict=True):
+        # The inverse depth is sampled at every second pixel.
+        assert view.inverse_depth[round(y / 2), round(x / 2)] == pytest.approx(1 / z, rel=0.02)
+        assert abs(int(view.pixels[round(y), round(x)]) - int(textures[1][round(v), round(u)])) < 60
+    assert (view.inverse_depth == -1).any()  # beyond both
+
+
+# --- Where points lie.
+
+
+def test_points_are_transferred_by_depth_and_pose(views):
+    points = torch.from_numpy(np.random.default_rng(0).uniform(0, (319, 239), (400, 2)).astype(np.float32))
+    for i, j in ((0, 1), (2, 0)):
+        found = transfer(views, torch.tensor([14 + i]), torch.tensor([14 + j]), points[None])
+        # The wall is 3 m away, the cameras .3 m apart, and the focal length 300 pixels.
+        expected = points - torch.tensor([30.0 * (j - i), 0])
+        visible, states = found.states[0] == VISIBLE, found.states[0]
+        torch.testing.assert_close(found.positions[0][visible], expected[visible], atol=0.1, rtol=0)
+        inside = (expected >= 0).all(1) & (expected <= torch.tensor([319, 239])).all(1)
+        hole = (points[:, 1] < 16) & (states != HIDDEN)
+        assert visible[inside & (points[:, 1] > 24)].all() and (states[~inside & ~hole] != VISIBLE).all()
+        assert (states[inside & hole] == UNKNOWN).all() and (states == HIDDEN).any() and hole.any()
+
+
+@pytest.mark.parametrize("source", ["planes", "spaces", "rendered"])
+def test_images_show_the_same_at_corresponding_pixels(views, source):
+    recipe = from_sources(LEARNED, **{source: 1.0})
+    recipe = replace(recipe, pair=replace(recipe.pair, negative_share=0.0, turned_share=0.5, max_tilt=50.0))
+    sampler = PairSampler(views, recipe)
+    pairs, again = sampler.batch(8, 1), sampler.batch(8, 1)
+    assert torch.equal(pairs.images, again.images) and pairs.images.shape == (16, 1, 128, 160)
+    assert not torch.equal(pairs.images, sampler.batch(8, 2).images)
+    points = grid(160, 128, 1, 16)
+    found, states = pairs.transfer(points)
+    visible = states == VISIBLE
+    back, seen = pairs.transfer(other_of_pair(found.nan_to_num(0.0)))
+    back, both = other_of_pair(back), other_of_pair(seen == VISIBLE) & visible
+    assert found[visible].isfinite().all() and found[~visible].isnan().all() and visible.float().mean() > 0.2
+    assert (back - points).norm(dim=2)[both].median() < 0.3
+    others, size, alike = other_of_pair(pairs.images), torch.tensor([160, 128]), []
+    for here, there, own, other in zip(visible, found, pairs.images, others, strict=True):
+        if here.sum() > 2000:
+            at = ((2 * there[here] + 1) / size - 1).view(1, 1, -1, 2)
+            shown = torch.nn.functional.grid_sample(other[None], at, align_corners=False)[0, 0, 0]
+            values = torch.stack([own.flatten()[here], shown])
+            if values.std(1).min() > 0.05:
+                alike.append(float(torch.corrcoef(values)[0, 1].abs() > 0.5))
+    assert len(alike) >= 6 and np.mean(alike) > 0.7  # but for tone curves, blur and noise
+
+
+def test_pairs_are_turned_and_their_turn_is_known(views):
+    turned = PairSampler(views, replace(PLANES, pair=replace(PLANES.pair, turned_share=1.0)))
+    assert (turned.batch(24, 0).turns > 0).float().mean() > 0.7  # those whose camera rolled back are upright
+    assert (PairSampler(views, PLANES).batch(24, 0).turns == 0).float().mean() > 0.8
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_the_turn_of_image_1_is_that_which_undoes_its_rotation(turns):
+    points = torch.rand(1, 20, 2, generator=torch.Generator().manual_seed(turns)) * 100
+    found = points
+    for _ in range(turns):  # image 1 is image 0 rotated clockwise: the right edge becomes the lower one
+        found = torch.stack([100 - found[..., 1], found[..., 0]], 2)
+    assert quarter_turns(points, found).tolist() == [-turns % 4]
+    found[:, 5:] = torch.nan
+    assert quarter_turns(points, found).tolist() == [0]  # too few points to tell
+
+
+def test_images_of_different_scenes_show_nothing_of_each_other(views):
+    recipe = replace(EVERYTHING, pair=replace(EVERYTHING.pair, negative_share=1.0))
+    pairs = PairSampler(views, recipe).batch(12, 0)
+    assert pairs.unrelated.float().mean() > 0.4  # neighbours of one scene stay related
+    states = pairs.transfer(grid(160, 128, 16, 24)).states
+    assert (states[pairs.unrelated.repeat(2)] == HIDDEN).all()
+    scenes = views.scenes[pairs.sources].chunk(2)
+    assert torch.equal(scenes[0] != scenes[1], pairs.unrelated)
+    found = Describer(LEARNED, CPU)(pairs.images, 30)
+    known = labelled(found, pairs, LEARNED)
+    assert (known.partner0[pairs.unrelated] == UNMATCHED).all()
+    assert (known.partner1[pairs.unrelated] == UNMATCHED).all()
+
+
+def test_the_first_pairs_of_a_batch_are_the_same_ones(views):
+    pairs = PairSampler(views, EVERYTHING).batch(6, 1)
+    fewer, points = pairs.leading(2), torch.rand(12, 40, 2) * torch.tensor([159.0, 127.0])
+    chosen = [0, 1, 6, 7]
+    assert len(fewer) == 2 and torch.equal(fewer.images, pairs.images[chosen])
+    for few, every in zip(fewer.transfer(points[chosen]), pairs.transfer(points), strict=True):
+        torch.testing.assert_close(few, every[chosen], equal_nan=True, rtol=0, atol=0)
+
+
+def test_gradients_of_transferred_points_are_those_of_the_homography(views):
+    pairs = PairSampler(views, PLANES).batch(6, 1)
+    points = (torch.rand(12, 40, 2) * torch.tensor([159.0, 127.0])).requires_grad_()
+    found, states = pairs.transfer(points)
+    found.nan_to_num(0.0).sum().backward()
+    visible = states == VISIBLE
+    assert points.grad.isfinite().all() and not points.grad[~visible].any()
+    change = (pairs.transfer(points.detach() + 0.01)[0] - found).sum(2) / 0.01
+    steady = visible & (change.abs() < 10)
+    assert steady.any() and torch.allclose(points.grad.sum(2)[steady], change[steady], atol=0.1)
+
+
+def test_the_next_batch_is_made_while_one_is_trained_on():
+    threads, made = threading.active_count(), made_ahead(lambda step: step, 2, 5, CPU)
+    assert next(made) == 2 and threading.active_count() == threads + 1
+    assert list(made) == [3, 4] and threading.active_count() == threads
+    assert list(made_ahead(lambda step: step, 3, 3, CPU)) == []
+
+
+# --- Photometry.
+
+
+def test_captured_images_are_changed_and_stay_images():
+    images = torch.rand(24, 1, 64, 48, generator=torch.Generator().manual_seed(0))
+    clean = torch.arange(24) % 2 > 0
+    captured = capture(images, clean, Draws(0, CPU))
+    assert captured.shape == images.shape and captured.min() >= 0 and captured.max() <= 1
+    assert torch.allclose(captured * 255, (captured * 255).round(), atol=1e-3)
+    assert torch.equal(captured, capture(images, clean, Draws(0, CPU)))
+    assert ((captured - images).abs().mean((1, 2, 3)) > 0.005).all()
+
+
+def test_a_grey_image_stays_plain_but_for_noise_and_light():
+    images = torch.full((16, 1, 64, 64), 0.5)
+    captured = capture(images, torch.zeros(16, dtype=torch.bool), Draws(1, CPU))
+    assert captured.std((1, 2, 3)).median() < 0.1 and captured.std((1, 2, 3)).max() > 0.02
+
+
+# --- Keypoints and their partners.
+
+
+def shown_apart(dx: float) -> ImagePairs:
+    """One pair of which image 1 shows image 0 moved to the right."""
+    views = DeviceViews(
+        torch.zeros(1, 64, 64, dtype=torch.uint8),
+        torch.zeros(1, 32, 32),
+        torch.tensor([[64.0, 64.0]]),
+        torch.eye(3, dtype=torch.float64)[None],
+        torch.eye(4, dtype=torch.float64)[None],
+        torch.zeros(1, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.bool),
+        {},
+        1,
     )
-    sure &= here | (label == NOTHING)
-    assert (np.isfinite(found[:, 0]) == visible)[sure].all()
-    assert (sure & visible).sum() > 15
-    assert (sure & here & ~visible).sum() + (sure & (label == NOTHING)).sum() > 0
-    np.testing.assert_allclose(found[sure & visible], expected[sure & visible], atol=1e-5)
+    framings = torch.eye(3, dtype=torch.float64).repeat(2, 1, 1)
+    framings[1, 0, 2] = dx
+    flat, nothing = torch.ones(1, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
+    images = torch.zeros(2, 1, 64, 64)
+    return ImagePairs(views, nothing, flat, ~flat, framings, images, nothing[:1])
 
 
-def test_reproject_there_and_back(rng):
-    _, _, (view0, view1) = two_views(rng)
-    transferred = reproject(view0.keypoints, view0, view1)
-    visible = np.isfinite(transferred[:, 0])
-    back = reproject(transferred[visible], view1, view0)
-    returned = np.isfinite(back[:, 0])
-    assert returned.mean() > 0.9  # the others sit on a label edge
-    error = np.linalg.norm(back - view0.keypoints[visible], axis=1)[returned]
-    assert np.median(error) < 1e-6
+def keypoints(*sides: list) -> Keypoints:
+    points = torch.tensor(sides, dtype=torch.float32)
+    rng = torch.Generator().manual_seed(0)
+    described = torch.nn.functional.normalize(torch.randn(*points.shape[:2], 64, generator=rng), dim=2)
+    return Keypoints(points, described, torch.ones(points.shape[:2], dtype=torch.bool))
 
 
-def test_plane_of_takes_the_nearest_label_and_nothing_outside():
-    labels = np.array([[0, 1], [2, 3]], np.uint8)
-    points = np.array([[0, 0], [1.9, 0], [2.1, 0], [7.4, 7.4], [-0.6, 0], [7.6, 0], [np.nan, 0]])
-    assert plane_of(points, labels).tolist() == [0, 0, 1, 3, NOTHING, NOTHING, NOTHING]
+def test_partners_are_found_by_their_positions():
+    mine = [[20, 20], [30, 30], [40, 40], [62, 30]]
+    theirs = [[50, 40], [31, 20.5], [43.5, 30], [2, 30]]
+    known = labelled(keypoints(mine, theirs), shown_apart(10.0), LEARNED)
+    # Matched, 3.5 px apart, matched, out of sight.
+    assert known.partner0[0].tolist() == [1, IGNORED, 0, UNMATCHED]
+    assert known.partner1[0].tolist() == [2, 0, IGNORED, UNMATCHED]
+    torch.testing.assert_close(known.corresponding0[0, 0], torch.tensor([30.0, 20.0]))
+    assert known.corresponding0[0, 3].isnan().all()
 
 
-def test_labels_read_at_a_stride_are_those_of_the_pixels(rng):
-    planes = build_planes([texture(rng) for _ in range(4)], RECIPE, rng)
-    view = render(planes, place_camera(RECIPE, True, rng), EMPTY)
-    points = rng.uniform(0, (159, 119), (2000, 2))
-    pixels = np.rint(points).astype(int)
-    wrong = (
-        plane_of(points, view.labels[::LABEL_STRIDE, ::LABEL_STRIDE])
-        != view.labels[pixels[:, 1], pixels[:, 0]]
-    )
-    assert wrong.mean() < 0.03
+def test_contours_and_absent_keypoints_are_ignored():
+    points = keypoints([[20, 20], [55, 30], [20, 5]], [[45, 45], [8, 30], [10, 60]])
+    points = replace(points, valid=torch.tensor([[True] * 3, [False, True, True]]))
+    known = labelled(points, shown_apart(10.0), LEARNED)
+    # (55, 30) leaves the image, but (52, 30) beside it does not.
+    assert known.partner0[0].tolist() == [UNMATCHED, IGNORED, UNMATCHED]
+    assert known.partner1[0].tolist() == [IGNORED, IGNORED, UNMATCHED]
+    assert beside_visible(shown_apart(10.0), points.positions)[0].tolist() == [True, True, True]
 
 
-def naive_partners(
-    view0: CachedView, view1: CachedView, H: np.ndarray, recipe: PairRecipe
-) -> tuple[list, list]:
-    """The definition, point by point; H maps view 0 to view 1, and what falls inside is visible."""
+def test_partners_are_mutual_and_need_both_directions_where_they_are_known():
+    rng = np.random.default_rng(4)
+    points = [torch.from_numpy(rng.uniform(0, 60, (40, 2)).astype(np.float32)) for _ in range(2)]
+    sides = []
+    points[1][:30] = points[0][:30] + torch.from_numpy(rng.normal(0, 1, (30, 2)).astype(np.float32))
+    for side in points[::-1]:
+        states = torch.from_numpy(rng.choice([VISIBLE] * 3 + [HIDDEN, UNKNOWN], 40))
+        found = side + torch.from_numpy(rng.normal(0, 1.5, (40, 2)).astype(np.float32))
+        found[states != VISIBLE] = torch.nan
+        sides.append(Transferred(found[None], states[None]))
+    partner0, partner1 = partners(*(side[None] for side in points), *sides, PairRecipe())
 
-    def move(point: np.ndarray, matrix: np.ndarray) -> np.ndarray | None:
-        x, y, w = matrix @ [*point, 1]
-        inside = -0.5 <= x / w <= 159.5 and -0.5 <= y / w <= 119.5
-        return np.array([x / w, y / w]) if inside else None
+    def error(i: int, j: int) -> float:
+        both = [float((sides[0].positions[0, i] - points[1][j]).norm())] * (sides[0].states[0, i] != UNKNOWN)
+        both += [float((sides[1].positions[0, j] - points[0][i]).norm())] * (sides[1].states[0, j] != UNKNOWN)
+        return float(np.nan_to_num(np.mean(both), nan=1e6)) if both else 1e6
 
-    def distance(corresponding: np.ndarray | None, other: np.ndarray) -> float:
-        return np.inf if corresponding is None else float(np.linalg.norm(corresponding - other))
-
-    points0, points1 = view0.keypoints.astype(float), view1.keypoints.astype(float)
-    corresponding0 = [move(p, H) for p in points0]
-    corresponding1 = [move(p, np.linalg.inv(H)) for p in points1]
-    transferred = np.array([[distance(m, q) for q in points1] for m in corresponding0])
-    back = np.array([[distance(m, p) for m in corresponding1] for p in points0])
-    roots = [
-        np.sqrt(v.descriptors / v.descriptors.sum(1, keepdims=True, dtype=float)) for v in (view0, view1)
-    ]
-    cost = (transferred + back) / 2
-    error = cost.copy()
-    cost[cost >= recipe.match_distance] = np.inf
-    cost += 2 * (1 - roots[0] @ roots[1].T)
-    partner0, partner1 = [], []
-    for i, row in enumerate(cost):
-        j = int(row.argmin())
-        mutual = np.isfinite(row[j]) and int(cost[:, j].argmin()) == i
-        lonely = error[i].min() > recipe.unmatched_distance
-        partner0.append(j if mutual else UNMATCHED if lonely else IGNORED)
-    for j in range(len(points1)):
-        lonely = error[:, j].min() > recipe.unmatched_distance
-        partner1.append(partner0.index(j) if j in partner0 else UNMATCHED if lonely else IGNORED)
-    return partner0, partner1
+    errors = np.array([[error(i, j) for j in range(40)] for i in range(40)])
+    for i in range(40):
+        j = int(errors[i].argmin())
+        if errors[i, j] < 3 and errors[:, j].argmin() == i:
+            assert partner0[0, i] == j and partner1[0, j] == i
+        elif errors[i, j] > 4 and sides[0].states[0, i] != UNKNOWN:
+            assert partner0[0, i] == UNMATCHED
+        else:
+            assert partner0[0, i] == IGNORED
+    assert (partner0 >= 0).sum() > 3 and (partner0 == IGNORED).any() and (partner0 == UNMATCHED).any()
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_true_assignment_is_the_naive_loop(seed):
-    rng = np.random.default_rng([5, seed])
-    H = np.array([[0.9, -0.2, 15], [0.25, 1.05, -6], [4e-4, 2e-4, 1]])
-    points0 = rng.uniform(0, (159, 119), (60, 2))
-    lifted = np.column_stack([points0[:40], np.ones(40)]) @ H.T
-    near = lifted[:, :2] / lifted[:, 2:] + rng.normal(0, 2.0, (40, 2))
-    inside = ((near > 0) & (near < (159, 119))).all(1)
-    points1 = np.concatenate([near[inside], rng.uniform(0, (159, 119), (15, 2))])
-    view0, view1 = flat_view(points0, np.eye(3), rng), flat_view(points1, H, rng)
-    partners = label_partners(view0, view1, PairRecipe())
-    partner0, partner1 = naive_partners(view0, view1, H, PairRecipe())
-    assert partners.partner0.tolist() == partner0
-    assert partners.partner1.tolist() == partner1
-    assert {UNMATCHED, IGNORED} <= set(partner0)
-    assert sum(p >= 0 for p in partner0) > 10
+def test_of_two_keypoints_at_one_place_the_more_similar_one_is_the_partner():
+    found = Transferred(torch.tensor([[[5.0, 5.0]]]), torch.tensor([[VISIBLE]]))
+    back = Transferred(torch.tensor([[[5.0, 5.0], [5.0, 5.0]]]), torch.tensor([[VISIBLE, VISIBLE]]))
+    here, there = torch.tensor([[[5.0, 5.0]]]), torch.tensor([[[5.0, 5.0], [5.0, 5.0]]])
+    similarity = torch.tensor([[[0.1, 0.9]]])
+    partner0, partner1 = partners(here, there, found, back, PairRecipe(), similarity)
+    assert partner0.tolist() == [[1]] and partner1.tolist() == [[IGNORED, 0]]
 
 
-def test_matched_ignored_unmatched_by_distance(rng):
-    points0 = np.array([[20.0, 20], [60, 20], [100, 20], [20, 80]])
-    points1 = points0 + np.array([[2, 0], [3.5, 0], [4.5, 0], [0, 0]])
-    partners = label_partners(
-        flat_view(points0, np.eye(3), rng), flat_view(points1, np.eye(3), rng), PairRecipe()
-    )
-    assert partners.partner0.tolist() == [0, IGNORED, UNMATCHED, 3]
-    assert partners.partner1.tolist() == [0, IGNORED, UNMATCHED, 3]
+@pytest.mark.parametrize("recipe", [SIFT, LEARNED], ids=["sift", "learned"])
+def test_matches_of_a_batch_look_alike_and_lie_where_they_should(views, recipe):
+    planes = replace(PLANES, pair=replace(PLANES.pair, turned_share=0.5))
+    pairs = PairSampler(views, planes).batch(12, 3)
+    describer = Describer(replace(recipe, pair=PLANES.pair), CPU)
+    points, again = (describer(pairs.images, 96, Draws(1, CPU)) for _ in range(2))
+    assert torch.equal(points.positions, again.positions) and points.positions.shape == (24, 96, 2)
+    assert describer(pairs.images, 96).valid.sum() >= points.valid.sum()  # nothing is dropped
+    known = labelled(points, pairs, recipe)
+    pair, row = (known.partner0 >= 0).nonzero(as_tuple=True)
+    column = known.partner0[pair, row]
+    assert len(pair) > 100 and torch.equal(known.partner1[pair, column], row)
+    similarity = (known.features0.descriptors @ known.features1.descriptors.mT).float()
+    assert similarity[pair, row, column].mean() > similarity.mean() + 0.2
+    error = (known.corresponding0[pair, row] - known.features1.keypoints[pair, column]).norm(dim=1)
+    assert error[error.isfinite()].max() < 6 and error.isfinite().float().mean() > 0.9
+    assert (known.partner0[~known.features0.mask] == IGNORED).all()
+    if recipe is LEARNED:  # image 1 is matched as image 0 stands
+        positions = [normalise_positions(side) for side in (known.features0, known.features1)]
+        kept = ~pairs.unrelated[pair]
+        ours, theirs = positions[0][pair, row][kept], positions[1][pair, column][kept]
+        assert torch.corrcoef(torch.stack([ours.flatten(), theirs.flatten()]))[0, 1] > 0.5
 
 
-def test_points_on_one_place_are_told_apart_by_descriptor(rng):
-    points = np.array([[50.0, 50], [50, 50]])
-    view0 = flat_view(points, np.eye(3), rng)
-    view1 = replace(view0, descriptors=view0.descriptors[::-1])
-    assert label_partners(view0, view1, PairRecipe()).partner0.tolist() == [1, 0]
+def test_a_front_end_whose_coarsest_map_does_not_divide_the_images_is_used(views, tmp_path):
+    path = tmp_path / "six.safetensors"
+    save_front_end(FeatureNetwork(Architecture((8,) * 6, (1,) * 6, 16)), "learned", path)
+    recipe = replace(LEARNED, front_end=replace(LEARNED.front_end, start=str(path)))
+    points = Describer(recipe, CPU)(PairSampler(views, PLANES).batch(2, 0).images, 32)
+    assert points.positions.min() >= 0 and (points.positions.amax((0, 1)) <= torch.tensor([159, 127])).all()
+    assert torch.allclose(points.descriptors.float().norm(dim=2), torch.ones(1), atol=1e-3)
 
 
-def test_unrelated_views_have_nothing_in_common(rng):
-    points = rng.uniform(0, (159, 119), (30, 2))
-    view = flat_view(points, np.eye(3), rng)
-    partners = label_partners(view, as_unrelated(view), PairRecipe())
-    assert (partners.partner0 == UNMATCHED).all()
-    assert (partners.partner1 == UNMATCHED).all()
-
-
-def test_views_without_points(rng):
-    some, none = (flat_view(np.zeros((n, 2)), np.eye(3), rng) for n in (3, 0))
-    partners = label_partners(some, none, PairRecipe())
-    assert partners.partner0.tolist() == [UNMATCHED] * 3
-    assert partners.partner1.tolist() == []
-
-
-def test_collate_keeps_pairs_and_labels_together(rng):
-    points = rng.uniform(0, (150, 110), (8, 2))
-    view = flat_view(points, np.eye(3), rng)
-    batch = collate([(view, view), (view, as_unrelated(view))], PairRecipe(), rng)
-    assert batch.features0.keypoints.shape == (2, 8, 2)
-    assert batch.partner0[1].eq(UNMATCHED).all()
-    matched = batch.partner0[0] >= 0
-    assert matched.sum() >= 6
-    assert to_features(view).descriptors.norm(dim=1).allclose(batch.features0.descriptors[0].norm(dim=1))
-
-
-def test_turned_views_whose_descriptors_turn_are_brought_together(rng):
-    view = replace(flat_view(rng.uniform(0, (150, 110), (8, 2)), np.eye(3), rng), kind=STEERABLE)
-    sideways = to_features(view, orientation=6)
-    assert not sideways.descriptors.equal(to_features(view).descriptors)
-    pairs = [(view, view)] * 12
-    batch = collate(pairs, PairRecipe(turned_share=1.0), rng)
-    assert len(batch.features0.matched_orientation.unique()) > 1
-    assert batch.features1.matched_orientation.equal(batch.features0.matched_orientation)
-    assert batch.features1.descriptors.equal(batch.features0.descriptors)
+def test_the_strongest_points_are_peaks_away_from_the_edge():
+    logits = torch.full((1, 40, 50), -1.0)
+    logits[0, 20, 30], logits[0, 21, 31], logits[0, 10, 10], logits[0, 1, 1] = 5, 4, 3, 9
+    points, valid = strongest(logits + torch.linspace(0, 1e-3, 2000).view(1, 40, 50), 3)
+    assert points[0, :2].tolist() == [[30, 20], [10, 10]]
+    assert valid.tolist() == [[True, True, False]]  # the ramp's own peak lies on the edge

@@ -6,7 +6,6 @@ import io
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -62,7 +61,6 @@ def train(
     ) = None,
     device: option(Literal["cpu", "cuda"], help="Device to train on.") = "cpu",
     threads: Threads = None,
-    view_workers: option(int, metavar="N", min=1, help="Processes that render training views.") = 1,
     steps: option(
         int | None,
         metavar="N",
@@ -76,20 +74,17 @@ def train(
         help="Make batches N times as large as the recipe's, for a GPU; recorded in the run and the weights.",
     ) = 1,
 ) -> None:
-    """Train a matcher or a front end on views rendered from your photos.
+    """Train a matcher, a front end, or both together, on pairs of images made of your photos.
 
-    Run the same command again to continue after an interruption. Rendered views are kept in the cache
-    (MATCHER_CACHE) for later runs.
+    Run the same command again to continue after an interruption.
     """
     limit_threads(threads)
     import torch
 
     from matcher.images import data_folder
-    from matcher.train.cached_pairs import read_recipe, shipped_recipe
-    from matcher.train.front_end_training import train_front_end
-    from matcher.train.matcher_training import RunOptions
-    from matcher.train.matcher_training import train as train_matcher
-    from matcher.train.recipe import Recipe
+    from matcher.train.recipe import enlarged, limited, read_recipe, shipped_recipe
+    from matcher.train.run import RunOptions
+    from matcher.train.run import train as train_networks
 
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
@@ -100,34 +95,15 @@ def train(
         validation = validation or data_folder() / "photos" / "val"
     run = run or Path("runs") / chosen.name
     with stop_signals() as received:
-        weights = (train_matcher if isinstance(chosen, Recipe) else train_front_end)(
+        weights = train_networks(
             chosen,
-            RunOptions(photos, validation, run, device, rendered, real, view_workers),
+            RunOptions(photos, validation, run, device, rendered, real),
             lambda line: show(f"{time.strftime('%H:%M:%S')} {line}"),
             stopped=lambda: bool(received),
             on_validation=lambda rows: write_curve(rows, run / "curve.png", chosen.name),
         )
     if weights is None:
         raise typer.Exit(128 + received[0])
-
-
-def limited(recipe: Any, steps: int) -> Any:
-    """The recipe with this number of steps, whatever its minutes, and at most as many in later stages."""
-    part = "matcher" if hasattr(recipe, "matcher") else "optimiser"
-    later = getattr(recipe, part)
-    later = replace(later, confidence_steps=min(steps, later.confidence_steps))
-    recipe = replace(recipe, **{part: later})
-    return replace(recipe, optimiser=replace(recipe.optimiser, steps=steps, minutes=0.0))
-
-
-def enlarged(recipe: Any, scale: int) -> Any:
-    """The recipe with batches `scale` times as large."""
-    if hasattr(recipe, "batch"):
-        matching = replace(recipe.matcher, points_per_batch=scale * recipe.matcher.points_per_batch)
-        batch = replace(recipe.batch, pairs=scale * recipe.batch.pairs)
-        return replace(recipe, batch=batch, matcher=matching)
-    points = scale * recipe.pair.points_per_batch
-    return replace(recipe, pair=replace(recipe.pair, points_per_batch=points))
 
 
 def write_curve(rows: Sequence[dict[str, float]], path: Path, title: str) -> None:

@@ -1,43 +1,22 @@
-"""Readers of the benchmark folders used in development: each turns a folder into a `PairSet`."""
+"""Readers of benchmark folders in their distributed layouts: each turns a folder into a `PairSet`."""
 
 from __future__ import annotations
 
 import json
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import cv2
 import numpy as np
 
-from matcher.cameras import Camera
 from matcher.errors import UsageError
-from matcher.evaluate.posed import DensePair, PairSource, StoredViews, pairs_of
-from matcher.evaluate.protocols import (
-    CorrespondencePair,
-    DepthCamera,
-    DepthPair,
-    DrawnPhotos,
-    HomographyPair,
-    PairImage,
-    PairSet,
-    PhotoSet,
-    PosePair,
-    augment,
-    darken,
-    reproject,
-)
-from matcher.evaluate.synthetic import SceneRecipe, View, build_planes, place_camera, plane_positions, render
+from matcher.evaluate.protocols import CorrespondencePair, HomographyPair, PairImage, PairSet, PosePair
 from matcher.files import open_given
-from matcher.images import data_folder, find_images, read_image
-from matcher.sfm.models import read_given_poses
-from matcher.train.relief import Relief, photo_texture
-
-# --- folders: Readers of the benchmark folders used in development: each turns a folder into a `PairSet`.
+from matcher.images import read_image
 
 MAX_LANDMARK_RESIDUAL = 3.0  # pixels; coarser pairs of `multimodal` are left out
 FRAME_GAPS = (3, 8, 15)
@@ -61,11 +40,8 @@ def read_affine(folder: Path) -> PairSet:
 def read_opencv_homography(folder: Path) -> PairSet:
     """The graf pair of OpenCV's samples: graf1.png → graf3.png, H1to3p.xml (FileStorage)."""
     path = folder / "H1to3p.xml"
-    storage = cv2.FileStorage(str(path), cv2.FILE_STORAGE_READ)
-    try:
-        matrix = storage.getNode("H13").mat()
-    finally:
-        storage.release()
+    storage = cv2.FileStorage(str(path), cv2.FILE_STORAGE_READ)  # which its nodes need
+    matrix = storage.getNode("H13").mat()
     if matrix is None or matrix.shape != (3, 3):
         raise UsageError(f"{path}: no 3×3 matrix named H13; fetch the file again")
     sides = (PairImage(folder / "graf1.png"), PairImage(folder / "graf3.png"))
@@ -100,8 +76,7 @@ def read_multimodal(folder: Path) -> PairSet:
             left_out += 1
             continue
         path = folder / f"{row['pair']}_gt.json"
-        (row_of_pair,) = read_rows(path, ("H_mov_to_fix_0based",))
-        matrix = read_array(row_of_pair["H_mov_to_fix_0based"], (3, 3), path)
+        matrix = read_array(read_object(path, ("H_mov_to_fix_0based",))["H_mov_to_fix_0based"], (3, 3), path)
         sides = (PairImage(folder / row["image_mov"]), PairImage(folder / row["image_fix"]))
         pairs.append(HomographyPair(row["pair"], Path(row["category"]).name, *sides, matrix))
     note = (
@@ -153,7 +128,7 @@ def read_posed(folder: Path) -> PairSet:
     present = [view for view in rows if (folder / view["image"]).is_file()]
     pairs = []
     for view0, view1 in combinations(present, 2):
-        (K0, pose0), (K1, pose1) = (_camera(view, path) for view in (view0, view1))
+        (K0, pose0), (K1, pose1) = (camera_of(view, path) for view in (view0, view1))
         sides = (PairImage(folder / view0["image"]), PairImage(folder / view1["image"]))
         name = f"{Path(view0['image']).stem}-{Path(view1['image']).stem}"
         pairs.append(PosePair(name, "", *sides, K0, K1, pose1 @ np.linalg.inv(pose0)))
@@ -197,6 +172,14 @@ def read_rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def read_object(path: Path, keys: Sequence[str]) -> dict[str, Any]:
+    """The one JSON object of a file, which has these members; `UsageError` as `read_rows`."""
+    rows = read_rows(path, keys)
+    if len(rows) != 1:
+        raise UsageError(f"{path}: not the file of a benchmark; an object with {', '.join(keys)} is needed")
+    return rows[0]
+
+
 def read_array(values: Any, shape: tuple[int, ...], path: Path) -> np.ndarray:
     """Values read from `path` as a float64 array of that shape.
 
@@ -228,327 +211,22 @@ def _disparity_points(path: Path, factor: float) -> tuple[np.ndarray, np.ndarray
     return points0, points1
 
 
-def _camera(view: dict[str, Any], path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """K (3, 3) and cam_from_world (4, 4)."""
+def camera_of(view: dict[str, Any], path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """K (3, 3) and cam_from_world (4, 4) of a row with K, R and C that was read from `path`."""
     pose = np.eye(4)
     pose[:3, :3] = read_array(view["R"], (3, 3), path)
     pose[:3, 3] = -pose[:3, :3] @ read_array(view["C"], (3,), path)
     return read_array(view["K"], (3, 3), path), pose
 
 
-# --- sources: Sources of training pairs, and mixtures of them with the shares of a recipe.
-
-DAY_NIGHT_SHARE = 0.25  # of the views of planes, darkened or brightened as between day and night
-MIN_OVERLAP = 0.15  # share of the pixels that are visible in the other image, the smaller of both
-ATTEMPTS = 50
-
-
-@dataclass(frozen=True)
-class SourceShares:
-    """Shares of the sources in a mixture; any positive numbers."""
-
-    planes: float = 0.0
-    relief: float = 1.0
-    rendered: float = 0.0  # of stored rendered views
-    real: float = 0.0  # of stored views of real scenes
-
-    def shares(self) -> dict[str, float]:
-        """By the names of the sources."""
-        return {name: getattr(self, name) for name in ("planes", "relief", "rendered", "real")}
-
-
-class Planes:
-    """Photos on one plane, or on several planes in space, seen by two cameras.
-
-    Args:
-        photos: textures in colour, which each view converts to grey with its own weights.
-        scene: tilts, rotations and zooms; its width and height are not used.
-    """
-
-    def __init__(self, photos: PhotoSet, scene: SceneRecipe | None = None) -> None:
-        self.photos, self.scene = photos, scene or SceneRecipe()
-
-    def pair(self, rng: np.random.Generator, size: tuple[int, int]) -> DensePair:
-        """See `dense.PairSource`.
-
-        Raises:
-            UsageError: not one photo can be read.
-        """
-        for _ in range(ATTEMPTS):
-            photos = DrawnPhotos(self.photos)
-            views = self._views(photos, rng, replace(self.scene, width=size[0], height=size[1]))
-            positions0, positions1 = plane_positions(*views), plane_positions(*views[::-1])
-            if min((positions[0] >= 0).mean() for positions in (positions0, positions1)) > MIN_OVERLAP:
-                break
-        pixels = [
-            augment(darken(v.pixels, rng) if rng.random() < DAY_NIGHT_SHARE else v.pixels, rng) for v in views
-        ]
-        return DensePair(*pixels, positions0, positions1, "planes", frozenset(photos.names))
-
-    def _views(self, photos: DrawnPhotos, rng: np.random.Generator, scene: SceneRecipe) -> tuple[View, View]:
-        spatial = rng.random() < scene.spatial_share
-        count = int(rng.integers(3, 6)) if spatial else 1
-        planes = build_planes([photo_texture(photos, rng, 640) for _ in range(count)], scene, rng)
-        views = []
-        for _ in range(2):
-            camera = place_camera(scene, spatial, rng)
-            backdrop = np.full((scene.height, scene.width), int(rng.integers(256)), np.uint8)
-            if rng.random() < 0.5:
-                backdrop = cv2.resize(photo_texture(photos, rng), backdrop.shape[::-1])
-            views.append(render(planes, camera, backdrop))
-        return views[0], views[1]
-
-
-class Mixture:
-    """Pairs from several sources, drawn in proportion to their shares."""
-
-    def __init__(self, sources: Mapping[str, PairSource], shares: Mapping[str, float]) -> None:
-        """Keep the sources whose share is above 0.
-
-        Raises:
-            UsageError: a share names no source, or none is above 0.
-        """
-        missing = [name for name, share in shares.items() if share > 0 and name not in sources]
-        if missing:
-            raise UsageError(f"sources.{missing[0]}: there is no such source; known: {', '.join(sources)}")
-        self.names = [name for name in sources if shares.get(name, 0) > 0]
-        if not self.names:
-            raise UsageError("sources: at least one share must be above 0")
-        self.sources = dict(sources)
-        weights = np.array([shares[name] for name in self.names], float)
-        self.shares = weights / weights.sum()
-
-    def pair(self, rng: np.random.Generator, size: tuple[int, int]) -> DensePair:
-        """A pair of one of the sources; see `dense.PairSource`."""
-        name = self.names[int(rng.choice(len(self.names), p=self.shares))]
-        return self.sources[name].pair(rng, size)
-
-
-def build_mixture(
-    photos: PhotoSet,
-    shares: Mapping[str, float],
-    *,
-    rendered: Path | None = None,
-    real: Path | None = None,
-    scene: SceneRecipe | None = None,
-) -> Mixture:
-    """The mixture of planes and relief made of `photos`, and of views stored below two folders.
-
-    Args:
-        photos: in colour.
-        shares: by source: `planes`, `relief`, `rendered`, `real`; any positive numbers.
-        rendered: folder of rendered sets.
-        real: folder of sets of real scenes.
-        scene: tilts, rotations and zooms of planes.
-
-    Raises:
-        UsageError: a source with a share has no views, or a folder holds none.
-    """
-    sources: dict[str, PairSource] = {"planes": Planes(photos, scene), "relief": Relief(photos)}
-    for name, folder in (("rendered", rendered), ("real", real)):
-        if folder is not None and shares.get(name, 0) > 0:
-            sources[name] = StoredViews(folder, source=name)
-    return Mixture(sources, shares)
-
-
-# --- multiview: Readers of multi-view sets: calibrated views of a scene with depth maps.
-
-OVERLAPS = (0.0, 0.3, 0.5, 1.01)  # bounds of the overlap groups
-ANGLES = (0, 15, 30, 60, 181)  # degrees between the optical axes
-DRAWN_ANGLES = (8, 30, 60, 110, 181)  # of pairs that are drawn, as many between each two
-DRAWN_OVERLAPS = (0.2, 0.75)  # between which they share their views, the smaller one of both directions
-MIN_OVERLAP_MULTIVIEW = 0.15  # the smaller one of both directions; pairs below are left out
-_TRACKED = (
-    "The poses come from the headset's own tracking and reproject to within about 3 px over ten frames: rely "
-    "on the pose AUC and on precision@10 px"
-)
-_SAMPLING = 16  # pixels between the points by which overlap is measured
-
-
-def is_recorded(folder: Path) -> bool:
-    """Whether a folder has the layout of `read_recorded`."""
-    return (folder / "cameras.json").is_file() and not is_rendered(folder)
-
-
-def is_rendered(folder: Path) -> bool:
-    """Whether a folder has the layout of `read_rendered`."""
-    path = folder / "cameras.json"
-    return path.is_file() and (not (folder / "pairs.json").exists() or b'"views"' in path.read_bytes())
-
-
-def read_recorded(folder: Path) -> list[PairSet]:
-    """`images/`, `depth/`, `cameras.json` (K, frames with image and world_from_camera) and `pairs.json`."""
-    frames, pairs = _frames(folder), []
-    for row in read_rows(folder / "pairs.json", ("image0", "image1", "overlap")):
-        names = row["image0"], row["image1"]
-        if not set(names) <= frames.keys():
-            raise UsageError(
-                f"{folder / 'pairs.json'}: {names} are not both among the frames of {folder / 'cameras.json'}"
-            )
-        pairs.append(_recorded_pair(folder, names, frames, row["overlap"], ANGLES))
-    return [PairSet(folder.resolve().name, "depth", tuple(pairs), note=_TRACKED)]
-
-
-def draw_recorded(folder: Path, count: int, seed: int) -> PairSet:
-    """Pairs that `pairs.json` does not list, drawn at random, as many of each kind of angle between views.
-
-    Args:
-        folder: as `read_recorded` reads it.
-        count: pairs in all, rounded down to as many of every kind; fewer where the frames have no more.
-        seed: of what is drawn.
-    """
-    frames, names = _frames(folder), ("image0", "image1")
-    listed = {frozenset(row[n] for n in names) for row in read_rows(folder / "pairs.json", names)}
-    wanted = count // (len(DRAWN_ANGLES) - 1)
-    drawn: dict[tuple[float, float], list[DepthPair]] = {}
-    for pair in np.random.default_rng(seed).permutation(list(combinations(frames, 2))).tolist():
-        views, angle = [frames[name] for name in pair], _angle(*(frames[name] for name in pair))
-        kind = drawn.setdefault(_between(angle, DRAWN_ANGLES), [])
-        if frozenset(pair) in listed or angle < DRAWN_ANGLES[0] or len(kind) == wanted:
-            continue
-        overlap = overlap_of(*views)
-        if overlap > DRAWN_OVERLAPS[0]:
-            overlap = min(overlap, overlap_of(*reversed(views)))
-        if DRAWN_OVERLAPS[0] < overlap < DRAWN_OVERLAPS[1]:
-            kind.append(_recorded_pair(folder, pair, frames, overlap, DRAWN_ANGLES))
-    pairs = [pair for _, kind in sorted(drawn.items()) for pair in kind]
-    return PairSet(f"{folder.resolve().name}_angles", "depth", tuple(pairs), note=_TRACKED)
-
-
-def read_rendered(folder: Path) -> list[PairSet]:
-    """Two sets: pairs of views of one group from different viewpoints, and pairs from one viewpoint under
-    two lights."""
-    path = folder / "cameras.json"
-    scene = read_object(path, ("views", "depth_step"))
-    posed, relit = [], []
-    for pair in pairs_of(folder, scene["views"]):
-        row0, row1 = (scene["views"][number] for number in pair)
-        sides = [PairImage(folder / row["image"]) for row in (row0, row1)]
-        views = [_rendered_camera(row, folder, int(scene["depth_step"]), path) for row in (row0, row1)]
-        name = "-".join(Path(row["image"]).stem for row in (row0, row1))
-        if row0["E"] == row1["E"]:
-            group = " and ".join(sorted(_light(row, scene) for row in (row0, row1)))
-            relit.append(HomographyPair(name, group, *sides, np.eye(3)))
-            continue
-        overlap = min(overlap_of(*views), overlap_of(*reversed(views)))
-        if overlap >= MIN_OVERLAP_MULTIVIEW:
-            light = "same light" if row0.get("light") == row1.get("light") else "different lights"
-            groups = _overlap_group(overlap), _angle_group(_angle(*views), ANGLES), light
-            posed.append(depth_pair(name, groups, sides, views))
-    title = folder.resolve().name
-    found = [PairSet(title, "depth", tuple(posed), oracle=True, note="Depth and poses are exact")]
-    if relit:
-        found.append(PairSet(f"{title}-light", "homography", tuple(relit), oracle=True))
-    return found
-
-
-def _frames(folder: Path) -> dict[str, DepthCamera]:
-    """The views of a recorded set, by the names of their images."""
-    path = folder / "cameras.json"
-    cameras = read_object(path, ("K", "frames"))
-    K = read_array(cameras["K"], (3, 3), path)
-    frames, stride = {}, int(cameras.get("depth_step", 2))
-    for row in cameras["frames"]:
-        pose = np.linalg.inv(read_array(row["world_from_camera"], (4, 4), path))
-        depth = folder / "depth" / f"{Path(row['image']).stem}.png"
-        frames[row["image"]] = DepthCamera(depth, stride, K, pose)
-    return frames
-
-
-def _recorded_pair(
-    folder: Path,
-    names: Sequence[str],
-    frames: dict[str, DepthCamera],
-    overlap: float,
-    angles: Sequence[float],
-) -> DepthPair:
-    views = [frames[name] for name in names]
-    groups = _overlap_group(overlap), _angle_group(_angle(*views), angles)
-    sides = [PairImage(folder / "images" / name) for name in names]
-    return depth_pair("-".join(Path(name).stem for name in names), groups, sides, views)
-
-
-def depth_pair(
-    name: str, groups: tuple[str, ...], sides: Sequence[PairImage], views: Sequence[DepthCamera]
-) -> DepthPair:
-    """A pair with the relative pose of its two views."""
-    view0, view1 = views
-    pose = view1.cam_from_world @ np.linalg.inv(view0.cam_from_world)
-    return DepthPair(name, groups[0], *sides, view0.K, view1.K, pose, view0, view1, groups[1:])
-
-
-def overlap_of(view0: DepthCamera, view1: DepthCamera) -> float:
-    """Share of the pixels of view 0 with known depth that are visible in view 1."""
-    height, width = view0.depth().shape
-    xs, ys = np.meshgrid(*(np.arange(0, side * view0.stride, _SAMPLING) for side in (width, height)))
-    points = np.column_stack([xs.ravel(), ys.ravel()]).astype(np.float64)
-    reprojected, visible = reproject(points, view0, view1)
-    known = ~np.isnan(reprojected[:, 0])
-    return float(visible[known].mean()) if known.any() else 0.0
-
-
-def _light(row: dict[str, Any], scene: dict[str, Any]) -> str:
-    """The kind of light of a view, which the scene lists or the view names itself."""
-    lights = scene.get("lights")
-    return str(row["light"] if lights is None else lights[row["light"]]["kind"])
-
-
-def _rendered_camera(row: dict[str, Any], folder: Path, stride: int, path: Path) -> DepthCamera:
-    K, pose = read_array(row["K"], (3, 3), path), read_array(row["E"], (4, 4), path)
-    return DepthCamera(folder / row["depth"], stride, K, pose)
-
-
-def _overlap_group(overlap: float) -> str:
-    low, high = _between(overlap, OVERLAPS)
-    return f"overlap {100 * low:.0f}–{min(100, 100 * high):.0f} %"
-
-
-def _angle(view0: DepthCamera, view1: DepthCamera) -> float:
-    """Degrees between the optical axes."""
-    axes = view0.cam_from_world[2, :3] @ view1.cam_from_world[2, :3]
-    return float(np.degrees(np.arccos(np.clip(axes, -1, 1))))
-
-
-def _angle_group(angle: float, bounds: Sequence[float]) -> str:
-    low, high = _between(angle, bounds)
-    return f"angle {low}–{min(180, high)}°"
-
-
-def _between(value: float, bounds: Sequence[float]) -> tuple[float, float]:
-    at = int(np.clip(np.searchsorted(bounds, value, side="right"), 1, len(bounds) - 1))
-    return bounds[at - 1], bounds[at]
-
-
-def read_object(path: Path, keys: Sequence[str]) -> dict[str, Any]:
-    """The JSON object of a file, which has these members.
-
-    Raises:
-        UsageError: it cannot be read, or lacks one.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read as JSON ({error}); fetch the file again") from error
-    if not isinstance(found, dict) or not found.keys() >= set(keys):
-        raise UsageError(f"{path}: not in the layout of a multi-view set; {', '.join(keys)} are needed")
-    return found
-
-
-# --- published: Readers of published benchmarks in their distributed layouts.
+# --- Published benchmarks.
 
 # Sequences beyond 1600 × 1200 pixels, left out since D2-Net (Dusmanu et al. 2019): 540 pairs remain.
-_LARGE = (
-    "i_contruction",
-    "i_crownnight",
-    "i_dc",
-    "i_pencils",
-    "i_whitebuilding",
-    "v_artisans",
-    "v_astronautis",
-    "v_talent",
-)
+_LARGE_I = ("i_contruction", "i_crownnight", "i_dc", "i_pencils", "i_whitebuilding")
+_LARGE = (*_LARGE_I, "v_artisans", "v_astronautis", "v_talent")
 _LONGEST_LINE = 1 << 16  # bytes
 _SHORTER_SIDE = 480  # pixels, as in published results
+_SCENE = ("image_paths", "intrinsics", "poses", "pair_infos")  # arrays of a scene file
 _KINDS = {"i_": "illumination", "v_": "viewpoint"}
 
 
@@ -672,7 +350,7 @@ def scene_files(folder: Path) -> list[Path]:
                 names = set(archive.namelist())
         except (OSError, zipfile.BadZipFile):
             continue
-        if {"image_paths.npy", "intrinsics.npy", "poses.npy", "pair_infos.npy"} <= names:
+        if {f"{name}.npy" for name in _SCENE} <= names:
             found.append(path)
     return found
 
@@ -695,15 +373,8 @@ def _parse_line(words: list[str]) -> tuple[str, str, np.ndarray, np.ndarray, np.
 
 
 def _image_root(source: Path, name: str, images: Path | None) -> Path:
-    here = source.parent
-    folders = (
-        here,
-        here / "images",
-        here / "scans_test",
-        here.parent,
-        here.parent / "images",
-        here.parent.parent,
-    )
+    here, above = source.parent, source.parent.parent
+    folders = (here, here / "images", here / "scans_test", above, above / "images", above.parent)
     candidates = (images,) if images is not None else folders
     for folder in candidates:
         if (folder / name).is_file():
@@ -724,14 +395,9 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def _read_scene(path: Path) -> dict[str, Any]:
-    names = ("image_paths", "intrinsics", "poses", "pair_infos")
     try:
         with zipfile.ZipFile(path) as archive:
-            scene = {}
-            for name in names:
-                with archive.open(f"{name}.npy") as file:
-                    scene[name] = _read_array(file)
-        return scene
+            return {name: _read_array(archive.open(f"{name}.npy")) for name in _SCENE}
     except (OSError, ValueError, KeyError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         raise UsageError(f"{path}: not one of LoFTR's scene files ({error}); fetch it again") from error
 
@@ -744,126 +410,3 @@ def _read_array(file: BinaryIO) -> np.ndarray:
     if dtype.hasobject:
         return _ArraysOnly(file, encoding="latin1").load()
     return np.frombuffer(file.read(), dtype=dtype).reshape(shape, order="F" if by_columns else "C")
-
-
-# --- posed_photos: Photos with true poses and cameras in the order of time, from the layouts of the
-# benchmark sets.
-
-Split = Literal["last", "blocks", "even"]
-SPLITS: tuple[Split, ...] = ("last", "blocks", "even")
-_BLOCK = 15  # photos of a block
-_NAMED = {
-    "kitchen": Path("multiview") / "val" / "kitchen",
-    "sceaux_castle": Path("bench") / "sceaux_castle",
-    "kitti_mini": Path("bench") / "kitti_mini" / "KITTI_sequence_1",
-}
-
-
-@dataclass(frozen=True, eq=False)
-class PosedPhotos:
-    """Photos below a folder, their poses cam_from_world (4, 4) and cameras, by name."""
-
-    title: str
-    folder: Path
-    names: tuple[str, ...]  # in the order of time
-    poses: dict[str, np.ndarray]
-    cameras: dict[str, Camera]
-    with_map: dict[str, str] = field(default_factory=dict)  # photos that enter the map with another: stereo
-
-    def split(self, how: Split) -> tuple[list[str], list[str]]:
-        """Photos of the map, and those to localise.
-
-        "last": the last third is localised. "blocks": every third block of 15 photos in the order of time.
-        "even": photos of even number are the map, the others are localised.
-        """
-        count = len(self.names)
-        index = np.arange(count)
-        if how == "last":
-            asked = index >= -(-2 * count // 3)
-        elif how == "blocks":
-            asked = (index // _BLOCK) % 3 == 2
-        else:
-            asked = index % 2 == 1
-        kept = [name for name, out in zip(self.names, asked, strict=True) if not out]
-        beside = [self.with_map[name] for name in kept if name in self.with_map]
-        return kept + beside, [name for name, out in zip(self.names, asked, strict=True) if out]
-
-    def extent(self) -> float:
-        """Largest distance between two of the cameras."""
-        centres = np.array([np.linalg.inv(self.poses[name])[:3, 3] for name in self.names])
-        return float(np.linalg.norm(centres[:, None] - centres, axis=2).max())
-
-
-def find_posed_photos(where: str) -> PosedPhotos:
-    """The photos of a set's name, or of a folder: a recorded set, a castle, KITTI, or COLMAP's layout.
-
-    Raises:
-        UsageError: no such folder, or none of these layouts.
-    """
-    folder = data_folder() / _NAMED[where] if where in _NAMED else Path(where)
-    if not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder; sets with poses are {', '.join(_NAMED)}, or a folder")
-    if (folder / "cameras.json").is_file():
-        return _recorded(folder)
-    if (folder / "calib.txt").is_file():
-        return _stereo(folder)
-    if (folder / "poses.json").is_file() and (folder / "images").is_dir():
-        return _listed(folder)
-    given = read_given_poses(folder)  # COLMAP's layout: sparse/ beside images/
-    names = sorted(given.cam_from_world)
-    return PosedPhotos(
-        folder.name, folder / "images", tuple(names), dict(given.cam_from_world), dict(given.cameras)
-    )
-
-
-def find_other_photos(folder: Path, count: int) -> list[Path]:
-    """So many photos of a folder, spread over it."""
-    found = find_images(folder)
-    chosen = np.linspace(0, len(found) - 1, min(count, len(found))).astype(int)
-    return [found[index] for index in chosen]
-
-
-def _recorded(folder: Path) -> PosedPhotos:
-    path = folder / "cameras.json"
-    values = read_object(path, ("K", "frames"))
-    poses = {
-        row["image"]: np.linalg.inv(read_array(row["world_from_camera"], (4, 4), path))
-        for row in values["frames"]
-    }
-    camera = Camera.from_K(read_array(values["K"], (3, 3), path))
-    return PosedPhotos(
-        folder.name, folder / "images", tuple(sorted(poses)), poses, dict.fromkeys(poses, camera)
-    )
-
-
-def _listed(folder: Path) -> PosedPhotos:
-    poses, cameras = {}, {}
-    for row in read_rows(folder / "poses.json", ("image", "K", "R", "C")):
-        name = Path(row["image"]).name
-        if not (folder / "images" / name).is_file():
-            continue  # the castle's list has one more than there are photos
-        pose = np.eye(4)
-        pose[:3, :3] = row["R"]
-        pose[:3, 3] = -pose[:3, :3] @ np.array(row["C"], dtype=np.float64)
-        poses[name], cameras[name] = pose, Camera.from_K(row["K"])
-    return PosedPhotos(folder.name, folder / "images", tuple(sorted(poses)), poses, cameras)
-
-
-def _stereo(folder: Path) -> PosedPhotos:
-    left, right = np.loadtxt(folder / "calib.txt").reshape(-1, 3, 4)[:2]
-    baseline = np.eye(4)
-    baseline[0, 3] = right[0, 3] / right[0, 0]  # of right_from_left
-    camera = Camera.from_K(left[:, :3])
-    poses = dict(_stereo_poses(folder, baseline))
-    names = tuple(sorted(name for name in poses if name.startswith("image_l/")))
-    beside = {name: name.replace("image_l/", "image_r/") for name in names}
-    return PosedPhotos(folder.name, folder, names, poses, dict.fromkeys(poses, camera), beside)
-
-
-def _stereo_poses(folder: Path, right_from_left: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    rows = np.loadtxt(folder / "poses.txt").reshape(-1, 3, 4)
-    images = sorted((folder / "image_l").iterdir())
-    for row, image in zip(rows, images, strict=False):
-        pose = np.linalg.inv(np.vstack([row, [0, 0, 0, 1]]))
-        yield f"image_l/{image.name}", pose
-        yield f"image_r/{image.name}", right_from_left @ pose

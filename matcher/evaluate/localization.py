@@ -13,7 +13,7 @@ import numpy as np
 
 from matcher.cameras import Camera
 from matcher.collection.collection import Collection
-from matcher.evaluate.folders import PosedPhotos
+from matcher.evaluate.multiview import PosedPhotos
 from matcher.localization.localizer import Localizer
 from matcher.localization.map import Map
 from matcher.localization.pose import Pose

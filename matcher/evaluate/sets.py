@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matcher.errors import UsageError
-from matcher.evaluate import folders
-from matcher.evaluate import folders as multiview
-from matcher.evaluate import folders as published
+from matcher.evaluate import folders, multiview
 from matcher.evaluate.protocols import PairSet
 from matcher.evaluate.synthetic import sensor_set, synthetic_set, unrelated_set, zoomed_set
 from matcher.images import DATA_VARIABLE, data_folder, find_images
@@ -61,11 +59,11 @@ def find_sets(where: str, options: SetOptions) -> list[PairSet]:
             f"in the folder named by {DATA_VARIABLE}"
         )
     if path.is_file():
-        if not published.is_pair_list(path):
+        if not folders.is_pair_list(path):
             raise UsageError(
                 f"{path}: not a list of pairs (a line for each: name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0)"
             )
-        return list(_limited([published.read_pair_list(path, options.images)], options))
+        return list(_limited([folders.read_pair_list(path, options.images)], options))
     if not path.is_dir():
         raise UsageError(f"{path}: a pipe or device; name a folder or a list of pairs")
     return list(_limited(_of_folder(path, options), options))
@@ -85,7 +83,7 @@ def _named(name: str, options: SetOptions) -> list[PairSet]:
                 "scripts/README.md, Repeating the measurements), or give a folder of your own"
             )
         if each in _MADE:
-            found.append(_MADE[each](find_images(folder), options))
+            found.append(_made_of_photos(each, find_images(folder), options))
         elif each == _DRAWN:
             found.append(multiview.draw_recorded(folder, options.pairs or 240, options.seed))
         else:
@@ -107,7 +105,7 @@ def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
             "with cameras.json, H1toNp sequences, KITTI-like sequences, Middlebury stereo), and no photos to "
             "make synthetic pairs from"
         ) from error
-    return [_synthetic(photos, options)]
+    return [_made_of_photos("synthetic", photos, options)]
 
 
 def _limited(found: list[PairSet], options: SetOptions) -> Iterator[PairSet]:
@@ -117,27 +115,19 @@ def _limited(found: list[PairSet], options: SetOptions) -> Iterator[PairSet]:
         yield pair_set if options.pairs is None else pair_set.first(options.pairs)
 
 
-def _synthetic(photos: list[Path], options: SetOptions) -> PairSet:
-    count = 400 if options.pairs is None else options.pairs
-    return synthetic_set(photos, count=count, levels=options.levels, seed=options.seed)
+def _made_of_photos(name: str, photos: list[Path], options: SetOptions) -> PairSet:
+    make, count = _MADE[name]
+    levels = {"levels": options.levels} if name == "synthetic" else {}
+    return make(photos, count=count if options.pairs is None else options.pairs, seed=options.seed, **levels)
 
 
-def _zoom(photos: list[Path], options: SetOptions) -> PairSet:
-    count = 100 if options.pairs is None else options.pairs
-    return zoomed_set(photos, count=count, seed=options.seed)
-
-
-def _sensors(photos: list[Path], options: SetOptions) -> PairSet:
-    count = 100 if options.pairs is None else options.pairs
-    return sensor_set(photos, count=count, seed=options.seed)
-
-
-def _unrelated(photos: list[Path], options: SetOptions) -> PairSet:
-    count = 200 if options.pairs is None else options.pairs
-    return unrelated_set(photos, count=count, seed=options.seed)
-
-
-_MADE = {"synthetic": _synthetic, "zoom": _zoom, "sensors": _sensors, "unrelated": _unrelated}  # from photos
+# Sets made of photos, and how many pairs they have unless told.
+_MADE = {
+    "synthetic": (synthetic_set, 400),
+    "zoom": (zoomed_set, 100),
+    "sensors": (sensor_set, 100),
+    "unrelated": (unrelated_set, 200),
+}
 
 
 def _hpatches_root(folder: Path) -> Path | None:
@@ -152,7 +142,7 @@ def _landmarks(folder: Path) -> bool:
 
 
 def _lists(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.glob("*.txt")) if published.is_pair_list(path)]
+    return [path for path in sorted(folder.glob("*.txt")) if folders.is_pair_list(path)]
 
 
 _Fits = Callable[[Path], object]
@@ -163,16 +153,16 @@ def _layouts(options: SetOptions) -> list[tuple[_Fits, _Reader]]:
     """Tests of a folder's layout, each with the reader of that layout."""
     images = options.images
     return [
-        (_hpatches_root, lambda f: [published.read_hpatches(_hpatches_root(f))]),
-        (published.scene_files, lambda f: [published.read_scene_files(f, images)]),
-        (_lists, lambda f: [published.read_pair_list(path, images) for path in _lists(f)]),
+        (_hpatches_root, lambda f: [folders.read_hpatches(_hpatches_root(f))]),
+        (folders.scene_files, lambda f: [folders.read_scene_files(f, images)]),
+        (_lists, lambda f: [folders.read_pair_list(path, images) for path in _lists(f)]),
         (lambda f: [*f.glob("H1to2p"), *f.glob("*/H1to2p")], lambda f: [folders.read_affine(f)]),
         (lambda f: (f / "H1to3p.xml").is_file(), lambda f: [folders.read_opencv_homography(f)]),
         (lambda f: (f / "aloeGT.png").is_file(), lambda f: [folders.read_opencv_stereo(f)]),
         (lambda f: [*f.glob("*/disp2.pgm")], lambda f: [folders.read_middlebury(f)]),
         (multiview.is_recorded, multiview.read_recorded),
         (multiview.is_rendered, multiview.read_rendered),
-        (published.is_wxbs, lambda f: [published.read_wxbs(f)]),
+        (folders.is_wxbs, lambda f: [folders.read_wxbs(f)]),
         (_landmarks, lambda f: [folders.read_multimodal(f)]),
         (lambda f: [*f.glob("poses.txt"), *f.glob("*/poses.txt")], lambda f: [folders.read_kitti(f)]),
         (lambda f: (f / "poses.json").is_file(), lambda f: [folders.read_posed(f)]),

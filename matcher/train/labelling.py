@@ -1,4 +1,8 @@
-"""Matches between all images of a scene: of SIFT and of the learned front end together."""
+"""A folder of photos of one place → views with poses and depth to train on (`matcher train --real`).
+
+Poses by COLMAP's incremental mapping (extra `sfm`) of SIFT and learned matches; depth by plane sweeping, kept
+where several views agree; pairs confirmed by independent matches.
+"""
 
 from __future__ import annotations
 
@@ -11,79 +15,58 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+import torch
 
 from matcher.arrays import root_sift
 from matcher.config import ExtractorConfig
 from matcher.errors import UsageError
-from matcher.evaluate.posed import (
-    HIDDEN,
-    UNKNOWN,
-    VISIBLE_STATE,
-    PosedView,
-    dense_positions,
-    sparse_positions,
-    transfer,
-)
 from matcher.images import find_images
 from matcher.match.nearest import mutual_nearest
 from matcher.torch_engine import build_extractor
+from matcher.train.views import HIDDEN, UNKNOWN, VISIBLE, Cameras, PosedView, reproject
 from matcher.types import Image
 
-# --- matching: Matches between all images of a scene: of SIFT and of the learned front end together.
+# --- Matches between all images of a scene.
 
-SIFT_POINTS, LEARNED_POINTS = 2500, 2048
-RATIOS = (0.8, 0.9)  # of distances to the nearest and the second nearest descriptor: SIFT, learned
-ALL_PAIRS_UP_TO = 45  # images; of more only pairs that match with few keypoints
-PRESELECTION_POINTS, PRESELECTION_MATCHES = 400, 8  # learned keypoints compared, and matches needed
-NEXT = 3  # images, by name, that are matched in any case
-MIN_MATCHES_MATCHING = 15
+RATIO, LEARNED_RATIO = 0.8, 0.9  # of distances to the nearest and the second nearest descriptor (Lowe 2004)
 
 
-@dataclass(frozen=True, eq=False)
-class CombinedFeatures:
-    """Keypoints of both kinds, SIFT first."""
+def sift_features(
+    pixels: np.ndarray, count: int = 2000, contrast: float = 0.04
+) -> tuple[np.ndarray, np.ndarray]:
+    """SIFT keypoints (N, 2) and RootSIFT descriptors (N, 128)."""
+    points, descriptors = cv2.SIFT_create(count, contrastThreshold=contrast).detectAndCompute(pixels, None)
+    if descriptors is None:
+        return np.zeros((0, 2), np.float32), np.zeros((0, 128), np.float32)
+    return np.array([point.pt for point in points], np.float32), root_sift(descriptors)
 
-    points: np.ndarray  # (N, 2) float32; the centre of the first pixel is (0, 0)
-    sift: np.ndarray  # (S, 128) float32 unit vectors of the first S points
-    learned: np.ndarray  # (N − S, D) float32 unit vectors of the others, strongest first
 
-
-def extract_features(paths: Sequence[Path]) -> list[CombinedFeatures]:
-    """SIFT and learned features of images."""
-    sift = cv2.SIFT_create(SIFT_POINTS, contrastThreshold=0.015)
-    extractor = build_extractor(ExtractorConfig(kind="learned", max_keypoints=LEARNED_POINTS))
+def extract_features(paths: Sequence[Path]) -> list[tuple[np.ndarray, list[np.ndarray]]]:
+    """Of each image the keypoints (N, 2), SIFT first, and both kinds of unit descriptors."""
+    extractor = build_extractor(ExtractorConfig(kind="learned", max_keypoints=2048))
     found = []
     for path in paths:
         grey = cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)
-        points, descriptors = sift.detectAndCompute(grey, None)
+        points, sift = sift_features(grey, 2500, 0.015)
         (features,) = extractor([Image(grey, grey.shape[::-1])])
         learned = features.descriptors.float().numpy().reshape(len(features.keypoints), -1)
-        positions = np.array([p.pt for p in points], np.float32).reshape(-1, 2)
-        found.append(
-            CombinedFeatures(
-                np.concatenate([positions, features.keypoints.numpy()]),
-                root_sift(descriptors) if len(positions) else np.zeros((0, 128), np.float32),
-                learned / np.maximum(np.linalg.norm(learned, axis=1, keepdims=True), 1e-9),
-            )
-        )
+        learned = learned / np.maximum(np.linalg.norm(learned, axis=1, keepdims=True), 1e-9)
+        found.append((np.concatenate([points, features.keypoints.numpy()]), [sift, learned]))
     return found
 
 
-def match_images(images: Sequence[CombinedFeatures]) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Pairs (i, j) and indices (M, 2) of their matches; pairs with few are left out."""
+def match_images(images: Sequence[list[np.ndarray]]) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Pairs (i, j) and indices (M, 2) of their matches by both kinds of descriptors; pairs with few are left
+    out; in large sets also those whose strongest points do not match, unless they are next by name."""
     for i, j in combinations(range(len(images)), 2):
-        first, second = images[i], images[j]
-        if len(images) > ALL_PAIRS_UP_TO and j - i > NEXT:
-            preselected = mutual_matches(
-                first.learned[:PRESELECTION_POINTS], second.learned[:PRESELECTION_POINTS], RATIOS[1]
-            )
-            if len(preselected) < PRESELECTION_MATCHES:
+        (sift0, learned0), (sift1, learned1) = images[i], images[j]
+        if len(images) > 45 and j - i > 3:
+            few = mutual_matches(learned0[:400], learned1[:400], LEARNED_RATIO)
+            if len(few) < 8:
                 continue
-        sift = mutual_matches(first.sift, second.sift, RATIOS[0])
-        learned = mutual_matches(first.learned, second.learned, RATIOS[1])
-        learned += np.array([len(first.sift), len(second.sift)])
-        found = np.concatenate([sift, learned])
-        if len(found) >= MIN_MATCHES_MATCHING:
+        learned = mutual_matches(learned0, learned1, LEARNED_RATIO) + np.array([len(sift0), len(sift1)])
+        found = np.concatenate([mutual_matches(sift0, sift1, RATIO), learned])
+        if len(found) >= 15:
             yield i, j, found
 
 
@@ -92,22 +75,35 @@ def mutual_matches(first: np.ndarray, second: np.ndarray, ratio: float) -> np.nd
     ratio test; none where either image has fewer than two."""
     if min(len(first), len(second)) < 2:
         return np.zeros((0, 2), np.int64)
-    indices, _ = mutual_nearest(first, second, ratio)
-    return indices
+    return mutual_nearest(first, second, ratio)[0]
 
 
-# --- agreement: Consistency of several images: depth confirmed by other views, pairs confirmed by
-# independent matches.
+# --- Consistency of several images: depth confirmed by other views, pairs confirmed by independent matches.
 
-MIN_CONSISTENT = 2  # neighbouring views (one where there is only one)
-SPECKLE = 60  # pixels; smaller islands of depth are dropped
 MIN_OVERLAP, MAX_OVERLAP = 0.01, 0.95  # visible share of the pixels of either image
-MIN_MOTION = 0.03  # median, relative to the width, for pairs with an overlap above MAX_OVERLAP
-MIN_MATCHES = 12  # independent matches within OUTLIER that are needed to accept a pair
-OUTLIER = 12.0  # pixels
-MAX_MEDIAN_ERROR = 1.0  # pixels
-RATIO = 0.8
-PROBES = 400  # pixels of a first test
+
+
+def transfer_points(view0: PosedView, view1: PosedView, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(N, 2) float32 positions in view 1 of points (N, 2) of view 0, and (N,) VISIBLE, HIDDEN or UNKNOWN."""
+    own, other = (
+        Cameras(
+            torch.from_numpy(view.inverse_depth)[None, None],
+            torch.from_numpy(view.K)[None],
+            torch.from_numpy(view.cam_from_world)[None],
+            torch.tensor([view.pixels.shape[::-1]], dtype=torch.float32),
+        )
+        for view in (view0, view1)
+    )
+    found = reproject(own, other, torch.from_numpy(np.ascontiguousarray(points, np.float32))[None], 1)
+    return found.positions[0].numpy(), found.states[0].numpy()
+
+
+def transfer_pixels(view0: PosedView, view1: PosedView) -> tuple[np.ndarray, np.ndarray]:
+    """(H, W, 2) positions in view 1 of the pixels of view 0, and (H, W) their states."""
+    height, width = view0.pixels.shape
+    pixels = np.stack(np.meshgrid(np.arange(width), np.arange(height)), -1).reshape(-1, 2)
+    positions, states = transfer_points(view0, view1, pixels)
+    return positions.reshape(height, width, 2), states.reshape(height, width)
 
 
 def keep_consistent_depth(views: Sequence[PosedView], neighbours: Sequence[Sequence[int]]) -> list[PosedView]:
@@ -116,91 +112,67 @@ def keep_consistent_depth(views: Sequence[PosedView], neighbours: Sequence[Seque
     for view, others in zip(views, neighbours, strict=True):
         votes = np.zeros(view.pixels.shape, np.uint8)
         for other in others:
-            votes += dense_positions(view, views[other])[0] >= 0
-        confirmed = votes >= min(MIN_CONSISTENT, max(len(others), 1))
-        kept.append(replace(view, inverse_depth=_without_speckles(view.inverse_depth, confirmed)))
+            votes += transfer_pixels(view, views[other])[1] == VISIBLE
+        confirmed = votes >= min(2, max(len(others), 1))
+        mask = (confirmed & (view.inverse_depth > 0)).astype(np.uint8)
+        _, labels, stats, _ = cv2.connectedComponentsWithStats(mask, connectivity=4)
+        large = stats[:, cv2.CC_STAT_AREA] >= 60  # smaller islands are dropped
+        large[0] = False
+        depth = np.where(large[labels], view.inverse_depth, 0).astype(np.float32)
+        kept.append(replace(view, inverse_depth=depth))
     return kept
-
-
-def _without_speckles(inverse: np.ndarray, confirmed: np.ndarray) -> np.ndarray:
-    mask = (confirmed & (inverse > 0)).astype(np.uint8)
-    _, labels, stats, _ = cv2.connectedComponentsWithStats(mask, connectivity=4)
-    large = stats[:, cv2.CC_STAT_AREA] >= SPECKLE
-    large[0] = False
-    return np.where(large[labels], inverse, 0).astype(np.float32)
 
 
 def choose_pairs(views: Sequence[PosedView]) -> list[tuple[int, int, float]]:
     """Pairs (i, j, overlap) with enough overlap, from different viewpoints, and confirmed by SIFT matches."""
-    features = [sift_features(view.pixels) for view in views]
-    chosen = []
-    for i in range(len(views)):
-        for j in range(i + 1, len(views)):
-            if not _may_overlap(views[i], views[j]):
-                continue
-            positions = dense_positions(views[i], views[j])
-            overlap = float((positions[0] >= 0).mean())
-            back = (
-                float((dense_positions(views[j], views[i])[0] >= 0).mean()) if overlap > MIN_OVERLAP else 0.0
-            )
-            if min(overlap, back) < MIN_OVERLAP or _same_viewpoint(positions):
-                continue
-            if sift_error(features[i], features[j], positions) <= MAX_MEDIAN_ERROR:
-                chosen.append((i, j, round(overlap, 3)))
+    features, chosen = [sift_features(view.pixels) for view in views], []
+    for i, j in combinations(range(len(views)), 2):
+        rows, columns = np.nonzero(views[i].inverse_depth > 0)
+        some = slice(None, None, max(1, len(rows) // 400))
+        probes = np.column_stack([columns[some], rows[some]])
+        if not len(probes) or not (transfer_points(views[i], views[j], probes)[1] == VISIBLE).any():
+            continue
+        positions, states = transfer_pixels(views[i], views[j])
+        overlap = float((states == VISIBLE).mean())
+        back = 0.0
+        if overlap > MIN_OVERLAP:
+            back = float((transfer_pixels(views[j], views[i])[1] == VISIBLE).mean())
+        if min(overlap, back) < MIN_OVERLAP or _same_viewpoint(positions, states):
+            continue
+        error = match_errors(views[i], views[j], features[i], features[j])
+        near = error[error < 12.0]  # others are wrong matches
+        if len(near) >= max(12, len(error) / 2) and np.median(near) <= 1.0:
+            chosen.append((i, j, round(overlap, 3)))
     return chosen
 
 
-def _may_overlap(view0: PosedView, view1: PosedView) -> bool:
-    """Whether any of a few pixels of known depth is visible in the other view: a quick test."""
-    rows, columns = np.nonzero(view0.inverse_depth > 0)
-    some = slice(None, None, max(1, len(rows) // PROBES))
-    points = np.column_stack([columns[some], rows[some]]).astype(np.float32)
-    return len(points) > 0 and bool((sparse_positions(view0, view1, points)[:, 0] >= 0).any())
-
-
-def _same_viewpoint(positions: np.ndarray) -> bool:
+def _same_viewpoint(positions: np.ndarray, states: np.ndarray) -> bool:
     """Whether nearly everything is visible in the other image and hardly moves."""
-    visible = positions[0] >= 0
-    width = visible.shape[1]
+    visible = states == VISIBLE
     rows, columns = np.nonzero(visible)
-    motion = np.hypot(positions[0][visible] - columns, positions[1][visible] - rows)
-    known = max((positions[0] != UNKNOWN).sum(), 1)
-    mostly = visible.sum() / known > MAX_OVERLAP or (positions[0] == HIDDEN).mean() < 0.05
-    return bool(mostly and np.median(motion) < MIN_MOTION * width)
+    motion = np.hypot(positions[visible][:, 0] - columns, positions[visible][:, 1] - rows)
+    mostly = (
+        visible.sum() / max((states != UNKNOWN).sum(), 1) > MAX_OVERLAP or (states == HIDDEN).mean() < 0.05
+    )
+    return bool(mostly and np.median(motion) < 0.03 * visible.shape[1])
 
 
-SiftFeatures = tuple[np.ndarray, np.ndarray]
-
-
-def sift_features(pixels: np.ndarray) -> SiftFeatures:
-    """SIFT keypoints (N, 2) and RootSIFT descriptors (N, 128)."""
-    points, descriptors = cv2.SIFT_create(2000).detectAndCompute(pixels, None)
-    if descriptors is None:
-        return np.zeros((0, 2), np.float32), np.zeros((0, 128), np.float32)
-    normalised = descriptors / np.maximum(descriptors.sum(1, keepdims=True), 1e-9)
-    return np.array([point.pt for point in points], np.float32), np.sqrt(normalised)
-
-
-def match_errors(first: SiftFeatures, second: SiftFeatures, positions: np.ndarray) -> np.ndarray:
-    """(M,) errors in pixels of mutual SIFT matches that pass the ratio test, under positions (2, H, W), where
-    the point is visible."""
+def match_errors(
+    view0: PosedView,
+    view1: PosedView,
+    first: tuple[np.ndarray, np.ndarray],
+    second: tuple[np.ndarray, np.ndarray],
+) -> np.ndarray:
+    """(M,) errors in pixels of mutual SIFT matches that pass the ratio test, under depth and poses, where the
+    point is visible."""
     index0, index1 = mutual_matches(first[1], second[1], RATIO).T
-    transferred, state = transfer(first[0][index0], positions)
-    return np.linalg.norm(transferred - second[0][index1], axis=1)[state == VISIBLE_STATE]
+    transferred, states = transfer_points(view0, view1, first[0][index0])
+    return np.linalg.norm(transferred - second[0][index1], axis=1)[states == VISIBLE]
 
 
-def sift_error(first: SiftFeatures, second: SiftFeatures, positions: np.ndarray) -> float:
-    """Median of `match_errors` below `OUTLIER`; infinite for few matches or mostly outliers."""
-    error = match_errors(first, second, positions)
-    near = error[error < OUTLIER]
-    return float(np.median(near)) if len(near) >= max(MIN_MATCHES, len(error) / 2) else float("inf")
-
-
-# --- poses: Poses of the photos of a folder: COLMAP's incremental mapping (extra `sfm`) of SIFT and learned
-# matches.
+# --- Poses of the photos of a folder.
 
 MIN_IMAGES = 4  # of a model
-MAX_ERROR = 1.0  # pixels, mean reprojection error of a point
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,10 +229,10 @@ def _match(pycolmap: object, database: Path, folder: Path) -> None:
     store = pycolmap.Database.open(new)
     images = sorted(store.read_all_images(), key=lambda image: Path(image.name).name)
     features = extract_features([folder / image.name for image in images])
-    for image, found in zip(images, features, strict=True):
-        store.write_keypoints(image.image_id, found.points + 0.5)
+    for image, (points, _) in zip(images, features, strict=True):
+        store.write_keypoints(image.image_id, points + 0.5)
     lines = []
-    for i, j, found in match_images(features):
+    for i, j, found in match_images([descriptors for _, descriptors in features]):
         store.write_matches(images[i].image_id, images[j].image_id, found.astype(np.uint32))
         lines.append(f"{images[i].name} {images[j].name}")
     store.close()
@@ -302,7 +274,7 @@ def _undistorted(model: object, image: object, folder: Path) -> PosedImage:
 
 
 def _reliable(point: object) -> bool:
-    return len(point.track.elements) >= 3 and point.error < MAX_ERROR
+    return len(point.track.elements) >= 3 and point.error < 1.0
 
 
 def viewing_angles(images: Sequence[PosedImage]) -> tuple[np.ndarray, np.ndarray]:
@@ -322,22 +294,13 @@ def viewing_angles(images: Sequence[PosedImage]) -> tuple[np.ndarray, np.ndarray
     return common, angles
 
 
-# --- stereo: Dense depth of a posed image by plane sweeping over its neighbours (Collins 1996; Gallup et
-# al. 2007).
+# --- Dense depth of a posed image by plane sweeping over its neighbours (Collins 1996; Gallup et al. 2007).
 
-SCALE = 0.5  # of the sweep's resolution
 WINDOW = 7  # pixels of the sweep, side of the windows that are compared
 MIN_CORRELATION = 0.5  # mean normalised cross-correlation (ZNCC) with the better half of the neighbours
-MIN_CONTRAST = 2.0  # grey levels, standard deviation in the window
-PLANES = (48, 160)
-STEP = 0.8  # pixels between planes in the neighbour with the largest disparity
-SLANTED_RANGES = (6.0, 3.0)  # steps to either side of the surface estimated so far, one search each
-SLANTED_DEPTHS = 6  # depths to either side of it
-RELIABLE, POINT_WEIGHT, SMOOTH = 0.6, 1.0, 0.02  # correlation; of a 3D point; width of smoothing / image
-NEIGHBOURS = 6
+RELIABLE = 0.6  # correlation of the pixels by which a surface is fitted
 ANGLES = (1.0, 40.0)  # triangulation angles of neighbours in degrees
 MIN_COMMON = 25  # points
-REFINEMENTS = (0.5, 0.25)  # steps of depth around the best, in full resolution
 
 
 def choose_neighbours(images: Sequence[PosedImage]) -> list[list[int]]:
@@ -346,7 +309,7 @@ def choose_neighbours(images: Sequence[PosedImage]) -> list[list[int]]:
     suitable = (angles > ANGLES[0]) & (angles < ANGLES[1]) & (common >= MIN_COMMON)
     # Depth is more accurate under wider angles, so points under 8 degrees count more than under 1.
     value = np.where(suitable, common * np.minimum(angles / 8, 1) ** 0.5, 0)
-    return [[int(j) for j in np.argsort(-row)[:NEIGHBOURS] if row[j] > 0] for row in value]
+    return [[int(j) for j in np.argsort(-row)[:6] if row[j] > 0] for row in value]
 
 
 def sweep(image: PosedImage, neighbours: Sequence[PosedImage]) -> np.ndarray:
@@ -356,15 +319,15 @@ def sweep(image: PosedImage, neighbours: Sequence[PosedImage]) -> np.ndarray:
         return np.zeros((height, width), np.float32)
     near, far = np.quantile(image.depths, [0.01, 0.99])
     low, high = 0.7 / far, 1.4 / near
-    small = _PlaneSweep(image, neighbours, SCALE)
-    steps = small.largest_disparity(high - low) / STEP
-    inverse = np.linspace(low, high, int(np.clip(steps, *PLANES)), dtype=np.float32)
+    small = _PlaneSweep(image, neighbours, 0.5)
+    steps = small.largest_disparity(high - low) / 0.8  # planes, .8 pixels apart in that neighbour
+    inverse = np.linspace(low, high, int(np.clip(steps, 48, 160)), dtype=np.float32)
     step = float(inverse[1] - inverse[0])
     best, correlation = small.search(np.float32(0), inverse)
-    for reach in SLANTED_RANGES:
+    for reach in (6.0, 3.0):
         # Again along the surface estimated so far, so that windows are slanted like walls and floors.
         surface = _surface(best, correlation, image)
-        offsets = np.linspace(-reach, reach, 2 * SLANTED_DEPTHS + 1, dtype=np.float32) * step
+        offsets = np.linspace(-reach, reach, 13, dtype=np.float32) * step
         slanted, new_correlation = small.search(surface, offsets)
         better = new_correlation > correlation
         best = np.where(better & (slanted > 0), slanted, best)
@@ -384,9 +347,9 @@ def _surface(inverse: np.ndarray, correlation: np.ndarray, image: PosedImage) ->
     at = np.rint((image.positions + 0.5) * factors - 0.5).astype(int)
     kept = ((at >= 0) & (at < (width, height))).all(1)
     columns, rows = at[kept].T
-    inverse[rows, columns], weight[rows, columns] = 1 / image.depths[kept], POINT_WEIGHT
+    inverse[rows, columns], weight[rows, columns] = 1 / image.depths[kept], 1.0
     inverse = cv2.medianBlur(inverse, 5)
-    sides = (0, 0), SMOOTH * width
+    sides = (0, 0), 0.02 * width
     total = cv2.GaussianBlur(weight, *sides)
     # A local plane: the mean, and the slopes by weighted moments about the mean position.
     x = np.arange(width, dtype=np.float32)[None] + np.zeros((height, 1), np.float32)
@@ -406,7 +369,7 @@ def _surface(inverse: np.ndarray, correlation: np.ndarray, image: PosedImage) ->
 
 def _refined(comparison: _PlaneSweep, inverse: np.ndarray, step: float) -> np.ndarray:
     """The best of a few depths around the estimated one at each pixel, refined by a parabola."""
-    for share in REFINEMENTS:
+    for share in (0.5, 0.25):
         offsets = np.array([-2, -1, 0, 1, 2], np.float32) * share * step
         scores = np.stack([comparison.correlation(inverse + offset) for offset in offsets])
         at = scores[1:-1].argmax(0) + 1
@@ -427,7 +390,7 @@ class _PlaneSweep:
         self.window = WINDOW if scale < 1 else 2 * WINDOW - 3
         self.mean = self._box(self.grey)
         self.variance = np.maximum(self._box(self.grey * self.grey) - self.mean**2, 1e-3)
-        self.textured = np.sqrt(self.variance) > MIN_CONTRAST
+        self.textured = np.sqrt(self.variance) > 2.0  # grey levels
         height, width = self.grey.shape
         self.x = np.arange(width, dtype=np.float32)[None]
         self.y = np.arange(height, dtype=np.float32)[:, None]
@@ -508,10 +471,8 @@ def _scaled(image: PosedImage, scale: float) -> tuple[np.ndarray, np.ndarray]:
     return grey.astype(np.float32), K
 
 
-# --- label: A folder of photos → sets as `stored` reads them: posed images, verified depth, consistent
-# pairs.
+# --- The set of a folder of photos.
 
-UNITS = 8000  # of a 16-bit depth map at the median depth of a set
 PATCH = 2  # pixels around a point that get its depth
 DONE = "DONE"
 Log = Callable[[str], None]
@@ -555,7 +516,8 @@ def _refuse_foreign(out: Path) -> None:
 
 def _label(images: Sequence[PosedImage], out: Path, work: Path, log: Log) -> bool:
     scale = 1 / float(np.median(np.concatenate([image.depths for image in images])))
-    images = [_rescaled(image, scale * UNITS / 1000) for image in images]
+    # The median depth of the set is 8 m, in the middle of what 16 bits of millimetres hold.
+    images = [_rescaled(image, 8 * scale) for image in images]
     neighbours = choose_neighbours(images)
     work.mkdir(parents=True, exist_ok=True)
     views = []

@@ -13,7 +13,7 @@ from matcher.cameras import Camera, read_cameras
 from matcher.errors import UsageError
 from matcher.poses import read_named_poses
 from matcher.sequence.capture import read_poses
-from matcher.train.cached_pairs import read_recipe, shipped_recipe
+from matcher.train.recipe import read_recipe, shipped_recipe
 
 pytestmark = pytest.mark.promise(4)
 SECONDS = 5.0  # for a megabyte

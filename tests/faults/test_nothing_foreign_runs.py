@@ -92,32 +92,6 @@ def test_an_optional_module_in_the_working_folder_is_not_imported(planted, tmp_p
     assert done.returncode in (0, 2, 3, 4) and "Traceback" not in done.stderr, done.stderr
 
 
-SPAWNING = """
-import multiprocessing, sys
-sys.path.append({tests!r})
-from matcher.train.cached_pairs import ViewWorkers
-from faulty_cache import Cache
-if __name__ == "__main__":
-    with ViewWorkers(Cache(), [], 1, print) as workers:
-        workers._processes[0].join()
-        workers.log_unreadable()
-"""
-
-
-def test_training_workers_import_nothing_from_the_working_folder(planted, tmp_path, tried):
-    (tmp_path / "script.py").write_text(SPAWNING.format(tests=str(tmp_path)))
-    (tmp_path / "faulty_cache.py").write_text(
-        "class Cache:\n    wanted = 1\n"
-        "    def ready(self): return []\n    def remove_unfinished(self): pass\n"
-        "    def photo_set(self, photos): return None\n"
-        f"    def make(self, photos, scenes): open({str(tmp_path / 'made')!r}, 'w'); return []\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": OURS}
-    subprocess.run([sys.executable, tmp_path / "script.py"], cwd=planted, env=environment, check=True)
-    assert (tmp_path / "made").exists() and ran(tmp_path) == []
-    tried(len(PLANTED))
-
-
 def test_a_checkout_runs_its_own_package_last_on_the_path():
     """`python -m matcher` in the checkout itself, where the package is not installed."""
     code = "import runpy, sys; sys.argv = ['matcher', '--version']; runpy.run_module('matcher', run_name='x')"

@@ -1,14 +1,14 @@
 """Draw training views of rooms by ray casting, with exact depth and poses: under a second a view on one core.
 
-    python scripts/trace_views.py OUT --worlds DIR --photos DIR [--rooms 100] [--first-seed 1] [--views 24]
+    python trace_views.py OUT --worlds DIR --photos DIR [--rooms 100] [--first-seed 1] [--views 24]
 
 Runs in an environment of its own: Python 3.11,
 `pip install embreex trimesh numba numpy opencv-python-headless pillow`.
 A room is composed from its seed: furniture of the training worlds (`small_house.glb`, `hospital.glb` and
-`warehouse.glb` in DIR) and new pieces, materials, posters, clutter and lamps; every fifth or so is one of
-the worlds. Cameras look at a common spot from all sides. Each room is a set OUT/roomNNNN as
-`matcher.evaluate.posed` reads it, written as a whole; rooms that exist are skipped. The rows of pairs.json
-have the angle between the optical axes in degrees as their fourth number.
+`warehouse.glb` in DIR) and new pieces, materials, posters, clutter and lamps; every fifth or so is one of the
+worlds. Cameras look at a common spot from all sides. Each room is a set OUT/roomNNNN as
+`matcher.evaluate.multiview` reads it, written as a whole; rooms that exist are skipped. The rows of
+pairs.json have the angle between the optical axes in degrees as their fourth number.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Render training views with exact depth and poses of a furnished world (GLB) by Blender's Cycles.
 
-    python scripts/render_views.py WORLD.glb OUT --photos DIR --hdri DIR [--views 40] [--seed 1] [--samples 5]
+    python render_views.py WORLD.glb OUT --photos DIR --hdri DIR [--views 40] [--seed 1] [--samples 5]
 
 Runs in an environment of its own: Python 3.11, `pip install bpy==5.0.1 OpenEXR opencv-python-headless numpy`.
 The seed randomises materials (plain or photos), posters, clutter and the furniture's positions; each group of
-views has its own lights. The output is a set as `matcher.evaluate.posed` reads it.
+views has its own lights. The output is a set as `matcher.evaluate.multiview` reads it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,438 @@
+"""Pairs of images made on the device that trains, and where points of each lie in the other.
+
+The images of a batch of B pairs are in this order everywhere: first all images 0, then all images 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from matcher.match.steering import TURNS
+from matcher.train.recipe import Recipe
+from matcher.train.views import (
+    HIDDEN,
+    UNKNOWN,
+    VISIBLE,
+    DeviceViews,
+    Transferred,
+    inverse,
+    transfer,
+    within,
+)
+
+T = TypeVar("T")
+PROBES = 256  # pixels of view 0 by which overlap is measured, and among which a covisible one is looked for
+
+
+class Draws:
+    """Uniform and normal numbers on a device, the same for the same seed and kind of device."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
+        """Numbers from `low` to `high`."""
+        return torch.rand(*shape, generator=self.generator, device=self.device) * (high - low) + low
+
+    def normal(self, *shape: int) -> Tensor:
+        """Numbers of mean 0 and variance 1."""
+        return torch.randn(*shape, generator=self.generator, device=self.device)
+
+    def happens(self, count: int, share: float) -> Tensor:
+        """(count,) bool, true with the probability `share`."""
+        return self.uniform(count) < share
+
+
+@cache
+def constant(values: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers, in nested tuples, as a tensor; uploaded once, so not to be written to."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def other_of_pair(values: Tensor) -> Tensor:
+    """For each of 2B images the values of the other image of its pair."""
+    return torch.cat(values.chunk(2)[::-1])
+
+
+# --- Pairs.
+
+
+@dataclass(frozen=True, eq=False)
+class ImagePairs:
+    """B pairs of images cut from views."""
+
+    views: DeviceViews
+    sources: Tensor  # (2B,) int64 views that the images are cut from
+    flat: Tensor  # (B,) bool, a photo and itself
+    unrelated: Tensor  # (B,) bool, images of different scenes
+    framings: Tensor  # (2B, 3, 3) float64 from pixels of a view to those of its image
+    images: Tensor  # (2B, 1, H, W) in [0, 1]
+    turns: Tensor | None = None  # (B,) int64 clockwise quarter turns of image 1 relative to image 0
+
+    def __len__(self) -> int:
+        """Pairs."""
+        return len(self.flat)
+
+    def leading(self, pairs: int) -> ImagePairs:
+        """The first pairs."""
+
+        def both(values: Tensor) -> Tensor:
+            return torch.cat([side[:pairs] for side in values.chunk(2)])
+
+        turns = None if self.turns is None else self.turns[:pairs]
+        columns = both(self.sources), self.flat[:pairs], self.unrelated[:pairs]
+        return ImagePairs(self.views, *columns, both(self.framings), both(self.images), turns)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of the images."""
+        return self.images.shape[3], self.images.shape[2]
+
+    def transfer(self, points: Tensor) -> Transferred:
+        """Points (2B, N, 2) of the images in the other image of their pair, NaN where not visible."""
+        flat = self.flat.repeat(2).view(-1, 1, 1)
+        old, _ = _project(inverse(self.framings).float(), points)
+        inside = within(old, self.views.sizes[self.sources])
+        found, states = transfer(self.views, self.sources, other_of_pair(self.sources), old)
+        found = torch.where(flat, old, found)
+        states = torch.where(flat[..., 0], VISIBLE, states).where(inside, HIDDEN)
+        new, depth = _project(other_of_pair(self.framings).float(), found)
+        size = constant(self.size, new.dtype, new.device).expand(len(new), 2)
+        hidden = (states == VISIBLE) & ~(within(new, size) & (depth > 0))
+        states = torch.where(hidden | self.unrelated.repeat(2).unsqueeze(1), HIDDEN, states)
+        return Transferred(new.masked_fill((states != VISIBLE).unsqueeze(2), torch.nan), states)
+
+
+class PairSampler:
+    """Batches of pairs, the same for the same recipe, step, views and kind of device."""
+
+    def __init__(self, views: DeviceViews, recipe: Recipe) -> None:
+        self.views, self.recipe, self.device = views, recipe, views.images.device
+        shares = {name: share for name, share in recipe.sources.shares().items() if share > 0}
+        self._names = list(shares)
+        self._weights = np.array([*shares.values()]) / sum(shares.values())
+        size = recipe.pair.width, recipe.pair.height
+        grid = torch.cartesian_prod(*(torch.arange(0, side, 8) for side in size))
+        self._grid = grid.float().to(self.device)
+
+    @torch.no_grad()
+    def batch(self, count: int, step: int) -> ImagePairs:
+        """`count` new pairs."""
+        recipe, views = self.recipe.pair, self.views
+        rng = np.random.default_rng([self.recipe.seed, 3, step])
+        draws = Draws(int(rng.integers(2**62)), self.device)
+        sources, flat = self._choose(count, rng, draws)
+        framings = draw_framings(views, sources, flat, self.recipe, draws)
+        images = render(views, sources, framings, (recipe.width, recipe.height))
+        images = capture(images, ~views.captured[sources], draws)
+        here = torch.arange(count, device=self.device)
+        unrelated = draws.happens(count, recipe.negative_share)
+        unrelated &= views.scenes[sources[:count]] != views.scenes[sources[count:].roll(-1)]
+        # Whose image 1 a pair gets.
+        order = torch.cat([here, count + torch.where(unrelated, here.roll(-1), here)])
+        pairs = ImagePairs(views, sources[order], flat, unrelated, framings[order], images[order])
+        grid = self._grid.expand(2 * count, -1, -1)
+        turns = -quarter_turns(grid[:count], pairs.transfer(grid).positions[:count]) % TURNS
+        return ImagePairs(views, pairs.sources, flat, unrelated, pairs.framings, pairs.images, turns)
+
+    def _choose(self, count: int, rng: np.random.Generator, draws: Draws) -> tuple[Tensor, Tensor]:
+        """(2B,) views, and (B,) whether both are one photo. A pair of little overlap gives way to another."""
+        chosen = [self._names[k] for k in rng.choice(len(self._names), count, p=self._weights)]
+        drawn = np.array([[self._pair(name, rng) for name in chosen] for _ in range(2)], np.int64)
+        flat = np.array([[name == "planes" for name in chosen]])
+        table = torch.from_numpy(np.concatenate([*drawn.transpose(0, 2, 1), flat]))
+        first, second, other_first, other_second, flat = table.to(self.device, non_blocking=True)
+        flat = flat.bool()
+        probes = draws.uniform(count, PROBES, 2) * (self.views.sizes[first] - 1).unsqueeze(1)
+        states = transfer(self.views, first, second, probes).states
+        overlap = (states == VISIBLE).sum(1) / (states != UNKNOWN).sum(1).clamp_min(1)
+        kept = (overlap >= self.recipe.pair.min_overlap) | flat | draws.happens(count, 0.1)
+        kept = kept.repeat(2)
+        return torch.where(kept, torch.cat([first, second]), torch.cat([other_first, other_second])), flat
+
+    def _pair(self, source: str, rng: np.random.Generator) -> np.ndarray:
+        """Two views; a set of a source is drawn as often as the root of its number of pairs."""
+        if source == "planes":
+            return np.full(2, rng.integers(self.views.photos))
+        tables = self.views.pairs[source]
+        weights = np.sqrt([len(table) for table in tables])
+        table = tables[rng.choice(len(tables), p=weights / weights.sum())]
+        pair = table[rng.integers(len(table))]
+        return pair if rng.random() < 0.5 else pair[::-1]
+
+
+def made_ahead(make: Callable[[int], T], start: int, stop: int, device: torch.device) -> Iterator[T]:
+    """What `make` gives for the steps start … stop−1.
+
+    On a processor a thread makes the next one meanwhile; a GPU has one queue for everything.
+    """
+    if device.type != "cpu":
+        yield from map(make, range(start, stop))
+        return
+    with ThreadPoolExecutor(1) as pool:
+        ahead = [pool.submit(make, step) for step in range(start, min(start + 1, stop))]
+        for step in range(start + 1, stop + 1):
+            made = ahead.pop().result()
+            if step < stop:
+                ahead.append(pool.submit(make, step))
+            yield made
+
+
+def quarter_turns(points: Tensor, found: Tensor) -> Tensor:
+    """(B,) clockwise quarter turns of image 1 after which it is upright as image 0 is.
+
+    Args:
+        points: (B, N, 2) of image 0.
+        found: (B, N, 2) their positions in image 1, NaN where not visible; 0 turns where fewer than 8 are.
+    """
+    seen = found.isfinite().all(2, keepdim=True)
+    count = seen.sum(1).clamp_min(1)
+    centred = []
+    for positions in (points, found.nan_to_num(0.0)):
+        mean = (positions * seen).sum(1) / count
+        centred.append((positions - mean.unsqueeze(1)) * seen)
+    (x0, y0), (x1, y1) = (positions.unbind(2) for positions in centred)
+    angle = torch.atan2((x0 * y1 - y0 * x1).sum(1), (x0 * x1 + y0 * y1).sum(1))
+    turns = (-(angle / (math.pi / 2)).round()).long() % TURNS
+    return torch.where(seen.sum((1, 2)) >= 8, turns, 0)
+
+
+# --- Framing: new images of views; zooms, crops and rotations of the camera as homographies.
+
+BORDER_SHARE = 0.12  # images that may reach beyond the view they are cut from
+
+
+def _project(homographies: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
+    """Points (B, N, 2) by homographies (B, 3, 3): (B, N, 2), and (B, N) their third coordinates."""
+    x = points @ homographies[:, :, :2].mT + homographies[:, None, :, 2]
+    depth = x[..., 2]
+    safe = torch.where(depth.abs() > 1e-9, depth, torch.full_like(depth, 1e-9))
+    return x[..., :2] / safe.unsqueeze(2), depth
+
+
+def draw_framings(views: DeviceViews, sources: Tensor, flat: Tensor, recipe: Recipe, draws: Draws) -> Tensor:
+    """Homographies (2B, 3, 3) float64 from pixels of the views (2B,) to those of new images of one size."""
+    count, pair = len(flat), recipe.pair
+    first, second = sources.chunk(2)
+    centre0, centre1 = _covisible(views, first, second, flat, draws)
+    new = constant((pair.width, pair.height), views.sizes.dtype, views.sizes.device).expand(count, 2)
+    turns = torch.where(draws.happens(count, pair.turned_share), (3 * draws.uniform(count)).long() + 1, 0)
+    new1 = torch.where((turns % 2 == 1).unsqueeze(1), new.flip(1), new)  # before it is turned
+    fitting0, fitting1 = ((size / views.sizes[side]).amax(1) for side, size in ((first, new), (second, new1)))
+    whole = draws.happens(count, 0.4)
+    zoom = torch.where(whole, 1.0, draws.uniform(count, high=math.log(1.8)).exp())
+    change = (draws.normal(count) * torch.where(whole, 0.15, 0.35)).exp().clamp(0.4, 2.5)
+    least = torch.where(draws.happens(count, BORDER_SHARE), 0.6, 1.0)
+    zoom1 = torch.minimum(torch.maximum(zoom * change, least), torch.full_like(zoom, 2.5))
+    # Deviations in degrees, of photos and of views with depth, and of the log of a photo's aspect.
+    roll, tilt = torch.where(flat, 15.0, 5.0), torch.where(flat, 11.0, 2.5)
+    spread0, spread1 = (roll / 2, tilt / 3, 0 * tilt), (roll, tilt, 0.22 * flat.float())
+    orbit = draws.uniform(count, high=pair.max_tilt) * flat
+    framing0 = _framing(views, first, centre0, fitting0 * zoom, spread0, 0 * orbit, new, draws)
+    framing1 = _framing(views, second, centre1, fitting1 * zoom1, spread1, orbit, new1, draws)
+    return torch.cat([framing0, _turned(framing1, turns, new1, new)])
+
+
+def _turned(framing: Tensor, turns: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """Framings (B, 3, 3) of images after clockwise quarter turns (B,), which change their sizes (B, 2)."""
+    quarters = ((1, 0), (0, 1)), ((0, -1), (1, 0)), ((-1, 0), (0, -1)), ((0, 1), (-1, 0))
+    turn = torch.eye(3, dtype=framing.dtype, device=framing.device).repeat(len(framing), 1, 1)
+    turn[:, :2, :2] = constant(quarters, framing.dtype, framing.device)[turns]
+    centre, new_centre = (((size - 1) / 2).to(framing).unsqueeze(2) for size in (before, after))
+    turn[:, :2, 2:] = new_centre - turn[:, :2, :2] @ centre
+    return turn @ framing
+
+
+def _covisible(
+    views: DeviceViews, first: Tensor, second: Tensor, flat: Tensor, draws: Draws
+) -> tuple[Tensor, Tensor]:
+    """(B, 2) a pixel of view 0 that view 1 sees, and its position there; the centres where none is found."""
+    sizes0, rows = views.sizes[first], torch.arange(len(first), device=first.device)
+    probes = draws.uniform(len(first), PROBES, 2) * (sizes0 - 1).unsqueeze(1)
+    positions, states = transfer(views, first, second, probes)
+    seen = (states == VISIBLE) | flat.unsqueeze(1)
+    chosen, some = seen.float().argmax(1), seen.any(1, keepdim=True)
+    here, there = probes[rows, chosen], positions[rows, chosen]
+    there = torch.where(flat.unsqueeze(1), here, there)
+    return torch.where(some, here, sizes0 / 2), torch.where(some, there, views.sizes[second] / 2)
+
+
+def _framing(
+    views: DeviceViews,
+    chosen: Tensor,
+    centre: Tensor,
+    zoom: Tensor,
+    spread: tuple[Tensor, Tensor, Tensor],
+    orbit: Tensor,
+    sizes: Tensor,
+    draws: Draws,
+) -> Tensor:
+    """(B, 3, 3) of views `chosen` with the pixel `centre` (B, 2) near the middle of images of `sizes` (B, 2);
+    `spread` of roll, tilts and stretch; `orbit` (B,) degrees by which the camera goes around a photo."""
+    count, (roll_spread, tilt_spread, stretch_spread) = len(chosen), spread
+    K = views.K[chosen]
+    back = inverse(K)
+    middle = _window_centre(centre, zoom, views.sizes[chosen], sizes, draws).double()
+    any_roll = draws.happens(count, 0.08)
+    roll = torch.where(any_roll, draws.uniform(count, low=-180, high=180), draws.normal(count) * roll_spread)
+    tilts = draws.normal(count, 2) * tilt_spread.unsqueeze(1)
+    motion = _rotations(torch.deg2rad(torch.cat([tilts, roll.unsqueeze(1)], dim=1)).double())
+    direction = draws.uniform(count, high=2 * math.pi)
+    axes = torch.stack([direction.cos(), direction.sin(), torch.zeros_like(direction)], dim=1)
+    around = _rotations((torch.deg2rad(orbit).unsqueeze(1) * axes).double())
+    # The photo is the plane z = 1, and its point at `centre` stays where it is.
+    fixed = back @ F.pad(centre.double(), (0, 1), value=1.0).unsqueeze(2)
+    motion = motion @ (around + F.pad(fixed - around @ fixed, (2, 0)))
+    focal = zoom.double().unsqueeze(1) * K.diagonal(dim1=1, dim2=2)[:, :2]
+    focal[:, 0] *= (draws.normal(count) * stretch_spread).exp()
+    ray = (motion @ back @ F.pad(middle, (0, 1), value=1.0).unsqueeze(2))[..., 0]
+    new = torch.diag_embed(F.pad(focal, (0, 1), value=1.0))
+    new[:, :2, 2] = (sizes.to(focal) - 1) / 2 - focal * ray[:, :2] / ray[:, 2:]
+    return new @ motion @ back
+
+
+def _window_centre(centre: Tensor, zoom: Tensor, old: Tensor, sizes: Tensor, draws: Draws) -> Tensor:
+    """(B, 2) centre of a window that contains `centre` and usually stays inside the old image."""
+    half = sizes / zoom.unsqueeze(1) / 2
+    middle = centre + draws.uniform(len(centre), 2, low=-0.6, high=0.6) * half
+    inside = torch.where(half * 2 < old, torch.minimum(torch.maximum(middle, half), old - half), old / 2)
+    return torch.where(draws.happens(len(centre), BORDER_SHARE).unsqueeze(1), middle, inside)
+
+
+def _rotations(axes: Tensor) -> Tensor:
+    """Rotation matrices (B, 3, 3) of rotation vectors (B, 3), by Rodrigues' formula."""
+    x, y, z = axes.unbind(1)
+    nothing = torch.zeros_like(x)
+    cross = torch.stack([nothing, -z, y, z, nothing, -x, -y, x, nothing], dim=1).view(-1, 3, 3)
+    angle = axes.norm(dim=1).view(-1, 1, 1) / math.pi
+    straight = torch.eye(3, dtype=axes.dtype, device=axes.device)
+    return straight + torch.sinc(angle) * cross + torch.sinc(angle / 2).square() / 2 * (cross @ cross)
+
+
+def render(views: DeviceViews, chosen: Tensor, framing: Tensor, size: tuple[int, int]) -> Tensor:
+    """(B, 1, height, width) in [0, 1]: views `chosen` as their framings show them, black beyond."""
+    width, height = size
+    device = views.images.device
+    y, x = (torch.arange(side, dtype=torch.float32, device=device) for side in (height, width))
+    pixels = torch.cartesian_prod(y, x).flip(1).unsqueeze(0)
+    old, depth = _project(inverse(framing).float(), pixels.expand(len(chosen), -1, -1))
+    old = old.masked_fill((depth <= 0).unsqueeze(2), -1e4)
+    images = views.images[chosen].unsqueeze(1).float() / 255
+    area = framing[:, 0, 0] * framing[:, 1, 1] - framing[:, 0, 1] * framing[:, 1, 0]
+    shrinking = area.abs() < 0.7
+    images = torch.where(shrinking.view(-1, 1, 1, 1), F.avg_pool2d(images, 3, 1, 1), images)
+    canvas = constant((images.shape[-1], images.shape[-2]), old.dtype, device)
+    grid = ((2 * old + 1) / canvas - 1).view(-1, height, width, 2)
+    return F.grid_sample(images, grid, align_corners=False)
+
+
+# --- Photometry: what a camera does to grey images; shares and ranges of each change.
+
+BLUR_RADIUS = 5  # pixels of the kernel on either side
+SHARP = 0.05  # a blur so small that nothing changes
+BLOCK = 8  # pixels of JPEG's blocks
+# Steps of quantisation of a block's cosines at quality 50 (T.81, table K.1).
+QUANTISATION = (
+    (16, 11, 10, 16, 24, 40, 51, 61),
+    (12, 12, 14, 19, 26, 58, 60, 55),
+    (14, 13, 16, 24, 40, 57, 69, 56),
+    (14, 17, 22, 29, 51, 87, 80, 62),
+    (18, 22, 37, 56, 68, 109, 103, 77),
+    (24, 35, 55, 64, 81, 104, 113, 92),
+    (49, 64, 78, 87, 103, 121, 120, 101),
+    (72, 92, 95, 98, 112, 100, 103, 99),
+)
+
+
+def capture(images: Tensor, clean: Tensor, draws: Draws) -> Tensor:
+    """Images (B, 1, H, W) in [0, 1] as cameras would take and store them; H and W multiples of 8.
+
+    Args:
+        images: grey.
+        clean: (B,) bool, images that need sensor noise, as no camera took them; half of the others get none.
+        draws: the source of randomness.
+    """
+    count = len(images)
+
+    def some(share: float) -> Tensor:
+        return draws.happens(count, share).view(-1, 1, 1, 1)
+
+    def between(low: float, high: float) -> Tensor:
+        return draws.uniform(count, 1, 1, 1, low=low, high=high)
+
+    images = _blurred(images, draws)
+    y, x = (torch.linspace(-1, 1, side, device=images.device) for side in images.shape[2:])
+    vignette = 1 - between(0.05, 0.35) * (x.square() + y.square().unsqueeze(1)) / 2
+    images = torch.where(some(0.5), images * vignette, images)
+    light = (images.clamp(0, 1) + 1e-6) ** between(-0.7, 0.7).exp()
+    toned = ((light - 0.5) * between(0.5, 1.3) + 0.5 + between(-0.15, 0.15)).clamp(0, 1)
+    images = torch.where(some(0.6), toned, images)
+    curved = _curved(images, draws.uniform(count, 7))
+    images = torch.where(some(0.04), curved, torch.where(some(0.02), 1 - images, images))
+    coarse = draws.uniform(count, 1, 3, 4, low=0.5, high=1.2)
+    shading = F.interpolate(coarse, images.shape[2:], mode="bicubic", align_corners=True)
+    images = torch.where(some(0.25), images * shading, images)
+    quiet = some(0.5) & ~clean.view(-1, 1, 1, 1)
+    images = images + torch.where(quiet, 0.0, _noise(images, some(0.4), draws))
+    images = torch.where(some(0.6), _compressed(images, between(30, 96)), images)
+    return (images.clamp(0, 1) * 255).floor() / 255
+
+
+def _blurred(images: Tensor, draws: Draws) -> Tensor:
+    """A third out of focus; of these some in one direction only, as by motion along x or y."""
+    count = len(images)
+    width = torch.where(draws.happens(count, 0.38), draws.uniform(count, low=0.4, high=2.0), SHARP)
+    moving, along_y = draws.happens(count, 0.3), draws.happens(count, 0.5)
+    offsets = torch.arange(-BLUR_RADIUS, BLUR_RADIUS + 1, device=images.device)
+    for axis in (2, 3):
+        along = along_y if axis == 2 else ~along_y
+        spread = torch.where(moving, torch.where(along & (width > SHARP), 2 * width, SHARP), width)
+        kernel = (-offsets.square() / (2 * spread.view(-1, 1).square())).exp()
+        kernel = kernel / kernel.sum(1, keepdim=True)
+        shape = (count, 1, -1, 1) if axis == 2 else (count, 1, 1, -1)
+        reach = (BLUR_RADIUS, 0) if axis == 2 else (0, BLUR_RADIUS)
+        images = F.conv2d(images.transpose(0, 1), kernel.view(shape), padding=reach, groups=count)
+        images = images.transpose(0, 1)
+    return images
+
+
+def _curved(images: Tensor, knots: Tensor) -> Tensor:
+    """Any tone curve: grey values in [0, 1] of knots (B, K), linear in between, as other sensors have it."""
+    place = (images.clamp(0, 1) * (knots.shape[1] - 1)).flatten(1)
+    lower = place.long().clamp_max(knots.shape[1] - 2)
+    low, high = knots.gather(1, lower), knots.gather(1, lower + 1)
+    return (low + (high - low) * (place - lower)).view(images.shape)
+
+
+def _noise(images: Tensor, coarse: Tensor, draws: Draws) -> Tensor:
+    """Read and shot noise, where `coarse` of more than a pixel's size."""
+    noise = draws.normal(*images.shape)
+    noise = torch.where(coarse, 2.2 * F.avg_pool2d(noise, 3, 1, 1), noise)
+    low, high = math.log(0.002), math.log(0.025)
+    reading, shot = (draws.uniform(len(images), 1, 1, 1, low=low, high=high).exp() for _ in range(2))
+    return noise * (reading + shot * images.clamp(0, 1).sqrt())
+
+
+def _compressed(images: Tensor, quality: Tensor) -> Tensor:
+    """As JPEG of a quality (B, 1, 1, 1) from 1 to 100 would store them, but for the rounding of pixels."""
+    count, _, height, width = images.shape
+    scale = torch.where(quality < 50, 50 / quality, 2 - quality / 50)
+    steps = (constant(QUANTISATION, images.dtype, images.device) * scale).clamp_min(1).unsqueeze(1)
+    k = torch.arange(BLOCK, device=images.device)
+    cosines = torch.cos(math.pi * (2 * k + 1) * k.unsqueeze(1) / (2 * BLOCK)) / 2
+    cosines[0] /= 2**0.5
+    blocks = (255 * images[:, 0] - 128).view(count, height // BLOCK, BLOCK, width // BLOCK, BLOCK)
+    levels = (cosines @ blocks.transpose(2, 3) @ cosines.T / steps).round() * steps
+    pixels = (cosines.T @ levels @ cosines).transpose(2, 3).reshape(images.shape)
+    return (pixels + 128) / 255

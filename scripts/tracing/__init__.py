@@ -1,1 +1,0 @@
-"""Rooms composed at random and drawn by ray casting, for `scripts/trace_views.py`."""
