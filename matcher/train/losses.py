@@ -16,7 +16,7 @@ from matcher.match.position import Side, normalise_positions
 from matcher.match.sinkhorn import dual_softmax, log_assignment
 from matcher.train.keypoints import IGNORED, PairBatch
 from matcher.train.pairs import other_of_pair
-from matcher.train.recipe import MatcherRecipe
+from matcher.train.recipe import LEARNED, MatcherRecipe
 from matcher.types import UNMATCHED, Features
 
 POSITION_SCALE = 0.05  # in normalised positions
@@ -130,6 +130,11 @@ class Labels:
         masks = batch.features0.mask, batch.features1.mask
         return cls((batch.partner0, batch.partner1), targets, masks)
 
+    def first(self, *counts: int) -> Labels:
+        """Those of so many points of the images 0 and of the images 1, beyond which none exist."""
+        sides = (self.partners, self.targets, self.masks)
+        return Labels(*(tuple(x[:, :n] for x, n in zip(side, counts, strict=True)) for side in sides))
+
 
 def _normalised(positions: Tensor, other: Features) -> Tensor:
     """Positions (B, N, 2) in the other image, normalised; NaN stays."""
@@ -166,9 +171,10 @@ def labelled_layers(
     model: MatchingNetwork, batch: PairBatch, pruning: Pruning | None = None
 ) -> list[LabelledLayer]:
     """All layers on a batch, without early exit; `pruning` says which points are dropped."""
-    labels, layers = Labels.of(batch), []
+    complete = batch.features0.kind == LEARNED  # whose batches are hardly padded; the labels know where
     with mixed_precision(batch.partner0.device):
-        tokens = model.tokens(batch.features0, batch.features1, align=False)
+        tokens = model.tokens(batch.features0, batch.features1, align=False, complete=complete)
+        labels, layers = Labels.of(batch).first(tokens.n, tokens.x.shape[1] - tokens.n), []
         for depth in range(len(model.layers)):
             tokens = model.advance(tokens, depth)
             side0, side1 = (Side(*(c if c is None else c.float() for c in side)) for side in tokens.sides)
@@ -203,7 +209,9 @@ def _pruned(
         partners.append(torch.where(before >= 0, after, before))
         targets.append(labels.targets[side].gather(1, kept[side].unsqueeze(2).expand(-1, -1, 2)))
         masks.append(labels.masks[side].gather(1, kept[side]))
-    return replace(tokens, n=kept[0].shape[1], **columns), Labels(tuple(partners), tuple(targets), tuple(masks))
+    return replace(tokens, n=kept[0].shape[1], **columns), Labels(
+        tuple(partners), tuple(targets), tuple(masks)
+    )
 
 
 def assigned(model: MatchingNetwork, layer: LabelledLayer, depth: int, iterations: int) -> Tensor:
