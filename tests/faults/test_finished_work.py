@@ -1,6 +1,5 @@
 """Promise 1: nothing finished is lost. Runs that are killed, interrupted or run out of room go on soundly."""
 
-import json
 import os
 import random
 import resource
@@ -9,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from contextlib import suppress
 from pathlib import Path
+from threading import Timer
 
 import pytest
 from collection_runs import QUICK, alive, children, contents, pairs_done, photos, start, wait_for
@@ -101,32 +102,43 @@ def test_fifty_kills_lose_nothing(scene, tmp_path, tried, workers):
     assert sum(count > 0 for count in acknowledged) > 10
 
 
-GATE = """
-import os, sys, time
+SITE = """
+import os, signal, sys, time
 from pathlib import Path
 if "matcher.collection.worker" in sys.orig_argv:
     from matcher.collection import workers
-    gate, match, seen = Path(__file__).with_name("open"), workers.JobRunner.match, []
-    parent = os.getppid()
+    gate, match, extract = Path(__file__).with_name("open"), workers.JobRunner.match, workers.JobRunner.extract
+    fatal, seen, parent = {fatal}, [], os.getppid()
 
-    def gated_match(self, job, pairs):
+    def changed_match(self, job, pairs):
         seen.extend(pairs)
-        while len(seen) > 20 and not gate.exists() and os.getppid() == parent:
+        while {gated} and len(seen) > 20 and not gate.exists() and os.getppid() == parent:
             time.sleep(0.01)
+        if any("+".join(job.images[end].name for end in pair) in fatal for pair in pairs):
+            os.kill(os.getpid(), signal.SIGKILL)
         return match(self, job, pairs)
 
-    workers.JobRunner.match = gated_match
+    def changed_extract(self, ready, names):
+        if set(names) & set(fatal):
+            os._exit(77)
+        return extract(self, ready, names)
+
+    workers.JobRunner.match, workers.JobRunner.extract = changed_match, changed_extract
 """
+
+
+def change_workers(folder: Path, fatal: list[str], gated: bool = False) -> None:
+    """A `sitecustomize` that makes workers die at the pairs and images named in `fatal`, or stop and wait."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(SITE.format(fatal=fatal, gated=gated))
 
 
 @pytest.fixture
 def gate(tmp_path, monkeypatch) -> Path:
     """Every worker stops before its 21st pair until this file is there: a run that no disturbance misses."""
-    folder = tmp_path / "site"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(GATE)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
-    return folder / "open"
+    change_workers(tmp_path / "site", [], gated=True)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    return tmp_path / "site" / "open"
 
 
 def started(folder: Path, run: Path, workers: int = 2) -> subprocess.Popen:
@@ -171,59 +183,9 @@ def test_a_worker_that_is_killed_is_replaced(scene, tmp_path, gate):
     assert contents(run) == unbroken
 
 
-@pytest.mark.slow
-def test_workers_end_when_the_run_is_killed(scene, tmp_path, gate):
-    process = started(scene[0], tmp_path / "run")
-    workers = children(process.pid)
-    process.kill()
-    process.wait()
-    wait_for(lambda: not any(map(alive, workers)), seconds=30)
-
-
-def deadly(folder: Path, fatal: list[str]) -> None:
-    """A `sitecustomize` that makes workers die at the pairs and images named in `fatal`."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(
-        f"""
-import os, signal, sys
-if "matcher.collection.worker" in sys.orig_argv:
-    from matcher.collection import workers
-    fatal, match, extract = {json.dumps(fatal)}, workers.JobRunner.match, workers.JobRunner.extract
-
-    def deadly_match(self, job, pairs):
-        if any("+".join(job.images[end].name for end in pair) in fatal for pair in pairs):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return match(self, job, pairs)
-
-    def deadly_extract(self, ready, names):
-        if set(names) & set(fatal):
-            os._exit(77)
-        return extract(self, ready, names)
-
-    workers.JobRunner.match, workers.JobRunner.extract = deadly_match, deadly_extract
-"""
-    )
-
-
-def test_a_pair_that_kills_its_worker_twice_fails_and_the_run_goes_on(tmp_path, monkeypatch):
-    photos(tmp_path / "photos", 4)
-    deadly(tmp_path / "site", ["view 00.png+view 02.png"])
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    found = Collection.open(tmp_path / "run", workers=1, preset="nearest", max_keypoints=150, device="cpu")
-    found.add_images(tmp_path / "photos")
-    found.add_pairs(exhaustive=True)
-    report = found.run()
-    assert (report.crashes, report.all_well, report.counts.pairs_done) == (2, False, 5)
-    with found.store as store:
-        failed = list(store.failed())
-    assert [(pair.name0, pair.name1) for pair in failed] == [("view 00.png", "view 02.png")]
-    assert failed[0].reason == "its worker process died 2 times (signal SIGKILL)"
-
-
-@pytest.mark.slow
-def test_what_kills_its_worker_in_a_batch_is_found(tmp_path, monkeypatch):
+def test_what_kills_its_worker_twice_fails_and_the_run_goes_on(tmp_path, monkeypatch):
     photos(tmp_path / "photos", 5)
-    deadly(tmp_path / "site", ["view 00.png+view 02.png", "view 04.png"])
+    change_workers(tmp_path / "site", ["view 00.png+view 02.png", "view 04.png"])
     monkeypatch.syspath_prepend(tmp_path / "site")
     options = {"preset": "nearest", "max_keypoints": 150, "device": "cpu"}
     found = Collection.open(tmp_path / "run", workers=Workers(count=2, threads=1, batch=4), **options)
@@ -232,11 +194,12 @@ def test_what_kills_its_worker_in_a_batch_is_found(tmp_path, monkeypatch):
     report = found.run()
     assert (report.crashes, report.all_well, report.counts.pairs_done) == (4, False, 5)
     with found.store as store:
-        assert {image.name: image.reason for image in store.images() if image.status == "failed"} == {
-            "view 04.png": "its worker process died 2 times (exit code 77)"
-        }
-        failed = {(pair.name0, pair.name1) for pair in store.failed()}
-    assert failed == {("view 00.png", "view 02.png"), *((f"view 0{n}.png", "view 04.png") for n in range(4))}
+        (lost,) = (image for image in store.images() if image.status == "failed")
+        failed = {(pair.name0, pair.name1): pair.reason for pair in store.failed()}
+    assert lost.name == "view 04.png" and "exit code 77" in lost.reason
+    last = [(f"view 0{n}.png", "view 04.png") for n in range(4)]
+    assert failed.keys() == {("view 00.png", "view 02.png"), *last}
+    assert "signal SIGKILL" in failed["view 00.png", "view 02.png"]
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path / "site")])
     assert found.run(retry_failed=True).all_well
 
@@ -325,9 +288,66 @@ def test_a_full_disk(scene, tmp_path, gate):
         subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written(scene, tmp_path, capfd):
-    (tmp_path / "closed").mkdir(mode=0o500)
-    arguments = ["collection", scene[0], "--run", tmp_path / "closed" / "run", *QUICK, "--exhaustive"]
-    assert main([str(part) for part in arguments]) == 2
-    assert "name another folder" in capfd.readouterr().err
+IMAGES = 448  # all their pairs are 100,128
+
+
+def on_disk(run: Path) -> dict[tuple[int, int], int]:
+    """A checksum of each finished pair; the store opens and is sound."""
+    with Store.open(run) as store:
+        assert store.check() == []
+        return {
+            (image0, image1): zlib.crc32(data)
+            for image0, image1, data in store.rows("SELECT image0, image1, data FROM pairs")
+        }
+
+
+def stop(process: int, held: list) -> None:
+    """Kill a process, and keep the megabytes and the open files that it had."""
+    with suppress(OSError):  # it has ended
+        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+        files = len(list(Path(f"/proc/{process}/fd").iterdir()))
+        os.kill(process, signal.SIGKILL)
+        held.append((round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1), files))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "seconds"),
+    [
+        pytest.param("nearest", (1.5, 6), id="every-few-seconds"),  # a half to three minutes of work
+        pytest.param("hybrid-learned", (10, 40), id="every-half-minute"),  # five minutes of work and more
+    ],
+)
+def test_a_hundred_thousand_pairs_killed_again_and_again(tmp_path, capsys, tried, preset, seconds):
+    """What was said to be done, and what was on disk after a kill, is there at the end, to the bit."""
+    folder, run, rng, held, kills = tmp_path / "photos", tmp_path / "run", random.Random(1), [], []
+    photos(folder, IMAGES, size=(120, 90))
+    nursery, before = Nursery(folder, run, workers=0, keypoints=64, preset=preset), {}
+    while len(before) < IMAGES * (IMAGES - 1) // 2:
+        nursery.begin()
+        timer = Timer(rng.uniform(*seconds), stop, (nursery.child, held))
+        timer.start()
+        nursery.wait()
+        timer.cancel()
+        timer.join()
+        assert nursery.code in (0, -signal.SIGKILL)
+        if not (run / "run.db").exists():
+            assert max(nursery.said) == 0
+            continue
+        now = on_disk(run)
+        assert len(now) >= max(nursery.said)
+        assert before.items() <= now.items()
+        if nursery.code:
+            kills.append(max(nursery.said))
+            with capsys.disabled():
+                print(
+                    f"\nkilled at {kills[-1]} pairs; on disk {len(now)}; (MB, open files) {held[-1]}", end=""
+                )
+        before = now
+    nursery.close()
+    assert len(kills) > 5
+    sizes, files = zip(*held[1:], strict=True)  # the first was extracting images
+    half = len(sizes) // 2
+    assert max(sizes[half:]) < max(sizes[:half]) + 60
+    assert max(files[half:]) <= max(files[:half]) + 2  # fewer where it was killed before it had begun
+    tried(len(before))

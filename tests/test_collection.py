@@ -1,0 +1,648 @@
+"""A run over a folder of photos: what it holds, what is done again, how pairs are chosen, what is refused."""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import PIL.Image
+import pytest
+from collection_runs import QUICK, ROOT, contents, photos
+from random_collection import SETTINGS
+
+import matcher
+from matcher.cameras import Camera
+from matcher.cli import main
+from matcher.collection.collection import Collection
+from matcher.collection.runner import add_pairs, extract_jobs, match_jobs
+from matcher.collection.schema import Counts, checksum, encode_keypoints
+from matcher.collection.settings import differences
+from matcher.collection.sources import PairChoice, Selection, default_choice
+from matcher.collection.store import Store, Writer, file_path
+from matcher.collection.workers import Workers
+from matcher.errors import ImageError, UsageError
+
+NEAR, FAR = Camera(200, 200, 99.5, 79.5), Camera(900, 900, 99.5, 79.5)
+NAMES = [f"view 0{number}.png" for number in range(6)]
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def collect(folder: Path, run_dir: Path, *more: object) -> int:
+    return run("collection", folder, "--run", run_dir, *QUICK, "--workers", 0, *more)
+
+
+def opened(run_dir: Path, folder: Path | None = None, **options) -> Collection:
+    wanted = {"preset": "nearest", "max_keypoints": 150, "device": "cpu", "workers": 0, **options}
+    found = Collection.open(run_dir, **wanted)
+    if folder is not None:
+        found.add_images(folder)
+    return found
+
+
+def matched(run_dir: Path, folder: Path, pairs: dict | None = None, **options) -> Collection:
+    found = opened(run_dir, folder, **options)
+    found.add_pairs(**(pairs or {"exhaustive": True}))
+    found.run()
+    return found
+
+
+def pairs_of(run_dir: Path) -> set[tuple[int, int]]:
+    return {(int(pair.name0[5:7]), int(pair.name1[5:7])) for pair in opened(run_dir)}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    photos(tmp_path / "photos", 4)
+    return tmp_path / "photos"
+
+
+def test_every_pair_is_matched_once_as_a_pipeline_would(folder, tmp_path, capfd):
+    assert collect(folder, tmp_path / "run", "--exhaustive") == 0
+    out, err = capfd.readouterr()
+    assert "images: 4 done, 0 failed, 0 waiting" in out and "pairs: 6 done, 0 failed, 0 waiting" in out
+    assert "extracting images: 4 of 4, 0 failed" in err and "matching pairs: 6 of 6" in err
+    # A keypoint has one position in all pairs of a run: refinement comes later, track by track.
+    pipe = matcher.load("nearest", max_keypoints=150, device="cpu", refine=False)
+    pairs = list(opened(tmp_path / "run"))
+    assert len(pairs) == 6 and max(len(pair.matches) for pair in pairs) > 20
+    for pair in pairs:
+        wanted = pipe.match(folder / pair.name0, folder / pair.name1)
+        assert np.array_equal(pair.matches.indices, wanted.matches.indices)
+        assert np.array_equal(pair.matches.points0, wanted.points0)
+        assert np.array_equal(pair.matches.points1, wanted.points1)
+        assert np.allclose(pair.matches.scores, wanted.scores, atol=1e-5)
+        assert np.array_equal(pair.geometry.inliers, wanted.geometry.inliers)
+        assert pair.geometry.status == wanted.geometry.status
+        assert (pair.geometry.matrix is None) == (wanted.geometry.matrix is None)
+
+
+def test_worker_processes_give_the_same(folder, tmp_path):
+    here = matched(tmp_path / "here", folder)
+    there = matched(tmp_path / "there", folder, workers=2)
+    assert here.counts().pairs_done == 6
+    assert contents(there.run_dir) == contents(here.run_dir)
+
+
+@pytest.mark.parametrize("preset", ["nearest", "nearest-learned"])
+def test_batches_of_images_give_the_same_run(tmp_path, preset):
+    """Images of a usual size: of tiny ones the convolutions of some processors depend on the batch."""
+    photos(tmp_path / "photos", 5, (320, 240))
+    (tmp_path / "photos" / "view 01a.png").write_bytes(b"no image")
+    runs = []
+    for batch in (1, 4):
+        means = Workers(count=0, batch=batch)
+        found = matched(tmp_path / str(batch), tmp_path / "photos", preset=preset, workers=means)
+        assert (found.counts().images_done, found.counts().images_failed) == (5, 1)
+        runs.append(contents(found.run_dir))
+    assert runs[0] == runs[1]
+
+
+def test_scales_are_kept_along_the_stored_axes(tmp_path):
+    """The photo is shown upright at 500 x 217 pixels."""
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6
+    pixels = np.random.default_rng(0).integers(0, 255, (1301, 3001), dtype=np.uint8)
+    (tmp_path / "photos").mkdir()
+    for name in ("a.png", "b.png"):
+        PIL.Image.fromarray(pixels).save(tmp_path / "photos" / name, exif=exif)
+    found = matched(tmp_path / "run", tmp_path / "photos", resize=500, max_keypoints=50)
+    pipe = matcher.load("nearest", resize=500, max_keypoints=50)
+    expected = pipe.extract(tmp_path / "photos" / "a.png").scale
+    with found.store as store:
+        assert np.allclose(store.features("a.png").scale, expected)
+        assert np.allclose(store.scale("a.png"), expected) and expected[0] != expected[1]
+
+
+def test_nothing_is_done_twice_and_a_changed_image_is(folder, tmp_path, capfd):
+    run_dir = tmp_path / "run"
+    assert collect(folder, run_dir, "--exhaustive") == 0
+    before = contents(run_dir)
+    capfd.readouterr()
+    assert collect(folder, run_dir, "--exhaustive") == 0
+    assert "extracting" not in (err := capfd.readouterr().err) and "matching" not in err
+    os.utime(folder / NAMES[1], (1, 1))  # touched, the same bytes
+    assert collect(folder, run_dir) == 0
+    assert "matching" not in capfd.readouterr().err and contents(run_dir) == before
+    shutil.copy(folder / NAMES[2], folder / NAMES[1])
+    assert collect(folder, run_dir) == 0
+    err = capfd.readouterr().err
+    assert "1 image has changed" in err
+    assert "extracting images: 1 of 1" in err and "matching pairs: 3 of 3" in err
+    after = contents(run_dir)
+    changed = {key[1:] for key in before if after.get(key) != before[key]}
+    assert changed >= {(NAMES[0], NAMES[1]), (NAMES[1], NAMES[2]), (NAMES[1], NAMES[3])}
+    assert after["pair", NAMES[0], NAMES[2]] == before["pair", NAMES[0], NAMES[2]]
+    photos(folder, 5)
+    assert collect(folder, run_dir, "--sequential", 1) == 0
+    with Store.open(run_dir) as store:
+        assert store.counts() == Counts(5, 0, 0, 7, 0, 0)
+
+
+def test_other_settings_are_refused_by_name_unless_restarted(folder, tmp_path, small_weights, capfd):
+    run_dir = tmp_path / "run"
+    assert collect(folder, run_dir, "--sequential", 1) == 0
+    for options, name in (
+        (["--max-keypoints", 140], "keypoints: 150"),
+        (["--resize", 150], "resize: "),
+        (["--no-upright"], "upright: True in the run, False now"),
+        (["--shard", "1/2"], "shard: None in the run, 1/2 now"),
+        (["--masks", folder], "source.masks"),
+        (["--preset", "hybrid", "--weights", small_weights], "preset nearest, not hybrid"),
+        (["--preset", "nearest-learned"], "preset nearest, not nearest-learned"),
+    ):
+        assert collect(folder, run_dir, *options) == 2
+        assert name in (err := capfd.readouterr().err) and "restart" in err
+    (run_dir / "notes.txt").write_text("mine")
+    assert collect(folder, run_dir, "--max-keypoints", 140, "--sequential", 1, "--restart") == 0
+    with Store.open(run_dir) as store:
+        assert max(image.count for image in store.images()) == 140
+    assert (run_dir / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["refined", "verified"])
+def test_a_run_is_continued_whatever_later_stages_say_of_probabilities(name):
+    def settings(offset, refined):
+        calibration = {"offset": offset, **refined}
+        return {"config": {"matcher": {"policy": {"calibration": calibration}}}}
+
+    former, now = settings(0.9, {}), settings(0.9, {name: {"offset": 0.5, "slope": 0.8}})
+    assert differences(former, now) == differences(settings(0.9, {name: {"offset": 1.0}}), now) == []
+    assert len(differences(settings(0.8, {}), now)) == 1
+
+
+def test_images_that_cannot_be_read_fail_with_their_pairs(folder, tmp_path, capfd):
+    good = (folder / NAMES[1]).read_bytes()
+    (folder / NAMES[1]).write_bytes(good[: len(good) // 2])
+    (folder / "text.jpg").write_text("no image")
+    (folder / "empty.png").touch()
+    assert collect(folder, tmp_path / "run", "--exhaustive") == 4
+    out = capfd.readouterr().out
+    assert "images: 3 done, 3 failed, 0 waiting" in out and "pairs: 3 done, 12 failed, 0 waiting" in out
+    assert (
+        sum(NAMES[1] in line for line in out.splitlines()) == 1
+        and "text.jpg" in out
+        and "12 pairs with a failed image" in out
+    )
+    assert run("status", tmp_path / "run") == 4
+    assert collect(folder, tmp_path / "run", "--exhaustive") == 4  # and nothing is tried again in vain
+    assert "extracting" not in capfd.readouterr().err
+    (folder / NAMES[1]).write_bytes(good)
+    assert collect(folder, tmp_path / "run") == 4
+    out, err = capfd.readouterr()
+    assert "matching pairs: 3 of 3" in err and "pairs: 6 done, 9 failed" in out
+
+
+def test_no_image_at_all(folder, tmp_path, capfd):
+    (tmp_path / "bad").mkdir()
+    for name in ("a.jpg", "b.jpg"):
+        (tmp_path / "bad" / name).write_text("no image")
+    (tmp_path / "none").mkdir()
+    for place, code in (("bad", 3), ("none", 2), ("absent", 2)):
+        assert collect(tmp_path / place, tmp_path / f"run {place}", "--exhaustive") == code
+        assert place in capfd.readouterr().err
+    with pytest.raises(ImageError, match="no image"):
+        matched(tmp_path / "library", tmp_path / "bad")
+
+
+def test_masks_keep_keypoints_away(folder, tmp_path, capfd):
+    masks, run_dir = tmp_path / "masks", tmp_path / "run"
+    masks.mkdir()
+    assert collect(folder, run_dir, "--masks", masks, "--exhaustive") == 2
+    assert "no mask" in capfd.readouterr().err and not run_dir.exists()
+    mask = np.zeros((160, 200), np.uint8)
+    mask[:, 100:] = 255
+    for name, file in ((NAMES[0], "view 00.png.png"), (NAMES[1], NAMES[1])):
+        cv2.imwrite(str(masks / file), mask)
+        assert collect(folder, run_dir, "--masks", masks, "--sequential", 1) == 0
+        assert "of 4 images have a mask" in capfd.readouterr().err
+        with Store.open(run_dir) as store:
+            assert store.keypoints(name)[:, 0].min() > 95 and store.keypoints(NAMES[2])[:, 0].min() < 60
+
+
+def test_parts_are_disjoint_and_join_to_the_whole(folder, tmp_path, capfd):
+    assert collect(folder, tmp_path / "whole", "--exhaustive") == 0
+    whole, joined = contents(tmp_path / "whole"), tmp_path / "joined"
+    parts = [tmp_path / f"part{number}" for number in (1, 2, 3, 4)]
+    for number, part in enumerate(parts, 1):
+        assert collect(folder, part, "--exhaustive", "--shard", f"{number}/4") == 0
+    held = [{key for key in contents(part) if key[0] == "pair"} for part in parts]
+    assert [len(keys) for keys in held] == [1, 2, 1, 2] and len(set.union(*held)) == 6
+    for _ in range(2):  # the second time nothing is new
+        assert run("merge", *parts, "--into", joined, "--descriptors") == 0
+        assert contents(joined) == whole
+    capfd.readouterr()
+    assert collect(folder, joined, "--exhaustive") == 0
+    assert "matching" not in capfd.readouterr().err
+    assert run("merge", *parts, "--into", parts[0]) == 2
+
+
+def test_what_a_merge_replaces(folder, tmp_path):
+    """Finished pairs replace failed ones, those waiting ones; pairs of other keypoints are matched again."""
+    whole = matched(tmp_path / "whole", folder).run_dir
+    other, into = tmp_path / "other", tmp_path / "into"
+    for copy in (other, into):
+        shutil.copytree(whole, copy)
+    with Writer(into) as writer, writer.transaction():
+        writer.execute("DELETE FROM pairs WHERE id > 1")
+        writer.fail_pairs([(1, 3, "because"), (1, 4, "because")])
+        writer.let_wait("SELECT 2 AS image0, 3 AS image1 UNION SELECT 2, 4")
+    with Writer(other) as writer, writer.transaction():
+        writer.execute("DELETE FROM pairs WHERE (image0, image1) IN (VALUES (1, 4), (2, 3))")
+        writer.fail_pairs([(2, 3, "here too")])
+        points = np.zeros_like(writer.store.keypoints(NAMES[3]))
+        data = encode_keypoints(points)
+        row = (data, checksum(data))
+        writer.execute("UPDATE keypoints SET data = ?, crc = ? WHERE image = 4", row)
+    assert run("merge", other, "--into", into) == 4
+    with Store.open(into) as store:
+        assert store.counts() == Counts(4, 0, 0, 6, 2, 2)
+        assert {(pair.name0, pair.name1) for pair in store.pairs()} == {
+            (NAMES[0], NAMES[1]), (NAMES[0], NAMES[2]),
+        }  # fmt: skip
+        assert {pair.reason for pair in store.failed()} == {"because", "here too"}
+    found = opened(into, folder)
+    assert found.run(retry_failed=True, everything=True).all_well
+    assert contents(into) == contents(whole)
+
+
+def test_only_runs_that_fit_are_joined(folder, tmp_path, capfd):
+    matched(tmp_path / "a", folder, {"sequential": 1})
+    matched(tmp_path / "b", folder, {"sequential": 1}, max_keypoints=100)
+    shutil.copytree(folder, tmp_path / "other")
+    shutil.copy(folder / NAMES[3], tmp_path / "other" / NAMES[0])
+    matched(tmp_path / "c", tmp_path / "other", {"sequential": 1})
+    for other, said in (("b", "max_keypoints"), ("c", f"{NAMES[0]} is one image in")):
+        assert run("merge", tmp_path / "a", tmp_path / other, "--into", tmp_path / "joined") == 2
+        assert said in capfd.readouterr().err
+        assert not (tmp_path / "joined").exists()  # said before anything is written
+
+
+def test_deleted_descriptors_are_made_again_where_they_are_needed(folder, tmp_path, capfd):
+    run_dir = matched(tmp_path / "run", folder, {"sequential": 1}).run_dir
+    before = contents(run_dir)
+    file_path(run_dir, 0).unlink()
+    capfd.readouterr()
+    assert collect(folder, run_dir, "--sequential", 1) == 0
+    assert "extracting" not in capfd.readouterr().err
+    assert collect(folder, run_dir, "--exhaustive") == 0
+    assert "extracting images: 4 of 4" in capfd.readouterr().err
+    after = contents(run_dir)
+    assert {key: after[key] for key in before} == before
+    file_path(run_dir, 1).unlink()
+    assert collect(folder, run_dir, "--descriptors") == 0
+    assert contents(run_dir) == after
+
+
+def test_features_from_elsewhere(folder, tmp_path, capfd):
+    h5py = pytest.importorskip("h5py")
+    pipe = matcher.load("nearest", max_keypoints=150, device="cpu")
+    with h5py.File(tmp_path / "features.h5", "w") as file:
+        for name in NAMES[:4]:
+            features = pipe.extract(folder / name)
+            group = file.create_group(f"sub/{name}")
+            group["keypoints"] = features.keypoints.numpy()
+            group["descriptors"] = features.descriptors.numpy().T
+            group["scores"] = features.scores.numpy().astype(np.float16)
+            group["image_size"] = np.array([200, 160])
+        file.create_group("sub/bad.png")["keypoints"] = np.zeros((3, 2))
+
+    def command(run_dir: Path, preset: str, *more: object) -> int:
+        given = ("--features", tmp_path / "features.h5", "--preset", preset, *more)
+        return run("collection", folder, "--run", run_dir, "--device", "cpu", "--workers", 0, *given)
+
+    for useless in (("--max-keypoints", 100), ("--no-upright",)):
+        assert command(tmp_path / "no", "nearest", "--exhaustive", *useless) == 2
+        assert "no effect" in capfd.readouterr().err
+    assert command(tmp_path / "run", "nearest", "--exhaustive") == 4
+    out = capfd.readouterr().out
+    assert "pairs: 6 done, 4 failed" in out and "has no descriptors" in out
+    own = matched(tmp_path / "own", folder)
+    for pair, wanted in zip(opened(tmp_path / "run"), own, strict=True):
+        assert pair.name0 == f"sub/{wanted.name0}"
+        assert np.array_equal(pair.matches.indices, wanted.matches.indices)
+        assert np.array_equal(pair.geometry.inliers, wanted.geometry.inliers)
+    with h5py.File(tmp_path / "features.h5", "a") as file:
+        file[f"sub/{NAMES[0]}/keypoints"][0] += 1
+    assert command(tmp_path / "run", "nearest") == 4
+    assert "matching pairs: 3 of 3" in capfd.readouterr().err
+    assert command(tmp_path / "x", "hybrid", "--exhaustive") == 3
+    with Store.open(tmp_path / "x") as store:
+        assert "needs every keypoint's scale" in store.images()[1].reason
+    (tmp_path / "features.h5").write_text("text")
+    assert command(tmp_path / "y", "nearest", "--exhaustive") == 2
+
+
+def test_cameras_for_essential_geometry(folder, tmp_path, capfd):
+    assert collect(folder, tmp_path / "none", "--geometry", "essential", "--exhaustive") == 2
+    assert "--camera" in capfd.readouterr().err and not (tmp_path / "none").exists()
+    found = opened(tmp_path / "run", folder, geometry="essential")
+    found.add_pairs(exhaustive=True)
+    for attempt in (found.run, found.extract, lambda: found.add_pairs(similar=1)):
+        with pytest.raises(UsageError, match="set_cameras"):  # before anything is extracted
+            attempt()
+    found.set_cameras(dict.fromkeys(NAMES[:3], NEAR))
+    report = found.run()
+    assert (report.matched, report.counts.pairs_failed, report.all_well) == (6, 3, False)
+    assert next(iter(found)).geometry.kind == "essential"
+    assert run("status", found.run_dir) == 4
+    assert f"{NAMES[0]} and {NAMES[3]} and 2 other pairs: geometry 'essential'" in capfd.readouterr().out
+    # A camera that arrives late lets failed pairs wait; finished ones have theirs.
+    assert found.set_cameras({NAMES[3]: NEAR}) == 0
+    assert (found.counts().pairs_failed, found.counts().pairs_waiting) == (0, 3)
+    report = found.run()
+    assert (report.extracted, report.matched, report.all_well) == (0, 3, True)
+    with pytest.raises(UsageError, match=r"no image 'x\.png'"):
+        found.set_cameras({"x.png": NEAR})
+
+
+def test_cameras_that_change_leave_features_and_matches(folder, tmp_path):
+    found = matched(tmp_path / "run", folder, geometry="essential", camera=NEAR)
+    before = contents(found.run_dir)
+    again = Collection.open(found.run_dir)
+    assert again.set_cameras({NAMES[0]: FAR}) == 3
+    assert again.set_cameras({NAMES[0]: FAR}) == 0  # it is that camera already
+    assert found.counts() == Counts(4, 0, 0, 6, 0, 0)
+    after = contents(found.run_dir)
+    changed = {key for key in before if before[key] != after[key]}
+    assert changed and all(key[0] == "pair" and NAMES[0] in key for key in changed)
+    fresh = opened(tmp_path / "fresh", folder, geometry="essential", camera=NEAR)
+    fresh.set_cameras({NAMES[0]: FAR})
+    fresh.add_pairs(exhaustive=True)
+    fresh.run()
+    assert contents(fresh.run_dir) == after, "as if the camera had been known before"
+
+
+def test_cameras_mean_nothing_to_a_fundamental_matrix(folder, tmp_path):
+    found = matched(tmp_path / "run", folder, {"sequential": 1})
+    before = contents(found.run_dir)
+    assert found.set_cameras({NAMES[0]: NEAR}) == 0
+    assert contents(found.run_dir) == before
+
+
+def test_the_object_says_what_is_missing(folder, tmp_path):
+    found = opened(tmp_path / "run")
+    assert "no images yet" in repr(found)
+    with pytest.raises(UsageError, match="add_images"):
+        found.run()
+    with pytest.raises(UsageError, match="holds no run"):
+        next(iter(found))
+    found.add_images(folder)
+    for bad in ({}, {"exhaustive": True, "sequential": 1}):
+        with pytest.raises(UsageError, match="one of"):
+            found.add_pairs(**bad)
+    for bad, said in (((NAMES[0], "x"), "no image 'x'"), ((NAMES[0], NAMES[0]), "itself")):
+        with pytest.raises(UsageError, match=said):
+            found.add_pairs([bad])
+    assert found.add_pairs([(NAMES[1], NAMES[0]), (NAMES[0], NAMES[1])]) == (1, 1)
+    assert "0 of 4 images and 0 of 1 pairs done" in repr(found)
+    with pytest.raises(UsageError, match="unknown option"):
+        opened(tmp_path / "run", folder, wrong=1)
+    with pytest.raises(UsageError, match="loftr-outdoor finds new keypoints for every pair"):
+        opened(tmp_path / "loftr", folder, preset="loftr-outdoor", max_keypoints=None)
+    for bad in ("0/2", "3/2", "1", "a/b", "1/2/3", "-1/2"):
+        with pytest.raises(UsageError, match="i/n"):
+            opened(tmp_path / "run", shard=bad)
+    (tmp_path / "run" / "run.db").write_bytes(b"damaged" * 999)
+    assert "unreadable" in repr(found) and "\n" not in repr(found)
+
+
+def test_status_looks_for_damage_and_measures_tracks(folder, tmp_path, capfd):
+    run_dir = matched(tmp_path / "run", folder).run_dir
+    with Writer(run_dir):  # one run at a time, and readers beside it
+        assert collect(folder, run_dir, "--sequential", 1) == 2
+        assert collect(folder, run_dir, "--restart") == 2
+        assert run("status", run_dir, "--check", "--tracks") == 0
+    tracks = opened(run_dir).tracks()
+    assert len(tracks) > 20 and tracks.lengths.max() == 4
+    assert len(opened(run_dir).tracks(min_length=4)) == (tracks.lengths == 4).sum()
+    out, err = capfd.readouterr()
+    assert "nothing is damaged" in out and f"tracks: {len(tracks)}" in out
+    assert "is being written by another run" in err
+    data = bytearray(file_path(run_dir, 0).read_bytes())
+    data[5000] ^= 1
+    file_path(run_dir, 0).write_bytes(data)
+    assert run("status", run_dir, "--check") == 5
+    assert run("status", tmp_path) == 2
+
+
+# Which images and pairs take part.
+
+
+def test_names_that_cannot_be_stored_are_left_out(folder, tmp_path, capfd):
+    shutil.copy(folder / NAMES[0], folder / "line\nbreak.png")
+    shutil.copy(folder / NAMES[0], os.fsencode(folder) + b"/\xff.png")
+    (folder / "sub").mkdir()
+    shutil.copy(folder / NAMES[0], folder / "sub" / "größe ß.PNG")
+    shutil.copy(folder / NAMES[0], folder / ".hidden.png")
+    assert collect(folder, tmp_path / "run", "--exhaustive") == 0
+    assert "left out because their names cannot be stored: 2 files" in capfd.readouterr().err
+    with Store.open(tmp_path / "run") as store:
+        assert [image.name for image in store.images()] == ["sub/größe ß.PNG", *NAMES[:4]]
+
+
+def test_images_are_selected_by_name_folder_glob_or_list(folder, tmp_path, capfd):
+    names = ["left/a[1].png", *NAMES[:4]]
+    for include, exclude, kept in (
+        ((), (), names),
+        (("view*",), (), names[1:]),
+        (("left/",), (), names[:1]),
+        (("view 01.png", "./view 02.png"), (), names[2:4]),
+        ((), ("left/*", "view 0[01].png"), names[3:]),
+    ):
+        assert Selection.parse(include, exclude).apply(names) == kept
+    (tmp_path / "list.txt").write_text("\ufeff# best ones\nleft/a[1].png\n\nview 03.png\n", encoding="utf-8")
+    assert Selection.parse([f"@{tmp_path / 'list.txt'}"]).apply(names) == [names[0], names[4]]
+    for selection, message in (
+        ({"include": ["x*"]}, "no image is called"),
+        ({"include": ["@absent.txt"]}, "cannot be read"),
+        ({"exclude": ["*"]}, "every image is excluded"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            Selection.parse(**selection).apply(names)
+    assert collect(folder, tmp_path / "run", "--exclude", NAMES[3]) == 0
+    assert collect(folder, tmp_path / "run", "--exclude", NAMES[2]) == 0
+    assert "not selected: 1 image of the run" in capfd.readouterr().err
+    assert pairs_of(tmp_path / "run") == {(0, 1), (0, 2), (1, 2), (0, 3), (1, 3)}
+
+
+def test_a_run_without_any_pair_is_an_error(folder, tmp_path, capfd):
+    for text in ("view 00.png|view 01.png\n", ""):
+        (tmp_path / "list.csv").write_text(text)
+        assert collect(folder, tmp_path / "run", "--pairs", tmp_path / "list.csv") == 2
+        assert "list.csv names no pair of these images" in capfd.readouterr().err
+    assert collect(folder, tmp_path / "one", "--exhaustive", "--include", NAMES[0]) == 2
+    assert "nothing to match with 1 image" in capfd.readouterr().err
+
+
+def test_without_an_option_every_pair_is_matched_and_a_notice_explains_it(folder, tmp_path, capfd):
+    for count, pairs in ((4, 6), (6, 15)):
+        photos(folder, count)
+        assert collect(folder, tmp_path / "run") == 0
+        out, err = capfd.readouterr()
+        assert f"pairs: {pairs} done" in out and "no pairs were chosen" in err and "--exhaustive" in err
+    assert "matching pairs: 9 of 9" in err
+
+
+def test_a_default_follows_the_number_of_images(folder, tmp_path):
+    assert default_choice(50) == PairChoice("exhaustive", by_default=True)
+    assert default_choice(51) == PairChoice("similar", 20, by_default=True)
+    found = opened(tmp_path / "run", folder)
+    first = found.suggest_pairs(exhaustive_up_to=4, neighbours=2)
+    assert first.method == "exhaustive" and found.add_pairs(first) == (6, 6)
+    assert found.suggest_pairs() is None
+    photos(folder, 5)
+    found.add_images(folder)
+    second = found.suggest_pairs(exhaustive_up_to=4, neighbours=2)
+    assert second == PairChoice("similar", 2, by_default=True)
+    found.add_pairs(second)
+    assert found.suggest_pairs() is None
+
+
+def test_added_images_are_paired_as_before(folder, tmp_path, capfd):
+    run_dir = tmp_path / "run"
+    assert collect(folder, run_dir, "--sequential", 1) == 0
+    photos(folder, 5)
+    assert collect(folder, run_dir) == 0
+    assert "paired like the others: --sequential 1" in capfd.readouterr().err
+    assert pairs_of(run_dir) == {(0, 1), (1, 2), (2, 3), (3, 4)}
+    (tmp_path / "pairs.txt").write_text('"view 00.png" "view 02.png"\n')
+    assert collect(folder, run_dir, "--pairs", tmp_path / "pairs.txt") == 0
+    photos(folder, 6)
+    assert collect(folder, run_dir) == 0  # after a list only the user knows the pairs of new images
+    out, err = capfd.readouterr()
+    assert "some images have no pair" in err and "pairs: 5 done" in out
+    assert opened(run_dir, folder).add_pairs(exhaustive=True, of=["view 05.png"]) == (5, 5)
+
+
+def test_similar_images_are_paired(tmp_path):
+    photos(tmp_path / "photos" / "a", 3, seed=1)
+    photos(tmp_path / "photos" / "b", 3, seed=2)
+    found = matched(tmp_path / "run", tmp_path / "photos", {"similar": 1})
+    pairs = [(pair.name0[0], pair.name1[0], len(pair.matches)) for pair in found]
+    assert all(a == b and count > 10 for a, b, count in pairs)
+
+
+# Long lists, jobs, and a cluster.
+
+
+def named_store(folder: Path, count: int) -> list[str]:
+    """A store that knows so many images by name alone."""
+    Store.create(folder, SETTINGS).close()
+    names = [f"day {number // 100}/im{number:06d}.jpg" for number in range(count)]
+    with Writer(folder) as writer, writer.transaction():
+        writer.add_images(names)
+    return names
+
+
+def test_a_list_of_100_000_pairs_starts_at_once(tmp_path):
+    names, rng = named_store(tmp_path / "run", 5000), random.Random(1)
+    with (tmp_path / "pairs.txt").open("w") as file:
+        for _ in range(100_000):
+            file.write("{}\t{}\n".format(*rng.sample(names, 2)))
+    code = (
+        "import sys, time\nfrom matcher.collection.pairs import read_pairs\n"
+        "from matcher.collection.runner import add_pairs, match_jobs\n"
+        "from matcher.collection.store import Writer\n"
+        "with Writer(sys.argv[1]) as writer:\n"
+        "    start = time.process_time()\n"
+        "    found = read_pairs(sys.argv[2], sorted(writer.store.names().values()))\n"
+        "    total, added = add_pairs(writer, found)\n    next(match_jobs(writer, 1))\n"
+        "print(total, added, time.process_time() - start)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run"), str(tmp_path / "pairs.txt")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    total, added, seconds = map(float, ended.stdout.split())
+    assert total == added > 99_000 and seconds < 5
+
+
+def test_jobs_take_the_pairs_tile_by_tile(tmp_path):
+    names = named_store(tmp_path, 100)
+    with Writer(tmp_path) as writer:
+        assert add_pairs(writer, ((a, b) for a in names for b in names if a < b)) == (4950, 4950)
+        jobs = list(match_jobs(writer, 1))
+        pairs = [pair for job in jobs for pair in job.items]
+        tiles = [(a >> 5, b >> 5) for a, b in pairs]
+        assert len(set(pairs)) == 4950 and tiles == sorted(tiles)
+        assert all(set(job.images) == {n for pair in job.items for n in pair} for job in jobs)
+        sizes = [len(job.items) for job in jobs]
+        assert sizes[0] == 16 and sizes[-30:] == [1] * 30  # so that workers end together
+        assert add_pairs(writer, [(names[3], names[1])]) == (1, 0)
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [(1, [6, 6]), (8, [8] * 12 + [4])])
+def test_jobs_of_images(batch, sizes):
+    names = [f"{number}.jpg" for number in range(100 if batch > 1 else 200)]
+    jobs = list(extract_jobs(names, batch))
+    assert [name for job in jobs for name in job.items] == names
+    assert [len(job.items) for job in jobs][: len(sizes)] == sizes
+
+
+@pytest.mark.parametrize("parts", [3, 7])
+def test_parts_cover_every_pair_once(tmp_path, parts):
+    seen = []
+    for part in range(parts):
+        names = named_store(tmp_path / str(part), 40)
+        with Writer(tmp_path / str(part)) as writer:
+            add_pairs(writer, ((a, b) for a in names for b in names if a < b), (part + 1, parts))
+            seen.append({pair for job in match_jobs(writer, 1) for pair in job.items})
+    assert sum(map(len, seen)) == len(set.union(*seen)) == 780
+    assert max(map(len, seen)) - min(map(len, seen)) <= 1
+
+
+@pytest.mark.slow
+def test_a_local_ray_of_two_workers(tmp_path, monkeypatch):
+    """Also with relative paths, which are from the folder of the command."""
+    pytest.importorskip("ray")
+    photos(tmp_path / "photos", 8)
+    monkeypatch.chdir(tmp_path)
+    common = ["collection", "photos", *QUICK, "--exhaustive", "--workers"]
+    assert run(*common, 0, "--run", "here") == 0
+    assert run(*common, 2, "--run", "ray", "--engine", "ray") == 0
+    assert contents(tmp_path / "ray") == contents(tmp_path / "here")
+
+
+@pytest.mark.slow
+def test_ray_replaces_an_actor_that_dies(tmp_path, monkeypatch):
+    """A pair that kills its actor fails; what was in the same job is matched."""
+    pytest.importorskip("ray")
+    photos(tmp_path / "photos", 5)
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        """
+import os, sys
+if "default_worker.py" in " ".join(sys.orig_argv):
+    from matcher.collection import workers
+    match = workers.JobRunner.match
+
+    def deadly(self, job, pairs):
+        if any([job.images[end].name for end in pair] == ["view 00.png", "view 02.png"] for pair in pairs):
+            os._exit(77)
+        return match(self, job, pairs)
+
+    workers.JobRunner.match = deadly
+"""
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(ROOT)]))
+    means = Workers("ray", count=2, threads=1)
+    found = opened(tmp_path / "run", tmp_path / "photos", workers=means)
+    found.add_pairs(exhaustive=True)
+    assert found.run().crashes > 0
+    with found.store as store:
+        (failed,) = store.failed()
+        assert (failed.name0, failed.name1) == (NAMES[0], NAMES[2]) and "Ray actor" in failed.reason
+        assert store.counts().pairs_done == 9
+
+
+def test_ray_that_is_absent_is_said(folder, tmp_path, monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    command = ["collection", folder, "--run", tmp_path / "run", *QUICK, "--engine", "ray"]
+    assert run(*command, "--exhaustive") == 2
+    assert "pip install" in capfd.readouterr().err
