@@ -185,11 +185,8 @@ def test_images_that_cannot_be_read_fail_with_their_pairs(folder, tmp_path, capf
     assert collect(folder, tmp_path / "run", "--exhaustive") == 4
     out = capfd.readouterr().out
     assert "images: 3 done, 3 failed, 0 waiting" in out and "pairs: 3 done, 12 failed, 0 waiting" in out
-    assert (
-        sum(NAMES[1] in line for line in out.splitlines()) == 1
-        and "text.jpg" in out
-        and "12 pairs with a failed image" in out
-    )
+    assert sum(NAMES[1] in line for line in out.splitlines()) == 1 and "text.jpg" in out
+    assert "12 pairs with a failed image" in out
     assert run("status", tmp_path / "run") == 4
     assert collect(folder, tmp_path / "run", "--exhaustive") == 4  # and nothing is tried again in vain
     assert "extracting" not in capfd.readouterr().err

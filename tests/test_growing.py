@@ -72,6 +72,26 @@ def test_photos_are_added_in_the_coordinates_of_the_model(made, tmp_path):
         continue_model(tmp_path / "grown", later, tmp_path / "again")
 
 
+def test_only_pairs_with_new_photos_are_added_as_the_others_were_chosen(tmp_path):
+    photos = tmp_path / "photos"
+    render_photos(photos, count=6)
+    (tmp_path / "last.png").write_bytes((photos / "photo5.png").read_bytes())
+    (photos / "photo5.png").unlink()
+    pairs = ("--pairs", tmp_path / "pairs.txt")
+    (tmp_path / "pairs.txt").write_text("".join(f"photo{n}.png photo{n + 1}.png\n" for n in range(4)))
+    assert run("sfm", photos, "--out", tmp_path / "first", *FAST, *CAMERA, *pairs) == 0
+    assert run("sfm", photos, "--out", tmp_path / "model", *FAST, *CAMERA, "--sequential", 1) == 0
+    (tmp_path / "last.png").rename(photos / "photo5.png")
+    for model, count in (("model", 1), ("first", 5)):  # after a list, all pairs of so few photos
+        with Store.open(tmp_path / f"{model}-run") as store:
+            before = store.known_pairs()
+        continued = ("--continue", tmp_path / model, *SLIM, "--out", tmp_path / f"grown {model}")
+        assert run("sfm", photos, *continued) in (0, 4)
+        with Store.open(tmp_path / f"{model}-run") as store:
+            new = store.known_pairs() - before
+        assert len(new) == count and all("photo5.png" in pair for pair in new)
+
+
 def test_a_model_on_earth_stays_there_when_photos_are_added(tmp_path):
     """In metres of the same origin, whatever the headers of the new photos say; maps and poses say so too."""
     poses = render_photos(tmp_path / "photos", count=6)

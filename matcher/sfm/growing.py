@@ -92,8 +92,9 @@ def match_more(
         run: its folder.
         photos: the run's folder of images, or a folder in it.
         known: names that are not new, such as those of a model.
-        pairs: how pairs are chosen, as arguments of `Collection.add_pairs`; None: all in small runs, else
-            each image with the most similar ones.
+        pairs: how pairs are chosen, as arguments of `Collection.add_pairs`; None: as the run's were, which by
+            default is all in small runs, else each image with the most similar ones. Of these, those with a
+            new photo are added.
         on_progress: as of `Collection.run`.
         how: workers, device, weights, frontend_weights: as of `Collection.reopen`.
 
@@ -111,13 +112,15 @@ def match_more(
         if not new:
             raise UsageError(f"the model has all {len(present)} photos of {photos} already")
         _refuse_changed(store, set(known))
+        choice = store.pair_choice
     collection = Collection.reopen(run, **how)
     kept = [name for name in before if (folder / name).is_file()]
     names = sorted({*kept, *new})
     collection.add_images(folder, include=[escape(name) for name in names])
     limits = {"exhaustive_up_to": EXHAUSTIVE_UP_TO, "neighbours": NEIGHBOURS}
-    chosen = pairs or {"pairs": default_choice(len(names), **limits)}
-    collection.add_pairs(**chosen, on_progress=on_progress)
+    if choice is None or choice.by_default or not choice.arguments():
+        choice = default_choice(len(names), **limits)
+    collection.add_pairs(**(pairs or {"pairs": choice}), of=new, on_progress=on_progress)
     collection.run(on_progress=on_progress)
     return collection
 

@@ -107,7 +107,8 @@ import os, signal, sys, time
 from pathlib import Path
 if "matcher.collection.worker" in sys.orig_argv:
     from matcher.collection import workers
-    gate, match, extract = Path(__file__).with_name("open"), workers.JobRunner.match, workers.JobRunner.extract
+    gate = Path(__file__).with_name("open")
+    match, extract = workers.JobRunner.match, workers.JobRunner.extract
     fatal, seen, parent = {fatal}, [], os.getppid()
 
     def changed_match(self, job, pairs):
