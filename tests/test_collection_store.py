@@ -74,7 +74,9 @@ def test_what_does_not_fit_is_not_written(rng):
         encode_pair(Matches(np.array([[0, 0]]), points[:1], points[:1], np.ones(2)), geometry, points, points)
 
 
-@pytest.mark.parametrize(("kind", "dim", "per_number"), [("sift", 128, 1), ("superpoint", 256, 2)])
+@pytest.mark.parametrize(
+    ("kind", "dim", "per_number"), [("sift", 128, 1), ("superpoint", 256, 2), ("any", 64, 2)]
+)
 def test_descriptors_take_the_bits_that_their_kind_needs(rng, kind, dim, per_number):
     wanted = features(rng, 500, kind, dim)
     facts = {"size": (640, 480), "exif_orientation": 6, "kind": kind, "scale": (0.5, 0.4)}
@@ -89,12 +91,6 @@ def test_descriptors_take_the_bits_that_their_kind_needs(rng, kind, dim, per_num
         decode_features(record[:-1], wanted.keypoints.numpy(), **facts)
     with pytest.raises(DamagedError):
         decode_features(record, wanted.keypoints.numpy()[1:], **facts)
-
-
-def test_sift_that_is_not_of_whole_numbers_is_still_kept(rng):
-    wanted = replace(features(rng, 20, "any"), kind="sift")
-    found = decode_features(encode_features(wanted), wanted.keypoints.numpy(), size=(640, 480), kind="sift")
-    assert float((found.descriptors - wanted.descriptors).abs().max()) < 1e-2
 
 
 def test_a_store_gives_back_what_was_written(rng, tmp_path):
@@ -232,42 +228,26 @@ def test_there_must_be_a_store_and_only_one(tmp_path):
 
 
 def test_overhead_in_bytes_and_time(rng, tmp_path):
-    """At 300 matches a pair: at most 3 kB, and at least 5,000 pairs a second written and read."""
-    Store.create(tmp_path, SETTINGS).close()
-    points = [rng.uniform(0, 4000, (2048, 2)).astype(np.float32) for _ in range(120)]
-    with Writer(tmp_path) as writer, writer.transaction():
-        for number, keypoints in enumerate(points):
-            found = features(rng, 4, "any", 8)
-            found = replace(
-                found,
-                **{f: None for f in ("scales", "orientations", "mask", "scores")},
-                keypoints=keypoints,
-                descriptors=np.zeros((2048, 1), np.float32),
-            )
-            put_features(writer, f"{number:04d}", found)
-    before = (tmp_path / schema.DATABASE).stat().st_size
-    template = pair(rng, "0000", "0001", points[0], points[1], 300)
-    numbers = [(i, j) for i in range(120) for j in range(i + 1, 120)][:6000]
+    """At 300 matches a pair: at most 3 kB, and thousands of pairs a second written and read."""
+    fill(tmp_path, rng, images=2)
     with Writer(tmp_path) as writer:
+        template = next(writer.store.pairs())
+        points = [writer.store.keypoints(f"im {n:03d}.jpg") for n in range(2)]
+        with writer.transaction():
+            for number in range(120):
+                found = replace(features(rng, 400, "any", 1), keypoints=points[number % 2])
+                put_features(writer, f"{number:04d}", found)
+        before = (tmp_path / schema.DATABASE).stat().st_size
+        ends = [(i, j) for i in range(3, 123, 2) for j in range(4, 123, 2)]
         start = time.process_time()
-        for batch in range(0, len(numbers), 500):
-            encoded = []
-            for i, j in numbers[batch : batch + 500]:
-                m = replace(
-                    template.matches,
-                    points0=points[i][template.matches.indices[:, 0]],
-                    points1=points[j][template.matches.indices[:, 1]],
-                )
-                data = encode_pair(m, template.geometry, points[i], points[j])
-                encoded.append(EncodedPair(i + 1, j + 1, 0.1, checksum(data), data))
-            with writer.transaction():
-                writer.put_pairs(encoded)
-        written = len(numbers) / (time.process_time() - start)
-    size = ((tmp_path / schema.DATABASE).stat().st_size - before) / len(numbers)
+        with writer.transaction():
+            encoded = (encode_pair(template.matches, template.geometry, *points) for _ in ends)
+            writer.put_pairs(EncodedPair(*e, 0.1, checksum(d), d) for e, d in zip(ends, encoded, strict=True))
+        written = len(ends) / (time.process_time() - start)
+    size = ((tmp_path / schema.DATABASE).stat().st_size - before) / len(ends)
     with Store.open(tmp_path) as store:
         start = time.process_time()
-        assert sum(len(p.matches) for p in store.pairs()) == 300 * len(numbers)
-        read = len(numbers) / (time.process_time() - start)
+        assert sum(len(p.matches) for p in store.pairs()) == 300 * (len(ends) + 1)
+        read = len(ends) / (time.process_time() - start)
     print(f"{size:.0f} bytes a pair, {written:.0f} pairs/s written, {read:.0f} read")
-    assert size <= 3000
-    assert min(written, read) >= 2000  # of processor time; 5,000 where nothing else disturbs
+    assert size <= 3000 and min(written, read) >= 2000  # of processor time
