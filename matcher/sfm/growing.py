@@ -77,54 +77,6 @@ class MorePairs:
             yield pairs
 
 
-def match_more(
-    run: str | Path,
-    photos: str | Path,
-    *,
-    known: Iterable[str] = (),
-    pairs: dict[str, Any] | None = None,
-    on_progress: OnProgress | None = None,
-    **how: Any,
-) -> Collection:
-    """Extract and match the photos of a folder in a run that exists, with its settings; the run keeps all.
-
-    Args:
-        run: its folder.
-        photos: the run's folder of images, or a folder in it.
-        known: names that are not new, such as those of a model.
-        pairs: how pairs are chosen, as arguments of `Collection.add_pairs`; None: as the run's were, which by
-            default is all in small runs, else each image with the most similar ones. Of these, those with a
-            new photo are added.
-        on_progress: as of `Collection.run`.
-        how: workers, device, weights, frontend_weights: as of `Collection.reopen`.
-
-    Returns:
-        The run's collection, with the photos.
-
-    Raises:
-        UsageError: the photos lie elsewhere, or there is none that is new.
-        IntegrityError: a known photo has changed.
-    """
-    with Store.open(run) as store:
-        before, folder = [image.name for image in store.images()], store.image_folder
-        present = _names(photos, folder)
-        new = sorted(set(present).difference(known))
-        if not new:
-            raise UsageError(f"the model has all {len(present)} photos of {photos} already")
-        _refuse_changed(store, set(known))
-        choice = store.pair_choice
-    collection = Collection.reopen(run, **how)
-    kept = [name for name in before if (folder / name).is_file()]
-    names = sorted({*kept, *new})
-    collection.add_images(folder, include=[escape(name) for name in names])
-    limits = {"exhaustive_up_to": EXHAUSTIVE_UP_TO, "neighbours": NEIGHBOURS}
-    if choice is None or choice.by_default or not choice.arguments():
-        choice = default_choice(len(names), **limits)
-    collection.add_pairs(**(pairs or {"pairs": choice}), of=new, on_progress=on_progress)
-    collection.run(on_progress=on_progress)
-    return collection
-
-
 def continue_model(
     model: str | Path,
     photos: str | Path,
@@ -148,9 +100,12 @@ def continue_model(
         out: the folder of the new model.
         run_dir: folder of the run; by default the one that the model was made from.
         choice: cameras of the new photos that share none with a photo of the model.
-        pairs, on_progress, how: as of `match_more`.
+        pairs: how pairs with a new photo are chosen, as arguments of `Collection.add_pairs`; None: as those
+            of the run were, or where these came from a list, all in small runs, else similar ones.
+        on_progress: as of `Collection.run`.
         on_round: called where photos got no pose from pairs that were chosen preemptively, before more of
             their pairs are matched; see `MorePairs`.
+        how: workers, device, weights, frontend_weights: as of `Collection.reopen`.
         options: of `reconstruct`.
 
     Raises:
@@ -163,8 +118,22 @@ def continue_model(
     run = find_run(model) if run_dir is None else Path(run_dir)
     if (rig := Path(model) / RIG).is_file():
         choice = replace(choice or CameraChoice(), rig=read_rig_config(rig))
-    how = {"pairs": pairs, "known": given.cam_from_world, "on_progress": on_progress, **(how or {})}
-    more = MorePairs(match_more(run, photos, **how), on_round=on_round, on_progress=on_progress)
+    with Store.open(run) as store:
+        present = _names(photos, store.image_folder)
+        new = sorted(set(present).difference(given.cam_from_world))
+        if not new:
+            raise UsageError(f"the model has all {len(present)} photos of {photos} already")
+        _refuse_changed(store, set(given.cam_from_world))
+        kept = {image.name for image in store.images() if (store.image_folder / image.name).is_file()}
+        names, folder, chosen = sorted(kept.union(new)), store.image_folder, store.pair_choice
+    collection = Collection.reopen(run, **(how or {}))
+    collection.add_images(folder, include=[escape(name) for name in names])
+    if chosen is None or chosen.by_default or not chosen.arguments():
+        limits = {"exhaustive_up_to": EXHAUSTIVE_UP_TO, "neighbours": NEIGHBOURS}
+        chosen = default_choice(len(names), **limits)
+    collection.add_pairs(**(pairs or {"pairs": chosen}), of=new, on_progress=on_progress)
+    collection.run(on_progress=on_progress)
+    more = MorePairs(collection, on_round=on_round, on_progress=on_progress)
     with Store.open(run) as store:
         poses = replace(given, cameras=_with_shared_cameras(store, given))
         return reconstruct(store, out, choice=choice, poses=poses, on_incomplete=more, **options)
