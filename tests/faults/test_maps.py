@@ -50,69 +50,48 @@ def test_the_sound_models_are_read(sound):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_model_that_is_cut_short(sound, model, tried, name):
-    """COLMAP itself never ends on most of them."""
-    path, data = model / f"{name}.bin", (sound / "bin" / f"{name}.bin").read_bytes()
-    for part in range(24):
-        path.write_bytes(data[: len(data) * part // 24])
-        with pytest.raises(IntegrityError, match=rf"{name}\.bin.*damaged"):
-            read_model(model)
-    path.write_bytes(data + b"\0")
-    with pytest.raises(IntegrityError, match="longer than its records"):
-        read_model(model)
-    tried(25)
-
-
-@pytest.mark.parametrize("count", [2**64 - 1, 2**40, 10**6, 6])
-@pytest.mark.parametrize("name", FILES)
-def test_a_model_that_promises_too_much(model, name, count):
-    path, begun = model / f"{name}.bin", time.process_time()
-    path.write_bytes(struct.pack("<Q", count) + path.read_bytes()[8:])
-    if count > len(path.read_bytes()) or name in ("cameras", "rigs", "frames", "images"):
+def test_a_model_whose_files_do_not_hold_what_they_promise(sound, model, tried, name):
+    """COLMAP itself never ends on most of those that are cut short."""
+    path, data, begun = (
+        model / f"{name}.bin",
+        (sound / "bin" / f"{name}.bin").read_bytes(),
+        time.process_time(),
+    )
+    counts = [2**64 - 1, 2**40, 10**6, *([6] if name != "points3D" else [])]
+    damaged = [data[: len(data) * part // 24] for part in range(24)] + [data + b"\0"]
+    for changed in (*damaged, *(struct.pack("<Q", count) + data[8:] for count in counts)):
+        path.write_bytes(changed)
         with pytest.raises(IntegrityError, match=rf"{name}\.bin"):
             read_model(model)
     assert time.process_time() - begun < SECONDS
-
-
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(model):
-    (model / "rigs.bin").unlink()
-    os.mkfifo(model / "rigs.bin")
-    with pytest.raises(IntegrityError, match=r"rigs\.bin is not a file"):
+    path.unlink()
+    os.mkfifo(path)  # which is not waited for
+    with pytest.raises(IntegrityError, match=rf"{name}\.bin"):
         read_model(model)
+    tried(30)
 
 
-def test_a_pose_that_is_not_finite(model):
-    data = bytearray((model / "frames.bin").read_bytes())
-    struct.pack_into("<d", data, 8 + 8 + 32, float("nan"))  # after count, id, rig and quaternion
-    (model / "frames.bin").write_bytes(data)
-    with pytest.raises(IntegrityError, match="not finite"):
+def put(path: Path, at: int, value: float) -> None:
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<d", data, at, value)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e308, -1e13])
+def test_poses_and_points_with_which_nothing_can_be_computed(model, value):
+    put(model / "frames.bin", 8 + 8 + 32, value)  # after count, id, rig and quaternion
+    with pytest.raises(IntegrityError, match="damaged"):
         read_given_poses(model)
-
-
-@pytest.mark.parametrize("value", [1e308, -1e13])
-def test_a_pose_that_is_too_far_away(model, value):
-    data = bytearray((model / "frames.bin").read_bytes())
-    struct.pack_into("<d", data, 8 + 8 + 32, value)
-    (model / "frames.bin").write_bytes(data)
-    with pytest.raises(IntegrityError, match="too far away"):
-        read_given_poses(model)
-
-
-@pytest.mark.parametrize(("value", "message"), [(1e308, "too far away"), (float("nan"), "not finite")])
-def test_points_with_which_nothing_can_be_computed(model, value, message):
     check_numbers(model, "a point", np.array([[1e12, 0.0, -1e12]]))
-    with pytest.raises(IntegrityError, match=message):
+    with pytest.raises(IntegrityError, match="a point"):
         check_numbers(model, "a point", np.array([[0.0, 0.0, 1.0], [0.0, value, 1.0]]))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0, 1e308])
 def test_a_camera_that_is_none_is_named_with_its_model(model, value):
-    """The message did not say in which file it is."""
-    data = bytearray((model / "cameras.bin").read_bytes())
-    struct.pack_into("<d", data, 8 + 24, value)  # after count, id, model and size
-    (model / "cameras.bin").write_bytes(data)
-    finite = np.isfinite(value)
-    with pytest.raises(UsageError if finite else IntegrityError, match=rf"{model}.*camera 1"):
+    put(model / "cameras.bin", 8 + 24, value)  # after count, id, model and size
+    fault = UsageError if np.isfinite(value) else IntegrityError
+    with pytest.raises(fault, match=rf"{model}.*camera 1"):
         read_given_poses(model)
 
 
@@ -121,7 +100,7 @@ def test_two_images_of_one_name(model):
     first, second = b"frame000000", b"frame000001"
     assert first in data and second in data
     (model / "images.bin").write_bytes(data.replace(second, first))
-    with pytest.raises(IntegrityError, match="two images are named"):
+    with pytest.raises(IntegrityError, match="frame000000"):
         read_model(model)
 
 

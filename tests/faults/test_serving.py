@@ -55,12 +55,14 @@ def test_the_report_is_made_of_the_same_matches(views, shipped_weights):
 def test_bad_choices_and_images_are_named(views, tmp_path):
     matching, text = Matching("cpu"), tmp_path / "text.jpg"
     text.write_text("no picture")
-    with pytest.raises(ImageError, match=r"text\.jpg"):
-        matching.answer(views[0], text, Choices("nearest"))
-    with pytest.raises(UsageError, match="above 0"):
-        matching.answer(*views, Choices("nearest", max_error=-1.0))
-    with pytest.raises(UsageError, match="0 to 1"):
-        matching.answer(*views, Choices("nearest", threshold=3.0))
+    for images, choices, fault, named in (
+        ((views[0], text), Choices("nearest"), ImageError, r"text\.jpg"),
+        (views, Choices("nearest", max_error=-1.0), UsageError, "above 0"),
+        (views, Choices("nearest", threshold=3.0), UsageError, "0 to 1"),
+        (views, Choices("nearest", geometry="essential"), UsageError, "camera"),
+    ):
+        with pytest.raises(fault, match=named):
+            matching.answer(*images, choices)
 
 
 def test_without_gradio_the_message_says_what_to_install(monkeypatch, tmp_path, capsys):
