@@ -123,7 +123,7 @@ def _gathered(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(K, 2) nodes, one number per keypoint of the collection, and (K,) scores of all matches."""
     number = {name: index for index, name in enumerate(names)}
-    dtype = np.uint32 if starts[-1] < 2**32 else np.int64
+    sizes, dtype = np.diff(starts), np.uint32 if starts[-1] < 2**32 else np.int64
     nodes, scores = [np.zeros((0, 2), dtype)], [np.zeros(0, np.float32)]
     for pair in pairs:
         indices, ends = np.asarray(pair.indices).reshape(-1, 2), (pair.name0, pair.name1)
@@ -132,7 +132,7 @@ def _gathered(
         for name, column in zip(ends, indices.T, strict=True):
             if name not in number:
                 raise UsageError(f"{name} has matches but is not among the images")
-            count = np.diff(starts)[number[name]]
+            count = sizes[number[name]]
             if len(column) and (column.min() < 0 or column.max() >= count):
                 raise UsageError(f"a match of {name} names a keypoint beyond its {count}")
         nodes.append((indices + starts[[number[name] for name in ends]]).astype(dtype))

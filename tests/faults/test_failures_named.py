@@ -1,7 +1,5 @@
 """Promise 9: what failed is named. Every image, pair and line without a result is counted, with why."""
 
-import json
-
 import pytest
 from collection_runs import QUICK, photos
 
@@ -65,16 +63,6 @@ def test_names_that_cannot_be_stored_are_named(tmp_path, capfd):
     assert "can be stored ('a\\nb.png')" in capfd.readouterr().err
 
 
-def test_lines_of_a_pair_list_are_named(folder, tmp_path, capfd):
-    lines = ["view 00.png\tview 01.png", "view 00.png\tabsent.png", "view 01.png\tview 01.png"]
-    (tmp_path / "pairs.txt").write_text("\n".join([*lines, "/etc/passwd\tview 01.png", lines[0], "alone"]))
-    command = ["collection", folder[0], "--run", tmp_path / "run", *QUICK, "--workers", 0]
-    command += ["--pairs", tmp_path / "pairs.txt"]
-    assert main([*map(str, command)]) in (0, 4)
-    said = capfd.readouterr().err
-    assert all(f"line {number}" in said or f"{number} (" in said for number in (2, 3, 4, 5, 6)), said
-
-
 def test_exports_say_what_they_leave_out(folder, tmp_path, capfd):
     run = tmp_path / "run"
     command = ["collection", folder[0], "--run", run, *QUICK, "--exhaustive", "--workers", 0]
@@ -83,9 +71,3 @@ def test_exports_say_what_they_leave_out(folder, tmp_path, capfd):
     assert main(["export", str(run), "--to", "npz", str(tmp_path / "m.npz")]) in (0, 4)
     said = capfd.readouterr()
     assert "5 images failed" in said.out + said.err
-
-
-def test_statistics_are_json(folder, capfd):
-    names = [str(folder[0] / f"view 0{number}.png") for number in range(2)]
-    assert main(["match", *names, "--preset", "nearest", "--json"]) == 0
-    json.loads(capfd.readouterr().out, parse_constant=pytest.fail)
