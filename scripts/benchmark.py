@@ -1,10 +1,10 @@
-"""Measure the speed of the networks and of other implementations with the same parameters.
+"""Measure the speed of matching beside other implementations, networks with the same parameters.
 
     python scripts/benchmark.py [--threads 2] [--device cuda] [--quick] [--only lightglue] [--json FILE]
 
-Needs `pip install 'matcher-vision[benchmark]'`. Times are wall-clock seconds of calls that alternate in one
-process. All timings in the README come from this script, which takes about six minutes on two cores. Whole
-work beside its peers (`--only "whole work"`) takes a minute or two a row.
+Needs `pip install 'matcher-vision[benchmark]'`. Times are medians of calls that alternate in one process. All
+timings in the README come from this script. Rows of ONNX Runtime, of a collection and of sfm, which take
+minutes, run only if --only names them.
 """
 
 import argparse
@@ -15,12 +15,10 @@ from time import perf_counter, process_time
 
 import torch
 
-from matcher.benchmark.report import check_device, run_benchmark, to_json
-from matcher.benchmark.timing import Stopwatch
+from matcher.benchmark import Stopwatch, check_device, run_benchmark, to_json
 from matcher.errors import MatcherError
 from matcher.images import data_folder
 
-PHOTOS = Path("multiview", "train", "odm_lewis", "images")
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
 
@@ -30,12 +28,8 @@ def main() -> int:
     parser.add_argument("--threads", type=int, help="CPU threads; default: those of torch")
     parser.add_argument("--repeats", type=int, default=5, help="of each call")
     parser.add_argument("--quick", action="store_true", help="small sizes, to check that every row runs")
-    parser.add_argument("--only", help="rows whose name contains this: lightglue, whole work, …")
-    parser.add_argument(
-        "--photos",
-        type=Path,
-        help="20 photos of one place, for collection and sfm; default: those of MATCHER_DATA",
-    )
+    parser.add_argument("--only", help="rows whose name contains this: lightglue, presets, collection, …")
+    parser.add_argument("--photos", type=Path, help="photos of one place, for collection and sfm")
     parser.add_argument("--json", type=Path, help="also write the measurements to this file")
     parser.add_argument(
         "--processor-time",
@@ -46,14 +40,12 @@ def main() -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     try:
-        device = check_device(options.device)
         clock = process_time if options.processor_time else perf_counter
-        watch = Stopwatch(device, repeats=options.repeats, clock=clock)
-        photos = options.photos or data_folder() / PHOTOS
-        images = (ASSETS / "view0.jpg", ASSETS / "view1.jpg")
+        watch = Stopwatch(check_device(options.device), repeats=options.repeats, clock=clock)
+        photos = options.photos or data_folder() / "multiview" / "train" / "odm_lewis" / "images"
         report = run_benchmark(
             watch,
-            images,
+            (ASSETS / "view0.jpg", ASSETS / "view1.jpg"),
             quick=options.quick,
             only=options.only,
             photos=photos if options.photos or photos.is_dir() else None,

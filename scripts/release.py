@@ -1,11 +1,13 @@
 """Make the wheel of a release: with the kernels, its bill of materials, a lock, and checksums beside it.
 
-    python scripts/release.py dist [--extra sfm --extra app]
+    python scripts/release.py dist [--extra sfm --extra app] [--lock-only]
 
-The lock is that of `lock.py`, the bill that of `bill_of_materials.py` with its hashes, both of the
-environment in which this runs. The bill lies in the wheel's metadata, as `sboms/matcher.cdx.json`, where
-PEP 770 wants it, and beside the wheel. `SHA256SUMS` holds the checksums of all three, as `sha256sum
---check` reads them. To install what was released and nothing else, on this platform and version of Python:
+`matcher.lock` has every package that `matcher` needs at the version installed here, which the tests have run
+with, and the SHA-256 that the index states for the file that pip would install on this platform and version
+of Python. `matcher.cdx.json` is the bill of materials (CycloneDX 1.5, cyclonedx.org): these packages with
+licences and hashes, and the shipped weights; in the wheel's metadata it is `sboms/matcher.cdx.json`, where
+PEP 770 wants it. `SHA256SUMS` holds the checksums of all three. To install what was released and nothing
+else:
 
     cd dist && sha256sum --check SHA256SUMS
     pip install --require-hashes -r matcher.lock && pip install --no-deps matcher_vision-*.whl
@@ -16,14 +18,110 @@ import base64
 import csv
 import hashlib
 import io
+import json
+import platform
+import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 import zipfile
+from collections.abc import Iterator
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BILL, LOCK, SUMS = "matcher.cdx.json", "matcher.lock", "SHA256SUMS"
+
+
+def name_of(requirement: str) -> str:
+    """The package that a requirement names, in lower case with dashes."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[A-Za-z0-9._-]+", requirement)[0]).lower()
+
+
+def needed(extras: list[str]) -> Iterator[Distribution]:
+    """The packages that pyproject.toml names and all that they need, without optional parts of theirs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    optional = [row for extra in extras for row in project["optional-dependencies"][extra]]
+    names, seen = [name_of(row) for row in (*project["dependencies"], *optional)], set()
+    while names:
+        name = names.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            continue  # for another system or Python
+        yield found
+        names += [name_of(row) for row in found.requires or () if "extra ==" not in row]
+
+
+def licence(found: Distribution) -> str:
+    """What a package says of its licence, on one line."""
+    meta = found.metadata
+    said = meta.get("License-Expression") or meta.get("License") or ""
+    if 0 < len(said) < 200:
+        return said.strip().splitlines()[0][:80]
+    classes = [row for row in meta.get_all("Classifier", []) if row.startswith("License ::")]
+    return ", ".join(row.rpartition(" :: ")[2] for row in classes) or "see the package"
+
+
+def resolve(versions: dict[str, str]) -> dict[str, tuple[str, str]]:
+    """Version and SHA-256 by name of what pip would install of packages at these versions.
+
+    Raises:
+        SystemExit: the index has not all of them, or states no SHA-256 of one.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "-qq"]
+        asked = [f"{name}=={version}" for name, version in versions.items()]
+        if subprocess.run([*pip, "--report", str(report), *asked]).returncode:
+            raise SystemExit("pip does not find all packages at the versions that are installed here")
+        rows = json.loads(report.read_text("utf-8"))["install"]
+    found = {}
+    for row in rows:
+        name, file = name_of(row["metadata"]["name"]), row["download_info"].get("archive_info", {})
+        hashes = file.get("hashes") or dict([file.get("hash", "").partition("=")[::2]])  # before pip 23.1
+        if "sha256" not in hashes:
+            raise SystemExit(f"the index states no SHA-256 of {name}")
+        found[name] = (row["metadata"]["version"], hashes["sha256"])
+    return dict(sorted(found.items()))
+
+
+def lock(found: dict[str, tuple[str, str]]) -> str:
+    """A file of requirements with hashes, as pip reads it."""
+    where = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    lines = [f"# Made by scripts/release.py on {where}; the hashes are of the files for it."]
+    return (
+        "\n".join(lines + [f"{name}=={v} --hash=sha256:{digest}" for name, (v, digest) in found.items()])
+        + "\n"
+    )
+
+
+def bill(packages: list[Distribution], hashes: dict[str, tuple[str, str]]) -> dict:
+    """CycloneDX of packages, with the hashes of `resolve` where it has them, and of the shipped weights."""
+    from matcher.weights.files import read_manifest
+
+    components = []
+    for one in sorted(packages, key=lambda one: one.metadata["Name"].lower()):
+        name = name_of(one.metadata["Name"])
+        row = {"type": "library", "name": one.metadata["Name"], "version": one.version}
+        row |= {"purl": f"pkg:pypi/{name}@{one.version}", "licenses": [{"license": {"name": licence(one)}}]}
+        version, digest = hashes.get(name, ("", ""))
+        components.append(row | ({"hashes": [sha256(digest)]} if version == one.version else {}))
+    for row in read_manifest(ROOT / "weights").values():
+        kind = "machine-learning-model"
+        components.append({"type": kind, "name": row.file, "hashes": [sha256(row.sha256)]})
+    made_of = {"component": {"type": "application", "name": "matcher-vision"}}
+    head = {"bomFormat": "CycloneDX", "specVersion": "1.5", "version": 1, "metadata": made_of}
+    return {**head, "components": components}
+
+
+def sha256(digest: str) -> dict[str, str]:
+    """A hash as CycloneDX writes it."""
+    return {"alg": "SHA-256", "content": digest}
 
 
 def recorded(record: bytes, name: str, data: bytes) -> bytes:
@@ -35,7 +133,7 @@ def recorded(record: bytes, name: str, data: bytes) -> bytes:
     return text.getvalue().encode("utf-8")
 
 
-def add_bill(wheel: Path, bill: bytes) -> None:
+def add_bill(wheel: Path, data: bytes) -> None:
     """Put a bill of materials into a wheel, which is replaced as a whole.
 
     Raises:
@@ -52,11 +150,9 @@ def add_bill(wheel: Path, bill: bytes) -> None:
         made = wheel.with_name(f".{wheel.name}.new")
         with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as new:
             for entry in old.infolist():
-                data = old.read(entry)
-                if entry.filename == lists[0]:
-                    data = recorded(data, name, bill)
-                new.writestr(entry, data)
-            new.writestr(name, bill)
+                kept = old.read(entry)
+                new.writestr(entry, recorded(kept, name, data) if entry.filename == lists[0] else kept)
+            new.writestr(name, data)
     made.replace(wheel)
 
 
@@ -64,20 +160,24 @@ def main() -> int:
     """Build, add the bill, and write the checksums."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the files go; none of them may be there")
-    parser.add_argument("--extra", action="append", default=[], help="of the bill of materials")
+    parser.add_argument("--extra", action="append", default=[], help="optional dependencies to include")
+    parser.add_argument("--lock-only", action="store_true", help="for an installation of one's own")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     if any(given.folder.glob("*.whl")) or any((given.folder / name).exists() for name in (BILL, LOCK, SUMS)):
         parser.error(f"{given.folder} holds a release already: name another folder")
-    extras = [word for extra in given.extra for word in ("--extra", extra)]
+    packages = list(needed(given.extra))
+    hashes = resolve({name_of(one.metadata["Name"]): one.version for one in packages})
+    if given.lock_only:
+        (given.folder / LOCK).write_text(lock(hashes), "utf-8")
+        return 0
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         place = Path(folder)
-        for script, name, *more in (("lock", LOCK), ("bill_of_materials", BILL, "--lock", str(place / LOCK))):
-            made = [sys.executable, str(ROOT / "scripts" / f"{script}.py"), str(place / name), *extras, *more]
-            subprocess.run(made, check=True)
         pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(place), str(ROOT)]
         subprocess.run(pip, check=True)
         (wheel,) = place.glob("*.whl")
+        (place / LOCK).write_text(lock(hashes), "utf-8")
+        (place / BILL).write_text(json.dumps(bill(packages, hashes), indent=1), "utf-8")
         add_bill(wheel, (place / BILL).read_bytes())
         files = (wheel, place / BILL, place / LOCK)
         sums = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]

@@ -4,6 +4,7 @@ Nothing is downloaded. Every peer is drawn from a seed by its own class; biases,
 which start as zeros and ones, are drawn too, so that none of them can be forgotten unnoticed.
 """
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -248,3 +249,18 @@ def write_published(tensors: Tensors, path: Path, *, shelf: str | None = None, p
     else:
         torch.save(named if shelf is None else {"epoch": 3, shelf: named}, path)
     return path
+
+
+def naive_sinkhorn(scores: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+    """Potentials u (B, N+1) and v (B, M+1) by alternating log-sum-exp over rows and columns (Cuturi 2013).
+
+    The dustbins of `scores` (B, N+1, M+1) come last; they have as much mass as the other image has points.
+    """
+    rows, columns = scores.shape[1] - 1, scores.shape[2] - 1
+    log_mu, log_nu = torch.zeros(scores.shape[:2]).to(scores), torch.zeros_like(scores[:, 0])
+    log_mu[:, -1], log_nu[:, -1] = math.log(columns), math.log(rows)
+    u, v = torch.zeros_like(log_mu), torch.zeros_like(log_nu)
+    for _ in range(iterations):
+        u = log_mu - torch.logsumexp(scores + v.unsqueeze(1), dim=2)
+        v = log_nu - torch.logsumexp(scores + u.unsqueeze(2), dim=1)
+    return u, v

@@ -70,8 +70,6 @@ PROGRAMS = {
     "matcher.collection.worker",
     "matcher.sequence.background_child",
     "matcher.sfm.mapping",
-    "matcher.benchmark.process_work",
-    "matcher.benchmark.timed_run",
 }
 HEAVY = {"torch", "cv2", "numpy", "matplotlib", "PIL", "poselib", "safetensors", "kornia"}
 # What pyproject.toml calls by another name than Python does.

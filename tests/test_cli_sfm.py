@@ -5,11 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from collection_scene import centres, render_photos
+from collection_scene import aligned, centres, render_photos
 
 import matcher
 from matcher import tiling as extraction
-from matcher.benchmark.rows import aligned
 from matcher.cli import main
 from matcher.sfm.models import SparseModel
 from matcher.sfm.reconstruct import Reconstruction

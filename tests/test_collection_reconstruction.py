@@ -6,9 +6,8 @@ import sys
 import numpy as np
 import PIL.Image
 import pytest
-from collection_scene import CAMERA, MemoryStore, centres, synthetic_store
+from collection_scene import CAMERA, MemoryStore, aligned, centres, database_from_hloc, synthetic_store
 
-from matcher.benchmark.rows import aligned, database_from_hloc
 from matcher.cli.sfm import summary_lines
 from matcher.errors import IntegrityError, UsageError
 from matcher.export.colmap import CameraChoice

@@ -7,7 +7,7 @@ from time import process_time, sleep
 import pytest
 import torch
 
-from matcher.benchmark import rows as kernel_rows
+from matcher.extract.learned import try_peaks
 from matcher.kernels import (
     SWITCH,
     calls,
@@ -27,7 +27,39 @@ from matcher.kernels import (
 from matcher.kernels import (
     loader as trials,
 )
+from matcher.kernels.calls import (
+    try_absorb,
+    try_attention,
+    try_candidates,
+    try_half_attention,
+    try_half_maps,
+    try_half_rows,
+    try_half_samples,
+    try_half_turns,
+    try_maps,
+    try_rows,
+    try_samples,
+    try_turns,
+)
 from matcher.kernels.loader import Trial, granted
+from matcher.match.consensus import try_local_maps
+
+TRIALS = {
+    "attention, bfloat16": try_half_attention,
+    "attention, float32": try_attention,
+    "feed-forward steps, bfloat16": try_half_rows,
+    "feed-forward steps, float32": try_rows,
+    "candidates": try_candidates,
+    "maps, bfloat16": try_half_maps,
+    "maps, float32": try_maps,
+    "samples, bfloat16": try_half_samples,
+    "samples, float32": try_samples,
+    "peaks": try_peaks,
+    "turns, bfloat16": try_half_turns,
+    "turns, float32": try_turns,
+    "absorption of potentials": try_absorb,
+    "local maps": try_local_maps,
+}
 
 
 @pytest.fixture
@@ -130,7 +162,7 @@ def right_and_slow() -> Trial:
     return Trial(right, slow, 0.01)
 
 
-@pytest.mark.parametrize("kind", sorted(kernel_rows.TRIALS))
+@pytest.mark.parametrize("kind", sorted(TRIALS))
 def test_every_trial_is_passed_by_the_results_of_its_kernel(kernels_folder, monkeypatch, kind: str) -> None:
     """On the best target that runs here; how fast it is, is not asked."""
     if library.instructions() is None or shutil.which("g++") is None:
@@ -141,7 +173,7 @@ def test_every_trial_is_passed_by_the_results_of_its_kernel(kernels_folder, monk
     try:
         library.build()
         with torch.inference_mode():
-            tried = kernel_rows.TRIALS[kind]()
+            tried = TRIALS[kind]()
             found, expected = tried.kernel(), tried.stock()
     finally:
         library._load.cache_clear()

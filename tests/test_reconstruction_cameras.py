@@ -4,10 +4,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from collection_scene import centres, synthetic_store
+from collection_scene import aligned, centres, synthetic_store
 from scipy.spatial.transform import Rotation
 
-from matcher.benchmark.rows import aligned
 from matcher.cameras import Camera
 from matcher.collection.store import RefinedKeypoints
 from matcher.export.colmap import CameraChoice

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from peers import naive_sinkhorn
 
-from matcher.benchmark.timing import naive_sinkhorn
 from matcher.config import AssignmentConfig
 from matcher.match.sinkhorn import (
     Assignment,

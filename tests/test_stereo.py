@@ -10,7 +10,6 @@ from opencv_odometry import opencv_odometry
 from street_scene import BASELINE, CAMERA, OPEN_ROAD, STREET, pair, pose, true_disparities
 
 import matcher
-from matcher.benchmark.rows import read_calibration
 from matcher.sequence.capture import read_poses, segment_errors
 from matcher.sequence.stereo import complete_partners
 
@@ -86,7 +85,8 @@ def test_odometry_on_an_open_road_is_as_good_as_plain_opencv(road, preset):
 @pytest.mark.slow
 @pytest.mark.skipif(not KITTI.is_dir(), reason="needs kitti_mini in the folder MATCHER_DATA names")
 def test_odometry_on_driving_images_is_as_good_as_plain_opencv():
-    camera, baseline = read_calibration(KITTI / "calib.txt")
+    left, right = np.loadtxt(KITTI / "calib.txt").reshape(2, 3, 4)
+    camera, baseline = matcher.Camera.from_K(left[:, :3]), float(-right[0, 3] / right[0, 0])
     _, truth = read_poses(KITTI / "poses.txt")
     names = [(path, KITTI / "image_r" / path.name) for path in sorted((KITTI / "image_l").glob("*.png"))[:25]]
     tracker = matcher.Tracker(load("nearest", 1024, resize=1280), camera, baseline=baseline)

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from peers import naive_sinkhorn
 from torch import Tensor
 from training_data import LEARNED, SIFT, random_batch
 
-from matcher.benchmark.timing import naive_sinkhorn
 from matcher.config import ALL_LAYERS
 from matcher.match.network import MatchingNetwork
 from matcher.match.sinkhorn import log_assignment, sinkhorn

@@ -1,6 +1,7 @@
 """Verdicts on pairs, how well match probabilities hold, and the fit and the diagrams of both."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +13,17 @@ import matcher
 from matcher.cli import main
 from matcher.errors import UsageError
 from matcher.evaluate.calibration import (
+    accepted_from,
     calibration_error,
-    fit,
-    match_errors,
+    different_places,
+    fit_verdict,
+    judge_geometry,
     predictions,
     reliability,
-    report,
     training_pairs,
+    upper_bound,
 )
+from matcher.evaluate.measure import match_errors
 from matcher.evaluate.protocols import HomographyPair, PairImage, PairSet, PosePair, UnrelatedPair
 from matcher.evaluate.run import Method
 from matcher.images import read_image
@@ -140,9 +144,7 @@ def test_the_fit_finds_what_made_the_classes():
     values = rng.normal(size=(2000, 3)) * [1, 2, 3]
     logit = 1.5 * values[:, 0] - values[:, 1]
     same = rng.uniform(size=2000) < 1 / (1 + np.exp(-logit))
-    found = fit(values, same)
-    np.testing.assert_allclose(found, [0, 1.5, -1, 0], atol=0.25)
-    assert "COEFFICIENTS = (" in report(values, same, found)
+    np.testing.assert_allclose(fit_verdict(values, same), [0, 1.5, -1, 0], atol=0.25)
 
 
 @pytest.fixture
@@ -178,3 +180,51 @@ def test_calibration_on_the_command_line(photos, tmp_path, capfd):
 def test_a_diagram_leaves_empty_bins_out():
     figure = draw_reliability({"a": ([None, 0.5], [None, 0.4], [0, 9])})
     assert figure.axes[0].lines[1].get_xdata().tolist() == [0.5]
+
+
+def test_trial_pairs_show_different_places(tmp_path):
+    """Of a source of 20 photos, one of 3, and two scenes, whose depth maps are no views."""
+    pixels = np.zeros((8, 8), np.uint8)
+    folders = {
+        "photos/val/many": 20,
+        "photos/val/few": 3,
+        "multiview/train/a": 2,
+        "multiview/val/b/images": 2,
+    }
+    names = [f"{folder}/{number}.png" for folder, count in folders.items() for number in range(count)]
+    for name in (*names, "multiview/train/a/0_depth.png", "multiview/val/b/depth/0.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        cv2.imwrite(str(tmp_path / name), pixels)
+    unrelated, alike, scenes = different_places(tmp_path, 30, 8)
+    assert [len(kind) for kind in (unrelated, alike, scenes)] == [30, 8, 8]
+    ends = [
+        {tuple(sorted(s.path.parent.name for s in (p.image0, p.image1))) for p in kind.pairs}
+        for kind in (unrelated, alike, scenes)
+    ]
+    assert ends == [{("few", "many")}, {("many", "many")}, {("a", "images")}]
+    assert len({pair.name for pair in unrelated.pairs}) == 30
+    sides = {side.path.stem for pair in scenes.pairs for side in (pair.image0, pair.image1)}
+    assert sides == {"0", "1"}
+    shutil.rmtree(tmp_path / "multiview" / "val")
+    with pytest.raises(UsageError, match="two scenes"):
+        different_places(tmp_path, 1, 1)
+
+
+def test_verdicts_of_unrelated_pairs_are_counted(views):
+    images = PairImage(views[0]), PairImage(views[1])
+    pairs = PairSet("same, in truth", "unrelated", [UnrelatedPair("a", "", *images)])
+    said = predictions(pairs, [Method("n", matcher.load("nearest", max_keypoints=300, resize=400))])["n"]
+    assert sum(said.verdict_counts().values()) == 1 and not said.correct[0].any()
+    assert upper_bound(0, 3000) < 0.001 < upper_bound(0, 2000)
+    assert upper_bound(30, 100) == pytest.approx(0.38, abs=0.01) and upper_bound(0, 0) == 1
+
+
+def test_an_improbable_geometry_counts_only_below_its_probability(views):
+    judged = [(1.0, 0.35), (2.0, 1.0), (np.inf, 0.0)]
+    shares = [accepted_from(judged, least, [10]) for least in (0.5, 0.32, 0.0)]
+    assert shares[0][0] == pytest.approx(1 / 3) and shares[0][1] < shares[1][1]
+    assert shares[1] == shares[2]
+    image = PairImage(views[0])
+    pipeline = matcher.load(geometry="homography", max_keypoints=256, resize=400)
+    error, probability = judge_geometry(HomographyPair("same", "", image, image, np.eye(3)), pipeline)
+    assert error < 1 and probability == 1.0

@@ -1,4 +1,4 @@
-"""How well photos are localised in a map of others of the same place, made with true poses."""
+"""How well photos are localised in a map of others of the same place, made with true poses, and how fast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from matcher.cameras import Camera
 from matcher.collection.collection import Collection
 from matcher.evaluate.multiview import PosedPhotos
 from matcher.localization.localizer import Localizer
@@ -21,11 +20,7 @@ from matcher.localization.sparse_map import LocalizationConfig, RetrievalIndex
 from matcher.sfm.models import GivenPoses
 from matcher.sfm.reconstruct import reconstruct
 
-# --- localization: How well photos are localised in a map of others of the same place, made with true
-# poses.
-
 THRESHOLDS = ((0.05, 5.0), (0.1, 10.0), (0.25, 10.0))  # metres, degrees; of indoor localisation
-_SIMILAR, _NEXT = 12, 4  # images that each one of the map is matched with, by their looks and by their order
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,28 +52,27 @@ class LocalizationReport:
 
     def lines(self) -> list[str]:
         """The report, ready to print."""
-        shifts = np.array([row.shift for row in self.photos])
-        angles = np.array([row.angle for row in self.photos])
-        counts = Counter(row.pose.status for row in self.photos)
-        shares = ", ".join(f"{100 * self.within(*pair):.1f} %" for pair in THRESHOLDS)
-        seconds, cpu = (np.median(column) for column in zip(*self._times(), strict=True))
+        shifts, angles, seconds, cpu = np.array(
+            [(row.shift, row.angle, row.seconds, row.cpu_seconds) for row in self.photos]
+        ).T
         lines = [
             f"{self.title}: {len(self.photos)} photos in a map of {self.images} images, {self.points} points",
-            f"within 0.05 and 5°, 0.1 and 10°, 0.25 and 10°: {shares}",
+            ", ".join(f"within {s:g} and {a:g}°: {100 * self.within(s, a):.1f} %" for s, a in THRESHOLDS),
             f"median error {np.median(shifts):.4f} ({100 * np.median(shifts) / self.extent:.3f} % of the "
             f"extent), {np.median(angles):.3f}°; largest {shifts.max():.4f}, {angles.max():.3f}°",
-            "; ".join(f"{name} {count}" for name, count in counts.most_common()),
-            f"median time of a photo {seconds:.3f} s, {cpu:.3f} s of CPU",
+            _counted([row.pose for row in self.photos]),
+            f"median time of a photo {np.median(seconds):.3f} s, {np.median(cpu):.3f} s of CPU",
         ]
         if self.elsewhere:
             accepted = sum(pose.ok for pose in self.elsewhere)
-            reasons = Counter(pose.status for pose in self.elsewhere)
-            said = ", ".join(f"{name} {count}" for name, count in reasons.most_common())
-            lines.append(f"photos of other places: {accepted} of {len(self.elsewhere)} accepted ({said})")
+            said = f"{accepted} of {len(self.elsewhere)} accepted ({_counted(self.elsewhere)})"
+            lines.append(f"photos of other places: {said}")
         return lines
 
-    def _times(self) -> list[tuple[float, float]]:
-        return [(row.seconds, row.cpu_seconds) for row in self.photos]
+
+def _counted(poses: Sequence[Pose]) -> str:
+    counts = Counter(pose.status for pose in poses)
+    return ", ".join(f"{name} {count}" for name, count in counts.most_common())
 
 
 def measure_localization(
@@ -111,22 +105,16 @@ def measure_localization(
     rows, refused = [], []
     with Map.open(work / "model", run_dir=work / "run", config=config) as place:
         for name in split[1]:
-            camera = photos.cameras[name] if cameras_known else None
-            row = _localized(place, photos.folder / name, name, camera, photos.poses[name])
-            rows.append(row)
-            say(f"{name}: {row.pose!r}, off by {row.shift:.4f} and {row.angle:.3f}°")
+            start, cpu = perf_counter(), process_time()
+            pose = place.localize(photos.folder / name, photos.cameras[name] if cameras_known else None)
+            seconds, cpu = perf_counter() - start, process_time() - cpu
+            rows.append(LocalizedPhoto(name, pose, *pose_errors(pose, photos.poses[name]), seconds, cpu))
+            say(f"{name}: {pose!r}, off by {rows[-1].shift:.4f} and {rows[-1].angle:.3f}°")
         for path in elsewhere:
             refused.append(place.localize(path))
             say(f"{path.name}: {refused[-1]!r}")
-        found = LocalizationReport(
-            f"{photos.title}, {preset}",
-            len(place.names),
-            len(place.model.xyz),
-            tuple(rows),
-            tuple(refused),
-            photos.extent(),
-        )
-    return found
+        title, counts = f"{photos.title}, {preset}", (len(place.names), len(place.model.xyz))
+        return LocalizationReport(title, *counts, tuple(rows), tuple(refused), photos.extent())
 
 
 def make_map(
@@ -136,24 +124,16 @@ def make_map(
     work.mkdir(parents=True, exist_ok=True)
     collection = Collection.open(work / "run", preset=preset, workers=0, **options)
     collection.add_images(photos.folder, include=list(names))
-    if len(names) <= _SIMILAR + 1:
+    if len(names) <= 13:
         collection.add_pairs(exhaustive=True)
     else:
-        collection.add_pairs(similar=_SIMILAR)
-        collection.add_pairs(sequential=_NEXT)
+        collection.add_pairs(similar=12)
+        collection.add_pairs(sequential=4)
     matched = collection.run().matched
     if matched or not (work / "model").is_dir():
         given = GivenPoses(photos.poses, photos.cameras)
         with collection.store as store:
             reconstruct(store, work / "model", poses=given, threads=1, overwrite=True)
-
-
-def _localized(place: Map, path: Path, name: str, camera: Camera | None, truth: np.ndarray) -> LocalizedPhoto:
-    start, cpu = perf_counter(), process_time()
-    pose = place.localize(path, camera)
-    seconds, cpu = perf_counter() - start, process_time() - cpu
-    shift, angle = pose_errors(pose, truth)
-    return LocalizedPhoto(name, pose, shift, angle, seconds, cpu)
 
 
 def pose_errors(pose: Pose, cam_from_world: np.ndarray) -> tuple[float, float]:
@@ -166,9 +146,6 @@ def pose_errors(pose: Pose, cam_from_world: np.ndarray) -> tuple[float, float]:
     return float(np.linalg.norm(pose.centre - np.linalg.inv(cam_from_world)[:3, 3])), float(angle)
 
 
-# --- localization_time: How long localising a photo takes in maps of any size, the large ones simulated.
-
-
 @dataclass(frozen=True)
 class MapSizeTime:
     """Medians over the photos, in seconds, unless said otherwise."""
@@ -177,17 +154,7 @@ class MapSizeTime:
     seconds: float  # of a photo, wall clock
     cpu_seconds: float
     retrieval: float  # of them, for comparing its global descriptors
-    all_images: float  # CPU seconds that matching it with every image would take
     longest: float  # wall clock, of the slowest photo
-
-    def line(self) -> str:
-        """Ready to print."""
-        share = self.cpu_seconds / self.all_images
-        return (
-            f"{self.images} images: {self.seconds:.3f} s a photo, at most {self.longest:.3f}; "
-            f"{self.cpu_seconds:.3f} s of CPU (retrieval {self.retrieval:.3f} s), {share:.4f} of matching it "
-            f"with all ({self.all_images:.1f} s of CPU)"
-        )
 
 
 def time_localization(
@@ -209,47 +176,28 @@ def time_localization(
         sizes: images of the maps.
         config: of the localisation.
     """
+    found = []
     with Map.open(work / "model", run_dir=work / "run", config=config) as place:
-        one = _pair_seconds(place, photos, names[0])
-        found = []
         for size in sizes:
-            localizer = enlarged(place.localizer, size)
-            rows = [_timed(place, localizer, photos, name) for name in (names[0], *names)][1:]
-            seconds, cpu, retrieval = np.median(rows, axis=0).tolist()
-            longest = max(row[0] for row in rows)
-            found.append(MapSizeTime(len(localizer.rows), seconds, cpu, retrieval, one * size, longest))
-        return found
+            localizer, rows = with_distractors(place.localizer, size), []
+            for name in (names[0], *names):
+                start, cpu = perf_counter(), process_time()
+                pose = localizer.localize(place.query(photos.folder / name, photos.cameras[name]))
+                seconds = perf_counter() - start
+                rows.append((seconds, process_time() - cpu, pose.seconds.get("retrieve", 0.0)))
+            medians = np.median(rows[1:], axis=0).tolist()
+            found.append(MapSizeTime(len(localizer.rows), *medians, max(row[0] for row in rows[1:])))
+    return found
 
 
-def enlarged(localizer: Localizer, images: int, seed: int = 0) -> Localizer:
+def with_distractors(localizer: Localizer, images: int, seed: int = 0) -> Localizer:
     """A localizer whose index has as many images, those beyond its own simulated."""
     index = localizer.index
     more = images - len(index.table)
     if more <= 0:
         return localizer
-    rng = np.random.default_rng(seed)
-    table = np.zeros((images, index.table.shape[1]), np.float16)
-    table[: len(index.table)] = index.table
-    for row in range(len(index.table), images):
-        values = rng.standard_normal(table.shape[1], np.float32)
-        table[row] = values / np.linalg.norm(values)
+    made = np.random.default_rng(seed).standard_normal((more, index.table.shape[1]), np.float32)
+    made /= np.linalg.norm(made, axis=1, keepdims=True)
+    table = np.concatenate([index.table, made.astype(np.float16)])
     rows = np.concatenate([localizer.rows, np.zeros(more, np.int64)])
     return replace(localizer, index=RetrievalIndex(index.vocabulary, table, index.kind), rows=rows)
-
-
-def _timed(place: Map, localizer: Localizer, photos: PosedPhotos, name: str) -> tuple[float, float, float]:
-    start, cpu = perf_counter(), process_time()
-    pose = localizer.localize(place.query(photos.folder / name, photos.cameras[name]))
-    return perf_counter() - start, process_time() - cpu, pose.seconds.get("retrieve", 0.0)
-
-
-def _pair_seconds(place: Map, photos: PosedPhotos, name: str) -> float:
-    """CPU seconds of matching a photo with an image of the map, the median of a few."""
-    query = place.query(photos.folder / name, photos.cameras[name]).features
-    spent = []
-    for other in place.names[::8][:8]:
-        features = place.localizer.features(other)
-        start = process_time()
-        place.localizer.pipeline.match_features(query, features)
-        spent.append(process_time() - start)
-    return float(np.median(spent))

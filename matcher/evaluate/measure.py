@@ -1,4 +1,4 @@
-"""The metrics of one method on one pair, by the names that the columns of the tables use."""
+"""Metrics of one method on one pair, and their averages over pairs with bootstrap intervals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ from matcher.verify.adjustment import epipolar_distance, fundamental_from_pose, 
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.verdict import reject_improbable
 
-# --- metrics: Metrics of matches and of the geometry estimated from them.
+THRESHOLDS = (1, 3)  # pixels of the resized images
+COARSE = 10  # pixels; for ground truth that is accurate to several pixels only, and WxBS's mAA
+_MAX_LABELS = 2000  # a disparity map labels every pixel; an even sample is enough
+
+# Errors of geometry and of matches
 
 
 def corner_error(
@@ -37,7 +41,7 @@ def corner_error(
 
     Args:
         estimated: (3, 3) stored pixels; None is a failed estimation.
-        ground_truth: (3, 3) stored pixels, the ground truth.
+        ground_truth: (3, 3) stored pixels.
         size: stored (width, height) of image 0; the corners are the centres of its corner pixels.
         scale1: resized / stored size of image 1.
 
@@ -45,23 +49,40 @@ def corner_error(
         Resized pixels of image 1; infinite where the estimation failed or a corner falls behind the horizon.
     """
     if estimated is None or not np.isfinite(estimated).all():
-        return float("inf")
+        return math.inf
     width, height = size
     corners = np.array([[0, 0], [width - 1, 0], [width - 1, height - 1], [0, height - 1]], dtype=np.float64)
     distance = np.linalg.norm(warp_points(corners, estimated) - warp_points(corners, ground_truth), axis=1)
     return float(np.nan_to_num(distance * scale1, nan=np.inf).mean())
 
 
+def pose_error(estimated: np.ndarray | None, ground_truth: np.ndarray) -> tuple[float, float]:
+    """Angular errors of the rotation and of the translation's direction, in degrees.
+
+    The sign of the translation is ignored, as in SuperGlue (Sarlin et al. 2020, section 5.2).
+
+    Args:
+        estimated: (4, 4) cam1_from_cam0; None for a failed estimation, whose errors are infinite.
+        ground_truth: (4, 4) cam1_from_cam0, any scale.
+    """
+    if estimated is None or not np.isfinite(estimated).all():
+        return math.inf, math.inf
+    difference = estimated[:3, :3].T @ ground_truth[:3, :3]
+    rotation = np.degrees(np.arccos(np.clip((np.trace(difference) - 1) / 2, -1, 1)))
+    lengths = np.linalg.norm(estimated[:3, 3]) * np.linalg.norm(ground_truth[:3, 3])
+    cosine = estimated[:3, 3] @ ground_truth[:3, 3] / max(lengths, 1e-12)
+    return float(rotation), float(np.degrees(np.arccos(np.clip(abs(cosine), 0, 1))))
+
+
 def auc(errors: np.ndarray, threshold: float) -> np.ndarray:
     """Area under the cumulative error curve up to a threshold, normalised by the threshold.
 
     The trapezoidal rule from (0, 0) through (k-th smallest error, k/n), constant after the last error below
-    the threshold: the definition of SuperGlue's evaluation (Sarlin et al. 2020, section 5.2), which every
-    later paper uses.
+    the threshold: the definition of SuperGlue's evaluation (section 5.2), which every later paper uses.
 
     Args:
         errors: (…, n); infinite for failures.
-        threshold: in the errors' unit.
+        threshold: in the errors' unit; an error equal to it counts as above.
 
     Returns:
         (…,) in [0, 1]; NaN for n = 0.
@@ -71,78 +92,11 @@ def auc(errors: np.ndarray, threshold: float) -> np.ndarray:
     if count == 0:
         return np.full(errors.shape[:-1], np.nan)
     ordered = np.sort(errors, axis=-1)
-    # an error equal to the threshold counts as above it
     below = ordered < threshold
     steps = np.diff(np.minimum(ordered, threshold), axis=-1, prepend=0.0)
-    rank = np.arange(1, count + 1)
-    heights = np.where(below, rank - 0.5, np.maximum(below.sum(axis=-1, keepdims=True), 0))
+    heights = np.where(below, np.arange(1, count + 1) - 0.5, below.sum(axis=-1, keepdims=True))
     last = threshold - np.minimum(ordered[..., -1], threshold)
-    area = (steps * heights).sum(axis=-1) + last * count
-    return area / (count * threshold)
-
-
-def pose_error(estimated: np.ndarray | None, ground_truth: np.ndarray) -> tuple[float, float]:
-    """Angular errors of the rotation and of the translation's direction, in degrees.
-
-    The sign of the translation is ignored, as in SuperGlue (section 5.2): an error of 180° counts as 0.
-
-    Args:
-        estimated: (4, 4) cam1_from_cam0; None for a failed estimation, whose errors are infinite.
-        ground_truth: (4, 4) cam1_from_cam0, any scale.
-    """
-    if estimated is None or not np.isfinite(estimated).all():
-        return float("inf"), float("inf")
-    difference = estimated[:3, :3].T @ ground_truth[:3, :3]
-    rotation = np.degrees(np.arccos(np.clip((np.trace(difference) - 1) / 2, -1, 1)))
-    lengths = np.linalg.norm(estimated[:3, 3]) * np.linalg.norm(ground_truth[:3, 3])
-    cosine = estimated[:3, 3] @ ground_truth[:3, 3] / max(lengths, 1e-12)
-    translation = np.degrees(np.arccos(np.clip(abs(cosine), 0, 1)))
-    return float(rotation), float(translation)
-
-
-def reprojection_errors(
-    points0: np.ndarray,
-    points1: np.ndarray,
-    H_1_from_0: np.ndarray,
-    scale0: float = 1.0,
-    scale1: float = 1.0,
-) -> np.ndarray:
-    """(K,) reprojection errors of matched points (K, 2), the mean of both directions, in resized pixels.
-
-    The error of a point beyond the horizon is infinite.
-    """
-    error = _mean_of_directions(_matched_distances, points0, points1, H_1_from_0, scale0, scale1)
-    return np.nan_to_num(error, nan=np.inf)
-
-
-def reprojection_matrix(
-    points0: np.ndarray,
-    points1: np.ndarray,
-    H_1_from_0: np.ndarray,
-    scale0: float = 1.0,
-    scale1: float = 1.0,
-) -> np.ndarray:
-    """(N, M) float32: `reprojection_errors` of every keypoint (N, 2) with every keypoint (M, 2)."""
-    return _mean_of_directions(distances, points0, points1, H_1_from_0, scale0, scale1)
-
-
-def _mean_of_directions(
-    distance: Callable[[np.ndarray, np.ndarray], np.ndarray],
-    points0: np.ndarray,
-    points1: np.ndarray,
-    H_1_from_0: np.ndarray,
-    scale0: float,
-    scale1: float,
-) -> np.ndarray:
-    """The mean, over both directions, of a distance between warped points and points, in resized pixels."""
-    forward = distance(warp_points(points0, H_1_from_0), points1) * scale1
-    backward = distance(points0, warp_points(points1, np.linalg.inv(H_1_from_0))) * scale0
-    return (forward + backward) / 2
-
-
-def _matched_distances(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
-    """(K,) Euclidean distances of (K, 2) and (K, 2)."""
-    return np.linalg.norm(points0 - points1, axis=-1)
+    return ((steps * heights).sum(axis=-1) + last * count) / (count * threshold)
 
 
 def distances(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
@@ -150,6 +104,56 @@ def distances(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
     far0, far1 = (np.nan_to_num(points.astype(np.float32), nan=np.inf) for points in (points0, points1))
     with np.errstate(over="ignore"):
         return np.hypot(far0[:, None, 0] - far1[None, :, 0], far0[:, None, 1] - far1[None, :, 1])
+
+
+def reprojection_errors(
+    points0: np.ndarray, points1: np.ndarray, H_1_from_0: np.ndarray, scale0: float = 1.0, scale1: float = 1.0
+) -> np.ndarray:
+    """(K,) reprojection errors of matched points (K, 2), the mean of both directions, in resized pixels.
+
+    The error of a point beyond the horizon is infinite.
+    """
+    forward = np.linalg.norm(warp_points(points0, H_1_from_0) - points1, axis=-1) * scale1
+    backward = np.linalg.norm(points0 - warp_points(points1, np.linalg.inv(H_1_from_0)), axis=-1) * scale0
+    return np.nan_to_num((forward + backward) / 2, nan=np.inf)
+
+
+def reprojection_matrix(
+    points0: np.ndarray, points1: np.ndarray, H_1_from_0: np.ndarray, scale0: float = 1.0, scale1: float = 1.0
+) -> np.ndarray:
+    """(N, M) float32: `reprojection_errors` of every keypoint (N, 2) with every keypoint (M, 2)."""
+    forward = distances(warp_points(points0, H_1_from_0), points1) * scale1
+    return (forward + distances(points0, warp_points(points1, np.linalg.inv(H_1_from_0))) * scale0) / 2
+
+
+def corresponding_points(pair: CorrespondencePair, points: np.ndarray) -> np.ndarray:
+    """(N, 2) positions in image 1 of points (N, 2) in image 0, by the label of the pixel; NaN without one."""
+    width, height = (int(pair.points0[:, axis].max(initial=0)) + 2 for axis in (0, 1))
+    label = np.full((height, width), -1, dtype=np.int64)
+    cells = np.rint(pair.points0).astype(np.int64)
+    label[cells[:, 1], cells[:, 0]] = np.arange(len(cells))
+    pixels = np.rint(points).astype(np.int64)
+    known = (pixels >= 0).all(axis=1) & (pixels[:, 0] < width) & (pixels[:, 1] < height)
+    index = np.where(known, label[pixels[:, 1] * known, pixels[:, 0] * known], -1)
+    corresponding = points + pair.points1[index] - pair.points0[index]
+    return np.where((index >= 0)[:, None], corresponding, np.nan)
+
+
+def match_errors(pair: Pair, matches: Matches, scale0: float, scale1: float) -> np.ndarray:
+    """(K,) errors of matches in pixels of the resized images, NaN where the ground truth cannot tell.
+
+    Every match of unrelated images is infinitely wrong. `scale0` and `scale1` are resized / stored size.
+    """
+    points0, points1 = (p.astype(np.float64) for p in (matches.points0, matches.points1))
+    if isinstance(pair, HomographyPair):
+        return reprojection_errors(points0, points1, pair.H_1_from_0, scale0, scale1)
+    if isinstance(pair, DepthPair):
+        expected, _ = reproject(points0, pair.view0, pair.view1)
+    elif isinstance(pair, CorrespondencePair):
+        expected = corresponding_points(pair, points0)
+    else:
+        return np.full(len(points0), np.inf)
+    return np.linalg.norm(expected - points1, axis=1) * scale1
 
 
 def ground_truth_matches(errors: np.ndarray, threshold: float) -> np.ndarray:
@@ -161,28 +165,6 @@ def ground_truth_matches(errors: np.ndarray, threshold: float) -> np.ndarray:
     rows, columns = mutual_minima(errors)
     keep = errors[rows, columns] < threshold
     return np.stack([rows[keep], columns[keep]], axis=1)
-
-
-def repeatability(
-    errors: np.ndarray, covisible0: np.ndarray, covisible1: np.ndarray, threshold: float
-) -> float:
-    """Share of the covisible keypoints that are detected in the other image too, over both images.
-
-    Mikolajczyk and Schmid, IJCV 2004, section 4, by the distance of points as in SuperPoint, section 4.
-
-    Args:
-        errors: (N, M) errors of every pair of keypoints under the ground truth.
-        covisible0, covisible1: (N,) and (M,) bool, keypoints whose position lies inside the other image.
-        threshold: in the unit of the errors.
-
-    Returns:
-        In [0, 1]; NaN if no keypoint is covisible.
-    """
-    if not (covisible0.any() or covisible1.any()):
-        return float("nan")
-    near = errors < threshold
-    found0, found1 = near.any(axis=1) & covisible0, near.any(axis=0) & covisible1
-    return float((found0.sum() + found1.sum()) / (covisible0.sum() + covisible1.sum()))
 
 
 def precision(errors: np.ndarray, threshold: float) -> float:
@@ -205,17 +187,34 @@ def recall(indices: np.ndarray, errors: np.ndarray, expected: np.ndarray, thresh
         In [0, 1]; NaN without ground-truth matches.
     """
     if not len(expected):
-        return float("nan")
+        return math.nan
     found = indices[errors < threshold]
     return float((np.isin(expected[:, 0], found[:, 0]) | np.isin(expected[:, 1], found[:, 1])).mean())
 
 
-# --- measure: The metrics of one method on one pair, by the names that the columns of the tables use.
+def repeatability(
+    errors: np.ndarray, covisible0: np.ndarray, covisible1: np.ndarray, threshold: float
+) -> float:
+    """Share of the covisible keypoints that are detected in the other image too, over both images.
 
-THRESHOLDS = (1, 3)  # pixels of the resized images
-ORACLE_THRESHOLD = 3
-COARSE = 10  # pixels; for ground truth that is accurate to several pixels only
-_MAX_LABELS = 2000  # a disparity map labels every pixel; an even sample is enough
+    Mikolajczyk and Schmid, IJCV 2004, section 4, by the distance of points as in SuperPoint, section 4.
+
+    Args:
+        errors: (N, M) errors of every pair of keypoints under the ground truth.
+        covisible0, covisible1: (N,) and (M,) bool, keypoints whose position lies inside the other image.
+        threshold: in the unit of the errors.
+
+    Returns:
+        In [0, 1]; NaN if no keypoint is covisible.
+    """
+    if not (covisible0.any() or covisible1.any()):
+        return math.nan
+    near = errors < threshold
+    found = (near.any(axis=1) & covisible0).sum() + (near.any(axis=0) & covisible1).sum()
+    return float(found / (covisible0.sum() + covisible1.sum()))
+
+
+# One pair
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,30 +245,27 @@ class GroundTruth:
 
 def find_ground_truth(pair: Pair, side0: ImageFeatures, side1: ImageFeatures) -> GroundTruth | None:
     """The ground-truth matches of the keypoints; None if the pair has only a pose or sparse labels."""
-    points0, points1 = side0.keypoints, side1.keypoints
+    points0, points1, largest = side0.keypoints, side1.keypoints, max(THRESHOLDS)
     repeatable = math.nan
     if isinstance(pair, HomographyPair):
         errors = reprojection_matrix(points0, points1, pair.H_1_from_0, side0.scale, side1.scale)
         covisible0 = inside(warp_points(points0, pair.H_1_from_0), side1.image.size)
         covisible1 = inside(warp_points(points1, np.linalg.inv(pair.H_1_from_0)), side0.image.size)
-        repeatable = repeatability(errors, covisible0, covisible1, max(THRESHOLDS))
-    elif isinstance(pair, CorrespondencePair):
-        if not pair.dense:
-            return None
+        repeatable = repeatability(errors, covisible0, covisible1, largest)
+    elif isinstance(pair, CorrespondencePair) and pair.dense:
         errors = distances(corresponding_points(pair, points0), points1) * side1.scale
     elif isinstance(pair, DepthPair):
-        reprojected0, _ = reproject(points0, pair.view0, pair.view1)
-        errors = distances(reprojected0, points1) * side1.scale
+        errors = distances(reproject(points0, pair.view0, pair.view1)[0], points1) * side1.scale
     else:
         return None
-    widest = ground_truth_matches(errors, max(THRESHOLDS))  # smaller thresholds select from these
+    widest = ground_truth_matches(errors, largest)  # smaller thresholds select from these
     error = errors[widest[:, 0], widest[:, 1]]
     return GroundTruth({threshold: widest[error < threshold] for threshold in THRESHOLDS}, repeatable)
 
 
 def oracle(ground_truth: GroundTruth, side0: ImageFeatures, side1: ImageFeatures) -> Matches:
-    """All ground-truth matches of the same keypoints: an upper bound for every matcher."""
-    indices = ground_truth.matches[ORACLE_THRESHOLD]
+    """All ground-truth matches within 3 px of the same keypoints: an upper bound for every matcher."""
+    indices = ground_truth.matches[max(THRESHOLDS)]
     return Matches(
         indices=indices,
         points0=np.asarray(side0.features.keypoints)[indices[:, 0]],
@@ -315,147 +311,56 @@ def measure_pair(
         "keypoints": total / 2,
     }
     cameras = _cameras(pair, side0, side1) if isinstance(pair, PosePair) else None
-    geometries = [_estimate(estimator, side0, side1, matches, cameras) for estimator in estimators]
-    found["accepted"] = _accepted(geometries, matches, side0, side1, several_passes=several_passes)
-    if isinstance(pair, HomographyPair):
-        return found | _homography(pair, side0, side1, matches, ground_truth, geometries)
-    if isinstance(pair, DepthPair):
-        by_pose = _pose(pair, side0, side1, matches, geometries)
-        by_pose = {key: value for key, value in by_pose.items() if not key.startswith("precision")}
-        return found | by_pose | _depth(pair, side0, side1, matches, ground_truth)
+    geometries = [
+        estimator(
+            matches.points0,
+            matches.points1,
+            cameras=cameras,
+            scores=matches.prior_scores,
+            thresholds_scale=threshold_scale(side0.image.scale, side1.image.scale, estimator.config.kind),
+            covariances=matches.covariances,
+        )
+        for estimator in estimators
+    ]
+    sizes = side0.features.image_size, side1.features.image_size
+    accepted = [reject_improbable(g, matches, *sizes) if several_passes else g for g in geometries]
+    found["accepted"] = np.array([float(geometry.status == "ok") for geometry in accepted])
     if isinstance(pair, PosePair):
-        return found | _pose(pair, side0, side1, matches, geometries)
-    if isinstance(pair, CorrespondencePair):
-        return found | _correspondences(pair, side0, side1, matches, ground_truth, geometries)
-    return found
-
-
-def corresponding_points(pair: CorrespondencePair, points: np.ndarray) -> np.ndarray:
-    """(N, 2) positions in image 1 of points (N, 2) in image 0, by the label of the pixel; NaN without one."""
-    width, height = (int(pair.points0[:, axis].max(initial=0)) + 2 for axis in (0, 1))
-    label = np.full((height, width), -1, dtype=np.int64)
-    cells = np.rint(pair.points0).astype(np.int64)
-    label[cells[:, 1], cells[:, 0]] = np.arange(len(cells))
-    pixels = np.rint(points).astype(np.int64)
-    known = (pixels >= 0).all(axis=1) & (pixels[:, 0] < width) & (pixels[:, 1] < height)
-    index = np.where(known, label[pixels[:, 1] * known, pixels[:, 0] * known], -1)
-    corresponding = points + pair.points1[index] - pair.points0[index]
-    return np.where((index >= 0)[:, None], corresponding, np.nan)
-
-
-def _estimate(
-    estimator: RobustEstimator,
-    side0: ImageFeatures,
-    side1: ImageFeatures,
-    matches: Matches,
-    cameras: tuple[Camera, Camera] | None,
-) -> TwoViewGeometry:
-    scale = threshold_scale(side0.image.scale, side1.image.scale, estimator.config.kind)
-    return estimator(
-        matches.points0,
-        matches.points1,
-        cameras=cameras,
-        scores=matches.prior_scores,
-        thresholds_scale=scale,
-        covariances=matches.covariances,
+        found |= _pose_metrics(pair, side0, side1, matches, geometries)
+    elif isinstance(pair, HomographyPair):
+        H, size = pair.H_1_from_0, side0.image.size
+        found["error"] = np.array([corner_error(g.matrix, H, size, side1.scale) for g in geometries])
+        found["repeatability"] = ground_truth.repeatability
+    elif isinstance(pair, CorrespondencePair):
+        found |= _label_metrics(pair, side1, geometries)
+        if ground_truth is None:  # with sparse labels no match is counted
+            found |= {f"{name}{t}": math.nan for name in ("precision", "recall") for t in THRESHOLDS}
+    return (
+        found if ground_truth is None else found | _match_metrics(pair, side0, side1, matches, ground_truth)
     )
 
 
-def _homography(
-    pair: HomographyPair,
-    side0: ImageFeatures,
-    side1: ImageFeatures,
-    matches: Matches,
-    ground_truth: GroundTruth,
-    geometries: Sequence[TwoViewGeometry],
-) -> dict[str, float | np.ndarray]:
-    errors = reprojection_errors(
-        matches.points0.astype(np.float64),
-        matches.points1.astype(np.float64),
-        pair.H_1_from_0,
-        side0.scale,
-        side1.scale,
-    )
-    corners = [corner_error(g.matrix, pair.H_1_from_0, side0.image.size, side1.scale) for g in geometries]
-    correct = errors[errors < max(THRESHOLDS)]
+def _match_metrics(
+    pair: Pair, side0: ImageFeatures, side1: ImageFeatures, matches: Matches, ground_truth: GroundTruth
+) -> dict[str, float]:
+    """Precision and recall; matches of which the ground truth cannot tell are not counted."""
+    errors = match_errors(pair, matches, side0.scale, side1.scale)
+    counted, known = errors[~np.isnan(errors)], np.nan_to_num(errors, nan=np.inf)
+    correct = counted[counted < max(THRESHOLDS)]
     found = {
-        "error": np.array(corners),
-        "repeatability": ground_truth.repeatability,
         "correct": float(len(correct)),
-        "residual": float(correct.mean()) if len(correct) else float("nan"),
-    }
-    return found | _precision_and_recall(matches, errors, errors, ground_truth)
-
-
-def _correspondences(
-    pair: CorrespondencePair,
-    side0: ImageFeatures,
-    side1: ImageFeatures,
-    matches: Matches,
-    ground_truth: GroundTruth,
-    geometries: Sequence[TwoViewGeometry],
-) -> dict[str, float | np.ndarray]:
-    """Matches of unlabelled pixels are not counted; with sparse labels no match is."""
-    step = max(1, len(pair.points0) // _MAX_LABELS)
-    labels0, labels1 = (p[::step].astype(np.float64) for p in (pair.points0, pair.points1))
-    near_line = np.zeros((len(geometries), COARSE))
-    for row, geometry in zip(near_line, geometries, strict=True):
-        if geometry.matrix is not None:
-            distance = epipolar_distance(labels0, labels1, geometry.matrix) * side1.scale
-            row[:] = (distance[:, None] < np.arange(1, COARSE + 1)).mean(axis=0)
-    found = {"labels3": near_line[:, ORACLE_THRESHOLD - 1], f"labels{COARSE}": near_line.mean(axis=1)}
-    if ground_truth is None:
-        return found | {f"{name}{t}": math.nan for name in ("precision", "recall") for t in THRESHOLDS}
-    expected = corresponding_points(pair, matches.points0.astype(np.float64))
-    errors = np.linalg.norm(expected - matches.points1, axis=1) * side1.scale
-    counted = errors[np.isfinite(errors)]
-    known = np.nan_to_num(errors, nan=np.inf)
-    return found | _precision_and_recall(matches, counted, known, ground_truth)
-
-
-def _depth(
-    pair: DepthPair, side0: ImageFeatures, side1: ImageFeatures, matches: Matches, ground_truth: GroundTruth
-) -> dict[str, float]:
-    """By the depth of image 0; matches where it is unknown or has an edge are not counted."""
-    expected, _ = reproject(matches.points0.astype(np.float64), pair.view0, pair.view1)
-    errors = np.linalg.norm(expected - matches.points1, axis=1) * side1.scale
-    counted = errors[~np.isnan(errors)]
-    loose = {
-        f"precision{COARSE}": precision(counted, COARSE),
-        "correct": float((counted < max(THRESHOLDS)).sum()),
         f"correct{COARSE}": float((counted < COARSE).sum()),
+        f"precision{COARSE}": precision(counted, COARSE),
+        "residual": float(correct.mean()) if len(correct) else math.nan,
     }
-    return loose | _precision_and_recall(matches, counted, np.nan_to_num(errors, nan=np.inf), ground_truth)
-
-
-def _accepted(
-    geometries: Sequence[TwoViewGeometry],
-    matches: Matches,
-    side0: ImageFeatures,
-    side1: ImageFeatures,
-    *,
-    several_passes: bool,
-) -> np.ndarray:
-    """(S,) 1 where a result with this geometry has status ok, else 0."""
-    if several_passes:
-        sizes = side0.features.image_size, side1.features.image_size
-        geometries = [reject_improbable(geometry, matches, *sizes) for geometry in geometries]
-    return np.array([float(geometry.status == "ok") for geometry in geometries])
-
-
-def _precision_and_recall(
-    matches: Matches, counted: np.ndarray, errors: np.ndarray, ground_truth: GroundTruth
-) -> dict[str, float]:
-    found = {}
     for threshold in THRESHOLDS:
         found[f"precision{threshold}"] = precision(counted, threshold)
-        found[f"recall{threshold}"] = recall(
-            matches.indices, errors, ground_truth.matches[threshold], threshold
-        )
+        expected = ground_truth.matches[threshold]
+        found[f"recall{threshold}"] = recall(matches.indices, known, expected, threshold)
     return found
 
 
-def _pose(
+def _pose_metrics(
     pair: PosePair,
     side0: ImageFeatures,
     side1: ImageFeatures,
@@ -464,11 +369,25 @@ def _pose(
 ) -> dict[str, float | np.ndarray]:
     angles = np.array([pose_error(g.cam1_from_cam0, pair.cam1_from_cam0) for g in geometries])
     F = fundamental_from_pose(pair.K0, pair.K1, pair.cam1_from_cam0)
-    shrink = threshold_scale(side0.image.scale, side1.image.scale, "essential")
     points0, points1 = (p.astype(np.float64) for p in (matches.points0, matches.points1))
+    shrink = threshold_scale(side0.image.scale, side1.image.scale, "essential")
     errors = epipolar_distance(points0, points1, F) / shrink
     found = {f"precision{threshold}": precision(errors, threshold) for threshold in THRESHOLDS}
     return {"error": angles.max(axis=1), "rotation": angles[:, 0], "translation": angles[:, 1], **found}
+
+
+def _label_metrics(
+    pair: CorrespondencePair, side1: ImageFeatures, geometries: Sequence[TwoViewGeometry]
+) -> dict[str, np.ndarray]:
+    """Shares of the labelled points near the estimated epipolar lines: WxBS's mAA."""
+    step = max(1, len(pair.points0) // _MAX_LABELS)
+    labels0, labels1 = (p[::step].astype(np.float64) for p in (pair.points0, pair.points1))
+    near_line = np.zeros((len(geometries), COARSE))
+    for row, geometry in zip(near_line, geometries, strict=True):
+        if geometry.matrix is not None:
+            distance = epipolar_distance(labels0, labels1, geometry.matrix) * side1.scale
+            row[:] = (distance[:, None] < np.arange(1, COARSE + 1)).mean(axis=0)
+    return {"labels3": near_line[:, 2], f"labels{COARSE}": near_line.mean(axis=1)}
 
 
 def _cameras(pair: PosePair, side0: ImageFeatures, side1: ImageFeatures) -> tuple[Camera, Camera]:
@@ -484,10 +403,8 @@ def _cameras(pair: PosePair, side0: ImageFeatures, side1: ImageFeatures) -> tupl
     return cameras[0], cameras[1]
 
 
-# --- bootstrap: Confidence intervals of 95 % by a seeded bootstrap over the pairs (Efron 1979).
+# Averages over pairs, with intervals of 95 % by a seeded bootstrap over the pairs (Efron 1979)
 
-RESAMPLES = 1000
-COVERAGE = 0.95
 Statistic = Callable[[np.ndarray], np.ndarray]  # (…, n) → (…,)
 
 
@@ -502,8 +419,8 @@ class Estimate:
 
 
 def resample(count: int, seed: int) -> np.ndarray:
-    """(RESAMPLES, count) int64 indices drawn with replacement; the same for every row of a table."""
-    return np.random.default_rng([seed, count]).integers(0, count, (RESAMPLES, count))
+    """(1000, count) int64 indices drawn with replacement; the same for every row of a table."""
+    return np.random.default_rng([seed, count]).integers(0, count, (1000, count))
 
 
 def estimate(values: np.ndarray, statistic: Statistic, draws: np.ndarray) -> Estimate:
@@ -542,6 +459,6 @@ def _summary(by_seed: np.ndarray, resampled: np.ndarray, pairs: int) -> Estimate
     value, spread = float(by_seed.mean()), float(by_seed.std())
     known = resampled[np.isfinite(resampled)]
     if not len(known) or pairs < 2:
-        return Estimate(value, float("nan"), float("nan"), spread)
-    low, high = np.percentile(known, [50 * (1 - COVERAGE), 50 * (1 + COVERAGE)])
+        return Estimate(value, math.nan, math.nan, spread)
+    low, high = np.percentile(known, [2.5, 97.5])
     return Estimate(value, float(low), float(high), spread)

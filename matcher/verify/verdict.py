@@ -21,7 +21,7 @@ from matcher.verify.adjustment import MatchedPoints, Spread, sampson
 
 VerdictWord = Literal["same", "unsure", "not"]
 
-# Bias and coefficients of `EVIDENCE`, fitted by scripts/fit_verdict.py; see measurements/verdict.md.
+# Bias and coefficients of `EVIDENCE`, fitted by scripts/fit.py; see measurements/verdict.md.
 COEFFICIENTS = (-7.331, 1.336, 4.232, 1.388)
 EVIDENCE = ("probable inliers", "inlier ratio", "coverage")
 SAME, NOT = 0.9, 0.1  # thresholds on the probability; between them the word is "unsure"

@@ -2,8 +2,6 @@
 
 import hashlib
 import importlib
-import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -18,6 +16,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 OPTIONAL = ("pycolmap", "h5py", "gradio", "ray", "rerun", "pillow_heif", "transformers")
 
 
+@pytest.fixture
+def release(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module("release")
+
+
 def tiny_wheel(folder: Path, name: str, line: str) -> Path:
     """A wheel of one module."""
     path, info = folder / f"{name}-1.0-py3-none-any.whl", f"{name}-1.0.dist-info"
@@ -29,19 +33,18 @@ def tiny_wheel(folder: Path, name: str, line: str) -> Path:
     return path
 
 
-def test_pip_refuses_what_differs_from_the_lock(tmp_path, monkeypatch):
+def test_pip_refuses_what_differs_from_the_lock(release, tmp_path, monkeypatch):
     """Also what the lock does not name; a version that is not to be had is an error."""
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    lock, shelf = importlib.import_module("lock"), tmp_path / "shelf"
+    shelf = tmp_path / "shelf"
     shelf.mkdir()
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
     monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
     wheel = tiny_wheel(shelf, "tiny", "x = 1\n")
-    found = lock.resolve({"tiny": "1.0"})
-    assert found == [("tiny", "1.0", hashlib.sha256(wheel.read_bytes()).hexdigest())]
-    (tmp_path / "a.lock").write_text(lock.written(found))
+    found = release.resolve({"tiny": "1.0"})
+    assert found == {"tiny": ("1.0", hashlib.sha256(wheel.read_bytes()).hexdigest())}
+    (tmp_path / "a.lock").write_text(release.lock(found))
     place = tmp_path / "place"
     command = [sys.executable, "-m", "pip", "install", "-q", "--target", place, "--require-hashes", "-r"]
     assert subprocess.run([*command, tmp_path / "a.lock"]).returncode == 0 and (place / "tiny.py").is_file()
@@ -49,16 +52,13 @@ def test_pip_refuses_what_differs_from_the_lock(tmp_path, monkeypatch):
     again = subprocess.run([*command, tmp_path / "a.lock", "--upgrade"], capture_output=True, text=True)
     assert again.returncode and "DO NOT MATCH THE HASHES" in again.stderr
     with pytest.raises(SystemExit, match="at the versions that are installed here"):
-        lock.resolve({"tiny": "2.0"})
+        release.resolve({"tiny": "2.0"})
 
 
-def test_the_bill_names_every_package_with_its_licence_and_every_weights_file(tmp_path):
+def test_the_bill_names_every_package_with_its_licence_and_every_weights_file(release):
     """With its hash too, where a lock has it."""
-    (tmp_path / "matcher.lock").write_text(f"# a\nnumpy=={numpy.__version__} --hash=sha256:{'a' * 64}\n")
-    script = ROOT / "scripts" / "bill_of_materials.py"
-    command = [sys.executable, script, tmp_path / "bill.json", "--lock", tmp_path / "matcher.lock"]
-    subprocess.run(command, check=True, capture_output=True)
-    bill = json.loads((tmp_path / "bill.json").read_text("utf-8"))
+    hashes = {"numpy": (numpy.__version__, "a" * 64)}
+    bill = release.bill(list(release.needed([])), hashes)
     packages = {part["name"].lower(): part for part in bill["components"] if part["type"] == "library"}
     assert {"torch", "numpy", "pillow", "poselib", "safetensors", "typer"} <= set(packages)
     assert all(part["version"] and part["licenses"] for part in packages.values())
@@ -70,11 +70,8 @@ def test_the_bill_names_every_package_with_its_licence_and_every_weights_file(tm
     assert models == {path.name for path in (ROOT / "weights").glob("*.safetensors")}
 
 
-def test_a_wheel_holds_the_bill_and_lists_it(tmp_path):
+def test_a_wheel_holds_the_bill_and_lists_it(release, tmp_path):
     """As pip checks it: a list of files, each with its checksum and size."""
-    spec = importlib.util.spec_from_file_location("release", ROOT / "scripts" / "release.py")
-    release = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(release)
     wheel, bill = tmp_path / "a-1-py3-none-any.whl", b'{"components": []}'
     with zipfile.ZipFile(wheel, "w") as file:
         file.writestr("a/b, c.py", "x = 1\n")
@@ -95,30 +92,22 @@ def test_a_wheel_holds_the_bill_and_lists_it(tmp_path):
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["a-1-py3-none-any.whl", "no.whl"]
 
 
-def test_a_release_is_its_files_and_their_checksums(tmp_path, monkeypatch):
-    """With scripts and pip that only write a file each."""
-    spec = importlib.util.spec_from_file_location("release", ROOT / "scripts" / "release.py")
-    release = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(release)
-    commands = []
+def test_a_release_is_its_files_and_their_checksums(release, tmp_path, monkeypatch):
+    """With a pip that builds a wheel of one module, and an index of known hashes."""
 
-    def written(command, **_):
-        commands.append(command)
-        if "wheel" in command:
-            tiny_wheel(Path(command[command.index("--wheel-dir") + 1]), "tiny", "x = 1\n")
-        else:
-            Path(command[2]).write_text(Path(command[1]).name)
+    def built(command, **_):
+        assert "--no-deps" in command
+        tiny_wheel(Path(command[command.index("--wheel-dir") + 1]), "tiny", "x = 1\n")
 
-    monkeypatch.setattr(release.subprocess, "run", written)
-    monkeypatch.setattr(sys, "argv", ["release.py", str(tmp_path / "dist"), "--extra", "sfm"])
+    monkeypatch.setattr(release.subprocess, "run", built)
+    monkeypatch.setattr(release, "resolve", lambda asked: {n: (v, "b" * 64) for n, v in asked.items()})
+    monkeypatch.setattr(sys, "argv", ["release.py", str(tmp_path / "dist")])
     assert release.main() == 0
-    lock, bill, wheel = commands
-    assert lock[3:] == ["--extra", "sfm"] and bill[3:] == ["--extra", "sfm", "--lock", lock[2]]
-    assert "--no-deps" in wheel
     found = {path.name: path.read_bytes() for path in (tmp_path / "dist").iterdir()}
     sums = dict(reversed(line.split("  ")) for line in found.pop("SHA256SUMS").decode().splitlines())
     assert sums == {name: hashlib.sha256(data).hexdigest() for name, data in found.items()}
     assert sums.keys() == {"matcher.lock", "matcher.cdx.json", "tiny-1.0-py3-none-any.whl"}
+    assert b"numpy==" in found["matcher.lock"]
     with zipfile.ZipFile(tmp_path / "dist" / "tiny-1.0-py3-none-any.whl") as file:
         assert file.read("tiny-1.0.dist-info/sboms/matcher.cdx.json") == found["matcher.cdx.json"]
     with pytest.raises(SystemExit):

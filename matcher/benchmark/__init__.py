@@ -1,1 +1,0 @@
-"""Speed against other implementations."""

@@ -1,0 +1,252 @@
+"""Measurements that `matcher evaluate`, `matcher track --ground-truth` and `benchmark.py` do not make.
+
+    python scripts/measure.py parts kitchen bookstore --pairs 12      # a preset without each further pass
+    python scripts/measure.py verdicts ../shared --unrelated 3000     # on pairs of different places
+    python scripts/measure.py accepted kitchen sensors --pairs 37     # accuracy by the least verdict accepted
+    python scripts/measure.py localization kitchen --work DIR [--split blocks] [--map-sizes 300,10000]
+    python scripts/measure.py reconstruction PHOTOS --work NEW_DIR    # beside COLMAP's own SIFT
+    python scripts/measure.py stereo                                  # points of Middlebury's pairs
+    python scripts/measure.py budget --budget-ms 1000 --pairs 60      # poses of the kitchen within a time
+
+Sets are those of `matcher evaluate`; data are in the folder that MATCHER_DATA names (default ../shared).
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+
+import cv2
+import numpy as np
+import torch
+
+import matcher
+from matcher.errors import MatcherError, UsageError
+from matcher.evaluate.sets import SetOptions, find_sets
+from matcher.images import data_folder
+from matcher.presets import DEFAULT_PRESET, find_preset
+
+
+def parts(given: argparse.Namespace) -> None:
+    """Accuracy and time of a preset, and of the same with each further pass switched off."""
+    from matcher.evaluate.run import Method, as_markdown, as_object, evaluate
+    from matcher.loading import build_pipeline
+
+    config = find_preset(given.preset)
+    if config.second_pass is None:
+        raise UsageError(f"{given.preset} has no further passes to be switched off")
+    passes = config.second_pass.passes
+    variants = {"all parts": config, "without further passes": replace(config, second_pass=None)}
+    for name in passes:
+        fewer = replace(config.second_pass, passes=tuple(each for each in passes if each != name))
+        variants[f"without {name}"] = replace(config, second_pass=fewer)
+    methods = [Method(name, build_pipeline(given.preset, each, {})) for name, each in variants.items()]
+    for pair_set in chosen(given):
+        print(as_markdown(as_object(evaluate(pair_set, methods), baseline="all parts")), flush=True)
+
+
+def verdicts(given: argparse.Namespace) -> None:
+    """How often pairs of different places are called the same."""
+    from matcher.evaluate.calibration import different_places, predictions, upper_bound
+    from matcher.evaluate.run import Method
+    from matcher.verify.verdict import SAME
+
+    methods = [Method(given.preset, matcher.load(given.preset))]
+    print("| pairs | number | called same | unsure | called different | error rate below (95 %) |")
+    print("|---|---|---|---|---|---|")
+    for kind in different_places(given.data, given.unrelated, given.lookalikes, given.seed):
+        said = predictions(kind, methods)[given.preset]
+        counts = list(said.verdict_counts().values())
+        bound = upper_bound(counts[0], sum(counts))
+        print(f"| {kind.name} | {sum(counts)} | {' | '.join(map(str, counts))} | {bound:.4f} |")
+        wrong = np.flatnonzero(np.array(said.verdicts) >= SAME)
+        print(*(f"wrong: {kind.pairs[i].name}" for i in wrong), sep="\n", end="", flush=True)
+
+
+def accepted(given: argparse.Namespace) -> None:
+    """Share of results accepted, and their accuracy, by the least verdict at which several passes accept."""
+    from matcher.evaluate.calibration import accepted_from, judge_geometry
+    from matcher.evaluate.run import GEOMETRY
+
+    thresholds = {"pose": (5, 10, 20), "depth": (5, 10, 20), "homography": (3, 5, 10)}  # degrees; pixels
+    for pair_set in chosen(given):
+        if pair_set.protocol not in thresholds:
+            raise UsageError(f"{pair_set.name}: its ground truth is neither poses nor homographies")
+        pipeline = matcher.load(given.preset, geometry=GEOMETRY[pair_set.protocol])
+        judged = [judge_geometry(pair, pipeline) for pair in pair_set.pairs]
+        columns = thresholds[pair_set.protocol]
+        print(f"| {pair_set.name} ({len(judged)}) | accepted | {' | '.join(f'AUC@{t}' for t in columns)} |")
+        print("|---" * (2 + len(columns)) + "|")
+        for least in (0.5, 0.4, 0.32, 0.2, 0.1, 0.0):
+            share, *areas = accepted_from(judged, least, columns)
+            print(f"| {least:g} | {share:.2f} | {' | '.join(f'{area:.3f}' for area in areas)} |", flush=True)
+
+
+def localization(given: argparse.Namespace) -> None:
+    """Photos of a set localised in a map of the others, or only timed in maps of several sizes."""
+    from matcher.evaluate.localization import make_map, measure_localization, time_localization
+    from matcher.evaluate.multiview import find_other_photos, find_posed_photos
+
+    photos = find_posed_photos(given.set)
+    work = given.work / f"{photos.title}-{given.split}-{given.preset}"
+    options, split = {"max_keypoints": given.max_keypoints, "resize": given.resize}, photos.split(given.split)
+    if given.map_sizes:
+        make_map(photos, split[0], work, given.preset, options)
+        names = split[1][:: max(1, len(split[1]) // 20)][:20]
+        for row in time_localization(photos, names, work, [int(n) for n in given.map_sizes.split(",")]):
+            print(row, flush=True)
+        return
+    report = measure_localization(
+        photos,
+        split,
+        work,
+        preset=given.preset,
+        options=options,
+        cameras_known=not given.unknown_cameras,
+        elsewhere=find_other_photos(given.elsewhere, 200) if given.elsewhere else (),
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    print("\n".join(report.lines()))
+
+
+def reconstruction(given: argparse.Namespace) -> None:
+    """The largest models of photos from our matches and from COLMAP's own SIFT, by the same mapper.
+
+    With `poses.json` beside the folder of photos (a list of `image` and centre `C`) also the worst centre.
+    """
+    import pycolmap
+
+    from matcher.collection.collection import Collection
+    from matcher.sfm.reconstruct import reconstruct
+
+    given.work.mkdir(parents=True)
+    collection = Collection.open(
+        given.work / "run", preset=given.preset, max_keypoints=given.max_keypoints, workers=0
+    )
+    collection.add_images(given.photos)
+    collection.add_pairs(exhaustive=True)
+    collection.run()
+    with collection.store as store:
+        reconstruct(store, given.work / "model", threads=1)
+    ours = pycolmap.Reconstruction(given.work / "model" / "sparse" / "0")
+    database, sift = given.work / "sift.db", pycolmap.FeatureExtractionOptions()
+    sift.sift.max_num_features = given.max_keypoints
+    pycolmap.set_random_seed(0)
+    pycolmap.extract_features(database, given.photos, extraction_options=sift)
+    pycolmap.match_exhaustive(database)
+    mapping = pycolmap.IncrementalPipelineOptions(num_threads=1, random_seed=0, min_model_size=3)
+    models = pycolmap.incremental_mapping(database, given.photos, given.work, mapping).values()
+    theirs = max(models, key=lambda model: model.num_reg_images(), default=pycolmap.Reconstruction())
+    for name, model in ((given.preset, ours), ("COLMAP's SIFT", theirs)):
+        said = f"{model.num_reg_images()} images, {model.num_points3D()} points, tracks of "
+        said += f"{model.compute_mean_track_length():.2f}, {model.compute_mean_reprojection_error():.3f} px"
+        print(f"{name}: {said}{worst_centre(model, given.photos.parent / 'poses.json')}")
+
+
+def worst_centre(model: "pycolmap.Reconstruction", truth: Path) -> str:  # noqa: F821
+    """The largest error of a camera's centre after alignment, of the largest distance between two."""
+    if not truth.is_file():
+        return ""
+    known = {Path(row["image"]).name: np.array(row["C"]) for row in json.loads(truth.read_text())}
+    found = {image.name: image.projection_center() for image in model.images.values() if image.has_pose}
+    a, b = (np.array([side[name] for name in sorted(found.keys() & known)]) for side in (found, known))
+    centred0, centred1 = a - a.mean(axis=0), b - b.mean(axis=0)  # Umeyama 1991
+    u, d, vt = np.linalg.svd(centred1.T @ centred0)
+    signs = np.array([1, 1, np.sign(np.linalg.det(u @ vt))])
+    moved = (d * signs).sum() / np.square(centred0).sum() * centred0 @ (u @ np.diag(signs) @ vt).T
+    extent = np.linalg.norm(b[:, None] - b[None], axis=2).max()
+    return (
+        f", worst centre {100 * np.linalg.norm(moved - centred1, axis=1).max() / extent:.2f} % of the extent"
+    )
+
+
+def stereo(given: argparse.Namespace) -> None:
+    """Points of stereo pairs within 2 px of the true disparity: those of a match, and of `push_stereo`."""
+    pipeline = matcher.load(given.preset, max_keypoints=given.max_keypoints)
+    for folder in sorted((data_folder() / "bench" / "middlebury2003").glob("*/")):
+        truth = cv2.imread(str(folder / "disp2.pgm"), cv2.IMREAD_GRAYSCALE) / 4.0  # 0: unknown
+        left, right = folder / "im2.png", folder / "im6.png"
+        bare, frame = pipeline.match(left, right), matcher.Tracker(pipeline).push_stereo(left, right)
+        matched = np.isfinite(frame.right[:, 0])
+        for name, points0, points1 in (
+            ("match", bare.points0, bare.points1),
+            ("push_stereo", frame.keypoints[matched], frame.right[matched]),
+        ):
+            x, y = np.rint(points0).astype(int).T
+            disparity = truth[y.clip(0, truth.shape[0] - 1), x.clip(0, truth.shape[1] - 1)]
+            expected = points0 - np.column_stack([disparity, np.zeros(len(points0))])
+            right_ones = np.linalg.norm(points1 - expected, axis=1)[disparity > 0] <= 2
+            print(f"{folder.name} {name}: {len(right_ones)} points, {right_ones.mean():.1%} within 2 px")
+
+
+def budget(given: argparse.Namespace) -> None:
+    """Accuracy of the kitchen's poses within a time, and how well the time is kept."""
+    from matcher.evaluate.measure import auc, pose_error
+
+    pipeline, errors, times = matcher.load(given.preset, geometry="essential"), [], []
+    pairs = find_sets("kitchen", SetOptions(pairs=given.pairs))[0].pairs
+    for pair in (pairs[0], *pairs):  # the first measures what the machine needs
+        start = perf_counter()
+        files, cameras = (pair.image0.path, pair.image1.path), {"camera0": pair.K0, "camera1": pair.K1}
+        result = pipeline.match(*files, **cameras, budget_ms=given.budget_ms)
+        times.append(1000 * (perf_counter() - start))
+        errors.append(max(pose_error(result.geometry.cam1_from_cam0, pair.cam1_from_cam0)))
+    areas = "/".join(f"{auc(np.array(errors[1:]), degrees):.3f}" for degrees in (5, 10, 20))
+    middle, most = np.percentile(times[1:], (50, 95))
+    kept = np.mean(np.array(times[1:]) <= given.budget_ms)
+    print(f"pose AUC@5/10/20 {areas}; {middle:.0f} ms, 95 % within {most:.0f}, {kept:.0%} kept")
+
+
+def chosen(given: argparse.Namespace) -> list:
+    """The sets named, with at most so many pairs each."""
+    return [one for name in given.sets for one in find_sets(name, SetOptions(pairs=given.pairs))]
+
+
+def main() -> int:
+    """Make one measurement."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    works = (parts, verdicts, accepted, localization, reconstruction, stereo, budget)
+    made = {work.__name__: kinds.add_parser(work.__name__, help=work.__doc__) for work in works}
+    for name, one in made.items():
+        one.set_defaults(measure=globals()[name])
+        one.add_argument("--preset", default=DEFAULT_PRESET)
+        one.add_argument("--threads", type=int, default=1)
+    for name in ("parts", "accepted"):
+        made[name].add_argument("sets", nargs="+", metavar="SET")
+    for name in ("parts", "accepted", "budget"):
+        made[name].add_argument("--pairs", type=int, help="of each set, at most, evenly spread over it")
+    for name in ("localization", "reconstruction", "stereo"):
+        default = 2048 if name == "reconstruction" else 1024
+        made[name].add_argument("--max-keypoints", type=int, default=default)
+    made["verdicts"].add_argument("data", type=Path, help="folder with photos/val and multiview")
+    made["verdicts"].add_argument("--unrelated", type=int, default=3000, help="pairs of different sources")
+    made["verdicts"].add_argument("--lookalikes", type=int, default=300, help="pairs of each other kind")
+    made["verdicts"].add_argument("--seed", type=int, default=0)
+    one = made["localization"]
+    one.add_argument("set", help="name of a set, or a folder with images and poses")
+    one.add_argument("--split", choices=("last", "blocks", "even"), default="last", help="by time")
+    one.add_argument("--resize", type=int, default=1024, help="longer side in pixels")
+    one.add_argument("--unknown-cameras", action="store_true", help="estimate the cameras of the photos")
+    one.add_argument("--elsewhere", type=Path, help="folder of photos of other places, to be refused")
+    one.add_argument("--map-sizes", help="only time photos in maps of these sizes, such as 300,10000")
+    made["reconstruction"].add_argument("photos", type=Path)
+    for name in ("localization", "reconstruction"):
+        made[name].add_argument("--work", type=Path, required=True, help="folder for runs and models")
+    made["budget"].add_argument("--budget-ms", type=float, default=1000.0)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    try:
+        given.measure(given)
+    except MatcherError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
