@@ -214,7 +214,8 @@ def database_from_hloc(folder: Path, path: Path, camera) -> None:
             points = features[name]["keypoints"][()].astype(np.float32) + np.float32(0.5)
             database.write_keypoints(numbers[name], points)
         for name0, name1 in listed:
-            matches0 = matches[f"{name0}/{name1}"]["matches0"][()]
+            flat0, flat1 = (name.replace("/", "-") for name in (name0, name1))
+            matches0 = matches[f"{flat0}/{flat1}"]["matches0"][()]
             index0 = np.flatnonzero(matches0 >= 0)
             found = np.column_stack([index0, matches0[index0]]).astype(np.uint32)
             database.write_matches(numbers[name0], numbers[name1], found)
