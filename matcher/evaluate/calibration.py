@@ -392,8 +392,9 @@ def different_places(data: Path, unrelated: int, lookalikes: int, seed: int = 0)
     """Pairs of different places on which the verdict was not fitted, by kind.
 
     Args:
-        data: holds `photos/val` in folders by source, `multiview/*/SCENE` and perhaps `bench/kitti_mini`. Photos of a source with twenty
-            or more are lookalikes, such as façades of one city.
+        data: holds `photos/val` in folders by source, `multiview/*/SCENE`, perhaps `bench/kitti_mini`. Photos
+            of a source with twenty or more are lookalikes, such as façades of one city, and so are frames of
+            a street 40 m apart.
         unrelated: pairs of photos of different sources, at most.
         lookalikes: pairs of photos of one source, and of different scenes, at most.
         seed: of what is drawn.
