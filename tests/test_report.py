@@ -81,6 +81,16 @@ def test_ellipses_are_covariances_in_pixels_of_the_page():
     assert abs(np.sin(angle)) == pytest.approx(1)
 
 
+def test_a_rejected_geometry_has_no_inliers_and_no_place():
+    points = np.random.default_rng(0).uniform(0, 99, (6, 2)).astype(np.float32)
+    matches = Matches.from_indices([[i, i] for i in range(6)], points, points, np.full(6, 0.5))
+    geometry = TwoViewGeometry("fundamental", "low_inliers", np.arange(6) < 4, np.eye(3))
+    image = Image(np.zeros((100, 100), np.uint8), (100, 100), (1.0, 1.0))
+    data = pair_data((image, image), (points, points), matches, geometry, [])
+    assert [match[3] for match in data["matches"]] == [False] * 6
+    assert "6 points" in data["said"] and "but not" in data["said"]
+
+
 @needs_browser
 def test_a_click_on_a_keypoint_shows_its_match_and_what_it_attends_to(report, tmp_path):
     """The page as it is, with its policy, from disk; a real click."""

@@ -96,6 +96,7 @@ def pair_data(
         covariances: of the keypoints of each image, (N, 2, 2) stored pixels², NaN where they are not refined;
             None: none is.
     """
+    geometry = geometry.without_rejected()
     verified = geometry.status != "not_estimated"
     inliers = geometry.inliers.tolist() if verified else [True] * len(matches)
     pairs = zip(matches.indices.tolist(), matches.scores.tolist(), inliers, strict=True)
