@@ -90,10 +90,10 @@ def fit_local_maps(positions: Tensor, targets: Tensor, confidence: Tensor) -> Lo
     matches = torch.cat([positions, targets, confidence.unsqueeze(2)], dim=2).mT
     matches = matches.gather(2, owners.unsqueeze(1).expand(-1, 5, -1))
     distances = _squared_distances(positions, matches, owners)
-    nearest = distances.topk(min(NEIGHBOURS, used), 2, largest=False, sorted=False)
-    neighbours = matches.gather(2, nearest.indices.flatten(1).unsqueeze(1).expand(-1, 5, -1))
-    neighbours = neighbours.view(len(positions), 5, *nearest.indices.shape[1:])
-    usable = nearest.values < _UNUSABLE / 2
+    distances, nearest = distances.topk(min(NEIGHBOURS, used), 2, largest=False, sorted=False)
+    neighbours = matches.gather(2, nearest.flatten(1).unsqueeze(1).expand(-1, 5, -1))
+    neighbours = neighbours.view(len(positions), 5, *nearest.shape[1:])
+    usable = distances < _UNUSABLE / 2
     # The ranking's products may round; the distances themselves are exact.
     steps = neighbours[:, :2] - positions.mT.unsqueeze(3)
     square = steps.square().sum(1) * usable
@@ -170,15 +170,15 @@ class Consensus(nn.Module):
             height1 = (prior1.gain + prior1.penalty).unsqueeze(1)
             left0, right0 = _distance_factors(prior0, positions1)
             left1, right1 = (x.mT for x in _distance_factors(prior1, positions0))
-            blocks = []
+            corrected = scores.clone()
             for rows in _row_blocks(scores):  # a gain near the predictions, a penalty elsewhere
-                near = height0[:, rows] / (left0[:, rows] @ right0).to(scores.dtype).clamp_min(1.0)
-                near = near + height1 / (right1[:, rows] @ left1).to(scores.dtype).clamp_min(1.0)
+                near0 = height0[:, rows] / (left0[:, rows] @ right0).to(scores.dtype).clamp_min(1.0)
+                near1 = height1 / (right1[:, rows] @ left1).to(scores.dtype).clamp_min(1.0)
                 far = prior0.penalty[:, rows].unsqueeze(2) + prior1.penalty.unsqueeze(1)
-                blocks.append(scores[:, rows, :-1] + (near - far))
-            last = scores[:, -1:] + F.pad(prior1.dustbin, (0, 1)).unsqueeze(1)
-            column = scores[:, :-1, -1:] + prior0.dustbin.unsqueeze(2)
-            return torch.cat([torch.cat([torch.cat(blocks, 1), column], 2), last], 1)
+                corrected[:, rows, :-1] += near0 + near1 - far
+            corrected[:, :-1, -1] += prior0.dustbin
+            corrected[:, -1, :-1] += prior1.dustbin
+            return corrected
 
     def _priors(
         self, positions0: Tensor, positions1: Tensor, matches0: SoftMatches, matches1: SoftMatches
@@ -219,5 +219,5 @@ def _distance_factors(prior: PartnerPrior, others: Tensor) -> tuple[Tensor, Tens
 def _row_blocks(scores: Tensor) -> list[slice]:
     """Rows whose scores stay in a core's cache; all at once on a GPU."""
     rows, columns = scores.shape[1] - 1, scores.shape[2]
-    step = rows if scores.device.type != "cpu" else max(1, 2**17 // columns)
+    step = rows if scores.device.type != "cpu" else max(1, 2**16 // columns)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
