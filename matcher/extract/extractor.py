@@ -1,4 +1,4 @@
-"""All front ends but SIFT, by name."""
+"""All front ends but SIFT, by name; images with few keypoints are searched enlarged."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from matcher.errors import UsageError, unknown_name
 from matcher.extract import learned, superpoint
 from matcher.extract.front_end import FrontEnd
 from matcher.types import Extractor, Features, Image, one_for_each
-
-# --- registry: All front ends but SIFT, by name.
 
 _OWN = {**learned.FRONT_ENDS, **superpoint.FRONT_ENDS}
 
@@ -32,9 +30,6 @@ def find_front_end(kind: str) -> FrontEnd:
         raise UsageError(unknown_name("front end", kind, dict.fromkeys(["sift", *_OWN, *kornia.FRONT_ENDS])))
     return kornia.FRONT_ENDS[kind]
 
-
-# --- enlarging: Images of which a front end finds fewer keypoints than wanted, as of plain rooms, are
-# searched enlarged.
 
 LARGEST = 2.0  # factor
 ENOUGH = 2048  # keypoints, even if more are wanted: no more are taken of an enlarged image

@@ -18,17 +18,7 @@ from torch.nn.functional import grid_sample, interpolate, normalize, pad, pixel_
 
 from matcher.config import ExtractorConfig
 from matcher.errors import IntegrityError
-from matcher.extract.front_end import (
-    Found,
-    FrontEnd,
-    allowed_pixels,
-    best_pixels,
-    grey,
-    inner_pixels,
-    padded,
-    read_together,
-    strongest,
-)
+from matcher.extract.front_end import Found, FrontEnd, grey, inner_pixels, padded, strongest
 from matcher.kernels.calls import (
     add_enlarged_compiled,
     have_maps,
@@ -40,8 +30,6 @@ from matcher.kernels.calls import (
 )
 from matcher.kernels.loader import Trial
 from matcher.types import Image
-
-# --- architecture: Sizes of our front end's network; no torch.
 
 DESCRIPTOR_DIM = 64
 
@@ -134,9 +122,6 @@ def _convolutions(shapes: Mapping[str, Sequence[int]], stage: int) -> int:
         depth += 1
     return depth
 
-
-# --- feature_network: The network of our own front end: an encoder, a decoder that scores pixels, an MLP
-# that describes points.
 
 _UNNORMALISED = ("lift", "points", "descriptor")  # parts of the network without batch normalisation
 _LEAST_CONTRAST = 0.02  # added to the deviation of the pixels, so that a constant image stays constant
@@ -363,8 +348,6 @@ def sample(maps: Tensor, points: Tensor, beyond: str = "border") -> Tensor:
     return found[..., 0].transpose(1, 2)
 
 
-# --- learned: Our own front end: a small convolutional network that detects and describes keypoints.
-
 NMS_RADIUS = 3  # pixels within which a point scores highest
 SCORE_THRESHOLD = 0.004  # below it lie noise and plain surfaces; rooms with few keypoints need those above
 BORDER = 4  # pixels along the edge without points
@@ -412,27 +395,10 @@ def _find_together(network: FeatureNetwork, images: Sequence[Image], config: Ext
     """Points of images of one size."""
     device = network.points.weight.device
     logits, maps = network(torch.cat([grey(image, device) for image in images]))
-    if device.type == "cuda":
-        return _points_of_all(network, logits, maps, images, config)
     return [
         _points_of(network, logits[b : b + 1], [level[b : b + 1] for level in maps], image, config)
         for b, image in enumerate(images)
     ]
-
-
-def _points_of_all(
-    network: FeatureNetwork,
-    logits: Tensor,
-    maps: list[Tensor],
-    images: Sequence[Image],
-    config: ExtractorConfig,
-) -> list[Found]:
-    """The best points of images of one size, as many of each, so that a GPU is read only once."""
-    logits = logits.contiguous()
-    keep = candidates(logits, config.nms_radius, config.border) & allowed_pixels(images, logits.device)
-    points, scores = best_pixels(logits.sigmoid(), keep, config.score_threshold, config.max_keypoints)
-    refined = refine(logits, points)
-    return read_together(refined, scores, network.describe(maps, refined), config.score_threshold)
 
 
 def _points_of(

@@ -15,17 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import grid_sample, max_pool2d, normalize, pixel_shuffle
 
 from matcher.config import ExtractorConfig
-from matcher.extract.front_end import (
-    Found,
-    FrontEnd,
-    allowed_pixels,
-    best_pixels,
-    grey,
-    inner_pixels,
-    padded,
-    read_together,
-    strongest,
-)
+from matcher.extract.front_end import Found, FrontEnd, grey, inner_pixels, padded, strongest
 from matcher.types import Image
 
 CELL = 8  # pixels a side
@@ -141,30 +131,11 @@ def _find(network: SuperPoint, image: Image, config: ExtractorConfig) -> Found:
     maps, descriptors = network(padded(pixels, CELL))
     scores = maps[0, :height, :width]
     keep = suppress(scores, config.nms_radius) & (scores > config.score_threshold)
-    if device.type == "cuda":
-        return _best_together(network, scores, keep, descriptors, image, config)
-    y, x = keep.nonzero().T
-    inside = torch.minimum(torch.minimum(x, width - 1 - x), torch.minimum(y, height - 1 - y)) >= config.border
-    y, x = y[inside], x[inside]
+    y, x = (keep & inner_pixels(scores, config.border)).nonzero().T
     points, scores = torch.stack([x, y], dim=-1).float(), scores[y, x]
     index = strongest(points, scores, image, config.max_keypoints)
     points = points[index]
     return Found(points, scores[index], network.describe(descriptors, points))
-
-
-def _best_together(
-    network: SuperPoint,
-    scores: Tensor,
-    keep: Tensor,
-    descriptors: Tensor,
-    image: Image,
-    config: ExtractorConfig,
-) -> Found:
-    """The best of the pixels kept (H, W), as many in every image, so that a GPU is read only once."""
-    keep = keep[None] & inner_pixels(scores[None], config.border) & allowed_pixels([image], scores.device)
-    points, best = best_pixels(scores[None], keep, config.score_threshold, config.max_keypoints)
-    described = network.describe(descriptors, points[0].float())
-    return read_together(points.float(), best, described[None], config.score_threshold)[0]
 
 
 _PUBLISHED = {"score_threshold": 0.005, "nms_radius": 4, "border": 4}
