@@ -1,4 +1,4 @@
-"""What front ends share: their settings, their networks, filled when first needed, and the way to `Features`."""
+"""What front ends share: settings, networks that are filled when first needed, the way to `Features`."""
 
 from __future__ import annotations
 
