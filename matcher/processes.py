@@ -45,11 +45,6 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads_are_given() -> bool:
-    """Whether the user has said how many threads to use."""
-    return bool(os.environ.get(_GIVEN))
-
-
 def at_once(first: Callable[[], Made], second: Callable[[], Made]) -> tuple[Made, Made]:
     """What two calls return, the second on a thread of its own where this process may use two.
 
@@ -62,30 +57,6 @@ def at_once(first: Callable[[], Made], second: Callable[[], Made]) -> tuple[Made
     with ThreadPoolExecutor(1) as thread:
         beside = thread.submit(second)
         return first(), beside.result()
-
-
-@contextmanager
-def one_core_free() -> Iterator[None]:
-    """Leave a core to another process of ours, unless the user has said how many threads to use.
-
-    torch and OpenCV, as far as they are loaded, compute on a thread fewer than there are cores, and then
-    on as many as before. With as many threads as cores, one of them is put aside from time to time, and the
-    others wait for it.
-    """
-    most = max(1, usable_cores() - 1)
-    torch, cv2 = (None if threads_are_given() else sys.modules.get(name) for name in ("torch", "cv2"))
-    counts = torch.get_num_threads() if torch else 0, cv2.getNumThreads() if cv2 else 0
-    if counts[0] > most:
-        torch.set_num_threads(most)
-    if counts[1] > most:
-        cv2.setNumThreads(most)
-    try:
-        yield
-    finally:
-        if counts[0] > most:
-            torch.set_num_threads(counts[0])
-        if counts[1] > most:
-            cv2.setNumThreads(counts[1])
 
 
 def bound_primitives() -> None:

@@ -68,7 +68,6 @@ GLOBAL_SWITCHES = re.compile(
 PROGRAMS = {
     "matcher.__main__",
     "matcher.collection.worker",
-    "matcher.sequence.background_child",
     "matcher.sfm.mapping",
 }
 HEAVY = {"torch", "cv2", "numpy", "matplotlib", "PIL", "poselib", "safetensors", "kornia"}

@@ -1,31 +1,24 @@
-from types import SimpleNamespace
+"""Parts of sequences: track ids, guided search, clocks, latency; files of poses, and their errors."""
 
 import cv2
 import numpy as np
 import pytest
-from sequence_world import CAMERA
 
-from matcher.config import ExtractorConfig
+import matcher
 from matcher.errors import UsageError
-from matcher.extract.sift import SiftExtractor
-from matcher.geometry import as_quaternion, as_rotation
-from matcher.images import image_from_array, read_image
 from matcher.match.steering import STEERABLE, rotated_descriptors
-from matcher.sequence.capture import align, nearest_rows, path_length, read_poses, segment_errors, write_tum
-from matcher.sequence.frames import (
-    AdaptiveContrast,
-    Clock,
-    FrameLinks,
-    Guide,
-    Latency,
-    TrackIds,
-    search_guided,
-    typical_limit,
-)
-from matcher.sequence.keyframe_map import KeyframeIndex
-from matcher.sequence.keyframes import KeyframeRule
+from matcher.sequence.frames import Clock, KeptFrame, percentiles
+from matcher.sequence.linking import Guide, KeyframeRule, TrackIds, most_similar, search_guided
 from matcher.sequence.plot import track_colours
-from matcher.sequence.stereo import depths_of, move, partners, project, rays, solve_pose, triangulate, within
+from matcher.sequence.trajectory import (
+    align,
+    nearest_rows,
+    path_length,
+    read_poses,
+    segment_errors,
+    write_trajectory,
+    write_tum,
+)
 
 
 def rotation(axis: tuple[float, float, float], degrees: float) -> np.ndarray:
@@ -60,9 +53,7 @@ def scattered(rng) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def guide_of(points, moved, descriptors, radius: float = 10.0, fundamental=None) -> Guide:
-    noise = np.random.default_rng(0).normal(0, 0.1, descriptors.shape).astype(np.float32)
-    limit = typical_limit(descriptors, descriptors + noise)
-    return Guide(points, moved, limit, radius, fundamental)
+    return Guide(points, moved, 0.15 * descriptors.shape[1] ** 0.5, radius, fundamental)
 
 
 def test_what_matching_missed_is_found_and_what_looks_different_is_not(scattered, rng):
@@ -116,7 +107,6 @@ def test_without_links_nothing_is_predicted(scattered):
     full = guide_of(points, moved, descriptors)
     assert search_guided(points[:0], descriptors[:0], moved, descriptors, full)[0].shape == (0, 2)
     assert full.motion(points[:0]).shape == (0, 2)
-    assert typical_limit(descriptors[:0], descriptors[:0]) == 0.0
 
 
 def test_a_clock_drops_one_late_frame_and_follows_a_reset():
@@ -128,100 +118,11 @@ def test_a_clock_drops_one_late_frame_and_follows_a_reset():
         clock.accepts(float("nan"))
 
 
-def points_of(features) -> set[tuple[float, ...]]:
-    """Place, size and angle of each."""
-    columns = (features.keypoints, features.scales[:, None], features.orientations[:, None])
-    return {tuple(row) for row in np.concatenate([column.numpy() for column in columns], axis=1).tolist()}
-
-
-def test_a_threshold_carried_on_finds_the_same_points_and_falls_where_they_are_few(views, monkeypatch):
-    extractor, contrast, thresholds = (
-        SiftExtractor(ExtractorConfig(max_keypoints=300)),
-        AdaptiveContrast(),
-        [],
-    )
-    make = cv2.SIFT_create
-    monkeypatch.setattr(
-        cv2, "SIFT_create", lambda **given: thresholds.append(given["contrastThreshold"]) or make(**given)
-    )
-    frame = read_image(views[0]).pixels
-    dull = image_from_array((frame // 12 + 100).astype(np.uint8))
-    for image in (image_from_array(frame), read_image(views[1]), dull, dull):
-        (found,), (alone,) = contrast.extract(extractor, [image]), extractor([image])
-        assert len(points_of(found) ^ points_of(alone)) <= 2  # one of several as weak as the last
-    low = extractor.config.contrast_threshold
-    used = [threshold for threshold in thresholds if threshold != low]
-    assert len(used) >= 2 and min(used) > 2 * low  # raised for the second frame and the first dull one
-    assert len(thresholds) == 9  # the first dull frame was searched twice
-
-
 def test_keyframes_follow_lost_tracks_and_parallax():
     rule = KeyframeRule(kept=0.5, parallax=0.1)
     assert not rule.wants(0.6, 10, (300, 400))
     assert rule.wants(0.4, 10, (300, 400))
     assert rule.wants(0.9, 51, (300, 400))
-
-
-def test_latency_keeps_a_window():
-    latency = Latency(window=100)
-    assert latency.percentiles() == {}
-    for value in range(200):
-        latency.add({"total": float(value)})
-    table = latency.percentiles()["total"]
-    assert len(latency) == 100
-    assert (table["p50"], table["max"]) == (149.5, 199.0)
-    assert table["p95"] == pytest.approx(194.05)
-
-
-def test_depth_comes_from_disparity_and_rows_must_agree():
-    points = np.array([[100, 50], [100, 60], [100, 70], [100, 80], [100, 90]], np.float32)
-    others = np.array([[90, 50.5], [90, 65], [110, 70], [99.9, 80]], np.float32)
-    indices = np.column_stack([np.arange(4), np.arange(4)])
-    links = FrameLinks(0, indices, np.ones(4, np.float32), np.ones(4, bool))
-    right = partners(points, others, links)
-    np.testing.assert_array_equal(right[:4], others)
-    assert np.isnan(right[4]).all()
-    depths = depths_of(points, right, focal=500.0, baseline=0.5)
-    assert depths[0] == pytest.approx(25.0)
-    assert np.isnan(depths[1:]).all()
-    windowed = within(points, right, 2.0)
-    assert np.isfinite(windowed[:, 0]).tolist() == [True, False, False, True, False]
-    doubtful = FrameLinks(0, indices, links.scores, np.array([False, True, True, True]))
-    assert np.isnan(partners(points, others, doubtful)[0]).all()
-
-
-def test_pose_and_depth_of_a_made_up_scene(rng):
-    T = np.eye(4)
-    T[:3, :3], T[:3, 3] = rotation((0.2, 1, 0.1), 4), (0.4, -0.1, 0.3)
-    points = rng.uniform([0, 0], [640, 480], (200, 2))
-    depths = rng.uniform(3, 10, 200)
-    world = rays(points, CAMERA) * depths[:, None]
-    seen = project(move(world, T), CAMERA)
-    noisy = seen + rng.normal(0, 0.3, seen.shape)
-    noisy[:40] = rng.uniform([0, 0], [640, 480], (40, 2))
-    unknown = depths.copy()
-    unknown[100:120] = np.nan
-    found, inliers = solve_pose(points, unknown, noisy, CAMERA)
-    np.testing.assert_allclose(found, T, atol=0.02)
-    assert not inliers[:40].sum() > 4 and inliers[40:100].mean() > 0.9 and not inliers[100:120].any()
-    back, angles = triangulate(points, seen, T, CAMERA)
-    np.testing.assert_allclose(back[np.isfinite(back)], depths[np.isfinite(back)], rtol=1e-6)
-    assert np.isfinite(back).mean() > 0.9 and angles.min() >= 0
-    assert solve_pose(points[:11], depths[:11], seen[:11], CAMERA)[0] is None
-    assert np.isnan(triangulate(points, points, np.eye(4), CAMERA)[0]).all()
-
-
-@pytest.mark.parametrize("degrees", [0.0, 1e-6, 10.0, 179.9, 180.0])
-def test_quaternions_go_there_and_back(degrees):
-    turn = rotation((1, -2, 0.5), degrees)
-    quaternion = as_quaternion(turn)
-    assert np.linalg.norm(quaternion) == pytest.approx(1.0)
-    assert quaternion[3] >= -1e-9
-    np.testing.assert_allclose(as_rotation(quaternion), turn, atol=1e-9)
-
-
-def test_a_known_quaternion():
-    np.testing.assert_allclose(as_quaternion(rotation((0, 0, 1), 90)), [0, 0, 0.5**0.5, 0.5**0.5], atol=1e-12)
 
 
 @pytest.fixture
@@ -288,28 +189,47 @@ def test_true_poses_are_found_by_time():
     assert nearest_rows(np.array([1.0, 2.0]), np.array([2.0])).tolist() == [-1, 0]
 
 
-@pytest.mark.parametrize("kind", ["sift", STEERABLE])
-def test_the_likeliest_keyframe_has_the_same_points(rng, kind):
-    class Kept:
-        def __init__(self, index: int, descriptors: np.ndarray) -> None:
-            self.index, self.descriptors, self.features = index, descriptors, SimpleNamespace(kind=kind)
-
-    scenes = [rng.normal(size=(150, 32)).astype(np.float32) for _ in range(8)]
-    keyframes = [Kept(10 * i, scene) for i, scene in enumerate(scenes)]
-    index = KeyframeIndex()
-    for i in (2, 5, 7):
-        seen = scenes[i] + 0.1 * rng.normal(size=(150, 32)).astype(np.float32)
-        query = Kept(99, rotated_descriptors(seen, kind)[-1])  # turned, where descriptors turn
-        likely = index.candidates(query, keyframes, 3)
-        assert likely[0].index == 10 * i and len(likely) == 3
-    moved_on = [Kept(100 + i, scene) for i, scene in enumerate(scenes[:3])]
-    assert index.candidates(Kept(0, scenes[1]), moved_on, 1)[0].index == 101
-    assert index.candidates(Kept(0, scenes[1][:0]), keyframes, 3) == []
-    assert index.candidates(Kept(0, scenes[1]), [], 3) == []
-
-
 def test_neighbouring_tracks_have_different_colours():
     colours = track_colours(np.arange(1000)).astype(int)
     assert colours.shape == (1000, 3) and colours.max() == 255
     assert np.abs(np.diff(colours, axis=0)).sum(axis=1).min() > 60
     np.testing.assert_array_equal(colours, track_colours(np.arange(1000)))
+
+
+def test_latency_is_told_by_percentiles():
+    assert percentiles([]) == {}
+    table = percentiles([{"total": float(value)} for value in range(100, 200)])["total"]
+    assert (table["p50"], table["max"]) == (149.5, 199.0) and table["p95"] == pytest.approx(194.05)
+
+
+@pytest.mark.parametrize("kind", ["sift", STEERABLE])
+def test_the_likeliest_keyframe_has_the_same_points(rng, kind):
+    def kept(index, descriptors):
+        points = np.zeros((len(descriptors), 2), np.float32)
+        features = matcher.Features(points, descriptors.astype(np.float32), size=(640, 480), kind=kind)
+        return KeptFrame.of(index, features, None)
+
+    scenes = [rng.normal(size=(150, 32)) for _ in range(8)]
+    keyframes = [kept(10 * i, scene) for i, scene in enumerate(scenes)]
+    for i in (2, 5, 7):
+        seen = (scenes[i] + 0.1 * rng.normal(size=(150, 32))).astype(np.float32)
+        query = kept(99, rotated_descriptors(seen, kind)[-1])  # turned, where descriptors turn
+        likely = most_similar(query, keyframes, 3)
+        assert likely[0].index == 10 * i and len(likely) == 3
+    assert most_similar(kept(0, scenes[1][:0]), keyframes, 3) == []
+    assert most_similar(kept(0, scenes[1]), [], 3) == []
+
+
+def test_a_file_without_times_needs_a_pose_of_every_frame_and_guesses_are_marked(tmp_path):
+    poses = [np.eye(4)] * 3
+    with pytest.raises(UsageError, match="1 of 4 frames"):
+        write_trajectory(tmp_path / "a.kitti", [0.0, 1.0, 2.0], poses, frames=4)
+    assert list(tmp_path.iterdir()) == []
+    for name, mark in (("a.kitti", " 1"), ("a.tum", " 1.500000")):
+        guesses = [False, True, False]
+        write_trajectory(tmp_path / name, [0.0, 1.5, 2.0], poses, frames=3, bridged=guesses)
+        np.testing.assert_allclose(read_poses(tmp_path / name)[1], poses)
+        marked = [line for line in (tmp_path / name).read_text().splitlines() if "not measured" in line]
+        assert len(marked) == 1 and marked[0].startswith("#") and marked[0].endswith(f":{mark}")
+        write_trajectory(tmp_path / name, [0.0, 1.5, 2.0], poses, frames=3)
+        assert "not measured" not in (tmp_path / name).read_text()

@@ -11,7 +11,7 @@ from rendered_texture import SIZE, Texture
 import matcher
 from matcher.config import ExtractorConfig, NearestConfig, PipelineConfig
 from matcher.extract.sift import SiftExtractor
-from matcher.sequence.keyframes import KeyframeRule
+from matcher.sequence.linking import KeyframeRule
 
 FRAMES = 9
 

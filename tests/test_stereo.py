@@ -10,8 +10,8 @@ from opencv_odometry import opencv_odometry
 from street_scene import BASELINE, CAMERA, OPEN_ROAD, STREET, pair, pose, true_disparities
 
 import matcher
-from matcher.sequence.capture import read_poses, segment_errors
 from matcher.sequence.stereo import complete_partners
+from matcher.sequence.trajectory import read_poses, segment_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 KITTI = Path(os.environ.get("MATCHER_DATA", ROOT.parent / "shared")) / "bench/kitti_mini/KITTI_sequence_1"

@@ -10,7 +10,8 @@ from sequence_walls import BASELINE, CAMERA, STEP, make_walls, picture, write_pa
 
 from matcher.cli import main
 from matcher.errors import ImageError, UsageError
-from matcher.sequence.capture import open_frames, read_poses, write_trajectory
+from matcher.sequence.capture import open_frames
+from matcher.sequence.trajectory import read_poses
 from matcher.viz.recording import RecordingFile
 
 
@@ -270,7 +271,7 @@ def test_without_rerun_or_a_display_the_remedy_is_named(folders, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "rerun", None)
         assert track(folders[0], "--output", tmp_path / "r.rrd") == 2
-        assert "pip install 'matcher-vision[rerun]'" in capfd.readouterr().err
+        assert "pip install 'rerun-sdk" in capfd.readouterr().err
     pytest.importorskip("rerun")
     if sys.platform.startswith("linux"):
         for name in ("DISPLAY", "WAYLAND_DISPLAY"):
@@ -280,10 +281,115 @@ def test_without_rerun_or_a_display_the_remedy_is_named(folders, tmp_path, monke
     assert not any(path.name.startswith(".r.rrd") for path in tmp_path.iterdir())
 
 
-def test_a_file_without_times_needs_a_pose_of_every_frame(tmp_path):
-    poses = [np.eye(4)] * 3
-    with pytest.raises(UsageError, match=r"1 of 4 frames have no pose; use \.tum"):
-        write_trajectory(tmp_path / "a.kitti", [0.0, 1.0, 2.0], poses, frames=4)
-    assert list(tmp_path.iterdir()) == []
-    write_trajectory(tmp_path / "a.kitti", [0.0, 1.0, 2.0], poses, frames=3)
-    np.testing.assert_array_equal(read_poses(tmp_path / "a.kitti")[1], poses)
+TIME = 1403636579763555584  # of EuRoC's first frame, in nanoseconds
+
+
+def touch(folder: Path, names: list[str]) -> Path:
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / name).write_bytes(b"x")
+    return folder
+
+
+def times(folder: Path) -> list[float]:
+    return [shot.timestamp for shot in open_frames(str(folder))]
+
+
+@pytest.mark.parametrize("unit", [1, 10**3, 10**6, 10**9])
+def test_names_are_times_in_any_unit(tmp_path, unit):
+    start = TIME // 10**9 * unit
+    names = [f"{start + each * unit // 20 if unit > 1 else start + each}.png" for each in range(4)]
+    step = 0.05 if unit > 1 else 1.0
+    found = times(touch(tmp_path / "data", names))
+    np.testing.assert_allclose(found, TIME // 10**9 + step * np.arange(4), atol=1e-5)
+
+
+def test_numbers_that_are_no_times_count_frames(tmp_path):
+    assert times(touch(tmp_path / "kitti", ["0000000000.png", "0000000001.png"])) == [0.0, 0.1]
+
+
+LISTS = {
+    "times.txt": ("0.0\n0.5\n1.25\n", [0.0, 0.5, 1.25]),  # KITTI
+    "times.txt with names and exposures": ("00000 5.5 .1\n00001 6 .1\n00002 7 .1\n", [5.5, 6.0, 7.0]),
+    "timestamps.txt": (
+        "2011-09-26 13:02:25.594360375\n2011-09-26 13:02:25.694360375\n2011-09-26 13:02:25.8\n",
+        None,
+    ),  # KITTI's raw data
+    "data.csv": (
+        "#timestamp [ns],filename\n"
+        f"{TIME},00000.png\n{TIME + 5 * 10**7},00001.png\n{TIME + 10**8},00002.png\n",
+        [TIME / 1e9, TIME / 1e9 + 0.05, TIME / 1e9 + 0.1],
+    ),  # EuRoC
+    "rgb.txt": (
+        "# color\n7.5 rgb/00000.png\n7.6 rgb/00001.png\n7.75 rgb/00002.png\n",
+        [7.5, 7.6, 7.75],
+    ),  # TUM
+}
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("name", LISTS)
+def test_files_beside_the_images_say_their_times(tmp_path, name, beside):
+    folder = touch(tmp_path / "rgb", ["00000.png", "00001.png", "00002.png"])
+    text, wanted = LISTS[name]
+    file = (tmp_path if beside else folder) / name.split()[0]
+    file.write_text(text)
+    found = np.array(times(folder))
+    if wanted is None:
+        found, wanted = found - found[0], [0.0, 0.1, 0.20564]
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    for other in ("0.0\n", "a\n\n", "\0"):
+        file.write_text(other)
+        np.testing.assert_allclose(times(folder), [0.0, 0.1, 0.2])  # it says nothing of these images
+    assert [shot.timestamp for shot in open_frames(str(folder), rate=2)] == [0.0, 0.5, 1.0]
+
+
+def test_times_that_do_not_meet_are_named_with_their_likely_unit(folders, tmp_path, capfd):
+    left, right, _ = folders
+    pairs = [
+        "--right",
+        right,
+        "--baseline",
+        BASELINE,
+        "--camera",
+        CAMERA,
+        "--ground-truth",
+        tmp_path / "t.tum",
+    ]
+    for scale, words in ((1e9, "nanoseconds"), (1e3, "milliseconds")):
+        for index, path in enumerate(sorted(left.iterdir())):
+            for side in (left, right):
+                (side / path.name).rename(side / f"{1500000000 + index / 10:.6f}.png")
+        rows = [f"{(1500000000 + i / 10) * scale:.0f} {i} 0 0 0 0 0 1\n" for i in range(6)]
+        (tmp_path / "t.tum").write_text("".join(rows))
+        assert track(left, *pairs) == 2
+        said = " ".join(capfd.readouterr().err.split())
+        assert words in said and "1500000000" in said and f"{1500000000 * scale:.10g}" in said
+    (tmp_path / "t.tum").write_text("".join(f"{1500000000 + i / 10:.2f} {i} 0 0 0 0 0 1\n" for i in range(6)))
+    assert track(left, *pairs, "--fps", 10) == 2
+    assert "frame rate" in " ".join(capfd.readouterr().err.split())
+
+
+def test_poses_that_nobody_measured_are_written_on_request_only(folders, tmp_path, capfd):
+    left, right, _ = folders
+    for number in range(6, 8):
+        noise = np.random.default_rng(number).integers(0, 255, (240, 320), dtype=np.uint8)
+        for side in (left, right):
+            cv2.imwrite(str(side / f"{number}.png"), noise)
+    pairs = [left, "--right", right, "--baseline", BASELINE, "--camera", CAMERA]
+    assert track(*pairs, "--output", tmp_path / "a.tum", "--json") == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert (facts["poses"], facts["bridged"], facts["statuses"]["lost"]) == (6, 2, 2)
+    assert len(read_poses(tmp_path / "a.tum")[1]) == 6
+    assert track(*pairs, "--output", tmp_path / "a.kitti") == 2
+    assert track(*pairs, "--output", tmp_path / "a.tum", "--output", tmp_path / "a.kitti", "--bridged") == 0
+    for name in ("a.tum", "a.kitti"):
+        assert len(read_poses(tmp_path / name)[1]) == 8
+        assert "not measured" in (tmp_path / name).read_text()
+    with np.load(_npz(pairs, tmp_path)) as data:
+        assert data["pose_status"].tolist() == ["ok"] * 6 + ["bridged"] * 2
+
+
+def _npz(pairs: list[object], folder: Path) -> Path:
+    assert track(*pairs, "--output", folder / "a.npz") == 0
+    return folder / "a.npz"

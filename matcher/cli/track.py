@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from matcher.cli.options import (
     CAMERA_FORMS,
@@ -25,11 +25,12 @@ from matcher.errors import ImageError, IntegrityError, UsageError
 
 if TYPE_CHECKING:
     from matcher.cameras import Camera
-    from matcher.sequence.capture import FrameSource, TrackingLog
+    from matcher.sequence.capture import FrameSource
     from matcher.sequence.keyframe_map import KeyframeMap
     from matcher.sequence.loops import ClosedTrajectory
     from matcher.sequence.plot import Recording
     from matcher.sequence.tracker import Tracker
+    from matcher.sequence.trajectory import TrackingLog
 
 SUFFIXES = (".npz", ".tum", ".kitti", ".rrd")
 
@@ -59,7 +60,8 @@ def track(
     fps: option(
         float | None,
         metavar="FPS",
-        help="Frame rate of a folder; by default from the timestamps in its file names, else 10.",
+        help="Frame rate of a folder; by default from the times in its file names or in times.txt, "
+        "timestamps.txt, data.csv or rgb.txt there or beside it, else 10.",
     ) = None,
     frames: option(int | None, metavar="N", min=1, help="Stop after N frames.") = None,
     output: option(
@@ -71,6 +73,11 @@ def track(
     ground_truth: option(
         Path | None, metavar="FILE", help="Ground-truth poses in KITTI or TUM format to compare with."
     ) = None,
+    bridged: option(
+        bool,
+        help="Also write poses that were not measured, where tracking was lost: the motion before, "
+        "extrapolated. A comment in the file lists them.",
+    ) = False,
     plot: option(Path | None, metavar="FILE.png|.jpg|.pdf", help="Save a plot of the trajectory.") = None,
     map_dir: option(
         Path | None,
@@ -79,29 +86,15 @@ def track(
         help="Folder to create for a map of the keyframes, with loops closed; `matcher localize DIR/model "
         "PHOTOS` and --load-map DIR then localise in it. Needs the sfm extra.",
     ) = None,
-    loops: option(
-        Literal["end", "background", "inline"] | None,
-        help="When loops of --map are looked for: at the end, or also before, in a process beside tracking "
-        "or while it waits; by default in the background with --budget-ms, else at the end.",
-    ) = None,
     load_map: option(
         Path | None,
         metavar="DIR",
         help="Map of an earlier run, or a model: trajectories, plots and ground truth are then in its "
-        "coordinates.",
-    ) = None,
-    lookup: option(
-        Literal["background", "inline"] | None,
-        help="Where frames are localised in --load-map: beside tracking, or while it waits.  [default: "
-        "background]",
+        "coordinates. Tracking waits while a keyframe is localised.",
     ) = None,
     show_live: option(bool, "--show", help="Show the tracking live in the rerun viewer.") = False,
     threads: option(
-        int | None,
-        metavar="N",
-        min=1,
-        help="Number of CPU threads.  [default: all cores, but one while a process works on a map beside "
-        "tracking]",
+        int | None, metavar="N", min=1, help="Number of CPU threads.  [default: all cores]"
     ) = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -113,10 +106,6 @@ def track(
     """
     asked, outputs, stereo = {**locals()}, output or [], right is not None
     limit_threads(threads)
-    when = loops or ("end" if budget_ms is None else "background")
-    beside = (map_dir is not None and when == "background") or (load_map is not None and lookup != "inline")
-    if beside:
-        _leave_a_core(given.get("engine"))
     from matcher.sequence.capture import open_frames
     from matcher.sequence.tracker import Tracker
 
@@ -127,8 +116,6 @@ def track(
     needing |= {"--load-map": load_map}
     needing |= {"a trajectory": next((p for p in outputs if p.suffix.lower() in (".tum", ".kitti")), None)}
     for option_name, value, other, needed in (
-        ("--loops", loops, "--map DIR, the folder of the map", map_dir),
-        ("--lookup", lookup, "--load-map DIR, the map in which frames are localised", load_map),
         ("--epipolar-window", epipolar_window, "--right and --baseline, for it is of rectified pairs", right),
         ("--right", right, "--baseline METRES, the distance of the cameras of rectified pairs", baseline),
         ("--baseline", baseline, "--right, the folder of the right images", right),
@@ -138,15 +125,20 @@ def track(
     truth = _check(outputs, plot, ground_truth, needing if camera is None else {}, overwrite)
     keyframes = None
     if map_dir is not None:
-        keyframes = _keyframe_map(map_dir, pinhole, given, when, overwrite)
+        keyframes = _keyframe_map(map_dir, pinhole, given, overwrite)
     frames_in = open_frames(source, right, fps, masks)
     how = dict(camera=pinhole, baseline=baseline, budget_ms=budget_ms, epipolar_window=epipolar_window)
     tracker = Tracker(keyframe_map=keyframes, **how, **given)
-    with _maps(tracker, load_map, lookup), _recordings(outputs, show_live, load_map) as recordings:
+    with _in_map(tracker, load_map), _recordings(outputs, show_live, load_map) as recordings:
         log, failures, ended = _follow(frames_in, tracker, frames, stereo, recordings)
-        _finish_in_map(tracker, log, recordings, in_map=load_map is not None, wait=ended is None)
+        late = tracker.late_poses_in_map()
+        log.complete(late)
+        for recording in recordings:
+            recording.complete(late)
+        log.in_map = load_map is not None
+        log.localized, log.problem = tracker.localized_in_map, tracker.problem
     try:
-        _finish(log, tracker, truth, stereo, outputs, plot, as_json)
+        _finish(log, tracker, truth, stereo, outputs, bridged, plot, as_json)
     except OSError:  # a full disk
         if tracker.keyframe_map is not None:
             _say_kept(tracker.keyframe_map)
@@ -155,32 +147,13 @@ def track(
     return ended if ended is not None else PARTIAL if failures else 0
 
 
-def _leave_a_core(engine: str | None) -> None:
-    """Where a process will work on a map beside tracking, see that it has a core; before torch is imported.
-
-    The tracker does so frame by frame; ONNX Runtime keeps the number of threads that it begins with. A number
-    that the user gave is kept, and what it does is said.
-    """
-    from matcher.processes import compute_threads, threads_are_given, usable_cores
-
-    cores = usable_cores()
-    if not threads_are_given():
-        if engine == "onnx":
-            limit_threads(max(1, cores - 1))
-    elif (given := compute_threads()) >= cores > 1:
-        say(
-            f"note: {given} threads on {cores} cores leave none to the process beside tracking, so single "
-            f"frames may take several times as long; --threads {cores - 1} leaves it one"
-        )
-
-
 def _check(
     outputs: list[Path], plot: Path | None, truth: Path | None, needing: dict[str, Any], overwrite: bool
 ) -> tuple[Any, Any] | None:
     """The true poses; refuses, before any work, outputs that cannot be written and what needs a camera."""
     from matcher.files import check_output
-    from matcher.sequence.capture import read_poses
     from matcher.sequence.plot import PLOT_SUFFIXES
+    from matcher.sequence.trajectory import read_poses
 
     for path in outputs:
         check_output(path, SUFFIXES, overwrite=overwrite)
@@ -200,7 +173,7 @@ def _follow(
     Returns:
         What was tracked, frames that could not be read, and the exit code where tracking was ended.
     """
-    from matcher.sequence.capture import TrackingLog
+    from matcher.sequence.trajectory import TrackingLog
 
     log, failures, ended = TrackingLog(), 0, None
     try:
@@ -270,22 +243,22 @@ def _finish(
     truth: tuple[Any, Any] | None,
     stereo: bool,
     outputs: list[Path],
+    bridged: bool,
     plot: Path | None,
     as_json: bool,
 ) -> None:
     """Measure, write and print."""
     from matcher.files import write_output
-    from matcher.sequence.capture import write_trajectory
     from matcher.sequence.plot import plot_trajectory
 
-    rows, stamps, poses = log.trajectory()
+    rows, _, poses = log.trajectory()
     compared = None if truth is None else log.compared_with(*truth, with_scale=not stereo)
     for path in outputs:
         if path.suffix.lower() == ".npz":
             write_output(path, log.as_npz())
         elif path.suffix.lower() != ".rrd":
             _need_poses(log, poses)
-            write_trajectory(path, stamps, poses, frames=len(log))
+            log.write(path, bridged=bridged)
     facts = as_object(log, tracker, len(rows), compared)
     if plot is not None:
         _need_poses(log, poses)
@@ -316,6 +289,7 @@ def as_object(
         "frames": len(log),
         "statuses": log.counts(),
         "poses": poses,
+        "bridged": len(log.trajectory(bridged=True)[0]) - poses,
         **({"in_map": True} if log.in_map else {}),
         "mean_track_length": round(log.mean_track_length(), 3),
         "choice": None if choice is None else {**vars(choice), "text": str(choice)},
@@ -331,7 +305,8 @@ def summary_of(facts: dict[str, Any]) -> str:
     """The same as readable lines."""
     statuses = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in facts["statuses"].items())
     lines = [
-        f"{facts['frames']} frames ({statuses}), {facts['poses']} with a pose",
+        f"{facts['frames']} frames ({statuses}), {facts['poses']} with a measured pose"
+        + (f", {facts['bridged']} with an extrapolated one" if facts["bridged"] else ""),
         f"mean length of tracks over two or more frames: {facts['mean_track_length']:.2f} frames",
     ]
     if facts.get("in_map"):
@@ -368,13 +343,10 @@ def _need_poses(log: TrackingLog, poses: Any) -> None:
 # Maps: one that the command makes, and one that it is localised in.
 
 
-def _keyframe_map(
-    folder: Path, camera: Camera, given: dict[str, Any], when: str, overwrite: bool
-) -> KeyframeMap:
+def _keyframe_map(folder: Path, camera: Camera, given: dict[str, Any], overwrite: bool) -> KeyframeMap:
     """What collects the keyframes of a map."""
     from matcher.export.colmap import import_pycolmap
-    from matcher.sequence.frames import KEPT
-    from matcher.sequence.keyframe_map import KeyframeMap
+    from matcher.sequence.keyframe_map import KEPT, KeyframeMap
 
     if (folder / KEPT).is_file() and not overwrite:
         raise UsageError(
@@ -383,41 +355,20 @@ def _keyframe_map(
         )
     import_pycolmap()
     options = {name: value for name, value in given.items() if name != "match_threshold"}
-    return KeyframeMap(folder, camera, loops=when, overwrite=overwrite, **options)
+    return KeyframeMap(folder, camera, overwrite=overwrite, **options)
 
 
 @contextmanager
-def _maps(tracker: Tracker, load_map: Path | None, lookup: str | None) -> Iterator[None]:
-    """Load a map where one is given; end what runs beside tracking."""
+def _in_map(tracker: Tracker, load_map: Path | None) -> Iterator[None]:
+    """Load a map where one is given, and close it at the end."""
     try:
         if load_map is not None:
-            tracker.load_map(load_map, timing=lookup or "background")
+            tracker.load_map(load_map)
         yield
         if tracker.problem is not None:
-            complain(f"beside tracking: {tracker.problem}")
+            complain(f"in the map: {tracker.problem}")
     finally:
         tracker.unload_map()
-        if tracker.keyframe_map is not None:
-            tracker.keyframe_map.close()
-
-
-def _finish_in_map(
-    tracker: Tracker, log: TrackingLog, recordings: list[Recording], *, in_map: bool, wait: bool
-) -> None:
-    """Wait for frames that are still to be localised, and take their poses in; Ctrl-C keeps what is known."""
-    if wait and (waiting := tracker.waiting_in_map):
-        say(f"waiting until up to {waiting} more frames are localised in the map; Ctrl-C ends that")
-    try:
-        if wait:
-            tracker.finish_in_map()
-    except KeyboardInterrupt:
-        say("stopped waiting for the map")
-    late = tracker.late_poses_in_map()
-    log.complete(late)
-    for recording in recordings:
-        recording.complete(late)
-    log.in_map = in_map
-    log.localized, log.problem = tracker.localized_in_map, tracker.problem
 
 
 def _save_map(tracker: Tracker, *, terminated: bool, outputs: list[Path]) -> None:
@@ -442,7 +393,7 @@ def _save_map(tracker: Tracker, *, terminated: bool, outputs: list[Path]) -> Non
 
 
 def _say_kept(keyframes: KeyframeMap) -> None:
-    from matcher.sequence.frames import KEPT
+    from matcher.sequence.keyframe_map import KEPT
 
     again = f"`matcher track {keyframes.folder} --map {keyframes.folder}`"
     try:
@@ -464,7 +415,7 @@ def _is_unfinished(source: str, folder: Path | None) -> bool:
     Raises:
         UsageError: it is the map that is to be made, and nothing is left to do in it or nothing was kept.
     """
-    from matcher.sequence.frames import KEPT
+    from matcher.sequence.keyframe_map import KEPT
     from matcher.sequence.loops import MODEL
 
     if folder is None or os.path.realpath(source) != os.path.realpath(folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
@@ -17,46 +18,44 @@ from matcher.loading import open_pipeline, takes
 from matcher.match.network import with_layers
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions, refuse_second_pass
-from matcher.refine import ImagePyramid
+from matcher.refine import ImagePyramid, refine_matches
 from matcher.sequence.frames import (
-    AdaptiveContrast,
     Clock,
     FrameLinks,
     FrameResult,
     FrameStatus,
-    Guide,
-    Latency,
+    KeptFrame,
     Relocalisation,
     StageTimes,
-    TrackIds,
+    percentiles,
 )
-from matcher.sequence.keyframe_map import KeyframeIndex, MatchPairs, TrackerMaps, verify_candidates
-from matcher.sequence.keyframes import (
-    KeptFrame,
-    KeyframeRefinement,
+from matcher.sequence.keyframe_map import MapTracking
+from matcher.sequence.linking import (
+    Guide,
     KeyframeRule,
     Linker,
+    LostTracks,
+    MatchPairs,
+    TrackIds,
     median_parallax,
+    most_similar,
     share_left,
     through,
 )
-from matcher.sequence.pose_tracking import LostTracks, PoseTracker
+from matcher.sequence.pose_tracking import PoseTracker
 from matcher.sequence.stereo import complete_partners, partners, within
 from matcher.types import Estimator, Features, Image, Matches
 from matcher.verify.estimation import RobustEstimator
 
 if TYPE_CHECKING:
     from matcher.sequence.keyframe_map import KeyframeMap
-
-
-# --- pipelines: A tracker's settings and pipelines: the one it is given, and less of it for neighbouring
-# frames.
+    from matcher.sequence.loops import ClosedTrajectory
 
 # Tracks and poses live on matches that are right, not on many; single pairs do with less.
-BASELINES = (1e-6, 1e6)  # in the unit of the poses, such as metres
-WINDOWS = (1e-3, 1e6)  # pixels
 MATCH_THRESHOLD = 0.2
-NEIGHBOUR_ITERATIONS = 10  # of Sinkhorn, the last time
+
+
+# --- The pipeline, and less of it for neighbouring frames.
 
 
 def tracking_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
@@ -89,17 +88,12 @@ def _need_fundamental(kind: str) -> None:
 
 
 def for_neighbours(pipeline: Pipeline) -> Pipeline:
-    """The pipeline with what neighbouring frames need: the first half of its layers, all points, a rough
-    assignment.
+    """The pipeline with what neighbouring frames need: half of its layers, all points, a rough assignment.
 
-    With earlier weights, 512 points and one driving sequence (26 frames of kitti_mini), 2, 3, 4 and all 6
-    layers gave tracks of 4.48, 4.43, 4.44 and 4.41 frames, 95.8 to 96.0 % of the links being right; a rough
-    assignment instead of one to its tolerance changed tracks by .01 frames.
+    Ten Sinkhorn iterations and half of the layers gave tracks as long, and links as right, as all.
     """
     layers = (pipeline.layers + 1) // 2
-    return replace(
-        pipeline, matcher=with_layers(pipeline.matcher, layers, NEIGHBOUR_ITERATIONS, pruning=False)
-    )
+    return replace(pipeline, matcher=with_layers(pipeline.matcher, layers, 10, pruning=False))
 
 
 def link_estimator(estimator: Estimator) -> Estimator:
@@ -109,29 +103,6 @@ def link_estimator(estimator: Estimator) -> Estimator:
     ones cost a tenth of a frame's time and improve neither links nor odometry (measurements/sequences.md).
     """
     return replace(estimator, adjusted=False) if isinstance(estimator, RobustEstimator) else estimator
-
-
-def check_settings(
-    baseline: float | None, budget_ms: float | None, window: int, epipolar_window: float | None
-) -> None:
-    """Refuse numbers that a tracker cannot use.
-
-    Raises:
-        UsageError: one of them.
-    """
-    given = (
-        ("baseline", baseline, BASELINES),
-        ("budget_ms", budget_ms, BUDGETS),
-        ("epipolar_window", epipolar_window, WINDOWS),
-    )
-    for name, value, limits in given:
-        if value is not None:
-            check_number(value, name, *limits)
-    if type(window) is not int or window < 2:
-        raise UsageError(f"window must be a whole number of at least 2 keyframes, not {window!r}")
-
-
-# --- extraction: From images to features, frame by frame, within a time budget.
 
 
 class FrameExtractor:
@@ -146,7 +117,7 @@ class FrameExtractor:
         self.pipeline = pipeline  # for frames far apart
         self.near = for_neighbours(pipeline) if budget_ms is None else pipeline  # for neighbouring ones
         self.choice: Choice | None = None  # what the budget led to, for the frame at hand
-        self._budget_ms, self._contrast = budget_ms, AdaptiveContrast()
+        self._budget_ms = budget_ms
         self._costs: FrameCosts | None = None  # of the pipeline as it came
         self._planned: Choice | None = None
         self._pace, self._new = Pace(), False
@@ -172,12 +143,38 @@ class FrameExtractor:
         if self._decided or not len(self.extract(images[:1])[0]):
             return images
         self._decided = True
-        if self._budget_ms is None:
-            self.pipeline = _of_one_size(self.pipeline, images[0])
+        if self._budget_ms is None:  # all images are resized as this one was
+            config = self.pipeline.config.extractor
+            reduced = images[0].is_reduced(config.resize)
+            resize = max(images[0].pixels.shape[:2]) if reduced else config.resize
+            config = replace(self.pipeline.config, extractor=config.of_size(resize))
+            self.pipeline = replace(self.pipeline, config=config)
             return [images[0], *(self.pipeline.read(frame) for frame in frames[1:])]
         self._costs = FrameCosts(self.pipeline, images[0], stereo=len(images) > 1)
         self._plan()
         return [self.pipeline.read(*each) for each in zip(frames, masks, strict=True)]
+
+    def extract(self, images: list[Image]) -> list[Features]:
+        """Features of each image; beyond the points that a budget allows, the weakest are left out."""
+        features = self.pipeline.extractor(images)
+        if self.choice is None:
+            return features
+        return [strongest(found, self.choice.max_keypoints) for found in features]
+
+    def within_budget(self, features: list[Features], spent: Mapping[str, float]) -> list[Features]:
+        """The features that the rest of the frame has time for, the strongest; `near` matches them.
+
+        Args:
+            features: of the frame's images.
+            spent: on it so far, milliseconds: `extract`, and `total`.
+        """
+        if self.choice is None or self._new:  # the first extraction of a size is slower
+            return features
+        choice = self._costs.rest(self.choice, spent["total"], spent["extract"])
+        if choice is self.choice:
+            return features
+        self._use(choice)
+        return [strongest(found, choice.max_keypoints) for found in features]
 
     def took(self, milliseconds: float) -> None:
         """Plan anew for the next frames, where the last ones took longer, or no longer take longer."""
@@ -197,61 +194,23 @@ class FrameExtractor:
         self.choice = choice
         self.pipeline = self.near = limited(self._costs.pipeline, choice)
 
-    def within_budget(self, features: list[Features], spent: Mapping[str, float]) -> list[Features]:
-        """The features that the rest of the frame has time for, the strongest; `near` matches them.
 
-        Args:
-            features: of the frame's images.
-            spent: on it so far, milliseconds: `extract`, and `total`.
-        """
-        if self.choice is None or self._new:  # the first extraction of a size is slower
-            return features
-        choice = self._costs.rest(self.choice, spent["total"], spent["extract"])
-        if choice is self.choice:
-            return features
-        self._use(choice)
-        return [strongest(found, choice.max_keypoints) for found in features]
-
-    def extract(self, images: list[Image]) -> list[Features]:
-        """Features of each image; beyond the points that a budget allows, the weakest are left out."""
-        features = self._contrast.extract(self.pipeline.extractor, images)
-        if self.choice is None:
-            return features
-        return [strongest(found, self.choice.max_keypoints) for found in features]
-
-
-def _of_one_size(pipeline: Pipeline, image: Image) -> Pipeline:
-    """The pipeline that resizes all images as it has resized this one."""
-    config = pipeline.config.extractor
-    resize = max(image.pixels.shape[:2]) if image.is_reduced(config.resize) else config.resize
-    return replace(pipeline, config=replace(pipeline.config, extractor=config.of_size(resize)))
-
-
-# --- local_map: The local map: the last frame, the keyframes and the tracks, and how a new frame joins
-# them.
-
-CLOSE = 40.0  # baselines; the depths of nearer points show how far the camera moved
-CANDIDATES = 3  # keyframes that a lost frame is compared with
+# --- The last frame, the keyframes and the tracks, and how a new frame joins them.
 
 
 class LocalMap:
     """The last frame, the keyframes and the tracks; bounded by the window of keyframes."""
 
     def __init__(
-        self,
-        linker: Linker,
-        poses: PoseTracker,
-        window: int,
-        rule: KeyframeRule,
-        baseline: float | None,
-        refinement: KeyframeRefinement,
+        self, linker: Linker, poses: PoseTracker, window: int, rule: KeyframeRule, baseline: float | None
     ) -> None:
-        self.linker, self.poses, self.index = linker, poses, KeyframeIndex()
-        self._refinement = refinement
+        self.linker, self.poses = linker, poses
         self.keyframes: deque[KeptFrame] = deque(maxlen=window)
         self.previous: KeptFrame | None = None
         self._keyframe: KeptFrame | None = None
-        self._close = None if baseline is None else CLOSE * baseline
+        self._refined: KeptFrame | None = None  # the keyframe that the last frame was refined against
+        # The depths of points nearer than 40 baselines show how far the camera moved (Mur-Artal and Tardós).
+        self._close = None if baseline is None else 40 * baseline
         self._rule, self._tracks, self._missing = rule, TrackIds(), LostTracks()
         self._guide: Guide | None = None
 
@@ -262,22 +221,21 @@ class LocalMap:
         previous, keyframe = self.previous, self._keyframe
         if previous is None:
             return "first", None, None
-        to_previous, self._guide = self.linker.verify(previous, current, matches)
+        to_previous, self._guide = self.linker.link(previous, current, matches.indices, matches.scores)
         if keyframe is previous:
             to_keyframe = to_previous
         else:
-            to_keyframe = self.linker.complete(keyframe, current, through(keyframe, previous, to_previous))
+            to_keyframe, _ = self.linker.link(keyframe, current, through(keyframe, previous, to_previous))
             if not to_keyframe.consistent.any():
                 direct = match([(keyframe.features, current.features)])[0]
-                to_keyframe, _ = self.linker.verify(keyframe, current, direct)
+                to_keyframe, _ = self.linker.link(keyframe, current, direct.indices, direct.scores)
         if to_keyframe.consistent.any():
             return "tracked", to_previous, to_keyframe
         if to_previous.consistent.any():  # the keyframe is out of sight before another was made
             self._keep(previous)
             return "tracked", to_previous, to_previous
         others = [kept for kept in self.keyframes if kept is not keyframe and kept is not previous]
-        likely = self.index.candidates(current, others, CANDIDATES)
-        if (found := verify_candidates(match, self.linker, current, likely)) is not None:
+        if (found := self.linker.best(match, current, most_similar(current, others, 3))) is not None:
             self._keyframe = found[0]
             return "tracked", to_previous, found[1]
         return "lost", to_previous, None
@@ -287,7 +245,7 @@ class LocalMap:
     ) -> np.ndarray:
         """Give the points their track ids; returns their lengths."""
         offers = [
-            (earlier.track_ids, links.indices[links.consistent])
+            (earlier.track_ids, links.inliers)
             for earlier, links in ((self.previous, to_previous), (self._keyframe, to_keyframe))
             if links is not None
         ]
@@ -299,10 +257,22 @@ class LocalMap:
             self._missing.update(self.previous, current, to_previous, self._guide)
         return lengths
 
-    def refine(self, current: KeptFrame, links: FrameLinks | None) -> None:
-        """Refine the points of the frame against the keyframe that the links lead to."""
-        if links is not None:
-            self._refinement.refine(self._keyframe, current, links)
+    def refine(self, current: KeptFrame, links: FrameLinks, pipeline: Pipeline) -> None:
+        """Move the points of the frame that consistent links join to the keyframe, where that is reliable.
+
+        The reference of a point is the keyframe, not the frame before, so that errors do not add up.
+        """
+        keyframe = self._keyframe
+        if pipeline.config.refine is None or keyframe.pyramid is None or current.pyramid is None:
+            return
+        if self._refined is not None and self._refined is not keyframe:
+            self._refined.pyramid.release()
+        self._refined, rows = keyframe, links.inliers
+        points = keyframe.keypoints[rows[:, 0]], current.keypoints[rows[:, 1]]
+        matches = Matches(rows, *points, links.scores[links.consistent])
+        refined = refine_matches(keyframe.pyramid, current.pyramid, matches, pipeline.config.refine)
+        accepted = refined.refinement.accepted
+        current.keypoints[rows[accepted, 1]] = refined.points1[accepted]
 
     def place(self, current: KeptFrame, status: FrameStatus, links: FrameLinks | None) -> dict[str, object]:
         """Pose of the frame and whether it becomes a keyframe: fields of its result."""
@@ -342,10 +312,7 @@ class LocalMap:
         self.keyframes.append(frame)
 
 
-# --- tracker: The tracker: frames go in one by one; tracks, keyframes, poses and depths come out.
-
-
-class Tracker(TrackerMaps):
+class Tracker:
     """Tracks keypoints through a sequence of frames and, with a camera, estimates its poses.
 
     >>> import matcher, numpy as np
@@ -360,7 +327,7 @@ class Tracker(TrackerMaps):
     network's layers, which is enough for views this close; links to the keyframe follow from the tracks and a
     guided search, and linked points are refined against the keyframe's on the images. Blank, dropped and late
     frames are skipped. When tracking is lost, the keyframes still held are tried with all layers; if none
-    fits, new tracks begin and the last motion is extrapolated.
+    fits, new tracks begin and the last motion is extrapolated (`pose_status` "bridged").
     """
 
     def __init__(
@@ -401,18 +368,27 @@ class Tracker(TrackerMaps):
             UsageError: a value that cannot be used, another geometry, a camera with distortion, or a preset
                 without keypoints.
         """
-        check_settings(baseline, budget_ms, window, epipolar_window)
+        for name, value, limits in (
+            ("baseline", baseline, (1e-6, 1e6)),  # in the unit of the poses, such as metres
+            ("budget_ms", budget_ms, BUDGETS),
+            ("epipolar_window", epipolar_window, (1e-3, 1e6)),
+        ):
+            if value is not None:
+                check_number(value, name, *limits)
+        if type(window) is not int or window < 2:
+            raise UsageError(f"window must be a whole number of at least 2 keyframes, not {window!r}")
         pipeline = tracking_pipeline(preset, options)
         self._frames = FrameExtractor(pipeline, budget_ms)
         self.camera = camera = None if camera is None else as_camera(camera)
-        self.baseline, self.budget_ms = baseline, budget_ms
-        self._window, self._clock, self._latency = epipolar_window, Clock(), Latency()
+        self.baseline, self.budget_ms, self.keyframe_map = baseline, budget_ms, keyframe_map
+        self._window, self._clock = epipolar_window, Clock()
+        self._times: deque[dict[str, float]] = deque(maxlen=512)  # milliseconds of the last frames
         estimation = pipeline.config.estimation
         linker = Linker(link_estimator(pipeline.estimator), estimation.max_epipolar_error, guided)
         poses = PoseTracker(camera, measured=baseline is not None, estimation=estimation)
-        refinement = KeyframeRefinement(pipeline.config.refine)
-        self._map = LocalMap(linker, poses, window, rule, baseline, refinement)
-        self._count, self._watch, self.keyframe_map = 0, StageTimes(), keyframe_map
+        self._map = LocalMap(linker, poses, window, rule, baseline)
+        self._in_map: MapTracking | None = None
+        self._count, self._watch = 0, StageTimes()
 
     @property
     def pipeline(self) -> Pipeline:
@@ -443,11 +419,11 @@ class Tracker(TrackerMaps):
 
     def latency(self) -> dict[str, dict[str, float]]:
         """Stage → p50, p95, p99 and max in milliseconds, over the last 512 frames that were not skipped."""
-        return self._latency.percentiles()
+        return percentiles(self._times)
 
     def forget_latency(self) -> None:
         """Start the percentiles afresh, for example after the first frames, which are slower."""
-        self._latency = Latency()
+        self._times.clear()
 
     def push(
         self, frame: ImageInput | None, timestamp: float | None = None, *, mask: Mask | None = None
@@ -464,8 +440,7 @@ class Tracker(TrackerMaps):
             ImageError: the image cannot be read; the tracker is unchanged, so None may be pushed instead.
             UsageError: an array or a timestamp that cannot be used; likewise.
         """
-        with self._for_a_frame():
-            return self._push(frame, None, timestamp, mask)
+        return self._push(frame, None, timestamp, mask)
 
     def push_stereo(
         self,
@@ -483,13 +458,10 @@ class Tracker(TrackerMaps):
         Raises:
             ImageError: also where the images differ in size.
         """
-        if left is None or right is None:
-            return self.push(None, timestamp)
-        with self._for_a_frame():
-            return self._push(left, right, timestamp, mask)
+        return self._push(left if right is not None else None, right, timestamp, mask)
 
     def relocalise(
-        self, frame: ImageInput, candidates: int = CANDIDATES, *, mask: Mask | None = None
+        self, frame: ImageInput, candidates: int = 3, *, mask: Mask | None = None
     ) -> Relocalisation:
         """Find the keyframe that shows the same place as an image; the tracker is unchanged.
 
@@ -502,14 +474,67 @@ class Tracker(TrackerMaps):
         """
         image = self.pipeline.read(frame, mask)
         kept = self._kept(self._frames.extract([image])[0], image)
-        likely = self._map.index.candidates(kept, self._map.keyframes, candidates)
+        likely = most_similar(kept, self._map.keyframes, candidates)
         tried = tuple(keyframe.index for keyframe in likely)
-        found = verify_candidates(self.pipeline.match_features_batch, self._map.linker, kept, likely)
+        found = self._map.linker.best(self.pipeline.match_features_batch, kept, likely)
         if found is None:
             return Relocalisation(None, tried, keypoints=kept.keypoints)
         keyframe, links = found
         T, world = self._map.poses.relative(keyframe, kept, links)
         return Relocalisation(keyframe.index, tried, links, kept.keypoints, T, world)
+
+    def save_map(self, *, close_loops: bool = True) -> ClosedTrajectory:
+        """Make the map of the keyframes so far, to be localised in and loaded by a later run.
+
+        Arguments and errors as of `KeyframeMap.finish`.
+
+        Raises:
+            UsageError: also where the tracker has no `keyframe_map`.
+        """
+        if self.keyframe_map is None:
+            raise UsageError(
+                "the keyframes were not kept: Tracker(camera=C, keyframe_map=matcher.KeyframeMap(FOLDER, C))"
+            )
+        return self.keyframe_map.finish(close_loops=close_loops)
+
+    def load_map(self, folder: str | Path, **options: Unpack[LoadOptions]) -> None:
+        """Follow in a map that exists: from now on `FrameResult.map_from_cam` is the pose in it, once known.
+
+        Keyframes are localised in it while tracking waits, and every frame until the first is; the others
+        follow by tracking.
+
+        Args:
+            folder: of `save_map`, or any model that `Map.open` takes.
+            options: of `Map.open`.
+
+        Raises:
+            UsageError: no camera, or no map; as of `Map.open`.
+            IntegrityError: as of `Map.open`.
+        """
+        self.unload_map()
+        if self.camera is None:
+            raise UsageError("a map needs poses, and poses need a camera: Tracker(camera=matcher.Camera(…))")
+        self._in_map = MapTracking(folder, measured=self.baseline is not None, **options)
+
+    def unload_map(self) -> None:
+        """Stop following in a map."""
+        if self._in_map is not None:
+            self._in_map.close()
+        self._in_map = None
+
+    @property
+    def localized_in_map(self) -> int:
+        """Frames that were localised in the loaded map."""
+        return 0 if self._in_map is None else self._in_map.localized
+
+    def late_poses_in_map(self) -> dict[int, np.ndarray]:
+        """map_from_cam (4, 4) by frame, known by now, of frames whose `FrameResult` has none."""
+        return {} if self._in_map is None else self._in_map.late_poses()
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing more is found in the loaded map, None where all is well."""
+        return None if self._in_map is None else self._in_map.problem
 
     def _push(
         self,
@@ -518,29 +543,31 @@ class Tracker(TrackerMaps):
         timestamp: float | None,
         mask: Mask | None,
     ) -> FrameResult:
-        self._watch = StageTimes()
+        self._watch = watch = StageTimes()
         if frame is None:
             return self._pass_over("dropped", timestamp)
-        with self._watch.timed("read"):
+        with watch.timed("read"):
             images = self._frames.read([frame] if right is None else [frame, right], mask)
         if not self._clock.accepts(timestamp):
             return self._pass_over("out_of_order", timestamp, images[0].size)
-        with self._watch.timed("extract"):
+        with watch.timed("extract"):
             features = self._frames.extract(images)
         if len(features[0]) == 0:
             return self._pass_over("blank", timestamp, images[0].size)
-        features = self._frames.within_budget(features, self._watch.milliseconds())
+        features = self._frames.within_budget(features, watch.milliseconds())
         current, *others = map(self._kept, features, images)
-        with self._watch.timed("match"):
+        with watch.timed("match"):
             earlier, pair = self._match(features)
-        with self._watch.timed("verify"):
+        with watch.timed("verify"):
             match = self.pipeline.match_features_batch
             status, to_previous, to_keyframe = self._map.link(current, earlier, match)
             lengths = self._map.identify(current, to_previous, to_keyframe)
-        self._refine(current, to_keyframe)
-        with self._watch.timed("verify"):
+        if current.pyramid is not None and to_keyframe is not None:
+            with watch.timed("refine"):
+                self._map.refine(current, to_keyframe, self.pipeline)
+        with watch.timed("verify"):
             partner = self._look_right(current, others, images, pair)
-        with self._watch.timed("pose"):
+        with watch.timed("pose"):
             found = self._map.place(current, status, to_keyframe)
         self._map.close(current)
         self._count += 1
@@ -560,13 +587,17 @@ class Tracker(TrackerMaps):
             depths=current.depths.copy() if np.isfinite(current.depths).any() else None,
             **found,
         )
-        return self._timed(self._mapped(result, frame, mask))
-
-    def _timed(self, result: FrameResult) -> FrameResult:
-        """The result, from whose time the next plan learns."""
-        self._latency.add(result.milliseconds)
-        self._frames.took(result.milliseconds["total"])
-        return result
+        if self.keyframe_map is not None:
+            with watch.timed("map"):
+                self.keyframe_map.add(result, frame, mask=mask)
+        if self._in_map is not None:
+            with watch.timed("map"):
+                pose = self._in_map.follow(result, frame, mask=mask, alpha_mask=self.pipeline.alpha_mask)
+            result = replace(result, map_from_cam=pose)
+        spent = watch.milliseconds()
+        self._times.append(spent)
+        self._frames.took(spent["total"])
+        return replace(result, milliseconds=spent)
 
     def _kept(self, features: Features, image: Image) -> KeptFrame:
         pyramid = None if self.pipeline.config.refine is None else ImagePyramid.of(image)
@@ -580,18 +611,13 @@ class Tracker(TrackerMaps):
         found = self._frames.near.match_features_batch(pairs)
         return (None if previous is None else found[0]), (found[-1] if has_right else None)
 
-    def _refine(self, current: KeptFrame, links: FrameLinks | None) -> None:
-        if current.pyramid is not None:
-            with self._watch.timed("refine"):
-                self._map.refine(current, links)
-
     def _look_right(
         self, current: KeptFrame, others: list[KeptFrame], images: list[Image], pair: Matches | None
     ) -> np.ndarray | None:
         """Where the right image shows the keypoints, verified and searched; sets their depths."""
         if pair is None:
             return None
-        links, _ = self._map.linker.verify(current, others[0], pair)
+        links, _ = self._map.linker.link(current, others[0], pair.indices, pair.scores)
         right = partners(current.keypoints, others[0].keypoints, links)
         if self._map.linker.guided:
             right = complete_partners((images[0], images[1]), current.keypoints, right)
@@ -606,4 +632,5 @@ class Tracker(TrackerMaps):
     ) -> FrameResult:
         """The result of a skipped frame; the next one is linked to the last frame that was tracked."""
         self._count += 1
-        return FrameResult.skipped(self._count - 1, timestamp, status, size, self._watch.milliseconds())
+        spent = self._watch.milliseconds()
+        return FrameResult.skipped(self._count - 1, timestamp, status, size, milliseconds=spent)

@@ -15,7 +15,7 @@ from matcher.cameras import as_camera
 from matcher.cli import main
 from matcher.collection.pairs import read_pairs
 from matcher.errors import MatcherError, UsageError
-from matcher.sequence.capture import read_poses
+from matcher.sequence.trajectory import read_poses
 from matcher.types import Features
 from matcher.weights.files import load_model, save_model
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from matcher.cameras import Camera, read_cameras
 from matcher.errors import UsageError
 from matcher.poses import read_named_poses
-from matcher.sequence.capture import read_poses
+from matcher.sequence.trajectory import read_poses
 from matcher.train.recipe import read_recipe, shipped_recipe
 
 pytestmark = pytest.mark.promise(4)

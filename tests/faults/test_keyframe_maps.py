@@ -62,7 +62,7 @@ def loaded(folder: Path, walls) -> tuple[str, np.ndarray | None]:
     tracker = matcher.Tracker("nearest", CAMERA, baseline=BASELINE, **FAST)
     begun, pose = time.process_time(), None
     try:
-        tracker.load_map(folder, timing="inline")
+        tracker.load_map(folder)
         pose = tracker.push_stereo(picture(walls, 0.4), picture(walls, 0.4 + BASELINE)).map_from_cam
         said = tracker.problem or ""
     except (IntegrityError, UsageError) as error:
@@ -265,7 +265,7 @@ def test_the_commands_end_with_a_clear_error(folder, walls, tmp_path, capfd, tri
         ],
         "track": [
             *(tmp_path / "frames", "--camera", CAMERA_TEXT, "--preset", "nearest", "--max-keypoints", 200),
-            *("--load-map", folder, "--lookup", "inline", "--output", tmp_path / "t.tum"),
+            *("--load-map", folder, "--output", tmp_path / "t.tum"),
         ],
     }
     for command, rest in words.items():

@@ -1,0 +1,338 @@
+"""Trajectories: TUM and KITTI files, the record of a run, and errors against true poses."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from matcher.errors import UsageError
+from matcher.files import read_given, write_whole
+from matcher.geometry import as_rotation, check_poses
+from matcher.poses import kitti_lines, tum_lines
+from matcher.sequence.frames import FrameResult
+
+_NUMBERS = "12 numbers (KITTI) or 8 (TUM) in every line"
+
+
+# --- Files of poses.
+
+
+def write_trajectory(
+    path: Path,
+    timestamps: Sequence[float],
+    poses: Sequence[np.ndarray],
+    *,
+    frames: int,
+    bridged: Sequence[bool] = (),
+) -> None:
+    """In the form of TUM (.tum), or of KITTI (.kitti): 12 numbers, 3×4, a line for each of `frames` frames.
+
+    Args:
+        path: the file, which is replaced.
+        timestamps: (N,) seconds.
+        poses: N world_from_cam (4, 4).
+        frames: of the sequence.
+        bridged: (N,) whether a pose is extrapolated instead of measured; a comment then lists those that are.
+
+    Raises:
+        UsageError: KITTI's lines have no times, and a frame has no pose.
+        OSError: the file cannot be written.
+    """
+    guessed = [row for row, guess in enumerate(bridged) if guess]
+    if path.suffix.lower() != ".kitti":
+        lines, names = tum_lines(timestamps, poses), [f"{timestamps[row]:.6f}" for row in guessed]
+    elif len(poses) < frames:
+        raise UsageError(
+            f"{path}: KITTI's lines have no times, and {frames - len(poses)} of {frames} frames have no "
+            "measured pose; use .tum"
+        )
+    else:
+        lines, names = kitti_lines(poses), [str(row) for row in guessed]
+    comment = [f"# extrapolated, not measured: {' '.join(names)}"] if names else []
+    write_whole(path, "".join(f"{line}\n" for line in [*comment, *lines]).encode())
+
+
+def write_tum(path: str | Path, timestamps: Sequence[float], poses: Sequence[np.ndarray]) -> None:
+    """A comment, and a line per pose: `t x y z qx qy qz qw`, in the order of the frames.
+
+    Args:
+        path: the file, which is replaced.
+        timestamps: (N,) seconds.
+        poses: N world_from_cam (4, 4).
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    write_whole(path, "".join(f"{line}\n" for line in tum_lines(timestamps, poses)).encode())
+
+
+def read_poses(path: str | Path) -> tuple[np.ndarray | None, np.ndarray]:
+    """Poses world_from_cam from a file of KITTI (12 numbers per line, 3×4) or TUM (8 numbers).
+
+    Returns:
+        timestamps (N,) or None (KITTI has none), and poses (N, 4, 4).
+
+    Raises:
+        UsageError: the file cannot be read or holds something else.
+    """
+    try:
+        text = read_given(path).decode("utf-8")
+        rows = [line.split() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+        if wrong := [len(row) for row in rows if len(row) not in (8, 12)]:
+            raise ValueError(f"a pose file has {_NUMBERS}, not {wrong[0]}")
+        values = np.array([[float(word) for word in row] for row in rows])
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read as poses ({error})") from error
+    if values.ndim != 2 or not np.isfinite(values).all():
+        raise UsageError(f"{path}: a pose file has {_NUMBERS}")
+    poses = np.tile(np.eye(4), (len(values), 1, 1))
+    try:
+        if values.shape[1] == 12:
+            poses[:, :3] = values.reshape(-1, 3, 4)
+        else:
+            poses[:, :3, :3] = as_rotation(values[:, 4:])
+            poses[:, :3, 3] = values[:, 1:4]
+        check_poses(poses)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error
+    return (values[:, 0] if values.shape[1] == 8 else None), poses
+
+
+# --- Errors.
+
+
+@dataclass(frozen=True)
+class SegmentError:
+    """Mean error over all segments of one length."""
+
+    length: float  # metres along the true path
+    count: int  # segments
+    translation: float  # share of the length
+    rotation: float  # degrees per metre
+
+
+def path_length(poses: np.ndarray) -> np.ndarray:
+    """(N,) distance travelled up to each pose (N, 4, 4)."""
+    steps = np.linalg.norm(np.diff(poses[:, :3, 3], axis=0), axis=1)
+    return np.concatenate([[0.0], np.cumsum(steps)])
+
+
+def segment_errors(
+    ground_truth: np.ndarray, found: np.ndarray, lengths: Sequence[float] = (10, 20, 40)
+) -> list[SegmentError]:
+    """Relative errors as in KITTI's odometry benchmark (Geiger et al. 2012), of segments from every frame.
+
+    Args:
+        ground_truth: (N, 4, 4) camera to world, metres.
+        found: (N, 4, 4) of the same frames, in any world frame.
+        lengths: of the segments in metres of the true path; those longer than the path are left out, as are
+            those of a path that stands still, whose errors have no length to be divided by.
+    """
+    travelled, errors, rounding = path_length(ground_truth), [], 1e-6
+    for length in (each for each in lengths if each > rounding):
+        rows = []
+        for start in range(len(ground_truth)):
+            end = int(np.searchsorted(travelled, travelled[start] + length - rounding))
+            if end < len(ground_truth):
+                moved, truth = (np.linalg.inv(poses[end]) @ poses[start] for poses in (found, ground_truth))
+                error = moved @ np.linalg.inv(truth)
+                turn = np.clip((np.trace(error[:3, :3]) - 1) / 2, -1, 1)
+                rows.append((np.linalg.norm(error[:3, 3]), np.rad2deg(np.arccos(turn))))
+        if rows:
+            translation, rotation = np.mean(rows, axis=0) / length
+            errors.append(SegmentError(float(length), len(rows), float(translation), float(rotation)))
+    return errors
+
+
+def align(ground_truth: np.ndarray, found: np.ndarray, *, with_scale: bool) -> np.ndarray:
+    """The found poses (N, 4, 4) in the frame of the true ones: the first frames are made equal.
+
+    With `with_scale` the path is also scaled so that the positions fit best, which one camera cannot know.
+    """
+    local = np.linalg.inv(found[0]) @ found
+    if with_scale:
+        wanted = (np.linalg.inv(ground_truth[0]) @ ground_truth)[:, :3, 3]
+        squares = np.sum(local[:, :3, 3] ** 2)
+        local[:, :3, 3] *= np.sum(wanted * local[:, :3, 3]) / squares if squares > 0 else 1.0
+    return ground_truth[0] @ local
+
+
+def nearest_rows(stamps: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """(P,) row of the true time (T,) nearest to each stamp, −1 where none is within 20 ms."""
+    order = np.argsort(times)
+    after = np.clip(np.searchsorted(times[order], stamps), 0, len(times) - 1)
+    before = np.maximum(after - 1, 0)
+    closer = np.abs(times[order][before] - stamps) <= np.abs(times[order][after] - stamps)
+    best = order[np.where(closer, before, after)]
+    return np.where(np.abs(times[best] - stamps) <= 0.02, best, -1)
+
+
+def _different_times(stamps: np.ndarray, times: np.ndarray) -> str:
+    """Why no frame has the time of a true pose: both ranges, and the likely unit."""
+
+    def shown(values: np.ndarray) -> str:
+        return f"{values.min():.10g} to {values.max():.10g}" if len(values) else "none"
+
+    message = f"the frames are of {shown(stamps)} s, the true poses of {shown(times)}"
+    if not len(stamps):
+        return message
+    for unit, factor in (("milliseconds", 1e3), ("microseconds", 1e6), ("nanoseconds", 1e9)):
+        for what, one, other in (("true poses'", times, stamps), ("frames'", stamps, times)):
+            if one.min() / factor <= other.max() and one.max() / factor >= other.min() > 0:
+                return f"{message}: the {what} times are likely {unit}, so write them in seconds"
+    if stamps.max() < 1e6 < times.min():
+        return (
+            f"{message}: the frames' times only count them at the frame rate; files named by their time in "
+            "seconds or nanoseconds, or times.txt, timestamps.txt, data.csv or rgb.txt beside them say when "
+            "they were taken"
+        )
+    return f"{message}; check that the poses are those of this sequence"
+
+
+# --- The record of a run.
+
+
+class TrackingLog:
+    """Collects results frame by frame; 40 bytes per keypoint."""
+
+    def __init__(self) -> None:
+        self._frames: list[tuple[int, float, str, str, bool]] = []
+        self._poses: list[np.ndarray] = []
+        self._map_poses: list[np.ndarray] = []
+        self.in_map = False  # the trajectory is that in the map which was loaded
+        self.localized = 0  # frames that were localised in it; the others follow by tracking
+        self.problem: str | None = None  # why nothing more was found in a map
+        self._points: list[np.ndarray] = []  # (N, 3) float32 x, y, depth
+        self._ids: list[np.ndarray] = []
+        self._lengths: Counter[int] = Counter()
+
+    def add(self, result: FrameResult) -> None:
+        """Take in the next frame."""
+        time = np.nan if result.timestamp is None else result.timestamp
+        self._frames.append((result.index, time, result.status, result.pose_status, result.is_keyframe))
+        for column, pose in ((self._poses, result.world_from_cam), (self._map_poses, result.map_from_cam)):
+            column.append(np.full((4, 4), np.nan) if pose is None else pose)
+        depths = np.full(len(result.keypoints), np.nan) if result.depths is None else result.depths
+        self._points.append(np.column_stack([result.keypoints, depths]).astype(np.float32))
+        self._ids.append(result.track_ids)
+        self._lengths.update(result.track_ids.tolist())
+
+    def complete(self, map_poses: Mapping[int, np.ndarray]) -> None:
+        """Take in poses in the map, (4, 4) by frame, that were not known in time."""
+        for row, (index, *_) in enumerate(self._frames):
+            if index in map_poses:
+                self._map_poses[row] = map_poses[index]
+
+    def __len__(self) -> int:
+        """Frames."""
+        return len(self._frames)
+
+    def counts(self) -> dict[str, int]:
+        """How many frames had each status, and how many became keyframes."""
+        found = Counter(row[2] for row in self._frames)
+        return {**found, "keyframes": sum(row[4] for row in self._frames)}
+
+    def mean_track_length(self) -> float:
+        """Mean number of frames of a track seen in two or more; 0 without any."""
+        lengths = [length for length in self._lengths.values() if length > 1]
+        return float(np.mean(lengths)) if lengths else 0.0
+
+    def trajectory(self, *, bridged: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Frames (P,) int64 with a measured pose, their timestamps (P,) and poses (P, 4, 4) camera to world.
+
+        A frame without a timestamp has its index as one. Where `in_map` is set, poses are those in the map.
+        With `bridged`, frames at which tracking was lost are there too, with the motion before extrapolated.
+        """
+        given = self._map_poses if self.in_map else self._poses
+        known = np.array(
+            [
+                row
+                for row, (pose, frame) in enumerate(zip(given, self._frames, strict=True))
+                if np.isfinite(pose).all() and (bridged or frame[3] != "bridged")
+            ],
+            np.int64,
+        )
+        times = np.array([row[1] for row in self._frames], np.float64)
+        times = np.where(np.isfinite(times), times, np.arange(len(times)))
+        return known, times[known], np.array([given[row] for row in known]).reshape(-1, 4, 4)
+
+    def write(self, path: Path, *, bridged: bool = False) -> None:
+        """Write the trajectory by `write_trajectory`, whose errors it raises."""
+        known, times, poses = self.trajectory(bridged=bridged)
+        guessed = [self._frames[row][3] == "bridged" for row in known]
+        write_trajectory(path, times.tolist(), list(poses), frames=len(self), bridged=guessed)
+
+    def keyframe_rows(self) -> list[int]:
+        """Rows of the trajectory that are keyframes."""
+        return [row for row, index in enumerate(self.trajectory()[0].tolist()) if self._frames[index][4]]
+
+    def as_npz(self) -> bytes:
+        """An .npz file: a row per frame, and a row for each observation of a track.
+
+        frame_index, timestamp, status, pose_status, is_keyframe (F,); world_from_cam and map_from_cam
+        (F, 4, 4), NaN where there is none; observation_frame, observation_track (O,); observation_xy (O, 2);
+        observation_depth (O,). Poses of `pose_status` "bridged" are extrapolated.
+        """
+        columns = list(zip(*self._frames, strict=True)) or [()] * 5
+        points = np.concatenate(self._points) if self._points else np.zeros((0, 3), np.float32)
+        sizes = [len(ids) for ids in self._ids]
+        buffer = io.BytesIO()
+        np.savez_compressed(
+            buffer,
+            frame_index=np.array(columns[0], np.int64),
+            timestamp=np.array(columns[1], np.float64),
+            status=np.array(columns[2], np.str_),
+            pose_status=np.array(columns[3], np.str_),
+            is_keyframe=np.array(columns[4], bool),
+            world_from_cam=np.array(self._poses).reshape(-1, 4, 4),
+            map_from_cam=np.array(self._map_poses).reshape(-1, 4, 4),
+            observation_frame=np.repeat(np.arange(len(sizes)), sizes).astype(np.int64),
+            observation_track=np.concatenate(self._ids) if self._ids else np.zeros(0, np.int64),
+            observation_xy=points[:, :2],
+            observation_depth=points[:, 2],
+        )
+        return buffer.getvalue()
+
+    def compared_with(
+        self,
+        times: np.ndarray | None,
+        ground_truth: np.ndarray,
+        *,
+        with_scale: bool,
+    ) -> tuple[np.ndarray, np.ndarray, list[SegmentError]]:
+        """Estimated and true poses of the frames that have both, aligned, and the errors of segments.
+
+        Args:
+            times: (T,) seconds of the true poses; None: they are those of the frames in order.
+            ground_truth: (T, 4, 4) camera to world.
+            with_scale: one camera does not know the scale; it is fitted.
+
+        Raises:
+            UsageError: fewer than two frames have a true pose.
+        """
+        known, stamps, poses = self.trajectory()
+        if times is None:
+            rows = np.where(known < len(ground_truth), known, -1)
+        else:
+            rows = nearest_rows(stamps, times)
+        both = rows >= 0
+        if np.count_nonzero(both) < 2:
+            why = (
+                f"{len(known)} frames have a pose, and the file has {len(ground_truth)}"
+                if times is None
+                else _different_times(stamps, times)
+            )
+            raise UsageError(
+                f"{np.count_nonzero(both)} frames have an estimated and a true pose, and 2 are needed; {why}"
+            )
+        true = ground_truth[rows[both]]
+        found = align(true, poses[both], with_scale=with_scale)
+        # Of 10, 20, 40 … m while two segments of that length would fit into the path; a third of a short one.
+        total = float(path_length(true)[-1])
+        fitting = [float(length) for length in (10, 20, 40, 100, 200, 400, 800) if 1.25 * length <= total]
+        return found, true, segment_errors(true, found, fitting or [total / 3])
