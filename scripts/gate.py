@@ -5,11 +5,10 @@
     python scripts/gate.py check golden.npz   # the same again, compared; exits 1 where they differ too much
     python scripts/gate.py time OTHER_TREE    # processor time of a match here and there, in turns
     python scripts/gate.py modules            # what one match imports, enters and queues
-    python scripts/gate.py size               # lines, files, numeric constants, fields of configurations
+    python scripts/gate.py size               # lines, files, numeric constants of modules
 
-Pairs are in `assets/` and in the folder that MATCHER_DATA names. A recording holds for one processor and one
-version of torch, because bfloat16 rounds differently elsewhere, and one thread. Name the kernels, such as
-MATCHER_COMPILED=avx512_bf16: otherwise each is used only if a first trial finds it faster.
+Pairs are in `assets/` and in the folder that MATCHER_DATA names. A recording holds for one processor, version
+of torch and choice of kernels (MATCHER_COMPILED=avx512_bf16), because bfloat16 rounds differently elsewhere.
 """
 
 import argparse
@@ -29,12 +28,11 @@ import numpy as np
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 TREE, DATA = Path.cwd(), Path(os.environ.get("MATCHER_DATA", "../shared")).resolve()
 sys.path.insert(0, str(TREE))
-# Of the spellings of passes, the first that a tree takes is used.
-ONE_PASS, ALL_PASSES = ({"second_pass": False},), ({},)
-KEYPOINTS, GEOMETRY, PRECISION, COMPILED = "max_keypoints", "geometry", "precision", "MATCHER_COMPILED"
-# Stored pixels within which both points of the same match lie; the least share of recorded matches found
-# again, and of present ones that were recorded; the largest mean difference of verdicts.
-SAME_PX, LEAST_SHARE, MOST_VERDICT = 0.05, 0.999, 0.001
+import matcher  # noqa: E402 - that of the tree
+
+ONE_PASS, ALL_PASSES = {"second_pass": False}, {}
+SAME_PX = 0.05  # stored pixels within which both points of the same match lie
+LEAST_SHARE, MOST_VERDICT = 0.999, 0.001  # of matches that are the same; mean difference of verdicts
 
 KITTI, CASTLE = DATA / "bench/kitti_mini/KITTI_sequence_1", DATA / "bench/sceaux_castle"
 SETS = {  # where the images of a set are, and its pairs
@@ -68,12 +66,12 @@ GROUPS = {  # preset, passes, pairs and whole sets, options, environment
     "SIFT": ("hybrid", ONE_PASS, f"{FEW} sensors2 unrelated0 graf2 castle2", {}, {}),
     "nearest": ("nearest", ONE_PASS, FEW, {}, {}),
     "nearest, learned": ("nearest-learned", ONE_PASS, FEW, {}, {}),
-    "512 keypoints": (OURS, ONE_PASS, FEW, {KEYPOINTS: 512}, {}),
-    "homography": (OURS, ONE_PASS, "views0 graf kitchen0 sensors", {GEOMETRY: "homography"}, {}),
-    "essential": (OURS, ONE_PASS, "views0 castle kitti", {GEOMETRY: "essential"}, {}),
-    "float32": (OURS, ONE_PASS, FEW, {PRECISION: "float32"}, {}),
-    "no kernels": (OURS, ONE_PASS, FEW, {}, {COMPILED: "0"}),
-    "no kernels, SIFT": ("hybrid", ONE_PASS, "views0 graf1", {}, {COMPILED: "0"}),
+    "512 keypoints": (OURS, ONE_PASS, FEW, {"max_keypoints": 512}, {}),
+    "homography": (OURS, ONE_PASS, "views0 graf kitchen0 sensors", {"geometry": "homography"}, {}),
+    "essential": (OURS, ONE_PASS, "views0 castle kitti", {"geometry": "essential"}, {}),
+    "float32": (OURS, ONE_PASS, FEW, {"precision": "float32"}, {}),
+    "no kernels": (OURS, ONE_PASS, FEW, {}, {"MATCHER_COMPILED": "0"}),
+    "no kernels, SIFT": ("hybrid", ONE_PASS, "views0 graf1", {}, {"MATCHER_COMPILED": "0"}),
 }
 FIELDS = ("points", "scores", "inliers", "model", "status", "verdict")
 PLAIN = (ast.Constant, ast.Tuple, ast.UnaryOp, ast.BinOp, ast.operator, ast.unaryop, ast.expr_context)
@@ -81,23 +79,11 @@ TIMED = [(pair, n, how) for pair in ("views0", "views1") for n in (1024, 2048) f
 TIMED += [("kitchen2", 2048, "all")]  # further passes follow
 
 
-def load(preset: str, passes: tuple[dict, ...], **options: Any) -> Any:
-    import matcher
-
-    for spelling in passes:
-        try:
-            return matcher.load(preset, **spelling, **options)
-        except (matcher.UsageError, TypeError) as error:
-            refused = error
-    raise refused
-
-
 def cameras(pair: str) -> dict[str, np.ndarray]:
+    truth = json.loads(((CASTLE if "castle" in pair else TREE / "assets") / "poses.json").read_text())
+    K = np.array((truth[0] if "castle" in pair else truth)["K"])
     if "kitti" in pair:
         K = np.array((KITTI / "calib.txt").read_text().split()[:12], float).reshape(3, 4)[:, :3]
-    else:
-        truth = json.loads(((CASTLE if "castle" in pair else TREE / "assets") / "poses.json").read_text())
-        K = np.array((truth[0] if "castle" in pair else truth)["K"])
     return {"camera0": K, "camera1": K}
 
 
@@ -105,7 +91,7 @@ def match_group(group: str) -> dict[str, np.ndarray]:
     """What is recorded of a group, by `group|pair|field`; the process runs no other one."""
     preset, passes, pairs, options, environment = GROUPS[group]
     os.environ.update(environment)
-    pipeline, found, start = load(preset, passes, **options), {}, time.process_time()
+    pipeline, found, start = matcher.load(preset, **passes, **options), {}, time.process_time()
     for pair in (p for p in PAIRS if {p, p.rstrip("0123456789")} & set(pairs.split())):
         result = pipeline.match(*PAIRS[pair], **(cameras(pair) if group == "essential" else {}))
         geometry, verdict = result.geometry, result.verdict
@@ -131,10 +117,9 @@ def check(file: Path, only: str) -> bool:
         a, b = ({key: side[f"{case}|{key}"] for key in FIELDS} for side in (golden, present))
         rows[case] = row = compare(a, b, plane=case.startswith("homography"))
         if row[0] > row[1] or row[2] > row[3] or row[-1]:
-            said = f"{row[1]} of {row[0]} again, {row[2] - row[3]} new; {a['status']}, {b['status']}"
-            print(f"  {case}: {said}")
+            print(f"  {case}: {row[1]} of {row[0]} again, {row[2] - row[3]} new; {b['status']}")
     print("group            pairs  recorded     again   new   scores: max   verdicts: mean, max   "
-          "models: median, max   status")  # fmt: skip
+          "models, px or degrees   status")  # fmt: skip
     for group in [*dict.fromkeys(case.split("|")[0] for case in rows), "total"]:
         table = np.array([row for case, row in rows.items() if group in (case.split("|")[0], "total")])
         recorded, again, count, kept, score, verdict, model, other = table.T
@@ -145,9 +130,7 @@ def check(file: Path, only: str) -> bool:
             f"{model.max():>9.4f}{other.sum():>9.0f}"
         )
     passed = min(shares) >= LEAST_SHARE and verdict.mean() <= MOST_VERDICT and not other.any()
-    print("models: pixels (homographies: at inliers; else to epipolar lines) or degrees of poses, at most")
-    said = f"{shares[0]:.3%} again, {shares[1]:.3%} of present ones recorded"
-    print(f"{'passed' if passed else 'FAILED'}: {said}")
+    print("passed" if passed else "FAILED", f"{shares[0]:.3%} again, {shares[1]:.3%} of present ones known")
     return bool(passed)
 
 
@@ -182,16 +165,16 @@ def times_here() -> None:
     """Print seconds of processor time of three matches of each kind, after one that warms up, as JSON."""
     seconds = []
     for pair, count, how in TIMED:
-        pipeline = load(OURS, ONE_PASS if how == "one" else ALL_PASSES, **{KEYPOINTS: count})
+        pipeline = matcher.load(OURS, **(ONE_PASS if how == "one" else ALL_PASSES), max_keypoints=count)
         clock = [(pipeline.match(*PAIRS[pair]), time.process_time())[1] for _ in range(4)]
         seconds.append(np.diff(clock).tolist())
     print(json.dumps(seconds))
 
 
-def compare_times(other: Path, repeats: int) -> None:
+def compare_times(other: Path) -> None:
     """Medians of the default match in this tree and in another one, in processes that take turns."""
     trees, seconds = (TREE, other.resolve()), ([], [])
-    for side in (side for turn in range(repeats) for side in (turn % 2, 1 - turn % 2)):
+    for side in (side for turn in range(5) for side in (turn % 2, 1 - turn % 2)):
         own = os.environ | {"MATCHER_DATA": str(DATA), "PYTHONPATH": str(trees[side])}
         command = [sys.executable, __file__, "times-here"]
         done = subprocess.run(command, cwd=trees[side], env=own, capture_output=True, text=True, check=True)
@@ -212,18 +195,17 @@ def modules() -> None:
         if event == "call" and frame.f_code.co_flags & 1:  # a function, not the body of a module or class
             entered.add(frame.f_code.co_filename)
 
-    pipeline = load(OURS, ONE_PASS, **{KEYPOINTS: 1024})
     sys.setprofile(note)
+    pipeline = matcher.load(OURS, **ONE_PASS, max_keypoints=1024)
     pipeline.match(*PAIRS["views0"])
     sys.setprofile(None)
     files = {str(m.__file__) for name, m in sys.modules.items() if name.split(".")[0] == "matcher"}
-
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         pipeline.match(*PAIRS["views0"])
     found = [event for event in profiler.events() if event.name.startswith("aten::")]
     top = [e for e in found if e.cpu_parent is None or not e.cpu_parent.name.startswith("aten::")]
-    print(f"imported: {measure(files)}; entered by match: {measure(files & entered)}")
-    print(f"top-level aten operations: {len(top)}")
+    print(f"imported: {measure(files)}; entered by load and match: {measure(files & entered)}")
+    print(f"top-level aten operations of a match: {len(top)}")
     print(*sorted(str(Path(file).relative_to(TREE)) for file in files & entered), sep="\n")
 
 
@@ -233,23 +215,20 @@ def measure(files: Any) -> str:
 
 
 def size() -> None:
-    """Lines and files of the parts, numeric constants of modules, and fields of configurations."""
+    """Lines and files of the parts, and numeric constants of modules."""
     found = {name: sorted((TREE / name).rglob("*.py")) for name in ("matcher", "tests", "scripts")}
     found["C++"] = [file for file in TREE.glob("*/**/*") if file.suffix in (".cpp", ".h")]
     for file in found["matcher"]:
         found.setdefault("/".join(file.relative_to(TREE).parts[:-1][:2]) + "/", []).append(file)
     print("\n".join(f"{name:<24}{measure(files)}" for name, files in found.items()))
-    constants = fields = 0
+    constants = 0
     for node in (n for f in found["matcher"] for n in ast.parse(f.read_text(encoding="utf-8")).body):
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             kinds = {type(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant)}
             plain = kinds <= {int, float} and all(isinstance(part, PLAIN) for part in ast.walk(node.value))
             names = [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]  # not in a plain value
             constants += bool(plain and kinds) * sum(map(str.isupper, names))
-        elif isinstance(node, ast.ClassDef) and node.name.endswith(("Config", "Policy", "Settings")):
-            fields += sum(isinstance(each, ast.AnnAssign) for each in node.body)
     print(f"upper-case names of modules in matcher that are numbers or tuples of them: {constants}")
-    print(f"fields of classes named …Config, …Policy or …Settings: {fields}")
 
 
 def main() -> int:
@@ -257,18 +236,14 @@ def main() -> int:
     parser.add_argument("command", choices=("record", "check", "time", "modules", "size", "times-here"))
     parser.add_argument("path", type=Path, nargs="?", help="the recording, or the other tree")
     parser.add_argument("--only", default="", help="groups whose names contain this")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of each tree")
     given = parser.parse_args()
-    if given.command == "check":
-        return int(not check(given.path, given.only))
-    {
-        "record": lambda: np.savez_compressed(given.path, **match_all(given.only)),
-        "time": lambda: compare_times(given.path, given.repeats),
-        "times-here": times_here,
-        "modules": modules,
-        "size": size,
-    }[given.command]()
-    return 0
+    if given.command == "record":
+        np.savez_compressed(given.path, **match_all(given.only))
+    elif given.command == "time":
+        compare_times(given.path)
+    elif given.command != "check":
+        {"times-here": times_here, "modules": modules, "size": size}[given.command]()
+    return 0 if given.command != "check" else int(not check(given.path, given.only))
 
 
 if __name__ == "__main__":
