@@ -94,6 +94,16 @@ def test_a_wrong_camera_is_no_pose(place, queries, focal):
     assert f"{focal:.0f} pixels" in pose.reason
 
 
+def test_photos_may_have_other_sizes_and_fewer_keypoints_than_the_map(made, queries):
+    for options in ({"max_keypoints": 200}, {"resize": 400}):
+        with matcher.Map.open(made[0] / "model", **options) as place:
+            query = place.query(queries[0], CAMERA)
+            assert len(query.features) <= options.get("max_keypoints", 600)
+            assert float(query.features.scale[0]) < 1 or "resize" not in options
+            pose = place.localizer.localize(query)
+            assert pose.ok and pose_error(pose, made[1][QUERIES[0]])[0] < 0.1
+
+
 def test_a_photo_of_another_place_is_refused(made, place):
     for camera in (CAMERA, None):
         pose = place.localize(made[0] / "elsewhere" / "wall.png", camera)
@@ -344,8 +354,8 @@ def test_what_does_not_belong_together_is_refused(made, place, queries, tmp_path
     ):
         with pytest.raises(fault, match=named):
             matcher.Map.open(arguments[0], run_dir=(*arguments, None)[1])
-    with pytest.raises(UsageError, match="resize"):
-        matcher.Map.open(model, resize=100)
+    with pytest.raises(UsageError, match="upright"):
+        matcher.Map.open(model, upright=False)
     with pytest.raises(UsageError, match="neighbours"):
         LocalizationConfig(neighbours=0)
     with pytest.raises(UsageError, match="100 x 100"):

@@ -80,6 +80,8 @@ def localize(
         metavar="FILE.rrd",
         help="Save a rerun recording: points and cameras of the map, each photo and its camera.",
     ) = None,
+    max_keypoints: of_preset("max_keypoints") = None,
+    resize: of_preset("resize") = None,
     weights: of_preset("weights") = None,
     frontend_weights: of_preset("frontend_weights") = None,
     precision: of_preset("precision") = None,
@@ -117,6 +119,7 @@ def localize(
         from matcher.cli.sfm import map_of
 
         model = map_of(model, pictures, run, chosen)
+    chosen |= {"max_keypoints": max_keypoints, "resize": resize}
     chosen["config"] = LocalizationConfig(neighbours=neighbours, refine=refine)
     found: dict[str, Pose] = {}
     drawn = True

@@ -15,6 +15,7 @@ from matcher.cameras import Camera, RigConfig, as_camera, camera_of_each
 from matcher.collection.settings import differences, feature_settings, stored_pipeline
 from matcher.collection.sources import Photos
 from matcher.collection.store import Store
+from matcher.config import PipelineConfig, from_dict, to_dict
 from matcher.errors import ImageError, UsageError
 from matcher.export.hloc import HlocFeatures
 from matcher.images import ImageInput
@@ -22,7 +23,7 @@ from matcher.localization.localizer import Localizer, MapImages, Query, check_ri
 from matcher.localization.pose import Pose
 from matcher.localization.sparse_map import LocalizationConfig, SparseMap, open_index, read_sparse_map
 from matcher.pipeline import Mask
-from matcher.presets import LoadOptions
+from matcher.presets import PRESETS, LoadOptions, configure
 from matcher.refine import ImagePyramid
 from matcher.sfm.models import find_model, find_run, is_model, read_georegistration, read_summary
 from matcher.types import Features
@@ -72,7 +73,8 @@ class Map:
                 of another program, make both by `matcher sfm PHOTOS --poses MODEL --out NEW`, as `matcher
                 localize MODEL PHOTOS --pictures DIR` does.
             config: policy: how many images a photo is matched with, when a pose is refused.
-            options: of `matcher.load` that no run holds: device, precision, weights, frontend_weights.
+            options: of `matcher.load` that no run holds: device, precision, weights, frontend_weights; and
+                max_keypoints and resize of the photos that are localised, else as of the map's images.
 
         Raises:
             UsageError: no model or run, a model without points, or of other features than the run's, or
@@ -232,7 +234,12 @@ def _localizer(folder: Path, store: Store, config: LocalizationConfig, options: 
             f"({'; '.join(found[:3])}): name the run of this model, or triangulate its poses with these "
             f"features by `matcher sfm {store.folder} --poses {folder} --out NEW_MODEL`"
         )
-    photos = Photos(store.image_folder)
+    photos, settings = Photos(store.image_folder), store.settings
+    sizes = {name: options[name] for name in ("max_keypoints", "resize") if options.get(name) is not None}
+    if sizes and settings["source"]["kind"] == _PHOTOS and settings["preset"] in PRESETS:
+        changed = configure(from_dict(PipelineConfig, settings["config"]), sizes)
+        settings = {**settings, "config": to_dict(changed)}
+        options = {name: value for name, value in options.items() if name not in sizes}
     extracted = store.settings["source"]["kind"] == _PHOTOS
     source = photos if extracted else HlocFeatures(store.image_folder, store.folder)
     done = [image for image in store.images() if image.status == "done"]
@@ -242,7 +249,7 @@ def _localizer(folder: Path, store: Store, config: LocalizationConfig, options: 
     place = {name: row for row, name in enumerate(model.names)}
     return Localizer(
         model=model,
-        pipeline=stored_pipeline(store.settings, source, options),
+        pipeline=stored_pipeline(settings, source, options),
         index=open_index(store.folder, list(digests), list(digests.values()), store.features),
         rows=np.array([place.get(image.name, -1) for image in done], dtype=np.int64),
         features=lru_cache(_FEATURES_KEPT)(store.features),
