@@ -20,18 +20,6 @@ def two_threads(monkeypatch):
     monkeypatch.setattr("matcher.processes.compute_threads", lambda: 2)
 
 
-def test_the_second_call_has_a_thread_that_ends(two_threads):
-    meeting, before = threading.Barrier(2, timeout=10), threading.active_count()
-    places = at_once(*[lambda: (meeting.wait(), threading.get_ident())[1]] * 2)
-    assert places[0] == threading.get_ident() != places[1]
-    assert threading.active_count() == before
-
-
-def test_one_thread_makes_both_calls_in_turn(monkeypatch):
-    monkeypatch.setattr("matcher.processes.compute_threads", lambda: 1)
-    assert at_once(threading.get_ident, threading.get_ident) == (threading.get_ident(),) * 2
-
-
 def test_of_two_errors_the_first_is_told(two_threads, tmp_path):
     pipeline = matcher.load("nearest", max_keypoints=50)
     with pytest.raises(ImageError, match=r"first\.png"):

@@ -7,7 +7,6 @@ import pytest
 
 import matcher
 from matcher.config import CalibrationConfig, RefinedCalibrationConfig, VerifiedCalibrationConfig
-from matcher.errors import UsageError
 from matcher.evaluate.calibration import JudgedPair, errors_of, fit_calibration, uncalibrated
 from matcher.match.calibration import (
     calibrated,
@@ -17,8 +16,7 @@ from matcher.match.calibration import (
     refinement_evidence,
     weighed_by_refinement,
 )
-from matcher.passes.further import Evidence
-from matcher.types import Features, Matches, MatchRefinement, TwoViewGeometry
+from matcher.types import Matches, MatchRefinement, TwoViewGeometry
 
 CONFIG = CalibrationConfig(offset=0.9, slope=0.75, share_slope=0.8)
 
@@ -57,11 +55,6 @@ def test_the_fit_finds_the_calibration_that_made_the_matches():
     assert errors_of(others, fitted) < 0.03 < errors_of(others, None) - 0.03
 
 
-def test_only_networks_are_calibrated():
-    with pytest.raises(UsageError, match="'nearest' has no network"):
-        uncalibrated("nearest")
-
-
 @pytest.fixture(scope="module")
 def pipeline() -> matcher.Pipeline:
     return matcher.load(max_keypoints=256, resize=400, device="cpu", second_pass=False, refine=False)
@@ -73,27 +66,6 @@ def test_other_weights_are_not_calibrated(shipped_weights):
     policy = matcher.load("hybrid", device="cpu").config.matcher.policy
     assert policy.calibration is not None
     assert replace(policy, calibration=None) == other.config.matcher.policy
-
-
-def test_matches_are_those_of_the_network_with_other_probabilities(pipeline, views):
-    config = pipeline.config.matcher.policy.calibration
-    plain = uncalibrated("hybrid-learned").matcher
-    features = [pipeline.extract(view) for view in views]
-    found = pipeline.match_features(*features)
-    raw = plain(*(Features.stack([f]) for f in features))[0]
-    np.testing.assert_array_equal(found.indices, raw.indices)
-    assert abs(found.scores - raw.scores).max() > 0.01
-    np.testing.assert_allclose(found.scores, calibrated(raw.scores, tuple(map(len, features)), config))
-    assert raw.scores.min() > pipeline.config.matcher.policy.match_threshold
-
-
-def test_probabilities_do_not_depend_on_the_other_pairs_of_a_batch(pipeline, views):
-    features = [pipeline.extract(view) for view in views]
-    short = features[0].select(np.arange(100))
-    alone = pipeline.match_features(short, features[1])
-    together = pipeline.match_features_batch([tuple(features), (short, features[1])])[1]
-    np.testing.assert_array_equal(alone.indices, together.indices)
-    np.testing.assert_allclose(alone.scores, together.scores, atol=2e-3)
 
 
 def test_both_engines_calibrate(pipeline, views):
@@ -147,22 +119,6 @@ def test_a_more_exact_place_makes_a_refined_match_weigh_more():
     assert found[~accepted][0] < np.median(found[accepted])
     later = weighed_by_refinement(level, (1.0, 1.0), CALIBRATION, True)
     assert (later.prior_scores < found).all()
-
-
-def test_variances_are_those_of_the_resized_image():
-    matches = refined_matches(np.random.default_rng(1))
-    doubled = replace(matches.refinement, covariances=4 * matches.covariances)
-    found = weighed_by_refinement(matches, (1.0, 1.0), CALIBRATION)
-    stored_twice = weighed_by_refinement(replace(matches, refinement=doubled), (0.5, 0.5), CALIBRATION)
-    np.testing.assert_allclose(stored_twice.prior_scores, found.prior_scores, atol=1e-6)
-
-
-def test_what_was_not_refined_or_has_no_such_calibration_stays():
-    matches = refined_matches(np.random.default_rng(2))
-    unrefined = replace(matches, refinement=None)
-    assert weighed_by_refinement(matches, (1.0, 1.0), CONFIG) is matches
-    assert weighed_by_refinement(matches, (1.0, 1.0), None) is matches
-    assert weighed_by_refinement(unrefined, (1.0, 1.0), CALIBRATION) is unrefined
 
 
 def test_the_fit_finds_the_calibration_of_refined_matches():
@@ -222,39 +178,6 @@ def test_the_fit_finds_the_calibration_of_verified_matches():
     np.testing.assert_allclose(fit_calibration([(pairs, 1.0)]), astuple(VERIFIED), atol=0.1)
 
 
-@pytest.mark.parametrize("kind", ["fundamental", "homography"])
-def test_geometry_is_estimated_again_as_it_was(views, kind):
-    pipeline = matcher.load(max_keypoints=256, resize=400, device="cpu", second_pass=False, geometry=kind)
-    found = pipeline.match(*views)
-    again = pipeline.verify(found.features0, found.features1, found.matches)
-    np.testing.assert_array_equal(again.inliers, found.inliers)
-    np.testing.assert_array_equal(again.matrix, found.geometry.matrix)
-    assert abs(found.scores - found.matches.prior_scores).max() > 0.02
-    assert (np.diff(found.scores) <= 0).all() and (found.matches.prior is not None)
-
-
-def test_the_verdict_does_not_depend_on_what_is_handed_out(views):
-    whole = matcher.load(max_keypoints=256, resize=400, device="cpu")
-    before = replace(whole, matcher=uncalibrated("hybrid-learned", "geometry").matcher)
-    found, plain = whole.match(*views), before.match(*views)
-    assert found.verdict.probability == plain.verdict.probability and found.matches.prior is not None
-    np.testing.assert_allclose(np.sort(found.matches.prior_scores), np.sort(plain.matches.prior_scores))
-    assert abs(np.sort(found.scores) - np.sort(plain.scores)).max() > 0.02
-
-
-def test_tiles_and_first_passes_have_final_probabilities_too(views, monkeypatch):
-    monkeypatch.setattr(Evidence, "is_confident", lambda *_: False)
-    several = matcher.load(max_keypoints=256, resize=400, device="cpu").match(*views)
-    tiles = matcher.tiled(matcher.load(max_keypoints=256, resize=400, device="cpu", second_pass=False), 800)
-    for found in (several, several.first, tiles.match(*views)):
-        assert len(found.scores) == len(found.matches.prior) and (np.diff(found.scores) <= 0).all()
-        ends = np.unique(found.matches.indices[:, 0])
-        assert len(ends) == len(found.matches) > 50
-        inliers, prior = found.inliers, found.matches.prior_scores
-        assert np.corrcoef(prior[inliers], found.scores[inliers])[0, 1] > 0.5  # of the same matches
-        assert inliers.all() or found.scores[inliers].mean() > found.scores[~inliers].mean() + 0.2
-
-
 def test_a_pair_is_calibrated_again_after_verification_and_best_first(views):
     whole = matcher.load(max_keypoints=256, resize=400, device="cpu", second_pass=False)
     without = uncalibrated("hybrid-learned", "geometry").matcher
@@ -269,19 +192,6 @@ def test_a_pair_is_calibrated_again_after_verification_and_best_first(views):
     error = np.linalg.norm(found.points0 - plain.points0[np.argsort(-again.scores, kind="stable")], axis=1)
     assert error.max() == 0
     assert found.geometry.inliers.sum() > 50
-
-
-def test_scores_of_another_matcher_stay_as_it_gives_them(views):
-    network = matcher.load(max_keypoints=128, resize=300, device="cpu", second_pass=False)
-
-    class Halves:
-        def __call__(self, features0, features1):
-            found = network.matcher(features0, features1)
-            return [replace(one, scores=np.full(len(one), 0.5, np.float32)) for one in found]
-
-    result = replace(network, matcher=Halves()).match(*views)
-    assert len(result.matches) > 20 and result.matches.refinement is not None
-    np.testing.assert_array_equal(result.scores, np.full(len(result.matches), 0.5, np.float32))
 
 
 def test_a_calibration_is_fitted_to_what_the_network_gives(views):

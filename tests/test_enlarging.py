@@ -10,9 +10,8 @@ from random_front_end import texture
 import matcher
 from matcher.collection.store import Store
 from matcher.config import ExtractorConfig
-from matcher.extract.extractor import LARGEST, extracted
+from matcher.extract.extractor import extracted
 from matcher.images import image_from_array
-from matcher.presets import PRESETS, configure
 from matcher.types import Features
 
 
@@ -58,27 +57,6 @@ def test_an_image_with_too_few_keypoints_is_searched_enlarged(size, expected):
     assert (points >= 0).all() and (points < size).all()
 
 
-def test_only_those_with_too_few_are_searched_again():
-    front_end, config = Recorder(), ExtractorConfig(sparse_resize=1024, max_keypoints=60)
-    images = [blank(320, 240), blank(400, 300), blank(200, 120)]  # 48, 70 and 15 keypoints
-    found = extracted(front_end, images, config)
-    assert front_end.seen == [[(240, 320), (300, 400), (120, 200)], [(480, 640), (240, 400)]]
-    assert [len(features) for features in found] == [192, 70, 60]
-    assert extracted(front_end, images, ExtractorConfig(max_keypoints=60))[0].keypoints.shape == (48, 2)
-
-
-def test_two_thousand_keypoints_are_enough_even_if_more_are_wanted():
-    front_end = Recorder()
-    for size, searches, count in (
-        ((1600, 1200), 2, 2048),
-        ((2080, 1600), 1, 2080),
-    ):  # 1,200 and 2,080 at first
-        front_end.seen.clear()
-        config = ExtractorConfig(sparse_resize=4096, max_keypoints=8000)
-        (found,) = extracted(front_end, [blank(*size, resize=4096)], config)
-        assert (len(front_end.seen), len(found)) == (searches, count)
-
-
 def test_an_image_without_any_keypoint_or_with_none_more_stays():
     class Fixed(Recorder):
         def one(self, image):
@@ -90,12 +68,6 @@ def test_an_image_without_any_keypoint_or_with_none_more_stays():
         (found,) = extracted(front_end, [blank(400, 300)], ExtractorConfig(sparse_resize=1024))
         assert len(front_end.seen) == searches
         np.testing.assert_array_equal(found.keypoints, front_end.one(blank(400, 300)).keypoints)
-
-
-def test_an_image_that_was_made_smaller_because_it_is_soft_is_searched_once():
-    front_end, config = Recorder(), ExtractorConfig(sparse_resize=800, max_keypoints=2000)
-    (found,) = extracted(front_end, [blank(1200, 900, resize=600)], config)
-    assert len(front_end.seen) == 1 and found.scale.tolist() == [0.5, 0.5]
 
 
 def plain_room(rng: np.random.Generator) -> np.ndarray:
@@ -122,14 +94,6 @@ def test_the_default_preset_finds_more_in_a_plain_room_with_masks_and_in_pixels_
     assert matcher.load(resize=None).config.extractor.sparse_resize == 1024
 
 
-def test_presets_of_our_front_end_do_so_and_others_do_not():
-    enlarging = {name for name, config in PRESETS.items() if config.extractor.sparse_resize is not None}
-    assert enlarging == {"hybrid-learned", "nearest-learned"}
-    assert LARGEST == 2
-    other = configure(PRESETS["nearest-learned"], {"frontend": "disk", "resize": 800})
-    assert other.extractor.sparse_resize is None
-
-
 def test_both_engines_and_a_collection_search_alike(rng, tmp_path):
     for place, pixels in enumerate((plain_room(rng), plain_room(rng))):
         cv2.imwrite(str(tmp_path / f"{place}.png"), pixels)
@@ -144,12 +108,3 @@ def test_both_engines_and_a_collection_search_alike(rng, tmp_path):
     collection.run()
     with Store.open(tmp_path / "run") as store:
         assert len(store.features("0.png")) == len(torch)
-
-
-def test_frames_are_searched_once_and_pairs_enlarged_where_their_time_budget_allows(rng):
-    tracker, pixels = matcher.Tracker(), plain_room(rng)
-    tracker.push(pixels)
-    found = matcher.load(resize=480).extract(pixels)
-    assert len(tracker.pipeline.extractor([tracker.pipeline.read(pixels)])[0]) == len(found)
-    result = matcher.load(second_pass=False).match(pixels, pixels, budget_ms=100_000)
-    assert len(result.features0) == len(matcher.load().extract(pixels)) > len(found)

@@ -8,9 +8,7 @@ from random_front_end import FRONT_ENDS, build, random_parameters, same, share_f
 from torch import nn
 
 from matcher.errors import UsageError
-from matcher.extract import kornia_adapters as kornia
 from matcher.geometry import UPRIGHT, resize_points, turn_angles, upright_to_stored
-from matcher.images import image_from_array
 from matcher.types import Image
 
 SIZES = {"disk": 128, "aliked": 128, "xfeat": 64, "dedodeb": 256, "keynet": 128, "doghardnet": 128}
@@ -50,16 +48,6 @@ def test_features_are_complete_and_the_same_twice(extractors, picture, kind):
     assert not features.descriptors.requires_grad
     # Tensors born in inference mode could never be trained on.
     assert not any(getattr(features, name).is_inference() for name in ("keypoints", "descriptors", "scores"))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_fewer_keypoints_are_the_strongest_of_more(extractors, picture, kind):
-    tensors = extractors[kind].network.state_dict()
-    few = build(kind, lambda network, _: network.load_state_dict(tensors), max_keypoints=15)
-    (some,), (many,) = few([whole(picture)]), extractors[kind]([whole(picture)])
-    assert len(some) == min(15, len(many))
-    torch.testing.assert_close(some.keypoints, many.keypoints[:15])
-    torch.testing.assert_close(some.descriptors, many.descriptors[:15], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,16 +104,6 @@ def test_points_return_to_stored_pixels_on_both_axes(extractors, picture, kind, 
         np.testing.assert_allclose(difference, 0, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["disk", "xfeat", "dedodeb"])
-def test_a_resized_image_has_its_points_on_whole_pixels_of_the_resized_one(extractors, picture, kind):
-    image = image_from_array(np.ascontiguousarray(picture.repeat(3, axis=0).repeat(2, axis=1)), resize=111)
-    assert image.scale[0] != image.scale[1]
-    (features,) = extractors[kind]([image])
-    resized = (features.keypoints + 0.5) * torch.tensor(image.scale) - 0.5
-    torch.testing.assert_close(resized, resized.round(), rtol=0, atol=2e-3)
-    assert len(features) > 5
-
-
 def full_resolution_only(network: nn.Module, _=None) -> None:
     """ALIKED enlarges its coarse maps corner to corner, so their positions depend on the image's size."""
     random_parameters(network)
@@ -164,65 +142,6 @@ def test_a_shift_by_whole_strides_shifts_the_points_by_as_much(extractors, rng, 
     assert share_found(first.keypoints + stride, second.keypoints, pixels) >= share
 
 
-def mirror_symmetric(network: nn.Module, _=None) -> None:
-    """Kernels that do not tell left from right; nothing is moved by offsets."""
-    random_parameters(network)
-    for name, value in network.state_dict().items():
-        if value.dim() == 4:
-            value.copy_((value + value.flip(-1)) / 2)
-        if "offset_conv" in name:
-            value.zero_()
-
-
-class Brightness(nn.Module):
-    """A response that is the image itself."""
-
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        return pixels
-
-
-def mirrored(kind: str, pixels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points of an image, mirrored, and those of the mirrored image."""
-    extractor = build(kind, mirror_symmetric, **({"score_threshold": 0.0} if kind == "aliked" else {}))
-    if kind == "keynet":
-        extractor.network.detector.model = Brightness()
-    one, other = extractor([whole(pixels), whole(np.ascontiguousarray(pixels[:, ::-1]))])
-    points = one.keypoints.clone()
-    points[:, 0] = pixels.shape[1] - 1 - points[:, 0]
-    return points, other.keypoints
-
-
-@pytest.mark.parametrize("kind", ["disk", "aliked", "dedodeb", "keynet", "doghardnet"])
-def test_a_mirrored_image_has_mirrored_points(rng, kind):
-    """A constant offset, half a pixel or a level's, would show twice."""
-    points, others = mirrored(kind, texture(rng, 112, 112, sigma=3.0 if kind == "keynet" else 1.2))
-    assert len(points) > 10
-    assert share_found(points, others, 0.01) > 0.9
-
-
-def test_xfeat_reports_the_pixels_that_stand_out(rng):
-    """The keypoint head looks at single pixels; made an identity, it finds the bright ones."""
-
-    def identity(network: nn.Module, config) -> None:
-        random_parameters(network)
-        for layer in network.net.keypoint_head:
-            conv = getattr(layer, "layer", [layer])[0]
-            nn.init.dirac_(conv.weight)
-            norm = layer.layer[1] if hasattr(layer, "layer") else None
-            if norm is not None:
-                norm.running_mean.zero_()
-                norm.running_var.fill_(1)
-            if conv.bias is not None:
-                nn.init.zeros_(conv.bias)
-
-    pixels = np.zeros((75, 101), np.uint8)
-    x, y = np.meshgrid(np.arange(6, 92, 11), np.arange(6, 70, 9))
-    pixels[y.ravel(), x.ravel()] = 255
-    (features,) = build("xfeat", identity)([whole(pixels)])
-    found = {tuple(point) for point in features.keypoints.int().tolist()}
-    assert found == set(zip(x.ravel().tolist(), y.ravel().tolist(), strict=True))
-
-
 @pytest.mark.parametrize("sigma", [2.5, 4.0, 6.0])
 def test_a_blob_has_the_place_and_the_diameter_that_opencv_finds(sigma):
     centre = np.array([80.3, 60.6])
@@ -234,19 +153,6 @@ def test_a_blob_has_the_place_and_the_diameter_that_opencv_finds(sigma):
     np.testing.assert_allclose(features.keypoints[0], theirs.pt, atol=0.05)
     np.testing.assert_allclose(features.keypoints[0], centre, atol=0.05)
     assert float(features.scales[0]) == pytest.approx(theirs.size, rel=0.02)
-
-
-def test_directions_turn_with_the_image(rng):
-    """An image turned by a right angle has its points' directions turned by as much."""
-    pixels = texture(rng, 128, 128, sigma=2.0)
-    extractor = build("doghardnet", max_keypoints=80)
-    upright, turned = extractor([whole(pixels), whole(np.ascontiguousarray(np.rot90(pixels, -1)))])
-    places = upright_to_stored(upright.keypoints.double().numpy(), (128, 128), 8)  # a quarter turn clockwise
-    near, index = (torch.from_numpy(places)[:, None] - turned.keypoints).norm(dim=2).min(dim=1)
-    close = near < 0.1
-    assert int(close.sum()) > 50
-    change = (turned.orientations[index] - upright.orientations)[close].numpy()
-    assert np.mean(np.abs(np.angle(np.exp(1j * (change - np.pi / 2)))) < 0.02) > 0.9
 
 
 def test_networks_hold_what_is_trained_and_come_without_a_download(monkeypatch):
@@ -263,29 +169,6 @@ def test_networks_hold_what_is_trained_and_come_without_a_download(monkeypatch):
         trained = {name for name, _ in network.named_parameters()}
         assert all(name in trained or name.endswith(statistics) for name in names)
         assert len(names) == counts.get(kind, len(names))
-
-
-def test_dedode_g_joins_the_vision_transformer(monkeypatch, picture):
-    """With one layer instead of twenty-four."""
-    from functools import partial
-
-    from kornia.feature.dedode.transformer import dinov2
-
-    def shallow(**settings):
-        block = partial(dinov2.Block, attn_class=dinov2.MemEffAttention)
-        return dinov2.DinoVisionTransformer(
-            embed_dim=1024, depth=1, num_heads=16, mlp_ratio=4, block_fn=block, **settings
-        )
-
-    monkeypatch.setattr(kornia, "vit_large", shallow)
-    extractor = build("dedodeg", max_keypoints=50)
-    names = extractor.network.state_dict()
-    assert names["descriptor.encoder.dinov2.pos_embed"].shape == (1, 37 * 37 + 1, 1024)
-    assert {"descriptor.decoder.layers.14.out_conv.weight", "detector.encoder.layers.0.weight"} <= set(names)
-    features, again = extractor([whole(picture), whole(picture)])
-    assert features.kind == "dedodeg"
-    assert features.descriptors.shape == (50, 256)
-    assert same(features, again)
 
 
 def test_settings_are_checked():

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from random_front_end import build, random_parameters, same, share_found, texture, whole
+from random_front_end import build, random_parameters, share_found, texture, whole
 from safetensors.torch import save_file
 
 from matcher.config import ExtractorConfig
@@ -25,7 +25,6 @@ from matcher.extract.learned import (
     shapes_of,
     unfolded,
 )
-from matcher.images import image_from_array
 from matcher.onnx.trained import trained_front_end
 from matcher.torch_engine import build_extractor
 from matcher.weights.files import save_front_end
@@ -38,11 +37,6 @@ LARGER = Architecture(widths=(20, 32, 64, 130, 48), depths=(2, 3, 3, 4, 2), hidd
 @pytest.fixture
 def picture(rng) -> np.ndarray:
     return texture(rng, 160, 120, sigma=2)
-
-
-def test_it_is_small():
-    count = sum(value.numel() for value in FeatureNetwork().parameters())
-    assert 1_000_000 < count < 2_000_000
 
 
 def test_folding_changes_nothing(picture):
@@ -95,22 +89,6 @@ def test_a_grown_network_computes_the_same(picture):
     assert all(torch.equal(value, again[name]) for name, value in larger.state_dict().items())
 
 
-def test_what_is_new_in_a_grown_network_learns(picture):
-    larger = grown(random_network(SMALLER), LARGER)
-    logits, maps = larger(torch.from_numpy(picture[:96])[None, None].float() / 255)
-    described = larger.describe(maps, torch.tensor([[[40.0, 40.0], [80.0, 50.0]]]))
-    (logits.square().mean() + described[0, 0] @ described[0, 1]).backward()
-    assert larger.lift[-1].weight.grad.abs().sum() > 0
-    assert larger.descriptor[0].weight.grad[:256, -48:].abs().sum() > 0
-    assert larger.descriptor[2].weight.grad[:, 256:].abs().sum() > 0
-
-
-def test_parameters_have_the_names_and_shapes_that_their_sizes_say():
-    for sizes in (Architecture(), SMALLER, LARGER, Architecture((1, 1, 8), (1, 2, 1), 5)):
-        shapes = {name: tuple(value.shape) for name, value in FeatureNetwork(sizes).state_dict().items()}
-        assert shapes == shapes_of(sizes) and architecture_of(shapes) == sizes
-
-
 def test_a_weights_file_tells_its_sizes(picture, tmp_path):
     network = random_network(LARGER)
     assert architecture_of({name: value.shape for name, value in network.state_dict().items()}) == LARGER
@@ -124,16 +102,6 @@ def test_a_weights_file_tells_its_sizes(picture, tmp_path):
         described = network.describe(network(pixels)[1], found.keypoints[None])[0]
     assert len(found) > 0
     torch.testing.assert_close(found.descriptors, described, rtol=0, atol=0.01)  # stored as float32
-
-
-def test_images_of_any_size_are_scored(picture):
-    network = random_network(LARGER)
-    odd = torch.from_numpy(picture[:75, :101].copy())[None, None].float() / 255
-    with torch.no_grad():
-        logits, maps = network(odd)
-        padded, _ = network(torch.nn.functional.pad(odd, (0, 27, 0, 21), mode="replicate"))
-    assert logits.shape == (1, 75, 101) and maps[-1].shape[2:] == (3, 4)
-    torch.testing.assert_close(logits, padded[:, :75, :101], rtol=1e-4, atol=1e-4)
 
 
 def test_a_header_that_promises_much_asks_for_no_memory(tmp_path):
@@ -257,20 +225,6 @@ def test_a_mask_is_respected(picture):
     assert nothing.descriptors.shape == (0, DESCRIPTOR_DIM)
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 200), (200, 1), (7, 9), (15, 15), (17, 33), (101, 67)])
-def test_small_and_odd_images(rng, size):
-    width, height = size
-    (features,) = build("learned")([whole(texture(rng, width, height))])
-    assert bool((features.keypoints >= 0).all())
-    assert bool((features.keypoints <= torch.tensor([width - 1, height - 1])).all())
-
-
-def test_constant_images_give_what_there_is():
-    for value in (0, 128, 255):
-        (features,) = build("learned")([whole(np.full((90, 120), value, np.uint8))])
-        assert bool(features.descriptors.isfinite().all())
-
-
 def test_constant_and_dark_images_have_no_points(rng):
     extract = build_extractor(ExtractorConfig(kind="learned"))
     for value in (0, 128, 255):
@@ -279,38 +233,9 @@ def test_constant_and_dark_images_have_no_points(rng):
     assert len(extract([whole(noise)])[0]) < 250  # of 2,048
 
 
-def test_more_points_than_there_are(picture):
-    (features,) = build("learned", max_keypoints=100_000)([whole(picture)])
-    assert len(features) <= picture.size // 4
-
-
-def test_colour_is_read_as_grey(picture):
-    coloured = np.stack([picture] * 3, axis=2)
-    extract = build("learned")
-    assert same(extract([whole(picture)])[0], extract([whole(coloured)])[0])
-
-
-def test_arrays_that_are_no_images_are_refused(picture):
-    broken = picture.astype(np.float32) / 255
-    broken[3, 4] = np.nan
-    with pytest.raises(UsageError, match="nan"):
-        image_from_array(broken)
-    (features,) = build("learned")([image_from_array(np.dstack([picture] * 4))])
-    assert len(features) > 20
-
-
 @pytest.mark.parametrize(
     "settings", [{"nms_radius": -1}, {"variant": "large"}, {"keep": "largest"}, {"max_keypoints": 0}]
 )
 def test_settings_are_checked(settings):
     with pytest.raises(UsageError):
         build("learned", **settings)
-
-
-def test_settings_do_what_they_say(picture):
-    (few,) = build("learned", nms_radius=8)([whole(picture)])
-    (many,) = build("learned", nms_radius=1, max_keypoints=5000)([whole(picture)])
-    assert len(few) < len(many)
-    (inner,) = build("learned", border=30)([whole(picture)])
-    reach = 30 - WINDOW // 2
-    assert bool((inner.keypoints >= reach).all())

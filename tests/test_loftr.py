@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from matcher.attention import linear_attention
 from matcher.config import PositionConfig
 from matcher.errors import UsageError
 from matcher.geometry import resize_points, upright_to_stored
 from matcher.loading import load
 from matcher.match.loftr import GridExtractor
-from matcher.match.network import AttentionMatcher, MatchingNetwork, off_border
+from matcher.match.network import AttentionMatcher, MatchingNetwork
 from matcher.match.position import SinePosition
 from matcher.presets import LOFTR_TRANSPORT, PRESETS
 from matcher.types import Features, Image
@@ -138,23 +137,6 @@ def test_loftr_is_kornias(name: str, kind: str) -> None:
     assert ((offsets > 0.05) & (offsets < 3.9)).mean() > 0.5  # neither unmoved nor at the end of the window
 
 
-@pytest.mark.parametrize("kind", ["dual_softmax", "sinkhorn"])
-def test_a_batch_of_different_sizes_gives_what_single_pairs_give(kind: str) -> None:
-    extractor, matcher = ours("indoor_new", kind)
-    pairs = [extractor([whole(p) for p in picture_pair(n, *sizes)]) for n, sizes in enumerate(SIZES)]
-    pairs.append(extractor([whole(p) for p in picture_pair(9, (5, 3), (60, 40))]))
-    batch = matcher(*(Features.stack(side) for side in zip(*pairs, strict=True)))
-    assert sum(map(len, batch)) > 20
-    for together, pair in zip(batch, pairs, strict=True):
-        alone = matcher(*(Features.stack([features]) for features in pair))[0]
-        expected = as_table(alone.points0, alone.points1, alone.scores)
-        table = as_table(together.points0, together.points1, together.scores)
-        assert table.keys() == expected.keys()
-        for place, row in table.items():
-            assert np.abs(row - expected[place])[:2].max() < 1e-3
-            assert abs(row - expected[place])[2] < 1e-5
-
-
 @pytest.mark.parametrize("size", [(1, 1), (5, 3), (8, 8), (33, 7)])
 def test_tiny_images_match_nothing(size: tuple[int, int]) -> None:
     extractor, matcher = ours()
@@ -213,20 +195,6 @@ def test_a_mask_takes_cells_away() -> None:
     assert len(match([whole(pixels[0], mask=~mask & False), whole(pixels[1])], extractor, matcher)) == 0
 
 
-def test_matches_keep_off_the_border() -> None:
-    cells = torch.cartesian_prod(torch.arange(6), torch.arange(7)).float()
-    features = Features(cells, cells, size=(48, 56), cells=cells, grid=(6, 7))
-    inner = features.cells[off_border(features, 2)]
-    assert inner.tolist() == [[c, r] for c in (2, 3) for r in (2, 3, 4)]
-
-
-def test_bfloat16_finds_the_same_cells() -> None:
-    pixels = [whole(p) for p in picture_pair(0, *SIZES[0])]
-    exact, coarse = (match(pixels, *ours("outdoor", "sinkhorn", p)) for p in ("float32", "bfloat16"))
-    shared = {*map(tuple, exact.indices)} & {*map(tuple, coarse.indices)}
-    assert len(shared) > 0.8 * len(exact) > 8
-
-
 @pytest.mark.parametrize("frequencies", ["geometric", "steep"])
 def test_sine_positions_are_the_equation(frequencies: str) -> None:
     rng = np.random.default_rng(0)
@@ -241,25 +209,9 @@ def test_sine_positions_are_the_equation(frequencies: str) -> None:
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-9)
 
 
-def test_linear_attention_stays_finite_in_half_precision() -> None:
-    rng = torch.Generator().manual_seed(0)
-    q, k, v = (8 * torch.randn(1, 1, 20000, 32, generator=rng) for _ in range(3))
-    found, exact = linear_attention(q.half(), k.half(), v.half()), linear_attention(q, k, v)
-    assert (found.float() - exact).abs().max() < 0.05
-
-
 @pytest.mark.parametrize(("kind", "more"), [("dual_softmax", 0), ("sinkhorn", 1)])
 def test_the_number_of_parameters_is_the_published(kind: str, more: int) -> None:
     assert sum(p.numel() for p in our_model("outdoor", kind).parameters()) == PUBLISHED_PARAMETERS + more
-
-
-def test_an_untrained_context_changes_nothing() -> None:
-    with torch.random.fork_rng(devices=[]):
-        model = MatchingNetwork(PRESETS["loftr-outdoor"].matcher).eval()
-    features = [Features.stack([f]) for f in ours()[0]([whole(p) for p in picture_pair(0, *SIZES[0])])]
-    tokens = model.tokens(*features)
-    with torch.no_grad():
-        assert all(state.tokens.x.equal(tokens.x) for state in model.run(tokens))
 
 
 def test_the_preset_loads_a_converted_file_and_matches(tmp_path) -> None:

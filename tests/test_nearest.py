@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-import torch
 
 from matcher.config import NearestConfig
 from matcher.errors import UsageError
@@ -50,18 +49,6 @@ def test_it_equals_a_loop_over_all_distances(rng, ratio):
     assert (np.diff(found.scores) <= 0).all()
 
 
-def test_points_and_types(rng):
-    features = make(rng, 30)
-    found = match_one(features, features)
-    assert found.indices.dtype == np.int64
-    assert found.scores.dtype == np.float32
-    assert found.points0.dtype == np.float32
-    np.testing.assert_array_equal(found.indices[:, 0], found.indices[:, 1])
-    np.testing.assert_array_equal(found.points0, features.keypoints.numpy()[found.indices[:, 0]])
-    np.testing.assert_allclose(found.scores, 1, atol=1e-6)
-    assert (found.layers_run, found.kept0, found.kept1) == (0, 30, 30)
-
-
 def test_swapping_the_images_swaps_the_matches(rng):
     features0, features1 = make(rng, 50), make(rng, 40)
     forth, back = match_one(features0, features1, 1.0), match_one(features1, features0, 1.0)
@@ -77,15 +64,6 @@ def test_a_padded_batch_gives_what_single_pairs_give(rng):
         np.testing.assert_array_equal(together.indices, alone.indices)
         np.testing.assert_allclose(together.scores, alone.scores, atol=1e-6)
         assert (together.kept0, together.kept1) == (len(pair[0]), len(pair[1]))
-
-
-def test_indices_count_masked_points_too(rng):
-    features = make(rng, 12)
-    mask = torch.tensor([False] * 4 + [True] * 8)
-    masked = Features(features.keypoints, features.descriptors, size=(100, 100), mask=mask)
-    found = match_one(masked, features)
-    assert sorted(found.indices[:, 0].tolist()) == list(range(4, 12))
-    np.testing.assert_array_equal(found.indices[:, 0], found.indices[:, 1])
 
 
 @pytest.mark.parametrize(("count0", "count1"), [(0, 0), (0, 5), (5, 0), (1, 1), (1, 5), (5, 1)])
@@ -116,17 +94,3 @@ def test_what_does_not_fit_is_refused(rng):
         NearestMatcher(NearestConfig())(make(rng, 5), make(rng, 5))
     with pytest.raises(UsageError, match="ratio"):
         NearestMatcher(NearestConfig(0.0))
-
-
-def test_the_threshold_is_of_the_score_and_leaves_the_ratio_alone(rng):
-    base = rng.normal(size=(60, 16)).astype(np.float32)
-    noisy = base + rng.normal(scale=0.5, size=base.shape).astype(np.float32)
-    sides = [Features.stack([make(rng, 60, d)]) for d in (base, noisy)]
-    every = NearestMatcher(NearestConfig(ratio=0.9))(*sides)[0]
-    some = NearestMatcher(NearestConfig(ratio=0.9, match_threshold=0.5))(*sides)[0]
-    kept = every.scores >= 0.5
-    assert 0 < kept.sum() < len(every)
-    np.testing.assert_array_equal(some.indices, every.indices[kept])
-    assert every.scores.min() >= 0.1 - 1e-6
-    with pytest.raises(UsageError, match="match_threshold must be a number from 0 to 1"):
-        NearestMatcher(NearestConfig(match_threshold=1.5))

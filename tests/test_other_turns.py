@@ -53,12 +53,6 @@ def test_a_turn_that_all_keypoints_do_not_confirm_is_not_taken():
     assert pairs.tried([80.0]) == ([0], [3])
 
 
-def test_few_keypoints_are_all_matched_at_once():
-    pairs = Turned([[3, 0, 0, 90]], [[-1] * 4])
-    assert pairs.tried([20.0], PROBED) == ([3], [90])
-    assert [call[1:] for call in pairs.calls] == [(2, None), (1, None), (3, None)]
-
-
 def test_pairs_of_a_batch_are_turned_each_by_itself():
     every = [[0, 90, 0, 0], [300, 0, 0, 0], [5, 0, 0, 99], [2, 0, 0, 0], [0, 88, 80, 0]]
     pairs = Turned(every, [[count // 3 for count in row] for row in every])
@@ -68,13 +62,6 @@ def test_pairs_of_a_batch_are_turned_each_by_itself():
         ([0], 1, None),
         ([2], 3, None),
     ]
-
-
-def test_a_pair_of_few_keypoints_is_matched_as_alone():
-    """In a batch with one of many, which is probed."""
-    pairs = Turned([[0, 0, 2, 0], [0, 0, 90, 0]], [[-1] * 4, [0] * 4])
-    assert pairs.tried([2.0, 80.0], 50, 2048) == ([2, 0], [2, 0])
-    assert pairs.calls[:2] == [([1], 2, PROBED), ([0], 2, None)]
 
 
 def test_the_first_points_of_a_batch(rng):

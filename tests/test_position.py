@@ -8,7 +8,7 @@ from matcher.config import ExtractorConfig, PositionConfig
 from matcher.errors import UsageError
 from matcher.extract.sift import SiftExtractor, detect_sift
 from matcher.geometry import UPRIGHT, turn_angles, upright_size, upright_to_stored
-from matcher.images import image_from_array, read_image
+from matcher.images import read_image
 from matcher.match.position import RotaryPosition, normalise_positions, position_inputs, rotate
 from matcher.types import Features, Image
 
@@ -33,12 +33,6 @@ def test_positions_are_centred_and_scaled_by_the_longer_side() -> None:
     np.testing.assert_allclose(normalise_positions(features), expected, atol=1e-6)
 
 
-def test_inputs_are_of_order_one(rng: np.random.Generator) -> None:
-    inputs = position_inputs(make_features(rng), NAMES)
-    assert inputs.shape == (12, 5)
-    assert inputs.abs().max() < 3
-
-
 @pytest.mark.parametrize("exif", range(1, 9))
 def test_a_turned_image_has_the_inputs_of_the_upright_one(rng: np.random.Generator, exif: int) -> None:
     stored_size = (640, 360)
@@ -56,17 +50,6 @@ def test_a_turned_image_has_the_inputs_of_the_upright_one(rng: np.random.Generat
     torch.testing.assert_close(position_inputs(turned, NAMES), expected, atol=1e-5, rtol=0)
     batch = position_inputs(Features.stack([turned, turned]), NAMES)
     torch.testing.assert_close(batch, expected.expand(2, -1, -1), atol=1e-5, rtol=0)
-
-
-def test_a_batch_mixes_orientations(rng: np.random.Generator) -> None:
-    items = [make_features(rng, count=n) for n in (3, 5, 4)]
-    turned = [
-        Features(f.keypoints, f.descriptors, size=f.size, exif_orientation=e)
-        for f, e in zip(items, (1, 6, 3), strict=True)
-    ]
-    batch = normalise_positions(Features.stack(turned))
-    for row, single in zip(batch, turned, strict=True):
-        assert row[: len(single)].equal(normalise_positions(single))
 
 
 def rotations(found: torch.Tensor) -> torch.Tensor:
@@ -147,20 +130,6 @@ def test_raw_scales_are_those_of_the_size_that_networks_were_trained_on(views) -
         np.testing.assert_allclose(found[:, 1], diameters / 2, rtol=1e-5)
         np.testing.assert_allclose(found[:, 2], wrapped, atol=1e-5)
     assert ((found[:, 2] < 0).any() and (found[:, 2] > 0).any()).item()
-
-
-def test_raw_scales_do_not_depend_on_the_size_that_points_were_found_at(views) -> None:
-    stored = np.ascontiguousarray(read_image(views[0]).pixels)
-    scales = []
-    for resize in (800, 400):
-        image = image_from_array(stored, resize=resize)
-        (features,) = SiftExtractor(ExtractorConfig(max_keypoints=5000))([image])
-        scales.append((features.keypoints.double(), position_inputs(features, ("raw_scale",))[:, 0]))
-    (points, large), (others, small) = scales
-    near, index = (others[:, None] - points).norm(dim=2).min(dim=1)
-    ratio = small / large[index]
-    assert (near < 0.5).sum() > 150
-    assert float(ratio[near < 0.5].median()) == pytest.approx(1.0, abs=0.03)
 
 
 def test_raw_inputs_are_colmaps(views) -> None:

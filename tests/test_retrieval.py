@@ -80,15 +80,6 @@ def test_global_descriptors_have_unit_length_and_ignore_the_order_of_points(rng)
         learn_vocabulary(np.zeros((0, 16)))
 
 
-def test_folding_keeps_similarities(rng):
-    local = rng.normal(size=(4000, 32)).astype(np.float32)
-    whole, folded = (learn_vocabulary(local, words=64, length=length) for length in (64 * 32, 1024))
-    sets = [local[rng.permutation(4000)[:600]] for _ in range(20)]
-    tables = [np.stack([vocabulary.describe(part) for part in sets]) for vocabulary in (whole, folded)]
-    difference = tables[0] @ tables[0].T - tables[1] @ tables[1].T
-    assert np.abs(difference).max() < 5 / np.sqrt(1024)
-
-
 @pytest.mark.parametrize("rows", [4096, 7])
 def test_neighbours_against_a_sorted_table(rng, rows):
     table = rng.normal(size=(30, 8)).astype(np.float32)

@@ -9,8 +9,8 @@ import torch
 
 from matcher.config import ExtractorConfig
 from matcher.errors import UsageError
-from matcher.extract.sift import SiftExtractor, detect_sift, root_sift
-from matcher.geometry import UPRIGHT, resize_points, resized, stored_to_upright, upright_size
+from matcher.extract.sift import SiftExtractor, root_sift
+from matcher.geometry import UPRIGHT, resized, stored_to_upright, upright_size
 from matcher.types import Features, Image
 
 CENTRES = np.array([[40.0, 50.0], [120.25, 44.5], [79.6, 120.3], [160.1, 110.75], [201.4, 60.0]])
@@ -56,12 +56,6 @@ def test_blobs_are_found_at_their_centres(sigma: float) -> None:
     np.testing.assert_allclose(features.scales[which], 2 * sigma, rtol=0.25)
 
 
-def test_colour_is_seen_as_grey() -> None:
-    grey = extract(blobs())
-    colour = extract(np.repeat(blobs()[..., None], 3, axis=2))
-    assert grey.keypoints.equal(colour.keypoints)
-
-
 def test_keypoints_of_a_resized_image_map_back_on_both_axes() -> None:
     size = (963, 641)
     centres = CENTRES * 4
@@ -73,14 +67,6 @@ def test_keypoints_of_a_resized_image_map_back_on_both_axes() -> None:
     assert distance.max() < 0.1
     np.testing.assert_allclose(features.scales[which], 12, rtol=0.25)
     assert features.size.tolist() == list(size)
-
-
-def test_the_axes_are_scaled_apart() -> None:
-    plain = extract(blobs())
-    stretched = extract(blobs(), (480, 1600), scale=(0.5, 0.1))
-    expected = resize_points(plain.keypoints.double().numpy(), (2, 10))
-    np.testing.assert_allclose(stretched.keypoints, expected, atol=1e-3)
-    np.testing.assert_allclose(stretched.scales, plain.scales * np.sqrt(20), rtol=1e-5)
 
 
 @pytest.mark.parametrize("exif", range(1, 9))
@@ -124,15 +110,6 @@ def test_angles_run_from_x_towards_y(degrees: float) -> None:
     assert np.quantile(error, 0.8) < np.deg2rad(8)
 
 
-def test_a_gradient_points_along_its_angle() -> None:
-    """Brightness that grows along y gives π/2, not −π/2."""
-    picture = np.clip(blobs(centres=np.array([[120.0, 80.0]]), sigma=6.0).astype(np.float32), 0, 255)
-    picture = (0.5 * picture + np.linspace(0, 120, 160)[:, None]).astype(np.uint8)
-    features = extract(picture)
-    which = nearest(features, np.array([[120.0, 80.0]]))[1][0]
-    assert features.orientations[which] == pytest.approx(np.pi / 2, abs=0.1)
-
-
 def test_mask_is_kept_and_filled() -> None:
     """The strongest points lie outside the mask; inside there are still `max_keypoints`."""
     picture = texture((400, 300)).astype(np.float32)
@@ -150,22 +127,6 @@ def test_mask_is_kept_and_filled() -> None:
     assert inside.scores.min() >= everything.scores.sort(descending=True).values[99]
 
 
-@pytest.mark.parametrize("limit", [1, 50, 333])
-def test_the_strongest_are_kept_in_order(limit: int) -> None:
-    picture = texture((300, 200))
-    every = extract(picture, config=ExtractorConfig(max_keypoints=10**5))
-    assert len(every) > 333
-    some = extract(picture, config=ExtractorConfig(max_keypoints=limit))
-    assert len(some) == limit
-    assert some.scores.diff().le(0).all()
-    torch.testing.assert_close(some.scores, every.scores[:limit])
-    assert torch.unique(torch.cat([some.keypoints, some.orientations[:, None]], 1), dim=0).shape[0] == limit
-
-
-def test_an_empty_mask_finds_nothing() -> None:
-    assert len(extract(texture((100, 100)), mask=np.zeros((100, 100), bool))) == 0
-
-
 @pytest.mark.parametrize("size", [(100, 80), (1, 1), (2, 3), (1, 300), (300, 1), (7, 7)])
 @pytest.mark.parametrize("colour", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
@@ -177,23 +138,6 @@ def test_black_and_tiny_images_have_no_keypoints(size: tuple[int, int], colour: 
     for name in ("scores", "scales", "orientations", "mask"):
         assert getattr(features, name).shape == (0,), name
     assert (features.kind, features.size.tolist()) == ("sift", list(size))
-
-
-@pytest.mark.parametrize("size", [(1, 1), (2, 2), (5, 3), (1, 40), (12, 12)])
-def test_tiny_noise_is_read_without_complaint(size: tuple[int, int], rng: np.random.Generator) -> None:
-    features = extract(rng.integers(0, 256, size[::-1], dtype=np.uint8))
-    assert features.descriptors.shape == (len(features), 128)
-
-
-def test_types_and_norms() -> None:
-    features = extract(texture((200, 200)))
-    for name in ("keypoints", "descriptors", "scores", "scales", "orientations", "size"):
-        assert getattr(features, name).dtype == torch.float32, name
-    assert features.exif_orientation.dtype == torch.int64
-    assert features.mask.all()
-    torch.testing.assert_close(features.descriptors.norm(dim=1), torch.ones(len(features)), atol=1e-4, rtol=0)
-    assert features.descriptors.ge(0).all()
-    assert features.orientations.abs().max() <= np.pi + 1e-6
 
 
 def test_root_sift_is_its_formula(rng: np.random.Generator) -> None:
@@ -221,23 +165,6 @@ def test_the_largest_or_the_strongest_are_kept() -> None:
     index, which = rows.nonzero().T
     assert len(index) == 60
     assert every.descriptors[index].equal(largest.descriptors[which])
-
-
-def test_views_of_arrays_are_read_as_they_are() -> None:
-    picture = texture((200, 150))
-    expected = detect_sift(picture, None, ExtractorConfig())[0]
-    reversed_twice = picture[::-1].copy()[::-1]
-    read_only = picture.copy()
-    read_only.flags.writeable = False
-    for same in (reversed_twice, np.asfortranarray(picture), read_only):
-        np.testing.assert_array_equal(detect_sift(same, None, ExtractorConfig())[0], expected)
-
-
-def test_the_same_image_gives_the_same_bits() -> None:
-    picture = texture((320, 240))
-    first, second = extract(picture), extract(picture)
-    assert first.keypoints.equal(second.keypoints)
-    assert first.descriptors.equal(second.descriptors)
 
 
 def test_no_keypoints_wanted_is_refused() -> None:

@@ -7,11 +7,7 @@ import pytest
 import torch
 
 import matcher
-from matcher.explain.explain import explain
 from matcher.images import read_image
-from matcher.match import steering
-from matcher.match import steering as other_turns
-from matcher.match.network import AttentionMatcher
 from matcher.match.position import normalise_positions
 from matcher.match.steering import (
     STEERABLE,
@@ -23,7 +19,6 @@ from matcher.match.steering import (
     steered,
 )
 from matcher.types import Features
-from matcher.weights.files import load_model
 
 
 @pytest.fixture
@@ -98,11 +93,6 @@ def test_what_cannot_be_steered_stays(features):
     assert aligned(empty, features, STEERABLE) is features
 
 
-def test_unlike_images_stay_as_they_are(features, rng):
-    other = replace(features, descriptors=torch.from_numpy(unit(rng.normal(size=(2, 90, 64)))))
-    assert aligned(features, other, STEERABLE) is other
-
-
 @pytest.mark.parametrize("preset", ["nearest-learned", "hybrid-learned"])
 @pytest.mark.parametrize("turn", [1, 2, 3])
 def test_a_turned_image_is_matched_as_the_upright_one(preset, turn, views):
@@ -131,13 +121,6 @@ def test_features_that_do_not_name_their_front_end_are_turned_too(preset, views)
         assert np.array_equal(pipeline.match_features(*sides).indices, expected)
 
 
-def test_descriptors_of_several_precisions_go_together(features):
-    for dtype in (torch.float16, torch.float64):
-        other = turned(features, -1, 0)
-        other = replace(other, descriptors=other.descriptors.to(dtype))
-        assert aligned(features, other, STEERABLE).matched_orientation.tolist() == [6, 1]
-
-
 def test_all_positions_of_an_image(features):
     descriptors = features.unstack()[1].descriptors
     found = rotated_descriptors(descriptors.numpy(), STEERABLE)
@@ -161,41 +144,3 @@ def test_a_few_distinct_neighbours_outweigh_many_indistinct_ones(rng):
     )
     assert quarter_turns(first, second) == [2]
     assert quarter_turns(first, first) == [0]
-
-
-@pytest.mark.parametrize(("turns", "probed"), [(1, 768), (2, 128), (3, 128)])
-def test_every_turn_is_tried(views, monkeypatch, turns, probed):
-    """Descriptors say nothing of the turn; the network finds probable matches only after the right one."""
-    monkeypatch.setattr(other_turns, "PROBED", probed)
-    monkeypatch.setattr(steering, "quarter_turns", lambda own, _: [0] * len(own.mask))
-    pipeline = matcher.load("hybrid-learned", device="cpu", max_keypoints=300)
-    pictures = [read_image(path, resize=480).pixels for path in views]
-    rotated = np.ascontiguousarray(np.rot90(pictures[1], turns))
-    features0, features1 = (pipeline.extract(picture) for picture in (pictures[0], rotated))
-
-    def network_below(share):
-        policy = replace(pipeline.config.matcher.policy, other_turns_below=share, match_threshold=0.6)
-        return load_model("hybrid-learned")[0].with_policy(policy)
-
-    eager, never = (AttentionMatcher(network_below(share), precision="float32") for share in (0.5, 0.0))
-    pairs = [Features.stack(side) for side in ([features0, features0], [features1, features0])]
-    found, alone = eager(*pairs)
-    without = never(*pairs)[0]
-    assert len(found) > 80 and len(found) > 1.5 * len(without)
-    assert (alone.indices[:, 0] == alone.indices[:, 1]).all()
-    orientation = {1: 6, 2: 3, 3: 8}[turns]
-    assert eager.matched_view(*pairs).matched_orientation.tolist() == [orientation, 1]
-    assert never.matched_view(*pairs).matched_orientation.tolist() == [1, 1]
-    assert np.array_equal(explain(eager, features0, features1).matches, found.indices)
-    pytest.importorskip("onnxruntime")
-    from onnx_models import trained_of
-
-    from matcher.onnx import pairs as graphs
-    from matcher.onnx.matching import OnnxMatcher
-
-    monkeypatch.setattr(graphs, "PROBED", probed)
-    monkeypatch.setattr(graphs, "quarter_turns", lambda graph, *_: graph.value(0))
-    same, alone = OnnxMatcher(trained_of(network_below(0.5)))(*pairs)
-    agreeing = set(map(tuple, found.indices.tolist())) & set(map(tuple, same.indices.tolist()))
-    assert len(agreeing) >= 0.98 * max(len(found), len(same))
-    assert (alone.indices[:, 0] == alone.indices[:, 1]).all()

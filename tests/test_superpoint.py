@@ -9,9 +9,7 @@ from random_front_end import build, random_parameters, same, share_found, textur
 
 from matcher.config import ExtractorConfig
 from matcher.errors import IntegrityError, UsageError
-from matcher.extract.front_end import LearnedExtractor
-from matcher.extract.superpoint import FRONT_ENDS, SuperPoint, suppress
-from matcher.images import image_from_array
+from matcher.extract.superpoint import SuperPoint, suppress
 from matcher.torch_engine import build_extractor
 from matcher.weights.files import save_front_end
 
@@ -57,15 +55,6 @@ def test_it_is_what_transformers_has(rng, settings, size):
     torch.testing.assert_close(
         ours.descriptors[ranked[1]], expected.descriptors[0][ranked[0]], rtol=0, atol=1e-4
     )
-
-
-def test_parameter_counts_are_the_published_ones():
-    count = sum(value.numel() for value in SuperPoint().parameters())
-    assert count == 1_300_865
-    normalised = SuperPoint(normalised=True)
-    names = [name for name, _ in normalised.named_parameters() if ".norm." in name]
-    assert len(names) == 24
-    assert normalised.encoder[0].norm.eps == 1e-3
 
 
 def test_the_retraining_normalises_after_it_rectifies():
@@ -118,14 +107,6 @@ def test_suppression_keeps_the_strongest_of_each_neighbourhood(rng):
     assert bool(kept[scores == window].all())
 
 
-def test_suppression_frees_those_behind_a_suppressed_point():
-    scores = torch.zeros(1, 9)
-    scores[0, [0, 3, 6]] = torch.tensor([3.0, 2.0, 1.0])
-    # 3 is within 4 of 0; 6 is within 4 of 3 only, which is suppressed itself.
-    assert suppress(scores, 4)[0, [0, 3, 6]].tolist() == [True, False, True]
-    assert suppress(scores, 2)[0, [0, 3, 6]].tolist() == [True, True, True]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_shift_by_whole_cells_shifts_the_points_by_as_much(rng, kind):
     patch = texture(rng, 64, 64)
@@ -138,41 +119,6 @@ def test_a_shift_by_whole_cells_shifts_the_points_by_as_much(rng, kind):
     first, second = build(kind)(images)
     assert len(first) == len(second) > 30
     assert share_found(first.keypoints + torch.tensor([8.0, 16.0]), second.keypoints, 0.0) == 1.0
-
-
-@pytest.mark.parametrize("size", [(160, 120), (51, 37), (33, 64), (9, 9)])
-def test_points_keep_off_the_border_and_out_of_the_padding(rng, size):
-    (features,) = build("superpoint")([whole(texture(rng, *size))])
-    assert features.size.tolist() == list(size)
-    if min(size) > 9:
-        assert len(features) > 5
-    inside = features.keypoints
-    assert bool((inside >= 4).all() & (inside <= torch.tensor(size) - 5).all())
-    (all_over,) = build("superpoint", border=0)([whole(texture(rng, *size))])
-    assert bool((all_over.keypoints >= 0).all() & (all_over.keypoints <= torch.tensor(size) - 1).all())
-
-
-def test_whole_cells_of_padding_change_nothing(rng):
-    """An image whose sides are no multiples of 8 is the one repeated at its edge, cropped."""
-    small = texture(rng, 155, 117)
-    large = np.pad(small, ((0, 3), (0, 5)), mode="edge")
-    mask = np.zeros(large.shape, bool)
-    mask[:117, :155] = True
-    extractor = build("superpoint", border=0, nms_radius=0, max_keypoints=10**6)
-    cropped, masked = extractor([whole(small), whole(large, mask)])
-    assert len(cropped) > 1000
-    assert same(cropped, masked)
-
-
-def test_results_are_in_stored_pixels(picture):
-    extractor = build("superpoint")
-    large = np.ascontiguousarray(picture.repeat(3, axis=0).repeat(2, axis=1))
-    image = image_from_array(large, resize=203)  # 320 x 360 becomes 180 x 203
-    (features,) = extractor([image])
-    assert features.size.tolist() == [320, 360]
-    resized = (features.keypoints + 0.5) * torch.tensor(image.scale) - 0.5
-    torch.testing.assert_close(resized, resized.round(), rtol=0, atol=1e-3)
-    assert resized.round().unique(dim=0).shape[0] == len(features) > 50
 
 
 def test_masks_black_and_tiny_images(picture):
@@ -198,43 +144,6 @@ def test_masks_black_and_tiny_images(picture):
     assert same(free, colour)
 
 
-def test_cells_that_hold_no_point_give_none(picture):
-    def fill(network: SuperPoint, config: ExtractorConfig) -> None:
-        random_parameters(network, config)
-        network.points[1].conv.bias.data[-1] = 30  # the class "no point in this cell"
-
-    features = build("superpoint", fill)([whole(picture), whole(np.zeros((64, 80), np.uint8))])
-    assert [len(one) for one in features] == [0, 0]
-    assert features[0].descriptors.shape == (0, 256)
-
-
-def test_the_strongest_are_kept_and_nothing_is_left_to_chance(picture):
-    state = torch.random.get_rng_state()
-    few, many = build("superpoint", max_keypoints=40), build("superpoint", max_keypoints=400)
-    features, everything = few([whole(picture)])[0], many([whole(picture)])[0]
-    assert same(features, few([whole(picture)])[0])
-    assert same(features, everything.select(torch.arange(40)))
-    assert bool((everything.scores.diff() <= 0).all())
-    torch.testing.assert_close(everything.descriptors.norm(dim=1), torch.ones(len(everything)))
-    assert (features.kind, features.scales, features.orientations) == ("superpoint", None, None)
-    assert not features.descriptors.requires_grad
-    assert torch.equal(state, torch.random.get_rng_state())
-
-
-def test_parameters_are_read_at_the_first_image_and_only_then(picture):
-    calls = []
-
-    def fill(network, config):
-        calls.append(config.score_threshold)
-        random_parameters(network)
-
-    extractor = LearnedExtractor(ExtractorConfig(kind="superpoint"), FRONT_ENDS["superpoint"], fill)
-    assert calls == []
-    extractor([whole(picture)])
-    extractor([whole(picture)])
-    assert calls == [0.005]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_files_are_read_strictly(picture, tmp_path, kind):
     network = build(kind).network
@@ -256,13 +165,6 @@ def test_weights_files_are_read_strictly(picture, tmp_path, kind):
         build_extractor(config, path)([whole(picture)])
     with pytest.raises(IntegrityError, match=r"absent\.pth is absent"):
         build_extractor(config, tmp_path / "absent.pth")([whole(picture)])
-
-
-def test_absent_weights_name_the_command(picture, monkeypatch, tmp_path):
-    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
-    extractor = build_extractor(ExtractorConfig(kind="superpoint"))
-    with pytest.raises(IntegrityError, match="matcher weights fetch superpoint --accept-licence"):
-        extractor([whole(picture)])
 
 
 def test_settings_are_checked():

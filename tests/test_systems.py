@@ -102,14 +102,6 @@ def test_any_front_end_goes_with_nearest(kind, tmp_path, pictures):
     assert np.array_equal(own.match(*pictures).matches.indices, result.matches.indices)
 
 
-def test_a_variant_of_a_front_end_goes_with_its_matcher(tmp_path, pictures):
-    options = {"weights": network_file("lightglue-aliked", tmp_path), "device": "cpu", "match_threshold": 0.0}
-    path = front_end_file("aliked", tmp_path, variant="aliked-n32")
-    pipeline = matcher.load("lightglue-aliked", variant="aliked-n32", frontend_weights=path, **options)
-    assert pipeline.extractor.network.desc_head.n_pos == 32
-    assert len(pipeline.match(*pictures).matches) > 8
-
-
 def test_a_network_of_another_front_end_is_put_together_and_refuses_others(tmp_path, pictures):
     """Our own configuration on DISK's features: trained or not, it takes those and no others."""
     position = PositionConfig(inputs=("xy",))
