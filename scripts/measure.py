@@ -133,6 +133,7 @@ def reconstruction(given: argparse.Namespace) -> None:
     ours = pycolmap.Reconstruction(given.work / "model" / "sparse" / "0")
     database, sift = given.work / "sift.db", pycolmap.FeatureExtractionOptions()
     sift.sift.max_num_features = given.max_keypoints
+    pycolmap.logging.minloglevel = pycolmap.logging.ERROR.value
     pycolmap.set_random_seed(0)
     pycolmap.extract_features(database, given.photos, extraction_options=sift)
     pycolmap.match_exhaustive(database)
