@@ -173,14 +173,6 @@ def test_an_edited_store_is_refused(folder, walls, name):
     assert "is damaged" in said or ((folder / RUN / "run.db").read_bytes() == before and right(pose))
 
 
-def test_views_without_end_are_not_read(folder, walls, tried):
-    for name in [name for name in EDITS if "without end" in name]:
-        edit(folder / RUN, *EDITS[name])
-        said, pose = loaded(folder, walls)
-        assert "is damaged" in said and pose is None
-        tried()
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
 def test_keypoints_and_descriptors_that_are_not_finite(folder, walls, value):
     run = folder / RUN
