@@ -11,7 +11,6 @@ from matcher.errors import IntegrityError, UsageError
 from matcher.files import write_output
 from matcher.train.loop import claim_folder, locked
 from matcher.train.recipe import (
-    MatcherRecipe,
     Recipe,
     check_recipe,
     enlarged,
@@ -147,7 +146,3 @@ def test_one_process_trains_in_a_folder(tmp_path):
         pass
     with locked(tmp_path):
         pass
-
-
-def test_defaults_can_be_trained():
-    check_recipe(replace(Recipe(), matcher=MatcherRecipe(network=SIFT.matcher.network)))

@@ -44,7 +44,7 @@ from matcher.train.loop import (
 )
 from matcher.train.losses import labelled_layers, scores_of
 from matcher.train.pairs import PairSampler
-from matcher.train.recipe import OptimiserRecipe, Recipe
+from matcher.train.recipe import OptimiserRecipe, Recipe, limited, read_recipe, shipped_recipe
 from matcher.train.run import RunOptions, train
 from matcher.train.start import optimisers_of
 from matcher.train.views import load_views
@@ -180,9 +180,7 @@ def test_a_run_writes_weights_that_load_and_a_log(root, finished, kind):
         assert architecture_of(shapes) == recipe.front_end.network
 
 
-@pytest.mark.parametrize(
-    ("kind", "step"), [("sift", 1), ("sift", 3), ("sift", 8), ("learned", 4), ("front end", 2), ("both", 7)]
-)
+@pytest.mark.parametrize(("kind", "step"), [("sift", 3), ("learned", 8), ("front end", 2), ("both", 7)])
 def test_a_run_stopped_and_continued_gives_the_same_weights(root, finished, kind, step):
     """After the sixth step it stops in the last stage."""
     where, lines = options(root, f"stopped {kind} {step}"), []
@@ -292,11 +290,11 @@ def test_the_command_trains_scales_batches_and_draws_the_curve(root, tmp_path, m
     assert main(["train", *map(str, given[:-2])]) == 2  # another batch is another run
 
 
-def test_the_default_recipe_trains_on_photos_alone(root, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_photos(tmp_path / "photos", 4)
-    assert main(["train", "--photos", "photos", "--steps", "1"]) == 0
-    assert (tmp_path / "runs" / "hybrid-learned" / "hybrid-learned.safetensors").is_file()
+def test_the_default_recipe_trains_on_photos_alone(root):
+    recipe = limited(read_recipe(shipped_recipe("hybrid-learned")), 1)
+    recipe = replace(recipe, pair=replace(recipe.pair, points=(64,), points_per_batch=256))
+    weights = train(recipe, options(root, "default"), [].append)
+    assert load_model(weights)[0].config == load_model("hybrid-learned")[0].config
 
 
 def test_folders_and_recipes_that_cannot_be_used_are_exit_2(root, tmp_path, capsys):
@@ -351,13 +349,12 @@ def started(root: Path, name: str) -> tuple[subprocess.Popen, Path]:
     return process, checkpoint
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_ends_the_run(root, number, code):
-    process, checkpoint = started(root, f"signal{code}")
+def test_a_signal_saves_and_ends_the_run(root):
+    process, checkpoint = started(root, "signal")
     before = checkpoint.stat().st_mtime_ns
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     error = process.communicate(timeout=120)[1].decode()
-    assert process.returncode == code, error
+    assert process.returncode == 143, error
     assert checkpoint.stat().st_mtime_ns > before and "Traceback" not in error
 
 

@@ -215,7 +215,7 @@ def presets(
 
 VARIABLES = {
     "MATCHER_DATA": "Folder with photos/ and bench/ for `train` and `evaluate`; ../shared if not set.",
-    "MATCHER_CACHE": "Folder for downloaded weights, compiled kernels and rendered training views.",
+    "MATCHER_CACHE": "Folder for downloaded weights and compiled kernels.",
     "MATCHER_OFFLINE": "1: never use the network; `weights fetch` fails at once.",
     "MATCHER_COMPILED": "0: do not use the compiled kernels; a target such as avx2: use those of it.",
     "MATCHER_DEBUG": "1: print the traceback of every error.",

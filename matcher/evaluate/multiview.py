@@ -31,11 +31,6 @@ TRACKED = (
 )
 
 
-def is_recorded(folder: Path) -> bool:
-    """Whether a folder has the layout of `read_recorded`."""
-    return (folder / "cameras.json").is_file() and not is_rendered(folder)
-
-
 def is_rendered(folder: Path) -> bool:
     """Whether a folder has the layout of `read_rendered`."""
     path = folder / "cameras.json"
