@@ -129,8 +129,11 @@ def _solve(
     count, errors, stopped = 0, [], {}
     while True:
         a = mu / sums
-        b = nu / torch.bmm(turned, a).clamp_min_(tiny)
-        sums = torch.bmm(kernel, b).clamp_min_(tiny)
+        below = torch.bmm(turned, a)
+        b = nu / (below if masked is None else below.clamp_min(tiny))
+        sums = torch.bmm(kernel, b)
+        if masked is not None:  # where a pair has no point
+            sums = sums.clamp_min(tiny)
         count += 1
         last, looks = count >= max_iterations, count % CHECKED == 0
         if not (last or looks or record_errors):
