@@ -12,7 +12,7 @@ import numpy as np
 
 from matcher.config import RefineConfig
 from matcher.images import gradient_image
-from matcher.kernels import FitSettings, WindowView, fit_windows_compiled
+from matcher.kernels import calls as compiled
 from matcher.processes import compute_threads
 from matcher.types import REFINEMENTS, Image, Matches, MatchRefinement
 
@@ -461,7 +461,7 @@ def fit_windows(windows: Windows, grid: Grid, prior: np.ndarray, reweighings: in
 
 
 def _compiled(windows: Windows, grid: Grid, prior: np.ndarray, reweighings: int) -> Fit | None:
-    settings = FitSettings(
+    settings = compiled.FitSettings(
         grid.side,
         FIRST_STEPS,
         STEPS,
@@ -476,15 +476,15 @@ def _compiled(windows: Windows, grid: Grid, prior: np.ndarray, reweighings: int)
         TOLERANCE,
     )
     sides = (windows.pyramid0, windows.affine0), (windows.pyramid1, windows.affine1)
-    views = (_view(*side) for side in sides)
-    found = fit_windows_compiled(*views, settings, grid.weights, windows.deviation, prior)
+    views = [_view(*side) for side in sides]
+    found = compiled.fit_windows(views, settings, grid.weights, windows.deviation, prior)
     return None if found is None else Fit(*found[:2], *found[2])
 
 
-def _view(pyramid: Pyramid, affine: np.ndarray) -> WindowView:
+def _view(pyramid: Pyramid, affine: np.ndarray) -> compiled.WindowView:
     level = pyramid.level_of(affine[:, :, 1:])
     levels = [pyramid.level(index) for index in range(int(level.max(initial=0)) + 1)]
-    return WindowView(levels, pyramid.mask, affine, level)
+    return compiled.WindowView(levels, pyramid.mask, affine, level)
 
 
 def _by_numpy(windows: Windows, grid: Grid, prior: np.ndarray, reweighings: int) -> Fit:

@@ -3,7 +3,7 @@
     python scripts/build_kernels.py
 
 Needs a processor with AVX2 or NEON and g++ 11 or newer, or clang++. `MATCHER_COMPILED=0` in the environment
-switches them off; `amx`, `avx512_bf16`, `avx512` or `avx2` there chooses among those that run here.
+switches them off; `avx512_bf16`, `avx512` or `avx2` there chooses among those that run here.
 """
 
 import argparse

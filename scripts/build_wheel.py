@@ -23,21 +23,21 @@ class KernelHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and say what the wheel is for; an editable install compiles on request only."""
-        targets = self._targets()
-        compiler = targets.find_compiler()
+        compiling = self._compiling()
+        compiler = compiling.find_compiler()
         if version == "editable" or compiler is None or os.environ.get("MATCHER_COMPILED") == "0":
             return
         self._folder = tempfile.TemporaryDirectory()
 
-        def compiled(target: Any) -> Path | None:
-            path = Path(self._folder.name) / targets.library_name(target)
-            failed = targets.compile_library(compiler, target, path)
+        def compiled(target: str) -> Path | None:
+            path = Path(self._folder.name) / compiling.library_name(target)
+            failed = compiling.compile_library(compiler, target, path)
             if failed:
-                self.app.display_warning(f"no kernels for {target.name}: {failed[-300:]}")
+                self.app.display_warning(f"no kernels for {target}: {failed[-300:]}")
             return None if failed else path
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            made = [path for path in pool.map(compiled, targets.targets_of_machine()) if path]
+            made = [path for path in pool.map(compiled, compiling.targets()) if path]
         for path in made:
             build_data["force_include"][str(path)] = f"matcher/kernels/prebuilt/{path.name}"
         if made:
@@ -49,10 +49,10 @@ class KernelHook(BuildHookInterface):
         if hasattr(self, "_folder"):
             self._folder.cleanup()
 
-    def _targets(self) -> ModuleType:
-        """matcher/kernels/targets.py by itself: what the package needs may not be installed."""
-        place = Path(self.root) / "matcher" / "kernels" / "targets.py"
-        spec = importlib.util.spec_from_file_location("matcher_kernel_targets", place)
+    def _compiling(self) -> ModuleType:
+        """matcher/kernels/compiling.py by itself: what the package needs may not be installed."""
+        place = Path(self.root) / "matcher" / "kernels" / "compiling.py"
+        spec = importlib.util.spec_from_file_location("matcher_kernel_compiling", place)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module

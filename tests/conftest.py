@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(autouse=True, scope="session")
 def _stock_operators() -> Iterator[None]:
-    """Stock operators, whatever was compiled on this machine; test_compiled.py and test_default.py are of the
+    """Stock operators, whatever was compiled on this machine; test_kernels.py and test_default.py are of the
     rest. For the session, because fixtures of a module are made before those of a test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SWITCH, "0")

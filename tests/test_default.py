@@ -18,7 +18,7 @@ from matcher.match.network import DTYPES, resolve_precision
 @pytest.fixture(scope="module", autouse=True)
 def compiled(request) -> bool:
     """Whether kernels are on, as on a user's machine: built in a folder of the tests, where they can be."""
-    able = library.instructions() is not None and shutil.which("g++") is not None
+    able = bool(library.supported()) and shutil.which("g++") is not None
     with pytest.MonkeyPatch.context() as patch:
         if able:
             patch.setenv("MATCHER_CACHE", str(request.getfixturevalue("kernels_folder")))

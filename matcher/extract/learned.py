@@ -16,19 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import grid_sample, interpolate, normalize, pad, pixel_shuffle
 
+from matcher.attention import linear
 from matcher.config import ExtractorConfig
 from matcher.errors import IntegrityError
 from matcher.extract.front_end import Found, FrontEnd, grey, inner_pixels, padded, strongest
-from matcher.kernels.calls import (
-    add_enlarged_compiled,
-    have_maps,
-    have_samples,
-    linear,
-    peaks_compiled,
-    sample_compiled,
-    score_pixels_compiled,
-)
-from matcher.kernels.loader import Trial
 from matcher.types import Image
 
 DESCRIPTOR_DIM = 64
@@ -158,13 +149,6 @@ class ConvNormRelu(nn.Sequential):
         return fused(x, convolution.weight, convolution.bias, *sizes, "relu", [], "")
 
 
-def _add_enlarged(fine: Tensor, coarse: Tensor) -> Tensor:
-    """fine (B, C, 2h, 2w) + coarse (B, C, h, w) enlarged."""
-    if fine.dtype == coarse.dtype and have_maps(fine, coarse):
-        return add_enlarged_compiled(fine, coarse)
-    return fine + interpolate(coarse, scale_factor=2, mode="bilinear", align_corners=False)
-
-
 class FeatureNetwork(nn.Module):
     """An encoder of several resolutions, a decoder that scores pixels, an MLP that describes points.
 
@@ -230,21 +214,18 @@ class FeatureNetwork(nn.Module):
             x = stage(x)
             maps.append(x)
         for lower, lift in zip(maps[-2::-1], reversed(self.lift), strict=True):
-            x = _add_enlarged(lower, lift(x))
+            # In float32: rounded twice to half precision, keypoints are less exact.
+            enlarged = interpolate(lift(x).float(), scale_factor=2, mode="bilinear", align_corners=False)
+            x = (lower + enlarged).to(lower.dtype)
         x = self.mix(x)
-        if have_maps(x):
-            return score_pixels_compiled(x, self.points.weight, self.points.bias), maps
         # Half precision would make neighbouring pixels equal.
         with torch.autocast(x.device.type, enabled=False):
             return pixel_shuffle(self.points(x.float()), 2)[:, 0], maps
 
     def describe(self, maps: Sequence[Tensor], points: Tensor) -> Tensor:
         """Unit descriptors (B, N, 64) float32 at points (B, N, 2) xy."""
-        if have_samples(*maps):
-            sampled = sample_compiled(maps, points, [2.0**-k for k in range(1, len(maps) + 1)])
-        else:
-            columns = [sample(level, points / 2**k) for k, level in enumerate(maps, start=1)]
-            sampled = torch.cat(columns, dim=-1)
+        columns = [sample(level, points / 2**k) for k, level in enumerate(maps, start=1)]
+        sampled = torch.cat(columns, dim=-1)
         widen, activate, narrow = self.descriptor
         hidden = activate(linear(sampled.flatten(0, -2), widen.weight, widen.bias))
         described = linear(hidden, narrow.weight, narrow.bias).unflatten(0, sampled.shape[:-1])
@@ -405,24 +386,12 @@ def _points_of(
     network: FeatureNetwork, logits: Tensor, maps: list[Tensor], image: Image, config: ExtractorConfig
 ) -> Found:
     """The best points of one image, refined and described."""
-    points = peaks_compiled(logits[0], config.nms_radius, config.border, try_peaks)
-    if points is None:
-        points = candidates(logits, config.nms_radius, config.border)[0].nonzero().flip(1)
+    points = candidates(logits, config.nms_radius, config.border)[0].nonzero().flip(1)
     scores = logits[0, points[:, 1], points[:, 0]].sigmoid()
     found = (scores > config.score_threshold).nonzero()[:, 0]
     index = found[strongest(points[found].float(), scores[found], image, config.max_keypoints)]
     refined = refine(logits, points[None, index])
     return Found(refined[0], scores[index], network.describe(maps, refined)[0])
-
-
-def try_peaks() -> Trial:
-    """Peaks of a small image."""
-    logits = torch.randn(240, 320, generator=torch.Generator().manual_seed(0))
-    return Trial(
-        lambda: peaks_compiled(logits, NMS_RADIUS, BORDER, try_peaks),
-        lambda: candidates(logits[None], NMS_RADIUS, BORDER)[0].nonzero().flip(1),
-        0.0,
-    )
 
 
 FRONT_ENDS = {

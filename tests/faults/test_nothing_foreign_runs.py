@@ -110,7 +110,7 @@ __attribute__((constructor)) static void run(void) { fclose(fopen("%s", "w")); }
 @pytest.fixture
 def kernels(tmp_path, monkeypatch):
     """The place of the kernel library, and a library that leaves a trace when it is loaded."""
-    if library.instructions() is None or shutil.which("cc") is None:
+    if not library.supported() or shutil.which("cc") is None:
         pytest.skip("needs AVX-512 and a compiler")
     monkeypatch.setenv("MATCHER_CACHE", str(tmp_path / "cache"))
     path = library.library_path()

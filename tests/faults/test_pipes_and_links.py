@@ -15,7 +15,6 @@ from matcher.cli import main
 from matcher.collection.schema import HOLDER, StoreLock
 from matcher.errors import UsageError
 from matcher.export.output import whole_folder
-from matcher.kernels import loader as trials
 from matcher.kernels import loader as trusted
 from matcher.onnx import kept
 
@@ -121,18 +120,6 @@ def test_a_pipe_in_the_cache_is_not_waited_for(tmp_path, load):
     tmp_path.chmod(0o755)
     with pytest.warns(UserWarning, match="not used: .*is a pipe"):
         assert load(tmp_path / "kept.bin") is None
-
-
-@pytest.mark.parametrize("fault", ["a pipe", "others may write it", "nested", "none"])
-def test_a_record_of_kernels_that_is_not_ours(tmp_path, fault):
-    """It says which kernels are used."""
-    record = tmp_path / "trials.json"
-    if fault == "a pipe":
-        os.mkfifo(record)
-    else:
-        record.write_text("[" * 100_000 if fault == "nested" else '{"a": true}')
-    record.chmod(0o666 if fault.startswith("others") else 0o644)
-    assert trials._read(record) == ({"a": True} if fault == "none" else {})
 
 
 def test_who_holds_a_run_is_said_in_one_line(tmp_path):

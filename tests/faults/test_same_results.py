@@ -136,7 +136,7 @@ def test_threads_change_nothing_that_matters(views, tried):
 @pytest.mark.slow
 def test_kernels_and_threads_on_real_photos(tmp_path, monkeypatch, tried):
     """At least 99.9 % of the matches in float32, with and without compiled kernels."""
-    if library.instructions() is None or shutil.which("g++") is None:
+    if not library.supported() or shutil.which("g++") is None:
         pytest.skip("needs AVX-512 and a compiler")
     folder = data_folder() / "bench" / "oxford_graf"
     photos = sorted(path for path in folder.rglob("*") if is_image(path))
@@ -157,7 +157,7 @@ def test_kernels_and_threads_on_real_photos(tmp_path, monkeypatch, tried):
 @pytest.mark.slow
 def test_kernels_find_and_refine_the_same_matches_of_fifty_pairs(monkeypatch, capsys, tried):
     """At least 99.9 % of the matches in float32, before they are refined and after it, to .05 px."""
-    if library.instructions() is None:
+    if not library.supported():
         pytest.skip("needs compiled kernels")
     pipe = matcher.load(max_keypoints=512, device="cpu", precision="float32", second_pass=False)
     common, most = np.zeros(2), np.zeros(2)

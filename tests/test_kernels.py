@@ -1,0 +1,217 @@
+"""The compiled kernels against their references; what they decline; and that nothing needs them."""
+
+import shutil
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from rendered_texture import AFFINE, SIZE, Texture, move
+from torch.nn import functional as F
+
+from matcher import files
+from matcher.attention import scaled_dot_product
+from matcher.errors import UsageError
+from matcher.kernels import SWITCH, build, kernels, loader
+from matcher.kernels.calls import attend
+from matcher.refine import Grid, Pyramid, Windows, fit_windows, middle_frames
+
+VECTORS = pytest.mark.skipif(
+    not loader.supported() or shutil.which("g++") is None, reason="needs vector units and a compiler"
+)
+
+
+@pytest.fixture(params=["best", "avx2"])
+def kernel(request, kernels_folder, monkeypatch) -> str:
+    """The name of a target whose kernels are used."""
+    name = loader.supported()[0] if request.param == "best" else request.param
+    if name not in loader.supported() or (request.param != "best" and name == loader.supported()[0]):
+        pytest.skip(f"not for this processor, or tested as its best: {name}")
+    monkeypatch.setenv("MATCHER_CACHE", str(kernels_folder))
+    monkeypatch.setenv(SWITCH, name)
+    loader._load.cache_clear()
+    assert name in build().name and loader.library_in_use().startswith(f"{name}-")
+    yield name
+    loader._load.cache_clear()
+
+
+@pytest.fixture
+def no_library(tmp_path, monkeypatch):
+    """An empty cache folder."""
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
+    monkeypatch.delenv(SWITCH)
+    loader._load.cache_clear()
+    yield tmp_path
+    loader._load.cache_clear()
+
+
+def heads(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(dtype)
+
+
+@VECTORS
+@pytest.mark.parametrize(
+    ("count", "n", "m", "width"), [(4, 200, 333, 64), (1, 1, 1, 32), (2, 33, 31, 96), (3, 64, 32, 128)]
+)
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 0.01), (torch.float32, 1e-5)])
+def test_attention_is_the_equation(kernel, count, n, m, width, dtype, rounding) -> None:
+    # Heads lie side by side in the tokens, as a projection leaves them, with other channels between.
+    q, k, v = (heads(2, c, count + 1, width, seed=i)[:, :, 1:] for i, c in enumerate((n, m, m)))
+    q, k, v = (x.transpose(1, 2).to(dtype) for x in (q, k, v))
+    found = attend(q, k, v)
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    stock = (F.scaled_dot_product_attention(q, k, v).double() - exact).abs().max()
+    assert (found.double() - exact).abs().max() < 2 * stock + rounding * exact.abs().max()
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(attend(q[:, :, order], k, v), found[:, :, order])
+
+
+@VECTORS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scores_of_any_size_are_attended_to(kernel, dtype) -> None:
+    """Beyond what an exponential holds, and where the greatest comes last."""
+    q, k, v = (heads(2, 200, 64, seed=i, dtype=dtype) for i in range(3))
+    k[:, -1] = 3 * k[:, 0]
+    for factor in (1, 30, 300, -300):
+        with torch.inference_mode():
+            found = scaled_dot_product(factor * q, k, v)
+        exact = F.scaled_dot_product_attention((factor * q).double(), k.double(), v.double())
+        assert (found.double() - exact).norm() < (0.03 if dtype == torch.bfloat16 else 1e-3) * exact.norm()
+    assert bool(attend(q * torch.nan, k, v).isnan().all())
+
+
+@VECTORS
+def test_what_attention_declines(kernel, monkeypatch) -> None:
+    q, k, v = (heads(2, 40, 64, seed=i) for i in range(3))
+    assert attend(q, k, v) is not None
+    assert attend(q.double(), k.double(), v.double()) is None and attend(q.float(), k, v) is None
+    assert attend(*(x[..., :40] for x in (q, k, v))) is None and attend(q, k[:, :0], v[:, :0]) is None
+    assert attend(q.requires_grad_(), k, v) is None
+    monkeypatch.setenv(SWITCH, "0")
+    assert attend(q.detach(), k, v) is None
+
+
+def pyramid(values: np.ndarray, mask: np.ndarray | None = None) -> Pyramid:
+    return Pyramid(np.rint(np.clip(values, 0, 255)).astype(np.uint8), mask)
+
+
+def windows_of(pyramid0: Pyramid, pyramid1: Pyramid, maps: np.ndarray = AFFINE[:, :2]) -> Windows:
+    """Windows all over the image, its border and beyond."""
+    points0 = np.stack(np.meshgrid(*[np.arange(-3, SIZE + 4, 9.0)] * 2), axis=-1).reshape(-1, 2)
+    points1 = move(points0) + np.random.default_rng(1).normal(0, 0.5, points0.shape)
+    frames = middle_frames(np.broadcast_to(maps, (len(points0), 2, 2)))
+    sides = zip((points0, points1), frames, strict=True)
+    affine = (np.concatenate([points[:, :, None], frame], axis=2) for points, frame in sides)
+    return Windows(pyramid0, pyramid1, *affine, np.full(len(points0), 1.0))
+
+
+def textured() -> Windows:
+    texture = Texture()
+    return windows_of(pyramid(texture.image()), pyramid(texture.image(AFFINE)))
+
+
+def both(monkeypatch, kernel: str, windows: Windows, side: int = 15):
+    """The fits by the kernel and by NumPy."""
+    found = []
+    for switch in (kernel, "0"):
+        monkeypatch.setenv(SWITCH, switch)
+        found.append(fit_windows(windows, Grid.of(side), np.zeros((len(windows.affine0), 6)), 2))
+    return found
+
+
+def assert_alike(ours, theirs) -> None:
+    """Where the fit is determined both agree; OpenCV rounds positions to 1/32 of a pixel."""
+    np.testing.assert_allclose(ours.visible, theirs.visible, atol=0.02)
+    clear = (theirs.visible > 0.5) & (theirs.correlation > 0.9) & (theirs.last_step < 0.05)
+    assert clear.sum() > 200
+    apart = np.linalg.norm((ours.change - theirs.change)[clear, :2], axis=1)
+    assert np.median(apart) < 0.005 and np.percentile(apart, 98) < 0.05
+    assert np.percentile(np.abs(ours.correlation - theirs.correlation)[clear], 98) < 0.01
+    assert np.percentile(np.abs(ours.contrast / theirs.contrast - 1)[clear], 98) < 0.02
+    sizes = [np.trace(fit.covariance[clear], axis1=1, axis2=2) for fit in (ours, theirs)]
+    assert np.percentile(np.abs(np.log(sizes[0] / sizes[1])), 95) < 0.25
+    assert (ours.last_step[clear] < 0.25).all()
+
+
+@VECTORS
+@pytest.mark.parametrize("side", [9, 15, 21, 33])  # the last is too large for the kernel
+def test_windows_are_fitted_as_by_numpy(kernel, monkeypatch, side) -> None:
+    assert_alike(*both(monkeypatch, kernel, textured(), side))
+
+
+@VECTORS
+def test_windows_of_masks_levels_and_images_of_other_sizes(kernel, monkeypatch) -> None:
+    texture, mask = Texture(shortest=8.0), np.ones((SIZE, SIZE), bool)
+    mask[60:90, 40:160] = False
+    larger = cv2.resize(texture.image(AFFINE), None, fx=3, fy=2.5, interpolation=cv2.INTER_CUBIC)
+    windows = windows_of(pyramid(texture.image(), mask), pyramid(larger))
+    stretch = np.diag([3, 2.5]) @ windows.affine1
+    stretch[:, :, 0] += [1.0, 0.75]  # the centre of the first pixel is (0, 0)
+    ours, theirs = both(monkeypatch, kernel, windows._replace(affine1=stretch))
+    assert_alike(ours, theirs)
+    assert (ours.visible < 0.5).sum() > 20
+
+
+@VECTORS
+def test_impossible_windows_do_no_harm(kernel) -> None:
+    image = pyramid(np.full((20, 30), 7.0))
+    affine = np.tile(np.array([[5.0, 1, 0], [5.0, 0, 1]]), (5, 1, 1))
+    affine[1, :, 0], affine[2, :, 0], affine[3, :, 1:] = np.nan, 1e12, 0
+    found = fit_windows(Windows(image, image, affine, affine, np.ones(5)), Grid.of(15), np.zeros((5, 6)), 2)
+    assert (found.contrast < 1).all() and found.visible[2] == 0
+
+
+@VECTORS
+def test_threads_and_neighbours_do_not_change_a_bit(kernel) -> None:
+    windows, threads, found = textured(), torch.get_num_threads(), []
+    q, k, v = (heads(3, 500, 64, seed=i) for i in range(3))
+    prior = np.zeros((len(windows.affine0), 6))
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            found.append((*fit_windows(windows, Grid.of(15), prior, 2), attend(q, k, v).float().numpy()))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(np.array_equal(one, two) for one, two in zip(*found, strict=True))
+    part = fit_windows(windows.select(slice(40, 90)), Grid.of(15), prior[40:90], 2)
+    assert all(np.array_equal(one[40:90], some) for one, some in zip(found[0], part, strict=False))
+
+
+def test_a_fit_by_numpy_does_not_depend_on_others() -> None:
+    windows = textured()
+    together = fit_windows(windows, Grid.of(15), np.zeros((len(windows.affine0), 6)), 2)
+    for k in range(40, 90):
+        alone = fit_windows(windows.select(slice(k, k + 1)), Grid.of(15), np.zeros((1, 6)), 2)
+        np.testing.assert_allclose(alone.change[0], together.change[k], atol=1e-4)
+
+
+def test_nothing_is_compiled_without_being_asked(no_library) -> None:
+    q = heads(1, 8, 32)
+    assert attend(q, q, q) is None and kernels() is None and loader.library_in_use() == ""
+    assert list(no_library.iterdir()) == []
+
+
+@VECTORS
+def test_a_library_that_does_not_load_is_left_alone(no_library) -> None:
+    path = loader.library_path()
+    files.make_private(path.parent)
+    (no_library / "made").write_bytes(b"no library")
+    loader.keep(no_library / "made", path)
+    assert kernels() is None
+
+
+@VECTORS
+def test_what_cannot_be_compiled_or_kept_is_said(no_library, monkeypatch) -> None:
+    (no_library / "file").write_text("")
+    monkeypatch.setenv("MATCHER_CACHE", str(no_library / "file" / "folder"))
+    with pytest.raises(UsageError, match="kept"):
+        build()
+    monkeypatch.setenv("MATCHER_CACHE", str(no_library))
+    monkeypatch.setenv("PATH", str(no_library))
+    with pytest.raises(UsageError, match=r"g\+\+"):
+        build()
+    (no_library / "g++").write_text("#!/bin/sh\necho broken >&2; exit 1\n")
+    (no_library / "g++").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{no_library}:/bin:/usr/bin")
+    with pytest.raises(UsageError, match="broken"):
+        build()
