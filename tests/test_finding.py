@@ -8,7 +8,7 @@ import PIL.Image
 import pytest
 
 import matcher
-from matcher.alignment.find import windows
+from matcher.alignment.find import Window, windows
 from matcher.cli import main
 from matcher.geometry import warp_points
 from matcher.viz.overlays import resizing
@@ -146,3 +146,10 @@ def test_exit_codes_tell_what_was_not_found_or_read(template, tmp_path, capfd):
     assert run("find", names[0], names[1], *QUICK, "--output", names[3]) == 2
     assert run("find", names[1], names[0], *QUICK) == 2
     assert "0 keypoints" in capfd.readouterr().err and names[3].read_text() == "mine"
+
+
+def test_a_window_without_keypoints_stays_so():
+    image = matcher.Image(np.zeros((32, 32), np.uint8), size=(32, 32))
+    none = matcher.Features.from_image(image, np.zeros((0, 2)), np.zeros((0, 8)), kind="none")
+    corners = np.array([[0.0, 0], [9, 0], [9, 9], [0, 9]])
+    assert len(Window(none, np.eye(3)).outside([corners]).features) == 0

@@ -153,7 +153,8 @@ class Window:
         points = to_numpy(self.features.keypoints).astype(np.float32)
         for quad in quads:
             corners = warp_points(quad, self.from_stored).astype(np.float32)
-            keep &= [cv2.pointPolygonTest(corners, point.tolist(), False) < 0 for point in points]
+            beyond = (cv2.pointPolygonTest(corners, point.tolist(), False) < 0 for point in points)
+            keep &= np.fromiter(beyond, dtype=bool, count=len(points))
         if keep.all():
             return self
         return replace(self, features=self.features.select(keep))
