@@ -5,8 +5,11 @@ from __future__ import annotations
 import inspect
 import types as pytypes
 import typing
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
+
+from matcher.errors import UsageError
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 Engine = Literal["torch", "onnx"]  # the library that runs front ends and networks
@@ -219,6 +222,27 @@ class ExtractorConfig:
     def of_size(self, resize: int | None) -> ExtractorConfig:
         """The same for images that are resized so, whatever they show."""
         return replace(self, resize=resize, soft_resize=None, sparse_resize=None)
+
+
+def resolve(config: ExtractorConfig, published: Mapping[str, Any]) -> ExtractorConfig:
+    """The configuration with the published value wherever a setting is None.
+
+    Raises:
+        UsageError: a setting that the front end does not have, or a value out of range.
+    """
+    if config.max_keypoints < 1:
+        raise UsageError(f"max_keypoints must be at least 1, not {config.max_keypoints}")
+    names = ("variant", "score_threshold", "nms_radius", "border")
+    given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    if foreign := sorted(set(given) - set(published)):
+        has = ", ".join(published) or "none"
+        raise UsageError(f"the front end {config.kind} has no {foreign[0]}; settings it has: {has}")
+    if config.keep == "largest" and config.kind != "sift":
+        raise UsageError(f"the front end {config.kind} keeps its strongest points; 'largest' is for sift")
+    for name, least in (("nms_radius", 0), ("border", 0), ("score_threshold", 0.0)):
+        if given.get(name, least) < least:
+            raise UsageError(f"{name} must be at least {least}, not {given[name]}")
+    return replace(config, **{**published, **given})
 
 
 @dataclass(frozen=True)

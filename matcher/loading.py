@@ -97,6 +97,13 @@ def open_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
     return preset
 
 
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def engine_of(given: Mapping[str, Any]) -> ModuleType:
     """The module that builds extractors and matchers; it is imported now, and with it torch if it needs it.
 
@@ -104,12 +111,12 @@ def engine_of(given: Mapping[str, Any]) -> ModuleType:
         UsageError: what it needs is not installed.
     """
     engine = given.get("engine") or (
-        "torch" if find_spec("torch") or not find_spec("onnxruntime") else "onnx"
+        "onnx" if _is_installed("onnxruntime") and not _is_installed("torch") else "torch"
     )
     needed = "onnxruntime" if engine == "onnx" else "torch"
     try:
         if engine == "onnx":
-            from matcher.onnx import engine as module
+            from matcher import onnx_engine as module
         else:
             from matcher import torch_engine as module
         return module

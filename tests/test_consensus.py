@@ -5,7 +5,8 @@ import torch
 
 from matcher.config import AssignmentConfig
 from matcher.match.consensus import Consensus, SoftMatches, agreement, fit_local_maps, soft_matches
-from matcher.match.sinkhorn import assign, credible_matches, mutual_best
+from matcher.match.nearest import credible_matches
+from matcher.match.sinkhorn import assign, mutual_best
 
 SLOPE = torch.tensor([[0.9, 0.3], [-0.2, 1.1]])
 SHIFT = torch.tensor([0.1, -0.05])

@@ -25,7 +25,7 @@ from matcher.extract.learned import (
     shapes_of,
     unfolded,
 )
-from matcher.onnx.trained import trained_front_end
+from matcher.onnx_engine import OnnxExtractor
 from matcher.torch_engine import build_extractor
 from matcher.weights.files import save_front_end
 
@@ -116,7 +116,7 @@ def test_a_header_that_promises_much_asks_for_no_memory(tmp_path):
     with pytest.raises(IntegrityError, match=r"huge\.safetensors is not an intact safetensors file"):
         _ = build_extractor(config, tmp_path / "huge.safetensors").network
     with pytest.raises(IntegrityError, match=r"huge\.safetensors is not an intact safetensors file"):
-        trained_front_end(config, tmp_path / "huge.safetensors")
+        _ = OnnxExtractor(config, tmp_path / "huge.safetensors").graph
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_both_engines_refuse_tensors_that_do_not_fit_each_other(tmp_path, name, 
     with pytest.raises(IntegrityError, match=rf"odd\.safetensors does not hold .*: {re.escape(name)}"):
         _ = build_extractor(config, tmp_path / "odd.safetensors").network
     with pytest.raises(IntegrityError, match=rf"odd\.safetensors does not hold .*: {re.escape(name)}"):
-        trained_front_end(config, tmp_path / "odd.safetensors")
+        _ = OnnxExtractor(config, tmp_path / "odd.safetensors").graph
 
 
 def test_parameters_of_something_else_are_refused(tmp_path):

@@ -14,8 +14,8 @@ from real_pairs import three_pairs
 import matcher
 from matcher.cli import main
 from matcher.errors import UsageError
-from matcher.onnx.export import export_for_colmap
-from matcher.onnx.runtime import Model
+from matcher.export_onnx import export_for_colmap
+from matcher.onnx_engine import Graph
 from matcher.presets import PRESETS
 
 EXTRACTOR = {
@@ -54,7 +54,7 @@ def test_names_ranks_and_types_are_those_that_colmap_checks(files, number, wante
     assert whole == ({"max_keypoints"} if number == 0 else {"matches0"})
 
 
-def as_colmap(extractor: Model, image: np.ndarray, most: int, least: float = 0.004):
+def as_colmap(extractor: Graph, image: np.ndarray, most: int, least: float = 0.004):
     """Keypoints (N, 2), the corner of the first pixel being (0, 0), and descriptors of an RGB image."""
     height, width = image.shape[:2]
     padded = np.pad(image, ((0, -height % 32), (0, -width % 32), (0, 0)), mode="edge")
@@ -69,7 +69,7 @@ def as_colmap(extractor: Model, image: np.ndarray, most: int, least: float = 0.0
     return keypoints[inside].astype(np.float32), found["descriptors"][0][inside]
 
 
-def matched(network: Model, sides: list, sizes: list) -> np.ndarray:
+def matched(network: Graph, sides: list, sizes: list) -> np.ndarray:
     given = {}
     for number, ((keypoints, descriptors), size) in enumerate(zip(sides, sizes, strict=True)):
         given[f"kpts{number}"] = keypoints[None] - np.float32(0.5)
@@ -87,7 +87,7 @@ def as_colmap_and_as_the_pipeline(
     files: list, images: list[np.ndarray], keypoints: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Matches (K, 4) of two RGB images."""
-    extractor, network = (Model(file.read_bytes()) for file in files)
+    extractor, network = (Graph(file.read_bytes(), {}) for file in files)
     sides = [as_colmap(extractor, image, keypoints) for image in images]
     pairs = matched(network, sides, [image.shape[1::-1] for image in images])
     theirs = np.concatenate([sides[i][0][pairs[:, i]] for i in (0, 1)], axis=1) - 0.5
@@ -126,7 +126,7 @@ def test_three_real_pairs_match_as_in_the_pipeline(files, capsys):
 
 
 def test_few_points_and_none(files):
-    extractor, network = (Model(file.read_bytes()) for file in files)
+    extractor, network = (Graph(file.read_bytes(), {}) for file in files)
     flat = np.full((40, 70, 3), 90, np.uint8)
     keypoints, descriptors = as_colmap(extractor, flat, 100)
     assert keypoints.shape == (0, 2) and descriptors.shape == (0, 64)
@@ -137,7 +137,7 @@ def test_few_points_and_none(files):
 
 
 def test_the_least_score_is_kept_to(files, views):
-    extractor = Model(files[0].read_bytes())
+    extractor = Graph(files[0].read_bytes(), {})
     image = cv2.resize(cv2.imread(str(views[0])), (320, 240), interpolation=cv2.INTER_AREA)
     many, few = (len(as_colmap(extractor, image, 1000, least)[0]) for least in (0.004, 0.3))
     assert 0 < few < many

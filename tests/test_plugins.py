@@ -12,7 +12,7 @@ import torch
 import matcher
 from matcher import Features, Image, Matches, Pipeline, UsageError
 from matcher.cli import main
-from matcher.extract import extractor as registry
+from matcher.extract import learned
 from matcher.extract.front_end import Found, FrontEnd
 from matcher.presets import plugin_names
 
@@ -200,7 +200,7 @@ def test_a_front_end_with_nothing_learned_needs_no_network(views, tmp_path, monk
         points = torch.tensor([[20.0, 30.0], [70.0, 50.0]])
         return Found(points, torch.ones(2), torch.eye(2))
 
-    monkeypatch.setitem(registry._OWN, "two", FrontEnd(build=None, find=find, published={}))
+    monkeypatch.setitem(learned.FRONT_ENDS, "two", FrontEnd(build=None, find=find, published={}))
     pipe = matcher.load("nearest", frontend="two", resize=200)
     assert len(pipe.match(*views).matches) == 2
     with pytest.raises(UsageError, match="the front end two has no weights; leave frontend_weights out"):

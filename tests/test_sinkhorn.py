@@ -8,11 +8,11 @@ import torch
 from peers import naive_sinkhorn
 
 from matcher.config import AssignmentConfig
+from matcher.match.nearest import credible_matches
 from matcher.match.sinkhorn import (
     Assignment,
     AssignmentHead,
     assign,
-    credible_matches,
     dual_softmax,
     log_assignment,
     mutual_best,

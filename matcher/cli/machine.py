@@ -14,7 +14,7 @@ import typer
 import matcher
 from matcher.cli.options import Overwrite, complete_preset, of_preset, option
 from matcher.cli.output import complain, show, wants_progress
-from matcher.errors import IntegrityError, UsageError, unknown_name
+from matcher.errors import IntegrityError, UsageError, install_command, unknown_name
 
 
 def list_weights() -> None:
@@ -148,9 +148,13 @@ def export_weights(
     frontend_weights: of_preset("frontend_weights") = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write front end, matcher and refinement of a preset as ONNX files, for other programs and languages."""
-    from matcher.onnx.export import export_for_colmap, export_for_opencv, export_preset
+    """Write front end and matcher of a preset as ONNX files for other programs; takes minutes."""
     from matcher.presets import find_preset
+
+    try:
+        from matcher.export_onnx import export_for_colmap, export_for_opencv, export_preset
+    except ModuleNotFoundError as error:
+        raise UsageError(f"exporting needs {error.name}: {install_command('torch', 'onnxscript')}") from error
 
     config, given = find_preset(preset), {"weights": weights, "frontend_weights": frontend_weights}
     if opencv is not None and colmap:

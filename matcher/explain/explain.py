@@ -20,6 +20,7 @@ from matcher.config import NetworkConfig
 from matcher.errors import UsageError
 from matcher.match.adaptivity import confidence_threshold
 from matcher.match.blocks import Layer
+from matcher.match.nearest import credible_matches
 from matcher.match.network import (
     AttentionMatcher,
     LayerState,
@@ -27,7 +28,6 @@ from matcher.match.network import (
     Tokens,
     off_border,
 )
-from matcher.match.sinkhorn import credible_matches
 from matcher.pipeline import Pipeline
 from matcher.types import MATCHED, UNMATCHED, Features
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from matcher.config import ExtractorConfig
 from matcher.errors import UsageError, unknown_name
-from matcher.extract import learned, superpoint
-from matcher.extract.front_end import FrontEnd
 from matcher.types import Extractor, Features, Image, one_for_each
 
-_OWN = {**learned.FRONT_ENDS, **superpoint.FRONT_ENDS}
+if TYPE_CHECKING:
+    from matcher.extract.front_end import FrontEnd
 
 
 def find_front_end(kind: str) -> FrontEnd:
@@ -22,12 +22,15 @@ def find_front_end(kind: str) -> FrontEnd:
     Raises:
         UsageError: there is none; the message lists those that exist.
     """
-    if kind in _OWN:
-        return _OWN[kind]
+    from matcher.extract import learned, superpoint
+
+    own = {**learned.FRONT_ENDS, **superpoint.FRONT_ENDS}
+    if kind in own:
+        return own[kind]
     from matcher.extract import kornia_adapters as kornia
 
     if kind not in kornia.FRONT_ENDS:
-        raise UsageError(unknown_name("front end", kind, dict.fromkeys(["sift", *_OWN, *kornia.FRONT_ENDS])))
+        raise UsageError(unknown_name("front end", kind, dict.fromkeys(["sift", *own, *kornia.FRONT_ENDS])))
     return kornia.FRONT_ENDS[kind]
 
 

@@ -9,8 +9,7 @@ import cv2
 import numpy as np
 
 from matcher.arrays import root_sift
-from matcher.config import ExtractorConfig
-from matcher.extract.front_end import resolve
+from matcher.config import ExtractorConfig, resolve
 from matcher.types import Features, Image
 
 

@@ -85,11 +85,13 @@ class Block(nn.Module):
         theoretical limitation of self-attention").
         """
         above = self.scale_above
-        if above is None or k.shape[1] <= above:
+        traced = torch.compiler.is_compiling()  # when nobody knows how many keys there will be
+        if above is None or (not traced and k.shape[1] <= above):
             return q
-        if mask is None:
+        if mask is None and not traced:
             return q * (math.log(k.shape[1]) / math.log(above))
-        gain = mask.sum(1).clamp_min(above).log() / math.log(above)
+        counts = k.new_ones(k.shape[:2]) if mask is None else mask
+        gain = counts.sum(1).clamp_min(above).log() / math.log(above)
         return q * gain[:, None, None, None].to(q.dtype)
 
     def _updated(self, x: Tensor, message: Tensor) -> Tensor:

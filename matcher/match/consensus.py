@@ -83,7 +83,9 @@ def fit_local_maps(positions: Tensor, targets: Tensor, confidence: Tensor) -> Lo
         confidence: (B, N) of those matches, 0 for points without one.
     """
     used = confidence.shape[1]
-    if confidence.device.type == "cpu":  # elsewhere the program would wait for the number
+    if (
+        confidence.device.type == "cpu" and not torch.compiler.is_compiling()
+    ):  # elsewhere the program would wait for the number
         used = max(1, int((confidence > 0).sum(1).max()))
     owners = confidence.topk(used, dim=1).indices
     # As planes: position, target and confidence of every match (B, 5, K), then of every point's neighbours.
@@ -219,5 +221,7 @@ def _distance_factors(prior: PartnerPrior, others: Tensor) -> tuple[Tensor, Tens
 def _row_blocks(scores: Tensor) -> list[slice]:
     """Rows whose scores stay in a core's cache; all at once on a GPU."""
     rows, columns = scores.shape[1] - 1, scores.shape[2]
+    if torch.compiler.is_compiling():
+        return [slice(0, rows)]
     step = rows if scores.device.type != "cpu" else max(1, 2**16 // columns)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from matcher.arrays import JOINED, UNNORMALISED, is_raw_sift, to_numpy, typical_norm
@@ -189,3 +191,36 @@ def _check_norms(kind: str, features: Features) -> None:
     raise UsageError(
         f"this matcher takes descriptors of norm 1, not of {typical_norm(image):.3g}; normalise them first"
     )
+
+
+def credible_matches(
+    best: np.ndarray, partners: np.ndarray, mutual: np.ndarray, threshold: float, doubles_at: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mutual best entries of one pair above `threshold`, best first.
+
+    Args:
+        best, partners, mutual: (N,) each, as in `MutualBest`.
+        threshold: of the probability.
+        doubles_at: expected matches at which the threshold is twice as high. With S expected, the sum of the
+            probabilities above it, it is threshold · (1 + doubles_at / S): a lone match is less credible than
+            one among hundreds, since images of unrelated scenes give a few.
+
+    Returns:
+        indices (K, 2) int64 and probabilities (K,) float32.
+    """
+    rows = np.flatnonzero(mutual & (best > (math.log(threshold) if threshold > 0 else -math.inf)))
+    probabilities = np.exp(best[rows]).clip(max=1.0).astype(np.float32)
+    order = np.argsort(-probabilities, kind="stable")
+    rows, probabilities = rows[order], probabilities[order]
+    if doubles_at and len(rows):
+        credible = probabilities > threshold * (1 + doubles_at / probabilities.sum())
+        rows, probabilities = rows[credible], probabilities[credible]
+    return np.stack([rows, partners[rows]], axis=1), probabilities
+
+
+def needed_fields(config: NetworkConfig) -> list[str]:
+    """The fields of `Features` that a network needs of keypoints beside their positions and descriptors."""
+    fields = {"score": "scores", "scale": "scales", "raw_scale": "scales", "raw_sigma": "scales"}
+    fields |= dict.fromkeys(("orientation", "raw_orientation", "raw_counterclockwise"), "orientations")
+    fields["frame"] = "affine_frames"
+    return sorted({fields[name] for name in config.position.inputs if name in fields})

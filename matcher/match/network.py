@@ -24,7 +24,7 @@ from matcher.match.blocks import Layer, folded
 from matcher.match.calibration import calibrated
 from matcher.match.consensus import ROUGH_ITERATIONS, SETTLED, Consensus, agreement, soft_matches
 from matcher.match.loftr import Backbone, Refinement, folded_backbone
-from matcher.match.nearest import check_features
+from matcher.match.nearest import check_features, credible_matches
 from matcher.match.position import (
     CorrespondenceGuidance,
     Side,
@@ -33,7 +33,7 @@ from matcher.match.position import (
     normalise_positions,
     position_inputs,
 )
-from matcher.match.sinkhorn import AssignmentHead, Potentials, assign, credible_matches, sinkhorn
+from matcher.match.sinkhorn import AssignmentHead, Potentials, assign, sinkhorn
 from matcher.match.states import LayerState, Prediction, Tokens
 from matcher.match.steering import STEERABLE, aligned, try_other_turns, turned_by
 from matcher.types import Features, Matches

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -116,7 +115,7 @@ def _solve(
     record_errors: bool,
 ) -> Potentials:
     """`sinkhorn`, rows first."""
-    mu, nu, weight = _masses(scores, mask0, mask1)
+    mu, nu, weight = masses(scores, mask0, mask1)
     masked = None if mask0 is None else torch.cat([mu, nu], 1) == 0
     tiny = torch.finfo(scores.dtype).tiny
     if start is None:
@@ -170,7 +169,9 @@ def _solve(
     )
 
 
-def _masses(scores: Tensor, mask0: Tensor | None, mask1: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def masses(
+    scores: Tensor, mask0: Tensor | None = None, mask1: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Masses of rows (B, N+1, 1) and columns (B, M+1, 1), and what each row's error weighs (B, N+1, 1)."""
     batch, rows, columns = scores.shape
     valid0, valid1 = scores.new_ones(batch, rows, 1), scores.new_ones(batch, columns, 1)
@@ -199,7 +200,7 @@ def log_assignment(scores: Tensor, iterations: int, unrolled: int) -> Tensor:
         iterations: row and column updates that find the potentials.
         unrolled: updates that carry gradients.
     """
-    mu, nu, _ = _masses(scores, None, None)
+    mu, nu, _ = masses(scores)
     found = sinkhorn(scores, max_iterations=iterations + 1, tolerance=None)
     base = scores + found.u.unsqueeze(2) + found.v.unsqueeze(1)
     kernel, a, b = base.clamp_min(LEAST_EXPONENT).exp(), torch.ones_like(mu), torch.ones_like(nu)
@@ -305,31 +306,6 @@ def mutual_best(log_scores: Tensor) -> MutualBest:
     first = here.new_full((len(best), log_scores.shape[2]), rows)
     first.scatter_reduce_(1, partner, torch.where(top, here, rows), "amin")
     return MutualBest(best, partner, first.gather(1, partner) == here)
-
-
-def credible_matches(
-    best: np.ndarray, partners: np.ndarray, mutual: np.ndarray, threshold: float, doubles_at: float = 0.0
-) -> tuple[np.ndarray, np.ndarray]:
-    """Mutual best entries of one pair above `threshold`, best first.
-
-    Args:
-        best, partners, mutual: (N,) each, as in `MutualBest`.
-        threshold: of the probability.
-        doubles_at: expected matches at which the threshold is twice as high. With S expected, the sum of the
-            probabilities above it, it is threshold · (1 + doubles_at / S): a lone match is less credible than
-            one among hundreds, since images of unrelated scenes give a few.
-
-    Returns:
-        indices (K, 2) int64 and probabilities (K,) float32.
-    """
-    rows = np.flatnonzero(mutual & (best > (math.log(threshold) if threshold > 0 else -math.inf)))
-    probabilities = np.exp(best[rows]).clip(max=1.0).astype(np.float32)
-    order = np.argsort(-probabilities, kind="stable")
-    rows, probabilities = rows[order], probabilities[order]
-    if doubles_at and len(rows):
-        credible = probabilities > threshold * (1 + doubles_at / probabilities.sum())
-        rows, probabilities = rows[credible], probabilities[credible]
-    return np.stack([rows, partners[rows]], axis=1), probabilities
 
 
 class AssignmentHead(nn.Module):

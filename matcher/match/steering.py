@@ -88,27 +88,26 @@ def evidence_of_turns(
         certain: evidence per keypoint for no turn above which no other turn is tried (T is 1).
     """
     own, others = descriptors0[:strongest], descriptors1[:strongest]
-    evidence: list[float] = []
+    found: list[float] = []
     for candidate in rotated_descriptors(others, kind):
-        evidence.append(float(_evidence(own @ candidate.T)))
-        if evidence[0] > certain * len(own):
+        found.append(float(evidence(own @ candidate.T)))
+        if found[0] > certain * len(own):
             break
-    return np.array(evidence)
+    return np.array(found)
 
 
-def _evidence(similarity: Any) -> Any:
-    """Of similarities (N, M)."""
+def evidence(similarity: Any) -> Any:
+    """How distinctive the mutual nearest neighbours of similarities (N, M) are."""
     xp = library(similarity)
     if 0 in similarity.shape:
         return 0.0
-    best0, best1 = xp.amax(similarity, 1), xp.amax(similarity, 0)
-    top0, top1 = similarity == best0[:, None], similarity == best1
-    row, column = xp.where(top0 & top1)
-    second0 = xp.amax(xp.where(top0, -1.0, similarity), 1)[row]
-    second1 = xp.amax(xp.where(top1, -1.0, similarity), 0)[column]
+    best0, best1, partner = xp.amax(similarity, 1), xp.amax(similarity, 0), xp.argmax(similarity, 1)
+    mutual = best0 == best1[partner]
+    second0 = xp.amax(xp.where(similarity == best0[:, None], -1.0, similarity), 1)
+    second1 = xp.amax(xp.where(similarity == best1, -1.0, similarity), 0)[partner]
     second = 1 - xp.maximum(second0, second1)  # the larger ratio is that of the smaller distance
-    ratio = (1 - best0[row]) / xp.clip(second, MIN_DISTANCE, None)
-    return (xp.clip(1 - ratio, 0, None) ** 2).sum()
+    ratio = (1 - best0) / xp.clip(second, 1e-6, None)
+    return (mutual * xp.clip(1 - ratio, 0, None) ** 2).sum()
 
 
 # Batches of features, on torch.

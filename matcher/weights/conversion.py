@@ -22,10 +22,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load as parse_tensors
 from torch import Tensor, nn
 
-from matcher.config import AssignmentConfig, ExtractorConfig, NetworkConfig
+from matcher.config import AssignmentConfig, ExtractorConfig, NetworkConfig, resolve
 from matcher.errors import IntegrityError, UsageError
 from matcher.extract.extractor import find_front_end
-from matcher.extract.front_end import resolve
 from matcher.match.network import MatchingNetwork
 from matcher.presets import LOFTR_TRANSPORT, find_preset
 from matcher.weights.files import checked, read_bytes, save_front_end, save_model

@@ -6,8 +6,8 @@
 //
 // (Debian: libonnxruntime-dev, libjpeg-dev, libpng-dev.) Each line of the output is x0 y0 x1 y1 score: a match
 // in pixels of the files, the centre of the first pixel being (0, 0), the most probable match first. These are
-// the matches that `matcher match --engine onnx --resize 1024 --no-upright --no-second-pass` finds; without
-// refine.onnx beside the matcher those with --no-refine.
+// about the matches of `matcher match --engine onnx --resize 1024 --no-upright --no-second-pass --no-refine`: all
+// layers run on all keypoints, and scores are not calibrated.
 
 #include <onnxruntime_cxx_api.h>
 
@@ -19,7 +19,6 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <filesystem>
 #include <initializer_list>
 #include <memory>
 #include <stdexcept>
@@ -37,7 +36,6 @@ struct Grey {  // from 0 to 1, row by row
 };
 
 struct Features {
-    Grey whole, resized;                        // at the file's resolution, and as keypoints were found in it
     std::vector<float> keypoints, descriptors;  // (N, 2) in pixels of the file, and (N, D)
     std::array<float, 2> size;                  // width and height of the file
     int64_t count = 0, dimension = 0;
@@ -148,21 +146,28 @@ Ort::Value tensor(const T* values, size_t count, std::initializer_list<int64_t> 
     return Ort::Value::CreateTensor<T>(memory, const_cast<T*>(values), count, shape.begin(), shape.size());
 }
 
-Ort::Value tensor(const Grey& image) {
-    return tensor(image.values.data(), image.values.size(), {1, 1, image.height, image.width});
-}
+constexpr int STRIDE = 32, BORDER = 4;  // of the front end: pixels a side, and without points along the edge
 
 Features extract(Ort::Session& session, const std::string& path, int64_t most, int side) {
     const Image image = read_image(path);
     Features features;
-    features.whole = grey(image, std::max(image.width, image.height)), features.resized = grey(image, side);
     features.size = {float(image.width), float(image.height)};
-    const Grey& small = features.resized;
-    const std::unique_ptr<bool[]> mask(new bool[small.values.size()]);
-    std::fill_n(mask.get(), small.values.size(), true);
+    const Grey small = grey(image, side);
+    // Repeated at the right and lower edge to multiples of the stride; no points there, nor at the edge.
+    const int64_t width = (small.width + STRIDE - 1) / STRIDE * STRIDE;
+    const int64_t height = (small.height + STRIDE - 1) / STRIDE * STRIDE;
+    std::vector<float> pixels(width * height);
+    const std::unique_ptr<bool[]> mask(new bool[pixels.size()]);
+    for (int64_t y = 0; y < height; ++y) {
+        for (int64_t x = 0; x < width; ++x) {
+            const int64_t column = std::min<int64_t>(x, small.width - 1), row = std::min<int64_t>(y, small.height - 1);
+            pixels[y * width + x] = small.values[row * small.width + column];
+            mask[y * width + x] = x >= BORDER && x < small.width - BORDER && y >= BORDER && y < small.height - BORDER;
+        }
+    }
     const char *inputs[] = {"image", "mask", "max_keypoints"}, *outputs[] = {"keypoints", "descriptors"};
-    Ort::Value given[] = {tensor(small), tensor(mask.get(), small.values.size(), {small.height, small.width}),
-                          tensor(&most, 1, {1})};
+    Ort::Value given[] = {tensor(pixels.data(), pixels.size(), {1, 1, height, width}),
+                          tensor(mask.get(), pixels.size(), {height, width}), tensor(&most, 1, {1})};
     auto found = session.Run(Ort::RunOptions(), inputs, given, 3, outputs, 2);
     const auto shape = found[1].GetTensorTypeAndShapeInfo().GetShape();
     features.count = shape[0], features.dimension = shape[1];
@@ -180,18 +185,17 @@ struct Matches {
 };
 
 Matches match(Ort::Session& session, const Features& first, const Features& second) {
-    const char *inputs[] = {"keypoints0", "descriptors0", "mask0", "size0", "orientation0",
-                            "keypoints1", "descriptors1", "mask1", "size1", "orientation1"};
+    const char *inputs[] = {"keypoints0", "descriptors0", "size0", "matched_orientation0",
+                            "keypoints1", "descriptors1", "size1", "matched_orientation1"};
     const char* outputs[] = {"matches", "scores"};
-    const int64_t upright = 1, most = std::max<int64_t>({first.count, second.count, 1});
-    const std::unique_ptr<bool[]> mask(new bool[most]);
-    std::fill_n(mask.get(), most, true);
+    const int64_t upright = 1;
+    Matches matches;
+    if (!first.count || !second.count) return matches;
     std::vector<Ort::Value> given;
     for (const Features* each : {&first, &second}) {
         const int64_t n = each->count;
         given.push_back(tensor(each->keypoints.data(), each->keypoints.size(), {1, n, 2}));
         given.push_back(tensor(each->descriptors.data(), each->descriptors.size(), {1, n, each->dimension}));
-        given.push_back(tensor(mask.get(), n, {1, n}));
         given.push_back(tensor(each->size.data(), 2, {1, 2}));
         given.push_back(tensor(&upright, 1, {1}));
     }
@@ -199,7 +203,6 @@ Matches match(Ort::Session& session, const Features& first, const Features& seco
     const int64_t* pairs = found[0].GetTensorData<int64_t>();
     const float* scores = found[1].GetTensorData<float>();
     const int64_t rows = found[1].GetTensorTypeAndShapeInfo().GetElementCount();
-    Matches matches;
     for (int64_t k = 0; k < rows && pairs[2 * k] >= 0; ++k) {
         for (int axis : {0, 1}) {
             matches.points0.push_back(first.keypoints[2 * pairs[2 * k] + axis]);
@@ -208,21 +211,6 @@ Matches match(Ort::Session& session, const Features& first, const Features& seco
         matches.scores.push_back(scores[k]);
     }
     return matches;
-}
-
-// Points of the second image move to where the images look most alike. The graph also says why a match stayed
-// (`status`), how exact its point is (`covariances`) and how alike both windows are (`correlations`).
-void refine(Ort::Session& session, const Features& first, const Features& second, Matches& matches) {
-    const char *inputs[] = {"image0", "resized0", "image1", "resized1", "points0", "points1"}, *output = "refined1";
-    const int64_t count = matches.scores.size();
-    Ort::Value given[] = {tensor(first.whole),
-                          tensor(first.resized),
-                          tensor(second.whole),
-                          tensor(second.resized),
-                          tensor(matches.points0.data(), 2 * count, {count, 2}),
-                          tensor(matches.points1.data(), 2 * count, {count, 2})};
-    auto found = session.Run(Ort::RunOptions(), inputs, given, 6, &output, 1);
-    matches.points1.assign(found[0].GetTensorData<float>(), found[0].GetTensorData<float>() + 2 * count);
 }
 
 int main(int count, char** arguments) try {
@@ -239,12 +227,7 @@ int main(int count, char** arguments) try {
     Ort::Session front_end(environment, arguments[1], options), network(environment, arguments[2], options);
     const Features first = extract(front_end, arguments[3], keypoints, side);
     const Features second = extract(front_end, arguments[4], keypoints, side);
-    Matches matches = match(network, first, second);
-    const auto refinement = std::filesystem::path(arguments[2]).replace_filename("refine.onnx");
-    if (std::filesystem::exists(refinement)) {
-        Ort::Session graph(environment, refinement.c_str(), options);
-        refine(graph, first, second, matches);
-    }
+    const Matches matches = match(network, first, second);
     for (size_t k = 0; k < matches.scores.size(); ++k) {
         const float *p = &matches.points0[2 * k], *q = &matches.points1[2 * k];
         std::printf("%.3f %.3f %.3f %.3f %.4f\n", p[0], p[1], q[0], q[1], matches.scores[k]);

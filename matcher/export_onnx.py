@@ -1,0 +1,793 @@
+"""Our networks as ONNX graphs, by `torch.onnx.export` of their own modules; needs torch and onnxscript.
+
+For our engine a matcher is three graphs, `begin`, `step` (one layer) and `assign` (the heads of one layer),
+which `matcher.onnx_engine` runs in its loop. For other programs all layers on all points are one graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
+
+import onnx
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.while_loop import while_loop
+from torch.export import Dim
+
+from matcher.config import ExtractorConfig, NetworkConfig, PipelineConfig, resolve
+from matcher.errors import UsageError
+from matcher.extract.extractor import find_front_end
+from matcher.extract.learned import FeatureNetwork, candidates, refine
+from matcher.files import MARK, check_output, write_whole
+from matcher.match.adaptivity import decide
+from matcher.match.consensus import ROUGH_ITERATIONS, SETTLED, agreement, soft_matches
+from matcher.match.nearest import needed_fields
+from matcher.match.network import MatchingNetwork
+from matcher.match.position import Side, encoded, normalise_positions, position_inputs
+from matcher.match.sinkhorn import CHECKED, LARGEST_SCALE, LEAST_EXPONENT, dual_softmax, masses, mutual_best
+from matcher.match.steering import MIN_GAIN, STEERABLE, TURNED_EXIF, TURNS, evidence, turned
+from matcher.weights.published import fill_extractor, load_weights
+
+Numbers = Literal["float32", "float16", "int8"]
+OPERATORS = 20  # version of the operator set, which ONNX Runtime has from 1.17 on
+MOST = 1 << 15  # keypoints of an image, and 32 pixels of a side
+GREY = (0.299, 0.587, 0.114)  # of red, green and blue
+UNROLLED = 20  # Sinkhorn iterations at the end where a program has no loops
+
+
+class Part(nn.Module):
+    """A part of a network, whose parameters have the names of the weights file after `network.`."""
+
+    def __init__(self, network: nn.Module, config: Any = None) -> None:
+        super().__init__()
+        self.network, self.config = network, config or network.config
+
+
+class Begin(Part):
+    """Points of two images → tokens (1, N+M, dim), their positions, and what turns queries and keys."""
+
+    def forward(self, points0: dict[str, Tensor], points1: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Points of either image by the names of `Features`."""
+        network, position = self.network, self.config.position
+        sides = [SimpleNamespace(**points) for points in (points0, points1)]
+        x = network.projected(torch.cat([side.descriptors for side in sides], 1))
+        positions = torch.cat([normalise_positions(side) for side in sides], 1)
+        if network.guidance is not None:
+            inputs = [position_inputs(side, position.inputs) for side in sides]
+            x = network.guidance.begin(x, torch.cat(inputs, 1))
+        codes = network.position(torch.cat([encoded(position, side) for side in sides], 1))
+        return (x, positions, codes) if position.kind == "rotary" else (x + codes, positions)
+
+
+class Step(Part):
+    """Tokens of both images → tokens after a layer, predicted positions of partners, and what is decided."""
+
+    def forward(
+        self,
+        x0: Tensor,
+        x1: Tensor,
+        rotations0: Tensor | None = None,
+        rotations1: Tensor | None = None,
+        limits: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """`limits`: confidence, exit share, least match probability, least pruned share, points at first."""
+        network, x, rotations = self.network, torch.cat([x0, x1], 1), None
+        if rotations0 is not None:
+            rotations = torch.cat([rotations0, rotations1], 1)
+        found = (network.layers[0](x, x0.shape[1], rotations),)
+        if network.guidance is not None:
+            found = network.guidance(found[0], 0)
+        if limits is None:
+            return found
+        names = ("exit_share", "prune_matchability", "min_pruned_share")
+        policy = replace(self.config.policy, early_exit=True, pruning=True)
+        policy = replace(policy, **{name: limits[k] for k, name in enumerate(names, 1)})
+        confident = network.confidence[0](found[0]).squeeze(-1).sigmoid() > limits[0]
+        probability = network.match_probabilities(found[0], 0)
+        valid, predicted = torch.ones_like(confident), self.config.match_probability
+        return (*found, *decide(valid, confident, probability, limits[4], policy, predicted=predicted))
+
+
+class Assign(Part):
+    """Points of both images after a layer → of each of image 0 best log probability, partner, if mutual."""
+
+    loops = True  # whether Sinkhorn stops when it has converged
+
+    def forward(
+        self,
+        x0: Tensor,
+        x1: Tensor,
+        positions0: Tensor,
+        positions1: Tensor,
+        predicted0: Tensor | None = None,
+        predicted1: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Of (1, N, …) and (1, M, …)."""
+        return self.best(Side(x0, positions0, predicted0), Side(x1, positions1, predicted1), 0)
+
+    def best(self, side0: Side, side1: Side, depth: int) -> tuple[Tensor, ...]:
+        """The same by the heads of layer `depth`."""
+        network, config = self.network, self.config.assignment
+        scores = network.scores(side0, side1, depth)
+        if config.kind == "dual_softmax":
+            return tuple(mutual_best(dual_softmax(scores).log_scores))
+        corrected, before = scores, None
+        u, v = -scores.amax(2, keepdim=True), torch.zeros_like(scores[:, :1]).mT
+        for _ in range(config.consensus):
+            u, v = sinkhorn(corrected, u, v, ROUGH_ITERATIONS, 1e-2, loops=False)
+            matches = soft_matches((corrected + u + v.mT)[:, :-1, :-1])
+            updated = network.consensus(scores, side0.positions, side1.positions, matches)
+            if before is not None:
+                settled = torch.minimum(*map(agreement, before, matches)) > SETTLED
+                updated = torch.where(settled[:, None, None], corrected, updated)
+            corrected, before = updated, matches
+        limit = config.max_iterations if self.loops else UNROLLED
+        u, v = sinkhorn(corrected, u, v, limit, config.tolerance, loops=self.loops)
+        return tuple(mutual_best((corrected + u + v.mT)[:, :-1, :-1]))
+
+
+class _Scaling(NamedTuple):
+    """A transport problem on its way: potentials, what they gained since the last update in the log domain,
+    whether that leaves the range of the scales, and the rows' error."""
+
+    u: Tensor
+    v: Tensor
+    gain_u: Tensor
+    gain_v: Tensor
+    out: Tensor  # 0 or 1
+    error: Tensor
+
+
+def sinkhorn(
+    scores: Tensor, u: Tensor, v: Tensor, limit: int, tolerance: float | None, *, loops: bool
+) -> tuple[Tensor, Tensor]:
+    """`matcher.match.sinkhorn.sinkhorn` of one problem as operations of a graph, potentials to potentials.
+
+    The scales go into the potentials whenever the error is looked at; where they have left their range, one
+    more update follows, as there. Without loops all iterations are done.
+
+    Args:
+        scores: (1, N+1, M+1) with the dustbins last.
+        u, v: (1, N+1, 1), (1, M+1, 1) to begin with.
+        limit: iterations at most.
+        tolerance: of the rows' error; None: all iterations.
+        loops: by the operator Loop.
+    """
+    fixed, most = (scores, *masses(scores)), math.log(LARGEST_SCALE)
+
+    def scaled(count: int, now: _Scaling, scores: Tensor, mu: Tensor, nu: Tensor, weight: Tensor) -> _Scaling:
+        again = now.out > 0
+        v = torch.where(again, now.v - now.gain_v + now.gain_v.clamp(-most, most), now.v)
+        kernel = (scores + now.u + v.mT).clamp(LEAST_EXPONENT, -LEAST_EXPONENT).exp()
+        a = first_a = torch.where(again, mu / torch.bmm(kernel, torch.ones_like(nu)), 1.0)
+        b = first_b = torch.where(again, nu / torch.bmm(kernel.mT, a), 1.0)
+        for _ in range(count):
+            a = mu / torch.bmm(kernel, b)
+            b = nu / torch.bmm(kernel.mT, a)
+        error = ((a * torch.bmm(kernel, b) - mu) * weight).square().sum().sqrt()
+        gains = (
+            (scale / first).log() + torch.where(again, 0.0, gain)
+            for scale, first, gain in ((a, first_a, now.gain_u), (b, first_b, now.gain_v))
+        )
+        gain_u, gain_v = gains
+        out = torch.maximum(gain_u.abs().max(), gain_v.abs().max()) >= most
+        error = torch.where(out, math.inf, error)
+        return _Scaling(now.u + a.log(), v + b.log(), gain_u, gain_v, out.float(), error)
+
+    zero = torch.zeros(())
+    now = _Scaling(u, v, torch.zeros_like(u), torch.zeros_like(v), zero, torch.full((), math.inf))
+    least = -1.0 if tolerance is None else tolerance
+    if loops:
+
+        def go_on(count: Tensor, *state: Tensor) -> Tensor:
+            return (count < limit) & ~(state[5] <= least)
+
+        def body(count: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+            found = scaled(CHECKED, _Scaling(*state[:6]), *state[6:])
+            return count + CHECKED, *found, *(each.clone() for each in state[6:])
+
+        start = (torch.zeros((), dtype=torch.int64), *(each.clone() for each in now))
+        now = _Scaling(*while_loop(go_on, body, (*start, *fixed))[1:7])
+    else:
+        for start in range(0, limit, CHECKED):
+            after = scaled(min(CHECKED, limit - start), now, *fixed)
+            now = _Scaling(*(torch.where(now.error <= least, *each) for each in zip(now, after, strict=True)))
+    last = scaled(0, now, *fixed)
+    return torch.where(now.out > 0, last.u, now.u), torch.where(now.out > 0, last.v, now.v)
+
+
+class Pair(Assign):
+    """Two images' points → matches: all layers on all points, and no other turns than the first."""
+
+    def forward(self, points0: dict[str, Tensor], points1: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """`matches` (1, N, 2), best first, −1 where there are no more, and `scores` (1, N), 0 there."""
+        partner, score = self.matched(points0, points1)
+        order = score.argsort(dim=1, descending=True)
+        score = score.gather(1, order)
+        pairs = torch.stack([order, partner.gather(1, order)], 2)
+        return torch.where(score.unsqueeze(2) > 0, pairs, -1), score
+
+    def matched(self, points0: dict[str, Tensor], points1: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The partner (1, N) of every point of image 0, −1 where it has none, and its score, 0 there."""
+        network, policy = self.network, self.config.policy
+        if self.config.kind == STEERABLE:
+            points1 = _aligned(points0["descriptors"][0], points1)
+        x, positions, *rotations = Begin(network)(points0, points1)
+        n = points0["keypoints"].shape[1]
+        predicted = None
+        for depth, layer in enumerate(network.layers):
+            x = layer(x, n, *rotations)
+            if network.guidance is not None:
+                x, predicted = network.guidance(x, depth)
+        columns = [c for c in (x, positions, predicted) if c is not None]
+        sides = Side(*(c[:, :n] for c in columns)), Side(*(c[:, n:] for c in columns))
+        best, partner, mutual = self.best(*sides, len(network.layers) - 1)
+        score = best.exp().clamp(max=1.0) * mutual
+        expected = (score * (score > policy.match_threshold)).sum().clamp_min(1e-6)
+        least = policy.match_threshold * (1 + policy.threshold_doubles_at / expected)
+        kept = score > least.clamp_min(policy.match_threshold)
+        return torch.where(kept, partner, -1), score * kept
+
+
+def _aligned(descriptors0: Tensor, points1: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Image 1 after the quarter turns that fit image 0 best."""
+    every = torch.stack([turned(points1["descriptors"][0], turn) for turn in range(TURNS)])
+    found = torch.stack([evidence(descriptors0 @ each.T) for each in every])
+    turns = (found + found.new_tensor([MIN_GAIN, 0.0, 0.0, 0.0])).argmax(0, keepdim=True)
+    views = [list(range(9))]
+    for _ in range(1, TURNS):
+        views.append([TURNED_EXIF[view] for view in views[-1]])
+    view = turns.new_tensor(views)[turns, points1["matched_orientation"]]
+    return points1 | {"descriptors": every[turns], "matched_orientation": view}
+
+
+class FrontEnd(Part):
+    """An image → keypoints, best first, with scores and descriptors."""
+
+    def forward(self, image: Tensor, mask: Tensor, max_keypoints: Tensor) -> tuple[Tensor, ...]:
+        """`image` (1, 1, H, W) grey in [0, 1]; `mask` (H, W) bool, where points may be; their number (1,)."""
+        config = self.config
+        logits, maps = self.network(image)
+        keep = mask & candidates(logits, config.nms_radius, 0)[0]
+        y, x = (keep & (logits[0].sigmoid() > config.score_threshold)).nonzero().unbind(1)
+        scores = logits[0][y, x].sigmoid()
+        order = scores.argsort(descending=True)
+        order = order[torch.arange(order.shape[0]) < max_keypoints]
+        points = refine(logits, torch.stack([x[order], y[order]], 1)[None])
+        return points[0], scores[order], self.network.describe(maps, points)[0]
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention (1, heads, N, d) by an operator of ONNX Runtime alone; it needs no matrix of all pairs."""
+    rows = [x.transpose(1, 2).flatten(2) for x in (q, k, v)]
+    operator, heads = "com.microsoft::MultiHeadAttention", q.shape[1]
+    found = torch.onnx.ops.symbolic(
+        operator, rows, {"num_heads": heads}, dtype=q.dtype, shape=rows[0].shape, version=1
+    )
+    return found.unflatten(2, (heads, q.shape[3])).transpose(1, 2)
+
+
+# From a part to a file.
+
+
+def traced(
+    part: Part, given: tuple[Any, ...], shapes: tuple[Any, ...], inputs: Sequence[str], outputs: Sequence[str]
+) -> onnx.ModelProto:
+    """The graph of a part.
+
+    Args:
+        part: what is exported.
+        given: examples of its arguments.
+        shapes: of each the axes that vary, as `torch.export` takes them.
+        inputs, outputs: their names, dictionaries taken apart.
+    """
+    with torch.no_grad():
+        program = torch.export.export(part.eval(), given, dynamic_shapes=shapes, strict=False)
+        made = torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=OPERATORS,
+            optimize=False,
+            verbose=False,
+            input_names=list(inputs),
+            output_names=list(outputs),
+        )
+    model = made.model_proto
+    model.producer_name = MARK.decode()
+    del model.metadata_props[:]
+    _strip(model.graph)
+    return model
+
+
+def _strip(graph: onnx.GraphProto) -> None:
+    """Take out what says where in our sources a node comes from."""
+    del graph.metadata_props[:], graph.value_info[:]
+    for each in (*graph.node, *graph.input, *graph.output, *graph.initializer):
+        del each.metadata_props[:]
+        each.doc_string = ""
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                _strip(attribute.g)
+
+
+def without_weights(model: onnx.ModelProto) -> tuple[bytes, list[str]]:
+    """A graph whose parameters are arrays outside it, and their names."""
+    names = []
+    for array in model.graph.initializer:
+        if array.name.startswith("network."):
+            names.append(array.name.removeprefix("network."))
+            array.ClearField("raw_data")
+            array.data_location = onnx.TensorProto.EXTERNAL
+            array.external_data.add(key="location", value="weights")
+    return model.SerializeToString(), names
+
+
+class Exported(NamedTuple):
+    """The graphs of a network, as `matcher.onnx_engine.Shape` has them."""
+
+    shapes: dict[str, list[int]]
+    parts: dict[str, bytes]
+    settings: dict[str, Any]
+
+
+def _points(config: NetworkConfig, n: int, fields: Sequence[str]) -> dict[str, Tensor]:
+    """Made-up points of an image, as examples."""
+    made = {
+        "keypoints": torch.rand(1, n, 2) * 100,
+        "descriptors": nn.functional.normalize(torch.randn(1, n, config.descriptor_dim), dim=2),
+        "scores": torch.rand(1, n),
+        "scales": torch.rand(1, n) + 1,
+        "orientations": torch.rand(1, n),
+        "affine_frames": torch.rand(1, n, 2, 2),
+        "size": torch.full((1, 2), 100.0),
+        "matched_orientation": torch.ones(1, dtype=torch.int64),
+    }
+    return {name: made[name] for name in fields}
+
+
+_OF_IMAGE = ("size", "matched_orientation")  # beside them an image's fields have an axis of points
+_COUNTS = (12, 15)  # of the points that graphs are traced with; any two do
+
+
+def _fields(config: NetworkConfig) -> list[str]:
+    """Of a point, by the names of `Features`, that the network needs."""
+    return ["keypoints", "descriptors", *needed_fields(config), *_OF_IMAGE]
+
+
+def _sides() -> list[Any]:
+    return [Dim(name, min=1, max=MOST) for name in "NM"]
+
+
+def network_graphs(network: MatchingNetwork) -> Exported:
+    """The three graphs of a network for `matcher.onnx_engine`, without its weights."""
+    config, network = network.config, copy.deepcopy(network).requires_grad_(False)
+    for layer in network.layers:
+        for block in (layer.self_block, layer.cross_block):
+            block.attention.score = fused_attention
+    fields, dims = _fields(config), _sides()
+    given = tuple(_points(config, n, fields) for n in _COUNTS)
+    varying = tuple({name: None if name in _OF_IMAGE else {1: dim} for name in fields} for dim in dims)
+    begun = Begin(network)(*given)
+    inputs = [f"{name}{side}" for side in (0, 1) for name in fields]
+    models = {
+        "begin": traced(Begin(network), given, varying, inputs, ["x", "positions", "rotations"][: len(begun)])
+    }
+    halves = {
+        n: (t[:, : _COUNTS[0]], t[:, _COUNTS[0] :])
+        for n, t in zip(("x", "positions", "rotations"), begun, strict=False)
+    }
+    tokens = {
+        f"{name}{side}": halves[name][side]
+        for name in ("x", "rotations")
+        if name in halves
+        for side in (0, 1)
+    }
+    names = ["x"] + ["predicted"] * (network.guidance is not None)
+    if config.assignment.every_layer and config.context.depth > 1:
+        tokens["limits"] = torch.tensor([0.5, 0.5, 0.5, 0.5, float(sum(_COUNTS))])
+        names += ["stops", "assigned", "kept"]
+    varying = tuple(None if name == "limits" else {1: dims[int(name[-1])]} for name in tokens)
+    models["step"] = traced(Step(network), tuple(tokens.values()), varying, list(tokens), names)
+    if network.guidance is not None:
+        halves["predicted"] = halves["positions"]
+    columns = {
+        f"{n}{side}": halves[n][side]
+        for n in ("x", "positions", "predicted")
+        if n in halves
+        for side in (0, 1)
+    }
+    varying = tuple({1: dims[int(name[-1])]} for name in columns)
+    models["assign"] = traced(
+        Assign(network), tuple(columns.values()), varying, list(columns), ["best", "partner", "mutual"]
+    )
+    parts = {name: without_weights(model) for name, model in models.items()}
+    settings = {"weights": {name: weights for name, (_, weights) in parts.items()}}
+    shapes = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
+    return Exported(shapes, {name: data for name, (data, _) in parts.items()}, settings)
+
+
+def front_end_graph(network: FeatureNetwork, config: ExtractorConfig) -> Exported:
+    """The graph of our front end for `matcher.onnx_engine`, without its weights."""
+    stride = network.sizes.stride
+    model = _front_end(FrontEnd(network, config), stride)
+    settings = {n: getattr(config, n) for n in ("score_threshold", "nms_radius", "border")} | {
+        "stride": stride
+    }
+    shapes = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
+    return Exported(shapes, {"front_end": without_weights(model)[0]}, settings)
+
+
+def _front_end(part: FrontEnd, stride: int) -> onnx.ModelProto:
+    height, width = (stride * Dim(name, min=1, max=MOST // stride) for name in "hw")
+    given = torch.rand(1, 1, 3 * stride, 5 * stride), torch.ones(3 * stride, 5 * stride, dtype=torch.bool)
+    return traced(
+        part,
+        (*given, torch.tensor([500])),
+        ({2: height, 3: width}, {0: height, 1: width}, None),
+        ["image", "mask", "max_keypoints"],
+        ["keypoints", "scores", "descriptors"],
+    )
+
+
+def untrained_graphs(config: NetworkConfig) -> Exported:
+    """The graphs of a configuration, whatever the parameters will be."""
+    with torch.random.fork_rng(devices=[]):
+        return network_graphs(MatchingNetwork(config).eval())
+
+
+def front_end_of(shapes: Mapping[str, Any]) -> FeatureNetwork:
+    """Our front end in the sizes of such parameters."""
+    network = FeatureNetwork()
+    network.fit({name: array.shape for name, array in shapes.items()})
+    return network.eval().requires_grad_(False)
+
+
+def trained_front_end(
+    config: ExtractorConfig, weights: str | Path | None = None
+) -> tuple[FeatureNetwork, ExtractorConfig]:
+    """Our front end with its parameters, and its configuration with all settings.
+
+    Raises:
+        IntegrityError: the parameters are absent or damaged.
+    """
+    front_end = find_front_end(config.kind)
+    config = resolve(config, front_end.published)
+    with torch.random.fork_rng(devices=[]):
+        network = front_end.build(config)
+    fill_extractor(network, config, weights)
+    return network.eval().requires_grad_(False), config
+
+
+# Files for other programs.
+
+
+class OpencvFrontEnd(FrontEnd):
+    """For `cv2.ALIKED`: always as many keypoints; the last of an image with fewer have score 0.
+
+    The classes pass positions from −1 to 1 in x and in y, which does not tell how wide an image is, and
+    nothing else but descriptors: so two columns, (width, height) / the longer of both, are appended to these.
+    """
+
+    points: int
+
+    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
+        """`image` (1, 3, H, W) RGB, 0 to 1 → `keypoints` (N, 2), `descriptors` (N, D + 2), `scores` (N,)."""
+        config = self.config
+        logits, maps = self.network((image * image.new_tensor(GREY).view(1, 3, 1, 1)).sum(1, keepdim=True))
+        keep = candidates(logits, config.nms_radius, config.border)
+        scores = logits.sigmoid()
+        scores = torch.where(keep & (scores > config.score_threshold), scores, 0.0).flatten(1)
+        scores, index = scores.topk(self.points, dim=1)
+        width = image.shape[3]
+        points = torch.stack([index % width, index.div(width, rounding_mode="floor")], dim=2)
+        points = refine(logits, points)
+        sides = image.new_tensor(image.shape[:1:-1])
+        descriptors = self.network.describe(maps, points)[0] * (scores[0] > 0).unsqueeze(1)
+        aspect = (sides / sides.max()).expand(self.points, 2)
+        return points[0] / sides * 2 - 1, torch.cat([descriptors, aspect], 1), scores[0]
+
+
+class OpencvPair(Pair):
+    """For `cv2.LightGlueMatcher`; OpenCV has no loops."""
+
+    loops = False
+
+    def forward(self, kpts0: Tensor, kpts1: Tensor, desc0: Tensor, desc1: Tensor) -> tuple[Tensor, ...]:
+        """(1, N, 2) from −1 to 1, (1, N, D + 2) → `matches0` (N, 2), `mscores0` (N,), a row a point."""
+        sides = []
+        for points, descriptors in ((kpts0, desc0), (kpts1, desc1)):
+            size = descriptors[:, 0, -2:]
+            size = size / size.amax(1, keepdim=True)  # OpenCV may have divided descriptors by their length
+            values = nn.functional.normalize(descriptors[:, :, :-2], dim=2, eps=1e-6)
+            # The longer side has 1024 pixels: where the first one's centre is hardly matters.
+            pixels = (points + 1) / 2 * size * 1024 - 0.5
+            view = torch.ones(1, dtype=torch.int64)
+            sides.append(
+                {"keypoints": pixels, "descriptors": values, "size": size * 1024, "matched_orientation": view}
+            )
+        partner, score = self.matched(*sides)
+        return torch.stack([torch.arange(score.shape[1]), partner[0]], 1), score[0]
+
+
+class ColmapFrontEnd(FrontEnd):
+    """For COLMAP's `--AlikedExtraction.n16rot_model_path`."""
+
+    def forward(self, image: Tensor, max_keypoints: Tensor, min_score: Tensor) -> tuple[Tensor, ...]:
+        """RGB (1, 3, H, W) in [0, 1], a number, a least score → keypoints from −1, the centre of the first
+        pixel, to 1, that of the last, descriptors and scores, (1, N, …) each."""
+        grey = (image * image.new_tensor(GREY).view(1, 3, 1, 1)).sum(1, keepdim=True)
+        height, width = image.shape[2:]
+        border, y, x = self.config.border, torch.arange(height), torch.arange(width)
+        inside = ((y >= border) & (y < height - border)).unsqueeze(1) & (x >= border) & (x < width - border)
+        points, scores, described = super().forward((grey * 255).round() / 255, inside, max_keypoints)
+        good = scores >= min_score
+        last = torch.stack([x.shape[0] * torch.ones(()), y.shape[0] * torch.ones(())]) - 1
+        return (points[good] * 2 / last - 1)[None], described[good][None], scores[good][None]
+
+
+class ColmapPair(Pair):
+    """For COLMAP's `--AlikedMatching.lightglue_model_path`."""
+
+    def forward(
+        self,
+        kpts0: Tensor,
+        kpts1: Tensor,
+        desc0: Tensor,
+        desc1: Tensor,
+        image_size0: Tensor,
+        image_size1: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Pixels (1, N, 2), descriptors (1, N, D), sizes (1, 2) → `matches0` (N,), `mscores0` (N,)."""
+        names, view = ("keypoints", "descriptors", "size"), torch.ones(1, dtype=torch.int64)
+        sides = ((kpts0, desc0, image_size0), (kpts1, desc1, image_size1))
+        given = [dict(zip(names, side, strict=True)) | {"matched_orientation": view} for side in sides]
+        partner, score = self.matched(*given)
+        return partner[0], score[0]
+
+
+def in_numbers(model: onnx.ModelProto, numbers: Numbers) -> bytes:
+    """The bytes of a file whose weights are float32, float16 (widened when a runtime loads it) or int8."""
+    if numbers == "int8":
+        return _quantised(model)
+    if numbers == "float16":
+        casts = []
+        for array in model.graph.initializer:
+            if array.data_type == onnx.TensorProto.FLOAT and math.prod(array.dims) >= 64:
+                name, values = array.name, onnx.numpy_helper.to_array(array)
+                array.CopyFrom(onnx.numpy_helper.from_array(values.astype("float16"), f"{name} in half"))
+                casts.append(onnx.helper.make_node("Cast", [array.name], [name], to=onnx.TensorProto.FLOAT))
+        nodes = [*casts, *model.graph.node]
+        del model.graph.node[:]
+        model.graph.node.extend(nodes)
+    return model.SerializeToString()
+
+
+def _quantised(model: onnx.ModelProto) -> bytes:
+    """Maps in int8, their inputs quantised as they come; convolutions stay in float16."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxscript.optimizer import optimize
+
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / name for name in ("whole.onnx", "int8.onnx")]
+        onnx.save(optimize(model), paths[0])
+        quantize_dynamic(*paths, weight_type=QuantType.QInt8, op_types_to_quantize=["MatMul", "Gemm"])
+        return in_numbers(onnx.load(paths[1]), "float16")
+
+
+class Written(NamedTuple):
+    """One written file."""
+
+    path: Path
+    bytes: int
+
+
+def export_preset(
+    preset: str,
+    config: PipelineConfig,
+    folder: str | Path,
+    *,
+    numbers: Numbers = "float32",
+    weights: str | Path | None = None,
+    frontend_weights: str | Path | None = None,
+    overwrite: bool = False,
+) -> list[Written]:
+    """Write a preset's front end, if it is ours, and its matcher, if it is a network, as ONNX files.
+
+    `learned.onnx`: `image` (1, 1, H, W) grey in [0, 1], repeated at the right and lower edge to multiples of
+    32; `mask` (H, W) bool, where keypoints may lie, not in that margin nor within 4 pixels of the edge;
+    `max_keypoints` (1,) int64. Out, best first: `keypoints` (N, 2) xy in pixels, the centre of the first one
+    being (0, 0); `scores` (N,); `descriptors` (N, D).
+
+    `PRESET.onnx`, S standing for 0 and 1: `keypointsS` (1, N, 2) in stored pixels, `descriptorsS` (1, N, D),
+    `sizeS` (1, 2) width and height, `matched_orientationS` (1,) int64 EXIF codes, 1 for none; where the
+    network needs them `scoresS`, `scalesS`, `orientationsS` (1, N), `affine_framesS` (1, N, 2, 2), as in
+    `Features`; at least one keypoint each. Out: `matches` (1, N, 2) int64, best first, −1 where there are no
+    more; `scores` (1, N). All layers run on all keypoints.
+
+    Args:
+        preset: its name, which the matcher's file gets; the front end's is called as the front end.
+        config: the preset's configuration.
+        folder: is made if need be.
+        numbers: "float32"; "float16" or "int8" for smaller files.
+        weights: of the matcher; the preset's own when absent.
+        frontend_weights: of the front end; the shipped ones when absent.
+        overwrite: replace files that exist.
+
+    Raises:
+        UsageError: nothing of the preset can be written as ONNX, or a file exists or cannot be written.
+        IntegrityError: weights are absent or damaged.
+    """
+    makers: dict[str, Callable[[], onnx.ModelProto]] = {}
+    if weights is not None and not isinstance(config.matcher, NetworkConfig):
+        raise UsageError(f"the preset {preset} has no network, so weights has no effect; leave it out")
+    if frontend_weights is not None and config.extractor.kind != STEERABLE:
+        raise UsageError(
+            f"the front end of {preset} has no ONNX file, so frontend_weights has no effect; leave it out"
+        )
+    if isinstance(config.matcher, NetworkConfig):
+        network = _network(preset, config, weights)
+        makers[preset] = lambda: _pair(Pair(network))
+    if config.extractor.kind == STEERABLE:
+        front_end = trained_front_end(config.extractor, frontend_weights)
+        makers[config.extractor.kind] = lambda: _front_end(FrontEnd(*front_end), front_end[0].sizes.stride)
+    if not makers:
+        raise UsageError(
+            f"the preset {preset} has no network of keypoints or matches, so there is nothing to export"
+        )
+    return _write(Path(folder), makers, numbers, overwrite=overwrite)
+
+
+def export_for_opencv(
+    preset: str,
+    config: PipelineConfig,
+    folder: str | Path,
+    size: tuple[int, int],
+    *,
+    points: int = 512,
+    overwrite: bool = False,
+) -> list[Written]:
+    """Write `opencv-learned.onnx` for `cv2.ALIKED` and `opencv-PRESET.onnx` for `cv2.LightGlueMatcher`.
+
+    Args:
+        preset, config, folder, overwrite: as in `export_preset`.
+        size: width and height to which OpenCV resizes every image, multiples of the front end's stride (32).
+        points: keypoints of an image.
+
+    Raises:
+        UsageError: a preset of another front end or without a network, a size that does not fit, or a file
+            that exists or cannot be written.
+        IntegrityError: weights are absent or damaged.
+    """
+    network, front_end = _ours(preset, config)
+    stride = front_end[0].sizes.stride
+    if any(side < stride or side % stride for side in size):
+        raise UsageError(f"width and height must be multiples of {stride}, not {size[0]} and {size[1]}")
+    descriptors = torch.rand(1, points, network.config.descriptor_dim + 2)
+    given = (torch.rand(1, points, 2),) * 2 + (descriptors,) * 2
+
+    def detector() -> onnx.ModelProto:
+        part = OpencvFrontEnd(*front_end)
+        part.points = points
+        outputs = ["keypoints", "descriptors", "scores"]
+        return _for_opencv(traced(part, (torch.rand(1, 3, *size[::-1]),), (None,), ["image"], outputs))
+
+    def matcher() -> onnx.ModelProto:
+        inputs = ["kpts0", "kpts1", "desc0", "desc1"]
+        made = traced(OpencvPair(network), given, (None,) * 4, inputs, ["matches0", "mscores0"])
+        return _for_opencv(made)
+
+    makers = {"opencv-learned": detector, f"opencv-{preset}": matcher}
+    return _write(Path(folder), makers, "float32", overwrite=overwrite)
+
+
+def _for_opencv(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A graph folded to what OpenCV reads, which has no float64."""
+    from onnxscript.optimizer import optimize
+
+    for node in model.graph.node:
+        for attribute in node.attribute if node.op_type == "Cast" else ():
+            if attribute.i == onnx.TensorProto.DOUBLE:
+                attribute.i = onnx.TensorProto.FLOAT
+    for array in model.graph.initializer:
+        if array.data_type == onnx.TensorProto.DOUBLE:
+            values = onnx.numpy_helper.to_array(array).astype("float32")
+            array.CopyFrom(onnx.numpy_helper.from_array(values, array.name))
+    return optimize(model)
+
+
+def export_for_colmap(
+    preset: str,
+    config: PipelineConfig,
+    folder: str | Path,
+    *,
+    numbers: Numbers = "float32",
+    weights: str | Path | None = None,
+    frontend_weights: str | Path | None = None,
+    overwrite: bool = False,
+) -> list[Written]:
+    """Write `colmap-learned.onnx` for COLMAP's ALIKED and `colmap-PRESET.onnx` for its LightGlue.
+
+    COLMAP's feature types are a fixed list, so ours are stored as `ALIKED_N16ROT`; nothing in COLMAP depends
+    on the width of their descriptors. It pads images to multiples of 32 and drops what is found there.
+
+    Args:
+        preset, config, folder, numbers, weights, frontend_weights, overwrite: as in `export_preset`.
+
+    Raises:
+        UsageError: a preset of another front end or without a network, or a file that exists or cannot be
+            written.
+        IntegrityError: weights are absent or damaged.
+    """
+    network, front_end = _ours(preset, config, weights, frontend_weights)
+    stride, width = front_end[0].sizes.stride, network.config.descriptor_dim
+    height, width_of = (stride * Dim(name, min=1, max=MOST // stride) for name in "hw")
+    image = torch.rand(1, 3, 3 * stride, 5 * stride)
+    detector = (image, torch.tensor(500), torch.tensor(0.004))
+    sides = _sides()
+    columns = [torch.rand(1, n, 2) * 100 for n in _COUNTS] + [torch.rand(1, n, width) for n in _COUNTS]
+    pair = (*columns, torch.full((1, 2), 100.0), torch.full((1, 2), 100.0))
+    makers = {
+        "colmap-learned": lambda: traced(
+            ColmapFrontEnd(*front_end),
+            detector,
+            ({2: height, 3: width_of}, None, None),
+            ["image", "max_keypoints", "min_score"],
+            ["keypoints", "descriptors", "scores"],
+        ),
+        f"colmap-{preset}": lambda: traced(
+            ColmapPair(network),
+            pair,
+            ({1: sides[0]}, {1: sides[1]}) * 2 + (None, None),
+            ["kpts0", "kpts1", "desc0", "desc1", "image_size0", "image_size1"],
+            ["matches0", "mscores0"],
+        ),
+    }
+    return _write(Path(folder), makers, numbers, overwrite=overwrite)
+
+
+def _pair(part: Pair) -> onnx.ModelProto:
+    fields = _fields(part.config)
+    given = tuple(_points(part.config, n, fields) for n in _COUNTS)
+    varying = tuple({name: None if name in _OF_IMAGE else {1: dim} for name in fields} for dim in _sides())
+    inputs = [f"{name}{side}" for side in (0, 1) for name in fields]
+    return traced(part, given, varying, inputs, ["matches", "scores"])
+
+
+def _network(preset: str, config: PipelineConfig, weights: str | Path | None = None) -> MatchingNetwork:
+    network = load_weights(weights or config.weights)[0].with_policy(config.matcher.policy)
+    if network.backbone is not None:
+        raise UsageError(f"{preset} matches the cells of a grid (LoFTR), which cannot be written as ONNX")
+    return network.requires_grad_(False)
+
+
+def _ours(
+    preset: str, config: PipelineConfig, *weights: str | Path | None
+) -> tuple[MatchingNetwork, tuple[FeatureNetwork, ExtractorConfig]]:
+    if config.extractor.kind != STEERABLE or not isinstance(config.matcher, NetworkConfig):
+        raise UsageError(f"this takes our own front end with its network, hybrid-learned, not {preset}")
+    network = _network(preset, config, *weights[:1])
+    return network, trained_front_end(config.extractor, *weights[1:])
+
+
+def _write(
+    folder: Path, makers: Mapping[str, Callable[[], onnx.ModelProto]], numbers: Numbers, *, overwrite: bool
+) -> list[Written]:
+    paths = {name: folder / f"{name}.onnx" for name in makers}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be made a folder ({error.strerror}): name another one") from error
+    for path in paths.values():
+        check_output(path, (".onnx",), overwrite=overwrite)
+    files = {name: in_numbers(make(), numbers) for name, make in makers.items()}
+    for name, data in files.items():
+        write_whole(paths[name], data)
+    return [Written(paths[name], len(data)) for name, data in files.items()]

@@ -1,1 +1,0 @@
-"""ONNX: our networks as graphs, and the engine that runs them without torch."""

@@ -1,0 +1,484 @@
+"""The engine on ONNX Runtime: SIFT, our front end and networks of keypoints, on the CPU, without torch.
+
+The graphs in `matcher/graphs` are the networks' modules as `scripts/build_graphs.py` exports them,
+without their weights, which come from the weights files. A matcher is a graph for its beginning, one for a
+layer and one for the heads of a layer; the loop over the layers, in which pairs stop and points are
+dropped, is here.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+from matcher.config import (
+    GRID_KIND,
+    CalibrationConfig,
+    ExtractorConfig,
+    MatchingPolicy,
+    NearestConfig,
+    NetworkConfig,
+    PipelineConfig,
+    architecture,
+    resolve,
+)
+from matcher.errors import IntegrityError, UsageError, install_command
+from matcher.extract.sift import SiftExtractor
+from matcher.match.adaptivity import confidence_threshold
+from matcher.match.calibration import calibrated
+from matcher.match.nearest import NearestMatcher, check_features, credible_matches, needed_fields
+from matcher.match.steering import STEERABLE, TURNED_EXIF, best_turn, try_other_turns, turned
+from matcher.parts import LearnedParts, policy_of, refuse_for_grid
+from matcher.processes import compute_threads
+from matcher.result import WeightsSource
+from matcher.types import Extractor, Features, Image, Matches
+from matcher.weights.files import check_front_end, network_config, read_arrays, read_bytes
+from matcher.weights.published import find_weights, locate_front_end
+
+Arrays = Mapping[str, np.ndarray]
+GRAPHS = Path(__file__).with_name("graphs")
+LEAST_VERSION = (1, 17)  # of ONNX Runtime: the first with the graphs' operator set
+
+
+def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:
+    """The extractor and the matcher of a configuration.
+
+    Raises:
+        UsageError: a device, precision, front end or network that this engine does not have.
+        IntegrityError: weights that are absent or damaged.
+    """
+    version = onnxruntime.__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < LEAST_VERSION:
+        raise UsageError(f"onnxruntime {version} is too old: {install_command('onnxruntime')}")
+    devices(given.get("device", "auto"))
+    precision = given.get("precision", "auto")
+    if precision not in ("auto", "float32"):
+        raise UsageError(f"engine 'onnx' computes in float32, not in {precision}; leave precision out")
+    if config.extractor.kind == GRID_KIND:
+        refuse_for_grid(given)
+        raise UsageError("engine 'onnx' has no network that matches the cells of a grid (LoFTR)")
+    extractor = build_extractor(config.extractor, given.get("frontend_weights"))
+    if isinstance(config.matcher, NearestConfig):
+        return LearnedParts(extractor, NearestMatcher(config.matcher), config, None)
+    file = find_weights(given.get("weights") or config.weights)
+    matcher = OnnxMatcher(*read_network(file), policy_of(config, given))
+    source = WeightsSource(file.name, file.sha256)
+    return LearnedParts(extractor, matcher, replace(config, matcher=matcher.config), source)
+
+
+def build_extractor(config: ExtractorConfig, weights: str | Path | None = None) -> Extractor:
+    """The front end that `config.kind` names.
+
+    Raises:
+        UsageError: one that needs torch, or weights for one without any.
+    """
+    if config.kind == "sift":
+        if weights is not None:
+            raise UsageError("the front end sift has no weights; leave frontend_weights out")
+        return SiftExtractor(config)
+    if config.kind != STEERABLE:
+        raise UsageError(
+            f"engine 'onnx' has the front ends sift and learned, not {config.kind}; use engine 'torch' for it"
+        )
+    return OnnxExtractor(config, weights)
+
+
+def devices(name: str) -> list[str]:
+    """The CPU, which "auto" and "cpu" stand for.
+
+    Raises:
+        UsageError: another device.
+    """
+    if name not in ("auto", "cpu"):
+        raise UsageError(
+            f"engine 'onnx' runs on the CPU, not on {name}; leave device out, or use engine 'torch'"
+        )
+    return ["cpu"]
+
+
+def read_network(file: Any) -> tuple[NetworkConfig, Arrays]:
+    """Configuration and parameters of a weights file in memory.
+
+    Raises:
+        IntegrityError: the file is damaged or no network's.
+    """
+    try:
+        return network_config(file.data), read_arrays(file.data)
+    except IntegrityError as error:
+        raise IntegrityError(f"{file.path} {error}: {file.remedy}") from error
+
+
+# Sessions.
+
+
+@cache
+def _thread(process: int) -> ThreadPoolExecutor:
+    """The thread of a process in which all sessions are made and run; it does not outlive a fork.
+
+    Sharp softmaxes give numbers below 10⁻³⁸, with which a processor takes many times as long unless its
+    thread treats them as zero. ONNX Runtime sets that for the thread that creates the first session of a
+    process, so that other threads of a program stay as they are.
+    """
+    return ThreadPoolExecutor(1, thread_name_prefix=f"onnxruntime-{process}")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an exported graph is of: parameters by name with their shapes, and the bytes of its parts."""
+
+    shapes: Mapping[str, Sequence[int]]
+    parts: Mapping[str, bytes]
+    settings: Mapping[str, Any]
+
+    @staticmethod
+    def read(folder: Path) -> Shape:
+        """From a folder of `matcher/graphs`."""
+        described = json.loads((folder / "graph.json").read_text(encoding="utf-8"))
+        parts = {file.stem: file.read_bytes() for file in folder.glob("*.onnx")}
+        return Shape(described["shapes"], parts, described["settings"])
+
+
+class Graph:
+    """A part of a network with its weights, ready to run in the thread of sessions."""
+
+    def __init__(self, data: bytes, weights: Arrays) -> None:
+        """Make a session, beside what the caller does next.
+
+        Args:
+            data: a graph whose weights are arrays outside it.
+            weights: these arrays.
+        """
+        self._made: Future = _thread(os.getpid()).submit(_session, data, dict(weights))
+
+    def __call__(self, **arrays: np.ndarray) -> dict[str, np.ndarray]:
+        """The outputs by name, for the inputs by name; those that the graph does not have are passed over."""
+        session = self._made.result()[0]
+        given = {port.name: np.ascontiguousarray(arrays[port.name]) for port in session.get_inputs()}
+        found = _thread(os.getpid()).submit(session.run, None, given).result()
+        return dict(zip((port.name for port in session.get_outputs()), found, strict=True))
+
+
+def _session(data: bytes, weights: dict[str, np.ndarray]) -> tuple[onnxruntime.InferenceSession, list]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors only
+    options.intra_op_num_threads = compute_threads()
+    options.add_session_config_entry("session.set_denormal_as_zero", "1")
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    values = [onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for a in weights.values()]
+    options.add_external_initializers(list(weights), values)
+    return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"]), values
+
+
+# The front end.
+
+
+class OnnxExtractor:
+    """The front end `learned`, whose graph is loaded at the first call."""
+
+    def __init__(self, config: ExtractorConfig, weights: str | Path | None = None) -> None:
+        """Keep what is needed.
+
+        Args:
+            config: settings that are None become the published ones.
+            weights: file of the parameters; the shipped one when absent.
+
+        Raises:
+            UsageError: a setting that this front end does not have, or a value out of range.
+        """
+        settings = Shape.read(GRAPHS / "learned").settings
+        published = {name: settings[name] for name in ("score_threshold", "nms_radius", "border")}
+        self.config, self.weights = resolve(config, published), weights
+        for name in ("score_threshold", "nms_radius"):
+            if getattr(self.config, name) != published[name]:
+                raise UsageError(f"the graph of this front end has {name} {published[name]}; leave it out")
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The graph with its parameters.
+
+        Raises:
+            IntegrityError: the parameters are absent or damaged.
+            UsageError: they are of a network of other sizes, which only torch has.
+        """
+        path = Path(self.weights) if self.weights is not None else locate_front_end(self.config)
+        data = read_bytes(path, "check the path")
+        try:
+            check_front_end(data, self.config.kind)
+            arrays = read_arrays(data)
+            shape = front_end_shape(arrays, self.config)
+        except IntegrityError as error:
+            raise IntegrityError(f"{path} {error}") from error
+        self.stride = shape.settings["stride"]
+        return Graph(shape.parts["front_end"], {f"network.{name}": array for name, array in arrays.items()})
+
+    def limited(self, max_keypoints: int) -> OnnxExtractor:
+        """The same with another number of keypoints; the graph is shared."""
+        _ = self.graph
+        changed = copy.copy(self)
+        changed.config = replace(self.config, max_keypoints=max_keypoints)
+        return changed
+
+    def __call__(self, images: Sequence[Image]) -> list[Features]:
+        """Features of each image in stored pixels, strongest first.
+
+        Raises:
+            IntegrityError: the parameters are absent or damaged.
+        """
+        return [self._extract(image) for image in images]
+
+    def _extract(self, image: Image) -> Features:
+        graph, grey, border = self.graph, image.grey(), self.config.border
+        inside = np.zeros(grey.shape, bool)
+        inner = tuple(slice(border, max(side - border, 0)) for side in grey.shape)
+        inside[inner] = True if image.mask is None else image.mask[inner]
+        margin = [(0, -side % self.stride) for side in grey.shape]
+        found = graph(
+            image=np.pad(grey, margin, mode="edge")[None, None].astype(np.float32) / np.float32(255),
+            mask=np.pad(inside, margin),
+            max_keypoints=np.array([self.config.max_keypoints]),
+        )
+        return Features(
+            keypoints=image.to_stored(found["keypoints"].astype(np.float64)).astype(np.float32),
+            descriptors=found["descriptors"],
+            scores=found["scores"],
+            kind=self.config.kind,
+            **image.features_fields(),
+        )
+
+
+def front_end_shape(arrays: Arrays, config: ExtractorConfig) -> Shape:
+    """The graph for such parameters: the shipped one, or exported now if torch is installed.
+
+    Raises:
+        UsageError: there is none.
+    """
+    shipped = Shape.read(GRAPHS / "learned")
+    if {name: list(array.shape) for name, array in arrays.items()} == shipped.shapes:
+        return shipped
+    exporter = _exporter("a front end of these sizes")
+    return Shape(*exporter.front_end_graph(exporter.front_end_of(arrays), resolve(config, shipped.settings)))
+
+
+# The matcher.
+
+
+class OnnxMatcher:
+    """A network in inference: features of B pairs → mutual matches above the threshold, best first."""
+
+    device, precision = "cpu", "float32"
+
+    def __init__(self, config: NetworkConfig, arrays: Arrays, policy: MatchingPolicy) -> None:
+        """Load the graphs.
+
+        Args:
+            config: of the network.
+            arrays: its parameters.
+            policy: of exit, pruning and thresholds.
+
+        Raises:
+            UsageError: a network that has no graph.
+            IntegrityError: arrays that the graph asks for are absent or misshaped.
+        """
+        self.config, self._arrays = replace(config, policy=policy), arrays
+        self._shape = network_shape(self.config)
+        wanted = {name: tuple(shape) for name, shape in self._shape.shapes.items()}
+        if strange := [n for n, shape in wanted.items() if n not in arrays or arrays[n].shape != shape]:
+            raise IntegrityError(
+                f"the weights do not hold what their configuration asks for: {', '.join(strange[:8])}"
+            )
+        self._begin = Graph(self._shape.parts["begin"], self._weights("begin", 0))
+        self._steps = [
+            Graph(self._shape.parts["step"], self._weights("step", n)) for n in range(config.context.depth)
+        ]
+        self._heads: dict[int, Graph] = {}
+
+    @property
+    def calibration(self) -> CalibrationConfig | None:
+        """Of the match probabilities."""
+        return self.config.policy.calibration
+
+    def _weights(self, part: str, layer: int) -> dict[str, np.ndarray]:
+        """The arrays of a part by their names in its graph, where every layer is the first.
+
+        The last layer has no heads for exit and pruning, whose outputs are not looked at there.
+        """
+        found = {}
+        for name in self._shape.settings["weights"][part]:
+            own = re.sub(r"^(.*?)\.0(?=\.|$)", rf"\1.{layer}", name)
+            if name.startswith("heads") and not self.config.assignment.every_layer:
+                own = name
+            if not re.match(r"layers|heads|confidence|match_probability|guidance\.\w+\.0", name):
+                own = name
+            found[f"network.{name}"] = self._arrays.get(own, self._arrays[name] * 0)
+        return found
+
+    def _assign(self, layer: int) -> Graph:
+        if layer not in self._heads:
+            self._heads[layer] = Graph(self._shape.parts["assign"], self._weights("assign", layer))
+        return self._heads[layer]
+
+    def __call__(self, features0: Features, features1: Features) -> list[Matches]:
+        """Matches of every pair of the batch (features stacked along a leading axis B).
+
+        Raises:
+            UsageError: features of another front end or descriptor size.
+        """
+        for features in (features0, features1):
+            check_features(self.config, features)
+        batch, other = (len(features.mask) for features in (features0, features1))
+        if batch != other:
+            raise UsageError(f"{batch} images cannot pair with {other}")
+        sides = [self._points(features) for features in (features0, features1)]
+        return [self._match(*pair) for pair in zip(*sides, strict=True)]
+
+    def _points(self, features: Features) -> list[dict[str, np.ndarray]]:
+        """The valid points of every image of a batch, by the names of the graph's inputs."""
+        values, views = features.numpy(), np.asarray(features.matched_orientation)
+        names = needed_fields(self.config)
+        if missing := [name for name in names if name not in values]:
+            raise UsageError(f"this matcher needs {missing[0]} of the keypoints: Features({missing[0]}=…)")
+        return [
+            {name: values[name][b][mask] for name in ("keypoints", "descriptors", *names)}
+            | {"size": values["size"][b], "matched_orientation": views[b], "index": np.flatnonzero(mask)}
+            for b, mask in enumerate(values["mask"])
+        ]
+
+    def _match(self, side0: dict[str, np.ndarray], side1: dict[str, np.ndarray]) -> Matches:
+        """One pair, image 1 in the view in which it has the most matches."""
+        counts = [len(side["index"]) for side in (side0, side1)]
+        if self.config.kind != STEERABLE or not all(counts):
+            return self._found(side0, side1)
+        side1 = _turned(side1, best_turn(side0["descriptors"], side1["descriptors"]))
+        found = [self._found(side0, side1)]
+
+        def again(pairs: Sequence[int], turn: int, strongest: int | None) -> list[Matches]:
+            if not pairs:
+                return []
+            return [self._found(_first(side0, strongest), _turned(_first(side1, strongest), turn))]
+
+        enough = self.config.policy.other_turns_below * min(counts)
+        try_other_turns(found, [enough], [max(counts)], again)
+        return found[0]
+
+    def _found(self, side0: dict[str, np.ndarray], side1: dict[str, np.ndarray]) -> Matches:
+        sides, policy = (side0, side1), self.config.policy
+        counts = [len(side["index"]) for side in sides]
+        local, scores, layers, index = self._run(*sides)
+        indices = np.stack([side["index"][i[k]] for side, i, k in zip(sides, index, local.T, strict=True)], 1)
+        points = [side["keypoints"][i[k]] for side, i, k in zip(sides, index, local.T, strict=True)]
+        return Matches(
+            indices=indices,
+            points0=points[0],
+            points1=points[1],
+            scores=calibrated(scores, counts, policy.calibration),
+            layers_run=layers,
+            kept0=len(index[0]),
+            kept1=len(index[1]),
+        )
+
+    def _run(self, *sides: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, int, list[np.ndarray]]:
+        """Rows and columns (K, 2) of matches among the points left, scores, layers run, and these points."""
+        index = [np.arange(len(side["index"])) for side in sides]
+        nothing = np.zeros((0, 2), np.int64), np.zeros(0, np.float32)
+        if not all(map(len, index)):
+            return *nothing, 0, index
+        depth, policy = self.config.context.depth, self.config.policy
+        given = {f"{name}{k}": value[None] for k, side in enumerate(sides) for name, value in side.items()}
+        tokens, total = _split(self._begin(**given), len(index[0])), sum(map(len, index))
+        for layer, step in enumerate(self._steps):
+            limits = [confidence_threshold(layer, depth), policy.exit_share, policy.prune_matchability]
+            limits = np.array([*limits, policy.min_pruned_share, total], np.float32)
+            found = step(
+                **{f"{n}{k}": v for n, both in tokens.items() for k, v in enumerate(both)}, limits=limits
+            )
+            tokens |= _split({n: v for n, v in found.items() if v.ndim == 3}, len(index[0]))
+            last = layer == depth - 1
+            if not last and "stops" in found:
+                last = policy.early_exit and bool(found["stops"][0])
+                keep = found["assigned" if last else "kept"][0]
+                if policy.pruning and not keep.all():
+                    keeps = keep[: len(index[0])], keep[len(index[0]) :]
+                    index = [i[k] for i, k in zip(index, keeps, strict=True)]
+                    tokens = {
+                        n: [v[:, k] for v, k in zip(both, keeps, strict=True)] for n, both in tokens.items()
+                    }
+            if not all(map(len, index)):
+                return *nothing, layer + 1, index
+            if last:
+                break
+        swapped = self._swapped(layer, *tokens["x"])
+        given = {f"{n}{k ^ swapped}": v for n, both in tokens.items() for k, v in enumerate(both)}
+        best = self._assign(layer)(**given)
+        rows = (best[name][0] for name in ("best", "partner", "mutual"))
+        local, scores = credible_matches(*rows, policy.match_threshold, policy.threshold_doubles_at)
+        return local[:, ::-1] if swapped else local, scores, layer + 1, index
+
+    def _swapped(self, layer: int, x0: np.ndarray, x1: np.ndarray) -> bool:
+        """Whether image 1 counts as the rows: see `matcher.match.sinkhorn.sinkhorn`."""
+        config = self.config.assignment
+        if config.kind != "sinkhorn" or config.tolerance is None or config.dustbin != "point":
+            return False
+        if x0.shape[1] != x1.shape[1]:
+            return x0.shape[1] > x1.shape[1]
+        logits = [(x @ self._arrays[f"heads.{layer}.matchability.weight"].T).sum() for x in (x0, x1)]
+        return bool(logits[1] > logits[0])
+
+
+def _split(found: dict[str, np.ndarray], n: int) -> dict[str, list[np.ndarray]]:
+    return {name: [value[:, :n], value[:, n:]] for name, value in found.items()}
+
+
+def _first(side: dict[str, np.ndarray], count: int | None) -> dict[str, np.ndarray]:
+    """The first points of an image, which are its strongest."""
+    whole = ("size", "matched_orientation")
+    return {name: value if name in whole else value[:count] for name, value in side.items()}
+
+
+def _turned(side: dict[str, np.ndarray], turns: int) -> dict[str, np.ndarray]:
+    """An image after clockwise quarter turns."""
+    view = int(side["matched_orientation"])
+    for _ in range(turns):
+        view = TURNED_EXIF[view]
+    descriptors = turned(side["descriptors"], turns)
+    return side | {"descriptors": descriptors, "matched_orientation": np.int64(view)}
+
+
+def network_shape(config: NetworkConfig) -> Shape:
+    """The graphs of a network: those shipped, or exported now if torch is installed.
+
+    Raises:
+        UsageError: there are none.
+    """
+    for folder in sorted(GRAPHS.iterdir()):
+        shape = Shape.read(folder)
+        if shape.settings.get("network") == graph_key(config):
+            return shape
+    return Shape(*_exporter("this network").untrained_graphs(config))
+
+
+def graph_key(config: NetworkConfig) -> dict[str, Any]:
+    """What the graphs of a network depend on, as JSON has it."""
+    key = {**architecture(config), "prune_confident_only": config.policy.prune_confident_only}
+    return json.loads(json.dumps(key))
+
+
+def _exporter(what: str) -> Any:
+    try:
+        from matcher import export_onnx
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"engine 'onnx' has no graph of {what}, and exporting one needs {error.name}: "
+            f"{install_command(str(error.name))}, or use engine 'torch'"
+        ) from error
+    return export_onnx
