@@ -286,7 +286,8 @@ def superglue(bench: Bench) -> Iterator[BenchmarkRow]:
         from transformers import SuperGlueConfig, SuperGlueForKeypointMatching
     except ImportError as error:
         raise UsageError(
-            f"SuperGlue is compared with transformers, which is not installed: {install_command('benchmark')}"
+            "SuperGlue is compared with transformers, which is not installed: "
+            + install_command("transformers")
         ) from error
     device, points = bench.watch.device, 2 * bench.keypoints
     config = SuperGlueConfig(matching_threshold=0.0)

@@ -248,7 +248,7 @@ def _aligned(descriptors0: Tensor, points1: dict[str, Tensor]) -> dict[str, Tens
     return points1 | {"descriptors": every[turns], "matched_orientation": view}
 
 
-class FrontEnd(Part):
+class FrontEndPart(Part):
     """An image → keypoints, best first, with scores and descriptors."""
 
     def forward(self, image: Tensor, mask: Tensor, max_keypoints: Tensor) -> tuple[Tensor, ...]:
@@ -417,7 +417,7 @@ def network_graphs(network: MatchingNetwork) -> Exported:
 def front_end_graph(network: FeatureNetwork, config: ExtractorConfig) -> Exported:
     """The graph of our front end for `matcher.onnx_engine`, without its weights."""
     stride = network.sizes.stride
-    model = _front_end(FrontEnd(network, config), stride)
+    model = _front_end(FrontEndPart(network, config), stride)
     settings = {n: getattr(config, n) for n in ("score_threshold", "nms_radius", "border")} | {
         "stride": stride
     }
@@ -425,7 +425,7 @@ def front_end_graph(network: FeatureNetwork, config: ExtractorConfig) -> Exporte
     return Exported(shapes, {"front_end": without_weights(model)[0]}, settings)
 
 
-def _front_end(part: FrontEnd, stride: int) -> onnx.ModelProto:
+def _front_end(part: FrontEndPart, stride: int) -> onnx.ModelProto:
     height, width = (stride * Dim(name, min=1, max=MOST // stride) for name in "hw")
     given = torch.rand(1, 1, 3 * stride, 5 * stride), torch.ones(3 * stride, 5 * stride, dtype=torch.bool)
     return traced(
@@ -469,7 +469,7 @@ def trained_front_end(
 # Files for other programs.
 
 
-class OpencvFrontEnd(FrontEnd):
+class OpencvFrontEnd(FrontEndPart):
     """For `cv2.ALIKED`: always as many keypoints; the last of an image with fewer have score 0.
 
     The classes pass positions from −1 to 1 in x and in y, which does not tell how wide an image is, and
@@ -517,7 +517,7 @@ class OpencvPair(Pair):
         return torch.stack([torch.arange(score.shape[1]), partner[0]], 1), score[0]
 
 
-class ColmapFrontEnd(FrontEnd):
+class ColmapFrontEnd(FrontEndPart):
     """For COLMAP's `--AlikedExtraction.n16rot_model_path`."""
 
     def forward(self, image: Tensor, max_keypoints: Tensor, min_score: Tensor) -> tuple[Tensor, ...]:
@@ -637,7 +637,9 @@ def export_preset(
         makers[preset] = lambda: _pair(Pair(network))
     if config.extractor.kind == STEERABLE:
         front_end = trained_front_end(config.extractor, frontend_weights)
-        makers[config.extractor.kind] = lambda: _front_end(FrontEnd(*front_end), front_end[0].sizes.stride)
+        makers[config.extractor.kind] = lambda: _front_end(
+            FrontEndPart(*front_end), front_end[0].sizes.stride
+        )
     if not makers:
         raise UsageError(
             f"the preset {preset} has no network of keypoints or matches, so there is nothing to export"

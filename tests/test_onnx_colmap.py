@@ -18,6 +18,8 @@ from matcher.export_onnx import export_for_colmap
 from matcher.onnx_engine import Graph
 from matcher.presets import PRESETS
 
+pytestmark = pytest.mark.slow  # exporting takes minutes
+
 EXTRACTOR = {
     "inputs": [("image", [-1, 3, -1, -1]), ("max_keypoints", []), ("min_score", [])],
     "outputs": [("keypoints", [-1, -1, -1]), ("descriptors", [-1, -1, 64]), ("scores", [-1, -1])],
