@@ -17,7 +17,6 @@ from torch.nn.functional import pad
 from matcher.config import ExtractorConfig, resolve
 from matcher.types import Features, Image
 
-
 # Puts the trained parameters of a configuration into its network, strictly, or raises.
 Fill = Callable[[nn.Module, ExtractorConfig], None]
 
