@@ -4,6 +4,5 @@ Attention, and least-squares matching of windows. `MATCHER_COMPILED=0` in the en
 """
 
 from matcher.kernels.loader import SWITCH, build, kernels
-from matcher.kernels.windows import FitSettings, WindowView, fit_windows_compiled
 
 __all__ = ["SWITCH", "build", "kernels"]
