@@ -11,6 +11,7 @@ import matcher
 from matcher.alignment.find import Window, windows
 from matcher.cli import main
 from matcher.geometry import warp_points
+from matcher.images import read_image
 from matcher.viz.overlays import resizing
 
 # Centre in the image, scale and turn in degrees of what is pasted.
@@ -153,3 +154,65 @@ def test_a_window_without_keypoints_stays_so():
     none = matcher.Features.from_image(image, np.zeros((0, 2)), np.zeros((0, 8)), kind="none")
     corners = np.array([[0.0, 0], [9, 0], [9, 9], [0, 9]])
     assert len(Window(none, np.eye(3)).outside([corners]).features) == 0
+
+
+def paste(image: np.ndarray, template: np.ndarray, centre, scale: float, degrees: float) -> None:
+    height, width = template.shape[:2]
+    turn = scale * np.array([[np.cos(a := np.radians(degrees)), -np.sin(a)], [np.sin(a), np.cos(a)]])
+    shift = np.array(centre) - turn @ [(width - 1) / 2, (height - 1) / 2]
+    matrix, size = np.c_[turn, shift], image.shape[1::-1]
+    cover = cv2.warpAffine(np.full((height, width), 255, np.uint8), matrix, size) > 127
+    smooth = cv2.GaussianBlur(template, (0, 0), 0.4 / scale) if scale < 1 else template
+    image[cover] = cv2.warpAffine(smooth, matrix, size)[cover]
+
+
+def centres(found) -> list[np.ndarray]:
+    return [instance.corners.mean(axis=0) for instance in found]
+
+
+@pytest.mark.parametrize("degrees", [0, 40])
+def test_many_small_copies_are_all_found(views, degrees):
+    """Copies take each other's matches; each is looked at where it correlates."""
+    photo, other = (cv2.resize(read_image(view).pixels, (1024, 768)) for view in views)
+    template = np.ascontiguousarray(photo[420:620, 400:620])
+    image = np.ascontiguousarray(other[:, ::-1])
+    places = [(200 + 300 * i, 200 + 350 * j) for j in range(2) for i in range(3)]
+    for place in places:
+        paste(image, template, place, 0.55, degrees)
+    found = matcher.find(template, image)
+    assert len(found) == 6
+    for place in places:
+        assert min(np.linalg.norm(centre - place) for centre in centres(found)) < 2
+    assert all(instance.scale == pytest.approx(0.55, rel=0.02) for instance in found)
+    assert len(matcher.find(template, np.ascontiguousarray(other[::-1]))) == 0
+
+
+def icon(kind: int) -> np.ndarray:
+    """A drawn icon of 32 pixels."""
+    drawn = np.full((32, 32, 3), 240, np.uint8)
+    if kind == 0:
+        cv2.rectangle(drawn, (4, 8), (27, 23), (40, 80, 160), -1)
+        cv2.line(drawn, (4, 8), (15, 17), (255, 255, 255), 2)
+        cv2.line(drawn, (27, 8), (15, 17), (255, 255, 255), 2)
+    else:
+        cv2.circle(drawn, (16, 16), 11, (160, 60, 40), -1)
+        cv2.rectangle(drawn, (14, 8), (18, 24), (255, 255, 255), -1)
+    return drawn
+
+
+@pytest.mark.parametrize("scale", [0.75, 1.0, 1.5, 2.0])
+def test_icons_are_found_and_not_mistaken(scale):
+    screen = np.full((600, 900, 3), 250, np.uint8)
+    for row in range(12):
+        cv2.putText(screen, f"Row {row} of the table", (60, 60 + 40 * row), 0, 0.6, (60, 60, 60), 1)
+    side = round(32 * scale)
+    places = [(420, 40), (420, 240), (700, 420)]
+    for x, y in places:
+        screen[y : y + side, x : x + side] = cv2.resize(icon(0), (side, side), interpolation=cv2.INTER_AREA)
+    screen[300 : 300 + side, 600 : 600 + side] = cv2.resize(icon(1), (side, side))
+    found = matcher.find(icon(0), screen)
+    assert len(found) == 3
+    for x, y in places:
+        middle = np.array([x, y]) + (side - 1) / 2
+        assert min(np.abs(centre - middle).max() for centre in centres(found)) < 1.5
+    assert len(matcher.find(icon(1), screen)) == 1

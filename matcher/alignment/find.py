@@ -12,6 +12,7 @@ import cv2
 import numpy as np
 
 from matcher.alignment.align import planar_pipeline, read_full
+from matcher.alignment.correlation import LONGEST, find_copies, propose
 from matcher.arrays import to_numpy
 from matcher.errors import UsageError
 from matcher.files import check_output
@@ -153,11 +154,20 @@ class Window:
         points = to_numpy(self.features.keypoints).astype(np.float32)
         for quad in quads:
             corners = warp_points(quad, self.from_stored).astype(np.float32)
-            beyond = (cv2.pointPolygonTest(corners, point.tolist(), False) < 0 for point in points)
-            keep &= np.fromiter(beyond, dtype=bool, count=len(points))
+            inside = [cv2.pointPolygonTest(corners, point.tolist(), False) >= 0 for point in points]
+            keep &= ~np.array(inside, dtype=bool)
         if keep.all():
             return self
         return replace(self, features=self.features.select(keep))
+
+    def parts(self) -> Iterator[Window]:
+        """Four overlapping parts, each two thirds as wide and high, of the same features."""
+        points = to_numpy(self.features.keypoints)
+        size = np.array(self.features.image_size)
+        for corner in ((0, 0), (1, 0), (0, 1), (1, 1)):
+            low = np.array(corner) * size / 3
+            inside = ((points >= low) & (points <= low + size * 2 / 3)).all(axis=1)
+            yield replace(self, features=self.features.select(inside))
 
 
 def windows(image: Image, factor: float, pipeline: Pipeline) -> Iterator[Window]:
@@ -205,7 +215,15 @@ _LEAST_LEVEL = 320  # pixels, longer side of the coarsest level
 _BENT = 5.0  # most ratio between the areas of the triangles at an instance's corners
 _LEAST_AREA = 16.0**2  # stored pixels
 _SAME = 0.3  # intersection over union above which two instances are duplicates
+_MOST_PROPOSALS, _MOST_FAILURES = (
+    40,
+    5,
+)  # places of high correlation that are matched; in a row without success
+_ALIKE = 0.75  # correlation of what was proposed, once it is rectified
+_DEPTH = 1  # how often a window is divided where several copies share the matches
 _CONFIRMED = 0.1  # least share of the template's keypoints that are inliers when an instance is verified
+# With fewer inliers and a smaller share than these it must correlate well too: a wrong one had 14 and .11.
+_MANY, _DOUBTFUL, _VERY_ALIKE = 40, 0.3, 0.9
 
 
 def find(
@@ -290,10 +308,13 @@ class TemplateFinder:
         self.template = read_full(self.pipeline, template, template_mask)
         longer = max(self.template.pixels.shape[:2])
         largest = min(max(longer, _LEAST_SIDE), 4 * longer, _SIDES[0])
-        sides = [largest] + [_SIDES[1]] * (largest > 2 * _SIDES[1])
+        sides = [largest]
+        while sides[-1] / 2 >= _SIDES[1] / 2 and len(sides) < 3:
+            sides.append(sides[-1] / 2)
         self._templates = [Window(*self._features(self.template, side / longer)) for side in sides]
         least = self.pipeline.config.estimation.min_inliers
-        if (count := len(self._templates[0].features)) < least:
+        self._correlated, self._tiny = longer <= LONGEST, longer <= LONGEST / 2
+        if (count := len(self._templates[0].features)) < least and not self._correlated:
             name = "the template" if self.template.path is None else str(self.template.path)
             raise UsageError(f"{name} has {count} keypoints, and {least} are needed; give a larger cut-out")
         self._enlarged = max(1.0, largest / longer / 2)
@@ -310,12 +331,18 @@ class TemplateFinder:
         start = perf_counter()
         shown = self.pipeline.read(image, mask)
         found: list[Instance] = []
-        for level, factor in enumerate(factors := self._factors(shown)):
+        if self._correlated:
+            found += self._copies(shown)
+        least = self.pipeline.config.estimation.min_inliers
+        keypoints = len(self._templates[0].features) >= least and not (self._tiny and found)
+        for level, factor in enumerate(factors := self._factors(shown) if keypoints else []):
             # The small template is for instances that are small even in the largest image.
             templates = self._templates if level == len(factors) - 1 else self._templates[:1]
             for window in windows(shown, factor, self.pipeline):
                 for template in templates:
                     self._search(shown, template, window, found)
+        if keypoints:
+            self._search_proposals(shown, found)
         found.sort(key=lambda instance: -instance.inliers)
         return Detections(tuple(found), shown.size, self.template, shown.path, perf_counter() - start)
 
@@ -326,30 +353,83 @@ class TemplateFinder:
             factors.append(factors[-1] / _STEP)
         return factors[::-1]
 
-    def _search(self, image: Image, template: Window, window: Window, found: list[Instance]) -> None:
-        """Add the instances of one window to those found already."""
+    def _copies(self, image: Image) -> list[Instance]:
+        """Instances that are upright copies of a small template."""
+        found = []
+        template, mask = self.template.pixels, self.template.mask
+        to_stored = np.linalg.inv(stored_to_pixels(image))
+        from_stored = stored_to_pixels(self.template)
+        for copy in find_copies(template, image.pixels, mask, self.max_instances):
+            inner = np.array([[copy.scale, 0, copy.x], [0, copy.scale, copy.y], [0, 0, 1]])
+            matrix = to_stored @ inner @ from_stored
+            width, height = self.template.size
+            stored = np.array([[0, 0], [width, 0], [width, height], [0, height]]) - 0.5
+            found.append(Instance(matrix, warp_points(stored, matrix), 0, copy.correlation))
+        return found
+
+    def _search_proposals(self, image: Image, found: list[Instance]) -> None:
+        """Add instances where the template correlates with the image, each matched by itself."""
+        to_stored, from_stored = np.linalg.inv(stored_to_pixels(image)), stored_to_pixels(self.template)
+        failures = 0
+        for matrix in propose(self.template.grey(), image.grey(), _MOST_PROPOSALS):
+            if len(found) == self.max_instances or failures == _MOST_FAILURES:
+                return
+            matrix = to_stored @ matrix @ from_stored
+            corners = self._corners(matrix)
+            if corners is None or any(_cover(corners, other.corners) > _SAME for other in found):
+                continue
+            instance = self._confirmed(image, matrix)
+            if instance is not None and self._similarity(image, instance) < _ALIKE:
+                instance = None
+            if instance is not None and all(_overlap(instance, other) <= _SAME for other in found):
+                found.append(instance)
+                failures = 0
+            else:
+                failures += 1
+
+    def _similarity(self, image: Image, instance: Instance) -> float:
+        """The correlation of an instance with the template, at the size of the smaller of both."""
+        longer = max(self.template.pixels.shape[:2])
+        side = np.clip(instance.scale * longer * np.sqrt(np.prod(image.scale)), 16, longer)
+        shown, from_stored = resized_by(self.template, float(side) / longer)
+        laid = lay_over(image, shown, from_stored @ np.linalg.inv(instance.matrix))
+        pixels = (each[laid.covered] for each in (as_it_is(laid.above).grey(), shown.grey()))
+        there, here = (each.astype(np.float64) - each.mean() for each in pixels)
+        return float(there @ here / max(np.sqrt((there @ there) * (here @ here)), 1e-9))
+
+    def _search(
+        self, image: Image, template: Window, window: Window, found: list[Instance], depth: int = 0
+    ) -> None:
+        """Add the instances of one window to those found already.
+
+        Where several copies share the matches, so that none has enough or the model of one is wrong, the
+        parts of the window are searched.
+        """
+        least = self.pipeline.config.estimation.min_inliers
         while len(found) < self.max_instances:
             window = window.outside([instance.corners for instance in found])
-            if (
-                min(len(template.features), len(window.features))
-                < self.pipeline.config.estimation.min_inliers
-            ):
+            if min(len(template.features), len(window.features)) < least:
                 return
-            matrix = self._homography(template.features, window.features)[0]
-            if matrix is None:
-                return
-            instance = self._confirmed(
-                image, np.linalg.inv(window.from_stored) @ matrix @ template.from_stored
-            )
-            if instance is None or any(_overlap(instance, other) > _SAME for other in found):
-                return
-            found.append(instance)
+            matrix, matches = self._homography(template.features, window.features)
+            instance = None
+            if matrix is not None:
+                matrix = np.linalg.inv(window.from_stored) @ matrix @ template.from_stored
+                instance = self._confirmed(image, matrix)
+            if instance is not None and all(_overlap(instance, other) <= _SAME for other in found):
+                found.append(instance)
+                continue
+            if depth < _DEPTH and matches >= 2 * least:
+                for part in window.parts():
+                    self._search(image, template, part, found, depth + 1)
+            return
 
     def _homography(self, features0: Features, features1: Features) -> tuple[np.ndarray | None, int]:
-        """The homography from image 0 to 1, None without one, and its number of inliers."""
+        """The homography from image 0 to 1, None without one; and its inliers, or the matches there are."""
         matches = self.pipeline.match_features(features0, features1)
         geometry = self.pipeline.verify(features0, features1, matches)
-        return (geometry.matrix if geometry.status == "ok" else None), int(geometry.inliers.sum())
+        if geometry.status != "ok":
+            return None, len(matches)
+        return geometry.matrix, int(geometry.inliers.sum())
 
     def _confirmed(self, image: Image, matrix: np.ndarray) -> Instance | None:
         """The instance refined after rectification; None if the template is not matched there again."""
@@ -375,7 +455,11 @@ class TemplateFinder:
             return None
         matrix = matrix @ np.linalg.inv(from_stored) @ again @ from_stored
         corners = self._corners(matrix)
-        return None if corners is None else Instance(matrix / matrix[2, 2], corners, inliers, share)
+        if corners is None:
+            return None
+        instance = Instance(matrix / matrix[2, 2], corners, inliers, share)
+        doubtful = inliers < _MANY and share < _DOUBTFUL
+        return None if doubtful and self._similarity(image, instance) < _VERY_ALIKE else instance
 
     def _features(self, image: Image, factor: float) -> tuple[Features, np.ndarray]:
         shown, from_stored = resized_by(image, factor)
@@ -397,6 +481,11 @@ class TemplateFinder:
 
 def _overlap(first: Instance, second: Instance) -> float:
     """Intersection over union of two instances."""
-    one, other = (instance.corners.astype(np.float32) for instance in (first, second))
+    return _cover(first.corners, second.corners)
+
+
+def _cover(first: np.ndarray, second: np.ndarray) -> float:
+    """Intersection over union of two quadrilaterals (4, 2)."""
+    one, other = (corners.astype(np.float32) for corners in (first, second))
     shared, _ = cv2.intersectConvexConvex(one, other)
     return shared / (cv2.contourArea(one) + cv2.contourArea(other) - shared)
