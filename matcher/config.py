@@ -210,7 +210,6 @@ class ExtractorConfig:
     # Keypoints of an image, found by tiles that have `max_keypoints` each, for collections of large images;
     # None: the front end sees whole images.
     tiles: int | None = None
-    contrast_threshold: float = 0.01  # SIFT's DoG contrast; low, because the strongest points are kept anyway
     # Which of SIFT's points stay where there are more: large ones are found again in more images.
     keep: Literal["strongest", "largest"] = "strongest"
     # Of learned front ends; None is the published value, and one that a front end does not have is refused.

@@ -193,3 +193,17 @@ def test_arguments_that_do_not_fit_are_refused(pair):
         matcher.align(a, b, "nearest", geometry="fundamental")
     with pytest.raises(matcher.UsageError, match="a pipeline is complete"):
         matcher.align(a, b, matcher.load("nearest"), max_keypoints=100)
+
+
+def test_a_scene_with_depth_is_told_of(capfd, tmp_path):
+    """Three parts of a picture move differently: one is aligned, and most of the matches disagree."""
+    noise = np.random.default_rng(5).integers(0, 255, (400, 600), np.uint8)
+    scene = cv2.GaussianBlur(noise, (0, 0), 2)
+    parts = zip((0, 200, 400), (9, -14, 31), strict=True)
+    moved = np.concatenate([np.roll(scene[:, x : x + 200], shift, axis=0) for x, shift in parts], axis=1)
+    found = matcher.align(scene, moved, "nearest", max_keypoints=800)
+    assert found.found and found.agreeing < 0.5 and "no plane" in found.summary()
+    cv2.imwrite(str(tmp_path / "0.png"), scene)
+    cv2.imwrite(str(tmp_path / "1.png"), moved)
+    command = ["align", str(tmp_path / "0.png"), str(tmp_path / "1.png"), "--preset", "nearest"]
+    assert main(command) == 0 and main([*command, "--fail-below", "0.5"]) == 4

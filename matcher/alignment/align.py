@@ -54,6 +54,7 @@ def read_full(pipeline: Pipeline, image: ImageInput, mask: Mask | None = None) -
 View = Literal["warped", "blend", "checkerboard", "difference"]
 PICTURE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".tif": "TIFF", ".tiff": "TIFF"}
 _VIEWS = {"blend": blend, "checkerboard": checkerboard, "difference": difference}
+_SCENE_WITH_DEPTH = 0.5  # share of agreeing matches below which the map is right on one plane only
 _SUPPORT = {"too_few": "too few matches", "low_inliers": "too few of the matches agree"}
 
 
@@ -213,9 +214,15 @@ class Alignment:
             "model": self.model,
             "status": self.status,
             "inliers": int(self.inliers.sum()),
+            "agreeing": self.agreeing,
             "error": self.error,
             **{name: None if value is None else value.tolist() for name, value in matrices.items()},
         }
+
+    @property
+    def agreeing(self) -> float:
+        """The share of the matches that agree with the map, 0 to 1; below a half the scene has depth."""
+        return float(self.inliers.mean()) if len(self.inliers) else 0.0
 
     def summary(self) -> str:
         """A readable summary: images, matches and the transformation."""
@@ -226,7 +233,13 @@ class Alignment:
         count = f"{int(self.inliers.sum())} are inliers of one {self.model}" + " map" * (
             self.model == "affine"
         )
-        return "\n".join([*lines, f"{count}, median error {self.error:.2f} pixels"])
+        lines.append(f"{count}, median error {self.error:.2f} pixels")
+        if self.agreeing < _SCENE_WITH_DEPTH:
+            lines.append(
+                f"warning: only {self.agreeing:.0%} of the matches agree with it: the scene is no plane, and "
+                "what lies off it is not aligned"
+            )
+        return "\n".join(lines)
 
     def _reason(self) -> str:
         if not len(self.result.matches):

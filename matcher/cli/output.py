@@ -357,6 +357,16 @@ class ProgressLines:
             self._say(f"{_DOING[now.stage]}: {counts}, {speed}, {left}")
 
 
+def seconds_running() -> float | None:
+    """Since this process was started, imports included; None where the system does not say."""
+    try:
+        begun = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # clock ticks
+        up = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+    return up - begun / os.sysconf("SC_CLK_TCK")
+
+
 def duration(seconds: float) -> str:
     """Seconds as people say them."""
     if seconds < 9.95:

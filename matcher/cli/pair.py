@@ -25,7 +25,7 @@ from matcher.cli.options import (
     option,
     parse_camera,
 )
-from matcher.cli.output import PARTIAL, complain, detail, show
+from matcher.cli.output import PARTIAL, complain, detail, seconds_running, show
 from matcher.errors import ImageError, UsageError
 
 if TYPE_CHECKING:
@@ -108,6 +108,8 @@ def match(
         show(json.dumps(result.to_dict(), allow_nan=False), always=True)
     else:
         show(result.summary())
+        if (running := seconds_running()) is not None:
+            show(f"{running:.2f} s in all, with starting and loading")
         if "geometry" in given and result.geometry.matrix is not None and result.geometry.status == "ok":
             show(matrix_text(result), always=True)
         for path in filter(None, (output, plot)):
@@ -192,6 +194,13 @@ def align(
     difference: option(Path | None, metavar=Picture, help="Save the absolute difference of the two.") = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
+    fail_below: option(
+        float | None,
+        metavar="SHARE",
+        min=0,
+        max=1,
+        help="Exit with code 4 if a smaller share of the matches agrees, as in scenes with depth.",
+    ) = None,
 ) -> int:
     """Bring IMAGE0 onto IMAGE1 and save it as IMAGE1 shows it.
 
@@ -220,7 +229,8 @@ def align(
         show("\n".join([f"# {found.model}, x1 ~ H x0, stored pixels:", *rows]), always=True)
         for path in outputs.values():
             show(f"wrote {path}")
-    return 0 if found.found else PARTIAL
+    unlike = fail_below is not None and found.agreeing < fail_below
+    return PARTIAL if unlike or not found.found else 0
 
 
 def find(

@@ -12,6 +12,8 @@ from matcher.arrays import root_sift
 from matcher.config import ExtractorConfig, resolve
 from matcher.types import Features, Image
 
+CONTRAST = 0.01  # of the difference of Gaussians; low, because the strongest points are kept anyway
+
 
 class SiftExtractor:
     """OpenCV's SIFT on the upright, resized image; keypoints, scales and angles in stored pixels."""
@@ -53,9 +55,7 @@ def detect_sift(
     grey = pixels if pixels.ndim == 2 else cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
     # OpenCV keeps the strongest before it looks at the mask, so with a mask the cut is made here.
     limit = config.max_keypoints if mask is None and config.keep == "strongest" else 0
-    detector = cv2.SIFT_create(
-        nfeatures=limit, contrastThreshold=config.contrast_threshold, enable_precise_upscale=True
-    )
+    detector = cv2.SIFT_create(nfeatures=limit, contrastThreshold=CONTRAST, enable_precise_upscale=True)
     area = None if mask is None else mask.astype(np.uint8) * 255
     keypoints, descriptors = detector.detectAndCompute(grey, area)
     if not keypoints:
