@@ -38,7 +38,7 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
 
     >>> import matcher
     >>> matcher.load("nearest", max_keypoints=512, geometry="homography")
-    Pipeline('nearest', cpu, up to 1024 pixels, homography)
+    Pipeline('nearest', up to 1024 pixels, homography)
 
     Args:
         preset: a name in `matcher.PRESETS`, or of a preset that an installed package adds.

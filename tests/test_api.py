@@ -109,7 +109,7 @@ def test_descriptors_of_any_length_are_for_the_networks_trained_on_them(rng):
     config = find_preset("lightglue-dedodeb").matcher
     config = replace(config, context=replace(config.context, depth=1), policy=ALL_LAYERS)
     network = MatchingNetwork(config).eval()
-    assert len(network(features, features).pairs) == 1
+    assert len(network(features, features)) == 1
     other = MatchingNetwork(replace(network.config, kind="superpoint"))
     with pytest.raises(UsageError, match="descriptors of norm 1, not of 4"):
         other(features, features)
@@ -146,7 +146,7 @@ def test_a_result_is_drawn(result, pictures, tmp_path):
 def test_reprs_are_one_informative_line(result, pictures):
     pipeline = matcher.load("nearest", geometry="homography")
     count, inliers = len(result.matches), int(result.inliers.sum())
-    assert repr(pipeline) == "Pipeline('nearest', cpu, up to 1024 pixels, homography)"
+    assert repr(pipeline) == "Pipeline('nearest', up to 1024 pixels, homography)"
     assert repr(result) == f"Result(array and array: {count} matches, {inliers} inliers (homography: ok))"
     assert repr(result.geometry) == f"TwoViewGeometry(homography: ok, {inliers} of {count} inliers)"
     assert repr(result.matches).startswith(f"Matches({count} matches, scores 0.")
