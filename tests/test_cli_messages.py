@@ -157,7 +157,7 @@ def test_a_preset_is_shown_whole(capfd):
 def test_the_library_names_arguments_not_options():
     """Whole commands, between backticks, are the same for all; a lone option means nothing in Python."""
     for path in sorted((ROOT / "matcher").rglob("*.py")):
-        if {"cli", "evaluate", "train", "benchmark"} & set(path.relative_to(ROOT).parts):
+        if {"cli", "evaluate", "train", "benchmark.py"} & set(path.relative_to(ROOT).parts):
             continue
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Raise):

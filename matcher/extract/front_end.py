@@ -34,7 +34,7 @@ class Found:
 
     points: Tensor  # (N, 2) float xy, pixels of `image.pixels`; the centre of the first one is (0, 0)
     scores: Tensor  # (N,) float, in any unit; larger is better
-    descriptors: Tensor  # (N, D) float; of norm 1, unless `data.descriptors.UNNORMALISED` names the front end
+    descriptors: Tensor  # (N, D) float; of norm 1, unless `arrays.UNNORMALISED` names the front end
     # (N, 2, 2) columns are the axes of the described patch, in the same pixels; they also give the features'
     # `scales` and `orientations`
     affine_frames: Tensor | None = None
