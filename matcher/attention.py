@@ -1,6 +1,6 @@
 """Attention as building blocks: score functions, masks and heads; the matching network is built on them.
 
-Five score functions take queries (…, N, d), keys (…, M, d) and values (…, M, d) and give (…, N, d):
+These score functions take queries (…, N, d), keys (…, M, d) and values (…, M, d) and give (…, N, d):
 
 - `scaled_dot_product`: softmax attention, masked and causal (Vaswani et al. 2017)
 - `linear_attention`: in O(N + M) time and memory (Katharopoulos et al. 2020)

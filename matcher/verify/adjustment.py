@@ -106,7 +106,7 @@ class Hypothesis:
     """A model that may be the right one."""
 
     model: TwoViewModel
-    likelihood: float  # logarithm, of `likelihood.py`
+    likelihood: float  # logarithm, of `verdict.py`
     agreeing: float  # share of all matches, by the threshold that it was found with
 
 

@@ -190,8 +190,8 @@ _LIMIT = 1e8  # coordinates beyond it are as useless as infinite ones
 class RobustEstimator:
     """Two-view geometry: MAGSAC++ for homography and fundamental (OpenCV), LO-RANSAC for essential (PoseLib).
 
-    Each is the likeliest of several hypotheses (`epipolar.py`, `homography.py`), refined over its inliers
-    under a Cauchy loss: where covariances are known by `adjustment.py`, which weighs matches by these and by
+    Each is the likeliest of several hypotheses (`estimated_fundamental`, `homography.py`), refined over its
+    inliers under a Cauchy loss: where covariances are known by `adjustment.py`, which weighs matches by these and by
     their probability, and so a fundamental matrix always; else by PoseLib, where all count the same.
 
     Residuals, in pixels of the resized image: homography, the distance in image 1; fundamental and
