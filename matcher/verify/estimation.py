@@ -191,8 +191,9 @@ class RobustEstimator:
     """Two-view geometry: MAGSAC++ for homography and fundamental (OpenCV), LO-RANSAC for essential (PoseLib).
 
     Each is the likeliest of several hypotheses (`estimated_fundamental`, `homography.py`), refined over its
-    inliers under a Cauchy loss: a fundamental matrix always, and the others where covariances are known, by
-    `adjustment.py`, which weighs matches by these and by their probability; else by PoseLib, where all count the same.
+    inliers under a Cauchy loss: a fundamental matrix always, and the others where covariances are known,
+    by `adjustment.py`, which weighs matches by these and by their probability; else by PoseLib, where
+    all count the same.
 
     Residuals, in pixels of the resized image: homography, the distance in image 1; fundamental and
     essential, Sampson's distance (Hartley and Zisserman, 2nd edition, section 11.4.3).
