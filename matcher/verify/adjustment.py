@@ -3,7 +3,7 @@
 Levenberg-Marquardt under a Cauchy loss. The residual of a match is divided by its standard deviation: of its
 refined position along the residual (for an epipolar line, across the line; a match on an edge along the line
 says much, one on an edge across it little), and of what no covariance knows, the same for all. A match also
-counts by how probable it is (`_weights`).
+counts by how probable it is (`refined`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ from matcher.cameras import Camera
 from matcher.config import GeometryKind, PlanarModel
 from matcher.errors import UsageError, install_command
 
-# --- hypotheses: Matched points of a pair, hypotheses of their geometry, and which of these is kept.
+# Hypotheses
 
 LOSS_SCALE = 0.5  # pixels; errors well above it no longer pull a refined model
 CONFIDENCE = 0.9999
 MAX_ITERATIONS = 10_000
-
-_AGREED = 0.8  # share of matches that agree with a hypothesis, at which no other is tried
-_CELL = 32.0  # pixels of the resized image
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +65,11 @@ class MatchedPoints:
         hundred on one poster say little more than ten, and less than ten all over the image. Divided by
         the matches in the same cell of a grid, the geometric mean over both images.
         """
-        counts = [_in_same_cell(points) for points in self.sides]
+        counts = []
+        for points in self.sides:
+            cells = np.floor(points / 32.0)  # pixels of the resized image
+            _, cell, count = np.unique(cells, axis=0, return_inverse=True, return_counts=True)
+            counts.append(count[cell.reshape(-1)])
         weights = 1 / np.sqrt(counts[0] * counts[1])
         return weights / weights.mean()
 
@@ -83,13 +84,6 @@ def trials(
         if (factor, len(part)) not in done:
             done.add((factor, len(part)))
             yield factor, part
-
-
-def _in_same_cell(points: np.ndarray) -> np.ndarray:
-    """(N,) how many points lie in the cell of each of (N, 2)."""
-    cells = np.floor(points / _CELL)
-    _, cell, counts = np.unique(cells, axis=0, return_inverse=True, return_counts=True)
-    return counts[cell.reshape(-1)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +109,7 @@ def made(hypotheses: Iterable[Hypothesis]) -> list[Hypothesis]:
     found = []
     for one in hypotheses:
         found.append(one)
-        if one.agreeing >= _AGREED:
+        if one.agreeing >= 0.8:
             break
     return found
 
@@ -126,8 +120,7 @@ def likeliest(hypotheses: Sequence[Hypothesis]) -> Hypothesis | None:
     return max(known, key=lambda one: one.likelihood, default=None)
 
 
-# --- adjustment: A model of two views adjusted to its inliers, each weighed by how exactly its position is
-# known.
+# Adjustment
 
 _KNOWN, _UNKNOWN = 0.2, 0.5  # pixels of the resized image: standard deviation beside covariances, and without
 _ROUNDS, _ATTEMPTS = 15, 8
@@ -138,7 +131,6 @@ _ENOUGH = 0.001
 _DAMPING = 1e-5  # at first: where the matches nearly lie on a plane, one direction is that much weaker
 _TINY = 1e-300
 _VAST = 1e8  # pixels²
-_LEAST_REFINED = 8  # inliers below which there is nothing to refine from
 _TURNS = np.array(  # derivatives of a rotation about x, y and z
     [
         [[0.0, 0.0, 0.0], [0.0, 0.0, -1.0], [0.0, 1.0, 0.0]],
@@ -185,22 +177,15 @@ def refined(
     refine: Callable[..., np.ndarray], matched: MatchedPoints, model: np.ndarray, inliers: np.ndarray
 ) -> np.ndarray:
     """What `refine` makes of a model by its inliers; the model itself if they are few or that fails."""
-    if np.count_nonzero(inliers) <= _LEAST_REFINED:
+    if np.count_nonzero(inliers) <= 8:
         return model
     known = None if matched.covariances is None else matched.covariances[inliers]
-    sides, weights = (points[inliers] for points in matched.sides), _weights(matched.probable[inliers])
-    found = refine(model, *sides, known, weights)
+    # By the square root of the probability: nearly as good as that itself where it is calibrated, and hardly
+    # worse than the same for all where it is only a similarity of descriptors.
+    weights = np.sqrt(matched.probable[inliers])
+    sides = (points[inliers] for points in matched.sides)
+    found = refine(model, *sides, known, weights / weights.mean())
     return found if np.isfinite(found).all() and found.any() else model
-
-
-def _weights(probable: np.ndarray) -> np.ndarray:
-    """(N,) how much each match counts, 1 on average, from match probabilities.
-
-    The square root: nearly as good as the probability itself where that is calibrated, and hardly worse than
-    the same for all where it is only a similarity of descriptors.
-    """
-    weights = np.sqrt(probable)
-    return weights / weights.mean()
 
 
 def adjusted_homography(
@@ -250,11 +235,7 @@ def adjusted_fundamental(
 ) -> np.ndarray:
     """The fundamental matrix of least loss near one: two rotations and the ratio of its singular values.
 
-    Args:
-        fundamental: (3, 3).
-        points0, points1: (N, 2) its inliers, resized pixels.
-        covariances: (N, 2, 2) of points1, if they are known.
-        weights: (N,) of the matches.
+    The other arguments are those of `adjusted_homography`.
     """
     right, left = _conditioning(points0), _conditioning(points1).T
     u, values, v = np.linalg.svd(np.linalg.inv(left) @ fundamental @ np.linalg.inv(right))
@@ -290,9 +271,7 @@ def adjusted_pose(
     Args:
         cam1_from_cam0: (4, 4), |t| = 1.
         inverse_calibrations: K⁻¹ (3, 3) of image 0 and 1, for resized pixels.
-        points0, points1: (N, 2) its inliers, resized pixels.
-        covariances: (N, 2, 2) of points1, if they are known.
-        weights: (N,) of the matches.
+        points0, points1, covariances, weights: as of `adjusted_homography`.
     """
     right, left = inverse_calibrations[0], inverse_calibrations[1].T
     sides = _lifted(points0).T.copy(), _lifted(points1).T.copy()
@@ -319,11 +298,7 @@ def _across(
 ) -> Residuals:
     """Signed distances (N, 1) from the epipolar lines in standard deviations, after Sampson, and derivatives.
 
-    Args:
-        fundamental: (3, 3) pixels.
-        slopes: (P, 3, 3) its derivatives.
-        x0, x1: (3, N) homogeneous points.
-        spread: of the points.
+    `slopes` (P, 3, 3) are derivatives of the matrix; x0, x1 (3, N) homogeneous points.
     """
     lines1, lines0 = fundamental @ x0, fundamental.T @ x1
     a, b = lines1[:2]
@@ -407,11 +382,7 @@ def _tangents(direction: np.ndarray) -> np.ndarray:
     return np.stack([first, np.cross(direction, first)])
 
 
-# --- pose_mean: The mean of the poses that explain the matches of a pair nearly as well as the likeliest
-# one.
-
-_TEMPERATURE = 10.0
-_NEAR = 10.0  # degrees between rotations, and between directions of translation, of poses that are averaged
+# Mean pose
 
 
 def mean_pose(hypotheses: Sequence[Hypothesis], likeliest: Hypothesis) -> np.ndarray | None:
@@ -427,12 +398,12 @@ def mean_pose(hypotheses: Sequence[Hypothesis], likeliest: Hypothesis) -> np.nda
     near = [
         one
         for one in hypotheses
-        if np.isfinite(one.likelihood) and degrees_apart(one.model.cam1_from_cam0, best) < _NEAR
+        if np.isfinite(one.likelihood) and degrees_apart(one.model.cam1_from_cam0, best) < 10
     ]
     if len(near) < 2 or not np.isfinite(likeliest.likelihood):
         return None
     gains = np.array([one.likelihood for one in near]) - likeliest.likelihood
-    weights = np.exp(gains / _TEMPERATURE)
+    weights = np.exp(gains / 10.0)
     total = np.einsum("n,nij->ij", weights, np.stack([one.model.cam1_from_cam0 for one in near]))
     left, _, right = np.linalg.svd(total[:3, :3])
     pose = np.eye(4)
@@ -447,7 +418,7 @@ def degrees_apart(pose0: np.ndarray, pose1: np.ndarray) -> float:
     return float(np.degrees(np.arccos(cosines.clip(-1, 1))).max())
 
 
-# --- distances: Residuals of matched points under a two-view geometry.
+# Residuals
 
 
 def epipolar_distance(points0: np.ndarray, points1: np.ndarray, fundamental: np.ndarray) -> np.ndarray:
@@ -455,8 +426,7 @@ def epipolar_distance(points0: np.ndarray, points1: np.ndarray, fundamental: np.
 
     Hartley and Zisserman, Multiple View Geometry, 2nd edition, section 11.4.
     """
-    lifted0 = np.concatenate([points0, np.ones_like(points0[:, :1])], axis=1)
-    lifted1 = np.concatenate([points1, np.ones_like(points1[:, :1])], axis=1)
+    lifted0, lifted1 = _lifted(points0), _lifted(points1)
     lines1, lines0 = lifted0 @ fundamental.T, lifted1 @ fundamental
     residual = np.abs(np.sum(lines1 * lifted1, axis=1))
     norm0 = np.maximum(np.linalg.norm(lines0[:, :2], axis=1), 1e-12)
@@ -473,7 +443,7 @@ def fundamental_from_pose(K0: np.ndarray, K1: np.ndarray, cam1_from_cam0: np.nda
 
 def sampson(points0: np.ndarray, points1: np.ndarray, fundamental: np.ndarray) -> np.ndarray:
     """(N,) Sampson's distance in pixels."""
-    lifted0, lifted1 = (np.column_stack([points, np.ones(len(points))]) for points in (points0, points1))
+    lifted0, lifted1 = _lifted(points0), _lifted(points1)
     lines1, lines0 = lifted0 @ fundamental.T, lifted1 @ fundamental
     slope = np.sqrt(np.sum(lines0[:, :2] ** 2, axis=1) + np.sum(lines1[:, :2] ** 2, axis=1))
     return np.abs(np.sum(lines1 * lifted1, axis=1)) / np.maximum(slope, 1e-300)
@@ -493,7 +463,7 @@ def in_front(
         cam1_from_cam0: (4, 4).
     """
     sides = zip((points0, points1), inverse_calibrations, strict=True)
-    rays = [np.column_stack([points, np.ones(len(points))]) @ inverse.T for points, inverse in sides]
+    rays = [_lifted(points) @ inverse.T for points, inverse in sides]
     first, second = (ray / np.linalg.norm(ray, axis=1, keepdims=True) for ray in rays)
     first = first @ cam1_from_cam0[:3, :3].T
     # The lengths a, b of least |a first + t − b second|, times a positive number.
@@ -502,7 +472,7 @@ def in_front(
     return (along0 + cosine * along1 > 0) & (cosine * along0 + along1 > 0)
 
 
-# --- thresholds: Thresholds are pixels of the resized images; here they become pixels of the stored ones.
+# Thresholds
 
 
 def threshold_scale(
@@ -523,13 +493,11 @@ def threshold_scale(
     )
 
 
-# --- undistortion: Points of a camera with lens distortion → points of the pinhole camera with the same
-# calibration matrix.
+# Lens distortion
 
 _PINHOLE = ("PINHOLE", "SIMPLE_PINHOLE")
 _RADIAL = ("SIMPLE_RADIAL", "RADIAL", "OPENCV", "FULL_OPENCV")  # COLMAP took these from OpenCV
 _FISHEYE = ("SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE", "OPENCV_FISHEYE")
-_UNTIL = (cv2.TERM_CRITERIA_COUNT + cv2.TERM_CRITERIA_EPS, 100, 1e-10)
 
 
 def undistort(points: np.ndarray, camera: Camera) -> np.ndarray:
@@ -550,26 +518,17 @@ def undistort(points: np.ndarray, camera: Camera) -> np.ndarray:
     points = np.asarray(points, dtype=np.float64)
     if camera.model in _PINHOLE or not len(points):
         return points
+    distortion = np.array([*camera.distortion, *(0.0,) * (4 - len(camera.distortion))])
     if camera.model in _RADIAL:
         # In OpenCV 4 another function has the criteria; its default stops after five steps.
+        until = (cv2.TERM_CRITERIA_COUNT + cv2.TERM_CRITERIA_EPS, 100, 1e-10)
         invert = getattr(cv2, "undistortPointsIter", cv2.undistortPoints)
-        found = invert(
-            points[:, None], camera.K, _padded(camera, 4), P=camera.K, criteria=_UNTIL, R=np.eye(3)
-        )
+        found = invert(points[:, None], camera.K, distortion, P=camera.K, criteria=until, R=np.eye(3))
         return found[:, 0]
     if camera.model in _FISHEYE:
-        found = cv2.fisheye.undistortPoints(points[:, None], camera.K, _padded(camera, 4), P=camera.K)
+        found = cv2.fisheye.undistortPoints(points[:, None], camera.K, distortion, P=camera.K)
         # OpenCV marks what it cannot invert by −1000000 before it applies P.
         return np.where(np.abs(found[:, 0]) < 1e5 * camera.fx, found[:, 0], np.nan)
-    return _by_pycolmap(points, camera)
-
-
-def _padded(camera: Camera, least: int) -> np.ndarray:
-    values = camera.distortion
-    return np.array([*values, *(0.0,) * (least - len(values))])
-
-
-def _by_pycolmap(points: np.ndarray, camera: Camera) -> np.ndarray:
     try:
         import pycolmap
     except ModuleNotFoundError:

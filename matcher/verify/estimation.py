@@ -48,11 +48,9 @@ from matcher.verify.homography import (
 )
 from matcher.verify.verdict import epipolar_likelihood, probabilities
 
-# --- epipolar: Fundamental and essential matrices: hypotheses of several thresholds, of which the likeliest
-# is kept.
+# Fundamental and essential matrices
 
 SAMPLES = 5_000  # for a pose, at most; twice as many give no better ones, even where most matches are wrong
-_MIN_ITERATIONS = 100  # enough where most matches are right; PoseLib's own 1,000 take longer than all else
 # Of the threshold for inliers, and the share of the matches, the most probable ones. The first may be enough.
 _FUNDAMENTAL = ((2 / 3, 1.0), (1 / 3, 1.0), (5 / 3, 1.0), (2 / 3, 0.5))
 _ESSENTIAL = ((2 / 3, 1.0), (1 / 3, 0.5), (2 / 3, 0.5), (5 / 3, 1.0), (5 / 3, 0.5))
@@ -148,7 +146,7 @@ def _sampled_pose(
     ]
     options = {
         "max_epipolar_error": threshold,
-        "min_iterations": _MIN_ITERATIONS,
+        "min_iterations": 100,  # enough where most matches are right; 1,000 take longer than all else
         "max_iterations": samples,
         "success_prob": CONFIDENCE,
         "seed": seed,
@@ -179,8 +177,7 @@ def _magsac(matched: MatchedPoints, threshold: float) -> np.ndarray | None:
     return matrix
 
 
-# --- estimation: Matched points → homography, fundamental or essential matrix, with a status: whether to
-# use it.
+# Estimator
 
 _MINIMUM = {"homography": 4, "fundamental": 7, "essential": 5}  # points that fix the model
 _LIMIT = 1e8  # coordinates beyond it are as useless as infinite ones
@@ -190,10 +187,9 @@ _LIMIT = 1e8  # coordinates beyond it are as useless as infinite ones
 class RobustEstimator:
     """Two-view geometry: MAGSAC++ for homography and fundamental (OpenCV), LO-RANSAC for essential (PoseLib).
 
-    Each is the likeliest of several hypotheses (`estimated_fundamental`, `homography.py`), refined over its
-    inliers under a Cauchy loss: a fundamental matrix always, and the others where covariances are known,
-    by `adjustment.py`, which weighs matches by these and by their probability; else by PoseLib, where
-    all count the same.
+    Each is the likeliest of several hypotheses, refined over its inliers
+    under a Cauchy loss: where covariances are known by `adjustment.py`, which weighs matches by these and by
+    their probability, and so a fundamental matrix always; else by PoseLib, where all count the same.
 
     Residuals, in pixels of the resized image: homography, the distance in image 1; fundamental and
     essential, Sampson's distance (Hartley and Zisserman, 2nd edition, section 11.4.3).
@@ -315,42 +311,26 @@ def distinct_matches(
     Raises:
         UsageError: scores or covariances of another number of matches.
     """
+    count = len(pairs)
+    if scores is not None and np.shape(scores) != (count,):
+        raise UsageError(f"scores of {count} matches must be ({count},), not {np.shape(scores)}")
+    if covariances is not None and np.shape(covariances) != (count, 2, 2):
+        raise UsageError(
+            f"covariances of {count} matches must be ({count}, 2, 2), not {np.shape(covariances)}"
+        )
     usable = np.all(np.abs(pairs) < _LIMIT, axis=1)
     # Resized pixels: OpenCV's fundamental loses half its accuracy on coordinates four times as large.
     resized = pairs[usable] / scale
     distinct, index, inverse = np.unique(resized, axis=0, return_index=True, return_inverse=True)
-    known = _resized(covariances, len(pairs), scale, np.flatnonzero(usable)[index])
+    if covariances is not None:
+        covariances = np.asarray(covariances, dtype=np.float64)[np.flatnonzero(usable)[index]] / scale**2
     probable, place = np.zeros(len(distinct)), inverse.reshape(-1)
-    np.maximum.at(probable, place, _probable(scores, len(pairs))[usable])
-    return MatchedPoints(distinct[:, :2], distinct[:, 2:], probable, known), usable, place
-
-
-def _probable(scores: np.ndarray | None, count: int) -> np.ndarray:
-    """(count,) probabilities of the matches."""
-    if scores is not None and np.shape(scores) != (count,):
-        raise UsageError(f"scores of {count} matches must be ({count},), not {np.shape(scores)}")
-    return probabilities(scores, count)
-
-
-def _resized(
-    covariances: np.ndarray | None, count: int, scale: float, index: np.ndarray
-) -> np.ndarray | None:
-    """Covariances of some of `count` matches, in resized pixels²."""
-    if covariances is None:
-        return None
-    if np.shape(covariances) != (count, 2, 2):
-        raise UsageError(
-            f"covariances of {count} matches must be ({count}, 2, 2), not {np.shape(covariances)}"
-        )
-    return np.asarray(covariances, dtype=np.float64)[index] / scale**2
+    np.maximum.at(probable, place, probabilities(scores, count)[usable])
+    return MatchedPoints(distinct[:, :2], distinct[:, 2:], probable, covariances), usable, place
 
 
 def checked_scale(scale: float) -> float:
-    """The `thresholds_scale` of an estimator.
-
-    Raises:
-        UsageError: it is not positive and finite.
-    """
+    """The `thresholds_scale` of an estimator; a `UsageError` if it is not positive and finite."""
     if not 0 < scale < _LIMIT:
         raise UsageError(f"thresholds_scale must be positive and finite, not {scale}")
     return scale
@@ -379,7 +359,7 @@ def _stored(kind: str, matrix: np.ndarray, scale: float) -> np.ndarray:
     return matrix / np.linalg.norm(matrix)
 
 
-# --- verification: The geometry of matches between the features of two images, by any estimator.
+# Geometry of matched features
 
 
 def verify_matches(

@@ -29,7 +29,7 @@ from matcher.verify.adjustment import (
 )
 from matcher.verify.verdict import homography_likelihood
 
-# --- homography: Homographies of matched points, in resized pixels.
+# Homographies
 
 
 def estimated_homography(matched: MatchedPoints, threshold: float) -> TwoViewModel | None:
@@ -108,8 +108,7 @@ def _refine_homography(
 _REFINEMENTS = (_refine_homography, adjusted_homography, adjusted_homography)
 
 
-# --- degeneracy: Degenerate configurations: matches on a line or spot, pure rotation, and support by
-# chance.
+# Degenerate configurations: matches on a line or spot, pure rotation, and support by chance
 
 
 def on_a_line(points: np.ndarray, inliers: np.ndarray, tolerance: float, minimum: int, chance: float) -> bool:
@@ -183,7 +182,7 @@ def log_false_alarms(count: int, inliers: int, minimum: int, chance: float) -> f
     return models + (inliers - minimum) * log(chance)
 
 
-# --- plane_poses: The relative poses that the homography of a plane allows.
+# Poses that the homography of a plane allows
 
 _LEAST_STEP = 1e-6  # length of a translation, in distances of the plane; shorter ones have no direction
 

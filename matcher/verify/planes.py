@@ -17,8 +17,7 @@ from matcher.verify.adjustment import CONFIDENCE, MAX_ITERATIONS, MatchedPoints,
 from matcher.verify.estimation import RobustEstimator, checked_scale, distinct_matches, paired
 from matcher.verify.homography import chance_inlier, log_false_alarms, on_a_line, transfer_error
 
-# --- planes: Matched points → several homographies, one per plane: façades, floors, tables, and the covers
-# on them.
+# Several planes
 
 MAX_PLANES = 16
 
@@ -112,7 +111,7 @@ def _assigned(errors: np.ndarray, reach: float, least: int) -> tuple[np.ndarray,
     return np.full(errors.shape[1], -1, dtype=np.int64), []
 
 
-# --- planar: Matched points of a plane → affine map or similarity, with a status as for other geometries.
+# Affine maps and similarities
 
 _MINIMUM = {"affine": 3, "similarity": 2}  # size of the minimal sample
 _ROUNDS = 2  # of refinement, each with the inliers of the one before

@@ -16,8 +16,7 @@ from matcher.config import GeometryKind
 from matcher.types import Matches, TwoViewGeometry
 from matcher.verify.adjustment import MatchedPoints, Spread, sampson
 
-# --- verdict: Whether two images show the same place, as a probability: logistic regression on the inliers
-# of a pair.
+# Verdict
 
 VerdictWord = Literal["same", "unsure", "not"]
 
@@ -33,7 +32,6 @@ ACCEPTED: dict[GeometryKind, float] = {
     "homography": 0.2,
     "homographies": 0.2,
 }
-_TAIL = 5.0  # percent of the inliers on each side that are ignored in the coverage
 _SENTENCES: dict[VerdictWord, str] = {
     "same": "the images show the same place",
     "unsure": "the images may show the same place",
@@ -120,18 +118,14 @@ def evidence(
         return np.zeros(len(EVIDENCE))
     scores = np.nan_to_num(np.asarray(matches.prior_scores[inliers], dtype=np.float64)).clip(0, 1)
     sides = ((matches.points0, size0), (matches.points1, size1))
-    coverage = min(_span(points[inliers], size) for points, size in sides)
-    return np.array([np.log1p(scores.sum()), inliers.mean(), coverage])
+    spans = []  # roots of the shares of both images that boxes around the middle 90 % of the inliers cover
+    for points, size in sides:
+        low, high = np.percentile(points[inliers], [5.0, 95.0], axis=0)
+        spans.append(float(np.sqrt(np.prod((high - low) / np.asarray(size)))))
+    return np.array([np.log1p(scores.sum()), inliers.mean(), min(spans)])
 
 
-def _span(points: np.ndarray, size: tuple[float, float]) -> float:
-    """Root of the share of an image's area that a box around most of the points covers."""
-    low, high = np.percentile(points, [_TAIL, 100 - _TAIL], axis=0)
-    return float(np.sqrt(np.prod((high - low) / np.asarray(size))))
-
-
-# --- likelihood: How likely a two-view geometry makes the matches: what chooses between hypotheses of
-# several thresholds.
+# Likelihood of a geometry, which chooses between hypotheses
 
 _PROBABLE = (0.02, 0.95)  # match probabilities are not taken for smaller or larger: none is certain
 _UNKNOWN = 0.5  # of a match without one
@@ -160,7 +154,11 @@ def epipolar_likelihood(
         possible: (N,) bool, False for a match that this geometry excludes, as one behind a camera.
     """
     distance = sampson(*matched.sides, fundamental)
-    deviation = _deviations(fundamental, *matched.sides, spread)
+    lines1 = matched.points0 @ fundamental[:, :2].T + fundamental[:, 2]
+    across0 = np.sum((matched.points1 @ fundamental[:2] + fundamental[2])[:, :2] ** 2, axis=1)
+    a, b = lines1[:, 0], lines1[:, 1]
+    variance = a**2 * spread.xx + 2 * a * b * spread.xy + b**2 * spread.yy + across0 * spread.first
+    deviation = np.sqrt(np.maximum(variance, _TINY) / np.maximum(a**2 + b**2 + across0, _TINY))
     with np.errstate(over="ignore", under="ignore"):
         density = 2 / sqrt(2 * pi) / deviation * np.exp(-0.5 * (distance / deviation) ** 2)
     density = density if possible is None else density * possible
@@ -182,14 +180,3 @@ def homography_likelihood(homography: np.ndarray, matched: MatchedPoints, spread
 def _of_mixture(relative_density: np.ndarray, matched: MatchedPoints) -> float:
     """From each match's density if it is right, divided by that of wrong ones."""
     return float(matched.weights @ np.log1p(matched.probable * (relative_density - 1)))
-
-
-def _deviations(
-    fundamental: np.ndarray, points0: np.ndarray, points1: np.ndarray, spread: Spread
-) -> np.ndarray:
-    """(N,) standard deviations of Sampson's distances, pixels."""
-    lines1 = points0 @ fundamental[:, :2].T + fundamental[:, 2]
-    across0 = np.sum((points1 @ fundamental[:2] + fundamental[2])[:, :2] ** 2, axis=1)
-    a, b = lines1[:, 0], lines1[:, 1]
-    variance = a**2 * spread.xx + 2 * a * b * spread.xy + b**2 * spread.yy + across0 * spread.first
-    return np.sqrt(np.maximum(variance, _TINY) / np.maximum(a**2 + b**2 + across0, _TINY))
