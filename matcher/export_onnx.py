@@ -36,7 +36,7 @@ from matcher.match.steering import MIN_GAIN, STEERABLE, TURNED_EXIF, TURNS, evid
 from matcher.weights.published import fill_extractor, load_weights
 
 Numbers = Literal["float32", "float16", "int8"]
-OPERATORS = 20  # version of the operator set, which ONNX Runtime has from 1.17 on
+OPERATORS, FORMAT = 20, 9  # versions of operator set and file format that ONNX Runtime has from 1.17 on
 MOST = 1 << 15  # keypoints of an image, and 32 pixels of a side
 GREY = (0.299, 0.587, 0.114)  # of red, green and blue
 UNROLLED = 20  # Sinkhorn iterations at the end where a program has no loops
@@ -106,31 +106,38 @@ class Assign(Part):
         x1: Tensor,
         positions0: Tensor,
         positions1: Tensor,
+        exits: Tensor,
         predicted0: Tensor | None = None,
         predicted1: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Of (1, N, …) and (1, M, …)."""
-        return self.best(Side(x0, positions0, predicted0), Side(x1, positions1, predicted1), 0)
+        """Of (1, N, …) and (1, M, …); `exits` (1,) bool, whether consensus may settle early."""
+        return self.best(Side(x0, positions0, predicted0), Side(x1, positions1, predicted1), 0, exits)
 
-    def best(self, side0: Side, side1: Side, depth: int) -> tuple[Tensor, ...]:
-        """The same by the heads of layer `depth`."""
+    def best(self, side0: Side, side1: Side, depth: int, exits: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The same by the heads of layer `depth`; without `exits` all rounds are done."""
         network, config = self.network, self.config.assignment
         scores = network.scores(side0, side1, depth)
         if config.kind == "dual_softmax":
             return tuple(mutual_best(dual_softmax(scores).log_scores))
-        corrected, before = scores, None
+        corrected, before, settled = scores, None, None
         u, v = -scores.amax(2, keepdim=True), torch.zeros_like(scores[:, :1]).mT
         for _ in range(config.consensus):
-            u, v = sinkhorn(corrected, u, v, ROUGH_ITERATIONS, 1e-2, loops=False)
+            found = sinkhorn(corrected, u, v, ROUGH_ITERATIONS, 1e-2, loops=False)
+            u, v = found if settled is None else _kept(settled, (u, v), found)
             matches = soft_matches((corrected + u + v.mT)[:, :-1, :-1])
             updated = network.consensus(scores, side0.positions, side1.positions, matches)
-            if before is not None:
-                settled = torch.minimum(*map(agreement, before, matches)) > SETTLED
-                updated = torch.where(settled[:, None, None], corrected, updated)
+            if before is not None and exits is not None:
+                alike = (torch.minimum(*map(agreement, before, matches)) > SETTLED) & exits
+                settled = alike if settled is None else settled | alike
+                (updated,) = _kept(settled, (corrected,), (updated,))
             corrected, before = updated, matches
         limit = config.max_iterations if self.loops else UNROLLED
         u, v = sinkhorn(corrected, u, v, limit, config.tolerance, loops=self.loops)
         return tuple(mutual_best((corrected + u + v.mT)[:, :-1, :-1]))
+
+
+def _kept(settled: Tensor, before: Sequence[Tensor], after: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.where(settled[:, None, None], *each) for each in zip(before, after, strict=True)]
 
 
 class _Scaling(NamedTuple):
@@ -300,6 +307,7 @@ def traced(
             output_names=list(outputs),
         )
     model = made.model_proto
+    model.ir_version = FORMAT
     model.producer_name = MARK.decode()
     del model.metadata_props[:]
     _strip(model.graph)
@@ -397,16 +405,23 @@ def network_graphs(network: MatchingNetwork) -> Exported:
     varying = tuple(None if name == "limits" else {1: dims[int(name[-1])]} for name in tokens)
     models["step"] = traced(Step(network), tuple(tokens.values()), varying, list(tokens), names)
     if network.guidance is not None:
-        halves["predicted"] = halves["positions"]
+        # Tensors of their own: one given twice would be one input of the graph.
+        halves["predicted"] = tuple(half.clone() for half in halves["positions"])
     columns = {
         f"{n}{side}": halves[n][side]
         for n in ("x", "positions", "predicted")
         if n in halves
         for side in (0, 1)
     }
-    varying = tuple({1: dims[int(name[-1])]} for name in columns)
+    columns = [*columns.items()]
+    columns.insert(4, ("exits", torch.ones(1, dtype=torch.bool)))
+    varying = tuple(None if name == "exits" else {1: dims[int(name[-1])]} for name, _ in columns)
     models["assign"] = traced(
-        Assign(network), tuple(columns.values()), varying, list(columns), ["best", "partner", "mutual"]
+        Assign(network),
+        tuple(value for _, value in columns),
+        varying,
+        [name for name, _ in columns],
+        ["best", "partner", "mutual"],
     )
     parts = {name: without_weights(model) for name, model in models.items()}
     settings = {"weights": {name: weights for name, (_, weights) in parts.items()}}
@@ -672,8 +687,7 @@ def export_for_opencv(
     stride = front_end[0].sizes.stride
     if any(side < stride or side % stride for side in size):
         raise UsageError(f"width and height must be multiples of {stride}, not {size[0]} and {size[1]}")
-    descriptors = torch.rand(1, points, network.config.descriptor_dim + 2)
-    given = (torch.rand(1, points, 2),) * 2 + (descriptors,) * 2
+    given = tuple(torch.rand(1, points, n) for n in (2, 2, *[network.config.descriptor_dim + 2] * 2))
 
     def detector() -> onnx.ModelProto:
         part = OpencvFrontEnd(*front_end)
@@ -691,10 +705,13 @@ def export_for_opencv(
 
 
 def _for_opencv(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A graph folded to what OpenCV reads, which has no float64."""
+    """A graph folded to what OpenCV reads: without float64, what ConstantOfShape fills in always given."""
     from onnxscript.optimizer import optimize
 
+    zero = onnx.numpy_helper.from_array(torch.zeros(1).numpy())
     for node in model.graph.node:
+        if node.op_type == "ConstantOfShape" and not node.attribute:
+            node.attribute.append(onnx.helper.make_attribute("value", zero))
         for attribute in node.attribute if node.op_type == "Cast" else ():
             if attribute.i == onnx.TensorProto.DOUBLE:
                 attribute.i = onnx.TensorProto.FLOAT

@@ -419,7 +419,7 @@ class OnnxMatcher:
                 break
         swapped = self._swapped(layer, *tokens["x"])
         given = {f"{n}{k ^ swapped}": v for n, both in tokens.items() for k, v in enumerate(both)}
-        best = self._assign(layer)(**given)
+        best = self._assign(layer)(**given, exits=np.array([policy.early_exit]))
         rows = (best[name][0] for name in ("best", "partner", "mutual"))
         local, scores = credible_matches(*rows, policy.match_threshold, policy.threshold_doubles_at)
         return local[:, ::-1] if swapped else local, scores, layer + 1, index

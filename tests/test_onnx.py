@@ -73,7 +73,7 @@ def some(features: Features, count: int) -> Features:
 
 
 @pytest.mark.parametrize("preset", ["hybrid-learned", "hybrid"])
-@pytest.mark.parametrize("policy", [{}, {"pruning": False}])
+@pytest.mark.parametrize("policy", [{}, {"pruning": False}, {"early_exit": False}])
 def test_a_network_finds_the_same_matches_as_in_torch(engines, views, preset, policy, monkeypatch):
     monkeypatch.setenv("MATCHER_COMPILED", "0")  # kernels assign by the best candidates only
     ours, theirs = engines(preset, **policy)
