@@ -85,8 +85,9 @@ def test_a_network_finds_the_same_matches_as_in_torch(engines, views, preset, po
         both, either, apart = shared(a, b)
         together, every = together + both, every + either
         apart_most.append(apart)
-        assert abs(a.layers_run - b.layers_run) <= (min(n, m) == 1)
-    assert together >= 0.98 * every > 100, (together, every)
+        # The engine ends where an image has no points left, torch at the next exit.
+        assert a.layers_run == b.layers_run or min(n, m) == 1
+    assert together >= 0.99 * every > 100, (together, every)
     assert (
         np.median(apart_most) < 1e-3
     )  # where rounding decides whether a round of consensus is the last, more
