@@ -18,9 +18,7 @@ import matcher
 from matcher.cameras import Camera
 from matcher.cli import main
 from matcher.collection.collection import Collection
-from matcher.collection.runner import add_pairs, extract_jobs, match_jobs
 from matcher.collection.schema import Counts, checksum, encode_keypoints
-from matcher.collection.settings import differences
 from matcher.collection.sources import PairChoice, Selection, default_choice
 from matcher.collection.store import Store, Writer, file_path
 from matcher.collection.workers import Workers
@@ -164,17 +162,6 @@ def test_other_settings_are_refused_by_name_unless_restarted(folder, tmp_path, s
     with Store.open(run_dir) as store:
         assert max(image.count for image in store.images()) == 140
     assert (run_dir / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize("name", ["refined", "verified"])
-def test_a_run_is_continued_whatever_later_stages_say_of_probabilities(name):
-    def settings(offset, refined):
-        calibration = {"offset": offset, **refined}
-        return {"config": {"matcher": {"policy": {"calibration": calibration}}}}
-
-    former, now = settings(0.9, {}), settings(0.9, {name: {"offset": 0.5, "slope": 0.8}})
-    assert differences(former, now) == differences(settings(0.9, {name: {"offset": 1.0}}), now) == []
-    assert len(differences(settings(0.8, {}), now)) == 1
 
 
 def test_images_that_cannot_be_read_fail_with_their_pairs(folder, tmp_path, capfd):
@@ -376,13 +363,6 @@ def test_cameras_that_change_leave_features_and_matches(folder, tmp_path):
     assert contents(fresh.run_dir) == after, "as if the camera had been known before"
 
 
-def test_cameras_mean_nothing_to_a_fundamental_matrix(folder, tmp_path):
-    found = matched(tmp_path / "run", folder, {"sequential": 1})
-    before = contents(found.run_dir)
-    assert found.set_cameras({NAMES[0]: NEAR}) == 0
-    assert contents(found.run_dir) == before
-
-
 def test_the_object_says_what_is_missing(folder, tmp_path):
     found = opened(tmp_path / "run")
     assert "no images yet" in repr(found)
@@ -557,40 +537,6 @@ def test_a_list_of_100_000_pairs_starts_at_once(tmp_path):
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     total, added, seconds = map(float, ended.stdout.split())
     assert total == added > 99_000 and seconds < 5
-
-
-def test_jobs_take_the_pairs_tile_by_tile(tmp_path):
-    names = named_store(tmp_path, 100)
-    with Writer(tmp_path) as writer:
-        assert add_pairs(writer, ((a, b) for a in names for b in names if a < b)) == (4950, 4950)
-        jobs = list(match_jobs(writer, 1))
-        pairs = [pair for job in jobs for pair in job.items]
-        tiles = [(a >> 5, b >> 5) for a, b in pairs]
-        assert len(set(pairs)) == 4950 and tiles == sorted(tiles)
-        assert all(set(job.images) == {n for pair in job.items for n in pair} for job in jobs)
-        sizes = [len(job.items) for job in jobs]
-        assert sizes[0] == 16 and sizes[-30:] == [1] * 30  # so that workers end together
-        assert add_pairs(writer, [(names[3], names[1])]) == (1, 0)
-
-
-@pytest.mark.parametrize(("batch", "sizes"), [(1, [6, 6]), (8, [8] * 12 + [4])])
-def test_jobs_of_images(batch, sizes):
-    names = [f"{number}.jpg" for number in range(100 if batch > 1 else 200)]
-    jobs = list(extract_jobs(names, batch))
-    assert [name for job in jobs for name in job.items] == names
-    assert [len(job.items) for job in jobs][: len(sizes)] == sizes
-
-
-@pytest.mark.parametrize("parts", [3, 7])
-def test_parts_cover_every_pair_once(tmp_path, parts):
-    seen = []
-    for part in range(parts):
-        names = named_store(tmp_path / str(part), 40)
-        with Writer(tmp_path / str(part)) as writer:
-            add_pairs(writer, ((a, b) for a in names for b in names if a < b), (part + 1, parts))
-            seen.append({pair for job in match_jobs(writer, 1) for pair in job.items})
-    assert sum(map(len, seen)) == len(set.union(*seen)) == 780
-    assert max(map(len, seen)) - min(map(len, seen)) <= 1
 
 
 @pytest.mark.slow

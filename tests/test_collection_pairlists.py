@@ -83,11 +83,6 @@ def test_other_forms_of_names_are_taken_and_said(read, tmp_path, line, pair):
     assert read(line.format(folder=folder, link=link), folder=tmp_path / "link")[0] in ([pair], [])
 
 
-def test_names_in_the_folder_may_have_decomposed_accents(read):
-    stored = unicodedata.normalize("NFD", "été.jpg")
-    assert read("été.jpg a.jpg", ["a.jpg", stored])[0] == [(stored, "a.jpg")]
-
-
 def test_what_may_be_several_images_is_not_guessed(read):
     names = ["a.jpg", "a.png", "B.jpg", "b.jpg", "c.jpg"]
     pairs, faults = read("a c.jpg\nb.JPG c.jpg\nB.jpg c", names)
@@ -131,16 +126,6 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     for name in ("none.txt", "", "wide.txt"):
         with pytest.raises(UsageError, match=name or "pair list"):
             read_pairs(tmp_path / name, NAMES)
-
-
-def test_the_tally_counts_everything_and_keeps_the_first(read):
-    tally = FaultTally(kept=2)
-    _, faults = read("a.jpg a.jpg\n" * 50 + "a.jpg none.jpg\na.jpg b.jpg 1\n")
-    for fault in faults:
-        tally(fault)
-    assert (tally.counts[SELF], tally.counts[MISSING], tally.refused) == (50, 1, 51)
-    first, *rest = tally.lines()
-    assert first.startswith("50 ×") and "1 (a.jpg), 2 (a.jpg), …" in first and len(rest) == 2
 
 
 def test_a_long_list_is_read_in_seconds_and_bounded_memory(tmp_path):

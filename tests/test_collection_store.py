@@ -1,6 +1,4 @@
 import sqlite3
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -13,7 +11,6 @@ from matcher.collection import schema
 from matcher.collection.schema import Counts, DamagedError, checksum, decode_pair, encode_pair
 from matcher.collection.store import EncodedPair, Store, Writer, decode_features, encode_features, file_path
 from matcher.errors import IntegrityError, UsageError
-from matcher.types import Matches, TwoViewGeometry
 
 
 def same_pair(found, wanted) -> bool:
@@ -59,21 +56,6 @@ def test_a_pair_survives_its_bytes(rng, count0, refined, matches):
             decode_pair(data[:cut], points0, points1)
 
 
-def test_what_does_not_fit_is_not_written(rng):
-    points = rng.random((10, 2)).astype(np.float32)
-    geometry = TwoViewGeometry("fundamental", "no_model", np.zeros(1, bool))
-    for index in ([[0, 10]], [[-1, 0]]):
-        with pytest.raises(ValueError, match="keypoint"):
-            encode_pair(
-                Matches(np.array(index), points[:1], points[:1], np.ones(1)), geometry, points, points
-            )
-    with pytest.raises(ValueError, match="finite"):
-        nan = np.full(1, np.nan)
-        encode_pair(Matches(np.array([[0, 0]]), points[:1], points[:1], nan), geometry, points, points)
-    with pytest.raises(ValueError, match="differ in number"):
-        encode_pair(Matches(np.array([[0, 0]]), points[:1], points[:1], np.ones(2)), geometry, points, points)
-
-
 @pytest.mark.parametrize(
     ("kind", "dim", "per_number"), [("sift", 128, 1), ("superpoint", 256, 2), ("any", 64, 2)]
 )
@@ -113,18 +95,6 @@ def test_a_store_gives_back_what_was_written(rng, tmp_path):
             store.keypoints("absent.jpg")
 
 
-def test_deleted_descriptors_are_an_error_that_names_the_remedy(rng, tmp_path):
-    fill(tmp_path, rng)
-    file_path(tmp_path, 0).unlink()
-    with Store.open(tmp_path) as store:
-        assert len(list(store.pairs())) == 6
-        assert store.check() == []
-        with pytest.raises(IntegrityError, match=r"matcher collection .* --descriptors"):
-            store.features("im 000.jpg")
-    with Writer(tmp_path) as writer:
-        assert writer.without_descriptors() == {1, 2, 3, 4}
-
-
 def test_descriptor_files_have_a_limit_and_forget_what_was_not_committed(rng, tmp_path):
     Store.create(tmp_path, SETTINGS).close()
     with Writer(tmp_path, max_file_bytes=100_000) as writer:
@@ -145,22 +115,6 @@ def test_descriptor_files_have_a_limit_and_forget_what_was_not_committed(rng, tm
         assert store.check() == []
 
 
-def test_a_changed_image_is_forgotten_with_its_pairs(rng, tmp_path):
-    fill(tmp_path, rng)
-    with Writer(tmp_path) as writer:
-        with writer.transaction():
-            writer.fail_pairs([(1, 2, "because")])
-            writer.execute("DELETE FROM pairs WHERE image0 = 1 AND image1 = 2")
-        with writer.transaction():
-            writer.forget(["im 001.jpg"])
-        assert writer.store.counts() == Counts(4, 0, 1, 6, 0, 3)
-        assert {(p.name0, p.name1) for p in writer.store.pairs()} == {
-            (f"im 00{a}.jpg", f"im 00{b}.jpg") for a, b in ((0, 2), (0, 3), (2, 3))
-        }
-        with pytest.raises(UsageError, match="no keypoints"):
-            writer.store.keypoints("im 001.jpg")
-
-
 def test_cameras_are_kept(rng, tmp_path):
     distorted = Camera(500, 500, 320.5, 240, (640, 480), "SIMPLE_RADIAL", (0.1,))
     fill(tmp_path, rng)
@@ -171,19 +125,6 @@ def test_cameras_are_kept(rng, tmp_path):
         assert store.image("im 001.jpg").camera == Camera(500.0, 501.0, 320.5, 240.0)
         assert store.image("im 002.jpg").camera == distorted
         assert store.image("im 000.jpg").camera is None
-
-
-def test_a_second_writer_is_refused_and_readers_are_not(rng, tmp_path):
-    fill(tmp_path, rng)
-    code = f"from matcher.collection.store import Writer; Writer({str(tmp_path)!r})"
-    with Writer(tmp_path) as writer, writer.transaction():
-        writer.retry_failed()
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert "UsageError" in run.stderr and "written by another run (process" in run.stderr
-        with Store.open(tmp_path) as store:
-            assert store.counts().pairs == 6
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.stderr == ""
 
 
 def test_damage_and_other_versions_are_said(rng, tmp_path):
@@ -213,18 +154,6 @@ def test_damage_and_other_versions_are_said(rng, tmp_path):
         Store.open(tmp_path)
     with pytest.raises(IntegrityError, match="newer matcher"):
         Writer(tmp_path)
-
-
-def test_there_must_be_a_store_and_only_one(tmp_path):
-    for opened in (Store.open, Writer):
-        with pytest.raises(UsageError, match="matcher collection"):
-            opened(tmp_path)
-    Store.create(tmp_path, SETTINGS).close()
-    with pytest.raises(UsageError, match="already"):
-        Store.create(tmp_path, SETTINGS)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be made"):
-        Store.create(tmp_path / "file", SETTINGS)
 
 
 def test_overhead_in_bytes_and_time(rng, tmp_path):

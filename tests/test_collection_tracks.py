@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 from collection_scene import synthetic_store
 
-import matcher
 from matcher.collection.tracks import PairMatches, build_tracks, consistent_matches, tracks_of
 from matcher.errors import UsageError
-from matcher.types import Features, Matches
 
 COUNTS = {"a": 10, "b": 10, "c": 10}
 
@@ -37,14 +35,6 @@ def test_a_match_that_contradicts_better_ones_is_left_out_and_counted():
     tracks = build_tracks(pairs, COUNTS)
     assert as_sets(tracks) == {frozenset({("a", 1), ("b", 2), ("c", 3)})}
     assert tracks.conflicts == 1
-
-
-def test_short_tracks_and_no_tracks():
-    pairs = [PairMatches("a", "b", np.array([[1, 2]]))]
-    assert len(build_tracks(pairs, COUNTS, min_length=3)) == 0
-    empty = build_tracks([], COUNTS)
-    assert len(empty) == 0 and empty.mean_length == 0.0 and list(empty) == []
-    assert len(build_tracks([PairMatches("a", "b", np.zeros((0, 2), int))], COUNTS)) == 0
 
 
 @pytest.mark.parametrize(
@@ -161,45 +151,3 @@ def test_three_images_do_not_tell_which_match_is_wrong():
     pairs = {pair: rows for pair, rows in injected(orders, 6, 1).items() if max(pair) < 3}
     kept = consistent_matches(pairs, keypoints[:3], [1.0] * 3)
     assert all(each.all() for each in kept.values())
-
-
-class Given:
-    """Finds the keypoints of an image by its number, and matches as they were injected, wrong ones first."""
-
-    def __init__(self, wrong: int) -> None:
-        self.keypoints, orders = world(3)
-        self.pairs = injected(orders, wrong, 4)
-        self.orders, self.wrong = orders, wrong
-
-    def extractor(self, images) -> list[Features]:
-        numbers = [int(image.pixels[0, 0]) for image in images]
-        marks = np.eye(IMAGES, dtype=np.float32)
-        return [
-            Features.from_image(
-                image, self.keypoints[n], np.repeat(marks[n : n + 1], POINTS, axis=0), kind="given"
-            )
-            for n, image in zip(numbers, images, strict=True)
-        ]
-
-    def matcher(self, features0: Features, features1: Features) -> list[Matches]:
-        ends = [f.unstack()[0] for f in (features0, features1)]
-        pair = tuple(int(f.descriptors[0].argmax()) for f in ends)
-        scores = np.where(np.arange(POINTS) < self.wrong, 0.95, 0.6)
-        return [Matches.from_indices(self.pairs[pair], *(f.keypoints for f in ends), scores)]
-
-
-@pytest.mark.parametrize("wrong", [0, 5])
-def test_tracks_of_a_set_survive_confident_wrong_matches(wrong):
-    given = Given(wrong)
-    config = matcher.load("nearest", geometry="none").config
-    pipeline = matcher.Pipeline(extractor=given.extractor, matcher=given.matcher, config=config)
-    images = [np.full((140, 240), number, np.uint8) for number in range(IMAGES)]
-    tracks = matcher.match_set(images, pipeline).tracks
-    point_of = [np.argsort(order) for order in given.orders]
-    pure = [
-        len({int(point_of[image][keypoint]) for image, keypoint in zip(part[:, 1], part[:, 2], strict=True)})
-        == 1
-        for part in (tracks.table()[tracks.table()[:, 0] == track] for track in range(len(tracks)))
-    ]
-    assert np.mean(pure) > 0.95 and (tracks.lengths == IMAGES).sum() > 0.9 * POINTS
-    assert (tracks.conflicts > 20) == (wrong > 0)

@@ -11,8 +11,6 @@ from localized_map import CAMERA, QUERIES, SIZE, make_map, pose_error
 import matcher
 from matcher.cameras import Camera
 from matcher.errors import IntegrityError, UsageError
-from matcher.evaluate.localization import time_localization, with_distractors
-from matcher.evaluate.multiview import PosedPhotos
 from matcher.localization.checks import (
     check_ambiguous,
     check_camera,
@@ -20,13 +18,12 @@ from matcher.localization.checks import (
     judge,
     log10_false_alarms,
 )
-from matcher.localization.plot import LocalizationRecording, axes_of
+from matcher.localization.plot import LocalizationRecording
 from matcher.localization.pose import (
     Matches3d,
     any_camera,
     estimate_pose,
     estimate_poses,
-    reprojection_errors,
 )
 from matcher.localization.sparse_map import LocalizationConfig, RetrievalIndex
 from matcher.sfm.models import GivenPoses, find_model
@@ -196,12 +193,6 @@ def test_a_pose_that_another_one_rivals_is_ambiguous(agreeing, others, ambiguous
     assert np.abs(estimates[0].cam_from_world - np.eye(4)).max() < 0.1
     said = check_ambiguous(estimates, matches, [4.0] * pictures, LocalizationConfig(), estimate)
     assert bool(said) == ambiguous
-
-
-def test_errors_of_points_behind_the_camera_are_infinite():
-    ahead = Matches3d(np.zeros((2, 2)), np.array([[0, 0, 1.0], [0, 0, -1.0]]), np.arange(2))
-    errors = reprojection_errors(ahead, np.eye(4), CAMERA)
-    assert 0 < errors[0] < 1000 and errors[1] == np.inf
 
 
 def test_chance_gives_no_significant_pose():
@@ -415,18 +406,6 @@ def test_maps_of_features_from_a_file_and_runs_with_the_same_features(made, quer
 # --- Large maps
 
 
-def test_times_in_large_maps_are_simulated(made, place, tmp_path):
-    folder, truth = made
-    (tmp_path / "run").symlink_to(folder / "model-run")
-    (tmp_path / "model").symlink_to(folder / "model")
-    photos = PosedPhotos("walls", folder / "queries", QUERIES, truth, dict.fromkeys(QUERIES, CAMERA))
-    rows = time_localization(photos, QUERIES[:1], tmp_path, [5, 400])
-    assert [row.images for row in rows] == [5, 400]
-    assert all(0 < row.retrieval < row.seconds <= row.longest for row in rows)
-    query = place.query(folder / "queries" / QUERIES[0], CAMERA)
-    assert with_distractors(place.localizer, 400).localize(query).ok
-
-
 def test_a_large_index_finds_what_comparing_all_finds():
     """Similar images are 0.25 alike at least; the others are as unlike as chance makes them."""
     rng = np.random.default_rng(0)
@@ -483,14 +462,3 @@ def test_a_recording_agrees_with_the_poses(made, place, tmp_path):
         np.testing.assert_allclose(projected[:, :2] / projected[:, 2:], inliers, atol=4.5)
     for which in ("world", "photo"):
         assert not rows[f"/{which}/inliers", 2]["positions"]  # not those of the photo before
-
-
-@pytest.mark.parametrize(
-    ("down", "axes"), [((0, 1, 0), "RIGHT_HAND_Y_DOWN"), ((0.1, 0.2, -0.9), "RIGHT_HAND_Z_UP")]
-)
-def test_a_recording_shows_a_map_upright(down, axes):
-    ahead = np.cross(down, (1.0, 0.0, 0.0))
-    rows = [np.cross(down, ahead), down, ahead]
-    pose = np.eye(4)
-    pose[:3, :3] = [row / np.linalg.norm(row) for row in rows]
-    assert axes_of(np.stack([pose, pose])) == axes

@@ -177,15 +177,6 @@ def test_a_megabyte_of_cameras_is_read_soon(tmp_path):
         read_rig_config(written(path, *rows, {"image_prefix": "00007/x/"}))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "[1]", '[{"rigs": []}]', '[{"cameras": 1}]', "[" * 9999])
-def test_a_file_that_is_no_rig_is_refused(tmp_path, text):
-    (tmp_path / "rig.json").write_text(text)
-    with pytest.raises(UsageError, match=r"rig.json: cannot be read"):
-        read_rig_config(tmp_path / "rig.json")
-    with pytest.raises(UsageError, match="Is a directory"):
-        read_rig_config(tmp_path)
-
-
 def test_images_that_do_not_fit_the_rig_are_named(stereo, tmp_path):
     out = tmp_path / "model"
     apart = [name for name in NAMES if ("left" in name) == (name[-5] in "012")]

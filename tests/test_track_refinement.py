@@ -7,16 +7,13 @@ from rendered_texture import SIZE, Texture
 
 import matcher
 from matcher import images
-from matcher.collection import track_refinement
 from matcher.collection.schema import REFINED as FILE
 from matcher.collection.store import Store
 from matcher.collection.track_refinement import refine_run
 from matcher.collection.tracks import tracks_of
-from matcher.config import RefineConfig
 from matcher.errors import IntegrityError
 from matcher.explain.run_report import write_run_report
 from matcher.export.npz import write_npz
-from matcher.types import Matches, MatchRefinement
 
 VIEWS = [  # image from texture
     np.eye(2, 3),
@@ -132,38 +129,3 @@ def test_what_cannot_be_refined_is_said(run, tmp_path):
     with Store.open(plain.run_dir) as store:
         assert refine_run(store) == ""
         assert not (plain.run_dir / FILE).exists()
-
-
-def test_every_observation_of_a_track_counts(run):
-    found = {}
-    for sweeps in (0, 1):
-        with Store.open(run.run_dir) as store:
-            tracks = tracks_of(store)
-            found[sweeps] = track_refinement.refine_tracks(store, RefineConfig(), sweeps=sweeps)
-            right = spread(tracks, {name: store.keypoints(name) for name in tracks.names}) < 3
-    apart = [
-        spread(tracks, {name: each.keypoints for name, each in found[sweeps].items()})[right].mean()
-        for sweeps in (0, 1)
-    ]
-    assert apart[1] < 0.97 * apart[0]
-    for one, all_of_them in zip(found[0].values(), found[1].values(), strict=True):
-        assert np.array_equal(one.refined, all_of_them.refined)
-        assert np.array_equal(one.keypoints[~one.refined], all_of_them.keypoints[~one.refined])
-
-
-def test_an_observation_that_contradicts_the_others_is_left_out():
-    found = track_refinement._Positions(
-        np.array([[10.0, 10.0], [30.0, 30.0], [50.0, 50.0]]), np.full(3, 0.01)
-    )
-    found.refined[2] = True
-
-    def refined(parent, place):
-        nodes = np.array([[parent, 2]])
-        refinement = MatchRefinement(np.zeros(1, np.uint8), np.full((1, 2, 2), 0.01) * np.eye(2), np.ones(1))
-        matches = Matches(nodes, np.zeros((1, 2)), np.array([place]), np.ones(1), refinement=refinement)
-        return track_refinement._Step(0, False, np.zeros(1, int), nodes[:, 0], nodes[:, 1]), matches
-
-    found.average([refined(0, [50.2, 50.0]), refined(1, [52.0, 50.0])])
-    assert np.allclose(found.points[2], [50.2, 50.0]) and np.allclose(found.covariances[2], 0.01 * np.eye(2))
-    found.average([refined(0, [50.2, 50.0]), refined(1, [50.1, 50.0])])
-    assert np.allclose(found.points[2], [50.15, 50.0]) and np.allclose(found.covariances[2], 0.01 * np.eye(2))

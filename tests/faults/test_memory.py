@@ -51,12 +51,6 @@ def test_attention_in_half_precision_has_few_shapes(monkeypatch, tried, matrix_u
     tried(len(counts))
 
 
-def test_large_counts_have_few_sizes():
-    sizes = {cpu.even_size(count) for count in range(1, 4097)}
-    assert len(sizes) <= 28
-    assert all(count <= cpu.even_size(count) <= max(count + 63, 1.25 * count) for count in range(1, 4097))
-
-
 GELU = """
 import sys
 from pathlib import Path

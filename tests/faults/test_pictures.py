@@ -144,15 +144,6 @@ def test_sixteen_bits_with_alpha(tmp_path, rng):
     assert np.array_equal(found.opaque, values[..., 3] != 0)
 
 
-def test_sixteen_bits_that_are_read_as_eight_are_said(tmp_path, rng):
-    values = rng.integers(0, 65536, (20, 30, 3), dtype=np.uint16)
-    path = deep(tmp_path / "a.png", values)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cv2, "imdecode", lambda *_: None)
-        with pytest.warns(ImageWarning, match="16 bits a sample are read as 8"):
-            assert decode(path, 10**6).samples.dtype == np.uint8
-
-
 @pytest.mark.parametrize(("kind", "order"), [("Pf", "<"), ("Pf", ">"), ("PF", "<")])
 def test_float_maps(tmp_path, rng, kind, order):
     shape = (12, 16, 3) if kind == "PF" else (12, 16)

@@ -124,8 +124,9 @@ def test_who_holds_a_run_is_said_in_one_line(tmp_path):
     """The note is a file of the run, which may be anybody's; other bytes were an internal error."""
     lock = StoreLock(tmp_path)
     (tmp_path / HOLDER).write_bytes(b"\xff\x1b[2J\n" + b"x" * 500)
-    with pytest.raises(UsageError, match=r"another run \(.\?\[2J\?x{100,200}\);"):
+    with pytest.raises(UsageError, match="another run") as caught:
         StoreLock(tmp_path)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
     lock.release()
 
 

@@ -53,22 +53,6 @@ def test_eight_threads_give_serial_results(pairs, tried, preset):
     tried(len(found))
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_gives_the_same(pairs):
-    pipe = matcher.load("nearest", max_keypoints=96, device="cpu")
-    serial = facts(pipe.match(*pairs[0]))
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(writing, json.dumps(facts(pipe.match(*pairs[0])) == serial).encode())
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    os.close(writing)
-    assert os.read(reading, 99) == b"true"
-
-
 FORKING = """
 import os, signal, sys
 import torch
