@@ -6,9 +6,9 @@ import cv2
 import numpy as np
 import PIL.Image
 import pytest
+from command import run
 
 import matcher
-from matcher.cli import main
 from matcher.config import EstimationConfig
 from matcher.geometry import warp_points
 from matcher.verify.planes import estimate_planar
@@ -20,10 +20,6 @@ SIMILARITY = np.array(
 )
 AFFINE = np.array([[0.9, 0.2, 20.0], [-0.1, 1.2, 15], [0, 0, 1]])
 HOMOGRAPHY = np.array([[0.9, 0.1, 30.0], [-0.05, 1.0, 20], [2e-4, 1e-4, 1]])
-
-
-def run(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import cv2
 import numpy as np
 import pytest
 import typer
+from command import run
 
 import matcher
 from matcher import loading as loading_module
-from matcher.cli import main
 from matcher.cli.output import exit_code_of, messages
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,10 +27,6 @@ ARRAYS = {
     "geometry_kind", "matrix", "cam1_from_cam0", "size0", "size1", "refinement", "covariances",
     "correlations",
 }  # fmt: skip
-
-
-def run(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 def match(views: tuple[Path, Path], *options: object) -> int:

@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 import PIL.Image
 import pytest
 import typer
+from command import run
 
 import matcher
 from matcher.cli import COMMANDS, GROUPS, build, main
@@ -21,10 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 EVERY = [[name] for name in COMMANDS] + [
     [group, name] for group, (_, names) in GROUPS.items() for name in resolve_name(names)
 ]
-
-
-def run(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 def help_of(capfd, *command: str) -> str:

@@ -6,19 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from collection_scene import aligned, centres, render_photos
+from command import run
 
 import matcher
 from matcher import tiling as extraction
-from matcher.cli import main
 from matcher.sfm.models import SparseModel
 from matcher.sfm.reconstruct import Reconstruction
 
 pycolmap = pytest.importorskip("pycolmap")
 FAST = ("--preset", "nearest", "--max-keypoints", "1500", "--workers", "0", "--threads", "1")
-
-
-def run(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ import numpy as np
 import PIL.Image
 import pytest
 from collection_runs import QUICK, ROOT, contents, photos
+from command import run
 from random_collection import SETTINGS
 
 import matcher
 from matcher.cameras import Camera
-from matcher.cli import main
 from matcher.collection.collection import Collection
 from matcher.collection.schema import Counts, checksum, encode_keypoints
 from matcher.collection.sources import PairChoice, Selection, default_choice
@@ -26,10 +26,6 @@ from matcher.errors import ImageError, UsageError
 
 NEAR, FAR = Camera(200, 200, 99.5, 79.5), Camera(900, 900, 99.5, 79.5)
 NAMES = [f"view 0{number}.png" for number in range(6)]
-
-
-def run(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 def collect(folder: Path, run_dir: Path, *more: object) -> int:

@@ -6,10 +6,10 @@ import cv2
 import numpy as np
 import PIL.Image
 import pytest
+from command import run
 
 import matcher
 from matcher.alignment.find import Window, windows
-from matcher.cli import main
 from matcher.geometry import warp_points
 from matcher.images import read_image
 from matcher.viz.overlays import resizing
@@ -17,10 +17,6 @@ from matcher.viz.overlays import resizing
 # Centre in the image, scale and turn in degrees of what is pasted.
 POSES = [(150, 150, 0.6, 0), (430, 140, 0.8, 130), (330, 390, 1.4, -60)]
 QUICK = ("--preset", "nearest", "--max-keypoints", 600)
-
-
-def run(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import numpy as np
 import PIL.Image
 import pytest
 from collection_scene import centres, render_photos, texture
+from command import run
 
 import matcher
-from matcher.cli import main
 from matcher.collection.collection import Collection
 from matcher.collection.store import Store
 from matcher.errors import IntegrityError, UsageError
@@ -24,10 +24,6 @@ FAST = ("--preset", "nearest", "--max-keypoints", "600", "--workers", "0", "--th
 SLIM = ("--workers", 0, "--threads", 1)  # for a model that is continued
 CAMERA = ("--camera", "528,528,239.5,179.5")
 NEW = ("photo1.png", "photo4.png")
-
-
-def run(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

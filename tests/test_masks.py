@@ -6,9 +6,9 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from command import run
 
 import matcher
-from matcher.cli import main
 from matcher.collection.settings import stored_pipeline
 from matcher.collection.sources import Photos
 from matcher.collection.store import Store
@@ -19,10 +19,6 @@ from matcher.serve.page import Choices, Matching
 
 QUICK = ("--preset", "nearest", "--max-keypoints", 200)
 HALF = 80  # columns of the scene that masks keep
-
-
-def run(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 @pytest.fixture
@@ -170,7 +166,7 @@ def test_a_run_keeps_whether_transparency_is_ignored(files, transparent, capfd):
     given = ("collection", files / "images", "--run", files / "run", *QUICK, "--exhaustive", "--workers", 0)
     assert run(*given, "--no-alpha-mask") == 0
     assert run(*given) == 2
-    assert "--no-alpha-mask: False in the run" in capfd.readouterr().err
+    assert "alpha-mask: False in the run" in capfd.readouterr().err
     assert run(*given, "--no-alpha-mask") == 0  # it continues
     with Store.open(files / "run") as store:
         assert store.features("0.png").keypoints[:, 0].max() > HALF

@@ -9,10 +9,10 @@ import cv2
 import numpy as np
 import pytest
 from collection_scene import CAMERA, MemoryStore, renamed, render_photos, ring, synthetic_store
+from command import run
 
 import matcher
 from matcher.cameras import RigCamera, RigConfig, read_rig_config
-from matcher.cli import main
 from matcher.errors import UsageError
 from matcher.export.colmap import CameraChoice
 from matcher.export.formats import export
@@ -198,10 +198,6 @@ def test_images_that_do_not_fit_the_rig_are_named(stereo, tmp_path):
     with pytest.raises(UsageError, match="colmap"):
         export(stereo, "kapture", out, CameraChoice(rig=rig()))
     assert not out.exists()
-
-
-def run(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

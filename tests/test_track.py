@@ -5,9 +5,9 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+from command import run
 from sequence_walls import BASELINE, CAMERA, STEP, make_walls, picture, write_pairs
 
-from matcher.cli import main
 from matcher.errors import ImageError, UsageError
 from matcher.sequence.capture import open_frames
 from matcher.sequence.trajectory import read_poses
@@ -22,10 +22,6 @@ def walls() -> list[np.ndarray]:
 def folders(walls, tmp_path) -> tuple[Path, Path, Path]:
     """Six rectified pairs and their true poses in KITTI's form."""
     return write_pairs(tmp_path, walls)
-
-
-def run(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 def track(*arguments: object) -> int:

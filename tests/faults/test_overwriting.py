@@ -5,17 +5,12 @@ from pathlib import Path
 
 import pytest
 from collection_runs import QUICK, photos
-
-from matcher.cli import main
+from command import run
 
 pytestmark = pytest.mark.promise(2)
 
 FILES = {"colmap": "mine.db", "npz": "mine.npz"}
 FOLDERS = ("hloc", "openmvg", "kapture")
-
-
-def run(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
