@@ -219,16 +219,11 @@ def test_mistakes_are_refused_before_any_work(made, tmp_path, capfd):
         ((photos, "--continue", tmp_path), "COLMAP model"),
         ((photos, "--continue", model, "--poses", model), "--poses"),
         ((photos, "--continue", model, "--max-keypoints", 5), "settings"),
-        ((photos, "--continue", model, "--preset", "hybrid"), "settings"),
-        ((photos, "--continue", model, "--no-upright"), "settings"),
         ((photos, "--continue", model, "--weights", "hybrid"), "weights"),
         ((photos, "--continue", model, "--mapper", "global"), "global"),
-        ((photos, "--poses", model, "--mapper", "global"), "global"),
         ((made / "model-run", "--preset", "hybrid"), "already matched"),
         ((photos, "--poses", tmp_path / "none.txt"), "none.txt"),
         ((photos, "--poses", tmp_path / "bad.txt"), "bad.txt"),
-        ((photos, "--poses", tmp_path / "path.tum"), "path.tum"),
-        ((photos, "--poses", model, "--camera", "500,500,240,180"), "camera"),
         ((made / "model-run", "--poses", model, "--camera", "500,500,240,180"), "camera"),
     ):
         assert run("sfm", *arguments, "--out", out) == 2, arguments

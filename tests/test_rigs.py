@@ -143,15 +143,11 @@ def test_pictures_of_no_rig_are_mapped_beside_it(stereo, tmp_path):
     "cameras",
     [
         [LEFT_ROW],
-        [LEFT_ROW, LEFT_ROW],
-        [RIGHT_ROW, {"image_prefix": "x"}],
         [LEFT_ROW, {}],
         [LEFT_ROW, RIGHT_ROW | {"cam_from_rig_rotation": [2, 0, 0, 0]}],
-        [LEFT_ROW, RIGHT_ROW | {"cam_from_rig_translation": [1, 2]}],
         [LEFT_ROW, RIGHT_ROW | {"cam_from_rig_translation": [1, 2, float("nan")]}],
         [LEFT_ROW, RIGHT_ROW | {"cam_from_rig_translation": [1e308, 0, 0]}],
         [LEFT_ROW, {"image_prefix": "right/", "cam_from_rig_rotation": [1, 0, 0, 0]}],
-        [LEFT_ROW, RIGHT_ROW | {"camera_model_name": "PINHOLE"}],
         [LEFT_ROW, RIGHT_ROW | {"camera_model_name": "PINHOLE", "camera_params": [1]}],
         [LEFT_ROW, RIGHT_ROW | {"image_prefix": "left/2/"}],
         [LEFT_ROW, RIGHT_ROW | {"baseline": 1}],
@@ -252,11 +248,7 @@ def test_the_command_names_what_does_not_fit(photographed, tmp_path, capfd):
     export = ("export", folder / "model-run", tmp_path / "e.db", "--to", "colmap")
     for arguments in (
         ("localize", model, later, "--rig", bare),
-        ("localize", model, later, "--rig", other),
-        ("localize", model, later, "--rig", tmp_path / "none.json"),
         ("sfm", folder / "photos", *new, "--rig", other),
-        ("sfm", folder / "model-run", *new, "--rig", other),
-        ("sfm", later, *new, "--rig", bare, "--continue", model),
         ("sfm", later, *new, "--rig", bare, "--poses", model),
         ("export", folder / "model-run", tmp_path / "e", "--to", "hloc", "--rig", bare),
         ("sfm", folder / "photos", *new, "--rig", told, *camera),

@@ -24,6 +24,10 @@ def folders(walls, tmp_path) -> tuple[Path, Path, Path]:
     return write_pairs(tmp_path, walls)
 
 
+def stereo(right: Path) -> list[object]:
+    return ["--right", right, "--baseline", BASELINE, "--camera", CAMERA]
+
+
 def track(*arguments: object) -> int:
     return run("track", *arguments, "--preset", "nearest", "--max-keypoints", 250)
 
@@ -32,7 +36,7 @@ def test_pairs_are_followed_measured_drawn_and_saved(folders, tmp_path, capfd):
     left, right, truth = folders
     tracks, path, plot = tmp_path / "t.npz", tmp_path / "t.tum", tmp_path / "t.png"
     code = track(
-        left, "--right", right, "--baseline", BASELINE, "--camera", CAMERA, "--ground-truth", truth,
+        left, *stereo(right), "--ground-truth", truth,
         "--output", tracks, "--output", path, "--plot", plot, "--fps", 20,
     )  # fmt: skip
     out, err = capfd.readouterr()
@@ -55,7 +59,7 @@ def test_only_files_of_our_own_are_replaced(folders, tmp_path, capfd, name):
     left, right, _ = folders
     file = tmp_path / name
     option = "--plot" if name.endswith(".png") else "--output"
-    pairs = ["--right", right, "--baseline", BASELINE, "--camera", CAMERA, "--frames", 2, option, file]
+    pairs = [*stereo(right), "--frames", 2, option, file]
     file.write_bytes(b"my own notes")
     assert track(left, *pairs) == 2
     assert "--overwrite" in capfd.readouterr().err and file.read_bytes() == b"my own notes"
@@ -69,14 +73,14 @@ def test_true_poses_that_stand_still_have_no_errors_per_length(folders, tmp_path
     left, right, _ = folders
     lines = [line.replace("0", str(0.05 * frame), 1) if line[0] == "0" else line for frame in range(6)]
     (tmp_path / "truth.txt").write_text("\n".join(lines))
-    pairs = ["--right", right, "--baseline", BASELINE, "--camera", CAMERA, "--frames", 3, "--fps", 20]
+    pairs = [*stereo(right), "--frames", 3, "--fps", 20]
     assert track(left, *pairs, "--ground-truth", tmp_path / "truth.txt", "--json") == 0
     assert json.loads(capfd.readouterr().out)["segments"] == []
 
 
 def test_json_is_one_object(folders, capfd):
     left, right, truth = folders
-    pairs = ["--right", right, "--baseline", BASELINE, "--camera", CAMERA]
+    pairs = stereo(right)
     assert track(left, *pairs, "--ground-truth", truth, "--frames", 5, "--json") == 0
     found = json.loads(capfd.readouterr().out)
     assert found["frames"] == found["poses"] == 5
@@ -103,7 +107,7 @@ def test_a_pair_of_unequal_sizes_is_a_dropped_frame_and_one_of_another_size_is_t
     cv2.imwrite(str(right / "3.png"), cv2.imread(str(right / "3.png"))[:200])
     for side in (left, right):
         cv2.imwrite(str(side / "4.png"), cv2.resize(cv2.imread(str(side / "4.png")), (160, 120)))
-    pairs = ["--right", right, "--baseline", BASELINE, "--camera", CAMERA]
+    pairs = stereo(right)
     assert track(left, *pairs, "--json") == 4
     out, err = capfd.readouterr()
     found = json.loads(out)
@@ -113,7 +117,7 @@ def test_a_pair_of_unequal_sizes_is_a_dropped_frame_and_one_of_another_size_is_t
 
 def test_black_frames_alone_have_no_trajectory_and_identical_ones_stand_still(folders, tmp_path, capfd):
     left, right, _ = folders
-    pairs = ["--right", right, "--baseline", BASELINE, "--camera", CAMERA]
+    pairs = stereo(right)
     first = [(side / "0.png").read_bytes() for side in (left, right)]
     for i in range(6):
         for side, data in zip((left, right), first, strict=True):
@@ -228,8 +232,7 @@ def test_a_recording_is_written_whole(folders, tmp_path, capfd):
     pytest.importorskip("rerun")
     left, right, _ = folders
     file = tmp_path / "r.rrd"
-    options = ["--right", right, "--baseline", BASELINE, "--camera", CAMERA]
-    assert track(left, *options, "--frames", 3, "--output", file) == 0
+    assert track(left, *stereo(right), "--frames", 3, "--output", file) == 0
     assert file.read_bytes()[:4].startswith(b"RRF") and file.stat().st_size > 10_000
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
@@ -269,9 +272,7 @@ def test_names_are_times_in_any_unit(tmp_path, unit):
     step = 0.05 if unit > 1 else 1.0
     found = times(touch(tmp_path / "data", names))
     np.testing.assert_allclose(found, TIME // 10**9 + step * np.arange(4), atol=1e-5)
-
-
-def test_numbers_that_are_no_times_count_frames(tmp_path):
+    # Numbers that are no times count frames.
     assert times(touch(tmp_path / "kitti", ["0000000000.png", "0000000001.png"])) == [0.0, 0.1]
 
 
@@ -313,16 +314,7 @@ def test_files_beside_the_images_say_their_times(tmp_path, name, beside):
 
 def test_times_that_do_not_meet_are_named_with_their_likely_unit(folders, tmp_path, capfd):
     left, right, _ = folders
-    pairs = [
-        "--right",
-        right,
-        "--baseline",
-        BASELINE,
-        "--camera",
-        CAMERA,
-        "--ground-truth",
-        tmp_path / "t.tum",
-    ]
+    pairs = [*stereo(right), "--ground-truth", tmp_path / "t.tum"]
     for scale, words in ((1e9, "nanoseconds"), (1e3, "milliseconds")):
         for index, path in enumerate(sorted(left.iterdir())):
             for side in (left, right):
@@ -343,7 +335,7 @@ def test_poses_that_nobody_measured_are_written_on_request_only(folders, tmp_pat
         noise = np.random.default_rng(number).integers(0, 255, (240, 320), dtype=np.uint8)
         for side in (left, right):
             cv2.imwrite(str(side / f"{number}.png"), noise)
-    pairs = [left, "--right", right, "--baseline", BASELINE, "--camera", CAMERA]
+    pairs = [left, *stereo(right)]
     assert track(*pairs, "--output", tmp_path / "a.tum", "--json") == 0
     facts = json.loads(capfd.readouterr().out)
     assert (facts["poses"], facts["bridged"], facts["statuses"]["lost"]) == (6, 2, 2)
@@ -353,10 +345,6 @@ def test_poses_that_nobody_measured_are_written_on_request_only(folders, tmp_pat
     for name in ("a.tum", "a.kitti"):
         assert len(read_poses(tmp_path / name)[1]) == 8
         assert "not measured" in (tmp_path / name).read_text()
-    with np.load(_npz(pairs, tmp_path)) as data:
+    assert track(*pairs, "--output", tmp_path / "a.npz") == 0
+    with np.load(tmp_path / "a.npz") as data:
         assert data["pose_status"].tolist() == ["ok"] * 6 + ["bridged"] * 2
-
-
-def _npz(pairs: list[object], folder: Path) -> Path:
-    assert track(*pairs, "--output", folder / "a.npz") == 0
-    return folder / "a.npz"

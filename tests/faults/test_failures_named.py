@@ -2,8 +2,8 @@
 
 import pytest
 from collection_runs import QUICK, photos
+from command import run
 
-from matcher.cli import main
 from matcher.collection.store import Store
 
 pytestmark = pytest.mark.promise(9)
@@ -27,20 +27,20 @@ def folder(tmp_path):
 
 
 def test_images_that_cannot_be_used_are_named_with_their_reasons(folder, tmp_path, capfd, tried):
-    run = tmp_path / "run"
-    command = ["collection", folder[0], "--run", run, *QUICK, "--exhaustive", "--workers", 0]
-    assert main([*map(str, command)]) == 4
+    run_dir = tmp_path / "run"
+    command = ["collection", folder[0], "--run", run_dir, *QUICK, "--exhaustive", "--workers", 0]
+    assert run(*command) == 4
     capfd.readouterr()
-    with Store.open(run) as store:
+    with Store.open(run_dir) as store:
         failed = {image.name: image.reason for image in store.images() if image.status == "failed"}
         pairs = {frozenset((pair.name0, pair.name1)) for pair in store.failed()}
         counts = store.counts()
     assert sorted(failed) == folder[1] and all(failed.values())
     assert counts.pairs_done == 3 and len(pairs) == counts.pairs_failed == 25
-    assert main(["status", str(run)]) == 4
+    assert run("status", run_dir) == 4
     shown = capfd.readouterr().out
     assert all(name in shown for name in folder[1]) and "25 failed" in shown
-    assert main(["report", str(run), "--output", str(tmp_path / "r.html")]) == 0
+    assert run("report", run_dir, "--output", tmp_path / "r.html") == 0
     page = (tmp_path / "r.html").read_text("utf-8")
     assert all(name in page for name in folder[1])
     tried(len(folder[1]) + 25)
@@ -49,7 +49,7 @@ def test_images_that_cannot_be_used_are_named_with_their_reasons(folder, tmp_pat
 def test_one_image_that_cannot_be_used(folder, capfd, tried):
     whole = folder[0] / "view 00.png"
     for name in folder[1]:
-        assert main(["match", str(whole), str(folder[0] / name), "--preset", "nearest"]) == 3
+        assert run("match", whole, folder[0] / name, "--preset", "nearest") == 3
         assert name in capfd.readouterr().err
         tried()
 
@@ -59,15 +59,15 @@ def test_names_that_cannot_be_stored_are_named(tmp_path, capfd):
     (name,) = photos(tmp_path / "photos", 1)
     (tmp_path / "photos" / name).rename(tmp_path / "photos" / "a\nb.png")
     command = ["collection", tmp_path / "photos", "--run", tmp_path / "run", *QUICK, "--exhaustive"]
-    assert main([*map(str, command)]) == 2
+    assert run(*command) == 2
     assert "can be stored ('a\\nb.png')" in capfd.readouterr().err
 
 
 def test_exports_say_what_they_leave_out(folder, tmp_path, capfd):
-    run = tmp_path / "run"
-    command = ["collection", folder[0], "--run", run, *QUICK, "--exhaustive", "--workers", 0]
-    main([*map(str, command)])
+    run_dir = tmp_path / "run"
+    command = ["collection", folder[0], "--run", run_dir, *QUICK, "--exhaustive", "--workers", 0]
+    run(*command)
     capfd.readouterr()
-    assert main(["export", str(run), "--to", "npz", str(tmp_path / "m.npz")]) in (0, 4)
+    assert run("export", run_dir, "--to", "npz", tmp_path / "m.npz") in (0, 4)
     said = capfd.readouterr()
     assert "5 images failed" in said.out + said.err

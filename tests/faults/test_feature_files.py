@@ -4,8 +4,8 @@ import time
 
 import numpy as np
 import pytest
+from command import run
 
-from matcher.cli import main
 from matcher.collection.store import Store
 
 h5py = pytest.importorskip("h5py")
@@ -21,6 +21,11 @@ def entry(file, name: str, count: int = 30, seed: int = 1):
     group["descriptors"] = descriptors / np.linalg.norm(descriptors, axis=0)
     group["image_size"] = np.array([100, 100])
     return group
+
+
+def collect(file, run_dir) -> int:
+    options = ("--features", file, "--preset", "nearest", "--exhaustive", "--workers", 0)
+    return run("collection", file.parent / "photos", "--run", run_dir, *options)
 
 
 def replace(group, key: str, value) -> None:
@@ -68,12 +73,10 @@ def test_an_entry_that_is_no_entry_fails_with_its_reason(tmp_path, capfd, name):
     with h5py.File(tmp_path / "features.h5", "w") as file:
         entry(file, "good.jpg"), entry(file, "other.jpg", seed=1)
         FAULTS[name](entry(file, "wrong.jpg"), tmp_path / "secret")
-    run = tmp_path / "run"
-    command = ["collection", tmp_path / "photos", "--run", run, "--features", tmp_path / "features.h5"]
-    code = main([*map(str, command), "--preset", "nearest", "--exhaustive", "--workers", "0"])
+    code = collect(tmp_path / "features.h5", run_dir := tmp_path / "run")
     errors = capfd.readouterr().err
     assert code == 4 and "Traceback" not in errors, errors
-    with Store.open(run) as store:
+    with Store.open(run_dir) as store:
         failed = {image.name: image.reason for image in store.images() if image.status == "failed"}
         assert list(failed) == ["wrong.jpg"] and "features.h5" in failed["wrong.jpg"]
         assert store.counts().pairs_done == 1
@@ -86,18 +89,11 @@ def test_names_that_lead_elsewhere_are_not_taken(tmp_path, capfd, tried):
         entry(file, "good.jpg"), entry(file, "sub/good.jpg")
         for name in names:
             entry(file, name)
-    command = ["collection", tmp_path / "photos", "--run", tmp_path / "run", "--features"]
-    options = ["--preset", "nearest", "--exhaustive", "--workers", "0"]
-    main([*map(str, command), str(tmp_path / "features.h5"), *options])
+    collect(tmp_path / "features.h5", tmp_path / "run")
     capfd.readouterr()
     with Store.open(tmp_path / "run") as store:
         assert sorted(image.name for image in store.images()) == ["good.jpg", "sub/good.jpg"]
     tried(len(names))
-
-
-def command(file, run) -> list[str]:
-    options = ["--features", file, "--preset", "nearest", "--exhaustive", "--workers", "0"]
-    return [*map(str, ("collection", file.parent / "photos", "--run", run, *options))]
 
 
 def test_groups_in_groups_without_end_are_refused_soon(tmp_path, capfd, tried):
@@ -110,8 +106,8 @@ def test_groups_in_groups_without_end_are_refused_soon(tmp_path, capfd, tried):
             group = file.create_group("d")
             for _ in range(depth):
                 group = group.create_group("d")
-        begun, run = time.process_time(), tmp_path / f"run of {name}"
-        code = main(command(tmp_path / name, run))
+        begun, run_dir = time.process_time(), tmp_path / f"run of {name}"
+        code = collect(tmp_path / name, run_dir)
         assert time.process_time() - begun < SECONDS
         errors = capfd.readouterr().err
         assert "Traceback" not in errors and "internal error" not in errors, errors
@@ -119,7 +115,7 @@ def test_groups_in_groups_without_end_are_refused_soon(tmp_path, capfd, tried):
             assert code == 2 and "groups in groups" in errors
         else:
             assert code == 0
-            with Store.open(run) as store:
+            with Store.open(run_dir) as store:
                 assert sorted(image.name for image in store.images()) == ["good.jpg", "sub/other.jpg"]
         tried()
 
@@ -136,7 +132,7 @@ def test_features_files_with_bytes_changed(tmp_path, capfd, tried):
         for place in rng.integers(0, min(len(whole), 6000) if number % 2 else len(whole), 1 + number % 4):
             changed[place] = rng.integers(256)
         path.write_bytes(changed[: None if number % 5 else rng.integers(len(whole))])
-        codes.add(main(command(path, tmp_path / f"run{number}")))
+        codes.add(collect(path, tmp_path / f"run{number}"))
         errors = capfd.readouterr().err
         assert codes <= {0, 2, 4, 5} and "Traceback" not in errors and "internal error" not in errors, errors
         tried()

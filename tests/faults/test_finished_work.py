@@ -87,19 +87,15 @@ def check_sound(run: Path, unbroken: dict, acknowledged: int) -> int:
     return len(held)
 
 
-def test_three_kills_lose_nothing(scene, tmp_path, tried):
-    acknowledged = kill_again_and_again(scene, tmp_path / "run", 3, workers=0)
-    tried(3)
-    assert max(acknowledged) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-def test_fifty_kills_lose_nothing(scene, tmp_path, tried, workers):
-    acknowledged = kill_again_and_again(scene, tmp_path / "run", 50, workers)
-    tried(50)
+@pytest.mark.parametrize(
+    ("times", "workers"),
+    [(3, 0), pytest.param(50, 0, marks=pytest.mark.slow), pytest.param(50, 2, marks=pytest.mark.slow)],
+)
+def test_kills_lose_nothing(scene, tmp_path, tried, times, workers):
+    acknowledged = kill_again_and_again(scene, tmp_path / "run", times, workers)
+    tried(times)
     print("acknowledged when killed:", acknowledged)
-    assert sum(count > 0 for count in acknowledged) > 10
+    assert sum(count > 0 for count in acknowledged) > times // 5
 
 
 SITE = """
