@@ -201,5 +201,5 @@ def test_a_scene_with_depth_is_told_of(capfd, tmp_path):
     assert found.found and found.agreeing < 0.5 and "no plane" in found.summary()
     cv2.imwrite(str(tmp_path / "0.png"), scene)
     cv2.imwrite(str(tmp_path / "1.png"), moved)
-    command = ["align", str(tmp_path / "0.png"), str(tmp_path / "1.png"), "--preset", "nearest"]
-    assert main(command) == 0 and main([*command, "--fail-below", "0.5"]) == 4
+    command = ("align", tmp_path / "0.png", tmp_path / "1.png", "--preset", "nearest")
+    assert run(*command) == 0 and run(*command, "--fail-below", 0.5) == 4
