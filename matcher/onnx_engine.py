@@ -177,7 +177,9 @@ def _session(data: bytes, weights: dict[str, np.ndarray]) -> tuple[onnxruntime.I
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     values = [onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for a in weights.values()]
     options.add_external_initializers(list(weights), values)
-    return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"]), values
+    # Version 1.17 fuses transposed products of float64, but cannot compute them.
+    kept = {"providers": ["CPUExecutionProvider"], "disabled_optimizers": ["MatmulTransposeFusion"]}
+    return onnxruntime.InferenceSession(data, options, **kept), values
 
 
 # The front end.
