@@ -15,7 +15,6 @@ from matcher.collection.store import Store
 from matcher.explain.report import write_report
 from matcher.images import image_from_array
 from matcher.sequence.capture import open_frames
-from matcher.serve.page import Choices, Matching
 
 QUICK = ("--preset", "nearest", "--max-keypoints", 200)
 HALF = 80  # columns of the scene that masks keep
@@ -52,13 +51,19 @@ def images_of(files):
 def test_pairs_take_masks(files, small_weights):
     found = matcher.align(*images_of(files), "nearest", max_keypoints=200, **masks_of(files))
     assert is_kept(found.result.features0.keypoints) and is_kept(found.result.features1.keypoints)
+    pipeline = matcher.load("hybrid", weights=small_weights, max_keypoints=200)
+    result = write_report(pipeline, *images_of(files), files / "why.html", **masks_of(files))
+    assert is_kept(result.features0.keypoints) and is_kept(result.features1.keypoints)
+
+
+def test_the_page_takes_masks(files):
+    pytest.importorskip("gradio", reason="gradio (the extra `app`) is not installed")
+    from matcher.serve.page import Choices, Matching
+
     answer = Matching("cpu").answer(
         *images_of(files), Choices("nearest", max_keypoints=200), **masks_of(files), explained=False
     )
     assert is_kept(answer.result.features0.keypoints) and is_kept(answer.result.features1.keypoints)
-    pipeline = matcher.load("hybrid", weights=small_weights, max_keypoints=200)
-    result = write_report(pipeline, *images_of(files), files / "why.html", **masks_of(files))
-    assert is_kept(result.features0.keypoints) and is_kept(result.features1.keypoints)
 
 
 def test_masks_are_taken_in_every_form(files):

@@ -1,10 +1,14 @@
 """Promise 7: only requests of the page itself reach it, and uploads are bounded in size and number."""
 
 import asyncio
+import builtins
+import sys
 
 import pytest
 
-from matcher.serve.server import MOST_FILES, admitting
+from matcher.cli import main
+from matcher.errors import UsageError
+from matcher.serve.server import MOST_FILES, admitting, build_app
 
 pytestmark = pytest.mark.promise(7)
 HOST = (b"host", b"127.0.0.1:7860")
@@ -72,3 +76,20 @@ def test_uploads_are_bounded_in_size_and_number(tmp_path):
     for more in ("two", "three"):
         (tmp_path / more).touch()
     assert upload(b"5") == 413
+
+
+def test_without_gradio_the_message_says_what_to_install(monkeypatch, tmp_path, capsys):
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name.split(".")[0] == "gradio":
+            raise ModuleNotFoundError("No module named 'gradio'", name="gradio")
+        return real(name, *rest)
+
+    for name in [name for name in sys.modules if name.startswith("matcher.serve.page")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UsageError, match=r"pip install .*gradio"):
+        build_app(tmp_path)
+    assert main(["serve", "--port", "0"]) == 2
+    assert "gradio" in capsys.readouterr().err

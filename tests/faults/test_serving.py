@@ -1,12 +1,10 @@
 """Promise 7, the page that one can click: refusals, closed to others, one visit in a browser."""
 
-import builtins
 import io
 import json
 import re
 import signal
 import socket
-import sys
 import urllib.request
 
 import numpy as np
@@ -17,8 +15,10 @@ from served_page import served
 
 from matcher.cli import main
 from matcher.errors import ImageError, UsageError
+from matcher.serve.server import HOST
+
+pytest.importorskip("gradio", reason="gradio (the extra `app`) is not installed")
 from matcher.serve.page import Choices, Matching, geometry_rows
-from matcher.serve.server import HOST, build_app
 
 pytestmark = pytest.mark.promise(7)
 
@@ -65,23 +65,6 @@ def test_bad_choices_and_images_are_named(views, tmp_path):
             matching.answer(*images, choices)
 
 
-def test_without_gradio_the_message_says_what_to_install(monkeypatch, tmp_path, capsys):
-    real = builtins.__import__
-
-    def without(name, *rest):
-        if name.split(".")[0] == "gradio":
-            raise ModuleNotFoundError("No module named 'gradio'", name="gradio")
-        return real(name, *rest)
-
-    for name in [name for name in sys.modules if name.startswith("matcher.serve.page")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UsageError, match=r"pip install .*gradio"):
-        build_app(tmp_path)
-    assert main(["serve", "--port", "0"]) == 2
-    assert "gradio" in capsys.readouterr().err
-
-
 def test_a_taken_port_is_passed_over_and_a_bad_one_named(capsys):
     from matcher.serve.server import _listen
 
@@ -97,7 +80,6 @@ def test_a_taken_port_is_passed_over_and_a_bad_one_named(capsys):
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    pytest.importorskip("gradio", reason="gradio (the extra `app`) is not installed")
     with served(tmp_path_factory.mktemp("temporary")) as address:
         yield address
 
@@ -117,7 +99,6 @@ def test_the_page_answers_this_machine_only(address):
 
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGHUP"])
 def test_nothing_is_kept_when_the_terminal_is_closed(tmp_path, end):
-    pytest.importorskip("gradio", reason="gradio (the extra `app`) is not installed")
     with served(tmp_path, getattr(signal, end)) as address:
         urllib.request.urlopen(address).close()
         assert list(tmp_path.iterdir())
