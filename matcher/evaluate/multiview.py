@@ -239,7 +239,6 @@ def pairs_of(folder: Path, views: Sequence[dict[str, Any]]) -> np.ndarray:
 # --- Photos with true poses and cameras in the order of time, to localise.
 
 Split = Literal["last", "blocks", "even"]
-SPLITS: tuple[Split, ...] = ("last", "blocks", "even")
 BLOCK = 15  # photos of a block
 NAMED = {
     "kitchen": Path("multiview") / "val" / "kitchen",

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 TURNS = 4  # quarter turns of a full one; a descriptor has a group of channels for each
 STEERABLE = "learned"  # the front end with steerable descriptors
-EXIF_TURNS = {1: 0, 6: 1, 3: 2, 8: 3}  # clockwise quarter turns of the EXIF orientations without reflection
 # The EXIF orientation with one more clockwise turn than orientation 1 … 8; index 0 is unused.
 TURNED_EXIF = (0, 6, 7, 8, 5, 2, 3, 4, 1)
 
@@ -29,7 +28,6 @@ FEW = 384  # keypoints that are compared first
 # Least ratio of the evidence of the best turn to that of the second best at which a few keypoints decide. On
 # hard indoor pairs that is so for two thirds, and the decision was always that of all keypoints.
 DECISIVE = 1.5
-MIN_DISTANCE = 1e-6  # cosine distance below which descriptors count as equal
 # Evidence per keypoint for no turn above which no other is tried; unrelated images have 0.002.
 CERTAIN = 0.04
 MIN_GAIN = 0.2  # margin of evidence by which a turn must exceed no turn
