@@ -1,5 +1,7 @@
 """Panoramas: crops of one picture come out as the picture, turned views on a sphere."""
 
+from pathlib import Path
+
 import cv2
 import numpy as np
 import pytest
@@ -61,3 +63,11 @@ def test_the_command(scene, tmp_path, capfd):
     assert main([*command, "--output", str(tmp_path / "made" / "all.png")]) == 4  # one is of nothing
     assert "3.png" in capfd.readouterr().err
     assert cv2.imread(str(tmp_path / "made" / "all.png")).shape == (512, 768, 3)
+
+
+def test_a_scene_with_depth_is_no_speck_and_is_told_of(tmp_path, capfd):
+    views = [str(Path(__file__).parents[1] / "assets" / f"view{n}.jpg") for n in (0, 1)]
+    out = tmp_path / "all.png"
+    assert main(["stitch", *views, "--max-keypoints", "1024", "--output", str(out)]) == 0
+    assert "of the matches agree" in capfd.readouterr().err
+    assert min(cv2.imread(str(out)).shape[:2]) >= 500

@@ -54,7 +54,7 @@ def read_full(pipeline: Pipeline, image: ImageInput, mask: Mask | None = None) -
 View = Literal["warped", "blend", "checkerboard", "difference"]
 PICTURE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".tif": "TIFF", ".tiff": "TIFF"}
 _VIEWS = {"blend": blend, "checkerboard": checkerboard, "difference": difference}
-_SCENE_WITH_DEPTH = 0.5  # share of agreeing matches below which the map is right on one plane only
+SCENE_WITH_DEPTH = 0.5  # share of agreeing matches below which the map is right on one plane only
 _SUPPORT = {"too_few": "too few matches", "low_inliers": "too few of the matches agree"}
 
 
@@ -234,7 +234,7 @@ class Alignment:
             self.model == "affine"
         )
         lines.append(f"{count}, median error {self.error:.2f} pixels")
-        if self.agreeing < _SCENE_WITH_DEPTH:
+        if self.agreeing < SCENE_WITH_DEPTH:
             lines.append(
                 f"warning: only {self.agreeing:.0%} of the matches agree with it: the scene is no plane, and "
                 "what lies off it is not aligned"

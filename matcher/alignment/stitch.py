@@ -28,6 +28,9 @@ _GOOD_ENOUGH = 1.2  # a simpler map is taken if its residuals are at most so man
 _WHOLE_PIXEL = (
     0.2  # by which a shift may differ from a whole number and is taken for one: nothing is resampled
 )
+_LEAST_FOCAL = 0.25  # of the longer side, 127 degrees of view: below, the camera did not only turn
+    0.25  # of the longer side, 127 degrees of view: shorter ones are of scenes that do not only turn
+)
 _FEWEST = 12  # points of an image that its map is fitted to
 
 
@@ -40,6 +43,7 @@ class Panorama:
     used: tuple[int, ...]  # the images that it shows, by their number
     projection: Projection
     model: PlaneModel | None  # of planes
+    agreeing: float  # share of the matches that one homography a pair explains; low where the scene has depth
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the picture, which appears whole or not at all; `.png`, `.jpg` or `.tif`.
@@ -114,7 +118,12 @@ def stitch(
     if crop:
         top, bottom, left, right = _inner_rectangle(covered)
         panorama, covered = panorama[top:bottom, left:right], covered[top:bottom, left:right]
-    return Panorama(panorama, covered, tuple(group), projection, chosen)
+    return Panorama(panorama, covered, tuple(group), projection, chosen, _agreeing(found, group))
+
+
+def _agreeing(found: MatchedSet, group: list[int]) -> float:
+    pairs = [both for pair, both in found.pairs.items() if set(pair) <= set(group) and both[1].status == "ok"]
+    return sum(int(geometry.inliers.sum()) for _, geometry in pairs) / sum(len(m.indices) for m, _ in pairs)
 
 
 # On a plane.
@@ -279,7 +288,8 @@ def _cameras(
         return None
     for camera, rotation in zip(cameras, turned, strict=True):
         camera.R = rotation
-    return list(cameras) if all(np.isfinite(c.focal) and c.focal > 1 for c in cameras) else None
+    longest = max(max(image.pixels.shape[:2]) for image in images)
+    return list(cameras) if all(c.focal > _LEAST_FOCAL * longest for c in cameras) else None
 
 
 def _angle_of_view(cameras: Sequence[Any], images: Sequence[Image]) -> float:

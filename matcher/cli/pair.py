@@ -309,6 +309,7 @@ def stitch(
 
     Images that overlap with none of the others are left out; then the exit code is 4.
     """
+    from matcher.alignment.align import SCENE_WITH_DEPTH
     from matcher.alignment.stitch import PICTURE_SUFFIXES
     from matcher.alignment.stitch import stitch as run
 
@@ -323,6 +324,11 @@ def stitch(
     height, width = made.pixels.shape[:2]
     how = f"{made.projection}{f', {made.model}' if made.model else ''}"
     show(f"wrote {output}: {len(made.used)} of {len(paths)} images, {width} x {height} pixels ({how})")
+    if made.agreeing < SCENE_WITH_DEPTH:
+        complain(
+            f"warning: only {made.agreeing:.0%} of the matches agree with it: the scene has depth and the "
+            "camera moved, and what lies nearer or farther is doubled or cut"
+        )
     return PARTIAL if lost else 0
 
 
