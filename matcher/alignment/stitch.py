@@ -29,8 +29,6 @@ _WHOLE_PIXEL = (
     0.2  # by which a shift may differ from a whole number and is taken for one: nothing is resampled
 )
 _LEAST_FOCAL = 0.25  # of the longer side, 127 degrees of view: below, the camera did not only turn
-    0.25  # of the longer side, 127 degrees of view: shorter ones are of scenes that do not only turn
-)
 _FEWEST = 12  # points of an image that its map is fitted to
 
 
