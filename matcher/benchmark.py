@@ -355,8 +355,8 @@ def presets(bench: Bench) -> Iterator[BenchmarkRow]:
     images, works = bench.pictures(), {}
     pipes = {
         "default preset": bench.load(),
-        "default preset, one pass": bench.load(second_pass=False),
-        "default preset, one pass, not refined": bench.load(second_pass=False, refine=False),
+        "default preset, one pass": bench.load(further_passes=False),
+        "default preset, one pass, not refined": bench.load(further_passes=False, refine=False),
         "nearest-learned": bench.load("nearest-learned"),
         "nearest": bench.load("nearest", device="cpu"),
     }
@@ -380,7 +380,7 @@ def presets(bench: Bench) -> Iterator[BenchmarkRow]:
 def matching(bench: Bench, points: int) -> Iterator[BenchmarkRow]:
     """The default network on features: "auto" against float32, full depth and no kernels."""
     features = bench.features(points)
-    options = {"max_keypoints": points, "second_pass": False}
+    options = {"max_keypoints": points, "further_passes": False}
     pipe = bench.load(**options)
     found = pipe.match_features(*features)
     others = {
@@ -399,7 +399,7 @@ def matching(bench: Bench, points: int) -> Iterator[BenchmarkRow]:
 def batches(bench: Bench) -> Iterator[BenchmarkRow]:
     """Pairs of cached features in a batch against one by one, and against reading and extracting again."""
     features = bench.features(bench.keypoints)
-    pipe = bench.load(second_pass=False)
+    pipe = bench.load(further_passes=False)
     for size in (2,) if bench.quick else (8, 32):
         pairs = [features] * size
         calls = {"one by one": lambda p=pairs: [pipe.match_features(*pair) for pair in p]}
@@ -414,7 +414,7 @@ def batches(bench: Bench) -> Iterator[BenchmarkRow]:
 
 def refinement(bench: Bench) -> Iterator[BenchmarkRow]:
     """Refining the matches of two images, beside matching them."""
-    pipe = bench.load(second_pass=False)
+    pipe = bench.load(further_passes=False)
     images = [pipe.read(path) for path in bench.images]
     features = [pipe.extract(image) for image in images]
     matches = pipe.match_features(*features)
@@ -424,7 +424,7 @@ def refinement(bench: Bench) -> Iterator[BenchmarkRow]:
 
 def onnx(bench: Bench, points: int) -> Iterator[BenchmarkRow]:
     """The default preset in ONNX Runtime in one pass, against torch in float32 with and without kernels."""
-    options = {"precision": "float32", "second_pass": False, "refine": False, "resize": 2048}
+    options = {"precision": "float32", "further_passes": False, "refine": False, "resize": 2048}
     ours, torch_ours = (bench.load(engine=e, max_keypoints=points, **options) for e in ("onnx", "torch"))
     features = bench.features(points)
     image = image_from_array(bench.pictures()[0])

@@ -267,7 +267,7 @@ class EstimationConfig:
 
 
 @dataclass(frozen=True)
-class RetryConfig:
+class FurtherPassesConfig:
     """Further passes over a pair whose first pass was not confident; none follows once one is.
 
     - `scale`: where there are few inliers, at the change of scale that descriptors suggest.
@@ -295,7 +295,7 @@ class PipelineConfig:
     estimation: EstimationConfig = EstimationConfig()
     refine: RefineConfig | None = RefineConfig()  # None: points stay where the front end found them
     weights: str | None = None  # name in the weights manifest
-    second_pass: RetryConfig | None = None  # None: one pass decides
+    further_passes: FurtherPassesConfig | None = None  # None: one pass decides
 
 
 def described(config: Any, prefix: str = "") -> list[tuple[str, Any, str]]:

@@ -60,7 +60,7 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         pruning: drop keypoints that cannot match.
         geometry: "fundamental", "homography", "homographies" (several planes), "essential" (needs cameras)
             or "none".
-        second_pass: run further passes if the first was not confident; on for `hybrid-learned`,
+        further_passes: run further passes if the first was not confident; on for `hybrid-learned`,
             off for the other presets.
         refine: move every match to where the images look most alike; by default where there are keypoints.
         upright: apply the EXIF orientation of images; True by default.
@@ -185,7 +185,7 @@ def takes(preset: str, option: str) -> bool:
 
 
 # Values of options that ask for nothing, and options that any pipeline has by itself.
-_ASKS_NOTHING = {"device": "auto", "engine": "torch", "precision": "auto", "second_pass": False}
+_ASKS_NOTHING = {"device": "auto", "engine": "torch", "precision": "auto", "further_passes": False}
 _OF_PIPELINES = ("upright", "alpha_mask", "max_pixels")
 
 
@@ -211,15 +211,15 @@ def _further_passes(
     config: PipelineConfig, own: LocalMatcher, given: Mapping[str, Any]
 ) -> FurtherPasses | None:
     """What follows where too few matches of the first pass agree; the other preset is loaded on first use."""
-    if config.second_pass is None:
+    if config.further_passes is None:
         return None
     other = None
-    if config.second_pass.preset is not None:
+    if config.further_passes.preset is not None:
         shared = {
             name: given.get(name) for name in ("device", "precision", "max_keypoints", "engine", *OF_NETWORKS)
         }
-        other = _OtherMatcher(config.second_pass.preset, shared)
-    return FurtherPasses(config.second_pass, own, other, config.estimation, config.extractor.resize)
+        other = _OtherMatcher(config.further_passes.preset, shared)
+    return FurtherPasses(config.further_passes, own, other, config.estimation, config.extractor.resize)
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +234,7 @@ class _OtherMatcher:
 
     @cached_property
     def _loaded(self) -> LocalMatcher:
-        pipeline = load(self.preset, second_pass=False, **self.options)
+        pipeline = load(self.preset, further_passes=False, **self.options)
         return LocalMatcher(pipeline.extractor, pipeline.matcher)
 
     def __getstate__(self) -> dict[str, Any]:

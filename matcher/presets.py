@@ -17,6 +17,7 @@ from matcher.config import (
     ContextConfig,
     Engine,
     ExtractorConfig,
+    FurtherPassesConfig,
     GeometryKind,
     MatchingPolicy,
     NearestConfig,
@@ -27,7 +28,6 @@ from matcher.config import (
     RefineConfig,
     RefinedCalibrationConfig,
     RefinementConfig,
-    RetryConfig,
     VerifiedCalibrationConfig,
     from_dict,
     to_dict,
@@ -151,7 +151,7 @@ def _preset(network: NetworkConfig | NearestConfig, weights: str | None, **parts
 PRESETS: dict[str, PipelineConfig] = {
     "hybrid": _preset(_HYBRID, "hybrid"),
     "hybrid-learned": _preset(
-        _HYBRID_LEARNED, "hybrid-learned", extractor=_LEARNED, second_pass=RetryConfig()
+        _HYBRID_LEARNED, "hybrid-learned", extractor=_LEARNED, further_passes=FurtherPassesConfig()
     ),
     "nearest": _preset(NearestConfig(), None),
     "nearest-learned": _preset(NearestConfig(ratio=0.91), None, extractor=_LEARNED),
@@ -209,7 +209,7 @@ class LoadOptions(TypedDict, total=False):
     early_exit: bool | None  # stop a pair at the layer where it is confident
     pruning: bool | None  # drop points that cannot match
     geometry: GeometryKind | None  # "fundamental", "homography", "homographies", "essential" or "none"
-    second_pass: bool | None  # look again, in other ways, at a pair whose first pass was not confident
+    further_passes: bool | None  # look again, in other ways, at a pair whose first pass was not confident
     refine: bool | None  # refine every match on the images; presets with keypoints do
     upright: bool | None  # apply the EXIF orientation of images
     alpha_mask: bool | None  # no keypoints where alpha is 0; False: alpha is ignored
@@ -269,8 +269,8 @@ def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineCon
         sizes["soft_resize"] = None
         if None not in (sizes["sparse_resize"], given["resize"]):
             sizes["sparse_resize"] = min(sizes["sparse_resize"], given["resize"])
-    if "second_pass" in given:
-        values["second_pass"] = _second_pass(config, given["second_pass"])
+    if "further_passes" in given:
+        values["further_passes"] = _further_passes(config, given["further_passes"])
     if "refine" in given:
         values["refine"] = to_dict(config.refine or RefineConfig()) if given["refine"] else None
     try:
@@ -290,23 +290,23 @@ def option_at(path: str) -> str:
     return next((name for name, steps in fields if ".".join(steps) == path), path)
 
 
-def _second_pass(config: PipelineConfig, wanted: bool) -> dict[str, Any] | None:
+def _further_passes(config: PipelineConfig, wanted: bool) -> dict[str, Any] | None:
     """The preset's further passes, or for a preset without any those of its own features alone."""
     if not wanted:
         return None
     if config.extractor.kind == GRID_KIND:
-        raise UsageError("second_pass needs keypoints; this preset has only the cells of a grid")
-    return to_dict(config.second_pass or RetryConfig(preset=None))
+        raise UsageError("further_passes needs keypoints; this preset has only the cells of a grid")
+    return to_dict(config.further_passes or FurtherPassesConfig(preset=None))
 
 
-def refuse_second_pass(options: Mapping[str, Any], reason: str) -> None:
-    """Refuse `second_pass=True` where pairs are matched by one pass, for a reason.
+def refuse_further_passes(options: Mapping[str, Any], reason: str) -> None:
+    """Refuse `further_passes=True` where pairs are matched by one pass, for a reason.
 
     Raises:
         UsageError: it is among the options.
     """
-    if options.get("second_pass"):
-        raise UsageError(f"{reason}; leave second_pass away")
+    if options.get("further_passes"):
+        raise UsageError(f"{reason}; leave further_passes away")
 
 
 def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -327,7 +327,7 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError("ratio must be above 0, not 0")
     if given.get("engine", "torch") not in get_args(Engine):
         raise UsageError(f"engine must be one of {', '.join(get_args(Engine))}, not {given['engine']!r}")
-    for name in ("upright", "alpha_mask", "second_pass", "refine"):
+    for name in ("upright", "alpha_mask", "further_passes", "refine"):
         if not isinstance(given.get(name, True), bool):
             raise UsageError(f"{name} must be True or False, not {given[name]!r}")
     return given

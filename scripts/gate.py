@@ -30,7 +30,7 @@ TREE, DATA = Path.cwd(), Path(os.environ.get("MATCHER_DATA", "../shared")).resol
 sys.path.insert(0, str(TREE))
 import matcher  # noqa: E402 - that of the tree
 
-ONE_PASS, ALL_PASSES = {"second_pass": False}, {}
+ONE_PASS, ALL_PASSES = {"further_passes": False}, {}
 SAME_PX = 0.05  # stored pixels within which both points of the same match lie
 LEAST_SHARE, MOST_VERDICT = 0.999, 0.001  # of matches that are the same; mean difference of verdicts
 

@@ -35,13 +35,13 @@ def parts(given: argparse.Namespace) -> None:
     from matcher.loading import build_pipeline
 
     config = find_preset(given.preset)
-    if config.second_pass is None:
+    if config.further_passes is None:
         raise UsageError(f"{given.preset} has no further passes to be switched off")
-    passes = config.second_pass.passes
-    variants = {"all parts": config, "without further passes": replace(config, second_pass=None)}
+    passes = config.further_passes.passes
+    variants = {"all parts": config, "without further passes": replace(config, further_passes=None)}
     for name in passes:
-        fewer = replace(config.second_pass, passes=tuple(each for each in passes if each != name))
-        variants[f"without {name}"] = replace(config, second_pass=fewer)
+        fewer = replace(config.further_passes, passes=tuple(each for each in passes if each != name))
+        variants[f"without {name}"] = replace(config, further_passes=fewer)
     methods = [Method(name, build_pipeline(given.preset, each, {})) for name, each in variants.items()]
     for pair_set in chosen(given):
         print(as_markdown(as_object(evaluate(pair_set, methods), baseline="all parts")), flush=True)

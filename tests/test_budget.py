@@ -51,7 +51,7 @@ def test_what_is_chosen_is_what_runs(network, views):
 
 
 def test_stages_are_left_out_before_keypoints_are_few_and_images_small(views):
-    pipeline = matcher.load("hybrid-learned", max_keypoints=600, second_pass=False, precision="float32")
+    pipeline = matcher.load("hybrid-learned", max_keypoints=600, further_passes=False, precision="float32")
     wide, _, choice = planned(pipeline, views, 1000.0)
     below = lambda one: one.matcher.model.config.policy.other_turns_below  # noqa: E731
     assert choice.without == () and below(wide) > 0 and wide.config.extractor.sparse_resize == 1024
@@ -115,7 +115,7 @@ def test_poses_fit_a_budget_too(small_weights, views):
 @pytest.mark.parametrize("preset", ["nearest", "hybrid-learned"])
 @pytest.mark.parametrize("shape", [(600, 800), (20, 31), (1, 1)])
 def test_costs_are_measured_on_noise_where_an_image_is_dark_or_tiny(preset, shape):
-    pipeline = matcher.load(preset, second_pass=False, max_keypoints=500)
+    pipeline = matcher.load(preset, further_passes=False, max_keypoints=500)
     dark = np.zeros(shape, np.uint8)
     result = pipeline.match(dark, dark, budget_ms=5000.0)
     assert len(result.matches) == 0 and result.budget.fits

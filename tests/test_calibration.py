@@ -57,7 +57,7 @@ def test_the_fit_finds_the_calibration_that_made_the_matches():
 
 @pytest.fixture(scope="module")
 def pipeline() -> matcher.Pipeline:
-    return matcher.load(max_keypoints=256, resize=400, device="cpu", second_pass=False, refine=False)
+    return matcher.load(max_keypoints=256, resize=400, device="cpu", further_passes=False, refine=False)
 
 
 def test_other_weights_are_not_calibrated(shipped_weights):
@@ -71,10 +71,10 @@ def test_other_weights_are_not_calibrated(shipped_weights):
 def test_both_engines_calibrate(pipeline, views):
     pytest.importorskip("onnxruntime")
     features = [pipeline.extract(view) for view in views]
-    float32 = matcher.load(max_keypoints=256, precision="float32", device="cpu", second_pass=False)
+    float32 = matcher.load(max_keypoints=256, precision="float32", device="cpu", further_passes=False)
     torch_found, onnx_found = (
         engine.match_features(*features)
-        for engine in (float32, matcher.load(max_keypoints=256, engine="onnx", second_pass=False))
+        for engine in (float32, matcher.load(max_keypoints=256, engine="onnx", further_passes=False))
     )
     scores = [
         dict(zip(map(tuple, f.indices.tolist()), f.scores, strict=True)) for f in (torch_found, onnx_found)
@@ -179,7 +179,7 @@ def test_the_fit_finds_the_calibration_of_verified_matches():
 
 
 def test_a_pair_is_calibrated_again_after_verification_and_best_first(views):
-    whole = matcher.load(max_keypoints=256, resize=400, device="cpu", second_pass=False)
+    whole = matcher.load(max_keypoints=256, resize=400, device="cpu", further_passes=False)
     without = uncalibrated("hybrid-learned", "geometry").matcher
     before = replace(whole, matcher=without)
     found, plain = whole.match(*views), before.match(*views)

@@ -67,7 +67,7 @@ def test_the_onnx_engine_is_measured_as_torch_is(photos, tmp_path, capsys):
     options = ["--pairs", 2, "--levels", 1, "--max-keypoints", 128, "--output"]
     tables = {}
     for engine in ("torch", "onnx"):
-        chosen = ["--engine", engine, "--precision", "float32", "--no-second-pass", "--no-refine"]
+        chosen = ["--engine", engine, "--precision", "float32", "--no-further-passes", "--no-refine"]
         assert (
             run("evaluate", photos, "--preset", "nearest-learned", *chosen, *options, tmp_path / engine) == 0
         )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import matcher
-from matcher.config import RetryConfig
+from matcher.config import FurtherPassesConfig
 from matcher.geometry import warp_points
 from matcher.passes.guided import guided_matches, with_guided
 from matcher.types import Features, Matches, TwoViewGeometry
@@ -49,9 +49,11 @@ def as_set(matches) -> set:
 @pytest.fixture(scope="module")
 def results(scene):
     """With all parts, and without guided matching."""
-    options = dict(geometry="homographies", max_keypoints=512, ratio=0.7, second_pass=True)
+    options = dict(geometry="homographies", max_keypoints=512, ratio=0.7, further_passes=True)
     pipeline = matcher.load("nearest-learned", **options)
-    given = [replace(pipeline.passes, config=RetryConfig(passes=names)) for names in (("guided",), ())]
+    given = [
+        replace(pipeline.passes, config=FurtherPassesConfig(passes=names)) for names in (("guided",), ())
+    ]
     return tuple(replace(pipeline, passes=passes).match(*scene) for passes in given)
 
 
@@ -137,11 +139,11 @@ def test_other_geometries_and_failed_ones_are_left_alone(rng):
         assert with_guided(features0, features1, matches, given) == (matches, given)
     few = replace(geometry, inliers=np.arange(60) < 11, planes=np.where(np.arange(60) < 11, 0, -1))
     assert with_guided(features0, features1, matches, few)[0] is matches
-    assert "guided" in RetryConfig().passes
+    assert "guided" in FurtherPassesConfig().passes
 
 
 def test_a_time_budget_leaves_it_out(scene, monkeypatch):
-    pipeline = matcher.load("nearest-learned", geometry="homography", max_keypoints=256, second_pass=True)
+    pipeline = matcher.load("nearest-learned", geometry="homography", max_keypoints=256, further_passes=True)
     monkeypatch.setattr("matcher.budget.plan", lambda chosen, images, *_: (chosen, images, None))
     monkeypatch.setattr("matcher.pipeline.with_guided", lambda *_: pytest.fail("guided matching ran"))
     assert len(pipeline.match(*scene, budget_ms=1000).matches) > 100

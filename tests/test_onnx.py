@@ -143,7 +143,7 @@ def test_graphs_are_of_the_shipped_weights_and_hold_none(shipped_weights):
 
 
 def test_the_engine_gives_the_result_of_torch(views):
-    options = {"max_keypoints": 300, "second_pass": False, "refine": False, "precision": "float32"}
+    options = {"max_keypoints": 300, "further_passes": False, "refine": False, "precision": "float32"}
     results = [
         matcher.load("hybrid-learned", engine=name, **options).match(*views) for name in ("torch", "onnx")
     ]
@@ -294,5 +294,5 @@ def test_what_cannot_be_exported_is_said(preset, given, message, tmp_path, monke
 
 def test_an_image_without_points_is_no_fault():
     flat = torch.full((64, 96), 90, dtype=torch.uint8).numpy()
-    found = matcher.load("hybrid-learned", engine="onnx", second_pass=False).match(flat, flat)
+    found = matcher.load("hybrid-learned", engine="onnx", further_passes=False).match(flat, flat)
     assert len(found.matches) == 0

@@ -93,7 +93,7 @@ def as_colmap_and_as_the_pipeline(
     sides = [as_colmap(extractor, image, keypoints) for image in images]
     pairs = matched(network, sides, [image.shape[1::-1] for image in images])
     theirs = np.concatenate([sides[i][0][pairs[:, i]] for i in (0, 1)], axis=1) - 0.5
-    options = {"max_keypoints": keypoints, "resize": 2048, "second_pass": False, "refine": False}
+    options = {"max_keypoints": keypoints, "resize": 2048, "further_passes": False, "refine": False}
     matches = matcher.load("hybrid-learned", engine="onnx", **options).match(*images).matches
     return theirs, np.concatenate([matches.points0, matches.points1], axis=1)
 

@@ -68,7 +68,7 @@ def test_two_pictures_have_the_matches_that_python_finds(views, tmp_path, progra
     done = program(*files, "300", str(pixels))
     assert done.returncode == 0, done.stderr
     theirs = np.array([line.split() for line in done.stdout.splitlines()], float)
-    options = {"max_keypoints": 300, "resize": pixels, "second_pass": False, "refine": False}
+    options = {"max_keypoints": 300, "resize": pixels, "further_passes": False, "refine": False}
     pipeline = matcher.load("hybrid-learned", engine="onnx", early_exit=False, pruning=False, **options)
     policy = replace(pipeline.matcher.config.policy, calibration=None)  # which is outside the graph
     pipeline.matcher.config = replace(pipeline.matcher.config, policy=policy)

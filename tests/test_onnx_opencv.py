@@ -31,7 +31,7 @@ def matched(tmp_path_factory):
     spec = importlib.util.spec_from_file_location("opencv_matcher", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    options = {"resize": max(SIZE), "second_pass": False, "refine": False, "max_keypoints": POINTS}
+    options = {"resize": max(SIZE), "further_passes": False, "refine": False, "max_keypoints": POINTS}
     pipeline = matcher.load("hybrid-learned", engine="onnx", **options)
 
     def of(pair: tuple[Path, Path]) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import matcher
-from matcher.config import RetryConfig
+from matcher.config import FurtherPassesConfig
 from matcher.errors import UsageError
 from matcher.images import gradient_image, image_from_array, read_image
 from matcher.passes.further import JOINED, Evidence, joined
@@ -233,7 +233,7 @@ def test_matches_of_gradients_without_a_geometry_are_not_kept(photo, rng):
 
     pipeline = matcher.load(max_keypoints=256, device="cpu", resize=512)
     own = Random(pipeline.passes.own.extractor, pipeline.passes.own.matcher)
-    config = RetryConfig(passes=("gradients",))
+    config = FurtherPassesConfig(passes=("gradients",))
     passes = replace(pipeline.passes, own=own, other=None, config=config)
     noise = cv2.resize(rng.integers(0, 256, (48, 64), np.uint8), (512, 384), interpolation=cv2.INTER_CUBIC)
     result = replace(pipeline, passes=passes).match(photo, noise)
@@ -306,7 +306,7 @@ def test_a_wall_that_one_image_shows_from_the_side_is_matched(photo, narrow):
     foreshortened = cv2.resize(photo, None, fx=0.16, fy=1, interpolation=cv2.INTER_AREA)
     pair = (foreshortened, photo) if narrow == 0 else (photo, foreshortened)
     pipeline = matcher.load(max_keypoints=512, device="cpu", geometry="homography")
-    passes = replace(pipeline.passes, other=None, config=RetryConfig(passes=("tilt_x",)))
+    passes = replace(pipeline.passes, other=None, config=FurtherPassesConfig(passes=("tilt_x",)))
 
     def right(passes) -> tuple[int, list[str]]:
         result = replace(pipeline, passes=passes).match(*pair)
@@ -320,35 +320,35 @@ def test_a_wall_that_one_image_shows_from_the_side_is_matched(photo, narrow):
     assert found > 3 * right(None)[0] and found > 80
 
 
-def test_the_second_pass_is_switched_off():
-    assert matcher.load("hybrid-learned", device="cpu", second_pass=False).passes is None
+def test_further_passes_are_switched_off():
+    assert matcher.load("hybrid-learned", device="cpu", further_passes=False).passes is None
     assert matcher.load("nearest").passes is None
-    own = matcher.load("nearest", second_pass=True).passes
+    own = matcher.load("nearest", further_passes=True).passes
     assert own.config.preset is None and own.other is None
-    with pytest.raises(UsageError, match="second_pass must be True or False"):
-        matcher.load("hybrid-learned", second_pass="yes")
-    with pytest.raises(UsageError, match="second_pass needs keypoints"):
-        matcher.load("loftr-outdoor", second_pass=True)
+    with pytest.raises(UsageError, match="further_passes must be True or False"):
+        matcher.load("hybrid-learned", further_passes="yes")
+    with pytest.raises(UsageError, match="further_passes needs keypoints"):
+        matcher.load("loftr-outdoor", further_passes=True)
 
 
-def test_collections_and_sequences_refuse_a_second_pass(tmp_path, photo):
+def test_collections_and_sequences_refuse_further_passes(tmp_path, photo):
     cv2.imwrite(str(tmp_path / "a.png"), photo[:64, :64])
-    run = matcher.Collection.open(tmp_path / "run", preset="nearest", second_pass=True)
-    with pytest.raises(UsageError, match="leave second_pass away"):
+    run = matcher.Collection.open(tmp_path / "run", preset="nearest", further_passes=True)
+    with pytest.raises(UsageError, match="leave further_passes away"):
         run.add_images(tmp_path)
     refusing = (
-        lambda: matcher.Tracker("nearest", second_pass=True),
-        lambda: matcher.match_set([photo, photo], "nearest", second_pass=True),
-        lambda: matcher.TemplateFinder(photo, "nearest", second_pass=True),
+        lambda: matcher.Tracker("nearest", further_passes=True),
+        lambda: matcher.match_set([photo, photo], "nearest", further_passes=True),
+        lambda: matcher.TemplateFinder(photo, "nearest", further_passes=True),
     )
     for refused in refusing:
-        with pytest.raises(UsageError, match="leave second_pass away"):
+        with pytest.raises(UsageError, match="leave further_passes away"):
             refused()
 
 
 def test_a_part_is_looked_at_with_the_pixels_of_the_file(photo, monkeypatch):
     """The first pass sees 256 pixels, the common region the 768 of the array."""
-    pipeline = matcher.load("nearest", second_pass=True, resize=256, max_keypoints=300)
+    pipeline = matcher.load("nearest", further_passes=True, resize=256, max_keypoints=300)
     seen = []
     monkeypatch.setattr("matcher.passes.further.CONFIDENT_INLIER_RATIO", 1.1)
     match = type(pipeline.passes.own).match
@@ -366,7 +366,7 @@ def test_a_part_is_looked_at_with_the_pixels_of_the_file(photo, monkeypatch):
 
 
 def test_images_read_before_keep_their_pixels(photo):
-    pipeline = matcher.load("nearest", second_pass=True, max_keypoints=200)
+    pipeline = matcher.load("nearest", further_passes=True, max_keypoints=200)
     image = image_from_array(photo, resize=300)
     blank = image_from_array(np.zeros((200, 300), np.uint8))
     result = pipeline.match(image, blank)

@@ -103,7 +103,7 @@ def test_the_default_preset_reads_soft_images_smaller_unless_a_size_is_given():
 
 
 def test_a_match_of_a_soft_and_a_sharp_image_is_in_pixels_of_both():
-    pipe = matcher.load(max_keypoints=400, geometry="homography", second_pass=False)
+    pipe = matcher.load(max_keypoints=400, geometry="homography", further_passes=False)
     result = pipe.match(scene(), cv2.GaussianBlur(scene(), (0, 0), 2))
     scales = [float(f.scale[0]) for f in (result.features0, result.features1)]
     assert scales[0] == 1 and scales[1] < 0.8

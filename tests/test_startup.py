@@ -66,7 +66,7 @@ def test_a_match_imports_little_beside_torch_and_matplotlib_only_for_a_plot(view
 
 
 def test_a_match_in_onnx_runtime_imports_no_torch(views):
-    match = ["match", *map(str, views), "--engine", "onnx", "--max-keypoints", "64", "--no-second-pass"]
+    match = ["match", *map(str, views), "--engine", "onnx", "--max-keypoints", "64", "--no-further-passes"]
     (found,) = loaded(f"from matcher.cli import main\nmain({match})")
     assert not roots(found) & ({"torch", "onnx", "kornia"} | SLOW)
     assert len([name for name in found if name.startswith("matcher.")]) < 70

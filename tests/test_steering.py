@@ -110,7 +110,7 @@ def test_a_turned_image_is_matched_as_the_upright_one(preset, turn, views):
 
 @pytest.mark.parametrize("preset", ["nearest-learned", "hybrid-learned"])
 def test_features_that_do_not_name_their_front_end_are_turned_too(preset, views):
-    options = {"max_keypoints": 256, "second_pass": False, "precision": "float32"}
+    options = {"max_keypoints": 256, "further_passes": False, "precision": "float32"}
     pipeline = matcher.load(preset, device="cpu", **options)
     pictures = [read_image(path, resize=480).pixels for path in views]
     features = [pipeline.extract(np.ascontiguousarray(np.rot90(p, turn))) for turn, p in enumerate(pictures)]

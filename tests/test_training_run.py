@@ -174,7 +174,7 @@ def test_a_run_writes_weights_that_load_and_a_log(root, finished, kind):
         photo, files = root / "photos" / "00.png", {"frontend_weights": weights}
         if recipe.matcher.train:
             files["weights"] = weights.with_name("tiny.safetensors")
-            result = matcher.load("hybrid-learned", **files, second_pass=False).match(photo, photo)
+            result = matcher.load("hybrid-learned", **files, further_passes=False).match(photo, photo)
             assert len(result.features0) > 0
         shapes = {name: value.shape for name, value in front_end_of(weights).state_dict().items()}
         assert architecture_of(shapes) == recipe.front_end.network

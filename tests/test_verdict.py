@@ -102,7 +102,7 @@ def test_without_geometry_there_is_no_verdict():
 
 
 def test_results_have_a_verdict(views):
-    pipeline = matcher.load(max_keypoints=512, resize=480, device="cpu", second_pass=False)
+    pipeline = matcher.load(max_keypoints=512, resize=480, device="cpu", further_passes=False)
     same = pipeline.match(*views)
     assert same.verdict.word == "same" and "the images show the same place" in same.summary()
     assert same.to_dict()["verdict"]["word"] == "same"

@@ -19,7 +19,7 @@ from matcher.files import check_output
 from matcher.geometry import warp_points
 from matcher.loading import takes
 from matcher.pipeline import ImageInput, Mask, Pipeline
-from matcher.presets import DEFAULT_PRESET, LoadOptions, refuse_second_pass
+from matcher.presets import DEFAULT_PRESET, LoadOptions, refuse_further_passes
 from matcher.types import Features, Image
 from matcher.viz.overlays import lay_over, stored_to_pixels
 
@@ -300,7 +300,7 @@ class TemplateFinder:
         """
         if max_instances < 1:
             raise UsageError(f"max_instances must be at least 1, not {max_instances}")
-        refuse_second_pass(options, "a template is looked for window by window, at all scales")
+        refuse_further_passes(options, "a template is looked for window by window, at all scales")
         if not isinstance(preset, Pipeline) and takes(preset, "resize"):
             options = {"resize": RESIZE, **{k: v for k, v in options.items() if v is not None}}
         self.pipeline = planar_pipeline(preset, options)

@@ -170,7 +170,7 @@ def evaluate(
     max_keypoints: of_preset("max_keypoints") = None,
     resize: of_preset("resize") = None,
     match_threshold: of_preset("match_threshold") = None,
-    second_pass: of_preset("second_pass") = None,
+    further_passes: of_preset("further_passes") = None,
     refine: of_preset("refine") = None,
     pairs: option(
         int | None, metavar="N", help="Measure at most N pairs, evenly spread over the set."
@@ -221,7 +221,12 @@ def evaluate(
         _check_output(
             output, [f"{pair_set.name}{ending}{s}" for pair_set in sets for s in suffixes], overwrite
         )
-    own = {"max_keypoints": max_keypoints, "resize": resize, "second_pass": second_pass, "engine": engine}
+    own = {
+        "max_keypoints": max_keypoints,
+        "resize": resize,
+        "further_passes": further_passes,
+        "engine": engine,
+    }
     own |= {"device": device} | ({} if refine is None else {"refine": refine})
     network = {"match_threshold": match_threshold, "precision": precision}
     shared = MethodOptions(own, network, full_depth)

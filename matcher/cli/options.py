@@ -93,7 +93,7 @@ PRESET_OPTIONS = {
         metavar="R",
         help="Ratio test of the nearest* presets: keep matches whose distance ratio is at most R, 0 to 1.",
     ),
-    "second_pass": option(
+    "further_passes": option(
         bool | None,
         help="Where too few matches of the first pass agree, match other features, scales and the common "
         "region too.",
@@ -226,7 +226,7 @@ def _shown(name: str, defaults: dict[str, Any]) -> Any:
         "match_threshold": f"{config.matcher.policy.match_threshold:g}",
         "geometry": config.estimation.kind,
         "keep": config.extractor.keep,
-        "second_pass": "second-pass" if config.second_pass else "no-second-pass",
+        "further_passes": "further-passes" if config.further_passes else "no-further-passes",
         "precision": "auto",
         "engine": "torch",
         **defaults,

@@ -150,7 +150,7 @@ def explain(
     image0: First,
     image1: Second,
     output: Annotated[Path, typer.Option(metavar="FILE.html", help="Report to create.", show_default=False)],
-    given: Annotated[dict[str, Any], ("second_pass", "engine"), {}],  # one pass is explained
+    given: Annotated[dict[str, Any], ("further_passes", "engine"), {}],  # one pass is explained
     point: option(
         str | None, metavar="x,y", help="Show the keypoint nearest to this pixel of IMAGE0 first."
     ) = None,
@@ -236,7 +236,7 @@ def align(
 def find(
     template: argument(Path, "TEMPLATE", "Image of what to look for."),
     images: argument(list[Path], "IMAGES...", "Images, or folders of images."),
-    given: Annotated[dict[str, Any], ("geometry", "second_pass"), {"resize": 4096}],
+    given: Annotated[dict[str, Any], ("geometry", "further_passes"), {"resize": 4096}],
     template_mask: MaskFile = None,
     masks: Masks = None,
     max_instances: option(int, metavar="N", min=1, help="Find at most N instances per image.") = 20,

@@ -103,7 +103,7 @@ GivenRig = option(
 def collection(
     images: argument(Path, "IMAGES", "Folder of images."),
     run: option(Path, metavar="RUN_DIR", help="Folder for the results; it can be continued."),
-    given: Annotated[dict[str, Any], ("second_pass", "engine"), {}],
+    given: Annotated[dict[str, Any], ("further_passes", "engine"), {}],
     pairs: PairFile = None,
     exhaustive: Exhaustive = False,
     sequential: Sequential = None,

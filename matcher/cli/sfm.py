@@ -53,7 +53,7 @@ def sfm(
     out: option(Path, metavar="MODEL", help="Folder to create for the model."),
     given: Annotated[
         dict[str, Any],
-        ("geometry", "second_pass"),
+        ("geometry", "further_passes"),
         {"resize": RESIZE, "max_keypoints": MAX_KEYPOINTS, "keep": KEEP},
     ],
     run: option(

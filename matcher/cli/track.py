@@ -40,7 +40,7 @@ def track(
         str, "VIDEO|FOLDER|CAMERA_INDEX", "Video file, folder of frames, or index of a live camera."
     ),
     # Between neighbouring frames, matches of low probability give wrong tracks: the threshold is higher.
-    given: Annotated[dict[str, Any], ("geometry", "second_pass"), {"match_threshold": 0.2}],
+    given: Annotated[dict[str, Any], ("geometry", "further_passes"), {"match_threshold": 0.2}],
     camera: option(
         str | None, metavar=CAMERA_FORMS, help="Intrinsics in stored pixels; needed for poses."
     ) = None,

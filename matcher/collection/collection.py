@@ -29,7 +29,7 @@ from matcher.errors import IntegrityError, MatcherError, UsageError
 from matcher.export.hloc import find_source
 from matcher.loading import open_pipeline
 from matcher.pipeline import ImageInput, Mask, Pipeline
-from matcher.presets import DEFAULT_PRESET, LoadOptions, refuse_second_pass
+from matcher.presets import DEFAULT_PRESET, LoadOptions, refuse_further_passes
 from matcher.types import Features, Matches, TwoViewGeometry
 
 if TYPE_CHECKING:
@@ -658,7 +658,7 @@ def match_set(
         raise UsageError(f"a set has at least two images, not {count}")
     if masks is not None and len(masks) != count:
         raise UsageError(f"masks must be one for each of the {count} images, not {len(masks)}")
-    refuse_second_pass(options, "the pairs of a set share the keypoints of an image")
+    refuse_further_passes(options, "the pairs of a set share the keypoints of an image")
     chosen = _checked(pairs, count)
     pipeline = open_pipeline(preset, options)
     if pipeline.config.estimation.kind == "essential":

@@ -15,7 +15,7 @@ from matcher.config import GRID_KIND, PipelineConfig, from_dict, to_dict
 from matcher.errors import IntegrityError, UsageError
 from matcher.loading import build_pipeline, load
 from matcher.pipeline import Pipeline
-from matcher.presets import DEFAULT_PRESET, PRESETS, configure, option_at, refuse_second_pass
+from matcher.presets import DEFAULT_PRESET, PRESETS, configure, option_at, refuse_further_passes
 from matcher.tiling import by_tiles
 from matcher.weights.files import read_bytes
 from matcher.weights.published import locate_front_end
@@ -49,7 +49,7 @@ def build(setup: Setup) -> Pipeline:
         pipeline = build_pipeline(setup.preset, configure(setup.config, setup.options), setup.options)
     else:
         _refuse_useless(setup)
-        own = {"second_pass": False} if setup.preset in PRESETS else {}
+        own = {"further_passes": False} if setup.preset in PRESETS else {}
         pipeline = load(setup.preset, **{**setup.options, **own})
     return pipeline if setup.tiles is None else by_tiles(pipeline, setup.tiles)
 
@@ -76,9 +76,9 @@ def _refuse_useless(setup: Setup) -> None:
             f"{setup.preset} finds new keypoints for every pair, but the pairs of a collection must share "
             f"the keypoints of an image; use one of {others}"
         )
-    refuse_second_pass(
+    refuse_further_passes(
         options,
-        "a second pass finds new keypoints for every pair, but the pairs of a collection must share the "
+        "further passes find new keypoints for every pair, but the pairs of a collection must share the "
         "keypoints of an image",
     )
     if options.get("geometry") == "homographies":
@@ -148,7 +148,7 @@ def stored_pipeline(
 def describe(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
     """What the results of a run depend on, ready for JSON; where and on how many workers is no part of it."""
     weights = pipeline.weights
-    config = {name: value for name, value in to_dict(pipeline.config).items() if name != "second_pass"}
+    config = {name: value for name, value in to_dict(pipeline.config).items() if name != "further_passes"}
     found = {
         "preset": setup.preset,
         "weights": None if weights is None else weights.sha256,

@@ -255,7 +255,7 @@ def uncalibrated(preset: str, stage: Stage = "network") -> Pipeline:
     Raises:
         UsageError: a preset without a network, or without the calibration that a later stage adds to.
     """
-    pipeline = load(preset, second_pass=False) if stage == "network" else load(preset)
+    pipeline = load(preset, further_passes=False) if stage == "network" else load(preset)
     config = pipeline.config.matcher
     if not isinstance(config, NetworkConfig) or not isinstance(pipeline.matcher, AttentionMatcher):
         raise UsageError(f"the preset {preset!r} has no network whose probabilities could be calibrated")

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from matcher.arrays import JOINED, to_numpy
-from matcher.config import EstimationConfig, RetryConfig
+from matcher.config import EstimationConfig, FurtherPassesConfig
 from matcher.images import gradient_image
 from matcher.match.steering import evidence_of_turns
 from matcher.passes.views import (
@@ -113,7 +113,7 @@ class Joined:
 class FurtherPasses:
     """Further passes over a pair whose first pass was not confident."""
 
-    config: RetryConfig
+    config: FurtherPassesConfig
     own: LocalMatcher  # front end and matcher of the first pass
     other: Callable[[], LocalMatcher] | None = None  # another front end and matcher, loaded on first use
     estimation: EstimationConfig = field(default_factory=EstimationConfig)

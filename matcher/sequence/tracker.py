@@ -17,7 +17,7 @@ from matcher.errors import ImageError, UsageError, check_number
 from matcher.loading import open_pipeline, takes
 from matcher.match.network import with_layers
 from matcher.pipeline import ImageInput, Mask, Pipeline
-from matcher.presets import DEFAULT_PRESET, LoadOptions, refuse_second_pass
+from matcher.presets import DEFAULT_PRESET, LoadOptions, refuse_further_passes
 from matcher.refine import ImagePyramid, refine_matches
 from matcher.sequence.frames import (
     Clock,
@@ -67,7 +67,7 @@ def tracking_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
     """
     given = {name: value for name, value in options.items() if value is not None}
     _need_fundamental(given.get("geometry", "fundamental"))
-    refuse_second_pass(given, "frames are matched by one pass each")
+    refuse_further_passes(given, "frames are matched by one pass each")
     if not isinstance(preset, Pipeline) and takes(preset, "match_threshold"):
         given = {"match_threshold": MATCH_THRESHOLD, **given}
     pipeline = open_pipeline(preset, given)

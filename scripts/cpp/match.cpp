@@ -6,7 +6,7 @@
 //
 // (Debian: libonnxruntime-dev, libjpeg-dev, libpng-dev.) Each line of the output is x0 y0 x1 y1 score: a match
 // in pixels of the files, the centre of the first pixel being (0, 0), the most probable match first. These are
-// about the matches of `matcher match --engine onnx --resize 1024 --no-upright --no-second-pass --no-refine`: all
+// about the matches of `matcher match --engine onnx --resize 1024 --no-upright --no-further-passes --no-refine`: all
 // layers run on all keypoints, and scores are not calibrated.
 
 #include <onnxruntime_cxx_api.h>

@@ -28,7 +28,7 @@ import torch
 import matcher
 
 torch.set_num_threads(int(sys.argv[1]))
-pipe = matcher.load(device="cpu", precision="float32", max_keypoints=256, second_pass=False)
+pipe = matcher.load(device="cpu", precision="float32", max_keypoints=256, further_passes=False)
 result = pipe.match(*sys.argv[2:4])
 print(json.dumps([result.points0.tolist(), result.points1.tolist(), result.geometry.inliers.tolist()]))
 """
@@ -59,7 +59,7 @@ import torch
 import matcher
 
 torch.set_num_threads(2)
-options = {} if sys.argv[1] == "nearest" else {"precision": "float32", "second_pass": False}
+options = {} if sys.argv[1] == "nearest" else {"precision": "float32", "further_passes": False}
 pipe = matcher.load(sys.argv[1], max_keypoints=96, device="cpu", **options)
 points = lambda: pipe.match(*sys.argv[2:4]).points1.tolist()
 serial = points()
@@ -143,7 +143,7 @@ def test_kernels_find_and_refine_the_same_matches_of_fifty_pairs(monkeypatch, ca
     """At least 99.9 % of the matches in float32, before they are refined and after it, to .05 px."""
     if not library.supported():
         pytest.skip("needs compiled kernels")
-    pipe = matcher.load(max_keypoints=512, device="cpu", precision="float32", second_pass=False)
+    pipe = matcher.load(max_keypoints=512, device="cpu", precision="float32", further_passes=False)
     common, most = np.zeros(2), np.zeros(2)
     for views in fifty_pairs():
         images, sides = [pipe.read(view) for view in views], []
