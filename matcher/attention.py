@@ -244,22 +244,11 @@ def mapped(layer: nn.Module, x: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (T, inputs) weightᵀ + bias → (T, outputs), on a CPU in half precision by multiples of 64 rows.
 
-    For that (`even_size`) the last rows reach back over rows before them, which are computed twice. So many
-    are taken at a time as stay in the caches of all threads.
+    For that (`even_size`) zeros are appended, and cut off again.
     """
     if x.device.type != "cpu" or x.dtype == torch.float32 or not len(x) % 64 or torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
-    out = x.new_empty(len(x), len(weight))
-    step = max(2**18 * torch.get_num_threads() // max(weight.shape) // 64, 1) * 64
-    for start in range(0, len(x), step):
-        stop = min(start + step, len(x))
-        even = start + (stop - start) // 64 * 64
-        if even > start:
-            out[start:even] = F.linear(x[start:even], weight, bias)
-        if even < stop:
-            last = max(stop - 64, 0)
-            out[last:stop] = F.linear(x[last:stop], weight, bias)
-    return out
+    return F.linear(F.pad(x, (0, 0, 0, -len(x) % 64)), weight, bias)[: len(x)]
 
 
 def merge_heads(x: Tensor) -> Tensor:

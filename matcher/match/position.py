@@ -198,8 +198,8 @@ def rotate(x: Tensor, rotations: Tensor) -> Tensor:
         rotations: (B, T, 2, …, width) float32, cosines and sines as `RotaryPosition` gives them.
     """
     exact = x.float()
-    turned = torch.addcmul(exact * rotations[:, :, 0], exact.roll(x.shape[-1] // 2, -1), rotations[:, :, 1])
-    return turned.to(x.dtype)
+    turned = exact * rotations[:, :, 0]
+    return turned.addcmul_(exact.roll(x.shape[-1] // 2, -1), rotations[:, :, 1]).to(x.dtype)
 
 
 def build_position(config: PositionConfig, context: ContextConfig) -> nn.Module | None:
