@@ -162,6 +162,8 @@ def all_finite(value: np.ndarray | Tensor) -> bool:
 
 def stack_padded(values: Sequence[np.ndarray | Tensor]) -> np.ndarray | Tensor:
     """Arrays or tensors of any sizes along a new first axis, with zeros where they are shorter."""
+    if len(values) == 1:
+        return values[0][None]
     shape = [len(values), *map(max, zip(*(value.shape for value in values), strict=True))]
     widest = max(values, key=lambda value: value.dtype.itemsize)
     padded = widest.new_zeros(shape) if is_tensor(widest) else np.zeros(shape, widest.dtype)

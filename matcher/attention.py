@@ -231,24 +231,25 @@ def build_attention(name: str, width: int) -> Kernel:
 
 def mapped(layer: nn.Module, x: Tensor) -> Tensor:
     """A linear map of x (…, inputs) in the precision of its weights → (…, outputs); `nn.Identity` is none."""
-    if isinstance(layer, nn.Identity):
-        return x
-    if torch.is_autocast_enabled(x.device.type):
+    if isinstance(layer, nn.Identity) or torch.is_autocast_enabled(x.device.type):
         return layer(x)
-    x = x.to(layer.weight.dtype)
-    if x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return layer(x)
-    return linear(x.flatten(0, -2), layer.weight, layer.bias).unflatten(0, x.shape[:-1])
+    x = x if x.dtype == layer.weight.dtype else x.to(layer.weight.dtype)
+    return layer(x) if torch.is_grad_enabled() else linear(x, layer.weight, layer.bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (T, inputs) weightᵀ + bias → (T, outputs), on a CPU in half precision by multiples of 64 rows.
-
-    For that (`even_size`) zeros are appended, and cut off again.
-    """
-    if x.device.type != "cpu" or x.dtype == torch.float32 or not len(x) % 64 or torch.compiler.is_compiling():
+    """x (…, T, inputs) weightᵀ + bias → (…, T, outputs), on a CPU in half precision with `missing_rows`."""
+    missing = missing_rows(x.shape[-2], weight)
+    if not missing:
         return F.linear(x, weight, bias)
-    return F.linear(F.pad(x, (0, 0, 0, -len(x) % 64)), weight, bias)[: len(x)]
+    return F.linear(F.pad(x, (0, 0, 0, missing)), weight, bias)[..., : x.shape[-2], :]
+
+
+def missing_rows(rows: int, weight: Tensor) -> int:
+    """How many rows are missing to a multiple of 64 where products are compiled (`even_size`)."""
+    if weight.device.type != "cpu" or weight.dtype == torch.float32 or torch.compiler.is_compiling():
+        return 0
+    return -rows % 64
 
 
 def merge_heads(x: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from matcher.errors import UsageError
 from matcher.extract.extractor import find_front_end
 from matcher.extract.learned import FeatureNetwork, candidates, refine
 from matcher.files import MARK, check_output, write_whole
-from matcher.match.adaptivity import decide
 from matcher.match.consensus import ROUGH_ITERATIONS, SETTLED, agreement, soft_matches
 from matcher.match.nearest import needed_fields
 from matcher.match.network import MatchingNetwork
@@ -75,24 +74,18 @@ class Step(Part):
         x1: Tensor,
         rotations0: Tensor | None = None,
         rotations1: Tensor | None = None,
-        limits: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """`limits`: confidence, exit share, least match probability, least pruned share, points at first."""
+        """With heads for them, the probabilities (1, T) of a partner and of its being known are last."""
         network, x, rotations = self.network, torch.cat([x0, x1], 1), None
         if rotations0 is not None:
             rotations = torch.cat([rotations0, rotations1], 1)
         found = (network.layers[0](x, x0.shape[1], rotations),)
         if network.guidance is not None:
             found = network.guidance(found[0], 0)
-        if limits is None:
+        if not len(network.confidence):
             return found
-        names = ("exit_share", "prune_matchability", "min_pruned_share")
-        policy = replace(self.config.policy, early_exit=True, pruning=True)
-        policy = replace(policy, **{name: limits[k] for k, name in enumerate(names, 1)})
-        confident = network.confidence[0](found[0]).squeeze(-1).sigmoid() > limits[0]
-        probability = network.match_probabilities(found[0], 0)
-        valid, predicted = torch.ones_like(confident), self.config.match_probability
-        return (*found, *decide(valid, confident, probability, limits[4], policy, predicted=predicted))
+        confidence = network.confidence[0](found[0]).squeeze(-1).sigmoid()
+        return (*found, network.match_logits(found[0], 0).sigmoid(), confidence)
 
 
 class Assign(Part):
@@ -400,9 +393,8 @@ def network_graphs(network: MatchingNetwork) -> Exported:
     }
     names = ["x"] + ["predicted"] * (network.guidance is not None)
     if config.assignment.every_layer and config.context.depth > 1:
-        tokens["limits"] = torch.tensor([0.5, 0.5, 0.5, 0.5, float(sum(_COUNTS))])
-        names += ["stops", "assigned", "kept"]
-    varying = tuple(None if name == "limits" else {1: dims[int(name[-1])]} for name in tokens)
+        names += ["probability", "confidence"]
+    varying = tuple({1: dims[int(name[-1])]} for name in tokens)
     models["step"] = traced(Step(network), tuple(tokens.values()), varying, list(tokens), names)
     if network.guidance is not None:
         # Tensors of their own: one given twice would be one input of the graph.

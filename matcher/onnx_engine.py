@@ -35,7 +35,7 @@ from matcher.config import (
 )
 from matcher.errors import IntegrityError, UsageError, install_command
 from matcher.extract.sift import SiftExtractor
-from matcher.match.adaptivity import confidence_threshold
+from matcher.match.adaptivity import confidence_threshold, decide
 from matcher.match.calibration import calibrated
 from matcher.match.nearest import NearestMatcher, check_features, credible_matches, needed_fields
 from matcher.match.steering import STEERABLE, TURNED_EXIF, best_turn, try_other_turns, turned
@@ -399,22 +399,20 @@ class OnnxMatcher:
         given = {f"{name}{k}": value[None] for k, side in enumerate(sides) for name, value in side.items()}
         tokens, total = _split(self._begin(**given), len(index[0])), sum(map(len, index))
         for layer, step in enumerate(self._steps):
-            limits = [confidence_threshold(layer, depth), policy.exit_share, policy.prune_matchability]
-            limits = np.array([*limits, policy.min_pruned_share, total], np.float32)
-            found = step(
-                **{f"{n}{k}": v for n, both in tokens.items() for k, v in enumerate(both)}, limits=limits
-            )
+            found = step(**{f"{n}{k}": v for n, both in tokens.items() for k, v in enumerate(both)})
             tokens |= _split({n: v for n, v in found.items() if v.ndim == 3}, len(index[0]))
             last = layer == depth - 1
-            if not last and "stops" in found:
-                last = policy.early_exit and bool(found["stops"][0])
-                keep = found["assigned" if last else "kept"][0]
-                if policy.pruning and not keep.all():
-                    keeps = keep[: len(index[0])], keep[len(index[0]) :]
-                    index = [i[k] for i, k in zip(index, keeps, strict=True)]
-                    tokens = {
-                        n: [v[:, k] for v, k in zip(both, keeps, strict=True)] for n, both in tokens.items()
-                    }
+            if not last and (policy.early_exit or policy.pruning) and "confidence" in found:
+                confident = found["confidence"] > confidence_threshold(layer, depth)
+                known = np.ones_like(confident), confident, found["probability"], np.array([total])
+                decision = decide(*known, policy, predicted=self.config.match_probability)
+                last = bool(decision.stops[0])
+                keep = (decision.assigned if last else decision.kept)[0]
+                keeps = keep[: len(index[0])], keep[len(index[0]) :]
+                index = [i[k] for i, k in zip(index, keeps, strict=True)]
+                tokens = {
+                    n: [v[:, k] for v, k in zip(both, keeps, strict=True)] for n, both in tokens.items()
+                }
             if not all(map(len, index)):
                 return *nothing, layer + 1, index
             if last:

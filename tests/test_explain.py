@@ -72,7 +72,7 @@ def test_recorded_attention_makes_the_message_that_the_network_passes_on(changes
     hook = layer.self_block.ffn.register_forward_hook(lambda _, given, __: seen.append(given[1][0]))
     with torch.inference_mode():
         tokens = model.tokens(*(Features.stack([f]) for f in sides))
-        layer.self_block(tokens.x, tokens.n, tokens.rotations)
+        layer.self_block(tokens.x, (tokens.n, tokens.x.shape[1] - tokens.n), tokens.rotations, None)
         values = attention.project(tokens.x)[0, :, -1]
     hook.remove()
     (message,) = seen
@@ -147,7 +147,7 @@ def test_match_probabilities_decide_and_are_reported():
     with torch.inference_mode():
         model = matcher.model
         tokens = next(model.run(model.tokens(*(Features.stack([f]) for f in sides)))).tokens
-        probabilities = model.match_probabilities(tokens.x, 0)[0].numpy()
+        probabilities = model.match_logits(tokens.x, 0)[0].sigmoid().numpy()
     assert first.expected == pytest.approx(probabilities.sum() / 2, rel=1e-4)
     sure = first.confidences > 0.9
     assert first.certain == pytest.approx(probabilities[sure].sum() / probabilities.sum(), abs=1e-4)

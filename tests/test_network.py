@@ -199,11 +199,11 @@ def test_attention_is_sharper_among_many_keys(pairs) -> None:
     """Logits are multiplied by log n / log k with n > k keys (Chiang and Cholak 2022), also where padded."""
     block, above = random_model().layers[0].self_block, CONFIG.context.scale_logits_above
     x = torch.randn(1, 100, 48, generator=torch.Generator().manual_seed(0))
-    q = block.attention.project(x)[:, :, 0]
+    q = block.attention.project(x)[0, :, 0].transpose(0, 1)
     sharp, plain = (block.queries_keys(x, n, None)[0] for n in (100, 40))
-    torch.testing.assert_close(plain[:40], q[0, :40])
-    torch.testing.assert_close(plain[40:], q[0, 40:] * math.log(60) / math.log(above))
-    torch.testing.assert_close(sharp, q[0] * math.log(100) / math.log(above))
+    torch.testing.assert_close(plain[:, :40], q[:, :40])
+    torch.testing.assert_close(plain[:, 40:], q[:, 40:] * math.log(60) / math.log(above))
+    torch.testing.assert_close(sharp, q * math.log(100) / math.log(above))
     with pytest.raises(UsageError, match="scale_logits_above"):
         MatchingNetwork(replace(CONFIG, context=replace(CONFIG.context, scale_logits_above=1)))
 

@@ -53,8 +53,8 @@ def test_a_turned_image_has_the_inputs_of_the_upright_one(rng: np.random.Generat
 
 
 def rotations(found: torch.Tensor) -> torch.Tensor:
-    """(N, 2, width) → (1, N, 2, 1, width): for heads."""
-    return found[None, :, :, None]
+    """(N, 2, width) → (1, N, 2, width)."""
+    return found[None]
 
 
 def test_rotation_is_the_equation(rng: np.random.Generator) -> None:

@@ -204,7 +204,7 @@ def test_points_that_are_dropped_are_no_partners():
     whole, rest = layers[0].labels, layers[1].labels
     assert [x.shape[1] for x in whole.partners] == [12, 12] and [x.shape[1] for x in rest.partners] == [6, 6]
     probabilities = [
-        model.match_probabilities(side.x.flatten(0, 1), 0).view(side.x.shape[:2]) for side in layers[0].sides
+        model.match_logits(side.x.flatten(0, 1), 0).view(side.x.shape[:2]) for side in layers[0].sides
     ]
     chosen = [each.topk(6, 1).indices.sort(1).values for each in probabilities]
     for side, other in ((0, 1), (1, 0)):

@@ -99,7 +99,6 @@ def attention_inputs(layer: Layer, tokens: Tokens, offset: int) -> list[Attentio
     )
     found = []
     for cross, (block, (q, k)) in enumerate(blocks):
-        q, k = q.transpose(0, 1), k.transpose(0, 1)
         for here in (0, 1):
             there = 1 - here if cross else here
             found.append(
@@ -206,7 +205,7 @@ def layer_report(
         unmatched=(None, None) if config.assignment.dustbin == "none" else _means(unmatched),
         certain=certain,
         expected=expected,
-        confidences=None if state.confidences is None else state.confidences[0].cpu().numpy(),
+        confidences=None if state.confidences is None else state.confidences[0],
         marginal_errors=prediction.assignment.row_errors,
         exited=exits and not state.is_last,
         pruned=dropped,
@@ -257,15 +256,12 @@ def _dropped(
     state: LayerState,
 ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Input points of either image that a layer pruned, and why (see `LayerReport.reasons`)."""
-    index, gone = state.tokens.index[0], state.dropped[0]
-    why = state.tokens.x.new_zeros(len(gone), 2)
+    index, gone = state.tokens.index[0].cpu().numpy(), state.dropped[0]
+    why = np.zeros((len(gone), 2), np.float32)
     if gone.any():
-        why = torch.stack([state.match_probabilities[0], state.confidences[0]], dim=1)
+        why = np.stack([state.match_probabilities[0], state.confidences[0]], axis=1)
     sides = (slice(None, state.tokens.n), slice(state.tokens.n, None))
-    return (
-        tuple(index[at][gone[at]].cpu().numpy() for at in sides),
-        tuple(why[at][gone[at]].cpu().numpy() for at in sides),
-    )
+    return tuple(index[at][gone[at]] for at in sides), tuple(why[at][gone[at]] for at in sides)
 
 
 # --- A pair

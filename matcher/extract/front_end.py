@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from matcher.arrays import all_finite, to_numpy
 from matcher.config import ExtractorConfig, resolve
+from matcher.errors import UsageError
 from matcher.types import Features, Image
 
 # Puts the trained parameters of a configuration into its network, strictly, or raises.
@@ -169,17 +171,20 @@ def strongest(points: Tensor, scores: Tensor, image: Image, limit: int) -> Tenso
 
 
 def to_features(found: Found, image: Image, kind: str) -> Features:
-    """Carry points and affine frames from the upright, resized image to stored pixels."""
-    points = found.points.cpu().double().numpy()
-    shape = {} if found.affine_frames is None else _shapes(found.affine_frames.cpu().double().numpy(), image)
-    return Features(
-        keypoints=image.to_stored(points).astype(np.float32),
-        descriptors=found.descriptors.float().cpu(),
-        scores=found.scores.float().cpu(),
-        kind=kind,
-        **shape,
-        **image.features_fields(),
-    )
+    """Carry points and affine frames from the upright, resized image to stored pixels.
+
+    Raises:
+        UsageError: a network gave descriptors that are not finite.
+    """
+    if not all_finite(found.descriptors):
+        raise UsageError(f"the {kind!r} front end gave descriptors that are not finite (NaN or infinity)")
+    values = {"keypoints": image.to_stored(to_numpy(found.points).astype(np.float64)).astype(np.float32)}
+    values |= image.features_fields()
+    if found.affine_frames is not None:
+        values |= _shapes(to_numpy(found.affine_frames).astype(np.float64), image)
+    values = {name: None if value is None else torch.from_numpy(value) for name, value in values.items()}
+    descriptors, scores = found.descriptors.float().cpu(), found.scores.float().cpu()
+    return Features.of_valid(**values, descriptors=descriptors, scores=scores, kind=kind)
 
 
 def _shapes(affine_frames: np.ndarray, image: Image) -> dict[str, np.ndarray]:

@@ -8,18 +8,18 @@ hold at that position; nothing is described that is not a point.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import grid_sample, interpolate, normalize, pad, pixel_shuffle
+from torch.nn.functional import conv2d, grid_sample, interpolate, normalize, pad
 
-from matcher.attention import linear
 from matcher.config import ExtractorConfig
 from matcher.errors import IntegrityError
-from matcher.extract.front_end import Found, FrontEnd, grey, inner_pixels, padded, strongest
+from matcher.extract.front_end import Found, FrontEnd, grey, inner_pixels, mask_of, padded
 from matcher.types import Image
 
 DESCRIPTOR_DIM = 64
@@ -216,20 +216,27 @@ class FeatureNetwork(nn.Module):
         for lower, lift in zip(maps[-2::-1], reversed(self.lift), strict=True):
             # In float32: rounded twice to half precision, keypoints are less exact.
             enlarged = interpolate(lift(x).float(), scale_factor=2, mode="bilinear", align_corners=False)
-            x = (lower + enlarged).to(lower.dtype)
+            x = enlarged.add_(lower).to(lower.dtype)
         x = self.mix(x)
         # Half precision would make neighbouring pixels equal.
         with torch.autocast(x.device.type, enabled=False):
-            return pixel_shuffle(self.points(x.float()), 2)[:, 0], maps
+            return self._logits(x.float()), maps
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """(B, C, H/2, W/2) → (B, H, W): `points` and a pixel shuffle, as one convolution of stride 2.
+
+        It has an output for each pixel of a square of 4 x 4, which takes half the time.
+        """
+        shifts = [(dx, 1 - dx, dy, 1 - dy) for dy in (0, 1) for dx in (0, 1)]
+        weight = torch.stack([pad(self.points.weight, shift) for shift in shifts])
+        weight = weight.unflatten(1, (2, 2)).unflatten(0, (2, 2)).transpose(1, 2).flatten(0, 3)
+        bias = self.points.bias.view(2, 2).repeat(2, 2).flatten()
+        squares = conv2d(x, weight.contiguous(memory_format=torch.channels_last), bias, 2, 1)
+        return squares.unflatten(1, (4, 4)).permute(0, 3, 1, 4, 2).flatten(3).flatten(1, 2)
 
     def describe(self, maps: Sequence[Tensor], points: Tensor) -> Tensor:
         """Unit descriptors (B, N, 64) float32 at points (B, N, 2) xy."""
-        columns = [sample(level, points / 2**k) for k, level in enumerate(maps, start=1)]
-        sampled = torch.cat(columns, dim=-1)
-        widen, activate, narrow = self.descriptor
-        hidden = activate(linear(sampled.flatten(0, -2), widen.weight, widen.bias))
-        described = linear(hidden, narrow.weight, narrow.bias).unflatten(0, sampled.shape[:-1])
-        return normalize(described.float(), dim=-1)
+        return normalize(self.descriptor(sample(maps, points)).float(), dim=-1)
 
     def prepare(self, dtype: torch.dtype) -> None:
         """Keep the convolutions in `dtype`, but for the last, and everything in the order that suits them."""
@@ -319,14 +326,24 @@ def _put(value: Tensor, old: Tensor) -> None:
     value[tuple(slice(side) for side in old.shape)] = old
 
 
-def sample(maps: Tensor, points: Tensor, beyond: str = "border") -> Tensor:
-    """(B, N, C) float32 values of maps (B, C, h, w) at (B, N, 2) xy, bilinear; outside, those of the edge, or
-    "zeros"."""
-    height, width = maps.shape[-2:]
-    # A tensor of both sizes would have to be uploaded, which a GPU's queue waits for.
-    grid = torch.stack([(2 * points[..., 0] + 1) / width, (2 * points[..., 1] + 1) / height], dim=-1) - 1
-    found = grid_sample(maps.float(), grid[:, :, None], padding_mode=beyond, align_corners=False)
-    return found[..., 0].transpose(1, 2)
+def sample(maps: Sequence[Tensor], points: Tensor) -> Tensor:
+    """(B, N, C) float32 values of all maps at (B, N, 2) xy of the image, bilinear; outside, those of the edge.
+
+    Args:
+        maps: (B, C, H/2, W/2), (B, C, H/4, W/4), …
+        points: pixels.
+    """
+    height, width = (2 * side for side in maps[0].shape[-2:])
+    # From one map to the next only the centre of the first sample moves. (A tensor of both sizes would have to
+    # be uploaded, which a GPU's queue waits for.)
+    x, y = points.unbind(-1)
+    grid = torch.stack([x * (2 / width) - 1, y * (2 / height) - 1], dim=-1).unsqueeze(2)
+    sample_size = torch.stack([points.new_full((), 1 / side) for side in (width, height)])
+    found = []
+    for level, each in enumerate(maps, start=1):
+        at = torch.add(grid, sample_size, alpha=2**level)
+        found.append(grid_sample(each.float(), at, padding_mode="border", align_corners=False))
+    return torch.cat(found, dim=1).squeeze(3).mT
 
 
 NMS_RADIUS = 3  # pixels within which a point scores highest
@@ -357,15 +374,13 @@ def _running_maximum(rows: Tensor, radius: int) -> Tensor:
 
 def refine(logits: Tensor, points: Tensor) -> Tensor:
     """(B, N, 2) int64 xy → float32 xy: the centroid of the softmax of the logits in each one's window."""
-    offsets = torch.arange(WINDOW, device=logits.device) - WINDOW // 2
-    dy, dx = (grid.flatten() for grid in torch.meshgrid(offsets, offsets, indexing="ij"))
-    height, width = logits.shape[1:]
-    x, y = points[..., 0, None] + dx, points[..., 1, None] + dy
-    inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
-    place = y.clamp(0, height - 1) * width + x.clamp(0, width - 1)
-    around = logits.flatten(1).gather(1, place.flatten(1)).view(place.shape)
-    weight = around.masked_fill(~inside, -torch.inf).softmax(dim=-1)
-    return points + torch.stack([(weight * dx).sum(-1), (weight * dy).sum(-1)], dim=-1)
+    half, steps = WINDOW // 2, torch.arange(WINDOW, device=logits.device)
+    dy, dx = torch.cartesian_prod(steps, steps).unbind(1)
+    beyond = pad(logits, (half, half, half, half), value=-torch.inf)
+    x, y = points.unbind(-1)
+    place = (y * beyond.shape[2] + x).unsqueeze(-1) + (dy * beyond.shape[2] + dx)
+    weight = beyond.flatten(1).gather(1, place.flatten(1)).view_as(place).softmax(dim=-1)
+    return points + (weight @ torch.stack([dx, dy], dim=1).to(weight.dtype) - half)
 
 
 def _build(_: ExtractorConfig) -> nn.Module:
@@ -386,12 +401,23 @@ def _points_of(
     network: FeatureNetwork, logits: Tensor, maps: list[Tensor], image: Image, config: ExtractorConfig
 ) -> Found:
     """The best points of one image, refined and described."""
-    points = candidates(logits, config.nms_radius, config.border)[0].nonzero().flip(1)
-    scores = logits[0, points[:, 1], points[:, 0]].sigmoid()
-    found = (scores > config.score_threshold).nonzero()[:, 0]
-    index = found[strongest(points[found].float(), scores[found], image, config.max_keypoints)]
-    refined = refine(logits, points[None, index])
-    return Found(refined[0], scores[index], network.describe(maps, refined)[0])
+    chosen = candidates(logits, config.nms_radius, config.border)[0]
+    chosen &= logits[0] > _log_odds(config.score_threshold)
+    allowed = mask_of(image, logits.device)
+    if allowed is not None:
+        chosen &= allowed
+    y, x = chosen.nonzero().unbind(1)
+    scores, order = logits[0, y, x].sort(descending=True, stable=True)
+    points = torch.stack([x, y], dim=1)[order[: config.max_keypoints]]
+    refined = refine(logits, points[None])
+    scores = scores[: config.max_keypoints].sigmoid()
+    return Found(refined[0], scores, network.describe(maps, refined)[0])
+
+
+def _log_odds(probability: float) -> float:
+    if 0 < probability < 1:
+        return math.log(probability / (1 - probability))
+    return math.copysign(math.inf, probability - 0.5)
 
 
 FRONT_ENDS = {

@@ -46,7 +46,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     strides = (ctypes.c_long * 6)(*(x.stride(axis) for x in (q, k, v) for axis in (-2, -3)))
     threads = min(torch.get_num_threads(), math.ceil(n / 32) * heads)
     for index in product(*map(range, leading)):
-        places = (x[index].data_ptr() for x in (q, k, v, out))
+        offsets = (sum(i * s for i, s in zip(index, x.stride(), strict=False)) for x in (q, k, v, out))
+        places = (x.data_ptr() + x.element_size() * o for x, o in zip((q, k, v, out), offsets, strict=True))
         library.matcher_attend(*places, strides, half, n, m, heads, width, threads)
     return out
 

@@ -1,4 +1,4 @@
-"""When a pair may stop early and which points it may drop.
+"""When a pair may stop early and which points it may drop, on NumPy arrays.
 
 LightGlue (Lindenberger et al. 2023), section 3.3.
 """
@@ -6,12 +6,11 @@ LightGlue (Lindenberger et al. 2023), section 3.3.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 from matcher.config import MatchingPolicy
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 NEGLIGIBLE = 0.5  # matches: a pair of which fewer than this are still open need not go on
 
@@ -24,21 +23,21 @@ def confidence_threshold(layer: int, depth: int) -> float:
 class Decision(NamedTuple):
     """What happens to pairs and their points after a layer."""
 
-    stops: Tensor  # (B,) bool
-    assigned: Tensor  # (B, T) bool, points that are assigned if their pair stops here
-    kept: Tensor  # (B, T) bool, points that go on if their pair does
+    stops: np.ndarray  # (B,) bool
+    assigned: np.ndarray  # (B, T) bool, points that are assigned if their pair stops here
+    kept: np.ndarray  # (B, T) bool, points that go on if their pair does
 
 
 def decide(
-    valid: Tensor,
-    confident: Tensor,
-    probability: Tensor,
-    totals: Tensor,
+    valid: np.ndarray,
+    confident: np.ndarray,
+    probability: np.ndarray,
+    totals: np.ndarray,
     policy: MatchingPolicy,
     *,
     predicted: bool,
 ) -> Decision:
-    """Which pairs stop after a layer, and which of their points are dropped; nothing waits for a GPU.
+    """Which pairs stop after a layer, and which of their points are dropped.
 
     With heads of their own for match probabilities a pair stops where enough of the expected matches are
     found: points without a partner are confident of that from the first layer on, so every point counts by
@@ -53,16 +52,16 @@ def decide(
         policy: with exit and pruning.
         predicted: whether heads of their own predict `probability`.
     """
-    keep, stops = valid, valid.new_zeros(len(valid))
+    keep, stops = valid, np.zeros(len(valid), dtype=bool)
     if policy.pruning:
         keep = probability > policy.prune_matchability
         keep = valid & (keep | ~confident if policy.prune_confident_only else keep)
     if policy.early_exit and predicted:
         expected = probability * valid
-        unsettled = expected.masked_fill(confident, 0.0).sum(1)
+        unsettled = (expected * ~confident).sum(1)
         stops = unsettled < (1 - policy.exit_share) * expected.sum(1) + NEGLIGIBLE
     elif policy.early_exit:
         stops = (valid & ~confident).sum(1) < (1 - policy.exit_share) * totals
     # Dropping few points costs more time than it saves.
     few = keep.sum(1) > (1 - policy.min_pruned_share) * valid.sum(1)
-    return Decision(stops, keep if predicted else valid, keep | (few.unsqueeze(1) & valid))
+    return Decision(stops, keep if predicted else valid, keep | (few[:, None] & valid))

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from matcher.attention import MultiHeadAttention, linear_attention, mapped, merge_heads, scaled_dot_product
+from matcher.attention import (
+    MultiHeadAttention,
+    linear_attention,
+    mapped,
+    merge_heads,
+    missing_rows,
+    scaled_dot_product,
+)
 from matcher.config import ContextConfig
 from matcher.match.position import rotate
 
@@ -61,22 +68,42 @@ class Block(nn.Module):
         self.message_norm = nn.LayerNorm(config.dim) if config.norm == "output" else nn.Identity()
         self.ffn = FeedForward(config)
 
+    def _messages(
+        self, q: Tensor, k: Tensor, v: Tensor, sides: tuple[int, int], mask: Tensor | None, *, across: bool
+    ) -> Tensor:
+        """Queries, keys and values (B, heads, T, d) of both images → messages (B, T, dim).
+
+        Args:
+            sides: points of image 0 and of image 1; queries beyond them count with image 1 and are no keys.
+            mask: (B, T) bool of the keys; all are valid when absent.
+            across: each image attends to the other one, else to itself.
+        """
+        n, m = sides
+        queries = q.split([n, q.shape[2] - n], dim=2)
+        parts = [n, m] if n + m == q.shape[2] else [n, m, q.shape[2] - n - m]
+        keys, values = k.split(parts, dim=2)[:2], v.split(parts, dim=2)[:2]
+        masks = (None, None) if mask is None else mask.split(parts, dim=1)[:2]
+        found = []
+        for side in (0, 1):
+            source = 1 - side if across else side
+            found.append(self._attend(queries[side], keys[source], values[source], masks[source]))
+        return torch.cat([message.transpose(1, 2) for message in found], dim=1).flatten(2)
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """(B, N, heads, head_dim), (B, M, heads, head_dim) twice, mask of the M → message (B, N, dim)."""
-        if not q.shape[1] or not k.shape[1]:  # a point that has nothing to attend to gets no message
-            return q.new_zeros(*q.shape[:2], q.shape[2] * q.shape[3])
-        score = self.attention.score
-        q, k, v = (x.transpose(1, 2) for x in (self._sharpened(q, k, mask), k, v))
+        """(B, heads, N, d), (B, heads, M, d) twice, mask (B, M) of the M → message (B, heads, N, d)."""
+        if not q.shape[2] or not k.shape[2]:  # a point that has nothing to attend to gets no message
+            return torch.zeros_like(q)
+        score, q = self.attention.score, self._sharpened(q, k, mask)
         if mask is None:
-            return merge_heads(score(q, k, v))
+            return score(q, k, v)
         if score is linear_attention:
-            return merge_heads(score(q, k, v, mask[:, None]))
+            return score(q, k, v, mask[:, None])
         # Finite, so that rows without any valid key are no NaN; their message is 0, because values are.
         bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -1e4)[:, None, None]
         v = v.masked_fill(~mask[:, None, :, None], 0.0)
         if score is scaled_dot_product:
-            return merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=bias))
-        return merge_heads(score(q, k, v, bias))
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return score(q, k, v, bias)
 
     def _sharpened(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         """Queries whose logits are multiplied by log n / log `scale_above` with n keys, if these are more.
@@ -86,11 +113,11 @@ class Block(nn.Module):
         """
         above = self.scale_above
         traced = torch.compiler.is_compiling()  # when nobody knows how many keys there will be
-        if above is None or (not traced and k.shape[1] <= above):
+        if above is None or (not traced and k.shape[2] <= above):
             return q
         if mask is None and not traced:
-            return q * (math.log(k.shape[1]) / math.log(above))
-        counts = k.new_ones(k.shape[:2]) if mask is None else mask
+            return q * (math.log(k.shape[2]) / math.log(above))
+        counts = k.new_ones(len(k), k.shape[2]) if mask is None else mask
         gain = counts.sum(1).clamp_min(above).log() / math.log(above)
         return q * gain[:, None, None, None].to(q.dtype)
 
@@ -118,27 +145,24 @@ class SelfBlock(Block):
             nn.init.orthogonal_(weight)  # messages keep the norm of the values
 
     def forward(
-        self, x: Tensor, n: int, rotations: Tensor | None = None, mask: Tensor | None = None
+        self, x: Tensor, sides: tuple[int, int], rotations: Tensor | None, mask: Tensor | None
     ) -> Tensor:
-        """Tokens (B, N+M, dim), rotations (B, N+M, 2, head_dim), mask (B, N+M) → tokens (B, N+M, dim)."""
-        q, k, v = self._rotated(x, rotations)
-        masks = (None, None) if mask is None else (mask[:, :n], mask[:, n:])
-        message0 = self._attend(q[:, :n], k[:, :n], v[:, :n], masks[0])
-        message1 = self._attend(q[:, n:], k[:, n:], v[:, n:], masks[1])
-        return self._updated(x, torch.cat([message0, message1], dim=1))
+        """Tokens (B, T, dim), rotations (B, T, 2, head_dim), `sides` and `mask` of the keys → tokens."""
+        return self._updated(x, self._messages(*self._rotated(x, rotations), sides, mask, across=False))
 
     def queries_keys(self, x: Tensor, n: int, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(T, heads, head_dim) each, of one pair: whose products the attention weights are made of."""
+        """(heads, T, head_dim) each, of one pair: whose products the attention weights are made of."""
         q, k, _ = self._rotated(x, rotations)
-        parts = [self._sharpened(q[:, at], k[:, at], None) for at in (slice(None, n), slice(n, None))]
-        return torch.cat(parts, dim=1)[0], k[0]
+        parts = [self._sharpened(q[:, :, at], k[:, :, at], None) for at in (slice(None, n), slice(n, None))]
+        return torch.cat(parts, dim=2)[0], k[0]
 
     def _rotated(self, x: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (B, heads, T, head_dim)."""
         parts = self.attention.project(x)
         if rotations is None:
-            return parts.unbind(2)
-        qk = rotate(parts[:, :, :2], rotations[:, :, :, None, None])
-        return qk[:, :, 0], qk[:, :, 1], parts[:, :, 2]
+            return parts.permute(2, 0, 3, 1, 4).unbind(0)
+        qk = rotate(parts[:, :, :2], rotations).permute(2, 0, 3, 1, 4)
+        return *qk.unbind(0), parts[:, :, 2].transpose(1, 2)
 
 
 class CrossBlock(Block):
@@ -161,36 +185,38 @@ class CrossBlock(Block):
         for weight in (qkv.weight[-config.dim :], self.attention.out.weight):
             nn.init.orthogonal_(weight)
 
-    def forward(self, x: Tensor, n: int, mask: Tensor | None = None) -> Tensor:
-        """Tokens (B, N+M, dim), mask (B, N+M) → tokens (B, N+M, dim)."""
-        masks = (None, None) if mask is None else (mask[:, :n], mask[:, n:])
+    def forward(self, x: Tensor, sides: tuple[int, int], mask: Tensor | None) -> Tensor:
+        """Tokens (B, T, dim), `sides` and `mask` of the keys → tokens (B, T, dim)."""
         if self.sequential:  # image 0 attends first; image 1 then attends to its updated points (LoFTR)
-            x0, x1 = x[:, :n], x[:, n:]
+            (x0, x1), masks = x.split(sides, dim=1), (None, None)
+            if mask is not None:
+                masks = mask.split(sides, dim=1)
             x0 = self._from(x0, x1, masks[1])
             return torch.cat([x0, self._from(x1, x0, masks[0])], dim=1)
-        parts = self.attention.project(x)
-        q, k, v = parts[:, :, 0], parts[:, :, -2], parts[:, :, -1]
-        message0 = self._attend(q[:, :n], k[:, n:], v[:, n:], masks[1])
-        message1 = self._attend(q[:, n:], k[:, :n], v[:, :n], masks[0])
-        return self._updated(x, torch.cat([message0, message1], dim=1))
+        return self._updated(x, self._messages(*self._projected(x), sides, mask, across=True))
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (B, heads, T, head_dim)."""
+        parts = self.attention.project(x).permute(2, 0, 3, 1, 4).unbind(0)
+        return parts[0], parts[-2], parts[-1]
 
     def _from(self, x: Tensor, source: Tensor, mask: Tensor | None) -> Tensor:
         """Tokens (B, N, dim) after they attended to those of a source (B, M, dim)."""
-        parts = self.attention.project(source)
-        return self._updated(
-            x, self._attend(self.attention.project(x)[:, :, 0], parts[:, :, -2], parts[:, :, -1], mask)
-        )
+        _, k, v = self._projected(source)
+        message = self._attend(self._projected(x)[0], k, v, mask)
+        return self._updated(x, merge_heads(message))
 
     def queries_keys(self, x: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """(T, heads, head_dim) each, of one pair: whose products the attention weights are made of."""
-        parts = self.attention.project(x)
-        q, k = parts[:, :, 0], parts[:, :, -2]
+        """(heads, T, head_dim) each, of one pair: whose products the attention weights are made of."""
+        q, k, _ = self._projected(x)
         if self.sequential:  # the keys of image 0 are those of its updated points
-            k = torch.cat([self.attention.project(self(x, n)[:, :n])[:, :, -2], k[:, n:]], dim=1)
-        q = torch.cat(
-            [self._sharpened(q[:, :n], k[:, n:], None), self._sharpened(q[:, n:], k[:, :n], None)], 1
+            updated = self(x, (n, x.shape[1] - n), None)
+            k = torch.cat([self._projected(updated[:, :n])[1], k[:, :, n:]], dim=2)
+        q0, q1 = (
+            self._sharpened(q[:, :, :n], k[:, :, n:], None),
+            self._sharpened(q[:, :, n:], k[:, :, :n], None),
         )
-        return q[0], k[0]
+        return torch.cat([q0, q1], dim=2)[0], k[0]
 
 
 class Layer(nn.Module):
@@ -214,14 +240,24 @@ class Layer(nn.Module):
         Returns:
             (B, N+M, dim); what padding holds is of no meaning.
         """
-        return self.cross_block(self.self_block(x, n, rotations, mask), n, mask)
+        total, missing = x.shape[1], 0
+        if not (torch.is_grad_enabled() or self.cross_block.sequential):
+            missing = missing_rows(total, self.self_block.ffn.narrow.weight)
+        if missing:  # for all maps at once; these rows attend, and nothing attends to them
+            x = F.pad(x, (0, 0, 0, missing))
+            rotations = None if rotations is None else F.pad(rotations, (0, 0, 0, 0, 0, missing))
+            mask = None if mask is None else F.pad(mask, (0, missing))
+        sides = (n, total - n)
+        x = self.cross_block(self.self_block(x, sides, rotations, mask), sides, mask)
+        return x[:, :total] if missing else x
 
     def queries_keys(
         self, x: Tensor, n: int, rotations: Tensor | None
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Queries and keys (T, heads, head_dim) of self- and of cross-attention, for one pair."""
+        """Queries and keys (heads, T, head_dim) of self- and of cross-attention, for one pair."""
         own = self.self_block.queries_keys(x, n, rotations)
-        return own, self.cross_block.queries_keys(self.self_block(x, n, rotations), n)
+        after = self.self_block(x, (n, x.shape[1] - n), rotations, None)
+        return own, self.cross_block.queries_keys(after, n)
 
 
 @torch.no_grad()

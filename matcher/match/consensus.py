@@ -43,13 +43,13 @@ class SoftMatches(NamedTuple):
 
 
 class PartnerPrior(NamedTuple):
-    """Where the points of one image expect their partners, and how much that counts."""
+    """Where points expect their partners, and how much that counts; both images of a pair in one batch."""
 
-    position: Tensor  # (B, N, 2) predicted
-    gain: Tensor  # (B, N) for candidates there
-    penalty: Tensor  # (B, N) for those far from it
-    tolerance: Tensor  # (B, N) squared distance that halves the gain
-    dustbin: Tensor  # (B, N) added to the dustbin's score
+    position: Tensor  # (2B, N, 2) predicted
+    gain: Tensor  # (2B, N) for candidates there, over those far from it
+    penalty: Tensor  # (2B, N) for those far from it
+    tolerance: Tensor  # (2B, N) squared distance that halves the gain
+    dustbin: Tensor  # (2B, N) added to the dustbin's score
 
 
 def soft_matches(log_scores: Tensor) -> tuple[SoftMatches, SoftMatches]:
@@ -133,25 +133,33 @@ def _squared_distances(positions: Tensor, matches: Tensor, owners: Tensor) -> Te
 
 def _fit(points: Tensor, base: Tensor) -> LocalFit:
     """y ≈ A x + b, robustly; what it predicts at x = 0. Planes x, y (B, 4, K, N), base weights (B, K, N)."""
-    # Coordinates as separate planes: the maps are too small for matrix products to pay.
-    weight = base
+    # Sums of all products at once: the maps are too small for matrix products to pay.
+    weight, total = base, base.sum(1, keepdim=True).unsqueeze(1) + _TINY
+    centre = (base.unsqueeze(1) * points).sum(2, keepdim=True) / total  # about which the sums do not cancel
+    points = points - centre
+    x, y = points.split(2, dim=1)
+    x0, x1 = x.split(1, dim=1)
+    products = torch.cat([points, x * x, x0 * x1, x0 * y, x1 * y], dim=1)
     for scale in SCALES:
-        share = (weight / (weight.sum(1, keepdim=True) + _TINY)).unsqueeze(1)
-        means = (share * points).sum(2, keepdim=True)
-        offsets = points - means
-        x0, x1, y = offsets.split((1, 1, 2), dim=1)
-        from0, from1 = ((share * x * offsets).sum(2, keepdim=True) for x in (x0, x1))
-        xx0, xy, along0 = from0.split((1, 1, 2), dim=1)
-        _, xx1, along1 = from1.split((1, 1, 2), dim=1)
-        xx0, xx1 = xx0 + _RIDGE, xx1 + _RIDGE
-        determinant = xx0 * xx1 - xy * xy
-        slope0 = (along0 * xx1 - along1 * xy) / determinant
-        slope1 = (along1 * xx0 - along0 * xy) / determinant
-        square = (y - slope0 * x0).sub_(slope1 * x1).square_().sum(1)
-        weight = base / (1 + square / scale**2) ** 2
-    position = means[:, 2:] - slope0 * means[:, :1] - slope1 * means[:, 1:2]
+        weight = weight.unsqueeze(1)
+        means = (weight * products).sum(2, keepdim=True) / (weight.sum(2, keepdim=True) + _TINY)
+        mean, target, own, xy, along0, along1 = means.split((2, 2, 2, 1, 2, 2), dim=1)
+        mean0, mean1 = mean.split(1, dim=1)
+        xx0, xx1 = torch.addcmul(own + _RIDGE, mean, mean, value=-1).split(1, dim=1)
+        xy = torch.addcmul(xy, mean0, mean1, value=-1)
+        along0 = torch.addcmul(along0, mean0, target, value=-1)
+        along1 = torch.addcmul(along1, mean1, target, value=-1)
+        determinant = torch.addcmul(xx0 * xx1, xy, xy, value=-1)
+        slope0 = torch.addcmul(along0 * xx1, along1, xy, value=-1) / determinant
+        slope1 = torch.addcmul(along1 * xx0, along0, xy, value=-1) / determinant
+        predicted = torch.addcmul(target, slope0, mean0, value=-1).addcmul_(slope1, mean1, value=-1)
+        rest = (y - predicted).addcmul_(slope0, x0, value=-1).addcmul_(slope1, x1, value=-1)
+        square = rest.square_().sum(1)
+        weight = base / (square * scale**-2 + 1).square_()
     support = weight.sum(1)
     spread = ((weight * square).sum(1) / (support + _TINY)).sqrt()
+    origin0, origin1, offset = centre.split((1, 1, 2), dim=1)
+    position = (predicted + offset).addcmul_(slope0, origin0, value=-1).addcmul_(slope1, origin1, value=-1)
     return LocalFit(position.squeeze(2).mT, support, spread)
 
 
@@ -183,56 +191,65 @@ class Consensus(nn.Module):
             positions0, positions1: (B, N, 2), (B, M, 2) normalised positions.
             matches: the matches that they led to so far.
         """
+        (batch, n), m = positions0.shape[:2], positions1.shape[1]
         with torch.autocast(scores.device.type, enabled=False):
-            prior0, prior1 = self._priors(positions0, positions1, *matches)
-            height0 = (prior0.gain + prior0.penalty).unsqueeze(2)
-            height1 = (prior1.gain + prior1.penalty).unsqueeze(1)
-            left0, right0 = _distance_factors(prior0, positions1)
-            left1, right1 = (x.mT for x in _distance_factors(prior1, positions0))
-            corrected = scores.clone()
-            for some in _row_blocks(scores):  # a gain near the predictions, a penalty elsewhere
-                block = corrected[:, some, :-1]
-                block.sub_(prior0.penalty[:, some].unsqueeze(2)).sub_(prior1.penalty.unsqueeze(1))
-                for height, left, right in ((height0[:, some], left0, right0), (height1, right1, left1)):
-                    block.addcdiv_(height, (left[:, some] @ right).to(scores.dtype).clamp_min_(1.0))
-            corrected[:, :-1, -1].add_(prior0.dustbin)
-            corrected[:, -1, :-1].add_(prior1.dustbin)
+            prior, positions = self._prior(positions0, positions1, *matches)
+            left, right = _distance_factors(prior, positions)
+            left0, right0, left1, right1 = (
+                left[:batch, :n],
+                right[:batch, :n],
+                left[batch:, :m],
+                right[batch:, :m],
+            )
+            left1, right1 = left1.mT, right1.mT
+            gain0, gain1 = prior.gain[:batch, :n].unsqueeze(2), prior.gain[batch:, :m].unsqueeze(1)
+            corrected = scores.clone()  # a gain near the predictions, a penalty elsewhere
+            similarity = corrected[:, :-1, :-1]
+            similarity.sub_(prior.penalty[:batch, :n].unsqueeze(2)).sub_(
+                prior.penalty[batch:, :m].unsqueeze(1)
+            )
+            for rows in _row_blocks(scores):
+                block = similarity[:, rows]
+                block.addcdiv_(gain0[:, rows], (left0[:, rows] @ right1).to(scores.dtype).clamp_min_(1.0))
+                block.addcdiv_(gain1, (right0[:, rows] @ left1).to(scores.dtype).clamp_min_(1.0))
+            corrected[:, :-1, -1].add_(prior.dustbin[:batch, :n])
+            corrected[:, -1, :-1].add_(prior.dustbin[batch:, :m])
             return corrected
 
-    def _priors(
+    def _prior(
         self, positions0: Tensor, positions1: Tensor, matches0: SoftMatches, matches1: SoftMatches
-    ) -> list[PartnerPrior]:
-        """The priors of both sides, computed in one batch: most of the time goes into calls."""
+    ) -> tuple[PartnerPrior, Tensor]:
+        """The prior of both images, and their positions, in one batch: most of the time goes into calls."""
         partners = ((positions1, matches0), (positions0, matches1))
         targets = _stacked(*(at.gather(1, m.partner.unsqueeze(2).expand(-1, -1, 2)) for at, m in partners))
         confidence = _stacked(matches0.confidence, matches1.confidence)
-        fit = fit_local_maps(_stacked(positions0, positions1), targets, confidence)
+        positions = _stacked(positions0, positions1)
+        fit = fit_local_maps(positions, targets, confidence)
         residual = (targets - fit.position).norm(dim=2)
         own = torch.where(confidence > 0, (residual + 1e-3).log() + 4, 0.0)
         seen = [(fit.support + 1).log(), ((fit.spread + 1e-3).log() + 4) / 2, own / 2, confidence]
-        prior = self.out(F.gelu(self.hidden(torch.stack(seen, dim=2))))
-        heights = F.softplus(prior[..., :2]) * (fit.support / (fit.support + 1)).unsqueeze(2)
-        tolerance = (0.012 * prior[..., 2].clamp(-2, 2).exp()) ** 2 + fit.spread**2
-        both = PartnerPrior(fit.position, *heights.unbind(2), tolerance, prior[..., 3])
-        counts, halves = (
-            (positions0.shape[1], positions1.shape[1]),
-            zip(*(x.chunk(2) for x in both), strict=True),
-        )
-        return [PartnerPrior(*(x[:, :n] for x in half)) for half, n in zip(halves, counts, strict=True)]
+        near, far, reach, dustbin = self.out(F.gelu(self.hidden(torch.stack(seen, dim=2)))).unbind(2)
+        trust = fit.support / (fit.support + 1)
+        gain, penalty = F.softplus(near) * trust, F.softplus(far) * trust
+        tolerance = (0.012 * reach.clamp(-2, 2).exp()) ** 2 + fit.spread**2
+        return PartnerPrior(fit.position, gain + penalty, penalty, tolerance, dustbin), positions
 
 
-def _distance_factors(prior: PartnerPrior, others: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, N, 4), (B, 4, M) whose product is 1 + |position − other|² / tolerance.
+def _distance_factors(prior: PartnerPrior, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """(2B, N, 4) twice: products of the first with the second of the other image are
+    1 + |predicted − position|² / tolerance.
 
     In float64 where the device has it: a tolerance may be 10⁻⁶ of the squared coordinates, which cancel, and
     in float32 so much would be lost that gains are wrong by up to a hundredth.
     """
-    exact = torch.float32 if others.device.type == "mps" else torch.float64
-    a, b, tolerance = (x.to(exact) for x in (prior.position, others, prior.tolerance.unsqueeze(2)))
-    lengths = a.square().sum(2, keepdim=True)
-    left = torch.cat([-2 * a, torch.ones_like(lengths), lengths + tolerance], dim=2) / tolerance
-    right = torch.cat([b, b.square().sum(2, keepdim=True), torch.ones_like(b[..., :1])], dim=2)
-    return left, right.mT
+    exact = torch.float32 if positions.device.type == "mps" else torch.float64
+    ends, tolerance = (
+        torch.stack([prior.position, positions]).to(exact),
+        prior.tolerance.unsqueeze(2).to(exact),
+    )
+    (length, other), one = ends.square().sum(3, keepdim=True).unbind(0), torch.ones_like(tolerance)
+    left = torch.cat([-2 * ends[0], one, length + tolerance], dim=2) / tolerance
+    return left, torch.cat([ends[1], other, one], dim=2)
 
 
 def _row_blocks(scores: Tensor) -> list[slice]:

@@ -209,7 +209,7 @@ class MatchingNetwork(nn.Module):
 
         Args:
             features0, features1: batches.
-            align: whether to turn descriptors to fit.
+            align: check them, and turn descriptors to fit.
             complete: all points are valid, and their descriptors of the network's front end, so that nothing
                 has to be read from a GPU.
 
@@ -219,11 +219,10 @@ class MatchingNetwork(nn.Module):
         """
         device = next(self.parameters()).device
         sides = [features.to(device) for features in (features0, features1)]
-        if not complete:
-            for features in sides:
-                check_features(self.config, features)
         check_paired(*sides)
         if align:
+            for features in sides:
+                check_features(self.config, features)
             sides[1] = aligned(*sides, self.config.kind)
         config, n = self.config.position, len(sides[0])
         x = self.projected(_joined([features.descriptors for features in sides]))
@@ -242,11 +241,10 @@ class MatchingNetwork(nn.Module):
         if rotations is not None and config.kind != "rotary":
             x, rotations = x + rotations, None
         index = torch.cat([torch.arange(len(f), device=device).expand(f.mask.shape) for f in sides], dim=1)
-        mask = None
-        if not complete and not all(bool(features.mask.all()) for features in sides):
-            mask = _joined([features.mask for features in sides])
-        tokens = Tokens(x, n, index, positions, rotations, tuple(range(len(x))), mask)
-        return tokens if mask is None else tokens.take(tokens.pairs, mask, tokens.counts())
+        valid, pairs = np.ones(index.shape, dtype=bool), tuple(range(len(x)))
+        if not complete:
+            valid = _joined([features.mask for features in sides]).cpu().numpy()
+        return Tokens(x, n, index, positions, rotations, pairs, valid).take(pairs, valid)
 
     def projected(self, descriptors: Tensor) -> Tensor:
         """Descriptors (…, D) → tokens (…, dim), float32."""
@@ -296,11 +294,11 @@ class MatchingNetwork(nn.Module):
         x, predicted = self.guidance(x, depth)
         return replace(tokens, x=x, predicted=predicted)
 
-    def match_probabilities(self, x: Tensor, depth: int) -> Tensor:
-        """(…) probability of a partner: by heads for it, or by the dustbin (LightGlue, eq. 12)."""
+    def match_logits(self, x: Tensor, depth: int) -> Tensor:
+        """(…) log odds of having a partner: by heads for it, or by the dustbin (LightGlue, eq. 12)."""
         if not self.config.match_probability:
-            return self.heads[depth].logits(x).sigmoid()
-        return mapped(self.match_probability[depth], x).squeeze(-1).float().sigmoid()
+            return self.heads[depth].logits(x)
+        return mapped(self.match_probability[depth], x).squeeze(-1).float()
 
     def scores(self, side0: Side, side1: Side, depth: int) -> Tensor:
         """Scores with dustbins (B, N+1, M+1), float32, of points after layer `depth`."""

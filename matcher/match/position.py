@@ -189,17 +189,16 @@ class SinePosition(nn.Module):
 
 
 def rotate(x: Tensor, rotations: Tensor) -> Tensor:
-    """Turn the channel pairs of x (…, width) by angles.
+    """Turn the channel pairs of x (B, T, 2, heads, head_dim), queries and keys, by angles.
 
-    Channel c of the first half is paired with channel c of the second half.
+    Channel c of the first half of a head is paired with channel c of the second half.
 
     Args:
-        x: (B, T, …, width), in any precision.
-        rotations: (B, T, 2, …, width) float32, cosines and sines as `RotaryPosition` gives them.
+        x: in any precision.
+        rotations: (B, T, 2, head_dim) float32, cosines and sines as `RotaryPosition` gives them.
     """
-    exact = x.float()
-    turned = exact * rotations[:, :, 0]
-    return turned.addcmul_(exact.roll(x.shape[-1] // 2, -1), rotations[:, :, 1]).to(x.dtype)
+    (cos, sin), exact = rotations.unsqueeze(3).split(1, dim=2), x.float()
+    return (exact * cos).addcmul_(exact.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 def build_position(config: PositionConfig, context: ContextConfig) -> nn.Module | None:

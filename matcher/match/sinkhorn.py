@@ -120,7 +120,8 @@ def _solve(
     tiny = torch.finfo(scores.dtype).tiny
     if start is None:
         some = scores if masked is None else scores.masked_fill(nu.mT == 0, -LARGEST_SCALE)
-        u, v = (-some.amax(2, keepdim=True)).masked_fill(mu == 0, 0.0), torch.zeros_like(nu)
+        u, v = -some.amax(2, keepdim=True), torch.zeros_like(nu)
+        u = u if masked is None else u.masked_fill(mu == 0, 0.0)
     else:
         u, v = start.u.unsqueeze(2).clone(), start.v.unsqueeze(2).clone()
     kernel, b = _absorbed(scores, u, v), nu.clamp(max=1.0)
@@ -137,10 +138,9 @@ def _solve(
         last, looks = count >= max_iterations, count % CHECKED == 0
         if not (last or looks or record_errors):
             continue
-        error = torch.linalg.vector_norm((a * sums - mu) * weight, dim=(1, 2))
+        error = torch.linalg.vector_norm((a * sums).sub_(mu).mul_(weight), dim=1)
         scales = torch.cat([a, b], 1) if masked is None else torch.cat([a, b], 1) + masked
-        lowest, highest = torch.aminmax(scales, dim=1)
-        error, low, high = torch.stack([error, lowest[:, 0], highest[:, 0]]).tolist()
+        error, low, high = torch.stack([error, *torch.aminmax(scales, dim=1)]).flatten(1).tolist()
         errors.append(error[0])
         for pair in range(len(scores)):
             if pair in stopped:
@@ -156,7 +156,8 @@ def _solve(
                 a[some], b[some] = mu[some].clamp(max=1.0), nu[some].clamp(max=1.0)
                 sums[some] = torch.bmm(kernel[some], b[some])
             elif tolerance is not None and (looks or last) and error[pair] <= tolerance:
-                stopped[pair] = count, u[pair] + a[pair].log(), v[pair] + b[pair].log()
+                potentials = (u[pair] + a[pair].log(), v[pair] + b[pair].log()) if len(scores) > 1 else ()
+                stopped[pair] = count, *potentials
         if last or len(stopped) == len(scores):
             break
     u, v = u + a.log(), v + b.log()
@@ -173,14 +174,18 @@ def masses(
     scores: Tensor, mask0: Tensor | None = None, mask1: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Masses of rows (B, N+1, 1) and columns (B, M+1, 1), and what each row's error weighs (B, N+1, 1)."""
-    batch, rows, columns = scores.shape
-    valid0, valid1 = scores.new_ones(batch, rows, 1), scores.new_ones(batch, columns, 1)
-    if mask0 is not None:
-        valid0[:, :-1, 0], valid1[:, :-1, 0] = mask0, mask1
-    count0, count1 = (valid[:, :-1].sum(1, keepdim=True) for valid in (valid0, valid1))
-    weight = torch.cat([(valid0 * count0.clamp_min(1.0).rsqrt())[:, :-1], 1 / count1.clamp_min(1.0)], 1)
-    valid0[:, -1:], valid1[:, -1:] = count1, count0
-    return valid0, valid1, weight
+    valid, counts = [], []
+    for axis, mask in ((1, mask0), (2, mask1)):
+        points = scores.shape[axis] - 1
+        if mask is None:
+            valid.append(scores.new_ones(len(scores), points, 1))
+            counts.append(scores.new_full((len(scores), 1, 1), points))
+        else:
+            valid.append(mask.unsqueeze(2).to(scores.dtype))
+            counts.append(valid[-1].sum(1, keepdim=True))
+    least = [count.clamp_min(1.0) for count in counts]
+    weight = torch.cat([valid[0] * least[0].rsqrt(), least[1].reciprocal()], 1)
+    return torch.cat([valid[0], counts[1]], 1), torch.cat([valid[1], counts[0]], 1), weight
 
 
 def _absorbed(scores: Tensor, u: Tensor, v: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,13 +31,9 @@ class Tokens:
     positions: Tensor  # (B, N+M, 2) normalised positions
     rotations: Tensor | None  # (B, N+M, 2, head_dim) that turn queries and keys
     pairs: tuple[int, ...]  # which input pair each entry is
-    mask: Tensor | None = None  # (B, N+M) bool, True = valid; None: all, as where B is 1
+    valid: np.ndarray  # (B, N+M) bool; what is not valid is padding
+    mask: Tensor | None = None  # the same where the network runs; None: all are, as where B is 1
     predicted: Tensor | None = None  # (B, N+M, 2) positions of partners as the last layer predicts them
-
-    @property
-    def valid(self) -> Tensor:
-        """(B, N+M) bool."""
-        return torch.ones_like(self.index, dtype=torch.bool) if self.mask is None else self.mask
 
     @property
     def masks(self) -> tuple[Tensor | None, Tensor | None]:
@@ -51,33 +48,31 @@ class Tokens:
 
     def counts(self) -> list[list[int]]:
         """Valid points of image 0 and of image 1, for each pair."""
-        if self.mask is None:
-            return [[self.n, self.x.shape[1] - self.n]] * len(self.x)
-        return torch.stack([mask.sum(1) for mask in self.masks], dim=1).tolist()
+        return np.stack([part.sum(1) for part in np.split(self.valid, [self.n], axis=1)], axis=1).tolist()
 
-    def take(self, entries: Sequence[int], keep: Tensor, counts: Sequence[Sequence[int]]) -> Tokens:
+    def take(self, entries: Sequence[int], keep: np.ndarray) -> Tokens:
         """Some pairs, and of their points those that are marked; of no more length than they need.
 
         Args:
             entries: of the batch.
             keep: (B, N+M) bool.
-            counts: how many points of image 0 and of image 1 are marked, for each of the B pairs.
         """
-        most = [max(counts[entry][side] for entry in entries) for side in (0, 1)]
-        some, rows = len(entries) < len(self.x), torch.arange(len(entries), device=keep.device)[:, None]
-        if some:
-            rows = torch.tensor(entries, device=keep.device)[:, None]
-            keep = keep[rows[:, 0]]
+        keep = keep[list(entries)]
+        if len(keep) == len(self.x) and bool(keep.all()):
+            return self
+        sides = np.split(keep, [self.n], axis=1)
+        most = [int(side.sum(1).max()) for side in sides]
         # Marked points first, in their order.
-        order0, order1 = (
-            (~part).sort(dim=1, stable=True).indices
-            for part in keep.split([self.n, keep.shape[1] - self.n], 1)
-        )
-        order = torch.cat([order0[:, : most[0]], order1[:, : most[1]] + self.n], 1)
-        mask = None if all(list(counts[entry]) == most for entry in entries) else keep.gather(1, order)
-        names = ("x", "index", "positions", "rotations", "predicted")
-        columns = {name: None if (c := getattr(self, name)) is None else c[rows, order] for name in names}
-        return replace(self, n=most[0], pairs=tuple(self.pairs[e] for e in entries), mask=mask, **columns)
+        orders = [np.argsort(~s, axis=1, kind="stable")[:, :m] for s, m in zip(sides, most, strict=True)]
+        order = np.concatenate([orders[0], orders[1] + self.n], axis=1)
+        valid, device = np.take_along_axis(keep, order, 1), self.x.device
+        rows = torch.from_numpy(np.array(entries)[:, None]).to(device)
+        columns, order = {}, torch.from_numpy(order).to(device)
+        for name in ("x", "index", "positions", "rotations", "predicted"):
+            column = getattr(self, name)
+            columns[name] = None if column is None else column[rows, order]
+        columns["mask"] = None if valid.all() else torch.from_numpy(valid).to(device)
+        return replace(self, n=most[0], pairs=tuple(self.pairs[e] for e in entries), valid=valid, **columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +96,7 @@ class LayerState:
     layer: int  # 0 is the first
     before: Tokens  # what the layer took
     tokens: Tokens  # what it gave, before any point is dropped
-    totals: Tensor  # (B,) points of each pair before any pruning
+    totals: np.ndarray  # (B,) points of each pair before any pruning
 
     @property
     def is_last(self) -> bool:
@@ -109,19 +104,29 @@ class LayerState:
         return self.layer == len(self.network.layers) - 1
 
     @cached_property
-    def confidences(self) -> Tensor | None:
-        """(B, N+M) probability that the last layer would not change a point's partner; None without heads."""
-        if self.layer >= len(self.network.confidence):
-            return None
-        return mapped(self.network.confidence[self.layer], self.tokens.x).squeeze(-1).float().sigmoid()
+    def _probabilities(self) -> np.ndarray:
+        """(1 or 2, B, N+M) of having a partner and, where there are heads for it, of knowing it.
 
-    @cached_property
-    def match_probabilities(self) -> Tensor:
+        The one time in a layer that a GPU is waited for.
+        """
+        x, network = self.tokens.x, self.network
+        logits = [network.match_logits(x, self.layer)]
+        if self.layer < len(network.confidence):
+            logits.append(mapped(network.confidence[self.layer], x).squeeze(-1).float())
+        return torch.stack(logits).sigmoid().cpu().numpy()
+
+    @property
+    def match_probabilities(self) -> np.ndarray:
         """(B, N+M) probability that a point has a partner."""
-        return self.network.match_probabilities(self.tokens.x, self.layer)
+        return self._probabilities[0]
 
-    @cached_property
-    def confident(self) -> Tensor | None:
+    @property
+    def confidences(self) -> np.ndarray | None:
+        """(B, N+M) probability that the last layer would not change a point's partner; None without heads."""
+        return self._probabilities[1] if self.layer < len(self.network.confidence) else None
+
+    @property
+    def confident(self) -> np.ndarray | None:
         """(B, N+M) bool: points whose confidence is above this layer's threshold; None without heads."""
         if self.confidences is None:
             return None
@@ -132,47 +137,32 @@ class LayerState:
         """Which pairs stop here, and which points are dropped; None where nothing is to be decided."""
         if self.is_last or not (self.policy.early_exit or self.policy.pruning):
             return None
-        return decide(
-            self.tokens.valid,
-            self.confident,
-            self.match_probabilities,
-            self.totals,
-            self.policy,
-            predicted=self.network.config.match_probability,
-        )
-
-    @cached_property
-    def _outcome(self) -> list[list[int]]:
-        """For each pair whether it stops, points of either image that are assigned then, and kept otherwise.
-
-        The one time in a layer that a GPU is waited for.
-        """
-        n, (stops, assigned, kept) = self.tokens.n, self.decision
-        sums = [part.sum(1) for mask in (assigned, kept) for part in (mask[:, :n], mask[:, n:])]
-        return torch.stack([stops, *sums], dim=1).tolist()
+        predicted = self.network.config.match_probability
+        given = self.tokens.valid, self.confident, self.match_probabilities, self.totals, self.policy
+        return decide(*given, predicted=predicted)
 
     @property
     def exiting(self) -> tuple[int, ...]:
         """Entries of the batch that stop here."""
         if self.decision is None:
             return tuple(range(len(self.tokens.pairs))) if self.is_last else ()
-        return tuple(entry for entry, (stops, *_) in enumerate(self._outcome) if stops)
+        return tuple(np.flatnonzero(self.decision.stops).tolist())
 
     @property
-    def dropped(self) -> Tensor:
+    def dropped(self) -> np.ndarray:
         """(B, N+M) bool: points that neither go on nor take part in the assignment of a pair that stops."""
         if self.decision is None:
             return ~self.tokens.valid
         stops, assigned, kept = self.decision
-        return ~torch.where(stops.unsqueeze(1), assigned, kept)
+        return ~np.where(stops[:, None], assigned, kept)
 
     @cached_property
     def remaining(self) -> Tokens | None:
         """What the next layer takes; None where no pair goes on."""
         if self.decision is None:
             return None if self.is_last else self.tokens
-        staying = [entry for entry, (stops, *_) in enumerate(self._outcome) if not stops]
-        return self._taken(staying, self.decision.kept, 3) if staying else None
+        staying = np.flatnonzero(~self.decision.stops).tolist()
+        return self.tokens.take(staying, self.decision.kept) if staying else None
 
     def assign(self, entries: Sequence[int] | None = None, *, record_errors: bool = False) -> Prediction:
         """Assignments of some pairs as the network gives them if it stops here.
@@ -182,14 +172,7 @@ class LayerState:
             record_errors: keep the error of every Sinkhorn iteration.
         """
         entries, tokens = self.exiting if entries is None else entries, self.tokens
-        if self.decision is not None:
-            tokens = self._taken(entries, self.decision.assigned, 1)
-        elif len(entries) < len(tokens.pairs):
-            tokens = tokens.take(entries, tokens.valid, tokens.counts())
+        if self.decision is not None or len(entries) < len(tokens.pairs):
+            keep = tokens.valid if self.decision is None else self.decision.assigned
+            tokens = tokens.take(entries, keep)
         return self.network.assign(tokens, self.layer, record_errors=record_errors)
-
-    def _taken(self, entries: Sequence[int], keep: Tensor, column: int) -> Tokens:
-        counts, tokens = [row[column : column + 2] for row in self._outcome], self.tokens
-        if len(entries) == len(counts) and counts == [[tokens.n, tokens.x.shape[1] - tokens.n]] * len(counts):
-            return tokens
-        return tokens.take(entries, keep, counts)

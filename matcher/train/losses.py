@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -190,10 +191,11 @@ def _pruned(
     """The likeliest points of each image. One whose partner is dropped has none."""
     # In half precision many points would be equally likely.
     with torch.no_grad(), torch.autocast(tokens.x.device.type, enabled=False):
-        probabilities = model.match_probabilities(tokens.x.float(), pruning.after)
-        probabilities = probabilities.masked_fill(~tokens.valid, -1)
+        logits = model.match_logits(tokens.x.float(), pruning.after)
+        if tokens.mask is not None:
+            logits = logits.masked_fill(~tokens.mask, -torch.inf)
     kept, places = [], []
-    for side in (probabilities[:, : tokens.n], probabilities[:, tokens.n :]):
+    for side in (logits[:, : tokens.n], logits[:, tokens.n :]):
         count = max(1, round(pruning.share * side.shape[1]))
         kept.append(side.topk(count, dim=1).indices.sort(dim=1).values)
         here = torch.arange(count, device=side.device).expand_as(kept[-1])
@@ -209,7 +211,8 @@ def _pruned(
         partners.append(torch.where(before >= 0, after, before))
         targets.append(labels.targets[side].gather(1, kept[side].unsqueeze(2).expand(-1, -1, 2)))
         masks.append(labels.masks[side].gather(1, kept[side]))
-    return replace(tokens, n=kept[0].shape[1], **columns), Labels(
+    valid = np.ones(order.shape, bool) if tokens.mask is None else columns["mask"].cpu().numpy()
+    return replace(tokens, n=kept[0].shape[1], valid=valid, **columns), Labels(
         tuple(partners), tuple(targets), tuple(masks)
     )
 
