@@ -52,9 +52,9 @@ def test_a_turned_image_has_the_inputs_of_the_upright_one(rng: np.random.Generat
     torch.testing.assert_close(batch, expected.expand(2, -1, -1), atol=1e-5, rtol=0)
 
 
-def rotations(found: torch.Tensor) -> torch.Tensor:
-    """(N, 2, width) → (1, N, 2, width)."""
-    return found[None]
+def turned_by(x: torch.Tensor, position: RotaryPosition, features: Features, names) -> torch.Tensor:
+    """Heads (N, heads, head_dim) after their rotation."""
+    return rotate(x[None, :, None], position(position_inputs(features, names))[None])[0, :, 0]
 
 
 def test_rotation_is_the_equation(rng: np.random.Generator) -> None:
@@ -62,7 +62,7 @@ def test_rotation_is_the_equation(rng: np.random.Generator) -> None:
     position = RotaryPosition(PositionConfig(), head_dim=8)
     features = make_features(rng)
     x = torch.from_numpy(rng.normal(size=(12, 3, 8)).astype(np.float32))
-    turned = rotate(x[None], rotations(position(position_inputs(features, NAMES))))[0].detach().numpy()
+    turned = turned_by(x, position, features, NAMES).detach().numpy()
 
     inputs = position_inputs(features, NAMES).double().numpy()
     weight = position.frequencies.weight.detach().double().numpy()
@@ -74,9 +74,9 @@ def test_rotation_is_the_equation(rng: np.random.Generator) -> None:
             pair = [channel, channel + 4]
             expected[point][:, pair] = x[point, :, pair].double().numpy() @ matrix.T
     np.testing.assert_allclose(turned, expected, atol=2e-5)
-    half = rotate(x[None].bfloat16(), rotations(position(position_inputs(features, NAMES))))
+    half = turned_by(x.bfloat16(), position, features, NAMES)
     assert half.dtype == torch.bfloat16
-    np.testing.assert_allclose(half[0].float().detach().numpy(), expected, atol=0.05)
+    np.testing.assert_allclose(half.float().detach().numpy(), expected, atol=0.05)
 
 
 def test_products_depend_on_differences_of_position_only(rng: np.random.Generator) -> None:
@@ -89,8 +89,8 @@ def test_products_depend_on_differences_of_position_only(rng: np.random.Generato
     q, k = torch.randn(2, 12, 1, 16)
 
     def products(f: Features) -> torch.Tensor:
-        turns = rotations(position(position_inputs(f, ("xy",))))
-        return rotate(q[None], turns)[0, :, 0] @ rotate(k[None], turns)[0, :, 0].T
+        turned = [turned_by(each, position, f, ("xy",))[:, 0] for each in (q, k)]
+        return turned[0] @ turned[1].T
 
     torch.testing.assert_close(products(features), products(shifted), atol=1e-4, rtol=0)
     assert not torch.allclose(products(features), q[:, 0] @ k[:, 0].T, atol=0.1)

@@ -327,15 +327,14 @@ def _put(value: Tensor, old: Tensor) -> None:
 
 
 def sample(maps: Sequence[Tensor], points: Tensor) -> Tensor:
-    """(B, N, C) float32 values of all maps at (B, N, 2) xy of the image, bilinear; outside, those of the edge.
+    """(B, N, C) float32 values of all maps at points of the image, bilinear; outside, those of the edge.
 
     Args:
-        maps: (B, C, H/2, W/2), (B, C, H/4, W/4), …
-        points: pixels.
+        maps: (B, C, H/2, W/2), (B, C, H/4, W/4), …; the first sample of each is centred on the first pixel.
+        points: (B, N, 2) xy, pixels.
     """
     height, width = (2 * side for side in maps[0].shape[-2:])
-    # From one map to the next only the centre of the first sample moves. (A tensor of both sizes would have to
-    # be uploaded, which a GPU's queue waits for.)
+    # Numbers, since a tensor of both sizes would have to be uploaded, which a GPU's queue waits for.
     x, y = points.unbind(-1)
     grid = torch.stack([x * (2 / width) - 1, y * (2 / height) - 1], dim=-1).unsqueeze(2)
     sample_size = torch.stack([points.new_full((), 1 / side) for side in (width, height)])
