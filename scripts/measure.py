@@ -31,7 +31,8 @@ from matcher.presets import DEFAULT_PRESET, find_preset
 
 def parts(given: argparse.Namespace) -> None:
     """Accuracy and time of a preset, and of the same with each further pass switched off."""
-    from matcher.evaluate.run import Method, as_markdown, as_object, evaluate
+    from matcher.evaluate.methods import Method
+    from matcher.evaluate.run import as_markdown, as_object, evaluate
     from matcher.loading import build_pipeline
 
     config = find_preset(given.preset)
@@ -49,8 +50,9 @@ def parts(given: argparse.Namespace) -> None:
 
 def verdicts(given: argparse.Namespace) -> None:
     """How often pairs of different places are called the same."""
-    from matcher.evaluate.calibration import different_places, predictions, upper_bound
-    from matcher.evaluate.run import Method
+    from matcher.evaluate.calibration import predictions
+    from matcher.evaluate.fits import different_places, upper_bound
+    from matcher.evaluate.methods import Method
     from matcher.verify.verdict import SAME
 
     methods = [Method(given.preset, matcher.load(given.preset))]
@@ -67,20 +69,23 @@ def verdicts(given: argparse.Namespace) -> None:
 
 def accepted(given: argparse.Namespace) -> None:
     """Share of results accepted, and their accuracy, by the least verdict at which several passes accept."""
-    from matcher.evaluate.calibration import accepted_from, judge_geometry
-    from matcher.evaluate.run import GEOMETRY
+    from matcher.evaluate.measure import auc
+    from matcher.evaluate.methods import Method
+    from matcher.evaluate.run import GEOMETRY, evaluate
 
     thresholds = {"pose": (5, 10, 20), "depth": (5, 10, 20), "homography": (3, 5, 10)}  # degrees; pixels
     for pair_set in chosen(given):
         if pair_set.protocol not in thresholds:
             raise UsageError(f"{pair_set.name}: its ground truth is neither poses nor homographies")
         pipeline = matcher.load(given.preset, geometry=GEOMETRY[pair_set.protocol])
-        judged = [judge_geometry(pair, pipeline) for pair in pair_set.pairs]
+        values = evaluate(pair_set, [Method(given.preset, pipeline)]).values[given.preset]
+        errors, probabilities = values["error"][0], values["probability"][0]
         columns = thresholds[pair_set.protocol]
-        print(f"| {pair_set.name} ({len(judged)}) | accepted | {' | '.join(f'AUC@{t}' for t in columns)} |")
+        print(f"| {pair_set.name} ({len(errors)}) | accepted | {' | '.join(f'AUC@{t}' for t in columns)} |")
         print("|---" * (2 + len(columns)) + "|")
         for least in (0.5, 0.4, 0.32, 0.2, 0.1, 0.0):
-            share, *areas = accepted_from(judged, least, columns)
+            left = np.where(probabilities >= least, errors, np.inf)
+            share, areas = np.isfinite(left).mean(), [auc(left, column) for column in columns]
             print(f"| {least:g} | {share:.2f} | {' | '.join(f'{area:.3f}' for area in areas)} |", flush=True)
 
 

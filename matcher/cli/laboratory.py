@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,8 +28,8 @@ from matcher.cli.output import PARTIAL, complain, pair_progress, say, show, stop
 from matcher.errors import UsageError
 
 if TYPE_CHECKING:
+    from matcher.evaluate.methods import Method
     from matcher.evaluate.protocols import PairSet
-    from matcher.evaluate.run import Method
 
 
 def train(
@@ -164,6 +166,12 @@ def evaluate(
         help="Measure only these presets, matcher weights or front-end weights (repeat for at least two) and "
         "report the paired differences from the first.",
     ) = None,
+    peer: option(
+        list[str] | None,
+        metavar="NAME",
+        help="Also measure a published implementation, and ours with its weights: lightglue-aliked, "
+        "lightglue-disk, xfeat-lighterglue or xfeat; repeatable.",
+    ) = None,
     full_depth: option(
         bool, "--full-depth", help="Add a row per network without early exit and pruning."
     ) = False,
@@ -212,7 +220,7 @@ def evaluate(
     intrinsics and poses, in the format of SuperGlue and glue-factory.
     """
     limit_threads(threads)
-    from matcher.evaluate.run import BASELINE, MethodOptions, build_methods, compared_methods
+    from matcher.evaluate.methods import BASELINE, MethodOptions, build_methods, compared_methods
 
     sets = _sets(where, pairs, levels, seed, images)
     ending = "-calibration" if calibration else ""  # of the names of the files, after that of the set
@@ -240,6 +248,11 @@ def evaluate(
         methods = compared_methods(compare, presets[0], next(iter(weights), None), front_end, shared)
     else:
         methods = build_methods(presets, weights, front_ends, shared)
+    for name in peer or []:
+        from matcher.evaluate.peers import peer_methods
+
+        options = {"max_keypoints": max_keypoints, "resize": resize, "device": device}
+        methods += peer_methods(name, options | {"precision": precision})
     skipped, baseline = 0, methods[0].name if compare else BASELINE
     for pair_set in sets:
         if calibration:
@@ -300,9 +313,14 @@ def _accuracy(
     with pair_progress(pair_set.name) as progress:
         found = run(pair_set, methods, seeds=estimator_seeds, progress=progress)
     table = as_object(found, baseline=baseline, seed=seed)
-    table["version"] = matcher.__version__
+    table |= {"version": matcher.__version__, "date": time.strftime("%Y-%m-%d"), "command": _command()}
     _publish(folder, pair_set.name, as_markdown(table), table)
     return len(found.skipped)
+
+
+def _command() -> str:
+    """What was typed."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def _calibration(pair_set: PairSet, methods: list[Method], folder: Path | None) -> int:

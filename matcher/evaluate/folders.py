@@ -34,7 +34,7 @@ def read_affine(folder: Path) -> PairSet:
             sides = (PairImage(_view(sequence, "img1")), PairImage(_view(sequence, f"img{number}")))
             name = f"{sequence.name} 1-{number}"
             pairs.append(HomographyPair(name, sequence.name, *sides, read_matrix(homography, (3, 3))))
-    return PairSet(folder.resolve().name, "homography", tuple(pairs), oracle=True)
+    return PairSet(folder.resolve().name, "homography", tuple(pairs))
 
 
 def read_opencv_homography(folder: Path) -> PairSet:
@@ -46,7 +46,7 @@ def read_opencv_homography(folder: Path) -> PairSet:
         raise UsageError(f"{path}: no 3×3 matrix named H13; fetch the file again")
     sides = (PairImage(folder / "graf1.png"), PairImage(folder / "graf3.png"))
     pair = HomographyPair("graf 1-3", "graf", *sides, matrix)
-    return PairSet(f"{folder.resolve().name}-homography", "homography", (pair,), oracle=True)
+    return PairSet(f"{folder.resolve().name}-homography", "homography", (pair,))
 
 
 def read_opencv_stereo(folder: Path) -> PairSet:
@@ -54,7 +54,7 @@ def read_opencv_stereo(folder: Path) -> PairSet:
     points0, points1 = _disparity_points(folder / "aloeGT.png", 1.0)
     sides = (PairImage(folder / "aloeL.jpg"), PairImage(folder / "aloeR.jpg"))
     pair = CorrespondencePair("aloe", "aloe", *sides, points0, points1)
-    return PairSet(f"{folder.resolve().name}-stereo", "correspondences", (pair,), oracle=True)
+    return PairSet(f"{folder.resolve().name}-stereo", "correspondences", (pair,))
 
 
 def read_middlebury(folder: Path) -> PairSet:
@@ -64,7 +64,7 @@ def read_middlebury(folder: Path) -> PairSet:
         sides = (PairImage(scene / "im2.png"), PairImage(scene / "im6.png"))
         points = _disparity_points(scene / "disp2.pgm", 0.25)
         pairs.append(CorrespondencePair(scene.name, scene.name, *sides, *points))
-    return PairSet(folder.resolve().name, "correspondences", tuple(pairs), oracle=True)
+    return PairSet(folder.resolve().name, "correspondences", tuple(pairs))
 
 
 def read_multimodal(folder: Path) -> PairSet:
@@ -83,7 +83,7 @@ def read_multimodal(folder: Path) -> PairSet:
         f"The ground truth is accurate to 1-2 px. {left_out} pairs that are not rigid or whose median "
         f"landmark residual is {MAX_LANDMARK_RESIDUAL:g} px or more are left out"
     )
-    return PairSet(folder.resolve().name, "homography", tuple(pairs), oracle=True, note=note)
+    return PairSet(folder.resolve().name, "homography", tuple(pairs), note=note)
 
 
 def read_kitti(folder: Path) -> PairSet:
@@ -241,7 +241,7 @@ def read_hpatches(folder: Path) -> PairSet:
         group = _KINDS.get(sequence.name[:2], "")
         pairs.append(HomographyPair(f"{sequence.name} 1-{number}", group, *sides, read_matrix(path, (3, 3))))
     note = f"The {len(_LARGE)} large sequences are left out. Shorter side {_SHORTER_SIDE} px"
-    return PairSet("hpatches", "homography", tuple(pairs), shorter_side=_SHORTER_SIDE, oracle=True, note=note)
+    return PairSet("hpatches", "homography", tuple(pairs), shorter_side=_SHORTER_SIDE, note=note)
 
 
 def is_wxbs(folder: Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,10 +20,11 @@ from matcher.evaluate.protocols import (
 )
 from matcher.geometry import inside, warp_points
 from matcher.match.nearest import mutual_minima
-from matcher.types import Features, Image, Matches, TwoViewGeometry
+from matcher.result import Result
+from matcher.types import Features, Matches, TwoViewGeometry
 from matcher.verify.adjustment import epipolar_distance, fundamental_from_pose, threshold_scale
 from matcher.verify.estimation import RobustEstimator
-from matcher.verify.verdict import reject_improbable
+from matcher.verify.verdict import reject_improbable, verdict_of
 
 THRESHOLDS = (1, 3)  # pixels of the resized images
 COARSE = 10  # pixels; for ground truth that is accurate to several pixels only, and WxBS's mAA
@@ -217,84 +218,15 @@ def repeatability(
 # One pair
 
 
-@dataclass(frozen=True, eq=False)
-class ImageFeatures:
-    """The features that a front end extracted from one image."""
-
-    features: Features
-    image: Image  # its pixels are dropped
-
-    @property
-    def scale(self) -> float:
-        """Resized / stored size, the geometric mean of both axes."""
-        return float(np.sqrt(self.image.scale[0] * self.image.scale[1]))
-
-    @property
-    def keypoints(self) -> np.ndarray:
-        """(N, 2) float64 stored pixels."""
-        return np.asarray(self.features.keypoints).astype(np.float64)
-
-
-@dataclass(frozen=True, eq=False)
-class GroundTruth:
-    """The ground-truth matches between the extracted keypoints of a pair."""
-
-    matches: Mapping[int, np.ndarray]  # (P, 2) corresponding keypoints, by threshold in pixels
-    repeatability: float = math.nan  # at the largest threshold; homographies only
-
-
-def find_ground_truth(pair: Pair, side0: ImageFeatures, side1: ImageFeatures) -> GroundTruth | None:
-    """The ground-truth matches of the keypoints; None if the pair has only a pose or sparse labels."""
-    points0, points1, largest = side0.keypoints, side1.keypoints, max(THRESHOLDS)
-    repeatable = math.nan
-    if isinstance(pair, HomographyPair):
-        errors = reprojection_matrix(points0, points1, pair.H_1_from_0, side0.scale, side1.scale)
-        covisible0 = inside(warp_points(points0, pair.H_1_from_0), side1.image.size)
-        covisible1 = inside(warp_points(points1, np.linalg.inv(pair.H_1_from_0)), side0.image.size)
-        repeatable = repeatability(errors, covisible0, covisible1, largest)
-    elif isinstance(pair, CorrespondencePair) and pair.dense:
-        errors = distances(corresponding_points(pair, points0), points1) * side1.scale
-    elif isinstance(pair, DepthPair):
-        errors = distances(reproject(points0, pair.view0, pair.view1)[0], points1) * side1.scale
-    else:
-        return None
-    widest = ground_truth_matches(errors, largest)  # smaller thresholds select from these
-    error = errors[widest[:, 0], widest[:, 1]]
-    return GroundTruth({threshold: widest[error < threshold] for threshold in THRESHOLDS}, repeatable)
-
-
-def oracle(ground_truth: GroundTruth, side0: ImageFeatures, side1: ImageFeatures) -> Matches:
-    """All ground-truth matches within 3 px of the same keypoints: an upper bound for every matcher."""
-    indices = ground_truth.matches[max(THRESHOLDS)]
-    return Matches(
-        indices=indices,
-        points0=np.asarray(side0.features.keypoints)[indices[:, 0]],
-        points1=np.asarray(side1.features.keypoints)[indices[:, 1]],
-        scores=np.ones(len(indices), dtype=np.float32),
-        kept0=len(side0.features),
-        kept1=len(side1.features),
-    )
-
-
 def measure_pair(
-    pair: Pair,
-    side0: ImageFeatures,
-    side1: ImageFeatures,
-    matches: Matches,
-    ground_truth: GroundTruth | None,
-    estimators: Sequence[RobustEstimator],
-    *,
-    several_passes: bool = False,
+    pair: Pair, result: Result, estimators: Sequence[RobustEstimator]
 ) -> dict[str, float | np.ndarray]:
     """Compute the metrics of the pair's protocol.
 
     Args:
         pair: with its ground truth.
-        side0, side1: the features that were matched.
-        matches: predicted between these features.
-        ground_truth: from `find_ground_truth`.
+        result: of the pair; the geometry of several passes must be probable to be accepted.
         estimators: S robust estimators of the protocol's geometry, one per seed.
-        several_passes: the matches are of several passes, whose geometry must be probable to be accepted.
 
     Returns:
         Metric name to value; metrics of the estimated geometry are (S,) arrays. Errors in pixels of the
@@ -303,81 +235,96 @@ def measure_pair(
     Raises:
         UsageError: the intrinsics belong to images of another size.
     """
-    total = len(side0.features) + len(side1.features)
+    matches, sides = result.matches, (result.features0, result.features1)
+    first, total = result.first or result, sum(map(len, sides))
     found: dict[str, float | np.ndarray] = {
         "matches": float(len(matches)),
         "layers": float(matches.layers_run),
         "kept": (matches.kept0 + matches.kept1) / total if total else 1.0,
-        "keypoints": total / 2,
+        "keypoints": (len(first.features0) + len(first.features1)) / 2,
+        "passes": float(max(1, len(result.passes))),
     }
-    cameras = _cameras(pair, side0, side1) if isinstance(pair, PosePair) else None
+    cameras = _cameras(pair, result) if isinstance(pair, PosePair) else None
+    scales = [side.scale.tolist() for side in sides]
     geometries = [
         estimator(
             matches.points0,
             matches.points1,
             cameras=cameras,
             scores=matches.prior_scores,
-            thresholds_scale=threshold_scale(side0.image.scale, side1.image.scale, estimator.config.kind),
+            thresholds_scale=threshold_scale(*scales, estimator.config.kind),
             covariances=matches.covariances,
         )
         for estimator in estimators
     ]
-    sizes = side0.features.image_size, side1.features.image_size
-    accepted = [reject_improbable(g, matches, *sizes) if several_passes else g for g in geometries]
+    several, sizes = len(result.passes) > 1, [side.image_size for side in sides]
+    verdicts = [verdict_of(matches, geometry, *sizes) if several else None for geometry in geometries]
+    found["probability"] = np.array([1.0 if verdict is None else verdict.probability for verdict in verdicts])
+    accepted = [reject_improbable(g, matches, *sizes) if several else g for g in geometries]
     found["accepted"] = np.array([float(geometry.status == "ok") for geometry in accepted])
     if isinstance(pair, PosePair):
-        found |= _pose_metrics(pair, side0, side1, matches, geometries)
+        found |= _pose_metrics(pair, matches, geometries, threshold_scale(*scales, "essential"))
     elif isinstance(pair, HomographyPair):
-        H, size = pair.H_1_from_0, side0.image.size
-        found["error"] = np.array([corner_error(g.matrix, H, size, side1.scale) for g in geometries])
-        found["repeatability"] = ground_truth.repeatability
+        H, size, scale1 = pair.H_1_from_0, sides[0].image_size, scale_of(sides[1])
+        found["error"] = np.array([corner_error(g.matrix, H, size, scale1) for g in geometries])
     elif isinstance(pair, CorrespondencePair):
-        found |= _label_metrics(pair, side1, geometries)
-        if ground_truth is None:  # with sparse labels no match is counted
-            found |= {f"{name}{t}": math.nan for name in ("precision", "recall") for t in THRESHOLDS}
-    return (
-        found if ground_truth is None else found | _match_metrics(pair, side0, side1, matches, ground_truth)
-    )
+        found |= _label_metrics(pair, geometries, scale_of(sides[1]))
+    return found | _match_metrics(pair, result)
 
 
-def _match_metrics(
-    pair: Pair, side0: ImageFeatures, side1: ImageFeatures, matches: Matches, ground_truth: GroundTruth
-) -> dict[str, float]:
-    """Precision and recall; matches of which the ground truth cannot tell are not counted."""
-    errors = match_errors(pair, matches, side0.scale, side1.scale)
+def scale_of(features: Features) -> float:
+    """Resized / stored size of the features' image, the geometric mean of both axes."""
+    return math.sqrt(math.prod(features.scale.tolist()))
+
+
+def _match_metrics(pair: Pair, result: Result) -> dict[str, float]:
+    """Precision and recall; matches of which the ground truth cannot tell are not counted.
+
+    Nothing of poses or unrelated pairs, and NaN of sparse labels, which say nothing of single matches.
+    """
+    points0, points1 = (np.asarray(f.keypoints, np.float64) for f in (result.features0, result.features1))
+    scale0, scale1 = scale_of(result.features0), scale_of(result.features1)
+    found = {}
+    if isinstance(pair, HomographyPair):
+        H, back = pair.H_1_from_0, np.linalg.inv(pair.H_1_from_0)
+        every = reprojection_matrix(points0, points1, H, scale0, scale1)
+        covisible0 = inside(warp_points(points0, H), result.features1.image_size)
+        covisible1 = inside(warp_points(points1, back), result.features0.image_size)
+        found["repeatability"] = repeatability(every, covisible0, covisible1, max(THRESHOLDS))
+    elif isinstance(pair, CorrespondencePair) and pair.dense:
+        every = distances(corresponding_points(pair, points0), points1) * scale1
+    elif isinstance(pair, DepthPair):
+        every = distances(reproject(points0, pair.view0, pair.view1)[0], points1) * scale1
+    elif isinstance(pair, CorrespondencePair):
+        return {f"{name}{t}": math.nan for name in ("precision", "recall") for t in THRESHOLDS}
+    else:
+        return {}
+    errors = match_errors(pair, result.matches, scale0, scale1)
     counted, known = errors[~np.isnan(errors)], np.nan_to_num(errors, nan=np.inf)
-    correct = counted[counted < max(THRESHOLDS)]
-    found = {
-        "correct": float(len(correct)),
-        f"correct{COARSE}": float((counted < COARSE).sum()),
-        f"precision{COARSE}": precision(counted, COARSE),
-        "residual": float(correct.mean()) if len(correct) else math.nan,
-    }
-    for threshold in THRESHOLDS:
+    for threshold in (*THRESHOLDS, COARSE):
         found[f"precision{threshold}"] = precision(counted, threshold)
-        expected = ground_truth.matches[threshold]
-        found[f"recall{threshold}"] = recall(matches.indices, known, expected, threshold)
+        found[f"correct{threshold}"] = float((counted < threshold).sum())
+    expected = ground_truth_matches(every, max(THRESHOLDS))
+    distance = every[expected[:, 0], expected[:, 1]]
+    for threshold in THRESHOLDS:
+        within = expected[distance < threshold]
+        found[f"recall{threshold}"] = recall(result.matches.indices, known, within, threshold)
     return found
 
 
 def _pose_metrics(
-    pair: PosePair,
-    side0: ImageFeatures,
-    side1: ImageFeatures,
-    matches: Matches,
-    geometries: Sequence[TwoViewGeometry],
+    pair: PosePair, matches: Matches, geometries: Sequence[TwoViewGeometry], shrink: float
 ) -> dict[str, float | np.ndarray]:
     angles = np.array([pose_error(g.cam1_from_cam0, pair.cam1_from_cam0) for g in geometries])
     F = fundamental_from_pose(pair.K0, pair.K1, pair.cam1_from_cam0)
     points0, points1 = (p.astype(np.float64) for p in (matches.points0, matches.points1))
-    shrink = threshold_scale(side0.image.scale, side1.image.scale, "essential")
     errors = epipolar_distance(points0, points1, F) / shrink
     found = {f"precision{threshold}": precision(errors, threshold) for threshold in THRESHOLDS}
-    return {"error": angles.max(axis=1), "rotation": angles[:, 0], "translation": angles[:, 1], **found}
+    return {"error": angles.max(axis=1), **found}
 
 
 def _label_metrics(
-    pair: CorrespondencePair, side1: ImageFeatures, geometries: Sequence[TwoViewGeometry]
+    pair: CorrespondencePair, geometries: Sequence[TwoViewGeometry], scale1: float
 ) -> dict[str, np.ndarray]:
     """Shares of the labelled points near the estimated epipolar lines: WxBS's mAA."""
     step = max(1, len(pair.points0) // _MAX_LABELS)
@@ -385,19 +332,22 @@ def _label_metrics(
     near_line = np.zeros((len(geometries), COARSE))
     for row, geometry in zip(near_line, geometries, strict=True):
         if geometry.matrix is not None:
-            distance = epipolar_distance(labels0, labels1, geometry.matrix) * side1.scale
+            distance = epipolar_distance(labels0, labels1, geometry.matrix) * scale1
             row[:] = (distance[:, None] < np.arange(1, COARSE + 1)).mean(axis=0)
     return {"labels3": near_line[:, 2], f"labels{COARSE}": near_line.mean(axis=1)}
 
 
-def _cameras(pair: PosePair, side0: ImageFeatures, side1: ImageFeatures) -> tuple[Camera, Camera]:
+def _cameras(pair: PosePair, result: Result) -> tuple[Camera, Camera]:
     cameras = []
-    for K, side in ((pair.K0, side0), (pair.K1, side1)):
-        width, height = side.image.size
+    for K, features, path in (
+        (pair.K0, result.features0, pair.image0.path),
+        (pair.K1, result.features1, pair.image1.path),
+    ):
+        width, height = features.image_size
         if not (0 < K[0, 2] < width and 0 < K[1, 2] < height):
             raise UsageError(
-                f"{side.image.path}: the principal point ({K[0, 2]:g}, {K[1, 2]:g}) lies outside the image "
-                f"of {width} x {height} pixels; the intrinsics belong to images of another size"
+                f"{path}: the principal point ({K[0, 2]:g}, {K[1, 2]:g}) lies outside the image of "
+                f"{width} x {height} pixels; the intrinsics belong to images of another size"
             )
         cameras.append(Camera.from_K(K, size=(width, height)))
     return cameras[0], cameras[1]

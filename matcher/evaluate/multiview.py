@@ -105,9 +105,9 @@ def read_rendered(folder: Path) -> list[PairSet]:
             groups = _overlap_group(overlap), _angle_group(_angle(*views), ANGLES), light
             posed.append(_depth_pair(name, groups, sides, views))
     title = folder.resolve().name
-    found = [PairSet(title, "depth", tuple(posed), oracle=True, note="Depth and poses are exact")]
+    found = [PairSet(title, "depth", tuple(posed), note="Depth and poses are exact")]
     if relit:
-        found.append(PairSet(f"{title}-light", "homography", tuple(relit), oracle=True))
+        found.append(PairSet(f"{title}-light", "homography", tuple(relit)))
     return found
 
 

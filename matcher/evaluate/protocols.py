@@ -102,28 +102,19 @@ class PairImage:
     path: Path
     pixels: np.ndarray | None = None  # (H, W) or (H, W, 3) uint8; if given, these are the stored image
 
-    def open(
-        self, resize: int | None, shorter_side: int | None = None, soft_resize: int | None = None
-    ) -> Image:
-        """The image, resized for a front end.
-
-        Args:
-            resize: the longer side in pixels; images are never enlarged.
-            shorter_side: the shorter side instead (480 for HPatches); images are never enlarged.
-            soft_resize: as in `read_image`; not used with `shorter_side`, which a benchmark prescribes.
+    def given(self, shorter_side: int | None = None) -> Path | np.ndarray | Image:
+        """What `Pipeline.match` takes: the file or the pixels, or an image whose shorter side is prescribed.
 
         Raises:
             ImageError: the file cannot be read.
         """
-        if self.pixels is None and shorter_side is None:
-            return read_image(self.path, resize=resize, soft_resize=soft_resize)
+        if shorter_side is None:
+            return self.path if self.pixels is None else self.pixels
         pixels = self.pixels
         if pixels is None:
             pixels = read_image(self.path, resize=None, upright=False).pixels
-        if shorter_side is not None:
-            height, width = pixels.shape[:2]
-            resize, soft_resize = round(shorter_side * max(width, height) / min(width, height)), None
-        return replace(image_from_array(pixels, resize=resize, soft_resize=soft_resize), path=self.path)
+        resize = round(shorter_side * max(pixels.shape[:2]) / min(pixels.shape[:2]))  # never enlarged
+        return replace(image_from_array(pixels, resize=resize), path=self.path)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +185,6 @@ class PairSet:
     protocol: ProtocolName
     pairs: Sequence[Pair]
     shorter_side: int | None = None  # of the resized images, where published results prescribe it
-    oracle: bool = False  # whether the ground truth decides which keypoints correspond
     note: str = ""  # printed with the table
 
     def __len__(self) -> int:

@@ -67,7 +67,7 @@ def _made(name: str, count: int, make: Callable[[int], Pair], note: str) -> Pair
     if count < 1:
         raise UsageError(f"the number of pairs must be at least 1, not {count}")
     protocol = "unrelated" if name == "unrelated" else "homography"
-    return PairSet(name, protocol, PairsOnAccess(count, make), oracle=protocol == "homography", note=note)
+    return PairSet(name, protocol, PairsOnAccess(count, make), note=note)
 
 
 def _photo(photos: Sequence[Path], turn: int, index: int, seed: int) -> tuple[Path, np.ndarray]:

@@ -1,0 +1,161 @@
+"""What is measured: a pipeline for each preset, weights file, front-end file and published implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from matcher.config import NearestConfig
+from matcher.errors import IntegrityError, UsageError
+from matcher.loading import load
+from matcher.pipeline import Pipeline
+from matcher.presets import PRESETS, find_plugin, find_preset
+from matcher.weights.files import read_header
+
+BASELINE = "nearest"
+SHIPPED = "shipped"
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """A row of the table: a pipeline and its name."""
+
+    name: str
+    pipeline: Pipeline
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """What all methods of an evaluation have in common."""
+
+    common: Mapping[str, Any] = field(default_factory=dict)  # options of `load` for every preset
+    network: Mapping[str, Any] = field(default_factory=dict)  # and for presets with a network
+    full_depth: bool = False  # also measure each network without early exit and pruning
+
+
+def build_methods(
+    presets: Sequence[str],
+    weights: Sequence[Path] = (),
+    front_ends: Sequence[str] = (),
+    options: MethodOptions | None = None,
+) -> list[Method]:
+    """A method for every combination of preset, weights file and front-end file.
+
+    `nearest`, and nearest neighbours on the same keypoints, come first and are always measured.
+
+    Args:
+        presets: names in `PRESETS`, or of presets that other packages add.
+        weights: files of the matcher's weights; without any, those of the presets.
+        front_ends: files of the learned front end's weights, "shipped" for the preset's own; without any,
+            those of the presets.
+        options: common to all methods.
+
+    Raises:
+        UsageError: an unknown preset, or options or files that a preset cannot use.
+        IntegrityError: weights that are absent, damaged or of another network.
+    """
+    options = options or MethodOptions()
+    kinds = {name: _front_end_kind(name) for name in (*presets, BASELINE)}
+    no_network = all(map(_is_nearest, presets))
+    useless = {
+        "weights": weights and no_network,
+        "full_depth": options.full_depth and no_network,
+        "match_threshold": options.network.get("match_threshold") is not None and no_network,
+        "frontend_weights": front_ends and "learned" not in [kinds[name] for name in presets],
+    }
+    for name, given in useless.items():
+        if given:
+            raise UsageError(f"{', '.join(presets)}: {name} has no effect with these presets; leave it out")
+    nearest = [n for n in PRESETS if _is_nearest(n) and PRESETS[n].extractor.kind in kinds.values()]
+    methods = {}
+    for name in dict.fromkeys([*nearest, *presets]):
+        for file in (not _is_nearest(name) and weights) or [None]:
+            for front_end in (_front_end_kind(name) == "learned" and front_ends) or [None]:
+                title = name if file is None else f"{name} {_short(file, weights)}"
+                if front_end == SHIPPED:
+                    title, front_end = f"{title} with the shipped front end", None
+                elif front_end is not None:
+                    title += f" with {_short(Path(front_end), [Path(each) for each in front_ends])}"
+                for method in _variants(title, name, file, front_end, options):
+                    methods[method.name] = method
+    return list(methods.values())
+
+
+def compared_methods(
+    compared: Sequence[str],
+    preset: str,
+    weights: Path | None = None,
+    front_end: str | None = None,
+    options: MethodOptions | None = None,
+) -> list[Method]:
+    """Exactly the methods that are to be compared; the first is the baseline of the others.
+
+    Args:
+        compared: presets, files of a matcher's weights, or files of a front end's weights; "shipped" is
+            `preset` with its own files.
+        preset: what the files are used with.
+        weights: of the matcher, for every method that does not name its own.
+        front_end: file of the front end's weights, for every method that does not name its own.
+        options: common to all methods.
+
+    Raises:
+        UsageError: fewer than two different methods, or neither a preset nor a file.
+        IntegrityError: weights that are absent, damaged or of another network.
+    """
+    options = options or MethodOptions()
+    if len(set(compared)) < max(2, len(compared)):
+        raise UsageError("--compare needs at least two different presets or weights files; repeat the option")
+    paths, methods = [Path(text) for text in compared], []
+    for text, path in zip(compared, paths, strict=True):
+        name, given = preset, {"weights": weights, "frontend_weights": front_end}
+        if text in PRESETS or find_plugin(text):
+            name, title = text, text
+        elif text == SHIPPED:
+            title = f"{preset} shipped"
+        else:
+            given[_option_for(path)] = path
+            title = f"{preset} {_short(path, paths)}"
+        methods += _variants(title, name, given["weights"], given["frontend_weights"], options)
+    return methods
+
+
+def _variants(
+    title: str, preset: str, weights: Path | None, front_end: str | Path | None, options: MethodOptions
+) -> Iterator[Method]:
+    """The method itself and, where asked for, the same at full depth."""
+    given = {**options.common, "weights": weights, "frontend_weights": front_end}
+    if not _is_nearest(preset):
+        given |= options.network
+    elif _front_end_kind(preset) == "learned":
+        given["precision"] = options.network.get("precision")
+    yield Method(title, load(preset, **given))
+    if options.full_depth and not _is_nearest(preset):
+        yield Method(f"{title}, full depth", load(preset, **given, early_exit=False, pruning=False))
+
+
+def _is_nearest(preset: str) -> bool:
+    return preset in PRESETS and isinstance(PRESETS[preset].matcher, NearestConfig)
+
+
+def _front_end_kind(preset: str) -> str | None:
+    """The kind of a preset's front end; None where another package adds it."""
+    return None if preset not in PRESETS and find_plugin(preset) else find_preset(preset).extractor.kind
+
+
+def _option_for(path: Path) -> str:
+    """The option of `load` that a weights file is for, by its header."""
+    if not path.is_file():
+        raise UsageError(f"--compare {path}: neither a preset nor a file; see `matcher presets`")
+    try:
+        return "frontend_weights" if "frontend" in read_header(path.read_bytes()) else "weights"
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read ({error.strerror}): check the path") from error
+    except IntegrityError as error:
+        raise IntegrityError(f"{path} {error}: give a weights file written by `matcher train`") from error
+
+
+def _short(file: Path, files: Sequence[Path]) -> str:
+    """The file's stem, or its whole path if another file has the same stem."""
+    return file.stem if sum(other.stem == file.stem for other in files) == 1 else str(file)
