@@ -3,7 +3,6 @@
     python scripts/measure.py parts kitchen bookstore --pairs 12      # a preset without each further pass
     python scripts/measure.py verdicts ../shared --unrelated 3000     # on pairs of different places
     python scripts/measure.py accepted kitchen sensors --pairs 37     # accuracy by the least verdict accepted
-    python scripts/measure.py localization kitchen --work DIR [--split blocks] [--map-sizes 300,10000]
     python scripts/measure.py reconstruction PHOTOS --work NEW_DIR    # beside COLMAP's own SIFT
     python scripts/measure.py stereo                                  # points of Middlebury's pairs
     python scripts/measure.py budget --budget-ms 1000 --pairs 60      # poses of the kitchen within a time
@@ -87,33 +86,6 @@ def accepted(given: argparse.Namespace) -> None:
             left = np.where(probabilities >= least, errors, np.inf)
             share, areas = np.isfinite(left).mean(), [auc(left, column) for column in columns]
             print(f"| {least:g} | {share:.2f} | {' | '.join(f'{area:.3f}' for area in areas)} |", flush=True)
-
-
-def localization(given: argparse.Namespace) -> None:
-    """Photos of a set localised in a map of the others, or only timed in maps of several sizes."""
-    from matcher.evaluate.localization import make_map, measure_localization, time_localization
-    from matcher.evaluate.multiview import find_other_photos, find_posed_photos
-
-    photos = find_posed_photos(given.set)
-    work = given.work / f"{photos.title}-{given.split}-{given.preset}"
-    options, split = {"max_keypoints": given.max_keypoints, "resize": given.resize}, photos.split(given.split)
-    if given.map_sizes:
-        make_map(photos, split[0], work, given.preset, options)
-        names = split[1][:: max(1, len(split[1]) // 20)][:20]
-        for row in time_localization(photos, names, work, [int(n) for n in given.map_sizes.split(",")]):
-            print(row, flush=True)
-        return
-    report = measure_localization(
-        photos,
-        split,
-        work,
-        preset=given.preset,
-        options=options,
-        cameras_known=not given.unknown_cameras,
-        elsewhere=find_other_photos(given.elsewhere, 200) if given.elsewhere else (),
-        progress=lambda line: print(line, file=sys.stderr, flush=True),
-    )
-    print("\n".join(report.lines()))
 
 
 def reconstruction(given: argparse.Namespace) -> None:
@@ -216,7 +188,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     kinds = parser.add_subparsers(dest="kind", required=True)
-    works = (parts, verdicts, accepted, localization, reconstruction, stereo, budget)
+    works = (parts, verdicts, accepted, reconstruction, stereo, budget)
     made = {work.__name__: kinds.add_parser(work.__name__, help=work.__doc__) for work in works}
     for name, one in made.items():
         one.set_defaults(measure=globals()[name])
@@ -226,23 +198,15 @@ def main() -> int:
         made[name].add_argument("sets", nargs="+", metavar="SET")
     for name in ("parts", "accepted", "budget"):
         made[name].add_argument("--pairs", type=int, help="of each set, at most, evenly spread over it")
-    for name in ("localization", "reconstruction", "stereo"):
+    for name in ("reconstruction", "stereo"):
         default = 2048 if name == "reconstruction" else 1024
         made[name].add_argument("--max-keypoints", type=int, default=default)
     made["verdicts"].add_argument("data", type=Path, help="folder with photos/val and multiview")
     made["verdicts"].add_argument("--unrelated", type=int, default=3000, help="pairs of different sources")
     made["verdicts"].add_argument("--lookalikes", type=int, default=300, help="pairs of each other kind")
     made["verdicts"].add_argument("--seed", type=int, default=0)
-    one = made["localization"]
-    one.add_argument("set", help="name of a set, or a folder with images and poses")
-    one.add_argument("--split", choices=("last", "blocks", "even"), default="last", help="by time")
-    one.add_argument("--resize", type=int, default=1024, help="longer side in pixels")
-    one.add_argument("--unknown-cameras", action="store_true", help="estimate the cameras of the photos")
-    one.add_argument("--elsewhere", type=Path, help="folder of photos of other places, to be refused")
-    one.add_argument("--map-sizes", help="only time photos in maps of these sizes, such as 300,10000")
     made["reconstruction"].add_argument("photos", type=Path)
-    for name in ("localization", "reconstruction"):
-        made[name].add_argument("--work", type=Path, required=True, help="folder for runs and models")
+    made["reconstruction"].add_argument("--work", type=Path, required=True, help="for the run and the models")
     made["budget"].add_argument("--budget-ms", type=float, default=1000.0)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)

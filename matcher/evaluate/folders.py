@@ -1,4 +1,4 @@
-"""Readers of benchmark folders in their distributed layouts: each turns a folder into a `PairSet`."""
+"""Readers of benchmark folders in their distributed layouts: each turns a folder into pairs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import cv2
 import numpy as np
 
-from matcher.errors import UsageError
+from matcher.errors import MALFORMED, UsageError
 from matcher.evaluate.protocols import CorrespondencePair, HomographyPair, PairImage, PairSet, PosePair
 from matcher.files import open_given
 from matcher.images import read_image
@@ -21,84 +21,89 @@ from matcher.images import read_image
 MAX_LANDMARK_RESIDUAL = 3.0  # pixels; coarser pairs of `multimodal` are left out
 FRAME_GAPS = (3, 8, 15)
 _VIEW_SUFFIXES = (".png", ".ppm", ".pgm", ".jpg")
+# Sequences beyond 1600 × 1200 pixels, left out since D2-Net (Dusmanu et al. 2019): 540 pairs remain.
+_LARGE_I = ("i_contruction", "i_crownnight", "i_dc", "i_pencils", "i_whitebuilding")
+_LARGE = (*_LARGE_I, "v_artisans", "v_astronautis", "v_talent")
+_LONGEST_LINE = 1 << 16  # bytes
 
 
-def read_affine(folder: Path) -> PairSet:
+def hpatches(folder: Path) -> Iterator[HomographyPair]:
+    """SEQUENCE/1.ppm … 6.ppm with H_1_2 … H_1_6, in the folder or its `hpatches-sequences-release`."""
+    kinds = {"i_": "illumination", "v_": "viewpoint"}
+    for path in sorted([*folder.glob("*/H_1_*"), *folder.glob("hpatches-sequences-release/*/H_1_*")]):
+        sequence, number = path.parent, path.name.removeprefix("H_1_")
+        if sequence.name not in _LARGE:
+            sides = PairImage(sequence / "1.ppm"), PairImage(sequence / f"{number}.ppm")
+            name, group = f"{sequence.name} 1-{number}", kinds.get(sequence.name[:2], "")
+            yield HomographyPair(name, group, *sides, read_matrix(path, (3, 3)))
+
+
+def affine(folder: Path) -> Iterator[HomographyPair]:
     """The Oxford affine-covariant layout: img1 … imgN, H1toNp (3×3 text), in the folder or its subfolders."""
-    pairs = []
-    for sequence in [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]:
-        for homography in sorted(sequence.glob("H1to*p")):
-            number = homography.name.removeprefix("H1to").removesuffix("p")
-            if number == "1":
-                continue
-            sides = (PairImage(_view(sequence, "img1")), PairImage(_view(sequence, f"img{number}")))
+    for path in sorted([*folder.glob("H1to*p"), *folder.glob("*/H1to*p")]):
+        sequence, number = path.parent, path.name.removeprefix("H1to").removesuffix("p")
+        if number != "1":
+            sides = PairImage(_view(sequence, "img1")), PairImage(_view(sequence, f"img{number}"))
             name = f"{sequence.name} 1-{number}"
-            pairs.append(HomographyPair(name, sequence.name, *sides, read_matrix(homography, (3, 3))))
-    return PairSet(folder.resolve().name, "homography", tuple(pairs))
+            yield HomographyPair(name, sequence.name, *sides, read_matrix(path, (3, 3)))
 
 
-def read_opencv_homography(folder: Path) -> PairSet:
+def opencv_homography(folder: Path) -> Iterator[HomographyPair]:
     """The graf pair of OpenCV's samples: graf1.png → graf3.png, H1to3p.xml (FileStorage)."""
     path = folder / "H1to3p.xml"
     storage = cv2.FileStorage(str(path), cv2.FILE_STORAGE_READ)  # which its nodes need
     matrix = storage.getNode("H13").mat()
     if matrix is None or matrix.shape != (3, 3):
         raise UsageError(f"{path}: no 3×3 matrix named H13; fetch the file again")
-    sides = (PairImage(folder / "graf1.png"), PairImage(folder / "graf3.png"))
-    pair = HomographyPair("graf 1-3", "graf", *sides, matrix)
-    return PairSet(f"{folder.resolve().name}-homography", "homography", (pair,))
+    sides = PairImage(folder / "graf1.png"), PairImage(folder / "graf3.png")
+    yield HomographyPair("graf 1-3", "graf", *sides, matrix)
 
 
-def read_opencv_stereo(folder: Path) -> PairSet:
+def opencv_stereo(folder: Path) -> Iterator[CorrespondencePair]:
     """The aloe pair of OpenCV's samples: aloeL.jpg, aloeR.jpg, aloeGT.png (disparity, 0 = unknown)."""
-    points0, points1 = _disparity_points(folder / "aloeGT.png", 1.0)
-    sides = (PairImage(folder / "aloeL.jpg"), PairImage(folder / "aloeR.jpg"))
-    pair = CorrespondencePair("aloe", "aloe", *sides, points0, points1)
-    return PairSet(f"{folder.resolve().name}-stereo", "correspondences", (pair,))
+    sides = PairImage(folder / "aloeL.jpg"), PairImage(folder / "aloeR.jpg")
+    yield CorrespondencePair("aloe", "aloe", *sides, *_disparity_points(folder / "aloeGT.png", 1.0))
 
 
-def read_middlebury(folder: Path) -> PairSet:
+def middlebury(folder: Path) -> Iterator[CorrespondencePair]:
     """Middlebury 2003 stereo: SCENE/im2.png, im6.png, disp2.pgm (disparity × 4, 0 = unknown)."""
-    pairs = []
-    for scene in sorted(path.parent for path in folder.glob("*/disp2.pgm")):
-        sides = (PairImage(scene / "im2.png"), PairImage(scene / "im6.png"))
-        points = _disparity_points(scene / "disp2.pgm", 0.25)
-        pairs.append(CorrespondencePair(scene.name, scene.name, *sides, *points))
-    return PairSet(folder.resolve().name, "correspondences", tuple(pairs))
+    for path in sorted(folder.glob("*/disp2.pgm")):
+        scene = path.parent
+        sides = PairImage(scene / "im2.png"), PairImage(scene / "im6.png")
+        yield CorrespondencePair(scene.name, scene.name, *sides, *_disparity_points(path, 0.25))
 
 
-def read_multimodal(folder: Path) -> PairSet:
+def wxbs(folder: Path) -> Iterator[CorrespondencePair]:
+    """Mishkin et al. 2015, version 1.1: CATEGORY/PAIR/01.png, 02.png, corrs.txt (x0 y0 x1 y1 per line)."""
+    for path in sorted([*folder.glob("*/*/corrs.txt"), *folder.glob("v1.1/*/*/corrs.txt")]):
+        labels, category = read_matrix(path, (-1, 4)), path.parent.parent.name
+        sides = PairImage(path.parent / "01.png"), PairImage(path.parent / "02.png")
+        name = f"{category}/{path.parent.name}"
+        yield CorrespondencePair(name, category, *sides, labels[:, :2], labels[:, 2:], dense=False)
+
+
+def multimodal(folder: Path) -> Iterator[HomographyPair]:
     """Remote-sensing pairs with homographies fitted to landmarks; coarse and non-rigid pairs are left out."""
-    pairs, left_out = [], 0
     keys = ("pair", "category", "image_fix", "image_mov", "landmark_median_residual_px", "nonrigid")
     for row in read_rows(folder / "pairs.json", keys):
-        if not row["landmark_median_residual_px"] < MAX_LANDMARK_RESIDUAL or row["nonrigid"]:
-            left_out += 1
-            continue
-        path = folder / f"{row['pair']}_gt.json"
-        matrix = read_array(read_object(path, ("H_mov_to_fix_0based",))["H_mov_to_fix_0based"], (3, 3), path)
-        sides = (PairImage(folder / row["image_mov"]), PairImage(folder / row["image_fix"]))
-        pairs.append(HomographyPair(row["pair"], Path(row["category"]).name, *sides, matrix))
-    note = (
-        f"The ground truth is accurate to 1-2 px. {left_out} pairs that are not rigid or whose median "
-        f"landmark residual is {MAX_LANDMARK_RESIDUAL:g} px or more are left out"
-    )
-    return PairSet(folder.resolve().name, "homography", tuple(pairs), note=note)
+        if row["landmark_median_residual_px"] < MAX_LANDMARK_RESIDUAL and not row["nonrigid"]:
+            path, key = folder / f"{row['pair']}_gt.json", "H_mov_to_fix_0based"
+            matrix = read_array(read_rows(path, (key,))[0][key], (3, 3), path)
+            sides = PairImage(folder / row["image_mov"]), PairImage(folder / row["image_fix"])
+            yield HomographyPair(row["pair"], Path(row["category"]).name, *sides, matrix)
 
 
-def read_kitti(folder: Path) -> PairSet:
+def kitti(folder: Path) -> Iterator[PosePair]:
     """KITTI-like sequences: image_l/*.png, calib.txt (P0 first), poses.txt (world_from_cam)."""
-    pairs = []
-    for sequence, frames, rows in _sequences(folder):
+    for sequence, frames, poses in _sequences(folder):
         K = read_matrix(sequence / "calib.txt", (-1, 12))[0].reshape(3, 4)[:, :3]
-        world_from_cam = [np.vstack([pose, [0, 0, 0, 1]]) for pose in rows]
+        world_from_cam = [np.vstack([pose, [0, 0, 0, 1]]) for pose in poses]
         for gap in FRAME_GAPS:
             for a in range(len(frames) - gap):
                 b = a + gap
-                name, pose = f"{sequence.name} {a}-{b}", np.linalg.inv(world_from_cam[b]) @ world_from_cam[a]
-                sides = (PairImage(frames[a]), PairImage(frames[b]))
-                pairs.append(PosePair(name, f"gap {gap}", *sides, K, K, pose))
-    return PairSet(folder.resolve().name, "pose", tuple(pairs))
+                pose = np.linalg.inv(world_from_cam[b]) @ world_from_cam[a]
+                sides = PairImage(frames[a]), PairImage(frames[b])
+                yield PosePair(f"{sequence.name} {a}-{b}", f"gap {gap}", *sides, K, K, pose)
 
 
 def distant_frames(folder: Path, metres: float) -> list[tuple[Path, Path]]:
@@ -121,21 +126,27 @@ def _sequences(folder: Path) -> Iterator[tuple[Path, list[Path], np.ndarray]]:
         yield sequence, frames, poses
 
 
-def read_posed(folder: Path) -> PairSet:
+def posed(folder: Path) -> Iterator[PosePair]:
     """All pairs of the photos in poses.json: image, K, R (cam_from_world), C (centre); arbitrary scale."""
     path = folder / "poses.json"
     rows = read_rows(path, ("image", "K", "R", "C"))
     present = [view for view in rows if (folder / view["image"]).is_file()]
-    pairs = []
     for view0, view1 in combinations(present, 2):
         (K0, pose0), (K1, pose1) = (camera_of(view, path) for view in (view0, view1))
-        sides = (PairImage(folder / view0["image"]), PairImage(folder / view1["image"]))
+        sides = PairImage(folder / view0["image"]), PairImage(folder / view1["image"])
         name = f"{Path(view0['image']).stem}-{Path(view1['image']).stem}"
-        pairs.append(PosePair(name, "", *sides, K0, K1, pose1 @ np.linalg.inv(pose0)))
-    note = "The poses come from structure from motion and are not independent ground truth"
-    if len(present) < len(rows):
-        note += f". {len(rows) - len(present)} of {len(rows)} listed photos are absent"
-    return PairSet(folder.resolve().name, "pose", tuple(pairs), note=note)
+        yield PosePair(name, "", *sides, K0, K1, pose1 @ np.linalg.inv(pose0))
+
+
+def camera_of(view: dict[str, Any], path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """K (3, 3) and cam_from_world (4, 4) of a row with K, R and C that was read from `path`."""
+    pose = np.eye(4)
+    pose[:3, :3] = read_array(view["R"], (3, 3), path)
+    pose[:3, 3] = -pose[:3, :3] @ read_array(view["C"], (3,), path)
+    return read_array(view["K"], (3, 3), path), pose
+
+
+# Files of these folders, which may be damaged or of another kind.
 
 
 def read_matrix(path: Path, shape: tuple[int, int]) -> np.ndarray:
@@ -167,17 +178,9 @@ def read_rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read as JSON ({error}); fetch the file again") from error
     rows = found if isinstance(found, list) else [found]
-    if not all(isinstance(row, dict) and row.keys() >= set(keys) for row in rows):
+    if not rows or not all(isinstance(row, dict) and row.keys() >= set(keys) for row in rows):
         raise UsageError(f"{path}: not the file of a benchmark; objects with {', '.join(keys)} are needed")
     return rows
-
-
-def read_object(path: Path, keys: Sequence[str]) -> dict[str, Any]:
-    """The one JSON object of a file, which has these members; `UsageError` as `read_rows`."""
-    rows = read_rows(path, keys)
-    if len(rows) != 1:
-        raise UsageError(f"{path}: not the file of a benchmark; an object with {', '.join(keys)} is needed")
-    return rows[0]
 
 
 def read_array(values: Any, shape: tuple[int, ...], path: Path) -> np.ndarray:
@@ -206,64 +209,11 @@ def _disparity_points(path: Path, factor: float) -> tuple[np.ndarray, np.ndarray
         disparity = disparity[..., 0]
     y, x = np.nonzero(disparity)
     points0 = np.stack([x, y], axis=1).astype(np.float32)
-    points1 = points0.copy()
-    points1[:, 0] -= disparity[y, x].astype(np.float32) * np.float32(factor)
-    return points0, points1
+    shift = np.stack([disparity[y, x], np.zeros_like(y)], axis=1).astype(np.float32)
+    return points0, points0 - np.float32(factor) * shift
 
 
-def camera_of(view: dict[str, Any], path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """K (3, 3) and cam_from_world (4, 4) of a row with K, R and C that was read from `path`."""
-    pose = np.eye(4)
-    pose[:3, :3] = read_array(view["R"], (3, 3), path)
-    pose[:3, 3] = -pose[:3, :3] @ read_array(view["C"], (3,), path)
-    return read_array(view["K"], (3, 3), path), pose
-
-
-# --- Published benchmarks.
-
-# Sequences beyond 1600 × 1200 pixels, left out since D2-Net (Dusmanu et al. 2019): 540 pairs remain.
-_LARGE_I = ("i_contruction", "i_crownnight", "i_dc", "i_pencils", "i_whitebuilding")
-_LARGE = (*_LARGE_I, "v_artisans", "v_astronautis", "v_talent")
-_LONGEST_LINE = 1 << 16  # bytes
-_SHORTER_SIDE = 480  # pixels, as in published results
-_SCENE = ("image_paths", "intrinsics", "poses", "pair_infos")  # arrays of a scene file
-_KINDS = {"i_": "illumination", "v_": "viewpoint"}
-
-
-def read_hpatches(folder: Path) -> PairSet:
-    """SEQUENCE/1.ppm … 6.ppm with H_1_2 … H_1_6; measured at a shorter side of 480 pixels."""
-    pairs = []
-    for path in sorted(folder.glob("*/H_1_*")):
-        sequence, number = path.parent, path.name.removeprefix("H_1_")
-        if sequence.name in _LARGE:
-            continue
-        sides = (PairImage(sequence / "1.ppm"), PairImage(sequence / f"{number}.ppm"))
-        group = _KINDS.get(sequence.name[:2], "")
-        pairs.append(HomographyPair(f"{sequence.name} 1-{number}", group, *sides, read_matrix(path, (3, 3))))
-    note = f"The {len(_LARGE)} large sequences are left out. Shorter side {_SHORTER_SIDE} px"
-    return PairSet("hpatches", "homography", tuple(pairs), shorter_side=_SHORTER_SIDE, note=note)
-
-
-def is_wxbs(folder: Path) -> bool:
-    """Whether a folder, or its `v1.1`, has the layout of WxBS."""
-    return any(_wxbs_root(folder).glob("*/*/corrs.txt"))
-
-
-def read_wxbs(folder: Path) -> PairSet:
-    """Mishkin et al. 2015, version 1.1: CATEGORY/PAIR/01.png, 02.png, corrs.txt (x0 y0 x1 y1 per line)."""
-    pairs, root = [], _wxbs_root(folder)
-    for path in sorted(root.glob("*/*/corrs.txt")):
-        labels = read_matrix(path, (-1, 4))
-        sides = (PairImage(path.parent / "01.png"), PairImage(path.parent / "02.png"))
-        name = f"{path.parent.parent.name}/{path.parent.name}"
-        both = labels[:, :2], labels[:, 2:]
-        pairs.append(CorrespondencePair(name, path.parent.parent.name, *sides, *both, dense=False))
-    note = "A few dozen correspondences per pair are labelled by hand; mAA@10 px is the published metric"
-    return PairSet("wxbs", "correspondences", tuple(pairs), note=note)
-
-
-def _wxbs_root(folder: Path) -> Path:
-    return next((root for root in (folder / "v1.1", folder) if root.is_dir()), folder)
+# Lists of pairs, and the scene files of MegaDepth-1500: the images may lie elsewhere.
 
 
 def is_pair_list(path: Path) -> bool:
@@ -275,7 +225,7 @@ def is_pair_list(path: Path) -> bool:
         return False
 
 
-def read_pair_list(path: Path, images: Path | None = None) -> PairSet:
+def pair_list(path: Path, images: Path | None = None) -> PairSet:
     """One pair per line: `name0 name1 [rotation0 rotation1] K0 K1 cam1_from_cam0`, matrices row by row.
 
     SuperGlue writes both rotations and a 4×4 pose (38 words), glue-factory a 4×4 pose or R and t (36 or 32).
@@ -289,7 +239,7 @@ def read_pair_list(path: Path, images: Path | None = None) -> PairSet:
     Raises:
         UsageError: a malformed line, or images that are not found.
     """
-    rows = []
+    pairs, root = [], images
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         if line.strip():
             row = _parse_line(line.split())
@@ -298,61 +248,11 @@ def read_pair_list(path: Path, images: Path | None = None) -> PairSet:
                     f"{path}, line {number}: not `name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0` "
                     "(38, 36 or 32 words, the matrices of finite numbers)"
                 )
-            rows.append(row)
-    if not rows:
-        raise UsageError(f"{path}: the list is empty")
-    root = _image_root(path, rows[0][0], images)
-    pairs = tuple(
-        PosePair(f"{name0} {name1}", "", PairImage(root / name0), PairImage(root / name1), K0, K1, T)
-        for name0, name1, K0, K1, T in rows
-    )
-    return PairSet(path.stem, "pose", pairs, note="The rotations in the list are not applied")
-
-
-def read_scene_files(folder: Path, images: Path | None = None) -> PairSet:
-    """LoFTR's MegaDepth-1500: `0015_0.1_0.3.npz` … with image_paths, intrinsics, poses, pair_infos.
-
-    Poses are cam_from_world. Image paths begin at MegaDepth's root (`Undistorted_SfM/0015/images/…`).
-
-    Raises:
-        UsageError: a file of another layout, or images that are not found.
-    """
-    pairs: list[PosePair] = []
-    for path in scene_files(folder):
-        try:
-            pairs += _scene_pairs(path, _read_scene(path), images)
-        except UsageError:
-            raise
-        except (TypeError, ValueError, IndexError, np.linalg.LinAlgError) as error:
-            raise UsageError(f"{path}: not one of LoFTR's scene files ({error}); fetch it again") from error
-    return PairSet("megadepth1500", "pose", tuple(pairs))
-
-
-def _scene_pairs(path: Path, scene: dict[str, Any], images: Path | None) -> list[PosePair]:
-    pairs, root = [], images
-    for info in scene["pair_infos"]:
-        a, b = (int(i) for i in info[0])
-        name0, name1 = str(scene["image_paths"][a]), str(scene["image_paths"][b])
-        root = root or _image_root(path, name0, None)
-        K0, K1 = (np.asarray(scene["intrinsics"][i], dtype=np.float64).reshape(3, 3) for i in (a, b))
-        T0, T1 = (np.asarray(scene["poses"][i], dtype=np.float64).reshape(4, 4) for i in (a, b))
-        sides = (PairImage(root / name0), PairImage(root / name1))
-        pairs.append(PosePair(f"{path.stem} {a}-{b}", path.stem, *sides, K0, K1, T1 @ np.linalg.inv(T0)))
-    return pairs
-
-
-def scene_files(folder: Path) -> list[Path]:
-    """LoFTR's scene files in a folder or its `megadepth_test_1500_scene_info`."""
-    found = []
-    for path in sorted([*folder.glob("*.npz"), *folder.glob("megadepth_test_1500_scene_info/*.npz")]):
-        try:
-            with zipfile.ZipFile(path) as archive:
-                names = set(archive.namelist())
-        except (OSError, zipfile.BadZipFile):
-            continue
-        if {f"{name}.npy" for name in _SCENE} <= names:
-            found.append(path)
-    return found
+            name0, name1, K0, K1, T = row
+            root = root if pairs else _image_root(path, name0, images)
+            sides = PairImage(root / name0), PairImage(root / name1)
+            pairs.append(PosePair(f"{name0} {name1}", "", *sides, K0, K1, T))
+    return PairSet(path.stem, "pose", tuple(pairs), note="The rotations in the list are not applied")
 
 
 def _parse_line(words: list[str]) -> tuple[str, str, np.ndarray, np.ndarray, np.ndarray] | None:
@@ -383,6 +283,45 @@ def _image_root(source: Path, name: str, images: Path | None) -> Path:
     raise UsageError(f"{source}: its first image {name} is not in {tried}; give its folder with --images")
 
 
+def scene_files(folder: Path) -> list[Path]:
+    """LoFTR's scene files in a folder or its `megadepth_test_1500_scene_info`."""
+    paths = sorted([*folder.glob("*.npz"), *folder.glob("megadepth_test_1500_scene_info/*.npz")])
+    return [path for path in paths if zipfile.is_zipfile(path) and "pair_infos.npy" in _members(path)]
+
+
+def _members(path: Path) -> list[str]:
+    with zipfile.ZipFile(path) as archive:
+        return archive.namelist()
+
+
+def megadepth(paths: Sequence[Path], images: Path | None = None) -> Iterator[PosePair]:
+    """LoFTR's MegaDepth-1500: `0015_0.1_0.3.npz` … with image_paths, intrinsics, poses, pair_infos.
+
+    Poses are cam_from_world. Image paths begin at MegaDepth's root (`Undistorted_SfM/0015/images/…`).
+
+    Raises:
+        UsageError: a file of another layout, or images that are not found.
+    """
+    for path in paths:
+        try:
+            with zipfile.ZipFile(path) as archive:
+                names, K, poses, infos = (
+                    _read_array(archive.open(f"{name}.npy"))
+                    for name in ("image_paths", "intrinsics", "poses", "pair_infos")
+                )
+            found = []
+            for a, b in (map(int, info[0]) for info in infos):
+                T0, T1 = (np.asarray(poses[i], dtype=np.float64).reshape(4, 4) for i in (a, b))
+                K0, K1 = (np.asarray(K[i], dtype=np.float64).reshape(3, 3) for i in (a, b))
+                found.append((a, b, str(names[a]), str(names[b]), K0, K1, T1 @ np.linalg.inv(T0)))
+        except (*MALFORMED, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+            raise UsageError(f"{path}: not one of LoFTR's scene files ({error}); fetch it again") from error
+        root = _image_root(path, found[0][2], images) if found else path.parent
+        for a, b, name0, name1, *truth in found:
+            sides = PairImage(root / name0), PairImage(root / name1)
+            yield PosePair(f"{path.stem} {a}-{b}", path.stem, *sides, *truth)
+
+
 class _ArraysOnly(pickle.Unpickler):
     """Unpickles NumPy arrays and plain values only: a scene file may come from an untrusted source."""
 
@@ -392,14 +331,6 @@ class _ArraysOnly(pickle.Unpickler):
         if module.split(".")[0] == "numpy" and name in self._ALLOWED:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a scene file")
-
-
-def _read_scene(path: Path) -> dict[str, Any]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return {name: _read_array(archive.open(f"{name}.npy")) for name in _SCENE}
-    except (OSError, ValueError, KeyError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        raise UsageError(f"{path}: not one of LoFTR's scene files ({error}); fetch it again") from error
 
 
 def _read_array(file: BinaryIO) -> np.ndarray:

@@ -1,23 +1,20 @@
-"""Calibrated views of a scene with depth maps: sets of pairs, views to train on, and photos to localise."""
+"""Calibrated views of a scene with depth maps: pairs to measure on, and views to train on."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from matcher.cameras import Camera
-from matcher.errors import IntegrityError, UsageError
-from matcher.evaluate.folders import camera_of, read_array, read_object, read_rows
-from matcher.evaluate.protocols import DepthCamera, DepthPair, HomographyPair, PairImage, PairSet, reproject
-from matcher.images import data_folder, find_images
-from matcher.sfm.models import read_given_poses
+from matcher.errors import MALFORMED, IntegrityError, UsageError
+from matcher.evaluate.folders import read_array, read_rows
+from matcher.evaluate.protocols import DepthCamera, DepthPair, HomographyPair, PairImage, reproject
 
 OVERLAPS = (0.0, 0.3, 0.5, 1.01)  # bounds of the overlap groups
 ANGLES = (0, 15, 30, 60, 181)  # degrees between the optical axes
@@ -32,39 +29,41 @@ TRACKED = (
 
 
 def is_rendered(folder: Path) -> bool:
-    """Whether a folder has the layout of `read_rendered`."""
+    """Whether a folder has the layout of `rendered_poses`."""
     path = folder / "cameras.json"
     return path.is_file() and (not (folder / "pairs.json").exists() or b'"views"' in path.read_bytes())
 
 
-def read_recorded(folder: Path) -> list[PairSet]:
+def is_recorded(folder: Path) -> bool:
+    """Whether a folder has the layout of `recorded`."""
+    return (folder / "cameras.json").is_file() and not is_rendered(folder)
+
+
+def recorded(folder: Path) -> Iterator[DepthPair]:
     """`images/`, `depth/`, `cameras.json` (K, frames with image and world_from_camera) and `pairs.json`."""
-    frames, pairs = _frames(folder), []
-    for row in read_rows(folder / "pairs.json", ("image0", "image1", "overlap")):
+    frames, path = frames_of(folder), folder / "pairs.json"
+    for row in read_rows(path, ("image0", "image1", "overlap")):
         names = row["image0"], row["image1"]
         if not set(names) <= frames.keys():
-            raise UsageError(
-                f"{folder / 'pairs.json'}: {names} are not both among the frames of {folder / 'cameras.json'}"
-            )
-        pairs.append(_recorded_pair(folder, names, frames, row["overlap"], ANGLES))
-    return [PairSet(folder.resolve().name, "depth", tuple(pairs), note=TRACKED)]
+            raise UsageError(f"{path}: {names} are not both among the frames of {folder / 'cameras.json'}")
+        yield _recorded_pair(folder, names, frames, row["overlap"], ANGLES)
 
 
-def draw_recorded(folder: Path, count: int, seed: int) -> PairSet:
+def drawn(folder: Path, count: int, seed: int) -> tuple[DepthPair, ...]:
     """Pairs that `pairs.json` does not list, drawn at random, as many of each kind of angle between views.
 
     Args:
-        folder: as `read_recorded` reads it.
+        folder: as `recorded` reads it.
         count: pairs in all, rounded down to as many of every kind; fewer where the frames have no more.
         seed: of what is drawn.
     """
-    frames, names = _frames(folder), ("image0", "image1")
+    frames, names = frames_of(folder), ("image0", "image1")
     listed = {frozenset(row[n] for n in names) for row in read_rows(folder / "pairs.json", names)}
     wanted = count // (len(DRAWN_ANGLES) - 1)
-    drawn: dict[tuple[float, float], list[DepthPair]] = {}
+    found: dict[tuple[float, float], list[DepthPair]] = {}
     for pair in np.random.default_rng(seed).permutation(list(combinations(frames, 2))).tolist():
         views, angle = [frames[name] for name in pair], _angle(*(frames[name] for name in pair))
-        kind = drawn.setdefault(_between(angle, DRAWN_ANGLES), [])
+        kind = found.setdefault(_between(angle, DRAWN_ANGLES), [])
         if frozenset(pair) in listed or angle < DRAWN_ANGLES[0] or len(kind) == wanted:
             continue
         overlap = overlap_of(*views)
@@ -72,28 +71,19 @@ def draw_recorded(folder: Path, count: int, seed: int) -> PairSet:
             overlap = min(overlap, overlap_of(*reversed(views)))
         if DRAWN_OVERLAPS[0] < overlap < DRAWN_OVERLAPS[1]:
             kind.append(_recorded_pair(folder, pair, frames, overlap, DRAWN_ANGLES))
-    pairs = [pair for _, kind in sorted(drawn.items()) for pair in kind]
-    return PairSet(f"{folder.resolve().name}_angles", "depth", tuple(pairs), note=TRACKED)
+    return tuple(pair for _, kind in sorted(found.items()) for pair in kind)
 
 
-def read_rendered(folder: Path) -> list[PairSet]:
-    """Two sets: pairs of views of one group from different viewpoints, and pairs from one viewpoint under
-    two lights."""
-    path = folder / "cameras.json"
-    scene = read_object(path, ("views", "depth_step"))
-    posed, relit, lights = [], [], scene.get("lights")
-    for pair in pairs_of(folder, scene["views"]):
-        rows = [scene["views"][number] for number in pair]
-        sides = [PairImage(folder / row["image"]) for row in rows]
-        name, kinds = "-".join(Path(row["image"]).stem for row in rows), [row.get("light") for row in rows]
+def rendered_poses(folder: Path) -> Iterator[DepthPair]:
+    """`cameras.json` (depth_step, views with image, depth, K, E and group): pairs of different viewpoints."""
+    for name, rows, sides in _rendered(folder):
         if rows[0]["E"] == rows[1]["E"]:
-            names = sorted(str(kind if lights is None else lights[kind]["kind"]) for kind in kinds)
-            relit.append(HomographyPair(name, " and ".join(names), *sides, np.eye(3)))
             continue
+        path, step = folder / "cameras.json", rows[0]["depth_step"]
         views = [
             DepthCamera(
                 folder / row["depth"],
-                int(scene["depth_step"]),
+                step,
                 read_array(row["K"], (3, 3), path),
                 read_array(row["E"], (4, 4), path),
             )
@@ -101,20 +91,34 @@ def read_rendered(folder: Path) -> list[PairSet]:
         ]
         overlap = min(overlap_of(*views), overlap_of(*reversed(views)))
         if overlap >= MIN_OVERLAP:
-            light = "same light" if kinds[0] == kinds[1] else "different lights"
+            light = "same light" if rows[0].get("light") == rows[1].get("light") else "different lights"
             groups = _overlap_group(overlap), _angle_group(_angle(*views), ANGLES), light
-            posed.append(_depth_pair(name, groups, sides, views))
-    title = folder.resolve().name
-    found = [PairSet(title, "depth", tuple(posed), note="Depth and poses are exact")]
-    if relit:
-        found.append(PairSet(f"{title}-light", "homography", tuple(relit)))
-    return found
+            yield _depth_pair(name, groups, sides, views)
 
 
-def _frames(folder: Path) -> dict[str, DepthCamera]:
+def rendered_lights(folder: Path) -> Iterator[HomographyPair]:
+    """The pairs of the same folder that were rendered from one viewpoint under two lights."""
+    lights = read_rows(folder / "cameras.json", ("views",))[0].get("lights")
+    for name, rows, sides in _rendered(folder):
+        if rows[0]["E"] == rows[1]["E"]:
+            kinds = [row.get("light") for row in rows]
+            names = sorted(str(kind if lights is None else lights[kind]["kind"]) for kind in kinds)
+            yield HomographyPair(name, " and ".join(names), *sides, np.eye(3))
+
+
+def _rendered(folder: Path) -> Iterator[tuple[str, list[dict[str, Any]], list[PairImage]]]:
+    """Name, views and images of each pair."""
+    scene = read_rows(folder / "cameras.json", ("views", "depth_step"))[0]
+    for pair in pairs_of(folder, scene["views"]):
+        rows = [scene["views"][number] | {"depth_step": int(scene["depth_step"])} for number in pair]
+        name = "-".join(Path(row["image"]).stem for row in rows)
+        yield name, rows, [PairImage(folder / row["image"]) for row in rows]
+
+
+def frames_of(folder: Path) -> dict[str, DepthCamera]:
     """The views of a recorded set, by the names of their images."""
     path = folder / "cameras.json"
-    cameras = read_object(path, ("K", "frames"))
+    cameras = read_rows(path, ("K", "frames"))[0]
     K = read_array(cameras["K"], (3, 3), path)
     frames, stride = {}, int(cameras.get("depth_step", 2))
     for row in cameras["frames"]:
@@ -176,7 +180,7 @@ def _between(value: float, bounds: Sequence[float]) -> tuple[float, float]:
     return bounds[at - 1], bounds[at]
 
 
-# --- Stored views: folders in the layout of `read_rendered` that are trained on, rendered or of real places.
+# Stored views: folders in the layout of `rendered_poses` that are trained on, rendered or of real places.
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +210,7 @@ def find_stored_sets(root: Path) -> list[StoredSet]:
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
             views, step = list(stored["views"]), int(stored["depth_step"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except MALFORMED as error:
             raise IntegrityError(f"{path} is damaged ({error})") from error
         sets.append(StoredSet(path.parent, views, step, pairs_of(path.parent, views)))
     sets = [each for each in sets if len(each.pairs)]
@@ -229,114 +233,8 @@ def pairs_of(folder: Path, views: Sequence[dict[str, Any]]) -> np.ndarray:
             path, groups = folder / "cameras.json", [view["group"] for view in views]
             pairs = [(i, j) for i, j in combinations(range(len(views)), 2) if groups[i] == groups[j]]
         found = np.array(pairs, np.int64).reshape(-1, 2)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except MALFORMED as error:
         raise IntegrityError(f"{path} is damaged ({error})") from error
     if found.size and not 0 <= found.min() <= found.max() < len(views):
         raise IntegrityError(f"{path} lists views that are not in {folder / 'cameras.json'}")
     return found
-
-
-# --- Photos with true poses and cameras in the order of time, to localise.
-
-Split = Literal["last", "blocks", "even"]
-BLOCK = 15  # photos of a block
-NAMED = {
-    "kitchen": Path("multiview") / "val" / "kitchen",
-    "sceaux_castle": Path("bench") / "sceaux_castle",
-    "kitti_mini": Path("bench") / "kitti_mini" / "KITTI_sequence_1",
-}
-
-
-@dataclass(frozen=True, eq=False)
-class PosedPhotos:
-    """Photos below a folder, their poses cam_from_world (4, 4) and cameras, by name."""
-
-    title: str
-    folder: Path
-    names: tuple[str, ...]  # in the order of time
-    poses: dict[str, np.ndarray]
-    cameras: dict[str, Camera]
-    with_map: dict[str, str] = field(default_factory=dict)  # photos that enter the map with another: stereo
-
-    def split(self, how: Split) -> tuple[list[str], list[str]]:
-        """Photos of the map, and those to localise.
-
-        "last": the last third is localised. "blocks": every third block of 15 photos in the order of time.
-        "even": photos of even number are the map, the others are localised.
-        """
-        count = len(self.names)
-        index = np.arange(count)
-        if how == "last":
-            asked = index >= -(-2 * count // 3)
-        elif how == "blocks":
-            asked = (index // BLOCK) % 3 == 2
-        else:
-            asked = index % 2 == 1
-        kept = [name for name, out in zip(self.names, asked, strict=True) if not out]
-        beside = [self.with_map[name] for name in kept if name in self.with_map]
-        return kept + beside, [name for name, out in zip(self.names, asked, strict=True) if out]
-
-    def extent(self) -> float:
-        """Largest distance between two of the cameras."""
-        centres = np.array([np.linalg.inv(self.poses[name])[:3, 3] for name in self.names])
-        return float(np.linalg.norm(centres[:, None] - centres, axis=2).max())
-
-
-def find_posed_photos(where: str) -> PosedPhotos:
-    """The photos of a set's name, or of a folder: a recorded set, a castle, KITTI, or COLMAP's layout.
-
-    Raises:
-        UsageError: no such folder, or none of these layouts.
-    """
-    folder = data_folder() / NAMED[where] if where in NAMED else Path(where)
-    if not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder; sets with poses are {', '.join(NAMED)}, or a folder")
-    if (folder / "cameras.json").is_file():
-        frames = _frames(folder)
-        poses = {name: frame.cam_from_world for name, frame in frames.items()}
-        cameras = {name: Camera.from_K(frame.K) for name, frame in frames.items()}
-        return PosedPhotos(folder.name, folder / "images", tuple(sorted(poses)), poses, cameras)
-    if (folder / "calib.txt").is_file():
-        return _stereo(folder)
-    if (folder / "poses.json").is_file() and (folder / "images").is_dir():
-        return _listed(folder)
-    given = read_given_poses(folder)  # COLMAP's layout: sparse/ beside images/
-    poses, cameras = dict(given.cam_from_world), dict(given.cameras)
-    return PosedPhotos(folder.name, folder / "images", tuple(sorted(poses)), poses, cameras)
-
-
-def find_other_photos(folder: Path, count: int) -> list[Path]:
-    """So many photos of a folder, spread over it."""
-    found = find_images(folder)
-    chosen = np.linspace(0, len(found) - 1, min(count, len(found))).astype(int)
-    return [found[index] for index in chosen]
-
-
-def _listed(folder: Path) -> PosedPhotos:
-    poses, cameras = {}, {}
-    path = folder / "poses.json"
-    for row in read_rows(path, ("image", "K", "R", "C")):
-        name = Path(row["image"]).name
-        if (folder / "images" / name).is_file():  # the castle's list has one more than there are photos
-            K, poses[name] = camera_of(row, path)
-            cameras[name] = Camera.from_K(K)
-    return PosedPhotos(folder.name, folder / "images", tuple(sorted(poses)), poses, cameras)
-
-
-def _stereo(folder: Path) -> PosedPhotos:
-    left, right = np.loadtxt(folder / "calib.txt").reshape(-1, 3, 4)[:2]
-    baseline = np.eye(4)
-    baseline[0, 3] = right[0, 3] / right[0, 0]  # of right_from_left
-    camera = Camera.from_K(left[:, :3])
-    poses = dict(_stereo_poses(folder, baseline))
-    names = tuple(sorted(name for name in poses if name.startswith("image_l/")))
-    beside = {name: name.replace("image_l/", "image_r/") for name in names}
-    return PosedPhotos(folder.name, folder, names, poses, dict.fromkeys(poses, camera), beside)
-
-
-def _stereo_poses(folder: Path, right_from_left: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    rows = np.loadtxt(folder / "poses.txt").reshape(-1, 3, 4)
-    for row, image in zip(rows, sorted((folder / "image_l").iterdir()), strict=False):
-        pose = np.linalg.inv(np.vstack([row, [0, 0, 0, 1]]))
-        yield f"image_l/{image.name}", pose
-        yield f"image_r/{image.name}", right_from_left @ pose

@@ -128,8 +128,11 @@ def _published(name: str, ours: Pipeline) -> Pipeline:
         ),
         matcher=NearestConfig(),
         estimation=ours.config.estimation,
+        refine=None,
     )
-    return Pipeline(extractor=extractor, matcher=_Matcher(matcher), config=config, preset=f"{name}, published")
+    return Pipeline(
+        extractor=extractor, matcher=_Matcher(matcher), config=config, preset=f"{name}, published"
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,6 @@ import numpy as np
 from matcher.config import GeometryKind, depth
 from matcher.errors import ImageError
 from matcher.evaluate.measure import (
-    Estimate,
     Statistic,
     auc,
     difference,
@@ -147,7 +146,9 @@ def evaluate(
         name: {key: np.stack([row[key] for row in measured], axis=1) for key in measured[0]}
         for name, measured in rows.items()
     }
-    return Evaluation(pair_set, tuple(methods), used, tuple(names), tuple(groups), values, tuple(loop.skipped))
+    return Evaluation(
+        pair_set, tuple(methods), used, tuple(names), tuple(groups), values, tuple(loop.skipped)
+    )
 
 
 # The columns of the tables: which metrics a protocol reports, and how they are averaged

@@ -1,18 +1,19 @@
-"""Find the pair sets of a name, a folder or a list of pairs."""
+"""The pair sets of a name, a folder or a list of pairs: one table of names and one of layouts of folders."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from matcher.errors import UsageError
 from matcher.evaluate import folders, multiview
-from matcher.evaluate.protocols import PairSet
+from matcher.evaluate.protocols import Pair, PairSet, ProtocolName
 from matcher.evaluate.synthetic import sensor_set, synthetic_set, unrelated_set, zoomed_set
 from matcher.images import DATA_VARIABLE, data_folder, find_images
 
-# Sets made of photos, and how many pairs they have unless told.
-_MADE = {
+# Sets made of photos: what makes them, and how many pairs they have unless told.
+_MADE: dict[str, tuple[Callable[..., PairSet], int]] = {
     "synthetic": (synthetic_set, 400),
     "zoom": (zoomed_set, 100),
     "sensors": (sensor_set, 100),
@@ -27,7 +28,8 @@ _BENCH = (
     "kitti_mini",
     "sceaux_castle",
 )
-_MULTIVIEW = ("kitchen", "bookstore")  # a recorded and a rendered scene; "multiview" is both
+# Folders below $MATCHER_DATA/multiview/val: of a recorded and a rendered scene.
+_MULTIVIEW = {"kitchen": "kitchen", "bookstore": "bookstore_rendered"}
 _DRAWN = "kitchen_angles"  # other pairs of the kitchen than the listed ones
 NAMES = (*_MADE, *_BENCH, "bench", *_MULTIVIEW, "multiview", _DRAWN)
 
@@ -42,6 +44,62 @@ class SetOptions:
     levels: tuple[int, ...] = (1, 2, 3, 4)  # of synthetic pairs
     seed: int = 0  # of synthetic, zoom, sensors, unrelated and kitchen_angles pairs
     images: Path | None = None  # folder of the images that a list of pairs names
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of benchmark folders."""
+
+    protocol: ProtocolName
+    read: Callable[[Path], Iterable[Pair]]
+    fits: Callable[[Path], bool]
+    name: str = "{}"  # of the set, with the folder's
+    note: str = ""
+    shorter_side: int | None = None  # as of `PairSet`
+
+
+def _has(*patterns: str) -> Callable[[Path], bool]:
+    return lambda folder: any(any(folder.glob(pattern)) for pattern in patterns)
+
+
+_LAYOUTS = (
+    Layout(
+        "homography",
+        folders.hpatches,
+        _has("*/H_1_2", "hpatches-sequences-release/*/H_1_2"),
+        "hpatches",
+        note="The 8 large sequences are left out. Shorter side 480 px",
+        shorter_side=480,  # as in published results
+    ),
+    Layout("homography", folders.affine, _has("H1to2p", "*/H1to2p")),
+    Layout("homography", folders.opencv_homography, _has("H1to3p.xml"), "{}-homography"),
+    Layout("correspondences", folders.opencv_stereo, _has("aloeGT.png"), "{}-stereo"),
+    Layout("correspondences", folders.middlebury, _has("*/disp2.pgm")),
+    Layout("depth", multiview.rendered_poses, multiview.is_rendered, note="Depth and poses are exact"),
+    Layout("homography", multiview.rendered_lights, multiview.is_rendered, "{}-light"),
+    Layout("depth", multiview.recorded, multiview.is_recorded, note=multiview.TRACKED),
+    Layout(
+        "correspondences",
+        folders.wxbs,
+        _has("*/*/corrs.txt", "v1.1/*/*/corrs.txt"),
+        "wxbs",
+        note="A few dozen correspondences per pair are labelled by hand; mAA@10 px is the published metric",
+    ),
+    Layout(
+        "homography",
+        folders.multimodal,
+        lambda folder: (folder / "pairs.json").is_file() and not (folder / "cameras.json").is_file(),
+        note="The ground truth is accurate to 1-2 px. Pairs that are not rigid or whose median landmark "
+        "residual is 3 px or more are left out",
+    ),
+    Layout("pose", folders.kitti, _has("poses.txt", "*/poses.txt")),
+    Layout(
+        "pose",
+        folders.posed,
+        _has("poses.json"),
+        note="The poses come from structure from motion and are not independent ground truth",
+    ),
+)
 
 
 def find_sets(where: str, options: SetOptions) -> list[PairSet]:
@@ -68,7 +126,7 @@ def find_sets(where: str, options: SetOptions) -> list[PairSet]:
             f"{path}: not a list of pairs (a line for each: name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0)"
         )
     else:
-        found = [folders.read_pair_list(path, options.images)]
+        found = [folders.pair_list(path, options.images)]
     for pair_set in found:
         if not len(pair_set):
             raise UsageError(f"{pair_set.name}: its folder has the right layout but no pairs")
@@ -76,15 +134,12 @@ def find_sets(where: str, options: SetOptions) -> list[PairSet]:
 
 
 def _named(name: str, options: SetOptions) -> list[PairSet]:
-    rooms, found = Path("multiview") / "val", []
-    below = {
-        "kitchen": rooms / "kitchen",
-        _DRAWN: rooms / "kitchen",
-        "bookstore": rooms / "bookstore_rendered",
-    }
+    found = []
     for each in {"bench": _BENCH, "multiview": _MULTIVIEW}.get(name, (name,)):
-        where = Path("photos") / "val" if each in _MADE else below.get(each, Path("bench") / each)
-        folder = data_folder() / where
+        place = "photos/val" if each in _MADE else f"bench/{each}"
+        if each in (*_MULTIVIEW, _DRAWN):
+            place = f"multiview/val/{_MULTIVIEW.get(each, 'kitchen')}"
+        folder = data_folder() / place
         if not folder.is_dir():
             raise UsageError(
                 f"the set {each!r} is absent ({folder}); the benchmark folders are not part of the package: "
@@ -94,7 +149,8 @@ def _named(name: str, options: SetOptions) -> list[PairSet]:
         if each in _MADE:
             found.append(_made(each, find_images(folder), options))
         elif each == _DRAWN:
-            found.append(multiview.draw_recorded(folder, options.pairs or 240, options.seed))
+            drawn = multiview.drawn(folder, 240 if options.pairs is None else options.pairs, options.seed)
+            found.append(PairSet(_DRAWN, "depth", drawn, note=multiview.TRACKED))
         else:
             found += _of_folder(folder, options)
     return found
@@ -108,34 +164,22 @@ def _made(name: str, photos: list[Path], options: SetOptions) -> PairSet:
 
 def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
     """The sets of all layouts that a folder has; of none, warps of its photos."""
-    images = options.images
-    hpatches = [f for f in (folder, folder / "hpatches-sequences-release") if any(f.glob("*/H_1_2"))][:1]
+    found = [
+        PairSet(
+            layout.name.format(folder.resolve().name),
+            layout.protocol,
+            tuple(layout.read(folder)),
+            layout.shorter_side,
+            layout.note,
+        )
+        for layout in _LAYOUTS
+        if layout.fits(folder)
+    ]
+    found = [each for each in found if len(each)] or found
+    if scenes := folders.scene_files(folder):
+        found.append(PairSet("megadepth1500", "pose", tuple(folders.megadepth(scenes, options.images))))
     lists = [path for path in sorted(folder.glob("*.txt")) if folders.is_pair_list(path)]
-    found = [folders.read_hpatches(root) for root in hpatches]
-    if folders.scene_files(folder):
-        found.append(folders.read_scene_files(folder, images))
-    found += [folders.read_pair_list(path, images) for path in lists]
-    for reader, fits in (
-        (folders.read_affine, [*folder.glob("H1to2p"), *folder.glob("*/H1to2p")]),
-        (folders.read_opencv_homography, (folder / "H1to3p.xml").is_file()),
-        (folders.read_opencv_stereo, (folder / "aloeGT.png").is_file()),
-        (folders.read_middlebury, [*folder.glob("*/disp2.pgm")]),
-    ):
-        found += [reader(folder)] if fits else []
-    if multiview.is_rendered(folder):
-        found += multiview.read_rendered(folder)
-    elif (folder / "cameras.json").is_file():
-        found += multiview.read_recorded(folder)
-    for reader, fits in (
-        (folders.read_wxbs, folders.is_wxbs(folder)),
-        (
-            folders.read_multimodal,
-            (folder / "pairs.json").is_file() and not (folder / "cameras.json").exists(),
-        ),
-        (folders.read_kitti, [*folder.glob("poses.txt"), *folder.glob("*/poses.txt")]),
-        (folders.read_posed, (folder / "poses.json").is_file()),
-    ):
-        found += [reader(folder)] if fits else []
+    found += [folders.pair_list(path, options.images) for path in lists]
     if found:
         return found
     if not any(folder.iterdir()):
