@@ -11,15 +11,18 @@ geometry.
 
 import argparse
 import sys
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
 from matcher.config import CalibrationConfig, RefinedCalibrationConfig, VerifiedCalibrationConfig
 from matcher.errors import MatcherError
-from matcher.evaluate import fits
-from matcher.evaluate.calibration import reliability
+from matcher.evaluate import calibration
 from matcher.evaluate.sets import SetOptions, find_sets
+from matcher.evaluate.synthetic import synthetic_set, unrelated_set, zoomed_set
+from matcher.images import find_images
 from matcher.loading import load
 from matcher.verify.verdict import COEFFICIENTS, EVIDENCE, NOT, SAME, evidence
 
@@ -32,38 +35,70 @@ STAGES = {
 
 def fit_calibration(given: argparse.Namespace) -> None:
     """Print the numbers of a stage and how well they hold on each set."""
-    pipeline = fits.uncalibrated(given.preset, given.stage)
+    pipeline = calibration.uncalibrated(given.preset, given.stage)
     options = SetOptions(pairs=given.pairs, seed=given.seed)
 
-    def judged(names: list[str]) -> list[fits.JudgedPair]:
+    def judged(names: list[str]) -> list[calibration.JudgedPair]:
         sets = [find_sets(name, options)[0] for name in names]
-        return [pair for each in sets for pair in fits.judge(pipeline, each, given.stage)]
+        return [pair for each in sets for pair in calibration.judge(pipeline, each, given.stage)]
 
     fitted = [(judged(names), float(weight), names) for weight, *names in given.fit]
-    numbers = fits.fit_calibration([(pairs, weight) for pairs, weight, _ in fitted])
+    numbers = calibration.fit_calibration([(pairs, weight) for pairs, weight, _ in fitted])
     print(STAGES[given.stage](*numbers.tolist()))
     tested = [(judged([name]), [name]) for name in given.test]
     for pairs, names in [*((pairs, names) for pairs, _, names in fitted), *tested]:
-        before, after = (fits.error_under(pairs, each) for each in (None, numbers))
+        before, after = (calibration.error_under(pairs, each) for each in (None, numbers))
         print(f"{' '.join(names)}: expected calibration error {before:.3f}, calibrated {after:.3f}")
 
 
 def fit_verdict(given: argparse.Namespace) -> None:
     """Print the coefficients, fitted or shipped, and how they do on the pairs."""
     pipeline, rows, truths = load(given.preset), [], []
-    for pair, same in fits.training_pairs(given.photos, given.pairs, given.multiview, given.seed):
-        result = pipeline.match(pair.image0.given(), pair.image1.given())
+    for images, same in training_pairs(given.photos, given.pairs, given.multiview, given.seed):
+        result = pipeline.match(*images)
         sizes = (features.image_size for features in (result.features0, result.features1))
         rows.append(evidence(result.matches, result.geometry, *sizes))
         truths.append(same)
     values, same = np.stack(rows), np.array(truths)
-    model = np.array(COEFFICIENTS) if given.test else fits.fit_verdict(values, same)
+    model = np.array(COEFFICIENTS) if given.test else calibration.fit_verdict(values, same)
     said = 1 / (1 + np.exp(-np.clip(model[0] + values @ model[1:], -50, 50)))
     print(f"COEFFICIENTS = ({', '.join(f'{value:.3f}' for value in model)})  # bias, {', '.join(EVIDENCE)}")
     print(f"{len(same)} pairs, {int(same.sum())} of the same place")
     for word, called in (("the same", said >= SAME), ("different", said <= NOT)):
         print(f"called {word}: {called[same].mean():.4f} of these, {called[~same].mean():.4f} of the others")
-    print(f"expected calibration error {reliability(said, same).error:.3f}")
+    print(f"expected calibration error {calibration.reliability(said, same).error:.3f}")
+
+
+def training_pairs(
+    photos: Path, count: int, multiview: Path | None, seed: int
+) -> Iterator[tuple[tuple, bool]]:
+    """Two images to fit the verdict on, and whether they show the same place.
+
+    Same: `count` warps of photos, a quarter as many zooms, and views of each multi-view scene at most three
+    images apart. Not: `count` unrelated photos, half as many photos of one source (which may look alike), and
+    views of different scenes.
+    """
+    paths = find_images(photos)
+    sets = (synthetic_set(paths, count=count, seed=seed), zoomed_set(paths, count=-(-count // 4), seed=seed))
+    for pair_set in (*sets, unrelated_set(paths, count=count, seed=seed)):
+        for pair in pair_set.pairs:
+            yield (pair.image0.given(), pair.image1.given()), pair_set.protocol == "homography"
+    rng = np.random.default_rng([seed, 1])
+    sources = [list(group) for _, group in groupby(sorted(paths), lambda path: path.parent)]
+    sources = [group for group in sources if len(group) > 1]
+    sizes = np.array([len(group) for group in sources], dtype=np.float64)
+    for _ in range(count // 2):
+        group = sources[rng.choice(len(sources), p=sizes / sizes.sum())]
+        yield tuple(group[i] for i in rng.choice(len(group), 2, replace=False)), False
+    if multiview is None:
+        return
+    scenes = [find_images(folder) for folder in sorted(multiview.iterdir()) if folder.is_dir()]
+    for _ in range(count // 4):
+        scene, other = (scenes[i] for i in rng.choice(len(scenes), 2, replace=False))
+        first = int(rng.integers(len(scene) - 1))
+        second = min(first + int(rng.integers(1, 4)), len(scene) - 1)
+        yield (scene[first], scene[second]), True
+        yield (scene[first], other[rng.integers(len(other))]), False
 
 
 def main() -> int:

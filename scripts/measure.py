@@ -12,8 +12,10 @@ Sets are those of `matcher evaluate`; data are in the folder that MATCHER_DATA n
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import replace
+from itertools import combinations, groupby
 from pathlib import Path
 from time import perf_counter
 
@@ -23,8 +25,9 @@ import torch
 
 import matcher
 from matcher.errors import MatcherError, UsageError
+from matcher.evaluate.folders import distant_frames
 from matcher.evaluate.sets import SetOptions, find_sets
-from matcher.images import data_folder
+from matcher.images import data_folder, find_images
 from matcher.presets import DEFAULT_PRESET, find_preset
 
 
@@ -50,20 +53,61 @@ def parts(given: argparse.Namespace) -> None:
 def verdicts(given: argparse.Namespace) -> None:
     """How often pairs of different places are called the same."""
     from matcher.evaluate.calibration import predictions
-    from matcher.evaluate.fits import different_places, upper_bound
     from matcher.evaluate.methods import Method
+    from matcher.evaluate.protocols import PairImage, PairSet, UnrelatedPair
     from matcher.verify.verdict import SAME
 
     methods = [Method(given.preset, matcher.load(given.preset))]
     print("| pairs | number | called same | unsure | called different | error rate below (95 %) |")
     print("|---|---|---|---|---|---|")
-    for kind in different_places(given.data, given.unrelated, given.lookalikes, given.seed):
+    for name, drawn in different_places(given.data, given.unrelated, given.lookalikes, given.seed).items():
+        pairs = [UnrelatedPair(f"{a.name} {b.name}", "", PairImage(a), PairImage(b)) for a, b in drawn]
+        kind = PairSet(name, "unrelated", pairs)
         said = predictions(kind, methods)[given.preset]
         counts = list(said.verdict_counts().values())
         bound = upper_bound(counts[0], sum(counts))
-        print(f"| {kind.name} | {sum(counts)} | {' | '.join(map(str, counts))} | {bound:.4f} |")
+        print(f"| {name} | {sum(counts)} | {' | '.join(map(str, counts))} | {bound:.4f} |")
         wrong = np.flatnonzero(np.array(said.verdicts) >= SAME)
         print(*(f"wrong: {kind.pairs[i].name}" for i in wrong), sep="\n", end="", flush=True)
+
+
+def different_places(
+    data: Path, unrelated: int, lookalikes: int, seed: int
+) -> dict[str, list[tuple[Path, Path]]]:
+    """Pairs of different places on which the verdict was not fitted, by kind.
+
+    Photos of a source with twenty or more in `photos/val` are lookalikes, such as façades of one city; so are
+    frames of a street 40 m apart (`bench/kitti_mini`) and views of different scenes (`multiview/*/SCENE`).
+    """
+    rng, street = np.random.default_rng(seed), data / "bench" / "kitti_mini"
+    sources = [list(group) for _, group in groupby(find_images(data / "photos" / "val"), lambda p: p.parent)]
+    every = [path for group in sources for path in group]
+    alike = [pair for group in sources if len(group) >= 20 for pair in combinations(group, 2)]
+    found = {
+        "photos of different sources": [(a, b) for a, b in combinations(every, 2) if a.parent != b.parent],
+        "photos of one source": alike,
+        "frames of a street 40 m apart": distant_frames(street, 40.0) if street.is_dir() else [],
+    }
+    for name, pairs in found.items():
+        count = unrelated if pairs is not alike and not name.startswith("frames") else lookalikes
+        found[name] = [pairs[i] for i in rng.permutation(len(pairs))[:count]]
+    folders = [folder for folder in sorted(data.glob("multiview/*/*")) if folder.is_dir()]
+    scenes = [
+        [p for p in find_images(folder) if not p.stem.endswith("_depth") and p.parent.name != "depth"]
+        for folder in folders
+    ]
+    drawn = [rng.choice(len(scenes), 2, replace=False) for _ in range(lookalikes)]
+    found["different scenes"] = [
+        tuple(scenes[i][rng.integers(len(scenes[i]))] for i in places) for places in drawn
+    ]
+    return {name: pairs for name, pairs in found.items() if pairs}
+
+
+def upper_bound(wrong: int, total: int) -> float:
+    """The share of errors that is not exceeded with a confidence of 95 % (Wilson's score interval)."""
+    share, z = wrong / total, 1.645  # one-sided 95 %
+    spread = z * math.sqrt((share * (1 - share) + z * z / total / 4) / total)
+    return (share + z * z / total / 2 + spread) / (1 + z * z / total)
 
 
 def accepted(given: argparse.Namespace) -> None:

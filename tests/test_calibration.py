@@ -7,7 +7,7 @@ import pytest
 
 import matcher
 from matcher.config import CalibrationConfig, RefinedCalibrationConfig, VerifiedCalibrationConfig
-from matcher.evaluate.calibration import JudgedPair, errors_of, fit_calibration, uncalibrated
+from matcher.evaluate.calibration import JudgedPair, error_under, fit_calibration, uncalibrated
 from matcher.match.calibration import (
     calibrated,
     calibrated_by_geometry,
@@ -52,7 +52,7 @@ def test_the_fit_finds_the_calibration_that_made_the_matches():
     assert fitted[1] == pytest.approx(CONFIG.slope, abs=0.08)
     assert fitted[2] == pytest.approx(CONFIG.share_slope, abs=0.15)
     others = judged_pairs(CONFIG, 2)
-    assert errors_of(others, fitted) < 0.03 < errors_of(others, None) - 0.03
+    assert error_under(others, fitted) < 0.03 < error_under(others, None) - 0.03
 
 
 @pytest.fixture(scope="module")

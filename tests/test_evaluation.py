@@ -37,7 +37,8 @@ def photos(tmp_path, rng):
 @pytest.fixture
 def found(photos):
     methods = [
-        Method(name, matcher.load("nearest", max_keypoints=count)) for name, count in (("few", 60), ("nearest", 300))
+        Method(name, matcher.load("nearest", max_keypoints=count))
+        for name, count in (("few", 60), ("nearest", 300))
     ]
     return evaluate(synthetic_set(find_images(photos), count=12, levels=(1, 4)), methods)
 
@@ -152,7 +153,9 @@ def test_help_names_every_set(capsys):
 
 def test_unreadable_photos_are_skipped_and_counted(photos, tmp_path, capsys):
     (photos / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
-    assert run("evaluate", photos, "--preset", "nearest", "--pairs", 8, "--levels", 1, "--output", tmp_path) == 4
+    assert (
+        run("evaluate", photos, "--preset", "nearest", "--pairs", 8, "--levels", 1, "--output", tmp_path) == 4
+    )
     out = capsys.readouterr().out
     assert "6 pairs, 2 skipped" in out and "broken.png" in out
     assert len(table_of(tmp_path)["skipped"]) == 2

@@ -1,7 +1,5 @@
 """Verdicts on pairs, how well match probabilities hold, and the fit and the diagrams of both."""
 
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,23 +8,11 @@ import numpy as np
 import pytest
 
 import matcher
-from matcher.cli import main
 from matcher.errors import UsageError
-from matcher.evaluate.calibration import (
-    accepted_from,
-    calibration_error,
-    different_places,
-    fit_verdict,
-    judge_geometry,
-    predictions,
-    reliability,
-    training_pairs,
-    upper_bound,
-)
+from matcher.evaluate.calibration import fit_verdict, predictions, reliability
 from matcher.evaluate.measure import match_errors
+from matcher.evaluate.methods import Method
 from matcher.evaluate.protocols import HomographyPair, PairImage, PairSet, PosePair, UnrelatedPair
-from matcher.evaluate.run import Method
-from matcher.images import read_image
 from matcher.types import Matches, TwoViewGeometry
 from matcher.verify.verdict import EVIDENCE, Verdict, evidence, reject_improbable, verdict_of
 from matcher.viz.plots import draw_reliability
@@ -116,8 +102,8 @@ def test_calibrated_predictions_have_no_error():
     rng = np.random.default_rng(1)
     said = rng.uniform(size=20_000)
     right = rng.uniform(size=20_000) < said
-    assert calibration_error(said, right) < 0.02
-    assert calibration_error(said, right & (said < 0)) == pytest.approx(0.5, abs=0.01)
+    assert reliability(said, right).error < 0.02
+    assert reliability(said, right & (said < 0)).error == pytest.approx(0.5, abs=0.01)
     found = reliability(np.array([0.05, 0.95, 1.0]), np.array([False, True, False]))
     assert found.count.tolist() == [1, *[0] * 8, 2] and found.accuracy[-1] == 0.5
     assert np.isnan(reliability(np.zeros(0), np.zeros(0, bool)).error)
@@ -147,67 +133,9 @@ def test_the_fit_finds_what_made_the_classes():
     np.testing.assert_allclose(fit_verdict(values, same), [0, 1.5, -1, 0], atol=0.25)
 
 
-@pytest.fixture
-def photos(views, tmp_path) -> Path:
-    """Small photos of two sources."""
-    for number in range(4):
-        folder = tmp_path / "photos" / "ab"[number % 2]
-        folder.mkdir(parents=True, exist_ok=True)
-        picture = read_image(views[number // 2], resize=320).pixels[:, number * 10 :]
-        cv2.imwrite(str(folder / f"{number}.png"), picture)
-    return tmp_path / "photos"
-
-
-def test_training_pairs_of_the_verdict(photos):
-    found = list(training_pairs(photos, 4, multiview=photos))
-    kinds = [(type(pair).__name__, same) for pair, same in found]
-    assert kinds.count(("HomographyPair", True)) == 5 and kinds.count(("UnrelatedPair", False)) == 7
-    assert kinds.count(("UnrelatedPair", True)) == 1
-
-
-def test_calibration_on_the_command_line(photos, tmp_path, capfd):
-    arguments = ["evaluate", photos, "--compare", "nearest", "--compare", "nearest-learned", "--pairs", 2]
-    out = tmp_path / "out"
-    assert main([str(a) for a in [*arguments, "--calibration", "--max-keypoints", 200, "--output", out]]) == 0
-    printed = capfd.readouterr().out
-    assert "expected calibration error" in printed and "| nearest |" in printed
-    table = json.loads((out / "synthetic-calibration.json").read_text())
-    assert len(table["rows"]) == 2 and sum(table["rows"][0]["verdicts"].values()) == 2
-    assert (out / "synthetic-calibration.png").stat().st_size > 5000
-    assert printed.strip() in (out / "synthetic-calibration.md").read_text()
-
-
 def test_a_diagram_leaves_empty_bins_out():
     figure = draw_reliability({"a": ([None, 0.5], [None, 0.4], [0, 9])})
     assert figure.axes[0].lines[1].get_xdata().tolist() == [0.5]
-
-
-def test_trial_pairs_show_different_places(tmp_path):
-    """Of a source of 20 photos, one of 3, and two scenes, whose depth maps are no views."""
-    pixels = np.zeros((8, 8), np.uint8)
-    folders = {
-        "photos/val/many": 20,
-        "photos/val/few": 3,
-        "multiview/train/a": 2,
-        "multiview/val/b/images": 2,
-    }
-    names = [f"{folder}/{number}.png" for folder, count in folders.items() for number in range(count)]
-    for name in (*names, "multiview/train/a/0_depth.png", "multiview/val/b/depth/0.png"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        cv2.imwrite(str(tmp_path / name), pixels)
-    unrelated, alike, scenes = different_places(tmp_path, 30, 8)
-    assert [len(kind) for kind in (unrelated, alike, scenes)] == [30, 8, 8]
-    ends = [
-        {tuple(sorted(s.path.parent.name for s in (p.image0, p.image1))) for p in kind.pairs}
-        for kind in (unrelated, alike, scenes)
-    ]
-    assert ends == [{("few", "many")}, {("many", "many")}, {("a", "images")}]
-    assert len({pair.name for pair in unrelated.pairs}) == 30
-    sides = {side.path.stem for pair in scenes.pairs for side in (pair.image0, pair.image1)}
-    assert sides == {"0", "1"}
-    shutil.rmtree(tmp_path / "multiview" / "val")
-    with pytest.raises(UsageError, match="two scenes"):
-        different_places(tmp_path, 1, 1)
 
 
 def test_verdicts_of_unrelated_pairs_are_counted(views):
@@ -215,16 +143,3 @@ def test_verdicts_of_unrelated_pairs_are_counted(views):
     pairs = PairSet("same, in truth", "unrelated", [UnrelatedPair("a", "", *images)])
     said = predictions(pairs, [Method("n", matcher.load("nearest", max_keypoints=300, resize=400))])["n"]
     assert sum(said.verdict_counts().values()) == 1 and not said.correct[0].any()
-    assert upper_bound(0, 3000) < 0.001 < upper_bound(0, 2000)
-    assert upper_bound(30, 100) == pytest.approx(0.38, abs=0.01) and upper_bound(0, 0) == 1
-
-
-def test_an_improbable_geometry_counts_only_below_its_probability(views):
-    judged = [(1.0, 0.35), (2.0, 1.0), (np.inf, 0.0)]
-    shares = [accepted_from(judged, least, [10]) for least in (0.5, 0.32, 0.0)]
-    assert shares[0][0] == pytest.approx(1 / 3) and shares[0][1] < shares[1][1]
-    assert shares[1] == shares[2]
-    image = PairImage(views[0])
-    pipeline = matcher.load(geometry="homography", max_keypoints=256, resize=400)
-    error, probability = judge_geometry(HomographyPair("same", "", image, image, np.eye(3)), pipeline)
-    assert error < 1 and probability == 1.0

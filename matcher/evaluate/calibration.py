@@ -1,4 +1,4 @@
-"""How often probabilities hold, of matches and of verdicts.
+"""How often probabilities hold, of matches and of verdicts, and the fits that make them hold.
 
 Guo et al., On Calibration of Modern Neural Networks, ICML 2017, section 2.
 """
@@ -8,16 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 
+from matcher.config import NetworkConfig
 from matcher.errors import ImageError, UsageError
 from matcher.evaluate.measure import match_errors, scale_of
 from matcher.evaluate.methods import Method
 from matcher.evaluate.protocols import CorrespondencePair, Pair, PairSet
 from matcher.evaluate.run import PairLoop
+from matcher.loading import load
+from matcher.match import calibration
+from matcher.match.network import AttentionMatcher
+from matcher.pipeline import Pipeline
 from matcher.result import Result
 from matcher.verify.verdict import NOT, SAME
 
@@ -164,3 +169,131 @@ def as_markdown(found: dict[str, Any]) -> str:
 
 def _plain(value: float) -> float | None:
     return round(float(value), 6) if np.isfinite(value) else None
+
+
+# Fits: of `matcher.match.calibration` and of `matcher.verify.verdict`.
+
+# What a network gives, the prior scores of refined matches, and the probabilities given a geometry.
+Stage = Literal["network", "refinement", "geometry"]
+_FEW = 50  # judged matches; a pair with fewer weighs less
+_RIDGE = 1e-3  # weight of the squared coefficients, for classes that are told apart perfectly
+
+
+def logistic_regression(values: np.ndarray, right: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Bias and coefficients (E + 1,) of the regression of `right` (P,) on `values` (P, E).
+
+    By Newton's method. Coefficients of the standardised evidence are drawn to zero a little; `weight` (P,)
+    has a mean of about 1.
+    """
+    mean, deviation = values.mean(axis=0), values.std(axis=0) + 1e-9
+    design = np.column_stack([np.ones(len(values)), (values - mean) / deviation])
+    ridge = np.diag([0.0, *np.full(values.shape[1], _RIDGE * len(values))])
+    found = np.zeros(design.shape[1])
+    for _ in range(50):
+        probability = 1 / (1 + np.exp(-np.clip(design @ found, -30, 30)))
+        gradient = design.T @ (weight * (probability - right)) + ridge @ found
+        curvature = design.T @ (design * (weight * probability * (1 - probability))[:, None]) + ridge
+        found -= np.linalg.solve(curvature + 1e-9 * np.eye(len(found)), gradient)
+    coefficients = found[1:] / deviation
+    return np.array([found[0] - coefficients @ mean, *coefficients])
+
+
+@dataclass(frozen=True, eq=False)
+class JudgedPair:
+    """What is known of the matches of a pair before calibration, and which of them are right."""
+
+    scores: np.ndarray  # (K,) of all matches, before this calibration
+    evidence: np.ndarray  # (K, E) what the calibration goes by
+    known: np.ndarray  # (K,) bool: the ground truth can tell
+    right: np.ndarray  # (K,) bool
+
+
+def uncalibrated(preset: str, stage: Stage = "network") -> Pipeline:
+    """A preset without the calibration of a stage and of those after it.
+
+    At the first stage it is one pass, whose scores are what the network gives; else the whole preset.
+    Geometry needs the numbers of refinement before it.
+
+    Raises:
+        UsageError: a preset without a network, or without the calibration that a later stage adds to.
+    """
+    pipeline = load(preset, further_passes=False) if stage == "network" else load(preset)
+    config = pipeline.config.matcher
+    if not isinstance(config, NetworkConfig) or not isinstance(pipeline.matcher, AttentionMatcher):
+        raise UsageError(f"the preset {preset!r} has no network whose probabilities could be calibrated")
+    kept = config.policy.calibration
+    if stage == "network":
+        kept = None
+    elif kept is None:
+        raise UsageError(f"the scores of {preset!r} are not calibrated before {stage}: calibrate these first")
+    else:
+        kept = replace(kept, refined=kept.refined if stage == "geometry" else None, verified=None)
+    policy = replace(config.policy, calibration=kept)
+    return replace(pipeline, matcher=pipeline.matcher.adjusted(policy=policy))
+
+
+def judge(pipeline: Pipeline, pair_set: PairSet, stage: Stage = "network") -> list[JudgedPair]:
+    """The matches of every pair of a set that has any; `pipeline` is that of `uncalibrated` at this stage.
+
+    For geometry without the pairs whose geometry says nothing about single matches.
+    """
+    found = []
+    for pair, (result,) in PairLoop(pair_set, [Method(pipeline.preset, pipeline)]):
+        matches, errors = result.matches, errors_of(pair, result)
+        if not len(errors) or (stage == "geometry" and not calibration.judges_matches(result.geometry)):
+            continue
+        if stage == "refinement":
+            scale = result.features1.scale.tolist()
+            evidence = calibration.refinement_evidence(matches, scale, len(result.passes) > 1)
+        elif stage == "geometry":
+            evidence = calibration.geometry_evidence(matches, result.geometry)
+        else:
+            counts = len(result.features0), len(result.features1)
+            evidence = calibration.evidence(result.scores, counts)
+        known = ~np.isnan(errors)
+        found.append(JudgedPair(result.scores, evidence, known, known & (errors < CORRECT)))
+    return found
+
+
+def fit_calibration(sets: Sequence[tuple[Sequence[JudgedPair], float]]) -> np.ndarray:
+    """The calibration under which the matches of all sets are most likely, each set with its weight.
+
+    Returns:
+        (1 + E,) the offset and the coefficients of the pairs' evidence, in two decimals: the numbers of the
+        configuration of a stage, as `CalibrationConfig`.
+    """
+    values, right, weights = [], [], []
+    for pairs, share in sets:
+        weight = []
+        for pair in pairs:
+            judged = int(pair.known.sum())
+            weight.append(
+                np.full(judged, min(1.0, judged / _FEW) / max(1, judged))
+            )  # a pair weighs 1 at most
+            values.append(pair.evidence[pair.known])
+            right.append(pair.right[pair.known])
+        weights.append(share * np.concatenate(weight) / np.concatenate(weight).sum())
+    weight = np.concatenate(weights)
+    found = logistic_regression(np.concatenate(values), np.concatenate(right), weight / weight.mean())
+    return np.round(np.asarray(found, dtype=np.float64), 2)
+
+
+def error_under(pairs: Sequence[JudgedPair], numbers: np.ndarray | None) -> float:
+    """Expected calibration error of a set under a calibration of `fit_calibration`, or without one."""
+    said = [
+        pair.scores
+        if numbers is None
+        else calibration.probabilities(numbers[0] + pair.evidence @ numbers[1:])
+        for pair in pairs
+    ]
+    known = [each[pair.known] for each, pair in zip(said, pairs, strict=True)]
+    return reliability(np.concatenate(known), np.concatenate([p.right[p.known] for p in pairs])).error
+
+
+def fit_verdict(values: np.ndarray, same: np.ndarray) -> np.ndarray:
+    """Bias and coefficients (E + 1,) of the regression of `same` (P,) on evidence (P, E).
+
+    Both classes weigh the same.
+    """
+    weight = np.where(same, 0.5 / same.mean(), 0.5 / (1 - same.mean()))
+    return logistic_regression(values, same, weight)

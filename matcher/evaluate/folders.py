@@ -84,6 +84,8 @@ def wxbs(folder: Path) -> Iterator[CorrespondencePair]:
 
 def multimodal(folder: Path) -> Iterator[HomographyPair]:
     """Remote-sensing pairs with homographies fitted to landmarks; coarse and non-rigid pairs are left out."""
+    if (folder / "cameras.json").is_file():
+        return
     keys = ("pair", "category", "image_fix", "image_mov", "landmark_median_residual_px", "nonrigid")
     for row in read_rows(folder / "pairs.json", keys):
         if row["landmark_median_residual_px"] < MAX_LANDMARK_RESIDUAL and not row["nonrigid"]:

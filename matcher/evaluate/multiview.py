@@ -28,19 +28,14 @@ TRACKED = (
 )
 
 
-def is_rendered(folder: Path) -> bool:
-    """Whether a folder has the layout of `rendered_poses`."""
-    path = folder / "cameras.json"
-    return path.is_file() and (not (folder / "pairs.json").exists() or b'"views"' in path.read_bytes())
-
-
-def is_recorded(folder: Path) -> bool:
-    """Whether a folder has the layout of `recorded`."""
-    return (folder / "cameras.json").is_file() and not is_rendered(folder)
+def _is_rendered(folder: Path) -> bool:
+    return not (folder / "pairs.json").exists() or b'"views"' in (folder / "cameras.json").read_bytes()
 
 
 def recorded(folder: Path) -> Iterator[DepthPair]:
     """`images/`, `depth/`, `cameras.json` (K, frames with image and world_from_camera) and `pairs.json`."""
+    if _is_rendered(folder):
+        return
     frames, path = frames_of(folder), folder / "pairs.json"
     for row in read_rows(path, ("image0", "image1", "overlap")):
         names = row["image0"], row["image1"]
@@ -98,16 +93,18 @@ def rendered_poses(folder: Path) -> Iterator[DepthPair]:
 
 def rendered_lights(folder: Path) -> Iterator[HomographyPair]:
     """The pairs of the same folder that were rendered from one viewpoint under two lights."""
-    lights = read_rows(folder / "cameras.json", ("views",))[0].get("lights")
     for name, rows, sides in _rendered(folder):
         if rows[0]["E"] == rows[1]["E"]:
+            lights = read_rows(folder / "cameras.json", ("views",))[0].get("lights")
             kinds = [row.get("light") for row in rows]
             names = sorted(str(kind if lights is None else lights[kind]["kind"]) for kind in kinds)
             yield HomographyPair(name, " and ".join(names), *sides, np.eye(3))
 
 
 def _rendered(folder: Path) -> Iterator[tuple[str, list[dict[str, Any]], list[PairImage]]]:
-    """Name, views and images of each pair."""
+    """Name, views and images of each pair; none of a recorded set."""
+    if not _is_rendered(folder):
+        return
     scene = read_rows(folder / "cameras.json", ("views", "depth_step"))[0]
     for pair in pairs_of(folder, scene["views"]):
         rows = [scene["views"][number] | {"depth_step": int(scene["depth_step"])} for number in pair]

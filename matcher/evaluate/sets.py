@@ -51,52 +51,49 @@ class Layout:
     """A layout of benchmark folders."""
 
     protocol: ProtocolName
-    read: Callable[[Path], Iterable[Pair]]
-    fits: Callable[[Path], bool]
+    read: Callable[[Path], Iterable[Pair]]  # nothing from a folder of another layout with such a file
+    files: tuple[str, ...]  # patterns, one of which a file of the folder has
     name: str = "{}"  # of the set, with the folder's
     note: str = ""
     shorter_side: int | None = None  # as of `PairSet`
 
 
-def _has(*patterns: str) -> Callable[[Path], bool]:
-    return lambda folder: any(any(folder.glob(pattern)) for pattern in patterns)
-
-
+_HPATCHES_SIDE = 480  # as in published results
 _LAYOUTS = (
     Layout(
         "homography",
         folders.hpatches,
-        _has("*/H_1_2", "hpatches-sequences-release/*/H_1_2"),
+        ("*/H_1_2", "hpatches-sequences-release/*/H_1_2"),
         "hpatches",
-        note="The 8 large sequences are left out. Shorter side 480 px",
-        shorter_side=480,  # as in published results
+        "The 8 large sequences are left out. Shorter side 480 px",
+        _HPATCHES_SIDE,
     ),
-    Layout("homography", folders.affine, _has("H1to2p", "*/H1to2p")),
-    Layout("homography", folders.opencv_homography, _has("H1to3p.xml"), "{}-homography"),
-    Layout("correspondences", folders.opencv_stereo, _has("aloeGT.png"), "{}-stereo"),
-    Layout("correspondences", folders.middlebury, _has("*/disp2.pgm")),
-    Layout("depth", multiview.rendered_poses, multiview.is_rendered, note="Depth and poses are exact"),
-    Layout("homography", multiview.rendered_lights, multiview.is_rendered, "{}-light"),
-    Layout("depth", multiview.recorded, multiview.is_recorded, note=multiview.TRACKED),
+    Layout("homography", folders.affine, ("H1to2p", "*/H1to2p")),
+    Layout("homography", folders.opencv_homography, ("H1to3p.xml",), "{}-homography"),
+    Layout("correspondences", folders.opencv_stereo, ("aloeGT.png",), "{}-stereo"),
+    Layout("correspondences", folders.middlebury, ("*/disp2.pgm",)),
+    Layout("depth", multiview.rendered_poses, ("cameras.json",), note="Depth and poses are exact"),
+    Layout("homography", multiview.rendered_lights, ("cameras.json",), "{}-light"),
+    Layout("depth", multiview.recorded, ("cameras.json",), note=multiview.TRACKED),
     Layout(
         "correspondences",
         folders.wxbs,
-        _has("*/*/corrs.txt", "v1.1/*/*/corrs.txt"),
+        ("*/*/corrs.txt", "v1.1/*/*/corrs.txt"),
         "wxbs",
-        note="A few dozen correspondences per pair are labelled by hand; mAA@10 px is the published metric",
+        "A few dozen correspondences per pair are labelled by hand; mAA@10 px is the published metric",
     ),
     Layout(
         "homography",
         folders.multimodal,
-        lambda folder: (folder / "pairs.json").is_file() and not (folder / "cameras.json").is_file(),
+        ("pairs.json",),
         note="The ground truth is accurate to 1-2 px. Pairs that are not rigid or whose median landmark "
         "residual is 3 px or more are left out",
     ),
-    Layout("pose", folders.kitti, _has("poses.txt", "*/poses.txt")),
+    Layout("pose", folders.kitti, ("poses.txt", "*/poses.txt")),
     Layout(
         "pose",
         folders.posed,
-        _has("poses.json"),
+        ("poses.json",),
         note="The poses come from structure from motion and are not independent ground truth",
     ),
 )
@@ -173,7 +170,7 @@ def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
             layout.note,
         )
         for layout in _LAYOUTS
-        if layout.fits(folder)
+        if any(any(folder.glob(pattern)) for pattern in layout.files)
     ]
     found = [each for each in found if len(each)] or found
     if scenes := folders.scene_files(folder):

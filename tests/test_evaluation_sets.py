@@ -1,0 +1,336 @@
+"""Sets of pairs: the project's own folders, tiny ones in published layouts, and those made of photos."""
+
+import json
+import pickle
+import zipfile
+from io import BytesIO
+
+import cv2
+import numpy as np
+import pytest
+
+import matcher
+from matcher.errors import ImageError, UsageError
+from matcher.evaluate.measure import reprojection_errors
+from matcher.evaluate.methods import Method
+from matcher.evaluate.protocols import CorrespondencePair, HomographyPair, PosePair
+from matcher.evaluate.run import evaluate
+from matcher.evaluate.sets import SetOptions, find_sets
+from matcher.evaluate.synthetic import (
+    LEVELS,
+    degrade,
+    draw_homography,
+    recoloured,
+    sensor_set,
+    synthetic_set,
+    unrelated_set,
+    warp,
+    zoomed_set,
+)
+from matcher.geometry import inside, warp_points
+from matcher.images import data_folder, find_images, gradient_image, image_from_array
+
+needs_bench = pytest.mark.skipif(not (data_folder() / "bench").is_dir(), reason="MATCHER_DATA has no bench/")
+KINDS = {"homography": HomographyPair, "pose": PosePair, "correspondences": CorrespondencePair}
+COUNTS = {
+    "oxford_graf": [5],
+    "opencv_pairs": [1, 1],
+    "iguazu": [5],
+    "middlebury2003": [2],
+    "kitti_mini": [48 + 43 + 36],
+    "sceaux_castle": [45],
+    "multimodal": [17],  # without the coarse ones
+}
+K = np.array([[300.0, 0, 160], [0, 310, 120], [0, 0, 1]])
+T = np.array([[0.96, 0, 0.28, 1.0], [0, 1, 0, 0.5], [-0.28, 0, 0.96, 0], [0, 0, 0, 1]])
+H = np.array([[1.02, 0.03, 9.0], [-0.02, 0.98, 4.0], [0, 0, 1]])
+
+
+def nearest():
+    return [Method("nearest", matcher.load("nearest", max_keypoints=800, match_threshold=0.35))]
+
+
+@pytest.fixture
+def picture(rng):
+    noise = rng.integers(0, 256, (60, 80)).astype(np.uint8)
+    return cv2.resize(noise, (320, 240), interpolation=cv2.INTER_CUBIC)
+
+
+@pytest.fixture
+def photos(tmp_path, rng):
+    """Five textured pictures in two folders."""
+    for number in range(5):
+        noise = rng.integers(0, 256, (60, 80, 3)).astype(np.uint8)
+        folder = tmp_path / ("a" if number < 3 else "b")
+        folder.mkdir(exist_ok=True)
+        large = cv2.resize(noise, (320, 240), interpolation=cv2.INTER_CUBIC)
+        cv2.imwrite(str(folder / f"{number}.png"), large)
+    return find_images(tmp_path)
+
+
+def words(*matrices):
+    return " ".join(f"{value:.6f}" for matrix in matrices for value in np.ravel(matrix))
+
+
+@needs_bench
+@pytest.mark.parametrize("name", COUNTS)
+def test_every_folder_is_read_whole(name):
+    sets = find_sets(name, SetOptions())
+    assert [len(found) for found in sets] == COUNTS[name]
+    for found in sets:
+        for pair in found.pairs:
+            assert type(pair) is KINDS[found.protocol]
+            assert pair.image0.path.is_file() and pair.image1.path.is_file()
+
+
+@needs_bench
+@pytest.mark.parametrize("name", ["oxford_graf", "middlebury2003", "opencv_pairs", "kitti_mini"])
+def test_truth_agrees_with_what_descriptors_find(name):
+    """A wrong convention, direction or scale of the truth would leave hardly any match correct."""
+    for pair_set in find_sets(name, SetOptions(pairs=2)):
+        values = evaluate(pair_set.first(1), nearest()).values["nearest"]
+        assert values["precision3"].mean() > 0.7
+        if pair_set.protocol == "pose":
+            assert values["error"].mean() < 3
+
+
+def test_absent_data_and_unknown_names(monkeypatch, tmp_path):
+    monkeypatch.setenv("MATCHER_DATA", str(tmp_path))
+    for where, named in (("oxford_graf", "MATCHER_DATA"), ("nosuch", "synthetic"), (str(tmp_path), "empty")):
+        with pytest.raises(UsageError, match=named):
+            find_sets(where, SetOptions())
+    (tmp_path / "notes.md").write_text("nothing")
+    with pytest.raises(UsageError, match="layout"):
+        find_sets(str(tmp_path), SetOptions())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("H1to2p", "1 0 0\n0 1\n"),
+        ("H1to2p", "1 0 0\n0 1 0\n0 0 nan\n"),
+        ("pairs.json", "[{}]"),
+        ("poses.json", "not json"),
+        ("poses.json", json.dumps([{"image": "img1.png", "K": 1, "R": 2, "C": 3}] * 2)),
+        ("cameras.json", '{"views": []}'),
+    ],
+)
+def test_damaged_truth_names_the_file(tmp_path, name, text):
+    for view in ("img1.png", "img2.png"):
+        (tmp_path / view).write_bytes(b"never opened")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=name):
+        find_sets(str(tmp_path), SetOptions())
+
+
+def test_hpatches(tmp_path, picture):
+    large = cv2.resize(picture, (1280, 960), interpolation=cv2.INTER_CUBIC)
+    for sequence in ("v_one", "i_two", "v_talent"):
+        folder = tmp_path / "hpatches-sequences-release" / sequence
+        folder.mkdir(parents=True)
+        for number in range(1, 4):
+            view = np.repeat((large if number == 1 else warp(large, H))[..., None], 3, axis=2)
+            cv2.imwrite(str(folder / f"{number}.ppm"), view)
+            if number > 1:
+                (folder / f"H_1_{number}").write_text("\n".join(map(words, H)) + "\n")
+    (found,) = find_sets(str(tmp_path), SetOptions())
+    assert (found.name, len(found)) == ("hpatches", 4)  # the large sequence is left out
+    assert sorted(pair.group for pair in found.pairs) == ["illumination"] * 2 + ["viewpoint"] * 2
+    values = evaluate(found.first(1), nearest()).values["nearest"]
+    assert values["error"][0, 0] < 1 and values["precision3"][0, 0] > 0.9
+    image = found.pairs[0].image0.given(found.shorter_side)
+    assert image.pixels.shape[:2] == (480, 640) and image.size == (1280, 960)
+
+
+@pytest.mark.parametrize("kind", ["superglue", "glue-factory", "R and t"])
+def test_pair_lists(tmp_path, picture, kind):
+    folder = tmp_path / "images" / "scene0707_00"
+    folder.mkdir(parents=True)
+    for name in ("15.png", "585.png"):
+        cv2.imwrite(str(folder / name), picture)
+    names = "scene0707_00/15.png scene0707_00/585.png"
+    line = {
+        "superglue": f"{names} 0 0 {words(K, K, T)}",
+        "glue-factory": f"{names} {words(K, K, T)}",
+        "R and t": f"{names} {words(K, K, T[:3, :3], T[:3, 3])}",
+    }[kind]
+    (tmp_path / "readme.txt").write_text("not a list\n")
+    (path := tmp_path / "test_pairs_with_gt.txt").write_text(f"{line}\n\n{line}\n")
+    for where in (tmp_path, path):
+        (found,) = find_sets(str(where), SetOptions())
+        assert (found.protocol, found.name, len(found)) == ("pose", "test_pairs_with_gt", 2)
+        pair = found.pairs[1]
+        assert np.allclose(pair.K1, K) and np.allclose(pair.cam1_from_cam0, T)
+        assert pair.image0.path == folder / "15.png"
+    (moved,) = find_sets(str(tmp_path), SetOptions(images=tmp_path / "images"))
+    assert moved.pairs[0].image1.path == folder / "585.png"
+    with pytest.raises(UsageError, match="--images"):
+        find_sets(str(tmp_path), SetOptions(images=folder))
+    path.write_text(f"{line}\na.png a.png 1 2 3\n")
+    with pytest.raises(UsageError, match="line 2"):
+        find_sets(str(path), SetOptions())
+
+
+def scene(tmp_path, picture):
+    folder = tmp_path / "Undistorted_SfM" / "0015" / "images"
+    folder.mkdir(parents=True)
+    paths = [None, "Undistorted_SfM/0015/images/a.jpg", "Undistorted_SfM/0015/images/b.jpg"]
+    for path in paths[1:]:
+        cv2.imwrite(str(tmp_path / path), picture)
+    pairs, poses, intrinsics = np.empty(1, object), np.empty(3, object), np.empty(3, object)
+    pairs[0] = (np.array([1, 2]), 0.25, np.zeros((1, 4)))
+    poses[1:], intrinsics[1:] = [np.linalg.inv(T), np.eye(4)], [K, 2 * K]
+    names = {"image_paths": np.array(paths, dtype=object), "depth_paths": np.array(paths, dtype=object)}
+    return names | {"intrinsics": intrinsics, "poses": poses, "pair_infos": pairs}
+
+
+def test_scene_files(tmp_path, picture):
+    index = tmp_path / "megadepth_test_1500_scene_info"
+    index.mkdir()
+    np.savez(index / "0015_0.1_0.3.npz", **scene(tmp_path, picture))
+    (found,) = find_sets(str(tmp_path), SetOptions())
+    assert (found.name, len(found), found.pairs[0].group) == ("megadepth1500", 1, "0015_0.1_0.3")
+    pair = found.pairs[0]
+    assert np.allclose(pair.cam1_from_cam0, T)  # world to camera 1, after camera 0 to world
+    assert np.allclose(pair.K0, K) and np.allclose(pair.K1, 2 * K)
+    assert pair.image1.path == tmp_path / "Undistorted_SfM" / "0015" / "images" / "b.jpg"
+
+
+class Attack:
+    def __reduce__(self):
+        return print, ("run by the pickle",)
+
+
+def test_scene_files_run_no_code(tmp_path, picture, capsys):
+    np.savez(tmp_path / "0015.npz", **scene(tmp_path, picture))
+    with zipfile.ZipFile(tmp_path / "0015.npz") as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    header = BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|O", "fortran_order": False, "shape": ()})
+    members["poses.npy"] = header.getvalue() + pickle.dumps(Attack())
+    with zipfile.ZipFile(tmp_path / "0015.npz", "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    with pytest.raises(UsageError, match=r"0015\.npz"):
+        find_sets(str(tmp_path), SetOptions())
+    assert "run by" not in capsys.readouterr().out
+
+
+def test_wxbs(tmp_path, picture):
+    folder = tmp_path / "v1.1" / "WGBS" / "wall"
+    folder.mkdir(parents=True)
+    cv2.imwrite(str(folder / "01.png"), picture)
+    cv2.imwrite(str(folder / "02.png"), warp(picture, H))
+    labels = np.random.default_rng(0).uniform(40, 200, (12, 2))
+    rows = np.column_stack([labels, warp_points(labels, H)])
+    (folder / "corrs.txt").write_text("\n".join(map(words, rows)) + "\n")
+    (found,) = find_sets(str(tmp_path), SetOptions())
+    assert (found.name, found.protocol, found.pairs[0].name) == ("wxbs", "correspondences", "WGBS/wall")
+    values = evaluate(found, nearest()).values["nearest"]
+    assert values["labels10"][0, 0] > 0.8 and np.isnan(values["precision3"]).all()
+
+
+# Pairs made of photos.
+
+
+def test_pairs_follow_from_seed_and_number_alone(photos):
+    few, many = (synthetic_set(photos, count=count, seed=3).pairs for count in (8, 40))
+    other = synthetic_set(photos, count=8, seed=4).pairs
+    for i in range(8):
+        assert np.array_equal(few[i].H_1_from_0, many[i].H_1_from_0)
+        assert np.array_equal(few[i].image1.pixels, many[i].image1.pixels)
+        assert not np.array_equal(few[i].H_1_from_0, other[i].H_1_from_0)
+    assert [few[i].group for i in range(5)] == ["level 1", "level 2", "level 3", "level 4", "level 1"]
+    assert len({many[4 * i].image0.path for i in range(5)}) == 5  # every photo once before any again
+
+
+def test_truth_is_exact_in_the_pixel_convention(photos):
+    """Matches of the warped view agree with the homography to a fraction of a pixel, without a bias."""
+    pair = synthetic_set(photos, count=1, levels=(1,)).pairs[0]
+    found = matcher.load("nearest").match(pair.image0.pixels, pair.image1.pixels)
+    errors = reprojection_errors(found.points0, found.points1, pair.H_1_from_0)
+    near = errors < 3
+    bias = (warp_points(found.points0, pair.H_1_from_0) - found.points1)[near].mean(axis=0)
+    assert near.sum() > 100 and np.median(errors[near]) < 0.5 and np.abs(bias).max() < 0.1
+
+
+def test_warp_moves_pixel_centres_and_is_black_outside(rng):
+    pixels = rng.integers(1, 256, (40, 50)).astype(np.uint8)
+    view = warp(pixels, np.array([[1, 0, 7.0], [0, 1, -3.0], [0, 0, 1]]))
+    assert np.array_equal(view[:37, 7:], pixels[3:, :43])
+    assert not view[:, :7].any() and not view[37:].any()
+
+
+@pytest.mark.parametrize("number", LEVELS)
+def test_levels_keep_their_bounds(number, rng):
+    size, level = (640, 480), LEVELS[number]
+    grid = np.stack(np.meshgrid(np.linspace(0, 639, 20), np.linspace(0, 479, 20)), -1).reshape(-1, 2)
+    for _ in range(20):
+        found = draw_homography(size, level, rng)
+        assert inside(warp_points(grid, found), size).mean() > 0.3
+    if number == 0:
+        np.testing.assert_allclose(found, np.eye(3), atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(50, 60), (50, 60, 3)])
+def test_disturbance_keeps_shape_and_grows(shape, rng):
+    pixels, changes = rng.integers(60, 200, shape).astype(np.uint8), []
+    for strength in (0.1, 1.5):
+        found = [degrade(pixels, strength, np.random.default_rng(i)) for i in range(20)]
+        assert all(view.shape == shape and view.dtype == np.uint8 for view in found)
+        changes.append(np.mean([np.abs(view.astype(float) - pixels).mean() for view in found]))
+    assert changes[1] > 1.5 * changes[0]
+
+
+def test_unrelated_pairs_come_from_different_folders(photos):
+    found = unrelated_set(photos, count=30, seed=1)
+    assert all(pair.image0.path.parent != pair.image1.path.parent for pair in found.pairs)
+    again = unrelated_set(photos, count=5, seed=1)
+    assert [pair.name for pair in again.pairs] == [pair.name for pair in found.pairs][:5]
+
+
+def test_what_cannot_be_made(photos, tmp_path):
+    with pytest.raises(UsageError, match="levels"):
+        synthetic_set(photos, levels=(1, 5))
+    for make in (synthetic_set, zoomed_set, sensor_set, unrelated_set):
+        with pytest.raises(UsageError, match="at least 1"):
+            make(photos, count=0)
+    with pytest.raises(UsageError, match="two photos"):
+        unrelated_set(photos[:1])
+    cv2.imwrite(str(tmp_path / "small.png"), np.zeros((20, 40), np.uint8))
+    with pytest.raises(ImageError, match="small"):
+        synthetic_set([tmp_path / "small.png"]).pairs[0]
+
+
+def test_zoomed_pairs_show_a_part_at_several_times_the_scale(photos):
+    found = zoomed_set(photos, count=6, seed=3)
+    for number, pair in enumerate(found.pairs):
+        wide, part = (pair.image0, pair.image1) if number % 2 == 0 else (pair.image1, pair.image0)
+        assert wide.pixels.shape[0] < part.pixels.shape[0]
+        back = np.linalg.inv(pair.H_1_from_0) if number % 2 == 0 else pair.H_1_from_0
+        height, width = part.pixels.shape[:2]
+        middle = np.array([width, height]) / 2
+        around = warp_points(middle + np.array([[0, 0], [1, 0], [0, 1]]), back)
+        assert 2 < 1 / np.sqrt(abs(np.linalg.det(around[1:] - around[0]))) < 7.5
+        size = wide.pixels.shape[1::-1]
+        small = cv2.warpPerspective(part.pixels, back, size, flags=cv2.INTER_AREA)
+        covered = cv2.warpPerspective(np.ones((height, width), np.uint8), back, size) > 0
+        assert np.corrcoef(small[covered].ravel(), wide.pixels[covered].ravel())[0, 1] > 0.5
+
+
+def test_two_sensors_see_the_same_edges_in_other_greys(rng):
+    noise = rng.integers(0, 256, (12, 16), dtype=np.uint8)
+    photo = cv2.resize(noise, (320, 240), interpolation=cv2.INTER_AREA)
+    of_greys, of_edges = [], []
+    for _ in range(12):
+        seen = [recoloured(photo, rng) for _ in range(2)]
+        edges = [gradient_image(image_from_array(each), 2.0).pixels for each in seen]
+        of_greys.append(np.corrcoef(*map(np.ravel, seen))[0, 1])
+        of_edges.append(np.corrcoef(*map(np.ravel, edges))[0, 1])
+    assert np.mean(of_edges) > 0.6 > 0.3 > np.mean(of_greys) and np.min(of_greys) < -0.3
+
+
+def test_pairs_of_two_sensors_are_a_photo_and_a_warp_of_it(photos):
+    pair = sensor_set(photos, count=1, seed=3).pairs[0]
+    middle = warp_points(np.array([[160.0, 120.0]]), pair.H_1_from_0)
+    assert pair.image0.pixels.shape == (240, 320) and inside(middle, (320, 240)).all()
