@@ -1,6 +1,9 @@
-"""Render the demo views in `assets/`: a still life of photographs, with exact cameras.
+"""Render the views in `assets/`: a still life of photographs, with exact cameras.
 
     python scripts/render_assets.py [--output assets]
+
+`view0.jpg` to `view2.jpg` are three views far apart; `walk/` holds twelve along an arc, which the tutorials
+reconstruct, follow as a video, and localise.
 
 Needs the `[test]` extra: the photographs come inside scikit-image's wheel (see `assets/README.md`). World
 units are metres, x right, y down, z away from the viewer; floor y = 0, wall z = 0. Pixel coordinates follow
@@ -73,6 +76,36 @@ VIEWS = (
     View((0.62, -1.3, -3.1), (-0.02, -0.74, -0.7), 3.0, (0.88, 0.91, 0.95), 1.06),
     View((0.1, -0.85, -3.05), (0.0, -0.74, -0.6), -14.0, (1.2, 1.13, 1.0), 0.96),
 )
+
+
+WALK, WALK_SIZE = 12, (600, 450)
+
+
+def walk_view(index: int) -> View:
+    """A camera on an arc around the still life, a little higher and lower on the way."""
+    a = np.deg2rad(-26 + 52 * index / (WALK - 1))
+    centre = (3.1 * np.sin(a), -1.1 + 0.12 * np.sin(5 * a), -0.6 - 2.7 * np.cos(a))
+    return View(centre, (0.05 * np.sin(3 * a), -0.74, -0.6), 2 * np.sin(4 * a), (1.0, 1.0, 1.0), 1.0)
+
+
+def quaternion(turn: np.ndarray) -> np.ndarray:
+    """(4,) x, y, z, w of a rotation of less than half a turn."""
+    w = np.sqrt(1 + np.trace(turn)) / 2
+    return np.array([*(turn - turn.T)[[2, 0, 1], [1, 2, 0]] / (4 * w), w])
+
+
+def write_walk(scene: list[Panel], folder: Path) -> None:
+    """The walk's views as JPEG, its poses as TUM's lines (t x y z qx qy qz qw, world_from_cam)."""
+    folder.mkdir(exist_ok=True)
+    lines = []
+    for index in range(WALK):
+        view = walk_view(index)
+        picture = cv2.resize(render(scene, view, seed=index), WALK_SIZE, interpolation=cv2.INTER_AREA)
+        Image.fromarray(picture).save(folder / f"{index:02d}.jpg", quality=85, optimize=True)
+        world_from_cam = np.linalg.inv(view.cam_from_world)
+        row = [index / 10, *world_from_cam[:3, 3], *quaternion(world_from_cam[:3, :3])]
+        lines.append(" ".join(f"{value:.9g}" for value in row))
+    (folder / "poses.tum").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def linear(photo: np.ndarray, tint: tuple[float, float, float] = (1.0, 1.0, 1.0)) -> np.ndarray:
@@ -237,6 +270,7 @@ def main() -> None:
         Image.fromarray(render(scene, view, seed=index)).save(
             output / f"view{index}.jpg", quality=90, optimize=True
         )
+    write_walk(scene, output / "walk")
     poses = [view.cam_from_world for view in VIEWS]
     ground_truth = {
         "pixel_convention": "the centre of the first pixel is (0, 0); b_from_a: points of a to b; metres",
