@@ -43,7 +43,7 @@ _PUBLIC = {
     "IntegrityError": "matcher.errors",
 }
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 __all__ = ["__version__", *_PUBLIC]
 
 

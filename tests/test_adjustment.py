@@ -231,7 +231,7 @@ def test_a_fundamental_matrix_can_be_left_as_it_was_sampled(monkeypatch):
 
 
 def test_links_of_frames_are_not_adjusted(monkeypatch):
-    """It would take a tenth of a frame's time and improve nothing (measurements/sequences.md)."""
+    """It would take a tenth of a frame's time and improve nothing."""
     noise = cv2.GaussianBlur(np.random.default_rng(1).standard_normal((240, 340)), (0, 0), 2.2)
     texture = cv2.normalize(noise, None, 0, 255, cv2.NORM_MINMAX).astype(np.uint8)
     tracker = Tracker("nearest", max_keypoints=200)

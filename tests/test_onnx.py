@@ -248,7 +248,7 @@ def test_the_small_distribution_matches_without_torch(views, tmp_path):
     python = tmp_path / "venv" / "bin" / "python"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     run = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "check": True}
-    subprocess.run([python, "-m", "pip", "install", "-q", ROOT / "lite"], **run)
+    subprocess.run([python, "-m", "pip", "install", "-q", ROOT / "scripts" / "lite"], **run)
     program = tmp_path / "venv" / "bin" / "matcher"
     done = subprocess.run([program, "match", *views, "--max-keypoints", "512"], **run)
     assert "inliers of one fundamental matrix" in done.stdout

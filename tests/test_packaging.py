@@ -17,7 +17,7 @@ FOREIGN = re.compile(
 
 
 def texts() -> list[Path]:
-    folders = [ROOT / name for name in ("matcher", "scripts", "tests", "weights", "measurements", ".ci")]
+    folders = [ROOT / name for name in ("matcher", "scripts", "tests", "weights", "docs", ".ci")]
     found = [path for folder in folders for kind in TEXTS for path in folder.rglob(kind)]
     return [*found, *(path for kind in TEXTS for path in ROOT.glob(kind))]
 
@@ -43,7 +43,7 @@ def test_advice_of_the_foreign_project_is_seen(text):
 
 def test_our_own_name_is_not_taken_for_it():
     assert not FOREIGN.search(install_command("app"))
-    assert not FOREIGN.search("pip install ./matcher-0.1.0-py3-none-any.whl")
+    assert not FOREIGN.search("pip install ./matcher-1.0.0-py3-none-any.whl")
 
 
 def test_hints_name_what_is_missing_in_the_range_of_the_project():

@@ -141,7 +141,7 @@ def _named(name: str, options: SetOptions) -> list[PairSet]:
             raise UsageError(
                 f"the set {each!r} is absent ({folder}); the benchmark folders are not part of the package: "
                 f"set {DATA_VARIABLE} to the folder that holds photos/, bench/ and multiview/ (its layout: "
-                "scripts/README.md, Repeating the measurements), or give a folder of your own"
+                "docs/scripts.md, Data), or give a folder of your own"
             )
         if each in _MADE:
             found.append(_made(each, find_images(folder), options))

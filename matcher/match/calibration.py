@@ -69,8 +69,7 @@ def weighed_by_refinement(
     descriptors alone say, and one that could not be refined though most others of the pair could, less often:
     log odds = offset + slope · log odds before + refined · (1 if it was refined, less the share of matches
     that were) + variance_slope · log(variance / .05 pixels²) of a refined one + further_passes.
-    Poses are most accurate with these; as probabilities they hold less well than the scores before
-    (measurements/calibration.md).
+    Poses are most accurate with these; as probabilities they hold less well than the scores before.
 
     Args:
         matches: after refinement, with the probabilities that `calibrated` or further passes gave.

@@ -1,8 +1,8 @@
 """Guided matching: keypoints without a partner look where the homographies around them predict it.
 
 A homography says where a partner is to a few pixels, so that descriptors decide among very few keypoints. An
-epipolar line does not, and a local affine map only roughly; what is found along them is wrong too often
-(measurements/passes.md has the figures), so other geometries are left alone.
+epipolar line does not, and a local affine map only roughly; what is found along them is wrong too often,
+so other geometries are left alone.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def link_estimator(estimator: Estimator) -> Estimator:
     """The estimator for the links of frames: fundamental matrices stay as they are sampled.
 
     They tell right links from wrong ones, and where to search for others; poses come from depths. Adjusted
-    ones cost a tenth of a frame's time and improve neither links nor odometry (measurements/sequences.md).
+    ones cost a tenth of a frame's time and improve neither links nor odometry.
     """
     return replace(estimator, adjusted=False) if isinstance(estimator, RobustEstimator) else estimator
 

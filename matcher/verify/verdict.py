@@ -20,11 +20,11 @@ from matcher.verify.adjustment import MatchedPoints, Spread, sampson
 
 VerdictWord = Literal["same", "unsure", "not"]
 
-# Bias and coefficients of `EVIDENCE`, fitted by scripts/fit.py; see measurements/verdict.md.
+# Bias and coefficients of `EVIDENCE`, fitted by scripts/fit.py; see docs/results.md.
 COEFFICIENTS = (-7.331, 1.336, 4.232, 1.388)
 EVIDENCE = ("probable inliers", "inlier ratio", "coverage")
 SAME, NOT = 0.9, 0.1  # thresholds on the probability; between them the word is "unsure"
-# Below it a geometry from several passes is not accepted (measurements/verdict.md). A match has two
+# Below it a geometry from several passes is not accepted. A match has two
 # coordinates to agree with a homography, one with an epipolar line, so chance and like edges reach less.
 ACCEPTED: dict[GeometryKind, float] = {
     "fundamental": 0.5,
