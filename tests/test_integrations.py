@@ -35,7 +35,6 @@ def test_torch_hub_loads_both_entries(tensors, shipped_weights):
     for entry in ("matcher", "learned"):
         pipe = torch.hub.load(str(ROOT), entry, source="local", max_keypoints=128)
         assert len(pipe.extract(tensors[0])) == 128
-    assert "options" in torch.hub.help(str(ROOT), "matcher", source="local")
 
 
 def test_the_module_for_kornia_has_loftrs_dictionary(tensors, shipped_weights):
