@@ -206,7 +206,9 @@ def encode_pair(
         "scores": np.rint(np.clip(matches.scores, 0, 1) * _SCORE_STEPS).astype(np.uint16),
         "inliers": np.packbits(np.asarray(geometry.inliers, dtype=bool)),
     }
-    for name, model in (("matrix", geometry.matrix), ("pose", geometry.cam1_from_cam0)):
+    models = {"matrix": geometry.matrix, "pose": geometry.cam1_from_cam0, "homography": geometry.homography}
+    models["alternatives"] = np.array(geometry.alternatives) if geometry.alternatives else None
+    for name, model in models.items():
         if model is not None:
             arrays[name] = np.ascontiguousarray(model, dtype=np.float64)
     sides = ((matches.points0, keypoints0), (matches.points1, keypoints1))
@@ -238,14 +240,17 @@ def decode_pair(
             for side, keypoints in enumerate((keypoints0, keypoints1))
         ]
         scores = arrays["scores"].astype(np.float32) / np.float32(_SCORE_STEPS)
-        matrix, pose = arrays.get("matrix"), arrays.get("pose")
+        matrix, pose, homography = (arrays.get(name) for name in ("matrix", "pose", "homography"))
+        poses = arrays.get("alternatives", np.zeros((0, 4, 4)))
         wanted = ((indices, (count, 2)), (scores, (count,)), *((side, (count, 2)) for side in points))
-        for values, shape in (*wanted, (matrix, (3, 3)), (pose, (4, 4))):
+        models = ((matrix, (3, 3)), (pose, (4, 4)), (homography, (3, 3)), (poses, (len(poses), 4, 4)))
+        for values, shape in (*wanted, *models):
             if values is not None and (values.shape != shape or not np.isfinite(values).all()):
                 raise ValueError("an array has another shape, or is not finite")
         inliers = np.unpackbits(bits, count=count).astype(bool)
         named = get_args(GeometryKind)[kind], get_args(GeometryStatus)[status]
-        geometry = TwoViewGeometry(*named, inliers, matrix, pose)
+        plane = {"homography": homography, "alternatives": tuple(poses)}
+        geometry = TwoViewGeometry(*named, inliers, matrix, pose, **plane)
         if geometry.status == "ok" and (matrix is None or (geometry.kind == "essential" and pose is None)):
             raise ValueError("a geometry has no matrix")
         return Matches(indices, points[0], points[1], scores, layers, *kept), geometry

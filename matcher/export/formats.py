@@ -158,7 +158,7 @@ def write_openmvg(
         files: dict[str, Any] = {}
         for pair in valid_pairs(store, images, report):
             written = {"putative": pair.matches.indices}
-            if pair.geometry.status == "ok" and pair.geometry.kind in _MATCH_FILES:
+            if pair.geometry.verified and pair.geometry.kind in _MATCH_FILES:
                 written[_MATCH_FILES[pair.geometry.kind]] = pair.matches.indices[pair.geometry.inliers]
             for kind, indices in written.items():
                 if kind not in files:
