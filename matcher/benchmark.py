@@ -11,12 +11,13 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
 from typing import Any
+from unittest.mock import patch
 
 import cv2
 import numpy as np
@@ -35,54 +36,8 @@ from matcher.weights.conversion import import_checkpoint
 
 SIZE = (1024, 768)  # of the images that random keypoints belong to
 OFF = {"early_exit": False, "pruning": False}
+SLOW = ("onnx", "collection")  # rows of minutes, which run only if they are named
 Call = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Measurements of one call."""
-
-    values: tuple[float, ...]  # seconds, in the order of measuring
-
-    @property
-    def median(self) -> float:
-        """The median value."""
-        return median(self.values)
-
-
-@dataclass(frozen=True)
-class Stopwatch:
-    """How calls are timed."""
-
-    device: torch.device
-    repeats: int = 5  # of every call, at most
-    seconds: float = 40.0  # no new round starts after that
-    clock: Callable[[], float] = perf_counter
-
-    def once(self, call: Call) -> float:
-        """Seconds of one call, including the work of the device."""
-        self._synchronise()
-        start = self.clock()
-        call()
-        self._synchronise()
-        return self.clock() - start
-
-    def alternate(self, calls: Mapping[str, Call]) -> dict[str, Samples]:
-        """Run every call once as a warm-up, then all alternately, `repeats` times or for `seconds`."""
-        for call in calls.values():
-            self.once(call)
-        found: dict[str, list[float]] = {name: [] for name in calls}
-        start = perf_counter()
-        for _ in range(self.repeats):
-            for name, call in calls.items():
-                found[name].append(self.once(call))
-            if perf_counter() - start > self.seconds:
-                break
-        return {name: Samples(tuple(values)) for name, values in found.items()}
-
-    def _synchronise(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 @dataclass(frozen=True)
@@ -91,32 +46,35 @@ class BenchmarkRow:
 
     work: str
     against: str
-    ours: Samples
-    theirs: Samples
+    ours: tuple[float, ...]  # seconds, in the order of measuring
+    theirs: tuple[float, ...]
     note: str = ""
 
     @property
     def ratio(self) -> float:
         """The ratio of the medians: above 1, ours is faster."""
-        return self.theirs.median / self.ours.median if self.ours.median else float("inf")
+        return median(self.theirs) / median(self.ours)
 
-
-@dataclass
-class BenchmarkReport:
-    """The machine and all measurements."""
-
-    machine: dict[str, Any]
-    rows: list[BenchmarkRow] = field(default_factory=list)
+    def __str__(self) -> str:
+        """A row of the Markdown table: minimum, median and maximum in milliseconds."""
+        cells = (
+            " / ".join(f"{1e3 * value:.1f}" for value in (min(side), median(side), max(side)))
+            for side in (self.ours, self.theirs)
+        )
+        return f"| {self.work} | {self.against} | {' | '.join(cells)} | {self.ratio:.2f} | {self.note} |"
 
 
 @dataclass(frozen=True)
 class Bench:
     """What rows are measured with."""
 
-    watch: Stopwatch
+    device: torch.device
     images: tuple[Path, Path]  # of one scene
-    photos: Path | None  # a folder of photos of one place
-    quick: bool  # small sizes
+    photos: Path | None = None  # a folder of photos of one place, for collections
+    quick: bool = False  # small sizes, to check that every row runs
+    repeats: int = 5  # of every call, at most
+    seconds: float = 40.0  # no new round starts after that
+    clock: Callable[[], float] = perf_counter
 
     @property
     def keypoints(self) -> int:
@@ -130,7 +88,7 @@ class Bench:
 
     def load(self, preset: str = "hybrid-learned", **options: Any) -> Pipeline:
         """`matcher.load` on the benchmark's device."""
-        return load(preset, **{"max_keypoints": self.keypoints, "device": str(self.watch.device)} | options)
+        return load(preset, **{"max_keypoints": self.keypoints, "device": str(self.device)} | options)
 
     def pictures(self) -> list[np.ndarray]:
         """Both images as arrays of the size of a frame."""
@@ -139,8 +97,7 @@ class Bench:
 
     def features(self, keypoints: int) -> list[Features]:
         """Those of both images, enlarged so that they have so many keypoints."""
-        pipe = self.load(max_keypoints=keypoints, resize=2048)
-        found = []
+        pipe, found = self.load(max_keypoints=keypoints, resize=2048), []
         for path in self.images:
             pixels = read_image(path).pixels
             factor = 2048 / max(pixels.shape[:2])
@@ -148,12 +105,34 @@ class Bench:
             found.append(pipe.extract(large))
         return found
 
+    def alternate(self, calls: Mapping[str, Call]) -> dict[str, tuple[float, ...]]:
+        """Run every call once as a warm-up, then all alternately, `repeats` times or for `seconds`."""
+        found: dict[str, list[float]] = {name: [] for name in calls}
+        for name in calls:
+            self._once(calls[name])
+        start = perf_counter()
+        for _ in range(self.repeats):
+            for name, call in calls.items():
+                found[name].append(self._once(call))
+            if perf_counter() - start > self.seconds:
+                break
+        return {name: tuple(values) for name, values in found.items()}
+
+    def _once(self, call: Call) -> float:
+        """Seconds of one call, including the work of the device."""
+        synchronise = torch.cuda.synchronize if self.device.type == "cuda" else int
+        synchronise()
+        start = self.clock()
+        call()
+        synchronise()
+        return self.clock() - start
+
     def rows(
         self, works: Mapping[str, tuple[Call, str]], against: Mapping[str, Call]
     ) -> Iterator[BenchmarkRow]:
         """A row for each of our works (with its note) against each of the others, all in turns."""
         with torch.inference_mode():
-            times = self.watch.alternate({**{name: call for name, (call, _) in works.items()}, **against})
+            times = self.alternate({**{name: call for name, (call, _) in works.items()}, **against})
         for name, (_, note) in works.items():
             for other in against:
                 yield BenchmarkRow(name, other, times[name], times[other], note)
@@ -177,20 +156,8 @@ def kornia_lightglue() -> nn.Module:
     return seeded(lambda: LightGlue(features=None, **settings))
 
 
-def published_names(network: nn.Module) -> dict[str, Tensor]:
-    """The parameters of kornia's LightGlue under the names of the published files."""
-    tensors = {}
-    for name, value in network.state_dict().items():
-        if name.startswith("transformers."):  # the published file has the block's name first
-            layer, block, rest = name.removeprefix("transformers.").split(".", 2)
-            name = f"{block}.{layer}.{rest}"
-        if name != "confidence_thresholds":
-            tensors[name] = value
-    return tensors
-
-
 def with_parameters(tensors: Mapping[str, Tensor], preset: str, **options: Any) -> Pipeline:
-    """Our pipeline of a preset with the parameters of a reference, given under their published names.
+    """Our pipeline of a preset with the parameters of a reference, given under names of a published layout.
 
     The match threshold is 0, as in the references: random parameters give low match probabilities.
     """
@@ -207,14 +174,10 @@ def random_batch(count: int, batch: int, device: torch.device, seed: int = 0) ->
     for _ in range(batch):
         descriptors = rng.normal(size=(count, 256))
         descriptors /= np.linalg.norm(descriptors, axis=1, keepdims=True)
-        features = Features(
-            keypoints=(rng.random((count, 2)) * (np.array(SIZE) - 1)).astype(np.float32),
-            descriptors=descriptors.astype(np.float32),
-            scores=rng.random(count).astype(np.float32),
-            size=np.array(SIZE, np.float32),
-            kind="superpoint",
-        )
-        images.append(features)
+        keypoints = (rng.random((count, 2)) * (np.array(SIZE) - 1)).astype(np.float32)
+        scores, size = rng.random(count).astype(np.float32), np.array(SIZE, np.float32)
+        found = Features(keypoints, descriptors.astype(np.float32), scores, size=size, kind="superpoint")
+        images.append(found)
     return Features.stack(images).to(device)
 
 
@@ -228,32 +191,20 @@ def as_kornia(*sides: Features) -> dict[str, dict[str, Tensor]]:
 
 def without_kernels(call: Call) -> object:
     """The result of a call with the compiled kernels switched off."""
-    before = os.environ.get(SWITCH)
-    os.environ[SWITCH] = "0"
-    try:
+    with patch.dict(os.environ, {SWITCH: "0"}):
         return call()
-    finally:
-        os.environ.pop(SWITCH)
-        if before is not None:
-            os.environ[SWITCH] = before
 
 
-def sift_matches(images: list[np.ndarray], points: int) -> int:
-    """The matches of two images by OpenCV: SIFT, FLANN with Lowe's ratio test, MAGSAC."""
-    sift = cv2.SIFT_create(points)
-    return _verified(*(sift.detectAndCompute(image, None) for image in images))
-
-
-def _verified(side0: tuple[Any, Any], side1: tuple[Any, Any]) -> int:
+def verified_by_opencv(side0: tuple[Any, Any], side1: tuple[Any, Any]) -> None:
+    """FLANN with Lowe's ratio test and MAGSAC on keypoints and descriptors of OpenCV."""
     (keypoints0, descriptors0), (keypoints1, descriptors1) = side0, side1
     if descriptors0 is None or descriptors1 is None:
-        return 0
+        return
     both = cv2.FlannBasedMatcher().knnMatch(descriptors0, descriptors1, k=2)
     good = [pair[0] for pair in both if len(pair) == 2 and pair[0].distance < 0.8 * pair[1].distance]
     if len(good) >= 8:
         points = [[keypoints0[m.queryIdx].pt for m in good], [keypoints1[m.trainIdx].pt for m in good]]
         cv2.findFundamentalMat(*map(np.array, points), cv2.USAC_MAGSAC, 1.0, 0.999)
-    return len(good)
 
 
 # The rows: of networks
@@ -261,19 +212,19 @@ def _verified(side0: tuple[Any, Any], side1: tuple[Any, Any]) -> int:
 
 def lightglue(bench: Bench, points: int, batch: int = 1) -> Iterator[BenchmarkRow]:
     """LightGlue's architecture (9 layers of 256) in precision "auto" and in float32, against kornia."""
-    device = bench.watch.device
-    peer = kornia_lightglue().to(device)
-    tensors, sides = published_names(peer), [random_batch(points, batch, device, seed) for seed in (0, 1)]
-    data, works = as_kornia(*sides), {}
+    device = bench.device
+    peer, works = kornia_lightglue().to(device), {}
+    sides = [random_batch(points, batch, device, seed) for seed in (0, 1)]
+    data = as_kornia(*sides)
     for precision in ("auto", "float32"):
         options = {"device": str(device), "precision": precision, **OFF}
-        network = with_parameters(tensors, "lightglue-superpoint", **options).matcher
+        network = with_parameters(peer.state_dict(), "lightglue-superpoint", **options).matcher
         name = f"LightGlue architecture, {batch} × {points} points, {network.precision}"
         works[name] = (lambda n=network: n(*sides), "")
         if device.type == "cpu" and kernels() is not None:
             works[f"{name}, no kernels"] = (lambda n=network: without_kernels(lambda: n(*sides)), "")
     for row in bench.rows(works, {"kornia, float32": lambda: peer(data)}):
-        yield replace(row, note=f"{batch / row.ours.median:.1f} pairs/s")
+        yield replace(row, note=f"{batch / median(row.ours):.1f} pairs/s")
 
 
 def superglue(bench: Bench) -> Iterator[BenchmarkRow]:
@@ -285,22 +236,21 @@ def superglue(bench: Bench) -> Iterator[BenchmarkRow]:
     try:
         from transformers import SuperGlueConfig, SuperGlueForKeypointMatching
     except ImportError as error:
+        hint = install_command("transformers")
         raise UsageError(
-            "SuperGlue is compared with transformers, which is not installed: "
-            + install_command("transformers")
+            f"SuperGlue is compared with transformers, which is not installed: {hint}"
         ) from error
-    device, points = bench.watch.device, 2 * bench.keypoints
+    device, points = bench.device, 2 * bench.keypoints
     config = SuperGlueConfig(matching_threshold=0.0)
     peer = seeded(lambda: SuperGlueForKeypointMatching(config)).to(device)
     tensors = {k: v for k, v in peer.state_dict().items() if not k.startswith("keypoint_detector.")}
     network = with_parameters(tensors, "superglue-outdoor", device=str(device)).matcher
     sides = [random_batch(points, 1, device, seed) for seed in (0, 1)]
     names = ("keypoints", "descriptors", "scores", "mask")
-    keypoints, descriptors, scores, mask = (torch.stack([getattr(s, n) for s in sides], 1) for n in names)
+    *given, mask = (torch.stack([getattr(side, name) for side in sides], 1) for name in names)
 
     def theirs() -> object:
-        size = (SIZE[1], SIZE[0])
-        return peer._match_image_pair(keypoints, descriptors, scores, *size, mask=mask.int())
+        return peer._match_image_pair(*given, SIZE[1], SIZE[0], mask=mask.int())
 
     work = f"SuperGlue architecture, {points} points, {network.precision}"
     yield from bench.rows({work: (lambda: network(*sides), "")}, {"transformers, float32": theirs})
@@ -310,12 +260,9 @@ def loftr(bench: Bench) -> Iterator[BenchmarkRow]:
     """LoFTR from pixels to matches, including the backbone, against kornia."""
     from kornia.feature.loftr.loftr import LoFTR, default_cfg
 
-    device, (width, height) = bench.watch.device, bench.frame
-    config = {
-        **default_cfg,
-        "coarse": {**default_cfg["coarse"], "temp_bug_fix": False},
-        "match_coarse": {**default_cfg["match_coarse"], "thr": 0.0},
-    }
+    device, (width, height) = bench.device, bench.frame
+    own = {"coarse": {"temp_bug_fix": False}, "match_coarse": {"thr": 0.0}}
+    config = default_cfg | {name: default_cfg[name] | values for name, values in own.items()}
     peer = seeded(lambda: LoFTR(pretrained=None, config=config)).to(device)
     pipe = with_parameters(dict(peer.state_dict()), "loftr-outdoor", device=str(device))
     pixels = []
@@ -324,13 +271,13 @@ def loftr(bench: Bench) -> Iterator[BenchmarkRow]:
         pixels.append(cv2.normalize(cv2.GaussianBlur(noise, (0, 0), 2.0), None, 0, 255, cv2.NORM_MINMAX))
     images = [image_from_array(noise.astype(np.uint8)) for noise in pixels]
     grey = [torch.from_numpy(noise.astype(np.float32))[None, None].to(device) / 255 for noise in pixels]
-    data = dict(zip(("image0", "image1"), grey, strict=True))
 
     def ours() -> object:
         return pipe.matcher(*(Features.stack([found]) for found in pipe.extractor(images)))
 
     work = f"LoFTR, {width}×{height}, {pipe.matcher.precision}"
-    yield from bench.rows({work: (ours, "")}, {"kornia, float32": lambda: peer(data)})
+    calls = {"kornia, float32": lambda: peer({"image0": grey[0], "image1": grey[1]})}
+    yield from bench.rows({work: (ours, "")}, calls)
 
 
 # The rows: of the default preset
@@ -353,26 +300,31 @@ def extraction(bench: Bench) -> Iterator[BenchmarkRow]:
 def presets(bench: Bench) -> Iterator[BenchmarkRow]:
     """A pair of images from arrays by presets, all passes and one, against OpenCV; and the command."""
     images, works = bench.pictures(), {}
+    one = {"further_passes": False}
     pipes = {
         "default preset": bench.load(),
-        "default preset, one pass": bench.load(further_passes=False),
-        "default preset, one pass, not refined": bench.load(further_passes=False, refine=False),
+        "default preset, one pass": bench.load(**one),
+        "default preset, one pass, not refined": bench.load(**one, refine=False),
         "nearest-learned": bench.load("nearest-learned"),
         "nearest": bench.load("nearest", device="cpu"),
     }
     for name, pipe in pipes.items():
         work = f"pair of {'×'.join(map(str, bench.frame))}, {bench.keypoints} keypoints, {name}"
         works[work] = (lambda p=pipe: p.match(*images), f"{len(pipe.match(*images).points0)} matches")
-    peer = {"OpenCV: SIFT, FLANN, MAGSAC": lambda: sift_matches(images, bench.keypoints)}
-    yield from bench.rows(works, peer)
-    options = ["--max-keypoints", str(bench.keypoints), "--device", str(bench.watch.device)]
+    sift = cv2.SIFT_create(bench.keypoints)
+
+    def opencv() -> None:
+        verified_by_opencv(*(sift.detectAndCompute(image, None) for image in images))
+
+    yield from bench.rows(works, {"OpenCV: SIFT, FLANN, MAGSAC": opencv})
+    options = ["--max-keypoints", str(bench.keypoints), "--device", str(bench.device)]
     command = child_command("matcher", "match", *map(str, bench.images), *options)
 
     def run() -> None:
         subprocess.run(command, env=child_environment(), check=True, capture_output=True)
 
-    if bench.watch.clock is process_time:  # that of the command's process, not of this one, which waits
-        bench = replace(bench, watch=replace(bench.watch, clock=lambda: sum(os.times()[:4])))
+    if bench.clock is process_time:  # that of the command's process, not of this one, which waits
+        bench = replace(bench, clock=lambda: sum(os.times()[:4]))
     calls = {"the same call in a process": lambda: pipes["default preset"].match(*bench.images)}
     yield from bench.rows({"`matcher match A B`": (run, "")}, calls)
 
@@ -388,7 +340,7 @@ def matching(bench: Bench, points: int) -> Iterator[BenchmarkRow]:
         "early exit and pruning off": bench.load(**OFF, **options),
     }
     calls: dict[str, Call] = {name: lambda p=p: p.match_features(*features) for name, p in others.items()}
-    if bench.watch.device.type == "cpu" and kernels() is not None:
+    if bench.device.type == "cpu" and kernels() is not None:
         calls["no kernels"] = lambda: without_kernels(lambda: pipe.match_features(*features))
     counts = "×".join(str(len(each)) for each in features)
     note = f"{pipe.matcher.precision}; {len(found)} matches; {found.layers_run} of {pipe.layers} layers"
@@ -405,21 +357,11 @@ def batches(bench: Bench) -> Iterator[BenchmarkRow]:
         calls = {"one by one": lambda p=pairs: [pipe.match_features(*pair) for pair in p]}
         work = f"{size} pairs of {bench.keypoints} keypoints in a batch, default preset"
         for row in bench.rows({work: (lambda p=pairs: pipe.match_features_batch(p), "")}, calls):
-            yield replace(row, note=f"{size / row.ours.median:.1f} pairs a second")
+            yield replace(row, note=f"{size / median(row.ours):.1f} pairs a second")
     cached = [pipe.extract(path) for path in bench.images]
     work = f"a pair of {len(cached[0])} keypoints, features cached"
     calls = {"from paths": lambda: pipe.match(*bench.images)}
     yield from bench.rows({work: (lambda: pipe.match_features(*cached), "")}, calls)
-
-
-def refinement(bench: Bench) -> Iterator[BenchmarkRow]:
-    """Refining the matches of two images, beside matching them."""
-    pipe = bench.load(further_passes=False)
-    images = [pipe.read(path) for path in bench.images]
-    features = [pipe.extract(image) for image in images]
-    matches = pipe.match_features(*features)
-    work = {f"refining {len(matches)} matches": (lambda: pipe.refine(*images, matches), "")}
-    yield from bench.rows(work, {"matching them": lambda: pipe.match_features(*features)})
 
 
 def onnx(bench: Bench, points: int) -> Iterator[BenchmarkRow]:
@@ -440,81 +382,43 @@ def onnx(bench: Bench, points: int) -> Iterator[BenchmarkRow]:
         yield from bench.rows({f"ONNX Runtime: {name}": (lambda c=call: c(ours), "")}, calls)
 
 
-# The rows: of whole collections
-
-
 def collection(bench: Bench) -> Iterator[BenchmarkRow]:
     """All pairs of stored features, matched, verified and stored, against two workers, OpenCV and COLMAP."""
-    folder, points = _needed_photos(bench), 2 * bench.keypoints
-    count = len(paths := find_images(folder))
-    sift = cv2.SIFT_create(points)
+    if bench.photos is None:
+        raise UsageError("this row needs a folder of photos of one place: name it (photos)")
+    folder, points = bench.photos, 2 * bench.keypoints
+    paths, sift = find_images(folder), cv2.SIFT_create(points)
     found = [sift.detectAndCompute(read_image(path, resize=1024).pixels, None) for path in paths]
     with tempfile.TemporaryDirectory() as root:
-        options = {"max_keypoints": points, "device": str(bench.watch.device)}
 
-        def opened(run: Path, workers: int) -> Collection:
-            made = Collection.open(run, workers=workers, **options)
+        def opened(name: str, workers: int) -> Collection:
+            options = {"max_keypoints": points, "device": str(bench.device)}
+            made = Collection.open(Path(root, name), workers=workers, **options)
             made.add_images(folder)
             return made
 
-        first = opened(Path(root, "extracted"), 0)
+        first = opened("extracted", 0)
         first.extract(everything=True)
         first.add_pairs(exhaustive=True)
         ready: dict[int, list[Collection]] = {0: [], 2: []}
-        for number in range(bench.watch.repeats + 1):  # a run can be matched once
+        for number in range(bench.repeats + 1):  # a run can be matched once
             for workers, made in ready.items():
-                run = Path(root, f"run{workers}-{number}")
-                shutil.copytree(Path(root, "extracted"), run)
-                made.append(opened(run, workers))
+                shutil.copytree(Path(root, "extracted"), Path(root, f"run{workers}-{number}"))
+                made.append(opened(f"run{workers}-{number}", workers))
         calls: dict[str, Call] = {
             "two workers, started": lambda: ready[2].pop().run(),
-            "OpenCV: FLANN on SIFT, MAGSAC": lambda: [_verified(*pair) for pair in combinations(found, 2)],
+            "OpenCV: FLANN on SIFT, MAGSAC": lambda: [verified_by_opencv(*p) for p in combinations(found, 2)],
             "COLMAP: its matcher on SIFT, its verification": _colmap_matching(folder, Path(root), points),
         }
-        pairs = count * (count - 1) // 2
+        pairs = len(paths) * (len(paths) - 1) // 2
         work = f"{pairs} pairs of {points} keypoints of a collection, features stored"
         for row in bench.rows({work: (lambda: ready[0].pop().run(), "")}, calls):
-            rates = " and ".join(f"{pairs / side.median:.1f}" for side in (row.ours, row.theirs))
+            rates = " and ".join(f"{pairs / median(side):.1f}" for side in (row.ours, row.theirs))
             yield replace(row, note=f"{rates} pairs a second")
 
 
-def sfm(bench: Bench) -> Iterator[BenchmarkRow]:
-    """From photos to cameras and points, against COLMAP on its own SIFT, each with its defaults."""
-    from matcher.sfm.reconstruct import reconstruct
-
-    folder, said = _needed_photos(bench), {}
-
-    def ours() -> None:
-        with tempfile.TemporaryDirectory() as root:
-            made = Collection.open(Path(root, "run"), workers=0)
-            made.add_images(folder)
-            made.add_pairs(exhaustive=True)
-            made.run()
-            with made.store as store:
-                best = reconstruct(store, Path(root, "model"), threads=torch.get_num_threads()).largest
-            said["ours"] = (best.registered, best.points, best.mean_reprojection_error)
-
-    def theirs() -> None:
-        with tempfile.TemporaryDirectory() as root:
-            _colmap_matching(folder, Path(root), None)()
-            best = colmap_model(folder, Path(root))
-            values = best.num_reg_images(), best.num_points3D(), best.compute_mean_reprojection_error()
-            said["COLMAP"] = values
-
-    work = f"`matcher sfm` of {len(find_images(folder))} photos"
-    for row in bench.rows({work: (ours, "")}, {"COLMAP on its own SIFT": theirs}):
-        notes = [f"{name}: {n} registered, {p} points, {e:.2f} px" for name, (n, p, e) in said.items()]
-        yield replace(row, note="; ".join(notes))
-
-
-def _needed_photos(bench: Bench) -> Path:
-    if bench.photos is None:
-        raise UsageError("this row needs a folder of photos of one place: name it (photos)")
-    return bench.photos
-
-
-def _colmap_matching(folder: Path, root: Path, points: int | None) -> Call:
-    """Matching and verifying all pairs by COLMAP; with a number of keypoints its SIFT has run before."""
+def _colmap_matching(folder: Path, root: Path, points: int) -> Call:
+    """Matching and verifying all pairs by COLMAP, on its own SIFT of so many keypoints, which is stored."""
     from matcher.export.colmap import import_pycolmap
 
     pycolmap, numbers = import_pycolmap(), iter(range(1000))
@@ -523,33 +427,15 @@ def _colmap_matching(folder: Path, root: Path, points: int | None) -> Call:
     extraction, matching = pycolmap.FeatureExtractionOptions(), pycolmap.FeatureMatchingOptions()
     for each in (extraction, matching):
         each.num_threads, each.use_gpu = torch.get_num_threads(), False
-
-    def extract(database: Path) -> Path:
-        pycolmap.extract_features(database, folder, extraction_options=extraction)
-        return database
-
-    if points is None:
-        return lambda: pycolmap.match_exhaustive(extract(root / "sift.db"), matching_options=matching)
     extraction.sift.max_num_features, extraction.max_image_size = points, 1024
-    data = extract(root / "extracted.db").read_bytes()
+    pycolmap.extract_features(root / "extracted.db", folder, extraction_options=extraction)
 
     def match() -> None:
         database = root / f"matched{next(numbers)}.db"
-        database.write_bytes(data)
+        shutil.copy(root / "extracted.db", database)
         pycolmap.match_exhaustive(database, matching_options=matching)
 
     return match
-
-
-def colmap_model(folder: Path, root: Path) -> Any:
-    """The largest model that COLMAP's mapper makes of `sift.db` in a folder."""
-    import pycolmap
-
-    options = pycolmap.IncrementalPipelineOptions(
-        num_threads=torch.get_num_threads(), random_seed=0, min_model_size=3
-    )
-    models = pycolmap.incremental_mapping(root / "sift.db", folder, root, options).values()
-    return max(models, key=lambda model: model.num_reg_images(), default=pycolmap.Reconstruction())
 
 
 # The benchmark
@@ -557,75 +443,54 @@ def colmap_model(folder: Path, root: Path) -> Any:
 
 def _plan(bench: Bench) -> Iterator[tuple[str, Callable[[], Iterator[BenchmarkRow]]]]:
     """Names of rows, each with a function that measures them."""
-    cuda = bench.watch.device.type == "cuda"
-    sizes = (64,) if bench.quick else (512, 1024, 2048)
+    cuda, sizes = bench.device.type == "cuda", (64,) if bench.quick else (512, 1024, 2048)
     for points in sizes:
         yield f"lightglue {points}", lambda n=points: lightglue(bench, n)
         if cuda:
             many = 2 if bench.quick else 32
             yield f"lightglue {points} batch {many}", lambda n=points, b=many: lightglue(bench, n, b)
-    for name, measure in {
-        "superglue": superglue,
-        "loftr": loftr,
-        "extraction": extraction,
-        "presets": presets,
-        "batches": batches,
-        "refinement": refinement,
-    }.items():
-        yield name, lambda m=measure: m(bench)
+    for measure in (superglue, loftr, extraction, presets, batches):
+        yield measure.__name__, lambda m=measure: m(bench)
     for points in sizes:
         yield f"matching {points}", lambda n=points: matching(bench, n)
         if not cuda:
             yield f"onnx {points}", lambda n=points: onnx(bench, n)
     yield "collection", lambda: collection(bench)
-    yield "sfm", lambda: sfm(bench)
-
-
-SLOW = ("onnx", "collection", "sfm")  # rows of minutes, which run only if they are named
 
 
 def run_benchmark(
-    watch: Stopwatch,
-    images: tuple[Path, Path],
-    *,
-    quick: bool = False,
-    only: str | None = None,
-    photos: Path | None = None,
-    progress: Callable[[str], object] | None = None,
-) -> BenchmarkReport:
+    bench: Bench, *, only: str | None = None, progress: Callable[[str], object] | None = None
+) -> list[BenchmarkRow]:
     """Run the benchmark.
 
     Args:
-        watch: the device, and how often and for how long rows are repeated.
-        images: two image files of one scene.
-        quick: small sizes and few repeats, to check that every row runs.
+        bench: the device, the images, and how often and for how long rows are repeated.
         only: run the rows whose name contains this text; those of `SLOW` run only so.
-        photos: a folder of photos of one place, for collections and reconstructions.
         progress: called with each line of the table as soon as it is measured.
 
     Raises:
         UsageError: a package to compare with is not installed, or the rows need photos and there are none.
     """
-    if quick:
-        watch = replace(watch, repeats=min(watch.repeats, 2))
-    if watch.device.type == "cuda":  # a short loan of a machine is enough for the whole table
-        watch = replace(watch, seconds=min(watch.seconds, 6.0))
-    report, say = BenchmarkReport(describe_machine(watch.device)), progress or (lambda line: None)
+    if bench.quick:
+        bench = replace(bench, repeats=min(bench.repeats, 2))
+    if bench.device.type == "cuda":  # a short loan of a machine is enough for the whole table
+        bench = replace(bench, seconds=min(bench.seconds, 6.0))
+    rows, say = [], progress or (lambda line: None)
     said = "{processor}, {cores} cores, {threads} threads; device {device}; torch {torch}; kernels {kernels}"
     head = "| work | against | ours: min / median / max, ms | theirs | ratio | |"
-    for line in (said.format(**report.machine), "", head, "|---|---|---|---|---|---|"):
+    for line in (said.format(**describe_machine(bench.device)), "", head, "|---|---|---|---|---|---|"):
         say(line)
-    for name, measure in _plan(Bench(watch, images, photos, quick)):
+    for name, measure in _plan(bench):
         if name.startswith(SLOW) if only is None else only.lower() not in name:
             continue
         try:
             for row in measure():
-                report.rows.append(row)
-                say(format_row(row))
+                rows.append(row)
+                say(str(row))
         except torch.OutOfMemoryError:  # of a GPU; the other rows may fit
             say(f"| {name} | | the memory of this device is too small for it | | | |")
             torch.cuda.empty_cache()
-    return report
+    return rows
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
@@ -655,18 +520,3 @@ def check_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("there is no CUDA device here; use --device cpu")
     return device
-
-
-def format_row(row: BenchmarkRow) -> str:
-    """A row of the Markdown table."""
-    ours, theirs = (
-        " / ".join(f"{1e3 * value:.1f}" for value in (min(s.values), s.median, max(s.values)))
-        for s in (row.ours, row.theirs)
-    )
-    return f"| {row.work} | {row.against} | {ours} | {theirs} | {row.ratio:.2f} | {row.note} |"
-
-
-def to_json(report: BenchmarkReport) -> dict[str, Any]:
-    """The report as plain data; times in seconds."""
-    rows = [{**asdict(row), "ratio": row.ratio} for row in report.rows]
-    return {"machine": report.machine, "rows": rows}

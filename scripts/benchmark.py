@@ -3,19 +3,20 @@
     python scripts/benchmark.py [--threads 2] [--device cuda] [--quick] [--only lightglue] [--json FILE]
 
 Needs `pip install 'matcher-vision[benchmark]'`. Times are medians of calls that alternate in one process. All
-timings in the README come from this script. Rows of ONNX Runtime, of a collection and of sfm, which take
-minutes, run only if --only names them.
+timings in the README come from this script. Rows of ONNX Runtime and of a collection, which take minutes, run
+only if --only names them.
 """
 
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter, process_time
 
 import torch
 
-from matcher.benchmark import Stopwatch, check_device, run_benchmark, to_json
+from matcher.benchmark import Bench, check_device, describe_machine, run_benchmark
 from matcher.errors import MatcherError
 from matcher.images import data_folder
 
@@ -29,7 +30,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5, help="of each call")
     parser.add_argument("--quick", action="store_true", help="small sizes, to check that every row runs")
     parser.add_argument("--only", help="rows whose name contains this: lightglue, presets, collection, …")
-    parser.add_argument("--photos", type=Path, help="photos of one place, for collection and sfm")
+    parser.add_argument("--photos", type=Path, help="photos of one place, for collection")
     parser.add_argument("--json", type=Path, help="also write the measurements to this file")
     parser.add_argument(
         "--processor-time",
@@ -40,22 +41,23 @@ def main() -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     try:
-        clock = process_time if options.processor_time else perf_counter
-        watch = Stopwatch(check_device(options.device), repeats=options.repeats, clock=clock)
         photos = options.photos or data_folder() / "multiview" / "train" / "odm_lewis" / "images"
-        report = run_benchmark(
-            watch,
+        bench = Bench(
+            check_device(options.device),
             (ASSETS / "view0.jpg", ASSETS / "view1.jpg"),
-            quick=options.quick,
-            only=options.only,
             photos=photos if options.photos or photos.is_dir() else None,
-            progress=lambda line: print(line, flush=True),
+            quick=options.quick,
+            repeats=options.repeats,
+            clock=process_time if options.processor_time else perf_counter,
         )
+        rows = run_benchmark(bench, only=options.only, progress=lambda line: print(line, flush=True))
     except MatcherError as error:
         print(error, file=sys.stderr)
         return 2
-    if options.json:
-        options.json.write_text(json.dumps(to_json(report), indent=2) + "\n", encoding="utf-8")
+    if options.json:  # times in seconds
+        found = [{**asdict(row), "ratio": row.ratio} for row in rows]
+        table = {"machine": describe_machine(bench.device), "rows": found}
+        options.json.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

@@ -17,7 +17,7 @@ import sys
 from dataclasses import replace
 from itertools import combinations, groupby
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 import cv2
 import numpy as np
@@ -143,6 +143,7 @@ def reconstruction(given: argparse.Namespace) -> None:
     from matcher.sfm.reconstruct import reconstruct
 
     given.work.mkdir(parents=True)
+    start = perf_counter(), process_time()
     collection = Collection.open(
         given.work / "run", preset=given.preset, max_keypoints=given.max_keypoints, workers=0
     )
@@ -152,6 +153,7 @@ def reconstruction(given: argparse.Namespace) -> None:
     with collection.store as store:
         reconstruct(store, given.work / "model", threads=1)
     ours = pycolmap.Reconstruction(given.work / "model" / "sparse" / "0")
+    middle = perf_counter(), process_time()
     database, sift = given.work / "sift.db", pycolmap.FeatureExtractionOptions()
     sift.sift.max_num_features = given.max_keypoints
     pycolmap.logging.minloglevel = pycolmap.logging.ERROR.value
@@ -161,9 +163,14 @@ def reconstruction(given: argparse.Namespace) -> None:
     mapping = pycolmap.IncrementalPipelineOptions(num_threads=1, random_seed=0, min_model_size=3)
     models = pycolmap.incremental_mapping(database, given.photos, given.work, mapping).values()
     theirs = max(models, key=lambda model: model.num_reg_images(), default=pycolmap.Reconstruction())
-    for name, model in ((given.preset, ours), ("COLMAP's SIFT", theirs)):
+    end = perf_counter(), process_time()
+    for name, model, times in (
+        (given.preset, ours, np.subtract(middle, start)),
+        ("COLMAP's SIFT", theirs, np.subtract(end, middle)),
+    ):
         said = f"{model.num_reg_images()} images, {model.num_points3D()} points, tracks of "
         said += f"{model.compute_mean_track_length():.2f}, {model.compute_mean_reprojection_error():.3f} px"
+        said += "; {:.0f} s, {:.0f} s of this process's CPU".format(*times)
         print(f"{name}: {said}{worst_centre(model, given.photos.parent / 'poses.json')}")
 
 
