@@ -168,11 +168,6 @@ def ground_truth_matches(errors: np.ndarray, threshold: float) -> np.ndarray:
     return np.stack([rows[keep], columns[keep]], axis=1)
 
 
-def precision(errors: np.ndarray, threshold: float) -> float:
-    """Share of matches whose error (K,) is below the threshold; 0 without matches."""
-    return float(np.mean(errors < threshold)) if len(errors) else 0.0
-
-
 def recall(indices: np.ndarray, errors: np.ndarray, expected: np.ndarray, threshold: float) -> float:
     """Share of the ground-truth matches of which either keypoint has a correct match.
 
@@ -301,15 +296,12 @@ def _match_metrics(pair: Pair, result: Result) -> dict[str, float]:
     else:
         return {}
     errors = match_errors(pair, result.matches, scale0, scale1)
-    counted, known = errors[~np.isnan(errors)], np.nan_to_num(errors, nan=np.inf)
-    for threshold in (*THRESHOLDS, COARSE):
-        found[f"precision{threshold}"] = precision(counted, threshold)
-        found[f"correct{threshold}"] = float((counted < threshold).sum())
+    found |= _precisions(errors[~np.isnan(errors)])
     expected = ground_truth_matches(every, max(THRESHOLDS))
     distance = every[expected[:, 0], expected[:, 1]]
     for threshold in THRESHOLDS:
         within = expected[distance < threshold]
-        found[f"recall{threshold}"] = recall(result.matches.indices, known, within, threshold)
+        found[f"recall{threshold}"] = recall(result.matches.indices, errors, within, threshold)
     return found
 
 
@@ -320,8 +312,16 @@ def _pose_metrics(
     F = fundamental_from_pose(pair.K0, pair.K1, pair.cam1_from_cam0)
     points0, points1 = (p.astype(np.float64) for p in (matches.points0, matches.points1))
     errors = epipolar_distance(points0, points1, F) / shrink
-    found = {f"precision{threshold}": precision(errors, threshold) for threshold in THRESHOLDS}
-    return {"error": angles.max(axis=1), **found}
+    return {"error": angles.max(axis=1), **_precisions(errors)}
+
+
+def _precisions(errors: np.ndarray) -> dict[str, float]:
+    """Share of the matches whose error (K,) is below each threshold, 0 without matches; and their numbers."""
+    found = {}
+    for threshold in (*THRESHOLDS, COARSE):
+        found[f"correct{threshold}"] = float((errors < threshold).sum())
+        found[f"precision{threshold}"] = found[f"correct{threshold}"] / max(1, len(errors))
+    return found
 
 
 def _label_metrics(
@@ -357,11 +357,12 @@ def _cameras(pair: PosePair, result: Result) -> tuple[Camera, Camera]:
 # Averages over pairs, with intervals of 95 % by a seeded bootstrap over the pairs (Efron 1979)
 
 Statistic = Callable[[np.ndarray], np.ndarray]  # (…, n) → (…,)
+_RESAMPLED = 1000  # times: the ends of an interval are then certain to about a tenth of its half
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A statistic and its confidence interval."""
+    """A statistic and its confidence interval; NaN for that of a single pair."""
 
     value: float
     low: float
@@ -369,27 +370,26 @@ class Estimate:
     spread: float  # standard deviation over the estimator's seeds
 
 
-def resample(count: int, seed: int) -> np.ndarray:
-    """(1000, count) int64 indices drawn with replacement; the same for every row of a table."""
-    return np.random.default_rng([seed, count]).integers(0, count, (1000, count))
-
-
-def estimate(values: np.ndarray, statistic: Statistic, draws: np.ndarray) -> Estimate:
+def estimate(
+    values: np.ndarray, statistic: Statistic, *, minus: np.ndarray | None = None, seed: int = 0
+) -> Estimate:
     """A statistic over pairs with its percentile bootstrap interval.
 
     Args:
         values: (S, n) of n pairs under S estimator seeds; the statistic is averaged over the seeds.
         statistic: a function along the last axis.
-        draws: (R, n) from `resample`.
+        minus: (S, n) of another method on the same pairs: the estimate is that of the difference, whose
+            resampled pairs are the same (a paired interval).
+        seed: of the bootstrap, which is the same for every row of a table.
     """
-    return _summary(statistic(values), statistic(values[:, draws]).mean(axis=0), values.shape[1])
-
-
-def difference(values: np.ndarray, other: np.ndarray, statistic: Statistic, draws: np.ndarray) -> Estimate:
-    """As `estimate`, for the difference of two methods on the same resampled pairs (a paired interval)."""
-    by_seed = statistic(values) - statistic(other)
-    resampled = statistic(values[:, draws]).mean(axis=0) - statistic(other[:, draws]).mean(axis=0)
-    return _summary(by_seed, resampled, values.shape[1])
+    count = values.shape[1]
+    draws = np.random.default_rng([seed, count]).integers(0, count, (_RESAMPLED, count))
+    by_seed, resampled = statistic(values), statistic(values[:, draws]).mean(axis=0)
+    if minus is not None:
+        by_seed, resampled = by_seed - statistic(minus), resampled - statistic(minus[:, draws]).mean(axis=0)
+    known = resampled[np.isfinite(resampled)]
+    interval = np.percentile(known, [2.5, 97.5]) if len(known) and count > 1 else (math.nan, math.nan)
+    return Estimate(*map(float, (by_seed.mean(), *interval, by_seed.std())))
 
 
 def mean(values: np.ndarray) -> np.ndarray:
@@ -398,18 +398,3 @@ def mean(values: np.ndarray) -> np.ndarray:
     count = known.sum(axis=-1)
     total = np.where(known, values, 0.0).sum(axis=-1)
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
-
-
-def median(values: np.ndarray) -> np.ndarray:
-    """Median along the last axis."""
-    return np.median(values, axis=-1) if values.shape[-1] else np.full(values.shape[:-1], np.nan)
-
-
-def _summary(by_seed: np.ndarray, resampled: np.ndarray, pairs: int) -> Estimate:
-    """A single pair has no interval."""
-    value, spread = float(by_seed.mean()), float(by_seed.std())
-    known = resampled[np.isfinite(resampled)]
-    if not len(known) or pairs < 2:
-        return Estimate(value, math.nan, math.nan, spread)
-    low, high = np.percentile(known, [2.5, 97.5])
-    return Estimate(value, float(low), float(high), spread)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class MethodOptions:
     """What all methods of an evaluation have in common."""
 
     common: Mapping[str, Any] = field(default_factory=dict)  # options of `load` for every preset
-    network: Mapping[str, Any] = field(default_factory=dict)  # and for presets with a network
+    network: Mapping[str, Any] = field(default_factory=dict)  # and for those that are asked for
     full_depth: bool = False  # also measure each network without early exit and pruning
 
 
@@ -56,31 +57,21 @@ def build_methods(
         UsageError: an unknown preset, or options or files that a preset cannot use.
         IntegrityError: weights that are absent, damaged or of another network.
     """
-    options = options or MethodOptions()
-    kinds = {name: _front_end_kind(name) for name in (*presets, BASELINE)}
-    no_network = all(map(_is_nearest, presets))
-    useless = {
-        "weights": weights and no_network,
-        "full_depth": options.full_depth and no_network,
-        "match_threshold": options.network.get("match_threshold") is not None and no_network,
-        "frontend_weights": front_ends and "learned" not in [kinds[name] for name in presets],
-    }
-    for name, given in useless.items():
-        if given:
-            raise UsageError(f"{', '.join(presets)}: {name} has no effect with these presets; leave it out")
-    nearest = [n for n in PRESETS if _is_nearest(n) and PRESETS[n].extractor.kind in kinds.values()]
-    methods = {}
-    for name in dict.fromkeys([*nearest, *presets]):
-        for file in (not _is_nearest(name) and weights) or [None]:
-            for front_end in (_front_end_kind(name) == "learned" and front_ends) or [None]:
-                title = name if file is None else f"{name} {_short(file, weights)}"
-                if front_end == SHIPPED:
-                    title, front_end = f"{title} with the shipped front end", None
-                elif front_end is not None:
-                    title += f" with {_short(Path(front_end), [Path(each) for each in front_ends])}"
-                for method in _variants(title, name, file, front_end, options):
-                    methods[method.name] = method
-    return list(methods.values())
+    options, found = options or MethodOptions(), {}
+    kinds = {"sift", *map(_front_end_kind, presets)}
+    baselines = [name for name in PRESETS if _is_nearest(name) and PRESETS[name].extractor.kind in kinds]
+    for name in dict.fromkeys([*baselines, *presets]):
+        files = weights if name in presets else ()
+        of_front_end = front_ends if name in presets or _front_end_kind(name) == "learned" else ()
+        for file, front_end in product(files or [None], of_front_end or [None]):
+            title = name if file is None else f"{name} {_short(file, weights)}"
+            if front_end == SHIPPED:
+                title, front_end = f"{title} with the shipped front end", None
+            elif front_end is not None:
+                title += f" with {_short(Path(front_end), [Path(each) for each in front_ends])}"
+            given = {"weights": file, "frontend_weights": front_end}
+            found |= {each.name: each for each in _variants(title, name, given, options, name in presets)}
+    return list(found.values())
 
 
 def compared_methods(
@@ -117,21 +108,18 @@ def compared_methods(
         else:
             given[_option_for(path)] = path
             title = f"{preset} {_short(path, paths)}"
-        methods += _variants(title, name, given["weights"], given["frontend_weights"], options)
+        methods += _variants(title, name, given, options)
     return methods
 
 
 def _variants(
-    title: str, preset: str, weights: Path | None, front_end: str | Path | None, options: MethodOptions
+    title: str, preset: str, files: Mapping[str, Any], options: MethodOptions, asked: bool = True
 ) -> Iterator[Method]:
-    """The method itself and, where asked for, the same at full depth."""
-    given = {**options.common, "weights": weights, "frontend_weights": front_end}
-    if not _is_nearest(preset):
-        given |= options.network
-    elif _front_end_kind(preset) == "learned":
-        given["precision"] = options.network.get("precision")
+    """The method itself and, where asked for, the same at full depth; a baseline has fewer options."""
+    network = options.network if asked else {"precision": options.network.get("precision")}
+    given = {**options.common, **files, **network}
     yield Method(title, load(preset, **given))
-    if options.full_depth and not _is_nearest(preset):
+    if options.full_depth and asked:
         yield Method(f"{title}, full depth", load(preset, **given, early_exit=False, pruning=False))
 
 

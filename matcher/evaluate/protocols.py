@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -14,12 +14,11 @@ from matcher.errors import ImageError, UsageError
 from matcher.images import image_from_array, read_image
 from matcher.types import Image
 
-# --- Reprojection of points from one image into another by depth and pose.
+# Reprojection of points from one image into another by depth and pose.
 
 EDGE = 0.05  # relative difference of neighbouring depths beyond which they belong to two surfaces
 AGREEMENT = 0.03  # relative difference of depths up to which a point is visible in the other image
 _SLACK = 0.02  # metres, added to that difference
-_MILLIMETRES = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +39,7 @@ class DepthCamera:
         found = cv2.imread(str(self.path), cv2.IMREAD_UNCHANGED)
         if found is None or found.ndim != 2:
             raise ImageError(f"{self.path}: no depth map; a grey 16-bit PNG in millimetres is needed")
-        return found.astype(np.float32) * np.float32(_MILLIMETRES)
+        return found.astype(np.float32) * np.float32(1e-3)
 
 
 def depth_at(points: np.ndarray, camera: DepthCamera) -> np.ndarray:
@@ -90,7 +89,7 @@ def reproject(points: np.ndarray, source: DepthCamera, target: DepthCamera) -> t
     return np.where((visible | hidden)[:, None], pixels, np.nan), visible
 
 
-# --- Pairs and their sets.
+# Pairs and their sets.
 
 ProtocolName = Literal["homography", "pose", "depth", "correspondences", "unrelated", "trap"]
 
@@ -178,6 +177,22 @@ Pair = HomographyPair | PosePair | DepthPair | CorrespondencePair | UnrelatedPai
 
 
 @dataclass(frozen=True, eq=False)
+class PairsOnAccess(Sequence[Pair]):
+    """Pairs that are made, or opened, by number when they are asked for."""
+
+    total: int
+    make: Callable[[int], Pair]
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __getitem__(self, position: int) -> Pair:
+        if not 0 <= position < self.total:
+            raise IndexError(position)
+        return self.make(position)
+
+
+@dataclass(frozen=True, eq=False)
 class PairSet:
     """A benchmark; `pairs[i]` may read or render images, so only one pair is in memory at a time."""
 
@@ -202,21 +217,4 @@ class PairSet:
         if count >= len(self):
             return self
         index = np.linspace(0, len(self) - 1, count).round().astype(int).tolist()
-        return replace(self, pairs=PairSubset(self.pairs, tuple(index)))
-
-
-@dataclass(frozen=True, eq=False)
-class PairSubset(Sequence[Pair]):
-    """Some pairs of a sequence, opened one at a time."""
-
-    pairs: Sequence[Pair]
-    indices: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, position: int) -> Pair:
-        return self.pairs[self.indices[position]]
-
-    def __iter__(self) -> Iterator[Pair]:
-        return (self.pairs[i] for i in self.indices)
+        return replace(self, pairs=PairsOnAccess(count, lambda position: self.pairs[index[position]]))

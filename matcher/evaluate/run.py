@@ -13,15 +13,7 @@ import numpy as np
 
 from matcher.config import GeometryKind, depth
 from matcher.errors import ImageError
-from matcher.evaluate.measure import (
-    auc,
-    difference,
-    estimate,
-    mean,
-    measure_pair,
-    median,
-    resample,
-)
+from matcher.evaluate.measure import auc, estimate, mean, measure_pair
 from matcher.evaluate.methods import BASELINE, Method
 from matcher.evaluate.protocols import Pair, PairSet
 from matcher.pipeline import Pipeline
@@ -167,7 +159,7 @@ class Column:
         """The statistic of values (…, n) over pairs (…,)."""
         if self.auc:
             return auc(values, self.auc)
-        return median(values) if self.median else mean(values)
+        return np.median(values, axis=-1) if self.median else mean(values)
 
 
 _COST = (
@@ -267,13 +259,10 @@ def as_object(evaluation: Evaluation, *, baseline: str = BASELINE, seed: int = 0
     every, other = np.arange(len(evaluation.names)), evaluation.values.get(baseline)
 
     def averages(name: str, columns: Sequence[Column], at: np.ndarray, minus: Any = None) -> dict[str, Any]:
-        draws, found = resample(len(at), seed), {}
+        found = {}
         for column in columns:
-            values = evaluation.values[name][column.key][:, at]
-            if minus is None:
-                estimated = estimate(values, column, draws)
-            else:
-                estimated = difference(values, minus[column.key][:, at], column, draws)
+            values, other = (m and m[column.key][:, at] for m in (evaluation.values[name], minus))
+            estimated = estimate(values, column, minus=other, seed=seed)
             found[column.title] = {key: _plain(value) for key, value in asdict(estimated).items()}
         return found
 

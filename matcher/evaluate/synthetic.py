@@ -14,7 +14,14 @@ import cv2
 import numpy as np
 
 from matcher.errors import ImageError, UsageError
-from matcher.evaluate.protocols import HomographyPair, Pair, PairImage, PairSet, UnrelatedPair
+from matcher.evaluate.protocols import (
+    HomographyPair,
+    Pair,
+    PairImage,
+    PairSet,
+    PairsOnAccess,
+    UnrelatedPair,
+)
 from matcher.geometry import inside, warp_points
 from matcher.images import read_image
 
@@ -45,22 +52,6 @@ SENSOR_WARP = Level(rotation=15, perspective=0.1, scale=1.2, shift=0.05, light=0
 ZOOM_TILT = Level(rotation=20, perspective=0.06, scale=1, shift=0, light=0.5)
 ZOOM = (2.5, 6.0)  # resolution of the part / that of the whole photo
 PART = (0.5, 0.9)  # side of the part / side of the photo
-
-
-@dataclass(frozen=True, eq=False)
-class PairsOnAccess(Sequence[Pair]):
-    """Pairs made by number when they are asked for."""
-
-    total: int
-    make: Callable[[int], Pair]
-
-    def __len__(self) -> int:
-        return self.total
-
-    def __getitem__(self, position: int) -> Pair:
-        if not 0 <= position < self.total:
-            raise IndexError(position)
-        return self.make(position)
 
 
 def _made(name: str, count: int, make: Callable[[int], Pair], note: str) -> PairSet:
