@@ -1,10 +1,10 @@
 """Stored results of `matcher evaluate`, and the leaderboard that is written from them.
 
     matcher evaluate kitchen --no-further-passes --threads 1 --output OUT
-    python scripts/leaderboard.py collect OUT/*.json      # into measurements/results/SET.json
+    python scripts/leaderboard.py collect OUT/*.json      # into docs/results/evaluate/SET.json
     python scripts/leaderboard.py write                   # weights/LEADERBOARD.md
 
-measurements/results/SET.json is a list of rows, one a method, passes ("one" or "all") and number of pairs;
+docs/results/evaluate/SET.json is a list of rows, one a method, passes ("one" or "all") and number of pairs;
 a new measurement replaces the old one. `figures` are the columns of the table of `matcher evaluate`: [value,
 low, high], where low and high bound the 95 % interval (null for one pair); `ms` is wall-clock time, `CPU ms`
 the processor's.
@@ -12,6 +12,7 @@ the processor's.
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from matcher.benchmark import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "measurements" / "results"
+RESULTS = ROOT / "docs" / "results" / "evaluate"
 BOARD = ROOT / "weights" / "LEADERBOARD.md"
 
 # What was shipped or tried: how the rows are called, and what its training was.
@@ -65,7 +66,7 @@ def collect(paths: list[Path], commit: str) -> None:
                 "weights": row["weights"] and row["weights"]["sha256"][:12],
                 "date": table["date"],
                 "commit": commit,
-                "command": table["command"],
+                "command": re.sub(r" --(output \S+|overwrite)", "", table["command"]),
                 "machine": f"{machine['processor']}, kernels {machine['kernels']}",
                 "figures": figures,
             }
@@ -87,7 +88,7 @@ def board() -> str:
         "# Leaderboard",
         "",
         "One row for each recipe of the shipped weights, and published implementations on the same pairs, "
-        "written by `python scripts/leaderboard.py write` from `measurements/results/`, which has all "
+        "written by `python scripts/leaderboard.py write` from `docs/results/evaluate/`, which has all "
         "figures, their intervals, commits and commands (`matcher evaluate SET`, with `--no-further-passes` "
         "for one pass). In brackets the number of pairs where it is not the whole set. CPU ms: median "
         "processor time of the whole call for a pair of the kitchen, one thread; the machine was shared, so "

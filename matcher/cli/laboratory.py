@@ -338,7 +338,7 @@ def _accuracy(
 
 def _command() -> str:
     """What was typed."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return shlex.join(["matcher", *sys.argv[1:]])
 
 
 def _calibration(pair_set: PairSet, methods: list[Method], folder: Path | None) -> int:
