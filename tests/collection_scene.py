@@ -187,36 +187,3 @@ def aligned(points: np.ndarray, target: np.ndarray) -> np.ndarray:
     signs = np.array([1, 1, np.sign(np.linalg.det(u @ vt))])
     scale = (d * signs).sum() / np.square(centred0).sum()
     return scale * centred0 @ (u @ np.diag(signs) @ vt).T + mean1
-
-
-def database_from_hloc(folder: Path, path: Path, camera) -> None:
-    """A COLMAP database from hloc's files, as hloc makes it: half a pixel is added, and COLMAP verifies.
-
-    Args:
-        folder: with hloc's three files.
-        path: of the database; an existing one is replaced.
-        camera: of all images, a `pycolmap.Camera`.
-    """
-    import h5py
-    import pycolmap
-
-    path.unlink(missing_ok=True)
-    listed = [line.split() for line in (folder / "pairs.txt").read_text(encoding="utf-8").splitlines()]
-    with (
-        h5py.File(folder / "features.h5") as features,
-        h5py.File(folder / "matches.h5") as matches,
-        pycolmap.Database.open(path) as database,
-        pycolmap.DatabaseTransaction(database),
-    ):
-        camera_id, numbers = database.write_camera(camera), {}
-        for name in sorted({name for pair in listed for name in pair}):
-            numbers[name] = database.write_image(pycolmap.Image(name=name, camera_id=camera_id))
-            points = features[name]["keypoints"][()].astype(np.float32) + np.float32(0.5)
-            database.write_keypoints(numbers[name], points)
-        for name0, name1 in listed:
-            flat0, flat1 = (name.replace("/", "-") for name in (name0, name1))
-            matches0 = matches[f"{flat0}/{flat1}"]["matches0"][()]
-            index0 = np.flatnonzero(matches0 >= 0)
-            found = np.column_stack([index0, matches0[index0]]).astype(np.uint32)
-            database.write_matches(numbers[name0], numbers[name1], found)
-    pycolmap.geometric_verification(path)

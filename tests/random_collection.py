@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from matcher.collection.schema import StoredPair, checksum, encode_pair
-from matcher.collection.store import EncodedPair, ImageFacts, Store, Writer, encode_features
+from matcher.collection.schema import StoredPair, encode_features, encode_pair
+from matcher.collection.store import EncodedPair, ImageFacts, Store, Writer
 from matcher.types import Features, Matches, TwoViewGeometry
 
 SETTINGS = {"preset": "nearest", "config": {"extractor": {"max_keypoints": 400}}}
@@ -39,9 +39,7 @@ def pair(
     indices = np.stack([rng.permutation(len(p))[:count] for p in (points0, points1)], axis=1)
     scores = -np.sort(-rng.random(count).astype(np.float32))
     matches = Matches(indices, points0[indices[:, 0]], points1[indices[:, 1]], scores, 5, 380, 390)
-    geometry = TwoViewGeometry(
-        "fundamental", "ok", rng.random(count) < 0.7, rng.normal(size=(3, 3)), cam1_from_cam0=None
-    )
+    geometry = TwoViewGeometry("fundamental", "ok", rng.random(count) < 0.7, rng.normal(size=(3, 3)))
     return StoredPair(name0, name1, matches, geometry, float(rng.random()))
 
 
@@ -52,10 +50,9 @@ def put_features(writer: Writer, name: str, found: Features, facts: ImageFacts |
 
 def put_pair(writer: Writer, pair: StoredPair) -> None:
     """Store the matches of two images that have keypoints."""
-    points = [writer.store.keypoints(name) for name in (pair.name0, pair.name1)]
-    data = encode_pair(pair.matches, pair.geometry, *points)
-    numbers = [writer.number(name) for name in (pair.name0, pair.name1)]
-    writer.put_pairs([EncodedPair(*numbers, pair.seconds, checksum(data), data)])
+    names = (pair.name0, pair.name1)
+    data = encode_pair(pair.matches, pair.geometry, *map(writer.store.keypoints, names))
+    writer.put_pairs([EncodedPair(*map(writer.number, names), pair.seconds, data)])
 
 
 def fill(folder: Path, rng: np.random.Generator, images: int = 4, matches: int = 300) -> list[StoredPair]:

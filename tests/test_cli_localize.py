@@ -12,7 +12,7 @@ from localized_map import CAMERA, CAMERA_TEXT, QUERIES, SIZE, make_map
 import matcher
 from matcher.cli import main
 from matcher.poses import read_named_poses
-from matcher.sfm.models import find_model, read_georegistration
+from matcher.sfm.models import find_model
 
 pycolmap = pytest.importorskip("pycolmap")
 GIVEN = ("--camera", CAMERA_TEXT)
@@ -43,7 +43,7 @@ def away(made):
     (made[0] / "away").rename(photos)
 
 
-@pytest.mark.parametrize("name", ["poses.txt", "poses.tum", "poses.kitti", "poses.json", "images.txt"])
+@pytest.mark.parametrize("name", ["poses.txt", "poses.tum", "poses.kitti", "poses.json"])
 def test_poses_are_written_in_the_format_of_the_file(made, asked, tmp_path, capfd, name):
     """KITTI: twelve numbers, world_from_cam; TUM: a time, a position, a quaternion with w last."""
     truth, out = made[1], tmp_path / name
@@ -64,46 +64,6 @@ def test_poses_are_written_in_the_format_of_the_file(made, asked, tmp_path, capf
         for query in QUERIES:
             np.testing.assert_allclose(poses[query], truth[query], atol=0.05)
         assert name != "poses.json" or cameras[QUERIES[0]] == CAMERA
-
-
-def test_poses_are_kept_where_a_photo_without_one_makes_no_kitti_file(made, tmp_path):
-    """KITTI's lines have no names; the other poses are not lost, and no file is replaced for them."""
-    (tmp_path / "photos").mkdir()
-    shutil.copy(made[0] / "queries" / QUERIES[0], tmp_path / "photos")
-    noise = np.random.default_rng(0).integers(0, 255, SIZE[::-1], np.uint8)
-    PIL.Image.fromarray(noise).save(tmp_path / "photos" / "noise.png")
-    command = (made[0] / "model", tmp_path / "photos", *GIVEN, "--output", tmp_path / "poses.kitti")
-    assert run(*command) == 2
-    assert QUERIES[0] in json.loads((tmp_path / "poses.json").read_text())["poses"]
-    assert not (tmp_path / "poses.kitti").exists()
-    assert run(*command) == 2  # before any work
-
-
-def test_poses_say_where_on_earth_their_map_is(made, tmp_path, capfd):
-    folder, _ = made
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "sparse").symlink_to(folder / "model" / "sparse")
-    summary = json.loads((folder / "model" / "summary.json").read_text())
-    where = {"origin": [48.0, 11.0, 500.0], "images": 5, "median_error_metres": 2.0}
-
-    def write(place):
-        summary["models"][0]["georegistration"] = place
-        (tmp_path / "model" / "summary.json").write_text(json.dumps(summary))
-
-    write(where)
-    given = (tmp_path / "model", folder / "queries", "--run", folder / "model-run", "--json")
-    assert run(*given, "--output", tmp_path / "poses.json") == 0
-    printed = json.loads(capfd.readouterr().out.splitlines()[-1])
-    written = json.loads((tmp_path / "poses.json").read_text())
-    assert printed["georegistration"] == written["georegistration"] == where
-    for wrong in (
-        {"origin": [1, 2]},
-        {"origin": ["a", "b", "c"]},
-        {"images": None},
-        {"origin": [1, 2, 1e999]},
-    ):
-        write({**where, **wrong})
-        assert read_georegistration(tmp_path / "model") is None
 
 
 def test_photos_are_drawn_and_others_refused(made, tmp_path, capfd):
@@ -130,16 +90,6 @@ def test_poses_are_kept_where_the_pictures_of_the_map_are_gone(asked, tmp_path, 
     assert "photo2.png is not drawn" in error and "--no-refine" in error
     assert sorted(read_named_poses(out)[0]) == list(QUERIES) and list(drawn.iterdir()) == []
     assert run(*asked, "--no-refine") == 0 and "gone" not in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(("name", "written"), [("poses.txt", "poses.txt"), ("poses.kitti", "poses.json")])
-def test_poses_are_kept_where_the_command_is_ended_early(asked, tmp_path, monkeypatch, name, written):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("matcher.localization.plot.plot_pose", interrupted)
-    assert run(*asked, "--plot", tmp_path / "drawn", "--output", tmp_path / name) == 130
-    assert list(read_named_poses(tmp_path / written)[0]) == [QUERIES[0]]
 
 
 def test_mistakes_are_refused_before_any_work(made, tmp_path, capfd):

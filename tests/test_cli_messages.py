@@ -64,7 +64,7 @@ def test_help_shows_the_defaults_of_the_preset(capfd):
 
 def test_help_shows_what_a_command_has_instead(capfd):
     text = help_of(capfd, "sfm")
-    assert "[default: (4096)]" in text and "[default: (largest)]" in text
+    assert "[default: (2048)]" in text and "[default: (largest)]" in text
     assert "[default: (0.2)]" in help_of(capfd, "track")
 
 

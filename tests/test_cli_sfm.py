@@ -1,7 +1,6 @@
 """`matcher sfm` and `matcher export`, from rendered photos to files that other programs read."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +9,6 @@ from command import run
 
 import matcher
 from matcher import tiling as extraction
-from matcher.sfm.models import SparseModel
-from matcher.sfm.reconstruct import Reconstruction
 
 pycolmap = pytest.importorskip("pycolmap")
 FAST = ("--preset", "nearest", "--max-keypoints", "1500", "--workers", "0", "--threads", "1")
@@ -111,30 +108,6 @@ def test_too_little_to_reconstruct(tmp_path, capfd):
     assert not out.exists()
 
 
-def test_several_models_and_errors_in_resized_pixels_are_printed():
-    from matcher.cli.sfm import summary_lines
-    from matcher.export.output import ExportReport
-
-    def model(*images):
-        return SparseModel({f"{i}": np.eye(4)[:3] for i in range(*images)}, {}, 9, 20, 2.2, 0.8)
-
-    report = ExportReport(Path("m.db"), left_out=["the pair a b: damaged"])
-    lines = summary_lines(Reconstruction(Path("m"), (model(4), model(3)), 8, report), 0.5)
-    assert "left out: the pair a b: damaged" in lines and "registered images: 4 of 8" in lines
-    assert "mean reprojection error: 0.800 px of the stored image, 0.400 px of the resized image" in lines
-    assert "1 more model: 3 images, of which 3 are in it, too" in lines
-    apart = Reconstruction(Path("m"), (model(4), model(4, 7), model(3, 6)), 8, report)
-    assert "2 more models: 3, 3 images, of which 1 is in it, too" in summary_lines(apart, 0.5)
-
-
-def test_one_photo_is_too_few(tmp_path, capfd):
-    """It went on, and advised on `matcher collection`."""
-    render_photos(tmp_path / "photos", count=1, size=(120, 90))
-    assert run("sfm", tmp_path / "photos", "--out", tmp_path / "model", *FAST) == 2
-    assert "at least two photos" in capfd.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["photos"]
-
-
 def test_a_dry_run_checks_and_writes_nothing(made, tmp_path, capfd):
     folder, _, _ = made
     photos, model = folder / "photos", tmp_path / "model"
@@ -149,15 +122,6 @@ def test_a_dry_run_checks_and_writes_nothing(made, tmp_path, capfd):
     assert run("sfm", photos, "--out", model, *FAST, "--masks", tmp_path, "--dry-run") == 2
     assert run("sfm", photos, "--out", folder / "model", *FAST, "--dry-run") == 2
     assert list(tmp_path.iterdir()) == []
-
-
-def test_only_the_selected_images_are_mapped(made, tmp_path, capfd):
-    folder, _, _ = made
-    options = ("--exclude", "photo0.png", "--threads", 1)
-    assert run("sfm", folder / "model-run", "--out", tmp_path / "model", *options) == 0
-    assert "registered images: 4 of 4" in capfd.readouterr().out
-    model = pycolmap.Reconstruction(str(tmp_path / "model" / "sparse" / "0"))
-    assert {image.name for image in model.images.values()} == {f"photo{i}.png" for i in range(1, 5)}
 
 
 def test_features_of_elsewhere_and_a_restart(made, tmp_path, capfd):
@@ -193,3 +157,19 @@ def test_the_object_reconstructs_and_exports_with_a_choice_of_cameras(made, tmp_
     with pytest.raises(matcher.UsageError, match="no cameras"):
         collection.export("npz", tmp_path / "a.npz", cameras=choice)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.db", "model"]
+
+
+def test_pairs_of_many_photos_are_proposed_and_other_choices_are_said(made, tmp_path, capfd):
+    """All pairs of many photos take hours on a processor, and nothing said how to be quicker."""
+    folder, _, _ = made
+    (tmp_path / "photos").mkdir()
+    for number in range(14):
+        (tmp_path / "photos" / f"{number}.png").symlink_to(folder / "photos" / f"photo{number % 5}.png")
+    quick = ("--preset", "nearest", "--workers", 0, "--threads", 1)
+    assert run("sfm", tmp_path / "photos", "--out", tmp_path / "model", *quick, "--dry-run") == 0
+    assert "--preemptive 30" in capfd.readouterr().out
+    assert run("sfm", folder / "photos", "--out", tmp_path / "few", *quick) == 4
+    said = capfd.readouterr().err.splitlines()
+    told = next(number for number, line in enumerate(said) if "faster: --max-keypoints" in line)
+    assert "more thorough: --max-keypoints" in said[told]
+    assert told < next(number for number, line in enumerate(said) if "extracting" in line)

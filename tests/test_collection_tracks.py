@@ -4,9 +4,8 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from collection_scene import synthetic_store
 
-from matcher.collection.tracks import PairMatches, build_tracks, consistent_matches, tracks_of
+from matcher.collection.tracks import PairMatches, build_tracks, consistent_matches
 from matcher.errors import UsageError
 
 COUNTS = {"a": 10, "b": 10, "c": 10}
@@ -87,18 +86,6 @@ def test_wrong_matches_never_put_two_keypoints_of_an_image_into_one_track(rng):
     assert pure >= 95 and tracks.mean_length > 5.5
 
 
-def test_the_tracks_of_a_run_are_those_of_its_inliers(rng):
-    store, _ = synthetic_store(rng, count=6, points=200, wrong=0.3)
-    tracks = tracks_of(store)
-    assert 180 < len(tracks) < 260 and tracks.mean_length > 3.5
-    inliers = sum(int(pair.geometry.inliers.sum()) for pair in store.pairs())
-    assert tracks.conflicts < 0.2 * inliers
-    assert (tracks_of(store, min_length=4).lengths >= 4).all()
-    for pair in store.pairs():
-        object.__setattr__(pair.geometry, "status", "degenerate")
-    assert len(tracks_of(store)) == 0
-
-
 # Wrong matches of several images are found by going round third images.
 
 IMAGES, POINTS = 5, 60
@@ -134,20 +121,3 @@ def test_wrong_matches_are_contradicted_and_right_ones_stay():
     assert wrong.mean() < 0.1 and right.mean() > 0.97
     clean = consistent_matches(injected(orders, 0, 1), keypoints, [1.0] * IMAGES)
     assert all(each.all() for each in clean.values())
-
-
-def test_a_point_found_twice_is_one_point():
-    keypoints, orders = world(0)
-    pairs = injected(orders, 0, 1)
-    doubled = [np.concatenate([points, points + 0.5]) for points in keypoints]
-    rng = np.random.default_rng(2)
-    for indices in pairs.values():
-        indices += POINTS * rng.integers(0, 2, indices.shape)
-    assert all(each.all() for each in consistent_matches(pairs, doubled, [1.0] * IMAGES).values())
-
-
-def test_three_images_do_not_tell_which_match_is_wrong():
-    keypoints, orders = world(0)
-    pairs = {pair: rows for pair, rows in injected(orders, 6, 1).items() if max(pair) < 3}
-    kept = consistent_matches(pairs, keypoints[:3], [1.0] * 3)
-    assert all(each.all() for each in kept.values())

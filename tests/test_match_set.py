@@ -47,27 +47,6 @@ def test_tracks_join_the_same_point_in_all_images(crops):
     assert len(found.matches(0, 1)) > 50
 
 
-def test_matches_lead_round_a_cycle_back_to_the_same_keypoint(crops):
-    found = matcher.match_set([image for image, _ in crops], "nearest", **QUICK)
-    ways = {pair: dict(found.matches(*pair).tolist()) for pair in ((0, 1), (1, 2), (0, 2))}
-    around = [
-        (a, ways[1, 2][b], ways[0, 2][a])
-        for a, b in ways[0, 1].items()
-        if b in ways[1, 2] and a in ways[0, 2]
-    ]
-    assert len(around) > 10 and all(by_way == direct for _, by_way, direct in around)
-
-
-def test_only_the_pairs_asked_for_are_matched_and_masks_apply(crops):
-    images = [image for image, _ in crops]
-    left = np.zeros((200, 240), np.uint8)
-    left[:, :120] = 255
-    found = matcher.match_set(images, "nearest", pairs=[(1, 0), (0, 1)], masks=[left, None, None], **QUICK)
-    assert list(found.pairs) == [(0, 1)] and found.groups() == [[0, 1], [2]]
-    assert found.features[0].keypoints[:, 0].max() < 120 < found.features[1].keypoints[:, 0].max()
-    assert repr(found).startswith("MatchedSet(3 images, 1 of 1 pairs verified")
-
-
 def test_arguments_that_do_not_fit_are_refused(crops):
     images = [image for image, _ in crops]
     for wrong, message in (

@@ -1,8 +1,5 @@
 """Pairs that are worth matching: by the strongest keypoints, and by where photos were taken."""
 
-import subprocess
-import sys
-
 import numpy as np
 import PIL.Image
 import pytest
@@ -10,9 +7,8 @@ from collection_scene import texture
 
 import matcher
 from matcher.cli import main
-from matcher.collection.pairs import BEST, best_pairs, candidate_pairs, nearby_pairs, preemptive_pairs
+from matcher.collection.pairs import BEST, best_pairs, candidate_pairs, preemptive_pairs
 from matcher.collection.store import Store
-from matcher.errors import UsageError
 
 
 @pytest.fixture(scope="module")
@@ -50,31 +46,6 @@ def test_pairs_of_one_place_arebest_pairs(photos, tmp_path, capfd):
         assert {(pair.name0, pair.name1) for pair in store.pairs()} == found
 
 
-def test_pairs_are_chosen_without_torch(photos, tmp_path):
-    run = tmp_path / "run"
-    command = [
-        "collection",
-        photos,
-        "--run",
-        run,
-        "--preemptive",
-        30,
-        "--preset",
-        "nearest",
-        "--engine",
-        "onnx",
-    ]
-    code = (
-        "import sys; sys.modules['torch'] = None; from matcher.cli import main; sys.exit(main(sys.argv[1:]))"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code, *map(str, command), "--workers", "0", "--max-keypoints", "300"],
-        check=True,
-    )
-    with Store.open(run) as store:
-        assert inside_walls((pair.name0, pair.name1) for pair in store.pairs()) == SAME
-
-
 def test_an_image_is_matched_with_its_best_partners(photos):
     pipeline = matcher.load("nearest", max_keypoints=200)
     features = {f"{n:02d}": pipeline.extract(photos / "a0.png") for n in range(BEST + 4)}
@@ -86,24 +57,6 @@ def test_an_image_is_matched_with_its_best_partners(photos):
     assert all(sum(name in pair for pair in chosen) >= BEST for name in names)
     before = dict.fromkeys(names, BEST)
     assert preemptive_pairs(pairs, features.__getitem__, pipeline, partners=before) == []
-
-
-def test_no_camera_is_needed(photos):
-    pipeline = matcher.load("nearest", max_keypoints=200, geometry="essential")
-    features = {name: pipeline.extract(photos / name) for name in ("a0.png", "a1.png", "b0.png")}
-    chosen = preemptive_pairs([("a0.png", "a1.png"), ("a0.png", "b0.png")], features.__getitem__, pipeline)
-    assert ("a0.png", "a1.png") in chosen
-
-
-def test_nearby_photos_are_paired():
-    east = {f"{n}": (60.0, 10.0 + n * 1e-4, 0.0) for n in range(4)}  # 5.6 m apart
-    assert nearby_pairs(east, 1) == [("0", "1"), ("1", "2"), ("2", "3")]
-    # A degree of longitude is half as long as one of latitude here; across 180° it is not far.
-    places = {"a": (60.0, 179.9999, 5), "b": (60.0, -179.9999, 90), "c": (60.00015, 179.9999, 5)}
-    assert nearby_pairs(places, 1) == [("a", "b"), ("a", "c")]
-    assert len(nearby_pairs(east, 10)) == 6
-    with pytest.raises(UsageError, match="at least 1 neighbour"):
-        nearby_pairs(east, 0)
 
 
 def test_positions_of_the_headers_choose_pairs(photos, tmp_path, capfd):

@@ -8,59 +8,25 @@ from collection_scene import aligned, centres, synthetic_store
 from scipy.spatial.transform import Rotation
 
 from matcher.cameras import Camera
-from matcher.collection.store import RefinedKeypoints
+from matcher.collection.schema import RefinedKeypoints
 from matcher.export.colmap import CameraChoice
-from matcher.sfm.models import SIMPLE
-from matcher.sfm.reconstruct import better_focal, check_given_camera, deviations, reconstruct
+from matcher.sfm.reconstruct import better_focal, check_given_camera, reconstruct
 from matcher.types import TwoViewGeometry
 
 pycolmap = pytest.importorskip("pycolmap")
 mapping = pytest.importorskip("matcher.sfm.mapping")
 
 
-# --- Simpler cameras first
-
-
-@pytest.fixture(scope="module", params=["RADIAL", "FULL_OPENCV"])
-def made(request, tmp_path_factory):
-    """Ten images of unknown cameras of the asked kind, and the true poses."""
+def test_cameras_get_their_distortion_once_all_images_are_registered(tmp_path):
+    """COLMAP registers few images of unknown cameras with many parameters."""
     store, poses = synthetic_store(np.random.default_rng(6), camera=None)
-    out = tmp_path_factory.mktemp("sfm") / "model"
-    choice = CameraChoice(model=request.param, sharing="single")
-    reconstruct(store, out, choice=choice, threads=1)
-    return poses, out, request.param
-
-
-def test_the_cameras_asked_for_are_adjusted_once_all_images_are_registered(made, tmp_path):
-    poses, out, kind = made
-    simple = mapping.simplified(str(out / "database.db"), tmp_path, set())
-    options = pycolmap.IncrementalPipelineOptions(num_threads=1, random_seed=0)
-    (model,) = pycolmap.incremental_mapping(str(simple), str(tmp_path), str(tmp_path), options).values()
-    assert {camera.model.name for camera in model.cameras.values()} == {SIMPLE}
-    mapping.enrich(model, str(out / "database.db"), set(), 1)
-    assert {camera.model.name for camera in model.cameras.values()} == {kind}
-    assert model.num_reg_images() == 10 and model.compute_mean_reprojection_error() < 1
-    named = {model.image(number).name: model.image(number) for number in model.reg_image_ids()}
-    found, truth = np.array([named[name].projection_center() for name in sorted(named)]), centres(poses)
+    choice = CameraChoice(model="FULL_OPENCV", sharing="single")
+    made = reconstruct(store, tmp_path / "model", choice=choice, threads=1).largest
+    assert made.registered == 10 and made.mean_reprojection_error < 1
+    assert {camera["model"] for camera in made.cameras.values()} == {"FULL_OPENCV"}
+    found, truth = np.array([centre for _, centre in sorted(made.centres().items())]), centres(poses)
     largest = np.linalg.norm(truth[:, None] - truth, axis=2).max()
     assert np.linalg.norm(aligned(found, truth) - truth, axis=1).max() < 0.02 * largest
-
-
-def test_lens_distortion_is_carried_over(made, tmp_path):
-    """The first coefficient means the same in all these models; cameras that are known stay."""
-    _, out, kind = made
-    database = str(out / "database.db")
-    assert mapping.simplified(database, tmp_path, {1}) is None
-    with pycolmap.Database.open(str(mapping.simplified(database, tmp_path, set()))) as opened:
-        (camera,) = opened.read_all_cameras()
-    camera.params = [900.0, 500.0, 400.0, 0.05]
-    model = pycolmap.Reconstruction()
-    model.add_camera_with_trivial_rig(camera)
-    mapping.enrich(model, database, set(), 1)
-    rich = model.camera(camera.camera_id)
-    assert rich.model.name == kind
-    points = np.column_stack([np.random.default_rng(0).uniform(-0.4, 0.4, (50, 2)), np.ones(50)])
-    assert np.allclose(rich.img_from_cam(points), camera.img_from_cam(points))
 
 
 def test_models_that_are_too_small_or_parts_of_others_are_left_out():
@@ -102,7 +68,7 @@ def pairs(count=30, status="ok", inliers=80):
     return SimpleNamespace(pairs=lambda: iter(found))
 
 
-@pytest.mark.parametrize("factor", [0.4, 0.7, 0.95, 1.0, 1.05, 1.4, 3.0])
+@pytest.mark.parametrize("factor", [0.4, 0.95, 1.0, 1.4])
 def test_a_wrong_focal_length_is_noticed_and_a_right_one_is_not(factor):
     found = better_focal(pairs(), camera(factor * FOCAL))
     assert found is None if 0.9 < factor < 1.1 else found == pytest.approx(FOCAL, rel=0.1)
@@ -147,11 +113,3 @@ def test_models_without_uncertain_observations_are_more_exact(tmp_path):
         found = np.array([centre for _, centre in sorted(model.centres().items())])
         worst.append(np.linalg.norm(aligned(found, truth) - truth, axis=1).max())
     assert worst[1] < 0.7 * worst[0]
-
-
-def test_the_deviation_is_along_the_less_certain_axis():
-    along = np.array([[np.cos(0.3), -np.sin(0.3)], [np.sin(0.3), np.cos(0.3)]])
-    covariances = np.stack([along @ np.diag([0.01, 4.0]) @ along.T, np.eye(2)])
-    refined = RefinedKeypoints(np.zeros((2, 2), np.float32), covariances, np.array([True, False]))
-    found = deviations(refined)
-    assert found[0] == pytest.approx(2) and np.isnan(found[1])

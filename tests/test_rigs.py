@@ -8,7 +8,7 @@ from time import process_time
 import cv2
 import numpy as np
 import pytest
-from collection_scene import CAMERA, MemoryStore, renamed, render_photos, ring, synthetic_store
+from collection_scene import CAMERA, MemoryStore, render_photos, ring, synthetic_store
 from command import run
 
 import matcher
@@ -81,10 +81,9 @@ def test_a_rig_keeps_its_shape_and_gives_the_scale(stereo, tmp_path):
     assert read[1].camera.fx == CAMERA.fx
 
 
-@pytest.mark.parametrize("mapper", ["incremental", "global"])
-def test_a_rig_that_is_not_calibrated_is_learnt(stereo, tmp_path, mapper):
+def test_a_rig_that_is_not_calibrated_is_learnt(stereo, tmp_path):
     choice = CameraChoice(camera=CAMERA, rig=rig(calibrated=False, camera=None))
-    made = reconstruct(stereo, tmp_path / "model", choice=choice, mapper=mapper, threads=1).largest
+    made = reconstruct(stereo, tmp_path / "model", choice=choice, threads=1).largest
     assert made.registered == 12
     lengths = np.array(baselines(made)) / across(made) * 16
     np.testing.assert_allclose(lengths, lengths[0], rtol=1e-6)  # one shape, in all frames
@@ -92,14 +91,6 @@ def test_a_rig_that_is_not_calibrated_is_learnt(stereo, tmp_path, mapper):
     learnt = read_rig_config(tmp_path / "model" / RIG)
     assert learnt.known
     assert np.linalg.norm(learnt.rigs[0][1].cam_from_rig[:3, 3]) == pytest.approx(baselines(made)[0])
-
-
-def test_the_global_mapper_keeps_cameras_that_are_all_given(stereo, tmp_path):
-    choice = CameraChoice(rig=rig())
-    made = reconstruct(stereo, tmp_path / "all", choice=choice, mapper="global", threads=1)
-    assert made.largest.registered == 12 and not any("adjusts" in note for note in made.export.notes)
-    model = pycolmap.Reconstruction(str(tmp_path / "all" / "sparse" / "0"))
-    assert {tuple(camera.params[:2]) for camera in model.cameras.values()} == {(CAMERA.fx, CAMERA.fy)}
 
 
 def test_a_rig_that_moves_ahead_begins_with_one_moment(tmp_path):
@@ -128,33 +119,14 @@ def test_a_model_with_a_rig_is_continued_with_it(stereo, tmp_path):
         assert np.abs(grown.cam_from_world[name] - pose[:3]).max() < 0.02
 
 
-def test_pictures_of_no_rig_are_mapped_beside_it(stereo, tmp_path):
-    """They never share the camera of a rig, which COLMAP's database could not hold."""
-    table = {name: name.replace("left/5", "alone") for name in NAMES}
-    names = [table[name] for name in NAMES]
-    report = export(renamed(stereo, names), "colmap", tmp_path / "a.db", CameraChoice(rig=rig()))
-    assert report.images == 12
-    with pycolmap.Database.open(tmp_path / "a.db") as database:
-        frames = sorted(len(list(frame.data_ids)) for frame in database.read_all_frames())
-        assert frames == [1, 1, 2, 2, 2, 2, 2] and database.num_cameras() == 3
-
-
 @pytest.mark.parametrize(
     "cameras",
     [
         [LEFT_ROW],
-        [LEFT_ROW, {}],
         [LEFT_ROW, RIGHT_ROW | {"cam_from_rig_rotation": [2, 0, 0, 0]}],
-        [LEFT_ROW, RIGHT_ROW | {"cam_from_rig_translation": [1, 2, float("nan")]}],
         [LEFT_ROW, RIGHT_ROW | {"cam_from_rig_translation": [1e308, 0, 0]}],
-        [LEFT_ROW, {"image_prefix": "right/", "cam_from_rig_rotation": [1, 0, 0, 0]}],
         [LEFT_ROW, RIGHT_ROW | {"camera_model_name": "PINHOLE", "camera_params": [1]}],
-        [LEFT_ROW, RIGHT_ROW | {"image_prefix": "left/2/"}],
         [LEFT_ROW, RIGHT_ROW | {"baseline": 1}],
-        [
-            LEFT_ROW | {"cam_from_rig_rotation": [1, 0, 0, 0], "cam_from_rig_translation": [1, 0, 0]},
-            RIGHT_ROW,
-        ],
     ],
 )
 def test_a_file_that_says_something_else_is_refused(tmp_path, cameras):

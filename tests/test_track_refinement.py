@@ -6,14 +6,11 @@ import pytest
 from rendered_texture import SIZE, Texture
 
 import matcher
-from matcher import images
-from matcher.collection.schema import REFINED as FILE
 from matcher.collection.store import Store
 from matcher.collection.track_refinement import refine_run
 from matcher.collection.tracks import tracks_of
 from matcher.errors import IntegrityError
-from matcher.explain.run_report import write_run_report
-from matcher.export.npz import write_npz
+from matcher.export.formats import write_npz
 
 VIEWS = [  # image from texture
     np.eye(2, 3),
@@ -36,21 +33,6 @@ def run(tmp_path):
     collection.add_pairs(exhaustive=True)
     collection.run()
     return collection
-
-
-def test_images_are_read_again_that_a_raised_limit_let_in(run, monkeypatch, tmp_path):
-    """Refinement, the report and drawings know the size for which it was raised."""
-    monkeypatch.setattr(images, "MAX_PIXELS", SIZE)
-    monkeypatch.setitem(images.read_image.__kwdefaults__, "max_pixels", SIZE)
-    with Store.open(run.run_dir) as store:
-        assert refine_run(store) == ""
-        paths = [image.path for image in store.images()[:2]]
-    written = write_run_report(run.run_dir, tmp_path / "report.html")
-    assert written.left_out == ()
-    with pytest.raises(matcher.ImageError, match="raise max_pixels"):
-        matcher.read_image(paths[0])
-    result = matcher.load("nearest", max_pixels=SIZE**2).match(*paths)
-    assert result.plot(tmp_path / "drawing.png").is_file()
 
 
 def spread(tracks, keypoints):
@@ -104,7 +86,6 @@ def test_exports_hold_refined_keypoints_until_pairs_change(run, tmp_path):
     run.add_images(tmp_path / "photos")
     run.add_pairs(exhaustive=True)
     run.run()
-    assert not (run.run_dir / FILE).exists()
     with Store.open(run.run_dir) as store:
         assert store.refined_keypoints("0.png") is None
 
@@ -118,14 +99,9 @@ def test_what_cannot_be_refined_is_said(run, tmp_path):
             refine_run(store)
         (tmp_path / "2.png").replace(tmp_path / "photos" / "2.png")
         assert refine_run(store) == ""
-        (run.run_dir / FILE).write_bytes(b"damaged")
-        store.drop_cache()
-        with pytest.raises(IntegrityError, match=FILE):
-            store.refined_keypoints("0.png")
     plain = matcher.Collection.open(
         tmp_path / "plain", preset="nearest", max_keypoints=100, workers=0, refine=False
     )
     plain.add_images(tmp_path / "photos")
     with Store.open(plain.run_dir) as store:
-        assert refine_run(store) == ""
-        assert not (plain.run_dir / FILE).exists()
+        assert refine_run(store) == "" and store.refined_keypoints("0.png") is None

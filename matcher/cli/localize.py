@@ -15,6 +15,7 @@ from matcher.cli.options import (
     Masks,
     Overwrite,
     argument,
+    check_outputs,
     expand_images,
     of_preset,
     option,
@@ -103,12 +104,9 @@ def localize(
     from matcher.localization.plot import LocalizationRecording
     from matcher.localization.sparse_map import LocalizationConfig
 
-    if features is not None:
-        for name, value in {"--masks": masks, "--rig": rig, "--pictures": pictures}.items():
-            if value is not None:
-                raise UsageError(
-                    f"{name} needs keypoints of our own, and --features gives others; leave one out"
-                )
+    for name, value in {"--masks": masks, "--rig": rig, "--pictures": pictures}.items():
+        if features is not None and value is not None:
+            raise UsageError(f"{name} needs keypoints of our own, and --features gives others; leave one out")
     named = expand_images(photos)
     cameras = _cameras(camera, named)
     masked = {} if masks is None else find_masks(masks, named, "the photos")
@@ -146,11 +144,11 @@ def localize(
     found = {name: found[name] for name in named if name in found}
     if output is not None:
         _write(output, found, where)
+        show(f"wrote {output}")
     count = sum(pose.ok for pose in found.values())
     if as_json:
         details = {name: pose.to_dict() for name, pose in found.items()}
-        rows = {"model": str(model), **where, "poses": details}
-        show(json.dumps(rows, allow_nan=False), always=True)
+        show(json.dumps({"model": str(model), **where, "poses": details}, allow_nan=False), always=True)
     else:
         show(f"{count} of {len(named)} photos have a pose")
     return 0 if drawn and count == len(named) else PARTIAL
@@ -174,7 +172,7 @@ def _poses(
     stored = None if features is None else HlocFeatures(Path(), features)
     for name, path in named.items():
         try:
-            given = path if stored is None else stored.query(name, place.localizer.pipeline)
+            given = path if stored is None else stored.read(name, place.localizer.pipeline).features
             query = place.query(given, cameras.get(name), mask=masks.get(name))
             query.path = path  # whose header may know the camera
             yield name, place.localizer.localize(query)
@@ -198,17 +196,14 @@ def _cameras(text: str | None, named: dict[str, Path]) -> dict[str, Camera]:
 def _check_outputs(output: Path | None, plot: Path | None, recording: Path | None, overwrite: bool) -> None:
     from matcher.export.colmap import import_pycolmap
     from matcher.export.output import check_folder
-    from matcher.files import check_output
     from matcher.poses import SUFFIXES
     from matcher.viz.recording import import_rerun
 
     import_pycolmap()
-    if output is not None:
-        check_output(output, SUFFIXES, overwrite=overwrite)
-        if output.suffix.lower() == ".kitti":  # if a photo has no pose, the others are kept there
-            check_output(output.with_suffix(".json"), SUFFIXES, overwrite=overwrite)
+    kept = [] if output is None else [output, _with_names(output)]  # if a photo has no pose
+    outputs = [*((path, SUFFIXES) for path in dict.fromkeys(kept)), (recording, (".rrd",))]
+    check_outputs(outputs, overwrite=overwrite)
     if recording is not None:
-        check_output(recording, (".rrd",), overwrite=overwrite)
         import_rerun()
     if plot is not None:
         check_folder(plot, overwrite=overwrite)
@@ -230,6 +225,11 @@ def _draw(place: Map, name: str, path: Path, pose: Pose, plot: Path | None, reco
     return True
 
 
+def _with_names(output: Path) -> Path:
+    """The file of poses that some photos lack: KITTI's lines have no names, so JSON instead."""
+    return output.with_suffix(".json") if output.suffix.lower() == ".kitti" else output
+
+
 @contextmanager
 def _kept(output: Path | None, found: dict[str, Pose], count: int) -> Iterator[None]:
     """Where the work is ended early, by an interrupt or a full disk for a drawing, write the poses so far."""
@@ -237,29 +237,25 @@ def _kept(output: Path | None, found: dict[str, Pose], count: int) -> Iterator[N
         yield
     except BaseException:
         if output is not None and found:
-            kept = output.with_suffix(".json") if output.suffix.lower() == ".kitti" else output
             with suppress(OSError):
-                _write(kept, found, {}, quiet=True)
-                complain(f"ended after {len(found)} of {count} photos, whose poses are in {kept}")
+                _write(_with_names(output), found, {})
+                complain(f"ended after {len(found)} of {count} photos: poses are in {_with_names(output)}")
         raise
 
 
-def _write(output: Path, found: dict[str, Pose], where: dict[str, Any], *, quiet: bool = False) -> None:
+def _write(output: Path, found: dict[str, Pose], where: dict[str, Any]) -> None:
     """The poses that were found, in the format that the name asks for; JSON says `where` the map is."""
     from matcher.poses import write_named_poses
 
     poses = {name: pose.cam_from_world for name, pose in found.items() if pose.ok}
     facts = {name: pose.to_dict() for name, pose in found.items()}
-    if output.suffix.lower() == ".kitti" and len(poses) < len(found):
-        kept = output.with_suffix(".json")
-        write_named_poses(kept, poses, facts, **where)
+    whole = output if len(poses) == len(found) else _with_names(output)
+    write_named_poses(whole, poses, facts, **where)
+    if whole != output:
         raise UsageError(
             f"{output}: KITTI's lines have no names, and {len(found) - len(poses)} photos have no pose; the "
-            f"poses are in {kept}, or use .tum or .txt"
+            f"poses are in {whole}, or use .tum or .txt"
         )
-    write_named_poses(output, poses, facts, **where)
-    if not quiet:
-        show(f"wrote {output}")
 
 
 def _line(name: str, pose: Pose) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
-from matcher.cli.output import Interrupted, detail, set_messages
+from matcher.cli.output import Interrupted, complain, detail, set_messages
 from matcher.errors import MatcherError, UsageError
 from matcher.files import check_output
 
@@ -199,6 +199,10 @@ def runnable(command: Callable[..., Any], name: str) -> Callable[..., Any]:
         except KeyboardInterrupt:
             again = " to continue" if name in _RESUMABLE else ""
             raise Interrupted(f"interrupted; run the same command again{again}") from None
+        except SystemExit as end:
+            if end.code == 143 and name in _RESUMABLE:  # SIGTERM
+                complain("ended; what is finished is kept: run the same command again to continue")
+            raise
         except MatcherError as error:
             error.args = (_as_options(str(error), parameters),)
             raise

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from matcher.export.colmap import CameraChoice
 
 _LISTED = 5  # failures that are printed
-_TILED_KEYPOINTS = 20_000  # of a photo, by tiles
 
 # How pairs are chosen: the options of `collection` and `sfm`.
 PairFile = option(
@@ -208,10 +207,8 @@ def export(
     from matcher.export.formats import FORMATS
     from matcher.export.formats import export as write
 
-    choice = camera_choice(camera, camera_model, cameras, rig) if FORMATS[to].has_cameras else None
-    for name, value in {"--camera": camera, "--rig": rig}.items():
-        if choice is None and value is not None:
-            raise typer.BadParameter(f"the format {to} stores no cameras", param_hint=name)
+    asked = FORMATS[to].has_cameras or camera is not None or rig is not None  # others refuse what is asked
+    choice = camera_choice(camera, camera_model, cameras, rig) if asked else None
     with Store.open(run) as store:
         report = write(store, to, out, choice, overwrite=overwrite)
     for line in report.lines():
@@ -245,7 +242,7 @@ def report(
 def with_tiles(given: dict[str, Any]) -> dict[str, Any]:
     """The options with keypoints by tiles: --max-keypoints are those of a photo, not of a tile."""
     rest = {name: value for name, value in given.items() if name != "max_keypoints"}
-    return {**rest, "tiles": given.get("max_keypoints", _TILED_KEYPOINTS)}
+    return {**rest, "tiles": given.get("max_keypoints", 20_000)}
 
 
 def choose_pairs(pairs: Path | None, exhaustive: bool, **counts: int | None) -> dict[str, Any]:
@@ -294,12 +291,6 @@ def enter_images(opened: Collection, images: Path, **how: Any) -> None:
 def match_pairs(opened: Collection, choice: dict[str, Any], limits: dict[str, int], **how: bool) -> int:
     """Add pairs, match all that are waiting, and print a summary.
 
-    Args:
-        opened: a collection with its images.
-        choice: from `choose_pairs`; if empty, as in the run so far, or by the number of images.
-        limits: on that number, as arguments of `Collection.suggest_pairs`.
-        how: arguments of `Collection.run`.
-
     Returns:
         The exit code.
 
@@ -309,9 +300,16 @@ def match_pairs(opened: Collection, choice: dict[str, Any], limits: dict[str, in
     if not choice and (suggested := opened.suggest_pairs(**limits)) is not None:
         say(suggestion(suggested, opened.counts().images))
         choice = {"pairs": suggested} if suggested.arguments() else {}
+    from matcher.collection.pairs import FaultTally
+
     with stage_progress() as update:
         if choice:
-            _enter_pairs(opened, choice, update)
+            faults = FaultTally()
+            total, new = opened.add_pairs(**choice, on_fault=faults, on_progress=update)
+            say(f"{counted(total, 'pair')}{f', {total - new} of them known' if total > new else ''}")
+            for line in faults.lines():
+                say(f"{choice['file']}: {line}")
+            _refuse_none(opened, choice, total)
         done = opened.run(on_progress=update, **how)
     code = show_status(opened.run_dir)
     if done.crashes:
@@ -321,22 +319,11 @@ def match_pairs(opened: Collection, choice: dict[str, Any], limits: dict[str, in
     return code
 
 
-def _enter_pairs(opened: Collection, choice: dict[str, Any], update: Any) -> None:
-    """Add the pairs; `UsageError` where the run has none and is not a part of another."""
-    from matcher.collection.pairs import FaultTally
-    from matcher.collection.store import Store
-
-    faults = FaultTally()
-    total, new = opened.add_pairs(**choice, on_fault=faults, on_progress=update)
-    known = f", {total - new} of them already in the run" if total > new else ""
-    say(f"{counted(total, 'pair')}{known}")
-    for line in faults.lines():
-        say(f"{choice['file']}: {line}")
-    if total:
-        return
-    with Store.open(opened.run_dir) as store:
+def _refuse_none(opened: Collection, choice: dict[str, Any], total: int) -> None:
+    """`UsageError` where a run has no pair and is not a part of another."""
+    with opened.store as store:
         counts, part = store.counts(), store.settings.get("shard")
-    if counts.pairs or part is not None:
+    if total or counts.pairs or part is not None:
         return
     if counts.images < 2:
         raise UsageError(f"there is nothing to match with {counted(counts.images, 'image')}; add others")
@@ -395,18 +382,13 @@ def show_status(run: Path, *, check: bool = False, tracks: bool = False) -> int:
 
 def _failed_pairs(store: Store, lost: set[str]) -> list[str]:
     """One line per reason for failure; one for all pairs with a failed image."""
-    with_lost, first, counts = 0, {}, Counter()
+    first, counts = {}, Counter()
     for pair in store.failed():
-        if lost & {pair.name0, pair.name1}:
-            with_lost += 1
-        else:
-            first.setdefault(pair.reason, f"{pair.name0} and {pair.name1}")
-            counts[pair.reason] += 1
-    lines = [f"{counted(with_lost, 'pair')} with a failed image"] if with_lost else []
-    for reason, count in counts.most_common(_LISTED):
-        others = f" and {counted(count - 1, 'other pair')}" if count > 1 else ""
-        lines.append(f"{first[reason]}{others}: {reason}")
-    return lines
+        reason = "one of them has failed" if lost & {pair.name0, pair.name1} else pair.reason
+        first.setdefault(reason, f"{pair.name0} and {pair.name1}")
+        counts[reason] += 1
+    others = {reason: f" and {counted(n - 1, 'other pair')}" if n > 1 else "" for reason, n in counts.items()}
+    return [f"{first[reason]}{others[reason]}: {reason}" for reason, _ in counts.most_common(_LISTED)]
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:

@@ -18,14 +18,14 @@ from matcher.cameras import Camera, as_camera
 from matcher.collection import runner, schema
 from matcher.collection.pairs import PairFault, chosen_pairs, read_pairs
 from matcher.collection.runner import ImageChanges, OnProgress, RunReport, add_pairs, refresh_images
-from matcher.collection.schema import DONE, Counts, DamagedError, StoredPair
+from matcher.collection.schema import DONE, Counts, StoredPair
 from matcher.collection.settings import Setup, build, describe, parse_shard, refuse_changes, stored_setup
 from matcher.collection.sources import PairChoice, Selection, check_masks, default_choice
-from matcher.collection.store import RecordLocation, Store, Writer, check_writable, delete_store, read_record
+from matcher.collection.store import Store, Writer, check_writable, delete_store
 from matcher.collection.tracks import PairMatches, Tracks, build_tracks, consistent_matches, tracks_of
 from matcher.collection.workers import Engine, Workers, batch_size, start_engine
 from matcher.config import GRID_KIND
-from matcher.errors import IntegrityError, MatcherError, UsageError
+from matcher.errors import MatcherError, UsageError
 from matcher.export.hloc import find_source
 from matcher.loading import open_pipeline
 from matcher.pipeline import ImageInput, Mask, Pipeline
@@ -446,24 +446,6 @@ def _requested(
 
 # Merging the stores of the parts (shards) of a collection into one, by image name.
 
-_SAME = "Only runs with the same settings can be joined"
-_TOGETHER = 100_000  # pairs of a transaction
-_COLUMNS = "status, reason, sha256, stamp, camera, width, height, count, scale_x, scale_y, exif, kind"
-# Numbers of their images and of ours; images in which they found other keypoints.
-_MAPPED = f"""
-CREATE TEMP TABLE ends (theirs INTEGER PRIMARY KEY, ours INTEGER, copied INTEGER);
-INSERT INTO ends SELECT o.id, m.id, m.status != {DONE} AND (o.status = {DONE} OR o.status > m.status)
-  FROM other.images AS o JOIN main.images AS m USING (name);
-CREATE TEMP TABLE differing AS SELECT theirs FROM ends
-  JOIN other.keypoints AS k ON k.image = theirs JOIN main.keypoints AS n ON n.image = ours
-  WHERE k.crc != n.crc;
-UPDATE main.images SET ({_COLUMNS}) = (SELECT {_COLUMNS} FROM other.images AS o WHERE o.name = images.name)
-  WHERE id IN (SELECT ours FROM ends WHERE copied);
-INSERT OR IGNORE INTO main.keypoints SELECT ours, data, crc FROM other.keypoints JOIN ends ON theirs = image;
-"""
-_ENDS = "other.{} AS p JOIN ends AS a ON a.theirs = p.image0 JOIN ends AS b ON b.theirs = p.image1"
-_DIFFER = "(p.image0 IN differing OR p.image1 IN differing)"
-
 
 def merge(
     runs: Sequence[Path], into: Path, *, descriptors: bool = False, on_report: Callable[[str], None]
@@ -484,84 +466,75 @@ def merge(
         UsageError: settings differ, an image's content differs, `into` is one of the runs, or is in use.
         IntegrityError: a store is damaged.
     """
+    same = "Only runs with the same settings can be joined"
     if any(os.path.realpath(run) == os.path.realpath(into) for run in runs):
         raise UsageError(f"{into} is one of the runs to join; join them into another folder")
     with ExitStack() as stack:
         stores = [stack.enter_context(Store.open(run)) for run in runs]
         wanted = {**stores[0].settings, "shard": None}
         for store in stores:
-            refuse_changes(store.folder, {**store.settings, "shard": None}, wanted, _SAME)
+            refuse_changes(store.folder, {**store.settings, "shard": None}, wanted, same)
         there = [stack.enter_context(Store.open(into))] if (into / schema.DATABASE).exists() else []
-        _refuse_changed_images([*there, *stores])  # before anything is written
+        seen: dict[str, tuple[str, Path]] = {}
+        for store in [*there, *stores]:  # before anything is written
+            for image in store.images():
+                if image.status != "done":
+                    continue
+                store.keypoints(image.name)  # raises where they are damaged
+                first, folder = seen.setdefault(image.name, (image.sha256, store.folder))
+                if first != image.sha256:
+                    raise UsageError(
+                        f"{image.name} is one image in {folder} and another in {store.folder}: do the older "
+                        "run again (`matcher collection IMAGES --run …`), then join them"
+                    )
         if not there:
             Store.create(into, wanted, stores[0].image_folder).close()
         writer = stack.enter_context(Writer(into))
-        refuse_changes(into, writer.store.settings, wanted, _SAME)
+        refuse_changes(into, writer.store.settings, wanted, same)
         for store in stores:
-            on_report(_join(writer, store, descriptors))
+            with writer.transaction():
+                on_report(_join(writer, store, descriptors))
 
 
-def _refuse_changed_images(stores: Sequence[Store]) -> None:
-    seen: dict[str, tuple[str, Path]] = {}
-    for store in stores:
-        for image in store.images():
-            if image.status != "done":
-                continue
-            store.keypoints(image.name)  # raises where they are damaged
-            first, folder = seen.setdefault(image.name, (image.sha256, store.folder))
-            if first != image.sha256:
-                raise UsageError(
-                    f"{image.name} is one image in {folder} and another in {store.folder}: do the older run "
-                    "again (`matcher collection IMAGES --run …`), then join them"
-                )
+_COLUMNS = "status, reason, sha256, stamp, camera, width, height, count, scale_x, scale_y, exif, kind"
 
 
 def _join(writer: Writer, store: Store, descriptors: bool) -> str:
     """Copy one store into another; a line about it."""
-    path = store.folder / schema.DATABASE
-    writer.execute("ATTACH DATABASE ? AS other", [schema.uri(path, schema.reading_mode(path))])
-    with writer.transaction():
-        writer.add_images(sorted(store.names().values()))
-        for statement in _MAPPED.split(";"):
-            writer.execute(statement)
-        if descriptors:
-            _copy_descriptors(writer, store)
-    joined, most = 0, writer.execute("SELECT coalesce(max(id), 0) FROM other.pairs")[0][0]
-    for first in range(0, most + 1, _TOGETHER):
-        with writer.transaction():
-            joined += writer.execute_many(
-                "INSERT OR IGNORE INTO main.pairs (image0, image1, seconds, crc, data)"
-                f" SELECT a.ours, b.ours, p.seconds, p.crc, p.data FROM {_ENDS.format('pairs')}"
-                f" WHERE p.id BETWEEN ? AND ? AND NOT {_DIFFER}",
-                [(first, first + _TOGETHER - 1)],
-            )
-    with writer.transaction():
-        failed = f"SELECT a.ours, b.ours, p.reason FROM {_ENDS.format('failed')}"
-        writer.execute(f"INSERT OR REPLACE INTO main.failed {failed}")
-        ends = "SELECT a.ours AS image0, b.ours AS image1 FROM"
-        again = f"{ends} {_ENDS.format('pairs')} WHERE {_DIFFER}"
-        writer.let_wait(f"{ends} {_ENDS.format('waiting')} UNION {again}")
-        writer.settle_all()
-        (differing,) = writer.execute("SELECT count(*) FROM differing")[0]
-        for table in ("ends", "differing"):
-            writer.execute(f"DROP TABLE {table}")
-    writer.execute("DETACH DATABASE other")
-    more = f"; keypoints of {differing} images differ" if differing else ""
-    return f"{store.folder}: {joined} pairs joined{more}"
+    names = store.names()
+    writer.add_images(sorted(names.values()))
+    ours = {number: writer.number(name) for number, name in names.items()}
+    for number, *row in store.rows(f"SELECT id, {_COLUMNS} FROM images"):
+        ((status,),) = writer.execute("SELECT status FROM images WHERE id = ?", [ours[number]])
+        if status != DONE and (row[0] == DONE or row[0] > status):
+            marks = ", ".join("?" * len(row))
+            writer.execute(f"UPDATE images SET ({_COLUMNS}) = ({marks}) WHERE id = ?", [*row, ours[number]])
+            if descriptors and (record := store.record(number)) is not None:
+                schema.unsealed(record, f"{store.folder}: the descriptors of {names[number]}")
+                writer.put_descriptors(ours[number], record)
+    differing = set()
+    for number, data in store.rows("SELECT image, data FROM keypoints"):
+        writer.execute("INSERT OR IGNORE INTO keypoints VALUES (?, ?)", [ours[number], data])
+        if writer.execute("SELECT 1 FROM keypoints WHERE image = ? AND data != ?", [ours[number], data]):
+            differing.add(number)
+    again: list[tuple[int, int]] = []
 
+    def finished() -> Iterator[tuple]:
+        for first, second, *rest in store.rows("SELECT image0, image1, seconds, data FROM pairs"):
+            if differing.isdisjoint((first, second)):
+                yield ours[first], ours[second], *rest
+            else:
+                again.append((ours[first], ours[second]))
 
-def _copy_descriptors(writer: Writer, store: Store) -> None:
-    sql = (
-        "SELECT ours, file, start, length, d.crc FROM other.descriptors AS d JOIN ends ON theirs = image"
-        " WHERE copied"
-    )
-    for number, *place in writer.execute(sql):
-        try:
-            writer.put_descriptors(number, read_record(store.folder, RecordLocation(*place)))
-        except FileNotFoundError:
-            continue  # deleted on purpose
-        except DamagedError as error:
-            raise IntegrityError(f"{store.folder}: descriptors are damaged ({error})") from error
+    sql = "INSERT OR IGNORE INTO pairs (image0, image1, seconds, data) VALUES (?, ?, ?, ?)"
+    joined = writer.execute_many(sql, finished())
+    failed = ((ours[a], ours[b], reason) for a, b, reason in store.rows("SELECT * FROM failed"))
+    writer.execute_many("INSERT OR REPLACE INTO failed VALUES (?, ?, ?)", failed)
+    again += [(ours[a], ours[b]) for a, b in store.rows("SELECT image0, image1 FROM waiting")]
+    writer.execute_many("INSERT OR IGNORE INTO waiting VALUES (?, ?)", again)
+    writer.settle_all()
+    more = f"; keypoints of {len(differing)} images differ" if differing else ""
+    return f"{store.folder}: {max(0, joined)} pairs joined{more}"
 
 
 # A few images matched in memory: pairs, and tracks through all of them.
@@ -608,14 +581,14 @@ class MatchedSet:
         """The images joined by verified pairs, the largest group first; an image alone is a group."""
         group = {image: {image} for image in range(len(self.names))}
         for (first, second), (_, geometry) in self.pairs.items():
-            if geometry.verified and group[first] is not group[second]:
+            if geometry.status == "ok" and group[first] is not group[second]:
                 joined = group[first] | group[second]
                 group.update(dict.fromkeys(joined, joined))
         distinct = {min(members): sorted(members) for members in group.values()}
         return sorted(distinct.values(), key=lambda members: (-len(members), members))
 
     def __repr__(self) -> str:
-        verified = sum(geometry.verified for _, geometry in self.pairs.values())
+        verified = sum(geometry.status == "ok" for _, geometry in self.pairs.values())
         return (
             f"MatchedSet({len(self.names)} images, {verified} of {len(self.pairs)} pairs verified, "
             f"{len(self.tracks)} tracks)"
@@ -695,8 +668,8 @@ def _tracks(
 ) -> Tracks:
     verified = {}
     for ends, (matches, geometry) in pairs.items():
-        if geometry.verified or geometry.status == "not_estimated":
-            kept = geometry.inliers if geometry.verified else np.ones(len(matches), dtype=bool)
+        if geometry.status in ("ok", "not_estimated"):
+            kept = geometry.inliers if geometry.status == "ok" else np.ones(len(matches), dtype=bool)
             verified[ends] = matches.indices[kept], matches.scores[kept]
     keypoints = [to_numpy(one.keypoints) for one in features]
     scales = [float(np.sqrt(np.prod(to_numpy(one.scale)))) for one in features]

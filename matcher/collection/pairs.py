@@ -12,11 +12,10 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import combinations
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -38,16 +37,12 @@ from matcher.verify.verdict import NOT, verdict_of
 # Lists.
 
 _LONGEST_LINE = 16_384  # bytes
-_QUOTED = re.compile(r'"([^"]*)"|([^\s,;]+)')
 
 # What may be wrong with a line. `USED` ones still give their pair.
-DUPLICATE = "duplicate"
-REVERSED = "reversed duplicate"
+REPEATED = "repeated pair"
 SELF = "image paired with itself"
 MISSING = "image not in the collection"
-OUTSIDE = "path that leaves the image folder"
 COLUMNS = "not two names"
-LONG = "line too long"
 EXTRA = "more than two columns (the first two are used)"
 OTHER_FORM = "another form of an image's name (it is used)"
 USED = (EXTRA, OTHER_FORM)
@@ -65,33 +60,26 @@ class PairFault:
         return f"line {self.line}: {self.kind}: {self.text}"
 
 
-@dataclass
 class FaultTally:
-    """Counts faults by kind and keeps the first of each; give it to `read_pairs` as `on_fault`."""
+    """Counts faults by kind and keeps the first five of each; give it to `read_pairs` as `on_fault`."""
 
-    kept: int = 5  # faults of a kind that are kept
-    counts: Counter[str] = field(default_factory=Counter)
-    first: dict[str, list[PairFault]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        """Nothing is counted yet."""
+        self.counts: Counter[str] = Counter()
+        self._first: dict[str, list[PairFault]] = {}
 
     def __call__(self, fault: PairFault) -> None:
         """Count one fault."""
         self.counts[fault.kind] += 1
-        examples = self.first.setdefault(fault.kind, [])
-        if len(examples) < self.kept:
-            examples.append(fault)
-
-    @property
-    def refused(self) -> int:
-        """The number of lines that yielded no pair."""
-        return sum(count for kind, count in self.counts.items() if kind not in USED)
+        if self.counts[fault.kind] <= 5:
+            self._first.setdefault(fault.kind, []).append(fault)
 
     def lines(self) -> list[str]:
         """The tally as text: one line per kind, with the first line numbers."""
         texts = []
         for kind, count in self.counts.most_common():
-            where = ", ".join(f"{fault.line} ({fault.text})" for fault in self.first[kind])
-            more = ", …" if count > len(self.first[kind]) else ""
-            texts.append(f"{count} × {kind}: line {where}{more}")
+            where = ", ".join(f"{fault.line} ({fault.text})" for fault in self._first[kind])
+            texts.append(f"{count} × {kind}: line {where}{', …' if count > 5 else ''}")
         return texts
 
 
@@ -118,87 +106,68 @@ def read_pairs(
         UsageError: the list cannot be read, or is UTF-16.
     """
     table = NameTable(names, folder)
-    report = on_fault or (lambda _: None)
     lines, ends = array("q"), array("q")
+
+    def report(line: int, kind: str, what: str) -> None:
+        if on_fault is not None:
+            plain = one_line(what[:81])
+            on_fault(PairFault(line, kind, plain if len(plain) <= 80 else f"{plain[:80]}…"))
+
     try:
         with open_given(path) as file:
             if file.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff"):
                 raise UsageError(f"{path}: the pair list is UTF-16; save it as UTF-8")
-            for number, raw in _raw_lines(file):
-                if (pair := _read_line(number, raw, table, report)) is not None:
+            number = 0
+            while raw := file.readline(_LONGEST_LINE + 1):
+                number, rest = number + 1, raw
+                while len(rest) > _LONGEST_LINE and not rest.endswith(b"\n"):
+                    rest = file.readline(_LONGEST_LINE + 1)
+                if (pair := _read_line(raw, table, partial(report, number))) is not None:
                     lines.append(number)
                     ends.extend(pair)
     except OSError as error:
         raise UsageError(f"{path}: the pair list cannot be read ({error.strerror or error})") from error
     rows = np.array(ends, dtype=np.int64).reshape(-1, 2)
     keys = rows.min(axis=1) * len(table.names) + rows.max(axis=1)
-    _, first, same = np.unique(keys, return_index=True, return_inverse=True)
+    first = np.sort(np.unique(keys, return_index=True)[1])
     for row in np.setdiff1d(np.arange(len(rows)), first).tolist():
-        kind = DUPLICATE if np.array_equal(rows[row], rows[first[same[row]]]) else REVERSED
-        report(PairFault(lines[row], kind, " ".join(table.names[end] for end in rows[row])[:80]))
-    return ((table.names[one], table.names[other]) for one, other in rows[np.sort(first)].tolist())
+        report(lines[row], REPEATED, " ".join(table.names[end] for end in rows[row]))
+    return ((table.names[one], table.names[other]) for one, other in rows[first].tolist())
 
 
-def _raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines; of one beyond the limit only its beginning is kept, but one byte more than allowed."""
-    number = 0
-    while raw := file.readline(_LONGEST_LINE + 1):
-        number += 1
-        rest = raw
-        while len(rest) > _LONGEST_LINE and not rest.endswith(b"\n"):
-            rest = file.readline(_LONGEST_LINE + 1)
-        yield number, raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-
-
-def _read_line(
-    number: int, raw: bytes, table: NameTable, report: Callable[[PairFault], None]
-) -> tuple[int, int] | None:
+def _read_line(raw: bytes, table: NameTable, fault: Callable[[str, str], None]) -> tuple[int, int] | None:
     """The images of a line; None where it names no two of them, which is reported."""
-    text = raw.decode("utf-8", errors="surrogateescape").strip()
+    text = raw.decode("utf-8", errors="surrogateescape").removeprefix("\ufeff").strip()
     if not text or text.startswith("#"):
         return None
-
-    def fault(kind: str, what: str) -> None:
-        plain = one_line(what[:81])
-        report(PairFault(number, kind, plain if len(plain) <= 80 else f"{plain[:80]}…"))
-
-    if len(raw) > _LONGEST_LINE:
-        return fault(LONG, text)
-    readings = _readings(text)
-    words, found = readings[0], []
-    for one in readings:
-        if len(one) >= 2 and None not in (ends := [table.find(word) for word in one[:2]]):
-            words, found = one, ends
+    readings = [] if len(raw) > _LONGEST_LINE else _readings(text)
+    for words in readings:
+        if None not in (ends := [table.find(word) for word in words[:2]]):
             break
-    if not found:
-        for word in words[:2] if len(words) >= 2 else ():
-            if table.find(word) is None:
-                if len(words) > 2:
-                    return fault(COLUMNS, f"{text}; put names with spaces in double quotes or use tabs")
-                return fault(OUTSIDE if _leads_out(word) else MISSING, word)
-        return fault(COLUMNS, text)
-    if found[0] == found[1]:
-        return fault(SELF, words[0])
+    else:
+        unknown = [
+            word for words in readings if len(words) == 2 for word in words if table.find(word) is None
+        ]
+        fault(MISSING if unknown else COLUMNS, unknown[0] if unknown else text)
+        return None
+    if ends[0] == ends[1]:
+        fault(SELF, words[0])
+        return None
     if len(words) > 2:
         fault(EXTRA, text)
-    for word, end in zip(words, found, strict=False):
+    for word, end in zip(words, ends, strict=False):
         if table.names[end] not in (word, word.removeprefix("./")):
             fault(OTHER_FORM, f"{word} is {table.names[end]}")
-    return found[0], found[1]
+    return ends[0], ends[1]
 
 
 def _readings(text: str) -> list[list[str]]:
-    """The words of a line by each of its separators, those that give two or more."""
+    """The words of a line by each of its separators, where these give two or more."""
     splits = [text.split(mark) for mark in ("\t", ",", ";") if mark in text]
-    splits.append(
-        [quoted or plain for quoted, plain in _QUOTED.findall(text)] if '"' in text else text.split()
-    )
+    quoted = re.findall(r'"([^"]*)"|([^\s,;]+)', text) if '"' in text else []
+    splits.append([one or other for one, other in quoted] or text.split())
     words = [[word.strip().strip('"') for word in split if word.strip()] for split in splits]
-    return [one for one in words if len(one) >= 2] or [words[-1]]
-
-
-def _leads_out(word: str) -> bool:
-    return bool(re.match(r"[/\\]|[A-Za-z]:[/\\]", word)) or ".." in re.split(r"[\\/]", word)
+    return [one for one in words if len(one) >= 2]
 
 
 # Pairs that a choice makes of a run's images.
@@ -208,13 +177,6 @@ def chosen_pairs(
     choice: PairChoice, names: Sequence[str], store: Store, setup: Setup, on_progress: OnProgress
 ) -> Iterable[tuple[str, str]]:
     """The pairs of images for a choice that is no list.
-
-    Args:
-        choice: the method.
-        names: the images; for methods that compare features, those that have some.
-        store: of the run.
-        setup: of the run, for methods that match.
-        on_progress: called with the progress of those.
 
     Raises:
         UsageError: "nearby" with fewer than two images whose header has a position.
@@ -253,9 +215,6 @@ def sequential(names: Sequence[str], k: int) -> Iterator[tuple[str, str]]:
     return ((name, other) for i, name in enumerate(ordered) for other in ordered[i + 1 : i + 1 + k])
 
 
-_DEGREE = 111_195.0  # metres of a degree of latitude, on a sphere
-
-
 def positions_of(names: Sequence[str], folder: Path) -> dict[str, tuple[float, float, float]]:
     """Latitude, longitude (degrees) and altitude (metres) of the photos whose header has them."""
     found = {name: read_gps(folder / name) for name in names if (folder / name).is_file()}
@@ -281,9 +240,9 @@ def nearby_pairs(positions: Mapping[str, Sequence[float]], k: int) -> list[tuple
         )
     names = list(positions)
     degrees = np.array([list(positions[name])[:2] for name in names], dtype=np.float64)
-    metres = _DEGREE * degrees
+    metres = 111_195.0 * degrees  # of latitude, on a sphere
     east = (degrees[:, 1] - degrees[0, 1] + 180) % 360 - 180  # the shorter way round
-    metres[:, 1] = _DEGREE * east * np.cos(np.deg2rad(degrees[0, 0]))
+    metres[:, 1] = 111_195.0 * east * np.cos(np.deg2rad(degrees[0, 0]))
     found: set[tuple[int, int]] = set()
     for row, here in enumerate(metres):
         distance = np.linalg.norm(metres - here, axis=1)
@@ -295,11 +254,7 @@ def nearby_pairs(positions: Mapping[str, Sequence[float]], k: int) -> list[tuple
 
 # Preemptive matching (Wu 2013): pairs whose strongest few keypoints agree are matched with all.
 
-KEYPOINTS = 512  # strongest ones of an image that are matched first
 BEST = 6  # partners of an image that are matched in any case where they agree, those with most inliers
-_SURE = 2  # candidates of an image without any likely partner that are matched nevertheless
-
-Progress = Callable[[int, int], None]  # candidates done, of all
 
 
 def candidate_pairs(
@@ -327,7 +282,7 @@ def preemptive_pairs(
     pipeline: Pipeline,
     *,
     partners: Mapping[str, int] | None = None,
-    on_progress: Progress | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> list[tuple[str, str]]:
     """Of these pairs, those whose strongest keypoints agree.
 
@@ -341,12 +296,12 @@ def preemptive_pairs(
         features: the features of an image, unbatched.
         partners: how many others an image is matched with already; they count among its `BEST`.
         pipeline: matches and verifies; by a fundamental matrix where its geometry needs cameras.
-        on_progress: called after every candidate.
+        on_progress: called after every candidate with how many are done, and all.
     """
     estimation, verifier = pipeline.config.estimation, pipeline
     if estimation.kind == "essential":
         verifier = with_estimation(pipeline, replace(estimation, kind="fundamental"))
-    strongest_of = lru_cache(128)(lambda name: strongest(features(name), KEYPOINTS))
+    strongest_of = lru_cache(128)(lambda name: strongest(features(name), 512))
     inliers, likely = np.zeros(len(candidates)), np.zeros(len(candidates), dtype=bool)
     for row, pair in enumerate(candidates):
         ends = [strongest_of(name) for name in pair]
@@ -376,7 +331,7 @@ def best_pairs(
     for name, best in of_image.items():
         agreeing = [row for row in best if likely[row]]
         before = partners.get(name, 0)
-        taken.update(agreeing[: max(0, BEST - before)] if agreeing or before else best[:_SURE])
+        taken.update(agreeing[: max(0, BEST - before)] if agreeing or before else best[:2])
     near: dict[str, set[str]] = {}
     for row in taken:
         if likely[row]:

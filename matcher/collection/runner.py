@@ -6,7 +6,8 @@ uncommitted ones are computed again by the next run, with the same result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
@@ -16,17 +17,9 @@ import numpy as np
 
 from matcher.arrays import to_numpy
 from matcher.cameras import Camera
-from matcher.collection.schema import DONE, TILE_BITS, WAITING, Counts, checksum, common_camera, encode_pair
+from matcher.collection.schema import DONE, WAITING, Counts, common_camera, encode_pair
 from matcher.collection.store import EncodedPair, ImageFacts, Store, Writer
-from matcher.collection.workers import (
-    Engine,
-    ExtractedImage,
-    ExtractJob,
-    ImageEntry,
-    MatchJob,
-    Outcome,
-    PairFailure,
-)
+from matcher.collection.workers import Engine, ExtractedImage, ImageEntry, Job, Outcome
 from matcher.config import EstimationConfig, from_dict
 from matcher.errors import ImageError, UsageError
 from matcher.verify.adjustment import threshold_scale
@@ -37,10 +30,6 @@ if TYPE_CHECKING:
     from matcher.collection.sources import FeatureSource
 
 # What remains to be done: new or changed images and unfinished pairs, or a shard of them.
-
-_ROWS = 4096  # waiting pairs read together
-_PAIRS, _IMAGES = 16, 8  # of a job at most
-_SHARE = 32  # a job is at most this part of what is left, or some workers would end long before others
 
 
 @dataclass(frozen=True)
@@ -58,8 +47,7 @@ class ImageChanges:
 def refresh_images(writer: Writer, source: FeatureSource, masked: int | None = None) -> ImageChanges:
     """Add new images, and reset changed ones with their pairs; unchanged ones are kept."""
     names, unusable = source.names()
-    rows = writer.execute("SELECT name, status, stamp, sha256 FROM images")
-    known = {name: row for name, *row in rows}
+    known = {name: row for name, *row in writer.execute("SELECT name, status, stamp, sha256 FROM images")}
     changed, touched = [], []
     for name in names:
         status, old_stamp, old_digest = known.get(name, (WAITING, "", ""))
@@ -83,6 +71,12 @@ def refresh_images(writer: Writer, source: FeatureSource, masked: int | None = N
     return ImageChanges(len(new), len(changed), gone, tuple(unusable), len(names), masked)
 
 
+def _by_tiles(pairs: np.ndarray) -> np.ndarray:
+    """Pairs (P, 2) by tiles of 32 images on either side, whose features fit in memory together."""
+    first, second = pairs.T
+    return pairs[np.lexsort((second, first, second >> 5, first >> 5))]
+
+
 def add_pairs(
     writer: Writer, pairs: Iterable[tuple[str, str]], shard: tuple[int, int] | None = None
 ) -> tuple[int, int]:
@@ -102,81 +96,59 @@ def add_pairs(
     """
     numbers = {name: number for number, name in writer.store.names().items()}
     ranks = {name: rank for rank, name in enumerate(sorted(numbers))}
-
-    def row(pair: tuple[str, str]) -> tuple[int, ...]:
-        name0, name1 = sorted(pair)
-        if name0 == name1:
-            raise UsageError(f"{name0} cannot be paired with itself")
-        if absent := [name for name in (name0, name1) if name not in numbers]:
-            raise UsageError(f"the pair {name0} and {name1}: there is no image {absent[0]!r}")
-        rank0, rank1 = ranks[name0], ranks[name1]
-        return rank0 >> TILE_BITS, rank1 >> TILE_BITS, rank0, rank1, numbers[name0], numbers[name1]
-
-    order = "tile0, tile1, rank0, rank1"
+    ends = array("q")
+    for pair in pairs:
+        if pair[0] == pair[1]:
+            raise UsageError(f"{pair[0]} cannot be paired with itself")
+        if absent := [name for name in pair if name not in ranks]:
+            raise UsageError(f"the pair {pair[0]} and {pair[1]}: there is no image {absent[0]!r}")
+        ends.extend(ranks[name] for name in pair)
+    rows = np.sort(np.array(ends, np.int64).reshape(-1, 2), axis=1)
+    keys = np.unique(rows[:, 0] * len(ranks) + rows[:, 1])  # each pair once
+    rows = _by_tiles(np.column_stack(np.divmod(keys, max(1, len(ranks)))))
+    part, parts = shard or (1, 1)
+    rows = rows[len(rows) * (part - 1) // parts : len(rows) * part // parts]
+    ids = np.array([numbers[name] for name in ranks], np.int64)[rows].tolist()
+    known = " AND ".join(
+        f"NOT EXISTS (SELECT 1 FROM {table} WHERE image0 = ?1 AND image1 = ?2)"
+        for table in ("pairs", "failed")
+    )
     with writer.transaction():
-        writer.execute(
-            f"CREATE TEMP TABLE plan (tile0, tile1, rank0, rank1, image0, image1, PRIMARY KEY ({order}))"
-            " WITHOUT ROWID"
-        )
-        writer.execute_many("INSERT OR IGNORE INTO plan VALUES (?, ?, ?, ?, ?, ?)", map(row, pairs))
-        total = writer.execute("SELECT count(*) FROM plan")[0][0]
-        part, parts = shard or (1, 1)
-        first, last = total * (part - 1) // parts, total * part // parts
-        added = writer.let_wait(
-            f"SELECT * FROM (SELECT image0, image1 FROM plan ORDER BY {order} LIMIT {last - first}"
-            f" OFFSET {first}) AS plan WHERE (image0, image1) NOT IN (SELECT image0, image1 FROM failed)"
-            " AND NOT EXISTS (SELECT 1 FROM pairs INDEXED BY pairs_by_images"
-            " WHERE pairs.image0 = plan.image0 AND pairs.image1 = plan.image1)"
-        )
-        writer.execute("DROP TABLE plan")
-    return last - first, added
-
-
-def images_to_extract(writer: Writer, *, everything: bool) -> list[str]:
-    """Names of the images that have no features (any more), of waiting pairs or of the whole store."""
-    lost = writer.without_descriptors()
-    needed = "SELECT image0 FROM waiting UNION SELECT image1 FROM waiting"
-    where = "" if everything else f"WHERE id IN ({needed})"
-    rows = writer.execute(f"SELECT id, name, status FROM images {where} ORDER BY name")
-    return [name for number, name, status in rows if status == WAITING or (status == DONE and number in lost)]
+        added = writer.execute_many(f"INSERT OR IGNORE INTO waiting SELECT ?1, ?2 WHERE {known}", ids)
+    return len(rows), max(0, added)
 
 
 def _job_size(left: int, most: int, least: int) -> int:
-    """Guided self-scheduling (Polychronopoulos and Kuck 1987): a share of what is left, within bounds."""
-    return max(least, min(most, left // _SHARE))
+    """Guided self-scheduling (Polychronopoulos and Kuck 1987): a 32nd of what is left, within bounds."""
+    return max(least, min(most, left // 32))
 
 
-def extract_jobs(names: Sequence[str], batch: int = 1) -> Iterator[ExtractJob]:
+def extract_jobs(names: Sequence[str], batch: int = 1) -> Iterator[Job]:
     """Jobs of a few images, smaller towards the end; `batch` of them are worked on together."""
     start = 0
     while start < len(names):
-        size = _job_size(len(names) - start, max(_IMAGES, 2 * batch), batch)
-        yield ExtractJob(tuple(names[start : start + size]), batch)
+        size = _job_size(len(names) - start, max(8, 2 * batch), batch)
+        yield Job(tuple(names[start : start + size]), batch)
         start += size
 
 
-def match_jobs(writer: Writer, batch: int) -> Iterator[MatchJob]:
-    """Jobs of waiting pairs, tile by tile, read while others finish; smaller towards the end."""
+def match_jobs(writer: Writer, batch: int) -> Iterator[Job]:
+    """Jobs of waiting pairs, tile by tile, smaller towards the end."""
     cameras = {image.name: image.camera for image in writer.store.images()}
-    entries = {
-        number: ImageEntry(number, name, cameras[name]) for number, name in writer.store.names().items()
-    }
-    last, columns = (-1, -1, -1, -1), "tile0, tile1, image0, image1"
-    left = writer.store.counts().pairs_waiting
-    sql = f"SELECT {columns} FROM waiting WHERE ({columns}) > (?, ?, ?, ?) ORDER BY {columns} LIMIT {_ROWS}"
-    while rows := writer.execute(sql, last):
-        last = rows[-1]
-        pairs = [row[2:] for row in rows]
-        while pairs:
-            size = _job_size(left, max(_PAIRS, 4 * batch), batch)
-            items, pairs = tuple(pairs[:size]), pairs[size:]
-            left -= len(items)
-            yield MatchJob(items, {number: entries[number] for pair in items for number in pair}, batch)
+    entries = {n: ImageEntry(n, name, cameras[name]) for n, name in writer.store.names().items()}
+    waiting = writer.store.rows("SELECT image0, image1 FROM waiting")
+    pairs = _by_tiles(np.fromiter((end for pair in waiting for end in pair), np.int64).reshape(-1, 2))
+    start = 0
+    while start < len(pairs):
+        size = _job_size(len(pairs) - start, max(16, 4 * batch), batch)
+        items = tuple(map(tuple, pairs[start : start + size].tolist()))
+        yield Job(items, batch, {number: entries[number] for pair in items for number in pair})
+        start += size
 
 
 # The stages of a run.
 
-_COMMIT_SECONDS, _COMMIT_ITEMS, _COMMIT_BYTES = 0.5, 512, 64 << 20  # what is not written yet, at most
+_COMMIT_SECONDS = 0.5  # after which what is finished is written
 
 
 @dataclass(frozen=True)
@@ -221,7 +193,13 @@ def extract(
     Raises:
         OSError: the disk is full; committed results are kept.
     """
-    names = images_to_extract(writer, everything=everything)
+    lost = writer.without_descriptors()
+    needed = "SELECT image0 FROM waiting UNION SELECT image1 FROM waiting"
+    where = "" if everything else f"WHERE id IN ({needed})"
+    rows = writer.execute(f"SELECT id, name, status FROM images {where} ORDER BY name")
+    names = [
+        name for number, name, status in rows if status == WAITING or (status == DONE and number in lost)
+    ]
 
     def commit(outcomes: list[ExtractedImage]) -> None:
         for outcome in outcomes:
@@ -229,8 +207,9 @@ def extract(
 
     _run_stage("extract", writer, engine.run(extract_jobs(names, batch)), commit, len(names), on_progress)
     with writer.transaction():  # pairs that can never be matched
-        lost = "SELECT w.image0, w.image1, i.name || ': ' || i.reason FROM waiting AS w JOIN images AS i"
-        writer.fail_pairs(writer.execute(f"{lost} ON i.id IN (w.image0, w.image1) WHERE i.status = 2"))
+        sql = "SELECT w.image0, w.image1, i.name || ': ' || i.reason FROM waiting AS w JOIN images AS i"
+        failed = writer.execute(f"{sql} ON i.id IN (w.image0, w.image1) WHERE i.status = 2")
+        writer.put_pairs(EncodedPair(*ends, reason=reason) for *ends, reason in failed)
     return len(names)
 
 
@@ -245,13 +224,8 @@ def match(writer: Writer, engine: Engine, *, batch: int, on_progress: OnProgress
     if counts.images_failed and not counts.images_done:
         failed = next(image for image in writer.store.images() if image.status == "failed")
         raise ImageError(f"no image of {writer.store.image_folder} could be used; {failed.reason}")
-
-    def commit(outcomes: list[EncodedPair | PairFailure]) -> None:
-        writer.put_pairs(o for o in outcomes if isinstance(o, EncodedPair))
-        writer.fail_pairs(o for o in outcomes if isinstance(o, PairFailure))
-
-    total = counts.pairs_waiting
-    _run_stage("match", writer, engine.run(match_jobs(writer, batch)), commit, total, on_progress)
+    outcomes, total = engine.run(match_jobs(writer, batch)), counts.pairs_waiting
+    _run_stage("match", writer, outcomes, writer.put_pairs, total, on_progress)
     return total
 
 
@@ -281,16 +255,13 @@ def _run_stage(
         on_progress(StageProgress(stage, done, failed, total))
 
     on_progress(StageProgress(stage, 0, 0, total))
-    size = 0
     try:
         for outcome in outcomes:
             if outcome is not None:
                 pending.append(outcome)
-                size += outcome.size
-            full = len(pending) >= _COMMIT_ITEMS or size >= _COMMIT_BYTES
+            full = len(pending) >= 512 or sum(len(each.data) for each in pending) >= 64 << 20  # bytes
             if pending and (full or monotonic() - last >= _COMMIT_SECONDS):
                 write()
-                size = 0
         if pending:
             write()
     except BaseException:
@@ -306,7 +277,7 @@ def _put_image(writer: Writer, source: FeatureSource, outcome: ExtractedImage) -
     had = writer.execute("SELECT sha256 FROM images WHERE id = ? AND status = ?", (number, DONE))
     if found is None and had:  # its descriptors were deleted and the image is gone: what was matched stays
         waiting = writer.execute("SELECT image0, image1 FROM waiting WHERE ? IN (image0, image1)", [number])
-        writer.fail_pairs((*pair, f"{name}: {outcome.reason}") for pair in waiting)
+        writer.put_pairs(EncodedPair(*pair, reason=f"{name}: {outcome.reason}") for pair in waiting)
     elif found is None:
         writer.fail_image(name, outcome.reason, ImageFacts("", source.stamp(name)))
     else:
@@ -314,19 +285,14 @@ def _put_image(writer: Writer, source: FeatureSource, outcome: ExtractedImage) -
         same = had == [(found.sha256,)] and np.array_equal(writer.store.keypoints(name), points)
         if had and not same:
             writer.forget([name])  # its pairs name keypoints that are no more
-        facts = ImageFacts(found.sha256, found.stamp)
-        writer.put_features(name, found.features, outcome.record, facts)
+        writer.put_features(name, found.features, outcome.data, ImageFacts(found.sha256, found.stamp))
 
 
 # Verifying again, where cameras have changed.
 
 
-def estimation_of(settings: Mapping[str, object]) -> EstimationConfig:
-    """How the run of these settings estimates geometry.
-
-    Raises:
-        UsageError: they do not say.
-    """
+def estimation_of(settings: dict[str, object]) -> EstimationConfig:
+    """How the run of these settings estimates geometry; `UsageError` where they do not say."""
     values = settings.get("config", {}).get("estimation")
     if values is None:
         raise UsageError("the settings of the run do not say how its geometry was estimated; match it again")
@@ -334,12 +300,7 @@ def estimation_of(settings: Mapping[str, object]) -> EstimationConfig:
 
 
 def check_cameras(store: Store, common: Camera | None) -> None:
-    """Refuse a run of essential geometry without any camera before any work (`UsageError`).
-
-    Args:
-        store: the run.
-        common: the camera of every image without its own.
-    """
+    """Refuse a run of essential geometry without any camera before any work (`UsageError`)."""
     if estimation_of(store.settings).kind != "essential" or common is not None:
         return
     if all(image.camera is None for image in store.images()):  # else pairs without one fail with that reason
@@ -382,6 +343,6 @@ def verify_again(writer: Writer, names: Iterable[str]) -> int:
         )
         geometry = reject_improbable(geometry, matches, *(images[name].size for name in ends), least=NOT)
         data = encode_pair(matches, geometry, *map(store.keypoints, ends))
-        rows.append(EncodedPair(*(numbers[name] for name in ends), pair.seconds, checksum(data), data))
+        rows.append(EncodedPair(*(numbers[name] for name in ends), pair.seconds, data))
     writer.put_pairs(rows)
     return len(rows)

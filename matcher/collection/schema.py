@@ -1,4 +1,4 @@
-"""The SQLite file of a run: records and their bytes, tables, how it is opened, and who may write it.
+"""The SQLite files of a run: records and their bytes, tables, how they are opened, and who may write.
 
 In WAL mode exactly one connection may write and checkpoint: libraries before SQLite 3.51.3 can lose a
 transaction where one connection writes while another one checkpoints (sqlite.org/wal.html, "The WAL-Reset
@@ -10,32 +10,30 @@ from __future__ import annotations
 import errno
 import json
 import os
-import socket
 import sqlite3
 import stat
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from matcher.arrays import root_sift, to_numpy
 from matcher.cameras import Camera
 from matcher.config import GeometryKind, GeometryStatus
 from matcher.errors import IntegrityError, UsageError
-from matcher.files import read_given
-from matcher.types import Matches, TwoViewGeometry
+from matcher.types import Features, Matches, TwoViewGeometry
 
-DATABASE, LOCK, HOLDER, REFINED = "run.db", "lock.db", "holder.txt", "refined.npz"
-INDEX = "retrieval.npz"  # global descriptors of the images of a map
-APPLICATION, VERSION = 0x4D544352, 2  # "MTCR"
+# The files of a run: its database, descriptors (which may be deleted after matching), the lock of its writer,
+# and the global descriptors of the images of a map.
+DATABASE, DESCRIPTORS, LOCK, INDEX = "run.db", "descriptors.db", "lock.db", "retrieval.safetensors"
 WAITING, DONE, FAILED = range(3)  # status of an image
-TILE_BITS = 5  # images of a tile: 32, whose features fit in memory together
 
 # Records: what a store holds about an image and a pair; K matches, points in stored pixels.
 
@@ -76,6 +74,14 @@ class FailedPair:
     reason: str
 
 
+class RefinedKeypoints(NamedTuple):
+    """The keypoints of one image; track observations are refined against their track's reference."""
+
+    keypoints: np.ndarray  # (N, 2) float32 stored pixels
+    covariances: np.ndarray  # (N, 2, 2) float32 stored pixels²; the prior for keypoints not refined
+    refined: np.ndarray  # (N,) bool
+
+
 @dataclass(frozen=True)
 class Counts:
     """Progress of a run."""
@@ -98,39 +104,35 @@ class Counts:
         return self.pairs - self.pairs_failed - self.pairs_waiting
 
 
-# Bytes of records, each with a CRC-32 beside it. Decoding is where they are validated.
+# Bytes of records. Decoding is where they are validated: a store may be anybody's.
 
 
 class DamagedError(ValueError):
     """Stored bytes are damaged."""
 
 
-def checksum(data: bytes) -> int:
-    """CRC-32, as zlib computes it."""
-    return zlib.crc32(data)
+def sealed(data: bytes) -> bytes:
+    """Bytes with their CRC-32 behind them."""
+    return data + zlib.crc32(data).to_bytes(4, "little")
 
 
-def check(data: bytes, crc: int, what: str) -> bytes:
-    """The bytes, if their checksum is right; `what` names them in the message.
-
-    Raises:
-        DamagedError: they have another checksum.
-    """
-    if zlib.crc32(data) != crc:
+def unsealed(data: bytes, what: str) -> bytes:
+    """The inverse of `sealed`; `DamagedError`, which names `what`, where the checksum is another."""
+    if not isinstance(data, bytes) or sealed(data[:-4]) != data:
         raise DamagedError(f"{what} is damaged (its checksum differs)")
-    return data
+    return data[:-4]
 
 
 def parse_json(text: str, what: str) -> Any:
     """The value of a text as JSON has it; `DamagedError` where it is none or nested too deeply."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no number of JSON's")
+
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{what} is no JSON ({error})") from error
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON's")
 
 
 def to_json(value: Any) -> str:
@@ -163,11 +165,12 @@ def common_camera(settings: Mapping[str, Any]) -> Camera | None:
 
 def encode_keypoints(keypoints: np.ndarray) -> bytes:
     """(N, 2) float32."""
-    return np.ascontiguousarray(keypoints, dtype="<f4").tobytes()
+    return sealed(np.ascontiguousarray(keypoints, dtype="<f4").tobytes())
 
 
 def decode_keypoints(data: bytes, count: int, what: str) -> np.ndarray:
     """(N, 2) float32; `DamagedError` where they are not so many points, all finite."""
+    data = unsealed(data, what)
     if len(data) != 8 * count:
         raise DamagedError(f"{what}: {len(data)} bytes are not {count} points")
     points = np.frombuffer(data, dtype="<f4").reshape(-1, 2).astype(np.float32)
@@ -176,7 +179,82 @@ def decode_keypoints(data: bytes, count: int, what: str) -> np.ndarray:
     return points
 
 
-_SCORE_STEPS = 65535
+def _decoded(data: bytes, what: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Arrays of a record, of these shapes where they are there, and finite."""
+    try:
+        arrays = load(unsealed(data, what))
+        for name, shape in shapes.items():
+            if name in arrays and (arrays[name].shape != shape or not np.isfinite(arrays[name]).all()):
+                raise ValueError(f"{name} has another shape, or is not finite")
+    except (SafetensorError, ValueError, TypeError) as error:
+        raise DamagedError(f"{what} cannot be decoded ({error})") from error
+    return arrays
+
+
+_OPTIONAL = ("scales", "orientations", "affine_frames")
+
+
+def encode_features(features: Features) -> bytes:
+    """Everything of one image's features but keypoints, size, orientation and kind."""
+    fields = {name: getattr(features, name) for name in ("scores", *_OPTIONAL)}
+    arrays = {name: to_numpy(v).astype(np.float32) for name, v in fields.items() if v is not None}
+    values = to_numpy(features.descriptors)
+    whole = _sift_numbers(values) if values.min(initial=0) >= 0 else None
+    if whole is not None:
+        arrays["sift"] = whole
+    else:
+        fits_half = np.all(np.abs(values) < np.finfo(np.float16).max)
+        arrays["descriptors"] = values.astype(np.float16 if fits_half else np.float32)
+    return sealed(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+
+
+def decode_features(record: bytes, keypoints: np.ndarray, **facts: Any) -> Features:
+    """Features with float32 descriptors, from a record and what the database knows.
+
+    Raises:
+        DamagedError: not a record of that many keypoints.
+    """
+    arrays = _decoded(record, "a record of descriptors", {})
+    try:
+        numbers = arrays.pop("sift", None)
+        found = root_sift(numbers) if numbers is not None else arrays.pop("descriptors").astype(np.float32)
+        return Features(keypoints, found, **facts, **arrays)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"a record of descriptors cannot be decoded ({error})") from error
+
+
+def _sift_numbers(values: np.ndarray) -> np.ndarray | None:
+    """(N, D) uint8 from which `root_sift` makes exactly these descriptors; None where there are none such."""
+    shares = values.astype(np.float32) ** 2
+    smallest = np.where(shares > 0, shares, np.inf).min(axis=1, keepdims=True, initial=np.inf)
+    numbers = np.zeros(shares.shape, np.uint8)
+    left = np.flatnonzero(np.isfinite(smallest[:, 0]))
+    for step in range(1, 9):  # the smallest number that is not 0 is hardly ever larger
+        tried = np.rint(shares[left] * (step / smallest[left]))
+        fits = np.all(tried <= 255, axis=1)
+        rows, tried = left[fits], tried[fits].astype(np.uint8)
+        exact = np.all(root_sift(tried) == values[rows], axis=1)
+        numbers[rows[exact]] = tried[exact]
+        left = np.setdiff1d(left, rows[exact])
+    return None if len(left) or not np.array_equal(root_sift(numbers), values) else numbers
+
+
+def encode_refined(found: RefinedKeypoints) -> bytes:
+    """Refined keypoints of an image."""
+    arrays = {name: np.ascontiguousarray(array) for name, array in found._asdict().items()}
+    return sealed(save({**arrays, "covariances": arrays["covariances"].astype(np.float32)}))
+
+
+def decode_refined(data: bytes, count: int, what: str) -> RefinedKeypoints:
+    """The inverse of `encode_refined`; `DamagedError` where they are not of so many keypoints."""
+    shapes = {"keypoints": (count, 2), "covariances": (count, 2, 2), "refined": (count,)}
+    arrays = _decoded(data, what, shapes)
+    if arrays.keys() != shapes.keys():
+        raise DamagedError(f"{what} lack an array")
+    return RefinedKeypoints(**arrays)
+
+
+_SCORE_STEPS = 65535  # of uint16
 
 
 def encode_pair(
@@ -196,8 +274,8 @@ def encode_pair(
     if not np.isfinite(matches.scores).all():
         raise ValueError("a match has a score that is not finite")
     kind, status = (
-        get_args(names).index(name)
-        for names, name in ((GeometryKind, geometry.kind), (GeometryStatus, geometry.status))
+        get_args(GeometryKind).index(geometry.kind),
+        get_args(GeometryStatus).index(geometry.status),
     )
     wide = max(len(keypoints0), len(keypoints1)) > 65536
     arrays = {
@@ -206,9 +284,7 @@ def encode_pair(
         "scores": np.rint(np.clip(matches.scores, 0, 1) * _SCORE_STEPS).astype(np.uint16),
         "inliers": np.packbits(np.asarray(geometry.inliers, dtype=bool)),
     }
-    models = {"matrix": geometry.matrix, "pose": geometry.cam1_from_cam0, "homography": geometry.homography}
-    models["alternatives"] = np.array(geometry.alternatives) if geometry.alternatives else None
-    for name, model in models.items():
+    for name, model in (("matrix", geometry.matrix), ("pose", geometry.cam1_from_cam0)):
         if model is not None:
             arrays[name] = np.ascontiguousarray(model, dtype=np.float64)
     sides = ((matches.points0, keypoints0), (matches.points1, keypoints1))
@@ -216,157 +292,161 @@ def encode_pair(
         points = np.ascontiguousarray(points, dtype=np.float32)
         if not np.array_equal(points, keypoints[indices[:, side]]):
             arrays[f"points{side}"] = points
-    return save(arrays)
+    return sealed(save(arrays))
 
 
 def decode_pair(
-    data: bytes, keypoints0: np.ndarray, keypoints1: np.ndarray
+    data: bytes, keypoints0: np.ndarray, keypoints1: np.ndarray, what: str = "a pair"
 ) -> tuple[Matches, TwoViewGeometry]:
     """The inverse of `encode_pair`.
 
     Raises:
         DamagedError: the bytes do not make a pair of these images.
     """
+    arrays = _decoded(data, what, {"matrix": (3, 3), "pose": (4, 4)})
     try:
-        arrays = load(data)
         kind, status, layers, *kept = (int(number) for number in arrays["facts"])
-        indices = arrays["indices"].astype(np.int64)
+        indices, bits = arrays["indices"].astype(np.int64), arrays["inliers"]
         count = len(indices)
-        bits = arrays["inliers"]
-        if min(kind, status, layers, *kept) < 0 or bits.shape != (-(-count // 8),):
-            raise ValueError("a number is out of range")
         points = [
             arrays.get(f"points{side}", keypoints[indices[:, side]])
             for side, keypoints in enumerate((keypoints0, keypoints1))
         ]
         scores = arrays["scores"].astype(np.float32) / np.float32(_SCORE_STEPS)
-        matrix, pose, homography = (arrays.get(name) for name in ("matrix", "pose", "homography"))
-        poses = arrays.get("alternatives", np.zeros((0, 4, 4)))
-        wanted = ((indices, (count, 2)), (scores, (count,)), *((side, (count, 2)) for side in points))
-        models = ((matrix, (3, 3)), (pose, (4, 4)), (homography, (3, 3)), (poses, (len(poses), 4, 4)))
-        for values, shape in (*wanted, *models):
-            if values is not None and (values.shape != shape or not np.isfinite(values).all()):
-                raise ValueError("an array has another shape, or is not finite")
+        shapes = [indices.shape, *(side.shape for side in points), scores.shape, bits.shape]
+        if shapes != [(count, 2)] * 3 + [(count,), (-(-count // 8),)] or min(kind, status, layers, *kept) < 0:
+            raise ValueError("an array has another shape, or a number is out of range")
+        if not all(np.isfinite(side).all() for side in points):
+            raise ValueError("a point is not finite")
         inliers = np.unpackbits(bits, count=count).astype(bool)
         named = get_args(GeometryKind)[kind], get_args(GeometryStatus)[status]
-        plane = {"homography": homography, "alternatives": tuple(poses)}
-        geometry = TwoViewGeometry(*named, inliers, matrix, pose, **plane)
-        if geometry.status == "ok" and (matrix is None or (geometry.kind == "essential" and pose is None)):
+        geometry = TwoViewGeometry(*named, inliers, arrays.get("matrix"), arrays.get("pose"))
+        if geometry.status == "ok" and (
+            "matrix" not in arrays or (named[0] == "essential" and "pose" not in arrays)
+        ):
             raise ValueError("a geometry has no matrix")
         return Matches(indices, points[0], points[1], scores, layers, *kept), geometry
-    except (SafetensorError, ValueError, LookupError, TypeError) as error:
-        raise DamagedError(f"a pair cannot be decoded ({error})") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise DamagedError(f"{what} cannot be decoded ({error})") from error
 
 
-# The tables: columns, and what holds of every row. SQLite enforces it when we write, and finds what breaks it
-# in a file of somebody else. Pairs are appended in the order in which they finish; `waiting` holds what is
-# left, tile by tile, so that pairs that share images are matched one after another.
+# The tables: columns, and what holds of every row. SQLite enforces it when we write, and we look for what
+# breaks it when we open. Pairs are appended in the order in which they finish; `waiting` holds what is left.
 
-_CRC, _ENDS = "crc INTEGER NOT NULL", "image0 INTEGER NOT NULL, image1 INTEGER NOT NULL"
-_CRC_RULE, _ENDS_RULE = "crc BETWEEN 0 AND 4294967295", "image0 != image1"
-_TABLES = {
-    "meta": ("key TEXT PRIMARY KEY, value TEXT NOT NULL", "length(value) < 1000000"),
-    "images": (
-        "id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, status INTEGER NOT NULL,"
-        " reason TEXT NOT NULL DEFAULT '', sha256 TEXT NOT NULL DEFAULT '', stamp TEXT NOT NULL DEFAULT '',"
-        " camera TEXT, width INTEGER NOT NULL DEFAULT 0, height INTEGER NOT NULL DEFAULT 0,"
-        " count INTEGER NOT NULL DEFAULT 0, scale_x REAL NOT NULL DEFAULT 1, scale_y REAL NOT NULL DEFAULT 1,"
-        " exif INTEGER NOT NULL DEFAULT 1, kind TEXT NOT NULL DEFAULT ''",
-        "id BETWEEN 0 AND 1 << 53 AND status BETWEEN 0 AND 2 AND exif BETWEEN 1 AND 8"
-        f" AND width BETWEEN status = {DONE} AND 1 << 30 AND height BETWEEN status = {DONE} AND 1 << 30"
-        " AND count BETWEEN 0 AND 1 << 31"
-        " AND scale_x BETWEEN 1e-6 AND 1e6 AND scale_y BETWEEN 1e-6 AND 1e6"
-        " AND max(length(reason), length(sha256), length(stamp), length(kind)) < 10000",
-    ),
-    "keypoints": (f"image INTEGER PRIMARY KEY, data BLOB NOT NULL, {_CRC}", _CRC_RULE),
-    "descriptors": (
-        "image INTEGER PRIMARY KEY, file INTEGER NOT NULL, start INTEGER NOT NULL,"
-        f" length INTEGER NOT NULL, {_CRC}",
-        "file BETWEEN 0 AND 1000000 AND start BETWEEN 0 AND 1 << 40 AND length BETWEEN 0 AND 1 << 31"
-        f" AND {_CRC_RULE}",
-    ),
-    "pairs": (
-        f"id INTEGER PRIMARY KEY, {_ENDS}, seconds REAL NOT NULL, {_CRC}, data BLOB NOT NULL",
-        f"{_ENDS_RULE} AND seconds BETWEEN 0 AND 1e9 AND {_CRC_RULE}",
-    ),
-    "failed": (
-        f"{_ENDS}, reason TEXT NOT NULL, PRIMARY KEY (image0, image1)",
-        f"{_ENDS_RULE} AND length(reason) < 10000",
-    ),
-    "waiting": (
-        f"tile0 INTEGER NOT NULL, tile1 INTEGER NOT NULL, {_ENDS},"
-        " PRIMARY KEY (tile0, tile1, image0, image1)",
-        f"{_ENDS_RULE} AND tile0 = image0 >> {TILE_BITS} AND tile1 = image1 >> {TILE_BITS}",
-    ),
-}
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """What a database of ours is."""
+
+    application: int  # SQLite's application_id
+    tables: Mapping[str, tuple[str, str]]
+
+
+VERSION = 3
+_ENDS = "image0 INTEGER NOT NULL, image1 INTEGER NOT NULL"
+RUN = Kind(
+    0x4D544352,  # "MTCR"
+    {
+        "meta": ("key TEXT PRIMARY KEY, value TEXT NOT NULL", "length(value) < 1000000"),
+        "images": (
+            "id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, status INTEGER NOT NULL,"
+            " reason TEXT NOT NULL DEFAULT '', sha256 TEXT NOT NULL DEFAULT '',"
+            " stamp TEXT NOT NULL DEFAULT '', camera TEXT, width INTEGER NOT NULL DEFAULT 0,"
+            " height INTEGER NOT NULL DEFAULT 0, count INTEGER NOT NULL DEFAULT 0,"
+            " scale_x REAL NOT NULL DEFAULT 1, scale_y REAL NOT NULL DEFAULT 1,"
+            " exif INTEGER NOT NULL DEFAULT 1, kind TEXT NOT NULL DEFAULT ''",
+            "id BETWEEN 0 AND 1 << 53 AND status BETWEEN 0 AND 2 AND exif BETWEEN 1 AND 8"
+            f" AND width BETWEEN status = {DONE} AND 1 << 30 AND height BETWEEN status = {DONE} AND 1 << 30"
+            " AND count BETWEEN 0 AND 1 << 31"
+            " AND scale_x BETWEEN 1e-6 AND 1e6 AND scale_y BETWEEN 1e-6 AND 1e6"
+            " AND max(length(reason), length(sha256), length(stamp), length(kind)) < 10000",
+        ),
+        "keypoints": ("image INTEGER PRIMARY KEY, data BLOB NOT NULL", "length(data) >= 4"),
+        "refined": ("image INTEGER PRIMARY KEY, data BLOB NOT NULL", "length(data) >= 4"),
+        "pairs": (
+            f"id INTEGER PRIMARY KEY, {_ENDS}, seconds REAL NOT NULL, data BLOB NOT NULL",
+            "image0 != image1 AND seconds BETWEEN 0 AND 1e9",
+        ),
+        "failed": (
+            f"{_ENDS}, reason TEXT NOT NULL, PRIMARY KEY (image0, image1)",
+            "image0 != image1 AND length(reason) < 10000",
+        ),
+        "waiting": (f"{_ENDS}, PRIMARY KEY (image0, image1)", "image0 != image1"),
+    },
+)
+OF_DESCRIPTORS = Kind(
+    0x4D544344,  # "MTCD"
+    {"descriptors": ("image INTEGER PRIMARY KEY, data BLOB NOT NULL", "length(data) >= 4")},
+)
 _WITHOUT_ROWID = ("meta", "failed", "waiting")
+_PAIRS_INDEX = "CREATE UNIQUE INDEX pairs_by_images ON pairs (image0, image1);\n"
+DAMAGED = "is damaged; restore the run from a copy, or delete it and match again"
 
 
-def _tables() -> str:
-    """The statements that make them."""
+def _statements(kind: Kind) -> str:
     made = ""
-    for name, (columns, rule) in _TABLES.items():
+    for name, (columns, rule) in kind.tables.items():
         more = ", WITHOUT ROWID" if name in _WITHOUT_ROWID else ""
         made += f"CREATE TABLE {name} ({columns}, CHECK ({rule})) STRICT{more};\n"
-    return f"{made}CREATE UNIQUE INDEX pairs_by_images ON pairs (image0, image1);\n"
+    return made + _PAIRS_INDEX * ("pairs" in kind.tables)
 
 
-DAMAGED = "is damaged; restore the run from a copy, or delete it and match again"
-_PAGE = 16384  # bytes; rows of 2 to 3 kB leave little of it empty
-_WAIT = 30.0  # seconds that a connection waits for another one's lock
+@cache
+def _objects(kind: Kind) -> set[tuple[str, str | None]]:
+    """Name and SQL of everything that a database holds."""
+    with closing(sqlite3.connect(":memory:")) as made:
+        made.executescript(_statements(kind))
+        return set(made.execute("SELECT name, sql FROM sqlite_schema"))
 
 
-def make(path: Path, meta: dict[str, str]) -> None:
-    """Create an empty database at `path`, with these rows of `meta`; it gets its name when it is complete."""
+def make(path: Path, kind: Kind, meta: Mapping[str, str] | None = None) -> None:
+    """Create a database, with these rows of `meta`; it gets its name when it is complete."""
     part = path.with_name(f".{path.name}.part")
-    for suffix in ("", "-wal", "-shm", "-journal"):  # of a process that was killed here
-        part.with_name(f"{part.name}{suffix}").unlink(missing_ok=True)
-    with guarded(path), closing(sqlite3.connect(part, timeout=_WAIT, isolation_level=None)) as connection:
-        connection.execute(f"PRAGMA page_size = {_PAGE}")
+    for suffix in ("", "-wal", "-shm", "-journal"):  # of a process that was killed here, or of a deleted file
+        for each in (part, path):
+            each.with_name(f"{each.name}{suffix}").unlink(missing_ok=True)
+    with guarded(path), closing(_connected(part, "rwc")) as connection:
+        connection.execute("PRAGMA page_size = 16384")  # rows of 2 to 3 kB leave little of it empty
         _make_durable(connection)
-        marks = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
-        connection.executescript(f"BEGIN; {_tables()} {marks} COMMIT;")
-        connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
+        marks = f"PRAGMA application_id = {kind.application}; PRAGMA user_version = {VERSION};"
+        connection.executescript(f"BEGIN; {_statements(kind)} {marks} COMMIT;")
+        if meta:
+            connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     part.rename(path)
 
 
-def open_writing(path: Path) -> sqlite3.Connection:
-    """The connection that writes and checkpoints an existing store."""
-    connection = _opened(path, "rw")
+def open_writing(path: Path, kind: Kind) -> sqlite3.Connection:
+    """The connection that writes and checkpoints an existing database."""
+    connection = _opened(path, "rw", kind)
     with guarded(path):
         _make_durable(connection)
     return connection
 
 
-def open_reading(path: Path) -> sqlite3.Connection:
+def open_reading(path: Path, kind: Kind) -> sqlite3.Connection:
     """A read-only connection; works beside a run, and in a folder that cannot be written."""
-    return _opened(path, reading_mode(path))
-
-
-def reading_mode(path: Path) -> str:
-    """How SQLite reads the file: beside a run, or where nothing can be written; `UsageError`: not at all."""
     if os.access(path.parent, os.W_OK):
-        return "ro"
+        return _opened(path, "ro", kind)
     log = path.with_name(f"{path.name}-wal")
     if log.is_file() and log.stat().st_size:
         raise UsageError(f"{path} was not closed and its folder cannot be written; copy it to one that can")
-    return "ro&immutable=1"
+    return _opened(path, "ro&immutable=1", kind)
 
 
-def uri(path: Path, mode: str) -> str:
-    """The file as SQLite takes it where it is to be opened in some mode."""
-    return f"{path.absolute().as_uri()}?mode={mode}"
+def _connected(path: Path, mode: str) -> sqlite3.Connection:
+    # 30 seconds: as long as it waits for another one's lock.
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", 30.0, isolation_level=None, uri=True)
 
 
-def is_store(path: Path) -> bool:
-    """Whether a file may be deleted as a store of ours: it is absent, or its header carries our mark."""
+def is_ours(path: Path, kind: Kind) -> bool:
+    """Whether a file may be deleted as a database of that kind: it is absent, or its header has our mark."""
     try:
         with path.open("rb") as file:
             header = file.read(72)
     except FileNotFoundError:
         return True
-    return header[68:72] == APPLICATION.to_bytes(4, "big")  # the application_id of SQLite's file format
+    return header[68:72] == kind.application.to_bytes(4, "big")  # where SQLite's format has it
 
 
 def _make_durable(connection: sqlite3.Connection) -> None:
@@ -376,10 +456,13 @@ def _make_durable(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA synchronous = FULL")  # what is committed has reached the disk
 
 
-def _opened(path: Path, mode: str) -> sqlite3.Connection:
-    """A connection to a store that anybody may have made (sqlite.org/security.html), checked whole."""
+def _opened(path: Path, mode: str, kind: Kind) -> sqlite3.Connection:
+    """A connection to a store that anybody may have made (sqlite.org/security.html), checked whole.
+
+    Of descriptors, which are large, each record is checked when it is read.
+    """
     with guarded(path):
-        connection = sqlite3.connect(uri(path, mode), uri=True, timeout=_WAIT, isolation_level=None)
+        connection = _connected(path, mode)
         try:
             connection.execute("PRAGMA trusted_schema = OFF")
             connection.execute("PRAGMA cell_size_check = ON")
@@ -388,7 +471,7 @@ def _opened(path: Path, mode: str) -> sqlite3.Connection:
             (application,), (version,) = (
                 connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version")
             )
-            if application != APPLICATION:
+            if application != kind.application:
                 raise IntegrityError(f"{path} is not a store of a matcher run: name another folder")
             if version != VERSION:
                 raise IntegrityError(
@@ -396,25 +479,71 @@ def _opened(path: Path, mode: str) -> sqlite3.Connection:
                     f"version {version}, this one reads {VERSION}): use that one, or match again"
                 )
             # Views, triggers and tables of others would run in our queries, or break them.
-            if set(connection.execute("SELECT name, sql FROM sqlite_schema")) != _objects():
+            if set(connection.execute("SELECT name, sql FROM sqlite_schema")) != _objects(kind):
                 raise DamagedError("its tables are not those of a run")
-            if (said := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
-                raise DamagedError(one_line(str(said)))
-            for table, (_, rule) in _TABLES.items():  # which SQLite only looks at where it may write
-                if connection.execute(f"SELECT 1 FROM {table} WHERE NOT ({rule}) LIMIT 1").fetchone():
-                    raise DamagedError(f"a row of {table} holds what none can")
+            if kind is RUN:
+                _check_rows(connection)
         except BaseException:
             connection.close()
             raise
     return connection
 
 
-@cache
-def _objects() -> set[tuple[str, str | None]]:
-    """Name and SQL of everything that a store holds."""
-    with closing(sqlite3.connect(":memory:")) as made:
-        made.executescript(_tables())
-        return set(made.execute("SELECT name, sql FROM sqlite_schema"))
+def _check_rows(connection: sqlite3.Connection) -> None:
+    """Refuse a database with a row that none can have (`DamagedError`)."""
+    if (said := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+        raise DamagedError(one_line(str(said)))
+    for table, (_, rule) in RUN.tables.items():  # which SQLite only looks at where it may write
+        if connection.execute(f"SELECT 1 FROM {table} WHERE NOT ({rule}) LIMIT 1").fetchone():
+            raise DamagedError(f"a row of {table} holds what none can")
+    for table in ("pairs", "failed", "waiting"):
+        unknown = " OR ".join(f"image{end} NOT IN (SELECT id FROM images)" for end in (0, 1))
+        if connection.execute(f"SELECT 1 FROM {table} WHERE {unknown} LIMIT 1").fetchone():
+            raise DamagedError(f"a row of {table} is of no image")
+    for (name,) in connection.execute("SELECT name FROM images"):
+        if (fault := name_fault(name)) is not None:
+            raise DamagedError(f"the name of an image, {ascii(name)[:60]}, {fault}")
+    meta = dict(connection.execute("SELECT key, value FROM meta"))
+    check_settings(parse_json(meta.get("settings", ""), "its settings"))
+    if not meta.get("image_folder") or "\0" in meta["image_folder"]:
+        raise DamagedError("its image_folder is no path")
+
+
+def name_fault(name: str) -> str | None:
+    """What is wrong with the name of an image, as a message; None where nothing is.
+
+    A name is a path below the image folder, on one line: exports make files of it.
+    """
+    if not 0 < len(name) <= 1024:
+        return "has not 1 to 1024 characters"
+    if not name.isprintable() or any("\ud800" <= letter <= "\udfff" for letter in name):
+        return "holds control characters"
+    if name.startswith("/") or ".." in name.split("/"):
+        return "leads out of the image folder"
+    return None
+
+
+def check_settings(settings: Any) -> None:
+    """Refuse settings of a run whose parts have not the types that we read (`DamagedError`)."""
+    text, table, flag, none = str, dict, bool, type(None)
+    types: dict[str, tuple[type, ...]] = {
+        **dict.fromkeys(("preset", "weights", "frontend_weights", "precision", "shard"), (text, none)),
+        **dict.fromkeys(("upright", "alpha_mask"), (flag,)),
+        **dict.fromkeys(("source", "config"), (table,)),
+        **{f"config.{name}": (table,) for name in ("extractor", "matcher", "estimation")},
+        "config.extractor.resize": (int, none),
+        "config.refine": (table, none),
+    }
+    if not isinstance(settings, dict):
+        raise DamagedError("its settings are no table")
+    for place, kinds in types.items():  # a table before what is in it
+        *tables, key = place.split(".")
+        values = settings
+        for name in tables:
+            values = values.get(name, {})
+        if key in values and not isinstance(values[key], kinds):
+            raise DamagedError(f"its setting {place} is {ascii(values[key])[:60]}")
+    common_camera(settings)
 
 
 @contextmanager
@@ -428,26 +557,22 @@ def guarded(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except DamagedError as error:
+    except (DamagedError, UnicodeDecodeError) as error:  # a column, or SQLite's own message, may be no UTF-8
         raise IntegrityError(f"{path} {DAMAGED} ({error})") from error
-    except UnicodeDecodeError as error:  # of a column, or of SQLite's own message about it
-        raise IntegrityError(f"{path} {DAMAGED} (text in it is not UTF-8)") from error
+    except (sqlite3.ProgrammingError, sqlite3.IntegrityError):
+        raise
     except sqlite3.Error as error:
         extended = getattr(error, "sqlite_errorcode", None) or 0
         code = extended & 0xFF
         if code == sqlite3.SQLITE_FULL:
             raise OSError(errno.ENOSPC, f"no space; free some, run again ({error})", str(path)) from error
-        if extended == sqlite3.SQLITE_IOERR_WRITE:
-            # SQLite reports a quota or limit that is exhausted in this way.
-            raise OSError(errno.EDQUOT, f"no more can be written ({error})", str(path)) from error
-        if code == sqlite3.SQLITE_IOERR:
-            raise OSError(errno.EIO, f"disk error ({error})", str(path)) from error
+        if code == sqlite3.SQLITE_IOERR:  # a quota that is exhausted is reported as one of writing
+            kind = errno.EDQUOT if extended == sqlite3.SQLITE_IOERR_WRITE else errno.EIO
+            raise OSError(kind, f"disk error ({error})", str(path)) from error
         if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
             raise UsageError(f"{path} cannot be opened ({error}); check the folder's permissions") from error
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise UsageError(f"{path} is held by another process ({error}); wait for it to end") from error
-        if isinstance(error, (sqlite3.ProgrammingError, sqlite3.IntegrityError)):
-            raise
         raise IntegrityError(f"{path} {DAMAGED} ({error})") from error
 
 
@@ -458,12 +583,6 @@ def one_line(text: str) -> str:
 
 # The files of a run's folder, which may be anybody's: each is a file of its own, or absent.
 
-_LOGS = ("", "-wal", "-shm", "-journal")
-_FILES = (*(f"{name}{log}" for name in (DATABASE, LOCK) for log in _LOGS), HOLDER, REFINED, INDEX)
-# The last bytes of a rollback journal that belongs to several databases (SQLite's file format, section 3);
-# ours never do, and SQLite would delete the file that it names.
-_SEVERAL = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"
-
 
 def check_files(folder: Path) -> None:
     """Refuse a run whose files are not all regular files.
@@ -471,26 +590,24 @@ def check_files(folder: Path) -> None:
     Raises:
         IntegrityError: a link, a pipe or a folder in the place of a file, or a journal that names others.
     """
-    for name in _FILES:
-        refuse_irregular(folder / name)
-    for name in (DATABASE, LOCK):
-        journal = folder / f"{name}-journal"
-        if journal.is_file() and (size := journal.stat().st_size):
-            with journal.open("rb") as file:
-                file.seek(-min(size, len(_SEVERAL)), os.SEEK_END)
-                if file.read() == _SEVERAL:
-                    raise IntegrityError(f"{journal} is not the journal of a run; delete it")
-
-
-def refuse_irregular(path: Path) -> None:
-    """Refuse a link, a pipe, a device or a folder (`IntegrityError`); nothing happens where nothing is."""
-    try:
-        mode = path.lstat().st_mode
-    except OSError:
-        return
-    if not stat.S_ISREG(mode):
-        kind = "a link" if stat.S_ISLNK(mode) else "not a file"
-        raise IntegrityError(f"{path} is {kind}; a run holds its files itself: restore it from a copy")
+    for name in (DATABASE, DESCRIPTORS, LOCK, INDEX):
+        for log in ("", "-wal", "-shm", "-journal"):
+            path = folder / f"{name}{log}"
+            try:
+                mode = path.lstat().st_mode
+            except OSError:
+                continue
+            if not stat.S_ISREG(mode):
+                kind = "a link" if stat.S_ISLNK(mode) else "not a file"
+                raise IntegrityError(
+                    f"{path} is {kind}; a run holds its files itself: restore it from a copy"
+                )
+            # The last bytes of a rollback journal that belongs to several databases (SQLite's file format,
+            # section 3); ours never do, and SQLite would delete the file that it names.
+            with path.open("rb") as file:
+                file.seek(-min(8, path.stat().st_size), os.SEEK_END)
+                if log == "-journal" and file.read() == b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7":
+                    raise IntegrityError(f"{path} is not the journal of a run; delete it")
 
 
 class StoreLock:
@@ -515,16 +632,9 @@ class StoreLock:
             self._connection.close()
             if (error.sqlite_errorcode & 0xFF) != sqlite3.SQLITE_BUSY:
                 raise UsageError(f"{folder} cannot be written ({error}); name a folder that can") from None
-            holder = ""
-            with suppress(OSError):
-                holder = f" ({one_line(read_given(folder / HOLDER).decode('utf-8', 'replace')[:200])})"
             raise UsageError(
-                f"{folder} is being written by another run{holder}; wait for it to end, or name another "
-                "folder"
+                f"{folder} is being written by another run; wait for it to end, or name another folder"
             ) from None
-        # For the message alone, so a disk that is full must not stop the run here.
-        with suppress(OSError):
-            (folder / HOLDER).write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
 
     def release(self) -> None:
         """Let others write."""

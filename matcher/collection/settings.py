@@ -54,14 +54,12 @@ def build(setup: Setup) -> Pipeline:
     return pipeline if setup.tiles is None else by_tiles(pipeline, setup.tiles)
 
 
-_OF_FRONT_ENDS = ("max_keypoints", "keep", "frontend", "variant", "frontend_weights", "max_pixels")
-
-
 def _refuse_useless(setup: Setup) -> None:
     """`UsageError` for what a collection cannot be made with."""
     options = setup.options
     if not setup.source.uses_front_end:
-        useless = [name for name in _OF_FRONT_ENDS if options.get(name) is not None]
+        of_front_ends = ("max_keypoints", "keep", "frontend", "variant", "frontend_weights", "max_pixels")
+        useless = [name for name in of_front_ends if options.get(name) is not None]
         useless += [f"{name}=False" for name in ("upright", "alpha_mask") if options.get(name) is False]
         useless += ["tiles"] if setup.tiles is not None else []
         if useless:
@@ -93,11 +91,6 @@ def stored_setup(
 ) -> Setup:
     """The setup of a run that exists, from its settings; `refuse_changes` compares what comes of it.
 
-    Args:
-        settings: of its store.
-        source: of the features.
-        options: of `matcher.load`, where they lie beside the configuration: weights, device …
-
     Raises:
         IntegrityError: settings of another version of this program.
     """
@@ -119,11 +112,6 @@ def stored_pipeline(
     settings: Mapping[str, Any], source: FeatureSource, options: Mapping[str, Any]
 ) -> Pipeline:
     """The pipeline that finds and matches features like those of a run that exists.
-
-    Args:
-        settings: of its store.
-        source: of its features.
-        options: weights, frontend_weights, device or precision, which the run does not hold.
 
     Raises:
         UsageError: other weights than the run's, or another option.
@@ -190,18 +178,16 @@ def _front_end(setup: Setup, pipeline: Pipeline) -> str | None:
     return hashlib.sha256(read_bytes(path, "check the path")).hexdigest()
 
 
-# A run has the probabilities before refinement and geometry.
-_UNUSED = ("config.matcher.policy.calibration.refined", "config.matcher.policy.calibration.verified")
-
-
 def differences(
     stored: Mapping[str, Any], wanted: Mapping[str, Any], places: tuple[str, str] = ("in the run", "now")
 ) -> list[str]:
     """The settings that differ, as text with the places where they are; empty if the run can continue."""
+    calibration = "config.matcher.policy.calibration"
+    unused = (f"{calibration}.refined", f"{calibration}.verified")  # a run has the probabilities before these
     return [
         f"{option_at(name.removeprefix('config.'))}: {_short(old)} {places[0]}, {_short(new)} {places[1]}"
         for name, old, new in _compared(stored, wanted, "")
-        if old != new and not name.startswith(_UNUSED)
+        if old != new and not name.startswith(unused)
     ]
 
 
@@ -225,11 +211,6 @@ def refuse_changes(
     remedy: str = "Use another run_dir for the new settings, or match everything again with restart=True",
 ) -> None:
     """Refuse to mix results of different settings in one run.
-
-    Args:
-        run_dir: the run that exists.
-        stored, wanted: its settings, and those asked for.
-        remedy: what the message advises.
 
     Raises:
         UsageError: settings differ; the message names them.

@@ -17,9 +17,9 @@ from glob import escape
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from matcher.collection.schema import DamagedError, parse_json
+from matcher.collection.schema import DamagedError, name_fault, parse_json
 from matcher.errors import ImageError, UsageError
-from matcher.files import read_given
+from matcher.files import open_given, read_given
 from matcher.images import find_mask, list_images, no_mask
 from matcher.pipeline import Pipeline
 from matcher.types import Features, Image
@@ -28,22 +28,6 @@ if TYPE_CHECKING:
     FeatureSource = "Photos | HlocFeatures"
 
 # Names of images, as a run holds them and as people write them.
-
-_LONGEST_NAME = 1024  # characters
-
-
-def name_fault(name: str) -> str | None:
-    """What is wrong with the name of an image, as a message; None where nothing is.
-
-    A name is a path below the image folder, on one line: exports make files of it.
-    """
-    if not name or len(name) > _LONGEST_NAME:
-        return f"has not 1 to {_LONGEST_NAME} characters"
-    if not name.isprintable() or any("\ud800" <= letter <= "\udfff" for letter in name):
-        return "holds control characters"
-    if name.startswith("/") or ".." in name.split("/"):
-        return "leads out of the image folder"
-    return None
 
 
 def _plain(text: str) -> str:
@@ -66,21 +50,16 @@ class NameTable:
         """The number of the image that is meant; None if there is none, or several."""
         if word in self._exact:
             return self._exact[word]
-        plain = _plain(word)
-        if self._folder is not None:
-            plain = _below(self._folder, plain)
         if self._forms is None:
-            self._forms = self._all_forms()
+            whole: dict[str, int | None] = {}
+            stems: dict[str, int | None] = {}
+            for number, name in enumerate(self.names):
+                form = _plain(name).casefold()
+                for table, key in ((whole, form), (stems, str(PurePosixPath(form).with_suffix("")))):
+                    table[key] = None if key in table else number
+            self._forms = {**stems, **whole}
+        plain = _plain(word) if self._folder is None else _below(self._folder, _plain(word))
         return self._forms.get(plain.casefold())
-
-    def _all_forms(self) -> dict[str, int | None]:
-        whole: dict[str, int | None] = {}
-        stems: dict[str, int | None] = {}
-        for number, name in enumerate(self.names):
-            form = _plain(name).casefold()
-            for table, key in ((whole, form), (stems, str(PurePosixPath(form).with_suffix("")))):
-                table[key] = None if key in table else number
-        return {**stems, **whole}
 
 
 def _below(folder: Path, path: str) -> str:
@@ -126,14 +105,20 @@ class Selection:
             UsageError: a pattern that matches no name, or nothing is left.
         """
         names = list(names)
-        for pattern in (*self.include, *self.exclude):
-            if not any(_fits(name, pattern) for name in names):
-                raise UsageError(f"no image is called {pattern!r}; names are paths below the image folder")
-        kept = [name for name in names if not self.include or any(_fits(name, p) for p in self.include)]
-        kept = [name for name in kept if not any(_fits(name, pattern) for pattern in self.exclude)]
+        fitting = {p: {name for name in names if _fits(name, p)} for p in (*self.include, *self.exclude)}
+        if unknown := [pattern for pattern, found in fitting.items() if not found]:
+            raise UsageError(f"no image is called {unknown[0]!r}; names are paths below the image folder")
+        included = set().union(*map(fitting.get, self.include)) if self.include else set(names)
+        kept = [n for n in names if n in included.difference(*map(fitting.get, self.exclude))]
         if names and not kept:
             raise UsageError("no image is left: every image is excluded")
         return kept
+
+    def of_usable(self, found: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Sorted names of the selected ones that a store can hold, and those that none can; as `apply`."""
+        names = sorted(set(found))
+        usable = [name for name in names if name_fault(name) is None]
+        return self.apply(usable), [ascii(name) for name in names if name_fault(name) is not None]
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -198,9 +183,7 @@ class Photos:
         for folder in (self.folder, self.masks):
             if folder is not None and not folder.is_dir():
                 raise UsageError(f"{folder} is not a folder of images")
-        found = sorted(set(list_images(self.folder)))
-        usable = [name for name in found if name_fault(name) is None]
-        return self.selection.apply(usable), [ascii(name) for name in found if name_fault(name) is not None]
+        return self.selection.of_usable(list_images(self.folder))
 
     def stamp(self, name: str) -> str:
         """Length and times of the image and of its mask; empty where there is none."""
@@ -213,12 +196,9 @@ class Photos:
         """The sha256 of the image's bytes, and those of its mask; `ImageError` where there is none."""
         found = hashlib.sha256()
         for path in self._files(name):
-            if path.exists() and not path.is_file():
-                raise ImageError(f"{path} is not a file; an image or a mask must be one")
             try:
-                with path.open("rb") as file:
-                    while block := file.read(1 << 20):
-                        found.update(block)
+                with open_given(path) as file:
+                    hashlib.file_digest(file, lambda: found)
             except OSError as error:
                 raise ImageError(f"{path} cannot be read ({error.strerror}); check the path") from None
         return found.hexdigest()
@@ -271,8 +251,6 @@ def stamp_of(path: Path) -> str:
 # How pairs are chosen: as in the run so far, or by the number of images.
 
 PairMethod = Literal["names", "file", "exhaustive", "sequential", "similar", "preemptive", "nearby"]
-EXHAUSTIVE_UP_TO = 50  # images; 1,225 pairs
-NEIGHBOURS = 20  # most similar images of each, in a larger collection
 
 
 @dataclass(frozen=True)
@@ -315,8 +293,8 @@ class PairChoice:
 def default_choice(
     images: int,
     *,
-    exhaustive_up_to: int = EXHAUSTIVE_UP_TO,
-    neighbours: int = NEIGHBOURS,
+    exhaustive_up_to: int = 50,
+    neighbours: int = 20,
     preemptive: bool = False,
 ) -> PairChoice:
     """Every pair of a small collection, the most similar images of each in a larger one.

@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from matcher.collection.store import RefinedKeypoints, write_refined
+from matcher.collection.schema import RefinedKeypoints
+from matcher.collection.store import Writer
 from matcher.collection.tracks import build_tracks, verified_pairs
 from matcher.config import RefineConfig, from_dict
 from matcher.errors import IntegrityError
@@ -25,13 +27,7 @@ from matcher.refine import DEVIATION, ImagePyramid, fit_affine_maps, refine_matc
 from matcher.types import Matches
 
 if TYPE_CHECKING:
-    from matcher.collection.schema import StoredImage
     from matcher.collection.store import Store
-
-_WINDOW = 21  # least window side; larger is affordable, as a track is refined once for all its pairs
-_TRIES = 3  # observations of its track that a keypoint is refined against at most, until one is accepted
-_FAR = 9.0  # squared Mahalanobis distance beyond which an observation contradicts the others
-_CACHE_BYTES = 1 << 30  # of images kept in memory
 
 
 class _Step(NamedTuple):
@@ -81,8 +77,13 @@ def refine_tracks(
     ends = [(numbers[pair.name0], numbers[pair.name1]) for pair in pairs]
     nodes = [pair.indices + starts[list(end)] for pair, end in zip(pairs, ends, strict=True)]
     graph = _MatchGraph(nodes, [pair.scores for pair in pairs], track_of)
-    read = _images(images, scales)
-    config = replace(config, window=max(config.window, _WINDOW))
+    read = ImagePyramids(
+        [image.path for image in images],
+        [image.size for image in images],
+        (1 / np.sqrt(scales.prod(axis=1))).tolist(),
+    )
+    # A larger window is affordable, as a track is refined once for all its pairs.
+    config = replace(config, window=max(config.window, 21))
 
     def refine(step: _Step) -> Matches:
         order = slice(None, None, -1 if step.reverse else 1)
@@ -136,7 +137,7 @@ class _Positions:
             covariances = matches.refinement.covariances.astype(np.float64) + self._inherited(step)
             own = np.linalg.inv(covariances)
             away = matches.points1 - self.points[step.children]
-            near = np.einsum("ki,kij,kj->k", away, own, away) < _FAR
+            near = np.einsum("ki,kij,kj->k", away, own, away) < 9.0  # beyond it contradicts the others
             used = np.flatnonzero(matches.refinement.accepted & near)
             children = step.children[used]  # each at most once in a step
             information[children] += own[used]
@@ -154,27 +155,41 @@ class _Positions:
         return RefinedKeypoints(points, self.covariances[rows], self.refined[rows])
 
 
-def _images(images: Sequence[StoredImage], scales: np.ndarray) -> Callable[[int], ImagePyramid]:
-    """Reads image pyramids for refinement, through a least-recently-used cache."""
-    kept: OrderedDict[int, ImagePyramid] = OrderedDict()
+class ImagePyramids:
+    """Pyramids of images by number, read when they are needed; the last ones are kept, up to a GiB."""
 
-    def read(index: int) -> ImagePyramid:
-        path, size = images[index].path, images[index].size
-        if index not in kept:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        sizes: Sequence[tuple[int, int]],
+        zooms: Sequence[float],
+        has_changed: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        """Files, their sizes when keypoints were found, and the stored size / resized one."""
+        self._paths, self._sizes, self._zooms, self._has_changed = paths, sizes, zooms, has_changed
+        self._kept: OrderedDict[int, ImagePyramid] = OrderedDict()
+
+    def __call__(self, number: int) -> ImagePyramid:
+        """The pyramid of an image.
+
+        Raises:
+            ImageError: it cannot be read.
+            IntegrityError: it is not the file in which the keypoints were found.
+        """
+        path, size = self._paths[number], self._sizes[number]
+        if number not in self._kept:
             image = read_image(path, resize=None, upright=False, keep_stored=True, max_pixels=limit_for(size))
-            if image.size != size:
+            if image.size != size or self._has_changed(number):
                 raise IntegrityError(
-                    f"{path} is {image.size[0]} x {image.size[1]} pixels now, and was {size[0]} x {size[1]} "
-                    "when its keypoints were found: put the old file back, or match again"
+                    f"{path} has changed ({image.size[0]} x {image.size[1]} pixels now, {size[0]} x "
+                    f"{size[1]} before): put the file back in which its keypoints were found, or match again"
                 )
-            kept[index] = ImagePyramid.of(image)._replace(zoom=1 / float(np.sqrt(scales[index].prod())))
+            self._kept[number] = ImagePyramid.of(image)._replace(zoom=self._zooms[number])
             # 4 bytes a pixel, and a third more for the levels of the pyramid
-            while len(kept) > 2 and sum(np.prod(images[i].size) for i in kept) * 16 / 3 > _CACHE_BYTES:
-                kept.popitem(last=False)
-        kept.move_to_end(index)
-        return kept[index]
-
-    return read
+            while len(self._kept) > 2 and sum(np.prod(self._sizes[i]) for i in self._kept) * 16 / 3 > 1 << 30:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(number)
+        return self._kept[number]
 
 
 class _MatchGraph:
@@ -206,13 +221,13 @@ class _MatchGraph:
         self.reached += len(nodes)
 
     def steps(self) -> Iterator[_Step]:
-        """Steps until every keypoint is refined or its best matches were tried in vain."""
+        """Steps until every keypoint is refined or its three best matches were tried in vain."""
         count = len(self._rows)
         parents, children = (np.concatenate(self._nodes.T[order]) for order in ([0, 1], [1, 0]))
         best_first = np.arange(2 * count).reshape(2, count).T.ravel()
         untried, tries = np.ones(2 * count, dtype=bool), np.zeros(len(self._done), dtype=np.int64)
         while True:
-            usable = untried & self._done[parents] & ~self._done[children] & (tries[children] < _TRIES)
+            usable = untried & self._done[parents] & ~self._done[children] & (tries[children] < 3)
             chosen = best_first[usable[best_first]]
             chosen = chosen[np.unique(children[chosen], return_index=True)[1]]
             if not len(chosen):
@@ -255,6 +270,7 @@ def refine_run(store: Store, on_progress: Callable[[int, int], None] | None = No
     absent = [image.name for image in images if not image.path.is_file()]
     if absent:
         return f"keypoints are not refined: {len(absent)} images are not in their folder, such as {absent[0]}"
-    write_refined(store.folder, refine_tracks(store, from_dict(RefineConfig, values), on_progress))
-    store.drop_cache()
+    found = refine_tracks(store, from_dict(RefineConfig, values), on_progress)
+    with Writer(store.folder) as writer, writer.transaction():
+        writer.put_refined(found)
     return ""

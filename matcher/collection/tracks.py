@@ -64,17 +64,13 @@ def verified_pairs(store: Store) -> Iterator[PairMatches]:
     """The matches that tracks are made of: of the inliers where a pair has a geometry, all where none was
     estimated, of no match where there is none; errors as of `Store.pairs`."""
     for pair in store.pairs():
-        if pair.geometry.verified or pair.geometry.status == "not_estimated":
-            kept = pair.geometry.inliers if pair.geometry.verified else slice(None)
+        if pair.geometry.status in ("ok", "not_estimated"):
+            kept = pair.geometry.inliers if pair.geometry.status == "ok" else slice(None)
             yield PairMatches(pair.name0, pair.name1, pair.matches.indices[kept], pair.matches.scores[kept])
 
 
 def tracks_of(store: Store, *, min_length: int = 2) -> Tracks:
     """The tracks of a run's verified pairs.
-
-    Args:
-        store: the run, opened.
-        min_length: as of `build_tracks`.
 
     Raises:
         IntegrityError: the store is damaged.
@@ -180,10 +176,6 @@ class _Forest:
 
 # Cycles: going round a third image leads elsewhere where matches contradict each other.
 
-_SAME_POINT = 1.5  # pixels of the resized images; detectors find some points twice
-_FEWEST = 2  # third images that see both keypoints; one alone does not tell which of three matches is wrong
-_CONFIRMED = 0.3  # share of them that confirm a right match, at least, even if many other matches are wrong
-
 
 def consistent_matches(
     pairs: Mapping[tuple[int, int], np.ndarray], keypoints: Sequence[np.ndarray], scales: Sequence[float]
@@ -214,7 +206,10 @@ def consistent_matches(
             ends = np.stack([partner[first, third][indices[:, 0]], partner[second, third][indices[:, 1]]])
             both = np.flatnonzero((ends >= 0).all(axis=0))
             here, there = keypoints[third][ends[:, both]]
-            confirmed[both] += np.linalg.norm(here - there, axis=1) * scales[third] <= _SAME_POINT
+            # 1.5 pixels of the resized image: detectors find some points twice
+            confirmed[both] += np.linalg.norm(here - there, axis=1) * scales[third] <= 1.5
             seen[both] += 1
-        kept[first, second] = (seen < _FEWEST) | (confirmed >= _CONFIRMED * seen)
+        # One third image does not tell which of three matches is wrong; of several, .3 confirm a right match
+        # even if many others are wrong.
+        kept[first, second] = (seen < 2) | (confirmed >= 0.3 * seen)
     return kept

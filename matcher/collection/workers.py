@@ -22,16 +22,16 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from matcher.arrays import to_numpy
 from matcher.cameras import Camera
-from matcher.collection.schema import checksum, encode_pair
+from matcher.collection.schema import encode_features, encode_pair
 from matcher.collection.settings import Setup, build
 from matcher.collection.sources import Extracted
-from matcher.collection.store import EncodedPair, Store, encode_features
+from matcher.collection.store import EncodedPair, Store
 from matcher.errors import IntegrityError, MatcherError, UsageError, install_command
 from matcher.loading import devices
 from matcher.processes import child_command, child_environment, thread_environment, usable_cores
@@ -55,7 +55,7 @@ class ExtractedImage(NamedTuple):
 
     name: str
     found: Extracted | None  # without descriptors, which are in the record
-    record: bytes = b""
+    data: bytes = b""  # the record
     reason: str = ""
 
     @property
@@ -63,51 +63,23 @@ class ExtractedImage(NamedTuple):
         """Whether there are none."""
         return self.found is None
 
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return len(self.record)
 
-
-class PairFailure(NamedTuple):
-    """The outcome for a pair that could not be matched."""
-
-    image0: int
-    image1: int
-    reason: str
-
-    failed, size = True, 0
+Outcome = ExtractedImage | EncodedPair
 
 
 @dataclass(frozen=True)
-class ExtractJob:
-    """Images to extract."""
+class Job:
+    """Images to extract, by name, or pairs to match, by the numbers of their images."""
 
-    items: tuple[str, ...]
+    items: tuple[Any, ...]
     batch: int = 1  # items that are worked on together
+    images: Mapping[int, ImageEntry] | None = None  # of pairs
 
-    def failure(self, item: str, reason: str) -> ExtractedImage:
+    def failure(self, item: Any, reason: str) -> Outcome:
         """The outcome for an item that failed."""
-        return ExtractedImage(item, None, reason=reason)
-
-
-@dataclass(frozen=True)
-class MatchJob:
-    """Pairs to match, by the numbers of their images."""
-
-    items: tuple[tuple[int, int], ...]
-    images: Mapping[int, ImageEntry]
-    batch: int = 1
-
-    def failure(self, item: tuple[int, int], reason: str) -> PairFailure:
-        """The outcome for an item that failed."""
-        return PairFailure(*item, reason)
-
-
-Job = ExtractJob | MatchJob
-Outcome = ExtractedImage | EncodedPair | PairFailure
-Item = TypeVar("Item")
-_CACHE_BYTES = 512 << 20  # of descriptors held
+        if self.images is None:
+            return ExtractedImage(item, None, reason=reason)
+        return EncodedPair(*item, reason=reason)
 
 
 class JobRunner:
@@ -126,7 +98,7 @@ class JobRunner:
             IntegrityError: the store is damaged, or weights are absent.
         """
         batches = [job.items[start : start + job.batch] for start in range(0, len(job.items), job.batch)]
-        if isinstance(job, MatchJob):
+        if job.images is not None:
             for batch in batches:
                 yield from _in_halves(batch, partial(self.match, job), job.failure)
             return
@@ -138,8 +110,7 @@ class JobRunner:
             ahead = read(batches[0])
             for batch, after in zip(batches, [*batches[1:], ()], strict=True):
                 ready, ahead = ahead, read(after)
-                work = partial(self.extract, ready)
-                yield from _in_halves(batch, work, job.failure)
+                yield from _in_halves(batch, partial(self.extract, ready), job.failure)
 
     def extract(self, ready: Mapping[str, Future[Extracted]], names: Sequence[str]) -> list[ExtractedImage]:
         """Features of images in one batch, from what was read."""
@@ -153,7 +124,7 @@ class JobRunner:
             outcomes.append(ExtractedImage(name, replace(one, features=kept), encode_features(features)))
         return outcomes
 
-    def match(self, job: MatchJob, pairs: Sequence[tuple[int, int]]) -> list[EncodedPair | PairFailure]:
+    def match(self, job: Job, pairs: Sequence[tuple[int, int]]) -> list[EncodedPair]:
         """Match and verify pairs in one batch."""
         start = perf_counter()
         sides = [(self._features(job.images[a]), self._features(job.images[b])) for a, b in pairs]
@@ -164,10 +135,9 @@ class JobRunner:
             try:
                 data = self._verified([job.images[number] for number in pair], features, matches)
             except Exception as error:
-                outcomes.append(PairFailure(*pair, reason_of(error)))
+                outcomes.append(job.failure(pair, reason_of(error)))
                 continue
-            seconds = each + perf_counter() - start
-            outcomes.append(EncodedPair(*pair, seconds, checksum(data), data))
+            outcomes.append(EncodedPair(*pair, each + perf_counter() - start, data))
         return outcomes
 
     def _verified(
@@ -189,17 +159,15 @@ class JobRunner:
         if image.number not in self._cache:
             self._cache[image.number] = self._fetch(image)
             held = sum(one.descriptors.nbytes for one in self._cache.values())
-            while held > _CACHE_BYTES and len(self._cache) > 2:
+            while held > 512 << 20 and len(self._cache) > 2:  # bytes
                 held -= self._cache.popitem(last=False)[1].descriptors.nbytes
         self._cache.move_to_end(image.number)
         return self._cache[image.number]
 
 
 def _in_halves(
-    items: Sequence[Item],
-    work: Callable[[Sequence[Item]], list[Any]],
-    failure: Callable[[Item, str], Any],
-) -> list[Any]:
+    items: Sequence[Any], work: Callable[[Sequence[Any]], list], failure: Callable[[Any, str], Outcome]
+) -> list[Outcome]:
     """The outcomes of a batch; where it does not fit in memory or one item fails, of its halves."""
     try:
         return work(items)
@@ -220,19 +188,16 @@ def reason_of(error: Exception) -> str:
 
 # Engines: each runs jobs, and yields outcomes in any order, None now and then, so that its caller may commit.
 
-_QUEUED = 2  # jobs queued for a worker, so that it never waits for the next
-_DEATHS = 2  # of its worker, that make an item fail
-_STARTS = 3  # workers that may die in a row before any of them is ready
 _TICK = 0.5  # seconds after which the caller may do something else
-_GRACE = 2.0  # seconds that an idle worker has to end by itself
 
 
 class InProcess:
     """No workers: everything in this process, with its threads; nothing survives a crash."""
 
+    crashes = 0
+
     def __init__(self, run_dir: Path, setup: Setup) -> None:
         """Nothing is loaded before it runs."""
-        self.crashes = 0
         self._run_dir, self._setup = run_dir, setup
 
     def run(self, jobs: Iterator[Job]) -> Iterator[Outcome | None]:
@@ -268,7 +233,7 @@ class LocalWorkers:
             raise UsageError("worker processes need Linux or macOS; use workers=0 here")
         self.crashes = self._failed_starts = 0
         self._run_dir, self._setup, self._threads = run_dir, setup, threads
-        self._deaths: Counter[Any] = Counter()  # by item
+        self._deaths: Counter[Any] = Counter()  # of its worker, by item
         self._again: deque[Job] = deque()
         self._workers: list[_Worker] = []
         for device in devices:
@@ -282,7 +247,7 @@ class LocalWorkers:
         """
         while True:
             for worker in self._workers:
-                while len(worker.jobs) < _QUEUED:
+                while len(worker.jobs) < 2:  # so that it never waits for the next
                     job = self._again.popleft() if self._again else next(jobs, None)
                     if job is None:
                         break
@@ -317,24 +282,23 @@ class LocalWorkers:
         """Replace a dead worker; what it was at is tried again, alone, or has failed."""
         code = worker.process.wait()
         worker.connection.close()
-        how = f"exit code {code}" if code >= 0 else f"signal {_signal_name(-code)}"
+        named = -code in set(signal.Signals)
+        how = f"signal {signal.Signals(-code).name}" if named else f"exit code {code}"
         self.crashes += 1
-        if not worker.ready:
-            self._failed_starts += 1
-            if self._failed_starts >= _STARTS:
-                raise MatcherError(f"worker processes cannot be started ({how}); see their output above")
+        self._failed_starts += not worker.ready
+        if self._failed_starts >= 3:
+            raise MatcherError(f"worker processes cannot be started ({how}); see their output above")
         self._workers[self._workers.index(worker)] = self._start(worker.device)
-        jobs = list(worker.jobs)
-        if jobs and worker.ready:
-            current = jobs.pop(0)
+        if worker.jobs and worker.ready:
+            current = worker.jobs.popleft()
             for item in current.items[: current.batch]:
                 self._deaths[item] += 1
-                if self._deaths[item] >= _DEATHS:
-                    yield current.failure(item, f"its worker process died {_DEATHS} times ({how})")
+                if self._deaths[item] > 1:
+                    yield current.failure(item, f"its worker process died twice ({how})")
                 else:
                     self._again.append(replace(current, items=(item,), batch=1))
-            jobs.insert(0, replace(current, items=current.items[current.batch :]))
-        self._again.extend(job for job in jobs if job.items)
+            worker.jobs.appendleft(replace(current, items=current.items[current.batch :]))
+        self._again.extend(job for job in worker.jobs if job.items)
 
     def _start(self, device: str) -> _Worker:
         ours, theirs = socket.socketpair()
@@ -352,18 +316,17 @@ class LocalWorkers:
         return _Worker(process, connection, device)
 
     def close(self) -> None:
-        """End the workers: those that are idle by themselves, the others at once."""
-        until = time.monotonic() + _GRACE
+        """End the workers: those that are idle by themselves within two seconds, the others at once."""
+        until = time.monotonic() + 2
         for worker in self._workers:
             worker.connection.close()
-        for worker in self._workers:
             if worker.jobs:
                 worker.process.kill()
-            try:
+        for worker in self._workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()
+            worker.process.kill()
+            worker.process.wait()
         self._workers = []
 
 
@@ -376,15 +339,7 @@ def _send(connection: Connection, message: Any) -> bool:
     return True
 
 
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else str(number)
-
-
-# Ray: one actor per GPU or group of cores; only the driver writes.
-
-_HELD = 256  # images whose features the object store keeps
-# Tries of an item alone before it is blamed: one may fail because the actor is still being restarted.
-_ACTOR_DEATHS = 3
+# Ray: one actor per GPU or group of cores, each with one job; only the driver writes.
 
 
 class Actor:
@@ -397,10 +352,10 @@ class Actor:
         self._runner = JobRunner(setup, self._fetch)
         self._references: Mapping[int, Any] = {}
 
-    def run(self, job: Job, references: Mapping[int, Any]) -> tuple[int, list[Outcome]]:
-        """This process, and an outcome per item; `references` are Ray's, of features by image."""
+    def run(self, job: Job, references: Mapping[int, Any]) -> list[Outcome]:
+        """An outcome per item; `references` are Ray's, of features by image."""
         self._references = references
-        return os.getpid(), list(self._runner.run(job))
+        return list(self._runner.run(job))
 
     def _fetch(self, image: ImageEntry) -> Features:
         import ray
@@ -443,8 +398,6 @@ class RayWorkers:
             runtime_env={"env_vars": thread_environment(threads)},
         )
         self._actors = [actor.remote(setup, Path.cwd()) for _ in range(count or gpus or cores)]
-        self._processes: dict[int, int] = {}  # of the actors, to see when one was replaced
-        self._quarantined: dict[int, bool] = {}  # actors that have a suspect
         self._deaths: Counter[Any] = Counter()  # of actors, by the item that they had alone
 
     def run(self, jobs: Iterator[Job]) -> Iterator[Outcome | None]:
@@ -453,58 +406,48 @@ class RayWorkers:
         Raises:
             MatcherError: what made an actor give up.
         """
-        suspects: list[Job] = []
-        running: dict[Any, tuple[int, Job]] = {}
+        again: list[Job] = []
+        running: dict[Any, tuple[Any, Job]] = {}
+        idle = list(self._actors)
         while True:
-            for number, actor in enumerate(self._actors):
-                # A suspect has an actor for itself: what waits behind it would be blamed as well.
-                load = sum(where == number for where, _ in running.values())
-                while load < (1 if suspects or self._quarantined.get(number) else _QUEUED):
-                    self._quarantined[number] = bool(suspects)
-                    job = suspects.pop() if suspects else next(jobs, None)
-                    if job is None:
-                        break
-                    running[actor.run.remote(job, self._references(job))] = (number, job)
-                    load += 1
+            while idle and (job := again.pop() if again else next(jobs, None)) is not None:
+                actor = idle.pop()
+                running[actor.run.remote(job, self._references(job))] = actor, job
             if not running:
                 return
             finished, _ = self._ray.wait(list(running), timeout=_TICK)
             if not finished:
                 yield None
             for reference in finished:
-                yield from self._take(reference, *running.pop(reference), suspects)
+                actor, job = running.pop(reference)
+                idle.append(actor)
+                yield from self._take(reference, job, again)
 
-    def _take(self, reference: Any, number: int, job: Job, suspects: list[Job]) -> Iterator[Outcome]:
+    def _take(self, reference: Any, job: Job, again: list[Job]) -> Iterator[Outcome]:
         """The outcomes of a finished job, or its items for another try where it killed its actor."""
         try:
-            process, outcomes = self._ray.get(reference)
+            yield from self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except self._ray.exceptions.RayError as error:
             self.crashes += 1
-            if len(job.items) > 1:
-                suspects += [replace(job, items=(item,), batch=1) for item in job.items]
-                return
-            [item] = job.items
-            self._deaths[item] += 1
-            if self._deaths[item] < _ACTOR_DEATHS:
-                suspects.append(job)
-            else:
-                yield job.failure(item, f"its Ray actor died repeatedly ({type(error).__name__})")
-            return
-        self.crashes += self._processes.get(number, process) != process
-        self._processes[number] = process
-        yield from outcomes
+            for item in job.items:
+                self._deaths[item] += len(job.items) == 1
+                # One try may fail because the actor is still being restarted.
+                if self._deaths[item] < 3:
+                    again.append(replace(job, items=(item,), batch=1))
+                else:
+                    yield job.failure(item, f"its Ray actor died repeatedly ({type(error).__name__})")
 
     def _references(self, job: Job) -> dict[int, Any]:
-        """Ray's references to the features that a job needs."""
+        """Ray's references to the features that a job needs; those of 256 images are kept."""
         found = {}
-        for number, image in job.images.items() if isinstance(job, MatchJob) else ():
+        for number, image in (job.images or {}).items():
             if number not in self._held:
                 self._held[number] = self._ray.put(self._store.features(image.name))
             self._held.move_to_end(number)
             found[number] = self._held[number]
-        while len(self._held) > _HELD:
+        while len(self._held) > 256:
             self._held.popitem(last=False)
         return found
 

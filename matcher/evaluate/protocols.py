@@ -91,7 +91,7 @@ def reproject(points: np.ndarray, source: DepthCamera, target: DepthCamera) -> t
 
 # Pairs and their sets.
 
-ProtocolName = Literal["homography", "pose", "depth", "correspondences", "unrelated", "trap"]
+ProtocolName = Literal["homography", "pose", "depth", "correspondences", "unrelated"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -68,7 +68,7 @@ def write_run_report(
         path = check_output(path or run_dir / "report.html", (".html",), overwrite=overwrite)
         found = collect_statistics(store.pairs(), max(_ROWS, pages), _EDGES)
         links, left_out = _write_pairs(store, found.weakest[:pages], path, overwrite)
-        data = _run_data(store, found, links, left_out)
+        data = _run_data(store, found, links, left_out, path.parent)
     write_output(path, build_page(f"matcher: {run_dir.name}", ("elements.js", "run.js"), _BODY, data))
     return RunPages(path, len(links), tuple(left_out))
 
@@ -112,7 +112,7 @@ def collect_statistics(pairs: Iterable[StoredPair], limit: int, edges: int) -> R
         status, matches = pair.geometry.status, len(pair.matches)
         free = status == "not_estimated"
         inliers = matches if free else int(pair.geometry.inliers.sum())
-        verified = matches > 0 if free else pair.geometry.verified
+        verified = matches > 0 if free else status == "ok"
         row = PairRow(verified, inliers, matches, pair.name0, pair.name1, status, pair.seconds)
         found.pairs += 1
         found.seconds += pair.seconds
@@ -212,9 +212,13 @@ def _pair_data(store: Store, pair: StoredPair, images: Sequence[StoredImage]) ->
 
 
 def _run_data(
-    store: Store, found: RunStatistics, links: dict[tuple[str, str], str], left_out: Sequence[str]
+    store: Store,
+    found: RunStatistics,
+    links: dict[tuple[str, str], str],
+    left_out: Sequence[str],
+    folder: Path,
 ) -> dict[str, Any]:
-    """All that the page shows, ready for JSON."""
+    """All that the page in a folder shows, ready for JSON."""
     counts, settings, images = store.counts(), store.settings, store.images()
     failed = [[f"{pair.name0} and {pair.name1}", pair.reason] for pair in islice(store.failed(), _ROWS)]
     lost = [[image.name, image.reason] for image in images if image.status == "failed"]
@@ -232,7 +236,7 @@ def _run_data(
             ["preset", str(settings.get("preset"))],
             ["weights, sha256", settings.get("weights") or "none"],
             ["geometry", str(settings.get("config", {}).get("estimation", {}).get("kind"))],
-            *(["reconstruction", str(folder)] for folder in _reconstructions(store.folder)),
+            *(["reconstruction", _link(model, folder)] for model in _reconstructions(store.folder)),
         ],
         "counts": [
             ["images", counts.images_done, counts.images_failed, counts.images_waiting],
@@ -269,6 +273,12 @@ def _run_data(
             "pages": [len(left_out), [[text, ""] for text in left_out[:_ROWS]]],
         },
     }
+
+
+def _link(model: Path, folder: Path) -> dict[str, str]:
+    """A model as a link from a page in a folder to the plot of its points and cameras."""
+    place = os.path.relpath(model / "reconstruction.png", folder.resolve())
+    return {"text": str(model), "link": quote(Path(place).as_posix())}
 
 
 def _reconstructions(run: Path) -> list[Path]:

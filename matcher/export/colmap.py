@@ -10,12 +10,12 @@ import errno
 import shutil
 import signal
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import hypot
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -78,8 +78,7 @@ class Intrinsics:
     focal_known: bool  # given or from EXIF
 
 
-@dataclass(frozen=True)
-class _Exif:
+class _Exif(NamedTuple):
     make: str = ""
     model: str = ""
     focal: float = 0.0  # mm
@@ -94,19 +93,29 @@ def check_used(choice: CameraChoice, names: Iterable[str]) -> None:
     """
     if choice.camera is None:
         return
-    of_rigs, others = _cameras_of_rigs(choice), set()
-    for name in names:
-        mounted = choice.rig and choice.rig.camera_of(name)
-        other = (of_rigs.get(mounted.prefix) if mounted else None) or choice.known.get(name)
-        if other is None or _same(other, choice.camera):
-            return
-        others.add(name)
-    if others:
+    known = _known_cameras(choice)
+    others = [known(name) for name in names]
+    if others and all(other is not None and not _same(other, choice.camera) for other in others):
         where = "their poses" if choice.rig is None else f"{choice.rig.source}, or with their poses"
         raise UsageError(
             f"the camera that is given would be that of no photo: all {len(others)} have theirs in {where}; "
             "leave it out"
         )
+
+
+def _known_cameras(choice: CameraChoice) -> Callable[[str], Camera | None]:
+    """The camera of an image by name: of its rig's file, or of any picture of the same camera; or its own."""
+    if choice.rig is None:
+        return choice.known.get
+    mounted = {name: choice.rig.camera_of(name) for name in choice.known}
+    by_prefix = {each.prefix: choice.known[name] for name, each in mounted.items() if each is not None}
+    by_prefix |= choice.rig.intrinsics()
+
+    def known(name: str) -> Camera | None:
+        own = choice.rig.camera_of(name)
+        return (by_prefix.get(own.prefix) if own else None) or choice.known.get(name)
+
+    return known
 
 
 def group_cameras(
@@ -122,11 +131,10 @@ def group_cameras(
     check_used(choice, (image.name for image in images))
     groups: dict[tuple, list[StoredImage]] = {}
     found: dict[tuple, _Exif] = {}
-    of_rigs = _cameras_of_rigs(choice)
+    known_camera = _known_cameras(choice)
     for image in images:
         mounted = choice.rig and choice.rig.camera_of(image.name)
-        of_rig = of_rigs.get(mounted.prefix) if mounted else None
-        known = of_rig or choice.known.get(image.name) or choice.camera or image.camera
+        known = known_camera(image.name) or choice.camera or image.camera
         if known is not None and known.size not in (None, image.size):
             raise UsageError(
                 f"{image.name} has {image.size[0]} x {image.size[1]} pixels, but its camera was given for "
@@ -164,15 +172,6 @@ def _same(first: Camera, second: Camera) -> bool:
     return replace(first, size=None) == replace(second, size=None)
 
 
-def _cameras_of_rigs(choice: CameraChoice) -> dict[str, Camera]:
-    """By prefix: what the file of the rig says, else the camera of any of its pictures that is known."""
-    if choice.rig is None:
-        return {}
-    mounted = {name: choice.rig.camera_of(name) for name in choice.known}
-    known = {each.prefix: choice.known[name] for name, each in mounted.items() if each is not None}
-    return known | choice.rig.intrinsics()
-
-
 def _check_rig(rig: RigConfig, groups: list[list[StoredImage]]) -> None:
     first: dict[str, StoredImage] = {}
     for image, *_ in groups:
@@ -201,19 +200,12 @@ def read_exif(path: Path) -> _Exif:
     """Camera facts from a photo's EXIF header; empty if it cannot be read."""
     try:
         tags, more = read_header(path, 0x8769)
-        make, model = (str(tags.get(tag, "")) for tag in (0x010F, 0x0110))
         # FocalLength, FocalLengthIn35mmFilm
-        return _Exif(make, model, *(_positive(more.get(tag)) for tag in (0x920A, 0xA405)))
+        lengths = [float(more.get(tag) or 0) for tag in (0x920A, 0xA405)]
+        focals = [length if 0 < length < 1e5 else 0.0 for length in lengths]
+        return _Exif(*(str(tags.get(tag, "")) for tag in (0x010F, 0x0110)), *focals)
     except Exception:  # a header can be wrong in any way, and nothing depends on it
         return _Exif()
-
-
-def _positive(value: object) -> float:
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, ZeroDivisionError):
-        return 0.0
-    return number if 0 < number < 1e5 else 0.0
 
 
 def colmap_rigs(pycolmap: Any, rig: RigConfig) -> list[Any]:
@@ -334,16 +326,14 @@ def two_view_geometry(pycolmap: Any, geometry: TwoViewGeometry, indices: np.ndar
 
     The configuration must be set: without it, COLMAP's mapper silently ignores the pair.
     """
-    homography = geometry.matrix if geometry.kind == "homography" else geometry.homography
-    fixed = geometry.status == "ok" and geometry.matrix is not None
-    if not fixed and not (geometry.verified and homography is not None):
+    if geometry.status != "ok" or geometry.matrix is None:
         return None
     kinds = pycolmap.TwoViewGeometryConfiguration
     verified = pycolmap.TwoViewGeometry()
     verified.inlier_matches = indices[np.asarray(geometry.inliers, dtype=bool)]
-    if not fixed or geometry.kind == "homography":
+    if geometry.kind == "homography":
         verified.config = kinds.PLANAR_OR_PANORAMIC
-        verified.H = _ORIGIN @ homography @ np.linalg.inv(_ORIGIN)
+        verified.H = _ORIGIN @ geometry.matrix @ np.linalg.inv(_ORIGIN)
     elif geometry.kind == "fundamental":
         verified.config = kinds.UNCALIBRATED
         verified.F = np.linalg.inv(_ORIGIN).T @ geometry.matrix @ np.linalg.inv(_ORIGIN)

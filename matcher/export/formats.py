@@ -1,8 +1,11 @@
-"""The export formats by name, and two of them: OpenMVG's files, and kapture's folders."""
+"""The export formats by name, and three of them: a NumPy archive, OpenMVG's files, kapture's folders."""
 
 from __future__ import annotations
 
 import json
+import tempfile
+import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,9 +28,10 @@ from matcher.export.output import (
     refuse_names,
     valid_keypoints,
     valid_pairs,
+    whole_file,
     whole_folder,
 )
-from matcher.files import check_output
+from matcher.files import MARK, check_output
 
 if TYPE_CHECKING:
     from matcher.collection.store import Store
@@ -50,7 +54,7 @@ class Format:
 FORMATS = {
     "colmap": Format("matcher.export.colmap:write_colmap", (".db",), has_cameras=True),
     "hloc": Format("matcher.export.hloc:write_hloc"),
-    "npz": Format("matcher.export.npz:write_npz", (".npz",)),
+    "npz": Format("matcher.export.formats:write_npz", (".npz",)),
     "openmvg": Format("matcher.export.formats:write_openmvg", has_cameras=True),
     "kapture": Format("matcher.export.formats:write_kapture", has_cameras=True),
 }
@@ -97,12 +101,92 @@ def export(
     return kind.write(store, out, *cameras, overwrite=overwrite)
 
 
+# NumPy: one archive of a whole run, written in a stream, as a collection need not fit in memory.
+
+_ROWS = {  # of the arrays that may be large: type and shape
+    "keypoints": (np.float32, 2),
+    "covariances": (np.float32, 3),
+    "matches": (np.int32, 2),
+    "scores": (np.float32,),
+    "inliers": (np.bool_,),
+    "matrices": (np.float64, 3, 3),
+    "cam1_from_cam0": (np.float64, 4, 4),
+    "pairs": (np.int32, 2),
+}
+
+
+def write_npz(store: Store, out: Path) -> ExportReport:
+    """An `.npz` to be opened with `np.load`; image i has the rows offsets[i] … offsets[i + 1].
+
+    Images: `names` (I,), `sizes` (I, 2) width and height, `keypoints` (ΣN, 2) float32 with
+    `keypoint_offsets` (I + 1,), and of a run that was refined their `covariances` (ΣN, 3), xx, xy and yy.
+    Pairs: `pairs` (P, 2) into names, `match_offsets` (P + 1,), `matches` (ΣK, 2) int32 into the keypoints of
+    either image, `scores` (ΣK,) float32, `inliers` (ΣK,) bool, `kinds` and `statuses` (P,) of the geometries,
+    `matrices` (P, 3, 3) F, H or E, NaN where there is none, and `cam1_from_cam0` (P, 4, 4), NaN but for
+    essential geometry.
+
+    Raises:
+        UsageError: nothing to write, or a place that cannot be written.
+        OSError: the disk is full.
+    """
+    report, images = begin_export(store, out)
+    number = {image.name: index for index, image in enumerate(images)}
+    kinds, statuses, lengths, rows = [], [], [0], Counter()
+    with whole_file(out) as part, tempfile.TemporaryDirectory(dir=part.parent, prefix=".npz-") as spool:
+        with ExitStack() as stack:
+            files = {name: stack.enter_context(Path(spool, name).open("wb")) for name in _ROWS}
+
+            def put(name: str, values: object) -> None:
+                kind, *shape = _ROWS[name]
+                values = np.full(shape, np.nan) if values is None else values
+                block = np.ascontiguousarray(values, kind).reshape(-1, *shape)
+                rows[name] += len(block)
+                files[name].write(block.tobytes())
+
+            for image in images:
+                put("keypoints", valid_keypoints(store, image))
+                if (refined := store.refined_keypoints(image.name)) is not None:
+                    put("covariances", refined.covariances.reshape(-1, 4)[:, [0, 1, 3]])
+            for pair in valid_pairs(store, images, report):
+                matches, geometry = pair.matches, pair.geometry
+                kinds.append(geometry.kind)
+                statuses.append(geometry.status)
+                lengths.append(len(matches))
+                put("matches", matches.indices)
+                put("scores", matches.scores)
+                put("inliers", geometry.inliers)
+                put("matrices", geometry.matrix)
+                put("cam1_from_cam0", geometry.cam1_from_cam0)
+                put("pairs", (number[pair.name0], number[pair.name1]))
+        arrays = {
+            name: np.memmap(Path(spool, name), kind, "r", shape=(rows[name], *shape))
+            if rows[name]
+            else np.zeros((0, *shape), kind)
+            for name, (kind, *shape) in _ROWS.items()
+        }
+        if rows["covariances"] != rows["keypoints"]:
+            del arrays["covariances"]
+        with part.open("wb") as file:
+            np.savez(
+                file,
+                **arrays,
+                names=np.array([image.name for image in images]),
+                sizes=np.array([image.size for image in images], dtype=np.int32),
+                kinds=np.array(kinds, dtype=np.str_),
+                statuses=np.array(statuses, dtype=np.str_),
+                keypoint_offsets=np.cumsum([0, *(image.count for image in images)], dtype=np.int64),
+                match_offsets=np.cumsum(lengths, dtype=np.int64),
+            )
+        with zipfile.ZipFile(part, "a") as archive:
+            archive.comment = MARK
+    return report
+
+
 # OpenMVG: `sfm_data.json`, regions and matches, for its SfM commands.
 
 _NEW = 1 << 31  # cereal's mark of an object that is written for the first time
 _PLAIN = 1 << 30  # cereal's mark of an object of the declared type itself
 _RADIAL = ("SIMPLE_RADIAL", "RADIAL")  # x · (1 + k1 r² + k2 r⁴), as OpenMVG has it
-_MATCH_FILES = {"fundamental": "f", "essential": "e", "homography": "h"}
 
 
 def write_openmvg(
@@ -111,12 +195,6 @@ def write_openmvg(
     """A folder with `sfm_data.json`, `*.feat`, `image_describer.json`, putative and verified matches.
 
     Descriptors are not written: its SfM needs none. Cameras are pinhole with three radial terms.
-
-    Args:
-        store: the run.
-        out: the folder; it must not exist, or be empty.
-        choice: the cameras.
-        overwrite: see `output.whole_folder`.
 
     Raises:
         UsageError: nothing to write, a camera with another distortion, or photos of one name in several
@@ -158,8 +236,8 @@ def write_openmvg(
         files: dict[str, Any] = {}
         for pair in valid_pairs(store, images, report):
             written = {"putative": pair.matches.indices}
-            if pair.geometry.verified and pair.geometry.kind in _MATCH_FILES:
-                written[_MATCH_FILES[pair.geometry.kind]] = pair.matches.indices[pair.geometry.inliers]
+            if pair.geometry.status == "ok":  # of fundamental, essential or homography the first letter
+                written[pair.geometry.kind[0]] = pair.matches.indices[pair.geometry.inliers]
             for kind, indices in written.items():
                 if kind not in files:
                     path = part / f"matches.{kind}.txt"
@@ -204,12 +282,6 @@ def write_kapture(
     """A kapture folder with sensors, records, keypoints, descriptors and all matches with their scores.
 
     The photos themselves are not copied: link the image folder as `sensors/records_data`.
-
-    Args:
-        store: the run.
-        out: the folder; it must not exist, or be empty.
-        choice: the cameras.
-        overwrite: see `output.whole_folder`.
 
     Raises:
         UsageError: nothing to write, or names with a comma, a line break or `#`, which tables cannot hold.

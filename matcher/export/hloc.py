@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from matcher.arrays import to_numpy
-from matcher.collection.sources import Extracted, Photos, Selection, name_fault, stamp_of
+from matcher.collection.sources import Extracted, Photos, Selection, stamp_of
 from matcher.config import NetworkConfig
 from matcher.errors import ImageError, UsageError, install_command
 from matcher.export.output import (
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from matcher.collection.sources import FeatureSource
     from matcher.collection.store import Store
 
-FEATURES, MATCHES, PAIRS = "features.h5", "matches.h5", "pairs.txt"
-_INT16 = 32_767
 _OPTIONAL = {"scores": "scores", "scales": "scales", "oris": "orientations"}  # hloc's name → ours
 
 
@@ -54,18 +52,8 @@ def import_h5py() -> Any:
     return h5py
 
 
-def pair_key(name0: str, name1: str) -> str:
-    """The group of a pair in matches.h5: slashes of the names become dashes."""
-    return "/".join(name.replace("/", "-") for name in (name0, name1))
-
-
 def write_hloc(store: Store, out: Path, *, overwrite: bool = False) -> ExportReport:
     """A folder with hloc's three files; every match is written, verified or not, as hloc verifies itself.
-
-    Args:
-        store: the run.
-        out: the folder; it must not exist, or be empty.
-        overwrite: see `output.whole_folder`.
 
     Raises:
         UsageError: h5py is absent, nothing to write, names with spaces (pairs.txt is split at them) or names
@@ -79,7 +67,7 @@ def write_hloc(store: Store, out: Path, *, overwrite: bool = False) -> ExportRep
     refuse_collisions(counts, lambda name: name.replace("/", "-"), "in matches.h5, where / becomes -")
     with whole_folder(out, overwrite=overwrite) as part:
         read = features_of(store, report)
-        with h5py.File(part / FEATURES, "w", libver="latest") as file:
+        with h5py.File(part / "features.h5", "w", libver="latest") as file:
             for image in images:
                 group = file.create_group(image.name)
                 points = group.create_dataset("keypoints", data=valid_keypoints(store, image))
@@ -93,13 +81,14 @@ def write_hloc(store: Store, out: Path, *, overwrite: bool = False) -> ExportRep
                     if (values := getattr(features, ours)) is not None:
                         group.create_dataset(theirs, data=to_numpy(values))
         with (
-            h5py.File(part / MATCHES, "w", libver="latest") as file,
-            (part / PAIRS).open("w", encoding="utf-8") as lines,
+            h5py.File(part / "matches.h5", "w", libver="latest") as file,
+            (part / "pairs.txt").open("w", encoding="utf-8") as lines,
         ):
             for pair in valid_pairs(store, images, report):
-                group, indices = file.create_group(pair_key(pair.name0, pair.name1)), pair.matches.indices
+                key = "/".join(name.replace("/", "-") for name in (pair.name0, pair.name1))
+                group, indices = file.create_group(key), pair.matches.indices
                 # Beyond 32,767 keypoints hloc's int16 would wrap; its reader takes int32 as well.
-                wide = indices[:, 1].max(initial=0) > _INT16
+                wide = indices[:, 1].max(initial=0) > 32_767
                 matches0 = np.full(counts[pair.name0], -1, np.int32 if wide else np.int16)
                 scores0 = np.zeros(counts[pair.name0], np.float16)
                 matches0[indices[:, 0]], scores0[indices[:, 0]] = indices[:, 1], pair.matches.scores
@@ -113,8 +102,6 @@ def write_hloc(store: Store, out: Path, *, overwrite: bool = False) -> ExportRep
 # no memory holds.
 
 _DAMAGED = (KeyError, OSError, RuntimeError, TypeError, ValueError)
-_SMALL, _MOST_PACKED = 1 << 20, 1100  # bytes; how much smaller compression makes data at most
-_DEEPEST = 64  # groups in groups; HDF5's own search of them takes a time that grows with the square
 
 
 @dataclass(frozen=True)
@@ -145,8 +132,7 @@ class HlocFeatures:
                 raise UsageError(f"{self.file} is damaged ({error}); export it again") from None
         if not names:
             raise UsageError(f"{self.file} holds no group with keypoints; it is no features file of hloc's")
-        usable = [name for name in names if name_fault(name) is None]
-        return self.selection.apply(usable), [ascii(name) for name in names if name_fault(name) is not None]
+        return self.selection.of_usable(names)
 
     def masked(self, names: Sequence[str]) -> None:
         """There are no masks."""
@@ -190,10 +176,6 @@ class HlocFeatures:
         except (UsageError, IndexError, ValueError) as error:
             raise ImageError(f"{self.file}: {name}: {error}") from error
         return Extracted(features, digest, self.stamp(name))
-
-    def query(self, name: str, pipeline: Pipeline) -> Features:
-        """The features of an image that is to be matched with those of a run; errors as `read`."""
-        return self.read(name, pipeline).features
 
     def _read(self, name: str) -> dict[str, np.ndarray]:
         with self._open() as file:
@@ -262,7 +244,7 @@ def _array(group: Any, key: str) -> np.ndarray:
         raise ValueError(f"{key} is not in the file itself")
     if found.dtype.kind not in "fiu":
         raise ValueError(f"{key} holds {found.dtype}, not numbers")
-    if found.nbytes > _SMALL + _MOST_PACKED * found.id.get_storage_size():
+    if found.nbytes > (1 << 20) + 1100 * found.id.get_storage_size():  # compression makes it no smaller
         raise ValueError(f"{key} would be {found.nbytes} bytes, more than the file can hold")
     return np.asarray(found)
 
@@ -281,8 +263,8 @@ def _entries(file: Any) -> Iterator[str]:
             if not isinstance(item, h5py.Group) or (place := h5py.h5o.get_info(item.id).addr) in seen:
                 continue
             seen.add(place)
-            if name.count("/") > _DEEPEST:
-                raise UsageError(f"{file.filename} has groups in groups, more than {_DEEPEST} deep")
+            if name.count("/") > 64:  # HDF5's own search takes a time that grows with the square
+                raise UsageError(f"{file.filename} has groups in groups, more than 64 deep")
             if "keypoints" in _keys(item):
                 yield name
             waiting.append((f"{name}/", item))

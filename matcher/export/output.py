@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from matcher.collection.store import Store
     from matcher.types import Features
 
-_ABANDONED = 10.0  # seconds, after which a folder that nobody holds is no new one
 _WRITTEN = ".matcher-files.json"  # names of the files that we wrote into a folder
 
 
@@ -70,7 +69,9 @@ def whole_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     # What programs that were killed left of this folder goes; what another one is writing stays.
     for part in path.absolute().parent.glob(f".{glob.escape(path.name[:80])}.{'[0-9a-f]' * 8}.part"):
         with suppress(OSError):
-            if part.is_dir() and not part.is_symlink() and part.stat().st_mtime < time() - _ABANDONED:
+            if (
+                part.is_dir() and not part.is_symlink() and part.stat().st_mtime < time() - 10
+            ):  # not a new one
                 os.close(_hold(part))
                 shutil.rmtree(part, ignore_errors=True)
     part, held = _part(path), None
@@ -95,10 +96,10 @@ def whole_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 def _hold(folder: Path) -> int:
     """Lock a folder until the returned descriptor is closed or the program ends; `OSError`: it cannot be."""
-    try:
-        import fcntl
-    except ModuleNotFoundError:
-        raise OSError("Windows has no locks of folders") from None
+    if os.name != "posix":
+        raise OSError("this system has no locks of folders")
+    import fcntl
+
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,14 +140,10 @@ def _move_into(part: Path, path: Path, names: list[str]) -> None:
     """Put the files of `part` into the folder `path`, in the place of those of an earlier export."""
 
     def link_to(name: str) -> Path | None:
-        ways = [path / parent for parent in Path(name).parents[:-1]]
-        return next((way for way in ways if way.is_symlink()), None)
+        return next((path / way for way in Path(name).parents[:-1] if (path / way).is_symlink()), None)
 
-    for name in names:
-        if link := link_to(name):
-            raise UsageError(
-                f"{link} is a link, which leads out of {path}; move it away, or name another folder"
-            )
+    if link := next(filter(None, map(link_to, names)), None):
+        raise UsageError(f"{link} is a link, which leads out of {path}; move it away, or name another folder")
     before: object = None
     with suppress(OSError, ValueError, RecursionError):
         before = json.loads(read_given(path / _WRITTEN).decode("utf-8"))
@@ -181,7 +178,6 @@ class ExportReport:
     cameras: int = 0
     guessed_cameras: int = 0  # photos of which nothing says the focal length
     left_out: list[str] = field(default_factory=list)  # what is damaged, or what the format cannot hold
-    excluded: set[str] = field(default_factory=set)  # names of images that were not asked for
     without: Collection[tuple[str, str]] = ()  # pairs that were not asked for, in the order of their names
     notes: list[str] = field(default_factory=list)
 
@@ -201,20 +197,12 @@ def begin_export(
 
     An image without a camera of its own has that of the run, with which its pairs were verified.
 
-    Args:
-        store: the run.
-        out: what is to be written.
-        utf8: where the format holds names as UTF-8; None: names may be anything.
-        only: names of the images to export; all when absent.
-
     Raises:
         UsageError: there is no image, or a name is not UTF-8 and must be.
     """
     report = ExportReport(out)
     images = sorted(store.images(), key=lambda image: image.name)
-    if only is not None:
-        report.excluded = {image.name for image in images}.difference(only)
-        images = [image for image in images if image.name not in report.excluded]
+    images = [image for image in images if only is None or image.name in only]
     done = [image for image in images if image.status == "done"]
     for status in ("failed", "waiting"):
         names = [image.name for image in images if image.status == status]
@@ -225,7 +213,8 @@ def begin_export(
             "the run has no image with features; finish it first: `matcher collection … --run …`"
         )
     if utf8 is not None:
-        refuse_names((image.name for image in done), _not_utf8, f"are not UTF-8, which {utf8} needs")
+        bad = [image.name for image in done if any("\ud800" <= letter <= "\udfff" for letter in image.name)]
+        refuse_names(bad, bool, f"are not UTF-8, which {utf8} needs")
     common = common_camera(store.settings)
     done = [replace(image, camera=image.camera or common) for image in done]
     report.images = len(done)
@@ -255,7 +244,7 @@ def valid_pairs(store: Store, images: Iterable[StoredImage], report: ExportRepor
             continue
         report.pairs += 1
         report.matches += len(pair.matches)
-        report.verified += pair.geometry.verified
+        report.verified += pair.geometry.status == "ok"
         yield pair
 
 
@@ -286,10 +275,6 @@ def refuse_collisions(names: Iterable[str], key: Callable[[str], str], reason: s
         groups.setdefault(key(name), []).append(name)
     if found := [" = ".join(group) for group in groups.values() if len(group) > 1]:
         raise UsageError(f"{len(found)} groups of names become one {reason}; rename them: {_few(found)}")
-
-
-def _not_utf8(name: str) -> bool:
-    return any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def _few(names: list[str]) -> str:

@@ -35,15 +35,7 @@ def judge(
     *,
     focal_known: bool,
 ) -> Judgement:
-    """Whether enough keypoints agree, and in enough of the picture.
-
-    Args:
-        estimates: of each picture from these matches: of a photo, or of those of a rig.
-        matches: of each picture.
-        max_errors: of an inlier in each, stored pixels.
-        config: what is asked of a pose.
-        focal_known: before the estimation.
-    """
+    """Whether enough keypoints agree, and in enough of the picture."""
     joined = Matches3d.joined(matches)
     count = len(np.unique(joined.keypoints))
     if count < config.min_inliers:
@@ -78,15 +70,6 @@ def check_camera(
 
     That is: fewer than 60 % of the keypoints agree with it, and half as many again with a focal length 15 %
     longer or shorter, or with a principal point in the middle that is 5 % of the focal length away.
-
-    Args:
-        estimate: with the given camera.
-        matches: M of them.
-        camera: the given one.
-        max_error: of an inlier, stored pixels.
-        config: what is asked of a pose.
-        estimate_freely: a pose with its focal length, the principal point in the middle; called only where
-            few agree with the given camera.
     """
     total, agreeing = len(np.unique(matches.keypoints)), num_agreeing([estimate], [matches])
     if agreeing >= 0.6 * total or (free := estimate_freely()) is None:
@@ -103,32 +86,6 @@ def check_camera(
         f"{agreeing} of {total} matched keypoints agree with the camera that is given, of a focal length of "
         f"{given:.0f} pixels and a principal point at {points[0]}, and {more} with one of {found:.0f} and "
         f"{points[1]}: correct the camera, or give none"
-    )
-
-
-def check_rig_pose(
-    estimate: PoseEstimate,
-    matches: Matches3d,
-    max_error: float,
-    config: LocalizationConfig,
-    estimate_freely: Callable[[], PoseEstimate | None],
-) -> str:
-    """Why the relative pose of a picture of a rig seems wrong: another one explains far more; else empty.
-
-    That is: fewer than 60 % of its matched keypoints agree with the pose that the others give it, and half as
-    many again with one of its own. The other arguments are those of `check_camera`.
-    """
-    total, agreeing = len(np.unique(matches.keypoints)), num_agreeing([estimate], [matches])
-    if total < config.min_inliers or agreeing >= 0.6 * total or (free := estimate_freely()) is None:
-        return ""
-    more = num_agreeing([free], [matches])
-    if more < max(1.5 * agreeing, config.min_inliers):
-        return ""
-    if judge([free], [matches], [max_error], config, focal_known=True).status != "ok":
-        return ""
-    return (
-        f"{agreeing} of {total} matched keypoints agree with the pose of the rig, and {more} with one of "
-        "this picture alone: correct its relative pose"
     )
 
 
@@ -168,13 +125,6 @@ def check_ambiguous(
     Where things look alike, such as the tables of a room, wrong matches agree with each other. Another pose
     rivals where 55 % as many keypoints agree with it, five times an inlier's largest error away by the
     accepted one: in a kitchen with like tables a wrong pose had .65, right ones at most .43.
-
-    Args:
-        estimates: the accepted pose of each picture: of one, or of those of a rig.
-        matches: of each.
-        max_errors: of an inlier in each, stored pixels.
-        config: what is asked of a pose.
-        estimate_others: poses from other matches of the same pictures.
     """
     agreeing = num_agreeing(estimates, matches)
     if agreeing >= config.enough_inliers:

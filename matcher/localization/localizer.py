@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -14,16 +12,9 @@ import numpy as np
 
 from matcher.arrays import to_numpy
 from matcher.cameras import Camera
-from matcher.errors import IntegrityError, UsageError
-from matcher.images import limit_for, read_image
-from matcher.localization.checks import (
-    Judgement,
-    check_ambiguous,
-    check_camera,
-    check_focal,
-    check_rig_pose,
-    judge,
-)
+from matcher.collection.track_refinement import ImagePyramids
+from matcher.errors import UsageError
+from matcher.localization.checks import Judgement, check_ambiguous, check_camera, check_focal, judge
 from matcher.localization.pose import (
     Matches3d,
     Pose,
@@ -39,9 +30,6 @@ from matcher.localization.sparse_map import LocalizationConfig, RetrievalIndex, 
 from matcher.pipeline import Pipeline
 from matcher.refine import ImagePyramid, refine_matches
 from matcher.types import Features, Matches, strongest, strongest_rows
-
-MIN_SHARED = 10  # points that connect two images of a cluster
-_PYRAMIDS_KEPT = 16  # of map images, in memory
 
 
 @dataclass(eq=False)
@@ -71,33 +59,32 @@ class Query:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + perf_counter() - start
 
 
-@dataclass(eq=False)
 class Correspondences:
     """Matches of a photo with the points of a map, through the tracks of the images it is matched with."""
 
-    model: SparseMap
-    positions: np.ndarray  # (N, 2) of the photo's keypoints, stored pixels
-    rows: list[np.ndarray] = field(default_factory=list)  # (k, 4) int64 each: keypoint, point, image, its own
-    scores: list[np.ndarray] = field(default_factory=list)  # (k,) each
-    images: list[int] = field(default_factory=list)  # matched so far
+    def __init__(self, model: SparseMap, positions: np.ndarray) -> None:
+        """For keypoints at `positions` (N, 2), stored pixels."""
+        self.model, self.positions = model, positions
+        self.rows = [
+            np.zeros((0, 4), np.int64)
+        ]  # of each image: keypoint, point, image, the image's keypoint
+        self.scores = [np.zeros(0)]
+        self.images: list[int] = []  # matched so far
 
     def add(self, image: int, matches: Matches) -> None:
         """The matches of a map image (image 0) with the photo (image 1)."""
         theirs, ours = matches.indices.T if len(matches) else np.zeros((2, 0), np.int64)
         points = self.model.points[image][theirs]
         kept = points >= 0
-        columns = ours[kept], points[kept], np.full(int(kept.sum()), image), theirs[kept]
         self.images.append(image)
-        self.rows.append(np.column_stack(columns).astype(np.int64).reshape(-1, 4))
+        columns = ours[kept], points[kept], np.full(int(kept.sum()), image), theirs[kept]
+        self.rows.append(np.column_stack(columns).astype(np.int64))
         self.scores.append(np.asarray(matches.scores[kept], dtype=np.float64))
 
     def table(self) -> np.ndarray:
         """(M, 4) rows, each pair of keypoint and point once, by its best score."""
-        if not self.rows:
-            return np.zeros((0, 4), np.int64)
         rows = np.concatenate(self.rows)[np.argsort(-np.concatenate(self.scores), kind="stable")]
-        _, first = np.unique(rows[:, :2], axis=0, return_index=True)
-        return rows[np.sort(first)]
+        return rows[np.sort(np.unique(rows[:, :2], axis=0, return_index=True)[1])]
 
     def matches(self, table: np.ndarray) -> Matches3d:
         """Those of a table."""
@@ -108,7 +95,7 @@ class Correspondences:
         agreeing = {tuple(row) for row in table[inliers][:, :2].tolist()}
         counts = {
             self.model.names[image]: sum(tuple(row) in agreeing for row in rows[:, :2].tolist())
-            for image, rows in zip(self.images, self.rows, strict=True)
+            for image, rows in zip(self.images, self.rows[1:], strict=True)
         }
         return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
@@ -129,49 +116,6 @@ class Attempt:
         return sum(int(each.inliers.sum()) for each in self.estimates or ())
 
 
-class MapImages:
-    """Pyramids of the map's images, read when they are needed; the last few are kept."""
-
-    def __init__(
-        self,
-        model: SparseMap,
-        path: Callable[[str], Path],
-        zoom: Callable[[str], float],
-        has_changed: Callable[[str], bool],
-    ) -> None:
-        """By name of image: its file, resized for stored pixels, and whether it is another file now."""
-        self._model, self._path, self._zoom, self._has_changed = model, path, zoom, has_changed
-        self._kept: OrderedDict[int, ImagePyramid] = OrderedDict()
-        self.absent: set[str] = set()  # names of images that were asked for and whose files are gone
-
-    def __call__(self, image: int) -> ImagePyramid | None:
-        """The pyramid of an image, None if its file is not there any more.
-
-        Raises:
-            IntegrityError: the file is not the one in which the keypoints were found.
-        """
-        if image in self._kept:
-            self._kept.move_to_end(image)
-            return self._kept[image]
-        name, wanted = self._model.names[image], self._model.cameras[image].size
-        path = self._path(name)
-        if not path.is_file():
-            self.absent.add(name)
-            return None
-        pixels = read_image(path, resize=None, upright=False, keep_stored=True, max_pixels=limit_for(wanted))
-        if pixels.size != wanted or self._has_changed(name):
-            sizes = ["{} x {} pixels".format(*size) for size in (pixels.size, wanted)]
-            how = f"is {sizes[0]} now, not {sizes[1]}" if sizes[0] != sizes[1] else "has changed"
-            raise IntegrityError(
-                f"{path} {how}: put the file back in which the map's keypoints were found, or make the map "
-                "again"
-            )
-        self._kept[image] = ImagePyramid.of(pixels)._replace(zoom=self._zoom(name))
-        if len(self._kept) > _PYRAMIDS_KEPT:
-            self._kept.popitem(last=False)
-        return self._kept[image]
-
-
 @dataclass(frozen=True, eq=False)
 class Localizer:
     """The parts of a map that localise a photo."""
@@ -181,7 +125,9 @@ class Localizer:
     index: RetrievalIndex
     rows: np.ndarray  # (J,) the row in `model` of each image of the index, or −1
     features: Callable[[str], Features]
-    images: MapImages
+    images: ImagePyramids  # of the model
+    path: Callable[[str], Path]  # of an image of the map
+    absent: set[str]  # names of images that were needed, and whose files are gone
     config: LocalizationConfig
 
     def localize(self, query: Query) -> Pose:
@@ -189,21 +135,14 @@ class Localizer:
         return self.localize_rig([query], np.eye(4)[None])[0]
 
     def localize_rig(self, queries: Sequence[Query], cam_from_rig: np.ndarray) -> list[Pose]:
-        """The pose of each of R pictures that are fixed to each other, and one status for all.
-
-        Args:
-            queries: with cameras, but for a single one.
-            cam_from_rig: (R, 4, 4).
-        """
+        """The pose of each of R pictures that are fixed to each other, and one status for all."""
         keypoints = sum(len(query.features) for query in queries)
-        if keypoints < self.config.min_inliers:
-            return [
-                _no_pose(each, "no_keypoints", f"the photo has {keypoints} keypoints") for each in queries
-            ]
-        best = self._correspond(queries, cam_from_rig)
+        best, why = None, ("no_keypoints", f"the photo has {keypoints} keypoints")
+        if keypoints >= self.config.min_inliers:
+            best = self._correspond(queries, cam_from_rig)
+            why = "no_similar_image", "the map holds nothing to compare with"
         if best is None:
-            reason = "the map holds nothing to compare with"
-            return [_no_pose(each, "no_similar_image", reason) for each in queries]
+            return [Pose(*why, seconds={**q.seconds, "total": sum(q.seconds.values())}) for q in queries]
         if best.verdict.status == "ok" and self.config.refine:
             with queries[0].timed("refine"):
                 best = self._refined(queries, cam_from_rig, best)
@@ -258,9 +197,8 @@ class Localizer:
     def _likely(self, query: Query, images: list[int]) -> list[int]:
         """Those worth matching with all keypoints, best first; all where there is no network to spare.
 
-        Most similar images of a photo that is hard to localise do not show its place. A network finds that
-        out last: it uses all layers, and tries another turn. With a few hundred keypoints that costs a third
-        or less (preemptive matching, Wu 2013).
+        Most similar images of a photo that is hard to localise do not show its place, which a network finds
+        out last. With a few hundred keypoints that costs a third or less (preemptive matching, Wu 2013).
         """
         config = self.config
         if not (images and len(query.features) and config.preemptive_keypoints and self.pipeline.layers):
@@ -270,12 +208,11 @@ class Localizer:
             whole = [self.features(self.model.names[image]) for image in images]
             rows = [strongest_rows(each, config.preemptive_keypoints) for each in whole]
             pairs = [(each.select(row), ours) for each, row in zip(whole, rows, strict=True)]
-            counts = []
-            for image, row, matches in zip(
-                images, rows, self.pipeline.match_features_batch(pairs), strict=True
-            ):
-                points = self.model.points[image][row[matches.indices[:, 0]]] if len(matches) else np.zeros(0)
-                counts.append(int(np.count_nonzero(points >= 0)) if len(matches) else 0)
+            found = zip(images, rows, self.pipeline.match_features_batch(pairs), strict=True)
+            counts = [
+                int((self.model.points[image][row[matches.indices.reshape(-1, 2)[:, 0]]] >= 0).sum())
+                for image, row, matches in found
+            ]
         order = np.argsort(-np.array(counts, dtype=np.int64), kind="stable")
         return [images[index] for index in order if counts[index] >= config.preemptive_matches]
 
@@ -366,7 +303,8 @@ class Localizer:
         """(K, 2) positions of the inliers where the photo looks most like the map's images."""
         table, found = table[inliers], matches.points2d[inliers]
         for image in np.unique(table[:, 2]).tolist():
-            if (pyramid := self.images(image)) is None:
+            if not self.path(self.model.names[image]).is_file():
+                self.absent.add(self.model.names[image])
                 continue
             rows = np.flatnonzero(table[:, 2] == image)
             indices = table[rows][:, [3, 0]]
@@ -374,7 +312,7 @@ class Localizer:
             pairs = Matches(
                 indices, *(end.astype(np.float32) for end in ends), np.ones(len(rows), np.float32)
             )
-            refined = refine_matches(pyramid, query.pyramid, pairs, self.pipeline.config.refine)
+            refined = refine_matches(self.images(image), query.pyramid, pairs, self.pipeline.config.refine)
             accepted = refined.refinement.accepted
             found[rows[accepted]] = refined.points1[accepted]
         return found
@@ -395,10 +333,6 @@ class Localizer:
         if queries[0].camera is None:
             return verdict
         for number, (estimate, own, limit) in enumerate(zip(estimates, matches, limits, strict=True)):
-            how = dict(max_error=limit, focal_known=True, seed=config.seed)
-            free = partial(estimate_pose, own, estimate.camera, **how)
-            if len(queries) > 1 and (reason := check_rig_pose(estimate, own, limit, config, free)):
-                return verdict._replace(status="wrong_rig", reason=_named(queries, number) + reason)
             alone = judge([estimate], [own], [limit], config, focal_known=True)
             if alone.status == "ok" and (reason := check_focal(estimate, own, limit)):
                 return verdict._replace(status="wrong_camera", reason=_named(queries, number) + reason)
@@ -437,16 +371,12 @@ class Localizer:
 def covisibility_clusters(model: SparseMap, images: Sequence[int]) -> list[list[int]]:
     """The images in groups connected by common points, as in hloc (Sarlin et al. 2019).
 
-    Args:
-        model: the map.
-        images: rows, most similar first; images between them do not connect them.
-
     Returns:
         The groups, the one with most images first, each in the order given.
     """
     groups: list[list[int]] = []
     for image in images:
-        near = [g for g in groups if any(model.shared(image, other) >= MIN_SHARED for other in g)]
+        near = [g for g in groups if any(model.shared(image, other) >= 10 for other in g)]
         apart = [group for group in groups if group not in near]
         groups = [*apart, [row for row in images if row == image or any(row in group for group in near)]]
     return sorted(groups, key=lambda group: (-len(group), images.index(group[0])))
@@ -463,19 +393,9 @@ def check_rig(queries: Sequence[Query], cam_from_rig: object) -> np.ndarray:
         raise UsageError(
             f"cam_from_rig must be a pose (4, 4) for each of the {len(queries)} pictures, not {poses.shape}"
         )
-    turns = poses[:, :3, :3]
-    square = np.abs(turns @ turns.transpose(0, 2, 1) - np.eye(3)).max(axis=(1, 2), initial=0)
-    rigid = (square < 1e-3) & (np.linalg.det(turns) > 0) & (poses[:, 3] == [0, 0, 0, 1]).all(axis=1)
-    if not rigid.all():
-        wrong = int(np.argmin(rigid))
-        raise UsageError(f"cam_from_rig[{wrong}] is no pose: it must be a rotation and a translation (4, 4)")
     if any(query.camera is None for query in queries):
         raise UsageError("the pictures of a rig need their cameras")
     return poses
-
-
-def _no_pose(query: Query, status: str, reason: str) -> Pose:
-    return Pose(status, reason, seconds={**query.seconds, "total": sum(query.seconds.values())})
 
 
 def _named(queries: Sequence[Query], number: int) -> str:

@@ -15,11 +15,12 @@ from matcher.cameras import Camera, RigConfig, as_camera, camera_of_each
 from matcher.collection.settings import differences, feature_settings, stored_pipeline
 from matcher.collection.sources import Photos
 from matcher.collection.store import Store
+from matcher.collection.track_refinement import ImagePyramids
 from matcher.config import PipelineConfig, from_dict, to_dict
 from matcher.errors import ImageError, UsageError
 from matcher.export.hloc import HlocFeatures
 from matcher.images import ImageInput
-from matcher.localization.localizer import Localizer, MapImages, Query, check_rig
+from matcher.localization.localizer import Localizer, Query, check_rig
 from matcher.localization.pose import Pose
 from matcher.localization.sparse_map import LocalizationConfig, SparseMap, open_index, read_sparse_map
 from matcher.pipeline import Mask
@@ -30,7 +31,6 @@ from matcher.types import Features
 
 _PHOTOS = "photos"  # the source of a run whose features a front end found
 _OF_KEYFRAMES = "model"  # in the folder of a map of keyframes
-_FEATURES_KEPT = 256  # images of the map whose features stay in memory
 
 
 class Map:
@@ -118,7 +118,7 @@ class Map:
     @property
     def absent(self) -> tuple[str, ...]:
         """Images of the map on which keypoints should have been refined, and whose files are gone."""
-        return tuple(sorted(self.localizer.images.absent))
+        return tuple(sorted(self.localizer.absent))
 
     def image_path(self, name: str) -> Path:
         """Where an image of the map was when its features were found."""
@@ -252,13 +252,15 @@ def _localizer(folder: Path, store: Store, config: LocalizationConfig, options: 
         pipeline=stored_pipeline(settings, source, options),
         index=open_index(store.folder, list(digests), list(digests.values()), store.features),
         rows=np.array([place.get(image.name, -1) for image in done], dtype=np.int64),
-        features=lru_cache(_FEATURES_KEPT)(store.features),
-        images=MapImages(
-            model,
-            lambda name: store.image_folder / name,
-            lambda name: 1 / float(np.sqrt(np.prod(store.scale(name)))),
-            lambda name: known and photos.digest(name) != digests[name],
+        features=lru_cache(256)(store.features),
+        images=ImagePyramids(
+            [store.image_folder / name for name in model.names],
+            [camera.size for camera in model.cameras],
+            [1 / float(np.sqrt(np.prod(store.scale(name)))) for name in model.names],
+            lambda row: known and photos.digest(model.names[row]) != digests[model.names[row]],
         ),
+        path=lambda name: store.image_folder / name,
+        absent=set(),
         config=config,
     )
 

@@ -26,12 +26,6 @@ _GREEN = (46, 204, 64)
 def plot_pose(place: Map, photo: ImageInput, pose: Pose, path: str | Path) -> Path:
     """Draw a photo, its matches, and its camera among those of the map seen from above.
 
-    Args:
-        place: the map.
-        photo: what was localised.
-        pose: of it; without a pose only the images are drawn, with the reason.
-        path: the file, .png, .jpg, .svg or .pdf.
-
     Raises:
         ImageError: the photo, or the map's image, cannot be read.
         OSError: the file cannot be written.
@@ -96,10 +90,6 @@ class LocalizationRecording(RecordingFile):
 
     def __init__(self, path: str | Path, place: Map) -> None:
         """Open, and write the map.
-
-        Args:
-            path: an .rrd file, which appears whole when the recording is closed.
-            place: the map.
 
         Raises:
             UsageError: rerun is not installed.

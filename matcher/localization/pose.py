@@ -27,25 +27,8 @@ PoseStatus = Literal[
     "not_significant",  # so few agree that wrong matches could do so by chance
     "ambiguous",  # nearly as many of the other matches agree with another pose
     "wrong_camera",  # far more matches agree, or agree much better, with another camera
-    "wrong_rig",  # far more matches of a picture agree with a pose that the others do not give it
     "implausible",  # the pose cannot be: points behind the camera, or inliers in one spot
 ]
-
-
-def _no_pixels() -> np.ndarray:
-    return np.zeros((0, 2))
-
-
-def _no_points() -> np.ndarray:
-    return np.zeros((0, 3))
-
-
-def _no_ids() -> np.ndarray:
-    return np.zeros(0, np.int64)
-
-
-def _no_flags() -> np.ndarray:
-    return np.zeros(0, bool)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -62,19 +45,26 @@ class Pose:
     """
 
     status: PoseStatus
-    reason: str  # in words; empty when ok
+    reason: str  # in words; empty when ok; arrays that are not given are empty
     cam_from_world: np.ndarray | None = None  # (4, 4) float64, the map's units
     camera: Camera | None = None  # the given one, or the one whose focal length was found
-    points2d: np.ndarray = field(default_factory=_no_pixels)  # (K, 2) stored pixels
-    points3d: np.ndarray = field(default_factory=_no_points)  # (K, 3) their partners, world
-    point_ids: np.ndarray = field(default_factory=_no_ids)  # (K,) in the COLMAP model
-    inliers: np.ndarray = field(default_factory=_no_flags)  # (K,)
+    points2d: np.ndarray = None  # (K, 2) stored pixels
+    points3d: np.ndarray = None  # (K, 3) their partners, world
+    point_ids: np.ndarray = None  # (K,) in the COLMAP model
+    inliers: np.ndarray = None  # (K,)
     # (6, 6) of a turn about the camera's axes (radians) and a shift along them (the map's units), as if the
     # points of the map were exact.
     covariance: np.ndarray | None = None
     images: Mapping[str, int] = field(default_factory=dict)  # matched with it → inliers that each shows
     log10_false_alarms: float = 0.0  # how many such poses chance would give, the lower the surer
     seconds: Mapping[str, float] = field(default_factory=dict)  # by stage
+
+    def __post_init__(self) -> None:
+        empty = {"points2d": (0, 2), "points3d": (0, 3), "point_ids": (0,), "inliers": (0,)}
+        for name, shape in empty.items():
+            if getattr(self, name) is None:
+                kind = {"point_ids": np.int64, "inliers": bool}.get(name, np.float64)
+                object.__setattr__(self, name, np.zeros(shape, kind))
 
     @property
     def ok(self) -> bool:
@@ -124,8 +114,6 @@ class Pose:
 # --- Estimation
 
 MIN_MATCHES = 4  # P3P and one that confirms it
-CONFIDENCE = 0.9999  # of RANSAC
-LOSS = 1.0  # pixels, of the Cauchy loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,17 +152,9 @@ class PoseEstimate:
 def estimate_pose(
     matches: Matches3d, camera: Camera, *, max_error: float, focal_known: bool, seed: int = 0
 ) -> PoseEstimate | None:
-    """The pose that most matches agree with, None where there is none.
-
-    Args:
-        matches: M of them, some wrong.
-        camera: with its size; where the focal length is unknown, any guess of it.
-        max_error: of an inlier, stored pixels.
-        focal_known: otherwise it is estimated too.
-        seed: of the sampling.
-    """
+    """The pose that most matches agree with, None where there is none."""
     if focal_known:
-        found = estimate_poses([matches], [camera], _alone(), [max_error], seed=seed)
+        found = estimate_poses([matches], [camera], np.eye(4)[None], [max_error], seed=seed)
         return found and found[0]
     if len(matches.points2d) < MIN_MATCHES:
         return None
@@ -195,7 +175,7 @@ def refine_pose(
     start: PoseEstimate, matches: Matches3d, max_error: float, *, refine_focal: bool = False
 ) -> PoseEstimate | None:
     """`refine_poses` of a single picture."""
-    found = refine_poses([start], [matches], _alone(), [max_error], refine_focal=refine_focal)
+    found = refine_poses([start], [matches], np.eye(4)[None], [max_error], refine_focal=refine_focal)
     return found and found[0]
 
 
@@ -248,7 +228,7 @@ def refine_poses(
     """
     pycolmap = import_pycolmap()
     options = pycolmap.AbsolutePoseRefinementOptions(
-        refine_focal_length=refine_focal, refine_extra_params=False, loss_function_scale=LOSS
+        refine_focal_length=refine_focal, refine_extra_params=False, loss_function_scale=1.0
     )
     joined, number = Matches3d.joined(matches), _picture_of_each(matches)
     cameras, inliers = [each.camera for each in start], [each.inliers for each in start]
@@ -262,16 +242,15 @@ def refine_poses(
             pose = as_rigid(cam_from_rig[0] @ rig_from_world)
             given = pose, points, joined.points3d, used, theirs[0], options
             result = pycolmap.refine_absolute_pose(*given, return_covariance=True)
+            found = result and np.linalg.inv(cam_from_rig[0]) @ _matrix(result["cam_from_world"])
         else:
             pose, fixed = as_rigid(rig_from_world), [as_rigid(pose) for pose in cam_from_rig]
             given = pose, points, joined.points3d, used, number, fixed, theirs, options
             result = pycolmap.refine_generalized_absolute_pose(*given, return_covariance=True)
+            found = result and _matrix(result["rig_from_world"])
         if result is None:
             return None
-        if len(start) == 1:
-            rig_from_world = np.linalg.inv(cam_from_rig[0]) @ _matrix(result["cam_from_world"])
-        else:
-            rig_from_world = _matrix(result["rig_from_world"])
+        rig_from_world = found
         if refine_focal:
             size = cameras[0].size
             cameras = [replace(as_our_camera(result.get("camera", theirs[0])), size=size)]
@@ -307,13 +286,8 @@ def reprojection_errors(matches: Matches3d, cam_from_world: np.ndarray, camera: 
     return np.where(np.isnan(errors), np.inf, errors)
 
 
-def _alone() -> np.ndarray:
-    """cam_from_rig of a single picture."""
-    return np.eye(4)[None]
-
-
 def _ransac(max_error: float, seed: int) -> Any:
-    return import_pycolmap().RANSACOptions(max_error=max_error, random_seed=seed, confidence=CONFIDENCE)
+    return import_pycolmap().RANSACOptions(max_error=max_error, random_seed=seed, confidence=0.9999)
 
 
 def _picture_of_each(matches: Sequence[Matches3d]) -> list[int]:

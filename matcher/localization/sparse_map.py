@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import zlib
+import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
-from zipfile import BadZipFile
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from matcher.cameras import Camera
-from matcher.collection.schema import INDEX as FILE
+from matcher.collection.schema import INDEX
 from matcher.errors import IntegrityError, UsageError
-from matcher.files import write_whole
+from matcher.export.colmap import HALF_PIXEL
+from matcher.files import open_given, write_whole
 from matcher.match.retrieval import (
-    LENGTH,
-    WORDS,
     Vocabulary,
     collection_vocabulary,
     global_descriptor,
     strongest_descriptors,
 )
 from matcher.match.steering import rotated_descriptors
-from matcher.sfm.models import camera_of_model, check_numbers, check_poses_of, find_model, read_model
+from matcher.sfm.models import as_our_camera, check_numbers, find_model, poses_of, read_model
 from matcher.types import Features
 
 if TYPE_CHECKING:
     from matcher.collection.store import Store
-
-_HALF_PIXEL = 0.5  # COLMAP's origin is the corner of the first pixel
-_MOVED = 4.0  # pixels of the resized image by which refinement may have moved half of the keypoints
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,14 +80,14 @@ def read_sparse_map(folder: str | Path, store: Store) -> SparseMap:
     keypoints, points = [], []
     for image in images:
         seen = list(image.points2D)
-        keypoints.append(np.array([p.xy for p in seen], np.float64).reshape(-1, 2) - _HALF_PIXEL)
+        keypoints.append(np.array([p.xy for p in seen], np.float64).reshape(-1, 2) - HALF_PIXEL)
         points.append(np.array([rows[p.point3D_id] if p.has_point3D() else -1 for p in seen], np.int64))
         check_numbers(place, f"a keypoint of {image.name}", keypoints[-1])
         own = store.keypoints(image.name)
         same = len(own) == len(seen)
         if same and len(own):
             moved = np.median(np.linalg.norm(own - keypoints[-1], axis=1))
-            same = moved < _MOVED / min(store.scale(image.name))
+            same = moved < 4 / min(store.scale(image.name))  # resized pixels, by which refinement moves
         if not same:
             raise IntegrityError(
                 f"{place}: the {len(seen)} keypoints of {image.name} are not the {len(own)} of the run "
@@ -100,11 +96,9 @@ def read_sparse_map(folder: str | Path, store: Store) -> SparseMap:
                 "model's poses anew with `matcher sfm PHOTOS --poses MODEL --out NEW_MODEL`"
             )
     xyz = np.array([model.point3D(number).xyz for number in rows], dtype=np.float64).reshape(-1, 3)
-    check_numbers(place, "a point", xyz)
-    poses = np.tile(np.eye(4), (len(images), 1, 1))
-    poses[:, :3] = [image.cam_from_world().matrix() for image in images]
-    check_poses_of(place, "a pose", poses)
-    cameras = tuple(camera_of_model(place, model.camera(image.camera_id)) for image in images)
+    by_name = poses_of(model)
+    poses = np.array([by_name[image.name] for image in images])
+    cameras = tuple(as_our_camera(model.camera(image.camera_id)) for image in images)
     names, ids = tuple(image.name for image in images), np.array(list(rows), dtype=np.int64)
     return SparseMap(names, poses, cameras, tuple(keypoints), tuple(points), xyz, ids)
 
@@ -154,8 +148,7 @@ class LocalizationConfig:
 # --- Retrieval
 
 _BLOCK = 128  # rows compared at once, so that they fit a core's cache
-# In large maps, images are compared by sums of neighbouring components first, and this many of them exactly.
-_SKETCH, _SHORTLIST = 1024, 512
+_SKETCH = 1024  # sums of neighbouring components, by which the images of large maps are compared first
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +174,7 @@ class RetrievalIndex:
             return np.zeros(0, np.int64), np.zeros(0, np.float32)
         turned = rotated_descriptors(strongest_descriptors(features), self.kind)
         queries = np.array([self.vocabulary.describe(each) for each in turned], dtype=np.float32)
-        rows, few = np.arange(len(self.table)), max(_SHORTLIST, k)
+        rows, few = np.arange(len(self.table)), max(512, k)
         if len(rows) > 4 * few and self.table.shape[1] % _SKETCH == 0:
             roughly = (self._sketches @ _sketch(queries).T).max(axis=1)
             rows = np.sort(np.argpartition(-roughly, few)[:few])
@@ -206,39 +199,35 @@ def _sketch(rows: np.ndarray) -> np.ndarray:
 def open_index(
     folder: Path, names: Sequence[str], digests: Sequence[str], features: Callable[[str], Features]
 ) -> RetrievalIndex:
-    """The index of a run, read from its folder, or made and kept there where it can be written.
-
-    Args:
-        folder: of the run.
-        names: its images.
-        digests: of their content; an index of others is made again.
-        features: the features of an image.
-    """
+    """The index of a run, read from its folder, or made and kept there where it can be written."""
     wanted = hashlib.sha256("\n".join(map(" ".join, zip(names, digests, strict=True))).encode()).hexdigest()
-    with suppress(OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, BadZipFile, zlib.error):
-        return _read(folder / FILE, wanted, len(names))  # absent or damaged: it can be made again
+    with suppress(OSError, ValueError, KeyError, TypeError, SafetensorError):
+        return _read(folder / INDEX, wanted, len(names))  # absent or damaged: it can be made again
     index = RetrievalIndex.build(names, features)
-    own, buffer = index.vocabulary or Vocabulary(*(np.zeros((0, n)) for n in (0, 1, 1)), 0), io.BytesIO()
+    own = index.vocabulary or Vocabulary(*(np.zeros((0, n)) for n in (0, 1, 1)), 0)
     arrays = dict(words=own.words, target=own.target, sign=own.sign, table=index.table)
-    np.savez(buffer, length=index.table.shape[1], kind=index.kind, of=wanted, **arrays)
+    data = save(
+        {name: np.ascontiguousarray(array) for name, array in arrays.items()},
+        {"kind": index.kind, "of": wanted},
+    )
     with suppress(OSError):  # a folder that cannot be written costs time only
-        write_whole(folder / FILE, buffer.getvalue())
+        write_whole(folder / INDEX, data)
     return index
 
 
 def _read(path: Path, of: str, images: int) -> RetrievalIndex:
     """A kept index, which anybody may have made; errors of many kinds where it is damaged or of others."""
-    most = images * LENGTH * 2 + WORDS * 4096 * (4 + 8 + 4) + (1 << 16)  # bytes, descriptors up to 4096 long
-    with np.load(path, allow_pickle=False) as stored:
-        if sum(member.file_size for member in stored.zip.infolist()) > most or str(stored["of"]) != of:
-            raise ValueError("it is of other images, or would unpack to more than an index of these takes")
-        words, target, sign, table = (stored[name] for name in ("words", "target", "sign", "table"))
-        length, kind = int(stored["length"]), str(stored["kind"])
-    sound = table.shape == (images, length) and np.isfinite(table).all()
+    with open_given(path) as file:
+        data = file.read()
+    arrays, length = load(data), int.from_bytes(data[:8], "little")
+    about = json.loads(data[8 : 8 + length])["__metadata__"]
+    words, target, sign, table = (arrays[name] for name in ("words", "target", "sign", "table"))
+    sound = about["of"] == of and table.ndim == 2 and len(table) == images and np.isfinite(table).all()
     if words.size:
         sound = sound and words.ndim == 2 and np.isfinite(words).all() and target.dtype.kind == "i"
         sound = sound and target.shape == sign.shape == (words.size,) and (np.abs(sign) == 1).all()
-        sound = sound and ((target >= 0) & (target < length)).all()
+        sound = sound and ((target >= 0) & (target < table.shape[1])).all()
     if not sound:
         raise ValueError("its arrays are none of an index")
-    return RetrievalIndex(Vocabulary(words, target, sign, length) if words.size else None, table, kind)
+    vocabulary = Vocabulary(words, target, sign, table.shape[1]) if words.size else None
+    return RetrievalIndex(vocabulary, table, about["kind"])

@@ -133,8 +133,7 @@ def refinement_evidence(matches: Matches, scale: Sequence[float], further_passes
 
 def judges_matches(geometry: TwoViewGeometry) -> bool:
     """Whether a geometry, or that there is none, says something about single matches."""
-    unknown = ("ambiguous", "degenerate", "not_estimated")
-    return geometry.kind in _EPIPOLAR and geometry.status not in unknown
+    return geometry.kind in _EPIPOLAR and geometry.status not in ("degenerate", "not_estimated")
 
 
 def geometry_evidence(matches: Matches, geometry: TwoViewGeometry) -> np.ndarray:

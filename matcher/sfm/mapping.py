@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pycolmap
 
-from matcher.sfm.models import SIMPLE
+from matcher.sfm.plot import draw_model
 
 _NEAR = 15.0  # metres, by which a receiver in a telephone is easily off
-_FEWEST_POSITIONS = 4  # photos with a position: three place a model, and one confirms it
-# Camera models with the projection of SIMPLE and more parameters, each with the place of k1 among its own.
-_RICHER = {"RADIAL": 3, "OPENCV": 4, "FULL_OPENCV": 4}
 
 
 def main() -> None:
     """Read the job (JSON) from standard input, map, and write models and what is said of them.
 
     Job: `database`, `images` (folder that only colours are taken from; it may be absent), `output` (an
-    existing folder), `result` and `cloud` (files to write: what is said of each model as JSON; points and
-    colours of the largest one as NPZ), `mapper` (incremental, global, or triangulate for points only),
-    `poses` (None, or those to start from: name → cam_from_world (3, 4)), `positions` (name → latitude,
-    longitude, altitude), `origin` (None, or the position that the poses to start from are metres east, north
-    and up of), `fixed_cameras` (numbers of those that are not refined), `all_fixed` (these are all),
-    `min_images` of a model, `threads` (−1: all), `seed`, `verify` (run COLMAP's geometric verification
-    first), `max_deviation` (None, or pixels beyond which an observation is uncertain), `deviations` (the file
-    that says how uncertain each is), `rig` (None, or COLMAP's rig_config.json, which is completed from the
-    largest model) and `rig_known` (whether it says how all its cameras are fixed to each other).
+    existing folder), `result` (the file to write: what is said of each model as JSON), `mapper` (incremental,
+    global, or triangulate for points only), `poses` (None, or those to start from: name → cam_from_world
+    (3, 4)), `positions` (name → latitude, longitude, altitude), `origin` (None, or the position that the
+    poses to start from are metres east, north and up of), `fixed_cameras` (numbers of those that are not
+    refined), `all_fixed` (these are all), `min_images` of a model, `threads` (−1: all), `seed`, `verify` (run
+    COLMAP's geometric verification first), `max_deviation` (None, or pixels beyond which an observation is
+    uncertain), `deviations` (the file that says how uncertain each is), `rig` (None, or COLMAP's
+    rig_config.json, which is completed from the largest model) and `rig_known` (whether it says how all its
+    cameras are fixed to each other).
     """
     # An interrupt reaches the whole group; the parent ends this process, which must not print a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -45,7 +41,7 @@ def main() -> None:
     output = Path(job["output"])
     (output / "work").mkdir()
     models = _map(job)
-    simple = _with_simpler_cameras(job, models)
+    simple = _without_distortion(job, models)
     models = kept_models(simple or models, job)
     described = []
     for number, model in enumerate(models):
@@ -68,7 +64,8 @@ def main() -> None:
         points = models[0].points3D.values()
         xyz = np.array([point.xyz for point in points], dtype=np.float64).reshape(-1, 3)
         colours = np.array([point.color for point in points], dtype=np.uint8).reshape(-1, 3)
-        np.savez(job["cloud"], points=xyz, colours=colours)
+        seen = described[0]["cam_from_world"], described[0]["cameras"]
+        draw_model(*seen, xyz, colours, output / "reconstruction.png")
     Path(job["result"]).write_text(json.dumps(described), encoding="utf-8")
 
 
@@ -79,7 +76,7 @@ def _map(job: dict[str, Any]) -> dict[int, Any]:
     def mapped() -> dict[int, Any]:
         if job["mapper"] == "global":
             return pycolmap.global_mapping(*arguments, _options(job))
-        return _incremental(job, arguments)
+        return _incremental(arguments, _options(job))
 
     if job["rig"] is not None and not job["rig_known"] and not _calibrate_rig(job, mapped):
         return {}
@@ -92,17 +89,23 @@ def _map(job: dict[str, Any]) -> dict[int, Any]:
     if job["mapper"] == "triangulate":
         return {0: start}
     models = _continued(start, arguments, options, "start")
-    before = registered_poses(start)
     for model in models.values():
-        after = registered_poses(model)
-        if len(both := sorted(before.keys() & after.keys())) > 1:
-            # Bundle adjustment moves, turns and scales the world; a rig keeps its size.
-            scale, turn, shift = similarity(
-                *(np.array([poses[n] for n in both]) for poses in (after, before))
-            )
-            scale = scale if job["rig"] is None else 1.0
-            model.transform(pycolmap.Sim3d(scale, pycolmap.Rotation3d(turn), shift))
+        _move_back(model, start, keeps_size=job["rig"] is not None)
     return models
+
+
+def _move_back(model: Any, start: Any, *, keeps_size: bool) -> None:
+    """Move a model to where it started: bundle adjustment moves, turns and scales the world."""
+    both = sorted(start.point3D_ids() & model.point3D_ids())
+    found, wanted = (np.array([each.point3D(n).xyz for n in both]).reshape(-1, 3) for each in (model, start))
+    if len(both) < 4:
+        return
+    spread = float(np.median(np.linalg.norm(wanted - np.median(wanted, axis=0), axis=1)))
+    options = pycolmap.RANSACOptions(max_error=0.02 * spread, random_seed=0)  # most points hardly move
+    estimate = pycolmap.estimate_rigid3d_robust if keeps_size else pycolmap.estimate_sim3d_robust
+    if (estimated := estimate(found, wanted, options)) is not None:
+        moved = estimated["tgt_from_src"]
+        model.transform(pycolmap.Sim3d(1.0, moved.rotation, moved.translation) if keeps_size else moved)
 
 
 def _arguments(job: dict[str, Any], database: str, work: str) -> tuple[str, str, str]:
@@ -111,8 +114,7 @@ def _arguments(job: dict[str, Any], database: str, work: str) -> tuple[str, str,
     return database, job["images"] if Path(job["images"]).is_dir() else folder, folder
 
 
-def _incremental(job: dict[str, Any], arguments: tuple[str, str, str]) -> dict[int, Any]:
-    options = _options(job)
+def _incremental(arguments: tuple[str, str, str], options: Any) -> dict[int, Any]:
     models = pycolmap.incremental_mapping(*arguments, options)
     if not models:  # along a street, every pair is one of cameras that move ahead
         options.mapper.init_max_forward_motion = 1.0
@@ -203,33 +205,6 @@ def registered_poses(model: Any) -> dict[str, np.ndarray]:
     return {image.name: image.cam_from_world().matrix() for image in images}
 
 
-def similarity(found: np.ndarray, wanted: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-    """Scale, rotation (3, 3) and translation (3,) that bring a world back, from its cameras' poses.
-
-    The rotation is that of the cameras, so they may lie on a line; those that have turned most do not count.
-
-    Args:
-        found: (N, 3, 4) cam_from_world in the world that has moved, N ≥ 2.
-        wanted: (N, 3, 4) of the same cameras before.
-    """
-    turns = np.swapaxes(wanted[:, :, :3], 1, 2) @ found[:, :, :3]
-    away = np.linalg.norm(turns - _mean_rotation(turns), axis=(1, 2))
-    turn = _mean_rotation(turns[away <= np.median(away)])
-    theirs, ours = (-np.einsum("nji,nj->ni", poses[:, :, :3], poses[:, :, 3]) for poses in (found, wanted))
-    theirs = theirs @ turn.T
-    some = np.linspace(0, len(ours) - 1, min(len(ours), 200)).astype(int)  # their distances say the scale
-    first, second = np.triu_indices(len(some), 1)
-    lengths = [np.linalg.norm(c[some[first]] - c[some[second]], axis=1) for c in (theirs, ours)]
-    apart = lengths[0] > 0.1 * lengths[0].max()  # nearer cameras say little
-    scale = float(np.median(lengths[1][apart] / lengths[0][apart])) if apart.any() else 1.0
-    return scale, turn, np.median(ours - scale * theirs, axis=0)
-
-
-def _mean_rotation(turns: np.ndarray) -> np.ndarray:
-    u, _, v = np.linalg.svd(turns.sum(axis=0))
-    return u @ np.diag([1.0, 1.0, np.linalg.det(u @ v)]) @ v
-
-
 def adjust(model: Any, fixed_cameras: Iterable[int], threads: int) -> None:
     """Adjust all registered images, points and cameras of a model but the fixed ones, in place."""
     images = [model.image(number) for number in model.reg_image_ids()]
@@ -268,17 +243,13 @@ def _described(model: Any) -> dict[str, Any]:
 def georegister(model: Any, positions: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
     """Move a model to metres east, north and up of the first photo's position.
 
-    Args:
-        model: a `pycolmap.Reconstruction`, which is changed.
-        positions: latitude, longitude and altitude by name of image.
-
     Returns:
         The origin and how well positions and cameras agree; None where too few do, and nothing is changed.
         And why positions, if there are any, are not used.
     """
     names = sorted({model.image(number).name for number in model.reg_image_ids()} & positions.keys())
-    if len(names) < _FEWEST_POSITIONS:
-        return None, f"they are {len(names)}, and {_FEWEST_POSITIONS} are needed" if names else None
+    if len(names) < 4:  # three place a model, and one confirms it
+        return None, f"they are {len(names)}, and 4 are needed" if names else None
     given = np.array([positions[name] for name in names], dtype=np.float64)
     metres = np.asarray(pycolmap.GPSTransform().ellipsoid_to_enu(given, *given[0]))
     spread = np.linalg.svd(metres - metres.mean(axis=0), compute_uv=False)
@@ -287,9 +258,9 @@ def georegister(model: Any, positions: Mapping[str, Any]) -> tuple[dict[str, Any
     if spread[1] < 0.05 * spread[0]:
         return None, "they lie on one line, which does not say how the model is turned about it"
     ransac = pycolmap.RANSACOptions(max_error=_NEAR, random_seed=0)
-    found = pycolmap.align_reconstruction_to_locations(model, names, metres, _FEWEST_POSITIONS, ransac)
+    found = pycolmap.align_reconstruction_to_locations(model, names, metres, 4, ransac)
     if found is None:
-        return None, f"fewer than {_FEWEST_POSITIONS} agree with the cameras to {_NEAR:g} m"
+        return None, f"fewer than 4 agree with the cameras to {_NEAR:g} m"
     model.transform(found)
     return agreement(model, positions, given[0].tolist()), None
 
@@ -378,69 +349,34 @@ def _write_calibration(model: Any, path: Path) -> None:
     path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
-# --- Simpler cameras: until a model holds many images, parameters of lens distortion fit its errors, and no
-# further image fits it.
+# --- Lens distortion: until a model holds many images, its parameters fit errors, and no further image fits.
 
 
-def _with_simpler_cameras(job: dict[str, Any], models: dict[int, Any]) -> dict[int, Any]:
-    """Models that began with simpler cameras; none where these do not apply or register no more images."""
-    anew = job["mapper"] == "incremental" and job["poses"] is None and job["rig"] is None
+def _without_distortion(job: dict[str, Any], models: dict[int, Any]) -> dict[int, Any]:
+    """Models whose cameras got their distortion at the end, where so more images were registered."""
+    if job["mapper"] != "incremental" or job["poses"] is not None or job["rig"] is not None:
+        return {}
     with pycolmap.Database.open(job["database"]) as database:
-        enough = _most_images(models) >= 0.5 * database.num_images()
-    if enough or not anew:
-        return {}
-    folder, fixed = Path(job["output"]) / "work" / "simpler", set(job["fixed_cameras"])
-    folder.mkdir()
-    if (simpler := simplified(job["database"], folder, fixed)) is None:
-        return {}
-    others = _incremental(job, _arguments(job, str(simpler), "work/simpler"))
+        rich = any(len(c.extra_params_idxs()) > 1 for c in database.read_all_cameras())
+        if not rich or _most_images(models) >= 0.5 * database.num_images():
+            return {}
+    (Path(job["output"]) / "work" / "simpler").mkdir()
+    options = _options(job)
+    options.ba_refine_extra_params = False
+    others = _incremental(_arguments(job, job["database"], "work/simpler"), options)
     if _most_images(others) <= _most_images(models):
         return {}
     for model in others.values():
-        enrich(model, job["database"], fixed, job["threads"])
+        for _ in range(2):
+            adjust(model, job["fixed_cameras"], job["threads"])
+            # COLMAP's own limits: pixels, and degrees between rays.
+            pycolmap.ObservationManager(model).filter_all_points3D(4.0, 1.5)
+        model.update_point_3d_errors()
     return others
 
 
 def _most_images(models: Mapping[int, Any]) -> int:
     return max((model.num_reg_images() for model in models.values()), default=0)
-
-
-def simplified(database: str, folder: Path, fixed: Collection[int]) -> Path | None:
-    """A copy of a database, in a folder, with simple cameras but for the fixed ones; None: all are simple."""
-    path = folder / "simpler.db"
-    with pycolmap.Database.open(database) as stored:
-        cameras = stored.read_all_cameras()
-    rich = [camera for camera in cameras if camera.model.name in _RICHER and camera.camera_id not in fixed]
-    if not rich:
-        return None
-    shutil.copyfile(database, path)
-    with pycolmap.Database.open(str(path)) as copied:
-        for camera in rich:
-            simple = pycolmap.Camera.create_from_model_name(
-                camera.camera_id, SIMPLE, camera.mean_focal_length(), camera.width, camera.height
-            )
-            simple.has_prior_focal_length = camera.has_prior_focal_length
-            copied.update_camera(simple)
-    return path
-
-
-def enrich(model: Any, database: str, fixed: Collection[int], threads: int) -> None:
-    """Give a model of `simplified` cameras those of its database, in place, and adjust everything to them."""
-    with pycolmap.Database.open(database) as stored:
-        wanted = {camera.camera_id: camera.model.name for camera in stored.read_all_cameras()}
-    for number, camera in model.cameras.items():
-        if (kind := wanted[number]) != camera.model.name:
-            focal, *centre, k = camera.params
-            richer = pycolmap.Camera.create_from_model_name(number, kind, focal, camera.width, camera.height)
-            values = np.array(richer.params)
-            values[list(richer.principal_point_idxs())] = centre
-            values[_RICHER[kind]] = k
-            camera.model, camera.params = richer.model, values
-    for _ in range(2):
-        adjust(model, fixed, threads)
-        # COLMAP's own limits: pixels, and degrees between rays.
-        pycolmap.ObservationManager(model).filter_all_points3D(4.0, 1.5)
-    model.update_point_3d_errors()
 
 
 # --- Uncertain observations

@@ -21,10 +21,8 @@ from matcher.export.colmap import import_pycolmap
 from matcher.geometry import FARTHEST, check_poses
 from matcher.poses import COLMAP_IMAGES, read_named_poses
 
-SIMPLE = "SIMPLE_RADIAL"  # the simplest camera model that has lens distortion
 SUMMARY = "summary.json"
 KEPT_CAMERAS = "cameras_given"  # in it: whether the user gave all cameras, so that none was adjusted
-_LARGEST_SUMMARY = 1 << 28  # bytes; an image takes about one thousand
 _FILES = ("cameras", "images", "points3D")
 
 
@@ -106,7 +104,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
     """
     path = folder / SUMMARY
     try:
-        if not path.is_file() or path.stat().st_size > _LARGEST_SUMMARY:
+        if not path.is_file() or path.stat().st_size > 1 << 28:  # an image takes about a thousand
             return {}
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -154,12 +152,8 @@ def read_given_poses(source: str | Path, *, fixed: bool = True) -> GivenPoses:
     if not source.is_dir():
         return GivenPoses(*read_named_poses(source), fixed=fixed)
     model = read_model(find_model(source))
-    poses, cameras = {}, {}
-    for number in model.reg_image_ids():
-        image = model.image(number)
-        poses[image.name] = np.vstack([image.cam_from_world().matrix(), [0, 0, 0, 1]])
-        cameras[image.name] = camera_of_model(source, model.camera(image.camera_id))
-        check_poses_of(source, f"the pose of {image.name}", poses[image.name][None])
+    poses, images = poses_of(model), [model.image(number) for number in model.reg_image_ids()]
+    cameras = {image.name: as_our_camera(model.camera(image.camera_id)) for image in images}
     if not poses:
         raise UsageError(f"{source} is a model without any registered image")
     kept = read_summary(source).get(KEPT_CAMERAS) is True
@@ -170,10 +164,10 @@ def read_given_poses(source: str | Path, *, fixed: bool = True) -> GivenPoses:
 
 
 def read_model(folder: Path) -> Any:
-    """A `pycolmap.Reconstruction`.
+    """A `pycolmap.Reconstruction` whose names, poses, cameras and points are such.
 
     Raises:
-        UsageError: pycolmap is absent.
+        UsageError: pycolmap is absent, or a camera is none or of a model that is not supported.
         IntegrityError: a file is damaged.
     """
     pycolmap = import_pycolmap()
@@ -189,42 +183,38 @@ def read_model(folder: Path) -> Any:
             raise _damaged(folder, f"the name of image {number} {fault}")
         if names[image.name] > 1:
             raise _damaged(folder, f"two images are named {image.name}")
+    for name, pose in poses_of(model).items():
+        try:
+            check_poses(pose[None])
+        except ValueError as error:
+            raise _damaged(folder, f"the pose of {name}: {error}") from error
+    for number, camera in model.cameras.items():
+        check_numbers(folder, f"camera {number}", camera.params, np.inf)
+        try:
+            as_our_camera(camera)
+        except UsageError as error:
+            raise UsageError(f"{folder}, camera {number}: {error}") from error
+    points = [point.xyz for point in model.points3D.values()]
+    check_numbers(folder, "a point", np.array(points).reshape(-1, 3))
     return model
 
 
-def check_numbers(model: Path, what: str, values: np.ndarray) -> None:
+def poses_of(model: Any) -> dict[str, np.ndarray]:
+    """cam_from_world (4, 4) of the registered images of a `pycolmap.Reconstruction` by name."""
+    images = [model.image(number) for number in model.reg_image_ids()]
+    return {image.name: np.vstack([image.cam_from_world().matrix(), [0, 0, 0, 1]]) for image in images}
+
+
+def check_numbers(model: Path, what: str, values: np.ndarray, most: float = FARTHEST) -> None:
     """Refuse numbers of a model with which nothing can be computed.
 
     Raises:
-        IntegrityError: a value is not finite, or farther away than a pose may be; the message names both.
+        IntegrityError: a value is not finite, or larger than it may be; the message names both.
     """
     if not np.isfinite(values).all():
-        raise _damaged(model, f"{what} is not finite")
-    if (np.abs(values) > FARTHEST).any():
+        raise _damaged(model, f"a number of {what} is not finite")
+    if (np.abs(values) > most).any():
         raise _damaged(model, f"{what} is too far away")
-
-
-def check_poses_of(model: Path, what: str, poses: np.ndarray) -> None:
-    """Refuse matrices (N, 4, 4) of a model that are no poses (see `check_poses`); raises `IntegrityError`."""
-    try:
-        check_poses(poses)
-    except ValueError as error:
-        raise _damaged(model, f"{what}: {error}") from error
-
-
-def camera_of_model(model: Path, camera: Any) -> Camera:
-    """A camera of a model that anybody may have made.
-
-    Raises:
-        IntegrityError: its numbers are not finite.
-        UsageError: they are none of a camera, or its model is not supported; the message names both.
-    """
-    if not np.isfinite(camera.params).all():
-        raise _damaged(model, f"a number of camera {camera.camera_id} is not finite")
-    try:
-        return as_our_camera(camera)
-    except UsageError as error:
-        raise UsageError(f"{model}, camera {camera.camera_id}: {error}") from error
 
 
 def as_our_camera(camera: Any) -> Camera:

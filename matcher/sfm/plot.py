@@ -36,6 +36,7 @@ def draw_model(
     """
     from matplotlib.figure import Figure
 
+    cam_from_world = {name: np.asarray(pose) for name, pose in cam_from_world.items()}
     poses = list(cam_from_world.values())
     axes = scene_axes(poses)
     centres = np.array([-pose[:, :3].T @ pose[:, 3] for pose in poses]) @ axes.T

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
@@ -26,7 +26,6 @@ from matcher.files import write_whole
 from matcher.image_files import read_gps
 from matcher.processes import child_command, child_environment
 from matcher.sfm.models import KEPT_CAMERAS, SUMMARY, GivenPoses, SparseModel
-from matcher.sfm.plot import draw_model
 
 if TYPE_CHECKING:
     from matcher.cameras import Camera
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
 
 Mapper = Literal["incremental", "global"]
 MAPPERS: tuple[Mapper, ...] = ("incremental", "global")
-DATABASE, POINTS, PLOT, RIG = "database.db", "points.ply", "reconstruction.png", "rig_config.json"
-_RESULT, _CLOUD, _DEVIATIONS = "result.json", "cloud.npz", "deviations.npz"  # of COLMAP's process, not kept
+DATABASE, PLOT, RIG = "database.db", "reconstruction.png", "rig_config.json"
+_RESULT, _DEVIATIONS = "result.json", "deviations.npz"  # of COLMAP's process, not kept
 
 
 class ReconstructionError(MatcherError):
@@ -229,7 +228,7 @@ def _mapped(
         _write_deviations(store, part / _DEVIATIONS)
     place = None if poses is None else poses.georegistration
     paths = {"images": str(store.image_folder), "output": str(part)}
-    files = {"database": DATABASE, "result": _RESULT, "cloud": _CLOUD, "deviations": _DEVIATIONS}
+    files = {"database": DATABASE, "result": _RESULT, "deviations": _DEVIATIONS}
     job = {**job, **paths, **{name: str(part / file) for name, file in files.items()}}
     job |= {"fixed_cameras": given, "all_fixed": all_fixed, "poses": None, "positions": {}, "rig": None}
     job |= {"origin": None if place is None else place["origin"]}
@@ -265,21 +264,15 @@ def _mapped(
         "models": described,
     }
     write_whole(part / SUMMARY, json.dumps(summary, indent=1).encode())
-    models = tuple(_sparse_model(row) for row in described)
-    with np.load(part / _CLOUD) as cloud:
-        shape = models[0].cam_from_world, models[0].cameras
-        draw_model(*shape, cloud["points"], cloud["colours"], part / PLOT)
-    for leftover in (_RESULT, _CLOUD, _DEVIATIONS):
+    for leftover in (_RESULT, _DEVIATIONS):
         (part / leftover).unlink(missing_ok=True)
     shutil.rmtree(part / "work", ignore_errors=True)
-    return report, models
-
-
-def _sparse_model(row: Mapping[str, Any]) -> SparseModel:
-    poses = {name: np.array(pose, dtype=np.float64) for name, pose in row["cam_from_world"].items()}
-    return SparseModel(
-        **{name: row[name] for name in SparseModel.__dataclass_fields__} | {"cam_from_world": poses}
-    )
+    models = []
+    for row in described:
+        poses = {name: np.array(pose, dtype=np.float64) for name, pose in row["cam_from_world"].items()}
+        fields = {name: row[name] for name in SparseModel.__dataclass_fields__}
+        models.append(SparseModel(**fields | {"cam_from_world": poses}))
+    return report, tuple(models)
 
 
 def _run_mapping(job: dict[str, Any]) -> None:

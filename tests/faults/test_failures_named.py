@@ -46,14 +46,6 @@ def test_images_that_cannot_be_used_are_named_with_their_reasons(folder, tmp_pat
     tried(len(folder[1]) + 25)
 
 
-def test_one_image_that_cannot_be_used(folder, capfd, tried):
-    whole = folder[0] / "view 00.png"
-    for name in folder[1]:
-        assert run("match", whole, folder[0] / name, "--preset", "nearest") == 3
-        assert name in capfd.readouterr().err
-        tried()
-
-
 def test_names_that_cannot_be_stored_are_named(tmp_path, capfd):
     """It said that the folder holds no images, in a locale that is not UTF-8 for example."""
     (name,) = photos(tmp_path / "photos", 1)
@@ -61,13 +53,3 @@ def test_names_that_cannot_be_stored_are_named(tmp_path, capfd):
     command = ["collection", tmp_path / "photos", "--run", tmp_path / "run", *QUICK, "--exhaustive"]
     assert run(*command) == 2
     assert "can be stored ('a\\nb.png')" in capfd.readouterr().err
-
-
-def test_exports_say_what_they_leave_out(folder, tmp_path, capfd):
-    run_dir = tmp_path / "run"
-    command = ["collection", folder[0], "--run", run_dir, *QUICK, "--exhaustive", "--workers", 0]
-    run(*command)
-    capfd.readouterr()
-    assert run("export", run_dir, "--to", "npz", tmp_path / "m.npz") in (0, 4)
-    said = capfd.readouterr()
-    assert "5 images failed" in said.out + said.err

@@ -47,19 +47,10 @@ def external(group, key: str, path) -> None:
 FAULTS = {
     "points of NaN": lambda g, p: replace(g, "keypoints", np.full((30, 2), np.nan, np.float32)),
     "points of text": lambda g, p: replace(g, "keypoints", np.array([b"a", b"b"])),
-    "points of one number": lambda g, p: replace(g, "keypoints", np.float32(3)),
-    "points in one row": lambda g, p: replace(g, "keypoints", np.zeros(60, np.float32)),
     "more points than descriptors": lambda g, p: replace(g, "keypoints", np.zeros((31, 2), np.float32)),
-    "a group for points": lambda g, p: (g.__delitem__("keypoints"), g.create_group("keypoints")),
     "no descriptors": lambda g, p: g.__delitem__("descriptors"),
-    "no size": lambda g, p: g.__delitem__("image_size"),
-    "a size of NaN": lambda g, p: replace(g, "image_size", np.array([np.nan, 4])),
-    "a size of zero": lambda g, p: replace(g, "image_size", np.array([0, 4])),
     "a size too large": lambda g, p: replace(g, "image_size", np.array([2.0**40, 4])),
-    "a size of three": lambda g, p: replace(g, "image_size", np.array([4, 4, 4])),
-    "scores of another number": lambda g, p: g.create_dataset("scores", data=np.ones(7, np.float32)),
     "a terabyte of points": lambda g, p: huge(g, "keypoints", (2**37, 2)),
-    "a terabyte of descriptors": lambda g, p: huge(g, "descriptors", (128, 2**31)),
     "a link within": lambda g, p: replace(g, "keypoints", h5py.SoftLink("/good.jpg/keypoints")),
     "a link without": lambda g, p: replace(g, "keypoints", h5py.ExternalLink(str(p), "/x")),
     "data of another file": lambda g, p: external(g, "keypoints", p),
@@ -127,7 +118,7 @@ def test_features_files_with_bytes_changed(tmp_path, capfd, tried):
         entry(file, "good.jpg"), entry(file, "other.jpg", seed=2)
     whole, rng, path = (tmp_path / "whole.h5").read_bytes(), np.random.default_rng(5), tmp_path / "x.h5"
     codes = set()
-    for number in range(60):
+    for number in range(30):
         changed = bytearray(whole)
         for place in rng.integers(0, min(len(whole), 6000) if number % 2 else len(whole), 1 + number % 4):
             changed[place] = rng.integers(256)

@@ -6,9 +6,7 @@ Every file of one may be absent, damaged, something else than a file, or say wha
 import json
 import os
 import shutil
-import sqlite3
 import time
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +19,8 @@ from sequence_walls import BASELINE, make_walls, picture
 from sequence_walls import CAMERA as CAMERA_TEXT
 
 import matcher
+from matcher.collection.schema import sealed
+from matcher.collection.store import Store, Writer
 from matcher.errors import IntegrityError, UsageError
 
 pytest.importorskip("pycolmap")
@@ -29,7 +29,7 @@ CAMERA = matcher.Camera(*map(float, CAMERA_TEXT.split(",")), size=(320, 240))
 FAST = {"max_keypoints": 200}
 SECONDS = 5.0
 RUN, SPARSE, SUMMARY = "model-run", "model/sparse/0", "model/summary.json"
-DESCRIPTORS = f"{RUN}/descriptors-00000.bin"
+DESCRIPTORS = f"{RUN}/descriptors.db"
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,13 @@ def right(pose: np.ndarray | None) -> bool:
 
 
 NEEDED = (f"{RUN}/run.db", DESCRIPTORS, *(f"{SPARSE}/{n}.bin" for n in ("cameras", "images", "points3D")))
-SPARED = ("loops.json", "trajectory.tum", f"{RUN}/retrieval.npz", "model/database.db", "frames/000000.png")
+SPARED = (
+    "loops.json",
+    "trajectory.tum",
+    f"{RUN}/retrieval.safetensors",
+    "model/database.db",
+    "frames/000000.png",
+)
 
 
 def cut(path: Path) -> None:
@@ -158,27 +164,16 @@ def test_a_summary_that_is_no_file(folder, walls, fault):
     assert said == "" and right(pose)
 
 
-def images(run: Path) -> list[tuple[int, int]]:
-    connection = sqlite3.connect(run / "run.db")
-    found = connection.execute("SELECT id, count FROM images WHERE status = 1").fetchall()
-    connection.close()
-    assert found
-    return found
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_descriptors_that_are_not_finite(folder, walls, value):
     """With right checksums, as a stranger can write them; the index is made of them too."""
-    data, places = b"", {}
-    for image, count in images(folder / RUN):
-        record = safetensors.numpy.save({"descriptors": np.full((count, 128), value, np.float16)})
-        places[image] = (len(data), len(record), zlib.crc32(record))
-        data += record
-    (folder / DESCRIPTORS).write_bytes(data)
-    for image, place in places.items():
-        change = "UPDATE descriptors SET start = ?, length = ?, crc = ? WHERE image = ?"
-        edit(folder / RUN, change, values=(*place, image))
-    (folder / RUN / "retrieval.npz").unlink()
+    with Store.open(folder / RUN) as store:
+        counts = {number: store.image(name).count for number, name in store.names().items()}
+    with Writer(folder / RUN) as writer, writer.transaction():
+        for number, count in counts.items():
+            record = safetensors.numpy.save({"descriptors": np.full((count, 128), value, np.float16)})
+            writer.put_descriptors(number, sealed(record))
+    (folder / RUN / "retrieval.safetensors").unlink()
     said, pose = loaded(folder, walls)
     assert "damaged" in said and pose is None
 

@@ -12,7 +12,6 @@ from collection_runs import QUICK, photos
 from hostile_runs import edit, small_run
 
 from matcher.cli import main
-from matcher.collection.schema import HOLDER, StoreLock
 from matcher.errors import UsageError
 from matcher.export.output import whole_folder
 from matcher.kernels import loader as trusted
@@ -120,16 +119,6 @@ def test_a_pipe_in_the_cache_is_not_waited_for(tmp_path):
         assert trusted.load(tmp_path / "kept.bin") is None
 
 
-def test_who_holds_a_run_is_said_in_one_line(tmp_path):
-    """The note is a file of the run, which may be anybody's; other bytes were an internal error."""
-    lock = StoreLock(tmp_path)
-    (tmp_path / HOLDER).write_bytes(b"\xff\x1b[2J\n" + b"x" * 500)
-    with pytest.raises(UsageError, match="another run") as caught:
-        StoreLock(tmp_path)
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
-    lock.release()
-
-
 @pytest.mark.parametrize("place", ["report.html", "report_pairs/00001.html"])
 def test_a_report_does_not_wait_for_a_pipe_in_the_run(tmp_path, capfd, place):
     run = small_run(tmp_path / "run")
@@ -146,15 +135,6 @@ def test_a_report_writes_no_pages_through_a_link(tmp_path, capfd, target):
     (run / "report_pairs").symlink_to("report_pairs" if target == "report_pairs" else outside / target)
     assert "is a file or a link" in said(capfd, main(["report", str(run)])).replace("\n", "")
     assert list(outside.iterdir()) == []
-
-
-def test_a_restart_deletes_nothing_where_a_file_is_a_folder(folder, tmp_path, capfd):
-    run = small_run(tmp_path / "run")
-    (run / "descriptors-00001.bin").mkdir()
-    before = sorted(path.name for path in run.iterdir())
-    command = ["collection", str(folder / "photos"), "--run", str(run), *QUICK, "--exhaustive", "--restart"]
-    assert "descriptors-00001.bin is a folder" in said(capfd, main([*command, "--workers", "0"]))
-    assert sorted(path.name for path in run.iterdir()) == before
 
 
 @pytest.mark.parametrize("listed", [["old/precious"], "[" * 100_000, {"old/precious": 1}, None])

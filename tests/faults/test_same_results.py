@@ -3,22 +3,16 @@
 import json
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from itertools import pairwise
 
 import numpy as np
 import pytest
 from collection_runs import photos
-from real_pairs import fifty_pairs
 from spawned import facts, match_all
 
 import matcher
-from matcher.images import data_folder, is_image
-from matcher.kernels import SWITCH, build
-from matcher.kernels import loader as library
 
 pytestmark = pytest.mark.promise(3)
 
@@ -115,58 +109,6 @@ def test_threads_change_nothing_that_matters(views, tried):
     assert len(one) > 80 and np.array_equal(one, program(views, 1))
     assert agreement(one, program(views, 2)) >= 0.999
     tried(2)
-
-
-@pytest.mark.slow
-def test_kernels_and_threads_on_real_photos(tmp_path, monkeypatch, tried):
-    """At least 99.9 % of the matches in float32, with and without compiled kernels."""
-    if not library.supported() or shutil.which("g++") is None:
-        pytest.skip("needs AVX-512 and a compiler")
-    folder = data_folder() / "bench" / "oxford_graf"
-    photos = sorted(path for path in folder.rglob("*") if is_image(path))
-    if len(photos) < 6:
-        pytest.skip("needs bench/oxford_graf")
-    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
-    build()
-    shares = []
-    for other in photos[1:6]:
-        plain = program((photos[0], other), 1)
-        for threads, switch in ((1, "1"), (2, "1"), (2, "0")):
-            shares.append(agreement(plain, program((photos[0], other), threads, **{SWITCH: switch})))
-    print("shares of matches in common:", np.round(shares, 4).tolist())
-    assert np.mean(shares) >= 0.999
-    tried(len(shares))
-
-
-@pytest.mark.slow
-def test_kernels_find_and_refine_the_same_matches_of_fifty_pairs(monkeypatch, capsys, tried):
-    """At least 99.9 % of the matches in float32, before they are refined and after it, to .05 px."""
-    if not library.supported():
-        pytest.skip("needs compiled kernels")
-    pipe = matcher.load(max_keypoints=512, device="cpu", precision="float32", further_passes=False)
-    common, most = np.zeros(2), np.zeros(2)
-    for views in fifty_pairs():
-        images, sides = [pipe.read(view) for view in views], []
-        for switch in "01":
-            monkeypatch.setenv(SWITCH, switch)
-            features = [pipe.extract(image) for image in images]
-            matched = [pipe.match_features(*pair) for pair in pairwise(features)]
-            refined = [pipe.refine(*pair, m) for pair, m in zip(pairwise(images), matched, strict=True)]
-            sides.append(
-                [
-                    (m.indices, np.hstack([r.points0, r.points1]))
-                    for m, r in zip(matched, refined, strict=True)
-                ]
-            )
-        for plain, found in zip(*sides, strict=True):
-            for stage, rows in enumerate(zip(plain, found, strict=True)):
-                size = max(map(len, rows))
-                common[stage] += round(agreement(*rows) * size)
-                most[stage] += size
-    with capsys.disabled():
-        print(f"\n{common} of {most} matches")
-    assert (common >= 0.999 * most).all() and most.min() > 10_000
-    tried(100)
 
 
 def test_batches_change_nothing_that_matters(pairs, tried):
