@@ -34,7 +34,8 @@ from matcher.types import (
     checked_pairs,
     one_for_each,
 )
-from matcher.verify.estimation import verify_matches
+from matcher.verify.estimation import verify_matches, with_repetition
+from matcher.verify.overlays import without_overlay
 from matcher.verify.planes import build_estimator
 from matcher.verify.verdict import reject_improbable
 
@@ -199,6 +200,7 @@ class Pipeline:
         scale, matches = joined.features1.scale.tolist(), joined.with_keypoints(matches)
         matches = weighed_by_refinement(matches, scale, calibration_of(self.matcher), True)
         geometry = self.verify(joined.features0, joined.features1, matches, camera0=camera0, camera1=camera1)
+        geometry = with_repetition(geometry, *features, matches)  # of which alone descriptors are at hand
         geometry = reject_improbable(geometry, matches, *(f.image_size for f in features))
         found = dict(matches=matches, geometry=geometry, passes=joined.passes, first=first)
         sides = dict(features0=joined.features0, features1=joined.features1)
@@ -264,12 +266,16 @@ class Pipeline:
         return self.match_features_batch([(features0, features1)])[0]
 
     def match_features_batch(self, pairs: Sequence[tuple[Features, Features]]) -> list[Matches]:
-        """Match pairs of unbatched features in one padded, masked batch; errors as in `match_features`."""
+        """Match pairs of unbatched features in one padded, masked batch; errors as in `match_features`.
+
+        Matches on a stamp, logo or frame that both images have are left out (`matcher.verify.overlays`).
+        """
         if not checked_pairs(pairs):
             return []
         side0, side1 = zip(*pairs, strict=True)
         found = self.matcher(Features.stack(side0), Features.stack(side1))
-        return one_for_each(found, Matches, len(pairs), "matcher", self.matcher)
+        listed = one_for_each(found, Matches, len(pairs), "matcher", self.matcher)
+        return [without_overlay(*pair, matches) for pair, matches in zip(pairs, listed, strict=True)]
 
     def refine(
         self,

@@ -30,6 +30,10 @@ _REASONS = {
     "no_model": "no model was found",
     "low_inliers": "too few of them agree",
 }
+_PLANAR = {
+    "degenerate": "as they lie on one plane or the views only rotate, which fixes no more",
+    "ambiguous": "as they lie on one plane, several poses fit and nothing off it tells them apart",
+}
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,8 @@ class Result:
         names = [path.name if path else "array" for path in (self.path0, self.path1)]
         count = "1 match" if len(self.matches) == 1 else f"{len(self.matches)} matches"
         geometry, verified = self.geometry, self.geometry.status != "not_estimated"
-        agree = f", {int(self.inliers.sum())} inliers ({geometry.kind}: {geometry.status})" * verified
+        agree = f", {int(self.inliers.sum())} inliers ({geometry.kind}: {geometry.status}"
+        agree = (agree + ", planar" * geometry.planar + ")") * verified
         return f"Result({names[0]} and {names[1]}: {count}{agree})"
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,6 +130,7 @@ class Result:
             "keypoints0": len(self.features0),
             "keypoints1": len(self.features1),
             "matches": len(self.matches),
+            "overlay": self.matches.overlay,
             "layers_run": self.matches.layers_run,
             "layers": self.layers,
             "refinement": None if refinement is None else refinement.counts(),
@@ -149,8 +155,14 @@ class Result:
             lines.append(f"{len(self.passes)} passes, because too few matches of the first agreed: {found}")
         kind, status = self.geometry.kind, self.geometry.status
         model = "homography" if kind.startswith("homograph") else f"{kind} matrix"
+        if self.matches.overlay:
+            lines.append(f"{self.matches.overlay} matches are of a stamp, logo or frame over both: left out")
         if not len(self.matches):
             lines.append("no match: the images share nothing that was recognised")
+        elif self.geometry.verified and status != "ok":
+            lines.append(
+                f"{int(self.inliers.sum())} are inliers of one homography: {status}, {_PLANAR[status]}"
+            )
         elif status in _REASONS and (self.verdict is None or self.verdict.word == "not"):
             lines.append(f"no match: the matches fit no {model} ({_REASONS[status]})")
         elif status in _REASONS:
@@ -159,7 +171,8 @@ class Result:
         elif kind != "none":
             count = 1 if self.geometry.matrices is None else len(self.geometry.matrices)
             models = f"one {model}" if count == 1 else f"{count} homographies"
-            lines.append(f"{int(self.inliers.sum())} are inliers of {models}")
+            planar = ", most of them on one plane (planar)" if self.geometry.planar else ""
+            lines.append(f"{int(self.inliers.sum())} are inliers of {models}{planar}")
         if self.verdict is not None:
             lines.append(str(self.verdict))
         stages = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items() if name != "total")
@@ -180,7 +193,7 @@ class Result:
         """One line over a drawing: preset, counts, layers, time."""
         parts = [self.preset, f"{len(self.matches)} matches"]
         if self.geometry.kind != "none":
-            parts.append(f"{int(self.inliers.sum())} inliers ({self.geometry.kind})")
+            parts.append(f"{int(self.inliers.sum())} inliers ({_described(self.geometry)})")
         if self.verdict is not None:
             word = {"same": "same place", "unsure": "unsure", "not": "different places"}[self.verdict.word]
             parts.append(f"{word} ({self.verdict.probability:.2f})")
@@ -194,7 +207,8 @@ class Result:
         """What `save` writes: keypoints, indices, points, scores, inliers, sizes, geometry and refinement.
 
         `prior_scores` are those by which geometry and verdict weigh the matches. A matrix or pose that was
-        not found has shape (0, 0). Geometry "homographies" adds `planes` and `matrices`, as in
+        not found has shape (0, 0). `homography` is that of a plane on which most inliers lie, `alternatives`
+        the poses that it allows. Geometry "homographies" adds `planes` and `matrices`, as in
         `TwoViewGeometry`.
         """
         geometry, absent, refinement = self.geometry, np.zeros((0, 0)), self.matches.refinement
@@ -213,6 +227,8 @@ class Result:
             "geometry_kind": np.array(geometry.kind),
             "matrix": absent if geometry.matrix is None else geometry.matrix,
             "cam1_from_cam0": absent if geometry.cam1_from_cam0 is None else geometry.cam1_from_cam0,
+            "homography": absent if geometry.homography is None else geometry.homography,
+            "alternatives": np.array(geometry.alternatives).reshape(-1, 4, 4),
             "size0": np.array(self.features0.image_size),
             "size1": np.array(self.features1.image_size),
         }
@@ -312,6 +328,12 @@ class Result:
         if image.size != (size := features.image_size):
             raise UsageError(f"image{index} is {image.size}, but the result's image was {size}")
         return image
+
+
+def _described(geometry: TwoViewGeometry) -> str:
+    """The kind of a geometry, and what else there is to know."""
+    status = geometry.status if geometry.verified and geometry.status != "ok" else ""
+    return ", ".join(filter(None, (geometry.kind, "planar" * geometry.planar, status)))
 
 
 def _upright(points: np.ndarray, features: Features) -> np.ndarray:

@@ -356,7 +356,7 @@ class WindowedMatcher:
         scale = max(1.0, max(max(f.image_size) for f in sides) / _ORDINARY)
         estimate = RobustEstimator(EstimationConfig(kind="fundamental"))
         geometry = estimate(first.points0, first.points1, thresholds_scale=scale)
-        if geometry.status != "ok":
+        if not geometry.verified:
             ends = first.indices.T
             indices = np.stack([index[end] for index, end in zip(chosen, ends, strict=True)], axis=1)
             return replace(first, indices=indices, kept0=len(features0), kept1=len(features1))
@@ -451,7 +451,8 @@ class TiledPipeline(Pipeline):
         cameras = {"camera0": camera0, "camera1": camera1}
         first = super().match(*small, **cameras, **options)
         times.append(perf_counter())
-        if first.geometry.status not in ("ok", "not_estimated") or not len(first.matches):
+        usable = first.geometry.verified or first.geometry.status == "not_estimated"
+        if not usable or not len(first.matches):
             return first
         found, spent = self._match_tiles(full, first, **cameras)
         seconds = dict(zip(("read", "first_pass"), np.diff(times).tolist(), strict=True)) | spent
@@ -467,7 +468,7 @@ class TiledPipeline(Pipeline):
         beside the pyramids of refinement would be the most memory of all.
         """
         times = [perf_counter()]
-        kept = first.inliers if first.geometry.status == "ok" else np.ones(len(first.matches), dtype=bool)
+        kept = first.inliers if first.geometry.verified else np.ones(len(first.matches), dtype=bool)
         ends = first.points0[kept], first.points1[kept]
         sides = []
         for side, (factor, near) in enumerate(zip(_common_scale(*ends), ends, strict=True)):

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import cv2
 import numpy as np
@@ -504,6 +504,7 @@ class Matches:
     kept1: int = 0
     refinement: MatchRefinement | None = None  # None where the images were not looked at again
     prior: np.ndarray | None = None  # (K,) float32, see `prior_scores`; None: they are `scores`
+    overlay: int = 0  # matches left out, since they are of a stamp, logo or frame that both pictures have
 
     @classmethod
     def from_indices(
@@ -550,6 +551,12 @@ class Matches:
         """(K, 2, 2) of points1, in stored pixels², where the images were looked at again."""
         return None if self.refinement is None else self.refinement.covariances
 
+    def select(self, index: np.ndarray) -> Matches:
+        """Some matches, by indices or a mask (K,)."""
+        names = ("indices", "points0", "points1", "scores", "prior")
+        chosen = {n: None if getattr(self, n) is None else getattr(self, n)[index] for n in names}
+        return replace(self, **chosen, refinement=self.refinement and self.refinement.select(index))
+
     def __len__(self) -> int:
         """The number of matches K."""
         return len(self.indices)
@@ -572,6 +579,19 @@ class Matches:
         return [cv2.DMatch(query, train, 1.0 - score) for (query, train), score in rows]
 
 
+class Repetition(NamedTuple):
+    """What of a geometry's inliers is repeated (`matcher.verify.repetition`), the worse of both images."""
+
+    unrepeated: float  # share of the inliers that are of things which do not repeat
+    # How often keypoints that do not repeat are among the inliers / how often those around them that do.
+    found: float
+
+    @property
+    def repetitive(self) -> bool:
+        """Whether most inliers are of things that repeat."""
+        return self.unrepeated < 0.5
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class TwoViewGeometry:
     """A model of how two views relate, or the reason why there is none.
@@ -579,10 +599,13 @@ class TwoViewGeometry:
     `status` is whether to use the model:
 
     - `ok`: use it.
+    - `ambiguous`: the inliers are right and lie on one plane, which allows several poses, `alternatives`;
+      too little lies off it to tell which is right. In a `Result` there is no matrix and no pose.
     - `low_inliers`: fewer inliers than required, or no more than chance gives, also among the matches of
       several passes; in a `Result` the model is then in `rejected` alone.
-    - `too_few`, `degenerate`, `no_model`: there is none; too few distinct points, points on a line or (for
-      essential) views that only rotate, or nothing that fits.
+    - `too_few`, `degenerate`, `no_model`: there is none; too few distinct points, points on a line, or
+      nothing that fits. `degenerate` with a `homography`: the inliers are right and agree with that, as all
+      lie on one plane, or the views only rotate.
     - `not_estimated`: no geometry was requested.
 
     >>> import numpy as np
@@ -602,41 +625,72 @@ class TwoViewGeometry:
     planes: np.ndarray | None = None  # (K,) int64 index into `matrices`, −1 for outliers
     matrices: np.ndarray | None = None  # (P, 3, 3) float64, most inliers first
     rejected: TwoViewGeometry | None = None  # what was estimated and is not to be used, for explanations
+    # Of fundamental and essential, where most inliers lie on one plane, or the views only rotate:
+    homography: np.ndarray | None = None  # (3, 3) float64, (undistorted) stored pixels of image 0 → image 1
+    alternatives: tuple[np.ndarray, ...] = ()  # poses (4, 4) that a plane allows, the likeliest first
+    evidence: float | None = None  # logarithm of how much likelier the first of them is than the second
+    repetition: Repetition | None = None  # None where no descriptors were at hand
+
+    @property
+    def planar(self) -> bool:
+        """Whether most inliers of a fundamental or essential matrix lie on one plane."""
+        return self.homography is not None
+
+    @property
+    def verified(self) -> bool:
+        """Whether the inliers are right, even if they do not fix the model, as those on a plane may not."""
+        return self.status == "ok" or (self.status in ("ambiguous", "degenerate") and self.planar)
 
     def without_rejected(self) -> TwoViewGeometry:
-        """The same where the status is `ok`; else without model and inliers, which move to `rejected`."""
-        if self.status in ("ok", "not_estimated") or self.rejected is not None:
+        """The same where the status is `ok`; else without model, which moves to `rejected`.
+
+        So do the inliers where they are not `verified`.
+        """
+        if self.status in ("ok", "not_estimated"):
             return self
-        return TwoViewGeometry(self.kind, self.status, np.zeros_like(self.inliers), rejected=self)
+        rejected = self.rejected or self
+        if self.verified:
+            return replace(self, matrix=None, cam1_from_cam0=None, rejected=rejected)
+        return TwoViewGeometry(self.kind, self.status, np.zeros_like(self.inliers), rejected=rejected)
+
+    def repeating(self, repetition: Repetition | None) -> TwoViewGeometry:
+        """The same with what its inliers repeat."""
+        rejected = self.rejected and self.rejected.repeating(repetition)
+        return replace(self, repetition=repetition, rejected=rejected)
+
+    def reordered(self, order: np.ndarray) -> TwoViewGeometry:
+        """The same of matches in another order (K,)."""
+        planes = None if self.planes is None else self.planes[order]
+        rejected = self.rejected and self.rejected.reordered(order)
+        return replace(self, inliers=self.inliers[order], planes=planes, rejected=rejected)
 
     def __repr__(self) -> str:
         count = int(np.count_nonzero(self.inliers))
-        return f"TwoViewGeometry({self.kind}: {self.status}, {count} of {len(self.inliers)} inliers)"
+        plane = ", planar" if self.planar else ""
+        return f"TwoViewGeometry({self.kind}: {self.status}{plane}, {count} of {len(self.inliers)} inliers)"
 
     def to_dict(self) -> dict[str, Any]:
         """Kind, status, number of inliers and models as plain values, ready for `json.dumps`."""
-        models = {"matrix": self.matrix, "cam1_from_cam0": self.cam1_from_cam0, "matrices": self.matrices}
+        names = ("matrix", "cam1_from_cam0", "matrices", "homography")
+        models = {name: getattr(self, name) for name in names}
+        repeated = (self.rejected or self).repetition
         return {
             "kind": self.kind,
             "status": self.status,
             "inliers": int(np.count_nonzero(self.inliers)),
             "rejected_inliers": None if self.rejected is None else int(self.rejected.inliers.sum()),
+            "planar": self.planar,
+            "alternatives": [pose.tolist() for pose in self.alternatives],
+            "evidence": self.evidence,
+            "repetition": repeated and repeated._asdict(),
             **{name: None if model is None else model.tolist() for name, model in models.items()},
         }
 
 
 def best_first(matches: Matches, geometry: TwoViewGeometry) -> tuple[Matches, TwoViewGeometry]:
     """The matches by falling score, equal ones in their order, and the geometry with their inliers."""
-    order, refinement = np.argsort(-matches.scores, kind="stable"), matches.refinement
-    names = ("indices", "points0", "points1", "scores")
-    changes = {name: getattr(matches, name)[order] for name in names}
-    if matches.prior is not None:
-        changes["prior"] = matches.prior[order]
-    planes = None if geometry.planes is None else geometry.planes[order]
-    return (
-        replace(matches, **changes, refinement=refinement and refinement.select(order)),
-        replace(geometry, inliers=geometry.inliers[order], planes=planes),
-    )
+    order = np.argsort(-matches.scores, kind="stable")
+    return matches.select(order), geometry.reordered(order)
 
 
 # --- protocols: What a pipeline is made of: an extractor, a matcher and an estimator.

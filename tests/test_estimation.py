@@ -124,7 +124,7 @@ def test_essential_holds_on_a_plane(rng):
     points0 = rng.uniform(0, (1024, 768), (300, 2))
     points1 = warp_points(points0, H) + 0.3 * rng.normal(size=(300, 2))
     found = estimate("essential", points0, points1)
-    assert found.status == "ok" and found.inliers.mean() > 0.95
+    assert found.verified and found.planar and found.inliers.mean() > 0.95
 
 
 def test_homography_whose_first_pixel_lies_beyond_the_horizon(rng):
@@ -244,8 +244,12 @@ def test_rotation_alone_has_no_pose(rng, noise, outliers, turn):
     cam1_from_cam0 = np.eye(4)
     cam1_from_cam0[:3, :3] = rotation((0.2, 1.0, 0.1), turn)
     points0, points1, *_ = two_views(rng, noise=noise, outliers=outliers, cam1_from_cam0=cam1_from_cam0)
-    no_model(estimate("essential", points0, points1), "degenerate", len(points0))
-    assert estimate("homography", points0, points1).status == "ok"
+    for kind in ("essential", "fundamental"):
+        found = estimate(kind, points0, points1)
+        assert found.status == "degenerate" and found.matrix is None and found.cam1_from_cam0 is None
+        assert found.verified and found.planar
+    expected = estimate("homography", points0, points1)
+    assert expected.status == "ok" and np.mean(expected.inliers == found.inliers) > 0.95
 
 
 def test_small_motion_still_has_a_pose(rng):

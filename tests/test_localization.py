@@ -234,6 +234,7 @@ def test_pictures_of_a_rig_are_localised_together(made, place, queries, pair_of)
         (queries, pair_of[:1], CAMERA),
         (queries, pair_of, [CAMERA]),
         (queries, pair_of, [CAMERA, None]),
+        (queries, np.zeros((2, 4, 4)), CAMERA),
     ):
         with pytest.raises(UsageError):
             place.localize_rig(*arguments)
@@ -246,6 +247,13 @@ def test_a_rig_with_a_wrong_camera_has_no_pose(place, queries, pair_of, focals):
     for pose in place.localize_rig(queries, pair_of, cameras):
         assert pose.status == "wrong_camera" and pose.cam_from_world is None
         assert QUERIES[wrong] in pose.reason and f"{focals[wrong]:.0f} pixels" in pose.reason
+
+
+def test_a_rig_with_a_wrong_relative_pose_has_no_pose(place, queries, pair_of):
+    moved = np.array(pair_of)
+    moved[1, :3, 3] += [0.8, 0.0, 0.4]
+    for pose in place.localize_rig(queries, moved, CAMERA):
+        assert pose.status == "wrong_rig" and pose.cam_from_world is None and pose.reason
 
 
 # --- Which model and which run

@@ -5,8 +5,8 @@ import pytest
 
 from matcher.cameras import Camera
 from matcher.config import EstimationConfig
-from matcher.verify import estimation as epipolar
-from matcher.verify.adjustment import MatchedPoints
+from matcher.geometry import warp_points
+from matcher.verify.adjustment import MatchedPoints, fundamental_from_pose, sampson
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.homography import poses_of_plane
 
@@ -74,21 +74,41 @@ def test_no_pose_of_a_rotation_or_of_no_plane(rng):
     assert not list(poses_of_plane(matched, CAMERAS, 3.0))
 
 
-def test_what_lies_off_the_plane_decides(rng, monkeypatch):
-    """Samples lead to the twin here; twelve matches beside the plane are likely with the right pose only."""
-    points0, points1 = views(rng, 300, 12, pose(), noise=0.1)
-    points1[100:300] = rng.uniform((0, 0), (800, 600), (200, 2))  # wrong, so that the first is not enough
-    plane = MatchedPoints(points0[:100], points1[:100], np.full(100, 0.5))
-    twin = max(poses_of_plane(plane, CAMERAS, 3.0), key=lambda each: degrees_off(each, pose()))
+def estimated(kind, points0, points1):
+    cameras = CAMERAS if kind == "essential" else None
+    return RobustEstimator(EstimationConfig(kind=kind))(points0, points1, cameras=cameras)
 
-    def to_the_twin(matched, *_, **__):
-        return twin, np.zeros(len(matched), dtype=bool)
 
-    estimate = RobustEstimator(EstimationConfig(kind="essential"))
-    monkeypatch.setattr(epipolar, "_sampled_pose", to_the_twin)
-    covariances = np.tile(0.1**2 * np.eye(2), (312, 1, 1))
-    found = estimate(points0, points1, cameras=CAMERAS, covariances=covariances)
-    assert degrees_off(found.cam1_from_cam0, pose()) < 1
-    monkeypatch.setattr(epipolar, "poses_of_plane", lambda *_: iter(()))
-    found = estimate(points0, points1, cameras=CAMERAS, covariances=covariances)
-    assert degrees_off(found.cam1_from_cam0, pose()) > 10
+def test_a_plane_alone_leaves_both_poses(rng):
+    points = views(rng, 300, 0, pose(), noise=0.2)
+    found = estimated("essential", *points)
+    assert found.status == "ambiguous" and found.verified and found.planar
+    assert found.cam1_from_cam0 is None and found.matrix is None and found.inliers.mean() > 0.95
+    off = sorted(degrees_off(each, pose()) for each in found.alternatives)
+    assert len(off) == 2 and off[0] < 3 and off[1] > 10
+    again = found.without_rejected()
+    assert again.verified and again.inliers.sum() == found.inliers.sum()
+    assert found.to_dict()["planar"] and len(found.to_dict()["alternatives"]) == 2
+
+
+@pytest.mark.parametrize("kind", ["essential", "fundamental"])
+def test_what_lies_off_the_plane_decides(rng, kind):
+    points0, points1 = views(rng, 300, 14, pose(), noise=0.2)
+    points1[:60] = rng.uniform((0, 0), (800, 600), (60, 2))  # wrong
+    found = estimated(kind, points0, points1)
+    assert found.status == "ok" and found.planar
+    true = fundamental_from_pose(CAMERAS[0].K, CAMERAS[1].K, pose())
+    assert np.median(sampson(points0[-14:], points1[-14:], true)) < 0.5
+    if kind == "essential":
+        assert degrees_off(found.cam1_from_cam0, pose()) < 3 and found.evidence > 5
+    else:
+        assert np.median(sampson(points0[-14:], points1[-14:], found.matrix)) < 1
+
+
+def test_no_fundamental_matrix_of_a_plane_but_its_homography(rng):
+    points0, points1 = views(rng, 300, 0, pose(), noise=0.2)
+    points1[:90] = rng.uniform((0, 0), (800, 600), (90, 2))
+    found = estimated("fundamental", points0, points1)
+    assert found.status == "degenerate" and found.verified and found.matrix is None
+    assert np.abs(warp_points(points0, found.homography) - points1)[90:].max() < 2
+    assert found.inliers[90:].all() and found.inliers[:90].mean() < 0.1

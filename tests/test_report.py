@@ -88,7 +88,7 @@ def test_a_rejected_geometry_has_no_inliers_and_no_place():
     image = Image(np.zeros((100, 100), np.uint8), (100, 100), (1.0, 1.0))
     data = pair_data((image, image), (points, points), matches, geometry, [])
     assert [match[3] for match in data["matches"]] == [False] * 6
-    assert "6 points" in data["said"] and "but not" in data["said"]
+    assert "6 points" in data["said"] and "too few of them" in data["said"]
 
 
 @needs_browser

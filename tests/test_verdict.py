@@ -54,7 +54,7 @@ def test_the_evidence_in_numbers():
         values["probable inliers"] == pytest.approx(np.log(1 + 0.7 * 30)) and values["inlier ratio"] == 0.75
     )
     assert 0.7 < values["coverage"] < 0.95
-    assert evidence(*pair_of(0, 4)).tolist() == [0, 0, 0]
+    assert evidence(*pair_of(0, 4)).tolist() == [0, 0, 0, 0]
 
 
 def test_a_doubted_geometry_is_not_accepted():

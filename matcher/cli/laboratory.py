@@ -211,7 +211,8 @@ def evaluate(
 
     Without --compare, nearest-neighbour matching is always measured as the baseline of the other rows.
 
-    SET is one of the sets in $MATCHER_DATA: synthetic, zoom, sensors, unrelated, oxford_graf, opencv_pairs,
+    SET is one of the sets in $MATCHER_DATA: synthetic, zoom, sensors, unrelated, planes, repeats, overlays
+    (pairs that are easily wrong and look sure), oxford_graf, opencv_pairs,
     iguazu, multimodal, middlebury2003, kitti_mini, sceaux_castle, bench (the last seven), kitchen, bookstore,
     multiview (the last two), kitchen_angles (240 other pairs of the kitchen, by angle).
 
@@ -255,7 +256,9 @@ def evaluate(
         methods += peer_methods(name, options | {"precision": precision})
     skipped, baseline = 0, methods[0].name if compare else BASELINE
     for pair_set in sets:
-        if calibration:
+        if pair_set.protocol == "trap":
+            _traps(pair_set, methods, output)
+        elif calibration:
             skipped += _calibration(pair_set, methods, output)
         else:
             skipped += _accuracy(pair_set, methods, estimator_seeds, baseline, seed, output)
@@ -296,6 +299,21 @@ def _check_output(folder: Path, names: list[str], overwrite: bool) -> None:
         raise UsageError(f"--output {folder}: the folder cannot be made ({error.strerror})") from error
     for name in names:
         check_output(folder / name, (Path(name).suffix,), overwrite=overwrite)
+
+
+def _traps(pair_set: PairSet, methods: list[Method], folder: Path | None) -> None:
+    """Measure a set of pairs that are easily wrong, print its tables and write its files."""
+    from matcher.evaluate import traps
+
+    found, total = {}, len(pair_set) * len(methods)
+    with pair_progress(pair_set.name) as progress:
+        for number, method in enumerate(methods):
+            outcomes = []
+            for index in range(len(pair_set)):
+                outcomes.append(traps.judged(pair_set.pairs[index], method.pipeline))
+                progress(number * len(pair_set) + index + 1, total)
+            found[method.name] = traps.measured(outcomes)
+    _publish(folder, pair_set.name, traps.as_markdown(pair_set.name, pair_set.note, found), found)
 
 
 def _accuracy(

@@ -124,7 +124,8 @@ def _is_failure(result: Result, fail_if_unmatched: bool, fail_below: float | Non
     probability = 1.0 if result.verdict is None else result.verdict.probability
     if fail_below is not None and probability < fail_below:
         return True
-    verified = result.geometry.status in ("ok", "not_estimated") and len(result.matches) > 0
+    geometry = result.geometry
+    verified = (geometry.verified or geometry.status == "not_estimated") and len(result.matches) > 0
     return fail_if_unmatched and not (verified and probability >= (SAME if fail_below is None else 0))
 
 

@@ -581,14 +581,14 @@ class MatchedSet:
         """The images joined by verified pairs, the largest group first; an image alone is a group."""
         group = {image: {image} for image in range(len(self.names))}
         for (first, second), (_, geometry) in self.pairs.items():
-            if geometry.status == "ok" and group[first] is not group[second]:
+            if geometry.verified and group[first] is not group[second]:
                 joined = group[first] | group[second]
                 group.update(dict.fromkeys(joined, joined))
         distinct = {min(members): sorted(members) for members in group.values()}
         return sorted(distinct.values(), key=lambda members: (-len(members), members))
 
     def __repr__(self) -> str:
-        verified = sum(geometry.status == "ok" for _, geometry in self.pairs.values())
+        verified = sum(geometry.verified for _, geometry in self.pairs.values())
         return (
             f"MatchedSet({len(self.names)} images, {verified} of {len(self.pairs)} pairs verified, "
             f"{len(self.tracks)} tracks)"
@@ -668,8 +668,8 @@ def _tracks(
 ) -> Tracks:
     verified = {}
     for ends, (matches, geometry) in pairs.items():
-        if geometry.status in ("ok", "not_estimated"):
-            kept = geometry.inliers if geometry.status == "ok" else np.ones(len(matches), dtype=bool)
+        if geometry.verified or geometry.status == "not_estimated":
+            kept = geometry.inliers if geometry.verified else np.ones(len(matches), dtype=bool)
             verified[ends] = matches.indices[kept], matches.scores[kept]
     keypoints = [to_numpy(one.keypoints) for one in features]
     scales = [float(np.sqrt(np.prod(to_numpy(one.scale)))) for one in features]

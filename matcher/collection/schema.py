@@ -284,7 +284,9 @@ def encode_pair(
         "scores": np.rint(np.clip(matches.scores, 0, 1) * _SCORE_STEPS).astype(np.uint16),
         "inliers": np.packbits(np.asarray(geometry.inliers, dtype=bool)),
     }
-    for name, model in (("matrix", geometry.matrix), ("pose", geometry.cam1_from_cam0)):
+    models = {"matrix": geometry.matrix, "pose": geometry.cam1_from_cam0, "homography": geometry.homography}
+    models["alternatives"] = np.array(geometry.alternatives) if geometry.alternatives else None
+    for name, model in models.items():
         if model is not None:
             arrays[name] = np.ascontiguousarray(model, dtype=np.float64)
     sides = ((matches.points0, keypoints0), (matches.points1, keypoints1))
@@ -303,7 +305,7 @@ def decode_pair(
     Raises:
         DamagedError: the bytes do not make a pair of these images.
     """
-    arrays = _decoded(data, what, {"matrix": (3, 3), "pose": (4, 4)})
+    arrays = _decoded(data, what, {"matrix": (3, 3), "pose": (4, 4), "homography": (3, 3)})
     try:
         kind, status, layers, *kept = (int(number) for number in arrays["facts"])
         indices, bits = arrays["indices"].astype(np.int64), arrays["inliers"]
@@ -316,14 +318,15 @@ def decode_pair(
         shapes = [indices.shape, *(side.shape for side in points), scores.shape, bits.shape]
         if shapes != [(count, 2)] * 3 + [(count,), (-(-count // 8),)] or min(kind, status, layers, *kept) < 0:
             raise ValueError("an array has another shape, or a number is out of range")
-        if not all(np.isfinite(side).all() for side in points):
-            raise ValueError("a point is not finite")
+        poses = arrays.get("alternatives", np.zeros((0, 4, 4)))
+        if poses.shape != (len(poses), 4, 4) or not all(np.isfinite(each).all() for each in (*points, poses)):
+            raise ValueError("a point or a pose is not finite")
         inliers = np.unpackbits(bits, count=count).astype(bool)
         named = get_args(GeometryKind)[kind], get_args(GeometryStatus)[status]
-        geometry = TwoViewGeometry(*named, inliers, arrays.get("matrix"), arrays.get("pose"))
-        if geometry.status == "ok" and (
-            "matrix" not in arrays or (named[0] == "essential" and "pose" not in arrays)
-        ):
+        models = arrays.get("matrix"), arrays.get("pose")
+        plane = {"homography": arrays.get("homography"), "alternatives": tuple(poses)}
+        geometry = TwoViewGeometry(*named, inliers, *models, **plane)
+        if geometry.status == "ok" and (models[0] is None or (named[0] == "essential" and models[1] is None)):
             raise ValueError("a geometry has no matrix")
         return Matches(indices, points[0], points[1], scores, layers, *kept), geometry
     except (ValueError, LookupError, TypeError) as error:

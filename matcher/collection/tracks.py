@@ -64,8 +64,8 @@ def verified_pairs(store: Store) -> Iterator[PairMatches]:
     """The matches that tracks are made of: of the inliers where a pair has a geometry, all where none was
     estimated, of no match where there is none; errors as of `Store.pairs`."""
     for pair in store.pairs():
-        if pair.geometry.status in ("ok", "not_estimated"):
-            kept = pair.geometry.inliers if pair.geometry.status == "ok" else slice(None)
+        if pair.geometry.verified or pair.geometry.status == "not_estimated":
+            kept = pair.geometry.inliers if pair.geometry.verified else slice(None)
             yield PairMatches(pair.name0, pair.name1, pair.matches.indices[kept], pair.matches.scores[kept])
 
 

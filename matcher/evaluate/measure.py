@@ -256,7 +256,8 @@ def measure_pair(
     verdicts = [verdict_of(matches, geometry, *sizes) if several else None for geometry in geometries]
     found["probability"] = np.array([1.0 if verdict is None else verdict.probability for verdict in verdicts])
     accepted = [reject_improbable(g, matches, *sizes) if several else g for g in geometries]
-    found["accepted"] = np.array([float(geometry.status == "ok") for geometry in accepted])
+    found["accepted"] = np.array([float(geometry.verified) for geometry in accepted])
+    geometries = [g.rejected or g for g in geometries]  # the likeliest, also where it is not certain
     if isinstance(pair, PosePair):
         found |= _pose_metrics(pair, matches, geometries, threshold_scale(*scales, "essential"))
     elif isinstance(pair, HomographyPair):

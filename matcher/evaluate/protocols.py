@@ -91,7 +91,7 @@ def reproject(points: np.ndarray, source: DepthCamera, target: DepthCamera) -> t
 
 # Pairs and their sets.
 
-ProtocolName = Literal["homography", "pose", "depth", "correspondences", "unrelated"]
+ProtocolName = Literal["homography", "pose", "depth", "correspondences", "unrelated", "trap"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ from matcher.errors import UsageError
 from matcher.evaluate import folders, multiview
 from matcher.evaluate.protocols import Pair, PairSet, ProtocolName
 from matcher.evaluate.synthetic import sensor_set, synthetic_set, unrelated_set, zoomed_set
+from matcher.evaluate.traps import overlays_set, planes_set, repeats_set
 from matcher.images import DATA_VARIABLE, data_folder, find_images
 
 # Sets made of photos: what makes them, and how many pairs they have unless told.
@@ -18,6 +19,9 @@ _MADE: dict[str, tuple[Callable[..., PairSet], int]] = {
     "zoom": (zoomed_set, 100),
     "sensors": (sensor_set, 100),
     "unrelated": (unrelated_set, 200),
+    "planes": (planes_set, 120),
+    "repeats": (repeats_set, 120),
+    "overlays": (overlays_set, 160),
 }
 _BENCH = (
     "oxford_graf",
@@ -38,11 +42,10 @@ NAMES = (*_MADE, *_BENCH, "bench", *_MULTIVIEW, "multiview", _DRAWN)
 class SetOptions:
     """Options of the sets."""
 
-    # At most so many; None: 400 synthetic, 100 zoom, 100 sensors, 200 unrelated, 240 kitchen_angles, all of
-    # others.
+    # At most so many; None: as `_MADE` says, 240 kitchen_angles, all of others.
     pairs: int | None = None
     levels: tuple[int, ...] = (1, 2, 3, 4)  # of synthetic pairs
-    seed: int = 0  # of synthetic, zoom, sensors, unrelated and kitchen_angles pairs
+    seed: int = 0  # of sets made of photos, and of kitchen_angles
     images: Path | None = None  # folder of the images that a list of pairs names
 
 

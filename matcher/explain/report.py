@@ -108,7 +108,13 @@ def pair_data(
         "enlarged": ENLARGED,
         "matches": [[i, j, round(score, 4), inner] for (i, j), score, inner in pairs],
         "layers": [],
-        "origin": [[*row] for row in (*origin, ("geometry", f"{geometry.kind}: {geometry.status}"))],
+        "origin": [
+            [*row]
+            for row in (
+                *origin,
+                ("geometry", f"{geometry.kind}: {geometry.status}" + ", planar" * geometry.planar),
+            )
+        ],
     }
 
 
@@ -117,11 +123,15 @@ def said(matches: Matches, geometry: TwoViewGeometry, sizes: Sequence[tuple[int,
     text = (
         f"{len(matches)} {'point' if len(matches) == 1 else 'points'} of one image found again in the other"
     )
-    if geometry.status == "ok":
-        text += f", {int(geometry.inliers.sum())} of them as one scene seen from two places would have it"
-    elif geometry.status != "not_estimated":
-        text += ", but not as one scene seen from two places would have it"
     verdict = verdict_of(matches, geometry.rejected or geometry, *sizes)
+    if geometry.status in ("ambiguous", "degenerate") and geometry.verified:
+        text += f", {int(geometry.inliers.sum())} of them on one plane ({geometry.status}: no pose follows)"
+    elif geometry.verified:
+        text += f", {int(geometry.inliers.sum())} of them as one scene seen from two places would have it"
+    elif geometry.status != "not_estimated" and (verdict is None or verdict.word == "not"):
+        text += ", but not as one scene seen from two places would have it"
+    elif geometry.status != "not_estimated":
+        text += ", too few of them as one scene seen from two places would have it"
     return f"{text}." if verdict is None else f"{text}: {verdict}."
 
 

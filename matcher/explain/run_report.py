@@ -112,7 +112,7 @@ def collect_statistics(pairs: Iterable[StoredPair], limit: int, edges: int) -> R
         status, matches = pair.geometry.status, len(pair.matches)
         free = status == "not_estimated"
         inliers = matches if free else int(pair.geometry.inliers.sum())
-        verified = matches > 0 if free else status == "ok"
+        verified = matches > 0 if free else pair.geometry.verified
         row = PairRow(verified, inliers, matches, pair.name0, pair.name1, status, pair.seconds)
         found.pairs += 1
         found.seconds += pair.seconds

@@ -326,14 +326,16 @@ def two_view_geometry(pycolmap: Any, geometry: TwoViewGeometry, indices: np.ndar
 
     The configuration must be set: without it, COLMAP's mapper silently ignores the pair.
     """
-    if geometry.status != "ok" or geometry.matrix is None:
+    homography = geometry.matrix if geometry.kind == "homography" else geometry.homography
+    fixed = geometry.status == "ok" and geometry.matrix is not None
+    if not fixed and not (geometry.verified and homography is not None):
         return None
     kinds = pycolmap.TwoViewGeometryConfiguration
     verified = pycolmap.TwoViewGeometry()
     verified.inlier_matches = indices[np.asarray(geometry.inliers, dtype=bool)]
-    if geometry.kind == "homography":
+    if not fixed or geometry.kind == "homography":
         verified.config = kinds.PLANAR_OR_PANORAMIC
-        verified.H = _ORIGIN @ geometry.matrix @ np.linalg.inv(_ORIGIN)
+        verified.H = _ORIGIN @ homography @ np.linalg.inv(_ORIGIN)
     elif geometry.kind == "fundamental":
         verified.config = kinds.UNCALIBRATED
         verified.F = np.linalg.inv(_ORIGIN).T @ geometry.matrix @ np.linalg.inv(_ORIGIN)

@@ -236,7 +236,7 @@ def write_openmvg(
         files: dict[str, Any] = {}
         for pair in valid_pairs(store, images, report):
             written = {"putative": pair.matches.indices}
-            if pair.geometry.status == "ok":  # of fundamental, essential or homography the first letter
+            if pair.geometry.verified:  # of fundamental, essential or homography the first letter
                 written[pair.geometry.kind[0]] = pair.matches.indices[pair.geometry.inliers]
             for kind, indices in written.items():
                 if kind not in files:

@@ -244,7 +244,7 @@ def valid_pairs(store: Store, images: Iterable[StoredImage], report: ExportRepor
             continue
         report.pairs += 1
         report.matches += len(pair.matches)
-        report.verified += pair.geometry.status == "ok"
+        report.verified += pair.geometry.verified
         yield pair
 
 

@@ -89,6 +89,32 @@ def check_camera(
     )
 
 
+def check_rig_pose(
+    estimate: PoseEstimate,
+    matches: Matches3d,
+    max_error: float,
+    config: LocalizationConfig,
+    estimate_freely: Callable[[], PoseEstimate | None],
+) -> str:
+    """Why the relative pose of a picture of a rig seems wrong: another one explains far more; else empty.
+
+    That is: fewer than 60 % of its matched keypoints agree with the pose that the others give it, and half as
+    many again with one of its own. The other arguments are those of `check_camera`.
+    """
+    total, agreeing = len(np.unique(matches.keypoints)), num_agreeing([estimate], [matches])
+    if total < config.min_inliers or agreeing >= 0.6 * total or (free := estimate_freely()) is None:
+        return ""
+    more = num_agreeing([free], [matches])
+    if more < max(1.5 * agreeing, config.min_inliers):
+        return ""
+    if judge([free], [matches], [max_error], config, focal_known=True).status != "ok":
+        return ""
+    return (
+        f"{agreeing} of {total} matched keypoints agree with the pose of the rig, and {more} with one of "
+        "this picture alone: correct its relative pose"
+    )
+
+
 def check_focal(estimate: PoseEstimate, matches: Matches3d, max_error: float) -> str:
     """Why the focal length of an accepted pose seems wrong: the matches fit another one better; else empty.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -14,7 +15,14 @@ from matcher.arrays import to_numpy
 from matcher.cameras import Camera
 from matcher.collection.track_refinement import ImagePyramids
 from matcher.errors import UsageError
-from matcher.localization.checks import Judgement, check_ambiguous, check_camera, check_focal, judge
+from matcher.localization.checks import (
+    Judgement,
+    check_ambiguous,
+    check_camera,
+    check_focal,
+    check_rig_pose,
+    judge,
+)
 from matcher.localization.pose import (
     Matches3d,
     Pose,
@@ -333,6 +341,10 @@ class Localizer:
         if queries[0].camera is None:
             return verdict
         for number, (estimate, own, limit) in enumerate(zip(estimates, matches, limits, strict=True)):
+            how = dict(max_error=limit, focal_known=True, seed=config.seed)
+            free = partial(estimate_pose, own, estimate.camera, **how)
+            if len(queries) > 1 and (reason := check_rig_pose(estimate, own, limit, config, free)):
+                return verdict._replace(status="wrong_rig", reason=_named(queries, number) + reason)
             alone = judge([estimate], [own], [limit], config, focal_known=True)
             if alone.status == "ok" and (reason := check_focal(estimate, own, limit)):
                 return verdict._replace(status="wrong_camera", reason=_named(queries, number) + reason)
@@ -393,6 +405,12 @@ def check_rig(queries: Sequence[Query], cam_from_rig: object) -> np.ndarray:
         raise UsageError(
             f"cam_from_rig must be a pose (4, 4) for each of the {len(queries)} pictures, not {poses.shape}"
         )
+    turns = poses[:, :3, :3]
+    square = np.abs(turns @ turns.transpose(0, 2, 1) - np.eye(3)).max(axis=(1, 2), initial=0)
+    rigid = (square < 1e-3) & (np.linalg.det(turns) > 0) & (poses[:, 3] == [0, 0, 0, 1]).all(axis=1)
+    if not rigid.all():
+        wrong = int(np.argmin(rigid))
+        raise UsageError(f"cam_from_rig[{wrong}] is no pose: it must be a rotation and a translation (4, 4)")
     if any(query.camera is None for query in queries):
         raise UsageError("the pictures of a rig need their cameras")
     return poses

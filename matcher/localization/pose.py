@@ -27,6 +27,7 @@ PoseStatus = Literal[
     "not_significant",  # so few agree that wrong matches could do so by chance
     "ambiguous",  # nearly as many of the other matches agree with another pose
     "wrong_camera",  # far more matches agree, or agree much better, with another camera
+    "wrong_rig",  # far more matches of a picture agree with a pose that the others do not give it
     "implausible",  # the pose cannot be: points behind the camera, or inliers in one spot
 ]
 

@@ -133,7 +133,8 @@ def refinement_evidence(matches: Matches, scale: Sequence[float], further_passes
 
 def judges_matches(geometry: TwoViewGeometry) -> bool:
     """Whether a geometry, or that there is none, says something about single matches."""
-    return geometry.kind in _EPIPOLAR and geometry.status not in ("degenerate", "not_estimated")
+    unknown = ("ambiguous", "degenerate", "not_estimated")
+    return geometry.kind in _EPIPOLAR and geometry.status not in unknown
 
 
 def geometry_evidence(matches: Matches, geometry: TwoViewGeometry) -> np.ndarray:

@@ -26,6 +26,7 @@ from matcher.passes.views import (
 from matcher.types import Extractor, Features, Image, Matcher, Matches, TwoViewGeometry
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
+from matcher.verify.overlays import without_overlay
 
 FIRST = "first"
 # A pair is confident with so many inliers that are probable, or with this share of its keypoints, if inliers
@@ -76,7 +77,7 @@ class Evidence:
     @staticmethod
     def of(geometry: TwoViewGeometry, probable: np.ndarray, keypoints: int) -> Evidence:
         """The evidence of a geometry of K matches, of which some (K,) bool are probable."""
-        inliers = geometry.inliers if geometry.status == "ok" else np.zeros_like(geometry.inliers)
+        inliers = geometry.inliers if geometry.verified else np.zeros_like(geometry.inliers)
         counts = (int(np.count_nonzero(each)) for each in (inliers, inliers & probable))
         return Evidence(len(geometry.inliers), *counts, keypoints)
 
@@ -218,7 +219,7 @@ class _Pair:
             return None
         crops = at_scale_change(self.images, change, self.further.longer_side)
         one = self.further.own.match(f"scale {change:.2g}", *crops)
-        if self.verified(one).status == "ok":
+        if self.verified(one).verified:
             self.add(one)
         return one
 
@@ -232,7 +233,7 @@ class _Pair:
             return None
         images = [gradient_image(image, GRADIENT_SMOOTHING) for image in self.images]
         one = self.further.own.match_images("gradients", images)
-        return one if self.verified(one).status == "ok" else one.first(0)
+        return one if self.verified(one).verified else one.first(0)
 
     def other_features(self, _: TwoViewGeometry) -> PassMatches | None:
         """Match the same images by the other front end."""
@@ -287,7 +288,8 @@ class _Pair:
         """The features and matches of all passes; those of the first if there is no other."""
         if not self.found:
             return *self.features, self.first
-        return joined(*self.features, self.first, self.found, SAME_POINT)
+        *sides, matches = joined(*self.features, self.first, self.found, SAME_POINT)
+        return *sides, without_overlay(*self.features, matches) if self.first.overlay else matches
 
     def geometry(self) -> TwoViewGeometry:
         """The fundamental matrix estimated from all matches so far."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from matcher.geometry import resize_points, stored_to_upright
 from matcher.types import Extractor, Features, Image, Matcher, Matches
+from matcher.verify.overlays import without_overlay
 
 _LEAST_SIDE = 16  # pixels, of a crop
 _FROM_BORDER = 4  # pixels that keypoints of a turned crop keep from its borders, which are edges there
@@ -92,7 +93,8 @@ class LocalMatcher:
 
     def match_images(self, name: str, images: Sequence[Image]) -> PassMatches:
         """Matches of two whole images as they are."""
-        found = self.match_features(*self.extractor(images))
+        features = self.extractor(images)
+        found = without_overlay(*features, self.match_features(*features))
         return PassMatches(name, found.points0, found.points1, found.scores)
 
     def match_features(self, features0: Features, features1: Features) -> Matches:

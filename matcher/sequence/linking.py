@@ -142,7 +142,7 @@ class Linker:
         scale = threshold_scale(frame0.scale, frame1.scale, "fundamental")
         points = [f.keypoints[indices[:, side]] for side, f in enumerate((frame0, frame1))]
         geometry = self.estimator(*points, thresholds_scale=scale)
-        enough = geometry.status == "ok" and np.count_nonzero(geometry.inliers) >= MIN_LINKS
+        enough = geometry.verified and np.count_nonzero(geometry.inliers) >= MIN_LINKS
         inliers = geometry.inliers if enough else np.zeros_like(geometry.inliers)
         scores = np.ones(len(indices), np.float32) if scores is None else scores
         links = FrameLinks(frame0.index, indices, scores, inliers)

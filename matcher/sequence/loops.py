@@ -81,7 +81,8 @@ def _distances(points0: np.ndarray, points1: np.ndarray, camera: Camera, pose: n
 
 def _relative_pose(points0: np.ndarray, points1: np.ndarray, camera: Camera) -> np.ndarray | None:
     estimate = RobustEstimator(EstimationConfig(kind="essential"))
-    return estimate(points0, points1, cameras=(camera, camera)).cam1_from_cam0
+    geometry = estimate(points0, points1, cameras=(camera, camera))
+    return geometry.cam1_from_cam0 if geometry.status == "ok" else None
 
 
 def inliers_of(pair: StoredPair) -> tuple[np.ndarray, np.ndarray]:
@@ -260,7 +261,7 @@ class KeyframeGraph:
         path = path_length(poses)
         found, alike = [], set()
         for pair in collection:
-            if pair.name0 not in rank or pair.name1 not in rank or pair.geometry.status != "ok":
+            if pair.name0 not in rank or pair.name1 not in rank or not pair.geometry.verified:
                 continue
             first, second = rank[pair.name0], rank[pair.name1]
             if abs(second - first) <= NEXT:
@@ -338,7 +339,7 @@ class KeyframeGraph:
         places = {name_of(index): np.linalg.inv(pose) for index, pose in poses.items()}
         rank = {name: place for place, name in enumerate(sorted(places))}
         for pair in collection:
-            if pair.name0 not in rank or pair.name1 not in rank or pair.geometry.status != "ok":
+            if pair.name0 not in rank or pair.name1 not in rank or not pair.geometry.verified:
                 continue
             closing = (pair.name0, pair.name1) in loops
             if closing or abs(rank[pair.name0] - rank[pair.name1]) <= NEXT:

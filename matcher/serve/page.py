@@ -133,11 +133,14 @@ def geometry_rows(result: Result) -> list[list[Any]]:
     geometry = result.geometry
     rows: list[list[Any]] = [
         ["geometry", geometry.kind],
-        ["status", geometry.status],
+        ["status", geometry.status + ", planar" * geometry.planar],
         ["inliers", int(geometry.inliers.sum())],
     ]
     for number, line in enumerate([] if geometry.matrix is None else geometry.matrix, 1):
         rows.append([f"matrix, row {number}", "  ".join(f"{value:.6g}" for value in line)])
+    for place, pose in enumerate(geometry.alternatives if geometry.status == "ambiguous" else ()):
+        lines = ["  ".join(f"{value:.4g}" for value in line) for line in pose[:3]]
+        rows += [[f"pose {place + 1}, row {number}", line] for number, line in enumerate(lines, 1)]
     return rows
 
 

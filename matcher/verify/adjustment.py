@@ -93,6 +93,15 @@ class TwoViewModel:
     matrix: np.ndarray  # (3, 3)
     inliers: np.ndarray  # (N,) bool
     cam1_from_cam0: np.ndarray | None = None
+    homography: np.ndarray | None = None  # (3, 3) of the plane that most inliers lie on
+    alternatives: tuple[np.ndarray, ...] = ()  # poses (4, 4) that the plane allows, the likeliest first
+    evidence: float | None = None  # logarithm of how much likelier the first is than the second
+
+    def fundamental(self, cameras: tuple[Camera, Camera] | None) -> np.ndarray:
+        """The fundamental matrix (3, 3); `cameras` are those of an essential one."""
+        if cameras is None:
+            return self.matrix
+        return np.linalg.inv(cameras[1].K).T @ self.matrix @ np.linalg.inv(cameras[0].K)
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +216,7 @@ def adjusted_homography(
     """
     changes = _OF_SIMILARITIES.T if model == "similarity" else np.eye(9)[:, : 6 if model == "affine" else 8]
     condition = _conditioning(points0)
-    x, spread = _lifted(points0) @ condition.T, Spread.of(covariances, len(points0))
+    x, spread = lifted(points0) @ condition.T, Spread.of(covariances, len(points0))
     root = np.linalg.cholesky(np.stack([spread.xx, spread.xy, spread.xy, spread.yy], 1).reshape(-1, 2, 2))
     whiten = np.linalg.inv(root)
 
@@ -242,7 +251,7 @@ def adjusted_fundamental(
     if not values[0] > 0:
         return fundamental
     spread = Spread.of(covariances, len(points0))
-    sides = _lifted(points0).T.copy(), _lifted(points1).T.copy()
+    sides = lifted(points0).T.copy(), lifted(points1).T.copy()
 
     def residuals(model: tuple[np.ndarray, float, np.ndarray]) -> Residuals:
         u, ratio, v = model
@@ -274,12 +283,12 @@ def adjusted_pose(
         points0, points1, covariances, weights: as of `adjusted_homography`.
     """
     right, left = inverse_calibrations[0], inverse_calibrations[1].T
-    sides = _lifted(points0).T.copy(), _lifted(points1).T.copy()
+    sides = lifted(points0).T.copy(), lifted(points1).T.copy()
     spread = Spread.of(covariances, len(points0))
 
     def residuals(model: tuple[np.ndarray, np.ndarray]) -> Residuals:
-        rotation, across = model[0], _cross(model[1])
-        tangents = np.stack([_cross(axis) for axis in _tangents(model[1])])
+        rotation, across = model[0], cross(model[1])
+        tangents = np.stack([cross(axis) for axis in _tangents(model[1])])
         slopes = np.concatenate([across @ rotation @ _TURNS, tangents @ rotation])
         return _across(left @ across @ rotation @ right, left @ slopes @ right, *sides, spread)
 
@@ -351,7 +360,8 @@ def _loss(found: np.ndarray, weights: np.ndarray) -> float:
     return np.inf if np.isnan(loss) else loss
 
 
-def _lifted(points: np.ndarray) -> np.ndarray:
+def lifted(points: np.ndarray) -> np.ndarray:
+    """(N, 3) homogeneous points."""
     return np.column_stack([points, np.ones(len(points))])
 
 
@@ -361,7 +371,8 @@ def _conditioning(points: np.ndarray) -> np.ndarray:
     return np.array([[1 / size, 0, -centre[0] / size], [0, 1 / size, -centre[1] / size], [0, 0, 1]])
 
 
-def _cross(vector: np.ndarray) -> np.ndarray:
+def cross(vector: np.ndarray) -> np.ndarray:
+    """(3, 3) that multiplies by a vector (3,) as the cross product does."""
     return np.einsum("k,kij->ij", vector, _TURNS)
 
 
@@ -369,8 +380,8 @@ def _rotation(vector: np.ndarray) -> np.ndarray:
     """(3, 3) of an axis times an angle (Rodrigues)."""
     angle = float(np.linalg.norm(vector))
     if angle < 1e-12:
-        return np.eye(3) + _cross(vector)
-    axis = _cross(vector / angle)
+        return np.eye(3) + cross(vector)
+    axis = cross(vector / angle)
     return np.eye(3) + np.sin(angle) * axis + (1 - np.cos(angle)) * axis @ axis
 
 
@@ -426,7 +437,7 @@ def epipolar_distance(points0: np.ndarray, points1: np.ndarray, fundamental: np.
 
     Hartley and Zisserman, Multiple View Geometry, 2nd edition, section 11.4.
     """
-    lifted0, lifted1 = _lifted(points0), _lifted(points1)
+    lifted0, lifted1 = lifted(points0), lifted(points1)
     lines1, lines0 = lifted0 @ fundamental.T, lifted1 @ fundamental
     residual = np.abs(np.sum(lines1 * lifted1, axis=1))
     norm0 = np.maximum(np.linalg.norm(lines0[:, :2], axis=1), 1e-12)
@@ -443,7 +454,7 @@ def fundamental_from_pose(K0: np.ndarray, K1: np.ndarray, cam1_from_cam0: np.nda
 
 def sampson(points0: np.ndarray, points1: np.ndarray, fundamental: np.ndarray) -> np.ndarray:
     """(N,) Sampson's distance in pixels."""
-    lifted0, lifted1 = _lifted(points0), _lifted(points1)
+    lifted0, lifted1 = lifted(points0), lifted(points1)
     lines1, lines0 = lifted0 @ fundamental.T, lifted1 @ fundamental
     slope = np.sqrt(np.sum(lines0[:, :2] ** 2, axis=1) + np.sum(lines1[:, :2] ** 2, axis=1))
     return np.abs(np.sum(lines1 * lifted1, axis=1)) / np.maximum(slope, 1e-300)
@@ -463,7 +474,7 @@ def in_front(
         cam1_from_cam0: (4, 4).
     """
     sides = zip((points0, points1), inverse_calibrations, strict=True)
-    rays = [_lifted(points) @ inverse.T for points, inverse in sides]
+    rays = [lifted(points) @ inverse.T for points, inverse in sides]
     first, second = (ray / np.linalg.norm(ray, axis=1, keepdims=True) for ray in rays)
     first = first @ cam1_from_cam0[:3, :3].T
     # The lengths a, b of least |a first + t − b second|, times a positive number.

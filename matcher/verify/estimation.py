@@ -7,7 +7,8 @@ non-finite points; here every such case has its own status and no model.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import cv2
 import numpy as np
@@ -27,6 +28,7 @@ from matcher.verify.adjustment import (
     TwoViewModel,
     adjusted_fundamental,
     adjusted_pose,
+    degrees_apart,
     fundamental_from_pose,
     in_front,
     likeliest,
@@ -44,9 +46,19 @@ from matcher.verify.homography import (
     log_false_alarms,
     on_a_line,
     only_rotates,
+    poses_of_homography,
     poses_of_plane,
 )
-from matcher.verify.verdict import epipolar_likelihood, probabilities
+from matcher.verify.parallax import (
+    ENOUGH,
+    Parallax,
+    completed,
+    dominant_plane,
+    fixed_by_parallax,
+    parallax_evidence,
+)
+from matcher.verify.repetition import repetition
+from matcher.verify.verdict import epipolar_likelihood, probabilities, reject_improbable
 
 # Fundamental and essential matrices
 
@@ -54,6 +66,7 @@ SAMPLES = 5_000  # for a pose, at most; twice as many give no better ones, even 
 # Of the threshold for inliers, and the share of the matches, the most probable ones. The first may be enough.
 _FUNDAMENTAL = ((2 / 3, 1.0), (1 / 3, 1.0), (5 / 3, 1.0), (2 / 3, 0.5))
 _ESSENTIAL = ((2 / 3, 1.0), (1 / 3, 0.5), (2 / 3, 0.5), (5 / 3, 1.0), (5 / 3, 0.5))
+_TWINS = 5.0  # degrees between poses of one plane that are two, and not one twice
 _OFF_PLANE = 2.0  # thresholds for inliers that a match may lie from its place by the homography of a plane
 
 
@@ -89,19 +102,12 @@ def estimated_essential(
     samples: int = SAMPLES,
 ) -> TwoViewModel | None:
     """The mean of the likeliest poses by PoseLib's LO-RANSAC; inliers lie in front of both cameras."""
-    known = np.linalg.inv(cameras[0].K), np.linalg.inv(cameras[1].K)
     spread = Spread.of(matched.covariances, len(matched))
-
-    def refine(pose: np.ndarray, *matches: np.ndarray) -> np.ndarray:
-        return adjusted_pose(pose, known, *matches)
+    refine = partial(_adjusted, cameras)
 
     def judged(pose: np.ndarray, agreeing: float) -> Hypothesis:
-        fundamental = fundamental_from_pose(cameras[0].K, cameras[1].K, pose)
-        possible = in_front(*matched.sides, known, pose)
-        likelihood = epipolar_likelihood(fundamental, matched, spread, possible)
-        inliers = (sampson(*matched.sides, fundamental) <= threshold) & possible
-        essential = fundamental_from_pose(np.eye(3), np.eye(3), pose)
-        return Hypothesis(TwoViewModel(essential, inliers, pose), likelihood, agreeing)
+        model, (fundamental, possible) = _of_pose(pose, matched, cameras, threshold)
+        return Hypothesis(model, epipolar_likelihood(fundamental, matched, spread, possible), agreeing)
 
     def hypotheses() -> Iterator[Hypothesis]:
         for number, (factor, part) in enumerate(trials(matched, _ESSENTIAL)):
@@ -124,6 +130,21 @@ def estimated_essential(
     if best is None or (mean := mean_pose(found, best)) is None:
         return None if best is None else best.model
     return judged(mean, best.agreeing).model
+
+
+def _adjusted(cameras: tuple[Camera, Camera], pose: np.ndarray, *matches: np.ndarray) -> np.ndarray:
+    return adjusted_pose(pose, (np.linalg.inv(cameras[0].K), np.linalg.inv(cameras[1].K)), *matches)
+
+
+def _of_pose(
+    pose: np.ndarray, matched: MatchedPoints, cameras: tuple[Camera, Camera], threshold: float
+) -> tuple[TwoViewModel, tuple[np.ndarray, np.ndarray]]:
+    """The model of a pose; its fundamental matrix, and which matches (N,) are in front of both cameras."""
+    fundamental = fundamental_from_pose(cameras[0].K, cameras[1].K, pose)
+    possible = in_front(*matched.sides, [np.linalg.inv(camera.K) for camera in cameras], pose)
+    inliers = (sampson(*matched.sides, fundamental) <= threshold) & possible
+    essential = fundamental_from_pose(np.eye(3), np.eye(3), pose)
+    return TwoViewModel(essential, inliers, pose), (fundamental, possible)
 
 
 def _sampled_pose(
@@ -245,8 +266,18 @@ class RobustEstimator:
         if model is None:
             return TwoViewGeometry(kind, status, inliers)
         inliers[usable] = model.inliers[place]
-        matrix = _stored(kind, model.matrix, scale)
-        return TwoViewGeometry(kind, status, inliers, matrix, model.cam1_from_cam0)
+        homography = model.homography
+        found = TwoViewGeometry(
+            kind,
+            status,
+            inliers,
+            _stored(kind, model.matrix, scale),
+            model.cam1_from_cam0,
+            homography=None if homography is None else _stored("homography", homography, scale),
+            alternatives=model.alternatives,
+            evidence=model.evidence,
+        )
+        return found.without_rejected() if found.verified else found
 
     def _estimate(
         self, matched: MatchedPoints, cameras: tuple[Camera, Camera] | None
@@ -277,11 +308,74 @@ class RobustEstimator:
             return "low_inliers", model
         if any(on_a_line(side, model.inliers, threshold, minimum, chance) for side in (points0, points1)):
             return "degenerate", None
-        if kind == "essential" and only_rotates(
-            points0, points1, cameras, model.inliers, model.cam1_from_cam0
-        ):
-            return "degenerate", None
-        return "ok", model
+        if homography:
+            return "ok", model
+        return self._off_plane(matched, cameras, model, threshold)
+
+    def _off_plane(
+        self,
+        matched: MatchedPoints,
+        cameras: tuple[Camera, Camera] | None,
+        model: TwoViewModel,
+        threshold: float,
+    ) -> tuple[GeometryStatus, TwoViewModel | None]:
+        """Status and model where the inliers may all lie on one plane, or the views only rotate."""
+        reach = self.config.max_reprojection_error
+        homography = dominant_plane(matched, model.inliers, reach)
+        rotates = cameras is not None and only_rotates(
+            *matched.sides, cameras, model.inliers, model.cam1_from_cam0
+        )
+        if homography is None:
+            return ("degenerate", None) if rotates else ("ok", model)
+        residuals = sampson(*matched.sides, model.fundamental(cameras))[model.inliers]
+        spread = Spread.of(matched.covariances, len(matched))
+        parallax = Parallax.of(homography, matched, spread, residuals)
+        planar = replace(model, homography=homography)
+        on_plane = replace(planar, inliers=parallax.distance <= reach)
+        if rotates:
+            return "degenerate", replace(on_plane, cam1_from_cam0=None)
+        if cameras is not None:
+            return self._of_twins(matched, cameras, planar, parallax, threshold)
+        if fixed_by_parallax(model.matrix, matched, parallax):
+            return "ok", planar
+        matrix = completed(homography, matched, parallax)
+        if matrix is None or not fixed_by_parallax(matrix, matched, parallax):
+            return "degenerate", on_plane
+        inliers = sampson(*matched.sides, matrix) <= threshold
+        matrix = refined(adjusted_fundamental, matched, matrix, inliers)
+        inliers = sampson(*matched.sides, matrix) <= threshold
+        return "ok", replace(planar, matrix=matrix, inliers=inliers)
+
+    def _of_twins(
+        self,
+        matched: MatchedPoints,
+        cameras: tuple[Camera, Camera],
+        planar: TwoViewModel,
+        parallax: Parallax,
+        threshold: float,
+    ) -> tuple[GeometryStatus, TwoViewModel]:
+        """The one of the poses of a plane that matches off it tell from the others, if they do."""
+        reach, spread = self.config.max_reprojection_error, Spread.of(matched.covariances, len(matched))
+        poses, adjust = [planar.cam1_from_cam0], partial(_adjusted, cameras)
+        for pose in poses_of_homography(planar.homography, matched, cameras, reach):
+            inliers = _of_pose(pose, matched, cameras, threshold)[0].inliers
+            pose = refined(adjust, matched, pose, inliers)
+            if all(degrees_apart(pose, one) > _TWINS for one in poses):
+                poses.append(pose)
+        models, epipolar = zip(*(_of_pose(p, matched, cameras, threshold) for p in poses), strict=True)
+        evidence = [
+            parallax_evidence(fundamental, matched, spread, parallax, planar.inliers, possible)
+            for fundamental, possible in epipolar
+        ]
+        order = np.argsort(-np.array(evidence), kind="stable")
+        best = replace(models[order[0]], homography=planar.homography)
+        if len(models) == 1:
+            return "ok", best
+        ratio = evidence[order[0]] - evidence[order[1]]
+        best = replace(
+            best, alternatives=tuple(models[i].cam1_from_cam0 for i in order), evidence=float(ratio)
+        )
+        return ("ok" if ratio >= ENOUGH else "ambiguous"), best
 
 
 def paired(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
@@ -361,6 +455,8 @@ def _stored(kind: str, matrix: np.ndarray, scale: float) -> np.ndarray:
 
 # Geometry of matched features
 
+REPETITIVE = 0.5  # least probability of the same place where most inliers are of things that repeat
+
 
 def verify_matches(
     estimator: Estimator,
@@ -379,7 +475,7 @@ def verify_matches(
     cameras = cameras_of_pair(kind, camera0, camera1, (features0.image_size, features1.image_size))
     known = matches.covariances
     takes_it = known is not None and getattr(estimator, "takes_covariances", False)
-    return estimator(
+    geometry = estimator(
         matches.points0,
         matches.points1,
         cameras=cameras,
@@ -387,3 +483,16 @@ def verify_matches(
         thresholds_scale=threshold_scale(features0.scale.tolist(), features1.scale.tolist(), kind),
         **({"covariances": known} if takes_it else {}),
     )
+    return with_repetition(geometry, features0, features1, matches)
+
+
+def with_repetition(
+    geometry: TwoViewGeometry, features0: Features, features1: Features, matches: Matches
+) -> TwoViewGeometry:
+    """The geometry with what its inliers repeat; refused where most do and the verdict is against it."""
+    if not geometry.verified or not geometry.inliers.any():
+        return geometry
+    geometry = geometry.repeating(repetition(features0, features1, matches, geometry.inliers))
+    if geometry.repetition is None or not geometry.repetition.repetitive:
+        return geometry
+    return reject_improbable(geometry, matches, features0.image_size, features1.image_size, REPETITIVE)

@@ -200,9 +200,14 @@ def poses_of_plane(
         threshold: pixels; how far a match may lie from its place by the homography.
     """
     homography = sampled_homography(matched, threshold)
-    if homography is None:
-        return
-    homography = facing(homography, matched.points0)
+    if homography is not None:
+        yield from poses_of_homography(facing(homography, matched.points0), matched, cameras, threshold)
+
+
+def poses_of_homography(
+    homography: np.ndarray, matched: MatchedPoints, cameras: tuple[Camera, Camera], threshold: float
+) -> Iterator[np.ndarray]:
+    """The same of a known homography (3, 3) that has the points of image 0 before its horizon."""
     plane = transfer_error(*matched.sides, homography) <= threshold
     inverse = np.linalg.inv(cameras[0].K), np.linalg.inv(cameras[1].K)
     try:

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from matcher.config import GeometryKind
-from matcher.types import Matches, TwoViewGeometry
+from matcher.types import Matches, Repetition, TwoViewGeometry
 from matcher.verify.adjustment import MatchedPoints, Spread, sampson
 
 # Verdict
@@ -21,8 +21,8 @@ from matcher.verify.adjustment import MatchedPoints, Spread, sampson
 VerdictWord = Literal["same", "unsure", "not"]
 
 # Bias and coefficients of `EVIDENCE`, fitted by scripts/fit.py; see docs/results.md.
-COEFFICIENTS = (-7.331, 1.336, 4.232, 1.388)
-EVIDENCE = ("probable inliers", "inlier ratio", "coverage")
+COEFFICIENTS = (-7.331, 1.336, 4.232, 1.388, 5.0)
+EVIDENCE = ("probable inliers", "inlier ratio", "coverage", "unrepeated keypoints found")
 SAME, NOT = 0.9, 0.1  # thresholds on the probability; between them the word is "unsure"
 # Below it a geometry from several passes is not accepted. A match has two
 # coordinates to agree with a homography, one with an epipolar line, so chance and like edges reach less.
@@ -48,6 +48,7 @@ class Verdict:
     """
 
     probability: float  # that they do
+    repetitive: bool = False  # whether most that agrees is of things that occur several times
 
     @property
     def word(self) -> VerdictWord:
@@ -57,7 +58,8 @@ class Verdict:
         return "not" if self.probability <= NOT else "unsure"
 
     def __str__(self) -> str:
-        return f"{_SENTENCES[self.word]} (probability of the same place {self.probability:.2f})"
+        repetitive = "; repetitive: most matches are of things that occur several times" * self.repetitive
+        return f"{_SENTENCES[self.word]} (probability of the same place {self.probability:.2f}{repetitive})"
 
     def __repr__(self) -> str:
         return f"Verdict({self.word}, probability {self.probability:.2f})"
@@ -75,7 +77,9 @@ def verdict_of(
     """
     if geometry.status == "not_estimated":
         return None
-    return Verdict(probability(evidence(matches, geometry, size0, size1)))
+    repeated = geometry.repetition
+    repetitive = repeated is not None and repeated.repetitive
+    return Verdict(probability(evidence(matches, geometry, size0, size1)), repetitive)
 
 
 def probability(values: np.ndarray) -> float:
@@ -96,7 +100,7 @@ def reject_improbable(
     The default, `ACCEPTED` for its kind, is meant for several passes, because each is another chance for
     wrong matches to agree. The other arguments are those of `verdict_of`.
     """
-    if geometry.status != "ok":
+    if not geometry.verified:
         return geometry
     least = ACCEPTED[geometry.kind] if least is None else least
     if verdict_of(matches, geometry, size0, size1).probability >= least:
@@ -110,8 +114,10 @@ def evidence(
     """What the verdict depends on, in the order of `EVIDENCE`.
 
     Returns:
-        (3,) log(1 + the sum of the inliers' match probabilities); the inlier ratio; the square root of the
-        share of the image area that the inliers span, the smaller one of both images.
+        (4,) log(1 + the sum of the inliers' match probabilities); the inlier ratio; the square root of the
+        share of the image area that the inliers span, the smaller one of both images; log of how often
+        keypoints that do not repeat are found, divided by that of repeated ones. Where most inliers are of
+        things that repeat, only those that are not count for the first.
     """
     inliers = geometry.inliers
     if not inliers.any():
@@ -122,7 +128,11 @@ def evidence(
     for points, size in sides:
         low, high = np.percentile(points[inliers], [5.0, 95.0], axis=0)
         spans.append(float(np.sqrt(np.prod((high - low) / np.asarray(size)))))
-    return np.array([np.log1p(scores.sum()), inliers.mean(), min(spans)])
+    repeated = geometry.repetition or Repetition(1.0, 1.0)
+    support = scores.sum() * min(1.0, 2 * repeated.unrepeated)
+    return np.array(
+        [np.log1p(support), inliers.mean(), min(spans), np.log(np.clip(repeated.found, 0.1, 1.0))]
+    )
 
 
 # Likelihood of a geometry, which chooses between hypotheses
@@ -153,16 +163,26 @@ def epipolar_likelihood(
         spread: of their points.
         possible: (N,) bool, False for a match that this geometry excludes, as one behind a camera.
     """
+    density = half_normal(*epipolar_residuals(fundamental, matched, spread))
+    return _of_mixture((density if possible is None else density * possible) * _REACH, matched)
+
+
+def epipolar_residuals(
+    fundamental: np.ndarray, matched: MatchedPoints, spread: Spread
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sampson's distances (N,) and their standard deviations (N,), pixels."""
     distance = sampson(*matched.sides, fundamental)
     lines1 = matched.points0 @ fundamental[:, :2].T + fundamental[:, 2]
     across0 = np.sum((matched.points1 @ fundamental[:2] + fundamental[2])[:, :2] ** 2, axis=1)
     a, b = lines1[:, 0], lines1[:, 1]
     variance = a**2 * spread.xx + 2 * a * b * spread.xy + b**2 * spread.yy + across0 * spread.first
-    deviation = np.sqrt(np.maximum(variance, _TINY) / np.maximum(a**2 + b**2 + across0, _TINY))
+    return distance, np.sqrt(np.maximum(variance, _TINY) / np.maximum(a**2 + b**2 + across0, _TINY))
+
+
+def half_normal(distance: np.ndarray, deviation: np.ndarray) -> np.ndarray:
+    """Densities (N,) of distances (N,) of right matches, per pixel."""
     with np.errstate(over="ignore", under="ignore"):
-        density = 2 / sqrt(2 * pi) / deviation * np.exp(-0.5 * (distance / deviation) ** 2)
-    density = density if possible is None else density * possible
-    return _of_mixture(density * _REACH, matched)
+        return 2 / sqrt(2 * pi) / deviation * np.exp(-0.5 * (distance / deviation) ** 2)
 
 
 def homography_likelihood(homography: np.ndarray, matched: MatchedPoints, spread: Spread) -> float:
