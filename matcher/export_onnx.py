@@ -23,7 +23,7 @@ from torch.export import Dim
 from matcher.config import ExtractorConfig, NetworkConfig, PipelineConfig, resolve
 from matcher.errors import UsageError
 from matcher.extract.extractor import find_front_end
-from matcher.extract.learned import FeatureNetwork, candidates, refine
+from matcher.extract.learned import FeatureNetwork, candidates, subpixel
 from matcher.files import MARK, check_output, write_whole
 from matcher.match.consensus import ROUGH_ITERATIONS, SETTLED, agreement, soft_matches
 from matcher.match.nearest import needed_fields
@@ -259,7 +259,7 @@ class FrontEndPart(Part):
         scores = logits[0][y, x].sigmoid()
         order = scores.argsort(descending=True)
         order = order[torch.arange(order.shape[0]) < max_keypoints]
-        points = refine(logits, torch.stack([x[order], y[order]], 1)[None])
+        points = subpixel(logits, torch.stack([x[order], y[order]], 1)[None])
         return points[0], scores[order], self.network.describe(maps, points)[0]
 
 
@@ -494,7 +494,7 @@ class OpencvFrontEnd(FrontEndPart):
         scores, index = scores.topk(self.points, dim=1)
         width = image.shape[3]
         points = torch.stack([index % width, index.div(width, rounding_mode="floor")], dim=2)
-        points = refine(logits, points)
+        points = subpixel(logits, points)
         sides = image.new_tensor(image.shape[:1:-1])
         descriptors = self.network.describe(maps, points)[0] * (scores[0] > 0).unsqueeze(1)
         aspect = (sides / sides.max()).expand(self.points, 2)

@@ -20,9 +20,9 @@ from matcher.extract.learned import (
     folded,
     grown,
     peaks,
-    refine,
     sample,
     shapes_of,
+    subpixel,
     unfolded,
 )
 from matcher.onnx_engine import OnnxExtractor
@@ -154,9 +154,9 @@ def test_a_point_moves_to_the_centroid_of_its_window():
     logits = torch.full((1, 9, 9), -20.0)
     logits[0, 4, 4] = logits[0, 4, 5] = 3.0
     logits[0, 4, 8] = 30.0  # beyond the window
-    moved = refine(logits, torch.tensor([[[4, 4]]]))
+    moved = subpixel(logits, torch.tensor([[[4, 4]]]))
     torch.testing.assert_close(moved, torch.tensor([[[4.5, 4.0]]]), atol=1e-6, rtol=0)
-    corner = refine(torch.zeros(1, 9, 9), torch.tensor([[[0, 8]]]))
+    corner = subpixel(torch.zeros(1, 9, 9), torch.tensor([[[0, 8]]]))
     half = (WINDOW // 2) / 2
     torch.testing.assert_close(corner, torch.tensor([[[half, 8 - half]]]))
 

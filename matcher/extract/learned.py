@@ -371,7 +371,7 @@ def _running_maximum(rows: Tensor, radius: int) -> Tensor:
     return rows
 
 
-def refine(logits: Tensor, points: Tensor) -> Tensor:
+def subpixel(logits: Tensor, points: Tensor) -> Tensor:
     """(B, N, 2) int64 xy → float32 xy: the centroid of the softmax of the logits in each one's window."""
     half, steps = WINDOW // 2, torch.arange(WINDOW, device=logits.device)
     dy, dx = torch.cartesian_prod(steps, steps).unbind(1)
@@ -408,7 +408,7 @@ def _points_of(
     y, x = chosen.nonzero().unbind(1)
     scores, order = logits[0, y, x].sort(descending=True, stable=True)
     points = torch.stack([x, y], dim=1)[order[: config.max_keypoints]]
-    refined = refine(logits, points[None])
+    refined = subpixel(logits, points[None])
     scores = scores[: config.max_keypoints].sigmoid()
     return Found(refined[0], scores, network.describe(maps, refined)[0])
 

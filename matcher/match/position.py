@@ -290,7 +290,7 @@ class CorrespondenceGuidance(nn.Module):
             return torch.cat([guess0, waves0], dim=-1), torch.cat([waves1, guess1], dim=-1)
 
     def _waves(self, positions: Tensor) -> Tensor:
-        phases = positions @ self.frequencies.weight.t()
+        phases = self.frequencies(positions)
         return torch.cat([phases.cos(), phases.sin()], dim=-1)
 
     def _predicted_waves(self, predicted: Tensor) -> Tensor:

@@ -149,11 +149,10 @@ class FurtherPasses:
             seconds: duration of the first pass.
         """
         pair = _Pair(self, images, originals, features, matches, perf_counter() - seconds)
-        reports = [PassReport(FIRST, len(matches), seconds)]
-        if geometry.kind != "fundamental":
-            geometry = pair.geometry()
-        start = perf_counter()
-        for one in pair.passes(geometry):
+        if geometry.kind == "fundamental":
+            pair.geometry = geometry
+        reports, start = [PassReport(FIRST, len(matches), seconds)], perf_counter()
+        for one in pair.passes():
             reports.append(PassReport(one.name, len(one.scores), perf_counter() - start))
             start = perf_counter()
         return Joined(*pair.joined, tuple(reports), pair.left_out)
@@ -172,33 +171,36 @@ class _Pair:
     left_out: int = 0
     found: list[PassMatches] = field(default_factory=list)
 
-    def passes(self, geometry: TwoViewGeometry) -> Iterator[PassMatches]:
-        """Run passes until the evidence is confident; each method takes the geometry so far."""
+    def passes(self) -> Iterator[PassMatches]:
+        """Run passes until the evidence is confident."""
+        for step in self._steps():
+            if self.evidence.is_confident or (one := step()) is None:
+                continue
+            self.found.append(one)
+            for known in ("joined", "geometry", "evidence"):
+                vars(self).pop(known, None)
+            yield one
+
+    def _steps(self) -> Iterator[Callable[[], PassMatches | None]]:
+        """The passes that are wanted, each chosen when those before it have run."""
         wanted = self.further.config.passes
-        steps = [
-            ("scale", self.other_scale),
+        if "scale" in wanted:
+            yield self.other_scale
+        reliable = self.evidence.probable_inliers >= RELIABLE_REGION
+        if "region" in wanted and reliable:
+            yield self.region
+        for name, step in (
             ("gradients", self.gradients),
             ("features", self.other_features),
-            ("tilt_y", lambda _: self.tilted("tilt_y", 0.0)),
-            ("tilt_y_turned", lambda _: self.tilted("tilt_y, turned by 45 degrees", 45.0)),
-            ("tilt_x", lambda _: self.tilted_side(0)),
-            ("tilt_x", lambda _: self.tilted_side(1)),
-        ]
-        steps = [step for name, step in steps if name in wanted]
-        for step in steps[:1] if "scale" in wanted else []:
-            if not self.evidence(geometry).is_confident and (one := step(geometry)) is not None:
-                yield one
-                geometry = self.geometry()
-        steps = steps["scale" in wanted :]
-        if "region" in wanted:
-            reliable = self.evidence(geometry).probable_inliers >= RELIABLE_REGION
-            steps.insert(0 if reliable else len(steps), self.region)
-        for step in steps:
-            if self.evidence(geometry).is_confident or (one := step(geometry)) is None:
-                continue
-            self.add(one)
-            yield one
-            geometry = self.geometry()
+            ("tilt_y", lambda: self.tilted("tilt_y", 0.0)),
+            ("tilt_y_turned", lambda: self.tilted("tilt_y, turned by 45 degrees", 45.0)),
+            ("tilt_x", lambda: self.tilted_side(0)),
+            ("tilt_x", lambda: self.tilted_side(1)),
+        ):
+            if name in wanted:
+                yield step
+        if "region" in wanted and not reliable:
+            yield self.region
 
     def has_time(self, kind: Literal["own", "other", "region"] = "own") -> bool:
         """Whether a pass of a kind (`TimeLimit`) still fits; one that does not is counted."""
@@ -207,35 +209,31 @@ class _Pair:
         self.left_out += not fits
         return fits
 
-    def other_scale(self, geometry: TwoViewGeometry) -> PassMatches | None:
+    def other_scale(self) -> PassMatches | None:
         """Match at the change of scale that the descriptors suggest, if there are few inliers.
 
         Without a geometry of their own none of these matches is kept.
         """
-        if not self.has_few_inliers(geometry) or not self.has_time():
+        if not self.has_few_inliers() or not self.has_time():
             return None
         change = best_scale_change(self.further.own.extractor, self.images)
         if change is None or not self.has_time():
             return None
         crops = at_scale_change(self.images, change, self.further.longer_side)
-        one = self.further.own.match(f"scale {change:.2g}", *crops)
-        if self.verified(one).verified:
-            self.add(one)
-        return one
+        return self.if_verified(self.further.own.match(f"scale {change:.2g}", *crops))
 
-    def gradients(self, geometry: TwoViewGeometry) -> PassMatches | None:
+    def gradients(self) -> PassMatches | None:
         """Match images of gradient magnitude, if grey values may be what differs, as in a negative.
 
         Edges of unrelated images look more alike than their grey values, so without a geometry of their own
         none of these matches is kept.
         """
-        if not self.has_few_inliers(geometry) or not self.has_time():
+        if not self.has_few_inliers() or not self.has_time():
             return None
         images = [gradient_image(image, GRADIENT_SMOOTHING) for image in self.images]
-        one = self.further.own.match_images("gradients", images)
-        return one if self.verified(one).verified else one.first(0)
+        return self.if_verified(self.further.own.match_images("gradients", images))
 
-    def other_features(self, _: TwoViewGeometry) -> PassMatches | None:
+    def other_features(self) -> PassMatches | None:
         """Match the same images by the other front end."""
         if self.further.other is None or not self.has_time("other"):
             return None
@@ -266,22 +264,17 @@ class _Pair:
         features[side] = self.further.own.extractor([crops[side].as_image()])[0]
         return self.further.own.match_crops(f"tilt_x of image {side}", crops, features)
 
-    def region(self, geometry: TwoViewGeometry) -> PassMatches | None:
+    def region(self) -> PassMatches | None:
         """Match the common region at equal scale, if there are enough inliers to locate it."""
-        located = self.evidence(geometry).probable_inliers >= MIN_REGION_INLIERS
+        located = self.evidence.probable_inliers >= MIN_REGION_INLIERS
         if not located or not self.has_time("region"):
             return None
-        matches, inliers = self.joined[2], np.flatnonzero(geometry.inliers)
+        matches, inliers = self.joined[2], np.flatnonzero(self.geometry.inliers)
         originals = [original() for original in self.originals]
         region = common_region(*originals, matches.points0[inliers], matches.points1[inliers])
         return self.further.own.match(
             "common region", *crops_of(region, *originals, self.further.longer_side)
         )
-
-    def add(self, one: PassMatches) -> None:
-        """Join the matches of another pass."""
-        self.found.append(one)
-        vars(self).pop("joined", None)
 
     @cached_property
     def joined(self) -> tuple[Features, Features, Matches]:
@@ -291,10 +284,17 @@ class _Pair:
         *sides, matches = joined(*self.features, self.first, self.found, SAME_POINT)
         return *sides, without_overlay(*self.features, matches) if self.first.overlay else matches
 
+    @cached_property
     def geometry(self) -> TwoViewGeometry:
         """The fundamental matrix estimated from all matches so far."""
         matches = self.joined[2]
         return self.verified(PassMatches("", matches.points0, matches.points1, matches.scores))
+
+    @cached_property
+    def evidence(self) -> Evidence:
+        """Support of the geometry so far."""
+        probable = self.joined[2].scores >= PROBABLE
+        return Evidence.of(self.geometry, probable, min(map(len, self.features)))
 
     def verified(self, one: PassMatches) -> TwoViewGeometry:
         """The fundamental matrix estimated from the matches of one pass."""
@@ -302,14 +302,13 @@ class _Pair:
         scale = threshold_scale(*(f.scale.tolist() for f in self.features), "fundamental")
         return estimate(one.points0, one.points1, scores=one.scores, thresholds_scale=scale)
 
-    def evidence(self, geometry: TwoViewGeometry) -> Evidence:
-        """Support of `geometry`, estimated from all matches so far."""
-        return Evidence.of(geometry, self.joined[2].scores >= PROBABLE, min(map(len, self.features)))
+    def if_verified(self, one: PassMatches) -> PassMatches:
+        """The matches of a pass that have a geometry of their own; else none of them."""
+        return one if self.verified(one).verified else one.first(0)
 
-    def has_few_inliers(self, geometry: TwoViewGeometry) -> bool:
+    def has_few_inliers(self) -> bool:
         """Whether there are so few inliers that the images may differ by more than the viewpoint."""
-        evidence = self.evidence(geometry)
-        return evidence.probable_inliers < LOW_INLIERS * evidence.keypoints
+        return self.evidence.probable_inliers < LOW_INLIERS * self.evidence.keypoints
 
 
 def at_scale_change(images: Sequence[Image], change: float, longer_side: int) -> tuple[Crop, Crop]:

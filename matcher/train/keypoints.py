@@ -17,7 +17,7 @@ from matcher.extract.learned import (
     SCORE_THRESHOLD,
     FeatureNetwork,
     candidates,
-    refine,
+    subpixel,
 )
 from matcher.extract.sift import detect_sift
 from matcher.match.steering import STEERABLE, TURNS, turned_by
@@ -108,7 +108,7 @@ class Describer:
         scores = logits.sigmoid()
         scores = torch.where(kept & (scores > SCORE_THRESHOLD), scores, WEAK * scores).flatten(1)
         index, width = scores.topk(count, dim=1).indices, logits.shape[2]
-        points = refine(logits, torch.stack([index % width, index // width], dim=2))
+        points = subpixel(logits, torch.stack([index % width, index // width], dim=2))
         valid = torch.ones(points.shape[:2], dtype=torch.bool, device=points.device)
         return Keypoints(points, self._network.describe(maps, points), valid)
 

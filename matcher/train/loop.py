@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from matcher.config import to_dict
 from matcher.errors import IntegrityError, MatcherError, UsageError
-from matcher.extract.learned import refine, unfolded
+from matcher.extract.learned import subpixel, unfolded
 from matcher.files import is_ours, write_whole
 from matcher.match.sinkhorn import mutual_best
 from matcher.match.steering import TURNS, steered
@@ -192,7 +192,7 @@ class Trainer:
         with mixed_precision(self.device):
             logits, maps = network(batch.pairs.images)
         maxima, valid = strongest(logits, max(count, matched))
-        positions = refine(logits, maxima)
+        positions = subpixel(logits, maxima)
         corresponding, states = batch.pairs.transfer(positions)
         corresponding, visible = corresponding.nan_to_num(0.0), (states == 1) & valid
         with mixed_precision(self.device):
@@ -315,7 +315,7 @@ def _found(networks: Networks, batch: Batch, counts: Tensor) -> Keypoints:
     network = networks.front_end.eval()
     logits, maps = network(batch.pairs.images)
     maxima, valid = strongest(logits, batch.points)
-    positions = refine(logits, maxima)
+    positions = subpixel(logits, maxima)
     found = Keypoints(positions, network.describe(maps, positions), valid)
     corresponding, states = batch.pairs.transfer(positions)
     visible = (states == 1) & valid
