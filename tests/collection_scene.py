@@ -34,6 +34,9 @@ class MemoryStore:
     def keypoints(self, name):
         return self._keypoints[name]
 
+    def scale(self, name):
+        return 1.0, 1.0
+
     def refined_keypoints(self, name):
         return None
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
+from matcher.collection.contradictions import contradicted_pairs
 from matcher.collection.schema import common_camera
 from matcher.collection.settings import feature_settings
 from matcher.collection.store import RefinedKeypoints
@@ -207,8 +208,11 @@ def _mapped(
         UsageError: fewer than two images.
     """
     unrefined = refine_run(store)
-    report = write_colmap(store, part / DATABASE, choice, *selection)
-    report.notes.extend(note for note in (unrefined, check_given_camera(store, choice, selection[0])) if note)
+    only, without = selection
+    contradicted = contradicted_pairs(store, without)
+    report = write_colmap(store, part / DATABASE, choice, only, {*without, *contradicted})
+    report.left_out.extend(f"the pair {a} {b}: other pairs contradict it" for a, b in contradicted)
+    report.notes.extend(note for note in (unrefined, check_given_camera(store, choice, only)) if note)
     given, all_fixed = report.given_cameras, len(report.given_cameras) == report.cameras
     if job["mapper"] == "triangulate" and report.guessed_cameras:
         report.notes.append(
@@ -238,7 +242,6 @@ def _mapped(
     if poses is not None:
         job["poses"] = {n: np.asarray(pose)[:3].tolist() for n, pose in poses.cam_from_world.items()}
     if poses is None or place is not None:
-        only = selection[0]
         photos = {image.name: image.path for image in store.images() if only is None or image.name in only}
         found = {name: read_gps(path) for name, path in photos.items() if path.is_file()}
         job["positions"] = {name: position for name, position in found.items() if position is not None}

@@ -55,6 +55,7 @@ from matcher.verify.parallax import (
     completed,
     dominant_plane,
     fixed_by_parallax,
+    log_prior,
     parallax_evidence,
 )
 from matcher.verify.repetition import repetition
@@ -365,7 +366,8 @@ class RobustEstimator:
         models, epipolar = zip(*(_of_pose(p, matched, cameras, threshold) for p in poses), strict=True)
         evidence = [
             parallax_evidence(fundamental, matched, spread, parallax, planar.inliers, possible)
-            for fundamental, possible in epipolar
+            + log_prior(pose)
+            for pose, (fundamental, possible) in zip(poses, epipolar, strict=True)
         ]
         order = np.argsort(-np.array(evidence), kind="stable")
         best = replace(models[order[0]], homography=planar.homography)
@@ -455,7 +457,9 @@ def _stored(kind: str, matrix: np.ndarray, scale: float) -> np.ndarray:
 
 # Geometry of matched features
 
-REPETITIVE = 0.5  # least probability of the same place where most inliers are of things that repeat
+# Where what does not repeat is found less often than this share of what does, the things may be others of
+# their kind, and the verdict must not be against it.
+ANOTHER, REPETITIVE = 0.6, 0.5
 
 
 def verify_matches(
@@ -489,10 +493,11 @@ def verify_matches(
 def with_repetition(
     geometry: TwoViewGeometry, features0: Features, features1: Features, matches: Matches
 ) -> TwoViewGeometry:
-    """The geometry with what its inliers repeat; refused where most do and the verdict is against it."""
+    """The geometry with what its inliers repeat; refused where that says that the place is another one."""
     if not geometry.verified or not geometry.inliers.any():
         return geometry
     geometry = geometry.repeating(repetition(features0, features1, matches, geometry.inliers))
-    if geometry.repetition is None or not geometry.repetition.repetitive:
+    found = geometry.repetition
+    if found is None or not found.repetitive or found.found >= ANOTHER:
         return geometry
     return reject_improbable(geometry, matches, features0.image_size, features1.image_size, REPETITIVE)
