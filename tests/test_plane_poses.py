@@ -25,9 +25,9 @@ def pose(degrees=35.0, step=1.0):
     return cam1_from_cam0
 
 
-def views(rng, on_plane, beside, cam1_from_cam0, noise=0.0):
-    """Matches of a slanted wall and of points before it."""
-    points0 = rng.uniform((50, 50), (974, 718), (on_plane + beside, 2))
+def views(rng, on_plane, beside, cam1_from_cam0, noise=0.0, area=((50, 50), (974, 718))):
+    """Matches of a slanted wall and of points before it, in an area of image 0."""
+    points0 = rng.uniform(*area, (on_plane + beside, 2))
     rays = np.column_stack([points0, np.ones(len(points0))]) @ np.linalg.inv(CAMERAS[0].K).T
     depth = 3 / (1 + rays @ [0.3, 0.4, 0.0])
     depth[on_plane:] *= rng.uniform(0.6, 0.9, beside)
@@ -79,8 +79,11 @@ def estimated(kind, points0, points1):
     return RobustEstimator(EstimationConfig(kind=kind))(points0, points1, cameras=cameras)
 
 
+PART = ((500, 350), (900, 700))  # of image 0, which both poses of the wall have in front of the cameras
+
+
 def test_a_plane_alone_leaves_both_poses(rng):
-    points = views(rng, 300, 0, pose(), noise=0.2)
+    points = views(rng, 300, 0, pose(), noise=0.2, area=PART)
     found = estimated("essential", *points)
     assert found.status == "ambiguous" and found.verified and found.planar
     assert found.cam1_from_cam0 is None and found.matrix is None and found.inliers.mean() > 0.95
@@ -91,9 +94,14 @@ def test_a_plane_alone_leaves_both_poses(rng):
     assert found.to_dict()["planar"] and len(found.to_dict()["alternatives"]) == 2
 
 
+def test_a_pose_that_has_half_of_the_plane_behind_a_camera_is_none(rng):
+    found = estimated("essential", *views(rng, 300, 0, pose(), noise=0.2))
+    assert found.status == "ok" and found.planar and degrees_off(found.cam1_from_cam0, pose()) < 3
+
+
 @pytest.mark.parametrize("kind", ["essential", "fundamental"])
 def test_what_lies_off_the_plane_decides(rng, kind):
-    points0, points1 = views(rng, 300, 14, pose(), noise=0.2)
+    points0, points1 = views(rng, 300, 14, pose(), noise=0.2, area=PART)
     points1[:60] = rng.uniform((0, 0), (800, 600), (60, 2))  # wrong
     found = estimated(kind, points0, points1)
     assert found.status == "ok" and found.planar

@@ -68,6 +68,7 @@ SAMPLES = 5_000  # for a pose, at most; twice as many give no better ones, even 
 _FUNDAMENTAL = ((2 / 3, 1.0), (1 / 3, 1.0), (5 / 3, 1.0), (2 / 3, 0.5))
 _ESSENTIAL = ((2 / 3, 1.0), (1 / 3, 0.5), (2 / 3, 0.5), (5 / 3, 1.0), (5 / 3, 0.5))
 _TWINS = 5.0  # degrees between poses of one plane that are two, and not one twice
+_IN_FRONT = 0.8  # share of the plane's matches that one of them has in front, that another must have
 _OFF_PLANE = 2.0  # thresholds for inliers that a match may lie from its place by the homography of a plane
 
 
@@ -363,21 +364,27 @@ class RobustEstimator:
             pose = refined(adjust, matched, pose, inliers)
             if all(degrees_apart(pose, one) > _TWINS for one in poses):
                 poses.append(pose)
-        models, epipolar = zip(*(_of_pose(p, matched, cameras, threshold) for p in poses), strict=True)
-        evidence = [
-            parallax_evidence(fundamental, matched, spread, parallax, planar.inliers, possible)
-            + log_prior(pose)
-            for pose, (fundamental, possible) in zip(poses, epipolar, strict=True)
+        made = [(pose, *_of_pose(pose, matched, cameras, threshold)) for pose in poses]
+        on_plane = parallax.distance <= reach
+        in_view = [np.count_nonzero(possible & on_plane) for _, _, (_, possible) in made]
+        judged = [
+            (
+                parallax_evidence(fundamental, matched, spread, parallax, planar.inliers, possible)
+                + log_prior(pose),
+                model,
+            )
+            for (pose, model, (fundamental, possible)), count in zip(made, in_view, strict=True)
+            if count >= _IN_FRONT * max(in_view)
         ]
-        order = np.argsort(-np.array(evidence), kind="stable")
-        best = replace(models[order[0]], homography=planar.homography)
-        if len(models) == 1:
+        judged.sort(key=lambda one: -one[0])
+        best = replace(judged[0][1], homography=planar.homography)
+        if len(judged) == 1:
             return "ok", best
-        ratio = evidence[order[0]] - evidence[order[1]]
-        best = replace(
-            best, alternatives=tuple(models[i].cam1_from_cam0 for i in order), evidence=float(ratio)
-        )
-        return ("ok" if ratio >= ENOUGH else "ambiguous"), best
+        ratio, poses = judged[0][0] - judged[1][0], tuple(model.cam1_from_cam0 for _, model in judged)
+        best = replace(best, alternatives=poses, evidence=float(ratio))
+        if ratio >= ENOUGH:
+            return "ok", best
+        return "ambiguous", replace(best, inliers=on_plane)
 
 
 def paired(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
