@@ -7,6 +7,7 @@ import types as pytypes
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
 from matcher.errors import UsageError
@@ -360,7 +361,9 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is Literal:
         if value in args:
             return value
-        raise ValueError(f"{where}: {value!r} is not one of {', '.join(map(str, args))}")
+        near = get_close_matches(str(value), map(str, args), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{where}: {value!r} is not one of {', '.join(map(str, args))}{hint}")
     if origin in (typing.Union, pytypes.UnionType):
         return _convert_union(args, value, where)
     if origin is tuple:

@@ -65,6 +65,7 @@ _OPTIONAL = (
     "fastapi>=0.115",
     "gradio>=6.31,<7",
     "h5py>=3.10,<4",
+    "kornia>=0.9,<0.10",
     "matplotlib>=3.8",
     "onnxruntime>=1.17",
     "onnxscript>=0.5",
@@ -80,6 +81,23 @@ _OPTIONAL = (
 )
 
 
+# The package index has builds with CUDA for Linux, and without it for Windows and macOS.
+CPU_BUILD = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cpu"
+CUDA_BUILD = "pip install --force-reinstall torch (on Windows with the --index-url that pytorch.org names)"
+
+
+# Modules by another name than the distribution that they are of.
+_DISTRIBUTIONS = {"rerun": "rerun-sdk", "pillow_heif": "pillow-heif"}
+
+
+def absent_module(error: ModuleNotFoundError) -> str | None:
+    """What to install where an optional part was not found; None for a module that is nobody's choice."""
+    root = (error.name or "").partition(".")[0]
+    name = _DISTRIBUTIONS.get(root, root)
+    known = any(each.startswith(f"{name}>") for each in _OPTIONAL)
+    return f"this needs {root}, which is not installed: {install_command(name)}" if known else None
+
+
 def install_command(*distributions: str) -> str:
     """The command that installs what an optional part of this package needs; for messages.
 
@@ -88,6 +106,11 @@ def install_command(*distributions: str) -> str:
     """
     ranges = {re.split("[>=]", each)[0]: each for each in _OPTIONAL}
     return "pip install " + " ".join(f"'{ranges.get(name, name)}'" for name in distributions)
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """`1 pair`, `2 pairs`; for messages."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def unknown_name(what: str, name: object, known: Iterable[str]) -> str:

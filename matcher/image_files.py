@@ -17,6 +17,7 @@ import cv2
 import numpy as np
 import PIL.Image
 from PIL.BmpImagePlugin import BmpImageFile
+from PIL.ExifTags import IFD, Base
 from PIL.GifImagePlugin import GifImageFile
 from PIL.Jpeg2KImagePlugin import Jpeg2KImageFile
 from PIL.JpegImagePlugin import JpegImageFile
@@ -25,6 +26,7 @@ from PIL.PpmImagePlugin import PpmImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
+from matcher.cameras import Camera
 from matcher.errors import ImageError, ImageWarning, MatcherError, UsageError, install_command
 from matcher.geometry import UPRIGHT
 
@@ -388,18 +390,25 @@ _GPS = 0x8825
 _LATITUDE, _LONGITUDE, _ALTITUDE = (1, 2), (3, 4), (5, 6)  # tags of the direction and of the value
 
 
+@contextmanager
+def _header(path: Path) -> Iterator[PIL.Image.Image]:
+    """An image of which only the header is read."""
+    with warnings.catch_warnings(), open_regular(path) as file:
+        warnings.simplefilter("ignore")
+        opener = find_format(file, path)[1]
+        with opener(file) if opener is not None else PIL.Image.open(file) as photo:
+            yield photo
+
+
 def read_header(path: Path, part: int) -> tuple[dict[int, Any], dict[int, Any]]:
     """The EXIF tags of an image file, and those of one part of them, such as its GPS tags.
 
     Raises:
         Exception: of any kind, as a header can be wrong in any way.
     """
-    with warnings.catch_warnings(), open_regular(path) as file:
-        warnings.simplefilter("ignore")
-        opener = find_format(file, path)[1]
-        with opener(file) if opener is not None else PIL.Image.open(file) as photo:
-            tags = photo.getexif()
-            return dict(tags), dict(tags.get_ifd(part))
+    with _header(path) as photo:
+        tags = photo.getexif()
+        return dict(tags), dict(tags.get_ifd(part))
 
 
 def read_gps(path: Path) -> tuple[float, float, float] | None:
@@ -414,6 +423,24 @@ def read_gps(path: Path) -> tuple[float, float, float] | None:
         if abs(latitude) > 90 or abs(longitude) > 180 or latitude == longitude == 0:
             return None
         return latitude, longitude, _altitude(tags)
+    except Exception:  # a header can be wrong in any way, and nothing depends on it
+        return None
+
+
+def read_camera(path: Path) -> Camera | None:
+    """A camera of the focal length that a photo's EXIF header states; None where it states none."""
+    try:
+        with _header(path) as photo:
+            (width, height), tags = photo.size, photo.getexif().get_ifd(IFD.Exif)
+        longer = max(width, height)
+        if float(tags.get(Base.FocalLengthIn35mmFilm, 0)) > 0:  # of film, whose longer side has 36 mm
+            focal = float(tags[Base.FocalLengthIn35mmFilm]) / 36 * longer
+        else:
+            unit = {2: 25.4, 3: 10.0, 4: 1.0}[tags.get(Base.FocalPlaneResolutionUnit, 2)]  # millimetres
+            focal = float(tags[Base.FocalLength]) * float(tags[Base.FocalPlaneXResolution]) / unit
+        if not 0.2 * longer < focal < 50 * longer:  # of no camera
+            return None
+        return Camera(focal, focal, (width - 1) / 2, (height - 1) / 2, size=(width, height))
     except Exception:  # a header can be wrong in any way, and nothing depends on it
         return None
 

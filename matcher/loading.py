@@ -65,6 +65,7 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
         refine: move every match to where the images look most alike; by default where there are keypoints.
         upright: apply the EXIF orientation of images; True by default.
         alpha_mask: find no keypoints where an image's alpha is 0; True by default.
+        bgr: arrays are BGR or BGRA, as `cv2.imread` and `cv2.VideoCapture` give them; RGB by default.
         max_pixels: width · height above which a file is refused before it is decoded.
 
     An option that is None or left out is the preset's own. The environment variable
@@ -160,6 +161,7 @@ def build_pipeline(preset: str, config: PipelineConfig, given: Mapping[str, Any]
         passes=_further_passes(config, LocalMatcher(parts.extractor, parts.matcher), given),
         upright=given.get("upright", True),
         alpha_mask=given.get("alpha_mask", True),
+        bgr=given.get("bgr", False),
         max_pixels=given.get("max_pixels", MAX_PIXELS),
     )
 
@@ -186,7 +188,7 @@ def takes(preset: str, option: str) -> bool:
 
 # Values of options that ask for nothing, and options that any pipeline has by itself.
 _ASKS_NOTHING = {"device": "auto", "engine": "torch", "precision": "auto", "further_passes": False}
-_OF_PIPELINES = ("upright", "alpha_mask", "max_pixels")
+_OF_PIPELINES = ("upright", "alpha_mask", "bgr", "max_pixels")
 
 
 def _from_plugin(plugin: EntryPoint, given: dict[str, Any]) -> Pipeline:

@@ -74,6 +74,7 @@ class Pipeline:
     weights: WeightsSource | None = None
     upright: bool = True
     alpha_mask: bool = True
+    bgr: bool = False
     max_pixels: int = MAX_PIXELS
     package: str | None = None  # name and version of the package that added the preset
 
@@ -117,7 +118,8 @@ class Pipeline:
 
         Args:
             image0, image1: a path; an `Image`; a PIL image; or an array: (H, W) grey or (H, W, 3) RGB, of
-                uint8, uint16 or float in [0, 1]; a torch tensor may also be (3, H, W) or (1, H, W).
+                uint8, uint16 or float in [0, 1]; a torch tensor may also be (3, H, W) or (1, H, W). Of BGR
+                arrays, as of `cv2.imread`, with `matcher.load(bgr=True)`.
             mask0, mask1: a path or (H, W) array of the stored image, not zero where keypoints may lie.
             camera0, camera1: for essential geometry only: a `Camera`, fx, fy, cx, cy in stored pixels, or a
                 (3, 3) matrix K; images of one size may have one.
@@ -243,6 +245,8 @@ class Pipeline:
         return self._read(image, mask, **sizes, keep_stored=self.config.refine is not None)
 
     def _read(self, image: ImageInput, mask: Mask | None, **options: Any) -> Image:
+        if self.bgr and isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[2] in (3, 4):
+            image = image[..., [2, 1, 0, 3][: image.shape[2]]]
         options |= dict(max_pixels=self.max_pixels, upright=self.upright, alpha_mask=self.alpha_mask)
         return read_input(image, mask=mask, **options)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args
+from typing import Annotated, Any, Literal, TypedDict, get_args
 
 from matcher.config import (
     ALL_LAYERS,
@@ -178,6 +178,11 @@ PRESETS: dict[str, PipelineConfig] = {
 DEFAULT_PRESET = "hybrid-learned"
 
 
+# Seconds of one core (AVX2) for an image of 1024 x 768 pixels and 2048 keypoints, of the front ends that take
+# more than two: to be told before the work.
+SLOW_FRONT_ENDS = {"superpoint": 3, "aliked": 3, "disk": 8}
+
+
 def find_preset(name: str) -> PipelineConfig:
     """The configuration of that name in `PRESETS`.
 
@@ -190,30 +195,76 @@ def find_preset(name: str) -> PipelineConfig:
 
 
 class LoadOptions(TypedDict, total=False):
-    """What adjusts a preset; None always means the preset's own value."""
+    """What adjusts a preset; None always means the preset's own value.
 
-    weights: str | Path | None  # a name in the manifest or a safetensors file
-    frontend: str | None  # another front end, such as "disk"; its features must be what the matcher takes
-    variant: str | None  # which of the front end's published networks, such as "aliked-n32"
-    frontend_weights: str | Path | None  # of a learned front end
-    engine: Engine | None  # "torch", or "onnx": ONNX Runtime on the CPU, without torch
-    device: str | None  # "auto" (CUDA when there is one, else the CPU), "cpu", "cuda", "cuda:1", "mps"
-    precision: Precision | None  # of the network; "auto" is what the device is fast at
-    max_keypoints: int | None  # an image
-    # Longer side in pixels; larger images are made smaller. By default soft ones still smaller where a preset
-    # does so; a size that is given is kept.
-    resize: int | None
-    keep: Literal["strongest", "largest"] | None  # of SIFT's points, where there are too many
-    match_threshold: float | None  # least score of a match, 0 to 1
-    ratio: float | None  # of `nearest`: nearest / second nearest distance, above 0 and at most 1
-    early_exit: bool | None  # stop a pair at the layer where it is confident
-    pruning: bool | None  # drop points that cannot match
-    geometry: GeometryKind | None  # "fundamental", "homography", "homographies", "essential" or "none"
-    further_passes: bool | None  # look again, in other ways, at a pair whose first pass was not confident
-    refine: bool | None  # refine every match on the images; presets with keypoints do
-    upright: bool | None  # apply the EXIF orientation of images
-    alpha_mask: bool | None  # no keypoints where alpha is 0; False: alpha is ignored
-    max_pixels: int | None  # larger images are refused before they are decoded
+    Each with what it is, as the command line's help says it too, and what stands there for its value.
+    """
+
+    weights: Annotated[
+        str | Path | None, "Matcher weights: a file, or a name from `matcher weights list`.", "FILE"
+    ]
+    frontend: Annotated[
+        str | None,
+        "Use another front end than the preset's, for example disk; it must fit the matcher.",
+        "NAME",
+    ]
+    frontend_weights: Annotated[
+        str | Path | None, "Weights file of the front end; needed only for front ends of your own.", "FILE"
+    ]
+    variant: Annotated[str | None, "Variant of the front end, for example aliked-n32.", "NAME"]
+    max_keypoints: Annotated[int | None, "Keep at most N keypoints per image.", "N"]
+    resize: Annotated[
+        int | None,
+        "Shrink larger images until the longer side has PX pixels. Without it, the learned front end's "
+        "presets shrink soft images further, to 640 at least, and enlarge small ones with few keypoints.",
+        "PX",
+    ]
+    keep: Annotated[
+        Literal["strongest", "largest"] | None,
+        "Which SIFT keypoints to keep if an image has more than are kept.",
+        "",
+    ]
+    geometry: Annotated[
+        GeometryKind | None,
+        "Model that verifies the matches; homographies: of several planes; essential needs cameras.",
+        "",
+    ]
+    match_threshold: Annotated[
+        float | None, "Keep matches whose probability, before calibration, is at least P, 0 to 1.", "P"
+    ]
+    ratio: Annotated[
+        float | None,
+        "Ratio test of the nearest* presets: keep matches whose distance ratio is at most R, 0 to 1.",
+        "R",
+    ]
+    early_exit: Annotated[bool | None, "Stop a pair at the layer where the network is confident.", ""]
+    pruning: Annotated[bool | None, "Drop keypoints that cannot match, layer by layer.", ""]
+    further_passes: Annotated[
+        bool | None,
+        "Where too few matches of the first pass agree, match other features, scales and the common region "
+        "too.",
+        "",
+    ]
+    refine: Annotated[
+        bool | None,
+        "Move every match to where the images look most alike; without it faster, less exact.",
+        "",
+    ]
+    upright: Annotated[
+        bool | None, "Apply the EXIF orientation of images; without it they are matched as stored.", ""
+    ]
+    alpha_mask: Annotated[
+        bool | None, "Find no keypoints where a picture is transparent; without it alpha is ignored.", ""
+    ]
+    bgr: Annotated[
+        bool | None, "Arrays of three or four channels are BGR, as OpenCV reads them; else RGB.", ""
+    ]
+    max_pixels: Annotated[int | None, "Refuse images of more than N pixels before decoding them.", "N"]
+    engine: Annotated[Engine | None, "Library that runs front end and networks; onnx needs no torch.", ""]
+    precision: Annotated[
+        Precision | None, "Arithmetic of the networks; auto picks the fastest one that suits the device.", ""
+    ]
+    device: Annotated[str | None, "Device to run on; auto prefers CUDA.", "auto|cpu|cuda|mps"]
 
 
 # Where an option lies in a configuration; the other options steer how a pipeline is built.
@@ -277,7 +328,8 @@ def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineCon
         matcher = from_dict(type(config.matcher), values.pop("matcher"), "matcher")
         return replace(from_dict(PipelineConfig, values), matcher=matcher)
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        where, _, fault = str(error).removeprefix("PipelineConfig.").partition(": ")
+        raise UsageError(f"{option_at(where)}: {fault}") from error
 
 
 def option_at(path: str) -> str:
@@ -327,7 +379,7 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError("ratio must be above 0, not 0")
     if given.get("engine", "torch") not in get_args(Engine):
         raise UsageError(f"engine must be one of {', '.join(get_args(Engine))}, not {given['engine']!r}")
-    for name in ("upright", "alpha_mask", "further_passes", "refine"):
+    for name in ("upright", "alpha_mask", "bgr", "further_passes", "refine"):
         if not isinstance(given.get(name, True), bool):
             raise UsageError(f"{name} must be True or False, not {given[name]!r}")
     return given

@@ -508,6 +508,14 @@ class ImagePyramid(NamedTuple):
         """Stored pixels (K, 2) → float64 pixels of the pyramid."""
         return points.astype(np.float64) @ self.linear.T + self.offset
 
+    def in_mask(self, points: np.ndarray) -> np.ndarray:
+        """(K,) bool: stored points (K, 2) where keypoints may lie."""
+        if (mask := self.pyramid.mask) is None:
+            return np.ones(len(points), dtype=bool)
+        last = np.array(mask.shape[::-1]) - 1
+        x, y = np.rint(np.nan_to_num(self.from_stored(points)).clip(0, last)).astype(int).T
+        return mask[y, x] > 0
+
 
 def refine_matches(
     image0: ImagePyramid,
@@ -553,8 +561,10 @@ def refine_matches(
     fit, status = _coarse_to_fine(windows, config)
     status[~known] = REFINEMENTS.index("no_map")
     status[~usable] = REFINEMENTS.index("outside")
-    accepted, to_stored = status == REFINEMENTS.index("refined"), np.linalg.inv(image1.linear) @ frame1
+    to_stored = np.linalg.inv(image1.linear) @ frame1
     shift = (to_stored @ fit.change[:, :2, None])[:, :, 0]
+    status[(status == 0) & ~image1.in_mask(matches.points1 + shift)] = REFINEMENTS.index("outside")
+    accepted = status == REFINEMENTS.index("refined")
     refined1 = matches.points1.astype(np.float32)
     refined1[accepted] = (matches.points1[accepted] + shift[accepted]).astype(np.float32)
     spread = np.where(accepted[:, None, None], fit.covariance, (deviation**2)[:, None, None] * np.eye(2))

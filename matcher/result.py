@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from matcher.arrays import to_numpy
-from matcher.errors import UsageError
+from matcher.errors import UsageError, counted
 from matcher.files import check_output, write_output
 from matcher.geometry import stored_to_upright
 from matcher.passes.further import PassReport
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from matcher.viz.drawings import ColourBy
 
 
-DATA_SUFFIXES = (".npz", ".json")
+DATA_SUFFIXES = (".npz", ".json", ".csv")
+_TINY = 16  # pixels of a side, below which there is nothing to recognise
 _REASONS = {
     "too_few": "too few matches to estimate it",
     "degenerate": "the points do not determine it",
@@ -113,7 +114,7 @@ class Result:
 
     def __repr__(self) -> str:
         names = [path.name if path else "array" for path in (self.path0, self.path1)]
-        count = "1 match" if len(self.matches) == 1 else f"{len(self.matches)} matches"
+        count = counted(len(self.matches), "match", "matches")
         geometry, verified = self.geometry, self.geometry.status != "not_estimated"
         agree = f", {int(self.inliers.sum())} inliers ({geometry.kind}: {geometry.status}"
         agree = (agree + ", planar" * geometry.planar + ")") * verified
@@ -147,53 +148,65 @@ class Result:
         """Some lines for a person: images, matches, inliers and times."""
         lines = self.image_lines()
         depth = f", {self.matches.layers_run} of {self.layers} layers" if self.layers else ""
-        lines.append(f"{len(self.matches)} matches ({self.preset}{depth})")
+        lines.append(f"{counted(len(self.matches), 'match', 'matches')} ({self.preset}{depth})")
         if self.budget is not None:
             lines.append(str(self.budget))
         if self.passes:
             found = ", ".join(f"{one.name} {one.matches}" for one in self.passes)
             lines.append(f"{len(self.passes)} passes, because too few matches of the first agreed: {found}")
-        kind, status = self.geometry.kind, self.geometry.status
-        model = "homography" if kind.startswith("homograph") else f"{kind} matrix"
         if self.matches.overlay:
             lines.append(f"{self.matches.overlay} matches are of a stamp, logo or frame over both: left out")
-        if not len(self.matches):
-            lines.append("no match: the images share nothing that was recognised")
-        elif self.geometry.verified and status != "ok":
-            lines.append(
-                f"{int(self.inliers.sum())} are inliers of one homography: {status}, {_PLANAR[status]}"
-            )
-        elif status in _REASONS and (self.verdict is None or self.verdict.word == "not"):
-            lines.append(f"no match: the matches fit no {model} ({_REASONS[status]})")
-        elif status in _REASONS:
-            agreeing = int(self.geometry.rejected.inliers.sum())
-            lines.append(f"{agreeing} agree on one {model}, too few to rely on it: it is not used")
-        elif kind != "none":
-            count = 1 if self.geometry.matrices is None else len(self.geometry.matrices)
-            models = f"one {model}" if count == 1 else f"{count} homographies"
-            planar = ", most of them on one plane (planar)" if self.geometry.planar else ""
-            lines.append(f"{int(self.inliers.sum())} are inliers of {models}{planar}")
+        lines.append(self._found())
         if self.verdict is not None:
             lines.append(str(self.verdict))
         stages = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items() if name != "total")
         if stages:
             lines.append(f"{self.seconds['total']:.2f} s ({stages})")
-        return "\n".join(lines)
+        return "\n".join(filter(None, lines))
+
+    def _found(self) -> str:
+        """What the matches agree on, in one sentence."""
+        kind, status, rejected = self.geometry.kind, self.geometry.status, self.geometry.rejected
+        model = "homography" if kind.startswith("homograph") else f"{kind} matrix"
+        if not len(self.matches):
+            for index, features in enumerate((self.features0, self.features1)):
+                if min(features.image_size) < _TINY:
+                    return "no match: image {} is too small, {} x {} pixels".format(
+                        index, *features.image_size
+                    )
+            return "no match: the images share nothing that was recognised"
+        if self.geometry.verified and status != "ok":
+            inliers = int(self.inliers.sum())
+            return f"{inliers} are inliers of one homography: {status}, {_PLANAR[status]}"
+        if status in _REASONS and (rejected is None or self.verdict is None or self.verdict.word == "not"):
+            return f"no match: the matches fit no {model} ({_REASONS[status]})"
+        if status in _REASONS:
+            return f"{int(rejected.inliers.sum())} agree on one {model}, which is too uncertain to be used"
+        if kind == "none":
+            return ""
+        count = 1 if self.geometry.matrices is None else len(self.geometry.matrices)
+        inliers = int(self.inliers.sum())
+        models = f"one {model}" if count == 1 else f"{count} homographies"
+        planar = ", most of them on one plane (planar)" if self.geometry.planar else ""
+        return f"{inliers} {'is an inlier' if inliers == 1 else 'are inliers'} of {models}{planar}"
 
     def image_lines(self) -> list[str]:
         """A line for each image: path, size, number of keypoints."""
         sides = ((self.path0, self.features0), (self.path1, self.features1))
-        sizes = ("{} x {}".format(*features.image_size) for _, features in sides)
-        return [
-            f"{path or 'array'}  {size}  {len(features)} keypoints"
-            for (path, features), size in zip(sides, sizes, strict=True)
-        ]
+        firsts = (self.first or self).features0, (self.first or self).features1
+        lines = []
+        for (path, features), first in zip(sides, firsts, strict=True):
+            more = len(features) - len(first)  # of other sizes and parts of the image, and of other features
+            further = f" and {more} matched by further passes" if more else ""
+            size = "{} x {}".format(*features.image_size)
+            lines.append(f"{path or 'array'}  {size}  {counted(len(first), 'keypoint')}{further}")
+        return lines
 
     def heading(self) -> str:
         """One line over a drawing: preset, counts, layers, time."""
-        parts = [self.preset, f"{len(self.matches)} matches"]
+        parts = [self.preset, counted(len(self.matches), "match", "matches")]
         if self.geometry.kind != "none":
-            parts.append(f"{int(self.inliers.sum())} inliers ({_described(self.geometry)})")
+            parts.append(f"{counted(int(self.inliers.sum()), 'inlier')} ({_described(self.geometry)})")
         if self.verdict is not None:
             word = {"same": "same place", "unsure": "unsure", "not": "different places"}[self.verdict.word]
             parts.append(f"{word} ({self.verdict.probability:.2f})")
@@ -237,7 +250,8 @@ class Result:
         """Write the result to a file, which appears whole or not at all.
 
         Args:
-            path: `.npz` holds `to_arrays()`; `.json` holds `to_dict()` and, under "arrays", the same arrays.
+            path: `.npz` holds `to_arrays()`; `.json` holds `to_dict()` and, under "arrays", the same arrays;
+                `.csv` has a line for each match: x0, y0, x1, y1, score, inlier (1 or 0).
             overwrite: replace an existing file even if matcher did not write it.
 
         Returns:
@@ -252,7 +266,14 @@ class Result:
         return path
 
     def to_bytes(self, suffix: str) -> bytes:
-        """The content of the file that `save` writes, for ".npz" or ".json"."""
+        """The content of the file that `save` writes, for ".npz", ".json" or ".csv"."""
+        if suffix == ".csv":
+            rows = zip(self.points0, self.points1, self.scores, self.inliers, strict=True)
+            lines = (
+                f"{x0:.3f},{y0:.3f},{x1:.3f},{y1:.3f},{score:.6f},{inlier:d}"
+                for (x0, y0), (x1, y1), score, inlier in rows
+            )
+            return "\n".join(["x0,y0,x1,y1,score,inlier", *lines, ""]).encode()
         arrays = self.to_arrays()
         if suffix == ".npz":
             buffer = io.BytesIO()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from matcher.config import GRID_KIND, ExtractorConfig, NearestConfig, PipelineConfig, Precision
-from matcher.errors import UsageError
+from matcher.errors import CUDA_BUILD, UsageError
 from matcher.extract.extractor import find_front_end
 from matcher.extract.front_end import LearnedExtractor
 from matcher.extract.sift import SiftExtractor
@@ -114,7 +114,13 @@ def resolve_device(name: str) -> torch.device:
         raise UsageError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N, mps") from error
     counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if (device.index or 0) >= counts.get(device.type, 0):
-        raise UsageError(f"device {name!r} is not available on this machine; use 'auto' or 'cpu'")
+        build = device.type == "cuda" and torch.version.cuda is None
+        why = (
+            f": this PyTorch ({torch.__version__}) is a build without CUDA, another one comes by {CUDA_BUILD}"
+            if build
+            else ""
+        )
+        raise UsageError(f"device {name!r} is not available here; use 'auto' or 'cpu'{why}")
     return device
 
 

@@ -446,7 +446,7 @@ class MatchRefinement:
 
     Status 0 means that a match was refined. Otherwise it was left where it was, because
 
-    - `outside`: half of the window around it is on no image, or masked;
+    - `outside`: half of the window around it is on no image, or masked, or it would move there;
     - `no_map`: the matches around it do not tell how its surroundings are deformed;
     - `flat`: there is no contrast around it;
     - `moved_far`: the windows would fit best where the match cannot be;

@@ -11,7 +11,7 @@ import sys
 from environment import ROOT, prepare
 
 python = prepare()
-subprocess.run([python, ROOT / "scripts" / "build_kernels.py"])
+subprocess.run([python, ROOT / "scripts" / "build_kernels.py"])  # if there is a compiler
 (ROOT / "outputs").mkdir(exist_ok=True)
 views = [ROOT / "assets" / name for name in ("view0.jpg", "view1.jpg")]
 files = ["--output", ROOT / "outputs" / "demo.npz", "--plot", ROOT / "outputs" / "demo.png"]

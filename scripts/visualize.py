@@ -1,10 +1,11 @@
-"""Draw a pair of images: matches, one image over the other, epipolar lines, pruning, attention, refinement.
+"""Draw a pair of images: matches, epipolar lines, attention, refinement.
 
     python scripts/visualize.py assets/view0.jpg assets/view1.jpg out.png [--plot KIND] [--point x,y]
 
-KIND is matches, checkerboard, blend, epipolar, fates (of keypoints), attention or rollout (of the keypoint of
-image 0 nearest to --point), or refinement (three matches before and after, enlarged eight times: image 0, and
-image 1 deformed to look like it). The suffix of the output decides its format. `matcher explain` shows more.
+KIND is matches, epipolar, attention or rollout (of the keypoint of image 0 nearest to --point), or refinement
+(three matches before and after, enlarged eight times: image 0, and image 1 deformed to look like it). The
+suffix of the output decides its format. `matcher explain` shows more, and `matcher align` one image over the
+other.
 """
 
 import argparse
@@ -16,18 +17,17 @@ import numpy as np
 import matcher
 from matcher.cameras import as_camera
 from matcher.config import RefineConfig
-from matcher.explain.explain import explain, nearest_keypoint, network_of, rules
+from matcher.explain.explain import explain, nearest_keypoint, network_of
 from matcher.files import write_whole
 from matcher.refine import fit_affine_maps
 from matcher.verify.adjustment import fundamental_from_pose
-from matcher.viz.drawings import draw_fates, match_errors, save_figure
-from matcher.viz.overlays import draw_epipolar_lines, draw_overlay
+from matcher.viz.drawings import draw_epipolar_lines, match_errors, save_figure
 from matcher.viz.plots import draw_attention
 
 
 def draw_pair(args: argparse.Namespace) -> None:
     """Matches, their errors, or what shows whether the geometry is right."""
-    planar = args.homography is not None or args.plot in ("checkerboard", "blend")
+    planar = args.homography is not None
     pipeline = load(args, geometry="homography" if planar else "fundamental")
     result = pipeline.match(args.image0, args.image1)
     images = pipeline.read(args.image0), pipeline.read(args.image1)
@@ -43,28 +43,19 @@ def draw_pair(args: argparse.Namespace) -> None:
         errors = match_errors(result.points0, result.points1, **given) if args.colour_by == "error" else None
         how |= {"colour_by": args.colour_by, "errors": errors, "max_lines": args.lines}
         result.plot(args.output, *images, overwrite=True, **how)
-    elif args.plot == "epipolar":
+    else:
         inliers = (points[result.geometry.inliers] for points in (result.points0, result.points1))
         save_figure(draw_epipolar_lines(*images, *inliers, known, **how), args.output)
-    else:
-        save_figure(draw_overlay(*images, known, kind=args.plot, title=how["title"]), args.output)
 
 
 def draw_network(args: argparse.Namespace) -> None:
-    """What became of every keypoint, or what one of them attends to."""
+    """What a keypoint attends to."""
     pipeline = load(args)
     network = network_of(pipeline)
     images = [pipeline.read(path) for path in (args.image0, args.image1)]
     features = [pipeline.extract(image) for image in images]
     keypoints = [side.keypoints.numpy() for side in features]
     title = f"{args.plot}: {pipeline.preset}"
-    if args.plot == "fates":
-        found = explain(network, *features)
-        print(*rules(pipeline.config.matcher), sep="\n")
-        title += f", {len(found.matches)} matches, {len(found.layers)} of {pipeline.layers} layers"
-        how = {"layers": pipeline.layers, "stacked": args.stacked, "title": title}
-        save_figure(draw_fates(*images, *keypoints, *found.fates, **how), args.output)
-        return
     asked = nearest_keypoint(features[0], tuple(map(float, args.point.split(","))))
     strongest = max(5, 40 // network.model.config.context.heads)  # the more heads, the fewer of each
     found = explain(network, *features, [asked], strongest=strongest)
@@ -133,8 +124,8 @@ def load(args: argparse.Namespace, **options: object) -> matcher.Pipeline:
     return matcher.load(args.preset, weights=args.weights, resize=args.resize, device="cpu", **options)
 
 
-KINDS = dict.fromkeys(["matches", "checkerboard", "blend", "epipolar"], draw_pair)
-KINDS |= dict.fromkeys(["fates", "attention", "rollout"], draw_network) | {"refinement": draw_refinement}
+KINDS = dict.fromkeys(["matches", "epipolar"], draw_pair)
+KINDS |= dict.fromkeys(["attention", "rollout"], draw_network) | {"refinement": draw_refinement}
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("image0", type=Path)
 parser.add_argument("image1", type=Path)

@@ -150,3 +150,10 @@ def test_licences_of_what_is_made_of_several_works():
     assert find_published("dedodeg").licence == "MIT; DINOv2 Apache-2.0"
     assert find_published("dedodeg").commercial
     assert not find_published("keynet").commercial
+
+
+def test_a_checkpoint_of_another_front_end_is_named(tmp_path):
+    torch.save({"desc_head.agg_weights": torch.ones(2)}, tmp_path / "aliked.pth")
+    for preset in ("disk", "superpoint"):
+        with pytest.raises(IntegrityError, match="checkpoint of the front end aliked"):
+            import_files([tmp_path / "aliked.pth"], preset, tmp_path / "ours.safetensors")

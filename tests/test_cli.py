@@ -1,104 +1,81 @@
+"""The command line: what it prints and writes, exit codes, messages, help, logs and completion."""
+
+import ast
+import csv
 import hashlib
 import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from pkgutil import resolve_name
 
 import cv2
 import numpy as np
+import PIL.Image
 import pytest
 import typer
 from command import run
 
 import matcher
-from matcher import loading as loading_module
-from matcher.cli.output import exit_code_of, messages
+from matcher.cli import COMMANDS, GROUPS, build
+from matcher.cli.machine import VARIABLES
+from matcher.cli.output import ProgressLines, exit_code_of, messages
+from matcher.kernels import SWITCH
+from matcher.presets import DEFAULT_PRESET, find_preset
 
 ROOT = Path(__file__).resolve().parent.parent
-KEYS = [
-    "preset", "weights", "image0", "image1", "keypoints0", "keypoints1", "matches", "layers_run", "layers",
-    "refinement", "passes", "budget", "kept0", "kept1", "geometry", "verdict", "seconds",
-]  # fmt: skip
-ARRAYS = {
-    "keypoints0", "keypoints1", "indices", "points0", "points1", "scores", "prior_scores", "inliers",
-    "geometry_kind", "matrix", "cam1_from_cam0", "size0", "size1", "refinement", "covariances",
-    "correlations",
-}  # fmt: skip
+EVERY = [[name] for name in COMMANDS] + [
+    [group, name] for group, (_, names) in GROUPS.items() for name in resolve_name(names)
+]
 
 
 def match(views: tuple[Path, Path], *options: object) -> int:
     return run("match", *views, "--preset", "nearest", "--max-keypoints", 400, *options)
 
 
+# --- Results
+
+
 def test_json_is_one_object_and_nothing_else(views, capfd):
-    assert match(views, "--json") == 0
+    assert match(views, "--json", "-q") == 0
     out, err = capfd.readouterr()
     found = json.loads(out)
-    assert err == ""
-    assert list(found) == KEYS
-    assert found["preset"] == "nearest"
-    assert found["weights"] is None
+    assert err == "" and found["preset"] == "nearest" and found["weights"] is None
     assert found["image0"] == {"path": str(views[0]), "width": 800, "height": 600}
-    assert list(found["geometry"]) == [
-        "kind", "status", "inliers", "rejected_inliers", "matrix", "cam1_from_cam0", "matrices",
-    ]  # fmt: skip
-    assert found["geometry"]["kind"] == "fundamental"
-    assert found["geometry"]["status"] == "ok"
-    assert 12 <= found["geometry"]["inliers"] <= found["matches"]
-    assert np.shape(found["geometry"]["matrix"]) == (3, 3)
+    geometry = found["geometry"]
+    assert (geometry["kind"], geometry["status"]) == ("fundamental", "ok")
+    assert 12 <= geometry["inliers"] <= found["matches"] and np.shape(geometry["matrix"]) == (3, 3)
     assert list(found["seconds"]) == ["read", "extract", "match", "refine", "verify", "total"]
+    assert found == {
+        **matcher.load("nearest", max_keypoints=400).match(*views).to_dict(),
+        "seconds": found["seconds"],
+    }
 
 
-def test_the_network_is_named(views, small_weights, capfd):
-    assert (
-        run(
-            "match",
-            *views,
-            "--preset",
-            "hybrid",
-            "--weights",
-            small_weights,
-            "--json",
-            "--max-keypoints",
-            200,
-        )
-        == 0
-    )
+def test_the_summary_names_images_network_and_what_was_found(views, small_weights, capfd):
+    assert match(views) == 0
+    out, err = capfd.readouterr()
+    assert err == "" and "400 keypoints" in out and "are inliers of one fundamental matrix" in out
+    assert "x1ᵀ M x0" not in out  # the numbers are for --geometry
+    given = ("--preset", "hybrid", "--weights", small_weights, "--max-keypoints", 200, "--json")
+    assert run("match", *views, *given) == 0
     found = json.loads(capfd.readouterr().out)
-    assert found["preset"] == "hybrid"
-    assert found["weights"]["name"] == "small"
-    assert len(found["weights"]["sha256"]) == 64
+    assert found["weights"]["name"] == "small" and len(found["weights"]["sha256"]) == 64
     assert (found["layers_run"], found["layers"]) == (3, 3)
 
 
-def test_the_default_call_works_with_shipped_weights(views, shipped_weights, capfd):
-    assert run("match", *views) == 0
-    out = capfd.readouterr().out
-    assert "hybrid" in out
-    assert "are inliers of one fundamental matrix" in out
-
-
-def test_a_ratio_is_for_nearest_neighbours(views, capfd):
+def test_options_reach_the_library(views, capfd):
     counts = []
     for ratio in (0.9, 0.7):
         assert match(views, "--ratio", ratio, "--json") == 0
         counts.append(json.loads(capfd.readouterr().out)["matches"])
-    expected = [
-        len(matcher.load("nearest", max_keypoints=400, ratio=r).match(*views).matches) for r in (0.9, 0.7)
-    ]
-    assert counts == expected and counts[0] > counts[1] > 0
-
-
-def test_the_summary(views, capfd):
-    assert match(views) == 0
-    out, err = capfd.readouterr()
-    assert err == ""
-    assert "400 keypoints" in out
-    assert "are inliers of one fundamental matrix" in out
-    assert "x1ᵀ M x0" not in out  # the numbers are for --geometry
+    loaded = [matcher.load("nearest", max_keypoints=400, ratio=r).match(*views) for r in (0.9, 0.7)]
+    assert counts == [len(result.matches) for result in loaded] and counts[0] > counts[1] > 0
 
 
 def test_a_geometry_that_was_asked_for_is_printed(views, capfd):
@@ -108,94 +85,117 @@ def test_a_geometry_that_was_asked_for_is_printed(views, capfd):
     np.testing.assert_allclose(np.loadtxt(printed), expected, rtol=1e-6, atol=1e-12)
 
 
-@pytest.fixture
-def strangers(views, tmp_path) -> tuple[Path, Path]:
-    """An image of something, and one of nothing."""
-    cv2.imwrite(str(tmp_path / "grey.png"), np.full((120, 160), 127, np.uint8))
-    return views[0], tmp_path / "grey.png"
-
-
-def test_no_match_is_said_and_can_be_a_failure(views, strangers, capfd):
-    assert match(strangers) == 0
-    assert "no match: the images share nothing that was recognised" in capfd.readouterr().out
-    assert match(strangers, "--fail-if-unmatched") == 4
-    assert match(strangers, "--fail-if-unmatched", "--json") == 4
-    assert match(views, "--fail-if-unmatched") == 0
-    assert match(views, "--fail-if-unmatched", "--geometry", "none") == 0
-
-
-def test_matches_without_a_common_geometry_are_no_match(views, strangers, capfd):
-    """With hardly any points of two different things, some may match and none fit together."""
-    noise = np.random.default_rng(3).integers(0, 255, (200, 200), np.uint8)
-    cv2.imwrite(str(strangers[1]), cv2.GaussianBlur(noise, (0, 0), 3))
-    assert match(strangers, "--preset", "nearest", "--fail-if-unmatched", "--json") == 4
-    found = json.loads(capfd.readouterr().out)
-    assert found["geometry"]["status"] in ("too_few", "low_inliers", "no_model", "degenerate")
-
-
-def found_refined(result: matcher.Result) -> int:
-    return result.to_dict()["refinement"]["refined"]
-
-
-def test_outputs_hold_the_result(views, tmp_path, capfd):
-    assert match(views, "--output", tmp_path / "r.npz", "--geometry", "homography") == 0
-    assert match(views, "--output", tmp_path / "r.json", "--geometry", "homography") == 0
-    result = matcher.load("nearest", max_keypoints=400, geometry="homography").match(*views)
-    saved = np.load(tmp_path / "r.npz", allow_pickle=False)
-    assert set(saved) == ARRAYS
-    np.testing.assert_array_equal(saved["points1"], result.points1)
-    np.testing.assert_array_equal(saved["inliers"], result.geometry.inliers)
-    np.testing.assert_array_equal(saved["matrix"], result.geometry.matrix)
-    np.testing.assert_array_equal(saved["covariances"], result.matches.refinement.covariances)
-    assert (saved["refinement"] == "refined").sum() == found_refined(result) > 20
-    assert str(saved["geometry_kind"]) == "homography"
-    assert saved["cam1_from_cam0"].shape == (0, 0)
-    assert saved["size0"].tolist() == [800, 600]
-    found = json.loads((tmp_path / "r.json").read_text())
-    assert set(found) == {"software", *KEYS, "arrays"}
-    np.testing.assert_allclose(found["arrays"]["points0"], saved["points0"])
-    assert f"wrote {tmp_path / 'r.json'}" in capfd.readouterr().out
-
-
-def test_a_plot_is_drawn_and_replaced(views, tmp_path, capfd):
-    (tmp_path / "m.png").write_bytes(b"not ours")
-    assert match(views, "--plot", tmp_path / "m.png") == 2
-    assert "--overwrite" in capfd.readouterr().err
-    assert (tmp_path / "m.png").read_bytes() == b"not ours"
-    assert match(views, "--plot", tmp_path / "m.png", "--overwrite") == 0
-    first = (tmp_path / "m.png").stat().st_ino
-    assert match(views, "--plot", tmp_path / "m.png") == 0
-    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "m.png").stat().st_ino != first
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_essential_needs_a_camera(views, capfd):
+def test_essential_geometry_takes_cameras_from_options_or_exif(views, tmp_path, capfd):
     assert match(views, "--geometry", "essential") == 2
     assert "needs --camera0" in capfd.readouterr().err
     assert match(views, "--geometry", "essential", "--camera0", "700,700,400,300", "--json") == 0
     geometry = json.loads(capfd.readouterr().out)["geometry"]
     assert (geometry["kind"], geometry["status"]) == ("essential", "ok")
     assert np.shape(geometry["cam1_from_cam0"]) == (4, 4)
+    exif = PIL.Image.Exif()
+    exif.get_ifd(0x8769)[0xA405] = 28  # millimetres, of film
+    photos = [tmp_path / view.name for view in views]
+    for view, photo in zip(views, photos, strict=True):
+        PIL.Image.open(view).save(photo, exif=exif, quality=95)
+    assert match(photos, "--geometry", "essential") == 0
+    out, err = capfd.readouterr()
+    assert "622 and 622 pixels" in err and "cam1_from_cam0" in out  # 28 / 36 of 800 pixels
+    assert match(photos) == 0 and "--geometry essential" in capfd.readouterr().out
+    assert match((photos[0], views[1])) == 0 and "--geometry essential" not in capfd.readouterr().out
+
+
+def test_outputs_hold_the_result(views, tmp_path, capfd):
+    for suffix in ("npz", "json", "csv"):
+        assert match(views, "--output", tmp_path / f"r.{suffix}", "--geometry", "homography") == 0
+    assert f"wrote {tmp_path / 'r.json'}" in capfd.readouterr().out
+    result = matcher.load("nearest", max_keypoints=400, geometry="homography").match(*views)
+    saved, expected = np.load(tmp_path / "r.npz", allow_pickle=False), result.to_arrays()
+    assert set(saved) == set(expected)
+    for name in saved:
+        np.testing.assert_array_equal(saved[name], expected[name])
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert set(found) == {"software", "arrays", *result.to_dict()}
+    np.testing.assert_allclose(found["arrays"]["points0"], saved["points0"])
+    with (tmp_path / "r.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    np.testing.assert_allclose([float(row["x1"]) for row in rows], saved["points1"][:, 0], atol=1e-3)
+    assert [row["inlier"] == "1" for row in rows] == saved["inliers"].tolist()
+
+
+def test_a_plot_is_drawn_and_replaces_only_our_own(views, tmp_path, capfd):
+    (tmp_path / "m.png").write_bytes(b"not ours")
+    assert match(views, "--plot", tmp_path / "m.png") == 2
+    assert "--overwrite" in capfd.readouterr().err and (tmp_path / "m.png").read_bytes() == b"not ours"
+    assert match(views, "--plot", tmp_path / "m.png", "--overwrite") == 0
+    assert match(views, "--plot", tmp_path / "m.png") == 0
+    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG") and len(list(tmp_path.iterdir())) == 1
+    picture = tmp_path / "a.png"
+    picture.write_bytes(views[0].read_bytes())
+    assert match((picture, views[1]), "--plot", picture) == 2
+    assert "is an input" in capfd.readouterr().err and picture.read_bytes() == views[0].read_bytes()
+
+
+def test_no_match_is_said_and_can_be_a_failure(views, tmp_path, capfd):
+    grey, tiny, noise = (tmp_path / f"{name}.png" for name in ("grey", "tiny", "noise"))
+    cv2.imwrite(str(grey), np.full((120, 160), 127, np.uint8))
+    cv2.imwrite(str(tiny), np.zeros((1, 1), np.uint8))
+    values = np.random.default_rng(3).integers(0, 255, (200, 200), np.uint8)
+    cv2.imwrite(str(noise), cv2.GaussianBlur(values, (0, 0), 3))
+    assert match((views[0], grey)) == 0 and "share nothing" in capfd.readouterr().out
+    assert match((views[0], tiny)) == 0 and "image 1 is too small" in capfd.readouterr().out
+    assert match((views[0], grey), "--fail-if-unmatched", "--json") == 4
+    assert match((views[0], noise), "--fail-if-unmatched") == 4  # some may match, and none fit together
+    assert match((views[0], noise), "--fail-below", 0.5) == 4
+    for options in ([], ["--geometry", "none"]):
+        assert match(views, "--fail-if-unmatched", *options) == 0
+
+
+def test_further_passes_are_told_and_keypoints_counted_once(views, shipped_weights, capfd):
+    blurred = views[0], views[1].parent / "matches.jpg"
+    assert run("match", *blurred, "--max-keypoints", 128, "-v") == 0
+    out, err = capfd.readouterr()
+    assert "128 keypoints" in out and "further passes" in out
+    assert re.search(r"pass 2, [^:]+: \d+ match", err)
+
+
+def test_what_lasts_is_told_before_the_work(views, monkeypatch, capfd):
+    assert run("match", *views, "--preset", "lightglue-disk", "--device", "cpu") in (0, 5)
+    assert "front end disk takes about" in capfd.readouterr().err
+
+
+def test_kernels_that_could_be_there_are_named_once(views, tmp_path, monkeypatch, capfd):
+    from matcher.kernels.compiling import find_compiler
+    from matcher.kernels.loader import supported
+
+    if not supported() or find_compiler() is None:
+        pytest.skip("no kernels for this machine")
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
+    monkeypatch.delenv(SWITCH)
+    told = []
+    for _ in range(2):
+        assert match(views) == 0
+        told.append("matcher env --compile" in capfd.readouterr().err)
+    assert told == [True, False]
+
+
+# --- Mistakes and failures
 
 
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
         (["--camera0", "1,2,3"], 2, "--camera0 must be"),
-        (["--camera0", "1,2,3,4"], 2, "'essential' only"),
+        (["--camera0", "1,2,3,4"], 2, "essential"),
         (["--geometry", "affine"], 2, "--geometry"),
         (["--preset", "superglue"], 2, "Known: hybrid, hybrid-learned"),
-        (["--threshold", "7"], 2, "must be a number from 0 to 1"),
-        (["--ratio", "7"], 2, "--ratio must be"),
+        (["--threshold", "7"], 2, "--match-threshold must be a number from 0 to 1"),
         (["--preset", "hybrid-learned", "--ratio", "0.7"], 2, "--ratio"),
         (["--max-keypoints", "0"], 2, "--max-keypoints must be a whole number of at least 1"),
-        (["--resize", "0"], 2, "--resize must be a whole number of at least 1"),
         (["--device", "abacus"], 2, "abacus"),
-        (["--output", "r.txt"], 2, ".npz or .json"),
+        (["--output", "r.txt"], 2, ".csv"),
         (["--output", "none/r.npz"], 2, "make it first"),
         (["--plot", "r.gif"], 2, ".png"),
-        (["--nonsense"], 2, "--nonsense"),
+        (["--keypoints", "1"], 2, "--max-keypoints"),
         (["--mask0", "gone.png"], 3, "gone.png"),
         (["--max-pixels", "1000"], 3, "1000"),
         (["--preset", "hybrid", "--weights", "gone.safetensors"], 5, "gone.safetensors is absent"),
@@ -204,17 +204,7 @@ def test_essential_needs_a_camera(views, capfd):
 def test_mistakes_have_a_message_and_a_code(views, options, code, message, capfd):
     assert match(views, *options) == code
     out, err = capfd.readouterr()
-    assert out == ""
-    assert message in err
-    assert "Traceback" not in err
-
-
-def test_an_input_is_never_replaced(views, tmp_path, capfd):
-    picture = tmp_path / "a.png"
-    picture.write_bytes(views[0].read_bytes())
-    assert run("match", picture, views[1], "--preset", "nearest", "--plot", picture) == 2
-    assert "is an input" in capfd.readouterr().err
-    assert picture.read_bytes() == views[0].read_bytes()
+    assert out == "" and message in err and "Traceback" not in err and "PipelineConfig" not in err
 
 
 @pytest.mark.parametrize("content", [None, b"", b"hello", b"half"])
@@ -222,60 +212,9 @@ def test_images_that_cannot_be_read(views, tmp_path, content, capfd):
     path = tmp_path / "bad.jpg"
     if content is not None:
         path.write_bytes(views[0].read_bytes()[:20000] if content == b"half" else content)
-    assert run("match", path, views[1], "--preset", "nearest") == 3
+    assert match((path, views[1])) == 3
     out, err = capfd.readouterr()
-    assert out == ""
-    assert "bad.jpg" in err
-    assert "Traceback" not in err
-
-
-def test_damaged_weights_exit_5(views, small_weights, capfd):
-    small_weights.write_bytes(small_weights.read_bytes()[:5000])
-    assert run("match", *views, "--weights", small_weights) == 5
-    assert "small.safetensors" in capfd.readouterr().err
-
-
-def test_presets_and_version(capfd):
-    assert run("presets") == 0
-    lines = capfd.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(matcher.PRESETS)
-    assert run("--version") == 0
-    assert capfd.readouterr().out == f"matcher {matcher.__version__}\n"
-
-
-def test_weights_are_listed_and_verified(small_weights, monkeypatch, capfd):
-    folder = small_weights.parent
-    data = small_weights.read_bytes()
-    row = {
-        "name": "small", "file": small_weights.name, "sha256": hashlib.sha256(data).hexdigest(),
-        "preset": "hybrid", "licence": "CC0-1.0", "source": "s", "trained_on": "nothing", "metrics": "none",
-    }  # fmt: skip
-    text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in row.items())
-    (folder / "manifest.toml").write_text(f"[[weights]]\nbytes = {len(data)}\n{text}")
-    monkeypatch.setattr("matcher.weights.files.FOLDERS", (folder,))
-    assert run("weights", "list") == 0
-    assert "CC0-1.0" in capfd.readouterr().out
-    assert run("weights", "verify") == 0
-    assert "ok       small" in capfd.readouterr().out
-    assert run("weights", "verify", "large") == 2
-    small_weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert run("weights", "verify") == 5
-    assert "1 of 1 weights files" in capfd.readouterr().err
-
-
-def test_internal_errors_have_one_line_and_a_hint(views, monkeypatch, capfd):
-    def broken(*_, **__):
-        raise KeyError("surprise")
-
-    monkeypatch.setattr(loading_module, "load", broken)
-    assert match(views) == 1
-    err = capfd.readouterr().err
-    assert "internal error: KeyError: 'surprise'" in err
-    assert "MATCHER_DEBUG=1" in err
-    assert "Traceback" not in err
-    monkeypatch.setenv("MATCHER_DEBUG", "1")
-    assert match(views) == 1
-    assert "Traceback" in capfd.readouterr().err
+    assert out == "" and "bad.jpg" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize(
@@ -286,7 +225,8 @@ def test_internal_errors_have_one_line_and_a_hint(views, monkeypatch, capfd):
         (OSError(28, "No space left on device"), 6),
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate"), 6),
         (OSError(5, "Input/output error"), 1),
-        (matcher.UsageError("x"), 2),
+        (ModuleNotFoundError("No module named 'h5py'", name="h5py"), 2),
+        (ModuleNotFoundError("No module named 'nobody'", name="nobody"), 1),
         (matcher.ImageError("x"), 3),
         (matcher.IntegrityError("x"), 5),
         (typer.BadParameter("x"), 2),
@@ -295,19 +235,24 @@ def test_internal_errors_have_one_line_and_a_hint(views, monkeypatch, capfd):
 def test_exit_codes(error, code, capfd):
     with messages():
         assert exit_code_of(error) == code
-    assert capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert err and ("pip install 'h5py" in err) == ("h5py" in str(error))
 
 
-def test_an_interrupt_returns_130(views, monkeypatch, capfd):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
+def test_internal_errors_have_one_line_and_a_log_their_traceback(views, tmp_path, monkeypatch, capfd):
+    def broken(*_, **__):
+        raise KeyError("surprise")
 
-    monkeypatch.setattr(loading_module, "load", interrupted)
-    assert match(views) == 130
-    assert capfd.readouterr().err == "matcher: interrupted; run the same command again\n"
+    monkeypatch.setattr("matcher.loading.load", broken)
+    assert match(views, "--log", tmp_path / "run.log") == 1
+    err = capfd.readouterr().err
+    assert "KeyError: 'surprise'" in err and "MATCHER_DEBUG=1" in err and "Traceback" not in err
+    assert "Traceback" in (tmp_path / "run.log").read_text()
+    monkeypatch.setenv("MATCHER_DEBUG", "1")
+    assert match(views) == 1 and "Traceback" in capfd.readouterr().err
 
 
-def test_a_full_disk_exits_6_and_leaves_nothing(views, tmp_path, monkeypatch, capfd):
+def test_a_full_disk_exits_6_and_leaves_nothing(views, tmp_path, monkeypatch):
     def full(_):
         raise OSError(28, "No space left on device")
 
@@ -316,16 +261,10 @@ def test_a_full_disk_exits_6_and_leaves_nothing(views, tmp_path, monkeypatch, ca
     assert list(tmp_path.iterdir()) == []
 
 
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "matcher", *(str(argument) for argument in arguments)]
-
-
 def test_as_a_command(views, tmp_path):
-    arguments = command("match", *views, "--preset", "nearest", "--json", "--output", tmp_path / "r.npz")
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["matches"] > 50
-    assert (tmp_path / "r.npz").exists()
+    given = ["match", *map(str, views), "--preset", "nearest", "--json"]
+    done = subprocess.run([sys.executable, "-m", "matcher", *given], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads(done.stdout)["matches"] > 50, done.stderr
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
@@ -333,8 +272,8 @@ def test_as_a_command(views, tmp_path):
     ("name", "number", "code", "words"),
     [
         ("match", signal.SIGTERM, 143, b""),
-        ("match", signal.SIGINT, 130, b"matcher: interrupted; run the same command again\n"),
-        ("collection", signal.SIGINT, 130, b"matcher: interrupted; run the same command again to continue\n"),
+        ("match", signal.SIGINT, 130, b"run the same command again\n"),
+        ("collection", signal.SIGINT, 130, b"run the same command again to continue\n"),
     ],
 )
 def test_signals_end_a_command_with_a_word(name, number, code, words):
@@ -352,4 +291,139 @@ def test_signals_end_a_command_with_a_word(name, number, code, words):
         time.sleep(0.1)
         process.send_signal(number)
         assert process.wait(10) == code
-        assert process.stderr.read() == words
+        assert process.stderr.read().endswith(words)
+
+
+# --- Help, messages, what the shell sees
+
+
+@pytest.mark.parametrize("command", [[], *EVERY], ids=" ".join)
+def test_every_command_says_what_it_does_and_describes_its_options(command, capfd):
+    assert run(*command, "-h") == 0
+    short = capfd.readouterr().out
+    assert re.search(r"^  [A-Z][^\n]+", short, re.MULTILINE), "a sentence"
+    assert all(option in short for option in ("--verbose", "--quiet", "--log") if command)
+    group = typer.main.get_command(build())
+    for name in command:
+        group = group.commands[name]
+    options = [parameter for parameter in group.params if parameter.param_type_name == "option"]
+    assert [option.name for option in options if not option.help] == []
+
+
+def test_help_shows_the_defaults_of_the_preset_or_the_command(capfd):
+    config = find_preset(DEFAULT_PRESET)
+    expected = {
+        "match": (config.extractor.max_keypoints, config.extractor.resize, config.estimation.kind),
+        "sfm": ("2048", "largest"),
+        "track": ("0.2",),
+        "explain": ("no-further-passes",),
+    }
+    for command, values in expected.items():
+        assert run(command, "--help") == 0
+        text = "".join(capfd.readouterr().out.split())
+        assert all(f"[default:({value})]" in text for value in values)
+
+
+def test_quiet_and_verbose(views, tmp_path, capfd):
+    assert match(views, "-q", "--output", tmp_path / "r.npz") == 0
+    assert capfd.readouterr() == ("", "") and (tmp_path / "r.npz").is_file()
+    assert match((views[0], tmp_path / "gone.jpg"), "-q") == 3 and "gone.jpg" in capfd.readouterr().err
+    assert match(views, "-v") == 0 and "weights: none" in capfd.readouterr().err
+    assert match(views, "-v", "-q") == 2 and "-v and -q" in capfd.readouterr().err
+
+
+def test_progress_tells_speed_and_time_left_every_ten_seconds():
+    said, times = [], iter([0.0, 5.0, 20.0, 40.0])
+    progress = ProgressLines(said.append, lambda: next(times))
+    for done in (0, 1, 2, 4):
+        progress("matching pairs", done, 4, failed=done // 2)
+    assert len(said) == 3 and "2 of 4, 1 failed, 6.0/min, 20 s left" in said[1] and "done in 40 s" in said[2]
+
+
+def test_a_log_is_appended_to_and_is_never_the_file_of_somebody_else(views, tmp_path, capfd):
+    log, before = tmp_path / "run.log", list(logging.getLogger("matcher").handlers)
+    assert match(views, "--log", log, "-q") == 0
+    assert match((views[0], tmp_path / "gone.jpg"), "--log", log) == 3
+    assert logging.getLogger("matcher").handlers == before
+    text = log.read_text()
+    assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ DEBUG   command: ", text, re.MULTILINE)
+    assert "800 x 600  400 keypoints" in text and re.search(r"ERROR   .*gone\.jpg", text)
+    assert [line[-1] for line in text.splitlines() if "exit code" in line] == ["0", "3"]
+    picture = tmp_path / "a.jpg"
+    picture.write_bytes(views[0].read_bytes())
+    capfd.readouterr()
+    for path in (picture, tmp_path / "none" / "x.log"):
+        assert match((picture, views[1]), "--log", path) == 2 and "--log" in capfd.readouterr().err
+    assert picture.read_bytes() == views[0].read_bytes()
+
+
+def test_presets_weights_and_version_are_shown(small_weights, monkeypatch, capfd):
+    assert run("presets") == 0
+    assert [line.split()[0] for line in capfd.readouterr().out.splitlines()] == list(matcher.PRESETS)
+    assert run("presets", "--show", DEFAULT_PRESET) == 0
+    values = dict(line.split(None, 2)[:2] for line in capfd.readouterr().out.splitlines())
+    assert values["extractor.max_keypoints"] == "2048" and len(values) > 60
+    assert run("presets", "--show", "hybird") == 2 and "'hybrid'" in capfd.readouterr().err
+    assert run("--version") == 0 and matcher.__version__ in capfd.readouterr().out
+    folder, data = small_weights.parent, small_weights.read_bytes()
+    row = {
+        "name": "small", "file": small_weights.name, "sha256": hashlib.sha256(data).hexdigest(),
+        "preset": "hybrid", "licence": "CC0-1.0", "source": "s", "trained_on": "nothing", "metrics": "none",
+    }  # fmt: skip
+    text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in row.items())
+    (folder / "manifest.toml").write_text(f"[[weights]]\nbytes = {len(data)}\n{text}")
+    monkeypatch.setattr("matcher.weights.files.FOLDERS", (folder,))
+    assert run("weights", "list") == 0 and "CC0-1.0" in capfd.readouterr().out
+    assert run("weights", "verify") == 0 and "small" in capfd.readouterr().out
+    assert run("weights", "verify", "large") == 2
+    small_weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert run("weights", "verify") == 5
+
+
+def test_env_lists_every_variable_that_the_project_reads_and_the_build_of_torch(capfd, monkeypatch):
+    sources = [path for folder in ("matcher", "scripts", "tests") for path in (ROOT / folder).rglob("*.py")]
+    named = {n for path in sources for n in re.findall(r"\bMATCHER_[A-Z_]+[A-Z]", path.read_text("utf-8"))}
+    assert named == {name for name in VARIABLES if name.startswith("MATCHER_")}
+    monkeypatch.setenv("MATCHER_CACHE", "/some/where")
+    assert run("env") == 0
+    out = capfd.readouterr().out
+    assert f"matcher {matcher.__version__}, Python" in out and "set to '/some/where'" in out
+    assert all(name in out for name in VARIABLES) and re.search(r"PyTorch: .*build with(out)? .*CUDA", out)
+
+
+def test_the_library_names_arguments_not_options():
+    """Whole commands, between backticks, are the same for all; a lone option means nothing in Python."""
+    for path in sorted((ROOT / "matcher").rglob("*.py")):
+        if {"cli", "evaluate", "train", "benchmark.py"} & set(path.relative_to(ROOT).parts):
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Raise):
+                parts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+                text = "".join(part for part in parts if isinstance(part, str))
+                assert not re.search(r"(?<!\w)--[a-z]", re.sub(r"`[^`]*`", "", text)), (path, text)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="completion of POSIX shells")
+def test_the_shell_completes_commands_options_and_presets():
+    def complete(words: str) -> list[str]:
+        count = str(len(words.split(" ")))
+        variables = {
+            "_MATCHER_COMPLETE": "complete_bash",
+            "COMP_WORDS": f"matcher {words}",
+            "COMP_CWORD": count,
+        }
+        how = {"env": {**os.environ, **variables}, "capture_output": True, "text": True}
+        return subprocess.run([sys.executable, "-m", "matcher"], **how).stdout.split()
+
+    assert {"match", "merge"} <= set(complete("m"))
+    assert "--max-keypoints" in complete("match --max")
+    assert {"superglue-indoor", "superglue-outdoor"} == set(complete("match --preset superglue"))
+
+
+def test_a_warning_is_one_line_without_source(tmp_path, capfd):
+    pages = [PIL.Image.new("L", (90, 60), shade) for shade in (10, 200)]
+    path = tmp_path / "pages.tif"
+    pages[0].save(path, save_all=True, append_images=pages[1:])
+    assert match((path, path)) == 0
+    errors = [line for line in capfd.readouterr().err.splitlines() if "pages" in line]
+    assert errors and not any(".py:" in line or "ImageWarning" in line for line in errors)

@@ -1,5 +1,4 @@
 import itertools
-import time
 
 import numpy as np
 import PIL.Image
@@ -9,16 +8,15 @@ from matcher.errors import ImageError, UsageError
 from matcher.geometry import upright_size, upright_to_stored
 from matcher.images import image_from_array, read_image
 from matcher.result import Result
-from matcher.types import MATCHED, UNMATCHED, Features, Matches, TwoViewGeometry
+from matcher.types import Features, Matches, TwoViewGeometry
 from matcher.viz.drawings import (
-    draw_fates,
+    draw_epipolar_lines,
     draw_instances,
     draw_matches,
     figure_pixels,
     header_height,
     match_errors,
 )
-from matcher.viz.overlays import draw_epipolar_lines, draw_overlay
 from matcher.viz.plots import draw_attention
 
 MISSING = np.zeros((0, 2))
@@ -77,7 +75,7 @@ def test_line_joins_the_two_points():
     assert abs(rows.min() - 200.5) <= 3 and abs(rows.max() - (612 + 400.5)) <= 3
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("orientation", [1, 4, 6])
 def test_points_of_a_turned_image_land_on_its_upright_view(tmp_path, orientation):
     stored = (400, 300)
     upright = upright_size(stored, orientation)
@@ -123,18 +121,7 @@ def test_errors_are_distances_to_the_known_geometry():
         match_errors(points0, points1)
 
 
-def test_thousands_of_lines_leave_the_image_visible_and_take_less_than_a_second():
-    points0, points1 = grid_points(2000, (400, 300)), grid_points(2000, (400, 300), seed=1)
-    every = dict(inliers=np.arange(2000) % 3 > 0, keypoints0=points0, keypoints1=points1)
-    spent = []
-    for _ in range(3):  # one may be slow beside other tests
-        start = time.process_time()
-        pixels = figure_pixels(draw_matches(grey(), grey(), points0, points1, **every))
-        spent.append(time.process_time() - start)
-    assert min(spent) < 1.0 and coloured(below(pixels)).mean() < 0.5
-
-
-@pytest.mark.parametrize("limit", [0, 1, 5, 8])
+@pytest.mark.parametrize("limit", [0, 8])
 def test_a_limited_number_of_lines_is_spread_over_the_image(limit):
     points, scores = np.vstack([grid_points(300, (60, 60)), [[380.0, 280.0]]]), np.full(301, 0.9)
     scores[-1] = 0.1
@@ -261,35 +248,6 @@ def test_plots_that_cannot_be_made_leave_nothing(tmp_path):
 # --- Other drawings
 
 
-def test_fates_have_their_colours():
-    points = np.array([[50.0, 50.0], [200.0, 50.0], [350.0, 50.0]])
-    figure = draw_fates(grey(), grey(), points, MISSING, [MATCHED, UNMATCHED, 3], [], layers=6)
-    pixels = body(figure).astype(int)
-    matched, unmatched, pruned = (pixels[100, round(2 * x + 0.5)] for x in points[:, 0])
-    assert matched[2] > matched[0] + 80  # sky blue
-    assert unmatched[0] > unmatched[2] + 80  # vermilion
-    assert np.ptp(pruned) < 5  # grey
-    with pytest.raises(UsageError, match="fates"):
-        draw_fates(grey(), grey(), points, MISSING, [0], [], layers=6)
-
-
-def test_an_overlay_by_the_right_homography_is_the_image_itself():
-    shift = np.array([[1.0, 0, -50], [0, 1, 30], [0, 0, 1]])
-    rows, columns = np.indices((360, 480))
-    picture = (((rows // 20 + columns // 20) % 2) * 200 + 30).astype(np.uint8)
-    moved = np.roll(picture, (30, -50), (0, 1))
-
-    def drawn(first, H, **how):
-        return body(draw_overlay(first, moved, H, **how)).astype(int)[70:680, 10:850]
-
-    whole = drawn(moved, np.eye(3))
-    assert np.abs(drawn(picture, shift) - whole).mean() < 4
-    assert np.abs(drawn(picture, np.eye(3)) - whole).mean() > 10
-    assert np.ptp(drawn(picture, shift, kind="blend"), axis=2).mean() < 5
-    with pytest.raises(UsageError, match="invertible"):
-        drawn(picture, np.zeros((3, 3)))
-
-
 def test_epipolar_lines_run_through_the_partners():
     sideways = np.array([[0.0, 0, 0], [0, 0, -1], [0, 1, 0]])
     points0, points1 = np.array([[50.0, 100.0]]), np.array([[300.0, 100.0]])
@@ -311,7 +269,7 @@ def test_instances_and_the_corner_of_the_template_are_seen_whole():
     assert "first corner" not in texts(draw_instances(grey(100, 50), grey(), []))
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4, 8, 12])
+@pytest.mark.parametrize("heads", [1, 4, 12])
 def test_attention_joins_the_keypoint_with_what_it_attends_to_in_both_images(heads):
     heard = [(np.array([[300.0, 100.0]]), np.array([0.9]))] * heads
     figure = draw_attention(grey(), grey(), (50.0, 100.0), heard, heard)

@@ -9,7 +9,7 @@ from random_matcher import CONFIG, matcher_with, pair, random_model
 
 from matcher.config import ContextConfig
 from matcher.errors import UsageError
-from matcher.explain.explain import confidence_thresholds, explain, nearest_keypoint, rules
+from matcher.explain.explain import explain, nearest_keypoint, rules
 from matcher.images import read_image
 from matcher.match.loftr import GridExtractor
 from matcher.match.network import AttentionMatcher, MatchingNetwork
@@ -32,8 +32,9 @@ LINEAR = {
 ADDITIVE = {"context": ContextConfig(dim=48, heads=2, depth=2, attention="additive")}
 
 
-@pytest.mark.parametrize("changes", [None, GUIDED, LINEAR, ADDITIVE])
-@pytest.mark.parametrize("counts", [(60, 50), (0, 9), (1, 1)])
+@pytest.mark.parametrize(
+    ("changes", "counts"), [(None, (60, 50)), (GUIDED, (60, 50)), (LINEAR, (0, 9)), (ADDITIVE, (1, 1))]
+)
 def test_the_matches_are_those_of_the_normal_path(changes, counts):
     matcher = matcher_with() if changes is None else other_matcher(**changes)
     sides = pair(*counts, 1)
@@ -63,7 +64,7 @@ def test_pruning_and_exit_are_reported_with_their_reasons():
     assert record.layers[-1].exited == (len(record.layers) < CONFIG.context.depth)
 
 
-@pytest.mark.parametrize("changes", [{}, GUIDED, LINEAR])
+@pytest.mark.parametrize("changes", [GUIDED, LINEAR])
 def test_recorded_attention_makes_the_message_that_the_network_passes_on(changes):
     matcher, sides = other_matcher(**changes), pair(30, 20, 3)
     layer = matcher.model.layers[0]
@@ -89,17 +90,7 @@ def test_recorded_attention_makes_the_message_that_the_network_passes_on(changes
             assert attention.entropy[0, head] == pytest.approx(-(p * np.log(p)).sum(), abs=1e-3)
 
 
-def test_the_marginal_error_falls_below_the_tolerance_in_as_many_iterations():
-    matcher, sides = matcher_with(early_exit=False, pruning=False), pair(60, 50, 5)
-    errors = explain(matcher, *sides).layers[-1].marginal_errors
-    with torch.inference_mode():
-        prediction = matcher.model(*(Features.stack([f]) for f in sides))[0].assignment
-    assert len(errors) == prediction.iterations[0]
-    assert (errors[-1] <= CONFIG.assignment.tolerance) == prediction.converged[0]
-    assert errors[0] > errors[-1]
-
-
-@pytest.mark.parametrize("changes", [{}, GUIDED, LINEAR, ADDITIVE])
+@pytest.mark.parametrize("changes", [GUIDED, LINEAR])
 def test_rollout_is_the_product_of_the_mean_weights(changes):
     matcher, sides = other_matcher(**changes), pair(12, 9, 3)
     record = explain(matcher, *sides, range(12), range(9), strongest=12, traced=([4], []))
@@ -156,7 +147,7 @@ def test_match_probabilities_decide_and_are_reported():
 
 
 @pytest.mark.parametrize("probabilities", [False, True])
-@pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("share", [0.02, 0.6])
 def test_a_pair_exits_where_its_certainty_passes_the_share(probabilities, share):
     matcher = (
         with_match_probabilities(exit_share=share, pruning=False)
@@ -175,14 +166,6 @@ def test_a_pair_exits_where_its_certainty_passes_the_share(probabilities, share)
         assert last.certain > share - slack - 1e-6
     else:
         assert last.certain is None and len(record.layers) == CONFIG.context.depth
-
-
-def test_rules_are_stated_for_both_ways():
-    stop, drop = rules(CONFIG)
-    assert "of its points" in stop and "matchability" in drop and "confident of its assignment." in drop
-    predicted = replace(CONFIG, match_probability=True)
-    assert "60 % of the expected matches" in rules(predicted)[0]
-    assert len(confidence_thresholds(CONFIG)) == CONFIG.context.depth - 1
 
 
 def test_cells_of_a_grid_tell_their_linear_attention(views):
@@ -209,7 +192,7 @@ def test_cells_of_a_grid_tell_their_linear_attention(views):
             assert (attention.entropy > 0).all() and (attention.entropy <= np.log(len(side)) + 1e-3).all()
 
 
-@pytest.mark.parametrize("changes", [{}, GUIDED])
+@pytest.mark.parametrize("changes", [GUIDED])
 def test_points_without_a_match_name_their_candidates_and_what_beat_them(changes):
     """Of the last layer that a point lived through; that of the matched ones is their match."""
     matcher, sides = other_matcher(**changes), pair(60, 50, 1)

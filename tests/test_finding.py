@@ -9,7 +9,7 @@ import pytest
 from command import run
 
 import matcher
-from matcher.alignment.find import Window, windows
+from matcher.alignment.find import Window
 from matcher.geometry import warp_points
 from matcher.images import read_image
 from matcher.viz.overlays import resizing
@@ -103,16 +103,6 @@ def test_corners_are_of_the_stored_image(template, scene, tmp_path):
     assert min(np.abs(one.corners - stored).max() for one in found) < 2.5
 
 
-def test_windows_cover_the_image_and_map_back_to_it(rng):
-    pixels = cv2.resize(rng.integers(0, 255, (40, 150), dtype=np.uint8), (1500, 400))
-    image = matcher.Image(pixels, size=(3000, 800), scale=(0.5, 0.5))
-    parts = list(windows(image, 1.0, matcher.load("nearest", max_keypoints=200)))
-    assert len(parts) == 2
-    points = [warp_points(p.features.keypoints.numpy(), np.linalg.inv(p.from_stored)) for p in parts]
-    assert points[0][:, 0].max() < 2 * 1024 and points[1][:, 0].min() > 2 * 470
-    assert points[1][:, 0].max() > 2900 and (np.vstack(points) >= -0.5).all()
-
-
 def test_the_command_draws_saves_and_prints(template, scene, tmp_path, capfd):
     PIL.Image.fromarray(template).save(tmp_path / "template.png")
     (tmp_path / "images").mkdir()
@@ -166,8 +156,7 @@ def centres(found) -> list[np.ndarray]:
     return [instance.corners.mean(axis=0) for instance in found]
 
 
-@pytest.mark.parametrize("degrees", [0, 40])
-def test_many_small_copies_are_all_found(views, degrees):
+def test_many_small_copies_are_all_found(views, degrees=40):
     """Copies take each other's matches; each is looked at where it correlates."""
     photo, other = (cv2.resize(read_image(view).pixels, (1024, 768)) for view in views)
     template = np.ascontiguousarray(photo[420:620, 400:620])
@@ -196,7 +185,7 @@ def icon(kind: int) -> np.ndarray:
     return drawn
 
 
-@pytest.mark.parametrize("scale", [0.75, 1.0, 1.5, 2.0])
+@pytest.mark.parametrize("scale", [0.75, 2.0])
 def test_icons_are_found_and_not_mistaken(scale):
     screen = np.full((600, 900, 3), 250, np.uint8)
     for row in range(12):

@@ -97,6 +97,9 @@ def test_the_ratio_is_refused_where_there_is_a_network_and_out_of_range():
         ({"match_threshold": float("nan")}, "from 0 to 1"),
         ({"early_exit": "yes"}, "early_exit"),
         ({"geometry": "affine"}, "fundamental, homography, essential, none"),
+        ({"geometry": "homograpy"}, "^geometry: .*did you mean 'homography'"),
+        ({"keep": "larges"}, "^keep: "),
+        ({"bgr": "yes"}, "True or False"),
         ({"upright": 1}, "True or False"),
     ],
 )

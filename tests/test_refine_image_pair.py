@@ -1,5 +1,7 @@
 """Refinement of two images whose grey values correlate, do not, or have nothing to do with each other."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from rendered_texture import AFFINE, Texture, move
@@ -72,3 +74,17 @@ def test_images_of_different_things_leave_matches_where_they_were(views):
 def test_no_match_is_an_empty_answer(views):
     found = refine_image_pair(*views, matches_of(np.zeros((0, 2)), np.zeros((0, 2))), RefineConfig())
     assert len(found) == 0 and len(found.refinement.status) == 0
+
+
+def test_no_point_is_moved_out_of_its_mask(views):
+    points0 = grid()
+    matches = matches_of(points0, shaken(move(points0)))
+    free = refine_image_pair(*views, matches, RefineConfig())
+    mask = np.ones(views[1].pixels.shape, dtype=bool)
+    before, after = matches.points1[:, 0], free.points1[:, 0]
+    edge = next(x for x in range(60, 200) if ((before < x + 0.4) & (after > x + 0.6)).any())
+    mask[:, edge + 1 :] = False
+    found = refine_image_pair(views[0], replace(views[1], mask=mask), matches, RefineConfig())
+    accepted = found.refinement.accepted
+    assert accepted.sum() > 20 and (found.points1[accepted, 0] <= edge + 0.5).all()
+    assert np.array_equal(found.points1[~accepted], matches.points1[~accepted])

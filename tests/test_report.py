@@ -1,4 +1,4 @@
-"""The HTML report: what it holds, that it is closed to the network, and that it works in a browser."""
+"""HTML reports of a pair and of a run: what they hold, closed to the network, working in a browser."""
 
 import base64
 import json
@@ -10,14 +10,32 @@ import numpy as np
 import pytest
 import torch
 from browser import browser, needs_browser
+from collection_runs import QUICK, photos
+from command import run as command
 
-from matcher.cli import main
+from matcher.collection.collection import Collection
+from matcher.collection.schema import StoredPair
+from matcher.collection.store import Store
 from matcher.errors import UsageError
 from matcher.explain.report import pair_data, write_report
+from matcher.explain.run_report import collect_statistics
 from matcher.loading import load
 from matcher.match.network import AttentionMatcher, MatchingNetwork
 from matcher.presets import PRESETS
 from matcher.types import MATCHED, Image, Matches, TwoViewGeometry
+
+ODD = "<img src=x onerror=alert(1)>&amp;.png"
+
+
+def data_of(path):
+    return json.loads(re.search(r'id="data">(.*?)</script>', path.read_text("utf-8"), re.S)[1])
+
+
+def unpacked(text, kind):
+    return np.frombuffer(base64.b64decode(text), kind)
+
+
+# --- A pair
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +63,6 @@ def pipeline():
 def report(pictures, pipeline, tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.html"
     return path, write_report(pipeline, *pictures, path, (200.0, 150.0))
-
-
-def data_of(path):
-    return json.loads(re.search(r'id="data">(.*?)</script>', path.read_text("utf-8"), re.S)[1])
 
 
 def test_the_report_holds_the_matches_and_escapes_names(report, pictures):
@@ -167,10 +181,6 @@ def test_the_report_tells_every_layer(report):
     assert data["marginal"]
 
 
-def unpacked(text, kind):
-    return np.frombuffer(base64.b64decode(text), kind)
-
-
 @pytest.mark.parametrize("second", ["blank", "tiny", "colour"])
 def test_odd_pairs_make_a_page(pictures, pipeline, tmp_path, second):
     odd = {
@@ -198,6 +208,141 @@ def test_bad_requests_leave_nothing(pictures, pipeline, tmp_path):
     ):
         with pytest.raises(UsageError):
             write_report(matching, *pictures, tmp_path / name, point)
-    out = ["--output", str(tmp_path / "a.html")]
-    assert main(["explain", *map(str, pictures), *out, "--point", "here"]) == 2
+    assert command("explain", *pictures, "--output", tmp_path / "a.html", "--point", "here") == 2
     assert list(tmp_path.iterdir()) == []
+
+
+# --- A run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Five views of one plane, one with an odd name, one of something else, a file that is no image."""
+    folder = tmp_path_factory.mktemp("run")
+    names = photos(folder / "photos", 5)
+    (folder / "photos" / names[0]).rename(folder / "photos" / ODD)
+    noise = np.random.default_rng(1).integers(0, 255, (160, 200), np.uint8)
+    cv2.imwrite(str(folder / "photos" / "noise.png"), noise)
+    (folder / "photos" / "broken.jpg").write_bytes(b"\xff\xd8\xff no image")
+    given = (folder / "photos", "--run", folder / "run", "--exhaustive", "--workers", 0, *QUICK)
+    assert command("collection", *given) == 4
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def written(run):
+    assert command("report", run, "--pages", 3) == 0
+    return run / "report.html"
+
+
+def test_the_page_counts_what_the_store_holds(run, written):
+    data = data_of(written)
+    with Store.open(run) as store:
+        counts, pairs = store.counts(), list(store.pairs())
+    assert data["counts"] == [
+        ["images", counts.images_done, counts.images_failed, counts.images_waiting],
+        ["pairs", counts.pairs_done, counts.pairs_failed, counts.pairs_waiting],
+    ]
+    assert sum(count for _, count in data["statuses"]) == len(pairs) == 15
+    assert [sum(histogram) for histogram in data["histograms"]] == [15, 15]
+    inliers = {(p.name0, p.name1): int(p.geometry.inliers.sum()) for p in pairs}
+    assert {(row[0], row[1]): row[3] for row in data["weakest"]} == inliers
+    sound = {(p.name0, p.name1) for p in pairs if p.geometry.verified}
+    nodes = [node[0] for node in data["graph"]["nodes"]]
+    assert {(nodes[a], nodes[b]) for a, b, *_ in data["graph"]["edges"]} == sound and len(sound) == 10
+    assert dict((name, degree) for name, *_, degree in data["graph"]["nodes"])["noise.png"] == 0
+    tracks = Collection.open(run).tracks()
+    assert data["tracks"]["count"] == len(tracks) and data["tracks"]["conflicts"] == tracks.conflicts
+    assert sum(length * count for length, count in data["tracks"]["lengths"]) == len(tracks.images)
+    assert data["failures"]["images"][0] == 1 and data["failures"]["images"][1][0][0] == "broken.jpg"
+    assert data["failures"]["pairs"][0] == counts.pairs_failed > 0
+
+
+def test_names_are_escaped_and_nothing_is_fetched(run, written):
+    for page in (written, *sorted((run / "report_pairs").iterdir())):
+        text = page.read_text("utf-8")
+        assert "<img" not in text and "http:" not in text and "https:" not in text
+        assert "default-src 'none'" in text.replace("&#x27;", "'")
+    assert len(list((run / "report_pairs").iterdir())) == 3
+
+
+@needs_browser
+def test_a_browser_shows_the_graph_and_follows_a_link(run, written, tmp_path):
+    with browser() as page:
+        page.open(written.as_uri())
+        page.wait("return document.body.dataset.ready")
+        assert "15 pairs were matched" in page.text("#summary")
+        place = page.run(
+            "const [x, y] = at(nodes.findIndex(node => node[0] === arguments[0]));"
+            "graph.scrollIntoView(); const now = graph.getBoundingClientRect();"
+            "return [now.left + x, now.top + y]",
+            ODD,
+        )
+        page.click("#graph", at=place)
+        assert page.text("#info") == f"{ODD}: 4 verified pairs"
+        assert page.run("return document.querySelectorAll('img').length") == 0
+        page.screenshot(tmp_path / "run.png")
+        assert "nearest" in page.text("#tables") and ODD in page.text("#weakest")
+        assert "broken.jpg" in page.text("#failed-images")
+        assert len(page.find("#weakest a")) == 3 and page.complaints() == []
+        page.click("#weakest a")
+        page.wait("return location.pathname.includes('report_pairs') && document.body.dataset.ready")
+        assert "Click a point" in page.text("#info") and page.complaints() == []
+        page.click("#controls a")
+        page.wait("return location.pathname.endsWith('report.html') && document.body.dataset.ready")
+
+
+def test_a_page_names_the_reconstructions_of_its_run(run):
+    model = run.parent / "model"
+    model.mkdir()
+    for other, named in (("../run", True), ("../another", False)):
+        (model / "summary.json").write_text(json.dumps({"run": other}))
+        assert command("report", run, "--pages", 0) == 0
+        rows = data_of(run / "report.html")["origin"]
+        link = {"text": str(model), "link": "../model/reconstruction.png"}
+        assert (["reconstruction", link] in rows) == named
+
+
+def test_images_that_are_gone_or_changed_are_reported(run, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    image = run.parent / "photos" / "noise.png"
+    before = image.read_bytes()
+    try:
+        image.unlink()
+        assert command("report", run, "--output", out, "--pages", 2) == 0
+        assert "no page for" in capsys.readouterr().err and data_of(out)["failures"]["pages"][0] == 2
+        cv2.imwrite(str(image), np.zeros((50, 60), np.uint8))
+        assert command("report", run, "--output", out, "--pages", 1) == 0
+        assert "its size has changed" in capsys.readouterr().err
+    finally:
+        image.write_bytes(before)
+
+
+def test_bad_requests_are_refused(run, tmp_path):
+    (tmp_path / "page_pairs").write_text("in the way")
+    for arguments in (
+        (tmp_path,),
+        (run, "--output", tmp_path / "page.txt"),
+        (run, "--pages", -1),
+        (run, "--output", tmp_path / "page.html"),
+    ):
+        assert command("report", *arguments) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["page_pairs"]
+
+
+def test_one_pass_keeps_the_worst_and_the_best():
+    counts = np.random.default_rng(0).integers(0, 300, 200)
+    pairs = []
+    for number, count in enumerate(counts.tolist()):
+        points = np.zeros((count + 5, 2), np.float32)
+        index = np.stack([np.arange(count + 5)] * 2, 1)
+        matches = Matches(index, points, points, np.ones(count + 5, np.float32))
+        status = "ok" if count > 15 else "too_few"
+        geometry = TwoViewGeometry("fundamental", status, np.arange(count + 5) < count)
+        pairs.append(StoredPair(f"{number}", f"{number + 1}", matches, geometry, 0.5))
+    found = collect_statistics(iter(pairs), 20, 30)
+    assert [row.inliers for row in found.weakest] == sorted(counts)[:20]
+    assert [row.inliers for row in found.strongest] == sorted(counts)[::-1][:30]
+    assert found.pairs == 200 and found.seconds == 100.0
+    assert found.statuses["ok"] == (counts > 15).sum() and sum(found.inliers.values()) == 200
+    assert sum(found.degree.values()) == 2 * (counts > 15).sum() and found.tried["3"] == 2

@@ -11,7 +11,7 @@ import numpy as np
 import PIL.Image
 
 from matcher.config import GeometryStatus, PlanarModel
-from matcher.errors import UsageError, unknown_name
+from matcher.errors import UsageError, counted, unknown_name
 from matcher.files import check_output, write_output
 from matcher.geometry import upright_matrix, warp_points
 from matcher.loading import open_pipeline, with_estimation
@@ -24,7 +24,7 @@ from matcher.verify.planes import estimate_planar
 from matcher.verify.verdict import reject_improbable
 from matcher.viz.overlays import blend, checkerboard, difference, lay_over
 
-# --- planar: The pipeline for planar scenes, and reading of images at full size.
+# --- What alignment and templates share
 
 
 def planar_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
@@ -49,7 +49,7 @@ def read_full(pipeline: Pipeline, image: ImageInput, mask: Mask | None = None) -
     return replace(pipeline, config=config).read(image, mask)
 
 
-# --- align: Planar alignment: one image warped onto another by a homography, affine map or similarity.
+# --- Alignment
 
 View = Literal["warped", "blend", "checkerboard", "difference"]
 PICTURE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".tif": "TIFF", ".tiff": "TIFF"}
@@ -227,7 +227,8 @@ class Alignment:
     def summary(self) -> str:
         """A readable summary: images, matches and the transformation."""
         result = self.result
-        lines = [*result.image_lines(), f"{len(result.matches)} matches ({result.preset})"]
+        count = counted(len(result.matches), "match", "matches")
+        lines = [*result.image_lines(), f"{count} ({result.preset})"]
         if not self.found:
             return "\n".join([*lines, f"not aligned: {self._reason()}"])
         count = f"{int(self.inliers.sum())} are inliers of one {self.model}" + " map" * (

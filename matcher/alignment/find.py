@@ -23,7 +23,7 @@ from matcher.presets import DEFAULT_PRESET, LoadOptions, refuse_further_passes
 from matcher.types import Features, Image
 from matcher.viz.overlays import lay_over, stored_to_pixels
 
-# --- instances: Detected instances of a template.
+# --- Instances of a template
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -135,10 +135,9 @@ class Detections:
         return save_figure(draw_instances(self.template, shown, corners, title=title), path)
 
 
-# --- levels: An image at several sizes, each cut into overlapping windows whose features are extracted
-# separately.
+# --- An image at several sizes, each cut into overlapping windows whose features are extracted separately
 
-WINDOW, OVERLAP = 1024, 256  # pixels
+_WINDOW, _OVERLAP = 1024, 256  # pixels
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,33 +196,19 @@ def as_it_is(pixels: np.ndarray, mask: np.ndarray | None = None) -> Image:
 
 
 def _cuts(length: int) -> list[tuple[int, int]]:
-    """Overlapping parts of a side, of equal length and at most `WINDOW`."""
-    if length <= WINDOW:
+    """Overlapping parts of a side, of equal length and at most 1,024 pixels."""
+    if length <= _WINDOW:
         return [(0, length)]
-    count = -(-(length - OVERLAP) // (WINDOW - OVERLAP))
-    starts = np.linspace(0, length - WINDOW, count).round().astype(int)
-    return [(int(start), int(start) + WINDOW) for start in starts]
+    count = -(-(length - _OVERLAP) // (_WINDOW - _OVERLAP))
+    starts = np.linspace(0, length - _WINDOW, count).round().astype(int)
+    return [(int(start), int(start) + _WINDOW) for start in starts]
 
 
-# --- find: Detection of a template in images: several instances, at any scale and rotation.
+# --- The search
 
 RESIZE = 4096  # default longer side that larger images are reduced to
 _SIDES = (512, 170)  # longer sides of the template that are searched for, pixels
-_LEAST_SIDE = 256  # smaller templates are enlarged, four times at most
-_STEP = 3.0  # between pyramid levels; with two template sizes the scale is within 1.7 either way
-_LEAST_LEVEL = 320  # pixels, longer side of the coarsest level
-_BENT = 5.0  # most ratio between the areas of the triangles at an instance's corners
-_LEAST_AREA = 16.0**2  # stored pixels
 _SAME = 0.3  # intersection over union above which two instances are duplicates
-_MOST_PROPOSALS, _MOST_FAILURES = (
-    40,
-    5,
-)  # places of high correlation that are matched; in a row without success
-_ALIKE = 0.75  # correlation of what was proposed, once it is rectified
-_DEPTH = 1  # how often a window is divided where several copies share the matches
-_CONFIRMED = 0.1  # least share of the template's keypoints that are inliers when an instance is verified
-# With fewer inliers and a smaller share than these it must correlate well too: a wrong one had 14 and .11.
-_MANY, _DOUBTFUL, _VERY_ALIKE = 40, 0.3, 0.9
 
 
 def find(
@@ -306,8 +291,10 @@ class TemplateFinder:
         self.pipeline = planar_pipeline(preset, options)
         self.max_instances = max_instances
         self.template = read_full(self.pipeline, template, template_mask)
+        width, height = self.template.size
+        self._outline = np.array([[0, 0], [width, 0], [width, height], [0, height]]) - 0.5
         longer = max(self.template.pixels.shape[:2])
-        largest = min(max(longer, _LEAST_SIDE), 4 * longer, _SIDES[0])
+        largest = min(max(longer, 256), 4 * longer, _SIDES[0])  # small ones are enlarged, four times at most
         sides = [largest]
         while sides[-1] / 2 >= _SIDES[1] / 2 and len(sides) < 3:
             sides.append(sides[-1] / 2)
@@ -349,8 +336,9 @@ class TemplateFinder:
     def _factors(self, image: Image) -> list[float]:
         """Factors by which the pixels of an image are resized, small ones first."""
         longer, factors = max(image.pixels.shape[:2]), [self._enlarged]
-        while longer * factors[-1] / _STEP >= _LEAST_LEVEL:
-            factors.append(factors[-1] / _STEP)
+        # With two template sizes, steps of 3 leave a change of scale within 1.7 either way.
+        while longer * factors[-1] / 3 >= 320:
+            factors.append(factors[-1] / 3)
         return factors[::-1]
 
     def _copies(self, image: Image) -> list[Instance]:
@@ -362,26 +350,23 @@ class TemplateFinder:
         for copy in find_copies(template, image.pixels, mask, self.max_instances):
             inner = np.array([[copy.scale, 0, copy.x], [0, copy.scale, copy.y], [0, 0, 1]])
             matrix = to_stored @ inner @ from_stored
-            width, height = self.template.size
-            stored = np.array([[0, 0], [width, 0], [width, height], [0, height]]) - 0.5
-            found.append(Instance(matrix, warp_points(stored, matrix), 0, copy.correlation))
+            found.append(Instance(matrix, warp_points(self._outline, matrix), 0, copy.correlation))
         return found
 
     def _search_proposals(self, image: Image, found: list[Instance]) -> None:
         """Add instances where the template correlates with the image, each matched by itself."""
         to_stored, from_stored = np.linalg.inv(stored_to_pixels(image)), stored_to_pixels(self.template)
-        failures = 0
-        for matrix in propose(self.template.grey(), image.grey(), _MOST_PROPOSALS):
-            if len(found) == self.max_instances or failures == _MOST_FAILURES:
+        failures = 0  # in a row
+        for matrix in propose(self.template.grey(), image.grey(), 40):
+            if len(found) == self.max_instances or failures == 5:
                 return
             matrix = to_stored @ matrix @ from_stored
             corners = self._corners(matrix)
-            if corners is None or any(_cover(corners, other.corners) > _SAME for other in found):
+            if corners is None or not _is_new(corners, found):
                 continue
             instance = self._confirmed(image, matrix)
-            if instance is not None and self._similarity(image, instance) < _ALIKE:
-                instance = None
-            if instance is not None and all(_overlap(instance, other) <= _SAME for other in found):
+            right = instance is not None and self._similarity(image, instance) >= 0.75
+            if right and _is_new(instance.corners, found):
                 found.append(instance)
                 failures = 0
             else:
@@ -415,10 +400,10 @@ class TemplateFinder:
             if matrix is not None:
                 matrix = np.linalg.inv(window.from_stored) @ matrix @ template.from_stored
                 instance = self._confirmed(image, matrix)
-            if instance is not None and all(_overlap(instance, other) <= _SAME for other in found):
+            if instance is not None and _is_new(instance.corners, found):
                 found.append(instance)
                 continue
-            if depth < _DEPTH and matches >= 2 * least:
+            if depth == 0 and matches >= 2 * least:
                 for part in window.parts():
                     self._search(image, template, part, found, depth + 1)
             return
@@ -451,15 +436,16 @@ class TemplateFinder:
             mask = mask & (lay_over(allowed, shown, back).above[..., 0] > 127)
         again, inliers = self._homography(features, self.pipeline.extract(as_it_is(laid.above, mask)))
         share = inliers / max(1, len(features))
-        if again is None or share < _CONFIRMED:
+        if again is None or share < 0.1:
             return None
         matrix = matrix @ np.linalg.inv(from_stored) @ again @ from_stored
         corners = self._corners(matrix)
         if corners is None:
             return None
         instance = Instance(matrix / matrix[2, 2], corners, inliers, share)
-        doubtful = inliers < _MANY and share < _DOUBTFUL
-        return None if doubtful and self._similarity(image, instance) < _VERY_ALIKE else instance
+        # With few inliers of a small share it must correlate well, too: a wrong one had 14 and .11.
+        doubtful = inliers < 40 and share < 0.3
+        return None if doubtful and self._similarity(image, instance) < 0.9 else instance
 
     def _features(self, image: Image, factor: float) -> tuple[Features, np.ndarray]:
         shown, from_stored = resized_by(image, factor)
@@ -467,25 +453,23 @@ class TemplateFinder:
 
     def _corners(self, matrix: np.ndarray) -> np.ndarray | None:
         """(4, 2) the template's corners in the image; None if they are implausible for a camera."""
-        width, height = self.template.size
-        stored = np.array([[0, 0], [width, 0], [width, height], [0, height]]) - 0.5
-        corners = warp_points(stored, matrix)
+        corners = warp_points(self._outline, matrix)
         if not np.isfinite(corners).all():
             return None
         sides = np.roll(corners, -1, axis=0) - corners
         after = np.roll(sides, -1, axis=0)
         turns = sides[:, 0] * after[:, 1] - sides[:, 1] * after[:, 0]  # twice the triangle at each corner
-        fits = turns.min() > 0 and turns.max() < _BENT * turns.min() and turns.sum() / 4 > _LEAST_AREA
+        # convex, not bent beyond what a camera makes of it, and at least 16 x 16 pixels
+        fits = turns.min() > 0 and turns.max() < 5 * turns.min() and turns.sum() / 4 > 16**2
         return corners if fits else None
 
 
-def _overlap(first: Instance, second: Instance) -> float:
-    """Intersection over union of two instances."""
-    return _cover(first.corners, second.corners)
-
-
-def _cover(first: np.ndarray, second: np.ndarray) -> float:
-    """Intersection over union of two quadrilaterals (4, 2)."""
-    one, other = (corners.astype(np.float32) for corners in (first, second))
-    shared, _ = cv2.intersectConvexConvex(one, other)
-    return shared / (cv2.contourArea(one) + cv2.contourArea(other) - shared)
+def _is_new(corners: np.ndarray, found: list[Instance]) -> bool:
+    """Whether a quadrilateral (4, 2) covers none of the instances: intersection over union."""
+    one = corners.astype(np.float32)
+    for instance in found:
+        other = instance.corners.astype(np.float32)
+        shared, _ = cv2.intersectConvexConvex(one, other)
+        if shared > _SAME * (cv2.contourArea(one) + cv2.contourArea(other) - shared):
+            return False
+    return True

@@ -24,12 +24,6 @@ PlaneModel = Literal["auto", "translation", "similarity", "homography"]
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff")
 LARGEST_SIDE = 20_000  # pixels of the panorama
 MAX_PLANE_ANGLE = 70.0  # degrees of view; beyond, a plane stretches its edges to more than twice their width
-_GOOD_ENOUGH = 1.2  # a simpler map is taken if its residuals are at most so many times the homography's
-_WHOLE_PIXEL = (
-    0.2  # by which a shift may differ from a whole number and is taken for one: nothing is resampled
-)
-_LEAST_FOCAL = 0.25  # of the longer side, 127 degrees of view: below, the camera did not only turn
-_FEWEST = 12  # points of an image that its map is fitted to
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +142,7 @@ def _on_plane(
     """The model, and (3, 3) from stored pixels of each image to those of one in the middle, the first."""
     candidates = ("translation", "similarity", "homography") if model == "auto" else (model,)
     tried = {name: _adjusted(found, _chained(found, group, name), name) for name in candidates}
-    most = _GOOD_ENOUGH * min(residual for _, residual in tried.values()) + 0.1
+    most = 1.2 * min(residual for _, residual in tried.values()) + 0.1  # for a simpler map to be taken
     chosen = next(name for name, (_, residual) in tried.items() if residual <= most)
     return chosen, tried[chosen][0]
 
@@ -196,16 +190,16 @@ def _adjusted(
         good = distance < limit
         for number in placed.keys() - {reference}:
             own = good & (image == number)
-            if own.sum() >= _FEWEST and (matrix := _fit(model, points[own], mean[own])) is not None:
+            if own.sum() >= 12 and (matrix := _fit(model, points[own], mean[own])) is not None:
                 placed[number] = matrix
     finite = distance[np.isfinite(distance)]
     return placed, float(np.median(finite)) if len(finite) else np.inf
 
 
 def _rounded(maps: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Shifts by whole pixels, where all are nearly so."""
+    """Shifts by whole pixels where all are nearly so: then nothing is resampled."""
     shifts = np.array([matrix[:2, 2] for matrix in maps]) - maps[0][:2, 2]
-    if np.abs(shifts - np.rint(shifts)).max() > _WHOLE_PIXEL:
+    if np.abs(shifts - np.rint(shifts)).max() > 0.2:
         return list(maps)
     rounded = [np.eye(3) for _ in maps]
     for matrix, shift in zip(rounded, np.rint(shifts), strict=True):
@@ -286,8 +280,9 @@ def _cameras(
         return None
     for camera, rotation in zip(cameras, turned, strict=True):
         camera.R = rotation
+    # With more than 127 degrees of view the camera did not only turn.
     longest = max(max(image.pixels.shape[:2]) for image in images)
-    return list(cameras) if all(c.focal > _LEAST_FOCAL * longest for c in cameras) else None
+    return list(cameras) if all(c.focal > longest / 4 for c in cameras) else None
 
 
 def _angle_of_view(cameras: Sequence[Any], images: Sequence[Image]) -> float:

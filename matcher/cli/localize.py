@@ -101,7 +101,6 @@ def localize(
     from matcher.cameras import read_rig_config
     from matcher.images import find_masks
     from matcher.localization.map import Map
-    from matcher.localization.plot import LocalizationRecording
     from matcher.localization.sparse_map import LocalizationConfig
 
     for name, value in {"--masks": masks, "--rig": rig, "--pictures": pictures}.items():
@@ -123,7 +122,7 @@ def localize(
     drawn = True
     with (
         Map.open(model, run_dir=run, **chosen) as place,
-        nullcontext() if recording is None else LocalizationRecording(recording, place) as record,
+        nullcontext() if recording is None else _record(recording, place) as record,
         _kept(output, found, len(named)),
     ):
         for name, pose in _poses(place, named, cameras, fixed, features, masked):
@@ -152,6 +151,12 @@ def localize(
     else:
         show(f"{count} of {len(named)} photos have a pose")
     return 0 if drawn and count == len(named) else PARTIAL
+
+
+def _record(path: Path, place: Map) -> Any:
+    from matcher.localization.plot import LocalizationRecording  # which imports matplotlib
+
+    return LocalizationRecording(path, place)
 
 
 def _poses(

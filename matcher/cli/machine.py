@@ -14,7 +14,14 @@ import typer
 import matcher
 from matcher.cli.options import Overwrite, complete_preset, of_preset, option
 from matcher.cli.output import complain, show, wants_progress
-from matcher.errors import IntegrityError, UsageError, install_command, unknown_name
+from matcher.errors import (
+    CPU_BUILD,
+    CUDA_BUILD,
+    IntegrityError,
+    UsageError,
+    install_command,
+    unknown_name,
+)
 
 
 def list_weights() -> None:
@@ -235,12 +242,21 @@ _PACKAGES = (
 )  # fmt: skip
 
 
-def environment() -> None:
+def environment(
+    compile_kernels: option(
+        bool, "--compile", help="First compile the kernels that make matching on this processor faster."
+    ) = False,
+) -> None:
     """Print versions, the device and kernels in use, and the environment variables with their values.
 
     Please include this output in bug reports.
     """
     from matcher.files import cache_folder
+
+    if compile_kernels:
+        from matcher.kernels import build
+
+        show(f"kernels: {build()}")
 
     def installed(name: str) -> str:
         try:
@@ -273,12 +289,16 @@ def _machine() -> list[str]:
 
     device = resolve_device("auto")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
-    compiled = "not compiled; run `python scripts/build_kernels.py`"
+    compiled = "not compiled; `matcher env --compile` makes them"
     if kernels() is not None:
         compiled = f"compiled for {library_in_use().split('-')[0]}"
     precision = resolve_precision("auto", device)
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     return [
         f"device: {device} ({name}), {torch.get_num_threads()} threads, precision auto is {precision}",
+        f"PyTorch: {torch.__version__}, a build with {cuda}",
+        *([] if torch.version.cuda else [f"  for an NVIDIA GPU (Linux, 5.8 GB installed): {CUDA_BUILD}"]),
+        *([] if torch.version.cuda is None else [f"  without GPU, 0.75 GB installed: {CPU_BUILD}"]),
         f"kernels: {compiled}",
     ]
 

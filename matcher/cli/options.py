@@ -11,22 +11,20 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from functools import cache, wraps
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from matcher.cli.output import Interrupted, complain, detail, set_messages
+from matcher.cli.output import Interrupted, complain, detail, say, set_messages
 from matcher.errors import MatcherError, UsageError
 from matcher.files import check_output
+from matcher.presets import DEFAULT_PRESET, PRESETS, SLOW_FRONT_ENDS, LoadOptions, plugin_names
 
 if TYPE_CHECKING:
     from matcher.cameras import Camera
-
-DEFAULT_PRESET = (
-    "hybrid-learned"  # that of matcher.presets, which is not imported for the help; a test compares
-)
 
 
 def option(kind: Any, *names: str, help: str, **more: Any) -> Any:
@@ -41,106 +39,55 @@ def argument(kind: Any, metavar: str, help: str) -> Any:
 
 def complete_preset(incomplete: str) -> list[str]:
     """Names of presets that begin with `incomplete`, for shell completion."""
-    from matcher.presets import PRESETS, plugin_names
-
     return [name for name in dict.fromkeys([*PRESETS, *plugin_names()]) if name.startswith(incomplete)]
 
 
-# Of `matcher.load`, in the order of the help; a command has them by a parameter `given: Given`.
-PRESET_OPTIONS = {
-    "preset": option(
-        str,
-        metavar="NAME",
-        autocompletion=complete_preset,
-        help="Front end, matcher and weights; see `matcher presets`.",
-    ),
-    "weights": option(
-        str | None, metavar="FILE", help="Matcher weights: a file, or a name from `matcher weights list`."
-    ),
-    "frontend": option(
-        str | None, metavar="NAME", help="Use another front end than the preset's, for example disk."
-    ),
-    "frontend_weights": option(
-        str | None,
-        metavar="FILE",
-        help="Weights file of the front end; needed only for front ends of your own.",
-    ),
-    "variant": option(str | None, metavar="NAME", help="Variant of the front end, for example aliked-n32."),
-    "max_keypoints": option(int | None, metavar="N", help="Keep at most N keypoints per image."),
-    "resize": option(
-        int | None,
-        metavar="PX",
-        help="Shrink larger images until the longer side has PX pixels. Without it, the learned front end's "
-        "presets shrink soft images further, to 640 at least, and enlarge small ones with few keypoints.",
-    ),
-    "keep": option(
-        Literal["strongest", "largest"] | None,
-        help="Which SIFT keypoints to keep if an image has more than --max-keypoints.",
-    ),
-    "geometry": option(
-        Literal["fundamental", "homography", "homographies", "essential", "none"] | None,
-        help="Model that verifies the matches; homographies: of several planes; essential needs cameras.",
-    ),
-    "match_threshold": option(
-        float | None,
-        "--threshold",
-        "--match-threshold",
-        metavar="P",
-        help="Keep matches whose probability, before calibration, is at least P, 0 to 1.",
-    ),
-    "ratio": option(
-        float | None,
-        metavar="R",
-        help="Ratio test of the nearest* presets: keep matches whose distance ratio is at most R, 0 to 1.",
-    ),
-    "further_passes": option(
-        bool | None,
-        help="Where too few matches of the first pass agree, match other features, scales and the common "
-        "region too.",
-    ),
-    "refine": option(
-        bool | None,
-        help="Move every match to where the images look most alike; without it faster, less exact.",
-    ),
-    "upright": option(
-        bool | None, help="Apply the EXIF orientation of images; without it they are matched as stored."
-    ),
-    "alpha_mask": option(
-        bool | None, help="Find no keypoints where a picture is transparent; without it alpha is ignored."
-    ),
-    "max_pixels": option(
-        int | None, metavar="N", help="Refuse images of more than N pixels before decoding them."
-    ),
-    "engine": option(
-        Literal["torch", "onnx"] | None,
-        help="Library that runs front end and networks; onnx needs no torch.",
-    ),
-    "precision": option(
-        Literal["auto", "float32", "bfloat16", "float16"] | None,
-        help="Arithmetic of the networks; auto picks the fastest one that suits the device.",
-    ),
-    "device": option(str, metavar="auto|cpu|cuda|mps", help="Device to run on; auto prefers CUDA."),
-}
-
-
-def of_preset(name: str) -> Any:
-    """The annotation of one of them, for commands that have a few."""
-    return PRESET_OPTIONS[name]
-
-
-_ALWAYS = {"preset": DEFAULT_PRESET, "device": "auto"}  # where nothing is given
-# The parameter of a command that takes them: the names that it lacks, and its own defaults for the help.
+# A parameter `given: Given` of a command takes the options of `matcher.load`: without some, and with other
+# defaults for the help.
 Given = Annotated[dict[str, Any], (), {}]
+
+
+@cache
+def _loading() -> dict[str, tuple[Any, str, str]]:
+    """The options of `matcher.load`, but for those of programs alone: kind, help, what stands for a value."""
+    hints = get_type_hints(LoadOptions, include_extras=True)
+    return {
+        name: get_args(hint) for name, hint in hints.items() if name not in ("early_exit", "pruning", "bgr")
+    }
+
+
+Preset = option(
+    str,
+    metavar="NAME",
+    autocompletion=complete_preset,
+    help="Front end, matcher and weights; see `matcher presets`.",
+)
+
+
+def of_preset(name: str, shown: object = None) -> Any:
+    """The annotation of an option of `matcher.load`; `shown`: its default in the help, else the preset's."""
+    config = PRESETS[DEFAULT_PRESET]
+    defaults = {
+        "max_keypoints": config.extractor.max_keypoints,
+        "resize": config.extractor.resize,
+        "match_threshold": f"{config.matcher.policy.match_threshold:g}",
+        "geometry": config.estimation.kind,
+        "keep": config.extractor.keep,
+        "further_passes": "further-passes" if config.further_passes else "no-further-passes",
+        "precision": "auto",
+        "engine": "torch",
+    }
+    kind, help, metavar = _loading()[name]
+    default = defaults.get(name) if shown is None else shown
+    names = ("--threshold", "--match-threshold") if name == "match_threshold" else ()
+    more = {"metavar": metavar} if metavar else {}
+    kind = str if name == "device" else str | None if Path in get_args(kind) else kind
+    return option(kind, *names, help=help, show_default=str(default) if default else True, **more)
+
 
 Threads = option(int | None, metavar="N", min=1, help="Number of CPU threads.  [default: all cores]")
 Overwrite = option(bool, "--overwrite", help="Replace an existing output even if matcher did not write it.")
 AsJson = option(bool, "--json", help="Print one JSON object and nothing else.")
-FailIfUnmatched = option(
-    bool,
-    "--fail-if-unmatched",
-    help="Exit with code 4 if no matches are found, their geometry cannot be verified, or it is not even "
-    "likely that the images show the same.",
-)
 MaskFile = option(Path | None, metavar="FILE", help="Mask image; black pixels yield no keypoints.")
 Masks = option(
     Path | None,
@@ -160,40 +107,37 @@ RunArgument = argument(Path, "RUN_DIR", "Folder of a run.")
 
 _COMMON = {
     "verbose": (option(bool, "--verbose", "-v", help="Print more details."), False),
-    "quiet": (
-        option(bool, "--quiet", "-q", help="Print only errors and requested output such as --json."),
-        False,
-    ),
-    "log": (
-        option(Path | None, metavar="FILE", help="Append all messages, with timestamps, to FILE."),
-        None,
-    ),
+    "quiet": (option(bool, "--quiet", "-q", help="Print only errors and what was asked for."), False),
+    "log": (option(Path | None, metavar="FILE", help="Append all messages, with timestamps, to FILE."), None),
 }
 _RESUMABLE = {"collection", "sfm", "train"}  # commands that keep finished work and continue from it
 
 
 def runnable(command: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The command as typer sees it: with the options of its preset and those that all commands share."""
-    parameters: dict[str, inspect.Parameter] = {}
-    preset_options: tuple[str, ...] = ()
+    """The command as typer sees it: with the options of `matcher.load` and those that all commands share."""
+    kinds: dict[str, tuple[Any, Any]] = {}  # annotation and default of each parameter
+    loading: list[str] = []
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        if parameter.name == "given":
-            _, without, defaults = get_args(parameter.annotation)
-            preset_options = tuple(key for key in PRESET_OPTIONS if key not in without)
-            for key in preset_options:
-                parameters[key] = _keyword(key, _shown(key, defaults), _ALWAYS.get(key))
-        else:
-            parameters[parameter.name] = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-    for key, (kind, default) in _COMMON.items():
-        parameters[key] = _keyword(key, kind, default)
+        if parameter.name != "given":
+            kinds[parameter.name] = parameter.annotation, parameter.default
+            continue
+        _, without, defaults = get_args(parameter.annotation)
+        loading = ["preset", *(each for each in _loading() if each not in without)]
+        kinds["preset"] = Preset, DEFAULT_PRESET
+        kinds |= {
+            each: (of_preset(each, defaults.get(each)), "auto" if each == "device" else None)
+            for each in loading[1:]
+        }
+    kinds |= _COMMON
 
     @wraps(command)
     def run(**arguments: Any) -> Any:
         set_messages(**{key: arguments.pop(key) for key in _COMMON})
         detail(f"command: {shlex.join(sys.argv)}")
-        if preset_options:
-            given = {key: arguments.pop(key) for key in preset_options}
+        if loading:
+            given = {key: arguments.pop(key) for key in loading}
             arguments["given"] = {key: value for key, value in given.items() if value is not None}
+            _tell_of_slow_front_ends(arguments["given"])
         try:
             return command(**arguments)
         except KeyboardInterrupt:
@@ -204,57 +148,60 @@ def runnable(command: Callable[..., Any], name: str) -> Callable[..., Any]:
                 complain("ended; what is finished is kept: run the same command again to continue")
             raise
         except MatcherError as error:
-            error.args = (_as_options(str(error), parameters),)
+            error.args = (_as_options(str(error), kinds),)
             raise
+        finally:
+            _tell_of_kernels()
 
-    run.__signature__ = inspect.Signature(list(parameters.values()))
-    run.__annotations__ = {key: parameter.annotation for key, parameter in parameters.items()}
+    only = inspect.Parameter.KEYWORD_ONLY
+    run.__signature__ = inspect.Signature(
+        [inspect.Parameter(key, only, annotation=kind, default=value) for key, (kind, value) in kinds.items()]
+    )
+    run.__annotations__ = {key: kind for key, (kind, _) in kinds.items()}
     return run
 
 
-def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+def _as_options(text: str, names: Iterable[str]) -> str:
+    """A message of the library whose arguments are named as the options that the user typed."""
+
+    def flag(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        if not (value or found.start() == 0 or re.search(r"[_\d]", name)):
+            return found[0]  # a word like any other
+        flag = name.replace("_", "-")
+        if value in ("=True", "=False"):
+            return f"--{flag}" if value == "=True" else f"--no-{flag}"
+        return f"--{flag}{value.replace('=', ' ').replace(chr(39), '')}"
+
+    return re.sub(rf"(?<![\w./'-])({'|'.join(names)})\b(?![/.-])(=True|=False|='?[^\s;:)',]+'?|)", flag, text)
 
 
-def _shown(name: str, defaults: dict[str, Any]) -> Any:
-    """The annotation of an option of the preset; the help shows the command's or the preset's default."""
-    import copy
+def _tell_of_slow_front_ends(given: dict[str, Any]) -> None:
+    """Say what to expect where the front end takes seconds an image on a CPU."""
+    config = PRESETS.get(given["preset"])
+    kind = given.get("frontend") or (config and config.extractor.kind)
+    if kind not in SLOW_FRONT_ENDS or given["device"].startswith(("cuda", "mps")) or not find_spec("torch"):
+        return
+    import torch
 
-    from matcher.presets import find_preset
-
-    config = find_preset(DEFAULT_PRESET)
-    shown = {
-        "max_keypoints": config.extractor.max_keypoints,
-        "resize": config.extractor.resize,
-        "match_threshold": f"{config.matcher.policy.match_threshold:g}",
-        "geometry": config.estimation.kind,
-        "keep": config.extractor.keep,
-        "further_passes": "further-passes" if config.further_passes else "no-further-passes",
-        "precision": "auto",
-        "engine": "torch",
-        **defaults,
-    }
-    kind, info = get_args(PRESET_OPTIONS[name])
-    info = copy.copy(info)
-    info.show_default = str(shown[name]) if name in shown else True
-    return Annotated[kind, info]
+    if given["device"] == "auto" and torch.cuda.is_available():
+        return
+    side = given.get("resize") or config.extractor.resize
+    seconds = SLOW_FRONT_ENDS[kind] * (side / 1024) ** 2
+    say(
+        f"the front end {kind} takes about {seconds:.0f} s of one core for an image of {side} pixels, and "
+        "its matcher some seconds a pair; the default preset takes less than one"
+    )
 
 
-def _as_options(text: str, parameters: Iterable[str]) -> str:
-    """A message of the library with the names of arguments as the options that the user typed."""
-    flags = {name: f"--{name.replace('_', '-')}" for name in parameters}
-    if "run" in flags:
-        flags["run_dir"] = flags.pop("run")
-    for name, flag in flags.items():
-        text = re.sub(rf"(?<![\w./-]){name}=True\b", flag, text)
-        text = re.sub(rf"(?<![\w./-]){name}=False\b", f"--no-{flag[2:]}", text)
-        text = re.sub(rf"(?<![\w./-]){name}='?([^\s;:)']+)'?", rf"{flag} \g<1>", text)
-        if re.search(r"[_\d]", name):
-            text = re.sub(rf"(?<![\w./-]){name}(?![\w./-])", flag, text)
-        elif text.startswith((f"{name} must ", f"{name} is ", f"{name} has ")):
-            text = flag + text.removeprefix(name)
-    return text
+def _tell_of_kernels() -> None:
+    """Say once that the kernels are not compiled, after a command that would have used them."""
+    if "matcher.torch_engine" not in sys.modules:
+        return
+    from matcher.kernels.loader import tell_once
+
+    if (said := tell_once()) is not None:
+        say(said)
 
 
 def limit_threads(count: int | None) -> None:
@@ -263,21 +210,6 @@ def limit_threads(count: int | None) -> None:
 
     if count is not None:
         os.environ.update(thread_environment(count))
-
-
-def numbers(text: str, count: int, name: str) -> tuple[float, ...]:
-    """`1,2,…` as so many numbers.
-
-    Raises:
-        UsageError: something else; `name` is the option's.
-    """
-    try:
-        found = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        found = ()
-    if len(found) != count:
-        raise UsageError(f"{name} must be numbers with commas between, {count} of them, not {text!r}")
-    return found
 
 
 def parse_camera(text: str | None, name: str) -> Camera | None:

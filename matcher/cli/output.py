@@ -18,17 +18,16 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from matcher.errors import MatcherError, UsageError
+from matcher.errors import MatcherError, UsageError, absent_module
 from matcher.files import MARK, is_ours
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from matcher.collection.runner import StageProgress
 
 LOGGER = "matcher"
 INTERNAL, USAGE, PARTIAL, RESOURCES, INTERRUPTED = 1, 2, 4, 6, 130
 _DEBUG = "MATCHER_DEBUG"
+_CLEAR = "\r\033[K"  # to the start of the line, and what is there is deleted
 
 
 def show(text: str, *, always: bool = False) -> None:
@@ -74,6 +73,8 @@ class _Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print one message; a closed pipe raises in the caller."""
         text = record.getMessage()
+        if sys.stderr.isatty():
+            typer.echo(_CLEAR, err=True, nl=False)  # of a line of progress
         if record.exc_info:
             typer.echo(f"{text}\n{logging.Formatter().formatException(record.exc_info)}", err=True)
         elif getattr(record, "is_result", False):
@@ -207,6 +208,9 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, OSError) and error.errno in refused:  # by the system, wherever it was met
         complain(f"{error.filename}: {error.strerror}; name another file or folder")
         return USAGE
+    if isinstance(error, ModuleNotFoundError) and (remedy := absent_module(error)) is not None:
+        complain(remedy)
+        return USAGE
     complain(f"internal error: {line}")
     complain(f"Set {_DEBUG}=1 or use -v to see the traceback.")
     return INTERNAL
@@ -274,9 +278,9 @@ def _end(number: int) -> NoReturn:
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
-# Progress of long commands: bars on a terminal, lines elsewhere; on standard error.
+# Progress of long commands, on standard error: a line that is written again on a terminal, lines elsewhere.
 
-_LINE_SECONDS = 10.0  # between two lines where there is no terminal
+_SECONDS = 10.0  # between two lines where there is no terminal
 _DOING = {"extract": "extracting images", "choose": "comparing images", "match": "matching pairs"}
 
 
@@ -286,75 +290,48 @@ def wants_progress() -> bool:
     return any(isinstance(handler, _Console) and handler.level <= logging.INFO for handler in handlers)
 
 
-@contextmanager
-def stage_progress() -> Iterator[Callable[[StageProgress], None]]:
-    """A callback for the `on_progress` of `Collection.run`."""
-    progress = _terminal_progress("{task.fields[note]}")
-    if progress is None:
-        yield ProgressLines(say)
-        return
-    with progress as bars:
-        tasks: dict[str, int] = {}
+class ProgressLines:
+    """Steps of one work after another: how many are done, how fast, and how long the rest will take."""
 
-        def update(now: StageProgress) -> None:
-            if now.done == 0 or now.stage not in tasks:
-                tasks[now.stage] = bars.add_task(_DOING[now.stage], total=now.total, note="")
-            note = f"{now.failed} failed" if now.failed else ""
-            bars.update(tasks[now.stage], completed=now.done, total=now.total, note=note)
+    def __init__(self, say: Callable[[str], None] = say, clock: Callable[[], float] = monotonic) -> None:
+        self._say, self._clock = say, clock
+        self._terminal = sys.stderr.isatty() and wants_progress()
+        self._work, self._start, self._last = "", 0.0, 0.0
 
-        yield update
+    def __call__(self, work: str, done: int, total: int, failed: int = 0) -> None:
+        """Say how far a work is, if a line is due."""
+        time = self._clock()
+        if work != self._work or done == 0:
+            self._work, self._start, self._last = work, time, time
+            self._say(f"{work}: {total}")
+        ended = done == total
+        if done == 0 or not (ended or time - self._last >= (0.2 if self._terminal else _SECONDS)):
+            return
+        self._last, elapsed = time, time - self._start
+        rate = done / max(elapsed, 1e-9)
+        left = f"done in {duration(elapsed)}" if ended else f"{duration((total - done) / rate)} left"
+        speed = f"{rate:.1f}/s" if rate >= 1 else f"{60 * rate:.1f}/min"
+        text = f"{work}: {done} of {total}{f', {failed} failed' if failed else ''}, {speed}, {left}"
+        if self._terminal and not ended:
+            sys.stderr.write(f"{_CLEAR}{text}")
+            sys.stderr.flush()
+        else:
+            self._say(text)
+
+    def stage(self, now: StageProgress) -> None:
+        """The `on_progress` of `Collection.run`."""
+        self(_DOING[now.stage], now.done, now.total, now.failed)
 
 
 @contextmanager
 def pair_progress(name: str) -> Iterator[Callable[[int, int], object]]:
     """A callback for the `progress` of an evaluation of the set `name`: pairs done, and their total."""
-
-    def say_tenths(done: int, total: int) -> None:
-        if done == total or (done * 10) // total > ((done - 1) * 10) // total:
-            say(f"{name}: {done} of {total} pairs")
-
-    progress = _terminal_progress(transient=True)
-    if progress is None:
-        yield say_tenths
-        return
-    with progress as bar:
-        task = bar.add_task(name, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _terminal_progress(*texts: str, transient: bool = False) -> Progress | None:
-    """Bars with these texts before the remaining time; None without a terminal or with `-q`."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not (console.is_terminal and wants_progress()):
-        return None
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *map(TextColumn, texts))
-    return Progress(*columns, TimeRemainingColumn(), console=console, transient=transient)
-
-
-class ProgressLines:
-    """Progress as lines: the first, the last, and one every ten seconds."""
-
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = monotonic) -> None:
-        self._say, self._clock = say, clock
-        self._stage, self._start, self._last = "", 0.0, 0.0
-
-    def __call__(self, now: StageProgress) -> None:
-        """Print the progress if a line is due."""
-        time = self._clock()
-        if now.stage != self._stage or now.done == 0:
-            self._stage, self._start, self._last = now.stage, time, time
-            self._say(f"{_DOING[now.stage]}: {now.total}")
-        elif now.done == now.total or time - self._last >= _LINE_SECONDS:
-            self._last, elapsed = time, time - self._start
-            rate = now.done / max(elapsed, 1e-9)
-            left = f"{duration((now.total - now.done) / max(rate, 1e-9))} left"
-            left = left if now.done < now.total else f"done in {duration(elapsed)}"
-            speed = f"{rate:.1f}/s" if rate >= 1 else f"{60 * rate:.1f}/min"
-            counts = f"{now.done} of {now.total}, {now.failed} failed"
-            self._say(f"{_DOING[now.stage]}: {counts}, {speed}, {left}")
+    passes, progress = logging.getLogger(f"{LOGGER}.passes"), ProgressLines()
+    passes.setLevel(logging.WARNING)  # of single pairs
+    try:
+        yield lambda done, total: progress(f"pairs of {name}", done, total)
+    finally:
+        passes.setLevel(logging.NOTSET)
 
 
 def seconds_running() -> float | None:

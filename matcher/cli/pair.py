@@ -11,7 +11,6 @@ import typer
 from matcher.cli.options import (
     CAMERA_FORMS,
     AsJson,
-    FailIfUnmatched,
     First,
     Given,
     MaskFile,
@@ -21,21 +20,22 @@ from matcher.cli.options import (
     argument,
     check_outputs,
     expand_images,
-    numbers,
     option,
     parse_camera,
 )
-from matcher.cli.output import PARTIAL, complain, detail, seconds_running, show
-from matcher.errors import ImageError, UsageError
+from matcher.cli.output import PARTIAL, complain, detail, say, seconds_running, show
+from matcher.errors import ImageError, UsageError, counted
 
 if TYPE_CHECKING:
     from matcher.alignment.find import Detections
+    from matcher.cameras import Camera
     from matcher.result import Result
 
 CameraText = option(
     str | None,
     metavar=CAMERA_FORMS,
-    help="Intrinsics in stored pixels; --camera0 is of both images of one size.",
+    help="Intrinsics in stored pixels; --camera0 is of both images of one size. Without them, --geometry "
+    "essential takes focal lengths from EXIF headers.",
 )
 Picture = "FILE.png|.jpg|.tif"
 
@@ -59,7 +59,9 @@ def match(
         help="For large images: find keypoints by tiles at full resolution, by default 20000 per image.",
     ) = False,
     output: option(
-        Path | None, metavar="FILE.npz|.json", help="Save keypoints, matches and geometry."
+        Path | None,
+        metavar="FILE.npz|.json|.csv",
+        help="Save keypoints, matches and geometry; as .csv the matches alone.",
     ) = None,
     plot: option(Path | None, metavar="FILE.png|.svg|…", help="Save a plot of the matches.") = None,
     ellipses: option(
@@ -67,7 +69,12 @@ def match(
     ) = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
-    fail_if_unmatched: FailIfUnmatched = False,
+    fail_if_unmatched: option(
+        bool,
+        "--fail-if-unmatched",
+        help="Exit with code 4 if no matches are found, their geometry cannot be verified, or it is not even "
+        "likely that the images show the same.",
+    ) = False,
     fail_below: option(
         float | None,
         metavar="PROBABILITY",
@@ -89,6 +96,11 @@ def match(
     if ellipses and plot is None:
         raise typer.BadParameter("--ellipses draws into a plot: add --plot FILE")
     cameras = {"camera0": parse_camera(camera0, "--camera0"), "camera1": parse_camera(camera1, "--camera1")}
+    stated = _stated_cameras(image0, image1) if cameras["camera0"] is cameras["camera1"] is None else None
+    if given.get("geometry") == "essential" and stated is not None:
+        cameras = dict(zip(cameras, stated, strict=True))
+        focals = " and ".join(f"{camera.fx:.0f}" for camera in stated)
+        say(f"cameras from the files' EXIF headers: focal lengths of {focals} pixels")
     if tiles:
         from matcher.tiling import MAX_KEYPOINTS, tiled
 
@@ -108,6 +120,11 @@ def match(
         show(json.dumps(result.to_dict(), allow_nan=False), always=True)
     else:
         show(result.summary())
+        if stated is not None and pipeline.config.estimation.kind == "fundamental":
+            show(
+                "both files state their focal lengths: --geometry essential takes them as cameras, gives the "
+                "relative pose, and is harder to mislead by planes and repeated patterns"
+            )
         if (running := seconds_running()) is not None:
             show(f"{running:.2f} s in all, with starting and loading")
         if "geometry" in given and result.geometry.matrix is not None and result.geometry.status == "ok":
@@ -115,6 +132,14 @@ def match(
         for path in filter(None, (output, plot)):
             show(f"wrote {path}")
     return PARTIAL if _is_failure(result, fail_if_unmatched, fail_below) else 0
+
+
+def _stated_cameras(image0: Path, image1: Path) -> tuple[Camera, Camera] | None:
+    """The cameras of the focal lengths that both files state; None where one of them states none."""
+    from matcher.image_files import read_camera
+
+    found = read_camera(image0), read_camera(image1)
+    return None if None in found else found
 
 
 def _is_failure(result: Result, fail_if_unmatched: bool, fail_below: float | None) -> bool:
@@ -151,7 +176,7 @@ def explain(
     image0: First,
     image1: Second,
     output: Annotated[Path, typer.Option(metavar="FILE.html", help="Report to create.", show_default=False)],
-    given: Annotated[dict[str, Any], ("further_passes", "engine"), {}],  # one pass is explained
+    given: Annotated[dict[str, Any], ("engine",), {"further_passes": "no-further-passes"}],
     point: option(
         str | None, metavar="x,y", help="Show the keypoint nearest to this pixel of IMAGE0 first."
     ) = None,
@@ -161,16 +186,24 @@ def explain(
 ) -> None:
     """Match two images in one pass and write a report that explains each match: attention, exit, pruning.
 
-    The report is a single HTML file that works offline.
+    The report is a single HTML file that works offline. With --further-passes it also says what came of all
+    passes.
     """
     from matcher.explain.report import write_report
     from matcher.loading import load
 
-    position = None if point is None else numbers(point, 2, "--point")
+    try:
+        position = None if point is None else tuple(float(part) for part in point.split(","))
+    except ValueError:
+        position = ()
+    if position is not None and len(position) != 2:
+        raise UsageError(f"--point must be two numbers with a comma between, not {point!r}")
     check_outputs([(output, (".html",))], (image0, image1, mask0, mask1), overwrite=overwrite)
     masks = {"mask0": mask0, "mask1": mask1}
-    result = write_report(load(**given), image0, image1, output, position, **masks, overwrite=overwrite)
-    show(f"{len(result.matches)} matches, {int(result.geometry.inliers.sum())} inliers; wrote {output}")
+    pipeline = load(**{"further_passes": False, **given})
+    result = write_report(pipeline, image0, image1, output, position, **masks, overwrite=overwrite)
+    matches, inliers = len(result.matches), int(result.geometry.inliers.sum())
+    show(f"{counted(matches, 'match', 'matches')}, {counted(inliers, 'inlier')}; wrote {output}")
 
 
 def align(

@@ -18,8 +18,8 @@ from matcher.cli.options import (
     option,
     parse_camera,
 )
-from matcher.cli.output import PARTIAL, complain, say, show, stage_progress
-from matcher.errors import IntegrityError, UsageError
+from matcher.cli.output import PARTIAL, ProgressLines, complain, say, show
+from matcher.errors import IntegrityError, UsageError, counted
 
 if TYPE_CHECKING:
     from matcher.collection.collection import Collection
@@ -124,9 +124,10 @@ def collection(
         int | None, metavar="N", min=1, help="Threads per worker; by default cores / workers."
     ) = None,
     engine: option(
-        Literal["torch", "onnx", "ray", "local"],
-        help="Library that runs front end and networks, in local processes; ray: torch on a Ray cluster.",
-    ) = "torch",
+        Literal["torch", "onnx", "ray", "local"] | None,
+        help="Library that runs front end and networks, in local processes; ray: torch on a Ray cluster.  "
+        "[default: the one that is installed]",
+    ) = None,
     shard: option(
         str | None, metavar="i/n", help="Match only part i of n; join the parts with `matcher merge`."
     ) = None,
@@ -151,7 +152,8 @@ def collection(
     choice = choose_pairs(pairs, exhaustive, **counts)
     if given.get("geometry") == "essential" and camera is None and not (run / DATABASE).exists():
         raise UsageError("--geometry essential needs --camera fx,fy,cx,cy, in pixels of the stored images")
-    given["engine"] = "onnx" if engine == "onnx" else "torch"
+    if engine is not None:
+        given["engine"] = "onnx" if engine == "onnx" else "torch"
     opened = Collection.open(
         run,
         shard=shard,
@@ -302,15 +304,15 @@ def match_pairs(opened: Collection, choice: dict[str, Any], limits: dict[str, in
         choice = {"pairs": suggested} if suggested.arguments() else {}
     from matcher.collection.pairs import FaultTally
 
-    with stage_progress() as update:
-        if choice:
-            faults = FaultTally()
-            total, new = opened.add_pairs(**choice, on_fault=faults, on_progress=update)
-            say(f"{counted(total, 'pair')}{f', {total - new} of them known' if total > new else ''}")
-            for line in faults.lines():
-                say(f"{choice['file']}: {line}")
-            _refuse_none(opened, choice, total)
-        done = opened.run(on_progress=update, **how)
+    update = ProgressLines().stage
+    if choice:
+        faults = FaultTally()
+        total, new = opened.add_pairs(**choice, on_fault=faults, on_progress=update)
+        say(f"{counted(total, 'pair')}{f', {total - new} of them known' if total > new else ''}")
+        for line in faults.lines():
+            say(f"{choice['file']}: {line}")
+        _refuse_none(opened, choice, total)
+    done = opened.run(on_progress=update, **how)
     code = show_status(opened.run_dir)
     if done.crashes:
         died = counted(done.crashes, "worker process", "worker processes")
@@ -389,8 +391,3 @@ def _failed_pairs(store: Store, lost: set[str]) -> list[str]:
         counts[reason] += 1
     others = {reason: f" and {counted(n - 1, 'other pair')}" if n > 1 else "" for reason, n in counts.items()}
     return [f"{first[reason]}{others[reason]}: {reason}" for reason, _ in counts.most_common(_LISTED)]
-
-
-def counted(number: int, one: str, many: str | None = None) -> str:
-    """`1 pair`, `2 pairs`."""
-    return f"{number} {one if number == 1 else many or one + 's'}"

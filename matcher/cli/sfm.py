@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from matcher.cli.options import DEFAULT_PRESET, Masks, Overwrite, argument, option
-from matcher.cli.output import PARTIAL, results_as_notices, say, show, stage_progress
+from matcher.cli.output import PARTIAL, ProgressLines, results_as_notices, say, show
 from matcher.cli.runs import (
     CameraModel,
     Cameras,
@@ -131,9 +131,8 @@ def sfm(
         if pairs is not None:
             raise typer.BadParameter("--pairs cannot list the pairs of a continued model; use --similar")
         how = {"workers": workers, **{name: given[name] for name in _BESIDE_RUN & given.keys()}}
-        with stage_progress() as update:
-            steps = dict(run_dir=run, pairs=wanted, on_progress=update, on_round=_say_round)
-            return _finish(continue_model(continued, source, out, how=how, **steps, **mapping), None)
+        steps = dict(run_dir=run, pairs=wanted, on_progress=ProgressLines().stage, on_round=_say_round)
+        return _finish(continue_model(continued, source, out, how=how, **steps, **mapping), None)
     if not (source / DATABASE).is_file():
         given = with_tiles(given) if tiles else given
         return _from_photos(source, run, out, given, wanted, workers, sources, mapping, poses, dry_run)
@@ -279,9 +278,9 @@ def _reconstruct(
     from matcher.sfm.reconstruct import reconstruct
 
     how = dict(only=names, poses=None if poses is None else read_given_poses(poses), **mapping)
-    with Store.open(run) as store, stage_progress() as update:
+    with Store.open(run) as store:
         if opened is not None and poses is None:
-            how["on_incomplete"] = MorePairs(opened, on_round=_say_round, on_progress=update)
+            how["on_incomplete"] = MorePairs(opened, on_round=_say_round, on_progress=ProgressLines().stage)
         made, settings, scale = reconstruct(store, out, **how), store.settings, None
         resize = settings.get("config", {}).get("extractor", {}).get("resize")
         longest = max((max(image.size) for image in store.images()), default=0)

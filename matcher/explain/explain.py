@@ -31,8 +31,6 @@ from matcher.match.network import (
 from matcher.pipeline import Pipeline
 from matcher.types import MATCHED, UNMATCHED, Features
 
-_ROWS = 256  # points whose weights are held at once in a rollout
-
 
 @dataclass(frozen=True, eq=False)
 class Attention:
@@ -74,7 +72,7 @@ class AttentionInputs(NamedTuple):
             summary = (shares / self._totals(q, k).transpose(1, 2)) @ q  # (heads, A, d)
             return (summary @ k.transpose(1, 2)).mean(0)
         total = shares.new_zeros(len(shares), len(self.there))
-        for rows in torch.arange(len(self.here), device=shares.device).split(_ROWS):
+        for rows in torch.arange(len(self.here), device=shares.device).split(256):  # weights held at once
             total += shares[:, rows] @ self.weights(rows).mean(0)
         return total
 
@@ -189,11 +187,19 @@ def layer_report(
         inner: (N,), (M,) bool, input points that may have a partner; None where all may.
     """
     config, exits = state.network.config, bool(state.exiting)
+
+    def mean_of(log_shares: Tensor) -> float:
+        return float(log_shares.exp().mean()) if log_shares.numel() else 0.0
+
     prediction = state.assign([0], record_errors=exits)
     matches, scores = _matched(prediction, config, inner)
     now, before = ({tuple(m) for m in found.tolist()} for found in (matches, known))
     unmatched = (prediction.assignment.log_unmatched0, prediction.assignment.log_unmatched1)
-    dropped, reasons = _dropped(state)
+    index, gone, n = state.tokens.index[0].cpu().numpy(), state.dropped[0], state.tokens.n
+    why = np.zeros((len(gone), 2), np.float32)
+    if gone.any():
+        why = np.stack([state.match_probabilities[0], state.confidences[0]], axis=1)
+    sides = slice(None, n), slice(n, None)
     certain, expected = exit_certainty(state, total)
     report = LayerReport(
         self_attention=(attended[0], attended[1]),
@@ -202,14 +208,14 @@ def layer_report(
         scores=scores,
         appeared=len(now - before),
         vanished=len(before - now),
-        unmatched=(None, None) if config.assignment.dustbin == "none" else _means(unmatched),
+        unmatched=(None, None) if config.assignment.dustbin == "none" else tuple(map(mean_of, unmatched)),
         certain=certain,
         expected=expected,
         confidences=None if state.confidences is None else state.confidences[0],
         marginal_errors=prediction.assignment.row_errors,
         exited=exits and not state.is_last,
-        pruned=dropped,
-        reasons=reasons,
+        pruned=tuple(index[at][gone[at]] for at in sides),
+        reasons=tuple(why[at][gone[at]] for at in sides),
     )
     return report, prediction
 
@@ -231,10 +237,6 @@ def _matched(
     return matches, scores
 
 
-def _means(log_shares: tuple[Tensor, Tensor]) -> tuple[float, float]:
-    return tuple(float(x.exp().mean()) if x.numel() else 0.0 for x in log_shares)
-
-
 def exit_certainty(state: LayerState, total: int) -> tuple[float | None, float | None]:
     """The share that early exit compares with `exit_share`, and the number of matches to be expected.
 
@@ -250,18 +252,6 @@ def exit_certainty(state: LayerState, total: int) -> tuple[float | None, float |
     expected = float(state.match_probabilities.sum())
     share = 1 - float(state.match_probabilities[unconfident].sum()) / expected if expected else None
     return share, expected / 2
-
-
-def _dropped(
-    state: LayerState,
-) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Input points of either image that a layer pruned, and why (see `LayerReport.reasons`)."""
-    index, gone = state.tokens.index[0].cpu().numpy(), state.dropped[0]
-    why = np.zeros((len(gone), 2), np.float32)
-    if gone.any():
-        why = np.stack([state.match_probabilities[0], state.confidences[0]], axis=1)
-    sides = (slice(None, state.tokens.n), slice(state.tokens.n, None))
-    return tuple(index[at][gone[at]] for at in sides), tuple(why[at][gone[at]] for at in sides)
 
 
 # --- A pair
@@ -371,7 +361,12 @@ def explain(
     inner = tuple(off_border(side, border)[0] for side in batch) if border else None
     candidates = Candidates.unknown(sizes[0]), Candidates.unknown(sizes[1])
     for state in network.run(network.tokens(*batch, align=False)):
-        blocks, attended = _asked_attention(state, asked, sizes[0], strongest)
+        blocks = attention_inputs(network.layers[state.layer], state.before, sizes[0])
+        points = (asked[0], asked[1] + sizes[0]) * 2
+        attended = [
+            strongest_attention(block, own, strongest, sizes[0])
+            for block, own in zip(blocks, points, strict=True)
+        ]
         report, prediction = layer_report(state, attended, known, total, inner)
         known, found = report.matches, prediction.assignment
         index, scores = prediction.tokens.index[0], found.log_scores[0]
@@ -381,13 +376,18 @@ def explain(
         reports.append(report)
         inputs.append(blocks)
     (found,) = matcher.read(prediction, *batch)
+    fates = tuple(np.full(size, UNMATCHED, np.int64) for size in sizes)
+    for side, fate in enumerate(fates):
+        for number, report in enumerate(reports, 1):
+            fate[report.pruned[side]] = number
+        fate[found.indices[:, side]] = MATCHED
     flow = rollout(inputs, np.concatenate([traced[0], traced[1] + sizes[0]]), total)
     return Explanation(
         asked,
         tuple(reports),
         found.indices,
         found.scores,
-        _fates(found.indices, reports, sizes),
+        fates,
         traced,
         (flow[: len(traced[0])], flow[len(traced[0]) :]),
         candidates,
@@ -416,28 +416,6 @@ def _indices(points: Sequence[int], size: int, image: int) -> np.ndarray:
     if len(points) and not (points[0] >= 0 and points[-1] < size):
         raise UsageError(f"image {image} has the keypoints 0 to {size - 1}; asked for {points.tolist()[:5]}")
     return points
-
-
-def _asked_attention(
-    state: LayerState, asked: tuple[np.ndarray, np.ndarray], offset: int, strongest: int
-) -> tuple[list[AttentionInputs], list[Attention]]:
-    """The inputs of a layer's attention, and what the asked points of either image attend to."""
-    blocks = attention_inputs(state.network.layers[state.layer], state.before, offset)
-    points = (asked[0], asked[1] + offset) * 2
-    return blocks, [
-        strongest_attention(block, own, strongest, offset) for block, own in zip(blocks, points, strict=True)
-    ]
-
-
-def _fates(
-    matches: np.ndarray, reports: Sequence[LayerReport], sizes: tuple[int, int]
-) -> tuple[np.ndarray, np.ndarray]:
-    fates = tuple(np.full(size, UNMATCHED, np.int64) for size in sizes)
-    for side, fate in enumerate(fates):
-        for number, report in enumerate(reports, 1):
-            fate[report.pruned[side]] = number
-        fate[matches[:, side]] = MATCHED
-    return fates
 
 
 # --- Rules in words

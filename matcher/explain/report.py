@@ -7,7 +7,6 @@ import hashlib
 import html
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +14,8 @@ import cv2
 import numpy as np
 
 from matcher.config import NetworkConfig, to_dict
-from matcher.explain.explain import (
-    confidence_thresholds,
-    explain,
-    nearest_keypoint,
-    network_of,
-    partner_words,
-    rules,
-)
 from matcher.files import check_output, write_output
 from matcher.geometry import resize_points, stored_to_upright
-from matcher.match.network import AttentionMatcher
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.result import Result
 from matcher.types import MATCHED, UNMATCHED, Image, Matches, TwoViewGeometry
@@ -33,6 +23,7 @@ from matcher.verify.verdict import verdict_of
 
 if TYPE_CHECKING:
     from matcher.explain.explain import Attention, Candidates, Explanation, LayerReport
+    from matcher.match.network import AttentionMatcher
 
 
 def build_page(title: str, scripts: Sequence[str], body: str, data: dict[str, Any]) -> bytes:
@@ -72,9 +63,7 @@ BODY = (
     '<p id="said"></p><div id="controls"></div><canvas id="view"></canvas><p id="info"></p>'
     '<div id="details"></div><p id="legend"></p><div id="tables"></div>'
 )
-_SIDE_PAIR = 1024  # pixels, longer side of an image in the report
 ENLARGED = 20  # ellipses of uncertainty: a tenth of a pixel could not be seen
-_BINS = 20  # of the histogram of confidences
 _ENTROPY_STEP = 16  # of entropies: sixteenths of a nat
 
 
@@ -137,6 +126,8 @@ def said(matches: Matches, geometry: TwoViewGeometry, sizes: Sequence[tuple[int,
 
 def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkConfig) -> None:
     """Add to `pair_data` the network's explanation of the pair."""
+    from matcher.explain.explain import confidence_thresholds, partner_words, rules
+
     counts = [len(image["points"]) for image in data["images"]]
     kind = "<u2" if sum(counts) < 2**16 - 1 else "<u4"
     for side, image in enumerate(data["images"]):
@@ -219,7 +210,7 @@ def _shown_image(
 ) -> dict[str, Any]:
     """A JPEG of the upright image, and the keypoints and their ellipses of uncertainty in its pixels."""
     height, width = image.pixels.shape[:2]
-    factor = min(1.0, _SIDE_PAIR / max(height, width))
+    factor = min(1.0, 1024 / max(height, width))
     shape = (max(1, round(width * factor)), max(1, round(height * factor)))
     shown = cv2.resize(image.pixels, shape, interpolation=cv2.INTER_AREA)
     shown = cv2.cvtColor(shown, cv2.COLOR_RGB2BGR) if shown.ndim == 3 else shown
@@ -275,7 +266,7 @@ def _layer(layer: LayerReport, kind: str) -> dict[str, Any]:
     """One row of the table, the matches as they were, and a histogram of the points' confidences."""
     sure = layer.confidences
     alone = " / ".join("–" if share is None else f"{share:.0%}" for share in layer.unmatched)
-    counts = None if sure is None else np.histogram(sure, np.linspace(0, 1, _BINS + 1))[0].tolist()
+    counts = None if sure is None else np.histogram(sure, np.linspace(0, 1, 21))[0].tolist()
     return {
         "row": [
             len(layer.matches),
@@ -293,10 +284,6 @@ def _layer(layer: LayerReport, kind: str) -> dict[str, Any]:
     }
 
 
-_BUDGET = 1_800_000  # bytes of attention before base64 makes them a third more
-_TRACED = 512  # points of an image whose rollout is kept: it takes as long as attention of all
-
-
 def write_report(
     pipeline: Pipeline,
     image0: ImageInput,
@@ -311,7 +298,7 @@ def write_report(
     """Match two images and write the report; the file appears whole or not at all.
 
     Args:
-        pipeline: one with a network; its first pass alone is run and explained.
+        pipeline: one with a network; its first pass is explained.
         image0, image1: images.
         path: .html.
         point: stored pixels of image 0; its nearest keypoint is shown when the report opens.
@@ -324,7 +311,7 @@ def write_report(
     """
     path = check_output(path, (".html",), overwrite=overwrite)
     images = pipeline.read(image0), pipeline.read(image1)
-    result = replace(pipeline, passes=None).match(image0, image1, mask0=mask0, mask1=mask1)
+    result = pipeline.match(image0, image1, mask0=mask0, mask1=mask1)
     write_output(path, report_page(pipeline, images, result, point))
     return result
 
@@ -343,18 +330,26 @@ def report_page(
     Raises:
         UsageError: no network, or a point outside image 0.
     """
-    network = network_of(pipeline)
+    from matcher.explain.explain import explain, nearest_keypoint, network_of
+
+    network, whole = network_of(pipeline), result
     result = result.first or result
     features, config = (result.features0, result.features1), pipeline.config.matcher
     chosen = None if point is None else nearest_keypoint(features[0], point)
     asked = _asked(network, result, chosen)
-    traced = tuple(points[:_TRACED] for points in asked)
+    traced = tuple(points[:512] for points in asked)  # a rollout takes as long as attention of all
     explanation = explain(network, *features, *asked, strongest=STRONGEST, traced=traced)
     keypoints = [side.keypoints.cpu().numpy() for side in features]
     covariances = (None, covariances_of(result.matches, len(keypoints[1])))
     origin = _origin(pipeline, images)
     data = pair_data(images, keypoints, result.matches, result.geometry, origin, covariances)
     add_reasons(data, explanation, config)
+    if whole is not result:
+        sizes = [image.size for image in images]
+        data["said"] = (
+            f"All {len(whole.passes)} passes: {said(whole.matches, whole.geometry, sizes)} The first alone, "
+            f"which is explained here: {said(result.matches, result.geometry, sizes)}"
+        )
     data |= {
         "chosen": chosen,
         "seconds": {name: round(value, 3) for name, value in result.seconds.items()},
@@ -365,10 +360,10 @@ def report_page(
 
 
 def _asked(network: AttentionMatcher, result: Result, chosen: int | None) -> list[list[int]]:
-    """Points whose attention fits the budget: the chosen one, then the matched ones, then the others."""
+    """Points whose attention fits into 1.8 MB: the chosen one, then the matched ones, then the others."""
     context = network.model.config.context
     attended = context.depth * 2 * context.heads * (STRONGEST * 3 + 1)
-    limit = _BUDGET // (attended + SOURCES * 3) // 2
+    limit = 1_800_000 // (attended + SOURCES * 3) // 2
     asked = []
     for side, features in enumerate((result.features0, result.features1)):
         first = [] if chosen is None or side else [chosen]

@@ -25,9 +25,7 @@ from matcher.sfm.models import SUMMARY, read_summary
 
 PAGES = 20  # default number of pair pages
 BINS = (0, 1, 10, 20, 50, 100, 200, 500, 1000, 2000)  # least count of each bin of a histogram
-_TRACKED = 5_000_000  # verified matches whose tracks are joined, some seconds a million
 _ROWS = 500  # of a table
-_NODES, _EDGES = 400, 4000  # of the graph: what a page shows legibly and at once
 _BODY = (
     '<p id="summary"></p><div id="tables"></div><h2>Pair graph</h2><div id="controls"></div>'
     '<p id="info"></p><canvas id="graph" width="960" height="640"></canvas><p id="legend"></p>'
@@ -66,7 +64,7 @@ def write_run_report(
         raise UsageError(f"the number of pages must not be negative, got {pages}")
     with Store.open(run_dir) as store:
         path = check_output(path or run_dir / "report.html", (".html",), overwrite=overwrite)
-        found = collect_statistics(store.pairs(), max(_ROWS, pages), _EDGES)
+        found = collect_statistics(store.pairs(), max(_ROWS, pages), 4000)
         links, left_out = _write_pairs(store, found.weakest[:pages], path, overwrite)
         data = _run_data(store, found, links, left_out, path.parent)
     write_output(path, build_page(f"matcher: {run_dir.name}", ("elements.js", "run.js"), _BODY, data))
@@ -223,7 +221,7 @@ def _run_data(
     failed = [[f"{pair.name0} and {pair.name1}", pair.reason] for pair in islice(store.failed(), _ROWS)]
     lost = [[image.name, image.reason] for image in images if image.status == "failed"]
     tracks = None
-    if found.verified_matches <= _TRACKED:  # of a run too large to hold them in memory there are none
+    if found.verified_matches <= 5_000_000:  # of a larger run they would not fit into memory
         joined = tracks_of(store)
         tracks = {"count": len(joined), "mean": round(joined.mean_length, 2), "conflicts": joined.conflicts}
         tracks["lengths"] = sorted(Counter(joined.lengths.tolist()).items())
@@ -293,7 +291,7 @@ def _reconstructions(run: Path) -> list[Path]:
 
 def _graph(found: RunStatistics, images: Sequence[StoredImage]) -> dict[str, Any]:
     """Images with most partners and the strongest pairs between them, with positions on a unit square."""
-    shown = sorted(images, key=lambda image: (-found.degree[image.name], image.name))[:_NODES]
+    shown = sorted(images, key=lambda image: (-found.degree[image.name], image.name))[:400]
     nodes = sorted(shown, key=lambda image: image.name)
     number = {image.name: index for index, image in enumerate(nodes)}
     rows = [row for row in found.strongest if row.name0 in number and row.name1 in number]

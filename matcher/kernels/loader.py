@@ -123,6 +123,25 @@ def build() -> Path:
     return path
 
 
+def tell_once() -> str | None:
+    """What to say to a user who could have the kernels and has not; None otherwise, or if it was said before.
+
+    A file in the cache folder tells that it was said.
+    """
+    if os.environ.get(SWITCH) == "0" or not supported() or find_compiler() is None or kernels() is not None:
+        return None
+    told = cache_folder() / "kernels-told"
+    try:
+        told.parent.mkdir(parents=True, exist_ok=True)
+        told.touch(exist_ok=False)
+    except (OSError, RuntimeError):  # said before, or no folder to remember it in
+        return None
+    return (
+        "matching is faster with compiled kernels, which this installation lacks: "
+        "`matcher env --compile` makes them (said once)"
+    )
+
+
 def keep(made: Path, path: Path) -> None:
     """Move a library that was just compiled to `path`, whose folder is only this user's, with its checksum.
 
@@ -153,7 +172,7 @@ def load(path: Path) -> ctypes.CDLL | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (NotOursError, OSError) as error:
-        remedy = "; delete it and run `python scripts/build_kernels.py`" * isinstance(error, NotOursError)
+        remedy = "; delete it and run `matcher env --compile`" * isinstance(error, NotOursError)
         warnings.warn(f"the compiled kernels are not used: {error}{remedy}", UserWarning, stacklevel=2)
         return None
     try:

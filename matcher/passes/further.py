@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,6 +13,7 @@ import numpy as np
 
 from matcher.arrays import JOINED, to_numpy
 from matcher.config import EstimationConfig, FurtherPassesConfig
+from matcher.errors import counted
 from matcher.images import gradient_image
 from matcher.match.steering import evidence_of_turns
 from matcher.passes.views import (
@@ -29,6 +31,7 @@ from matcher.verify.estimation import RobustEstimator
 from matcher.verify.overlays import without_overlay
 
 FIRST = "first"
+_LONG = 5.0  # seconds after which it is told what takes so long
 # A pair is confident with so many inliers that are probable, or with this share of its keypoints, if inliers
 # are most of the matches: fewer let a pair pass whose matches are wrong (measured on rooms).
 CONFIDENT_INLIERS, CONFIDENT_KEYPOINT_SHARE, CONFIDENT_INLIER_RATIO = 400, 0.3, 0.6
@@ -155,6 +158,10 @@ class FurtherPasses:
         for one in pair.passes():
             reports.append(PassReport(one.name, len(one.scores), perf_counter() - start))
             start = perf_counter()
+            level = logging.INFO if start - pair.begun > _LONG else logging.DEBUG
+            said = f"pass {len(reports)}, {one.name}: {counted(len(one.scores), 'match', 'matches')}"
+            said += f", after {start - pair.begun:.0f} s, since too few of those before agree"
+            logging.getLogger("matcher.passes").log(level, "%s", said)  # the command line shows it
         return Joined(*pair.joined, tuple(reports), pair.left_out)
 
 
@@ -193,7 +200,7 @@ class _Pair:
             ("gradients", self.gradients),
             ("features", self.other_features),
             ("tilt_y", lambda: self.tilted("tilt_y", 0.0)),
-            ("tilt_y_turned", lambda: self.tilted("tilt_y, turned by 45 degrees", 45.0)),
+            ("tilt_y_turned", lambda: self.tilted("tilt_y turned by 45 degrees", 45.0)),
             ("tilt_x", lambda: self.tilted_side(0)),
             ("tilt_x", lambda: self.tilted_side(1)),
         ):

@@ -17,6 +17,7 @@ import numpy as np
 from gradio.utils import get_upload_folder
 
 from matcher.arrays import to_numpy
+from matcher.cameras import Camera, as_camera
 from matcher.config import GeometryKind
 from matcher.errors import MatcherError, UsageError
 from matcher.explain.report import report_page
@@ -33,7 +34,7 @@ from matcher.weights.published import read_catalogue
 if TYPE_CHECKING:
     from gradio.themes import Base
 
-_KEPT = 2  # pipelines in memory; each holds a network
+_NOTHING = (None, [], None, None, "")  # to show, where only words are
 _GEOMETRIES = {
     "any scene (fundamental matrix)": "fundamental",
     "any scene, with known cameras (essential matrix)": "essential",
@@ -48,11 +49,11 @@ class Choices:
     """What a user may set."""
 
     preset: str = DEFAULT_PRESET
+    geometry: GeometryKind = "fundamental"
     threshold: float | None = None  # least score of a match; here and below, None means the preset's value
+    max_error: float | None = None  # pixels of the resized image, of an inlier
     max_keypoints: int | None = None  # per image
     resize: int | None = None  # pixels, longer side
-    geometry: GeometryKind = "fundamental"
-    max_error: float | None = None  # pixels of the resized image, of an inlier
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +107,7 @@ class Matching:
         if choices not in self._pipelines:
             self._pipelines[choices] = self._load(choices)
         self._pipelines.move_to_end(choices)
-        while len(self._pipelines) > _KEPT:
+        while len(self._pipelines) > 2:  # each holds a network
             self._pipelines.popitem(last=False)
         return self._pipelines[choices]
 
@@ -199,21 +200,17 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
     def press(
         file0: str | None, file1: str | None, mask0: str | None, mask1: str | None, *values: Any
     ) -> tuple:
-        *numbers, camera0, camera1, explained = values
+        preset, geometry, *numbers, camera0, camera1, explained = values
         if not (file0 and file1):
-            return _refused("Choose two photos first.")
+            return "Choose two photos first.", *_NOTHING
         given = {name: Path(mask) for name, mask in (("mask0", mask0), ("mask1", mask1)) if mask}
         try:
-            given |= {
-                name: _camera(text, name)
-                for name, text in (("camera0", camera0), ("camera1", camera1))
-                if text
-            }
-            answer = matching.answer(
-                Path(file0), Path(file1), _choices(*numbers), explained=explained, **given
-            )
+            texts = (("camera0", camera0), ("camera1", camera1))
+            given |= {name: _camera(text, name) for name, text in texts if text}
+            choices = Choices(preset, geometry, *(number or None for number in numbers))
+            answer = matching.answer(Path(file0), Path(file1), choices, explained=explained, **given)
         except MatcherError as error:
-            return _refused(_own_words(error, file0, file1, mask0, mask1))
+            return _own_words(error, file0, file1, mask0, mask1), *_NOTHING
         result, own = answer.result, tempfile.mkdtemp(dir=folder)  # earlier answers keep their downloads
         arrays, report = (Path(own, name) for name in ("matches.npz", "report.html"))
         write_whole(arrays, result.to_bytes(".npz"))
@@ -298,33 +295,12 @@ def _outputs() -> list:
     return [summary, drawing, geometry, arrays, report, gr.HTML(elem_id="explanation")]
 
 
-def _choices(
-    preset: str,
-    geometry: str,
-    threshold: float | None,
-    error: float | None,
-    keypoints: int | None,
-    resize: int | None,
-) -> Choices:
-    return Choices(preset, threshold or None, keypoints or None, resize or None, geometry, error or None)
-
-
-def _camera(text: str, name: str) -> list[float]:
-    """Four numbers.
-
-    Raises:
-        UsageError: other text.
-    """
+def _camera(text: str, name: str) -> Camera:
     try:
-        fx, fy, cx, cy = (float(part) for part in text.replace(",", " ").split())
+        return as_camera([float(number) for number in text.replace(",", " ").split()], name)
     except ValueError:
-        raise UsageError(f"{name} is four numbers in pixels, fx, fy, cx, cy, not {text[:80]!r}") from None
-    return [fx, fy, cx, cy]
-
-
-def _refused(words: str) -> tuple:
-    """Nothing but what is wrong, in the one place where results are told."""
-    return words, None, [], None, None, ""
+        wrong = f"{name} is four numbers in pixels, fx, fy, cx, cy, not {text[:80]!r}"
+        raise UsageError(wrong) from None
 
 
 def _own_words(words: object, *files: str | None) -> str:

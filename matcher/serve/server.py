@@ -14,8 +14,6 @@ from typing import Any
 
 from matcher.errors import UsageError, install_command
 
-MOST_FILES = 400  # that the folder may hold
-_PART = b"filename="  # once for each file of an upload
 _SITES = (b"same-origin", b"none")  # Sec-Fetch-Site of the page's own requests, and of an address typed in
 
 
@@ -25,7 +23,7 @@ def admitting(app: Callable, folder: Path, most_bytes: int) -> Callable:
     Args:
         app: the application behind it.
         folder: where uploads are kept.
-        most_bytes: what the folder may hold, a new upload included; `MOST_FILES` is how many files.
+        most_bytes: what the folder may hold, a new upload included.
     """
 
     async def answer(scope: dict, receive: Callable, send: Callable) -> None:
@@ -35,10 +33,9 @@ def admitting(app: Callable, folder: Path, most_bytes: int) -> Callable:
             wanted = dict(scope["headers"]).get(b"content-length", b"")
             if not wanted.isdigit():
                 return await _refuse(scope, send, 411, b"an upload must say its length")
-            count, held = _held(folder)
-            if int(wanted) + held > most_bytes or count >= MOST_FILES:
+            held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            if int(wanted) + held > most_bytes:
                 return await _refuse(scope, send, 413, b"no more uploads: start the page again")
-            return await _bounded(app, scope, _Counted(receive, MOST_FILES - count), send)
         await app(scope, receive, send)
 
     return answer
@@ -51,47 +48,6 @@ def from_own_page(headers: list[tuple[bytes, bytes]]) -> bool:
     if origin is not None and origin != b"http://" + host:
         return False
     return given.get(b"sec-fetch-mode") == b"navigate" or given.get(b"sec-fetch-site", b"none") in _SITES
-
-
-def _held(folder: Path) -> tuple[int, int]:
-    """How many files a folder holds, and their bytes."""
-    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    return len(sizes), sum(sizes)
-
-
-async def _bounded(app: Callable, scope: dict, receive: _Counted, send: Callable) -> None:
-    """Pass an upload on; where it holds too many files, it is refused."""
-    kept = []
-
-    async def hold(message: dict) -> None:
-        kept.append(message)
-
-    try:
-        await app(scope, receive, hold)
-    except Exception:
-        if not receive.exceeded:
-            raise
-    if receive.exceeded:
-        return await _refuse(scope, send, 413, b"too many files: start the page again")
-    for message in kept:
-        await send(message)
-
-
-class _Counted:
-    """A body that ends, as if the browser had left, at the first file above so many."""
-
-    def __init__(self, receive: Callable, most: int) -> None:
-        self._receive, self._most = receive, most
-        self._seen, self._tail = 0, b""
-        self.exceeded = False
-
-    async def __call__(self) -> dict:
-        message = await self._receive()
-        if message["type"] == "http.request":
-            body = self._tail + message.get("body", b"").lower()
-            self._seen, self._tail = self._seen + body.count(_PART), body[1 - len(_PART) :]
-            self.exceeded = self._seen > self._most
-        return {"type": "http.disconnect"} if self.exceeded else message
 
 
 async def _refuse(scope: dict, send: Callable, status: int, reason: bytes) -> None:
@@ -107,7 +63,6 @@ async def _refuse(scope: dict, send: Callable, status: int, reason: bytes) -> No
 
 HOST = "127.0.0.1"
 MAX_MEGABYTES = 50  # of an upload
-_UPLOADS = 40  # of the largest size, that a page keeps until it ends: two gigabytes
 # Whatever the page's own code may want, the browser asks nobody but this server.
 _POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
@@ -172,21 +127,10 @@ def _ended_by_hangup(running: list[Any]) -> Iterator[None]:
 
 
 # Nothing that gradio adds by itself: no server of its own, no monitoring, no history, no installable page.
-_PLAIN = {
-    "ssr_mode": False,
-    "show_error": True,
-    "enable_monitoring": False,
-    "run_history": False,
-    "footer_links": [],
-    "pwa": False,
-}
+_NOT = ("ssr_mode", "enable_monitoring", "run_history", "pwa")
 
 
-def build_app(
-    folder: Path,
-    device: str = "auto",
-    max_megabytes: int = MAX_MEGABYTES,
-) -> Callable:
+def build_app(folder: Path, device: str = "auto", max_megabytes: int = MAX_MEGABYTES) -> Callable:
     """The page as an ASGI application.
 
     Args:
@@ -216,11 +160,12 @@ def build_app(
     app = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     page = build_page(Matching(device), made)
     page.queue(max_size=20, api_open=False)
-    limits = {"max_file_size": max_megabytes * 2**20, "allowed_paths": [str(made)], "server_name": HOST}
-    gradio.mount_gradio_app(app, page, path="/", theme=plain_theme(), **limits, **_PLAIN)
+    how = {"max_file_size": max_megabytes * 2**20, "allowed_paths": [str(made)], "server_name": HOST}
+    how |= {"show_error": True, "footer_links": [], **dict.fromkeys(_NOT, False)}
+    gradio.mount_gradio_app(app, page, path="/", theme=plain_theme(), **how)
     # A name that another site points at this machine is not ours (DNS rebinding).
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
-    return _with_policy(admitting(app, folder, _UPLOADS * max_megabytes * 2**20))
+    return _with_policy(admitting(app, folder, 40 * max_megabytes * 2**20))
 
 
 def _with_policy(app: Callable) -> Callable:

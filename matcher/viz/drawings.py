@@ -17,29 +17,23 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
-from matplotlib.colors import Colormap, LinearSegmentedColormap, ListedColormap
+from matplotlib.colors import Colormap, LinearSegmentedColormap, ListedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
-from matcher.errors import UsageError
+from matcher.errors import UsageError, counted
 from matcher.files import check_output, write_output
 from matcher.geometry import resize_points, stored_to_upright, warp_points
 from matcher.images import MAX_PIXELS, image_from_array, read_image
-from matcher.types import MATCHED, UNMATCHED, Image
+from matcher.types import Image
 from matcher.verify.adjustment import epipolar_distance
 
 PLOT_SUFFIXES = (".png", ".jpg", ".jpeg", ".pdf", ".svg")
-VERMILION = (0.84, 0.37, 0.0)  # this and those below: of Okabe and Ito's palette
-SKY = (0.34, 0.71, 0.91)
-GREEN = (0.0, 0.62, 0.45)
-ORANGE = (0.9, 0.62, 0.0)
-BLUE = (0.0, 0.45, 0.7)
-PINK = (0.8, 0.47, 0.65)
-YELLOW = (0.94, 0.89, 0.26)
+# Okabe and Ito's palette
+VERMILION, SKY, GREEN, ORANGE = "#d55e00", "#56b4e9", "#009e73", "#e69f00"
+BLUE, PINK, YELLOW = "#0072b2", "#cc79a7", "#f0e442"
 
 _SIDE, _GAP, _MIN_WIDTH, _DPI = 800, 12, 960, 100  # pixels; _SIDE: longer side of either image
-_HEADER = 52  # pixels, of an image 1000 wide; in wider ones the header grows, to be read when they are shrunk
-_DIM = 0.85  # brightness of the images below the lines
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +138,7 @@ def _display(pixels: np.ndarray) -> np.ndarray:
     shown = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA if factor < 1 else cv2.INTER_LINEAR)
     shown = shown if shown.ndim == 3 else cv2.cvtColor(shown, cv2.COLOR_GRAY2RGB)
     grey = cv2.cvtColor(cv2.cvtColor(shown, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
-    return cv2.addWeighted(shown, 0.5 * _DIM, grey, 0.5 * _DIM, 0)
+    return cv2.addWeighted(shown, 0.425, grey, 0.425, 0)
 
 
 def blank_figure(canvas: np.ndarray) -> tuple[Figure, Axes]:
@@ -160,8 +154,8 @@ def blank_figure(canvas: np.ndarray) -> tuple[Figure, Axes]:
 
 
 def header_height(width: float) -> int:
-    """Rows above the images of a canvas so wide."""
-    return round(_HEADER * max(1.0, width / 1000))
+    """Rows above the images of a canvas so wide: it grows with that, to be read when it is shrunk."""
+    return round(52 * max(1.0, width / 1000))
 
 
 def draw_dots(axes: Axes, points: np.ndarray, colour: object, area: float, alpha: float) -> None:
@@ -196,18 +190,16 @@ def draw_header(figure: Figure, title: str, legend: Legend) -> None:
         x += write(legend.ends[1]) + 24 * unit
     for text, colour in legend.texts:
         if colour != "none":
-            white = min(colour) > 0.95
+            white = min(to_rgb(colour)) > 0.95
             x += write("○" if white else "●", "0.25" if white else colour) + 4 * unit
         x += write(text) + 20 * unit
 
 
 # --- Ellipses of uncertainty
 
-ENLARGED = 20  # a tenth of a pixel could not be seen
-
 
 def draw_ellipses(axes: Axes, placed: Placed, points: np.ndarray, covariances: np.ndarray | None) -> None:
-    """The one-sigma ellipses of points, `ENLARGED` times their size.
+    """The one-sigma ellipses of points, enlarged twenty times: a tenth of a pixel could not be seen.
 
     Args:
         axes: of a drawing that `placed` lies on.
@@ -228,59 +220,9 @@ def draw_ellipses(axes: Axes, placed: Placed, points: np.ndarray, covariances: n
     angle = np.linspace(0, 2 * np.pi, 33)
     values, axes_of = np.linalg.eigh(covariances)
     radii = axes_of * np.sqrt(values.clip(0))[:, None]
-    rings = points[:, None] + ENLARGED * np.stack([np.cos(angle), np.sin(angle)], 1) @ radii.swapaxes(1, 2)
+    rings = points[:, None] + 20 * np.stack([np.cos(angle), np.sin(angle)], 1) @ radii.swapaxes(1, 2)
     outlines = placed.points(rings.reshape(-1, 2)).reshape(rings.shape)
     axes.add_collection(LineCollection(list(outlines), colors=[YELLOW], linewidths=0.6, alpha=0.8))
-
-
-# --- Keypoints by what became of them
-
-
-def draw_fates(
-    image0: Image | np.ndarray,
-    image1: Image | np.ndarray,
-    keypoints0: np.ndarray,
-    keypoints1: np.ndarray,
-    fates0: np.ndarray,
-    fates1: np.ndarray,
-    *,
-    layers: int,
-    stacked: bool = False,
-    title: str = "what became of every keypoint",
-) -> Figure:
-    """Two images with their keypoints, coloured by fate.
-
-    Args:
-        image0, image1: an Image, or an array as `images.image_from_array` takes it.
-        keypoints0, keypoints1: (N, 2) and (M, 2) stored pixels.
-        fates0, fates1: (N,), (M,) int: `MATCHED`, `UNMATCHED`, or the layer (1 … layers) that pruned it.
-        layers: depth of the network, the end of the colour scale.
-        stacked: one image above the other instead of side by side.
-        title: one line above the images.
-
-    Raises:
-        UsageError: arrays whose shapes do not fit, or images that cannot be used.
-    """
-    placed, figure, axes = two_images(image0, image1, stacked=stacked)
-    scale = ListedColormap(matplotlib.colormaps["Greys"](np.linspace(0.0, 0.6, 64)))
-    counts = np.zeros(3, int)
-    for side, keypoints, fates in zip(placed, (keypoints0, keypoints1), (fates0, fates1), strict=True):
-        points = side.points(as_points(keypoints, "keypoints"))
-        fates = as_column(fates, len(points), "fates")
-        pruned, kept, matched = fates > 0, fates == UNMATCHED, fates == MATCHED
-        unit = min(1.0, 2048 / max(1, len(points)))  # many dots are smaller, so that they never cover it
-        draw_dots(axes, points, "black", 20.0 * unit, 0.35)
-        draw_dots(axes, points[pruned], scale((fates[pruned] - 1) / max(1, layers - 2)), 9.0 * unit, 1.0)
-        draw_dots(axes, points[kept], VERMILION, 9.0 * unit, 1.0)
-        draw_dots(axes, points[matched], SKY, 12.0 * unit, 1.0)
-        counts += [matched.sum(), kept.sum(), pruned.sum()]
-    texts = (f"matched: {counts[0]}", SKY), (f"kept, without a partner: {counts[1]}", VERMILION)
-    if counts[2]:
-        ends = (f"pruned ({counts[2]}) at layer 1", str(max(1, layers - 1)))
-        draw_header(figure, title, Legend(texts, scale, ends))
-    else:
-        draw_header(figure, title, Legend((*texts, ("pruned: 0", "none"))))
-    return figure
 
 
 # --- Matches
@@ -347,7 +289,8 @@ def draw_matches(
     else:
         colours = ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0.4, 1.0, 64)))
     judged = None if inliers is None or colour_by == "error" else good
-    title = title or f"{count} matches" + ("" if inliers is None else f", {int(good.sum())} inliers")
+    agreeing = "" if inliers is None else f", {counted(int(good.sum()), 'inlier')}"
+    title = title or counted(count, "match", "matches") + agreeing
     good = good | (colour_by == "error")  # errors tell more than whether a match is an inlier
     placed, figure, axes = two_images(image0, image1, stacked=stacked)
     for side, keypoints in zip(placed, (keypoints0, keypoints1), strict=True):
@@ -473,9 +416,74 @@ def _outline(axes: Axes, side: Placed, quad: np.ndarray, colour: object, text: s
     points = side.points(quad)
     closed = np.vstack([points, points[:1]])
     axes.plot(closed[:, 0], closed[:, 1], color=colour, linewidth=2.5, path_effects=edge)
-    corner = np.clip(points[0], side.offset, np.add(side.offset, side.shape) - 1)  # or a speck of it is left
+    corner = np.clip(points[0], np.add(side.offset, 6), np.add(side.offset, side.shape) - 7)  # whole
     axes.plot(*corner, "o", color=colour, markersize=8, markeredgecolor="black", clip_on=False)
     if text:
         middle = points.mean(axis=0)
         style = {"ha": "center", "va": "center", "fontsize": 14, "weight": "bold", "parse_math": False}
         axes.text(*middle, text, color="white", path_effects=edge, clip_on=True, **style)
+
+
+# --- Epipolar lines
+
+
+def draw_epipolar_lines(
+    image0: Image | np.ndarray,
+    image1: Image | np.ndarray,
+    points0: np.ndarray,
+    points1: np.ndarray,
+    fundamental: np.ndarray,
+    *,
+    max_lines: int = 20,
+    stacked: bool = False,
+    title: str | None = None,
+) -> Figure:
+    """Matched points, each with the epipolar line that its partner draws in the other image.
+
+    Args:
+        image0, image1: an Image, or an array as `images.image_from_array` takes it.
+        points0, points1: (K, 2) matched points, stored pixels, best first.
+        fundamental: (3, 3) with x1ᵀ F x0 = 0 in stored pixels.
+        max_lines: matches drawn, spread evenly over all of them.
+        stacked, title: as in `draw_matches`.
+
+    Raises:
+        UsageError: arrays whose shapes do not fit.
+    """
+    points0, points1 = as_points(points0, "points0"), as_points(points1, "points1")
+    fundamental = np.asarray(fundamental, dtype=np.float64)
+    if len(points0) != len(points1) or fundamental.shape != (3, 3) or not np.isfinite(fundamental).all():
+        raise UsageError("epipolar lines need as many points0 as points1 and a finite (3, 3) matrix")
+    chosen = np.unique(np.linspace(0, len(points0) - 1, min(max_lines, len(points0))).astype(int))
+    placed, figure, axes = two_images(image0, image1, stacked=stacked)
+    colours = matplotlib.colormaps["viridis"](np.linspace(0.3, 1.0, max(1, len(chosen))))[: len(chosen)]
+    sides = (points0, points1)
+    for side, here, there, matrix in zip(
+        placed, sides, sides[::-1], (fundamental.T, fundamental), strict=True
+    ):
+        lines = np.c_[there[chosen], np.ones(len(chosen))] @ matrix.T
+        pieces = [(c, p) for c, line in zip(colours, lines, strict=True) if len(p := _visible(side, line))]
+        segments = LineCollection([p for _, p in pieces], colors=[c for c, _ in pieces], linewidths=1.2)
+        axes.add_collection(segments, autolim=False)
+        ends = side.points(here[chosen])
+        axes.scatter(ends[:, 0], ends[:, 1], s=40, c=colours, edgecolors="black", linewidths=0.8, zorder=3)
+    text = f"{len(chosen)} of {len(points0)} matches; a point lies on the line of its colour where they agree"
+    draw_header(figure, "epipolar lines" if title is None else title, Legend(((text, "none"),)))
+    return figure
+
+
+def _visible(side: Placed, line: np.ndarray) -> np.ndarray:
+    """The part (2, 2), canvas pixels, of a line a·x + b·y + c = 0 of stored pixels that its image shows."""
+    width, height = side.image.size
+    a, b, c = line
+    x, y = np.array([-0.5, width - 0.5]), np.array([-0.5, height - 0.5])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ends = np.concatenate([np.stack([x, -(a * x + c) / b], 1), np.stack([-(b * y + c) / a, y], 1)])
+    inside = (
+        np.isfinite(ends).all(1) & (ends >= -0.501).all(1) & (ends <= [width - 0.499, height - 0.499]).all(1)
+    )
+    ends = ends[inside]
+    if len(ends) < 2:
+        return np.zeros((0, 2))
+    far = np.linalg.norm(ends - ends[0], axis=1).argmax()
+    return side.points(ends[[0, far]])

@@ -125,7 +125,7 @@ def _draw_rays(
 
 
 def _head_colours(count: int) -> list[tuple[float, ...]]:
-    few = [SKY, VERMILION, YELLOW, PINK, GREEN, ORANGE, BLUE, (1.0, 1.0, 1.0)]
+    few = [SKY, VERMILION, YELLOW, PINK, GREEN, ORANGE, BLUE, "#ffffff"]
     if count <= len(few):
         return few[:count]
     return [tuple(colour) for colour in matplotlib.colormaps["viridis"](np.linspace(0, 1, count))]

@@ -529,7 +529,8 @@ def import_front_end(
             checked(found, expected, f"the front end {config.kind} asks for"), strict=False
         )
     except IntegrityError as error:
-        raise IntegrityError(f"{', '.join(str(path) for path, _ in parts)} {error}") from error
+        said = f"{', '.join(str(path) for path, _ in parts)} {_as_front_end(found, config.kind)}"
+        raise IntegrityError(f"{said}{error}") from error
     return save_front_end(network, config.kind, output, metadata)
 
 
@@ -557,6 +558,16 @@ def _fill(network: nn.Module, path: str | Path, tensors: dict[str, Tensor], syst
         raise IntegrityError(f"{path} {error}") from error
 
 
+# A part of a name that tensors of this front end alone have.
+_MARKS = {"aliked": "desc_head.", "disk": "unet.path_down", "xfeat": "heatmap_head."}
+
+
+def _as_front_end(tensors: Mapping[str, Tensor], but: str) -> str:
+    """What front end a checkpoint is of, where it is not the one asked for; begins a sentence."""
+    kinds = [kind for kind, mark in _MARKS.items() if kind != but and any(mark in name for name in tensors)]
+    return f"is a checkpoint of the front end {kinds[0]} and " if kinds else ""
+
+
 def choose_layout(tensors: Mapping[str, Tensor], system: str) -> CheckpointLayout:
     """The layout of `system` that knows most of the tensors' names.
 
@@ -569,7 +580,8 @@ def choose_layout(tensors: Mapping[str, Tensor], system: str) -> CheckpointLayou
     if not best.coverage(tensors):
         names = ", ".join(list(tensors)[:4])
         raise IntegrityError(
-            f"is no checkpoint of {system}, nor of another matcher or SuperPoint; it holds {names}, …"
+            f"{_as_front_end(tensors, system)}is no checkpoint of {system}, nor of another matcher or "
+            f"SuperPoint; it holds {names}, …"
         )
     if best.system != system:
         raise IntegrityError(f"is a checkpoint of {best.system} ({best.name}), not of {system}")

@@ -1,26 +1,32 @@
-"""Promise 7, the page that one can click: refusals, closed to others, one visit in a browser."""
+"""Promise 7, the page that one can click: closed to others, reads uploads alone, keeps nothing; one visit."""
 
+import http.client
 import io
 import json
 import re
 import signal
 import socket
 import urllib.request
+from pathlib import Path
+from urllib.parse import quote, urlsplit
 
 import numpy as np
 import PIL.Image
 import pytest
 from browser import browser, needs_browser
+from command import run
 from served_page import served
 
-from matcher.cli import main
 from matcher.errors import ImageError, UsageError
-from matcher.serve.server import HOST
 
 pytest.importorskip("gradio", reason="gradio (the extra `app`) is not installed")
 from matcher.serve.page import Choices, Matching, geometry_rows
 
 pytestmark = pytest.mark.promise(7)
+FORM = {"Content_Type": "multipart/form-data; boundary=x7x"}
+
+
+# --- What the page does
 
 
 def test_a_pair_is_answered(views):
@@ -32,28 +38,20 @@ def test_a_pair_is_answered(views):
     rows = dict(geometry_rows(answer.result))
     assert rows["status"] == "ok" and rows["inliers"] == answer.result.geometry.inliers.sum()
     assert sum(name.startswith("matrix") for name in rows) == 3
-    assert (
-        matching.answer(*views, Choices("nearest", max_keypoints=512, max_error=2.0)).pipeline
-        is answer.pipeline
-    )
+    assert matching.answer(*views, choices).pipeline is answer.pipeline
 
 
-def test_further_passes_have_the_chosen_threshold_too(shipped_weights):
-    pipeline = Matching("cpu").pipeline(Choices(max_keypoints=64, max_error=0.5))
-    assert (
-        pipeline.config.estimation.max_epipolar_error == pipeline.passes.estimation.max_epipolar_error == 0.5
-    )
-
-
-def test_the_report_is_made_of_the_same_matches(views, shipped_weights):
-    answer = Matching("cpu").answer(*views, Choices(max_keypoints=128, geometry="none"))
+def test_the_default_preset_explains_its_first_pass(views, shipped_weights):
+    matching = Matching("cpu")
+    answer = matching.answer(*views, Choices(max_keypoints=64, geometry="none", max_error=0.5))
     assert answer.report.startswith(b"<!doctype html>") and b"Content-Security-Policy" in answer.report
     assert ["inliers", 0] in geometry_rows(answer.result)
-    assert Matching("cpu").answer(*views, Choices(max_keypoints=64), explained=False).report is None
+    passes = answer.pipeline.passes.estimation
+    assert answer.pipeline.config.estimation.max_epipolar_error == passes.max_epipolar_error == 0.5
 
 
 def test_bad_choices_and_images_are_named(views, tmp_path):
-    matching, text = Matching("cpu"), tmp_path / "text.jpg"
+    text = tmp_path / "text.jpg"
     text.write_text("no picture")
     for images, choices, fault, named in (
         ((views[0], text), Choices("nearest"), ImageError, r"text\.jpg"),
@@ -62,100 +60,164 @@ def test_bad_choices_and_images_are_named(views, tmp_path):
         (views, Choices("nearest", geometry="essential"), UsageError, "camera"),
     ):
         with pytest.raises(fault, match=named):
-            matching.answer(*images, choices)
+            Matching("cpu").answer(*images, choices)
+    assert run("serve", "--port", -1) == 2
 
 
-def test_a_taken_port_is_passed_over_and_a_bad_one_named(capsys):
-    from matcher.serve.server import _listen
-
-    with _listen(0) as taken:
-        number = taken.getsockname()[1]
-        with _listen(number) as other:
-            assert other.getsockname()[0] == HOST and number < other.getsockname()[1] < number + 20
-    with pytest.raises(UsageError, match="port"):
-        _listen(70000)
-    assert main(["serve", "--port", "-1"]) == 2
-    capsys.readouterr()
+# --- Requests to the page as it runs
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory):
-    with served(tmp_path_factory.mktemp("temporary")) as address:
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("temporary")
+
+
+@pytest.fixture(scope="module")
+def address(folder):
+    with served(folder) as address:
         yield address
 
 
-def test_the_page_answers_this_machine_only(address):
+def ask(address: str, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
+    """Status and body of an answer."""
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
+    connection.request(method, path, body, {name.replace("_", "-"): text for name, text in headers.items()})
+    answer = connection.getresponse()
+    found = answer.status, answer.read()
+    connection.close()
+    return found
+
+
+def upload(address: str, *contents: bytes, name: str = "0.png", **headers: str) -> tuple[int, bytes]:
+    head = f'--x7x\r\nContent-Disposition: form-data; name="files"; filename="{name}"\r\n\r\n'.encode()
+    body = b"".join(head + content + b"\r\n" for content in contents) + b"--x7x--\r\n"
+    return ask(address, "POST", "/gradio_api/upload", body, **FORM, **headers)
+
+
+def held(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_it_answers_this_machine_and_its_own_page_only(address, folder):
     with urllib.request.urlopen(address) as answer:
         assert "default-src 'self'" in answer.headers["content-security-policy"]
-    request = urllib.request.Request(address, headers={"Host": "elsewhere.example"})
-    with pytest.raises(urllib.error.HTTPError, match="400"):
-        urllib.request.urlopen(request)
-    port = int(address.rsplit(":", 1)[1])
-    own = socket.gethostbyname(socket.gethostname())
+    before, own = len(held(folder)), socket.gethostbyname(socket.gethostname())
+    for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
+        assert upload(address, b"x", **headers)[0] in (400, 403)
+        data = json.dumps({"data": [], "fn_index": 0, "session_hash": "a"}).encode()
+        assert ask(address, "POST", "/gradio_api/queue/join", data, **headers)[0] in (400, 403)
+    assert len(held(folder)) == before
     if not own.startswith("127."):
         with pytest.raises(OSError, match=r"."):
-            socket.create_connection((own, port), timeout=2).close()
+            socket.create_connection((own, urlsplit(address).port), timeout=2).close()
+
+
+def test_uploads_stay_in_the_folder_and_large_ones_are_refused(address, folder):
+    status, body = upload(address, b"small")
+    (kept,) = json.loads(body)
+    assert status == 200 and folder in Path(kept).parents and Path(kept).read_bytes() == b"small"
+    before = len(held(folder))
+    assert upload(address, bytes(2 << 20))[0] >= 400 and upload(address, bytes(50 << 20))[0] == 413
+    assert ask(address, "POST", "/gradio_api/upload", None, **FORM, Transfer_Encoding="chunked")[0] == 411
+    assert len(held(folder)) == before
+    for name in ("../../evil.png", "/tmp/evil.png", "..\\evil.png", "a\x00b.png"):
+        status, body = upload(address, b"name", name=name)
+        assert status != 200 or folder in Path(json.loads(body)[0]).resolve().parents
+    assert not list(folder.glob("evil*")) and not Path("/tmp/evil.png").exists()
+
+
+@pytest.mark.parametrize("wanted", ["/etc/passwd", str(Path(__file__)), "../../etc/passwd"])
+def test_files_elsewhere_are_not_served(address, folder, wanted):
+    for name in (wanted, quote(wanted, safe=""), f"{folder}/../../..{wanted}"):
+        for path in ("/gradio_api/file=", "/file=", "/static/", "/assets/"):
+            assert ask(address, "GET", path + quote(name, safe="/%"))[0] >= 400, path + name
+
+
+def press(address: str, session: str, *values: object) -> str:
+    """What the page answers when its button is pressed with such values, and the rest as it stands."""
+    rest = [None, None, None, None, "nearest", "fundamental", 0, 0, 64, 0, "", "", False]
+    body = json.dumps({"data": [*values, *rest[len(values) :]], "fn_index": 0, "session_hash": session})
+    kind = {"Content_Type": "application/json"}
+    assert ask(address, "POST", "/gradio_api/queue/join", body.encode(), **kind)[0] == 200
+    said = ask(address, "GET", f"/gradio_api/queue/data?session_hash={session}")[1].decode()
+    return next(line for line in said.splitlines() if '"process_completed"' in line).removeprefix("data:")
+
+
+def test_only_uploads_are_read_and_wrong_ones_named_without_their_folder(address, folder, views, tmp_path):
+    """Of a mounted page gradio copied any file of this machine that a request named, and served the copy."""
+    (tmp_path / "secret.txt").write_text("a secret")
+    before, meta = held(folder), {"meta": {"_type": "gradio.FileData"}}
+    named = (
+        str(views[0]),
+        str(tmp_path / "secret.txt"),
+        f"{folder}/../secret.txt",
+        "",
+        7,
+        "http://a.example/b",
+    )
+    for number, path in enumerate(named):
+        file = {"path": path, "url": path, **meta}
+        for values in ([file, file], [None, None, file], [None, None, None, None, {"deep": [file]}]):
+            assert '"success":true' not in press(address, f"s{number}{len(values)}", *values), path
+    assert held(folder) == before
+    _, body = upload(address, *(view.read_bytes() for view in views), b"no picture")
+    *photos, text = ({"path": path, **meta} for path in json.loads(body))
+    assert '"success":true' in press(address, "uploaded", *photos)
+    essential = [*photos, None, None, "nearest", "essential"]
+    for values, word in (([text, photos[0]], "0.png"), (essential, "camera")):
+        data = json.loads(press(address, f"wrong{word}", *values))["output"]["data"]
+        assert word in data[0] and str(folder) not in data[0] and data[1] is None and data[5] == ""
 
 
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGHUP"])
-def test_nothing_is_kept_when_the_terminal_is_closed(tmp_path, end):
+def test_nothing_is_kept_when_it_ends(tmp_path, end):
+    if signal.getsignal(getattr(signal, end)) != signal.SIG_DFL:
+        pytest.skip(f"{end} is ignored here, and so by what is started")
     with served(tmp_path, getattr(signal, end)) as address:
         urllib.request.urlopen(address).close()
         assert list(tmp_path.iterdir())
 
 
-def masked(page, folder, photo, matches):
-    """Upload a mask that is black on the left of the first photo: fewer matches."""
-    with PIL.Image.open(photo) as view:
-        mask = np.full((view.height, view.width), 255, np.uint8)
-    mask[:, : mask.shape[1] // 2] = 0
-    PIL.Image.fromarray(mask).save(folder / "half.png")
-    before = page.run("return document.querySelector('#counts textarea').value")
-    page.run("[...document.querySelectorAll('button')].find(b => b.innerText.includes('Masks')).click()")
-    page.wait("return document.querySelector('#mask0 input[type=file]')")
-    page.upload(page.find("#mask0 input[type=file]")[0], folder / "half.png")
-    page.wait("return document.querySelector('#mask0').innerText.includes('half')")
-    page.click("#match")
-    page.wait(f"return document.querySelector('#counts textarea').value !== {json.dumps(before)}", 120)
-    counts = page.run("return document.querySelector('#counts textarea').value")
-    assert 5 < int(re.search(r"(\d+) matches \(hybrid", counts)[1]) < matches
-
-
 @needs_browser
 def test_a_visit(address, views, tmp_path, shipped_weights):
-    """Two photos, the button, the counts, the image, the report, the file; a photo too large is refused."""
+    """Two photos, the button, the counts, the drawing, the report, the file; a mask; a photo too large."""
+    counts = "return document.querySelector('#counts textarea')?.value"
     with browser(1280, 1800) as page:
         page.open(address)
         page.wait("return document.querySelectorAll('input[type=file]').length >= 2", 120)
         page.wait("return document.querySelector('#match')")
         page.click("#match")
-        page.wait("return document.body.innerText.includes('Choose two photos first')")
+        page.wait(f"{counts}.includes('Choose two photos first')")
         for side, view in enumerate(views):
             page.upload(page.find(f"#photo{side} input[type=file]")[0], view)
             page.wait(f"return document.querySelector('#photo{side}').innerText.includes('{view.stem}')")
         page.fill("#keypoints input", "256")
         page.click("#match")
-        page.wait("return document.querySelector('#counts textarea')?.value", 240)
-        counts = page.run("return document.querySelector('#counts textarea').value")
-        matches = int(re.search(r"(\d+) matches \(hybrid", counts)[1])
-        assert counts.count(" 256 keypoints") == 2
-        assert matches > 50 and "are inliers of one fundamental matrix" in counts
+        page.wait(f"{counts}.includes('matches')", 240)
+        said = page.run(counts)
+        matches = int(re.search(r"(\d+) matches \(hybrid", said)[1])
+        assert said.count(" 256 keypoints") == 2 and matches > 50 and "are inliers of one" in said
         page.wait("return document.querySelector('#drawing img')?.naturalWidth > 900")
         frame = page.wait("return document.querySelector('#explanation iframe')?.srcdoc")
-        assert "Content-Security-Policy" in frame and frame.count('"Image 0"') == 0
-        assert "matrix, row 3" in page.text("#geometry")
+        assert "Content-Security-Policy" in frame and "matrix, row 3" in page.text("#geometry")
         link = page.wait("return document.querySelector('#npz a[href]')?.href")
         with urllib.request.urlopen(link) as answer:
             arrays = np.load(io.BytesIO(answer.read()))
         assert len(arrays["indices"]) == matches and arrays["matrix"].shape == (3, 3)
-        page.screenshot(tmp_path / "page.png")
-        assert (tmp_path / "page.png").stat().st_size > 50_000
         assert [text for text in page.complaints() if "Content Security Policy" in text] == []
-        masked(page, tmp_path, views[0], matches)
-        large = tmp_path / "large.png"
-        large.write_bytes(bytes(3 * 2**20))
+        mask = np.zeros((600, 800), np.uint8)
+        mask[380:440, 150:250] = 255  # a part of one picture
+        PIL.Image.fromarray(mask).save(tmp_path / "half.png")
+        page.run("[...document.querySelectorAll('button')].find(b => b.innerText.includes('Masks')).click()")
+        page.wait("return document.querySelector('#mask0 input[type=file]')")
+        page.upload(page.find("#mask0 input[type=file]")[0], tmp_path / "half.png")
+        page.wait("return document.querySelector('#mask0').innerText.includes('half')")
+        page.click("#match")
+        page.wait(f"{counts} !== {json.dumps(said)}", 120)
+        assert int(re.search(r"(\d+) match(es)? \(hybrid", page.run(counts))[1]) < matches
+        (tmp_path / "large.png").write_bytes(bytes(3 * 2**20))
         page.open(address)
         page.wait("return document.querySelectorAll('input[type=file]').length >= 2", 120)
-        page.upload(page.find("#photo0 input[type=file]")[0], large)
+        page.upload(page.find("#photo0 input[type=file]")[0], tmp_path / "large.png")
         page.wait("return /size|large|limit|exceed/i.test(document.body.innerText)")
         assert not page.run("return document.querySelector('#photo0 a[href]')")
