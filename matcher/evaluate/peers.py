@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -94,11 +94,9 @@ def _module(package: str) -> ModuleType:
     name = package.replace("-", "_")
     if name not in sys.modules:
         spec = find_spec(name)
-        if spec is None or spec.submodule_search_locations is None:
+        if spec is None:
             raise UsageError(f"the published code of {package} is not installed: {install_command(package)}")
-        bare = ModuleType(name)
-        bare.__path__ = list(spec.submodule_search_locations)
-        sys.modules[name] = bare
+        sys.modules[name] = module_from_spec(spec)
     return sys.modules[name]
 
 
