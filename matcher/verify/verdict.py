@@ -21,7 +21,7 @@ from matcher.verify.adjustment import MatchedPoints, Spread, sampson
 VerdictWord = Literal["same", "unsure", "not"]
 
 # Bias and coefficients of `EVIDENCE`, fitted by scripts/fit.py; see docs/results.md.
-COEFFICIENTS = (-7.331, 1.336, 4.232, 1.388, 4.0)
+COEFFICIENTS = (-7.331, 1.336, 4.232, 1.388, 5.0)
 EVIDENCE = ("probable inliers", "inlier ratio", "coverage", "unrepeated keypoints found")
 SAME, NOT = 0.9, 0.1  # thresholds on the probability; between them the word is "unsure"
 # Below it a geometry from several passes is not accepted. A match has two
