@@ -19,6 +19,7 @@ _UNIQUE, _REPEATED = 0.7, 0.9  # similarity to the most similar descriptor elsew
 _CELL = 64.0  # pixels of the resized image, around inliers, in which keypoints are counted
 _SAMPLE = 400  # keypoints of an image that are compared with all others
 _GLANCE = 64  # inliers that tell whether a closer look is worth its time
+_SCARCELY = 0.75  # share of unrepeated ones above which no closer look is needed
 _PSEUDO = 8.0  # keypoints added to the unrepeated ones that are counted, matched as often as repeated ones
 
 
@@ -41,7 +42,7 @@ def repetition(
             return None
         sides.append((descriptors, to_numpy(features.keypoints) * to_numpy(features.scale), index))
     glance = [unrepeated(*side[:2], side[2][:: -(-len(side[2]) // _GLANCE)]).mean() for side in sides]
-    if min(glance) > 0.5:
+    if min(glance) > _SCARCELY:
         return Repetition(float(min(glance)), 1.0)
     found = [_counted(*side) for side in sides]
     return Repetition(*(float(min(values)) for values in zip(*found, strict=True)))

@@ -21,7 +21,7 @@ from matcher.verify.adjustment import MatchedPoints, Spread, sampson
 VerdictWord = Literal["same", "unsure", "not"]
 
 # Bias and coefficients of `EVIDENCE`, fitted by scripts/fit.py; see docs/results.md.
-COEFFICIENTS = (-7.331, 1.336, 4.232, 1.388, 5.0)
+COEFFICIENTS = (-7.331, 1.336, 4.232, 1.388, 6.0)
 EVIDENCE = ("probable inliers", "inlier ratio", "coverage", "unrepeated keypoints found")
 SAME, NOT = 0.9, 0.1  # thresholds on the probability; between them the word is "unsure"
 # Below it a geometry from several passes is not accepted. A match has two
@@ -116,8 +116,8 @@ def evidence(
     Returns:
         (4,) log(1 + the sum of the inliers' match probabilities); the inlier ratio; the square root of the
         share of the image area that the inliers span, the smaller one of both images; log of how often
-        keypoints that do not repeat are found, divided by that of repeated ones. Where most inliers are of
-        things that repeat, only those that are not count for the first.
+        keypoints that do not repeat are found, divided by that of repeated ones, times the share of inliers
+        that repeat. Where these are most, only those that do not repeat count for the first.
     """
     inliers = geometry.inliers
     if not inliers.any():
@@ -130,9 +130,8 @@ def evidence(
         spans.append(float(np.sqrt(np.prod((high - low) / np.asarray(size)))))
     repeated = geometry.repetition or Repetition(1.0, 1.0)
     support = scores.sum() * min(1.0, 2 * repeated.unrepeated)
-    return np.array(
-        [np.log1p(support), inliers.mean(), min(spans), np.log(np.clip(repeated.found, 0.1, 1.0))]
-    )
+    found = (1 - repeated.unrepeated) * np.log(np.clip(repeated.found, 0.1, 1.0))
+    return np.array([np.log1p(support), inliers.mean(), min(spans), found])
 
 
 # Likelihood of a geometry, which chooses between hypotheses
