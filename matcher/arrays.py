@@ -1,4 +1,4 @@
-"""Images in memory: which arrays and tensors are images, and their samples as 8 bits."""
+"""Arrays and tensors given by users: images in memory, the fields of `Features`, descriptors of SIFT."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# --- tensors: NumPy arrays and torch tensors side by side, without loading torch.
+# NumPy arrays and torch tensors side by side, without loading torch.
 
 
 def loaded_torch() -> ModuleType | None:
@@ -44,7 +44,7 @@ def to_numpy(value: Any) -> np.ndarray:
     return (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).numpy()  # NumPy has none
 
 
-# --- arrays: Images in memory: which arrays and tensors are images, and their samples as 8 bits.
+# Images in memory: which arrays and tensors are images, and their samples as 8 bits.
 
 ACCEPTED = (
     "one image, grey (H, W), RGB (H, W, 3) or RGBA (H, W, 4), as a tensor also (1, H, W), (3, H, W) or "
@@ -119,7 +119,7 @@ def to_grey(raw: np.ndarray) -> np.ndarray:
     return raw if raw.ndim == 2 else cv2.cvtColor(raw, cv2.COLOR_RGB2GRAY)
 
 
-# --- field_arrays: The fields of `Features` as arrays or tensors.
+# The fields of `Features` as arrays or tensors.
 
 ORIENTATIONS = ("exif_orientation", "view_orientation")
 
@@ -172,13 +172,12 @@ def stack_padded(values: Sequence[np.ndarray | Tensor]) -> np.ndarray | Tensor:
     return padded
 
 
-# --- descriptors: Descriptor norms and RootSIFT.
+# Descriptor norms and RootSIFT.
 
 SIFT_DIM = 128
 # Front ends whose descriptors have any length; those of all others have norm 1.
 UNNORMALISED = ("dedodeb", "dedodeg", GRID_KIND)
 JOINED = "joined"  # kind of the features of several front ends
-_RAW_NORM = 2.0  # RootSIFT has norm 1, OpenCV's SIFT about 512
 
 
 def root_sift(descriptors: np.ndarray) -> np.ndarray:
@@ -198,6 +197,8 @@ def typical_norm(descriptors: np.ndarray) -> float:
 
 
 def is_raw_sift(descriptors: np.ndarray) -> bool:
-    """Whether (N, 128) descriptors look like SIFT's as OpenCV gives them: not negative, far from norm 1."""
+    """Whether (N, 128) descriptors look like SIFT's as OpenCV gives them: not negative, of norm 512 or so."""
     some = descriptors[:64]
-    return some.shape[-1] == SIFT_DIM and bool((some >= 0).all()) and typical_norm(some) > _RAW_NORM
+    return (
+        some.shape[-1] == SIFT_DIM and bool((some >= 0).all()) and typical_norm(some) > 2
+    )  # RootSIFT has norm 1, OpenCV's about 512

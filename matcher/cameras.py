@@ -7,7 +7,6 @@ convert.
 from __future__ import annotations
 
 import json
-import math
 import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,8 +23,6 @@ from matcher.errors import MALFORMED, UsageError
 from matcher.files import read_given
 from matcher.geometry import as_quaternion, as_rotation, check_poses
 
-# --- camera: Cameras in stored-image pixels, with the distortion models of COLMAP.
-
 # COLMAP's name → focal lengths (1: one for both axes) and how many distortion parameters follow the principal
 # point (COLMAP, src/colmap/sensor/models.h).
 CAMERA_MODELS = {
@@ -41,9 +38,7 @@ CAMERA_MODELS = {
     "FOV": (2, 1),
     "THIN_PRISM_FISHEYE": (2, 8),
 }
-_HALF_PIXEL = 0.5
-_LARGEST = 1e9  # pixels, or a distortion parameter
-_SHORTEST = 1e-6  # focal length in pixels
+LARGEST_LIST = 1 << 26  # bytes of a file of cameras or rigs
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ class Camera:
     def __post_init__(self) -> None:
         for name in ("fx", "fy", "cx", "cy"):
             object.__setattr__(self, name, _number(getattr(self, name), name))
-        if min(self.fx, self.fy) < _SHORTEST:
+        if min(self.fx, self.fy) < 1e-6:
             raise UsageError(f"a camera's focal lengths must be positive, not {self.fx:g} and {self.fy:g}")
         if self.model not in CAMERA_MODELS:
             raise UsageError(f"unknown camera model {self.model!r}; known: {', '.join(CAMERA_MODELS)}")
@@ -138,12 +133,12 @@ class Camera:
         if len(values) != focals + 2 + more:
             raise UsageError(f"{model} has {focals + 2 + more} parameters, not {len(values)}")
         fx, fy = values[0], values[focals - 1]
-        cx, cy = (value - _HALF_PIXEL for value in values[focals : focals + 2])
+        cx, cy = (value - 0.5 for value in values[focals : focals + 2])
         return cls(fx, fy, cx, cy, size, model, tuple(values[focals + 2 :]))
 
     def to_colmap(self) -> tuple[str, tuple[float, ...]]:
         """Model name and parameters with COLMAP's pixel origin, for `pycolmap.Camera`."""
-        moved = replace(self, cx=self.cx + _HALF_PIXEL, cy=self.cy + _HALF_PIXEL)
+        moved = replace(self, cx=self.cx + 0.5, cy=self.cy + 0.5)
         return self.model, moved.params
 
 
@@ -224,14 +219,13 @@ def cameras_of_pair(
 
 
 def _number(value: Any, name: str) -> float:
+    """A pixel, or a distortion parameter, that no arithmetic takes beyond what numbers hold."""
     try:
         number = float(value)
     except (TypeError, ValueError):
         raise UsageError(f"a camera's {name} must be a number, not {value!r}") from None
-    if not math.isfinite(number):
-        raise UsageError(f"a camera's {name} must be finite, not {number}")
-    if abs(number) > _LARGEST:
-        raise UsageError(f"a camera's {name} must not exceed {_LARGEST:g}, not {number:g}")
+    if not abs(number) <= 1e9:
+        raise UsageError(f"a camera's {name} must be finite and at most 1e9, not {number:g}")
     return number
 
 
@@ -252,7 +246,6 @@ CAMERA_FORMS = (
     "COLMAP's (whose first pixel has its centre at (0.5, 0.5)); or a file: lines NAME MODEL WIDTH HEIGHT "
     "PARAMS…, COLMAP's cameras.txt or cameras.bin, nerfstudio's transforms.json, or OpenCV's .yml"
 )
-_LARGEST_LIST = 1 << 26  # bytes
 
 
 def parse_cameras(text: str, name: str = "camera") -> Camera | dict[str, Camera]:
@@ -285,7 +278,7 @@ def parse_cameras(text: str, name: str = "camera") -> Camera | dict[str, Camera]
 def read_cameras(path: Path) -> Camera | dict[str, Camera]:
     """Cameras of a file in one of the forms of `CAMERA_FORMS`; errors as of `parse_cameras`."""
     try:
-        data = read_given(path, _LARGEST_LIST)
+        data = read_given(path, LARGEST_LIST)
         suffix = path.suffix.lower()
         if suffix == ".bin":
             found = _from_binary(data)
@@ -388,13 +381,9 @@ def _from_opencv(text: str) -> Camera:
     return replace(plain, model=model, distortion=tuple(values + [0.0] * (count - len(values))))
 
 
-# --- rig_config: Cameras that are fixed to each other, such as a stereo pair, from COLMAP's
-# `rig_config.json`.
+# Cameras that are fixed to each other, such as a stereo pair, from COLMAP's `rig_config.json`.
 
-_CAMERA = {"image_prefix", "ref_sensor", "camera_model_name", "camera_params"}
 _TURN, _SHIFT = "cam_from_rig_rotation", "cam_from_rig_translation"
-_UNIT = 1e-2  # by which the length of a rotation's quaternion may be off
-_LARGEST_FILE = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -454,8 +443,22 @@ class RigConfig:
 
     def to_json(self) -> str:
         """The text of a `rig_config.json`."""
-        rows = [{"cameras": [_row(each, each is rig[0]) for each in rig]} for rig in self.rigs]
-        return json.dumps(rows, indent=1)
+        rigs = []
+        for rig in self.rigs:
+            rows = []
+            for number, each in enumerate(rig):
+                row: dict[str, Any] = {"image_prefix": each.prefix}
+                if number == 0:
+                    row["ref_sensor"] = True
+                elif each.cam_from_rig is not None:
+                    x, y, z, w = as_quaternion(each.cam_from_rig[:3, :3]).tolist()
+                    row |= {_TURN: [w, x, y, z], _SHIFT: each.cam_from_rig[:3, 3].tolist()}
+                if each.camera is not None:
+                    model, params = each.camera.to_colmap()
+                    row |= {"camera_model_name": model, "camera_params": list(params)}
+                rows.append(row)
+            rigs.append({"cameras": rows})
+        return json.dumps(rigs, indent=1)
 
 
 def read_rig_config(path: str | Path) -> RigConfig:
@@ -470,12 +473,17 @@ def read_rig_config(path: str | Path) -> RigConfig:
     """
     path = Path(path)
     try:
-        rows = json.loads(read_given(path, _LARGEST_FILE).decode("utf-8"))
-        rigs = tuple(_rig(row) for row in rows if _is_object(row, {"cameras"}, "a rig"))
-        if not rigs or not isinstance(rows, list):
+        rows = json.loads(read_given(path, LARGEST_LIST).decode("utf-8"))
+        if not isinstance(rows, list) or not rows:
             raise ValueError("it lists no rig")
-        _check_prefixes([camera.prefix for rig in rigs for camera in rig])
-    except (OSError, ValueError, TypeError, RecursionError, OverflowError) as error:
+        rigs = tuple(_rig(row) for row in rows)
+        # In order, a prefix stands right before one that begins with it.
+        for first, second in pairwise(sorted(camera.prefix for rig in rigs for camera in rig)):
+            if second.startswith(first):
+                raise ValueError(
+                    f"the image_prefix {first!r} and {second!r} cannot be told apart; end them with / or _"
+                )
+    except MALFORMED as error:
         raise UsageError(
             f'{path}: cannot be read as COLMAP\'s rig_config.json, a list of {{"cameras": [...]}} with an '
             f"image_prefix each ({error})"
@@ -483,12 +491,15 @@ def read_rig_config(path: str | Path) -> RigConfig:
     return RigConfig(rigs, str(path))
 
 
-def _rig(row: Mapping[str, Any]) -> tuple[RigCamera, ...]:
+def _rig(row: Any) -> tuple[RigCamera, ...]:
+    _check_members(row, {"cameras"}, "a rig")
     cameras = row.get("cameras")
     if not isinstance(cameras, list) or len(cameras) < 2:
         raise ValueError("a rig has a list of at least two cameras")
-    known = _CAMERA | {_TURN, _SHIFT}
-    reference = [each.get("ref_sensor", False) for each in cameras if _is_object(each, known, "a camera")]
+    known = {"image_prefix", "ref_sensor", "camera_model_name", "camera_params", _TURN, _SHIFT}
+    for each in cameras:
+        _check_members(each, known, "a camera")
+    reference = [each.get("ref_sensor", False) for each in cameras]
     if reference.count(True) != 1 or any(not isinstance(value, bool) for value in reference):
         raise ValueError('one camera of each rig, and only one, has "ref_sensor": true')
     found = [_camera(each, reference=is_one) for each, is_one in zip(cameras, reference, strict=True)]
@@ -503,50 +514,26 @@ def _camera(row: Mapping[str, Any], *, reference: bool) -> RigCamera:
     for pair in ((_TURN, _SHIFT), ("camera_model_name", "camera_params")):
         if len(row.keys() & set(pair)) == 1:
             raise ValueError(f"{prefix}: {pair[0]} and {pair[1]} go together")
-    pose = np.eye(4) if reference else None
+    pose, camera = np.eye(4) if reference else None, None
     if _TURN in row:
         turn, shift = (np.array(row[key], dtype=np.float64) for key in (_TURN, _SHIFT))
         if turn.shape != (4,) or shift.shape != (3,) or not np.isfinite([*turn, *shift]).all():
             raise ValueError(f"{prefix}: {_TURN} has four finite numbers (w, x, y, z), {_SHIFT} three")
-        if abs(np.linalg.norm(turn) - 1) > _UNIT:
+        if abs(np.linalg.norm(turn) - 1) > 0.01:
             raise ValueError(f"{prefix}: {_TURN} is a quaternion of length 1, not {np.linalg.norm(turn):.3g}")
-        if reference and not (np.allclose(np.abs(turn), (1, 0, 0, 0)) and np.allclose(shift, 0)):
-            raise ValueError(f"{prefix}: the reference camera's pose is the identity; leave it out")
         pose = np.eye(4)
         pose[:3, :3], pose[:3, 3] = as_rotation(np.roll(turn, -1)), shift
         check_poses(pose[None])
-    camera = None
+        if reference and not np.allclose(pose, np.eye(4)):
+            raise ValueError(f"{prefix}: the reference camera's pose is the identity; leave it out")
     if "camera_params" in row:
         camera = Camera.from_colmap(row["camera_model_name"], row["camera_params"])
     return RigCamera(prefix, pose, camera)
 
 
-def _is_object(row: Any, known: set[str], what: str) -> bool:
-    """True; ValueError for what is none, or has members that nothing would read."""
+def _check_members(row: Any, known: set[str], what: str) -> None:
+    """Refuse what is no object, or has members that nothing would read."""
     if not isinstance(row, dict):
         raise ValueError(f"{what} is an object, not {type(row).__name__}")
     if unknown := sorted(row.keys() - known):
         raise ValueError(f"{what} has no {unknown[0]!r}; it may have {', '.join(sorted(known))}")
-    return True
-
-
-def _check_prefixes(prefixes: list[str]) -> None:
-    # In order, a prefix stands right before one that begins with it.
-    for first, second in pairwise(sorted(prefixes)):
-        if second.startswith(first):
-            raise ValueError(
-                f"the image_prefix {first!r} and {second!r} cannot be told apart; end them with / or _"
-            )
-
-
-def _row(each: RigCamera, reference: bool) -> dict[str, Any]:
-    row: dict[str, Any] = {"image_prefix": each.prefix}
-    if reference:
-        row["ref_sensor"] = True
-    elif each.cam_from_rig is not None:
-        x, y, z, w = as_quaternion(each.cam_from_rig[:3, :3]).tolist()
-        row |= {_TURN: [w, x, y, z], _SHIFT: each.cam_from_rig[:3, 3].tolist()}
-    if each.camera is not None:
-        model, params = each.camera.to_colmap()
-        row |= {"camera_model_name": model, "camera_params": list(params)}
-    return row

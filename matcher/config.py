@@ -219,7 +219,6 @@ class ExtractorConfig:
     variant: str | None = None  # which of its published networks: aliked-n16, aliked-n16rot …
     score_threshold: float | None = None  # points score more
     nms_radius: int | None = None  # pixels around a point in which it is the strongest
-    border: int | None = None  # pixels along the edge without points
 
     def of_size(self, resize: int | None) -> ExtractorConfig:
         """The same for images that are resized so, whatever they show."""
@@ -234,16 +233,16 @@ def resolve(config: ExtractorConfig, published: Mapping[str, Any]) -> ExtractorC
     """
     if config.max_keypoints < 1:
         raise UsageError(f"max_keypoints must be at least 1, not {config.max_keypoints}")
-    names = ("variant", "score_threshold", "nms_radius", "border")
+    names = ("variant", "score_threshold", "nms_radius")
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     if foreign := sorted(set(given) - set(published)):
         has = ", ".join(published) or "none"
         raise UsageError(f"the front end {config.kind} has no {foreign[0]}; settings it has: {has}")
     if config.keep == "largest" and config.kind != "sift":
         raise UsageError(f"the front end {config.kind} keeps its strongest points; 'largest' is for sift")
-    for name, least in (("nms_radius", 0), ("border", 0), ("score_threshold", 0.0)):
-        if given.get(name, least) < least:
-            raise UsageError(f"{name} must be at least {least}, not {given[name]}")
+    for name in ("nms_radius", "score_threshold"):
+        if given.get(name, 0) < 0:
+            raise UsageError(f"{name} must be at least 0, not {given[name]}")
     return replace(config, **{**published, **given})
 
 
@@ -252,9 +251,6 @@ class RefineConfig:
     """Least-squares matching of every match on the images (Gruen 1985)."""
 
     window: int = 15  # samples a side, in pixels of the image that shows the place smaller; odd
-    neighbours: int = 16  # matches that the affine map around a match is fitted to
-    reweighings: int = 2  # how often pixels that do not fit lose weight
-    min_correlation: float = 0.7  # of the windows; below it a match stays where it was
     max_shift: float = 3.0  # pixels of the resized images
 
 

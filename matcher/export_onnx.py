@@ -23,7 +23,7 @@ from torch.export import Dim
 from matcher.config import ExtractorConfig, NetworkConfig, PipelineConfig, resolve
 from matcher.errors import UsageError
 from matcher.extract.extractor import find_front_end
-from matcher.extract.learned import FeatureNetwork, candidates, subpixel
+from matcher.extract.learned import BORDER, FeatureNetwork, candidates, subpixel
 from matcher.files import MARK, check_output, write_whole
 from matcher.match.consensus import ROUGH_ITERATIONS, SETTLED, agreement, soft_matches
 from matcher.match.nearest import needed_fields
@@ -31,10 +31,10 @@ from matcher.match.network import MatchingNetwork
 from matcher.match.position import Side, encoded, normalise_positions, position_inputs
 from matcher.match.sinkhorn import CHECKED, LARGEST_SCALE, LEAST_EXPONENT, dual_softmax, masses, mutual_best
 from matcher.match.steering import MIN_GAIN, STEERABLE, TURNED_EXIF, TURNS, evidence, turned
-from matcher.weights.published import fill_extractor, load_weights
+from matcher.weights.files import load_model
+from matcher.weights.published import fill_extractor, find_weights
 
 Numbers = Literal["float32", "float16", "int8"]
-OPERATORS, FORMAT = 20, 9  # versions of operator set and file format that ONNX Runtime has from 1.17 on
 MOST = 1 << 15  # keypoints of an image, and 32 pixels of a side
 GREY = (0.299, 0.587, 0.114)  # of red, green and blue
 UNROLLED = 20  # Sinkhorn iterations at the end where a program has no loops
@@ -111,10 +111,14 @@ class Assign(Part):
         scores = network.scores(side0, side1, depth)
         if config.kind == "dual_softmax":
             return tuple(mutual_best(dual_softmax(scores).log_scores))
+        columns_first = (
+            _columns_first(scores) if config.tolerance is not None else torch.zeros((), dtype=torch.bool)
+        )
         corrected, before, settled = scores, None, None
-        u, v = -scores.amax(2, keepdim=True), torch.zeros_like(scores[:, :1]).mT
+        u = torch.where(columns_first, 0.0, -scores.amax(2, keepdim=True))
+        v = torch.where(columns_first, -scores.amax(1, keepdim=True).mT, 0.0)
         for _ in range(config.consensus):
-            found = sinkhorn(corrected, u, v, ROUGH_ITERATIONS, 1e-2, loops=False)
+            found = sinkhorn(corrected, u, v, columns_first, ROUGH_ITERATIONS, 1e-2, loops=False)
             u, v = found if settled is None else _kept(settled, (u, v), found)
             matches = soft_matches((corrected + u + v.mT)[:, :-1, :-1])
             updated = network.consensus(scores, side0.positions, side1.positions, matches)
@@ -124,7 +128,7 @@ class Assign(Part):
                 (updated,) = _kept(settled, (corrected,), (updated,))
             corrected, before = updated, matches
         limit = config.max_iterations if self.loops else UNROLLED
-        u, v = sinkhorn(corrected, u, v, limit, config.tolerance, loops=self.loops)
+        u, v = sinkhorn(corrected, u, v, columns_first, limit, config.tolerance, loops=self.loops)
         return tuple(mutual_best((corrected + u + v.mT)[:, :-1, :-1]))
 
 
@@ -132,74 +136,77 @@ def _kept(settled: Tensor, before: Sequence[Tensor], after: Sequence[Tensor]) ->
     return [torch.where(settled[:, None, None], *each) for each in zip(before, after, strict=True)]
 
 
-class _Scaling(NamedTuple):
-    """A transport problem on its way: potentials, what they gained since the last update in the log domain,
-    whether that leaves the range of the scales, and the rows' error."""
-
-    u: Tensor
-    v: Tensor
-    gain_u: Tensor
-    gain_v: Tensor
-    out: Tensor  # 0 or 1
-    error: Tensor
+def _columns_first(scores: Tensor) -> Tensor:
+    """() bool: whether image 1 counts as the rows, as in `matcher.match.sinkhorn.sinkhorn`."""
+    n, m = (torch.ones_like(side).sum() for side in (scores[0, :, -1], scores[0, -1]))
+    lower = scores[0, -1, :-1].sum() < scores[0, :-1, -1].sum()
+    return (n > m) | ((n == m) & lower)
 
 
 def sinkhorn(
-    scores: Tensor, u: Tensor, v: Tensor, limit: int, tolerance: float | None, *, loops: bool
+    scores: Tensor,
+    u: Tensor,
+    v: Tensor,
+    columns_first: Tensor,
+    limit: int,
+    tolerance: float | None,
+    *,
+    loops: bool,
 ) -> tuple[Tensor, Tensor]:
     """`matcher.match.sinkhorn.sinkhorn` of one problem as operations of a graph, potentials to potentials.
 
-    The scales go into the potentials whenever the error is looked at; where they have left their range, one
+    The scales go into the potentials whenever the error is looked at; where they were out of their range, one
     more update follows, as there. Without loops all iterations are done.
 
     Args:
         scores: (1, N+1, M+1) with the dustbins last.
         u, v: (1, N+1, 1), (1, M+1, 1) to begin with.
+        columns_first: () bool, whether columns are updated first, and theirs is the error.
         limit: iterations at most.
-        tolerance: of the rows' error; None: all iterations.
+        tolerance: of the error; None: all iterations.
         loops: by the operator Loop.
     """
-    fixed, most = (scores, *masses(scores)), math.log(LARGEST_SCALE)
+    fixed = (scores, *masses(scores), masses(scores.mT)[2], columns_first)
+    least, most = -1.0 if tolerance is None else tolerance, math.log(LARGEST_SCALE)
 
-    def scaled(count: int, now: _Scaling, scores: Tensor, mu: Tensor, nu: Tensor, weight: Tensor) -> _Scaling:
-        again = now.out > 0
-        v = torch.where(again, now.v - now.gain_v + now.gain_v.clamp(-most, most), now.v)
-        kernel = (scores + now.u + v.mT).clamp(LEAST_EXPONENT, -LEAST_EXPONENT).exp()
-        a = first_a = torch.where(again, mu / torch.bmm(kernel, torch.ones_like(nu)), 1.0)
-        b = first_b = torch.where(again, nu / torch.bmm(kernel.mT, a), 1.0)
-        for _ in range(count):
-            a = mu / torch.bmm(kernel, b)
+    def scaled(count: int, now: Sequence[Tensor], *fixed: Tensor) -> tuple[Tensor, ...]:
+        """The state after some iterations: potentials, whether scales were out of range (0 or 1), error."""
+        (u, v, out, _), (scores, mu, nu, weight0, weight1, columns_first) = now, fixed
+        kernel = (scores + u + v.mT).clamp(LEAST_EXPONENT, -LEAST_EXPONENT).exp()
+
+        def updated(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            a = torch.where(columns_first, a, mu / torch.bmm(kernel, b))
             b = nu / torch.bmm(kernel.mT, a)
-        error = ((a * torch.bmm(kernel, b) - mu) * weight).square().sum().sqrt()
-        gains = (
-            (scale / first).log() + torch.where(again, 0.0, gain)
-            for scale, first, gain in ((a, first_a, now.gain_u), (b, first_b, now.gain_v))
-        )
-        gain_u, gain_v = gains
-        out = torch.maximum(gain_u.abs().max(), gain_v.abs().max()) >= most
-        error = torch.where(out, math.inf, error)
-        return _Scaling(now.u + a.log(), v + b.log(), gain_u, gain_v, out.float(), error)
+            return torch.where(columns_first, mu / torch.bmm(kernel, b), a), b
 
-    zero = torch.zeros(())
-    now = _Scaling(u, v, torch.zeros_like(u), torch.zeros_like(v), zero, torch.full((), math.inf))
-    least = -1.0 if tolerance is None else tolerance
+        ones = torch.ones_like(mu), torch.ones_like(nu)
+        a, b = first = [torch.where(out > 0, *each) for each in zip(updated(*ones), ones, strict=True)]
+        for _ in range(count):
+            a, b = updated(a, b)
+        errors = (a * torch.bmm(kernel, b) - mu) * weight0, (b * torch.bmm(kernel.mT, a) - nu) * weight1
+        error = torch.where(columns_first, *(each.square().sum().sqrt() for each in errors[::-1]))
+        gains = [(each / start).log().abs().max() for each, start in zip((a, b), first, strict=True)]
+        out = torch.maximum(*gains) >= most
+        return u + a.log(), v + b.log(), out.float(), torch.where(out, math.inf, error)
+
+    now = (u, v, torch.zeros(()), torch.full((), math.inf))
     if loops:
 
         def go_on(count: Tensor, *state: Tensor) -> Tensor:
-            return (count < limit) & ~(state[5] <= least)
+            return (count < limit) & ~(state[3] <= least)
 
         def body(count: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
-            found = scaled(CHECKED, _Scaling(*state[:6]), *state[6:])
-            return count + CHECKED, *found, *(each.clone() for each in state[6:])
+            found = scaled(CHECKED, state[:4], *state[4:])
+            return count + CHECKED, *found, *(each.clone() for each in state[4:])
 
         start = (torch.zeros((), dtype=torch.int64), *(each.clone() for each in now))
-        now = _Scaling(*while_loop(go_on, body, (*start, *fixed))[1:7])
+        now = while_loop(go_on, body, (*start, *fixed))[1:5]
     else:
         for start in range(0, limit, CHECKED):
             after = scaled(min(CHECKED, limit - start), now, *fixed)
-            now = _Scaling(*(torch.where(now.error <= least, *each) for each in zip(now, after, strict=True)))
+            now = [torch.where(now[3] <= least, *each) for each in zip(now, after, strict=True)]
     last = scaled(0, now, *fixed)
-    return torch.where(now.out > 0, last.u, now.u), torch.where(now.out > 0, last.v, now.v)
+    return torch.where(now[2] > 0, last[0], now[0]), torch.where(now[2] > 0, last[1], now[1])
 
 
 class Pair(Assign):
@@ -292,14 +299,14 @@ def traced(
         made = torch.onnx.export(
             program,
             dynamo=True,
-            opset_version=OPERATORS,
+            opset_version=20,  # of ONNX Runtime from 1.17 on
             optimize=False,
             verbose=False,
             input_names=list(inputs),
             output_names=list(outputs),
         )
     model = made.model_proto
-    model.ir_version = FORMAT
+    model.ir_version = 9  # of ONNX Runtime from 1.17 on
     model.producer_name = MARK.decode()
     del model.metadata_props[:]
     _strip(model.graph)
@@ -338,32 +345,33 @@ class Exported(NamedTuple):
     settings: dict[str, Any]
 
 
-def _points(config: NetworkConfig, n: int, fields: Sequence[str]) -> dict[str, Tensor]:
-    """Made-up points of an image, as examples."""
-    made = {
-        "keypoints": torch.rand(1, n, 2) * 100,
-        "descriptors": nn.functional.normalize(torch.randn(1, n, config.descriptor_dim), dim=2),
-        "scores": torch.rand(1, n),
-        "scales": torch.rand(1, n) + 1,
-        "orientations": torch.rand(1, n),
-        "affine_frames": torch.rand(1, n, 2, 2),
-        "size": torch.full((1, 2), 100.0),
-        "matched_orientation": torch.ones(1, dtype=torch.int64),
-    }
-    return {name: made[name] for name in fields}
-
-
 _OF_IMAGE = ("size", "matched_orientation")  # beside them an image's fields have an axis of points
 _COUNTS = (12, 15)  # of the points that graphs are traced with; any two do
+_SIDES = ("N", "M")
 
 
-def _fields(config: NetworkConfig) -> list[str]:
-    """Of a point, by the names of `Features`, that the network needs."""
-    return ["keypoints", "descriptors", *needed_fields(config), *_OF_IMAGE]
+def _example(config: NetworkConfig) -> tuple[tuple[dict, ...], tuple[dict, ...], list[str]]:
+    """Made-up points of both images, which of their axes vary, and the names of the inputs that they are."""
+    given = []
+    for n in _COUNTS:
+        made = {
+            "keypoints": torch.rand(1, n, 2) * 100,
+            "descriptors": nn.functional.normalize(torch.randn(1, n, config.descriptor_dim), dim=2),
+            "scores": torch.rand(1, n),
+            "scales": torch.rand(1, n) + 1,
+            "orientations": torch.rand(1, n),
+            "affine_frames": torch.rand(1, n, 2, 2),
+            "size": torch.full((1, 2), 100.0),
+            "matched_orientation": torch.ones(1, dtype=torch.int64),
+        }
+        fields = ["keypoints", "descriptors", *needed_fields(config), *_OF_IMAGE]
+        given.append({name: made[name] for name in fields})
+    varying = [{name: None if name in _OF_IMAGE else {1: dim} for name in fields} for dim in _dims()]
+    return tuple(given), tuple(varying), [f"{name}{side}" for side in (0, 1) for name in fields]
 
 
-def _sides() -> list[Any]:
-    return [Dim(name, min=1, max=MOST) for name in "NM"]
+def _dims() -> list[Any]:
+    return [Dim(name, min=1, max=MOST) for name in _SIDES]
 
 
 def network_graphs(network: MatchingNetwork) -> Exported:
@@ -372,48 +380,28 @@ def network_graphs(network: MatchingNetwork) -> Exported:
     for layer in network.layers:
         for block in (layer.self_block, layer.cross_block):
             block.attention.score = fused_attention
-    fields, dims = _fields(config), _sides()
-    given = tuple(_points(config, n, fields) for n in _COUNTS)
-    varying = tuple({name: None if name in _OF_IMAGE else {1: dim} for name in fields} for dim in dims)
-    begun = Begin(network)(*given)
-    inputs = [f"{name}{side}" for side in (0, 1) for name in fields]
-    models = {
-        "begin": traced(Begin(network), given, varying, inputs, ["x", "positions", "rotations"][: len(begun)])
-    }
-    halves = {
-        n: (t[:, : _COUNTS[0]], t[:, _COUNTS[0] :])
-        for n, t in zip(("x", "positions", "rotations"), begun, strict=False)
-    }
-    tokens = {
-        f"{name}{side}": halves[name][side]
-        for name in ("x", "rotations")
-        if name in halves
-        for side in (0, 1)
-    }
-    names = ["x"] + ["predicted"] * (network.guidance is not None)
-    if config.assignment.every_layer and config.context.depth > 1:
-        names += ["probability", "confidence"]
-    varying = tuple({1: dims[int(name[-1])]} for name in tokens)
-    models["step"] = traced(Step(network), tuple(tokens.values()), varying, list(tokens), names)
-    if network.guidance is not None:
-        # Tensors of their own: one given twice would be one input of the graph.
-        halves["predicted"] = tuple(half.clone() for half in halves["positions"])
-    columns = {
-        f"{n}{side}": halves[n][side]
-        for n in ("x", "positions", "predicted")
-        if n in halves
-        for side in (0, 1)
-    }
-    columns = [*columns.items()]
-    columns.insert(4, ("exits", torch.ones(1, dtype=torch.bool)))
-    varying = tuple(None if name == "exits" else {1: dims[int(name[-1])]} for name, _ in columns)
-    models["assign"] = traced(
-        Assign(network),
-        tuple(value for _, value in columns),
-        varying,
-        [name for name, _ in columns],
-        ["best", "partner", "mutual"],
-    )
+    given, varying, inputs = _example(config)
+    begun = dict(zip(("x", "positions", "rotations"), Begin(network)(*given), strict=False))
+    models = {"begin": traced(Begin(network), given, varying, inputs, list(begun))}
+    begun["predicted"] = begun["positions"]
+
+    def graph(part: Part, names: list[str], outputs: list[str], more: dict[str, Tensor]) -> onnx.ModelProto:
+        """The graph of a part that takes what `Begin` gave, of either image; `more` is the fifth input."""
+        columns = {f"{name}0": begun[name][:, : _COUNTS[0]] for name in names}
+        columns |= {f"{name}1": begun[name][:, _COUNTS[0] :] for name in names}
+        inputs = [f"{name}{side}" for name in names for side in (0, 1)]
+        inputs[4:4] = more
+        # Clones: a tensor that is given twice would be one input of the graph.
+        tensors = tuple((more | columns)[name].clone() for name in inputs)
+        varying = tuple(None if name in more else {1: _dims()[int(name[-1])]} for name in inputs)
+        return traced(part, tensors, varying, inputs, outputs)
+
+    found = ["x"] + ["predicted"] * (network.guidance is not None)
+    decided = config.assignment.every_layer and config.context.depth > 1
+    names = [name for name in ("x", "rotations") if name in begun]
+    models["step"] = graph(Step(network), names, found + ["probability", "confidence"] * decided, {})
+    exits, best = {"exits": torch.ones(1, dtype=torch.bool)}, ["best", "partner", "mutual"]
+    models["assign"] = graph(Assign(network), [found[0], "positions", *found[1:]], best, exits)
     parts = {name: without_weights(model) for name, model in models.items()}
     settings = {"weights": {name: weights for name, (_, weights) in parts.items()}}
     shapes = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
@@ -422,20 +410,18 @@ def network_graphs(network: MatchingNetwork) -> Exported:
 
 def front_end_graph(network: FeatureNetwork, config: ExtractorConfig) -> Exported:
     """The graph of our front end for `matcher.onnx_engine`, without its weights."""
-    stride = network.sizes.stride
-    model = _front_end(FrontEndPart(network, config), stride)
-    settings = {n: getattr(config, n) for n in ("score_threshold", "nms_radius", "border")} | {
-        "stride": stride
-    }
+    settings = {name: getattr(config, name) for name in ("score_threshold", "nms_radius")}
+    settings |= {"border": BORDER, "stride": network.sizes.stride}
     shapes = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
-    return Exported(shapes, {"front_end": without_weights(model)[0]}, settings)
+    return Exported(shapes, {"front_end": without_weights(_front_end(network, config))[0]}, settings)
 
 
-def _front_end(part: FrontEndPart, stride: int) -> onnx.ModelProto:
+def _front_end(network: FeatureNetwork, config: ExtractorConfig) -> onnx.ModelProto:
+    stride = network.sizes.stride
     height, width = (stride * Dim(name, min=1, max=MOST // stride) for name in "hw")
     given = torch.rand(1, 1, 3 * stride, 5 * stride), torch.ones(3 * stride, 5 * stride, dtype=torch.bool)
     return traced(
-        part,
+        FrontEndPart(network, config),
         (*given, torch.tensor([500])),
         ({2: height, 3: width}, {0: height, 1: width}, None),
         ["image", "mask", "max_keypoints"],
@@ -488,7 +474,7 @@ class OpencvFrontEnd(FrontEndPart):
         """`image` (1, 3, H, W) RGB, 0 to 1 → `keypoints` (N, 2), `descriptors` (N, D + 2), `scores` (N,)."""
         config = self.config
         logits, maps = self.network((image * image.new_tensor(GREY).view(1, 3, 1, 1)).sum(1, keepdim=True))
-        keep = candidates(logits, config.nms_radius, config.border)
+        keep = candidates(logits, config.nms_radius, BORDER)
         scores = logits.sigmoid()
         scores = torch.where(keep & (scores > config.score_threshold), scores, 0.0).flatten(1)
         scores, index = scores.topk(self.points, dim=1)
@@ -531,8 +517,8 @@ class ColmapFrontEnd(FrontEndPart):
         pixel, to 1, that of the last, descriptors and scores, (1, N, …) each."""
         grey = (image * image.new_tensor(GREY).view(1, 3, 1, 1)).sum(1, keepdim=True)
         height, width = image.shape[2:]
-        border, y, x = self.config.border, torch.arange(height), torch.arange(width)
-        inside = ((y >= border) & (y < height - border)).unsqueeze(1) & (x >= border) & (x < width - border)
+        y, x = torch.arange(height), torch.arange(width)
+        inside = ((y >= BORDER) & (y < height - BORDER)).unsqueeze(1) & (x >= BORDER) & (x < width - BORDER)
         points, scores, described = super().forward((grey * 255).round() / 255, inside, max_keypoints)
         good = scores >= min_score
         last = torch.stack([x.shape[0] * torch.ones(()), y.shape[0] * torch.ones(())]) - 1
@@ -632,19 +618,18 @@ def export_preset(
         IntegrityError: weights are absent or damaged.
     """
     makers: dict[str, Callable[[], onnx.ModelProto]] = {}
-    if weights is not None and not isinstance(config.matcher, NetworkConfig):
-        raise UsageError(f"the preset {preset} has no network, so weights has no effect; leave it out")
-    if frontend_weights is not None and config.extractor.kind != STEERABLE:
-        raise UsageError(
-            f"the front end of {preset} has no ONNX file, so frontend_weights has no effect; leave it out"
-        )
     if isinstance(config.matcher, NetworkConfig):
         network = _network(preset, config, weights)
-        makers[preset] = lambda: _pair(Pair(network))
+        example = _example(network.config)
+        makers[preset] = lambda: traced(Pair(network), *example, ["matches", "scores"])
+    elif weights is not None:
+        raise UsageError(f"the preset {preset} has no network, so weights has no effect; leave it out")
     if config.extractor.kind == STEERABLE:
         front_end = trained_front_end(config.extractor, frontend_weights)
-        makers[config.extractor.kind] = lambda: _front_end(
-            FrontEndPart(*front_end), front_end[0].sizes.stride
+        makers[config.extractor.kind] = lambda: _front_end(*front_end)
+    elif frontend_weights is not None:
+        raise UsageError(
+            f"the front end of {preset} has no ONNX file, so frontend_weights has no effect; leave it out"
         )
     if not makers:
         raise UsageError(
@@ -679,19 +664,16 @@ def export_for_opencv(
     if any(side < stride or side % stride for side in size):
         raise UsageError(f"width and height must be multiples of {stride}, not {size[0]} and {size[1]}")
     given = tuple(torch.rand(1, points, n) for n in (2, 2, *[network.config.descriptor_dim + 2] * 2))
-
-    def detector() -> onnx.ModelProto:
-        part = OpencvFrontEnd(*front_end)
-        part.points = points
-        outputs = ["keypoints", "descriptors", "scores"]
-        return _for_opencv(traced(part, (torch.rand(1, 3, *size[::-1]),), (None,), ["image"], outputs))
-
-    def matcher() -> onnx.ModelProto:
-        inputs = ["kpts0", "kpts1", "desc0", "desc1"]
-        made = traced(OpencvPair(network), given, (None,) * 4, inputs, ["matches0", "mscores0"])
-        return _for_opencv(made)
-
-    makers = {"opencv-learned": detector, f"opencv-{preset}": matcher}
+    detector = OpencvFrontEnd(*front_end)
+    detector.points = points
+    image, outputs = torch.rand(1, 3, *size[::-1]), ["keypoints", "descriptors", "scores"]
+    inputs = ["kpts0", "kpts1", "desc0", "desc1"]
+    makers = {
+        "opencv-learned": lambda: _for_opencv(traced(detector, (image,), (None,), ["image"], outputs)),
+        f"opencv-{preset}": lambda: _for_opencv(
+            traced(OpencvPair(network), given, (None,) * 4, inputs, ["matches0", "mscores0"])
+        ),
+    }
     return _write(Path(folder), makers, "float32", overwrite=overwrite)
 
 
@@ -739,40 +721,25 @@ def export_for_colmap(
     network, front_end = _ours(preset, config, weights, frontend_weights)
     stride, width = front_end[0].sizes.stride, network.config.descriptor_dim
     height, width_of = (stride * Dim(name, min=1, max=MOST // stride) for name in "hw")
-    image = torch.rand(1, 3, 3 * stride, 5 * stride)
-    detector = (image, torch.tensor(500), torch.tensor(0.004))
-    sides = _sides()
+    image = (torch.rand(1, 3, 3 * stride, 5 * stride), torch.tensor(500), torch.tensor(0.004))
     columns = [torch.rand(1, n, 2) * 100 for n in _COUNTS] + [torch.rand(1, n, width) for n in _COUNTS]
     pair = (*columns, torch.full((1, 2), 100.0), torch.full((1, 2), 100.0))
+    varying = (*({1: dim} for dim in _dims()), *({1: dim} for dim in _dims()), None, None)
+    detector_ports = ["image", "max_keypoints", "min_score"], ["keypoints", "descriptors", "scores"]
+    inputs = ["kpts0", "kpts1", "desc0", "desc1", "image_size0", "image_size1"]
     makers = {
         "colmap-learned": lambda: traced(
-            ColmapFrontEnd(*front_end),
-            detector,
-            ({2: height, 3: width_of}, None, None),
-            ["image", "max_keypoints", "min_score"],
-            ["keypoints", "descriptors", "scores"],
+            ColmapFrontEnd(*front_end), image, ({2: height, 3: width_of}, None, None), *detector_ports
         ),
         f"colmap-{preset}": lambda: traced(
-            ColmapPair(network),
-            pair,
-            ({1: sides[0]}, {1: sides[1]}) * 2 + (None, None),
-            ["kpts0", "kpts1", "desc0", "desc1", "image_size0", "image_size1"],
-            ["matches0", "mscores0"],
+            ColmapPair(network), pair, varying, inputs, ["matches0", "mscores0"]
         ),
     }
     return _write(Path(folder), makers, numbers, overwrite=overwrite)
 
 
-def _pair(part: Pair) -> onnx.ModelProto:
-    fields = _fields(part.config)
-    given = tuple(_points(part.config, n, fields) for n in _COUNTS)
-    varying = tuple({name: None if name in _OF_IMAGE else {1: dim} for name in fields} for dim in _sides())
-    inputs = [f"{name}{side}" for side in (0, 1) for name in fields]
-    return traced(part, given, varying, inputs, ["matches", "scores"])
-
-
 def _network(preset: str, config: PipelineConfig, weights: str | Path | None = None) -> MatchingNetwork:
-    network = load_weights(weights or config.weights)[0].with_policy(config.matcher.policy)
+    network = load_model(find_weights(weights or config.weights))[0].with_policy(config.matcher.policy)
     if network.backbone is not None:
         raise UsageError(f"{preset} matches the cells of a grid (LoFTR), which cannot be written as ONNX")
     return network.requires_grad_(False)

@@ -17,7 +17,6 @@ from matcher.errors import UsageError
 
 MARK = b"written by matcher"
 LARGEST_TEXT = 1 << 28  # bytes of a list, of poses or of a description that somebody made
-_SEARCHED = 4096  # bytes at either end of a file in which the mark is searched for
 
 
 def write_whole(path: str | Path, data: bytes) -> None:
@@ -94,9 +93,9 @@ def is_ours(path: Path) -> bool:
     """Whether a file carries the mark that `write_output` leaves; False where it cannot be read."""
     try:
         with open_given(path) as file:
-            start = file.read(_SEARCHED)
-            file.seek(max(0, path.stat().st_size - _SEARCHED))
-            return MARK in start or MARK in file.read(_SEARCHED)
+            start = file.read(4096)
+            file.seek(max(0, path.stat().st_size - 4096))
+            return MARK in start or MARK in file.read(4096)
     except OSError:
         return False
 

@@ -1,4 +1,4 @@
-"""The pixel convention, in one place, and the plane geometry built on it.
+"""The pixel convention, in one place, the plane geometry built on it, and rotations.
 
 The centre of the first pixel is (0, 0). Resizing by (sx, sy) maps p to (p + 0.5)·s − 0.5. Points are xy,
 `size` is (width, height). *Stored* pixels are those of the file; *upright* pixels are what EXIF orientation
@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-# --- geometry: The pixel convention, in one place, and the plane geometry built on it.
+# The pixel convention, in one place, and the plane geometry built on it.
 
 LONGEST_ASPECT = 4.0  # longer / shorter side, above which images are resized by area
 
@@ -99,10 +99,9 @@ def inside(points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
         return (x >= -0.5) & (x <= size[0] - 0.5) & (y >= -0.5) & (y <= size[1] - 0.5)
 
 
-# --- rotations: Rotations as matrices and as quaternions x y z w.
+# Rotations as matrices and as quaternions x y z w.
 
 FARTHEST = 1e12  # units of a translation
-_SKEWED = 0.01  # by which a rotation written with few digits may differ from one
 
 
 def as_quaternion(rotation: np.ndarray) -> np.ndarray:
@@ -149,7 +148,7 @@ def check_poses(poses: np.ndarray) -> None:
         raise ValueError("a pose is not finite, or too far away")
     turns = poses[:, :3, :3]
     if (np.abs(turns) > 2).any() or not np.allclose(
-        turns @ turns.transpose(0, 2, 1), np.eye(3), rtol=0, atol=_SKEWED
+        turns @ turns.transpose(0, 2, 1), np.eye(3), rtol=0, atol=0.01
     ):
         raise ValueError("the first three columns of a pose are no rotation")
     if (np.linalg.det(turns) < 0).any():

@@ -30,33 +30,33 @@ from matcher.cameras import Camera
 from matcher.errors import ImageError, ImageWarning, MatcherError, UsageError, install_command
 from matcher.geometry import UPRIGHT
 
-MOST_SCANS = 64  # of a JPEG: a decoder goes over the whole picture for each; encoders write at most about 10
-_SCAN, _END, _WITHOUT_LENGTH = 0xDA, 0xD9, (0x01, 0xD8)
-# In the samples of a scan, a zero follows each 0xFF that is no marker; restarts lie between them.
+# In the samples of a JPEG's scan, a zero follows each 0xFF that is no marker; restarts lie between them.
 _MARKER = re.compile(rb"\xff+[^\x00\xff\xd0-\xd7]", re.DOTALL)
 
 
 def check_scans(file: BinaryIO) -> None:
-    """Refuse a JPEG of more scans than any encoder writes; the file is at its start before and afterwards.
+    """Refuse a JPEG of more than 64 scans, for each of which a decoder goes over the whole picture.
+
+    Encoders write at most about 10. The file is at its start before and afterwards.
 
     Raises:
-        ValueError: there are more than `MOST_SCANS`.
+        ValueError: there are more.
     """
-    data = file.read()
+    data, most, scan, end = file.read(), 64, 0xDA, 0xD9
     file.seek(0)
-    if data.count(b"\xff\xda") <= MOST_SCANS:  # the bytes may also lie in a profile or a thumbnail
+    if data.count(b"\xff\xda") <= most:  # the bytes may also lie in a profile or a thumbnail
         return
     at, scans = 2, 0
-    while (marker := _MARKER.search(data, at)) is not None and (kind := marker[0][-1]) != _END:
+    while (marker := _MARKER.search(data, at)) is not None and (kind := marker[0][-1]) != end:
         at = marker.end()
-        if kind not in _WITHOUT_LENGTH:
+        if kind not in (0x01, 0xD8):  # these have no length
             at += max(2, int.from_bytes(data[at : at + 2], "big"))
-        scans += kind == _SCAN
-        if scans > MOST_SCANS:
-            raise ValueError(f"it has more than {MOST_SCANS} scans")
+        scans += kind == scan
+        if scans > most:
+            raise ValueError(f"it has more than {most} scans")
 
 
-# --- probe: What a file is before it is decoded: a regular file, and which image format by its first bytes.
+# What a file is before it is decoded: a regular file, and which image format by its first bytes.
 
 PathLike = str | os.PathLike[str]
 Opener = Callable[[BinaryIO], PIL.Image.Image]
@@ -153,11 +153,9 @@ _FORMATS: tuple[tuple[str, bytes, Opener | None], ...] = (
 )
 
 
-# --- decoding: An image file's bytes → its samples in stored pixels, where it is opaque, and its EXIF
-# orientation.
+# An image file's bytes → its samples in stored pixels, where it is opaque, and its EXIF orientation.
 
-EXIF_ORIENTATION = 0x0112
-_STRIP_ROWS = 256  # Pillow → NumPy in strips takes half the time of one piece: the copies stay in the cache
+_LONGEST_HEADER = 1 << 16  # bytes of a PGM or PPM; comments belong to it
 _shared: dict[str, Lock] = {}  # between threads
 _INVERSE_TURN = {6: 8, 8: 6}  # every other orientation undoes itself
 
@@ -253,31 +251,21 @@ def from_pillow(image: PIL.Image.Image) -> Decoded:
         return Decoded(*samples_of(image), 1 if turned else _orientation(image.getexif()))
 
 
-_BITS_PER_SAMPLE = 258  # TIFF
-_LONGEST_HEADER = 1 << 16  # bytes of a PGM or PPM; comments belong to it
-_PNG_DEPTH = 24  # byte of the file
-_DEEP_PPM = 65535  # its largest value
-
-
 def is_deep(image: PIL.Image.Image, file: BinaryIO) -> bool:
     """Whether a PNG, TIFF or PPM that Pillow opened has colour of 16 bits, which Pillow reads as 8."""
     if isinstance(image, PpmImageFile):
         tile = image.tile[0]
-        return image.mode == "RGB" and tile[0] == "ppm" and tile[3][-1] == _DEEP_PPM
+        return image.mode == "RGB" and tile[0] == "ppm" and tile[3][-1] == 65535  # its largest value
     if image.format == "TIFF":
-        return image.mode in ("RGB", "RGBA", "RGBX") and set(_tag(image)) == {16}
+        bits = image.tag_v2.get(258, ())  # BitsPerSample
+        return image.mode in ("RGB", "RGBA", "RGBX") and set(np.atleast_1d(bits).tolist()) == {16}
     if image.format != "PNG" or image.mode not in ("RGB", "RGBA"):
         return False
     place = file.tell()
-    file.seek(_PNG_DEPTH)
+    file.seek(24)  # the depth's byte
     depth = file.read(1)
     file.seek(place)
     return depth == b"\x10"
-
-
-def _tag(image: PIL.Image.Image) -> tuple[int, ...]:
-    found = image.tag_v2.get(_BITS_PER_SAMPLE, ())
-    return found if isinstance(found, tuple) else (found,)
 
 
 def read_deep(
@@ -347,7 +335,7 @@ def _quiet(pixels: int) -> Iterator[None]:
 
 
 def _orientation(tags: Any) -> int:
-    value = tags.get(EXIF_ORIENTATION, 1)
+    value = tags.get(0x0112, 1)
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
@@ -371,8 +359,9 @@ def _strips(image: PIL.Image.Image) -> np.ndarray:
     width, height = image.size
     probe = np.asarray(image.crop((0, 0, width, 1)))
     array = np.empty((height, *probe.shape[1:]), dtype=probe.dtype)
-    for top in range(0, height, _STRIP_ROWS):
-        bottom = min(top + _STRIP_ROWS, height)
+    # Strips take half the time of one piece: the copies stay in the cache.
+    for top in range(0, height, 256):
+        bottom = min(top + 256, height)
         array[top:bottom] = np.asarray(image.crop((0, top, width, bottom)))
     return array
 
@@ -384,10 +373,7 @@ def turned_by(array: np.ndarray, orientation: int) -> np.ndarray:
     return array[:: turn[1].sum(dtype=int), :: turn[0].sum(dtype=int)]
 
 
-# --- gps: Where a photo was taken, from its EXIF header.
-
-_GPS = 0x8825
-_LATITUDE, _LONGITUDE, _ALTITUDE = (1, 2), (3, 4), (5, 6)  # tags of the direction and of the value
+# What its header says.
 
 
 @contextmanager
@@ -417,14 +403,15 @@ def read_gps(path: Path) -> tuple[float, float, float] | None:
     Without an altitude the third is 0. None where the header has no position, or one that cannot be.
     """
     try:
-        tags = read_header(path, _GPS)[1]
-        latitude = _degrees(tags, _LATITUDE, "S")
-        longitude = _degrees(tags, _LONGITUDE, "W")
-        if abs(latitude) > 90 or abs(longitude) > 180 or latitude == longitude == 0:
-            return None
-        return latitude, longitude, _altitude(tags)
+        tags = read_header(path, 0x8825)[1]
+        latitude, longitude = _degrees(tags, 1, "S"), _degrees(tags, 3, "W")
+        metres = float(tags.get(6, 0.0))
     except Exception:  # a header can be wrong in any way, and nothing depends on it
         return None
+    if not (abs(latitude) <= 90 and abs(longitude) <= 180) or latitude == longitude == 0:
+        return None
+    below = tags.get(5, b"\0") in (1, b"\1")
+    return latitude, longitude, (-metres if below else metres) if math.isfinite(metres) else 0.0
 
 
 def read_camera(path: Path) -> Camera | None:
@@ -445,17 +432,8 @@ def read_camera(path: Path) -> Camera | None:
         return None
 
 
-def _degrees(tags: Any, which: tuple[int, int], negative: str) -> float:
-    degrees, minutes, seconds = (float(value) for value in tags[which[1]])
+def _degrees(tags: dict[int, Any], direction: int, negative: str) -> float:
+    """Of the tag of the direction and the one behind it, which has the value."""
+    degrees, minutes, seconds = (float(value) for value in tags[direction + 1])
     value = degrees + minutes / 60 + seconds / 3600
-    if not math.isfinite(value):
-        raise ValueError("not a number")
-    return -value if str(tags.get(which[0], "")).strip("\0 ").upper() == negative else value
-
-
-def _altitude(tags: Any) -> float:
-    if _ALTITUDE[1] not in tags:
-        return 0.0
-    value = float(tags[_ALTITUDE[1]])
-    below = tags.get(_ALTITUDE[0], b"\0") in (1, b"\1")
-    return 0.0 if not math.isfinite(value) else -value if below else value
+    return -value if str(tags.get(direction, "")).strip("\0 ").upper() == negative else value

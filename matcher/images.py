@@ -24,7 +24,7 @@ from matcher.image_files import Decoded, PathLike, as_path, decode, decode_open,
 from matcher.processes import at_once
 from matcher.types import Image
 
-# --- masks: Where keypoints may lie: masks from files and arrays, in stored pixels.
+# Where keypoints may lie: masks from files and arrays, in stored pixels.
 
 
 def read_mask(path: PathLike, max_pixels: int) -> np.ndarray:
@@ -78,24 +78,28 @@ def no_mask(folder: Path, names: Sequence[str], where: str) -> UsageError:
     )
 
 
-def combined(
-    opaque: np.ndarray | None,
-    mask: PathLike | np.ndarray | Any | None,
-    shape: tuple[int, int],
-    max_pixels: int,
-) -> np.ndarray | None:
-    """(H, W) bool: where the image is opaque and the caller's mask keeps it; None = everywhere.
+def _keep(
+    opaque: np.ndarray | None, mask: PathLike | np.ndarray | Any, shape: tuple[int, int], max_pixels: int
+) -> np.ndarray:
+    """(H, W) bool: where the image is opaque and the caller's mask keeps it.
 
     Raises:
         ImageError: the mask's file cannot be read.
         UsageError: the mask is none, or of another size than the stored image, of shape (H, W).
     """
-    if mask is None:
-        return opaque
     if isinstance(mask, (str, os.PathLike)):
         name, keep = str(mask), read_mask(mask, max_pixels)
     else:
-        name, keep = "the mask", _in_memory(mask)
+        name = "the mask"
+        given = mask.convert("L") if isinstance(mask, PIL.Image.Image) else mask
+        array = to_numpy(given) if is_tensor(given) else np.asarray(given)
+        if array.ndim == 3:
+            first = array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4)
+            array = array.any(axis=0 if first else 2)
+        if array.dtype.kind not in "biuf":
+            kind = type(mask).__name__
+            raise UsageError(f"a mask is a path, an array, a PIL image or a torch tensor, (H, W), not {kind}")
+        keep = array != 0
     if keep.shape != shape:
         found, wanted = (" x ".join(map(str, reversed(size))) for size in (keep.shape, shape))
         raise UsageError(
@@ -105,35 +109,7 @@ def combined(
     return keep if opaque is None else keep & opaque
 
 
-def _in_memory(mask: Any) -> np.ndarray:
-    """(H, W) bool of an array, a PIL image or a torch tensor."""
-    if isinstance(mask, PIL.Image.Image):
-        mask = mask.convert("L")
-    array = to_numpy(mask) if is_tensor(mask) else np.asarray(mask)
-    if array.ndim == 3:
-        array = array.any(axis=0 if array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4) else 2)
-    if array.dtype.kind not in "biuf":
-        kind = type(mask).__name__
-        raise UsageError(f"a mask is a path, an array, a PIL image or a torch tensor, (H, W), not {kind}")
-    return array != 0
-
-
-# --- sharpness: How sharp an image is: the blur of its edges, and the size below which shrinking it would
-# lose detail.
-
-# Blur, in pixels, above which an image is soft, and that it has once resized. Chosen on photos and rendered
-# views, enlarged, blurred, darkened, with noise and compression; sharp photos have at most .7.
-SHARP = 0.65
-_EDGES = 256  # of the image, the strongest ones at a coarse scale, where noise averages out
-_FEWEST_EDGES = 20  # with fewer, nothing is known
-_COARSE = 4  # pixels of the image to one of that scale
-_BLOCK = 5  # coarse pixels a side of blocks, of which each has one edge at most
-_RADIUS = 8  # pixels around an edge that are looked at
-_SCALES = (1.0, 2.0)  # standard deviations of the Gaussians whose gradients are compared
-_SHIFTS = 2  # pixels by which the coarse scale may misplace an edge
-_LEAST_GRADIENT = 2.0  # grey values per pixel
-_SHARPER_SHARE = 30.0  # percent of the edges that are sharper than the blur: depth of field, motion, shadows
-_LEAST_BLUR = 0.1
+# How sharp an image is: the blur of its edges, and the size below which shrinking it would lose detail.
 
 
 def edge_blur(grey: np.ndarray) -> float:
@@ -148,16 +124,17 @@ def edge_blur(grey: np.ndarray) -> float:
     Returns:
         The blur; 0 if there are too few edges to tell.
     """
-    patches = _patches(grey)
-    if len(patches) < _FEWEST_EDGES:
+    patches, scales, fewest = _edge_patches(grey, radius=8), (1.0, 2.0), 20
+    if len(patches) < fewest:
         return 0.0
-    fine, coarse = _gradients(patches)
-    clear = coarse > _LEAST_GRADIENT
-    if np.count_nonzero(clear) < _FEWEST_EDGES:
+    fine, coarse = _gradients(patches, scales, shifts=2)
+    clear = coarse > 2.0  # grey values per pixel
+    if np.count_nonzero(clear) < fewest:
         return 0.0
     ratio = np.maximum((fine[clear] / coarse[clear]) ** 2, 1.02)  # 1 is an edge of infinite blur
-    variance = (_SCALES[1] ** 2 - ratio * _SCALES[0] ** 2) / (ratio - 1)
-    return float(np.percentile(np.sqrt(np.maximum(variance, _LEAST_BLUR**2)), _SHARPER_SHARE))
+    variance = (scales[1] ** 2 - ratio * scales[0] ** 2) / (ratio - 1)
+    # Depth of field, motion and shadows blur most edges.
+    return float(np.percentile(np.sqrt(np.maximum(variance, 0.1**2)), 30.0))
 
 
 def without_blur(pixels: np.ndarray, least: int) -> float:
@@ -170,65 +147,61 @@ def without_blur(pixels: np.ndarray, least: int) -> float:
     longer = max(pixels.shape)
     if longer <= least:
         return 1.0
+    # Blur, in pixels, that an image has once resized. Chosen on photos and rendered views, enlarged, blurred,
+    # darkened, with noise and compression; sharp photos have at most .7.
+    sharp = 0.65
     grey = pixels if pixels.ndim == 2 else cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
-    return min(1.0, max(least / longer, SHARP / max(edge_blur(grey), SHARP)))
+    return min(1.0, max(least / longer, sharp / max(edge_blur(grey), sharp)))
 
 
-def _patches(grey: np.ndarray) -> np.ndarray:
-    """(N, 2r + 1, 2r + 1) float32 around the strongest edges, N at most `_EDGES`."""
-    height, width = grey.shape
-    side = 2 * _RADIUS + 1
-    small = (width // _COARSE, height // _COARSE)
-    if min(small) < 2 * _BLOCK:
+def _edge_patches(grey: np.ndarray, radius: int) -> np.ndarray:
+    """(N, 2r + 1, 2r + 1) float32 around the 256 strongest edges of the image at a quarter of its size, where
+    noise averages out; one in each block of 5 × 5 pixels there."""
+    (height, width), block = grey.shape, 5
+    side, small = 2 * radius + 1, (width // 4, height // 4)
+    if min(small) < 2 * block:
         return np.zeros((0, side, side), np.float32)
     shrunk = cv2.resize(grey, small, interpolation=cv2.INTER_AREA)
     edges = (cv2.Sobel(shrunk, cv2.CV_16S, *order) for order in ((1, 0), (0, 1)))
     strength = cv2.magnitude(*(edge.astype(np.float32) for edge in edges))
-    rows, columns = (n // _BLOCK for n in strength.shape)
-    blocks = strength[: rows * _BLOCK, : columns * _BLOCK].reshape(rows, _BLOCK, columns, _BLOCK)
+    rows, columns = (n // block for n in strength.shape)
+    blocks = strength[: rows * block, : columns * block].reshape(rows, block, columns, block)
     blocks = blocks.swapaxes(1, 2).reshape(rows * columns, -1)
-    where = blocks.argmax(1)
-    best = np.argsort(-blocks.max(1), kind="stable")[:_EDGES]
+    where, best = blocks.argmax(1), np.argsort(-blocks.max(1), kind="stable")[:256]
     block_y, block_x = np.divmod(best, columns)
-    y, x = np.divmod(where[best], _BLOCK)
-    at = np.stack([block_x * _BLOCK + x, block_y * _BLOCK + y], axis=1)
+    y, x = np.divmod(where[best], block)
+    at = np.stack([block_x * block + x, block_y * block + y], axis=1)
     at = np.round((at + 0.5) * np.divide([width, height], small) - 0.5).astype(np.int64)
-    at = at[np.all((at >= _RADIUS) & (at < np.array([width, height]) - _RADIUS), axis=1)]
-    offsets = np.arange(-_RADIUS, _RADIUS + 1)
+    at = at[np.all((at >= radius) & (at < np.array([width, height]) - radius), axis=1)]
+    offsets = np.arange(-radius, radius + 1)
     x, y = at.T
     return grey[y[:, None, None] + offsets[:, None], x[:, None, None] + offsets].astype(np.float32)
 
 
-def _gradients(patches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(N,) gradient magnitudes at both scales, each the largest near the centre of the patch."""
-    count, side, _ = patches.shape
-    filters = np.concatenate([_filters(scale) for scale in _SCALES])
+def _gradients(patches: np.ndarray, scales: Sequence[float], shifts: int) -> tuple[np.ndarray, np.ndarray]:
+    """(N,) magnitudes under Gaussians of both scales, each the largest within `shifts` pixels of the patch's
+    centre, by which the coarse image may misplace an edge."""
+    (count, side, _), places = patches.shape, 2 * shifts + 1
+    x = np.arange(side) - side // 2 - np.arange(-shifts, shifts + 1)[:, None]
+    filters = []  # of each scale a Gaussian and its derivative, centred at the places
+    for scale in scales:
+        gaussian = np.exp(-(x**2) / (2 * scale**2))
+        gaussian /= gaussian.sum(1, keepdims=True)
+        derivative = gaussian * x
+        filters += [gaussian, derivative / (derivative * x).sum(1, keepdims=True)]
+    filters = np.concatenate(filters).astype(np.float32)
     # All filters along x, then all along y: two products of matrices are faster than many small ones.
     along = (patches.reshape(count * side, side) @ filters.T).reshape(count, side, -1)
-    places = 2 * _SHIFTS + 1
     both = along.swapaxes(1, 2).reshape(-1, side) @ filters.T
     both = both.reshape(count, 2, 2, places, 2, 2, places)
     found = []
-    for scale in range(len(_SCALES)):
+    for scale in range(len(scales)):
         one = both[:, scale, :, :, scale]  # (N, filter along x, place, filter along y, place)
-        magnitude = np.hypot(one[:, 1, :, 0], one[:, 0, :, 1])
-        found.append(magnitude.reshape(count, -1).max(1))
+        found.append(np.hypot(one[:, 1, :, 0], one[:, 0, :, 1]).reshape(count, -1).max(1))
     return found[0], found[1]
 
 
-def _filters(scale: float) -> np.ndarray:
-    """(2 · places, side): a Gaussian and its derivative, centred at places around the patch's centre."""
-    places = np.arange(-_SHIFTS, _SHIFTS + 1)[:, None]
-    x = np.arange(-_RADIUS, _RADIUS + 1) - places
-    gaussian = np.exp(-(x**2) / (2 * scale**2))
-    gaussian /= gaussian.sum(1, keepdims=True)
-    derivative = gaussian * x
-    derivative /= (derivative * x).sum(1, keepdims=True)
-    return np.concatenate([gaussian, derivative]).astype(np.float32)
-
-
-# --- images: Image files and images in memory → `Image`: decoded, scaled to 8 bits, turned upright, made
-# smaller.
+# Image files and images in memory → `Image`.
 
 MAX_PIXELS = 178_000_000
 ImageInput = str | Path | np.ndarray | Image | Any  # the last: a PIL image or a torch tensor
@@ -369,24 +342,55 @@ def _prepared(
     keep_stored: bool,
     max_pixels: int,
 ) -> Image:
-    """What was decoded as an `Image`; without a path it was given in memory. `sizes`: see `_finish`."""
+    """What was decoded as an `Image`; without a path it was given in memory.
+
+    `sizes` are `resize` and `soft_resize`. It is made smaller before it is turned, so that only the small one
+    is moved.
+    """
+    name = "the image" if path is None else str(path)
     try:
-        pixels = to_uint8(decoded.samples)
+        stored = to_uint8(decoded.samples)
     except ValueError as error:
         if path is None:
             raise UsageError(f"the array cannot be used: {error}; accepted: {ACCEPTED}") from error
         raise ImageError(f"{path}: {error}; convert it to 8- or 16-bit samples") from error
-    opaque = decoded.opaque if alpha_mask else None
-    if opaque is not None and not opaque.any():
-        warnings.warn(
-            f"{path or 'the image'}: alpha is 0 everywhere, so there are no keypoints; alpha_mask=False "
-            "ignores it",
-            ImageWarning,
-            stacklevel=4,
-        )
-    keep = combined(opaque, mask, pixels.shape[:2], max_pixels)
-    image = _finish(pixels, keep, decoded.orientation, sizes, path, upright=upright)
-    return replace(image, stored=to_grey(decoded.samples), stored_mask=keep) if keep_stored else image
+    keep = decoded.opaque if alpha_mask else None
+    if keep is not None and not keep.any():
+        text = "alpha is 0 everywhere, so there are no keypoints; alpha_mask=False ignores it"
+        warnings.warn(f"{name}: {text}", ImageWarning, stacklevel=3)
+    if mask is not None:
+        keep = _keep(keep, mask, stored.shape[:2], max_pixels)
+    size, orientation = stored.shape[1::-1], decoded.orientation if upright else 1
+    new_size, _ = resized(upright_size(size, orientation), sizes[0])
+    pixels, target = stored, upright_size(new_size, orientation)  # the swap undoes itself
+    if target != size:
+        if max(size) > LONGEST_ASPECT * min(size):
+            warnings.warn(
+                f"{name}: {size[0]} x {size[1]} is a long strip, so it is resized by its area, to "
+                f"{target[0]} x {target[1]}; cut into overlapping parts it would keep more detail",
+                ImageWarning,
+                stacklevel=3,
+            )
+        pixels = cv2.resize(stored, target, interpolation=cv2.INTER_AREA)
+    if sizes[1] is not None and (factor := without_blur(pixels, sizes[1])) < 1:
+        target = tuple(max(1, round(side * factor)) for side in target)
+        pixels = cv2.resize(stored, target, interpolation=cv2.INTER_AREA)
+    shown = keep
+    if keep is not None and target != size:
+        # kept where more than half of the resized pixel's area is
+        shown = cv2.resize(keep * np.uint8(255), target, interpolation=cv2.INTER_AREA) > 127
+    ends = (upright_size(target, orientation), upright_size(size, orientation))
+    return Image(
+        pixels=np.ascontiguousarray(turned_by(pixels, orientation)),
+        size=size,
+        scale=tuple(new / old for new, old in zip(*ends, strict=True)),
+        orientation=orientation,
+        path=path,
+        mask=None if shown is None else np.ascontiguousarray(turned_by(shown, orientation)),
+        exif_orientation=None if decoded.orientation == orientation else decoded.orientation,
+        stored=to_grey(decoded.samples) if keep_stored else None,
+        stored_mask=keep if keep_stored else None,
+    )
 
 
 def _check_limits(resize: int | None, soft_resize: int | None, max_pixels: int) -> None:
@@ -396,101 +400,34 @@ def _check_limits(resize: int | None, soft_resize: int | None, max_pixels: int) 
             raise UsageError(f"{name} must be at least 1, not {limit}")
 
 
-def _finish(
-    pixels: np.ndarray,
-    keep: np.ndarray | None,
-    exif: int,
-    sides: tuple[int | None, int | None],
-    path: Path | None,
-    *,
-    upright: bool,
-) -> Image:
-    """Shrink first, then turn: the same image, and only the small one is moved.
-
-    `sides` are `resize` and `soft_resize`.
-    """
-    size, orientation = (pixels.shape[1], pixels.shape[0]), exif if upright else 1
-    new_size, _ = resized(upright_size(size, orientation), sides[0])
-    target = upright_size(new_size, orientation)  # the swap undoes itself
-    stored = pixels
-    if target != size:
-        _warn_of_strips(size, target, path)
-        pixels = cv2.resize(stored, target, interpolation=cv2.INTER_AREA)
-    if sides[1] is not None and (factor := without_blur(pixels, sides[1])) < 1:
-        target = tuple(max(1, round(side * factor)) for side in target)
-        pixels = cv2.resize(stored, target, interpolation=cv2.INTER_AREA)
-    if keep is not None and target != size:
-        # kept where more than half of the resized pixel's area is
-        keep = cv2.resize(keep * np.uint8(255), target, interpolation=cv2.INTER_AREA) > 127
-    upright = (upright_size(target, orientation), upright_size(size, orientation))
-    pixels = np.ascontiguousarray(turned_by(pixels, orientation))
-    keep = None if keep is None else np.ascontiguousarray(turned_by(keep, orientation))
-    return Image(
-        pixels=pixels,
-        size=size,
-        scale=tuple(new / old for new, old in zip(*upright, strict=True)),
-        orientation=orientation,
-        path=path,
-        mask=keep,
-        exif_orientation=None if exif == orientation else exif,
-    )
-
-
-def _warn_of_strips(size: tuple[int, int], target: tuple[int, int], path: Path | None) -> None:
-    """A long strip cannot be made small without losing its short side."""
-    if max(size) > LONGEST_ASPECT * min(size):
-        name = "the image" if path is None else str(path)
-        warnings.warn(
-            f"{name}: {size[0]} x {size[1]} is a long strip, so it is resized by its area, to {target[0]} x "
-            f"{target[1]}; cut into overlapping parts it would keep more detail",
-            ImageWarning,
-            stacklevel=4,
-        )
-
-
-# --- gradients: Images of gradient magnitude, for pairs whose grey values have little in common.
-
-# Chosen on photos whose colours went through random non-monotonic curves; magnitudes matched better than
-# their logarithms and their square roots.
-NEIGHBOURHOOD = 20.0  # pixels, of the Gaussian that averages the magnitudes around a pixel; among 10 and 40
-FLOOR = 0.1  # of the mean magnitude, so that noise in flat areas stays dark
-LEAST = 0.1  # of an average; smaller ones are rounding errors
-GREY = 90  # grey value of a magnitude equal to the average around it
-_ROWS = 256  # whose derivatives are computed at a time
-
-
 def gradient_image(image: Image, smoothing: float) -> Image:
     """The gradient magnitude of an image relative to the average around each pixel, (H, W) uint8.
 
-    It takes about 8 bytes a pixel while it is computed, because images may be large (`matcher.tiled`).
+    For pairs whose grey values have little in common. It takes about 8 bytes a pixel while it is computed,
+    because images may be large (`matcher.tiled`). Its numbers were chosen on photos whose colours went
+    through random non-monotonic curves.
 
     Args:
         image: resized; what it keeps of the file (`Image.stored`) is left out.
         smoothing: standard deviation in pixels of the Gaussian before the derivatives.
     """
-    magnitude = _magnitudes(image.grey(), smoothing)
-    around = cv2.GaussianBlur(magnitude, (0, 0), NEIGHBOURHOOD)
-    around += FLOOR * around.mean()
-    magnitude /= np.maximum(around, LEAST, out=around)
-    magnitude *= GREY
+    grey, rows = image.grey(), 256  # whose derivatives are computed at a time
+    magnitude = np.empty(grey.shape, np.float32)
+    reach = math.ceil(4 * smoothing) + 2  # pixels that OpenCV's Gaussian and Sobel's derivatives look away
+    for top in range(0, len(grey), rows):
+        low = max(0, top - reach)
+        smooth = cv2.GaussianBlur(grey[low : top + rows + reach].astype(np.float32), (0, 0), smoothing)
+        derivatives = (cv2.Sobel(smooth, cv2.CV_32F, dx, 1 - dx) for dx in (1, 0))
+        magnitude[top : top + rows] = cv2.magnitude(*derivatives)[top - low : top - low + rows]
+    around = cv2.GaussianBlur(magnitude, (0, 0), 20.0)
+    around += 0.1 * around.mean()  # so that noise in flat areas stays dark
+    magnitude /= np.maximum(around, 0.1, out=around)  # smaller averages are rounding errors
+    magnitude *= 90  # grey value of a magnitude equal to the average around it
     pixels = np.minimum(magnitude, 255, out=magnitude).astype(np.uint8)
     return replace(image, pixels=pixels, stored=None, stored_mask=None)
 
 
-def _magnitudes(grey: np.ndarray, smoothing: float) -> np.ndarray:
-    """(H, W) float32 gradient magnitudes of a smoothed image (H, W) uint8, some rows at a time."""
-    found = np.empty(grey.shape, np.float32)
-    reach = math.ceil(4 * smoothing) + 2  # pixels that OpenCV's Gaussian and Sobel's derivatives look away
-    for top in range(0, len(grey), _ROWS):
-        low = max(0, top - reach)
-        smooth = cv2.GaussianBlur(grey[low : top + _ROWS + reach].astype(np.float32), (0, 0), smoothing)
-        derivatives = (cv2.Sobel(smooth, cv2.CV_32F, dx, 1 - dx) for dx in (1, 0))
-        found[top : top + _ROWS] = cv2.magnitude(*derivatives)[top - low : top - low + _ROWS]
-    return found
-
-
-# --- photos: Image files in folders: which suffixes are images, in what order, and where the shared data
-# lie.
+# Image files in folders: which suffixes are images, in what order, and where the shared data lie.
 
 IMAGE_SUFFIXES = (  # all that people and cameras give to the formats that are read
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".tif", ".tiff", ".webp", ".bmp", ".gif"),

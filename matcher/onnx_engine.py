@@ -199,11 +199,11 @@ class OnnxExtractor:
             UsageError: a setting that this front end does not have, or a value out of range.
         """
         settings = Shape.read(GRAPHS / "learned").settings
-        published = {name: settings[name] for name in ("score_threshold", "nms_radius", "border")}
+        published = {name: settings[name] for name in ("score_threshold", "nms_radius")}
         self.config, self.weights = resolve(config, published), weights
-        for name in ("score_threshold", "nms_radius"):
-            if getattr(self.config, name) != published[name]:
-                raise UsageError(f"the graph of this front end has {name} {published[name]}; leave it out")
+        for name, value in published.items():
+            if getattr(self.config, name) != value:
+                raise UsageError(f"the graph of this front end has {name} {value}; leave it out")
 
     @cached_property
     def graph(self) -> Graph:
@@ -221,7 +221,7 @@ class OnnxExtractor:
             shape = front_end_shape(arrays, self.config)
         except IntegrityError as error:
             raise IntegrityError(f"{path} {error}") from error
-        self.stride = shape.settings["stride"]
+        self.stride, self.border = shape.settings["stride"], shape.settings["border"]
         return Graph(shape.parts["front_end"], {f"network.{name}": array for name, array in arrays.items()})
 
     def limited(self, max_keypoints: int) -> OnnxExtractor:
@@ -240,9 +240,9 @@ class OnnxExtractor:
         return [self._extract(image) for image in images]
 
     def _extract(self, image: Image) -> Features:
-        graph, grey, border = self.graph, image.grey(), self.config.border
+        graph, grey = self.graph, image.grey()
         inside = np.zeros(grey.shape, bool)
-        inner = tuple(slice(border, max(side - border, 0)) for side in grey.shape)
+        inner = tuple(slice(self.border, max(side - self.border, 0)) for side in grey.shape)
         inside[inner] = True if image.mask is None else image.mask[inner]
         margin = [(0, -side % self.stride) for side in grey.shape]
         found = graph(
@@ -269,7 +269,7 @@ def front_end_shape(arrays: Arrays, config: ExtractorConfig) -> Shape:
     if {name: list(array.shape) for name, array in arrays.items()} == shipped.shapes:
         return shipped
     exporter = _exporter("a front end of these sizes")
-    return Shape(*exporter.front_end_graph(exporter.front_end_of(arrays), resolve(config, shipped.settings)))
+    return Shape(*exporter.front_end_graph(exporter.front_end_of(arrays), config))
 
 
 # The matcher.
@@ -417,22 +417,11 @@ class OnnxMatcher:
                 return *nothing, layer + 1, index
             if last:
                 break
-        swapped = self._swapped(layer, *tokens["x"])
-        given = {f"{n}{k ^ swapped}": v for n, both in tokens.items() for k, v in enumerate(both)}
+        given = {f"{n}{k}": v for n, both in tokens.items() for k, v in enumerate(both)}
         best = self._assign(layer)(**given, exits=np.array([policy.early_exit]))
         rows = (best[name][0] for name in ("best", "partner", "mutual"))
         local, scores = credible_matches(*rows, policy.match_threshold, policy.threshold_doubles_at)
-        return local[:, ::-1] if swapped else local, scores, layer + 1, index
-
-    def _swapped(self, layer: int, x0: np.ndarray, x1: np.ndarray) -> bool:
-        """Whether image 1 counts as the rows: see `matcher.match.sinkhorn.sinkhorn`."""
-        config = self.config.assignment
-        if config.kind != "sinkhorn" or config.tolerance is None or config.dustbin != "point":
-            return False
-        if x0.shape[1] != x1.shape[1]:
-            return x0.shape[1] > x1.shape[1]
-        logits = [(x @ self._arrays[f"heads.{layer}.matchability.weight"].T).sum() for x in (x0, x1)]
-        return bool(logits[1] > logits[0])
+        return local, scores, layer + 1, index
 
 
 def _split(found: dict[str, np.ndarray], n: int) -> dict[str, list[np.ndarray]]:

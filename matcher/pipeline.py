@@ -69,7 +69,7 @@ class Pipeline:
     estimator: Estimator | None = None
     config: PipelineConfig = _CUSTOM  # size of the images and kind of geometry are read here
     passes: FurtherPasses | None = None  # where too few matches of the first agree; None: it decides
-    costs: dict[tuple, object] = field(default_factory=dict)  # measured for time budgets; see `budget.pairs`
+    costs: dict[Any, Any] = field(default_factory=dict)  # measured for time budgets; see `budget.plan`
     preset: str = "custom"
     weights: WeightsSource | None = None
     upright: bool = True

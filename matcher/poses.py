@@ -1,4 +1,4 @@
-"""Poses world_from_cam as lines of trajectory files: of TUM, with times, and of KITTI, without."""
+"""Poses of images and trajectories in the files of other programs: COLMAP, hloc, TUM, KITTI, JSON."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from matcher.errors import MALFORMED, UsageError
 from matcher.files import MARK, read_given, write_output, write_whole
 from matcher.geometry import as_quaternion, as_rotation, check_poses
 
-# --- trajectory_lines: Poses world_from_cam as lines of trajectory files: of TUM, with times, and of KITTI,
-# without.
+# Poses world_from_cam as lines of trajectory files: of TUM, with times, and of KITTI, without.
 
 
 def tum_lines(timestamps: Sequence[float], poses: Sequence[np.ndarray]) -> list[str]:
@@ -41,7 +40,7 @@ def numbers(values: Iterable[float]) -> str:
     return " ".join(f"{value:.9g}" for value in values)
 
 
-# --- named_poses: Poses of images by name, in the files of other programs.
+# Poses of images by name, in the files of other programs.
 
 SUFFIXES = (".txt", ".tum", ".json", ".kitti")
 COLMAP_IMAGES = "images.txt"

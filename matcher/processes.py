@@ -1,4 +1,4 @@
-"""Python processes of our own: they import what this one can, and nothing from the working folder."""
+"""Threads, memory and child processes, by environment variables and numbers; no torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-# --- threads: CPU threads, and how much memory is kept for later: environment variables and numbers; no
-# torch.
+# CPU threads, and how much memory is kept for later: environment variables and numbers; no torch.
 
 Made = TypeVar("Made")
 
@@ -20,9 +19,6 @@ _VARIABLES = (_GIVEN, "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THR
 _PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 _KEPT = "128"  # of torch's 1024; a pair of images takes some 40, and each is up to half a megabyte
 _ALLOCATION = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")  # set by the user
-# glibc's names and what it may raise them to by itself, in bytes: allocations from this size on come from the
-# system and go back to it at once; of the others, so much is kept when it is free.
-_FROM_SYSTEM, _FREE_KEPT = (-3, 32 << 20), (-1, 64 << 20)
 
 
 def thread_environment(count: int) -> dict[str, str]:
@@ -81,8 +77,10 @@ def keep_freed_memory() -> None:
     import ctypes  # here, because `matcher --help` reads this file
 
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        for name, size in (_FROM_SYSTEM, _FREE_KEPT):
-            mallopt(name, size)
+        mallopt(
+            -3, 32 << 20
+        )  # M_MMAP_THRESHOLD: larger allocations come from the system, and go back at once
+        mallopt(-1, 64 << 20)  # M_TRIM_THRESHOLD: so much of the others is kept when it is free
 
 
 @cache
@@ -102,8 +100,7 @@ def compute_alone_after_fork() -> None:
         os.register_at_fork(after_in_child=alone)
 
 
-# --- processes: Python processes of our own: they import what this one can, and nothing from the working
-# folder.
+# Python processes of our own: they import what this one can, and nothing from the working folder.
 
 _SAFE = "PYTHONSAFEPATH"  # Python then leaves the working folder off the import path, as with -P
 

@@ -23,7 +23,7 @@ from matcher.types import REFINEMENTS, Image, Matches, MatchRefinement
 
 
 def fit_affine_maps(
-    points0: np.ndarray, points1: np.ndarray, neighbours: int
+    points0: np.ndarray, points1: np.ndarray, neighbours: int = 16
 ) -> tuple[np.ndarray, np.ndarray]:
     """Local affine maps from image 0 to image 1 at every match, under the robust loss of Geman and McClure.
 
@@ -134,11 +134,6 @@ class Pyramid:
         """Free the memory of all levels; they are computed again when they are needed."""
         self._levels = []
 
-    @property
-    def in_memory(self) -> bool:
-        """Whether any level is."""
-        return bool(self._levels)
-
     def level(self, index: int) -> np.ndarray:
         """The image at 2^-index times the size; its pixel (x, y) is at (x, y) · 2^index of level 0."""
         if not self._levels:
@@ -195,20 +190,27 @@ class Windows(NamedTuple):
 
 # Least-squares matching: the affine warp under which a window of image 1 best fits one of image 0
 
-FIRST_STEPS, STEPS = 3, 3  # Gauss-Newton steps before the first reweighting, and after each
-TOLERANCE = 0.02  # step length, in pixels of the frame, below which a match has converged
-DEFORMATION = 0.05  # prior standard deviation of the entries of the affine map
-ROBUST_SCALE = 2.0  # mean absolute residuals at which the Geman-McClure weight is a quarter
-# Inflation of the variance of a shift, because neighbouring samples are correlated. Chosen so that half of
-# the refined matches of warped training photos lie within the 50 % confidence ellipse.
-VARIANCE_INFLATION = 3.0
-MIN_RESIDUAL = 1e-3  # mean squared residual of windows of variance 1 that compression alone causes
-# Gradient energy due to noise alone, as a share of the residual variance. It is 1/8 for white noise and less
-# for interpolated images; chosen on warped training photos.
-NOISE_ENERGY = 0.08
-MAX_DAMPING = 1e3  # fixes a match along a direction in which the gradient is no more than noise
-INITIAL_NOISE = 0.3  # share of the initial residual that is attributed to noise
-_EPSILON = 1e-12
+
+def fit_settings(side: int) -> compiled.FitSettings:
+    """The numbers of a fit of windows of so many samples a side, for the kernel and for NumPy."""
+    return compiled.FitSettings(
+        side=side,
+        first_steps=3,  # Gauss-Newton steps before the first reweighting
+        steps=3,  # and after each
+        reweighings=2,  # how often pixels that do not fit lose weight
+        deformation=0.05,  # prior standard deviation of the entries of the affine map
+        robust_scale=2.0,  # mean absolute residuals at which the Geman-McClure weight is a quarter
+        # Of the variance of a shift, because neighbouring samples are correlated. Chosen so that half of the
+        # refined matches of warped training photos lie within the 50 % confidence ellipse.
+        inflation=3.0,
+        min_residual=1e-3,  # mean squared, of windows of variance 1; compression alone causes it
+        # Gradient energy due to noise alone, as a share of the residual variance. It is 1/8 for white noise
+        # and less for interpolated images; chosen on warped training photos.
+        noise_energy=0.08,
+        max_damping=1e3,  # fixes a match along a direction in which the gradient is no more than noise
+        initial_noise=0.3,  # share of the initial residual that is attributed to noise
+        tolerance=0.02,  # step length, in pixels of the frame, below which a match has converged
+    )
 
 
 class Fit(NamedTuple):
@@ -222,7 +224,7 @@ class Fit(NamedTuple):
     visible: np.ndarray  # (K,) share of the window inside both images and their masks
 
 
-def fit_windows(windows: Windows, grid: Grid, prior: np.ndarray, reweighings: int) -> Fit:
+def fit_windows(windows: Windows, grid: Grid, prior: np.ndarray) -> Fit:
     """Fit K windows, by the compiled kernel or NumPy.
 
     `prior` (K, 6), as `Fit.change`, is both the initial value and the mean of the prior.
@@ -232,19 +234,17 @@ def fit_windows(windows: Windows, grid: Grid, prior: np.ndarray, reweighings: in
         level = pyramid.level_of(affine[:, :, 1:])
         levels = [pyramid.level(index) for index in range(int(level.max(initial=0)) + 1)]
         views.append(compiled.WindowView(levels, pyramid.mask, affine, level))
-    spreads = DEFORMATION, ROBUST_SCALE, VARIANCE_INFLATION, MIN_RESIDUAL
-    limits = NOISE_ENERGY, MAX_DAMPING, INITIAL_NOISE, TOLERANCE
-    settings = compiled.FitSettings(grid.side, FIRST_STEPS, STEPS, reweighings, *spreads, *limits)
+    settings = fit_settings(grid.side)
     fitted = compiled.fit_windows(views, settings, grid.weights, windows.deviation, prior)
     if fitted is not None:
         return Fit(*fitted[:2], *fitted[2])
 
     def fit(block: slice) -> Fit:
-        fitting = _Fitting(windows.select(block), grid, prior[block])
-        fitting.iterate(FIRST_STEPS)
-        for _ in range(reweighings):
+        fitting = _Fitting(windows.select(block), grid, prior[block], settings)
+        fitting.iterate(settings.first_steps)
+        for _ in range(settings.reweighings):
             fitting.reweigh()
-            fitting.iterate(STEPS)
+            fitting.iterate(settings.steps)
         return fitting.finish()
 
     # Blocks stay in a core's cache. NumPy and OpenCV release the interpreter lock.
@@ -288,7 +288,7 @@ class _Illumination(NamedTuple):
         """Values (K, n) without the gradient and of unit norm, and (K, 1) the norm that they had."""
         gradient = (self.moments(values, self.basis)[:, None] @ self.inverse)[:, 0]
         centred = values - gradient @ self.basis.T
-        norm = np.sqrt(self.mean(centred * centred) + _EPSILON)[:, None]
+        norm = np.sqrt(self.mean(centred * centred) + 1e-12)[:, None]
         centred /= norm
         return centred, norm
 
@@ -334,7 +334,10 @@ class _Equations(NamedTuple):
 class _Fitting:
     """Least-squares matching of K windows by NumPy."""
 
-    def __init__(self, windows: Windows, grid: Grid, change: np.ndarray) -> None:
+    def __init__(
+        self, windows: Windows, grid: Grid, change: np.ndarray, settings: compiled.FitSettings
+    ) -> None:
+        self.settings = settings
         self.windows, self.grid, self.change, self.expected = windows, grid, change.copy(), change
         self.linear = np.ascontiguousarray(grid.offsets.T)
         self.level0 = windows.pyramid0.level_of(windows.affine0[:, :, 1:])
@@ -345,7 +348,9 @@ class _Fitting:
         z, norm = illumination.normalised(self._inner(self.outer0))
         z1, _ = illumination.normalised(self._sample1(grid.offsets))
         # The initial residual is mostly due to the error of the match, not to noise.
-        self.equations = self._linearised(illumination, z, self.outer0 / norm, INITIAL_NOISE * (z - z1))
+        self.equations = self._linearised(
+            illumination, z, self.outer0 / norm, self.settings.initial_noise * (z - z1)
+        )
 
     def iterate(self, steps: int) -> None:
         """Gauss-Newton steps, of each match until they are shorter than the tolerance."""
@@ -360,7 +365,7 @@ class _Fitting:
             self.change[rows] += step
             length = np.hypot(step[:, 0], step[:, 1])
             self.last_step[rows[moving]] = length[moving]
-            moving &= length > TOLERANCE
+            moving &= length > self.settings.tolerance
             if moving.mean() < 0.7:  # below that, leaving converged matches out saves more than it costs
                 rows, equations, moving = rows[moving], equations.select(moving), moving[moving]
 
@@ -375,8 +380,8 @@ class _Fitting:
         seen = (pyramid.usable(affine, grid.offsets) for pyramid, affine in sides)
         weights = grid.weights * np.multiply(*seen)
         self.visible = weights.sum(axis=1)
-        mean = np.einsum("kn,kn->k", residual, weights) / np.maximum(self.visible, _EPSILON)
-        scale = np.maximum(ROBUST_SCALE * 1.25 * mean, 0.05)[:, None]
+        mean = np.einsum("kn,kn->k", residual, weights) / np.maximum(self.visible, 1e-12)
+        scale = np.maximum(self.settings.robust_scale * 1.25 * mean, 0.05)[:, None]
         weights /= (1 + (residual / scale) ** 2) ** 2
         weights[self.visible < 0.1] = grid.weights  # to be rejected, but their equations must stay regular
         illumination = _Illumination.of(grid, weights / weights.sum(axis=1, keepdims=True))
@@ -420,8 +425,8 @@ class _Fitting:
 
     def _noise(self, residual: np.ndarray) -> np.ndarray:
         """(K,) factor from the inverse normal matrix to a covariance."""
-        square = np.maximum(residual * residual @ self.grid.weights, MIN_RESIDUAL)
-        return VARIANCE_INFLATION * square * np.square(self.grid.weights).sum()
+        square = np.maximum(residual * residual @ self.grid.weights, self.settings.min_residual)
+        return self.settings.inflation * square * np.square(self.grid.weights).sum()
 
     def _linearised(
         self, illumination: _Illumination, z: np.ndarray, outer: np.ndarray, residual: np.ndarray
@@ -438,19 +443,19 @@ class _Fitting:
         noise = self._noise(residual)
         prior = np.empty((len(z), 6), np.float32)
         prior[:, :2] = (noise / self.windows.deviation**2)[:, None]
-        prior[:, 2:] = noise[:, None] / DEFORMATION**2
+        prior[:, 2:] = noise[:, None] / self.settings.deformation**2
         matrix = _normal_matrix(illumination, dx, dy, blur, self.linear)
         # The weakest direction of the structure tensor is damped: negligibly where its eigenvalue is many
         # times what noise alone causes, by as much as the eigenvalue where it is twice that, and so that the
         # match is fixed where it is no more, as along an edge.
-        energy = NOISE_ENERGY * (residual * residual @ self.grid.weights)
+        energy = self.settings.noise_energy * (residual * residual @ self.grid.weights)
         xx, xy, yy = matrix[:, 0, 0], matrix[:, 0, 1], matrix[:, 1, 1]
         angle = 0.5 * np.arctan2(2 * xy, xx - yy) + np.pi / 2
         weakest = np.stack([np.cos(angle), np.sin(angle)], axis=1)
         eigenvalue = 0.5 * (xx + yy) - np.hypot(0.5 * (xx - yy), xy)
         # Beyond the bound the match is fixed anyway; its square must not overflow without contrast.
-        share = np.minimum(energy / np.maximum(eigenvalue - energy, _EPSILON), 1e9)
-        damping = (eigenvalue * share**2).clip(0, MAX_DAMPING)
+        share = np.minimum(energy / np.maximum(eigenvalue - energy, 1e-12), 1e9)
+        damping = (eigenvalue * share**2).clip(0, self.settings.max_damping)
         # In float32 the huge equations of a window without contrast would swallow the prior, and be singular.
         matrix = matrix.astype(np.float64)
         matrix[:, range(6), range(6)] += prior
@@ -551,7 +556,7 @@ def refine_matches(
         maps, known = maps
     else:
         maps, known = np.tile(np.eye(2), (len(points0), 1, 1)), np.zeros(len(points0), dtype=bool)
-        maps[usable], known[usable] = fit_affine_maps(points0[usable], points1[usable], config.neighbours)
+        maps[usable], known[usable] = fit_affine_maps(points0[usable], points1[usable])
     frame0, frame1 = middle_frames(maps)
     both = (image0.zoom / zoom_of(frame0)) ** 2 + (image1.zoom / zoom_of(frame1)) ** 2
     deviation = DEVIATION * np.sqrt(both / 2)  # in frame pixels; both keypoints are uncertain
@@ -588,7 +593,7 @@ def _coarse_to_fine(windows: Windows, config: RefineConfig) -> tuple[Fit, np.nda
         wide, unit = np.array([1, step, step]), np.array([step, step, 1, 1, 1, 1])
         affine0, affine1 = windows.affine0 * wide, windows.affine1 * wide
         scaled = windows._replace(affine0=affine0, affine1=affine1, deviation=spread / step)
-        fit = fit_windows(scaled, grid, prior / unit, config.reweighings)
+        fit = fit_windows(scaled, grid, prior / unit)
         fit = fit._replace(change=fit.change * unit, covariance=fit.covariance * step**2)
         now = _statuses(fit, deviation, config)
         if best is not None:
@@ -610,7 +615,7 @@ def _statuses(fit: Fit, deviation: np.ndarray, config: RefineConfig) -> np.ndarr
         "outside": fit.visible < 0.5,  # half of the window
         "flat": ~(fit.contrast >= 1.0),  # a grey value; below it there is only compression and noise
         "moved_far": ~(shift <= config.max_shift * deviation),
-        "low_correlation": ~(fit.correlation >= config.min_correlation),
+        "low_correlation": ~(fit.correlation >= 0.7),
         "not_converged": ~(fit.last_step <= 0.25),  # pixels of the frame
     }
     codes = [REFINEMENTS.index(name) for name in reasons]

@@ -1,13 +1,18 @@
-"""Keypoints of a large image, tile by tile, ranked together and spread over the image."""
+"""Large images: keypoints at full resolution, tile by tile, and matches window by window.
+
+`tiled` is for a pair: a first pass at an ordinary size says what corresponds, and at which scale. `by_tiles`
+is for collections, whose pairs share the keypoints of an image.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from time import perf_counter
 from typing import Any
 
+import cv2
 import numpy as np
 
 from matcher.arrays import to_numpy
@@ -20,14 +25,15 @@ from matcher.result import Result
 from matcher.types import Extractor, Features, Image, Matcher, Matches
 from matcher.verify.estimation import RobustEstimator
 
-# --- extraction: Keypoints of a large image, tile by tile, ranked together and spread over the image.
-
+MAX_KEYPOINTS = 20_000
 TILE = 1024  # pixels a side, without the margin
-MARGIN = 64  # pixels of context around a tile; keypoints there belong to the neighbouring tile
-# Pixels; tiles start at multiples: maps, of five at most, and octaves are sampled as in the whole image.
-_GRID = 32
-_TOGETHER = 4  # tiles per batch
-_IN_A_CELL = 8  # keypoints per cell of the quota's grid, if they are spread evenly
+WINDOW = 750  # keypoints of image 0 that a window matches
+# Keypoints of an image up to which all are matched with all; and of larger ones the strongest of each part,
+# which are matched first.
+AS_ONE, FIRST = 4096, 2048
+Tile = tuple[int, int, int, int]  # left, top, right, bottom
+
+# Keypoints by tiles, ranked together and spread over the image.
 
 
 def tiled_features(image: Image, extractor: Extractor, most: int, near: np.ndarray | None = None) -> Features:
@@ -43,8 +49,8 @@ def tiled_features(image: Image, extractor: Extractor, most: int, near: np.ndarr
         near: (K, 2) stored pixels; tiles without such a point in themselves or a neighbour are skipped.
     """
     parts, tiles = [], list(_tiles(image, near))
-    for start in range(0, len(tiles), _TOGETHER):
-        some = tiles[start : start + _TOGETHER]
+    for start in range(0, len(tiles), 4):
+        some = tiles[start : start + 4]
         found = extractor([_cut(image, tile) for tile in some])
         parts += [_own(features, tile, image) for features, tile in zip(found, some, strict=True)]
     if not parts:  # no tile is near: empty features of the right kind
@@ -65,7 +71,7 @@ def spread(points: np.ndarray, scores: np.ndarray, most: int) -> np.ndarray:
     if len(points) <= most:
         return order
     extent = np.maximum(np.ptp(points, axis=0), 1.0)
-    side = np.sqrt(np.prod(extent) * _IN_A_CELL / most)
+    side = np.sqrt(np.prod(extent) * 8 / most)  # a cell has eight keypoints if they are spread evenly
     cell = ((points[order] - points.min(axis=0)) // side).astype(np.int64)
     cell = cell[:, 0] + cell[:, 1] * (cell[:, 0].max() + 1)
     _, cell, counts = np.unique(cell, return_inverse=True, return_counts=True)
@@ -77,40 +83,33 @@ def spread(points: np.ndarray, scores: np.ndarray, most: int) -> np.ndarray:
     return order[np.sort(chosen)]
 
 
-def _tiles(image: Image, near: np.ndarray | None) -> Iterator[tuple[int, int, int, int]]:
-    """Left, top, right and bottom of tiles of equal size that cover the image."""
+def _tiles(image: Image, near: np.ndarray | None) -> Iterator[Tile]:
+    """Tiles of equal size that cover the image, or those with a point in themselves or a neighbour."""
     height, width = image.pixels.shape[:2]
     columns, rows = (
         np.linspace(0, side, max(1, round(side / TILE)) + 1).round().astype(int) for side in (width, height)
     )
-    wanted = None
+    wanted = np.full((len(rows) - 1, len(columns) - 1), near is None, dtype=np.uint8)
     if near is not None:
-        place = image.from_stored(near)
-        at = [
-            np.searchsorted(edges[1:-1], side) for edges, side in zip((columns, rows), place.T, strict=True)
-        ]
-        wanted = np.zeros((len(rows) + 1, len(columns) + 1), dtype=bool)  # padded by one, for neighbours
-        for down in range(3):
-            for across in range(3):
-                wanted[at[1] + down, at[0] + across] = True
-    for j in range(len(rows) - 1):
-        for i in range(len(columns) - 1):
-            if wanted is None or wanted[j + 1, i + 1]:
-                yield int(columns[i]), int(rows[j]), int(columns[i + 1]), int(rows[j + 1])
+        x, y = image.from_stored(near).T
+        wanted[np.searchsorted(rows[1:-1], y), np.searchsorted(columns[1:-1], x)] = 1
+        wanted = cv2.dilate(wanted, np.ones((3, 3), np.uint8))
+    for j, i in np.argwhere(wanted).tolist():
+        yield int(columns[i]), int(rows[j]), int(columns[i + 1]), int(rows[j + 1])
 
 
-def _with_margin(image: Image, tile: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+def _with_margin(image: Image, tile: Tile) -> Tile:
+    """A tile with 64 pixels of context, where keypoints belong to the neighbouring tile.
+
+    It starts at multiples of 32: maps, of five levels at most, and octaves are sampled as in the whole image.
+    """
     left, top, right, bottom = tile
     height, width = image.pixels.shape[:2]
-    return (
-        max(0, left - MARGIN) // _GRID * _GRID,
-        max(0, top - MARGIN) // _GRID * _GRID,
-        min(width, right + MARGIN),
-        min(height, bottom + MARGIN),
-    )
+    start = (max(0, edge - 64) // 32 * 32 for edge in (left, top))
+    return (*start, min(width, right + 64), min(height, bottom + 64))
 
 
-def _cut(image: Image, tile: tuple[int, int, int, int]) -> Image:
+def _cut(image: Image, tile: Tile) -> Image:
     """A tile and its margin as an image of its own."""
     left, top, right, bottom = _with_margin(image, tile)
     part = np.s_[top:bottom, left:right]
@@ -118,7 +117,7 @@ def _cut(image: Image, tile: tuple[int, int, int, int]) -> Image:
     return Image(np.ascontiguousarray(image.pixels[part]), size=(right - left, bottom - top), mask=mask)
 
 
-def _own(features: Features, tile: tuple[int, int, int, int], image: Image) -> Features:
+def _own(features: Features, tile: Tile, image: Image) -> Features:
     """The features that lie on the tile, not on its margin, in stored pixels of the whole image."""
     start = np.array(_with_margin(image, tile)[:2], dtype=np.float64)
     points = to_numpy(features.keypoints).astype(np.float64) + start
@@ -149,59 +148,40 @@ def _joined(parts: list[Features]) -> Features:
     return Features(**columns)
 
 
-# --- windows: Which keypoints are matched with which: windows that correspond by a first pass at an
-# ordinary size.
-
-_OWN = 750  # keypoints of image 0 that a window matches
-_SEEN = 2048  # keypoints of either image in a window, context included
-_AROUND = 0.2  # of the window's side, added on each side as context
-_ASTRAY = 0.05  # of the window's side: error of the first pass in the other image, and
-_SPREAD = 2.0  # residuals of the window's affine map (depth, distortion) added to it, up to
-_FARTHEST = 0.5  # of the window's side
-_LEAST = 6  # least matches of the first pass that locate a window
-_AFFINE = 12  # matches from which an affine map is fitted instead of a similarity
+# Matches by windows that correspond.
 
 
-@dataclass(frozen=True, eq=False)
-class WindowPair:
-    """Keypoints of both images to be matched with each other."""
-
-    index0: np.ndarray  # (N,) int64 into the features of image 0
-    index1: np.ndarray  # (M,)
-    own: np.ndarray  # (N,) bool: keypoints whose matches are kept from this window only
-
-
-def corresponding(
-    points0: np.ndarray, points1: np.ndarray, first0: np.ndarray, first1: np.ndarray
-) -> list[WindowPair]:
-    """Windows of image 0 and the corresponding keypoints of image 1.
+def match_by_windows(
+    match: Callable[[Features, Features], Matches],
+    features0: Features,
+    features1: Features,
+    first0: np.ndarray,
+    first1: np.ndarray,
+) -> Matches:
+    """The matches of all windows, indexed in the whole images; one per keypoint, the most probable.
 
     Args:
-        points0, points1: (N, 2) and (M, 2) keypoints, stored pixels, best first.
-        first0, first1: (K, 2) verified matches of the first pass.
+        match: of features of two images.
+        features0, features1: best first.
+        first0, first1: (K, 2) verified matches of a first pass, stored pixels.
     """
-    pairs = []
-    for own, low, high in _split(points0, np.arange(len(points0))):
-        side = np.maximum(high - low, 1.0)
-        found = _local_map(first0, first1, low, high)
-        if found is None:
-            continue
-        linear, residual = found
-        near = _inside(points0, low - _AROUND * side, high + _AROUND * side)
-        near[own] = False
-        index0 = np.concatenate([own, np.flatnonzero(near)[: max(0, _SEEN - len(own))]])
-        # Keypoints of image 1 are mapped to image 0, so that rotated windows are as tight as upright ones.
-        back = np.linalg.inv(np.vstack([linear, [0, 0, 1]]))
-        moved = points1 @ back[:2, :2].T + back[:2, 2]
-        astray = np.minimum(_ASTRAY * side + _SPREAD * residual, _FARTHEST * side)
-        reach = _AROUND * side + astray
-        index1 = np.flatnonzero(_inside(moved, low - reach, high + reach))[:_SEEN]
-        if len(index1):
-            pairs.append(WindowPair(index0, index1, np.arange(len(index0)) < len(own)))
-    return pairs
+    points = [to_numpy(features.keypoints) for features in (features0, features1)]
+    rows, scores, layers = [np.zeros((0, 2), np.int64)], [np.zeros(0, np.float32)], 0
+    for index0, own, index1 in corresponding(*points, first0, first1) if min(map(len, points)) else ():
+        matches = match(_window(features0, index0), _window(features1, index1))
+        kept = matches.indices[:, 0] < own
+        ends = matches.indices[kept].T
+        rows.append(np.stack([index0[ends[0]], index1[ends[1]]], axis=1))
+        scores.append(matches.scores[kept])
+        layers = max(layers, matches.layers_run)
+    indices, probabilities = np.concatenate(rows), np.concatenate(scores)
+    order = np.argsort(-probabilities, kind="stable")
+    _, first = np.unique(indices[order, 1], return_index=True)
+    best = order[np.sort(first)]
+    return replace(Matches.from_indices(indices[best], *points, probabilities[best]), layers_run=layers)
 
 
-def window_features(features: Features, index: np.ndarray) -> Features:
+def _window(features: Features, index: np.ndarray) -> Features:
     """Keypoints as if of an image of their own, so that their positions are in the range of training."""
     chosen = features.select(index)
     points = to_numpy(chosen.keypoints)
@@ -209,28 +189,45 @@ def window_features(features: Features, index: np.ndarray) -> Features:
     return replace(chosen, keypoints=points - low, size=np.maximum(high - low, 1.0) + 1.0)
 
 
-def joined_matches(
-    pairs: list[WindowPair], found: list[Matches], points0: np.ndarray, points1: np.ndarray
-) -> Matches:
-    """The matches of all windows, indexed in the whole images; one per keypoint, the most probable."""
-    rows, scores = [np.zeros((0, 2), np.int64)], [np.zeros(0, np.float32)]
-    for pair, matches in zip(pairs, found, strict=True):
-        own = pair.own[matches.indices[:, 0]]
-        ends = matches.indices[own].T
-        rows.append(np.stack([pair.index0[ends[0]], pair.index1[ends[1]]], axis=1))
-        scores.append(matches.scores[own])
-    indices, probabilities = np.concatenate(rows), np.concatenate(scores)
-    order = np.argsort(-probabilities, kind="stable")
-    _, first = np.unique(indices[order, 1], return_index=True)
-    best = order[np.sort(first)]
-    joined = Matches.from_indices(indices[best], points0, points1, probabilities[best])
-    return replace(joined, layers_run=max((matches.layers_run for matches in found), default=0))
+def corresponding(
+    points0: np.ndarray, points1: np.ndarray, first0: np.ndarray, first1: np.ndarray
+) -> Iterator[tuple[np.ndarray, int, np.ndarray]]:
+    """Windows of image 0 and the corresponding keypoints of image 1.
+
+    A window has a fifth of its side as context on each side, and 2,048 keypoints of either image at most. In
+    image 1 it reaches further by what the first pass may be off: a twentieth of the side and two residuals of
+    the window's map (depth, distortion), up to half of the side.
+
+    Args:
+        points0, points1: (N, 2) and (M, 2) keypoints, stored pixels, best first.
+        first0, first1: (K, 2) verified matches of the first pass.
+
+    Yields:
+        (n,) int64 into points0, how many of these, the first, are matched by this window only, and (m,) into
+        points1.
+    """
+    for own, low, high in _split(points0, np.arange(len(points0))):
+        side = np.maximum(high - low, 1.0)
+        found = _local_map(first0, first1, low, high)
+        if found is None:
+            continue
+        linear, residual = found
+        near = _inside(points0, low - 0.2 * side, high + 0.2 * side)
+        near[own] = False
+        index0 = np.concatenate([own, np.flatnonzero(near)[: max(0, 2048 - len(own))]])
+        # Keypoints of image 1 are mapped to image 0, so that rotated windows are as tight as upright ones.
+        back = np.linalg.inv(np.vstack([linear, [0, 0, 1]]))
+        moved = points1 @ back[:2, :2].T + back[:2, 2]
+        reach = 0.2 * side + np.minimum(0.05 * side + 2 * residual, 0.5 * side)
+        index1 = np.flatnonzero(_inside(moved, low - reach, high + reach))[:2048]
+        if len(index1):
+            yield index0, len(own), index1
 
 
 def _split(points: np.ndarray, index: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Groups of at most `_OWN` points by recursive median splits, each with its bounding box."""
+    """Groups of at most `WINDOW` points by recursive median splits, each with its bounding box."""
     low, high = points[index].min(axis=0), points[index].max(axis=0)
-    if len(index) <= _OWN or np.array_equal(low, high):
+    if len(index) <= WINDOW or np.array_equal(low, high):
         return [(index, low, high)]
     axis = int(np.argmax(high - low))
     order = index[np.argsort(points[index, axis], kind="stable")]
@@ -241,46 +238,40 @@ def _split(points: np.ndarray, index: np.ndarray) -> list[tuple[np.ndarray, np.n
 def _local_map(
     first0: np.ndarray, first1: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> tuple[np.ndarray, float] | None:
-    """The (2, 3) map of a window to image 1, from the matches in and next to it, and its 90th
-    percentile residual in pixels of image 0; None if there are too few."""
+    """The (2, 3) map of a window to image 1, from the matches in and next to it, and its 90th percentile
+    residual in pixels of image 0; None if there are fewer than six. From 12 matches on it is affine, with
+    fewer a similarity."""
     side = np.maximum(high - low, 1.0)
     beyond = np.maximum(np.maximum(low - first0, first0 - high) / side, 0).max(axis=1)
-    near = np.flatnonzero(beyond <= _AROUND)
-    if len(near) < _LEAST:
-        near = np.argsort(beyond, kind="stable")[:_LEAST]
+    near = np.flatnonzero(beyond <= 0.2)
+    if len(near) < 6:
+        near = np.argsort(beyond, kind="stable")[:6]
         near = near[beyond[near] <= 1.0]
-    if len(near) < _LEAST:
+    if len(near) < 6:
         return None
     source, target = first0[near].astype(np.float64), first1[near].astype(np.float64)
     centre, goal = source.mean(axis=0), target.mean(axis=0)
     x, y = (source - centre).T
-    if len(near) >= _AFFINE:
+    if len(near) >= 12:
         solution, _, rank, _ = np.linalg.lstsq(np.stack([x, y], 1), target - goal, rcond=1e-3)
-        linear = solution.T
-        if rank < 2 or abs(np.linalg.det(linear)) < 1e-4:
-            return None
+        linear = solution.T if rank == 2 else np.zeros((2, 2))
     else:
         u, v = (target - goal).T
         weight = max(float((x * x + y * y).sum()), 1e-9)
         a, b = float((x * u + y * v).sum()) / weight, float((x * v - y * u).sum()) / weight
         linear = np.array([[a, -b], [b, a]])
-        if a * a + b * b < 1e-4:
-            return None
+    area = abs(np.linalg.det(linear))
+    if area < 1e-4:
+        return None
     away = np.linalg.norm((source - centre) @ linear.T + goal - target, axis=1)
-    residual = float(np.percentile(away, 90) / np.sqrt(abs(np.linalg.det(linear))))
-    return np.hstack([linear, (goal - linear @ centre)[:, None]]), residual
+    return np.hstack([linear, (goal - linear @ centre)[:, None]]), float(np.percentile(away, 90) / area**0.5)
 
 
 def _inside(points: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return ((points >= low) & (points <= high)).all(axis=1)
 
 
-# --- shared: Keypoints by tiles that do not depend on the pair: for collections, whose pairs share those of
-# an image.
-
-_FIRST = 2048  # keypoints of either image, the strongest ones of each part of it, that are matched first
-_AS_ONE = 4096  # keypoints of either image up to which all are matched with all
-_ORDINARY = 1024  # pixels of the longer side to which the threshold of the first matches refers
+# Collections: keypoints that do not depend on the pair.
 
 
 def by_tiles(pipeline: Pipeline, most: int) -> Pipeline:
@@ -348,35 +339,24 @@ class WindowedMatcher:
 
     def _pair(self, features0: Features, features1: Features) -> Matches:
         sides = (features0, features1)
-        if max(map(len, sides)) <= _AS_ONE:
+        if max(map(len, sides)) <= AS_ONE:
             return self._one(*sides)
-        points = [to_numpy(features.keypoints) for features in sides]
-        chosen = [spread(at, to_numpy(f.scores), _FIRST) for at, f in zip(points, sides, strict=True)]
+        chosen = [spread(to_numpy(f.keypoints), to_numpy(f.scores), FIRST) for f in sides]
         first = self._one(*(f.select(index) for f, index in zip(sides, chosen, strict=True)))
-        scale = max(1.0, max(max(f.image_size) for f in sides) / _ORDINARY)
+        scale = max(1.0, max(max(f.image_size) for f in sides) / 1024)  # to an ordinary size
         estimate = RobustEstimator(EstimationConfig(kind="fundamental"))
         geometry = estimate(first.points0, first.points1, thresholds_scale=scale)
-        if not geometry.verified:
-            ends = first.indices.T
-            indices = np.stack([index[end] for index, end in zip(chosen, ends, strict=True)], axis=1)
-            return replace(first, indices=indices, kept0=len(features0), kept1=len(features1))
-        agree = geometry.inliers
-        pairs = corresponding(*points, first.points0[agree], first.points1[agree])
-        found = [
-            self._one(window_features(features0, pair.index0), window_features(features1, pair.index1))
-            for pair in pairs
-        ]
-        return joined_matches(pairs, found, *points)
+        if geometry.verified:
+            agree = geometry.inliers
+            return match_by_windows(self._one, *sides, first.points0[agree], first.points1[agree])
+        indices = np.stack([i[end] for i, end in zip(chosen, first.indices.T, strict=True)], axis=1)
+        return replace(first, indices=indices, kept0=len(features0), kept1=len(features1))
 
     def _one(self, features0: Features, features1: Features) -> Matches:
         return self.matcher(Features.stack([features0]), Features.stack([features1]))[0]
 
 
-# --- tiled: A pipeline for images of any size: a first pass at an ordinary size, then tiles at full
-# resolution.
-
-MAX_KEYPOINTS = 20_000
-_NEVER_SMALLER = 0.95  # a factor closer to 1 is not worth resizing an image
+# Pairs: a first pass at an ordinary size, then tiles at full resolution.
 
 
 def tiled(pipeline: Pipeline, max_keypoints: int = MAX_KEYPOINTS) -> TiledPipeline:
@@ -444,64 +424,37 @@ class TiledPipeline(Pipeline):
         """
         if options.get("budget_ms") is not None:
             raise UsageError("budget_ms is for one pass at an ordinary size; tiles take the time they need")
-        times = [perf_counter()]
+        begun = perf_counter()
         full = [self._read_full(*given) for given in ((image0, mask0), (image1, mask1))]
-        times.append(perf_counter())
-        small = [self._small(image) for image in full]
+        seconds = {"read": perf_counter() - begun}
+        sizes = [image.pixels.shape[1::-1] for image in full]
+        factors = [resized(size, self.config.extractor.resize)[0][0] / size[0] for size in sizes]
         cameras = {"camera0": camera0, "camera1": camera1}
-        first = super().match(*small, **cameras, **options)
-        times.append(perf_counter())
+        first = super().match(*map(_resized, full, factors), **cameras, **options)
         usable = first.geometry.verified or first.geometry.status == "not_estimated"
         if not usable or not len(first.matches):
             return first
-        found, spent = self._match_tiles(full, first, **cameras)
-        seconds = dict(zip(("read", "first_pass"), np.diff(times).tolist(), strict=True)) | spent
-        seconds["total"] = perf_counter() - times[0]
-        return self.calibrated(replace(first, **found, seconds=seconds, passes=(), first=None))
-
-    def _match_tiles(
-        self, full: list[Image], first: Result, **cameras: Camera | None
-    ) -> tuple[dict[str, Any], dict[str, float]]:
-        """Features, matches and geometry at full resolution, and the seconds of each stage.
-
-        Images become grey in the list `full` as soon as their keypoints are found: two large images in colour
-        beside the pyramids of refinement would be the most memory of all.
-        """
-        times = [perf_counter()]
+        seconds["first_pass"] = (now := perf_counter()) - begun - seconds["read"]
         kept = first.inliers if first.geometry.verified else np.ones(len(first.matches), dtype=bool)
-        ends = first.points0[kept], first.points1[kept]
-        sides = []
+        ends, sides = (first.points0[kept], first.points1[kept]), []
         for side, (factor, near) in enumerate(zip(_common_scale(*ends), ends, strict=True)):
             shown = _resized(full[side], factor)
             sides.append(tiled_features(shown, self.extractor, self.most_keypoints, near))
-            del shown  # with `full`, it holds the colours, which nothing needs from here on
+            # Nothing needs the colours from here on: two large images beside the pyramids of refinement would
+            # be the most memory of all.
+            del shown
             full[side] = replace(full[side], pixels=full[side].grey())
-        times.append(perf_counter())
-        matches = self._match_windows(*sides, *ends)
-        seconds = {"extract": times[1] - times[0], "match": perf_counter() - times[1]}
+        seconds["extract"] = (extracted := perf_counter()) - now
+        matches = match_by_windows(self.match_features, *sides, *ends)
+        seconds["match"] = perf_counter() - extracted
         matches, geometry, spent = self.refined_and_verified(full, *sides, matches, **cameras)
+        seconds |= spent | {"total": perf_counter() - begun}
         found = {"features0": sides[0], "features1": sides[1], "matches": matches, "geometry": geometry}
-        return found, seconds | spent
-
-    def _match_windows(self, features0: Features, features1: Features, *first: np.ndarray) -> Matches:
-        points = [to_numpy(features.keypoints) for features in (features0, features1)]
-        pairs = corresponding(*points, *first) if min(map(len, points)) else []
-        found = [
-            self.match_features(
-                window_features(features0, pair.index0), window_features(features1, pair.index1)
-            )
-            for pair in pairs
-        ]
-        return joined_matches(pairs, found, *points)
+        return self.calibrated(replace(first, **found, seconds=seconds, passes=(), first=None))
 
     def _read_full(self, image: ImageInput, mask: Mask | None) -> Image:
         config = replace(self.config, extractor=self.config.extractor.of_size(None), refine=None)
         return replace(self, config=config).read(image, mask)
-
-    def _small(self, image: Image) -> Image:
-        height, width = image.pixels.shape[:2]
-        (smaller, _), _ = resized((width, height), self.config.extractor.resize)
-        return _resized(image, smaller / width)
 
 
 def _common_scale(points0: np.ndarray, points1: np.ndarray) -> tuple[float, float]:
@@ -511,7 +464,7 @@ def _common_scale(points0: np.ndarray, points1: np.ndarray) -> tuple[float, floa
     ]
     ratio = float(max(spread[1], 1e-9) / max(spread[0], 1e-9))
     factors = min(1.0, ratio), min(1.0, 1 / ratio)
-    return tuple(1.0 if factor > _NEVER_SMALLER else factor for factor in factors)
+    return tuple(1.0 if factor > 0.95 else factor for factor in factors)  # not worth resizing an image
 
 
 def _resized(image: Image, factor: float) -> Image:

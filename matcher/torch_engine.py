@@ -23,7 +23,8 @@ from matcher.parts import LearnedParts, policy_of, refuse_for_grid
 from matcher.processes import keep_freed_memory
 from matcher.result import WeightsSource
 from matcher.types import Extractor
-from matcher.weights.published import fill_extractor, load_weights
+from matcher.weights.files import load_model
+from matcher.weights.published import fill_extractor, find_weights
 
 
 def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:
@@ -138,5 +139,5 @@ def devices(name: str) -> list[str]:
 
 def _trained(config: PipelineConfig, options: Mapping[str, Any]) -> tuple[MatchingNetwork, WeightsSource]:
     """The trained network: its architecture from the weights file, its policy from the preset and options."""
-    network, digest, name = load_weights(options.get("weights") or config.weights)
+    network, digest, name = load_model(find_weights(options.get("weights") or config.weights))
     return network.with_policy(policy_of(config, options)), WeightsSource(name, digest)

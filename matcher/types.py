@@ -1,4 +1,4 @@
-"""One image as front ends take it."""
+"""The nouns: `Image`, `Features`, `Matches`, `TwoViewGeometry`, and the parts that a pipeline is made of."""
 
 from __future__ import annotations
 
@@ -41,9 +41,6 @@ from matcher.geometry import (
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-
-# --- image: One image as front ends take it.
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -133,7 +130,7 @@ class Image:
         return f"Image({', '.join(parts)}{'' if self.path is None else f', {str(self.path)!r}'})"
 
 
-# --- features: Keypoints and descriptors of an image or of a padded batch of images.
+# Keypoints and descriptors of an image or of a padded batch of images.
 
 RAW_SIFT = (
     "these are raw SIFT descriptors, but matchers of SIFT take RootSIFT: build the features by "
@@ -430,7 +427,7 @@ class Features:
         return items[0].with_valid(**columns)
 
 
-# --- matches: Matches of a pair and the geometry that they agree with; NumPy, K matches.
+# Matches of a pair and the geometry that they agree with; NumPy, K matches.
 
 UNMATCHED = -1  # in place of a partner's index, and for keypoints without a match
 MATCHED = 0  # among the fates of keypoints, beside UNMATCHED and n > 0: pruned after layer n
@@ -693,7 +690,7 @@ def best_first(matches: Matches, geometry: TwoViewGeometry) -> tuple[Matches, Tw
     return matches.select(order), geometry.reordered(order)
 
 
-# --- protocols: What a pipeline is made of: an extractor, a matcher and an estimator.
+# What a pipeline is made of: an extractor, a matcher and an estimator.
 
 
 class Extractor(Protocol):
@@ -733,7 +730,7 @@ class Estimator(Protocol):
         """Estimate robustly; bad points give a status, never an error."""
 
 
-# --- feature_pairs: What a program gives as pairs of features, checked before they are stacked.
+# What a program gives as pairs of features, checked before they are stacked.
 
 
 def checked_pairs(pairs: Any) -> Sequence[tuple[Features, Features]]:
@@ -745,16 +742,14 @@ def checked_pairs(pairs: Any) -> Sequence[tuple[Features, Features]]:
     if not isinstance(pairs, (list, tuple)):
         raise UsageError(f"pairs must be a list of pairs of Features, not {type(pairs).__name__}")
     for number, pair in enumerate(pairs):
-        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            what = f"{len(pair)} of them" if isinstance(pair, (list, tuple)) else type(pair).__name__
-            raise UsageError(f"pairs[{number}] must be two Features, not {what}")
-        for features in pair:
-            if not isinstance(features, Features):
-                raise UsageError(f"pairs[{number}] must be two Features, not {type(features).__name__}")
-            if features.keypoints.ndim != 2:
-                raise UsageError(
-                    "features of one image each are needed, keypoints (N, 2); take a batch apart by unstack()"
-                )
+        given = pair if isinstance(pair, (list, tuple)) else [pair]
+        if len(given) != 2 or not all(isinstance(features, Features) for features in given):
+            kinds = " and ".join(type(each).__name__ for each in given) or "nothing"
+            raise UsageError(f"pairs[{number}] must be two Features, not {kinds}")
+        if any(features.keypoints.ndim != 2 for features in pair):
+            raise UsageError(
+                "features of one image each are needed, keypoints (N, 2); take a batch apart by unstack()"
+            )
     return pairs
 
 
@@ -770,9 +765,6 @@ def one_for_each(found: Any, kind: type, count: int, role: str, part: object) ->
         name = type(part).__name__
         raise UsageError(f"the {role} {name} must return a list with one {kind.__name__} for every {what}")
     return listed
-
-
-# --- strongest: The keypoints that the front end scored highest.
 
 
 def strongest_rows(features: Features, count: int) -> np.ndarray:

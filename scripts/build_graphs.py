@@ -10,7 +10,8 @@ from matcher.config import ExtractorConfig
 from matcher.export_onnx import front_end_graph, network_graphs, trained_front_end
 from matcher.onnx_engine import GRAPHS, graph_key
 from matcher.presets import PRESETS
-from matcher.weights.published import load_weights
+from matcher.weights.files import load_model
+from matcher.weights.published import find_weights
 
 NETWORKS = ("hybrid-learned", "hybrid")
 
@@ -31,7 +32,7 @@ def main(names: list[str]) -> None:
         if name == "learned":
             write(name, front_end_graph(*trained_front_end(ExtractorConfig(kind=name))))
         else:
-            network = load_weights(name)[0].with_policy(PRESETS[name].matcher.policy)
+            network = load_model(find_weights(name))[0].with_policy(PRESETS[name].matcher.policy)
             write(name, network_graphs(network), network=graph_key(network.config))
 
 

@@ -16,7 +16,6 @@ import numpy as np
 
 import matcher
 from matcher.cameras import as_camera
-from matcher.config import RefineConfig
 from matcher.explain.explain import explain, nearest_keypoint, network_of
 from matcher.files import write_whole
 from matcher.refine import fit_affine_maps
@@ -87,7 +86,7 @@ def draw_refinement(args: argparse.Namespace) -> None:
     after = load(args).refine(args.image0, args.image1, before.matches)
     refinement = after.refinement
     points0, points1 = before.points0.astype(float), before.points1.astype(float)
-    maps, known = fit_affine_maps(points0, points1, RefineConfig().neighbours)
+    maps, known = fit_affine_maps(points0, points1)
     possible = refinement.accepted & known & before.geometry.inliers
     if np.count_nonzero(possible) < SHOWN:
         raise SystemExit(f"fewer than {SHOWN} matches were refined: {refinement.counts()}")

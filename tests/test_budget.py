@@ -1,12 +1,14 @@
-"""A time budget for a pair: more time buys more, what is left out is said, and costs are measured once."""
+"""A time budget for a pair or a frame: more time buys more, what is left out is said."""
 
 from dataclasses import replace
 
+import cv2
 import numpy as np
 import pytest
 
 import matcher
-from matcher.budget import Choice, FrameCosts, StageCosts, plan
+from matcher.budget import PACE, Choice, FrameCosts, StageCosts, plan, updated_pace
+from matcher.sequence.tracker import FrameExtractor, for_neighbours
 
 
 @pytest.fixture
@@ -14,14 +16,14 @@ def network(small_weights) -> matcher.Pipeline:
     return matcher.load("hybrid", weights=small_weights, max_keypoints=600, device="cpu", precision="float32")
 
 
-def known(pipeline: matcher.Pipeline, quicker=()) -> matcher.Pipeline:
+def known(pipeline: matcher.Pipeline, quicker=None) -> matcher.Pipeline:
     """The pipeline on a machine of known speed."""
     costs = StageCosts(
         extract=lambda pixels: 20e-6 * pixels,
         match=lambda points, layers: max(1, layers) * points / 50,
         refine=lambda matches: matches / 20,
         verify=lambda matches: matches / 100,
-        other=lambda pixels: 100.0,
+        other=100.0,
         quicker=quicker,
     )
     estimator = replace(pipeline.estimator, pose_samples=2000)
@@ -63,7 +65,7 @@ def test_stages_are_left_out_before_keypoints_are_few_and_images_small(views):
 def test_small_budgets_verify_less_thoroughly(network, views):
     quick = replace(network.estimator, adjusted=False)
     images = [network.read(view) for view in views]
-    slow = known(network, quicker=((quick, lambda matches: 0.1),))
+    slow = known(network, quicker=(quick, lambda matches: 0.1))
     narrow, _, choice = plan(slow, images, 10.0, 1.0)
     assert narrow.estimator is quick and choice.without[0] == "thorough verification"
     wide, _, choice = plan(slow, images, 1000.0, 1.0)
@@ -81,15 +83,14 @@ def test_further_passes_follow_while_there_is_time(network, views):
 
 def test_real_costs_are_measured_once_and_the_result_tells_the_choice(network, views):
     result = network.match(*views, budget_ms=5000.0)
-    before = dict(network.costs)
+    costs = next(each for each in network.costs.values() if isinstance(each, StageCosts))
     again = network.match(*views, budget_ms=40.0)
-    assert {key for key in network.costs if key[0] != "pace"} == {key for key in before if key[0] != "pace"}
+    assert costs is next(each for each in network.costs.values() if isinstance(each, StageCosts))
     assert result.budget.fits and result.budget.max_keypoints == 600
     assert again.budget.max_keypoints * again.budget.layers < 600 * 3
     assert len(again.features0) <= again.budget.max_keypoints + 1
     assert str(result.budget) in result.summary()
     assert result.to_dict()["budget"]["budget_ms"] == 5000.0 and network.match(*views).budget is None
-    costs = next(each for each in network.costs.values() if isinstance(each, StageCosts))
     assert 0 < costs.extract(20_000) <= costs.extract(200_000)
     assert 0 < costs.match(100, 2) <= costs.match(600, 2) and costs.match(600, 2) < costs.match(600, 3)
 
@@ -98,11 +99,13 @@ def test_plans_learn_from_how_long_pairs_took(network, views):
     pipeline = known(network)
     first = pipeline.match(*views, budget_ms=1e6)
     assert first.budget.pace == 1 and first.budget.took_ms == pytest.approx(1000 * first.seconds["total"])
-    pace = next(each for key, each in pipeline.costs.items() if key[0] == "pace")
-    for _ in range(20):
-        pace.add(400.0, predicted=100.0)
+    pace = 1.0
+    for _ in range(30):
+        pace = updated_pace(pace, 400.0, 100.0)
+    assert pace == pytest.approx(4.0, rel=0.01) and updated_pace(pace, 10.0, 100.0) > 3.5
+    pipeline.costs[PACE] = pace
     slower = pipeline.match(*views, budget_ms=300.0).budget
-    assert slower.pace == pytest.approx(4.0) and "4.0 times as slow" in str(slower)
+    assert slower.pace == pace and "4.0 times as slow" in str(slower)
     assert slower.max_keypoints * slower.layers < 600 * 3
 
 
@@ -112,22 +115,12 @@ def test_poses_fit_a_budget_too(small_weights, views):
     assert result.geometry.kind == "essential" and result.budget.fits
 
 
-@pytest.mark.parametrize("preset", ["nearest", "hybrid-learned"])
-@pytest.mark.parametrize("shape", [(600, 800), (20, 31), (1, 1)])
+@pytest.mark.parametrize(("preset", "shape"), [("nearest", (1, 1)), ("hybrid-learned", (600, 800))])
 def test_costs_are_measured_on_noise_where_an_image_is_dark_or_tiny(preset, shape):
     pipeline = matcher.load(preset, further_passes=False, max_keypoints=500)
     dark = np.zeros(shape, np.uint8)
     result = pipeline.match(dark, dark, budget_ms=5000.0)
     assert len(result.matches) == 0 and result.budget.fits
-
-
-def test_frames_keep_their_budget_when_the_machine_is_busy(network, views):
-    costs = FrameCosts(network, network.read(views[0]))
-    choice = costs.choose(2000.0)
-    assert choice.fits and costs.rest(choice, 1.0, 1.0) is choice
-    late = costs.rest(choice, 1500.0, 1500.0)
-    assert late.max_keypoints * max(1, late.layers) < choice.max_keypoints * choice.layers
-    assert late.resize == choice.resize
 
 
 def test_an_extractor_of_ones_own_gets_its_strongest_keypoints(views):
@@ -143,19 +136,57 @@ def test_an_extractor_of_ones_own_gets_its_strongest_keypoints(views):
     assert result.features0.scores.min() == 1600 - result.budget.max_keypoints
 
 
-def test_what_is_left_out_is_said_in_words():
+def test_what_cannot_be_a_budget_is_refused_and_what_is_left_out_is_said(network, views):
+    for value in (0.0, -5.0, float("nan"), float("inf")):
+        with pytest.raises(matcher.UsageError, match="budget_ms"):
+            network.match(*views, budget_ms=value)
     choice = Choice(100.0, 512, 6, 640, 80.0, True, ("a", "b", "c"))
     assert "without a, b and c," in str(choice) and "without" not in str(replace(choice, without=()))
 
 
-@pytest.mark.parametrize("value", [0.0, -5.0, float("nan"), float("inf")])
-def test_budgets_that_are_none_are_refused(network, views, value):
-    with pytest.raises(matcher.UsageError, match="budget_ms"):
-        network.match(*views, budget_ms=value)
+# Sequences.
 
 
-def test_a_sequence_says_what_it_chose_at_its_first_frame(views):
-    tracker = matcher.Tracker("nearest", budget_ms=2000.0, max_keypoints=300)
-    for view in views:
-        result = tracker.push(view)
-    assert tracker.choice.budget_ms == 2000.0 and tracker.choice.fits and len(result.keypoints) <= 301
+def test_neighbours_get_half_of_the_layers_and_strangers_all(network):
+    near = for_neighbours(network).matcher.model
+    assert (len(near.layers), near.config.assignment.max_iterations) == (2, 10)
+    assert len(matcher.Tracker(network).pipeline.matcher.model.layers) == 3
+    nearest = matcher.load("nearest")
+    assert for_neighbours(nearest).matcher is nearest.matcher
+
+
+def test_a_sequence_says_what_it_chose_at_the_first_frame(network, views):
+    picture = cv2.resize(cv2.imread(str(views[0])), (320, 240))
+    tracker = matcher.Tracker(network, budget_ms=60_000)
+    assert tracker.push(np.zeros_like(picture)).status == "blank" and tracker.choice is None
+    first = tracker.push(picture)
+    assert tracker.choice.budget_ms == 60_000 and tracker.choice.fits
+    assert len(first.keypoints) <= tracker.choice.max_keypoints
+    again = tracker.push(picture)
+    assert again.status == "tracked" and np.isin(again.track_ids, first.track_ids).mean() > 0.9
+    least = matcher.Tracker(network, budget_ms=0.01)
+    least.push(picture)
+    assert not least.choice.fits and least.choice.max_keypoints < tracker.choice.max_keypoints
+
+
+def test_frames_keep_their_budget_when_the_machine_is_busy(network, views):
+    costs = FrameCosts(network, network.read(views[0]))
+    choice = costs.choose(2000.0)
+    assert choice.fits and costs.rest(choice, 1.0, 1.0) is choice
+    late = costs.rest(choice, 1500.0, 1500.0)
+    assert late.max_keypoints * max(1, late.layers) < choice.max_keypoints * choice.layers
+    assert late.resize == choice.resize
+    extractor = FrameExtractor(network, budget_ms=60_000)
+    features = extractor.extract(extractor.read([views[0]]))
+    planned = extractor.choice
+    extractor.took(1.0)  # the first one also measures
+    assert extractor.within_budget(features, {"extract": 0.001, "total": 0.001}) is features
+    fewer = extractor.within_budget(features, {"extract": 59_000.0, "total": 59_900.0})
+    assert len(fewer[0]) < len(features[0])
+    for _ in range(12):
+        extractor.took(2000 * planned.predicted_ms)
+    assert extractor.choice.pace > planned.pace
+    assert extractor.choice.max_keypoints <= planned.max_keypoints
+    for _ in range(200):
+        extractor.took(0.1)
+    assert extractor.choice.pace < 1.2 and extractor.choice.max_keypoints == planned.max_keypoints

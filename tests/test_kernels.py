@@ -115,7 +115,7 @@ def both(monkeypatch, kernel: str, windows: Windows, side: int = 15):
     found = []
     for switch in (kernel, "0"):
         monkeypatch.setenv(SWITCH, switch)
-        found.append(fit_windows(windows, Grid.of(side), np.zeros((len(windows.affine0), 6)), 2))
+        found.append(fit_windows(windows, Grid.of(side), np.zeros((len(windows.affine0), 6))))
     return found
 
 
@@ -157,7 +157,7 @@ def test_impossible_windows_do_no_harm(kernel) -> None:
     image = pyramid(np.full((20, 30), 7.0))
     affine = np.tile(np.array([[5.0, 1, 0], [5.0, 0, 1]]), (5, 1, 1))
     affine[1, :, 0], affine[2, :, 0], affine[3, :, 1:] = np.nan, 1e12, 0
-    found = fit_windows(Windows(image, image, affine, affine, np.ones(5)), Grid.of(15), np.zeros((5, 6)), 2)
+    found = fit_windows(Windows(image, image, affine, affine, np.ones(5)), Grid.of(15), np.zeros((5, 6)))
     assert (found.contrast < 1).all() and found.visible[2] == 0
 
 
@@ -169,19 +169,19 @@ def test_threads_and_neighbours_do_not_change_a_bit(kernel) -> None:
     try:
         for number in (1, 2):
             torch.set_num_threads(number)
-            found.append((*fit_windows(windows, Grid.of(15), prior, 2), attend(q, k, v).float().numpy()))
+            found.append((*fit_windows(windows, Grid.of(15), prior), attend(q, k, v).float().numpy()))
     finally:
         torch.set_num_threads(threads)
     assert all(np.array_equal(one, two) for one, two in zip(*found, strict=True))
-    part = fit_windows(windows.select(slice(40, 90)), Grid.of(15), prior[40:90], 2)
+    part = fit_windows(windows.select(slice(40, 90)), Grid.of(15), prior[40:90])
     assert all(np.array_equal(one[40:90], some) for one, some in zip(found[0], part, strict=False))
 
 
 def test_a_fit_by_numpy_does_not_depend_on_others() -> None:
     windows = textured()
-    together = fit_windows(windows, Grid.of(15), np.zeros((len(windows.affine0), 6)), 2)
+    together = fit_windows(windows, Grid.of(15), np.zeros((len(windows.affine0), 6)))
     for k in range(40, 90):
-        alone = fit_windows(windows.select(slice(k, k + 1)), Grid.of(15), np.zeros((1, 6)), 2)
+        alone = fit_windows(windows.select(slice(k, k + 1)), Grid.of(15), np.zeros((1, 6)))
         np.testing.assert_allclose(alone.change[0], together.change[k], atol=1e-4)
 
 

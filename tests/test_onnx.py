@@ -17,7 +17,7 @@ from real_pairs import fifty_pairs
 import matcher
 from matcher.cli import main
 from matcher.config import ExtractorConfig
-from matcher.errors import IntegrityError, MatcherError, UsageError
+from matcher.errors import IntegrityError, UsageError
 from matcher.images import read_image
 from matcher.presets import PRESETS
 from matcher.torch_engine import build_extractor
@@ -177,16 +177,16 @@ def test_weights_that_do_not_fit_their_configuration_are_named():
         OnnxMatcher(config, arrays, PRESETS["hybrid-learned"].matcher.policy)
 
 
-@pytest.mark.parametrize("suffix", [".onnx", ".safetensors", ".pt"])
+@pytest.mark.parametrize(
+    ("engine", "suffix"), [("onnx", ".onnx"), ("onnx", ".safetensors"), ("torch", ".pt")]
+)
 @pytest.mark.parametrize("argument", ["weights", "frontend_weights"])
-@pytest.mark.parametrize("engine", ["onnx", "torch"])
 def test_a_graph_of_somebody_is_no_weights_file(tmp_path, suffix, argument, engine):
     path = tmp_path / f"mine{suffix}"
     path.write_bytes((GRAPHS / "learned" / "front_end.onnx").read_bytes())
-    with pytest.raises(MatcherError, match="mine") as caught:
+    with pytest.raises((IntegrityError, UsageError), match="mine"):
         pipe = matcher.load("hybrid-learned", engine=engine, device="cpu", **{argument: path})
         pipe.extract(np.zeros((64, 64), np.uint8))  # a front end is read when it is needed
-    assert isinstance(caught.value, IntegrityError | UsageError)
 
 
 def without_torch(code: str, folder: Path) -> subprocess.CompletedProcess:
@@ -277,9 +277,7 @@ def test_real_pairs_match_as_in_torch(engines, monkeypatch, capsys):
         ("nearest-learned", ["--weights", "absent.safetensors"], "weights has no effect"),
         ("hybrid", ["--frontend-weights", "absent.safetensors"], "frontend_weights has no effect"),
         ("hybrid", ["--opencv", "640x480"], "not hybrid"),
-        ("hybrid", ["--colmap"], "not hybrid"),
         ("hybrid-learned", ["--opencv", "100x64"], "multiples of 32"),
-        ("hybrid-learned", ["--opencv", "large"], "640x480"),
         ("hybrid-learned", ["--opencv", "640x480", "--colmap"], "give one of them"),
     ],
 )

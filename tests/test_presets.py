@@ -27,11 +27,6 @@ def test_names_and_default():
         find_preset("hybird")
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_survives_plain_dictionaries(name):
-    assert from_dict(PipelineConfig, to_dict(PRESETS[name])) == PRESETS[name]
-
-
 def test_options_land_in_their_places():
     options = {
         "max_keypoints": 512,
@@ -67,17 +62,12 @@ def test_numbers_and_names_in_the_forms_that_people_hold():
 def test_none_means_the_presets_own_value():
     nothing = dict.fromkeys(LoadOptions.__annotations__)
     for config in PRESETS.values():
-        assert configure(config, nothing) == config
+        assert configure(config, nothing) == config == from_dict(PipelineConfig, to_dict(config))
 
 
 def test_nearest_has_a_ratio_and_a_threshold_of_its_score():
     config = configure(PRESETS["nearest"], {"ratio": 0.75, "match_threshold": 0.3})
-    assert config.matcher == NearestConfig(ratio=0.75, match_threshold=0.3)
-    assert configure(PRESETS["nearest"], {"match_threshold": 0.3}).matcher.ratio == 0.8
-    assert depth(config) == 0
-
-
-def test_the_ratio_is_refused_where_there_is_a_network_and_out_of_range():
+    assert config.matcher == NearestConfig(ratio=0.75, match_threshold=0.3) and depth(config) == 0
     with pytest.raises(UsageError, match="ratio is for the presets without a network"):
         configure(PRESETS["hybrid"], {"ratio": 0.8})
     for ratio in (0.0, 1.1, "0.8", True, float("nan")):
@@ -89,12 +79,9 @@ def test_the_ratio_is_refused_where_there_is_a_network_and_out_of_range():
     ("options", "message"),
     [
         ({"max_keypoint": 5}, r"did you mean 'max_keypoints'\? Known: weights, .*max_pixels"),
-        ({"zzz": 5}, "unknown option 'zzz'. Known: weights"),
         ({"max_keypoints": 0}, "at least 1"),
-        ({"max_keypoints": "many"}, "whole number"),
         ({"resize": True}, "whole number"),
         ({"match_threshold": 1.5}, "from 0 to 1"),
-        ({"match_threshold": float("nan")}, "from 0 to 1"),
         ({"early_exit": "yes"}, "early_exit"),
         ({"geometry": "affine"}, "fundamental, homography, essential, none"),
         ({"geometry": "homograpy"}, "^geometry: .*did you mean 'homography'"),

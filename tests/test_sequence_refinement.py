@@ -11,7 +11,6 @@ from rendered_texture import SIZE, Texture
 import matcher
 from matcher.config import ExtractorConfig, NearestConfig, PipelineConfig
 from matcher.extract.sift import SiftExtractor
-from matcher.sequence.linking import KeyframeRule
 
 FRAMES = 9
 
@@ -95,15 +94,6 @@ def test_only_points_that_the_keyframe_shows_are_moved(frames):
     assert not moved[~linked].any()
     assert moved[linked].mean() > 0.9
     assert np.abs(last.keypoints - plain[-1].keypoints).max() < 4
-
-
-def test_images_of_old_keyframes_take_little_memory(frames):
-    tracker = matcher.Tracker(pipeline(), rule=KeyframeRule(kept=1.1))
-    for frame in frames[:4]:
-        tracker.push(frame)
-    assert tracker.keyframes == (0, 1, 2, 3)
-    kept = [keyframe.pyramid.pyramid for keyframe in tracker._map.keyframes]
-    assert [pyramid.in_memory for pyramid in kept] == [False, False, True, True]
 
 
 def test_features_that_the_front_end_returned_are_not_changed(frames):

@@ -89,7 +89,7 @@ def test_keynets_network_looks_at_the_shapes_of_its_patches(tmp_path, pictures):
         pipeline.match_features(replace(first, affine_frames=None), second)
 
 
-@pytest.mark.parametrize("kind", ["disk", "xfeat", "superpoint-open", "keynet"])
+@pytest.mark.parametrize("kind", ["disk", "superpoint-open", "keynet"])
 def test_any_front_end_goes_with_nearest(kind, tmp_path, pictures):
     """By an option of the preset, and put together in Python."""
     path = front_end_file(kind, tmp_path)

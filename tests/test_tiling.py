@@ -1,4 +1,4 @@
-"""Images of any size: tiles leave no seams, keypoints are spread, windows correspond."""
+"""Images of any size: tiles leave no seams, windows correspond, collections share keypoints."""
 
 import json
 import weakref
@@ -7,30 +7,46 @@ import cv2
 import numpy as np
 import PIL.Image
 import pytest
-from tiled_scene import HOMOGRAPHY, make_small, textured
 
 import matcher
-from matcher import tiling as tiled
-from matcher import tiling as windows
+from matcher import tiling
 from matcher.cli import main
+from matcher.errors import UsageError
 from matcher.geometry import warp_points
 from matcher.images import read_image
-from matcher.tiling import spread, tiled_features
+from matcher.tiling import WindowedMatcher, by_tiles, corresponding, spread, tiled_features
+
+HOMOGRAPHY = np.array([[0.93, 0.12, 40.0], [-0.1, 0.95, 60], [2e-5, -1e-5, 1]])
 
 
 @pytest.fixture(scope="module")
 def scene() -> np.ndarray:
-    return textured()
+    """600 x 480 pixels of texture at several sizes."""
+    rng = np.random.default_rng(8)
+    layers = [rng.integers(0, 255, (480 // k, 600 // k)).astype(np.float32) for k in (4, 10, 40)]
+    layers = [cv2.resize(layer, (600, 480), interpolation=cv2.INTER_CUBIC) for layer in layers]
+    return np.clip(sum(layers) / 3, 0, 255).astype(np.uint8)
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
-    make_small(monkeypatch)
+def moved(scene) -> np.ndarray:
+    return cv2.warpPerspective(scene, HOMOGRAPHY, (600, 480))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Tiles and windows so small that an ordinary image has many."""
+    for name, value in (("TILE", 160), ("WINDOW", 150), ("AS_ONE", 600), ("FIRST", 400)):
+        monkeypatch.setattr(tiling, name, value)
 
 
 @pytest.fixture
 def pipeline():
     return matcher.load("nearest", geometry="homography", max_keypoints=300, resize=320)
+
+
+def errors(points0, points1) -> np.ndarray:
+    return np.linalg.norm(warp_points(points0.astype(float), HOMOGRAPHY) - points1, axis=1)
 
 
 def test_a_quota_keeps_keypoints_spread(rng):
@@ -44,7 +60,7 @@ def test_a_quota_keeps_keypoints_spread(rng):
     assert np.array_equal(spread(points, scores, 5000), np.argsort(-scores, kind="stable"))
 
 
-def test_tiles_have_no_seams(scene, small_tiles):
+def test_tiles_have_no_seams(scene, small):
     extractor = matcher.load("nearest", max_keypoints=5000).extractor
     image = matcher.Image(scene, size=(600, 480))
     whole, parts = extractor([image])[0], tiled_features(image, extractor, 5000)
@@ -52,23 +68,20 @@ def test_tiles_have_no_seams(scene, small_tiles):
     ours, theirs = parts.keypoints.numpy(), whole.keypoints.numpy()
     nearest = np.array([np.linalg.norm(ours - point, axis=1).min() for point in theirs[:2500:5]])
     assert np.mean(nearest < 0.5) > 0.97
-    assert (np.diff(parts.scores.numpy()) <= 0).all()
     seam = np.abs(ours[:, 0] - 299.5) < 6
     assert 0.5 < seam.mean() / (np.abs(theirs[:, 0] - 299.5) < 6).mean() < 2
 
 
-def test_tiles_of_a_turned_and_resized_file_are_in_its_pixels(scene, small_tiles, tmp_path):
+def test_tiles_of_a_turned_and_resized_file_are_in_its_pixels(scene, small, tmp_path):
     exif = PIL.Image.Exif()
     exif[0x0112] = 6
-    path = tmp_path / "turned.png"
-    PIL.Image.fromarray(scene).save(path, exif=exif)
+    PIL.Image.fromarray(scene).save(tmp_path / "turned.png", exif=exif)
     extractor = matcher.load("nearest", max_keypoints=3000).extractor
-    image = read_image(path, resize=480)
+    image = read_image(tmp_path / "turned.png", resize=480)
     whole, parts = extractor([image])[0], tiled_features(image, extractor, 3000)
     assert parts.size.tolist() == [600, 480] and parts.scale.tolist() == whole.scale.tolist()
     theirs, ours = whole.keypoints.numpy(), parts.keypoints.numpy()
-    found = 0
-    strongest = range(0, len(theirs) // 2, 5)  # a quota chooses others of the weak ones
+    found, strongest = 0, range(0, len(theirs) // 2, 5)  # a quota chooses others of the weak ones
     for index in strongest:
         near = np.flatnonzero(np.linalg.norm(ours - theirs[index], axis=1) < 0.5)
         turn = parts.orientations.numpy()[near] - whole.orientations.numpy()[index]
@@ -77,62 +90,63 @@ def test_tiles_of_a_turned_and_resized_file_are_in_its_pixels(scene, small_tiles
     assert found > 0.95 * len(strongest)
 
 
-def test_matches_are_many_exact_and_verified(scene, small_tiles, pipeline):
-    moved = cv2.warpPerspective(scene, HOMOGRAPHY, (600, 480))
+def test_matches_are_many_exact_and_verified(scene, moved, small, pipeline):
     mask = np.ones(scene.shape, np.uint8)
     mask[:, :150] = 0
     first = pipeline.match(scene, moved)
     result = matcher.tiled(pipeline, 2000).match(scene, moved, mask0=mask)
     assert len(result.features0) <= 2000 and len(result.matches) > 3 * len(first.matches)
     assert result.features0.keypoints[:, 0].min() > 148
-    error = np.linalg.norm(warp_points(result.points0.astype(float), HOMOGRAPHY) - result.points1, axis=1)
+    error = errors(result.points0, result.points1)
     assert np.median(error) < 0.3 and np.mean(error < 3) > 0.95
     assert result.geometry.status == "ok" and len(result.inliers) == len(result.matches)
-    for side, points in enumerate((result.points0, result.points1)):
+    for side in (0, 1):
         assert len(np.unique(result.matches.indices[:, side])) == len(result.matches), "each at most once"
-        keypoints = (result.features0, result.features1)[side].keypoints.numpy()
-        away = np.linalg.norm(keypoints[result.matches.indices[:, side]] - points, axis=1)
-        assert away.max() == 0 if side == 0 else np.median(away) < 0.5, "refinement moves those of image 1"
     assert {"read", "first_pass", "extract", "match", "refine", "verify", "total"} == set(result.seconds)
 
 
-def test_colours_are_freed_before_matches_are_refined(scene, small_tiles, pipeline, tmp_path, monkeypatch):
+def test_colours_are_freed_before_matches_are_refined(scene, small, pipeline, tmp_path, monkeypatch):
     for name in ("a.png", "b.png"):
         PIL.Image.fromarray(np.dstack([scene] * 3)).save(tmp_path / name)
     colours, left = [], []
-    read, refine = tiled.TiledPipeline._read_full, tiled.TiledPipeline.refine
+    read, refine = tiling.TiledPipeline.read, tiling.TiledPipeline.refine
 
     def reading(self, *given):
         image = read(self, *given)
-        assert image.pixels.ndim == 3
-        colours.append(weakref.ref(image.pixels if image.pixels.base is None else image.pixels.base))
+        if image.pixels.ndim == 3:
+            colours.append(weakref.ref(image.pixels if image.pixels.base is None else image.pixels.base))
         return image
 
     def refining(self, image0, image1, matches):
         if image0.pixels.shape == scene.shape:  # not in the first pass
-            left.append([colour() is not None for colour in colours])
+            left.append([colour() is not None for colour in colours[:2]])
         return refine(self, image0, image1, matches)
 
-    monkeypatch.setattr(tiled.TiledPipeline, "_read_full", reading)
-    monkeypatch.setattr(tiled.TiledPipeline, "refine", refining)
+    monkeypatch.setattr(tiling.TiledPipeline, "read", reading)
+    monkeypatch.setattr(tiling.TiledPipeline, "refine", refining)
     result = matcher.tiled(pipeline, 2000).match(tmp_path / "a.png", tmp_path / "b.png")
     assert left == [[False, False]] and result.matches.refinement is not None
 
 
-def test_the_image_with_more_detail_is_made_smaller(scene, small_tiles, pipeline):
+def test_the_image_with_more_detail_is_made_smaller(scene, small, pipeline):
     part = cv2.resize(scene[100:340, 150:450], None, fx=2, fy=2, interpolation=cv2.INTER_CUBIC)
     result = matcher.tiled(pipeline, 2000).match(part, scene)
     assert np.allclose(result.features0.scale, 0.5, atol=0.03) and result.features1.scale.tolist() == [1, 1]
     true = (result.points0.astype(float) + 0.5) / 2 - 0.5 + [150, 100]
     assert np.median(np.linalg.norm(true - result.points1, axis=1)) < 0.5
-    inside = result.features1.keypoints.numpy()
-    assert inside[:, 0].min() >= 0 and result.features1.size.tolist() == [600, 480]
+    assert result.features1.size.tolist() == [600, 480]
 
 
-def test_without_a_first_match_its_result_is_returned(scene, small_tiles, pipeline, rng):
-    noise = rng.integers(0, 255, (500, 500), dtype=np.uint8)
+def test_without_a_first_geometry_its_matches_are_all(scene, small, pipeline, rng):
+    noise = rng.integers(0, 255, (480, 600), dtype=np.uint8)
     result = matcher.tiled(pipeline).match(scene, noise)
     assert result.geometry.status != "ok" and len(result.features0) <= 300
+    shared = by_tiles(pipeline, 2000)
+    sides = [shared.extract(each) for each in (scene, noise)]
+    found = shared.match_features(*sides)
+    assert (found.kept0, found.kept1) == tuple(map(len, sides))
+    for side, points in enumerate((found.points0, found.points1)):
+        np.testing.assert_array_equal(sides[side].keypoints.numpy()[found.indices[:, side]], points)
 
 
 def test_windows_hold_what_the_first_pass_says_corresponds(rng):
@@ -140,27 +154,69 @@ def test_windows_hold_what_the_first_pass_says_corresponds(rng):
     turned = np.array([[0.0, -0.5, 3000], [0.5, 0, 100], [0, 0, 1]])
     points1 = warp_points(points0, turned)
     first0 = rng.uniform(0, 4000, (400, 2))
-    pairs = windows.corresponding(points0, points1, first0, warp_points(first0, turned))
-    own = np.concatenate([pair.index0[pair.own] for pair in pairs])
+    windows = list(corresponding(points0, points1, first0, warp_points(first0, turned)))
+    own = np.concatenate([index0[:count] for index0, count, _ in windows])
     assert len(own) == len(np.unique(own)) == 6000, "each keypoint has one window"
-    for pair in pairs:
-        assert np.isin(pair.index0[pair.own], pair.index1).all(), "its partner is in the other window"
-        assert max(len(pair.index0), len(pair.index1)) <= 2048 and pair.own.sum() <= 750
+    for index0, count, index1 in windows:
+        assert np.isin(index0[:count], index1).all(), "its partner is in the other window"
+        assert max(len(index0), len(index1)) <= 2048 and count <= 750
+
+
+def test_windows_bound_what_is_matched_with_what(scene, moved, small, pipeline):
+    shared, seen = by_tiles(pipeline, 2000), []
+    features = [shared.extract(each) for each in (scene, moved)]
+    assert all(1200 < len(each) <= 2000 for each in features) and features[0].scale.tolist() == [1, 1]
+
+    def counting(features0, features1):
+        seen.append((len(features0), len(features1)))
+        return pipeline.matcher(features0, features1)
+
+    found = WindowedMatcher(counting)(*(matcher.Features.stack([each]) for each in features))[0]
+    assert seen[0] == (400, 400) and len(seen) > 8
+    assert max(max(pair) for pair in seen) < 1000 < min(map(len, features))
+    assert len(found) > 600 and np.mean(errors(found.points0, found.points1) < 3) > 0.95
+    few = [pipeline.extract(scene), pipeline.extract(scene[:, 40:])]
+    ours, theirs = (each.match_features(*few) for each in (shared, pipeline))
+    np.testing.assert_array_equal(ours.indices, theirs.indices)
+
+
+def test_commands_find_keypoints_by_tiles(scene, moved, small, tmp_path, rng, capfd):
+    """In a pair, and in a collection, which the same command continues."""
+    photos, run = tmp_path / "photos", tmp_path / "run"
+    photos.mkdir()
+    noise = rng.integers(0, 255, (480, 600), dtype=np.uint8)
+    for name, pixels in (("a", scene), ("b", moved), ("c", noise)):
+        PIL.Image.fromarray(pixels).save(photos / f"{name}.png")
+    options = ["--preset", "nearest", "--geometry", "homography", "--tiles", "--max-keypoints", "2000"]
+    assert main(["match", *(str(photos / name) for name in ("a.png", "b.png")), *options, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert 1200 < found["keypoints0"] <= 2000 and found["geometry"]["status"] == "ok"
+    command = ["collection", str(photos), "--run", str(run), "--workers", "0", *options]
+    assert main(command) == 0
+    pairs = {(pair.name0, pair.name1): pair for pair in matcher.Collection.reopen(run, workers=0)}
+    pair = pairs["a.png", "b.png"]
+    assert np.mean(errors(pair.matches.points0, pair.matches.points1) < 3) > 0.95
+    assert len(pair.matches) > 600 and pairs["a.png", "c.png"].geometry.status != "ok"
+    assert main(command) == 0, "the same command continues it"
+    assert main(command[:-2]) == 2, "20000 keypoints are another run"
+    assert "20000" in capfd.readouterr().err
+    for given in (("--resize", "800"), ("--max-keypoints", "0")):
+        assert main([*command[:3], str(tmp_path / "other"), "--preset", "nearest", "--tiles", *given]) == 2
+    assert not (tmp_path / "other").exists()
 
 
 def test_what_cannot_be_tiled_is_refused(pipeline):
-    with pytest.raises(matcher.UsageError, match="at least 1"):
-        matcher.tiled(pipeline, 0)
-    grid = matcher.Pipeline(config=matcher.presets.find_preset("loftr-outdoor"))
-    with pytest.raises(matcher.UsageError, match="cells of a grid"):
-        tiled.tiled(grid)
+    for number in (0, -1, float("nan"), 1.5, "many", None):
+        with pytest.raises(UsageError, match="max_keypoints"):
+            matcher.tiled(pipeline, number)
+    with pytest.raises(UsageError, match="at least 1"):
+        by_tiles(pipeline, True)
+    with pytest.raises(UsageError, match="cells of a grid"):
+        matcher.tiled(matcher.Pipeline(config=matcher.presets.find_preset("loftr-outdoor")))
 
 
-def test_the_command_finds_keypoints_by_tiles(scene, small_tiles, tmp_path, capfd):
-    paths = tmp_path / "a.png", tmp_path / "b.png"
-    PIL.Image.fromarray(scene).save(paths[0])
-    PIL.Image.fromarray(np.ascontiguousarray(scene[30:, 40:])).save(paths[1])
-    options = "--preset nearest --tiles --max-keypoints 2200 --resize 300 --json"
-    assert main(["match", *map(str, paths), *options.split()]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert 2048 < found["keypoints0"] <= 2200 and found["geometry"]["status"] == "ok"
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3000), (7, 1025)])
+def test_tiles_of_pictures_that_are_hardly_any(shape):
+    image = np.random.default_rng(1).integers(0, 255, shape, dtype=np.uint8)
+    result = matcher.tiled(matcher.load("nearest", max_keypoints=50), 100).match(image, image)
+    assert result.geometry.status != "ok" or len(result.matches) > 0

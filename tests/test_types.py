@@ -27,20 +27,11 @@ def arrays(count: int = 6, dim: int = 8, seed: int = 0) -> dict[str, np.ndarray]
 
 
 def assert_same(first: Features, second: Features) -> None:
-    for name in (
-        "keypoints",
-        "descriptors",
-        "scores",
-        "size",
-        "scales",
-        "orientations",
-        "mask",
-        "exif_orientation",
-    ):
-        a, b = getattr(first, name), getattr(second, name)
-        assert (a is None) == (b is None), name
-        assert a is None or a.equal(b), name
     assert first.kind == second.kind
+    ours, theirs = first.numpy(), second.numpy()
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[name])
 
 
 def test_numpy_and_torch_input_are_the_same() -> None:
@@ -63,97 +54,61 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda x: x.astype(np.float64),
-        lambda x: x.astype(x.dtype.newbyteorder(">")),
         lambda x: x.astype(">f8"),
         lambda x: np.asfortranarray(x),
         lambda x: np.repeat(x, 2, axis=0)[::2],
         lambda x: x[::-1].copy()[::-1],
         lambda x: x.tolist(),
     ],
-    ids=["float64", "big endian", "big endian 8", "Fortran", "strided", "reversed", "lists"],
 )
 def test_any_layout_of_numbers_is_taken(change) -> None:
     values = arrays()
     changed = {k: change(v) if v.dtype != bool else v for k, v in values.items()}
-    features, expected = Features(**changed), Features(**values)
-    assert features.keypoints.dtype == torch.float32
+    features, expected = Features(**changed).numpy(), Features(**values).numpy()
+    assert features["keypoints"].dtype == np.float32
     for name in values:
-        torch.testing.assert_close(
-            getattr(features, name), getattr(expected, name), check_dtype=False, rtol=1e-6, atol=0
-        )
+        np.testing.assert_allclose(features[name], expected[name], rtol=1e-6, atol=0)
 
 
-def test_read_only_arrays_are_copied() -> None:
+def test_read_only_arrays_are_copied_and_descriptors_become_floats() -> None:
     values = arrays()
     for value in values.values():
         value.flags.writeable = False
     features = Features(**values)  # torch would warn of tensors on memory that may not be written
     features.keypoints[0, 0] = -7
     assert values["keypoints"][0, 0] != -7
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.uint16, np.uint64, np.float16, bool])
-def test_number_types_of_descriptors(dtype) -> None:
-    values = arrays() | {"descriptors": np.ones((6, 8), dtype)}
-    features = Features(**values)
-    assert features.descriptors.is_floating_point()
-    assert features.descriptors.eq(1).all()
+    for dtype in (np.uint8, np.uint64, np.float16, bool):
+        features = Features(**(arrays() | {"descriptors": np.ones((6, 8), dtype)}))
+        assert features.descriptors.is_floating_point() and features.descriptors.eq(1).all()
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("keypoints", np.zeros((6, 3))),
-        ("keypoints", np.zeros(6)),
         ("keypoints", np.zeros(())),
-        ("keypoints", np.zeros((5, 2))),
         ("descriptors", np.zeros((5, 8))),
-        ("descriptors", np.zeros(6)),
         ("descriptors", np.zeros((1, 6, 8))),
-        ("scores", np.zeros(5)),
+        ("descriptors", np.zeros((6, 8), complex)),
         ("scores", np.zeros((6, 1))),
-        ("scales", np.zeros(7)),
+        ("scores", ["a"] * 6),
+        ("scores", np.zeros(6, np.longdouble)),
         ("orientations", np.zeros((6, 2))),
         ("mask", np.ones(5, bool)),
-        ("size", np.ones(3)),
         ("size", np.ones((6, 2))),
+        ("size", (0, 80)),
+        ("exif_orientation", 9),
         ("exif_orientation", np.ones(1)),
+        ("scale", (1, 0)),
+        ("keypoints", np.full((6, 2), np.nan)),
+        ("descriptors", np.full((6, 8), np.inf)),
+        ("size", (np.nan, 80)),
     ],
 )
-def test_wrong_shapes_are_refused(name: str, value: np.ndarray) -> None:
-    with pytest.raises(UsageError, match=r"Features\.\w+ must be \("):
+def test_impossible_values_are_refused(name: str, value) -> None:
+    with pytest.raises(UsageError, match=rf"Features.*{name}"):
         Features(**(arrays() | {name: value}))
-
-
-@pytest.mark.parametrize("name", ["keypoints", "descriptors", "scores", "size", "scales", "orientations"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_values_that_are_not_finite_are_refused(name: str, bad: float) -> None:
-    values = arrays()
-    values[name].flat[0] = bad
-    with pytest.raises(UsageError, match=rf"Features\.{name} .*not finite"):
-        Features(**values)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("size", (0, 80), "size"),
-        ("size", (100, -1), "size"),
-        ("exif_orientation", 0, "exif_orientation"),
-        ("exif_orientation", 9, "exif_orientation"),
-        ("scores", ["a"] * 6, "scores must hold numbers"),
-        ("descriptors", np.zeros((6, 8), complex), "descriptors must hold numbers"),
-        ("scores", np.zeros(6, np.longdouble), "scores must hold numbers of at most 64 bits"),
-    ],
-)
-def test_impossible_values_are_refused(name: str, value, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        Features(**(arrays() | {name: value}))
-
-
-def test_size_is_never_guessed() -> None:
-    with pytest.raises(UsageError, match="size"):
+    with pytest.raises(UsageError, match="size"):  # it is never guessed
         Features(np.zeros((3, 2)), np.zeros((3, 4)))
 
 
@@ -176,21 +131,14 @@ def test_stack_keeps_holes_in_a_mask_and_unstack_drops_them() -> None:
     assert_same(batch.unstack()[0], features.select(torch.from_numpy(mask)))
 
 
-def test_stack_of_optional_columns() -> None:
+def test_stack_of_optional_columns_and_what_does_not_belong_together() -> None:
     full, bare = Features(**arrays()), Features(**{k: v for k, v in arrays().items() if k != "scales"})
     batch = Features.stack([full, bare])
-    assert batch.scales is None
-    assert batch.orientations is not None
-
-
-def test_stack_refuses_what_does_not_belong_together() -> None:
-    sift, other = Features(**arrays(), kind="sift"), Features(**arrays(), kind="other")
-    with pytest.raises(UsageError, match=r"other \(8-d\), sift \(8-d\)"):
-        Features.stack([sift, other])
-    with pytest.raises(UsageError, match=r"sift \(4-d\), sift \(8-d\)"):
-        Features.stack([sift, Features(**arrays(dim=4), kind="sift")])
-    with pytest.raises(UsageError, match="no image"):
-        Features.stack([])
+    assert batch.scales is None and batch.orientations is not None
+    sift = Features(**arrays(), kind="sift")
+    for items in ([sift, full], [sift, Features(**arrays(dim=4), kind="sift")], []):
+        with pytest.raises(UsageError):
+            Features.stack(items)
 
 
 def test_select_takes_points_and_keeps_the_image() -> None:
@@ -201,11 +149,6 @@ def test_select_takes_points_and_keeps_the_image() -> None:
     assert (chosen.size.tolist(), int(chosen.exif_orientation), chosen.kind) == ([100, 80], 6, "sift")
     flags = features.keypoints[:, 0] > features.keypoints[:, 0].median()
     assert features.select(flags).keypoints.equal(features.keypoints[flags])
-
-
-def test_to_keeps_values() -> None:
-    features = Features(**arrays())
-    assert_same(features.to("cpu"), features)
 
 
 def test_exit_codes_of_errors() -> None:
@@ -225,8 +168,6 @@ def test_scale_and_view() -> None:
     assert batch.view_orientation.tolist() == [6, 3]
     assert batch.scale.tolist() == [[0.5, 0.25]] * 2
     assert Features.stack([features, features]).view_orientation is None
-    with pytest.raises(UsageError, match="scale must be positive"):
-        Features(**arrays(), scale=(1, 0))
 
 
 @pytest.mark.parametrize("orientation", [1, 6])

@@ -95,63 +95,44 @@ def test_a_shipped_name_is_checked_and_loaded(shelf):
     assert model.config.context.dim == 48
 
 
-@pytest.mark.parametrize("position", [0, 9, 2000, -1])
-def test_one_flipped_bit_of_a_shipped_file_is_noticed(shelf, position):
+def test_a_damaged_shipped_file_is_noticed(shelf):
     path = shelf / "small.safetensors"
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
-    for check in (lambda: load_model("small", shelf), lambda: verify(read_manifest(shelf)["small"], shelf)):
-        with pytest.raises(IntegrityError, match=r"small\.safetensors is damaged") as caught:
-            check()
-        assert caught.value.exit_code == 5
-
-
-def test_files_that_are_cut_gone_or_unknown(shelf):
-    path = shelf / "small.safetensors"
-    for weights, words in (("large", "small"), (shelf / "gone.safetensors", "is absent"), (shelf, "read")):
-        with pytest.raises(IntegrityError, match=words):
+    data = path.read_bytes()
+    flipped = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in (0, 9, 2000)]
+    for damaged in (*flipped, data[:-10], None):
+        path.unlink() if damaged is None else path.write_bytes(damaged)
+        for check in (load_model, lambda name, folder: verify(read_manifest(folder)[name], folder)):
+            with pytest.raises(IntegrityError, match=r"small\.safetensors is (damaged|absent)") as caught:
+                check("small", shelf)
+            assert caught.value.exit_code == 5
+    for weights in ("large", shelf / "gone.safetensors", shelf):
+        with pytest.raises(IntegrityError):
             load_model(weights, shelf)
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(IntegrityError, match=r"small\.safetensors is damaged"):
-        load_model("small", shelf)
-    path.unlink()
-    with pytest.raises(IntegrityError, match=r"small\.safetensors is absent"):
-        load_model("small", shelf)
-
-
-@pytest.mark.parametrize("share", [0.0, 1e-4, 0.01, 0.5, 0.999])
-def test_a_file_cut_anywhere_is_refused(small_weights, share):
-    data = small_weights.read_bytes()
-    small_weights.write_bytes(data[: int(len(data) * share)])
-    with pytest.raises(IntegrityError, match=r"small\.safetensors"):
-        load_model(small_weights)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"hello\n", "cut short"),
+        (b"", "cut short"),
         (b"<!DOCTYPE html><html><body>404 Not Found</body></html>" * 9, "not a safetensors file"),
-        (b"\xff" * 4096, "not a safetensors file"),
         (b"PK\x03\x04" + b"\0" * 400, "pickle"),
         (b"\x80\x02}q\x00." * 40, "pickle"),
         (save({"a": torch.zeros(3)}), "no configuration"),
         (save({"a": torch.zeros(3)}, metadata={"config": "{"}), "configuration that cannot be used"),
         (save({"a": torch.zeros(3)}, metadata={"config": '{"depth": 3}'}), "unknown key depth"),
         (save({"a": torch.zeros(3)}, metadata={"config": '{"context": {"dim": 7}}'}), "no network can have"),
-        (
-            save({"a": torch.zeros(3)}, metadata={"config": '{"position": {"inputs": []}}'}),
-            r"position\.inputs",
-        ),
     ],
 )
-def test_other_files_are_refused(tmp_path, content, message):
+def test_other_files_are_refused(tmp_path, small_weights, content, message):
     path = tmp_path / "m.safetensors"
     path.write_bytes(content)
-    with pytest.raises(IntegrityError, match=message) as caught:
+    with pytest.raises(IntegrityError, match=rf"m\.safetensors .*{message}"):
         load_model(path)
-    assert str(path) in str(caught.value)
+    whole = small_weights.read_bytes()
+    for share in (1e-4, 0.01, 0.5, 0.999):
+        path.write_bytes(whole[: int(len(whole) * share)])
+        with pytest.raises(IntegrityError, match=r"m\.safetensors"):
+            load_model(path)
 
 
 def test_wrong_tensors_are_listed(small_model, tmp_path):
@@ -176,10 +157,8 @@ def test_wrong_tensors_are_listed(small_model, tmp_path):
     "text",
     [
         "[[weights]",
-        '[[weights]]\nname = "x"',
         ROW.replace("small.safe", "../small.safe").format(digest="0", size=1),
         'weights = "x"',
-        "\0",
     ],
 )
 def test_a_damaged_or_absent_manifest_is_refused(tmp_path, text):

@@ -88,7 +88,7 @@ def refine_tracks(
     def refine(step: _Step) -> Matches:
         order = slice(None, None, -1 if step.reverse else 1)
         columns = nodes[step.pair][:, order].T
-        maps, known = fit_affine_maps(*(points[column] for column in columns), config.neighbours)
+        maps, known = fit_affine_maps(*(points[column] for column in columns))
         given = (maps[step.rows], known[step.rows])
         return refine_matches(*map(read, ends[step.pair][order]), found.matches(step), config, given)
 

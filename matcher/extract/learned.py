@@ -400,7 +400,7 @@ def _points_of(
     network: FeatureNetwork, logits: Tensor, maps: list[Tensor], image: Image, config: ExtractorConfig
 ) -> Found:
     """The best points of one image, refined and described."""
-    chosen = candidates(logits, config.nms_radius, config.border)[0]
+    chosen = candidates(logits, config.nms_radius, BORDER)[0]
     chosen &= logits[0] > _log_odds(config.score_threshold)
     allowed = mask_of(image, logits.device)
     if allowed is not None:
@@ -423,7 +423,7 @@ FRONT_ENDS = {
     "learned": FrontEnd(
         _build,
         None,
-        {"score_threshold": SCORE_THRESHOLD, "nms_radius": NMS_RADIUS, "border": BORDER},
+        {"score_threshold": SCORE_THRESHOLD, "nms_radius": NMS_RADIUS},
         _find_together,
     )
 }

@@ -131,14 +131,14 @@ def _find(network: SuperPoint, image: Image, config: ExtractorConfig) -> Found:
     maps, descriptors = network(padded(pixels, CELL))
     scores = maps[0, :height, :width]
     keep = suppress(scores, config.nms_radius) & (scores > config.score_threshold)
-    y, x = (keep & inner_pixels(scores, config.border)).nonzero().T
+    y, x = (keep & inner_pixels(scores, 4)).nonzero().T
     points, scores = torch.stack([x, y], dim=-1).float(), scores[y, x]
     index = strongest(points, scores, image, config.max_keypoints)
     points = points[index]
     return Found(points, scores[index], network.describe(descriptors, points))
 
 
-_PUBLISHED = {"score_threshold": 0.005, "nms_radius": 4, "border": 4}
+_PUBLISHED = {"score_threshold": 0.005, "nms_radius": 4}
 FRONT_ENDS = {
     "superpoint": FrontEnd(_build, _find, _PUBLISHED),
     "superpoint-open": FrontEnd(_build, _find, _PUBLISHED),

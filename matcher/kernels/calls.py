@@ -62,7 +62,7 @@ class WindowView(NamedTuple):
 
 
 class FitSettings(ctypes.Structure):
-    """Constants of the fit, as they are named in `matcher.refine`."""
+    """Numbers of the fit; `matcher.refine.fit_settings` says what they are."""
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("side", "first_steps", "steps", "reweighings")),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
-from matcher.budget import BUDGETS, Choice, FrameCosts, Pace, at_pace, limited, strongest
+from matcher.budget import BUDGETS, Choice, FrameCosts, limited, strongest, updated_pace
 from matcher.cameras import Camera, as_camera
 from matcher.config import GRID_KIND
 from matcher.errors import ImageError, UsageError, check_number
@@ -120,7 +120,7 @@ class FrameExtractor:
         self._budget_ms = budget_ms
         self._costs: FrameCosts | None = None  # of the pipeline as it came
         self._planned: Choice | None = None
-        self._pace, self._new = Pace(), False
+        self._pace, self._new = 1.0, False
         # Whether a first frame with keypoints has settled size and budget.
         self._decided = budget_ms is None and pipeline.config.extractor.soft_resize is None
 
@@ -181,12 +181,13 @@ class FrameExtractor:
         if self.choice is None or self._new:
             self._new = False  # a first frame also measures, and those of a new size select kernels
             return
-        self._pace.add(milliseconds, predicted=self.choice.predicted_ms / self.choice.pace)
-        if self._pace.differs_from(self._planned.pace):
+        predicted = self.choice.predicted_ms / self.choice.pace
+        self._pace = updated_pace(self._pace, milliseconds, predicted)
+        if abs(self._pace - self._planned.pace) > 0.1 * self._planned.pace:
             self._plan()
 
     def _plan(self) -> None:
-        self._planned = at_pace(self._costs.choose, self._budget_ms, self._pace.value)
+        self._planned = self._costs.choose(self._budget_ms, self._pace)
         self._use(self._planned)
         self._new = True
 

@@ -1,7 +1,6 @@
 """Published checkpoints into weights files of ours, strictly and without running any code in them.
 
-A checkpoint is read to tensors by name, the layout that knows most of the names is chosen, and its table says
-which of them make each parameter of ours.
+A checkpoint is read to tensors by name, and the layout that knows most of the names says what they are here.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -167,271 +166,208 @@ def fast_heads_merged(channels: int, heads: int) -> Tensor:
     return torch.arange(channels).view(-1, heads).t().flatten()
 
 
-# Tables: which tensors of a published checkpoint are which parameter of ours, one for each layout in use.
+# Layouts: what published tensors are called here, one for each naming in use.
 
-_LEAF = r"(?:\.(?:weight|bias|running_mean|running_var|num_batches_tracked))?"
 COUNTER = "num_batches_tracked"  # of batch norms: older files lack it, and nothing reads it
+Rename = tuple[str, str | Callable[[re.Match], str]]
 
 
-class TensorRule(NamedTuple):
-    """One line of a table: a module, or a lone parameter, of ours and what makes it.
+class CheckpointLayout(NamedTuple):
+    """How one implementation names and orders the parameters of a system.
 
-    Weights, biases and running statistics follow their module. `{n}` is a number of ours; in theirs `{even}`
-    is 2n, `{odd}` 2n + 1, `{first}` 3n and `{second}` 3n + 1.
+    Renames are regular expressions, all applied in turn. `name#0`, `name#1` … are parts of one parameter, one
+    below the other; `name#0=` must repeat part 0.
     """
-
-    ours: str
-    theirs: str  # names joined by " + " when several tensors, one below the other, are one of ours
-    rows: Order | None = None  # order of the output channels
-    columns: Order | None = None  # order of a weight's input channels
-    copy: str = ""  # a tensor that must repeat the first of `theirs`
-
-    def source(self, ours: str) -> TensorSource | None:
-        """What makes the parameter `ours`; None if this line is not about it."""
-        pattern = re.escape(self.ours).replace(re.escape("{n}"), "(?P<n>[0-9]+)")
-        match = re.fullmatch(f"{pattern}(?P<leaf>{_LEAF})", ours)
-        if match is None:
-            return None
-        n, leaf = int(match.groupdict().get("n", 0)), match["leaf"]
-        numbers = {"n": n, "even": 2 * n, "odd": 2 * n + 1, "first": 3 * n, "second": 3 * n + 1}
-        names = tuple(part.format(**numbers) + leaf for part in self.theirs.split(" + "))
-        copy = self.copy.format(**numbers) + leaf if self.copy else ""
-        return TensorSource(names, copy, self.rows, self.columns)
-
-
-class TensorSource(NamedTuple):
-    """Which tensors of theirs, one below the other, make a parameter of ours."""
-
-    names: tuple[str, ...]
-    copy: str = ""
-    rows: Order | None = None
-    columns: Order | None = None
-
-
-@dataclass(frozen=True)
-class CheckpointLayout:
-    """How one implementation names and orders the parameters of a system."""
 
     system: str
     name: str
-    rules: tuple[TensorRule, ...]
-    renames: tuple[tuple[str, str], ...] = ()  # regular expressions that make newer names old ones
+    renames: tuple[Rename, ...]
+    orders: tuple[tuple[str, Order | None, Order | None], ...] = ()  # place in the name, of rows, of columns
     ignored: str = r"(?!)"  # names of what is in the files and no parameter of the network; none by default
 
-    def tidy(self, name: str) -> str:
-        """A name of theirs as the table has it."""
+    def ours(self, name: str) -> str:
+        """Our name for a tensor of theirs; their own where no rename fits."""
         for pattern, replacement in self.renames:
             name = re.sub(pattern, replacement, name)
         return name
 
     def coverage(self, names: Iterable[str]) -> int:
-        """How many of these names the table knows."""
-        known = [part for rule in self.rules for part in (*rule.theirs.split(" + "), rule.copy) if part]
-        parts = [re.sub(r"\\{\w+\\}", "[0-9]+", re.escape(part)) + _LEAF for part in known]
-        pattern = re.compile("|".join(f"(?:{part})" for part in parts))
-        return sum(pattern.fullmatch(self.tidy(name)) is not None for name in names)
-
-    def find(self, ours: str) -> TensorSource:
-        """What makes a parameter of ours; a tensor of the same name when no line knows it."""
-        found = (rule.source(ours) for rule in self.rules)
-        return next((source for source in found if source is not None), TensorSource((ours,)))
+        """How many of these names it knows."""
+        return sum(self.ours(name) != name for name in names)
 
 
-def _rules(*rows: tuple[Any, ...] | TensorRule) -> tuple[TensorRule, ...]:
-    """Lines of a table; one with `[block]` stands for two, of self- and of cross-attention, whose layers are
-    the even and the odd ones where the line says `[layer]`."""
-    made = []
-    for rule in (TensorRule(*row) for row in rows):
-        blocks = (("self", "{even}"), ("cross", "{odd}")) if "[block]" in rule.ours else (("", ""),)
-        for block, layer in blocks:
-            texts = (
-                text.replace("[block]", block).replace("[layer]", layer) for text in (rule.ours, rule.theirs)
-            )
-            made.append(TensorRule(*texts, rule.rows, rule.columns, rule.copy))
-    return tuple(made)
+def _alternating(match: re.Match) -> str:
+    """Of a layer whose even ones attend within an image, and odd ones across."""
+    number = int(match["layer"])
+    return f"layers.{number // 2}.{'cross' if number % 2 else 'self'}_block"
 
 
-def _joined(template: str, *parts: str) -> str:
-    return " + ".join(template.format(part) for part in parts)
-
-
-_OF_BLOCK = "layers.{n}.[block]_block."
-
-
-def _of_lightglue() -> Iterator[CheckpointLayout]:
-    """Of LightGlue."""
+def _lightglue() -> Iterator[CheckpointLayout]:
     yield CheckpointLayout(
         "LightGlue",
         "as cvg/LightGlue and kornia have it",
-        _rules(
-            ("project", "input_proj"),
-            ("position.frequencies", "posenc.Wr"),
-            ("layers.{n}.self_block.attention.qkv", "self_attn.{n}.Wqkv", interleaved_rotary),
-            ("layers.{n}.self_block.attention.out", "self_attn.{n}.out_proj"),
-            ("layers.{n}.cross_block.attention.qkv", "cross_attn.{n}.to_qk + cross_attn.{n}.to_v"),
-            ("layers.{n}.cross_block.attention.out", "cross_attn.{n}.to_out"),
-            (f"{_OF_BLOCK}ffn.widen", "[block]_attn.{n}.ffn.0"),
-            (f"{_OF_BLOCK}ffn.norm", "[block]_attn.{n}.ffn.1"),
-            (f"{_OF_BLOCK}ffn.narrow", "[block]_attn.{n}.ffn.3"),
-            ("heads.{n}.projection", "log_assignment.{n}.final_proj"),
-            ("heads.{n}.matchability", "log_assignment.{n}.matchability"),
-            ("confidence.{n}", "token_confidence.{n}.token.0"),
+        (
+            # The released files have the old names; glue-factory and kornia save the new ones.
+            (r"^transformers\.(\d+)\.(self|cross)_attn", r"\2_attn.\1"),
+            (r"^(self|cross)_attn\.(\d+)", r"layers.\2.\1_block"),
+            (r"(?<=_block\.)Wqkv", "attention.qkv"),
+            (r"(?<=_block\.)to_qk", "attention.qkv#0"),
+            (r"(?<=_block\.)to_v", "attention.qkv#1"),
+            (r"(?<=_block\.)(out_proj|to_out)", "attention.out"),
+            (r"(?<=_block\.)ffn\.0", "ffn.widen"),
+            (r"(?<=_block\.)ffn\.1", "ffn.norm"),
+            (r"(?<=_block\.)ffn\.3", "ffn.narrow"),
+            (r"^log_assignment\.(\d+)\.final_proj", r"heads.\1.projection"),
+            (r"^log_assignment\.(\d+)\.matchability", r"heads.\1.matchability"),
+            (r"^token_confidence\.(\d+)\.token\.0", r"confidence.\1"),
+            (r"^input_proj\b", "project"),
+            (r"^posenc\.Wr", "position.frequencies"),
         ),
-        # The released files have the old names; glue-factory and kornia save the new ones.
-        renames=((r"^transformers\.([0-9]+)\.(self|cross)_attn\.", r"\2_attn.\1."),),
+        (("self_block.attention.qkv", interleaved_rotary, None),),
         # log_assignment.N.r: scalars of 1 in disk_lightglue.pth that no published code reads.
-        ignored=r"confidence_thresholds|extractor\..*|log_assignment\.[0-9]+\.r",
+        r"confidence_thresholds|extractor\..*|log_assignment\.[0-9]+\.r",
     )
     yield CheckpointLayout(
         "LightGlue",
         "as transformers has it",
-        _rules(
-            ("project", "input_projection"),
-            ("position.frequencies", "positional_encoder.projector"),
-            (
-                "layers.{n}.self_block.attention.qkv",
-                _joined("transformer_layers.{{n}}.self_attention.{}", "q_proj", "k_proj", "v_proj"),
-                stacked_rotary,
-            ),
-            TensorRule(
-                "layers.{n}.cross_block.attention.qkv",
-                _joined("transformer_layers.{{n}}.cross_attention.{}", "q_proj", "v_proj"),
-                copy="transformer_layers.{n}.cross_attention.k_proj",
-            ),
-            (f"{_OF_BLOCK}attention.out", "transformer_layers.{n}.[block]_attention.o_proj"),
-            (f"{_OF_BLOCK}ffn.widen", "transformer_layers.{n}.[block]_mlp.fc1"),
-            (f"{_OF_BLOCK}ffn.norm", "transformer_layers.{n}.[block]_mlp.layer_norm"),
-            (f"{_OF_BLOCK}ffn.narrow", "transformer_layers.{n}.[block]_mlp.fc2"),
-            ("heads.{n}.projection", "match_assignment_layers.{n}.final_projection"),
-            ("heads.{n}.matchability", "match_assignment_layers.{n}.matchability"),
-            ("confidence.{n}", "token_confidence.{n}.token"),
+        (
+            (r"^transformer_layers\.(\d+)\.(self|cross)_(attention|mlp)", r"layers.\1.\2_block"),
+            (r"(?<=self_block\.)([qkv])_proj", lambda m: f"attention.qkv#{'qkv'.index(m[1])}"),
+            (r"(?<=cross_block\.)q_proj", "attention.qkv#0"),
+            (r"(?<=cross_block\.)k_proj", "attention.qkv#0="),
+            (r"(?<=cross_block\.)v_proj", "attention.qkv#1"),
+            (r"(?<=_block\.)o_proj", "attention.out"),
+            (r"(?<=_block\.)fc1", "ffn.widen"),
+            (r"(?<=_block\.)layer_norm", "ffn.norm"),
+            (r"(?<=_block\.)fc2", "ffn.narrow"),
+            (r"^match_assignment_layers\.(\d+)\.final_projection", r"heads.\1.projection"),
+            (r"^match_assignment_layers\.(\d+)\.matchability", r"heads.\1.matchability"),
+            (r"^token_confidence\.(\d+)\.token", r"confidence.\1"),
+            (r"^input_projection", "project"),
+            (r"^positional_encoder\.projector", "position.frequencies"),
         ),
-        ignored=r"keypoint_detector\..*",
+        (("self_block.attention.qkv", stacked_rotary, None),),
+        r"keypoint_detector\..*",
     )
 
 
-def _of_superglue() -> Iterator[CheckpointLayout]:
-    """Of SuperGlue."""
+def _superglue() -> Iterator[CheckpointLayout]:
+    def encoder(match: re.Match) -> str:
+        """Of a linear map, a norm and a function by turns."""
+        number = int(match[1])
+        part = ("linear", "norm", "function")[number % 3]
+        return "position.out" if number == 12 else f"position.hidden.{number // 3}.{part}"
+
     yield CheckpointLayout(
         "SuperGlue",
         "as magicleap/SuperGluePretrainedNetwork has it",
-        _rules(
-            ("position.hidden.{n}.linear", "kenc.encoder.{first}"),
-            ("position.hidden.{n}.norm", "kenc.encoder.{second}"),
-            ("position.out", "kenc.encoder.12"),
-            (
-                f"{_OF_BLOCK}attention.qkv",
-                _joined("gnn.layers.[layer].attn.proj.{}", "0", "1", "2"),
-                fast_heads,
-            ),
-            (f"{_OF_BLOCK}attention.out", "gnn.layers.[layer].attn.merge", None, fast_heads_merged),
-            (f"{_OF_BLOCK}ffn.widen", "gnn.layers.[layer].mlp.0"),
-            (f"{_OF_BLOCK}ffn.norm", "gnn.layers.[layer].mlp.1"),
-            (f"{_OF_BLOCK}ffn.narrow", "gnn.layers.[layer].mlp.3"),
-            ("heads.0.projection", "final_proj"),
-            ("heads.0.dustbin", "bin_score"),
+        (
+            (r"^gnn\.layers\.(?P<layer>\d{1,3})", _alternating),
+            (r"(?<=_block\.)attn\.proj\.", "attention.qkv#"),
+            (r"(?<=_block\.)attn\.merge", "attention.out"),
+            (r"(?<=_block\.)mlp\.0", "ffn.widen"),
+            (r"(?<=_block\.)mlp\.1", "ffn.norm"),
+            (r"(?<=_block\.)mlp\.3", "ffn.narrow"),
+            (r"^kenc\.encoder\.(\d{1,3})", encoder),
+            (r"^final_proj\b", "heads.0.projection"),
+            (r"^bin_score", "heads.0.dustbin"),
         ),
+        (("attention.qkv", fast_heads, None), ("attention.out", None, fast_heads_merged)),
     )
     yield CheckpointLayout(
         "SuperGlue",
         "as transformers has it",
-        _rules(
-            ("position.hidden.{n}.linear", "keypoint_encoder.encoder.{n}.linear"),
-            ("position.hidden.{n}.norm", "keypoint_encoder.encoder.{n}.batch_norm"),
-            ("position.out", "keypoint_encoder.encoder.4"),
-            (
-                f"{_OF_BLOCK}attention.qkv",
-                _joined("gnn.layers.[layer].attention.self.{}", "query", "key", "value"),
-            ),
-            (f"{_OF_BLOCK}attention.out", "gnn.layers.[layer].attention.output.dense"),
-            (f"{_OF_BLOCK}ffn.widen", "gnn.layers.[layer].mlp.0.linear"),
-            (f"{_OF_BLOCK}ffn.norm", "gnn.layers.[layer].mlp.0.batch_norm"),
-            (f"{_OF_BLOCK}ffn.narrow", "gnn.layers.[layer].mlp.1"),
-            ("heads.0.projection", "final_projection.final_proj"),
-            ("heads.0.dustbin", "bin_score"),
+        (
+            (r"^gnn\.layers\.(?P<layer>\d{1,3})", _alternating),
+            (r"(?<=_block\.)attention\.self\.query", "attention.qkv#0"),
+            (r"(?<=_block\.)attention\.self\.key", "attention.qkv#1"),
+            (r"(?<=_block\.)attention\.self\.value", "attention.qkv#2"),
+            (r"(?<=_block\.)attention\.output\.dense", "attention.out"),
+            (r"(?<=_block\.)mlp\.0\.linear", "ffn.widen"),
+            (r"(?<=_block\.)mlp\.0\.batch_norm", "ffn.norm"),
+            (r"(?<=_block\.)mlp\.1", "ffn.narrow"),
+            (r"^keypoint_encoder\.encoder\.4\b", "position.out"),
+            (r"^keypoint_encoder\.encoder\.(\d+)\.linear", r"position.hidden.\1.linear"),
+            (r"^keypoint_encoder\.encoder\.(\d+)\.batch_norm", r"position.hidden.\1.norm"),
+            (r"^final_projection\.final_proj", "heads.0.projection"),
+            (r"^bin_score", "heads.0.dustbin"),
         ),
         ignored=r"keypoint_detector\..*",
     )
 
 
-def _loftr_layers(ours: str, theirs: str) -> tuple[tuple[Any, ...], ...]:
-    """Of the coarse or the fine stage."""
-    ours, theirs = f"{ours}{_OF_BLOCK}", f"{theirs}.layers.[layer]."
-    return (
-        (f"{ours}attention.qkv", _joined(f"{theirs}{{}}", "q_proj", "k_proj", "v_proj")),
-        (f"{ours}attention.out", f"{theirs}merge"),
-        (f"{ours}message_norm", f"{theirs}norm1"),
-        (f"{ours}ffn.widen", f"{theirs}mlp.0"),
-        (f"{ours}ffn.narrow", f"{theirs}mlp.2"),
-        (f"{ours}ffn.output_norm", f"{theirs}norm2"),
-    )
-
-
-def _loftr_backbone() -> Iterable[tuple[str, str]]:
-    for stage in range(3):
-        theirs = f"backbone.layer{stage + 1}"
-        for part, conv, norm in (
-            ("first", "conv1", "bn1"),
-            ("second", "conv2", "bn2"),
-            ("skip", "downsample.0", "downsample.1"),
-        ):
-            ours = f"backbone.stages.{stage}.{{n}}.{part}"
-            yield f"{ours}.conv", f"{theirs}.{{n}}.{conv}"
-            yield f"{ours}.norm", f"{theirs}.{{n}}.{norm}"
-        yield f"backbone.laterals.{stage}", f"{theirs}_outconv"
-        if stage < 2:
-            for ours, number in (("inner.conv", 0), ("inner.norm", 1), ("outer", 3)):
-                yield f"backbone.merges.{stage}.{ours}", f"{theirs}_outconv2.{number}"
-
-
-def _of_loftr() -> Iterator[CheckpointLayout]:
-    """Of LoFTR."""
+def _loftr() -> Iterator[CheckpointLayout]:
+    merges = {"0": "inner.conv", "1": "inner.norm", "3": "outer"}
     yield CheckpointLayout(
         "LoFTR",
         "as zju3dv/LoFTR and kornia have it",
-        _rules(
-            ("backbone.stem.conv", "backbone.conv1"),
-            ("backbone.stem.norm", "backbone.bn1"),
-            *_loftr_backbone(),
-            *_loftr_layers("", "loftr_coarse"),
-            ("heads.0.dustbin", "coarse_matching.bin_score"),
-            ("fine.reduce", "fine_preprocess.down_proj"),
-            ("fine.merge", "fine_preprocess.merge_feat"),
-            *_loftr_layers("fine.", "loftr_fine"),
+        (
+            (r"^backbone\.conv1", "backbone.stem.conv"),
+            (r"^backbone\.bn1", "backbone.stem.norm"),
+            (
+                r"^backbone\.layer(\d)_outconv2\.(\d+)",
+                lambda m: f"backbone.merges.{int(m[1]) - 1}.{merges.get(m[2], m[2])}",
+            ),
+            (r"^backbone\.layer(\d)_outconv", lambda m: f"backbone.laterals.{int(m[1]) - 1}"),
+            (r"^backbone\.layer(\d)", lambda m: f"backbone.stages.{int(m[1]) - 1}"),
+            (r"(?<=^backbone\.stages\.\d\.\d)\.(conv|bn)1", lambda m: f".first.{_NORM.get(m[1], m[1])}"),
+            (r"(?<=^backbone\.stages\.\d\.\d)\.(conv|bn)2", lambda m: f".second.{_NORM.get(m[1], m[1])}"),
+            (r"(?<=^backbone\.stages\.\d\.\d)\.downsample\.0", ".skip.conv"),
+            (r"(?<=^backbone\.stages\.\d\.\d)\.downsample\.1", ".skip.norm"),
+            (r"^loftr_coarse\.layers\.(?P<layer>\d{1,3})", _alternating),
+            (r"^loftr_fine\.layers\.(?P<layer>\d{1,3})", lambda m: f"fine.{_alternating(m)}"),
+            (r"(?<=_block\.)([qkv])_proj", lambda m: f"attention.qkv#{'qkv'.index(m[1])}"),
+            (r"(?<=_block\.)merge", "attention.out"),
+            (r"(?<=_block\.)norm1", "message_norm"),
+            (r"(?<=_block\.)mlp\.0", "ffn.widen"),
+            (r"(?<=_block\.)mlp\.2", "ffn.narrow"),
+            (r"(?<=_block\.)norm2", "ffn.output_norm"),
+            (r"^coarse_matching\.bin_score", "heads.0.dustbin"),
+            (r"^fine_preprocess\.down_proj", "fine.reduce"),
+            (r"^fine_preprocess\.merge_feat", "fine.merge"),
         ),
     )
 
 
-def _of_superpoint() -> Iterator[CheckpointLayout]:
-    """Of SuperPoint and its retrained version."""
+_NORM = {"bn": "norm"}
+
+
+def _superpoint() -> Iterator[CheckpointLayout]:
+    def pairs(stage: int, letter: str) -> int:
+        return 2 * stage + "ab".index(letter)
+
     yield CheckpointLayout(
         "SuperPoint",
         "as magicleap/SuperPointPretrainedNetwork has it",
-        _rules(
-            *((f"encoder.{n}.conv", f"conv{n // 2 + 1}{'ab'[n % 2]}") for n in range(8)),
-            *((f"points.{n}.conv", f"convP{'ab'[n]}") for n in range(2)),
-            *((f"descriptors.{n}.conv", f"convD{'ab'[n]}") for n in range(2)),
+        (
+            (r"^conv(\d)([ab])", lambda m: f"encoder.{pairs(int(m[1]) - 1, m[2])}.conv"),
+            (r"^convP([ab])", lambda m: f"points.{pairs(0, m[1])}.conv"),
+            (r"^convD([ab])", lambda m: f"descriptors.{pairs(0, m[1])}.conv"),
         ),
     )
     yield CheckpointLayout(
         "SuperPoint",
         "as transformers has it",
-        _rules(
-            *((f"encoder.{n}.conv", f"encoder.conv_blocks.{n // 2}.conv_{'ab'[n % 2]}") for n in range(8)),
-            *((f"points.{n}.conv", f"keypoint_decoder.conv_score_{'ab'[n]}") for n in range(2)),
-            *((f"descriptors.{n}.conv", f"descriptor_decoder.conv_descriptor_{'ab'[n]}") for n in range(2)),
+        (
+            (
+                r"^encoder\.conv_blocks\.(\d)\.conv_([ab])",
+                lambda m: f"encoder.{pairs(int(m[1]), m[2])}.conv",
+            ),
+            (r"^keypoint_decoder\.conv_score_([ab])", lambda m: f"points.{pairs(0, m[1])}.conv"),
+            (
+                r"^descriptor_decoder\.conv_descriptor_([ab])",
+                lambda m: f"descriptors.{pairs(0, m[1])}.conv",
+            ),
         ),
     )
     yield CheckpointLayout(
         "SuperPoint-open",
         "as rpautrat/SuperPoint has it",
-        _rules(
-            *((f"encoder.{n}.conv", f"backbone.{n // 2}.{n % 2}.conv") for n in range(8)),
-            *((f"encoder.{n}.norm", f"backbone.{n // 2}.{n % 2}.bn") for n in range(8)),
-            ("points.{n}.conv", "detector.{n}.conv"),
-            ("points.{n}.norm", "detector.{n}.bn"),
-            ("descriptors.{n}.conv", "descriptor.{n}.conv"),
-            ("descriptors.{n}.norm", "descriptor.{n}.bn"),
+        (
+            (r"^backbone\.(\d)\.(\d)", lambda m: f"encoder.{2 * int(m[1]) + int(m[2])}"),
+            (r"^detector\.", "points."),
+            (r"^descriptor\.", "descriptors."),
+            (r"(?<=\d\.)bn\b", "norm"),
         ),
     )
 
@@ -439,7 +375,7 @@ def _of_superpoint() -> Iterator[CheckpointLayout]:
 @cache
 def layouts() -> tuple[CheckpointLayout, ...]:
     """Every layout in use."""
-    return (*_of_lightglue(), *_of_superglue(), *_of_loftr(), *_of_superpoint())
+    return (*_lightglue(), *_superglue(), *_loftr(), *_superpoint())
 
 
 # Conversion.
@@ -484,7 +420,7 @@ def import_checkpoint(
         config = replace(config, assignment=assignment)
     with torch.random.fork_rng(devices=[]):
         model = MatchingNetwork(config).eval()
-    _fill(model, path, tensors, system, config.context.heads)
+    fill_network(model, path, system, heads=config.context.heads, tensors=tensors)
     return save_model(model, output, metadata, dtype=torch.float32)
 
 
@@ -534,7 +470,14 @@ def import_front_end(
     return save_front_end(network, config.kind, output, metadata)
 
 
-def fill_network(network: nn.Module, path: str | Path, system: str, *, heads: int = 1) -> None:
+def fill_network(
+    network: nn.Module,
+    path: str | Path,
+    system: str,
+    *,
+    heads: int = 1,
+    tensors: dict[str, Tensor] | None = None,
+) -> None:
     """Put the parameters of a published checkpoint into a network of ours, all of them or none.
 
     Args:
@@ -542,15 +485,13 @@ def fill_network(network: nn.Module, path: str | Path, system: str, *, heads: in
         path: the checkpoint.
         system: one of the systems in `layouts`, such as "LightGlue".
         heads: of attention.
+        tensors: of the checkpoint, if it has been read.
 
     Raises:
         UsageError: a suffix that is not known.
         IntegrityError: the file cannot be read or its tensors are not those of the network.
     """
-    _fill(network, path, read_checkpoint(path), system, heads)
-
-
-def _fill(network: nn.Module, path: str | Path, tensors: dict[str, Tensor], system: str, heads: int) -> None:
+    tensors = read_checkpoint(path) if tensors is None else tensors
     try:
         layout = choose_layout(tensors, system)
         network.load_state_dict(convert(tensors, network.state_dict(), layout, heads))
@@ -596,43 +537,44 @@ def convert(
     Args:
         tensors: by their names.
         expected: our names, with tensors of the shapes that ours have.
-        layout: the table.
+        layout: of the tensors.
         heads: of attention, for the order of channels.
 
     Raises:
-        IntegrityError: missing, extra, misshaped or not finite tensors, all named as in the file; reads on
-            after the file's name.
+        IntegrityError: missing, extra, misshaped or not finite tensors; reads on after the file's name.
     """
-    found = {layout.tidy(n): tensor for n, tensor in tensors.items() if not re.fullmatch(layout.ignored, n)}
-    sources = {ours: layout.find(ours) for ours in expected}
-    sources = {ours: s for ours, s in sources.items() if s.names[0] in found or not ours.endswith(COUNTER)}
+    given = {name: tensor for name, tensor in tensors.items() if not re.fullmatch(layout.ignored, name)}
+    sources: dict[str, dict[str, str]] = {}  # of each of ours, their names by part
+    for theirs in given:
+        ours, _, rest = layout.ours(theirs).partition("#")
+        part, dot, leaf = rest.partition(".")
+        sources.setdefault(ours + dot + leaf, {})[part] = theirs
     wanted = {}
-    for ours, source in sources.items():
-        shape, count = expected[ours].shape, len(source.names)
-        part = (shape[0] // count, *shape[1:]) if count > 1 else shape
-        names = (*source.names, source.copy) if source.copy else source.names
-        wanted |= {name: torch.empty(part, device="meta") for name in names}
+    for ours, tensor in expected.items():
+        parts = sources.get(ours, {"": ours})  # one that is missing is told by our name
+        rows = [part for part in parts if not part.endswith("=")]
+        if ours in sources or not ours.endswith(COUNTER):
+            shape = (tensor.shape[0] // len(rows), *tensor.shape[1:]) if len(rows) > 1 else tensor.shape
+            wanted |= {theirs: torch.empty(shape, device="meta") for theirs in parts.values()}
     where = f"{layout.system} {layout.name} has"
-    found = checked({n: _fitted(tensor, wanted.get(n)) for n, tensor in found.items()}, wanted, where)
-    for source in sources.values():
-        if source.copy and not torch.equal(found[source.copy], found[source.names[0]]):
-            raise IntegrityError(
-                f"does not hold one projection for both: {source.copy} differs from {source.names[0]}"
-            )
-    made = {ours: _assembled(source, found, heads) for ours, source in sources.items()}
-    return {
-        ours: made.get(ours, tensor).to(tensor.dtype).clone(memory_format=torch.contiguous_format)
-        for ours, tensor in expected.items()
-    }
-
-
-def _assembled(source: TensorSource, found: Mapping[str, Tensor], heads: int) -> Tensor:
-    value = torch.cat([found[n] for n in source.names]) if len(source.names) > 1 else found[source.names[0]]
-    if source.rows is not None:
-        value = value[source.rows(value.shape[0], heads)]
-    if source.columns is not None and value.dim() > 1:
-        value = value[:, source.columns(value.shape[1], heads)]
-    return value
+    found = checked({n: _fitted(tensor, wanted.get(n)) for n, tensor in given.items()}, wanted, where)
+    made = {}
+    for ours, tensor in expected.items():
+        parts = sources.get(ours, {})
+        for part, theirs in parts.items():
+            if part.endswith("=") and not torch.equal(found[theirs], found[parts[part[:-1]]]):
+                raise IntegrityError(
+                    f"does not hold one projection for both: {theirs} differs from the other"
+                )
+        values = [found[parts[part]] for part in sorted(parts) if not part.endswith("=")]
+        value = values[0] if len(values) == 1 else torch.cat(values) if values else tensor
+        for place, rows, columns in layout.orders if values else ():
+            if place in ours and rows is not None:
+                value = value[rows(value.shape[0], heads)]
+            if place in ours and columns is not None and value.dim() > 1:
+                value = value[:, columns(value.shape[1], heads)]
+        made[ours] = value.to(tensor.dtype).clone(memory_format=torch.contiguous_format)
+    return made
 
 
 def _fitted(tensor: Tensor, wanted: Tensor | None) -> Tensor:

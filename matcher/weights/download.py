@@ -27,10 +27,6 @@ from matcher.weights.published import Published, PublishedFile, find_published, 
 
 Report = Callable[[int, int], None]  # bytes so far, bytes in all or 0
 
-_CHUNK = 1 << 18  # bytes read at a time
-_TIMEOUT = 60.0  # seconds without a byte
-_ATTEMPTS = 3  # at one address, each of which resumes
-
 
 class _Refused(Exception):
     """What an address gave cannot be used; the next one may."""
@@ -66,14 +62,14 @@ def download(urls: Sequence[str], path: Path, wanted: Wanted, report: Report | N
         IntegrityError: no address provided the file; the message gives the reason for each.
         OSError: the file cannot be written.
     """
-    failures = []
+    failures, attempts = [], 3  # at one address, each of which resumes
     for url in urls:
         part = path.with_name(f"{path.name}.{hashlib.sha256(url.encode()).hexdigest()[:8]}.part")
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(attempts):
             try:
                 digest = _transfer(url, part, wanted, report)
             except _Broken as error:
-                if attempt == _ATTEMPTS - 1:
+                if attempt == attempts - 1:
                     kept = "; what came is kept, run the command again" if part.is_file() else ""
                     failures.append(f"{url}: {error}{kept}")
             except _Refused as error:
@@ -104,7 +100,7 @@ def _transfer(url: str, part: Path, wanted: Wanted, report: Report | None) -> st
             request.add_header("If-Range", validator)
     try:
         # A new opener reads the proxy variables as they are now.
-        response = build_opener().open(request, timeout=_TIMEOUT)
+        response = build_opener().open(request, timeout=60)
     except HTTPError as error:
         error.close()
         if error.code == 416:  # what is here is not the beginning of what is there
@@ -130,14 +126,15 @@ def _transfer(url: str, part: Path, wanted: Wanted, report: Report | None) -> st
         if wanted.bytes and total and total != wanted.bytes:
             raise _Refused(f"the file there has {total} bytes instead of {wanted.bytes}")
         digest = _receive(response, file, total, wanted.bytes or total or LARGEST_WEIGHTS, report)
-    with part.open("rb") as file:
+        size = file.tell()
+        file.seek(0)
         if fault := page_fault(file.read(512)):
             raise _Refused(f"what came {fault}")
-    size = part.stat().st_size
-    if wanted.bytes and size != wanted.bytes:
-        raise _Refused(f"what came has {size} bytes instead of {wanted.bytes}")
-    if wanted.sha256 and digest != wanted.sha256:
-        raise _Refused(f"what came has sha256 {digest} instead of {wanted.sha256}")
+    if wanted.bytes not in (0, size) or wanted.sha256 not in ("", digest):
+        raise _Refused(
+            f"what came has {size} bytes and sha256 {digest} instead of {wanted.bytes or size} and "
+            f"{wanted.sha256}"
+        )
     return digest
 
 
@@ -147,13 +144,13 @@ def _receive(response: Any, file: BinaryIO, total: int, most: int, report: Repor
     More than `most` bytes are refused at once: a server may send without an end.
     """
     digest, have = hashlib.sha256(), 0
-    while chunk := file.read(_CHUNK):
+    while chunk := file.read(1 << 18):
         digest.update(chunk)
         have += len(chunk)
     try:
         while True:
             try:
-                chunk = response.read(_CHUNK)
+                chunk = response.read(1 << 18)
             except (OSError, http.client.HTTPException) as error:
                 raise _Broken(f"the connection broke ({error})") from error
             if not chunk:
@@ -182,13 +179,14 @@ def _discard(part: Path) -> None:
     _tag(part).unlink(missing_ok=True)
 
 
-# The hash of a published file at its first download, which later downloads must have too.
+# What is fetched.
 
+OFFLINE = "MATCHER_OFFLINE"
 RECORD = "first-download.json"
 
 
 def read_first(folder: Path) -> dict[str, str]:
-    """SHA-256 by file name; empty where nothing was downloaded yet.
+    """SHA-256 by file name at its first download, which later ones must have too; empty without any.
 
     Raises:
         IntegrityError: the record is damaged.
@@ -204,11 +202,6 @@ def read_first(folder: Path) -> dict[str, str]:
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"{path} is damaged: remove it to accept another first download") from error
     return found
-
-
-# What is fetched.
-
-OFFLINE = "MATCHER_OFFLINE"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from safetensors import SafetensorError
@@ -136,20 +136,20 @@ def read_bytes(path: Path, remedy: str) -> bytes:
     """A file's bytes; `IntegrityError` with the remedy if it is absent or cannot be read."""
     try:
         return read_given(path, LARGEST_WEIGHTS)
-    except FileNotFoundError as error:
-        raise IntegrityError(f"{path} is absent: {remedy}") from error
     except OSError as error:
-        raise IntegrityError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
+        fault = "is absent" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        raise IntegrityError(f"{path} {fault}: {remedy}") from error
 
 
 def _checked_bytes(row: WeightsRow, folder: Path | None, remedy: str) -> WeightsBytes:
     path = (folder or weights_folder()) / row.file
     data = read_bytes(path, remedy)
     digest = hashlib.sha256(data).hexdigest()
-    if len(data) != row.bytes:
-        raise IntegrityError(f"{path} is damaged: {len(data)} bytes instead of {row.bytes}; {remedy}")
-    if digest != row.sha256:
-        raise IntegrityError(f"{path} is damaged: sha256 {digest} instead of {row.sha256}; {remedy}")
+    if (len(data), digest) != (row.bytes, row.sha256):
+        raise IntegrityError(
+            f"{path} is damaged: {len(data)} bytes with sha256 {digest} instead of {row.bytes} with "
+            f"{row.sha256}; {remedy}"
+        )
     return WeightsBytes(path, row.name, data, digest, remedy)
 
 
@@ -222,14 +222,13 @@ def read_arrays(data: bytes) -> dict[str, np.ndarray]:
 
 
 def load_model(
-    weights: str | Path, folder: Path | None = None, *, remedy: str = RESTORE
+    weights: str | Path | WeightsBytes, folder: Path | None = None
 ) -> tuple[MatchingNetwork, str, str]:
     """Rebuild a trained network.
 
     Args:
-        weights: a name in the manifest, or the path of a safetensors file written by `save_model`.
+        weights: as `weights_bytes` takes them, or what it gave.
         folder: of the manifest; the shipped one when absent.
-        remedy: what an error about a file of the manifest advises.
 
     Returns:
         The model in float32 on the CPU, which runs all layers on all points until a policy is given
@@ -243,7 +242,7 @@ def load_model(
 
     from matcher.match.network import MatchingNetwork
 
-    file = weights_bytes(weights, folder, remedy=remedy)
+    file = weights if isinstance(weights, WeightsBytes) else weights_bytes(weights, folder)
     try:
         config = network_config(file.data)
         with torch.random.fork_rng(devices=[]):  # building draws numbers; the caller must not notice
@@ -251,41 +250,11 @@ def load_model(
                 model = MatchingNetwork(config).eval()
             except (ValueError, RuntimeError, ArithmeticError) as error:
                 raise IntegrityError(f"has a configuration that no network can have ({error})") from error
-        model.load_state_dict(
-            checked(read_tensors(file.data), model.state_dict(), "its configuration asks for")
-        )
+        tensors = checked(read_tensors(file.data), model.state_dict(), "its configuration asks for")
+        model.load_state_dict(tensors)
     except (IntegrityError, UsageError) as error:
         raise IntegrityError(f"{file.path} {error}: {file.remedy}") from error
     return model, file.sha256, file.name
-
-
-def fill_front_end(network: nn.Module, kind: str, path: str | Path | None) -> None:
-    """Put a front end's trained parameters into its network, all of them or none.
-
-    Args:
-        network: on the CPU, in float32; one that has `fit(shapes)` takes the sizes of the parameters.
-        kind: the front end's name, which the file must carry.
-        path: a file written by `save_front_end`; None is absent.
-
-    Raises:
-        IntegrityError: the file is absent, damaged, of another front end, or its tensors do not fit.
-    """
-    remedy = "give a file that `matcher train` wrote, or leave it out for the shipped one"
-    if kind != "learned":
-        remedy = f"get it by `matcher weights fetch {kind}`, or convert a file by `matcher weights import`"
-    if path is None:
-        raise IntegrityError(
-            f"the front end {kind} needs trained parameters, given as frontend_weights: {remedy}"
-        )
-    data = read_bytes(Path(path), remedy)
-    try:
-        check_front_end(data, kind)
-        tensors = read_tensors(data)
-        if hasattr(network, "fit"):
-            network.fit({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        network.load_state_dict(checked(tensors, network.state_dict(), f"the front end {kind} asks for"))
-    except IntegrityError as error:
-        raise IntegrityError(f"{path} {error}: {remedy}") from error
 
 
 def save_model(
@@ -309,10 +278,8 @@ def save_model(
     Raises:
         IntegrityError: a parameter is not finite in `dtype`; nothing is written.
     """
-    import torch
-
     header = {**(metadata or {}), "config": json.dumps(architecture(model.config))}
-    return _write(model, path, header, dtype or torch.float16)
+    return _write(model, path, header, dtype, "float16")
 
 
 def save_front_end(
@@ -323,29 +290,17 @@ def save_front_end(
     *,
     dtype: torch.dtype | None = None,
 ) -> str:
-    """Write a front end's parameters with `kind` in the header, whole or not at all.
+    """As `save_model`, of a front end: its `kind` is in the header as "frontend"; float32 when absent."""
+    return _write(network, path, {**(metadata or {}), "frontend": kind}, dtype, "float32")
 
-    Args:
-        network: of the front end.
-        kind: its name, such as "superpoint".
-        path: of the new file; an existing one is replaced.
-        metadata: further header entries; the key "frontend" is taken.
-        dtype: of the numbers in the file, float32 when absent; integers stay what they are.
 
-    Returns:
-        The sha256 of the file.
-
-    Raises:
-        IntegrityError: a parameter is not finite in `dtype`; nothing is written.
-    """
+def _write(
+    network: nn.Module, path: str | Path, header: dict[str, str], dtype: torch.dtype | None, default: str
+) -> str:
     import torch
-
-    return _write(network, path, {**(metadata or {}), "frontend": kind}, dtype or torch.float32)
-
-
-def _write(network: nn.Module, path: str | Path, header: dict[str, str], dtype: torch.dtype) -> str:
     from safetensors.torch import save
 
+    dtype = dtype or getattr(torch, default)
     tensors = {
         name: t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype).contiguous()
         for name, t in network.state_dict().items()
@@ -374,32 +329,28 @@ def read_tensors(data: bytes) -> dict[str, Tensor]:
 
 
 def checked(tensors: dict[str, Tensor], expected: dict[str, Tensor], owner: str) -> dict[str, Tensor]:
-    """These tensors, if they are exactly the expected ones.
-
-    Args:
-        tensors: by name.
-        expected: names and shapes.
-        owner: whose tensors they are, for the message.
+    """These tensors, if they have the expected names and shapes and are finite; `owner` is for the message.
 
     Raises:
         IntegrityError: tensors are missing, extra, misshaped or not finite.
     """
-    common = [name for name in expected if name in tensors]
-    misshaped = [name for name in common if tensors[name].shape != expected[name].shape]
-    faults = {
+    faults: dict[str, list[str]] = {
         "missing": [name for name in expected if name not in tensors],
         "extra": sorted(set(tensors) - set(expected)),
-        "misshaped": [
-            f"{name} is {tuple(tensors[name].shape)}, not {tuple(expected[name].shape)}" for name in misshaped
-        ],
-        "not finite": [n for n in common if n not in misshaped and not bool(tensors[n].isfinite().all())],
+        "misshaped": [],
+        "not finite": [],
     }
-    problems = [f"{fault}: {_shortened(names)}" for fault, names in faults.items() if names]
+    for name in (name for name in expected if name in tensors):
+        if tensors[name].shape != expected[name].shape:
+            faults["misshaped"].append(
+                f"{name} is {tuple(tensors[name].shape)}, not {tuple(expected[name].shape)}"
+            )
+        elif not bool(tensors[name].isfinite().all()):
+            faults["not finite"].append(name)
+    problems = []
+    for fault, names in faults.items():
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        problems += [f"{fault}: {', '.join(names[:_LISTED])}{more}"] if names else []
     if problems:
         raise IntegrityError(f"does not hold the tensors that {owner} ({'; '.join(problems)})")
     return tensors
-
-
-def _shortened(names: list[Any]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more

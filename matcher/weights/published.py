@@ -5,26 +5,25 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from matcher.config import ExtractorConfig, from_dict
 from matcher.errors import IntegrityError, UsageError, unknown_name
 from matcher.files import cache_folder
 from matcher.weights.files import (
-    RESTORE,
     WeightsBytes,
-    fill_front_end,
-    load_model,
+    check_front_end,
+    checked,
+    read_bytes,
     read_manifest,
+    read_tensors,
     verify,
     weights_bytes,
 )
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from matcher.match.network import MatchingNetwork
 
 CATALOGUE = Path(__file__).with_name("catalogue.toml")
 
@@ -98,43 +97,17 @@ def locate(row: Published) -> Path:
     Raises:
         IntegrityError: absent or damaged; the message names the command to get it.
     """
-    _check_presence(row)
-    manifest = read_manifest(row.folder, remedy=_remedy(row))
-    if row.name not in manifest:
-        raise IntegrityError(f"{row.folder / 'manifest.toml'} is damaged: {_remedy(row)}")
-    return verify(manifest[row.name], row.folder, remedy=_remedy(row))
+    return _of_published(row).path
 
 
-def _check_presence(row: Published) -> None:
+def _of_published(row: Published) -> WeightsBytes:
     if not (row.folder / "manifest.toml").is_file():
         raise IntegrityError(
             f"the published weights {row.name} are not on this machine: run `{row.command}`, or"
             f" `matcher weights import FILE --preset {row.name}` with a file that you have"
             f" ({row.licence}; {row.source})"
         )
-
-
-def _remedy(row: Published) -> str:
-    return f"run `{row.command}` again"
-
-
-class _Place(NamedTuple):
-    """What `weights_bytes` and `load_model` need to find a file."""
-
-    weights: str | Path
-    folder: Path | None
-    remedy: str
-
-
-def _find_place(weights: str | Path) -> _Place:
-    rows = read_catalogue()
-    if isinstance(weights, Path) or weights not in rows:
-        return _Place(weights, None, RESTORE)
-    row = rows[weights]
-    if not row.preset:
-        raise UsageError(f"{row.name} is a front end, not a matcher's network")
-    _check_presence(row)
-    return _Place(row.name, row.folder, _remedy(row))
+    return weights_bytes(row.name, row.folder, remedy=f"run `{row.command}` again")
 
 
 def find_weights(weights: str | Path) -> WeightsBytes:
@@ -144,20 +117,15 @@ def find_weights(weights: str | Path) -> WeightsBytes:
         weights: a name in our manifest or in the catalogue, or the path of a weights file.
 
     Raises:
+        UsageError: a name of a front end's weights.
         IntegrityError: absent or damaged; the message names the command to get it.
     """
-    place = _find_place(weights)
-    return weights_bytes(place.weights, place.folder, remedy=place.remedy)
-
-
-def load_weights(weights: str | Path) -> tuple[MatchingNetwork, str, str]:
-    """A trained network of torch, of ours or published: as `matcher.weights.files.load_model`.
-
-    Args:
-        weights: as of `find_weights`; errors, too.
-    """
-    place = _find_place(weights)
-    return load_model(place.weights, place.folder, remedy=place.remedy)
+    row = None if isinstance(weights, Path) else read_catalogue().get(weights)
+    if row is None:
+        return weights_bytes(weights)
+    if not row.preset:
+        raise UsageError(f"{row.name} is a front end, not a matcher's network")
+    return _of_published(row)
 
 
 def locate_front_end(config: ExtractorConfig) -> Path:
@@ -167,25 +135,36 @@ def locate_front_end(config: ExtractorConfig) -> Path:
         IntegrityError: absent or damaged; the message names the command to get it.
     """
     rows = [row for row in read_catalogue().values() if row.frontend == config.kind]
-    if not rows:
-        if config.kind not in (shipped := read_manifest()):
-            raise IntegrityError(
-                f"no weights are known for the front end {config.kind!r}: give a file of them "
-                "as frontend_weights"
-            )
-        return verify(shipped[config.kind])
-    return locate(next(row for row in rows if config.variant in (None, row.variant)))
+    if rows:
+        return locate(next(row for row in rows if config.variant in (None, row.variant)))
+    if config.kind not in (shipped := read_manifest()):
+        raise IntegrityError(
+            f"no weights are known for the front end {config.kind!r}: give a file of them as frontend_weights"
+        )
+    return verify(shipped[config.kind])
 
 
 def fill_extractor(network: nn.Module, config: ExtractorConfig, path: str | Path | None = None) -> None:
-    """Put a front end's trained parameters into its network: as `fill_front_end`, which it extends.
+    """Put a front end's trained parameters into its network, all of them or none.
 
     Args:
-        network: on the CPU, in float32.
+        network: on the CPU, in float32; one that has `fit(shapes)` takes the sizes of the parameters.
         config: of the front end; its kind and variant select the parameters.
-        path: a converted file; None is the shipped one, or the one that `matcher weights fetch` made.
+        path: a file of `save_front_end`; None is the shipped one, or what `matcher weights fetch` made.
 
     Raises:
         IntegrityError: absent, damaged, or not this front end's; the message names the command to get it.
     """
-    fill_front_end(network, config.kind, locate_front_end(config) if path is None else path)
+    path, kind = locate_front_end(config) if path is None else Path(path), config.kind
+    remedy = "give a file that `matcher train` wrote, or leave it out for the shipped one"
+    if kind != "learned":
+        remedy = f"get it by `matcher weights fetch {kind}`, or convert a file by `matcher weights import`"
+    data = read_bytes(path, remedy)
+    try:
+        check_front_end(data, kind)
+        tensors = read_tensors(data)
+        if hasattr(network, "fit"):
+            network.fit({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        network.load_state_dict(checked(tensors, network.state_dict(), f"the front end {kind} asks for"))
+    except IntegrityError as error:
+        raise IntegrityError(f"{path} {error}: {remedy}") from error

@@ -2,7 +2,7 @@
 
 That is [resident megabytes, open files, threads]; how far it is goes to standard error.
 
-    python sequence_memory.py FRAMES [without-amx]
+    python sequence_memory.py FRAMES
 
 What torch compiles is kept for every number of points, so their number changes from frame to frame here.
 """
@@ -11,9 +11,6 @@ import json
 import os
 import sys
 from pathlib import Path
-
-if "without-amx" in sys.argv:
-    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
 
 import cv2
 import numpy as np
@@ -44,9 +41,6 @@ def picture(plane: np.ndarray, number: int) -> np.ndarray:
 def main() -> None:
     torch.set_num_threads(1)
     options = {"max_keypoints": 128, "device": "cpu"}
-    if "without-amx" in sys.argv:
-        torch.cpu._is_amx_tile_supported = lambda: False
-        options["precision"] = "bfloat16"
     rng = np.random.default_rng(0)
     noise = cv2.GaussianBlur(rng.standard_normal((1200, 1200)), (0, 0), 2.2)
     plane = cv2.normalize(noise, None, 0, 255, cv2.NORM_MINMAX).astype(np.uint8)

@@ -13,7 +13,6 @@ from hostile_runs import small_run
 
 from matcher import files
 from matcher.kernels import loader as library
-from matcher.kernels import loader as trusted
 
 pytestmark = pytest.mark.promise(5)
 
@@ -64,7 +63,6 @@ def test_a_module_in_the_working_folder_is_not_imported(planted, tmp_path, tried
 OPTIONAL = (
     ["collection", "photos", "--run", "new", "--exhaustive", "--engine", "ray"],
     ["export", "run", "--to", "hloc", "out"],
-    ["track", "photos", "--output", "track.rrd"],
     ["serve", "--port", "0"],
 )
 
@@ -121,66 +119,42 @@ def kernels(tmp_path, monkeypatch):
     return path, made
 
 
-def plant_without_checksum(path: Path, made: Path) -> None:
-    shutil.copy(made, path)
+def behind_a_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
 
 
-def plant_over_another(path: Path, made: Path) -> None:
+def over_another(path: Path, made: Path) -> None:
     other = made.with_name("other.so")
     other.write_bytes(b"what was compiled")
-    trusted.keep(other, path)
+    library.keep(other, path)
     shutil.copy(made, path)
 
 
-def plant_and_let_others_write(path: Path, made: Path) -> None:
-    trusted.keep(made, path)
-    path.chmod(0o666)
+PLANTED_LIBRARIES = {
+    "without checksum": lambda path, made: shutil.copy(made, path),
+    "over another": over_another,
+    "others may write it": lambda path, made: (library.keep(made, path), path.chmod(0o666)),
+    "in an open folder": lambda path, made: (library.keep(made, path), path.parent.chmod(0o777)),
+    "a link": lambda path, made: (library.keep(made, path), behind_a_link(path)),
+    "a link to a folder": lambda path, made: (library.keep(made, path), behind_a_link(path.parent)),
+    "of somebody else": lambda path, made: (library.keep(made, path), os.chown(path, 12345, -1)),
+}
 
 
-def plant_in_an_open_folder(path: Path, made: Path) -> None:
-    trusted.keep(made, path)
-    path.parent.chmod(0o777)
-
-
-def plant_a_link(path: Path, made: Path) -> None:
-    trusted.keep(made, path)
-    path.rename(path.with_name("elsewhere.so"))
-    path.symlink_to("elsewhere.so")
-
-
-def plant_a_link_to_a_folder(path: Path, made: Path) -> None:
-    trusted.keep(made, path)
-    path.parent.rename(path.parent.with_name("elsewhere"))
-    path.parent.symlink_to("elsewhere")
-
-
-def plant_as_somebody_else(path: Path, made: Path) -> None:
-    trusted.keep(made, path)
-    if os.geteuid() != 0:
+@pytest.mark.parametrize("name", PLANTED_LIBRARIES)
+def test_a_planted_kernel_library_is_not_loaded(kernels, tmp_path, name):
+    if name == "of somebody else" and os.geteuid() != 0:
         pytest.skip("needs root")
-    os.chown(path, 12345, -1)
-
-
-@pytest.mark.parametrize(
-    "plant",
-    [
-        plant_without_checksum,
-        plant_over_another,
-        plant_and_let_others_write,
-        plant_in_an_open_folder,
-        plant_a_link,
-        plant_a_link_to_a_folder,
-        plant_as_somebody_else,
-    ],
-)
-def test_a_planted_kernel_library_is_not_loaded(kernels, tmp_path, plant):
-    plant(*kernels)
+    made = tmp_path / "copied.so"  # what is kept is moved
+    shutil.copy(kernels[1], made)
+    PLANTED_LIBRARIES[name](kernels[0], made)
     with pytest.warns(UserWarning, match=r"compiled kernels are not used: .*"):
-        assert trusted.load(kernels[0]) is None
+        assert library.load(kernels[0]) is None
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_library_that_was_kept_is_loaded(kernels, tmp_path):
     """The same library: what keeps the planted ones out is how they came there."""
-    trusted.keep(kernels[1], kernels[0])
-    assert trusted.load(kernels[0]) is not None and (tmp_path / "ran").exists()
+    library.keep(kernels[1], kernels[0])
+    assert library.load(kernels[0]) is not None and (tmp_path / "ran").exists()

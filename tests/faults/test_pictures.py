@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import matcher
-from matcher.errors import ImageError, ImageWarning, MatcherError
+from matcher.errors import ImageError, MatcherError
 from matcher.image_files import decode
+from matcher.images import MAX_PIXELS, read_mask
 from matcher.types import Image
 
 pytestmark = pytest.mark.promise(4)
@@ -48,32 +49,11 @@ FORMATS = (".png", ".jpg", ".tif", ".webp", ".bmp", ".gif", ".pgm", ".ppm", ".pb
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_a_picture_that_is_cut_short(tmp_path, tried, suffix):
     data, path = encoded(tmp_path, suffix), tmp_path / f"cut{suffix}"
-    for part in range(30):
-        path.write_bytes(data[: len(data) * part // 30])
+    for part in range(15):
+        path.write_bytes(data[: len(data) * part // 15])
         with pytest.raises(ImageError, match=path.name):
             decode(path, 10**6)
-    tried(30)
-
-
-@pytest.mark.parametrize("suffix", FORMATS)
-@pytest.mark.filterwarnings("ignore::matcher.errors.ImageWarning", "ignore::UserWarning")
-def test_flipped_bits_never_crash(tmp_path, tried, suffix):
-    """Another picture, or a clear error; which of them, only a format with checksums can say."""
-    data, path, rng, seen = encoded(tmp_path, suffix), tmp_path / f"x{suffix}", np.random.default_rng(8), 0
-    whole = decode(tmp_path / f"whole{suffix}", 10**6).samples
-    for bit in rng.integers(0, 8 * len(data), 60):
-        flipped = bytearray(data)
-        flipped[bit // 8] ^= 1 << (bit % 8)
-        path.write_bytes(flipped)
-        try:
-            found = decode(path, 10**6).samples
-        except MatcherError:
-            seen += 1
-        else:
-            assert found.dtype.kind in "ufi" and found.size
-            if suffix == ".png":  # its checksums were used
-                assert np.array_equal(found, whole)
-    tried(60)
+    tried(15)
 
 
 @pytest.mark.parametrize(
@@ -81,16 +61,12 @@ def test_flipped_bits_never_crash(tmp_path, tried, suffix):
     [
         b"P6\n#" + b"x" * 1_000_000 + b"\n8 8\n255\n" + bytes(192),
         b"P6\n" + b"#\n" * 500_000 + b"8 8\n255\n" + bytes(192),
-        b"P6\n" + b" " * 1_000_000 + b"8 8\n255\n" + bytes(192),
         b"P2\n" + b"9" * 1_000_000,
         b"P2\n1000 1000\n255\n" + b"7 " * 400_000,
-        b"P1\n1000 1000\n" + b"1" * 900_000,
         b"PF\n99999999 99999999\n1.0\n",
         b"P5\n48 36\n70000\n" + bytes(9999),
         b"P5\n-4 36\n255\n" + bytes(9999),
-        b"P5\n0 36\n255\n",
         b"Pf\n8 8\nnan\n" + bytes(256),
-        b"P2\n2 1\n9\n5 10\n",
         b"P2\n2 1\n9\n5 x\n",
     ],
     ids=lambda head: head[:9].decode(),
@@ -113,13 +89,15 @@ def png(width: int, height: int, depth: int = 1) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
-@pytest.mark.parametrize("size", [(30_000, 30_000), (2**31 - 1, 2**31 - 1), (2**31 - 1, 1), (0, 5)])
+@pytest.mark.parametrize("size", [(30_000, 30_000), (2**31 - 1, 1), (0, 5)])
 def test_a_header_that_promises_too_much(tmp_path, size):
+    """As an image, and as a mask; nothing is decoded."""
     (tmp_path / "a.png").write_bytes(png(*size))
-    begun = time.process_time()
-    with pytest.raises(ImageError, match=r"a\.png"):
-        matcher.read_image(tmp_path / "a.png")
-    assert time.process_time() - begun < SECONDS
+    begun, limit = time.process_time(), PIL.Image.MAX_IMAGE_PIXELS
+    for read in (matcher.read_image, lambda path: read_mask(path, MAX_PIXELS)):
+        with pytest.raises(ImageError, match=r"a\.png"):
+            read(tmp_path / "a.png")
+    assert time.process_time() - begun < SECONDS and limit == PIL.Image.MAX_IMAGE_PIXELS
 
 
 def deep(path: Path, values: np.ndarray) -> Path:
@@ -134,12 +112,9 @@ def test_colour_of_sixteen_bits_is_read_as_such(tmp_path, rng, name):
     assert found.samples.dtype == np.uint16 and np.array_equal(found.samples, values)
     kept: Image = matcher.read_image(tmp_path / name, keep_stored=True)
     assert kept.stored.dtype == np.uint16
-
-
-def test_sixteen_bits_with_alpha(tmp_path, rng):
     values = rng.integers(1, 65536, (20, 30, 4), dtype=np.uint16)
     values[:5, :, 3] = 0
-    found = decode(deep(tmp_path / "a.png", values), 10**6)
+    found = decode(deep(tmp_path / "alpha.png", values), 10**6)
     assert np.array_equal(found.samples, values[..., :3])
     assert np.array_equal(found.opaque, values[..., 3] != 0)
 
@@ -157,37 +132,32 @@ def test_float_maps(tmp_path, rng, kind, order):
         matcher.read_image(tmp_path / "b.pfm")
 
 
-def test_the_first_frame_of_a_gif_is_used_and_said(tmp_path):
-    frames = [PIL.Image.fromarray(np.full((12, 16), value, np.uint8)) for value in (10, 200)]
-    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
-    with pytest.warns(ImageWarning, match="has 2 frames; the first one is used"):
-        assert matcher.read_image(tmp_path / "a.gif").pixels.mean() == pytest.approx(10, abs=2)
-
-
 SIGNATURES = (
     *(b"\xff\xd8\xff\xe0", b"\x89PNG\r\n\x1a\n", b"II*\0", b"RIFF\0\0\0\0WEBP"),
     *(b"BM", b"GIF89a", b"P5 ", b"PF "),
 )
 
 
-def check_bytes(folder: Path, data: bytes) -> None:
-    path = folder / "fuzzed"
+def check_bytes(folder: Path, data: bytes) -> np.ndarray | None:
+    path, found = folder / "fuzzed", None
     path.write_bytes(data)
     begun = time.process_time()
     try:
-        found = decode(path, 10**6)
+        found = decode(path, 10**6).samples
     except MatcherError as error:
         assert "fuzzed" in str(error)
     else:
-        assert found.samples.shape[0] * found.samples.shape[1] <= 10**6
+        assert found.shape[0] * found.shape[1] <= 10**6 and found.dtype.kind in "ufi"
     assert time.process_time() - begun < SECONDS
+    return found
+
+
+FUZZ = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("examples", [150, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_any_bytes_after_a_signature(tmp_path, tried, examples):
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None,
-              suppress_health_check=list(HealthCheck))  # fmt: skip
+def test_any_bytes_after_a_signature(tmp_path, tried):
+    @settings(max_examples=150, **FUZZ)
     @given(st.sampled_from(SIGNATURES), st.binary(max_size=400))
     def check(signature, rest):
         tried()
@@ -197,14 +167,13 @@ def test_any_bytes_after_a_signature(tmp_path, tried, examples):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("examples", [15, pytest.param(2_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("suffix", FORMATS)
-def test_a_picture_with_pieces_changed(tmp_path, tried, suffix, examples):
+def test_a_picture_with_pieces_changed(tmp_path, tried, suffix):
+    """Another picture, or a clear error; a flipped bit of a PNG is never another picture."""
     data = encoded(tmp_path, suffix)
-    places = st.integers(0, len(data) - 1)
+    whole, places = decode(tmp_path / f"whole{suffix}", 10**6).samples, st.integers(0, len(data) - 1)
 
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None,
-              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @settings(max_examples=15, **FUZZ)
     @given(st.lists(st.tuples(places, st.binary(max_size=9), st.integers(0, 9)), max_size=5))
     def check(changes):
         tried()
@@ -214,6 +183,11 @@ def test_a_picture_with_pieces_changed(tmp_path, tried, suffix, examples):
         check_bytes(tmp_path, bytes(changed))
 
     check()
+    for bit in np.random.default_rng(8).integers(0, 8 * len(data), 30):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << (bit % 8)
+        found = check_bytes(tmp_path, bytes(flipped))
+        assert suffix != ".png" or found is None or np.array_equal(found, whole)
 
 
 def test_a_jpeg_of_endless_scans_is_refused(tmp_path):

@@ -73,12 +73,12 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", INPUTS)
-def test_an_input_that_is_no_file_is_refused(folder, tmp_path, capfd, kind, name):
-    """They were waited for without end, or read until no memory was left."""
-    if (name, kind) == ("a pair list", "sixty gigabytes"):
-        pytest.skip("a list is read piece by piece, however long it is")
+CASES = [(name, "a pipe") for name in INPUTS]
+CASES += [(name, kind) for name in ("weights", "poses", "a recipe") for kind in [*KINDS][1:]]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_an_input_that_is_no_file_is_refused(folder, tmp_path, capfd, name, kind):
     file, command = INPUTS[name]
     path, (a, b) = tmp_path / file, sorted((folder / "photos").iterdir())
     KINDS[kind](path)
@@ -127,7 +127,7 @@ def test_a_report_does_not_wait_for_a_pipe_in_the_run(tmp_path, capfd, place):
     assert Path(place).name in said(capfd, main(["report", str(run)])).replace("\n", "")
 
 
-@pytest.mark.parametrize("target", [".", "absent", "report_pairs"])
+@pytest.mark.parametrize("target", [".", "report_pairs"])
 def test_a_report_writes_no_pages_through_a_link(tmp_path, capfd, target):
     """The folder of its pages is in the run, which may be anybody's; they went to where the link led."""
     run, outside = small_run(tmp_path / "run"), tmp_path / "outside"
@@ -137,7 +137,7 @@ def test_a_report_writes_no_pages_through_a_link(tmp_path, capfd, target):
     assert list(outside.iterdir()) == []
 
 
-@pytest.mark.parametrize("listed", [["old/precious"], "[" * 100_000, {"old/precious": 1}, None])
+@pytest.mark.parametrize("listed", [["old/precious"], "[" * 100_000, None])
 def test_an_overwritten_folder_reaches_nothing_through_its_links(tmp_path, listed):
     """What an earlier export wrote is deleted with it; a stranger's list may name files behind a link."""
     folder, outside = tmp_path / "folder", tmp_path / "outside"

@@ -1,6 +1,7 @@
-"""Folders of photos as people have them: suffixes, links, accents, and where photos were taken."""
+"""Folders of photos as people have them: suffixes, order, links, accents, and where photos were taken."""
 
 import unicodedata
+from pathlib import Path
 
 import numpy as np
 import PIL.Image
@@ -9,20 +10,38 @@ from collection_runs import QUICK, photos
 
 from matcher.cli import main
 from matcher.collection.store import Store
+from matcher.errors import UsageError
 from matcher.export.colmap import read_exif
 from matcher.image_files import read_gps
-from matcher.images import list_images, read_image
+from matcher.images import data_folder, find_images, is_image, list_images, natural_key, read_image
+from matcher.train.views import read_photo
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (40, 60), dtype=np.uint8)
 
 
-@pytest.mark.parametrize("suffix", ["jfif", "jpe", "JPG", "apng", "tif", "jpf", "jpx", "j2k", "hif", "heics"])
-def test_every_suffix_of_a_format_that_is_read(tmp_path, suffix):
-    names = {"jpf": "JPEG2000", "jpx": "JPEG2000", "j2k": "JPEG2000", "apng": "PNG", "tif": "TIFF"}
-    if suffix in ("hif", "heics"):
-        pytest.importorskip("pillow_heif").register_heif_opener()
-        names[suffix] = "HEIF"
-    PIL.Image.fromarray(PIXELS).convert("RGB").save(tmp_path / f"a.{suffix}", names.get(suffix, "JPEG"))
+def test_images_below_a_folder(tmp_path):
+    for name in ("b.JPG", "a/c.heic", "a/d.txt", ".hidden.jpg", ".cache/e.png", "a/f.pbm"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert find_images(tmp_path) == [tmp_path / name for name in ("a/c.heic", "a/f.pbm", "b.JPG")]
+    assert not any(map(is_image, ("jpg", "a.jpg.txt", "a.mp4", "")))
+    for folder in (tmp_path / ".cache" / "none", tmp_path / "absent"):
+        with pytest.raises(UsageError, match=str(folder)):
+            find_images(folder)
+    names = ["f10", "f9", "f1", "f", "10", "9", "f2b3", "f2b20", "f2a"]
+    assert sorted(names, key=natural_key) == ["9", "10", "f", "f1", "f2a", "f2b3", "f2b20", "f9", "f10"]
+
+
+def test_the_data_folder(monkeypatch):
+    monkeypatch.setenv("MATCHER_DATA", "/somewhere")
+    assert data_folder() == Path("/somewhere")
+    monkeypatch.delenv("MATCHER_DATA")
+    assert data_folder() == Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.mark.parametrize(("suffix", "form"), [("jfif", "JPEG"), ("apng", "PNG"), ("jpx", "JPEG2000")])
+def test_every_suffix_of_a_format_that_is_read(tmp_path, suffix, form):
+    PIL.Image.fromarray(PIXELS).convert("RGB").save(tmp_path / f"a.{suffix}", form)
     assert list(list_images(tmp_path)) == [f"a.{suffix}"]
     assert read_image(tmp_path / f"a.{suffix}").size == (60, 40)
 
@@ -36,19 +55,18 @@ def test_links_to_folders_are_followed_once(tmp_path):
     (elsewhere / "back").symlink_to(folder)
     (folder / "again").symlink_to(folder / "sub")
     (folder / "nowhere").symlink_to(tmp_path / "absent")
-    assert sorted(list_images(folder)) == ["link/deep/a.jpg", "sub/a.jpg"]
     (tmp_path / "alias").symlink_to(folder)
-    assert sorted(list_images(tmp_path / "alias")) == ["link/deep/a.jpg", "sub/a.jpg"]
+    for named in (folder, tmp_path / "alias"):
+        assert sorted(list_images(named)) == ["link/deep/a.jpg", "sub/a.jpg"]
 
 
-@pytest.mark.parametrize(("stored", "listed"), [("NFD", "NFC"), ("NFC", "NFD")])
-def test_lists_name_accents_composed_or_not(tmp_path, capfd, stored, listed):
+def test_lists_name_accents_composed_or_not(tmp_path, capfd):
     """macOS stores them decomposed, and lists come from elsewhere."""
     folder = tmp_path / "photos"
     first, second, third = photos(folder, 3)
-    name = unicodedata.normalize(stored, "été.png")
+    name = unicodedata.normalize("NFD", "été.png")
     (folder / first).rename(folder / name)
-    written = unicodedata.normalize(listed, name)
+    written = unicodedata.normalize("NFC", name)
     (tmp_path / "pairs.csv").write_text(f"{written},{second}\n", encoding="utf-8")
     (tmp_path / "names.txt").write_text(f"{written}\n{second}\n", encoding="utf-8")
     command = ["collection", folder, "--run", tmp_path / "run", *QUICK, "--workers", 0]
@@ -60,7 +78,7 @@ def test_lists_name_accents_composed_or_not(tmp_path, capfd, stored, listed):
         assert third not in store.names().values()
 
 
-def test_positions_and_focal_lengths_of_heic_photos_are_read(tmp_path):
+def test_heic_photos_and_their_headers_are_read(tmp_path):
     pytest.importorskip("pillow_heif").register_heif_opener()
     exif = PIL.Image.Exif()
     exif[0x8769] = {0xA405: 28}
@@ -69,3 +87,6 @@ def test_positions_and_focal_lengths_of_heic_photos_are_read(tmp_path):
         PIL.Image.fromarray(PIXELS).convert("RGB").save(tmp_path / name, form, exif=exif)
         assert read_gps(tmp_path / name) == pytest.approx((46.5, -7.01, 0.0))
         assert read_exif(tmp_path / name).focal_35mm == 28
+    assert read_photo(tmp_path / "a.heic").shape == (40, 60)
+    (tmp_path / "b.heic").write_bytes((tmp_path / "a.heic").read_bytes()[:200])
+    assert read_photo(tmp_path / "b.heic") is None
