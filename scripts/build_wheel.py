@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import shutil
+import subprocess
 import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +19,17 @@ from types import ModuleType
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+def platform_tag(libraries: list[Path]) -> str:
+    """The platform of a wheel with these libraries: on Linux by the newest glibc that they need (PEP 600)."""
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    objdump = shutil.which("objdump")
+    if not platform.startswith("linux_") or objdump is None:
+        return platform
+    symbols = subprocess.run([objdump, "-T", *libraries], capture_output=True, text=True, check=True).stdout
+    newest = max((int(minor) for minor in re.findall(r"\bGLIBC_2\.(\d+)", symbols)), default=17)
+    return platform.replace("linux", f"manylinux_2_{max(newest, 17)}", 1)
 
 
 class KernelHook(BuildHookInterface):
@@ -42,7 +56,7 @@ class KernelHook(BuildHookInterface):
             build_data["force_include"][str(path)] = f"matcher/kernels/prebuilt/{path.name}"
         if made:
             build_data["pure_python"] = False
-            build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+            build_data["tag"] = f"py3-none-{platform_tag(made)}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove what was compiled: it is in the wheel."""

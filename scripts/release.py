@@ -1,16 +1,18 @@
-"""Make the wheel of a release: with the kernels, its bill of materials, a lock, and checksums beside it.
+"""Make the files of a release: wheels with kernels and without, the sdist, a lock, and checksums beside them.
 
-    python scripts/release.py dist [--extra sfm --extra app] [--lock-only]
+    python scripts/release.py dist [--extra sfm --extra app] [--lock-only] [--try]
 
 `matcher.lock` has every package that `matcher` needs at the version installed here, which the tests have run
 with, and the SHA-256 that the index states for the file that pip would install on this platform and version
 of Python. `matcher.cdx.json` is the bill of materials (CycloneDX 1.5, cyclonedx.org): these packages with
 licences and hashes, and the shipped weights; in the wheel's metadata it is `sboms/matcher.cdx.json`, where
-PEP 770 wants it. `SHA256SUMS` holds the checksums of all three. To install what was released and nothing
-else:
+PEP 770 wants it. `SHA256SUMS` holds the checksums of all. pip takes the wheel with kernels where it fits the
+machine, for any Python from 3.11 on, else the other. `--try` installs each wheel and the sdist into an
+environment of its own and matches two images. To install what was released and nothing else:
 
     cd dist && sha256sum --check SHA256SUMS
-    pip install --require-hashes -r matcher.lock && pip install --no-deps matcher_vision-*.whl
+    pip install --require-hashes -r matcher.lock
+    pip install --no-deps --no-index --find-links . matcher-vision
 """
 
 import argparse
@@ -19,12 +21,14 @@ import csv
 import hashlib
 import io
 import json
+import os
 import platform
 import re
 import subprocess
 import sys
 import tempfile
 import tomllib
+import venv
 import zipfile
 from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
@@ -156,12 +160,58 @@ def add_bill(wheel: Path, data: bytes) -> None:
     made.replace(wheel)
 
 
+def built(folder: Path) -> list[Path]:
+    """The wheels with kernels and without, and the sdist, made in a folder."""
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+    for compiled in ("1", "0"):
+        environment = {name: value for name, value in os.environ.items() if name != "MATCHER_COMPILED"}
+        subprocess.run(
+            pip, env=environment | ({} if compiled == "1" else {"MATCHER_COMPILED": "0"}), check=True
+        )
+    python = environment_of(folder / "tools")
+    subprocess.run([python, "-m", "pip", "install", "-q", "hatchling>=1.24"], check=True)
+    subprocess.run([python, "-m", "hatchling", "build", "-t", "sdist", "-d", folder], cwd=ROOT, check=True)
+    return [*sorted(folder.glob("*.whl")), *folder.glob("*.tar.gz")]
+
+
+def environment_of(folder: Path) -> Path:
+    """The Python of a new environment."""
+    venv.create(folder, with_pip=True)
+    return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def tried(files: list[Path]) -> None:
+    """Install each file into an environment of its own, and match two images there.
+
+    Raises:
+        CalledProcessError: one of them cannot be installed, or does not match.
+    """
+    views = [str(ROOT / "assets" / name) for name in ("view0.jpg", "view1.jpg")]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for file in files:
+        with tempfile.TemporaryDirectory() as folder:
+            python = environment_of(Path(folder) / "environment")
+            constraint = ["--constraint", str(ROOT / "constraints.txt")]
+            subprocess.run(
+                [python, "-m", "pip", "install", "-q", *constraint, str(file)], env=environment, check=True
+            )
+            size = sum(path.lstat().st_size for path in Path(folder).rglob("*") if not path.is_symlink())
+            match = [python, "-m", "matcher", "match", *views, "--max-keypoints", "512", "--fail-below", ".9"]
+            subprocess.run(match, cwd=folder, env=environment, check=True)
+            done = subprocess.run(
+                [python, "-m", "matcher", "env"], cwd=folder, env=environment, capture_output=True, text=True
+            )
+            kernels = next((line for line in done.stdout.splitlines() if "kernels" in line), "")
+            print(f"{file.name}: {size / 1e6:.0f} MB installed; {kernels}", flush=True)
+
+
 def main() -> int:
     """Build, add the bill, and write the checksums."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the files go; none of them may be there")
     parser.add_argument("--extra", action="append", default=[], help="optional dependencies to include")
     parser.add_argument("--lock-only", action="store_true", help="for an installation of one's own")
+    parser.add_argument("--try", dest="attempt", action="store_true", help="install and run what was made")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     if any(given.folder.glob("*.whl")) or any((given.folder / name).exists() for name in (BILL, LOCK, SUMS)):
@@ -173,13 +223,15 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         place = Path(folder)
-        pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(place), str(ROOT)]
-        subprocess.run(pip, check=True)
-        (wheel,) = place.glob("*.whl")
+        files = built(place)
         (place / LOCK).write_text(lock(hashes), "utf-8")
         (place / BILL).write_text(json.dumps(bill(packages, hashes), indent=1), "utf-8")
-        add_bill(wheel, (place / BILL).read_bytes())
-        files = (wheel, place / BILL, place / LOCK)
+        for file in files:
+            if file.suffix == ".whl":
+                add_bill(file, (place / BILL).read_bytes())
+        if given.attempt:
+            tried(files)
+        files = [*files, place / BILL, place / LOCK]
         sums = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
         for file in files:
             file.replace(given.folder / file.name)
