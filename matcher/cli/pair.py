@@ -226,6 +226,12 @@ def align(
         Path | None, metavar=Picture, help="Save a checkerboard of IMAGE0 and IMAGE1."
     ) = None,
     difference: option(Path | None, metavar=Picture, help="Save the absolute difference of the two.") = None,
+    gcp: option(
+        Path | None,
+        metavar="FILE.points|.txt|.csv",
+        help="Save control points of IMAGE0 on the map of IMAGE1, a GeoTIFF, for QGIS, OpenDroneMap or GDAL; "
+        "--output FILE.tif is then a GeoTIFF. Needs rasterio for TIFFs.",
+    ) = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
     fail_below: option(
@@ -244,6 +250,10 @@ def align(
     """
     from matcher.alignment import align as alignment
 
+    if gcp is not None:
+        if any((blend, checkerboard, difference, mask0, mask1, as_json)):
+            raise UsageError("--gcp goes with --output FILE.tif, not with other pictures, masks or --json")
+        return _georeference(image0, image1, gcp, output, model, given, overwrite=overwrite, least=fail_below)
     wanted = {"warped": output, "blend": blend, "checkerboard": checkerboard, "difference": difference}
     suffixes, inputs = tuple(alignment.PICTURE_FORMATS), (image0, image1, mask0, mask1)
     check_outputs([(path, suffixes) for path in wanted.values()], inputs, overwrite=overwrite)
@@ -265,6 +275,32 @@ def align(
             show(f"wrote {path}")
     unlike = fail_below is not None and found.agreeing < fail_below
     return PARTIAL if unlike or not found.found else 0
+
+
+def _georeference(
+    image0: Path,
+    image1: Path,
+    gcp: Path,
+    output: Path | None,
+    model: Literal["homography", "affine", "similarity"],
+    given: dict[str, Any],
+    *,
+    overwrite: bool,
+    least: float | None,
+) -> int:
+    from matcher.alignment import rasters
+
+    outputs = [(gcp, rasters.POINT_FORMATS), (output, rasters.RASTER_FORMATS)]
+    check_outputs(outputs, (image0, image1), overwrite=overwrite)
+    found = rasters.georeference(image0, image1, model=model, **given)
+    if not found.alignment.found:
+        complain(found.summary() + "; nothing was written")
+        return PARTIAL
+    show(found.summary())
+    show(f"wrote {found.save_points(gcp, overwrite=True)}")
+    if output is not None:
+        show(f"wrote {found.save_raster(output, overwrite=True)}")
+    return PARTIAL if least is not None and found.alignment.agreeing < least else 0
 
 
 def find(

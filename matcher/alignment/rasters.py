@@ -1,0 +1,327 @@
+"""Rasters with map coordinates: control points for QGIS, GDAL and OpenDroneMap, and aligned GeoTIFFs.
+
+A GeoTIFF of any number of bands and bits is matched as a smaller picture of itself, and warped by tiles. GDAL
+counts pixels from the corner of the first one, (0, 0); its centre is (0.5, 0.5).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+import cv2
+import numpy as np
+
+from matcher.alignment.align import Alignment, align
+from matcher.config import PlanarModel
+from matcher.errors import ImageError, UsageError, install_command
+from matcher.files import check_output, write_output
+from matcher.geometry import warp_points
+from matcher.images import read_image
+from matcher.presets import DEFAULT_PRESET, LoadOptions
+
+if TYPE_CHECKING:
+    from rasterio.io import DatasetReader
+
+POINT_FORMATS = (".csv", ".points", ".txt")
+RASTER_FORMATS = (".tif", ".tiff")
+PREVIEW = 4096  # pixels; longer side of what is matched
+TILE = 1024  # pixels; side of what is warped at a time
+CELLS = 8  # control points are the best ones in the cells of such a grid over image 0
+STRETCH = (1, 99)  # percentiles of a band that become black and white
+CORNER = 0.5  # GDAL's coordinates of the centre of the first pixel
+
+
+@dataclass(frozen=True, eq=False)
+class Raster:
+    """A picture that is matched, and how its pixels lie on the map."""
+
+    path: Path
+    size: tuple[int, int]  # of the file
+    preview: np.ndarray | Path  # (H, W) or (H, W, 3) uint8, or the file itself
+    mask: np.ndarray | None  # (H, W) bool of the preview: where there are data
+    crs: str | None  # as "EPSG:32633" or WKT
+    map_from_pixel: np.ndarray | None  # (3, 3), of pixels whose first one has its centre at (0, 0)
+
+    @property
+    def file_from_preview(self) -> np.ndarray:
+        """(3, 3) from pixels of what is matched to those of the file."""
+        if isinstance(self.preview, Path):
+            return np.eye(3)
+        x, y = (full / small for full, small in zip(self.size, self.preview.shape[1::-1], strict=True))
+        return np.array([[x, 0, (x - 1) / 2], [0, y, (y - 1) / 2], [0, 0, 1]])  # (p + 0.5)·s − 0.5
+
+
+def open_raster(path: str | Path) -> Raster:
+    """A GeoTIFF by rasterio, any other picture as `matcher.read_image` reads it.
+
+    Raises:
+        ImageError: it cannot be read; the message names it.
+        UsageError: a TIFF, and rasterio is not installed.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in RASTER_FORMATS:
+        return Raster(path, read_image(path).size, path, None, None, None)
+    with _dataset(path) as data:
+        share = min(1.0, PREVIEW / max(data.width, data.height))
+        shape = tuple(max(1, round(side * share)) for side in (data.height, data.width))
+        bands = [1, 2, 3] if data.count >= 3 else [1]
+        from rasterio.enums import Resampling
+
+        mask = data.dataset_mask(out_shape=shape) > 0
+        pixels = data.read(bands, out_shape=(len(bands), *shape), resampling=Resampling.average)
+        preview = np.dstack([_stretched(band, mask) for band in pixels]).squeeze()
+        known = not data.transform.is_identity
+        first = np.array([[1, 0, CORNER], [0, 1, CORNER], [0, 0, 1]])
+        placed = np.array(data.transform).reshape(3, 3) @ first if known else None
+        crs = data.crs and (data.crs.to_string() if data.crs.to_epsg() else data.crs.to_wkt())
+        return Raster(path, (data.width, data.height), preview, mask, crs or None, placed)
+
+
+def _dataset(path: Path) -> DatasetReader:
+    """A TIFF open to be read; no other driver of GDAL is tried, so that a file cannot name other files."""
+    try:
+        import rasterio
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"{path}: control points of a TIFF need rasterio: {install_command('rasterio')}"
+        ) from error
+    try:
+        return rasterio.open(path, driver="GTiff")
+    except rasterio.errors.RasterioIOError as error:
+        raise ImageError(f"{path}: not a TIFF that GDAL can read ({error})") from error
+
+
+def _stretched(band: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """A band of any type as uint8."""
+    if band.dtype == np.uint8:
+        return band
+    valid = band[mask & np.isfinite(band)]
+    low, high = np.percentile(valid, STRETCH) if valid.size else (0, 1)
+    scaled = (np.nan_to_num(band.astype(np.float64)) - low) / max(float(high - low), 1e-12)
+    return (scaled.clip(0, 1) * 255).round().astype(np.uint8)
+
+
+def georeference(
+    image0: str | Path,
+    image1: str | Path,
+    preset: str = DEFAULT_PRESET,
+    *,
+    model: PlanarModel = "homography",
+    **options: Unpack[LoadOptions],
+) -> Georeferenced:
+    """Match a picture with a raster, and say where its points lie on the raster's map.
+
+    Args:
+        image0: picture or TIFF without coordinates that one trusts.
+        image1: GeoTIFF; a raster without coordinates gives its pixels as a map.
+        preset, model, options: as of `matcher.align`.
+
+    Raises:
+        ImageError: an image cannot be read; the message names it.
+        UsageError: rasterio is missing, and what `matcher.align` refuses.
+    """
+    raster0, raster1 = open_raster(image0), open_raster(image1)
+    masks = {"mask0": raster0.mask, "mask1": raster1.mask}
+    found = align(raster0.preview, raster1.preview, preset, model=model, **masks, **options)
+    kept = found.inliers
+    points = [
+        warp_points(side[kept].astype(np.float64), raster.file_from_preview)
+        for side, raster in ((found.result.points0, raster0), (found.result.points1, raster1))
+    ]
+    matrix = found.matrix
+    if matrix is not None:
+        matrix = raster1.file_from_preview @ matrix @ np.linalg.inv(raster0.file_from_preview)
+        matrix = matrix / matrix[2, 2]
+    return Georeferenced(found, (raster0, raster1), matrix, *points, found.result.scores[kept])
+
+
+@dataclass(frozen=True, eq=False)
+class Georeferenced:
+    """What `georeference` found: points of both files, and the map from one to the other."""
+
+    alignment: Alignment  # in pixels of what was matched
+    rasters: tuple[Raster, Raster]
+    matrix: np.ndarray | None  # (3, 3) from pixels of image 0 to those of image 1, both of the files
+    points0: np.ndarray  # (K, 2) float64 inliers, pixels of the files
+    points1: np.ndarray
+    scores: np.ndarray  # (K,)
+
+    @property
+    def on_map(self) -> np.ndarray:
+        """(K, 2) where the points lie: map coordinates, or pixels of image 1 from its corner, y upwards."""
+        placed = self.rasters[1].map_from_pixel
+        if placed is None:
+            return (self.points1 + CORNER) * (1, -1)
+        return warp_points(self.points1, placed)
+
+    @property
+    def residuals(self) -> np.ndarray:
+        """(K, 2) where the transformation puts the points, less where they lie, in units of `on_map`."""
+        placed = self.rasters[1].map_from_pixel
+        off = warp_points(self.points0, self.matrix) - self.points1
+        return off * (1, -1) if placed is None else off @ placed[:2, :2].T
+
+    def summary(self) -> str:
+        """How many points agree, and how well, in the units of the map."""
+        if not self.alignment.found:
+            return self.alignment.summary()
+        length = np.linalg.norm(self.residuals, axis=1)
+        unit = f"units of {self.rasters[1].crs}" if self.rasters[1].crs else "pixels"
+        median, rms = np.median(length), math.sqrt((length**2).mean())
+        return (
+            f"{len(length)} points agree on one {self.alignment.model}; "
+            f"residuals: median {median:.3g}, root mean square {rms:.3g} {unit}"
+        )
+
+    def chosen(self) -> np.ndarray:
+        """Indices of control points: of each cell of a grid over image 0, the most probable one."""
+        cell = (self.points0 / self.rasters[0].size * CELLS).astype(int).clip(0, CELLS - 1) @ (1, CELLS)
+        best = np.argsort(-self.scores, kind="stable")
+        return np.sort(best[np.unique(cell[best], return_index=True)[1]])
+
+    def save_points(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Write control points: .points of QGIS's georeferencer, OpenDroneMap's .txt, or .csv.
+
+        Raises:
+            UsageError: nothing was found, another suffix, a foreign file, or .txt without coordinates.
+        """
+        path = check_output(path, POINT_FORMATS, overwrite=overwrite)
+        if not self.alignment.found:
+            raise UsageError("the images are not aligned, so there are no control points")
+        kept = self.chosen()
+        crs, name = self.rasters[1].crs, self.rasters[0].path.name
+        places, corners, off = self.on_map[kept], (self.points0 + CORNER)[kept], self.residuals[kept]
+        text = io.StringIO()
+        write = csv.writer(text, lineterminator="\n").writerow
+        if path.suffix.lower() == ".txt":
+            if crs is None:
+                raise UsageError(
+                    f"{path}: OpenDroneMap needs a coordinate system, and {self.rasters[1].path} has none"
+                )
+            text.write(f"{crs}\n")
+            for (x, y), (pixel, line) in zip(places, corners, strict=True):
+                text.write(f"{x:.6f} {y:.6f} NaN {pixel:.3f} {line:.3f} {name}\n")
+        elif path.suffix.lower() == ".points":
+            if crs is not None:
+                text.write(f"#CRS: {crs}\n")
+            write(["mapX", "mapY", "sourceX", "sourceY", "enable", "dX", "dY", "residual"])
+            for (x, y), (pixel, line), (dx, dy) in zip(places, corners, off, strict=True):
+                numbers = (x, y, pixel, -line)
+                rest = (f"{value:.6f}" for value in (dx, dy, math.hypot(dx, dy)))
+                write([*(f"{value:.6f}" for value in numbers), 1, *rest])
+        else:
+            write(["pixel", "line", "map_x", "map_y", "residual", "score"])
+            for place, corner, step, score in zip(places, corners, off, self.scores[kept], strict=True):
+                write([f"{value:.6f}" for value in (*corner, *place, math.hypot(*step))] + [f"{score:.4f}"])
+        write_output(path, text.getvalue().encode("utf-8"))
+        return path
+
+    def save_raster(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Write image 0 on the grid of image 1 as GeoTIFF: its own bands and type, image 1's coordinates.
+
+        Raises:
+            UsageError: nothing was found, another suffix, a foreign file, or rasterio is missing.
+            OSError: the disk is full.
+        """
+        path = check_output(path, RASTER_FORMATS, overwrite=overwrite)
+        if not self.alignment.found:
+            raise UsageError("the images are not aligned, so there is nothing to write")
+        part = path.with_name(f".{path.name}.part")
+        try:
+            self._warp_to(part)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+        return path
+
+    def _warp_to(self, path: Path) -> None:
+        """Tile by tile: what image 0 shows there, and a mask of where it shows anything."""
+        source0, source1 = self.rasters
+        with _dataset(source1.path) as grid:
+            import rasterio
+            from rasterio.windows import Window
+
+            plain = None if source0.path.suffix.lower() in RASTER_FORMATS else _bands_of(source0.path)
+            source = None if plain is not None else _dataset(source0.path)
+            kind: Any = plain if plain is not None else np.empty(0, source.dtypes[0])
+            count = len(plain) if plain is not None else source.count
+            profile = {
+                "driver": "GTiff", "width": grid.width, "height": grid.height, "count": count,
+                "dtype": kind.dtype,
+                "crs": grid.crs, "transform": grid.transform, "tiled": True, "compress": "deflate",
+                "BIGTIFF": "IF_SAFER",
+            }  # fmt: skip
+            backward = np.linalg.inv(self.matrix)
+            backward /= backward[2, 2]
+            with rasterio.Env(GDAL_TIFF_INTERNAL_MASK=True), rasterio.open(path, "w", **profile) as out:
+                for top in range(0, grid.height, TILE):
+                    for left in range(0, grid.width, TILE):
+                        window = Window(left, top, min(TILE, grid.width - left), min(TILE, grid.height - top))
+                        tile, covered = _tile(plain, source, backward, window, count, kind.dtype)
+                        out.write(tile, window=window)
+                        out.write_mask(covered, window=window)
+            if source is not None:
+                source.close()
+
+
+def _bands_of(path: Path) -> np.ndarray:
+    """(bands, H, W) of an ordinary picture as stored."""
+    pixels = read_image(path, upright=False).pixels
+    return pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)
+
+
+def _tile(
+    plain: np.ndarray | None,
+    source: DatasetReader | None,
+    backward: np.ndarray,
+    window: Any,
+    count: int,
+    dtype: np.dtype,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(bands, h, w) of a window of the result, and (h, w) bool where there are data."""
+    height, width = int(window.height), int(window.width)
+    x, y = np.meshgrid(np.arange(width) + window.col_off, np.arange(height) + window.row_off)
+    at = warp_points(np.stack([x, y], axis=-1).reshape(-1, 2).astype(np.float64), backward)
+    columns, rows = (plain.shape[2], plain.shape[1]) if plain is not None else (source.width, source.height)
+    inside = (at > -0.5).all(1) & (at < (columns - 0.5, rows - 0.5)).all(1)  # not beyond the horizon, NaN
+    empty = np.zeros((count, height, width), dtype)
+    if not inside.any():
+        return empty, np.zeros((height, width), bool)
+    low = np.maximum(np.floor(at[inside].min(0)).astype(int) - 2, 0)
+    high = np.minimum(np.ceil(at[inside].max(0)).astype(int) + 3, (columns, rows))
+    if plain is not None:
+        piece, share = plain[:, low[1] : high[1], low[0] : high[0]], np.ones(2)
+        valid = np.ones(piece.shape[1:], np.uint8)
+    else:
+        piece, valid, share = _read_piece(source, low, high)
+    local = np.nan_to_num((at - low + 0.5) * share - 0.5, nan=-1).astype(np.float32).reshape(height, width, 2)
+    working = (
+        piece if piece.dtype in (np.uint8, np.uint16, np.int16, np.float32) else piece.astype(np.float64)
+    )
+    for band in range(count):
+        warped = cv2.remap(working[band], local, None, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
+        empty[band] = warped if warped.dtype == dtype else np.rint(warped).astype(dtype)
+    seen = cv2.remap(valid, local, None, cv2.INTER_NEAREST, borderMode=cv2.BORDER_REPLICATE) > 0
+    covered = inside.reshape(height, width) & seen
+    return empty * covered, covered
+
+
+def _read_piece(
+    source: DatasetReader, low: np.ndarray, high: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A part of a raster, its mask, and what was read over its size: large parts are read smaller."""
+    from rasterio.enums import Resampling
+    from rasterio.windows import Window
+
+    extent = high - low
+    step = max(1, math.ceil(extent.max() / (2 * TILE)))
+    width, height = (max(1, math.ceil(side / step)) for side in extent)
+    part = Window(*low, *extent)
+    pixels = source.read(window=part, out_shape=(source.count, height, width), resampling=Resampling.average)
+    mask = source.dataset_mask(window=part, out_shape=(height, width)) > 0
+    return pixels, mask.astype(np.uint8), np.array([width, height]) / extent

@@ -1,0 +1,111 @@
+"""Control points and aligned GeoTIFFs: rasters of known coordinates, made of scikit-image's photographs."""
+
+import csv
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from command import run
+
+from matcher.alignment.rasters import georeference, open_raster
+from matcher.errors import ImageError, UsageError
+
+rasterio = pytest.importorskip("rasterio")
+data = pytest.importorskip("skimage.data")
+
+METRES, EAST, NORTH = 0.5, 500_000.0, 5_400_000.0
+TURNED = cv2.getRotationMatrix2D(
+    (256, 256), 20, 0.9
+)  # from pixels of the map's picture to those of the photo
+
+
+def scene() -> np.ndarray:
+    """(512, 512) uint8 that stands for the ground: gravel with a photograph on it."""
+    ground = data.gravel().copy()
+    ground[60:440, 80:460] = cv2.resize(cv2.cvtColor(data.coffee(), cv2.COLOR_RGB2GRAY), (380, 380))
+    return ground
+
+
+def write_tiff(path: Path, bands: np.ndarray, crs: str | None = "EPSG:32633") -> Path:
+    """A GeoTIFF of half-metre pixels."""
+    count, height, width = bands.shape
+    transform = rasterio.transform.from_origin(EAST, NORTH, METRES, METRES)
+    with rasterio.open(
+        path, "w", driver="GTiff", width=width, height=height, count=count, dtype=bands.dtype, crs=crs,
+        transform=transform,
+    ) as file:  # fmt: skip
+        file.write(bands)
+    return path
+
+
+@pytest.fixture
+def pair(tmp_path) -> tuple[Path, Path]:
+    """A turned, smaller photo, and the map: 16 bit, five bands, in other light."""
+    ground = scene()
+    photo = cv2.warpAffine(ground, TURNED, (512, 512))
+    cv2.imwrite(str(tmp_path / "photo.png"), photo)
+    bright = (ground.astype(np.float64) ** 0.8 * 180 + 500).astype(np.uint16)
+    return tmp_path / "photo.png", write_tiff(tmp_path / "ortho.tif", np.stack([bright] * 5))
+
+
+def truth(pixel: np.ndarray) -> np.ndarray:
+    """Map coordinates of corners-based pixels of the photo."""
+    inverse = cv2.invertAffineTransform(TURNED)
+    at = (pixel - 0.5) @ inverse[:, :2].T + inverse[:, 2] + 0.5
+    return np.stack([EAST + METRES * at[:, 0], NORTH - METRES * at[:, 1]], axis=1)
+
+
+def test_control_points_lie_where_the_map_has_them(pair, tmp_path, capfd):
+    files = [tmp_path / name for name in ("a.csv", "a.points", "a.txt")]
+    for file in files:
+        assert run("align", *pair, "--gcp", file, "--preset", "nearest-learned", "--max-keypoints", 1024) == 0
+    assert "residuals: median" in capfd.readouterr().out
+    rows = list(csv.DictReader(files[0].open()))
+    assert len(rows) > 20
+    pixel = np.array([[float(row["pixel"]), float(row["line"])] for row in rows])
+    place = np.array([[float(row["map_x"]), float(row["map_y"])] for row in rows])
+    assert np.median(np.linalg.norm(place - truth(pixel), axis=1)) < 0.3 * METRES
+    crs, header, first, *_ = files[1].read_text().splitlines()
+    assert crs == "#CRS: EPSG:32633" and header.startswith("mapX,mapY,sourceX,sourceY,enable")
+    x, y, column, line = map(float, first.split(",")[:4])
+    np.testing.assert_allclose([[x, y]], truth(np.array([[column, -line]])), atol=2 * METRES)
+    crs, first, *_ = files[2].read_text().splitlines()
+    assert crs == "EPSG:32633" and first.split()[2] == "NaN" and first.split()[5] == "photo.png"
+
+
+def test_the_photo_is_written_on_the_grid_of_the_map(pair, tmp_path):
+    found = georeference(*pair, "nearest-learned", max_keypoints=1024)
+    with rasterio.open(found.save_raster(tmp_path / "aligned.tif")) as file, rasterio.open(pair[1]) as ground:
+        assert (file.transform, file.crs, file.shape) == (ground.transform, ground.crs, ground.shape)
+        covered = file.read_masks(1) > 0
+        assert 0.6 < covered.mean() <= 1
+        off = np.abs(file.read(1).astype(float) - scene())[
+            cv2.erode(covered.astype(np.uint8), np.ones((9, 9))) > 0
+        ]
+        assert np.median(off) < 8  # grey values
+
+
+def test_a_large_raster_of_16_bit_keeps_its_bands(tmp_path):
+    """5,000 pixels a side are matched as a smaller picture, and warped by tiles."""
+    ground = cv2.resize(scene(), (5000, 5000), interpolation=cv2.INTER_CUBIC).astype(np.uint16) * 100
+    reference = write_tiff(tmp_path / "a.tif", ground[None])
+    moved = np.roll(ground, (40, 90), (0, 1))
+    other = write_tiff(tmp_path / "b.tif", np.stack([moved, moved // 2]), crs=None)
+    found = georeference(other, reference, "nearest-learned", model="similarity", max_keypoints=1024)
+    np.testing.assert_allclose(found.matrix[:2, 2], [-90, -40], atol=3)
+    with rasterio.open(found.save_raster(tmp_path / "c.tif")) as file:
+        assert (file.count, file.dtypes[0], file.shape) == (2, "uint16", (5000, 5000))
+        tile = file.read(1, window=((2000, 2300), (2000, 2300))).astype(float)
+    assert np.median(np.abs(tile - ground[2000:2300, 2000:2300])) < 600
+
+
+def test_what_cannot_be_done_is_said(pair, tmp_path):
+    (tmp_path / "text.tif").write_text("no raster")
+    with pytest.raises(ImageError, match=r"text\.tif"):
+        open_raster(tmp_path / "text.tif")
+    plain = write_tiff(tmp_path / "plain.tif", scene()[None], crs=None)
+    found = georeference(pair[0], plain, "nearest-learned", max_keypoints=1024)
+    with pytest.raises(UsageError, match=r"plain\.tif"):
+        found.save_points(tmp_path / "gcp.txt")
+    assert run("align", *pair, "--gcp", tmp_path / "a.csv", "--blend", tmp_path / "b.png") == 2
