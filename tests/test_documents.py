@@ -171,18 +171,3 @@ def test_the_version_is_the_same_everywhere():
         re.search(r"^## (\d\S*)$", text("CHANGELOG.md"), re.MULTILINE)[1],
     }
     assert len(versions) == 1
-
-
-def test_messages_explained_are_messages_that_there_are():
-    sources = "\n".join(path.read_text("utf-8") for path in (ROOT / "matcher").rglob("*.py"))
-    sources = re.sub(r'"\s*\n\s*f?"', "", sources)
-    table = text("docs/questions.md").split("## Messages")[1].split("## ")[0]
-    messages = [
-        said
-        for row in re.findall(r"^\|([^|]+)\|", table, re.MULTILINE)
-        for said in re.findall(r"`([^`]+)`", row)
-    ]
-    assert len(messages) > 12
-    for message in messages:
-        for part in message.split("…"):
-            assert part.strip() in sources, part
