@@ -175,8 +175,6 @@ def _plain(value: float) -> float | None:
 
 # What a network gives, the prior scores of refined matches, and the probabilities given a geometry.
 Stage = Literal["network", "refinement", "geometry"]
-_FEW = 50  # judged matches; a pair with fewer weighs less
-_RIDGE = 1e-3  # weight of the squared coefficients, for classes that are told apart perfectly
 
 
 def logistic_regression(values: np.ndarray, right: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -187,7 +185,7 @@ def logistic_regression(values: np.ndarray, right: np.ndarray, weight: np.ndarra
     """
     mean, deviation = values.mean(axis=0), values.std(axis=0) + 1e-9
     design = np.column_stack([np.ones(len(values)), (values - mean) / deviation])
-    ridge = np.diag([0.0, *np.full(values.shape[1], _RIDGE * len(values))])
+    ridge = np.diag([0.0, *np.full(values.shape[1], 1e-3 * len(values))])  # for classes told apart perfectly
     found = np.zeros(design.shape[1])
     for _ in range(50):
         probability = 1 / (1 + np.exp(-np.clip(design @ found, -30, 30)))
@@ -267,9 +265,8 @@ def fit_calibration(sets: Sequence[tuple[Sequence[JudgedPair], float]]) -> np.nd
         weight = []
         for pair in pairs:
             judged = int(pair.known.sum())
-            weight.append(
-                np.full(judged, min(1.0, judged / _FEW) / max(1, judged))
-            )  # a pair weighs 1 at most
+            whole = min(1.0, judged / 50)  # a pair weighs 1 at most, one of few judged matches less
+            weight.append(np.full(judged, whole / max(1, judged)))
             values.append(pair.evidence[pair.known])
             right.append(pair.right[pair.known])
         weights.append(share * np.concatenate(weight) / np.concatenate(weight).sum())

@@ -18,13 +18,10 @@ from matcher.evaluate.protocols import CorrespondencePair, HomographyPair, PairI
 from matcher.files import open_given
 from matcher.images import read_image
 
-MAX_LANDMARK_RESIDUAL = 3.0  # pixels; coarser pairs of `multimodal` are left out
-FRAME_GAPS = (3, 8, 15)
 _VIEW_SUFFIXES = (".png", ".ppm", ".pgm", ".jpg")
 # Sequences beyond 1600 × 1200 pixels, left out since D2-Net (Dusmanu et al. 2019): 540 pairs remain.
 _LARGE_I = ("i_contruction", "i_crownnight", "i_dc", "i_pencils", "i_whitebuilding")
 _LARGE = (*_LARGE_I, "v_artisans", "v_astronautis", "v_talent")
-_LONGEST_LINE = 1 << 16  # bytes
 
 
 def hpatches(folder: Path) -> Iterator[HomographyPair]:
@@ -88,7 +85,7 @@ def multimodal(folder: Path) -> Iterator[HomographyPair]:
         return
     keys = ("pair", "category", "image_fix", "image_mov", "landmark_median_residual_px", "nonrigid")
     for row in read_rows(folder / "pairs.json", keys):
-        if row["landmark_median_residual_px"] < MAX_LANDMARK_RESIDUAL and not row["nonrigid"]:
+        if row["landmark_median_residual_px"] < 3 and not row["nonrigid"]:
             path, key = folder / f"{row['pair']}_gt.json", "H_mov_to_fix_0based"
             matrix = read_array(read_rows(path, (key,))[0][key], (3, 3), path)
             sides = PairImage(folder / row["image_mov"]), PairImage(folder / row["image_fix"])
@@ -100,7 +97,7 @@ def kitti(folder: Path) -> Iterator[PosePair]:
     for sequence, frames, poses in _sequences(folder):
         K = read_matrix(sequence / "calib.txt", (-1, 12))[0].reshape(3, 4)[:, :3]
         world_from_cam = [np.vstack([pose, [0, 0, 0, 1]]) for pose in poses]
-        for gap in FRAME_GAPS:
+        for gap in (3, 8, 15):
             for a in range(len(frames) - gap):
                 b = a + gap
                 pose = np.linalg.inv(world_from_cam[b]) @ world_from_cam[a]
@@ -222,7 +219,7 @@ def is_pair_list(path: Path) -> bool:
     """Whether the first line of a text file is an image pair with intrinsics and pose."""
     try:
         with open_given(path) as file:
-            return _parse_line(file.readline(_LONGEST_LINE).decode("utf-8").split()) is not None
+            return _parse_line(file.readline(1 << 16).decode("utf-8").split()) is not None
     except (OSError, UnicodeDecodeError):
         return False
 

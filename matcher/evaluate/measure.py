@@ -28,7 +28,6 @@ from matcher.verify.verdict import reject_improbable, verdict_of
 
 THRESHOLDS = (1, 3)  # pixels of the resized images
 COARSE = 10  # pixels; for ground truth that is accurate to several pixels only, and WxBS's mAA
-_MAX_LABELS = 2000  # a disparity map labels every pixel; an even sample is enough
 
 # Errors of geometry and of matches
 
@@ -328,7 +327,7 @@ def _label_metrics(
     pair: CorrespondencePair, geometries: Sequence[TwoViewGeometry], scale1: float
 ) -> dict[str, np.ndarray]:
     """Shares of the labelled points near the estimated epipolar lines: WxBS's mAA."""
-    step = max(1, len(pair.points0) // _MAX_LABELS)
+    step = max(1, len(pair.points0) // 2000)  # a disparity map labels every pixel: an even sample is enough
     labels0, labels1 = (p[::step].astype(np.float64) for p in (pair.points0, pair.points1))
     near_line = np.zeros((len(geometries), COARSE))
     for row, geometry in zip(near_line, geometries, strict=True):
@@ -357,7 +356,6 @@ def _cameras(pair: PosePair, result: Result) -> tuple[Camera, Camera]:
 # Averages over pairs, with intervals of 95 % by a seeded bootstrap over the pairs (Efron 1979)
 
 Statistic = Callable[[np.ndarray], np.ndarray]  # (…, n) → (…,)
-_RESAMPLED = 1000  # times: the ends of an interval are then certain to about a tenth of its half
 
 
 @dataclass(frozen=True)
@@ -383,7 +381,7 @@ def estimate(
         seed: of the bootstrap, which is the same for every row of a table.
     """
     count = values.shape[1]
-    draws = np.random.default_rng([seed, count]).integers(0, count, (_RESAMPLED, count))
+    draws = np.random.default_rng([seed, count]).integers(0, count, (1000, count))
     by_seed, resampled = statistic(values), statistic(values[:, draws]).mean(axis=0)
     if minus is not None:
         by_seed, resampled = by_seed - statistic(minus), resampled - statistic(minus[:, draws]).mean(axis=0)

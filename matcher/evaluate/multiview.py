@@ -19,9 +19,6 @@ from matcher.evaluate.protocols import DepthCamera, DepthPair, HomographyPair, P
 OVERLAPS = (0.0, 0.3, 0.5, 1.01)  # bounds of the overlap groups
 ANGLES = (0, 15, 30, 60, 181)  # degrees between the optical axes
 DRAWN_ANGLES = (8, 30, 60, 110, 181)  # of pairs that are drawn, as many between each two
-DRAWN_OVERLAPS = (0.2, 0.75)  # between which they share their views, the smaller one of both directions
-MIN_OVERLAP = 0.15  # the smaller one of both directions; pairs below are left out
-SAMPLING = 16  # pixels between the points by which overlap is measured
 TRACKED = (
     "The poses come from the headset's own tracking and reproject to within about 3 px over ten frames: rely "
     "on the pose AUC and on precision@10 px"
@@ -62,9 +59,9 @@ def drawn(folder: Path, count: int, seed: int) -> tuple[DepthPair, ...]:
         if frozenset(pair) in listed or angle < DRAWN_ANGLES[0] or len(kind) == wanted:
             continue
         overlap = overlap_of(*views)
-        if overlap > DRAWN_OVERLAPS[0]:
+        if overlap > 0.2:
             overlap = min(overlap, overlap_of(*reversed(views)))
-        if DRAWN_OVERLAPS[0] < overlap < DRAWN_OVERLAPS[1]:
+        if 0.2 < overlap < 0.75:  # neither hopeless nor easy
             kind.append(_recorded_pair(folder, pair, frames, overlap, DRAWN_ANGLES))
     return tuple(pair for _, kind in sorted(found.items()) for pair in kind)
 
@@ -85,7 +82,7 @@ def rendered_poses(folder: Path) -> Iterator[DepthPair]:
             for row in rows
         ]
         overlap = min(overlap_of(*views), overlap_of(*reversed(views)))
-        if overlap >= MIN_OVERLAP:
+        if overlap >= 0.15:  # less is hopeless
             light = "same light" if rows[0].get("light") == rows[1].get("light") else "different lights"
             groups = _overlap_group(overlap), _angle_group(_angle(*views), ANGLES), light
             yield _depth_pair(name, groups, sides, views)
@@ -149,7 +146,7 @@ def _depth_pair(
 def overlap_of(view0: DepthCamera, view1: DepthCamera) -> float:
     """Share of the pixels of view 0 with known depth that are visible in view 1."""
     height, width = view0.depth().shape
-    xs, ys = np.meshgrid(*(np.arange(0, side * view0.stride, SAMPLING) for side in (width, height)))
+    xs, ys = np.meshgrid(*(np.arange(0, side * view0.stride, 16) for side in (width, height)))  # enough
     points = np.column_stack([xs.ravel(), ys.ravel()]).astype(np.float64)
     reprojected, visible = reproject(points, view0, view1)
     known = ~np.isnan(reprojected[:, 0])

@@ -18,7 +18,6 @@ from matcher.types import Image
 
 EDGE = 0.05  # relative difference of neighbouring depths beyond which they belong to two surfaces
 AGREEMENT = 0.03  # relative difference of depths up to which a point is visible in the other image
-_SLACK = 0.02  # metres, added to that difference
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +81,7 @@ def reproject(points: np.ndarray, source: DepthCamera, target: DepthCamera) -> t
     limit = np.array([width, height]) * target.stride
     with np.errstate(invalid="ignore"):
         outside = front & ((pixels < -0.5) | (pixels > limit - 0.5)).any(axis=1)
-        consistent = np.abs(measured - points1[:, 2]) < AGREEMENT * points1[:, 2] + _SLACK
+        consistent = np.abs(measured - points1[:, 2]) < AGREEMENT * points1[:, 2] + 0.02  # metres
     visible = np.isfinite(z) & front & consistent
     hidden = np.isfinite(z) & (~front | outside | (np.isfinite(measured) & ~consistent))
     pixels = np.where(hidden[:, None], np.inf, pixels)

@@ -61,7 +61,6 @@ class Layout:
     shorter_side: int | None = None  # as of `PairSet`
 
 
-_HPATCHES_SIDE = 480  # as in published results
 _LAYOUTS = (
     Layout(
         "homography",
@@ -69,7 +68,7 @@ _LAYOUTS = (
         ("*/H_1_2", "hpatches-sequences-release/*/H_1_2"),
         "hpatches",
         "The 8 large sequences are left out. Shorter side 480 px",
-        _HPATCHES_SIDE,
+        480,  # as in published results
     ),
     Layout("homography", folders.affine, ("H1to2p", "*/H1to2p")),
     Layout("homography", folders.opencv_homography, ("H1to3p.xml",), "{}-homography"),

@@ -26,8 +26,6 @@ from matcher.geometry import inside, warp_points
 from matcher.images import read_image
 
 LONGER_SIDE = 640  # of photos, so that a level means the same for all folders
-SMALLEST_SIDE = 32
-MIN_OVERLAP = 0.4  # share of the photo that is visible in the view
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,6 @@ LEVELS = {
 }
 SENSOR_WARP = Level(rotation=15, perspective=0.1, scale=1.2, shift=0.05, light=0)
 ZOOM_TILT = Level(rotation=20, perspective=0.06, scale=1, shift=0, light=0.5)
-ZOOM = (2.5, 6.0)  # resolution of the part / that of the whole photo
-PART = (0.5, 0.9)  # side of the part / side of the photo
 
 
 def _made(name: str, count: int, make: Callable[[int], Pair], note: str) -> PairSet:
@@ -65,10 +61,8 @@ def _photo(photos: Sequence[Path], turn: int, index: int, seed: int) -> tuple[Pa
     """A photo in the order of this turn through all of them, and its pixels."""
     path = photos[np.random.default_rng([seed, turn]).permutation(len(photos))[index]]
     pixels = read_image(path, resize=LONGER_SIDE, upright=False).pixels
-    if min(pixels.shape[:2]) < SMALLEST_SIDE:
-        raise ImageError(
-            f"{path}: too small for synthetic pairs; photos need at least {SMALLEST_SIDE} pixels a side"
-        )
+    if min(pixels.shape[:2]) < 32:  # less leaves nothing to match when it is zoomed
+        raise ImageError(f"{path}: too small for synthetic pairs; photos need at least 32 pixels a side")
     return path, pixels
 
 
@@ -131,11 +125,11 @@ def zoomed_set(photos: Sequence[Path], *, count: int = 100, seed: int = 0) -> Pa
     def make(position: int) -> HomographyPair:
         path, photo = _photo(photos, *divmod(position, len(photos)), seed)
         rng = np.random.default_rng([seed, position, 2])
-        zoom = float(ZOOM[0] * (ZOOM[1] / ZOOM[0]) ** rng.uniform())
+        zoom = float(2.5 * (6.0 / 2.5) ** rng.uniform())  # resolution of the part / of the whole photo
         size = np.array(photo.shape[1::-1])
         small = tuple(np.maximum(np.rint(size / zoom), 16).astype(int).tolist())
         wide = cv2.resize(photo, small, interpolation=cv2.INTER_AREA)
-        part_size = np.rint(size * rng.uniform(*PART)).astype(int)
+        part_size = np.rint(size * rng.uniform(0.5, 0.9)).astype(int)
         x, y = rng.integers(0, size - part_size + 1)
         tilt = draw_homography(photo.shape[1::-1], ZOOM_TILT, rng)
         shift = np.array([[1, 0, -x], [0, 1, -y], [0, 0, 1]], dtype=np.float64)
@@ -150,8 +144,8 @@ def zoomed_set(photos: Sequence[Path], *, count: int = 100, seed: int = 0) -> Pa
         return HomographyPair(name, f"zoom {'2.5-4' if zoom < 4 else '4-6'}", *images, homography)
 
     note = (
-        f"{len(photos)} photos, resized to at most {LONGER_SIDE} pixels, and parts of them that have "
-        f"{ZOOM[0]:g} to {ZOOM[1]:g} times the resolution. Seed {seed}"
+        f"{len(photos)} photos, resized to at most {LONGER_SIDE} pixels, and parts of them that have 2.5 to "
+        f"6 times the resolution. Seed {seed}"
     )
     return _made("zoom", count, make, note)
 
@@ -181,7 +175,7 @@ def unrelated_set(photos: Sequence[Path], *, count: int = 200, seed: int = 0) ->
 
 
 def draw_homography(size: tuple[int, int], level: Level, rng: np.random.Generator) -> np.ndarray:
-    """A random H_1_from_0 (3, 3) under which enough of the photo stays visible.
+    """A random H_1_from_0 (3, 3) under which 40 % of the photo stay visible, or more.
 
     Args:
         size: (width, height) of the photo in pixels.
@@ -202,7 +196,7 @@ def draw_homography(size: tuple[int, int], level: Level, rng: np.random.Generato
         if not cv2.isContourConvex(target.astype(np.float32)):
             continue
         homography = cv2.getPerspectiveTransform(corners.astype(np.float32), target.astype(np.float32))
-        if inside(warp_points(grid.reshape(-1, 2), homography), size).mean() >= MIN_OVERLAP:
+        if inside(warp_points(grid.reshape(-1, 2), homography), size).mean() >= 0.4:
             return homography
 
 
