@@ -310,6 +310,7 @@ def test_the_object_says_what_is_missing(folder, tmp_path):
     for bad in (
         {},
         {"exhaustive": True, "sequential": 1},
+        {"sequential": 0},
         {"pairs": [(NAMES[0], "x")]},
         {"pairs": [NAMES[:1] * 2]},
     ):

@@ -131,5 +131,3 @@ def test_a_long_list_is_read_in_seconds_and_bounded_memory(tmp_path):
 def test_sequential_pairs_follow_the_numbers_in_the_names():
     assert list(sequential(["f10", "f2", "f1"], 1)) == [("f1", "f2"), ("f2", "f10")]
     assert len(list(sequential([f"f{i}" for i in range(10)], 3))) == 9 + 8 + 7
-    with pytest.raises(UsageError, match="at least 1"):
-        sequential(["a", "b"], 0)

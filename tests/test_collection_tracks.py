@@ -3,10 +3,8 @@
 from itertools import combinations
 
 import numpy as np
-import pytest
 
 from matcher.collection.tracks import PairMatches, build_tracks, consistent_matches
-from matcher.errors import UsageError
 
 COUNTS = {"a": 10, "b": 10, "c": 10}
 
@@ -34,20 +32,6 @@ def test_a_match_that_contradicts_better_ones_is_left_out_and_counted():
     tracks = build_tracks(pairs, COUNTS)
     assert as_sets(tracks) == {frozenset({("a", 1), ("b", 2), ("c", 3)})}
     assert tracks.conflicts == 1
-
-
-@pytest.mark.parametrize(
-    ("pair", "text"),
-    [
-        (PairMatches("a", "b", np.array([[10, 0]])), "a match of a names a keypoint beyond its 10"),
-        (PairMatches("a", "b", np.array([[0, -1]])), "a match of b"),
-        (PairMatches("a", "d", np.array([[0, 0]])), "d has matches"),
-        (PairMatches("a", "a", np.array([[0, 1]])), "itself"),
-    ],
-)
-def test_what_cannot_be_joined_is_refused(pair, text):
-    with pytest.raises(UsageError, match=text):
-        build_tracks([pair], COUNTS)
 
 
 def test_against_connected_components_where_nothing_contradicts(rng):

@@ -70,7 +70,7 @@ def test_parts_of_ones_own_work_alone_and_together(parts, shifted):
     result = pipeline.match(*shifted)
     assert len(result.matches) > 100
     assert np.abs(np.median(result.points0 - result.points1, axis=0) - [12, 8]).max() < 0.5
-    assert result.geometry.status == "ok" and result.preset == "custom" and result.layers == 0
+    assert result.geometry.verified and result.preset == "custom" and result.layers == 0
     features = [pipeline.extract(picture) for picture in shifted]
     again = pipeline.match_features(*features)
     np.testing.assert_array_equal(again.indices, result.matches.indices)

@@ -440,6 +440,8 @@ def _requested(
             raise UsageError("the pairs of this run came from a list; list those of the new images as well")
         return pairs
     for method, count in given.items():
+        if count < 1:
+            raise UsageError(f"{method} pairs need at least 1 neighbour of each image, not {count}")
         return PairChoice(method, count)
     return PairChoice("exhaustive" if exhaustive else "names" if file is None else "file")
 

@@ -204,13 +204,7 @@ def chosen_pairs(
 
 
 def sequential(names: Sequence[str], k: int) -> Iterator[tuple[str, str]]:
-    """Each image with the `k` that follow it, in natural order of the names (`f2` before `f10`).
-
-    Raises:
-        UsageError: `k` below 1.
-    """
-    if k < 1:
-        raise UsageError(f"sequential pairs need at least 1 neighbour, not {k}")
+    """Each image with the `k` that follow it, in natural order of the names (`f2` before `f10`)."""
     ordered = sorted(dict.fromkeys(names), key=natural_key)
     return ((name, other) for i, name in enumerate(ordered) for other in ordered[i + 1 : i + 1 + k])
 
@@ -229,10 +223,8 @@ def nearby_pairs(positions: Mapping[str, Sequence[float]], k: int) -> list[tuple
         k: neighbours; a photo may be in more pairs, as the neighbour of others.
 
     Raises:
-        UsageError: k below 1, or fewer than two positions.
+        UsageError: fewer than two positions.
     """
-    if k < 1:
-        raise UsageError(f"pairs of nearby photos need at least 1 neighbour, not {k}")
     if len(positions) < 2:
         raise UsageError(
             f"{len(positions)} of the photos have a GPS position in their EXIF header, and two are needed: "

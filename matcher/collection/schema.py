@@ -300,11 +300,7 @@ def encode_pair(
 def decode_pair(
     data: bytes, keypoints0: np.ndarray, keypoints1: np.ndarray, what: str = "a pair"
 ) -> tuple[Matches, TwoViewGeometry]:
-    """The inverse of `encode_pair`.
-
-    Raises:
-        DamagedError: the bytes do not make a pair of these images.
-    """
+    """The inverse of `encode_pair`; `DamagedError`: the bytes do not make a pair of these images."""
     arrays = _decoded(data, what, {"matrix": (3, 3), "pose": (4, 4), "homography": (3, 3)})
     try:
         kind, status, layers, *kept = (int(number) for number in arrays["facts"])

@@ -226,11 +226,7 @@ def refuse_changes(
 
 
 def parse_shard(text: str | None) -> tuple[int, int] | None:
-    """`i/n`, i from 1 to n.
-
-    Raises:
-        UsageError: anything else.
-    """
+    """`i/n`, i from 1 to n; `UsageError`: anything else."""
     if text is None:
         return None
     left, _, right = text.partition("/")

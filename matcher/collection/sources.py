@@ -187,10 +187,8 @@ class Photos:
 
     def stamp(self, name: str) -> str:
         """Length and times of the image and of its mask; empty where there is none."""
-        try:
-            return " ".join(stamp_of(path) for path in self._files(name))
-        except OSError:
-            return ""
+        stamps = [stamp_of(path) for path in self._files(name)]
+        return " ".join(stamps) if all(stamps) else ""
 
     def digest(self, name: str) -> str:
         """The sha256 of the image's bytes, and those of its mask; `ImageError` where there is none."""
@@ -243,8 +241,11 @@ def check_masks(source: FeatureSource) -> int | None:
 
 
 def stamp_of(path: Path) -> str:
-    """Length and times of a file; `OSError` where there is none."""
-    status = path.stat()
+    """Length and times of a file; empty where there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ""
     return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
 
 

@@ -41,11 +41,7 @@ from matcher.types import Features
 
 
 def check_writable(folder: Path) -> None:
-    """Create the folder if it is missing.
-
-    Raises:
-        UsageError: it cannot be created or written.
-    """
+    """Create the folder if it is missing; `UsageError`: it cannot be created or written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -94,11 +90,7 @@ class Store:
     def create(
         cls, run_dir: str | Path, settings: dict[str, Any], image_folder: str | Path | None = None
     ) -> Store:
-        """Create an empty store.
-
-        Raises:
-            UsageError: there is a store already, or the folder cannot be written.
-        """
+        """Create an empty store; `UsageError`: there is a store already, or the folder cannot be written."""
         folder = Path(run_dir)
         check_writable(folder)
         lock = StoreLock(folder)
@@ -174,11 +166,7 @@ class Store:
             return [_image(row, folder) for row in self.rows(f"SELECT {_IMAGE} FROM images ORDER BY name")]
 
     def image(self, name: str) -> StoredImage:
-        """One image.
-
-        Raises:
-            UsageError: the run has none of that name.
-        """
+        """One image; `UsageError`: the run has none of that name."""
         with guarded(self._path):
             for row in self.rows(f"SELECT {_IMAGE} FROM images WHERE name = ?", name):
                 return _image(row, self.image_folder)
@@ -405,11 +393,7 @@ class Writer:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Write everything in the block durably, or nothing.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Write everything in the block durably, or nothing; `OSError`: the disk is full."""
         both = (self._descriptors, self._connection)  # in this order no image is without its descriptors
         with guarded(self._path):
             try:
@@ -435,11 +419,7 @@ class Writer:
             return self._connection.executemany(sql, rows).rowcount
 
     def number(self, name: str) -> int:
-        """The image's number in the database.
-
-        Raises:
-            UsageError: there is none of that name.
-        """
+        """The image's number in the database; `UsageError`: there is none of that name."""
         for (number,) in self.execute("SELECT id FROM images WHERE name = ?", (name,)):
             return number
         raise UsageError(f"the run {self.store.folder} has no image {name!r}")

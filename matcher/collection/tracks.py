@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from matcher.collection.store import Store
-from matcher.errors import UsageError
 
 
 class PairMatches(NamedTuple):
@@ -70,11 +69,7 @@ def verified_pairs(store: Store) -> Iterator[PairMatches]:
 
 
 def tracks_of(store: Store, *, min_length: int = 2) -> Tracks:
-    """The tracks of a run's verified pairs.
-
-    Raises:
-        IntegrityError: the store is damaged.
-    """
+    """The tracks of a run's verified pairs; `IntegrityError`: the store is damaged."""
     counts = {image.name: image.count for image in store.images()}
     return build_tracks(verified_pairs(store), counts, min_length=min_length)
 
@@ -88,19 +83,21 @@ def build_tracks(pairs: Iterable[PairMatches], counts: Mapping[str, int], *, min
     memory, 12 bytes each.
 
     Args:
-        pairs: verified matches; equal scores keep the order given.
+        pairs: verified matches of two images each; equal scores keep the order given.
         counts: images and how many keypoints each has.
         min_length: shorter tracks are left out; at least 2.
-
-    Raises:
-        UsageError: an image that is not in `counts`, an index beyond its keypoints, or a pair of one image.
     """
     names = tuple(counts)
     starts = np.concatenate([[0], np.cumsum([counts[name] for name in names])]).astype(np.int64)
-    nodes, scores = _gathered(pairs, names, starts)
+    number, dtype = {name: n for n, name in enumerate(names)}, np.uint32 if starts[-1] < 2**32 else np.int64
+    nodes, scores = [np.zeros((0, 2), dtype)], [np.zeros(0, np.float32)]  # a node is a keypoint of the run
+    for pair in pairs:
+        indices = np.asarray(pair.indices).reshape(-1, 2)
+        nodes.append((indices + starts[[number[pair.name0], number[pair.name1]]]).astype(dtype))
+        scores.append(np.zeros(len(indices), np.float32) if pair.scores is None else pair.scores)
+    best_first = np.argsort(-np.concatenate(scores), kind="stable")
     forest = _Forest(np.repeat(np.arange(len(names)), np.diff(starts)))
-    best_first = nodes[np.argsort(-scores, kind="stable")].tolist()
-    conflicts = sum(not forest.join(node0, node1) for node0, node1 in best_first)
+    conflicts = sum(not forest.join(*ends) for ends in np.concatenate(nodes)[best_first].tolist())
     sets = [members for members in forest.sets() if len(members) >= max(2, min_length)]
     sets.sort(key=lambda members: -len(members))  # stable: equal ones in the order of their first images
     joined = np.array([node for members in sets for node in members], dtype=np.int64)
@@ -112,29 +109,6 @@ def build_tracks(pairs: Iterable[PairMatches], counts: Mapping[str, int], *, min
         keypoints=(joined - starts[images]).astype(np.int32),
         conflicts=conflicts,
     )
-
-
-def _gathered(
-    pairs: Iterable[PairMatches], names: tuple[str, ...], starts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """(K, 2) nodes, one number per keypoint of the collection, and (K,) scores of all matches."""
-    number = {name: index for index, name in enumerate(names)}
-    sizes, dtype = np.diff(starts), np.uint32 if starts[-1] < 2**32 else np.int64
-    nodes, scores = [np.zeros((0, 2), dtype)], [np.zeros(0, np.float32)]
-    for pair in pairs:
-        indices, ends = np.asarray(pair.indices).reshape(-1, 2), (pair.name0, pair.name1)
-        if pair.name0 == pair.name1:
-            raise UsageError(f"{pair.name0} is paired with itself; tracks join different images")
-        for name, column in zip(ends, indices.T, strict=True):
-            if name not in number:
-                raise UsageError(f"{name} has matches but is not among the images")
-            count = sizes[number[name]]
-            if len(column) and (column.min() < 0 or column.max() >= count):
-                raise UsageError(f"a match of {name} names a keypoint beyond its {count}")
-        nodes.append((indices + starts[[number[name] for name in ends]]).astype(dtype))
-        equal = np.zeros(len(indices), np.float32)
-        scores.append(equal if pair.scores is None else np.asarray(pair.scores, dtype=np.float32))
-    return np.concatenate(nodes), np.concatenate(scores)
 
 
 class _Forest:

@@ -92,11 +92,7 @@ class JobRunner:
         self._cache: OrderedDict[int, Features] = OrderedDict()
 
     def run(self, job: Job) -> Iterator[Outcome]:
-        """One outcome per item, in order.
-
-        Raises:
-            IntegrityError: the store is damaged, or weights are absent.
-        """
+        """One outcome per item, in order; `IntegrityError`: the store is damaged, or weights are absent."""
         batches = [job.items[start : start + job.batch] for start in range(0, len(job.items), job.batch)]
         if job.images is not None:
             for batch in batches:
@@ -490,11 +486,7 @@ class Workers:
 
 
 def start_engine(run_dir: Path, setup: Setup, workers: Workers) -> Engine:
-    """Start the engine; close it after use.
-
-    Raises:
-        UsageError: a missing device or extra.
-    """
+    """Start the engine; close it after use; `UsageError`: a missing device or extra."""
     if workers.engine == "ray":
         return RayWorkers(run_dir, setup, workers.count, workers.threads or 1)
     every, cores, count = devices(setup.options), usable_cores(), workers.count

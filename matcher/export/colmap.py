@@ -127,31 +127,26 @@ def group_cameras(
         UsageError: one camera for photos of different sizes, one that was calibrated at another size, or one
             that no photo would have.
     """
-    choice = choice or CameraChoice()
+    choice, groups, first = choice or CameraChoice(), {}, {}
     check_used(choice, (image.name for image in images))
-    groups: dict[tuple, list[StoredImage]] = {}
-    found: dict[tuple, _Exif] = {}
     known_camera = _known_cameras(choice)
     for image in images:
-        mounted = choice.rig and choice.rig.camera_of(image.name)
+        (width, height), mounted = image.size, choice.rig and choice.rig.camera_of(image.name)
         known = known_camera(image.name) or choice.camera or image.camera
         if known is not None and known.size not in (None, image.size):
             raise UsageError(
-                f"{image.name} has {image.size[0]} x {image.size[1]} pixels, but its camera was given for "
+                f"{image.name} has {width} x {height} pixels, but its camera was given for "
                 f"{known.size[0]} x {known.size[1]}"
             )
         exif = _Exif() if known is not None else read_exif(image.path)
-        key: tuple = (image.size, known)
-        if choice.sharing == "each":
-            key = (*key, image.name)
-        elif mounted:
-            key = (*key, mounted.prefix)
-        elif choice.sharing == "auto" and known is None:
-            key = (*key, str(Path(image.name).parent), exif)
-        groups.setdefault(key, []).append(image)
-        found.setdefault(key, exif)
-    if choice.rig is not None:
-        _check_rig(choice.rig, list(groups.values()))
+        own: Any = mounted.prefix if mounted else (Path(image.name).parent, exif) if known is None else None
+        own = {"each": image.name, "auto": own, "single": None}[choice.sharing]
+        groups.setdefault((image.size, known, own), (exif, []))[1].append(image)
+        if mounted and first.setdefault(mounted.prefix, (image.size, known)) != (image.size, known):
+            raise UsageError(
+                f"{choice.rig.source}: all pictures of {mounted.prefix!r} are by one camera, but "
+                f"{image.name} has {width} x {height} pixels or other intrinsics than those before"
+            )
     if choice.sharing == "single" and len(groups) > 1:
         sizes = ", ".join(sorted({f"{w}x{h}" for (w, h), *_ in groups}))
         raise UsageError(
@@ -162,26 +157,14 @@ def group_cameras(
         adjustable = {each for each in adjustable if not _same(each, choice.camera)}
     adjustable -= set(choice.rig.intrinsics().values()) if choice.rig is not None else set()
     return [
-        (_intrinsics(*key[:2], found[key], choice.model, given=key[1] not in adjustable), group)
-        for key, group in groups.items()
+        (_intrinsics(size, known, exif, choice.model, given=known not in adjustable), group)
+        for (size, known, _), (exif, group) in groups.items()
     ]
 
 
 def _same(first: Camera, second: Camera) -> bool:
     """Whether two cameras have the same intrinsics; one may not say its size."""
     return replace(first, size=None) == replace(second, size=None)
-
-
-def _check_rig(rig: RigConfig, groups: list[list[StoredImage]]) -> None:
-    first: dict[str, StoredImage] = {}
-    for image, *_ in groups:
-        mounted = rig.camera_of(image.name)
-        if mounted and (other := first.setdefault(mounted.prefix, image)) is not image:
-            raise UsageError(
-                f"{rig.source}: all pictures of {mounted.prefix!r} are by one camera, but {other.name} has "
-                f"{other.size[0]} x {other.size[1]} pixels and {image.name} {image.size[0]} x "
-                f"{image.size[1]}, or their intrinsics differ"
-            )
 
 
 def _intrinsics(
@@ -232,11 +215,7 @@ _ORIGIN = np.array([[1, 0, HALF_PIXEL], [0, 1, HALF_PIXEL], [0, 0, 1]], dtype=np
 
 
 def import_pycolmap() -> Any:
-    """The module pycolmap.
-
-    Raises:
-        UsageError: it is not installed.
-    """
+    """The module pycolmap; `UsageError`: it is not installed."""
     try:
         import pycolmap
     except ImportError as error:

@@ -40,11 +40,7 @@ _OPTIONAL = {"scores": "scores", "scales": "scales", "oris": "orientations"}  # 
 
 
 def import_h5py() -> Any:
-    """The module h5py.
-
-    Raises:
-        UsageError: it is not installed.
-    """
+    """The module h5py; `UsageError`: it is not installed."""
     try:
         import h5py
     except ImportError as error:
@@ -139,10 +135,7 @@ class HlocFeatures:
 
     def stamp(self, name: str) -> str:
         """Length and times of the file; empty where there is none."""
-        try:
-            return stamp_of(self.file)
-        except OSError:
-            return ""
+        return stamp_of(self.file)
 
     def digest(self, name: str) -> str:
         """The sha256 of the image's entry; `ImageError` where there is none."""

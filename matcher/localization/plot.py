@@ -89,11 +89,7 @@ class LocalizationRecording(RecordingFile):
     """Points and cameras of a map; then each photo, its camera and its inliers, on a timeline of photos."""
 
     def __init__(self, path: str | Path, place: Map) -> None:
-        """Open, and write the map.
-
-        Raises:
-            UsageError: rerun is not installed.
-        """
+        """Open, and write the map; `UsageError`: rerun is not installed."""
         super().__init__(path)
         photo = self.views.Spatial2DView(origin="photo", name="photo")
         self.lay_out("map and photos", photo, self.views.TextLogView(origin="photos", name="photos"))

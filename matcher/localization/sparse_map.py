@@ -105,11 +105,7 @@ def read_sparse_map(folder: str | Path, store: Store) -> SparseMap:
 
 @dataclass(frozen=True)
 class LocalizationConfig:
-    """Policy of `Map.localize`; pixels are those of the resized photo.
-
-    Raises:
-        UsageError: a value out of range.
-    """
+    """Policy of `Map.localize`; pixels are those of the resized photo; `UsageError`: a value out of range."""
 
     neighbours: int = 10  # most similar images of the map that a photo is matched with, at most
     batch: int = 2  # images matched before the pose is tried

@@ -39,7 +39,6 @@ def main() -> None:
     if job["verify"]:
         pycolmap.geometric_verification(job["database"])
     output = Path(job["output"])
-    (output / "work").mkdir()
     models = _map(job)
     simple = _without_distortion(job, models)
     models = kept_models(simple or models, job)

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 Mapper = Literal["incremental", "global"]
 MAPPERS: tuple[Mapper, ...] = ("incremental", "global")
 DATABASE, PLOT, RIG = "database.db", "reconstruction.png", "rig_config.json"
-_RESULT, _DEVIATIONS = "result.json", "deviations.npz"  # of COLMAP's process, not kept
 
 
 class ReconstructionError(MatcherError):
@@ -228,12 +227,13 @@ def _mapped(
         raise UsageError(f"a reconstruction needs at least two photos with features, not {report.images}")
     if report.matches == 0:
         return report, ()
+    work = part / "work"  # not kept
+    work.mkdir()
     if job["max_deviation"] is not None:
-        _write_deviations(store, part / _DEVIATIONS)
+        _write_deviations(store, work / "deviations.npz")
     place = None if poses is None else poses.georegistration
-    paths = {"images": str(store.image_folder), "output": str(part)}
-    files = {"database": DATABASE, "result": _RESULT, "deviations": _DEVIATIONS}
-    job = {**job, **paths, **{name: str(part / file) for name, file in files.items()}}
+    job = {**job, "images": str(store.image_folder), "output": str(part), "database": str(part / DATABASE)}
+    job |= {"result": str(work / "result.json"), "deviations": str(work / "deviations.npz")}
     job |= {"fixed_cameras": given, "all_fixed": all_fixed, "poses": None, "positions": {}, "rig": None}
     job |= {"origin": None if place is None else place["origin"]}
     job["verify"] = all(pair.geometry.status == "not_estimated" for pair in store.pairs())
@@ -249,7 +249,7 @@ def _mapped(
         job["rig"] = str(part / RIG)
         (part / RIG).write_text(choice.rig.to_json(), encoding="utf-8")
     _run_mapping(job)
-    described = json.loads((part / _RESULT).read_text(encoding="utf-8"))
+    described = json.loads((work / "result.json").read_text(encoding="utf-8"))
     if not described:
         return report, ()
     if place is not None:  # the coordinates are those of the model that the poses come from
@@ -267,9 +267,7 @@ def _mapped(
         "models": described,
     }
     write_whole(part / SUMMARY, json.dumps(summary, indent=1).encode())
-    for leftover in (_RESULT, _DEVIATIONS):
-        (part / leftover).unlink(missing_ok=True)
-    shutil.rmtree(part / "work", ignore_errors=True)
+    shutil.rmtree(work, ignore_errors=True)
     models = []
     for row in described:
         poses = {name: np.array(pose, dtype=np.float64) for name, pose in row["cam_from_world"].items()}
@@ -310,11 +308,7 @@ def _run_mapping(job: dict[str, Any]) -> None:
 
 
 def _write_deviations(store: Store, path: Path) -> None:
-    """The deviations of a run's refined keypoints, for the mapping.
-
-    Raises:
-        UsageError: they are not refined.
-    """
+    """The deviations of a run's refined keypoints, for the mapping; `UsageError`: they are not refined."""
     found = {image.name: store.refined_keypoints(image.name) for image in store.images()}
     known = {name: deviations(each) for name, each in found.items() if each is not None}
     if not known:
