@@ -28,6 +28,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "weights/README.md": "model-card.md",
+    "weights/LEADERBOARD.md": "leaderboard.md",
     "matcher/README.md": "map.md",
 }
 NOTEBOOKS = ("two-photos", "where", "video", "benchmark")
