@@ -22,8 +22,8 @@ HEAD = """# Results
 
 Written by `python scripts/results.py` from `docs/results/`. Named sets lie in the folder that `MATCHER_DATA`
 names ([data](scripts.md#data)). Each table says which code it is of; the
-[leaderboard](../weights/LEADERBOARD.md) has what was measured since. HPatches, MegaDepth-1500 and ScanNet-1500
-have not been measured; [your own benchmark](tutorials/benchmark.md) says how.
+[leaderboard](../weights/LEADERBOARD.md) has what was measured since. HPatches, MegaDepth-1500 and
+ScanNet-1500 have not been measured; [your own benchmark](tutorials/benchmark.md) says how.
 """
 MARK = re.compile(
     r"(<!-- table (\S+)(?: columns ([\d,]+))?(?: rows ([\d,]+))? -->\n).*?(<!-- end -->)", re.DOTALL
