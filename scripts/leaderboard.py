@@ -2,7 +2,7 @@
 
     matcher evaluate kitchen --no-further-passes --threads 1 --output OUT
     python scripts/leaderboard.py collect OUT/*.json      # into docs/results/evaluate/SET.json
-    python scripts/leaderboard.py write                   # weights/LEADERBOARD.md
+    python scripts/leaderboard.py write [--check]         # weights/LEADERBOARD.md; or say whether it is current
 
 docs/results/evaluate/SET.json is a list of rows, one a method, passes ("one" or "all") and number of pairs;
 a new measurement replaces the old one. `figures` are the columns of the table of `matcher evaluate`: [value,
@@ -145,8 +145,10 @@ def main() -> int:
     given = kinds.add_parser("collect")
     given.add_argument("tables", nargs="+", type=Path, metavar="SET.json")
     given.add_argument("--commit", help="that was measured; by default the one that is checked out")
-    kinds.add_parser("write")
+    kinds.add_parser("write").add_argument("--check", action="store_true")
     options = parser.parse_args()
+    if options.kind == "write" and options.check:
+        return int(BOARD.read_text(encoding="utf-8") != board())
     if options.kind == "write":
         BOARD.write_text(board(), encoding="utf-8")
         return 0

@@ -11,12 +11,16 @@ import pytest
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
 
-@pytest.mark.parametrize("name", ["benchmark", "fit", "gate", "measure", "release"])
+@pytest.mark.parametrize("name", ["benchmark", "fit", "gate", "localization", "measure", "release"])
 def test_scripts_explain_themselves(name):
     done = subprocess.run(
         [sys.executable, SCRIPTS / f"{name}.py", "--help"], capture_output=True, text=True, check=True
     )
     assert "usage" in done.stdout
+
+
+def test_the_leaderboard_is_that_of_the_stored_results():
+    subprocess.run([sys.executable, SCRIPTS / "leaderboard.py", "write", "--check"], check=True)
 
 
 @pytest.fixture
