@@ -2,7 +2,7 @@
 
     matcher evaluate kitchen --no-further-passes --threads 1 --output OUT
     python scripts/leaderboard.py collect OUT/*.json      # into docs/results/evaluate/SET.json
-    python scripts/leaderboard.py write [--check]         # weights/LEADERBOARD.md; or say whether it is current
+    python scripts/leaderboard.py write [--check]         # weights/LEADERBOARD.md, or whether it is current
 
 docs/results/evaluate/SET.json is a list of rows, one a method, passes ("one" or "all") and number of pairs;
 a new measurement replaces the old one. `figures` are the columns of the table of `matcher evaluate`: [value,
