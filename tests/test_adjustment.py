@@ -11,7 +11,6 @@ from matcher.config import EstimationConfig
 from matcher.errors import UsageError
 from matcher.geometry import warp_points
 from matcher.pipeline import Pipeline
-from matcher.sequence.tracker import Tracker, link_estimator
 from matcher.types import Features, Matches, MatchRefinement
 from matcher.verify.adjustment import epipolar_distance, fundamental_from_pose, in_front, sampson
 from matcher.verify.estimation import RobustEstimator
@@ -228,21 +227,3 @@ def test_a_fundamental_matrix_can_be_left_as_it_was_sampled(monkeypatch):
     assert left.status == adjusted.status == "ok"
     assert np.abs(left.matrix - adjusted.matrix).max() > 1e-6
     assert error("fundamental", left) < 5 and left.inliers.sum() > 0.9 * len(points0)
-
-
-def test_links_of_frames_are_not_adjusted(monkeypatch):
-    """It would take a tenth of a frame's time and improve nothing."""
-    noise = cv2.GaussianBlur(np.random.default_rng(1).standard_normal((240, 340)), (0, 0), 2.2)
-    texture = cv2.normalize(noise, None, 0, 255, cv2.NORM_MINMAX).astype(np.uint8)
-    tracker = Tracker("nearest", max_keypoints=200)
-    pipeline = tracker.pipeline
-    assert pipeline.estimator.adjusted and not tracker._map.linker.estimator.adjusted
-    monkeypatch.setattr("matcher.verify.estimation.adjusted_fundamental", None)
-    for shift in (0, 4, 8):
-        found = tracker.push(texture[:, shift : shift + 320])
-    assert found.status == "tracked"
-
-    def own(points0, points1, **_):
-        raise AssertionError
-
-    assert link_estimator(own) is own  # a user's own is taken as it is

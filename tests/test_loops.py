@@ -3,14 +3,13 @@
 import shutil
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from collection_scene import render_photos
 from test_keyframe_map import CAMERA, OUT_AND_BACK, drifting
 
-from matcher.sequence.loops import KeyframeGraph, LoopEdge, carried, kind_of_pair, loop_edges, name_of, spread
+from matcher.sequence.loops import KeyframeGraph, carried, kind_of_pair, name_of, spread
 from matcher.sfm.reconstruct import ReconstructionError
 
 pytest.importorskip("pycolmap")
@@ -73,10 +72,10 @@ def shrinking(poses: list[np.ndarray]) -> list[np.ndarray]:
     return found
 
 
-def edge(poses, first: int, second: int) -> LoopEdge:
+def edge(poses, first: int, second: int) -> tuple[int, int, np.ndarray]:
     found = np.linalg.inv(poses[second]) @ poses[first]
     found[:3, 3] /= np.linalg.norm(found[:3, 3])
-    return LoopEdge(first, second, found)
+    return first, second, found
 
 
 def gap(poses, truth) -> float:
@@ -106,29 +105,10 @@ def test_drift_is_spread_over_all_steps():
 
 
 def test_a_wrong_loop_counts_little_and_none_is_refused():
-    wrong = LoopEdge(5, 25, np.linalg.inv(TRUTH[3]) @ TRUTH[0])
+    wrong = (5, 25, np.linalg.inv(TRUTH[3]) @ TRUTH[0])
     assert gap(spread(TRACKED, [*LOOPS, wrong]), TRUTH) < 0.5
     with pytest.raises(ReconstructionError):
         spread(TRACKED, [])
-
-
-def test_the_pose_of_a_loop_is_that_of_its_inliers(rng):
-    first, second = pose(), pose(x=3.0, z=1.0, degrees=5)
-    sides = seen(first, second, noise=0.05)
-    inliers = np.arange(60) < 50
-    sides[1][50:] = rng.uniform(0, 480, (10, 2))
-    matches = SimpleNamespace(points0=sides[0], points1=sides[1])
-    pairs = [
-        SimpleNamespace(name0="a", name1="b", matches=matches, geometry=SimpleNamespace(inliers=agreeing))
-        for agreeing in (inliers, inliers & False)
-    ]
-    (found,) = loop_edges(pairs, CAMERA, {"a": 3, "b": 9})  # without inliers there is none
-    wanted = np.linalg.inv(second) @ first
-    assert (found.first, found.second) == (3, 9)
-    np.testing.assert_allclose(
-        found.cam1_from_cam0[:3, 3], wanted[:3, 3] / np.linalg.norm(wanted[:3, 3]), atol=0.02
-    )
-    np.testing.assert_allclose(found.cam1_from_cam0[:3, :3], wanted[:3, :3], atol=0.005)
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +166,4 @@ def test_frames_between_keyframes_follow_a_unit_that_has_drifted():
     frames = [(index - index % 2, pose(index)) for index in range(8)]
     found = carried(frames, tracked, adjusted)[:, 0, 3]
     np.testing.assert_allclose(found, [0, 1, 2.1, 2.3, 2.5, 2.7, 2.9, 3.1])
-    again = carried(frames, tracked, {**adjusted, 6: pose(4.6)})[:, 0, 3]
-    np.testing.assert_allclose(again, [0, 1, 2.1, 2.3, 2.5, 3.5, 4.6, 5.6])  # the unit is as it was again
     np.testing.assert_allclose(carried(frames, tracked, {})[:, 0, 3], range(8))

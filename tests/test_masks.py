@@ -88,7 +88,6 @@ def test_sequences_take_a_folder_of_masks_or_one_mask(files):
         tracker = matcher.Tracker("nearest", max_keypoints=200)
         for shot in open_frames(str(files / "images"), masks=masks):
             assert is_kept(tracker.push(shot.image, shot.timestamp, mask=shot.mask).keypoints)
-        assert is_kept(tracker.relocalise(shot.image, mask=shot.mask).keypoints)
     with pytest.raises(matcher.UsageError, match="no mask of any of the 2 images"):
         open_frames(str(files / "images"), masks=files)
     with pytest.raises(matcher.UsageError, match="folder of frames"):

@@ -1,14 +1,21 @@
-"""Parts of sequences: track ids, guided search, clocks, latency; files of poses, and their errors."""
+"""Parts of sequences: track ids, similar keyframes; files of poses, and their errors; points kept exact."""
+
+from collections import defaultdict
+from dataclasses import replace
 
 import cv2
 import numpy as np
 import pytest
+import torch
+from rendered_texture import SIZE, Texture
 
 import matcher
+from matcher.config import ExtractorConfig, NearestConfig, PipelineConfig
 from matcher.errors import UsageError
+from matcher.extract.sift import SiftExtractor
 from matcher.match.steering import STEERABLE, rotated_descriptors
-from matcher.sequence.frames import Clock, KeptFrame, percentiles
-from matcher.sequence.linking import Guide, KeyframeRule, TrackIds, most_similar, search_guided
+from matcher.sequence.frames import KeptFrame
+from matcher.sequence.linking import TrackIds, most_similar
 from matcher.sequence.plot import track_colours
 from matcher.sequence.trajectory import (
     align,
@@ -17,13 +24,11 @@ from matcher.sequence.trajectory import (
     read_poses,
     segment_errors,
     write_trajectory,
-    write_tum,
 )
 
 
-def rotation(axis: tuple[float, float, float], degrees: float) -> np.ndarray:
-    vector = np.array(axis) / np.linalg.norm(axis)
-    return cv2.Rodrigues(np.deg2rad(degrees) * vector)[0]
+def turn(axis: tuple[float, float, float], degrees: float) -> np.ndarray:
+    return cv2.Rodrigues(np.deg2rad(degrees) * np.array(axis) / np.linalg.norm(axis))[0]
 
 
 def test_ids_go_to_one_point_each_and_the_first_offer_counts():
@@ -35,176 +40,17 @@ def test_ids_go_to_one_point_each_and_the_first_offer_counts():
         (np.array([0, 9, 3]), np.array([[0, 1], [1, 0], [2, 1], [2, 3]])),  # 0 is taken, so is point 0
     ]
     second, lengths = tracks.extend(4, offers)
-    assert second.tolist() == [1, 3, 0, 4]
-    assert lengths.tolist() == [2, 2, 2, 1]
+    assert second.tolist() == [1, 3, 0, 4] and lengths.tolist() == [2, 2, 2, 1]
     tracks.forget(np.array([3, 4]))
-    assert len(tracks) == 2
     third, lengths = tracks.extend(2, [(second, np.array([[1, 0], [2, 1]]))])
     assert third.tolist() == [3, 0] and lengths.tolist() == [3, 1]
     assert tracks.extend(1, [])[0].tolist() == [5]
 
 
-@pytest.fixture
-def scattered(rng) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Points, the same moved by a smooth motion, and their descriptors."""
-    points = rng.uniform(0, [640, 480], (300, 2)).astype(np.float32)
-    moved = (points * 1.02 + [5, -3]).astype(np.float32)
-    return points, moved, rng.normal(size=(300, 16)).astype(np.float32)
-
-
-def guide_of(points, moved, descriptors, radius: float = 10.0, fundamental=None) -> Guide:
-    return Guide(points, moved, 0.15 * descriptors.shape[1] ** 0.5, radius, fundamental)
-
-
-def test_what_matching_missed_is_found_and_what_looks_different_is_not(scattered, rng):
-    points, moved, descriptors = scattered
-    guide = guide_of(points[:200], moved[:200], descriptors[:200])
-    order = rng.permutation(100)
-    later = descriptors[200:] + rng.normal(0, 0.08, (100, 16)).astype(np.float32)
-    later[:20] = rng.normal(size=(20, 16))
-    pairs, scores = search_guided(points[200:], descriptors[200:], moved[200:][order], later[order], guide)
-    assert (order[pairs[:, 1]] == pairs[:, 0]).all()
-    assert set(pairs[:, 0].tolist()) == set(range(20, 100))
-    assert ((scores >= 0) & (scores <= 1)).all()
-
-
-def test_the_search_stays_near_the_prediction_and_the_epipolar_line(scattered):
-    points, moved, descriptors = scattered
-    far = moved.copy()
-    far[200:] += [0, 14]
-    guide = guide_of(points[:200], moved[:200], descriptors[:200])
-    assert len(search_guided(points[200:], descriptors[200:], far[200:], descriptors[200:], guide)[0]) == 0
-    off = moved.copy()
-    off[200:] += [0, 4]
-    sideways = np.array([[0, 0, 0], [0, 0, -1], [0, 1, 0.0]])  # rows stay, as in a rectified pair
-    right, down = np.array([5, 0], np.float32), np.array([0, 4], np.float32)
-    level = guide_of(points[:200], points[:200] + right, descriptors[:200], fundamental=sideways)
-    rows, shifted = points[200:] + right, points[200:] + right + down
-    assert len(search_guided(points[200:], descriptors[200:], rows, descriptors[200:], level)[0]) == 100
-    assert len(search_guided(points[200:], descriptors[200:], shifted, descriptors[200:], level)[0]) == 0
-
-
-def test_the_search_is_as_strict_as_the_links_are_exact(scattered, rng):
-    points, _, descriptors = scattered
-    sideways = np.array([[0, 0, 0], [0, 0, -1], [0, 1, 0.0]])
-    for noise, tolerance in ((0.1, 0.12), (1.0, 1.0)):
-        moved = (points + np.float32([5, 0]) + rng.normal(0, noise, points.shape)).astype(np.float32)
-        guide = guide_of(points, moved, descriptors, radius=10.0, fundamental=sideways).narrowed(2.0)
-        assert 0.3 * tolerance < guide.tolerance < tolerance
-        assert guide.radius == 2.0
-    jumpy = (points + np.float32([5, 0]) + rng.normal(0, 30, points.shape)).astype(np.float32)
-    wide = guide_of(points, jumpy, descriptors, radius=10.0, fundamental=sideways).narrowed(2.0)
-    assert (wide.radius, wide.tolerance) == (10.0, 1.5)
-    few = guide_of(points[:3], points[:3], descriptors[:3])
-    assert few.narrowed(2.0) is few
-
-
-def test_without_links_nothing_is_predicted(scattered):
-    points, moved, descriptors = scattered
-    empty = Guide(points[:3], moved[:3], 1.0, 10.0)
-    assert not empty.usable
-    assert search_guided(points, descriptors, moved, descriptors, empty)[0].shape == (0, 2)
-    full = guide_of(points, moved, descriptors)
-    assert search_guided(points[:0], descriptors[:0], moved, descriptors, full)[0].shape == (0, 2)
-    assert full.motion(points[:0]).shape == (0, 2)
-
-
-def test_a_clock_drops_one_late_frame_and_follows_a_reset():
-    clock = Clock()
-    assert [clock.accepts(t) for t in (1.0, None, 2.0, 2.0, 1.5, 3.0, 0.0, 0.1, 0.2)] == [
-        True, True, True, True, False, True, False, True, True,
-    ]  # fmt: skip
-    with pytest.raises(UsageError):
-        clock.accepts(float("nan"))
-
-
-def test_keyframes_follow_lost_tracks_and_parallax():
-    rule = KeyframeRule(kept=0.5, parallax=0.1)
-    assert not rule.wants(0.6, 10, (300, 400))
-    assert rule.wants(0.4, 10, (300, 400))
-    assert rule.wants(0.9, 51, (300, 400))
-
-
-@pytest.fixture
-def curve() -> np.ndarray:
-    """61 poses, a metre apart, in a slow turn."""
-    poses = [np.eye(4)]
-    step = np.eye(4)
-    step[:3, :3], step[:3, 3] = rotation((0, 1, 0), 1.0), (0, 0, 1)
-    for _ in range(60):
-        poses.append(poses[-1] @ step)
-    return np.array(poses)
-
-
-def test_files_of_poses_go_there_and_back(curve, tmp_path):
-    write_tum(tmp_path / "p.tum", np.arange(61) / 10, curve)
-    times, poses = read_poses(tmp_path / "p.tum")
-    np.testing.assert_allclose(times, np.arange(61) / 10)
-    np.testing.assert_allclose(poses, curve, atol=1e-6)
-    np.savetxt(tmp_path / "k.txt", curve[:, :3].reshape(61, 12))
-    times, poses = read_poses(tmp_path / "k.txt")
-    assert times is None
-    np.testing.assert_allclose(poses, curve)
-    for text in ("", "1 2 3\n", "0 0 0 0 0 0 0 0\n", "a b\n"):
-        (tmp_path / "bad.txt").write_text(text)
-        with pytest.raises(UsageError, match="bad"):
-            read_poses(tmp_path / "bad.txt")
-
-
-def test_segment_errors_are_nothing_for_the_truth_in_another_frame(curve):
-    other = np.eye(4)
-    other[:3, :3], other[:3, 3] = rotation((1, 1, 0), 50), (3, -2, 9)
-    errors = segment_errors(curve, other @ curve)
-    assert [error.length for error in errors] == [10, 20, 40]
-    assert [error.count for error in errors] == [51, 41, 21]
-    assert max(max(error.translation, error.rotation) for error in errors) < 1e-4
-
-
-def test_segment_errors_of_a_wrong_scale_and_a_wrong_turn(curve):
-    longer = curve.copy()
-    longer[:, :3, 3] *= 1.02
-    for error in segment_errors(curve, longer):
-        assert 0.018 < error.translation < 0.0201 and error.rotation < 1e-4
-    step = np.eye(4)
-    step[:3, :3] = rotation((1, 0, 0), 0.01)
-    drifting, total = [np.eye(4)], np.linalg.inv(curve[:-1]) @ curve[1:]
-    for motion in total:
-        drifting.append(drifting[-1] @ motion @ step)
-    for error in segment_errors(curve, np.array(drifting)):
-        assert error.rotation == pytest.approx(0.01, rel=0.05)
-
-
-def test_the_scale_of_one_camera_is_fitted(curve):
-    smaller = curve.copy()
-    smaller[:, :3, 3] *= 0.2
-    np.testing.assert_allclose(align(curve, smaller, with_scale=True), curve, atol=1e-9)
-    assert not np.allclose(align(curve, smaller, with_scale=False), curve, atol=0.1)
-    np.testing.assert_allclose(path_length(curve), np.arange(61), atol=1e-9)
-
-
-def test_true_poses_are_found_by_time():
-    times = np.array([0.0, 0.3, 0.1, 0.2])
-    rows = nearest_rows(np.array([0.001, 0.199, 0.31, 0.35, 9.0]), times)
-    assert rows.tolist() == [0, 3, 1, -1, -1]
-    assert nearest_rows(np.array([1.0, 2.0]), np.array([2.0])).tolist() == [-1, 0]
-
-
-def test_neighbouring_tracks_have_different_colours():
-    colours = track_colours(np.arange(1000)).astype(int)
-    assert colours.shape == (1000, 3) and colours.max() == 255
-    assert np.abs(np.diff(colours, axis=0)).sum(axis=1).min() > 60
-    np.testing.assert_array_equal(colours, track_colours(np.arange(1000)))
-
-
-def test_latency_is_told_by_percentiles():
-    assert percentiles([]) == {}
-    table = percentiles([{"total": float(value)} for value in range(100, 200)])["total"]
-    assert (table["p50"], table["max"]) == (149.5, 199.0) and table["p95"] == pytest.approx(194.05)
-
-
 @pytest.mark.parametrize("kind", ["sift", STEERABLE])
 def test_the_likeliest_keyframe_has_the_same_points(rng, kind):
     def kept(index, descriptors):
+        descriptors = descriptors / np.linalg.norm(descriptors, axis=1, keepdims=True)
         points = np.zeros((len(descriptors), 2), np.float32)
         features = matcher.Features(points, descriptors.astype(np.float32), size=(640, 480), kind=kind)
         return KeptFrame.of(index, features, None)
@@ -216,20 +62,121 @@ def test_the_likeliest_keyframe_has_the_same_points(rng, kind):
         query = kept(99, rotated_descriptors(seen, kind)[-1])  # turned, where descriptors turn
         likely = most_similar(query, keyframes, 3)
         assert likely[0].index == 10 * i and len(likely) == 3
-    assert most_similar(kept(0, scenes[1][:0]), keyframes, 3) == []
-    assert most_similar(kept(0, scenes[1]), [], 3) == []
+    assert most_similar(query, [], 3) == []
+    colours = track_colours(np.arange(1000)).astype(int)
+    assert np.abs(np.diff(colours, axis=0)).sum(axis=1).min() > 60
 
 
-def test_a_file_without_times_needs_a_pose_of_every_frame_and_guesses_are_marked(tmp_path):
-    poses = [np.eye(4)] * 3
-    with pytest.raises(UsageError, match="1 of 4 frames"):
-        write_trajectory(tmp_path / "a.kitti", [0.0, 1.0, 2.0], poses, frames=4)
-    assert list(tmp_path.iterdir()) == []
-    for name, mark in (("a.kitti", " 1"), ("a.tum", " 1.500000")):
-        guesses = [False, True, False]
-        write_trajectory(tmp_path / name, [0.0, 1.5, 2.0], poses, frames=3, bridged=guesses)
-        np.testing.assert_allclose(read_poses(tmp_path / name)[1], poses)
+@pytest.fixture
+def curve() -> np.ndarray:
+    """61 poses, a metre apart, in a slow turn."""
+    poses, step = [np.eye(4)], np.eye(4)
+    step[:3, :3], step[:3, 3] = turn((0, 1, 0), 1.0), (0, 0, 1)
+    for _ in range(60):
+        poses.append(poses[-1] @ step)
+    return np.array(poses)
+
+
+def test_files_of_poses_go_there_and_back(curve, tmp_path):
+    for name, times in (("p.tum", np.arange(61) / 10), ("p.kitti", None)):
+        write_trajectory(tmp_path / name, np.arange(61) / 10, curve, bridged=[False] * 60 + [True])
+        found, poses = read_poses(tmp_path / name)
+        np.testing.assert_allclose(poses, curve, atol=1e-6)
+        assert (found is None) == (times is None) and (times is None or np.allclose(found, times))
         marked = [line for line in (tmp_path / name).read_text().splitlines() if "not measured" in line]
-        assert len(marked) == 1 and marked[0].startswith("#") and marked[0].endswith(f":{mark}")
-        write_trajectory(tmp_path / name, [0.0, 1.5, 2.0], poses, frames=3)
-        assert "not measured" not in (tmp_path / name).read_text()
+        assert len(marked) == 1 and marked[0].startswith("#") and marked[0].endswith(("6.000000", " 60"))
+    for text in ("", "1 2 3\n", "0 0 0 0 0 0 0 0\n", "a b\n", "nan 0 0 0 0 0 0 1\n"):
+        (tmp_path / "bad.txt").write_text(text)
+        with pytest.raises(UsageError, match="bad"):
+            read_poses(tmp_path / "bad.txt")
+    with pytest.raises(UsageError, match="1 of 62 frames"):  # whose lines have no times
+        write_trajectory(tmp_path / "a.kitti", [0.0] * 61, curve, frames=62)
+
+
+def test_segment_errors(curve):
+    other = np.eye(4)
+    other[:3, :3], other[:3, 3] = turn((1, 1, 0), 50), (3, -2, 9)
+    errors = segment_errors(curve, other @ curve)
+    assert [(error.length, error.count) for error in errors] == [(10, 51), (20, 41), (40, 21)]
+    assert max(max(error.translation, error.rotation) for error in errors) < 1e-4
+    longer = curve.copy()
+    longer[:, :3, 3] *= 1.02
+    for error in segment_errors(curve, longer):
+        assert 0.018 < error.translation < 0.0201 and error.rotation < 1e-4
+    tilt, drifting = np.eye(4), [np.eye(4)]
+    tilt[:3, :3] = turn((1, 0, 0), 0.01)
+    for motion in np.linalg.inv(curve[:-1]) @ curve[1:]:
+        drifting.append(drifting[-1] @ motion @ tilt)
+    for error in segment_errors(curve, np.array(drifting)):
+        assert error.rotation == pytest.approx(0.01, rel=0.05)
+    np.testing.assert_allclose(align(curve, longer, with_scale=True), curve, atol=1e-9)
+    assert not np.allclose(align(curve, longer, with_scale=False), curve, atol=0.1)
+    np.testing.assert_allclose(path_length(curve), np.arange(61), atol=1e-9)
+    rows = nearest_rows(np.array([0.001, 0.199, 0.31, 0.35, 9.0]), np.array([0.0, 0.3, 0.1, 0.2]))
+    assert rows.tolist() == [0, 3, 1, -1, -1]
+
+
+# --- Points are refined against their keyframe: errors do not add up from frame to frame.
+
+FRAMES = 9
+
+
+def view_of(frame: int) -> np.ndarray:
+    """(2, 3) from the texture to a frame: a camera that moves, turns and comes nearer."""
+    angle, zoom = 0.012 * frame, 1.012**frame
+    spin = zoom * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    centre = np.array([(SIZE - 1) / 2] * 2)
+    return np.column_stack([spin, centre - spin @ centre + np.array([1.7, -0.9]) * frame])
+
+
+@pytest.fixture(scope="module")
+def frames() -> list[np.ndarray]:
+    texture = Texture()
+    views = [texture.image(view_of(frame)) for frame in range(FRAMES)]
+    return [np.rint(np.clip(view, 0, 255)).astype(np.uint8) for view in views]
+
+
+def tracked(frames, **config) -> list[matcher.FrameResult]:
+    """By SIFT whose keypoints are off by 0.6 pixels along each axis, in each frame anew."""
+    sift, rng, returned = SiftExtractor(ExtractorConfig(max_keypoints=200)), np.random.default_rng(3), []
+
+    def extract(images):
+        shifted = []
+        for each in sift(images):
+            shift = torch.from_numpy(rng.normal(0, 0.6, each.keypoints.shape))
+            shifted.append(replace(each, keypoints=(each.keypoints + shift).float()))
+        returned.extend((each, each.keypoints.clone()) for each in shifted)
+        return shifted
+
+    pipeline = matcher.Pipeline(extract, config=PipelineConfig(matcher=NearestConfig(), **config))
+    tracker = matcher.Tracker(pipeline)
+    found = [tracker.push(frame) for frame in frames]
+    # A front end may hand out the same features again.
+    assert all(torch.equal(features.keypoints, before) for features, before in returned)
+    return found
+
+
+def drift(results, first: int, last: int) -> float:
+    """Median distance in pixels of where tracks are in one frame and where they were in an earlier one."""
+    places = defaultdict(dict)
+    for result in results:
+        affine = view_of(result.index)
+        at = (result.keypoints.astype(float) - affine[:, 2]) @ np.linalg.inv(affine[:, :2]).T
+        for track, place in zip(result.track_ids.tolist(), at, strict=True):
+            places[track][result.index] = place
+    both = [seen for seen in places.values() if {first, last} <= seen.keys()]
+    assert len(both) > 20
+    return float(np.median([np.linalg.norm(seen[first] - seen[last]) for seen in both]))
+
+
+def test_tracks_do_not_drift(frames):
+    found, plain = tracked(frames), tracked(frames, refine=None)
+    assert all("refine" in result.milliseconds for result in found[1:])
+    assert not any("refine" in result.milliseconds for result in plain)
+    assert drift(found, 0, 2) < 0.5 * drift(plain, 0, 2)
+    assert drift(found, 0, FRAMES - 1) < min(0.1, 0.4 * drift(plain, 0, FRAMES - 1))
+    assert sum(result.is_keyframe for result in found) < FRAMES / 2
+    assert np.array_equal(found[0].keypoints, plain[0].keypoints)
+    links, moved = found[1].to_keyframe, (found[1].keypoints != plain[1].keypoints).any(axis=1)
+    linked = np.isin(np.arange(len(moved)), links.inliers[:, 1])
+    assert not moved[~linked].any() and moved[linked].mean() > 0.9

@@ -5,23 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from peers import naive_sinkhorn
 from torch import Tensor
-from training_data import LEARNED, SIFT, random_batch
+from training_data import SIFT, random_batch
 
 from matcher.config import ALL_LAYERS
 from matcher.match.network import MatchingNetwork
 from matcher.match.sinkhorn import log_assignment, sinkhorn
 from matcher.train.keypoints import IGNORED, PairBatch
 from matcher.train.losses import (
-    PRUNED_AFTER,
     UNROLLED,
     DescribedKeypoints,
     Pruning,
     assignment_loss,
     confidence_loss,
-    correspondence_loss,
-    decisions,
     description_loss,
     head_loss,
     labelled_layers,
@@ -32,7 +28,6 @@ from matcher.train.losses import (
     refinement_loss,
     reliability_loss,
 )
-from matcher.train.pairs import other_of_pair
 from matcher.types import UNMATCHED
 
 ITERATIONS = SIFT.matcher.sinkhorn_iterations
@@ -42,12 +37,6 @@ def random_scores(rows: int = 9, columns: int = 12, spread: float = 3.0) -> Tens
     scores = spread * torch.randn(2, rows + 1, columns + 1, generator=torch.Generator().manual_seed(4))
     scores[:, -1, -1] = 0
     return scores
-
-
-def unrolled(scores: Tensor, iterations: int) -> Tensor:
-    """The log plan of plain Sinkhorn, every iteration differentiated."""
-    u, v = naive_sinkhorn(scores, iterations)
-    return scores + u.unsqueeze(2) + v.unsqueeze(1)
 
 
 def test_log_assignment_is_the_converged_sinkhorn():
@@ -62,27 +51,6 @@ def test_log_assignment_is_the_converged_sinkhorn():
     assert near[:, :-1, :-1].abs().max() < 0.06  # of a probability, with the iterations of training
 
 
-def gradient(scores: Tensor, function) -> Tensor:
-    scores = scores.clone().requires_grad_()
-    log_p = function(scores)
-    (-log_p[:, 0, 1] - log_p[:, 3, -1] - log_p[:, -1, 5]).sum().backward()
-    return scores.grad
-
-
-def test_the_truncated_gradient_approaches_the_exact_one():
-    """Relative error in the 2-norm: within 15 % with the iterations of training, falling with more."""
-    scores = random_scores(spread=2.0)
-    exact = gradient(scores.double(), lambda s: unrolled(s, 400)).float()
-
-    def error(*iterations: int) -> float:
-        found = gradient(scores, lambda s: log_assignment(s, *iterations))
-        return float((found - exact).norm() / exact.norm())
-
-    errors = [error(300, n) for n in (1, 3, 10, 40)]
-    assert errors == sorted(errors, reverse=True) and errors[-1] < 1e-3
-    assert error(ITERATIONS, UNROLLED) < 0.15
-
-
 def test_the_loss_is_the_mean_log_likelihood_of_the_ground_truth():
     scores = random_scores(3, 4)[:1]
     partner0 = torch.tensor([[2, UNMATCHED, IGNORED]])
@@ -94,21 +62,6 @@ def test_the_loss_is_the_mean_log_likelihood_of_the_ground_truth():
     assert assignment_loss(log_p[None], *ignored) == 0 and matchability_loss(scores, *ignored) == 0
 
 
-def test_the_loss_falls_on_a_toy_and_finds_the_ground_truth():
-    partner = torch.tensor([[1, 0, UNMATCHED, 3]])
-    scores = torch.zeros(1, 5, 5, requires_grad=True)
-    optimiser, losses = torch.optim.Adam([scores], lr=0.2), []
-    for _ in range(80):
-        loss = assignment_loss(log_assignment(scores, 10, 3), partner, partner)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.05 * losses[0]
-    expected = [1, 0, UNMATCHED, 3]
-    assert decisions(log_assignment(scores.detach(), 50, 0)).tolist() == [2 * expected]
-
-
 def test_confidence_and_match_probability_by_hand():
     here = torch.tensor([[1, 2, 3, UNMATCHED, 4]])
     final = torch.tensor([[1, 2, 0, UNMATCHED, UNMATCHED]])
@@ -117,15 +70,6 @@ def test_confidence_and_match_probability_by_hand():
     final, valid = torch.tensor([[1, UNMATCHED, 0, UNMATCHED]]), torch.tensor([[True, True, True, False]])
     assert match_probability_loss(torch.tensor([[9.0, -9, 9, 9]]), final, valid) < 1e-3
     assert match_probability_loss(torch.tensor([[9.0, 9, 9, 9]]), final, valid) > 2
-
-
-def test_matchability_loss_is_the_cross_entropy_of_known_points():
-    scores = torch.zeros(1, 3, 4)
-    scores[0, 0, -1], scores[0, 1, -1], scores[0, -1, :3] = -2.0, 5.0, torch.tensor([1.0, 7.0, -3.0])
-    found = matchability_loss(scores, torch.tensor([[1, IGNORED]]), torch.tensor([[UNMATCHED, IGNORED, 0]]))
-    softplus = torch.nn.functional.softplus
-    expected = softplus(torch.tensor(-2.0)) + softplus(torch.tensor([-1.0, -3.0])).mean()
-    torch.testing.assert_close(found, expected)
 
 
 def test_mean_similarity_loss_sees_what_assignments_do_not():
@@ -139,13 +83,6 @@ def test_mean_similarity_loss_sees_what_assignments_do_not():
     expected = means[0].square().mean() + means[1].square().mean()
     torch.testing.assert_close(mean_similarity_loss(scores, mask, mask), expected)
     assert mean_similarity_loss(raised, mask, mask) > expected + 9
-
-
-def test_correspondence_loss_counts_visible_points_only_and_is_steep_for_small_errors():
-    predicted = torch.tensor([[[0.05, 0.0], [0.0, 0.15], [9.0, 9.0]]])
-    visible = torch.tensor([[True, True, False]])
-    expected = 0.25 * (torch.tensor(2.0).log() + torch.tensor(4.0).log()) / 2
-    torch.testing.assert_close(correspondence_loss(predicted, torch.zeros(1, 3, 2), visible), expected)
 
 
 # --- Layers of a network.
@@ -223,14 +160,6 @@ def test_points_that_are_dropped_are_no_partners():
                     assert after == UNMATCHED
 
 
-def test_shares_and_layers_are_drawn():
-    rng = torch.Generator().manual_seed(0)
-    drawn = [Pruning.drawn((1.0, 0.5), 6, rng) for _ in range(60)]
-    assert {None if one is None else one.share for one in drawn} == {None, 0.5}
-    assert {one.after for one in drawn if one} == set(range(PRUNED_AFTER))
-    assert Pruning.drawn((0.5,), 1, rng) is None  # never after the last layer
-
-
 def test_heads_learn_alone_and_dropping_teaches_those_for_pruning():
     model, batch = network(), random_batch(np.random.default_rng(2))
     head_loss(model, batch, SIFT.matcher).backward()
@@ -280,17 +209,6 @@ def test_description_loss_wants_each_descriptor_at_its_position():
     assert float(description_loss(described(own, own), chosen, ~valid, scale)) == 0
 
 
-def test_keypoints_that_are_not_supervised_are_negatives():
-    own, chosen, valid = random_descriptors(), torch.arange(2), torch.ones(2, 2, dtype=torch.bool)
-    scale = torch.tensor(20.0)
-    repeated = torch.cat([own[:, :4], own[:, :1]], dim=1)  # the last keypoint has the first one's descriptor
-    apart = description_loss(described(own, own), chosen, valid, scale)
-    confused = described(repeated, repeated)
-    assert description_loss(confused, chosen, valid, scale) > apart + 0.5
-    confused.valid[:, 4] = False
-    assert description_loss(confused, chosen, valid, scale) < apart + 0.1
-
-
 def test_refinement_and_reliability_by_hand():
     corresponding = torch.tensor([[[1.0, 2.0], [5.0, 5.0]]])
     others = torch.tensor([[[5.0, 8.0], [1.0, 4.0]]])
@@ -300,8 +218,3 @@ def test_refinement_and_reliability_by_hand():
     expected = np.mean([np.log1p(np.exp(-2.0)), np.log1p(np.exp(-1.0))])
     logits = torch.tensor([[2.0, -1.0, 9.0]])
     assert float(reliability_loss(logits, found, visible)) == pytest.approx(expected, rel=1e-5)
-
-
-def test_other_of_pair_swaps_the_images_of_each_pair():
-    assert other_of_pair(torch.arange(6)).tolist() == [3, 4, 5, 0, 1, 2]
-    assert LEARNED.kind == "learned"

@@ -1,20 +1,16 @@
 """Pairs made on the device that trains; the CPU is a device, too."""
 
 import json
-import threading
 from dataclasses import replace
 from pathlib import Path
 
-import cv2
 import numpy as np
 import pytest
 import torch
-from training_data import LEARNED, SIFT, from_sources, texture, write_photos, write_views
+from training_data import LEARNED, SIFT, from_sources, write_photos, write_views
 
 from matcher.errors import IntegrityError, UsageError
 from matcher.evaluate.multiview import find_stored_sets
-from matcher.extract.learned import Architecture, FeatureNetwork
-from matcher.geometry import warp_points
 from matcher.match.position import normalise_positions
 from matcher.train.keypoints import (
     IGNORED,
@@ -23,14 +19,12 @@ from matcher.train.keypoints import (
     beside_visible,
     labelled,
     partners,
-    strongest,
 )
 from matcher.train.pairs import (
     Draws,
     ImagePairs,
     PairSampler,
     capture,
-    made_ahead,
     other_of_pair,
     quarter_turns,
 )
@@ -41,16 +35,12 @@ from matcher.train.views import (
     VISIBLE,
     DeviceViews,
     Transferred,
-    counted,
-    duration,
     load_views,
-    render_planes,
     split_photos,
     stored_folders,
     transfer,
 )
 from matcher.types import UNMATCHED
-from matcher.weights.files import save_front_end
 
 CPU = torch.device("cpu")
 EVERYTHING = from_sources(LEARNED, planes=1.0, spaces=1.0, rendered=1.0)
@@ -97,12 +87,6 @@ def test_views_are_loaded_with_their_pairs_and_unreadable_photos_are_counted(roo
         load_views(PLANES, [root / "photos" / "broken.png"], {}, CPU, 9)
 
 
-def test_a_short_run_reads_few_photos(tmp_path):
-    photos = sorted(write_photos(tmp_path, 40).iterdir())
-    assert load_views(PLANES, photos, {}, CPU, 3).photos == 16
-    assert load_views(PLANES, photos, {}, CPU, 300).photos == 40
-
-
 def test_sets_of_one_scene_are_one_scene_and_damaged_ones_are_named(tmp_path):
     for name in ("castle_1", "castle-2", "hut"):
         write_views(tmp_path / name, 0)
@@ -145,33 +129,6 @@ def test_photos_to_train_on_and_to_validate_on_are_kept_apart(tmp_path):
     (tmp_path / "one" / "a.jpg").write_text("text")
     with pytest.raises(UsageError, match="fewer than two"):
         split_photos(tmp_path / "one", None, 0)
-
-
-def test_progress_is_said_with_the_time_left(monkeypatch):
-    clock = iter(range(0, 400, 2))
-    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    lines = []
-    assert list(counted(range(10), 10, "things", lines.append)) == list(range(10))
-    assert lines[0] == "things: 3 of 10, 14 s left" and len(lines) == 3
-    assert [duration(x) for x in (5, 100, 600, 9000)] == ["5 s", "2 min", "10 min", "2 h 30 min"]
-
-
-def test_rendered_planes_lie_where_their_homographies_say(rng):
-    textures = [texture(rng, 90, 120), texture(rng, 60, 60)]
-    near = np.array([[0.01, 0, -0.2], [0, 0.01, -0.3], [0.002, 0, 1.0]])
-    far = np.array([[0.02, 0, -1.2], [0, 0.02, -0.9], [0, 0, 3.0]])
-    K = np.array([[150.0, 0, 79.5], [0, 150, 59.5], [0, 0, 1]])
-    pose = np.eye(4)
-    pose[:3, :3] = cv2.Rodrigues(np.array([0.05, -0.1, 0.2]))[0]
-    view = render_planes(textures, [far, near], K, pose, np.zeros((120, 160), np.uint8))
-    texel = np.array([[30.0, 30], [10, 50], [50, 20]])
-    pixels = warp_points(texel, K @ pose[:3, :3] @ near)
-    depth = (np.column_stack([texel, np.ones(3)]) @ (pose[:3, :3] @ near).T)[:, 2]
-    for (x, y), z, (u, v) in zip(pixels, depth, texel, strict=True):
-        # The inverse depth is sampled at every second pixel.
-        assert view.inverse_depth[round(y / 2), round(x / 2)] == pytest.approx(1 / z, rel=0.02)
-        assert abs(int(view.pixels[round(y), round(x)]) - int(textures[1][round(v), round(u)])) < 60
-    assert (view.inverse_depth == -1).any()  # beyond both
 
 
 # --- Where points lie.
@@ -217,13 +174,7 @@ def test_images_show_the_same_at_corresponding_pixels(views, source):
     assert len(alike) >= 6 and np.mean(alike) > 0.7  # but for tone curves, blur and noise
 
 
-def test_pairs_are_turned_and_their_turn_is_known(views):
-    turned = PairSampler(views, replace(PLANES, pair=replace(PLANES.pair, turned_share=1.0)))
-    assert (turned.batch(24, 0).turns > 0).float().mean() > 0.7  # those whose camera rolled back are upright
-    assert (PairSampler(views, PLANES).batch(24, 0).turns == 0).float().mean() > 0.8
-
-
-@pytest.mark.parametrize("turns", range(4))
+@pytest.mark.parametrize("turns", [1, 2])
 def test_the_turn_of_image_1_is_that_which_undoes_its_rotation(turns):
     points = torch.rand(1, 20, 2, generator=torch.Generator().manual_seed(turns)) * 100
     found = points
@@ -246,34 +197,6 @@ def test_images_of_different_scenes_show_nothing_of_each_other(views):
     known = labelled(found, pairs, LEARNED)
     assert (known.partner0[pairs.unrelated] == UNMATCHED).all()
     assert (known.partner1[pairs.unrelated] == UNMATCHED).all()
-
-
-def test_the_first_pairs_of_a_batch_are_the_same_ones(views):
-    pairs = PairSampler(views, EVERYTHING).batch(6, 1)
-    fewer, points = pairs.leading(2), torch.rand(12, 40, 2) * torch.tensor([159.0, 127.0])
-    chosen = [0, 1, 6, 7]
-    assert len(fewer) == 2 and torch.equal(fewer.images, pairs.images[chosen])
-    for few, every in zip(fewer.transfer(points[chosen]), pairs.transfer(points), strict=True):
-        torch.testing.assert_close(few, every[chosen], equal_nan=True, rtol=0, atol=0)
-
-
-def test_gradients_of_transferred_points_are_those_of_the_homography(views):
-    pairs = PairSampler(views, PLANES).batch(6, 1)
-    points = (torch.rand(12, 40, 2) * torch.tensor([159.0, 127.0])).requires_grad_()
-    found, states = pairs.transfer(points)
-    found.nan_to_num(0.0).sum().backward()
-    visible = states == VISIBLE
-    assert points.grad.isfinite().all() and not points.grad[~visible].any()
-    change = (pairs.transfer(points.detach() + 0.01)[0] - found).sum(2) / 0.01
-    steady = visible & (change.abs() < 10)
-    assert steady.any() and torch.allclose(points.grad.sum(2)[steady], change[steady], atol=0.1)
-
-
-def test_the_next_batch_is_made_while_one_is_trained_on():
-    threads, made = threading.active_count(), made_ahead(lambda step: step, 2, 5, CPU)
-    assert next(made) == 2 and threading.active_count() == threads + 1
-    assert list(made) == [3, 4] and threading.active_count() == threads
-    assert list(made_ahead(lambda step: step, 3, 3, CPU)) == []
 
 
 # --- Photometry.
@@ -369,15 +292,6 @@ def test_partners_are_mutual_and_need_both_directions_where_they_are_known():
     assert (partner0 >= 0).sum() > 3 and (partner0 == IGNORED).any() and (partner0 == UNMATCHED).any()
 
 
-def test_of_two_keypoints_at_one_place_the_more_similar_one_is_the_partner():
-    found = Transferred(torch.tensor([[[5.0, 5.0]]]), torch.tensor([[VISIBLE]]))
-    back = Transferred(torch.tensor([[[5.0, 5.0], [5.0, 5.0]]]), torch.tensor([[VISIBLE, VISIBLE]]))
-    here, there = torch.tensor([[[5.0, 5.0]]]), torch.tensor([[[5.0, 5.0], [5.0, 5.0]]])
-    similarity = torch.tensor([[[0.1, 0.9]]])
-    partner0, partner1 = partners(here, there, found, back, PairRecipe(), similarity)
-    assert partner0.tolist() == [[1]] and partner1.tolist() == [[IGNORED, 0]]
-
-
 @pytest.mark.parametrize("recipe", [SIFT, LEARNED], ids=["sift", "learned"])
 def test_matches_of_a_batch_look_alike_and_lie_where_they_should(views, recipe):
     planes = replace(PLANES, pair=replace(PLANES.pair, turned_share=0.5))
@@ -400,20 +314,3 @@ def test_matches_of_a_batch_look_alike_and_lie_where_they_should(views, recipe):
         kept = ~pairs.unrelated[pair]
         ours, theirs = positions[0][pair, row][kept], positions[1][pair, column][kept]
         assert torch.corrcoef(torch.stack([ours.flatten(), theirs.flatten()]))[0, 1] > 0.5
-
-
-def test_a_front_end_whose_coarsest_map_does_not_divide_the_images_is_used(views, tmp_path):
-    path = tmp_path / "six.safetensors"
-    save_front_end(FeatureNetwork(Architecture((8,) * 6, (1,) * 6, 16)), "learned", path)
-    recipe = replace(LEARNED, front_end=replace(LEARNED.front_end, start=str(path)))
-    points = Describer(recipe, CPU)(PairSampler(views, PLANES).batch(2, 0).images, 32)
-    assert points.positions.min() >= 0 and (points.positions.amax((0, 1)) <= torch.tensor([159, 127])).all()
-    assert torch.allclose(points.descriptors.float().norm(dim=2), torch.ones(1), atol=1e-3)
-
-
-def test_the_strongest_points_are_peaks_away_from_the_edge():
-    logits = torch.full((1, 40, 50), -1.0)
-    logits[0, 20, 30], logits[0, 21, 31], logits[0, 10, 10], logits[0, 1, 1] = 5, 4, 3, 9
-    points, valid = strongest(logits + torch.linspace(0, 1e-3, 2000).view(1, 40, 50), 3)
-    assert points[0, :2].tolist() == [[30, 20], [10, 10]]
-    assert valid.tolist() == [[True, True, False]]  # the ramp's own peak lies on the edge

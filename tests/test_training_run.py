@@ -28,8 +28,8 @@ from training_data import (
 
 import matcher
 from matcher.cli import main
-from matcher.config import ALL_LAYERS, ExtractorConfig
-from matcher.errors import IntegrityError, MatcherError, UsageError
+from matcher.config import ExtractorConfig
+from matcher.errors import IntegrityError, UsageError
 from matcher.extract.learned import Architecture, FeatureNetwork, architecture_of, folded
 from matcher.match.network import MatchingNetwork
 from matcher.torch_engine import build_extractor
@@ -180,7 +180,7 @@ def test_a_run_writes_weights_that_load_and_a_log(root, finished, kind):
         assert architecture_of(shapes) == recipe.front_end.network
 
 
-@pytest.mark.parametrize(("kind", "step"), [("sift", 3), ("learned", 8), ("front end", 2), ("both", 7)])
+@pytest.mark.parametrize(("kind", "step"), [("sift", 3), ("both", 7)])
 def test_a_run_stopped_and_continued_gives_the_same_weights(root, finished, kind, step):
     """After the sixth step it stops in the last stage."""
     where, lines = options(root, f"stopped {kind} {step}"), []
@@ -210,56 +210,6 @@ def test_a_run_uses_stored_views_and_both_networks_of_its_start(root, finished):
         torch.testing.assert_close(value, before[name], atol=2e-3, rtol=1e-2, msg=name)
     with pytest.raises(UsageError, match=r"sources\.rendered"):
         train(recipe, options(root, "without"), print)
-
-
-def test_a_run_whose_time_is_over_is_finished(root):
-    """After its first step it has taken longer; the same command then trains no further."""
-    timed = replace(SIFT, optimiser=replace(SIFT.optimiser, steps=1000, minutes=1e-6))
-    where = options(root, "timed")
-    weights = train(timed, where, [].append)
-    rows = [json.loads(line) for line in (where.folder / "log.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 1] and "f1" in rows[-1]
-    first = written(weights)
-    assert same(first, written(train(timed, where, [].append)))
-    assert (where.folder / "log.jsonl").read_text().count("\n") == 2
-
-
-def test_a_log_that_ran_ahead_of_its_checkpoint_is_cut_back(root):
-    where = options(root, "ahead")
-    train(SIFT, where, [].append)
-    kept = (where.folder / "log.jsonl").read_text()
-    with (where.folder / "log.jsonl").open("a") as lines:
-        lines.write('{"step": 9}\n{"st')
-    train(SIFT, where, [].append)
-    assert (where.folder / "log.jsonl").read_text() == kept
-    (where.folder / "best.pt").unlink()
-    with pytest.raises(IntegrityError, match=r"best\.pt is absent"):
-        train(SIFT, where, [].append)
-
-
-def test_a_run_whose_loss_is_never_finite_ends(root):
-    broken = replace(SIFT.optimiser, learning_rate=1e30, steps=100, warmup_steps=1)
-    pair = replace(SIFT.pair, points_per_batch=64)
-    broken = replace(SIFT, optimiser=broken, validate_every=200, pair=pair)
-    with pytest.raises(MatcherError, match=r"not finite in 51 steps"):
-        train(
-            replace(broken, matcher=replace(broken.matcher, muon_rate=0.0)), options(root, "nan"), [].append
-        )
-
-
-def test_a_network_with_one_head_and_no_projection_is_trained_to_its_end(root):
-    """Neither has the last stage heads to train, nor the first step a projection to scale."""
-    network = replace(
-        SIFT.matcher.network,
-        project=False,
-        match_probability=False,
-        context=replace(SIFT.matcher.network.context, dim=128),
-        assignment=replace(SIFT.matcher.network.assignment, every_layer=False),
-        policy=ALL_LAYERS,
-    )
-    recipe = replace(SIFT, matcher=replace(SIFT.matcher, name="bare", network=network))
-    model, _, _ = load_model(train(recipe, options(root, "bare"), [].append))
-    assert model.config == network and len(model.heads) == 1 and not len(model.confidence)
 
 
 # --- The command.
@@ -309,14 +259,6 @@ def test_folders_and_recipes_that_cannot_be_used_are_exit_2(root, tmp_path, caps
     assert not (tmp_path / "run").exists()
     (tmp_path / "bad.toml").write_text("stepz = 3")
     assert main(["train", "--recipe", str(tmp_path / "bad.toml"), "--photos", str(root / "photos")]) == 2
-
-
-def test_a_damaged_checkpoint_is_exit_5(root, capsys):
-    train(from_sources(SIFT, planes=1.0), options(root, "damaged"), [].append, stopped=stopping(1))
-    (root / "runs" / "damaged" / "checkpoint.pt").write_bytes(b"PK\x03\x04 cut")
-    assert main(arguments(root, "damaged")) == 5
-    error = capsys.readouterr().err
-    assert "checkpoint.pt" in error and "delete" in error
 
 
 def test_a_full_disk_is_exit_6_and_keeps_the_checkpoint(root, monkeypatch, capsys):
@@ -426,34 +368,16 @@ def test_every_parameter_but_the_heads_is_trained_once_at_its_rate():
         id(p) for n, p in model.named_parameters() if not n.removeprefix("matcher.").startswith(HEADS)
     ]
     assert sorted(chosen) == sorted(expected)
-    pruning = replace(recipe, matcher=replace(recipe.matcher, kept_shares=(1.0, 0.5), muon_rate=0.0))
-    optimisers, _ = optimisers_of(Trainer(pruning, CPU).model, pruning)
-    counts = [sum(len(group["params"]) for group in o.param_groups) for o in optimisers]
-    assert len(optimisers) == 2 and sum(counts) == len(expected) + 2  # weight and bias of one inner head
 
 
-def test_a_part_of_the_gradient_of_the_matcher_reaches_the_front_end(root):
-    found = {}
-    for gradient in (0.0, 0.5, 1.0):
-        recipe = replace(BOTH, matcher=replace(BOTH.matcher, gradient=gradient, kept_shares=(1.0,)))
-        trainer = Trainer(recipe, CPU)
-        (batch,) = batches(root, recipe, 1)
-        with torch.random.fork_rng():
-            trainer.loss(batch).backward()
-        found[gradient] = trainer.model.front_end.descriptor[2].weight.grad.clone()
-        assert trainer.model.matcher.project.weight.grad.any()
-    whole, half = found[1.0] - found[0.0], found[0.5] - found[0.0]
-    assert whole.norm() > 0 and (whole - 2 * half).norm() < 0.1 * whole.norm()
-
-
-@pytest.mark.parametrize("damage", ["cut", "text", "empty", "other"])
+@pytest.mark.parametrize("damage", ["cut", "other"])
 def test_checkpoints_that_are_damaged_or_of_another_recipe_are_refused(tmp_path, damage):
     path = tmp_path / "checkpoint.pt"
     Trainer(SIFT, CPU).save(path)
     with pytest.raises(UsageError, match="another recipe"):
         Trainer(with_steps(SIFT, 7), CPU).resume(path)
     state, whole = torch.load(path, weights_only=True), path.read_bytes()
-    path.write_bytes({"cut": whole[: len(whole) // 2], "text": b"hello"}.get(damage, b""))
+    path.write_bytes(whole[: len(whole) // 2])
     if damage == "other":
         torch.save({**state, "model": {}}, path)
     with pytest.raises(IntegrityError, match=r"checkpoint\.pt .*delete"):
@@ -478,28 +402,20 @@ def disturbed(model: MatchingNetwork) -> MatchingNetwork:
     return model
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 3), (2, 3), (3, 6)])
-def test_a_network_begins_with_what_its_start_computes(root, tmp_path, before, after):
-    small = disturbed(Trainer(deep(before), CPU).average.matcher)
+def test_a_network_begins_with_what_its_start_computes(root, tmp_path):
+    small = disturbed(Trainer(deep(3), CPU).average.matcher)
     save_model(small, tmp_path / "small.safetensors", dtype=torch.float32)
-    recipe = deep(after, start=str(tmp_path / "small.safetensors"))
+    recipe = deep(3, start=str(tmp_path / "small.safetensors"))
     trainer, batch = Trainer(recipe, CPU), random_batch(np.random.default_rng(2))
     scores = []
     for model in (small, trainer.model.matcher):
         layers = labelled_layers(model, batch)
         scores.append(scores_of(model, layers[-1], len(layers) - 1))
     torch.testing.assert_close(*scores)
-    assert len(trainer.model.matcher.confidence) == after - 1
-    values = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    for one in batches(root, recipe, 2):
-        trainer.step(one)
-    moved = {
-        name for name, value in trainer.model.state_dict().items() if not torch.equal(value, values[name])
-    }
-    assert {f"matcher.layers.{layer}.self_block.ffn.narrow.weight" for layer in range(after)} <= moved
+    before = trainer.model.matcher.project.weight.clone()
+    trainer.step(batches(root, recipe, 1)[0])
     # The first step would scale the projection of a network that starts anew.
-    change = trainer.model.matcher.project.weight - values["matcher.project.weight"]
-    assert change.abs().max() < 0.01
+    assert (trainer.model.matcher.project.weight - before).abs().max() < 0.01
 
 
 def test_a_matcher_starts_from_one_of_another_front_end(tmp_path):

@@ -106,63 +106,68 @@ def track(
     """
     asked, outputs, stereo = {**locals()}, output or [], right is not None
     limit_threads(threads)
+    from matcher.files import check_output
     from matcher.sequence.capture import open_frames
+    from matcher.sequence.plot import PLOT_SUFFIXES
     from matcher.sequence.tracker import Tracker
+    from matcher.sequence.trajectory import read_poses
 
     if _is_unfinished(source, map_dir):
         return _finish_map(map_dir, asked)
+    # All that can be refused is refused before any work.
     pinhole = parse_camera(camera, "--camera")
-    needing = {"--right": right, "--ground-truth": ground_truth, "--plot": plot, "--map": map_dir}
-    needing |= {"--load-map": load_map}
-    needing |= {"a trajectory": next((p for p in outputs if p.suffix.lower() in (".tum", ".kitti")), None)}
-    for option_name, value, other, needed in (
-        ("--epipolar-window", epipolar_window, "--right and --baseline, for it is of rectified pairs", right),
-        ("--right", right, "--baseline METRES, the distance of the cameras of rectified pairs", baseline),
-        ("--baseline", baseline, "--right, the folder of the right images", right),
+    trajectory = next((path for path in outputs if path.suffix.lower() in (".tum", ".kitti")), None)
+    for value, name, other, needed in (
+        (epipolar_window, "--epipolar-window", "--right and --baseline, as it is of rectified pairs", right),
+        (right, "--right", "--baseline METRES, the distance of the cameras of rectified pairs", baseline),
+        (baseline, "--baseline", "--right, the folder of the right images", right),
+        *(
+            (value, name, "poses, and poses need --camera fx,fy,cx,cy", camera)
+            for value, name in (
+                (right, "--right"),
+                (ground_truth, "--ground-truth"),
+                (plot, "--plot"),
+                (map_dir, "--map"),
+                (load_map, "--load-map"),
+                (trajectory, "a trajectory"),
+            )
+        ),
     ):
         if value is not None and needed is None:
-            raise UsageError(f"{option_name} needs {other}")
-    truth = _check(outputs, plot, ground_truth, needing if camera is None else {}, overwrite)
-    keyframes = None
-    if map_dir is not None:
-        keyframes = _keyframe_map(map_dir, pinhole, given, overwrite)
+            raise UsageError(f"{name} needs {other}")
+    for path, suffixes in [(path, SUFFIXES) for path in outputs] + [(plot, PLOT_SUFFIXES)]:
+        if path is not None:
+            check_output(path, suffixes, overwrite=overwrite)
+    truth = None if ground_truth is None else read_poses(ground_truth)
+    keyframes = None if map_dir is None else _keyframe_map(map_dir, pinhole, given, overwrite)
     frames_in = open_frames(source, right, fps, masks)
     how = dict(camera=pinhole, baseline=baseline, budget_ms=budget_ms, epipolar_window=epipolar_window)
     tracker = Tracker(keyframe_map=keyframes, **how, **given)
-    with _in_map(tracker, load_map), _recordings(outputs, show_live, load_map) as recordings:
-        log, failures, ended = _follow(frames_in, tracker, frames, stereo, recordings)
-        late = tracker.late_poses_in_map()
-        log.complete(late)
-        for recording in recordings:
-            recording.complete(late)
-        log.in_map = load_map is not None
-        log.localized, log.problem = tracker.localized_in_map, tracker.problem
     try:
+        if load_map is not None:
+            tracker.load_map(load_map)
+        with _recordings(outputs, show_live, load_map) as recordings:
+            log, failures, ended = _follow(frames_in, tracker, frames, stereo, recordings)
+        if tracker.problem is not None:
+            complain(f"in the map: {tracker.problem}")
+        log.in_map = load_map is not None
+        log.complete(tracker.late_poses_in_map())
         _finish(log, tracker, truth, stereo, outputs, bridged, plot, as_json)
     except OSError:  # a full disk
-        if tracker.keyframe_map is not None:
-            _say_kept(tracker.keyframe_map)
+        if keyframes is not None:
+            _say_kept(keyframes)
         raise
-    _save_map(tracker, terminated=ended is not None, outputs=outputs)
+    finally:
+        tracker.unload_map()
+    if keyframes is not None and ended is not None:  # asked to end at once, so the map is made later
+        _say_kept(keyframes)
+    elif keyframes is not None:
+        with _kept_if_interrupted(keyframes):
+            closed = tracker.save_map()
+            say(_closing(closed))
+            if any(path.suffix.lower() == ".rrd" for path in outputs):
+                say(f"wrote {closed.record(keyframes.folder / 'trajectory.rrd')}")
     return ended if ended is not None else PARTIAL if failures else 0
-
-
-def _check(
-    outputs: list[Path], plot: Path | None, truth: Path | None, needing: dict[str, Any], overwrite: bool
-) -> tuple[Any, Any] | None:
-    """The true poses; refuses, before any work, outputs that cannot be written and what needs a camera."""
-    from matcher.files import check_output
-    from matcher.sequence.plot import PLOT_SUFFIXES
-    from matcher.sequence.trajectory import read_poses
-
-    for path in outputs:
-        check_output(path, SUFFIXES, overwrite=overwrite)
-    if plot is not None:
-        check_output(plot, PLOT_SUFFIXES, overwrite=overwrite)
-    for name, value in needing.items():
-        if value is not None:
-            raise UsageError(f"{name} needs poses, and poses need --camera fx,fy,cx,cy")
-    return None if truth is None else read_poses(truth)
 
 
 def _follow(
@@ -179,19 +184,17 @@ def _follow(
     try:
         for shot in source:
             with whole_step():  # a frame is in all that is kept, or in nothing
+                images = (shot.image, shot.right) if stereo else (shot.image,)
+                push = tracker.push_stereo if stereo else tracker.push
                 try:
-                    if stereo:
-                        result = tracker.push_stereo(shot.image, shot.right, shot.timestamp, mask=shot.mask)
-                    else:
-                        result = tracker.push(shot.image, shot.timestamp, mask=shot.mask)
+                    result = push(*images, shot.timestamp, mask=shot.mask)
                 except ImageError as error:
                     complain(f"{error}; the frame is skipped")
                     failures += 1
                     result = tracker.push(None, shot.timestamp)
                 log.add(result)
                 for recording in recordings:
-                    image = None if result.passed_over else tracker.pipeline.read(shot.image)
-                    recording.add(result, image)
+                    recording.add(result, None if result.passed_over else tracker.pipeline.read(shot.image))
             if limit is not None and len(log) >= limit:
                 break
     except KeyboardInterrupt:
@@ -214,20 +217,20 @@ def _follow(
 @contextmanager
 def _recordings(outputs: list[Path], show: bool, load_map: Path | None) -> Iterator[list[Recording]]:
     """Recordings that are written or shown, with the loaded map; files appear only if all goes well."""
+    paths = [path for path in outputs if path.suffix.lower() == ".rrd"] + [None] * show
+    if not paths:
+        yield []
+        return
     from matcher.localization.map import Map
+    from matcher.sequence.plot import Recording
 
-    paths: list[Path | None] = [path for path in outputs if path.suffix.lower() == ".rrd"]
-    paths += [None] if show else []
-    recordings: list[Recording] = []
+    loaded, recordings = None, []
+    if load_map is not None:
+        with Map.open(load_map) as place:
+            loaded = place.model
     try:
-        if paths:
-            from matcher.sequence.plot import Recording
-
-            loaded = None
-            if load_map is not None:
-                with Map.open(load_map) as place:
-                    loaded = place.model
-            recordings += [Recording(path, loaded) for path in paths]
+        for path in paths:
+            recordings.append(Recording(path, loaded))
         yield recordings
     except BaseException:
         for recording in recordings:
@@ -257,11 +260,26 @@ def _finish(
         if path.suffix.lower() == ".npz":
             write_output(path, log.as_npz())
         elif path.suffix.lower() != ".rrd":
-            _need_poses(log, poses)
+            _need_poses(log, tracker)
             log.write(path, bridged=bridged)
-    facts = as_object(log, tracker, len(rows), compared)
+    choice = tracker.choice
+    facts = {
+        "preset": tracker.pipeline.preset,
+        "frames": len(log),
+        "statuses": log.counts(),
+        "poses": len(rows),
+        "bridged": len(log.trajectory(bridged=True)[0]) - len(rows),
+        **({"in_map": True} if log.in_map else {}),
+        "mean_track_length": round(log.mean_track_length(), 3),
+        "choice": None if choice is None else {**vars(choice), "text": str(choice)},
+        "milliseconds": {
+            stage: {name: round(value, 2) for name, value in row.items()}
+            for stage, row in tracker.latency().items()
+        },
+        "segments": None if compared is None else [vars(error) for error in compared[2]],
+    }
     if plot is not None:
-        _need_poses(log, poses)
+        _need_poses(log, tracker)
         found, true = (poses, None) if compared is None else compared[:2]
         marked = log.keyframe_rows() if len(found) == len(poses) else []
         unit = "m" if stereo or compared is not None else "first baselines"
@@ -274,35 +292,13 @@ def _finish(
     if as_json:
         show(json.dumps(facts, allow_nan=False), always=True)
     else:
-        show(summary_of(facts))
+        show(_summary_of(facts))
         for path in filter(None, (*outputs, plot)):
             show(f"wrote {path}")
 
 
-def as_object(
-    log: TrackingLog, tracker: Tracker, poses: int, compared: tuple[Any, Any, Any] | None
-) -> dict[str, Any]:
-    """What `--json` prints."""
-    choice = tracker.choice
-    return {
-        "preset": tracker.pipeline.preset,
-        "frames": len(log),
-        "statuses": log.counts(),
-        "poses": poses,
-        "bridged": len(log.trajectory(bridged=True)[0]) - poses,
-        **({"in_map": True} if log.in_map else {}),
-        "mean_track_length": round(log.mean_track_length(), 3),
-        "choice": None if choice is None else {**vars(choice), "text": str(choice)},
-        "milliseconds": {
-            stage: {name: round(value, 2) for name, value in row.items()}
-            for stage, row in tracker.latency().items()
-        },
-        "segments": None if compared is None else [vars(error) for error in compared[2]],
-    }
-
-
-def summary_of(facts: dict[str, Any]) -> str:
-    """The same as readable lines."""
+def _summary_of(facts: dict[str, Any]) -> str:
+    """What `--json` prints, as readable lines."""
     statuses = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in facts["statuses"].items())
     lines = [
         f"{facts['frames']} frames ({statuses}), {facts['poses']} with a measured pose"
@@ -325,22 +321,20 @@ def summary_of(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _need_poses(log: TrackingLog, poses: Any) -> None:
-    if len(poses) > 0:
+def _need_poses(log: TrackingLog, tracker: Tracker) -> None:
+    if len(log.trajectory()[0]) > 0:
         return
-    if log.in_map and log.problem is not None:
+    if not log.in_map:
+        raise ImageError("no frame has a pose, so there is no trajectory; are the images black or blurred?")
+    if tracker.problem is not None:
         raise IntegrityError("no frame has a pose in the map, since what is written above went wrong")
-    if log.in_map and log.localized:
-        raise ImageError(
-            f"too few frames were localised ({log.localized}) or too near each other to say the map's unit: "
-            "give more frames, of a camera that moves further, or stereo pairs (--right)"
-        )
-    if log.in_map:
-        raise ImageError("no frame has a pose in the map: is it of another place, or --camera a wrong one?")
-    raise ImageError("no frame has a pose, so there is no trajectory; are the images black or blurred?")
+    raise ImageError(
+        f"no frame has a pose in the map, and {tracker.localized_in_map} were localised: is it of another "
+        "place, --camera a wrong one, or did one camera move too little to say the map's unit?"
+    )
 
 
-# Maps: one that the command makes, and one that it is localised in.
+# --- The map that the command makes.
 
 
 def _keyframe_map(folder: Path, camera: Camera, given: dict[str, Any], overwrite: bool) -> KeyframeMap:
@@ -359,36 +353,11 @@ def _keyframe_map(folder: Path, camera: Camera, given: dict[str, Any], overwrite
 
 
 @contextmanager
-def _in_map(tracker: Tracker, load_map: Path | None) -> Iterator[None]:
-    """Load a map where one is given, and close it at the end."""
+def _kept_if_interrupted(keyframes: KeyframeMap) -> Iterator[None]:
     try:
-        if load_map is not None:
-            tracker.load_map(load_map)
         yield
-        if tracker.problem is not None:
-            complain(f"in the map: {tracker.problem}")
-    finally:
-        tracker.unload_map()
-
-
-def _save_map(tracker: Tracker, *, terminated: bool, outputs: list[Path]) -> None:
-    """Make the map, where one is wanted, and print what it holds; poses are kept if that is interrupted.
-
-    `terminated`: the program was asked to end at once, so the map is left to be finished later;
-    with a recording among the `outputs`, the paths before and after loops are one too, DIR/trajectory.rrd.
-    """
-    if tracker.keyframe_map is None:
-        return
-    if terminated:
-        _say_kept(tracker.keyframe_map)
-        return
-    try:
-        closed = tracker.save_map()
-        say(_closing(closed))
-        if any(path.suffix.lower() == ".rrd" for path in outputs):
-            say(f"wrote {closed.record(tracker.keyframe_map.folder / 'trajectory.rrd')}")
     except (KeyboardInterrupt, SystemExit):
-        _say_kept(tracker.keyframe_map)
+        _say_kept(keyframes)
         raise
 
 
@@ -416,15 +385,13 @@ def _is_unfinished(source: str, folder: Path | None) -> bool:
         UsageError: it is the map that is to be made, and nothing is left to do in it or nothing was kept.
     """
     from matcher.sequence.keyframe_map import KEPT
-    from matcher.sequence.loops import MODEL
 
     if folder is None or os.path.realpath(source) != os.path.realpath(folder):
         return False
     if not (folder / KEPT).is_file():
         raise UsageError(
-            f"{folder} is finished: `matcher localize {folder / MODEL} PHOTOS` and --load-map {folder} use it"
-            if (folder / MODEL).is_dir()
-            else f"{folder} holds no unfinished map (no {KEPT}): track the frames again, into another folder"
+            f"{folder} holds no unfinished map (no {KEPT}): if it is finished, `matcher localize` and "
+            "--load-map use it; else track the frames again, into another folder"
         )
     return True
 
@@ -437,21 +404,18 @@ def _finish_map(folder: Path, asked: Mapping[str, Any]) -> int:
     others = {name: value for name, value in asked.items() if name not in needed} | asked["given"]
     always = (("preset", DEFAULT_PRESET), ("device", "auto"))
     idle = [
-        name
+        f"--{named.get(name, name).replace('_', '-')}"
         for name, value in others.items()
         if value not in (None, False, []) and (name, value) not in always
     ]
     if idle:
-        options = ", ".join(f"--{named.get(name, name).replace('_', '-')}" for name in sorted(idle))
         raise UsageError(
-            f"{folder} is finished with the camera and options that it was begun with: leave out {options}"
+            f"{folder} is finished with the camera and options that it was begun with: leave out "
+            f"{', '.join(sorted(idle))}"
         )
     keyframes = KeyframeMap.resume(folder)
-    try:
+    with _kept_if_interrupted(keyframes):
         say(_closing(keyframes.finish()))
-    except (KeyboardInterrupt, SystemExit):
-        _say_kept(keyframes)
-        raise
     return 0
 
 

@@ -38,11 +38,11 @@ class FrameSource:
 
     name: str
     count: int | None  # frames that are announced
-    shots: Callable[[], Iterator[SourceFrame]]
+    shots: Callable[[FrameSource], Iterator[SourceFrame]]
     problem: str | None = None
 
     def __iter__(self) -> Iterator[SourceFrame]:
-        return self.shots()
+        return self.shots(self)
 
 
 def open_frames(
@@ -67,16 +67,17 @@ def open_frames(
     if masks is not None and not masks.is_dir():
         found, mask = open_frames(source, right, rate), read_mask(masks, MAX_PIXELS)
         shots = found.shots
-        found.shots = lambda: (replace(shot, mask=mask) for shot in shots())
+        found.shots = lambda own: (replace(shot, mask=mask) for shot in shots(own))
         return found
     if path.is_dir():
         return _folder(path, None if right is None else Path(right), rate, masks)
-    if masks is not None:
-        raise UsageError(f"{masks}: a folder of masks is for a folder of frames; {source} takes one file")
-    if right is not None:
-        raise UsageError(f"{source}: rectified pairs come from two folders of images, and this is no folder")
-    if rate is not None:
-        raise UsageError(f"{source}: videos and cameras have their own timestamps; leave the frame rate out")
+    for given, what in (
+        (masks, "a folder of masks is for a folder of frames"),
+        (right, "rectified pairs come from two folders of images"),
+        (rate, "a video or camera has timestamps of its own, so a frame rate is for a folder"),
+    ):
+        if given is not None:
+            raise UsageError(f"{source} is no folder, and {what}")
     if source.isdecimal() and not path.exists():
         return _camera(int(source))
     return _video(path)
@@ -105,13 +106,11 @@ def _folder(folder: Path, right: Path | None, rate: float | None, masks: Path | 
     times = times_of(images) if rate is None else None
     if times is None:
         times = [index / (rate or DEFAULT_RATE) for index in range(len(images))]
-
-    def shots() -> Iterator[SourceFrame]:
-        for path, time_, partner, mask in zip(images, times, partners, found, strict=True):
-            missing = right is not None and partner is None
-            yield SourceFrame(path.name, time_, None if missing else path, partner, mask)
-
-    return FrameSource(str(folder), len(images), shots)
+    shots = [
+        SourceFrame(path.name, stamp, None if right and partner is None else path, partner, mask)
+        for path, stamp, partner, mask in zip(images, times, partners, found, strict=True)
+    ]
+    return FrameSource(str(folder), len(images), lambda _: iter(shots))
 
 
 def _images(folder: Path) -> list[Path]:
@@ -155,34 +154,25 @@ def since_1970(times: np.ndarray) -> np.ndarray | None:
 
 def _listed(file: Path, images: list[Path]) -> list[float] | None:
     """The times of all images in a text file of rows; None where one has none."""
+    number = {path.stem: index for index, path in enumerate(images)}
+    number |= {path.name: index for index, path in enumerate(images)}
+    named, plain = {}, []
     try:
         lines = read_given(file).decode("utf-8").splitlines()
-    except (OSError, ValueError):
-        return None
-    rows = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    places = {path.stem: index for index, path in enumerate(images)}
-    places |= {path.name: index for index, path in enumerate(images)}
-    named, plain = {}, []
-    for row in rows:
-        words = re.split(r"[,\s]+", row)
-        names = [word for word in words if PurePath(word).name in places] if len(words) > 1 else []
-        times = [word for word in words if word not in names[-1:]]
-        try:
+        for row in (line.strip() for line in lines if line.strip() and not line.startswith("#")):
+            words = re.split(r"[,\s]+", row)
+            names = [word for word in words[1:] + words[:1] if PurePath(word).name in number]
             if re.match(r"\d{4}-\d\d-\d\d[ T]", row):  # KITTI's raw data: a date, to nanoseconds
                 plain.append(datetime.fromisoformat(row[:26]).timestamp())
-            elif names and times:
-                named[places[PurePath(names[-1]).name]] = float(times[0])
+            elif names and len(words) > 1:
+                time_ = next(word for word in words if word != names[0])
+                named[number[PurePath(names[0]).name]] = float(time_)
             else:
                 plain.append(float(words[0]))
-        except ValueError:
-            return None
-    if len(named) == len(images):
-        found = np.array([named[index] for index in range(len(images))])
-    elif not named and len(plain) == len(images):
-        found = np.array(plain)
-    else:
+    except (OSError, ValueError, StopIteration):
         return None
-    if not np.isfinite(found).all():
+    found = np.array([named[index] for index in sorted(named)] or plain)
+    if len(found) != len(images) or not np.isfinite(found).all():
         return None
     if any("[ns]" in line for line in lines if line.startswith("#")):
         return (found / 1e9).tolist()
@@ -211,20 +201,15 @@ def _video(path: Path) -> FrameSource:
             f"{path}: cannot be read as a video; it is damaged, incomplete or in an unknown format; convert "
             "it, for example with ffmpeg, to MP4"
         )
-    source = FrameSource(str(path), announced if announced > 0 else None, lambda: iter(()))
 
-    def shots() -> Iterator[SourceFrame]:
+    def shots(source: FrameSource) -> Iterator[SourceFrame]:
         capture.set(cv2.CAP_PROP_POS_FRAMES, 0)
-        held: SourceFrame | None = None
-        number = 0
-        while True:
-            good, pixels = capture.read()
-            if not good:
-                break
+        held, number = None, 0
+        while (read := capture.read())[0]:
             if held is not None:
                 yield held
             seconds = capture.get(cv2.CAP_PROP_POS_MSEC) / 1000
-            held = SourceFrame(f"frame {number}", seconds, np.ascontiguousarray(pixels[..., ::-1]))
+            held = SourceFrame(f"frame {number}", seconds, np.ascontiguousarray(read[1][..., ::-1]))
             number += 1
         capture.release()
         if held is not None and source.count is not None and number < source.count:
@@ -233,8 +218,7 @@ def _video(path: Path) -> FrameSource:
         if held is not None:
             yield held
 
-    source.shots = shots
-    return source
+    return FrameSource(str(path), announced if announced > 0 else None, shots)
 
 
 def _camera(number: int) -> FrameSource:
@@ -245,9 +229,8 @@ def _camera(number: int) -> FrameSource:
     capture = None if absent else cv2.VideoCapture(number)
     if capture is None or not capture.isOpened():
         raise ImageError(f"no live camera {number}, or it is in use; connect it, or try another number")
-    source = FrameSource(f"camera {number}", None, lambda: iter(()))
 
-    def shots() -> Iterator[SourceFrame]:
+    def shots(source: FrameSource) -> Iterator[SourceFrame]:
         index = failures = 0
         try:
             while failures < _PATIENCE:
@@ -260,5 +243,4 @@ def _camera(number: int) -> FrameSource:
         finally:
             capture.release()
 
-    source.shots = shots
-    return source
+    return FrameSource(f"camera {number}", None, shots)

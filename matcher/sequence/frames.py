@@ -23,7 +23,7 @@ from matcher.refine import ImagePyramid
 from matcher.types import Features
 
 FrameStatus = Literal["first", "tracked", "lost", "blank", "dropped", "out_of_order"]
-PoseStatus = Literal["ok", "no_camera", "other_size", "starting", "too_few", "bridged", "none"]
+PoseStatus = Literal["ok", "uncertain", "no_camera", "other_size", "starting", "too_few", "bridged", "none"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -80,10 +80,13 @@ class FrameResult:
         keyframe: index of the keyframe it is linked to; None for the first.
         parallax: median displacement of the keypoints since the keyframe, pixels.
         kept: share of the keyframe's links still seen; with pairs, of the close ones if those are fewer.
-        pose_status: "ok": measured; "no_camera": none was given; "other_size": the frame's sides have another
-            ratio than those of the images that the camera is for; "starting": one camera only, not enough
-            parallax yet; "too_few" points of known depth agree with a pose; "bridged": tracking was lost, and
-            the pose is the last motion, extrapolated; "none": the frame was skipped.
+        pose_status: "ok": measured; "uncertain": measured, but the points leave the camera's position open by
+            more than a tenth of its last step, as when all are far away, or a third of them moves otherwise,
+            as cars do; "no_camera": none was given;
+            "other_size": the frame's sides have another ratio than those of the images that the camera is
+            for; "starting": one camera only, not enough parallax yet; "too_few" points of known depth
+            agree with a pose; "bridged": tracking was lost, and the pose is the last motion, extrapolated;
+            "none": the frame was skipped.
         cam_from_keyframe: (4, 4) float64, or None.
         world_from_cam: (4, 4) float64, or None.
         camera: the tracker's, rescaled where the frame has another size; None: unknown.
@@ -124,6 +127,11 @@ class FrameResult:
         return cls(index, timestamp, status, size, *nothing, **known)
 
     @property
+    def is_measured(self) -> bool:
+        """Whether it has a pose in the world that was measured, be it uncertain."""
+        return self.pose_status in ("ok", "uncertain") and self.world_from_cam is not None
+
+    @property
     def passed_over(self) -> bool:
         """Whether the frame was skipped: no other frame is linked to it."""
         return self.status in ("blank", "dropped", "out_of_order")
@@ -144,26 +152,6 @@ class FrameResult:
         return f"FrameResult({', '.join(parts)})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Relocalisation:
-    """Where an image was taken, as far as the kept keyframes show the same place."""
-
-    keyframe: int | None  # index of the keyframe with the most consistent links; None: not found
-    candidates: tuple[int, ...]  # keyframes that were matched, the most similar first
-    links: FrameLinks | None = None  # keyframe → image
-    keypoints: np.ndarray | None = None  # (N, 2) float32, of the image
-    cam_from_keyframe: np.ndarray | None = None  # (4, 4); unit translation where no depths are known
-    world_from_cam: np.ndarray | None = None  # (4, 4); None where no depths are known
-
-    def __repr__(self) -> str:
-        """One line."""
-        if self.keyframe is None:
-            return f"Relocalisation(no keyframe, {len(self.candidates)} tried)"
-        pose = f"with{'out' if self.world_from_cam is None else ''} a pose in the world"
-        links = 0 if self.links is None else int(self.links.consistent.sum())
-        return f"Relocalisation(keyframe {self.keyframe}, {links} consistent links, {pose})"
-
-
 class MeasuredDisparities(NamedTuple):
     """What a rectified pair says of the points of its left image."""
 
@@ -182,7 +170,7 @@ class KeptFrame:
     descriptors: np.ndarray  # (N, D) float32
     track_ids: np.ndarray  # (N,) int64
     depths: np.ndarray  # (N,) float64, NaN where unknown
-    inverse_errors: np.ndarray  # (N,) of inverse depths that one camera knows; NaN for others
+    inverse_errors: np.ndarray  # (N,) standard deviations of inverse depths, NaN where unknown
     world_from_cam: np.ndarray | None = None  # (4, 4)
     most_links: int = 0  # that a later frame had to it
     most_close_links: int = 0  # the same, of points that are close

@@ -30,7 +30,7 @@ from matcher.pipeline import Mask
 from matcher.presets import DEFAULT_PRESET, LoadOptions, given_options
 from matcher.sequence.frames import FrameResult
 from matcher.sequence.loops import FRAMES, MODEL, ClosedTrajectory, KeyframeGraph, carried, name_of
-from matcher.sequence.trajectory import write_tum
+from matcher.sequence.trajectory import write_trajectory
 
 KEPT = "tracked.npz"  # in the folder of a map that is not finished
 LOOPS, TRAJECTORY, PLOT = "loops.json", "trajectory.tum", "trajectory.png"
@@ -58,28 +58,27 @@ class KeptFrames:
     preset: str
     options: dict[str, Any]  # of `matcher.load`
 
+    def write(self, folder: Path) -> None:
+        """Write all frames so far; a crash leaves the file as it was.
 
-def write_kept(folder: Path, kept: KeptFrames) -> None:
-    """Write all frames so far; a crash leaves the file as it was.
-
-    Raises:
-        OSError: the disk is full.
-    """
-    facts = {"camera": asdict(kept.camera), "preset": kept.preset, "options": kept.options}
-    buffer = io.BytesIO()
-    np.savez(
-        buffer,
-        index=np.array([frame.index for frame in kept.frames], dtype=np.int64),
-        time=np.array([frame.time for frame in kept.frames], dtype=np.float64),
-        world_from_cam=np.array([frame.world_from_cam for frame in kept.frames]).reshape(-1, 4, 4),
-        keyframe=np.array([frame.keyframe for frame in kept.frames], dtype=np.int64),
-        facts=np.array(json.dumps(facts, default=str)),
-    )
-    write_whole(folder / KEPT, buffer.getvalue())
+        Raises:
+            OSError: the disk is full.
+        """
+        facts = {"camera": asdict(self.camera), "preset": self.preset, "options": self.options}
+        buffer = io.BytesIO()
+        np.savez(
+            buffer,
+            index=np.array([frame.index for frame in self.frames], dtype=np.int64),
+            time=np.array([frame.time for frame in self.frames], dtype=np.float64),
+            world_from_cam=np.array([frame.world_from_cam for frame in self.frames]).reshape(-1, 4, 4),
+            keyframe=np.array([frame.keyframe for frame in self.frames], dtype=np.int64),
+            facts=np.array(json.dumps(facts, default=str)),
+        )
+        write_whole(folder / KEPT, buffer.getvalue())
 
 
 def read_kept(folder: Path) -> KeptFrames:
-    """What `write_kept` wrote.
+    """What `KeptFrames.write` wrote.
 
     Raises:
         UsageError: there is none, because the map is finished or nothing was tracked.
@@ -107,20 +106,6 @@ def read_kept(folder: Path) -> KeptFrames:
         raise IntegrityError(f"{path}: the poses of the unfinished map are damaged ({error})") from error
     rows = zip(index.tolist(), time.tolist(), poses, keyframe.tolist(), strict=True)
     return KeptFrames([PlacedFrame(*row) for row in rows], camera, preset, options)
-
-
-def write_image(path: Path, pixels: np.ndarray, mask: np.ndarray | None = None) -> None:
-    """Write a keyframe (H, W[, 3]) as a PNG that appears whole; its alpha is 0 where the mask (H, W) is.
-
-    Raises:
-        OSError: the disk is full.
-    """
-    colour = pixels if pixels.ndim == 2 else cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR)
-    if mask is not None:
-        colour = cv2.cvtColor(colour, cv2.COLOR_GRAY2BGRA if pixels.ndim == 2 else cv2.COLOR_BGR2BGRA)
-        colour[..., 3] = np.where(mask, 255, 0)
-    # The least compression takes a fifth of the time, for a seventh more bytes.
-    write_whole(path, cv2.imencode(".png", colour, (cv2.IMWRITE_PNG_COMPRESSION, 1))[1].tobytes())
 
 
 class KeyframeMap:
@@ -192,14 +177,21 @@ class KeyframeMap:
             ImageError: the image cannot be read.
             OSError: the folder cannot be written; the next frame becomes a keyframe in the place of this one.
         """
-        if result.pose_status != "ok" or result.world_from_cam is None or image is None:
+        if not result.is_measured or image is None:
             return
         if result.is_keyframe or self._keyframe is None:
             self._keyframe = None
             shown = read_input(image, resize=None, upright=False, mask=mask, alpha_mask=self._alpha_mask)
             # Not before there is something to keep: what fails before leaves no folder in the way.
             (self.folder / FRAMES).mkdir(parents=True, exist_ok=True)
-            write_image(self.folder / FRAMES / name_of(result.index), shown.pixels, shown.mask)
+            colour = shown.pixels if shown.pixels.ndim == 2 else cv2.cvtColor(shown.pixels, cv2.COLOR_RGB2BGR)
+            if shown.mask is not None:
+                grey = cv2.COLOR_GRAY2BGRA if colour.ndim == 2 else cv2.COLOR_BGR2BGRA
+                colour = cv2.cvtColor(colour, grey)
+                colour[..., 3] = np.where(shown.mask, 255, 0)
+            # The least compression takes a fifth of the time, for a seventh more bytes.
+            png = cv2.imencode(".png", colour, (cv2.IMWRITE_PNG_COMPRESSION, 1))[1].tobytes()
+            write_whole(self.folder / FRAMES / name_of(result.index), png)
             self._keyframe = result.index
         time = float(result.index) if result.timestamp is None else result.timestamp
         pose = np.array(result.world_from_cam, dtype=np.float64)
@@ -210,9 +202,8 @@ class KeyframeMap:
             self._write_kept()
 
     def _write_kept(self) -> None:
-        write_kept(
-            self.folder, KeptFrames(self._placed, self.camera, self._graph.preset, self._graph.options)
-        )
+        graph = self._graph
+        KeptFrames(self._placed, self.camera, graph.preset, graph.options).write(self.folder)
         self._kept = len(self._placed)
 
     def keep(self) -> tuple[int, int]:
@@ -224,7 +215,7 @@ class KeyframeMap:
         (self.folder / FRAMES).mkdir(parents=True, exist_ok=True)
         self._write_kept()
         poses = [frame.world_from_cam for frame in self._placed]
-        write_tum(self.folder / TRAJECTORY, [frame.time for frame in self._placed], poses)
+        write_trajectory(self.folder / TRAJECTORY, [frame.time for frame in self._placed], poses)
         return len(self._placed), _count_keyframes(self._placed)
 
     def finish(self, *, close_loops: bool = True) -> ClosedTrajectory:
@@ -261,7 +252,7 @@ class KeyframeMap:
             problem=self._graph.open_because,
             alike=len(self._graph.alike),
         )
-        write_tum(self.folder / TRAJECTORY, closed.timestamps.tolist(), list(closed.after))
+        write_trajectory(self.folder / TRAJECTORY, closed.timestamps.tolist(), list(closed.after))
         rows = [{"frames": loop[:2], "inliers": loop[2]} for loop in closed.loops]
         write_whole(self.folder / LOOPS, json.dumps(rows, indent=1).encode())
         closed.plot(self.folder / PLOT)
@@ -284,26 +275,6 @@ class LocalizedFrame:
     world_from_cam: np.ndarray  # (4, 4), in the coordinates of tracking
     map_from_cam: np.ndarray  # (4, 4), in those of the map
     deviation: float  # standard deviation of its position, the map's units
-
-
-def unit_of(localized: Sequence[LocalizedFrame], assumed: float | None) -> float | None:
-    """The map's units in one of tracking; `assumed` where no two frames are far enough apart to say it."""
-    ratios = []
-    for before, after in pairwise(localized):
-        there = np.linalg.norm(after.map_from_cam[:3, 3] - before.map_from_cam[:3, 3])
-        here = np.linalg.norm(after.world_from_cam[:3, 3] - before.world_from_cam[:3, 3])
-        if here > 0 and there > 2 * np.hypot(before.deviation, after.deviation):
-            ratios.append(there / here)
-    return float(np.median(ratios)) if ratios else assumed
-
-
-def moved_from(near: LocalizedFrame, world_from_cam: np.ndarray, unit: float | None) -> np.ndarray | None:
-    """map_from_cam (4, 4) of a frame, from one that was localised; None where the unit is needed."""
-    step = np.linalg.inv(near.world_from_cam) @ world_from_cam
-    if unit is None and np.linalg.norm(step[:3, 3]) > 0:
-        return None
-    step[:3, 3] *= 1.0 if unit is None else unit
-    return near.map_from_cam @ step
 
 
 @dataclass(eq=False)
@@ -349,7 +320,7 @@ class MapTracking:
         """map_from_cam (4, 4) of the next frame that was tracked, None where it is not known."""
         if result.status == "lost":
             self._stretches.append(_Stretch())
-        if result.pose_status != "ok" or result.world_from_cam is None:
+        if not result.is_measured:
             return None
         stretch = self._stretches[-1]
         if result.is_keyframe or not stretch.localized:
@@ -364,22 +335,40 @@ class MapTracking:
                 deviation = np.inf if spread is None else float(np.sqrt(np.trace(spread[3:, 3:])))
                 found = LocalizedFrame(result.index, result.world_from_cam, place, deviation)
                 stretch.localized.append(found)
-        pose = None
-        if stretch.localized:
-            unit = unit_of(stretch.localized[-12:], self._unit)
-            pose = moved_from(stretch.localized[-1], result.world_from_cam, unit)
+        pose = self._moved(stretch.localized[-12:], -1, result.world_from_cam)
         if pose is None:
             stretch.without[result.index] = result.world_from_cam
         return pose
 
+    def _moved(self, localized: list[LocalizedFrame], near: int, pose: np.ndarray) -> np.ndarray | None:
+        """map_from_cam (4, 4) of a frame by its pose in tracking; None where a unit is needed and unknown.
+
+        The unit is that of the `localized` frames, where two are far enough apart to say it; the frame has
+        moved from the one in row `near`.
+        """
+        if not localized:
+            return None
+        ratios = []
+        for before, after in pairwise(localized):
+            there = np.linalg.norm(after.map_from_cam[:3, 3] - before.map_from_cam[:3, 3])
+            here = np.linalg.norm(after.world_from_cam[:3, 3] - before.world_from_cam[:3, 3])
+            if here > 0 and there > 2 * np.hypot(before.deviation, after.deviation):
+                ratios.append(there / here)
+        unit = float(np.median(ratios)) if ratios else self._unit
+        step = np.linalg.inv(localized[near].world_from_cam) @ pose
+        if unit is None and np.linalg.norm(step[:3, 3]) > 0:
+            return None
+        step[:3, 3] *= 1.0 if unit is None else unit
+        return localized[near].map_from_cam @ step
+
     def late_poses(self) -> dict[int, np.ndarray]:
         """map_from_cam (4, 4) by frame, where `follow` knew none, from what is known by now."""
         found = {}
-        for stretch in (stretch for stretch in self._stretches if stretch.localized):
-            unit = unit_of(stretch.localized[:12], self._unit)
+        for stretch in self._stretches:
+            first = stretch.localized[:12]
             for index, pose in stretch.without.items():
-                near = min(stretch.localized, key=lambda frame, index=index: abs(frame.index - index))
-                if (placed := moved_from(near, pose, unit)) is not None:
+                near = min(range(len(first)), key=lambda k, i=index, f=first: abs(f[k].index - i), default=0)
+                if (placed := self._moved(first, near, pose)) is not None:
                     found[index] = placed
         return found
 

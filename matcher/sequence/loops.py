@@ -8,7 +8,7 @@ which COLMAP adjusts everything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -31,12 +31,15 @@ FRAMES, RUN, MODEL = "frames", "model-run", "model"  # in the folder of a map
 NEXT, SIMILAR = 4, 4  # keyframes that each is matched with, by time and by their looks
 
 Loop = tuple[int, int, int]  # two keyframes, by their frames, and the inliers between them
-PairKind = Literal["loop", "along", "alike"]
 
 
 def name_of(index: int) -> str:
     """The file of a keyframe."""
     return f"{index:06d}.png"
+
+
+def _index(name: str) -> int:
+    return int(Path(name).stem)
 
 
 # --- Whether two keyframes that match are a place come back to, or two places that look alike.
@@ -48,7 +51,7 @@ def kind_of_pair(
     camera: Camera,
     poses: tuple[np.ndarray, np.ndarray],
     travelled: float,
-) -> PairKind:
+) -> Literal["loop", "along", "alike"]:
     """What a verified pair of keyframes far apart in time is.
 
     A "loop" can be explained by drift: tracking may have put them apart by half of the path between them, and
@@ -94,27 +97,7 @@ def inliers_of(pair: StoredPair) -> tuple[np.ndarray, np.ndarray]:
 # --- The graph of keyframes' poses, its edges tracked steps and loops.
 
 
-@dataclass(frozen=True, eq=False)
-class LoopEdge:
-    """Two keyframes that show one place."""
-
-    first: int
-    second: int
-    cam1_from_cam0: np.ndarray  # (4, 4), the translation of length 1
-
-
-def loop_edges(pairs: Iterable[StoredPair], camera: Camera, number: Mapping[str, int]) -> list[LoopEdge]:
-    """The relative poses of pairs that close loops, of their inliers; those that have none are left out.
-
-    Args:
-        pairs: verified ones.
-        camera: of all keyframes.
-        number: of a keyframe, by its name.
-    """
-    found = [(pair, _relative_pose(*inliers_of(pair), camera)) for pair in pairs]
-    return [
-        LoopEdge(number[pair.name0], number[pair.name1], pose) for pair, pose in found if pose is not None
-    ]
+LoopEdge = tuple[int, int, np.ndarray]  # two keyframes that show one place, cam1_from_cam0 of length 1
 
 
 def spread(tracked: Mapping[int, np.ndarray], loops: Sequence[LoopEdge]) -> dict[int, np.ndarray]:
@@ -134,8 +117,7 @@ def spread(tracked: Mapping[int, np.ndarray], loops: Sequence[LoopEdge]) -> dict
     if len(tracked) > 2000:  # whose equations take 0.5 GB, three times at once
         raise ReconstructionError(f"{len(tracked)} keyframes are more than the 2000 of a graph of steps")
     keyframes = sorted(tracked)
-    place = {keyframe: row for row, keyframe in enumerate(keyframes)}
-    edges = [(place[loop.first], place[loop.second], loop.cam1_from_cam0) for loop in loops]
+    edges = [(keyframes.index(first), keyframes.index(second), pose) for first, second, pose in loops]
     poses = np.array([tracked[keyframe] for keyframe in keyframes])
     steps = np.array([(np.linalg.inv(a) @ b)[:3, 3] for a, b in pairwise(poses)])
     poses[:, :3, :3] = _rotations(poses, edges)
@@ -143,7 +125,7 @@ def spread(tracked: Mapping[int, np.ndarray], loops: Sequence[LoopEdge]) -> dict
     return dict(zip(keyframes, poses, strict=True))
 
 
-def _rotations(poses: np.ndarray, loops: list[tuple[int, int, np.ndarray]]) -> np.ndarray:
+def _rotations(poses: np.ndarray, loops: list[LoopEdge]) -> np.ndarray:
     """(N, 3, 3) world_from_cam by COLMAP's rotation averaging, the first as it is."""
     pycolmap = import_pycolmap()
     pycolmap.logging.minloglevel = pycolmap.logging.FATAL.value
@@ -170,9 +152,7 @@ def _rotations(poses: np.ndarray, loops: list[tuple[int, int, np.ndarray]]) -> n
     return poses[0, :3, :3] @ found[0].T @ np.array(found)
 
 
-def _positions(
-    rotations: np.ndarray, steps: np.ndarray, loops: list[tuple[int, int, np.ndarray]]
-) -> np.ndarray:
+def _positions(rotations: np.ndarray, steps: np.ndarray, loops: list[LoopEdge]) -> np.ndarray:
     """(N, 3) positions, the first at 0; with each goes the unit of the step after it.
 
     Least squares in 4 N numbers: a step is as tracked in its unit, give or take 3 % of its length; units
@@ -288,14 +268,14 @@ class KeyframeGraph:
             tracked: keyframe → world_from_cam (4, 4).
             loops: to be closed; where there are none, those that were found only share points.
         """
-        self.open_because, without, adjusted = None, self.alike, None
+        self.open_because, without = None, self.alike
+        names = {(name_of(first), name_of(second)) for first, second, _ in loops}
         if loops:
-            names = {(name_of(first), name_of(second)) for first, second, _ in loops}
-            number = {name_of(index): index for index in tracked}
-            pairs = [pair for pair in collection if (pair.name0, pair.name1) in names]
+            closing = [pair for pair in collection if (pair.name0, pair.name1) in names]
+            found = [(pair, _relative_pose(*inliers_of(pair), self.camera)) for pair in closing]
+            edges = [(_index(p.name0), _index(p.name1), pose) for p, pose in found if pose is not None]
             try:
-                start = spread(tracked, loop_edges(pairs, self.camera, number))
-                adjusted = self._mapped(collection, start, without, fixed=False)
+                adjusted = self._mapped(collection, spread(tracked, edges), without, fixed=False)
                 before, after = (self._residuals(collection, each, names) for each in (tracked, adjusted))
                 # Neighbours may fit a little worse, as the errors of the loops are spread over them.
                 if after[1] >= 0.9 * before[1] or after[0] > max(2 * before[0], 1.0):
@@ -306,8 +286,8 @@ class KeyframeGraph:
                     )
             except ReconstructionError as error:
                 self.open_because = f"the loops were not closed: {error}"
-            without = without if self.open_because is None else without | names
-        if adjusted is None or self.open_because is not None:
+        if not loops or self.open_because is not None:
+            without = without | names
             adjusted = self._mapped(collection, tracked, without, fixed=False)
         return self._mapped(collection, in_tracked_coordinates(tracked, adjusted), without, fixed=True)
 
@@ -326,7 +306,7 @@ class KeyframeGraph:
         with collection.store as store:
             made = reconstruct(store, self.folder / MODEL, poses=poses, **how)
         found = {name: np.vstack([pose, [0, 0, 0, 1]]) for name, pose in made.largest.cam_from_world.items()}
-        return {int(Path(name).stem): np.linalg.inv(pose) for name, pose in found.items()}
+        return {_index(name): np.linalg.inv(pose) for name, pose in found.items()}
 
     def _residuals(
         self, collection: Collection, poses: Mapping[int, np.ndarray], loops: set[tuple[str, str]]

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from matcher.files import check_output, write_output
 from matcher.localization.plot import log_map
 from matcher.sequence.frames import FrameResult
-from matcher.sequence.pose_tracking import rays
+from matcher.sequence.pose_tracking import move, rays
 from matcher.sequence.trajectory import path_length
 from matcher.types import Image
 from matcher.viz.recording import RecordingFile
 
 if TYPE_CHECKING:
-    from matcher.cameras import Camera
     from matcher.localization.sparse_map import SparseMap
 
 PLOT_SUFFIXES = (".png", ".jpg", ".jpeg", ".pdf")
@@ -53,25 +50,17 @@ def plot_trajectory(
     Raises:
         UsageError: an output that cannot be written.
     """
-    path = check_output(path, PLOT_SUFFIXES)
-    figure, positions = _figure(), found[:, :3, 3]
-    figure.suptitle(title, fontsize=11)
-    all_positions = positions if ground_truth is None else np.concatenate([found, ground_truth])[:, :3, 3]
-    spans = np.ptp(all_positions, axis=0)
+    path, positions = check_output(path, PLOT_SUFFIXES), found[:, :3, 3]
+    true = None if ground_truth is None else ground_truth[:, :3, 3]
+    spans = np.ptp(positions if true is None else np.concatenate([positions, true]), axis=0)
     width = float(np.clip(spans[0] / max(spans[2], 1e-9), 0.5, 1.6))
+    figure = Figure(figsize=(11, 5.5), dpi=110, layout="constrained")
+    figure.suptitle(title, fontsize=11)
     above, beside = figure.subplots(1, 2, width_ratios=[width, 1.2])
-    if ground_truth is not None:
-        true = ground_truth[:, :3, 3]
+    if true is not None:
         above.plot(true[:, 0], true[:, 2], color=_RED, linewidth=3, alpha=0.6, label="ground truth")
-    above.plot(
-        positions[:, 0],
-        positions[:, 2],
-        color=_BLUE,
-        linewidth=1.2,
-        marker=".",
-        markersize=3,
-        label="estimate",
-    )
+    look = dict(color=_BLUE, linewidth=1.2, marker=".", markersize=3)
+    above.plot(positions[:, 0], positions[:, 2], label="estimate", **look)
     marked = positions[list(keyframes)]
     above.scatter(marked[:, 0], marked[:, 2], s=28, facecolors="none", edgecolors=_BLUE, label="keyframes")
     above.set(xlabel=f"x, right ({unit})", ylabel=f"z, ahead ({unit})", title="from above")
@@ -79,22 +68,19 @@ def plot_trajectory(
     above.set_aspect("equal", adjustable="datalim")
     above.legend()
     label = f"distance travelled ({unit})"
-    if ground_truth is None:
-        beside.plot(path_length(found), -found[:, 1, 3], color=_BLUE)
+    if true is None:
+        beside.plot(path_length(found), -positions[:, 1], color=_BLUE)
         beside.set(xlabel=label, ylabel=f"height ({unit})", title="height, to its own scale")
     else:
-        _draw_error(beside, positions - ground_truth[:, :3, 3], path_length(ground_truth))
+        way, difference = path_length(ground_truth), positions - true
+        beside.plot(way, np.linalg.norm(difference, axis=1), color="black", label="distance")
+        for axis, (name, colour) in enumerate(_AXES.items()):
+            beside.plot(way, difference[:, axis], linewidth=1.2, color=colour, label=name)
+        beside.legend()
         beside.set(xlabel=label, ylabel=f"estimate − ground truth ({unit})", title="position error")
     for axes in (above, beside):
         axes.grid(alpha=0.3)
     return _save(figure, path)
-
-
-def _draw_error(beside: Axes, difference: np.ndarray, way: np.ndarray) -> None:
-    beside.plot(way, np.linalg.norm(difference, axis=1), color="black", label="distance")
-    for axis, (name, colour) in enumerate(_AXES.items()):
-        beside.plot(way, difference[:, axis], linewidth=1.2, color=colour, label=name)
-    beside.legend()
 
 
 def plot_closing(path: Path, before: np.ndarray, after: np.ndarray, loops: Sequence[tuple[int, int]]) -> Path:
@@ -108,14 +94,11 @@ def plot_closing(path: Path, before: np.ndarray, after: np.ndarray, loops: Seque
     Raises:
         OSError: the file cannot be written.
     """
-    figure = _figure()
+    figure = Figure(figsize=(11, 5.5), dpi=110, layout="constrained")
     above, beside = figure.subplots(1, 2)
     # Tracked ones are wider, so that both are seen where they agree.
-    for poses, colour, label, width in (
-        (before, "#999999", "tracked", 4.0),
-        (after, _BLUE, "adjusted", 1.5),
-    ):
-        above.plot(poses[:, 0, 3], poses[:, 2, 3], color=colour, label=label, linewidth=width)
+    above.plot(before[:, 0, 3], before[:, 2, 3], color="#999999", label="tracked", linewidth=4.0)
+    above.plot(after[:, 0, 3], after[:, 2, 3], color=_BLUE, label="adjusted", linewidth=1.5)
     look = dict(color=_RED, linewidth=0.8, markersize=3, alpha=0.6)
     for number, rows in enumerate(loops):  # where they were before, as they lie together afterwards
         ends = before[list(rows), :3, 3]
@@ -129,13 +112,8 @@ def plot_closing(path: Path, before: np.ndarray, after: np.ndarray, loops: Seque
     return _save(figure, path)
 
 
-def _figure() -> Figure:
-    figure = Figure(figsize=(11, 5.5), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def _save(figure: Figure, path: Path) -> Path:
+    FigureCanvasAgg(figure)
     buffer, kind = io.BytesIO(), path.suffix.lower()[1:]
     figure.savefig(buffer, format=kind, **({"metadata": {"CreationDate": None}} if kind == "pdf" else {}))
     write_output(path, buffer.getvalue())
@@ -177,7 +155,6 @@ def record_closing(
 
 _POINTS = 200_000  # in space, of which the oldest go
 _MAP = "in_map"  # the entity of what is in the coordinates of a loaded map
-_ROUTE_COLOUR = (46, 204, 64)
 
 
 class Recording(RecordingFile):
@@ -202,16 +179,17 @@ class Recording(RecordingFile):
         if loaded is not None:
             beside.insert(0, self.views.Spatial3DView(origin=_MAP, name="in the map"))
             self._extent = log_map(self, _MAP, loaded)
-        self._loaded = loaded is not None
-        self._seen: dict[int, _Seen] = {}
         self.lay_out("route and points", *beside)
-        self._route: list[np.ndarray] = []
+        self._routes: dict[str, list[np.ndarray]] = {"world": [], _MAP: []}
         self._cloud: dict[int, np.ndarray] = {}  # track → position in the world
 
     def add(self, result: FrameResult, image: Image | None) -> None:
         """Add a frame; `image` is what the front end saw, None where the frame was skipped."""
         rr, stream = self.rr, self.stream
-        self._set_time(result.index, result.timestamp)
+        stream.reset_time()
+        stream.set_time("frame", sequence=result.index)
+        if result.timestamp is not None:
+            stream.set_time("time", duration=result.timestamp)
         scale = np.ones(2) if image is None else np.asarray(image.scale)
         if image is not None:
             stream.log("world/camera/image", rr.Image(image.pixels).compress(jpeg_quality=75))
@@ -219,70 +197,38 @@ class Recording(RecordingFile):
             # The image is drawn with the centre of its first pixel at (0.5, 0.5).
             positions, colours = (result.keypoints + 0.5) * scale, track_colours(result.track_ids)
             stream.log("world/camera/image/tracks", rr.Points2D(positions, colors=colours, radii=2.0))
-        if result.world_from_cam is not None:
-            self._add_pose(result, scale)
+        for root, T in (("world", result.world_from_cam), (_MAP, result.map_from_cam)):
+            if T is not None:
+                self._add_pose(root, T, result, scale)
+        if result.is_keyframe and not any(
+            each is None for each in (result.world_from_cam, result.camera, result.depths)
+        ):
+            self._add_points(result)
         for stage, value in result.milliseconds.items():
             stream.log(f"milliseconds/{stage}", rr.Scalars([value]))
 
-    def _add_pose(self, result: FrameResult, scale: np.ndarray) -> None:
-        rr, T = self.rr, result.world_from_cam
-        self._route.append(T[:3, 3])
-        self.stream.log("world/route", rr.LineStrips3D([np.array(self._route)]))
+    def _add_pose(self, root: str, T: np.ndarray, result: FrameResult, scale: np.ndarray) -> None:
+        rr, look = self.rr, {}
+        if root == _MAP:
+            look = dict(image_plane_distance=self._extent * 0.08, color=(46, 204, 64))
+        self._routes[root].append(T[:3, 3])
+        self.stream.log(f"{root}/route", rr.LineStrips3D([np.array(self._routes[root])]))
         if result.camera is None:
-            self.stream.log("world/camera", rr.Transform3D(translation=T[:3, 3], mat3x3=T[:3, :3]))
+            self.stream.log(f"{root}/camera", rr.Transform3D(translation=T[:3, 3], mat3x3=T[:3, :3]))
             return
         width, height = (round(side * factor) for side, factor in zip(result.size, scale, strict=True))
-        shown = dict(scale=scale, size=(width, height))
-        self.log_camera("world/camera", T, result.camera, **shown)
-        if self._loaded:
-            self._seen[result.index] = _Seen(result.timestamp, result.camera, result.map_from_cam, shown)
-            if result.map_from_cam is not None:
-                self._add_in_map(self._seen[result.index])
-        if result.depths is not None and result.is_keyframe:
-            self._add_points(result)
-
-    def complete(self, map_poses: Mapping[int, np.ndarray]) -> None:
-        """Take in poses in the map, (4, 4) by frame, that became known late, and draw the route."""
-        for index, pose in map_poses.items():
-            if (seen := self._seen.get(index)) is not None:
-                self._seen[index] = replace(seen, map_from_cam=pose)
-                self._set_time(index, seen.timestamp)
-                self._add_in_map(self._seen[index])
-        known = [seen.map_from_cam[:3, 3] for seen in self._seen.values() if seen.map_from_cam is not None]
-        if known:
-            line = self.rr.LineStrips3D([np.array(known)], colors=_ROUTE_COLOUR)
-            self.stream.log(f"{_MAP}/route", line, static=True)
-
-    def _set_time(self, index: int, timestamp: float | None) -> None:
-        self.stream.reset_time()
-        self.stream.set_time("frame", sequence=index)
-        if timestamp is not None:
-            self.stream.set_time("time", duration=timestamp)
-
-    def _add_in_map(self, seen: _Seen) -> None:
-        look = dict(image_plane_distance=self._extent * 0.08, color=_ROUTE_COLOUR)
-        self.log_camera(f"{_MAP}/frame", seen.map_from_cam, seen.camera, **seen.shown, **look)
+        self.log_camera(f"{root}/camera", T, result.camera, scale=scale, size=(width, height), **look)
 
     def _add_points(self, result: FrameResult) -> None:
         known = np.isfinite(result.depths)
         local = rays(result.keypoints[known].astype(np.float64), result.camera) * result.depths[known, None]
-        world = local @ result.world_from_cam[:3, :3].T + result.world_from_cam[:3, 3]
+        world = move(local, result.world_from_cam)
         self._cloud |= zip(result.track_ids[known].tolist(), world, strict=True)
         for track in list(self._cloud)[: max(0, len(self._cloud) - _POINTS)]:
             del self._cloud[track]
         positions, colours = np.array(list(self._cloud.values())), track_colours(np.array(list(self._cloud)))
         size = self.rr.Radius.ui_points(1.5)  # of the screen: the unit of one camera is any length
         self.stream.log("world/points", self.rr.Points3D(positions, colors=colours, radii=size))
-
-
-@dataclass(frozen=True, eq=False)
-class _Seen:
-    """A frame with a pose, and what is needed to draw it in the map once its pose there is known."""
-
-    timestamp: float | None
-    camera: Camera
-    map_from_cam: np.ndarray | None
-    shown: dict[str, Any]  # of `log_camera`
 
 
 def track_colours(track_ids: np.ndarray) -> np.ndarray:

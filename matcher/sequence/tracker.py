@@ -25,26 +25,14 @@ from matcher.sequence.frames import (
     FrameResult,
     FrameStatus,
     KeptFrame,
-    Relocalisation,
     StageTimes,
     percentiles,
 )
 from matcher.sequence.keyframe_map import MapTracking
-from matcher.sequence.linking import (
-    Guide,
-    KeyframeRule,
-    Linker,
-    LostTracks,
-    MatchPairs,
-    TrackIds,
-    median_parallax,
-    most_similar,
-    share_left,
-    through,
-)
-from matcher.sequence.pose_tracking import PoseTracker
+from matcher.sequence.linking import Linker, MatchPairs, TrackIds, most_similar, share_left, through
+from matcher.sequence.pose_tracking import MOST_DOUBT, PoseTracker
 from matcher.sequence.stereo import complete_partners, partners, within
-from matcher.types import Estimator, Features, Image, Matches
+from matcher.types import Features, Image, Matches
 from matcher.verify.estimation import RobustEstimator
 
 if TYPE_CHECKING:
@@ -53,6 +41,9 @@ if TYPE_CHECKING:
 
 # Tracks and poses live on matches that are right, not on many; single pairs do with less.
 MATCH_THRESHOLD = 0.2
+# A frame becomes a keyframe where fewer of the tracks are left that the keyframe's next frame had, or where
+# the median way of the points since is a larger share of the image's diagonal.
+LEAST_KEPT, MOST_PARALLAX = 0.65, 0.12
 
 
 # --- The pipeline, and less of it for neighbouring frames.
@@ -66,25 +57,23 @@ def tracking_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
             fundamental matrix.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    _need_fundamental(given.get("geometry", "fundamental"))
     refuse_further_passes(given, "frames are matched by one pass each")
-    if not isinstance(preset, Pipeline) and takes(preset, "match_threshold"):
-        given = {"match_threshold": MATCH_THRESHOLD, **given}
-    pipeline = open_pipeline(preset, given)
-    _need_fundamental(pipeline.config.estimation.kind)
-    if pipeline.config.extractor.kind == GRID_KIND:
-        raise UsageError(
-            "a tracker follows keypoints, and this preset has only the cells of a grid; use another preset"
-        )
-    return pipeline
-
-
-def _need_fundamental(kind: str) -> None:
+    kind = given.get("geometry", "fundamental")
+    if kind == "fundamental":
+        if not isinstance(preset, Pipeline) and takes(preset, "match_threshold"):
+            given = {"match_threshold": MATCH_THRESHOLD, **given}
+        pipeline = open_pipeline(preset, given)
+        kind = pipeline.config.estimation.kind
     if kind != "fundamental":
         raise UsageError(
             f"a tracker verifies its links by the fundamental matrix, not by geometry {kind!r}; leave "
             "geometry out, and give a camera for poses"
         )
+    if pipeline.config.extractor.kind == GRID_KIND:
+        raise UsageError(
+            "a tracker follows keypoints, and this preset has only the cells of a grid; use another preset"
+        )
+    return pipeline
 
 
 def for_neighbours(pipeline: Pipeline) -> Pipeline:
@@ -94,15 +83,6 @@ def for_neighbours(pipeline: Pipeline) -> Pipeline:
     """
     layers = (pipeline.layers + 1) // 2
     return replace(pipeline, matcher=with_layers(pipeline.matcher, layers, 10, pruning=False))
-
-
-def link_estimator(estimator: Estimator) -> Estimator:
-    """The estimator for the links of frames: fundamental matrices stay as they are sampled.
-
-    They tell right links from wrong ones, and where to search for others; poses come from depths. Adjusted
-    ones cost a tenth of a frame's time and improve neither links nor odometry.
-    """
-    return replace(estimator, adjusted=False) if isinstance(estimator, RobustEstimator) else estimator
 
 
 class FrameExtractor:
@@ -202,18 +182,15 @@ class FrameExtractor:
 class LocalMap:
     """The last frame, the keyframes and the tracks; bounded by the window of keyframes."""
 
-    def __init__(
-        self, linker: Linker, poses: PoseTracker, window: int, rule: KeyframeRule, baseline: float | None
-    ) -> None:
+    def __init__(self, linker: Linker, poses: PoseTracker, window: int) -> None:
         self.linker, self.poses = linker, poses
         self.keyframes: deque[KeptFrame] = deque(maxlen=window)
         self.previous: KeptFrame | None = None
         self._keyframe: KeptFrame | None = None
         self._refined: KeptFrame | None = None  # the keyframe that the last frame was refined against
         # The depths of points nearer than 40 baselines show how far the camera moved (Mur-Artal and Tardós).
-        self._close = None if baseline is None else 40 * baseline
-        self._rule, self._tracks, self._missing = rule, TrackIds(), LostTracks()
-        self._guide: Guide | None = None
+        self._close = None if poses.baseline is None else 40 * poses.baseline
+        self._tracks = TrackIds()
 
     def link(
         self, current: KeptFrame, matches: Matches | None, match: MatchPairs
@@ -222,14 +199,12 @@ class LocalMap:
         previous, keyframe = self.previous, self._keyframe
         if previous is None:
             return "first", None, None
-        to_previous, self._guide = self.linker.link(previous, current, matches.indices, matches.scores)
-        if keyframe is previous:
-            to_keyframe = to_previous
-        else:
-            to_keyframe, _ = self.linker.link(keyframe, current, through(keyframe, previous, to_previous))
+        to_previous = to_keyframe = self.linker.link(previous, current, matches.indices, matches.scores)
+        if keyframe is not previous:
+            to_keyframe = self.linker.link(keyframe, current, through(keyframe, previous, to_previous))
             if not to_keyframe.consistent.any():
                 direct = match([(keyframe.features, current.features)])[0]
-                to_keyframe, _ = self.linker.link(keyframe, current, direct.indices, direct.scores)
+                to_keyframe = self.linker.link(keyframe, current, direct.indices, direct.scores)
         if to_keyframe.consistent.any():
             return "tracked", to_previous, to_keyframe
         if to_previous.consistent.any():  # the keyframe is out of sight before another was made
@@ -250,12 +225,7 @@ class LocalMap:
             for earlier, links in ((self.previous, to_previous), (self._keyframe, to_keyframe))
             if links is not None
         ]
-        if to_previous is not None and self.linker.guided:
-            taken = np.concatenate([indices[:, 1] for _, indices in offers])
-            offers.append((self._missing.track_ids, self._missing.find(current, taken, self._guide)))
         current.track_ids, lengths = self._tracks.extend(len(current.keypoints), offers)
-        if to_previous is not None:
-            self._missing.update(self.previous, current, to_previous, self._guide)
         return lengths
 
     def refine(self, current: KeptFrame, links: FrameLinks, pipeline: Pipeline) -> None:
@@ -264,7 +234,7 @@ class LocalMap:
         The reference of a point is the keyframe, not the frame before, so that errors do not add up.
         """
         keyframe = self._keyframe
-        if pipeline.config.refine is None or keyframe.pyramid is None or current.pyramid is None:
+        if pipeline.config.refine is None or keyframe.pyramid is None:
             return
         if self._refined is not None and self._refined is not keyframe:
             self._refined.pyramid.release()
@@ -287,9 +257,12 @@ class LocalMap:
             return {"is_keyframe": True, "pose_status": pose_status}
         pose_status, T = self.poses.locate(keyframe, current, links)
         kept = share_left(keyframe, links, self._close)
-        parallax = median_parallax(keyframe, current.keypoints, links)
-        wanted = self._rule.wants(kept, parallax, current.size)
-        if wanted and (pose_status in ("ok", "no_camera") or kept < self._rule.kept / 2):
+        rows, here = links.inliers.T
+        way = np.linalg.norm(current.keypoints[here] - keyframe.keypoints[rows], axis=1)
+        parallax = float(np.median(way))
+        wanted = kept < LEAST_KEPT or parallax > MOST_PARALLAX * float(np.hypot(*current.size))
+        wanted |= self.poses.doubt > MOST_DOUBT / 2  # which grows as near points leave
+        if wanted and (pose_status in ("ok", "uncertain", "no_camera") or kept < LEAST_KEPT / 2):
             self.poses.promote(keyframe, current, links, T)
             if pose_status in ("too_few", "starting"):  # later frames could not go on without a pose
                 pose_status = self.poses.bridge(current)
@@ -306,7 +279,7 @@ class LocalMap:
     def close(self, current: KeptFrame) -> None:
         """The frame becomes the last one; what nothing needs any more is forgotten."""
         self.previous = current
-        self._tracks.forget(current.track_ids, self._keyframe.track_ids, self._missing.track_ids)
+        self._tracks.forget(current.track_ids, self._keyframe.track_ids)
 
     def _keep(self, frame: KeptFrame) -> None:
         self._keyframe = frame
@@ -340,8 +313,6 @@ class Tracker:
         budget_ms: float | None = None,
         window: int = 30,
         epipolar_window: float | None = None,
-        guided: bool = True,
-        rule: KeyframeRule = KeyframeRule(),
         keyframe_map: KeyframeMap | None = None,
         **options: Unpack[LoadOptions],
     ) -> None:
@@ -358,9 +329,6 @@ class Tracker:
             budget_ms: time for a frame; points and layers are chosen to fit, anew where frames take longer.
             window: number of keyframes held.
             epipolar_window: largest difference of rows, in pixels, of a left/right match; None keeps all.
-            guided: search for links that matching missed, near where the others predict them and, in pairs,
-                along the rows.
-            rule: when a frame becomes a keyframe.
             keyframe_map: takes in every frame that is tracked; `save_map` makes the map.
             options: those of `matcher.load`; geometry can only be "fundamental", and `match_threshold` is 0.2
                 unless given.
@@ -384,10 +352,13 @@ class Tracker:
         self.baseline, self.budget_ms, self.keyframe_map = baseline, budget_ms, keyframe_map
         self._window, self._clock = epipolar_window, Clock()
         self._times: deque[dict[str, float]] = deque(maxlen=512)  # milliseconds of the last frames
-        estimation = pipeline.config.estimation
-        linker = Linker(link_estimator(pipeline.estimator), estimation.max_epipolar_error, guided)
-        poses = PoseTracker(camera, measured=baseline is not None, estimation=estimation)
-        self._map = LocalMap(linker, poses, window, rule, baseline)
+        estimator, estimation = pipeline.estimator, pipeline.config.estimation
+        if isinstance(estimator, RobustEstimator):
+            # Fundamental matrices tell right links from wrong ones; adjusted ones cost a tenth of a frame's
+            # time and improve neither links nor odometry.
+            estimator = replace(estimator, adjusted=False)
+        poses = PoseTracker(camera, baseline, estimation)
+        self._map = LocalMap(Linker(estimator, estimation.max_epipolar_error), poses, window)
         self._in_map: MapTracking | None = None
         self._count, self._watch = 0, StageTimes()
 
@@ -421,10 +392,6 @@ class Tracker:
     def latency(self) -> dict[str, dict[str, float]]:
         """Stage → p50, p95, p99 and max in milliseconds, over the last 512 frames that were not skipped."""
         return percentiles(self._times)
-
-    def forget_latency(self) -> None:
-        """Start the percentiles afresh, for example after the first frames, which are slower."""
-        self._times.clear()
 
     def push(
         self, frame: ImageInput | None, timestamp: float | None = None, *, mask: Mask | None = None
@@ -460,29 +427,6 @@ class Tracker:
             ImageError: also where the images differ in size.
         """
         return self._push(left if right is not None else None, right, timestamp, mask)
-
-    def relocalise(
-        self, frame: ImageInput, candidates: int = 3, *, mask: Mask | None = None
-    ) -> Relocalisation:
-        """Find the keyframe that shows the same place as an image; the tracker is unchanged.
-
-        Args:
-            frame, mask: as in `push`.
-            candidates: number of keyframes that are matched, those of the most similar global descriptor.
-
-        Raises:
-            ImageError, UsageError: as in `push`.
-        """
-        image = self.pipeline.read(frame, mask)
-        kept = self._kept(self._frames.extract([image])[0], image)
-        likely = most_similar(kept, self._map.keyframes, candidates)
-        tried = tuple(keyframe.index for keyframe in likely)
-        found = self._map.linker.best(self.pipeline.match_features_batch, kept, likely)
-        if found is None:
-            return Relocalisation(None, tried, keypoints=kept.keypoints)
-        keyframe, links = found
-        T, world = self._map.poses.relative(keyframe, kept, links)
-        return Relocalisation(keyframe.index, tried, links, kept.keypoints, T, world)
 
     def save_map(self, *, close_loops: bool = True) -> ClosedTrajectory:
         """Make the map of the keyframes so far, to be localised in and loaded by a later run.
@@ -556,7 +500,12 @@ class Tracker:
         if len(features[0]) == 0:
             return self._pass_over("blank", timestamp, images[0].size)
         features = self._frames.within_budget(features, watch.milliseconds())
-        current, *others = map(self._kept, features, images)
+        pyramids = [ImagePyramid.of(image) for image in images]
+        refines = self.pipeline.config.refine is not None
+        current, *others = (
+            KeptFrame.of(self._count, found, pyramid if refines else None)
+            for found, pyramid in zip(features, pyramids, strict=True)
+        )
         with watch.timed("match"):
             earlier, pair = self._match(features)
         with watch.timed("verify"):
@@ -567,7 +516,7 @@ class Tracker:
             with watch.timed("refine"):
                 self._map.refine(current, to_keyframe, self.pipeline)
         with watch.timed("verify"):
-            partner = self._look_right(current, others, images, pair)
+            partner = None if pair is None else self._look_right(current, others[0], pyramids, pair)
         with watch.timed("pose"):
             found = self._map.place(current, status, to_keyframe)
         self._map.close(current)
@@ -583,7 +532,7 @@ class Tracker:
             to_previous=to_previous,
             to_keyframe=to_keyframe,
             world_from_cam=None if current.world_from_cam is None else current.world_from_cam.copy(),
-            camera=self._map.poses.camera_of(current),
+            camera=self._map.poses.camera_of(current.size),
             right=partner,
             depths=current.depths.copy() if np.isfinite(current.depths).any() else None,
             **found,
@@ -600,10 +549,6 @@ class Tracker:
         self._frames.took(spent["total"])
         return replace(result, milliseconds=spent)
 
-    def _kept(self, features: Features, image: Image) -> KeptFrame:
-        pyramid = None if self.pipeline.config.refine is None else ImagePyramid.of(image)
-        return KeptFrame.of(self._count, features, pyramid)
-
     def _match(self, features: list[Features]) -> tuple[Matches | None, Matches | None]:
         """Matches previous → this and left → right, in one batch."""
         previous, has_right = self._map.previous, len(features) > 1 and len(features[1]) > 0
@@ -613,19 +558,15 @@ class Tracker:
         return (None if previous is None else found[0]), (found[-1] if has_right else None)
 
     def _look_right(
-        self, current: KeptFrame, others: list[KeptFrame], images: list[Image], pair: Matches | None
-    ) -> np.ndarray | None:
+        self, current: KeptFrame, other: KeptFrame, pyramids: list[ImagePyramid], pair: Matches
+    ) -> np.ndarray:
         """Where the right image shows the keypoints, verified and searched; sets their depths."""
-        if pair is None:
-            return None
-        links, _ = self._map.linker.link(current, others[0], pair.indices, pair.scores)
-        right = partners(current.keypoints, others[0].keypoints, links)
-        if self._map.linker.guided:
-            right = complete_partners((images[0], images[1]), current.keypoints, right)
+        links = self._map.linker.link(current, other, pair.indices, pair.scores)
+        right = partners(current.keypoints, other.keypoints, links)
+        right = complete_partners((pyramids[0], pyramids[1]), current.keypoints, right)
         if self._window is not None:
             right = within(current.keypoints, right, self._window)
-        if self.baseline is not None:
-            self._map.poses.measure(current, right, self.baseline)
+        self._map.poses.measure(current, right)
         return right
 
     def _pass_over(

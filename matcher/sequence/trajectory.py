@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,37 +16,34 @@ from matcher.geometry import as_rotation, check_poses
 from matcher.poses import kitti_lines, tum_lines
 from matcher.sequence.frames import FrameResult
 
-_NUMBERS = "12 numbers (KITTI) or 8 (TUM) in every line"
-
-
 # --- Files of poses.
 
 
 def write_trajectory(
-    path: Path,
+    path: str | Path,
     timestamps: Sequence[float],
     poses: Sequence[np.ndarray],
     *,
-    frames: int,
+    frames: int | None = None,
     bridged: Sequence[bool] = (),
 ) -> None:
-    """In the form of TUM (.tum), or of KITTI (.kitti): 12 numbers, 3×4, a line for each of `frames` frames.
+    """In the form of TUM: `t x y z qx qy qz qw`; where the suffix is .kitti, of KITTI: 12 numbers, 3×4.
 
     Args:
         path: the file, which is replaced.
         timestamps: (N,) seconds.
-        poses: N world_from_cam (4, 4).
-        frames: of the sequence.
+        poses: N world_from_cam (4, 4), a line each.
+        frames: of the sequence, if some may have no pose.
         bridged: (N,) whether a pose is extrapolated instead of measured; a comment then lists those that are.
 
     Raises:
         UsageError: KITTI's lines have no times, and a frame has no pose.
         OSError: the file cannot be written.
     """
-    guessed = [row for row, guess in enumerate(bridged) if guess]
+    path, guessed = Path(path), [row for row, guess in enumerate(bridged) if guess]
     if path.suffix.lower() != ".kitti":
         lines, names = tum_lines(timestamps, poses), [f"{timestamps[row]:.6f}" for row in guessed]
-    elif len(poses) < frames:
+    elif frames is not None and len(poses) < frames:
         raise UsageError(
             f"{path}: KITTI's lines have no times, and {frames - len(poses)} of {frames} frames have no "
             "measured pose; use .tum"
@@ -55,20 +52,6 @@ def write_trajectory(
         lines, names = kitti_lines(poses), [str(row) for row in guessed]
     comment = [f"# extrapolated, not measured: {' '.join(names)}"] if names else []
     write_whole(path, "".join(f"{line}\n" for line in [*comment, *lines]).encode())
-
-
-def write_tum(path: str | Path, timestamps: Sequence[float], poses: Sequence[np.ndarray]) -> None:
-    """A comment, and a line per pose: `t x y z qx qy qz qw`, in the order of the frames.
-
-    Args:
-        path: the file, which is replaced.
-        timestamps: (N,) seconds.
-        poses: N world_from_cam (4, 4).
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    write_whole(path, "".join(f"{line}\n" for line in tum_lines(timestamps, poses)).encode())
 
 
 def read_poses(path: str | Path) -> tuple[np.ndarray | None, np.ndarray]:
@@ -83,23 +66,17 @@ def read_poses(path: str | Path) -> tuple[np.ndarray | None, np.ndarray]:
     try:
         text = read_given(path).decode("utf-8")
         rows = [line.split() for line in text.splitlines() if line.strip() and not line.startswith("#")]
-        if wrong := [len(row) for row in rows if len(row) not in (8, 12)]:
-            raise ValueError(f"a pose file has {_NUMBERS}, not {wrong[0]}")
         values = np.array([[float(word) for word in row] for row in rows])
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read as poses ({error})") from error
-    if values.ndim != 2 or not np.isfinite(values).all():
-        raise UsageError(f"{path}: a pose file has {_NUMBERS}")
-    poses = np.tile(np.eye(4), (len(values), 1, 1))
-    try:
+        if values.ndim != 2 or values.shape[1] not in (8, 12) or not np.isfinite(values).all():
+            raise ValueError("a pose file has 12 numbers (KITTI) or 8 (TUM) in every line")
+        poses = np.tile(np.eye(4), (len(values), 1, 1))
         if values.shape[1] == 12:
             poses[:, :3] = values.reshape(-1, 3, 4)
         else:
-            poses[:, :3, :3] = as_rotation(values[:, 4:])
-            poses[:, :3, 3] = values[:, 1:4]
+            poses[:, :3, :3], poses[:, :3, 3] = as_rotation(values[:, 4:]), values[:, 1:4]
         check_poses(poses)
-    except ValueError as error:
-        raise UsageError(f"{path}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read as poses ({error})") from error
     return (values[:, 0] if values.shape[1] == 8 else None), poses
 
 
@@ -174,13 +151,12 @@ def nearest_rows(stamps: np.ndarray, times: np.ndarray) -> np.ndarray:
 
 def _different_times(stamps: np.ndarray, times: np.ndarray) -> str:
     """Why no frame has the time of a true pose: both ranges, and the likely unit."""
-
-    def shown(values: np.ndarray) -> str:
-        return f"{values.min():.10g} to {values.max():.10g}" if len(values) else "none"
-
-    message = f"the frames are of {shown(stamps)} s, the true poses of {shown(times)}"
     if not len(stamps):
-        return message
+        return "no frame has a pose"
+    message = (
+        f"the frames are of {stamps.min():.10g} to {stamps.max():.10g} s, the true poses of "
+        f"{times.min():.10g} to {times.max():.10g}"
+    )
     for unit, factor in (("milliseconds", 1e3), ("microseconds", 1e6), ("nanoseconds", 1e9)):
         for what, one, other in (("true poses'", times, stamps), ("frames'", stamps, times)):
             if one.min() / factor <= other.max() and one.max() / factor >= other.min() > 0:
@@ -201,46 +177,51 @@ class TrackingLog:
     """Collects results frame by frame; 40 bytes per keypoint."""
 
     def __init__(self) -> None:
-        self._frames: list[tuple[int, float, str, str, bool]] = []
-        self._poses: list[np.ndarray] = []
-        self._map_poses: list[np.ndarray] = []
-        self.in_map = False  # the trajectory is that in the map which was loaded
-        self.localized = 0  # frames that were localised in it; the others follow by tracking
-        self.problem: str | None = None  # why nothing more was found in a map
+        self._frames: list[FrameResult] = []  # without their links and keypoints
         self._points: list[np.ndarray] = []  # (N, 3) float32 x, y, depth
-        self._ids: list[np.ndarray] = []
         self._lengths: Counter[int] = Counter()
+        self._map_poses: dict[int, np.ndarray] = {}
+        self.in_map = False  # the trajectory is that in the map which was loaded
 
     def add(self, result: FrameResult) -> None:
         """Take in the next frame."""
-        time = np.nan if result.timestamp is None else result.timestamp
-        self._frames.append((result.index, time, result.status, result.pose_status, result.is_keyframe))
-        for column, pose in ((self._poses, result.world_from_cam), (self._map_poses, result.map_from_cam)):
-            column.append(np.full((4, 4), np.nan) if pose is None else pose)
         depths = np.full(len(result.keypoints), np.nan) if result.depths is None else result.depths
         self._points.append(np.column_stack([result.keypoints, depths]).astype(np.float32))
-        self._ids.append(result.track_ids)
         self._lengths.update(result.track_ids.tolist())
+        if result.map_from_cam is not None:
+            self._map_poses[result.index] = result.map_from_cam
+        nothing = dict.fromkeys(
+            ("keypoints", "track_lengths", "to_previous", "to_keyframe", "right", "depths", "map_from_cam")
+        )
+        self._frames.append(replace(result, **nothing))
 
     def complete(self, map_poses: Mapping[int, np.ndarray]) -> None:
         """Take in poses in the map, (4, 4) by frame, that were not known in time."""
-        for row, (index, *_) in enumerate(self._frames):
-            if index in map_poses:
-                self._map_poses[row] = map_poses[index]
+        self._map_poses |= map_poses
 
     def __len__(self) -> int:
         """Frames."""
         return len(self._frames)
 
     def counts(self) -> dict[str, int]:
-        """How many frames had each status, and how many became keyframes."""
-        found = Counter(row[2] for row in self._frames)
-        return {**found, "keyframes": sum(row[4] for row in self._frames)}
+        """How many frames had each status, how many became keyframes, and whose poses are uncertain."""
+        found = Counter(frame.status for frame in self._frames)
+        found["keyframes"] = sum(frame.is_keyframe for frame in self._frames)
+        if uncertain := sum(frame.pose_status == "uncertain" for frame in self._frames):
+            found["uncertain"] = uncertain
+        return dict(found)
 
     def mean_track_length(self) -> float:
         """Mean number of frames of a track seen in two or more; 0 without any."""
         lengths = [length for length in self._lengths.values() if length > 1]
         return float(np.mean(lengths)) if lengths else 0.0
+
+    def _poses(self, in_map: bool) -> list[np.ndarray]:
+        """Of each frame, in the map or the world; NaN where there is none."""
+        unknown = np.full((4, 4), np.nan)
+        if in_map:
+            return [self._map_poses.get(frame.index, unknown) for frame in self._frames]
+        return [unknown if (pose := frame.world_from_cam) is None else pose for frame in self._frames]
 
     def trajectory(self, *, bridged: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Frames (P,) int64 with a measured pose, their timestamps (P,) and poses (P, 4, 4) camera to world.
@@ -248,28 +229,26 @@ class TrackingLog:
         A frame without a timestamp has its index as one. Where `in_map` is set, poses are those in the map.
         With `bridged`, frames at which tracking was lost are there too, with the motion before extrapolated.
         """
-        given = self._map_poses if self.in_map else self._poses
-        known = np.array(
-            [
-                row
-                for row, (pose, frame) in enumerate(zip(given, self._frames, strict=True))
-                if np.isfinite(pose).all() and (bridged or frame[3] != "bridged")
-            ],
-            np.int64,
-        )
-        times = np.array([row[1] for row in self._frames], np.float64)
-        times = np.where(np.isfinite(times), times, np.arange(len(times)))
-        return known, times[known], np.array([given[row] for row in known]).reshape(-1, 4, 4)
+        poses = self._poses(self.in_map)
+        rows = [
+            row
+            for row, (pose, frame) in enumerate(zip(poses, self._frames, strict=True))
+            if np.isfinite(pose).all() and (bridged or frame.pose_status != "bridged")
+        ]
+        times = [float(row) if (t := self._frames[row].timestamp) is None else t for row in rows]
+        known = np.array([poses[row] for row in rows]).reshape(-1, 4, 4)
+        return np.array(rows, np.int64), np.array(times, np.float64), known
 
     def write(self, path: Path, *, bridged: bool = False) -> None:
         """Write the trajectory by `write_trajectory`, whose errors it raises."""
         known, times, poses = self.trajectory(bridged=bridged)
-        guessed = [self._frames[row][3] == "bridged" for row in known]
+        guessed = [self._frames[row].pose_status == "bridged" for row in known]
         write_trajectory(path, times.tolist(), list(poses), frames=len(self), bridged=guessed)
 
     def keyframe_rows(self) -> list[int]:
         """Rows of the trajectory that are keyframes."""
-        return [row for row, index in enumerate(self.trajectory()[0].tolist()) if self._frames[index][4]]
+        known = self.trajectory()[0].tolist()
+        return [row for row, index in enumerate(known) if self._frames[index].is_keyframe]
 
     def as_npz(self) -> bytes:
         """An .npz file: a row per frame, and a row for each observation of a track.
@@ -278,32 +257,34 @@ class TrackingLog:
         (F, 4, 4), NaN where there is none; observation_frame, observation_track (O,); observation_xy (O, 2);
         observation_depth (O,). Poses of `pose_status` "bridged" are extrapolated.
         """
-        columns = list(zip(*self._frames, strict=True)) or [()] * 5
-        points = np.concatenate(self._points) if self._points else np.zeros((0, 3), np.float32)
-        sizes = [len(ids) for ids in self._ids]
+        columns: dict[str, np.ndarray] = {}
+        for name, attribute, kind in (
+            ("frame_index", "index", np.int64),
+            ("timestamp", "timestamp", np.float64),
+            ("status", "status", np.str_),
+            ("pose_status", "pose_status", np.str_),
+            ("is_keyframe", "is_keyframe", bool),
+        ):
+            columns[name] = np.array([getattr(frame, attribute) for frame in self._frames], kind)
+        for name, in_map in (("world_from_cam", False), ("map_from_cam", True)):
+            columns[name] = np.array(self._poses(in_map)).reshape(-1, 4, 4)
+        points = np.concatenate([np.zeros((0, 3), np.float32), *self._points])
+        ids = [np.zeros(0, np.int64), *(frame.track_ids for frame in self._frames)]
         buffer = io.BytesIO()
         np.savez_compressed(
             buffer,
-            frame_index=np.array(columns[0], np.int64),
-            timestamp=np.array(columns[1], np.float64),
-            status=np.array(columns[2], np.str_),
-            pose_status=np.array(columns[3], np.str_),
-            is_keyframe=np.array(columns[4], bool),
-            world_from_cam=np.array(self._poses).reshape(-1, 4, 4),
-            map_from_cam=np.array(self._map_poses).reshape(-1, 4, 4),
-            observation_frame=np.repeat(np.arange(len(sizes)), sizes).astype(np.int64),
-            observation_track=np.concatenate(self._ids) if self._ids else np.zeros(0, np.int64),
+            **columns,
+            observation_frame=np.repeat(np.arange(len(self)), [len(each) for each in ids[1:]]).astype(
+                np.int64
+            ),
+            observation_track=np.concatenate(ids),
             observation_xy=points[:, :2],
             observation_depth=points[:, 2],
         )
         return buffer.getvalue()
 
     def compared_with(
-        self,
-        times: np.ndarray | None,
-        ground_truth: np.ndarray,
-        *,
-        with_scale: bool,
+        self, times: np.ndarray | None, ground_truth: np.ndarray, *, with_scale: bool
     ) -> tuple[np.ndarray, np.ndarray, list[SegmentError]]:
         """Estimated and true poses of the frames that have both, aligned, and the errors of segments.
 
@@ -318,15 +299,11 @@ class TrackingLog:
         known, stamps, poses = self.trajectory()
         if times is None:
             rows = np.where(known < len(ground_truth), known, -1)
+            why = f"{len(known)} frames have a pose, and the file has {len(ground_truth)}"
         else:
-            rows = nearest_rows(stamps, times)
+            rows, why = nearest_rows(stamps, times), _different_times(stamps, times)
         both = rows >= 0
         if np.count_nonzero(both) < 2:
-            why = (
-                f"{len(known)} frames have a pose, and the file has {len(ground_truth)}"
-                if times is None
-                else _different_times(stamps, times)
-            )
             raise UsageError(
                 f"{np.count_nonzero(both)} frames have an estimated and a true pose, and 2 are needed; {why}"
             )

@@ -1,174 +1,31 @@
 """A folder of photos of one place → views with poses and depth to train on (`matcher train --real`).
 
-Poses by COLMAP's incremental mapping (extra `sfm`) of SIFT and learned matches; depth by plane sweeping, kept
-where several views agree; pairs confirmed by independent matches.
+Poses are those of `matcher sfm` (extra `sfm`); depth is by plane sweeping, kept where several views agree;
+pairs are confirmed by independent matches.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
 import torch
 
 from matcher.arrays import root_sift
-from matcher.config import ExtractorConfig
+from matcher.collection.collection import Collection
 from matcher.errors import UsageError
+from matcher.export.colmap import import_pycolmap
 from matcher.images import find_images
 from matcher.match.nearest import mutual_nearest
-from matcher.torch_engine import build_extractor
+from matcher.sfm.reconstruct import reconstruct
 from matcher.train.views import HIDDEN, UNKNOWN, VISIBLE, Cameras, PosedView, reproject
-from matcher.types import Image
-
-# --- Matches between all images of a scene.
-
-RATIO, LEARNED_RATIO = 0.8, 0.9  # of distances to the nearest and the second nearest descriptor (Lowe 2004)
-
-
-def sift_features(
-    pixels: np.ndarray, count: int = 2000, contrast: float = 0.04
-) -> tuple[np.ndarray, np.ndarray]:
-    """SIFT keypoints (N, 2) and RootSIFT descriptors (N, 128)."""
-    points, descriptors = cv2.SIFT_create(count, contrastThreshold=contrast).detectAndCompute(pixels, None)
-    if descriptors is None:
-        return np.zeros((0, 2), np.float32), np.zeros((0, 128), np.float32)
-    return np.array([point.pt for point in points], np.float32), root_sift(descriptors)
-
-
-def extract_features(paths: Sequence[Path]) -> list[tuple[np.ndarray, list[np.ndarray]]]:
-    """Of each image the keypoints (N, 2), SIFT first, and both kinds of unit descriptors."""
-    extractor = build_extractor(ExtractorConfig(kind="learned", max_keypoints=2048))
-    found = []
-    for path in paths:
-        grey = cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)
-        points, sift = sift_features(grey, 2500, 0.015)
-        (features,) = extractor([Image(grey, grey.shape[::-1])])
-        learned = features.descriptors.float().numpy().reshape(len(features.keypoints), -1)
-        learned = learned / np.maximum(np.linalg.norm(learned, axis=1, keepdims=True), 1e-9)
-        found.append((np.concatenate([points, features.keypoints.numpy()]), [sift, learned]))
-    return found
-
-
-def match_images(images: Sequence[list[np.ndarray]]) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Pairs (i, j) and indices (M, 2) of their matches by both kinds of descriptors; pairs with few are left
-    out; in large sets also those whose strongest points do not match, unless they are next by name."""
-    for i, j in combinations(range(len(images)), 2):
-        (sift0, learned0), (sift1, learned1) = images[i], images[j]
-        if len(images) > 45 and j - i > 3:
-            few = mutual_matches(learned0[:400], learned1[:400], LEARNED_RATIO)
-            if len(few) < 8:
-                continue
-        learned = mutual_matches(learned0, learned1, LEARNED_RATIO) + np.array([len(sift0), len(sift1)])
-        found = np.concatenate([mutual_matches(sift0, sift1, RATIO), learned])
-        if len(found) >= 15:
-            yield i, j, found
-
-
-def mutual_matches(first: np.ndarray, second: np.ndarray, ratio: float) -> np.ndarray:
-    """(M, 2) int64 indices of unit descriptors (N, D) and (K, D), mutual nearest neighbours that pass the
-    ratio test; none where either image has fewer than two."""
-    if min(len(first), len(second)) < 2:
-        return np.zeros((0, 2), np.int64)
-    return mutual_nearest(first, second, ratio)[0]
-
-
-# --- Consistency of several images: depth confirmed by other views, pairs confirmed by independent matches.
-
-MIN_OVERLAP, MAX_OVERLAP = 0.01, 0.95  # visible share of the pixels of either image
-
-
-def transfer_points(view0: PosedView, view1: PosedView, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(N, 2) float32 positions in view 1 of points (N, 2) of view 0, and (N,) VISIBLE, HIDDEN or UNKNOWN."""
-    own, other = (
-        Cameras(
-            torch.from_numpy(view.inverse_depth)[None, None],
-            torch.from_numpy(view.K)[None],
-            torch.from_numpy(view.cam_from_world)[None],
-            torch.tensor([view.pixels.shape[::-1]], dtype=torch.float32),
-        )
-        for view in (view0, view1)
-    )
-    found = reproject(own, other, torch.from_numpy(np.ascontiguousarray(points, np.float32))[None], 1)
-    return found.positions[0].numpy(), found.states[0].numpy()
-
-
-def transfer_pixels(view0: PosedView, view1: PosedView) -> tuple[np.ndarray, np.ndarray]:
-    """(H, W, 2) positions in view 1 of the pixels of view 0, and (H, W) their states."""
-    height, width = view0.pixels.shape
-    pixels = np.stack(np.meshgrid(np.arange(width), np.arange(height)), -1).reshape(-1, 2)
-    positions, states = transfer_points(view0, view1, pixels)
-    return positions.reshape(height, width, 2), states.reshape(height, width)
-
-
-def keep_consistent_depth(views: Sequence[PosedView], neighbours: Sequence[Sequence[int]]) -> list[PosedView]:
-    """The views with depth only where enough neighbouring views are consistent with it."""
-    kept = []
-    for view, others in zip(views, neighbours, strict=True):
-        votes = np.zeros(view.pixels.shape, np.uint8)
-        for other in others:
-            votes += transfer_pixels(view, views[other])[1] == VISIBLE
-        confirmed = votes >= min(2, max(len(others), 1))
-        mask = (confirmed & (view.inverse_depth > 0)).astype(np.uint8)
-        _, labels, stats, _ = cv2.connectedComponentsWithStats(mask, connectivity=4)
-        large = stats[:, cv2.CC_STAT_AREA] >= 60  # smaller islands are dropped
-        large[0] = False
-        depth = np.where(large[labels], view.inverse_depth, 0).astype(np.float32)
-        kept.append(replace(view, inverse_depth=depth))
-    return kept
-
-
-def choose_pairs(views: Sequence[PosedView]) -> list[tuple[int, int, float]]:
-    """Pairs (i, j, overlap) with enough overlap, from different viewpoints, and confirmed by SIFT matches."""
-    features, chosen = [sift_features(view.pixels) for view in views], []
-    for i, j in combinations(range(len(views)), 2):
-        rows, columns = np.nonzero(views[i].inverse_depth > 0)
-        some = slice(None, None, max(1, len(rows) // 400))
-        probes = np.column_stack([columns[some], rows[some]])
-        if not len(probes) or not (transfer_points(views[i], views[j], probes)[1] == VISIBLE).any():
-            continue
-        positions, states = transfer_pixels(views[i], views[j])
-        overlap = float((states == VISIBLE).mean())
-        back = 0.0
-        if overlap > MIN_OVERLAP:
-            back = float((transfer_pixels(views[j], views[i])[1] == VISIBLE).mean())
-        if min(overlap, back) < MIN_OVERLAP or _same_viewpoint(positions, states):
-            continue
-        error = match_errors(views[i], views[j], features[i], features[j])
-        near = error[error < 12.0]  # others are wrong matches
-        if len(near) >= max(12, len(error) / 2) and np.median(near) <= 1.0:
-            chosen.append((i, j, round(overlap, 3)))
-    return chosen
-
-
-def _same_viewpoint(positions: np.ndarray, states: np.ndarray) -> bool:
-    """Whether nearly everything is visible in the other image and hardly moves."""
-    visible = states == VISIBLE
-    rows, columns = np.nonzero(visible)
-    motion = np.hypot(positions[visible][:, 0] - columns, positions[visible][:, 1] - rows)
-    mostly = (
-        visible.sum() / max((states != UNKNOWN).sum(), 1) > MAX_OVERLAP or (states == HIDDEN).mean() < 0.05
-    )
-    return bool(mostly and np.median(motion) < 0.03 * visible.shape[1])
-
-
-def match_errors(
-    view0: PosedView,
-    view1: PosedView,
-    first: tuple[np.ndarray, np.ndarray],
-    second: tuple[np.ndarray, np.ndarray],
-) -> np.ndarray:
-    """(M,) errors in pixels of mutual SIFT matches that pass the ratio test, under depth and poses, where the
-    point is visible."""
-    index0, index1 = mutual_matches(first[1], second[1], RATIO).T
-    transferred, states = transfer_points(view0, view1, first[0][index0])
-    return np.linalg.norm(transferred - second[0][index1], axis=1)[states == VISIBLE]
-
 
 # --- Poses of the photos of a folder.
 
@@ -189,92 +46,53 @@ class PosedImage:
 
 
 def estimate_poses(folder: Path, work: Path) -> list[list[PosedImage]]:
-    """Models of the photos below `folder`, the largest first; COLMAP's files are written to `work`.
+    """Models of the photos below `folder`, the largest first; files on the way are written to `work`.
 
     Raises:
-        UsageError: no photos.
-        ImportError: pycolmap is not installed.
+        UsageError: no photos, or pycolmap is not installed.
+        ReconstructionError: no model was found.
     """
-    import pycolmap
-
-    pycolmap.logging.minloglevel = pycolmap.logging.WARNING.value
-    images = work / "images"
+    pycolmap, images = import_pycolmap(), work / "images"
     for photo in find_images(folder):
         # Upright and without EXIF, one folder per size: images of one folder share a camera.
         colour = cv2.imread(str(photo), cv2.IMREAD_COLOR)
         target = images / f"{colour.shape[1]}x{colour.shape[0]}"
         target.mkdir(parents=True, exist_ok=True)
         cv2.imwrite(str(target / f"{photo.stem}.png"), colour)
-    database = work / "database.db"
-    if not database.exists():
-        _match(pycolmap, database, images)
-    models = _map(pycolmap, database, images, work)
-    chosen, posed = [], set()
-    for model in models:
-        names = {model.image(number).name for number in model.reg_image_ids()}
-        if len(names - posed) >= MIN_IMAGES:  # otherwise a larger model has the same images
-            chosen.append(_posed_images(model, images))
-            posed |= names
-    return chosen
+    collection = Collection.open(work / "run", workers=0)
+    collection.add_images(images)
+    collection.add_pairs(exhaustive=True)
+    collection.run()
+    with collection.store as store:
+        made = reconstruct(store, work / "model", min_images=MIN_IMAGES, threads=1, overwrite=True)
+    found, posed = [], set()
+    for number, model in enumerate(made.models):
+        if len(model.cam_from_world.keys() - posed) >= MIN_IMAGES:  # else a larger one has the same images
+            posed |= model.cam_from_world.keys()
+            flat = work / f"undistorted{number}"
+            pycolmap.undistort_images(flat, made.folder / "sparse" / str(number), images)
+            found.append(_posed_images(pycolmap.Reconstruction(flat / "sparse"), flat / "images"))
+    return found
 
 
-def _match(pycolmap: object, database: Path, folder: Path) -> None:
-    """Fill COLMAP's database: cameras, keypoints, matches and verified matches."""
-    new = database.with_suffix(".new")
-    new.unlink(missing_ok=True)
-    pycolmap.Database.open(new).close()
-    reader = pycolmap.ImageReaderOptions()
-    reader.camera_model = "SIMPLE_RADIAL"
-    pycolmap.import_images(new, folder, camera_mode=pycolmap.CameraMode.PER_FOLDER, options=reader)
-    store = pycolmap.Database.open(new)
-    images = sorted(store.read_all_images(), key=lambda image: Path(image.name).name)
-    features = extract_features([folder / image.name for image in images])
-    for image, (points, _) in zip(images, features, strict=True):
-        store.write_keypoints(image.image_id, points + 0.5)
-    lines = []
-    for i, j, found in match_images([descriptors for _, descriptors in features]):
-        store.write_matches(images[i].image_id, images[j].image_id, found.astype(np.uint32))
-        lines.append(f"{images[i].name} {images[j].name}")
-    store.close()
-    listed = database.with_name("pairs.txt")
-    listed.write_text("\n".join(lines), encoding="utf-8")
-    pycolmap.verify_matches(new, listed)
-    new.rename(database)
-
-
-def _map(pycolmap: object, database: Path, folder: Path, work: Path) -> list[object]:
-    options = pycolmap.IncrementalPipelineOptions()
-    options.num_threads, options.random_seed, options.min_model_size = 1, 0, MIN_IMAGES
-    options.mapper.init_min_tri_angle, options.mapper.filter_max_reproj_error = 8.0, 2.0
-    output = work / "models"
-    output.mkdir(exist_ok=True)
-    models = pycolmap.incremental_mapping(database, folder, output, options)
-    return sorted(models.values(), key=lambda model: -model.num_reg_images())
-
-
-def _posed_images(model: object, folder: Path) -> list[PosedImage]:
-    images = sorted((model.image(number) for number in model.reg_image_ids()), key=lambda i: i.name)
-    return [_undistorted(model, image, folder) for image in images]
-
-
-def _undistorted(model: object, image: object, folder: Path) -> PosedImage:
-    focal, cx, cy, radial = model.camera(image.camera_id).params
-    K = np.array([[focal, 0, cx - 0.5], [0, focal, cy - 0.5], [0, 0, 1]])
-    pose = np.vstack([image.cam_from_world().matrix(), [0, 0, 0, 1]])
-    pixels = cv2.imread(str(folder / image.name), cv2.IMREAD_COLOR)
-    ids = [point.point3D_id for point in image.points2D if point.has_point3D()]
-    ids = [number for number in ids if _reliable(model.point3D(number))]
-    xyz = np.array([model.point3D(number).xyz for number in ids]).reshape(-1, 3)
-    points = xyz @ pose[:3, :3].T + pose[:3, 3]
-    positions = (points @ K.T)[:, :2] / points[:, 2:]
-    pixels = cv2.undistort(pixels, K, np.array([radial, 0.0, 0, 0]))
-    return PosedImage(
-        Path(image.name).stem, pixels, K, pose, np.array(ids, np.int64), points[:, 2], positions
-    )
-
-
-def _reliable(point: object) -> bool:
-    return len(point.track.elements) >= 3 and point.error < 1.0
+def _posed_images(model: Any, folder: Path) -> list[PosedImage]:
+    """Those of a model of pinhole cameras, with the points that are certain."""
+    found = []
+    for image in sorted((model.image(number) for number in model.reg_image_ids()), key=lambda i: i.name):
+        pose = np.vstack([image.cam_from_world().matrix(), [0, 0, 0, 1]])
+        K = model.camera(image.camera_id).calibration_matrix()
+        K[:2, 2] -= 0.5
+        ids = [point.point3D_id for point in image.points2D if point.has_point3D()]
+        tracks = {number: model.point3D(number) for number in ids}
+        ids = [n for n, point in tracks.items() if len(point.track.elements) >= 3 and point.error < 1.0]
+        points = (
+            np.array([tracks[number].xyz for number in ids]).reshape(-1, 3) @ pose[:3, :3].T + pose[:3, 3]
+        )
+        positions = (points @ K.T)[:, :2] / points[:, 2:]
+        pixels = cv2.imread(str(folder / image.name), cv2.IMREAD_COLOR)
+        own = K, pose, np.array(ids, np.int64), points[:, 2], positions
+        found.append(PosedImage(Path(image.name).stem, pixels, *own))
+    return found
 
 
 def viewing_angles(images: Sequence[PosedImage]) -> tuple[np.ndarray, np.ndarray]:
@@ -471,6 +289,95 @@ def _scaled(image: PosedImage, scale: float) -> tuple[np.ndarray, np.ndarray]:
     return grey.astype(np.float32), K
 
 
+# --- Consistency of several images: depth confirmed by other views, pairs confirmed by independent matches.
+
+MIN_OVERLAP = 0.01  # visible share of the pixels of either image
+
+
+def transfer_points(view0: PosedView, view1: PosedView, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(N, 2) float32 positions in view 1 of points (N, 2) of view 0, and (N,) VISIBLE, HIDDEN or UNKNOWN."""
+    own, other = (
+        Cameras(
+            torch.from_numpy(view.inverse_depth)[None, None],
+            torch.from_numpy(view.K)[None],
+            torch.from_numpy(view.cam_from_world)[None],
+            torch.tensor([view.pixels.shape[::-1]], dtype=torch.float32),
+        )
+        for view in (view0, view1)
+    )
+    found = reproject(own, other, torch.from_numpy(np.ascontiguousarray(points, np.float32))[None], 1)
+    return found.positions[0].numpy(), found.states[0].numpy()
+
+
+def transfer_pixels(view0: PosedView, view1: PosedView) -> tuple[np.ndarray, np.ndarray]:
+    """(H, W, 2) positions in view 1 of the pixels of view 0, and (H, W) their states."""
+    height, width = view0.pixels.shape
+    pixels = np.stack(np.meshgrid(np.arange(width), np.arange(height)), -1).reshape(-1, 2)
+    positions, states = transfer_points(view0, view1, pixels)
+    return positions.reshape(height, width, 2), states.reshape(height, width)
+
+
+def keep_consistent_depth(views: Sequence[PosedView], neighbours: Sequence[Sequence[int]]) -> list[PosedView]:
+    """The views with depth only where enough neighbouring views are consistent with it."""
+    kept = []
+    for view, others in zip(views, neighbours, strict=True):
+        votes = np.zeros(view.pixels.shape, np.uint8)
+        for other in others:
+            votes += transfer_pixels(view, views[other])[1] == VISIBLE
+        confirmed = votes >= min(2, max(len(others), 1))
+        mask = (confirmed & (view.inverse_depth > 0)).astype(np.uint8)
+        _, labels, stats, _ = cv2.connectedComponentsWithStats(mask, connectivity=4)
+        large = stats[:, cv2.CC_STAT_AREA] >= 60  # smaller islands are dropped
+        large[0] = False
+        depth = np.where(large[labels], view.inverse_depth, 0).astype(np.float32)
+        kept.append(replace(view, inverse_depth=depth))
+    return kept
+
+
+def choose_pairs(views: Sequence[PosedView]) -> list[tuple[int, int, float]]:
+    """Pairs (i, j, overlap) with enough overlap, from different viewpoints, and confirmed by SIFT matches."""
+    features, chosen = [_sift(view.pixels) for view in views], []
+    for i, j in combinations(range(len(views)), 2):
+        rows, columns = np.nonzero(views[i].inverse_depth > 0)
+        some = slice(None, None, max(1, len(rows) // 400))
+        probes = np.column_stack([columns[some], rows[some]])
+        if not len(probes) or not (transfer_points(views[i], views[j], probes)[1] == VISIBLE).any():
+            continue
+        positions, states = transfer_pixels(views[i], views[j])
+        overlap = float((states == VISIBLE).mean())
+        back = 0.0
+        if overlap > MIN_OVERLAP:
+            back = float((transfer_pixels(views[j], views[i])[1] == VISIBLE).mean())
+        if min(overlap, back) < MIN_OVERLAP or _same_viewpoint(positions, states):
+            continue
+        (points0, descriptors0), (points1, descriptors1) = features[i], features[j]
+        index0, index1 = mutual_nearest(descriptors0, descriptors1, 0.8)[0].T  # Lowe's ratio (2004)
+        transferred, states = transfer_points(views[i], views[j], points0[index0])
+        error = np.linalg.norm(transferred - points1[index1], axis=1)[states == VISIBLE]
+        near = error[error < 12.0]  # others are wrong matches
+        if len(near) >= max(12, len(error) / 2) and np.median(near) <= 1.0:
+            chosen.append((i, j, round(overlap, 3)))
+    return chosen
+
+
+def _sift(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """SIFT keypoints (N, 2) and RootSIFT descriptors (N, 128)."""
+    points, descriptors = cv2.SIFT_create(2000).detectAndCompute(pixels, None)
+    if descriptors is None:
+        return np.zeros((0, 2), np.float32), np.zeros((0, 128), np.float32)
+    return np.array([point.pt for point in points], np.float32), root_sift(descriptors)
+
+
+def _same_viewpoint(positions: np.ndarray, states: np.ndarray) -> bool:
+    """Whether nearly everything is visible in the other image and hardly moves."""
+    visible = states == VISIBLE
+    rows, columns = np.nonzero(visible)
+    motion = np.hypot(positions[visible][:, 0] - columns, positions[visible][:, 1] - rows)
+    # Nearly all that is known is visible, or hardly anything is hidden.
+    mostly = visible.sum() / max((states != UNKNOWN).sum(), 1) > 0.95 or (states == HIDDEN).mean() < 0.05
+    return bool(mostly and np.median(motion) < 0.03 * visible.shape[1])
+
+
 # --- The set of a folder of photos.
 
 PATCH = 2  # pixels around a point that get its depth
@@ -492,13 +399,13 @@ def label_views(photos: Path, out: Path, work: Path, log: Log = print) -> list[P
         The folders of sets with at least one pair.
 
     Raises:
-        UsageError: no photos, or a folder of a set that is none.
-        ImportError: pycolmap is not installed.
+        UsageError: no photos, no pycolmap, or a folder of a set that is none.
+        ReconstructionError: no model was found.
     """
     if (out / DONE).exists():
         return [folder for folder in sorted(out.parent.glob(f"{out.name}*")) if (folder / DONE).exists()]
     _refuse_foreign(out)
-    models = [model for model in estimate_poses(photos, work) if len(model) >= MIN_IMAGES]
+    models = estimate_poses(photos, work)
     log(f"{out.name}: models of {[len(model) for model in models]} images")
     made = []
     for number, model in reversed(list(enumerate(models))):
@@ -515,9 +422,9 @@ def _refuse_foreign(out: Path) -> None:
 
 
 def _label(images: Sequence[PosedImage], out: Path, work: Path, log: Log) -> bool:
-    scale = 1 / float(np.median(np.concatenate([image.depths for image in images])))
     # The median depth of the set is 8 m, in the middle of what 16 bits of millimetres hold.
-    images = [_rescaled(image, 8 * scale) for image in images]
+    scale = 8 / float(np.median(np.concatenate([image.depths for image in images])))
+    images = [_rescaled(image, scale) for image in images]
     neighbours = choose_neighbours(images)
     work.mkdir(parents=True, exist_ok=True)
     views = []

@@ -545,7 +545,7 @@ def claim_folder(folder: Path, recipe: Recipe, held_out: str) -> None:
             be made.
         IntegrityError: its recipe.json is damaged or was changed.
     """
-    note = folder / "recipe.json"
+    note, values = folder / "recipe.json", json.loads(json.dumps(to_dict(recipe)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not note.exists():
@@ -554,11 +554,11 @@ def claim_folder(folder: Path, recipe: Recipe, held_out: str) -> None:
                 raise UsageError(
                     f"{folder} holds {strange[0].name}, but no training run; give another folder with --run"
                 )
-            values = {"fingerprint": fingerprint(recipe), "recipe": to_dict(recipe), "held_out": held_out}
-            write_whole(note, json.dumps(values, indent=1).encode())
+            own = {"fingerprint": fingerprint(recipe), "recipe": values, "held_out": held_out}
+            write_whole(note, json.dumps(own, indent=1).encode())
             return
         stored = json.loads(note.read_text(encoding="utf-8"))
-        owner, values, photos = stored["fingerprint"], stored["recipe"], stored["held_out"]
+        owner, before, photos = stored["fingerprint"], stored["recipe"], stored["held_out"]
     except UsageError:  # a ValueError, too
         raise
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
@@ -567,10 +567,10 @@ def claim_folder(folder: Path, recipe: Recipe, held_out: str) -> None:
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise IntegrityError(f"{note} is damaged; restore it or delete the run folder") from error
+    changes = ", ".join(differences(before, values))
+    if owner != fingerprint(recipe) and not changes:
+        raise IntegrityError(f"{note} was changed: give another --run or delete the folder")
     if owner != fingerprint(recipe):
-        changes = ", ".join(differences(values, json.loads(json.dumps(to_dict(recipe)))))
-        if not changes:
-            raise IntegrityError(f"{note} was changed: give another --run or delete the folder")
         raise UsageError(
             f"{folder} holds a run of another recipe ({changes}); give another --run or delete the folder"
         )

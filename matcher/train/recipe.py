@@ -82,7 +82,6 @@ class MatcherRecipe:
     train: bool = True
     name: str = "hybrid"  # of its weights file
     start: str = ""  # weights to start from: a shipped name or a file; random parameters if empty
-    # With more layers than `start`, if wanted: further ones begin without effect.
     network: NetworkConfig = field(default_factory=NetworkConfig)
     learning_rate: float = 1.0  # relative to the optimiser's
     muon_rate: float = (
@@ -156,110 +155,6 @@ class Recipe:
         """The most pairs that a run of all steps sees."""
         return self.optimiser.steps * self.pairs_of(min(self.pair.points))
 
-    def rules(self) -> list[tuple[bool, str]]:
-        """Conditions on the values, each with the message for a recipe that violates it."""
-        pair, sources, optimiser = self.pair, self.sources.shares(), self.optimiser
-        most = pair.width * pair.height // 100
-        shares = {
-            "pair.min_overlap": pair.min_overlap,
-            "pair.negative_share": pair.negative_share,
-            "pair.turned_share": pair.turned_share,
-            "pair.dropout": pair.dropout,
-            "optimiser.hold_share": optimiser.hold_share,
-            "optimiser.final_share": optimiser.final_share,
-            "optimiser.average_decay": optimiser.average_decay,
-            "optimiser.start_share": optimiser.start_share,
-            "matcher.gradient": self.matcher.gradient,
-        }
-        return [
-            (self.matcher.train or self.front_end.train, "matcher.train, front_end.train: one of them"),
-            (
-                min(sources.values()) >= 0 and any(sources.values()),
-                "sources: shares of 0 or above, not all 0",
-            ),
-            (
-                min(pair.width, pair.height) >= 64 and not (pair.width % BLOCK or pair.height % BLOCK),
-                f"pair.width, pair.height: multiples of {BLOCK}, at least 64",
-            ),
-            (pair.pairs >= 0 and pair.points_per_batch >= 2, "pair.pairs, points_per_batch: 0, 2 or above"),
-            (all(0 < n <= most for n in pair.points or (0,)), f"pair.points: from 1 to {most}, for its size"),
-            (0 <= pair.max_tilt <= 75, "pair.max_tilt: from 0 to 75 degrees"),
-            (
-                0 < pair.match_distance <= pair.unmatched_distance,
-                "pair.match_distance: 0 to unmatched_distance",
-            ),
-            *((0 <= value <= 1, f"{key}: between 0 and 1") for key, value in shares.items()),
-            (0 < optimiser.learning_rate < math.inf, "optimiser.learning_rate: above 0"),
-            (optimiser.gradient_clip > 0, "optimiser.gradient_clip: above 0"),
-            (0 <= optimiser.minutes < math.inf, "optimiser.minutes: 0 or above"),
-            (
-                min(optimiser.steps, self.validate_every, self.save_every, self.validation_pairs) >= 1,
-                "optimiser.steps, validate_every, save_every, validation_pairs: at least 1",
-            ),
-            *(self._matcher_rules() if self.matcher.train else ()),
-            *(self._front_end_rules(most) if self.front_end.train else ()),
-        ]
-
-    def _matcher_rules(self) -> list[tuple[bool, str]]:
-        matcher, network = self.matcher, self.matcher.network
-        kept, dim = matcher.kept_shares, DESCRIPTOR_DIMS.get(network.kind)
-        return [
-            (Path(matcher.name).name == matcher.name != "", "matcher.name: must be a plain file name"),
-            (dim is not None, f"matcher.network.kind: one of {', '.join(DESCRIPTOR_DIMS)}"),
-            (network.descriptor_dim == dim, f"matcher.network.descriptor_dim: {dim} for {network.kind}"),
-            (
-                network.backbone is None and network.refinement is None,
-                "matcher.network.backbone, refinement: dense networks cannot be trained",
-            ),
-            (
-                1 in kept and all(0 < share <= 1 for share in kept),
-                "matcher.kept_shares: above 0 and at most 1, and 1 among them",
-            ),
-            (
-                (network.match_probability and network.context.depth > 1) or not matcher.prunes,
-                "matcher.kept_shares: below 1 only with network.match_probability and 2 layers",
-            ),
-            (
-                min(matcher.learning_rate, matcher.muon_rate, matcher.weight_decay, matcher.inner_layers)
-                >= 0,
-                "matcher.learning_rate, muon_rate, weight_decay, inner_layers: 0 or above",
-            ),
-            (
-                min(matcher.sinkhorn_iterations, matcher.confidence_steps) >= 0,
-                "matcher.sinkhorn_iterations, confidence_steps: 0 or above",
-            ),
-            (
-                bool(matcher.start) or not self.optimiser.start_share,
-                "optimiser.start_share: only with matcher.start",
-            ),
-        ]
-
-    def _front_end_rules(self, most: int) -> list[tuple[bool, str]]:
-        front_end, pair = self.front_end, self.pair
-        stride = front_end.network.stride
-        return [
-            (Path(front_end.name).name == front_end.name != "", "front_end.name: must be a plain file name"),
-            (
-                front_end.name != self.matcher.name or not self.matcher.train,
-                "front_end.name: another than matcher.name",
-            ),
-            *((holds, f"front_end.{rule}") for holds, rule in front_end.network.rules()),
-            (self.kind == LEARNED, f"front_end.train: only where matcher.network.kind is {LEARNED}"),
-            (pair.pairs >= 1, "pair.pairs: at least 1 where a front end is trained"),
-            (
-                not (pair.width % stride or pair.height % stride),
-                f"pair.width, pair.height: multiples of {stride}, for this network",
-            ),
-            (
-                1 <= front_end.described <= front_end.points <= most,
-                f"front_end.described, points: from 1 to {most}, for its size, and not more described",
-            ),
-            (
-                bool(front_end.start) or not self.optimiser.start_share,
-                "optimiser.start_share: only with front_end.start",
-            ),
-        ]
-
 
 def check_recipe(recipe: Recipe, where: str = "recipe") -> None:
     """Refuse values of the right type that cannot be trained with.
@@ -267,14 +162,68 @@ def check_recipe(recipe: Recipe, where: str = "recipe") -> None:
     Raises:
         UsageError: names the first such key and what it must be.
     """
-    for holds, rule in recipe.rules():
+
+    def need(holds: bool, rule: str) -> None:
         if not holds:
             raise UsageError(f"{where}: {rule}")
-    if recipe.matcher.train:
+
+    pair, optimiser, matcher, front = recipe.pair, recipe.optimiser, recipe.matcher, recipe.front_end
+    shares, most = recipe.sources.shares().values(), pair.width * pair.height // 100
+    need(matcher.train or front.train, "matcher.train, front_end.train: one of them")
+    need(min(shares) >= 0 and any(shares), "sources: shares of 0 or above, not all 0")
+    whole = not (pair.width % BLOCK or pair.height % BLOCK) and min(pair.width, pair.height) >= 64
+    need(whole, f"pair.width, pair.height: multiples of {BLOCK}, at least 64")
+    need(pair.pairs >= 0 and pair.points_per_batch >= 2, "pair.pairs, points_per_batch: 0, 2 or above")
+    need(all(0 < n <= most for n in pair.points or (0,)), f"pair.points: from 1 to {most}, for its size")
+    need(0 <= pair.max_tilt <= 75, "pair.max_tilt: from 0 to 75 degrees")
+    limits = 0 < pair.match_distance <= pair.unmatched_distance
+    need(limits, "pair.match_distance: above 0, at most unmatched_distance")
+    for key in ("min_overlap", "negative_share", "turned_share", "dropout"):
+        need(0 <= getattr(pair, key) <= 1, f"pair.{key}: between 0 and 1")
+    for key in ("hold_share", "final_share", "average_decay", "start_share"):
+        need(0 <= getattr(optimiser, key) <= 1, f"optimiser.{key}: between 0 and 1")
+    need(0 < optimiser.learning_rate < math.inf, "optimiser.learning_rate: above 0")
+    need(optimiser.gradient_clip > 0, "optimiser.gradient_clip: above 0")
+    need(0 <= optimiser.minutes < math.inf, "optimiser.minutes: 0 or above")
+    need(optimiser.steps >= 1, "optimiser.steps: at least 1")
+    for key in ("validate_every", "save_every", "validation_pairs"):
+        need(getattr(recipe, key) >= 1, f"{key}: at least 1")
+    for name, part in (("matcher", matcher), ("front_end", front)):
+        if part.train:
+            need(Path(part.name).name == part.name != "", f"{name}.name: must be a plain file name")
+            started = bool(part.start) or not optimiser.start_share
+            need(started, f"optimiser.start_share: only with {name}.start")
+    if matcher.train:
+        network, dim = matcher.network, DESCRIPTOR_DIMS.get(matcher.network.kind)
+        need(dim is not None, f"matcher.network.kind: one of {', '.join(DESCRIPTOR_DIMS)}")
+        need(network.descriptor_dim == dim, f"matcher.network.descriptor_dim: {dim} for {network.kind}")
+        sparse = network.backbone is None and network.refinement is None
+        need(sparse, "matcher.network.backbone, refinement: dense networks cannot be trained")
+        kept = 1 in matcher.kept_shares and all(0 < share <= 1 for share in matcher.kept_shares)
+        need(kept, "matcher.kept_shares: above 0 and at most 1, and 1 among them")
+        can_prune = network.match_probability and network.context.depth > 1
+        need(
+            can_prune or not matcher.prunes,
+            "matcher.kept_shares: below 1 only with network.match_probability and 2 layers",
+        )
+        need(0 <= matcher.gradient <= 1, "matcher.gradient: between 0 and 1")
+        counts = ("inner_layers", "sinkhorn_iterations", "confidence_steps")
+        for key in ("learning_rate", "muon_rate", "weight_decay", *counts):
+            need(getattr(matcher, key) >= 0, f"matcher.{key}: 0 or above")
         try:
-            check_config(recipe.matcher.network)
+            check_config(network)
         except UsageError as error:
             raise UsageError(f"{where}: matcher.{error}") from None
+    if front.train:
+        need(front.name != matcher.name or not matcher.train, "front_end.name: another than matcher.name")
+        for holds, rule in front.network.rules():
+            need(holds, f"front_end.{rule}")
+        stride, described = front.network.stride, 1 <= front.described <= front.points <= most
+        need(recipe.kind == LEARNED, f"front_end.train: only where matcher.network.kind is {LEARNED}")
+        need(pair.pairs >= 1, "pair.pairs: at least 1 where a front end is trained")
+        fits = not (pair.width % stride or pair.height % stride)
+        need(fits, f"pair.width, pair.height: multiples of {stride}, for this network")
+        need(described, f"front_end.described, points: from 1 to {most}, and not more described")
 
 
 def read_recipe(path: Path) -> Recipe:

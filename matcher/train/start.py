@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-import re
-from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from matcher.errors import UsageError
 from matcher.extract.learned import FeatureNetwork, folded, grown
@@ -19,11 +17,6 @@ from matcher.weights.files import load_model
 
 INNER_HEADS = ("confidence", "match_probability")
 FIRST_SCALE = 20.0  # of the descriptors' similarities, initially; it is learned
-
-# One of a layer's tensors, such as `heads.5.projection.weight`.
-_OF_A_LAYER = re.compile(r"((?:layers|heads|confidence|match_probability|guidance\.\w+)\.)(\d+)(\..+)?")
-# What a layer adds to its tokens.
-_ADDED = re.compile(r"layers\.\d+\.\w+\.ffn\.narrow\..+|guidance\.encode\.\d+\.weight")
 
 
 class Networks(nn.Module):
@@ -86,10 +79,10 @@ def continue_from(model: MatchingNetwork, start: str) -> bool:
     """Load trained parameters into a network.
 
     Heads for exit and pruning that the file lacks keep their values; so do the input projections if the file
-    is for another front end. Layers that it lacks begin without effect.
+    is for another front end.
 
     Args:
-        model: a network of the same architecture as the file, or of more layers.
+        model: a network of the same architecture as the file.
         start: a shipped name or the path of a weights file.
 
     Returns:
@@ -108,9 +101,6 @@ def continue_from(model: MatchingNetwork, start: str) -> bool:
                 found[key] = wanted.get(key, value)
             elif key in wanted and value.shape != wanted[key].shape and value.ndim:
                 found[key] = value[..., : wanted[key].shape[-1]]
-    before, depth = (network.config.context.depth for network in (trained, model))
-    if before < depth and trained.config.assignment.every_layer:
-        found = deepened(found, before, depth)
     found = {key: value for key, value in found.items() if key in wanted or not key.startswith(INNER_HEADS)}
     different = [key for key in wanted.keys() ^ found.keys() if not key.startswith(INNER_HEADS)]
     different += [key for key in wanted.keys() & found.keys() if wanted[key].shape != found[key].shape]
@@ -121,26 +111,6 @@ def continue_from(model: MatchingNetwork, start: str) -> bool:
         )
     model.load_state_dict({**wanted, **found})
     return same_front_end
-
-
-def deepened(found: Mapping[str, Tensor], before: int, depth: int) -> dict[str, Tensor]:
-    """The tensors of a network of `before` layers for one of `depth` that computes the same.
-
-    The last layer stays the last. What is put before it are copies of the layer there that leave tokens as
-    they are; the heads of these copies see what its heads saw.
-    """
-    deeper = {}
-    for name, value in found.items():
-        if (entry := _OF_A_LAYER.fullmatch(name)) is None:
-            deeper[name] = value
-            continue
-        part, number, rest = entry[1], int(entry[2]), entry[3] or ""
-        deeper[f"{part}{depth - 1 if number == before - 1 else number}{rest}"] = value
-        if number == max(0, before - 2):
-            silent = _ADDED.fullmatch(name) is not None
-            for added in range(before - 1, depth - 1):
-                deeper[f"{part}{added}{rest}"] = torch.zeros_like(value) if silent else value.clone()
-    return deeper
 
 
 @torch.no_grad()

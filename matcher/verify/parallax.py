@@ -74,7 +74,8 @@ class Parallax:
         dx, dy = (warp_points(matched.points0, homography) - matched.points1).T
         xx, yy = spread.xx + spread.first, spread.yy + spread.first
         squared = (yy * dx**2 - 2 * spread.xy * dx * dy + xx * dy**2) / (xx * yy - spread.xy**2)
-        usual = np.median(squared[distance <= 3 * noise]) / 1.39  # the median of χ² of two degrees of freedom
+        near = squared[distance <= 3 * noise]
+        usual = np.median(near) / 1.39 if len(near) else 0.0  # the median of χ² of two degrees of freedom
         far = squared > _SURE**2 * max(_least_spread(matched) ** 2, float(usual))
         return Parallax(distance, noise, np.isfinite(distance) & (distance > 3 * noise) & far)
 
