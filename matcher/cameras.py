@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import hypot
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,15 @@ class Camera:
         """Model name and parameters with COLMAP's pixel origin, for `pycolmap.Camera`."""
         moved = replace(self, cx=self.cx + 0.5, cy=self.cy + 0.5)
         return self.model, moved.params
+
+
+def focal_of_film(millimetres: float, size: tuple[int, int]) -> float:
+    """A focal length in pixels, from that of film (36 x 24 mm) with the same angle of view on the diagonal.
+
+    >>> round(focal_of_film(26, (4032, 3024)))
+    3029
+    """
+    return millimetres / hypot(36, 24) * hypot(*size)
 
 
 def as_camera(value: Any, name: str = "camera") -> Camera:

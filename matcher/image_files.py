@@ -26,7 +26,7 @@ from PIL.PpmImagePlugin import PpmImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from matcher.cameras import Camera
+from matcher.cameras import Camera, focal_of_film
 from matcher.errors import ImageError, ImageWarning, MatcherError, UsageError, install_command
 from matcher.geometry import UPRIGHT
 
@@ -420,11 +420,7 @@ def read_camera(path: Path) -> Camera | None:
         with _header(path) as photo:
             (width, height), tags = photo.size, photo.getexif().get_ifd(IFD.Exif)
         longer = max(width, height)
-        if float(tags.get(Base.FocalLengthIn35mmFilm, 0)) > 0:  # of film, whose longer side has 36 mm
-            focal = float(tags[Base.FocalLengthIn35mmFilm]) / 36 * longer
-        else:
-            unit = {2: 25.4, 3: 10.0, 4: 1.0}[tags.get(Base.FocalPlaneResolutionUnit, 2)]  # millimetres
-            focal = float(tags[Base.FocalLength]) * float(tags[Base.FocalPlaneXResolution]) / unit
+        focal = focal_of_film(float(tags[Base.FocalLengthIn35mmFilm]), (width, height))
         if not 0.2 * longer < focal < 50 * longer:  # of no camera
             return None
         return Camera(focal, focal, (width - 1) / 2, (height - 1) / 2, size=(width, height))

@@ -180,7 +180,7 @@ DEFAULT_PRESET = "hybrid-learned"
 
 # Seconds of one core (AVX2) for an image of 1024 x 768 pixels and 2048 keypoints, of the front ends that take
 # more than two: to be told before the work.
-SLOW_FRONT_ENDS = {"superpoint": 3, "aliked": 3, "disk": 8}
+SLOW_FRONT_ENDS = {"superpoint": 3, "aliked": 3, "disk": 8, "dedodeb": 50, "dedodeg": 50}  # at least
 
 
 def find_preset(name: str) -> PipelineConfig:

@@ -1,11 +1,10 @@
-"""Draw a pair of images: matches, epipolar lines, attention, refinement.
+"""Draw a pair of images: matches, their errors, epipolar lines, refinement.
 
-    python scripts/visualize.py assets/view0.jpg assets/view1.jpg out.png [--plot KIND] [--point x,y]
+    python scripts/visualize.py assets/view0.jpg assets/view1.jpg out.png [--plot KIND]
 
-KIND is matches, epipolar, attention or rollout (of the keypoint of image 0 nearest to --point), or refinement
-(three matches before and after, enlarged eight times: image 0, and image 1 deformed to look like it). The
-suffix of the output decides its format. `matcher explain` shows more, and `matcher align` one image over the
-other.
+KIND is matches, epipolar, or refinement (three matches before and after, enlarged eight times: image 0, and
+image 1 deformed to look like it). The suffix of the output decides its format. `matcher explain` shows
+attention and what became of every keypoint, `matcher align` one image over the other.
 """
 
 import argparse
@@ -16,12 +15,10 @@ import numpy as np
 
 import matcher
 from matcher.cameras import as_camera
-from matcher.explain.explain import explain, nearest_keypoint, network_of
 from matcher.files import write_whole
 from matcher.refine import fit_affine_maps
 from matcher.verify.adjustment import fundamental_from_pose
 from matcher.viz.drawings import draw_epipolar_lines, match_errors, save_figure
-from matcher.viz.plots import draw_attention
 
 
 def draw_pair(args: argparse.Namespace) -> None:
@@ -45,35 +42,6 @@ def draw_pair(args: argparse.Namespace) -> None:
     else:
         inliers = (points[result.geometry.inliers] for points in (result.points0, result.points1))
         save_figure(draw_epipolar_lines(*images, *inliers, known, **how), args.output)
-
-
-def draw_network(args: argparse.Namespace) -> None:
-    """What a keypoint attends to."""
-    pipeline = load(args)
-    network = network_of(pipeline)
-    images = [pipeline.read(path) for path in (args.image0, args.image1)]
-    features = [pipeline.extract(image) for image in images]
-    keypoints = [side.keypoints.numpy() for side in features]
-    title = f"{args.plot}: {pipeline.preset}"
-    asked = nearest_keypoint(features[0], tuple(map(float, args.point.split(","))))
-    strongest = max(5, 40 // network.model.config.context.heads)  # the more heads, the fewer of each
-    found = explain(network, *features, [asked], strongest=strongest)
-    if args.plot == "rollout":
-        flow, heads, names = found.rollout[0][0], [], ["share of the final state"]
-        for part, side in zip(np.split(flow, [len(keypoints[0])]), keypoints, strict=True):
-            best = np.argsort(-part)[:40]
-            heads.append([(side[best], part[best])])
-    else:
-        number, heads, names = min(args.layer or 99, found.last_layer(0, asked)), [], None
-        layer, title = found.layers[number - 1], f"{title}, layer {number} of {pipeline.layers}"
-        for attention, side in zip(
-            (layer.self_attention[0], layer.cross_attention[0]), keypoints, strict=True
-        ):
-            pairs = zip(attention.points[0], attention.weights[0], strict=True)
-            heads.append([(side[points[points >= 0]], weights[points >= 0]) for points, weights in pairs])
-    title += f", keypoint at {np.round(keypoints[0][asked]).astype(int).tolist()}"
-    how = {"names": names, "stacked": args.stacked, "title": title}
-    save_figure(draw_attention(*images, tuple(keypoints[0][asked]), *heads, **how), args.output)
 
 
 ENLARGED, HALF, SHOWN = 8, 12, 3  # times; pixels of a window to either side; matches
@@ -124,7 +92,7 @@ def load(args: argparse.Namespace, **options: object) -> matcher.Pipeline:
 
 
 KINDS = dict.fromkeys(["matches", "epipolar"], draw_pair)
-KINDS |= dict.fromkeys(["attention", "rollout"], draw_network) | {"refinement": draw_refinement}
+KINDS["refinement"] = draw_refinement
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("image0", type=Path)
 parser.add_argument("image1", type=Path)
@@ -134,18 +102,14 @@ parser.add_argument("--preset", default="hybrid-learned", help="see `matcher pre
 parser.add_argument("--weights", help="a file, or a name from `matcher weights list`")
 parser.add_argument("--resize", type=int, default=1024, help="longer side in pixels")
 parser.add_argument("--stacked", action="store_true", help="one image above the other")
-parser.add_argument("--point", metavar="x,y", help="in pixels of image 0, for attention and rollout")
-parser.add_argument("--layer", type=int, help="from 1; by default the last that the keypoint lived through")
 parser.add_argument("--colour-by", choices=["confidence", "inliers", "error"], default="confidence")
 parser.add_argument("--homography", type=Path, help="text file of the known 3 x 3 matrix, for errors")
 parser.add_argument("--pose", type=Path, help="text file of the known 4 x 4 cam1_from_cam0; needs --camera")
 parser.add_argument("--camera", metavar="fx,fy,cx,cy", help="of both images, in pixels of the files")
 parser.add_argument("--lines", type=int, default=200, help="at most so many matches")
 args = parser.parse_args()
-if (args.pose is not None and args.camera is None) or (
-    args.plot in ("attention", "rollout") and not args.point
-):
-    parser.error("--pose needs --camera fx,fy,cx,cy; attention and rollout need --point x,y")
+if args.pose is not None and args.camera is None:
+    parser.error("--pose needs --camera fx,fy,cx,cy")
 try:
     KINDS[args.plot](args)
 except matcher.MatcherError as error:

@@ -9,7 +9,7 @@ from random_matcher import CONFIG, matcher_with, pair, random_model
 
 from matcher.config import ContextConfig
 from matcher.errors import UsageError
-from matcher.explain.explain import explain, nearest_keypoint, rules
+from matcher.explain.explain import explain, nearest_keypoint
 from matcher.images import read_image
 from matcher.match.loftr import GridExtractor
 from matcher.match.network import AttentionMatcher, MatchingNetwork
@@ -126,26 +126,6 @@ def with_match_probabilities(**changes) -> AttentionMatcher:
     return matcher
 
 
-def test_match_probabilities_decide_and_are_reported():
-    sides = pair(80, 70, 2)
-    matcher = with_match_probabilities(early_exit=False)
-    record = explain(matcher, *sides)
-    assert np.array_equal(record.matches, matcher(*(Features.stack([f]) for f in sides))[0].indices)
-    reasons = np.concatenate([r for layer in record.layers for r in layer.reasons])
-    assert len(reasons) > 20 and (reasons[:, 0] <= 0.3).all()
-    assert (reasons[:, 1] < 0.8).any()  # dropped although unsure
-    first = record.layers[0]
-    with torch.inference_mode():
-        model = matcher.model
-        tokens = next(model.run(model.tokens(*(Features.stack([f]) for f in sides)))).tokens
-        probabilities = model.match_logits(tokens.x, 0)[0].sigmoid().numpy()
-    assert first.expected == pytest.approx(probabilities.sum() / 2, rel=1e-4)
-    sure = first.confidences > 0.9
-    assert first.certain == pytest.approx(probabilities[sure].sum() / probabilities.sum(), abs=1e-4)
-    stop, drop = rules(model.config)
-    assert "early exit is off" in stop and "probability of a partner" in drop and drop.endswith("or not.")
-
-
 @pytest.mark.parametrize("probabilities", [False, True])
 @pytest.mark.parametrize("share", [0.02, 0.6])
 def test_a_pair_exits_where_its_certainty_passes_the_share(probabilities, share):
@@ -212,7 +192,7 @@ def test_points_without_a_match_name_their_candidates_and_what_beat_them(changes
     pruned = explain(matcher_with(), *pair(80, 70, 2))
     for side, fates in enumerate(pruned.fates):
         for point in np.flatnonzero(fates > 0):
-            assert pruned.last_layer(side, point) == fates[point] <= len(pruned.layers)
+            assert fates[point] <= len(pruned.layers)
             assert pruned.candidates[side].points[point, 0] >= 0
 
 

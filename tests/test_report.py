@@ -303,21 +303,6 @@ def test_a_page_names_the_reconstructions_of_its_run(run):
         assert (["reconstruction", link] in rows) == named
 
 
-def test_images_that_are_gone_or_changed_are_reported(run, tmp_path, capsys):
-    out = tmp_path / "page.html"
-    image = run.parent / "photos" / "noise.png"
-    before = image.read_bytes()
-    try:
-        image.unlink()
-        assert command("report", run, "--output", out, "--pages", 2) == 0
-        assert "no page for" in capsys.readouterr().err and data_of(out)["failures"]["pages"][0] == 2
-        cv2.imwrite(str(image), np.zeros((50, 60), np.uint8))
-        assert command("report", run, "--output", out, "--pages", 1) == 0
-        assert "its size has changed" in capsys.readouterr().err
-    finally:
-        image.write_bytes(before)
-
-
 def test_bad_requests_are_refused(run, tmp_path):
     (tmp_path / "page_pairs").write_text("in the way")
     for arguments in (

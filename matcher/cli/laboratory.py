@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -87,6 +85,8 @@ def train(
     from matcher.train.recipe import enlarged, limited, read_recipe, shipped_recipe
     from matcher.train.run import RunOptions
     from matcher.train.run import train as train_networks
+    from matcher.viz.drawings import save_figure
+    from matcher.viz.plots import draw_training
 
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
@@ -102,41 +102,10 @@ def train(
             RunOptions(photos, validation, run, device, rendered, real),
             lambda line: show(f"{time.strftime('%H:%M:%S')} {line}"),
             stopped=lambda: bool(received),
-            on_validation=lambda rows: write_curve(rows, run / "curve.png", chosen.name),
+            on_validation=lambda rows: save_figure(draw_training(rows, chosen.name), run / "curve.png"),
         )
     if weights is None:
         raise typer.Exit(128 + received[0])
-
-
-def write_curve(rows: Sequence[dict[str, float]], path: Path, title: str) -> None:
-    """Draw the rows of `log.jsonl` (step, pairs, seconds, and loss or precision and recall) as a PNG.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    from matcher.files import write_output
-
-    figure = Figure(figsize=(10, 6), dpi=100, layout="constrained")
-    figure.suptitle(title)
-    axes = figure.subplots(2, 2, sharex="col", sharey="row")
-    for column, (key, unit, label) in enumerate(
-        (("pairs", 1000, "training pairs / 1000"), ("seconds", 3600, "hours of training"))
-    ):
-        for row, names in enumerate((("loss",), ("precision", "recall"))):
-            for name in names:
-                known = [entry for entry in rows if name in entry]
-                x, y = [entry[key] / unit for entry in known], [entry[name] for entry in known]
-                axes[row, column].plot(x, y, marker="." if len(x) < 100 else "", linewidth=1.2, label=name)
-            axes[row, column].grid(alpha=0.3)
-        axes[1, column].legend()
-        axes[1, column].set_xlabel(label)
-    axes[0, 0].set_ylabel("training loss")
-    axes[1, 0].set_ylabel("validation")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    write_output(path, buffer.getvalue())
 
 
 LEVELS = "1,2,3,4"
@@ -230,13 +199,8 @@ def evaluate(
         _check_output(
             output, [f"{pair_set.name}{ending}{s}" for pair_set in sets for s in suffixes], overwrite
         )
-    own = {
-        "max_keypoints": max_keypoints,
-        "resize": resize,
-        "further_passes": further_passes,
-        "engine": engine,
-    }
-    own |= {"device": device} | ({} if refine is None else {"refine": refine})
+    own = dict(max_keypoints=max_keypoints, resize=resize, further_passes=further_passes, engine=engine)
+    own |= dict(device=device) | ({} if refine is None else dict(refine=refine))
     network = {"match_threshold": match_threshold, "precision": precision}
     shared = MethodOptions(own, network, full_depth)
     presets, weights, front_ends = preset or [DEFAULT_PRESET], weights or [], frontend_weights or []

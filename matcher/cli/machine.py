@@ -293,10 +293,10 @@ def _machine() -> list[str]:
     if kernels() is not None:
         compiled = f"compiled for {library_in_use().split('-')[0]}"
     precision = resolve_precision("auto", device)
-    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    cuda = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     return [
         f"device: {device} ({name}), {torch.get_num_threads()} threads, precision auto is {precision}",
-        f"PyTorch: {torch.__version__}, a build with {cuda}",
+        f"PyTorch: {torch.__version__}, a build {cuda}",
         *([] if torch.version.cuda else [f"  for an NVIDIA GPU (Linux, 5.8 GB installed): {CUDA_BUILD}"]),
         *([] if torch.version.cuda is None else [f"  without GPU, 0.75 GB installed: {CPU_BUILD}"]),
         f"kernels: {compiled}",

@@ -178,9 +178,10 @@ def _as_options(text: str, names: Iterable[str]) -> str:
 
 def _tell_of_slow_front_ends(given: dict[str, Any]) -> None:
     """Say what to expect where the front end takes seconds an image on a CPU."""
-    config = PRESETS.get(given["preset"])
-    kind = given.get("frontend") or (config and config.extractor.kind)
-    if kind not in SLOW_FRONT_ENDS or given["device"].startswith(("cuda", "mps")) or not find_spec("torch"):
+    if (config := PRESETS.get(given["preset"])) is None or not find_spec("torch"):
+        return
+    kind = given.get("frontend", config.extractor.kind)
+    if kind not in SLOW_FRONT_ENDS or given["device"].startswith(("cuda", "mps")):
         return
     import torch
 

@@ -309,11 +309,6 @@ class Explanation:
     rollout: tuple[np.ndarray, np.ndarray]  # (A0, N+M), (A1, N+M) float32 of those, rows sum to 1
     candidates: tuple[Candidates, Candidates]  # of the points of image 0 and 1
 
-    def last_layer(self, side: int, point: int) -> int:
-        """The last layer (from 1) that an input point lived through."""
-        fate = int(self.fates[side][point])
-        return fate if fate > 0 else len(self.layers)
-
 
 def network_of(pipeline: Pipeline) -> AttentionMatcher:
     """The network that a pipeline matches with.

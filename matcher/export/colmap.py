@@ -13,13 +13,12 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from math import hypot
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from matcher.cameras import CAMERA_MODELS, Camera, RigConfig
+from matcher.cameras import CAMERA_MODELS, Camera, RigConfig, focal_of_film
 from matcher.errors import UsageError, install_command
 from matcher.export.output import ExportReport, begin_export, valid_keypoints, valid_pairs, whole_file
 from matcher.image_files import read_header
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 Sharing = Literal["auto", "single", "each"]
 HALF_PIXEL = 0.5
 GUESSED_FOCAL = 1.2  # of the longer side, a moderate wide angle, where nothing is known
-FULL_FRAME = (36.0, 24.0)  # mm; the equivalent focal length refers to its diagonal
 
 
 @dataclass(frozen=True)
@@ -172,7 +170,7 @@ def _intrinsics(
 ) -> Intrinsics:
     if camera is not None:
         return Intrinsics(camera.model, size, camera.to_colmap()[1], given=given, focal_known=True)
-    focal = exif.focal_35mm / hypot(*FULL_FRAME) * hypot(*size)
+    focal = focal_of_film(exif.focal_35mm, size)
     focals, more = CAMERA_MODELS[model]
     start = (focal or GUESSED_FOCAL * max(size),) * focals
     params = (*start, size[0] / 2, size[1] / 2, *(0.0,) * more)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import hypot
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from matcher.cameras import Camera
-from matcher.export.colmap import FULL_FRAME, GUESSED_FOCAL, import_pycolmap, read_exif, to_colmap
+from matcher.cameras import Camera, focal_of_film
+from matcher.export.colmap import GUESSED_FOCAL, import_pycolmap, read_exif, to_colmap
 from matcher.sfm.models import as_our_camera
 
 PoseStatus = Literal[
@@ -326,7 +325,7 @@ def cameras_to_try(path: Path | None, size: tuple[int, int], known: Sequence[Cam
     """
     found = []
     if path is not None and (focal := read_exif(path).focal_35mm):
-        found.append(_pinhole(focal / hypot(*FULL_FRAME) * hypot(*size), size))
+        found.append(_pinhole(focal_of_film(focal, size), size))
     same = [camera for camera in known if camera.size == size]
     return [*found, max(same, key=same.count)] if same else found
 

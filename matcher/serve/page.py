@@ -190,12 +190,14 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
         folder: where files to be downloaded are kept while the page runs.
     """
 
-    def preview(path: str | None) -> tuple[np.ndarray | None, str]:
+    def preview(path: str | None) -> tuple[dict, str]:
         """An upload as it will be matched, or why it will not."""
+        shown, words = None, ""
         try:
-            return (None if path is None else read_image(path, resize=400).pixels), ""
+            shown = None if path is None else read_image(path, resize=400).pixels
         except MatcherError as error:
-            return None, _own_words(error, path)
+            words = _own_words(error, path)
+        return gr.update(value=shown, visible=shown is not None), words
 
     def press(
         file0: str | None, file1: str | None, mask0: str | None, mask1: str | None, *values: Any
@@ -237,7 +239,12 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
                 with gr.Column(min_width=240):
                     files.append(_file(f"Photo {side}", f"photo{side}"))
                     shown = gr.Image(
-                        show_label=False, interactive=False, height=220, elem_id=f"shown{side}", buttons=[]
+                        visible=False,
+                        show_label=False,
+                        interactive=False,
+                        height=220,
+                        elem_id=f"shown{side}",
+                        buttons=[],
                     )
                     sides.append((files[-1], shown))
         with gr.Accordion("Masks: black pixels yield no keypoints", open=False), gr.Row():

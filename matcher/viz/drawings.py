@@ -276,7 +276,7 @@ def draw_matches(
     if (errors if colour_by == "error" else planes if colour_by == "planes" else ()) is None:
         needed = "errors, in pixels," if colour_by == "error" else "the planes"
         raise UsageError(f"colour_by {colour_by!r} needs {needed} of all matches")
-    scores = shares = as_column(scores, count, "scores", np.ones(count))
+    scores = shares = as_column(scores, count, "scores", np.ones(count)).astype(float)
     good = as_column(inliers, count, "inliers", np.ones(count)).astype(bool)
     if colour_by == "error":
         colours = LinearSegmentedColormap.from_list("error", [SKY, YELLOW, VERMILION])

@@ -36,7 +36,7 @@ def test_a_pair_is_answered(views):
     assert len(answer.result.features0) <= 512
     assert answer.pipeline.config.estimation.max_epipolar_error == 2.0
     rows = dict(geometry_rows(answer.result))
-    assert rows["status"] == "ok" and rows["inliers"] == answer.result.geometry.inliers.sum()
+    assert rows["status"].startswith("ok") and rows["inliers"] == answer.result.geometry.inliers.sum()
     assert sum(name.startswith("matrix") for name in rows) == 3
     assert matching.answer(*views, choices).pipeline is answer.pipeline
 
@@ -191,6 +191,7 @@ def test_a_visit(address, views, tmp_path, shipped_weights):
         for side, view in enumerate(views):
             page.upload(page.find(f"#photo{side} input[type=file]")[0], view)
             page.wait(f"return document.querySelector('#photo{side}').innerText.includes('{view.stem}')")
+            page.wait(f"return document.querySelector('#shown{side} img')?.naturalWidth > 100")
         page.fill("#keypoints input", "256")
         page.click("#match")
         page.wait(f"{counts}.includes('matches')", 240)
