@@ -2,9 +2,7 @@
 
     python scripts/measure.py parts kitchen bookstore --pairs 12      # a preset without each further pass
     python scripts/measure.py verdicts ../shared --unrelated 3000     # on pairs of different places
-    python scripts/measure.py accepted kitchen sensors --pairs 37     # accuracy by the least verdict accepted
     python scripts/measure.py reconstruction PHOTOS --work NEW_DIR    # beside COLMAP's own SIFT
-    python scripts/measure.py stereo                                  # points of Middlebury's pairs
     python scripts/measure.py budget --budget-ms 1000 --pairs 60      # poses of the kitchen within a time
 
 Sets are those of `matcher evaluate`; data are in the folder that MATCHER_DATA names (default ../shared).
@@ -19,7 +17,6 @@ from itertools import combinations, groupby
 from pathlib import Path
 from time import perf_counter, process_time
 
-import cv2
 import numpy as np
 import torch
 
@@ -27,7 +24,7 @@ import matcher
 from matcher.errors import MatcherError, UsageError
 from matcher.evaluate.folders import distant_frames
 from matcher.evaluate.sets import SetOptions, find_sets
-from matcher.images import data_folder, find_images
+from matcher.images import find_images
 from matcher.presets import DEFAULT_PRESET, find_preset
 
 
@@ -110,28 +107,6 @@ def upper_bound(wrong: int, total: int) -> float:
     return (share + z * z / total / 2 + spread) / (1 + z * z / total)
 
 
-def accepted(given: argparse.Namespace) -> None:
-    """Share of results accepted, and their accuracy, by the least verdict at which several passes accept."""
-    from matcher.evaluate.measure import auc
-    from matcher.evaluate.methods import Method
-    from matcher.evaluate.run import GEOMETRY, evaluate
-
-    thresholds = {"pose": (5, 10, 20), "depth": (5, 10, 20), "homography": (3, 5, 10)}  # degrees; pixels
-    for pair_set in chosen(given):
-        if pair_set.protocol not in thresholds:
-            raise UsageError(f"{pair_set.name}: its ground truth is neither poses nor homographies")
-        pipeline = matcher.load(given.preset, geometry=GEOMETRY[pair_set.protocol])
-        values = evaluate(pair_set, [Method(given.preset, pipeline)]).values[given.preset]
-        errors, probabilities = values["error"][0], values["probability"][0]
-        columns = thresholds[pair_set.protocol]
-        print(f"| {pair_set.name} ({len(errors)}) | accepted | {' | '.join(f'AUC@{t}' for t in columns)} |")
-        print("|---" * (2 + len(columns)) + "|")
-        for least in (0.5, 0.4, 0.32, 0.2, 0.1, 0.0):
-            left = np.where(probabilities >= least, errors, np.inf)
-            share, areas = np.isfinite(left).mean(), [auc(left, column) for column in columns]
-            print(f"| {least:g} | {share:.2f} | {' | '.join(f'{area:.3f}' for area in areas)} |", flush=True)
-
-
 def reconstruction(given: argparse.Namespace) -> None:
     """The largest models of photos from our matches and from COLMAP's own SIFT, by the same mapper.
 
@@ -191,25 +166,6 @@ def worst_centre(model: "pycolmap.Reconstruction", truth: Path) -> str:  # noqa:
     )
 
 
-def stereo(given: argparse.Namespace) -> None:
-    """Points of stereo pairs within 2 px of the true disparity: those of a match, and of `push_stereo`."""
-    pipeline = matcher.load(given.preset, max_keypoints=given.max_keypoints)
-    for folder in sorted((data_folder() / "bench" / "middlebury2003").glob("*/")):
-        truth = cv2.imread(str(folder / "disp2.pgm"), cv2.IMREAD_GRAYSCALE) / 4.0  # 0: unknown
-        left, right = folder / "im2.png", folder / "im6.png"
-        bare, frame = pipeline.match(left, right), matcher.Tracker(pipeline).push_stereo(left, right)
-        matched = np.isfinite(frame.right[:, 0])
-        for name, points0, points1 in (
-            ("match", bare.points0, bare.points1),
-            ("push_stereo", frame.keypoints[matched], frame.right[matched]),
-        ):
-            x, y = np.rint(points0).astype(int).T
-            disparity = truth[y.clip(0, truth.shape[0] - 1), x.clip(0, truth.shape[1] - 1)]
-            expected = points0 - np.column_stack([disparity, np.zeros(len(points0))])
-            right_ones = np.linalg.norm(points1 - expected, axis=1)[disparity > 0] <= 2
-            print(f"{folder.name} {name}: {len(right_ones)} points, {right_ones.mean():.1%} within 2 px")
-
-
 def budget(given: argparse.Namespace) -> None:
     """Accuracy of the kitchen's poses within a time, and how well the time is kept."""
     from matcher.evaluate.measure import auc, pose_error
@@ -239,19 +195,16 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     kinds = parser.add_subparsers(dest="kind", required=True)
-    works = (parts, verdicts, accepted, reconstruction, stereo, budget)
+    works = (parts, verdicts, reconstruction, budget)
     made = {work.__name__: kinds.add_parser(work.__name__, help=work.__doc__) for work in works}
     for name, one in made.items():
         one.set_defaults(measure=globals()[name])
         one.add_argument("--preset", default=DEFAULT_PRESET)
         one.add_argument("--threads", type=int, default=1)
-    for name in ("parts", "accepted"):
-        made[name].add_argument("sets", nargs="+", metavar="SET")
-    for name in ("parts", "accepted", "budget"):
+    made["parts"].add_argument("sets", nargs="+", metavar="SET")
+    for name in ("parts", "budget"):
         made[name].add_argument("--pairs", type=int, help="of each set, at most, evenly spread over it")
-    for name in ("reconstruction", "stereo"):
-        default = 2048 if name == "reconstruction" else 1024
-        made[name].add_argument("--max-keypoints", type=int, default=default)
+    made["reconstruction"].add_argument("--max-keypoints", type=int, default=2048)
     made["verdicts"].add_argument("data", type=Path, help="folder with photos/val and multiview")
     made["verdicts"].add_argument("--unrelated", type=int, default=3000, help="pairs of different sources")
     made["verdicts"].add_argument("--lookalikes", type=int, default=300, help="pairs of each other kind")

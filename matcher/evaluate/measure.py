@@ -24,7 +24,7 @@ from matcher.result import Result
 from matcher.types import Features, Matches, TwoViewGeometry
 from matcher.verify.adjustment import epipolar_distance, fundamental_from_pose, threshold_scale
 from matcher.verify.estimation import RobustEstimator
-from matcher.verify.verdict import reject_improbable, verdict_of
+from matcher.verify.verdict import reject_improbable
 
 THRESHOLDS = (1, 3)  # pixels of the resized images
 COARSE = 10  # pixels; for ground truth that is accurate to several pixels only, and WxBS's mAA
@@ -251,10 +251,10 @@ def measure_pair(
         )
         for estimator in estimators
     ]
-    several, sizes = len(result.passes) > 1, [side.image_size for side in sides]
-    verdicts = [verdict_of(matches, geometry, *sizes) if several else None for geometry in geometries]
-    found["probability"] = np.array([1.0 if verdict is None else verdict.probability for verdict in verdicts])
-    accepted = [reject_improbable(g, matches, *sizes) if several else g for g in geometries]
+    accepted = geometries
+    if len(result.passes) > 1:
+        sizes = [side.image_size for side in sides]
+        accepted = [reject_improbable(geometry, matches, *sizes) for geometry in geometries]
     found["accepted"] = np.array([float(geometry.verified) for geometry in accepted])
     geometries = [g.rejected or g for g in geometries]  # the likeliest, also where it is not certain
     if isinstance(pair, PosePair):
