@@ -9,7 +9,8 @@ import cv2
 import numpy as np
 import PIL.Image
 import pytest
-from hypothesis import HealthCheck, given, settings
+from fuzzing import seeded
+from hypothesis import given
 from hypothesis import strategies as st
 
 import matcher
@@ -152,12 +153,9 @@ def check_bytes(folder: Path, data: bytes) -> np.ndarray | None:
     return found
 
 
-FUZZ = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_any_bytes_after_a_signature(tmp_path, tried):
-    @settings(max_examples=150, **FUZZ)
+    @seeded(150)
     @given(st.sampled_from(SIGNATURES), st.binary(max_size=400))
     def check(signature, rest):
         tried()
@@ -173,7 +171,7 @@ def test_a_picture_with_pieces_changed(tmp_path, tried, suffix):
     data = encoded(tmp_path, suffix)
     whole, places = decode(tmp_path / f"whole{suffix}", 10**6).samples, st.integers(0, len(data) - 1)
 
-    @settings(max_examples=15, **FUZZ)
+    @seeded(15)
     @given(st.lists(st.tuples(places, st.binary(max_size=9), st.integers(0, 9)), max_size=5))
     def check(changes):
         tried()
