@@ -31,6 +31,7 @@ from matcher.match.network import MatchingNetwork
 from matcher.match.position import Side, encoded, normalise_positions, position_inputs
 from matcher.match.sinkhorn import CHECKED, LARGEST_SCALE, LEAST_EXPONENT, dual_softmax, masses, mutual_best
 from matcher.match.steering import MIN_GAIN, STEERABLE, TURNED_EXIF, TURNS, evidence, turned
+from matcher.parts import ExportedNetwork
 from matcher.weights.files import load_model
 from matcher.weights.published import fill_extractor, find_weights
 
@@ -337,14 +338,6 @@ def without_weights(model: onnx.ModelProto) -> tuple[bytes, list[str]]:
     return model.SerializeToString(), names
 
 
-class Exported(NamedTuple):
-    """The graphs of a network, as `matcher.onnx_engine.Shape` has them."""
-
-    shapes: dict[str, list[int]]
-    parts: dict[str, bytes]
-    settings: dict[str, Any]
-
-
 _OF_IMAGE = ("size", "matched_orientation")  # beside them an image's fields have an axis of points
 _COUNTS = (12, 15)  # of the points that graphs are traced with; any two do
 _SIDES = ("N", "M")
@@ -374,7 +367,7 @@ def _dims() -> list[Any]:
     return [Dim(name, min=1, max=MOST) for name in _SIDES]
 
 
-def network_graphs(network: MatchingNetwork) -> Exported:
+def network_graphs(network: MatchingNetwork) -> ExportedNetwork:
     """The three graphs of a network for `matcher.onnx_engine`, without its weights."""
     config, network = network.config, copy.deepcopy(network).requires_grad_(False)
     for layer in network.layers:
@@ -405,15 +398,15 @@ def network_graphs(network: MatchingNetwork) -> Exported:
     parts = {name: without_weights(model) for name, model in models.items()}
     settings = {"weights": {name: weights for name, (_, weights) in parts.items()}}
     shapes = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
-    return Exported(shapes, {name: data for name, (data, _) in parts.items()}, settings)
+    return ExportedNetwork(shapes, {name: data for name, (data, _) in parts.items()}, settings)
 
 
-def front_end_graph(network: FeatureNetwork, config: ExtractorConfig) -> Exported:
+def front_end_graph(network: FeatureNetwork, config: ExtractorConfig) -> ExportedNetwork:
     """The graph of our front end for `matcher.onnx_engine`, without its weights."""
     settings = {name: getattr(config, name) for name in ("score_threshold", "nms_radius")}
     settings |= {"border": BORDER, "stride": network.sizes.stride}
     shapes = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
-    return Exported(shapes, {"front_end": without_weights(_front_end(network, config))[0]}, settings)
+    return ExportedNetwork(shapes, {"front_end": without_weights(_front_end(network, config))[0]}, settings)
 
 
 def _front_end(network: FeatureNetwork, config: ExtractorConfig) -> onnx.ModelProto:
@@ -429,7 +422,7 @@ def _front_end(network: FeatureNetwork, config: ExtractorConfig) -> onnx.ModelPr
     )
 
 
-def untrained_graphs(config: NetworkConfig) -> Exported:
+def untrained_graphs(config: NetworkConfig) -> ExportedNetwork:
     """The graphs of a configuration, whatever the parameters will be."""
     with torch.random.fork_rng(devices=[]):
         return network_graphs(MatchingNetwork(config).eval())

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from matcher.match.adaptivity import confidence_threshold, decide
 from matcher.match.calibration import calibrated
 from matcher.match.nearest import NearestMatcher, check_features, credible_matches, needed_fields
 from matcher.match.steering import STEERABLE, TURNED_EXIF, best_turn, try_other_turns, turned
-from matcher.parts import LearnedParts, policy_of, refuse_for_grid
+from matcher.parts import ExportedNetwork, LearnedParts, policy_of, refuse_for_grid
 from matcher.processes import compute_threads
 from matcher.result import WeightsSource
 from matcher.types import Extractor, Features, Image, Matches
@@ -133,22 +133,6 @@ def _thread(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix=f"onnxruntime-{process}")
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What an exported graph is of: parameters by name with their shapes, and the bytes of its parts."""
-
-    shapes: Mapping[str, Sequence[int]]
-    parts: Mapping[str, bytes]
-    settings: Mapping[str, Any]
-
-    @staticmethod
-    def read(folder: Path) -> Shape:
-        """From a folder of `matcher/graphs`."""
-        described = json.loads((folder / "graph.json").read_text(encoding="utf-8"))
-        parts = {file.stem: file.read_bytes() for file in folder.glob("*.onnx")}
-        return Shape(described["shapes"], parts, described["settings"])
-
-
 class Graph:
     """A part of a network with its weights, ready to run in the thread of sessions."""
 
@@ -198,7 +182,7 @@ class OnnxExtractor:
         Raises:
             UsageError: a setting that this front end does not have, or a value out of range.
         """
-        settings = Shape.read(GRAPHS / "learned").settings
+        settings = ExportedNetwork.read(GRAPHS / "learned").settings
         published = {name: settings[name] for name in ("score_threshold", "nms_radius")}
         self.config, self.weights = resolve(config, published), weights
         for name, value in published.items():
@@ -218,11 +202,12 @@ class OnnxExtractor:
         try:
             check_front_end(data, self.config.kind)
             arrays = read_arrays(data)
-            shape = front_end_shape(arrays, self.config)
+            exported = exported_front_end(arrays, self.config)
         except IntegrityError as error:
             raise IntegrityError(f"{path} {error}") from error
-        self.stride, self.border = shape.settings["stride"], shape.settings["border"]
-        return Graph(shape.parts["front_end"], {f"network.{name}": array for name, array in arrays.items()})
+        self.stride, self.border = exported.settings["stride"], exported.settings["border"]
+        weights = {f"network.{name}": array for name, array in arrays.items()}
+        return Graph(exported.parts["front_end"], weights)
 
     def limited(self, max_keypoints: int) -> OnnxExtractor:
         """The same with another number of keypoints; the graph is shared."""
@@ -259,17 +244,17 @@ class OnnxExtractor:
         )
 
 
-def front_end_shape(arrays: Arrays, config: ExtractorConfig) -> Shape:
+def exported_front_end(arrays: Arrays, config: ExtractorConfig) -> ExportedNetwork:
     """The graph for such parameters: the shipped one, or exported now if torch is installed.
 
     Raises:
         UsageError: there is none.
     """
-    shipped = Shape.read(GRAPHS / "learned")
+    shipped = ExportedNetwork.read(GRAPHS / "learned")
     if {name: list(array.shape) for name, array in arrays.items()} == shipped.shapes:
         return shipped
     exporter = _exporter("a front end of these sizes")
-    return Shape(*exporter.front_end_graph(exporter.front_end_of(arrays), config))
+    return exporter.front_end_graph(exporter.front_end_of(arrays), config)
 
 
 # The matcher.
@@ -293,15 +278,15 @@ class OnnxMatcher:
             IntegrityError: arrays that the graph asks for are absent or misshaped.
         """
         self.config, self._arrays = replace(config, policy=policy), arrays
-        self._shape = network_shape(self.config)
-        wanted = {name: tuple(shape) for name, shape in self._shape.shapes.items()}
+        self._exported = exported_network(self.config)
+        wanted = {name: tuple(shape) for name, shape in self._exported.shapes.items()}
         if strange := [n for n, shape in wanted.items() if n not in arrays or arrays[n].shape != shape]:
             raise IntegrityError(
                 f"the weights do not hold what their configuration asks for: {', '.join(strange[:8])}"
             )
-        self._begin = Graph(self._shape.parts["begin"], self._weights("begin", 0))
+        self._begin = Graph(self._exported.parts["begin"], self._weights("begin", 0))
         self._steps = [
-            Graph(self._shape.parts["step"], self._weights("step", n)) for n in range(config.context.depth)
+            Graph(self._exported.parts["step"], self._weights("step", n)) for n in range(config.context.depth)
         ]
         self._heads: dict[int, Graph] = {}
 
@@ -316,7 +301,7 @@ class OnnxMatcher:
         The last layer has no heads for exit and pruning, whose outputs are not looked at there.
         """
         found = {}
-        for name in self._shape.settings["weights"][part]:
+        for name in self._exported.settings["weights"][part]:
             own = re.sub(r"^(.*?)\.0(?=\.|$)", rf"\1.{layer}", name)
             if name.startswith("heads") and not self.config.assignment.every_layer:
                 own = name
@@ -327,7 +312,7 @@ class OnnxMatcher:
 
     def _assign(self, layer: int) -> Graph:
         if layer not in self._heads:
-            self._heads[layer] = Graph(self._shape.parts["assign"], self._weights("assign", layer))
+            self._heads[layer] = Graph(self._exported.parts["assign"], self._weights("assign", layer))
         return self._heads[layer]
 
     def __call__(self, features0: Features, features1: Features) -> list[Matches]:
@@ -443,17 +428,17 @@ def _turned(side: dict[str, np.ndarray], turns: int) -> dict[str, np.ndarray]:
     return side | {"descriptors": descriptors, "matched_orientation": np.int64(view)}
 
 
-def network_shape(config: NetworkConfig) -> Shape:
+def exported_network(config: NetworkConfig) -> ExportedNetwork:
     """The graphs of a network: those shipped, or exported now if torch is installed.
 
     Raises:
         UsageError: there are none.
     """
     for folder in sorted(GRAPHS.iterdir()):
-        shape = Shape.read(folder)
-        if shape.settings.get("network") == graph_key(config):
-            return shape
-    return Shape(*_exporter("this network").untrained_graphs(config))
+        exported = ExportedNetwork.read(folder)
+        if exported.settings.get("network") == graph_key(config):
+            return exported
+    return _exporter("this network").untrained_graphs(config)
 
 
 def graph_key(config: NetworkConfig) -> dict[str, Any]:

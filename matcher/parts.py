@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from matcher.config import MatchingPolicy, PipelineConfig
@@ -40,3 +42,19 @@ def refuse_for_grid(given: Mapping[str, Any]) -> None:
             raise UsageError(
                 f"this preset matches the cells of a grid, so {name} has no effect; leave it out"
             )
+
+
+@dataclass(frozen=True)
+class ExportedNetwork:
+    """An exported network: its parameters' shapes by name, the bytes of its graphs, and what they are for."""
+
+    shapes: Mapping[str, Sequence[int]]
+    parts: Mapping[str, bytes]
+    settings: Mapping[str, Any]
+
+    @staticmethod
+    def read(folder: Path) -> ExportedNetwork:
+        """From a folder of `matcher/graphs`."""
+        described = json.loads((folder / "graph.json").read_text(encoding="utf-8"))
+        parts = {file.stem: file.read_bytes() for file in folder.glob("*.onnx")}
+        return ExportedNetwork(described["shapes"], parts, described["settings"])
