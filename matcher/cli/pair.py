@@ -127,7 +127,7 @@ def match(
             )
         if (running := seconds_running()) is not None:
             show(f"{running:.2f} s in all, with starting and loading")
-        if "geometry" in given and result.geometry.matrix is not None and result.geometry.status == "ok":
+        if "geometry" in given and result.geometry.verified:
             show(matrix_text(result), always=True)
         for path in filter(None, (output, plot)):
             show(f"wrote {path}")
@@ -163,6 +163,10 @@ def matrix_text(result: Result) -> str:
         parts = list(zip(headings, geometry.matrices, strict=True))
     elif geometry.kind == "homography":
         parts = [("homography, x1 ~ H x0:", geometry.matrix)]
+    elif geometry.matrix is None:
+        parts = [("homography of the plane, x1 ~ H x0:", geometry.homography)]
+        heading = "cam1_from_cam0 that the plane allows, translation of length 1:"
+        parts += [(heading, pose) for pose in geometry.alternatives]
     else:
         parts = [(f"{geometry.kind} matrix, x1ᵀ M x0 = 0:", geometry.matrix)]
         if geometry.cam1_from_cam0 is not None:
