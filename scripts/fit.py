@@ -20,8 +20,10 @@ import numpy as np
 from matcher.config import CalibrationConfig, RefinedCalibrationConfig, VerifiedCalibrationConfig
 from matcher.errors import MatcherError
 from matcher.evaluate import calibration
+from matcher.evaluate.protocols import UnrelatedPair
 from matcher.evaluate.sets import SetOptions, find_sets
 from matcher.evaluate.synthetic import synthetic_set, unrelated_set, zoomed_set
+from matcher.evaluate.traps import repeats_set
 from matcher.images import find_images
 from matcher.loading import load
 from matcher.verify.verdict import COEFFICIENTS, EVIDENCE, NOT, SAME, evidence
@@ -57,7 +59,7 @@ def fit_verdict(given: argparse.Namespace) -> None:
     for images, same in training_pairs(given.photos, given.pairs, given.multiview, given.seed):
         result = pipeline.match(*images)
         sizes = (features.image_size for features in (result.features0, result.features1))
-        rows.append(evidence(result.matches, result.geometry, *sizes))
+        rows.append(evidence(result.matches, result.geometry.rejected or result.geometry, *sizes))
         truths.append(same)
     values, same = np.stack(rows), np.array(truths)
     model = np.array(COEFFICIENTS) if given.test else calibration.fit_verdict(values, same)
@@ -74,15 +76,18 @@ def training_pairs(
 ) -> Iterator[tuple[tuple, bool]]:
     """Two images to fit the verdict on, and whether they show the same place.
 
-    Same: `count` warps of photos, a quarter as many zooms, and views of each multi-view scene at most three
-    images apart. Not: `count` unrelated photos, half as many photos of one source (which may look alike), and
-    views of different scenes.
+    Same: `count` warps of photos, a quarter as many zooms, half as many views of one wall with a pattern that
+    repeats, and views of each multi-view scene at most three images apart. Not: `count` unrelated photos,
+    half as many photos of one source (which may look alike), views of walls with like patterns, and views of
+    different scenes.
     """
     paths = find_images(photos)
     sets = (synthetic_set(paths, count=count, seed=seed), zoomed_set(paths, count=-(-count // 4), seed=seed))
     for pair_set in (*sets, unrelated_set(paths, count=count, seed=seed)):
         for pair in pair_set.pairs:
             yield (pair.image0.given(), pair.image1.given()), pair_set.protocol == "homography"
+    for pair in repeats_set(paths, count=count, seed=seed).pairs:
+        yield (pair.image0.given(), pair.image1.given()), not isinstance(pair, UnrelatedPair)
     rng = np.random.default_rng([seed, 1])
     sources = [list(group) for _, group in groupby(sorted(paths), lambda path: path.parent)]
     sources = [group for group in sources if len(group) > 1]

@@ -20,7 +20,8 @@ from matcher.verify.adjustment import MatchedPoints, Spread, sampson
 
 VerdictWord = Literal["same", "unsure", "not"]
 
-# Bias and coefficients of `EVIDENCE`, fitted by scripts/fit.py; see docs/results.md.
+# Bias and coefficients of `EVIDENCE`, fitted by scripts/fit.py; the last one with the others as they are, as
+# most pairs show nothing that repeats.
 COEFFICIENTS = (-7.331, 1.336, 4.232, 1.388, 6.0)
 EVIDENCE = ("probable inliers", "inlier ratio", "coverage", "unrepeated keypoints found")
 SAME, NOT = 0.9, 0.1  # thresholds on the probability; between them the word is "unsure"
