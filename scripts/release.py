@@ -191,6 +191,7 @@ def tried(files: list[Path]) -> None:
     for file in files:
         with tempfile.TemporaryDirectory() as folder:
             python = environment_of(Path(folder) / "environment")
+            environment["MATCHER_CACHE"] = str(Path(folder) / "cache")  # no kernels compiled before
             constraint = ["--constraint", str(ROOT / "constraints.txt")]
             subprocess.run(
                 [python, "-m", "pip", "install", "-q", *constraint, str(file)], env=environment, check=True
