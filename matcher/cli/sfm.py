@@ -237,18 +237,21 @@ def _say_alternatives(
     images: int, given: dict[str, Any], wanted: dict[str, Any], sources: dict[str, Any]
 ) -> None:
     """What a faster and a more thorough run would be, before hours of matching."""
-    faster, thorough = [], []
-    if images > 12:
-        faster += [] if wanted.keys() - {"exhaustive"} else ["--similar 6"]
-        thorough += [] if "exhaustive" in wanted else ["--exhaustive"]
-    if sources["features"] is None and "tiles" not in given:
-        faster += [] if "max_keypoints" in given else [f"--max-keypoints {MAX_KEYPOINTS // 2}"]
-        thorough += [] if "max_keypoints" in given else [f"--max-keypoints {2 * MAX_KEYPOINTS}"]
-        faster += (
-            [] if given["preset"].startswith("nearest") else ["--preset nearest (SIFT, for easy photos)"]
-        )
-    says = {"faster": faster, "more thorough": thorough}
-    if said := "; ".join(f"{how}: {', '.join(options)}" for how, options in says.items() if options):
+    own = sources["features"] is None and "tiles" not in given
+    many, free = images > 12, own and "max_keypoints" not in given
+    options = {
+        "faster": {
+            "--similar 6": many and not wanted.keys() - {"exhaustive"},
+            f"--max-keypoints {MAX_KEYPOINTS // 2}": free,
+            "--preset nearest (SIFT, for easy photos)": own and not given["preset"].startswith("nearest"),
+        },
+        "more thorough": {
+            "--exhaustive": many and "exhaustive" not in wanted,
+            f"--max-keypoints {2 * MAX_KEYPOINTS}": free,
+        },
+    }
+    fitting = {how: [each for each, fits in those.items() if fits] for how, those in options.items()}
+    if said := "; ".join(f"{how}: {', '.join(those)}" for how, those in fitting.items() if those):
         say(f"{said} (in another --run)")
 
 

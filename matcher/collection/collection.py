@@ -253,7 +253,8 @@ class Collection:
         Raises:
             UsageError: not exactly one way, a name that is not in the run, or no `add_images` before.
         """
-        counts = dict(sequential=sequential, similar=similar, preemptive=preemptive, nearby=nearby)
+        counts, wanted = dict(sequential=sequential, similar=similar), None if of is None else set(of)
+        counts |= dict(preemptive=preemptive, nearby=nearby)
         choice = _requested(pairs, file, exhaustive, counts)
         setup = self._ready()
         if choice.needs_features:
@@ -270,9 +271,8 @@ class Collection:
                 names = [name for name in sorted(status) if name in present]
                 if choice.needs_features:
                     names = [name for name in names if status[name] == "done"]
-                found = chosen_pairs(choice, names, store, setup, on_progress or _silent)
-            if of is not None:
-                wanted = set(of)
+                found = chosen_pairs(choice, names, store, setup, on_progress or _silent, wanted)
+            if wanted is not None:
                 found = (pair for pair in found if not wanted.isdisjoint(pair))
             added = add_pairs(writer, found, setup.shard)
             writer.set_meta("pair_choice", choice.to_json())

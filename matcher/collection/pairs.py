@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import combinations
@@ -174,9 +174,14 @@ def _readings(text: str) -> list[list[str]]:
 
 
 def chosen_pairs(
-    choice: PairChoice, names: Sequence[str], store: Store, setup: Setup, on_progress: OnProgress
+    choice: PairChoice,
+    names: Sequence[str],
+    store: Store,
+    setup: Setup,
+    on_progress: OnProgress,
+    of: Collection[str] | None = None,
 ) -> Iterable[tuple[str, str]]:
-    """The pairs of images for a choice that is no list.
+    """The pairs of images for a choice that is no list; only those with an image `of` these are compared.
 
     Raises:
         UsageError: "nearby" with fewer than two images whose header has a position.
@@ -193,7 +198,9 @@ def chosen_pairs(
     positions, known = positions_of(names, folder), store.known_pairs()
     near = nearby_pairs(positions, k) if len(positions) > 1 else []
     candidates = [
-        pair for pair in candidate_pairs(names, store.features, k, near) if frozenset(pair) not in known
+        pair
+        for pair in candidate_pairs(names, store.features, k, near)
+        if frozenset(pair) not in known and (of is None or not set(pair).isdisjoint(of))
     ]
 
     def report(done: int, total: int) -> None:
