@@ -10,7 +10,6 @@ from collection_scene import render_photos
 from test_keyframe_map import CAMERA, OUT_AND_BACK, drifting
 
 from matcher.sequence.loops import KeyframeGraph, carried, kind_of_pair, name_of, spread
-from matcher.sfm.reconstruct import ReconstructionError
 
 pytest.importorskip("pycolmap")
 COUNT = 40
@@ -102,13 +101,6 @@ def test_drift_is_spread_over_all_steps():
     assert np.abs(np.diff(ratios)).max() < 0.05
     turns = [(np.trace(b[:3, :3].T @ a[:3, :3]) - 1) / 2 for a, b in zip(*steps, strict=True)]
     assert np.degrees(np.arccos(np.clip(turns, -1, 1))).max() < 2.0
-
-
-def test_a_wrong_loop_counts_little_and_none_is_refused():
-    wrong = (5, 25, np.linalg.inv(TRUTH[3]) @ TRUTH[0])
-    assert gap(spread(TRACKED, [*LOOPS, wrong]), TRUTH) < 0.5
-    with pytest.raises(ReconstructionError):
-        spread(TRACKED, [])
 
 
 @pytest.fixture(scope="module")

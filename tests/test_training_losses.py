@@ -17,14 +17,11 @@ from matcher.train.losses import (
     DescribedKeypoints,
     Pruning,
     assignment_loss,
-    confidence_loss,
     description_loss,
     head_loss,
     labelled_layers,
-    match_probability_loss,
     matchability_loss,
     matching_loss,
-    mean_similarity_loss,
     refinement_loss,
     reliability_loss,
 )
@@ -60,29 +57,6 @@ def test_the_loss_is_the_mean_log_likelihood_of_the_ground_truth():
     torch.testing.assert_close(assignment_loss(log_p[None], partner0, partner1), expected)
     ignored = torch.full((1, 3), IGNORED), torch.full((1, 4), IGNORED)
     assert assignment_loss(log_p[None], *ignored) == 0 and matchability_loss(scores, *ignored) == 0
-
-
-def test_confidence_and_match_probability_by_hand():
-    here = torch.tensor([[1, 2, 3, UNMATCHED, 4]])
-    final = torch.tensor([[1, 2, 0, UNMATCHED, UNMATCHED]])
-    assert confidence_loss(torch.tensor([[9.0, 9, -9, -9, 9]]), here, final) < 1e-3
-    assert confidence_loss(torch.tensor([[-9.0, 9, -9, 9, -9]]), here, final) > 2
-    final, valid = torch.tensor([[1, UNMATCHED, 0, UNMATCHED]]), torch.tensor([[True, True, True, False]])
-    assert match_probability_loss(torch.tensor([[9.0, -9, 9, 9]]), final, valid) < 1e-3
-    assert match_probability_loss(torch.tensor([[9.0, 9, 9, 9]]), final, valid) > 2
-
-
-def test_mean_similarity_loss_sees_what_assignments_do_not():
-    scores = random_scores(4, 4)[:1]
-    raised = scores.clone()
-    raised[:, 2] += 9.0  # all scores of a point, its dustbin's included
-    before, after = (log_assignment(each, 200, 2) for each in (scores, raised))
-    torch.testing.assert_close(before, after, atol=1e-4, rtol=1e-4)
-    mask = torch.ones(1, 4, dtype=torch.bool)
-    means = scores[:, :-1, :-1].mean(2), scores[:, :-1, :-1].mean(1)
-    expected = means[0].square().mean() + means[1].square().mean()
-    torch.testing.assert_close(mean_similarity_loss(scores, mask, mask), expected)
-    assert mean_similarity_loss(raised, mask, mask) > expected + 9
 
 
 # --- Layers of a network.

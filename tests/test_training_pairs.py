@@ -24,7 +24,6 @@ from matcher.train.pairs import (
     Draws,
     ImagePairs,
     PairSampler,
-    capture,
     other_of_pair,
     quarter_turns,
 )
@@ -185,31 +184,7 @@ def test_the_turn_of_image_1_is_that_which_undoes_its_rotation(turns):
     assert quarter_turns(points, found).tolist() == [0]  # too few points to tell
 
 
-def test_images_of_different_scenes_show_nothing_of_each_other(views):
-    recipe = replace(EVERYTHING, pair=replace(EVERYTHING.pair, negative_share=1.0))
-    pairs = PairSampler(views, recipe).batch(12, 0)
-    assert pairs.unrelated.float().mean() > 0.4  # neighbours of one scene stay related
-    states = pairs.transfer(grid(160, 128, 16, 24)).states
-    assert (states[pairs.unrelated.repeat(2)] == HIDDEN).all()
-    scenes = views.scenes[pairs.sources].chunk(2)
-    assert torch.equal(scenes[0] != scenes[1], pairs.unrelated)
-    found = Describer(LEARNED, CPU)(pairs.images, 30)
-    known = labelled(found, pairs, LEARNED)
-    assert (known.partner0[pairs.unrelated] == UNMATCHED).all()
-    assert (known.partner1[pairs.unrelated] == UNMATCHED).all()
-
-
 # --- Photometry.
-
-
-def test_captured_images_are_changed_and_stay_images():
-    images = torch.rand(24, 1, 64, 48, generator=torch.Generator().manual_seed(0))
-    clean = torch.arange(24) % 2 > 0
-    captured = capture(images, clean, Draws(0, CPU))
-    assert captured.shape == images.shape and captured.min() >= 0 and captured.max() <= 1
-    assert torch.allclose(captured * 255, (captured * 255).round(), atol=1e-3)
-    assert torch.equal(captured, capture(images, clean, Draws(0, CPU)))
-    assert ((captured - images).abs().mean((1, 2, 3)) > 0.005).all()
 
 
 # --- Keypoints and their partners.

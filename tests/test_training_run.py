@@ -39,14 +39,12 @@ from matcher.train.loop import (
     BatchMaker,
     Trainer,
     claim_folder,
-    learning_rate_share,
     locked,
 )
 from matcher.train.losses import labelled_layers, scores_of
 from matcher.train.pairs import PairSampler
-from matcher.train.recipe import OptimiserRecipe, Recipe, limited, read_recipe, shipped_recipe
+from matcher.train.recipe import Recipe, limited, read_recipe, shipped_recipe
 from matcher.train.run import RunOptions, train
-from matcher.train.start import optimisers_of
 from matcher.train.views import load_views
 from matcher.weights.files import load_model, read_header, save_front_end, save_model
 
@@ -344,30 +342,6 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(root):
     after = trainer.average.state_dict()
     after |= {f"model.{name}": value for name, value in trainer.model.state_dict().items()}
     assert same(before, after) and (trainer.progress.skipped, trainer.progress.step) == (1, 2)
-
-
-def test_the_learning_rate_warms_up_and_falls_by_steps_or_time():
-    recipe = OptimiserRecipe(steps=1000, warmup_steps=100, hold_share=0.6, final_share=0.02)
-    share = [learning_rate_share(recipe, step) for step in range(1001)]
-    assert share[0] == pytest.approx(0.01, rel=1e-3) and share[99:601] == [pytest.approx(1.0)] * 502
-    assert share[800] == pytest.approx(0.5) and share[1000] == pytest.approx(0.02)
-    assert (np.diff(share[600:990]) < 0).all()
-    recipe = replace(recipe, minutes=2.0, warmup_steps=1, hold_share=0.5)
-    share = [learning_rate_share(recipe, 10, seconds) for seconds in (0, 60, 90, 120, 500)]
-    assert share == pytest.approx([1.0, 1.0, 0.5, 0.02, 0.02])
-    assert learning_rate_share(recipe, 750, 0) == pytest.approx(0.5)  # whichever end is nearer decides
-
-
-def test_every_parameter_but_the_heads_is_trained_once_at_its_rate():
-    recipe = replace(BOTH, matcher=replace(BOTH.matcher, learning_rate=0.5, kept_shares=(1.0,)))
-    model = Trainer(recipe, CPU).model
-    optimisers, rates = optimisers_of(model, recipe)
-    assert [type(o).__name__ for o in optimisers] == ["AdamW", "AdamW", "Muon"] and rates == [1.0, 0.5, 1.0]
-    chosen = [id(p) for o in optimisers for group in o.param_groups for p in group["params"]]
-    expected = [
-        id(p) for n, p in model.named_parameters() if not n.removeprefix("matcher.").startswith(HEADS)
-    ]
-    assert sorted(chosen) == sorted(expected)
 
 
 @pytest.mark.parametrize("damage", ["cut", "other"])

@@ -29,7 +29,6 @@ from matcher.types import UNMATCHED, Features
 
 IGNORED = -2  # a value of partners, beside UNMATCHED: losses ignore the keypoint
 CONTOUR = 7  # pixels; a hidden point with a visible one in a square of that size may lie on either surface
-WEAK = 1e-4  # factor of the scores of pixels that are no keypoints; they come last
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +105,8 @@ class Describer:
             rate = draws.uniform(len(images), 1, 1, high=self._dropout)
             kept &= draws.uniform(*logits.shape) >= rate
         scores = logits.sigmoid()
-        scores = torch.where(kept & (scores > SCORE_THRESHOLD), scores, WEAK * scores).flatten(1)
+        # Pixels that are no keypoints come last.
+        scores = torch.where(kept & (scores > SCORE_THRESHOLD), scores, 1e-4 * scores).flatten(1)
         index, width = scores.topk(count, dim=1).indices, logits.shape[2]
         points = subpixel(logits, torch.stack([index % width, index // width], dim=2))
         valid = torch.ones(points.shape[:2], dtype=torch.bool, device=points.device)

@@ -114,9 +114,7 @@ def viewing_angles(images: Sequence[PosedImage]) -> tuple[np.ndarray, np.ndarray
 
 # --- Dense depth of a posed image by plane sweeping over its neighbours (Collins 1996; Gallup et al. 2007).
 
-WINDOW = 7  # pixels of the sweep, side of the windows that are compared
 MIN_CORRELATION = 0.5  # mean normalised cross-correlation (ZNCC) with the better half of the neighbours
-RELIABLE = 0.6  # correlation of the pixels by which a surface is fitted
 ANGLES = (1.0, 40.0)  # triangulation angles of neighbours in degrees
 MIN_COMMON = 25  # points
 
@@ -159,7 +157,8 @@ def sweep(image: PosedImage, neighbours: Sequence[PosedImage]) -> np.ndarray:
 def _surface(inverse: np.ndarray, correlation: np.ndarray, image: PosedImage) -> np.ndarray:
     """(h, w) float32 smooth inverse depth: a local plane fitted to the reliable pixels."""
     height, width = inverse.shape
-    weight = np.where(correlation > RELIABLE, (correlation - RELIABLE) ** 2, 1e-7).astype(np.float32)
+    # Pixels of a correlation above .6 are fitted.
+    weight = np.where(correlation > 0.6, (correlation - 0.6) ** 2, 1e-7).astype(np.float32)
     inverse = inverse.astype(np.float32).copy()
     factors = np.divide((width, height), image.pixels.shape[1::-1])
     at = np.rint((image.positions + 0.5) * factors - 0.5).astype(int)
@@ -205,7 +204,7 @@ class _PlaneSweep:
 
     def __init__(self, image: PosedImage, neighbours: Sequence[PosedImage], scale: float) -> None:
         self.grey, K = _scaled(image, scale)
-        self.window = WINDOW if scale < 1 else 2 * WINDOW - 3
+        self.window = 7 if scale < 1 else 11  # pixels, the side of what is compared
         self.mean = self._box(self.grey)
         self.variance = np.maximum(self._box(self.grey * self.grey) - self.mean**2, 1e-3)
         self.textured = np.sqrt(self.variance) > 2.0  # grey levels

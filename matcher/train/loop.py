@@ -37,7 +37,7 @@ from matcher.train.losses import (
     refinement_loss,
     reliability_loss,
 )
-from matcher.train.pairs import Draws, ImagePairs, PairSampler, other_of_pair
+from matcher.train.pairs import Draws, ImagePairs, PairSampler, made_ahead, other_of_pair
 from matcher.train.recipe import OptimiserRecipe, Recipe, differences, fingerprint
 from matcher.train.start import Networks, build_networks, optimisers_of
 from matcher.train.views import duration
@@ -45,10 +45,7 @@ from matcher.train.views import duration
 Log = Callable[[str], None]
 LogRow = dict[str, float]
 
-MOST_SKIPPED = 50  # steps without a finite loss, after which a run is given up
 LOG_EVERY, SAVE_EVERY = 10.0, 300.0  # seconds
-HEAD_LEARNING_RATE = 2e-3  # of the confidence stage; falls linearly to zero
-HEAD_STEPS = 10_000_000  # added to the steps of that stage, so that its batches are others
 CORRECT = 3.0  # pixels; validation
 
 
@@ -385,7 +382,7 @@ class Loop:
             losses.append(self.trainer.step(batch))
             now = time.perf_counter()
             progress.seconds += now - started
-            if progress.skipped > MOST_SKIPPED:
+            if progress.skipped > 50:  # it will not recover
                 raise MatcherError(
                     f"the loss was not finite in {progress.skipped} steps; lower "
                     "optimiser.learning_rate in the recipe and start in another --run folder"
@@ -446,15 +443,12 @@ class Loop:
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(row) + "\n")
 
-    def train_heads(
-        self, networks: Networks, make: Callable[[int], Batch], ahead: Callable[..., Any]
-    ) -> None:
+    def train_heads(self, networks: Networks, make: Callable[[int], Batch]) -> None:
         """The last stage: the heads for early exit and pruning on the finished network (LightGlue, 3.3).
 
         Args:
             networks: of which the matcher's heads are trained.
             make: makes the batch of a step.
-            ahead: `made_ahead`.
 
         Raises:
             Stopped: the caller asked for it.
@@ -475,9 +469,10 @@ class Loop:
                 raise IntegrityError(f"{checkpoint} does not fit this network; delete it") from error
         began = reported = time.perf_counter()
         first = done
-        for batch in ahead(make, HEAD_STEPS + done, HEAD_STEPS + steps, device):
+        others = 10_000_000  # added to the steps, so that the batches are others
+        for batch in made_ahead(make, others + done, others + steps, device):
             for group in optimiser.param_groups:
-                group["lr"] = HEAD_LEARNING_RATE * (1 - done / steps)
+                group["lr"] = 2e-3 * (1 - done / steps)  # linearly to zero
             known = self._known(networks, batch)
             loss = head_loss(matcher, known, recipe.matcher)
             optimiser.zero_grad()

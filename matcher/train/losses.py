@@ -20,11 +20,7 @@ from matcher.train.pairs import other_of_pair
 from matcher.train.recipe import LEARNED, MatcherRecipe
 from matcher.types import UNMATCHED, Features
 
-POSITION_SCALE = 0.05  # in normalised positions
-MEAN_SIMILARITY_WEIGHT = 1e-3  # small: only a drift of scores is held back, which no assignment shows
-CORRESPONDENCE_WEIGHT = 2.0  # of the predicted correspondences, beside the assignment
 UNROLLED = 2  # Sinkhorn iterations with gradients
-PRUNED_AFTER = 3  # points are dropped after one of so many first layers, never after the last
 MASKED = -1e4  # a logit without probability
 
 
@@ -85,7 +81,7 @@ def correspondence_loss(predicted: Tensor, ground_truth: Tensor, visible: Tensor
     Logarithmic: steep for small errors, which rewards accuracy, and flat for outliers.
     """
     distance = (predicted - ground_truth).norm(dim=-1)
-    return 0.25 * mean_of(torch.log1p(distance / POSITION_SCALE), visible)
+    return 0.25 * mean_of(torch.log1p(distance / 0.05), visible)  # normalised positions
 
 
 def confidence_loss(logits: Tensor, current: Tensor, final: Tensor) -> Tensor:
@@ -162,7 +158,7 @@ class Pruning:
     def drawn(cls, shares: Sequence[float], depth: int, rng: torch.Generator) -> Pruning | None:
         """One of the `shares` of points after one of the first layers; None where all points go on."""
         share = shares[int(torch.randint(len(shares), (1,), generator=rng))]
-        layers = min(PRUNED_AFTER, depth - 1)
+        layers = min(3, depth - 1)  # never after the last
         if share == 1 or not layers:
             return None
         return cls(int(torch.randint(layers, (1,), generator=rng)), share)
@@ -276,7 +272,8 @@ def matching_loss(
         layer, partners = layers[depth], layers[depth].labels.partners
         scores = scores_of(model, layer, depth)
         steady = matchability_loss(scores, *partners)
-        steady = steady + MEAN_SIMILARITY_WEIGHT * mean_similarity_loss(scores, *layer.labels.masks)
+        # A small weight: only a drift of scores is held back, which no assignment shows.
+        steady = steady + 1e-3 * mean_similarity_loss(scores, *layer.labels.masks)
         rounds = model.config.assignment.consensus if depth == last else 0
         found = _assignments(model, layer, scores, recipe.sinkhorn_iterations, rounds)
         losses += [assignment_loss(log_p, *partners) + steady for log_p in found]
@@ -296,7 +293,7 @@ def matching_loss(
         for layer in layers
         for side, target in zip(layer.sides, layer.labels.targets, strict=True)
     ]
-    return loss + CORRESPONDENCE_WEIGHT * torch.stack(errors).mean()
+    return loss + 2.0 * torch.stack(errors).mean()
 
 
 def head_loss(model: MatchingNetwork, batch: PairBatch, recipe: MatcherRecipe) -> Tensor:

@@ -19,7 +19,6 @@ from matcher.weights.files import FOLDERS
 
 SIFT, LEARNED = "sift", "learned"
 DESCRIPTOR_DIMS = {SIFT: 128, LEARNED: 64}  # of the front ends that a matcher can be trained on
-LARGEST_RECIPE = 32 * 1024  # bytes; the time that TOML takes grows with the square of its length
 BLOCK = (
     16  # pixels; sides of training images are multiples of it, as of JPEG's blocks and most networks' strides
 )
@@ -234,7 +233,8 @@ def read_recipe(path: Path) -> Recipe:
             names the key.
     """
     try:
-        values = tomllib.loads(read_given(path, LARGEST_RECIPE).decode("utf-8"))
+        # The time that TOML takes grows with the square of its length.
+        values = tomllib.loads(read_given(path, 32 * 1024).decode("utf-8"))
         recipe = from_dict(Recipe, values, where=path.name)
     except UsageError:
         raise

@@ -101,12 +101,9 @@ def train(
             loop.run(made_ahead(make, trainer.progress.step, recipe.optimiser.steps, device))
             trainer.average.load_state_dict(load_state(options.folder / "best.pt"))
             networks = finished(trainer.average, recipe)
-            if (
-                networks.matcher is not None
-                and len(networks.matcher.confidence)
-                and recipe.matcher.confidence_steps
-            ):
-                loop.train_heads(networks, make, made_ahead)
+            heads = () if networks.matcher is None else networks.matcher.confidence
+            if len(heads) and recipe.matcher.confidence_steps:
+                loop.train_heads(networks, make)
         except Stopped:
             return None
         return _write(loop, networks, scores)

@@ -16,7 +16,6 @@ from matcher.train.recipe import FrontEndRecipe, MatcherRecipe, Recipe
 from matcher.weights.files import load_model
 
 INNER_HEADS = ("confidence", "match_probability")
-FIRST_SCALE = 20.0  # of the descriptors' similarities, initially; it is learned
 
 
 class Networks(nn.Module):
@@ -25,7 +24,7 @@ class Networks(nn.Module):
     def __init__(self, front_end: FeatureNetwork | None, matcher: MatchingNetwork | None) -> None:
         super().__init__()
         self.front_end, self.matcher = front_end, matcher
-        self.log_scale = nn.Parameter(torch.tensor(math.log(FIRST_SCALE)))
+        self.log_scale = nn.Parameter(torch.tensor(math.log(20.0)))
 
 
 def build_networks(recipe: Recipe) -> tuple[Networks, FeatureNetwork | None, bool]:

@@ -26,8 +26,6 @@ Log = Callable[[str], None]
 VISIBLE, HIDDEN, UNKNOWN = 1, 0, -1  # states of a point of one image in another
 NOTHING = -1.0  # inverse depth of pixels outside the scene: borders, backdrops
 SAME_DEPTH = 0.03  # largest relative difference of the inverse depths of one surface
-SAME_PIXEL = 0.8  # largest forward-backward error in pixels
-SURELY_SAME_PIXEL = 0.3  # the same whatever the depths are, as those of far points are uncertain
 
 LONGEST_SIDE = 720  # pixels; larger images are shrunk
 DEPTH_STEP = 2  # pixels from one sample of the inverse depth to the next
@@ -438,8 +436,9 @@ def _visible(maps: Tensor, points: Tensor, expected: Tensor, rate: Tensor, step:
     are inconsistent."""
     linear, nearest = _sampled(maps, points, step)
     error = torch.minimum((linear - expected).abs(), (nearest - expected).abs())
-    same = (error <= SAME_DEPTH * expected) | (error * rate <= SURELY_SAME_PIXEL)
-    visible = same & (error * rate <= SAME_PIXEL) & (nearest > 0)
+    # Within .3 pixels it is the same whatever the depths are, as those of far points are uncertain.
+    same = (error <= SAME_DEPTH * expected) | (error * rate <= 0.3)
+    visible = same & (error * rate <= 0.8) & (nearest > 0)
     occluded = ~same & (torch.minimum(linear, nearest) > expected * (1 + SAME_DEPTH))
     states = torch.where(occluded | (nearest == NOTHING), HIDDEN, UNKNOWN)
     return torch.where(visible, VISIBLE, states)
