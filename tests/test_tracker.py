@@ -72,6 +72,9 @@ def test_a_step_that_far_points_leave_open_is_uncertain():
     results = world.drive(world.tracker(**PAIRS), range(6), stereo=True)
     statuses = [result.pose_status for result in results[1:]]
     assert statuses.count("uncertain") >= 4
+    jumping = World(step=1.0, jump={4: 1.5})  # a step two and a half times as long as those before
+    results = jumping.drive(jumping.tracker(**PAIRS), range(6), stereo=True)
+    assert [result.pose_status for result in results[1:5]] == ["ok", "ok", "ok", "uncertain"]
     near = World()
     sure = near.drive(near.tracker(**PAIRS), [0, 1, 1, 1], stereo=True)
     assert [result.pose_status for result in sure] == ["ok"] * 4  # also where the camera stands still

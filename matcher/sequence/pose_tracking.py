@@ -485,14 +485,18 @@ class PoseTracker:
 
     def _settle(self, frame: KeptFrame, pose: np.ndarray, deviation: float = 0.0) -> PoseStatus:
         """Take a pose for that of a frame; `deviation` says how uncertain the camera's position is."""
-        length = self.baseline or 1.0
+        unit, before, jumped = self.baseline or 1.0, float(np.linalg.norm(self._motion[:3, 3])), False
+        length = unit
         if self._last is not None:
             frames = frame.index - self._last[0]
             step = np.linalg.inv(self._last[1]) @ pose
             length = max(length, float(np.linalg.norm(step[:3, 3])))
+            # Cameras hardly stop at once, and cars before them may show more points than what stands still.
+            change = np.linalg.norm(step[:3, 3] / max(1, frames) - self._motion[:3, 3])
+            jumped = before > unit and change > before / 2
             if frames != 1:  # over a gap the motion of one frame is only known roughly, by its share
                 step[:3, :3], step[:3, 3] = np.eye(3), step[:3, 3] / max(1, frames)
             self._motion = step
         frame.world_from_cam, self._last = pose, (frame.index, pose)
         self.doubt = deviation / length
-        return "ok" if self.doubt <= MOST_DOUBT else "uncertain"
+        return "uncertain" if jumped or self.doubt > MOST_DOUBT else "ok"
