@@ -1,5 +1,6 @@
 """The documents: short, with links that lead somewhere, commands that work, and figures from results."""
 
+import functools
 import importlib
 import re
 import shlex
@@ -74,9 +75,14 @@ def test_python_in_a_document_runs(document, tmp_path, shipped_weights):
     assert done.returncode == 0, done.stderr
 
 
+@functools.cache
+def everything_typed() -> typer.core.TyperGroup:
+    return typer.main.get_command(build())
+
+
 def parser(words: list[str]) -> tuple[typer.core.TyperGroup, list[str]]:
     """The command that words begin with, and the other words."""
-    command = typer.main.get_command(build())
+    command = everything_typed()
     while words and hasattr(command, "commands") and not words[0].startswith("-"):
         command, words = command.commands[words[0]], words[1:]
     return command, words
