@@ -178,6 +178,7 @@ def notebooks() -> None:
             cell.metadata.pop("execution", None)
             if cell.cell_type == "code":  # what was printed, as one piece, without progress
                 said = "".join(one.text for one in cell.outputs if one.get("name") == "stdout")
+                said = said.replace(f"{place}/", "")
                 cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=said)] if said else []
         (DOCS / "notebooks").mkdir(exist_ok=True)
         nbformat.write(notebook, DOCS / "notebooks" / f"{name}.ipynb")
