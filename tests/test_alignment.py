@@ -99,14 +99,6 @@ def test_beyond_the_horizon_nothing_is_covered():
     assert lay_over(image, image, -steep).covered[50, 10]
 
 
-def test_a_small_copy_is_not_aliased():
-    fine = (np.indices((600, 600)).sum(0) % 2 * 255).astype(np.uint8)  # grey from far away
-    image = matcher.Image(fine, size=(600, 600))
-    small = matcher.Image(np.zeros((60, 60), np.uint8), size=(60, 60))
-    above = lay_over(image, small, np.diag([0.1, 0.1, 1])).above
-    assert np.abs(above[5:55, 5:55].astype(int) - 127).max() < 10
-
-
 def test_the_command_writes_all_views_and_prints_the_matrix(pair, tmp_path, capfd):
     (a, b), _, _ = pair
     files = {name: tmp_path / f"{name}.png" for name in ("output", "blend", "checkerboard", "difference")}

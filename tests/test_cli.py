@@ -69,15 +69,6 @@ def test_the_summary_names_images_network_and_what_was_found(views, small_weight
     assert (found["layers_run"], found["layers"]) == (3, 3)
 
 
-def test_options_reach_the_library(views, capfd):
-    counts = []
-    for ratio in (0.9, 0.7):
-        assert match(views, "--ratio", ratio, "--json") == 0
-        counts.append(json.loads(capfd.readouterr().out)["matches"])
-    loaded = [matcher.load("nearest", max_keypoints=400, ratio=r).match(*views) for r in (0.9, 0.7)]
-    assert counts == [len(result.matches) for result in loaded] and counts[0] > counts[1] > 0
-
-
 def test_a_geometry_that_was_asked_for_is_printed(views, capfd):
     assert match(views, "--geometry", "homography") == 0
     printed = capfd.readouterr().out.partition("# homography")[2].splitlines()[1:]
@@ -207,16 +198,6 @@ def test_mistakes_have_a_message_and_a_code(views, options, code, message, capfd
     assert out == "" and message in err and "Traceback" not in err and "PipelineConfig" not in err
 
 
-@pytest.mark.parametrize("content", [None, b"", b"hello", b"half"])
-def test_images_that_cannot_be_read(views, tmp_path, content, capfd):
-    path = tmp_path / "bad.jpg"
-    if content is not None:
-        path.write_bytes(views[0].read_bytes()[:20000] if content == b"half" else content)
-    assert match((path, views[1])) == 3
-    out, err = capfd.readouterr()
-    assert out == "" and "bad.jpg" in err and "Traceback" not in err
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -250,21 +231,6 @@ def test_internal_errors_have_one_line_and_a_log_their_traceback(views, tmp_path
     assert "Traceback" in (tmp_path / "run.log").read_text()
     monkeypatch.setenv("MATCHER_DEBUG", "1")
     assert match(views) == 1 and "Traceback" in capfd.readouterr().err
-
-
-def test_a_full_disk_exits_6_and_leaves_nothing(views, tmp_path, monkeypatch):
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    assert match(views, "--output", tmp_path / "r.npz") == 6
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_as_a_command(views, tmp_path):
-    given = ["match", *map(str, views), "--preset", "nearest", "--json"]
-    done = subprocess.run([sys.executable, "-m", "matcher", *given], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and json.loads(done.stdout)["matches"] > 50, done.stderr
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")

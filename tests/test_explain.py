@@ -10,10 +10,7 @@ from random_matcher import CONFIG, matcher_with, pair, random_model
 from matcher.config import ContextConfig
 from matcher.errors import UsageError
 from matcher.explain.explain import explain, nearest_keypoint
-from matcher.images import read_image
-from matcher.match.loftr import GridExtractor
 from matcher.match.network import AttentionMatcher, MatchingNetwork
-from matcher.presets import find_preset
 from matcher.types import MATCHED, UNMATCHED, Features
 
 
@@ -146,30 +143,6 @@ def test_a_pair_exits_where_its_certainty_passes_the_share(probabilities, share)
         assert last.certain > share - slack - 1e-6
     else:
         assert last.certain is None and len(record.layers) == CONFIG.context.depth
-
-
-def test_cells_of_a_grid_tell_their_linear_attention(views):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        # Untrained, it is sure of nothing.
-        config = find_preset("loftr-outdoor").matcher
-        config = replace(config, policy=replace(config.policy, match_threshold=0.0))
-        matcher = AttentionMatcher(MatchingNetwork(config), precision="float32")
-    extractor = GridExtractor(matcher.model.backbone, matcher.model.config.kind)
-    sides = extractor([read_image(view, resize=160) for view in views])
-    asked = nearest_keypoint(sides[0], (200, 150))
-    record = explain(matcher, *sides, [asked])
-    found = matcher(*(Features.stack([f]) for f in sides))[0]
-    assert np.array_equal(record.matches, found.indices) and np.array_equal(record.scores, found.scores)
-    assert len(record.matches) > 10 and np.array_equal(record.layers[-1].matches, record.matches)
-    assert record.layers[-1].unmatched == (None, None)
-    assert record.rollout[0].sum() == pytest.approx(1, abs=1e-3) and len(record.rollout[0][0]) == sum(
-        map(len, sides)
-    )
-    for layer in record.layers:
-        for attention, side in ((layer.self_attention[0], sides[0]), (layer.cross_attention[0], sides[1])):
-            assert attention.points.shape == (1, 8, 8) and (attention.points >= 0).all()
-            assert (attention.entropy > 0).all() and (attention.entropy <= np.log(len(side)) + 1e-3).all()
 
 
 @pytest.mark.parametrize("changes", [GUIDED])

@@ -78,14 +78,6 @@ def test_at_most_so_many_are_found_and_masks_hide_the_others(template, scene):
     assert np.abs(one.corners - true_corners(POSES[1])).max() < 2.5
 
 
-def test_a_tiny_template_is_found(rng):
-    pixels = rng.integers(0, 255, (15, 15, 3), dtype=np.uint8)
-    image = cv2.GaussianBlur(rng.integers(100, 140, (400, 400, 3), dtype=np.uint8), (0, 0), 3)
-    image[120:240, 150:270] = cv2.resize(pixels, (120, 120), interpolation=cv2.INTER_CUBIC)
-    (found,) = matcher.find(pixels, image, "nearest").instances
-    assert found.scale == pytest.approx(8, rel=0.02)
-
-
 def test_what_is_not_there_is_not_found(template, scene):
     other = np.ascontiguousarray(template[::-1])  # a mirror image is another picture
     assert len(matcher.find(other, scene, "nearest", max_keypoints=600)) == 0

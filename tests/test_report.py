@@ -14,11 +14,9 @@ from collection_runs import QUICK, photos
 from command import run as command
 
 from matcher.collection.collection import Collection
-from matcher.collection.schema import StoredPair
 from matcher.collection.store import Store
 from matcher.errors import UsageError
 from matcher.explain.report import pair_data, write_report
-from matcher.explain.run_report import collect_statistics
 from matcher.loading import load
 from matcher.match.network import AttentionMatcher, MatchingNetwork
 from matcher.presets import PRESETS
@@ -78,21 +76,6 @@ def test_the_report_holds_the_matches_and_escapes_names(report, pictures):
     accepted = result.matches.indices[result.matches.refinement.accepted, 1]
     assert data["images"][0]["ellipses"] == [] and len(accepted) > 20
     assert [row[0] for row in data["images"][1]["ellipses"]] == sorted(accepted.tolist())
-
-
-def test_ellipses_are_covariances_in_pixels_of_the_page():
-    """Stored images of 400 x 200 pixels, shown turned by EXIF orientation 6 at half their size."""
-    image = Image(np.zeros((200, 100), np.uint8), (400, 200), (0.5, 0.5), orientation=6)
-    points = np.array([[10.0, 20.0], [200.0, 100.0], [300.0, 50.0]], np.float32)
-    matches = Matches.from_indices([[0, 1], [2, 2]], points, points, [0.9, 0.8])
-    covariances = np.full((3, 2, 2), np.nan)
-    covariances[[0, 1]] = np.diag([0.04, 0.01])  # longer along the stored x, which is shown as y
-    geometry = TwoViewGeometry("fundamental", "not_estimated", np.zeros(2, bool))
-    data = pair_data((image, image), (points, points), matches, geometry, [], (None, covariances))
-    assert data["images"][0]["ellipses"] == []
-    ((point, long, short, angle),) = data["images"][1]["ellipses"]
-    assert (point, long, short) == (1, 0.2 * 0.5 * data["enlarged"], 0.1 * 0.5 * data["enlarged"])
-    assert abs(np.sin(angle)) == pytest.approx(1)
 
 
 def test_a_rejected_geometry_has_no_inliers_and_no_place():
@@ -313,21 +296,3 @@ def test_bad_requests_are_refused(run, tmp_path):
     ):
         assert command("report", *arguments) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["page_pairs"]
-
-
-def test_one_pass_keeps_the_worst_and_the_best():
-    counts = np.random.default_rng(0).integers(0, 300, 200)
-    pairs = []
-    for number, count in enumerate(counts.tolist()):
-        points = np.zeros((count + 5, 2), np.float32)
-        index = np.stack([np.arange(count + 5)] * 2, 1)
-        matches = Matches(index, points, points, np.ones(count + 5, np.float32))
-        status = "ok" if count > 15 else "too_few"
-        geometry = TwoViewGeometry("fundamental", status, np.arange(count + 5) < count)
-        pairs.append(StoredPair(f"{number}", f"{number + 1}", matches, geometry, 0.5))
-    found = collect_statistics(iter(pairs), 20, 30)
-    assert [row.inliers for row in found.weakest] == sorted(counts)[:20]
-    assert [row.inliers for row in found.strongest] == sorted(counts)[::-1][:30]
-    assert found.pairs == 200 and found.seconds == 100.0
-    assert found.statuses["ok"] == (counts > 15).sum() and sum(found.inliers.values()) == 200
-    assert sum(found.degree.values()) == 2 * (counts > 15).sum() and found.tried["3"] == 2

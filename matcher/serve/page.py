@@ -5,9 +5,9 @@ from __future__ import annotations
 import html
 import os
 import tempfile
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -69,10 +69,10 @@ class Answer:
 class Matching:
     """Pipelines by what was chosen; one pair is matched at a time."""
 
-    def __init__(self, device: str = "auto", max_pixels: int | None = None) -> None:
-        """For networks on a device, and images of at most so many pixels."""
-        self._device, self._max_pixels, self._busy = device, max_pixels, Lock()
-        self._pipelines: OrderedDict[Choices, Pipeline] = OrderedDict()
+    def __init__(self, device: str = "auto") -> None:
+        """For networks on a device."""
+        self._busy = Lock()
+        self.pipeline = lru_cache(maxsize=2)(partial(_load, device=device))  # each holds a network
 
     def answer(
         self, image0: Path, image1: Path, choices: Choices, *, explained: bool = True, **given: Any
@@ -102,31 +102,22 @@ class Matching:
         )
         return Answer(pipeline, result, figure_pixels(figure), report)
 
-    def pipeline(self, choices: Choices) -> Pipeline:
-        """The pipeline of these choices; the last few are kept."""
-        if choices not in self._pipelines:
-            self._pipelines[choices] = self._load(choices)
-        self._pipelines.move_to_end(choices)
-        while len(self._pipelines) > 2:  # each holds a network
-            self._pipelines.popitem(last=False)
-        return self._pipelines[choices]
 
-    def _load(self, choices: Choices) -> Pipeline:
-        if choices.max_error is not None and not choices.max_error > 0:
-            raise UsageError(f"the largest error of an inlier is above 0 pixels, not {choices.max_error:g}")
-        pipeline = load(
-            choices.preset,
-            device=self._device,
-            match_threshold=choices.threshold,
-            max_keypoints=choices.max_keypoints,
-            resize=choices.resize,
-            geometry=choices.geometry,
-            max_pixels=self._max_pixels,
-        )
-        if choices.max_error is None:
-            return pipeline
-        name = "max_reprojection_error" if choices.geometry.startswith("homograph") else "max_epipolar_error"
-        return with_estimation(pipeline, replace(pipeline.config.estimation, **{name: choices.max_error}))
+def _load(choices: Choices, device: str) -> Pipeline:
+    if choices.max_error is not None and not choices.max_error > 0:
+        raise UsageError(f"the largest error of an inlier is above 0 pixels, not {choices.max_error:g}")
+    pipeline = load(
+        choices.preset,
+        device=device,
+        match_threshold=choices.threshold,
+        max_keypoints=choices.max_keypoints,
+        resize=choices.resize,
+        geometry=choices.geometry,
+    )
+    if choices.max_error is None:
+        return pipeline
+    name = "max_reprojection_error" if choices.geometry.startswith("homograph") else "max_epipolar_error"
+    return with_estimation(pipeline, replace(pipeline.config.estimation, **{name: choices.max_error}))
 
 
 def geometry_rows(result: Result) -> list[list[Any]]:

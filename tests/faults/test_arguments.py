@@ -290,22 +290,3 @@ def test_command_lines_of_any_words(tmp_path, monkeypatch, capfd, tried, example
 
     check()
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("line", "is_pose"),
-    [
-        ("0 0 0 0 0 0 0 1e308", True),  # a quaternion whose square overflows is still a rotation
-        ("0 0 0 0 0 0 0 0", False),
-        ("0 0 0 0 nan 0 0 1", False),
-        ("1 0 0 0 0 1 0 0 0 0 -1 0", False),
-        ("1 1 0 0 0 1 0 0 0 0 1 0", False),
-    ],
-)
-def test_lines_of_trajectories(tmp_path, line, is_pose):
-    (tmp_path / "poses.txt").write_text(line)
-    if is_pose:
-        assert np.allclose(read_poses(tmp_path / "poses.txt")[1], np.eye(4))
-    else:
-        with pytest.raises(UsageError, match=r"poses\.txt"):
-            read_poses(tmp_path / "poses.txt")
