@@ -91,9 +91,9 @@ def board() -> str:
         "written by `python scripts/leaderboard.py write` from `docs/results/evaluate/`, which has all "
         "figures, their intervals, commits and commands (`matcher evaluate SET`, with `--no-further-passes` "
         "for one pass). Rows called published are of their own code; those called ours have the same "
-        "weights in this package, and refined matches. In brackets the number of pairs where it is not the whole set. CPU ms: median "
-        "processor time of the whole call for a pair of the kitchen, one thread; the machine was shared, so "
-        "compare only rows of one commit.",
+        "weights in this package, and refined matches. In brackets the number of pairs where it is not the "
+        "whole set. CPU ms: median processor time of the whole call for a pair of the kitchen, one thread; "
+        "the machine was shared, so compare only rows of one commit.",
         "",
         f"| method | passes | recipe | trained | {' | '.join(titles)} | CPU ms | commit, date |",
         f"|{' --- |' * (6 + len(titles))}",
