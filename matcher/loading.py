@@ -98,7 +98,8 @@ def open_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
     return preset
 
 
-def _is_installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
+    """Whether a package can be imported."""
     try:
         return find_spec(name) is not None
     except ModuleNotFoundError:
@@ -112,7 +113,7 @@ def engine_of(given: Mapping[str, Any]) -> ModuleType:
         UsageError: what it needs is not installed.
     """
     engine = given.get("engine") or (
-        "onnx" if _is_installed("onnxruntime") and not _is_installed("torch") else "torch"
+        "onnx" if is_installed("onnxruntime") and not is_installed("torch") else "torch"
     )
     needed = "onnxruntime" if engine == "onnx" else "torch"
     try:

@@ -12,7 +12,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, wraps
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
@@ -178,7 +177,9 @@ def _as_options(text: str, names: Iterable[str]) -> str:
 
 def _tell_of_slow_front_ends(given: dict[str, Any]) -> None:
     """Say what to expect where the front end takes seconds an image on a CPU."""
-    if (config := PRESETS.get(given["preset"])) is None or not find_spec("torch"):
+    from matcher.loading import is_installed
+
+    if (config := PRESETS.get(given["preset"])) is None or not is_installed("torch"):
         return
     kind = given.get("frontend", config.extractor.kind)
     if kind not in SLOW_FRONT_ENDS or given["device"].startswith(("cuda", "mps")):
