@@ -92,8 +92,9 @@ def find_run(model: str | Path) -> Path:
         run = run.with_name(f"{run.name[:80]}…")
     raise UsageError(
         f"{folder} does not say which run holds the features of its images, or the run is not at {run}: name "
-        "it (run_dir, or --run RUN_DIR); for a model of another program, make one by `matcher sfm PHOTOS "
-        f"--poses {folder} --out NEW_MODEL`, or localise by `matcher localize {folder} PHOTOS --pictures DIR`"
+        f"it (run_dir in Python; `matcher localize {folder} PHOTOS --run RUN_DIR`); for a model of another "
+        f"program, make one by `matcher sfm PHOTOS --poses {folder} --out NEW_MODEL`, or localise by "
+        f"`matcher localize {folder} PHOTOS --pictures DIR`"
     )
 
 
