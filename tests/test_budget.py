@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import cv2
 import numpy as np
 import pytest
 
@@ -153,20 +152,6 @@ def test_neighbours_get_half_of_the_layers_and_strangers_all(network):
     assert len(matcher.Tracker(network).pipeline.matcher.model.layers) == 3
     nearest = matcher.load("nearest")
     assert for_neighbours(nearest).matcher is nearest.matcher
-
-
-def test_a_sequence_says_what_it_chose_at_the_first_frame(network, views):
-    picture = cv2.resize(cv2.imread(str(views[0])), (320, 240))
-    tracker = matcher.Tracker(network, budget_ms=60_000)
-    assert tracker.push(np.zeros_like(picture)).status == "blank" and tracker.choice is None
-    first = tracker.push(picture)
-    assert tracker.choice.budget_ms == 60_000 and tracker.choice.fits
-    assert len(first.keypoints) <= tracker.choice.max_keypoints
-    again = tracker.push(picture)
-    assert again.status == "tracked" and np.isin(again.track_ids, first.track_ids).mean() > 0.9
-    least = matcher.Tracker(network, budget_ms=0.01)
-    least.push(picture)
-    assert not least.choice.fits and least.choice.max_keypoints < tracker.choice.max_keypoints
 
 
 def test_frames_keep_their_budget_when_the_machine_is_busy(network, views):

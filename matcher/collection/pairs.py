@@ -38,14 +38,13 @@ from matcher.verify.verdict import NOT, verdict_of
 
 _LONGEST_LINE = 16_384  # bytes
 
-# What may be wrong with a line. `USED` ones still give their pair.
+# What may be wrong with a line; the last two still give their pair.
 REPEATED = "repeated pair"
 SELF = "image paired with itself"
 MISSING = "image not in the collection"
 COLUMNS = "not two names"
 EXTRA = "more than two columns (the first two are used)"
 OTHER_FORM = "another form of an image's name (it is used)"
-USED = (EXTRA, OTHER_FORM)
 
 
 @dataclass(frozen=True)
