@@ -44,18 +44,19 @@ class MatchedPoints:
         """The points of both images."""
         return self.points0, self.points1
 
+    def select(self, part: np.ndarray) -> MatchedPoints:
+        """Some of them, by a mask or indices."""
+        known = None if self.covariances is None else self.covariances[part]
+        return MatchedPoints(self.points0[part], self.points1[part], self.probable[part], known)
+
     def best_first(self) -> np.ndarray | None:
         """The order (N,) for progressive sampling (PROSAC, Chum and Matas 2005), if there is one."""
         return np.argsort(-self.probable, kind="stable") if np.ptp(self.probable) > 0 else None
 
     def most_probable(self, share: float) -> MatchedPoints:
         """At least a share of the matches, in the same order: all as probable as the last of them."""
-        least = np.quantile(self.probable, 1 - share, method="higher")
-        part = self.probable >= least
-        if part.all():
-            return self
-        covariances = None if self.covariances is None else self.covariances[part]
-        return MatchedPoints(self.points0[part], self.points1[part], self.probable[part], covariances)
+        part = self.probable >= np.quantile(self.probable, 1 - share, method="higher")
+        return self if part.all() else self.select(part)
 
     @cached_property
     def weights(self) -> np.ndarray:
@@ -132,29 +133,14 @@ def likeliest(hypotheses: Sequence[Hypothesis]) -> Hypothesis | None:
 # Adjustment
 
 _KNOWN, _UNKNOWN = 0.2, 0.5  # pixels of the resized image: standard deviation beside covariances, and without
-_ROUNDS, _ATTEMPTS = 15, 8
-# A step must lower the loss by this for another one to follow. As the loss is the negative logarithm of a
-# likelihood, what is left to gain is a small part of the model's own uncertainty. Of a loss below 1, as of
-# points without noise, it is a share.
-_ENOUGH = 0.001
-_DAMPING = 1e-5  # at first: where the matches nearly lie on a plane, one direction is that much weaker
-_TINY = 1e-300
-_VAST = 1e8  # pixels²
+_TINY, _VAST = 1e-300, 1e8  # pixels²
 _TURNS = np.array(  # derivatives of a rotation about x, y and z
     [
-        [[0.0, 0.0, 0.0], [0.0, 0.0, -1.0], [0.0, 1.0, 0.0]],
-        [[0.0, 0.0, 1.0], [0.0, 0.0, 0.0], [-1.0, 0.0, 0.0]],
-        [[0.0, -1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]],
-    ]
-)
-# Matrices e, row by row, that span the changes model @ (1 + e) of a similarity.
-_OF_SIMILARITIES = np.array(
-    [
-        [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0],
-        [0.0, -1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0],
-        [0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
-        [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0],
-    ]
+        [[0, 0, 0], [0, 0, -1], [0, 1, 0]],
+        [[0, 0, 1], [0, 0, 0], [-1, 0, 0]],
+        [[0, -1, 0], [1, 0, 0], [0, 0, 0]],
+    ],
+    dtype=np.float64,
 )
 
 Model = TypeVar("Model")
@@ -183,40 +169,28 @@ class Spread(NamedTuple):
 
 
 def refined(
-    refine: Callable[..., np.ndarray], matched: MatchedPoints, model: np.ndarray, inliers: np.ndarray
+    refine: Callable[[np.ndarray, MatchedPoints], np.ndarray],
+    matched: MatchedPoints,
+    model: np.ndarray,
+    inliers: np.ndarray,
 ) -> np.ndarray:
     """What `refine` makes of a model by its inliers; the model itself if they are few or that fails."""
     if np.count_nonzero(inliers) <= 8:
         return model
-    known = None if matched.covariances is None else matched.covariances[inliers]
-    # By the square root of the probability: nearly as good as that itself where it is calibrated, and hardly
-    # worse than the same for all where it is only a similarity of descriptors.
-    weights = np.sqrt(matched.probable[inliers])
-    sides = (points[inliers] for points in matched.sides)
-    found = refine(model, *sides, known, weights / weights.mean())
+    found = refine(model, matched.select(inliers))
     return found if np.isfinite(found).all() and found.any() else model
 
 
 def adjusted_homography(
-    homography: np.ndarray,
-    points0: np.ndarray,
-    points1: np.ndarray,
-    covariances: np.ndarray | None,
-    weights: np.ndarray,
-    model: PlanarModel = "homography",
+    homography: np.ndarray, inliers: MatchedPoints, model: PlanarModel = "homography"
 ) -> np.ndarray:
-    """The homography, affine map or similarity of least loss near one; its scale is arbitrary.
-
-    Args:
-        homography: (3, 3), of the model.
-        points0, points1: (N, 2) its inliers, resized pixels.
-        covariances: (N, 2, 2) of points1, if they are known.
-        weights: (N,) of the matches.
-        model: what it remains.
-    """
-    changes = _OF_SIMILARITIES.T if model == "similarity" else np.eye(9)[:, : 6 if model == "affine" else 8]
-    condition = _conditioning(points0)
-    x, spread = lifted(points0) @ condition.T, Spread.of(covariances, len(points0))
+    """The homography (3, 3) of the kind `model` of least loss near one; its scale is arbitrary."""
+    # The changes model @ (1 + e), by the entries of e, that keep its kind; H[2, 2] is not free.
+    entries, condition = np.eye(9), _conditioning(inliers.points0)
+    changes = entries[:, : 6 if model == "affine" else 8]
+    if model == "similarity":
+        changes = np.stack([entries[0] + entries[4], entries[3] - entries[1], entries[2], entries[5]], axis=1)
+    x, spread = lifted(inliers.points0) @ condition.T, Spread.of(inliers.covariances, len(inliers))
     root = np.linalg.cholesky(np.stack([spread.xx, spread.xy, spread.xy, spread.yy], 1).reshape(-1, 2, 2))
     whiten = np.linalg.inv(root)
 
@@ -227,137 +201,127 @@ def adjusted_homography(
         # Of model @ (1 + e_ij): the i-th column of the model times the j-th coordinate.
         change = np.einsum("ci,nj->ncij", model, x).reshape(len(x), 3, 9) @ changes
         slope = (change[:, :2] - place[:, :, None] * change[:, 2:]) / depth[:, :, None]
-        return np.einsum("nij,nj->ni", whiten, place - points1), whiten @ slope
+        return np.einsum("nij,nj->ni", whiten, place - inliers.points1), whiten @ slope
 
     def moved(model: np.ndarray, step: np.ndarray) -> np.ndarray:
         return model @ (np.eye(3) + (changes @ step).reshape(3, 3))
 
-    return _minimised(homography @ np.linalg.inv(condition), residuals, moved, weights) @ condition
+    return _minimised(homography @ np.linalg.inv(condition), residuals, moved, inliers) @ condition
 
 
-def adjusted_fundamental(
-    fundamental: np.ndarray,
-    points0: np.ndarray,
-    points1: np.ndarray,
-    covariances: np.ndarray | None,
-    weights: np.ndarray,
-) -> np.ndarray:
-    """The fundamental matrix of least loss near one: two rotations and the ratio of its singular values.
-
-    The other arguments are those of `adjusted_homography`.
-    """
-    right, left = _conditioning(points0), _conditioning(points1).T
+def adjusted_fundamental(fundamental: np.ndarray, inliers: MatchedPoints) -> np.ndarray:
+    """The fundamental matrix of least loss near one: two rotations and the ratio of its singular values."""
+    right, left = _conditioning(inliers.points0), _conditioning(inliers.points1).T
     u, values, v = np.linalg.svd(np.linalg.inv(left) @ fundamental @ np.linalg.inv(right))
     if not values[0] > 0:
         return fundamental
-    spread = Spread.of(covariances, len(points0))
-    sides = lifted(points0).T.copy(), lifted(points1).T.copy()
+    across = _across(inliers)
 
     def residuals(model: tuple[np.ndarray, float, np.ndarray]) -> Residuals:
         u, ratio, v = model
         middle = np.diag([1.0, ratio, 0.0])
         slopes = np.concatenate([u @ _TURNS @ middle @ v, u @ middle @ _TURNS @ v, [np.outer(u[:, 1], v[1])]])
-        return _across(left @ (u @ middle @ v) @ right, left @ slopes @ right, *sides, spread)
+        return across(left @ (u @ middle @ v) @ right, left @ slopes @ right)
 
     def moved(model: tuple[np.ndarray, float, np.ndarray], step: np.ndarray) -> tuple:
         u, ratio, v = model
-        return u @ _rotation(step[:3]), ratio + step[6], _rotation(step[3:6]) @ v
+        return u @ cv2.Rodrigues(step[:3])[0], ratio + step[6], cv2.Rodrigues(step[3:6])[0] @ v
 
-    u, ratio, v = _minimised((u, values[1] / values[0], v), residuals, moved, weights)
+    u, ratio, v = _minimised((u, values[1] / values[0], v), residuals, moved, inliers)
     return left @ (u @ np.diag([1.0, ratio, 0.0]) @ v) @ right
 
 
 def adjusted_pose(
-    cam1_from_cam0: np.ndarray,
-    inverse_calibrations: tuple[np.ndarray, np.ndarray],
-    points0: np.ndarray,
-    points1: np.ndarray,
-    covariances: np.ndarray | None,
-    weights: np.ndarray,
+    cam1_from_cam0: np.ndarray, inliers: MatchedPoints, cameras: tuple[Camera, Camera]
 ) -> np.ndarray:
-    """The pose of least loss near one; its translation keeps length 1.
+    """The pose (4, 4) of least loss near one; its translation keeps length 1."""
+    right, left = np.linalg.inv(cameras[0].K), np.linalg.inv(cameras[1].K).T
+    across = _across(inliers)
 
-    Args:
-        cam1_from_cam0: (4, 4), |t| = 1.
-        inverse_calibrations: K⁻¹ (3, 3) of image 0 and 1, for resized pixels.
-        points0, points1, covariances, weights: as of `adjusted_homography`.
-    """
-    right, left = inverse_calibrations[0], inverse_calibrations[1].T
-    sides = lifted(points0).T.copy(), lifted(points1).T.copy()
-    spread = Spread.of(covariances, len(points0))
+    def tangents(direction: np.ndarray) -> np.ndarray:
+        return np.linalg.svd(direction[None])[2][1:]  # (2, 3) normal to it and to each other
 
     def residuals(model: tuple[np.ndarray, np.ndarray]) -> Residuals:
-        rotation, across = model[0], cross(model[1])
-        tangents = np.stack([cross(axis) for axis in _tangents(model[1])])
-        slopes = np.concatenate([across @ rotation @ _TURNS, tangents @ rotation])
-        return _across(left @ across @ rotation @ right, left @ slopes @ right, *sides, spread)
+        rotation, translation = model[0], cross(model[1])
+        slopes = [translation @ rotation @ _TURNS, [cross(axis) @ rotation for axis in tangents(model[1])]]
+        return across(left @ translation @ rotation @ right, left @ np.concatenate(slopes) @ right)
 
     def moved(model: tuple[np.ndarray, np.ndarray], step: np.ndarray) -> tuple:
-        towards = model[1] + step[3:] @ _tangents(model[1])
-        return model[0] @ _rotation(step[:3]), towards / np.linalg.norm(towards)
+        towards = model[1] + step[3:] @ tangents(model[1])
+        return model[0] @ cv2.Rodrigues(step[:3])[0], towards / np.linalg.norm(towards)
 
-    pose = np.eye(4)
-    start = cam1_from_cam0[:3, :3], cam1_from_cam0[:3, 3]
-    pose[:3, :3], pose[:3, 3] = _minimised(start, residuals, moved, weights)
+    pose, start = np.eye(4), (cam1_from_cam0[:3, :3], cam1_from_cam0[:3, 3])
+    pose[:3, :3], pose[:3, 3] = _minimised(start, residuals, moved, inliers)
     return pose
 
 
-def _across(
-    fundamental: np.ndarray, slopes: np.ndarray, x0: np.ndarray, x1: np.ndarray, spread: Spread
-) -> Residuals:
-    """Signed distances (N, 1) from the epipolar lines in standard deviations, after Sampson, and derivatives.
+def _across(matched: MatchedPoints) -> Callable[[np.ndarray, np.ndarray], Residuals]:
+    """By a fundamental matrix and its derivatives (P, 3, 3): distances in standard deviations, after Sampson.
 
-    `slopes` (P, 3, 3) are derivatives of the matrix; x0, x1 (3, N) homogeneous points.
+    They are signed (N, 1), from the epipolar lines, with their derivatives.
     """
-    lines1, lines0 = fundamental @ x0, fundamental.T @ x1
-    a, b = lines1[:2]
-    along = np.stack([spread.xx * a + spread.xy * b, spread.xy * a + spread.yy * b])
-    variance = a * along[0] + b * along[1] + spread.first * np.sum(lines0[:2] ** 2, axis=0)
-    inverse = 1 / np.sqrt(np.maximum(variance, _TINY))
-    residual = np.sum(x1 * lines1, axis=0) * inverse
-    share = residual * inverse**2  # of a change of half the variance in one of the residual
-    # By the entries of F', which takes x0 to lines1 and x1 to lines0.
-    entries = (x1 * inverse)[:, None] * x0
-    entries[:2] -= (along * share)[:, None] * x0
-    entries[:, :2] -= x1[:, None] * (spread.first * share * lines0[:2])
-    columns = slopes.reshape(-1, 9) @ entries.reshape(9, -1)
-    return residual[:, None], columns.T[:, None]
+    x0, x1 = (lifted(points).T.copy() for points in matched.sides)
+    spread = Spread.of(matched.covariances, len(matched))
+
+    def across(fundamental: np.ndarray, slopes: np.ndarray) -> Residuals:
+        lines1, lines0 = fundamental @ x0, fundamental.T @ x1
+        a, b = lines1[:2]
+        along = np.stack([spread.xx * a + spread.xy * b, spread.xy * a + spread.yy * b])
+        variance = a * along[0] + b * along[1] + spread.first * np.sum(lines0[:2] ** 2, axis=0)
+        inverse = 1 / np.sqrt(np.maximum(variance, _TINY))
+        residual = np.sum(x1 * lines1, axis=0) * inverse
+        share = residual * inverse**2  # of a change of half the variance in one of the residual
+        # By the entries of F', which takes x0 to lines1 and x1 to lines0.
+        entries = (x1 * inverse)[:, None] * x0
+        entries[:2] -= (along * share)[:, None] * x0
+        entries[:, :2] -= x1[:, None] * (spread.first * share * lines0[:2])
+        columns = slopes.reshape(-1, 9) @ entries.reshape(9, -1)
+        return residual[:, None], columns.T[:, None]
+
+    return across
 
 
 def _minimised(
     model: Model,
     residuals: Callable[[Model], Residuals],
     moved: Callable[[Model, np.ndarray], Model],
-    weights: np.ndarray,
+    matched: MatchedPoints,
 ) -> Model:
     """The model of least Cauchy loss, one standard deviation wide, that steps downhill lead to."""
+    # By the square root of the probability: nearly as good as that itself where it is calibrated, and hardly
+    # worse than the same for all where it is only a similarity of descriptors.
+    weights = np.sqrt(matched.probable)
+    weights = weights / weights.mean()
+
+    def loss_of(found: np.ndarray) -> float:
+        with np.errstate(over="ignore"):
+            loss = float(weights @ np.log1p(np.sum(found**2, axis=1)))
+        return np.inf if np.isnan(loss) else loss
+
     found, slopes = residuals(model)
-    loss, damping = _loss(found, weights), _DAMPING
-    for _ in range(_ROUNDS):
+    # Damped little at first: where the matches nearly lie on a plane, one direction is that much weaker.
+    loss, damping = loss_of(found), 1e-5
+    for _ in range(15):
         weight = weights / (1 + np.sum(found**2, axis=1))
         flat, rows = slopes.reshape(-1, slopes.shape[2]), np.repeat(weight, found.shape[1])
         normal, gradient = (flat.T * rows) @ flat, (flat.T * rows) @ found.reshape(-1)
         before = loss
-        for _ in range(_ATTEMPTS):
+        for _ in range(8):
             try:
                 step = -np.linalg.solve(normal + damping * np.diag(np.diag(normal) + _TINY), gradient)
             except np.linalg.LinAlgError:
                 return model
             other = moved(model, step)
             values, derivatives = residuals(other)
-            if (lower := _loss(values, weights)) < loss:
+            if (lower := loss_of(values)) < loss:
                 model, found, slopes, loss, damping = other, values, derivatives, lower, damping / 10
                 break
             damping *= 10
-        if not before - loss > _ENOUGH * min(before, 1.0):
+        # The loss is the negative logarithm of a likelihood: to gain less than .001 is a small part of the
+        # model's own uncertainty. Of a loss below 1, as of points without noise, it is a share.
+        if not before - loss > 0.001 * min(before, 1.0):
             return model
     return model
-
-
-def _loss(found: np.ndarray, weights: np.ndarray) -> float:
-    with np.errstate(over="ignore"):
-        loss = float(weights @ np.log1p(np.sum(found**2, axis=1)))
-    return np.inf if np.isnan(loss) else loss
 
 
 def lifted(points: np.ndarray) -> np.ndarray:
@@ -376,23 +340,6 @@ def cross(vector: np.ndarray) -> np.ndarray:
     return np.einsum("k,kij->ij", vector, _TURNS)
 
 
-def _rotation(vector: np.ndarray) -> np.ndarray:
-    """(3, 3) of an axis times an angle (Rodrigues)."""
-    angle = float(np.linalg.norm(vector))
-    if angle < 1e-12:
-        return np.eye(3) + cross(vector)
-    axis = cross(vector / angle)
-    return np.eye(3) + np.sin(angle) * axis + (1 - np.cos(angle)) * axis @ axis
-
-
-def _tangents(direction: np.ndarray) -> np.ndarray:
-    """(2, 3) unit vectors that are normal to a direction and to each other."""
-    other = np.eye(3)[np.argmin(np.abs(direction))]
-    first = np.cross(direction, other)
-    first /= np.linalg.norm(first)
-    return np.stack([first, np.cross(direction, first)])
-
-
 # Mean pose
 
 
@@ -400,10 +347,6 @@ def mean_pose(hypotheses: Sequence[Hypothesis], likeliest: Hypothesis) -> np.nda
     """The mean pose (4, 4) with a translation of length 1; None where no other is near the likeliest.
 
     Rotations have the chordal mean (Hartley et al. 2013, section 5.3), translations the mean direction.
-
-    Args:
-        hypotheses: with poses.
-        likeliest: the one among them that others must be near.
     """
     best = likeliest.model.cam1_from_cam0
     near = [
@@ -413,8 +356,7 @@ def mean_pose(hypotheses: Sequence[Hypothesis], likeliest: Hypothesis) -> np.nda
     ]
     if len(near) < 2 or not np.isfinite(likeliest.likelihood):
         return None
-    gains = np.array([one.likelihood for one in near]) - likeliest.likelihood
-    weights = np.exp(gains / 10.0)
+    weights = np.exp((np.array([one.likelihood for one in near]) - likeliest.likelihood) / 10.0)
     total = np.einsum("n,nij->ij", weights, np.stack([one.model.cam1_from_cam0 for one in near]))
     left, _, right = np.linalg.svd(total[:3, :3])
     pose = np.eye(4)
@@ -432,32 +374,36 @@ def degrees_apart(pose0: np.ndarray, pose1: np.ndarray) -> float:
 # Residuals
 
 
+def fundamental_from_pose(K0: np.ndarray, K1: np.ndarray, cam1_from_cam0: np.ndarray) -> np.ndarray:
+    """F (3, 3) with x1ᵀ F x0 = 0 from intrinsics and the pose that takes camera-0 points to camera 1."""
+    essential = cross(cam1_from_cam0[:3, 3]) @ cam1_from_cam0[:3, :3]
+    return np.linalg.inv(K1).T @ essential @ np.linalg.inv(K0)
+
+
 def epipolar_distance(points0: np.ndarray, points1: np.ndarray, fundamental: np.ndarray) -> np.ndarray:
     """(K,) symmetric epipolar distance in pixels: the mean of the distances to the line in either image.
 
     Hartley and Zisserman, Multiple View Geometry, 2nd edition, section 11.4.
     """
-    lifted0, lifted1 = lifted(points0), lifted(points1)
-    lines1, lines0 = lifted0 @ fundamental.T, lifted1 @ fundamental
-    residual = np.abs(np.sum(lines1 * lifted1, axis=1))
-    norm0 = np.maximum(np.linalg.norm(lines0[:, :2], axis=1), 1e-12)
-    norm1 = np.maximum(np.linalg.norm(lines1[:, :2], axis=1), 1e-12)
+    residual, *norms = _epipolar(points0, points1, fundamental)
+    norm0, norm1 = (np.maximum(norm, 1e-12) for norm in norms)
     return 0.5 * residual * (1 / norm0 + 1 / norm1)
-
-
-def fundamental_from_pose(K0: np.ndarray, K1: np.ndarray, cam1_from_cam0: np.ndarray) -> np.ndarray:
-    """F (3, 3) with x1ᵀ F x0 = 0 from intrinsics and the pose that takes camera-0 points to camera 1."""
-    x, y, z = cam1_from_cam0[:3, 3]
-    cross = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
-    return np.linalg.inv(K1).T @ cross @ cam1_from_cam0[:3, :3] @ np.linalg.inv(K0)
 
 
 def sampson(points0: np.ndarray, points1: np.ndarray, fundamental: np.ndarray) -> np.ndarray:
     """(N,) Sampson's distance in pixels."""
+    residual, norm0, norm1 = _epipolar(points0, points1, fundamental)
+    return residual / np.maximum(np.hypot(norm0, norm1), _TINY)
+
+
+def _epipolar(
+    points0: np.ndarray, points1: np.ndarray, fundamental: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """|x1ᵀ F x0|, and the lengths of the normals of the lines in image 0 and 1; (N,) each."""
     lifted0, lifted1 = lifted(points0), lifted(points1)
     lines1, lines0 = lifted0 @ fundamental.T, lifted1 @ fundamental
-    slope = np.sqrt(np.sum(lines0[:, :2] ** 2, axis=1) + np.sum(lines1[:, :2] ** 2, axis=1))
-    return np.abs(np.sum(lines1 * lifted1, axis=1)) / np.maximum(slope, 1e-300)
+    norms = (np.linalg.norm(lines[:, :2], axis=1) for lines in (lines0, lines1))
+    return np.abs(np.sum(lines1 * lifted1, axis=1)), *norms
 
 
 def in_front(
@@ -466,13 +412,7 @@ def in_front(
     inverse_calibrations: tuple[np.ndarray, np.ndarray],
     cam1_from_cam0: np.ndarray,
 ) -> np.ndarray:
-    """(N,) bool: matches whose rays come nearest to each other in front of both cameras.
-
-    Args:
-        points0, points1: (N, 2) pixels.
-        inverse_calibrations: K⁻¹ (3, 3) of image 0 and 1.
-        cam1_from_cam0: (4, 4).
-    """
+    """(N,) bool: matches (N, 2) whose rays, by K⁻¹, come nearest to each other in front of both cameras."""
     sides = zip((points0, points1), inverse_calibrations, strict=True)
     rays = [lifted(points) @ inverse.T for points, inverse in sides]
     first, second = (ray / np.linalg.norm(ray, axis=1, keepdims=True) for ray in rays)
@@ -483,7 +423,7 @@ def in_front(
     return (along0 + cosine * along1 > 0) & (cosine * along0 + along1 > 0)
 
 
-# Thresholds
+# Thresholds and lens distortion
 
 
 def threshold_scale(
@@ -499,16 +439,8 @@ def threshold_scale(
         kind: of the geometry.
     """
     stored0, stored1 = (1 / float(np.sqrt(scale[0] * scale[1])) for scale in (scale0, scale1))
-    return (
-        stored1 if kind in ("homography", "homographies") else float(np.sqrt(2 / (stored0**-2 + stored1**-2)))
-    )
-
-
-# Lens distortion
-
-_PINHOLE = ("PINHOLE", "SIMPLE_PINHOLE")
-_RADIAL = ("SIMPLE_RADIAL", "RADIAL", "OPENCV", "FULL_OPENCV")  # COLMAP took these from OpenCV
-_FISHEYE = ("SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE", "OPENCV_FISHEYE")
+    planar = kind in ("homography", "homographies")
+    return stored1 if planar else float(np.sqrt(2 / (stored0**-2 + stored1**-2)))
 
 
 def undistort(points: np.ndarray, camera: Camera) -> np.ndarray:
@@ -527,16 +459,16 @@ def undistort(points: np.ndarray, camera: Camera) -> np.ndarray:
         UsageError: a model that only pycolmap can invert, and it is not installed.
     """
     points = np.asarray(points, dtype=np.float64)
-    if camera.model in _PINHOLE or not len(points):
+    if not camera.distortion or not len(points):
         return points
     distortion = np.array([*camera.distortion, *(0.0,) * (4 - len(camera.distortion))])
-    if camera.model in _RADIAL:
+    if camera.model in ("SIMPLE_RADIAL", "RADIAL", "OPENCV", "FULL_OPENCV"):  # COLMAP has these from OpenCV
         # In OpenCV 4 another function has the criteria; its default stops after five steps.
         until = (cv2.TERM_CRITERIA_COUNT + cv2.TERM_CRITERIA_EPS, 100, 1e-10)
         invert = getattr(cv2, "undistortPointsIter", cv2.undistortPoints)
         found = invert(points[:, None], camera.K, distortion, P=camera.K, criteria=until, R=np.eye(3))
         return found[:, 0]
-    if camera.model in _FISHEYE:
+    if camera.model in ("SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE", "OPENCV_FISHEYE"):
         found = cv2.fisheye.undistortPoints(points[:, None], camera.K, distortion, P=camera.K)
         # OpenCV marks what it cannot invert by −1000000 before it applies P.
         return np.where(np.abs(found[:, 0]) < 1e5 * camera.fx, found[:, 0], np.nan)
@@ -550,5 +482,4 @@ def undistort(points: np.ndarray, camera: Camera) -> np.ndarray:
     model, params = camera.to_colmap()
     width, height = camera.size or (1, 1)
     lens = pycolmap.Camera(model=model, width=width, height=height, params=params)
-    found = lens.cam_from_img(points + 0.5)
-    return found * (camera.fx, camera.fy) + (camera.cx, camera.cy)
+    return lens.cam_from_img(points + 0.5) * (camera.fx, camera.fy) + (camera.cx, camera.cy)

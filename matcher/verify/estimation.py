@@ -105,7 +105,7 @@ def estimated_essential(
 ) -> TwoViewModel | None:
     """The mean of the likeliest poses by PoseLib's LO-RANSAC; inliers lie in front of both cameras."""
     spread = Spread.of(matched.covariances, len(matched))
-    refine = partial(_adjusted, cameras)
+    refine = partial(adjusted_pose, cameras=cameras)
 
     def judged(pose: np.ndarray, agreeing: float) -> Hypothesis:
         model, (fundamental, possible) = _of_pose(pose, matched, cameras, threshold)
@@ -132,10 +132,6 @@ def estimated_essential(
     if best is None or (mean := mean_pose(found, best)) is None:
         return None if best is None else best.model
     return judged(mean, best.agreeing).model
-
-
-def _adjusted(cameras: tuple[Camera, Camera], pose: np.ndarray, *matches: np.ndarray) -> np.ndarray:
-    return adjusted_pose(pose, (np.linalg.inv(cameras[0].K), np.linalg.inv(cameras[1].K)), *matches)
 
 
 def _of_pose(
@@ -358,7 +354,7 @@ class RobustEstimator:
     ) -> tuple[GeometryStatus, TwoViewModel]:
         """The one of the poses of a plane that matches off it tell from the others, if they do."""
         reach, spread = self.config.max_reprojection_error, Spread.of(matched.covariances, len(matched))
-        poses, adjust = [planar.cam1_from_cam0], partial(_adjusted, cameras)
+        poses, adjust = [planar.cam1_from_cam0], partial(adjusted_pose, cameras=cameras)
         for pose in poses_of_homography(planar.homography, matched, cameras, reach):
             inliers = _of_pose(pose, matched, cameras, threshold)[0].inliers
             pose = refined(adjust, matched, pose, inliers)

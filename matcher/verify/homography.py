@@ -97,11 +97,9 @@ def transfer_error(points0: np.ndarray, points1: np.ndarray, homography: np.ndar
     return np.nan_to_num(error, nan=np.inf)
 
 
-def _refine_homography(
-    matrix: np.ndarray, points0: np.ndarray, points1: np.ndarray, *_: np.ndarray | None
-) -> np.ndarray:
+def _refine_homography(matrix: np.ndarray, inliers: MatchedPoints) -> np.ndarray:
     options = {"loss_type": "CAUCHY", "loss_scale": LOSS_SCALE, "max_iterations": 50}
-    return poselib.refine_homography(points0, points1, matrix, options)[0]
+    return poselib.refine_homography(*inliers.sides, matrix, options)[0]
 
 
 # One after the other, each with the inliers of the one before; only the first needs no covariances.
