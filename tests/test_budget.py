@@ -1,4 +1,4 @@
-"""A time budget for a pair or a frame: more time buys more, what is left out is said."""
+"""A time budget for a pair: more time buys more, what is left out is said."""
 
 from dataclasses import replace
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import matcher
-from matcher.budget import PACE, Choice, FrameCosts, StageCosts, plan, updated_pace
-from matcher.sequence.tracker import FrameExtractor, for_neighbours
+from matcher.budget import PACE, plan, updated_pace
+from matcher.sequence.tracker import for_neighbours
 
 
 @pytest.fixture
@@ -15,32 +15,31 @@ def network(small_weights) -> matcher.Pipeline:
     return matcher.load("hybrid", weights=small_weights, max_keypoints=600, device="cpu", precision="float32")
 
 
-def known(pipeline: matcher.Pipeline, quicker=None) -> matcher.Pipeline:
+def known(pipeline: matcher.Pipeline) -> matcher.Pipeline:
     """The pipeline on a machine of known speed."""
-    costs = StageCosts(
-        extract=lambda pixels: 20e-6 * pixels,
-        match=lambda points, layers: max(1, layers) * points / 50,
-        refine=lambda matches: matches / 20,
-        verify=lambda matches: matches / 100,
-        other=100.0,
-        quicker=quicker,
-    )
+    costs = {
+        "extract": lambda pixels: 20e-6 * pixels,
+        "match": lambda points, layers: max(1, layers) * points / 50,
+        "refine": lambda matches: matches / 20,
+        "verify": lambda matches: matches / 20,
+        "verify quickly": lambda matches: matches / 500,
+        "other": lambda: 100.0,
+    }
     estimator = replace(pipeline.estimator, pose_samples=2000)
     return replace(pipeline, costs={(pipeline.extractor, pipeline.matcher, estimator): costs})
 
 
-def planned(pipeline, views, budget_ms, reading_ms=10.0):
-    return plan(known(pipeline), [pipeline.read(view) for view in views], budget_ms, reading_ms)
+def planned(pipeline, views, budget_ms):
+    return plan(known(pipeline), [pipeline.read(view) for view in views], budget_ms, 10.0)
 
 
 def test_more_time_buys_more_and_what_is_planned_fits(network, views):
-    choices = [planned(network, views, float(budget))[2] for budget in range(30, 400, 10)]
+    choices = [planned(network, views, float(budget))[2] for budget in range(40, 400, 40)]
     fitting = [choice for choice in choices if choice.fits]
     assert all(choice.predicted_ms <= choice.budget_ms for choice in fitting)
     work = [choice.max_keypoints**0.5 * choice.layers * choice.resize for choice in fitting]
     assert work[0] < work[-1] and (fitting[-1].max_keypoints, fitting[-1].layers) == (600, 3)
-    _, _, least = planned(network, views, 12.0)
-    assert not least.fits and "nothing smaller" in str(least)
+    assert not planned(network, views, 12.0)[2].fits
 
 
 def test_what_is_chosen_is_what_runs(network, views):
@@ -58,17 +57,9 @@ def test_stages_are_left_out_before_keypoints_are_few_and_images_small(views):
     assert choice.without == () and below(wide) > 0 and wide.config.extractor.sparse_resize == 1024
     narrow, _, choice = planned(pipeline, views, 200.0)
     assert choice.without[0] == "other turns" and below(narrow) == 0 and choice.max_keypoints >= 512
-    assert choice.resize == 800 and "without other turns" in str(choice)
-
-
-def test_small_budgets_verify_less_thoroughly(network, views):
-    quick = replace(network.estimator, adjusted=False)
-    images = [network.read(view) for view in views]
-    slow = known(network, quicker=(quick, lambda matches: 0.1))
-    narrow, _, choice = plan(slow, images, 10.0, 1.0)
-    assert narrow.estimator is quick and choice.without[0] == "thorough verification"
-    wide, _, choice = plan(slow, images, 1000.0, 1.0)
-    assert wide.estimator.adjusted and "thorough verification" not in choice.without
+    narrow, _, choice = planned(pipeline, views, 100.0)
+    assert not narrow.estimator.adjusted and "thorough verification" in choice.without
+    assert wide.estimator.adjusted and "without other turns" in str(choice)
 
 
 def test_further_passes_follow_while_there_is_time(network, views):
@@ -82,16 +73,14 @@ def test_further_passes_follow_while_there_is_time(network, views):
 
 def test_real_costs_are_measured_once_and_the_result_tells_the_choice(network, views):
     result = network.match(*views, budget_ms=5000.0)
-    costs = next(each for each in network.costs.values() if isinstance(each, StageCosts))
+    measured = {key for key in network.costs if key != PACE}
     again = network.match(*views, budget_ms=40.0)
-    assert costs is next(each for each in network.costs.values() if isinstance(each, StageCosts))
+    assert measured == {key for key in network.costs if key != PACE} and len(measured) == 1
     assert result.budget.fits and result.budget.max_keypoints == 600
     assert again.budget.max_keypoints * again.budget.layers < 600 * 3
     assert len(again.features0) <= again.budget.max_keypoints + 1
     assert str(result.budget) in result.summary()
     assert result.to_dict()["budget"]["budget_ms"] == 5000.0 and network.match(*views).budget is None
-    assert 0 <= costs.extract(20_000) <= costs.extract(200_000) and costs.extract(800 * 600) > 0
-    assert 0 < costs.match(100, 2) <= costs.match(600, 2) <= costs.match(600, 3)
 
 
 def test_plans_learn_from_how_long_pairs_took(network, views):
@@ -104,74 +93,37 @@ def test_plans_learn_from_how_long_pairs_took(network, views):
     assert pace == pytest.approx(4.0, rel=0.01) and updated_pace(pace, 10.0, 100.0) > 3.5
     pipeline.costs[PACE] = pace
     slower = pipeline.match(*views, budget_ms=300.0).budget
-    assert slower.pace == pace and "4.0 times as slow" in str(slower)
-    assert slower.max_keypoints * slower.layers < 600 * 3
+    assert slower.pace == pace and slower.max_keypoints * slower.layers < 600 * 3
 
 
-def test_poses_fit_a_budget_too(small_weights, views):
-    pipeline = matcher.load("hybrid", weights=small_weights, max_keypoints=300, geometry="essential")
-    result = pipeline.match(*views, camera0=matcher.Camera(700, 700, 399.5, 299.5), budget_ms=5000.0)
-    assert result.geometry.kind == "essential" and result.budget.fits
-
-
-@pytest.mark.parametrize(("preset", "shape"), [("nearest", (1, 1)), ("hybrid-learned", (600, 800))])
+@pytest.mark.parametrize(("preset", "shape"), [("nearest", (1, 1)), ("hybrid-learned", (300, 400))])
 def test_costs_are_measured_on_noise_where_an_image_is_dark_or_tiny(preset, shape):
-    pipeline = matcher.load(preset, further_passes=False, max_keypoints=500)
-    dark = np.zeros(shape, np.uint8)
-    result = pipeline.match(dark, dark, budget_ms=5000.0)
+    pipeline = matcher.load(preset, further_passes=False, max_keypoints=300, geometry="essential")
+    dark, camera = np.zeros(shape, np.uint8), matcher.Camera(700, 700, 399.5, 299.5)
+    result = pipeline.match(dark, dark, camera0=camera, budget_ms=5000.0)
     assert len(result.matches) == 0 and result.budget.fits
 
 
 def test_an_extractor_of_ones_own_gets_its_strongest_keypoints(views):
     class Grid:
         def __call__(self, images):
-            points = np.stack(np.meshgrid(np.arange(40), np.arange(40)), -1).reshape(-1, 2)
+            points = np.stack(np.meshgrid(np.arange(20), np.arange(20)), -1).reshape(-1, 2)
             scores = np.arange(len(points))
             values = np.random.default_rng(0).normal(size=(len(points), 8))
             return [matcher.Features.from_image(image, points, values, scores=scores) for image in images]
 
-    result = matcher.Pipeline(extractor=Grid()).match(*views, budget_ms=20.0)
-    assert len(result.features0) == result.budget.max_keypoints < 1600
-    assert result.features0.scores.min() == 1600 - result.budget.max_keypoints
+    result = matcher.Pipeline(extractor=Grid()).match(*views, budget_ms=12.0)
+    assert len(result.features0) == result.budget.max_keypoints < 400
+    assert result.features0.scores.min() == 400 - result.budget.max_keypoints
 
 
-def test_what_cannot_be_a_budget_is_refused_and_what_is_left_out_is_said(network, views):
+def test_what_cannot_be_a_budget_is_refused(network, views):
     for value in (0.0, -5.0, float("nan"), float("inf")):
         with pytest.raises(matcher.UsageError, match="budget_ms"):
             network.match(*views, budget_ms=value)
-    choice = Choice(100.0, 512, 6, 640, 80.0, True, ("a", "b", "c"))
-    assert "without a, b and c," in str(choice) and "without" not in str(replace(choice, without=()))
-
-
-# Sequences.
 
 
 def test_neighbours_get_half_of_the_layers_and_strangers_all(network):
     near = for_neighbours(network).matcher.model
     assert (len(near.layers), near.config.assignment.max_iterations) == (2, 10)
     assert len(matcher.Tracker(network).pipeline.matcher.model.layers) == 3
-    nearest = matcher.load("nearest")
-    assert for_neighbours(nearest).matcher is nearest.matcher
-
-
-def test_frames_keep_their_budget_when_the_machine_is_busy(network, views):
-    costs = FrameCosts(network, network.read(views[0]))
-    choice = costs.choose(2000.0)
-    assert choice.fits and costs.rest(choice, 1.0, 1.0) is choice
-    late = costs.rest(choice, 1500.0, 1500.0)
-    assert late.max_keypoints * max(1, late.layers) < choice.max_keypoints * choice.layers
-    assert late.resize == choice.resize
-    extractor = FrameExtractor(network, budget_ms=60_000)
-    features = extractor.extract(extractor.read([views[0]]))
-    planned = extractor.choice
-    extractor.took(1.0)  # the first one also measures
-    assert extractor.within_budget(features, {"extract": 0.001, "total": 0.001}) is features
-    fewer = extractor.within_budget(features, {"extract": 59_000.0, "total": 59_900.0})
-    assert len(fewer[0]) < len(features[0])
-    for _ in range(12):
-        extractor.took(2000 * planned.predicted_ms)
-    assert extractor.choice.pace > planned.pace
-    assert extractor.choice.max_keypoints <= planned.max_keypoints
-    for _ in range(200):
-        extractor.took(0.1)
-    assert extractor.choice.pace < 1.2 and extractor.choice.max_keypoints == planned.max_keypoints

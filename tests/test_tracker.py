@@ -223,12 +223,9 @@ def test_a_sequence_with_a_budget_says_what_it_chose_at_the_first_frame(network,
 
 def test_less_is_done_while_frames_take_longer_and_as_much_afterwards(network, views):
     extractor = FrameExtractor(network, budget_ms=60_000)
-    features = extractor.extract(extractor.read([views[0]]))
+    extractor.read([views[0]])
     planned = extractor.choice
     extractor.took(1.0)  # the first one also measures
-    assert extractor.within_budget(features, {"extract": 0.001, "total": 0.001}) is features
-    fewer = extractor.within_budget(features, {"extract": 59_000.0, "total": 59_900.0})
-    assert len(fewer[0]) < len(features[0])
     for _ in range(12):
         extractor.took(1000 * extractor.choice.predicted_ms)
     busy = extractor.choice

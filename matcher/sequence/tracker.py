@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
-from matcher.budget import BUDGETS, Choice, FrameCosts, limited, strongest, updated_pace
+from matcher.budget import BUDGETS, Choice, Costs, choose, limited, measure_costs, strongest, updated_pace
 from matcher.cameras import Camera, as_camera
 from matcher.config import GRID_KIND
 from matcher.errors import ImageError, UsageError, check_number
@@ -89,17 +88,16 @@ class FrameExtractor:
     """Reads frames and extracts their features.
 
     The first frame decides how a time budget is spent and, by its sharpness, the size of all frames. Where
-    frames take longer than planned, because other programs use the machine, less is planned for the next; and
-    where the extraction of a frame does, less is done with the rest of it.
+    frames take longer than planned, because other programs use the machine, less is planned for the next.
     """
 
     def __init__(self, pipeline: Pipeline, budget_ms: float | None) -> None:
         self.pipeline = pipeline  # for frames far apart
         self.near = for_neighbours(pipeline) if budget_ms is None else pipeline  # for neighbouring ones
-        self.choice: Choice | None = None  # what the budget led to, for the frame at hand
+        self.choice: Choice | None = None  # what the budget led to
         self._budget_ms = budget_ms
-        self._costs: FrameCosts | None = None  # of the pipeline as it came
-        self._planned: Choice | None = None
+        self._whole, self._first = pipeline, []  # as it came; and the frame that showed what things cost
+        self._costs: Costs = {}
         self._pace, self._new = 1.0, False
         # Whether a first frame with keypoints has settled size and budget.
         self._decided = budget_ms is None and pipeline.config.extractor.soft_resize is None
@@ -110,8 +108,6 @@ class FrameExtractor:
         Raises:
             ImageError: an image cannot be read, or the two differ in size.
         """
-        if self.choice != self._planned:
-            self._use(self._planned)
         masks = [mask, *[None] * (len(frames) - 1)]
         images = [self.pipeline.read(*each) for each in zip(frames, masks, strict=True)]
         sizes = [image.size for image in images]
@@ -130,7 +126,7 @@ class FrameExtractor:
             config = replace(self.pipeline.config, extractor=config.of_size(resize))
             self.pipeline = replace(self.pipeline, config=config)
             return [images[0], *(self.pipeline.read(frame) for frame in frames[1:])]
-        self._costs = FrameCosts(self.pipeline, images[0], stereo=len(images) > 1)
+        self._first, self._costs = images, measure_costs(self.pipeline, images, pairs=False)
         self._plan()
         return [self.pipeline.read(*each) for each in zip(frames, masks, strict=True)]
 
@@ -141,21 +137,6 @@ class FrameExtractor:
             return features
         return [strongest(found, self.choice.max_keypoints) for found in features]
 
-    def within_budget(self, features: list[Features], spent: Mapping[str, float]) -> list[Features]:
-        """The features that the rest of the frame has time for, the strongest; `near` matches them.
-
-        Args:
-            features: of the frame's images.
-            spent: on it so far, milliseconds: `extract`, and `total`.
-        """
-        if self.choice is None or self._new:  # the first extraction of a size is slower
-            return features
-        choice = self._costs.rest(self.choice, spent["total"], spent["extract"])
-        if choice is self.choice:
-            return features
-        self._use(choice)
-        return [strongest(found, choice.max_keypoints) for found in features]
-
     def took(self, milliseconds: float) -> None:
         """Plan anew for the next frames, where the last ones took longer, or no longer take longer."""
         if self.choice is None or self._new:
@@ -163,17 +144,14 @@ class FrameExtractor:
             return
         predicted = self.choice.predicted_ms / self.choice.pace
         self._pace = updated_pace(self._pace, milliseconds, predicted)
-        if abs(self._pace - self._planned.pace) > 0.1 * self._planned.pace:
+        if abs(self._pace - self.choice.pace) > 0.1 * self.choice.pace:
             self._plan()
 
     def _plan(self) -> None:
-        self._planned = self._costs.choose(self._budget_ms, self._pace)
-        self._use(self._planned)
+        budget = self._budget_ms, 0.0, self._pace
+        self.choice = choose(self._costs, self._whole, self._first, *budget)
+        self.pipeline = self.near = limited(self._whole, self.choice)
         self._new = True
-
-    def _use(self, choice: Choice) -> None:
-        self.choice = choice
-        self.pipeline = self.near = limited(self._costs.pipeline, choice)
 
 
 # --- The last frame, the keyframes and the tracks, and how a new frame joins them.
@@ -499,7 +477,6 @@ class Tracker:
             features = self._frames.extract(images)
         if len(features[0]) == 0:
             return self._pass_over("blank", timestamp, images[0].size)
-        features = self._frames.within_budget(features, watch.milliseconds())
         pyramids = [ImagePyramid.of(image) for image in images]
         refines = self.pipeline.config.refine is not None
         current, *others = (
