@@ -254,129 +254,52 @@ def fit_windows(windows: Windows, grid: Grid, prior: np.ndarray) -> Fit:
     return Fit(*map(np.concatenate, zip(*fits, strict=True)))
 
 
-class _Illumination(NamedTuple):
-    """Removes a linear illumination gradient by weighted least squares, and normalises to unit variance."""
-
-    basis: np.ndarray  # (n, 3)
-    weights: np.ndarray  # (n,) or (K, n), sum 1
-    inverse: np.ndarray  # (3, 3) or (K, 3, 3), of the weighted basis
-
-    @staticmethod
-    def of(grid: Grid, weights: np.ndarray) -> _Illumination:
-        basis = np.ascontiguousarray(grid.offsets.T) / np.array([1, grid.side / 2, grid.side / 2], np.float32)
-        products = (basis[:, :, None] * basis[:, None]).reshape(len(basis), 9)
-        inverse = np.linalg.inv((weights @ products).reshape(*weights.shape[:-1], 3, 3))
-        return _Illumination(basis, weights, inverse)
-
-    def select(self, rows: np.ndarray) -> _Illumination:
-        shared = self.weights.ndim == 1
-        return self if shared else _Illumination(self.basis, self.weights[rows], self.inverse[rows])
-
-    def moments(self, values: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """(K, c) weighted sums of values (K, n) times columns (n, c)."""
-        if self.weights.ndim == 1:
-            return values @ (self.weights[:, None] * columns)
-        return (values * self.weights) @ columns
-
-    def mean(self, values: np.ndarray) -> np.ndarray:
-        """(K,) weighted means of values (K, n)."""
-        if self.weights.ndim == 1:
-            return values @ self.weights
-        return np.einsum("kn,kn->k", values, self.weights)
-
-    def normalised(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Values (K, n) without the gradient and of unit norm, and (K, 1) the norm that they had."""
-        gradient = (self.moments(values, self.basis)[:, None] @ self.inverse)[:, 0]
-        centred = values - gradient @ self.basis.T
-        norm = np.sqrt(self.mean(centred * centred) + 1e-12)[:, None]
-        centred /= norm
-        return centred, norm
-
-
-class _Equations(NamedTuple):
-    """Normal equations of K windows, linearised once."""
-
-    illumination: _Illumination
-    z: np.ndarray  # (K, n) normalised window of image 0
-    dx: np.ndarray  # (K, n) derivatives
-    dy: np.ndarray
-    blur: np.ndarray  # (K, n) Laplacian, normalised: the effect of a little blur
-    weakest: np.ndarray  # (K, 2) eigenvector of the least eigenvalue of the structure tensor
-    damping: np.ndarray  # (K,) added along that direction, against the aperture problem
-    inverse: np.ndarray  # (K, 6, 6)
-    prior: np.ndarray  # (K, 6) diagonal of the prior's precision, scaled by the noise
-
-    def select(self, rows: np.ndarray) -> _Equations:
-        return _Equations(self.illumination.select(rows), *(each[rows] for each in self[1:]))
-
-    def residual(self, z: np.ndarray) -> np.ndarray:
-        """(K, n) from normalised windows of image 1, which it overwrites, without a difference of blur."""
-        residual = np.subtract(self.z, z, out=z)
-        residual -= self.blur * self.illumination.mean(residual * self.blur)[:, None]
-        return residual
-
-    def step(self, values: np.ndarray, change: np.ndarray, linear: np.ndarray) -> np.ndarray:
-        """(K, 6) Gauss-Newton step for windows (K, n) of image 1 that are `change` (K, 6) from their prior.
-
-        The shift is limited to one pixel of the frame.
-        """
-        residual = self.residual(self.illumination.normalised(values)[0])
-        sides = np.empty((len(values), 3, 2), np.float32)
-        for axis, derivative in enumerate((self.dx, self.dy)):
-            sides[:, :, axis] = self.illumination.moments(derivative * residual, linear)
-        sides = sides.reshape(-1, 6) - self.prior * change
-        along = self.damping * np.einsum("ki,ki->k", self.weakest, change[:, :2])
-        sides[:, :2] -= along[:, None] * self.weakest
-        step = (self.inverse @ sides[:, :, None])[:, :, 0]
-        return step / np.maximum(np.hypot(step[:, 0], step[:, 1]), 1)[:, None]
-
-
 class _Fitting:
-    """Least-squares matching of K windows by NumPy."""
+    """Least-squares matching of K windows by NumPy; `change` is what it estimates."""
 
     def __init__(
-        self, windows: Windows, grid: Grid, change: np.ndarray, settings: compiled.FitSettings
+        self, windows: Windows, grid: Grid, prior: np.ndarray, settings: compiled.FitSettings
     ) -> None:
-        self.settings = settings
-        self.windows, self.grid, self.change, self.expected = windows, grid, change.copy(), change
+        self.windows, self.grid, self.settings = windows, grid, settings
+        self.prior, self.change, self.last_step = prior, prior.copy(), np.full(len(prior), np.inf)
         self.linear = np.ascontiguousarray(grid.offsets.T)
-        self.level0 = windows.pyramid0.level_of(windows.affine0[:, :, 1:])
+        self.basis = self.linear / np.array([1, grid.side / 2, grid.side / 2], np.float32)
+        level0 = windows.pyramid0.level_of(windows.affine0[:, :, 1:])
         self.level1 = windows.pyramid1.level_of(windows.affine1[:, :, 1:])
-        self.last_step = np.full(len(change), np.inf)
-        illumination = _Illumination.of(grid, grid.weights)
-        self.outer0 = windows.pyramid0.sample(windows.affine0, self.level0, grid.outer)
-        z, norm = illumination.normalised(self._inner(self.outer0))
-        z1, _ = illumination.normalised(self._sample1(grid.offsets))
+        self.outer0 = windows.pyramid0.sample(windows.affine0, level0, grid.outer)
+        self._weigh(grid.weights[None])
+        z, norm = self._normalised(self._inner(self.outer0))
+        z1, _ = self._normalised(self._sample1(grid.offsets))
         # The initial residual is mostly due to the error of the match, not to noise.
-        self.equations = self._linearised(
-            illumination, z, self.outer0 / norm, self.settings.initial_noise * (z - z1)
-        )
+        self._linearise(z, self.outer0 / norm, settings.initial_noise * (z - z1))
 
     def iterate(self, steps: int) -> None:
-        """Gauss-Newton steps, of each match until they are shorter than the tolerance."""
-        rows, equations = np.arange(len(self.change)), self.equations
-        moving = np.ones(len(rows), dtype=bool)
+        """Gauss-Newton steps of at most a pixel, of each match until they are shorter than the tolerance."""
+        moving = np.ones(len(self.change), dtype=bool)
         for _ in range(steps):
             if not moving.any():
                 break
-            values = self._sample1(self.grid.offsets, rows)
-            step = equations.step(values, self.change[rows] - self.expected[rows], self.linear)
+            residual = self._residual(self._normalised(self._sample1(self.grid.offsets))[0])
+            change = self.change - self.prior
+            sides = np.stack([self._moments(d * residual, self.linear) for d in (self.dx, self.dy)], axis=2)
+            sides = sides.reshape(-1, 6) - self.precision * change
+            along = self.damping * np.einsum("ki,ki->k", self.weakest, change[:, :2])
+            sides[:, :2] -= along[:, None] * self.weakest
+            step = (self.inverse @ sides[:, :, None])[:, :, 0]
+            step /= np.maximum(np.hypot(step[:, 0], step[:, 1]), 1)[:, None]
             step[~moving] = 0  # so that a match does not depend on how long others take
-            self.change[rows] += step
+            self.change += step
             length = np.hypot(step[:, 0], step[:, 1])
-            self.last_step[rows[moving]] = length[moving]
+            self.last_step[moving] = length[moving]
             moving &= length > self.settings.tolerance
-            if moving.mean() < 0.7:  # below that, leaving converged matches out saves more than it costs
-                rows, equations, moving = rows[moving], equations.select(moving), moving[moving]
 
     def reweigh(self) -> None:
-        """Update the robust weights from the residuals, and relinearise about both windows."""
+        """Update the robust weights from the residuals, and linearise about both windows."""
         grid, windows = self.grid, self.windows
         outer0, outer1 = self.outer0, self._sample1(grid.outer)
         inner0, inner1 = self._inner(outer0), self._inner(outer1)
-        illumination = self.equations.illumination
-        residual = np.abs(illumination.normalised(inner0)[0] - illumination.normalised(inner1)[0])
-        sides = (windows.pyramid0, windows.affine0), (windows.pyramid1, self._affine1(slice(None)))
+        residual = np.abs(self._normalised(inner0)[0] - self._normalised(inner1)[0])
+        sides = (windows.pyramid0, windows.affine0), (windows.pyramid1, self._affine1())
         seen = (pyramid.usable(affine, grid.offsets) for pyramid, affine in sides)
         weights = grid.weights * np.multiply(*seen)
         self.visible = weights.sum(axis=1)
@@ -384,103 +307,120 @@ class _Fitting:
         scale = np.maximum(self.settings.robust_scale * 1.25 * mean, 0.05)[:, None]
         weights /= (1 + (residual / scale) ** 2) ** 2
         weights[self.visible < 0.1] = grid.weights  # to be rejected, but their equations must stay regular
-        illumination = _Illumination.of(grid, weights / weights.sum(axis=1, keepdims=True))
-        (z0, self.norm0), (z1, norm1) = (illumination.normalised(inner) for inner in (inner0, inner1))
-        mean = 0.5 * (outer0 / self.norm0 + outer1 / norm1)
-        self.equations = self._linearised(illumination, z0, mean, z0 - z1)
+        self._weigh(weights / weights.sum(axis=1, keepdims=True))
+        (z0, self.norm0), (z1, norm1) = (self._normalised(inner) for inner in (inner0, inner1))
+        self._linearise(z0, 0.5 * (outer0 / self.norm0 + outer1 / norm1), z0 - z1)
 
     def finish(self) -> Fit:
         """The estimates and their covariances; call `reweigh` at least once before."""
-        equations, illumination = self.equations, self.equations.illumination
-        z, norm = illumination.normalised(self._sample1(self.grid.offsets))
-        correlation = illumination.mean(equations.z * z)
-        weakest, inverse = equations.weakest, equations.inverse[:, :2, :2]
-        variance = self._noise(equations.residual(z))[:, None, None] * inverse
+        z, norm = self._normalised(self._sample1(self.grid.offsets))
+        correlation, inverse = self._mean(self.z * z), self.inverse[:, :2, :2]
+        variance = self._noise(self._residual(z))[:, None, None] * inverse
         # Share of the prior in the estimate along the weakest direction, 0 to 1.
-        prior_share = equations.damping * np.einsum("ki,kij,kj->k", weakest, inverse, weakest)
-        along = weakest[:, :, None] * weakest[:, None]
+        prior_share = self.damping * np.einsum("ki,kij,kj->k", self.weakest, inverse, self.weakest)
+        along = self.weakest[:, :, None] * self.weakest[:, None]
         variance += along * ((prior_share * self.windows.deviation) ** 2)[:, None, None]
         variance += (self.last_step**2)[:, None, None] * np.eye(2)
         contrast = np.minimum(self.norm0, norm)[:, 0]
         return Fit(self.change, variance, correlation, contrast, self.last_step, self.visible)
 
-    def _affine1(self, rows: np.ndarray | slice) -> np.ndarray:
-        """(k, 2, 3) current maps from the frame to pixels of image 1."""
-        affine = self.windows.affine1[rows]
-        moved = self.change[rows].reshape(-1, 3, 2).transpose(0, 2, 1).copy()
-        moved[:, 0, 1] += 1
-        moved[:, 1, 2] += 1
-        current = affine[:, :, 1:] @ moved
-        current[:, :, 0] += affine[:, :, 0]
+    def _affine1(self) -> np.ndarray:
+        """(K, 2, 3) current maps from the frame to pixels of image 1."""
+        moved = self.change.reshape(-1, 3, 2).transpose(0, 2, 1) + np.eye(2, 3, 1)
+        current = self.windows.affine1[:, :, 1:] @ moved
+        current[:, :, 0] += self.windows.affine1[:, :, 0]
         return current
 
-    def _sample1(self, offsets: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
-        rows = slice(None) if rows is None else rows
-        return self.windows.pyramid1.sample(self._affine1(rows), self.level1[rows], offsets)
+    def _sample1(self, offsets: np.ndarray) -> np.ndarray:
+        return self.windows.pyramid1.sample(self._affine1(), self.level1, offsets)
 
     def _inner(self, outer: np.ndarray) -> np.ndarray:
         """Values (K, n) of windows without their margin."""
         square = outer.reshape(-1, self.grid.side + 2, self.grid.side + 2)
         return np.ascontiguousarray(square[:, 1:-1, 1:-1]).reshape(len(outer), -1)
 
+    def _weigh(self, weights: np.ndarray) -> None:
+        """Weights (1 or K, n) of sum 1, under which a linear gradient of illumination is removed."""
+        products = (self.basis[:, :, None] * self.basis[:, None]).reshape(-1, 9)
+        self.weights, self.of_basis = weights, np.linalg.inv((weights @ products).reshape(-1, 3, 3))
+
+    def _moments(self, values: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """(K, c) weighted sums of values (K, n) times columns (n, c)."""
+        return (values * self.weights) @ columns
+
+    def _mean(self, values: np.ndarray) -> np.ndarray:
+        return (values * self.weights).sum(axis=1)
+
+    def _normalised(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Values (K, n) without a gradient of illumination and of unit norm, and (K, 1) their norm before."""
+        gradient = (self._moments(values, self.basis)[:, None] @ self.of_basis)[:, 0]
+        centred = values - gradient @ self.basis.T
+        norm = np.sqrt(self._mean(centred * centred) + 1e-12)[:, None]
+        return centred / norm, norm
+
+    def _residual(self, z: np.ndarray) -> np.ndarray:
+        """(K, n) from normalised windows of image 1, without a difference of blur."""
+        residual = self.z - z
+        return residual - self.blur * self._mean(residual * self.blur)[:, None]
+
     def _noise(self, residual: np.ndarray) -> np.ndarray:
         """(K,) factor from the inverse normal matrix to a covariance."""
         square = np.maximum(residual * residual @ self.grid.weights, self.settings.min_residual)
         return self.settings.inflation * square * np.square(self.grid.weights).sum()
 
-    def _linearised(
-        self, illumination: _Illumination, z: np.ndarray, outer: np.ndarray, residual: np.ndarray
-    ) -> _Equations:
+    def _linearise(self, z: np.ndarray, outer: np.ndarray, residual: np.ndarray) -> None:
         """Normal equations of windows `z` (K, n): derivatives from `outer` (K, m), noise from `residual`."""
-        square = outer.reshape(-1, self.grid.side + 2, self.grid.side + 2)
+        square, settings, count = (
+            outer.reshape(-1, self.grid.side + 2, self.grid.side + 2),
+            self.settings,
+            len(z),
+        )
         left, right = square[:, 1:-1, :-2], square[:, 1:-1, 2:]
         above, below = square[:, :-2, 1:-1], square[:, 2:, 1:-1]
-        blur = left + right + above + below - 4 * square[:, 1:-1, 1:-1]
-        slopes = (0.5 * (right - left), 0.5 * (below - above), blur)
-        dx, dy, blur = (each.reshape(len(outer), -1) for each in slopes)
-        blur, _ = illumination.normalised(blur)
-        residual = residual - blur * illumination.mean(residual * blur)[:, None]
+        blur = left + right + above + below - 4 * square[:, 1:-1, 1:-1]  # the effect of a little blur
+        self.z, self.dx, self.dy = (
+            z,
+            *(0.5 * each.reshape(count, -1) for each in (right - left, below - above)),
+        )
+        self.blur, _ = self._normalised(blur.reshape(count, -1))
+        residual = residual - self.blur * self._mean(residual * self.blur)[:, None]
         noise = self._noise(residual)
-        prior = np.empty((len(z), 6), np.float32)
-        prior[:, :2] = (noise / self.windows.deviation**2)[:, None]
-        prior[:, 2:] = noise[:, None] / self.settings.deformation**2
-        matrix = _normal_matrix(illumination, dx, dy, blur, self.linear)
-        # The weakest direction of the structure tensor is damped: negligibly where its eigenvalue is many
-        # times what noise alone causes, by as much as the eigenvalue where it is twice that, and so that the
-        # match is fixed where it is no more, as along an edge.
-        energy = self.settings.noise_energy * (residual * residual @ self.grid.weights)
+        self.precision = np.empty((count, 6), np.float32)  # of the prior, scaled by the noise
+        self.precision[:, :2] = (noise / self.windows.deviation**2)[:, None]
+        self.precision[:, 2:] = noise[:, None] / settings.deformation**2
+        matrix = self._normal_matrix()
+        # The weakest direction of the structure tensor is damped, against the aperture problem: negligibly
+        # where its eigenvalue is many times what noise alone causes, by as much as the eigenvalue where it is
+        # twice that, and so that the match is fixed where it is no more, as along an edge.
+        energy = settings.noise_energy * (residual * residual @ self.grid.weights)
         xx, xy, yy = matrix[:, 0, 0], matrix[:, 0, 1], matrix[:, 1, 1]
         angle = 0.5 * np.arctan2(2 * xy, xx - yy) + np.pi / 2
-        weakest = np.stack([np.cos(angle), np.sin(angle)], axis=1)
+        self.weakest = np.stack([np.cos(angle), np.sin(angle)], axis=1)
         eigenvalue = 0.5 * (xx + yy) - np.hypot(0.5 * (xx - yy), xy)
         # Beyond the bound the match is fixed anyway; its square must not overflow without contrast.
         share = np.minimum(energy / np.maximum(eigenvalue - energy, 1e-12), 1e9)
-        damping = (eigenvalue * share**2).clip(0, self.settings.max_damping)
+        self.damping = (eigenvalue * share**2).clip(0, settings.max_damping)
         # In float32 the huge equations of a window without contrast would swallow the prior, and be singular.
         matrix = matrix.astype(np.float64)
-        matrix[:, range(6), range(6)] += prior
-        matrix[:, :2, :2] += damping[:, None, None] * weakest[:, :, None] * weakest[:, None]
-        inverse = np.linalg.inv(matrix).astype(np.float32)
-        return _Equations(illumination, z, dx, dy, blur, weakest, damping, inverse, prior)
+        matrix[:, range(6), range(6)] += self.precision
+        matrix[:, :2, :2] += self.damping[:, None, None] * self.weakest[:, :, None] * self.weakest[:, None]
+        self.inverse = np.linalg.inv(matrix).astype(np.float32)
 
-
-def _normal_matrix(
-    illumination: _Illumination, dx: np.ndarray, dy: np.ndarray, blur: np.ndarray, linear: np.ndarray
-) -> np.ndarray:
-    """(K, 6, 6) for derivatives times 1, x and y, x before y in each; illumination and blur eliminated."""
-    count = len(dx)
-    products = (linear[:, :, None] * linear[:, None]).reshape(len(linear), 9)
-    cross_products = (linear[:, :, None] * illumination.basis[:, None]).reshape(len(linear), 9)
-    xx, xy, yy = (illumination.moments(d, products).reshape(count, 3, 3) for d in (dx * dx, dx * dy, dy * dy))
-    matrix, shading = np.empty((count, 6, 6), np.float32), np.empty((count, 6, 3), np.float32)
-    blurred = np.empty((count, 6, 1), np.float32)
-    matrix[:, 0::2, 0::2], matrix[:, 1::2, 1::2] = xx, yy
-    matrix[:, 0::2, 1::2] = matrix[:, 1::2, 0::2] = xy  # symmetric blocks
-    for axis, derivative in enumerate((dx, dy)):
-        shading[:, axis::2] = illumination.moments(derivative, cross_products).reshape(count, 3, 3)
-        blurred[:, axis::2, 0] = illumination.moments(derivative * blur, linear)
-    matrix -= shading @ illumination.inverse @ shading.transpose(0, 2, 1)
-    return matrix - blurred @ blurred.transpose(0, 2, 1)
+    def _normal_matrix(self) -> np.ndarray:
+        """(K, 6, 6) for derivatives times 1, x and y, x before y; illumination and blur are eliminated."""
+        dx, dy, linear, count = self.dx, self.dy, self.linear, len(self.dx)
+        products = (linear[:, :, None] * linear[:, None]).reshape(-1, 9)
+        cross_products = (linear[:, :, None] * self.basis[:, None]).reshape(-1, 9)
+        squares = (self._moments(d, products).reshape(-1, 3, 3) for d in (dx * dx, dx * dy, dy * dy))
+        matrix, shading = np.empty((count, 6, 6), np.float32), np.empty((count, 6, 3), np.float32)
+        matrix[:, 0::2, 0::2], matrix[:, 0::2, 1::2], matrix[:, 1::2, 1::2] = squares
+        matrix[:, 1::2, 0::2] = matrix[:, 0::2, 1::2]  # symmetric blocks
+        blurred = np.empty((count, 6, 1), np.float32)
+        for axis, derivative in enumerate((dx, dy)):
+            shading[:, axis::2] = self._moments(derivative, cross_products).reshape(-1, 3, 3)
+            blurred[:, axis::2, 0] = self._moments(derivative * self.blur, linear)
+        matrix -= shading @ self.of_basis @ shading.transpose(0, 2, 1)
+        return matrix - blurred @ blurred.transpose(0, 2, 1)
 
 
 # Refinement of matches
