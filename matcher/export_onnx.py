@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import onnx
 import torch
@@ -36,8 +36,9 @@ from matcher.weights.files import load_model
 from matcher.weights.published import fill_extractor, find_weights
 
 Numbers = Literal["float32", "float16", "int8"]
+Program = Literal["any", "opencv", "colmap"]
+FrontEnd = tuple[FeatureNetwork, ExtractorConfig]
 MOST = 1 << 15  # keypoints of an image, and 32 pixels of a side
-GREY = (0.299, 0.587, 0.114)  # of red, green and blue
 UNROLLED = 20  # Sinkhorn iterations at the end where a program has no loops
 
 
@@ -340,7 +341,6 @@ def without_weights(model: onnx.ModelProto) -> tuple[bytes, list[str]]:
 
 _OF_IMAGE = ("size", "matched_orientation")  # beside them an image's fields have an axis of points
 _COUNTS = (12, 15)  # of the points that graphs are traced with; any two do
-_SIDES = ("N", "M")
 
 
 def _example(config: NetworkConfig) -> tuple[tuple[dict, ...], tuple[dict, ...], list[str]]:
@@ -364,7 +364,11 @@ def _example(config: NetworkConfig) -> tuple[tuple[dict, ...], tuple[dict, ...],
 
 
 def _dims() -> list[Any]:
-    return [Dim(name, min=1, max=MOST) for name in _SIDES]
+    return [Dim(name, min=1, max=MOST) for name in "NM"]
+
+
+def _sides(stride: int) -> list[Any]:
+    return [stride * Dim(name, min=1, max=MOST // stride) for name in "hw"]
 
 
 def network_graphs(network: MatchingNetwork) -> ExportedNetwork:
@@ -411,7 +415,7 @@ def front_end_graph(network: FeatureNetwork, config: ExtractorConfig) -> Exporte
 
 def _front_end(network: FeatureNetwork, config: ExtractorConfig) -> onnx.ModelProto:
     stride = network.sizes.stride
-    height, width = (stride * Dim(name, min=1, max=MOST // stride) for name in "hw")
+    height, width = _sides(stride)
     given = torch.rand(1, 1, 3 * stride, 5 * stride), torch.ones(3 * stride, 5 * stride, dtype=torch.bool)
     return traced(
         FrontEndPart(network, config),
@@ -435,14 +439,8 @@ def front_end_of(shapes: Mapping[str, Any]) -> FeatureNetwork:
     return network.eval().requires_grad_(False)
 
 
-def trained_front_end(
-    config: ExtractorConfig, weights: str | Path | None = None
-) -> tuple[FeatureNetwork, ExtractorConfig]:
-    """Our front end with its parameters, and its configuration with all settings.
-
-    Raises:
-        IntegrityError: the parameters are absent or damaged.
-    """
+def trained_front_end(config: ExtractorConfig, weights: str | Path | None = None) -> FrontEnd:
+    """Our front end with its parameters, and its configuration with all settings."""
     front_end = find_front_end(config.kind)
     config = resolve(config, front_end.published)
     with torch.random.fork_rng(devices=[]):
@@ -461,20 +459,17 @@ class OpencvFrontEnd(FrontEndPart):
     nothing else but descriptors: so two columns, (width, height) / the longer of both, are appended to these.
     """
 
-    points: int
+    points = 512
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
         """`image` (1, 3, H, W) RGB, 0 to 1 → `keypoints` (N, 2), `descriptors` (N, D + 2), `scores` (N,)."""
-        config = self.config
-        logits, maps = self.network((image * image.new_tensor(GREY).view(1, 3, 1, 1)).sum(1, keepdim=True))
-        keep = candidates(logits, config.nms_radius, BORDER)
-        scores = logits.sigmoid()
-        scores = torch.where(keep & (scores > config.score_threshold), scores, 0.0).flatten(1)
-        scores, index = scores.topk(self.points, dim=1)
-        width = image.shape[3]
+        logits, maps = self.network(_grey(image))
+        scores, config = logits.sigmoid(), self.config
+        keep = candidates(logits, config.nms_radius, BORDER) & (scores > config.score_threshold)
+        scores, index = torch.where(keep, scores, 0.0).flatten(1).topk(self.points, dim=1)
+        width, sides = image.shape[3], image.new_tensor(image.shape[:1:-1])
         points = torch.stack([index % width, index.div(width, rounding_mode="floor")], dim=2)
         points = subpixel(logits, points)
-        sides = image.new_tensor(image.shape[:1:-1])
         descriptors = self.network.describe(maps, points)[0] * (scores[0] > 0).unsqueeze(1)
         aspect = (sides / sides.max()).expand(self.points, 2)
         return points[0] / sides * 2 - 1, torch.cat([descriptors, aspect], 1), scores[0]
@@ -493,11 +488,7 @@ class OpencvPair(Pair):
             size = size / size.amax(1, keepdim=True)  # OpenCV may have divided descriptors by their length
             values = nn.functional.normalize(descriptors[:, :, :-2], dim=2, eps=1e-6)
             # The longer side has 1024 pixels: where the first one's centre is hardly matters.
-            pixels = (points + 1) / 2 * size * 1024 - 0.5
-            view = torch.ones(1, dtype=torch.int64)
-            sides.append(
-                {"keypoints": pixels, "descriptors": values, "size": size * 1024, "matched_orientation": view}
-            )
+            sides.append(_side((points + 1) / 2 * size * 1024 - 0.5, values, size * 1024))
         partner, score = self.matched(*sides)
         return torch.stack([torch.arange(score.shape[1]), partner[0]], 1), score[0]
 
@@ -508,11 +499,11 @@ class ColmapFrontEnd(FrontEndPart):
     def forward(self, image: Tensor, max_keypoints: Tensor, min_score: Tensor) -> tuple[Tensor, ...]:
         """RGB (1, 3, H, W) in [0, 1], a number, a least score → keypoints from −1, the centre of the first
         pixel, to 1, that of the last, descriptors and scores, (1, N, …) each."""
-        grey = (image * image.new_tensor(GREY).view(1, 3, 1, 1)).sum(1, keepdim=True)
         height, width = image.shape[2:]
         y, x = torch.arange(height), torch.arange(width)
         inside = ((y >= BORDER) & (y < height - BORDER)).unsqueeze(1) & (x >= BORDER) & (x < width - BORDER)
-        points, scores, described = super().forward((grey * 255).round() / 255, inside, max_keypoints)
+        grey = (_grey(image) * 255).round() / 255
+        points, scores, described = super().forward(grey, inside, max_keypoints)
         good = scores >= min_score
         last = torch.stack([x.shape[0] * torch.ones(()), y.shape[0] * torch.ones(())]) - 1
         return (points[good] * 2 / last - 1)[None], described[good][None], scores[good][None]
@@ -522,20 +513,67 @@ class ColmapPair(Pair):
     """For COLMAP's `--AlikedMatching.lightglue_model_path`."""
 
     def forward(
-        self,
-        kpts0: Tensor,
-        kpts1: Tensor,
-        desc0: Tensor,
-        desc1: Tensor,
-        image_size0: Tensor,
-        image_size1: Tensor,
+        self, kpts0: Tensor, kpts1: Tensor, desc0: Tensor, desc1: Tensor, size0: Tensor, size1: Tensor
     ) -> tuple[Tensor, ...]:
         """Pixels (1, N, 2), descriptors (1, N, D), sizes (1, 2) → `matches0` (N,), `mscores0` (N,)."""
-        names, view = ("keypoints", "descriptors", "size"), torch.ones(1, dtype=torch.int64)
-        sides = ((kpts0, desc0, image_size0), (kpts1, desc1, image_size1))
-        given = [dict(zip(names, side, strict=True)) | {"matched_orientation": view} for side in sides]
-        partner, score = self.matched(*given)
+        partner, score = self.matched(_side(kpts0, desc0, size0), _side(kpts1, desc1, size1))
         return partner[0], score[0]
+
+
+def _grey(image: Tensor) -> Tensor:
+    return (image * image.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True)
+
+
+def _side(keypoints: Tensor, descriptors: Tensor, size: Tensor) -> dict[str, Tensor]:
+    view = torch.ones(1, dtype=torch.int64)
+    return {"keypoints": keypoints, "descriptors": descriptors, "size": size, "matched_orientation": view}
+
+
+_FOUND = ["keypoints", "descriptors", "scores"]
+_PORTS = ["kpts0", "kpts1", "desc0", "desc1"], ["matches0", "mscores0"]
+
+
+def _opencv(
+    network: MatchingNetwork, front_end: FrontEnd, size: tuple[int, int]
+) -> Iterator[onnx.ModelProto]:
+    """Front end and matcher for OpenCV and images of this size."""
+    image = torch.rand(1, 3, *size[::-1])
+    detector = OpencvFrontEnd(*front_end)
+    yield _folded(traced(detector, (image,), (None,), ["image"], _FOUND))
+    width = network.config.descriptor_dim + 2
+    given = tuple(torch.rand(1, detector.points, n) for n in (2, 2, width, width))
+    yield _folded(traced(OpencvPair(network), given, (None,) * 4, *_PORTS))
+
+
+def _folded(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A graph folded to what OpenCV reads: without float64, what ConstantOfShape fills in always given."""
+    from onnxscript.optimizer import optimize
+
+    zero = onnx.numpy_helper.from_array(torch.zeros(1).numpy())
+    for node in model.graph.node:
+        if node.op_type == "ConstantOfShape" and not node.attribute:
+            node.attribute.append(onnx.helper.make_attribute("value", zero))
+        for attribute in node.attribute if node.op_type == "Cast" else ():
+            if attribute.i == onnx.TensorProto.DOUBLE:
+                attribute.i = onnx.TensorProto.FLOAT
+    for array in model.graph.initializer:
+        if array.data_type == onnx.TensorProto.DOUBLE:
+            values = onnx.numpy_helper.to_array(array).astype("float32")
+            array.CopyFrom(onnx.numpy_helper.from_array(values, array.name))
+    return optimize(model)
+
+
+def _colmap(network: MatchingNetwork, front_end: FrontEnd) -> Iterator[onnx.ModelProto]:
+    """Front end and matcher for COLMAP, which pads images to multiples of 32 and drops points there."""
+    image = torch.rand(1, 3, 96, 160), torch.tensor(500), torch.tensor(0.004)
+    shapes = dict(zip((2, 3), _sides(front_end[0].sizes.stride), strict=True)), None, None
+    yield traced(ColmapFrontEnd(*front_end), image, shapes, ["image", "max_keypoints", "min_score"], _FOUND)
+    points = [torch.rand(1, n, 2) * 100 for n in _COUNTS]
+    described = [torch.rand(1, n, network.config.descriptor_dim) for n in _COUNTS]
+    sizes, varying = [torch.full((1, 2), 100.0)] * 2, [{1: dim} for dim in _dims()]
+    inputs = [*_PORTS[0], "image_size0", "image_size1"]
+    given = (*points, *described, *(each.clone() for each in sizes))
+    yield traced(ColmapPair(network), given, (*varying, *varying, None, None), inputs, _PORTS[1])
 
 
 def in_numbers(model: onnx.ModelProto, numbers: Numbers) -> bytes:
@@ -567,23 +605,18 @@ def _quantised(model: onnx.ModelProto) -> bytes:
         return in_numbers(onnx.load(paths[1]), "float16")
 
 
-class Written(NamedTuple):
-    """One written file."""
-
-    path: Path
-    bytes: int
-
-
 def export_preset(
     preset: str,
     config: PipelineConfig,
     folder: str | Path,
+    program: Program = "any",
     *,
+    size: tuple[int, int] = (640, 480),
     numbers: Numbers = "float32",
     weights: str | Path | None = None,
     frontend_weights: str | Path | None = None,
     overwrite: bool = False,
-) -> list[Written]:
+) -> list[Path]:
     """Write a preset's front end, if it is ours, and its matcher, if it is a network, as ONNX files.
 
     `learned.onnx`: `image` (1, 1, H, W) grey in [0, 1], repeated at the right and lower edge to multiples of
@@ -601,163 +634,50 @@ def export_preset(
         preset: its name, which the matcher's file gets; the front end's is called as the front end.
         config: the preset's configuration.
         folder: is made if need be.
-        numbers: "float32"; "float16" or "int8" for smaller files.
+        program: "opencv" writes `opencv-learned.onnx` for `cv2.ALIKED` and `opencv-PRESET.onnx` for
+            `cv2.LightGlueMatcher`, of 512 keypoints; "colmap" `colmap-learned.onnx` for COLMAP's ALIKED and
+            `colmap-PRESET.onnx` for its LightGlue. COLMAP's feature types are a fixed list, so ours are
+            stored as `ALIKED_N16ROT`; nothing there depends on the width of their descriptors.
+        size: width and height to which OpenCV resizes every image, multiples of 32.
+        numbers: "float32"; "float16" or "int8" for smaller files, not for OpenCV.
         weights: of the matcher; the preset's own when absent.
         frontend_weights: of the front end; the shipped ones when absent.
         overwrite: replace files that exist.
 
     Raises:
-        UsageError: nothing of the preset can be written as ONNX, or a file exists or cannot be written.
+        UsageError: nothing of the preset can be written so, or a file exists or cannot be written.
         IntegrityError: weights are absent or damaged.
     """
-    makers: dict[str, Callable[[], onnx.ModelProto]] = {}
-    if isinstance(config.matcher, NetworkConfig):
-        network = _network(preset, config, weights)
-        example = _example(network.config)
-        makers[preset] = lambda: traced(Pair(network), *example, ["matches", "scores"])
-    elif weights is not None:
-        raise UsageError(f"the preset {preset} has no network, so weights has no effect; leave it out")
-    if config.extractor.kind == STEERABLE:
-        front_end = trained_front_end(config.extractor, frontend_weights)
-        makers[config.extractor.kind] = lambda: _front_end(*front_end)
-    elif frontend_weights is not None:
-        raise UsageError(
-            f"the front end of {preset} has no ONNX file, so frontend_weights has no effect; leave it out"
-        )
-    if not makers:
-        raise UsageError(
-            f"the preset {preset} has no network of keypoints or matches, so there is nothing to export"
-        )
-    return _write(Path(folder), makers, numbers, overwrite=overwrite)
-
-
-def export_for_opencv(
-    preset: str,
-    config: PipelineConfig,
-    folder: str | Path,
-    size: tuple[int, int],
-    *,
-    points: int = 512,
-    overwrite: bool = False,
-) -> list[Written]:
-    """Write `opencv-learned.onnx` for `cv2.ALIKED` and `opencv-PRESET.onnx` for `cv2.LightGlueMatcher`.
-
-    Args:
-        preset, config, folder, overwrite: as in `export_preset`.
-        size: width and height to which OpenCV resizes every image, multiples of the front end's stride (32).
-        points: keypoints of an image.
-
-    Raises:
-        UsageError: a preset of another front end or without a network, a size that does not fit, or a file
-            that exists or cannot be written.
-        IntegrityError: weights are absent or damaged.
-    """
-    network, front_end = _ours(preset, config)
-    stride = front_end[0].sizes.stride
-    if any(side < stride or side % stride for side in size):
-        raise UsageError(f"width and height must be multiples of {stride}, not {size[0]} and {size[1]}")
-    given = tuple(torch.rand(1, points, n) for n in (2, 2, *[network.config.descriptor_dim + 2] * 2))
-    detector = OpencvFrontEnd(*front_end)
-    detector.points = points
-    image, outputs = torch.rand(1, 3, *size[::-1]), ["keypoints", "descriptors", "scores"]
-    inputs = ["kpts0", "kpts1", "desc0", "desc1"]
-    makers = {
-        "opencv-learned": lambda: _for_opencv(traced(detector, (image,), (None,), ["image"], outputs)),
-        f"opencv-{preset}": lambda: _for_opencv(
-            traced(OpencvPair(network), given, (None,) * 4, inputs, ["matches0", "mscores0"])
-        ),
-    }
-    return _write(Path(folder), makers, "float32", overwrite=overwrite)
-
-
-def _for_opencv(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A graph folded to what OpenCV reads: without float64, what ConstantOfShape fills in always given."""
-    from onnxscript.optimizer import optimize
-
-    zero = onnx.numpy_helper.from_array(torch.zeros(1).numpy())
-    for node in model.graph.node:
-        if node.op_type == "ConstantOfShape" and not node.attribute:
-            node.attribute.append(onnx.helper.make_attribute("value", zero))
-        for attribute in node.attribute if node.op_type == "Cast" else ():
-            if attribute.i == onnx.TensorProto.DOUBLE:
-                attribute.i = onnx.TensorProto.FLOAT
-    for array in model.graph.initializer:
-        if array.data_type == onnx.TensorProto.DOUBLE:
-            values = onnx.numpy_helper.to_array(array).astype("float32")
-            array.CopyFrom(onnx.numpy_helper.from_array(values, array.name))
-    return optimize(model)
-
-
-def export_for_colmap(
-    preset: str,
-    config: PipelineConfig,
-    folder: str | Path,
-    *,
-    numbers: Numbers = "float32",
-    weights: str | Path | None = None,
-    frontend_weights: str | Path | None = None,
-    overwrite: bool = False,
-) -> list[Written]:
-    """Write `colmap-learned.onnx` for COLMAP's ALIKED and `colmap-PRESET.onnx` for its LightGlue.
-
-    COLMAP's feature types are a fixed list, so ours are stored as `ALIKED_N16ROT`; nothing in COLMAP depends
-    on the width of their descriptors. It pads images to multiples of 32 and drops what is found there.
-
-    Args:
-        preset, config, folder, numbers, weights, frontend_weights, overwrite: as in `export_preset`.
-
-    Raises:
-        UsageError: a preset of another front end or without a network, or a file that exists or cannot be
-            written.
-        IntegrityError: weights are absent or damaged.
-    """
-    network, front_end = _ours(preset, config, weights, frontend_weights)
-    stride, width = front_end[0].sizes.stride, network.config.descriptor_dim
-    height, width_of = (stride * Dim(name, min=1, max=MOST // stride) for name in "hw")
-    image = (torch.rand(1, 3, 3 * stride, 5 * stride), torch.tensor(500), torch.tensor(0.004))
-    columns = [torch.rand(1, n, 2) * 100 for n in _COUNTS] + [torch.rand(1, n, width) for n in _COUNTS]
-    pair = (*columns, torch.full((1, 2), 100.0), torch.full((1, 2), 100.0))
-    varying = (*({1: dim} for dim in _dims()), *({1: dim} for dim in _dims()), None, None)
-    detector_ports = ["image", "max_keypoints", "min_score"], ["keypoints", "descriptors", "scores"]
-    inputs = ["kpts0", "kpts1", "desc0", "desc1", "image_size0", "image_size1"]
-    makers = {
-        "colmap-learned": lambda: traced(
-            ColmapFrontEnd(*front_end), image, ({2: height, 3: width_of}, None, None), *detector_ports
-        ),
-        f"colmap-{preset}": lambda: traced(
-            ColmapPair(network), pair, varying, inputs, ["matches0", "mscores0"]
-        ),
-    }
-    return _write(Path(folder), makers, numbers, overwrite=overwrite)
-
-
-def _network(preset: str, config: PipelineConfig, weights: str | Path | None = None) -> MatchingNetwork:
-    network = load_model(find_weights(weights or config.weights))[0].with_policy(config.matcher.policy)
-    if network.backbone is not None:
-        raise UsageError(f"{preset} matches the cells of a grid (LoFTR), which cannot be written as ONNX")
-    return network.requires_grad_(False)
-
-
-def _ours(
-    preset: str, config: PipelineConfig, *weights: str | Path | None
-) -> tuple[MatchingNetwork, tuple[FeatureNetwork, ExtractorConfig]]:
-    if config.extractor.kind != STEERABLE or not isinstance(config.matcher, NetworkConfig):
+    own, trained = config.extractor.kind == STEERABLE, isinstance(config.matcher, NetworkConfig)
+    if program != "any" and not (own and trained):
         raise UsageError(f"this takes our own front end with its network, hybrid-learned, not {preset}")
-    network = _network(preset, config, *weights[:1])
-    return network, trained_front_end(config.extractor, *weights[1:])
-
-
-def _write(
-    folder: Path, makers: Mapping[str, Callable[[], onnx.ModelProto]], numbers: Numbers, *, overwrite: bool
-) -> list[Written]:
-    paths = {name: folder / f"{name}.onnx" for name in makers}
+    if program == "opencv" and any(side < 32 or side % 32 for side in size):
+        raise UsageError(f"width and height must be multiples of 32, not {size[0]} and {size[1]}")
+    for name, value, has in (("weights", weights, trained), ("frontend_weights", frontend_weights, own)):
+        if value is not None and not has:
+            raise UsageError(f"{preset} has nothing to export there, so {name} has no effect; leave it out")
+    if not own and not trained:
+        raise UsageError(f"{preset} has no network of keypoints or matches, so there is nothing to export")
+    network, front_end = None, trained_front_end(config.extractor, frontend_weights) if own else None
+    if trained:
+        network = load_model(find_weights(weights or config.weights))[0].with_policy(config.matcher.policy)
+        network = network.requires_grad_(False)
+        if network.backbone is not None:
+            raise UsageError(f"{preset} matches the cells of a grid (LoFTR), which cannot be written as ONNX")
+    names = [*[config.extractor.kind] * own, *[preset] * trained]
+    paths = [Path(folder) / f"{'' if program == 'any' else program + '-'}{name}.onnx" for name in names]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder} cannot be made a folder ({error.strerror}): name another one") from error
-    for path in paths.values():
+    for path in paths:
         check_output(path, (".onnx",), overwrite=overwrite)
-    files = {name: in_numbers(make(), numbers) for name, make in makers.items()}
-    for name, data in files.items():
-        write_whole(paths[name], data)
-    return [Written(paths[name], len(data)) for name, data in files.items()]
+    if program == "any":
+        models = [_front_end(*front_end)] if own else []
+        if trained:
+            models.append(traced(Pair(network), *_example(network.config), ["matches", "scores"]))
+    else:
+        models = _opencv(network, front_end, size) if program == "opencv" else _colmap(network, front_end)
+    for path, data in list(zip(paths, [in_numbers(model, numbers) for model in models], strict=True)):
+        write_whole(path, data)
+    return paths

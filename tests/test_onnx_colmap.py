@@ -14,7 +14,7 @@ from real_pairs import three_pairs
 import matcher
 from matcher.cli import main
 from matcher.errors import UsageError
-from matcher.export_onnx import export_for_colmap
+from matcher.export_onnx import export_preset
 from matcher.onnx_engine import Graph
 from matcher.presets import PRESETS
 
@@ -145,7 +145,7 @@ def test_the_least_score_is_kept_to(files, views):
 
 def test_what_does_not_fit_is_refused(tmp_path, capsys):
     with pytest.raises(UsageError, match=r"our own front end with its network, hybrid-learned, not hybrid$"):
-        export_for_colmap("hybrid", PRESETS["hybrid"], tmp_path)
+        export_preset("hybrid", PRESETS["hybrid"], tmp_path, "colmap")
     both = ["weights", "export", "hybrid-learned", "--onnx", str(tmp_path), "--colmap", "--opencv", "640x480"]
     assert main(both) == 2
     assert "give one of them" in capsys.readouterr().err

@@ -159,7 +159,7 @@ def export_weights(
     from matcher.presets import find_preset
 
     try:
-        from matcher.export_onnx import export_for_colmap, export_for_opencv, export_preset
+        from matcher.export_onnx import export_preset
     except ModuleNotFoundError as error:
         raise UsageError(f"exporting needs {error.name}: {install_command('torch', 'onnxscript')}") from error
 
@@ -172,12 +172,11 @@ def export_weights(
         width, _, height = opencv.partition("x")
         if not (width.isdecimal() and height.isdecimal()):
             raise typer.BadParameter(f"--opencv must be a size such as 640x480, not {opencv!r}")
-        files = export_for_opencv(preset, config, onnx, (int(width), int(height)), overwrite=overwrite)
-    else:
-        export = export_for_colmap if colmap else export_preset
-        files = export(preset, config, onnx, numbers=numbers, overwrite=overwrite, **given)
+        given["size"] = int(width), int(height)
+    program = "opencv" if opencv is not None else "colmap" if colmap else "any"
+    files = export_preset(preset, config, onnx, program, numbers=numbers, overwrite=overwrite, **given)
     for file in files:
-        show(f"written  {file.path}  {file.bytes / 1e6:.1f} MB")
+        show(f"written  {file}  {file.stat().st_size / 1e6:.1f} MB")
 
 
 WEIGHTS_COMMANDS = {
