@@ -1,7 +1,8 @@
 """The compiled kernels on tensors and arrays, without gradients.
 
 Where they are not there, or not made for their arguments, these functions give None and the caller does the
-same by stock operators: `matcher.attention.scaled_dot_product`, and NumPy in `matcher.refine`.
+same by stock operators: `matcher.attention.scaled_dot_product`, `matcher.match.consensus.fit_local_maps`, and
+NumPy in `matcher.refine`.
 """
 
 from __future__ import annotations
@@ -49,6 +50,30 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         offsets = (sum(i * s for i, s in zip(index, x.stride(), strict=False)) for x in (q, k, v, out))
         places = (x.data_ptr() + x.element_size() * o for x, o in zip((q, k, v, out), offsets, strict=True))
         library.matcher_attend(*places, strides, half, n, m, heads, width, threads)
+    return out
+
+
+def local_maps(positions: Tensor, targets: Tensor, confidence: Tensor) -> Tensor | None:
+    """Affine maps around points, as `matcher.match.consensus.fit_local_maps` fits them.
+
+    Args:
+        positions, targets: (B, N, 2) float32 on the CPU. confidence: (B, N).
+
+    Returns:
+        (B, N, 4) predicted position, support and spread.
+    """
+    import torch
+
+    library, given = kernels(), (positions, targets, confidence)
+    suits = positions.device.type == "cpu" and not torch.compiler.is_compiling()
+    suits = suits and not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
+    if library is None or not suits or any(x.dtype != torch.float32 for x in given):
+        return None
+    given, points = [x.contiguous() for x in given], positions.shape[1]
+    out, threads = positions.new_empty(*positions.shape[:2], 4), torch.get_num_threads()
+    for pair in range(len(positions)):
+        *places, end = (x.data_ptr() + 4 * pair * x[0].numel() for x in (*given, out))
+        library.matcher_local_maps(*places, points, end, min(threads, math.ceil(points / 64)))
     return out
 
 

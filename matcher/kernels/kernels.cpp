@@ -1,4 +1,5 @@
-// The kernels of `matcher/kernels/calls.py`, where their references are: attention, and least-squares matching of windows.
+// The kernels of `matcher/kernels/calls.py`, where their references are: attention, local affine maps, and least-squares
+// matching of windows.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -338,6 +339,177 @@ extern "C" void matcher_attend(const void* q, const void* k, const void* v, void
 #else
   attention::attend_rows<attention::Whole, attention::Half>(q, k, v, out, strides, n, m, heads, width, threads);
 #endif
+}
+
+// --- Affine maps fitted around points to the matches nearest to them; `fit_local_maps` in `matcher/match/consensus.py` does
+// the same by stock operators and explains it. Neighbours are sought point by point, maps fitted for some points at once.
+
+namespace maps {
+namespace {
+
+constexpr long kNeighbours = 16, kPoints = 16, kColumns = 64;
+constexpr float kScales[] = {0.2f, 0.08f, 0.03f, 0.015f};
+constexpr float kRidge = 1e-3f, kTiny = 1e-6f, kFar = 1e6f;
+typedef float Plane[kNeighbours][kPoints];  // of each neighbour of each point
+
+struct Matches {  // those with confidence; beyond the last, up to a multiple of `kColumns`, far ones
+  std::vector<float> place[2], target[2], confidence;
+  std::vector<long> owner;  // the match of a point
+  long count = 0;
+
+  Matches(const float* positions, const float* targets, const float* given, long n) : owner(n, -1) {
+    for (long i = 0; i < n; ++i)
+      if (given[i] > 0) {
+        owner[i] = count++;
+        confidence.push_back(given[i]);
+        for (int c = 0; c < 2; ++c) place[c].push_back(positions[2 * i + c]), target[c].push_back(targets[2 * i + c]);
+      }
+    for (int c = 0; c < 2; ++c) place[c].resize((count + kColumns - 1) / kColumns * kColumns, kFar);
+  }
+};
+
+// The matches nearest to a point, its own left out, in any order; returns how many.
+long nearest(const Matches& matches, float x, float y, long own, float* distances, uint8_t* near, long* found) {
+  const long size = (long)matches.place[0].size();
+  const float *px = matches.place[0].data(), *py = matches.place[1].data();
+  float least[kColumns];
+  std::fill_n(least, kColumns, INFINITY);
+  for (long j = 0; j < size; j += kColumns)
+#pragma omp simd
+    for (long c = 0; c < kColumns; ++c) {
+      const float dx = px[j + c] - x, dy = py[j + c] - y;
+      distances[j + c] = dx * dx + dy * dy;
+      least[c] = distances[j + c] < least[c] && j + c != own ? distances[j + c] : least[c];
+    }
+  if (own >= 0) distances[own] = INFINITY;
+  // The nearest lie no farther than the last of as many columns' nearest.
+  std::nth_element(least, least + kNeighbours - 1, least + kColumns);
+  const float bound = std::min(least[kNeighbours - 1], kFar);
+#pragma omp simd
+  for (long j = 0; j < size; ++j) near[j] = distances[j] <= bound;
+  long count = 0;
+  for (long j = 0; j < size; j += 8) {
+    uint64_t some;
+    memcpy(&some, near + j, 8);
+    for (long k = j; some && k < j + 8; ++k)
+      if (near[k]) found[count++] = k;
+  }
+  if (count > kNeighbours)
+    std::nth_element(found, found + kNeighbours, found + count, [&](long a, long b) { return distances[a] < distances[b]; });
+  return std::min(count, kNeighbours);
+}
+
+struct Neighbours {  // of some points: steps from the point in units of its reach, targets, weights without residuals
+  Plane x[2], y[2], base;
+};
+
+// y ≈ A x + b, robustly; out: what it predicts at x = 0, the sum of the weights, the weighted root mean square residual.
+void fit(Neighbours& near, float (*out)[kPoints]) {
+  float centre[4][kPoints] = {}, total[kPoints] = {}, slope[2][2][kPoints], predicted[2][kPoints];
+  Plane *planes[4] = {&near.x[0], &near.x[1], &near.y[0], &near.y[1]}, weight, square;
+  for (long k = 0; k < kNeighbours; ++k)
+#pragma omp simd
+    for (long p = 0; p < kPoints; ++p) total[p] += near.base[k][p];
+  for (int c = 0; c < 4; ++c) {  // about which the sums do not cancel
+    for (long k = 0; k < kNeighbours; ++k)
+#pragma omp simd
+      for (long p = 0; p < kPoints; ++p) centre[c][p] += near.base[k][p] * (*planes[c])[k][p];
+#pragma omp simd
+    for (long p = 0; p < kPoints; ++p) centre[c][p] /= total[p] + kTiny;
+    for (long k = 0; k < kNeighbours; ++k)
+#pragma omp simd
+      for (long p = 0; p < kPoints; ++p) (*planes[c])[k][p] -= centre[c][p];
+  }
+  memcpy(weight, near.base, sizeof weight);
+  for (const float scale : kScales) {
+    float sum[kPoints] = {}, mean[4][kPoints] = {}, own[2][kPoints] = {}, both[kPoints] = {}, along[2][2][kPoints] = {};
+    for (long k = 0; k < kNeighbours; ++k)
+#pragma omp simd
+      for (long p = 0; p < kPoints; ++p) {
+        const float w = weight[k][p], x0 = near.x[0][k][p], x1 = near.x[1][k][p], y0 = near.y[0][k][p], y1 = near.y[1][k][p];
+        sum[p] += w;
+        mean[0][p] += w * x0, mean[1][p] += w * x1, mean[2][p] += w * y0, mean[3][p] += w * y1;
+        own[0][p] += w * x0 * x0, own[1][p] += w * x1 * x1, both[p] += w * x0 * x1;
+        along[0][0][p] += w * x0 * y0, along[0][1][p] += w * x0 * y1;
+        along[1][0][p] += w * x1 * y0, along[1][1][p] += w * x1 * y1;
+      }
+#pragma omp simd
+    for (long p = 0; p < kPoints; ++p) {
+      const float share = 1 / (sum[p] + kTiny), m0 = mean[0][p] * share, m1 = mean[1][p] * share;
+      const float xx0 = own[0][p] * share + kRidge - m0 * m0, xx1 = own[1][p] * share + kRidge - m1 * m1;
+      const float xy = both[p] * share - m0 * m1, inverse = 1 / (xx0 * xx1 - xy * xy);
+      for (int c = 0; c < 2; ++c) {
+        const float target = mean[2 + c][p] * share;
+        const float a0 = along[0][c][p] * share - m0 * target, a1 = along[1][c][p] * share - m1 * target;
+        slope[0][c][p] = (a0 * xx1 - a1 * xy) * inverse, slope[1][c][p] = (a1 * xx0 - a0 * xy) * inverse;
+        predicted[c][p] = target - slope[0][c][p] * m0 - slope[1][c][p] * m1;
+      }
+    }
+    const float precision = 1 / (scale * scale);
+    for (long k = 0; k < kNeighbours; ++k)
+#pragma omp simd
+      for (long p = 0; p < kPoints; ++p) {
+        float rest = 0;
+        for (int c = 0; c < 2; ++c) {
+          const float r = near.y[c][k][p] - predicted[c][p] - slope[0][c][p] * near.x[0][k][p] - slope[1][c][p] * near.x[1][k][p];
+          rest += r * r;
+        }
+        const float root = 1 / (rest * precision + 1);
+        square[k][p] = rest, weight[k][p] = near.base[k][p] * root * root;
+      }
+  }
+  float support[kPoints] = {}, spread[kPoints] = {};
+  for (long k = 0; k < kNeighbours; ++k)
+#pragma omp simd
+    for (long p = 0; p < kPoints; ++p) support[p] += weight[k][p], spread[p] += weight[k][p] * square[k][p];
+#pragma omp simd
+  for (long p = 0; p < kPoints; ++p) {
+    for (int c = 0; c < 2; ++c)
+      out[c][p] = predicted[c][p] + centre[2 + c][p] - slope[0][c][p] * centre[0][p] - slope[1][c][p] * centre[1][p];
+    out[2][p] = support[p], out[3][p] = std::sqrt(spread[p] / (support[p] + kTiny));
+  }
+}
+
+}  // namespace
+}  // namespace maps
+
+// positions, targets (n, 2), confidence (n,) → out (n, 4): predicted position, support, spread.
+extern "C" void matcher_local_maps(const float* positions, const float* targets, const float* confidence, long n, float* out,
+                                   int threads) {
+  using namespace maps;
+  const Matches matches(positions, targets, confidence, n);
+  const long size = (long)matches.place[0].size();
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<float> distances(size);
+    std::vector<uint8_t> near(size);
+    std::vector<long> found(size);
+#pragma omp for schedule(static)
+    for (long first = 0; first < n; first += kPoints) {
+      Neighbours local;
+      memset(&local, 0, sizeof local);
+      const long here = std::min(kPoints, n - first);
+      for (long p = 0; p < here; ++p) {
+        const float* at = positions + 2 * (first + p);
+        const long count = nearest(matches, at[0], at[1], matches.owner[first + p], distances.data(), near.data(), found.data());
+        float reach = 0;
+        for (long k = 0; k < count; ++k) reach = std::max(reach, distances[found[k]]);
+        reach = std::max(std::sqrt(reach), 0.02f) / 1.5f;
+        for (long k = 0; k < count; ++k) {
+          const long j = found[k];
+          for (int c = 0; c < 2; ++c) {
+            local.x[c][k][p] = (matches.place[c][j] - at[c]) / reach;
+            local.y[c][k][p] = matches.target[c][j];
+          }
+          local.base[k][p] = attention::exponential(distances[j] / (-2 * reach * reach)) * matches.confidence[j];
+        }
+      }
+      float made[4][kPoints];
+      fit(local, made);
+      for (long p = 0; p < here; ++p)
+        for (int c = 0; c < 4; ++c) out[4 * (first + p) + c] = made[c][p];
+    }
+  }
 }
 
 // --- Least-squares matching of windows of two images, one match after the other; `matcher/refine.py` does the same by NumPy

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from matcher.kernels.calls import local_maps
 from matcher.match.sinkhorn import MutualBest, mutual_best
 
 NEIGHBOURS = 16
@@ -82,6 +83,8 @@ def fit_local_maps(positions: Tensor, targets: Tensor, confidence: Tensor) -> Lo
         targets: (B, N, 2) of their present partners.
         confidence: (B, N) of those matches, 0 for points without one.
     """
+    if (found := local_maps(positions, targets, confidence)) is not None:
+        return LocalFit(found[..., :2], *found[..., 2:].unbind(2))
     used = confidence.shape[1]
     # Elsewhere the program would wait for the number.
     if confidence.device.type == "cpu" and not torch.compiler.is_compiling():
