@@ -66,7 +66,7 @@ def bound_primitives() -> None:
 
 @cache
 def keep_freed_memory() -> None:
-    """Let the process keep up to 64 MiB that it has freed, unless the user has set how glibc allocates.
+    """Let the process keep up to 128 MiB that it has freed, unless the user has set how glibc allocates.
 
     By default glibc gives the maps of each image back to the system, which clears them page by page when the
     next image needs them: a tenth of the processor time of a match. No result depends on it. Nothing happens
@@ -77,10 +77,10 @@ def keep_freed_memory() -> None:
     import ctypes  # here, because `matcher --help` reads this file
 
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        mallopt(
-            -3, 32 << 20
-        )  # M_MMAP_THRESHOLD: larger allocations come from the system, and go back at once
-        mallopt(-1, 64 << 20)  # M_TRIM_THRESHOLD: so much of the others is kept when it is free
+        # Larger allocations come from the system and go back at once; so much of the others is kept.
+        m_mmap_threshold, m_trim_threshold = -3, -1
+        mallopt(m_mmap_threshold, 32 << 20)
+        mallopt(m_trim_threshold, 128 << 20)
 
 
 @cache

@@ -13,7 +13,8 @@ from matcher import files
 from matcher.attention import scaled_dot_product
 from matcher.errors import UsageError
 from matcher.kernels import SWITCH, build, kernels, loader
-from matcher.kernels.calls import attend
+from matcher.kernels.calls import attend, local_maps
+from matcher.match.consensus import fit_local_maps
 from matcher.refine import Grid, Pyramid, Windows, fit_windows, middle_frames
 
 VECTORS = pytest.mark.skipif(
@@ -89,6 +90,28 @@ def test_what_attention_declines(kernel, monkeypatch) -> None:
     assert attend(q.requires_grad_(), k, v) is None
     monkeypatch.setenv(SWITCH, "0")
     assert attend(q.detach(), k, v) is None
+
+
+@VECTORS
+@pytest.mark.parametrize("count", [3, 40, 500])
+def test_local_maps_are_those_of_stock_operators(kernel, monkeypatch, count) -> None:
+    generator = torch.Generator().manual_seed(count)
+    points = torch.rand(2, count, 2, generator=generator) - 0.5
+    partners = points @ torch.tensor([[0.9, 0.2], [-0.1, 0.8]]) + 0.05
+    partners += 0.003 * torch.randn(partners.shape, generator=generator)
+    wrong = torch.rand(2, count, generator=generator) < 0.3
+    partners[wrong] = torch.rand(int(wrong.sum()), 2, generator=generator) - 0.5
+    confidence = torch.rand(2, count, generator=generator) - 0.3
+    confidence[0] = confidence[0].clamp(min=0)
+    confidence[1] = 0  # nothing to fit to
+    with torch.inference_mode():
+        assert local_maps(points, partners, confidence) is not None
+        ours = fit_local_maps(points, partners, confidence)
+        monkeypatch.setenv(SWITCH, "0")
+        theirs = fit_local_maps(points, partners, confidence)
+    for one, two in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, two, atol=1e-3, rtol=1e-3)
+    assert (ours.position - theirs.position).abs().median() < 1e-6
 
 
 def pyramid(values: np.ndarray, mask: np.ndarray | None = None) -> Pyramid:
