@@ -256,7 +256,8 @@ def measure_pair(
         sizes = [side.image_size for side in sides]
         accepted = [reject_improbable(geometry, matches, *sizes) for geometry in geometries]
     found["accepted"] = np.array([float(geometry.verified) for geometry in accepted])
-    geometries = [g.rejected or g for g in geometries]  # the likeliest, also where it is not certain
+    found["ambiguous"] = np.array([float(geometry.status == "ambiguous") for geometry in accepted])
+    geometries = [g.rejected or g for g in geometries]  # the first answer, also of several or rejected
     if isinstance(pair, PosePair):
         found |= _pose_metrics(pair, matches, geometries, threshold_scale(*scales, "essential"))
     elif isinstance(pair, HomographyPair):

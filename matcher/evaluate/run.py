@@ -164,6 +164,7 @@ class Column:
 
 _COST = (
     Column("accepted", "accepted"),
+    Column("ambiguous", "ambiguous"),
     Column("matches", "matches", 0),
     Column("layers", "layers", 2),
     Column("keypoints kept", "kept", 2),
@@ -325,6 +326,7 @@ def as_markdown(found: dict[str, Any]) -> str:
     """Markdown of what `as_object` returned: all pairs, paired differences from the baseline, groups."""
     columns, rows = COLUMNS[found["protocol"]], found["rows"]
     used = {
+        "ambiguous": any(row["all"]["ambiguous"]["value"] for row in rows),
         "layers": any(row["depth"] for row in rows),
         "passes": any((row["all"]["passes"]["value"] or 1) > 1 for row in rows),
     }
@@ -371,7 +373,7 @@ def _preamble(found: dict[str, Any]) -> list[str]:
         f"{estimator['threshold_px']:g} px{seeds}; 95 % intervals by bootstrap over pairs; ms: median of the "
         "whole call, and its processor time.",
         f"{found['meaning']}. All pixels are those of the resized images. `accepted` is the share of pairs "
-        "whose geometry has status ok in a result; AUC counts all.",
+        "whose geometry a result keeps, `ambiguous` that of several answers; AUC counts the first of each.",
         *([f"{found['note']}."] if found["note"] else []),
     ]
     return [*lines, *(f"- skipped, {count} times: {reason}" for reason, count in Counter(skipped).items())]

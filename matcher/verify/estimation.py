@@ -51,11 +51,11 @@ from matcher.verify.homography import (
 )
 from matcher.verify.parallax import (
     ENOUGH,
+    OWN,
     Parallax,
     completed,
     dominant_plane,
     fixed_by_parallax,
-    log_prior,
     parallax_evidence,
 )
 from matcher.verify.repetition import repetition
@@ -366,7 +366,7 @@ class RobustEstimator:
         judged = [
             (
                 parallax_evidence(fundamental, matched, spread, parallax, planar.inliers, possible)
-                + log_prior(pose),
+                + OWN * (pose is poses[0]),
                 model,
             )
             for (pose, model, (fundamental, possible)), count in zip(made, in_view, strict=True)
