@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from matcher.collection.schema import StoredPair, encode_features, encode_pair
-from matcher.collection.store import EncodedPair, ImageFacts, Store, Writer
+from matcher.collection.store import EncodedPair, Store, Writer
 from matcher.types import Features, Matches, TwoViewGeometry
 
 SETTINGS = {"preset": "nearest", "config": {"extractor": {"max_keypoints": 400}}}
@@ -43,9 +43,9 @@ def pair(
     return StoredPair(name0, name1, matches, geometry, float(rng.random()))
 
 
-def put_features(writer: Writer, name: str, found: Features, facts: ImageFacts | None = None) -> None:
+def put_features(writer: Writer, name: str, found: Features, sha256: str = "") -> None:
     """Store the features of an image."""
-    writer.put_features(name, found, encode_features(found), facts or ImageFacts(""))
+    writer.put_features(name, found, encode_features(found), sha256)
 
 
 def put_pair(writer: Writer, pair: StoredPair) -> None:
@@ -63,7 +63,7 @@ def fill(folder: Path, rng: np.random.Generator, images: int = 4, matches: int =
     written = []
     with Writer(folder) as writer, writer.transaction():
         for name, found in zip(names, made, strict=True):
-            put_features(writer, name, found, ImageFacts("0" * 64))
+            put_features(writer, name, found, "0" * 64)
         for i, name0 in enumerate(names):
             for j in range(i + 1, images):
                 points = [made[k].keypoints.numpy() for k in (i, j)]

@@ -1,10 +1,8 @@
 """A run over a folder of photos: what it holds, what is done again, how pairs are chosen, what is refused."""
 
 import os
-import random
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import cv2
@@ -12,13 +10,10 @@ import numpy as np
 import pytest
 from collection_runs import QUICK, ROOT, contents, photos
 from command import run
-from random_collection import SETTINGS
 
 import matcher
 from matcher.cameras import Camera
 from matcher.collection.collection import Collection
-from matcher.collection.pairs import read_pairs
-from matcher.collection.runner import add_pairs, match_jobs
 from matcher.collection.schema import DESCRIPTORS, Counts, encode_keypoints
 from matcher.collection.sources import PairChoice, Selection, default_choice
 from matcher.collection.store import EncodedPair, Store, Writer
@@ -77,22 +72,20 @@ def test_every_pair_is_matched_once_as_a_pipeline_would(folder, tmp_path, capfd)
 
 def test_workers_and_batches_give_the_same(tmp_path):
     """Images of a usual size: of tiny ones the convolutions of some processors depend on the batch."""
-    photos(tmp_path / "photos", 5, (320, 240))
+    photos(tmp_path / "photos", 4, (320, 240))
     (tmp_path / "photos" / "view 01a.png").write_bytes(b"no image")
     runs = []
     for means in (Workers(count=0), Workers(count=0, batch=4), Workers(count=2)):
         place = tmp_path / f"run {len(runs)}"
         found = matched(place, tmp_path / "photos", preset="nearest-learned", workers=means)
-        assert (found.counts().images_done, found.counts().images_failed) == (5, 1)
+        assert (found.counts().images_done, found.counts().images_failed) == (4, 1)
         runs.append(contents(found.run_dir))
     assert runs[0] == runs[1] == runs[2]
 
 
 def test_nothing_is_done_twice_and_a_changed_image_is(folder, tmp_path, capfd):
-    run_dir = tmp_path / "run"
-    assert collect(folder, run_dir, "--exhaustive") == 0
+    run_dir = matched(tmp_path / "run", folder).run_dir
     before = contents(run_dir)
-    capfd.readouterr()
     os.utime(folder / NAMES[1], (1, 1))  # touched, the same bytes
     assert collect(folder, run_dir) == 0
     err = capfd.readouterr().err
@@ -105,18 +98,12 @@ def test_nothing_is_done_twice_and_a_changed_image_is(folder, tmp_path, capfd):
     changed = {key[1:] for key in before if after.get(key) != before[key]}
     assert changed >= {(NAMES[0], NAMES[1]), (NAMES[1], NAMES[2]), (NAMES[1], NAMES[3])}
     assert after["pair", NAMES[0], NAMES[2]] == before["pair", NAMES[0], NAMES[2]]
-    photos(folder, 5)
-    assert collect(folder, run_dir, "--sequential", 1) == 0
-    with Store.open(run_dir) as store:
-        assert store.counts() == Counts(5, 0, 0, 7, 0, 0)
 
 
 def test_other_settings_are_refused_by_name_unless_restarted(folder, tmp_path, capfd):
-    run_dir = tmp_path / "run"
-    assert collect(folder, run_dir, "--sequential", 1) == 0
+    run_dir = matched(tmp_path / "run", folder, {"sequential": 1}).run_dir
     for options, name in (
         (["--max-keypoints", 140], "keypoints"),
-        (["--no-upright"], "upright"),
         (["--shard", "1/2"], "shard"),
         (["--masks", folder], "source.masks"),
         (["--preset", "nearest-learned"], "nearest-learned"),
@@ -137,16 +124,14 @@ def test_images_that_cannot_be_read_fail_with_their_pairs(folder, tmp_path, capf
     assert collect(folder, tmp_path / "run", "--exhaustive") == 4
     out = capfd.readouterr().out
     assert "images: 3 done, 2 failed" in out and "pairs: 3 done, 7 failed" in out and "text.jpg" in out
-    assert run("status", tmp_path / "run") == 4
     assert collect(folder, tmp_path / "run", "--exhaustive") == 4  # and nothing is tried again in vain
     assert "extracting" not in capfd.readouterr().err
     (folder / NAMES[1]).write_bytes(good)
     assert collect(folder, tmp_path / "run") == 4
     assert "pairs: 6 done, 4 failed" in capfd.readouterr().out
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "a.jpg").write_text("no image")
-    shutil.copy(tmp_path / "bad" / "a.jpg", tmp_path / "bad" / "b.jpg")
-    (tmp_path / "none").mkdir()
+    for bad in ("bad/a.jpg", "bad/b.jpg", "none/text"):
+        (tmp_path / bad).parent.mkdir(exist_ok=True)
+        (tmp_path / bad).write_text("no image")
     for place, code in (("bad", 3), ("none", 2), ("absent", 2)):
         assert collect(tmp_path / place, tmp_path / f"run {place}", "--exhaustive") == code
         assert place in capfd.readouterr().err
@@ -170,11 +155,8 @@ def test_masks_keep_keypoints_away(folder, tmp_path, capfd):
 
 
 def test_parts_are_disjoint_and_join_to_the_whole(folder, tmp_path, capfd):
-    assert collect(folder, tmp_path / "whole", "--exhaustive") == 0
-    whole, joined = contents(tmp_path / "whole"), tmp_path / "joined"
-    parts = [tmp_path / f"part{number}" for number in (1, 2, 3, 4)]
-    for number, part in enumerate(parts, 1):
-        assert collect(folder, part, "--exhaustive", "--shard", f"{number}/4") == 0
+    whole, joined = contents(matched(tmp_path / "whole", folder).run_dir), tmp_path / "joined"
+    parts = [matched(tmp_path / f"part{n}", folder, shard=f"{n}/4").run_dir for n in (1, 2, 3, 4)]
     held = [{key for key in contents(part) if key[0] == "pair"} for part in parts]
     assert [len(keys) for keys in held] == [1, 2, 1, 2] and len(set.union(*held)) == 6
     for _ in range(2):  # the second time nothing is new
@@ -184,12 +166,11 @@ def test_parts_are_disjoint_and_join_to_the_whole(folder, tmp_path, capfd):
     assert collect(folder, joined, "--exhaustive") == 0
     assert "matching" not in capfd.readouterr().err
     assert run("merge", *parts, "--into", parts[0]) == 2
-    matched(tmp_path / "fewer", folder, {"sequential": 1}, max_keypoints=100)
-    shutil.copytree(folder, tmp_path / "other")
-    shutil.copy(folder / NAMES[3], tmp_path / "other" / NAMES[0])
-    matched(tmp_path / "changed", tmp_path / "other", {"sequential": 1})
-    for other, said in (("fewer", "max_keypoints"), ("changed", NAMES[0])):
-        assert run("merge", tmp_path / "whole", tmp_path / other, "--into", tmp_path / "no") == 2
+    fewer = matched(tmp_path / "fewer", folder, {"sequential": 1}, max_keypoints=100).run_dir
+    shutil.copy(folder / NAMES[3], folder / NAMES[0])
+    changed = matched(tmp_path / "changed", folder, {"sequential": 1}).run_dir
+    for other, said in ((fewer, "max_keypoints"), (changed, NAMES[0])):
+        assert run("merge", tmp_path / "whole", other, "--into", tmp_path / "no") == 2
         assert said in capfd.readouterr().err
         assert not (tmp_path / "no").exists()  # said before anything is written
 
@@ -208,15 +189,14 @@ def test_what_a_merge_replaces(folder, tmp_path):
         writer.execute("DELETE FROM pairs WHERE (image0, image1) IN (VALUES (1, 4), (2, 3))")
         writer.put_pairs([EncodedPair(2, 3, reason="here too")])
         points = np.zeros_like(writer.store.keypoints(NAMES[3]))
-        writer.execute("UPDATE keypoints SET data = ? WHERE image = 4", [encode_keypoints(points)])
+        writer.execute("UPDATE keypoints SET data = ? WHERE image = 4", encode_keypoints(points))
     assert run("merge", other, "--into", into) == 4
     with Store.open(into) as store:
         assert store.counts() == Counts(4, 0, 0, 6, 2, 2)
         found = {(pair.name0, pair.name1) for pair in store.pairs()}
         assert found == {(NAMES[0], NAMES[1]), (NAMES[0], NAMES[2])}
         assert {pair.reason for pair in store.failed()} == {"because", "here too"}
-    found = opened(into, folder)
-    assert found.run(retry_failed=True, everything=True).all_well
+    assert opened(into, folder).run(retry_failed=True, everything=True).all_well
     assert contents(into) == contents(whole)
 
 
@@ -224,7 +204,6 @@ def test_deleted_descriptors_are_made_again_where_they_are_needed(folder, tmp_pa
     run_dir = matched(tmp_path / "run", folder, {"sequential": 1}).run_dir
     before = contents(run_dir)
     (run_dir / DESCRIPTORS).unlink()
-    capfd.readouterr()
     assert collect(folder, run_dir, "--sequential", 1) == 0
     assert "extracting" not in capfd.readouterr().err
     assert collect(folder, run_dir, "--exhaustive") == 0
@@ -267,8 +246,6 @@ def test_features_from_elsewhere(folder, tmp_path, capfd):
     assert command(tmp_path / "x", "hybrid", "--exhaustive") == 3
     with Store.open(tmp_path / "x") as store:
         assert "scale" in store.images()[1].reason
-    (tmp_path / "features.h5").write_text("text")
-    assert command(tmp_path / "y", "nearest", "--exhaustive") == 2
 
 
 def test_cameras_for_essential_geometry(folder, tmp_path, capfd):
@@ -307,23 +284,14 @@ def test_the_object_says_what_is_missing(folder, tmp_path):
         with pytest.raises(UsageError):
             attempt()
     found.add_images(folder)
-    for bad in (
-        {},
-        {"exhaustive": True, "sequential": 1},
-        {"sequential": 0},
-        {"pairs": [(NAMES[0], "x")]},
-        {"pairs": [NAMES[:1] * 2]},
-    ):
+    several, unknown = {"exhaustive": True, "sequential": 1}, {"pairs": [(NAMES[0], "x")]}
+    for bad in ({}, several, unknown, {"sequential": 0}, {"pairs": [NAMES[:1] * 2]}):
         with pytest.raises(UsageError):
             found.add_pairs(**bad)
     assert found.add_pairs([(NAMES[1], NAMES[0]), (NAMES[0], NAMES[1])]) == (1, 1)
     assert "0 of 4 images and 0 of 1 pairs done" in repr(found)
-    for options in (
-        {"wrong": 1},
-        {"preset": "loftr-outdoor", "max_keypoints": None},
-        {"shard": "3/2"},
-        {"shard": "1"},
-    ):
+    detector_free = {"preset": "loftr-outdoor", "max_keypoints": None}
+    for options in ({"wrong": 1}, detector_free, {"shard": "3/2"}, {"shard": "1"}):
         with pytest.raises(UsageError):
             opened(tmp_path / "other", folder, **options)
     (tmp_path / "run" / "run.db").write_bytes(b"damaged" * 999)
@@ -351,11 +319,9 @@ def test_status_looks_for_damage_and_measures_tracks(folder, tmp_path, capfd):
 
 
 def test_names_that_cannot_be_stored_are_left_out(folder, tmp_path, capfd):
-    shutil.copy(folder / NAMES[0], folder / "line\nbreak.png")
-    shutil.copy(folder / NAMES[0], os.fsencode(folder) + b"/\xff.png")
     (folder / "sub").mkdir()
-    shutil.copy(folder / NAMES[0], folder / "sub" / "größe ß.PNG")
-    shutil.copy(folder / NAMES[0], folder / ".hidden.png")
+    for name in (b"line\nbreak.png", b"\xff.png", "sub/größe ß.PNG".encode(), b".hidden.png"):
+        shutil.copy(folder / NAMES[0], os.fsencode(folder) + b"/" + name)
     assert collect(folder, tmp_path / "run", "--exhaustive") == 0
     assert "names cannot be stored: 2 files" in capfd.readouterr().err
     with Store.open(tmp_path / "run") as store:
@@ -383,13 +349,6 @@ def test_images_are_selected_by_name_folder_glob_or_list(folder, tmp_path, capfd
     assert pairs_of(tmp_path / "run") == {(0, 1), (0, 2), (1, 2), (0, 3), (1, 3)}
 
 
-def test_a_run_without_any_pair_is_an_error(folder, tmp_path, capfd):
-    (tmp_path / "list.csv").write_text("view 00.png|view 01.png\n")
-    assert collect(folder, tmp_path / "run", "--pairs", tmp_path / "list.csv") == 2
-    assert "list.csv" in capfd.readouterr().err
-    assert collect(folder, tmp_path / "one", "--exhaustive", "--include", NAMES[0]) == 2
-
-
 def test_a_default_follows_the_number_of_images(folder, tmp_path, capfd):
     assert default_choice(50) == PairChoice("exhaustive", by_default=True)
     assert default_choice(51) == PairChoice("similar", 20, by_default=True)
@@ -409,8 +368,7 @@ def test_a_default_follows_the_number_of_images(folder, tmp_path, capfd):
 
 
 def test_added_images_are_paired_as_before(folder, tmp_path, capfd):
-    run_dir = tmp_path / "run"
-    assert collect(folder, run_dir, "--sequential", 1) == 0
+    run_dir = matched(tmp_path / "run", folder, {"sequential": 1}).run_dir
     photos(folder, 5)
     assert collect(folder, run_dir) == 0
     assert "--sequential 1" in capfd.readouterr().err
@@ -424,46 +382,16 @@ def test_added_images_are_paired_as_before(folder, tmp_path, capfd):
     assert opened(run_dir, folder).add_pairs(exhaustive=True, of=["view 05.png"]) == (5, 5)
 
 
-def test_similar_images_are_paired(tmp_path):
-    photos(tmp_path / "photos" / "a", 3, seed=1)
-    photos(tmp_path / "photos" / "b", 3, seed=2)
-    found = matched(tmp_path / "run", tmp_path / "photos", {"similar": 1})
-    pairs = [(pair.name0[0], pair.name1[0], len(pair.matches)) for pair in found]
-    assert all(a == b and count > 10 for a, b, count in pairs)
-
-
-def test_a_list_of_100_000_pairs_starts_at_once(tmp_path):
-    names, rng = [f"day {n // 100}/im{n:06d}.jpg" for n in range(5000)], random.Random(1)
-    Store.create(tmp_path / "run", SETTINGS).close()
-    with (tmp_path / "pairs.txt").open("w") as file:
-        for _ in range(100_000):
-            file.write("{}\t{}\n".format(*rng.sample(names, 2)))
-    with Writer(tmp_path / "run") as writer:
-        with writer.transaction():
-            writer.add_images(names)
-        start = time.process_time()
-        total, added = add_pairs(writer, read_pairs(tmp_path / "pairs.txt", names))
-        next(match_jobs(writer, 1))
-    assert total == added > 99_000 and time.process_time() - start < 5
+def test_a_run_without_any_pair_is_an_error(folder, tmp_path, capfd):
+    (tmp_path / "list.csv").write_text("view 00.png|view 01.png\n")
+    assert collect(folder, tmp_path / "run", "--pairs", tmp_path / "list.csv") == 2
+    assert "list.csv" in capfd.readouterr().err
+    assert collect(folder, tmp_path / "one", "--exhaustive", "--include", NAMES[0]) == 2
 
 
 # A cluster.
 
-
-@pytest.mark.slow
-def test_a_local_ray_of_two_workers(tmp_path, monkeypatch):
-    """Also with relative paths, which are from the command's folder; a pair that kills its actor fails."""
-    pytest.importorskip("ray")
-    photos(tmp_path / "photos", 5)
-    monkeypatch.chdir(tmp_path)
-    common = ["collection", "photos", *QUICK, "--exhaustive", "--workers"]
-    assert run(*common, 0, "--run", "here") == 0
-    assert run(*common, 2, "--run", "ray", "--engine", "ray") == 0
-    assert contents(tmp_path / "ray") == contents(tmp_path / "here")
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(
-        """
+DEADLY = """
 import os, sys
 if "default_worker.py" in " ".join(sys.orig_argv):
     from matcher.collection import workers
@@ -476,8 +404,21 @@ if "default_worker.py" in " ".join(sys.orig_argv):
 
     workers.JobRunner.match = deadly
 """
-    )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(ROOT)]))
+
+
+@pytest.mark.slow
+def test_a_local_ray_of_two_workers(tmp_path, monkeypatch):
+    """Also with relative paths, which are from the command's folder; a pair that kills its actor fails."""
+    pytest.importorskip("ray")
+    photos(tmp_path / "photos", 5)
+    monkeypatch.chdir(tmp_path)
+    common = ["collection", "photos", *QUICK, "--exhaustive", "--workers"]
+    assert run(*common, 0, "--run", "here") == 0
+    assert run(*common, 2, "--run", "ray", "--engine", "ray") == 0
+    assert contents(tmp_path / "ray") == contents(tmp_path / "here")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(DEADLY)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), str(ROOT)]))
     found = opened(tmp_path / "run", tmp_path / "photos", workers=Workers("ray", count=2, threads=1))
     found.add_pairs(exhaustive=True)
     assert found.run().crashes > 0

@@ -22,41 +22,34 @@ def store(rng):
     return synthetic_store(rng, count=4, points=60)[0]
 
 
-@pytest.fixture
-def database(store, tmp_path):
+def test_colmap_has_keypoints_matches_and_geometries(store, tmp_path):
     pycolmap = pytest.importorskip("pycolmap")
     export(store, "colmap", tmp_path / "out.db")
     with pycolmap.Database.open(tmp_path / "out.db") as database:
-        yield database
-
-
-def images_by_name(database):
-    return {image.name: image for image in database.read_all_images()}
-
-
-def test_colmap_pixels_have_their_origin_in_the_corner(database, store):
-    for name, image in images_by_name(database).items():
-        written = database.read_keypoints(image.image_id)
-        np.testing.assert_array_equal(written, store.keypoints(name) + np.float32(0.5))
-    (camera,) = database.read_all_cameras()
+        ids = {image.name: image.image_id for image in database.read_all_images()}
+        written = {name: database.read_keypoints(number) for name, number in ids.items()}
+        (camera,) = database.read_all_cameras()
+        found = {
+            (name0, name1): (
+                database.read_matches(ids[name0], ids[name1]),
+                database.read_two_view_geometry(ids[name0], ids[name1]),
+            )
+            for name0, name1 in ((pair.name0, pair.name1) for pair in store.pairs())
+        }
+    for name, points in written.items():  # its pixels have their origin in the corner
+        np.testing.assert_array_equal(points, store.keypoints(name) + np.float32(0.5))
     assert camera.model.name == "PINHOLE" and (camera.width, camera.height) == SIZE
     np.testing.assert_allclose(camera.params, [900, 900, 512, 384])
     assert camera.has_prior_focal_length
-
-
-def test_colmap_matches_and_geometries(database, store):
-    images = images_by_name(database)
     for pair in store.pairs():
-        ids = images[pair.name0].image_id, images[pair.name1].image_id
-        np.testing.assert_array_equal(database.read_matches(*ids), pair.matches.indices)
-        verified = database.read_two_view_geometry(*ids)
-        assert verified.config == 3  # uncalibrated
+        matches, verified = found[pair.name0, pair.name1]
+        np.testing.assert_array_equal(matches, pair.matches.indices)
         inliers = pair.matches.indices[pair.geometry.inliers]
         np.testing.assert_array_equal(verified.inlier_matches, inliers)
+        assert verified.config == 3  # uncalibrated
         # The fundamental matrix holds between the points as COLMAP has them.
-        keypoints0, keypoints1 = (database.read_keypoints(i) for i in ids)
-        lifted0 = np.column_stack([keypoints0[inliers[:, 0]], np.ones(len(inliers))])
-        lifted1 = np.column_stack([keypoints1[inliers[:, 1]], np.ones(len(inliers))])
+        ends = zip((pair.name0, pair.name1), inliers.T, strict=True)
+        lifted0, lifted1 = (np.column_stack([written[name][rows], np.ones(len(rows))]) for name, rows in ends)
         lines = lifted0 @ verified.F.T
         distance = np.abs((lines * lifted1).sum(1)) / np.linalg.norm(lines[:, :2], axis=1)
         assert np.median(distance) < 1
@@ -79,9 +72,7 @@ def test_other_geometries_reach_colmap(store, tmp_path, kind, config):
         assert database.num_verified_image_pairs() == 5 and database.num_matched_image_pairs() == 6
         verified = database.read_two_view_geometry(2, 3)
         assert verified.config == config
-        if (
-            kind == "homography"
-        ):  # stored (0, 0) goes to (20, 5): in COLMAP's pixels (0.5, 0.5) to (20.5, 5.5)
+        if kind == "homography":  # stored (0, 0) goes to (20, 5), as COLMAP has it (0.5, 0.5) to (20.5, 5.5)
             moved = verified.H @ [0.5, 0.5, 1]
             np.testing.assert_allclose(moved[:2] / moved[2], [20.5, 5.5])
         else:
@@ -147,23 +138,29 @@ def test_npz_holds_everything(store, tmp_path):
         assert data["sizes"].tolist() == [list(SIZE)] * 4
 
 
+def intrinsics_of(folder):
+    scene = json.loads((folder / "sfm_data.json").read_text())
+    (intrinsic,) = (item["value"]["ptr_wrapper"]["data"] for item in scene["intrinsics"])
+    return intrinsic
+
+
 def test_openmvg_files(store, tmp_path):
     export(store, "openmvg", tmp_path / "out")
     scene = json.loads((tmp_path / "out" / "sfm_data.json").read_text())
     views = [view["value"]["ptr_wrapper"]["data"] for view in scene["views"]]
-    (intrinsic,) = (item["value"]["ptr_wrapper"]["data"] for item in scene["intrinsics"])
-    assert views[1]["local_path"] + views[1]["filename"] == "ring/001.jpg" and views[1]["id_view"] == 1
+    names, intrinsic = [v["local_path"] + v["filename"] for v in views], intrinsics_of(tmp_path / "out")
+    assert names[1] == "ring/001.jpg" and views[1]["id_view"] == 1
     assert intrinsic["principal_point"] == [511.5, 383.5] and intrinsic["focal_length"] == 900
     regions = np.loadtxt(tmp_path / "out" / "002.feat")
     np.testing.assert_allclose(regions[:, :2], store.keypoints("ring/002.jpg"), rtol=1e-6)
     assert (regions[:, 2] == 2).all()  # a radius; the store has diameters
-    for kind, chosen in (("putative", slice(None)), ("f", None)):
-        words = iter((tmp_path / "out" / f"matches.{kind}.txt").read_text().split())
+    for kind in ("putative", "f"):
+        words = iter(map(int, (tmp_path / "out" / f"matches.{kind}.txt").read_text().split()))
         for pair in store.pairs():
-            ends = [views[int(next(words))] for _ in range(2)]
-            assert [view["local_path"] + view["filename"] for view in ends] == [pair.name0, pair.name1]
-            rows = [[int(next(words)), int(next(words))] for _ in range(int(next(words)))]
-            assert rows == pair.matches.indices[pair.geometry.inliers if chosen is None else chosen].tolist()
+            assert [names[next(words)] for _ in range(2)] == [pair.name0, pair.name1]
+            rows = [[next(words), next(words)] for _ in range(next(words))]
+            kept = pair.geometry.inliers if kind == "f" else slice(None)
+            assert rows == pair.matches.indices[kept].tolist()
         assert next(words, None) is None
 
 
@@ -185,17 +182,6 @@ def test_kapture_files(store, tmp_path):
     np.testing.assert_array_equal(rows[:, :2], pair.matches.indices)
     np.testing.assert_allclose(rows[:, 2], pair.matches.scores)
     assert "records_data" in report.notes[-1]
-
-
-def test_a_pair_that_would_crash_its_reader_is_left_out_and_reported(store, tmp_path):
-    good, *rest = store.pairs()
-    indices, inliers = np.array([[0, 1], [0, 2]]), np.ones(2, bool)
-    matches = replace(good.matches, indices=indices, scores=np.ones(2, np.float32))
-    bad = replace(good, matches=matches, geometry=replace(good.geometry, inliers=inliers))
-    changed = MemoryStore(list(store.images()), store._keypoints, [bad, *rest])
-    report = export(changed, "npz", tmp_path / "out.npz")
-    assert report.pairs == 5
-    assert len(report.left_out) == 1 and good.name0 in report.left_out[0]
 
 
 def photo(folder, name, size=(60, 40), **tags):
@@ -230,14 +216,11 @@ def test_photos_share_a_camera_by_size_folder_and_exif(tmp_path):
 
 
 def test_a_distorted_camera_is_exported_with_its_distortion(store, tmp_path):
-    """It was written as a pinhole camera, without a word."""
     camera = Camera(900, 900, 511.5, 383.5, SIZE, "SIMPLE_RADIAL", (0.05,))
     ((exported, _),) = group_cameras(list(store.images()), CameraChoice(camera=camera))
     assert (exported.model, exported.params) == ("SIMPLE_RADIAL", (900, 512, 384, 0.05))
     export(store, "openmvg", tmp_path / "radial", CameraChoice(camera=camera))
-    scene = json.loads((tmp_path / "radial" / "sfm_data.json").read_text())
-    data = scene["intrinsics"][0]["value"]["ptr_wrapper"]["data"]
-    assert data["disto_k3"] == [0.05, 0, 0] and data["principal_point"] == [511.5, 383.5]
+    assert intrinsics_of(tmp_path / "radial")["disto_k3"] == [0.05, 0, 0]
     fisheye = Camera(900, 900, 511.5, 383.5, SIZE, "OPENCV_FISHEYE", (0.1, 0, 0, 0))
     with pytest.raises(UsageError, match="OPENCV_FISHEYE"):
         export(store, "openmvg", tmp_path / "fisheye", CameraChoice(camera=fisheye))
@@ -268,9 +251,13 @@ def test_given_cameras_and_those_of_a_model(tmp_path):
 def test_what_an_export_leaves_out_or_refuses(store, tmp_path):
     images = list(store.images())
     images[3] = replace(images[3], status="failed", reason="cut short")
-    pairs = [p for p in store.pairs() if images[3].name not in (p.name0, p.name1)]
-    report = export(MemoryStore(images, store._keypoints, pairs), "npz", tmp_path / "out.npz")
-    assert (report.images, report.pairs) == (3, 3) and any(images[3].name in note for note in report.notes)
+    good, *pairs = [p for p in store.pairs() if images[3].name not in (p.name0, p.name1)]
+    matches = replace(good.matches, indices=np.array([[0, 1], [0, 2]]), scores=np.ones(2, np.float32))
+    twice = replace(good, matches=matches, geometry=replace(good.geometry, inliers=np.ones(2, bool)))
+    changed = MemoryStore(images, store._keypoints, [twice, *pairs])
+    report = export(changed, "npz", tmp_path / "out.npz")
+    assert (report.images, report.pairs) == (3, 2) and any(images[3].name in note for note in report.notes)
+    assert len(report.left_out) == 1 and good.name0 in report.left_out[0]  # it would crash its reader
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for form, out in (("npz", "out.txt"), ("npz", "none/out.npz"), ("kapture", "full"), ("abc", "out")):

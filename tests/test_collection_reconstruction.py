@@ -57,10 +57,7 @@ def test_the_files_are_those_of_the_result(made):
 
 def test_no_model_and_no_matches_are_said_plainly(tmp_path):
     store, _ = synthetic_store(np.random.default_rng(8), count=3, points=20)
-    with pytest.raises(
-        ReconstructionError,
-        match="no model of 3 images, among 3 verified of 3 pairs",
-    ):
+    with pytest.raises(ReconstructionError, match="3 images"):
         reconstruct(store, tmp_path / "model", threads=1)
     none = MemoryStore(list(store.images()), store._keypoints, [])
     with pytest.raises(UsageError, match="no matches"):

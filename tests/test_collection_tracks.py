@@ -24,14 +24,13 @@ def test_a_chain_becomes_one_track():
 
 
 def test_a_match_that_contradicts_better_ones_is_left_out_and_counted():
-    pairs = [
-        PairMatches("a", "c", np.array([[9, 3]]), np.array([0.2])),  # the wrong one comes first, but is weak
+    wrong = PairMatches("a", "c", np.array([[9, 3]]), np.array([0.2]))  # it comes first, but is weak
+    right = [
         PairMatches("a", "b", np.array([[1, 2]]), np.array([0.9])),
         PairMatches("b", "c", np.array([[2, 3]]), np.array([0.8])),
     ]
-    tracks = build_tracks(pairs, COUNTS)
-    assert as_sets(tracks) == {frozenset({("a", 1), ("b", 2), ("c", 3)})}
-    assert tracks.conflicts == 1
+    tracks = build_tracks([wrong, *right], COUNTS)
+    assert as_sets(tracks) == {frozenset({("a", 1), ("b", 2), ("c", 3)})} and tracks.conflicts == 1
 
 
 def test_against_connected_components_where_nothing_contradicts(rng):
@@ -75,33 +74,24 @@ def test_wrong_matches_never_put_two_keypoints_of_an_image_into_one_track(rng):
 IMAGES, POINTS = 5, 60
 
 
-def world(seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Keypoints of each image, in an order of its own, and where each point of the scene is among them."""
-    rng = np.random.default_rng(seed)
-    scene = np.stack(np.meshgrid(np.arange(10), np.arange(6)), -1).reshape(-1, 2) * 20.0 + 10
-    orders = [rng.permutation(POINTS) for _ in range(IMAGES)]
-    keypoints = [(scene + 3 * image)[np.argsort(order)] for image, order in enumerate(orders)]
-    return keypoints, orders
-
-
-def injected(orders: list[np.ndarray], wrong: int, seed: int) -> dict[tuple[int, int], np.ndarray]:
+def injected(orders: list[np.ndarray], wrong: int) -> dict[tuple[int, int], np.ndarray]:
     """All true matches of every pair, of which `wrong` have their partners exchanged; those come first."""
-    rng, found = np.random.default_rng(seed), {}
+    rng, found = np.random.default_rng(1), {}
     for first, second in combinations(range(IMAGES), 2):
-        indices = np.column_stack([orders[first], orders[second]])
-        rows = rng.permutation(POINTS)
-        indices = indices[rows]
+        indices = np.column_stack([orders[first], orders[second]])[rng.permutation(POINTS)]
         indices[:wrong, 1] = np.roll(indices[:wrong, 1], 1)
         found[first, second] = indices
     return found
 
 
-def test_wrong_matches_are_contradicted_and_right_ones_stay():
-    keypoints, orders = world(0)
-    pairs = injected(orders, 6, 1)
-    kept = consistent_matches(pairs, keypoints, [1.0] * IMAGES)
-    wrong = np.concatenate([kept[pair][:6] for pair in pairs])
-    right = np.concatenate([kept[pair][6:] for pair in pairs])
+def test_wrong_matches_are_contradicted_and_right_ones_stay(rng):
+    scene = np.stack(np.meshgrid(np.arange(10), np.arange(6)), -1).reshape(-1, 2) * 20.0 + 10
+    orders = [rng.permutation(POINTS) for _ in range(IMAGES)]  # where each point is among an image's
+    keypoints = [(scene + 3 * image)[np.argsort(order)] for image, order in enumerate(orders)]
+    kept = consistent_matches(injected(orders, 6), keypoints, [1.0] * IMAGES)
+    wrong, right = (
+        np.concatenate([each[part] for each in kept.values()]) for part in (slice(6), slice(6, None))
+    )
     assert wrong.mean() < 0.1 and right.mean() > 0.97
-    clean = consistent_matches(injected(orders, 0, 1), keypoints, [1.0] * IMAGES)
+    clean = consistent_matches(injected(orders, 0), keypoints, [1.0] * IMAGES)
     assert all(each.all() for each in clean.values())

@@ -4,9 +4,9 @@ import numpy as np
 import PIL.Image
 import pytest
 from collection_scene import texture
+from command import run
 
 import matcher
-from matcher.cli import main
 from matcher.collection.pairs import BEST, best_pairs, candidate_pairs, preemptive_pairs
 from matcher.collection.store import Store
 
@@ -23,27 +23,25 @@ def photos(tmp_path_factory):
     return folder
 
 
-def inside_walls(pairs):
-    return {tuple(sorted(pair)) for pair in pairs if pair[0][0] == pair[1][0]}
+def pairs_of(folder, run_dir, *choice):
+    """The pairs of a run that are chosen so."""
+    given = ("--preset", "nearest", "--max-keypoints", 300, "--workers", 0, *choice)
+    assert run("collection", folder, "--run", run_dir, *given) == 0
+    with Store.open(run_dir) as store:
+        return {(pair.name0, pair.name1) for pair in store.pairs()}
 
 
 SAME = {(f"{wall}{i}.png", f"{wall}{j}.png") for wall in "abc" for i, j in ((0, 1), (0, 2), (1, 2))}
 
 
-def test_pairs_of_one_place_arebest_pairs(photos, tmp_path, capfd):
-    run = tmp_path / "run"
-    fast = ("--preset", "nearest", "--max-keypoints", "300", "--workers", "0")
-    assert main(["collection", str(photos), "--run", str(run), "--preemptive", "30", *fast]) == 0
+def test_pairs_of_one_place_are_chosen(photos, tmp_path, capfd):
+    first = pairs_of(photos, tmp_path / "run", "--preemptive", 30)
     assert "comparing images: 45 of 45" in capfd.readouterr().err
-    with Store.open(run) as store:
-        found = {(pair.name0, pair.name1) for pair in store.pairs()}
-    assert inside_walls(found) == SAME
-    alone = [pair for pair in found if pair not in SAME]
+    assert {pair for pair in first if pair[0][0] == pair[1][0]} == SAME
+    alone = [pair for pair in first if pair not in SAME]
     assert 2 <= len(alone) <= 3 and all("d0.png" in pair for pair in alone)  # it keeps two candidates
     # The same command again: what did not agree is not matched now either.
-    assert main(["collection", str(photos), "--run", str(run), "--preemptive", "30", *fast]) == 0
-    with Store.open(run) as store:
-        assert {(pair.name0, pair.name1) for pair in store.pairs()} == found
+    assert pairs_of(photos, tmp_path / "run", "--preemptive", 30) == first
 
 
 def test_an_image_is_matched_with_its_best_partners(photos):
@@ -69,16 +67,13 @@ def test_positions_of_the_headers_choose_pairs(photos, tmp_path, capfd):
         header[0x8825] = gps
         with PIL.Image.open(photos / f"{name}.png") as photo:
             photo.convert("L").save(folder / f"{number}{name}.jpg", exif=header, quality=95)
-    fast = ("--preset", "nearest", "--max-keypoints", "100", "--workers", "0")
-    run = tmp_path / "run"
-    assert main(["collection", str(folder), "--run", str(run), "--nearby", "1", *fast]) == 0
-    with Store.open(run) as store:
-        found = [(pair.name0[0], pair.name1[0]) for pair in store.pairs()]
-    assert sorted(found) == [("0", "1"), ("1", "2"), ("2", "3")]
+    found = pairs_of(folder, tmp_path / "run", "--nearby", 1)
+    assert sorted((a[0], b[0]) for a, b in found) == [("0", "1"), ("1", "2"), ("2", "3")]
     # With few similar candidates, the nearest ones are candidates too.
-    assert main(["collection", str(folder), "--run", str(run), "--preemptive", "2", *fast]) == 0
+    pairs_of(folder, tmp_path / "run", "--preemptive", 2)
     assert "comparing images: " in capfd.readouterr().err
-    assert main(["collection", str(photos), "--run", str(tmp_path / "b"), "--nearby", "1", *fast]) == 2
+    given = ("--run", tmp_path / "b", "--preset", "nearest", "--nearby", 1)
+    assert run("collection", photos, *given) == 2
     assert "GPS position" in capfd.readouterr().err
 
 

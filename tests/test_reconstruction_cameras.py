@@ -14,34 +14,18 @@ from matcher.sfm.reconstruct import better_focal, check_given_camera, reconstruc
 from matcher.types import TwoViewGeometry
 
 pycolmap = pytest.importorskip("pycolmap")
-mapping = pytest.importorskip("matcher.sfm.mapping")
 
 
 def test_cameras_get_their_distortion_once_all_images_are_registered(tmp_path):
     """COLMAP registers few images of unknown cameras with many parameters."""
-    store, poses = synthetic_store(np.random.default_rng(6), camera=None)
+    store, poses = synthetic_store(np.random.default_rng(6), count=8, points=350, camera=None)
     choice = CameraChoice(model="FULL_OPENCV", sharing="single")
     made = reconstruct(store, tmp_path / "model", choice=choice, threads=1).largest
-    assert made.registered == 10 and made.mean_reprojection_error < 1
+    assert made.registered == 8 and made.mean_reprojection_error < 1
     assert {camera["model"] for camera in made.cameras.values()} == {"FULL_OPENCV"}
     found, truth = np.array([centre for _, centre in sorted(made.centres().items())]), centres(poses)
     largest = np.linalg.norm(truth[:, None] - truth, axis=2).max()
     assert np.linalg.norm(aligned(found, truth) - truth, axis=1).max() < 0.02 * largest
-
-
-def test_models_that_are_too_small_or_parts_of_others_are_left_out():
-    def model(names):
-        image = SimpleNamespace(cam_from_world=lambda: SimpleNamespace(matrix=lambda: np.eye(4)[:3]))
-        found = {name: SimpleNamespace(name=name, cam_from_world=image.cam_from_world) for name in names}
-        return SimpleNamespace(
-            names=names, num_reg_images=lambda: len(names), reg_image_ids=lambda: found, image=found.get
-        )
-
-    models = {number: model(names) for number, names in enumerate(("ab", "abcdef", "bcd", "fgh"))}
-    job = {"poses": None, "min_images": 3}
-    assert [model.names for model in mapping.kept_models(models, job)] == ["abcdef", "fgh"]
-    assert len(mapping.kept_models(models, job | {"min_images": 4})) == 1
-    assert len(mapping.kept_models(models, job | {"poses": {}})) == 4
 
 
 # --- A camera that was given
@@ -107,7 +91,6 @@ def test_models_without_uncertain_observations_are_more_exact(tmp_path):
     assert every.mean_reprojection_error > 0.4 and certain.mean_reprojection_error < 3 * EXACT
     assert 0.55 < certain.observations / every.observations < 0.75
     assert certain.points > 0.85 * every.points
-    assert not list(tmp_path.glob("*/deviations.npz"))
     truth, worst = centres(poses), []
     for model in (every, certain):
         found = np.array([centre for _, centre in sorted(model.centres().items())])

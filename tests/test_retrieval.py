@@ -1,4 +1,4 @@
-"""Images that look alike: on made-up descriptors, and on warped views of photos."""
+"""Images that look alike: on made-up descriptors."""
 
 from dataclasses import replace
 
@@ -6,16 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from matcher.config import ExtractorConfig
 from matcher.errors import UsageError
-from matcher.evaluate.synthetic import LEVELS, draw_homography, warp
-from matcher.extract.sift import SiftExtractor
-from matcher.images import data_folder, find_images, image_from_array, read_image
 from matcher.match.retrieval import learn_vocabulary, neighbour_pairs, similar_pairs
 from matcher.match.steering import STEERABLE, steered
 from matcher.types import Features
-
-PHOTOS = data_folder() / "photos" / "val"
 
 
 def made_up(rng, scenes, views, points=120, shown=0.6, noise=0.25):
@@ -48,22 +42,6 @@ def test_views_of_a_scene_find_each_other(rng):
     order = {name: index for index, name in enumerate(table)}
     assert all(order[a] < order[b] for a, b in pairs)
     assert pairs == list(similar_pairs(list(table), table.__getitem__, 3))
-
-
-def test_photos_and_their_warped_views_find_each_other():
-    if not PHOTOS.is_dir():
-        pytest.skip("no photos/val in MATCHER_DATA")
-    extractor, table = SiftExtractor(ExtractorConfig(max_keypoints=512)), {}
-    for number, path in enumerate(find_images(PHOTOS)[::12]):
-        pixels = read_image(path, resize=400, upright=False).pixels
-        views = [pixels]
-        for level in (1, 2):
-            rng = np.random.default_rng([level, number])
-            homography = draw_homography((pixels.shape[1], pixels.shape[0]), LEVELS[level], rng)
-            views.append(warp(pixels, homography))
-        for view, image in enumerate(views):
-            table[f"{number}-{view}"] = extractor([image_from_array(image)])[0]
-    assert recall(similar_pairs(list(table), table.__getitem__, 2), list(table)) > 0.85
 
 
 def test_global_descriptors_have_unit_length_and_ignore_the_order_of_points(rng):

@@ -3,6 +3,7 @@
 import numpy as np
 import PIL.Image
 import pytest
+from random_collection import fill
 from rendered_texture import SIZE, Texture
 
 import matcher
@@ -38,20 +39,25 @@ def run(tmp_path):
 def spread(tracks, keypoints):
     """(T,) how far the observations of a track are apart on the texture, pixels."""
     found = []
-    for index in range(len(tracks)):
-        places = []
-        for name, keypoint in tracks.track(index):
-            view = VIEWS[int(name[0])]
-            places.append(np.linalg.solve(view[:, :2], keypoints[name][keypoint] - view[:, 2]))
-        places = np.array(places)
+    for track in tracks:
+        views = [(VIEWS[int(name[0])], keypoints[name][keypoint]) for name, keypoint in track]
+        places = np.array([np.linalg.solve(view[:, :2], point - view[:, 2]) for view, point in views])
         found.append(np.linalg.norm(places - places.mean(axis=0), axis=1).max())
     return np.array(found)
 
 
-def test_the_observations_of_a_track_show_one_point(run):
+def test_the_observations_of_a_track_show_one_point(run, tmp_path):
     with Store.open(run.run_dir) as store:
-        tracks = tracks_of(store)
+        (tmp_path / "photos" / "2.png").rename(tmp_path / "2.png")
+        assert "2.png" in refine_run(store)
+        PIL.Image.new("L", (50, 60)).save(tmp_path / "photos" / "2.png")
+        with pytest.raises(IntegrityError, match="50 x 60"):
+            refine_run(store)
+        (tmp_path / "2.png").replace(tmp_path / "photos" / "2.png")
+        write_npz(store, tmp_path / "before.npz")
         assert refine_run(store) == ""
+        write_npz(store, tmp_path / "after.npz")
+        tracks = tracks_of(store)
         before = {name: store.keypoints(name) for name in tracks.names}
         after = {name: store.refined_keypoints(name) for name in tracks.names}
     places = {name: each.keypoints for name, each in after.items()}
@@ -63,45 +69,21 @@ def test_the_observations_of_a_track_show_one_point(run):
         assert np.array_equal(moved, each.refined)
         assert np.median(each.covariances[each.refined, 0, 0]) < 0.25
     assert 0.2 < np.mean([each.refined.mean() for each in after.values()]) < 0.9  # references stay
-    observed = np.zeros(len(tracks), int)
-    for index in range(len(tracks)):
-        observed[index] = sum(not after[name].refined[keypoint] for name, keypoint in tracks.track(index))
-    assert observed.min() >= 1  # the reference
-    assert np.mean(observed == 1) > 0.7
-
-
-def test_exports_hold_refined_keypoints_until_pairs_change(run, tmp_path):
-    with Store.open(run.run_dir) as store:
-        write_npz(store, tmp_path / "before.npz")
-        refine_run(store)
-        write_npz(store, tmp_path / "after.npz")
-        refined = np.concatenate([store.refined_keypoints(image.name).refined for image in store.images()])
+    still = np.array([sum(not after[name].refined[point] for name, point in track) for track in tracks])
+    assert still.min() >= 1 and np.mean(still == 1) > 0.7  # the reference
+    # Exports hold the refined keypoints until pairs change.
     before, after = (np.load(tmp_path / f"{name}.npz") for name in ("before", "after"))
-    moved = (before["keypoints"] != after["keypoints"]).any(axis=1)
-    assert np.array_equal(moved, refined)
-    assert "covariances" not in before
-    assert after["covariances"].shape == (len(refined), 3)
-    assert (after["covariances"][:, [0, 2]] > 0).all()
+    assert np.array_equal(after["keypoints"], np.concatenate([places[name] for name in tracks.names]))
+    assert "covariances" not in before and after["covariances"].shape == (len(after["keypoints"]), 3)
     PIL.Image.open(tmp_path / "photos" / "0.png").save(tmp_path / "photos" / "4.png")
     run.add_images(tmp_path / "photos")
-    run.add_pairs(exhaustive=True)
+    run.add_pairs([("0.png", "4.png")])
     run.run()
     with Store.open(run.run_dir) as store:
         assert store.refined_keypoints("0.png") is None
 
 
-def test_what_cannot_be_refined_is_said(run, tmp_path):
-    with Store.open(run.run_dir) as store:
-        (tmp_path / "photos" / "2.png").rename(tmp_path / "2.png")
-        assert "2.png" in refine_run(store)
-        PIL.Image.new("L", (50, 60)).save(tmp_path / "photos" / "2.png")
-        with pytest.raises(IntegrityError, match="50 x 60"):
-            refine_run(store)
-        (tmp_path / "2.png").replace(tmp_path / "photos" / "2.png")
-        assert refine_run(store) == ""
-    plain = matcher.Collection.open(
-        tmp_path / "plain", preset="nearest", max_keypoints=100, workers=0, refine=False
-    )
-    plain.add_images(tmp_path / "photos")
-    with Store.open(plain.run_dir) as store:
-        assert refine_run(store) == "" and store.refined_keypoints("0.png") is None
+def test_a_run_without_refinement_stays_as_it_is(tmp_path):
+    fill(tmp_path / "run", np.random.default_rng(0), images=2)
+    with Store.open(tmp_path / "run") as store:
+        assert refine_run(store) == "" and store.refined_keypoints("im 000.jpg") is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -15,15 +15,32 @@ import numpy as np
 
 from matcher.arrays import to_numpy
 from matcher.cameras import Camera, as_camera
-from matcher.collection import runner, schema
+from matcher.collection import schema
 from matcher.collection.pairs import PairFault, chosen_pairs, read_pairs
-from matcher.collection.runner import ImageChanges, OnProgress, RunReport, add_pairs, refresh_images
+from matcher.collection.runner import (
+    ImageChanges,
+    OnProgress,
+    RunReport,
+    StageProgress,
+    Stages,
+    add_pairs,
+    check_cameras,
+    refresh_images,
+    verify_again,
+)
 from matcher.collection.schema import DONE, Counts, StoredPair
 from matcher.collection.settings import Setup, build, describe, parse_shard, refuse_changes, stored_setup
 from matcher.collection.sources import PairChoice, Selection, check_masks, default_choice
 from matcher.collection.store import Store, Writer, check_writable, delete_store
-from matcher.collection.tracks import PairMatches, Tracks, build_tracks, consistent_matches, tracks_of
-from matcher.collection.workers import Engine, Workers, batch_size, start_engine
+from matcher.collection.tracks import (
+    PairMatches,
+    Tracks,
+    build_tracks,
+    consistent_matches,
+    tracks_of,
+    usable_matches,
+)
+from matcher.collection.workers import Workers, batch_size, start_engine
 from matcher.config import GRID_KIND
 from matcher.errors import MatcherError, UsageError
 from matcher.export.hloc import find_source
@@ -58,10 +75,12 @@ class Collection:
     Raises, where it reads: `UsageError` where there is no run, `IntegrityError` where it is damaged.
     """
 
-    def __init__(self, run_dir: Path, setup: Callable[[FeatureSource], Setup], workers: Workers) -> None:
+    def __init__(
+        self, run_dir: str | Path, setup: Callable[[FeatureSource], Setup], workers: Workers | int | None
+    ) -> None:
         """Use `open`."""
-        self.run_dir = run_dir
-        self.workers = workers
+        self.run_dir = Path(run_dir)
+        self.workers = workers if isinstance(workers, Workers) else Workers(count=workers)
         self._setup_of = setup
         self._setup: Setup | None = None
 
@@ -103,10 +122,9 @@ class Collection:
         for name in ("weights", "frontend_weights"):
             if isinstance(given.get(name), Path):
                 given[name] = given[name].absolute()
-        means = workers if isinstance(workers, Workers) else Workers(count=workers)
         common = None if camera is None else as_camera(camera)
         setup = partial(Setup, preset=preset, options=given, camera=common, shard=part, tiles=tiles)
-        return cls(Path(run_dir), setup, means)
+        return cls(run_dir, setup, workers)
 
     @classmethod
     def reopen(
@@ -127,8 +145,7 @@ class Collection:
             settings = store.settings
         given = {"precision": settings.get("precision")}
         given |= {name: value for name, value in options.items() if value is not None}
-        means = workers if isinstance(workers, Workers) else Workers(count=workers)
-        return cls(Path(run_dir), lambda source: stored_setup(settings, source, given), means)
+        return cls(run_dir, lambda source: stored_setup(settings, source, given), workers)
 
     @property
     def store(self) -> Store:
@@ -197,7 +214,7 @@ class Collection:
             changed = [name for name in wanted if writer.store.image(name).camera != wanted[name]]
             for name in changed:
                 writer.put_camera(name, wanted[name])
-            return runner.verify_again(writer, changed)
+            return verify_again(writer, changed)
 
     def suggest_pairs(self, **limits: int) -> PairChoice | None:
         """Suggest pairs for images that have none: chosen as in the run so far, else by the number of images.
@@ -253,9 +270,8 @@ class Collection:
         Raises:
             UsageError: not exactly one way, a name that is not in the run, or no `add_images` before.
         """
-        counts, wanted = dict(sequential=sequential, similar=similar), None if of is None else set(of)
-        counts |= dict(preemptive=preemptive, nearby=nearby)
-        choice = _requested(pairs, file, exhaustive, counts)
+        counts = dict(sequential=sequential, similar=similar, preemptive=preemptive, nearby=nearby)
+        choice, wanted = _requested(pairs, file, exhaustive, counts), None if of is None else set(of)
         setup = self._ready()
         if choice.needs_features:
             self.extract(everything=True, on_progress=on_progress)
@@ -280,10 +296,8 @@ class Collection:
 
     def extract(self, *, everything: bool = False, on_progress: OnProgress | None = None) -> int:
         """Extract the images of waiting pairs, or all; returns the number processed; errors as of `run`."""
-        setup = self._ready()
-        with Writer(self.run_dir) as writer, closing(self._start(writer)) as engine:
-            how = {"batch": batch_size(setup, self.workers), "on_progress": on_progress or _silent}
-            return runner.extract(writer, engine, setup.source, everything=everything, **how)
+        with self._stages(on_progress) as stages:
+            return stages.extract(everything=everything)
 
     def run(
         self,
@@ -304,19 +318,21 @@ class Collection:
             UsageError: essential geometry without any camera, another run is writing, or no `add_images`.
             OSError: the disk is full; committed results are kept, and the next run continues.
         """
-        setup = self._ready()
-        with Writer(self.run_dir) as writer, closing(self._start(writer)) as engine:
+        with self._stages(on_progress) as stages:
             if retry_failed:
-                with writer.transaction():
-                    writer.retry_failed()
-            how = {"batch": batch_size(setup, self.workers), "on_progress": on_progress or _silent}
-            extracted = runner.extract(writer, engine, setup.source, everything=everything, **how)
-            matched = runner.match(writer, engine, **how)
-            return RunReport(extracted, matched, engine.crashes, writer.store.counts())
+                with stages.writer.transaction():
+                    stages.writer.retry_failed()
+            done = stages.extract(everything=everything), stages.match()
+            return RunReport(*done, stages.engine.crashes, stages.writer.store.counts())
 
-    def _start(self, writer: Writer) -> Engine:
-        runner.check_cameras(writer.store, self._ready().camera)
-        return start_engine(self.run_dir, self._ready(), self.workers)
+    @contextmanager
+    def _stages(self, on_progress: OnProgress | None) -> Iterator[Stages]:
+        setup = self._ready()
+        with Writer(self.run_dir) as writer:
+            check_cameras(writer.store, setup.camera)
+            with closing(start_engine(self.run_dir, setup, self.workers)) as engine:
+                batch = batch_size(setup, self.workers)
+                yield Stages(writer, engine, setup.source, batch, on_progress or _silent)
 
     def _ready(self) -> Setup:
         if self._setup is None:
@@ -418,7 +434,7 @@ class Collection:
             return reconstruct(store, out, choice=cameras, only=only, **options)
 
 
-def _silent(_: runner.StageProgress) -> None:
+def _silent(_: StageProgress) -> None:
     pass
 
 
@@ -429,21 +445,21 @@ def _requested(
     counts: Mapping[str, int | None],
 ) -> PairChoice:
     """The choice that the arguments of `Collection.add_pairs` make; `UsageError` for none or several."""
-    given = {method: count for method, count in counts.items() if count is not None}
-    if sum([exhaustive, pairs is not None, file is not None, len(given)]) != 1:
+    given = {"exhaustive": exhaustive or None, "names": pairs, "file": file, **counts}
+    given = {method: value for method, value in given.items() if value is not None}
+    if len(given) != 1:
         raise UsageError(
             "pairs come from exactly one of: names, a file, exhaustive, "
             + ", ".join(f"{method}=K" for method in counts)
         )
-    if isinstance(pairs, PairChoice):
-        if not pairs.arguments():
+    ((method, value),) = given.items()
+    if isinstance(value, PairChoice):
+        if not value.arguments():
             raise UsageError("the pairs of this run came from a list; list those of the new images as well")
-        return pairs
-    for method, count in given.items():
-        if count < 1:
-            raise UsageError(f"{method} pairs need at least 1 neighbour of each image, not {count}")
-        return PairChoice(method, count)
-    return PairChoice("exhaustive" if exhaustive else "names" if file is None else "file")
+        return value
+    if method in counts and value < 1:
+        raise UsageError(f"{method} pairs need at least 1 neighbour of each image, not {value}")
+    return PairChoice(method, value if method in counts else None)
 
 
 # Merging the stores of the parts (shards) of a collection into one, by image name.
@@ -498,28 +514,24 @@ def merge(
                 on_report(_join(writer, store, descriptors))
 
 
-_COLUMNS = "status, reason, sha256, stamp, camera, width, height, count, scale_x, scale_y, exif, kind"
-
-
 def _join(writer: Writer, store: Store, descriptors: bool) -> str:
     """Copy one store into another; a line about it."""
     names = store.names()
     writer.add_images(sorted(names.values()))
-    ours = {number: writer.number(name) for number, name in names.items()}
-    for number, *row in store.rows(f"SELECT id, {_COLUMNS} FROM images"):
-        ((status,),) = writer.execute("SELECT status FROM images WHERE id = ?", [ours[number]])
+    ours, differing, again = {number: writer.number(name) for number, name in names.items()}, set(), []
+    columns = "status, reason, sha256, stamp, camera, width, height, count, scale_x, scale_y, exif, kind"
+    for number, *row in store.rows(f"SELECT id, {columns} FROM images"):
+        ((status,),) = writer.execute("SELECT status FROM images WHERE id = ?", ours[number])
         if status != DONE and (row[0] == DONE or row[0] > status):
             marks = ", ".join("?" * len(row))
-            writer.execute(f"UPDATE images SET ({_COLUMNS}) = ({marks}) WHERE id = ?", [*row, ours[number]])
+            writer.execute(f"UPDATE images SET ({columns}) = ({marks}) WHERE id = ?", *row, ours[number])
             if descriptors and (record := store.record(number)) is not None:
                 schema.unsealed(record, f"{store.folder}: the descriptors of {names[number]}")
                 writer.put_descriptors(ours[number], record)
-    differing = set()
     for number, data in store.rows("SELECT image, data FROM keypoints"):
-        writer.execute("INSERT OR IGNORE INTO keypoints VALUES (?, ?)", [ours[number], data])
-        if writer.execute("SELECT 1 FROM keypoints WHERE image = ? AND data != ?", [ours[number], data]):
+        writer.execute("INSERT OR IGNORE INTO keypoints VALUES (?, ?)", ours[number], data)
+        if writer.execute("SELECT 1 FROM keypoints WHERE image = ? AND data != ?", ours[number], data):
             differing.add(number)
-    again: list[tuple[int, int]] = []
 
     def finished() -> Iterator[tuple]:
         for first, second, *rest in store.rows("SELECT image0, image1, seconds, data FROM pairs"):
@@ -536,7 +548,7 @@ def _join(writer: Writer, store: Store, descriptors: bool) -> str:
     writer.execute_many("INSERT OR IGNORE INTO waiting VALUES (?, ?)", again)
     writer.settle_all()
     more = f"; keypoints of {len(differing)} images differ" if differing else ""
-    return f"{store.folder}: {max(0, joined)} pairs joined{more}"
+    return f"{store.folder}: {joined} pairs joined{more}"
 
 
 # A few images matched in memory: pairs, and tracks through all of them.
@@ -633,8 +645,10 @@ def match_set(
         raise UsageError(f"a set has at least two images, not {count}")
     if masks is not None and len(masks) != count:
         raise UsageError(f"masks must be one for each of the {count} images, not {len(masks)}")
+    for pair in pairs or ():
+        if len(pair) != 2 or pair[0] == pair[1] or not set(pair) <= set(range(count)):
+            raise UsageError(f"pairs must be of two of the images 0 to {count - 1}, not {tuple(pair)}")
     refuse_further_passes(options, "the pairs of a set share the keypoints of an image")
-    chosen = _checked(pairs, count)
     pipeline = open_pipeline(preset, options)
     if pipeline.config.estimation.kind == "essential":
         raise UsageError("a set is verified without cameras; use geometry 'fundamental' or 'homography'")
@@ -642,9 +656,10 @@ def match_set(
         raise UsageError("tracks join keypoints, and this preset has only the cells of a grid; use another")
     features = tuple(pipeline.extract(*one) for one in zip(images, masks or [None] * count, strict=True))
     found = {}
-    for first, second in chosen:
-        matches = pipeline.match_features(features[first], features[second])
-        found[first, second] = matches, pipeline.verify(features[first], features[second], matches)
+    for first, second in combinations(range(count), 2) if pairs is None else map(sorted, pairs):
+        if (first, second) not in found:
+            matches = pipeline.match_features(features[first], features[second])
+            found[first, second] = matches, pipeline.verify(features[first], features[second], matches)
     names: dict[str, None] = {}
     for number, image in enumerate(images):
         path = image if isinstance(image, (str, Path)) else getattr(image, "path", None)
@@ -653,33 +668,19 @@ def match_set(
     return MatchedSet(tuple(names), features, found, _tracks(tuple(names), features, found))
 
 
-def _checked(pairs: Sequence[tuple[int, int]] | None, count: int) -> list[tuple[int, int]]:
-    """Pairs i < j, each once."""
-    if pairs is None:
-        return list(combinations(range(count), 2))
-    for pair in pairs:
-        if len(pair) != 2 or pair[0] == pair[1] or not set(pair) <= set(range(count)):
-            raise UsageError(f"pairs must be of two of the images 0 to {count - 1}, not {tuple(pair)}")
-    return list(dict.fromkeys((min(pair), max(pair)) for pair in pairs))
-
-
 def _tracks(
     names: tuple[str, ...],
     features: tuple[Features, ...],
     pairs: Mapping[tuple[int, int], tuple[Matches, TwoViewGeometry]],
 ) -> Tracks:
-    verified = {}
-    for ends, (matches, geometry) in pairs.items():
-        if geometry.verified or geometry.status == "not_estimated":
-            kept = geometry.inliers if geometry.verified else np.ones(len(matches), dtype=bool)
-            verified[ends] = matches.indices[kept], matches.scores[kept]
+    usable = {ends: usable_matches(*pair) for ends, pair in pairs.items()}
+    usable = {ends: found for ends, found in usable.items() if found is not None}
     keypoints = [to_numpy(one.keypoints) for one in features]
     scales = [float(np.sqrt(np.prod(to_numpy(one.scale)))) for one in features]
-    indices = {ends: rows for ends, (rows, _) in verified.items()}
-    right = consistent_matches(indices, keypoints, scales)
+    right = consistent_matches({ends: rows for ends, (rows, _) in usable.items()}, keypoints, scales)
     joined = [
         PairMatches(names[ends[0]], names[ends[1]], rows[right[ends]], scores[right[ends]])
-        for ends, (rows, scores) in verified.items()
+        for ends, (rows, scores) in usable.items()
     ]
     found = build_tracks(joined, {name: len(f) for name, f in zip(names, features, strict=True)})
     left_out = sum(int((~each).sum()) for each in right.values())

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from matcher.collection.store import Store
+from matcher.collection.tracks import partners
 
 _SAME_POINT = 3.0  # pixels of the resized images
 _SEEN = 8  # matches of a pair whose ends both have a partner in the third image; fewer say nothing
@@ -34,22 +35,13 @@ class Edge(NamedTuple):
 
 
 def contradicted_pairs(store: Store, without: Collection[Ends] = ()) -> list[Ends]:
-    """The verified pairs of a run, names in order, that its other pairs contradict.
-
-    Args:
-        store: the run.
-        without: pairs that are not looked at.
-
-    Raises:
-        IntegrityError: the store is damaged.
-    """
+    """The verified pairs of a run, names in order, that others contradict; those `without` are left out."""
     edges = {}
     for pair in store.pairs():
-        if (ends := (pair.name0, pair.name1)) in without or not pair.geometry.verified:
-            continue
-        pose = pair.geometry.cam1_from_cam0
-        rotation = None if pose is None else pose[:3, :3]
-        edges[ends] = Edge(pair.matches.indices[pair.geometry.inliers], rotation)
+        if (ends := (pair.name0, pair.name1)) not in without and pair.geometry.verified:
+            pose = pair.geometry.cam1_from_cam0
+            rotation = None if pose is None else pose[:3, :3]
+            edges[ends] = Edge(pair.matches.indices[pair.geometry.inliers], rotation)
     scaled = {name: store.keypoints(name) * np.array(store.scale(name)) for name in {*sum(edges, ())}}
     return contradicted(edges, scaled)
 
@@ -61,55 +53,41 @@ def contradicted(edges: Mapping[Ends, Edge], keypoints: Mapping[str, np.ndarray]
         edges: by the names of a pair, in any order, each pair once.
         keypoints: (N, 2) of every image, pixels of the resized image.
     """
-    directed: dict[str, dict[str, Edge]] = defaultdict(dict)
+    partner = partners({ends: edge.indices for ends, edge in edges.items()}, keypoints)
+    size, turn, near = {}, {}, defaultdict(dict)
     for (first, second), edge in edges.items():
         turned = None if edge.rotation is None else edge.rotation.T
-        directed[first][second] = edge
-        directed[second][first] = Edge(edge.indices[:, ::-1], turned)
-    partner = {
-        (one, other): _partners(edge.indices, len(keypoints[one]))
-        for one, others in directed.items()
-        for other, edge in others.items()
-    }
+        for ends, rotation in (((first, second), edge.rotation), ((second, first), turned)):
+            size[ends], turn[ends] = len(edge.indices), rotation
+            near[ends[0]][ends[1]] = None
     loops: dict[frozenset[str], bool] = {}
-    for first, second in edges:
-        common = [name for name in directed[first] if name in directed[second]]
-        common.sort(key=lambda k: -min(len(directed[first][k].indices), len(directed[second][k].indices)))
+    for (first, second), edge in edges.items():
+        common = [name for name in near[first] if name in near[second]]
+        common.sort(key=lambda third: -min(size[first, third], size[second, third]))
         for third in common[:_NEIGHBOURS]:
-            names = frozenset((first, second, third))
-            if names not in loops:
-                ways = directed[first][second], directed[second][third], directed[first][third]
-                ends = partner[first, third], partner[second, third]
-                if (found := _agrees(*ways, *ends, keypoints[third])) is not None:
-                    loops[names] = found
+            if (names := frozenset((first, second, third))) in loops:
+                continue
+            ends = [partner[first, third][edge.indices[:, 0]], partner[second, third][edge.indices[:, 1]]]
+            here, there = keypoints[third][np.stack(ends)[:, np.min(ends, axis=0) >= 0]]
+            if len(here) < _SEEN:
+                continue
+            turns = turn[first, third], turn[second, third], turn[first, second]
+            apart = np.linalg.norm(here - there, axis=1)
+            loops[names] = _closes(*turns) and np.mean(apart <= _SAME_POINT) >= _AGREE
     return sorted(_voted_out(edges, loops))
 
 
-def _partners(indices: np.ndarray, count: int) -> np.ndarray:
-    """(N,) the keypoint that each of an image matches, or −1."""
-    found = np.full(count, -1, np.int64)
-    found[indices[:, 0]] = indices[:, 1]
-    return found
-
-
-def _agrees(
-    along: Edge, onward: Edge, direct: Edge, by_first: np.ndarray, by_second: np.ndarray, points: np.ndarray
-) -> bool | None:
-    """Whether the way from one image over a second to a third is the direct one; None where little tells."""
-    ends = np.stack([by_first[along.indices[:, 0]], by_second[along.indices[:, 1]]])
-    here, there = points[ends[:, (ends >= 0).all(axis=0)]]
-    if len(here) < _SEEN:
-        return None
-    if all(each.rotation is not None for each in (along, onward, direct)):
-        missed = direct.rotation.T @ onward.rotation @ along.rotation
-        if np.degrees(np.arccos(np.clip((np.trace(missed) - 1) / 2, -1, 1))) > _ROTATION:
-            return False
-    return bool(np.mean(np.linalg.norm(here - there, axis=1) <= _SAME_POINT) >= _AGREE)
+def _closes(direct: np.ndarray | None, onward: np.ndarray | None, along: np.ndarray | None) -> bool:
+    """Whether rotations lead the same way directly and over a second image, as far as they are known."""
+    if direct is None or onward is None or along is None:
+        return True
+    missed = direct.T @ onward @ along
+    return np.degrees(np.arccos(np.clip((np.trace(missed) - 1) / 2, -1, 1))) <= _ROTATION
 
 
 def _voted_out(edges: Mapping[Ends, Edge], loops: dict[frozenset[str], bool]) -> list[Ends]:
     """The pairs of which too few loops agree; with each that goes, its loops go, too."""
-    gone, loops = [], dict(loops)
+    gone = []
     while True:
         votes: dict[frozenset[str], list[bool]] = defaultdict(list)
         for names, agrees in loops.items():

@@ -63,23 +63,21 @@ class FaultTally:
     """Counts faults by kind and keeps the first five of each; give it to `read_pairs` as `on_fault`."""
 
     def __init__(self) -> None:
-        """Nothing is counted yet."""
         self.counts: Counter[str] = Counter()
-        self._first: dict[str, list[PairFault]] = {}
+        self._first: dict[str, list[str]] = {}
 
     def __call__(self, fault: PairFault) -> None:
         """Count one fault."""
         self.counts[fault.kind] += 1
         if self.counts[fault.kind] <= 5:
-            self._first.setdefault(fault.kind, []).append(fault)
+            self._first.setdefault(fault.kind, []).append(f"{fault.line} ({fault.text})")
 
     def lines(self) -> list[str]:
         """The tally as text: one line per kind, with the first line numbers."""
-        texts = []
-        for kind, count in self.counts.most_common():
-            where = ", ".join(f"{fault.line} ({fault.text})" for fault in self._first[kind])
-            texts.append(f"{count} × {kind}: line {where}{', …' if count > 5 else ''}")
-        return texts
+        return [
+            f"{count} × {kind}: line {', '.join(self._first[kind])}{', …' if count > 5 else ''}"
+            for kind, count in self.counts.most_common()
+        ]
 
 
 def read_pairs(
@@ -96,13 +94,10 @@ def read_pairs(
     a line; it does not grow with bad lines.
 
     Args:
-        path: the list; see the module for the format.
+        path: the list, in the format that the module describes; `UsageError` if it cannot be read.
         names: the images of the collection.
         on_fault: called with every line that yields no pair or a warning; all other lines are valid.
         folder: of the images, for paths in it and names that begin with its own.
-
-    Raises:
-        UsageError: the list cannot be read, or is UTF-16.
     """
     table = NameTable(names, folder)
     lines, ends = array("q"), array("q")
@@ -181,10 +176,7 @@ def chosen_pairs(
     of: Collection[str] | None = None,
 ) -> Iterable[tuple[str, str]]:
     """The pairs of images for a choice that is no list; only those with an image `of` these are compared.
-
-    Raises:
-        UsageError: "nearby" with fewer than two images whose header has a position.
-    """
+    `UsageError`: "nearby" with fewer than two images whose header has a position."""
     k, folder = choice.neighbours or 0, store.image_folder
     if choice.method == "exhaustive":
         return combinations(names, 2)
@@ -222,15 +214,8 @@ def positions_of(names: Sequence[str], folder: Path) -> dict[str, tuple[float, f
 
 
 def nearby_pairs(positions: Mapping[str, Sequence[float]], k: int) -> list[tuple[str, str]]:
-    """Each photo with the `k` nearest ones, every pair once; altitudes, the least exact, are left out.
-
-    Args:
-        positions: latitude, longitude and altitude by name.
-        k: neighbours; a photo may be in more pairs, as the neighbour of others.
-
-    Raises:
-        UsageError: fewer than two positions.
-    """
+    """Each photo with the `k` nearest ones, every pair once, from latitudes and longitudes; altitudes, the
+    least exact, are left out. `UsageError`: fewer than two positions."""
     if len(positions) < 2:
         raise UsageError(
             f"{len(positions)} of the photos have a GPS position in their EXIF header, and two are needed: "
@@ -244,8 +229,8 @@ def nearby_pairs(positions: Mapping[str, Sequence[float]], k: int) -> list[tuple
     found: set[tuple[int, int]] = set()
     for row, here in enumerate(metres):
         distance = np.linalg.norm(metres - here, axis=1)
-        distance[row] = np.inf
-        nearest = np.argsort(distance, kind="stable")[: min(k, len(names) - 1)].tolist()
+        distance[row] = -1
+        nearest = np.argsort(distance, kind="stable")[1 : k + 1].tolist()
         found.update((min(row, other), max(row, other)) for other in nearest)
     return [(names[first], names[second]) for first, second in sorted(found)]
 
@@ -256,16 +241,10 @@ BEST = 6  # partners of an image that are matched in any case where they agree, 
 
 
 def candidate_pairs(
-    names: Sequence[str],
-    features: Callable[[str], Features],
-    k: int,
-    nearby: Sequence[tuple[str, str]] = (),
+    names: Sequence[str], features: Callable[[str], Features], k: int, nearby: Sequence[tuple[str, str]] = ()
 ) -> list[tuple[str, str]]:
-    """Each image with the `k` most similar ones, all pairs where there are no more, and pairs taken nearby.
-
-    Raises:
-        UsageError: k below 1, or descriptors of several sizes.
-    """
+    """Each image with the `k` most similar ones, all pairs where there are no more, and pairs taken nearby;
+    `UsageError`: k below 1, or descriptors of several sizes."""
     names = list(dict.fromkeys(names))
     if k >= len(names) - 1:
         return list(combinations(names, 2))
@@ -292,8 +271,8 @@ def preemptive_pairs(
     Args:
         candidates: names of two images each, every pair once.
         features: the features of an image, unbatched.
-        partners: how many others an image is matched with already; they count among its `BEST`.
         pipeline: matches and verifies; by a fundamental matrix where its geometry needs cameras.
+        partners: how many others an image is matched with already; they count among its `BEST`.
         on_progress: called after every candidate with how many are done, and all.
     """
     estimation, verifier = pipeline.config.estimation, pipeline
@@ -321,29 +300,25 @@ def best_pairs(
     partners: Mapping[str, int],
 ) -> list[tuple[str, str]]:
     """Of candidates with inliers (P,), of which `likely` (P,) agree, those to match, in their order."""
-    of_image: dict[str, list[int]] = {}
+    of_image: dict[str, list[int]] = {name: [] for pair in candidates for name in pair}
     for row in np.argsort(-inliers, kind="stable").tolist():
         for name in candidates[row]:
-            of_image.setdefault(name, []).append(row)
+            of_image[name].append(row)
     taken: set[int] = set()
     for name, best in of_image.items():
         agreeing = [row for row in best if likely[row]]
         before = partners.get(name, 0)
         taken.update(agreeing[: max(0, BEST - before)] if agreeing or before else best[:2])
-    near: dict[str, set[str]] = {}
-    for row in taken:
-        if likely[row]:
-            for name, other in (candidates[row], candidates[row][::-1]):
-                near.setdefault(name, set()).add(other)
+    near: dict[str, set[str]] = {name: set() for name in of_image}
+    for name, other in (candidates[row] for row in taken if likely[row]):
+        near[name].add(other)
+        near[other].add(name)
     # Images that agree with a common third one, where they have fewer partners: along a path, such wide pairs
     # are the ones whose rays meet at angles that a reconstruction can begin with.
-    for name in dict.fromkeys(name for pair in candidates for name in pair):
-        own = near.get(name, set())
+    for name, rows in of_image.items():
+        beside = {other for third in near[name] for other in near[third]}
         wide = [
-            row
-            for row in of_image[name]
-            if row not in taken
-            and any(own & near.get(other, set()) for other in candidates[row] if other != name)
+            row for row in rows if row not in taken and not beside.isdisjoint({*candidates[row]} - {name})
         ]
-        taken.update(wide[: max(0, BEST - len(own))])
+        taken.update(wide[: max(0, BEST - len(near[name]))])
     return [candidates[row] for row in sorted(taken)]

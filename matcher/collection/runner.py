@@ -17,8 +17,8 @@ import numpy as np
 
 from matcher.arrays import to_numpy
 from matcher.cameras import Camera
-from matcher.collection.schema import DONE, WAITING, Counts, common_camera, encode_pair
-from matcher.collection.store import EncodedPair, ImageFacts, Store, Writer
+from matcher.collection.schema import DONE, FAILED, WAITING, Counts, common_camera, encode_pair
+from matcher.collection.store import EncodedPair, Store, Writer
 from matcher.collection.workers import Engine, ExtractedImage, ImageEntry, Job, Outcome
 from matcher.config import EstimationConfig, from_dict
 from matcher.errors import ImageError, UsageError
@@ -115,21 +115,15 @@ def add_pairs(
     )
     with writer.transaction():
         added = writer.execute_many(f"INSERT OR IGNORE INTO waiting SELECT ?1, ?2 WHERE {known}", ids)
-    return len(rows), max(0, added)
+    return len(rows), added
 
 
-def _job_size(left: int, most: int, least: int) -> int:
+def _parts(items: Sequence, batch: int, most: int) -> Iterator[Sequence]:
     """Guided self-scheduling (Polychronopoulos and Kuck 1987): a 32nd of what is left, within bounds."""
-    return max(least, min(most, left // 32))
-
-
-def extract_jobs(names: Sequence[str], batch: int = 1) -> Iterator[Job]:
-    """Jobs of a few images, smaller towards the end; `batch` of them are worked on together."""
-    start = 0
-    while start < len(names):
-        size = _job_size(len(names) - start, max(8, 2 * batch), batch)
-        yield Job(tuple(names[start : start + size]), batch)
-        start += size
+    while len(items):
+        size = max(batch, min(max(most, batch * most // 4), len(items) // 32))
+        yield items[:size]
+        items = items[size:]
 
 
 def match_jobs(writer: Writer, batch: int) -> Iterator[Job]:
@@ -138,12 +132,9 @@ def match_jobs(writer: Writer, batch: int) -> Iterator[Job]:
     entries = {n: ImageEntry(n, name, cameras[name]) for n, name in writer.store.names().items()}
     waiting = writer.store.rows("SELECT image0, image1 FROM waiting")
     pairs = _by_tiles(np.fromiter((end for pair in waiting for end in pair), np.int64).reshape(-1, 2))
-    start = 0
-    while start < len(pairs):
-        size = _job_size(len(pairs) - start, max(16, 4 * batch), batch)
-        items = tuple(map(tuple, pairs[start : start + size].tolist()))
+    for part in _parts(pairs, batch, 16):
+        items = tuple(map(tuple, part.tolist()))
         yield Job(items, batch, {number: entries[number] for pair in items for number in pair})
-        start += size
 
 
 # The stages of a run.
@@ -179,121 +170,99 @@ class RunReport:
 OnProgress = Callable[[StageProgress], None]
 
 
-def extract(
-    writer: Writer,
-    engine: Engine,
-    source: FeatureSource,
-    *,
-    everything: bool,
-    batch: int,
-    on_progress: OnProgress,
-) -> int:
-    """Extract the waiting images of waiting pairs, or of `everything`; returns how many were tried.
+@dataclass
+class Stages:
+    """The two stages of a run. `OSError`: the disk is full; committed results are kept."""
 
-    Raises:
-        OSError: the disk is full; committed results are kept.
-    """
-    lost = writer.without_descriptors()
-    needed = "SELECT image0 FROM waiting UNION SELECT image1 FROM waiting"
-    where = "" if everything else f"WHERE id IN ({needed})"
-    rows = writer.execute(f"SELECT id, name, status FROM images {where} ORDER BY name")
-    names = [
-        name for number, name, status in rows if status == WAITING or (status == DONE and number in lost)
-    ]
+    writer: Writer
+    engine: Engine
+    source: FeatureSource
+    batch: int  # images or pairs that are worked on together
+    on_progress: OnProgress
 
-    def commit(outcomes: list[ExtractedImage]) -> None:
-        for outcome in outcomes:
-            _put_image(writer, source, outcome)
+    def extract(self, *, everything: bool) -> int:
+        """Extract the waiting images of waiting pairs, or of `everything`; returns how many were tried."""
+        lost = self.writer.without_descriptors()
+        needed = "SELECT image0 FROM waiting UNION SELECT image1 FROM waiting"
+        where = "" if everything else f"WHERE id IN ({needed})"
+        rows = self.writer.execute(f"SELECT id, name, status FROM images {where} ORDER BY name")
+        names = [name for n, name, status in rows if status == WAITING or (status == DONE and n in lost)]
 
-    _run_stage("extract", writer, engine.run(extract_jobs(names, batch)), commit, len(names), on_progress)
-    with writer.transaction():  # pairs that can never be matched
-        sql = "SELECT w.image0, w.image1, i.name || ': ' || i.reason FROM waiting AS w JOIN images AS i"
-        failed = writer.execute(f"{sql} ON i.id IN (w.image0, w.image1) WHERE i.status = 2")
-        writer.put_pairs(EncodedPair(*ends, reason=reason) for *ends, reason in failed)
-    return len(names)
+        def commit(outcomes: list[ExtractedImage]) -> None:
+            for outcome in outcomes:
+                self._put_image(outcome)
 
+        jobs = (Job(tuple(part), self.batch) for part in _parts(names, self.batch, 8))
+        self._run("extract", jobs, commit, len(names))
+        with self.writer.transaction():  # pairs that can never be matched
+            sql = "SELECT image0, image1, name || ': ' || reason FROM waiting JOIN images"
+            failed = self.writer.execute(f"{sql} ON id IN (image0, image1) WHERE status = {FAILED}")
+            self.writer.put_pairs(EncodedPair(*ends, reason=reason) for *ends, reason in failed)
+        return len(names)
 
-def match(writer: Writer, engine: Engine, *, batch: int, on_progress: OnProgress) -> int:
-    """Match every waiting pair; returns how many were processed.
+    def match(self) -> int:
+        """Match every waiting pair, returns how many; `ImageError`: no image could be used."""
+        counts = self.writer.store.counts()
+        if counts.images_failed and not counts.images_done:
+            failed = next(image for image in self.writer.store.images() if image.status == "failed")
+            raise ImageError(f"no image of {self.writer.store.image_folder} could be used; {failed.reason}")
+        self._run("match", match_jobs(self.writer, self.batch), self.writer.put_pairs, counts.pairs_waiting)
+        return counts.pairs_waiting
 
-    Raises:
-        ImageError: there are pairs, but no image could be used.
-        OSError: the disk is full; committed results are kept.
-    """
-    counts = writer.store.counts()
-    if counts.images_failed and not counts.images_done:
-        failed = next(image for image in writer.store.images() if image.status == "failed")
-        raise ImageError(f"no image of {writer.store.image_folder} could be used; {failed.reason}")
-    outcomes, total = engine.run(match_jobs(writer, batch)), counts.pairs_waiting
-    _run_stage("match", writer, outcomes, writer.put_pairs, total, on_progress)
-    return total
-
-
-def _run_stage(
-    stage: str,
-    writer: Writer,
-    outcomes: Iterator[Outcome | None],
-    commit: Callable[[list], None],
-    total: int,
-    on_progress: OnProgress,
-) -> None:
-    """Commit results in small groups, including those that are there when the run is interrupted."""
-    if not total:
-        return
-    pending: list[Outcome] = []
-    done = failed = 0
-    last = monotonic()
-
-    def write() -> None:
-        nonlocal done, failed, last
-        group = pending.copy()
-        pending.clear()
-        with writer.transaction():
-            commit(group)
-        done, failed = done + len(group), failed + sum(outcome.failed for outcome in group)
+    def _run(
+        self, stage: str, jobs: Iterator[Job], commit: Callable[[list[Outcome]], None], total: int
+    ) -> None:
+        """Commit results in small groups, including those that are there when the run is interrupted."""
+        if not total:
+            return
+        pending: list[Outcome] = []
+        done = failed = 0
         last = monotonic()
-        on_progress(StageProgress(stage, done, failed, total))
 
-    on_progress(StageProgress(stage, 0, 0, total))
-    try:
-        for outcome in outcomes:
-            if outcome is not None:
-                pending.append(outcome)
-            full = len(pending) >= 512 or sum(len(each.data) for each in pending) >= 64 << 20  # bytes
-            if pending and (full or monotonic() - last >= _COMMIT_SECONDS):
+        def write() -> None:
+            nonlocal done, failed, last
+            group = pending.copy()
+            pending.clear()
+            with self.writer.transaction():
+                commit(group)
+            done, failed = done + len(group), failed + sum(outcome.failed for outcome in group)
+            last = monotonic()
+            self.on_progress(StageProgress(stage, done, failed, total))
+
+        self.on_progress(StageProgress(stage, 0, 0, total))
+        try:
+            for outcome in self.engine.run(jobs):
+                if outcome is not None:
+                    pending.append(outcome)
+                full = len(pending) >= 512 or sum(len(each.data) for each in pending) >= 64 << 20  # bytes
+                if pending and (full or monotonic() - last >= _COMMIT_SECONDS):
+                    write()
+        finally:
+            if pending:
                 write()
-        if pending:
-            write()
-    except BaseException:
-        if pending:
-            with suppress(Exception):
-                write()
-        raise
 
-
-def _put_image(writer: Writer, source: FeatureSource, outcome: ExtractedImage) -> None:
-    found, name = outcome.found, outcome.name
-    number = writer.number(name)
-    had = writer.execute("SELECT sha256 FROM images WHERE id = ? AND status = ?", (number, DONE))
-    if found is None and had:  # its descriptors were deleted and the image is gone: what was matched stays
-        waiting = writer.execute("SELECT image0, image1 FROM waiting WHERE ? IN (image0, image1)", [number])
-        writer.put_pairs(EncodedPair(*pair, reason=f"{name}: {outcome.reason}") for pair in waiting)
-    elif found is None:
-        writer.fail_image(name, outcome.reason, ImageFacts("", source.stamp(name)))
-    else:
-        points = to_numpy(found.features.keypoints)
-        same = had == [(found.sha256,)] and np.array_equal(writer.store.keypoints(name), points)
-        if had and not same:
-            writer.forget([name])  # its pairs name keypoints that are no more
-        writer.put_features(name, found.features, outcome.data, ImageFacts(found.sha256, found.stamp))
+    def _put_image(self, outcome: ExtractedImage) -> None:
+        writer, found, name = self.writer, outcome.found, outcome.name
+        number = writer.number(name)
+        had = writer.execute("SELECT sha256 FROM images WHERE id = ? AND status = ?", number, DONE)
+        if found is None and had:  # its descriptors were deleted and the image is gone: matches stay
+            waiting = writer.execute("SELECT image0, image1 FROM waiting WHERE ? IN (image0, image1)", number)
+            writer.put_pairs(EncodedPair(*pair, reason=f"{name}: {outcome.reason}") for pair in waiting)
+        elif found is None:
+            writer.fail_image(name, outcome.reason, self.source.stamp(name))
+        else:
+            points = to_numpy(found.features.keypoints)
+            same = had == [(found.sha256,)] and np.array_equal(writer.store.keypoints(name), points)
+            if had and not same:
+                writer.forget([name])  # its pairs name keypoints that are no more
+            writer.put_features(name, found.features, outcome.data, found.sha256, found.stamp)
 
 
 # Verifying again, where cameras have changed.
 
 
-def estimation_of(settings: dict[str, object]) -> EstimationConfig:
-    """How the run of these settings estimates geometry; `UsageError` where they do not say."""
-    values = settings.get("config", {}).get("estimation")
+def _estimation_of(store: Store) -> EstimationConfig:
+    values = store.settings.get("config", {}).get("estimation")
     if values is None:
         raise UsageError("the settings of the run do not say how its geometry was estimated; match it again")
     return from_dict(EstimationConfig, values)
@@ -301,7 +270,7 @@ def estimation_of(settings: dict[str, object]) -> EstimationConfig:
 
 def check_cameras(store: Store, common: Camera | None) -> None:
     """Refuse a run of essential geometry without any camera before any work (`UsageError`)."""
-    if estimation_of(store.settings).kind != "essential" or common is not None:
+    if _estimation_of(store).kind != "essential" or common is not None:
         return
     if all(image.camera is None for image in store.images()):  # else pairs without one fail with that reason
         raise UsageError(
@@ -311,26 +280,20 @@ def check_cameras(store: Store, common: Camera | None) -> None:
 
 
 def verify_again(writer: Writer, names: Iterable[str]) -> int:
-    """Verify the finished pairs of images whose cameras have changed; their features and matches stay.
+    """Verify the finished pairs of images whose cameras have changed, returns how many; their features and
+    matches stay. Failed pairs, which may have lacked a camera, are matched again. If the run's geometry uses
+    no cameras, nothing is done.
 
-    Failed pairs, which may have lacked a camera, are matched again. If the run's geometry uses no
-    cameras, nothing is done. To be called inside a transaction, so that a camera is never stored
-    beside a geometry that was estimated with another.
-
-    Returns:
-        How many pairs were verified.
+    To be called inside a transaction, so that a camera is never stored beside a geometry that was estimated
+    with another.
     """
-    store, settings, names = writer.store, writer.store.settings, set(names)
-    config = estimation_of(settings)
+    store, names, config = writer.store, set(names), _estimation_of(writer.store)
     if config.kind != "essential" or not names:
         return 0
     numbers = {name: number for number, name in store.names().items()}
-    ids = ", ".join(str(numbers[name]) for name in names)
-    theirs = f"FROM failed WHERE image0 IN ({ids}) OR image1 IN ({ids})"
-    writer.let_wait(f"SELECT image0, image1 {theirs}")
-    writer.execute(f"DELETE {theirs}")
+    writer.wait_again("failed", ", ".join(str(numbers[name]) for name in names))
     images = {image.name: image for image in store.images()}
-    estimator, common, rows = RobustEstimator(config), common_camera(settings), []
+    estimator, common, rows = RobustEstimator(config), common_camera(store.settings), []
     for pair in store.pairs(names):
         ends, matches = (pair.name0, pair.name1), pair.matches
         geometry = estimator(

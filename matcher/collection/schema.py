@@ -15,7 +15,7 @@ import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -123,6 +123,28 @@ def unsealed(data: bytes, what: str) -> bytes:
     return data[:-4]
 
 
+def _packed(**arrays: np.ndarray | None) -> bytes:
+    return sealed(save({name: np.ascontiguousarray(a) for name, a in arrays.items() if a is not None}))
+
+
+@contextmanager
+def _decoding(what: str) -> Iterator[None]:
+    """`DamagedError`, which names `what`, for anything that stops the block."""
+    try:
+        yield
+    except DamagedError:
+        raise
+    except (SafetensorError, ValueError, LookupError, TypeError, OverflowError) as error:
+        raise DamagedError(f"{what} cannot be decoded ({error})") from error
+
+
+def _check_arrays(arrays: Mapping[str, np.ndarray], **shapes: tuple[int, ...]) -> None:
+    """`ValueError` where an array that is there has another shape, or is not finite."""
+    for name, shape in shapes.items():
+        if name in arrays and (arrays[name].shape != shape or not np.isfinite(arrays[name]).all()):
+            raise ValueError(f"{name} has another shape, or is not finite")
+
+
 def parse_json(text: str, what: str) -> Any:
     """The value of a text as JSON has it; `DamagedError` where it is none or nested too deeply."""
 
@@ -140,27 +162,21 @@ def to_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, allow_nan=False)
 
 
-def encode_camera(camera: Camera) -> dict[str, Any]:
-    """A camera ready for JSON."""
-    return asdict(camera)
-
-
-def decode_camera(value: Any, what: str = "a camera") -> Camera:
-    """The inverse of `encode_camera`; `DamagedError` for anything else."""
-    try:
+def decode_camera(value: Any, what: str = "its camera") -> Camera | None:
+    """A camera from its fields, None from None; `DamagedError` for anything else."""
+    if value is None:
+        return None
+    with _decoding(what):
         size, distortion = value["size"] and tuple(value["size"]), tuple(value["distortion"])
         numbers = (*(value[name] for name in ("fx", "fy", "cx", "cy")), *(size or ()), *distortion)
         if any(isinstance(number, bool) or not isinstance(number, (int, float)) for number in numbers):
             raise ValueError("not all of its values are numbers")
         return Camera(**{**value, "size": size, "distortion": distortion})
-    except (TypeError, ValueError, KeyError, OverflowError) as error:
-        raise DamagedError(f"{what} is none ({error})") from error
 
 
 def common_camera(settings: Mapping[str, Any]) -> Camera | None:
     """The camera of every image of a run that has none of its own."""
-    value = settings.get("camera")
-    return None if value is None else decode_camera(value, "its camera")
+    return decode_camera(settings.get("camera"))
 
 
 def encode_keypoints(keypoints: np.ndarray) -> bytes:
@@ -170,57 +186,31 @@ def encode_keypoints(keypoints: np.ndarray) -> bytes:
 
 def decode_keypoints(data: bytes, count: int, what: str) -> np.ndarray:
     """(N, 2) float32; `DamagedError` where they are not so many points, all finite."""
-    data = unsealed(data, what)
-    if len(data) != 8 * count:
-        raise DamagedError(f"{what}: {len(data)} bytes are not {count} points")
-    points = np.frombuffer(data, dtype="<f4").reshape(-1, 2).astype(np.float32)
-    if not np.isfinite(points).all():
-        raise DamagedError(f"{what} are not all finite")
-    return points
-
-
-def _decoded(data: bytes, what: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Arrays of a record, of these shapes where they are there, and finite."""
-    try:
-        arrays = load(unsealed(data, what))
-        for name, shape in shapes.items():
-            if name in arrays and (arrays[name].shape != shape or not np.isfinite(arrays[name]).all()):
-                raise ValueError(f"{name} has another shape, or is not finite")
-    except (SafetensorError, ValueError, TypeError) as error:
-        raise DamagedError(f"{what} cannot be decoded ({error})") from error
-    return arrays
-
-
-_OPTIONAL = ("scales", "orientations", "affine_frames")
+    with _decoding(what):
+        points = np.frombuffer(unsealed(data, what), dtype="<f4").reshape(count, 2).astype(np.float32)
+        _check_arrays({"points": points}, points=(count, 2))
+        return points
 
 
 def encode_features(features: Features) -> bytes:
     """Everything of one image's features but keypoints, size, orientation and kind."""
-    fields = {name: getattr(features, name) for name in ("scores", *_OPTIONAL)}
+    fields = {name: getattr(features, name) for name in ("scores", "scales", "orientations", "affine_frames")}
     arrays = {name: to_numpy(v).astype(np.float32) for name, v in fields.items() if v is not None}
     values = to_numpy(features.descriptors)
-    whole = _sift_numbers(values) if values.min(initial=0) >= 0 else None
-    if whole is not None:
-        arrays["sift"] = whole
-    else:
-        fits_half = np.all(np.abs(values) < np.finfo(np.float16).max)
-        arrays["descriptors"] = values.astype(np.float16 if fits_half else np.float32)
-    return sealed(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+    if values.min(initial=0) >= 0 and (whole := _sift_numbers(values)) is not None:
+        return _packed(**arrays, sift=whole)
+    fits_half = np.all(np.abs(values) < np.finfo(np.float16).max)
+    return _packed(**arrays, descriptors=values.astype(np.float16 if fits_half else np.float32))
 
 
 def decode_features(record: bytes, keypoints: np.ndarray, **facts: Any) -> Features:
-    """Features with float32 descriptors, from a record and what the database knows.
-
-    Raises:
-        DamagedError: not a record of that many keypoints.
-    """
-    arrays = _decoded(record, "a record of descriptors", {})
-    try:
+    """Features with float32 descriptors, from a record and what the database knows; `DamagedError`: it is not
+    a record of that many keypoints."""
+    with _decoding("a record of descriptors"):
+        arrays = load(unsealed(record, "a record of descriptors"))
         numbers = arrays.pop("sift", None)
         found = root_sift(numbers) if numbers is not None else arrays.pop("descriptors").astype(np.float32)
         return Features(keypoints, found, **facts, **arrays)
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamagedError(f"a record of descriptors cannot be decoded ({error})") from error
 
 
 def _sift_numbers(values: np.ndarray) -> np.ndarray | None:
@@ -241,17 +231,15 @@ def _sift_numbers(values: np.ndarray) -> np.ndarray | None:
 
 def encode_refined(found: RefinedKeypoints) -> bytes:
     """Refined keypoints of an image."""
-    arrays = {name: np.ascontiguousarray(array) for name, array in found._asdict().items()}
-    return sealed(save({**arrays, "covariances": arrays["covariances"].astype(np.float32)}))
+    return _packed(**found._replace(covariances=found.covariances.astype(np.float32))._asdict())
 
 
 def decode_refined(data: bytes, count: int, what: str) -> RefinedKeypoints:
     """The inverse of `encode_refined`; `DamagedError` where they are not of so many keypoints."""
-    shapes = {"keypoints": (count, 2), "covariances": (count, 2, 2), "refined": (count,)}
-    arrays = _decoded(data, what, shapes)
-    if arrays.keys() != shapes.keys():
-        raise DamagedError(f"{what} lack an array")
-    return RefinedKeypoints(**arrays)
+    with _decoding(what):
+        arrays = load(unsealed(data, what))
+        _check_arrays(arrays, keypoints=(count, 2), covariances=(count, 2, 2), refined=(count,))
+        return RefinedKeypoints(**arrays)
 
 
 _SCORE_STEPS = 65535  # of uint16
@@ -260,11 +248,8 @@ _SCORE_STEPS = 65535  # of uint16
 def encode_pair(
     matches: Matches, geometry: TwoViewGeometry, keypoints0: np.ndarray, keypoints1: np.ndarray
 ) -> bytes:
-    """A pair without its names; keypoints are (N, 2) and (M, 2) float32 of the two images.
-
-    Raises:
-        ValueError: indices outside the keypoints, or arrays whose lengths differ: nothing is to be written.
-    """
+    """A pair without its names; keypoints are (N, 2) and (M, 2) float32 of the two images. `ValueError`:
+    indices outside the keypoints, or arrays whose lengths differ, and nothing is to be written."""
     indices = np.asarray(matches.indices, dtype=np.int64).reshape(-1, 2)
     columns = (matches.scores, matches.points0, matches.points1, geometry.inliers)
     if any(len(column) != len(indices) for column in columns):
@@ -273,79 +258,68 @@ def encode_pair(
         raise ValueError("a match refers to a keypoint that the image does not have")
     if not np.isfinite(matches.scores).all():
         raise ValueError("a match has a score that is not finite")
-    kind, status = (
-        get_args(GeometryKind).index(geometry.kind),
-        get_args(GeometryStatus).index(geometry.status),
-    )
+    kind = get_args(GeometryKind).index(geometry.kind)
+    status = get_args(GeometryStatus).index(geometry.status)
     wide = max(len(keypoints0), len(keypoints1)) > 65536
-    arrays = {
-        "facts": np.array([kind, status, matches.layers_run, matches.kept0, matches.kept1], np.int32),
-        "indices": indices.astype(np.uint32 if wide else np.uint16),
-        "scores": np.rint(np.clip(matches.scores, 0, 1) * _SCORE_STEPS).astype(np.uint16),
-        "inliers": np.packbits(np.asarray(geometry.inliers, dtype=bool)),
-    }
     models = {"matrix": geometry.matrix, "pose": geometry.cam1_from_cam0, "homography": geometry.homography}
     models["alternatives"] = np.array(geometry.alternatives) if geometry.alternatives else None
-    for name, model in models.items():
-        if model is not None:
-            arrays[name] = np.ascontiguousarray(model, dtype=np.float64)
-    sides = ((matches.points0, keypoints0), (matches.points1, keypoints1))
-    for side, (points, keypoints) in enumerate(sides):
-        points = np.ascontiguousarray(points, dtype=np.float32)
+    moved = {}
+    for side, keypoints in enumerate((keypoints0, keypoints1)):
+        points = np.asarray((matches.points0, matches.points1)[side], dtype=np.float32)
         if not np.array_equal(points, keypoints[indices[:, side]]):
-            arrays[f"points{side}"] = points
-    return sealed(save(arrays))
+            moved[f"points{side}"] = points
+    return _packed(
+        facts=np.array([kind, status, matches.layers_run, matches.kept0, matches.kept1], np.int32),
+        indices=indices.astype(np.uint32 if wide else np.uint16),
+        scores=np.rint(np.clip(matches.scores, 0, 1) * _SCORE_STEPS).astype(np.uint16),
+        inliers=np.packbits(np.asarray(geometry.inliers, dtype=bool)),
+        **{name: None if model is None else np.asarray(model, np.float64) for name, model in models.items()},
+        **moved,
+    )
 
 
 def decode_pair(
     data: bytes, keypoints0: np.ndarray, keypoints1: np.ndarray, what: str = "a pair"
 ) -> tuple[Matches, TwoViewGeometry]:
     """The inverse of `encode_pair`; `DamagedError`: the bytes do not make a pair of these images."""
-    arrays = _decoded(data, what, {"matrix": (3, 3), "pose": (4, 4), "homography": (3, 3)})
-    try:
-        kind, status, layers, *kept = (int(number) for number in arrays["facts"])
-        indices, bits = arrays["indices"].astype(np.int64), arrays["inliers"]
-        count = len(indices)
-        points = [
-            arrays.get(f"points{side}", keypoints[indices[:, side]])
-            for side, keypoints in enumerate((keypoints0, keypoints1))
-        ]
-        scores = arrays["scores"].astype(np.float32) / np.float32(_SCORE_STEPS)
-        shapes = [indices.shape, *(side.shape for side in points), scores.shape, bits.shape]
-        if shapes != [(count, 2)] * 3 + [(count,), (-(-count // 8),)] or min(kind, status, layers, *kept) < 0:
-            raise ValueError("an array has another shape, or a number is out of range")
-        poses = arrays.get("alternatives", np.zeros((0, 4, 4)))
-        if poses.shape != (len(poses), 4, 4) or not all(np.isfinite(each).all() for each in (*points, poses)):
-            raise ValueError("a point or a pose is not finite")
-        inliers = np.unpackbits(bits, count=count).astype(bool)
-        named = get_args(GeometryKind)[kind], get_args(GeometryStatus)[status]
-        models = arrays.get("matrix"), arrays.get("pose")
-        plane = {"homography": arrays.get("homography"), "alternatives": tuple(poses)}
-        geometry = TwoViewGeometry(*named, inliers, *models, **plane)
-        if geometry.status == "ok" and (models[0] is None or (named[0] == "essential" and models[1] is None)):
+    with _decoding(what):
+        arrays = load(unsealed(data, what))
+        count, others = len(arrays["indices"]), arrays.get("alternatives", np.zeros((0, 4, 4)))
+        matched = {"indices": (count, 2), "scores": (count,), "inliers": (-(-count // 8),), "facts": (5,)}
+        models = {"matrix": (3, 3), "pose": (4, 4), "homography": (3, 3), "alternatives": (len(others), 4, 4)}
+        _check_arrays(arrays, **matched, **models, points0=(count, 2), points1=(count, 2))
+        kind, status, *numbers = (int(number) for number in arrays["facts"])
+        if min(kind, status, *numbers) < 0:
+            raise ValueError("a number is below 0")
+        indices = arrays["indices"].astype(np.int64)
+        ends = zip(indices.T, (keypoints0, keypoints1), strict=True)
+        points = [arrays.get(f"points{side}", keypoints[rows]) for side, (rows, keypoints) in enumerate(ends)]
+        geometry = TwoViewGeometry(
+            get_args(GeometryKind)[kind],
+            get_args(GeometryStatus)[status],
+            np.unpackbits(arrays["inliers"], count=count).astype(bool),
+            arrays.get("matrix"),
+            arrays.get("pose"),
+            homography=arrays.get("homography"),
+            alternatives=tuple(others),
+        )
+        posed = geometry.kind != "essential" or geometry.cam1_from_cam0 is not None
+        if geometry.status == "ok" and (geometry.matrix is None or not posed):
             raise ValueError("a geometry has no matrix")
-        return Matches(indices, points[0], points[1], scores, layers, *kept), geometry
-    except (ValueError, LookupError, TypeError) as error:
-        raise DamagedError(f"{what} cannot be decoded ({error})") from error
+        scores = arrays["scores"].astype(np.float32) / np.float32(_SCORE_STEPS)
+        return Matches(indices, *points, scores, *numbers), geometry
 
 
-# The tables: columns, and what holds of every row. SQLite enforces it when we write, and we look for what
-# breaks it when we open. Pairs are appended in the order in which they finish; `waiting` holds what is left.
-
-
-@dataclass(frozen=True, eq=False)
-class Kind:
-    """What a database of ours is."""
-
-    application: int  # SQLite's application_id
-    tables: Mapping[str, tuple[str, str]]
+# The tables by file: columns, and what holds of every row. SQLite enforces it when we write, and we look for
+# what breaks it when we open. Pairs are appended as they finish; `waiting` holds what is left.
 
 
 VERSION = 3
 _ENDS = "image0 INTEGER NOT NULL, image1 INTEGER NOT NULL"
-RUN = Kind(
-    0x4D544352,  # "MTCR"
-    {
+_DATA = ("image INTEGER PRIMARY KEY, data BLOB NOT NULL", "length(data) >= 4")
+_APPLICATION = {DATABASE: 0x4D544352, DESCRIPTORS: 0x4D544344}  # SQLite's application_id: "MTCR", "MTCD"
+TABLES = {
+    DATABASE: {
         "meta": ("key TEXT PRIMARY KEY, value TEXT NOT NULL", "length(value) < 1000000"),
         "images": (
             "id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, status INTEGER NOT NULL,"
@@ -360,8 +334,8 @@ RUN = Kind(
             " AND scale_x BETWEEN 1e-6 AND 1e6 AND scale_y BETWEEN 1e-6 AND 1e6"
             " AND max(length(reason), length(sha256), length(stamp), length(kind)) < 10000",
         ),
-        "keypoints": ("image INTEGER PRIMARY KEY, data BLOB NOT NULL", "length(data) >= 4"),
-        "refined": ("image INTEGER PRIMARY KEY, data BLOB NOT NULL", "length(data) >= 4"),
+        "keypoints": _DATA,
+        "refined": _DATA,
         "pairs": (
             f"id INTEGER PRIMARY KEY, {_ENDS}, seconds REAL NOT NULL, data BLOB NOT NULL",
             "image0 != image1 AND seconds BETWEEN 0 AND 1e9",
@@ -372,65 +346,66 @@ RUN = Kind(
         ),
         "waiting": (f"{_ENDS}, PRIMARY KEY (image0, image1)", "image0 != image1"),
     },
-)
-OF_DESCRIPTORS = Kind(
-    0x4D544344,  # "MTCD"
-    {"descriptors": ("image INTEGER PRIMARY KEY, data BLOB NOT NULL", "length(data) >= 4")},
-)
-_WITHOUT_ROWID = ("meta", "failed", "waiting")
-_PAIRS_INDEX = "CREATE UNIQUE INDEX pairs_by_images ON pairs (image0, image1);\n"
+    DESCRIPTORS: {"descriptors": _DATA},
+}
 DAMAGED = "is damaged; restore the run from a copy, or delete it and match again"
 
 
-def _statements(kind: Kind) -> str:
+def _statements(file: str) -> str:
     made = ""
-    for name, (columns, rule) in kind.tables.items():
-        more = ", WITHOUT ROWID" if name in _WITHOUT_ROWID else ""
+    for name, (columns, rule) in TABLES[file].items():
+        more = ", WITHOUT ROWID" if name in ("meta", "failed", "waiting") else ""
         made += f"CREATE TABLE {name} ({columns}, CHECK ({rule})) STRICT{more};\n"
-    return made + _PAIRS_INDEX * ("pairs" in kind.tables)
+    index = "CREATE UNIQUE INDEX pairs_by_images ON pairs (image0, image1);\n"
+    return made + index * (file == DATABASE)
 
 
 @cache
-def _objects(kind: Kind) -> set[tuple[str, str | None]]:
+def _objects(file: str) -> set[tuple[str, str | None]]:
     """Name and SQL of everything that a database holds."""
     with closing(sqlite3.connect(":memory:")) as made:
-        made.executescript(_statements(kind))
+        made.executescript(_statements(file))
         return set(made.execute("SELECT name, sql FROM sqlite_schema"))
 
 
-def make(path: Path, kind: Kind, meta: Mapping[str, str] | None = None) -> None:
+def make(path: Path, **meta: str) -> None:
     """Create a database, with these rows of `meta`; it gets its name when it is complete."""
     part = path.with_name(f".{path.name}.part")
-    for suffix in ("", "-wal", "-shm", "-journal"):  # of a process that was killed here, or of a deleted file
-        for each in (part, path):
-            each.with_name(f"{each.name}{suffix}").unlink(missing_ok=True)
+    remove(part, path)  # of a process that was killed here, or the logs of a deleted file
     with guarded(path), closing(_connected(part, "rwc")) as connection:
         connection.execute("PRAGMA page_size = 16384")  # rows of 2 to 3 kB leave little of it empty
         _make_durable(connection)
-        marks = f"PRAGMA application_id = {kind.application}; PRAGMA user_version = {VERSION};"
-        connection.executescript(f"BEGIN; {_statements(kind)} {marks} COMMIT;")
+        marks = f"PRAGMA application_id = {_APPLICATION[path.name]}; PRAGMA user_version = {VERSION};"
+        connection.executescript(f"BEGIN; {_statements(path.name)} {marks} COMMIT;")
         if meta:
             connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     part.rename(path)
 
 
-def open_writing(path: Path, kind: Kind) -> sqlite3.Connection:
+def remove(*paths: Path) -> None:
+    """Delete databases with their logs."""
+    for path in paths:
+        for log in ("-wal", "-shm", "-journal", ""):
+            path.with_name(f"{path.name}{log}").unlink(missing_ok=True)
+
+
+def open_writing(path: Path) -> sqlite3.Connection:
     """The connection that writes and checkpoints an existing database."""
-    connection = _opened(path, "rw", kind)
+    connection = _opened(path, "rw")
     with guarded(path):
         _make_durable(connection)
     return connection
 
 
-def open_reading(path: Path, kind: Kind) -> sqlite3.Connection:
+def open_reading(path: Path) -> sqlite3.Connection:
     """A read-only connection; works beside a run, and in a folder that cannot be written."""
     if os.access(path.parent, os.W_OK):
-        return _opened(path, "ro", kind)
+        return _opened(path, "ro")
     log = path.with_name(f"{path.name}-wal")
     if log.is_file() and log.stat().st_size:
         raise UsageError(f"{path} was not closed and its folder cannot be written; copy it to one that can")
-    return _opened(path, "ro&immutable=1", kind)
+    return _opened(path, "ro&immutable=1")
 
 
 def _connected(path: Path, mode: str) -> sqlite3.Connection:
@@ -438,14 +413,13 @@ def _connected(path: Path, mode: str) -> sqlite3.Connection:
     return sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", 30.0, isolation_level=None, uri=True)
 
 
-def is_ours(path: Path, kind: Kind) -> bool:
-    """Whether a file may be deleted as a database of that kind: it is absent, or its header has our mark."""
-    try:
-        with path.open("rb") as file:
-            header = file.read(72)
-    except FileNotFoundError:
+def is_ours(path: Path) -> bool:
+    """Whether a file may be deleted as the database of that name: absent, or with our mark in its header."""
+    if not path.exists():
         return True
-    return header[68:72] == kind.application.to_bytes(4, "big")  # where SQLite's format has it
+    with path.open("rb") as file:
+        mark = file.read(72)[68:]  # where SQLite's format has it
+    return mark == _APPLICATION[path.name].to_bytes(4, "big")
 
 
 def _make_durable(connection: sqlite3.Connection) -> None:
@@ -455,7 +429,7 @@ def _make_durable(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA synchronous = FULL")  # what is committed has reached the disk
 
 
-def _opened(path: Path, mode: str, kind: Kind) -> sqlite3.Connection:
+def _opened(path: Path, mode: str) -> sqlite3.Connection:
     """A connection to a store that anybody may have made (sqlite.org/security.html), checked whole.
 
     Of descriptors, which are large, each record is checked when it is read.
@@ -467,10 +441,9 @@ def _opened(path: Path, mode: str, kind: Kind) -> sqlite3.Connection:
             connection.execute("PRAGMA cell_size_check = ON")
             if hasattr(connection, "setconfig"):  # from Python 3.12 on
                 connection.setconfig(sqlite3.SQLITE_DBCONFIG_DEFENSIVE, True)
-            (application,), (version,) = (
-                connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version")
-            )
-            if application != kind.application:
+            names = ("application_id", "user_version")
+            application, version = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in names)
+            if application != _APPLICATION[path.name]:
                 raise IntegrityError(f"{path} is not a store of a matcher run: name another folder")
             if version != VERSION:
                 raise IntegrityError(
@@ -478,9 +451,9 @@ def _opened(path: Path, mode: str, kind: Kind) -> sqlite3.Connection:
                     f"version {version}, this one reads {VERSION}): use that one, or match again"
                 )
             # Views, triggers and tables of others would run in our queries, or break them.
-            if set(connection.execute("SELECT name, sql FROM sqlite_schema")) != _objects(kind):
+            if set(connection.execute("SELECT name, sql FROM sqlite_schema")) != _objects(path.name):
                 raise DamagedError("its tables are not those of a run")
-            if kind is RUN:
+            if path.name == DATABASE:
                 _check_rows(connection)
         except BaseException:
             connection.close()
@@ -492,18 +465,16 @@ def _check_rows(connection: sqlite3.Connection) -> None:
     """Refuse a database with a row that none can have (`DamagedError`)."""
     if (said := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
         raise DamagedError(one_line(str(said)))
-    for table, (_, rule) in RUN.tables.items():  # which SQLite only looks at where it may write
+    for table, (columns, rule) in TABLES[DATABASE].items():  # which SQLite only looks at where it may write
+        known = "image0 IN (SELECT id FROM images) AND image1 IN (SELECT id FROM images)"
+        rule = f"{rule} AND {known}" if _ENDS in columns else rule
         if connection.execute(f"SELECT 1 FROM {table} WHERE NOT ({rule}) LIMIT 1").fetchone():
             raise DamagedError(f"a row of {table} holds what none can")
-    for table in ("pairs", "failed", "waiting"):
-        unknown = " OR ".join(f"image{end} NOT IN (SELECT id FROM images)" for end in (0, 1))
-        if connection.execute(f"SELECT 1 FROM {table} WHERE {unknown} LIMIT 1").fetchone():
-            raise DamagedError(f"a row of {table} is of no image")
     for (name,) in connection.execute("SELECT name FROM images"):
         if (fault := name_fault(name)) is not None:
             raise DamagedError(f"the name of an image, {ascii(name)[:60]}, {fault}")
     meta = dict(connection.execute("SELECT key, value FROM meta"))
-    check_settings(parse_json(meta.get("settings", ""), "its settings"))
+    _check_settings(parse_json(meta.get("settings", ""), "its settings"))
     if not meta.get("image_folder") or "\0" in meta["image_folder"]:
         raise DamagedError("its image_folder is no path")
 
@@ -515,45 +486,38 @@ def name_fault(name: str) -> str | None:
     """
     if not 0 < len(name) <= 1024:
         return "has not 1 to 1024 characters"
-    if not name.isprintable() or any("\ud800" <= letter <= "\udfff" for letter in name):
+    if not name.isprintable():  # surrogates are not
         return "holds control characters"
     if name.startswith("/") or ".." in name.split("/"):
         return "leads out of the image folder"
     return None
 
 
-def check_settings(settings: Any) -> None:
+def _check_settings(settings: Any) -> None:
     """Refuse settings of a run whose parts have not the types that we read (`DamagedError`)."""
-    text, table, flag, none = str, dict, bool, type(None)
-    types: dict[str, tuple[type, ...]] = {
-        **dict.fromkeys(("preset", "weights", "frontend_weights", "precision", "shard"), (text, none)),
-        **dict.fromkeys(("upright", "alpha_mask"), (flag,)),
-        **dict.fromkeys(("source", "config"), (table,)),
-        **{f"config.{name}": (table,) for name in ("extractor", "matcher", "estimation")},
-        "config.extractor.resize": (int, none),
-        "config.refine": (table, none),
+    types = {
+        **dict.fromkeys(("preset", "weights", "frontend_weights", "precision", "shard"), str | None),
+        **{"upright": bool, "alpha_mask": bool, "source": dict, "config": dict},
+        **{f"config.{name}": dict for name in ("extractor", "matcher", "estimation")},
+        **{"config.extractor.resize": int | None, "config.refine": dict | None},
     }
     if not isinstance(settings, dict):
         raise DamagedError("its settings are no table")
-    for place, kinds in types.items():  # a table before what is in it
+    for place, kind in types.items():  # a table before what is in it
         *tables, key = place.split(".")
         values = settings
         for name in tables:
             values = values.get(name, {})
-        if key in values and not isinstance(values[key], kinds):
+        if key in values and not isinstance(values[key], kind):
             raise DamagedError(f"its setting {place} is {ascii(values[key])[:60]}")
     common_camera(settings)
 
 
 @contextmanager
 def guarded(path: Path) -> Iterator[None]:
-    """Translate the errors of SQLite and of decoding.
-
-    Raises:
-        IntegrityError: the file is damaged or no database; the message names the remedy.
-        UsageError: it cannot be opened or written, or is held by another process.
-        OSError: ENOSPC, the disk is full.
-    """
+    """Translate the errors of SQLite and of decoding: `IntegrityError`, which names the remedy, for a file
+    that is damaged or no database; `UsageError` for one that cannot be opened or written, or is held by
+    another process; `OSError` for a disk that is full or fails."""
     try:
         yield
     except (DamagedError, UnicodeDecodeError) as error:  # a column, or SQLite's own message, may be no UTF-8
@@ -584,22 +548,16 @@ def one_line(text: str) -> str:
 
 
 def check_files(folder: Path) -> None:
-    """Refuse a run whose files are not all regular files.
-
-    Raises:
-        IntegrityError: a link, a pipe or a folder in the place of a file, or a journal that names others.
-    """
+    """`IntegrityError` for a link, a pipe or a folder in the place of a run's file, or a journal that names
+    others."""
     for name in (DATABASE, DESCRIPTORS, LOCK, INDEX):
         for log in ("", "-wal", "-shm", "-journal"):
             path = folder / f"{name}{log}"
-            try:
-                mode = path.lstat().st_mode
-            except OSError:
+            if not os.path.lexists(path):
                 continue
-            if not stat.S_ISREG(mode):
-                kind = "a link" if stat.S_ISLNK(mode) else "not a file"
+            if not stat.S_ISREG(path.lstat().st_mode):
                 raise IntegrityError(
-                    f"{path} is {kind}; a run holds its files itself: restore it from a copy"
+                    f"{path} is a link or not a file; a run holds its files itself: restore it from a copy"
                 )
             # The last bytes of a rollback journal that belongs to several databases (SQLite's file format,
             # section 3); ours never do, and SQLite would delete the file that it names.
@@ -616,12 +574,7 @@ class StoreLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Take it.
-
-        Raises:
-            UsageError: another process holds it, or the folder cannot be written.
-            IntegrityError: the folder holds links or pipes instead of a run's files.
-        """
+        """Take it; `UsageError`: another process holds it, or the folder cannot be written; `check_files`."""
         check_files(folder)
         self._connection = sqlite3.connect(folder / LOCK, timeout=0, isolation_level=None)
         try:

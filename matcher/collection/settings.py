@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matcher.cameras import Camera
-from matcher.collection.schema import common_camera, encode_camera, one_line, to_json
+from matcher.collection.schema import common_camera, one_line, to_json
 from matcher.config import GRID_KIND, PipelineConfig, from_dict, to_dict
 from matcher.errors import IntegrityError, UsageError
 from matcher.loading import build_pipeline, load
@@ -68,17 +68,11 @@ def _refuse_useless(setup: Setup) -> None:
             )
     if setup.tiles is not None and "resize" in options:
         raise UsageError("keypoints by tiles are found at the images' own size; leave resize out, or tiles")
+    shared = "for every pair, but the pairs of a collection must share the keypoints of an image"
     if setup.preset in PRESETS and PRESETS[setup.preset].extractor.kind == GRID_KIND:
         others = ", ".join(name for name, config in PRESETS.items() if config.extractor.kind != GRID_KIND)
-        raise UsageError(
-            f"{setup.preset} finds new keypoints for every pair, but the pairs of a collection must share "
-            f"the keypoints of an image; use one of {others}"
-        )
-    refuse_further_passes(
-        options,
-        "further passes find new keypoints for every pair, but the pairs of a collection must share the "
-        "keypoints of an image",
-    )
+        raise UsageError(f"{setup.preset} finds new keypoints {shared}; use one of {others}")
+    refuse_further_passes(options, f"further passes find new keypoints {shared}")
     if options.get("geometry") == "homographies":
         raise UsageError(
             "a run stores one model for each pair, and geometry 'homographies' has several; use 'homography' "
@@ -86,25 +80,19 @@ def _refuse_useless(setup: Setup) -> None:
         )
 
 
-def stored_setup(
-    settings: Mapping[str, Any], source: FeatureSource, options: Mapping[str, Any] | None = None
-) -> Setup:
+def stored_setup(settings: Mapping[str, Any], source: FeatureSource, options: Mapping[str, Any]) -> Setup:
     """The setup of a run that exists, from its settings; `refuse_changes` compares what comes of it.
-
-    Raises:
-        IntegrityError: settings of another version of this program.
-    """
-    given = {name: settings.get(name, True) for name in ("upright", "alpha_mask")} | dict(options or {})
+    `IntegrityError`: settings of another version of this program."""
+    given = {name: settings.get(name, True) for name in ("upright", "alpha_mask")} | dict(options)
     preset, camera, values = settings.get("preset"), common_camera(settings), settings.get("config", {})
-    tiles = values.get("extractor", {}).get("tiles")
-    if preset not in PRESETS:  # another package's, which knows its own configuration
-        return Setup(source, preset, given, camera, tiles=tiles)
-    try:
-        config = from_dict(PipelineConfig, values)
-    except ValueError as error:
-        raise IntegrityError(
-            f"the run was made by another version of matcher ({error}): match again with restart=True"
-        ) from error
+    tiles, config = values.get("extractor", {}).get("tiles"), None
+    if preset in PRESETS:  # another package's knows its own configuration
+        try:
+            config = from_dict(PipelineConfig, values)
+        except ValueError as error:
+            raise IntegrityError(
+                f"the run was made by another version of matcher ({error}): match again with restart=True"
+            ) from error
     return Setup(source, preset, given, camera, config=config, tiles=tiles)
 
 
@@ -135,18 +123,17 @@ def stored_pipeline(
 
 def describe(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
     """What the results of a run depend on, ready for JSON; where and on how many workers is no part of it."""
-    weights = pipeline.weights
     config = {name: value for name, value in to_dict(pipeline.config).items() if name != "further_passes"}
     found = {
         "preset": setup.preset,
-        "weights": None if weights is None else weights.sha256,
+        "weights": None if pipeline.weights is None else pipeline.weights.sha256,
         "frontend_weights": _front_end(setup, pipeline),
         "precision": getattr(pipeline.matcher, "precision", "float32"),
         "config": config,
         "upright": pipeline.upright,
         "alpha_mask": pipeline.alpha_mask,
         "source": setup.source.settings(),
-        "camera": None if setup.camera is None else encode_camera(setup.camera),
+        "camera": None if setup.camera is None else asdict(setup.camera),
         "shard": None if setup.shard is None else "{}/{}".format(*setup.shard),
         **({} if pipeline.package is None else {"package": pipeline.package}),
     }
@@ -210,11 +197,7 @@ def refuse_changes(
     wanted: Mapping[str, Any],
     remedy: str = "Use another run_dir for the new settings, or match everything again with restart=True",
 ) -> None:
-    """Refuse to mix results of different settings in one run.
-
-    Raises:
-        UsageError: settings differ; the message names them.
-    """
+    """Refuse to mix results of different settings, which the message names, in one run (`UsageError`)."""
     if not (found := differences(stored, wanted)):
         return
     if stored.get("preset") != wanted.get("preset"):

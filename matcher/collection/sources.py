@@ -11,8 +11,10 @@ import json
 import os
 import unicodedata
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from glob import escape
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -44,33 +46,31 @@ class NameTable:
         self.names = list(dict.fromkeys(names))
         self._exact = {name: number for number, name in enumerate(self.names)}
         self._folder = folder
-        self._forms: dict[str, int | None] | None = None  # of several images: None
+
+    @cached_property
+    def _forms(self) -> dict[str, int | None]:
+        """The image of each form of a name; None of several."""
+        whole: dict[str, int | None] = {}
+        stems: dict[str, int | None] = {}
+        for number, name in enumerate(self.names):
+            form = _plain(name).casefold()
+            for table, key in ((whole, form), (stems, str(PurePosixPath(form).with_suffix("")))):
+                table[key] = None if key in table else number
+        return {**stems, **whole}
 
     def find(self, word: str) -> int | None:
         """The number of the image that is meant; None if there is none, or several."""
         if word in self._exact:
             return self._exact[word]
-        if self._forms is None:
-            whole: dict[str, int | None] = {}
-            stems: dict[str, int | None] = {}
-            for number, name in enumerate(self.names):
-                form = _plain(name).casefold()
-                for table, key in ((whole, form), (stems, str(PurePosixPath(form).with_suffix("")))):
-                    table[key] = None if key in table else number
-            self._forms = {**stems, **whole}
-        plain = _plain(word) if self._folder is None else _below(self._folder, _plain(word))
+        plain = _plain(word)
+        if self._folder is not None:  # what follows the folder, or its own name
+            real = os.path.realpath(plain) if Path(plain).is_absolute() else plain
+            places = [(plain, self._folder.absolute()), (plain, self._folder.name)]
+            for path, start in (*places, (_plain(real), os.path.realpath(self._folder))):
+                if str(start) and path.startswith(head := f"{_plain(str(start))}/"):
+                    plain = path.removeprefix(head)
+                    break
         return self._forms.get(plain.casefold())
-
-
-def _below(folder: Path, path: str) -> str:
-    """What follows the image folder in a path: that of the folder, or its own name."""
-    tried = [(path, str(folder.absolute())), (path, folder.name)]
-    if Path(path).is_absolute():
-        tried.append((_plain(os.path.realpath(path)), os.path.realpath(folder)))
-    for place, start in tried:
-        if start and place.startswith(f"{_plain(start)}/"):
-            return place.removeprefix(f"{_plain(start)}/")
-    return path
 
 
 @dataclass(frozen=True)
@@ -91,19 +91,13 @@ class Selection:
 
     @classmethod
     def parse(cls, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Selection:
-        """Patterns as a user gives them: `@FILE` stands for the names in a file, one per line.
-
-        Raises:
-            UsageError: such a file cannot be read, or names nothing.
-        """
+        """Patterns as a user gives them: `@FILE` stands for the names in a file, one per line; `UsageError`:
+        such a file cannot be read, or names nothing."""
         return cls(_expanded(include), _expanded(exclude))
 
     def apply(self, names: Iterable[str]) -> list[str]:
-        """The selected names, in the order given.
-
-        Raises:
-            UsageError: a pattern that matches no name, or nothing is left.
-        """
+        """The selected names, in the order given; `UsageError`: a pattern that matches no name, or nothing is
+        left."""
         names = list(names)
         fitting = {p: {name for name in names if _fits(name, p)} for p in (*self.include, *self.exclude)}
         if unknown := [pattern for pattern, found in fitting.items() if not found]:
@@ -175,11 +169,8 @@ class Photos:
         return {"kind": "photos", "masks": self.masks is not None}
 
     def names(self) -> tuple[list[str], list[str]]:
-        """Sorted names of the selected images, and the file names that no store can hold.
-
-        Raises:
-            UsageError: no folder of images or of masks, or a selection that fits nothing.
-        """
+        """Sorted names of the selected images, and the file names that no store can hold; `UsageError`: no
+        folder of images or of masks, or a selection that fits nothing."""
         for folder in (self.folder, self.masks):
             if folder is not None and not folder.is_dir():
                 raise UsageError(f"{folder} is not a folder of images")
@@ -223,11 +214,8 @@ class Photos:
 
 
 def check_masks(source: FeatureSource) -> int | None:
-    """How many of the source's images have a mask; None where no masks were given.
-
-    Raises:
-        UsageError: there are no images, or masks were given and none of them belongs to an image.
-    """
+    """How many of the source's images have a mask; None where no masks were given; `UsageError`: there are no
+    images, or masks were given and none of them belongs to an image."""
     names, unusable = source.names()
     if unusable and not names:
         raise UsageError(
@@ -281,31 +269,19 @@ class PairChoice:
     def from_json(cls, text: str) -> PairChoice:
         """The inverse of `to_json`; `DamagedError` for anything else."""
         values = parse_json(text, "the choice of pairs")
-        try:
+        with suppress(TypeError):
             found = cls(**values)
-        except TypeError:
-            raise DamagedError(f"the choice of pairs is {ascii(values)[:80]}") from None
-        right = found.neighbours is None or (type(found.neighbours) is int and found.neighbours >= 1)
-        if found.method not in get_args(PairMethod) or not right or type(found.by_default) is not bool:
-            raise DamagedError(f"the choice of pairs is {ascii(values)[:80]}")
-        return found
+            right = found.neighbours is None or (type(found.neighbours) is int and found.neighbours >= 1)
+            if found.method in get_args(PairMethod) and right and type(found.by_default) is bool:
+                return found
+        raise DamagedError(f"the choice of pairs is {ascii(values)[:80]}")
 
 
 def default_choice(
-    images: int,
-    *,
-    exhaustive_up_to: int = 50,
-    neighbours: int = 20,
-    preemptive: bool = False,
+    images: int, *, exhaustive_up_to: int = 50, neighbours: int = 20, preemptive: bool = False
 ) -> PairChoice:
-    """Every pair of a small collection, the most similar images of each in a larger one.
-
-    Args:
-        images: of the collection.
-        exhaustive_up_to: images of which every pair is matched.
-        neighbours: similar images of each, in a collection of more.
-        preemptive: of these, only those whose strongest keypoints agree.
-    """
+    """Every pair of a small collection, the `neighbours` most similar images of each in one of more than
+    `exhaustive_up_to` images; of these, if `preemptive`, only those whose strongest keypoints agree."""
     if images <= exhaustive_up_to:
         return PairChoice("exhaustive", by_default=True)
     return PairChoice("preemptive" if preemptive else "similar", neighbours, by_default=True)

@@ -6,10 +6,12 @@ It may be read while a run writes it.
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -51,28 +53,19 @@ def check_writable(folder: Path) -> None:
 
 
 def delete_store(run_dir: Path) -> None:
-    """Delete a store's own files and leave all others.
-
-    Raises:
-        UsageError: a run is writing it, or a database is of something else.
-    """
+    """Delete a store's own files and leave all others; `UsageError`: a run is writing it, or a database is of
+    something else."""
     lock = StoreLock(run_dir)
     try:
-        for name, kind in ((schema.DATABASE, schema.RUN), (schema.DESCRIPTORS, schema.OF_DESCRIPTORS)):
-            if not schema.is_ours(run_dir / name, kind):
+        for name in (schema.DATABASE, schema.DESCRIPTORS):
+            if not schema.is_ours(run_dir / name):
                 raise UsageError(
                     f"{run_dir / name} is no store of a matcher run, so restart=True does not delete it: "
                     "move it away, or name another run_dir"
                 )
-        for name in (schema.DESCRIPTORS, schema.INDEX, schema.DATABASE):
-            for suffix in ("-wal", "-shm", "-journal", ""):
-                (run_dir / f"{name}{suffix}").unlink(missing_ok=True)
+        schema.remove(*(run_dir / name for name in (schema.DESCRIPTORS, schema.INDEX, schema.DATABASE)))
     finally:
         lock.release()
-
-
-_PAIR = "image0, image1, seconds, data"
-_IMAGE = "name, sha256, width, height, count, camera, status, reason"
 
 
 class Store:
@@ -97,8 +90,8 @@ class Store:
         try:
             if (folder / schema.DATABASE).exists():
                 raise UsageError(f"{folder} holds a run already; open it, or name another folder")
-            rows = {"settings": to_json(settings), "image_folder": str(Path(image_folder or ".").absolute())}
-            schema.make(folder / schema.DATABASE, schema.RUN, rows)
+            images = str(Path(image_folder or ".").absolute())
+            schema.make(folder / schema.DATABASE, settings=to_json(settings), image_folder=images)
         finally:
             lock.release()
         return cls.open(folder)
@@ -117,7 +110,7 @@ class Store:
             raise UsageError(
                 f"{folder} holds no run; create one with `matcher collection IMAGES --run {folder}`"
             )
-        return cls(folder, schema.open_reading(folder / schema.DATABASE, schema.RUN))
+        return cls(folder, schema.open_reading(folder / schema.DATABASE))
 
     def close(self) -> None:
         """Close the files; the store cannot be used afterwards."""
@@ -147,8 +140,8 @@ class Store:
     @property
     def pair_choice(self) -> PairChoice | None:
         """How the run's pairs were chosen; None before there are any."""
+        found = self._meta("pair_choice")
         with guarded(self._path):
-            found = self._meta("pair_choice")
             return None if found is None else PairChoice.from_json(found)
 
     def unpaired(self) -> int:
@@ -161,27 +154,34 @@ class Store:
 
     def images(self) -> list[StoredImage]:
         """All images, by name."""
-        folder = self.image_folder
-        with guarded(self._path):
-            return [_image(row, folder) for row in self.rows(f"SELECT {_IMAGE} FROM images ORDER BY name")]
+        return self._images("ORDER BY name")
 
     def image(self, name: str) -> StoredImage:
         """One image; `UsageError`: the run has none of that name."""
-        with guarded(self._path):
-            for row in self.rows(f"SELECT {_IMAGE} FROM images WHERE name = ?", name):
-                return _image(row, self.image_folder)
+        for image in self._images("WHERE name = ?", name):
+            return image
         raise UsageError(f"the run {self.folder} has no image {name!r}")
+
+    def _images(self, which: str, *values: object) -> list[StoredImage]:
+        found, folder = [], self.image_folder
+        columns = "name, sha256, width, height, count, camera, status, reason"
+        for name, sha256, *size, count, camera, status, reason in self.rows(
+            f"SELECT {columns} FROM images {which}", *values
+        ):
+            what = f"the camera of {name}"
+            with guarded(self._path):
+                known = None if camera is None else schema.decode_camera(parse_json(camera, what), what)
+            said = get_args(Status)[status], schema.one_line(reason)
+            found.append(StoredImage(name, folder / name, sha256, tuple(size), count, known, *said))
+        return found
 
     def names(self) -> dict[int, str]:
         """Names of the images by their number in the database."""
         return dict(self.rows("SELECT id, name FROM images"))
 
     def keypoints(self, name: str) -> np.ndarray:
-        """(N, 2) float32 stored pixels, the centre of the first pixel being (0, 0).
-
-        Raises:
-            UsageError: the image is not in the run, or has no keypoints (yet).
-        """
+        """(N, 2) float32 stored pixels, the centre of the first pixel being (0, 0); `UsageError`: the image
+        is not in the run, or has no keypoints (yet)."""
         return self._keypoints(self._done(name)[0])
 
     def refined_keypoints(self, name: str) -> RefinedKeypoints | None:
@@ -214,59 +214,59 @@ class Store:
 
     def record(self, number: int) -> bytes | None:
         """The descriptors of an image by its number, as `encode_features` made them; None: deleted."""
-        return next(
-            (row[0] for row in self._described("SELECT data FROM descriptors WHERE image = ?", number)), None
-        )
+        rows = self._described("SELECT data FROM descriptors WHERE image = ?", number)
+        return next((row[0] for row in rows), None)
 
     def pairs(self, of: Collection[str] | None = None) -> Iterator[StoredPair]:
-        """Finished pairs, one after another, in an order that does not depend on when they were finished.
-
-        Args:
-            of: names of images: only their pairs; None: all.
-        """
-        names, where = self.names(), ""
-        if of is not None:
-            ids = ", ".join(str(number) for number, name in names.items() if name in of)
-            where = f"WHERE image0 IN ({ids}) OR image1 IN ({ids})"
-        for row in self.rows(f"SELECT {_PAIR} FROM pairs {where} ORDER BY image0, image1"):
-            yield self._pair(names, row)
+        """Finished pairs, one after another, in an order that does not depend on when they were finished;
+        `of`: names of images, only their pairs."""
+        columns = "image0, image1, seconds, data"
+        for name0, name1, *ends, seconds, data in self._named(columns, "pairs", of):
+            points = [self._keypoints(number) for number in ends]
+            with guarded(self._path):
+                found = schema.decode_pair(data, *points, f"the pair {name0} and {name1}")
+            yield StoredPair(name0, name1, *found, seconds)
 
     def known_pairs(self) -> set[frozenset[str]]:
         """The names of all pairs of the run, finished, failed or waiting."""
         tables = ("pairs", "failed", "waiting")
-        sql, names = " UNION ".join(f"SELECT image0, image1 FROM {table}" for table in tables), self.names()
-        return {frozenset(self._ends(names, *ends)) for ends in self.rows(sql)}
+        return {frozenset(row[:2]) for table in tables for row in self._named("0", table)}
 
     def failed(self) -> Iterator[FailedPair]:
         """Pairs that could not be matched."""
-        names = self.names()
-        for *ends, reason in self.rows("SELECT * FROM failed ORDER BY image0, image1"):
-            yield FailedPair(*self._ends(names, *ends), schema.one_line(reason))
+        for name0, name1, reason in self._named("failed.reason", "failed"):
+            yield FailedPair(name0, name1, schema.one_line(reason))
+
+    def _named(
+        self, columns: str, table: str, of: Collection[str] | None = None
+    ) -> Iterator[tuple[Any, ...]]:
+        """The names of the images of every pair of a table, or of those of some images; and these columns."""
+        names = "images AS a ON a.id = image0 CROSS JOIN images AS b ON b.id = image1"
+        given = "(SELECT value FROM json_each(?))"
+        which = "" if of is None else f"WHERE a.name IN {given} OR b.name IN {given}"
+        sql = f"SELECT a.name, b.name, {columns} FROM {table} CROSS JOIN {names} {which}"
+        return self.rows(
+            f"{sql} ORDER BY image0, image1", *2 * [json.dumps(list(of))] if of is not None else ()
+        )
 
     def counts(self) -> Counts:
         """Progress of the run."""
         by_status = dict(self.rows("SELECT status, count(*) FROM images GROUP BY status"))
-        waiting, done, failed = (by_status.get(number, 0) for number in (WAITING, DONE, FAILED))
-        # The index is a tenth of the table.
-        finished = "SELECT count(*) FROM pairs INDEXED BY pairs_by_images"
-        sql = f"SELECT ({finished}), (SELECT count(*) FROM failed), (SELECT count(*) FROM waiting)"
-        pairs, pairs_failed, pairs_waiting = next(self.rows(sql))
-        total = pairs + pairs_failed + pairs_waiting
-        return Counts(waiting + done + failed, failed, waiting, total, pairs_failed, pairs_waiting)
+        tables = ("pairs", "failed", "waiting")
+        sql = "SELECT " + ", ".join(f"(SELECT count(*) FROM {table})" for table in tables)
+        pairs = next(self.rows(sql))
+        failed, waiting = by_status.get(FAILED, 0), by_status.get(WAITING, 0)
+        return Counts(sum(by_status.values()), failed, waiting, sum(pairs), *pairs[1:])
 
     def check(self) -> list[str]:
         """Read everything that has a checksum and list what is damaged; empty if nothing is."""
         checked = "PRAGMA integrity_check(20)"
         faults = [row[0] for rows in (self.rows, self._described) for row in rows(checked) if row[0] != "ok"]
-        for rows, table, what in (
-            (self.rows, "keypoints", "the keypoints of image"),
-            (self.rows, "refined", "the refined keypoints of image"),
-            (self.rows, "pairs", "pair"),
-            (self._described, "descriptors", "the descriptors of image"),
-        ):
+        for table in ("keypoints", "refined", "pairs", "descriptors"):
+            rows = self._described if table == "descriptors" else self.rows
             for number, data in rows(f"SELECT rowid, data FROM {table}"):
                 try:
-                    schema.unsealed(data, f"{what} {number}")
+                    schema.unsealed(data, f"{table}: row {number}")
                 except DamagedError as error:
                     faults.append(str(error))
         return faults
@@ -281,32 +281,17 @@ class Store:
         """Rows of the database of descriptors; none where it was deleted."""
         path = self.folder / schema.DESCRIPTORS
         if self._descriptors is None and path.is_file():
-            self._descriptors = schema.open_reading(path, schema.OF_DESCRIPTORS)
+            self._descriptors = schema.open_reading(path)
         with guarded(path):
             yield from () if self._descriptors is None else self._descriptors.execute(sql, values)
-
-    def _pair(self, names: dict[int, str], row: tuple[Any, ...]) -> StoredPair:
-        *ends, seconds, data = row
-        name0, name1 = self._ends(names, *ends)
-        with guarded(self._path):
-            points = [self._keypoints(number) for number in ends]
-            found = schema.decode_pair(data, *points, f"the pair {name0} and {name1}")
-        return StoredPair(name0, name1, *found, seconds)
-
-    def _ends(self, names: dict[int, str], *numbers: int) -> Iterator[str]:
-        """The names of images; a run that writes meanwhile may have added them."""
-        for number in numbers:
-            if number not in names:
-                names |= self.names()
-            yield names[number]
 
     def _done(self, name: str) -> tuple[int, dict[str, Any]]:
         """The number of an image with keypoints, and the fields of its features that a record lacks."""
         columns = "id, width, height, scale_x, scale_y, exif, kind"
         sql = f"SELECT {columns} FROM images WHERE name = ? AND status = {DONE}"
-        for number, width, height, scale_x, scale_y, orientation, kind in self.rows(sql, name):
-            facts = {"size": (width, height), "scale": (scale_x, scale_y), "kind": kind}
-            return number, {**facts, "exif_orientation": orientation}
+        for number, *sides, orientation, kind in self.rows(sql, name):
+            size, scale = tuple(sides[:2]), tuple(sides[2:])
+            return number, {"size": size, "scale": scale, "kind": kind, "exif_orientation": orientation}
         raise UsageError(f"{name} has no keypoints: {self.image(name).reason or 'it is still to be read'}")
 
     def _read_keypoints(self, number: int) -> np.ndarray:
@@ -316,14 +301,6 @@ class Store:
             for row in self.rows(sql, number):
                 return schema.decode_keypoints(*row, what)
             raise DamagedError(f"{what} are absent")
-
-
-def _image(row: tuple[Any, ...], folder: Path) -> StoredImage:
-    name, sha256, *size, count, camera, status, reason = row
-    what = f"the camera of {name}"
-    known = None if camera is None else schema.decode_camera(parse_json(camera, what), what)
-    said = get_args(Status)[status], schema.one_line(reason)
-    return StoredImage(name, folder / name, sha256, tuple(size), count, known, *said)
 
 
 # Writing: the only connections that write, behind the store's lock.
@@ -344,13 +321,6 @@ class EncodedPair(NamedTuple):
         return not self.data
 
 
-class ImageFacts(NamedTuple):
-    """What the store keeps of an image that was read, beside its features."""
-
-    sha256: str
-    stamp: str = ""  # of the file, to see without reading that it is the same
-
-
 class Writer:
     """Writes an existing store; `store` reads through the same connections."""
 
@@ -368,28 +338,25 @@ class Writer:
         check_writable(folder)
         self._lock = StoreLock(folder)
         try:
-            self._connection = schema.open_writing(self._path, schema.RUN)
+            self._connection = schema.open_writing(self._path)
             if not described.exists():
-                schema.make(described, schema.OF_DESCRIPTORS)
-            self._descriptors = schema.open_writing(described, schema.OF_DESCRIPTORS)
+                schema.make(described)
+            self._descriptors = schema.open_writing(described)
             self.store = Store(folder, self._connection)
             self.store._descriptors = self._descriptors
         except BaseException:
             self._lock.release()
             raise
 
-    def close(self) -> None:
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Fold the write-ahead logs into the files and let others write."""
         try:
             self.store.close()
         finally:
             self._lock.release()
-
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -408,19 +375,19 @@ class Writer:
                         connection.execute("ROLLBACK")
                 raise
 
-    def execute(self, sql: str, values: Iterable[Any] = ()) -> list[tuple[Any, ...]]:
+    def execute(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
         """Rows of one statement."""
         with guarded(self._path):
-            return self._connection.execute(sql, tuple(values)).fetchall()
+            return self._connection.execute(sql, values).fetchall()
 
     def execute_many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> int:
         """One statement for every row, streamed; the number of rows that it changed."""
         with guarded(self._path):
-            return self._connection.executemany(sql, rows).rowcount
+            return max(0, self._connection.executemany(sql, rows).rowcount)
 
     def number(self, name: str) -> int:
         """The image's number in the database; `UsageError`: there is none of that name."""
-        for (number,) in self.execute("SELECT id FROM images WHERE name = ?", (name,)):
+        for (number,) in self.execute("SELECT id FROM images WHERE name = ?", name):
             return number
         raise UsageError(f"the run {self.store.folder} has no image {name!r}")
 
@@ -429,23 +396,25 @@ class Writer:
         sql = f"INSERT OR IGNORE INTO images (name, status) VALUES (?, {WAITING})"
         self.execute_many(sql, ((name,) for name in names))
 
-    def put_camera(self, name: str, camera: Camera | None) -> None:
+    def put_camera(self, name: str, camera: Camera) -> None:
         """The camera of an image."""
-        text = None if camera is None else to_json(schema.encode_camera(camera))
-        self.execute("UPDATE images SET camera = ? WHERE name = ?", (text, name))
+        self.execute("UPDATE images SET camera = ? WHERE name = ?", to_json(asdict(camera)), name)
 
-    def put_features(self, name: str, features: Features, record: bytes, facts: ImageFacts) -> None:
-        """Keypoints and descriptors (`record`, from `encode_features`) of an image, added where it is new."""
+    def put_features(
+        self, name: str, features: Features, record: bytes, sha256: str = "", stamp: str = ""
+    ) -> None:
+        """Keypoints and descriptors (`record`, from `encode_features`) of an image, added where it is new;
+        the digest of its file, and a stamp to see without reading that it is the same."""
         self.add_images([name])
-        number = self.number(name)
-        row = (*facts, *features.image_size, len(features), *map(float, features.scale.tolist()))
+        number, size, scale = self.number(name), features.image_size, map(float, features.scale.tolist())
         self.execute(
             f"UPDATE images SET status = {DONE}, reason = '', sha256 = ?, stamp = ?, width = ?, height = ?,"
             " count = ?, scale_x = ?, scale_y = ?, exif = ?, kind = ? WHERE id = ?",
-            (*row, int(features.matched_orientation), features.kind, number),
+            *(sha256, stamp, *size, len(features), *scale),
+            *(int(features.matched_orientation), features.kind, number),
         )
         data = schema.encode_keypoints(to_numpy(features.keypoints))
-        self.execute("REPLACE INTO keypoints VALUES (?, ?)", (number, data))
+        self.execute("REPLACE INTO keypoints VALUES (?, ?)", number, data)
         self.put_descriptors(number, record)
 
     def put_descriptors(self, number: int, record: bytes) -> None:
@@ -459,16 +428,15 @@ class Writer:
         sql = "INSERT INTO refined SELECT id, ? FROM images WHERE name = ?"
         self.execute_many(sql, ((schema.encode_refined(each), name) for name, each in found.items()))
 
-    def fail_image(self, name: str, reason: str, facts: ImageFacts | None = None) -> None:
+    def fail_image(self, name: str, reason: str, stamp: str = "") -> None:
         """An image that cannot be used, and why; its stamp shows when a retry is worthwhile."""
-        sql = f"UPDATE images SET status = {FAILED}, reason = ?, sha256 = ?, stamp = ? WHERE name = ?"
-        self.execute(sql, (reason, *(facts or ImageFacts("")), name))
+        sql = f"UPDATE images SET status = {FAILED}, reason = ?, sha256 = '', stamp = ? WHERE name = ?"
+        self.execute(sql, reason, stamp, name)
 
     def put_pairs(self, pairs: Iterable[EncodedPair]) -> None:
         """Finished and failed pairs; they no longer wait."""
         pairs = list(pairs)
-        done = [pair[:4] for pair in pairs if not pair.failed]
-        if done:
+        if done := [pair[:4] for pair in pairs if not pair.failed]:
             self.execute("DELETE FROM refined")
         self.execute_many("REPLACE INTO pairs (image0, image1, seconds, data) VALUES (?, ?, ?, ?)", done)
         lost = [(*pair[:2], pair.reason) for pair in pairs if pair.failed]
@@ -482,10 +450,9 @@ class Writer:
 
     def settle_all(self) -> None:
         """What is finished has not failed, and neither waits."""
-        finished = "SELECT image0, image1 FROM pairs INDEXED BY pairs_by_images"
         self.execute("DELETE FROM refined")
-        self.execute(f"DELETE FROM failed WHERE (image0, image1) IN ({finished})")
-        known = f"{finished} UNION ALL SELECT image0, image1 FROM failed"
+        self.execute("DELETE FROM failed WHERE (image0, image1) IN (SELECT image0, image1 FROM pairs)")
+        known = "SELECT image0, image1 FROM pairs UNION ALL SELECT image0, image1 FROM failed"
         self.execute(f"DELETE FROM waiting WHERE (image0, image1) IN ({known})")
 
     def forget(self, names: Iterable[str]) -> None:
@@ -493,23 +460,26 @@ class Writer:
         ids = ", ".join(str(self.number(name)) for name in names)
         self.execute("DELETE FROM refined")
         for table in ("pairs", "failed"):
-            theirs = f"FROM {table} WHERE image0 IN ({ids}) OR image1 IN ({ids})"
-            self.let_wait(f"SELECT image0, image1 {theirs}")
-            self.execute(f"DELETE {theirs}")
+            self.wait_again(table, ids)
         self.execute(f"DELETE FROM keypoints WHERE image IN ({ids})")
         self._descriptors.execute(f"DELETE FROM descriptors WHERE image IN ({ids})")
         self.execute(f"UPDATE images SET status = {WAITING}, reason = '', count = 0 WHERE id IN ({ids})")
         self.store._keypoints.cache_clear()
 
+    def wait_again(self, table: str, ids: str) -> None:
+        """Pairs of "pairs" or "failed" with one of these images are to be matched again."""
+        theirs = f"FROM {table} WHERE image0 IN ({ids}) OR image1 IN ({ids})"
+        self.let_wait(f"SELECT image0, image1 {theirs}")
+        self.execute(f"DELETE {theirs}")
+
     def retry_failed(self) -> None:
         """Images and pairs that failed are to be tried again."""
         self.execute(f"UPDATE images SET status = {WAITING}, reason = '' WHERE status = {FAILED}")
-        self.let_wait("SELECT image0, image1 FROM failed")
-        self.execute("DELETE FROM failed")
+        self.wait_again("failed", "SELECT id FROM images")
 
     def set_meta(self, key: str, value: str) -> None:
         """`image_folder`: where the images are now; `pair_choice`: how pairs were chosen."""
-        self.execute("REPLACE INTO meta VALUES (?, ?)", (key, value))
+        self.execute("REPLACE INTO meta VALUES (?, ?)", key, value)
 
     def without_descriptors(self) -> set[int]:
         """Numbers of the images with keypoints whose descriptors were deleted or never copied."""

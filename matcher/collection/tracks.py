@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from matcher.collection.store import Store
+from matcher.types import Matches, TwoViewGeometry
 
 
 class PairMatches(NamedTuple):
@@ -59,13 +60,20 @@ class Tracks:
         return np.column_stack([track, self.images, self.keypoints]).astype(np.int64)
 
 
+def usable_matches(matches: Matches, geometry: TwoViewGeometry) -> tuple[np.ndarray, np.ndarray] | None:
+    """Indices and scores of the matches of a pair that tracks are made of: of the inliers where there is a
+    geometry, of all where none was estimated, else None."""
+    if not geometry.verified and geometry.status != "not_estimated":
+        return None
+    kept = geometry.inliers if geometry.verified else slice(None)
+    return matches.indices[kept], matches.scores[kept]
+
+
 def verified_pairs(store: Store) -> Iterator[PairMatches]:
-    """The matches that tracks are made of: of the inliers where a pair has a geometry, all where none was
-    estimated, of no match where there is none; errors as of `Store.pairs`."""
+    """The matches that the tracks of a run are made of; errors as of `Store.pairs`."""
     for pair in store.pairs():
-        if pair.geometry.verified or pair.geometry.status == "not_estimated":
-            kept = pair.geometry.inliers if pair.geometry.verified else slice(None)
-            yield PairMatches(pair.name0, pair.name1, pair.matches.indices[kept], pair.matches.scores[kept])
+        if (found := usable_matches(pair.matches, pair.geometry)) is not None:
+            yield PairMatches(pair.name0, pair.name1, *found)
 
 
 def tracks_of(store: Store, *, min_length: int = 2) -> Tracks:
@@ -77,10 +85,9 @@ def tracks_of(store: Store, *, min_length: int = 2) -> Tracks:
 def build_tracks(pairs: Iterable[PairMatches], counts: Mapping[str, int], *, min_length: int = 2) -> Tracks:
     """Join matches to tracks, the best first, and leave out those that contradict what is joined already.
 
-    Union-find (Galler and Fischer 1964) with the images of each set kept beside it: two sets that share an
-    image are never joined, since one point of the scene is seen once in an image. Best first, so that a
-    wrong match, which tends to have a low score, meets tracks that are there already. All matches are held in
-    memory, 12 bytes each.
+    Two sets that share an image are never joined, since one point of the scene is seen once in an image. Best
+    first, so that a wrong match, which tends to have a low score, meets tracks that are there already. The
+    smaller set is joined to the larger one. All matches are held in memory, 12 bytes each.
 
     Args:
         pairs: verified matches of two images each; equal scores keep the order given.
@@ -95,10 +102,25 @@ def build_tracks(pairs: Iterable[PairMatches], counts: Mapping[str, int], *, min
         indices = np.asarray(pair.indices).reshape(-1, 2)
         nodes.append((indices + starts[[number[pair.name0], number[pair.name1]]]).astype(dtype))
         scores.append(np.zeros(len(indices), np.float32) if pair.scores is None else pair.scores)
+    image_of = np.repeat(np.arange(len(names)), np.diff(starts))
     best_first = np.argsort(-np.concatenate(scores), kind="stable")
-    forest = _Forest(np.repeat(np.arange(len(names)), np.diff(starts)))
-    conflicts = sum(not forest.join(*ends) for ends in np.concatenate(nodes)[best_first].tolist())
-    sets = [members for members in forest.sets() if len(members) >= max(2, min_length)]
+    set_of: dict[int, dict[int, int]] = {}  # of a keypoint: image → keypoint; only joined ones take memory
+    conflicts = 0
+    for ends in np.concatenate(nodes)[best_first].tolist():
+        large, small = (set_of.setdefault(node, {int(image_of[node]): node}) for node in ends)
+        if large is small:
+            continue
+        if len(large) < len(small):
+            large, small = small, large
+        if large.keys().isdisjoint(small):
+            large.update(small)
+            set_of.update(dict.fromkeys(small.values(), large))
+        else:
+            conflicts += 1
+    sets = sorted(
+        sorted(members.values()) for members in {id(each): each for each in set_of.values()}.values()
+    )
+    sets = [members for members in sets if len(members) >= max(2, min_length)]
     sets.sort(key=lambda members: -len(members))  # stable: equal ones in the order of their first images
     joined = np.array([node for members in sets for node in members], dtype=np.int64)
     images = np.searchsorted(starts, joined, side="right") - 1
@@ -111,44 +133,18 @@ def build_tracks(pairs: Iterable[PairMatches], counts: Mapping[str, int], *, min
     )
 
 
-class _Forest:
-    """Disjoint sets of keypoints; only those that were joined take memory."""
-
-    def __init__(self, image_of: np.ndarray) -> None:
-        self._image_of = image_of
-        self._parent: dict[int, int] = {}
-        self._members: dict[int, dict[int, int]] = {}  # of a root: image → its keypoint
-
-    def _root(self, node: int) -> int:
-        parent = self._parent
-        if node not in parent:
-            parent[node] = node
-            self._members[node] = {int(self._image_of[node]): node}
-        while parent[node] != node:
-            parent[node] = node = parent[parent[node]]  # halves the path on the way up
-        return node
-
-    def join(self, node0: int, node1: int) -> bool:
-        """Join the sets of two keypoints; False, and nothing joined, if both have a keypoint of one image."""
-        root0, root1 = self._root(node0), self._root(node1)
-        if root0 == root1:
-            return True
-        if len(self._members[root0]) < len(self._members[root1]):
-            root0, root1 = root1, root0
-        large, small = self._members[root0], self._members[root1]
-        if not large.keys().isdisjoint(small):
-            return False
-        large.update(small)
-        del self._members[root1]
-        self._parent[root1] = root0
-        return True
-
-    def sets(self) -> list[list[int]]:
-        """Every set as its sorted keypoints, in the order of their first."""
-        return sorted(sorted(members.values()) for members in self._members.values())
-
-
 # Cycles: going round a third image leads elsewhere where matches contradict each other.
+
+
+def partners(pairs: Mapping[Any, np.ndarray], keypoints: Mapping[Any, np.ndarray]) -> dict[Any, np.ndarray]:
+    """Of two images in either order, the keypoint of the second that each of the first matches (N,), or −1;
+    from the matches (K, 2) of pairs, each keypoint once on its side."""
+    found = {}
+    for (first, second), indices in pairs.items():
+        for ends, (own, other) in (((first, second), indices.T), ((second, first), indices.T[::-1])):
+            found[ends] = np.full(len(keypoints[ends[0]]), -1, np.int64)
+            found[ends][own] = other
+    return found
 
 
 def consistent_matches(
@@ -166,12 +162,7 @@ def consistent_matches(
         keypoints: (N, 2) stored pixels of every image.
         scales: resized size / stored size of every image.
     """
-    partner = {}  # of images (i, j) in either order, the keypoint of j that each of i matches (N,), or −1
-    for (first, second), indices in pairs.items():
-        for source, target, (own, other) in ((first, second, indices.T), (second, first, indices.T[::-1])):
-            partner[source, target] = np.full(len(keypoints[source]), -1, np.int64)
-            partner[source, target][own] = other
-    kept = {}
+    partner, kept = partners(pairs, dict(enumerate(keypoints))), {}
     for (first, second), indices in pairs.items():
         confirmed, seen = np.zeros((2, len(indices)), np.int64)
         for third in range(len(keypoints)):

@@ -20,8 +20,8 @@ def main() -> None:
             runner = JobRunner(setup, lambda image: store.features(image.name))
             connection.send_bytes(pickle.dumps(None))
             while True:
-                for outcome in runner.run(pickle.loads(connection.recv_bytes())):
-                    connection.send_bytes(pickle.dumps(outcome))
+                outcomes = list(runner.run(pickle.loads(connection.recv_bytes())))
+                connection.send_bytes(pickle.dumps(outcomes))
     except (EOFError, OSError):
         return  # the run has ended
     except MatcherError as error:

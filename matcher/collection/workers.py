@@ -1,8 +1,8 @@
 """Who does the work of a run: this process, worker processes that survive the death of any, or Ray's actors.
 
-A worker is a fresh Python process that gets jobs and sends outcomes over a socket. When one dies, the items
-that it was working on are tried once more, each alone; an item whose worker dies a second time fails, with
-the reason, and the run goes on. Workers end when the run does, however that ends.
+A worker is a fresh Python process that gets a job at a time and sends its outcomes over a socket. When
+one dies, the items of its job are tried once more, each alone; an item whose worker dies a second time fails,
+with the reason, and the run goes on. Workers end when the run does, however that ends.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import perf_counter
@@ -41,8 +41,7 @@ from matcher.verify.verdict import NOT, reject_improbable
 # Jobs, and what comes of them.
 
 
-@dataclass(frozen=True)
-class ImageEntry:
+class ImageEntry(NamedTuple):
     """One side of a pair."""
 
     number: int  # in the store
@@ -87,9 +86,8 @@ class JobRunner:
 
     def __init__(self, setup: Setup, features_of: Callable[[ImageEntry], Features]) -> None:
         """Load the pipeline; `features_of` fetches an image's features. Errors are those of `build`."""
-        self.pipeline = build(setup)
-        self._source, self._camera, self._fetch = setup.source, setup.camera, features_of
-        self._cache: OrderedDict[int, Features] = OrderedDict()
+        self.pipeline, self.setup = build(setup), setup
+        self._features = lru_cache(64)(features_of)  # as many as the images of one tile of pairs
 
     def run(self, job: Job) -> Iterator[Outcome]:
         """One outcome per item, in order; `IntegrityError`: the store is damaged, or weights are absent."""
@@ -101,7 +99,7 @@ class JobRunner:
         with ThreadPoolExecutor(1, thread_name_prefix="reading") as thread:  # of the next batch meanwhile
 
             def read(names: Sequence[str]) -> dict[str, Future[Extracted]]:
-                return {name: thread.submit(self._source.read, name, self.pipeline) for name in names}
+                return {name: thread.submit(self.setup.source.read, name, self.pipeline) for name in names}
 
             ahead = read(batches[0])
             for batch, after in zip(batches, [*batches[1:], ()], strict=True):
@@ -131,7 +129,7 @@ class JobRunner:
             try:
                 data = self._verified([job.images[number] for number in pair], features, matches)
             except Exception as error:
-                outcomes.append(job.failure(pair, reason_of(error)))
+                outcomes.append(job.failure(pair, _reason(error)))
                 continue
             outcomes.append(EncodedPair(*pair, each + perf_counter() - start, data))
         return outcomes
@@ -141,7 +139,7 @@ class JobRunner:
     ) -> bytes:
         cameras = [None, None]
         if self.pipeline.config.estimation.kind == "essential":
-            cameras = [end.camera or self._camera for end in ends]
+            cameras = [end.camera or self.setup.camera for end in ends]
             absent = [end.name for end, camera in zip(ends, cameras, strict=True) if camera is None]
             if absent:
                 raise MatcherError(f"geometry 'essential' needs the camera of {' and of '.join(absent)}")
@@ -150,15 +148,6 @@ class JobRunner:
         sizes = (one.image_size for one in features)
         geometry = reject_improbable(geometry, matches, *sizes, least=NOT)
         return encode_pair(matches, geometry, *(to_numpy(one.keypoints) for one in features))
-
-    def _features(self, image: ImageEntry) -> Features:
-        if image.number not in self._cache:
-            self._cache[image.number] = self._fetch(image)
-            held = sum(one.descriptors.nbytes for one in self._cache.values())
-            while held > 512 << 20 and len(self._cache) > 2:  # bytes
-                held -= self._cache.popitem(last=False)[1].descriptors.nbytes
-        self._cache.move_to_end(image.number)
-        return self._cache[image.number]
 
 
 def _in_halves(
@@ -171,20 +160,18 @@ def _in_halves(
         raise
     except Exception as error:
         if len(items) == 1:
-            return [failure(items[0], reason_of(error))]
+            return [failure(items[0], _reason(error))]
     middle = len(items) // 2
     return [*_in_halves(items[:middle], work, failure), *_in_halves(items[middle:], work, failure)]
 
 
-def reason_of(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """One line for the store and the terminal."""
     text = " ".join(str(error).split())[:400]
     return text if isinstance(error, MatcherError) else f"{type(error).__name__}: {text}"
 
 
 # Engines: each runs jobs, and yields outcomes in any order, None now and then, so that its caller may commit.
-
-_TICK = 0.5  # seconds after which the caller may do something else
 
 
 class InProcess:
@@ -207,135 +194,146 @@ class InProcess:
         """There is nothing to end."""
 
 
-@dataclass
-class _Worker:
-    process: subprocess.Popen[bytes]
-    connection: Connection
-    device: str
-    jobs: deque[Job] = field(default_factory=deque)  # the first one is being worked on
-    ready: bool = False
+class _DiedError(Exception):
+    """A worker has died, maybe of its job."""
+
+    def __init__(self, how: str, *, of_job: bool = True) -> None:
+        super().__init__(how)
+        self.of_job = of_job
 
 
-class LocalWorkers:
-    """Processes of this machine; a context for `run` that must be closed."""
+class _Pool:
+    """Workers with a job each.
 
-    def __init__(self, run_dir: Path, setup: Setup, devices: Sequence[str], threads: int) -> None:
-        """Start a worker for every entry of `devices`, each with so many threads.
+    A subclass has `give`, which begins a job and returns what to wait for; `finished`, of which of these
+    something came; and `take` of what came, after which the worker is idle, `running` still, or has died.
+    """
 
-        Raises:
-            UsageError: a system without sockets that a child inherits.
-        """
-        if os.name != "posix":
-            raise UsageError("worker processes need Linux or macOS; use workers=0 here")
-        self.crashes = self._failed_starts = 0
-        self._run_dir, self._setup, self._threads = run_dir, setup, threads
-        self._deaths: Counter[Any] = Counter()  # of its worker, by item
-        self._again: deque[Job] = deque()
-        self._workers: list[_Worker] = []
-        for device in devices:
-            self._workers.append(self._start(device))
+    tries = 2  # an item fails when so many workers have died of it
+
+    def __init__(self) -> None:
+        self.crashes = 0
+        self.idle: list[Any] = []
+        self.running: dict[Any, tuple[Any, Job]] = {}  # by what is waited for: the worker, and its job
 
     def run(self, jobs: Iterator[Job]) -> Iterator[Outcome | None]:
-        """Outcomes in the order in which they come; None at least twice a second.
-
-        Raises:
-            MatcherError: what made a worker give up, or that none can be started.
-        """
+        """Outcomes in the order in which they come; None at least twice a second. `MatcherError`: what made a
+        worker give up, or that none can be started."""
+        again: deque[Job] = deque()
+        deaths: Counter[Any] = Counter()
+        outcomes: list[Outcome] = []
         while True:
-            for worker in self._workers:
-                while len(worker.jobs) < 2:  # so that it never waits for the next
-                    job = self._again.popleft() if self._again else next(jobs, None)
-                    if job is None:
-                        break
-                    worker.jobs.append(job)
-                    if not _send(worker.connection, job):
-                        break  # it is dead, which shows below
-            if not any(worker.jobs for worker in self._workers) and not self._again:
+            while self.idle and (job := again.popleft() if again else next(jobs, None)) is not None:
+                worker = self.idle.pop()
+                self.running[self.give(worker, job)] = worker, job
+            yield from outcomes or [None]  # which are committed while the workers go on
+            if not self.running:
                 return
-            ready = wait([worker.connection for worker in self._workers], timeout=_TICK)
-            if not ready:
-                yield None
-            for worker in [worker for worker in self._workers if worker.connection in ready]:
-                yield from self._receive(worker)
+            outcomes = []
+            for key in self.finished(0.5):
+                worker, job = self.running.pop(key)
+                try:
+                    outcomes += self.take(key, worker, job)
+                except _DiedError as death:
+                    self.crashes += 1
+                    for item in job.items:
+                        deaths[item] += death.of_job
+                        if deaths[item] < self.tries:
+                            again.append(replace(job, items=(item,), batch=1))
+                        else:
+                            outcomes.append(job.failure(item, str(death)))
 
-    def _receive(self, worker: _Worker) -> Iterator[Outcome]:
+
+class _Process:
+    """A worker process and the socket to it."""
+
+    def __init__(self, run_dir: Path, setup: Setup, threads: int) -> None:
+        self.setup, self.ready = setup, False
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                child_command("matcher.collection.worker", str(theirs.fileno())),
+                pass_fds=[theirs.fileno()],
+                env=child_environment(threads),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which decides
+            )
+        self.connection = Connection(ours.detach())
+        self.send((run_dir, setup))
+
+    def send(self, message: Any) -> None:
+        """If it is dead, that shows when it is asked for an answer."""
+        with contextlib.suppress(OSError):
+            # torch's own pickler would share memory between the processes, which dies with them.
+            self.connection.send_bytes(pickle.dumps(message))
+
+
+class LocalWorkers(_Pool):
+    """Processes of this machine."""
+
+    def __init__(self, run_dir: Path, setup: Setup, devices: Sequence[str], threads: int) -> None:
+        """Start a worker for every entry of `devices`, each with so many threads; `UsageError`: a system
+        without sockets that a child inherits."""
+        super().__init__()
+        if os.name != "posix":
+            raise UsageError("worker processes need Linux or macOS; use workers=0 here")
+        self._failed_starts = 0
+        self._start = partial(_Process, run_dir, threads=threads)
+        for device in devices:
+            own = replace(setup, options={**setup.options, "device": device})
+            self.idle.append(self._start(own))
+
+    def give(self, worker: _Process, job: Job) -> Connection:
+        """Send it."""
+        worker.send(job)
+        return worker.connection
+
+    def finished(self, seconds: float) -> Sequence[Any]:
+        """Connections with a message, or that are closed."""
+        return wait(list(self.running), seconds)
+
+    def take(self, key: Connection, worker: _Process, job: Job) -> list[Outcome]:
+        """One message; the first is None, when the pipeline is loaded."""
         try:
-            message = pickle.loads(worker.connection.recv_bytes())
+            message = pickle.loads(key.recv_bytes())
         except (EOFError, OSError, pickle.UnpicklingError):
-            yield from self._restart(worker)
-            return
+            raise self._replaced(worker) from None
         if isinstance(message, Exception):
             raise message
         if message is None:
-            worker.ready, self._failed_starts = True, 0
-            return
-        job = worker.jobs.popleft()
-        if rest := job.items[1:]:
-            worker.jobs.appendleft(replace(job, items=rest))
-        yield message
+            worker.ready, self._failed_starts, message = True, 0, []
+            self.running[key] = worker, job
+        else:
+            self.idle.append(worker)
+        return message
 
-    def _restart(self, worker: _Worker) -> Iterator[Outcome]:
-        """Replace a dead worker; what it was at is tried again, alone, or has failed."""
+    def _replaced(self, worker: _Process) -> Exception:
+        """Start another in the place of a dead one; how that died."""
         code = worker.process.wait()
         worker.connection.close()
         named = -code in set(signal.Signals)
         how = f"signal {signal.Signals(-code).name}" if named else f"exit code {code}"
-        self.crashes += 1
         self._failed_starts += not worker.ready
         if self._failed_starts >= 3:
-            raise MatcherError(f"worker processes cannot be started ({how}); see their output above")
-        self._workers[self._workers.index(worker)] = self._start(worker.device)
-        if worker.jobs and worker.ready:
-            current = worker.jobs.popleft()
-            for item in current.items[: current.batch]:
-                self._deaths[item] += 1
-                if self._deaths[item] > 1:
-                    yield current.failure(item, f"its worker process died twice ({how})")
-                else:
-                    self._again.append(replace(current, items=(item,), batch=1))
-            worker.jobs.appendleft(replace(current, items=current.items[current.batch :]))
-        self._again.extend(job for job in worker.jobs if job.items)
-
-    def _start(self, device: str) -> _Worker:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                child_command("matcher.collection.worker", str(theirs.fileno())),
-                pass_fds=[theirs.fileno()],
-                env=child_environment(self._threads),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which decides
-            )
-        connection = Connection(ours.detach())
-        options = {**self._setup.options, "device": device}
-        _send(connection, (self._run_dir, replace(self._setup, options=options)))
-        return _Worker(process, connection, device)
+            return MatcherError(f"worker processes cannot be started ({how}); see their output above")
+        self.idle.append(self._start(worker.setup))
+        return _DiedError(f"its worker process died twice ({how})", of_job=worker.ready)
 
     def close(self) -> None:
         """End the workers: those that are idle by themselves within two seconds, the others at once."""
         until = time.monotonic() + 2
-        for worker in self._workers:
+        for worker in self.idle:
             worker.connection.close()
-            if worker.jobs:
-                worker.process.kill()
-        for worker in self._workers:
+        for worker, _ in self.running.values():
+            worker.process.kill()
+        for worker in (*self.idle, *(worker for worker, _ in self.running.values())):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(0.0, until - time.monotonic()))
             worker.process.kill()
             worker.process.wait()
-        self._workers = []
 
 
-def _send(connection: Connection, message: Any) -> bool:
-    # torch's own pickler would share memory between the processes, which dies with them.
-    try:
-        connection.send_bytes(pickle.dumps(message))
-    except OSError:
-        return False
-    return True
-
-
-# Ray: one actor per GPU or group of cores, each with one job; only the driver writes.
+# Ray: one actor per GPU or group of cores; only the driver writes.
 
 
 class Actor:
@@ -359,16 +357,15 @@ class Actor:
         return ray.get(self._references[image.number])
 
 
-class RayWorkers:
+class RayWorkers(_Pool):
     """An engine on the cluster that RAY_ADDRESS names, or on a Ray of this machine, started here."""
+
+    tries = 4  # one may fail because the actor is still being restarted
 
     def __init__(self, run_dir: Path, setup: Setup, count: int | None, threads: int) -> None:
         """Start `count` actors with `threads` threads each; None means one per GPU, else one per core.
-
-        Raises:
-            UsageError: Ray is not installed, or the cluster cannot be reached.
-        """
-        self.crashes = 0
+        `UsageError`: Ray is not installed, or the cluster cannot be reached."""
+        super().__init__()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray starts
         try:
             import ray
@@ -379,7 +376,7 @@ class RayWorkers:
         if self._ours:
             _connect(ray, None if count is None else count * threads)
         self._store = Store.open(run_dir)
-        self._held: OrderedDict[int, Any] = OrderedDict()
+        self._reference = lru_cache(256)(lambda image: ray.put(self._store.features(image.name)))
         resources = ray.cluster_resources()
         device = setup.options.get("device", "auto")
         gpus = 0 if device == "cpu" else int(resources.get("GPU", 0))
@@ -393,63 +390,30 @@ class RayWorkers:
             max_task_retries=1,
             runtime_env={"env_vars": thread_environment(threads)},
         )
-        self._actors = [actor.remote(setup, Path.cwd()) for _ in range(count or gpus or cores)]
-        self._deaths: Counter[Any] = Counter()  # of actors, by the item that they had alone
+        self.idle = [actor.remote(setup, Path.cwd()) for _ in range(count or gpus or cores)]
 
-    def run(self, jobs: Iterator[Job]) -> Iterator[Outcome | None]:
-        """Outcomes in the order in which they come; None at least twice a second.
+    def give(self, worker: Any, job: Job) -> Any:
+        """Ray's reference to the outcomes."""
+        images = (job.images or {}).items()
+        return worker.run.remote(job, {number: self._reference(image) for number, image in images})
 
-        Raises:
-            MatcherError: what made an actor give up.
-        """
-        again: list[Job] = []
-        running: dict[Any, tuple[Any, Job]] = {}
-        idle = list(self._actors)
-        while True:
-            while idle and (job := again.pop() if again else next(jobs, None)) is not None:
-                actor = idle.pop()
-                running[actor.run.remote(job, self._references(job))] = actor, job
-            if not running:
-                return
-            finished, _ = self._ray.wait(list(running), timeout=_TICK)
-            if not finished:
-                yield None
-            for reference in finished:
-                actor, job = running.pop(reference)
-                idle.append(actor)
-                yield from self._take(reference, job, again)
+    def finished(self, seconds: float) -> Sequence[Any]:
+        """References whose outcomes are there."""
+        return self._ray.wait(list(self.running), timeout=seconds)[0]
 
-    def _take(self, reference: Any, job: Job, again: list[Job]) -> Iterator[Outcome]:
-        """The outcomes of a finished job, or its items for another try where it killed its actor."""
+    def take(self, key: Any, worker: Any, job: Job) -> list[Outcome]:
+        """Ray itself restarts an actor that has died."""
+        self.idle.append(worker)
         try:
-            yield from self._ray.get(reference)
+            return self._ray.get(key)
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except self._ray.exceptions.RayError as error:
-            self.crashes += 1
-            for item in job.items:
-                self._deaths[item] += len(job.items) == 1
-                # One try may fail because the actor is still being restarted.
-                if self._deaths[item] < 3:
-                    again.append(replace(job, items=(item,), batch=1))
-                else:
-                    yield job.failure(item, f"its Ray actor died repeatedly ({type(error).__name__})")
-
-    def _references(self, job: Job) -> dict[int, Any]:
-        """Ray's references to the features that a job needs; those of 256 images are kept."""
-        found = {}
-        for number, image in (job.images or {}).items():
-            if number not in self._held:
-                self._held[number] = self._ray.put(self._store.features(image.name))
-            self._held.move_to_end(number)
-            found[number] = self._held[number]
-        while len(self._held) > 256:
-            self._held.popitem(last=False)
-        return found
+            raise _DiedError(f"its Ray actor died repeatedly ({type(error).__name__})") from None
 
     def close(self) -> None:
         """End the actors, and Ray where this run started it."""
-        for actor in self._actors:
+        for actor in (*self.idle, *(actor for actor, _ in self.running.values())):
             self._ray.kill(actor)
         self._store.close()
         if self._ours:

@@ -20,7 +20,7 @@ import numpy as np
 
 from matcher.cameras import CAMERA_MODELS, Camera, RigConfig, focal_of_film
 from matcher.errors import UsageError, install_command
-from matcher.export.output import ExportReport, begin_export, valid_keypoints, valid_pairs, whole_file
+from matcher.export.output import ExportedRun, ExportReport, whole_file
 from matcher.image_files import read_header
 from matcher.types import TwoViewGeometry
 
@@ -76,7 +76,9 @@ class Intrinsics:
     focal_known: bool  # given or from EXIF
 
 
-class _Exif(NamedTuple):
+class Exif(NamedTuple):
+    """Camera facts of a photo's header."""
+
     make: str = ""
     model: str = ""
     focal: float = 0.0  # mm
@@ -84,11 +86,7 @@ class _Exif(NamedTuple):
 
 
 def check_used(choice: CameraChoice, names: Iterable[str]) -> None:
-    """Refuse a camera for all photos where every photo has another one.
-
-    Raises:
-        UsageError: the camera would be that of none of the photos.
-    """
+    """`UsageError` for a camera for all photos where every photo has another one."""
     if choice.camera is None:
         return
     known = _known_cameras(choice)
@@ -119,12 +117,8 @@ def _known_cameras(choice: CameraChoice) -> Callable[[str], Camera | None]:
 def group_cameras(
     images: Sequence[StoredImage], choice: CameraChoice | None = None
 ) -> list[tuple[Intrinsics, list[StoredImage]]]:
-    """The cameras of a collection, each with its photos.
-
-    Raises:
-        UsageError: one camera for photos of different sizes, one that was calibrated at another size, or one
-            that no photo would have.
-    """
+    """The cameras of a collection, each with its photos; `UsageError`: one camera for photos of different
+    sizes, one that was calibrated at another size, or one that no photo would have."""
     choice, groups, first = choice or CameraChoice(), {}, {}
     check_used(choice, (image.name for image in images))
     known_camera = _known_cameras(choice)
@@ -136,7 +130,7 @@ def group_cameras(
                 f"{image.name} has {width} x {height} pixels, but its camera was given for "
                 f"{known.size[0]} x {known.size[1]}"
             )
-        exif = _Exif() if known is not None else read_exif(image.path)
+        exif = Exif() if known is not None else read_exif(image.path)
         own: Any = mounted.prefix if mounted else (Path(image.name).parent, exif) if known is None else None
         own = {"each": image.name, "auto": own, "single": None}[choice.sharing]
         groups.setdefault((image.size, known, own), (exif, []))[1].append(image)
@@ -155,7 +149,7 @@ def group_cameras(
         adjustable = {each for each in adjustable if not _same(each, choice.camera)}
     adjustable -= set(choice.rig.intrinsics().values()) if choice.rig is not None else set()
     return [
-        (_intrinsics(size, known, exif, choice.model, given=known not in adjustable), group)
+        (_intrinsics(size, known, exif, choice.model, known not in adjustable), group)
         for (size, known, _), (exif, group) in groups.items()
     ]
 
@@ -166,7 +160,7 @@ def _same(first: Camera, second: Camera) -> bool:
 
 
 def _intrinsics(
-    size: tuple[int, int], camera: Camera | None, exif: _Exif, model: str, *, given: bool
+    size: tuple[int, int], camera: Camera | None, exif: Exif, model: str, given: bool
 ) -> Intrinsics:
     if camera is not None:
         return Intrinsics(camera.model, size, camera.to_colmap()[1], given=given, focal_known=True)
@@ -177,23 +171,23 @@ def _intrinsics(
     return Intrinsics(model, size, params, given=False, focal_known=focal > 0)
 
 
-def read_exif(path: Path) -> _Exif:
+def read_exif(path: Path) -> Exif:
     """Camera facts from a photo's EXIF header; empty if it cannot be read."""
     try:
         tags, more = read_header(path, 0x8769)
         # FocalLength, FocalLengthIn35mmFilm
         lengths = [float(more.get(tag) or 0) for tag in (0x920A, 0xA405)]
         focals = [length if 0 < length < 1e5 else 0.0 for length in lengths]
-        return _Exif(*(str(tags.get(tag, "")) for tag in (0x010F, 0x0110)), *focals)
+        return Exif(*(str(tags.get(tag, "")) for tag in (0x010F, 0x0110)), *focals)
     except Exception:  # a header can be wrong in any way, and nothing depends on it
-        return _Exif()
+        return Exif()
 
 
-def colmap_rigs(pycolmap: Any, rig: RigConfig) -> list[Any]:
+def _colmap_rigs(pycolmap: Any, rig: RigConfig) -> list[Any]:
     """`pycolmap.RigConfig` for each rig; intrinsics are the database's."""
     found = []
     for cameras in rig.rigs:
-        rows = []
+        config, rows = pycolmap.RigConfig(), []
         for number, each in enumerate(cameras):
             row = pycolmap.RigConfigCamera()
             row.image_prefix, row.ref_sensor = each.prefix, number == 0
@@ -201,7 +195,6 @@ def colmap_rigs(pycolmap: Any, rig: RigConfig) -> list[Any]:
                 pose = np.asarray(each.cam_from_rig, dtype=np.float64)
                 row.cam_from_rig = pycolmap.Rigid3d(pycolmap.Rotation3d(pose[:3, :3]), pose[:3, 3])
             rows.append(row)
-        config = pycolmap.RigConfig()
         config.cameras = rows
         found.append(config)
     return found
@@ -251,18 +244,12 @@ def write_colmap(
         OSError: the disk is full.
     """
     pycolmap = import_pycolmap()
-    report, images = begin_export(store, out, utf8="COLMAP", only=only)
-    report.without = without
-    cameras = group_cameras(images, choice)
-    rig = None if choice is None else choice.rig
+    run = ExportedRun(store, out, utf8="COLMAP", only=only)
+    report, cameras, rig = run.report, group_cameras(run.images, choice), choice and choice.rig
     if rig is not None:
-        rig.frames(image.name for image in images)  # they fit
+        rig.frames(run.names)  # they fit
     # Without a DatabaseTransaction, whose end kills the process where the disk is full.
-    with (
-        whole_file(out) as part,
-        _disk_errors(out, part),
-        pycolmap.Database.open(part) as database,
-    ):
+    with whole_file(out) as part, _disk_errors(out, part), pycolmap.Database.open(part) as database:
         camera_of = {}
         for intrinsics, group in cameras:
             width, height = intrinsics.size
@@ -276,11 +263,10 @@ def write_colmap(
             if intrinsics.given:
                 report.given_cameras.append(number)
         numbers = {}  # ascending with the names, so that image 0 of a pair has the smaller number
-        for image in images:
-            row = pycolmap.Image(name=image.name, camera_id=camera_of[image.name])
-            numbers[image.name] = database.write_image(row)
-            database.write_keypoints(numbers[image.name], to_colmap(valid_keypoints(store, image)))
-        for pair in valid_pairs(store, images, report):
+        for name in run.names:
+            numbers[name] = database.write_image(pycolmap.Image(name=name, camera_id=camera_of[name]))
+            database.write_keypoints(numbers[name], to_colmap(run.keypoints(name)))
+        for pair in run.pairs(without):
             ends = numbers[pair.name0], numbers[pair.name1]
             indices = np.ascontiguousarray(pair.matches.indices, dtype=np.uint32).reshape(-1, 2)
             database.write_matches(*ends, indices)
@@ -289,7 +275,7 @@ def write_colmap(
                 database.write_two_view_geometry(*ends, verified)
         if rig is not None:
             pycolmap.logging.minloglevel = pycolmap.logging.WARNING.value
-            pycolmap.apply_rig_config(colmap_rigs(pycolmap, rig), database)
+            pycolmap.apply_rig_config(_colmap_rigs(pycolmap, rig), database)
     return report
 
 

@@ -6,12 +6,11 @@ import json
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,36 +18,19 @@ from matcher.arrays import to_numpy
 from matcher.cameras import CAMERA_MODELS
 from matcher.errors import UsageError, unknown_name
 from matcher.export.colmap import HALF_PIXEL, CameraChoice, Intrinsics, group_cameras, to_colmap
-from matcher.export.output import (
-    ExportReport,
-    begin_export,
-    check_folder,
-    features_of,
-    refuse_collisions,
-    refuse_names,
-    valid_keypoints,
-    valid_pairs,
-    whole_file,
-    whole_folder,
-)
+from matcher.export.output import ExportedRun, ExportReport, check_folder, whole_file, whole_folder
 from matcher.files import MARK, check_output
 
 if TYPE_CHECKING:
     from matcher.collection.store import Store
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """How a run is exported to another program."""
 
-    writer: str  # module and function, as "package.module:function"
+    writer: str  # module and function, as "package.module:function", imported at first use
     suffixes: tuple[str, ...] = ()  # of a file; a format without is a folder
     has_cameras: bool = False
-
-    @property
-    def write(self) -> Callable[..., ExportReport]:
-        """The function that writes a run, imported at first use."""
-        return resolve_name(self.writer)
 
 
 FORMATS = {
@@ -85,20 +67,21 @@ def export(
         OSError: the disk is full.
     """
     out = Path(out)
-    kind = FORMATS.get(form)
-    if kind is None:
+    if form not in FORMATS:
         raise UsageError(unknown_name("format", form, FORMATS))
+    kind = FORMATS[form]
     if choice is not None and not kind.has_cameras:
         others = ", ".join(name for name, known in FORMATS.items() if known.has_cameras)
         raise UsageError(f"{form} stores no cameras; leave them out, or export to one of {others}")
     if choice is not None and choice.rig is not None and form != "colmap":
         raise UsageError(f"{form} is written without rigs; leave it out, or export to colmap")
-    cameras = [choice] if kind.has_cameras else []
+    more = {"choice": choice} if kind.has_cameras else {}
     if kind.suffixes:
         check_output(out, kind.suffixes, overwrite=overwrite)
-        return kind.write(store, out, *cameras)
-    check_folder(out, overwrite=overwrite)
-    return kind.write(store, out, *cameras, overwrite=overwrite)
+    else:
+        check_folder(out, overwrite=overwrite)
+        more["overwrite"] = overwrite
+    return resolve_name(kind.writer)(store, out, **more)
 
 
 # NumPy: one archive of a whole run, written in a stream, as a collection need not fit in memory.
@@ -123,14 +106,10 @@ def write_npz(store: Store, out: Path) -> ExportReport:
     Pairs: `pairs` (P, 2) into names, `match_offsets` (P + 1,), `matches` (ΣK, 2) int32 into the keypoints of
     either image, `scores` (ΣK,) float32, `inliers` (ΣK,) bool, `kinds` and `statuses` (P,) of the geometries,
     `matrices` (P, 3, 3) F, H or E, NaN where there is none, and `cam1_from_cam0` (P, 4, 4), NaN but for
-    essential geometry.
-
-    Raises:
-        UsageError: nothing to write, or a place that cannot be written.
-        OSError: the disk is full.
+    essential geometry. Errors as of `export`.
     """
-    report, images = begin_export(store, out)
-    number = {image.name: index for index, image in enumerate(images)}
+    run = ExportedRun(store, out)
+    number = {name: index for index, name in enumerate(run.names)}
     kinds, statuses, lengths, rows = [], [], [0], Counter()
     with whole_file(out) as part, tempfile.TemporaryDirectory(dir=part.parent, prefix=".npz-") as spool:
         with ExitStack() as stack:
@@ -143,11 +122,11 @@ def write_npz(store: Store, out: Path) -> ExportReport:
                 rows[name] += len(block)
                 files[name].write(block.tobytes())
 
-            for image in images:
-                put("keypoints", valid_keypoints(store, image))
-                if (refined := store.refined_keypoints(image.name)) is not None:
+            for name in run.names:
+                put("keypoints", run.keypoints(name))
+                if (refined := store.refined_keypoints(name)) is not None:
                     put("covariances", refined.covariances.reshape(-1, 4)[:, [0, 1, 3]])
-            for pair in valid_pairs(store, images, report):
+            for pair in run.pairs():
                 matches, geometry = pair.matches, pair.geometry
                 kinds.append(geometry.kind)
                 statuses.append(geometry.status)
@@ -170,16 +149,16 @@ def write_npz(store: Store, out: Path) -> ExportReport:
             np.savez(
                 file,
                 **arrays,
-                names=np.array([image.name for image in images]),
-                sizes=np.array([image.size for image in images], dtype=np.int32),
+                names=np.array(run.names),
+                sizes=np.array([image.size for image in run.images], dtype=np.int32),
                 kinds=np.array(kinds, dtype=np.str_),
                 statuses=np.array(statuses, dtype=np.str_),
-                keypoint_offsets=np.cumsum([0, *(image.count for image in images)], dtype=np.int64),
+                keypoint_offsets=np.cumsum([0, *(image.count for image in run.images)], dtype=np.int64),
                 match_offsets=np.cumsum(lengths, dtype=np.int64),
             )
         with zipfile.ZipFile(part, "a") as archive:
             archive.comment = MARK
-    return report
+    return run.report
 
 
 # OpenMVG: `sfm_data.json`, regions and matches, for its SfM commands.
@@ -199,17 +178,15 @@ def write_openmvg(
     Raises:
         UsageError: nothing to write, a camera with another distortion, or photos of one name in several
             folders: OpenMVG names their regions by the last part of the name without its ending.
-        OSError: the disk is full.
     """
-    report, images = begin_export(store, out, utf8="JSON")
-    names = [image.name for image in images]
-    stems = {name: PurePosixPath(name).stem for name in names}
-    refuse_collisions(names, stems.get, "file of regions, which OpenMVG names without folder and ending")
-    numbers = {name: number for number, name in enumerate(names)}
-    cameras = group_cameras(images, choice)
+    run = ExportedRun(store, out, utf8="JSON")
+    stems = {name: PurePosixPath(name).stem for name in run.names}
+    run.refuse_collisions(stems.get, "file of regions, which OpenMVG names without folder and ending")
+    numbers = {name: number for number, name in enumerate(run.names)}
+    cameras = group_cameras(run.images, choice)
     camera_of = {image.name: number for number, (_, group) in enumerate(cameras) for image in group}
     views = []
-    for number, image in enumerate(images):
+    for number, image in enumerate(run.images):
         folder, file = str(PurePosixPath(image.name).parent), PurePosixPath(image.name).name
         data = {"local_path": "" if folder == "." else f"{folder}/", "filename": file}
         data |= {"width": image.size[0], "height": image.size[1], "id_view": number, "id_pose": number}
@@ -225,16 +202,14 @@ def write_openmvg(
     with whole_folder(out, overwrite=overwrite) as part, ExitStack() as stack:
         (part / "sfm_data.json").write_text(json.dumps(scene, indent=1), encoding="utf-8")
         (part / "image_describer.json").write_text(json.dumps(describer, indent=1), encoding="utf-8")
-        read = features_of(store, report)
-        for image in images:  # a line per keypoint: x, y, scale (a radius), direction in radians
-            rows = np.column_stack([valid_keypoints(store, image), np.tile([1.0, 0.0], (image.count, 1))])
-            if (found := read(image.name)) is not None and found.scales is not None:
-                rows[:, 2] = to_numpy(found.scales) / 2
-            if found is not None and found.orientations is not None:
-                rows[:, 3] = to_numpy(found.orientations)
+        for image in run.images:  # a line per keypoint: x, y, scale (a radius), direction in radians
+            rows = np.column_stack([run.keypoints(image.name), np.tile([1.0, 0.0], (image.count, 1))])
+            if (found := run.features(image.name)) is not None:
+                rows[:, 2] = 1.0 if found.scales is None else to_numpy(found.scales) / 2
+                rows[:, 3] = 0.0 if found.orientations is None else to_numpy(found.orientations)
             np.savetxt(part / f"{stems[image.name]}.feat", rows, fmt="%.8g")
         files: dict[str, Any] = {}
-        for pair in valid_pairs(store, images, report):
+        for pair in run.pairs():
             written = {"putative": pair.matches.indices}
             if pair.geometry.verified:  # of fundamental, essential or homography the first letter
                 written[pair.geometry.kind[0]] = pair.matches.indices[pair.geometry.inliers]
@@ -245,7 +220,7 @@ def write_openmvg(
                 ends = numbers[pair.name0], numbers[pair.name1]
                 files[kind].write("{} {}\n{}\n".format(*ends, len(indices)))
                 files[kind].writelines(f"{i} {j}\n" for i, j in indices.tolist())
-    return report
+    return run.report
 
 
 def _pointer(name: str | None, polymorphic: int, data: dict[str, Any], number: int) -> dict[str, Any]:
@@ -281,47 +256,42 @@ def write_kapture(
 ) -> ExportReport:
     """A kapture folder with sensors, records, keypoints, descriptors and all matches with their scores.
 
-    The photos themselves are not copied: link the image folder as `sensors/records_data`.
-
-    Raises:
-        UsageError: nothing to write, or names with a comma, a line break or `#`, which tables cannot hold.
-        OSError: the disk is full.
+    The photos themselves are not copied: link the image folder as `sensors/records_data`. `UsageError`:
+    nothing to write, or names with a comma, a line break or `#`, which tables cannot hold.
     """
-    report, images = begin_export(store, out, utf8="kapture")
-    names = [image.name for image in images]
-    refuse_names(names, lambda name: not set(",\n\r#").isdisjoint(name), "hold a comma, a line break or #")
+    run = ExportedRun(store, out, utf8="kapture")
+    run.refuse_names(lambda name: not set(",\n\r#").isdisjoint(name), "hold a comma, a line break or #")
     with whole_folder(out, overwrite=overwrite) as part:
         sensors, sensor_of = [], {}
-        for number, (camera, group) in enumerate(group_cameras(images, choice)):
+        for number, (camera, group) in enumerate(group_cameras(run.images, choice)):
             params = ", ".join(map(repr, (*camera.size, *map(float, camera.params))))
             sensors.append(f"cam{number}, , camera, {camera.model}, {params}")
             sensor_of |= {image.name: f"cam{number}" for image in group}
-        records = [f"{time}, {sensor_of[name]}, {name}" for time, name in enumerate(names)]
+        records = [f"{time}, {sensor_of[name]}, {name}" for time, name in enumerate(run.names)]
         header = "sensor_device_id, name, sensor_type, [sensor_params]+"
         _write_table(part / "sensors" / "sensors.txt", header, sensors)
         _write_table(part / "sensors" / "records_camera.txt", "timestamp, device_id, image_path", records)
-        read, kind, folder = features_of(store, report), "keypoints", part / "reconstruction"
-        first = read(names[0])
+        kind, folder, first = "keypoints", part / "reconstruction", run.features(run.names[0])
         if first is not None:
             kind, values = first.kind, to_numpy(first.descriptors)
             row = f"{kind}, {values.dtype}, {values.shape[-1]}, {kind}, L2"
             header = "name, dtype, dsize, keypoints_type, metric_type"
             _write_table(folder / "descriptors" / kind / "descriptors.txt", header, [row])
-        _write_table(
-            folder / "keypoints" / kind / "keypoints.txt", "name, dtype, dsize", [f"{kind}, float32, 2"]
-        )
-        for image in images:
-            points = to_colmap(valid_keypoints(store, image)).astype("<f4")
-            _write_array(folder / "keypoints" / kind / f"{image.name}.kpt", points)
-            if first is not None and (features := read(image.name)) is not None:
-                path = folder / "descriptors" / kind / f"{image.name}.desc"
-                _write_array(path, to_numpy(features.descriptors).astype(values.dtype))
-        for pair in valid_pairs(store, images, report):
+        row = f"{kind}, float32, 2"
+        _write_table(folder / "keypoints" / kind / "keypoints.txt", "name, dtype, dsize", [row])
+        for name in run.names:
+            points = to_colmap(run.keypoints(name)).astype("<f4")
+            _write_array(folder / "keypoints" / kind / f"{name}.kpt", points)
+            if first is not None and (features := run.features(name)) is not None:
+                descriptors = to_numpy(features.descriptors).astype(values.dtype)
+                _write_array(folder / "descriptors" / kind / f"{name}.desc", descriptors)
+        for pair in run.pairs():
             path = folder / "matches" / kind / f"{pair.name0}.overlapping" / f"{pair.name1}.matches"
             rows = np.column_stack([pair.matches.indices, pair.matches.scores])
             _write_array(path, rows.astype("<f8"))
-    report.notes.append(f"link the photos: ln -s {store.image_folder} {out / 'sensors' / 'records_data'}")
-    return report
+    photos = out / "sensors" / "records_data"
+    run.report.notes.append(f"link the photos: ln -s {store.image_folder} {photos}")
+    return run.report
 
 
 def _write_array(path: Path, array: np.ndarray) -> None:

@@ -18,16 +18,7 @@ from matcher.arrays import to_numpy
 from matcher.collection.sources import Extracted, Photos, Selection, stamp_of
 from matcher.config import NetworkConfig
 from matcher.errors import ImageError, UsageError, install_command
-from matcher.export.output import (
-    ExportReport,
-    begin_export,
-    features_of,
-    refuse_collisions,
-    refuse_names,
-    valid_keypoints,
-    valid_pairs,
-    whole_folder,
-)
+from matcher.export.output import ExportedRun, ExportReport, whole_folder
 from matcher.geometry import resized
 from matcher.pipeline import Pipeline
 from matcher.types import Features
@@ -51,25 +42,21 @@ def import_h5py() -> Any:
 def write_hloc(store: Store, out: Path, *, overwrite: bool = False) -> ExportReport:
     """A folder with hloc's three files; every match is written, verified or not, as hloc verifies itself.
 
-    Raises:
-        UsageError: h5py is absent, nothing to write, names with spaces (pairs.txt is split at them) or names
-            that fall together once their slashes are dashes.
-        OSError: the disk is full.
+    `UsageError`: h5py is absent, nothing to write, names with spaces (pairs.txt is split at them) or names
+    that fall together once their slashes are dashes.
     """
-    h5py = import_h5py()
-    report, images = begin_export(store, out, utf8="HDF5")
-    counts = {image.name: image.count for image in images}
-    refuse_names(counts, lambda name: len(name.split()) != 1, "hold spaces, at which hloc splits pairs.txt")
-    refuse_collisions(counts, lambda name: name.replace("/", "-"), "in matches.h5, where / becomes -")
+    h5py, run = import_h5py(), ExportedRun(store, out, utf8="HDF5")
+    counts = {image.name: image.count for image in run.images}
+    run.refuse_names(lambda name: len(name.split()) != 1, "hold spaces, at which hloc splits pairs.txt")
+    run.refuse_collisions(lambda name: name.replace("/", "-"), "in matches.h5, where / becomes -")
     with whole_folder(out, overwrite=overwrite) as part:
-        read = features_of(store, report)
         with h5py.File(part / "features.h5", "w", libver="latest") as file:
-            for image in images:
+            for image in run.images:
                 group = file.create_group(image.name)
-                points = group.create_dataset("keypoints", data=valid_keypoints(store, image))
+                points = group.create_dataset("keypoints", data=run.keypoints(image.name))
                 points.attrs["uncertainty"] = 1.0  # pixels, as hloc has it at the photo's resolution
                 group.create_dataset("image_size", data=np.array(image.size))
-                if (features := read(image.name)) is None:
+                if (features := run.features(image.name)) is None:
                     continue
                 descriptors = np.ascontiguousarray(to_numpy(features.descriptors).T)
                 group.create_dataset("descriptors", data=descriptors)
@@ -80,7 +67,7 @@ def write_hloc(store: Store, out: Path, *, overwrite: bool = False) -> ExportRep
             h5py.File(part / "matches.h5", "w", libver="latest") as file,
             (part / "pairs.txt").open("w", encoding="utf-8") as lines,
         ):
-            for pair in valid_pairs(store, images, report):
+            for pair in run.pairs():
                 key = "/".join(name.replace("/", "-") for name in (pair.name0, pair.name1))
                 group, indices = file.create_group(key), pair.matches.indices
                 # Beyond 32,767 keypoints hloc's int16 would wrap; its reader takes int32 as well.
@@ -91,7 +78,7 @@ def write_hloc(store: Store, out: Path, *, overwrite: bool = False) -> ExportRep
                 group.create_dataset("matches0", data=matches0)
                 group.create_dataset("matching_scores0", data=scores0)
                 lines.write(f"{pair.name0} {pair.name1}\n")
-    return report
+    return run.report
 
 
 # Existing features in this layout, which may be anybody's: HDF5 can link to other files, and says sizes that
@@ -114,14 +101,11 @@ class HlocFeatures:
         return {"kind": "hloc"}
 
     def names(self) -> tuple[list[str], list[str]]:
-        """Sorted names of the selected images in the file, and those that no store can hold.
-
-        Raises:
-            UsageError: the file is absent, not HDF5, or holds no features, or a selection that fits nothing.
-        """
+        """Sorted names of the selected images in the file, and those that no store can hold; `UsageError`:
+        it is absent, not HDF5, or holds no features, or a selection that fits nothing."""
         with self._open() as file:
             try:
-                names = sorted(set(_entries(file)))
+                names = set(_entries(file))
             except UsageError:
                 raise
             except _DAMAGED as error:
@@ -142,13 +126,8 @@ class HlocFeatures:
         return _digest(self._read(name))
 
     def read(self, name: str, pipeline: Pipeline) -> Extracted:
-        """The features of one image.
-
-        They are treated as found at the pipeline's `resize`, which only affects thresholds in pixels.
-
-        Raises:
-            ImageError: an entry that is missing, damaged, incomplete, or unsuitable for the matcher.
-        """
+        """The features of one image, treated as found at the pipeline's `resize`, as thresholds need it.
+        `ImageError`: an entry that is missing, damaged, incomplete, or unsuitable for the matcher."""
         arrays = self._read(name)
         digest, optional = _digest(arrays), {}
         try:
@@ -197,11 +176,8 @@ class HlocFeatures:
 def find_source(
     folder: Path, masks: str | Path | None, features: str | Path | None, selection: Selection
 ) -> FeatureSource:
-    """The source of a collection's features: a features file, or else the images themselves.
-
-    Raises:
-        UsageError: both masks and features.
-    """
+    """The source of a collection's features: a features file, or else the images themselves, maybe with
+    masks; `UsageError`: both."""
     if features is None:
         return Photos(folder, None if masks is None else Path(masks), selection)
     if masks is not None:

@@ -1,4 +1,4 @@
-"""Outputs that appear completely or not at all and replace nothing unasked; what every exporter needs."""
+"""Outputs that appear completely or not at all and replace nothing unasked; what exporters read of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,13 +32,10 @@ _WRITTEN = ".matcher-files.json"  # names of the files that we wrote into a fold
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; the file is renamed to `path` when the block succeeds.
 
-    Whether an existing file may be replaced is for the caller to check first.
-
-    Raises:
-        UsageError: the folder is absent or cannot be written, or `path` is a folder.
-        OSError: the disk is full.
+    Whether an existing file may be replaced is for the caller to check first. `UsageError`: the folder is
+    absent or cannot be written, or `path` is a folder.
     """
-    check_place(path)
+    _check_place(path)
     if path.is_dir():
         raise UsageError(f"{path} is a folder; name a file")
     part = _part(path)
@@ -63,7 +60,6 @@ def whole_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
     Raises:
         UsageError: the parent folder is absent or cannot be written, or `path` must not be written.
-        OSError: the disk is full.
     """
     check_folder(path, overwrite=overwrite)
     # What programs that were killed left of this folder goes; what another one is writing stays.
@@ -109,8 +105,7 @@ def _hold(folder: Path) -> int:
     return descriptor
 
 
-def check_place(path: Path) -> None:
-    """Refuse, before any work, an output whose folder is absent or cannot be written (`UsageError`)."""
+def _check_place(path: Path) -> None:
     parent = path.absolute().parent
     if not parent.is_dir():
         raise UsageError(f"{path}: there is no folder {parent}; make it first")
@@ -119,12 +114,9 @@ def check_place(path: Path) -> None:
 
 
 def check_folder(path: Path, *, overwrite: bool = False) -> None:
-    """Refuse, before any work, a folder that cannot be made, or that holds something (see `whole_folder`).
-
-    Raises:
-        UsageError: it cannot be created, it is not empty, or `path` is a file.
-    """
-    check_place(path)
+    """Refuse, before any work, a folder that cannot be made, that is a file, or that holds something (see
+    `whole_folder`) (`UsageError`)."""
+    _check_place(path)
     if path.is_symlink() and not path.exists():
         raise UsageError(f"{path} is a link to nothing; name another folder")
     if path.exists() and not path.is_dir():
@@ -139,18 +131,19 @@ def check_folder(path: Path, *, overwrite: bool = False) -> None:
 def _move_into(part: Path, path: Path, names: list[str]) -> None:
     """Put the files of `part` into the folder `path`, in the place of those of an earlier export."""
 
-    def link_to(name: str) -> Path | None:
-        return next((path / way for way in Path(name).parents[:-1] if (path / way).is_symlink()), None)
+    def through_link(name: str) -> bool:
+        return any((path / way).is_symlink() for way in Path(name).parents[:-1])
 
-    if link := next(filter(None, map(link_to, names)), None):
-        raise UsageError(f"{link} is a link, which leads out of {path}; move it away, or name another folder")
+    if through := next(filter(through_link, names), None):
+        raise UsageError(
+            f"{path / through}: there is a link on the way, which leads out; name another folder"
+        )
     before: object = None
     with suppress(OSError, ValueError, RecursionError):
         before = json.loads(read_given(path / _WRITTEN).decode("utf-8"))
     for old in before if isinstance(before, list) else []:
-        if not isinstance(old, str) or Path(old).is_absolute() or ".." in Path(old).parts or old in names:
-            continue
-        if not link_to(old) and (path / old).is_file():
+        inside = isinstance(old, str) and not Path(old).is_absolute() and ".." not in Path(old).parts
+        if inside and old not in names and not through_link(old) and (path / old).is_file():
             (path / old).unlink()
     for name in (*names, _WRITTEN):
         (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +154,7 @@ def _part(path: Path) -> Path:
     return path.absolute().with_name(f".{path.name[:80]}.{secrets.token_hex(4)}.part")
 
 
-# What every exporter begins with.
+# What every exporter reads of a run, and says of it.
 
 
 @dataclass
@@ -178,7 +171,6 @@ class ExportReport:
     cameras: int = 0
     guessed_cameras: int = 0  # photos of which nothing says the focal length
     left_out: list[str] = field(default_factory=list)  # what is damaged, or what the format cannot hold
-    without: Collection[tuple[str, str]] = ()  # pairs that were not asked for, in the order of their names
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
@@ -190,93 +182,85 @@ class ExportReport:
         return [first, *self.notes, *(f"left out: {reason}" for reason in self.left_out)]
 
 
-def begin_export(
-    store: Store, out: Path, *, utf8: str | None = None, only: Collection[str] | None = None
-) -> tuple[ExportReport, list[StoredImage]]:
-    """The report of an export, which counts what is left out, and the images that have features, by name.
+class ExportedRun:
+    """The images of a run that have features, by name, with their keypoints, features and pairs; the report
+    counts what is read, and names what is left out."""
 
-    An image without a camera of its own has that of the run, with which its pairs were verified.
+    def __init__(
+        self, store: Store, out: Path, *, utf8: str | None = None, only: Collection[str] | None = None
+    ) -> None:
+        """Those `only`, all if None; `UsageError`: there is no image, or a name is not UTF-8 and `utf8`, a
+        format, needs it. An image without a camera of its own has that of the run, with which its pairs were
+        verified."""
+        self.store, self.report, common = store, ExportReport(out), common_camera(store.settings)
+        images = sorted(store.images(), key=lambda image: image.name)
+        images = [image for image in images if only is None or image.name in only]
+        for status in ("failed", "waiting"):
+            if names := [image.name for image in images if image.status == status]:
+                note = f"{len(names)} images {status} in the run are not written: {_few(names)}"
+                self.report.notes.append(note)
+        done = [image for image in images if image.status == "done"]
+        self.images: list[StoredImage] = [replace(image, camera=image.camera or common) for image in done]
+        self.names = [image.name for image in self.images]
+        if not self.images:
+            raise UsageError(
+                "the run has no image with features; finish it first: `matcher collection … --run …`"
+            )
+        if utf8 is not None:
+            self.refuse_names(
+                lambda name: any("\ud800" <= letter <= "\udfff" for letter in name),
+                f"are not UTF-8, which {utf8} needs",
+            )
+        self.report.images = len(self.images)
+        self.report.keypoints = sum(image.count for image in self.images)
 
-    Raises:
-        UsageError: there is no image, or a name is not UTF-8 and must be.
-    """
-    report = ExportReport(out)
-    images = sorted(store.images(), key=lambda image: image.name)
-    images = [image for image in images if only is None or image.name in only]
-    done = [image for image in images if image.status == "done"]
-    for status in ("failed", "waiting"):
-        names = [image.name for image in images if image.status == status]
-        if names:
-            report.notes.append(f"{len(names)} images {status} in the run are not written: {_few(names)}")
-    if not done:
-        raise UsageError(
-            "the run has no image with features; finish it first: `matcher collection … --run …`"
-        )
-    if utf8 is not None:
-        bad = [image.name for image in done if any("\ud800" <= letter <= "\udfff" for letter in image.name)]
-        refuse_names(bad, bool, f"are not UTF-8, which {utf8} needs")
-    common = common_camera(store.settings)
-    done = [replace(image, camera=image.camera or common) for image in done]
-    report.images = len(done)
-    report.keypoints = sum(image.count for image in done)
-    return report, done
+    def keypoints(self, name: str) -> np.ndarray:
+        """(N, 2) float32 in stored pixels; refined ones if the run was refined."""
+        refined = self.store.refined_keypoints(name)
+        points = self.store.keypoints(name) if refined is None else refined.keypoints
+        return np.ascontiguousarray(points, dtype=np.float32)
 
-
-def valid_keypoints(store: Store, image: StoredImage) -> np.ndarray:
-    """(N, 2) float32 keypoints in stored pixels; refined ones if the run was refined."""
-    refined = store.refined_keypoints(image.name)
-    points = store.keypoints(image.name) if refined is None else refined.keypoints
-    return np.ascontiguousarray(points, dtype=np.float32)
-
-
-def valid_pairs(store: Store, images: Iterable[StoredImage], report: ExportReport) -> Iterator[StoredPair]:
-    """The pairs of those images, with name0 before name1, which the report counts.
-
-    Left out, as programs that read them would crash: pairs in which a keypoint is matched twice.
-    """
-    names = {image.name for image in images}
-    for pair in store.pairs():
-        ends = (pair.name0, pair.name1)
-        if not names.issuperset(ends) or ends in report.without:
-            continue
-        if any(len(np.unique(column)) != len(column) for column in pair.matches.indices.T):
-            report.left_out.append(f"the pair {pair.name0} {pair.name1}: a keypoint is matched twice")
-            continue
-        report.pairs += 1
-        report.matches += len(pair.matches)
-        report.verified += pair.geometry.verified
-        yield pair
-
-
-def features_of(store: Store, report: ExportReport) -> Callable[[str], Features | None]:
-    """A reader of an image's features that gives None, and notes it once, where descriptors were deleted."""
-
-    def read(name: str) -> Features | None:
+    def features(self, name: str) -> Features | None:
+        """An image's features; None, noted once, where descriptors were deleted."""
         try:
-            return store.features(name)
+            return self.store.features(name)
         except IntegrityError as error:
-            if not any(known.startswith("without descriptors") for known in report.notes):
-                report.notes.append(f"without descriptors: {error}")
+            if not any(known.startswith("without descriptors") for known in self.report.notes):
+                self.report.notes.append(f"without descriptors: {error}")
             return None
 
-    return read
+    def pairs(self, without: Collection[tuple[str, str]] = ()) -> Iterator[StoredPair]:
+        """The pairs of those images, with name0 before name1, but for those `without`.
+
+        Left out, as programs that read them would crash: pairs in which a keypoint is matched twice.
+        """
+        known = set(self.names)
+        for pair in self.store.pairs():
+            ends = (pair.name0, pair.name1)
+            if not known.issuperset(ends) or ends in without:
+                continue
+            if any(len(np.unique(column)) != len(column) for column in pair.matches.indices.T):
+                self.report.left_out.append(f"the pair {' '.join(ends)}: a keypoint is matched twice")
+                continue
+            self.report.pairs += 1
+            self.report.matches += len(pair.matches)
+            self.report.verified += pair.geometry.verified
+            yield pair
+
+    def refuse_names(self, bad: Callable[[str], bool], reason: str) -> None:
+        """Refuse an export whose format cannot hold some of the names (`UsageError`)."""
+        if found := [name for name in self.names if bad(name)]:
+            raise UsageError(f"{len(found)} names {reason}; rename them: {_few(found)}")
+
+    def refuse_collisions(self, key: Callable[[str], str], reason: str) -> None:
+        """Refuse an export whose format would give one key to several names (`UsageError`)."""
+        groups: dict[str, list[str]] = {}
+        for name in self.names:
+            groups.setdefault(key(name), []).append(name)
+        if found := [" = ".join(group) for group in groups.values() if len(group) > 1]:
+            raise UsageError(f"{len(found)} groups of names become one {reason}; rename them: {_few(found)}")
 
 
-def refuse_names(names: Iterable[str], bad: Callable[[str], bool], reason: str) -> None:
-    """Refuse an export whose format cannot hold some of the names (`UsageError`)."""
-    if found := [name for name in names if bad(name)]:
-        raise UsageError(f"{len(found)} names {reason}; rename them: {_few(found)}")
-
-
-def refuse_collisions(names: Iterable[str], key: Callable[[str], str], reason: str) -> None:
-    """Refuse an export whose format would give one key to several names (`UsageError`)."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(key(name), []).append(name)
-    if found := [" = ".join(group) for group in groups.values() if len(group) > 1]:
-        raise UsageError(f"{len(found)} groups of names become one {reason}; rename them: {_few(found)}")
-
-
-def _few(names: list[str]) -> str:
+def _few(names: Sequence[str]) -> str:
     shown = [name.encode("utf-8", "backslashreplace").decode() for name in names[:5]]
     return ", ".join(shown) + (", …" if len(names) > 5 else "")

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sqlite3
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from random_collection import features, pair, put_features, put_pair
 
 from matcher.cameras import Camera
 from matcher.collection.schema import sealed
-from matcher.collection.store import EncodedPair, ImageFacts, Store, Writer
+from matcher.collection.store import EncodedPair, Store, Writer
 
 SETTINGS = {
     "preset": "nearest",
@@ -29,7 +30,7 @@ def small_run(folder: Path) -> Path:
     made = {name: features(rng, 20) for name in names}
     with Writer(folder) as writer, writer.transaction():
         for name in names:
-            put_features(writer, name, made[name], ImageFacts("0" * 64))
+            put_features(writer, name, made[name], "0" * 64)
         writer.add_images(["lost.jpg"])
         writer.fail_image("lost.jpg", "it is cut short")
         writer.put_camera("a.jpg", Camera(500.0, 500.0, 320.0, 240.0))
@@ -88,28 +89,23 @@ EDITS = {
 def planted_files(run: Path, outside: Path) -> dict:
     """Files in a run's folder that are something else."""
 
-    def link(name: str):
-        def make() -> None:
-            if (run / name).exists():
-                shutil.move(run / name, outside / "target")
-            (run / name).symlink_to(outside / "target")
+    def link(name: str) -> None:
+        if (run / name).exists():
+            shutil.move(run / name, outside / "target")
+        (run / name).symlink_to(outside / "target")
 
-        return make
-
-    def pipe(name: str):
-        def make() -> None:
-            (run / name).unlink(missing_ok=True)
-            os.mkfifo(run / name)
-
-        return make
+    def pipe(name: str) -> None:
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
 
     def journal() -> None:
         name = str(outside / "precious").encode()
         tail = len(name).to_bytes(4, "big") + sum(name).to_bytes(4, "big")
         (run / "run.db-journal").write_bytes(bytes(512) + name + tail + bytes.fromhex("d9d505f920a163d7"))
 
+    links = ("run.db", "lock.db", "run.db-wal", "descriptors.db")
     return {
-        **{f"{name} is a link": link(name) for name in ("run.db", "lock.db", "run.db-wal", "descriptors.db")},
-        **{f"{name} is a pipe": pipe(name) for name in ("run.db", "lock.db", "retrieval.safetensors")},
+        **{f"{name} is a link": partial(link, name) for name in links},
+        **{f"{name} is a pipe": partial(pipe, name) for name in ("run.db", "retrieval.safetensors")},
         "a journal that names another file": journal,
     }

@@ -52,13 +52,10 @@ def test_the_sound_models_are_read(sound):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_model_whose_files_do_not_hold_what_they_promise(sound, model, tried, name):
+def test_a_model_whose_files_do_not_hold_what_they_promise(model, tried, name):
     """COLMAP itself never ends on most of those that are cut short."""
-    path, data, begun = (
-        model / f"{name}.bin",
-        (sound / "bin" / f"{name}.bin").read_bytes(),
-        time.process_time(),
-    )
+    path, begun = model / f"{name}.bin", time.process_time()
+    data = path.read_bytes()
     counts = [2**64 - 1, 2**40, 10**6, *([6] if name != "points3D" else [])]
     damaged = [data[: len(data) * part // 24] for part in range(0, 24, 3)] + [data + b"\0"]
     for changed in (*damaged, *(struct.pack("<Q", count) + data[8:] for count in counts)):
@@ -86,10 +83,10 @@ def test_poses_and_points_with_which_nothing_can_be_computed(model, value):
         read_given_poses(model)
     check_numbers(model, "a point", np.array([[1e12, 0.0, -1e12]]))
     with pytest.raises(IntegrityError, match="a point"):
-        check_numbers(model, "a point", np.array([[0.0, 0.0, 1.0], [0.0, value, 1.0]]))
+        check_numbers(model, "a point", np.array([[0.0, value, 1.0]]))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0, 1e308])
+@pytest.mark.parametrize("value", [float("nan"), -1.0, 0.0, 1e308])
 def test_a_camera_that_is_none_is_named_with_its_model(model, value):
     put(model / "cameras.bin", 8 + 24, value)  # after count, id, model and size
     fault = UsageError if np.isfinite(value) else IntegrityError
@@ -107,7 +104,7 @@ def test_two_images_of_one_name(model):
 
 
 @pytest.mark.parametrize("kind", ["bin", "txt"])
-@examples(25, 2_500)
+@examples(15, 2_500)
 def test_models_with_pieces_changed(sound, tmp_path, tried, kind, examples):
     """Another model, or a clear error; never the end of this process."""
     wholes = {name: (sound / kind / f"{name}.{kind}").read_bytes() for name in FILES}
@@ -166,23 +163,21 @@ def test_an_index_that_is_none_is_made_again(index, tmp_path, name):
     data, right = index
     arrays, about = load(data), json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     changed = {**arrays, **WRONG_ARRAYS[name](arrays)}
-    changed = {key: np.ascontiguousarray(array) for key, array in changed.items()}
-    (tmp_path / INDEX).write_bytes(save(changed, about))
+    (tmp_path / INDEX).write_bytes(save({key: np.ascontiguousarray(a) for key, a in changed.items()}, about))
     found = open_index(tmp_path, NAMES, DIGESTS, features)
     assert np.array_equal(found.table, right.table) and found.kind == right.kind
-    assert np.array_equal(found.vocabulary.words, right.vocabulary.words)
     kept = load((tmp_path / INDEX).read_bytes())
-    assert all(np.array_equal(kept[key], array) for key, array in load(data).items())
+    assert all(np.array_equal(kept[key], array) for key, array in arrays.items())
 
 
 def test_an_index_of_any_bytes_is_made_again(index, tmp_path, tried):
     data, right = index
     rng = np.random.default_rng(5)
-    for _ in range(40):
+    for _ in range(20):
         changed = bytearray(data)
         for place in rng.integers(0, min(len(data), 4000), 3):
             changed[place] ^= 1 << rng.integers(8)
         (tmp_path / INDEX).write_bytes(changed[: rng.integers(len(data)) if rng.random() < 0.3 else None])
         found = open_index(tmp_path, NAMES, DIGESTS, features)
         assert found.table.shape == right.table.shape and np.isfinite(found.table).all()
-    tried(40)
+    tried(20)

@@ -3,7 +3,6 @@ answer, writes nothing elsewhere and deletes nothing."""
 
 import random
 import shutil
-import sqlite3
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from safetensors.numpy import load, save
 
 from matcher.cli import main
 from matcher.collection.schema import RefinedKeypoints, unsealed
-from matcher.collection.store import Writer
+from matcher.collection.store import Store, Writer
 from matcher.errors import IntegrityError
 
 pytestmark = pytest.mark.promise(5)
@@ -57,8 +56,18 @@ def test_the_sound_run_is_read(run, capfd):
     assert codes(run, capfd) == [4, 0, 0, 4]
 
 
-@pytest.mark.parametrize("name", EDITS)
-def test_an_edited_store_is_refused(run, capfd, tried, name):
+def test_edited_stores_are_refused(sound, tmp_path, tried):
+    """By what opens them, or by what reads the row that was changed."""
+    for number, statements in enumerate(EDITS.values()):
+        run = Path(shutil.copytree(sound, tmp_path / f"run {number}"))
+        edit(run, *statements)
+        with pytest.raises(IntegrityError), Store.open(run) as store:
+            assert store.images() and list(store.pairs())
+    tried(len(EDITS))
+
+
+@pytest.mark.parametrize("name", ["a view without end", "camera", "settings [[[[[[[[[[[["])
+def test_no_command_takes_an_edited_store(run, capfd, tried, name):
     edit(run, *EDITS[name])
     found = codes(run, capfd)
     assert set(found) <= {0, 4, 5} and found.count(5) >= 2, found
@@ -73,11 +82,14 @@ def test_it_is_neither_continued_nor_reconstructed(run, capfd):
     assert "internal error" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("data", [np.full((20, 2), np.nan, "<f4").tobytes(), b"", bytes(152), bytes(8000)])
-def test_keypoints_whose_bytes_are_wrong(run, capfd, tried, data):
-    put_blob(run, "keypoints", 1, data)
-    assert codes(run, capfd)[1:] == [5, 5, 5]
-    tried(3)
+BYTES = [np.full((20, 2), np.nan, "<f4").tobytes(), b"", bytes(152), bytes(8000)]
+
+
+def test_keypoints_whose_bytes_are_wrong(run, capfd, tried):
+    for data in BYTES:
+        put_blob(run, "keypoints", 1, data)
+        assert codes(run, capfd)[1:] == [5, 5, 5]
+    tried(3 * len(BYTES))
 
 
 def changed(name: str, value: np.ndarray | None):
@@ -97,21 +109,21 @@ PAIRS = {
     "no status of that kind": changed("facts", np.array([0, -1, 1, 1, 1], np.int32)),
     "an index": changed("indices", np.full((15, 2), 20, np.uint16)),
     "too few scores": changed("scores", np.zeros(14, np.uint16)),
-    "too few inliers": changed("inliers", np.zeros(1, np.uint8)),
     "NaN": changed("matrix", np.full((3, 3), np.nan)),
     "no matrix": changed("matrix", None),
     "points": changed("points0", np.zeros((3, 2), np.float32)),
 }
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_a_pair_whose_bytes_are_wrong(run, capfd, tried, name):
-    connection = sqlite3.connect(run / "run.db")
-    (data,) = connection.execute("SELECT data FROM pairs WHERE id = 1").fetchone()
-    connection.close()
-    put_blob(run, "pairs", 1, PAIRS[name](unsealed(data, "a pair")))
+def test_pairs_whose_bytes_are_wrong(run, capfd, tried):
+    with Store.open(run) as store:
+        ((data,),) = store.rows("SELECT data FROM pairs WHERE id = 1")
+    for change in PAIRS.values():
+        put_blob(run, "pairs", 1, change(unsealed(data, "a pair")))
+        with pytest.raises(IntegrityError), Store.open(run) as store:
+            list(store.pairs())
     assert codes(run, capfd)[1:3] == [5, 5]
-    tried(3)
+    tried(len(PAIRS) + 3)
 
 
 @pytest.mark.parametrize("name", planted_files(Path(), Path()))
@@ -129,7 +141,7 @@ def test_files_that_are_no_files(run, tmp_path, capfd, tried, name):
     tried(4)
 
 
-@pytest.mark.parametrize("points", [np.zeros((5, 2)), np.full((20, 2), np.nan), np.zeros((3_000_000, 2))])
+@pytest.mark.parametrize("points", [np.zeros((5, 2)), np.full((20, 2), np.nan)])
 def test_refined_keypoints_of_other_images_or_sizes(run, capfd, points):
     wrong = RefinedKeypoints(points.astype(np.float32), np.zeros((20, 2, 2), np.float32), np.zeros(20, bool))
     with Writer(run) as writer, writer.transaction():
@@ -137,7 +149,7 @@ def test_refined_keypoints_of_other_images_or_sizes(run, capfd, points):
     assert codes(run, capfd)[2] == 5
 
 
-@pytest.mark.parametrize("count", [15, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [12, pytest.param(2000, marks=pytest.mark.slow)])
 def test_any_bytes(sound, tmp_path, capfd, tried, count):
     """Bits that flip and files that are cut: commands read them or say in time what is damaged."""
     rng, run, seen = random.Random(count), tmp_path / "run", set()

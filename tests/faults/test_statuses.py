@@ -68,10 +68,9 @@ def test_the_status_says_what_there_is(kind, name):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_points_that_are_not_finite_are_left_out_or_refused(kind, value):
+def test_points_that_are_not_finite_are_left_out(kind):
     points0, points1 = seen_in_depth(False)
-    points0[::3] = value
+    points0[::3], points0[::6] = np.nan, np.inf
     estimator = RobustEstimator(EstimationConfig(kind=kind))
     found = estimator(points0, points1, cameras=CAMERAS if kind == "essential" else None)
     assert not found.inliers[::3].any()
