@@ -122,7 +122,7 @@ def test_a_long_list_takes_bounded_time_and_memory(tmp_path):
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert add_pairs(writer, pairs) == (20_000, 20_000)
-        assert len(next(match_jobs(writer, 1)).items) == 16
+        assert len(next(match_jobs(writer, 1)).items) == 8
     assert tally.counts[MISSING] == 5_000 and peak < 12e6 and time.process_time() - began < 8  # traced
 
 

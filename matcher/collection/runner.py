@@ -118,10 +118,10 @@ def add_pairs(
     return len(rows), added
 
 
-def _parts(items: Sequence, batch: int, most: int) -> Iterator[Sequence]:
+def _parts(items: Sequence, batch: int) -> Iterator[Sequence]:
     """Guided self-scheduling (Polychronopoulos and Kuck 1987): a 32nd of what is left, within bounds."""
     while len(items):
-        size = max(batch, min(max(most, batch * most // 4), len(items) // 32))
+        size = max(batch, min(max(8, 2 * batch), len(items) // 32))  # what a kill may cost
         yield items[:size]
         items = items[size:]
 
@@ -132,7 +132,7 @@ def match_jobs(writer: Writer, batch: int) -> Iterator[Job]:
     entries = {n: ImageEntry(n, name, cameras[name]) for n, name in writer.store.names().items()}
     waiting = writer.store.rows("SELECT image0, image1 FROM waiting")
     pairs = _by_tiles(np.fromiter((end for pair in waiting for end in pair), np.int64).reshape(-1, 2))
-    for part in _parts(pairs, batch, 16):
+    for part in _parts(pairs, batch):
         items = tuple(map(tuple, part.tolist()))
         yield Job(items, batch, {number: entries[number] for pair in items for number in pair})
 
@@ -192,7 +192,7 @@ class Stages:
             for outcome in outcomes:
                 self._put_image(outcome)
 
-        jobs = (Job(tuple(part), self.batch) for part in _parts(names, self.batch, 8))
+        jobs = (Job(tuple(part), self.batch) for part in _parts(names, self.batch))
         self._run("extract", jobs, commit, len(names))
         with self.writer.transaction():  # pairs that can never be matched
             sql = "SELECT image0, image1, name || ': ' || reason FROM waiting JOIN images"

@@ -41,19 +41,14 @@ class _Step(NamedTuple):
 
 
 def refine_tracks(
-    store: Store,
-    config: RefineConfig,
-    on_progress: Callable[[int, int], None] | None = None,
-    *,
-    sweeps: int = 1,
+    store: Store, config: RefineConfig, on_progress: Callable[[int, int], None] | None = None
 ) -> dict[str, RefinedKeypoints]:
-    """The keypoints of all images; observations of tracks are refined against their references.
+    """The keypoints of all images of a run; observations of tracks are refined against their references.
 
     Args:
         store: a run with its verified pairs; the images are read again.
         config: window size and acceptance thresholds.
         on_progress: called with the number of track keypoints refined so far, and that of all candidates.
-        sweeps: times that every keypoint is refined against all that it was matched to.
 
     Returns:
         By name of image. A keypoint that is in no track, is the reference of its track, or was not accepted
@@ -61,7 +56,7 @@ def refine_tracks(
 
     Raises:
         ImageError: an image cannot be read.
-        IntegrityError: an image is not what it was when its keypoints were found; the store is damaged.
+        IntegrityError: an image is not what it was when its keypoints were found.
     """
     images = [image for image in store.images() if image.status == "done"]
     scales = np.array([store.scale(image.name) for image in images]).reshape(-1, 2)
@@ -70,18 +65,14 @@ def refine_tracks(
     points = np.concatenate([np.zeros((0, 2)), *(store.keypoints(image.name) for image in images)])
     found = _Positions(points, np.repeat(DEVIATION**2 / scales.prod(axis=1), counts))
     pairs, numbers = list(verified_pairs(store)), {image.name: index for index, image in enumerate(images)}
-    tracks = build_tracks(pairs, {image.name: image.count for image in images})
-    track, image, keypoint = tracks.table().T
+    track, image, keypoint = build_tracks(pairs, {i.name: i.count for i in images}).table().T
     track_of = np.full(len(points), -1, dtype=np.int64)
     track_of[starts[image] + keypoint] = track
     ends = [(numbers[pair.name0], numbers[pair.name1]) for pair in pairs]
     nodes = [pair.indices + starts[list(end)] for pair, end in zip(pairs, ends, strict=True)]
     graph = _MatchGraph(nodes, [pair.scores for pair in pairs], track_of)
-    read = ImagePyramids(
-        [image.path for image in images],
-        [image.size for image in images],
-        (1 / np.sqrt(scales.prod(axis=1))).tolist(),
-    )
+    zooms = (1 / np.sqrt(scales.prod(axis=1))).tolist()
+    read = ImagePyramids([i.path for i in images], [i.size for i in images], zooms)
     # A larger window is affordable, as a track is refined once for all its pairs.
     config = replace(config, window=max(config.window, 21))
 
@@ -98,8 +89,7 @@ def refine_tracks(
         graph.reach(step.children[refined.refinement.accepted])
         if on_progress is not None:
             on_progress(graph.reached, graph.total)
-    for _ in range(sweeps):
-        found.average((step, refine(step)) for step in graph.sweep(found.refined))
+    found.average((step, refine(step)) for step in graph.sweep(found.refined))
     return {image.name: found.part(slice(*starts[i : i + 2])) for i, image in enumerate(images)}
 
 
@@ -170,12 +160,8 @@ class ImagePyramids:
         self._kept: OrderedDict[int, ImagePyramid] = OrderedDict()
 
     def __call__(self, number: int) -> ImagePyramid:
-        """The pyramid of an image.
-
-        Raises:
-            ImageError: it cannot be read.
-            IntegrityError: it is not the file in which the keypoints were found.
-        """
+        """The pyramid of an image; `ImageError`: it cannot be read, `IntegrityError`: it is not the file in
+        which the keypoints were found."""
         path, size = self._paths[number], self._sizes[number]
         if number not in self._kept:
             image = read_image(path, resize=None, upright=False, keep_stored=True, max_pixels=limit_for(size))
@@ -254,15 +240,8 @@ class _MatchGraph:
 
 
 def refine_run(store: Store, on_progress: Callable[[int, int], None] | None = None) -> str:
-    """Refine a run's tracks and store the result beside its store, once, if its configuration asks for it.
-
-    Returns:
-        Why nothing was done although the configuration asks for it; empty otherwise.
-
-    Raises:
-        ImageError, IntegrityError: as `refine_tracks`.
-        OSError: the disk is full.
-    """
+    """Refine a run's tracks and store the result, once, if its configuration asks for it; returns why nothing
+    was done although it does, empty otherwise. Errors as of `refine_tracks`."""
     values = store.settings.get("config", {}).get("refine")
     images = [image for image in store.images() if image.status == "done"]
     if values is None or not images or store.refined_keypoints(images[0].name) is not None:
