@@ -15,31 +15,14 @@ import numpy as np
 
 from matcher.arrays import to_numpy
 from matcher.cameras import Camera, as_camera
-from matcher.collection import schema
+from matcher.collection import runner, schema, tracks
 from matcher.collection.pairs import PairFault, chosen_pairs, read_pairs
-from matcher.collection.runner import (
-    ImageChanges,
-    OnProgress,
-    RunReport,
-    StageProgress,
-    Stages,
-    add_pairs,
-    check_cameras,
-    refresh_images,
-    verify_again,
-)
+from matcher.collection.runner import ImageChanges, OnProgress, RunReport, Stages
 from matcher.collection.schema import DONE, Counts, StoredPair
 from matcher.collection.settings import Setup, build, describe, parse_shard, refuse_changes, stored_setup
 from matcher.collection.sources import PairChoice, Selection, check_masks, default_choice
 from matcher.collection.store import Store, Writer, check_writable, delete_store
-from matcher.collection.tracks import (
-    PairMatches,
-    Tracks,
-    build_tracks,
-    consistent_matches,
-    tracks_of,
-    usable_matches,
-)
+from matcher.collection.tracks import PairMatches, Tracks
 from matcher.collection.workers import Workers, batch_size, start_engine
 from matcher.config import GRID_KIND
 from matcher.errors import MatcherError, UsageError
@@ -195,7 +178,7 @@ class Collection:
         with Writer(self.run_dir) as writer:
             refuse_changes(self.run_dir, writer.store.settings, settings)
             self._setup = setup
-            return refresh_images(writer, source, masked)
+            return runner.refresh_images(writer, source, masked)
 
     def set_cameras(self, cameras: Mapping[str, Camera]) -> int:
         """Set the cameras of images by name, in stored pixels, for essential geometry and exports.
@@ -214,7 +197,7 @@ class Collection:
             changed = [name for name in wanted if writer.store.image(name).camera != wanted[name]]
             for name in changed:
                 writer.put_camera(name, wanted[name])
-            return verify_again(writer, changed)
+            return runner.verify_again(writer, changed)
 
     def suggest_pairs(self, **limits: int) -> PairChoice | None:
         """Suggest pairs for images that have none: chosen as in the run so far, else by the number of images.
@@ -287,10 +270,10 @@ class Collection:
                 names = [name for name in sorted(status) if name in present]
                 if choice.needs_features:
                     names = [name for name in names if status[name] == "done"]
-                found = chosen_pairs(choice, names, store, setup, on_progress or _silent, wanted)
+                found = chosen_pairs(choice, names, store, setup, on_progress or (lambda _: None), wanted)
             if wanted is not None:
                 found = (pair for pair in found if not wanted.isdisjoint(pair))
-            added = add_pairs(writer, found, setup.shard)
+            added = runner.add_pairs(writer, found, setup.shard)
             writer.set_meta("pair_choice", choice.to_json())
             return added
 
@@ -329,10 +312,10 @@ class Collection:
     def _stages(self, on_progress: OnProgress | None) -> Iterator[Stages]:
         setup = self._ready()
         with Writer(self.run_dir) as writer:
-            check_cameras(writer.store, setup.camera)
+            runner.check_cameras(writer.store, setup.camera)
             with closing(start_engine(self.run_dir, setup, self.workers)) as engine:
                 batch = batch_size(setup, self.workers)
-                yield Stages(writer, engine, setup.source, batch, on_progress or _silent)
+                yield Stages(writer, engine, setup.source, batch, on_progress or (lambda _: None))
 
     def _ready(self) -> Setup:
         if self._setup is None:
@@ -351,7 +334,7 @@ class Collection:
             min_length: images of a track at least; 2 or more.
         """
         with self.store as store:
-            return tracks_of(store, min_length=min_length)
+            return tracks.tracks_of(store, min_length=min_length)
 
     def __iter__(self) -> Iterator[StoredPair]:
         """Finished pairs, one after another."""
@@ -432,10 +415,6 @@ class Collection:
         with self.store as store:
             only = selection.apply(image.name for image in store.images())
             return reconstruct(store, out, choice=cameras, only=only, **options)
-
-
-def _silent(_: StageProgress) -> None:
-    pass
 
 
 def _requested(
@@ -673,15 +652,15 @@ def _tracks(
     features: tuple[Features, ...],
     pairs: Mapping[tuple[int, int], tuple[Matches, TwoViewGeometry]],
 ) -> Tracks:
-    usable = {ends: usable_matches(*pair) for ends, pair in pairs.items()}
+    usable = {ends: tracks.usable_matches(*pair) for ends, pair in pairs.items()}
     usable = {ends: found for ends, found in usable.items() if found is not None}
     keypoints = [to_numpy(one.keypoints) for one in features]
     scales = [float(np.sqrt(np.prod(to_numpy(one.scale)))) for one in features]
-    right = consistent_matches({ends: rows for ends, (rows, _) in usable.items()}, keypoints, scales)
+    right = tracks.consistent_matches({ends: rows for ends, (rows, _) in usable.items()}, keypoints, scales)
     joined = [
         PairMatches(names[ends[0]], names[ends[1]], rows[right[ends]], scores[right[ends]])
         for ends, (rows, scores) in usable.items()
     ]
-    found = build_tracks(joined, {name: len(f) for name, f in zip(names, features, strict=True)})
+    found = tracks.build_tracks(joined, {name: len(f) for name, f in zip(names, features, strict=True)})
     left_out = sum(int((~each).sum()) for each in right.values())
     return replace(found, conflicts=found.conflicts + left_out)

@@ -107,8 +107,11 @@ class Counts:
 # Bytes of records. Decoding is where they are validated: a store may be anybody's.
 
 
-class DamagedError(ValueError):
-    """Stored bytes are damaged."""
+def damaged(what: object, why: object) -> IntegrityError:
+    """The error for stored bytes that are not what they should be."""
+    return IntegrityError(
+        f"{what} is damaged; restore the run from a copy, or delete it and match again ({why})"
+    )
 
 
 def sealed(data: bytes) -> bytes:
@@ -116,10 +119,10 @@ def sealed(data: bytes) -> bytes:
     return data + zlib.crc32(data).to_bytes(4, "little")
 
 
-def unsealed(data: bytes, what: str) -> bytes:
-    """The inverse of `sealed`; `DamagedError`, which names `what`, where the checksum is another."""
+def unsealed(data: bytes, what: object) -> bytes:
+    """The inverse of `sealed`; `IntegrityError`, which names `what`, where the checksum is another."""
     if not isinstance(data, bytes) or sealed(data[:-4]) != data:
-        raise DamagedError(f"{what} is damaged (its checksum differs)")
+        raise damaged(what, "its checksum differs")
     return data[:-4]
 
 
@@ -128,14 +131,12 @@ def _packed(**arrays: np.ndarray | None) -> bytes:
 
 
 @contextmanager
-def _decoding(what: str) -> Iterator[None]:
-    """`DamagedError`, which names `what`, for anything that stops the block."""
+def _decoding(what: object) -> Iterator[None]:
+    """`IntegrityError`, which names `what`, for anything that stops the block."""
     try:
         yield
-    except DamagedError:
-        raise
-    except (SafetensorError, ValueError, LookupError, TypeError, OverflowError) as error:
-        raise DamagedError(f"{what} cannot be decoded ({error})") from error
+    except (SafetensorError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+        raise damaged(what, error) from error
 
 
 def _check_arrays(arrays: Mapping[str, np.ndarray], **shapes: tuple[int, ...]) -> None:
@@ -145,16 +146,14 @@ def _check_arrays(arrays: Mapping[str, np.ndarray], **shapes: tuple[int, ...]) -
             raise ValueError(f"{name} has another shape, or is not finite")
 
 
-def parse_json(text: str, what: str) -> Any:
-    """The value of a text as JSON has it; `DamagedError` where it is none or nested too deeply."""
+def parse_json(text: str, what: object) -> Any:
+    """The value of a text as JSON has it; `IntegrityError` where it is none or nested too deeply."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is no number of JSON's")
 
-    try:
+    with _decoding(what):
         return json.loads(text, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{what} is no JSON ({error})") from error
 
 
 def to_json(value: Any) -> str:
@@ -163,7 +162,7 @@ def to_json(value: Any) -> str:
 
 
 def decode_camera(value: Any, what: str = "its camera") -> Camera | None:
-    """A camera from its fields, None from None; `DamagedError` for anything else."""
+    """A camera from its fields, None from None; `IntegrityError` for anything else."""
     if value is None:
         return None
     with _decoding(what):
@@ -185,7 +184,7 @@ def encode_keypoints(keypoints: np.ndarray) -> bytes:
 
 
 def decode_keypoints(data: bytes, count: int, what: str) -> np.ndarray:
-    """(N, 2) float32; `DamagedError` where they are not so many points, all finite."""
+    """(N, 2) float32; `IntegrityError` where they are not so many points, all finite."""
     with _decoding(what):
         points = np.frombuffer(unsealed(data, what), dtype="<f4").reshape(count, 2).astype(np.float32)
         _check_arrays({"points": points}, points=(count, 2))
@@ -203,11 +202,11 @@ def encode_features(features: Features) -> bytes:
     return _packed(**arrays, descriptors=values.astype(np.float16 if fits_half else np.float32))
 
 
-def decode_features(record: bytes, keypoints: np.ndarray, **facts: Any) -> Features:
-    """Features with float32 descriptors, from a record and what the database knows; `DamagedError`: it is not
-    a record of that many keypoints."""
-    with _decoding("a record of descriptors"):
-        arrays = load(unsealed(record, "a record of descriptors"))
+def decode_features(record: bytes, keypoints: np.ndarray, what: str, **facts: Any) -> Features:
+    """Features with float32 descriptors, from a record and what the database knows; `IntegrityError`: it is
+    not a record of that many keypoints."""
+    with _decoding(what):
+        arrays = load(unsealed(record, what))
         numbers = arrays.pop("sift", None)
         found = root_sift(numbers) if numbers is not None else arrays.pop("descriptors").astype(np.float32)
         return Features(keypoints, found, **facts, **arrays)
@@ -235,7 +234,7 @@ def encode_refined(found: RefinedKeypoints) -> bytes:
 
 
 def decode_refined(data: bytes, count: int, what: str) -> RefinedKeypoints:
-    """The inverse of `encode_refined`; `DamagedError` where they are not of so many keypoints."""
+    """The inverse of `encode_refined`; `IntegrityError` where they are not of so many keypoints."""
     with _decoding(what):
         arrays = load(unsealed(data, what))
         _check_arrays(arrays, keypoints=(count, 2), covariances=(count, 2, 2), refined=(count,))
@@ -281,7 +280,7 @@ def encode_pair(
 def decode_pair(
     data: bytes, keypoints0: np.ndarray, keypoints1: np.ndarray, what: str = "a pair"
 ) -> tuple[Matches, TwoViewGeometry]:
-    """The inverse of `encode_pair`; `DamagedError`: the bytes do not make a pair of these images."""
+    """The inverse of `encode_pair`; `IntegrityError`: the bytes do not make a pair of these images."""
     with _decoding(what):
         arrays = load(unsealed(data, what))
         count, others = len(arrays["indices"]), arrays.get("alternatives", np.zeros((0, 4, 4)))
@@ -348,7 +347,6 @@ TABLES = {
     },
     DESCRIPTORS: {"descriptors": _DATA},
 }
-DAMAGED = "is damaged; restore the run from a copy, or delete it and match again"
 
 
 def _statements(file: str) -> str:
@@ -452,31 +450,32 @@ def _opened(path: Path, mode: str) -> sqlite3.Connection:
                 )
             # Views, triggers and tables of others would run in our queries, or break them.
             if set(connection.execute("SELECT name, sql FROM sqlite_schema")) != _objects(path.name):
-                raise DamagedError("its tables are not those of a run")
+                raise damaged(path, "its tables are not those of a run")
             if path.name == DATABASE:
-                _check_rows(connection)
+                _check_rows(connection, path)
         except BaseException:
             connection.close()
             raise
     return connection
 
 
-def _check_rows(connection: sqlite3.Connection) -> None:
-    """Refuse a database with a row that none can have (`DamagedError`)."""
+def _check_rows(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse a database with a row that none can have (`IntegrityError`)."""
     if (said := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
-        raise DamagedError(one_line(str(said)))
+        raise damaged(path, one_line(str(said)))
     for table, (columns, rule) in TABLES[DATABASE].items():  # which SQLite only looks at where it may write
         known = "image0 IN (SELECT id FROM images) AND image1 IN (SELECT id FROM images)"
         rule = f"{rule} AND {known}" if _ENDS in columns else rule
         if connection.execute(f"SELECT 1 FROM {table} WHERE NOT ({rule}) LIMIT 1").fetchone():
-            raise DamagedError(f"a row of {table} holds what none can")
+            raise damaged(path, f"a row of {table} holds what none can")
     for (name,) in connection.execute("SELECT name FROM images"):
         if (fault := name_fault(name)) is not None:
-            raise DamagedError(f"the name of an image, {ascii(name)[:60]}, {fault}")
+            raise damaged(path, f"the name of an image, {ascii(name)[:60]}, {fault}")
     meta = dict(connection.execute("SELECT key, value FROM meta"))
-    _check_settings(parse_json(meta.get("settings", ""), "its settings"))
+    if (fault := _settings_fault(parse_json(meta.get("settings", ""), path))) is not None:
+        raise damaged(path, f"its setting {fault}")
     if not meta.get("image_folder") or "\0" in meta["image_folder"]:
-        raise DamagedError("its image_folder is no path")
+        raise damaged(path, "its image_folder is no path")
 
 
 def name_fault(name: str) -> str | None:
@@ -493,8 +492,8 @@ def name_fault(name: str) -> str | None:
     return None
 
 
-def _check_settings(settings: Any) -> None:
-    """Refuse settings of a run whose parts have not the types that we read (`DamagedError`)."""
+def _settings_fault(settings: Any) -> str | None:
+    """What is wrong with the settings of a run whose parts have not the types that we read."""
     types = {
         **dict.fromkeys(("preset", "weights", "frontend_weights", "precision", "shard"), str | None),
         **{"upright": bool, "alpha_mask": bool, "source": dict, "config": dict},
@@ -502,15 +501,16 @@ def _check_settings(settings: Any) -> None:
         **{"config.extractor.resize": int | None, "config.refine": dict | None},
     }
     if not isinstance(settings, dict):
-        raise DamagedError("its settings are no table")
+        return "s are no table"
     for place, kind in types.items():  # a table before what is in it
         *tables, key = place.split(".")
         values = settings
         for name in tables:
             values = values.get(name, {})
         if key in values and not isinstance(values[key], kind):
-            raise DamagedError(f"its setting {place} is {ascii(values[key])[:60]}")
+            return f"{place} is {ascii(values[key])[:60]}"
     common_camera(settings)
+    return None
 
 
 @contextmanager
@@ -520,8 +520,8 @@ def guarded(path: Path) -> Iterator[None]:
     another process; `OSError` for a disk that is full or fails."""
     try:
         yield
-    except (DamagedError, UnicodeDecodeError) as error:  # a column, or SQLite's own message, may be no UTF-8
-        raise IntegrityError(f"{path} {DAMAGED} ({error})") from error
+    except UnicodeDecodeError as error:  # a column, or SQLite's own message
+        raise damaged(path, error) from error
     except (sqlite3.ProgrammingError, sqlite3.IntegrityError):
         raise
     except sqlite3.Error as error:
@@ -536,7 +536,7 @@ def guarded(path: Path) -> Iterator[None]:
             raise UsageError(f"{path} cannot be opened ({error}); check the folder's permissions") from error
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise UsageError(f"{path} is held by another process ({error}); wait for it to end") from error
-        raise IntegrityError(f"{path} {DAMAGED} ({error})") from error
+        raise damaged(path, error) from error
 
 
 def one_line(text: str) -> str:

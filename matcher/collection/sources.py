@@ -19,7 +19,7 @@ from glob import escape
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from matcher.collection.schema import DamagedError, name_fault, parse_json
+from matcher.collection.schema import damaged, name_fault, parse_json
 from matcher.errors import ImageError, UsageError
 from matcher.files import open_given, read_given
 from matcher.images import find_mask, list_images, no_mask
@@ -267,14 +267,14 @@ class PairChoice:
 
     @classmethod
     def from_json(cls, text: str) -> PairChoice:
-        """The inverse of `to_json`; `DamagedError` for anything else."""
+        """The inverse of `to_json`; `IntegrityError` for anything else."""
         values = parse_json(text, "the choice of pairs")
         with suppress(TypeError):
             found = cls(**values)
             right = found.neighbours is None or (type(found.neighbours) is int and found.neighbours >= 1)
             if found.method in get_args(PairMethod) and right and type(found.by_default) is bool:
                 return found
-        raise DamagedError(f"the choice of pairs is {ascii(values)[:80]}")
+        raise damaged("the choice of pairs", ascii(values)[:80])
 
 
 def default_choice(

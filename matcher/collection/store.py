@@ -21,22 +21,7 @@ import numpy as np
 from matcher.arrays import to_numpy
 from matcher.cameras import Camera
 from matcher.collection import schema
-from matcher.collection.schema import (
-    DONE,
-    FAILED,
-    WAITING,
-    Counts,
-    DamagedError,
-    FailedPair,
-    RefinedKeypoints,
-    Status,
-    StoredImage,
-    StoredPair,
-    StoreLock,
-    guarded,
-    parse_json,
-    to_json,
-)
+from matcher.collection.schema import DONE, FAILED, WAITING, RefinedKeypoints, guarded
 from matcher.collection.sources import PairChoice
 from matcher.errors import IntegrityError, UsageError
 from matcher.types import Features
@@ -55,7 +40,7 @@ def check_writable(folder: Path) -> None:
 def delete_store(run_dir: Path) -> None:
     """Delete a store's own files and leave all others; `UsageError`: a run is writing it, or a database is of
     something else."""
-    lock = StoreLock(run_dir)
+    lock = schema.StoreLock(run_dir)
     try:
         for name in (schema.DATABASE, schema.DESCRIPTORS):
             if not schema.is_ours(run_dir / name):
@@ -86,12 +71,12 @@ class Store:
         """Create an empty store; `UsageError`: there is a store already, or the folder cannot be written."""
         folder = Path(run_dir)
         check_writable(folder)
-        lock = StoreLock(folder)
+        lock = schema.StoreLock(folder)
         try:
             if (folder / schema.DATABASE).exists():
                 raise UsageError(f"{folder} holds a run already; open it, or name another folder")
             images = str(Path(image_folder or ".").absolute())
-            schema.make(folder / schema.DATABASE, settings=to_json(settings), image_folder=images)
+            schema.make(folder / schema.DATABASE, settings=schema.to_json(settings), image_folder=images)
         finally:
             lock.release()
         return cls.open(folder)
@@ -130,7 +115,7 @@ class Store:
     @property
     def settings(self) -> dict[str, Any]:
         """What the results depend on: preset, weights, configuration."""
-        return parse_json(self._meta("settings"), "its settings")
+        return schema.parse_json(self._meta("settings"), f"{self._path}: the settings")
 
     @property
     def image_folder(self) -> Path:
@@ -141,8 +126,7 @@ class Store:
     def pair_choice(self) -> PairChoice | None:
         """How the run's pairs were chosen; None before there are any."""
         found = self._meta("pair_choice")
-        with guarded(self._path):
-            return None if found is None else PairChoice.from_json(found)
+        return None if found is None else PairChoice.from_json(found)
 
     def unpaired(self) -> int:
         """The number of images without a pair, except those that failed or have no keypoints."""
@@ -152,27 +136,26 @@ class Store:
         usable = f"(status = {WAITING} OR status = {DONE} AND count > 0)"
         return next(self.rows(f"SELECT count(*) FROM images WHERE {usable} AND id NOT IN ({ends})"))[0]
 
-    def images(self) -> list[StoredImage]:
+    def images(self) -> list[schema.StoredImage]:
         """All images, by name."""
         return self._images("ORDER BY name")
 
-    def image(self, name: str) -> StoredImage:
+    def image(self, name: str) -> schema.StoredImage:
         """One image; `UsageError`: the run has none of that name."""
         for image in self._images("WHERE name = ?", name):
             return image
         raise UsageError(f"the run {self.folder} has no image {name!r}")
 
-    def _images(self, which: str, *values: object) -> list[StoredImage]:
+    def _images(self, which: str, *values: object) -> list[schema.StoredImage]:
         found, folder = [], self.image_folder
         columns = "name, sha256, width, height, count, camera, status, reason"
         for name, sha256, *size, count, camera, status, reason in self.rows(
             f"SELECT {columns} FROM images {which}", *values
         ):
-            what = f"the camera of {name}"
-            with guarded(self._path):
-                known = None if camera is None else schema.decode_camera(parse_json(camera, what), what)
-            said = get_args(Status)[status], schema.one_line(reason)
-            found.append(StoredImage(name, folder / name, sha256, tuple(size), count, known, *said))
+            what = f"{self._path}: the camera of {name}"
+            known = schema.decode_camera(camera and schema.parse_json(camera, what), what)
+            said = get_args(schema.Status)[status], schema.one_line(reason)
+            found.append(schema.StoredImage(name, folder / name, sha256, tuple(size), count, known, *said))
         return found
 
     def names(self) -> dict[int, str]:
@@ -186,10 +169,9 @@ class Store:
 
     def refined_keypoints(self, name: str) -> RefinedKeypoints | None:
         """Keypoints with their positions refined track by track, None where the run was not refined."""
-        what = f"the refined keypoints of {name}"
+        what = f"{self._path}: the refined keypoints of {name}"
         sql = "SELECT data, count FROM refined JOIN images ON id = image WHERE name = ?"
-        with guarded(self._path):
-            return next((schema.decode_refined(*row, what) for row in self.rows(sql, name)), None)
+        return next((schema.decode_refined(*row, what) for row in self.rows(sql, name)), None)
 
     def scale(self, name: str) -> tuple[float, float]:
         """(sx, sy), the size in which keypoints were found / stored size, along the stored axes."""
@@ -209,33 +191,32 @@ class Store:
                 f"{path} does not hold the descriptors of {name}: `matcher collection {self.image_folder} "
                 f"--run {self.folder} --descriptors` extracts them again"
             )
-        with guarded(path):
-            return schema.decode_features(record, self._keypoints(number), **facts)
+        what = f"{path}: the descriptors of {name}"
+        return schema.decode_features(record, self._keypoints(number), what, **facts)
 
     def record(self, number: int) -> bytes | None:
         """The descriptors of an image by its number, as `encode_features` made them; None: deleted."""
         rows = self._described("SELECT data FROM descriptors WHERE image = ?", number)
         return next((row[0] for row in rows), None)
 
-    def pairs(self, of: Collection[str] | None = None) -> Iterator[StoredPair]:
+    def pairs(self, of: Collection[str] | None = None) -> Iterator[schema.StoredPair]:
         """Finished pairs, one after another, in an order that does not depend on when they were finished;
         `of`: names of images, only their pairs."""
         columns = "image0, image1, seconds, data"
         for name0, name1, *ends, seconds, data in self._named(columns, "pairs", of):
             points = [self._keypoints(number) for number in ends]
-            with guarded(self._path):
-                found = schema.decode_pair(data, *points, f"the pair {name0} and {name1}")
-            yield StoredPair(name0, name1, *found, seconds)
+            found = schema.decode_pair(data, *points, f"{self._path}: the pair {name0} and {name1}")
+            yield schema.StoredPair(name0, name1, *found, seconds)
 
     def known_pairs(self) -> set[frozenset[str]]:
         """The names of all pairs of the run, finished, failed or waiting."""
         tables = ("pairs", "failed", "waiting")
         return {frozenset(row[:2]) for table in tables for row in self._named("0", table)}
 
-    def failed(self) -> Iterator[FailedPair]:
+    def failed(self) -> Iterator[schema.FailedPair]:
         """Pairs that could not be matched."""
         for name0, name1, reason in self._named("failed.reason", "failed"):
-            yield FailedPair(name0, name1, schema.one_line(reason))
+            yield schema.FailedPair(name0, name1, schema.one_line(reason))
 
     def _named(
         self, columns: str, table: str, of: Collection[str] | None = None
@@ -249,14 +230,14 @@ class Store:
             f"{sql} ORDER BY image0, image1", *2 * [json.dumps(list(of))] if of is not None else ()
         )
 
-    def counts(self) -> Counts:
+    def counts(self) -> schema.Counts:
         """Progress of the run."""
         by_status = dict(self.rows("SELECT status, count(*) FROM images GROUP BY status"))
         tables = ("pairs", "failed", "waiting")
         sql = "SELECT " + ", ".join(f"(SELECT count(*) FROM {table})" for table in tables)
         pairs = next(self.rows(sql))
         failed, waiting = by_status.get(FAILED, 0), by_status.get(WAITING, 0)
-        return Counts(sum(by_status.values()), failed, waiting, sum(pairs), *pairs[1:])
+        return schema.Counts(sum(by_status.values()), failed, waiting, sum(pairs), *pairs[1:])
 
     def check(self) -> list[str]:
         """Read everything that has a checksum and list what is damaged; empty if nothing is."""
@@ -267,7 +248,7 @@ class Store:
             for number, data in rows(f"SELECT rowid, data FROM {table}"):
                 try:
                     schema.unsealed(data, f"{table}: row {number}")
-                except DamagedError as error:
+                except IntegrityError as error:
                     faults.append(str(error))
         return faults
 
@@ -295,12 +276,11 @@ class Store:
         raise UsageError(f"{name} has no keypoints: {self.image(name).reason or 'it is still to be read'}")
 
     def _read_keypoints(self, number: int) -> np.ndarray:
-        what = f"the keypoints of image {number}"
+        what = f"{self._path}: the keypoints of image {number}"
         sql = "SELECT data, count FROM keypoints JOIN images ON id = image WHERE image = ?"
-        with guarded(self._path):
-            for row in self.rows(sql, number):
-                return schema.decode_keypoints(*row, what)
-            raise DamagedError(f"{what} are absent")
+        for row in self.rows(sql, number):
+            return schema.decode_keypoints(*row, what)
+        raise schema.damaged(what, "there are none")
 
 
 # Writing: the only connections that write, behind the store's lock.
@@ -336,7 +316,7 @@ class Writer:
         if not self._path.is_file():
             Store.open(folder)  # raises an error that explains how to create one
         check_writable(folder)
-        self._lock = StoreLock(folder)
+        self._lock = schema.StoreLock(folder)
         try:
             self._connection = schema.open_writing(self._path)
             if not described.exists():
@@ -377,8 +357,7 @@ class Writer:
 
     def execute(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
         """Rows of one statement."""
-        with guarded(self._path):
-            return self._connection.execute(sql, values).fetchall()
+        return list(self.store.rows(sql, *values))
 
     def execute_many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> int:
         """One statement for every row, streamed; the number of rows that it changed."""
@@ -398,7 +377,7 @@ class Writer:
 
     def put_camera(self, name: str, camera: Camera) -> None:
         """The camera of an image."""
-        self.execute("UPDATE images SET camera = ? WHERE name = ?", to_json(asdict(camera)), name)
+        self.execute("UPDATE images SET camera = ? WHERE name = ?", schema.to_json(asdict(camera)), name)
 
     def put_features(
         self, name: str, features: Features, record: bytes, sha256: str = "", stamp: str = ""
