@@ -369,7 +369,8 @@ class Collection:
             out: file (colmap: .db, npz: .npz) or folder to create.
             cameras: which images share a camera, and what is known of it (colmap, openmvg, kapture); None
                 takes them from the run, from EXIF, or guesses.
-            overwrite: replace what exists; see `matcher.export.formats.export`.
+            overwrite: replace an existing file, or write into a folder that holds files; without it only an
+                `.npz` that an earlier export wrote is replaced.
 
         Returns:
             What was written and what was left out.
@@ -378,6 +379,7 @@ class Collection:
             UsageError: an unknown format, an output that exists or cannot be written, names or cameras that
                 the format cannot hold.
             IntegrityError: the store is damaged.
+            OSError: the disk is full.
         """
         from matcher.export.formats import export
 

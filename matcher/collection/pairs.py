@@ -268,12 +268,9 @@ def preemptive_pairs(
     two best candidates, so that none is lost here, and one with few such pairs those of its partners'
     partners.
 
-    Args:
-        candidates: names of two images each, every pair once.
-        features: the features of an image, unbatched.
-        pipeline: matches and verifies; by a fundamental matrix where its geometry needs cameras.
-        partners: how many others an image is matched with already; they count among its `BEST`.
-        on_progress: called after every candidate with how many are done, and all.
+    `partners` says how many others an image is matched with already; they count among its `BEST`. Where the
+    pipeline's geometry needs cameras, a fundamental matrix verifies. `on_progress` is called after every
+    candidate with how many are done, and all.
     """
     estimation, verifier = pipeline.config.estimation, pipeline
     if estimation.kind == "essential":

@@ -80,19 +80,14 @@ def _by_tiles(pairs: np.ndarray) -> np.ndarray:
 def add_pairs(
     writer: Writer, pairs: Iterable[tuple[str, str]], shard: tuple[int, int] | None = None
 ) -> tuple[int, int]:
-    """Add the pairs that are neither finished nor failed, each once, in either order of its images.
+    """Add the pairs, names read once, that are neither finished nor failed, each once, in either order of its
+    images; `UsageError`: a name that the store does not have, or an image with itself.
 
-    Args:
-        writer: of the store.
-        pairs: names of images that the store has; read once, as a stream.
-        shard: (i, n): only part i of n, a range of the pairs in the order in which they are matched. The
-            parts depend on the names and pairs alone, so that the n runs agree on them.
+    Of a `shard` (i, n) only part i of n: a range of the pairs in the order in which they are matched. The
+    parts depend on the names and pairs alone, so that the n runs agree on them.
 
     Returns:
         Different pairs of the plan (of this part), and how many of them were not in the store yet.
-
-    Raises:
-        UsageError: a name that the store does not have, or an image with itself.
     """
     numbers = {name: number for number, name in writer.store.names().items()}
     ranks = {name: rank for rank, name in enumerate(sorted(numbers))}

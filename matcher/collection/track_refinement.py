@@ -43,20 +43,12 @@ class _Step(NamedTuple):
 def refine_tracks(
     store: Store, config: RefineConfig, on_progress: Callable[[int, int], None] | None = None
 ) -> dict[str, RefinedKeypoints]:
-    """The keypoints of all images of a run; observations of tracks are refined against their references.
+    """The keypoints of all images of a run, by name; observations of tracks are refined against their
+    references. A keypoint that is in no track, is the reference of its track, or was not accepted keeps its
+    position. `on_progress` is called with the number of track keypoints refined so far, and of all.
 
-    Args:
-        store: a run with its verified pairs; the images are read again.
-        config: window size and acceptance thresholds.
-        on_progress: called with the number of track keypoints refined so far, and that of all candidates.
-
-    Returns:
-        By name of image. A keypoint that is in no track, is the reference of its track, or was not accepted
-        keeps its position.
-
-    Raises:
-        ImageError: an image cannot be read.
-        IntegrityError: an image is not what it was when its keypoints were found.
+    `ImageError`: an image cannot be read; `IntegrityError`: it is not what it was when its keypoints were
+    found.
     """
     images = [image for image in store.images() if image.status == "done"]
     scales = np.array([store.scale(image.name) for image in images]).reshape(-1, 2)

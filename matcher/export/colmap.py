@@ -226,22 +226,12 @@ def write_colmap(
     only: Collection[str] | None = None,
     without: Collection[tuple[str, str]] = (),
 ) -> ExportReport:
-    """A database for COLMAP: cameras, images, keypoints, matches and verified pairs.
+    """A database for COLMAP: cameras, images (`only` those named), keypoints, matches and verified pairs, but
+    for the pairs `without`, names in order; a file that exists is replaced.
 
     All matches go to `matches`, the inliers of pairs with a geometry to `two_view_geometries`; to verify
-    again, clear the latter and run COLMAP's verification.
-
-    Args:
-        store: the run.
-        out: the database file; one that exists is replaced (`export` and the command line refuse to).
-        choice: the cameras, and the rig that they are fixed to.
-        only: names of the images to write; all when absent.
-        without: pairs to leave out, names in order.
-
-    Raises:
-        UsageError: pycolmap is absent, nothing to write, a name that SQLite cannot hold, or a rig that does
-            not fit the images.
-        OSError: the disk is full.
+    again, clear the latter and run COLMAP's verification. `UsageError`: pycolmap is absent, nothing to write,
+    a name that SQLite cannot hold, or a rig that does not fit the images.
     """
     pycolmap = import_pycolmap()
     run = ExportedRun(store, out, utf8="COLMAP", only=only)

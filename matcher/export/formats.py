@@ -50,21 +50,10 @@ def export(
     *,
     overwrite: bool = False,
 ) -> ExportReport:
-    """Export a run; the output is complete or absent.
+    """Export a run, opened, as `Collection.export` does; the output is complete or absent.
 
-    Args:
-        store: the run, opened.
-        form: a name in `FORMATS`.
-        out: a file (colmap: `.db`, npz: `.npz`) or a folder (the others).
-        choice: the cameras, for formats that have some.
-        overwrite: replace an existing file, or write into a folder that holds files; without it only an
-            `.npz` that an earlier export wrote is replaced. A database never is, since COLMAP adds to it.
-
-    Raises:
-        UsageError: an unknown format, an output that exists or is of another kind, names that the format
-            cannot hold, cameras for a format without, or a library that is not installed.
-        IntegrityError: the store is damaged.
-        OSError: the disk is full.
+    `overwrite` replaces an existing file, or writes into a folder that holds files; without it only an `.npz`
+    that an earlier export wrote is replaced. A database never is, since COLMAP adds to it.
     """
     out = Path(out)
     if form not in FORMATS:

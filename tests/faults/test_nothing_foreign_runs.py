@@ -61,7 +61,7 @@ def test_a_module_in_the_working_folder_is_not_imported(planted, tmp_path, tried
 
 
 OPTIONAL = (
-    ["collection", "photos", "--run", "new", "--exhaustive", "--engine", "ray"],
+    ["collection", "photos", "--run", "new", *QUICK, "--exhaustive", "--engine", "ray", "--workers", "1"],
     ["export", "run", "--to", "hloc", "out"],
     ["serve", "--port", "0"],
 )

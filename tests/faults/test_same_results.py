@@ -62,14 +62,13 @@ def test_a_fork_of_a_process_with_threads_gives_the_same(pairs, preset):
     assert subprocess.run(command, env=environment, check=False).returncode == 0
 
 
-def test_two_spawned_processes_give_serial_results(pairs, tried):
-    """Each imports the package and loads the preset anew."""
+def test_a_spawned_process_gives_serial_results(pairs, tried):
+    """It imports the package and loads the preset anew."""
     serial = match_all("nearest", pairs[:2])
     assert min(len(points) for points, *_ in serial) > 10
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found = [pool.submit(match_all, "nearest", pairs[:2]) for _ in range(2)]
-        assert [each.result(timeout=120) for each in found] == [serial, serial]
-    tried(4)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(match_all, "nearest", pairs[:2]).result(timeout=120) == serial
+    tried(2)
 
 
 def agreement(first: np.ndarray, second: np.ndarray, within: float = 0.05) -> float:
