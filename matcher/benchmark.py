@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -36,7 +37,6 @@ from matcher.weights.conversion import import_checkpoint
 
 SIZE = (1024, 768)  # of the images that random keypoints belong to
 OFF = {"early_exit": False, "pruning": False}
-SLOW = ("onnx", "collection")  # rows of minutes, which run only if they are named
 Call = Callable[[], object]
 
 
@@ -101,8 +101,9 @@ class Bench:
         for path in self.images:
             pixels = read_image(path).pixels
             factor = 2048 / max(pixels.shape[:2])
-            large = cv2.resize(pixels, None, fx=factor, fy=factor, interpolation=cv2.INTER_CUBIC)
-            found.append(pipe.extract(large))
+            found.append(
+                pipe.extract(cv2.resize(pixels, None, fx=factor, fy=factor, interpolation=cv2.INTER_CUBIC))
+            )
         return found
 
     def alternate(self, calls: Mapping[str, Call]) -> dict[str, tuple[float, ...]]:
@@ -219,20 +220,16 @@ def lightglue(bench: Bench, points: int, batch: int = 1) -> Iterator[BenchmarkRo
     for precision in ("auto", "float32"):
         options = {"device": str(device), "precision": precision, **OFF}
         network = with_parameters(peer.state_dict(), "lightglue-superpoint", **options).matcher
-        name = f"LightGlue architecture, {batch} × {points} points, {network.precision}"
-        works[name] = (lambda n=network: n(*sides), "")
+        name, call = f"LightGlue architecture, {batch} × {points} points", partial(network, *sides)
+        works[f"{name}, {network.precision}"] = (call, "")
         if device.type == "cpu" and kernels() is not None:
-            works[f"{name}, no kernels"] = (lambda n=network: without_kernels(lambda: n(*sides)), "")
+            works[f"{name}, {network.precision}, no kernels"] = (partial(without_kernels, call), "")
     for row in bench.rows(works, {"kornia, float32": lambda: peer(data)}):
         yield replace(row, note=f"{batch / median(row.ours):.1f} pairs/s")
 
 
 def superglue(bench: Bench) -> Iterator[BenchmarkRow]:
-    """SuperGlue's architecture with as many Sinkhorn iterations, against transformers.
-
-    Raises:
-        UsageError: transformers is not installed.
-    """
+    """SuperGlue's architecture with as many Sinkhorn iterations, against transformers."""
     try:
         from transformers import SuperGlueConfig, SuperGlueForKeypointMatching
     except ImportError as error:
@@ -241,19 +238,15 @@ def superglue(bench: Bench) -> Iterator[BenchmarkRow]:
             f"SuperGlue is compared with transformers, which is not installed: {hint}"
         ) from error
     device, points = bench.device, 2 * bench.keypoints
-    config = SuperGlueConfig(matching_threshold=0.0)
-    peer = seeded(lambda: SuperGlueForKeypointMatching(config)).to(device)
+    peer = seeded(lambda: SuperGlueForKeypointMatching(SuperGlueConfig(matching_threshold=0.0))).to(device)
     tensors = {k: v for k, v in peer.state_dict().items() if not k.startswith("keypoint_detector.")}
     network = with_parameters(tensors, "superglue-outdoor", device=str(device)).matcher
     sides = [random_batch(points, 1, device, seed) for seed in (0, 1)]
     names = ("keypoints", "descriptors", "scores", "mask")
     *given, mask = (torch.stack([getattr(side, name) for side in sides], 1) for name in names)
-
-    def theirs() -> object:
-        return peer._match_image_pair(*given, SIZE[1], SIZE[0], mask=mask.int())
-
+    theirs = partial(peer._match_image_pair, *given, SIZE[1], SIZE[0], mask=mask.int())
     work = f"SuperGlue architecture, {points} points, {network.precision}"
-    yield from bench.rows({work: (lambda: network(*sides), "")}, {"transformers, float32": theirs})
+    yield from bench.rows({work: (partial(network, *sides), "")}, {"transformers, float32": theirs})
 
 
 def loftr(bench: Bench) -> Iterator[BenchmarkRow]:
@@ -265,12 +258,10 @@ def loftr(bench: Bench) -> Iterator[BenchmarkRow]:
     config = default_cfg | {name: default_cfg[name] | values for name, values in own.items()}
     peer = seeded(lambda: LoFTR(pretrained=None, config=config)).to(device)
     pipe = with_parameters(dict(peer.state_dict()), "loftr-outdoor", device=str(device))
-    pixels = []
-    for seed in (0, 1):
-        noise = np.random.default_rng(seed).standard_normal((height, width))
-        pixels.append(cv2.normalize(cv2.GaussianBlur(noise, (0, 0), 2.0), None, 0, 255, cv2.NORM_MINMAX))
-    images = [image_from_array(noise.astype(np.uint8)) for noise in pixels]
-    grey = [torch.from_numpy(noise.astype(np.float32))[None, None].to(device) / 255 for noise in pixels]
+    noise = [np.random.default_rng(seed).standard_normal((height, width)) for seed in (0, 1)]
+    noise = [cv2.normalize(cv2.GaussianBlur(n, (0, 0), 2.0), None, 0, 255, cv2.NORM_MINMAX) for n in noise]
+    images = [image_from_array(each.astype(np.uint8)) for each in noise]
+    grey = [torch.from_numpy(each.astype(np.float32))[None, None].to(device) / 255 for each in noise]
 
     def ours() -> object:
         return pipe.matcher(*(Features.stack([found]) for found in pipe.extractor(images)))
@@ -290,7 +281,7 @@ def extraction(bench: Bench) -> Iterator[BenchmarkRow]:
     for precision in ("auto", "float32"):
         extract = bench.load(precision=precision).extractor
         name = f"front end learned, {'×'.join(map(str, bench.frame))}, {precision}"
-        works[name] = (lambda e=extract: e([image]), f"{len(extract([image])[0])} keypoints")
+        works[name] = (partial(extract, [image]), f"{len(extract([image])[0])} keypoints")
     yield from bench.rows(works, {"SIFT on the CPU": lambda: sift([image])})
     extract, count = bench.load().extractor, 2 if bench.quick else 8
     work = {f"front end learned, {count} images at once": (lambda: extract([image] * count), "")}
@@ -310,7 +301,7 @@ def presets(bench: Bench) -> Iterator[BenchmarkRow]:
     }
     for name, pipe in pipes.items():
         work = f"pair of {'×'.join(map(str, bench.frame))}, {bench.keypoints} keypoints, {name}"
-        works[work] = (lambda p=pipe: p.match(*images), f"{len(pipe.match(*images).points0)} matches")
+        works[work] = (partial(pipe.match, *images), f"{len(pipe.match(*images).points0)} matches")
     sift = cv2.SIFT_create(bench.keypoints)
 
     def opencv() -> None:
@@ -319,10 +310,7 @@ def presets(bench: Bench) -> Iterator[BenchmarkRow]:
     yield from bench.rows(works, {"OpenCV: SIFT, FLANN, MAGSAC": opencv})
     options = ["--max-keypoints", str(bench.keypoints), "--device", str(bench.device)]
     command = child_command("matcher", "match", *map(str, bench.images), *options)
-
-    def run() -> None:
-        subprocess.run(command, env=child_environment(), check=True, capture_output=True)
-
+    run = partial(subprocess.run, command, env=child_environment(), check=True, capture_output=True)
     if bench.clock is process_time:  # that of the command's process, not of this one, which waits
         bench = replace(bench, clock=lambda: sum(os.times()[:4]))
     calls = {"the same call in a process": lambda: pipes["default preset"].match(*bench.images)}
@@ -331,55 +319,48 @@ def presets(bench: Bench) -> Iterator[BenchmarkRow]:
 
 def matching(bench: Bench, points: int) -> Iterator[BenchmarkRow]:
     """The default network on features: "auto" against float32, full depth and no kernels."""
-    features = bench.features(points)
-    options = {"max_keypoints": points, "further_passes": False}
+    features, options = bench.features(points), {"max_keypoints": points, "further_passes": False}
     pipe = bench.load(**options)
-    found = pipe.match_features(*features)
-    others = {
-        "float32": bench.load(precision="float32", **options),
-        "early exit and pruning off": bench.load(**OFF, **options),
+    ours = partial(pipe.match_features, *features)
+    calls: dict[str, Call] = {
+        "float32": partial(bench.load(precision="float32", **options).match_features, *features),
+        "early exit and pruning off": partial(bench.load(**OFF, **options).match_features, *features),
     }
-    calls: dict[str, Call] = {name: lambda p=p: p.match_features(*features) for name, p in others.items()}
     if bench.device.type == "cpu" and kernels() is not None:
-        calls["no kernels"] = lambda: without_kernels(lambda: pipe.match_features(*features))
-    counts = "×".join(str(len(each)) for each in features)
+        calls["no kernels"] = partial(without_kernels, ours)
+    found, counts = ours(), "×".join(str(len(each)) for each in features)
     note = f"{pipe.matcher.precision}; {len(found)} matches; {found.layers_run} of {pipe.layers} layers"
-    work = f"matching {counts} keypoints, default preset"
-    yield from bench.rows({work: (lambda: pipe.match_features(*features), note)}, calls)
+    yield from bench.rows({f"matching {counts} keypoints, default preset": (ours, note)}, calls)
 
 
 def batches(bench: Bench) -> Iterator[BenchmarkRow]:
     """Pairs of cached features in a batch against one by one, and against reading and extracting again."""
-    features = bench.features(bench.keypoints)
-    pipe = bench.load(further_passes=False)
+    features, pipe = bench.features(bench.keypoints), bench.load(further_passes=False)
     for size in (2,) if bench.quick else (8, 32):
         pairs = [features] * size
         calls = {"one by one": lambda p=pairs: [pipe.match_features(*pair) for pair in p]}
         work = f"{size} pairs of {bench.keypoints} keypoints in a batch, default preset"
-        for row in bench.rows({work: (lambda p=pairs: pipe.match_features_batch(p), "")}, calls):
+        for row in bench.rows({work: (partial(pipe.match_features_batch, pairs), "")}, calls):
             yield replace(row, note=f"{size / median(row.ours):.1f} pairs a second")
     cached = [pipe.extract(path) for path in bench.images]
     work = f"a pair of {len(cached[0])} keypoints, features cached"
     calls = {"from paths": lambda: pipe.match(*bench.images)}
-    yield from bench.rows({work: (lambda: pipe.match_features(*cached), "")}, calls)
+    yield from bench.rows({work: (partial(pipe.match_features, *cached), "")}, calls)
 
 
 def onnx(bench: Bench, points: int) -> Iterator[BenchmarkRow]:
     """The default preset in ONNX Runtime in one pass, against torch in float32 with and without kernels."""
     options = {"precision": "float32", "further_passes": False, "refine": False, "resize": 2048}
     ours, torch_ours = (bench.load(engine=e, max_keypoints=points, **options) for e in ("onnx", "torch"))
-    features = bench.features(points)
-    image = image_from_array(bench.pictures()[0])
+    features, image = bench.features(points), image_from_array(bench.pictures()[0])
     for name, call in {
         f"matcher alone, {points} points": lambda pipe: pipe.match_features(*features),
         f"images to matches, {points} points": lambda pipe: pipe.match(*bench.images),
         f"front end, {'×'.join(map(str, bench.frame))}": lambda pipe: pipe.extractor([image]),
     }.items():
-        calls = {
-            "torch, float32": lambda c=call: c(torch_ours),
-            "the same without kernels": lambda c=call: without_kernels(lambda: c(torch_ours)),
-        }
-        yield from bench.rows({f"ONNX Runtime: {name}": (lambda c=call: c(ours), "")}, calls)
+        theirs = partial(call, torch_ours)
+        calls = {"torch, float32": theirs, "the same without kernels": partial(without_kernels, theirs)}
+        yield from bench.rows({f"ONNX Runtime: {name}": (partial(call, ours), "")}, calls)
 
 
 def collection(bench: Bench) -> Iterator[BenchmarkRow]:
@@ -441,21 +422,21 @@ def _colmap_matching(folder: Path, root: Path, points: int) -> Call:
 # The benchmark
 
 
-def _plan(bench: Bench) -> Iterator[tuple[str, Callable[[], Iterator[BenchmarkRow]]]]:
+def _plan(bench: Bench) -> Iterator[tuple[str, Callable[[Bench], Iterator[BenchmarkRow]]]]:
     """Names of rows, each with a function that measures them."""
     cuda, sizes = bench.device.type == "cuda", (64,) if bench.quick else (512, 1024, 2048)
     for points in sizes:
-        yield f"lightglue {points}", lambda n=points: lightglue(bench, n)
+        yield f"lightglue {points}", partial(lightglue, points=points)
         if cuda:
             many = 2 if bench.quick else 32
-            yield f"lightglue {points} batch {many}", lambda n=points, b=many: lightglue(bench, n, b)
+            yield f"lightglue {points} batch {many}", partial(lightglue, points=points, batch=many)
     for measure in (superglue, loftr, extraction, presets, batches):
-        yield measure.__name__, lambda m=measure: m(bench)
+        yield measure.__name__, measure
     for points in sizes:
-        yield f"matching {points}", lambda n=points: matching(bench, n)
+        yield f"matching {points}", partial(matching, points=points)
         if not cuda:
-            yield f"onnx {points}", lambda n=points: onnx(bench, n)
-    yield "collection", lambda: collection(bench)
+            yield f"onnx {points}", partial(onnx, points=points)
+    yield "collection", collection
 
 
 def run_benchmark(
@@ -465,7 +446,8 @@ def run_benchmark(
 
     Args:
         bench: the device, the images, and how often and for how long rows are repeated.
-        only: run the rows whose name contains this text; those of `SLOW` run only so.
+        only: run the rows whose name contains this text; those of ONNX Runtime and of collections, which take
+            minutes, run only so.
         progress: called with each line of the table as soon as it is measured.
 
     Raises:
@@ -481,10 +463,10 @@ def run_benchmark(
     for line in (said.format(**describe_machine(bench.device)), "", head, "|---|---|---|---|---|---|"):
         say(line)
     for name, measure in _plan(bench):
-        if name.startswith(SLOW) if only is None else only.lower() not in name:
+        if name.startswith(("onnx", "collection")) if only is None else only.lower() not in name:
             continue
         try:
-            for row in measure():
+            for row in measure(bench):
                 rows.append(row)
                 say(str(row))
         except torch.OutOfMemoryError:  # of a GPU; the other rows may fit
@@ -509,11 +491,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def check_device(name: str) -> torch.device:
-    """The device of that name.
-
-    Raises:
-        UsageError: neither cpu nor cuda, or no CUDA device here.
-    """
+    """The device of that name; `UsageError` for neither cpu nor cuda, or no CUDA device here."""
     device = torch.device(name)
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"the benchmark runs on cpu or cuda, not on {name}")

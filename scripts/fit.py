@@ -21,9 +21,7 @@ from matcher.config import CalibrationConfig, RefinedCalibrationConfig, Verified
 from matcher.errors import MatcherError
 from matcher.evaluate import calibration
 from matcher.evaluate.protocols import UnrelatedPair
-from matcher.evaluate.sets import SetOptions, find_sets
-from matcher.evaluate.synthetic import synthetic_set, unrelated_set, zoomed_set
-from matcher.evaluate.traps import repeats_set
+from matcher.evaluate.sets import SetOptions, find_sets, made_set
 from matcher.images import find_images
 from matcher.loading import load
 from matcher.verify.verdict import COEFFICIENTS, EVIDENCE, NOT, SAME, evidence
@@ -82,12 +80,10 @@ def training_pairs(
     different scenes.
     """
     paths = find_images(photos)
-    sets = (synthetic_set(paths, count=count, seed=seed), zoomed_set(paths, count=-(-count // 4), seed=seed))
-    for pair_set in (*sets, unrelated_set(paths, count=count, seed=seed)):
-        for pair in pair_set.pairs:
-            yield (pair.image0.given(), pair.image1.given()), pair_set.protocol == "homography"
-    for pair in repeats_set(paths, count=count, seed=seed).pairs:
-        yield (pair.image0.given(), pair.image1.given()), not isinstance(pair, UnrelatedPair)
+    for name in ("synthetic", "zoom", "unrelated", "repeats"):
+        number = -(-count // 4) if name == "zoom" else count
+        for pair in made_set(name, paths, count=number, seed=seed).pairs:
+            yield (pair.image0.given(), pair.image1.given()), not isinstance(pair, UnrelatedPair)
     rng = np.random.default_rng([seed, 1])
     sources = [list(group) for _, group in groupby(sorted(paths), lambda path: path.parent)]
     sources = [group for group in sources if len(group) > 1]

@@ -49,9 +49,10 @@ def parts(given: argparse.Namespace) -> None:
 
 def verdicts(given: argparse.Namespace) -> None:
     """How often pairs of different places are called the same."""
-    from matcher.evaluate.calibration import predictions
+    from matcher.evaluate.calibration import verdict_counts
     from matcher.evaluate.methods import Method
     from matcher.evaluate.protocols import PairImage, PairSet, UnrelatedPair
+    from matcher.evaluate.run import evaluate
     from matcher.verify.verdict import SAME
 
     methods = [Method(given.preset, matcher.load(given.preset))]
@@ -59,13 +60,13 @@ def verdicts(given: argparse.Namespace) -> None:
     print("|---|---|---|---|---|---|")
     for name, drawn in different_places(given.data, given.unrelated, given.lookalikes, given.seed).items():
         pairs = [UnrelatedPair(f"{a.name} {b.name}", "", PairImage(a), PairImage(b)) for a, b in drawn]
-        kind = PairSet(name, "unrelated", pairs)
-        said = predictions(kind, methods)[given.preset]
-        counts = list(said.verdict_counts().values())
+        records = evaluate(PairSet(name, "unrelated", pairs), methods).records[given.preset]
+        counts = list(verdict_counts(records).values())
         bound = upper_bound(counts[0], sum(counts))
         print(f"| {name} | {sum(counts)} | {' | '.join(map(str, counts))} | {bound:.4f} |")
-        wrong = np.flatnonzero(np.array(said.verdicts) >= SAME)
-        print(*(f"wrong: {kind.pairs[i].name}" for i in wrong), sep="\n", end="", flush=True)
+        for record in records:
+            if record.verdict is not None and record.verdict >= SAME:
+                print(f"wrong: {record.pair}", flush=True)
 
 
 def different_places(
@@ -168,7 +169,8 @@ def worst_centre(model: "pycolmap.Reconstruction", truth: Path) -> str:  # noqa:
 
 def budget(given: argparse.Namespace) -> None:
     """Accuracy of the kitchen's poses within a time, and how well the time is kept."""
-    from matcher.evaluate.measure import auc, pose_error
+    from matcher.evaluate.measure import pose_error
+    from matcher.evaluate.run import auc
 
     pipeline, errors, times = matcher.load(given.preset, geometry="essential"), [], []
     pairs = find_sets("kitchen", SetOptions(pairs=given.pairs))[0].pairs

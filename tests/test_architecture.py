@@ -199,7 +199,7 @@ def test_only_declared_dependencies_are_imported():
     for module in PACKAGE:
         outside = {target.split(".")[0] for target in imports(PACKAGE, module)} - set(sys.stdlib_module_names)
         assert outside <= declared | {"matcher"}, f"{module} imports {outside - declared - {'matcher'}}"
-        if module.startswith("matcher.train") and "labelling" not in module:
+        if module.startswith("matcher.train"):
             assert outside <= TRAINING_MAY_USE | {"matcher"}, module
         assert "matplotlib.pyplot" not in imports(PACKAGE, module), f"{module}: pyplot keeps global state"
 

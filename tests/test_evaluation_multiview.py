@@ -102,19 +102,14 @@ def cameras(folder):
     return [DepthCamera(folder / f"{n}_depth.png", 2, K, POSES[n]) for n in (0, 1)]
 
 
-def test_depth_between_its_samples_is_that_of_the_wall(rendered):
-    camera, _ = cameras(rendered)
+def test_reprojection_follows_the_wall_and_knows_what_is_hidden(rendered, rng):
+    view0, view1 = cameras(rendered)
     points = np.array([[10.3, 20.7], [200.5, 99.25], [-3, 5], [5, 239.4], [np.nan, 1]])
     n = plane_in(POSES[0])
     rays = np.column_stack([points, np.ones(5)]) @ np.linalg.inv(K).T
     expected = -n[3] / (rays @ n[:3])
-    found = depth_at(points, camera)
-    assert found[:2] == pytest.approx(expected[:2], abs=1e-3)
-    assert np.isnan(found[2:]).all()
-
-
-def test_reprojection_follows_the_wall_and_knows_what_is_hidden(rendered, rng):
-    view0, view1 = cameras(rendered)
+    found = depth_at(points, view0)
+    assert found[:2] == pytest.approx(expected[:2], abs=1e-3) and np.isnan(found[2:]).all()
     points = np.column_stack([rng.uniform(2, side - 4, 200) for side in SIZE])
     _, H = picture_of(POSES[1], np.zeros(SIZE[::-1], np.uint8))
     lifted = np.column_stack([points, np.ones(200)]) @ H.T
@@ -125,12 +120,8 @@ def test_reprojection_follows_the_wall_and_knows_what_is_hidden(rendered, rng):
     beside = ~((expected >= 0) & (expected <= np.array(SIZE) - 1)).all(1)
     assert beside.any() and not seen[beside].any()
     assert 0.6 < overlap_of(view0, view1) < 1
-
-
-def test_what_stands_before_the_wall_hides_it(rendered):
-    view0, view1 = cameras(rendered)
     depth = cv2.imread(str(view1.path), cv2.IMREAD_UNCHANGED)
-    depth[40:80, 60:100] //= 2
+    depth[40:80, 60:100] //= 2  # what stands before the wall hides it
     cv2.imwrite(str(rendered / "box_depth.png"), depth)
     boxed = DepthCamera(rendered / "box_depth.png", 2, K, POSES[1])
     moved, seen = reproject(np.array([[180.0, 120.0], [60.0, 40.0]]), view0, boxed)
@@ -147,9 +138,6 @@ def test_rendered_views_are_two_sets(rendered):
     values = found.values["nearest"]
     assert values["error"].shape == (2, 2) and values["precision3"].mean() > 0.9
     assert values["recall3"].mean() > 0.3 and (values["correct3"] <= values["correct10"]).all()
-
-
-def test_rendered_views_may_list_their_pairs(rendered):
     path = rendered / "cameras.json"
     scene = json.loads(path.read_text())
     views = [{key: row[key] for key in row if key != "light"} for row in scene["views"]]
@@ -160,6 +148,10 @@ def test_rendered_views_may_list_their_pairs(rendered):
     (rendered / "pairs.json").write_text(json.dumps([[0, 9]]))
     with pytest.raises(IntegrityError, match=r"pairs\.json"):
         find_sets(str(rendered), SetOptions())
+    (rendered / "pairs.json").unlink()
+    (rendered / "0_depth.png").write_bytes(b"no picture")
+    with pytest.raises(ImageError, match="no depth"):
+        find_sets(str(rendered), SetOptions())
 
 
 def test_recorded_views_have_their_pairs(recorded):
@@ -169,6 +161,9 @@ def test_recorded_views_have_their_pairs(recorded):
     assert pair.cam1_from_cam0 == pytest.approx(POSES[1] @ np.linalg.inv(POSES[0]))
     measured = evaluate(found, [Method("nearest", matcher.load("nearest", max_keypoints=400))])
     assert measured.values["nearest"]["precision3"][0, 0] > 0.9
+    (recorded / "pairs.json").write_text('[{"image0": "7.png", "image1": "1.png", "overlap": 0.5}]')
+    with pytest.raises(UsageError, match="both among"):
+        find_sets(str(recorded), SetOptions())
 
 
 def result_of(points0, points1, indices, score, size=SIZE, passes=1):
@@ -191,7 +186,7 @@ def test_matches_are_judged_by_what_depth_tells(rendered):
     points1 = np.where(seen[:, None], moved, 50.0) + np.array([[0.5, 0], [6, 0], [0, 0], [0, 0]])
     indices = np.repeat(np.arange(4)[:, None], 2, axis=1)
     estimator = RobustEstimator(EstimationConfig(kind="essential"))
-    found = measure_pair(pair, result_of(points0, points1, indices, 1.0), [estimator])
+    found = measure_pair(pair, result_of(points0, points1, indices, 1.0), [estimator]).metrics
     # One within 3 px, one within 10, one that the other picture does not show; the last has no depth.
     assert (found["precision3"], found["precision10"]) == pytest.approx((1 / 3, 2 / 3))
     assert (found["correct3"], found["correct10"]) == (1, 2)
@@ -201,14 +196,12 @@ def test_disparity_labels_judge_matches():
     """Twenty points, all shifted by 4 px to the left; the labels know the left half of the picture."""
     x, y = np.meshgrid(np.arange(5) * 20 + 10.0, np.arange(4) * 15 + 10.0)
     points0 = np.column_stack([x.ravel(), y.ravel()]) + np.random.default_rng(0).uniform(-0.4, 0.4, (20, 2))
-    labels = np.column_stack([each.ravel() for each in np.meshgrid(np.arange(50), np.arange(80))]).astype(
-        float
-    )
+    labels = np.stack(np.meshgrid(np.arange(50.0), np.arange(80.0)), -1).reshape(-1, 2)
     side = PairImage(None)
     pair = CorrespondencePair("x", "", side, side, labels, labels - [4, 0])
     indices = np.column_stack([np.arange(20), [1, 0, *range(2, 20)]])
     known = points0[:, 0] < 49.5
-    found = measure_pair(pair, result_of(points0, points0 - [4, 0], indices, 1.0, (100, 80)), [])
+    found = measure_pair(pair, result_of(points0, points0 - [4, 0], indices, 1.0, (100, 80))).metrics
     right = (known.sum() - 2) / known.sum()
     assert (found["precision3"], found["recall3"]) == pytest.approx((right, right))
 
@@ -221,23 +214,13 @@ def test_improbable_geometry_of_several_passes_is_not_accepted(rendered, passes,
     moved, seen = reproject(points0, pair.view0, pair.view1)
     indices = np.repeat(np.arange(40)[:, None], 2, axis=1)
     result = result_of(points0[seen][:40], moved[seen][:40], indices, 0.02, passes=passes)
-    found = measure_pair(pair, result, [RobustEstimator(EstimationConfig(kind="essential"))])
+    found = measure_pair(pair, result, [RobustEstimator(EstimationConfig(kind="essential"))]).metrics
     assert found["accepted"].tolist() == [accepted] and found["error"][0] < 2
 
 
-def test_files_that_do_not_fit_are_named(rendered, recorded):
-    (recorded / "pairs.json").write_text('[{"image0": "7.png", "image1": "1.png", "overlap": 0.5}]')
-    with pytest.raises(UsageError, match="both among"):
-        find_sets(str(recorded), SetOptions())
-    (rendered / "0_depth.png").write_bytes(b"no picture")
-    with pytest.raises(ImageError, match="no depth"):
-        find_sets(str(rendered), SetOptions())
-
-
 def test_pairs_are_drawn_by_the_angle_between_their_views(recorded):
-    turns = [-20, -10, 0, 10, 20]
     frames = []
-    for turn in turns:
+    for turn in (-20, -10, 0, 10, 20):
         camera = pose(np.radians(turn), [0, 0, 0])
         depth = (1000 * depth_map(camera, 2)).astype(np.uint16)
         cv2.imwrite(str(recorded / "depth" / f"{turn}.png"), depth)

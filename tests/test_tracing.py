@@ -1,8 +1,12 @@
+"""Scripts that make training views: traced rooms, and where sets of real photos are written."""
+
 import importlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from matcher.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,3 +58,21 @@ def test_views_have_exact_depth_and_light_that_falls_off(tracing):
     )  # straight below the lamp: its light times the tint
     assert colours[900, 639].max() < 0.5 * colours[479, 639].min()
     assert shading.develop(colours, np.random.default_rng(0)).shape == (480, 640, 3)
+
+
+def test_a_folder_that_is_no_set_is_never_replaced_and_finished_sets_are_kept(tmp_path, monkeypatch):
+    """The photos' own folder was deleted where sets were asked for beside it."""
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "rooms")
+    label = importlib.import_module("label_views")
+    photos = tmp_path / "castle"
+    photos.mkdir()
+    (photos / "a.jpg").write_bytes(b"photo")
+    with pytest.raises(UsageError, match="castle exists and is no finished set"):
+        label.label_views(photos, photos, tmp_path / "work", print)
+    assert (photos / "a.jpg").read_bytes() == b"photo"
+    for name in ("house", "house-1", "house-2"):
+        (tmp_path / name).mkdir()
+    for name in ("house", "house-1"):
+        (tmp_path / name / label.DONE).touch()
+    found = label.label_views(photos, tmp_path / "house", tmp_path / "work", print)
+    assert [folder.name for folder in found] == ["house", "house-1"]

@@ -12,21 +12,8 @@ from training_data import LEARNED, SIFT, from_sources, write_photos, write_views
 from matcher.errors import IntegrityError, UsageError
 from matcher.evaluate.multiview import find_stored_sets
 from matcher.match.position import normalise_positions
-from matcher.train.keypoints import (
-    IGNORED,
-    Describer,
-    Keypoints,
-    beside_visible,
-    labelled,
-    partners,
-)
-from matcher.train.pairs import (
-    Draws,
-    ImagePairs,
-    PairSampler,
-    other_of_pair,
-    quarter_turns,
-)
+from matcher.train.keypoints import IGNORED, Describer, Keypoints, beside_visible, labelled, partners
+from matcher.train.pairs import Draws, ImagePairs, PairSampler, other_of_pair, quarter_turns
 from matcher.train.recipe import PairRecipe
 from matcher.train.views import (
     HIDDEN,
@@ -182,9 +169,6 @@ def test_the_turn_of_image_1_is_that_which_undoes_its_rotation(turns):
     assert quarter_turns(points, found).tolist() == [-turns % 4]
     found[:, 5:] = torch.nan
     assert quarter_turns(points, found).tolist() == [0]  # too few points to tell
-
-
-# --- Photometry.
 
 
 # --- Keypoints and their partners.

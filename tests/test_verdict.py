@@ -9,10 +9,11 @@ import pytest
 
 import matcher
 from matcher.errors import UsageError
-from matcher.evaluate.calibration import fit_verdict, predictions, reliability
+from matcher.evaluate.calibration import check_labels, fit_verdict, reliability, verdict_counts
 from matcher.evaluate.measure import match_errors
 from matcher.evaluate.methods import Method
 from matcher.evaluate.protocols import HomographyPair, PairImage, PairSet, PosePair, UnrelatedPair
+from matcher.evaluate.run import evaluate
 from matcher.types import Matches, TwoViewGeometry
 from matcher.verify.verdict import EVIDENCE, Verdict, evidence, reject_improbable, verdict_of
 from matcher.viz.plots import draw_reliability
@@ -122,7 +123,7 @@ def test_poses_say_nothing_of_single_matches():
     image = PairImage(Path("a.png"))
     pair = PosePair("a", "", image, image, np.eye(3), np.eye(3), np.eye(4))
     with pytest.raises(UsageError, match="calibration needs homographies"):
-        predictions(PairSet("castle", "pose", [pair]), [Method("nearest", matcher.load("nearest"))])
+        check_labels(PairSet("castle", "pose", [pair]))
 
 
 def test_the_fit_finds_what_made_the_classes():
@@ -141,5 +142,6 @@ def test_a_diagram_leaves_empty_bins_out():
 def test_verdicts_of_unrelated_pairs_are_counted(views):
     images = PairImage(views[0]), PairImage(views[1])
     pairs = PairSet("same, in truth", "unrelated", [UnrelatedPair("a", "", *images)])
-    said = predictions(pairs, [Method("n", matcher.load("nearest", max_keypoints=300, resize=400))])["n"]
-    assert sum(said.verdict_counts().values()) == 1 and not said.correct[0].any()
+    methods = [Method("n", matcher.load("nearest", max_keypoints=300, resize=400))]
+    records = evaluate(pairs, methods).records["n"]
+    assert sum(verdict_counts(records).values()) == 1 and np.isinf(records[0].errors).all()

@@ -26,8 +26,8 @@ from matcher.cli.output import PARTIAL, complain, pair_progress, say, show, stop
 from matcher.errors import UsageError
 
 if TYPE_CHECKING:
-    from matcher.evaluate.methods import Method
     from matcher.evaluate.protocols import PairSet
+    from matcher.evaluate.run import Evaluation
 
 
 def train(
@@ -191,8 +191,15 @@ def evaluate(
     """
     limit_threads(threads)
     from matcher.evaluate.methods import BASELINE, MethodOptions, build_methods, compared_methods
+    from matcher.evaluate.run import as_markdown, as_object
+    from matcher.evaluate.run import evaluate as run
 
     sets = _sets(where, pairs, levels, seed, images)
+    if calibration:
+        from matcher.evaluate.calibration import check_labels
+
+        for pair_set in sets:
+            check_labels(pair_set)
     ending = "-calibration" if calibration else ""  # of the names of the files, after that of the set
     suffixes = (".md", ".json", ".png") if calibration else (".md", ".json")
     if output is not None:
@@ -220,12 +227,17 @@ def evaluate(
         methods += peer_methods(name, options | {"precision": precision})
     skipped, baseline = 0, methods[0].name if compare else BASELINE
     for pair_set in sets:
-        if pair_set.protocol == "trap":
-            _traps(pair_set, methods, output)
-        elif calibration:
-            skipped += _calibration(pair_set, methods, output)
+        with pair_progress(pair_set.name) as progress:
+            seeds = 1 if calibration else estimator_seeds
+            found = run(pair_set, methods, seeds=seeds, progress=progress)
+        if calibration:
+            _reliability(found, output)
         else:
-            skipped += _accuracy(pair_set, methods, estimator_seeds, baseline, seed, output)
+            table = as_object(found, baseline=baseline, seed=seed)
+            command = shlex.join(["matcher", *sys.argv[1:]])
+            table |= {"version": matcher.__version__, "date": time.strftime("%Y-%m-%d"), "command": command}
+            _publish(output, pair_set.name, as_markdown(table), table)
+        skipped += len(found.skipped)
     if skipped:
         complain(f"{skipped} pairs were skipped; the tables give the reasons")
     return PARTIAL if skipped else 0
@@ -265,63 +277,18 @@ def _check_output(folder: Path, names: list[str], overwrite: bool) -> None:
         check_output(folder / name, (Path(name).suffix,), overwrite=overwrite)
 
 
-def _traps(pair_set: PairSet, methods: list[Method], folder: Path | None) -> None:
-    """Measure a set of pairs that are easily wrong, print its tables and write its files."""
-    from matcher.evaluate import traps
-
-    found, total = {}, len(pair_set) * len(methods)
-    with pair_progress(pair_set.name) as progress:
-        for number, method in enumerate(methods):
-            outcomes = []
-            for index in range(len(pair_set)):
-                outcomes.append(traps.judged(pair_set.pairs[index], method.pipeline))
-                progress(number * len(pair_set) + index + 1, total)
-            found[method.name] = traps.measured(outcomes)
-    _publish(folder, pair_set.name, traps.as_markdown(pair_set.name, pair_set.note, found), found)
-
-
-def _accuracy(
-    pair_set: PairSet,
-    methods: list[Method],
-    estimator_seeds: int,
-    baseline: str,
-    seed: int,
-    folder: Path | None,
-) -> int:
-    """Measure one set, print its table, write its files; the number of pairs that were skipped."""
-    from matcher.evaluate.run import as_markdown, as_object
-    from matcher.evaluate.run import evaluate as run
-
-    with pair_progress(pair_set.name) as progress:
-        found = run(pair_set, methods, seeds=estimator_seeds, progress=progress)
-    table = as_object(found, baseline=baseline, seed=seed)
-    table |= {"version": matcher.__version__, "date": time.strftime("%Y-%m-%d"), "command": _command()}
-    _publish(folder, pair_set.name, as_markdown(table), table)
-    return len(found.skipped)
-
-
-def _command() -> str:
-    """What was typed."""
-    return shlex.join(["matcher", *sys.argv[1:]])
-
-
-def _calibration(pair_set: PairSet, methods: list[Method], folder: Path | None) -> int:
-    """How often match probabilities hold, as a table and a diagram; the number of pairs that were skipped."""
-    from matcher.evaluate.calibration import as_markdown, as_object, predictions
+def _reliability(found: Evaluation, folder: Path | None) -> None:
+    """How often match probabilities hold, as a table and a diagram."""
+    from matcher.evaluate.calibration import as_markdown, as_object
     from matcher.viz.drawings import save_figure
     from matcher.viz.plots import draw_reliability
 
-    skipped: list[str] = []
-    with pair_progress(pair_set.name) as progress:
-        found = predictions(pair_set, methods, progress=progress, skipped=skipped)
-    table = as_object(pair_set, found, skipped)
-    name = f"{pair_set.name}-calibration"
+    table, name = as_object(found), f"{found.set.name}-calibration"
     _publish(folder, name, as_markdown(table), table)
     if folder is not None:
         curves = {row["name"]: (row["confidence"], row["accuracy"], row["count"]) for row in table["rows"]}
-        title = f"reliability of match probabilities: {pair_set.name}"
+        title = f"reliability of match probabilities: {found.set.name}"
         say(f"wrote {save_figure(draw_reliability(curves, title=title), folder / f'{name}.png')}")
-    return len(skipped)
 
 
 def _publish(folder: Path | None, name: str, text: str, table: dict[str, Any]) -> None:

@@ -6,24 +6,23 @@ Guo et al., On Calibration of Modern Neural Networks, ICML 2017, section 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from matcher.config import NetworkConfig
 from matcher.errors import ImageError, UsageError
-from matcher.evaluate.measure import match_errors, scale_of
+from matcher.evaluate.measure import Record, match_errors, scale_of
 from matcher.evaluate.methods import Method
-from matcher.evaluate.protocols import CorrespondencePair, Pair, PairSet
-from matcher.evaluate.run import PairLoop
+from matcher.evaluate.protocols import CorrespondencePair, PairSet
+from matcher.evaluate.run import Evaluation, matched, plain, table
 from matcher.loading import load
 from matcher.match import calibration
 from matcher.match.network import AttentionMatcher
 from matcher.pipeline import Pipeline
-from matcher.result import Result
 from matcher.verify.verdict import NOT, SAME
 
 BINS = 10
@@ -56,119 +55,70 @@ def reliability(probabilities: np.ndarray, right: np.ndarray) -> Reliability:
     return Reliability(confidence, accuracy, count)
 
 
-@dataclass(eq=False)
-class Predictions:
-    """What a method said on the pairs of a set, and what is true."""
-
-    scores: list[np.ndarray] = field(default_factory=list)  # of matches that can be judged
-    correct: list[np.ndarray] = field(default_factory=list)  # bool, of these matches
-    verdicts: list[float] = field(default_factory=list)  # probabilities of the same place, one a pair
-
-    def reliability(self) -> Reliability:
-        """Of the match probabilities."""
-        return reliability(np.concatenate([[], *self.scores]), np.concatenate([[], *self.correct]))
-
-    def verdict_counts(self) -> dict[str, int]:
-        """How many pairs are called the same place, unsure, and not."""
-        said = np.array(self.verdicts)
-        same, different = int((said >= SAME).sum()), int((said <= NOT).sum())
-        return {"same": same, "unsure": len(said) - same - different, "not": different}
+def verdict_counts(records: Sequence[Record]) -> dict[str, int]:
+    """How many pairs are called the same place, unsure, and not."""
+    said = np.array([record.verdict for record in records if record.verdict is not None])
+    same, different = int((said >= SAME).sum()), int((said <= NOT).sum())
+    return {"same": same, "unsure": len(said) - same - different, "not": different}
 
 
-def predictions(
-    pair_set: PairSet,
-    methods: Sequence[Method],
-    *,
-    progress: Callable[[int, int], None] | None = None,
-    skipped: list[str] | None = None,
-) -> dict[str, Predictions]:
-    """The match probabilities and verdicts of every method on a set.
-
-    Args:
-        pair_set: pairs whose matches can be judged one by one, or unrelated ones.
-        methods: rows of the table.
-        progress: called after every pair with the number of pairs done and their total.
-        skipped: receives the reason for each pair that could not be read.
+def check_labels(pair_set: PairSet) -> None:
+    """Refuse a set whose truth does not tell of single matches whether they are right.
 
     Raises:
-        UsageError: a set with poses or sparse labels only.
-        ImageError: no pair could be read.
+        UsageError: it has poses or sparse labels only.
     """
-    if pair_set.protocol == "pose" or _without_labels(pair_set):
+    sparse = pair_set.protocol == "pose"
+    for index in range(len(pair_set) if pair_set.protocol == "correspondences" else 0):
+        with suppress(ImageError):  # of the first that can be read
+            first = pair_set.pairs[index]
+            sparse = isinstance(first, CorrespondencePair) and not first.dense
+            break
+    if sparse:
         raise UsageError(
             f"{pair_set.name}: its ground truth does not tell of single matches whether they are right; "
             "calibration needs homographies, depth or dense labels"
         )
-    found = {method.name: Predictions() for method in methods}
-    for pair, results in PairLoop(pair_set, methods, progress, [] if skipped is None else skipped):
-        for said, result in zip(found.values(), results, strict=True):
-            errors = errors_of(pair, result)
-            known = ~np.isnan(errors)
-            said.scores.append(result.scores[known])
-            said.correct.append(errors[known] < CORRECT)
-            if result.verdict is not None:
-                said.verdicts.append(result.verdict.probability)
-    return found
 
 
-def _without_labels(pair_set: PairSet) -> bool:
-    for index in range(len(pair_set)):
-        with suppress(ImageError):  # of the first that can be read
-            first = pair_set.pairs[index]
-            return isinstance(first, CorrespondencePair) and not first.dense
-    return False
-
-
-def errors_of(pair: Pair, result: Result) -> np.ndarray:
-    """(K,) errors of the matches in pixels of the resized images, NaN where the truth is not known."""
-    return match_errors(pair, result.matches, scale_of(result.features0), scale_of(result.features1))
-
-
-def as_object(
-    pair_set: PairSet, found: dict[str, Predictions], skipped: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Reliability and verdicts as plain values for `json.dumps`; `skipped`: pairs that could not be read."""
+def as_object(evaluation: Evaluation) -> dict[str, Any]:
+    """Reliability of match probabilities, and verdicts, as plain values for `json.dumps`."""
     rows = []
-    for name, said in found.items():
-        measured = said.reliability()
+    for name, records in evaluation.records.items():
+        scores, errors = (np.concatenate([getattr(r, key) for r in records]) for key in ("scores", "errors"))
+        measured = reliability(scores, errors < CORRECT)
         rows.append(
             {
                 "name": name,
                 "matches": int(measured.count.sum()),
-                "expected_calibration_error": _plain(measured.error),
-                "confidence": [_plain(value) for value in measured.confidence],
-                "accuracy": [_plain(value) for value in measured.accuracy],
+                "expected_calibration_error": plain(measured.error),
+                "confidence": [plain(value) for value in measured.confidence],
+                "accuracy": [plain(value) for value in measured.accuracy],
                 "count": measured.count.tolist(),
-                "verdicts": said.verdict_counts(),
+                "verdicts": verdict_counts(records),
             }
         )
-    table = {"set": pair_set.name, "pairs": len(pair_set) - len(skipped), "correct_px": CORRECT, "rows": rows}
-    return table | ({"skipped": list(skipped)} if skipped else {})
+    pairs, skipped = len(evaluation.groups), list(evaluation.skipped)
+    found = {"set": evaluation.set.name, "pairs": pairs, "correct_px": CORRECT, "rows": rows}
+    return found | ({"skipped": skipped} if skipped else {})
 
 
 def as_markdown(found: dict[str, Any]) -> str:
     """Markdown of what `as_object` returned."""
     edges = [f"{i / BINS:.1f}-{(i + 1) / BINS:.1f}" for i in range(BINS)]
-    lines = [
-        f"## {found['set']}: calibration",
-        "",
-        f"{found['pairs']} pairs. For each bin of probability, the share of matches within "
-        f"{found['correct_px']:g} px; the expected calibration error is the mean distance of both. "
-        "Verdicts are numbers of pairs.",
-        "",
-        f"| | matches | expected calibration error | {' | '.join(edges)} | same | unsure | not |",
-        f"|{' --- |' * (BINS + 6)}",
-    ]
+    rows = []
     for row in found["rows"]:
         shares = ["–" if value is None else f"{value:.2f}" for value in row["accuracy"]]
         error = row["expected_calibration_error"]
-        cells = [row["name"], str(row["matches"]), "–" if error is None else f"{error:.3f}", *shares]
-        lines.append(f"| {' | '.join([*cells, *map(str, row['verdicts'].values())])} |")
-    return "\n".join(lines) + "\n"
-
-
-def _plain(value: float) -> float | None:
-    return round(float(value), 6) if np.isfinite(value) else None
+        cells = [row["name"], str(row["matches"]), "–" if error is None else f"{error:.3f}"]
+        rows.append([*cells, *shares, *map(str, row["verdicts"].values())])
+    text = (
+        f"{found['pairs']} pairs. For each bin of probability, the share of matches within "
+        f"{found['correct_px']:g} px; the expected calibration error is the mean distance of both. Verdicts "
+        "are numbers of pairs."
+    )
+    titles = ["", "matches", "expected calibration error", *edges, "same", "unsure", "not"]
+    return "\n".join([f"## {found['set']}: calibration", "", text, "", *table(titles, rows)]) + "\n"
 
 
 # Fits: of `matcher.match.calibration` and of `matcher.verify.verdict`.
@@ -236,9 +186,9 @@ def judge(pipeline: Pipeline, pair_set: PairSet, stage: Stage = "network") -> li
     For geometry without the pairs whose geometry says nothing about single matches.
     """
     found = []
-    for pair, (result,) in PairLoop(pair_set, [Method(pipeline.preset, pipeline)]):
-        matches, errors = result.matches, errors_of(pair, result)
-        if not len(errors) or (stage == "geometry" and not calibration.judges_matches(result.geometry)):
+    for pair, (result,) in matched(pair_set, [Method(pipeline.preset, pipeline)], None, []):
+        matches, sides = result.matches, (result.features0, result.features1)
+        if not len(matches) or (stage == "geometry" and not calibration.judges_matches(result.geometry)):
             continue
         if stage == "refinement":
             scale = result.features1.scale.tolist()
@@ -246,8 +196,8 @@ def judge(pipeline: Pipeline, pair_set: PairSet, stage: Stage = "network") -> li
         elif stage == "geometry":
             evidence = calibration.geometry_evidence(matches, result.geometry)
         else:
-            counts = len(result.features0), len(result.features1)
-            evidence = calibration.evidence(result.scores, counts)
+            evidence = calibration.evidence(result.scores, (len(sides[0]), len(sides[1])))
+        errors = match_errors(pair, matches, *map(scale_of, sides))
         known = ~np.isnan(errors)
         found.append(JudgedPair(result.scores, evidence, known, known & (errors < CORRECT)))
     return found
@@ -260,19 +210,17 @@ def fit_calibration(sets: Sequence[tuple[Sequence[JudgedPair], float]]) -> np.nd
         (1 + E,) the offset and the coefficients of the pairs' evidence, in two decimals: the numbers of the
         configuration of a stage, as `CalibrationConfig`.
     """
-    values, right, weights = [], [], []
+    weights = []
     for pairs, share in sets:
-        weight = []
-        for pair in pairs:
-            judged = int(pair.known.sum())
-            whole = min(1.0, judged / 50)  # a pair weighs 1 at most, one of few judged matches less
-            weight.append(np.full(judged, whole / max(1, judged)))
-            values.append(pair.evidence[pair.known])
-            right.append(pair.right[pair.known])
-        weights.append(share * np.concatenate(weight) / np.concatenate(weight).sum())
-    weight = np.concatenate(weights)
-    found = logistic_regression(np.concatenate(values), np.concatenate(right), weight / weight.mean())
-    return np.round(np.asarray(found, dtype=np.float64), 2)
+        # A pair weighs 1 at most, one of few judged matches less.
+        counts = np.array([pair.known.sum() for pair in pairs])
+        weight = np.repeat(np.minimum(1.0, counts / 50) / np.maximum(1, counts), counts)
+        weights.append(share * weight / weight.sum())
+    weight, every = np.concatenate(weights), [pair for pairs, _ in sets for pair in pairs]
+    values, right = (
+        np.concatenate([getattr(p, key)[p.known] for p in every]) for key in ("evidence", "right")
+    )
+    return np.round(logistic_regression(values, right, weight / weight.mean()), 2)
 
 
 def error_under(pairs: Sequence[JudgedPair], numbers: np.ndarray | None) -> float:

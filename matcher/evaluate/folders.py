@@ -18,10 +18,13 @@ from matcher.evaluate.protocols import CorrespondencePair, HomographyPair, PairI
 from matcher.files import open_given
 from matcher.images import read_image
 
-_VIEW_SUFFIXES = (".png", ".ppm", ".pgm", ".jpg")
 # Sequences beyond 1600 × 1200 pixels, left out since D2-Net (Dusmanu et al. 2019): 540 pairs remain.
 _LARGE_I = ("i_contruction", "i_crownnight", "i_dc", "i_pencils", "i_whitebuilding")
 _LARGE = (*_LARGE_I, "v_artisans", "v_astronautis", "v_talent")
+
+
+def _sides(folder: Path, name0: str, name1: str) -> tuple[PairImage, PairImage]:
+    return PairImage(folder / name0), PairImage(folder / name1)
 
 
 def hpatches(folder: Path) -> Iterator[HomographyPair]:
@@ -30,18 +33,24 @@ def hpatches(folder: Path) -> Iterator[HomographyPair]:
     for path in sorted([*folder.glob("*/H_1_*"), *folder.glob("hpatches-sequences-release/*/H_1_*")]):
         sequence, number = path.parent, path.name.removeprefix("H_1_")
         if sequence.name not in _LARGE:
-            sides = PairImage(sequence / "1.ppm"), PairImage(sequence / f"{number}.ppm")
             name, group = f"{sequence.name} 1-{number}", kinds.get(sequence.name[:2], "")
+            sides = _sides(sequence, "1.ppm", f"{number}.ppm")
             yield HomographyPair(name, group, *sides, read_matrix(path, (3, 3)))
 
 
 def affine(folder: Path) -> Iterator[HomographyPair]:
     """The Oxford affine-covariant layout: img1 … imgN, H1toNp (3×3 text), in the folder or its subfolders."""
+
+    def view(stem: str) -> PairImage:
+        for suffix in (suffixes := (".png", ".ppm", ".pgm", ".jpg")):
+            if (path := sequence / f"{stem}{suffix}").is_file():
+                return PairImage(path)
+        raise UsageError(f"{sequence}: no image {stem} ({', '.join(suffixes)}) for its homography")
+
     for path in sorted([*folder.glob("H1to*p"), *folder.glob("*/H1to*p")]):
         sequence, number = path.parent, path.name.removeprefix("H1to").removesuffix("p")
         if number != "1":
-            sides = PairImage(_view(sequence, "img1")), PairImage(_view(sequence, f"img{number}"))
-            name = f"{sequence.name} 1-{number}"
+            name, sides = f"{sequence.name} 1-{number}", (view("img1"), view(f"img{number}"))
             yield HomographyPair(name, sequence.name, *sides, read_matrix(path, (3, 3)))
 
 
@@ -52,30 +61,38 @@ def opencv_homography(folder: Path) -> Iterator[HomographyPair]:
     matrix = storage.getNode("H13").mat()
     if matrix is None or matrix.shape != (3, 3):
         raise UsageError(f"{path}: no 3×3 matrix named H13; fetch the file again")
-    sides = PairImage(folder / "graf1.png"), PairImage(folder / "graf3.png")
-    yield HomographyPair("graf 1-3", "graf", *sides, matrix)
+    yield HomographyPair("graf 1-3", "graf", *_sides(folder, "graf1.png", "graf3.png"), matrix)
 
 
 def opencv_stereo(folder: Path) -> Iterator[CorrespondencePair]:
     """The aloe pair of OpenCV's samples: aloeL.jpg, aloeR.jpg, aloeGT.png (disparity, 0 = unknown)."""
-    sides = PairImage(folder / "aloeL.jpg"), PairImage(folder / "aloeR.jpg")
-    yield CorrespondencePair("aloe", "aloe", *sides, *_disparity_points(folder / "aloeGT.png", 1.0))
+    points = _disparity_points(folder / "aloeGT.png", 1.0)
+    yield CorrespondencePair("aloe", "aloe", *_sides(folder, "aloeL.jpg", "aloeR.jpg"), *points)
 
 
 def middlebury(folder: Path) -> Iterator[CorrespondencePair]:
     """Middlebury 2003 stereo: SCENE/im2.png, im6.png, disp2.pgm (disparity × 4, 0 = unknown)."""
     for path in sorted(folder.glob("*/disp2.pgm")):
-        scene = path.parent
-        sides = PairImage(scene / "im2.png"), PairImage(scene / "im6.png")
-        yield CorrespondencePair(scene.name, scene.name, *sides, *_disparity_points(path, 0.25))
+        name, sides = path.parent.name, _sides(path.parent, "im2.png", "im6.png")
+        yield CorrespondencePair(name, name, *sides, *_disparity_points(path, 0.25))
+
+
+def _disparity_points(path: Path, factor: float) -> tuple[np.ndarray, np.ndarray]:
+    """(K, 2), (K, 2) float32: the pixels of known disparity and their positions in the right image."""
+    disparity = read_image(path, resize=None).pixels
+    if disparity.ndim == 3:
+        disparity = disparity[..., 0]
+    y, x = np.nonzero(disparity)
+    points0 = np.stack([x, y], axis=1).astype(np.float32)
+    shift = np.stack([disparity[y, x], np.zeros_like(y)], axis=1).astype(np.float32)
+    return points0, points0 - np.float32(factor) * shift
 
 
 def wxbs(folder: Path) -> Iterator[CorrespondencePair]:
     """Mishkin et al. 2015, version 1.1: CATEGORY/PAIR/01.png, 02.png, corrs.txt (x0 y0 x1 y1 per line)."""
     for path in sorted([*folder.glob("*/*/corrs.txt"), *folder.glob("v1.1/*/*/corrs.txt")]):
         labels, category = read_matrix(path, (-1, 4)), path.parent.parent.name
-        sides = PairImage(path.parent / "01.png"), PairImage(path.parent / "02.png")
-        name = f"{category}/{path.parent.name}"
+        name, sides = f"{category}/{path.parent.name}", _sides(path.parent, "01.png", "02.png")
         yield CorrespondencePair(name, category, *sides, labels[:, :2], labels[:, 2:], dense=False)
 
 
@@ -88,7 +105,7 @@ def multimodal(folder: Path) -> Iterator[HomographyPair]:
         if row["landmark_median_residual_px"] < 3 and not row["nonrigid"]:
             path, key = folder / f"{row['pair']}_gt.json", "H_mov_to_fix_0based"
             matrix = read_array(read_rows(path, (key,))[0][key], (3, 3), path)
-            sides = PairImage(folder / row["image_mov"]), PairImage(folder / row["image_fix"])
+            sides = _sides(folder, row["image_mov"], row["image_fix"])
             yield HomographyPair(row["pair"], Path(row["category"]).name, *sides, matrix)
 
 
@@ -128,13 +145,11 @@ def _sequences(folder: Path) -> Iterator[tuple[Path, list[Path], np.ndarray]]:
 def posed(folder: Path) -> Iterator[PosePair]:
     """All pairs of the photos in poses.json: image, K, R (cam_from_world), C (centre); arbitrary scale."""
     path = folder / "poses.json"
-    rows = read_rows(path, ("image", "K", "R", "C"))
-    present = [view for view in rows if (folder / view["image"]).is_file()]
-    for view0, view1 in combinations(present, 2):
-        (K0, pose0), (K1, pose1) = (camera_of(view, path) for view in (view0, view1))
-        sides = PairImage(folder / view0["image"]), PairImage(folder / view1["image"])
-        name = f"{Path(view0['image']).stem}-{Path(view1['image']).stem}"
-        yield PosePair(name, "", *sides, K0, K1, pose1 @ np.linalg.inv(pose0))
+    rows = [row for row in read_rows(path, ("image", "K", "R", "C")) if (folder / row["image"]).is_file()]
+    for row0, row1 in combinations(rows, 2):
+        (K0, pose0), (K1, pose1) = (camera_of(row, path) for row in (row0, row1))
+        name, sides = f"{Path(row0['image']).stem}-{Path(row1['image']).stem}", (row0["image"], row1["image"])
+        yield PosePair(name, "", *_sides(folder, *sides), K0, K1, pose1 @ np.linalg.inv(pose0))
 
 
 def camera_of(view: dict[str, Any], path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -194,24 +209,6 @@ def read_array(values: Any, shape: tuple[int, ...], path: Path) -> np.ndarray:
         raise UsageError(f"{path}: {shape} numbers are needed ({error}); fetch the file again") from error
 
 
-def _view(folder: Path, stem: str) -> Path:
-    for suffix in _VIEW_SUFFIXES:
-        if (path := folder / f"{stem}{suffix}").is_file():
-            return path
-    raise UsageError(f"{folder}: no image {stem} ({', '.join(_VIEW_SUFFIXES)}) for its homography")
-
-
-def _disparity_points(path: Path, factor: float) -> tuple[np.ndarray, np.ndarray]:
-    """(K, 2), (K, 2) float32: the pixels of known disparity and their positions in the right image."""
-    disparity = read_image(path, resize=None).pixels
-    if disparity.ndim == 3:
-        disparity = disparity[..., 0]
-    y, x = np.nonzero(disparity)
-    points0 = np.stack([x, y], axis=1).astype(np.float32)
-    shift = np.stack([disparity[y, x], np.zeros_like(y)], axis=1).astype(np.float32)
-    return points0, points0 - np.float32(factor) * shift
-
-
 # Lists of pairs, and the scene files of MegaDepth-1500: the images may lie elsewhere.
 
 
@@ -240,17 +237,16 @@ def pair_list(path: Path, images: Path | None = None) -> PairSet:
     """
     pairs, root = [], images
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-        if line.strip():
-            row = _parse_line(line.split())
-            if row is None:
-                raise UsageError(
-                    f"{path}, line {number}: not `name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0` "
-                    "(38, 36 or 32 words, the matrices of finite numbers)"
-                )
-            name0, name1, K0, K1, T = row
-            root = root if pairs else _image_root(path, name0, images)
-            sides = PairImage(root / name0), PairImage(root / name1)
-            pairs.append(PosePair(f"{name0} {name1}", "", *sides, K0, K1, T))
+        if not line.strip():
+            continue
+        if (row := _parse_line(line.split())) is None:
+            raise UsageError(
+                f"{path}, line {number}: not `name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0` "
+                "(38, 36 or 32 words, the matrices of finite numbers)"
+            )
+        name0, name1, *truth = row
+        root = root if pairs else _image_root(path, name0, images)
+        pairs.append(PosePair(f"{name0} {name1}", "", *_sides(root, name0, name1), *truth))
     return PairSet(path.stem, "pose", tuple(pairs), note="The rotations in the list are not applied")
 
 
@@ -317,8 +313,7 @@ def megadepth(paths: Sequence[Path], images: Path | None = None) -> Iterator[Pos
             raise UsageError(f"{path}: not one of LoFTR's scene files ({error}); fetch it again") from error
         root = _image_root(path, found[0][2], images) if found else path.parent
         for a, b, name0, name1, *truth in found:
-            sides = PairImage(root / name0), PairImage(root / name1)
-            yield PosePair(f"{path.stem} {a}-{b}", path.stem, *sides, *truth)
+            yield PosePair(f"{path.stem} {a}-{b}", path.stem, *_sides(root, name0, name1), *truth)
 
 
 class _ArraysOnly(pickle.Unpickler):

@@ -1,9 +1,9 @@
-"""Metrics of one method on one pair, and their averages over pairs with bootstrap intervals."""
+"""What a method did on a pair, held against the truth: errors of geometry and of matches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,20 +16,19 @@ from matcher.evaluate.protocols import (
     HomographyPair,
     Pair,
     PosePair,
+    UnrelatedPair,
     reproject,
 )
 from matcher.geometry import inside, warp_points
 from matcher.match.nearest import mutual_minima
 from matcher.result import Result
-from matcher.types import Features, Matches, TwoViewGeometry
+from matcher.types import Features, Matches
 from matcher.verify.adjustment import epipolar_distance, fundamental_from_pose, threshold_scale
 from matcher.verify.estimation import RobustEstimator
-from matcher.verify.verdict import reject_improbable
+from matcher.verify.verdict import SAME, reject_improbable
 
 THRESHOLDS = (1, 3)  # pixels of the resized images
 COARSE = 10  # pixels; for ground truth that is accurate to several pixels only, and WxBS's mAA
-
-# Errors of geometry and of matches
 
 
 def corner_error(
@@ -50,8 +49,7 @@ def corner_error(
     """
     if estimated is None or not np.isfinite(estimated).all():
         return math.inf
-    width, height = size
-    corners = np.array([[0, 0], [width - 1, 0], [width - 1, height - 1], [0, height - 1]], dtype=np.float64)
+    corners = np.array([[0, 0], [1, 0], [1, 1], [0, 1]]) * (np.array(size, dtype=np.float64) - 1)
     distance = np.linalg.norm(warp_points(corners, estimated) - warp_points(corners, ground_truth), axis=1)
     return float(np.nan_to_num(distance * scale1, nan=np.inf).mean())
 
@@ -72,31 +70,6 @@ def pose_error(estimated: np.ndarray | None, ground_truth: np.ndarray) -> tuple[
     lengths = np.linalg.norm(estimated[:3, 3]) * np.linalg.norm(ground_truth[:3, 3])
     cosine = estimated[:3, 3] @ ground_truth[:3, 3] / max(lengths, 1e-12)
     return float(rotation), float(np.degrees(np.arccos(np.clip(abs(cosine), 0, 1))))
-
-
-def auc(errors: np.ndarray, threshold: float) -> np.ndarray:
-    """Area under the cumulative error curve up to a threshold, normalised by the threshold.
-
-    The trapezoidal rule from (0, 0) through (k-th smallest error, k/n), constant after the last error below
-    the threshold: the definition of SuperGlue's evaluation (section 5.2), which every later paper uses.
-
-    Args:
-        errors: (…, n); infinite for failures.
-        threshold: in the errors' unit; an error equal to it counts as above.
-
-    Returns:
-        (…,) in [0, 1]; NaN for n = 0.
-    """
-    errors = np.asarray(errors, dtype=np.float64)
-    count = errors.shape[-1]
-    if count == 0:
-        return np.full(errors.shape[:-1], np.nan)
-    ordered = np.sort(errors, axis=-1)
-    below = ordered < threshold
-    steps = np.diff(np.minimum(ordered, threshold), axis=-1, prepend=0.0)
-    heights = np.where(below, np.arange(1, count + 1) - 0.5, below.sum(axis=-1, keepdims=True))
-    last = threshold - np.minimum(ordered[..., -1], threshold)
-    return ((steps * heights).sum(axis=-1) + last * count) / (count * threshold)
 
 
 def distances(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
@@ -126,8 +99,10 @@ def reprojection_matrix(
     return (forward + distances(points0, warp_points(points1, np.linalg.inv(H_1_from_0))) * scale0) / 2
 
 
-def corresponding_points(pair: CorrespondencePair, points: np.ndarray) -> np.ndarray:
-    """(N, 2) positions in image 1 of points (N, 2) in image 0, by the label of the pixel; NaN without one."""
+def _expected(pair: DepthPair | CorrespondencePair, points: np.ndarray) -> np.ndarray:
+    """(N, 2) positions in image 1 of points (N, 2), by depth or by the label of the pixel; NaN if unknown."""
+    if isinstance(pair, DepthPair):
+        return reproject(points, pair.view0, pair.view1)[0]
     width, height = (int(pair.points0[:, axis].max(initial=0)) + 2 for axis in (0, 1))
     label = np.full((height, width), -1, dtype=np.int64)
     cells = np.rint(pair.points0).astype(np.int64)
@@ -135,8 +110,7 @@ def corresponding_points(pair: CorrespondencePair, points: np.ndarray) -> np.nda
     pixels = np.rint(points).astype(np.int64)
     known = (pixels >= 0).all(axis=1) & (pixels[:, 0] < width) & (pixels[:, 1] < height)
     index = np.where(known, label[pixels[:, 1] * known, pixels[:, 0] * known], -1)
-    corresponding = points + pair.points1[index] - pair.points0[index]
-    return np.where((index >= 0)[:, None], corresponding, np.nan)
+    return np.where((index >= 0)[:, None], points + pair.points1[index] - pair.points0[index], np.nan)
 
 
 def match_errors(pair: Pair, matches: Matches, scale0: float, scale1: float) -> np.ndarray:
@@ -147,13 +121,9 @@ def match_errors(pair: Pair, matches: Matches, scale0: float, scale1: float) -> 
     points0, points1 = (p.astype(np.float64) for p in (matches.points0, matches.points1))
     if isinstance(pair, HomographyPair):
         return reprojection_errors(points0, points1, pair.H_1_from_0, scale0, scale1)
-    if isinstance(pair, DepthPair):
-        expected, _ = reproject(points0, pair.view0, pair.view1)
-    elif isinstance(pair, CorrespondencePair):
-        expected = corresponding_points(pair, points0)
-    else:
-        return np.full(len(points0), np.inf)
-    return np.linalg.norm(expected - points1, axis=1) * scale1
+    if isinstance(pair, DepthPair) or (isinstance(pair, CorrespondencePair) and pair.dense):
+        return np.linalg.norm(_expected(pair, points0) - points1, axis=1) * scale1
+    return np.full(len(points0), np.inf if isinstance(pair, UnrelatedPair) else np.nan)
 
 
 def ground_truth_matches(errors: np.ndarray, threshold: float) -> np.ndarray:
@@ -212,34 +182,54 @@ def repeatability(
 # One pair
 
 
-def measure_pair(
-    pair: Pair, result: Result, estimators: Sequence[RobustEstimator]
-) -> dict[str, float | np.ndarray]:
-    """Compute the metrics of the pair's protocol.
+@dataclass(frozen=True, eq=False)
+class Record:
+    """What one method did on one pair."""
+
+    pair: str
+    groups: tuple[str, ...]
+    metrics: dict[
+        str, np.ndarray
+    ]  # (S,) float64 by name; those of the geometry differ by the estimator's seed
+    scores: np.ndarray  # (K,) of the matches that the truth can judge
+    errors: np.ndarray  # (K,) of these, pixels of the resized images
+    verdict: float | None  # probability of the same place
+
+
+def scale_of(features: Features) -> float:
+    """Resized / stored size of the features' image, the geometric mean of both axes."""
+    return math.sqrt(math.prod(features.scale.tolist()))
+
+
+def measure_pair(pair: Pair, result: Result, estimators: Sequence[RobustEstimator] = ()) -> Record:
+    """Compute the metrics of the pair's ground truth.
 
     Args:
         pair: with its ground truth.
         result: of the pair; the geometry of several passes must be probable to be accepted.
-        estimators: S robust estimators of the protocol's geometry, one per seed.
+        estimators: S robust estimators of the truth's geometry, one per seed; without any, the geometry of
+            the result is measured.
 
     Returns:
-        Metric name to value; metrics of the estimated geometry are (S,) arrays. Errors in pixels of the
-        resized images or in degrees, NaN where the ground truth cannot decide.
+        Errors in pixels of the resized images or in degrees, NaN where the ground truth cannot decide.
 
     Raises:
         UsageError: the intrinsics belong to images of another size.
     """
     matches, sides = result.matches, (result.features0, result.features1)
     first, total = result.first or result, sum(map(len, sides))
+    scale0, scale1 = map(scale_of, sides)
     found: dict[str, float | np.ndarray] = {
-        "matches": float(len(matches)),
-        "layers": float(matches.layers_run),
+        "matches": len(matches),
+        "layers": matches.layers_run,
         "kept": (matches.kept0 + matches.kept1) / total if total else 1.0,
         "keypoints": (len(first.features0) + len(first.features1)) / 2,
-        "passes": float(max(1, len(result.passes))),
+        "passes": max(1, len(result.passes)),
+        "wall": 1e3 * result.seconds.get("call", math.nan),
+        "cpu": 1e3 * result.seconds.get("cpu", math.nan),
     }
-    cameras = _cameras(pair, result) if isinstance(pair, PosePair) else None
     scales = [side.scale.tolist() for side in sides]
+    cameras = _cameras(pair, sides) if isinstance(pair, PosePair) else None
     geometries = [
         estimator(
             matches.points0,
@@ -250,69 +240,57 @@ def measure_pair(
             covariances=matches.covariances,
         )
         for estimator in estimators
-    ]
+    ] or [result.geometry]
     accepted = geometries
-    if len(result.passes) > 1:
+    if estimators and len(result.passes) > 1:
         sizes = [side.image_size for side in sides]
         accepted = [reject_improbable(geometry, matches, *sizes) for geometry in geometries]
-    found["accepted"] = np.array([float(geometry.verified) for geometry in accepted])
-    found["ambiguous"] = np.array([float(geometry.status == "ambiguous") for geometry in accepted])
+    found["accepted"] = np.array([geometry.verified for geometry in accepted])
+    found["ambiguous"] = np.array([geometry.status == "ambiguous" for geometry in accepted])
     geometries = [g.rejected or g for g in geometries]  # the first answer, also of several or rejected
+    points0, points1 = (p.astype(np.float64) for p in (matches.points0, matches.points1))
+    errors = match_errors(pair, matches, scale0, scale1)
+    known = ~np.isnan(errors)
     if isinstance(pair, PosePair):
-        found |= _pose_metrics(pair, matches, geometries, threshold_scale(*scales, "essential"))
+        poses = [pose_error(g.cam1_from_cam0, pair.cam1_from_cam0) for g in geometries]
+        found["error"] = np.array(poses).max(axis=1)
+        F = fundamental_from_pose(pair.K0, pair.K1, pair.cam1_from_cam0)
+        epipolar = epipolar_distance(points0, points1, F) / threshold_scale(*scales, "essential")
+        found |= _precisions(epipolar)
     elif isinstance(pair, HomographyPair):
-        H, size, scale1 = pair.H_1_from_0, sides[0].image_size, scale_of(sides[1])
+        H, size = pair.H_1_from_0, sides[0].image_size
         found["error"] = np.array([corner_error(g.matrix, H, size, scale1) for g in geometries])
     elif isinstance(pair, CorrespondencePair):
-        found |= _label_metrics(pair, geometries, scale_of(sides[1]))
-    return found | _match_metrics(pair, result)
-
-
-def scale_of(features: Features) -> float:
-    """Resized / stored size of the features' image, the geometric mean of both axes."""
-    return math.sqrt(math.prod(features.scale.tolist()))
-
-
-def _match_metrics(pair: Pair, result: Result) -> dict[str, float]:
-    """Precision and recall; matches of which the ground truth cannot tell are not counted.
-
-    Nothing of poses or unrelated pairs, and NaN of sparse labels, which say nothing of single matches.
-    """
-    points0, points1 = (np.asarray(f.keypoints, np.float64) for f in (result.features0, result.features1))
-    scale0, scale1 = scale_of(result.features0), scale_of(result.features1)
-    found = {}
-    if isinstance(pair, HomographyPair):
-        H, back = pair.H_1_from_0, np.linalg.inv(pair.H_1_from_0)
-        every = reprojection_matrix(points0, points1, H, scale0, scale1)
-        covisible0 = inside(warp_points(points0, H), result.features1.image_size)
-        covisible1 = inside(warp_points(points1, back), result.features0.image_size)
-        found["repeatability"] = repeatability(every, covisible0, covisible1, max(THRESHOLDS))
-    elif isinstance(pair, CorrespondencePair) and pair.dense:
-        every = distances(corresponding_points(pair, points0), points1) * scale1
-    elif isinstance(pair, DepthPair):
-        every = distances(reproject(points0, pair.view0, pair.view1)[0], points1) * scale1
-    elif isinstance(pair, CorrespondencePair):
-        return {f"{name}{t}": math.nan for name in ("precision", "recall") for t in THRESHOLDS}
-    else:
-        return {}
-    errors = match_errors(pair, result.matches, scale0, scale1)
-    found |= _precisions(errors[~np.isnan(errors)])
-    expected = ground_truth_matches(every, max(THRESHOLDS))
-    distance = every[expected[:, 0], expected[:, 1]]
-    for threshold in THRESHOLDS:
-        within = expected[distance < threshold]
-        found[f"recall{threshold}"] = recall(result.matches.indices, errors, within, threshold)
-    return found
-
-
-def _pose_metrics(
-    pair: PosePair, matches: Matches, geometries: Sequence[TwoViewGeometry], shrink: float
-) -> dict[str, float | np.ndarray]:
-    angles = np.array([pose_error(g.cam1_from_cam0, pair.cam1_from_cam0) for g in geometries])
-    F = fundamental_from_pose(pair.K0, pair.K1, pair.cam1_from_cam0)
-    points0, points1 = (p.astype(np.float64) for p in (matches.points0, matches.points1))
-    errors = epipolar_distance(points0, points1, F) / shrink
-    return {"error": angles.max(axis=1), **_precisions(errors)}
+        near_line = np.zeros((len(geometries), COARSE))
+        step = max(1, len(pair.points0) // 2000)  # a disparity map labels every pixel: an even sample will do
+        labels = [p[::step].astype(np.float64) for p in (pair.points0, pair.points1)]
+        for row, geometry in zip(near_line, geometries, strict=True):
+            if geometry.matrix is not None:
+                distance = epipolar_distance(*labels, geometry.matrix) * scale1
+                row[:] = (distance[:, None] < np.arange(1, COARSE + 1)).mean(axis=0)
+        found |= {"labels3": near_line[:, 2], f"labels{COARSE}": near_line.mean(axis=1)}
+    # Precision and recall: not of poses alone and of unrelated pairs, and NaN of sparse labels.
+    if isinstance(pair, HomographyPair | DepthPair | CorrespondencePair):
+        keypoints = [np.asarray(side.keypoints, np.float64) for side in sides]
+        if isinstance(pair, HomographyPair):
+            every = reprojection_matrix(*keypoints, H, scale0, scale1)
+            covisible0 = inside(warp_points(keypoints[0], H), sides[1].image_size)
+            covisible1 = inside(warp_points(keypoints[1], np.linalg.inv(H)), sides[0].image_size)
+            found["repeatability"] = repeatability(every, covisible0, covisible1, max(THRESHOLDS))
+        else:
+            every = distances(_expected(pair, keypoints[0]), keypoints[1]) * scale1
+        judged = not isinstance(pair, CorrespondencePair) or pair.dense
+        found |= _precisions(errors[known]) if judged else dict.fromkeys(_precisions(errors), math.nan)
+        expected = ground_truth_matches(every, max(THRESHOLDS))
+        distance = every[expected[:, 0], expected[:, 1]]
+        for threshold in THRESHOLDS:
+            within = expected[distance < threshold]
+            share = recall(matches.indices, errors, within, threshold)
+            found[f"recall{threshold}"] = share if judged else math.nan
+    metrics = {name: np.broadcast_to(np.float64(value), len(geometries)) for name, value in found.items()}
+    verdict = result.verdict
+    probability = None if verdict is None else verdict.probability
+    return Record(pair.name, pair.groups, metrics, result.scores[known], errors[known], probability)
 
 
 def _precisions(errors: np.ndarray) -> dict[str, float]:
@@ -324,76 +302,44 @@ def _precisions(errors: np.ndarray) -> dict[str, float]:
     return found
 
 
-def _label_metrics(
-    pair: CorrespondencePair, geometries: Sequence[TwoViewGeometry], scale1: float
-) -> dict[str, np.ndarray]:
-    """Shares of the labelled points near the estimated epipolar lines: WxBS's mAA."""
-    step = max(1, len(pair.points0) // 2000)  # a disparity map labels every pixel: an even sample is enough
-    labels0, labels1 = (p[::step].astype(np.float64) for p in (pair.points0, pair.points1))
-    near_line = np.zeros((len(geometries), COARSE))
-    for row, geometry in zip(near_line, geometries, strict=True):
-        if geometry.matrix is not None:
-            distance = epipolar_distance(labels0, labels1, geometry.matrix) * scale1
-            row[:] = (distance[:, None] < np.arange(1, COARSE + 1)).mean(axis=0)
-    return {"labels3": near_line[:, 2], f"labels{COARSE}": near_line.mean(axis=1)}
-
-
-def _cameras(pair: PosePair, result: Result) -> tuple[Camera, Camera]:
-    cameras = []
-    for K, features, path in (
-        (pair.K0, result.features0, pair.image0.path),
-        (pair.K1, result.features1, pair.image1.path),
-    ):
+def _cameras(pair: PosePair, sides: Sequence[Features]) -> list[Camera]:
+    found = []
+    for K, features, image in zip((pair.K0, pair.K1), sides, (pair.image0, pair.image1), strict=True):
         width, height = features.image_size
         if not (0 < K[0, 2] < width and 0 < K[1, 2] < height):
             raise UsageError(
-                f"{path}: the principal point ({K[0, 2]:g}, {K[1, 2]:g}) lies outside the image of "
+                f"{image.path}: the principal point ({K[0, 2]:g}, {K[1, 2]:g}) lies outside the image of "
                 f"{width} x {height} pixels; the intrinsics belong to images of another size"
             )
-        cameras.append(Camera.from_K(K, size=(width, height)))
-    return cameras[0], cameras[1]
+        found.append(Camera.from_K(K, size=(width, height)))
+    return found
 
 
-# Averages over pairs, with intervals of 95 % by a seeded bootstrap over the pairs (Efron 1979)
+# Pairs that are easily wrong
 
-Statistic = Callable[[np.ndarray], np.ndarray]  # (…, n) → (…,)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A statistic and its confidence interval; NaN for that of a single pair."""
-
-    value: float
-    low: float
-    high: float
-    spread: float  # standard deviation over the estimator's seeds
+OUTCOMES = ("right", "ambiguous", "refused", "wrong")
 
 
-def estimate(
-    values: np.ndarray, statistic: Statistic, *, minus: np.ndarray | None = None, seed: int = 0
-) -> Estimate:
-    """A statistic over pairs with its percentile bootstrap interval.
+def outcome(pair: Pair, result: Result) -> dict[str, float]:
+    """What a result says of a pair that is easily wrong, as metrics: 1 for its word in `OUTCOMES`.
 
-    Args:
-        values: (S, n) of n pairs under S estimator seeds; the statistic is averaged over the seeds.
-        statistic: a function along the last axis.
-        minus: (S, n) of another method on the same pairs: the estimate is that of the difference, whose
-            resampled pairs are the same (a paired interval).
-        seed: of the bootstrap, which is the same for every row of a table.
+    A pose is right within 10 degrees, a homography if it has four in five inliers right within 5 pixels; of
+    an ambiguous geometry one of the alternatives has to be right.
     """
-    count = values.shape[1]
-    draws = np.random.default_rng([seed, count]).integers(0, count, (1000, count))
-    by_seed, resampled = statistic(values), statistic(values[:, draws]).mean(axis=0)
-    if minus is not None:
-        by_seed, resampled = by_seed - statistic(minus), resampled - statistic(minus[:, draws]).mean(axis=0)
-    known = resampled[np.isfinite(resampled)]
-    interval = np.percentile(known, [2.5, 97.5]) if len(known) and count > 1 else (math.nan, math.nan)
-    return Estimate(*map(float, (by_seed.mean(), *interval, by_seed.std())))
-
-
-def mean(values: np.ndarray) -> np.ndarray:
-    """Mean of the finite values along the last axis; NaN without any."""
-    known = np.isfinite(values)
-    count = known.sum(axis=-1)
-    total = np.where(known, values, 0.0).sum(axis=-1)
-    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    geometry, same, right = result.geometry, not isinstance(pair, UnrelatedPair), False
+    if isinstance(pair, PosePair):
+        known = [geometry.cam1_from_cam0] if geometry.status == "ok" else geometry.alternatives
+        right = any(max(pose_error(pose, pair.cam1_from_cam0)) <= 10 for pose in known)
+    elif same and result.inliers.any():
+        ends = (points[result.inliers].astype(np.float64) for points in (result.points0, result.points1))
+        right = np.mean(reprojection_errors(*ends, pair.H_1_from_0) <= 5) >= 0.8
+    said = result.verdict.probability
+    if geometry.status == "ambiguous" and same:
+        word = "ambiguous" if right else "wrong"
+    elif geometry.status not in ("ok", "degenerate") or said < 0.5:
+        word = "refused"
+    else:
+        word = "right" if right else "wrong"
+    found = {name: float(name == word) for name in OUTCOMES}
+    found |= {"sure": float(word == "wrong" and said >= SAME), "same": float(said >= SAME)}
+    return found | {"verdict": said, "brier": (said - same) ** 2}

@@ -35,6 +35,14 @@ class MethodOptions:
     network: Mapping[str, Any] = field(default_factory=dict)  # and for those that are asked for
     full_depth: bool = False  # also measure each network without early exit and pruning
 
+    def methods(self, title: str, preset: str, asked: bool = True, **files: Any) -> Iterator[Method]:
+        """The method itself and, where asked for, the same at full depth; a baseline has fewer options."""
+        network = self.network if asked else {"precision": self.network.get("precision")}
+        given = {**self.common, **files, **network}
+        yield Method(title, load(preset, **given))
+        if self.full_depth and asked:
+            yield Method(f"{title}, full depth", load(preset, **given, early_exit=False, pruning=False))
+
 
 def build_methods(
     presets: Sequence[str],
@@ -59,8 +67,8 @@ def build_methods(
     """
     options, found = options or MethodOptions(), {}
     kinds = {"sift", *map(_front_end_kind, presets)}
-    baselines = [name for name in PRESETS if _is_nearest(name) and PRESETS[name].extractor.kind in kinds]
-    for name in dict.fromkeys([*baselines, *presets]):
+    nearest = [name for name, config in PRESETS.items() if isinstance(config.matcher, NearestConfig)]
+    for name in dict.fromkeys([*(n for n in nearest if PRESETS[n].extractor.kind in kinds), *presets]):
         files = weights if name in presets else ()
         of_front_end = front_ends if name in presets or _front_end_kind(name) == "learned" else ()
         for file, front_end in product(files or [None], of_front_end or [None]):
@@ -70,7 +78,7 @@ def build_methods(
             elif front_end is not None:
                 title += f" with {_short(Path(front_end), [Path(each) for each in front_ends])}"
             given = {"weights": file, "frontend_weights": front_end}
-            found |= {each.name: each for each in _variants(title, name, given, options, name in presets)}
+            found |= {each.name: each for each in options.methods(title, name, name in presets, **given)}
     return list(found.values())
 
 
@@ -108,23 +116,8 @@ def compared_methods(
         else:
             given[_option_for(path)] = path
             title = f"{preset} {_short(path, paths)}"
-        methods += _variants(title, name, given, options)
+        methods += options.methods(title, name, **given)
     return methods
-
-
-def _variants(
-    title: str, preset: str, files: Mapping[str, Any], options: MethodOptions, asked: bool = True
-) -> Iterator[Method]:
-    """The method itself and, where asked for, the same at full depth; a baseline has fewer options."""
-    network = options.network if asked else {"precision": options.network.get("precision")}
-    given = {**options.common, **files, **network}
-    yield Method(title, load(preset, **given))
-    if options.full_depth and asked:
-        yield Method(f"{title}, full depth", load(preset, **given, early_exit=False, pruning=False))
-
-
-def _is_nearest(preset: str) -> bool:
-    return preset in PRESETS and isinstance(PRESETS[preset].matcher, NearestConfig)
 
 
 def _front_end_kind(preset: str) -> str | None:

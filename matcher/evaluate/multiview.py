@@ -16,17 +16,11 @@ from matcher.errors import MALFORMED, IntegrityError, UsageError
 from matcher.evaluate.folders import read_array, read_rows
 from matcher.evaluate.protocols import DepthCamera, DepthPair, HomographyPair, PairImage, reproject
 
-OVERLAPS = (0.0, 0.3, 0.5, 1.01)  # bounds of the overlap groups
-ANGLES = (0, 15, 30, 60, 181)  # degrees between the optical axes
-DRAWN_ANGLES = (8, 30, 60, 110, 181)  # of pairs that are drawn, as many between each two
+DRAWN_ANGLES = (8, 30, 60, 110, 181)  # degrees between optical axes; of drawn pairs as many between each two
 TRACKED = (
     "The poses come from the headset's own tracking and reproject to within about 3 px over ten frames: rely "
     "on the pose AUC and on precision@10 px"
 )
-
-
-def _is_rendered(folder: Path) -> bool:
-    return not (folder / "pairs.json").exists() or b'"views"' in (folder / "cameras.json").read_bytes()
 
 
 def recorded(folder: Path) -> Iterator[DepthPair]:
@@ -38,7 +32,7 @@ def recorded(folder: Path) -> Iterator[DepthPair]:
         names = row["image0"], row["image1"]
         if not set(names) <= frames.keys():
             raise UsageError(f"{path}: {names} are not both among the frames of {folder / 'cameras.json'}")
-        yield _recorded_pair(folder, names, frames, row["overlap"], ANGLES)
+        yield _pair(folder / "images", names, [frames[name] for name in names], row["overlap"])
 
 
 def drawn(folder: Path, count: int, seed: int) -> tuple[DepthPair, ...]:
@@ -54,7 +48,8 @@ def drawn(folder: Path, count: int, seed: int) -> tuple[DepthPair, ...]:
     wanted = count // (len(DRAWN_ANGLES) - 1)
     found: dict[tuple[float, float], list[DepthPair]] = {}
     for pair in np.random.default_rng(seed).permutation(list(combinations(frames, 2))).tolist():
-        views, angle = [frames[name] for name in pair], _angle(*(frames[name] for name in pair))
+        views = [frames[name] for name in pair]
+        angle = _angle(*views)
         kind = found.setdefault(_between(angle, DRAWN_ANGLES), [])
         if frozenset(pair) in listed or angle < DRAWN_ANGLES[0] or len(kind) == wanted:
             continue
@@ -62,59 +57,15 @@ def drawn(folder: Path, count: int, seed: int) -> tuple[DepthPair, ...]:
         if overlap > 0.2:
             overlap = min(overlap, overlap_of(*reversed(views)))
         if 0.2 < overlap < 0.75:  # neither hopeless nor easy
-            kind.append(_recorded_pair(folder, pair, frames, overlap, DRAWN_ANGLES))
+            kind.append(_pair(folder / "images", pair, views, overlap, DRAWN_ANGLES))
     return tuple(pair for _, kind in sorted(found.items()) for pair in kind)
-
-
-def rendered_poses(folder: Path) -> Iterator[DepthPair]:
-    """`cameras.json` (depth_step, views with image, depth, K, E and group): pairs of different viewpoints."""
-    for name, rows, sides in _rendered(folder):
-        if rows[0]["E"] == rows[1]["E"]:
-            continue
-        path, step = folder / "cameras.json", rows[0]["depth_step"]
-        views = [
-            DepthCamera(
-                folder / row["depth"],
-                step,
-                read_array(row["K"], (3, 3), path),
-                read_array(row["E"], (4, 4), path),
-            )
-            for row in rows
-        ]
-        overlap = min(overlap_of(*views), overlap_of(*reversed(views)))
-        if overlap >= 0.15:  # less is hopeless
-            light = "same light" if rows[0].get("light") == rows[1].get("light") else "different lights"
-            groups = _overlap_group(overlap), _angle_group(_angle(*views), ANGLES), light
-            yield _depth_pair(name, groups, sides, views)
-
-
-def rendered_lights(folder: Path) -> Iterator[HomographyPair]:
-    """The pairs of the same folder that were rendered from one viewpoint under two lights."""
-    for name, rows, sides in _rendered(folder):
-        if rows[0]["E"] == rows[1]["E"]:
-            lights = read_rows(folder / "cameras.json", ("views",))[0].get("lights")
-            kinds = [row.get("light") for row in rows]
-            names = sorted(str(kind if lights is None else lights[kind]["kind"]) for kind in kinds)
-            yield HomographyPair(name, " and ".join(names), *sides, np.eye(3))
-
-
-def _rendered(folder: Path) -> Iterator[tuple[str, list[dict[str, Any]], list[PairImage]]]:
-    """Name, views and images of each pair; none of a recorded set."""
-    if not _is_rendered(folder):
-        return
-    scene = read_rows(folder / "cameras.json", ("views", "depth_step"))[0]
-    for pair in pairs_of(folder, scene["views"]):
-        rows = [scene["views"][number] | {"depth_step": int(scene["depth_step"])} for number in pair]
-        name = "-".join(Path(row["image"]).stem for row in rows)
-        yield name, rows, [PairImage(folder / row["image"]) for row in rows]
 
 
 def frames_of(folder: Path) -> dict[str, DepthCamera]:
     """The views of a recorded set, by the names of their images."""
     path = folder / "cameras.json"
     cameras = read_rows(path, ("K", "frames"))[0]
-    K = read_array(cameras["K"], (3, 3), path)
-    frames, stride = {}, int(cameras.get("depth_step", 2))
+    K, stride, frames = read_array(cameras["K"], (3, 3), path), int(cameras.get("depth_step", 2)), {}
     for row in cameras["frames"]:
         pose = np.linalg.inv(read_array(row["world_from_camera"], (4, 4), path))
         depth = folder / "depth" / f"{Path(row['image']).stem}.png"
@@ -122,25 +73,62 @@ def frames_of(folder: Path) -> dict[str, DepthCamera]:
     return frames
 
 
-def _recorded_pair(
+def rendered_poses(folder: Path) -> Iterator[DepthPair]:
+    """`cameras.json` (depth_step, views with image, depth, K, E and group): pairs of different viewpoints."""
+    path = folder / "cameras.json"
+    for scene, rows in _rendered(folder):
+        if rows[0]["E"] == rows[1]["E"]:
+            continue
+        views = []
+        for row in rows:
+            K, E = read_array(row["K"], (3, 3), path), read_array(row["E"], (4, 4), path)
+            views.append(DepthCamera(folder / row["depth"], int(scene["depth_step"]), K, E))
+        overlap = min(overlap_of(*views), overlap_of(*reversed(views)))
+        if overlap >= 0.15:  # less is hopeless
+            light = "same light" if rows[0].get("light") == rows[1].get("light") else "different lights"
+            yield _pair(folder, [row["image"] for row in rows], views, overlap, more_groups=(light,))
+
+
+def rendered_lights(folder: Path) -> Iterator[HomographyPair]:
+    """The pairs of the same folder that were rendered from one viewpoint under two lights."""
+    for scene, rows in _rendered(folder):
+        if rows[0]["E"] == rows[1]["E"]:
+            lights, kinds = scene.get("lights"), [row.get("light") for row in rows]
+            group = " and ".join(sorted(str(k if lights is None else lights[k]["kind"]) for k in kinds))
+            name, sides = _named(folder, [row["image"] for row in rows])
+            yield HomographyPair(name, group, *sides, np.eye(3))
+
+
+def _is_rendered(folder: Path) -> bool:
+    return not (folder / "pairs.json").exists() or b'"views"' in (folder / "cameras.json").read_bytes()
+
+
+def _rendered(folder: Path) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """The scene and the views of each pair; none of a recorded set."""
+    if _is_rendered(folder):
+        scene = read_rows(folder / "cameras.json", ("views", "depth_step"))[0]
+        for pair in pairs_of(folder, scene["views"]):
+            yield scene, [scene["views"][number] for number in pair]
+
+
+def _named(folder: Path, images: Sequence[str]) -> tuple[str, list[PairImage]]:
+    return "-".join(Path(name).stem for name in images), [PairImage(folder / name) for name in images]
+
+
+def _pair(
     folder: Path,
-    names: Sequence[str],
-    frames: dict[str, DepthCamera],
+    images: Sequence[str],
+    views: Sequence[DepthCamera],
     overlap: float,
-    angles: Sequence[float],
+    angles: Sequence[float] = (0, 15, 30, 60, 181),
+    more_groups: tuple[str, ...] = (),
 ) -> DepthPair:
-    views = [frames[name] for name in names]
-    groups = _overlap_group(overlap), _angle_group(_angle(*views), angles)
-    sides = [PairImage(folder / "images" / name) for name in names]
-    return _depth_pair("-".join(Path(name).stem for name in names), groups, sides, views)
-
-
-def _depth_pair(
-    name: str, groups: tuple[str, ...], sides: Sequence[PairImage], views: Sequence[DepthCamera]
-) -> DepthPair:
-    view0, view1 = views
+    (name, sides), (view0, view1) = _named(folder, images), views
+    least, most = _between(overlap, (0.0, 0.3, 0.5, 1.01))
+    low, high = _between(_angle(view0, view1), angles)
+    group, angle = f"overlap {100 * least:.0f}–{min(100, 100 * most):.0f} %", f"angle {low}–{min(180, high)}°"
     pose = view1.cam_from_world @ np.linalg.inv(view0.cam_from_world)
-    return DepthPair(name, groups[0], *sides, view0.K, view1.K, pose, view0, view1, groups[1:])
+    return DepthPair(name, group, *sides, view0.K, view1.K, pose, view0, view1, (angle, *more_groups))
 
 
 def overlap_of(view0: DepthCamera, view1: DepthCamera) -> float:
@@ -153,20 +141,10 @@ def overlap_of(view0: DepthCamera, view1: DepthCamera) -> float:
     return float(visible[known].mean()) if known.any() else 0.0
 
 
-def _overlap_group(overlap: float) -> str:
-    low, high = _between(overlap, OVERLAPS)
-    return f"overlap {100 * low:.0f}–{min(100, 100 * high):.0f} %"
-
-
 def _angle(view0: DepthCamera, view1: DepthCamera) -> float:
     """Degrees between the optical axes."""
     axes = view0.cam_from_world[2, :3] @ view1.cam_from_world[2, :3]
     return float(np.degrees(np.arccos(np.clip(axes, -1, 1))))
-
-
-def _angle_group(angle: float, bounds: Sequence[float]) -> str:
-    low, high = _between(angle, bounds)
-    return f"angle {low}–{min(180, high)}°"
 
 
 def _between(value: float, bounds: Sequence[float]) -> tuple[float, float]:

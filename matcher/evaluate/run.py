@@ -2,103 +2,104 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
 
-from matcher.config import GeometryKind, depth
+from matcher.cameras import Camera
+from matcher.config import depth
 from matcher.errors import ImageError
-from matcher.evaluate.measure import auc, estimate, mean, measure_pair
+from matcher.evaluate.measure import OUTCOMES, Record, measure_pair, outcome
 from matcher.evaluate.methods import BASELINE, Method
-from matcher.evaluate.protocols import Pair, PairSet
+from matcher.evaluate.protocols import Pair, PairSet, PosePair
+from matcher.loading import with_estimation
 from matcher.pipeline import Pipeline
 from matcher.result import Result
 from matcher.verify.estimation import RobustEstimator
 
-GEOMETRY: dict[str, GeometryKind] = {
-    "homography": "homography",
-    "pose": "essential",
-    "depth": "essential",
-    "correspondences": "fundamental",
-    "unrelated": "fundamental",
-}
+Progress = Callable[[int, int], None]  # called with the number of pairs done and their total
 
 
-@dataclass(eq=False)
-class PairLoop:
-    """Every method on every pair of a set: what accuracy and calibration are measured of.
+def matched(
+    pair_set: PairSet, methods: Sequence[Method], progress: Progress | None, skipped: list[str]
+) -> Iterator[tuple[Pair, list[Result]]]:
+    """Each pair that can be read with the results of all methods, whose `seconds` also have the wall time of
+    the call as "call" and its processor time as "cpu"; `skipped` receives the reason for every other pair.
 
-    Iterating gives each pair that can be read, with the results of all methods on it.
+    Raises:
+        ImageError: no pair could be read; the message is that of the first pair.
     """
-
-    pair_set: PairSet
-    methods: Sequence[Method]
-    progress: Callable[[int, int], None] | None = None  # called with the number of pairs done and their total
-    skipped: list[str] = field(default_factory=list)  # the reason for each pair that could not be read
-
-    def __iter__(self) -> Iterator[tuple[Pair, list[Result]]]:
-        """Pairs and results, whose `seconds` also have the processor time of the call as "cpu".
-
-        Raises:
-            ImageError: no pair could be read; the message is that of the first pair.
-        """
-        methods, self.skipped[:] = [self._prescribed(method.pipeline) for method in self.methods], []
-        for index in range(len(self.pair_set)):
-            try:
-                pair = self.pair_set.pairs[index]
-                images = [side.given(self.pair_set.shorter_side) for side in (pair.image0, pair.image1)]
-                if index == len(self.skipped):  # the first call of a process is slower than later ones
-                    for pipeline in methods:
-                        pipeline.match(*images)
-                found = (pair, [_timed(pipeline, images) for pipeline in methods])
-            except ImageError as error:
-                self.skipped.append(str(error))
-            else:
-                yield found
-            if self.progress is not None:
-                self.progress(index + 1, len(self.pair_set))
-        if len(self.skipped) == len(self.pair_set):
-            raise ImageError(f"{self.pair_set.name}: no pair could be read; the first: {self.skipped[0]}")
-
-    def _prescribed(self, pipeline: Pipeline) -> Pipeline:
-        """A size that a benchmark prescribes is kept: no image is looked at larger or smaller."""
-        if self.pair_set.shorter_side is None:
-            return pipeline
-        extractor = pipeline.config.extractor.of_size(pipeline.config.extractor.resize)
-        return replace(pipeline, config=replace(pipeline.config, extractor=extractor))
+    pipelines = [method.pipeline for method in methods]
+    if (
+        pair_set.shorter_side is not None
+    ):  # a prescribed size is kept: no image is looked at larger or smaller
+        extractors = [p.config.extractor.of_size(p.config.extractor.resize) for p in pipelines]
+        configs = [replace(p.config, extractor=e) for p, e in zip(pipelines, extractors, strict=True)]
+        pipelines = [replace(p, config=config) for p, config in zip(pipelines, configs, strict=True)]
+    for index in range(len(pair_set)):
+        try:
+            pair = pair_set.pairs[index]
+            images = [side.given(pair_set.shorter_side) for side in (pair.image0, pair.image1)]
+            if index == len(skipped):  # the first call of a process is slower than later ones
+                for pipeline in pipelines:
+                    pipeline.match(*images)
+            known = pair if pair_set.protocol == "trap" and isinstance(pair, PosePair) else None
+            found = (pair, [_timed(pipeline, images, known) for pipeline in pipelines])
+        except ImageError as error:
+            skipped.append(str(error))
+        else:
+            yield found
+        if progress is not None:
+            progress(index + 1, len(pair_set))
+    if len(skipped) == len(pair_set):
+        raise ImageError(f"{pair_set.name}: no pair could be read; the first: {skipped[0]}")
 
 
-def _timed(pipeline: Pipeline, images: Sequence[Any]) -> Result:
+def _timed(pipeline: Pipeline, images: Sequence[Any], calibrated: PosePair | None) -> Result:
+    cameras = {}
+    if calibrated is not None:
+        pipeline = with_estimation(pipeline, replace(pipeline.config.estimation, kind="essential"))
+        cameras = {"camera0": Camera.from_K(calibrated.K0), "camera1": Camera.from_K(calibrated.K1)}
     start, cpu = perf_counter(), process_time()
-    result = pipeline.match(*images)
+    result = pipeline.match(*images, **cameras)
     seconds = {"call": perf_counter() - start, "cpu": process_time() - cpu}
     return replace(result, seconds=result.seconds | seconds)
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """The metrics of every method on every pair, before they are averaged."""
+    """What every method did on every pair, before it is averaged."""
 
     set: PairSet
     methods: tuple[Method, ...]
     seeds: tuple[int, ...]  # of the robust estimator
-    names: tuple[str, ...]  # of the n pairs that were measured
-    groups: tuple[tuple[str, ...], ...]  # of each of these pairs
-    values: dict[str, dict[str, np.ndarray]]  # method → metric → (S, n)
+    records: dict[str, list[Record]]  # by method, in the same order of pairs
     skipped: tuple[str, ...]  # the reason for each pair that could not be read
+
+    @cached_property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Of each pair that was measured."""
+        return tuple(record.groups for record in next(iter(self.records.values())))
+
+    @cached_property
+    def values(self) -> dict[str, dict[str, np.ndarray]]:
+        """Method → metric that all pairs have → (S, n) of n pairs under S seeds."""
+        found = {}
+        for name, records in self.records.items():
+            common = set.intersection(*({*record.metrics} for record in records))
+            found[name] = {key: np.stack([r.metrics[key] for r in records], axis=1) for key in common}
+        return found
 
 
 def evaluate(
-    pair_set: PairSet,
-    methods: Sequence[Method],
-    *,
-    seeds: int = 1,
-    progress: Callable[[int, int], None] | None = None,
+    pair_set: PairSet, methods: Sequence[Method], *, seeds: int = 1, progress: Progress | None = None
 ) -> Evaluation:
     """Measure every method on the same pairs.
 
@@ -109,39 +110,101 @@ def evaluate(
         progress: called after every pair with the number of pairs done and their total.
 
     Returns:
-        The metrics; pairs with an image that cannot be read are skipped and listed with the reason.
+        The records; pairs with an image that cannot be read are skipped and listed with the reason.
 
     Raises:
         ImageError: no pair could be read; the message is that of the first pair.
         UsageError: intrinsics that belong to images of another size.
     """
-    kind = GEOMETRY[pair_set.protocol]
+    kind, skipped = PROTOCOLS[pair_set.protocol].geometry, []
     used = tuple(range(seeds)) if kind == "essential" else (0,)
-    names: list[str] = []
-    groups: list[tuple[str, ...]] = []
-    rows: dict[str, list[dict[str, np.ndarray]]] = {method.name: [] for method in methods}
-    loop = PairLoop(pair_set, methods, progress)
-    for pair, results in loop:
-        names.append(pair.name)
-        groups.append(pair.groups)
+    records: dict[str, list[Record]] = {method.name: [] for method in methods}
+    for pair, results in matched(pair_set, methods, progress, skipped):
         for method, result in zip(methods, results, strict=True):
-            estimation = replace(method.pipeline.config.estimation, kind=kind)
-            estimators = [RobustEstimator(replace(estimation, seed=seed)) for seed in used]
-            metrics = measure_pair(pair, result, estimators)
-            metrics |= {"wall": 1e3 * result.seconds["call"], "cpu": 1e3 * result.seconds["cpu"]}
-            rows[method.name].append(
-                {key: np.broadcast_to(np.float64(value), len(used)) for key, value in metrics.items()}
-            )
-    values = {
-        name: {key: np.stack([row[key] for row in measured], axis=1) for key in measured[0]}
-        for name, measured in rows.items()
-    }
-    return Evaluation(
-        pair_set, tuple(methods), used, tuple(names), tuple(groups), values, tuple(loop.skipped)
-    )
+            if kind is None:
+                record = measure_pair(pair, result)
+                extra = {name: np.array([value]) for name, value in outcome(pair, result).items()}
+                record = replace(record, metrics=record.metrics | extra)
+            else:
+                own = replace(method.pipeline.config.estimation, kind=kind)
+                record = measure_pair(pair, result, [RobustEstimator(replace(own, seed=s)) for s in used])
+            records[method.name].append(record)
+    return Evaluation(pair_set, tuple(methods), used, records, tuple(skipped))
 
 
-# The columns of the tables: which metrics a protocol reports, and how they are averaged
+# Averages over pairs, with intervals of 95 % by a seeded bootstrap over the pairs (Efron 1979)
+
+
+def auc(errors: np.ndarray, threshold: float) -> np.ndarray:
+    """Area under the cumulative error curve up to a threshold, normalised by the threshold.
+
+    The trapezoidal rule from (0, 0) through (k-th smallest error, k/n), constant after the last error below
+    the threshold: the definition of SuperGlue's evaluation (section 5.2), which every later paper uses.
+
+    Args:
+        errors: (…, n); infinite for failures.
+        threshold: in the errors' unit; an error equal to it counts as above.
+
+    Returns:
+        (…,) in [0, 1]; NaN for n = 0.
+    """
+    errors = np.asarray(errors, dtype=np.float64)
+    count = errors.shape[-1]
+    if count == 0:
+        return np.full(errors.shape[:-1], np.nan)
+    ordered = np.sort(errors, axis=-1)
+    below = ordered < threshold
+    steps = np.diff(np.minimum(ordered, threshold), axis=-1, prepend=0.0)
+    heights = np.where(below, np.arange(1, count + 1) - 0.5, below.sum(axis=-1, keepdims=True))
+    last = threshold - np.minimum(ordered[..., -1], threshold)
+    return ((steps * heights).sum(axis=-1) + last * count) / (count * threshold)
+
+
+def mean(values: np.ndarray) -> np.ndarray:
+    """Mean of the finite values along the last axis; NaN without any."""
+    known = np.isfinite(values)
+    count = known.sum(axis=-1)
+    total = np.where(known, values, 0.0).sum(axis=-1)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A statistic and its confidence interval; NaN for that of a single pair."""
+
+    value: float
+    low: float
+    high: float
+    spread: float  # standard deviation over the estimator's seeds
+
+
+def estimate(
+    values: np.ndarray,
+    statistic: Callable[[np.ndarray], np.ndarray],
+    *,
+    minus: np.ndarray | None = None,
+    seed: int = 0,
+) -> Estimate:
+    """A statistic over pairs with its percentile bootstrap interval.
+
+    Args:
+        values: (S, n) of n pairs under S estimator seeds; the statistic is averaged over the seeds.
+        statistic: a function along the last axis, (…, n) → (…,).
+        minus: (S, n) of another method on the same pairs: the estimate is that of the difference, whose
+            resampled pairs are the same (a paired interval).
+        seed: of the bootstrap, which is the same for every row of a table.
+    """
+    count = values.shape[1]
+    draws = np.random.default_rng([seed, count]).integers(0, count, (1000, count))
+    by_seed, resampled = statistic(values), statistic(values[:, draws]).mean(axis=0)
+    if minus is not None:
+        by_seed, resampled = by_seed - statistic(minus), resampled - statistic(minus[:, draws]).mean(axis=0)
+    known = resampled[np.isfinite(resampled)]
+    interval = np.percentile(known, [2.5, 97.5]) if len(known) and count > 1 else (math.nan, math.nan)
+    return Estimate(*map(float, (by_seed.mean(), *interval, by_seed.std())))
+
+
+# Protocols: which metrics are reported, how they are averaged, and what they mean
 
 
 @dataclass(frozen=True)
@@ -162,6 +225,15 @@ class Column:
         return np.median(values, axis=-1) if self.median else mean(values)
 
 
+@dataclass(frozen=True)
+class Protocol:
+    """What is measured where pairs have one kind of ground truth."""
+
+    geometry: str | None  # that is estimated; None: that of the results
+    columns: tuple[Column, ...]
+    meaning: str
+
+
 _COST = (
     Column("accepted", "accepted"),
     Column("ambiguous", "ambiguous"),
@@ -173,72 +245,91 @@ _COST = (
     Column("ms", "wall", 0, median=True),
     Column("CPU ms", "cpu", 0, median=True),
 )
+_PRECISION = (Column("precision@3 px", "precision3", headline=True),)
+_RECALL = (Column("recall@3 px", "recall3", headline=True),)
+_CORRECT = (Column("correct@3 px", "correct3", 0),)
 _MATCHES = (
     Column("precision@1 px", "precision1"),
-    Column("precision@3 px", "precision3", headline=True),
+    *_PRECISION,
     Column("recall@1 px", "recall1"),
-    Column("recall@3 px", "recall3", headline=True),
+    *_RECALL,
 )
-_POSE = (
-    Column("AUC@5°", "error", headline=True, auc=5),
-    Column("AUC@10°", "error", headline=True, auc=10),
-    Column("AUC@20°", "error", headline=True, auc=20),
+_POSE = tuple(Column(f"AUC@{degrees}°", "error", headline=True, auc=degrees) for degrees in (5, 10, 20))
+_POSE_AUC = (
+    "AUC is that of max(rotation error, translation direction error), the sign of the translation ignored. "
 )
-COLUMNS: dict[str, tuple[Column, ...]] = {
-    "homography": (
-        Column("AUC@1 px", "error", headline=True, auc=1),
-        Column("AUC@3 px", "error", headline=True, auc=3),
-        Column("AUC@5 px", "error", headline=True, auc=5),
-        Column("AUC@10 px", "error", headline=True, auc=10),
-        *_MATCHES,
-        Column("correct@3 px", "correct3", 0),
-        Column("repeatability@3 px", "repeatability"),
-        *_COST,
+PROTOCOLS = {
+    "homography": Protocol(
+        "homography",
+        (
+            *(Column(f"AUC@{pixels} px", "error", headline=True, auc=pixels) for pixels in (1, 3, 5, 10)),
+            *_MATCHES,
+            *_CORRECT,
+            Column("repeatability@3 px", "repeatability"),
+            *_COST,
+        ),
+        "AUC is that of the mean corner error in image 1. Precision and recall use the mean reprojection "
+        "error of both directions; a mutual nearest pair of keypoints under the ground truth counts as found "
+        "if either has a correct match. Repeatability is the share of covisible keypoints that are detected "
+        "in the other image within 3 px",
     ),
-    "pose": (
-        *_POSE,
-        Column("epipolar precision@1 px", "precision1"),
-        Column("epipolar precision@3 px", "precision3", headline=True),
-        *_COST,
+    "pose": Protocol(
+        "essential",
+        (
+            *_POSE,
+            Column("epipolar precision@1 px", "precision1"),
+            Column("epipolar precision@3 px", "precision3", headline=True),
+            *_COST,
+        ),
+        f"{_POSE_AUC}Precision uses the symmetric epipolar distance",
     ),
-    "depth": (
-        *_POSE,
-        Column("precision@3 px", "precision3", headline=True),
-        Column("recall@3 px", "recall3", headline=True),
-        Column("correct@3 px", "correct3", 0),
-        Column("precision@10 px", "precision10"),
-        Column("correct@10 px", "correct10", 0),
-        *_COST,
+    "depth": Protocol(
+        "essential",
+        (
+            *(*_POSE, *_PRECISION, *_RECALL, *_CORRECT),
+            Column("precision@10 px", "precision10"),
+            Column("correct@10 px", "correct10", 0),
+            *_COST,
+        ),
+        f"{_POSE_AUC}Precision and recall use the reprojection error in image 1: matches of points that are "
+        "occluded in image 1 are wrong; matches of points with unknown depth or at depth edges are not "
+        "counted",
     ),
-    "correspondences": (
-        *_MATCHES,
-        Column("labels@3 px", "labels3", headline=True),
-        Column("mAA@10 px", "labels10", headline=True),
-        *_COST,
+    "correspondences": Protocol(
+        "fundamental",
+        (
+            *_MATCHES,
+            Column("labels@3 px", "labels3", headline=True),
+            Column("mAA@10 px", "labels10", headline=True),
+            *_COST,
+        ),
+        "Matches of unlabelled pixels are not counted; with sparse labels, precision and recall are "
+        "undefined. `labels` is the share of labelled points within 3 px of the epipolar lines of the "
+        "estimated fundamental matrix; mAA@10 px is its mean over 1, 2, … 10 px, as WxBS reports it",
     ),
-    "unrelated": (Column("matches, median", "matches", 1, headline=True, median=True), *_COST),
-}
-MEANING = {
-    "homography": "AUC is that of the mean corner error in image 1. Precision and recall use the mean "
-    "reprojection error of both directions; a mutual nearest pair of keypoints under the ground truth counts "
-    "as found if either has a correct match. Repeatability is the share of covisible keypoints that are "
-    "detected in the other image within 3 px",
-    "pose": "AUC is that of max(rotation error, translation direction error), the sign of the translation "
-    "ignored. Precision uses the symmetric epipolar distance",
-    "depth": "AUC is that of max(rotation error, translation direction error), the sign of the translation "
-    "ignored. Precision and recall use the reprojection error in image 1: matches of points that are "
-    "occluded in image 1 are wrong; matches of points with unknown depth or at depth edges are not counted",
-    "correspondences": "Matches of unlabelled pixels are not counted; with sparse labels, precision and "
-    "recall are undefined. `labels` is the share of labelled points within 3 px of the epipolar lines of the "
-    "estimated fundamental matrix; mAA@10 px is its mean over 1, 2, … 10 px, as WxBS reports it",
-    "unrelated": "The images show different things, so every match is wrong",
+    "unrelated": Protocol(
+        "fundamental",
+        (Column("matches, median", "matches", 1, headline=True, median=True), *_COST),
+        "The images show different things, so every match is wrong",
+    ),
+    "trap": Protocol(
+        None,
+        (
+            *(Column(word, word, headline=True) for word in OUTCOMES),
+            Column("wrong and sure", "sure", headline=True),
+            Column("called the same", "same", headline=True),
+            Column("probability", "verdict"),
+            Column("Brier score", "brier"),
+            *(column for column in _COST if column.title not in OUTCOMES),
+        ),
+        "Shares of the pairs: the geometry is right, ambiguous with the right one among its alternatives, "
+        "refused, or wrong; wrong and sure, or called the same, with a probability of the same place of .9 "
+        "or more. Pairs with a known pose are matched with their cameras",
+    ),
 }
 
 
 # Tables: Markdown for people, JSON for programs; both state how they were measured
-
-_ESTIMATORS = {"homography": "OpenCV USAC_MAGSAC", "essential": "PoseLib LO-RANSAC"}
-_ESTIMATORS["fundamental"] = _ESTIMATORS["homography"]
 
 
 def as_object(evaluation: Evaluation, *, baseline: str = BASELINE, seed: int = 0) -> dict[str, Any]:
@@ -249,40 +340,43 @@ def as_object(evaluation: Evaluation, *, baseline: str = BASELINE, seed: int = 0
         baseline: the method from which paired differences are taken; without a method of that name, none are.
         seed: of the bootstrap.
     """
-    pair_set, columns = evaluation.set, COLUMNS[evaluation.set.protocol]
-    headline = [column for column in columns if column.headline]
+    pair_set, protocol = evaluation.set, PROTOCOLS[evaluation.set.protocol]
+    headline = [column for column in protocol.columns if column.headline]
     groups = sorted({group for groups in evaluation.groups for group in groups}, key=_group_order)
     by_group = {
         group: np.flatnonzero([group in groups for groups in evaluation.groups])
         for group in groups
         if len(groups) > 1
     }
-    every, other = np.arange(len(evaluation.names)), evaluation.values.get(baseline)
+    every, other = np.arange(len(evaluation.groups)), evaluation.values.get(baseline)
 
     def averages(name: str, columns: Sequence[Column], at: np.ndarray, minus: Any = None) -> dict[str, Any]:
         found = {}
         for column in columns:
             values, other = (m and m[column.key][:, at] for m in (evaluation.values[name], minus))
             estimated = estimate(values, column, minus=other, seed=seed)
-            found[column.title] = {key: _plain(value) for key, value in asdict(estimated).items()}
+            found[column.title] = {key: plain(value) for key, value in asdict(estimated).items()}
         return found
 
     rows = []
     for method in evaluation.methods:
-        row = {"name": method.name, **_source(method.pipeline), "all": averages(method.name, columns, every)}
+        row = {"name": method.name, **_source(method.pipeline)}
+        row["all"] = averages(method.name, protocol.columns, every)
         row["groups"] = {group: averages(method.name, headline, at) for group, at in by_group.items()}
         if other is not None and method.name != baseline:
             row["minus_baseline"] = averages(method.name, headline, every, other)
         rows.append(row)
-    config, kind = evaluation.methods[0].pipeline.config, GEOMETRY[pair_set.protocol]
-    estimation, extractor, prescribed = config.estimation, config.extractor, pair_set.shorter_side is not None
+    config, prescribed = evaluation.methods[0].pipeline.config, pair_set.shorter_side is not None
+    estimation, extractor, kind = config.estimation, config.extractor, protocol.geometry
+    kind = kind or estimation.kind
+    estimator = "PoseLib LO-RANSAC" if kind == "essential" else "OpenCV USAC_MAGSAC"
     threshold = estimation.max_reprojection_error if kind == "homography" else estimation.max_epipolar_error
     return {
         "set": pair_set.name,
         "note": pair_set.note,
         "protocol": pair_set.protocol,
-        "meaning": MEANING[pair_set.protocol],
-        "pairs": len(evaluation.names),
+        "meaning": protocol.meaning,
+        "pairs": len(evaluation.groups),
         "skipped": list(evaluation.skipped),
         "max_keypoints": extractor.max_keypoints,
         "resize": None if prescribed else extractor.resize,
@@ -290,7 +384,7 @@ def as_object(evaluation: Evaluation, *, baseline: str = BASELINE, seed: int = 0
         "shorter_side": pair_set.shorter_side,
         "estimator": {
             "geometry": kind,
-            "method": f"{_ESTIMATORS[kind]}, refined (weighed by covariances of refined matches)",
+            "method": f"{estimator}, refined (weighed by covariances of refined matches)",
             "threshold_px": threshold,
             "seeds": list(evaluation.seeds),
         },
@@ -318,44 +412,57 @@ def _source(pipeline: Pipeline) -> dict[str, Any]:
     }
 
 
-def _plain(value: float) -> float | None:
-    return round(value, 6) if np.isfinite(value) else None
+def plain(value: float) -> float | None:
+    """A value for JSON, None where it is not finite."""
+    return round(float(value), 6) if np.isfinite(value) else None
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table."""
+    return [f"| {' | '.join(row)} |" for row in [titles, ["---"] * len(titles), *rows]]
 
 
 def as_markdown(found: dict[str, Any]) -> str:
     """Markdown of what `as_object` returned: all pairs, paired differences from the baseline, groups."""
-    columns, rows = COLUMNS[found["protocol"]], found["rows"]
+    columns, rows = PROTOCOLS[found["protocol"]].columns, found["rows"]
     used = {
         "ambiguous": any(row["all"]["ambiguous"]["value"] for row in rows),
         "layers": any(row["depth"] for row in rows),
         "passes": any((row["all"]["passes"]["value"] or 1) > 1 for row in rows),
     }
     visible, headline = [c for c in columns if used.get(c.title, True)], [c for c in columns if c.headline]
+
+    def cells(
+        values: dict[str, Any], columns: Sequence[Column], sign: str = "", low: bool = True
+    ) -> list[str]:
+        made = []
+        for column in columns:
+            value, *ends = (
+                "–" if x is None else f"{x:{sign}.{column.digits}f}"
+                for x in (values[column.title][key] for key in ("value", "low", "high"))
+            )
+            known = low and column.headline and values[column.title]["low"] is not None
+            made.append(f"{value} ({' – '.join(ends)})" if known else value)
+        return made
+
     lines = [f"## {found['set']}", "", *_preamble(found), ""]
-    lines += _table(
-        ["", *(c.title for c in visible)],
-        [[row["name"], *(_cell(row["all"][c.title], c) for c in visible)] for row in rows],
+    lines += table(
+        ["", *(c.title for c in visible)], [[row["name"], *cells(row["all"], visible)] for row in rows]
     )
+    titles = [column.title for column in headline]
     if compared := [row for row in rows if "minus_baseline" in row]:
         lines += ["", f"Difference from `{found['baseline']}` on the same pairs:", ""]
-        lines += _table(
-            ["", *(c.title for c in headline)],
-            [
-                [row["name"], *(_cell(row["minus_baseline"][c.title], c, "+") for c in headline)]
-                for row in compared
-            ],
+        lines += table(
+            ["", *titles], [[row["name"], *cells(row["minus_baseline"], headline, "+")] for row in compared]
         )
     if found["pairs_by_group"]:
         lines += ["", "By group:", ""]
-        lines += _table(
-            ["group", "pairs", "", *(c.title for c in headline)],
-            [
-                [group, str(count), row["name"]]
-                + [_number(row["groups"][group][c.title]["value"], c) for c in headline]
-                for group, count in found["pairs_by_group"].items()
-                for row in rows
-            ],
-        )
+        by_group = [
+            [group, str(count), row["name"], *cells(row["groups"][group], headline, low=False)]
+            for group, count in found["pairs_by_group"].items()
+            for row in rows
+        ]
+        lines += table(["group", "pairs", "", *titles], by_group)
     return "\n".join(lines) + "\n"
 
 
@@ -377,18 +484,3 @@ def _preamble(found: dict[str, Any]) -> list[str]:
         *([f"{found['note']}."] if found["note"] else []),
     ]
     return [*lines, *(f"- skipped, {count} times: {reason}" for reason, count in Counter(skipped).items())]
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in [titles, ["---"] * len(titles), *rows]]
-
-
-def _cell(estimated: dict[str, float | None], column: Column, sign: str = "") -> str:
-    value = _number(estimated["value"], column, sign)
-    if estimated["low"] is None or not column.headline:
-        return value
-    return f"{value} ({_number(estimated['low'], column, sign)} – {_number(estimated['high'], column, sign)})"
-
-
-def _number(value: float | None, column: Column, sign: str = "") -> str:
-    return "–" if value is None else f"{value:{sign}.{column.digits}f}"

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from matcher.errors import UsageError
-from matcher.evaluate import folders, multiview
-from matcher.evaluate.protocols import Pair, PairSet, ProtocolName
-from matcher.evaluate.synthetic import sensor_set, synthetic_set, unrelated_set, zoomed_set
-from matcher.evaluate.traps import overlays_set, planes_set, repeats_set
+from matcher.evaluate import folders, multiview, synthetic, traps
+from matcher.evaluate.protocols import Pair, PairSet, PairsOnAccess, ProtocolName
 from matcher.images import DATA_VARIABLE, data_folder, find_images
 
-# Sets made of photos: what makes them, and how many pairs they have unless told.
-_MADE: dict[str, tuple[Callable[..., PairSet], int]] = {
-    "synthetic": (synthetic_set, 400),
-    "zoom": (zoomed_set, 100),
-    "sensors": (sensor_set, 100),
-    "unrelated": (unrelated_set, 200),
-    "planes": (planes_set, 120),
-    "repeats": (repeats_set, 120),
-    "overlays": (overlays_set, 160),
+# Sets made of photos: protocol, pairs unless told, what makes one of (photos, number, seed), and a note.
+_MADE: dict[str, tuple[ProtocolName, int, Callable[..., Pair], str]] = {
+    "synthetic": (
+        "homography",
+        400,
+        synthetic.warped_pair,
+        "resized to at most 640 pixels. Image 0 is the photo, image 1 a warped view of the same size with a "
+        "black border",
+    ),
+    "zoom": (
+        "homography",
+        100,
+        synthetic.zoomed_pair,
+        "resized to at most 640 pixels, and parts of them that have 2.5 to 6 times the resolution",
+    ),
+    "sensors": ("homography", 100, synthetic.sensor_pair, "recoloured at random as if by two sensors"),
+    "unrelated": ("unrelated", 200, synthetic.unrelated_pair, "of different folders if there are several"),
+    "planes": ("trap", 120, traps.planes_pair, "pose known"),
+    "repeats": ("trap", 120, traps.repeats_pair, "half of the pairs show another instance"),
+    "overlays": ("trap", 160, traps.overlays_pair, "`still` pairs are the counter-example"),
 }
 _BENCH = (
-    "oxford_graf",
-    "opencv_pairs",
-    "iguazu",
-    "multimodal",
-    "middlebury2003",
-    "kitti_mini",
-    "sceaux_castle",
+    *("oxford_graf", "opencv_pairs", "iguazu", "multimodal"),
+    *("middlebury2003", "kitti_mini", "sceaux_castle"),
 )
 # Folders below $MATCHER_DATA/multiview/val: of a recorded and a rendered scene.
 _MULTIVIEW = {"kitchen": "kitchen", "bookstore": "bookstore_rendered"}
@@ -132,6 +137,41 @@ def find_sets(where: str, options: SetOptions) -> list[PairSet]:
     return found if options.pairs is None else [pair_set.first(options.pairs) for pair_set in found]
 
 
+def made_set(
+    name: str,
+    photos: Sequence[Path],
+    *,
+    count: int | None = None,
+    seed: int = 0,
+    levels: Sequence[int] = (1, 2, 3, 4),
+) -> PairSet:
+    """`count` pairs made of photos, each when it is asked for.
+
+    Args:
+        name: synthetic, zoom, sensors, unrelated, planes, repeats or overlays.
+        photos: files.
+        count: pairs; by default 100 to 400, by the set.
+        seed: of what is drawn; a pair depends on it and on its own number only.
+        levels: of difficulty, of synthetic pairs.
+
+    Raises:
+        UsageError: an unknown level, a count below 1, or fewer than two photos for unrelated pairs.
+    """
+    protocol, usual, make, note = _MADE[name]
+    count, photos = usual if count is None else count, tuple(photos)
+    if count < 1:
+        raise UsageError(f"the number of pairs must be at least 1, not {count}")
+    if not levels or not set(levels) <= synthetic.LEVELS.keys():
+        known = ", ".join(map(str, synthetic.LEVELS))
+        raise UsageError(f"levels must be among {known}, not {list(levels)}")
+    if name == "unrelated" and len(photos) < 2:
+        raise UsageError(f"unrelated pairs need at least two photos, not {len(photos)}")
+    if name == "synthetic":
+        make = partial(make, levels=tuple(levels))
+    pairs = PairsOnAccess(count, lambda number: make(photos, number, seed))
+    return PairSet(name, protocol, pairs, note=f"{len(photos)} photos, {note}. Seed {seed}")
+
+
 def _named(name: str, options: SetOptions) -> list[PairSet]:
     found = []
     for each in {"bench": _BENCH, "multiview": _MULTIVIEW}.get(name, (name,)):
@@ -146,7 +186,7 @@ def _named(name: str, options: SetOptions) -> list[PairSet]:
                 "docs/scripts.md, Data), or give a folder of your own"
             )
         if each in _MADE:
-            found.append(_made(each, find_images(folder), options))
+            found.append(_photos_set(each, find_images(folder), options))
         elif each == _DRAWN:
             drawn = multiview.drawn(folder, 240 if options.pairs is None else options.pairs, options.seed)
             found.append(PairSet(_DRAWN, "depth", drawn, note=multiview.TRACKED))
@@ -155,25 +195,17 @@ def _named(name: str, options: SetOptions) -> list[PairSet]:
     return found
 
 
-def _made(name: str, photos: list[Path], options: SetOptions) -> PairSet:
-    make, count = _MADE[name]
-    levels = {"levels": options.levels} if name == "synthetic" else {}
-    return make(photos, count=count if options.pairs is None else options.pairs, seed=options.seed, **levels)
+def _photos_set(name: str, photos: list[Path], options: SetOptions) -> PairSet:
+    return made_set(name, photos, count=options.pairs, seed=options.seed, levels=options.levels)
 
 
 def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
     """The sets of all layouts that a folder has; of none, warps of its photos."""
-    found = [
-        PairSet(
-            layout.name.format(folder.resolve().name),
-            layout.protocol,
-            tuple(layout.read(folder)),
-            layout.shorter_side,
-            layout.note,
-        )
-        for layout in _LAYOUTS
-        if any(any(folder.glob(pattern)) for pattern in layout.files)
-    ]
+    found = []
+    for layout in _LAYOUTS:
+        if any(any(folder.glob(pattern)) for pattern in layout.files):
+            name, pairs = layout.name.format(folder.resolve().name), tuple(layout.read(folder))
+            found.append(PairSet(name, layout.protocol, pairs, layout.shorter_side, layout.note))
     found = [each for each in found if len(each)] or found
     if scenes := folders.scene_files(folder):
         found.append(PairSet("megadepth1500", "pose", tuple(folders.megadepth(scenes, options.images))))
@@ -191,4 +223,4 @@ def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
             "with cameras.json, H1toNp sequences, KITTI-like sequences, Middlebury stereo), and no photos to "
             "make synthetic pairs from"
         ) from error
-    return [_made("synthetic", photos, options)]
+    return [_photos_set("synthetic", photos, options)]

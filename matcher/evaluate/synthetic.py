@@ -6,26 +6,17 @@ are drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import cv2
 import numpy as np
 
-from matcher.errors import ImageError, UsageError
-from matcher.evaluate.protocols import (
-    HomographyPair,
-    Pair,
-    PairImage,
-    PairSet,
-    PairsOnAccess,
-    UnrelatedPair,
-)
+from matcher.errors import ImageError
+from matcher.evaluate.protocols import HomographyPair, PairImage, UnrelatedPair
 from matcher.geometry import inside, warp_points
 from matcher.images import read_image
-
-LONGER_SIDE = 640  # of photos, so that a level means the same for all folders
 
 
 @dataclass(frozen=True)
@@ -50,125 +41,70 @@ SENSOR_WARP = Level(rotation=15, perspective=0.1, scale=1.2, shift=0.05, light=0
 ZOOM_TILT = Level(rotation=20, perspective=0.06, scale=1, shift=0, light=0.5)
 
 
-def _made(name: str, count: int, make: Callable[[int], Pair], note: str) -> PairSet:
-    if count < 1:
-        raise UsageError(f"the number of pairs must be at least 1, not {count}")
-    protocol = "unrelated" if name == "unrelated" else "homography"
-    return PairSet(name, protocol, PairsOnAccess(count, make), note=note)
-
-
-def _photo(photos: Sequence[Path], turn: int, index: int, seed: int) -> tuple[Path, np.ndarray]:
-    """A photo in the order of this turn through all of them, and its pixels."""
+def _photo(photos: Sequence[Path], number: int, seed: int) -> tuple[Path, np.ndarray]:
+    """Every photo once in random order before any again; at most 640 pixels, so that a level means the same
+    for all folders."""
+    turn, index = divmod(number, len(photos))
     path = photos[np.random.default_rng([seed, turn]).permutation(len(photos))[index]]
-    pixels = read_image(path, resize=LONGER_SIDE, upright=False).pixels
+    pixels = read_image(path, resize=640, upright=False).pixels
     if min(pixels.shape[:2]) < 32:  # less leaves nothing to match when it is zoomed
         raise ImageError(f"{path}: too small for synthetic pairs; photos need at least 32 pixels a side")
     return path, pixels
 
 
-def synthetic_set(
-    photos: Sequence[Path], *, count: int = 400, levels: Sequence[int] = (1, 2, 3, 4), seed: int = 0
-) -> PairSet:
-    """`count` pairs of a photo and a warp of it in other light, cycling through the levels.
-
-    Raises:
-        UsageError: an unknown level or a count below 1.
-    """
-    unknown = [level for level in levels if level not in LEVELS]
-    if unknown or not levels:
-        raise UsageError(f"levels must be among {', '.join(map(str, LEVELS))}, not {list(levels)}")
-    photos, levels = tuple(photos), tuple(levels)
-
-    def make(position: int) -> HomographyPair:
-        turn, level = position // len(levels), levels[position % len(levels)]
-        path, pixels = _photo(photos, *divmod(turn, len(photos)), seed)  # all levels use the same photos
-        rng = np.random.default_rng([seed, level, turn])
-        homography = draw_homography(pixels.shape[1::-1], LEVELS[level], rng)
-        view = degrade(warp(pixels, homography), LEVELS[level].light, rng)
-        name = f"{path.parent.name}/{path.name} level {level} number {turn}"
-        sides = PairImage(path, pixels), PairImage(path, view)
-        return HomographyPair(name, f"level {level}", *sides, homography)
-
-    note = (
-        f"{len(photos)} photos, resized to at most {LONGER_SIDE} pixels. Image 0 is the photo, image 1 "
-        f"a warped view of the same size with a black border. Seed {seed}"
-    )
-    return _made("synthetic", count, make, note)
+def warped_pair(photos: Sequence[Path], number: int, seed: int, levels: Sequence[int]) -> HomographyPair:
+    """A photo and a warp of it in other light, cycling through the levels, which use the same photos."""
+    turn, level = number // len(levels), levels[number % len(levels)]
+    path, pixels = _photo(photos, turn, seed)
+    rng = np.random.default_rng([seed, level, turn])
+    homography = draw_homography(pixels.shape[1::-1], LEVELS[level], rng)
+    view = degrade(warp(pixels, homography), LEVELS[level].light, rng)
+    name = f"{path.parent.name}/{path.name} level {level} number {turn}"
+    sides = PairImage(path, pixels), PairImage(path, view)
+    return HomographyPair(name, f"level {level}", *sides, homography)
 
 
-def sensor_set(photos: Sequence[Path], *, count: int = 100, seed: int = 0) -> PairSet:
-    """`count` pairs of a photo and a warp of it, as of two sensors.
-
-    Raises:
-        UsageError: a count below 1.
-    """
-
-    def make(position: int) -> HomographyPair:
-        path, photo = _photo(photos, *divmod(position, len(photos)), seed)
-        rng = np.random.default_rng([seed, position, 3])
-        homography = draw_homography(photo.shape[1::-1], SENSOR_WARP, rng)
-        sides = [PairImage(path, recoloured(view, rng)) for view in (photo, warp(photo, homography))]
-        name = f"{path.parent.name}/{path.name} number {position}"
-        return HomographyPair(name, "two sensors", *sides, homography)
-
-    note = f"{len(photos)} photos, recoloured at random as if by two sensors. Seed {seed}"
-    return _made("sensors", count, make, note)
+def sensor_pair(photos: Sequence[Path], number: int, seed: int) -> HomographyPair:
+    """A photo and a warp of it, as of two sensors."""
+    path, photo = _photo(photos, number, seed)
+    rng = np.random.default_rng([seed, number, 3])
+    homography = draw_homography(photo.shape[1::-1], SENSOR_WARP, rng)
+    sides = [PairImage(path, recoloured(view, rng)) for view in (photo, warp(photo, homography))]
+    name = f"{path.parent.name}/{path.name} number {number}"
+    return HomographyPair(name, "two sensors", *sides, homography)
 
 
-def zoomed_set(photos: Sequence[Path], *, count: int = 100, seed: int = 0) -> PairSet:
-    """`count` pairs of a photo made smaller and a part of it at its own resolution; in odd pairs that first.
-
-    Raises:
-        UsageError: a count below 1.
-    """
-
-    def make(position: int) -> HomographyPair:
-        path, photo = _photo(photos, *divmod(position, len(photos)), seed)
-        rng = np.random.default_rng([seed, position, 2])
-        zoom = float(2.5 * (6.0 / 2.5) ** rng.uniform())  # resolution of the part / of the whole photo
-        size = np.array(photo.shape[1::-1])
-        small = tuple(np.maximum(np.rint(size / zoom), 16).astype(int).tolist())
-        wide = cv2.resize(photo, small, interpolation=cv2.INTER_AREA)
-        part_size = np.rint(size * rng.uniform(0.5, 0.9)).astype(int)
-        x, y = rng.integers(0, size - part_size + 1)
-        tilt = draw_homography(photo.shape[1::-1], ZOOM_TILT, rng)
-        shift = np.array([[1, 0, -x], [0, 1, -y], [0, 0, 1]], dtype=np.float64)
-        view = warp(photo, tilt)[y : y + part_size[1], x : x + part_size[0]]
-        part = degrade(np.ascontiguousarray(view), ZOOM_TILT.light, rng)
-        sx, sy = size / small
-        homography = shift @ tilt @ [[sx, 0, 0.5 * sx - 0.5], [0, sy, 0.5 * sy - 0.5], [0, 0, 1]]
-        images = (PairImage(path, wide), PairImage(path, part))
-        if position % 2:
-            images, homography = images[::-1], np.linalg.inv(homography)
-        name = f"{path.parent.name}/{path.name} zoom {zoom:.1f} number {position}"
-        return HomographyPair(name, f"zoom {'2.5-4' if zoom < 4 else '4-6'}", *images, homography)
-
-    note = (
-        f"{len(photos)} photos, resized to at most {LONGER_SIDE} pixels, and parts of them that have 2.5 to "
-        f"6 times the resolution. Seed {seed}"
-    )
-    return _made("zoom", count, make, note)
+def zoomed_pair(photos: Sequence[Path], number: int, seed: int) -> HomographyPair:
+    """A photo made smaller and a part of it at its own resolution; in odd pairs that first."""
+    path, photo = _photo(photos, number, seed)
+    rng = np.random.default_rng([seed, number, 2])
+    zoom = float(2.5 * (6.0 / 2.5) ** rng.uniform())  # resolution of the part / of the whole photo
+    size = np.array(photo.shape[1::-1])
+    small = tuple(np.maximum(np.rint(size / zoom), 16).astype(int).tolist())
+    wide = cv2.resize(photo, small, interpolation=cv2.INTER_AREA)
+    part_size = np.rint(size * rng.uniform(0.5, 0.9)).astype(int)
+    x, y = rng.integers(0, size - part_size + 1)
+    tilt = draw_homography(photo.shape[1::-1], ZOOM_TILT, rng)
+    view = warp(photo, tilt)[y : y + part_size[1], x : x + part_size[0]]
+    part = degrade(np.ascontiguousarray(view), ZOOM_TILT.light, rng)
+    sx, sy = size / small
+    shift = np.array([[1, 0, -x], [0, 1, -y], [0, 0, 1]], dtype=np.float64)
+    homography = shift @ tilt @ [[sx, 0, 0.5 * sx - 0.5], [0, sy, 0.5 * sy - 0.5], [0, 0, 1]]
+    images = (PairImage(path, wide), PairImage(path, part))
+    if number % 2:
+        images, homography = images[::-1], np.linalg.inv(homography)
+    name = f"{path.parent.name}/{path.name} zoom {zoom:.1f} number {number}"
+    return HomographyPair(name, f"zoom {'2.5-4' if zoom < 4 else '4-6'}", *images, homography)
 
 
-def unrelated_set(photos: Sequence[Path], *, count: int = 200, seed: int = 0) -> PairSet:
-    """`count` pairs of different photos, from different folders if there are several.
-
-    Raises:
-        UsageError: fewer than two photos, or a count below 1.
-    """
-    if len(photos) < 2:
-        raise UsageError(f"unrelated pairs need at least two photos, not {len(photos)}")
-
-    def make(position: int) -> UnrelatedPair:
-        rng = np.random.default_rng([seed, position])
-        path0 = photos[rng.integers(len(photos))]
-        others = [path for path in photos if path.parent != path0.parent]
-        others = others or [path for path in photos if path != path0]
-        path1 = others[rng.integers(len(others))]
-        return UnrelatedPair(f"{path0.name} {path1.name}", "", PairImage(path0), PairImage(path1))
-
-    folders = len({path.parent for path in photos})
-    return _made("unrelated", count, make, f"{len(photos)} photos from {folders} folders. Seed {seed}")
+def unrelated_pair(photos: Sequence[Path], number: int, seed: int) -> UnrelatedPair:
+    """Different photos, from different folders if there are several."""
+    rng = np.random.default_rng([seed, number])
+    path0 = photos[rng.integers(len(photos))]
+    others = [path for path in photos if path.parent != path0.parent]
+    others = others or [path for path in photos if path != path0]
+    path1 = others[rng.integers(len(others))]
+    return UnrelatedPair(f"{path0.name} {path1.name}", "", PairImage(path0), PairImage(path1))
 
 
 # --- Changes of an image.

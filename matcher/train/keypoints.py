@@ -56,23 +56,22 @@ class Keypoints:
 
     def features(self, size: tuple[int, int], kind: str) -> tuple[Features, Features]:
         """Those of the images 0 and of the images 1, as matchers take them."""
-        sides = []
-        for side in (0, 1):
-            own = self.map(lambda values, side=side: values.chunk(2)[side])
+
+        def of_side(side: int) -> Features:
+            own = self.map(lambda values: values.chunk(2)[side])
             points = own.positions.detach()
-            sides.append(
-                Features.of_valid(
-                    keypoints=points,
-                    descriptors=own.descriptors.float(),
-                    size=constant(size, points.dtype, points.device).expand(len(points), 2),
-                    mask=own.valid,
-                    scales=own.scales,
-                    orientations=own.orientations,
-                    view_orientation=torch.ones(len(points), dtype=torch.int64, device=points.device),
-                    kind=kind,
-                )
+            return Features.of_valid(
+                keypoints=points,
+                descriptors=own.descriptors.float(),
+                size=constant(size, points.dtype, points.device).expand(len(points), 2),
+                mask=own.valid,
+                scales=own.scales,
+                orientations=own.orientations,
+                view_orientation=torch.ones(len(points), dtype=torch.int64, device=points.device),
+                kind=kind,
             )
-        return sides[0], sides[1]
+
+        return of_side(0), of_side(1)
 
 
 class Describer:

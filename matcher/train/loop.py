@@ -23,7 +23,7 @@ from matcher.extract.learned import subpixel, unfolded
 from matcher.files import is_ours, write_whole
 from matcher.match.sinkhorn import mutual_best
 from matcher.match.steering import TURNS, steered
-from matcher.train.keypoints import IGNORED, Describer, Keypoints, labelled, strongest
+from matcher.train.keypoints import IGNORED, Describer, Keypoints, PairBatch, labelled, strongest
 from matcher.train.losses import (
     DescribedKeypoints,
     assigned,
@@ -37,33 +37,16 @@ from matcher.train.losses import (
     refinement_loss,
     reliability_loss,
 )
-from matcher.train.pairs import Draws, ImagePairs, PairSampler, made_ahead, other_of_pair
+from matcher.train.pairs import Draws, ImagePairs, PairSampler, other_of_pair
 from matcher.train.recipe import OptimiserRecipe, Recipe, differences, fingerprint
 from matcher.train.start import Networks, build_networks, optimisers_of
-from matcher.train.views import duration
+from matcher.train.views import VISIBLE, Log, duration
 
-Log = Callable[[str], None]
 LogRow = dict[str, float]
-
-LOG_EVERY, SAVE_EVERY = 10.0, 300.0  # seconds
 CORRECT = 3.0  # pixels; validation
 
 
-# --- One step.
-
-
-def done_share(recipe: OptimiserRecipe, step: int, seconds: float) -> float:
-    """How much of a run is done, by steps or by time, whichever is more; 1 at its end."""
-    by_time = seconds / (60 * recipe.minutes) if recipe.minutes else 0.0
-    return min(1.0, max(step / recipe.steps, by_time))
-
-
-def learning_rate_share(recipe: OptimiserRecipe, step: int, seconds: float = 0.0) -> float:
-    """Share of the learning rate at a step, after so many seconds: linear warm-up, a plateau, then a linear
-    decay to `final_share`. A run on the plateau can be prolonged, and ended from any of its checkpoints."""
-    left = 1 - done_share(recipe, step, seconds)
-    fall = min(1.0, left / max(1e-9, 1 - recipe.hold_share))
-    return max(recipe.final_share, fall) * min(1.0, (step + 1) / max(1, recipe.warmup_steps))
+# --- Batches.
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,43 +76,130 @@ class BatchMaker:
         return Batch(pairs, points, self.describer(pairs.images, points, draws))
 
 
+def known_matches(batch: Batch, keypoints: Keypoints, recipe: Recipe) -> PairBatch:
+    """As many keypoints and pairs as the matcher sees, with their partners."""
+    pairs = recipe.matched_pairs_of(batch.points)
+    return labelled(keypoints.strongest(batch.points).leading(pairs), batch.pairs.leading(pairs), recipe)
+
+
+@torch.no_grad()
+def found_keypoints(networks: Networks, batch: Batch) -> Keypoints:
+    """The keypoints of a batch, by the front end where it is trained."""
+    if batch.keypoints is not None:
+        return batch.keypoints
+    network = networks.front_end.eval()
+    logits, maps = network(batch.pairs.images)
+    maxima, valid = strongest(logits, batch.points)
+    positions = subpixel(logits, maxima)
+    return Keypoints(positions, network.describe(maps, positions), valid)
+
+
+def turned_alike(descriptors: Tensor, pairs: ImagePairs) -> Tensor:
+    """Descriptors (2B, …, D) with those of image 1 as image 0 is turned."""
+    return steered(descriptors, -torch.cat([torch.zeros_like(pairs.turns), pairs.turns]) % TURNS)
+
+
+# --- One step.
+
+
 @dataclass
 class Progress:
-    """The progress of a run; kept in its checkpoint."""
+    """The progress of a stage; kept in its checkpoint."""
 
     step: int = 0
     pairs: int = 0
     seconds: float = 0.0  # of steps and of waiting for batches
     skipped: int = 0  # steps whose loss or gradient was not finite
     best: float = -math.inf  # F1 of the best validation
-    head_steps: int = 0  # of the confidence stage
     history: list[LogRow] = field(default_factory=list)  # rows of the log
 
 
-class Trainer:
-    """The networks of a recipe, their moving average and their optimisers; `step` takes one batch.
+def done_share(recipe: OptimiserRecipe, step: int, seconds: float) -> float:
+    """How much of a run is done, by steps or by time, whichever is more; 1 at its end."""
+    by_time = seconds / (60 * recipe.minutes) if recipe.minutes else 0.0
+    return min(1.0, max(step / recipe.steps, by_time))
+
+
+def learning_rate_share(recipe: OptimiserRecipe, step: int, seconds: float = 0.0) -> float:
+    """Share of the learning rate at a step, after so many seconds: linear warm-up, a plateau, then a linear
+    decay to `final_share`. A run on the plateau can be prolonged, and ended from any of its checkpoints."""
+    left = 1 - done_share(recipe, step, seconds)
+    fall = min(1.0, left / max(1e-9, 1 - recipe.hold_share))
+    return max(recipe.final_share, fall) * min(1.0, (step + 1) / max(1, recipe.warmup_steps))
+
+
+class Stage:
+    """What `Loop.run` drives: steps over batches, with a checkpoint of networks, optimisers and progress."""
+
+    name, file = "", "checkpoint.pt"  # in the lines of the log; of the checkpoint
+
+    def __init__(self, recipe: Recipe, steps: int, networks: dict[str, nn.Module]) -> None:
+        self.recipe, self.steps, self.networks, self.progress = recipe, steps, networks, Progress()
+        self.optimisers: list[torch.optim.Optimizer] = []
+
+    @property
+    def share(self) -> float:
+        """How much is done; 1 at the end."""
+        return self.progress.step / self.steps if self.steps else 1.0
+
+    def step(self, batch: Batch) -> float:
+        """One update; returns the loss, NaN if it or its gradient was not finite and the step was skipped."""
+        raise NotImplementedError
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint, whole or not at all; `OSError` where the disk is full."""
+        state: dict[str, Any] = {name: network.state_dict() for name, network in self.networks.items()}
+        state["optimisers"] = [optimiser.state_dict() for optimiser in self.optimisers]
+        state |= {"recipe": fingerprint(self.recipe), "progress": vars(self.progress)}
+        save_state(path, state)
+
+    def resume(self, path: Path) -> None:
+        """Continue from a checkpoint.
+
+        Raises:
+            IntegrityError: the checkpoint is damaged.
+            UsageError: it belongs to another recipe.
+        """
+        state = load_state(path)
+        if state.get("recipe") != fingerprint(self.recipe):
+            raise UsageError(f"{path} is a checkpoint of another recipe; give another --run folder")
+        try:
+            for name, network in self.networks.items():
+                network.load_state_dict(state[name])
+            for optimiser, values in zip(self.optimisers, state["optimisers"], strict=True):
+                optimiser.load_state_dict(values)
+            self.progress = Progress(**state["progress"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:120]
+            raise IntegrityError(
+                f"{path} does not fit this network ({reason}); delete it to start again"
+            ) from error
+
+
+class Trainer(Stage):
+    """The networks of a recipe, their moving average and their optimisers.
 
     Raises:
         IntegrityError, UsageError: weights to start from are absent or do not fit.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
-        self.recipe, self.device = recipe, device
+        self.device = device
         self.model, self._start, self._unscaled = build_networks(recipe)
         self.model.to(device)
         if self.model.front_end is not None:
             self.model.front_end.to(memory_format=torch.channels_last)
-        self.optimisers, self.rates = optimisers_of(self.model, recipe)
         self.average = copy.deepcopy(self.model).requires_grad_(False).eval()
-        self.progress = Progress()
+        super().__init__(recipe, recipe.optimiser.steps, {"model": self.model, "average": self.average})
+        self.optimisers, self.rates = optimisers_of(self.model, recipe)
 
     @property
-    def finished(self) -> bool:
-        """Whether all steps are done, or the time is over."""
-        return done_share(self.recipe.optimiser, self.progress.step, self.progress.seconds) == 1
+    def share(self) -> float:
+        """How much is done, by steps or by time."""
+        return done_share(self.recipe.optimiser, self.progress.step, self.progress.seconds)
 
     def step(self, batch: Batch) -> float:
-        """One update; returns the loss, NaN if it or its gradient was not finite and the step was skipped."""
+        """One update of the networks and of their average."""
         recipe, progress = self.recipe.optimiser, self.progress
         if progress.step == 0:
             self._begin(batch)
@@ -171,14 +241,10 @@ class Trainer:
         keypoints, total = batch.keypoints, 0.0
         if recipe.front_end.train:
             keypoints, total = self._keypoint_loss(batch, rng)
-            gradient = recipe.matcher.gradient
-            keypoints = replace(
-                keypoints, descriptors=keypoints.descriptors.detach().lerp(keypoints.descriptors, gradient)
-            )
+            own, gradient = keypoints.descriptors, recipe.matcher.gradient
+            keypoints = replace(keypoints, descriptors=own.detach().lerp(own, gradient))
         if recipe.matcher.train:
-            pairs = recipe.matched_pairs_of(batch.points)
-            few = keypoints.strongest(batch.points).leading(pairs)
-            known = labelled(few, batch.pairs.leading(pairs), recipe)
+            known = known_matches(batch, keypoints, recipe)
             total = total + matching_loss(self.model.matcher, known, recipe.matcher, rng)
         return total
 
@@ -191,7 +257,7 @@ class Trainer:
         maxima, valid = strongest(logits, max(count, matched))
         positions = subpixel(logits, maxima)
         corresponding, states = batch.pairs.transfer(positions)
-        corresponding, visible = corresponding.nan_to_num(0.0), (states == 1) & valid
+        corresponding, visible = corresponding.nan_to_num(0.0), (states == VISIBLE) & valid
         with mixed_precision(self.device):
             # Descriptors of an image at its own keypoints and at those transferred from the other image.
             both = torch.cat([positions, other_of_pair(corresponding[:, :count])], dim=1).detach()
@@ -202,10 +268,7 @@ class Trainer:
         positions, corresponding = positions[:, :count], corresponding[:, :count]
         visible, valid = visible[:, :count], valid[:, :count]
         nearest, distance, mutual = nearest_of_other(corresponding, positions, valid)
-        turns = torch.cat([torch.zeros_like(batch.pairs.turns), batch.pairs.turns])
-        own, others = (
-            steered(each, -turns % TURNS) for each in (described[:, :count], described[:, -count:])
-        )
+        own, others = (turned_alike(x, batch.pairs) for x in (described[:, :count], described[:, -count:]))
         chosen = torch.randperm(count, generator=rng)[: recipe.described].to(self.device, non_blocking=True)
         near = visible & mutual & (distance.amin(2) < 1.5 * recipe.match_distance)
         repeatable = matched_correctly(own, valid, distance, recipe.match_distance)[0]
@@ -213,8 +276,7 @@ class Trainer:
             own, other_of_pair(others), positions.detach(), corresponding.detach(), valid
         )
         refinement = refinement_loss(corresponding, other_of_pair(positions), nearest, near)
-        scale = self.model.log_scale.exp()
-        total = description_loss(points, chosen, visible[:, chosen], scale)
+        total = description_loss(points, chosen, visible[:, chosen], self.model.log_scale.exp())
         total = total + reliability_loss(scored, repeatable, visible)
         return found, total + recipe.refinement_weight * refinement
 
@@ -227,38 +289,31 @@ class Trainer:
             if value.is_floating_point():
                 mean.lerp_(value, 1 - decay)
 
-    def save(self, path: Path) -> None:
-        """Write a checkpoint, whole or not at all; `OSError` where the disk is full."""
-        state = {
-            "recipe": fingerprint(self.recipe),
-            "model": self.model.state_dict(),
-            "average": self.average.state_dict(),
-            "optimisers": [o.state_dict() for o in self.optimisers],
-            "progress": vars(self.progress),
-        }
-        save_state(path, state)
 
-    def resume(self, path: Path) -> None:
-        """Continue from a checkpoint.
+class HeadTrainer(Stage):
+    """The last stage: the heads for early exit and pruning on the finished network (LightGlue, 3.3)."""
 
-        Raises:
-            IntegrityError: the checkpoint is damaged.
-            UsageError: it belongs to another recipe.
-        """
-        state = load_state(path)
-        if state.get("recipe") != fingerprint(self.recipe):
-            raise UsageError(f"{path} is a checkpoint of another recipe; give another --run folder")
-        try:
-            self.model.load_state_dict(state["model"])
-            self.average.load_state_dict(state["average"])
-            for optimiser, values in zip(self.optimisers, state["optimisers"], strict=True):
-                optimiser.load_state_dict(values)
-            self.progress = Progress(**state["progress"])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:120]
-            raise IntegrityError(
-                f"{path} does not fit this network ({reason}); delete it to start again"
-            ) from error
+    name, file = "confidence ", "confidence.pt"
+
+    def __init__(self, recipe: Recipe, networks: Networks) -> None:
+        self.trained, matcher = networks, networks.matcher
+        heads = nn.ModuleList([matcher.confidence, matcher.match_probability]).requires_grad_(True)
+        super().__init__(recipe, recipe.matcher.confidence_steps, {"heads": heads})
+        self.optimisers = [torch.optim.AdamW(heads.parameters(), weight_decay=0.0)]
+
+    def step(self, batch: Batch) -> float:
+        """One update of the heads; the learning rate falls linearly to zero."""
+        (optimiser,) = self.optimisers
+        for group in optimiser.param_groups:
+            group["lr"] = 2e-3 * (1 - self.share)
+        known = known_matches(batch, found_keypoints(self.trained, batch), self.recipe)
+        loss = head_loss(self.trained.matcher, known, self.recipe.matcher)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        self.progress.step += 1
+        self.progress.pairs += len(known)
+        return float(loss.detach())
 
 
 # --- Validation.
@@ -292,12 +347,27 @@ def validate(networks: Networks, batches: Iterable[Batch], recipe: Recipe) -> Lo
         `repeatability`: share of the covisible keypoints that are detected in the other image too.
     """
     counts = torch.zeros(5, dtype=torch.float64)  # right, matches, wanted, repeated, visible
+    matcher = networks.matcher
     for batch in batches:
-        points = batch.keypoints
+        points = found_keypoints(networks, batch)
         if networks.front_end is not None:
-            points = _found(networks, batch, counts)
-        if networks.matcher is not None:
-            counts[:3] += _match_counts(networks, labelled(points, batch.pairs, recipe), recipe)
+            corresponding, states = batch.pairs.transfer(points.positions)
+            visible = (states == VISIBLE) & points.valid
+            distance = nearest_of_other(corresponding.nan_to_num(0.0), points.positions, points.valid)[1]
+            repeated = visible & (distance.amin(2) < CORRECT)
+            counts[3:] += torch.stack([repeated.sum(), visible.sum()]).cpu()
+        if matcher is None:
+            own = turned_alike(points.descriptors, batch.pairs)
+            right, mutual = matched_correctly(own, points.valid, distance, CORRECT)
+            right, matched, wanted = right & visible, mutual & visible, repeated
+        else:
+            known = labelled(points, batch.pairs, recipe)
+            layer, last = labelled_layers(matcher, known)[-1], len(matcher.layers) - 1
+            found = decisions(assigned(matcher, layer, last, recipe.matcher.sinkhorn_iterations))
+            partners = torch.cat([known.partner0, known.partner1], dim=1)
+            right, matched = (found == partners) & (partners >= 0), (found >= 0) & (partners != IGNORED)
+            wanted = partners >= 0
+        counts[:3] += torch.stack([right.sum(), matched.sum(), wanted.sum()]).cpu()
     right, matches, wanted, repeated, visible = counts.tolist()
     scores = {
         "precision": right / max(matches, 1),
@@ -305,36 +375,6 @@ def validate(networks: Networks, batches: Iterable[Batch], recipe: Recipe) -> Lo
         "f1": 2 * right / max(matches + wanted, 1),
     }
     return {"repeatability": repeated / max(visible, 1), **scores} if visible else scores
-
-
-def _found(networks: Networks, batch: Batch, counts: Tensor) -> Keypoints:
-    """The keypoints of a front end; adds to the counts what it found."""
-    network = networks.front_end.eval()
-    logits, maps = network(batch.pairs.images)
-    maxima, valid = strongest(logits, batch.points)
-    positions = subpixel(logits, maxima)
-    found = Keypoints(positions, network.describe(maps, positions), valid)
-    corresponding, states = batch.pairs.transfer(positions)
-    visible = (states == 1) & valid
-    _, distance, _ = nearest_of_other(corresponding.nan_to_num(0.0), positions, valid)
-    repeated = visible & (distance.amin(2) < CORRECT)
-    counts[3:] += torch.stack([repeated.sum(), visible.sum()]).cpu()
-    if networks.matcher is None:
-        turns = torch.cat([torch.zeros_like(batch.pairs.turns), batch.pairs.turns])
-        own = steered(found.descriptors, -turns % TURNS)
-        correct, mutual = matched_correctly(own, valid, distance, CORRECT)
-        counts[:3] += torch.stack([(correct & visible).sum(), (mutual & visible).sum(), repeated.sum()]).cpu()
-    return found
-
-
-def _match_counts(networks: Networks, known: Any, recipe: Recipe) -> Tensor:
-    """(3,) right matches, matches of keypoints whose partner is known, and matches there are."""
-    matcher = networks.matcher
-    layer = labelled_layers(matcher, known)[-1]
-    log_p = assigned(matcher, layer, len(matcher.layers) - 1, recipe.matcher.sinkhorn_iterations)
-    found, wanted = decisions(log_p), torch.cat([known.partner0, known.partner1], dim=1)
-    right = (found == wanted) & (wanted >= 0)
-    return torch.stack([right.sum(), ((found >= 0) & (wanted != IGNORED)).sum(), (wanted >= 0).sum()]).cpu()
 
 
 # --- The loop.
@@ -355,31 +395,30 @@ class Loop:
     stopped: Callable[[], bool]
     on_validation: Callable[[Sequence[LogRow]], None]
 
-    def resume(self) -> None:
+    def resume(self, stage: Stage) -> None:
         """Continue from the folder's checkpoint, if there is one; the log is truncated to it."""
-        checkpoint = self.folder / "checkpoint.pt"
-        if checkpoint.exists():
-            self.trainer.resume(checkpoint)
-            self.log(f"resumed at step {self.trainer.progress.step}")
+        if (self.folder / stage.file).exists():
+            stage.resume(self.folder / stage.file)
+            self.log(f"resumed at {stage.name}step {stage.progress.step}")
         lines = "".join(json.dumps(row) + "\n" for row in self.trainer.progress.history)
         write_whole(self.folder / "log.jsonl", lines.encode())
 
-    def run(self, batches: Iterator[Batch]) -> None:
-        """One step per batch until the trainer has finished, with validations and checkpoints.
+    def run(self, stage: Stage, batches: Iterator[Batch]) -> None:
+        """One step per batch until the stage is done, with validations of the trainer, and checkpoints.
 
         Raises:
             Stopped: the caller asked for it.
             MatcherError: the loss was infinite or NaN in too many steps.
             OSError: the disk is full; the last good checkpoint is kept.
         """
-        recipe, progress = self.trainer.recipe, self.trainer.progress
-        if self.trainer.finished:
+        recipe, progress = self.trainer.recipe, stage.progress
+        if stage.share == 1:
             return
         losses: list[float] = []
-        first = progress.step
+        first, validated = progress.step, stage is self.trainer
         started = reported = saved = time.perf_counter()
         for batch in batches:
-            losses.append(self.trainer.step(batch))
+            losses.append(stage.step(batch))
             now = time.perf_counter()
             progress.seconds += now - started
             if progress.skipped > 50:  # it will not recover
@@ -387,35 +426,34 @@ class Loop:
                     f"the loss was not finite in {progress.skipped} steps; lower "
                     "optimiser.learning_rate in the recipe and start in another --run folder"
                 )
-            last = self.trainer.finished
-            if now - reported > LOG_EVERY or last or progress.step == first + 1:
-                self._report(losses)
+            last = stage.share == 1
+            if now - reported > 10 or last or progress.step == first + 1:
+                self._report(stage, losses)
                 losses, reported = [], now
-            if progress.step % recipe.validate_every == 0 or last:
+            if validated and (progress.step % recipe.validate_every == 0 or last):
                 self._validate()
             stopping = self.stopped()
-            if progress.step % recipe.save_every == 0 or now - saved > SAVE_EVERY or last or stopping:
-                self.trainer.save(self.folder / "checkpoint.pt")
+            if progress.step % recipe.save_every == 0 or now - saved > 300 or last or stopping:
+                stage.save(self.folder / stage.file)
                 saved = now
             if stopping:
-                self.log(f"stopped at step {progress.step}; the same command continues")
+                self.log(f"stopped at {stage.name}step {progress.step}; the same command continues")
                 raise Stopped
             if last:
                 return
             started = time.perf_counter()
 
-    def _report(self, losses: Sequence[float]) -> None:
+    def _report(self, stage: Stage, losses: Sequence[float]) -> None:
         """Log the mean loss since the last report, and the time left."""
-        progress, recipe = self.trainer.progress, self.trainer.recipe.optimiser
+        progress, done = stage.progress, stage.share
         finite = [loss for loss in losses if math.isfinite(loss)]
         mean = sum(finite) / len(finite) if finite else math.nan
         skipped = f", {progress.skipped} steps skipped" if progress.skipped else ""
-        done = done_share(recipe, progress.step, progress.seconds)
         left = f", {duration(progress.seconds * (1 - done) / done)} left" if done < 1 else ""
         rate = progress.pairs / max(progress.seconds, 1e-9)
-        steps = f"{progress.step} of {recipe.steps}"
-        self.log(f"step {steps} loss {mean:.4f} {rate:.1f} pairs/s{skipped}{left}")
-        if finite:
+        steps = f"{stage.name}step {progress.step} of {stage.steps}"
+        self.log(f"{steps} loss {mean:.4f} {rate:.1f} pairs/s{skipped}{left}")
+        if finite and stage is self.trainer:
             self._record({"loss": mean})
 
     def _validate(self) -> None:
@@ -442,64 +480,6 @@ class Loop:
         progress.history.append(row)
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(row) + "\n")
-
-    def train_heads(self, networks: Networks, make: Callable[[int], Batch]) -> None:
-        """The last stage: the heads for early exit and pruning on the finished network (LightGlue, 3.3).
-
-        Args:
-            networks: of which the matcher's heads are trained.
-            make: makes the batch of a step.
-
-        Raises:
-            Stopped: the caller asked for it.
-            IntegrityError: a damaged checkpoint.
-            OSError: the disk is full.
-        """
-        recipe, device, matcher = self.trainer.recipe, self.trainer.device, networks.matcher
-        steps, checkpoint = recipe.matcher.confidence_steps, self.folder / "confidence.pt"
-        heads = nn.ModuleList([matcher.confidence, matcher.match_probability]).requires_grad_(True)
-        optimiser, done = torch.optim.AdamW(heads.parameters(), weight_decay=0.0), 0
-        if checkpoint.exists():
-            state = load_state(checkpoint)
-            try:
-                heads.load_state_dict(state["heads"])
-                optimiser.load_state_dict(state["optimiser"])
-                done = state["done"]
-            except (KeyError, TypeError, ValueError, RuntimeError) as error:
-                raise IntegrityError(f"{checkpoint} does not fit this network; delete it") from error
-        began = reported = time.perf_counter()
-        first = done
-        others = 10_000_000  # added to the steps, so that the batches are others
-        for batch in made_ahead(make, others + done, others + steps, device):
-            for group in optimiser.param_groups:
-                group["lr"] = 2e-3 * (1 - done / steps)  # linearly to zero
-            known = self._known(networks, batch)
-            loss = head_loss(matcher, known, recipe.matcher)
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-            done, now, stopping = done + 1, time.perf_counter(), self.stopped()
-            if now - reported > LOG_EVERY or done == steps:
-                left, reported = duration((now - began) / (done - first) * (steps - done)), now
-                self.log(f"confidence step {done} of {steps} loss {float(loss.detach()):.4f}, {left} left")
-            if done % recipe.save_every == 0 or done == steps or stopping:
-                state = {"done": done, "heads": heads.state_dict(), "optimiser": optimiser.state_dict()}
-                save_state(checkpoint, state)
-            if stopping:
-                self.log(f"stopped at confidence step {done}; the same command continues")
-                raise Stopped
-        heads.requires_grad_(False)
-
-    def _known(self, networks: Networks, batch: Batch) -> Any:
-        recipe = self.trainer.recipe
-        pairs = recipe.matched_pairs_of(batch.points)
-        few, keypoints = batch.pairs.leading(pairs), batch.keypoints
-        if keypoints is None:
-            with torch.no_grad():
-                keypoints = _found(
-                    networks, Batch(few, batch.points, None), torch.zeros(5, dtype=torch.float64)
-                )
-        return labelled(keypoints.strongest(batch.points).leading(pairs), few, recipe)
 
 
 # --- The folder of a run.
@@ -538,7 +518,7 @@ def claim_folder(folder: Path, recipe: Recipe, held_out: str) -> None:
     Raises:
         UsageError: it is another recipe's, other photos are held out, it holds files but no run, or it cannot
             be made.
-        IntegrityError: its recipe.json is damaged or was changed.
+        IntegrityError: its recipe.json is damaged.
     """
     note, values = folder / "recipe.json", json.loads(json.dumps(to_dict(recipe)))
     try:
@@ -549,11 +529,9 @@ def claim_folder(folder: Path, recipe: Recipe, held_out: str) -> None:
                 raise UsageError(
                     f"{folder} holds {strange[0].name}, but no training run; give another folder with --run"
                 )
-            own = {"fingerprint": fingerprint(recipe), "recipe": values, "held_out": held_out}
-            write_whole(note, json.dumps(own, indent=1).encode())
-            return
+            write_whole(note, json.dumps({"recipe": values, "held_out": held_out}, indent=1).encode())
         stored = json.loads(note.read_text(encoding="utf-8"))
-        owner, before, photos = stored["fingerprint"], stored["recipe"], stored["held_out"]
+        changes, photos = ", ".join(differences(stored["recipe"], values)), stored["held_out"]
     except UsageError:  # a ValueError, too
         raise
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
@@ -562,10 +540,7 @@ def claim_folder(folder: Path, recipe: Recipe, held_out: str) -> None:
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise IntegrityError(f"{note} is damaged; restore it or delete the run folder") from error
-    changes = ", ".join(differences(before, values))
-    if owner != fingerprint(recipe) and not changes:
-        raise IntegrityError(f"{note} was changed: give another --run or delete the folder")
-    if owner != fingerprint(recipe):
+    if changes:
         raise UsageError(
             f"{folder} holds a run of another recipe ({changes}); give another --run or delete the folder"
         )

@@ -239,8 +239,9 @@ def draw_framings(views: DeviceViews, sources: Tensor, flat: Tensor, recipe: Rec
     roll, tilt = torch.where(flat, 15.0, 5.0), torch.where(flat, 11.0, 2.5)
     spread0, spread1 = (roll / 2, tilt / 3, 0 * tilt), (roll, tilt, 0.22 * flat.float())
     orbit = draws.uniform(count, high=pair.max_tilt) * flat
-    framing0 = _framing(views, first, centre0, fitting0 * zoom, spread0, 0 * orbit, new, draws)
-    framing1 = _framing(views, second, centre1, fitting1 * zoom1, spread1, orbit, new1, draws)
+    of0, of1 = ((views.K[side], views.sizes[side]) for side in (first, second))
+    framing0 = _framing(*of0, centre0, fitting0 * zoom, spread0, 0 * orbit, new, draws)
+    framing1 = _framing(*of1, centre1, fitting1 * zoom1, spread1, orbit, new1, draws)
     return torch.cat([framing0, _turned(framing1, turns, new1, new)])
 
 
@@ -269,8 +270,8 @@ def _covisible(
 
 
 def _framing(
-    views: DeviceViews,
-    chosen: Tensor,
+    K: Tensor,
+    old: Tensor,
     centre: Tensor,
     zoom: Tensor,
     spread: tuple[Tensor, Tensor, Tensor],
@@ -278,12 +279,15 @@ def _framing(
     sizes: Tensor,
     draws: Draws,
 ) -> Tensor:
-    """(B, 3, 3) of views `chosen` with the pixel `centre` (B, 2) near the middle of images of `sizes` (B, 2);
-    `spread` of roll, tilts and stretch; `orbit` (B,) degrees by which the camera goes around a photo."""
-    count, (roll_spread, tilt_spread, stretch_spread) = len(chosen), spread
-    K = views.K[chosen]
+    """(B, 3, 3) of views of `K` and size `old` with the pixel `centre` (B, 2) near the middle of images of
+    `sizes` (B, 2); `spread` of roll, tilts and stretch; `orbit` (B,) degrees of the camera around a photo."""
+    count, (roll_spread, tilt_spread, stretch_spread) = len(K), spread
+    # The centre of a window that contains `centre` and usually stays inside the old image.
+    half = sizes / zoom.unsqueeze(1) / 2
+    middle = centre + draws.uniform(count, 2, low=-0.6, high=0.6) * half
+    inside = torch.where(half * 2 < old, torch.minimum(torch.maximum(middle, half), old - half), old / 2)
+    middle = torch.where(draws.happens(count, BORDER_SHARE).unsqueeze(1), middle, inside).double()
     back = inverse(K)
-    middle = _window_centre(centre, zoom, views.sizes[chosen], sizes, draws).double()
     any_roll = draws.happens(count, 0.08)
     roll = torch.where(any_roll, draws.uniform(count, low=-180, high=180), draws.normal(count) * roll_spread)
     tilts = draws.normal(count, 2) * tilt_spread.unsqueeze(1)
@@ -300,14 +304,6 @@ def _framing(
     new = torch.diag_embed(F.pad(focal, (0, 1), value=1.0))
     new[:, :2, 2] = (sizes.to(focal) - 1) / 2 - focal * ray[:, :2] / ray[:, 2:]
     return new @ motion @ back
-
-
-def _window_centre(centre: Tensor, zoom: Tensor, old: Tensor, sizes: Tensor, draws: Draws) -> Tensor:
-    """(B, 2) centre of a window that contains `centre` and usually stays inside the old image."""
-    half = sizes / zoom.unsqueeze(1) / 2
-    middle = centre + draws.uniform(len(centre), 2, low=-0.6, high=0.6) * half
-    inside = torch.where(half * 2 < old, torch.minimum(torch.maximum(middle, half), old - half), old / 2)
-    return torch.where(draws.happens(len(centre), BORDER_SHARE).unsqueeze(1), middle, inside)
 
 
 def _rotations(axes: Tensor) -> Tensor:

@@ -19,9 +19,7 @@ from matcher.weights.files import FOLDERS
 
 SIFT, LEARNED = "sift", "learned"
 DESCRIPTOR_DIMS = {SIFT: 128, LEARNED: 64}  # of the front ends that a matcher can be trained on
-BLOCK = (
-    16  # pixels; sides of training images are multiples of it, as of JPEG's blocks and most networks' strides
-)
+BLOCK = 16  # pixels; sides of training images are multiples, as of JPEG's blocks and most networks' strides
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,7 @@ class PairRecipe:
     negative_share: float = 0.0  # pairs of images of different scenes, in which nothing matches
     turned_share: float = 0.0  # pairs of which image 1 is rotated by 90, 180 or 270 degrees
     max_tilt: float = 0.0  # degrees; of the plane of a photo in the second image of `planes`
-    dropout: float = (
-        0.15  # largest share of the keypoints of a front end that is not trained that are dropped
-    )
+    dropout: float = 0.15  # largest share that is dropped of the keypoints of a front end that is not trained
     match_distance: float = 3.0  # pixels, mean of both images; mutual nearest neighbours below it match
     unmatched_distance: float = 4.0  # pixels; keypoints above it are unmatched, those in between ignored
 
@@ -83,9 +79,7 @@ class MatcherRecipe:
     start: str = ""  # weights to start from: a shipped name or a file; random parameters if empty
     network: NetworkConfig = field(default_factory=NetworkConfig)
     learning_rate: float = 1.0  # relative to the optimiser's
-    muon_rate: float = (
-        2.0  # Muon's learning rate for the layers' matrices, relative to that; 0: AdamW for all
-    )
+    muon_rate: float = 2.0  # Muon's learning rate for the layers' matrices, relative; 0: AdamW for all
     weight_decay: float = 0.01
     gradient: float = 1.0  # of its loss to the descriptors of a front end that is trained, relative
     # Shares of an image's points, the likeliest to match, that go on after one of the first layers, as after
@@ -285,9 +279,7 @@ def differences(before: Any, after: Any, key: str = "") -> list[str]:
     """The differences of two nested dictionaries, as `key before → after`."""
     if not (isinstance(before, dict) and isinstance(after, dict)):
         return [] if before == after else [f"{key} {before} → {after}"]
-    names = dict.fromkeys([*before, *after])
-    return [
-        change
-        for name in names
-        for change in differences(before.get(name), after.get(name), f"{key}.{name}" if key else name)
-    ]
+    found = []
+    for name in dict.fromkeys([*before, *after]):
+        found += differences(before.get(name), after.get(name), f"{key}.{name}" if key else name)
+    return found

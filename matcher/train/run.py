@@ -17,7 +17,7 @@ from matcher.train.keypoints import Describer
 from matcher.train.loop import (
     Batch,
     BatchMaker,
-    Log,
+    HeadTrainer,
     LogRow,
     Loop,
     Stopped,
@@ -30,7 +30,7 @@ from matcher.train.loop import (
 from matcher.train.pairs import PairSampler, made_ahead
 from matcher.train.recipe import Recipe, check_recipe
 from matcher.train.start import Networks, finished
-from matcher.train.views import counted, load_views, split_photos, stored_folders
+from matcher.train.views import Log, counted, load_views, split_photos, stored_folders
 from matcher.weights.files import save_front_end, save_model
 
 
@@ -75,9 +75,8 @@ def train(
         OSError: the disk is full; the last good checkpoint is kept.
     """
     check_recipe(recipe)
-    stored = stored_folders(
-        recipe.sources.shares(), options.rendered, options.real
-    )  # before anything is made
+    # Before anything is made.
+    stored = stored_folders(recipe.sources.shares(), options.rendered, options.real)
     training, held_out = split_photos(options.photos, options.validation_photos, recipe.seed)
     log(f"{len(training)} photos to train on, {len(held_out)} to validate on")
     claim_folder(options.folder, recipe, _digest(held_out))
@@ -94,16 +93,18 @@ def train(
             return validate(networks, counted(batches, len(batches), "validation", log), recipe)
 
         loop = Loop(trainer, scores, options.folder, log, stopped, on_validation)
-        loop.resume()
+        loop.resume(trainer)
         views = load_views(recipe, training, stored, device, recipe.all_pairs, log)
         make = BatchMaker(recipe, PairSampler(views, recipe), describer)
         try:
-            loop.run(made_ahead(make, trainer.progress.step, recipe.optimiser.steps, device))
+            loop.run(trainer, made_ahead(make, trainer.progress.step, trainer.steps, device))
             trainer.average.load_state_dict(load_state(options.folder / "best.pt"))
             networks = finished(trainer.average, recipe)
-            heads = () if networks.matcher is None else networks.matcher.confidence
-            if len(heads) and recipe.matcher.confidence_steps:
-                loop.train_heads(networks, make)
+            if networks.matcher is not None and len(networks.matcher.confidence):
+                heads, others = HeadTrainer(recipe, networks), 10_000_000  # for other batches
+                loop.resume(heads)
+                done = others + heads.progress.step
+                loop.run(heads, made_ahead(make, done, others + heads.steps, device))
         except Stopped:
             return None
         return _write(loop, networks, scores)

@@ -60,12 +60,7 @@ def build_networks(recipe: Recipe) -> tuple[Networks, FeatureNetwork | None, boo
 
 
 def start_of_front_end(recipe: FrontEndRecipe) -> FeatureNetwork:
-    """The front end that a recipe starts from, grown to the recipe's sizes.
-
-    Raises:
-        IntegrityError: the file is absent, damaged, or of another network.
-        UsageError: it holds a larger network.
-    """
+    """The front end that a recipe starts from, grown to its sizes; `UsageError` where it is larger."""
     network = front_end(recipe.start, precision="float32")
     if not recipe.network.contains(network.sizes):
         raise UsageError(
@@ -118,22 +113,19 @@ def finished(networks: Networks, recipe: Recipe) -> Networks:
 
     The share (WiSE-FT, Wortsman et al. 2022) recovers accuracy outside the training data.
     """
-    share, matcher = recipe.optimiser.start_share, networks.matcher
+    share, device, starts = recipe.optimiser.start_share, networks.log_scale.device, []
     if networks.front_end is not None:
-        networks.front_end = folded(networks.front_end).to(networks.log_scale.device)
+        networks.front_end = folded(networks.front_end).to(device)
         if share:
-            start = start_of_front_end(recipe.front_end).to(networks.log_scale.device)
-            _blend(networks.front_end, start, share)
-    if share and matcher is not None:
-        start = copy.deepcopy(matcher)
+            starts.append((networks.front_end, start_of_front_end(recipe.front_end)))
+    if share and networks.matcher is not None:
+        start = copy.deepcopy(networks.matcher)
         continue_from(start, recipe.matcher.start)
-        _blend(matcher, start, share)
+        starts.append((networks.matcher, start))
+    for network, start in starts:
+        for ours, theirs in zip(network.parameters(), start.parameters(), strict=True):
+            ours.lerp_(theirs.to(ours), share)
     return networks
-
-
-def _blend(network: nn.Module, other: nn.Module, share: float) -> None:
-    for ours, theirs in zip(network.parameters(), other.parameters(), strict=True):
-        ours.lerp_(theirs.to(ours), share)
 
 
 def optimisers_of(networks: Networks, recipe: Recipe) -> tuple[list[torch.optim.Optimizer], list[float]]:

@@ -37,9 +37,7 @@ class PosedView:
     """An image of a known camera: x = K (R X + t); the centre of the first pixel is (0, 0)."""
 
     pixels: np.ndarray  # (H, W) uint8
-    inverse_depth: (
-        np.ndarray
-    )  # 1 / z, 0 where unknown, NOTHING outside the scene; (H, W), or at every n-th pixel
+    inverse_depth: np.ndarray  # (H, W), or at every n-th pixel; 1 / z, 0 unknown, NOTHING outside the scene
     K: np.ndarray  # (3, 3) float64, last row (0, 0, 1)
     cam_from_world: np.ndarray  # (4, 4) float64
 
@@ -115,7 +113,31 @@ def load_views(
                 scenes += [scene] * len(each.views)
                 captured += [source == "real"] * len(each.views)
     log(f"{count} photos and {len(views) - count} views with depth in memory")
-    return _on_device(views, scenes, captured, found, count, device)
+    height, width = (max(view.pixels.shape[axis] for view in views) for axis in (0, 1))
+    images = torch.zeros(len(views), height, width, dtype=torch.uint8, device=device)
+    shape = (max(1, len(views) - count), -(-height // DEPTH_STEP), -(-width // DEPTH_STEP))
+    inverse_depth = torch.full(shape, NOTHING, device=device)
+    for number, view in enumerate(views):
+        h, w = view.pixels.shape
+        images[number, :h, :w] = torch.from_numpy(view.pixels).to(device)
+        if number >= count:
+            h, w = view.inverse_depth.shape
+            inverse_depth[number - count, :h, :w] = torch.from_numpy(view.inverse_depth).to(device)
+
+    def tensor(values: Sequence, dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(np.array(values)).to(device, dtype)
+
+    return DeviceViews(
+        images,
+        inverse_depth,
+        sizes=tensor([view.pixels.shape[::-1] for view in views], torch.float32),
+        K=tensor([view.K for view in views], torch.float64),
+        cam_from_world=tensor([view.cam_from_world for view in views], torch.float64),
+        scenes=tensor(scenes, torch.int64),
+        captured=tensor(captured, torch.bool),
+        pairs=found,
+        photos=count,
+    )
 
 
 def counted(items: Iterable[T], total: int, what: str, log: Log) -> Iterator[T]:
@@ -145,48 +167,13 @@ def _read_photos(
     while tried < len(order) and len(found) < wanted:
         part = order[tried : tried + max(16, wanted - len(found))]
         tried += len(part)
-        reading = counted(pool.map(_read_photo, part), len(part), "reading photos", log)
-        found += [view for view in reading if view is not None]
+        reading = counted(pool.map(read_photo, part), len(part), "reading photos", log)
+        found += [_photo_view(pixels) for pixels in reading if pixels is not None]
     if tried > len(found):
         log(f"skipped {tried - len(found)} photos that cannot be read")
     if not found:
         raise UsageError(f"{photos[0].parent}: none of the {len(photos)} photos can be read")
     return found
-
-
-def _on_device(
-    views: Sequence[PosedView],
-    scenes: Sequence[int],
-    captured: Sequence[bool],
-    pairs: dict[str, list[np.ndarray]],
-    photos: int,
-    device: torch.device,
-) -> DeviceViews:
-    height, width = (max(view.pixels.shape[axis] for view in views) for axis in (0, 1))
-    images = torch.zeros(len(views), height, width, dtype=torch.uint8, device=device)
-    shape = (max(1, len(views) - photos), -(-height // DEPTH_STEP), -(-width // DEPTH_STEP))
-    inverse_depth = torch.full(shape, NOTHING, device=device)
-    for number, view in enumerate(views):
-        h, w = view.pixels.shape
-        images[number, :h, :w] = torch.from_numpy(view.pixels).to(device)
-        if number >= photos:
-            h, w = view.inverse_depth.shape
-            inverse_depth[number - photos, :h, :w] = torch.from_numpy(view.inverse_depth).to(device)
-
-    def tensor(values: Sequence, dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.array(values)).to(device, dtype)
-
-    return DeviceViews(
-        images,
-        inverse_depth,
-        tensor([view.pixels.shape[::-1] for view in views], torch.float32),
-        tensor([view.K for view in views], torch.float64),
-        tensor([view.cam_from_world for view in views], torch.float64),
-        tensor(scenes, torch.int64),
-        tensor(captured, torch.bool),
-        pairs,
-        photos,
-    )
 
 
 # --- Photos.
@@ -228,10 +215,7 @@ def read_photo(path: Path) -> np.ndarray | None:
     return pixels if min(pixels.shape) >= 32 else None
 
 
-def _read_photo(path: Path) -> PosedView | None:
-    pixels = read_photo(path)
-    if pixels is None:
-        return None
+def _photo_view(pixels: np.ndarray) -> PosedView:
     height, width = pixels.shape
     focal = 1.2 * max(height, width)  # any that is usual
     K = np.array([[focal, 0, (width - 1) / 2], [0, focal, (height - 1) / 2], [0, 0, 1]])

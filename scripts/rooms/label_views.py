@@ -1,13 +1,18 @@
-"""A folder of photos of one place → views with poses and depth to train on (`matcher train --real`).
+"""Estimate depth and poses for photos of real scenes, as training views for `matcher train --real`.
 
-Poses are those of `matcher sfm` (extra `sfm`); depth is by plane sweeping, kept where several views agree;
-pairs are confirmed by independent matches.
+    python scripts/rooms/label_views.py OUT FOLDER…
+
+Each FOLDER holds photos of one scene; its set is written to OUT/<name of FOLDER>. Poses are those of
+`matcher sfm` (extra `sfm`); depth is by plane sweeping, kept where several views agree; pairs are confirmed
+by independent matches.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -20,7 +25,7 @@ import torch
 
 from matcher.arrays import root_sift
 from matcher.collection.collection import Collection
-from matcher.errors import UsageError
+from matcher.errors import MatcherError, UsageError
 from matcher.export.colmap import import_pycolmap
 from matcher.images import find_images
 from matcher.match.nearest import mutual_nearest
@@ -494,3 +499,23 @@ def _write(
     content = json.dumps({"depth_step": 1, "views": rows})
     (out / "cameras.json").write_text(content, encoding="utf-8")
     (out / DONE).touch()
+
+
+def main() -> int:
+    """Make the sets of all folders."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("folders", type=Path, nargs="+")
+    args = parser.parse_args()
+    cv2.setNumThreads(1)
+    try:
+        for folder in args.folders:
+            label_views(folder, args.out / folder.name, args.out / ".work" / folder.name)
+    except (MatcherError, ImportError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
