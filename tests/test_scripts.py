@@ -54,6 +54,7 @@ def test_the_gate_tells_what_was_found_again(script):
     assert gate.compare(recorded, recorded | {"status": np.asarray("no_model")}, plane=True)[-1]
 
 
+@pytest.mark.slow
 def test_passes_are_switched_off_one_by_one(tmp_path, script, views, monkeypatch, capsys, shipped_weights):
     small = cv2.resize(cv2.imread(str(views[0])), (400, 300), interpolation=cv2.INTER_AREA)
     cv2.imwrite(str(tmp_path / "photo.png"), small)  # whose warps are matched in one pass
