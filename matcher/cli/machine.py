@@ -108,9 +108,7 @@ def fetch_weights(
         show(f"{row.name}: {row.licence}; commercial use: {'yes' if row.commercial else 'no'}; {row.source}")
         found = fetch(row, **accepted, report=report)
         for file in row.files if found.sha256 else ():
-            remark = "not checked, since no expected value is known; kept, later downloads must have it"
-            if file.name in found.expected:
-                remark = "as expected" if file.sha256 else "as at the first download"
+            remark = "as expected" if file.sha256 else "not checked, since no expected value is known"
             show(f"  {file.name}  sha256 {found.sha256[file.name]} ({remark})")
         show(f"  {'converted' if found.sha256 else 'already installed'}  {found.path}")
 

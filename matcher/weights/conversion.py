@@ -6,35 +6,27 @@ A checkpoint is read to tensors by name, and the layout that knows most of the n
 from __future__ import annotations
 
 import io
-import json
-import pickle
 import re
-import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as parse_tensors
 from torch import Tensor, nn
 
-from matcher.config import AssignmentConfig, ExtractorConfig, NetworkConfig, resolve
+from matcher.config import ExtractorConfig, NetworkConfig, resolve
 from matcher.errors import IntegrityError, UsageError
 from matcher.extract.extractor import find_front_end
 from matcher.match.network import MatchingNetwork
 from matcher.presets import LOFTR_TRANSPORT, find_preset
-from matcher.weights.files import checked, read_bytes, save_front_end, save_model
+from matcher.weights.files import checked, read_bytes, read_header, read_tensors, save_front_end, save_model
 
 # Reading.
 
 SUFFIXES = (".pth", ".ckpt", ".pt", ".bin", ".safetensors")
-PREFIXES = ("matcher.", "module.")
 # Keys under which training checkpoints keep the network, beside the optimiser and the rest.
 _CONTAINERS = ("state_dict", "model", "model_state_dict", "extractor", "disk", "net")
-_PAGES = (b"<!doctype", b"<html", b"<?xml", b"<head")
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
@@ -55,14 +47,17 @@ def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
     if fault := page_fault(data[:512]):
         raise IntegrityError(f"{path} {fault}")
     if path.suffix.lower() == ".safetensors":
-        found = _read_safetensors(path, data)
+        try:
+            found, metadata = read_tensors(data), read_header(data)
+        except IntegrityError as error:
+            raise IntegrityError(f"{path} {error}: fetch it again") from error
+        if "config" in metadata:
+            raise UsageError(f"{path} is one of this package's weights files already: give it as weights")
     else:
         found = _find_tensors(path, _unpickle(path, data))
     stripped: dict[str, Tensor] = {}
     for name, tensor in found.items():
-        short = name
-        while short.startswith(PREFIXES):
-            short = short.split(".", 1)[1]
+        short = re.sub(r"^((matcher|module)\.)+", "", name)
         if short in stripped:
             raise IntegrityError(f"{path} holds {short} twice, with and without a prefix: use another file")
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_complex():
@@ -74,49 +69,26 @@ def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
 def page_fault(start: bytes) -> str | None:
     """What a file is if it is no checkpoint at all, from its first bytes; None when it may be one."""
     start = start.lstrip()
-    if start[:16].lower().startswith(_PAGES):
+    if start[:16].lower().startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
         return "is a web page, not a checkpoint: the link led to a page about the file; fetch the file itself"
     if start.startswith(b"version https://git-lfs"):
         return "is a git-lfs pointer, not the file itself: run `git lfs pull`"
     return None if start else "is empty: fetch it again"
 
 
-def _read_safetensors(path: Path, data: bytes) -> dict[str, Tensor]:
-    try:
-        tensors = parse_tensors(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise IntegrityError(f"{path} is not an intact safetensors file ({error}): fetch it again") from error
-    if "config" in header.get("__metadata__", {}):
-        raise UsageError(
-            f"{path} is one of this package's weights files already; give it as weights={path.name}"
-        )
-    return tensors
-
-
 def _unpickle(path: Path, data: bytes) -> Any:
     if data[:2] != b"PK" and data[:1] != b"\x80":
         raise IntegrityError(f"{path} is not a file of torch.save, or is damaged: fetch it again")
-    if data[:2] == b"PK" and not zipfile.is_zipfile(io.BytesIO(data)):
-        raise IntegrityError(f"{path} is cut short: fetch it again")
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = " ".join(str(error).split())
-        for mark in ("Unsupported global: GLOBAL ", "Unsupported class "):
-            if mark in reason:
-                name = reason.split(mark)[1].split()[0].rstrip(".,")
-                raise IntegrityError(
-                    f"{path} holds more than tensors ({name}), which could run code, so it was not opened."
-                    " Save its tensors alone, torch.save({name: tensor}), where that is safe, or use another"
-                    " copy"
-                ) from error
-        raise IntegrityError(
-            f"{path} is damaged or holds more than tensors ({reason[-160:]}): fetch it again"
-        ) from error
     except Exception as error:  # of what a damaged archive makes torch raise there is no list
-        reason = " ".join(f"{type(error).__name__} {error}".split())[:200]
-        raise IntegrityError(f"{path} is damaged or cut short ({reason}): fetch it again") from error
+        reason = " ".join(f"{type(error).__name__} {error}".split())
+        if found := re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", reason):
+            raise IntegrityError(
+                f"{path} holds more than tensors ({found[1].rstrip('.,')}), which could run code, so it was"
+                " not opened. Save its tensors alone, torch.save({name: tensor}), where that is safe"
+            ) from error
+        raise IntegrityError(f"{path} is damaged or cut short ({reason[-160:]}): fetch it again") from error
 
 
 def _find_tensors(path: Path, content: Any, depth: int = 0) -> dict[str, Tensor]:
@@ -166,23 +138,19 @@ def fast_heads_merged(channels: int, heads: int) -> Tensor:
     return torch.arange(channels).view(-1, heads).t().flatten()
 
 
-# Layouts: what published tensors are called here, one for each naming in use.
-
-COUNTER = "num_batches_tracked"  # of batch norms: older files lack it, and nothing reads it
-Rename = tuple[str, str | Callable[[re.Match], str]]
+# What published tensors are called here, in every naming that is in use.
 
 
-class CheckpointLayout(NamedTuple):
-    """How one implementation names and orders the parameters of a system.
+class Layout(NamedTuple):
+    """How the parameters of a system are named and ordered.
 
     Renames are regular expressions, all applied in turn. `name#0`, `name#1` … are parts of one parameter, one
-    below the other; `name#0=` must repeat part 0.
+    below the other; `name#0=` must repeat part 0. Orders are of rows and of columns, by a part of their name.
     """
 
     system: str
-    name: str
-    renames: tuple[Rename, ...]
-    orders: tuple[tuple[str, Order | None, Order | None], ...] = ()  # place in the name, of rows, of columns
+    renames: tuple[tuple[str, str | Callable[[re.Match], str]], ...]
+    orders: tuple[tuple[str, Order | None, Order | None], ...] = ()
     ignored: str = r"(?!)"  # names of what is in the files and no parameter of the network; none by default
 
     def ours(self, name: str) -> str:
@@ -202,65 +170,72 @@ def _alternating(match: re.Match) -> str:
     return f"layers.{number // 2}.{'cross' if number % 2 else 'self'}_block"
 
 
-def _lightglue() -> Iterator[CheckpointLayout]:
-    yield CheckpointLayout(
+def _position(match: re.Match) -> str:
+    """Of SuperGlue's linear maps, norms and functions by turns."""
+    number = int(match[1])
+    part = ("linear", "norm", "function")[number % 3]
+    return "position.out" if number == 12 else f"position.hidden.{number // 3}.{part}"
+
+
+def _merge(match: re.Match) -> str:
+    part = {"0": "inner.conv", "1": "inner.norm", "3": "outer"}.get(match[2], match[2])
+    return f"backbone.merges.{int(match[1]) - 1}.{part}"
+
+
+def _residual(match: re.Match) -> str:
+    """Of LoFTR's residual blocks."""
+    return f".{'first' if match[2] == '1' else 'second'}.{'norm' if match[1] == 'bn' else 'conv'}"
+
+
+def _qkv(match: re.Match) -> str:
+    return f"attention.qkv#{'qkv'.index(match[1])}"
+
+
+def _convolution(match: re.Match) -> str:
+    """Of SuperPoint's convolutions a and b."""
+    stage, letter = match.groups()
+    return f"{2 * int(stage) + 'ab'.index(letter)}.conv"
+
+
+LAYOUTS = (
+    Layout(
         "LightGlue",
-        "as cvg/LightGlue and kornia have it",
         (
-            # The released files have the old names; glue-factory and kornia save the new ones.
-            (r"^transformers\.(\d+)\.(self|cross)_attn", r"\2_attn.\1"),
+            # cvg/LightGlue's files have the names of the first line; glue-factory and kornia save the second.
             (r"^(self|cross)_attn\.(\d+)", r"layers.\2.\1_block"),
+            (r"^transformers\.(\d+)\.(self|cross)_attn", r"layers.\1.\2_block"),
             (r"(?<=_block\.)Wqkv", "attention.qkv"),
             (r"(?<=_block\.)to_qk", "attention.qkv#0"),
             (r"(?<=_block\.)to_v", "attention.qkv#1"),
-            (r"(?<=_block\.)(out_proj|to_out)", "attention.out"),
-            (r"(?<=_block\.)ffn\.0", "ffn.widen"),
-            (r"(?<=_block\.)ffn\.1", "ffn.norm"),
-            (r"(?<=_block\.)ffn\.3", "ffn.narrow"),
-            (r"^log_assignment\.(\d+)\.final_proj", r"heads.\1.projection"),
-            (r"^log_assignment\.(\d+)\.matchability", r"heads.\1.matchability"),
-            (r"^token_confidence\.(\d+)\.token\.0", r"confidence.\1"),
-            (r"^input_proj\b", "project"),
-            (r"^posenc\.Wr", "position.frequencies"),
-        ),
-        (("self_block.attention.qkv", interleaved_rotary, None),),
-        # log_assignment.N.r: scalars of 1 in disk_lightglue.pth that no published code reads.
-        r"confidence_thresholds|extractor\..*|log_assignment\.[0-9]+\.r",
-    )
-    yield CheckpointLayout(
-        "LightGlue",
-        "as transformers has it",
-        (
+            # transformers
             (r"^transformer_layers\.(\d+)\.(self|cross)_(attention|mlp)", r"layers.\1.\2_block"),
-            (r"(?<=self_block\.)([qkv])_proj", lambda m: f"attention.qkv#{'qkv'.index(m[1])}"),
+            (r"(?<=self_block\.)([qkv])_proj", _qkv),
             (r"(?<=cross_block\.)q_proj", "attention.qkv#0"),
             (r"(?<=cross_block\.)k_proj", "attention.qkv#0="),
             (r"(?<=cross_block\.)v_proj", "attention.qkv#1"),
-            (r"(?<=_block\.)o_proj", "attention.out"),
-            (r"(?<=_block\.)fc1", "ffn.widen"),
-            (r"(?<=_block\.)layer_norm", "ffn.norm"),
-            (r"(?<=_block\.)fc2", "ffn.narrow"),
-            (r"^match_assignment_layers\.(\d+)\.final_projection", r"heads.\1.projection"),
-            (r"^match_assignment_layers\.(\d+)\.matchability", r"heads.\1.matchability"),
-            (r"^token_confidence\.(\d+)\.token", r"confidence.\1"),
-            (r"^input_projection", "project"),
-            (r"^positional_encoder\.projector", "position.frequencies"),
+            # All of them.
+            (r"(?<=_block\.)(out_proj|to_out|o_proj)", "attention.out"),
+            (r"(?<=_block\.)(ffn\.0|fc1)", "ffn.widen"),
+            (r"(?<=_block\.)(ffn\.1|layer_norm)", "ffn.norm"),
+            (r"(?<=_block\.)(ffn\.3|fc2)", "ffn.narrow"),
+            (r"^(?:log_assignment|match_assignment_layers)\.(\d+)\.matchability", r"heads.\1.matchability"),
+            (
+                r"^(?:log_assignment|match_assignment_layers)\.(\d+)\.final_proj(ection)?",
+                r"heads.\1.projection",
+            ),
+            (r"^token_confidence\.(\d+)\.token(\.0)?", r"confidence.\1"),
+            (r"^input_proj(ection)?\b", "project"),
+            (r"^(posenc\.Wr|positional_encoder\.projector)", "position.frequencies"),
         ),
-        (("self_block.attention.qkv", stacked_rotary, None),),
-        r"keypoint_detector\..*",
-    )
-
-
-def _superglue() -> Iterator[CheckpointLayout]:
-    def encoder(match: re.Match) -> str:
-        """Of a linear map, a norm and a function by turns."""
-        number = int(match[1])
-        part = ("linear", "norm", "function")[number % 3]
-        return "position.out" if number == 12 else f"position.hidden.{number // 3}.{part}"
-
-    yield CheckpointLayout(
+        (
+            ("self_attn.*Wqkv", interleaved_rotary, None),
+            (r"self_attention\.[qkv]_proj", stacked_rotary, None),
+        ),
+        # log_assignment.N.r: scalars of 1 in disk_lightglue.pth that no published code reads.
+        r"confidence_thresholds|(extractor|keypoint_detector)\..*|log_assignment\.[0-9]+\.r",
+    ),
+    Layout(  # magicleap/SuperGluePretrainedNetwork
         "SuperGlue",
-        "as magicleap/SuperGluePretrainedNetwork has it",
         (
             (r"^gnn\.layers\.(?P<layer>\d{1,3})", _alternating),
             (r"(?<=_block\.)attn\.proj\.", "attention.qkv#"),
@@ -268,55 +243,42 @@ def _superglue() -> Iterator[CheckpointLayout]:
             (r"(?<=_block\.)mlp\.0", "ffn.widen"),
             (r"(?<=_block\.)mlp\.1", "ffn.norm"),
             (r"(?<=_block\.)mlp\.3", "ffn.narrow"),
-            (r"^kenc\.encoder\.(\d{1,3})", encoder),
+            (r"^kenc\.encoder\.(\d{1,3})", _position),
             (r"^final_proj\b", "heads.0.projection"),
             (r"^bin_score", "heads.0.dustbin"),
         ),
-        (("attention.qkv", fast_heads, None), ("attention.out", None, fast_heads_merged)),
-    )
-    yield CheckpointLayout(
+        ((r"attn\.proj", fast_heads, None), (r"attn\.merge", None, fast_heads_merged)),
+    ),
+    Layout(  # transformers
         "SuperGlue",
-        "as transformers has it",
         (
             (r"^gnn\.layers\.(?P<layer>\d{1,3})", _alternating),
-            (r"(?<=_block\.)attention\.self\.query", "attention.qkv#0"),
-            (r"(?<=_block\.)attention\.self\.key", "attention.qkv#1"),
-            (r"(?<=_block\.)attention\.self\.value", "attention.qkv#2"),
+            (r"(?<=_block\.)attention\.self\.([qkv])[a-z]*", _qkv),
             (r"(?<=_block\.)attention\.output\.dense", "attention.out"),
             (r"(?<=_block\.)mlp\.0\.linear", "ffn.widen"),
             (r"(?<=_block\.)mlp\.0\.batch_norm", "ffn.norm"),
             (r"(?<=_block\.)mlp\.1", "ffn.narrow"),
             (r"^keypoint_encoder\.encoder\.4\b", "position.out"),
-            (r"^keypoint_encoder\.encoder\.(\d+)\.linear", r"position.hidden.\1.linear"),
-            (r"^keypoint_encoder\.encoder\.(\d+)\.batch_norm", r"position.hidden.\1.norm"),
+            (r"^keypoint_encoder\.encoder\.(\d+)\.(?:batch_)?(linear|norm)", r"position.hidden.\1.\2"),
             (r"^final_projection\.final_proj", "heads.0.projection"),
             (r"^bin_score", "heads.0.dustbin"),
         ),
         ignored=r"keypoint_detector\..*",
-    )
-
-
-def _loftr() -> Iterator[CheckpointLayout]:
-    merges = {"0": "inner.conv", "1": "inner.norm", "3": "outer"}
-    yield CheckpointLayout(
+    ),
+    Layout(  # zju3dv/LoFTR and kornia
         "LoFTR",
-        "as zju3dv/LoFTR and kornia have it",
         (
             (r"^backbone\.conv1", "backbone.stem.conv"),
             (r"^backbone\.bn1", "backbone.stem.norm"),
-            (
-                r"^backbone\.layer(\d)_outconv2\.(\d+)",
-                lambda m: f"backbone.merges.{int(m[1]) - 1}.{merges.get(m[2], m[2])}",
-            ),
+            (r"^backbone\.layer(\d)_outconv2\.(\d+)", _merge),
             (r"^backbone\.layer(\d)_outconv", lambda m: f"backbone.laterals.{int(m[1]) - 1}"),
             (r"^backbone\.layer(\d)", lambda m: f"backbone.stages.{int(m[1]) - 1}"),
-            (r"(?<=^backbone\.stages\.\d\.\d)\.(conv|bn)1", lambda m: f".first.{_NORM.get(m[1], m[1])}"),
-            (r"(?<=^backbone\.stages\.\d\.\d)\.(conv|bn)2", lambda m: f".second.{_NORM.get(m[1], m[1])}"),
+            (r"(?<=^backbone\.stages\.\d\.\d)\.(conv|bn)([12])", _residual),
             (r"(?<=^backbone\.stages\.\d\.\d)\.downsample\.0", ".skip.conv"),
             (r"(?<=^backbone\.stages\.\d\.\d)\.downsample\.1", ".skip.norm"),
             (r"^loftr_coarse\.layers\.(?P<layer>\d{1,3})", _alternating),
             (r"^loftr_fine\.layers\.(?P<layer>\d{1,3})", lambda m: f"fine.{_alternating(m)}"),
-            (r"(?<=_block\.)([qkv])_proj", lambda m: f"attention.qkv#{'qkv'.index(m[1])}"),
+            (r"(?<=_block\.)([qkv])_proj", _qkv),
             (r"(?<=_block\.)merge", "attention.out"),
             (r"(?<=_block\.)norm1", "message_norm"),
             (r"(?<=_block\.)mlp\.0", "ffn.widen"),
@@ -326,68 +288,40 @@ def _loftr() -> Iterator[CheckpointLayout]:
             (r"^fine_preprocess\.down_proj", "fine.reduce"),
             (r"^fine_preprocess\.merge_feat", "fine.merge"),
         ),
-    )
-
-
-_NORM = {"bn": "norm"}
-
-
-def _superpoint() -> Iterator[CheckpointLayout]:
-    def pairs(stage: int, letter: str) -> int:
-        return 2 * stage + "ab".index(letter)
-
-    yield CheckpointLayout(
+    ),
+    Layout(
         "SuperPoint",
-        "as magicleap/SuperPointPretrainedNetwork has it",
         (
-            (r"^conv(\d)([ab])", lambda m: f"encoder.{pairs(int(m[1]) - 1, m[2])}.conv"),
-            (r"^convP([ab])", lambda m: f"points.{pairs(0, m[1])}.conv"),
-            (r"^convD([ab])", lambda m: f"descriptors.{pairs(0, m[1])}.conv"),
+            # magicleap/SuperPointPretrainedNetwork
+            (r"^conv([1-4])([ab])", lambda m: f"encoder.{2 * int(m[1]) - 2 + 'ab'.index(m[2])}.conv"),
+            (r"^conv(P)([ab])|^keypoint_decoder\.conv_(score)_([ab])", r"points.0\2\4"),
+            (r"^conv(D)([ab])|^descriptor_decoder\.conv_(descriptor)_([ab])", r"descriptors.0\2\4"),
+            # transformers
+            (r"^encoder\.conv_blocks\.(\d)\.conv_([ab])", r"encoder.\1\2"),
+            (r"(?<=\.)(\d)([ab])\b", _convolution),
         ),
-    )
-    yield CheckpointLayout(
-        "SuperPoint",
-        "as transformers has it",
-        (
-            (
-                r"^encoder\.conv_blocks\.(\d)\.conv_([ab])",
-                lambda m: f"encoder.{pairs(int(m[1]), m[2])}.conv",
-            ),
-            (r"^keypoint_decoder\.conv_score_([ab])", lambda m: f"points.{pairs(0, m[1])}.conv"),
-            (
-                r"^descriptor_decoder\.conv_descriptor_([ab])",
-                lambda m: f"descriptors.{pairs(0, m[1])}.conv",
-            ),
-        ),
-    )
-    yield CheckpointLayout(
+    ),
+    Layout(  # rpautrat/SuperPoint
         "SuperPoint-open",
-        "as rpautrat/SuperPoint has it",
         (
             (r"^backbone\.(\d)\.(\d)", lambda m: f"encoder.{2 * int(m[1]) + int(m[2])}"),
             (r"^detector\.", "points."),
             (r"^descriptor\.", "descriptors."),
             (r"(?<=\d\.)bn\b", "norm"),
         ),
-    )
-
-
-@cache
-def layouts() -> tuple[CheckpointLayout, ...]:
-    """Every layout in use."""
-    return (*_lightglue(), *_superglue(), *_loftr(), *_superpoint())
+    ),
+)
+COUNTER = "num_batches_tracked"  # of batch norms: older files lack it, and nothing reads it
 
 
 # Conversion.
 
 # Which system a preset's network is of, by the beginning of the preset's name.
 SYSTEMS = {"lightglue-": "LightGlue", "superglue-": "SuperGlue", "loftr-": "LoFTR"}
-# Networks that were published beside the preset's own: the tensor that shows one, and how it assigns.
-VARIANTS: dict[str, tuple[str, AssignmentConfig]] = {
-    "LoFTR": ("coarse_matching.bin_score", LOFTR_TRANSPORT),  # "ot", optimal transport, beside "ds"
-}
 # Front ends whose network is ours, and what the layouts call them; in the others names are as published.
 _FRONT_ENDS = {"superpoint": "SuperPoint", "superpoint-open": "SuperPoint-open"}
+# A part of a name that tensors of this front end alone have.
+_MARKS = {"aliked": "desc_head.", "disk": "unet.path_down", "xfeat": "heatmap_head."}
 
 
 def import_checkpoint(
@@ -395,10 +329,10 @@ def import_checkpoint(
 ) -> str:
     """Convert a published checkpoint into a weights file that `load(preset, weights=output)` takes.
 
-    A checkpoint of a variant in `VARIANTS` makes a file of that variant; its header names it to `load`.
+    One of LoFTR with optimal transport ("ot") makes a file of that variant; its header names it to `load`.
 
     Args:
-        path: the checkpoint, in one of the layouts of `layouts`.
+        path: the checkpoint, in one of `LAYOUTS`.
         preset: the preset whose network it is.
         output: of the new safetensors file, float32; an existing one is replaced.
         metadata: further header entries.
@@ -415,12 +349,11 @@ def import_checkpoint(
     if system is None or not isinstance(config, NetworkConfig):
         raise UsageError(f"preset {preset!r} has no published checkpoints; {', '.join(SYSTEMS)}… have")
     tensors = read_checkpoint(path)
-    mark, assignment = VARIANTS.get(system, ("", config.assignment))
-    if mark in tensors:
-        config = replace(config, assignment=assignment)
+    if system == "LoFTR" and "coarse_matching.bin_score" in tensors:
+        config = replace(config, assignment=LOFTR_TRANSPORT)
     with torch.random.fork_rng(devices=[]):
         model = MatchingNetwork(config).eval()
-    fill_network(model, path, system, heads=config.context.heads, tensors=tensors)
+    _fill(model, path, tensors, system, config.context.heads)
     return save_model(model, output, metadata, dtype=torch.float32)
 
 
@@ -448,59 +381,36 @@ def import_front_end(
         UsageError: an unknown variant or suffix.
         IntegrityError: a file cannot be read or the tensors are not those of the front end.
     """
-    front_end = find_front_end(config.kind)
+    front_end, kind = find_front_end(config.kind), config.kind
     with torch.random.fork_rng(devices=[]):
         network = front_end.build(resolve(config, front_end.published)).eval()
-    if config.kind in _FRONT_ENDS:
-        fill_network(network, parts[0][0], _FRONT_ENDS[config.kind])
-        return save_front_end(network, config.kind, output, metadata)
     found = {part + name: tensor for path, part in parts for name, tensor in read_checkpoint(path).items()}
+    if kind in _FRONT_ENDS:
+        _fill(network, parts[0][0], found, _FRONT_ENDS[kind])
+        return save_front_end(network, kind, output, metadata)
     expected = {
         name: tensor
         for name, tensor in network.state_dict().items()
         if not name.startswith(constants) and (name in found or not name.endswith(COUNTER))
     }
     try:
-        network.load_state_dict(
-            checked(found, expected, f"the front end {config.kind} asks for"), strict=False
-        )
+        tensors = checked(found, expected, f"the front end {kind} asks for")
     except IntegrityError as error:
-        said = f"{', '.join(str(path) for path, _ in parts)} {_as_front_end(found, config.kind)}"
-        raise IntegrityError(f"{said}{error}") from error
-    return save_front_end(network, config.kind, output, metadata)
+        files = ", ".join(str(path) for path, _ in parts)
+        raise IntegrityError(f"{files} {_as_front_end(found, kind)}{error}") from error
+    network.load_state_dict(tensors, strict=False)
+    return save_front_end(network, kind, output, metadata)
 
 
-def fill_network(
-    network: nn.Module,
-    path: str | Path,
-    system: str,
-    *,
-    heads: int = 1,
-    tensors: dict[str, Tensor] | None = None,
+def _fill(
+    network: nn.Module, path: str | Path, tensors: dict[str, Tensor], system: str, heads: int = 1
 ) -> None:
-    """Put the parameters of a published checkpoint into a network of ours, all of them or none.
-
-    Args:
-        network: on the CPU, in float32.
-        path: the checkpoint.
-        system: one of the systems in `layouts`, such as "LightGlue".
-        heads: of attention.
-        tensors: of the checkpoint, if it has been read.
-
-    Raises:
-        UsageError: a suffix that is not known.
-        IntegrityError: the file cannot be read or its tensors are not those of the network.
-    """
-    tensors = read_checkpoint(path) if tensors is None else tensors
+    """Put the tensors of a published checkpoint into a network of ours, all of them or none."""
     try:
         layout = choose_layout(tensors, system)
         network.load_state_dict(convert(tensors, network.state_dict(), layout, heads))
     except IntegrityError as error:
         raise IntegrityError(f"{path} {error}") from error
-
-
-# A part of a name that tensors of this front end alone have.
-_MARKS = {"aliked": "desc_head.", "disk": "unet.path_down", "xfeat": "heatmap_head."}
 
 
 def _as_front_end(tensors: Mapping[str, Tensor], but: str) -> str:
@@ -509,14 +419,14 @@ def _as_front_end(tensors: Mapping[str, Tensor], but: str) -> str:
     return f"is a checkpoint of the front end {kinds[0]} and " if kinds else ""
 
 
-def choose_layout(tensors: Mapping[str, Tensor], system: str) -> CheckpointLayout:
+def choose_layout(tensors: Mapping[str, Tensor], system: str) -> Layout:
     """The layout of `system` that knows most of the tensors' names.
 
     Raises:
         IntegrityError: another system's layout knows more of them, or none knows any; reads on after the
             file's name.
     """
-    ordered = sorted(layouts(), key=lambda layout: layout.system != system)  # on a tie the one asked for
+    ordered = sorted(LAYOUTS, key=lambda layout: layout.system != system)  # on a tie the one asked for
     best = max(ordered, key=lambda layout: layout.coverage(tensors))
     if not best.coverage(tensors):
         names = ", ".join(list(tensors)[:4])
@@ -525,12 +435,12 @@ def choose_layout(tensors: Mapping[str, Tensor], system: str) -> CheckpointLayou
             f"SuperPoint; it holds {names}, …"
         )
     if best.system != system:
-        raise IntegrityError(f"is a checkpoint of {best.system} ({best.name}), not of {system}")
+        raise IntegrityError(f"is a checkpoint of {best.system}, not of {system}")
     return best
 
 
 def convert(
-    tensors: Mapping[str, Tensor], expected: dict[str, Tensor], layout: CheckpointLayout, heads: int
+    tensors: Mapping[str, Tensor], expected: dict[str, Tensor], layout: Layout, heads: int
 ) -> dict[str, Tensor]:
     """Their tensors as ours, float32.
 
@@ -552,28 +462,26 @@ def convert(
     wanted = {}
     for ours, tensor in expected.items():
         parts = sources.get(ours, {"": ours})  # one that is missing is told by our name
-        rows = [part for part in parts if not part.endswith("=")]
+        count = sum(not part.endswith("=") for part in parts)
         if ours in sources or not ours.endswith(COUNTER):
-            shape = (tensor.shape[0] // len(rows), *tensor.shape[1:]) if len(rows) > 1 else tensor.shape
+            shape = (tensor.shape[0] // count, *tensor.shape[1:]) if count > 1 else tensor.shape
             wanted |= {theirs: torch.empty(shape, device="meta") for theirs in parts.values()}
-    where = f"{layout.system} {layout.name} has"
-    found = checked({n: _fitted(tensor, wanted.get(n)) for n, tensor in given.items()}, wanted, where)
-    made = {}
-    for ours, tensor in expected.items():
-        parts = sources.get(ours, {})
+    found = checked({n: _fitted(tensor, wanted.get(n)) for n, tensor in given.items()}, wanted, layout.system)
+    made = dict(expected)
+    for ours, parts in ((ours, sources[ours]) for ours in expected if ours in sources):
         for part, theirs in parts.items():
             if part.endswith("=") and not torch.equal(found[theirs], found[parts[part[:-1]]]):
                 raise IntegrityError(
                     f"does not hold one projection for both: {theirs} differs from the other"
                 )
-        values = [found[parts[part]] for part in sorted(parts) if not part.endswith("=")]
-        value = values[0] if len(values) == 1 else torch.cat(values) if values else tensor
-        for place, rows, columns in layout.orders if values else ():
-            if place in ours and rows is not None:
+        names = [parts[part] for part in sorted(parts) if not part.endswith("=")]
+        value = torch.cat([found[name] for name in names]) if len(names) > 1 else found[names[0]]
+        for place, rows, columns in layout.orders:
+            if rows is not None and re.search(place, names[0]):
                 value = value[rows(value.shape[0], heads)]
-            if place in ours and columns is not None and value.dim() > 1:
+            if columns is not None and re.search(place, names[0]) and value.dim() > 1:
                 value = value[:, columns(value.shape[1], heads)]
-        made[ours] = value.to(tensor.dtype).clone(memory_format=torch.contiguous_format)
+        made[ours] = value.to(expected[ours].dtype).clone(memory_format=torch.contiguous_format)
     return made
 
 

@@ -8,9 +8,9 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.error import HTTPError
@@ -36,15 +36,9 @@ class _Broken(Exception):
     """The connection ended early; what came is kept for the next attempt."""
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What a file must be, as far as it is known."""
-
-    sha256: str = ""
-    bytes: int = 0
-
-
-def download(urls: Sequence[str], path: Path, wanted: Wanted, report: Report | None = None) -> str:
+def download(
+    urls: Sequence[str], path: Path, sha256: str = "", size: int = 0, report: Report | None = None
+) -> str:
     """Fetch a file; proxies are taken from the environment, as `urllib` does.
 
     What has arrived lies beside `path` in a `.part` file until it is complete; a later call continues there.
@@ -52,7 +46,8 @@ def download(urls: Sequence[str], path: Path, wanted: Wanted, report: Report | N
     Args:
         urls: addresses of one and the same file, tried in turn.
         path: of the finished file; an existing one is replaced.
-        wanted: its size and hash, if known.
+        sha256: of the file, "" if it is not known.
+        size: in bytes, 0 if it is not known.
         report: called as bytes arrive.
 
     Returns:
@@ -67,44 +62,38 @@ def download(urls: Sequence[str], path: Path, wanted: Wanted, report: Report | N
         part = path.with_name(f"{path.name}.{hashlib.sha256(url.encode()).hexdigest()[:8]}.part")
         for attempt in range(attempts):
             try:
-                digest = _transfer(url, part, wanted, report)
+                digest = _transfer(url, part, sha256, size, report)
             except _Broken as error:
                 if attempt == attempts - 1:
-                    kept = "; what came is kept, run the command again" if part.is_file() else ""
+                    kept = "; what came is kept, run the command again" if sha256 and part.is_file() else ""
                     failures.append(f"{url}: {error}{kept}")
             except _Refused as error:
-                _discard(part)
+                part.unlink(missing_ok=True)
                 failures.append(f"{url}: {error}")
                 break
             else:
                 part.replace(path)
-                for rest in (*path.parent.glob(f"{path.name}.*.part"), part):
-                    _discard(rest)
+                for rest in path.parent.glob(f"{path.name}.*.part"):  # of other addresses
+                    rest.unlink()
                 return digest
     raise IntegrityError(f"{path.name} could not be fetched. " + "; ".join(failures))
 
 
-def _transfer(url: str, part: Path, wanted: Wanted, report: Report | None) -> str:
+def _transfer(url: str, part: Path, sha256: str, size: int, report: Report | None) -> str:
     """Append what is missing to `part`, check the whole, and return its sha256.
 
-    Without a hash to check, two halves may only be joined if the server vouches that they are of one file, by
-    the validator that it gave with the first, which is kept in the `.tag` file.
+    Without a hash, which shows whether two halves are of one file, it begins anew.
     """
-    tag, request = _tag(part), Request(url, headers={"User-Agent": "matcher", "Accept-Encoding": "identity"})
-    have = part.stat().st_size if part.is_file() else 0
-    validator = tag.read_text(encoding="utf-8") if tag.is_file() else ""
-    have = have if validator or wanted.sha256 else 0
+    request = Request(url, headers={"User-Agent": "matcher", "Accept-Encoding": "identity"})
+    have = part.stat().st_size if part.is_file() and sha256 else 0
     if have:
         request.add_header("Range", f"bytes={have}-")
-        if validator:
-            request.add_header("If-Range", validator)
     try:
-        # A new opener reads the proxy variables as they are now.
-        response = build_opener().open(request, timeout=60)
+        response = build_opener().open(request, timeout=60)  # reads the proxy variables as they are now
     except HTTPError as error:
         error.close()
         if error.code == 416:  # what is here is not the beginning of what is there
-            _discard(part)
+            part.unlink()
             raise _Broken("the file there has changed") from error
         raise _Refused(f"the server answered {error.code} {error.reason}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -115,25 +104,21 @@ def _transfer(url: str, part: Path, wanted: Wanted, report: Report | None) -> st
         start = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
         if response.status != 206:
             have = 0
-            strong = response.headers.get("ETag", "W/")
-            last = response.headers.get("Last-Modified", "")
-            tag.write_text(last if strong.startswith("W/") else strong, encoding="utf-8")
         elif start is None or int(start[1]) != have:
             raise _Refused("the server sent another part than requested")
         file.truncate(have)
         length = response.headers.get("Content-Length", "")
         total = have + int(length) if length.isdigit() else 0
-        if wanted.bytes and total and total != wanted.bytes:
-            raise _Refused(f"the file there has {total} bytes instead of {wanted.bytes}")
-        digest = _receive(response, file, total, wanted.bytes or total or LARGEST_WEIGHTS, report)
-        size = file.tell()
+        if size and total and total != size:
+            raise _Refused(f"the file there has {total} bytes instead of {size}")
+        digest = _receive(response, file, total, size or total or LARGEST_WEIGHTS, report)
+        came = file.tell()
         file.seek(0)
         if fault := page_fault(file.read(512)):
             raise _Refused(f"what came {fault}")
-    if wanted.bytes not in (0, size) or wanted.sha256 not in ("", digest):
+    if size not in (0, came) or sha256 not in ("", digest):
         raise _Refused(
-            f"what came has {size} bytes and sha256 {digest} instead of {wanted.bytes or size} and "
-            f"{wanted.sha256}"
+            f"what came has {came} bytes and sha256 {digest} instead of {size or came} and {sha256}"
         )
     return digest
 
@@ -143,65 +128,30 @@ def _receive(response: Any, file: BinaryIO, total: int, most: int, report: Repor
 
     More than `most` bytes are refused at once: a server may send without an end.
     """
-    digest, have = hashlib.sha256(), 0
-    while chunk := file.read(1 << 18):
-        digest.update(chunk)
-        have += len(chunk)
+    digest, chunk = hashlib.file_digest(file, "sha256"), b"\0"
     try:
-        while True:
+        while chunk:
             try:
                 chunk = response.read(1 << 18)
             except (OSError, http.client.HTTPException) as error:
                 raise _Broken(f"the connection broke ({error})") from error
-            if not chunk:
-                break
             file.write(chunk)
             digest.update(chunk)
-            have += len(chunk)
-            if have > most:
+            if file.tell() > most:
                 raise _Refused(f"what comes has more than {most} bytes")
             if report is not None:
-                report(have, total)
+                report(file.tell(), total)
     finally:
         file.flush()
         os.fsync(file.fileno())
-    if total and have < total:
-        raise _Broken(f"the connection ended after {have} of {total} bytes")
+    if total and file.tell() < total:
+        raise _Broken(f"the connection ended after {file.tell()} of {total} bytes")
     return digest.hexdigest()
-
-
-def _tag(part: Path) -> Path:
-    return part.with_suffix(".tag")
-
-
-def _discard(part: Path) -> None:
-    part.unlink(missing_ok=True)
-    _tag(part).unlink(missing_ok=True)
 
 
 # What is fetched.
 
 OFFLINE = "MATCHER_OFFLINE"
-RECORD = "first-download.json"
-
-
-def read_first(folder: Path) -> dict[str, str]:
-    """SHA-256 by file name at its first download, which later ones must have too; empty without any.
-
-    Raises:
-        IntegrityError: the record is damaged.
-    """
-    path = folder / RECORD
-    if not path.exists():
-        return {}
-    try:
-        with open_given(path) as file:
-            found = json.loads(file.read(1 << 16))  # a line for each file
-        if not all(re.fullmatch("[0-9a-f]{64}", digest) for digest in found.values()):
-            raise ValueError("no hashes")
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"{path} is damaged: remove it to accept another first download") from error
-    return found
 
 
 @dataclass(frozen=True)
@@ -210,7 +160,6 @@ class Fetched:
 
     path: Path  # what `load(weights=…)` or `load(frontend_weights=…)` takes
     sha256: dict[str, str]  # of the published files by name; empty when the weights were here already
-    expected: dict[str, str] = field(default_factory=dict)  # those that were known before, by name
 
 
 def fetch(
@@ -222,13 +171,12 @@ def fetch(
 ) -> Fetched:
     """Download published weights to the cache, check them, and convert them.
 
-    Several processes may ask for the same weights at once: one fetches, the others wait for it. A file whose
-    hash the catalogue does not know is downloaded only if that is accepted, and must be the same one later.
+    Several processes may ask for the same weights at once: one fetches, the others wait for it.
 
     Args:
         row: from `find_published`.
         accept_licence: needed for weights that are not for commercial use.
-        accept_unverified: needed for the first download of files whose SHA-256 nobody states.
+        accept_unverified: needed for files whose SHA-256 nobody states.
         report: called as bytes arrive.
 
     Raises:
@@ -249,10 +197,7 @@ def fetch(
     with locked(row):
         if found := _already_here(row):
             return found
-        first = read_first(row.folder)
-        known = {file.name: file.sha256 for file in row.files if file.sha256}
-        expected = {**first, **known}
-        unknown = [file for file in row.files if file.name not in expected]
+        unknown = [file for file in row.files if not file.sha256]
         if unknown and not accept_unverified:
             raise UsageError(
                 f"{' and '.join(file.name for file in unknown)} cannot be verified: no SHA-256 is known that"
@@ -261,18 +206,14 @@ def fetch(
                 f" yourself, check it, and run `matcher weights import FILE --preset {row.name}`"
             )
         paths = [row.folder / file.name for file in row.files]
-        digests = [_obtain(row, file, expected.get(file.name, ""), report) for file in row.files]
+        digests = [_obtain(file, path, report) for file, path in zip(row.files, paths, strict=True)]
         try:
             path = _make_ready(row, paths, digests)
         except IntegrityError:
             for came in paths:  # they would fail again in the same way
                 came.unlink(missing_ok=True)
             raise
-        came = dict(zip((p.name for p in paths), digests, strict=True))
-        if kept := {name: digest for name, digest in came.items() if name not in expected}:
-            record = json.dumps({**kept, **first}, indent=1, sort_keys=True)
-            write_whole(row.folder / RECORD, record.encode())
-    return Fetched(path, came, {name: expected[name] for name in came if name in expected})
+    return Fetched(path, {path.name: digest for path, digest in zip(paths, digests, strict=True)})
 
 
 def import_files(paths: Sequence[Path], name: str, output: Path | None = None) -> Path:
@@ -308,24 +249,12 @@ def _already_here(row: Published) -> Fetched | None:
         return None
 
 
-def _obtain(row: Published, file: PublishedFile, expected: str, report: Report | None) -> str:
+def _obtain(file: PublishedFile, path: Path, report: Report | None) -> str:
     """The sha256 of a published file, fetched unless an earlier call has."""
-    path = row.folder / file.name
     digest = _sha256(path) if path.is_file() else ""
-    if digest and digest == (expected or digest):
+    if digest and digest == (file.sha256 or digest):
         return digest
-    try:
-        return download(file.urls, path, Wanted(expected, file.bytes), report)
-    except IntegrityError as error:
-        if not expected or expected not in str(error):
-            raise
-        whose, another = (
-            "which is the published one",
-            (f"download it yourself and run `matcher weights import FILE --preset {row.name}`"),
-        )
-        if not file.sha256:
-            whose, another = "as its first download had", f"remove {path.with_name(RECORD)}"
-        raise IntegrityError(f"{error}, {whose}; if another version is what you want, {another}") from error
+    return download(file.urls, path, file.sha256, file.bytes, report)
 
 
 def _make_ready(row: Published, paths: Sequence[Path], digests: Sequence[str]) -> Path:
@@ -350,7 +279,7 @@ def _make_ready(row: Published, paths: Sequence[Path], digests: Sequence[str]) -
 
 
 def _convert(row: Published, paths: Sequence[Path], output: Path) -> str:
-    metadata: Mapping[str, str] = {"licence": row.licence, "source": row.source}
+    metadata = {"licence": row.licence, "source": row.source}
     if row.preset:
         return import_checkpoint(paths[0], row.preset, output, metadata)
     parts = [(path, file.part) for path, file in zip(paths, row.files, strict=True)]
