@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
 from typing import Any, BinaryIO, NamedTuple
 
 import cv2
@@ -155,10 +154,6 @@ _FORMATS: tuple[tuple[str, bytes, Opener | None], ...] = (
 
 # An image file's bytes → its samples in stored pixels, where it is opaque, and its EXIF orientation.
 
-_LONGEST_HEADER = 1 << 16  # bytes of a PGM or PPM; comments belong to it
-_shared: dict[str, Lock] = {}  # between threads
-_INVERSE_TURN = {6: 8, 8: 6}  # every other orientation undoes itself
-
 
 class Decoded(NamedTuple):
     """An image as stored in its file."""
@@ -181,19 +176,16 @@ def decode(path: Path, max_pixels: int) -> Decoded:
 def decode_open(file: BinaryIO, path: Path, max_pixels: int) -> Decoded:
     """As `decode`, of an open file; `path` is its name in messages."""
     name, opener = find_format(file, path)
-    if opener is None:
-        with _decoding(path, name):
-            return Decoded(_colour_pfm(file, path, max_pixels), None, 1)
     with _decoding(path, name):
+        if opener is None:
+            return Decoded(_colour_pfm(file, path, max_pixels), None, 1)
         if name == "JPEG":
             check_scans(file)
         elif opener is PpmImageFile:
             _check_header(file)
         image = opener(file)
-    width, height = image.size
-    _check_size(path, width, height, max_pixels)
-    _warn_of_pages(image, path, name)
-    with _decoding(path, name), _quiet(width * height):
+        _check_size(path, *image.size, max_pixels)
+        _warn_of_pages(image, path, name)
         turned = _orientation(image.tag_v2) if isinstance(image, TiffImageFile) else 1
         deep = is_deep(image, file)
         image.load()  # also where OpenCV reads the samples: it would not see that bytes are missing
@@ -202,19 +194,19 @@ def decode_open(file: BinaryIO, path: Path, max_pixels: int) -> Decoded:
         raw, opaque = found
         orientation = _orientation(image.getexif()) if turned == 1 else turned
     if turned != 1:  # Pillow turns TIFF upright by itself, and only TIFF: take it back
-        back = _INVERSE_TURN.get(turned, turned)
+        back = {6: 8, 8: 6}.get(turned, turned)  # every other orientation undoes itself
         raw, opaque = turned_by(raw, back), None if opaque is None else turned_by(opaque, back)
     return Decoded(raw, opaque, orientation)
 
 
 def _check_header(file: BinaryIO) -> None:
     """Refuse a header without end, such as of comments, which Pillow reads byte by byte."""
-    head = re.sub(rb"#[^\r\n]*[\r\n]", b" ", file.read(_LONGEST_HEADER))
+    head = re.sub(rb"#[^\r\n]*[\r\n]", b" ", file.read(1 << 16))
     file.seek(0)
     kind, *values = [*head.split(None, 4), b""]
     values = values[: 2 if kind in (b"P1", b"P4") else 3]
     if any(not value or value.startswith(b"#") for value in values):
-        raise ValueError(f"its header does not end within {_LONGEST_HEADER} bytes")
+        raise ValueError("its header does not end within 65536 bytes")
 
 
 def _colour_pfm(file: BinaryIO, path: Path, max_pixels: int) -> np.ndarray:
@@ -223,11 +215,14 @@ def _colour_pfm(file: BinaryIO, path: Path, max_pixels: int) -> np.ndarray:
     if header is None:
         raise ValueError("its header has no size")
     _check_size(path, int(header[1]), int(header[2]), max_pixels)
-    file.seek(0)
-    samples = cv2.imdecode(np.frombuffer(file.read(), np.uint8), cv2.IMREAD_UNCHANGED)
-    if samples is None:
+    if (samples := _by_opencv(file)) is None:
         raise ValueError("samples are missing")
     return np.ascontiguousarray(samples[..., ::-1])
+
+
+def _by_opencv(file: BinaryIO) -> np.ndarray | None:
+    file.seek(0)
+    return cv2.imdecode(np.frombuffer(file.read(), np.uint8), cv2.IMREAD_UNCHANGED)
 
 
 def _check_size(path: Path, width: int, height: int, max_pixels: int) -> None:
@@ -271,23 +266,15 @@ def is_deep(image: PIL.Image.Image, file: BinaryIO) -> bool:
 def read_deep(
     file: BinaryIO, path: Path, size: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray | None] | None:
-    """(H, W, 3) uint16 RGB in stored pixels, and where alpha is not 0.
+    """(H, W, 3) uint16 RGB of a whole PNG or TIFF of this size in stored pixels, and where alpha is not 0.
 
-    Args:
-        file: a PNG or TIFF that was decoded without an error, so it is whole.
-        path: for the warning.
-        size: its (width, height).
-
-    Returns:
-        None, with an `ImageWarning`, for a file that OpenCV reads otherwise: then its 8 bits have to do.
+    None, with an `ImageWarning`, for a file that OpenCV reads otherwise: then its 8 bits have to do.
     """
-    file.seek(0)
-    found = cv2.imdecode(np.frombuffer(file.read(), np.uint8), cv2.IMREAD_UNCHANGED)
+    found = _by_opencv(file)
     fits = found is not None and found.dtype == np.uint16 and found.ndim == 3
     if not fits or found.shape[:2] != size[::-1] or found.shape[2] not in (3, 4):
-        warnings.warn(
-            f"{path}: its 16 bits a sample are read as 8; a 16-bit PNG keeps them", ImageWarning, stacklevel=5
-        )
+        text = "its 16 bits a sample are read as 8; a 16-bit PNG keeps them"
+        warnings.warn(f"{path}: {text}", ImageWarning, stacklevel=5)
         return None
     opaque = found[..., 3] != 0 if found.shape[2] == 4 else None
     return np.ascontiguousarray(found[..., 2::-1]), opaque
@@ -308,7 +295,7 @@ def _decoding(path: Path, name: str) -> Iterator[None]:
     """Whatever a decoder raises on damaged bytes, as one error that names the file and the remedy."""
     try:
         yield
-    except (MatcherError, MemoryError):
+    except (MatcherError, MemoryError, ImageWarning):
         raise
     except PIL.Image.DecompressionBombError as error:
         raise ImageError(
@@ -318,20 +305,6 @@ def _decoding(path: Path, name: str) -> Iterator[None]:
         raise ImageError(
             f"{path}: the {name} cannot be decoded ({error}); it is cut short or damaged: export it again"
         ) from error
-
-
-@contextmanager
-def _quiet(pixels: int) -> Iterator[None]:
-    """No warning of Pillow's for a size the caller allows; the filters stay alone where it would not warn.
-
-    The filters are those of all threads, so one image at a time changes them and puts them back.
-    """
-    if pixels <= (PIL.Image.MAX_IMAGE_PIXELS or pixels):
-        yield
-        return
-    alone = _shared.setdefault("filters", Lock())
-    with alone, warnings.catch_warnings(action="ignore", category=PIL.Image.DecompressionBombWarning):
-        yield
 
 
 def _orientation(tags: Any) -> int:
@@ -356,13 +329,12 @@ def samples_of(image: PIL.Image.Image) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def _strips(image: PIL.Image.Image) -> np.ndarray:
-    width, height = image.size
-    probe = np.asarray(image.crop((0, 0, width, 1)))
-    array = np.empty((height, *probe.shape[1:]), dtype=probe.dtype)
-    # Strips take half the time of one piece: the copies stay in the cache.
+    """The samples, strip by strip: at once they would be held twice for a moment."""
+    array, (width, height) = np.empty(0), image.size
     for top in range(0, height, 256):
-        bottom = min(top + 256, height)
-        array[top:bottom] = np.asarray(image.crop((0, top, width, bottom)))
+        strip = np.asarray(image.crop((0, top, width, min(top + 256, height))))
+        array = np.empty((height, *strip.shape[1:]), strip.dtype) if top == 0 else array
+        array[top : top + 256] = strip
     return array
 
 

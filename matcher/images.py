@@ -213,7 +213,7 @@ def limit_for(size: tuple[int, int]) -> int:
 
 
 def read_image(
-    path: PathLike,
+    image: ImageInput,
     *,
     resize: int | None = 1024,
     soft_resize: int | None = None,
@@ -223,7 +223,7 @@ def read_image(
     alpha_mask: bool = True,
     keep_stored: bool = False,
 ) -> Image:
-    """Read an image file.
+    """Read an image file, or an image in memory.
 
     Formats: JPEG, PNG, TIFF, WebP, BMP, PGM, PPM, PBM, PFM, GIF, JPEG 2000, AVIF and (with the `heif`
     extra) HEIC; of several frames or pages the first, with an `ImageWarning`. 16-bit samples are scaled by
@@ -235,13 +235,15 @@ def read_image(
     Image(1600 x 1200 stored, 800 x 600 grey, 'grey.png')
 
     Args:
-        path: the file.
+        image: the file's path; or an encoded file as `bytes`, or an open one; a PIL image of any mode; an
+            array, (H, W) grey, (H, W, 3) RGB or (H, W, 4) RGBA, of uint8, uint16, bool or float in [0, 1]; a
+            torch tensor, which may have its channels first; or an `Image`, which is returned as it is.
         resize: longer side in pixels, only ever made smaller; None keeps the size. An image more than four
             times as long as wide gets the area of an ordinary one instead, with an `ImageWarning`.
         soft_resize: a soft image (enlarged, blurred) is made smaller still, until its edges are sharp, but
             its longer side keeps so many pixels; None: never.
         upright: apply the EXIF orientation; False keeps the stored pixels.
-        max_pixels: width · height above which the file is refused from its header, undecoded.
+        max_pixels: width · height above which a file is refused from its header, undecoded.
         mask: image file (not 0 = keep) or (H, W) array, in stored pixels.
         alpha_mask: where alpha is 0, the mask is False too; with an `ImageWarning` if it is 0 everywhere.
         keep_stored: also keep the image without colour at the file's resolution and depth, as
@@ -249,71 +251,72 @@ def read_image(
 
     Raises:
         ImageError: the file is missing, not a known image, too large, cut short or damaged.
-        UsageError: an argument that cannot be used, or a mask of another size than the stored image.
-    """
-    path = as_path(path)
-    _check_limits(resize, soft_resize, max_pixels)
-    decoded, sizes = decode(path, max_pixels), (resize, soft_resize)
-    return _prepared(decoded, path, sizes, upright, mask, alpha_mask, keep_stored, max_pixels)
-
-
-def image_from_array(
-    array: Any,
-    *,
-    resize: int | None = 1024,
-    soft_resize: int | None = None,
-    upright: bool = True,
-    mask: PathLike | np.ndarray | None = None,
-    alpha_mask: bool = True,
-    keep_stored: bool = False,
-) -> Image:
-    """An image in memory: a NumPy array, a torch tensor or a PIL image.
-
-    Args:
-        array: (H, W) grey, (H, W, 3) RGB or (H, W, 4) RGBA; uint8, uint16, bool or float in [0, 1]. A
-            tensor may have its channels first. A PIL image may be of any mode. Also an encoded image file as
-            `bytes`, or an open one.
-        resize, soft_resize, mask, alpha_mask, keep_stored: as in `read_image`.
-        upright: apply the EXIF orientation of a PIL image.
-
-    Raises:
-        ImageError: a PIL image whose file is damaged.
-        UsageError: another shape or dtype, values outside the range, NaN, or a mask of another size.
-    """
-    _check_limits(resize, soft_resize, MAX_PIXELS)
-    if hasattr(array, "read"):
-        array = array.read()
-    if isinstance(array, PIL.Image.Image):
-        decoded = from_pillow(array)
-    elif isinstance(array, (bytes, bytearray, memoryview)):
-        decoded = decode_open(io.BytesIO(array), Path("the image in memory"), MAX_PIXELS)
-    else:
-        decoded = Decoded(*split_alpha(as_array(array)), orientation=1)
-    return _prepared(decoded, None, (resize, soft_resize), upright, mask, alpha_mask, keep_stored, MAX_PIXELS)
-
-
-def read_input(
-    image: ImageInput,
-    *,
-    max_pixels: int = MAX_PIXELS,
-    mask: PathLike | np.ndarray | None = None,
-    **options: Any,
-) -> Image:
-    """Whatever a user has as an image: a file, an image in memory, or an `Image`, which is taken as it is.
-
-    Raises:
-        ImageError, UsageError: as `read_image` and `image_from_array`, which take the other options; or an
-            `Image` with a mask beside it.
+        UsageError: an argument that cannot be used, an array of another shape or type, values outside the
+            range, a mask of another size than the stored image, or one beside an `Image`.
     """
     if isinstance(image, Image):
         if mask is not None:
-            raise UsageError(
-                "an Image carries its own mask; build it with one instead of passing a mask beside it"
-            )
+            raise UsageError("an Image carries its own mask: build it with one, and pass none beside it")
         return image
-    if isinstance(image, (str, Path)):
-        return read_image(image, max_pixels=max_pixels, mask=mask, **options)
-    return image_from_array(image, mask=mask, **options)
+    for name, limit in {"resize": resize, "soft_resize": soft_resize, "max_pixels": max_pixels}.items():
+        if limit is not None and limit < 1:
+            raise UsageError(f"{name} must be at least 1, not {limit}")
+    path = as_path(image) if isinstance(image, (str, os.PathLike)) else None
+    decoded, name = _decoded(image, path, max_pixels), "the image" if path is None else str(path)
+    try:
+        stored = to_uint8(decoded.samples)
+    except ValueError as error:
+        if path is None:
+            raise UsageError(f"the array cannot be used: {error}; accepted: {ACCEPTED}") from error
+        raise ImageError(f"{path}: {error}; convert it to 8- or 16-bit samples") from error
+    keep = decoded.opaque if alpha_mask else None
+    if keep is not None and not keep.any():
+        text = "alpha is 0 everywhere, so there are no keypoints; alpha_mask=False ignores it"
+        warnings.warn(f"{name}: {text}", ImageWarning, stacklevel=2)
+    if mask is not None:
+        keep = _keep(keep, mask, stored.shape[:2], max_pixels)
+    size, orientation = stored.shape[1::-1], decoded.orientation if upright else 1
+    new_size, _ = resized(upright_size(size, orientation), resize)
+    pixels, target = stored, upright_size(new_size, orientation)  # the swap undoes itself
+    # It is made smaller before it is turned, so that only the small one is moved.
+    if target != size:
+        if max(size) > LONGEST_ASPECT * min(size):
+            text = f"is a long strip, so it is resized by its area, to {target[0]} x {target[1]}"
+            text += "; cut into overlapping parts it would keep more detail"
+            warnings.warn(f"{name}: {size[0]} x {size[1]} {text}", ImageWarning, stacklevel=2)
+        pixels = cv2.resize(stored, target, interpolation=cv2.INTER_AREA)
+    if soft_resize is not None and (factor := without_blur(pixels, soft_resize)) < 1:
+        target = tuple(max(1, round(side * factor)) for side in target)
+        pixels = cv2.resize(stored, target, interpolation=cv2.INTER_AREA)
+    shown = keep
+    if keep is not None and target != size:  # kept where more than half of the resized pixel's area is
+        shown = cv2.resize(keep * np.uint8(255), target, interpolation=cv2.INTER_AREA) > 127
+    ends = (upright_size(target, orientation), upright_size(size, orientation))
+    return Image(
+        pixels=np.ascontiguousarray(turned_by(pixels, orientation)),
+        size=size,
+        scale=tuple(new / old for new, old in zip(*ends, strict=True)),
+        orientation=orientation,
+        path=path,
+        mask=None if shown is None else np.ascontiguousarray(turned_by(shown, orientation)),
+        exif_orientation=None if decoded.orientation == orientation else decoded.orientation,
+        stored=to_grey(decoded.samples) if keep_stored else None,
+        stored_mask=keep if keep_stored else None,
+    )
+
+
+image_from_array = read_input = read_image
+
+
+def _decoded(image: Any, path: Path | None, max_pixels: int) -> Decoded:
+    if path is not None:
+        return decode(path, max_pixels)
+    image = image.read() if hasattr(image, "read") else image
+    if isinstance(image, PIL.Image.Image):
+        return from_pillow(image)
+    if isinstance(image, (bytes, bytearray, memoryview)):
+        return decode_open(io.BytesIO(image), Path("the image in memory"), max_pixels)
+    return Decoded(*split_alpha(as_array(image)), orientation=1)
 
 
 def read_both(
@@ -330,74 +333,6 @@ def read_both(
     if all(isinstance(image, (str, Path)) for image, _ in sides):
         return at_once(*calls)
     return calls[0](), calls[1]()
-
-
-def _prepared(
-    decoded: Decoded,
-    path: Path | None,
-    sizes: tuple[int | None, int | None],
-    upright: bool,
-    mask: PathLike | np.ndarray | None,
-    alpha_mask: bool,
-    keep_stored: bool,
-    max_pixels: int,
-) -> Image:
-    """What was decoded as an `Image`; without a path it was given in memory.
-
-    `sizes` are `resize` and `soft_resize`. It is made smaller before it is turned, so that only the small one
-    is moved.
-    """
-    name = "the image" if path is None else str(path)
-    try:
-        stored = to_uint8(decoded.samples)
-    except ValueError as error:
-        if path is None:
-            raise UsageError(f"the array cannot be used: {error}; accepted: {ACCEPTED}") from error
-        raise ImageError(f"{path}: {error}; convert it to 8- or 16-bit samples") from error
-    keep = decoded.opaque if alpha_mask else None
-    if keep is not None and not keep.any():
-        text = "alpha is 0 everywhere, so there are no keypoints; alpha_mask=False ignores it"
-        warnings.warn(f"{name}: {text}", ImageWarning, stacklevel=3)
-    if mask is not None:
-        keep = _keep(keep, mask, stored.shape[:2], max_pixels)
-    size, orientation = stored.shape[1::-1], decoded.orientation if upright else 1
-    new_size, _ = resized(upright_size(size, orientation), sizes[0])
-    pixels, target = stored, upright_size(new_size, orientation)  # the swap undoes itself
-    if target != size:
-        if max(size) > LONGEST_ASPECT * min(size):
-            warnings.warn(
-                f"{name}: {size[0]} x {size[1]} is a long strip, so it is resized by its area, to "
-                f"{target[0]} x {target[1]}; cut into overlapping parts it would keep more detail",
-                ImageWarning,
-                stacklevel=3,
-            )
-        pixels = cv2.resize(stored, target, interpolation=cv2.INTER_AREA)
-    if sizes[1] is not None and (factor := without_blur(pixels, sizes[1])) < 1:
-        target = tuple(max(1, round(side * factor)) for side in target)
-        pixels = cv2.resize(stored, target, interpolation=cv2.INTER_AREA)
-    shown = keep
-    if keep is not None and target != size:
-        # kept where more than half of the resized pixel's area is
-        shown = cv2.resize(keep * np.uint8(255), target, interpolation=cv2.INTER_AREA) > 127
-    ends = (upright_size(target, orientation), upright_size(size, orientation))
-    return Image(
-        pixels=np.ascontiguousarray(turned_by(pixels, orientation)),
-        size=size,
-        scale=tuple(new / old for new, old in zip(*ends, strict=True)),
-        orientation=orientation,
-        path=path,
-        mask=None if shown is None else np.ascontiguousarray(turned_by(shown, orientation)),
-        exif_orientation=None if decoded.orientation == orientation else decoded.orientation,
-        stored=to_grey(decoded.samples) if keep_stored else None,
-        stored_mask=keep if keep_stored else None,
-    )
-
-
-def _check_limits(resize: int | None, soft_resize: int | None, max_pixels: int) -> None:
-    limits = {"resize": resize, "soft_resize": soft_resize, "max_pixels": max_pixels}
-    for name, limit in limits.items():
-        if limit is not None and limit < 1:
-            raise UsageError(f"{name} must be at least 1, not {limit}")
 
 
 def gradient_image(image: Image, smoothing: float) -> Image:
