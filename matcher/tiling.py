@@ -28,25 +28,17 @@ from matcher.verify.estimation import RobustEstimator
 MAX_KEYPOINTS = 20_000
 TILE = 1024  # pixels a side, without the margin
 WINDOW = 750  # keypoints of image 0 that a window matches
-# Keypoints of an image up to which all are matched with all; and of larger ones the strongest of each part,
-# which are matched first.
-AS_ONE, FIRST = 4096, 2048
 Tile = tuple[int, int, int, int]  # left, top, right, bottom
 
 # Keypoints by tiles, ranked together and spread over the image.
 
 
 def tiled_features(image: Image, extractor: Extractor, most: int, near: np.ndarray | None = None) -> Features:
-    """The features of an image of any size, in stored pixels, best first.
+    """The `most` best features of an image of any size, in stored pixels, best first.
 
     A front end's scores are compared over the whole image. Each cell of a grid first keeps its share of the
     keypoints, and the quota that sparse cells leave goes to the best of the rest, which avoids clusters.
-
-    Args:
-        image: upright, at the resolution at which keypoints are to be found.
-        extractor: a front end; all keypoints that it returns for a tile are ranked.
-        most: keypoints of the image, at most.
-        near: (K, 2) stored pixels; tiles without such a point in themselves or a neighbour are skipped.
+    Tiles without a point of `near` (K, 2), stored pixels, in themselves or a neighbour are skipped.
     """
     parts, tiles = [], list(_tiles(image, near))
     for start in range(0, len(tiles), 4):
@@ -60,13 +52,7 @@ def tiled_features(image: Image, extractor: Extractor, most: int, near: np.ndarr
 
 
 def spread(points: np.ndarray, scores: np.ndarray, most: int) -> np.ndarray:
-    """(K,) int64: the keypoints that a grid's quota keeps, best first.
-
-    Args:
-        points: (N, 2).
-        scores: (N,) larger is better.
-        most: K is at most so many.
-    """
+    """(K,) int64, at most `most`: the points (N, 2) that a grid keeps, of the highest scores first."""
     order = np.argsort(-scores, kind="stable")
     if len(points) <= most:
         return order
@@ -78,8 +64,7 @@ def spread(points: np.ndarray, scores: np.ndarray, most: int) -> np.ndarray:
     by_cell = np.argsort(cell, kind="stable")  # within a cell still best first
     rank = np.empty(len(order), dtype=np.int64)
     rank[by_cell] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
-    quota = max(1, most // len(counts))
-    chosen = np.concatenate([np.flatnonzero(rank < quota), np.flatnonzero(rank >= quota)])[:most]
+    chosen = np.argsort(rank >= max(1, most // len(counts)), kind="stable")[:most]
     return order[np.sort(chosen)]
 
 
@@ -160,16 +145,31 @@ def match_by_windows(
 ) -> Matches:
     """The matches of all windows, indexed in the whole images; one per keypoint, the most probable.
 
-    Args:
-        match: of features of two images.
-        features0, features1: best first.
-        first0, first1: (K, 2) verified matches of a first pass, stored pixels.
+    `first0` and `first1` (K, 2) are verified matches of a first pass. A window has a fifth of its side as
+    context on each side, and 2,048 keypoints of either image at most. In image 1 it reaches further by what
+    the first pass may be off: a twentieth of the side and two residuals of the window's map (depth,
+    distortion), up to half of the side.
     """
-    points = [to_numpy(features.keypoints) for features in (features0, features1)]
+    points0, points1 = points = [to_numpy(features.keypoints) for features in (features0, features1)]
     rows, scores, layers = [np.zeros((0, 2), np.int64)], [np.zeros(0, np.float32)], 0
-    for index0, own, index1 in corresponding(*points, first0, first1) if min(map(len, points)) else ():
+    for own, low, high in _split(points0, np.arange(len(points0))) if min(map(len, points)) else ():
+        side = np.maximum(high - low, 1.0)
+        found = _local_map(first0, first1, low, high)
+        if found is None:
+            continue
+        linear, residual = found
+        near = _inside(points0, low - 0.2 * side, high + 0.2 * side)
+        near[own] = False
+        index0 = np.concatenate([own, np.flatnonzero(near)[: max(0, 2048 - len(own))]])
+        # Keypoints of image 1 are mapped to image 0, so that rotated windows are as tight as upright ones.
+        back = np.linalg.inv(np.vstack([linear, [0, 0, 1]]))
+        moved = points1 @ back[:2, :2].T + back[:2, 2]
+        reach = 0.2 * side + np.minimum(0.05 * side + 2 * residual, 0.5 * side)
+        index1 = np.flatnonzero(_inside(moved, low - reach, high + reach))[:2048]
+        if not len(index1):
+            continue
         matches = match(_window(features0, index0), _window(features1, index1))
-        kept = matches.indices[:, 0] < own
+        kept = matches.indices[:, 0] < len(own)  # the others belong to other windows
         ends = matches.indices[kept].T
         rows.append(np.stack([index0[ends[0]], index1[ends[1]]], axis=1))
         scores.append(matches.scores[kept])
@@ -187,41 +187,6 @@ def _window(features: Features, index: np.ndarray) -> Features:
     points = to_numpy(chosen.keypoints)
     low, high = points.min(axis=0), points.max(axis=0)
     return replace(chosen, keypoints=points - low, size=np.maximum(high - low, 1.0) + 1.0)
-
-
-def corresponding(
-    points0: np.ndarray, points1: np.ndarray, first0: np.ndarray, first1: np.ndarray
-) -> Iterator[tuple[np.ndarray, int, np.ndarray]]:
-    """Windows of image 0 and the corresponding keypoints of image 1.
-
-    A window has a fifth of its side as context on each side, and 2,048 keypoints of either image at most. In
-    image 1 it reaches further by what the first pass may be off: a twentieth of the side and two residuals of
-    the window's map (depth, distortion), up to half of the side.
-
-    Args:
-        points0, points1: (N, 2) and (M, 2) keypoints, stored pixels, best first.
-        first0, first1: (K, 2) verified matches of the first pass.
-
-    Yields:
-        (n,) int64 into points0, how many of these, the first, are matched by this window only, and (m,) into
-        points1.
-    """
-    for own, low, high in _split(points0, np.arange(len(points0))):
-        side = np.maximum(high - low, 1.0)
-        found = _local_map(first0, first1, low, high)
-        if found is None:
-            continue
-        linear, residual = found
-        near = _inside(points0, low - 0.2 * side, high + 0.2 * side)
-        near[own] = False
-        index0 = np.concatenate([own, np.flatnonzero(near)[: max(0, 2048 - len(own))]])
-        # Keypoints of image 1 are mapped to image 0, so that rotated windows are as tight as upright ones.
-        back = np.linalg.inv(np.vstack([linear, [0, 0, 1]]))
-        moved = points1 @ back[:2, :2].T + back[:2, 2]
-        reach = 0.2 * side + np.minimum(0.05 * side + 2 * residual, 0.5 * side)
-        index1 = np.flatnonzero(_inside(moved, low - reach, high + reach))[:2048]
-        if len(index1):
-            yield index0, len(own), index1
 
 
 def _split(points: np.ndarray, index: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -310,20 +275,23 @@ def by_tiles(pipeline: Pipeline, most: int) -> Pipeline:
     )
 
 
+@dataclass(frozen=True, eq=False)
 class TiledExtractor:
-    """A front end for images of any size."""
+    """A front end for images of any size; `most` keypoints of an image, best first, spread over it."""
 
-    def __init__(self, extractor: Extractor, most: int) -> None:
-        """Keep the front end of a tile and the number of keypoints of an image."""
-        self.extractor, self.most = extractor, most
+    extractor: Extractor
+    most: int
 
     def __call__(self, images: Sequence[Image]) -> list[Features]:
-        """The features of each image, best first, spread over it."""
+        """The features of each image."""
         return [tiled_features(image, self.extractor, self.most) for image in images]
 
 
 class WindowedMatcher:
     """A matcher for any number of keypoints: a few of them say which windows of both images correspond."""
+
+    as_one = 4096  # keypoints up to which all are matched with all
+    first = 2048  # of larger images the strongest of each part, which are matched first
 
     def __init__(self, matcher: Matcher) -> None:
         """Keep the matcher of a window; where it has a device and a precision, these are known here too."""
@@ -334,14 +302,12 @@ class WindowedMatcher:
 
     def __call__(self, features0: Features, features1: Features) -> list[Matches]:
         """Matches of every pair of the batch."""
-        pairs = zip(features0.unstack(), features1.unstack(), strict=True)
-        return [self._pair(*pair) for pair in pairs]
+        return [self._pair(*pair) for pair in zip(features0.unstack(), features1.unstack(), strict=True)]
 
-    def _pair(self, features0: Features, features1: Features) -> Matches:
-        sides = (features0, features1)
-        if max(map(len, sides)) <= AS_ONE:
+    def _pair(self, *sides: Features) -> Matches:
+        if max(map(len, sides)) <= self.as_one:
             return self._one(*sides)
-        chosen = [spread(to_numpy(f.keypoints), to_numpy(f.scores), FIRST) for f in sides]
+        chosen = [spread(to_numpy(f.keypoints), to_numpy(f.scores), self.first) for f in sides]
         first = self._one(*(f.select(index) for f, index in zip(sides, chosen, strict=True)))
         scale = max(1.0, max(max(f.image_size) for f in sides) / 1024)  # to an ordinary size
         estimate = RobustEstimator(EstimationConfig(kind="fundamental"))
@@ -350,7 +316,7 @@ class WindowedMatcher:
             agree = geometry.inliers
             return match_by_windows(self._one, *sides, first.points0[agree], first.points1[agree])
         indices = np.stack([i[end] for i, end in zip(chosen, first.indices.T, strict=True)], axis=1)
-        return replace(first, indices=indices, kept0=len(features0), kept1=len(features1))
+        return replace(first, indices=indices, kept0=len(sides[0]), kept1=len(sides[1]))
 
     def _one(self, features0: Features, features1: Features) -> Matches:
         return self.matcher(Features.stack([features0]), Features.stack([features1]))[0]

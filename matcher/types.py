@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -132,6 +132,7 @@ class Image:
 
 # Keypoints and descriptors of an image or of a padded batch of images.
 
+
 RAW_SIFT = (
     "these are raw SIFT descriptors, but matchers of SIFT take RootSIFT: build the features by "
     "Features.from_cv2(keypoints, descriptors, size), which converts them"
@@ -178,56 +179,51 @@ class Features:
 
     def __post_init__(self) -> None:
         convert = as_array_field_arrays if loaded_torch() is None else as_tensor
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name != "kind" and value is not None:
-                object.__setattr__(self, f.name, convert(value, f.name))
-        self._fill_defaults()
-        self._check()
-
-    def _fill_defaults(self) -> None:
+        for name, value in self._fields().items():
+            if value is not None:
+                object.__setattr__(self, name, convert(value, name))
         if self.keypoints is None or self.descriptors is None:
             raise UsageError("Features need keypoints (..., N, 2) and descriptors (..., N, D)")
-        points, xp = self.keypoints, library(self.keypoints)
         if self.size is None:
             raise UsageError("Features need size=(width, height) of the stored image; it is never guessed")
         shape = tuple(self.keypoints.shape)
         if len(shape) < 2 or shape[-1] != 2:
             raise UsageError(f"Features.keypoints must be (..., N, 2), not {shape}")
-        if tuple(self.size.shape) != (*shape[:-2], 2):
-            raise UsageError(f"Features.size must be {(*shape[:-2], 2)}, not {tuple(self.size.shape)}")
-        if self.scores is None:
-            object.__setattr__(self, "scores", xp.ones_like(points[..., 0]))
-        if self.mask is None:
-            object.__setattr__(self, "mask", xp.ones_like(points[..., 0], dtype=bool))
-        if self.exif_orientation is None:
-            upright = xp.ones_like(self.size[..., 0], dtype=xp.int64)
-            object.__setattr__(self, "exif_orientation", upright)
-        if self.scale is None:
-            object.__setattr__(self, "scale", xp.ones_like(self.size))
-
-    def _check(self) -> None:
-        shape = self.keypoints.shape
-        wanted = dict.fromkeys(("scores", "scales", "orientations", "mask"), tuple(shape[:-1]))
-        wanted |= dict.fromkeys(("size", "scale", "grid"), (*shape[:-2], 2))
-        wanted |= dict.fromkeys(ORIENTATIONS, tuple(shape[:-2]))
-        wanted |= {"affine_frames": (*shape, 2), "cells": tuple(shape)}
-        wanted["descriptors"] = (*shape[:-1], *self.descriptors.shape[-1:])
-        wanted["maps"] = () if self.maps is None else (*shape[:-2], *self.maps.shape[-3:])
-        for name, value in ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "kind"):
-            if value is not None and value.shape != wanted.get(name, value.shape):
+        leading, points = shape[:-2], shape[:-1]
+        wanted = dict.fromkeys(("scores", "scales", "orientations", "mask"), points)
+        wanted |= dict.fromkeys(("size", "scale", "grid"), (*leading, 2))
+        wanted |= dict.fromkeys(ORIENTATIONS, leading)
+        wanted |= {"keypoints": shape, "affine_frames": (*shape, 2), "cells": shape}
+        wanted["descriptors"] = (*points, *self.descriptors.shape[-1:])
+        wanted["maps"] = () if self.maps is None else (*leading, *self.maps.shape[-3:])
+        for name, value in self._fields().items():
+            if value is not None and tuple(value.shape) != wanted[name]:
                 raise UsageError(f"Features.{name} must be {wanted[name]}, not {tuple(value.shape)}")
-            if not (value is None or all_finite(value)):
+            if value is not None and not all_finite(value):
                 raise UsageError(f"Features.{name} holds values that are not finite (NaN or infinity)")
+            if value is not None and name in ORIENTATIONS and not bool(((value >= 1) & (value <= 8)).all()):
+                raise UsageError(f"Features.{name} must be an EXIF orientation, 1 to 8")
+        self._fill_defaults()
         if not bool((self.size > 0).all() & (self.scale > 0).all()):
             raise UsageError("Features.size and Features.scale must be positive")
-        for name in ORIENTATIONS:
-            codes = getattr(self, name)
-            if codes is not None and not bool(((codes >= 1) & (codes <= 8)).all()):
-                raise UsageError(f"Features.{name} must be an EXIF orientation, 1 to 8")
         some = self.descriptors[..., :64, :].reshape(-1, max(self.descriptors.shape[-1], 1))[:64]
         if self.kind == "sift" and is_raw_sift(to_numpy(some)):
             raise UsageError(RAW_SIFT)
+
+    def _fields(self) -> dict[str, Any]:
+        """All but `kind`."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "kind"}
+
+    def _fill_defaults(self) -> None:
+        points, xp = self.keypoints[..., 0], library(self.keypoints)
+        for name, made in (
+            ("scores", lambda: xp.ones_like(points)),
+            ("mask", lambda: xp.ones_like(points, dtype=bool)),
+            ("exif_orientation", lambda: xp.ones_like(self.size[..., 0], dtype=xp.int64)),
+            ("scale", lambda: xp.ones_like(self.size)),
+        ):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, made())
 
     @property
     def matched_orientation(self) -> Tensor:
@@ -368,9 +364,9 @@ class Features:
         columns = zip(points, sizes, angles, scores, strict=True)
         return [cv2.KeyPoint(*point, size, angle, score) for point, size, angle, score in columns]
 
-    def _map(self, change) -> Features:
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "kind"}
-        return self.with_valid(**{k: None if v is None else change(k, v) for k, v in values.items()})
+    def _map(self, change: Callable[[str, Any], Any]) -> Features:
+        values = self._fields().items()
+        return self.with_valid(**{k: None if v is None else change(k, v) for k, v in values})
 
     def with_valid(self, **values: Tensor | None) -> Features:
         """The same with other fields, which are not checked: on a GPU every check waits for it."""
@@ -391,8 +387,7 @@ class Features:
 
     def numpy(self) -> dict[str, np.ndarray]:
         """All fields that are there as NumPy arrays, by name, but for `kind`."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "kind"}
-        return {name: to_numpy(value) for name, value in values.items() if value is not None}
+        return {name: to_numpy(value) for name, value in self._fields().items() if value is not None}
 
     def select(self, index: Tensor) -> Features:
         """The points named by `index` ((K,) int64 or (N,) bool) of one image."""
@@ -418,7 +413,7 @@ class Features:
         if len(kinds) != 1:
             raise UsageError(f"a batch needs features of one kind, not of {', '.join(kinds) or 'no image'}")
         columns, convert = {}, as_array_field_arrays if loaded_torch() is None else as_tensor
-        for name in (f.name for f in fields(Features) if f.name != "kind"):
+        for name in items[0]._fields():
             values = [getattr(item, name) for item in items]
             if name == "view_orientation" and any(value is not None for value in values):
                 values = [item.matched_orientation for item in items]
@@ -730,15 +725,11 @@ class Estimator(Protocol):
         """Estimate robustly; bad points give a status, never an error."""
 
 
-# What a program gives as pairs of features, checked before they are stacked.
+# What a program gives, checked before it is used.
 
 
 def checked_pairs(pairs: Any) -> Sequence[tuple[Features, Features]]:
-    """The pairs, if each is two `Features` of one image.
-
-    Raises:
-        UsageError: no list or tuple, an entry that is no pair of `Features`, or a batch.
-    """
+    """The pairs, if each is two `Features` of one image; else `UsageError`."""
     if not isinstance(pairs, (list, tuple)):
         raise UsageError(f"pairs must be a list of pairs of Features, not {type(pairs).__name__}")
     for number, pair in enumerate(pairs):
@@ -754,11 +745,7 @@ def checked_pairs(pairs: Any) -> Sequence[tuple[Features, Features]]:
 
 
 def one_for_each(found: Any, kind: type, count: int, role: str, part: object) -> list[Any]:
-    """What a part of a pipeline, perhaps a user's own, returned for `count` images or pairs, as a list.
-
-    Raises:
-        UsageError: there is not one object of this kind for each.
-    """
+    """What a part of a pipeline, perhaps a user's own, returned, if it is one of this kind for each."""
     listed = list(found)
     if len(listed) != count or not all(isinstance(each, kind) for each in listed):
         what = {"extractor": "image", "matcher": "pair"}[role]
