@@ -6,6 +6,7 @@ LightGlue (Lindenberger et al. 2023), section 3.3.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -65,3 +66,23 @@ def decide(
     # Dropping few points costs more time than it saves.
     few = keep.sum(1) > (1 - policy.min_pruned_share) * valid.sum(1)
     return Decision(stops, keep if predicted else valid, keep | (few[:, None] & valid))
+
+
+def can_be_cut(matcher: object) -> bool:
+    """Whether any number of a matcher's layers gives an assignment."""
+    return hasattr(matcher, "adjusted") and matcher.model.config.assignment.every_layer
+
+
+def with_layers(
+    matcher: object, layers: int, iterations: int | None = None, *, pruning: bool = True
+) -> object:
+    """An attention matcher with its first layers only; every other matcher as it is.
+
+    Each layer of a network that may stop early has a head of its own, so any depth gives an assignment.
+    `iterations`, if given, is the most that Sinkhorn takes; without `pruning` no point is dropped.
+    """
+    if not can_be_cut(matcher) or (layers >= len(matcher.model.layers) and iterations is None):
+        return matcher
+    policy = matcher.model.config.policy
+    policy = replace(policy, pruning=pruning and policy.pruning)
+    return matcher.adjusted(layers, max_iterations=iterations, policy=policy)

@@ -568,23 +568,3 @@ def off_border(features: Features, border: int) -> Tensor:
     """(…, N) bool: points that lie at least `border` cells within the grid of their front end."""
     far = features.grid.unsqueeze(-2) - border
     return ((features.cells >= border) & (features.cells < far)).all(dim=-1)
-
-
-def can_be_cut(matcher: object) -> bool:
-    """Whether any number of a matcher's layers gives an assignment."""
-    return hasattr(matcher, "adjusted") and matcher.model.config.assignment.every_layer
-
-
-def with_layers(
-    matcher: object, layers: int, iterations: int | None = None, *, pruning: bool = True
-) -> object:
-    """An attention matcher with its first layers only; every other matcher as it is.
-
-    Each layer of a network that may stop early has a head of its own, so any depth gives an assignment.
-    `iterations`, if given, is the most that Sinkhorn takes; without `pruning` no point is dropped.
-    """
-    if not can_be_cut(matcher) or (layers >= len(matcher.model.layers) and iterations is None):
-        return matcher
-    policy = matcher.model.config.policy
-    policy = replace(policy, pruning=pruning and policy.pruning)
-    return matcher.adjusted(layers, max_iterations=iterations, policy=policy)

@@ -14,7 +14,7 @@ from matcher.cameras import Camera, as_camera
 from matcher.config import GRID_KIND
 from matcher.errors import ImageError, UsageError, check_number
 from matcher.loading import open_pipeline, takes
-from matcher.match.network import with_layers
+from matcher.match.adaptivity import with_layers
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions, refuse_further_passes
 from matcher.refine import ImagePyramid, refine_matches
