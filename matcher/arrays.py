@@ -53,15 +53,8 @@ ACCEPTED = (
 
 
 def as_array(image: Any) -> np.ndarray:
-    """A NumPy array of an image in memory.
-
-    Args:
-        image: an array, or a torch tensor on any device, (H, W), (H, W, C) or (C, H, W) with C = 1, 3 or 4.
-            A tensor's channels that come first are moved behind.
-
-    Raises:
-        UsageError: something else.
-    """
+    """A NumPy array of an image in memory: an array, or a torch tensor on any device, (H, W), (H, W, C) or
+    (C, H, W) with C = 1, 3 or 4, whose channels are moved behind; `UsageError`: something else."""
     if isinstance(image, np.ndarray):
         return image
     if not is_tensor(image):
@@ -78,11 +71,8 @@ def as_array(image: Any) -> np.ndarray:
 
 
 def split_alpha(array: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """(H, W), (H, W, 1), (H, W, 3) or (H, W, 4) → (H, W) or (H, W, 3), and where alpha is not 0 or None.
-
-    Raises:
-        UsageError: another shape.
-    """
+    """(H, W), (H, W, 1), (H, W, 3) or (H, W, 4) → (H, W) or (H, W, 3), and where alpha is not 0 or None;
+    `UsageError`: another shape."""
     channels = array.shape[2:] or (1,)
     if array.ndim not in (2, 3) or channels[0] not in (1, 3, 4) or array.size == 0:
         raise UsageError(f"an array of shape {array.shape} is not an image; accepted: {ACCEPTED}")

@@ -226,11 +226,8 @@ class ExtractorConfig:
 
 
 def resolve(config: ExtractorConfig, published: Mapping[str, Any]) -> ExtractorConfig:
-    """The configuration with the published value wherever a setting is None.
-
-    Raises:
-        UsageError: a setting that the front end does not have, or a value out of range.
-    """
+    """The configuration with the published value wherever a setting is None; `UsageError`: a setting that the
+    front end does not have, or a value out of range."""
     if config.max_keypoints < 1:
         raise UsageError(f"max_keypoints must be at least 1, not {config.max_keypoints}")
     names = ("variant", "score_threshold", "nms_radius")
@@ -332,11 +329,8 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(cls: type[T], values: dict[str, Any], where: str = "") -> T:
-    """A configuration from plain dictionaries.
-
-    Raises:
-        ValueError: an unknown key (the known ones are listed), a value of the wrong type or a missing one.
-    """
+    """A configuration from plain dictionaries; `ValueError`: an unknown key (the known ones are listed), a
+    value of the wrong type or a missing one."""
     name = where or cls.__name__
     if not isinstance(values, dict):
         raise ValueError(f"{name}: expected a table, got {values!r}")

@@ -50,11 +50,8 @@ class IntegrityError(MatcherError):
 
 
 def check_number(value: object, name: str, least: float, most: float) -> float:
-    """The value, if it is a number from `least` to `most`; `name` is the argument's.
-
-    Raises:
-        UsageError: something else, NaN included.
-    """
+    """The value, if it is a number from `least` to `most`; `name` is the argument's; `UsageError`: something
+    else, NaN included."""
     if not isinstance(value, Real) or isinstance(value, bool) or not least <= value <= most:
         raise UsageError(f"{name} must be a number from {least:g} to {most:g}, not {value!r}")
     return value

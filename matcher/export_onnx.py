@@ -157,16 +157,10 @@ def sinkhorn(
 ) -> tuple[Tensor, Tensor]:
     """`matcher.match.sinkhorn.sinkhorn` of one problem as operations of a graph, potentials to potentials.
 
-    The scales go into the potentials whenever the error is looked at; where they were out of their range, one
-    more update follows, as there. Without loops all iterations are done.
-
-    Args:
-        scores: (1, N+1, M+1) with the dustbins last.
-        u, v: (1, N+1, 1), (1, M+1, 1) to begin with.
-        columns_first: () bool, whether columns are updated first, and theirs is the error.
-        limit: iterations at most.
-        tolerance: of the error; None: all iterations.
-        loops: by the operator Loop.
+    Scores are (1, N+1, M+1) with the dustbins last, u and v (1, N+1, 1) and (1, M+1, 1) to begin with.
+    Columns are updated first, and theirs is the error, where `columns_first`. The scales go into the
+    potentials whenever the error is looked at; where they were out of their range, one more update follows,
+    as there. Without `loops`, by the operator Loop, or a tolerance all iterations are done.
     """
     fixed = (scores, *masses(scores), masses(scores.mT)[2], columns_first)
     least, most = -1.0 if tolerance is None else tolerance, math.log(LARGEST_SCALE)
@@ -288,14 +282,8 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def traced(
     part: Part, given: tuple[Any, ...], shapes: tuple[Any, ...], inputs: Sequence[str], outputs: Sequence[str]
 ) -> onnx.ModelProto:
-    """The graph of a part.
-
-    Args:
-        part: what is exported.
-        given: examples of its arguments.
-        shapes: of each the axes that vary, as `torch.export` takes them.
-        inputs, outputs: their names, dictionaries taken apart.
-    """
+    """The graph of a part, of examples of its arguments, whose axes vary as `shapes` says to `torch.export`,
+    with the names of inputs, dictionaries taken apart, and outputs."""
     with torch.no_grad():
         program = torch.export.export(part.eval(), given, dynamic_shapes=shapes, strict=False)
         made = torch.onnx.export(

@@ -42,16 +42,13 @@ def write_whole(path: str | Path, data: bytes) -> None:
 
 
 def write_output(path: str | Path, data: bytes) -> None:
-    """As `write_whole`, with our mark in the formats that have room for one (see `marked`).
-
-    Raises:
-        OSError: the folder cannot be written or the disk is full.
-    """
+    """As `write_whole`, with our mark in the formats that have room for one (see `marked`); `OSError`: the
+    folder cannot be written or the disk is full."""
     write_whole(path, marked(data, Path(path).suffix.lower()))
 
 
 def check_output(path: str | Path, suffixes: Sequence[str], *, overwrite: bool = True) -> Path:
-    """Refuse an output that cannot or must not be written, before any work is done.
+    """Refuse an output that cannot or must not be written, before any work is done; its path.
 
     Args:
         path: the file to be written.
@@ -77,11 +74,8 @@ def check_output(path: str | Path, suffixes: Sequence[str], *, overwrite: bool =
 
 
 def refuse_foreign(path: Path, *, overwrite: bool) -> None:
-    """Refuse to replace a file that does not carry our mark, unless `overwrite` allows it.
-
-    Raises:
-        UsageError: there is such a file.
-    """
+    """Refuse to replace a file that does not carry our mark, unless `overwrite` allows it; `UsageError`:
+    there is such a file."""
     if not overwrite and (path.exists() or path.is_symlink()) and not is_ours(path):
         raise UsageError(
             f"{path} exists, and matcher may not have written it; name another file, or replace it with "
@@ -128,11 +122,8 @@ def marked(data: bytes, suffix: str) -> bytes:
 
 
 def open_given(path: str | Path) -> BinaryIO:
-    """Open a file that anybody may have made, to read: no pipe is waited for, and no device read.
-
-    Raises:
-        OSError: it is absent, cannot be read, or is a folder, pipe or device.
-    """
+    """Open a file that anybody may have made, to read: no pipe is waited for, and no device read; `OSError`:
+    it is absent, cannot be read, or is a folder, pipe or device."""
     flags = ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY")  # what was looked at is what is opened
     descriptor = os.open(path, sum((getattr(os, name, 0) for name in flags), os.O_RDONLY))
     try:
@@ -148,15 +139,8 @@ def open_given(path: str | Path) -> BinaryIO:
 
 
 def read_given(path: str | Path, largest: int = LARGEST_TEXT) -> bytes:
-    """The bytes of a file that anybody may have made.
-
-    Args:
-        path: the file.
-        largest: the most bytes that one may have.
-
-    Raises:
-        OSError: as `open_given`, or it is larger.
-    """
+    """The bytes of a file that anybody may have made, of `largest` at most; `OSError`: as `open_given`, or it
+    is larger."""
     with open_given(path) as file:
         if os.fstat(file.fileno()).st_size > largest:
             raise OSError(errno.EFBIG, f"larger than {largest >> 20} MB", str(path))
@@ -164,12 +148,8 @@ def read_given(path: str | Path, largest: int = LARGEST_TEXT) -> bytes:
 
 
 def cache_folder(environment: Mapping[str, str] | None = None, platform: str | None = None) -> Path:
-    """The user's cache: MATCHER_CACHE, else the platform's own place (XDG_CACHE_HOME on Linux).
-
-    Args:
-        environment: variables; this process's when absent.
-        platform: as `sys.platform`; this machine's when absent.
-    """
+    """The user's cache: MATCHER_CACHE, else the platform's own place (XDG_CACHE_HOME on Linux); of this
+    process's environment and machine when these are absent."""
     values = os.environ if environment is None else environment
     system = platform or sys.platform
     if values.get("MATCHER_CACHE"):
@@ -188,11 +168,7 @@ class NotOursError(Exception):
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that nobody else can write.
-
-    Raises:
-        OSError: it cannot be made, or belongs to somebody else.
-    """
+    """Make a folder that nobody else can write; `OSError`: it cannot be made, or belongs to somebody else."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
 
@@ -219,16 +195,8 @@ def open_own(path: Path) -> BinaryIO:
 
 
 def check_own(path: Path, status: os.stat_result, kind: Callable[[int], bool]) -> None:
-    """Refuse what somebody else may have put there.
-
-    Args:
-        path: for the message.
-        status: of the file or folder.
-        kind: of `stat`, whether a mode is that of a file or of a folder.
-
-    Raises:
-        NotOursError: another kind, as a link or a pipe, of another user, or writable by others.
-    """
+    """Refuse, by `NotOursError`, what is of another kind (of `stat`), as a link or a pipe, of another user,
+    or writable by others."""
     if not kind(status.st_mode):
         what = "a link" if stat.S_ISLNK(status.st_mode) else "a pipe, a device or a folder"
         raise NotOursError(f"{path} is {what}")

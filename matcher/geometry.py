@@ -121,11 +121,8 @@ def as_quaternion(rotation: np.ndarray) -> np.ndarray:
 
 
 def as_rotation(quaternions: np.ndarray) -> np.ndarray:
-    """(…, 3, 3) of quaternions (…, 4) x y z w of any length but 0.
-
-    Raises:
-        ValueError: a quaternion of length 0, or values that are not finite.
-    """
+    """(…, 3, 3) of quaternions (…, 4) x y z w of any length but 0; `ValueError`: a quaternion of length 0, or
+    values that are not finite."""
     q = np.asarray(quaternions, np.float64)
     largest = np.abs(q).max(axis=-1, keepdims=True)
     if not ((largest > 0) & (largest < np.inf)).all():
@@ -138,12 +135,8 @@ def as_rotation(quaternions: np.ndarray) -> np.ndarray:
 
 
 def check_poses(poses: np.ndarray) -> None:
-    """Refuse matrices (N, 4, 4) that are no poses.
-
-    Raises:
-        ValueError: a value that is not finite, a translation of more than 10¹² units, or a matrix that is
-            no rotation.
-    """
+    """Refuse matrices (N, 4, 4) that are no poses; `ValueError`: a value that is not finite, a translation of
+    more than 10¹² units, or a matrix that is no rotation."""
     if not (np.abs(poses) <= FARTHEST).all():
         raise ValueError("a pose is not finite, or too far away")
     turns = poses[:, :3, :3]

@@ -84,11 +84,8 @@ def as_path(path: PathLike) -> Path:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """The opened file; anything that is not a regular, non-empty file is refused before it can block.
-
-    Raises:
-        ImageError: the file is missing, empty, a folder, a pipe or a device.
-    """
+    """The opened file; anything that is not a regular, non-empty file is refused before it can block;
+    `ImageError`: the file is missing, empty, a folder, a pipe or a device."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -103,11 +100,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def find_format(file: BinaryIO, path: Path) -> tuple[str, Opener | None]:
-    """Name and Pillow class of the image format, from the file's first bytes; None: OpenCV reads it.
-
-    Raises:
-        ImageError: a format that is not known.
-    """
+    """Name and Pillow class of the image format, from the file's first bytes; None: OpenCV reads it;
+    `ImageError`: a format that is not known."""
     head = file.read(16)
     file.seek(0)
     for name, signature, opener in _FORMATS:
@@ -164,11 +158,8 @@ class Decoded(NamedTuple):
 
 
 def decode(path: Path, max_pixels: int) -> Decoded:
-    """The first frame or page of an image file; with an `ImageWarning` if there are more.
-
-    Raises:
-        ImageError: missing, not a known image, larger than `max_pixels`, cut short or damaged.
-    """
+    """The first frame or page of an image file; with an `ImageWarning` if there are more; `ImageError`:
+    missing, not a known image, larger than `max_pixels`, cut short or damaged."""
     with open_regular(path) as file:
         return decode_open(file, path, max_pixels)
 
@@ -234,11 +225,8 @@ def _check_size(path: Path, width: int, height: int, max_pixels: int) -> None:
 
 
 def from_pillow(image: PIL.Image.Image) -> Decoded:
-    """A PIL image in memory, as it stands: what its EXIF orientation asks for is reported, not done.
-
-    Raises:
-        ImageError: it was opened from a file that is cut short or damaged.
-    """
+    """A PIL image in memory, as it stands: what its EXIF orientation asks for is reported, not done;
+    `ImageError`: it was opened from a file that is cut short or damaged."""
     path = Path(getattr(image, "filename", "") or "the PIL image")
     with _decoding(path, image.format or "image"):
         image.load()
@@ -359,11 +347,8 @@ def _header(path: Path) -> Iterator[PIL.Image.Image]:
 
 
 def read_header(path: Path, part: int) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The EXIF tags of an image file, and those of one part of them, such as its GPS tags.
-
-    Raises:
-        Exception: of any kind, as a header can be wrong in any way.
-    """
+    """The EXIF tags of an image file, and those of one part of them, such as its GPS tags; `Exception`: of
+    any kind, as a header can be wrong in any way."""
     with _header(path) as photo:
         tags = photo.getexif()
         return dict(tags), dict(tags.get_ifd(part))

@@ -28,11 +28,8 @@ from matcher.types import Image
 
 
 def read_mask(path: PathLike, max_pixels: int) -> np.ndarray:
-    """(H, W) bool from an image file, in stored pixels: True where any channel is not 0 and alpha is not 0.
-
-    Raises:
-        ImageError: as `matcher.images.read_image`.
-    """
+    """(H, W) bool from an image file, in stored pixels: True where any channel is not 0 and alpha is not 0;
+    `ImageError`: as `matcher.images.read_image`."""
     raw, opaque, _ = decode(as_path(path), max_pixels)
     keep = raw != 0 if raw.ndim == 2 else np.any(raw != 0, axis=2)
     return keep if opaque is None else keep & opaque
@@ -50,16 +47,8 @@ def find_mask(folder: Path, name: str) -> Path | None:
 
 
 def find_masks(folder: Path, names: Iterable[str], where: str) -> dict[str, Path]:
-    """The masks by name of image, of those that have one.
-
-    Args:
-        folder: of masks.
-        names: of the images, relative to their own folder.
-        where: the images are, for the message.
-
-    Raises:
-        UsageError: no folder, or one without a mask of any of the images.
-    """
+    """The masks by name of image, of those that have one, relative to the folder of images called `where`;
+    `UsageError`: no folder, or one without a mask of any of the images."""
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder of masks")
     names = list(names)
@@ -113,16 +102,10 @@ def _keep(
 
 
 def edge_blur(grey: np.ndarray) -> float:
-    """The standard deviation, in pixels, of a Gaussian that blurs the sharper edges of an image.
+    """The standard deviation, in pixels, of a Gaussian that blurs the sharper edges of an image (H, W) uint8.
 
     An edge blurred by σ and seen through Gaussians of σ₁ and σ₂ has gradients of the ratio
-    √((σ² + σ₂²) / (σ² + σ₁²)) (after Zhuo and Sim 2011), whatever its contrast.
-
-    Args:
-        grey: (H, W) uint8.
-
-    Returns:
-        The blur; 0 if there are too few edges to tell.
+    √((σ² + σ₂²) / (σ² + σ₁²)) (after Zhuo and Sim 2011), whatever its contrast. 0 where edges are too few.
     """
     patches, scales, fewest = _edge_patches(grey, radius=8), (1.0, 2.0), 20
     if len(patches) < fewest:
@@ -138,12 +121,8 @@ def edge_blur(grey: np.ndarray) -> float:
 
 
 def without_blur(pixels: np.ndarray, least: int) -> float:
-    """The factor, at most 1, by which an image can be made smaller with little loss of detail.
-
-    Args:
-        pixels: (H, W) grey or (H, W, 3) RGB, uint8.
-        least: pixels that the longer side keeps; an image that is smaller stays as it is.
-    """
+    """The factor, at most 1, by which an image (H, W) or (H, W, 3), uint8, can be made smaller with little
+    loss of detail; its longer side keeps `least` pixels."""
     longer = max(pixels.shape)
     if longer <= least:
         return 1.0
@@ -399,11 +378,8 @@ def list_images(folder: Path) -> Iterator[str]:
 
 
 def find_images(folder: Path) -> list[Path]:
-    """All image files below a folder, sorted by path.
-
-    Raises:
-        UsageError: there is no such folder, or no image in it.
-    """
+    """All image files below a folder, sorted by path; `UsageError`: there is no such folder, or no image in
+    it."""
     if not folder.is_dir():
         raise UsageError(f"{folder}: there is no such folder of images")
     found = sorted(path for name in list_images(folder) if (path := folder / name).is_file())

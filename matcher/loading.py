@@ -86,11 +86,8 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
 
 
 def open_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
-    """A preset with options, or a pipeline as it is.
-
-    Raises:
-        UsageError: options beside a pipeline, and what `load` refuses.
-    """
+    """A preset with options, or a pipeline as it is; `UsageError`: options beside a pipeline, and what `load`
+    refuses."""
     if not isinstance(preset, Pipeline):
         return load(preset, **options)
     if given := given_options(options):
@@ -107,11 +104,8 @@ def is_installed(name: str) -> bool:
 
 
 def engine_of(given: Mapping[str, Any]) -> ModuleType:
-    """The module that builds extractors and matchers; it is imported now, and with it torch if it needs it.
-
-    Raises:
-        UsageError: what it needs is not installed.
-    """
+    """The module that builds extractors and matchers; it is imported now, and with it torch if it needs it;
+    `UsageError`: what it needs is not installed."""
     engine = given.get("engine") or (
         "onnx" if is_installed("onnxruntime") and not is_installed("torch") else "torch"
     )
@@ -131,25 +125,14 @@ def engine_of(given: Mapping[str, Any]) -> ModuleType:
 
 
 def devices(options: Mapping[str, Any]) -> list[str]:
-    """The devices that a pipeline of these options could run on, several where each GPU could.
-
-    Raises:
-        UsageError: no such device here, or an engine that is not installed.
-    """
+    """The devices that a pipeline of these options could run on, several where each GPU could; `UsageError`:
+    no such device here, or an engine that is not installed."""
     return engine_of(given_options(options)).devices(options.get("device") or "auto")
 
 
 def build_pipeline(preset: str, config: PipelineConfig, given: Mapping[str, Any]) -> Pipeline:
-    """The pipeline of a complete configuration.
-
-    Args:
-        preset: its name, for results and messages.
-        config: every setting.
-        given: the options of `load` that no configuration holds: weights, device, precision, upright …
-
-    Raises:
-        UsageError, IntegrityError: as `load`.
-    """
+    """The pipeline of a complete configuration, called `preset`; `given` are the options of `load` that no
+    configuration holds: weights, device, precision, upright … Errors as `load`."""
     parts = engine_of(given).build(config, given)
     config = parts.config
     return Pipeline(
@@ -175,11 +158,8 @@ def with_estimation(pipeline: Pipeline, estimation: EstimationConfig) -> Pipelin
 
 
 def takes(preset: str, option: str) -> bool:
-    """Whether a preset has a use for an option; one that another package adds may not have.
-
-    Raises:
-        UsageError: the package cannot be imported.
-    """
+    """Whether a preset has a use for an option; one that another package adds may not have; `UsageError`: the
+    package cannot be imported."""
     plugin = None if preset in PRESETS else find_plugin(preset)
     if plugin is None:
         return True

@@ -78,11 +78,8 @@ def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:
 
 
 def build_extractor(config: ExtractorConfig, weights: str | Path | None = None) -> Extractor:
-    """The front end that `config.kind` names.
-
-    Raises:
-        UsageError: one that needs torch, or weights for one without any.
-    """
+    """The front end that `config.kind` names; `UsageError`: one that needs torch, or weights for one without
+    any."""
     if config.kind == "sift":
         if weights is not None:
             raise UsageError("the front end sift has no weights; leave frontend_weights out")
@@ -95,11 +92,7 @@ def build_extractor(config: ExtractorConfig, weights: str | Path | None = None) 
 
 
 def devices(name: str) -> list[str]:
-    """The CPU, which "auto" and "cpu" stand for.
-
-    Raises:
-        UsageError: another device.
-    """
+    """The CPU, which "auto" and "cpu" stand for; `UsageError`: another device."""
     if name not in ("auto", "cpu"):
         raise UsageError(
             f"engine 'onnx' runs on the CPU, not on {name}; leave device out, or use engine 'torch'"
@@ -108,11 +101,8 @@ def devices(name: str) -> list[str]:
 
 
 def read_network(file: Any) -> tuple[NetworkConfig, Arrays]:
-    """Configuration and parameters of a weights file in memory.
-
-    Raises:
-        IntegrityError: the file is damaged or no network's.
-    """
+    """Configuration and parameters of a weights file in memory; `IntegrityError`: the file is damaged or no
+    network's."""
     try:
         return network_config(file.data), read_arrays(file.data)
     except IntegrityError as error:
@@ -217,11 +207,8 @@ class OnnxExtractor:
         return changed
 
     def __call__(self, images: Sequence[Image]) -> list[Features]:
-        """Features of each image in stored pixels, strongest first.
-
-        Raises:
-            IntegrityError: the parameters are absent or damaged.
-        """
+        """Features of each image in stored pixels, strongest first; `IntegrityError`: the parameters are
+        absent or damaged."""
         return [self._extract(image) for image in images]
 
     def _extract(self, image: Image) -> Features:
@@ -245,11 +232,8 @@ class OnnxExtractor:
 
 
 def exported_front_end(arrays: Arrays, config: ExtractorConfig) -> ExportedNetwork:
-    """The graph for such parameters: the shipped one, or exported now if torch is installed.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The graph for such parameters: the shipped one, or exported now if torch is installed; `UsageError`:
+    there is none."""
     shipped = ExportedNetwork.read(GRAPHS / "learned")
     if {name: list(array.shape) for name, array in arrays.items()} == shipped.shapes:
         return shipped
@@ -316,11 +300,8 @@ class OnnxMatcher:
         return self._heads[layer]
 
     def __call__(self, features0: Features, features1: Features) -> list[Matches]:
-        """Matches of every pair of the batch (features stacked along a leading axis B).
-
-        Raises:
-            UsageError: features of another front end or descriptor size.
-        """
+        """Matches of every pair of the batch (features stacked along a leading axis B); `UsageError`:
+        features of another front end or descriptor size."""
         for features in (features0, features1):
             check_features(self.config, features)
         batch, other = (len(features.mask) for features in (features0, features1))
@@ -429,11 +410,8 @@ def _turned(side: dict[str, np.ndarray], turns: int) -> dict[str, np.ndarray]:
 
 
 def exported_network(config: NetworkConfig) -> ExportedNetwork:
-    """The graphs of a network: those shipped, or exported now if torch is installed.
-
-    Raises:
-        UsageError: there are none.
-    """
+    """The graphs of a network: those shipped, or exported now if torch is installed; `UsageError`: there are
+    none."""
     for folder in sorted(GRAPHS.iterdir()):
         exported = ExportedNetwork.read(folder)
         if exported.settings.get("network") == graph_key(config):

@@ -32,11 +32,8 @@ def policy_of(config: PipelineConfig, given: Mapping[str, Any]) -> MatchingPolic
 
 
 def refuse_for_grid(given: Mapping[str, Any]) -> None:
-    """Refuse options of a detector: a grid has all its cells, and its network is in the matcher's weights.
-
-    Raises:
-        UsageError: there is such an option.
-    """
+    """Refuse options of a detector: a grid has all its cells, and its network is in the matcher's weights;
+    `UsageError`: there is such an option."""
     for name in ("frontend_weights", "max_keypoints"):
         if name in given:
             raise UsageError(

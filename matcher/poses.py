@@ -18,12 +18,8 @@ from matcher.geometry import as_quaternion, as_rotation, check_poses
 
 
 def tum_lines(timestamps: Sequence[float], poses: Sequence[np.ndarray]) -> list[str]:
-    """A comment, which lets a later run replace the file unasked, and a line per pose: `t x y z qx qy qz qw`.
-
-    Args:
-        timestamps: (N,) seconds.
-        poses: N world_from_cam (4, 4).
-    """
+    """A comment, which lets a later run replace the file unasked, and for each of N seconds and poses
+    world_from_cam (4, 4) a line `t x y z qx qy qz qw`."""
     lines = [f"# {MARK.decode()}: timestamp x y z qx qy qz qw of world_from_cam"]
     for time, pose in zip(timestamps, poses, strict=True):
         lines.append(f"{time:.6f} {numbers([*pose[:3, 3], *as_quaternion(pose[:3, :3])])}")

@@ -184,11 +184,8 @@ SLOW_FRONT_ENDS = {"superpoint": 3, "aliked": 3, "disk": 8, "dedodeb": 50, "dedo
 
 
 def find_preset(name: str) -> PipelineConfig:
-    """The configuration of that name in `PRESETS`.
-
-    Raises:
-        UsageError: there is none; the message lists those that exist.
-    """
+    """The configuration of that name in `PRESETS`; `UsageError`: there is none; the message lists those that
+    exist."""
     if name not in PRESETS:
         raise UsageError(unknown_name("preset", name, PRESETS))
     return PRESETS[name]
@@ -282,12 +279,8 @@ _NEAREST = {name: ("matcher", name) for name in ("match_threshold", "ratio")}
 
 
 def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineConfig:
-    """The configuration with the options of `LoadOptions` applied.
-
-    Raises:
-        UsageError: an unknown option, a value of the wrong type or out of range, or an option that the
-            configuration has no use for.
-    """
+    """The configuration with the options of `LoadOptions` applied; `UsageError`: an unknown option, a value
+    of the wrong type or out of range, or an option that the configuration has no use for."""
     given = given_options(options)
     if GRID_KIND in (given.get("frontend"), config.extractor.kind) and given.keys() & {"frontend", "variant"}:
         raise UsageError(
@@ -352,21 +345,15 @@ def _further_passes(config: PipelineConfig, wanted: bool) -> dict[str, Any] | No
 
 
 def refuse_further_passes(options: Mapping[str, Any], reason: str) -> None:
-    """Refuse `further_passes=True` where pairs are matched by one pass, for a reason.
-
-    Raises:
-        UsageError: it is among the options.
-    """
+    """Refuse `further_passes=True` where pairs are matched by one pass, for a reason; `UsageError`: it is
+    among the options."""
     if options.get("further_passes"):
         raise UsageError(f"{reason}; leave further_passes away")
 
 
 def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are not None.
-
-    Raises:
-        UsageError: an unknown option, or a value of the wrong type or out of range.
-    """
+    """The options that are not None; `UsageError`: an unknown option, or a value of the wrong type or out of
+    range."""
     for name in options:
         if name not in LoadOptions.__annotations__:
             raise UsageError(unknown_name("option", name, LoadOptions.__annotations__))
@@ -415,11 +402,8 @@ def plugin_names() -> list[str]:
 
 
 def find_plugin(name: str) -> EntryPoint | None:
-    """The entry point of a preset, not imported yet; None where no package adds it.
-
-    Raises:
-        UsageError: two packages add a preset of that name.
-    """
+    """The entry point of a preset, not imported yet; None where no package adds it; `UsageError`: two
+    packages add a preset of that name."""
     found = list(entry_points(group=GROUP, name=name))
     packages = sorted({package_of(point) for point in found})
     if len(packages) > 1:
@@ -433,11 +417,8 @@ def package_of(point: EntryPoint) -> str:
 
 
 def load_plugin(point: EntryPoint) -> Callable[..., Any]:
-    """The function that builds the pipeline.
-
-    Raises:
-        UsageError: the package cannot be imported, or what it names is no function.
-    """
+    """The function that builds the pipeline; `UsageError`: the package cannot be imported, or what it names
+    is no function."""
     try:
         build = point.load()
     except Exception as error:  # whatever its import runs into is that package's fault

@@ -471,20 +471,11 @@ def refine_matches(
 ) -> Matches:
     """The matches with their points of image 1 refined by least-squares matching against image 0.
 
-    The windows around a match, related at first by the affine map fitted to its neighbours, are aligned by
-    least squares (Gruen 1985). Points of image 0 stay. A match that is not accepted, for whatever reason,
-    keeps its position: correct matches between different sensors, whose windows do not correlate, are
-    unchanged.
-
-    Args:
-        image0, image1: the pyramids of both images.
-        matches: from any matcher.
-        config: window size and acceptance thresholds.
-        maps: (K, 2, 2) local affine maps, image 1 from image 0, and (K,) whether each is known; None fits
-            them to the matches.
-
-    Returns:
-        The same matches with `refinement`: its covariances are pixels² of the stored image 1.
+    The windows around a match, related at first by the affine map fitted to its neighbours, or by `maps`
+    (K, 2, 2), image 1 from image 0, and (K,) whether each is known, are aligned by least squares (Gruen
+    1985). Points of image 0 stay. A match that is not accepted, for whatever reason, keeps its position:
+    correct matches between different sensors, whose windows do not correlate, are unchanged. Covariances of
+    `refinement` are pixels² of the stored image 1.
     """
     if not len(matches):
         fields = np.zeros(0, np.uint8), np.zeros((0, 2, 2), np.float32), np.zeros(0, np.float32)
@@ -566,12 +557,7 @@ def refine_image_pair(image0: Image, image1: Image, matches: Matches, config: Re
     """The matches refined on grey values and, where few of them were, the others on gradient magnitudes.
 
     Infrared and visible light, or day and night, agree about where edges are, not about which side of them
-    is the brighter one.
-
-    Args:
-        image0, image1: at the file's resolution where that was kept; gradients are those of the resized ones.
-        matches: from any matcher.
-        config: window size and acceptance thresholds.
+    is the brighter one. Gradients are those of the resized images.
     """
     refined = refine_matches(ImagePyramid.of(image0), ImagePyramid.of(image1), matches, config)
     before = refined.refinement

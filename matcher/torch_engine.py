@@ -70,14 +70,10 @@ def build_extractor(
     device: torch.device | str = "cpu",
     precision: Precision = "auto",
 ) -> Extractor:
-    """The front end that `config.kind` names.
+    """The front end that `config.kind` names, read at its first image, not before.
 
-    Args:
-        config: of the front end.
-        weights: file of a learned front end's parameters; None is what `matcher weights fetch` made. It is
-            read at the first image, not before. Those of `learned` are shipped.
-        device: where a learned front end runs.
-        precision: of the front end `learned`; the others run in float32.
+    `weights` are a file of its parameters; None is what `matcher weights fetch` made, or the shipped one of
+    `learned`, which alone has another precision than float32.
 
     Raises:
         UsageError: an unknown front end, a setting that it does not have, or weights for one without any.
@@ -102,11 +98,8 @@ def _grid_extractor(matcher: AttentionMatcher, weights: str) -> GridExtractor:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The torch device of that name; "auto" is CUDA when there is one, else the CPU.
-
-    Raises:
-        UsageError: no such device here.
-    """
+    """The torch device of that name; "auto" is CUDA when there is one, else the CPU; `UsageError`: no such
+    device here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -126,11 +119,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def devices(name: str) -> list[str]:
-    """The devices that a name stands for: all GPUs for "cuda", else one.
-
-    Raises:
-        UsageError: no such device here.
-    """
+    """The devices that a name stands for: all GPUs for "cuda", else one; `UsageError`: no such device
+    here."""
     device = resolve_device(name)
     if device.type == "cuda" and device.index is None:
         return [f"cuda:{number}" for number in range(torch.cuda.device_count())]

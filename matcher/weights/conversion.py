@@ -333,7 +333,7 @@ def import_checkpoint(
 
     Args:
         path: the checkpoint, in one of `LAYOUTS`.
-        preset: the preset whose network it is.
+        preset: whose network it is.
         output: of the new safetensors file, float32; an existing one is replaced.
         metadata: further header entries.
 
@@ -365,21 +365,13 @@ def import_front_end(
     constants: tuple[str, ...] = (),
     metadata: Mapping[str, str] | None = None,
 ) -> str:
-    """Convert a front end's published files into one weights file for `load(…, frontend_weights=output)`.
+    """As `import_checkpoint`, of a front end, for `load(…, frontend_weights=output)`.
 
     Args:
-        parts: the files, each with what our names have before the file's.
-        config: of the front end; its kind and variant choose the network.
-        output: of the new safetensors file, float32; an existing one is replaced.
+        parts: the published files, each with what our names have before the file's.
+        config: its kind and variant choose the network.
+        output, metadata: as there.
         constants: beginnings of names of ours that are in no file.
-        metadata: further header entries.
-
-    Returns:
-        The sha256 of the new file.
-
-    Raises:
-        UsageError: an unknown variant or suffix.
-        IntegrityError: a file cannot be read or the tensors are not those of the front end.
     """
     front_end, kind = find_front_end(config.kind), config.kind
     with torch.random.fork_rng(devices=[]):
@@ -420,12 +412,8 @@ def _as_front_end(tensors: Mapping[str, Tensor], but: str) -> str:
 
 
 def choose_layout(tensors: Mapping[str, Tensor], system: str) -> Layout:
-    """The layout of `system` that knows most of the tensors' names.
-
-    Raises:
-        IntegrityError: another system's layout knows more of them, or none knows any; reads on after the
-            file's name.
-    """
+    """The layout of `system` that knows most of the tensors' names; `IntegrityError`: another system's layout
+    knows more of them, or none knows any; reads on after the file's name."""
     ordered = sorted(LAYOUTS, key=lambda layout: layout.system != system)  # on a tie the one asked for
     best = max(ordered, key=lambda layout: layout.coverage(tensors))
     if not best.coverage(tensors):
@@ -442,13 +430,7 @@ def choose_layout(tensors: Mapping[str, Tensor], system: str) -> Layout:
 def convert(
     tensors: Mapping[str, Tensor], expected: dict[str, Tensor], layout: Layout, heads: int
 ) -> dict[str, Tensor]:
-    """Their tensors as ours, float32.
-
-    Args:
-        tensors: by their names.
-        expected: our names, with tensors of the shapes that ours have.
-        layout: of the tensors.
-        heads: of attention, for the order of channels.
+    """Their tensors as ours, float32: all that are `expected`, by our names, with tensors of their shapes.
 
     Raises:
         IntegrityError: missing, extra, misshaped or not finite tensors; reads on after the file's name.

@@ -296,11 +296,8 @@ def _sha256(path: Path) -> str:
 
 @contextmanager
 def locked(row: Published) -> Iterator[None]:
-    """Wait for, hold and release a lock between processes on a row's folder; it ends with its process.
-
-    Raises:
-        UsageError: the folder cannot be made or written.
-    """
+    """Wait for, hold and release a lock between processes on a row's folder; it ends with its process;
+    `UsageError`: the folder cannot be made or written."""
     try:
         row.folder.mkdir(parents=True, exist_ok=True)
         file = (row.folder / ".lock").open("a+b")

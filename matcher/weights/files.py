@@ -64,11 +64,7 @@ class WeightsBytes:
 
 
 def weights_folder() -> Path:
-    """The folder that holds `manifest.toml`.
-
-    Raises:
-        IntegrityError: there is none.
-    """
+    """The folder that holds `manifest.toml`; `IntegrityError`: there is none."""
     for folder in FOLDERS:
         if (folder / "manifest.toml").is_file():
             return folder
@@ -76,15 +72,8 @@ def weights_folder() -> Path:
 
 
 def read_manifest(folder: Path | None = None, *, remedy: str = RESTORE) -> dict[str, WeightsRow]:
-    """The shipped weights by name.
-
-    Args:
-        folder: where `manifest.toml` lies; the shipped one when absent.
-        remedy: what an error advises.
-
-    Raises:
-        IntegrityError: the manifest is absent or not what it should be.
-    """
+    """The shipped weights by name, or those of another folder, with what an error advises; `IntegrityError`:
+    `manifest.toml` is absent or not what it should be."""
     path = (folder or weights_folder()) / "manifest.toml"
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8")).get("weights", [])
@@ -99,21 +88,13 @@ def read_manifest(folder: Path | None = None, *, remedy: str = RESTORE) -> dict[
 
 
 def verify(row: WeightsRow, folder: Path | None = None, *, remedy: str = RESTORE) -> Path:
-    """Check a shipped file against its manifest row and return its path.
-
-    Raises:
-        IntegrityError: the file is absent, or its size or sha256 is another.
-    """
+    """Check a shipped file against its manifest row and return its path; `IntegrityError`: the file is
+    absent, or its size or sha256 is another."""
     return _checked_bytes(row, folder, remedy).path
 
 
 def weights_bytes(weights: str | Path, folder: Path | None = None, *, remedy: str = RESTORE) -> WeightsBytes:
-    """The bytes of a weights file.
-
-    Args:
-        weights: a name in the manifest, or the path of a safetensors file.
-        folder: of the manifest; the shipped one when absent.
-        remedy: what an error about a file of the manifest advises.
+    """The bytes of a weights file: a name in the manifest, shipped or of a folder, or a path.
 
     Raises:
         IntegrityError: no such name or file, or not the file of the manifest.
@@ -157,11 +138,8 @@ def _checked_bytes(row: WeightsRow, folder: Path | None, remedy: str) -> Weights
 
 
 def read_header(data: bytes) -> dict[str, str]:
-    """The metadata in the header, which is 8 bytes of length (little endian), then JSON.
-
-    Raises:
-        IntegrityError: the bytes are not those of a safetensors file.
-    """
+    """The metadata in the header, which is 8 bytes of length (little endian), then JSON; `IntegrityError`:
+    the bytes are not those of a safetensors file."""
     try:
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length]) if 2 <= length <= len(data) - 8 else None
@@ -176,11 +154,8 @@ def read_header(data: bytes) -> dict[str, str]:
 
 
 def network_config(data: bytes) -> NetworkConfig:
-    """The network that the file holds, which runs all layers on all points until a policy is given.
-
-    Raises:
-        IntegrityError: there is no configuration, or none that can be used.
-    """
+    """The network that the file holds, which runs all layers on all points until a policy is given;
+    `IntegrityError`: there is no configuration, or none that can be used."""
     text = read_header(data).get("config")
     if not isinstance(text, str):
         raise IntegrityError("carries no configuration in its header, so it is not one of our weights files")
@@ -191,11 +166,8 @@ def network_config(data: bytes) -> NetworkConfig:
 
 
 def check_front_end(data: bytes, kind: str) -> None:
-    """Refuse a file that is not of the front end `kind`.
-
-    Raises:
-        IntegrityError: it is of another one, or of none.
-    """
+    """Refuse a file that is not of the front end `kind`; `IntegrityError`: it is of another one, or of
+    none."""
     found = read_header(data).get("frontend")
     if found != kind:
         whose = f"of the front end {found}" if found else "of no front end"
@@ -203,11 +175,8 @@ def check_front_end(data: bytes, kind: str) -> None:
 
 
 def read_arrays(data: bytes) -> dict[str, np.ndarray]:
-    """All arrays of a safetensors file, numbers with a fraction as float32.
-
-    Raises:
-        IntegrityError: the bytes are damaged, or numbers are not finite.
-    """
+    """All arrays of a safetensors file, numbers with a fraction as float32; `IntegrityError`: the bytes are
+    damaged, or numbers are not finite."""
     try:
         arrays = parse_arrays(data)
     except (SafetensorError, ValueError, KeyError) as error:
@@ -224,11 +193,7 @@ def read_arrays(data: bytes) -> dict[str, np.ndarray]:
 def load_model(
     weights: str | Path | WeightsBytes, folder: Path | None = None
 ) -> tuple[MatchingNetwork, str, str]:
-    """Rebuild a trained network.
-
-    Args:
-        weights: as `weights_bytes` takes them, or what it gave.
-        folder: of the manifest; the shipped one when absent.
+    """Rebuild a trained network of a name in the manifest, of a path, or of what `weights_bytes` gave.
 
     Returns:
         The model in float32 on the CPU, which runs all layers on all points until a policy is given
@@ -269,8 +234,8 @@ def save_model(
     Args:
         model: to be written.
         path: of the new file; an existing one is replaced.
-        metadata: further header entries, such as the recipe; the key "config" is taken.
-        dtype: of the numbers in the file, float16 when absent; integers stay what they are.
+        metadata: further header entries, such as the recipe.
+        dtype: of the numbers with a fraction, float16 when absent.
 
     Returns:
         The sha256 of the file.
@@ -314,11 +279,8 @@ def _write(
 
 
 def read_tensors(data: bytes) -> dict[str, Tensor]:
-    """The tensors of a safetensors file in memory, numbers with a fraction as float32.
-
-    Raises:
-        IntegrityError: the bytes are damaged.
-    """
+    """The tensors of a safetensors file in memory, numbers with a fraction as float32; `IntegrityError`: the
+    bytes are damaged."""
     from safetensors.torch import load
 
     try:
@@ -329,11 +291,8 @@ def read_tensors(data: bytes) -> dict[str, Tensor]:
 
 
 def checked(tensors: dict[str, Tensor], expected: dict[str, Tensor], owner: str) -> dict[str, Tensor]:
-    """These tensors, if they have the expected names and shapes and are finite; `owner` is for the message.
-
-    Raises:
-        IntegrityError: tensors are missing, extra, misshaped or not finite.
-    """
+    """These tensors, if they have the expected names and shapes and are finite; `owner` is for the message;
+    `IntegrityError`: tensors are missing, extra, misshaped or not finite."""
     faults: dict[str, list[str]] = {
         "missing": [name for name in expected if name not in tensors],
         "extra": sorted(set(tensors) - set(expected)),

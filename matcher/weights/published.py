@@ -79,11 +79,8 @@ def read_catalogue(path: Path | None = None) -> dict[str, Published]:
 
 
 def find_published(name: str) -> Published:
-    """The row of that name; a front end of several networks stands for its first.
-
-    Raises:
-        UsageError: there is none; the message lists those that exist.
-    """
+    """The row of that name; a front end of several networks stands for its first; `UsageError`: there is
+    none; the message lists those that exist."""
     rows = read_catalogue()
     of_front_end = [row for row in rows.values() if row.frontend == name]
     if name not in rows and not of_front_end:
@@ -92,11 +89,8 @@ def find_published(name: str) -> Published:
 
 
 def locate(row: Published) -> Path:
-    """The checked weights file on this machine that was made of published weights.
-
-    Raises:
-        IntegrityError: absent or damaged; the message names the command to get it.
-    """
+    """The checked weights file on this machine that was made of published weights; `IntegrityError`: absent
+    or damaged; the message names the command to get it."""
     return _of_published(row).path
 
 
@@ -111,10 +105,7 @@ def _of_published(row: Published) -> WeightsBytes:
 
 
 def find_weights(weights: str | Path) -> WeightsBytes:
-    """The weights file of a matcher's network, of ours or published.
-
-    Args:
-        weights: a name in our manifest or in the catalogue, or the path of a weights file.
+    """The weights file of a matcher's network: by a name in our manifest or in the catalogue, or by its path.
 
     Raises:
         UsageError: a name of a front end's weights.
@@ -129,11 +120,8 @@ def find_weights(weights: str | Path) -> WeightsBytes:
 
 
 def locate_front_end(config: ExtractorConfig) -> Path:
-    """The checked file of a front end's parameters: the shipped one, or that of `matcher weights fetch`.
-
-    Raises:
-        IntegrityError: absent or damaged; the message names the command to get it.
-    """
+    """The checked file of a front end's parameters: the shipped one, or that of `matcher weights fetch`;
+    `IntegrityError`: absent or damaged; the message names the command to get it."""
     rows = [row for row in read_catalogue().values() if row.frontend == config.kind]
     if rows:
         return locate(next(row for row in rows if config.variant in (None, row.variant)))
@@ -147,10 +135,8 @@ def locate_front_end(config: ExtractorConfig) -> Path:
 def fill_extractor(network: nn.Module, config: ExtractorConfig, path: str | Path | None = None) -> None:
     """Put a front end's trained parameters into its network, all of them or none.
 
-    Args:
-        network: on the CPU, in float32; one that has `fit(shapes)` takes the sizes of the parameters.
-        config: of the front end; its kind and variant select the parameters.
-        path: a file of `save_front_end`; None is the shipped one, or what `matcher weights fetch` made.
+    A `network` that has `fit(shapes)` takes the sizes of the parameters. They are those of `path`, a file of
+    `save_front_end`, or the shipped or fetched ones that `config` selects.
 
     Raises:
         IntegrityError: absent, damaged, or not this front end's; the message names the command to get it.
