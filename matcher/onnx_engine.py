@@ -127,12 +127,7 @@ class Graph:
     """A part of a network with its weights, ready to run in the thread of sessions."""
 
     def __init__(self, data: bytes, weights: Arrays) -> None:
-        """Make a session, beside what the caller does next.
-
-        Args:
-            data: a graph whose weights are arrays outside it.
-            weights: these arrays.
-        """
+        """Make a session of a graph and the arrays outside it, beside what the caller does next."""
         self._made: Future = _thread(os.getpid()).submit(_session, data, dict(weights))
 
     def __call__(self, **arrays: np.ndarray) -> dict[str, np.ndarray]:
@@ -163,11 +158,7 @@ class OnnxExtractor:
     """The front end `learned`, whose graph is loaded at the first call."""
 
     def __init__(self, config: ExtractorConfig, weights: str | Path | None = None) -> None:
-        """Keep what is needed.
-
-        Args:
-            config: settings that are None become the published ones.
-            weights: file of the parameters; the shipped one when absent.
+        """Settings that are None become the published ones; without a file of weights, the shipped ones.
 
         Raises:
             UsageError: a setting that this front end does not have, or a value out of range.
@@ -250,12 +241,7 @@ class OnnxMatcher:
     device, precision = "cpu", "float32"
 
     def __init__(self, config: NetworkConfig, arrays: Arrays, policy: MatchingPolicy) -> None:
-        """Load the graphs.
-
-        Args:
-            config: of the network.
-            arrays: its parameters.
-            policy: of exit, pruning and thresholds.
+        """Load the graphs of a network with these parameters.
 
         Raises:
             UsageError: a network that has no graph.
@@ -339,38 +325,23 @@ class OnnxMatcher:
         try_other_turns(found, [enough], [max(counts)], again)
         return found[0]
 
-    def _found(self, side0: dict[str, np.ndarray], side1: dict[str, np.ndarray]) -> Matches:
-        sides, policy = (side0, side1), self.config.policy
-        counts = [len(side["index"]) for side in sides]
-        local, scores, layers, index = self._run(*sides)
-        indices = np.stack([side["index"][i[k]] for side, i, k in zip(sides, index, local.T, strict=True)], 1)
-        points = [side["keypoints"][i[k]] for side, i, k in zip(sides, index, local.T, strict=True)]
-        return Matches(
-            indices=indices,
-            points0=points[0],
-            points1=points[1],
-            scores=calibrated(scores, counts, policy.calibration),
-            layers_run=layers,
-            kept0=len(index[0]),
-            kept1=len(index[1]),
-        )
-
-    def _run(self, *sides: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, int, list[np.ndarray]]:
-        """Rows and columns (K, 2) of matches among the points left, scores, layers run, and these points."""
-        index = [np.arange(len(side["index"])) for side in sides]
-        nothing = np.zeros((0, 2), np.int64), np.zeros(0, np.float32)
-        if not all(map(len, index)):
-            return *nothing, 0, index
-        depth, policy = self.config.context.depth, self.config.policy
-        given = {f"{name}{k}": value[None] for k, side in enumerate(sides) for name, value in side.items()}
-        tokens, total = _split(self._begin(**given), len(index[0])), sum(map(len, index))
-        for layer, step in enumerate(self._steps):
-            found = step(**{f"{n}{k}": v for n, both in tokens.items() for k, v in enumerate(both)})
+    def _found(self, *sides: dict[str, np.ndarray]) -> Matches:
+        """One pair as it is: the loop over the layers, in which points are dropped and it may stop."""
+        index, layers = [np.arange(len(side["index"])) for side in sides], 0
+        local, scores, counts = np.zeros((0, 2), np.int64), np.zeros(0, np.float32), [*map(len, index)]
+        depth, policy, last = self.config.context.depth, self.config.policy, not all(counts)
+        if not last:
+            given = {
+                f"{name}{k}": value[None] for k, side in enumerate(sides) for name, value in side.items()
+            }
+            tokens = _split(self._begin(**given), counts[0])
+        while not last:
+            found, layers = self._steps[layers](**_ports(tokens)), layers + 1
             tokens |= _split({n: v for n, v in found.items() if v.ndim == 3}, len(index[0]))
-            last = layer == depth - 1
+            last = layers == depth
             if not last and (policy.early_exit or policy.pruning) and "confidence" in found:
-                confident = found["confidence"] > confidence_threshold(layer, depth)
-                known = np.ones_like(confident), confident, found["probability"], np.array([total])
+                confident = found["confidence"] > confidence_threshold(layers - 1, depth)
+                known = np.ones_like(confident), confident, found["probability"], np.array([sum(counts)])
                 decision = decide(*known, policy, predicted=self.config.match_probability)
                 last = bool(decision.stops[0])
                 keep = (decision.assigned if last else decision.kept)[0]
@@ -379,15 +350,24 @@ class OnnxMatcher:
                 tokens = {
                     n: [v[:, k] for v, k in zip(both, keeps, strict=True)] for n, both in tokens.items()
                 }
-            if not all(map(len, index)):
-                return *nothing, layer + 1, index
-            if last:
-                break
-        given = {f"{n}{k}": v for n, both in tokens.items() for k, v in enumerate(both)}
-        best = self._assign(layer)(**given, exits=np.array([policy.early_exit]))
-        rows = (best[name][0] for name in ("best", "partner", "mutual"))
-        local, scores = credible_matches(*rows, policy.match_threshold, policy.threshold_doubles_at)
-        return local, scores, layer + 1, index
+            last = last or not all(map(len, index))
+        if layers and all(map(len, index)):
+            best = self._assign(layers - 1)(**_ports(tokens), exits=np.array([policy.early_exit]))
+            rows = (best[name][0] for name in ("best", "partner", "mutual"))
+            local, scores = credible_matches(*rows, policy.match_threshold, policy.threshold_doubles_at)
+        ends = [i[k] for i, k in zip(index, local.T, strict=True)]
+        return Matches(
+            np.stack([side["index"][end] for side, end in zip(sides, ends, strict=True)], 1),
+            *(side["keypoints"][end] for side, end in zip(sides, ends, strict=True)),
+            scores=calibrated(scores, counts, policy.calibration),
+            layers_run=layers,
+            kept0=len(index[0]),
+            kept1=len(index[1]),
+        )
+
+
+def _ports(tokens: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
+    return {f"{name}{k}": value for name, both in tokens.items() for k, value in enumerate(both)}
 
 
 def _split(found: dict[str, np.ndarray], n: int) -> dict[str, list[np.ndarray]]:

@@ -1,7 +1,6 @@
 """The public API for SLAM and SfM: verification alone, OpenCV's types, cameras, saving, one-line reprs."""
 
 import json
-from dataclasses import replace
 
 import cv2
 import numpy as np
@@ -10,9 +9,6 @@ import pytest
 import matcher
 from matcher import Camera, Features, UsageError
 from matcher.arrays import root_sift
-from matcher.config import ALL_LAYERS
-from matcher.match.network import MatchingNetwork
-from matcher.presets import find_preset
 
 
 @pytest.fixture(scope="module")
@@ -103,18 +99,6 @@ def test_raw_sift_is_refused_by_name_and_by_matcher(pictures, small_weights):
             network(Features.stack([right, right]), Features.stack([right, wrong]))
 
 
-def test_descriptors_of_any_length_are_for_the_networks_trained_on_them(rng):
-    points, values = rng.uniform(0, 400, (20, 2)), 3 * rng.normal(size=(20, 256))
-    features = Features.stack([Features(points, values, size=(540, 400))])
-    config = find_preset("lightglue-dedodeb").matcher
-    config = replace(config, context=replace(config.context, depth=1), policy=ALL_LAYERS)
-    network = MatchingNetwork(config).eval()
-    assert len(network(features, features)) == 1
-    other = MatchingNetwork(replace(network.config, kind="superpoint"))
-    with pytest.raises(UsageError, match="descriptors of norm 1, not of 4"):
-        other(features, features)
-
-
 def test_a_result_is_saved(result, tmp_path):
     assert result.save(tmp_path / "pair.npz") == tmp_path / "pair.npz"
     with np.load(tmp_path / "pair.npz") as arrays:
@@ -134,13 +118,6 @@ def test_a_result_is_saved(result, tmp_path):
     result.save(tmp_path / "notes.json", overwrite=True)
     with pytest.raises(UsageError, match=r"\.npz or \.json"):
         result.save(tmp_path / "pair.txt")
-
-
-def test_a_result_is_drawn(result, pictures, tmp_path):
-    with pytest.raises(UsageError, match=r"image0 was an array: give it to plot"):
-        result.plot(tmp_path / "pair.png")
-    path = result.plot(tmp_path / "pair.png", *pictures)
-    assert cv2.imread(str(path)).shape[1] > 900
 
 
 def test_reprs_are_one_informative_line(result, pictures):

@@ -146,12 +146,6 @@ def test_files_in_a_wrong_order_or_number_are_refused(tmp_path):
         import_files(paths, "keynet", output)
 
 
-def test_licences_of_what_is_made_of_several_works():
-    assert find_published("dedodeg").licence == "MIT; DINOv2 Apache-2.0"
-    assert find_published("dedodeg").commercial
-    assert not find_published("keynet").commercial
-
-
 def test_a_checkpoint_of_another_front_end_is_named(tmp_path):
     torch.save({"desc_head.agg_weights": torch.ones(2)}, tmp_path / "aliked.pth")
     for preset in ("disk", "superpoint"):

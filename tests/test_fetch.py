@@ -132,17 +132,6 @@ def test_halves_are_joined_only_where_a_hash_tells_that_they_are_of_one_file(sit
     assert get(site, tmp_path / "b.pth", ()) == sha256(DATA) and ranges(site)[-1] is None
 
 
-def test_a_complete_part_is_not_appended_to(site, tmp_path):
-    """A process that died between the last byte and the renaming leaves a whole part; 416 starts afresh."""
-    site.cut_after = [len(DATA) - 1, 0, 0]
-    with pytest.raises(IntegrityError):
-        get(site, tmp_path / "x.pth")
-    (part,) = tmp_path.glob("*.part")
-    part.write_bytes(DATA)
-    get(site, tmp_path / "x.pth")
-    assert (tmp_path / "x.pth").read_bytes() == DATA and not list(tmp_path.glob("*.part"))
-
-
 def test_another_file_leaves_nothing(site, tmp_path):
     """Of another hash; or one that does not end, of a server that does not say how much it sends."""
     (tmp_path / "x.pth").write_bytes(b"older")
@@ -172,13 +161,6 @@ def test_a_web_page_is_no_file(site, tmp_path, content_type):
     with pytest.raises(IntegrityError, match="web page"):
         get(site, tmp_path / "x.pth", ())
     assert not list(tmp_path.iterdir())
-
-
-def test_proxies_are_respected(site, tmp_path, monkeypatch):
-    monkeypatch.setenv("http_proxy", site.address)
-    url = "http://weights.invalid/x.pth"
-    assert download.download([url], tmp_path / "x.pth") == sha256(DATA)
-    assert site.asked[0][0] == url
 
 
 @pytest.fixture

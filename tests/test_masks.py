@@ -1,7 +1,5 @@
 """Masks hold in every stage and command: no keypoint lies where a mask, or alpha, is 0."""
 
-import json
-
 import numpy as np
 import PIL.Image
 import pytest
@@ -56,16 +54,6 @@ def test_pairs_take_masks(files, small_weights):
     assert is_kept(result.features0.keypoints) and is_kept(result.features1.keypoints)
 
 
-def test_the_page_takes_masks(files):
-    pytest.importorskip("gradio", reason="gradio (the extra `app`) is not installed")
-    from matcher.serve.page import Choices, Matching
-
-    answer = Matching("cpu").answer(
-        *images_of(files), Choices("nearest", max_keypoints=200), **masks_of(files), explained=False
-    )
-    assert is_kept(answer.result.features0.keypoints) and is_kept(answer.result.features1.keypoints)
-
-
 def test_masks_are_taken_in_every_form(files):
     pipeline, image = matcher.load("nearest", max_keypoints=200), images_of(files)[0]
     with PIL.Image.open(masks_of(files)["mask0"]) as mask:
@@ -116,16 +104,6 @@ def test_every_command_reads_its_masks(files, command, capfd):
     quick = ("--max-keypoints", 50) if command[0] == "explain" else QUICK
     assert run(*(paths.get(word, word) for word in command), *quick) in (2, 3)
     assert "20 x 20" in capfd.readouterr().err
-
-
-def test_masks_of_a_folder_belong_to_images_of_their_name(files, capfd):
-    given = ("find", files / "images" / "0.png", files / "images", *QUICK, "--json")
-    assert run(*given, "--masks", files / "masks") == 0
-    whole = json.loads(capfd.readouterr().out)["images"]
-    assert [image["path"][-5:] for image in whole] == ["0.png", "1.png"]
-    assert run(*given, "--masks", files / "absent") == 2
-    assert run(*given, "--masks", files) == 2
-    assert "the mask of 0.png is called" in capfd.readouterr().err
 
 
 @pytest.fixture

@@ -90,16 +90,6 @@ def test_the_default_preset_reads_soft_images_smaller_unless_a_size_is_given():
     assert PipelineConfig().extractor == ExtractorConfig(soft_resize=None)
 
 
-def test_a_match_of_a_soft_and_a_sharp_image_is_in_pixels_of_both():
-    pipe = matcher.load(max_keypoints=400, geometry="homography", further_passes=False)
-    result = pipe.match(scene(), cv2.GaussianBlur(scene(), (0, 0), 2))
-    scales = [float(f.scale[0]) for f in (result.features0, result.features1)]
-    assert scales[0] == 1 and scales[1] < 0.8
-    assert result.geometry.status == "ok"
-    np.testing.assert_allclose(result.geometry.matrix, np.eye(3), atol=1.0)
-    assert np.median(np.linalg.norm(result.points0 - result.points1, axis=1)) < 1
-
-
 def test_frames_of_a_sequence_have_the_size_of_the_first():
     for first, other in ((2.0, 0.0), (0.0, 2.0)):
         frames = [cv2.GaussianBlur(scene(), (0, 0), s) if s else scene() for s in (first, other)]

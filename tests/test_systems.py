@@ -15,7 +15,6 @@ from matcher.errors import UsageError
 from matcher.extract.front_end import resolve
 from matcher.match.nearest import NearestMatcher
 from matcher.match.network import AttentionMatcher, MatchingNetwork
-from matcher.match.position import position_inputs
 from matcher.pipeline import Pipeline
 from matcher.presets import PRESETS
 from matcher.torch_engine import build_extractor
@@ -71,22 +70,6 @@ def test_a_preset_builds_and_runs(preset, tmp_path, pictures):
     assert result.geometry.status in ("ok", "low_inliers", "degenerate", "no_model", "too_few")
     again = pipeline.match_features(result.features0, result.features1)
     assert np.array_equal(again.indices, result.matches.indices)
-
-
-def test_keynets_network_looks_at_the_shapes_of_its_patches(tmp_path, pictures):
-    options = {
-        "weights": network_file("lightglue-keynet", tmp_path),
-        "frontend_weights": front_end_file("keynet", tmp_path),
-    }
-    pipeline = matcher.load("lightglue-keynet", **options, device="cpu", precision="float32")
-    first, second = (pipeline.extract(picture) for picture in pictures)
-    tokens = [
-        position_inputs(matcher.Features.stack([f]), pipeline.matcher.model.config.position.inputs)
-        for f in (first, replace(first, affine_frames=1.5 * first.affine_frames))
-    ]
-    assert not torch.allclose(*tokens, atol=1e-2)
-    with pytest.raises(UsageError, match="needs affine_frames of the keypoints"):
-        pipeline.match_features(replace(first, affine_frames=None), second)
 
 
 @pytest.mark.parametrize("kind", ["disk", "superpoint-open", "keynet"])

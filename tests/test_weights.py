@@ -79,14 +79,6 @@ def test_bfloat16_files_load_as_float32(small_model, tmp_path):
     assert {p.dtype for p in load_model(tmp_path / "b.safetensors")[0].parameters()} == {torch.float32}
 
 
-def test_what_float16_cannot_hold_is_not_saved(small_model, tmp_path):
-    with torch.no_grad():
-        small_model.project.weight[0, 0] = 1e6
-    with pytest.raises(IntegrityError, match=r"project\.weight"):
-        save_model(small_model, tmp_path / "m.safetensors")
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_shipped_name_is_checked_and_loaded(shelf):
     rows = read_manifest(shelf)
     assert verify(rows["small"], shelf) == shelf / "small.safetensors"

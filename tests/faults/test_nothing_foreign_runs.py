@@ -132,11 +132,9 @@ def over_another(path: Path, made: Path) -> None:
 
 
 PLANTED_LIBRARIES = {
-    "without checksum": lambda path, made: shutil.copy(made, path),
     "over another": over_another,
     "others may write it": lambda path, made: (library.keep(made, path), path.chmod(0o666)),
     "in an open folder": lambda path, made: (library.keep(made, path), path.parent.chmod(0o777)),
-    "a link": lambda path, made: (library.keep(made, path), behind_a_link(path)),
     "a link to a folder": lambda path, made: (library.keep(made, path), behind_a_link(path.parent)),
     "of somebody else": lambda path, made: (library.keep(made, path), os.chown(path, 12345, -1)),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from collection_runs import QUICK, photos
-from hostile_runs import edit, small_run
+from hostile_runs import small_run
 
 from matcher.cli import main
 from matcher.errors import UsageError
@@ -65,11 +65,9 @@ INPUTS = {
     "a pair list": ("pairs.txt", ["collection", PHOTOS, "--run", MADE, *QUICK, "--workers", "0", "--pairs"]),
     "a list of images": ("names.txt", ["collection", PHOTOS, "--run", MADE, *QUICK, "--include", "@"]),
     "poses": ("poses.txt", ["sfm", "{run}", "--out", MADE, "--poses"]),
-    "poses as JSON": ("poses.json", ["sfm", "{run}", "--out", MADE, "--poses"]),
     "a model": ("model", ["sfm", PHOTOS, "--out", MADE, "--continue"]),
     "a trajectory": ("true.tum", ["track", PHOTOS, "--camera", "99,99,99,80", *QUICK, "--ground-truth"]),
     "a recipe": ("recipe.toml", ["train", "--photos", PHOTOS, "--recipe"]),
-    "a list for evaluation": ("pairs.txt", ["evaluate"]),
 }
 
 
@@ -156,22 +154,3 @@ def test_an_overwritten_folder_reaches_nothing_through_its_links(tmp_path, liste
         (part / "old").mkdir()
         (part / "old" / "precious").write_text("new")
     assert [path.read_text() for path in outside.iterdir()] == ["keep me"]
-
-
-@pytest.mark.parametrize(
-    "command",
-    [["merge", "{run}", "--into"], ["track", "{photos}", *QUICK, "--camera", "99,99,99,80", "--map"]],
-)
-def test_a_folder_that_is_a_link_to_itself_is_a_clear_error(folder, tmp_path, capfd, command):
-    (tmp_path / "made").symlink_to("made")
-    words = [word.format(run=folder / "run", photos=folder / "photos") for word in command]
-    assert "made" in said(capfd, main([*words, str(tmp_path / "made")])).replace("\n", "")
-
-
-@pytest.mark.parametrize("form", ["openmvg", "kapture"])
-def test_names_that_are_too_long_for_an_export_are_a_clear_error(tmp_path, capfd, form):
-    run, long = small_run(tmp_path / "run"), "x" * 251 + ".jpg"
-    edit(run, "UPDATE images SET name = ? WHERE id = 1", values=(long,))
-    code = main(["export", str(run), "--to", form, str(tmp_path / "out")])
-    assert "File name too long; name another" in said(capfd, code)
-    assert not (tmp_path / "out").exists()
