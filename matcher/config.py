@@ -361,17 +361,13 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             raise ValueError(f"{where}: expected a list, got {value!r}")
         return tuple(_convert(args[0], item, where) for item in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return _as_float(value, where)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{where}: the number is too large") from None
     if not isinstance(value, hint) or (hint in (int, float) and isinstance(value, bool)):
         raise ValueError(f"{where}: expected {hint.__name__}, got {value!r}")
     return value
-
-
-def _as_float(value: int, where: str) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{where}: the number is too large") from None
 
 
 def _convert_union(options: tuple[Any, ...], value: Any, where: str) -> Any:

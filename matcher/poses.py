@@ -45,9 +45,8 @@ COLMAP_IMAGES = "images.txt"
 def read_named_poses(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Camera]]:
     """Poses cam_from_world (4, 4) by name of image, and the cameras of those that have one.
 
-    Args:
-        path: COLMAP's `images.txt` (whose cameras are beside it and not read here), result lines of hloc
-            (`.txt`), or JSON: name → {"cam_from_world": (3, 4) or (4, 4), "camera": …} or the matrix itself.
+    They are of COLMAP's `images.txt` (whose cameras are beside it and not read here), result lines of hloc
+    (`.txt`), or JSON: name → {"cam_from_world": (3, 4) or (4, 4), "camera": …} or the matrix itself.
 
     Raises:
         UsageError: the file cannot be read, or holds something else, such as a trajectory.
@@ -64,7 +63,8 @@ def read_named_poses(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str,
             rows = (line.split(maxsplit=9) for line in lines[::2])  # between them are the lines of points
             found = _from_rows((row[9], row[1:8]) for row in rows if row), {}
         else:
-            rows = (line.rsplit(maxsplit=7) for line in _lines(text))
+            lines = (line for line in text.splitlines() if line.strip() and not line.startswith("#"))
+            rows = (line.rsplit(maxsplit=7) for line in lines)
             found = _from_rows((row[0], row[1:]) for row in rows), {}
     except MALFORMED as error:
         raise UsageError(
@@ -82,18 +82,12 @@ def write_named_poses(
     facts: Mapping[str, Mapping[str, Any]] | None = None,
     **common: Any,
 ) -> None:
-    """Write poses cam_from_world (4, 4) in the format that the file's name asks for.
+    """Write poses cam_from_world (4, 4) by name of image in the format that the file's name asks for.
 
     `images.txt` is COLMAP's, any other `.txt` has hloc's result lines, `.tum` has timestamps (the number that
     an image is named by if all have another one, else its place, and comments say of which image it is),
-    `.kitti` a line for each image, `.json` all.
-
-    Args:
-        path: the file, which is replaced.
-        poses: by name of image, in the order of the lines.
-        facts: more members of the JSON objects, by name; also of images without a pose, which only JSON
-            lists.
-        common: members of the JSON file beside "poses".
+    `.kitti` a line for each image, `.json` all, with the `facts` of images, also of those without a pose, and
+    `common` members beside "poses".
 
     Raises:
         UsageError: a name that the format cannot hold, or another suffix.
@@ -103,7 +97,8 @@ def write_named_poses(
     suffix = path.suffix.lower()
     if suffix == ".json":
         names = dict.fromkeys([*facts, *poses])
-        rows = {name: {"cam_from_world": _listed(poses.get(name)), **facts.get(name, {})} for name in names}
+        found = {name: np.asarray(pose, np.float64).tolist() for name, pose in poses.items()}
+        rows = {name: {"cam_from_world": found.get(name), **facts.get(name, {})} for name in names}
         write_output(path, json.dumps({**common, "poses": rows}, indent=1, allow_nan=False).encode())
         return
     if suffix == ".tum":
@@ -178,11 +173,3 @@ def _from_json(values: Any) -> tuple[dict[str, np.ndarray], dict[str, Camera]]:
         if (camera := row.get("camera")) is not None:
             cameras[name] = Camera.from_colmap(camera["model"], camera["params"], tuple(camera["size"]))
     return poses, cameras
-
-
-def _listed(pose: np.ndarray | None) -> list[list[float]] | None:
-    return None if pose is None else np.asarray(pose, np.float64).tolist()
-
-
-def _lines(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.strip() and not line.startswith("#")]

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 DATA_SUFFIXES = (".npz", ".json", ".csv")
-_TINY = 16  # pixels of a side, below which there is nothing to recognise
 _REASONS = {
     "too_few": "too few matches to estimate it",
     "degenerate": "the points do not determine it",
@@ -123,11 +122,14 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Counts, geometry and seconds, ready for `json.dumps`; `matcher match --json` prints it."""
         verdict, refinement = self.verdict, self.matches.refinement
+        images = [
+            dict(path=path and str(path), **dict(zip(("width", "height"), features.image_size, strict=True)))
+            for path, features in ((self.path0, self.features0), (self.path1, self.features1))
+        ]
         return {
             "preset": self.preset,
             "weights": None if self.weights is None else vars(self.weights),
-            "image0": _image_entry(self.path0, self.features0),
-            "image1": _image_entry(self.path1, self.features1),
+            **{f"image{side}": entry for side, entry in enumerate(images)},
             "keypoints0": len(self.features0),
             "keypoints1": len(self.features1),
             "matches": len(self.matches),
@@ -169,11 +171,9 @@ class Result:
         kind, status, rejected = self.geometry.kind, self.geometry.status, self.geometry.rejected
         model = "homography" if kind.startswith("homograph") else f"{kind} matrix"
         if not len(self.matches):
-            for index, features in enumerate((self.features0, self.features1)):
-                if min(features.image_size) < _TINY:
-                    return "no match: image {} is too small, {} x {} pixels".format(
-                        index, *features.image_size
-                    )
+            for side, features in enumerate((self.features0, self.features1)):
+                if min(size := features.image_size) < 16:  # there is nothing to recognise
+                    return f"no match: image {side} is too small, {size[0]} x {size[1]} pixels"
             return "no match: the images share nothing that was recognised"
         if self.geometry.verified and status != "ok":
             inliers = int(self.inliers.sum())
@@ -206,7 +206,10 @@ class Result:
         """One line over a drawing: preset, counts, layers, time."""
         parts = [self.preset, counted(len(self.matches), "match", "matches")]
         if self.geometry.kind != "none":
-            parts.append(f"{counted(int(self.inliers.sum()), 'inlier')} ({_described(self.geometry)})")
+            geometry = self.geometry
+            status = geometry.status if geometry.verified and geometry.status != "ok" else ""
+            kind = ", ".join(filter(None, (geometry.kind, "planar" * geometry.planar, status)))
+            parts.append(f"{counted(int(self.inliers.sum()), 'inlier')} ({kind})")
         if self.verdict is not None:
             word = {"same": "same place", "unsure": "unsure", "not": "different places"}[self.verdict.word]
             parts.append(f"{word} ({self.verdict.probability:.2f})")
@@ -314,6 +317,8 @@ class Result:
         from matcher.viz.drawings import PLOT_SUFFIXES, draw_matches, save_figure
 
         path, planes = check_output(path, PLOT_SUFFIXES, overwrite=overwrite), self.geometry.planes
+        if ellipses and self.matches.refinement is None:
+            raise UsageError("ellipses=True draws refined matches, and these were not refined (refine=False)")
         figure = draw_matches(
             *(self._image(*each) for each in enumerate((image0, image1))),
             self.points0,
@@ -326,16 +331,11 @@ class Result:
             stacked=stacked,
             keypoints0=to_numpy(self.features0.keypoints),
             keypoints1=to_numpy(self.features1.keypoints),
-            covariances=self._covariances() if ellipses else None,
+            covariances=self.matches.covariances if ellipses else None,
             title=title,
             max_lines=max_lines,
         )
         return save_figure(figure, path)
-
-    def _covariances(self) -> np.ndarray:
-        if self.matches.refinement is None:
-            raise UsageError("ellipses=True draws refined matches, and these were not refined (refine=False)")
-        return self.matches.refinement.covariances
 
     def _image(self, index: int, given: Image | np.ndarray | str | Path | None) -> Image:
         """The image that was given for a drawing, or that of the path, checked against the size matched."""
@@ -351,17 +351,6 @@ class Result:
         return image
 
 
-def _described(geometry: TwoViewGeometry) -> str:
-    """The kind of a geometry, and what else there is to know."""
-    status = geometry.status if geometry.verified and geometry.status != "ok" else ""
-    return ", ".join(filter(None, (geometry.kind, "planar" * geometry.planar, status)))
-
-
 def _upright(points: np.ndarray, features: Features) -> np.ndarray:
     orientation = int(features.exif_orientation)
     return stored_to_upright(points, features.image_size, orientation).astype(np.float32)
-
-
-def _image_entry(path: Path | None, features: Features) -> dict[str, Any]:
-    width, height = features.image_size
-    return {"path": None if path is None else str(path), "width": width, "height": height}

@@ -18,7 +18,7 @@ from matcher.extract.front_end import LearnedExtractor
 from matcher.extract.sift import SiftExtractor
 from matcher.match.loftr import GridExtractor
 from matcher.match.nearest import NearestMatcher
-from matcher.match.network import DTYPES, AttentionMatcher, MatchingNetwork, resolve_precision
+from matcher.match.network import DTYPES, AttentionMatcher, resolve_precision
 from matcher.parts import LearnedParts, policy_of, refuse_for_grid
 from matcher.processes import keep_freed_memory
 from matcher.result import WeightsSource
@@ -37,7 +37,10 @@ def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:
     keep_freed_memory()
     device = resolve_device(given.get("device", "auto"))
     precision = resolve_precision(given.get("precision", "auto"), device)
-    _warn_of_emulation(precision, device)
+    fast = resolve_precision("auto", device)
+    if device.type == "cpu" and precision not in ("float32", fast):
+        text = f"this processor emulates {precision}, many times as slowly as it computes in {fast}"
+        warnings.warn(f"{text}; the precision 'auto' takes {fast}", UserWarning, stacklevel=2)
     on_grid = config.extractor.kind == GRID_KIND
     if on_grid:
         refuse_for_grid(given)
@@ -45,23 +48,18 @@ def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:
         extractor = build_extractor(config.extractor, given.get("frontend_weights"), device, precision)
     if isinstance(config.matcher, NearestConfig):
         return LearnedParts(extractor, NearestMatcher(config.matcher), config, None)
-    network, source = _trained(config, given)
+    # Architecture is the weights file's, policy that of the preset and the options.
+    network, digest, name = load_model(find_weights(given.get("weights") or config.weights))
+    network = network.with_policy(policy_of(config, given))
     matcher = AttentionMatcher(network, device=device, precision=precision)
-    if on_grid:
-        extractor = _grid_extractor(matcher, source.name)
+    if on_grid:  # the front end shares the matcher's parameters and its device
+        if matcher.model.backbone is None:
+            raise UsageError(
+                f"the weights {name} are of a matcher with a detector; use a preset that has one"
+            )
+        extractor = GridExtractor(matcher.model.backbone, matcher.model.config.kind)
+    source = WeightsSource(name, digest)
     return LearnedParts(extractor, matcher, replace(config, matcher=network.config), source)
-
-
-def _warn_of_emulation(precision: str, device: torch.device) -> None:
-    """Half precision is asked for where the processor has no arithmetic for it."""
-    fast = resolve_precision("auto", device)
-    if device.type == "cpu" and precision not in ("float32", fast):
-        warnings.warn(
-            f"this processor emulates {precision}, many times as slowly as it computes in {fast}; the "
-            f"precision 'auto' takes {fast}",
-            UserWarning,
-            stacklevel=2,
-        )
 
 
 def build_extractor(
@@ -90,13 +88,6 @@ def build_extractor(
     return LearnedExtractor(config, front_end, fill, device, dtype, weights)
 
 
-def _grid_extractor(matcher: AttentionMatcher, weights: str) -> GridExtractor:
-    """The front end of a detector-free matcher; it shares the matcher's parameters and its device."""
-    if matcher.model.backbone is None:
-        raise UsageError(f"the weights {weights} are of a matcher with a detector; use a preset that has one")
-    return GridExtractor(matcher.model.backbone, matcher.model.config.kind)
-
-
 def resolve_device(name: str) -> torch.device:
     """The torch device of that name; "auto" is CUDA when there is one, else the CPU; `UsageError`: no such
     device here."""
@@ -109,12 +100,8 @@ def resolve_device(name: str) -> torch.device:
     counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if (device.index or 0) >= counts.get(device.type, 0):
         build = device.type == "cuda" and torch.version.cuda is None
-        why = (
-            f": this PyTorch ({torch.__version__}) is a build without CUDA, another one comes by {CUDA_BUILD}"
-            if build
-            else ""
-        )
-        raise UsageError(f"device {name!r} is not available here; use 'auto' or 'cpu'{why}")
+        why = f": this PyTorch ({torch.__version__}) is a build without CUDA, another comes by {CUDA_BUILD}"
+        raise UsageError(f"device {name!r} is not available here; use 'auto' or 'cpu'{why * build}")
     return device
 
 
@@ -125,9 +112,3 @@ def devices(name: str) -> list[str]:
     if device.type == "cuda" and device.index is None:
         return [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     return [str(device)]
-
-
-def _trained(config: PipelineConfig, options: Mapping[str, Any]) -> tuple[MatchingNetwork, WeightsSource]:
-    """The trained network: its architecture from the weights file, its policy from the preset and options."""
-    network, digest, name = load_model(find_weights(options.get("weights") or config.weights))
-    return network.with_policy(policy_of(config, options)), WeightsSource(name, digest)

@@ -94,8 +94,6 @@ class Image:
 
     def resized(self, factor: float) -> Image:
         """The same image with fewer or more pixels, and its mask."""
-        import cv2
-
         height, width = self.pixels.shape[:2]
         size = (max(1, round(width * factor)), max(1, round(height * factor)))
         how = cv2.INTER_AREA if factor < 1 else cv2.INTER_CUBIC
@@ -351,8 +349,6 @@ class Features:
 
     def to_cv2(self) -> list[cv2.KeyPoint]:
         """The valid keypoints of one image as OpenCV's, in stored pixels; `UsageError` for a batch."""
-        import cv2
-
         if self.keypoints.ndim != 2:
             raise UsageError("features of one image are needed; take a batch apart by unstack()")
         chosen = self.select(self.mask)
@@ -516,19 +512,12 @@ class Matches:
             keypoints0, keypoints1: (N, 2) and (M, 2) stored pixels, NumPy or torch.
             scores: (K,) in [0, 1].
         """
-        indices = np.asarray(indices, dtype=np.int64).reshape(-1, 2)
-        scores = np.asarray(scores, dtype=np.float32)
+        indices, scores = np.asarray(indices, np.int64).reshape(-1, 2), np.asarray(scores, np.float32)
         order = np.argsort(-scores, kind="stable")
-        indices, scores = indices[order], scores[order]
-        keypoints0, keypoints1 = (np.asarray(k, dtype=np.float32) for k in (keypoints0, keypoints1))
-        return cls(
-            indices=indices,
-            points0=keypoints0[indices[:, 0]],
-            points1=keypoints1[indices[:, 1]],
-            scores=scores,
-            kept0=len(keypoints0),
-            kept1=len(keypoints1),
-        )
+        indices, counts = indices[order], (len(keypoints0), len(keypoints1))
+        sides = zip((keypoints0, keypoints1), indices.T, strict=True)
+        points = (np.asarray(keypoints, np.float32)[index] for keypoints, index in sides)
+        return cls(indices, *points, scores[order], 0, *counts)
 
     @property
     def prior_scores(self) -> np.ndarray:
@@ -565,8 +554,6 @@ class Matches:
 
         The indices are those of the features, so they fit `Features.to_cv2` of features without padding.
         """
-        import cv2
-
         rows = zip(self.indices.tolist(), self.scores.tolist(), strict=True)
         return [cv2.DMatch(query, train, 1.0 - score) for (query, train), score in rows]
 
