@@ -15,6 +15,7 @@ from matcher import files
 from matcher.kernels import loader as library
 
 pytestmark = pytest.mark.promise(5)
+SLOW = pytest.mark.slow  # Ray takes a minute to start and to end
 
 # Modules that some command imports, installed or not, and some that Python itself does.
 PLANTED = (
@@ -43,7 +44,7 @@ def ran(tmp_path: Path) -> list[str]:
 def test_a_module_in_the_working_folder_is_not_imported(planted, tmp_path, tried):
     """By the command, by its worker, and by COLMAP's process."""
     pytest.importorskip("pycolmap")
-    photos(tmp_path / "photos", 3)
+    photos(tmp_path / "photos", 2)
     command = [sys.executable, "-m", "matcher", "sfm", tmp_path / "photos", "--out", tmp_path / "model"]
     environment = {**os.environ, "PYTHONPATH": OURS, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -67,7 +68,7 @@ OPTIONAL = (
 )
 
 
-@pytest.mark.parametrize("command", OPTIONAL, ids=lambda command: command[0])
+@pytest.mark.parametrize("command", OPTIONAL)
 def test_an_optional_module_in_the_working_folder_is_not_imported(planted, tmp_path, command):
     """By commands that need Ray, h5py, Rerun and Gradio: those that are installed, or a message."""
     if importlib.util.find_spec("gradio") and command[0] == "serve":
