@@ -70,11 +70,7 @@ class Step(Part):
     """Tokens of both images → tokens after a layer, predicted positions of partners, and what is decided."""
 
     def forward(
-        self,
-        x0: Tensor,
-        x1: Tensor,
-        rotations0: Tensor | None = None,
-        rotations1: Tensor | None = None,
+        self, x0: Tensor, x1: Tensor, rotations0: Tensor | None = None, rotations1: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """With heads for them, the probabilities (1, T) of a partner and of its being known are last."""
         network, x, rotations = self.network, torch.cat([x0, x1], 1), None
@@ -113,9 +109,11 @@ class Assign(Part):
         scores = network.scores(side0, side1, depth)
         if config.kind == "dual_softmax":
             return tuple(mutual_best(dual_softmax(scores).log_scores))
-        columns_first = (
-            _columns_first(scores) if config.tolerance is not None else torch.zeros((), dtype=torch.bool)
-        )
+        columns_first = torch.zeros((), dtype=torch.bool)
+        if config.tolerance is not None:  # as in `matcher.match.sinkhorn.sinkhorn`, image 1 may be the rows
+            n, m = (torch.ones_like(side).sum() for side in (scores[0, :, -1], scores[0, -1]))
+            lower = scores[0, -1, :-1].sum() < scores[0, :-1, -1].sum()
+            columns_first = (n > m) | ((n == m) & lower)
         corrected, before, settled = scores, None, None
         u = torch.where(columns_first, 0.0, -scores.amax(2, keepdim=True))
         v = torch.where(columns_first, -scores.amax(1, keepdim=True).mT, 0.0)
@@ -136,13 +134,6 @@ class Assign(Part):
 
 def _kept(settled: Tensor, before: Sequence[Tensor], after: Sequence[Tensor]) -> list[Tensor]:
     return [torch.where(settled[:, None, None], *each) for each in zip(before, after, strict=True)]
-
-
-def _columns_first(scores: Tensor) -> Tensor:
-    """() bool: whether image 1 counts as the rows, as in `matcher.match.sinkhorn.sinkhorn`."""
-    n, m = (torch.ones_like(side).sum() for side in (scores[0, :, -1], scores[0, -1]))
-    lower = scores[0, -1, :-1].sum() < scores[0, :-1, -1].sum()
-    return (n > m) | ((n == m) & lower)
 
 
 def sinkhorn(

@@ -81,7 +81,7 @@ def test_bfloat16_files_load_as_float32(small_model, tmp_path):
 
 def test_a_shipped_name_is_checked_and_loaded(shelf):
     rows = read_manifest(shelf)
-    assert verify(rows["small"], shelf) == shelf / "small.safetensors"
+    assert verify(rows["small"], shelf).path == shelf / "small.safetensors"
     model, digest, name = load_model("small", shelf)
     assert (digest, name) == (rows["small"].sha256, "small")
     assert model.config.context.dim == 48
@@ -165,7 +165,7 @@ def test_shipped_weights_are_what_the_manifest_says(shipped_weights):
     rows = read_manifest()
     assert "hybrid" in rows
     for row in rows.values():
-        assert verify(row).stat().st_size == row.bytes <= 25e6
+        assert verify(row).path.stat().st_size == row.bytes <= 25e6
         assert all((row.licence, row.source, row.trained_on, row.metrics))
         if row.name == PRESETS[row.preset].extractor.kind:
             network = build_extractor(ExtractorConfig(kind=row.name)).network

@@ -87,12 +87,6 @@ def read_manifest(folder: Path | None = None, *, remedy: str = RESTORE) -> dict[
     return {row.name: row for row in rows}
 
 
-def verify(row: WeightsRow, folder: Path | None = None, *, remedy: str = RESTORE) -> Path:
-    """Check a shipped file against its manifest row and return its path; `IntegrityError`: the file is
-    absent, or its size or sha256 is another."""
-    return _checked_bytes(row, folder, remedy).path
-
-
 def weights_bytes(weights: str | Path, folder: Path | None = None, *, remedy: str = RESTORE) -> WeightsBytes:
     """The bytes of a weights file: a name in the manifest, shipped or of a folder, or a path.
 
@@ -110,7 +104,7 @@ def weights_bytes(weights: str | Path, folder: Path | None = None, *, remedy: st
         raise IntegrityError(
             f"no weights are named {weights!r}; shipped: {known}. A file is given as NAME.safetensors"
         )
-    return _checked_bytes(rows[weights], folder, remedy)
+    return verify(rows[weights], folder, remedy=remedy)
 
 
 def read_bytes(path: Path, remedy: str) -> bytes:
@@ -122,7 +116,8 @@ def read_bytes(path: Path, remedy: str) -> bytes:
         raise IntegrityError(f"{path} {fault}: {remedy}") from error
 
 
-def _checked_bytes(row: WeightsRow, folder: Path | None, remedy: str) -> WeightsBytes:
+def verify(row: WeightsRow, folder: Path | None = None, *, remedy: str = RESTORE) -> WeightsBytes:
+    """A shipped file; `IntegrityError`: it is absent, or its size or sha256 is not that of its row."""
     path = (folder or weights_folder()) / row.file
     data = read_bytes(path, remedy)
     digest = hashlib.sha256(data).hexdigest()

@@ -129,7 +129,7 @@ def locate_front_end(config: ExtractorConfig) -> Path:
         raise IntegrityError(
             f"no weights are known for the front end {config.kind!r}: give a file of them as frontend_weights"
         )
-    return verify(shipped[config.kind])
+    return verify(shipped[config.kind]).path
 
 
 def fill_extractor(network: nn.Module, config: ExtractorConfig, path: str | Path | None = None) -> None:
