@@ -188,7 +188,5 @@ def typical_norm(descriptors: np.ndarray) -> float:
 
 def is_raw_sift(descriptors: np.ndarray) -> bool:
     """Whether (N, 128) descriptors look like SIFT's as OpenCV gives them: not negative, of norm 512 or so."""
-    some = descriptors[:64]
-    return (
-        some.shape[-1] == SIFT_DIM and bool((some >= 0).all()) and typical_norm(some) > 2
-    )  # RootSIFT has norm 1, OpenCV's about 512
+    some = descriptors[:64]  # RootSIFT has norm 1, OpenCV's about 512
+    return some.shape[-1] == SIFT_DIM and bool((some >= 0).all()) and typical_norm(some) > 2

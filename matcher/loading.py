@@ -106,9 +106,8 @@ def is_installed(name: str) -> bool:
 def engine_of(given: Mapping[str, Any]) -> ModuleType:
     """The module that builds extractors and matchers; it is imported now, and with it torch if it needs it;
     `UsageError`: what it needs is not installed."""
-    engine = given.get("engine") or (
-        "onnx" if is_installed("onnxruntime") and not is_installed("torch") else "torch"
-    )
+    lite = is_installed("onnxruntime") and not is_installed("torch")
+    engine = given.get("engine") or ("onnx" if lite else "torch")
     needed = "onnxruntime" if engine == "onnx" else "torch"
     try:
         if engine == "onnx":
@@ -196,12 +195,9 @@ def _further_passes(
     """What follows where too few matches of the first pass agree; the other preset is loaded on first use."""
     if config.further_passes is None:
         return None
-    other = None
-    if config.further_passes.preset is not None:
-        shared = {
-            name: given.get(name) for name in ("device", "precision", "max_keypoints", "engine", *OF_NETWORKS)
-        }
-        other = _OtherMatcher(config.further_passes.preset, shared)
+    names = ("device", "precision", "max_keypoints", "engine", *OF_NETWORKS)
+    shared, preset = {name: given.get(name) for name in names}, config.further_passes.preset
+    other = None if preset is None else _OtherMatcher(preset, shared)
     return FurtherPasses(config.further_passes, own, other, config.estimation, config.extractor.resize)
 
 
