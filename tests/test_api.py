@@ -36,20 +36,6 @@ def test_verify_alone_gives_what_match_gives(pictures):
         np.testing.assert_array_equal(again.inliers, whole.geometry.inliers)
 
 
-def test_cameras_are_taken_in_every_form_and_checked_at_once(pictures):
-    pipeline = matcher.load("nearest", max_keypoints=300, geometry="essential")
-    K = np.array([[500.0, 0, 270], [0, 500, 200], [0, 0, 1]])
-    wanted = pipeline.match(*pictures, camera0=Camera(500, 500, 270, 200)).geometry
-    for given in ([500, 500, 270, 200], K, K.tolist()):
-        found = pipeline.match(*pictures, camera0=given).geometry
-        assert found.status == wanted.status
-        np.testing.assert_array_equal(found.inliers, wanted.inliers)
-    with pytest.raises(UsageError, match="camera1 must be a Camera"):
-        pipeline.match("no.jpg", "such.jpg", camera0=K, camera1=[1, 2])
-    with pytest.raises(UsageError, match=r"camera0 is of images of \(640, 480\), but"):
-        pipeline.match(*pictures, camera0=Camera(500, 500, 270, 200, size=(640, 480)))
-
-
 def test_features_of_opencv(pictures, result):
     detector = cv2.SIFT_create(600)
     raw = [detector.detectAndCompute(picture, None) for picture in pictures]

@@ -2,10 +2,7 @@ import hashlib
 import http.server
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +14,6 @@ import torch
 import matcher
 from matcher.cli import main
 from matcher.errors import IntegrityError, UsageError
-from matcher.files import cache_folder
 from matcher.presets import PRESETS
 from matcher.weights import download
 from matcher.weights import published as catalogue
@@ -243,34 +239,6 @@ def test_what_does_not_fit_is_not_kept(shelf, site):
     assert fetch(row, **ACCEPTED).path.is_file()
 
 
-@pytest.mark.slow
-def test_two_processes_fetch_once(shelf, site, tmp_path):
-    site.cut_after = [1000]  # so that the first takes a while
-    code = f"""
-from dataclasses import replace
-from pathlib import Path
-from matcher.weights import published as catalogue
-from matcher.weights.download import fetch
-from matcher.presets import PRESETS
-catalogue.CATALOGUE = Path({str(tmp_path / "catalogue.toml")!r})
-config = PRESETS["lightglue-xfeat"].matcher
-config = replace(config, context=replace(config.context, depth=2))
-PRESETS["lightglue-xfeat"] = replace(PRESETS["lightglue-xfeat"], matcher=config)
-print(fetch(catalogue.find_published("lightglue-xfeat"), accept_licence=True).path)
-"""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code]
-    runs = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
-        for _ in range(2)
-    ]
-    printed = [run.communicate(timeout=120)[0].strip() for run in runs]
-    assert [run.returncode for run in runs] == [0, 0]
-    assert printed == [str(shelf.folder / "lightglue-xfeat.safetensors")] * 2
-    assert ranges(site) == [None, "bytes=1000-"]
-    assert catalogue.locate(shelf) == Path(printed[0])
-
-
 def test_the_commands(shelf, site, views, capfd):
     fetched = ["weights", "fetch", "lightglue-xfeat"]
     assert main(fetched) == 2 and "--accept-licence" in capfd.readouterr().err
@@ -326,15 +294,6 @@ def test_a_cache_that_cannot_be_written(shelf, tmp_path, monkeypatch):
     monkeypatch.setenv("MATCHER_CACHE", str(tmp_path / "file"))
     with pytest.raises(UsageError, match="MATCHER_CACHE"):
         fetch(shelf, accept_licence=True)
-
-
-def test_where_the_cache_is():
-    home = Path.home()
-    assert cache_folder({"MATCHER_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "linux") == Path("/a")
-    assert cache_folder({"XDG_CACHE_HOME": "/b"}, "linux") == Path("/b/matcher")
-    assert cache_folder({"XDG_CACHE_HOME": "relative"}, "linux") == home / ".cache" / "matcher"
-    assert cache_folder({}, "darwin") == home / "Library" / "Caches" / "matcher"
-    assert cache_folder({"LOCALAPPDATA": "/l"}, "win32") == Path("/l/matcher/Cache")
 
 
 def test_the_catalogue_is_sound():

@@ -1,7 +1,6 @@
 """Folders of photos as people have them: suffixes, order, links, accents, and where photos were taken."""
 
 import unicodedata
-from pathlib import Path
 
 import numpy as np
 import PIL.Image
@@ -13,7 +12,7 @@ from matcher.collection.store import Store
 from matcher.errors import UsageError
 from matcher.export.colmap import read_exif
 from matcher.image_files import read_gps
-from matcher.images import data_folder, find_images, is_image, list_images, natural_key, read_image
+from matcher.images import find_images, is_image, list_images, natural_key
 from matcher.train.views import read_photo
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (40, 60), dtype=np.uint8)
@@ -30,20 +29,6 @@ def test_images_below_a_folder(tmp_path):
             find_images(folder)
     names = ["f10", "f9", "f1", "f", "10", "9", "f2b3", "f2b20", "f2a"]
     assert sorted(names, key=natural_key) == ["9", "10", "f", "f1", "f2a", "f2b3", "f2b20", "f9", "f10"]
-
-
-def test_the_data_folder(monkeypatch):
-    monkeypatch.setenv("MATCHER_DATA", "/somewhere")
-    assert data_folder() == Path("/somewhere")
-    monkeypatch.delenv("MATCHER_DATA")
-    assert data_folder() == Path(__file__).resolve().parents[2] / "shared"
-
-
-@pytest.mark.parametrize(("suffix", "form"), [("jfif", "JPEG"), ("apng", "PNG"), ("jpx", "JPEG2000")])
-def test_every_suffix_of_a_format_that_is_read(tmp_path, suffix, form):
-    PIL.Image.fromarray(PIXELS).convert("RGB").save(tmp_path / f"a.{suffix}", form)
-    assert list(list_images(tmp_path)) == [f"a.{suffix}"]
-    assert read_image(tmp_path / f"a.{suffix}").size == (60, 40)
 
 
 def test_links_to_folders_are_followed_once(tmp_path):

@@ -7,12 +7,8 @@ import torch
 from command import run
 
 import matcher
-from matcher.collection.settings import stored_pipeline
-from matcher.collection.sources import Photos
-from matcher.collection.store import Store
 from matcher.explain.report import write_report
 from matcher.images import image_from_array
-from matcher.sequence.capture import open_frames
 
 QUICK = ("--preset", "nearest", "--max-keypoints", 200)
 HALF = 80  # columns of the scene that masks keep
@@ -69,17 +65,6 @@ def test_masks_are_taken_in_every_form(files):
             assert is_kept(pipeline.extract(image, given).keypoints)
     with pytest.raises(matcher.UsageError, match=r"a mask is a path, an array, .*, not dict"):
         pipeline.extract(image, {"mask": array})
-
-
-def test_sequences_take_a_folder_of_masks_or_one_mask(files):
-    for masks in (files / "masks", files / "masks" / "0.png"):
-        tracker = matcher.Tracker("nearest", max_keypoints=200)
-        for shot in open_frames(str(files / "images"), masks=masks):
-            assert is_kept(tracker.push(shot.image, shot.timestamp, mask=shot.mask).keypoints)
-    with pytest.raises(matcher.UsageError, match="no mask of any of the 2 images"):
-        open_frames(str(files / "images"), masks=files)
-    with pytest.raises(matcher.UsageError, match="folder of frames"):
-        open_frames(str(files / "film.mp4"), masks=files / "masks")
 
 
 @pytest.mark.parametrize(
@@ -142,18 +127,6 @@ def test_transparency_is_ignored_where_asked_for(files, transparent, capfd):
     assert np.load(files / "found.npz")["keypoints0"][:, 0].max() > HALF
     with pytest.raises(matcher.UsageError, match="alpha_mask must be True or False"):
         matcher.load("nearest", alpha_mask="no")
-
-
-def test_a_run_keeps_whether_transparency_is_ignored(files, transparent, capfd):
-    given = ("collection", files / "images", "--run", files / "run", *QUICK, "--exhaustive", "--workers", 0)
-    assert run(*given, "--no-alpha-mask") == 0
-    assert run(*given) == 2
-    assert "alpha-mask: False in the run" in capfd.readouterr().err
-    assert run(*given, "--no-alpha-mask") == 0  # it continues
-    with Store.open(files / "run") as store:
-        assert store.features("0.png").keypoints[:, 0].max() > HALF
-        pipeline = stored_pipeline(store.settings, Photos(store.image_folder), {})
-    assert pipeline.extract(transparent[0]).keypoints[:, 0].max() > HALF
 
 
 def test_an_image_that_is_transparent_everywhere_is_said(files):

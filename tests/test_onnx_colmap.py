@@ -13,10 +13,7 @@ from real_pairs import three_pairs
 
 import matcher
 from matcher.cli import main
-from matcher.errors import UsageError
-from matcher.export_onnx import export_preset
 from matcher.onnx_engine import Graph
-from matcher.presets import PRESETS
 
 pytestmark = pytest.mark.slow  # exporting takes minutes
 
@@ -134,19 +131,3 @@ def test_one_point_and_none(files):
     assert keypoints.shape == (0, 2) and descriptors.shape == (0, 64)
     one = np.full((1, 2), 20, np.float32), np.eye(1, 64, dtype=np.float32)
     assert len(matched(network, [one, one], [(70, 40)] * 2)) <= 1
-
-
-def test_the_least_score_is_kept_to(files, views):
-    extractor = Graph(files[0].read_bytes(), {})
-    image = cv2.resize(cv2.imread(str(views[0])), (320, 240), interpolation=cv2.INTER_AREA)
-    many, few = (len(as_colmap(extractor, image, 1000, least)[0]) for least in (0.004, 0.3))
-    assert 0 < few < many
-
-
-def test_what_does_not_fit_is_refused(tmp_path, capsys):
-    with pytest.raises(UsageError, match=r"our own front end with its network, hybrid-learned, not hybrid$"):
-        export_preset("hybrid", PRESETS["hybrid"], tmp_path, "colmap")
-    both = ["weights", "export", "hybrid-learned", "--onnx", str(tmp_path), "--colmap", "--opencv", "640x480"]
-    assert main(both) == 2
-    assert "give one of them" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())

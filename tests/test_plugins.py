@@ -142,45 +142,6 @@ def test_a_package_adds_a_preset(package, shifted, capfd):
         matcher.load("fwe")
 
 
-GRID = """
-    import numpy as np
-    import matcher
-    class Grid:
-        def __call__(self, images):
-            found = []
-            for image in images:
-                grey = image.pixels if image.pixels.ndim == 2 else image.pixels.mean(axis=2)
-                y, x = (p.ravel() for p in np.mgrid[8 : grey.shape[0] - 8 : 16, 8 : grey.shape[1] - 8 : 16])
-                patches = np.stack([grey[j - 4 : j + 4, i - 4 : i + 4].ravel() for j, i in zip(y, x)])
-                points = np.stack([x, y], 1)
-                found.append(matcher.Features.from_image(image, points, patches, kind="grid"))
-            return found
-    def grid(max_keypoints=500):
-        return matcher.Pipeline(extractor=Grid())
-"""
-
-
-def test_every_command_takes_the_preset_of_a_package(package, views, tmp_path, shipped_weights, capfd):
-    package("grid_presets", GRID, {"grid": "grid"})
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    for number, (dx, dy) in enumerate([(0, 0), (16, 0), (0, 16)]):
-        pixels = cv2.imread(str(views[0]))[dy : dy + 400, dx : dx + 400]
-        cv2.imwrite(str(folder / f"{number}.png"), pixels)
-    a, b = folder / "0.png", folder / "1.png"
-
-    def run(*arguments) -> int:
-        return main([*map(str, arguments), "--preset", "grid"])
-
-    assert run("match", a, b, "--no-upright") == 0
-    for _ in range(2):  # the second continues the run
-        assert run("collection", folder, "--run", tmp_path / "run", "--workers", 0) == 0
-    assert run("track", folder) == 0
-    assert run("match", a, b, "--ratio", "0.8") == 2
-    assert "does not take these options" in capfd.readouterr().err
-    assert matcher.load("grid", upright=False, max_pixels=10).max_pixels == 10
-
-
 def test_two_packages_with_one_name(package):
     package("toy_one", GOOD, {"few": "few"})
     package("toy_two", GOOD, {"few": "few"})

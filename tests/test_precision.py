@@ -14,9 +14,7 @@ import matcher
 from matcher.config import ContextConfig, ExtractorConfig, MatchingPolicy, NetworkConfig
 from matcher.extract.sift import SiftExtractor
 from matcher.images import image_from_array, read_image
-from matcher.match.loftr import GridExtractor
 from matcher.match.network import AttentionMatcher, MatchingNetwork
-from matcher.presets import find_preset
 from matcher.types import Features, Image, Matches
 from matcher.weights.files import load_model
 
@@ -102,22 +100,6 @@ def test_shipped_weights_in_bfloat16_on_the_bundled_views(
     model, _, _ = load_model(shipped_weights)
     pairs = [described(pair, 512) for pair in (views, *((view, seen_askew(view)) for view in views))]
     assert share_identical(model, pairs, early_exit, pruning) >= share
-
-
-def test_loftr_in_bfloat16_describes_cells_alike() -> None:
-    """The backbone runs in the matcher's precision; its maps come out in float32."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = MatchingNetwork(find_preset("loftr-outdoor").matcher).eval()
-    pixels = np.random.default_rng(0).integers(0, 256, (64, 96), dtype=np.uint8)
-    exact, coarse = (
-        GridExtractor(AttentionMatcher(model, precision=p).model.backbone)([Image(pixels, (96, 64))])[0]
-        for p in ("float32", "bfloat16")
-    )
-    for name in ("descriptors", "maps"):
-        a, b = getattr(exact, name), getattr(coarse, name)
-        assert a.dtype == b.dtype == torch.float32
-        assert 0 < (a - b).abs().max() < 0.02 * a.abs().max()
 
 
 @pytest.mark.parametrize("preset", ["hybrid", "nearest-learned"])

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from matcher import cli
-from matcher.cli import main
 from matcher.config import (
     NearestConfig,
     NetworkConfig,
@@ -117,13 +116,3 @@ def test_the_policy_is_the_presets_whatever_the_file_was_trained_with(shipped_we
     assert pipeline.config.matcher.policy == pipeline.matcher.model.config.policy == policy
     other = load("hybrid", device="cpu", match_threshold=0.9, early_exit=False).config.matcher.policy
     assert other == replace(policy, match_threshold=0.9, early_exit=False)
-
-
-def test_the_list_says_what_is_matched(capfd):
-    assert main(["presets"]) == 0
-    lines = {line.split()[0]: line for line in capfd.readouterr().out.splitlines()}
-    assert "2048 keynet keypoints; 9 layers of 256-d, 4 heads" in lines["lightglue-keynet"]
-    assert "all cells of the 1/8 grid of 840 pixels; 4 layers of 256-d, 8 heads" in lines["loftr-outdoor"]
-    assert "6 layers of 96-d, 1 head;" in lines["lightglue-xfeat"]
-    for name, line in lines.items():
-        assert ("keypoints" in line) == (not name.startswith("loftr"))

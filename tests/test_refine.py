@@ -11,7 +11,6 @@ from rendered_texture import AFFINE, SIZE, Texture, move
 import matcher
 from matcher.config import RefineConfig
 from matcher.refine import (
-    DEVIATION,
     ImagePyramid,
     fit_affine_maps,
     refine_image_pair,
@@ -135,32 +134,6 @@ def test_along_an_edge_a_match_stays_and_the_covariance_says_so():
 
 
 TIMES = np.arange(-60, 61, 12)
-
-
-@pytest.mark.parametrize("period", [4, 9])
-def test_repeated_texture_is_matched_where_it_is_nearest(period):
-    """A start off by a match's own uncertainty, a pixel, never slips; from further it goes to the nearest."""
-    y, x = np.mgrid[:SIZE, :SIZE]
-    checks = 128 + 60 * np.sin(2 * np.pi * x / period) * np.sin(2 * np.pi * y / period)
-    steps = np.mgrid[-8:9, -8:9].reshape(2, -1).T
-    repetitions = steps[steps.sum(axis=1) % 2 == 0] * period / 2
-    points0 = grid()
-    angle = np.random.default_rng(2).uniform(0, 2 * np.pi, len(points0))
-    around = np.stack([np.cos(angle), np.sin(angle)], axis=1)
-    for away in (DEVIATION, 3.0):
-        found = refined(checks, checks, points0, points0 + away * around)
-        accepted = found.refinement.accepted
-        if away <= DEVIATION:
-            assert accepted.all() and errors(found, np.eye(2, 3)).max() < 0.1
-        start = np.linalg.norm(away * around[:, None] - repetitions, axis=2)
-        end = np.linalg.norm((found.points1 - points0)[:, None] - repetitions, axis=2)
-        nearest = start[np.arange(len(start)), end.argmin(axis=1)] - start.min(axis=1)
-        assert nearest[accepted].max() < 0.01
-    near = points0 + np.array([1.5, 0.0])
-    strict = refined(checks, checks, points0, near, RefineConfig(max_shift=1.0))
-    assert "moved_far" in strict.refinement.counts()
-    kept = ~strict.refinement.accepted
-    assert np.array_equal(strict.points1[kept], near.astype(np.float32)[kept])
 
 
 def test_what_does_not_look_alike_keeps_its_place(views):

@@ -88,13 +88,3 @@ def test_the_default_preset_reads_soft_images_smaller_unless_a_size_is_given():
     assert max(pipe.read(soft).pixels.shape) < 960 == max(pipe.read(sharp).pixels.shape)
     assert max(matcher.load(resize=1024).read(soft).pixels.shape) == 960
     assert PipelineConfig().extractor == ExtractorConfig(soft_resize=None)
-
-
-def test_frames_of_a_sequence_have_the_size_of_the_first():
-    for first, other in ((2.0, 0.0), (0.0, 2.0)):
-        frames = [cv2.GaussianBlur(scene(), (0, 0), s) if s else scene() for s in (first, other)]
-        tracker = matcher.Tracker("nearest-learned", max_keypoints=200)
-        for frame in frames:
-            tracker.push(frame)
-        sizes = [max(tracker.pipeline.read(frame).pixels.shape) for frame in frames]
-        assert sizes[0] == sizes[1] and (sizes[0] < 960) == (first > 0)

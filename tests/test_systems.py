@@ -10,11 +10,11 @@ from random_front_end import FRONT_ENDS, random_parameters, texture
 
 import matcher
 from matcher.cli import main
-from matcher.config import EstimationConfig, ExtractorConfig, NearestConfig, PositionConfig
+from matcher.config import EstimationConfig, ExtractorConfig, NearestConfig
 from matcher.errors import UsageError
 from matcher.extract.front_end import resolve
 from matcher.match.nearest import NearestMatcher
-from matcher.match.network import AttentionMatcher, MatchingNetwork
+from matcher.match.network import MatchingNetwork
 from matcher.pipeline import Pipeline
 from matcher.presets import PRESETS
 from matcher.torch_engine import build_extractor
@@ -83,28 +83,6 @@ def test_any_front_end_goes_with_nearest(kind, tmp_path, pictures):
     extractor = build_extractor(ExtractorConfig(kind=kind, max_keypoints=150), path)
     own = Pipeline(extractor, NearestMatcher(NearestConfig()), RobustEstimator(EstimationConfig()))
     assert np.array_equal(own.match(*pictures).matches.indices, result.matches.indices)
-
-
-def test_a_network_of_another_front_end_is_put_together_and_refuses_others(tmp_path, pictures):
-    """Our own configuration on DISK's features: trained or not, it takes those and no others."""
-    position = PositionConfig(inputs=("xy",))
-    config = replace(PRESETS["hybrid"].matcher, kind="disk", position=position)
-    # A preset's calibration is of its own weights.
-    policy = replace(config.policy, match_threshold=0.0, calibration=None)
-    model = MatchingNetwork(config).with_policy(policy)
-    save_model(model, tmp_path / "mine.safetensors", dtype=torch.float32)
-    path = front_end_file("disk", tmp_path)
-    options = {"weights": tmp_path / "mine.safetensors", "device": "cpu", "precision": "float32"}
-    options |= {"match_threshold": 0.0}
-    pipeline = matcher.load("hybrid", frontend="disk", frontend_weights=path, max_keypoints=150, **options)
-    found = pipeline.match(*pictures)
-    assert len(found.matches) > 8
-    own = Pipeline(
-        pipeline.extractor, AttentionMatcher(model, precision="float32"), RobustEstimator(EstimationConfig())
-    )
-    assert np.array_equal(own.match(*pictures).matches.indices, found.matches.indices)
-    with pytest.raises(UsageError, match="this matcher takes disk features, not sift"):
-        matcher.load("hybrid", **options).match(*pictures)
 
 
 def test_front_ends_that_do_not_go_are_refused(tmp_path, views, capfd):

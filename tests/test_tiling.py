@@ -109,15 +109,6 @@ def test_matches_are_many_exact_and_verified(scene, moved, small, pipeline):
     assert {"read", "first_pass", "extract", "match", "refine", "verify", "total"} == set(result.seconds)
 
 
-def test_the_image_with_more_detail_is_made_smaller(scene, small, pipeline):
-    part = cv2.resize(scene[100:340, 150:450], None, fx=2, fy=2, interpolation=cv2.INTER_CUBIC)
-    result = matcher.tiled(pipeline, 2000).match(part, scene)
-    assert np.allclose(result.features0.scale, 0.5, atol=0.03) and result.features1.scale.tolist() == [1, 1]
-    true = (result.points0.astype(float) + 0.5) / 2 - 0.5 + [150, 100]
-    assert np.median(np.linalg.norm(true - result.points1, axis=1)) < 0.5
-    assert result.features1.size.tolist() == [600, 480]
-
-
 def test_without_a_first_geometry_its_matches_are_all(scene, small, pipeline, rng):
     noise = rng.integers(0, 255, (480, 600), dtype=np.uint8)
     result = matcher.tiled(pipeline).match(scene, noise)

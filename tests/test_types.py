@@ -2,15 +2,12 @@
 
 from dataclasses import replace
 
-import cv2
 import numpy as np
 import pytest
 import torch
 
-from matcher.config import ExtractorConfig
 from matcher.errors import ImageError, IntegrityError, MatcherError, UsageError
-from matcher.extract.sift import SiftExtractor
-from matcher.types import Features, Image
+from matcher.types import Features
 
 
 def arrays(count: int = 6, dim: int = 8, seed: int = 0) -> dict[str, np.ndarray]:
@@ -122,16 +119,6 @@ def test_stack_of_optional_columns_and_what_does_not_belong_together() -> None:
             Features.stack(items)
 
 
-def test_select_takes_points_and_keeps_the_image() -> None:
-    features = Features(**arrays(), exif_orientation=6, kind="sift")
-    chosen = features.select(torch.tensor([4, 1]))
-    assert chosen.keypoints.equal(features.keypoints[[4, 1]])
-    assert chosen.scales.equal(features.scales[[4, 1]])
-    assert (chosen.size.tolist(), int(chosen.exif_orientation), chosen.kind) == ([100, 80], 6, "sift")
-    flags = features.keypoints[:, 0] > features.keypoints[:, 0].median()
-    assert features.select(flags).keypoints.equal(features.keypoints[flags])
-
-
 def test_exit_codes_of_errors() -> None:
     codes = {kind: kind.exit_code for kind in (MatcherError, UsageError, ImageError, IntegrityError)}
     assert list(codes.values()) == [1, 2, 3, 5]
@@ -149,13 +136,3 @@ def test_scale_and_view() -> None:
     assert batch.view_orientation.tolist() == [6, 3]
     assert batch.scale.tolist() == [[0.5, 0.25]] * 2
     assert Features.stack([features, features]).view_orientation is None
-
-
-@pytest.mark.parametrize("orientation", [1, 6])
-def test_front_ends_say_the_scale(orientation: int) -> None:
-    noise = np.random.default_rng(0).integers(0, 255, (150, 200), dtype=np.uint8)
-    pixels = cv2.resize(noise, (100, 60)) if orientation == 1 else cv2.resize(noise, (75, 100))
-    image = Image(pixels, (200, 150), (0.5, 0.4) if orientation == 1 else (0.5, 0.5), orientation)
-    features = SiftExtractor(ExtractorConfig(max_keypoints=20))([image])[0]
-    assert features.scale.tolist() == pytest.approx(image.stored_scale.tolist())
-    assert Image(pixels, (200, 150), (0.5, 0.4), 6).stored_scale.tolist() == pytest.approx([0.4, 0.5])

@@ -10,12 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from matcher.config import ALL_LAYERS, ContextConfig, ExtractorConfig, MatchingPolicy, NetworkConfig, to_dict
+from matcher.config import ALL_LAYERS, ExtractorConfig, to_dict
 from matcher.errors import IntegrityError
-from matcher.match.network import MatchingNetwork
 from matcher.presets import PRESETS
 from matcher.torch_engine import build_extractor
-from matcher.weights.files import load_model, read_arrays, read_header, read_manifest, save_model, verify
+from matcher.weights.files import load_model, read_arrays, read_manifest, save_model, verify
 
 ROW = """
 [[weights]]
@@ -61,16 +60,6 @@ def test_a_model_survives_the_round_trip(small_model, tmp_path):
     save_model(loaded, tmp_path / "again.safetensors")
     first, second = load_file(path), load_file(tmp_path / "again.safetensors")
     assert all(torch.equal(first[key], second[key]) for key in first)
-
-
-def test_the_policy_is_no_part_of_a_file(tmp_path):
-    policy = MatchingPolicy(match_threshold=0.77, exit_share=0.55)
-    context = ContextConfig(dim=32, depth=2)
-    config = NetworkConfig(guided=True, match_probability=True, context=context, policy=policy)
-    with torch.random.fork_rng(devices=[]):
-        save_model(MatchingNetwork(config), tmp_path / "new.safetensors")
-    assert "policy" not in json.loads(read_header((tmp_path / "new.safetensors").read_bytes())["config"])
-    assert load_model(tmp_path / "new.safetensors")[0].config == replace(config, policy=ALL_LAYERS)
 
 
 def test_bfloat16_files_load_as_float32(small_model, tmp_path):

@@ -70,28 +70,6 @@ def test_the_bill_names_every_package_with_its_licence_and_every_weights_file(re
     assert models == {path.name for path in (ROOT / "weights").glob("*.safetensors")}
 
 
-def test_a_wheel_holds_the_bill_and_lists_it(release, tmp_path):
-    """As pip checks it: a list of files, each with its checksum and size."""
-    wheel, bill = tmp_path / "a-1-py3-none-any.whl", b'{"components": []}'
-    with zipfile.ZipFile(wheel, "w") as file:
-        file.writestr("a/b, c.py", "x = 1\n")
-        record = release.recorded(b"a-1.dist-info/RECORD,,\n", "a/b, c.py", b"x = 1\n")
-        file.writestr("a-1.dist-info/RECORD", record)
-    release.add_bill(wheel, bill)
-    with zipfile.ZipFile(wheel) as file:
-        assert file.testzip() is None and file.read("a/b, c.py") == b"x = 1\n"
-        assert file.read("a-1.dist-info/sboms/matcher.cdx.json") == bill
-        rows = file.read("a-1.dist-info/RECORD").decode().splitlines()
-    assert rows[0] == "a-1.dist-info/RECORD,," and rows[1].startswith('"a/b, c.py",sha256=')
-    assert rows[2].startswith("a-1.dist-info/sboms/matcher.cdx.json,sha256=") and rows[2].endswith(",18")
-    with pytest.raises(SystemExit, match="already"):
-        release.add_bill(wheel, bill)
-    (tmp_path / "no.whl").write_bytes(b"PK\5\6" + bytes(18))
-    with pytest.raises(SystemExit, match="is no wheel"):
-        release.add_bill(tmp_path / "no.whl", bill)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["a-1-py3-none-any.whl", "no.whl"]
-
-
 def test_a_release_is_its_files_and_their_checksums(release, tmp_path, monkeypatch):
     """With a wheel of one module, and an index of known hashes."""
 

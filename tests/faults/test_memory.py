@@ -51,35 +51,6 @@ def test_attention_in_half_precision_has_few_shapes(monkeypatch, tried, matrix_u
     tried(len(counts))
 
 
-GELU = """
-import sys
-from pathlib import Path
-import torch
-import matcher
-
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
-
-torch.set_num_threads(1)
-matcher.load("nearest")
-torch.nn.functional.gelu(torch.rand(2, 9999, 32))
-before = resident()
-for n in range(1, 600):
-    torch.nn.functional.gelu(torch.rand(2, n, 32))
-print(resident() - before)
-"""
-
-
-@LINUX
-def test_operations_compiled_for_a_shape_are_not_kept_for_ever(tried):
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("ONEDNN")}
-    done = subprocess.run(
-        [sys.executable, "-c", GELU], env=environment, capture_output=True, text=True, check=True
-    )
-    assert float(done.stdout) < 100  # 160 with torch's own limit of 1024 shapes
-    tried(600)
-
-
 @LINUX
 @pytest.mark.slow
 def test_many_frames_of_the_default_preset(capsys, tried):

@@ -91,15 +91,6 @@ def test_an_optional_module_in_the_working_folder_is_not_imported(planted, tmp_p
     assert done.returncode in (0, 2, 3, 4) and "Traceback" not in done.stderr, done.stderr
 
 
-def test_a_checkout_runs_its_own_package_last_on_the_path():
-    """`python -m matcher` in the checkout itself, where the package is not installed."""
-    code = "import runpy, sys; sys.argv = ['matcher', '--version']; runpy.run_module('matcher', run_name='x')"
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    for command in (["-m", "matcher", "--version"], ["-c", code]):
-        done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=False)
-        assert done.returncode == 0
-
-
 PLANT = """
 #include <stdio.h>
 __attribute__((constructor)) static void run(void) { fclose(fopen("%s", "w")); }

@@ -17,7 +17,6 @@ import matcher
 from matcher.errors import ImageError, MatcherError
 from matcher.image_files import decode
 from matcher.images import MAX_PIXELS, read_mask
-from matcher.types import Image
 
 pytestmark = pytest.mark.promise(4)
 SECONDS = 5.0  # for a megabyte
@@ -98,25 +97,6 @@ def test_a_header_that_promises_too_much(tmp_path, size):
         with pytest.raises(ImageError, match=r"a\.png"):
             read(tmp_path / "a.png")
     assert time.process_time() - begun < SECONDS and limit == PIL.Image.MAX_IMAGE_PIXELS
-
-
-def deep(path: Path, values: np.ndarray) -> Path:
-    cv2.imwrite(str(path), values[..., ::-1] if values.shape[2] == 3 else values[..., [2, 1, 0, 3]])
-    return path
-
-
-@pytest.mark.parametrize("name", ["a.png", "a.tif", "a.ppm"])
-def test_colour_of_sixteen_bits_is_read_as_such(tmp_path, rng, name):
-    values = rng.integers(0, 65536, (20, 30, 3), dtype=np.uint16)
-    found = decode(deep(tmp_path / name, values), 10**6)
-    assert found.samples.dtype == np.uint16 and np.array_equal(found.samples, values)
-    kept: Image = matcher.read_image(tmp_path / name, keep_stored=True)
-    assert kept.stored.dtype == np.uint16
-    values = rng.integers(1, 65536, (20, 30, 4), dtype=np.uint16)
-    values[:5, :, 3] = 0
-    found = decode(deep(tmp_path / "alpha.png", values), 10**6)
-    assert np.array_equal(found.samples, values[..., :3])
-    assert np.array_equal(found.opaque, values[..., 3] != 0)
 
 
 @pytest.mark.parametrize(("kind", "order"), [("Pf", "<"), ("Pf", ">"), ("PF", "<")])
