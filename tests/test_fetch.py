@@ -21,7 +21,6 @@ from matcher.weights.download import fetch
 from matcher.weights.files import read_manifest
 from matcher.weights.published import Published, PublishedFile, read_catalogue
 
-ROOT = Path(__file__).resolve().parent.parent
 DATA = bytes(range(256)) * 4000  # 1 MB
 ACCEPTED = {"accept_licence": True, "accept_unverified": True}
 PAGE = b"<!DOCTYPE html><html><body>Sign in</body></html>"
