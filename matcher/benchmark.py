@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from matcher.collection.collection import Collection
 from matcher.errors import UsageError, install_command
-from matcher.images import find_images, image_from_array, read_image
+from matcher.images import find_images, read_image
 from matcher.kernels import SWITCH, kernels
 from matcher.loading import load
 from matcher.pipeline import Pipeline
@@ -276,7 +276,7 @@ def loftr(bench: Bench) -> Iterator[BenchmarkRow]:
 
 def extraction(bench: Bench) -> Iterator[BenchmarkRow]:
     """Our learned front end on one image, against SIFT, and on several images at once."""
-    image = image_from_array(bench.pictures()[0])
+    image = read_image(bench.pictures()[0])
     sift, works = bench.load("nearest", device="cpu").extractor, {}
     for precision in ("auto", "float32"):
         extract = bench.load(precision=precision).extractor

@@ -284,9 +284,6 @@ def read_image(
     )
 
 
-image_from_array = read_input = read_image
-
-
 def _decoded(image: Any, path: Path | None, max_pixels: int) -> Decoded:
     if path is not None:
         return decode(path, max_pixels)

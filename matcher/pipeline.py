@@ -15,7 +15,7 @@ from matcher.cameras import Camera, cameras_of_pair
 from matcher.config import NearestConfig, PipelineConfig, RefineConfig, depth
 from matcher.extract.extractor import extracted
 from matcher.extract.sift import SiftExtractor
-from matcher.images import MAX_PIXELS, ImageInput, read_both, read_input
+from matcher.images import MAX_PIXELS, ImageInput, read_both, read_image
 from matcher.match.calibration import calibrated_by_geometry, calibration_of, weighed_by_refinement
 from matcher.match.nearest import NearestMatcher
 from matcher.passes.further import FurtherPasses
@@ -248,7 +248,7 @@ class Pipeline:
         if self.bgr and isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[2] in (3, 4):
             image = image[..., [2, 1, 0, 3][: image.shape[2]]]
         options |= dict(max_pixels=self.max_pixels, upright=self.upright, alpha_mask=self.alpha_mask)
-        return read_input(image, mask=mask, **options)
+        return read_image(image, mask=mask, **options)
 
     def extract(self, image: ImageInput, mask: Mask | None = None) -> Features:
         """Keypoints and descriptors of one image, for `match_features`; arguments as in `match`."""

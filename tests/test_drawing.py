@@ -8,7 +8,7 @@ import pytest
 
 from matcher.errors import ImageError, UsageError
 from matcher.geometry import upright_size, upright_to_stored
-from matcher.images import image_from_array, read_image
+from matcher.images import read_image
 from matcher.result import Result
 from matcher.types import Features, Matches, TwoViewGeometry
 from matcher.viz.drawings import (
@@ -165,7 +165,7 @@ def test_a_result_is_drawn_the_same_every_time_and_replaces_its_own(tmp_path, su
     with pytest.raises(UsageError, match="overwrite"):
         result.plot(path, grey(), grey())
     assert result.plot(path, grey(), grey(), overwrite=True) == path
-    result.plot(path, tmp_path / "a.png", image_from_array(grey()), title="demo")
+    result.plot(path, tmp_path / "a.png", read_image(grey()), title="demo")
     result.plot(again, tmp_path / "a.png", grey(), title="demo")
     assert path.read_bytes() == again.read_bytes() and path.read_bytes().startswith(magic)
     for name, images, fault in (

@@ -11,7 +11,7 @@ import matcher
 from matcher.collection.store import Store
 from matcher.config import ExtractorConfig
 from matcher.extract.extractor import extracted
-from matcher.images import image_from_array
+from matcher.images import read_image
 from matcher.types import Features
 
 
@@ -38,7 +38,7 @@ class Recorder:
 
 
 def blank(width: int, height: int, resize: int = 1024):
-    return image_from_array(np.full((height, width), 90, np.uint8), resize=resize)
+    return read_image(np.full((height, width), 90, np.uint8), resize=resize)
 
 
 @pytest.mark.parametrize(

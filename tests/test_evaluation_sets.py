@@ -294,7 +294,7 @@ def test_two_sensors_see_the_same_edges_in_other_greys(photos):
     of_greys, of_edges = [], []
     for _ in range(12):
         seen = [recoloured(photo, rng) for _ in range(2)]
-        edges = [gradient_image(image_from_array(each), 2.0).pixels for each in seen]
+        edges = [gradient_image(read_image(each), 2.0).pixels for each in seen]
         of_greys.append(np.corrcoef(*map(np.ravel, seen))[0, 1])
         of_edges.append(np.corrcoef(*map(np.ravel, edges))[0, 1])
     assert np.mean(of_edges) > 0.6 > 0.3 > np.mean(of_greys) and np.min(of_greys) < -0.3

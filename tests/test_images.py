@@ -13,7 +13,7 @@ import torch
 
 from matcher.errors import ImageError, ImageWarning, UsageError
 from matcher.geometry import resize_points, resized, upright_to_stored
-from matcher.images import MAX_PIXELS, image_from_array, read_image, read_input, read_mask
+from matcher.images import MAX_PIXELS, read_image, read_mask
 
 POINTS = np.array([[40.0, 30.0], [250.0, 40.0], [60.0, 180.0], [200.0, 150.0]])  # stored xy
 LOSSLESS = {"webp": {"lossless": True, "exact": True}, "jpg": {"quality": 95}}
@@ -71,7 +71,7 @@ def test_orientation_turns_upright_and_points_map_back(tmp_path, blobs, orientat
 
 def test_resize_is_exact_on_both_axes(blobs, noise, size=(101, 400)):
     picture = np.asarray(PIL.Image.fromarray(blobs).resize(size, PIL.Image.BICUBIC))
-    image = image_from_array(picture, resize=64)
+    image = read_image(picture, resize=64)
     height, width = image.pixels.shape
     assert max(width, height) == 64 and image.size == size
     assert image.scale == (width / size[0], height / size[1])
@@ -79,7 +79,7 @@ def test_resize_is_exact_on_both_axes(blobs, noise, size=(101, 400)):
     small = resize_points(corners, image.scale)
     assert np.allclose(small, [[-0.5, -0.5], [width - 0.5, height - 0.5]], atol=1e-12)
     for resize in (1024, None):  # small ones are not enlarged
-        assert np.array_equal(image_from_array(noise, resize=resize).pixels, noise)
+        assert np.array_equal(read_image(noise, resize=resize).pixels, noise)
 
 
 def test_long_strips_are_resized_by_area(tmp_path, recwarn):
@@ -87,12 +87,12 @@ def test_long_strips_are_resized_by_area(tmp_path, recwarn):
     with pytest.warns(ImageWarning, match=r"wide\.png: .* is a long strip"):
         assert read_image(path).pixels.shape == (162, 4857)
     with pytest.warns(ImageWarning, match="40000 x 1 is a long strip"):
-        image = image_from_array(np.zeros((1, 40_000), np.uint8), resize=50)
+        image = read_image(np.zeros((1, 40_000), np.uint8), resize=50)
     assert image.pixels.shape == (1, 8660) and image.scale == (8660 / 40_000, 1.0)
     recwarn.clear()
     assert resized((4000, 1000), 1024)[0] == (1024, 256)
     assert resized((3000, 100), 1024) == ((3000, 100), (1.0, 1.0))  # has less than the area already
-    image_from_array(np.zeros((100, 3000), np.uint8))
+    read_image(np.zeros((100, 3000), np.uint8))
     assert not recwarn.list
 
 
@@ -201,7 +201,7 @@ def test_damaged_files_are_refused(tmp_path, noise):
         read_image(path)
     path.write_bytes(bytes(data[:4000]))
     with pytest.raises(ImageError, match=r"a\.png.*cut short"):
-        image_from_array(PIL.Image.open(path))
+        read_image(PIL.Image.open(path))
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_a_mask_is_turned_and_shrunk_with_the_image_and_meets_alpha(tmp_path, no
     assert abs(small.mask.mean() - keep.mean()) < 0.05
     alpha = np.full(noise.shape[:2], 255, np.uint8)
     alpha[:20] = 0
-    image = image_from_array(np.dstack([noise, alpha]), mask=mask)
+    image = read_image(np.dstack([noise, alpha]), mask=mask)
     assert np.array_equal(image.mask, (keep > 0) & (alpha > 0))
     deep = save(tmp_path / "m.png", np.array([[0, 1], [300, 65535]], np.uint16))
     assert read_mask(deep, MAX_PIXELS).tolist() == [[False, True], [True, True]]
@@ -277,13 +277,13 @@ def test_images_and_masks_in_the_forms_that_people_hold(tmp_path, noise):
     image = read_image(save(tmp_path / "a.png", noise))
     encoded = (tmp_path / "a.png").read_bytes()
     for same in (encoded, io.BytesIO(encoded), torch.from_numpy(noise).permute(2, 0, 1)[None]):
-        assert np.array_equal(read_input(same, resize=None).pixels, image.pixels)
+        assert np.array_equal(read_image(same, resize=None).pixels, image.pixels)
     keep = np.zeros(noise.shape[:2], bool)
     keep[5:20, 7:30] = True
     for mask in (keep[..., None], np.stack([keep] * 3, -1), keep * 255.0, torch.from_numpy(keep)[None]):
-        assert np.array_equal(image_from_array(noise, mask=mask).mask, keep)
+        assert np.array_equal(read_image(noise, mask=mask).mask, keep)
     with pytest.raises(ImageError, match="in memory"):
-        read_input(b"no image")
+        read_image(b"no image")
 
 
 # Arrays.
@@ -294,14 +294,14 @@ def test_arrays_of_every_depth_and_layout_agree(noise):
     read_only.setflags(write=False)
     depths = (noise, deep, noise / 255, (noise / 255).astype(np.float32), (noise / 255).astype(np.float16))
     for array in (*depths, np.asfortranarray(noise), noise[::-1].copy()[::-1], read_only, deep.astype(">u2")):
-        assert np.array_equal(image_from_array(array).pixels, noise)
-    assert np.array_equal(image_from_array(noise[..., :1]).pixels, noise[..., 0])
+        assert np.array_equal(read_image(array).pixels, noise)
+    assert np.array_equal(read_image(noise[..., :1]).pixels, noise[..., 0])
     tensor = torch.from_numpy(noise)
     for same in (tensor, tensor.permute(2, 0, 1) / 255, tensor.double() / 255):
-        assert np.array_equal(image_from_array(same).pixels, noise)
-    half = image_from_array((tensor / 255).bfloat16().requires_grad_()).pixels
+        assert np.array_equal(read_image(same).pixels, noise)
+    half = read_image((tensor / 255).bfloat16().requires_grad_()).pixels
     assert np.abs(half.astype(int) - noise).max() <= 1
-    assert np.array_equal(image_from_array(noise[..., 0] > 9).pixels, np.where(noise[..., 0] > 9, 255, 0))
+    assert np.array_equal(read_image(noise[..., 0] > 9).pixels, np.where(noise[..., 0] > 9, 255, 0))
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_arrays_of_every_depth_and_layout_agree(noise):
 )
 def test_arrays_that_are_no_images(array):
     with pytest.raises(UsageError, match="accepted: one image"):
-        image_from_array(array)
+        read_image(array)
 
 
 @pytest.mark.parametrize("mode", ["LA", "P", "I;16"])
@@ -327,9 +327,9 @@ def test_pillow_images_are_read_as_their_files(tmp_path, noise, mode):
     deep = PIL.Image.fromarray(noise[..., 0].astype(np.uint16) * 257)
     picture = deep if mode == "I;16" else PIL.Image.fromarray(noise).convert(mode)
     path = save(tmp_path / "a.png", picture, exif=exif(6))
-    wanted, found = read_image(path), image_from_array(PIL.Image.open(path))
+    wanted, found = read_image(path), read_image(PIL.Image.open(path))
     assert found.size == wanted.size and found.orientation == wanted.orientation == 6
     assert np.array_equal(found.pixels, wanted.pixels)
     assert (found.mask is None) == (wanted.mask is None)
-    stored = image_from_array(PIL.Image.open(path), upright=False)
+    stored = read_image(PIL.Image.open(path), upright=False)
     assert (stored.orientation, stored.exif_orientation) == (1, 6)

@@ -8,7 +8,7 @@ from command import run
 
 import matcher
 from matcher.explain.report import write_report
-from matcher.images import image_from_array
+from matcher.images import read_image
 
 QUICK = ("--preset", "nearest", "--max-keypoints", 200)
 HALF = 80  # columns of the scene that masks keep
@@ -136,4 +136,4 @@ def test_an_image_that_is_transparent_everywhere_is_said(files):
         matcher.read_image(path)
     assert matcher.read_image(path, alpha_mask=False).mask is None
     with pytest.warns(matcher.ImageWarning, match="the image: alpha is 0 everywhere"):
-        image_from_array(np.zeros((30, 40, 4), np.uint8))
+        read_image(np.zeros((30, 40, 4), np.uint8))

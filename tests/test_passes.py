@@ -13,7 +13,7 @@ import torch
 import matcher
 from matcher.config import FurtherPassesConfig
 from matcher.errors import UsageError
-from matcher.images import gradient_image, image_from_array, read_image
+from matcher.images import gradient_image, read_image
 from matcher.passes.further import JOINED, Evidence, joined
 from matcher.passes.views import (
     STRETCH,
@@ -181,7 +181,7 @@ def test_a_negative_is_matched(photo):
 
 
 def test_gradient_images_do_not_depend_on_the_sign_of_contrast(photo):
-    image = image_from_array(photo)
+    image = read_image(photo)
     relative = gradient_image(image, 2.0)
     assert relative.pixels.shape == photo.shape[:2] and relative.pixels.dtype == np.uint8
     assert (relative.size, relative.scale) == (image.size, image.scale)
@@ -189,13 +189,13 @@ def test_gradient_images_do_not_depend_on_the_sign_of_contrast(photo):
     assert np.abs(relative.pixels.astype(int) - negative).max() <= 1
     dimmed = gradient_image(replace(image, pixels=photo // 3), 2.0).pixels
     assert np.corrcoef(relative.pixels.ravel(), dimmed.ravel())[0, 1] > 0.9
-    flat = gradient_image(image_from_array(np.full((40, 60), 90, np.uint8)), 2.0)
+    flat = gradient_image(read_image(np.full((40, 60), 90, np.uint8)), 2.0)
     assert not flat.pixels.any()
 
 
 def test_gradients_of_large_images_take_little_memory_and_have_no_seams(rng):
     pixels = cv2.resize(rng.integers(0, 256, (80, 120), np.uint8), (960, 640), interpolation=cv2.INTER_CUBIC)
-    large = image_from_array(pixels)
+    large = read_image(pixels)
     tracemalloc.start()
     try:
         found = gradient_image(large, 2.0).pixels
@@ -367,8 +367,8 @@ def test_a_part_is_looked_at_with_the_pixels_of_the_file(photo, monkeypatch):
 
 def test_images_read_before_keep_their_pixels(photo):
     pipeline = matcher.load("nearest", further_passes=True, max_keypoints=200)
-    image = image_from_array(photo, resize=300)
-    blank = image_from_array(np.zeros((200, 300), np.uint8))
+    image = read_image(photo, resize=300)
+    blank = read_image(np.zeros((200, 300), np.uint8))
     result = pipeline.match(image, blank)
     assert len(result.matches) == 0 and result.passes == ()
     assert isinstance(result.features0.keypoints, torch.Tensor)

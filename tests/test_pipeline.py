@@ -11,7 +11,7 @@ import matcher
 from matcher.cameras import Camera
 from matcher.errors import ImageError, UsageError
 from matcher.geometry import warp_points
-from matcher.images import image_from_array, read_image
+from matcher.images import read_image
 from matcher.match.network import AttentionMatcher
 from matcher.presets import DEFAULT_PRESET, find_preset
 from matcher.torch_engine import resolve_device
@@ -167,7 +167,7 @@ def test_masks_keep_keypoints_inside(network, pair, tmp_path):
         assert float(result.features0.keypoints[:, 0].max()) < 402
         assert float(result.features1.keypoints[:, 0].max()) > 500
     with pytest.raises(UsageError, match="own mask"):
-        network.extract(image_from_array(pair[0]), mask)
+        network.extract(read_image(pair[0]), mask)
 
 
 def test_results_are_in_stored_pixels_whatever_the_resize(pair):

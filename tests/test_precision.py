@@ -13,7 +13,7 @@ import torch
 import matcher
 from matcher.config import ContextConfig, ExtractorConfig, MatchingPolicy, NetworkConfig
 from matcher.extract.sift import SiftExtractor
-from matcher.images import image_from_array, read_image
+from matcher.images import read_image
 from matcher.match.network import AttentionMatcher, MatchingNetwork
 from matcher.types import Features, Image, Matches
 from matcher.weights.files import load_model
@@ -90,7 +90,7 @@ def seen_askew(view: Path) -> Image:
     """The image by a camera that stands elsewhere."""
     pixels = read_image(view).pixels
     warp = np.array([[0.95, -0.12, 20], [0.1, 1.02, -15], [2e-4, -1e-4, 1]])
-    return image_from_array(cv2.warpPerspective(pixels, warp, pixels.shape[1::-1]))
+    return read_image(cv2.warpPerspective(pixels, warp, pixels.shape[1::-1]))
 
 
 @pytest.mark.parametrize(("early_exit", "pruning", "share"), SETTINGS)

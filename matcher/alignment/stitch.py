@@ -15,7 +15,7 @@ from matcher.collection.collection import MatchedSet, match_set
 from matcher.errors import ImageError, UsageError
 from matcher.files import check_output, write_output
 from matcher.geometry import upright_matrix, warp_points
-from matcher.images import ImageInput, read_input
+from matcher.images import ImageInput, read_image
 from matcher.presets import DEFAULT_PRESET, LoadOptions
 from matcher.types import Image
 
@@ -90,7 +90,7 @@ def stitch(
     group = found.groups()[0]
     if len(group) < 2:
         raise ImageError("no two of these images overlap; give more of them, or photos that share more")
-    read = [read_input(images[number], resize=None) for number in group]
+    read = [read_image(images[number], resize=None) for number in group]
     turns = [upright_matrix(image.size, image.orientation) for image in read]
     pixels = [np.dstack([p] * 3) if p.ndim == 2 else p for p in (image.pixels for image in read)]
     cameras = None if projection == "plane" else _cameras(found, group, read, turns)

@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 
 from matcher.errors import ImageError, UsageError
-from matcher.images import image_from_array, read_image
+from matcher.images import read_image
 from matcher.types import Image
 
 ProtocolName = Literal["homography", "pose", "depth", "correspondences", "unrelated", "trap"]
@@ -36,7 +36,7 @@ class PairImage:
         if pixels is None:
             pixels = read_image(self.path, resize=None, upright=False).pixels
         resize = round(shorter_side * max(pixels.shape[:2]) / min(pixels.shape[:2]))  # never enlarged
-        return replace(image_from_array(pixels, resize=resize), path=self.path)
+        return replace(read_image(pixels, resize=resize), path=self.path)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from matcher.errors import MALFORMED, IntegrityError, MatcherError, UsageError
 from matcher.export.output import check_folder
 from matcher.files import write_whole
 from matcher.geometry import check_poses
-from matcher.images import ImageInput, read_input
+from matcher.images import ImageInput, read_image
 from matcher.localization.map import Map
 from matcher.pipeline import Mask
 from matcher.presets import DEFAULT_PRESET, LoadOptions, given_options
@@ -181,7 +181,7 @@ class KeyframeMap:
             return
         if result.is_keyframe or self._keyframe is None:
             self._keyframe = None
-            shown = read_input(image, resize=None, upright=False, mask=mask, alpha_mask=self._alpha_mask)
+            shown = read_image(image, resize=None, upright=False, mask=mask, alpha_mask=self._alpha_mask)
             # Not before there is something to keep: what fails before leaves no folder in the way.
             (self.folder / FRAMES).mkdir(parents=True, exist_ok=True)
             colour = shown.pixels if shown.pixels.ndim == 2 else cv2.cvtColor(shown.pixels, cv2.COLOR_RGB2BGR)
@@ -326,7 +326,7 @@ class MapTracking:
         if result.is_keyframe or not stretch.localized:
             try:
                 how = dict(resize=None, upright=False, mask=mask, alpha_mask=alpha_mask)
-                shown = read_input(image, **how)
+                shown = read_image(image, **how)
                 pose = self._map.localize(shown.pixels, result.camera, mask=shown.mask)
             except (MatcherError, OSError) as error:
                 self.problem, pose = self.problem or str(error), None

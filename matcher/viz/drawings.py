@@ -24,7 +24,7 @@ from matplotlib.patheffects import withStroke
 from matcher.errors import UsageError, counted
 from matcher.files import check_output, write_output
 from matcher.geometry import resize_points, stored_to_upright, warp_points
-from matcher.images import MAX_PIXELS, image_from_array, read_image
+from matcher.images import MAX_PIXELS, read_image
 from matcher.types import Image
 from matcher.verify.adjustment import epipolar_distance
 
@@ -87,9 +87,7 @@ def figure_pixels(figure: Figure) -> np.ndarray:
 
 def as_image(image: Image | np.ndarray | str | Path, max_pixels: int = MAX_PIXELS) -> Image:
     """An image by its path, as an array, or as it is; raises as `images.read_image` does."""
-    if isinstance(image, (str, Path)):
-        return read_image(image, max_pixels=max_pixels)
-    return image if isinstance(image, Image) else image_from_array(image)
+    return read_image(image, max_pixels=max_pixels)
 
 
 def as_points(points: np.ndarray, name: str) -> np.ndarray:
@@ -253,7 +251,7 @@ def draw_matches(
     """Two images, upright, with lines between their matched points.
 
     Args:
-        image0, image1, points0, points1: images as `images.image_from_array` takes; (K, 2) stored pixels.
+        image0, image1, points0, points1: images as `images.read_image` takes; (K, 2) stored pixels.
         scores, inliers: (K,) in [0, 1], the confidence of a match, 1 when absent; (K,) bool, None where no
             geometry was estimated, then no match counts as an outlier.
         errors, planes, colour_by, error_limit, stacked: (K,) pixels; (K,) plane of each match, −1 for none;
@@ -387,7 +385,7 @@ def draw_instances(
     A dot marks the template's first corner in both, so that the turn shows.
 
     Args:
-        template, image: an Image, a path, or an array as `images.image_from_array` takes it.
+        template, image: an Image, a path, or an array as `images.read_image` takes it.
         corners: (4, 2) of each instance, stored pixels of the image; the first is that of the template's
             first pixel.
         labels: a text for each instance; numbers from 1 when absent.
@@ -441,7 +439,7 @@ def draw_epipolar_lines(
     """Matched points, each with the epipolar line that its partner draws in the other image.
 
     Args:
-        image0, image1: an Image, or an array as `images.image_from_array` takes it.
+        image0, image1: an Image, or an array as `images.read_image` takes it.
         points0, points1: (K, 2) matched points, stored pixels, best first.
         fundamental: (3, 3) with x1ᵀ F x0 = 0 in stored pixels.
         max_lines: matches drawn, spread evenly over all of them.
