@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -403,19 +403,6 @@ def _front_end(network: FeatureNetwork, config: ExtractorConfig) -> onnx.ModelPr
         ["image", "mask", "max_keypoints"],
         ["keypoints", "scores", "descriptors"],
     )
-
-
-def untrained_graphs(config: NetworkConfig) -> ExportedNetwork:
-    """The graphs of a configuration, whatever the parameters will be."""
-    with torch.random.fork_rng(devices=[]):
-        return network_graphs(MatchingNetwork(config).eval())
-
-
-def front_end_of(shapes: Mapping[str, Any]) -> FeatureNetwork:
-    """Our front end in the sizes of such parameters."""
-    network = FeatureNetwork()
-    network.fit({name: array.shape for name, array in shapes.items()})
-    return network.eval().requires_grad_(False)
 
 
 def trained_front_end(config: ExtractorConfig, weights: str | Path | None = None) -> FrontEnd:

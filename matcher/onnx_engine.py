@@ -183,9 +183,11 @@ class OnnxExtractor:
         try:
             check_front_end(data, self.config.kind)
             arrays = read_arrays(data)
-            exported = exported_front_end(arrays, self.config)
         except IntegrityError as error:
             raise IntegrityError(f"{path} {error}") from error
+        exported = ExportedNetwork.read(GRAPHS / "learned")
+        if {name: list(array.shape) for name, array in arrays.items()} != exported.shapes:
+            raise UsageError(f"{path} is of a front end of other sizes, which only engine 'torch' has")
         self.stride, self.border = exported.settings["stride"], exported.settings["border"]
         weights = {f"network.{name}": array for name, array in arrays.items()}
         return Graph(exported.parts["front_end"], weights)
@@ -222,16 +224,6 @@ class OnnxExtractor:
         )
 
 
-def exported_front_end(arrays: Arrays, config: ExtractorConfig) -> ExportedNetwork:
-    """The graph for such parameters: the shipped one, or exported now if torch is installed; `UsageError`:
-    there is none."""
-    shipped = ExportedNetwork.read(GRAPHS / "learned")
-    if {name: list(array.shape) for name, array in arrays.items()} == shipped.shapes:
-        return shipped
-    exporter = _exporter("a front end of these sizes")
-    return exporter.front_end_graph(exporter.front_end_of(arrays), config)
-
-
 # The matcher.
 
 
@@ -248,7 +240,11 @@ class OnnxMatcher:
             IntegrityError: arrays that the graph asks for are absent or misshaped.
         """
         self.config, self._arrays = replace(config, policy=policy), arrays
-        self._exported = exported_network(self.config)
+        every = map(ExportedNetwork.read, sorted(GRAPHS.iterdir()))
+        key = graph_key(self.config)
+        self._exported = next((each for each in every if each.settings.get("network") == key), None)
+        if self._exported is None:
+            raise UsageError("engine 'onnx' has the networks of our own presets alone; use engine 'torch'")
         wanted = {name: tuple(shape) for name, shape in self._exported.shapes.items()}
         if strange := [n for n, shape in wanted.items() if n not in arrays or arrays[n].shape != shape]:
             raise IntegrityError(
@@ -389,28 +385,7 @@ def _turned(side: dict[str, np.ndarray], turns: int) -> dict[str, np.ndarray]:
     return side | {"descriptors": descriptors, "matched_orientation": np.int64(view)}
 
 
-def exported_network(config: NetworkConfig) -> ExportedNetwork:
-    """The graphs of a network: those shipped, or exported now if torch is installed; `UsageError`: there are
-    none."""
-    for folder in sorted(GRAPHS.iterdir()):
-        exported = ExportedNetwork.read(folder)
-        if exported.settings.get("network") == graph_key(config):
-            return exported
-    return _exporter("this network").untrained_graphs(config)
-
-
 def graph_key(config: NetworkConfig) -> dict[str, Any]:
     """What the graphs of a network depend on, as JSON has it."""
     key = {**architecture(config), "prune_confident_only": config.policy.prune_confident_only}
     return json.loads(json.dumps(key))
-
-
-def _exporter(what: str) -> Any:
-    try:
-        from matcher import export_onnx
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"engine 'onnx' has no graph of {what}, and exporting one needs {error.name}: "
-            f"{install_command(str(error.name))}, or use engine 'torch'"
-        ) from error
-    return export_onnx
