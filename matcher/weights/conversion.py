@@ -141,7 +141,7 @@ def fast_heads_merged(channels: int, heads: int) -> Tensor:
 # What published tensors are called here, in every naming that is in use.
 
 
-class Layout(NamedTuple):
+class CheckpointLayout(NamedTuple):
     """How the parameters of a system are named and ordered.
 
     Renames are regular expressions, all applied in turn. `name#0`, `name#1` … are parts of one parameter, one
@@ -177,6 +177,18 @@ def _position(match: re.Match) -> str:
     return "position.out" if number == 12 else f"position.hidden.{number // 3}.{part}"
 
 
+def _fine(match: re.Match) -> str:
+    return f"fine.{_alternating(match)}"
+
+
+def _lateral(match: re.Match) -> str:
+    return f"backbone.laterals.{int(match[1]) - 1}"
+
+
+def _stage(match: re.Match) -> str:
+    return f"backbone.stages.{int(match[1]) - 1}"
+
+
 def _merge(match: re.Match) -> str:
     part = {"0": "inner.conv", "1": "inner.norm", "3": "outer"}.get(match[2], match[2])
     return f"backbone.merges.{int(match[1]) - 1}.{part}"
@@ -191,14 +203,22 @@ def _qkv(match: re.Match) -> str:
     return f"attention.qkv#{'qkv'.index(match[1])}"
 
 
+def _encoder(match: re.Match) -> str:
+    """Of SuperPoint's stages, which are counted from 1."""
+    return f"encoder.{int(match[1]) - 1}{match[2]}"
+
+
+def _open_encoder(match: re.Match) -> str:
+    return f"encoder.{2 * int(match[1]) + int(match[2])}"
+
+
 def _convolution(match: re.Match) -> str:
     """Of SuperPoint's convolutions a and b."""
-    stage, letter = match.groups()
-    return f"{2 * int(stage) + 'ab'.index(letter)}.conv"
+    return f"{2 * int(match[1]) + 'ab'.index(match[2])}.conv"
 
 
 LAYOUTS = (
-    Layout(
+    CheckpointLayout(
         "LightGlue",
         (
             # cvg/LightGlue's files have the names of the first line; glue-factory and kornia save the second.
@@ -234,7 +254,7 @@ LAYOUTS = (
         # log_assignment.N.r: scalars of 1 in disk_lightglue.pth that no published code reads.
         r"confidence_thresholds|(extractor|keypoint_detector)\..*|log_assignment\.[0-9]+\.r",
     ),
-    Layout(  # magicleap/SuperGluePretrainedNetwork
+    CheckpointLayout(  # magicleap/SuperGluePretrainedNetwork
         "SuperGlue",
         (
             (r"^gnn\.layers\.(?P<layer>\d{1,3})", _alternating),
@@ -249,7 +269,7 @@ LAYOUTS = (
         ),
         ((r"attn\.proj", fast_heads, None), (r"attn\.merge", None, fast_heads_merged)),
     ),
-    Layout(  # transformers
+    CheckpointLayout(  # transformers
         "SuperGlue",
         (
             (r"^gnn\.layers\.(?P<layer>\d{1,3})", _alternating),
@@ -265,19 +285,19 @@ LAYOUTS = (
         ),
         ignored=r"keypoint_detector\..*",
     ),
-    Layout(  # zju3dv/LoFTR and kornia
+    CheckpointLayout(  # zju3dv/LoFTR and kornia
         "LoFTR",
         (
             (r"^backbone\.conv1", "backbone.stem.conv"),
             (r"^backbone\.bn1", "backbone.stem.norm"),
             (r"^backbone\.layer(\d)_outconv2\.(\d+)", _merge),
-            (r"^backbone\.layer(\d)_outconv", lambda m: f"backbone.laterals.{int(m[1]) - 1}"),
-            (r"^backbone\.layer(\d)", lambda m: f"backbone.stages.{int(m[1]) - 1}"),
+            (r"^backbone\.layer(\d)_outconv", _lateral),
+            (r"^backbone\.layer(\d)", _stage),
             (r"(?<=^backbone\.stages\.\d\.\d)\.(conv|bn)([12])", _residual),
             (r"(?<=^backbone\.stages\.\d\.\d)\.downsample\.0", ".skip.conv"),
             (r"(?<=^backbone\.stages\.\d\.\d)\.downsample\.1", ".skip.norm"),
             (r"^loftr_coarse\.layers\.(?P<layer>\d{1,3})", _alternating),
-            (r"^loftr_fine\.layers\.(?P<layer>\d{1,3})", lambda m: f"fine.{_alternating(m)}"),
+            (r"^loftr_fine\.layers\.(?P<layer>\d{1,3})", _fine),
             (r"(?<=_block\.)([qkv])_proj", _qkv),
             (r"(?<=_block\.)merge", "attention.out"),
             (r"(?<=_block\.)norm1", "message_norm"),
@@ -289,11 +309,11 @@ LAYOUTS = (
             (r"^fine_preprocess\.merge_feat", "fine.merge"),
         ),
     ),
-    Layout(
+    CheckpointLayout(
         "SuperPoint",
         (
             # magicleap/SuperPointPretrainedNetwork
-            (r"^conv([1-4])([ab])", lambda m: f"encoder.{2 * int(m[1]) - 2 + 'ab'.index(m[2])}.conv"),
+            (r"^conv([1-4])([ab])", _encoder),
             (r"^conv(P)([ab])|^keypoint_decoder\.conv_(score)_([ab])", r"points.0\2\4"),
             (r"^conv(D)([ab])|^descriptor_decoder\.conv_(descriptor)_([ab])", r"descriptors.0\2\4"),
             # transformers
@@ -301,10 +321,10 @@ LAYOUTS = (
             (r"(?<=\.)(\d)([ab])\b", _convolution),
         ),
     ),
-    Layout(  # rpautrat/SuperPoint
+    CheckpointLayout(  # rpautrat/SuperPoint
         "SuperPoint-open",
         (
-            (r"^backbone\.(\d)\.(\d)", lambda m: f"encoder.{2 * int(m[1]) + int(m[2])}"),
+            (r"^backbone\.(\d)\.(\d)", _open_encoder),
             (r"^detector\.", "points."),
             (r"^descriptor\.", "descriptors."),
             (r"(?<=\d\.)bn\b", "norm"),
@@ -411,7 +431,7 @@ def _as_front_end(tensors: Mapping[str, Tensor], but: str) -> str:
     return f"is a checkpoint of the front end {kinds[0]} and " if kinds else ""
 
 
-def choose_layout(tensors: Mapping[str, Tensor], system: str) -> Layout:
+def choose_layout(tensors: Mapping[str, Tensor], system: str) -> CheckpointLayout:
     """The layout of `system` that knows most of the tensors' names; `IntegrityError`: another system's layout
     knows more of them, or none knows any; reads on after the file's name."""
     ordered = sorted(LAYOUTS, key=lambda layout: layout.system != system)  # on a tie the one asked for
@@ -428,7 +448,7 @@ def choose_layout(tensors: Mapping[str, Tensor], system: str) -> Layout:
 
 
 def convert(
-    tensors: Mapping[str, Tensor], expected: dict[str, Tensor], layout: Layout, heads: int
+    tensors: Mapping[str, Tensor], expected: dict[str, Tensor], layout: CheckpointLayout, heads: int
 ) -> dict[str, Tensor]:
     """Their tensors as ours, float32: all that are `expected`, by our names, with tensors of their shapes.
 
