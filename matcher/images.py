@@ -192,7 +192,7 @@ def limit_for(size: tuple[int, int]) -> int:
 
 
 def read_image(
-    image: ImageInput,
+    path: ImageInput,
     *,
     resize: int | None = 1024,
     soft_resize: int | None = None,
@@ -214,9 +214,9 @@ def read_image(
     Image(1600 x 1200 stored, 800 x 600 grey, 'grey.png')
 
     Args:
-        image: the file's path; or an encoded file as `bytes`, or an open one; a PIL image of any mode; an
-            array, (H, W) grey, (H, W, 3) RGB or (H, W, 4) RGBA, of uint8, uint16, bool or float in [0, 1]; a
-            torch tensor, which may have its channels first; or an `Image`, which is returned as it is.
+        path: of the file; or the image itself: an encoded file as `bytes`, or an open one; a PIL image of any
+            mode; an array, (H, W) grey, (H, W, 3) RGB or (H, W, 4) RGBA, of uint8, uint16, bool or float in
+            [0, 1]; a torch tensor, which may have its channels first; or an `Image`, returned as it is.
         resize: longer side in pixels, only ever made smaller; None keeps the size. An image more than four
             times as long as wide gets the area of an ordinary one instead, with an `ImageWarning`.
         soft_resize: a soft image (enlarged, blurred) is made smaller still, until its edges are sharp, but
@@ -233,6 +233,7 @@ def read_image(
         UsageError: an argument that cannot be used, an array of another shape or type, values outside the
             range, a mask of another size than the stored image, or one beside an `Image`.
     """
+    image, path = path, as_path(path) if isinstance(path, (str, os.PathLike)) else None
     if isinstance(image, Image):
         if mask is not None:
             raise UsageError("an Image carries its own mask: build it with one, and pass none beside it")
@@ -240,7 +241,6 @@ def read_image(
     for name, limit in {"resize": resize, "soft_resize": soft_resize, "max_pixels": max_pixels}.items():
         if limit is not None and limit < 1:
             raise UsageError(f"{name} must be at least 1, not {limit}")
-    path = as_path(image) if isinstance(image, (str, os.PathLike)) else None
     decoded, name = _decoded(image, path, max_pixels), "the image" if path is None else str(path)
     try:
         stored = to_uint8(decoded.samples)
