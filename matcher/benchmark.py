@@ -260,7 +260,7 @@ def loftr(bench: Bench) -> Iterator[BenchmarkRow]:
     pipe = with_parameters(dict(peer.state_dict()), "loftr-outdoor", device=str(device))
     noise = [np.random.default_rng(seed).standard_normal((height, width)) for seed in (0, 1)]
     noise = [cv2.normalize(cv2.GaussianBlur(n, (0, 0), 2.0), None, 0, 255, cv2.NORM_MINMAX) for n in noise]
-    images = [image_from_array(each.astype(np.uint8)) for each in noise]
+    images = [read_image(each.astype(np.uint8)) for each in noise]
     grey = [torch.from_numpy(each.astype(np.float32))[None, None].to(device) / 255 for each in noise]
 
     def ours() -> object:
@@ -352,7 +352,7 @@ def onnx(bench: Bench, points: int) -> Iterator[BenchmarkRow]:
     """The default preset in ONNX Runtime in one pass, against torch in float32 with and without kernels."""
     options = {"precision": "float32", "further_passes": False, "refine": False, "resize": 2048}
     ours, torch_ours = (bench.load(engine=e, max_keypoints=points, **options) for e in ("onnx", "torch"))
-    features, image = bench.features(points), image_from_array(bench.pictures()[0])
+    features, image = bench.features(points), read_image(bench.pictures()[0])
     for name, call in {
         f"matcher alone, {points} points": lambda pipe: pipe.match_features(*features),
         f"images to matches, {points} points": lambda pipe: pipe.match(*bench.images),

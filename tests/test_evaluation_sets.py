@@ -19,7 +19,7 @@ from matcher.evaluate.run import as_markdown, as_object, evaluate
 from matcher.evaluate.sets import SetOptions, find_sets, made_set
 from matcher.evaluate.synthetic import LEVELS, degrade, draw_homography, recoloured, warp
 from matcher.geometry import inside, warp_points
-from matcher.images import data_folder, find_images, gradient_image, image_from_array
+from matcher.images import data_folder, find_images, gradient_image, read_image
 from matcher.types import TwoViewGeometry
 from matcher.verify.adjustment import fundamental_from_pose, sampson
 from matcher.verify.verdict import Verdict
