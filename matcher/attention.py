@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from matcher.errors import UsageError
-from matcher.kernels.calls import attend
+from matcher.kernels.calls import attend, takes
 
 
 def scaled_dot_product(
@@ -54,10 +54,17 @@ def scaled_dot_product(
         return whole(q, k, v)
     if torch.compiler.is_compiling():  # which knows nothing of other kernels
         return F.scaled_dot_product_attention(q, k, v)
+    if by_kernel(q, k, v) and (found := attend(q, k, v)) is not None:
+        return found
     if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16):
         return half_on_cpu(q, k, v)
-    found = attend(q, k, v)
-    return F.scaled_dot_product_attention(q, k, v) if found is None else found
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def by_kernel(*given: Tensor) -> bool:
+    """Whether the compiled kernel attends to such tensors (…, heads, N, d); matrix units are faster."""
+    units = given[0].dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    return not units and not torch.compiler.is_compiling() and all(map(takes, given))
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -67,10 +74,7 @@ def whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor
 
 
 def half_on_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q kᵀ / √d) v in half precision: stock on matrix units, else by the kernel, else in blocks."""
-    units = q.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-    if not units and (found := attend(q, k, v)) is not None:
-        return found
+    """softmax(q kᵀ / √d) v in half precision: stock on matrix units, else in blocks."""
     rows, columns = q.shape[-2], k.shape[-2]
     if not rows or not columns:
         return whole(q, k, v)
@@ -79,7 +83,7 @@ def half_on_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if k.shape[-2] > columns:
         mask = q.new_zeros((1,) * (q.dim() - 1) + (k.shape[-2],))
         mask[..., columns:] = -torch.inf
-    if units:
+    if q.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[..., :rows, :]
     return _blocked(q, k, v, mask)[..., :rows, :]
 

@@ -15,6 +15,7 @@ from matcher.errors import UsageError
 from matcher.kernels import SWITCH, build, kernels, loader
 from matcher.kernels.calls import attend, local_maps
 from matcher.match.consensus import fit_local_maps
+from matcher.match.position import rotate
 from matcher.refine import Grid, Pyramid, Windows, fit_windows, middle_frames
 
 VECTORS = pytest.mark.skipif(
@@ -65,6 +66,20 @@ def test_attention_is_the_equation(kernel, count, n, m, width, dtype, rounding) 
     assert (found.double() - exact).abs().max() < 2 * stock + rounding * exact.abs().max()
     order = torch.randperm(n, generator=torch.Generator().manual_seed(3))
     assert torch.equal(attend(q[:, :, order], k, v), found[:, :, order])
+
+
+@VECTORS
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 0.01), (torch.float32, 1e-5)])
+def test_rows_are_rotated_and_logits_multiplied_on_the_way(kernel, dtype, rounding) -> None:
+    q, k, v = (heads(2, 3, 70, 32, seed=i, dtype=dtype) for i in range(3))
+    angles = torch.rand(2, 70, 16, generator=torch.Generator().manual_seed(5)) * 6
+    cos, sin = angles.cos(), angles.sin()
+    turns = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], dim=2)
+    found = attend(q, k[:, :, :50], v[:, :, :50], gain=1.3, turns=turns)
+    parts = torch.stack([q, k], dim=1).permute(0, 3, 1, 2, 4).float()
+    q, k = rotate(parts, turns).permute(2, 0, 3, 1, 4).double()
+    exact = F.scaled_dot_product_attention(1.3 * q, k[:, :, :50], v[:, :, :50].double())
+    assert (found.double() - exact).abs().max() < rounding * exact.abs().max()
 
 
 @VECTORS

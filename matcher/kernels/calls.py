@@ -24,32 +24,45 @@ if TYPE_CHECKING:
 WIDEST_HEAD = 128  # channels
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-    """softmax(q kᵀ / √d) v.
+def takes(x: Tensor) -> bool:
+    """Whether there is a kernel for such queries, keys or values (…, heads, N, d), without gradients."""
+    import torch  # only here: windows are refined where it is not installed
+
+    known = x.dtype in (torch.bfloat16, torch.float32) and x.device.type == "cpu" and x.dim() >= 3
+    known = known and x.shape[-1] % 32 == 0 and x.shape[-1] <= WIDEST_HEAD
+    return known and not (torch.is_grad_enabled() and x.requires_grad) and kernels() is not None
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, gain: float = 1.0, turns: Tensor | None = None
+) -> Tensor | None:
+    """softmax(gain · q kᵀ / √d) v.
 
     Args:
         q: (…, heads, N, d) bfloat16 or float32 on the CPU. k, v: (…, heads, M, d).
+        gain: of the logits.
+        turns: (…, ≥ N and M, 2, d) float32 cosines and sines by which rows of q and of k are rotated first
+            (`matcher.match.position.rotate`).
 
     Returns:
         (…, heads, N, d), N before heads in memory.
     """
-    import torch  # only here: windows are refined where it is not installed
+    import torch
 
-    width, library, half = q.shape[-1], kernels(), q.dtype == torch.bfloat16
-    suits = (half or q.dtype == torch.float32) and q.dim() >= 3 and width % 32 == 0 and width <= WIDEST_HEAD
-    suits = suits and q.dtype == k.dtype == v.dtype and q.device.type == "cpu"
-    suits = suits and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
-    if library is None or not suits or not q.numel() or not k.numel():
+    width, half = q.shape[-1], q.dtype == torch.bfloat16
+    if not q.dtype == k.dtype == v.dtype or not all(map(takes, (q, k, v))) or not q.numel() or not k.numel():
         return None
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     (heads, n), m, leading = q.shape[-3:-1], k.shape[-2], q.shape[:-3]
     out = q.new_empty(*leading, n, heads, width).transpose(-2, -3)
     strides = (ctypes.c_long * 6)(*(x.stride(axis) for x in (q, k, v) for axis in (-2, -3)))
-    threads = min(torch.get_num_threads(), math.ceil(n / 32) * heads)
+    threads, library = min(torch.get_num_threads(), math.ceil(n / 32) * heads), kernels()
     for index in product(*map(range, leading)):
         offsets = (sum(i * s for i, s in zip(index, x.stride(), strict=False)) for x in (q, k, v, out))
         places = (x.data_ptr() + x.element_size() * o for x, o in zip((q, k, v, out), offsets, strict=True))
-        library.matcher_attend(*places, strides, half, n, m, heads, width, threads)
+        own = None if turns is None else turns[index].contiguous()
+        turn = None if own is None else own.data_ptr()
+        library.matcher_attend(*places, strides, half, n, m, heads, width, gain, turn, turn, threads)
     return out
 
 

@@ -87,6 +87,22 @@ struct Rows {  // heads of `width` channels: head h of row i begins at first + i
   const Number* first;
   long count, row, head;
   const Number* at(long h, long i) const { return first + i * row + h * head; }
+
+  // Row i of head h, as wide numbers, its pairs of channels turned where there are cosines and sines, (2, width) a row.
+  void read(long h, long i, long width, const float* turns, float* out) const {
+    const Number* from = at(h, i);
+    if (!turns) {
+      for (long c = 0; c < width; ++c) out[c] = wide(from[c]);
+      return;
+    }
+    const long half = width / 2;
+    const float *cos = turns + 2 * width * i, *sin = cos + width;
+    for (long c = 0; c < half; ++c) {
+      const float x = wide(from[c]), y = wide(from[c + half]);
+      out[c] = x * cos[c] + y * sin[c];
+      out[c + half] = y * cos[c + half] + x * sin[c + half];
+    }
+  }
 };
 
 // Arithmetic on floats.
@@ -170,12 +186,13 @@ void multiply(const typename Arithmetic::Element* left, long stride, const typen
 
 // Keys as panels of `kPanel` of them, each channel by channel; beyond the last key zeros.
 template <typename Arithmetic, typename Number>
-void pack_keys(const Rows<Number>& k, long h, long padded, long width, typename Arithmetic::Element* out) {
+void pack_keys(const Rows<Number>& k, long h, long padded, long width, const float* turns, typename Arithmetic::Element* out) {
+  float key[kWidest];
   for (long j = 0; j < padded; j += kPanel, out += width / Arithmetic::kEach * kPanel)
     for (long n = 0; n < kPanel && j + n < k.count; ++n) {
-      const Number* key = k.at(h, j + n);
+      k.read(h, j + n, width, turns, key);
       for (long c = 0; c < width; c += Arithmetic::kEach)
-        out[c / Arithmetic::kEach * kPanel + n] = Arithmetic::pack(wide(key[c]), wide(key[c + Arithmetic::kEach - 1]));
+        out[c / Arithmetic::kEach * kPanel + n] = Arithmetic::pack(key[c], key[c + Arithmetic::kEach - 1]);
     }
 }
 
@@ -262,20 +279,20 @@ float longest(const Rows<Number>& x, long h, long width) {
 
 template <typename Arithmetic, typename Number>
 void attend(const Rows<Number>& q, const Rows<Number>& k, const Rows<Number>& v, Number* out, long heads, long width,
-            int threads) {
+            float gain, const float* const* turns, int threads) {
   typedef typename Arithmetic::Element Element;
   const long each = Arithmetic::kEach, padded = (k.count + kKeys - 1) / kKeys * kKeys;
   const long blocks = (q.count + kQueries - 1) / kQueries, packed = padded * width / each;
-  const float scale = 1.0f / std::sqrt((float)width);
+  const float scale = gain / std::sqrt((float)width);
   std::vector<Element> keys(heads * packed), values(heads * packed);
   std::vector<char> small(heads);
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(static)
     for (long h = 0; h < heads; ++h) {
-      pack_keys<Arithmetic>(k, h, padded, width, keys.data() + h * packed);
+      pack_keys<Arithmetic>(k, h, padded, width, turns[1], keys.data() + h * packed);
       pack_values<Arithmetic>(v, h, padded, width, values.data() + h * packed);
-      small[h] = std::sqrt(longest(q, h, width)) * std::sqrt(longest(k, h, width)) * scale < kSmall;
+      small[h] = std::sqrt(longest(q, h, width)) * std::sqrt(longest(k, h, width)) * std::fabs(scale) < kSmall;
     }
     alignas(64) Element query[kQueries * kWidest], weights[kQueries * kKeys];
     alignas(64) float scores[kQueries * kKeys], message[kQueries * kWidest];
@@ -283,9 +300,9 @@ void attend(const Rows<Number>& q, const Rows<Number>& k, const Rows<Number>& v,
     for (long task = 0; task < heads * blocks; ++task) {
       const long h = task / blocks, first = task % blocks * kQueries, rows = std::min(kQueries, q.count - first);
       for (long r = 0; r < kQueries; ++r) {
-        const Number* from = q.at(h, first + std::min(r, rows - 1));
-        for (long c = 0; c < width; c += each)
-          query[(r * width + c) / each] = Arithmetic::pack(wide(from[c]), wide(from[c + each - 1]));
+        float from[kWidest];
+        q.read(h, first + std::min(r, rows - 1), width, turns[0], from);
+        for (long c = 0; c < width; c += each) query[(r * width + c) / each] = Arithmetic::pack(from[c], from[c + each - 1]);
       }
       Running running;
       std::fill_n(running.most, kQueries, -INFINITY);
@@ -318,27 +335,32 @@ void attend(const Rows<Number>& q, const Rows<Number>& k, const Rows<Number>& v,
 
 template <typename Arithmetic, typename Number>
 void attend_rows(const void* q, const void* k, const void* v, void* out, const long* strides, long n, long m,
-                 long heads, long width, int threads) {
+                 long heads, long width, float gain, const float* const* turns, int threads) {
   const Rows<Number> queries{(const Number*)q, n, strides[0], strides[1]}, keys{(const Number*)k, m, strides[2], strides[3]};
   const Rows<Number> values{(const Number*)v, m, strides[4], strides[5]};
-  attend<Arithmetic>(queries, keys, values, (Number*)out, heads, width, threads);
+  attend<Arithmetic>(queries, keys, values, (Number*)out, heads, width, gain, turns, threads);
 }
 
 }  // namespace
 }  // namespace attention
 
 
-// out[h, i] = Σ_j exp(q_i · k_j / √width) v_j / Σ_j exp(…), for heads of `width` channels, a multiple of 32, of at most
-// 128; `half`: all are bfloat16, else float32. Strides of rows and heads of q, k and v; out (n, heads, width).
-extern "C" void matcher_attend(const void* q, const void* k, const void* v, void* out, const long* strides,
-                                       int half, long n, long m, long heads, long width, int threads) {
-  if (!half)
-    return attention::attend_rows<attention::Whole, float>(q, k, v, out, strides, n, m, heads, width, threads);
+// out[h, i] = Σ_j exp(q_i · k_j gain / √width) v_j / Σ_j exp(…), for heads of `width` channels, a multiple of 32, of at
+// most 128; `half`: all are bfloat16, else float32. Strides of rows and heads of q, k and v; out (n, heads, width). Where
+// `turns` are not null, rows of q and of k are rotated by them first.
+extern "C" void matcher_attend(const void* q, const void* k, const void* v, void* out, const long* strides, int half, long n,
+                               long m, long heads, long width, float gain, const float* turns0, const float* turns1,
+                               int threads) {
+  const float* turns[2] = {turns0, turns1};
 #ifdef __AVX512BF16__
-  attention::attend_rows<attention::Pairs, attention::Half>(q, k, v, out, strides, n, m, heads, width, threads);
+  typedef attention::Pairs Fast;
 #else
-  attention::attend_rows<attention::Whole, attention::Half>(q, k, v, out, strides, n, m, heads, width, threads);
+  typedef attention::Whole Fast;
 #endif
+  if (half)
+    attention::attend_rows<Fast, attention::Half>(q, k, v, out, strides, n, m, heads, width, gain, turns, threads);
+  else
+    attention::attend_rows<attention::Whole, float>(q, k, v, out, strides, n, m, heads, width, gain, turns, threads);
 }
 
 // --- Affine maps fitted around points to the matches nearest to them; `fit_local_maps` in `matcher/match/consensus.py` does

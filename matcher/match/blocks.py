@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from matcher.attention import (
     MultiHeadAttention,
+    by_kernel,
     linear_attention,
     mapped,
     merge_heads,
@@ -24,6 +25,7 @@ from matcher.attention import (
     scaled_dot_product,
 )
 from matcher.config import ContextConfig
+from matcher.kernels.calls import attend
 from matcher.match.position import rotate
 
 
@@ -69,7 +71,15 @@ class Block(nn.Module):
         self.ffn = FeedForward(config)
 
     def _messages(
-        self, q: Tensor, k: Tensor, v: Tensor, sides: tuple[int, int], mask: Tensor | None, *, across: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sides: tuple[int, int],
+        mask: Tensor | None,
+        *,
+        across: bool,
+        turns: Tensor | None = None,
     ) -> Tensor:
         """Queries, keys and values (B, heads, T, d) of both images → messages (B, T, dim).
 
@@ -77,23 +87,31 @@ class Block(nn.Module):
             sides: points of image 0 and of image 1; queries beyond them count with image 1 and are no keys.
             mask: (B, T) bool of the keys; all are valid when absent.
             across: each image attends to the other one, else to itself.
+            turns: (B, T, 2, d) that rotate queries and keys, where the kernel attends (`by_kernel`).
         """
         n, m = sides
         queries = q.split([n, q.shape[2] - n], dim=2)
         parts = [n, m] if n + m == q.shape[2] else [n, m, q.shape[2] - n - m]
         keys, values = k.split(parts, dim=2)[:2], v.split(parts, dim=2)[:2]
         masks = (None, None) if mask is None else mask.split(parts, dim=1)[:2]
+        turned = (None, None) if turns is None else (turns[:, :n], turns[:, n:])
         found = []
         for side in (0, 1):
             source = 1 - side if across else side
-            found.append(self._attend(queries[side], keys[source], values[source], masks[source]))
+            given = keys[source], values[source], masks[source], turned[side]
+            found.append(self._attend(queries[side], *given))
         return torch.cat([message.transpose(1, 2) for message in found], dim=1).flatten(2)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, turns: Tensor | None = None
+    ) -> Tensor:
         """(B, heads, N, d), (B, heads, M, d) twice, mask (B, M) of the M → message (B, heads, N, d)."""
         if not q.shape[2] or not k.shape[2]:  # a point that has nothing to attend to gets no message
             return torch.zeros_like(q)
-        score, q = self.attention.score, self._sharpened(q, k, mask)
+        score, gain = self.attention.score, self._gain(k, mask)
+        if mask is None and score is scaled_dot_product and by_kernel(q, k, v):
+            return attend(q, k, v, gain=gain, turns=turns)
+        q = q if isinstance(gain, float) and gain == 1 else q * gain
         if mask is None:
             return score(q, k, v)
         if score is linear_attention:
@@ -105,8 +123,8 @@ class Block(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         return score(q, k, v, bias)
 
-    def _sharpened(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        """Queries whose logits are multiplied by log n / log `scale_above` with n keys, if these are more.
+    def _gain(self, k: Tensor, mask: Tensor | None = None) -> float | Tensor:
+        """By how much logits are multiplied: log n / log `scale_above` with n keys, if these are more.
 
         Softmax over more keys is flatter, and this undoes it (Chiang and Cholak 2022, "Overcoming a
         theoretical limitation of self-attention").
@@ -114,12 +132,12 @@ class Block(nn.Module):
         above = self.scale_above
         traced = torch.compiler.is_compiling()  # when nobody knows how many keys there will be
         if above is None or (not traced and k.shape[2] <= above):
-            return q
+            return 1.0
         if mask is None and not traced:
-            return q * (math.log(k.shape[2]) / math.log(above))
+            return math.log(k.shape[2]) / math.log(above)
         counts = k.new_ones(len(k), k.shape[2]) if mask is None else mask
         gain = counts.sum(1).clamp_min(above).log() / math.log(above)
-        return q * gain[:, None, None, None].to(q.dtype)
+        return gain[:, None, None, None].to(k.dtype)
 
     def _updated(self, x: Tensor, message: Tensor) -> Tensor:
         return self.ffn(x, self.message_norm(mapped(self.attention.out, message)))
@@ -148,21 +166,25 @@ class SelfBlock(Block):
         self, x: Tensor, sides: tuple[int, int], rotations: Tensor | None, mask: Tensor | None
     ) -> Tensor:
         """Tokens (B, T, dim), rotations (B, T, 2, head_dim), `sides` and `mask` of the keys → tokens."""
-        return self._updated(x, self._messages(*self._rotated(x, rotations), sides, mask, across=False))
+        parts, turns = self.attention.project(x), None
+        if mask is None and self.attention.score is scaled_dot_product and by_kernel(parts):
+            rotations, turns = None, rotations
+        messages = self._messages(*_rotated(parts, rotations), sides, mask, across=False, turns=turns)
+        return self._updated(x, messages)
 
     def queries_keys(self, x: Tensor, n: int, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
         """(heads, T, head_dim) each, of one pair: whose products the attention weights are made of."""
-        q, k, _ = self._rotated(x, rotations)
-        parts = [self._sharpened(q[:, :, at], k[:, :, at], None) for at in (slice(None, n), slice(n, None))]
+        q, k, _ = _rotated(self.attention.project(x), rotations)
+        parts = [q[:, :, at] * self._gain(k[:, :, at]) for at in (slice(None, n), slice(n, None))]
         return torch.cat(parts, dim=2)[0], k[0]
 
-    def _rotated(self, x: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values (B, heads, T, head_dim)."""
-        parts = self.attention.project(x)
-        if rotations is None:
-            return parts.permute(2, 0, 3, 1, 4).unbind(0)
-        qk = rotate(parts[:, :, :2], rotations).permute(2, 0, 3, 1, 4)
-        return *qk.unbind(0), parts[:, :, 2].transpose(1, 2)
+
+def _rotated(parts: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Projected tokens (B, T, 3, heads, head_dim) → queries, keys and values (B, heads, T, head_dim)."""
+    if rotations is None:
+        return parts.permute(2, 0, 3, 1, 4).unbind(0)
+    qk = rotate(parts[:, :, :2], rotations).permute(2, 0, 3, 1, 4)
+    return *qk.unbind(0), parts[:, :, 2].transpose(1, 2)
 
 
 class CrossBlock(Block):
@@ -212,10 +234,7 @@ class CrossBlock(Block):
         if self.sequential:  # the keys of image 0 are those of its updated points
             updated = self(x, (n, x.shape[1] - n), None)
             k = torch.cat([self._projected(updated[:, :n])[1], k[:, :, n:]], dim=2)
-        q0, q1 = (
-            self._sharpened(q[:, :, :n], k[:, :, n:], None),
-            self._sharpened(q[:, :, n:], k[:, :, :n], None),
-        )
+        q0, q1 = q[:, :, :n] * self._gain(k[:, :, n:]), q[:, :, n:] * self._gain(k[:, :, :n])
         return torch.cat([q0, q1], dim=2)[0], k[0]
 
 
