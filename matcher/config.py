@@ -268,18 +268,11 @@ class FurtherPassesConfig:
 
     - `scale`: where there are few inliers, at the change of scale that descriptors suggest.
     - `gradients`: where there are few inliers, on images of gradient magnitude.
-    - `features`: by another front end and matcher (`preset`).
     - `tilt_y`, `tilt_y_turned`: both images stretched vertically, then with one turned by 45 degrees.
     - `tilt_x`: either image stretched horizontally.
-    - `region`: the common region of the inliers at equal scale, with all keypoints there; before the others
-      where the inliers are many.
-    - `guided`: under homographies, keypoints left over look where these predict.
     """
 
-    passes: tuple[str, ...] = (
-        "scale", "gradients", "features", "tilt_y", "tilt_y_turned", "tilt_x", "region", "guided",
-    )  # fmt: skip
-    preset: str | None = "hybrid"  # the other front end and matcher; None: without
+    passes: tuple[str, ...] = ("scale", "gradients", "tilt_y", "tilt_y_turned", "tilt_x")
 
 
 @dataclass(frozen=True)

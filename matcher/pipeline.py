@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -19,7 +18,6 @@ from matcher.images import MAX_PIXELS, ImageInput, read_both, read_image
 from matcher.match.calibration import calibrated_by_geometry, calibration_of, weighed_by_refinement
 from matcher.match.nearest import NearestMatcher
 from matcher.passes.further import FurtherPasses
-from matcher.passes.guided import GUIDED, with_guided
 from matcher.refine import refine_image_pair
 from matcher.result import Result, WeightsSource
 from matcher.types import (
@@ -41,8 +39,6 @@ from matcher.verify.verdict import reject_improbable
 
 Mask = str | Path | np.ndarray | Any  # the last: a PIL image or a torch tensor
 FURTHER_PASSES = "further passes"  # among the stages of `Result.seconds`
-# The size at which a part of an image is looked at again / that at which the image was matched, at most.
-_ENLARGED = 4
 _CUSTOM = PipelineConfig(matcher=NearestConfig())
 
 
@@ -124,8 +120,8 @@ class Pipeline:
             camera0, camera1: for essential geometry only: a `Camera`, fx, fy, cx, cy in stored pixels, or a
                 (3, 3) matrix K; images of one size may have one.
             budget_ms: milliseconds for the pair: keypoints, layers, image size and passes are chosen to fit
-                (`Result.budget`), with fewer samples of a pose, no guided matching and, if it is small, less
-                thorough verification. The first measures.
+                (`Result.budget`), with fewer samples of a pose and, if it is small, less thorough
+                verification. The first measures.
 
         Raises:
             ImageError: an image cannot be read; the message names it.
@@ -142,11 +138,7 @@ class Pipeline:
             chosen, images, choice = plan(self, images, budget_ms, 1000 * reading)
         result = replace(chosen._match_once(images, *cameras, reading=reading), budget=choice)
         if chosen.passes is not None:
-            given = ((image0, mask0, images[0]), (image1, mask1, images[1]))
-            originals = [partial(self._original, *one) for one in given]
-            result = chosen._with_further_passes(result, images, originals, *cameras)
-        if chosen.passes is not None and budget_ms is None and "guided" in self.passes.config.passes:
-            result = self._with_guided(result, images)  # no plan knows what it costs
+            result = chosen._with_further_passes(result, images, *cameras)
         result = self.calibrated(result)
         return result if choice is None else learned(self, result)
 
@@ -187,14 +179,13 @@ class Pipeline:
         self,
         first: Result,
         images: Sequence[Image],
-        originals: Sequence[Callable[[], Image]],
         camera0: Camera | None,
         camera1: Camera | None,
     ) -> Result:
         """The result of one pass, or of several where too few matches agree."""
         start = perf_counter()
         features, before = (first.features0, first.features1), first.seconds["total"]
-        joined = self.passes(images, originals, features, first.matches, first.geometry, before)
+        joined = self.passes(images, features, first.matches, first.geometry, before)
         first = replace(first, budget=first.budget.leaving_out(joined.passes)) if joined.left_out else first
         if len(joined.passes) == 1:
             return first if first.budget is None else _with_stage(first, FURTHER_PASSES, start)
@@ -208,29 +199,12 @@ class Pipeline:
         sides = dict(features0=joined.features0, features1=joined.features1)
         return _with_stage(replace(first, **sides, **found), FURTHER_PASSES, start)
 
-    def _with_guided(self, result: Result, images: Sequence[Image]) -> Result:
-        """The result with matches at the places that its homographies predict."""
-        start, described = perf_counter(), result.first or result  # joined features have no descriptors
-        refine = partial(self.refine, *images) if self.config.refine else None
-        sides = (described.features0, described.features1)
-        matches, geometry = with_guided(*sides, result.matches, result.geometry, refine)
-        if matches is result.matches:
-            return result
-        return _with_stage(replace(result, matches=matches, geometry=geometry), GUIDED, start)
-
     def calibrated(self, result: Result) -> Result:
         """The result with its final match probabilities, best first."""
         matches = calibrated_by_geometry(result.matches, result.geometry, calibration_of(self.matcher))
         matches, geometry = best_first(matches, result.geometry)
         first = result.first and self.calibrated(result.first)
         return replace(result, matches=matches, geometry=geometry.without_rejected(), first=first)
-
-    def _original(self, given: ImageInput, mask: Mask | None, image: Image) -> Image:
-        """An image with more of its pixels, where these show more than those that were matched."""
-        resize = self.config.extractor.resize
-        if isinstance(given, Image) or image.scale == (1.0, 1.0) or image.is_reduced(resize):
-            return image
-        return self._read(given, mask, resize=_ENLARGED * resize)
 
     def read(self, image: ImageInput, mask: Mask | None = None) -> Image:
         """An image upright and resized as this pipeline wants it; an `Image` is taken as it is.
@@ -241,14 +215,18 @@ class Pipeline:
         Raises:
             ImageError, UsageError: an image that cannot be read or is none, a mask of another size.
         """
-        sizes = {name: getattr(self.config.extractor, name) for name in ("resize", "soft_resize")}
-        return self._read(image, mask, **sizes, keep_stored=self.config.refine is not None)
-
-    def _read(self, image: ImageInput, mask: Mask | None, **options: Any) -> Image:
         if self.bgr and isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[2] in (3, 4):
             image = image[..., [2, 1, 0, 3][: image.shape[2]]]
-        options |= dict(max_pixels=self.max_pixels, upright=self.upright, alpha_mask=self.alpha_mask)
-        return read_image(image, mask=mask, **options)
+        return read_image(
+            image,
+            mask=mask,
+            resize=self.config.extractor.resize,
+            soft_resize=self.config.extractor.soft_resize,
+            keep_stored=self.config.refine is not None,
+            max_pixels=self.max_pixels,
+            upright=self.upright,
+            alpha_mask=self.alpha_mask,
+        )
 
     def extract(self, image: ImageInput, mask: Mask | None = None) -> Features:
         """Keypoints and descriptors of one image, for `match_features`; arguments as in `match`."""

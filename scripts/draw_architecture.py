@@ -146,7 +146,7 @@ def drawing() -> str:
             262,
             405,
             "further passes, unless enough agree",
-            ["scales, gradients, SIFT, tilted views, common region"],
+            ["another scale, gradients, tilted views"],
             "passes/",
         )
     )
