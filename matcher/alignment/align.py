@@ -18,13 +18,15 @@ from matcher.loading import open_pipeline, with_estimation
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions
 from matcher.result import Result
-from matcher.types import Image, TwoViewGeometry
+from matcher.types import Image
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.planes import estimate_planar
 from matcher.verify.verdict import reject_improbable
 from matcher.viz.overlays import blend, checkerboard, difference, lay_over
 
-# --- What alignment and templates share
+# --- What alignment, templates and panoramas share
+
+PICTURE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".tif": "TIFF", ".tiff": "TIFF"}
 
 
 def planar_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
@@ -49,13 +51,18 @@ def read_full(pipeline: Pipeline, image: ImageInput, mask: Mask | None = None) -
     return replace(pipeline, config=config).read(image, mask)
 
 
+def write_picture(path: Path, pixels: np.ndarray) -> None:
+    """Write (H, W, 3) or (H, W, 4) pixels whole, in the format of the suffix; a .jpg has no transparency."""
+    kind, buffer = PICTURE_FORMATS[path.suffix.lower()], io.BytesIO()
+    pixels, how = (pixels[..., :3], {"quality": 95}) if kind == "JPEG" else (pixels, {})
+    PIL.Image.fromarray(np.ascontiguousarray(pixels)).save(buffer, kind, **how)
+    write_output(path, buffer.getvalue())
+
+
 # --- Alignment
 
 View = Literal["warped", "blend", "checkerboard", "difference"]
-PICTURE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".tif": "TIFF", ".tiff": "TIFF"}
-_VIEWS = {"blend": blend, "checkerboard": checkerboard, "difference": difference}
 SCENE_WITH_DEPTH = 0.5  # share of agreeing matches below which the map is right on one plane only
-_SUPPORT = {"too_few": "too few matches", "low_inliers": "too few of the matches agree"}
 
 
 def align(
@@ -94,21 +101,17 @@ def align(
         raise UsageError(unknown_name("model", model, get_args(PlanarModel)))
     pipeline = planar_pipeline(preset, options)
     result = pipeline.match(image0, image1, mask0=mask0, mask1=mask1)
-    geometry = result.geometry if model == "homography" else _fitted(result, model, pipeline)
+    geometry, matches = result.geometry, result.matches
+    if model != "homography":  # that the matches were verified by
+        sides = result.features0, result.features1
+        evidence = {"scores": matches.prior_scores, "covariances": matches.covariances}
+        scale = threshold_scale(*(features.scale.tolist() for features in sides), "homography")
+        given = result.points0, result.points1, model, pipeline.config.estimation, scale
+        geometry = estimate_planar(*given, **evidence)
+        if result.passes:
+            geometry = reject_improbable(geometry, matches, *(features.image_size for features in sides))
     fitted = (geometry.status, geometry.inliers, geometry.matrix)
     return Alignment(result, model, *fitted, images=(image0, image1), pipeline=pipeline)
-
-
-def _fitted(result: Result, model: Literal["affine", "similarity"], pipeline: Pipeline) -> TwoViewGeometry:
-    """A map of fewer numbers than the homography that the matches were verified by."""
-    sides, matches = (result.features0, result.features1), result.matches
-    scale = threshold_scale(*(features.scale.tolist() for features in sides), "homography")
-    evidence = {"scores": matches.prior_scores, "covariances": matches.covariances}
-    points = (result.points0, result.points1)
-    geometry = estimate_planar(*points, model, pipeline.config.estimation, scale, **evidence)
-    if result.passes:
-        geometry = reject_improbable(geometry, matches, *(features.image_size for features in sides))
-    return geometry
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -175,9 +178,12 @@ class Alignment:
             raise UsageError(f"the images are not aligned, so there is nothing to show ({self._reason()})")
         laid = lay_over(*(read_full(self.pipeline, image) for image in self.images), self.matrix)
         if view == "warped":
-            alpha = laid.covered * np.uint8(255)
-            return np.dstack([laid.above * laid.covered[..., None], alpha])
-        return checkerboard(laid, squares) if view == "checkerboard" else _VIEWS[view](laid)
+            return (
+                np.dstack([laid.above, np.full(laid.covered.shape, 255, np.uint8)]) * laid.covered[..., None]
+            )
+        if view == "checkerboard":
+            return checkerboard(laid, squares)
+        return blend(laid) if view == "blend" else difference(laid)
 
     def save(self, path: str | Path, view: View = "warped", *, overwrite: bool = False) -> Path:
         """Write the picture of a view to a file, atomically.
@@ -195,13 +201,7 @@ class Alignment:
             ImageError: an image cannot be read.
         """
         path = check_output(path, tuple(PICTURE_FORMATS), overwrite=overwrite)
-        kind = PICTURE_FORMATS[path.suffix.lower()]
-        pixels, buffer = self.image(view), io.BytesIO()
-        if kind == "JPEG":
-            pixels = pixels[..., :3]
-        settings = {"quality": 95} if kind == "JPEG" else {}
-        PIL.Image.fromarray(np.ascontiguousarray(pixels)).save(buffer, kind, **settings)
-        write_output(path, buffer.getvalue())
+        write_picture(path, self.image(view))
         return path
 
     def to_dict(self) -> dict[str, Any]:
@@ -245,4 +245,5 @@ class Alignment:
     def _reason(self) -> str:
         if not len(self.result.matches):
             return "the images share nothing that was recognised"
-        return f"{_SUPPORT.get(self.status, 'the matches do not determine it')} for a {self.model}"
+        known = {"too_few": "too few matches", "low_inliers": "too few of the matches agree"}
+        return f"{known.get(self.status, 'the matches do not determine it')} for a {self.model}"

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, Unpack, get_args
 
 import cv2
 import numpy as np
 
+from matcher.alignment.align import PICTURE_FORMATS, write_picture
 from matcher.arrays import to_numpy
 from matcher.collection.collection import MatchedSet, match_set
 from matcher.errors import ImageError, UsageError
-from matcher.files import check_output, write_output
+from matcher.files import check_output
 from matcher.geometry import upright_matrix, warp_points
 from matcher.images import ImageInput, read_image
 from matcher.presets import DEFAULT_PRESET, LoadOptions
-from matcher.types import Image
 
 Projection = Literal["auto", "plane", "cylindrical", "spherical"]
 PlaneModel = Literal["auto", "translation", "similarity", "homography"]
-PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff")
-LARGEST_SIDE = 20_000  # pixels of the panorama
-MAX_PLANE_ANGLE = 70.0  # degrees of view; beyond, a plane stretches its edges to more than twice their width
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +41,8 @@ class Panorama:
         Raises:
             UsageError: another suffix, a folder that is absent, or a foreign file.
         """
-        path = check_output(path, PICTURE_SUFFIXES, overwrite=overwrite)
-        write_output(path, cv2.imencode(path.suffix.lower(), self.pixels[..., ::-1])[1].tobytes())
+        path = check_output(path, tuple(PICTURE_FORMATS), overwrite=overwrite)
+        write_picture(path, self.pixels)
         return path
 
 
@@ -93,10 +91,11 @@ def stitch(
     read = [read_image(images[number], resize=None) for number in group]
     turns = [upright_matrix(image.size, image.orientation) for image in read]
     pixels = [np.dstack([p] * 3) if p.ndim == 2 else p for p in (image.pixels for image in read)]
-    cameras = None if projection == "plane" else _cameras(found, group, read, turns)
-    if projection == "auto":
-        wide = cameras is not None and _angle_of_view(cameras, read) > MAX_PLANE_ANGLE
+    cameras = None if projection == "plane" else _cameras(found, group, pixels, turns)
+    if projection == "auto":  # beyond 70 degrees, a plane stretches its edges to more than twice their width
+        wide = cameras is not None and _angle_of_view(cameras, pixels) > 70
         projection = "spherical" if wide else "plane"
+    chosen = None
     if projection == "plane":
         chosen, placed = _on_plane(found, group, model)
         reference = turns[group.index(next(iter(placed)))]
@@ -105,17 +104,16 @@ def stitch(
     elif cameras is None:
         raise ImageError("the images do not determine a focal length; use projection='plane'")
     else:
-        chosen, pieces = None, _projected(pixels, cameras, projection)
+        pieces = _projected(pixels, cameras, projection)
     panorama, covered = _blended(*pieces)
     if crop:
-        top, bottom, left, right = _inner_rectangle(covered)
-        panorama, covered = panorama[top:bottom, left:right], covered[top:bottom, left:right]
-    return Panorama(panorama, covered, tuple(group), projection, chosen, _agreeing(found, group))
-
-
-def _agreeing(found: MatchedSet, group: list[int]) -> float:
+        inner = _without_edges(covered)
+        panorama, covered = panorama[inner], covered[inner]
     pairs = [both for pair, both in found.pairs.items() if set(pair) <= set(group) and both[1].status == "ok"]
-    return sum(int(geometry.inliers.sum()) for _, geometry in pairs) / sum(len(m.indices) for m, _ in pairs)
+    agreeing = sum(int(geometry.inliers.sum()) for _, geometry in pairs) / sum(
+        len(m.indices) for m, _ in pairs
+    )
+    return Panorama(panorama, covered, tuple(group), projection, chosen, agreeing)
 
 
 # On a plane.
@@ -166,7 +164,7 @@ def _chained(found: MatchedSet, group: list[int], model: PlaneModel) -> dict[int
 
 
 def _adjusted(
-    found: MatchedSet, placed: dict[int, np.ndarray], model: PlaneModel, rounds: int = 40
+    found: MatchedSet, placed: dict[int, np.ndarray], model: PlaneModel
 ) -> tuple[dict[int, np.ndarray], float]:
     """The maps, moved so that the points of each track meet, and the median distance from the meeting points.
 
@@ -178,7 +176,7 @@ def _adjusted(
     points = np.array([keypoints[i][k] for i, k in zip(image, keypoint, strict=True)])
     reference, distance = next(iter(placed)), np.zeros(len(points))
     good = np.ones(len(points), dtype=bool)
-    for limit in np.geomspace(40, 3, rounds):
+    for limit in np.geomspace(40, 3, 40):
         moved = np.full(points.shape, np.nan)
         for number, matrix in placed.items():
             moved[image == number] = warp_points(points[image == number], matrix)
@@ -198,41 +196,34 @@ def _adjusted(
 
 def _rounded(maps: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Shifts by whole pixels where all are nearly so: then nothing is resampled."""
-    shifts = np.array([matrix[:2, 2] for matrix in maps]) - maps[0][:2, 2]
-    if np.abs(shifts - np.rint(shifts)).max() > 0.2:
-        return list(maps)
-    rounded = [np.eye(3) for _ in maps]
-    for matrix, shift in zip(rounded, np.rint(shifts), strict=True):
-        matrix[:2, 2] = shift
-    return rounded
+    rounded = np.array(maps)
+    rounded[:, :2, 2] -= maps[0][:2, 2]
+    whole = np.rint(rounded)
+    return list(maps) if np.abs(rounded - whole).max() > 0.2 else list(whole)
 
 
 Pieces = tuple[list[tuple[int, int]], list[np.ndarray], list[np.ndarray]]  # corners, pixels, masks (0 or 255)
 
 
 def _warped(images: Sequence[np.ndarray], maps: Sequence[np.ndarray]) -> Pieces:
-    """The images on one plane.
-
-    Raises:
-        UsageError: it would be larger than `LARGEST_SIDE`.
-    """
+    """The images on one plane; `UsageError`: it would have more than 20,000 pixels a side."""
     outlines = []
     for image, matrix in zip(images, maps, strict=True):
         height, width = image.shape[:2]
         corners = np.array([[0, 0], [width - 1, 0], [width - 1, height - 1], [0, height - 1]], np.float64)
         outlines.append(warp_points(corners, matrix))
     extent = np.ptp(np.vstack(outlines), axis=0)
-    if not np.isfinite(extent).all() or extent.max() > LARGEST_SIDE:
+    if not np.isfinite(extent).all() or extent.max() > 20_000:
         raise UsageError("these images span too wide an angle for one plane; use projection='spherical'")
     corners, pieces, masks = [], [], []
     for image, outline, matrix in zip(images, outlines, maps, strict=True):
         start = np.floor(outline.min(axis=0) + 1e-6).astype(int)
-        width, height = (np.ceil(outline.max(axis=0) - 1e-6).astype(int) - start + 1).tolist()
+        size = (np.ceil(outline.max(axis=0) - 1e-6).astype(int) - start + 1).tolist()
         warp = np.array([[1, 0, -start[0]], [0, 1, -start[1]], [0, 0, 1]]) @ matrix
         whole = np.full(image.shape[:2], 255, np.uint8)
         corners.append((int(start[0]), int(start[1])))
-        pieces.append(cv2.warpPerspective(image, warp, (width, height), borderMode=cv2.BORDER_REFLECT))
-        masks.append(cv2.warpPerspective(whole, warp, (width, height), flags=cv2.INTER_NEAREST))
+        pieces.append(cv2.warpPerspective(image, warp, size, borderMode=cv2.BORDER_REFLECT))
+        masks.append(cv2.warpPerspective(whole, warp, size, flags=cv2.INTER_NEAREST))
     return corners, pieces, masks
 
 
@@ -240,32 +231,30 @@ def _warped(images: Sequence[np.ndarray], maps: Sequence[np.ndarray]) -> Pieces:
 
 
 def _cameras(
-    found: MatchedSet, group: list[int], images: Sequence[Image], turns: Sequence[np.ndarray]
+    found: MatchedSet, group: list[int], images: Sequence[np.ndarray], turns: Sequence[np.ndarray]
 ) -> list[Any] | None:
     """OpenCV's `CameraParams` of images that only turn, after bundle adjustment; None where it fails."""
-    features, centres = [], {}
+    features, centres, infos = [], [], []
     for index, (number, image, turn) in enumerate(zip(group, images, turns, strict=True)):
-        height, width = image.pixels.shape[:2]
+        height, width = image.shape[:2]
         points = warp_points(to_numpy(found.features[number].keypoints).astype(np.float64), turn)
         one = cv2.detail.ImageFeatures()
         one.img_idx, one.img_size = index, (width, height)
         one.keypoints = [cv2.KeyPoint(float(x), float(y), 1.0) for x, y in points]
         features.append(one)
-        centres[index] = points - [width / 2, height / 2]
-    infos = []
-    for i in range(len(group)):
-        for j in range(len(group)):
-            info = cv2.detail.MatchesInfo()
-            info.src_img_idx, info.dst_img_idx = i, j
-            pair = found.pairs.get((group[min(i, j)], group[max(i, j)]))
-            if i != j and pair is not None and pair[1].status == "ok":
-                rows = pair[0].indices[pair[1].inliers][:, :: 1 if i < j else -1]
-                info.matches = [cv2.DMatch(int(a), int(b), 0.0) for a, b in rows]
-                info.inliers_mask = np.ones(len(rows), np.uint8)
-                info.num_inliers, info.confidence = len(rows), 2.0
-                # between points seen from the centres of the images, as OpenCV's estimator expects
-                info.H = cv2.findHomography(centres[i][rows[:, 0]], centres[j][rows[:, 1]], 0)[0]
-            infos.append(info)
+        centres.append(points - [width / 2, height / 2])
+    for i, j in product(range(len(group)), repeat=2):
+        info = cv2.detail.MatchesInfo()
+        info.src_img_idx, info.dst_img_idx = i, j
+        pair = found.pairs.get((group[min(i, j)], group[max(i, j)]))
+        if i != j and pair is not None and pair[1].status == "ok":
+            rows = pair[0].indices[pair[1].inliers][:, :: 1 if i < j else -1]
+            info.matches = [cv2.DMatch(int(a), int(b), 0.0) for a, b in rows]
+            info.inliers_mask = np.ones(len(rows), np.uint8)
+            info.num_inliers, info.confidence = len(rows), 2.0
+            # between points seen from the centres of the images, as OpenCV's estimator expects
+            info.H = cv2.findHomography(centres[i][rows[:, 0]], centres[j][rows[:, 1]], 0)[0]
+        infos.append(info)
     try:
         right, cameras = cv2.detail_HomographyBasedEstimator().apply(features, infos, None)
         for camera in cameras if right else ():
@@ -281,15 +270,15 @@ def _cameras(
     for camera, rotation in zip(cameras, turned, strict=True):
         camera.R = rotation
     # With more than 127 degrees of view the camera did not only turn.
-    longest = max(max(image.pixels.shape[:2]) for image in images)
+    longest = max(max(image.shape[:2]) for image in images)
     return list(cameras) if all(c.focal > longest / 4 for c in cameras) else None
 
 
-def _angle_of_view(cameras: Sequence[Any], images: Sequence[Image]) -> float:
+def _angle_of_view(cameras: Sequence[Any], images: Sequence[np.ndarray]) -> float:
     """Degrees between the directions of the image corners that are farthest apart."""
     rays = []
     for camera, image in zip(cameras, images, strict=True):
-        height, width = image.pixels.shape[:2]
+        height, width = image.shape[:2]
         corners = np.array([[0, 0, 1], [width, 0, 1], [width, height, 1], [0, height, 1]], np.float64)
         directions = corners @ np.linalg.inv(camera.K().astype(np.float64)).T @ np.asarray(camera.R).T
         rays.append(directions / np.linalg.norm(directions, axis=1, keepdims=True))
@@ -299,16 +288,15 @@ def _angle_of_view(cameras: Sequence[Any], images: Sequence[Image]) -> float:
 
 def _projected(images: Sequence[np.ndarray], cameras: Sequence[Any], projection: Projection) -> Pieces:
     """The images on a cylinder or a sphere."""
-    scale = float(np.median([camera.focal for camera in cameras]))
-    warper = cv2.PyRotationWarper(projection, scale)
+    warper = cv2.PyRotationWarper(projection, float(np.median([camera.focal for camera in cameras])))
     corners, pieces, masks = [], [], []
     for image, camera in zip(images, cameras, strict=True):
-        K, R = camera.K().astype(np.float32), np.asarray(camera.R, np.float32)
-        corner, piece = warper.warp(image, K, R, cv2.INTER_LINEAR, cv2.BORDER_REFLECT)
+        how = camera.K().astype(np.float32), np.asarray(camera.R, np.float32)
+        corner, piece = warper.warp(image, *how, cv2.INTER_LINEAR, cv2.BORDER_REFLECT)
         whole = np.full(image.shape[:2], 255, np.uint8)
         corners.append(corner)
         pieces.append(piece)
-        masks.append(warper.warp(whole, K, R, cv2.INTER_NEAREST, cv2.BORDER_CONSTANT)[1])
+        masks.append(warper.warp(whole, *how, cv2.INTER_NEAREST, cv2.BORDER_CONSTANT)[1])
     return corners, pieces, masks
 
 
@@ -329,24 +317,19 @@ def _blended(
     return np.clip(panorama, 0, 255).astype(np.uint8), np.asarray(covered) > 0
 
 
-def _inner_rectangle(covered: np.ndarray) -> tuple[int, int, int, int]:
-    """top, bottom, left, right of the largest rectangle without a hole, to some 1/200 of the picture."""
-    step = max(1, max(covered.shape) // 200)
-    rows, columns = (n // step for n in covered.shape)
-    blocks = covered[: rows * step, : columns * step].reshape(rows, step, columns, step).all(axis=(1, 3))
-    height, best, found = np.zeros(columns, int), 0, (0, covered.shape[0], 0, covered.shape[1])
-    for row in range(rows):
-        height = np.where(blocks[row], height + 1, 0)
-        for left in range(columns):
-            lowest = np.minimum.accumulate(height[left:])
-            areas = lowest * np.arange(1, columns - left + 1)
-            if (widest := int(areas.argmax())) is not None and areas[widest] > best:
-                best = int(areas[widest])
-                found = (row + 1 - int(lowest[widest]), row + 1, left, left + widest + 1)
-    if not best:
-        return found
-    top, bottom, left, right = (value * step for value in found)
-    # the last blocks may have a remainder
-    bottom = covered.shape[0] if bottom == rows * step and covered[bottom:, left:right].all() else bottom
-    right = covered.shape[1] if right == columns * step and covered[top:bottom, right:].all() else right
-    return top, bottom, left, right
+def _without_edges(covered: np.ndarray) -> tuple[slice, slice]:
+    """The rectangle that is left where the least covered edge is cut off until all four are covered."""
+    top, left, (bottom, right) = 0, 0, covered.shape
+    while top < bottom and left < right:
+        inner = covered[top:bottom, left:right]
+        shares = [edge.mean() for edge in (inner[0], inner[-1], inner[:, 0], inner[:, -1])]
+        if (least := min(shares)) == 1:
+            return np.s_[top:bottom, left:right]
+        edge = shares.index(least)
+        top, bottom, left, right = (
+            top + (edge == 0),
+            bottom - (edge == 1),
+            left + (edge == 2),
+            right - (edge == 3),
+        )
+    return np.s_[:, :]

@@ -180,7 +180,7 @@ def _poses(
             given = path if stored is None else stored.read(name, place.localizer.pipeline).features
             query = place.query(given, cameras.get(name), mask=masks.get(name))
             query.path = path  # whose header may know the camera
-            yield name, place.localizer.localize(query)
+            yield name, place.localizer.localize([query])[0]
         except ImageError as error:
             yield name, error
 

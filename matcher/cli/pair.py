@@ -383,12 +383,11 @@ def stitch(
 
     Images that overlap with none of the others are left out; then the exit code is 4.
     """
-    from matcher.alignment.align import SCENE_WITH_DEPTH
-    from matcher.alignment.stitch import PICTURE_SUFFIXES
+    from matcher.alignment.align import PICTURE_FORMATS, SCENE_WITH_DEPTH
     from matcher.alignment.stitch import stitch as run
 
     paths = list(expand_images(images).values())
-    check_outputs([(output, PICTURE_SUFFIXES)], paths, overwrite=overwrite)
+    check_outputs([(output, tuple(PICTURE_FORMATS))], paths, overwrite=overwrite)
     preset = given.pop("preset")
     made = run(paths, preset, projection=projection, model=model, crop=crop, **given)
     made.save(output, overwrite=True)  # check_outputs has refused files of others

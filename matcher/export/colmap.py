@@ -192,8 +192,7 @@ def _colmap_rigs(pycolmap: Any, rig: RigConfig) -> list[Any]:
             row = pycolmap.RigConfigCamera()
             row.image_prefix, row.ref_sensor = each.prefix, number == 0
             if number and each.cam_from_rig is not None:
-                pose = np.asarray(each.cam_from_rig, dtype=np.float64)
-                row.cam_from_rig = pycolmap.Rigid3d(pycolmap.Rotation3d(pose[:3, :3]), pose[:3, 3])
+                row.cam_from_rig = as_rigid(each.cam_from_rig)
             rows.append(row)
         config.cameras = rows
         found.append(config)
@@ -269,6 +268,12 @@ def write_colmap(
     return report
 
 
+def as_rigid(pose: Any) -> Any:
+    """A `pycolmap.Rigid3d` of (4, 4) or (3, 4)."""
+    pycolmap, matrix = import_pycolmap(), np.asarray(pose, dtype=np.float64)
+    return pycolmap.Rigid3d(pycolmap.Rotation3d(matrix[:3, :3]), matrix[:3, 3])
+
+
 def to_colmap(points: np.ndarray) -> np.ndarray:
     """Points (…, 2) in stored pixels → COLMAP's pixels."""
     return points + np.asarray(HALF_PIXEL, dtype=points.dtype)
@@ -296,8 +301,7 @@ def two_view_geometry(pycolmap: Any, geometry: TwoViewGeometry, indices: np.ndar
         verified.config = kinds.CALIBRATED
         verified.E = geometry.matrix
         if geometry.cam1_from_cam0 is not None:
-            rotation = pycolmap.Rotation3d(geometry.cam1_from_cam0[:3, :3])
-            verified.cam2_from_cam1 = pycolmap.Rigid3d(rotation, geometry.cam1_from_cam0[:3, 3])
+            verified.cam2_from_cam1 = as_rigid(geometry.cam1_from_cam0)
     return verified
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -24,14 +24,13 @@ from matcher.localization.checks import (
     judge,
 )
 from matcher.localization.pose import (
+    Estimates,
     Matches3d,
     Pose,
     PoseEstimate,
     any_camera,
     cameras_to_try,
-    estimate_pose,
     estimate_poses,
-    refine_pose,
     refine_poses,
 )
 from matcher.localization.sparse_map import LocalizationConfig, RetrievalIndex, SparseMap
@@ -48,16 +47,13 @@ class Query:
     camera: Camera | None  # None: to be found
     path: Path | None = None
     pyramid: ImagePyramid | None = None
+    cam_from_rig: np.ndarray = field(default_factory=lambda: np.eye(4))
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def size(self) -> tuple[int, int]:
         """(width, height) as stored."""
         return self.features.image_size
-
-    def stored_pixels(self, resized: float) -> float:
-        """A length in pixels of the resized photo in stored ones."""
-        return resized / float(np.sqrt(np.prod(self.features.scale.tolist())))
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -70,40 +66,40 @@ class Query:
 class Correspondences:
     """Matches of a photo with the points of a map, through the tracks of the images it is matched with."""
 
-    def __init__(self, model: SparseMap, positions: np.ndarray) -> None:
-        """For keypoints at `positions` (N, 2), stored pixels."""
-        self.model, self.positions = model, positions
-        self.rows = [
-            np.zeros((0, 4), np.int64)
-        ]  # of each image: keypoint, point, image, the image's keypoint
+    def __init__(self, model: SparseMap, query: Query, max_error: float) -> None:
+        """`max_error`: of an inlier, pixels of the resized photo."""
+        self.model, self.query = model, query
+        self.positions = to_numpy(query.features.keypoints).astype(np.float64)
+        self.max_error = max_error / float(np.sqrt(np.prod(query.features.scale.tolist())))
+        self.rows: dict[int, np.ndarray] = {}  # of each image: keypoint, point, image, the image's keypoint
         self.scores = [np.zeros(0)]
-        self.images: list[int] = []  # matched so far
 
     def add(self, image: int, matches: Matches) -> None:
         """The matches of a map image (image 0) with the photo (image 1)."""
-        theirs, ours = matches.indices.T if len(matches) else np.zeros((2, 0), np.int64)
+        theirs, ours = matches.indices.reshape(-1, 2).T
         points = self.model.points[image][theirs]
         kept = points >= 0
-        self.images.append(image)
         columns = ours[kept], points[kept], np.full(int(kept.sum()), image), theirs[kept]
-        self.rows.append(np.column_stack(columns).astype(np.int64))
+        self.rows[image] = np.column_stack(columns).astype(np.int64)
         self.scores.append(np.asarray(matches.scores[kept], dtype=np.float64))
 
     def table(self) -> np.ndarray:
         """(M, 4) rows, each pair of keypoint and point once, by its best score."""
-        rows = np.concatenate(self.rows)[np.argsort(-np.concatenate(self.scores), kind="stable")]
+        rows = np.concatenate([np.zeros((0, 4), np.int64), *self.rows.values()])
+        rows = rows[np.argsort(-np.concatenate(self.scores), kind="stable")]
         return rows[np.sort(np.unique(rows[:, :2], axis=0, return_index=True)[1])]
 
     def matches(self, table: np.ndarray) -> Matches3d:
         """Those of a table."""
-        return Matches3d(self.positions[table[:, 0]], self.model.xyz[table[:, 1]], table[:, 0])
+        points = self.positions[table[:, 0]], self.model.xyz[table[:, 1]], table[:, 0]
+        return Matches3d(*points, self.max_error, self.query.cam_from_rig)
 
     def inliers_by_image(self, table: np.ndarray, inliers: np.ndarray) -> dict[str, int]:
         """How many of the inliers each image that was matched shows, most first."""
-        agreeing = {tuple(row) for row in table[inliers][:, :2].tolist()}
+        found = {tuple(row) for row in table[inliers][:, :2].tolist()}
         counts = {
-            self.model.names[image]: sum(tuple(row) in agreeing for row in rows[:, :2].tolist())
-            for image, rows in zip(self.images, self.rows[1:], strict=True)
+            self.model.names[image]: sum(tuple(row) in found for row in rows[:, :2].tolist())
+            for image, rows in self.rows.items()
         }
         return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
@@ -115,13 +111,13 @@ class Attempt:
     found: list[Correspondences]
     tables: list[np.ndarray]  # (M, 4) of `found`
     matches: list[Matches3d]
-    estimates: list[PoseEstimate] | None
+    estimates: Estimates | None
     verdict: Judgement
 
     @property
     def count(self) -> int:
         """Inliers."""
-        return sum(int(each.inliers.sum()) for each in self.estimates or ())
+        return _count(self.estimates)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,24 +134,20 @@ class Localizer:
     absent: set[str]  # names of images that were needed, and whose files are gone
     config: LocalizationConfig
 
-    def localize(self, query: Query) -> Pose:
-        """The pose of a photo; without "ok" there is none."""
-        return self.localize_rig([query], np.eye(4)[None])[0]
-
-    def localize_rig(self, queries: Sequence[Query], cam_from_rig: np.ndarray) -> list[Pose]:
-        """The pose of each of R pictures that are fixed to each other, and one status for all."""
+    def localize(self, queries: Sequence[Query]) -> list[Pose]:
+        """The pose of a photo, or of each of R pictures that are fixed to each other; one status for all."""
         keypoints = sum(len(query.features) for query in queries)
         best, why = None, ("no_keypoints", f"the photo has {keypoints} keypoints")
         if keypoints >= self.config.min_inliers:
-            best = self._correspond(queries, cam_from_rig)
+            best = self._correspond(queries)
             why = "no_similar_image", "the map holds nothing to compare with"
         if best is None:
             return [Pose(*why, seconds={**q.seconds, "total": sum(q.seconds.values())}) for q in queries]
         if best.verdict.status == "ok" and self.config.refine:
             with queries[0].timed("refine"):
-                best = self._refined(queries, cam_from_rig, best)
+                best = self._refined(queries, best)
         with queries[0].timed("pose"):
-            verdict = self._checked(queries, cam_from_rig, best)
+            verdict = self._checked(queries, best)
         return [self._pose(number, query, best, verdict) for number, query in enumerate(queries)]
 
     def _similar(self, query: Query) -> list[int]:
@@ -167,7 +159,7 @@ class Localizer:
             rows = [int(row) for row in self.rows[nearest] if row >= 0]
             return rows[: self.config.neighbours]
 
-    def _correspond(self, queries: Sequence[Query], cam_from_rig: np.ndarray) -> Attempt | None:
+    def _correspond(self, queries: Sequence[Query]) -> Attempt | None:
         """Match with similar images until a pose is sure; the best attempt of all clusters.
 
         The first batch of images is matched with all keypoints. Where that is not enough, the others are
@@ -177,18 +169,15 @@ class Localizer:
         todo = [self._similar(query) for query in queries]
         similar = list(dict.fromkeys(row for rows in todo for row in rows))
         for cluster in covisibility_clusters(self.model, similar):
-            found = [
-                Correspondences(self.model, to_numpy(query.features.keypoints).astype(np.float64))
-                for query in queries
-            ]
+            found = [Correspondences(self.model, query, config.max_error) for query in queries]
             # A picture of a rig that is like none of the cluster may yet show something of it.
             left = [[row for row in rows if row in cluster] or (cluster if first else []) for rows in todo]
             while any(left):
-                for query, known, rows in zip(queries, found, left, strict=True):
-                    self._match(query, known, rows[: config.batch])
+                for known, rows in zip(found, left, strict=True):
+                    self._match(known, rows[: config.batch])
                 left = [rows[config.batch :] for rows in left]
                 with queries[0].timed("pose"):
-                    attempt = self._attempt(queries, cam_from_rig, found)
+                    attempt = self._attempt(found)
                 if best is None or attempt.count > best.count:
                     best = attempt
                 if attempt.verdict.status == "ok" and attempt.count >= config.enough_inliers:
@@ -196,8 +185,7 @@ class Localizer:
                 if first:
                     first = False
                     todo = [
-                        self._likely(query, [row for row in similar if row not in known.images])
-                        for query, known in zip(queries, found, strict=True)
+                        self._likely(k.query, [row for row in similar if row not in k.rows]) for k in found
                     ]
                     left = [[row for row in rows if row in cluster] for rows in todo]
         return best
@@ -224,92 +212,75 @@ class Localizer:
         order = np.argsort(-np.array(counts, dtype=np.int64), kind="stable")
         return [images[index] for index in order if counts[index] >= config.preemptive_matches]
 
-    def _match(self, query: Query, found: Correspondences, images: list[int]) -> None:
+    def _match(self, found: Correspondences, images: list[int]) -> None:
         """Match the photo with these images and add what has points."""
-        if not (images and len(query.features)):
+        if not (images and len(found.query.features)):
             return
-        with query.timed("match"):
-            pairs = [(self.features(self.model.names[image]), query.features) for image in images]
+        with found.query.timed("match"):
+            pairs = [(self.features(self.model.names[image]), found.query.features) for image in images]
             for image, matches in zip(images, self.pipeline.match_features_batch(pairs), strict=True):
                 found.add(image, matches)
 
-    def _attempt(
-        self, queries: Sequence[Query], cam_from_rig: np.ndarray, found: list[Correspondences]
-    ) -> Attempt:
+    def _attempt(self, found: list[Correspondences]) -> Attempt:
         """The pose from all correspondences so far."""
+        config, queries = self.config, [each.query for each in found]
         tables = [each.table() for each in found]
         matches = [each.matches(table) for each, table in zip(found, tables, strict=True)]
-        limits, how = self._limits(queries), {"seed": self.config.seed}
         if queries[0].camera is None:
-            estimate, verdict = self._with_unknown_camera(queries[0], matches[0], limits[0])
-            return Attempt(found, tables, matches, estimate and [estimate], verdict)
-        cameras = [query.camera for query in queries]
-        estimates = estimate_poses(matches, cameras, cam_from_rig, limits, **how)
-        verdict = judge(estimates, matches, limits, self.config, focal_known=True)
-        if verdict.status != "too_few_matches":
-            for number, (query, own, limit) in enumerate(zip(queries, matches, limits, strict=True)):
-                estimate, free = estimates and estimates[number], any_camera(query.size)
-                how = dict(max_error=limit, focal_known=False, seed=self.config.seed)
-                reason = check_camera(
-                    estimate,
-                    own,
-                    query.camera,
-                    limit,
-                    self.config,
-                    lambda own=own, free=free, how=how: estimate_pose(own, free, **how),
-                )
-                if reason:
-                    verdict = verdict._replace(status="wrong_camera", reason=_named(queries, number) + reason)
-                    break
+            return Attempt(found, tables, matches, *self._with_unknown_camera(queries[0], matches))
+        estimates = estimate_poses(matches, [query.camera for query in queries], seed=config.seed)
+        verdict = judge(estimates, matches, config, focal_known=True)
+        for number, (query, own) in enumerate(zip(queries, matches, strict=True)):
+            if verdict.status in ("too_few_matches", "wrong_camera"):
+                break
+            cameras = [any_camera(query.size)]
+            free = partial(estimate_poses, [own], cameras, focal_known=False, seed=config.seed)
+            if reason := check_camera(estimates and estimates[number], own, query.camera, config, free):
+                verdict = verdict._replace(status="wrong_camera", reason=_named(queries, number) + reason)
         return Attempt(found, tables, matches, estimates, verdict)
 
     def _with_unknown_camera(
-        self, query: Query, matches: Matches3d, limit: float
-    ) -> tuple[PoseEstimate | None, Judgement]:
+        self, query: Query, matches: list[Matches3d]
+    ) -> tuple[Estimates | None, Judgement]:
         """The pose that most matches agree with, of the cameras that the photo may have."""
-        how = {"max_error": limit, "seed": self.config.seed}
-        best, verdict = None, None
+        best, verdict, seed = None, None, self.config.seed
         tried = cameras_to_try(query.path, query.size, self.model.cameras)
         for camera in [*tried, None]:
             if camera is None and verdict is not None and verdict.status == "ok":
                 break
             if camera is None:
-                estimate = estimate_pose(matches, any_camera(query.size), focal_known=False, **how)
-            elif (estimate := estimate_pose(matches, camera, focal_known=True, **how)) is not None:
+                estimates = estimate_poses(matches, [any_camera(query.size)], focal_known=False, seed=seed)
+            elif (estimates := estimate_poses(matches, [camera], seed=seed)) is not None:
                 # A free focal length makes the distance uncertain, and the map's cameras are calibrated well:
                 # one of those changes only if clearly more matches agree.
-                freed = refine_pose(estimate, matches, limit, refine_focal=True)
-                least = _count(estimate) * (1.1 if camera in self.model.cameras else 0.9)
-                estimate = freed if _count(freed) > least else estimate
-            if verdict is None or _count(estimate) > _count(best):
-                best = estimate
-                verdict = judge(estimate and [estimate], [matches], [limit], self.config, focal_known=False)
+                freed = refine_poses(estimates, refine_focal=True)
+                least = _count(estimates) * (1.1 if camera in self.model.cameras else 0.9)
+                estimates = freed if _count(freed) > least else estimates
+            if verdict is None or _count(estimates) > _count(best):
+                best = estimates
+                verdict = judge(estimates, matches, self.config, focal_known=False)
         return best, verdict
 
-    def _refined(self, queries: Sequence[Query], cam_from_rig: np.ndarray, before: Attempt) -> Attempt:
+    def _refined(self, queries: Sequence[Query], before: Attempt) -> Attempt:
         """The pose from keypoints that were refined on the images; the one before where that fails."""
         if self.pipeline.config.refine is None or all(query.pyramid is None for query in queries):
             return before
-        matches = []
-        for query, table, own, estimate in zip(
-            queries, before.tables, before.matches, before.estimates, strict=True
-        ):
-            moved = own.points2d.copy()
+        start = []
+        for query, table, estimate in zip(queries, before.tables, before.estimates, strict=True):
+            moved = estimate.matches.points2d.copy()
             if query.pyramid is not None:
-                moved[estimate.inliers] = self._refined_positions(query, own, table, estimate.inliers)
-            matches.append(Matches3d(moved, own.points3d, own.keypoints))
-        known, limits = queries[0].camera is not None, self._limits(queries)
-        fixed = known or before.estimates[0].camera in self.model.cameras
-        estimates = refine_poses(before.estimates, matches, cam_from_rig, limits, refine_focal=not fixed)
-        verdict = judge(estimates, matches, limits, self.config, focal_known=known)
+                moved[estimate.inliers] = self._refined_positions(query, table, estimate)
+            start.append(replace(estimate, matches=replace(estimate.matches, points2d=moved)))
+        known, matches = queries[0].camera is not None, [each.matches for each in start]
+        fixed = known or start[0].camera in self.model.cameras
+        estimates = refine_poses(start, refine_focal=not fixed)
+        verdict = judge(estimates, matches, self.config, focal_known=known)
         after = Attempt(before.found, before.tables, matches, estimates, verdict)
         return after if verdict.status == "ok" else before
 
-    def _refined_positions(
-        self, query: Query, matches: Matches3d, table: np.ndarray, inliers: np.ndarray
-    ) -> np.ndarray:
+    def _refined_positions(self, query: Query, table: np.ndarray, estimate: PoseEstimate) -> np.ndarray:
         """(K, 2) positions of the inliers where the photo looks most like the map's images."""
-        table, found = table[inliers], matches.points2d[inliers]
+        table, found = table[estimate.inliers], estimate.matches.points2d[estimate.inliers]
         for image in np.unique(table[:, 2]).tolist():
             if not self.path(self.model.names[image]).is_file():
                 self.absent.add(self.model.names[image])
@@ -317,63 +288,53 @@ class Localizer:
             rows = np.flatnonzero(table[:, 2] == image)
             indices = table[rows][:, [3, 0]]
             ends = self.model.keypoints[image][indices[:, 0]], found[rows]
-            pairs = Matches(
-                indices, *(end.astype(np.float32) for end in ends), np.ones(len(rows), np.float32)
-            )
+            ends = (end.astype(np.float32) for end in ends)
+            pairs = Matches(indices, *ends, np.ones(len(rows), np.float32))
             refined = refine_matches(self.images(image), query.pyramid, pairs, self.pipeline.config.refine)
             accepted = refined.refinement.accepted
             found[rows[accepted]] = refined.points1[accepted]
         return found
 
-    def _checked(self, queries: Sequence[Query], cam_from_rig: np.ndarray, accepted: Attempt) -> Judgement:
+    def _checked(self, queries: Sequence[Query], accepted: Attempt) -> Judgement:
         """The verdict, against it where another pose or another focal length fits the matches too."""
-        verdict, limits, config = accepted.verdict, self._limits(queries), self.config
+        verdict, estimates, config = accepted.verdict, accepted.estimates, self.config
         if verdict.status != "ok":
             return verdict
-        estimates, matches = accepted.estimates, accepted.matches
-
-        def estimate_others(others: list[Matches3d]) -> list[PoseEstimate] | None:
-            cameras = [each.camera for each in estimates]
-            return estimate_poses(others, cameras, cam_from_rig, limits, seed=config.seed)
-
-        if reason := check_ambiguous(estimates, matches, limits, config, estimate_others):
+        cameras = [each.camera for each in estimates]
+        others = partial(estimate_poses, cameras=cameras, seed=config.seed)
+        if reason := check_ambiguous(estimates, config, others):
             return verdict._replace(status="ambiguous", reason=reason)
         if queries[0].camera is None:
             return verdict
-        for number, (estimate, own, limit) in enumerate(zip(estimates, matches, limits, strict=True)):
-            how = dict(max_error=limit, focal_known=True, seed=config.seed)
-            free = partial(estimate_pose, own, estimate.camera, **how)
-            if len(queries) > 1 and (reason := check_rig_pose(estimate, own, limit, config, free)):
+        for number, estimate in enumerate(estimates):
+            own = [estimate.matches]
+            free = partial(estimate_poses, own, [estimate.camera], seed=config.seed)
+            if len(queries) > 1 and (reason := check_rig_pose(estimate, config, free)):
                 return verdict._replace(status="wrong_rig", reason=_named(queries, number) + reason)
-            alone = judge([estimate], [own], [limit], config, focal_known=True)
-            if alone.status == "ok" and (reason := check_focal(estimate, own, limit)):
+            alone = judge([estimate], own, config, focal_known=True)
+            if alone.status == "ok" and (reason := check_focal(estimate)):
                 return verdict._replace(status="wrong_camera", reason=_named(queries, number) + reason)
         return verdict
 
-    def _limits(self, queries: Sequence[Query]) -> list[float]:
-        """The largest error of an inlier in each picture, stored pixels."""
-        return [query.stored_pixels(self.config.max_error) for query in queries]
-
     def _pose(self, number: int, query: Query, attempt: Attempt, verdict: Judgement) -> Pose:
         """What is returned of a picture; a pose that is refused is not."""
-        found, table, estimate = attempt.found[number], attempt.tables[number], None
-        if attempt.estimates is not None:
-            estimate = attempt.estimates[number]
-        inliers = np.zeros(len(table), bool) if estimate is None else estimate.inliers
+        found, table, matches = attempt.found[number], attempt.tables[number], attempt.matches[number]
+        estimate = attempt.estimates and attempt.estimates[number]
+        inliers = estimate.inliers if estimate else np.zeros(len(table), bool)
         accepted, reason = (estimate, "") if verdict.status == "ok" else (None, verdict.reason)
-        if accepted is None and found.images:
-            nearest = self.model.names[found.images[0]]
+        if accepted is None and found.rows:
+            nearest = self.model.names[next(iter(found.rows))]
             reason += f"; the most similar of the map's {len(self.model.names)} images is {nearest}"
         return Pose(
             status=verdict.status,
             reason=reason,
-            cam_from_world=None if accepted is None else accepted.cam_from_world,
-            camera=query.camera if accepted is None else accepted.camera,
-            points2d=attempt.matches[number].points2d,
-            points3d=attempt.matches[number].points3d,
+            cam_from_world=accepted and accepted.cam_from_world,
+            camera=accepted.camera if accepted else query.camera,
+            points2d=matches.points2d,
+            points3d=matches.points3d,
             point_ids=self.model.ids[table[:, 1]],
             inliers=inliers,
-            covariance=None if accepted is None else accepted.covariance,
+            covariance=accepted and accepted.covariance,
             images=found.inliers_by_image(table, inliers),
             log10_false_alarms=verdict.log10_false_alarms,
             seconds={**query.seconds, "total": sum(query.seconds.values())},
@@ -383,8 +344,7 @@ class Localizer:
 def covisibility_clusters(model: SparseMap, images: Sequence[int]) -> list[list[int]]:
     """The images in groups connected by common points, as in hloc (Sarlin et al. 2019).
 
-    Returns:
-        The groups, the one with most images first, each in the order given.
+    The group with most images comes first; each is in the order given.
     """
     groups: list[list[int]] = []
     for image in images:
@@ -394,8 +354,8 @@ def covisibility_clusters(model: SparseMap, images: Sequence[int]) -> list[list[
     return sorted(groups, key=lambda group: (-len(group), images.index(group[0])))
 
 
-def check_rig(queries: Sequence[Query], cam_from_rig: object) -> np.ndarray:
-    """The relative poses (R, 4, 4) of R pictures with cameras.
+def mounted(queries: Sequence[Query], cam_from_rig: object) -> Sequence[Query]:
+    """R pictures with cameras, at their relative poses (R, 4, 4).
 
     Raises:
         UsageError: another number of poses than pictures, values that are no poses, or no camera.
@@ -413,7 +373,7 @@ def check_rig(queries: Sequence[Query], cam_from_rig: object) -> np.ndarray:
         raise UsageError(f"cam_from_rig[{wrong}] is no pose: it must be a rotation and a translation (4, 4)")
     if any(query.camera is None for query in queries):
         raise UsageError("the pictures of a rig need their cameras")
-    return poses
+    return [replace(query, cam_from_rig=pose) for query, pose in zip(queries, poses, strict=True)]
 
 
 def _named(queries: Sequence[Query], number: int) -> str:
@@ -424,5 +384,5 @@ def _named(queries: Sequence[Query], number: int) -> str:
     return f"in picture {number} " if path is None else f"in {path.parent.name}/{path.name} "
 
 
-def _count(estimate: PoseEstimate | None) -> int:
-    return 0 if estimate is None else int(estimate.inliers.sum())
+def _count(estimates: Estimates | None) -> int:
+    return sum(int(each.inliers.sum()) for each in estimates or ())

@@ -20,7 +20,7 @@ from matcher.config import PipelineConfig, from_dict, to_dict
 from matcher.errors import ImageError, UsageError
 from matcher.export.hloc import HlocFeatures
 from matcher.images import ImageInput
-from matcher.localization.localizer import Localizer, Query, check_rig
+from matcher.localization.localizer import Localizer, Query, mounted
 from matcher.localization.pose import Pose
 from matcher.localization.sparse_map import LocalizationConfig, SparseMap, open_index, read_sparse_map
 from matcher.pipeline import Mask
@@ -28,9 +28,6 @@ from matcher.presets import PRESETS, LoadOptions, configure
 from matcher.refine import ImagePyramid
 from matcher.sfm.models import find_model, find_run, is_model, read_georegistration, read_summary
 from matcher.types import Features
-
-_PHOTOS = "photos"  # the source of a run whose features a front end found
-_OF_KEYFRAMES = "model"  # in the folder of a map of keyframes
 
 
 class Map:
@@ -84,8 +81,8 @@ class Map:
         folder = Path(model)
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder; a map is what `matcher sfm` writes")
-        if not is_model(folder) and (folder / _OF_KEYFRAMES).is_dir():
-            folder /= _OF_KEYFRAMES
+        if not is_model(folder) and (folder / "model").is_dir():  # of a map of keyframes
+            folder /= "model"
         find_model(folder)  # or say that there is none, before the run is missed that it would name
         store = Store.open(find_run(folder) if run_dir is None else Path(run_dir))
         try:
@@ -146,7 +143,7 @@ class Map:
             UsageError: a camera or a mask of another size, a mask beside features, or features of another
                 front end.
         """
-        return self.localizer.localize(self.query(image, camera, mask=mask))
+        return self.localizer.localize([self.query(image, camera, mask=mask)])[0]
 
     def localize_rig(
         self,
@@ -177,13 +174,31 @@ class Map:
             raise UsageError(f"masks must be one for each of the {len(images)} pictures, not {len(masks)}")
         given = zip(images, each, [None] * len(images) if masks is None else masks, strict=True)
         queries = [self.query(image, camera, mask=mask) for image, camera, mask in given]
-        return self.localizer.localize_rig(queries, check_rig(queries, cam_from_rig))
+        return self.localizer.localize(mounted(queries, cam_from_rig))
 
     def query(
         self, image: ImageInput | Features, camera: Camera | None = None, *, mask: Mask | None = None
     ) -> Query:
         """A photo ready to be localised; arguments and errors as in `localize`."""
-        query = self._described(image, mask)
+        pipeline, start, extracted = self.localizer.pipeline, perf_counter(), _extracted(self._store)
+        if isinstance(image, Features):
+            if mask is not None:
+                raise UsageError("masks only affect the extraction of keypoints; leave it away with features")
+            query = Query(image, None)
+        elif not extracted:
+            raise UsageError(
+                "this map's features come from a file, so those of a photo must be given: "
+                "`matcher localize --features FILE.h5`, or localize(matcher.Features(…))"
+            )
+        else:
+            pixels = pipeline.read(image, mask)
+            read = perf_counter()
+            (features,) = pipeline.features_of([pixels])
+            seconds = {"read": read - start, "extract": perf_counter() - read}
+            path = None if pixels.path is None else Path(pixels.path)
+            query = Query(features, None, path, seconds=seconds)
+            if self.localizer.config.refine and pipeline.config.refine is not None:
+                query.pyramid = ImagePyramid.of(pixels)
         given = None if camera is None else as_camera(camera)
         if given is not None and given.size not in (None, query.size):
             name = "" if query.path is None else f"{query.path}: "
@@ -194,35 +209,14 @@ class Map:
         query.camera = None if given is None else replace(given, size=query.size)
         return query
 
-    def _described(self, image: ImageInput | Features, mask: Mask | None) -> Query:
-        """The photo's features, and its pixels where keypoints are to be refined."""
-        pipeline = self.localizer.pipeline
-        if isinstance(image, Features):
-            if mask is not None:
-                raise UsageError("masks only affect the extraction of keypoints; leave it away with features")
-            return Query(image, None)
-        if not self._own_features:
-            raise UsageError(
-                "this map's features come from a file, so those of a photo must be given: "
-                "`matcher localize --features FILE.h5`, or localize(matcher.Features(…))"
-            )
-        start = perf_counter()
-        pixels = pipeline.read(image, mask)
-        read = perf_counter()
-        (features,) = pipeline.features_of([pixels])
-        path = None if pixels.path is None else Path(pixels.path)
-        query = Query(features, None, path, seconds={"read": read - start, "extract": perf_counter() - read})
-        if self.localizer.config.refine and pipeline.config.refine is not None:
-            query.pyramid = ImagePyramid.of(pixels)
-        return query
-
-    @property
-    def _own_features(self) -> bool:
-        return self._store.settings["source"]["kind"] == _PHOTOS
-
     def __repr__(self) -> str:
         count, points = len(self.names), len(self.model.xyz)
         return f"Map({count} images, {points} points, {self.localizer.pipeline.preset})"
+
+
+def _extracted(store: Store) -> bool:
+    """Whether a front end found the features of a run, which else are from a file."""
+    return store.settings["source"]["kind"] == "photos"
 
 
 def _localizer(folder: Path, store: Store, config: LocalizationConfig, options: LoadOptions) -> Localizer:
@@ -234,24 +228,22 @@ def _localizer(folder: Path, store: Store, config: LocalizationConfig, options: 
             f"({'; '.join(found[:3])}): name the run of this model, or triangulate its poses with these "
             f"features by `matcher sfm {store.folder} --poses {folder} --out NEW_MODEL`"
         )
-    photos, settings = Photos(store.image_folder), store.settings
+    photos, settings, extracted = Photos(store.image_folder), store.settings, _extracted(store)
     sizes = {name: options[name] for name in ("max_keypoints", "resize") if options.get(name) is not None}
-    if sizes and settings["source"]["kind"] == _PHOTOS and settings["preset"] in PRESETS:
+    if sizes and extracted and settings["preset"] in PRESETS:
         changed = configure(from_dict(PipelineConfig, settings["config"]), sizes)
         settings = {**settings, "config": to_dict(changed)}
         options = {name: value for name, value in options.items() if name not in sizes}
-    extracted = store.settings["source"]["kind"] == _PHOTOS
     source = photos if extracted else HlocFeatures(store.image_folder, store.folder)
-    done = [image for image in store.images() if image.status == "done"]
-    digests = {image.name: image.sha256 for image in done}
+    digests = {image.name: image.sha256 for image in store.images() if image.status == "done"}
     # Digests of masked images are those of both files, and the masks may be gone.
-    known = extracted and not store.settings["source"].get("masks")
+    known = extracted and not settings["source"].get("masks")
     place = {name: row for row, name in enumerate(model.names)}
     return Localizer(
         model=model,
         pipeline=stored_pipeline(settings, source, options),
         index=open_index(store.folder, list(digests), list(digests.values()), store.features),
-        rows=np.array([place.get(image.name, -1) for image in done], dtype=np.int64),
+        rows=np.array([place.get(name, -1) for name in digests], dtype=np.int64),
         features=lru_cache(256)(store.features),
         images=ImagePyramids(
             [store.image_folder / name for name in model.names],
@@ -295,35 +287,27 @@ def localize_frames(
             f"{rig.source} does not say how its cameras are fixed to each other: give cam_from_rig_rotation "
             "and cam_from_rig_translation, or take the rig_config.json of a model that was made of a rig"
         )
-    frames, masks = rig.frames(photos), masks or {}
-    known = {**_intrinsics(place, rig, photos), **cameras}
-    if absent := [name for frame in frames for name in frame if name not in known]:
+    frames, masks, by_prefix = rig.frames(photos), masks or {}, {}
+    for name, camera in zip(place.names, place.model.cameras, strict=True):
+        if (mount := rig.camera_of(name)) is not None:
+            by_prefix[mount.prefix] = replace(camera, size=None)
+    by_prefix |= rig.intrinsics()
+    fixed = {name: mount for frame in frames for name, mount in frame.items()}
+    known = {name: by_prefix[mount.prefix] for name, mount in fixed.items() if mount.prefix in by_prefix}
+    known |= cameras
+    if absent := [name for name in fixed if name not in known]:
         raise UsageError(
             f"the intrinsics of {absent[0]} are not known: give them in {rig.source} or as a camera"
         )
-    mounted = {name for frame in frames for name in frame}
-    for frame in [*frames, *({name: None} for name in photos if name not in mounted)]:
+    for frame in [*frames, *([name] for name in photos if name not in fixed)]:
         queries: dict[str, Query] = {}
         for name in frame:
             try:
                 queries[name] = place.query(photos[name], known.get(name), mask=masks.get(name))
             except ImageError as error:
                 yield name, error
-        if len(queries) == 1:
-            ((name, query),) = queries.items()
-            yield name, place.localizer.localize(query)
-        elif queries:
-            own = list(queries.values())
-            fixed = check_rig(own, [frame[name].cam_from_rig for name in queries])
-            yield from zip(queries, place.localizer.localize_rig(own, fixed), strict=True)
-
-
-def _intrinsics(place: Map, rig: RigConfig, names: Mapping[str, Path]) -> dict[str, Camera]:
-    """By name of photo, from the rig's file, else from a picture of the map with the same prefix."""
-    by_prefix = {}
-    for name, camera in zip(place.names, place.model.cameras, strict=True):
-        if (mounted := rig.camera_of(name)) is not None:
-            by_prefix[mounted.prefix] = replace(camera, size=None)
-    by_prefix |= rig.intrinsics()
-    mounted = {name: rig.camera_of(name) for name in names}
-    return {n: by_prefix[each.prefix] for n, each in mounted.items() if each and each.prefix in by_prefix}
+        own = list(queries.values())
+        if len(queries) > 1:
+            own = mounted(own, [fixed[name].cam_from_rig for name in queries])
+        if queries:
+            yield from zip(queries, place.localizer.localize(own), strict=True)

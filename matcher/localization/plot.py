@@ -18,7 +18,6 @@ from matcher.viz.recording import RecordingFile
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_WIDTH, _SHARE = 16.0, 0.72  # inches of a plot; the images' share of it
 _SHOWN = 1024, 640  # pixels of the longer side of an image in a plot, and of a photo in a recording
 _GREEN = (46, 204, 64)
 
@@ -33,10 +32,9 @@ def plot_pose(place: Map, photo: ImageInput, pose: Pose, path: str | Path) -> Pa
     from matplotlib.figure import Figure
 
     images = _beside(place, photo, pose)
-    shape = images.shape[0] / images.shape[1]
-    height = min(max(_WIDTH * _SHARE * shape, _WIDTH * (1 - _SHARE)) + 0.9, _WIDTH)  # .9: titles
-    figure = Figure(figsize=(_WIDTH, height), dpi=100, layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(_SHARE, 1 - _SHARE))
+    height = 16 * max(0.72 * images.shape[0] / images.shape[1], 0.28) + 0.9  # inches; .9: titles
+    figure = Figure(figsize=(16, min(height, 16)), dpi=100, layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(0.72, 0.28))
     left.imshow(images)
     left.set_axis_off()
     _draw_plan(right, place.model, pose)
@@ -51,11 +49,9 @@ def _beside(place: Map, photo: ImageInput, pose: Pose) -> np.ndarray:
         return shown.pixels if shown.pixels.ndim == 3 else np.repeat(shown.pixels[:, :, None], 3, axis=2)
     name = next(iter(pose.images))
     image = place.names.index(name)
-    observed = place.model.points[image]
-    keypoint_of = dict(zip(observed[observed >= 0].tolist(), np.flatnonzero(observed >= 0), strict=True))
-    points = np.searchsorted(place.model.ids, pose.point_ids).tolist()
-    kept = np.array([row for row, point in enumerate(points) if point in keypoint_of], dtype=np.int64)
-    theirs = np.array([keypoint_of[points[row]] for row in kept], dtype=np.int64)
+    observed = place.model.ids[place.model.points[image]]
+    observed[place.model.points[image] < 0] = -1
+    _, kept, theirs = np.intersect1d(pose.point_ids, observed, return_indices=True)
     other = read_image(place.image_path(name), resize=_SHOWN[0])
     ends = pose.points2d[kept], place.model.keypoints[image][theirs]
     title = f"{'the photo' if shown.path is None else Path(shown.path).name}, and {name} of the map"

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from matcher.cameras import Camera, focal_of_film
-from matcher.export.colmap import GUESSED_FOCAL, import_pycolmap, read_exif, to_colmap
+from matcher.export.colmap import GUESSED_FOCAL, as_rigid, import_pycolmap, read_exif, to_colmap
 from matcher.sfm.models import as_our_camera
 
 PoseStatus = Literal[
@@ -118,194 +118,152 @@ MIN_MATCHES = 4  # P3P and one that confirms it
 
 @dataclass(frozen=True, eq=False)
 class Matches3d:
-    """M matches of an image's keypoints with points."""
+    """M matches of the keypoints of a picture, which may be one of a rig, with points."""
 
     points2d: np.ndarray  # (M, 2) stored pixels
     points3d: np.ndarray  # (M, 3)
     keypoints: np.ndarray  # (M,) which keypoint; one may be matched with several points
+    max_error: float  # of an inlier, stored pixels
+    cam_from_rig: np.ndarray = field(default_factory=lambda: np.eye(4))
+
+    def __len__(self) -> int:
+        return len(self.keypoints)
 
     def select(self, index: np.ndarray) -> Matches3d:
         """Some of them."""
-        return Matches3d(self.points2d[index], self.points3d[index], self.keypoints[index])
+        kept = self.points2d[index], self.points3d[index], self.keypoints[index]
+        return Matches3d(*kept, self.max_error, self.cam_from_rig)
 
-    @staticmethod
-    def joined(matches: Sequence[Matches3d]) -> Matches3d:
-        """Those of several pictures, keypoints numbered on."""
-        starts = np.cumsum([0, *(int(each.keypoints.max(initial=-1)) + 1 for each in matches)])
-        return Matches3d(
-            np.concatenate([each.points2d for each in matches]),
-            np.concatenate([each.points3d for each in matches]),
-            np.concatenate([each.keypoints + start for each, start in zip(matches, starts, strict=False)]),
-        )
+    def count(self, which: Any = slice(None)) -> int:
+        """Keypoints, of some of the matches."""
+        return len(np.unique(self.keypoints[which]))
+
+    def errors(self, cam_from_world: np.ndarray, camera: Camera) -> np.ndarray:
+        """(M,) reprojection errors, stored pixels; infinite for points behind the camera."""
+        local = self.points3d @ cam_from_world[:3, :3].T + cam_from_world[:3, 3]
+        errors = np.full(len(local), np.inf)
+        ahead = local[:, 2] > 1e-9
+        if ahead.any():
+            seen = np.asarray(as_colmap_camera(camera).img_from_cam(local[ahead]), dtype=np.float64)
+            errors[ahead] = np.linalg.norm(seen - to_colmap(self.points2d[ahead]), axis=1)
+        return np.where(np.isnan(errors), np.inf, errors)
 
 
 @dataclass(frozen=True, eq=False)
 class PoseEstimate:
-    """A pose that some of the matches agree with."""
+    """The pose of a picture that some of its matches agree with."""
 
-    cam_from_world: np.ndarray  # (4, 4)
+    matches: Matches3d
     camera: Camera
+    cam_from_world: np.ndarray  # (4, 4)
     inliers: np.ndarray  # (M,) bool
     covariance: np.ndarray | None = None  # (6, 6), see `Pose`
 
-
-def estimate_pose(
-    matches: Matches3d, camera: Camera, *, max_error: float, focal_known: bool, seed: int = 0
-) -> PoseEstimate | None:
-    """The pose that most matches agree with, None where there is none."""
-    if focal_known:
-        found = estimate_poses([matches], [camera], np.eye(4)[None], [max_error], seed=seed)
-        return found and found[0]
-    if len(matches.points2d) < MIN_MATCHES:
-        return None
-    pycolmap = import_pycolmap()
-    options = pycolmap.AbsolutePoseEstimationOptions(estimate_focal_length=True)
-    options.ransac = _ransac(max_error, seed)
-    theirs = as_colmap_camera(camera)
-    points = to_colmap(matches.points2d)
-    found = pycolmap.estimate_absolute_pose(points, matches.points3d, theirs, estimation_options=options)
-    if found is None or found["num_inliers"] < MIN_MATCHES + 1:
-        return None
-    camera = replace(as_our_camera(found.get("camera", theirs)), size=camera.size)
-    start = PoseEstimate(_matrix(found["cam_from_world"]), camera, np.asarray(found["inlier_mask"], bool))
-    return refine_pose(start, matches, max_error, refine_focal=True)
+    @property
+    def agreeing(self) -> int:
+        """Keypoints with an inlier."""
+        return self.matches.count(self.inliers)
 
 
-def refine_pose(
-    start: PoseEstimate, matches: Matches3d, max_error: float, *, refine_focal: bool = False
-) -> PoseEstimate | None:
-    """`refine_poses` of a single picture."""
-    found = refine_poses([start], [matches], np.eye(4)[None], [max_error], refine_focal=refine_focal)
-    return found and found[0]
+Estimates = list[PoseEstimate]  # of all pictures of a rig, or of one photo
 
 
 def estimate_poses(
-    matches: Sequence[Matches3d],
-    cameras: Sequence[Camera],
-    cam_from_rig: np.ndarray,
-    max_errors: Sequence[float],
-    *,
-    seed: int = 0,
-) -> list[PoseEstimate] | None:
+    matches: Sequence[Matches3d], cameras: Sequence[Camera], *, focal_known: bool = True, seed: int = 0
+) -> Estimates | None:
     """The poses of R pictures that are fixed to each other, None where there is none.
 
     Args:
         matches: of each picture, some wrong.
         cameras: with their sizes.
-        cam_from_rig: (R, 4, 4).
-        max_errors: of an inlier in each picture, stored pixels.
+        focal_known: False finds the focal length, too, of a single picture.
         seed: of the sampling.
     """
-    joined = Matches3d.joined(matches)
-    if len(joined.points2d) < MIN_MATCHES:
+    if sum(map(len, matches)) < MIN_MATCHES:
         return None
-    found = import_pycolmap().estimate_generalized_absolute_pose(
-        to_colmap(joined.points2d),
-        joined.points3d,
-        _picture_of_each(matches),
-        [as_rigid(pose) for pose in cam_from_rig],
-        [as_colmap_camera(camera) for camera in cameras],
-        _ransac(float(np.mean(max_errors)), seed),
-    )
-    if found is None or found["num_inliers"] < MIN_MATCHES:
+    pycolmap, theirs = import_pycolmap(), [as_colmap_camera(camera) for camera in cameras]
+    points, pictures, fixed = _joined(matches)
+    max_error = float(np.mean([each.max_error for each in matches]))
+    ransac = pycolmap.RANSACOptions(max_error=max_error, random_seed=seed, confidence=0.9999)
+    if focal_known:
+        rig = pictures, [as_rigid(pose) for pose in fixed], theirs
+        found = pycolmap.estimate_generalized_absolute_pose(*points, *rig, ransac)
+    else:
+        options = pycolmap.AbsolutePoseEstimationOptions(estimate_focal_length=True)
+        options.ransac = ransac
+        found = pycolmap.estimate_absolute_pose(*points, *theirs, estimation_options=options)
+    if found is None or found["num_inliers"] < MIN_MATCHES + (not focal_known):
         return None
-    poses, inliers = cam_from_rig @ _matrix(found["rig_from_world"]), _split(found["inlier_mask"], matches)
-    start = [PoseEstimate(*each) for each in zip(poses, cameras, inliers, strict=True)]
-    return refine_poses(start, matches, cam_from_rig, max_errors)
+    if not focal_known:
+        cameras = [replace(as_our_camera(found.get("camera", theirs[0])), size=cameras[0].size)]
+    world = _matrix(found["rig_from_world" if focal_known else "cam_from_world"])
+    inliers = np.split(np.asarray(found["inlier_mask"], bool), np.cumsum(list(map(len, matches)))[:-1])
+    poses = [pose @ world for pose in fixed]
+    start = [PoseEstimate(*each) for each in zip(matches, cameras, poses, inliers, strict=True)]
+    return refine_poses(start, refine_focal=not focal_known)
 
 
-def refine_poses(
-    start: Sequence[PoseEstimate],
-    matches: Sequence[Matches3d],
-    cam_from_rig: np.ndarray,
-    max_errors: Sequence[float],
-    *,
-    refine_focal: bool = False,
-) -> list[PoseEstimate] | None:
+def refine_poses(start: Estimates, *, refine_focal: bool = False) -> Estimates | None:
     """Poses refined on their inliers, which are chosen again each of three times; None with too few left.
 
-    `refine_focal` refines the focal length, too, of a single picture. Other arguments: see `estimate_poses`.
+    `refine_focal` refines the focal length, too, of a single picture.
     """
     pycolmap = import_pycolmap()
     options = pycolmap.AbsolutePoseRefinementOptions(
         refine_focal_length=refine_focal, refine_extra_params=False, loss_function_scale=1.0
     )
-    joined, number = Matches3d.joined(matches), _picture_of_each(matches)
-    cameras, inliers = [each.camera for each in start], [each.inliers for each in start]
-    rig_from_world = np.linalg.inv(cam_from_rig[0]) @ start[0].cam_from_world
+    matches, cameras = [each.matches for each in start], [each.camera for each in start]
+    points, pictures, fixed = _joined(matches)
+    inliers = [each.inliers for each in start]
+    world = np.linalg.inv(fixed[0]) @ start[0].cam_from_world  # of the rig
     for _ in range(3):
         used = np.concatenate(inliers)
         if used.sum() < MIN_MATCHES:
             return None
-        theirs, points = [as_colmap_camera(camera) for camera in cameras], to_colmap(joined.points2d)
-        if len(start) == 1:
-            pose = as_rigid(cam_from_rig[0] @ rig_from_world)
-            given = pose, points, joined.points3d, used, theirs[0], options
-            result = pycolmap.refine_absolute_pose(*given, return_covariance=True)
-            found = result and np.linalg.inv(cam_from_rig[0]) @ _matrix(result["cam_from_world"])
+        pose, theirs = as_rigid(world), [as_colmap_camera(camera) for camera in cameras]
+        if len(start) == 1:  # as no rig, it gives its focal length back
+            result = pycolmap.refine_absolute_pose(
+                pose, *points, used, theirs[0], options, return_covariance=True
+            )
         else:
-            pose, fixed = as_rigid(rig_from_world), [as_rigid(pose) for pose in cam_from_rig]
-            given = pose, points, joined.points3d, used, number, fixed, theirs, options
-            result = pycolmap.refine_generalized_absolute_pose(*given, return_covariance=True)
-            found = result and _matrix(result["rig_from_world"])
+            rig = pictures, [as_rigid(pose) for pose in fixed], theirs
+            result = pycolmap.refine_generalized_absolute_pose(
+                pose, *points, used, *rig, options, return_covariance=True
+            )
         if result is None:
             return None
-        rig_from_world = found
+        world = _matrix(result["cam_from_world" if len(start) == 1 else "rig_from_world"])
         if refine_focal:
-            size = cameras[0].size
-            cameras = [replace(as_our_camera(result.get("camera", theirs[0])), size=size)]
-        poses = cam_from_rig @ rig_from_world
-        errors = [reprojection_errors(*each) for each in zip(matches, poses, cameras, strict=True)]
-        inliers = [error < limit for error, limit in zip(errors, max_errors, strict=True)]
+            cameras = [replace(as_our_camera(result.get("camera", theirs[0])), size=cameras[0].size)]
+        poses = [pose @ world for pose in fixed]
+        errors = [own.errors(*each) for own, *each in zip(matches, poses, cameras, strict=True)]
+        inliers = [error < own.max_error for error, own in zip(errors, matches, strict=True)]
     if sum(map(np.count_nonzero, inliers)) < MIN_MATCHES:
         return None
-    covariance = _covariance(result, np.concatenate(errors)[used])
-    turns = [np.kron(np.eye(2), fixed[:3, :3]) for fixed in cam_from_rig]
-    spreads = [covariance if covariance is None else turn @ covariance @ turn.T for turn in turns]
-    return [PoseEstimate(*each) for each in zip(poses, cameras, inliers, spreads, strict=True)]
+    spreads, covariance = [None] * len(start), result.get("covariance")
+    if covariance is not None and np.isfinite(covariance).all():
+        # The tangent of a quaternion is half of the turn; COLMAP assumes errors of one pixel.
+        scale = np.diag([2.0, 2.0, 2.0, 1.0, 1.0, 1.0])
+        noise = float(np.mean(np.square(np.concatenate(errors)[used]))) / 2
+        covariance = scale @ np.asarray(covariance)[:6, :6] @ scale * noise
+        turns = [np.kron(np.eye(2), pose[:3, :3]) for pose in fixed]
+        spreads = [turn @ covariance @ turn.T for turn in turns]
+    return [PoseEstimate(*each) for each in zip(matches, cameras, poses, inliers, spreads, strict=True)]
 
 
-def _covariance(result: dict[str, Any], errors: np.ndarray) -> np.ndarray | None:
-    """(6, 6) in radians and the map's units, for the noise that the inliers' errors (pixels) show."""
-    given = result.get("covariance")
-    if given is None or not np.isfinite(given).all():
-        return None
-    # The tangent of a quaternion is half of the turn; COLMAP assumes errors of one pixel.
-    scale = np.diag([2.0, 2.0, 2.0, 1.0, 1.0, 1.0])
-    return scale @ np.asarray(given)[:6, :6] @ scale * float(np.mean(np.square(errors))) / 2
-
-
-def reprojection_errors(matches: Matches3d, cam_from_world: np.ndarray, camera: Camera) -> np.ndarray:
-    """(M,) stored pixels; infinite for points behind the camera."""
-    local = matches.points3d @ cam_from_world[:3, :3].T + cam_from_world[:3, 3]
-    errors = np.full(len(local), np.inf)
-    ahead = local[:, 2] > 1e-9
-    if ahead.any():
-        seen = np.asarray(as_colmap_camera(camera).img_from_cam(local[ahead]), dtype=np.float64)
-        errors[ahead] = np.linalg.norm(seen - to_colmap(matches.points2d[ahead]), axis=1)
-    return np.where(np.isnan(errors), np.inf, errors)
-
-
-def _ransac(max_error: float, seed: int) -> Any:
-    return import_pycolmap().RANSACOptions(max_error=max_error, random_seed=seed, confidence=0.9999)
-
-
-def _picture_of_each(matches: Sequence[Matches3d]) -> list[int]:
-    return np.repeat(np.arange(len(matches)), [len(each.points2d) for each in matches]).tolist()
-
-
-def _split(values: Any, matches: Sequence[Matches3d]) -> list[np.ndarray]:
-    return np.split(np.asarray(values, bool), np.cumsum([len(each.points2d) for each in matches])[:-1])
+def _joined(
+    matches: Sequence[Matches3d],
+) -> tuple[tuple[np.ndarray, np.ndarray], list[int], list[np.ndarray]]:
+    """Points of all pictures, the picture of each, and cam_from_rig; a single one is a rig of its own."""
+    points2d = to_colmap(np.concatenate([each.points2d for each in matches]))
+    points3d = np.concatenate([each.points3d for each in matches])
+    pictures = np.repeat(np.arange(len(matches)), [len(each) for each in matches]).tolist()
+    fixed = [np.eye(4)] if len(matches) == 1 else [each.cam_from_rig for each in matches]
+    return (points2d, points3d), pictures, fixed
 
 
 def _matrix(rigid: Any) -> np.ndarray:
     return np.vstack([rigid.matrix(), [0, 0, 0, 1]])
-
-
-def as_rigid(pose: np.ndarray) -> Any:
-    """A `pycolmap.Rigid3d` of (4, 4) or (3, 4)."""
-    pycolmap = import_pycolmap()
-    return pycolmap.Rigid3d(pycolmap.Rotation3d(pose[:3, :3]), pose[:3, 3])
 
 
 def as_colmap_camera(camera: Camera) -> Any:
@@ -325,15 +283,12 @@ def cameras_to_try(path: Path | None, size: tuple[int, int], known: Sequence[Cam
     """
     found = []
     if path is not None and (focal := read_exif(path).focal_35mm):
-        found.append(_pinhole(focal_of_film(focal, size), size))
+        found.append(any_camera(size, focal_of_film(focal, size)))
     same = [camera for camera in known if camera.size == size]
     return [*found, max(same, key=same.count)] if same else found
 
 
-def any_camera(size: tuple[int, int]) -> Camera:
+def any_camera(size: tuple[int, int], focal: float | None = None) -> Camera:
     """A camera of which only the focal length is to be found."""
-    return _pinhole(GUESSED_FOCAL * max(size), size)
-
-
-def _pinhole(focal: float, size: tuple[int, int]) -> Camera:
+    focal = focal or GUESSED_FOCAL * max(size)
     return Camera(focal, focal, (size[0] - 1) / 2, (size[1] - 1) / 2, size, "SIMPLE_PINHOLE")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,10 +48,7 @@ class SparseMap:
 
     def shared(self, first: int, second: int) -> int:
         """Points that two images both observe."""
-        return len(np.intersect1d(self._seen(first), self._seen(second), assume_unique=True))
-
-    def _seen(self, image: int) -> np.ndarray:
-        return np.unique(self.points[image][self.points[image] >= 0])
+        return np.count_nonzero(np.intersect1d(self.points[first], self.points[second]) >= 0)
 
 
 def read_sparse_map(folder: str | Path, store: Store) -> SparseMap:
@@ -95,12 +92,16 @@ def read_sparse_map(folder: str | Path, store: Store) -> SparseMap:
                 f"reconstruct again with `matcher sfm {store.folder} --out NEW_MODEL`, or triangulate the "
                 "model's poses anew with `matcher sfm PHOTOS --poses MODEL --out NEW_MODEL`"
             )
-    xyz = np.array([model.point3D(number).xyz for number in rows], dtype=np.float64).reshape(-1, 3)
-    by_name = poses_of(model)
-    poses = np.array([by_name[image.name] for image in images])
-    cameras = tuple(as_our_camera(model.camera(image.camera_id)) for image in images)
-    names, ids = tuple(image.name for image in images), np.array(list(rows), dtype=np.int64)
-    return SparseMap(names, poses, cameras, tuple(keypoints), tuple(points), xyz, ids)
+    names, poses = tuple(image.name for image in images), poses_of(model)
+    return SparseMap(
+        names,
+        np.array([poses[name] for name in names]),
+        tuple(as_our_camera(model.camera(image.camera_id)) for image in images),
+        tuple(keypoints),
+        tuple(points),
+        np.array([model.point3D(number).xyz for number in rows], dtype=np.float64).reshape(-1, 3),
+        np.array(list(rows), dtype=np.int64),
+    )
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,6 @@ class LocalizationConfig:
 
 # --- Retrieval
 
-_BLOCK = 128  # rows compared at once, so that they fit a core's cache
-_SKETCH = 1024  # sums of neighbouring components, by which the images of large maps are compared first
-
 
 @dataclass(frozen=True, eq=False)
 class RetrievalIndex:
@@ -171,25 +169,29 @@ class RetrievalIndex:
         turned = rotated_descriptors(strongest_descriptors(features), self.kind)
         queries = np.array([self.vocabulary.describe(each) for each in turned], dtype=np.float32)
         rows, few = np.arange(len(self.table)), max(512, k)
-        if len(rows) > 4 * few and self.table.shape[1] % _SKETCH == 0:
+        if len(rows) > 4 * few and self.table.shape[1] % 1024 == 0:
             roughly = (self._sketches @ _sketch(queries).T).max(axis=1)
             rows = np.sort(np.argpartition(-roughly, few)[:few])
-        blocks = [self.table[rows[i : i + _BLOCK]] for i in range(0, len(rows), _BLOCK)]
-        similarity = np.concatenate([(block.astype(np.float32) @ queries.T).max(axis=1) for block in blocks])
+        similarity = np.concatenate(
+            [(b.astype(np.float32) @ queries.T).max(axis=1) for b in self._blocks(rows)]
+        )
         best = np.argsort(-similarity, kind="stable")[:k]
         return rows[best], similarity[best]
 
+    def _blocks(self, rows: np.ndarray | slice = slice(None)) -> Iterator[np.ndarray]:
+        """128 rows of the table at once, which fit a core's cache."""
+        chosen = np.arange(len(self.table))[rows]
+        return (self.table[chosen[i : i + 128]] for i in range(0, len(chosen), 128))
+
     @cached_property
     def _sketches(self) -> np.ndarray:
-        """(I, 1024) float32: the components have random signs already, so sums of them keep similarities."""
-        return np.concatenate(
-            [_sketch(self.table[i : i + _BLOCK]) for i in range(0, len(self.table), _BLOCK)]
-        )
+        """(I, 1024) float32, by which the images of large maps are compared first."""
+        return np.concatenate([_sketch(block) for block in self._blocks()])
 
 
 def _sketch(rows: np.ndarray) -> np.ndarray:
-    """(N, 1024) sums of neighbouring components of global descriptors (N, G)."""
-    return rows.astype(np.float32).reshape(len(rows), _SKETCH, -1).sum(axis=2)
+    """(N, 1024) sums of neighbouring components of global descriptors (N, G), of random signs."""
+    return rows.astype(np.float32).reshape(len(rows), 1024, -1).sum(axis=2)
 
 
 def open_index(
@@ -202,12 +204,9 @@ def open_index(
     index = RetrievalIndex.build(names, features)
     own = index.vocabulary or Vocabulary(*(np.zeros((0, n)) for n in (0, 1, 1)), 0)
     arrays = dict(words=own.words, target=own.target, sign=own.sign, table=index.table)
-    data = save(
-        {name: np.ascontiguousarray(array) for name, array in arrays.items()},
-        {"kind": index.kind, "of": wanted},
-    )
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     with suppress(OSError):  # a folder that cannot be written costs time only
-        write_whole(folder / INDEX, data)
+        write_whole(folder / INDEX, save(arrays, {"kind": index.kind, "of": wanted}))
     return index
 
 

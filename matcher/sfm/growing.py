@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from glob import escape
 from itertools import combinations
@@ -35,7 +34,8 @@ class MorePairs:
     """Called with the images without a pose, it matches more of their pairs; see `reconstruct`.
 
     First the pairs of each image with the most similar others, then all in a run of up to 100 images, in a
-    larger one those that the strongest keypoints were compared of.
+    larger one those that the strongest keypoints were compared of. None of a run whose pairs were not chosen
+    preemptively.
     """
 
     def __init__(
@@ -46,15 +46,20 @@ class MorePairs:
         on_progress: OnProgress | None = None,
     ) -> None:
         """For a run whose images have been added; `on_round` is called before pairs are matched."""
-        self._collection = collection
+        self._collection, self._rounds = collection, [True, False]
         self._on_round, self._on_progress = on_round, on_progress
-        self._rounds: Iterator[Iterable[tuple[str, str]]] | None = None
 
     def __call__(self, without_pose: frozenset[str]) -> bool:
         """Whether there are pairs that were not matched before; they are now."""
-        if self._rounds is None:
-            self._rounds = self._candidates()
-        for pairs in self._rounds:
+        with self._collection.store as store:
+            choice = store.pair_choice
+            names = sorted(image.name for image in store.images() if image.status == "done")
+        if not isinstance(choice, PairChoice) or choice.method != "preemptive":
+            return False
+        while self._rounds:
+            k = BEST if self._rounds.pop(0) else None if len(names) <= 100 else choice.neighbours
+            with self._collection.store as store:
+                pairs = combinations(names, 2) if k is None else list(similar_pairs(names, store.features, k))
             with Writer(self._collection.run_dir) as writer:
                 new = add_pairs(writer, (pair for pair in pairs if without_pose & set(pair)))[1]
             if new:
@@ -63,18 +68,6 @@ class MorePairs:
                 self._collection.run(on_progress=self._on_progress)
                 return True
         return False
-
-    def _candidates(self) -> Iterator[Iterable[tuple[str, str]]]:
-        """The pairs of each round; none for a run whose pairs were not chosen preemptively."""
-        with self._collection.store as store:
-            choice = store.pair_choice
-            names = sorted(image.name for image in store.images() if image.status == "done")
-        if not isinstance(choice, PairChoice) or choice.method != "preemptive":
-            return
-        for k in (BEST, None if len(names) <= 100 else choice.neighbours):
-            with self._collection.store as store:
-                pairs = combinations(names, 2) if k is None else list(similar_pairs(names, store.features, k))
-            yield pairs
 
 
 def continue_model(
@@ -154,23 +147,17 @@ def _refuse_changed(store: Store, known: set[str]) -> None:
 
 
 def _names(photos: str | Path, folder: Path) -> list[str]:
-    """Names in the run of the photos below a folder.
-
-    Raises:
-        UsageError: the folder is not the run's, or holds no photo.
-    """
+    """Names in the run, whose images lie in a folder, of the photos below another one."""
     given = Path(photos)
     if not given.is_dir():
         raise UsageError(f"{photos} is not a folder of photos")
-    try:
-        below = Path(os.path.realpath(given)).relative_to(os.path.realpath(folder))
-    except ValueError:
+    if not (real := given.resolve()).is_relative_to(folder.resolve()):
         raise UsageError(
             f"{photos} does not lie in {folder}, the folder of the run's images, from which they are named: "
-            f"put the new photos into it, for example as {folder / Path(photos).name}"
-        ) from None
-    names = sorted((below / name).as_posix() for name in list_images(given))
-    if not names:
+            f"put the new photos into it, for example as {folder / given.name}"
+        )
+    below = real.relative_to(folder.resolve())
+    if not (names := sorted((below / name).as_posix() for name in list_images(given))):
         raise UsageError(f"{photos} holds no photos")
     return names
 

@@ -12,16 +12,20 @@ from typing import Any
 import numpy as np
 import pycolmap
 
+from matcher.export.colmap import as_rigid
+from matcher.sfm.models import poses_of
 from matcher.sfm.plot import draw_model
 
 _NEAR = 15.0  # metres, by which a receiver in a telephone is easily off
+Job = Mapping[str, Any]  # see `main`
+Models = Mapping[int, Any]
 
 
 def main() -> None:
     """Read the job (JSON) from standard input, map, and write models and what is said of them.
 
-    Job: `database`, `images` (folder that only colours are taken from; it may be absent), `output` (an
-    existing folder), `result` (the file to write: what is said of each model as JSON), `mapper` (incremental,
+    Job: `database`, `images` (folder that only colours are taken from), `output` (an existing folder), `work`
+    (another one), `result` (the file to write: what is said of each model as JSON), `mapper` (incremental,
     global, or triangulate for points only), `poses` (None, or those to start from: name → cam_from_world
     (3, 4)), `positions` (name → latitude, longitude, altitude), `origin` (None, or the position that the
     poses to start from are metres east, north and up of), `fixed_cameras` (numbers of those that are not
@@ -38,11 +42,10 @@ def main() -> None:
     pycolmap.set_random_seed(job["seed"])
     if job["verify"]:
         pycolmap.geometric_verification(job["database"])
-    output = Path(job["output"])
+    output, described = Path(job["output"]), []
     models = _map(job)
     simple = _without_distortion(job, models)
     models = kept_models(simple or models, job)
-    described = []
     for number, model in enumerate(models):
         if job["max_deviation"] is not None:
             keep_certain(model, job)
@@ -68,29 +71,77 @@ def main() -> None:
     Path(job["result"]).write_text(json.dumps(described), encoding="utf-8")
 
 
-def _map(job: dict[str, Any]) -> dict[int, Any]:
+def _map(job: Job) -> Models:
     """Models by the mapper of the job."""
-    arguments = _arguments(job, job["database"], "work")
 
-    def mapped() -> dict[int, Any]:
+    def mapped() -> Models:
         if job["mapper"] == "global":
-            return pycolmap.global_mapping(*arguments, _options(job))
-        return _incremental(arguments, _options(job))
+            return pycolmap.global_mapping(job["database"], job["images"], job["work"], _options(job))
+        return _incremental(job, _options(job))
 
     if job["rig"] is not None and not job["rig_known"] and not _calibrate_rig(job, mapped):
         return {}
     if job["mapper"] == "global" or job["poses"] is None:
         models = mapped()
         alone = not models and job["rig"] is not None and job["mapper"] == "incremental"
-        return _from_one_frame(job, arguments) if alone else models
-    options = _options(job)
-    start = pycolmap.triangulate_points(_posed(job, job["poses"]), *arguments, options=options)
+        return _from_one_frame(job) if alone else models
+    start = _triangulated(job, job["poses"])
     if job["mapper"] == "triangulate":
         return {0: start}
-    models = _continued(start, arguments, options, "start")
+    models = _continued(job, start, "start")
     for model in models.values():
         _move_back(model, start, keeps_size=job["rig"] is not None)
     return models
+
+
+def _incremental(job: Job, options: Any, work: str = "") -> Models:
+    arguments = job["database"], job["images"], str(Path(job["work"]) / work)
+    models = pycolmap.incremental_mapping(*arguments, options)
+    if not models:  # along a street, every pair is one of cameras that move ahead
+        options.mapper.init_max_forward_motion = 1.0
+        models = pycolmap.incremental_mapping(*arguments, options)
+    return models
+
+
+def _triangulated(job: Job, poses: Mapping[str, Any]) -> Any:
+    """A model of the frames of the database of which an image has a pose (3, 4), with their points."""
+    model = pycolmap.Reconstruction()
+    with pycolmap.Database.open(job["database"]) as database:
+        cameras, images = database.read_all_cameras(), database.read_all_images()
+        rigs, frames = database.read_all_rigs(), database.read_all_frames()
+    if job["rig"] is None:
+        for camera in cameras:
+            model.add_camera_with_trivial_rig(camera)
+        for image in images:
+            if image.name in poses:
+                model.add_image_with_trivial_frame(image, as_rigid(poses[image.name]))
+    else:
+        for camera in cameras:
+            model.add_camera(camera)
+        for rig in rigs:
+            model.add_rig(rig)
+        by_number = {image.image_id: image for image in images}
+        for frame in frames:
+            own = [by_number[data.id] for data in frame.data_ids]
+            posed = next((image for image in own if image.name in poses), None)
+            if posed is None:
+                continue
+            model.add_frame(frame)
+            for image in own:
+                model.add_image(image)
+            pose = as_rigid(poses[posed.name])
+            model.frame(frame.frame_id).set_cam_from_world(posed.camera_id, pose)
+            model.register_frame(frame.frame_id)
+    given = model, job["database"], job["images"], job["work"]
+    return pycolmap.triangulate_points(*given, options=_options(job))
+
+
+def _continued(job: Job, start: Any, name: str) -> Models:
+    folder = Path(job["work"]) / name
+    folder.mkdir()
+    start.write_binary(str(folder))
+    arguments = job["database"], job["images"], job["work"], _options(job)
+    return pycolmap.incremental_mapping(*arguments, input_path=str(folder))
 
 
 def _move_back(model: Any, start: Any, *, keeps_size: bool) -> None:
@@ -107,28 +158,7 @@ def _move_back(model: Any, start: Any, *, keeps_size: bool) -> None:
         model.transform(pycolmap.Sim3d(1.0, moved.rotation, moved.translation) if keeps_size else moved)
 
 
-def _arguments(job: dict[str, Any], database: str, work: str) -> tuple[str, str, str]:
-    """Database, folder of the photos (or one without any: only colours are taken from there), work folder."""
-    folder = str(Path(job["output"]) / work)
-    return database, job["images"] if Path(job["images"]).is_dir() else folder, folder
-
-
-def _incremental(arguments: tuple[str, str, str], options: Any) -> dict[int, Any]:
-    models = pycolmap.incremental_mapping(*arguments, options)
-    if not models:  # along a street, every pair is one of cameras that move ahead
-        options.mapper.init_max_forward_motion = 1.0
-        models = pycolmap.incremental_mapping(*arguments, options)
-    return models
-
-
-def _continued(start: Any, arguments: tuple[str, str, str], options: Any, name: str) -> dict[int, Any]:
-    folder = Path(arguments[2]) / name
-    folder.mkdir()
-    start.write_binary(str(folder))
-    return pycolmap.incremental_mapping(*arguments, options, input_path=str(folder))
-
-
-def _options(job: dict[str, Any]) -> Any:
+def _options(job: Job) -> Any:
     """Of the mapper of the job."""
     if job["mapper"] == "global":
         options = pycolmap.GlobalPipelineOptions()
@@ -147,43 +177,7 @@ def _options(job: dict[str, Any]) -> Any:
     return options
 
 
-def _posed(job: dict[str, Any], poses: Mapping[str, Any]) -> Any:
-    """The frames of the database of which an image has a pose (3, 4), as a model without points."""
-    model = pycolmap.Reconstruction()
-    with pycolmap.Database.open(job["database"]) as database:
-        cameras, images = database.read_all_cameras(), database.read_all_images()
-        rigs, frames = database.read_all_rigs(), database.read_all_frames()
-    if job["rig"] is None:
-        for camera in cameras:
-            model.add_camera_with_trivial_rig(camera)
-        for image in images:
-            if image.name in poses:
-                model.add_image_with_trivial_frame(image, _rigid(poses[image.name]))
-        return model
-    for camera in cameras:
-        model.add_camera(camera)
-    for rig in rigs:
-        model.add_rig(rig)
-    by_number = {image.image_id: image for image in images}
-    for frame in frames:
-        own = [by_number[data.id] for data in frame.data_ids]
-        posed = next((image for image in own if image.name in poses), None)
-        if posed is None:
-            continue
-        model.add_frame(frame)
-        for image in own:
-            model.add_image(image)
-        model.frame(frame.frame_id).set_cam_from_world(posed.camera_id, _rigid(poses[posed.name]))
-        model.register_frame(frame.frame_id)
-    return model
-
-
-def _rigid(pose: Any) -> Any:
-    matrix = np.array(pose, dtype=np.float64)
-    return pycolmap.Rigid3d(pycolmap.Rotation3d(matrix[:, :3]), matrix[:, 3])
-
-
-def kept_models(models: Mapping[int, Any], job: dict[str, Any]) -> list[Any]:
+def kept_models(models: Models, job: Job) -> list[Any]:
     """The models to be written, the largest first: none that is too small, or wholly in larger ones.
 
     COLMAP begins again with images that a model has already, and leaves models below its least size. A model
@@ -191,44 +185,40 @@ def kept_models(models: Mapping[int, Any], job: dict[str, Any]) -> list[Any]:
     """
     kept, covered = [], set()
     for model in sorted(models.values(), key=lambda model: -model.num_reg_images()):
-        names = registered_poses(model).keys()
+        names = {image.name for image in _registered(model)}
         if job["poses"] is not None or (len(names) >= job["min_images"] and not names <= covered):
             kept.append(model)
             covered |= names
     return kept
 
 
-def registered_poses(model: Any) -> dict[str, np.ndarray]:
-    """cam_from_world (3, 4) of the registered images by name."""
-    images = [model.image(number) for number in model.reg_image_ids()]
-    return {image.name: image.cam_from_world().matrix() for image in images}
+def _registered(model: Any) -> list[Any]:
+    return [model.image(number) for number in model.reg_image_ids()]
 
 
 def adjust(model: Any, fixed_cameras: Iterable[int], threads: int) -> None:
     """Adjust all registered images, points and cameras of a model but the fixed ones, in place."""
-    images = [model.image(number) for number in model.reg_image_ids()]
     config, options = pycolmap.BundleAdjustmentConfig(), pycolmap.BundleAdjustmentOptions()
     options.print_summary = options.refine_sensor_from_rig = False
     options.ceres.solver_options.num_threads = threads
-    for image in images:
+    for image in _registered(model):
         config.add_image(image.image_id)
-    for number in set(fixed_cameras) & {image.camera_id for image in images}:
-        config.set_constant_cam_intrinsics(number)
+        if image.camera_id in fixed_cameras:
+            config.set_constant_cam_intrinsics(image.camera_id)
     config.fix_gauge(pycolmap.BundleAdjustmentGauge.TWO_CAMS_FROM_WORLD)
     pycolmap.create_default_bundle_adjuster(options, config, model).solve()
 
 
 def _described(model: Any) -> dict[str, Any]:
     """Statistics of a model for the summary, and the data for its plot."""
-    images = [model.image(number) for number in model.reg_image_ids()]
-    cameras = {image.name: model.camera(image.camera_id) for image in images}
+    cameras = {image.name: model.camera(image.camera_id) for image in _registered(model)}
     return {
-        "registered": len(images),
+        "registered": len(cameras),
         "points": model.num_points3D(),
         "observations": model.compute_num_observations(),
         "mean_track_length": model.compute_mean_track_length(),
         "mean_reprojection_error": model.compute_mean_reprojection_error(),
-        "cam_from_world": {name: pose.tolist() for name, pose in registered_poses(model).items()},
+        "cam_from_world": {name: pose[:3].tolist() for name, pose in poses_of(model).items()},
         "cameras": {
             name: {"model": c.model.name, "size": [c.width, c.height], "params": c.params.tolist()}
             for name, c in cameras.items()
@@ -242,11 +232,10 @@ def _described(model: Any) -> dict[str, Any]:
 def georegister(model: Any, positions: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
     """Move a model to metres east, north and up of the first photo's position.
 
-    Returns:
-        The origin and how well positions and cameras agree; None where too few do, and nothing is changed.
-        And why positions, if there are any, are not used.
+    Returns the origin and how well positions and cameras agree; None where too few do, and nothing is
+    changed. And why positions, if there are any, are not used.
     """
-    names = sorted({model.image(number).name for number in model.reg_image_ids()} & positions.keys())
+    names = sorted({image.name for image in _registered(model)} & positions.keys())
     if len(names) < 4:  # three place a model, and one confirms it
         return None, f"they are {len(names)}, and 4 are needed" if names else None
     given = np.array([positions[name] for name in names], dtype=np.float64)
@@ -265,17 +254,13 @@ def georegister(model: Any, positions: Mapping[str, Any]) -> tuple[dict[str, Any
 
 
 def agreement(model: Any, positions: Mapping[str, Any], origin: list[float]) -> dict[str, Any] | None:
-    """How well the positions of photos agree with a model that is in metres east, north and up of an origin.
-
-    Arguments are those of `georegister`; the origin is a position, too. Returns the origin, how many
-    positions agree and their median error; None where no image has a position.
-    """
-    images = {model.image(number).name: model.image(number) for number in model.reg_image_ids()}
-    if not (names := sorted(images.keys() & positions.keys())):
+    """How well positions agree with a model in metres east, north and up of an origin; None without any."""
+    centres = {image.name: image.projection_center() for image in _registered(model)}
+    if not (names := sorted(centres.keys() & positions.keys())):
         return None
     given = np.array([positions[name] for name in names], dtype=np.float64)
     metres = np.asarray(pycolmap.GPSTransform().ellipsoid_to_enu(given, *origin))
-    errors = np.linalg.norm([images[name].projection_center() for name in names] - metres, axis=1)
+    errors = np.linalg.norm([centres[name] for name in names] - metres, axis=1)
     agreeing = {"images": int((errors < _NEAR).sum()), "median_error_metres": float(np.median(errors))}
     return {"origin": list(origin), **agreeing}  # latitude, longitude, altitude of (0, 0, 0)
 
@@ -283,13 +268,10 @@ def agreement(model: Any, positions: Mapping[str, Any], origin: list[float]) -> 
 # --- Rigs
 
 
-def _calibrate_rig(job: dict[str, Any], mapped: Callable[[], dict[int, Any]]) -> bool:
-    """Give the database its rigs, with the poses within them that a model without rigs has.
+def _calibrate_rig(job: Job, mapped: Callable[[], Models]) -> bool:
+    """Give the database its rigs, with the poses within them that a model without rigs has, if there is one.
 
-    Returns whether there is a model to learn from.
-
-    Raises:
-        ValueError: in no frame of the model two cameras of a rig have a pose.
+    `ValueError`: in no frame of that model two cameras of a rig have a pose.
     """
     with pycolmap.Database.open(job["database"]) as database:
         database.clear_frames()
@@ -308,7 +290,7 @@ def _calibrate_rig(job: dict[str, Any], mapped: Callable[[], dict[int, Any]]) ->
     return True
 
 
-def _from_one_frame(job: dict[str, Any], arguments: tuple[str, str, str]) -> dict[int, Any]:
+def _from_one_frame(job: Job) -> Models:
     """Models that begin with the points that the cameras of a rig see at one moment.
 
     COLMAP begins with two frames that see points from clearly different directions. A rig that only moves
@@ -325,10 +307,7 @@ def _from_one_frame(job: dict[str, Any], arguments: tuple[str, str, str]) -> dic
             if count >= 50:
                 starts.append((-count, names[own[0]]))
     for number, (_, name) in enumerate(sorted(starts)[:3]):
-        options = _options(job)
-        posed = _posed(job, {name: np.eye(4)[:3]})
-        start = pycolmap.triangulate_points(posed, *arguments, options=options)
-        models = _continued(start, arguments, options, f"frame{number}")
+        models = _continued(job, _triangulated(job, {name: np.eye(4)}), f"frame{number}")
         if models := {key: model for key, model in models.items() if model.num_reg_frames() > 1}:
             return models
     return {}
@@ -337,33 +316,37 @@ def _from_one_frame(job: dict[str, Any], arguments: tuple[str, str, str]) -> dic
 def _write_calibration(model: Any, path: Path) -> None:
     """Write how cameras are fixed to each other in a model, in its units, into the file of the rig."""
     rows = json.loads(path.read_text(encoding="utf-8"))
-    images = [model.image(number) for number in model.reg_image_ids()]
     for each in (camera for rig in rows for camera in rig["cameras"] if not camera.get("ref_sensor")):
-        own = next((image for image in images if image.name.startswith(each["image_prefix"])), None)
+        own = next(
+            (image for image in _registered(model) if image.name.startswith(each["image_prefix"])), None
+        )
         if own is not None:
             pose = model.rig(own.frame.rig_id).sensor_from_rig(model.camera(own.camera_id).sensor_id)
-            x, y, z, w = pose.rotation.quat.tolist()
-            each |= {"cam_from_rig_rotation": [w, x, y, z]}
-            each |= {"cam_from_rig_translation": pose.translation.tolist()}
+            each["cam_from_rig_rotation"] = np.roll(pose.rotation.quat, 1).tolist()  # w x y z
+            each["cam_from_rig_translation"] = pose.translation.tolist()
     path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
 # --- Lens distortion: until a model holds many images, its parameters fit errors, and no further image fits.
 
 
-def _without_distortion(job: dict[str, Any], models: dict[int, Any]) -> dict[int, Any]:
+def _without_distortion(job: Job, models: Models) -> Models:
     """Models whose cameras got their distortion at the end, where so more images were registered."""
     if job["mapper"] != "incremental" or job["poses"] is not None or job["rig"] is not None:
         return {}
+
+    def most_images(models: Models) -> int:
+        return max((model.num_reg_images() for model in models.values()), default=0)
+
     with pycolmap.Database.open(job["database"]) as database:
         rich = any(len(c.extra_params_idxs()) > 1 for c in database.read_all_cameras())
-        if not rich or _most_images(models) >= 0.5 * database.num_images():
+        if not rich or most_images(models) >= 0.5 * database.num_images():
             return {}
-    (Path(job["output"]) / "work" / "simpler").mkdir()
+    (Path(job["work"]) / "simpler").mkdir()
     options = _options(job)
     options.ba_refine_extra_params = False
-    others = _incremental(_arguments(job, job["database"], "work/simpler"), options)
-    if _most_images(others) <= _most_images(models):
+    others = _incremental(job, options, "simpler")
+    if most_images(others) <= most_images(models):
         return {}
     for model in others.values():
         for _ in range(2):
@@ -374,14 +357,10 @@ def _without_distortion(job: dict[str, Any], models: dict[int, Any]) -> dict[int
     return others
 
 
-def _most_images(models: Mapping[int, Any]) -> int:
-    return max((model.num_reg_images() for model in models.values()), default=0)
-
-
 # --- Uncertain observations
 
 
-def keep_certain(model: Any, job: dict[str, Any]) -> None:
+def keep_certain(model: Any, job: Job) -> None:
     """Leave observations out of a model whose refined position is uncertain, and adjust it to the others.
 
     Those with a deviation above `max_deviation` pixels go; so do those that were not refined (NaN) where a
@@ -390,7 +369,6 @@ def keep_certain(model: Any, job: dict[str, Any]) -> None:
     """
     with np.load(job["deviations"]) as stored:
         deviation = {name: stored[name] for name in stored.files}
-    images = {number: model.image(number) for number in model.reg_image_ids()}
     unrefined = {
         number: sum(
             bool(np.isnan(deviation[name][each.point2D_idx]))
@@ -399,7 +377,7 @@ def keep_certain(model: Any, job: dict[str, Any]) -> None:
         )
         for number, point in model.points3D.items()
     }
-    for number, image in images.items():
+    for image in _registered(model):
         if (given := deviation.get(image.name)) is None:
             continue
         points = {i: point.point3D_id for i, point in enumerate(image.points2D) if point.has_point3D()}
@@ -408,11 +386,9 @@ def keep_certain(model: Any, job: dict[str, Any]) -> None:
             for i, point in points.items()
             if (unrefined[point] > 1 if np.isnan(given[i]) else given[i] > job["max_deviation"])
         ]
-        if len(points) - len(go) < 15:
-            continue
-        for i in go:
-            if model.image(number).points2D[i].has_point3D():  # it may be gone with another observation
-                model.delete_observation(number, i)
+        for i in go if len(points) - len(go) >= 15 else ():
+            if model.image(image.image_id).points2D[i].has_point3D():  # or it went with another observation
+                model.delete_observation(image.image_id, i)
     if job["mapper"] != "triangulate":
         adjust(model, job["fixed_cameras"], job["threads"])
     model.update_point_3d_errors()

@@ -59,11 +59,7 @@ def is_model(folder: Path) -> bool:
 
 
 def find_model(folder: Path) -> Path:
-    """The folder with COLMAP's files: this one, or its `sparse/0` or `sparse`.
-
-    Raises:
-        UsageError: none of them holds a model.
-    """
+    """The folder with COLMAP's files: this one, or its `sparse/0` or `sparse`; `UsageError`: none is."""
     for place in (folder, folder / "sparse/0", folder / "sparse"):
         if is_model(place):
             return place
@@ -74,17 +70,11 @@ def find_model(folder: Path) -> Path:
 
 
 def find_run(model: str | Path) -> Path:
-    """The folder of the run that a model was made from.
-
-    Raises:
-        UsageError: the model does not say, or the run is not there.
-    """
+    """The folder of the run that a model was made from; `UsageError`: it does not say, or it is not there."""
     folder = Path(model)
-    named = read_summary(folder).get("run")
-    if isinstance(named, str) and named.isprintable():
-        run = folder.absolute() / named
-    else:
-        run = folder.absolute().with_name(f"{folder.absolute().name}-run")
+    named, run = read_summary(folder).get("run"), folder.absolute()
+    known = isinstance(named, str) and named.isprintable()
+    run = run / named if known else run.with_name(f"{run.name}-run")
     try:
         if (run / DATABASE).is_file():
             return run.resolve()
@@ -99,15 +89,11 @@ def find_run(model: str | Path) -> Path:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """What the summary in a folder says, nothing where there is none that can be read.
-
-    The folder may be anybody's: what is not a file is not opened, since a pipe would never end.
-    """
+    """What the summary in a folder, which may be anybody's, says; nothing where none can be read."""
     path = folder / SUMMARY
-    try:
-        if not path.is_file() or path.stat().st_size > 1 << 28:  # an image takes about a thousand
-            return {}
-        found = json.loads(path.read_text(encoding="utf-8"))
+    try:  # a pipe would never end; an image takes about a thousand bytes
+        small = path.is_file() and path.stat().st_size <= 1 << 28
+        found = json.loads(path.read_text(encoding="utf-8")) if small else {}
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -207,11 +193,7 @@ def poses_of(model: Any) -> dict[str, np.ndarray]:
 
 
 def check_numbers(model: Path, what: str, values: np.ndarray, most: float = FARTHEST) -> None:
-    """Refuse numbers of a model with which nothing can be computed.
-
-    Raises:
-        IntegrityError: a value is not finite, or larger than it may be; the message names both.
-    """
+    """Refuse numbers of a model that are not finite or too large, by an `IntegrityError` that names both."""
     if not np.isfinite(values).all():
         raise _damaged(model, f"a number of {what} is not finite")
     if (np.abs(values) > most).any():
@@ -233,7 +215,25 @@ def _check_files(folder: Path, pycolmap: Any) -> None:
     The layout is that of COLMAP's src/colmap/scene/reconstruction_io.cc: little-endian, a count, then
     records. Text models are passed.
     """
-    for name, skip in _RECORDS.items():
+
+    def params(number: int) -> int:
+        kind = pycolmap.CameraModelId(number)  # ValueError for an unknown one
+        return len(pycolmap.Camera.create_from_model_id(1, kind, 1.0, 1, 1).params)
+
+    def rig(file: _Reader) -> None:
+        for number in range(file.take("II")[1]):  # sensors
+            file.take("8x")
+            if number and file.take("B")[0]:  # whether its pose in the rig is known
+                file.take("7d")
+
+    records = {
+        "rigs.bin": rig,
+        "cameras.bin": lambda file: file.take(f"{params(file.take('IiQQ')[1])}d"),
+        "frames.bin": lambda file: file.take(f"{16 * file.take('II7dI')[-1]}x"),  # number, rig, pose; images
+        "images.bin": lambda file: (file.take("I7dI"), file.name(), file.take(f"{24 * file.take('Q')[0]}x")),
+        "points3D.bin": lambda file: file.take(f"{8 * file.take('Q3d3BdQ')[-1]}x"),  # …; its track
+    }
+    for name, skip in records.items():
         path = folder / name
         if path.exists() and not path.is_file():  # a pipe would keep a reader waiting
             raise IntegrityError(f"{path} is not a file")
@@ -241,62 +241,30 @@ def _check_files(folder: Path, pycolmap: Any) -> None:
             continue
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                walk = _Walk(data, pycolmap)
-                for _ in range(*walk.take("Q")):
-                    skip(walk)
-                if walk.at != len(data):
+                reader = _Reader(data)
+                for _ in range(*reader.take("Q")):
+                    skip(reader)
+                if reader.at != len(data):
                     raise ValueError("it is longer than its records")
-        except (OSError, ValueError, OverflowError) as error:
+        except (OSError, ValueError, OverflowError, struct.error) as error:
             raise _damaged(path, str(error)) from error
 
 
-class _Walk:
-    """The bytes of a file and how far they have been walked through."""
+class _Reader:
+    """The bytes of a file and how far they have been read."""
 
-    def __init__(self, data: mmap.mmap, pycolmap: Any) -> None:
-        self.data, self.pycolmap, self.at = data, pycolmap, 0
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at = data, 0
 
     def take(self, form: str) -> tuple:
-        size = struct.calcsize(f"<{form}")
-        self.skip(size)
-        return struct.unpack_from(f"<{form}", self.data, self.at - size)
-
-    def skip(self, size: int) -> None:
-        self.at += size
+        start, self.at = self.at, self.at + struct.calcsize(f"<{form}")
         if self.at > len(self.data):
             raise ValueError("it is cut short")
+        return struct.unpack_from(f"<{form}", self.data, start)
 
-    def camera(self) -> None:
-        _, model, _, _ = self.take("IiQQ")
-        kind = self.pycolmap.CameraModelId(model)  # ValueError for an unknown one
-        self.skip(8 * len(self.pycolmap.Camera.create_from_model_id(1, kind, 1.0, 1, 1).params))
-
-    def image(self) -> None:
-        self.take("I7dI")  # number, pose, camera; its name and a zero follow
+    def name(self) -> None:
         end = self.data.find(b"\0", self.at, self.at + 4096)
         if end <= self.at:
             raise ValueError("the name of an image does not end, or is empty")
         self.data[self.at : end].decode("utf-8")
         self.at = end + 1
-        self.skip(24 * self.take("Q")[0])  # keypoints: x, y, point
-
-    def point(self) -> None:
-        self.skip(8 * self.take("Q3d3BdQ")[-1])  # number, position, colour, error, and its track
-
-    def rig(self) -> None:
-        _, sensors = self.take("II")
-        for number in range(sensors):
-            self.skip(8)
-            self.skip(56 * bool(number and self.take("B")[0]))  # the pose in the rig, where it is known
-
-    def frame(self) -> None:
-        self.skip(16 * self.take("II7dI")[-1])  # number, rig, pose, and its images
-
-
-_RECORDS = {
-    "rigs.bin": _Walk.rig,
-    "cameras.bin": _Walk.camera,
-    "frames.bin": _Walk.frame,
-    "images.bin": _Walk.image,
-    "points3D.bin": _Walk.point,
-}

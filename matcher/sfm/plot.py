@@ -36,10 +36,9 @@ def draw_model(
     """
     from matplotlib.figure import Figure
 
-    cam_from_world = {name: np.asarray(pose) for name, pose in cam_from_world.items()}
-    poses = list(cam_from_world.values())
-    axes = scene_axes(poses)
-    centres = np.array([-pose[:, :3].T @ pose[:, 3] for pose in poses]) @ axes.T
+    poses = {name: np.asarray(pose) for name, pose in cam_from_world.items()}
+    axes = scene_axes(list(poses.values()))
+    centres = np.array([-pose[:, :3].T @ pose[:, 3] for pose in poses.values()]) @ axes.T
     cloud, shades = points @ axes.T, np.where(colours.any(axis=1)[:, None], colours, 110) / 255
     kept = np.percentile(cloud, (2.0, 98.0), axis=0) if len(cloud) else centres  # stray ones lie far away
     box = np.concatenate([kept, centres])
@@ -49,9 +48,13 @@ def draw_model(
     for panel, (title, across, along, up) in zip(figure.subplots(1, 2), panels, strict=True):
         order = np.argsort(-cloud[:, along], kind="stable")  # the nearest on top
         draw_points(panel, cloud[order][:, across] * (1, up), shades[order], 60_000)
-        for name, pose in cam_from_world.items():
-            outline = _pyramid(pose, cameras[name], size) @ axes.T
-            panel.plot(outline[:, across[0]], up * outline[:, across[1]], color="#c8102e", linewidth=0.9)
+        for name, pose in poses.items():
+            half = np.array(cameras[name]["size"]) / 2 / cameras[name]["params"][0]
+            half = half * (size / max(float(np.linalg.norm(half)), 1e-9)) / 1.5
+            tip, corners = (0, 0, 0), np.array([(-1, -1), (1, -1), (1, 1), (-1, 1)]) * half
+            a, b, c, d = np.column_stack([corners, np.full(4, size)])
+            pyramid = (np.array([tip, a, b, tip, c, d, tip, d, a, b, c]) - pose[:, 3]) @ pose[:, :3] @ axes.T
+            panel.plot(pyramid[:, across[0]], up * pyramid[:, across[1]], color="#c8102e", linewidth=0.9)
         show_box(panel, box[:, across] * (1, up), title)
     figure.suptitle(f"{len(poses)} cameras, {len(points)} points")
     buffer = io.BytesIO()
@@ -82,22 +85,13 @@ def scene_axes(poses: Sequence[np.ndarray]) -> np.ndarray:
     Down is the mean of the cameras' own; ahead is the mean of where they look, or any direction where that
     has none, as in a ring.
     """
-    down = _unit(np.mean([pose[1, :3] for pose in poses], axis=0), np.array([0.0, 1.0, 0.0]))
-    ahead = np.mean([pose[2, :3] for pose in poses], axis=0)
-    ahead = _unit(ahead - (ahead @ down) * down, poses[0][2, :3] - (poses[0][2, :3] @ down) * down)
-    ahead = _unit(ahead, np.cross(down, [1.0, 0.0, 0.0]))
+
+    def unit(vector: np.ndarray, instead: np.ndarray) -> np.ndarray:
+        length = np.linalg.norm(vector)
+        return vector / length if length > 0.05 else instead / max(float(np.linalg.norm(instead)), 1e-12)
+
+    down = unit(np.mean([pose[1, :3] for pose in poses], axis=0), np.array([0.0, 1.0, 0.0]))
+    ahead, first = np.mean([pose[2, :3] for pose in poses], axis=0), poses[0][2, :3]
+    ahead = unit(ahead - (ahead @ down) * down, first - (first @ down) * down)
+    ahead = unit(ahead, np.cross(down, [1.0, 0.0, 0.0]))
     return np.stack([np.cross(down, ahead), down, ahead])
-
-
-def _unit(vector: np.ndarray, instead: np.ndarray) -> np.ndarray:
-    length = np.linalg.norm(vector)
-    return vector / length if length > 0.05 else instead / max(float(np.linalg.norm(instead)), 1e-12)
-
-
-def _pyramid(pose: np.ndarray, camera: Mapping[str, Any], size: float) -> np.ndarray:
-    """(N, 3) a line through the edges of a camera's pyramid, in world coordinates."""
-    half = np.array(camera["size"]) / 2 / camera["params"][0]
-    half = half * (size / max(float(np.linalg.norm(half)), 1e-9)) / 1.5
-    a, b, c, d = (np.array([x * half[0], y * half[1], size]) for x, y in ((-1, -1), (1, -1), (1, 1), (-1, 1)))
-    tip = np.zeros(3)
-    return (np.array([tip, a, b, tip, c, d, tip, d, a, b, c]) - pose[:, 3]) @ pose[:, :3]

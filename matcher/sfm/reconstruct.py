@@ -8,17 +8,16 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
 
 import numpy as np
 
 from matcher.collection.contradictions import contradicted_pairs
 from matcher.collection.schema import common_camera
 from matcher.collection.settings import feature_settings
-from matcher.collection.store import RefinedKeypoints
 from matcher.collection.track_refinement import refine_run
 from matcher.errors import MatcherError, UsageError
 from matcher.export.colmap import CameraChoice, import_pycolmap, write_colmap
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from matcher.collection.store import Store
 
 Mapper = Literal["incremental", "global"]
-MAPPERS: tuple[Mapper, ...] = ("incremental", "global")
 DATABASE, PLOT, RIG = "database.db", "reconstruction.png", "rig_config.json"
 
 
@@ -107,14 +105,16 @@ def reconstruct(
     job, out, choice = _mapping_job(options), Path(out), choice or CameraChoice()
     import_pycolmap()
     if poses is not None:
-        only = _check_poses(store, poses, only, choice)
+        posed = _names_with_pose(store, poses, only, choice)
         check_mapper(job["mapper"])
-        job["mapper"] = "triangulate" if poses.fixed else job["mapper"]
+        if poses.fixed:
+            only, job["mapper"] = posed, "triangulate"
         adjusted = not (poses.fixed or poses.keeps_cameras)
         choice = replace(choice, known=poses.cameras, refine_known=adjusted)
     with whole_folder(out, overwrite=options.get("overwrite", False)) as part:
         while True:
-            report, models = _mapped(store, out, part, job, choice, (only, without), poses)
+            report = _write_database(store, part, job, choice, only, without)
+            models = _mapped(store, out, part, job, choice, only, poses, report) if report.matches else ()
             done = {image.name for image in store.images() if image.status == "done"}
             wanted = done if only is None else done & set(only)
             missing = frozenset(wanted - models[0].cam_from_world.keys() if models else wanted)
@@ -139,11 +139,7 @@ def reconstruct(
 
 
 def check_mapper(mapper: str) -> None:
-    """Refuse a mapper that would forget the poses that are given.
-
-    Raises:
-        UsageError: it is not the incremental one.
-    """
+    """Refuse, by a `UsageError`, a mapper that would forget the poses that are given."""
     if mapper != "incremental":
         raise UsageError(
             f"the {mapper} mapper starts from matches alone, without the poses that are given: leave it out"
@@ -151,19 +147,15 @@ def check_mapper(mapper: str) -> None:
 
 
 def _mapping_job(options: MappingOptions) -> dict[str, Any]:
-    """The part of the child's job that the options set.
-
-    Raises:
-        UsageError: an unknown option, or a value out of range.
-    """
+    """The part of the child's job that the options set."""
     if unknown := sorted(options.keys() - MappingOptions.__annotations__.keys()):
         known = ", ".join(MappingOptions.__annotations__)
         raise UsageError(f"unknown option {unknown[0]!r}; there are {known}")
     job = {"mapper": "incremental", "min_images": 3, "threads": -1, "seed": 0, "max_deviation": None}
     job |= {name: value for name, value in options.items() if name != "overwrite"}
     mapper, min_images, threads = job["mapper"], job["min_images"], job["threads"]
-    if mapper not in MAPPERS:
-        raise UsageError(f"the mapper must be {' or '.join(MAPPERS)}, not {mapper!r}")
+    if mapper not in get_args(Mapper):
+        raise UsageError(f"the mapper must be {' or '.join(get_args(Mapper))}, not {mapper!r}")
     if min_images < 2 or threads == 0 or threads < -1:
         raise UsageError(f"min_images ({min_images}) starts at 2, threads ({threads}) at 1, or -1 for all")
     if (most := job["max_deviation"]) is not None and not 0 < most < float("inf"):
@@ -171,14 +163,9 @@ def _mapping_job(options: MappingOptions) -> dict[str, Any]:
     return job
 
 
-def _check_poses(
+def _names_with_pose(
     store: Store, poses: GivenPoses, only: Collection[str] | None, choice: CameraChoice
-) -> Collection[str] | None:
-    """The names of the images to use: where poses are fixed, those that have one.
-
-    Raises:
-        UsageError: no image of the run has a pose, or a rig for poses that are fixed.
-    """
+) -> list[str]:
     if poses.fixed and choice.rig is not None:
         raise UsageError("poses that stay as they are need no rig; leave one of both out")
     names = [image.name for image in store.images() if only is None or image.name in only]
@@ -189,69 +176,84 @@ def _check_poses(
             f"paths below the image folder, such as {names[0] if names else 'a.jpg'}, and the poses are of "
             f"{next(iter(poses.cam_from_world), 'none')}"
         )
-    return posed if poses.fixed else only
+    return posed
+
+
+def _write_database(
+    store: Store,
+    part: Path,
+    job: Mapping[str, Any],
+    choice: CameraChoice,
+    only: Collection[str] | None,
+    without: Collection[tuple[str, str]],
+) -> ExportReport:
+    """What the mapping starts from, in the folder `part`."""
+    unrefined = refine_run(store)
+    contradicted = contradicted_pairs(store, without)
+    report = write_colmap(store, part / DATABASE, choice, only, {*without, *contradicted})
+    report.left_out.extend(f"the pair {a} {b}: other pairs contradict it" for a, b in contradicted)
+    report.notes.extend(note for note in (unrefined, check_given_camera(store, choice, only)) if note)
+    given = len(report.given_cameras)
+    if job["mapper"] == "triangulate" and report.guessed_cameras:
+        report.notes.append(
+            f"the focal length of {report.guessed_cameras} photos is a guess, which given poses do not allow "
+            "to correct: give the camera, or poses with their cameras"
+        )
+    if job["mapper"] == "global" and 0 < given < report.cameras:
+        report.notes.append(
+            f"the global mapper adjusts all {report.cameras} cameras, also the {given} that were given, "
+            "since others were not: the incremental one keeps them"
+        )
+    if report.images < 2:
+        raise UsageError(f"a reconstruction needs at least two photos with features, not {report.images}")
+    return report
 
 
 def _mapped(
     store: Store,
     out: Path,
     part: Path,
-    job: dict[str, Any],
+    job: Mapping[str, Any],
     choice: CameraChoice,
-    selection: tuple[Collection[str] | None, Collection[tuple[str, str]]],
+    only: Collection[str] | None,
     poses: GivenPoses | None,
-) -> tuple[ExportReport, tuple[SparseModel, ...]]:
-    """Map once, into the folder `part`; no models where there is no match.
-
-    Raises:
-        UsageError: fewer than two images.
-    """
-    unrefined = refine_run(store)
-    only, without = selection
-    contradicted = contradicted_pairs(store, without)
-    report = write_colmap(store, part / DATABASE, choice, only, {*without, *contradicted})
-    report.left_out.extend(f"the pair {a} {b}: other pairs contradict it" for a, b in contradicted)
-    report.notes.extend(note for note in (unrefined, check_given_camera(store, choice, only)) if note)
-    given, all_fixed = report.given_cameras, len(report.given_cameras) == report.cameras
-    if job["mapper"] == "triangulate" and report.guessed_cameras:
-        report.notes.append(
-            f"the focal length of {report.guessed_cameras} photos is a guess, which given poses do not allow "
-            "to correct: give the camera, or poses with their cameras"
-        )
-    if job["mapper"] == "global" and given and not all_fixed:
-        report.notes.append(
-            f"the global mapper adjusts all {report.cameras} cameras, also the {len(given)} that were given, "
-            "since others were not: the incremental one keeps them"
-        )
-    if report.images < 2:
-        raise UsageError(f"a reconstruction needs at least two photos with features, not {report.images}")
-    if report.matches == 0:
-        return report, ()
-    work = part / "work"  # not kept
+    report: ExportReport,
+) -> tuple[SparseModel, ...]:
+    """Map once, in the folder `part`, which will be `out`."""
+    work, photos = part / "work", store.image_folder  # `work` is not kept
     work.mkdir()
+    place = None if poses is None else poses.georegistration
+    all_fixed = len(report.given_cameras) == report.cameras
+    job = {
+        **job,
+        "database": str(part / DATABASE),
+        "images": str(photos if photos.is_dir() else work),  # only colours are taken from there
+        "output": str(part),
+        "work": str(work),
+        "result": str(work / "result.json"),
+        "deviations": str(work / "deviations.npz"),
+        "fixed_cameras": report.given_cameras,
+        "all_fixed": all_fixed,
+        "min_images": min(job["min_images"], report.images),  # of two photos there is a model, too
+        "verify": all(pair.geometry.status == "not_estimated" for pair in store.pairs()),
+        "poses": poses and {name: pose[:3].tolist() for name, pose in poses.cam_from_world.items()},
+        "origin": None if place is None else place["origin"],
+        "positions": {},
+        "rig": None if choice.rig is None else str(part / RIG),
+        "rig_known": choice.rig is None or choice.rig.known,
+    }
     if job["max_deviation"] is not None:
         _write_deviations(store, work / "deviations.npz")
-    place = None if poses is None else poses.georegistration
-    job = {**job, "images": str(store.image_folder), "output": str(part), "database": str(part / DATABASE)}
-    job |= {"result": str(work / "result.json"), "deviations": str(work / "deviations.npz")}
-    job |= {"fixed_cameras": given, "all_fixed": all_fixed, "poses": None, "positions": {}, "rig": None}
-    job |= {"origin": None if place is None else place["origin"]}
-    job["verify"] = all(pair.geometry.status == "not_estimated" for pair in store.pairs())
-    job["min_images"] = min(job["min_images"], report.images)  # of two photos there is a model, too
-    job["rig_known"] = choice.rig is None or choice.rig.known
-    if poses is not None:
-        job["poses"] = {n: np.asarray(pose)[:3].tolist() for n, pose in poses.cam_from_world.items()}
     if poses is None or place is not None:
-        photos = {image.name: image.path for image in store.images() if only is None or image.name in only}
-        found = {name: read_gps(path) for name, path in photos.items() if path.is_file()}
+        paths = {image.name: image.path for image in store.images() if only is None or image.name in only}
+        found = {name: read_gps(path) for name, path in paths.items() if path.is_file()}
         job["positions"] = {name: position for name, position in found.items() if position is not None}
     if choice.rig is not None:
-        job["rig"] = str(part / RIG)
         (part / RIG).write_text(choice.rig.to_json(), encoding="utf-8")
     _run_mapping(job)
     described = json.loads((work / "result.json").read_text(encoding="utf-8"))
     if not described:
-        return report, ()
+        return ()
     if place is not None:  # the coordinates are those of the model that the poses come from
         described[0]["georegistration"] = described[0]["georegistration"] or dict(place)
     # Whether the user gave all cameras, now, for the run, or when the model was made that is continued.
@@ -268,61 +270,48 @@ def _mapped(
     }
     write_whole(part / SUMMARY, json.dumps(summary, indent=1).encode())
     shutil.rmtree(work, ignore_errors=True)
-    models = []
-    for row in described:
-        poses = {name: np.array(pose, dtype=np.float64) for name, pose in row["cam_from_world"].items()}
-        fields = {name: row[name] for name in SparseModel.__dataclass_fields__}
-        models.append(SparseModel(**fields | {"cam_from_world": poses}))
-    return report, tuple(models)
+    rows = [{name: row[name] for name in SparseModel.__dataclass_fields__} for row in described]
+    for row in rows:
+        row["cam_from_world"] = {name: np.array(pose) for name, pose in row["cam_from_world"].items()}
+    return tuple(SparseModel(**row) for row in rows)
 
 
-def _run_mapping(job: dict[str, Any]) -> None:
+def _run_mapping(job: Mapping[str, Any]) -> None:
     """Run the mapping in a child process that ends with this one; `OSError` where the disk is full."""
-    child = subprocess.Popen(
+    child = subprocess.run(
         child_command("matcher.sfm.mapping"),
         env=child_environment(),
-        stdin=subprocess.PIPE,
+        input=json.dumps(job),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
+        check=False,
     )
-    try:
-        _, words = child.communicate(json.dumps(job))
-    finally:
-        if child.poll() is None:
-            child.kill()
-            child.wait()
     if (code := child.returncode) == 0:
         return
     if shutil.disk_usage(job["output"]).free < 1 << 20:  # COLMAP does not say that this is why it ended
         raise OSError(errno.ENOSPC, f"{job['output']}: the disk is full")
     # A Python exception is explained by its last line, a C++ crash by several.
-    lines = [line.strip() for line in words.splitlines() if line.strip()]
+    lines = [line.strip() for line in child.stderr.splitlines() if line.strip()]
     last = " | ".join(lines[-6 if code < 0 else -1 :])[-1500:] or "no message"
     ending = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
     raise ReconstructionError(f"COLMAP's process ended early ({ending}): {last}")
 
 
-# --- Uncertain observations
-
-
 def _write_deviations(store: Store, path: Path) -> None:
-    """The deviations of a run's refined keypoints, for the mapping; `UsageError`: they are not refined."""
-    found = {image.name: store.refined_keypoints(image.name) for image in store.images()}
-    known = {name: deviations(each) for name, each in found.items() if each is not None}
-    if not known:
+    """Standard deviations of refined keypoints along the less certain axis, stored pixels, else NaN."""
+    found = {}
+    for image in store.images():
+        if (each := store.refined_keypoints(image.name)) is not None:
+            largest = np.linalg.eigvalsh(each.covariances.astype(np.float64))[:, 1]
+            found[image.name] = np.where(each.refined, np.sqrt(np.maximum(largest, 0)), np.nan)
+    if not found:
         raise UsageError(
             "max_deviation needs refined keypoints, and this run has none: its preset or refine=False left "
             "them as they were found, or its photos are not in their folder"
         )
-    np.savez(path, **known)
-
-
-def deviations(refined: RefinedKeypoints) -> np.ndarray:
-    """(N,) standard deviation of keypoints along their less certain axis, stored pixels; NaN: not refined."""
-    largest = np.linalg.eigvalsh(refined.covariances.astype(np.float64))[:, 1]
-    return np.where(refined.refined, np.sqrt(np.maximum(largest, 0)), np.nan)
+    np.savez(path, **found)
 
 
 # --- Whether the camera that the user gave fits the photos
