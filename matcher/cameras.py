@@ -73,21 +73,22 @@ class Camera:
             object.__setattr__(self, name, _number(getattr(self, name), name))
         if min(self.fx, self.fy) < 1e-6:
             raise UsageError(f"a camera's focal lengths must be positive, not {self.fx:g} and {self.fy:g}")
-        if self.model not in CAMERA_MODELS:
-            raise UsageError(f"unknown camera model {self.model!r}; known: {', '.join(CAMERA_MODELS)}")
-        focals, count = CAMERA_MODELS[self.model]
+        focals, count = _parameters(self.model)
         if focals == 1 and self.fx != self.fy:
-            raise UsageError(
-                f"the camera model {self.model} has one focal length, not {self.fx:g}, {self.fy:g}"
-            )
+            raise UsageError(f"the model {self.model} has one focal length, not {self.fx:g}, {self.fy:g}")
         distortion = tuple(_number(value, "distortion") for value in self.distortion)
         if len(distortion) != count:
-            raise UsageError(
-                f"the camera model {self.model} has {count} distortion parameters, not {len(distortion)}"
-            )
+            raise UsageError(f"{self.model} has {count} distortion parameters, not {len(distortion)}")
         object.__setattr__(self, "distortion", distortion)
-        if self.size is not None:
-            object.__setattr__(self, "size", _size(self.size))
+        if self.size is None:
+            return
+        try:
+            width, height = (int(side) for side in self.size)
+        except (TypeError, ValueError):
+            raise UsageError(f"a camera's size must be (width, height), not {self.size!r}") from None
+        if width < 1 or height < 1:
+            raise UsageError(f"a camera's size must be positive, not {width} x {height}")
+        object.__setattr__(self, "size", (width, height))
 
     @property
     def K(self) -> np.ndarray:
@@ -127,9 +128,7 @@ class Camera:
         Raises:
             UsageError: an unknown model, or another number of parameters than it has.
         """
-        if model not in CAMERA_MODELS:
-            raise UsageError(f"unknown camera model {model!r}; known: {', '.join(CAMERA_MODELS)}")
-        focals, more = CAMERA_MODELS[model]
+        focals, more = _parameters(model)
         values = [float(value) for value in params]
         if len(values) != focals + 2 + more:
             raise UsageError(f"{model} has {focals + 2 + more} parameters, not {len(values)}")
@@ -239,14 +238,11 @@ def _number(value: Any, name: str) -> float:
     return number
 
 
-def _size(size: Any) -> tuple[int, int]:
-    try:
-        width, height = (int(side) for side in size)
-    except (TypeError, ValueError):
-        raise UsageError(f"a camera's size must be (width, height), not {size!r}") from None
-    if width < 1 or height < 1:
-        raise UsageError(f"a camera's size must be positive, not {width} x {height}")
-    return width, height
+def _parameters(model: str) -> tuple[int, int]:
+    """Focal lengths and distortion parameters of a model."""
+    if model not in CAMERA_MODELS:
+        raise UsageError(f"unknown camera model {model!r}; known: {', '.join(CAMERA_MODELS)}")
+    return CAMERA_MODELS[model]
 
 
 # Cameras as users write them: as text, or in the files of COLMAP, hloc, nerfstudio and OpenCV.
@@ -276,7 +272,7 @@ def parse_cameras(text: str, name: str = "camera") -> Camera | dict[str, Camera]
     try:
         if words[0] in CAMERA_MODELS:
             model, width, height, *params = words
-            return Camera.from_colmap(model, [float(value) for value in params], (int(width), int(height)))
+            return Camera.from_colmap(model, list(map(float, params)), (int(width), int(height)))
         numbers = [float(word) for word in words]
     except ValueError as error:
         raise UsageError(f"{name} must be {CAMERA_FORMS}; not {text!r} ({error})") from None
@@ -314,8 +310,7 @@ def _from_lines(lines: list[str]) -> Camera | dict[str, Camera]:
             continue
         try:
             name, model, width, height, *params = words
-            size = int(width), int(height)
-            found[name] = Camera.from_colmap(model, [float(value) for value in params], size)
+            found[name] = Camera.from_colmap(model, list(map(float, params)), (int(width), int(height)))
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from error
     return _only(found) if all(name.isdecimal() for name in found) else found
@@ -357,13 +352,9 @@ def _from_nerfstudio(values: Any) -> Camera | dict[str, Camera]:
             params[6:] = [row.get("k3", 0.0), row.get("k4", 0.0)]
         return Camera.from_colmap(model, params, (int(row["w"]), int(row["h"])))
 
-    shared = camera(values)
-    of_frames = {
-        frame["file_path"].removeprefix("./").removeprefix("images/"): camera(values | frame)
-        for frame in values["frames"]
-        if "fl_x" in frame
-    }
-    return of_frames or shared or {}
+    frames = {frame["file_path"]: camera(values | frame) for frame in values["frames"] if "fl_x" in frame}
+    named = {name.removeprefix("./").removeprefix("images/"): each for name, each in frames.items()}
+    return named or camera(values) or {}
 
 
 def _from_opencv(text: str) -> Camera:
@@ -453,21 +444,20 @@ class RigConfig:
 
     def to_json(self) -> str:
         """The text of a `rig_config.json`."""
-        rigs = []
-        for rig in self.rigs:
-            rows = []
-            for number, each in enumerate(rig):
-                row: dict[str, Any] = {"image_prefix": each.prefix}
-                if number == 0:
-                    row["ref_sensor"] = True
-                elif each.cam_from_rig is not None:
-                    x, y, z, w = as_quaternion(each.cam_from_rig[:3, :3]).tolist()
-                    row |= {_TURN: [w, x, y, z], _SHIFT: each.cam_from_rig[:3, 3].tolist()}
-                if each.camera is not None:
-                    model, params = each.camera.to_colmap()
-                    row |= {"camera_model_name": model, "camera_params": list(params)}
-                rows.append(row)
-            rigs.append({"cameras": rows})
+
+        def row(number: int, each: RigCamera) -> dict[str, Any]:
+            found: dict[str, Any] = {"image_prefix": each.prefix}
+            if number == 0:
+                found["ref_sensor"] = True
+            elif each.cam_from_rig is not None:
+                turn = np.roll(as_quaternion(each.cam_from_rig[:3, :3]), 1)  # w, x, y, z
+                found |= {_TURN: turn.tolist(), _SHIFT: each.cam_from_rig[:3, 3].tolist()}
+            if each.camera is not None:
+                model, params = each.camera.to_colmap()
+                found |= {"camera_model_name": model, "camera_params": list(params)}
+            return found
+
+        rigs = [{"cameras": [row(*each) for each in enumerate(rig)]} for rig in self.rigs]
         return json.dumps(rigs, indent=1)
 
 

@@ -134,7 +134,7 @@ class Matches3d:
         kept = self.points2d[index], self.points3d[index], self.keypoints[index]
         return Matches3d(*kept, self.max_error, self.cam_from_rig)
 
-    def count(self, which: Any = slice(None)) -> int:
+    def count(self, which: Any = ...) -> int:
         """Keypoints, of some of the matches."""
         return len(np.unique(self.keypoints[which]))
 

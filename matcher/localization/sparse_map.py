@@ -178,15 +178,14 @@ class RetrievalIndex:
         best = np.argsort(-similarity, kind="stable")[:k]
         return rows[best], similarity[best]
 
-    def _blocks(self, rows: np.ndarray | slice = slice(None)) -> Iterator[np.ndarray]:
+    def _blocks(self, rows: np.ndarray) -> Iterator[np.ndarray]:
         """128 rows of the table at once, which fit a core's cache."""
-        chosen = np.arange(len(self.table))[rows]
-        return (self.table[chosen[i : i + 128]] for i in range(0, len(chosen), 128))
+        return (self.table[rows[i : i + 128]] for i in range(0, len(rows), 128))
 
     @cached_property
     def _sketches(self) -> np.ndarray:
         """(I, 1024) float32, by which the images of large maps are compared first."""
-        return np.concatenate([_sketch(block) for block in self._blocks()])
+        return np.concatenate([_sketch(block) for block in self._blocks(np.arange(len(self.table)))])
 
 
 def _sketch(rows: np.ndarray) -> np.ndarray:
