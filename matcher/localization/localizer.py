@@ -47,7 +47,7 @@ class Query:
     camera: Camera | None  # None: to be found
     path: Path | None = None
     pyramid: ImagePyramid | None = None
-    cam_from_rig: np.ndarray = field(default_factory=lambda: np.eye(4))
+    cam_from_rig: np.ndarray | None = None  # (4, 4)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -124,7 +124,7 @@ class Matches3d:
     points3d: np.ndarray  # (M, 3)
     keypoints: np.ndarray  # (M,) which keypoint; one may be matched with several points
     max_error: float  # of an inlier, stored pixels
-    cam_from_rig: np.ndarray = field(default_factory=lambda: np.eye(4))
+    cam_from_rig: np.ndarray | None = None  # (4, 4) of a rig; None: the identity
 
     def __len__(self) -> int:
         return len(self.keypoints)
@@ -258,7 +258,8 @@ def _joined(
     points2d = to_colmap(np.concatenate([each.points2d for each in matches]))
     points3d = np.concatenate([each.points3d for each in matches])
     pictures = np.repeat(np.arange(len(matches)), [len(each) for each in matches]).tolist()
-    fixed = [np.eye(4)] if len(matches) == 1 else [each.cam_from_rig for each in matches]
+    fixed = [each.cam_from_rig for each in matches] if len(matches) > 1 else [None]
+    fixed = [np.eye(4) if pose is None else pose for pose in fixed]
     return (points2d, points3d), pictures, fixed
 
 
