@@ -177,21 +177,12 @@ def _position(match: re.Match) -> str:
     return "position.out" if number == 12 else f"position.hidden.{number // 3}.{part}"
 
 
-def _fine(match: re.Match) -> str:
-    return f"fine.{_alternating(match)}"
-
-
-def _lateral(match: re.Match) -> str:
-    return f"backbone.laterals.{int(match[1]) - 1}"
-
-
-def _stage(match: re.Match) -> str:
-    return f"backbone.stages.{int(match[1]) - 1}"
-
-
-def _merge(match: re.Match) -> str:
-    part = {"0": "inner.conv", "1": "inner.norm", "3": "outer"}.get(match[2], match[2])
-    return f"backbone.merges.{int(match[1]) - 1}.{part}"
+def _level(match: re.Match) -> str:
+    """Of LoFTR's pyramid: residual blocks, what joins them, and what is done to the joined."""
+    level, part = int(match[1]) - 1, {"0": "inner.conv", "1": "inner.norm", "3": "outer"}.get(match[3])
+    if part is not None:
+        return f"backbone.merges.{level}.{part}"
+    return f"backbone.{'laterals' if match[2] else 'stages'}.{level}"
 
 
 def _residual(match: re.Match) -> str:
@@ -290,14 +281,12 @@ LAYOUTS = (
         (
             (r"^backbone\.conv1", "backbone.stem.conv"),
             (r"^backbone\.bn1", "backbone.stem.norm"),
-            (r"^backbone\.layer(\d)_outconv2\.(\d+)", _merge),
-            (r"^backbone\.layer(\d)_outconv", _lateral),
-            (r"^backbone\.layer(\d)", _stage),
+            (r"^backbone\.layer(\d)(_outconv(?:2\.(\d+))?)?", _level),
             (r"(?<=^backbone\.stages\.\d\.\d)\.(conv|bn)([12])", _residual),
             (r"(?<=^backbone\.stages\.\d\.\d)\.downsample\.0", ".skip.conv"),
             (r"(?<=^backbone\.stages\.\d\.\d)\.downsample\.1", ".skip.norm"),
-            (r"^loftr_coarse\.layers\.(?P<layer>\d{1,3})", _alternating),
-            (r"^loftr_fine\.layers\.(?P<layer>\d{1,3})", _fine),
+            (r"^loftr_fine\.", "fine.loftr_coarse."),
+            (r"(?:^|(?<=^fine\.))loftr_coarse\.layers\.(?P<layer>\d{1,3})", _alternating),
             (r"(?<=_block\.)([qkv])_proj", _qkv),
             (r"(?<=_block\.)merge", "attention.out"),
             (r"(?<=_block\.)norm1", "message_norm"),

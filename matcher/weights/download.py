@@ -39,19 +39,10 @@ class _Broken(Exception):
 def download(
     urls: Sequence[str], path: Path, sha256: str = "", size: int = 0, report: Report | None = None
 ) -> str:
-    """Fetch a file; proxies are taken from the environment, as `urllib` does.
+    """Fetch a file, of a hash and size if these are known, from one of its addresses; its sha256.
 
-    What has arrived lies beside `path` in a `.part` file until it is complete; a later call continues there.
-
-    Args:
-        urls: addresses of one and the same file, tried in turn.
-        path: of the finished file; an existing one is replaced.
-        sha256: of the file, "" if it is not known.
-        size: in bytes, 0 if it is not known.
-        report: called as bytes arrive.
-
-    Returns:
-        The sha256 of the file.
+    Proxies are taken from the environment, as `urllib` does. What has arrived lies beside `path` in a `.part`
+    file until it is complete; a later call continues there.
 
     Raises:
         IntegrityError: no address provided the file; the message gives the reason for each.
@@ -173,11 +164,8 @@ def fetch(
 
     Several processes may ask for the same weights at once: one fetches, the others wait for it.
 
-    Args:
-        row: from `find_published`.
-        accept_licence: needed for weights that are not for commercial use.
-        accept_unverified: needed for files whose SHA-256 nobody states.
-        report: called as bytes arrive.
+    The licence of weights that are not for commercial use must be accepted, and files whose SHA-256 nobody
+    states; `report` is called as bytes arrive.
 
     Raises:
         UsageError: the licence or unverified files are not accepted, or MATCHER_OFFLINE forbids the network.
@@ -217,15 +205,10 @@ def fetch(
 
 
 def import_files(paths: Sequence[Path], name: str, output: Path | None = None) -> Path:
-    """Convert checkpoints that the user has.
+    """Convert checkpoints that the user has, of a preset, a front end or a variant of the catalogue.
 
-    Args:
-        paths: one file, or those of a front end of several networks in the catalogue's order.
-        name: of the preset, of the front end, or of its variant, in the catalogue.
-        output: of the weights file; when absent, the place in the cache where `load` looks.
-
-    Returns:
-        Where the weights file lies.
+    Of a front end of several networks they are in the catalogue's order. The path of the weights file is
+    returned, by default where `load` looks in the cache.
 
     Raises:
         UsageError: a name without published weights, too many or few files, or a suffix that is not known.
