@@ -89,7 +89,7 @@ def describe(table: dict, points: torch.Tensor) -> torch.Tensor:
     return torch.stack([table[tuple(point)] for point in points.round().int().tolist()])
 
 
-@pytest.mark.parametrize("kind", ["dedodeb", "dedodeg"])
+@pytest.mark.parametrize("kind", ["dedodeb", pytest.param("dedodeg", marks=pytest.mark.slow)])
 def test_dedode_is_what_kornia_makes_of_the_files(kind, shallow, undrawn, kornia_reads, tmp_path, rng):
     paths, extractor = imported(kind, tmp_path, max_keypoints=60)
     variant = f"{kind[-1].upper()}-upright"

@@ -13,7 +13,6 @@ import pytest
 
 pytestmark = pytest.mark.promise(5)
 ROOT = Path(__file__).resolve().parent.parent.parent
-OPTIONAL = ("pycolmap", "h5py", "gradio", "ray", "rerun", "pillow_heif", "transformers")
 
 
 @pytest.fixture
@@ -90,14 +89,3 @@ def test_a_release_is_its_files_and_their_checksums(release, tmp_path, monkeypat
         assert file.read("tiny-1.0.dist-info/sboms/matcher.cdx.json") == found["matcher.cdx.json"]
     with pytest.raises(SystemExit):
         release.main()
-
-
-def test_optional_packages_are_not_imported_unasked(views, tried):
-    command = ["match", *map(str, views), "--preset", "nearest", "--max-keypoints", "50"]
-    code = (
-        f"import sys\nfrom matcher.cli import main\nmain({command!r})\n"
-        f"print([name for name in {OPTIONAL!r} if name in sys.modules])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
-    tried(len(OPTIONAL))
