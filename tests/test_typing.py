@@ -56,6 +56,7 @@ def test_the_stub_has_exactly_the_public_names():
     assert (ROOT / "py.typed").is_file()
 
 
+@pytest.mark.slow  # mypy reads the whole package, half a minute
 def test_ordinary_programs_are_typed_and_mistakes_are_seen(tmp_path):
     pytest.importorskip("mypy")
     seen = complaints(tmp_path, RIGHT + "\n".join(WRONG))
