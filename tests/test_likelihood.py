@@ -1,15 +1,24 @@
 """Which of several hypotheses of a two-view geometry is kept, and what match probabilities do to it."""
 
+import cv2
 import numpy as np
-import poselib
 import pytest
 
 from matcher.cameras import Camera
 from matcher.config import EstimationConfig
 from matcher.errors import UsageError
 from matcher.geometry import warp_points
-from matcher.verify import estimation as epipolar
-from matcher.verify.adjustment import MatchedPoints, Spread, fundamental_from_pose, sampson
+from matcher.verify.adjustment import (
+    Hypothesis,
+    MatchedPoints,
+    Spread,
+    TwoViewModel,
+    degrees_apart,
+    fundamental_from_pose,
+    likeliest,
+    mean_pose,
+    sampson,
+)
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.verdict import epipolar_likelihood, homography_likelihood, probabilities
 
@@ -121,25 +130,6 @@ def test_a_homography_of_few_probable_matches_is_found(rng):
     assert np.linalg.norm(warp_points(corners, found.matrix) - warp_points(corners, H), axis=1).max() < 3
 
 
-def test_several_thresholds_are_tried_unless_most_matches_agree_with_the_first(rng, monkeypatch):
-    """With probabilities also of the more probable half."""
-    tried = []
-
-    def spy(*arguments):
-        tried.append((arguments[4]["max_epipolar_error"], len(arguments[0])))
-        return original(*arguments)
-
-    original = poselib.estimate_relative_pose
-    monkeypatch.setattr(epipolar.poselib, "estimate_relative_pose", spy)
-    assert estimate("essential", *views(rng, 190, 10, 0.1)).status == "ok"
-    assert tried == [(1.0, 200)]
-    assert estimate("essential", *views(rng, 100, 100, 0.1)).status == "ok"
-    assert tried[1:] == [(1.0, 200), (0.5, 200), (2.5, 200)]
-    scores = np.linspace(0.9, 0.1, 200)
-    assert estimate("essential", *views(rng, 100, 100, 0.1), scores=scores).status == "ok"
-    assert tried[4:] == [(1.0, 200), (0.5, 100), (1.0, 100), (2.5, 200), (2.5, 100)]
-
-
 def test_exact_matches_give_an_exact_pose_and_coarse_ones_a_pose(rng):
     points0, points1 = views(rng, 60, 140, 0.03)
     covariances = np.tile(0.03**2 * np.eye(2), (200, 1, 1))
@@ -161,31 +151,6 @@ def test_probable_matches_are_enough_among_many_improbable_ones(rng):
     found = estimate("essential", points0, points1, scores=scores)
     assert found.status == "ok" and found.inliers[right].mean() > 0.9
     assert degrees_off(found.cam1_from_cam0) < 1
-
-
-def test_the_order_of_the_matches_does_not_matter(rng):
-    points0, points1 = views(rng, 80, 120, 0.3)
-    scores = rng.uniform(0, 1, 200)
-    order = rng.permutation(200)
-    for kind in ("essential", "fundamental"):
-        one = estimate(kind, points0, points1, scores=scores)
-        other = estimate(kind, points0[order], points1[order], scores=scores[order])
-        assert np.array_equal(one.inliers[order], other.inliers)
-        assert np.array_equal(one.matrix, other.matrix)
-
-
-def test_equal_matches_are_one_with_the_largest_probability(rng):
-    points0, points1 = views(rng, 60, 60, 0.3)
-    scores = rng.uniform(0.1, 0.9, 120)
-    one = estimate("essential", points0, points1, scores=scores)
-    twice = estimate(
-        "essential",
-        np.concatenate([points0, points0]),
-        np.concatenate([points1, points1]),
-        scores=np.concatenate([scores / 10, scores]),
-    )
-    assert np.array_equal(one.matrix, twice.matrix)
-    assert np.array_equal(twice.inliers, np.tile(one.inliers, 2))
 
 
 def test_probabilities_are_never_certain():
@@ -220,13 +185,25 @@ def test_matches_close_together_say_less(rng):
     assert epipolar_likelihood(right, matched, spread) < epipolar_likelihood(other, matched, spread)
 
 
-def test_the_most_probable_matches(rng):
-    points, probable = rng.uniform(0, 100, (10, 2)), np.tile([0.2, 0.8], 5)
-    covariances = np.arange(10.0)[:, None, None] * np.eye(2)
-    part = MatchedPoints(points, points + 1, probable, covariances).most_probable(0.5)
-    assert np.array_equal(part.points0, points[1::2]) and np.array_equal(part.points1, points[1::2] + 1)
-    assert np.array_equal(part.covariances, covariances[1::2]) and (part.probable == 0.8).all()
-    equal = MatchedPoints(points, points, np.full(10, 0.5))
-    assert equal.most_probable(0.5) is equal
-    nearly = MatchedPoints(points, points, np.append(np.full(9, 0.95), 0.1))
-    assert len(nearly.most_probable(0.5)) == 9  # all that are alike, not those on the left
+def turned(degrees, direction=(1.0, 0.0, 0.0)):
+    """A pose rotated about y, translated along a direction."""
+    found = np.eye(4)
+    found[:3, :3] = cv2.Rodrigues(np.array([0, np.deg2rad(degrees), 0]))[0]
+    found[:3, 3] = np.array(direction) / np.linalg.norm(direction)
+    return found
+
+
+def test_poses_that_are_about_equally_likely_have_their_mean():
+    def hypotheses(*rows):
+        inliers = np.ones(1, bool)
+        return [Hypothesis(TwoViewModel(np.eye(3), inliers, each), likely, 0.5) for each, likely in rows]
+
+    found = hypotheses((turned(10, (1, 0.05, 0)), 40.0), (turned(14, (1, -0.05, 0)), 40.0))
+    np.testing.assert_allclose(mean_pose(found, found[0]), turned(12), atol=1e-9)
+    best, far = (turned(10), 400.0), (turned(40), 400.0)
+    found = hypotheses(best, (turned(14), 200.0), (turned(10, (-1, 0, 0)), 400.0), far)
+    assert degrees_apart(mean_pose(found, found[0]), best[0]) < 0.01
+    assert mean_pose(found[:1] + found[2:], found[0]) is None  # no other is near
+    found = hypotheses((turned(12), np.nan), (turned(10), 3.0), (turned(11), np.nan))
+    assert likeliest(found) is found[1] and likeliest(found[:1]) is None
+    assert mean_pose(found, found[1]) is None

@@ -13,7 +13,7 @@ from matcher.cli import main
 from matcher.config import EstimationConfig
 from matcher.errors import UsageError
 from matcher.geometry import warp_points
-from matcher.verify.planes import MAX_PLANES, PlanesEstimator
+from matcher.verify.planes import PlanesEstimator
 from matcher.viz.drawings import draw_matches
 
 WALLS = (
@@ -65,12 +65,6 @@ def test_the_order_of_the_matches_does_not_matter(rng):
     np.testing.assert_array_equal(first.planes[order], other.planes)
 
 
-def test_thresholds_are_of_resized_pixels(rng):
-    points0, points1, truth = street(rng, outliers=0)
-    found = PlanesEstimator(CONFIG)(4 * points0, 4 * points1, thresholds_scale=4.0)
-    assert len(found.matrices) == 3 and (found.planes == truth).mean() > 0.97
-
-
 def test_one_plane_is_one_and_none_has_the_status_of_a_homography(rng):
     points = rng.uniform(0, 900, (100, 2))
     one = PlanesEstimator(CONFIG)(points, warp_points(points, WALLS[0]))
@@ -82,14 +76,6 @@ def test_one_plane_is_one_and_none_has_the_status_of_a_homography(rng):
     assert PlanesEstimator(CONFIG)(points[:3], points[:3]).status == "too_few"
     points[0] = np.nan
     assert PlanesEstimator(CONFIG)(points, points).planes.tolist() == [-1] + [0] * 99
-
-
-def test_there_are_not_more_than_the_limit(rng):
-    maps = [np.array([[1, 0, 40.0 * k], [0, 1, 90.0 * (k % 5)], [0, 0, 1]]) for k in range(MAX_PLANES + 2)]
-    points0 = [rng.uniform([50 * k, 0], [50 * k + 45, 800], (30, 2)) for k in range(len(maps))]
-    points1 = [warp_points(p, m) for p, m in zip(points0, maps, strict=True)]
-    found = PlanesEstimator(CONFIG)(np.concatenate(points0), np.concatenate(points1))
-    assert found.status == "ok" and len(found.matrices) == MAX_PLANES
 
 
 @pytest.fixture

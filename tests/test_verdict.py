@@ -16,7 +16,6 @@ from matcher.evaluate.protocols import HomographyPair, PairImage, PairSet, PoseP
 from matcher.evaluate.run import evaluate
 from matcher.types import Matches, TwoViewGeometry
 from matcher.verify.verdict import EVIDENCE, Verdict, evidence, reject_improbable, verdict_of
-from matcher.viz.plots import draw_reliability
 
 SIZE = (640, 480)
 
@@ -56,14 +55,6 @@ def test_the_evidence_in_numbers():
     )
     assert 0.7 < values["coverage"] < 0.95
     assert evidence(*pair_of(0, 4)).tolist() == [0, 0, 0, 0]
-
-
-def test_a_doubted_geometry_is_not_accepted():
-    matches, geometry, *sizes = pair_of(14, 14, width=300)
-    assert reject_improbable(geometry, matches, *sizes).status == "low_inliers"
-    assert reject_improbable(geometry, matches, *sizes, least=0.0) is geometry
-    matches, geometry, *sizes = pair_of(300, 14)
-    assert reject_improbable(geometry, matches, *sizes) is geometry
 
 
 @pytest.mark.parametrize(
@@ -132,11 +123,6 @@ def test_the_fit_finds_what_made_the_classes():
     logit = 1.5 * values[:, 0] - values[:, 1]
     same = rng.uniform(size=2000) < 1 / (1 + np.exp(-logit))
     np.testing.assert_allclose(fit_verdict(values, same), [0, 1.5, -1, 0], atol=0.25)
-
-
-def test_a_diagram_leaves_empty_bins_out():
-    figure = draw_reliability({"a": ([None, 0.5], [None, 0.4], [0, 9])})
-    assert figure.axes[0].lines[1].get_xdata().tolist() == [0.5]
 
 
 def test_verdicts_of_unrelated_pairs_are_counted(views):

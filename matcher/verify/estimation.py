@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -46,7 +47,6 @@ from matcher.verify.homography import (
     log_false_alarms,
     on_a_line,
     only_rotates,
-    poses_of_homography,
     poses_of_plane,
 )
 from matcher.verify.parallax import (
@@ -72,14 +72,11 @@ _IN_FRONT = 0.8  # share of the plane's matches that one of them has in front, t
 _OFF_PLANE = 2.0  # thresholds for inliers that a match may lie from its place by the homography of a plane
 
 
-def sampled_fundamental(matched: MatchedPoints, threshold: float) -> TwoViewModel | None:
-    """The fundamental matrix as MAGSAC++ (Barath et al. 2020) leaves it."""
-    matrix = _magsac(matched, threshold)
-    return None if matrix is None else TwoViewModel(matrix, sampson(*matched.sides, matrix) <= threshold)
-
-
-def estimated_fundamental(matched: MatchedPoints, threshold: float) -> TwoViewModel | None:
-    """The likeliest fundamental matrix, each hypothesis refined over its inliers."""
+def estimated_fundamental(matched: MatchedPoints, threshold: float, adjusted: bool) -> TwoViewModel | None:
+    """The likeliest fundamental matrix, each hypothesis refined over its inliers; else that of MAGSAC++."""
+    if not adjusted:
+        matrix = _magsac(matched, threshold)
+        return None if matrix is None else TwoViewModel(matrix, sampson(*matched.sides, matrix) <= threshold)
     spread = Spread.of(matched.covariances, len(matched))
 
     def hypotheses() -> Iterator[Hypothesis]:
@@ -96,92 +93,88 @@ def estimated_fundamental(matched: MatchedPoints, threshold: float) -> TwoViewMo
     return None if best is None else best.model
 
 
-def estimated_essential(
-    matched: MatchedPoints,
-    cameras: tuple[Camera, Camera],
-    threshold: float,
-    seed: int,
-    samples: int = SAMPLES,
-) -> TwoViewModel | None:
-    """The mean of the likeliest poses by PoseLib's LO-RANSAC; inliers lie in front of both cameras."""
-    spread = Spread.of(matched.covariances, len(matched))
-    refine = partial(adjusted_pose, cameras=cameras)
+@dataclass(frozen=True, eq=False)
+class PoseSearch:
+    """Poses that matches allow two pinhole cameras, in resized pixels; inliers lie in front of both."""
 
-    def judged(pose: np.ndarray, agreeing: float) -> Hypothesis:
-        model, (fundamental, possible) = _of_pose(pose, matched, cameras, threshold)
-        return Hypothesis(model, epipolar_likelihood(fundamental, matched, spread, possible), agreeing)
+    matched: MatchedPoints
+    cameras: tuple[Camera, Camera]
+    threshold: float
 
-    def hypotheses() -> Iterator[Hypothesis]:
-        for number, (factor, part) in enumerate(trials(matched, _ESSENTIAL)):
-            reach, progressive = factor * threshold, number > 0
-            pose, found = _sampled_pose(part, cameras, reach, seed, samples, progressive=progressive)
+    @cached_property
+    def spread(self) -> Spread:
+        """Of the matches."""
+        return Spread.of(self.matched.covariances, len(self.matched))
+
+    def model(self, pose: np.ndarray) -> tuple[TwoViewModel, np.ndarray, np.ndarray]:
+        """That of a pose; its fundamental matrix, and which matches (N,) are in front of both cameras."""
+        K0, K1 = (camera.K for camera in self.cameras)
+        fundamental = fundamental_from_pose(K0, K1, pose)
+        possible = in_front(*self.matched.sides, (np.linalg.inv(K0), np.linalg.inv(K1)), pose)
+        inliers = (sampson(*self.matched.sides, fundamental) <= self.threshold) & possible
+        essential = fundamental_from_pose(np.eye(3), np.eye(3), pose)
+        return TwoViewModel(essential, inliers, pose), fundamental, possible
+
+    def adjusted(self, pose: np.ndarray, part: MatchedPoints, inliers: np.ndarray) -> np.ndarray:
+        """A pose refined over its inliers, of all matches or a part of them."""
+        return refined(partial(adjusted_pose, cameras=self.cameras), part, pose, inliers)
+
+    def likeliest(self, seed: int, samples: int) -> TwoViewModel | None:
+        """The mean of the likeliest poses, sampled or of a plane."""
+        found = made(self._hypotheses(seed, samples))
+        best = likeliest(found)
+        if best is None or (mean := mean_pose(found, best)) is None:
+            return None if best is None else best.model
+        return self.model(mean)[0]
+
+    def _hypotheses(self, seed: int, samples: int) -> Iterator[Hypothesis]:
+        def judged(pose: np.ndarray, agreeing: float) -> Hypothesis:
+            model, fundamental, possible = self.model(pose)
+            likelihood = epipolar_likelihood(fundamental, self.matched, self.spread, possible)
+            return Hypothesis(model, likelihood, agreeing)
+
+        for number, (factor, part) in enumerate(trials(self.matched, _ESSENTIAL)):
+            pose, found = self._sampled(part, factor, seed, samples, progressive=number > 0)
             if pose is not None:
                 if part.covariances is not None:
-                    pose = refined(refine, part, pose, found)
-                yield judged(pose, np.count_nonzero(found) / len(matched))
+                    pose = self.adjusted(pose, part, found)
+                yield judged(pose, np.count_nonzero(found) / len(self.matched))
             if number == 0:
-                yield from of_plane()
+                for pose in poses_of_plane(self.matched, self.cameras, _OFF_PLANE * self.threshold):
+                    yield judged(self.adjusted(pose, self.matched, self.model(pose)[0].inliers), 0.0)
 
-    def of_plane() -> Iterator[Hypothesis]:
-        for pose in poses_of_plane(matched, cameras, _OFF_PLANE * threshold):
-            inliers = judged(pose, 0.0).model.inliers
-            yield judged(refined(refine, matched, pose, inliers), 0.0)
+    def _sampled(
+        self, part: MatchedPoints, factor: float, seed: int, samples: int, *, progressive: bool
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        """cam1_from_cam0 (4, 4) by PoseLib's LO-RANSAC, None if there is none, and its inliers of the part.
 
-    found = made(hypotheses())
-    best = likeliest(found)
-    if best is None or (mean := mean_pose(found, best)) is None:
-        return None if best is None else best.model
-    return judged(mean, best.agreeing).model
-
-
-def _of_pose(
-    pose: np.ndarray, matched: MatchedPoints, cameras: tuple[Camera, Camera], threshold: float
-) -> tuple[TwoViewModel, tuple[np.ndarray, np.ndarray]]:
-    """The model of a pose; its fundamental matrix, and which matches (N,) are in front of both cameras."""
-    fundamental = fundamental_from_pose(cameras[0].K, cameras[1].K, pose)
-    possible = in_front(*matched.sides, [np.linalg.inv(camera.K) for camera in cameras], pose)
-    inliers = (sampson(*matched.sides, fundamental) <= threshold) & possible
-    essential = fundamental_from_pose(np.eye(3), np.eye(3), pose)
-    return TwoViewModel(essential, inliers, pose), (fundamental, possible)
-
-
-def _sampled_pose(
-    matched: MatchedPoints,
-    cameras: tuple[Camera, Camera],
-    threshold: float,
-    seed: int,
-    samples: int,
-    *,
-    progressive: bool,
-) -> tuple[np.ndarray | None, np.ndarray]:
-    """cam1_from_cam0 (4, 4), None if there is none, and its inliers (N,); PoseLib refines on these.
-
-    `progressive`: samples begin with the most probable matches, which helps where few are right, but not
-    where these lie close together, as nearest neighbours' often do.
-    """
-    order = matched.best_first() if progressive else None
-    dicts = [
-        {"model": "PINHOLE", "width": 0, "height": 0, "params": [c.fx, c.fy, c.cx, c.cy]} for c in cameras
-    ]
-    options = {
-        "max_epipolar_error": threshold,
-        "min_iterations": 100,  # enough where most matches are right; 1,000 take longer than all else
-        "max_iterations": samples,
-        "success_prob": CONFIDENCE,
-        "seed": seed,
-        "progressive_sampling": order is not None,
-    }
-    loss = {"loss_type": "CAUCHY", "loss_scale": LOSS_SCALE}
-    order = np.arange(len(matched)) if order is None else order
-    sides = (points[order] for points in matched.sides)
-    pose, report = poselib.estimate_relative_pose(*sides, *dicts, options, loss)
-    inliers, length = np.zeros(len(matched), dtype=bool), np.linalg.norm(pose.t)
-    inliers[order] = report["inliers"]
-    if not (1e-12 < length < np.inf and np.isfinite(pose.R).all()):
-        return None, inliers
-    cam1_from_cam0 = np.eye(4)
-    cam1_from_cam0[:3, :3], cam1_from_cam0[:3, 3] = pose.R, pose.t / length
-    return cam1_from_cam0, inliers
+        `progressive`: samples begin with the most probable matches, which helps where few are right, but not
+        where these lie close together, as nearest neighbours' often do.
+        """
+        order = part.best_first() if progressive else None
+        options = {
+            "max_epipolar_error": factor * self.threshold,
+            "min_iterations": 100,  # enough where most matches are right; 1,000 take longer than all else
+            "max_iterations": samples,
+            "success_prob": CONFIDENCE,
+            "seed": seed,
+            "progressive_sampling": order is not None,
+        }
+        cameras = [
+            {"model": "PINHOLE", "width": 0, "height": 0, "params": [c.fx, c.fy, c.cx, c.cy]}
+            for c in self.cameras
+        ]
+        loss = {"loss_type": "CAUCHY", "loss_scale": LOSS_SCALE}
+        order = np.arange(len(part)) if order is None else order
+        sides = (points[order] for points in part.sides)
+        pose, report = poselib.estimate_relative_pose(*sides, *cameras, options, loss)
+        inliers, length = np.zeros(len(part), dtype=bool), np.linalg.norm(pose.t)
+        inliers[order] = report["inliers"]
+        if not (1e-12 < length < np.inf and np.isfinite(pose.R).all()):
+            return None, inliers
+        cam1_from_cam0 = np.eye(4)
+        cam1_from_cam0[:3, :3], cam1_from_cam0[:3, 3] = pose.R, pose.t / length
+        return cam1_from_cam0, inliers
 
 
 def _magsac(matched: MatchedPoints, threshold: float) -> np.ndarray | None:
@@ -251,24 +244,26 @@ class RobustEstimator:
         Raises:
             UsageError: arrays that do not fit each other, a scale of 0, essential without usable cameras.
         """
-        kind = self.config.kind
-        pairs = paired(points0, points1)
+        kind, scale = self.config.kind, thresholds_scale
         if kind == "none":
-            return TwoViewGeometry(kind, "not_estimated", np.zeros(len(pairs), dtype=bool))
-        scale = checked_scale(thresholds_scale)
-        if kind == "essential":
-            pairs, cameras = _pinhole(pairs, cameras, scale)
-        inliers = np.zeros(len(pairs), dtype=bool)
-        matched, usable, place = distinct_matches(pairs, scale, scores, covariances)
-        status, model = self._estimate(matched, cameras)
+            return TwoViewGeometry(kind, "not_estimated", np.zeros(len(points0), dtype=bool))
+        if kind != "essential":
+            cameras = None
+        elif cameras is None:
+            raise UsageError(
+                "the essential matrix needs the cameras of both images: cameras=(Camera, Camera)"
+            )
+        given = distinct_matches(points0, points1, scale, scores, covariances, cameras)
+        if cameras is not None:  # pinhole ones of the resized images
+            cameras = tuple(Camera(c.fx / scale, c.fy / scale, c.cx / scale, c.cy / scale) for c in cameras)
+        status, model = self._estimate(given.matched, cameras)
         if model is None:
-            return TwoViewGeometry(kind, status, inliers)
-        inliers[usable] = model.inliers[place]
+            return TwoViewGeometry(kind, status, np.zeros(len(given.usable), dtype=bool))
         homography = model.homography
         found = TwoViewGeometry(
             kind,
             status,
-            inliers,
+            given.of_all(model.inliers),
             _stored(kind, model.matrix, scale),
             model.cam1_from_cam0,
             homography=None if homography is None else _stored("homography", homography, scale),
@@ -292,12 +287,12 @@ class RobustEstimator:
         if any(on_a_line(side, every, threshold, minimum, chance) for side in (points0, points1)):
             return "degenerate", None
         if kind == "essential":
-            model = estimated_essential(matched, cameras, threshold, self.config.seed, self.pose_samples)
+            search = PoseSearch(matched, cameras, threshold)
+            model = search.likeliest(self.config.seed, self.pose_samples)
         elif homography:
             model = estimated_homography(matched, threshold)
         else:
-            fundamental = estimated_fundamental if self.adjusted else sampled_fundamental
-            model = fundamental(matched, threshold)
+            model = estimated_fundamental(matched, threshold, self.adjusted)
         if model is None or not model.inliers.any():
             return "no_model", None
         count = int(np.count_nonzero(model.inliers))
@@ -333,7 +328,7 @@ class RobustEstimator:
         if rotates:
             return "degenerate", replace(on_plane, cam1_from_cam0=None)
         if cameras is not None:
-            return self._of_twins(matched, cameras, planar, parallax, threshold)
+            return self._of_twins(PoseSearch(matched, cameras, threshold), planar, parallax)
         if fixed_by_parallax(model.matrix, matched, parallax):
             return "ok", planar
         matrix = completed(homography, matched, parallax)
@@ -345,105 +340,83 @@ class RobustEstimator:
         return "ok", replace(planar, matrix=matrix, inliers=inliers)
 
     def _of_twins(
-        self,
-        matched: MatchedPoints,
-        cameras: tuple[Camera, Camera],
-        planar: TwoViewModel,
-        parallax: Parallax,
-        threshold: float,
+        self, search: PoseSearch, planar: TwoViewModel, parallax: Parallax
     ) -> tuple[GeometryStatus, TwoViewModel]:
         """The one of the poses of a plane that matches off it tell from the others, if they do."""
-        reach, spread = self.config.max_reprojection_error, Spread.of(matched.covariances, len(matched))
-        poses, adjust = [planar.cam1_from_cam0], partial(adjusted_pose, cameras=cameras)
-        for pose in poses_of_homography(planar.homography, matched, cameras, reach):
-            inliers = _of_pose(pose, matched, cameras, threshold)[0].inliers
-            pose = refined(adjust, matched, pose, inliers)
+        matched, reach = search.matched, self.config.max_reprojection_error
+        poses = [planar.cam1_from_cam0]
+        for pose in poses_of_plane(matched, search.cameras, reach, planar.homography):
+            pose = search.adjusted(pose, matched, search.model(pose)[0].inliers)
             if all(degrees_apart(pose, one) > _TWINS for one in poses):
                 poses.append(pose)
-        made = [(pose, *_of_pose(pose, matched, cameras, threshold)) for pose in poses]
-        on_plane = parallax.distance <= reach
-        in_view = [np.count_nonzero(possible & on_plane) for _, _, (_, possible) in made]
-        judged = [
-            (
-                parallax_evidence(fundamental, matched, spread, parallax, planar.inliers, possible)
-                + OWN * (pose is poses[0]),
-                model,
-            )
-            for (pose, model, (fundamental, possible)), count in zip(made, in_view, strict=True)
-            if count >= _IN_FRONT * max(in_view)
-        ]
+        on_plane, judged = parallax.distance <= reach, []
+        for pose in poses:
+            model, fundamental, possible = search.model(pose)
+            gain = parallax_evidence(fundamental, matched, search.spread, parallax, planar.inliers, possible)
+            gain += OWN * (pose is poses[0])
+            judged.append((gain, np.count_nonzero(possible & on_plane), model))
+        most = max(count for _, count, _ in judged)
+        judged = [one for one in judged if one[1] >= _IN_FRONT * most]
         judged.sort(key=lambda one: -one[0])
-        best = replace(judged[0][1], homography=planar.homography)
+        best = replace(judged[0][2], homography=planar.homography)
         if len(judged) == 1:
             return "ok", best
-        ratio, poses = judged[0][0] - judged[1][0], tuple(model.cam1_from_cam0 for _, model in judged)
-        best = replace(best, alternatives=poses, evidence=float(ratio))
-        if ratio >= ENOUGH:
-            return "ok", best
-        return "ambiguous", replace(best, inliers=on_plane)
+        ratio = judged[0][0] - judged[1][0]
+        alternatives = tuple(model.cam1_from_cam0 for *_, model in judged)
+        best = replace(best, alternatives=alternatives, evidence=float(ratio))
+        return ("ok", best) if ratio >= ENOUGH else ("ambiguous", replace(best, inliers=on_plane))
 
 
-def paired(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
-    """(K, 4) float64 from two (K, 2).
+class Distinct(NamedTuple):
+    """The distinct, finite ones of K matches."""
 
-    Raises:
-        UsageError: other shapes, or no real numbers.
-    """
-    sides = [np.asarray(points) for points in (points0, points1)]
-    if sides[0].shape != sides[1].shape or sides[0].ndim != 2 or sides[0].shape[1] != 2:
-        raise UsageError(
-            f"points0 and points1 must both be (K, 2), not {sides[0].shape} and {sides[1].shape}"
-        )
-    if any(side.dtype.kind not in "fiu" for side in sides):
-        raise UsageError(f"points must be real numbers, not {sides[0].dtype} and {sides[1].dtype}")
-    return np.concatenate(sides, axis=1).astype(np.float64)
+    matched: MatchedPoints  # in resized pixels
+    usable: np.ndarray  # (K,) bool: the finite ones
+    place: np.ndarray  # which of the distinct ones each finite one is
+
+    def of_all(self, inliers: np.ndarray) -> np.ndarray:
+        """(K,) bool from the inliers among the distinct ones."""
+        found = np.zeros(len(self.usable), dtype=bool)
+        found[self.usable] = inliers[self.place]
+        return found
 
 
 def distinct_matches(
-    pairs: np.ndarray, scale: float, scores: np.ndarray | None, covariances: np.ndarray | None
-) -> tuple[MatchedPoints, np.ndarray, np.ndarray]:
-    """The distinct finite ones of matches `paired`, in resized pixels.
-
-    Returns:
-        them; (K,) bool, the finite matches; and for each of these, which of the distinct ones it is.
+    points0: np.ndarray,
+    points1: np.ndarray,
+    scale: float,
+    scores: np.ndarray | None,
+    covariances: np.ndarray | None,
+    cameras: tuple[Camera, Camera] | None = None,
+) -> Distinct:
+    """What an estimator takes of its arguments (`RobustEstimator`), with points undistorted by cameras.
 
     Raises:
-        UsageError: scores or covariances of another number of matches.
+        UsageError: arrays that do not fit each other, or a scale that is not positive and finite.
     """
-    count = len(pairs)
-    if scores is not None and np.shape(scores) != (count,):
-        raise UsageError(f"scores of {count} matches must be ({count},), not {np.shape(scores)}")
-    if covariances is not None and np.shape(covariances) != (count, 2, 2):
-        raise UsageError(
-            f"covariances of {count} matches must be ({count}, 2, 2), not {np.shape(covariances)}"
-        )
-    usable = np.all(np.abs(pairs) < _LIMIT, axis=1)
-    # Resized pixels: OpenCV's fundamental loses half its accuracy on coordinates four times as large.
-    resized = pairs[usable] / scale
-    distinct, index, inverse = np.unique(resized, axis=0, return_index=True, return_inverse=True)
-    if covariances is not None:
-        covariances = np.asarray(covariances, dtype=np.float64)[np.flatnonzero(usable)[index]] / scale**2
-    probable, place = np.zeros(len(distinct)), inverse.reshape(-1)
-    np.maximum.at(probable, place, probabilities(scores, count)[usable])
-    return MatchedPoints(distinct[:, :2], distinct[:, 2:], probable, covariances), usable, place
-
-
-def checked_scale(scale: float) -> float:
-    """The `thresholds_scale` of an estimator; a `UsageError` if it is not positive and finite."""
+    sides = [np.asarray(points) for points in (points0, points1)]
+    if sides[0].shape != sides[1].shape or sides[0].ndim != 2 or sides[0].shape[1] != 2:
+        shapes = " and ".join(str(side.shape) for side in sides)
+        raise UsageError(f"points0 and points1 must both be (K, 2), not {shapes}")
+    if any(side.dtype.kind not in "fiu" for side in sides):
+        raise UsageError(f"points must be real numbers, not {sides[0].dtype} and {sides[1].dtype}")
     if not 0 < scale < _LIMIT:
         raise UsageError(f"thresholds_scale must be positive and finite, not {scale}")
-    return scale
-
-
-def _pinhole(
-    pairs: np.ndarray, cameras: tuple[Camera, Camera] | None, scale: float
-) -> tuple[np.ndarray, tuple[Camera, Camera]]:
-    """Points (K, 4) without lens distortion, stored pixels, and pinhole cameras of the resized images."""
-    if cameras is None:
-        raise UsageError("the essential matrix needs the cameras of both images: cameras=(Camera, Camera)")
-    sides = [undistort(pairs[:, 2 * i : 2 * i + 2], camera) for i, camera in enumerate(cameras)]
-    first, second = (Camera(c.fx / scale, c.fy / scale, c.cx / scale, c.cy / scale) for c in cameras)
-    return np.concatenate(sides, axis=1), (first, second)
+    count = len(sides[0])
+    for name, values, shape in (("scores", scores, (count,)), ("covariances", covariances, (count, 2, 2))):
+        if values is not None and np.shape(values) != shape:
+            raise UsageError(f"{name} of {count} matches must be {shape}, not {np.shape(values)}")
+    if cameras is not None:
+        sides = [undistort(side, camera) for side, camera in zip(sides, cameras, strict=True)]
+    pairs = np.concatenate(sides, axis=1).astype(np.float64)
+    usable = np.all(np.abs(pairs) < _LIMIT, axis=1)
+    # Resized pixels: OpenCV's fundamental loses half its accuracy on coordinates four times as large.
+    distinct, index, place = np.unique(pairs[usable] / scale, axis=0, return_index=True, return_inverse=True)
+    if covariances is not None:
+        covariances = np.asarray(covariances, dtype=np.float64)[np.flatnonzero(usable)[index]] / scale**2
+    probable, place = np.zeros(len(distinct)), place.reshape(-1)
+    np.maximum.at(probable, place, probabilities(scores, count)[usable])
+    return Distinct(MatchedPoints(distinct[:, :2], distinct[:, 2:], probable, covariances), usable, place)
 
 
 def _stored(kind: str, matrix: np.ndarray, scale: float) -> np.ndarray:

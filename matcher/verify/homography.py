@@ -186,7 +186,10 @@ _LEAST_STEP = 1e-6  # length of a translation, in distances of the plane; shorte
 
 
 def poses_of_plane(
-    matched: MatchedPoints, cameras: tuple[Camera, Camera], threshold: float
+    matched: MatchedPoints,
+    cameras: tuple[Camera, Camera],
+    threshold: float,
+    homography: np.ndarray | None = None,
 ) -> Iterator[np.ndarray]:
     """Poses cam1_from_cam0 (4, 4), |t| = 1, with most of a plane's matches in front of both cameras.
 
@@ -196,16 +199,12 @@ def poses_of_plane(
         matched: the N matches.
         cameras: pinhole cameras of the resized images.
         threshold: pixels; how far a match may lie from its place by the homography.
+        homography: (3, 3), with the points of image 0 before its horizon; estimated if left out.
     """
-    homography = sampled_homography(matched, threshold)
-    if homography is not None:
-        yield from poses_of_homography(facing(homography, matched.points0), matched, cameras, threshold)
-
-
-def poses_of_homography(
-    homography: np.ndarray, matched: MatchedPoints, cameras: tuple[Camera, Camera], threshold: float
-) -> Iterator[np.ndarray]:
-    """The same of a known homography (3, 3) that has the points of image 0 before its horizon."""
+    if homography is None:
+        if (homography := sampled_homography(matched, threshold)) is None:
+            return
+        homography = facing(homography, matched.points0)
     plane = transfer_error(*matched.sides, homography) <= threshold
     inverse = np.linalg.inv(cameras[0].K), np.linalg.inv(cameras[1].K)
     try:

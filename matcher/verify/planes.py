@@ -14,7 +14,7 @@ from matcher.config import EstimationConfig, GeometryStatus, PlanarModel
 from matcher.geometry import warp_points
 from matcher.types import Estimator, TwoViewGeometry
 from matcher.verify.adjustment import CONFIDENCE, MAX_ITERATIONS, MatchedPoints, adjusted_homography, refined
-from matcher.verify.estimation import RobustEstimator, checked_scale, distinct_matches, paired
+from matcher.verify.estimation import RobustEstimator, distinct_matches
 from matcher.verify.homography import chance_inlier, log_false_alarms, on_a_line, transfer_error
 
 # Several planes
@@ -142,16 +142,14 @@ def estimate_planar(
     Raises:
         UsageError: arrays that do not fit each other, or a scale that is not positive.
     """
-    pairs, scale = paired(points0, points1), checked_scale(thresholds_scale)
-    matched, usable, place = distinct_matches(pairs, scale, scores, covariances)
-    status, matrix = _fit(matched, model, config)
-    inliers = np.zeros(len(pairs), dtype=bool)
+    given = distinct_matches(points0, points1, thresholds_scale, scores, covariances)
+    status, matrix = _fit(given.matched, model, config)
     if matrix is None:
-        return TwoViewGeometry("homography", status, inliers)
-    inliers[usable] = (transfer_error(*matched.sides, matrix) <= config.max_reprojection_error)[place]
+        return TwoViewGeometry("homography", status, np.zeros(len(given.usable), dtype=bool))
+    near = transfer_error(*given.matched.sides, matrix) <= config.max_reprojection_error
     stored = matrix.copy()
-    stored[:2, 2] *= scale
-    return TwoViewGeometry("homography", status, inliers, stored)
+    stored[:2, 2] *= thresholds_scale
+    return TwoViewGeometry("homography", status, given.of_all(near), stored)
 
 
 def _fit(
