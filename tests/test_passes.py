@@ -295,6 +295,14 @@ def test_a_wall_that_one_image_shows_from_the_side_is_matched(photo, narrow):
     assert found > 3 * right(None)[0] and found > 80
 
 
+def test_a_hopeless_pair_is_given_up_after_the_first_tilted_view(photo, rng):
+    pipeline = matcher.load(max_keypoints=512, device="cpu")
+    noise = cv2.resize(rng.integers(0, 256, (30, 40), dtype=np.uint8), (640, 480))
+    result = pipeline.match(photo, noise)
+    assert not result.geometry.verified
+    assert [one.name for one in result.passes] == ["first", "gradients", "tilt_y"]
+
+
 def test_further_passes_are_switched_off():
     assert matcher.load("hybrid-learned", device="cpu", further_passes=False).passes is None
     assert matcher.load("nearest").passes is None
