@@ -11,9 +11,9 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-LONGEST = (
-    128  # pixels of the longer side of templates that correlation alone finds; larger ones have keypoints
-)
+from matcher.viz.overlays import resizing
+
+LONGEST = 128  # pixels of the longer side of templates that correlation alone finds
 
 
 class Copy(NamedTuple):
@@ -56,12 +56,12 @@ def find_copies(
             candidates += [Copy(x, y, scale, response[y, x]) for y, x in np.argwhere(peaks).tolist()]
     found: list[Copy] = []
     for one in sorted(candidates, key=lambda copy: -copy.correlation)[:200]:
-        near = (
-            np.abs(one.middle(template) - copy.middle(template)).max() * 2
-            < copy.scale * min(template.shape[:2])
-            for copy in found
+        apart = (
+            2 * np.abs(one.middle(template) - copy.middle(template)).max() / copy.scale for copy in found
         )
-        if len(found) < most and not any(near) and (best := _fitted(template, image, mask, one)) is not None:
+        if len(found) == most or min(apart, default=np.inf) < min(template.shape[:2]):
+            continue
+        if (best := _fitted(template, image, mask, one)) is not None:
             found.append(best)
     return sorted(found, key=lambda copy: -copy.correlation)
 
@@ -105,10 +105,8 @@ def _fitted(template: np.ndarray, image: np.ndarray, mask: np.ndarray | None, ne
     if best is None or best.correlation < 0.88:
         return None
     x0, y0 = max(0, round(best.x)), max(0, round(best.y))
-    there = image[
-        y0 : round(best.y) + round(best.scale * height), x0 : round(best.x) + round(best.scale * width)
-    ]
-    there = cv2.resize(there, (width, height), interpolation=cv2.INTER_AREA)
+    x1, y1 = round(best.x) + round(best.scale * width), round(best.y) + round(best.scale * height)
+    there = cv2.resize(image[y0:y1, x0:x1], (width, height), interpolation=cv2.INTER_AREA)
     inside = np.ones((height, width), bool) if mask is None else mask
     # Correlation leaves the mean colours out; a copy has those of the template, within 48 grey values.
     difference = np.abs(there[inside].astype(float).mean(axis=0) - template[inside].mean(axis=0)).max()
@@ -144,11 +142,7 @@ def propose(template: np.ndarray, image: np.ndarray, most: int) -> list[np.ndarr
         factor = min(1.0, 28 / (min(scale, 1.0) * longer))
         size = tuple(max(1, round(n * factor)) for n in image.shape[1::-1])
         shown = cv2.resize(image, size, interpolation=cv2.INTER_AREA)
-        back = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, factor]]) / factor - [
-            [0, 0, 0.5],
-            [0, 0, 0.5],
-            [0, 0, 0],
-        ]
+        back = np.linalg.inv(resizing((factor, factor)))
         for degrees in range(0, 360, 15):
             turned, to_turned = _turned(template, scale * factor, degrees)
             if min(turned.shape) < 8 or np.any(np.array(turned.shape) > shown.shape):
@@ -173,11 +167,10 @@ def _turned(template: np.ndarray, scale: float, degrees: float) -> tuple[np.ndar
     height, width = template.shape
     cos, sin = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
     linear = scale * np.array([[cos, -sin], [sin, cos]])
-    a, b = abs(cos), abs(sin)
 
     def fitting(w: float, h: float) -> tuple[float, float]:
         """The largest upright rectangle of this aspect within the turned one."""
-        shrink = min(width / (a * w + b * h), height / (b * w + a * h))
+        shrink = min(width / (abs(cos) * w + abs(sin) * h), height / (abs(sin) * w + abs(cos) * h))
         return shrink * w, shrink * h
 
     inner = max(fitting(width, height), fitting(height, width), key=np.prod)

@@ -137,8 +137,6 @@ class Detections:
 
 # --- An image at several sizes, each cut into overlapping windows whose features are extracted separately
 
-_WINDOW, _OVERLAP = 1024, 256  # pixels
-
 
 @dataclass(frozen=True, eq=False)
 class Window:
@@ -149,15 +147,10 @@ class Window:
 
     def outside(self, quads: list[np.ndarray]) -> Window:
         """The window without the keypoints inside of quadrilaterals (4, 2) of stored pixels."""
-        keep = np.ones(len(self.features), dtype=bool)
-        points = to_numpy(self.features.keypoints).astype(np.float32)
-        for quad in quads:
-            corners = warp_points(quad, self.from_stored).astype(np.float32)
-            inside = [cv2.pointPolygonTest(corners, point.tolist(), False) >= 0 for point in points]
-            keep &= ~np.array(inside, dtype=bool)
-        if keep.all():
-            return self
-        return replace(self, features=self.features.select(keep))
+        points = to_numpy(self.features.keypoints).astype(np.float32).tolist()
+        corners = [warp_points(quad, self.from_stored).astype(np.float32) for quad in quads]
+        keep = [all(cv2.pointPolygonTest(quad, point, False) < 0 for quad in corners) for point in points]
+        return self if all(keep) else replace(self, features=self.features.select(np.array(keep)))
 
     def parts(self) -> Iterator[Window]:
         """Four overlapping parts, each two thirds as wide and high, of the same features."""
@@ -197,18 +190,17 @@ def as_it_is(pixels: np.ndarray, mask: np.ndarray | None = None) -> Image:
 
 def _cuts(length: int) -> list[tuple[int, int]]:
     """Overlapping parts of a side, of equal length and at most 1,024 pixels."""
-    if length <= _WINDOW:
+    if length <= 1024:
         return [(0, length)]
-    count = -(-(length - _OVERLAP) // (_WINDOW - _OVERLAP))
-    starts = np.linspace(0, length - _WINDOW, count).round().astype(int)
-    return [(int(start), int(start) + _WINDOW) for start in starts]
+    count = -(-(length - 256) // (1024 - 256))  # by 256 pixels at least
+    starts = np.linspace(0, length - 1024, count).round().astype(int).tolist()
+    return [(start, start + 1024) for start in starts]
 
 
 # --- The search
 
 RESIZE = 4096  # default longer side that larger images are reduced to
 _SIDES = (512, 170)  # longer sides of the template that are searched for, pixels
-_SAME = 0.3  # intersection over union above which two instances are duplicates
 
 
 def find(
@@ -296,9 +288,10 @@ class TemplateFinder:
         longer = max(self.template.pixels.shape[:2])
         largest = min(max(longer, 256), 4 * longer, _SIDES[0])  # small ones are enlarged, four times at most
         sides = [largest]
-        while sides[-1] / 2 >= _SIDES[1] / 2 and len(sides) < 3:
+        while sides[-1] >= _SIDES[1] and len(sides) < 3:
             sides.append(sides[-1] / 2)
-        self._templates = [Window(*self._features(self.template, side / longer)) for side in sides]
+        scaled = (resized_by(self.template, side / longer) for side in sides)
+        self._templates = [Window(self.pipeline.extract(shown), matrix) for shown, matrix in scaled]
         least = self.pipeline.config.estimation.min_inliers
         self._correlated, self._tiny = longer <= LONGEST, longer <= LONGEST / 2
         if (count := len(self._templates[0].features)) < least and not self._correlated:
@@ -322,9 +315,13 @@ class TemplateFinder:
             found += self._copies(shown)
         least = self.pipeline.config.estimation.min_inliers
         keypoints = len(self._templates[0].features) >= least and not (self._tiny and found)
-        for level, factor in enumerate(factors := self._factors(shown) if keypoints else []):
+        # With two template sizes, steps of 3 leave a change of scale within 1.7 either way.
+        factors = [self._enlarged]
+        while max(shown.pixels.shape[:2]) * factors[-1] / 3 >= 320:
+            factors.append(factors[-1] / 3)
+        for factor in factors[::-1] if keypoints else ():
             # The small template is for instances that are small even in the largest image.
-            templates = self._templates if level == len(factors) - 1 else self._templates[:1]
+            templates = self._templates if factor == factors[0] else self._templates[:1]
             for window in windows(shown, factor, self.pipeline):
                 for template in templates:
                     self._search(shown, template, window, found)
@@ -332,14 +329,6 @@ class TemplateFinder:
             self._search_proposals(shown, found)
         found.sort(key=lambda instance: -instance.inliers)
         return Detections(tuple(found), shown.size, self.template, shown.path, perf_counter() - start)
-
-    def _factors(self, image: Image) -> list[float]:
-        """Factors by which the pixels of an image are resized, small ones first."""
-        longer, factors = max(image.pixels.shape[:2]), [self._enlarged]
-        # With two template sizes, steps of 3 leave a change of scale within 1.7 either way.
-        while longer * factors[-1] / 3 >= 320:
-            factors.append(factors[-1] / 3)
-        return factors[::-1]
 
     def _copies(self, image: Image) -> list[Instance]:
         """Instances that are upright copies of a small template."""
@@ -365,12 +354,11 @@ class TemplateFinder:
             if corners is None or not _is_new(corners, found):
                 continue
             instance = self._confirmed(image, matrix)
+            failures += 1
             right = instance is not None and self._similarity(image, instance) >= 0.75
             if right and _is_new(instance.corners, found):
                 found.append(instance)
                 failures = 0
-            else:
-                failures += 1
 
     def _similarity(self, image: Image, instance: Instance) -> float:
         """The correlation of an instance with the template, at the size of the smaller of both."""
@@ -426,8 +414,8 @@ class TemplateFinder:
         longer = max(self.template.pixels.shape[:2])
         shown_side = scale * max(self.template.size) * np.sqrt(np.prod(image.scale))
         side = float(np.clip(shown_side, _SIDES[1] / 2, _SIDES[0]))
-        features, from_stored = self._features(self.template, side / longer)
-        shown, _ = resized_by(self.template, side / longer)
+        shown, from_stored = resized_by(self.template, side / longer)
+        features = self.pipeline.extract(shown)
         back = from_stored @ np.linalg.inv(matrix)
         laid = lay_over(image, shown, back)
         mask = laid.covered
@@ -446,10 +434,6 @@ class TemplateFinder:
         # With few inliers of a small share it must correlate well, too: a wrong one had 14 and .11.
         doubtful = inliers < 40 and share < 0.3
         return None if doubtful and self._similarity(image, instance) < 0.9 else instance
-
-    def _features(self, image: Image, factor: float) -> tuple[Features, np.ndarray]:
-        shown, from_stored = resized_by(image, factor)
-        return self.pipeline.extract(shown), from_stored
 
     def _corners(self, matrix: np.ndarray) -> np.ndarray | None:
         """(4, 2) the template's corners in the image; None if they are implausible for a camera."""
@@ -470,6 +454,6 @@ def _is_new(corners: np.ndarray, found: list[Instance]) -> bool:
     for instance in found:
         other = instance.corners.astype(np.float32)
         shared, _ = cv2.intersectConvexConvex(one, other)
-        if shared > _SAME * (cv2.contourArea(one) + cv2.contourArea(other) - shared):
+        if shared > 0.3 * (cv2.contourArea(one) + cv2.contourArea(other) - shared):
             return False
     return True

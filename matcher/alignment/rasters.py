@@ -20,7 +20,7 @@ from matcher.alignment.align import Alignment, align
 from matcher.config import PlanarModel
 from matcher.errors import ImageError, UsageError, install_command
 from matcher.files import check_output, write_output
-from matcher.geometry import warp_points
+from matcher.geometry import inside, warp_points
 from matcher.images import read_image
 from matcher.presets import DEFAULT_PRESET, LoadOptions
 
@@ -241,87 +241,81 @@ class Georeferenced:
 
     def _warp_to(self, path: Path) -> None:
         """Tile by tile: what image 0 shows there, and a mask of where it shows anything."""
-        source0, source1 = self.rasters
-        with _dataset(source1.path) as grid:
+        backward = np.linalg.inv(self.matrix)
+        backward /= backward[2, 2]
+        with _Source(self.rasters[0].path) as source, _dataset(self.rasters[1].path) as grid:
             import rasterio
             from rasterio.windows import Window
 
-            plain = None if source0.path.suffix.lower() in RASTER_FORMATS else _bands_of(source0.path)
-            source = None if plain is not None else _dataset(source0.path)
-            kind: Any = plain if plain is not None else np.empty(0, source.dtypes[0])
-            count = len(plain) if plain is not None else source.count
             profile = {
-                "driver": "GTiff", "width": grid.width, "height": grid.height, "count": count,
-                "dtype": kind.dtype,
-                "crs": grid.crs, "transform": grid.transform, "tiled": True, "compress": "deflate",
-                "BIGTIFF": "IF_SAFER",
+                "driver": "GTiff", "width": grid.width, "height": grid.height, "count": source.count,
+                "dtype": source.dtype, "crs": grid.crs, "transform": grid.transform, "tiled": True,
+                "compress": "deflate", "BIGTIFF": "IF_SAFER",
             }  # fmt: skip
-            backward = np.linalg.inv(self.matrix)
-            backward /= backward[2, 2]
             with rasterio.Env(GDAL_TIFF_INTERNAL_MASK=True), rasterio.open(path, "w", **profile) as out:
                 for top in range(0, grid.height, TILE):
                     for left in range(0, grid.width, TILE):
                         window = Window(left, top, min(TILE, grid.width - left), min(TILE, grid.height - top))
-                        tile, covered = _tile(plain, source, backward, window, count, kind.dtype)
+                        tile, covered = source.tile(backward, window)
                         out.write(tile, window=window)
                         out.write_mask(covered, window=window)
-            if source is not None:
-                source.close()
 
 
-def _bands_of(path: Path) -> np.ndarray:
-    """(bands, H, W) of an ordinary picture as stored."""
-    pixels = read_image(path, upright=False).pixels
-    return pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)
+class _Source:
+    """The bands of a TIFF, which are read in parts, or of an ordinary picture as stored."""
 
+    def __init__(self, path: Path) -> None:
+        self._plain, self._data = None, None
+        if path.suffix.lower() in RASTER_FORMATS:
+            self._data = _dataset(path)
+            self.count, self.dtype = self._data.count, np.dtype(self._data.dtypes[0])
+            self.size = self._data.width, self._data.height
+        else:
+            pixels = read_image(path, upright=False).pixels
+            self._plain = pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)
+            self.count, self.dtype, self.size = len(self._plain), pixels.dtype, self._plain.shape[:0:-1]
 
-def _tile(
-    plain: np.ndarray | None,
-    source: DatasetReader | None,
-    backward: np.ndarray,
-    window: Any,
-    count: int,
-    dtype: np.dtype,
-) -> tuple[np.ndarray, np.ndarray]:
-    """(bands, h, w) of a window of the result, and (h, w) bool where there are data."""
-    height, width = int(window.height), int(window.width)
-    x, y = np.meshgrid(np.arange(width) + window.col_off, np.arange(height) + window.row_off)
-    at = warp_points(np.stack([x, y], axis=-1).reshape(-1, 2).astype(np.float64), backward)
-    columns, rows = (plain.shape[2], plain.shape[1]) if plain is not None else (source.width, source.height)
-    inside = (at > -0.5).all(1) & (at < (columns - 0.5, rows - 0.5)).all(1)  # not beyond the horizon, NaN
-    empty = np.zeros((count, height, width), dtype)
-    if not inside.any():
-        return empty, np.zeros((height, width), bool)
-    low = np.maximum(np.floor(at[inside].min(0)).astype(int) - 2, 0)
-    high = np.minimum(np.ceil(at[inside].max(0)).astype(int) + 3, (columns, rows))
-    if plain is not None:
-        piece, share = plain[:, low[1] : high[1], low[0] : high[0]], np.ones(2)
-        valid = np.ones(piece.shape[1:], np.uint8)
-    else:
-        piece, valid, share = _read_piece(source, low, high)
-    local = np.nan_to_num((at - low + 0.5) * share - 0.5, nan=-1).astype(np.float32).reshape(height, width, 2)
-    working = (
-        piece if piece.dtype in (np.uint8, np.uint16, np.int16, np.float32) else piece.astype(np.float64)
-    )
-    for band in range(count):
-        warped = cv2.remap(working[band], local, None, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
-        empty[band] = warped if warped.dtype == dtype else np.rint(warped).astype(dtype)
-    seen = cv2.remap(valid, local, None, cv2.INTER_NEAREST, borderMode=cv2.BORDER_REPLICATE) > 0
-    covered = inside.reshape(height, width) & seen
-    return empty * covered, covered
+    def __enter__(self) -> _Source:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        if self._data is not None:
+            self._data.close()
 
-def _read_piece(
-    source: DatasetReader, low: np.ndarray, high: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A part of a raster, its mask, and what was read over its size: large parts are read smaller."""
-    from rasterio.enums import Resampling
-    from rasterio.windows import Window
+    def tile(self, backward: np.ndarray, window: Any) -> tuple[np.ndarray, np.ndarray]:
+        """(bands, h, w) of a window of the result, and (h, w) bool where there are data."""
+        height, width = int(window.height), int(window.width)
+        x, y = np.meshgrid(np.arange(width) + window.col_off, np.arange(height) + window.row_off)
+        at = warp_points(np.stack([x, y], axis=-1).reshape(-1, 2).astype(np.float64), backward)
+        within, found = inside(at, self.size), np.zeros((self.count, height, width), self.dtype)
+        if not within.any():  # all beyond the edge, or the horizon
+            return found, within.reshape(height, width)
+        low = np.maximum(np.floor(at[within].min(0)).astype(int) - 2, 0)
+        high = np.minimum(np.ceil(at[within].max(0)).astype(int) + 3, self.size)
+        piece, valid = self._read(low, high)
+        share = np.array(valid.shape[::-1]) / (high - low)
+        local = np.nan_to_num((at - low + 0.5) * share - 0.5, nan=-1)
+        local = local.astype(np.float32).reshape(height, width, 2)
+        native = piece.dtype in (np.uint8, np.uint16, np.int16, np.float32)  # which OpenCV resamples
+        for band, pixels in enumerate(piece if native else piece.astype(np.float64)):
+            warped = cv2.remap(pixels, local, None, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
+            found[band] = np.rint(warped) if self.dtype.kind in "iu" else warped
+        seen = cv2.remap(valid, local, None, cv2.INTER_NEAREST, borderMode=cv2.BORDER_REPLICATE) > 0
+        covered = within.reshape(height, width) & seen
+        return found * covered, covered
 
-    extent = high - low
-    step = max(1, math.ceil(extent.max() / (2 * TILE)))
-    width, height = (max(1, math.ceil(side / step)) for side in extent)
-    part = Window(*low, *extent)
-    pixels = source.read(window=part, out_shape=(source.count, height, width), resampling=Resampling.average)
-    mask = source.dataset_mask(window=part, out_shape=(height, width)) > 0
-    return pixels, mask.astype(np.uint8), np.array([width, height]) / extent
+    def _read(self, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """A part and its mask (uint8); large parts of a TIFF are read smaller."""
+        if self._plain is not None:
+            piece = self._plain[:, low[1] : high[1], low[0] : high[0]]
+            return piece, np.ones(piece.shape[1:], np.uint8)
+        from rasterio.enums import Resampling
+        from rasterio.windows import Window
+
+        step = max(1, math.ceil((high - low).max() / (2 * TILE)))
+        shape, part = (
+            tuple(-(-side // step) for side in (high - low)[::-1].tolist()),
+            Window(*low, *(high - low)),
+        )
+        pixels = self._data.read(window=part, out_shape=(self.count, *shape), resampling=Resampling.average)
+        return pixels, (self._data.dataset_mask(window=part, out_shape=shape) > 0).astype(np.uint8)
