@@ -193,13 +193,8 @@ def poses_of_plane(
 ) -> Iterator[np.ndarray]:
     """Poses cam1_from_cam0 (4, 4), |t| = 1, with most of a plane's matches in front of both cameras.
 
-    Decomposed by OpenCV (Malis and Vargas 2007).
-
-    Args:
-        matched: the N matches.
-        cameras: pinhole cameras of the resized images.
-        threshold: pixels; how far a match may lie from its place by the homography.
-        homography: (3, 3), with the points of image 0 before its horizon; estimated if left out.
+    Of pinhole cameras of the resized images; decomposed by OpenCV (Malis and Vargas 2007). A homography that
+    is given has the points of image 0 before its horizon; a match of the plane is within the threshold of it.
     """
     if homography is None:
         if (homography := sampled_homography(matched, threshold)) is None:

@@ -23,12 +23,7 @@ _CONTROLS = ((9, 4), (-5, 8), (4, -9), (-8, -5))  # pixels: where keypoints coin
 
 
 def on_overlay(features0: Features, features1: Features, matches: Matches) -> np.ndarray:
-    """(K,) bool: matches on an overlay that both pictures have; none where they were taken from one place.
-
-    Args:
-        features0, features1: of the images.
-        matches: of the pair.
-    """
+    """(K,) bool: matches on an overlay that both pictures have; none where they were taken from one place."""
     none = np.zeros(len(matches), dtype=bool)
     if len(matches) < _FEWEST or features0.image_size != features1.image_size:
         return none
@@ -39,15 +34,18 @@ def on_overlay(features0: Features, features1: Features, matches: Matches) -> np
         return none
     size = np.ceil(np.array(features0.image_size) * scale).astype(int) + 1
     overlay = _around(matches.points0[still] * scale, size, _AROUND)
-    others0, others1 = (_outside(to_numpy(f.keypoints) * scale, overlay) for f in (features0, features1))
-    counted = [
-        _by_block(points * scale, size) for points in (to_numpy(features0.keypoints), matches.points0[still])
-    ]
+    every = [to_numpy(features.keypoints) * scale for features in (features0, features1)]
+    others0, others1 = (points[~_inside(points, overlay)] for points in every)
+    # Numbers of points in 25 equal parts of the image
+    edges = dict(bins=5, range=[(-0.5, side) for side in size.tolist()])
+    counted = [np.histogram2d(*points.T, **edges)[0] for points in (every[0], matches.points0[still] * scale)]
     shares = (counted[1] / np.maximum(counted[0], 1))[counted[0] >= 5]
     if len(shares) and np.percentile(shares, 25) > _EVERYWHERE:
         return none
     found = _around(others1, size, STILL)
-    share, *by_chance = (_share(others0 + shift, found) for shift in ((0, 0), *_CONTROLS))
+    if not len(others0):
+        return moved < _MOVING
+    share, *by_chance = (_inside(others0 + shift, found).mean() for shift in ((0, 0), *_CONTROLS))
     return none if share > 0.05 + 2 * float(np.mean(by_chance)) else moved < _MOVING
 
 
@@ -59,11 +57,6 @@ def without_overlay(features0: Features, features1: Features, matches: Matches) 
     return replace(matches.select(~left_out), overlay=matches.overlay + int(np.count_nonzero(left_out)))
 
 
-def _by_block(points: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """(5, 5) numbers of the points in equal parts of an image."""
-    return np.histogram2d(*points.T, bins=5, range=[(-0.5, side) for side in size.tolist()])[0]
-
-
 def _around(points: np.ndarray, size: np.ndarray, radius: float) -> np.ndarray:
     """(H, W) bool: pixels of an image of this size up to a radius from a point."""
     marked = np.ones(size[::-1], np.uint8)
@@ -72,11 +65,6 @@ def _around(points: np.ndarray, size: np.ndarray, radius: float) -> np.ndarray:
     return cv2.distanceTransform(marked, cv2.DIST_L2, 3) <= radius
 
 
-def _outside(points: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def _inside(points: np.ndarray, mask: np.ndarray) -> np.ndarray:
     x, y = np.rint(points).astype(int).clip(0, np.array(mask.shape[::-1]) - 1).T
-    return points[~mask[y, x]]
-
-
-def _share(points: np.ndarray, mask: np.ndarray) -> float:
-    """Of points, that which lies in a mask."""
-    return 1.0 - len(_outside(points, mask)) / max(len(points), 1)
+    return mask[y, x]

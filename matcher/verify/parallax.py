@@ -24,13 +24,8 @@ ENOUGH = 6.0  # logarithm of how much likelier one pose must be than its twin
 OWN = 1.4  # the same of the likeliest by all matches, right of 17 of 21 planes with nothing off them
 _SURE = 4.0  # standard deviations that a match must lie off the plane
 _SAMPLES = 256  # inliers among which a plane is looked for
-_SHARES = (
-    0.01,
-    0.03,
-    0.1,
-    0.3,
-    1.0,
-)  # of matches off the plane that may be right, of which the likeliest counts
+# Of matches off the plane that may be right, of which the likeliest counts.
+_SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)
 _PAIRS = 24  # matches off the plane, any two of which give an epipole
 
 
@@ -63,11 +58,8 @@ class Parallax:
         """That of matches of a pair from a homography (3, 3).
 
         Noise of deviation s per coordinate gives distances from it a 90th percentile of 3 s, and Sampson's
-        one of 1.6 s. What lies beyond that may have slid along an edge, as far as its covariance allows.
-
-        Args:
-            homography, matched, spread: of the plane and the N matches.
-            residuals: Sampson's distances of the inliers, pixels.
+        one (`residuals`) of 1.6 s. What lies beyond that may have slid along an edge, as far as its
+        covariance allows.
         """
         distance = transfer_error(*matched.sides, homography)
         noise = max(float(np.percentile(residuals, 90)), 0.03)
@@ -95,10 +87,7 @@ def parallax_evidence(
 ) -> float:
     """Logarithm of how much likelier the matches off a plane are with an epipolar geometry than by chance.
 
-    Args:
-        fundamental, matched, spread, possible: as of `epipolar_likelihood`.
-        parallax: of the matches.
-        inliers: (N,) bool, whose residuals say how much wider than known they spread.
+    As `epipolar_likelihood`; the residuals of the inliers say how much wider than known matches spread.
     """
     off = parallax.off
     residual, deviation = epipolar_residuals(fundamental, matched, spread)
@@ -114,11 +103,6 @@ def fixed_by_parallax(fundamental: np.ndarray, matched: MatchedPoints, parallax:
 
     That has an epipole, which two matches fix; each other one agrees with it by chance if it lies off the
     plane in the direction of the epipolar line.
-
-    Args:
-        fundamental: (3, 3), resized pixels.
-        matched: the N matches.
-        parallax: of these.
     """
     off, reach = parallax.off, 1.5 * parallax.noise
     agree = int(np.count_nonzero(sampson(*matched.sides, fundamental)[off] <= reach)) - 2

@@ -26,12 +26,9 @@ _PSEUDO = 8.0  # keypoints added to the unrepeated ones that are counted, matche
 def repetition(
     features0: Features, features1: Features, matches: Matches, inliers: np.ndarray
 ) -> Repetition | None:
-    """That of a pair, or None without inliers, descriptors, or of another front end than the default one.
+    """That of a pair with inliers (K,); None without any, without descriptors, or of other front ends.
 
-    Args:
-        features0, features1: of the images; of keypoints matched beyond these nothing is asked.
-        matches: of the pair.
-        inliers: (K,) bool.
+    Nothing is asked of matches of keypoints beyond those of the features.
     """
     sides = []
     for side, features in enumerate((features0, features1)):
@@ -49,13 +46,7 @@ def repetition(
 
 
 def unrepeated(descriptors: np.ndarray, points: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """How little some keypoints resemble others elsewhere in their image, (R,) in [0, 1].
-
-    Args:
-        descriptors: (N, D) of norm 1.
-        points: (N, 2) pixels of the resized image.
-        rows: (R,) which of them.
-    """
+    """How little keypoints in some rows (R,) resemble others elsewhere in their image, (R,) in [0, 1]."""
     similar = descriptors[rows].astype(np.float32) @ descriptors.astype(np.float32).T
     x, y = points.astype(np.float32).T
     near = (x[rows, None] - x) ** 2 + (y[rows, None] - y) ** 2 <= _ELSEWHERE**2

@@ -69,13 +69,7 @@ class Verdict:
 def verdict_of(
     matches: Matches, geometry: TwoViewGeometry, size0: tuple[float, float], size1: tuple[float, float]
 ) -> Verdict | None:
-    """The verdict on a pair; None if no geometry was estimated.
-
-    Args:
-        matches: of the pair.
-        geometry: that was estimated from them.
-        size0, size1: stored (width, height) of the images.
-    """
+    """The verdict on a pair whose images have these stored (width, height); None without an estimate."""
     if geometry.status == "not_estimated":
         return None
     repeated = geometry.repetition
