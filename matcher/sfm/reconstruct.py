@@ -113,8 +113,7 @@ def reconstruct(
         choice = replace(choice, known=poses.cameras, refine_known=adjusted)
     with whole_folder(out, overwrite=options.get("overwrite", False)) as part:
         while True:
-            report = _write_database(store, part, job, choice, only, without)
-            models = _mapped(store, out, part, job, choice, only, poses, report) if report.matches else ()
+            report, models = _mapped(store, out, part, job, choice, only, without, poses)
             done = {image.name for image in store.images() if image.status == "done"}
             wanted = done if only is None else done & set(only)
             missing = frozenset(wanted - models[0].cam_from_world.keys() if models else wanted)
@@ -179,15 +178,17 @@ def _names_with_pose(
     return posed
 
 
-def _write_database(
+def _mapped(
     store: Store,
+    out: Path,
     part: Path,
     job: Mapping[str, Any],
     choice: CameraChoice,
     only: Collection[str] | None,
     without: Collection[tuple[str, str]],
-) -> ExportReport:
-    """What the mapping starts from, in the folder `part`."""
+    poses: GivenPoses | None,
+) -> tuple[ExportReport, tuple[SparseModel, ...]]:
+    """Map once, in the folder `part`, which will be `out`; no models where there is no match."""
     unrefined = refine_run(store)
     contradicted = contradicted_pairs(store, without)
     report = write_colmap(store, part / DATABASE, choice, only, {*without, *contradicted})
@@ -206,24 +207,12 @@ def _write_database(
         )
     if report.images < 2:
         raise UsageError(f"a reconstruction needs at least two photos with features, not {report.images}")
-    return report
-
-
-def _mapped(
-    store: Store,
-    out: Path,
-    part: Path,
-    job: Mapping[str, Any],
-    choice: CameraChoice,
-    only: Collection[str] | None,
-    poses: GivenPoses | None,
-    report: ExportReport,
-) -> tuple[SparseModel, ...]:
-    """Map once, in the folder `part`, which will be `out`."""
+    if report.matches == 0:
+        return report, ()
     work, photos = part / "work", store.image_folder  # `work` is not kept
     work.mkdir()
     place = None if poses is None else poses.georegistration
-    all_fixed = len(report.given_cameras) == report.cameras
+    all_fixed = given == report.cameras
     job = {
         **job,
         "database": str(part / DATABASE),
@@ -253,7 +242,7 @@ def _mapped(
     _run_mapping(job)
     described = json.loads((work / "result.json").read_text(encoding="utf-8"))
     if not described:
-        return ()
+        return report, ()
     if place is not None:  # the coordinates are those of the model that the poses come from
         described[0]["georegistration"] = described[0]["georegistration"] or dict(place)
     # Whether the user gave all cameras, now, for the run, or when the model was made that is continued.
@@ -273,7 +262,7 @@ def _mapped(
     rows = [{name: row[name] for name in SparseModel.__dataclass_fields__} for row in described]
     for row in rows:
         row["cam_from_world"] = {name: np.array(pose) for name, pose in row["cam_from_world"].items()}
-    return tuple(SparseModel(**row) for row in rows)
+    return report, tuple(SparseModel(**row) for row in rows)
 
 
 def _run_mapping(job: Mapping[str, Any]) -> None:
