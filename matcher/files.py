@@ -97,10 +97,8 @@ def is_ours(path: Path) -> bool:
 def marked(data: bytes, suffix: str) -> bytes:
     """The bytes of a file with our mark in a comment of its format, which readers of the format pass over.
 
-    Args:
-        data: the file; one that is not of its format is returned as it is.
-        suffix: .html, .svg, .md, .pdf, .png, .jpg, .jpeg, .npz, or .json (an object gets a member
-            "software"). Other formats have no room for a mark and are returned unchanged.
+    Of .json, which has none, an object gets a member "software". Other formats, and a file that is not of its
+    format, are returned unchanged.
     """
     if suffix in (".html", ".svg", ".md"):
         return data + b"\n<!-- " + MARK + b" -->\n"

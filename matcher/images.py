@@ -298,12 +298,8 @@ def _decoded(image: Any, path: Path | None, max_pixels: int) -> Decoded:
 def read_both(
     read: Callable[[ImageInput, Any], Image], *sides: tuple[ImageInput, Any]
 ) -> tuple[Image, Image]:
-    """Both images of a pair, files at once where this process may use two threads.
-
-    Args:
-        read: makes an image of what the user has and of its mask.
-        sides: image and mask, of image 0 and of image 1; if both cannot be read, image 0 is the one told.
-    """
+    """Both images of a pair, of what the user has and of its mask, files at once where this process may use
+    two threads; if both cannot be read, image 0 is the one told."""
     calls = [partial(read, *side) for side in sides]
     # Of images in memory there is little to do, and PIL images may share an open file.
     if all(isinstance(image, (str, Path)) for image, _ in sides):
@@ -314,13 +310,9 @@ def read_both(
 def gradient_image(image: Image, smoothing: float) -> Image:
     """The gradient magnitude of an image relative to the average around each pixel, (H, W) uint8.
 
-    For pairs whose grey values have little in common. It takes about 8 bytes a pixel while it is computed,
-    because images may be large (`matcher.tiled`). Its numbers were chosen on photos whose colours went
-    through random non-monotonic curves.
-
-    Args:
-        image: resized; what it keeps of the file (`Image.stored`) is left out.
-        smoothing: standard deviation in pixels of the Gaussian before the derivatives.
+    For pairs whose grey values have little in common. `smoothing` is the standard deviation in pixels of the
+    Gaussian before the derivatives. It takes about 8 bytes a pixel while it is computed, because images may
+    be large (`matcher.tiled`). Its numbers were chosen on photos whose colours went through random curves.
     """
     grey, rows = image.grey(), 256  # whose derivatives are computed at a time
     magnitude = np.empty(grey.shape, np.float32)

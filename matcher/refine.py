@@ -25,15 +25,10 @@ from matcher.types import REFINEMENTS, Image, Matches, MatchRefinement
 def fit_affine_maps(
     points0: np.ndarray, points1: np.ndarray, neighbours: int = 16
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Local affine maps from image 0 to image 1 at every match, under the robust loss of Geman and McClure.
+    """Local affine maps at K matched points, image 1 from image 0, under the loss of Geman and McClure.
 
-    Args:
-        points0, points1: (K, 2) matched points, finite.
-        neighbours: number of nearest matches that a map is fitted to, the match itself excluded.
-
-    Returns:
-        (K, 2, 2) float64 maps and (K,) bool, whether the neighbours determine a plausible one: no reflection,
-        no extreme scale or anisotropy. The others are the identity.
+    Each is fitted to so many of its nearest matches. (K, 2, 2) float64, and (K,) bool, whether the neighbours
+    determine a plausible one: no reflection, no extreme scale or anisotropy. The others are the identity.
     """
     count = len(points0)
     if count <= 3:  # three neighbours determine a map
@@ -149,13 +144,8 @@ class Pyramid:
         return np.rint(np.log2(zoom_of(maps).clip(1e-9))).clip(0, most).astype(np.int64)
 
     def sample(self, affine: np.ndarray, level: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """(K, n) float32 values by bilinear interpolation; the edge is replicated beyond the image.
-
-        Args:
-            affine: (K, 2, 3), from (1, x, y) in the frame to pixels of level 0.
-            level: (K,) to sample, from `level_of`.
-            offsets: (3, n) of a grid.
-        """
+        """(K, n) float32 values by bilinear interpolation of offsets (3, n) under maps (K, 2, 3) to level 0,
+        each at its `level` (K,); the edge is replicated beyond the image."""
         affine = (affine * np.exp2(-level)[:, None, None]).astype(np.float32)
         values = np.empty((len(affine), offsets.shape[1]), np.float32)
         for index in np.unique(level).tolist():
