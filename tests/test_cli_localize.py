@@ -43,27 +43,24 @@ def away(made):
     (made[0] / "away").rename(photos)
 
 
-@pytest.mark.parametrize("name", ["poses.txt", "poses.tum", "poses.kitti", "poses.json"])
-def test_poses_are_written_in_the_format_of_the_file(made, asked, tmp_path, capfd, name):
+def test_poses_are_written_in_the_format_of_the_file(made, asked, tmp_path, capfd):
     """KITTI: twelve numbers, world_from_cam; TUM: a time, a position, a quaternion with w last."""
-    truth, out = made[1], tmp_path / name
-    assert run(*asked, *GIVEN, "--output", out) == 0
-    assert "2 of 2 photos have a pose" in capfd.readouterr().out
-    back = [np.linalg.inv(truth[query]) for query in QUERIES]
-    if name == "poses.kitti":
-        rows = np.loadtxt(out).reshape(-1, 3, 4)
-        np.testing.assert_allclose(rows, [pose[:3] for pose in back], atol=0.05)
-    elif name == "poses.tum":
-        lines = np.loadtxt(out)
-        np.testing.assert_allclose(lines[:, 1:4], [pose[:3, 3] for pose in back], atol=0.05)
-        x, y, z, w = lines[:, 4:].T
-        np.testing.assert_allclose(w**2 + x**2 - y**2 - z**2, [pose[0, 0] for pose in back], atol=0.05)
-    else:
-        poses, cameras = read_named_poses(out)
+    truth = made[1]
+    back = np.array([np.linalg.inv(truth[query]) for query in QUERIES])
+    for name in ("poses.txt", "poses.tum", "poses.kitti", "poses.json"):
+        assert run(*asked, *GIVEN, "--output", tmp_path / name) == 0
+        assert "2 of 2 photos have a pose" in capfd.readouterr().out
+    np.testing.assert_allclose(np.loadtxt(tmp_path / "poses.kitti").reshape(-1, 3, 4), back[:, :3], atol=0.05)
+    lines = np.loadtxt(tmp_path / "poses.tum")
+    np.testing.assert_allclose(lines[:, 1:4], back[:, :3, 3], atol=0.05)
+    x, y, z, w = lines[:, 4:].T
+    np.testing.assert_allclose(w**2 + x**2 - y**2 - z**2, back[:, 0, 0], atol=0.05)
+    for name in ("poses.txt", "poses.json"):
+        poses, cameras = read_named_poses(tmp_path / name)
         assert sorted(poses) == list(QUERIES)
         for query in QUERIES:
             np.testing.assert_allclose(poses[query], truth[query], atol=0.05)
-        assert name != "poses.json" or cameras[QUERIES[0]] == CAMERA
+    assert cameras[QUERIES[0]] == CAMERA
 
 
 def test_photos_are_drawn_and_others_refused(made, tmp_path, capfd):
@@ -100,12 +97,9 @@ def test_mistakes_are_refused_before_any_work(made, tmp_path, capfd):
         ((model, tmp_path / "empty"), "no images"),
         ((model, queries, "--output", tmp_path / "a.csv"), "a.csv"),
         ((model, queries, "--camera", "1,2"), "--camera"),
-        ((tmp_path / "empty", queries), "COLMAP model"),
         ((tmp_path / "foreign", queries), "--run"),
         ((model, queries, "--pictures", made[0] / "photos"), "--pictures"),
-        ((model, queries, "--masks", tmp_path / "absent"), "absent"),
         ((model, queries, "--masks", made[0]), "no mask"),
-        ((model, queries, "--masks", made[0], "--features", tmp_path / "f.h5"), "masks"),
         ((model, queries, "--features", tmp_path / "none.h5"), "none.h5"),
         ((model, queries, "--recording", tmp_path / "a.txt"), ".rrd"),
     ):
@@ -145,7 +139,7 @@ def test_a_map_of_features_from_a_file_takes_features(made, tmp_path, capfd):
     pytest.importorskip("h5py")
     folder, truth = made
     for name, photos in (("first", "photos"), ("asked", "queries")):
-        own = matcher.Collection.open(tmp_path / name, preset="nearest", max_keypoints=600, workers=0)
+        own = matcher.Collection.open(tmp_path / name, preset="nearest", max_keypoints=400, workers=0)
         own.add_images(folder / photos)
         own.add_pairs(exhaustive=True)
         own.run()

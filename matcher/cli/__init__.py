@@ -42,8 +42,9 @@ COMMANDS = {  # where their functions are
     "train": "matcher.cli.laboratory:train",
     "env": "matcher.cli.machine:environment",
 }
-WEIGHTS = "matcher.cli.machine:WEIGHTS_COMMANDS"
-GROUPS = {"weights": ("List, check, download, convert and export weights.", WEIGHTS)}
+GROUPS = {
+    "weights": ("List, check, download, convert and export weights.", "matcher.cli.machine:WEIGHTS_COMMANDS")
+}
 
 
 def _version(wanted: bool) -> None:
@@ -84,21 +85,16 @@ def build(only: str | None = None) -> typer.Typer:
     return app
 
 
-def _typed(arguments: Sequence[str] | None) -> str | None:
-    """The command or group that the arguments begin with, if it is one and no shell asks for completions."""
-    first = next(iter(sys.argv[1:] if arguments is None else arguments), None)
-    return first if (first in COMMANDS or first in GROUPS) and "_MATCHER_COMPLETE" not in os.environ else None
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (`sys.argv` when no arguments are given) and return its exit code."""
     open_standard_streams()
     bound_primitives()
     with_signals = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _terminate) if with_signals else None
+    # SIGTERM becomes an exception, so that half-written files are removed.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)) if with_signals else None
     try:
         with messages(), warnings.catch_warnings():
-            warnings.showwarning = _warn
+            warnings.showwarning = lambda message, *_, **__: complain(f"warning: {message}")  # on one line
             code = _run(arguments)
             detail(f"exit code {code}")
             return code
@@ -108,21 +104,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
+    typed = next(iter(sys.argv[1:] if arguments is None else arguments), None)
+    alone = typed in COMMANDS | GROUPS and "_MATCHER_COMPLETE" not in os.environ  # by a shell that completes
     try:
-        code = build(_typed(arguments))(args=arguments, prog_name="matcher", standalone_mode=False)
+        app = build(typed if alone else None)
+        code = app(args=arguments, prog_name="matcher", standalone_mode=False)
         sys.stdout.flush()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
     except (Exception, KeyboardInterrupt) as error:
         return exit_code_of(error)
     return code if isinstance(code, int) else 0
-
-
-def _warn(message: Warning | str, *_: object) -> None:
-    """Print a warning on one line, without the source location that Python would add."""
-    complain(f"warning: {message}")
-
-
-def _terminate(*_: object) -> None:
-    """Exit through an exception, so that half-written files are removed."""
-    sys.exit(143)

@@ -14,13 +14,12 @@ import typer
 import matcher
 from matcher.cli.options import (
     DEFAULT_PRESET,
-    Overwrite,
-    Threads,
-    argument,
-    complete_preset,
+    Count,
+    Natural,
+    PresetName,
+    check_outputs,
     limit_threads,
-    of_preset,
-    option,
+    loading,
 )
 from matcher.cli.output import PARTIAL, complain, pair_progress, say, show, stop_signals
 from matcher.errors import UsageError
@@ -31,52 +30,33 @@ if TYPE_CHECKING:
 
 
 def train(
-    recipe: option(
-        Path | None,
-        metavar="FILE.toml",
-        help="What to train and how; by default the recipe of the default preset's weights.",
-    ) = None,
-    photos: option(
-        Path | None,
-        metavar="DIR",
-        help="Photos to train on; by default $MATCHER_DATA/photos/train.",
-    ) = None,
-    validation: option(
-        Path | None,
-        metavar="DIR",
-        help="Other photos to validate on; by default a tenth of --photos.",
-    ) = None,
-    rendered: option(
-        Path | None, metavar="DIR", help="Folder of rendered views, for recipes that use them."
-    ) = None,
-    real: option(
-        Path | None,
-        metavar="DIR",
-        help="Folder of real photos with depth and poses, for recipes that use them.",
-    ) = None,
-    run: option(
-        Path | None,
-        metavar="DIR",
-        help="Folder for checkpoint, log, curve and weights; by default runs/NAME, named after the recipe.",
-    ) = None,
-    device: option(Literal["cpu", "cuda"], help="Device to train on.") = "cpu",
-    threads: Threads = None,
-    steps: option(
-        int | None,
-        metavar="N",
-        min=1,
-        help="Train for N steps instead of the recipe's number; its second stage has at most N too.",
-    ) = None,
-    batch_scale: option(
-        int,
-        min=1,
-        metavar="N",
-        help="Make batches N times as large as the recipe's, for a GPU; recorded in the run and the weights.",
-    ) = 1,
+    recipe: Path | None = None,
+    photos: Path | None = None,
+    validation: Path | None = None,
+    rendered: Path | None = None,
+    real: Path | None = None,
+    run: Path | None = None,
+    device: Literal["cpu", "cuda"] = "cpu",
+    threads: Count | None = None,
+    steps: Count | None = None,
+    batch_scale: Count = 1,
 ) -> None:
     """Train a matcher, a front end, or both together, on pairs of images made of your photos.
 
     Run the same command again to continue after an interruption.
+
+    Args:
+        recipe (FILE.toml): What to train and how; by default the recipe of the default preset's weights.
+        photos (DIR): Photos to train on; by default $MATCHER_DATA/photos/train.
+        validation (DIR): Other photos to validate on; by default a tenth of --photos.
+        rendered (DIR): Folder of rendered views, for recipes that use them.
+        real (DIR): Folder of real photos with depth and poses, for recipes that use them.
+        run (DIR): Folder for checkpoint, log, curve and weights; by default runs/NAME, named after the
+            recipe.
+        device: Device to train on.
+        steps (N): Train for N steps instead of the recipe's number; its second stage has at most N too.
+        batch_scale (N): Make batches N times as large as the recipe's, for a GPU; recorded in the run and the
+            weights.
     """
     limit_threads(threads)
     import torch
@@ -109,72 +89,30 @@ def train(
 
 
 LEVELS = "1,2,3,4"
+_LOADING = (
+    "max_keypoints", "resize", "match_threshold", "further_passes", "refine", "engine", "precision", "device",
+)  # fmt: skip
 
 
 def evaluate(
-    where: argument(str, "SET|DIR|FILE", "Name of a set, a folder, or a list of pairs."),
-    preset: option(
-        list[str] | None,
-        metavar="NAME",
-        autocompletion=complete_preset,
-        help=f"Preset to measure; repeatable.  [default: {DEFAULT_PRESET}]",
-    ) = None,
-    weights: option(
-        list[Path] | None,
-        metavar="FILE",
-        help="Matcher weights to measure; repeatable, each adds a row.",
-    ) = None,
-    frontend_weights: option(
-        list[str] | None,
-        metavar="FILE",
-        help="Weights of the learned front end, or `shipped`; repeatable, each adds a row.",
-    ) = None,
-    compare: option(
-        list[str] | None,
-        metavar="PRESET|FILE",
-        help="Measure only these presets, matcher weights or front-end weights (repeat for at least two) and "
-        "report the paired differences from the first.",
-    ) = None,
-    peer: option(
-        list[str] | None,
-        metavar="NAME",
-        help="Also measure a published implementation, and ours with its weights: lightglue-aliked, "
-        "lightglue-disk, xfeat-lighterglue or xfeat; repeatable.",
-    ) = None,
-    full_depth: option(
-        bool, "--full-depth", help="Add a row per network without early exit and pruning."
-    ) = False,
-    max_keypoints: of_preset("max_keypoints") = None,
-    resize: of_preset("resize") = None,
-    match_threshold: of_preset("match_threshold") = None,
-    further_passes: of_preset("further_passes") = None,
-    refine: of_preset("refine") = None,
-    pairs: option(
-        int | None, metavar="N", help="Measure at most N pairs, evenly spread over the set."
-    ) = None,
-    levels: option(
-        str,
-        metavar="LIST",
-        help="Difficulty levels of synthetic pairs, from 0 (lighting only) to 4.",
-    ) = LEVELS,
-    seed: option(int, min=0, metavar="N", help="Seed of synthetic pairs and of the bootstrap.") = 0,
-    estimator_seeds: option(int, min=1, metavar="N", help="Estimate each pose with N seeds and average.") = 3,
-    images: option(
-        Path | None, metavar="DIR", help="Folder of the images that a list of pairs names."
-    ) = None,
-    calibration: option(
-        bool,
-        "--calibration",
-        help="Measure how often match probabilities hold (within 3 px), and the verdicts.",
-    ) = False,
-    output: option(
-        Path | None, metavar="DIR", help="Write the tables to this folder as SET.md and SET.json."
-    ) = None,
-    overwrite: Overwrite = False,
-    engine: of_preset("engine") = None,
-    precision: of_preset("precision") = None,
-    device: of_preset("device") = "auto",
-    threads: Threads = None,
+    where: str,
+    /,
+    given: loading(only=_LOADING),
+    preset: list[PresetName] | None = None,
+    weights: list[Path] | None = None,
+    frontend_weights: list[str] | None = None,
+    compare: list[str] | None = None,
+    peer: list[str] | None = None,
+    full_depth: bool = False,
+    pairs: int | None = None,
+    levels: str = LEVELS,
+    seed: Natural = 0,
+    estimator_seeds: Count = 3,
+    images: Path | None = None,
+    calibration: bool = False,
+    output: Path | None = None,
+    overwrite: bool = False,
+    threads: Count | None = None,
 ) -> int:
     """Measure the accuracy of presets on image pairs with ground truth.
 
@@ -188,9 +126,28 @@ def evaluate(
     DIR is a folder with the layout of HPatches, MegaDepth-1500, ScanNet-1500, WxBS or one of the sets above,
     or any folder of photos, from which synthetic pairs are made. FILE is a list of image pairs with
     intrinsics and poses, in the format of SuperGlue and glue-factory.
+
+    Args:
+        where (SET|DIR|FILE): Name of a set, a folder, or a list of pairs.
+        preset (NAME): Preset to measure; repeatable.  [default: {DEFAULT_PRESET}]
+        weights (FILE): Matcher weights to measure; repeatable, each adds a row.
+        frontend_weights (FILE): Weights of the learned front end, or `shipped`; repeatable, each adds a row.
+        compare (PRESET|FILE): Measure only these presets, matcher weights or front-end weights (repeat for at
+            least two) and report the paired differences from the first.
+        peer (NAME): Also measure a published implementation, and ours with its weights: lightglue-aliked,
+            lightglue-disk, xfeat-lighterglue or xfeat; repeatable.
+        full_depth: Add a row per network without early exit and pruning.
+        pairs (N): Measure at most N pairs, evenly spread over the set.
+        levels (LIST): Difficulty levels of synthetic pairs, from 0 (lighting only) to 4.
+        seed (N): Seed of synthetic pairs and of the bootstrap.
+        estimator_seeds (N): Estimate each pose with N seeds and average.
+        images (DIR): Folder of the images that a list of pairs names.
+        calibration: Measure how often match probabilities hold (within 3 px), and the verdicts.
+        output (DIR): Write the tables to this folder as SET.md and SET.json.
     """
     limit_threads(threads)
     from matcher.evaluate.methods import BASELINE, MethodOptions, build_methods, compared_methods
+    from matcher.evaluate.peers import peer_methods
     from matcher.evaluate.run import as_markdown, as_object
     from matcher.evaluate.run import evaluate as run
 
@@ -203,28 +160,27 @@ def evaluate(
     ending = "-calibration" if calibration else ""  # of the names of the files, after that of the set
     suffixes = (".md", ".json", ".png") if calibration else (".md", ".json")
     if output is not None:
-        _check_output(
-            output, [f"{pair_set.name}{ending}{s}" for pair_set in sets for s in suffixes], overwrite
-        )
-    own = dict(max_keypoints=max_keypoints, resize=resize, further_passes=further_passes, engine=engine)
-    own |= dict(device=device) | ({} if refine is None else dict(refine=refine))
-    network = {"match_threshold": match_threshold, "precision": precision}
-    shared = MethodOptions(own, network, full_depth)
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--output {output}: the folder cannot be made ({error.strerror})") from error
+        files = [(output / f"{each.name}{ending}{suffix}", (suffix,)) for each in sets for suffix in suffixes]
+        check_outputs(files, overwrite=overwrite)
+    network = {name: given.pop(name, None) for name in ("match_threshold", "precision")}
+    shared = MethodOptions(given, network, full_depth)
     presets, weights, front_ends = preset or [DEFAULT_PRESET], weights or [], frontend_weights or []
     if compare:
         several = {"--preset": presets, "--weights": weights, "--frontend-weights": front_ends}
-        for name, given in several.items():
-            if len(given) > 1:
+        for name, values in several.items():
+            if len(values) > 1:
                 raise UsageError(f"with --compare, {name} can be given only once; repeat --compare instead")
         front_end = next((name for name in front_ends if name != "shipped"), None)
         methods = compared_methods(compare, presets[0], next(iter(weights), None), front_end, shared)
     else:
         methods = build_methods(presets, weights, front_ends, shared)
     for name in peer or []:
-        from matcher.evaluate.peers import peer_methods
-
-        options = {"max_keypoints": max_keypoints, "resize": resize, "device": device}
-        methods += peer_methods(name, options | {"precision": precision})
+        options = {key: given.get(key) for key in ("max_keypoints", "resize", "device")}
+        methods += peer_methods(name, options | {"precision": network["precision"]})
     skipped, baseline = 0, methods[0].name if compare else BASELINE
     for pair_set in sets:
         with pair_progress(pair_set.name) as progress:
@@ -263,18 +219,6 @@ def _sets(where: str, pairs: int | None, levels: str, seed: int, images: Path | 
             "(--pairs N for fewer)"
         )
     return sets
-
-
-def _check_output(folder: Path, names: list[str], overwrite: bool) -> None:
-    """Make the folder, and refuse at once if a file in it may not be overwritten."""
-    from matcher.files import check_output
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--output {folder}: the folder cannot be made ({error.strerror})") from error
-    for name in names:
-        check_output(folder / name, (Path(name).suffix,), overwrite=overwrite)
 
 
 def _reliability(found: Evaluation, folder: Path | None) -> None:

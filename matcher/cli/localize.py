@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from matcher.cli.options import (
-    CAMERA_FORMS,
-    CAMERA_HELP,
-    AsJson,
-    Masks,
-    Overwrite,
-    argument,
-    check_outputs,
-    expand_images,
-    of_preset,
-    option,
-)
+from matcher.cli.options import Count, check_outputs, expand_images, loading
 from matcher.cli.output import PARTIAL, complain, show
 from matcher.errors import ImageError, UsageError
 
@@ -27,112 +16,107 @@ if TYPE_CHECKING:
     from matcher.cameras import Camera, RigConfig
     from matcher.localization.map import Map
     from matcher.localization.pose import Pose
+_LOADING = ("max_keypoints", "resize", "weights", "frontend_weights", "precision", "device")
 
 
 def localize(
-    model: argument(
-        Path,
-        "MODEL",
-        "Folder of a model that `matcher sfm` wrote, or of `matcher track --map`; with --pictures, a COLMAP "
-        "model of any program.",
-    ),
-    photos: argument(list[Path], "PHOTOS...", "Photos, or folders of photos."),
-    output: option(
-        Path | None,
-        metavar="FILE.txt|.tum|.kitti|.json",
-        help="Save the poses: hloc's lines (.txt), COLMAP's images.txt (of that name), a trajectory (.tum, "
-        ".kitti) or everything (.json).",
-    ) = None,
-    pictures: option(
-        Path | None,
-        metavar="DIR",
-        help="Pictures of a MODEL that another program made. The first time its map is made as by `matcher "
-        "sfm DIR --poses MODEL --out MODEL-map`, and kept there.",
-    ) = None,
-    run: option(
-        Path | None,
-        metavar="RUN_DIR",
-        help="Run with the features of MODEL; by default its own. Another preset may match them there.",
-    ) = None,
-    camera: option(
-        str | None,
-        metavar=CAMERA_FORMS,
-        help="Intrinsics in stored pixels, of all photos or by name; those of others come from EXIF, from "
-        f"the map, or are estimated. {CAMERA_HELP}",
-    ) = None,
-    rig: option(
-        Path | None,
-        metavar="FILE",
-        help="Cameras that are fixed to each other, as COLMAP's rig_config.json, in the units of the map "
-        "(a MODEL made with --rig holds one); photos of one moment are localised together.",
-    ) = None,
-    masks: Masks = None,
-    features: option(
-        Path | None,
-        metavar="FILE.h5",
-        help="Keypoints and descriptors of the photos in hloc's HDF5 layout, for a MODEL made of such ones.",
-    ) = None,
-    neighbours: option(int, metavar="N", min=1, help="Match a photo with at most N images of the map.") = 10,
-    plot: option(
-        Path | None, metavar="DIR", help="Draw each photo beside the map image that it matches best."
-    ) = None,
-    recording: option(
-        Path | None,
-        metavar="FILE.rrd",
-        help="Save a rerun recording: points and cameras of the map, each photo and its camera.",
-    ) = None,
-    max_keypoints: of_preset("max_keypoints") = None,
-    resize: of_preset("resize") = None,
-    weights: of_preset("weights") = None,
-    frontend_weights: of_preset("frontend_weights") = None,
-    precision: of_preset("precision") = None,
-    device: of_preset("device") = "auto",
-    refine: option(
-        bool,
-        help="Refine keypoints on the images of the map; without it poses are less exact.",
-    ) = True,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
+    model: Path,
+    photos: list[Path],
+    /,
+    given: loading(only=_LOADING),
+    output: Path | None = None,
+    pictures: Path | None = None,
+    run: Path | None = None,
+    camera: str | None = None,
+    rig: Path | None = None,
+    masks: Path | None = None,
+    features: Path | None = None,
+    neighbours: Count = 10,
+    plot: Path | None = None,
+    recording: Path | None = None,
+    refine: bool = True,
+    overwrite: bool = False,
+    json_: bool = False,
 ) -> int:
     """Find where photos were taken, from a model and the features of its images.
 
     A photo of another place gets no pose, and the reason is printed; then the exit code is 4.
+
+    Args:
+        model (MODEL): Folder of a model that `matcher sfm` wrote, or of `matcher track --map`; with
+            --pictures, a COLMAP model of any program.
+        photos (PHOTOS...): Photos, or folders of photos.
+        output (FILE.txt|.tum|.kitti|.json): Save the poses: hloc's lines (.txt), COLMAP's images.txt (of that
+            name), a trajectory (.tum, .kitti) or everything (.json).
+        pictures (DIR): Pictures of a MODEL that another program made. The first time its map is made as by
+            `matcher sfm DIR --poses MODEL --out MODEL-map`, and kept there.
+        run (RUN_DIR): Run with the features of MODEL; by default its own. Another preset may match them
+            there.
+        camera (fx,fy,cx,cy|MODEL,w,h,…|FILE): Intrinsics in stored pixels, of all photos or by name; those of
+            others come from EXIF, from the map, or are estimated. {CAMERAS}
+        rig (FILE): Cameras that are fixed to each other, as COLMAP's rig_config.json, in the units of the map
+            (a MODEL made with --rig holds one); photos of one moment are localised together.
+        features (FILE.h5): Keypoints and descriptors of the photos in hloc's HDF5 layout, for a MODEL made of
+            such ones.
+        neighbours (N): Match a photo with at most N images of the map.
+        plot (DIR): Draw each photo beside the map image that it matches best.
+        recording (FILE.rrd): Save a rerun recording: points and cameras of the map, each photo and its
+            camera.
+        refine: Refine keypoints on the images of the map; without it poses are less exact.
     """
-    from matcher.cameras import read_rig_config
+    from matcher.cameras import Camera, parse_cameras, read_rig_config
+    from matcher.export.colmap import import_pycolmap
+    from matcher.export.output import check_folder
     from matcher.images import find_masks
     from matcher.localization.map import Map
     from matcher.localization.sparse_map import LocalizationConfig
+    from matcher.poses import SUFFIXES
+    from matcher.viz.recording import import_rerun
 
     for name, value in {"--masks": masks, "--rig": rig, "--pictures": pictures}.items():
         if features is not None and value is not None:
             raise UsageError(f"{name} needs keypoints of our own, and --features gives others; leave one out")
     named = expand_images(photos)
-    cameras = _cameras(camera, named)
+    cameras = {} if camera is None else parse_cameras(camera, "--camera")
+    if isinstance(cameras, Camera):
+        cameras = dict.fromkeys(named, cameras)
+    elif camera is not None and not cameras.keys() & named.keys():
+        raise UsageError(f"{camera} has the camera of none of the photos, such as {next(iter(named))}")
     masked = {} if masks is None else find_masks(masks, named, "the photos")
     fixed = None if rig is None else read_rig_config(rig)
-    _check_outputs(output, plot, recording, overwrite)
-    chosen = dict(weights=weights, frontend_weights=frontend_weights, precision=precision, device=device)
+    import_pycolmap()
+    kept = [] if output is None else [output, _with_names(output)]  # if a photo has no pose
+    outputs = [*((path, SUFFIXES) for path in dict.fromkeys(kept)), (recording, (".rrd",))]
+    check_outputs(outputs, overwrite=overwrite)
+    if recording is not None:
+        import_rerun()
+    if plot is not None:
+        check_folder(plot, overwrite=overwrite)
     if pictures is not None:
         from matcher.cli.sfm import map_of
 
-        model = map_of(model, pictures, run, chosen)
-    chosen |= {"max_keypoints": max_keypoints, "resize": resize}
-    chosen["config"] = LocalizationConfig(neighbours=neighbours, refine=refine)
+        sizes = ("max_keypoints", "resize")  # of the photos; the map has its own
+        model = map_of(model, pictures, run, {key: given[key] for key in given if key not in sizes})
+    given["config"] = LocalizationConfig(neighbours=neighbours, refine=refine)
     found: dict[str, Pose] = {}
     drawn = True
-    with (
-        Map.open(model, run_dir=run, **chosen) as place,
-        nullcontext() if recording is None else _record(recording, place) as record,
-        _kept(output, found, len(named)),
-    ):
-        for name, pose in _poses(place, named, cameras, fixed, features, masked):
-            if isinstance(pose, ImageError):
-                complain(str(pose))
-                continue
-            found[name] = pose
-            drawn &= _draw(place, name, named[name], pose, plot, record)
-            if not as_json:
-                show(_line(name, pose))
+    with Map.open(model, run_dir=run, **given) as place, _recording(recording, place) as record:
+        try:
+            for name, pose in _poses(place, named, cameras, fixed, features, masked):
+                if isinstance(pose, ImageError):
+                    complain(str(pose))
+                    continue
+                found[name] = pose
+                drawn &= _draw(place, name, named[name], pose, plot, record)
+                if not json_:
+                    show(_line(name, pose))
+        except BaseException:  # such as an interrupt, or a full disk for a drawing: keep the poses so far
+            if output is not None and found:
+                with suppress(OSError):
+                    _write(_with_names(output), found, {})
+                    ended = f"ended after {len(found)} of {len(named)} photos"
+                    complain(f"{ended}: poses are in {_with_names(output)}")
+            raise
         if place.absent:
             complain(
                 f"{len(place.absent)} pictures of the map are gone, such as "
@@ -145,7 +129,7 @@ def localize(
         _write(output, found, where)
         show(f"wrote {output}")
     count = sum(pose.ok for pose in found.values())
-    if as_json:
+    if json_:
         details = {name: pose.to_dict() for name, pose in found.items()}
         show(json.dumps({"model": str(model), **where, "poses": details}, allow_nan=False), always=True)
     else:
@@ -153,7 +137,9 @@ def localize(
     return 0 if drawn and count == len(named) else PARTIAL
 
 
-def _record(path: Path, place: Map) -> Any:
+def _recording(path: Path | None, place: Map) -> AbstractContextManager[Any]:
+    if path is None:
+        return nullcontext()
     from matcher.localization.plot import LocalizationRecording  # which imports matplotlib
 
     return LocalizationRecording(path, place)
@@ -185,35 +171,6 @@ def _poses(
             yield name, error
 
 
-def _cameras(text: str | None, named: dict[str, Path]) -> dict[str, Camera]:
-    """The cameras by name of photo."""
-    from matcher.cameras import Camera, parse_cameras
-
-    if text is None:
-        return {}
-    if isinstance(found := parse_cameras(text, "--camera"), Camera):
-        return dict.fromkeys(named, found)
-    if not found.keys() & named.keys():
-        raise UsageError(f"{text} has the camera of none of the photos, such as {next(iter(named))}")
-    return found
-
-
-def _check_outputs(output: Path | None, plot: Path | None, recording: Path | None, overwrite: bool) -> None:
-    from matcher.export.colmap import import_pycolmap
-    from matcher.export.output import check_folder
-    from matcher.poses import SUFFIXES
-    from matcher.viz.recording import import_rerun
-
-    import_pycolmap()
-    kept = [] if output is None else [output, _with_names(output)]  # if a photo has no pose
-    outputs = [*((path, SUFFIXES) for path in dict.fromkeys(kept)), (recording, (".rrd",))]
-    check_outputs(outputs, overwrite=overwrite)
-    if recording is not None:
-        import_rerun()
-    if plot is not None:
-        check_folder(plot, overwrite=overwrite)
-
-
 def _draw(place: Map, name: str, path: Path, pose: Pose, plot: Path | None, record: Any) -> bool:
     """Add a photo to drawing and recording; whether its picture could be read, which poses do not need."""
     from matcher.localization.plot import plot_pose
@@ -233,19 +190,6 @@ def _draw(place: Map, name: str, path: Path, pose: Pose, plot: Path | None, reco
 def _with_names(output: Path) -> Path:
     """The file of poses that some photos lack: KITTI's lines have no names, so JSON instead."""
     return output.with_suffix(".json") if output.suffix.lower() == ".kitti" else output
-
-
-@contextmanager
-def _kept(output: Path | None, found: dict[str, Pose], count: int) -> Iterator[None]:
-    """Where the work is ended early, by an interrupt or a full disk for a drawing, write the poses so far."""
-    try:
-        yield
-    except BaseException:
-        if output is not None and found:
-            with suppress(OSError):
-                _write(_with_names(output), found, {})
-                complain(f"ended after {len(found)} of {count} photos: poses are in {_with_names(output)}")
-        raise
 
 
 def _write(output: Path, found: dict[str, Pose], where: dict[str, Any]) -> None:

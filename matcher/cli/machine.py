@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import typer
 
 import matcher
-from matcher.cli.options import Overwrite, complete_preset, of_preset, option
+from matcher.cli.options import Count, PresetName, check_outputs, loading
 from matcher.cli.output import complain, show, wants_progress
 from matcher.errors import (
     CPU_BUILD,
@@ -22,6 +22,8 @@ from matcher.errors import (
     install_command,
     unknown_name,
 )
+
+Port = Annotated[int, ("min", 0), ("max", 65535)]
 
 
 def list_weights() -> None:
@@ -57,12 +59,12 @@ def list_weights() -> None:
             show(f"  note        {row.note}")
 
 
-def verify_weights(
-    names: Annotated[
-        list[str] | None, typer.Argument(help="Weights to check; by default all that are installed.")
-    ] = None,
-) -> None:
-    """Check weights files against their checksums; exit with code 5 if one is missing or damaged."""
+def verify_weights(names: list[str] | None = None, /) -> None:
+    """Check weights files against their checksums; exit with code 5 if one is missing or damaged.
+
+    Args:
+        names: Weights to check; by default all that are installed.
+    """
     from matcher.weights.files import read_manifest, verify
     from matcher.weights.published import locate, read_catalogue
 
@@ -82,18 +84,14 @@ def verify_weights(
         raise IntegrityError(f"{failed} of {len(chosen)} weights files are missing or damaged")
 
 
-def fetch_weights(
-    names: Annotated[list[str], typer.Argument(help="Names from `matcher weights list`.")],
-    accept_licence: option(
-        bool, "--accept-licence", help="Accept licences that do not allow commercial use."
-    ) = False,
-    accept_unverified: option(
-        bool,
-        "--accept-unverified",
-        help="Accept files whose SHA-256 is not known; what comes first must come later too.",
-    ) = False,
-) -> None:
-    """Download published weights to the cache (MATCHER_CACHE), verify and convert them."""
+def fetch_weights(names: list[str], /, accept_licence: bool = False, accept_unverified: bool = False) -> None:
+    """Download published weights to the cache (MATCHER_CACHE), verify and convert them.
+
+    Args:
+        names: Names from `matcher weights list`.
+        accept_licence: Accept licences that do not allow commercial use.
+        accept_unverified: Accept files whose SHA-256 is not known; what comes first must come later too.
+    """
     from matcher.weights.download import fetch
     from matcher.weights.published import find_published
 
@@ -114,58 +112,51 @@ def fetch_weights(
 
 
 def import_weights(
-    files: Annotated[
-        list[Path], typer.Argument(help="Published checkpoint, a .pth, .pt, .ckpt or .safetensors file.")
-    ],
-    preset: option(str, metavar="NAME", help="Preset or front end that the checkpoint belongs to."),
-    output: option(
-        Path | None,
-        metavar="FILE.safetensors",
-        help="File to create; by default in the cache, where the preset finds it.",
-    ) = None,
-    overwrite: Overwrite = False,
+    files: list[Path], /, preset: str, output: Path | None = None, overwrite: bool = False
 ) -> None:
-    """Convert a downloaded checkpoint into a weights file, without running any code in it."""
-    from matcher.files import check_output
+    """Convert a downloaded checkpoint into a weights file, without running any code in it.
+
+    Args:
+        files: Published checkpoint, a .pth, .pt, .ckpt or .safetensors file.
+        preset (NAME): Preset or front end that the checkpoint belongs to.
+        output (FILE.safetensors): File to create; by default in the cache, where the preset finds it.
+    """
     from matcher.weights.download import import_files
 
-    if output is not None:
-        check_output(output, (".safetensors",), overwrite=overwrite)
+    check_outputs([(output, (".safetensors",))], files, overwrite=overwrite)
     show(f"converted  {import_files(files, preset, output)}")
 
 
 def export_weights(
-    preset: Annotated[
-        str, typer.Argument(metavar="PRESET", autocompletion=complete_preset, help="Whose networks.")
-    ],
-    onnx: option(Path, metavar="FOLDER", help="Folder to write the ONNX files to."),
-    numbers: option(
-        Literal["float32", "float16", "int8"],
-        help="What weights are written in; float16 and int8 make smaller files.",
-    ) = "float32",
-    opencv: option(
-        str | None,
-        metavar="WxH",
-        help="Write files for OpenCV's ALIKED and LightGlueMatcher instead, for images of this size.",
-    ) = None,
-    colmap: option(bool, "--colmap", help="Write files for COLMAP's ALIKED and LightGlue instead.") = False,
-    weights: of_preset("weights") = None,
-    frontend_weights: of_preset("frontend_weights") = None,
-    overwrite: Overwrite = False,
+    preset: PresetName,
+    /,
+    onnx: Path,
+    given: loading(only=("weights", "frontend_weights")),
+    numbers: Literal["float32", "float16", "int8"] = "float32",
+    opencv: str | None = None,
+    colmap: bool = False,
+    overwrite: bool = False,
 ) -> None:
-    """Write front end and matcher of a preset as ONNX files for other programs; takes minutes."""
+    """Write front end and matcher of a preset as ONNX files for other programs; takes minutes.
+
+    Args:
+        preset (PRESET): Whose networks.
+        onnx (FOLDER): Folder to write the ONNX files to.
+        numbers: What weights are written in; float16 and int8 make smaller files.
+        opencv (WxH): Write files for OpenCV's ALIKED and LightGlueMatcher instead, for images of this size.
+        colmap: Write files for COLMAP's ALIKED and LightGlue instead.
+    """
     from matcher.presets import find_preset
 
     try:
         from matcher.export_onnx import export_preset
     except ModuleNotFoundError as error:
         raise UsageError(f"exporting needs {error.name}: {install_command('torch', 'onnxscript')}") from error
-
-    config, given = find_preset(preset), {"weights": weights, "frontend_weights": frontend_weights}
+    config = find_preset(preset)
     if opencv is not None and colmap:
         raise typer.BadParameter("--opencv and --colmap write different files; give one of them")
     if opencv is not None:
-        if numbers != "float32" or any(given.values()):
+        if numbers != "float32" or given:
             raise typer.BadParameter("--opencv writes the shipped weights in float32; leave the others out")
         width, _, height = opencv.partition("x")
         if not (width.isdecimal() and height.isdecimal()):
@@ -186,21 +177,17 @@ WEIGHTS_COMMANDS = {
 }
 
 
-def presets(
-    show_preset: option(
-        str | None,
-        "--show",
-        metavar="NAME",
-        autocompletion=complete_preset,
-        help="Print every value of this preset, with what it means.",
-    ) = None,
-) -> None:
-    """List the presets: front end, matcher and weights."""
+def presets(show_: PresetName | None = None) -> None:
+    """List the presets: front end, matcher and weights.
+
+    Args:
+        show_ (NAME): Print every value of this preset, with what it means.
+    """
     from matcher.config import NearestConfig, NetworkConfig, described
     from matcher.presets import DEFAULT_PRESET, PRESETS, find_plugin, find_preset, package_of, plugin_names
 
-    if show_preset is not None:
-        for name, value, meaning in described(find_preset(show_preset)):
+    if show_ is not None:
+        for name, value, meaning in described(find_preset(show_)):
             show(f"{name:<36} {value!s:<24} {meaning}".rstrip(), always=True)
         return
     for name, config in PRESETS.items():
@@ -239,18 +226,18 @@ _PACKAGES = (
 )  # fmt: skip
 
 
-def environment(
-    compile_kernels: option(
-        bool, "--compile", help="First compile the kernels that make matching on this processor faster."
-    ) = False,
-) -> None:
+def environment(compile_: bool = False) -> None:
     """Print versions, the device and kernels in use, and the environment variables with their values.
 
     Please include this output in bug reports.
+
+    Args:
+        compile_: First compile the kernels that make matching on this processor faster.
     """
     from matcher.files import cache_folder
+    from matcher.loading import is_installed
 
-    if compile_kernels:
+    if compile_:
         from matcher.kernels import build
 
         show(f"kernels: {build()}")
@@ -263,8 +250,26 @@ def environment(
 
     show(f"matcher {matcher.__version__}, Python {platform.python_version()}, {platform.platform()}")
     show(", ".join(f"{name} {installed(name)}" for name in _PACKAGES))
-    for line in _machine():
-        show(line)
+    if is_installed("torch"):
+        import torch
+
+        from matcher.kernels.loader import library_in_use
+        from matcher.match.network import resolve_precision
+        from matcher.torch_engine import resolve_device
+
+        device = resolve_device("auto")
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
+        precision, threads = resolve_precision("auto", device), torch.get_num_threads()
+        cuda = torch.version.cuda
+        show(f"device: {device} ({name}), {threads} threads, precision auto is {precision}")
+        show(f"PyTorch: {torch.__version__}, a build {f'for CUDA {cuda}' if cuda else 'without CUDA'}")
+        other = f"without GPU, 0.75 GB installed: {CPU_BUILD}"
+        show(f"  {other if cuda else f'for an NVIDIA GPU (Linux, 5.8 GB installed): {CUDA_BUILD}'}")
+        compiled = library_in_use().partition("-")[0]
+        hint = "not compiled; `matcher env --compile` makes them"
+        show(f"kernels: {f'compiled for {compiled}' if compiled else hint}")
+    else:
+        show("device: cpu, by ONNX Runtime; torch is not installed")
     show(f"cache: {cache_folder()}\n")
     width = max(map(len, VARIABLES))
     for name, meaning in VARIABLES.items():
@@ -273,42 +278,16 @@ def environment(
             show(f"{'':<{width}}  set to {os.environ[name]!r}")
 
 
-def _machine() -> list[str]:
-    """Device, precision and kernels that `auto` chooses."""
-    try:
-        import torch
-    except ModuleNotFoundError:
-        return ["device: cpu, by ONNX Runtime; torch is not installed"]
-    from matcher.kernels import kernels
-    from matcher.kernels.loader import library_in_use
-    from matcher.match.network import resolve_precision
-    from matcher.torch_engine import resolve_device
+def serve(port: Port = 7860, *, given: loading(only=("device",)), max_upload: Count = 50) -> None:
+    """Serve a local web page that matches two photos (needs the extra [app]).
 
-    device = resolve_device("auto")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
-    compiled = "not compiled; `matcher env --compile` makes them"
-    if kernels() is not None:
-        compiled = f"compiled for {library_in_use().split('-')[0]}"
-    precision = resolve_precision("auto", device)
-    cuda = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    return [
-        f"device: {device} ({name}), {torch.get_num_threads()} threads, precision auto is {precision}",
-        f"PyTorch: {torch.__version__}, a build {cuda}",
-        *([] if torch.version.cuda else [f"  for an NVIDIA GPU (Linux, 5.8 GB installed): {CUDA_BUILD}"]),
-        *([] if torch.version.cuda is None else [f"  without GPU, 0.75 GB installed: {CPU_BUILD}"]),
-        f"kernels: {compiled}",
-    ]
-
-
-def serve(
-    port: option(int, metavar="N", min=0, max=65535, help="First port to try; 0 takes any free one.") = 7860,
-    device: of_preset("device") = "auto",
-    max_upload: option(int, metavar="MB", min=1, help="Refuse photos larger than MB megabytes.") = 50,
-) -> None:
-    """Serve a local web page that matches two photos (needs the extra [app])."""
+    Args:
+        port (N): First port to try; 0 takes any free one.
+        max_upload (MB): Refuse photos larger than MB megabytes.
+    """
     from matcher.serve.server import serve as run
 
     def show_address(address: str) -> None:
         show(f"Open {address} in a browser; Ctrl-C stops the server.", always=True)
 
-    run(port=port, device=device, max_megabytes=max_upload, on_address=show_address)
+    run(port=port, max_megabytes=max_upload, on_address=show_address, **given)

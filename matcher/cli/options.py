@@ -1,6 +1,10 @@
-"""Options that several commands share, each declared once, and the reading of their values.
+"""From a function to the command line of its command: every option is declared once.
 
-Names are those of the library's arguments: `--max-keypoints` is `max_keypoints`.
+A command is a function. Its parameters before `/` are arguments, the others options: `max_keypoints` is
+`--max-keypoints` as in the library, `json_` is `--json`. Below "Args:" its docstring says what each of them
+is and, in parentheses, what stands for a value; what several commands share is said in `SHARED`. A parameter
+whose type is a dataclass takes a group of options, which that class declares in the same way. The parameter
+`given` takes those options of `matcher.load` that were typed, as `LoadOptions` declares them.
 """
 
 from __future__ import annotations
@@ -11,7 +15,9 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import is_dataclass
 from functools import cache, wraps
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
@@ -25,15 +31,37 @@ from matcher.presets import DEFAULT_PRESET, PRESETS, SLOW_FRONT_ENDS, LoadOption
 if TYPE_CHECKING:
     from matcher.cameras import Camera
 
-
-def option(kind: Any, *names: str, help: str, **more: Any) -> Any:
-    """The annotation of an option; a parameter's own name serves where none is given."""
-    return Annotated[kind, typer.Option(*names, help=help, **more)]
-
-
-def argument(kind: Any, metavar: str, help: str) -> Any:
-    """The annotation of an argument that must be given."""
-    return Annotated[kind, typer.Argument(metavar=metavar, show_default=False, help=help)]
+SHARED = """
+Args:
+    preset (NAME): Front end, matcher and weights; see `matcher presets`.
+    image0 (IMAGE0): First image.
+    image1 (IMAGE1): Second image.
+    images (IMAGES...): Images, or folders of images.
+    run (RUN_DIR): Folder of a run.
+    mask0, mask1 (FILE): Mask image; black pixels yield no keypoints.
+    masks (DIR): Masks named like the images; black pixels yield no keypoints.
+    threads (N): Number of CPU threads.  [default: all cores]
+    overwrite: Replace an existing output even if matcher did not write it.
+    json_: Print one JSON object and nothing else.
+    verbose: Print more details.
+    quiet: Print only errors and what was asked for.
+    log (FILE): Append all messages, with timestamps, to FILE.
+"""
+NAMES = {  # where they are not those of the parameter
+    "match_threshold": ("--threshold", "--match-threshold"),
+    "bridged": ("--bridged/--no-bridged",),
+    "verbose": ("--verbose", "-v"),
+    "quiet": ("--quiet", "-q"),
+}
+_WORDS = {  # that stand in braces in what is said of options
+    "DEFAULT_PRESET": DEFAULT_PRESET,
+    "CAMERAS": (
+        "In fx,fy,cx,cy the centre of the first pixel is (0, 0); COLMAP's MODEL,width,height,params have it "
+        "at (0.5, 0.5). A FILE is COLMAP's cameras.txt or .bin, lines NAME MODEL WIDTH HEIGHT PARAMS, "
+        "nerfstudio's transforms.json or OpenCV's YAML."
+    ),
+}
+_RESUMABLE = {"collection", "sfm", "train"}  # commands that keep finished work and continue from it
 
 
 def complete_preset(incomplete: str) -> list[str]:
@@ -41,30 +69,64 @@ def complete_preset(incomplete: str) -> list[str]:
     return [name for name in dict.fromkeys([*PRESETS, *plugin_names()]) if name.startswith(incomplete)]
 
 
-# A parameter `given: Given` of a command takes the options of `matcher.load`: without some, and with other
-# defaults for the help.
-Given = Annotated[dict[str, Any], (), {}]
+# Types of values, with what typer asks of them.
+Count = Annotated[int, ("min", 1)]
+Natural = Annotated[int, ("min", 0)]
+Share = Annotated[float, ("min", 0), ("max", 1)]
+PresetName = Annotated[str, ("autocompletion", complete_preset)]
+
+
+def loading(*without: str, only: Sequence[str] = (), **shown: object) -> Any:
+    """The annotation of `given`: all options of `matcher.load` but some, or `only` these without the preset.
+
+    `shown`: defaults for the help where they are not the preset's.
+    """
+    names = only or ("preset", *(name for name in _of_load() if name not in without))
+    return Annotated[dict[str, Any], names, shown]
 
 
 @cache
-def _loading() -> dict[str, tuple[Any, str, str]]:
+def _of_load() -> dict[str, tuple[Any, str, str]]:
     """The options of `matcher.load`, but for those of programs alone: kind, help, what stands for a value."""
     hints = get_type_hints(LoadOptions, include_extras=True)
+    of_programs = ("early_exit", "pruning", "bgr")
+    return {name: get_args(hint) for name, hint in hints.items() if name not in of_programs}
+
+
+def _described(text: str) -> dict[str, tuple[str | None, str]]:
+    """What stands for the value of each parameter below "Args:" of a docstring, and what the parameter is."""
+    rows = inspect.cleandoc(text).partition("Args:\n")[2].partition("\n\n")[0]
+    found = re.findall(r"^    ([\w, ]+?)(?: \((.+?)\))?: (.+(?:\n {5}.+)*)", rows, re.MULTILINE)
     return {
-        name: get_args(hint) for name, hint in hints.items() if name not in ("early_exit", "pruning", "bgr")
+        name: (value or None, re.sub(r"\n +", " ", said).format(**_WORDS))
+        for names, value, said in found
+        for name in names.split(", ")
     }
 
 
-Preset = option(
-    str,
-    metavar="NAME",
-    autocompletion=complete_preset,
-    help="Front end, matcher and weights; see `matcher presets`.",
-)
+def _more(kind: Any) -> dict[str, Any]:
+    """What the parts of a type ask of typer."""
+    found: dict[str, Any] = {}
+    for part in get_args(kind):
+        found |= [part] if isinstance(part, tuple) else _more(part)
+    return found
 
 
-def of_preset(name: str, shown: object = None) -> Any:
-    """The annotation of an option of `matcher.load`; `shown`: its default in the help, else the preset's."""
+def _option(name: str, kind: Any, default: Any, metavar: str | None, help: str, **more: Any) -> Any:
+    typed = "--" + name.strip("_").replace("_", "-")
+    if bool in (kind, *get_args(kind)) and default is not False:
+        typed += f"/--no{typed[1:]}"
+    option = typer.Option(*NAMES.get(name, (typed,)), metavar=metavar, help=help, **more)
+    return Annotated[kind, option], default
+
+
+def _option_of_load(name: str, shown: dict[str, Any]) -> Any:
+    """An option of `matcher.load`, with the default preset's value as default in the help."""
+    if name == "preset":
+        return _option(name, str, DEFAULT_PRESET, *_described(SHARED)[name], autocompletion=complete_preset)
+    kind, help, metavar = _of_load()[name]
+    if name == "device":
+        return _option(name, str, "auto", metavar, help)
     config = PRESETS[DEFAULT_PRESET]
     defaults = {
         "max_keypoints": config.extractor.max_keypoints,
@@ -76,69 +138,55 @@ def of_preset(name: str, shown: object = None) -> Any:
         "precision": "auto",
         "engine": "torch",
     }
-    kind, help, metavar = _loading()[name]
-    default = defaults.get(name) if shown is None else shown
-    names = ("--threshold", "--match-threshold") if name == "match_threshold" else ()
-    more = {"metavar": metavar} if metavar else {}
-    kind = str if name == "device" else str | None if Path in get_args(kind) else kind
-    return option(kind, *names, help=help, show_default=str(default) if default else True, **more)
+    kind = str | None if Path in get_args(kind) else kind
+    text = str((defaults | shown).get(name, "")) or True
+    return _option(name, kind, None, metavar or None, help, show_default=text)
 
 
-Threads = option(int | None, metavar="N", min=1, help="Number of CPU threads.  [default: all cores]")
-Overwrite = option(bool, "--overwrite", help="Replace an existing output even if matcher did not write it.")
-AsJson = option(bool, "--json", help="Print one JSON object and nothing else.")
-MaskFile = option(Path | None, metavar="FILE", help="Mask image; black pixels yield no keypoints.")
-Masks = option(
-    Path | None,
-    "--masks",
-    metavar="DIR",
-    help="Masks named like the images; black pixels yield no keypoints.",
-)
-CAMERA_FORMS = "fx,fy,cx,cy|MODEL,w,h,…|FILE"
-CAMERA_HELP = (
-    "In fx,fy,cx,cy the centre of the first pixel is (0, 0); COLMAP's MODEL,width,height,params have it at "
-    "(0.5, 0.5). A FILE is COLMAP's cameras.txt or .bin, lines NAME MODEL WIDTH HEIGHT PARAMS, nerfstudio's "
-    "transforms.json or OpenCV's YAML."
-)
-First = argument(Path, "IMAGE0", "First image.")
-Second = argument(Path, "IMAGE1", "Second image.")
-RunArgument = argument(Path, "RUN_DIR", "Folder of a run.")
+def declared(owner: Callable[..., Any]) -> tuple[dict[str, tuple[Any, Any]], Callable[..., Any]]:
+    """Annotation and default of each option of a command or group, and what calls it with all values."""
+    hints, kinds = get_type_hints(owner, include_extras=True), get_type_hints(owner)
+    said = _described(SHARED) | _described(owner.__doc__ or "")  # without it under `python -OO`
+    parameters = inspect.signature(owner).parameters
+    found: dict[str, tuple[Any, Any]] = {}
+    taken: dict[str, Callable[..., Any]] = {}  # what each parameter gets of the values of all options
+    for name, parameter in parameters.items():
+        kind, default, taken[name] = kinds[name], parameter.default, itemgetter(name)
+        metavar, help = said.get(name, (None, ""))
+        if name == "given":
+            _, names, shown = get_args(hints[name])
+            found |= {each: _option_of_load(each, shown) for each in names}
+            taken[name] = lambda values, names=names: {n: values[n] for n in names if values[n] is not None}
+        elif is_dataclass(kind):
+            options, taken[name] = declared(kind)
+            found |= options
+        elif parameter.kind is parameter.POSITIONAL_ONLY:
+            argument = typer.Argument(metavar=metavar, show_default=False, help=help, **_more(hints[name]))
+            found[name] = Annotated[kind, argument], default
+        else:
+            found[name] = _option(name, kind, default, metavar, help, **_more(hints[name]))
 
-_COMMON = {
-    "verbose": (option(bool, "--verbose", "-v", help="Print more details."), False),
-    "quiet": (option(bool, "--quiet", "-q", help="Print only errors and what was asked for."), False),
-    "log": (option(Path | None, metavar="FILE", help="Append all messages, with timestamps, to FILE."), None),
-}
-_RESUMABLE = {"collection", "sfm", "train"}  # commands that keep finished work and continue from it
+    def call(values: dict[str, Any]) -> Any:
+        given = {name: take(values) for name, take in taken.items()}
+        first = [given.pop(name) for name, each in parameters.items() if each.kind is each.POSITIONAL_ONLY]
+        return owner(*first, **given)
+
+    return found, call
 
 
 def runnable(command: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The command as typer sees it: with the options of `matcher.load` and those that all commands share."""
-    kinds: dict[str, tuple[Any, Any]] = {}  # annotation and default of each parameter
-    loading: list[str] = []
-    for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        if parameter.name != "given":
-            kinds[parameter.name] = parameter.annotation, parameter.default
-            continue
-        _, without, defaults = get_args(parameter.annotation)
-        loading = ["preset", *(each for each in _loading() if each not in without)]
-        kinds["preset"] = Preset, DEFAULT_PRESET
-        kinds |= {
-            each: (of_preset(each, defaults.get(each)), "auto" if each == "device" else None)
-            for each in loading[1:]
-        }
-    kinds |= _COMMON
+    """The command as typer sees it, with the options that all commands share."""
+    common, prepare = declared(set_messages)
+    options, call = declared(command)
+    kinds = options | common
 
     @wraps(command)
-    def run(**arguments: Any) -> Any:
-        set_messages(**{key: arguments.pop(key) for key in _COMMON})
+    def run(**values: Any) -> Any:
+        prepare(values)
         detail(f"command: {shlex.join(sys.argv)}")
-        if loading:
-            given = {key: arguments.pop(key) for key in loading}
-            arguments["given"] = {key: value for key, value in given.items() if value is not None}
-            _tell_of_slow_front_ends(arguments["given"])
+        _tell_of_slow_front_ends(values)
         try:
-            return command(**arguments)
+            return call(values)
         except KeyboardInterrupt:
             again = " to continue" if name in _RESUMABLE else ""
             raise Interrupted(f"interrupted; run the same command again{again}") from None
@@ -150,13 +198,18 @@ def runnable(command: Callable[..., Any], name: str) -> Callable[..., Any]:
             error.args = (_as_options(str(error), kinds),)
             raise
         finally:
-            _tell_of_kernels()
+            if "matcher.torch_engine" in sys.modules:
+                from matcher.kernels.loader import tell_once
+
+                if (said := tell_once()) is not None:  # that kernels could be compiled
+                    say(said)
 
     only = inspect.Parameter.KEYWORD_ONLY
     run.__signature__ = inspect.Signature(
         [inspect.Parameter(key, only, annotation=kind, default=value) for key, (kind, value) in kinds.items()]
     )
     run.__annotations__ = {key: kind for key, (kind, _) in kinds.items()}
+    run.__doc__ = inspect.cleandoc(command.__doc__ or "").partition("\n\nArgs:\n")[0]
     return run
 
 
@@ -167,28 +220,29 @@ def _as_options(text: str, names: Iterable[str]) -> str:
         name, value = found.groups()
         if not (value or found.start() == 0 or re.search(r"[_\d]", name)):
             return found[0]  # a word like any other
-        flag = name.replace("_", "-")
+        typed = name.replace("_", "-")
         if value in ("=True", "=False"):
-            return f"--{flag}" if value == "=True" else f"--no-{flag}"
-        return f"--{flag}{value.replace('=', ' ').replace(chr(39), '')}"
+            return f"--{'no-' * (value == '=False')}{typed}"
+        return f"--{typed}{value.replace('=', ' ').replace(chr(39), '')}"
 
     return re.sub(rf"(?<![\w./'-])({'|'.join(names)})\b(?![/.-])(=True|=False|='?[^\s;:)',]+'?|)", flag, text)
 
 
 def _tell_of_slow_front_ends(given: dict[str, Any]) -> None:
     """Say what to expect where the front end takes seconds an image on a CPU."""
+    config = PRESETS.get(given["preset"]) if {"preset", "frontend"} <= given.keys() else None
+    kind = config and (given["frontend"] or config.extractor.kind)
+    if kind not in SLOW_FRONT_ENDS or given["device"].startswith(("cuda", "mps")):
+        return
     from matcher.loading import is_installed
 
-    if (config := PRESETS.get(given["preset"])) is None or not is_installed("torch"):
-        return
-    kind = given.get("frontend", config.extractor.kind)
-    if kind not in SLOW_FRONT_ENDS or given["device"].startswith(("cuda", "mps")):
+    if not is_installed("torch"):
         return
     import torch
 
     if given["device"] == "auto" and torch.cuda.is_available():
         return
-    side = given.get("resize") or config.extractor.resize
+    side = given["resize"] or config.extractor.resize
     seconds = SLOW_FRONT_ENDS[kind] * (side / 1024) ** 2
     say(
         f"the front end {kind} takes about {seconds:.0f} s of one core for an image of {side} pixels, and "
@@ -196,14 +250,7 @@ def _tell_of_slow_front_ends(given: dict[str, Any]) -> None:
     )
 
 
-def _tell_of_kernels() -> None:
-    """Say once that the kernels are not compiled, after a command that would have used them."""
-    if "matcher.torch_engine" not in sys.modules:
-        return
-    from matcher.kernels.loader import tell_once
-
-    if (said := tell_once()) is not None:
-        say(said)
+# Values that several commands read and check.
 
 
 def limit_threads(count: int | None) -> None:
@@ -215,11 +262,7 @@ def limit_threads(count: int | None) -> None:
 
 
 def parse_camera(text: str | None, name: str) -> Camera | None:
-    """One camera for all images, in the forms of `matcher.cameras.CAMERA_FORMS`; None stays None.
-
-    Raises:
-        UsageError: something else, or cameras by name of image; `name` is the option's.
-    """
+    """One camera for all images, in the forms of `matcher.cameras.CAMERA_FORMS`; `name` is the option's."""
     from matcher.cameras import Camera, parse_cameras
 
     found = None if text is None else parse_cameras(text, name)
@@ -236,13 +279,7 @@ def check_outputs(
 ) -> None:
     """Refuse, before any work, outputs that cannot be written or would replace an input or a foreign file.
 
-    Args:
-        outputs: each with the suffixes that it may have; None is passed over.
-        inputs: files that are read.
-        overwrite: files that matcher did not write may be replaced.
-
-    Raises:
-        UsageError: the message names the output and the reason.
+    `outputs`: each with the suffixes that it may have; None is passed over.
     """
     written: set[Path] = set()
     taken = [path for path in inputs if path is not None and path.exists()]

@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, NoReturn
@@ -51,27 +51,10 @@ def complain(text: str) -> None:
     logging.getLogger(LOGGER).error("%s", text)
 
 
-@contextmanager
-def results_as_notices() -> Iterator[None]:
-    """Print results of a step on the way as notices, so that standard output holds those of the command."""
-    logger = logging.getLogger(LOGGER)
-
-    def note(record: logging.LogRecord) -> bool:
-        record.is_result = False
-        return True
-
-    logger.addFilter(note)
-    try:
-        yield
-    finally:
-        logger.removeFilter(note)
-
-
 class _Console(logging.Handler):
-    """Results on standard output as they are, the rest on standard error."""
+    """Results on standard output as they are, the rest on standard error; a closed pipe raises."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one message; a closed pipe raises in the caller."""
         text = record.getMessage()
         if sys.stderr.isatty():
             typer.echo(_CLEAR, err=True, nl=False)  # of a line of progress
@@ -87,23 +70,11 @@ class _Console(logging.Handler):
 class _LogFile(logging.FileHandler):
     """A log whose disk may be full: that is said once, and the work goes on."""
 
-    said = False
-
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say that a message is missing."""
-        self._say(sys.exc_info()[1])
-
-    def close(self) -> None:
-        """Close the file, as far as it can be written."""
-        try:
-            super().close()
-        except OSError as error:
-            self._say(error)
-
-    def _say(self, error: BaseException | None) -> None:
-        if not self.said:
-            self.said = True
-            typer.echo(f"matcher: --log {self.baseFilename} is incomplete: {error}", err=True)
+        typer.echo(f"matcher: --log {self.baseFilename} is incomplete: {sys.exc_info()[1]}", err=True)
+        logging.getLogger(LOGGER).removeHandler(self)
+        with suppress(OSError):
+            self.close()
 
 
 @contextmanager
@@ -124,11 +95,7 @@ def messages() -> Iterator[None]:
 
 
 def set_messages(*, verbose: bool = False, quiet: bool = False, log: Path | None = None) -> None:
-    """Print more or less than usual, and append everything to a log file.
-
-    Raises:
-        UsageError: both `verbose` and `quiet`, or a file that cannot be written or is not a log of matcher.
-    """
+    """Print more or less than usual, and append everything to a log file."""
     if verbose and quiet:
         raise UsageError("-v and -q contradict each other; give one of them")
     logger = logging.getLogger(LOGGER)
@@ -190,22 +157,25 @@ def exit_code_of(error: BaseException) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return INTERNAL
     if from_parser:
-        if getattr(error, "possibilities", None):  # it counts equal dashes as similarity, too
-            typed = error.option_name.strip("-")
-            near = [name for name in error.possibilities if _similarity(name.strip("-"), typed) >= 0.6]
-            error.possibilities = near
+        if known := getattr(error, "possibilities", None):  # it counts equal dashes as similarity, too
+            names = {name.strip("-"): name for name in known}
+            near = get_close_matches(error.option_name.strip("-"), names)
+            error.possibilities = [names[name] for name in near]
         error.show()
         return USAGE
     text = " ".join(str(error).split())[:300]
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    if _out_of_resources(error):
+    number = error.errno if isinstance(error, OSError) else None
+    # A refused allocation is torch's RuntimeError (CPU) or OutOfMemoryError (GPU), or OpenCV's cv2.error.
+    refused = any(words in str(error) for words in ("not enough memory", "Insufficient memory"))
+    refused |= isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM) or (refused and number is None):
         complain(f"out of memory or disk space: {line}")
         return RESOURCES
     if isinstance(error, MatcherError):
         complain(str(error))
         return error.exit_code
-    refused = (errno.ENAMETOOLONG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ELOOP)
-    if isinstance(error, OSError) and error.errno in refused:  # by the system, wherever it was met
+    if number in (errno.ENAMETOOLONG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ELOOP):
         complain(f"{error.filename}: {error.strerror}; name another file or folder")
         return USAGE
     if isinstance(error, ModuleNotFoundError) and (remedy := absent_module(error)) is not None:
@@ -216,54 +186,22 @@ def exit_code_of(error: BaseException) -> int:
     return INTERNAL
 
 
-def _similarity(one: str, other: str) -> float:
-    return SequenceMatcher(None, one, other).ratio()
-
-
-def _out_of_resources(error: BaseException) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
-    # A refused allocation is torch's RuntimeError (CPU) or OutOfMemoryError (GPU), or OpenCV's cv2.error.
-    refused = any(words in str(error) for words in ("not enough memory", "Insufficient memory"))
-    return isinstance(error, MemoryError) or refused or type(error).__name__ == "OutOfMemoryError"
-
-
 # Signals that end a program, held until a step is whole.
 
 
 @contextmanager
-def stop_signals() -> Iterator[list[int]]:
+def stop_signals(at_first: str = "stopping after this step") -> Iterator[list[int]]:
     """Signals received: the first stops a run after the current step, a second one ends the process."""
-    with _held(lambda: say("stopping after this step")) as received:
-        yield received
-
-
-@contextmanager
-def whole_step() -> Iterator[None]:
-    """A step that Ctrl-C or SIGTERM does not cut in two: it ends first; a second signal does not wait.
-
-    Raises:
-        KeyboardInterrupt: after the step, for Ctrl-C.
-        SystemExit: after the step, for SIGTERM.
-    """
-    with _held() as received:
-        yield
-    if received:
-        _end(received[0])
-
-
-@contextmanager
-def _held(at_first: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
-    """Ending signals received, of which the second ends; threads other than the first get none."""
     received: list[int] = []
 
     def receive(number: int, _: object) -> None:
         received.append(number)
         if len(received) > 1:
             _end(number)
-        at_first()
+        if at_first:
+            say(at_first)
 
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # others get none
         yield received
         return
     before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -272,6 +210,15 @@ def _held(at_first: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def whole_step() -> Iterator[None]:
+    """A step that Ctrl-C or SIGTERM does not cut in two: it ends first; a second signal does not wait."""
+    with stop_signals("") as received:
+        yield
+    if received:
+        _end(received[0])
 
 
 def _end(number: int) -> NoReturn:
@@ -332,16 +279,6 @@ def pair_progress(name: str) -> Iterator[Callable[[int, int], object]]:
         yield lambda done, total: progress(f"pairs of {name}", done, total)
     finally:
         passes.setLevel(logging.NOTSET)
-
-
-def seconds_running() -> float | None:
-    """Since this process was started, imports included; None where the system does not say."""
-    try:
-        begun = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # clock ticks
-        up = float(Path("/proc/uptime").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return None
-    return up - begun / os.sysconf("SC_CLK_TCK")
 
 
 def duration(seconds: float) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -9,36 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from matcher.cli.options import DEFAULT_PRESET, Masks, Overwrite, argument, option
-from matcher.cli.output import PARTIAL, ProgressLines, results_as_notices, say, show
-from matcher.cli.runs import (
-    CameraModel,
-    Cameras,
-    Exclude,
-    Exhaustive,
-    FeaturesFile,
-    GivenCamera,
-    GivenRig,
-    Include,
-    PairFile,
-    Preemptive,
-    Restart,
-    Sequential,
-    Similar,
-    Tiles,
-    WorkerCount,
-    camera_choice,
-    choose_pairs,
-    counted,
-    enter_images,
-    match_pairs,
-    suggestion,
-    with_tiles,
-)
-from matcher.errors import UsageError
+from matcher.cli.options import DEFAULT_PRESET, loading
+from matcher.cli.output import PARTIAL, ProgressLines, say, show
+from matcher.cli.runs import CameraOptions, ImageOptions, PairOptions, match_pairs, suggestion
+from matcher.errors import UsageError, counted
 
 if TYPE_CHECKING:
-    from matcher.export.colmap import CameraChoice
     from matcher.sfm.reconstruct import Reconstruction
 
 RESIZE, MAX_KEYPOINTS, KEEP = 2048, 2048, "largest"
@@ -46,101 +24,93 @@ _BESIDE_RUN = {"weights", "frontend_weights", "device"}  # options that a run do
 
 
 def sfm(
-    source: argument(Path, "RUN_DIR|IMAGES", "Folder of photos, or of a run."),
-    out: option(Path, metavar="MODEL", help="Folder to create for the model."),
-    given: Annotated[
-        dict[str, Any],
-        ("geometry", "further_passes"),
-        {"resize": RESIZE, "max_keypoints": MAX_KEYPOINTS, "keep": KEEP},
-    ],
-    run: option(
-        Path | None, metavar="RUN_DIR", help="Folder for the matches of photos; by default MODEL-run."
-    ) = None,
-    pairs: PairFile = None,
-    exhaustive: Exhaustive = False,
-    sequential: Sequential = None,
-    similar: Similar = None,
-    preemptive: Preemptive = None,
-    include: Include = None,
-    exclude: Exclude = None,
-    features: FeaturesFile = None,
-    masks: Masks = None,
-    tiles: Tiles = False,
-    workers: WorkerCount = None,
-    restart: Restart = False,
-    camera: GivenCamera = None,
-    camera_model: CameraModel = "SIMPLE_RADIAL",
-    cameras: Cameras = "auto",
-    rig: GivenRig = None,
-    mapper: option(
-        Literal["incremental", "global"], help="COLMAP's incremental or global (GLOMAP) mapper."
-    ) = "incremental",
-    poses: option(
-        Path | None,
-        metavar="MODEL|FILE",
-        help="Known poses: a COLMAP model, hloc's lines (.txt), images.txt or .json. Only points are "
-        "triangulated, of the photos with a pose.",
-    ) = None,
-    continued: option(
-        Path | None,
-        "--continue",
-        metavar="MODEL",
-        help="Add the photos to this model, in its coordinates and with its run; MODEL itself is kept. They "
-        "must lie in the folder of its images.",
-    ) = None,
-    min_images: option(int, metavar="N", min=2, help="Discard models with fewer images.") = 3,
-    threads: option(
-        int, metavar="N", help="COLMAP's threads; -1 uses all cores, 1 makes the result reproducible."
-    ) = -1,
-    seed: option(int, metavar="N", help="Seed of COLMAP's random numbers.") = 0,
-    max_deviation: option(
-        float | None, metavar="PX", help="Leave out observations whose refined position is less certain."
-    ) = None,
-    overwrite: Overwrite = False,
-    dry_run: option(
-        bool, "--dry-run", help="Check the input and print what would be done, without writing anything."
-    ) = False,
+    source: Path,
+    /,
+    out: Path,
+    given: loading("geometry", "further_passes", resize=RESIZE, max_keypoints=MAX_KEYPOINTS, keep=KEEP),
+    pairing: PairOptions = PairOptions(),
+    sources: ImageOptions = ImageOptions(),
+    intrinsics: CameraOptions = CameraOptions(),
+    run: Path | None = None,
+    mapper: Literal["incremental", "global"] = "incremental",
+    poses: Path | None = None,
+    continue_: Path | None = None,
+    min_images: Annotated[int, ("min", 2)] = 3,
+    threads: int = -1,
+    seed: int = 0,
+    max_deviation: float | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
 ) -> int:
     """Reconstruct cameras and 3D points with COLMAP, from photos or from a run of `matcher collection`.
 
     Photos are matched first: every pair of up to 12, else --preemptive 30. The same command continues a run.
+
+    Args:
+        source (RUN_DIR|IMAGES): Folder of photos, or of a run.
+        out (MODEL): Folder to create for the model.
+        run (RUN_DIR): Folder for the matches of photos; by default MODEL-run.
+        mapper: COLMAP's incremental or global (GLOMAP) mapper.
+        poses (MODEL|FILE): Known poses: a COLMAP model, hloc's lines (.txt), images.txt or .json. Only points
+            are triangulated, of the photos with a pose.
+        continue_ (MODEL): Add the photos to this model, in its coordinates and with its run; MODEL itself is
+            kept. They must lie in the folder of its images.
+        min_images (N): Discard models with fewer images.
+        threads (N): COLMAP's threads; -1 uses all cores, 1 makes the result reproducible.
+        seed (N): Seed of COLMAP's random numbers.
+        max_deviation (PX): Leave out observations whose refined position is less certain.
+        dry_run: Check the input and print what would be done, without writing anything.
     """
     from matcher.collection.schema import DATABASE
     from matcher.collection.sources import Selection
     from matcher.collection.store import Store
+    from matcher.export.colmap import check_used, import_pycolmap
+    from matcher.export.output import check_folder
     from matcher.sfm.growing import continue_model
+    from matcher.sfm.models import read_given_poses
+    from matcher.sfm.reconstruct import check_mapper
 
-    choice = camera_choice(camera, camera_model, cameras, rig)
-    _check_first(out, overwrite, poses, continued, choice, mapper)
-    wanted = choose_pairs(pairs, exhaustive, sequential=sequential, similar=similar, preemptive=preemptive)
+    # What could not be finished is refused before hours of matching.
+    choice = intrinsics.choice()
+    import_pycolmap()
+    check_folder(out, overwrite=overwrite)
+    if poses is not None and (continue_ is not None or choice.rig is not None):
+        raise typer.BadParameter("--poses are kept as they are: leave out --continue and --rig, or --poses")
+    if choice.rig is not None and continue_ is not None:
+        raise typer.BadParameter("a continued model has the rig that it was made with; leave --rig out")
+    if (start := poses or continue_) is not None:
+        check_mapper(mapper)
+        found = read_given_poses(start)
+        if poses is not None:
+            check_used(replace(choice, known=found.cameras), found.cam_from_world)
+    wanted = pairing.chosen()
     mapping = dict(mapper=mapper, min_images=min_images, threads=threads, seed=seed, choice=choice)
     mapping |= dict(max_deviation=max_deviation, overwrite=overwrite)
-    selection = dict(include=include or (), exclude=exclude or ())
-    sources = dict(masks=masks, features=features, **selection, restart=restart)
     always = (("preset", DEFAULT_PRESET), ("device", "auto"))  # where nothing is given
     asked = {name for name, value in given.items() if (name, value) not in always} - _BESIDE_RUN
-    asked |= {name for name in ("masks", "features", "restart") if sources[name]} | (
-        {"tiles"} if tiles else set()
-    )
-    if continued is not None:
-        if asked or any(selection.values()) or dry_run:
+    asked |= {name for name in ("masks", "features", "restart", "tiles") if getattr(sources, name)}
+    if continue_ is not None:
+        if asked or any(sources.selection.values()) or dry_run:
             raise typer.BadParameter(
                 "a continued model is matched with the settings of its run; leave out what selects or "
                 "extracts images, --restart and --dry-run"
             )
-        if pairs is not None:
+        if "file" in wanted:
             raise typer.BadParameter("--pairs cannot list the pairs of a continued model; use --similar")
-        how = {"workers": workers, **{name: given[name] for name in _BESIDE_RUN & given.keys()}}
+        how = {"workers": sources.workers, **{name: given[name] for name in _BESIDE_RUN & given.keys()}}
         steps = dict(run_dir=run, pairs=wanted, on_progress=ProgressLines().stage, on_round=_say_round)
-        return _finish(continue_model(continued, source, out, how=how, **steps, **mapping), None)
+        return _finish(continue_model(continue_, source, out, how=how, **steps, **mapping), None)
     if not (source / DATABASE).is_file():
-        given = with_tiles(given) if tiles else given
-        return _from_photos(source, run, out, given, wanted, workers, sources, mapping, poses, dry_run)
-    if asked or wanted or run is not None or workers is not None or _BESIDE_RUN - {"device"} & given.keys():
+        run = run or out.with_name(f"{out.name}-run")
+        if run.resolve() == out.resolve():
+            raise UsageError(f"--run and --out are one folder, {out}; name another one for the run")
+        return _from_photos(source, run, out, given, wanted, sources, mapping, poses, dry_run)
+    others = wanted or run is not None or sources.workers is not None
+    if asked or others or _BESIDE_RUN - {"device"} & given.keys():
         raise typer.BadParameter("RUN_DIR is already matched; matching options apply only to photos")
     with Store.open(source) as store:
         counts = store.counts()
-        names = Selection.parse(**selection).apply(image.name for image in store.images())
+        names = Selection.parse(**sources.selection).apply(image.name for image in store.images())
     if choice.rig is not None:
         choice.rig.frames(names)
     if not dry_run:
@@ -151,59 +121,28 @@ def sfm(
     return 0
 
 
-def _check_first(
-    out: Path,
-    overwrite: bool,
-    poses: Path | None,
-    continued: Path | None,
-    choice: CameraChoice,
-    mapper: str,
-) -> None:
-    """Refuse what could not be finished before hours of matching."""
-    from matcher.export.colmap import check_used, import_pycolmap
-    from matcher.export.output import check_folder
-    from matcher.sfm.models import read_given_poses
-    from matcher.sfm.reconstruct import check_mapper
-
-    import_pycolmap()
-    check_folder(out, overwrite=overwrite)
-    if poses is not None and (continued is not None or choice.rig is not None):
-        raise typer.BadParameter("--poses are kept as they are: leave out --continue and --rig, or --poses")
-    if choice.rig is not None and continued is not None:
-        raise typer.BadParameter("a continued model has the rig that it was made with; leave --rig out")
-    if (start := poses or continued) is not None:
-        check_mapper(mapper)
-        found = read_given_poses(start)
-        if poses is not None:
-            check_used(replace(choice, known=found.cameras), found.cam_from_world)
-
-
 def _from_photos(
     photos: Path,
-    run: Path | None,
+    run: Path,
     out: Path,
     given: dict[str, Any],
     wanted: dict[str, Any],
-    workers: int | None,
-    sources: dict[str, Any],
+    sources: ImageOptions,
     mapping: dict[str, Any],
     poses: Path | None,
     dry_run: bool,
 ) -> int:
-    """Match photos and reconstruct, or print what would be done; `sources`: as of `Collection.add_images`."""
+    """Match photos and reconstruct, or print what would be done."""
     from matcher.collection.collection import Collection
     from matcher.collection.sources import Selection, check_masks, default_choice
+    from matcher.collection.store import Store
     from matcher.export.colmap import check_used
     from matcher.export.hloc import find_source
     from matcher.loading import takes
     from matcher.presets import PRESETS, configure
     from matcher.sfm.growing import PAIRS
 
-    run = run or out.with_name(f"{out.name}-run")
-    if run.resolve() == out.resolve():
-        raise UsageError(f"--run and --out are one folder, {out}; name another one for the run")
-    selection = Selection.parse(sources["include"], sources["exclude"])
-    found = find_source(photos, sources["masks"], sources["features"], selection)
+    found = find_source(photos, sources.masks, sources.features, Selection.parse(**sources.selection))
     masked, names = check_masks(found), found.names()[0]
     if mapping["choice"].rig is not None:
         mapping["choice"].rig.frames(names)
@@ -219,25 +158,31 @@ def _from_photos(
         show(f"would {'continue' if run.is_dir() else 'create'} {run}, then create {out}")
         return 0
     preset, sizes = given["preset"], {"max_keypoints": MAX_KEYPOINTS, "resize": RESIZE}
-    defaults = {name: sizes[name] for name in sizes if "tiles" not in given and takes(preset, name)}
-    if sources["features"] is not None:
+    defaults = {name: sizes[name] for name in sizes if not sources.tiles and takes(preset, name)}
+    if sources.features is not None:
         defaults.pop("max_keypoints", None)
     elif preset in PRESETS:
         extractor = configure(PRESETS[preset], {"frontend": given.get("frontend")}).extractor
         defaults |= {"keep": KEEP} if extractor.kind == "sift" else {}
-    opened = Collection.open(run, workers=workers, **(defaults | given))
-    enter_images(opened, photos, **sources)
+    opened = Collection.open(run, workers=sources.workers, **(defaults | sources.with_tiles(given)))
+    sources.enter(opened, photos)
     _say_alternatives(len(names), given, wanted, sources)
     matched = match_pairs(opened, wanted, PAIRS)
-    _say_if_easy(run, preset)
+    with Store.open(run) as store:
+        verified = (pair.geometry for pair in islice(store.pairs(), 2000) if pair.geometry.status == "ok")
+        shares = sorted(geometry.inliers.mean() for geometry in verified)
+    # For three quarters of the pairs .95 of a castle's matches, where SIFT does; .86 of a kitchen's, where
+    # COLMAP's SIFT registers 5 of 20 photos; .54 of a beach's from the air.
+    if shares and shares[len(shares) // 4] > 0.9 and not preset.startswith("nearest"):
+        say("these photos are easy to match: SIFT (--preset nearest) would probably do, and sooner")
     return max(matched, _reconstruct(run, out, names, mapping, poses, opened))
 
 
 def _say_alternatives(
-    images: int, given: dict[str, Any], wanted: dict[str, Any], sources: dict[str, Any]
+    images: int, given: dict[str, Any], wanted: dict[str, Any], sources: ImageOptions
 ) -> None:
     """What a faster and a more thorough run would be, before hours of matching."""
-    own = sources["features"] is None and "tiles" not in given
+    own = sources.features is None and not sources.tiles
     many, free = images > 12, own and "max_keypoints" not in given
     options = {
         "faster": {
@@ -255,26 +200,10 @@ def _say_alternatives(
         say(f"{said} (in another --run)")
 
 
-def _say_if_easy(run: Path, preset: str) -> None:
-    """Say where so many matches of nearly all pairs agree that SIFT would probably have sufficed."""
-    from matcher.collection.store import Store
-
-    with Store.open(run) as store:
-        verified = (pair.geometry for pair in islice(store.pairs(), 2000) if pair.geometry.status == "ok")
-        shares = sorted(geometry.inliers.mean() for geometry in verified)
-    # For three quarters of the pairs .95 of a castle's matches, where SIFT does; .86 of a kitchen's, where
-    # COLMAP's SIFT registers 5 of 20 photos; .54 of a beach's from the air.
-    if shares and shares[len(shares) // 4] > 0.9 and not preset.startswith("nearest"):
-        say("these photos are easy to match: SIFT (--preset nearest) would probably do, and sooner")
-
-
 def _reconstruct(
     run: Path, out: Path, names: Any, mapping: dict[str, Any], poses: Path | None, opened: Any = None
 ) -> int:
-    """Reconstruct these images of a run, print statistics and return the exit code.
-
-    `opened`: where given, it matches more pairs for images that get no pose.
-    """
+    """Reconstruct these images of a run; `opened` matches more pairs for images that get no pose."""
     from matcher.collection.store import Store
     from matcher.sfm.growing import MorePairs
     from matcher.sfm.models import read_given_poses
@@ -299,48 +228,40 @@ def _say_round(images: int, pairs: int) -> None:
 
 
 def _finish(made: Reconstruction, scale: float | None) -> int:
-    """Print the statistics; the exit code."""
-    for line in summary_lines(made, scale):
-        show(line)
-    return PARTIAL if made.largest.registered < made.images or made.export.left_out else 0
-
-
-def summary_lines(made: Reconstruction, scale: float | None) -> list[str]:
-    """The statistics of a reconstruction, to print; `scale`: resized / stored size, where it is not 1."""
+    """Print the statistics; `scale`: resized / stored size, where it is not 1. The exit code."""
     from matcher.sfm.reconstruct import PLOT
 
     model = made.largest
     error = f"{model.mean_reprojection_error:.3f} px of the stored image"
     if scale is not None:
         error += f", {model.mean_reprojection_error * scale:.3f} px of the resized image"
-    lines = [
-        *made.export.notes,
-        *(f"left out: {reason}" for reason in made.export.left_out),
-        f"registered images: {model.registered} of {made.images}",
-        f"points: {model.points}, observations: {model.observations}",
-        f"mean track length: {model.mean_track_length:.2f}",
-        f"mean reprojection error: {error}",
-    ]
+    for line in (*made.export.notes, *(f"left out: {reason}" for reason in made.export.left_out)):
+        show(line)
+    show(f"registered images: {model.registered} of {made.images}")
+    show(f"points: {model.points}, observations: {model.observations}")
+    show(f"mean track length: {model.mean_track_length:.2f}")
+    show(f"mean reprojection error: {error}")
     if model.began_simply:
-        lines.append(
+        show(
             "the mapping began without lens distortion, because with it fewer images were registered; it was "
             "estimated afterwards"
         )
     if (place := model.georegistration) is not None:
         latitude, longitude, _ = place["origin"]
         near = f"{place['images']} positions agree to {place['median_error_metres']:.1f} m (median)"
-        lines.append(f"in metres, x east, y north, z up, from {latitude:.6f}, {longitude:.6f}: {near}")
+        show(f"in metres, x east, y north, z up, from {latitude:.6f}, {longitude:.6f}: {near}")
     elif model.positions_unused is not None:
-        lines.append(f"without a place or metres: positions are not used, since {model.positions_unused}")
+        show(f"without a place or metres: positions are not used, since {model.positions_unused}")
     if others := made.models[1:]:
         shared = {name for other in others for name in other.cam_from_world} & model.cam_from_world.keys()
         where = f", of which {counted(len(shared), 'is', 'are')} in it, too" if shared else ""
         sizes = ", ".join(str(other.registered) for other in others)
-        lines.append(f"{counted(len(others), 'more model')}: {sizes} images{where}")
-    return [*lines, f"wrote {made.folder} (look at {made.folder / PLOT})"]
+        show(f"{counted(len(others), 'more model')}: {sizes} images{where}")
+    show(f"wrote {made.folder} (look at {made.folder / PLOT})")
+    return PARTIAL if model.registered < made.images or made.export.left_out else 0
 
 
-def map_of(model: Path, pictures: Path, run: Path | None, loading: dict[str, Any]) -> Path:
+def map_of(model: Path, pictures: Path, run: Path | None, given: dict[str, Any]) -> Path:
     """The folder of our map of a COLMAP model, beside it; made where there is none, with all poses kept.
 
     Raises:
@@ -358,9 +279,8 @@ def map_of(model: Path, pictures: Path, run: Path | None, loading: dict[str, Any
         raise UsageError(f"{model} has features of its pictures in {own}: leave --pictures out")
     if not made.exists():
         say(f"{model}: its map is made from {pictures}, with the model's poses, and kept in {made}")
-        given = {name: value for name, value in loading.items() if value is not None}
-        with results_as_notices():
-            sfm(pictures, made, {"preset": DEFAULT_PRESET, **given}, run, poses=model)
+        with redirect_stdout(sys.stderr):  # which is of the results of the command
+            sfm(pictures, made, {"preset": DEFAULT_PRESET, **given}, run=run, poses=model)
         return made
     kept, poses = (read_given_poses(each).cam_from_world for each in (made, model))
     if any(name not in poses or not np.allclose(pose, poses[name]) for name, pose in kept.items()):

@@ -5,26 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from matcher.cli.options import (
-    CAMERA_FORMS,
-    DEFAULT_PRESET,
-    AsJson,
-    Overwrite,
-    argument,
-    limit_threads,
-    option,
-    parse_camera,
-)
+from matcher.cli.options import DEFAULT_PRESET, Count, check_outputs, limit_threads, loading, parse_camera
 from matcher.cli.output import PARTIAL, complain, exit_code_of, say, show, whole_step
 from matcher.errors import ImageError, IntegrityError, UsageError
 
 if TYPE_CHECKING:
-    from matcher.cameras import Camera
     from matcher.sequence.capture import FrameSource
     from matcher.sequence.keyframe_map import KeyframeMap
     from matcher.sequence.loops import ClosedTrajectory
@@ -36,123 +26,116 @@ SUFFIXES = (".npz", ".tum", ".kitti", ".rrd")
 
 
 def track(
-    source: argument(
-        str, "VIDEO|FOLDER|CAMERA_INDEX", "Video file, folder of frames, or index of a live camera."
-    ),
+    source: str,
+    /,
     # Between neighbouring frames, matches of low probability give wrong tracks: the threshold is higher.
-    given: Annotated[dict[str, Any], ("geometry", "further_passes"), {"match_threshold": 0.2}],
-    camera: option(
-        str | None, metavar=CAMERA_FORMS, help="Intrinsics in stored pixels; needed for poses."
-    ) = None,
-    right: option(
-        Path | None, metavar="DIR", help="Folder of the right images of rectified stereo pairs."
-    ) = None,
-    masks: option(
-        Path | None, metavar="FILE|DIR", help="A mask for all frames, or masks named like them."
-    ) = None,
-    baseline: option(float | None, metavar="METRES", help="Distance between the two stereo cameras.") = None,
-    epipolar_window: option(
-        float | None, metavar="PX", help="Largest row difference of a stereo match."
-    ) = None,
-    budget_ms: option(
-        float | None, metavar="MS", help="Choose keypoints and layers to fit this time per frame."
-    ) = None,
-    fps: option(
-        float | None,
-        metavar="FPS",
-        help="Frame rate of a folder; by default from the times in its file names or in times.txt, "
-        "timestamps.txt, data.csv or rgb.txt there or beside it, else 10.",
-    ) = None,
-    frames: option(int | None, metavar="N", min=1, help="Stop after N frames.") = None,
-    output: option(
-        list[Path] | None,
-        metavar="FILE.npz|.tum|.kitti|.rrd",
-        help="Save tracks (.npz), a trajectory (.tum, .kitti) or a rerun recording (.rrd; with --map also of "
-        "the path before and after loops, DIR/trajectory.rrd); repeatable.",
-    ) = None,
-    ground_truth: option(
-        Path | None, metavar="FILE", help="Ground-truth poses in KITTI or TUM format to compare with."
-    ) = None,
-    bridged: option(
-        bool,
-        help="Also write poses that were not measured, where tracking was lost: the motion before, "
-        "extrapolated. A comment in the file lists them.",
-    ) = False,
-    plot: option(Path | None, metavar="FILE.png|.jpg|.pdf", help="Save a plot of the trajectory.") = None,
-    map_dir: option(
-        Path | None,
-        "--map",
-        metavar="DIR",
-        help="Folder to create for a map of the keyframes, with loops closed; `matcher localize DIR/model "
-        "PHOTOS` and --load-map DIR then localise in it. Needs the sfm extra.",
-    ) = None,
-    load_map: option(
-        Path | None,
-        metavar="DIR",
-        help="Map of an earlier run, or a model: trajectories, plots and ground truth are then in its "
-        "coordinates. Tracking waits while a keyframe is localised.",
-    ) = None,
-    show_live: option(bool, "--show", help="Show the tracking live in the rerun viewer.") = False,
-    threads: option(
-        int | None, metavar="N", min=1, help="Number of CPU threads.  [default: all cores]"
-    ) = None,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
+    given: loading("geometry", "further_passes", match_threshold=0.2),
+    camera: str | None = None,
+    right: Path | None = None,
+    masks: Path | None = None,
+    baseline: float | None = None,
+    epipolar_window: float | None = None,
+    budget_ms: float | None = None,
+    fps: float | None = None,
+    frames: Count | None = None,
+    output: list[Path] | None = None,
+    ground_truth: Path | None = None,
+    bridged: bool = False,
+    plot: Path | None = None,
+    map_: Path | None = None,
+    load_map: Path | None = None,
+    show_: bool = False,
+    threads: Count | None = None,
+    overwrite: bool = False,
+    json_: bool = False,
 ) -> int:
     """Track keypoints through a video, a folder of frames or a live camera; with --camera, estimate poses.
 
     Trajectories hold world_from_cam, a line per frame: t x y z qx qy qz qw (.tum) or 12 numbers (.kitti). A
     live camera runs until Ctrl-C. An interrupted --map DIR is finished by `matcher track DIR --map DIR`.
+
+    Args:
+        source (VIDEO|FOLDER|CAMERA_INDEX): Video file, folder of frames, or index of a live camera.
+        camera (fx,fy,cx,cy|MODEL,w,h,…|FILE): Intrinsics in stored pixels; needed for poses.
+        right (DIR): Folder of the right images of rectified stereo pairs.
+        masks (FILE|DIR): A mask for all frames, or masks named like them.
+        baseline (METRES): Distance between the two stereo cameras.
+        epipolar_window (PX): Largest row difference of a stereo match.
+        budget_ms (MS): Choose keypoints and layers to fit this time per frame.
+        fps (FPS): Frame rate of a folder; by default from the times in its file names or in times.txt,
+            timestamps.txt, data.csv or rgb.txt there or beside it, else 10.
+        frames (N): Stop after N frames.
+        output (FILE.npz|.tum|.kitti|.rrd): Save tracks (.npz), a trajectory (.tum, .kitti) or a rerun
+            recording (.rrd; with --map also of the path before and after loops, DIR/trajectory.rrd);
+            repeatable.
+        ground_truth (FILE): Ground-truth poses in KITTI or TUM format to compare with.
+        bridged: Also write poses that were not measured, where tracking was lost: the motion before,
+            extrapolated. A comment in the file lists them.
+        plot (FILE.png|.jpg|.pdf): Save a plot of the trajectory.
+        map_ (DIR): Folder to create for a map of the keyframes, with loops closed; `matcher localize
+            DIR/model PHOTOS` and --load-map DIR then localise in it. Needs the sfm extra.
+        load_map (DIR): Map of an earlier run, or a model: trajectories, plots and ground truth are then in
+            its coordinates. Tracking waits while a keyframe is localised.
+        show_: Show the tracking live in the rerun viewer.
     """
     asked, outputs, stereo = {**locals()}, output or [], right is not None
     limit_threads(threads)
-    from matcher.files import check_output
+    from matcher.export.colmap import import_pycolmap
+    from matcher.localization.map import Map
     from matcher.sequence.capture import open_frames
-    from matcher.sequence.plot import PLOT_SUFFIXES
+    from matcher.sequence.keyframe_map import KEPT, KeyframeMap
+    from matcher.sequence.plot import PLOT_SUFFIXES, Recording
     from matcher.sequence.tracker import Tracker
     from matcher.sequence.trajectory import read_poses
 
-    if _is_unfinished(source, map_dir):
-        return _finish_map(map_dir, asked)
+    if map_ is not None and os.path.realpath(source) == os.path.realpath(map_):
+        return _finish_map(map_, asked)
     # All that can be refused is refused before any work.
     pinhole = parse_camera(camera, "--camera")
     trajectory = next((path for path in outputs if path.suffix.lower() in (".tum", ".kitti")), None)
+    pairs = "--right and --baseline, as it is of rectified pairs"
+    poses = "poses, and poses need --camera fx,fy,cx,cy"
     for value, name, other, needed in (
-        (epipolar_window, "--epipolar-window", "--right and --baseline, as it is of rectified pairs", right),
+        (epipolar_window, "--epipolar-window", pairs, right),
         (right, "--right", "--baseline METRES, the distance of the cameras of rectified pairs", baseline),
         (baseline, "--baseline", "--right, the folder of the right images", right),
-        *(
-            (value, name, "poses, and poses need --camera fx,fy,cx,cy", camera)
-            for value, name in (
-                (right, "--right"),
-                (ground_truth, "--ground-truth"),
-                (plot, "--plot"),
-                (map_dir, "--map"),
-                (load_map, "--load-map"),
-                (trajectory, "a trajectory"),
-            )
-        ),
+        (right, "--right", poses, camera),
+        (ground_truth, "--ground-truth", poses, camera),
+        (plot, "--plot", poses, camera),
+        (map_, "--map", poses, camera),
+        (load_map, "--load-map", poses, camera),
+        (trajectory, "a trajectory", poses, camera),
     ):
         if value is not None and needed is None:
             raise UsageError(f"{name} needs {other}")
-    for path, suffixes in [(path, SUFFIXES) for path in outputs] + [(plot, PLOT_SUFFIXES)]:
-        if path is not None:
-            check_output(path, suffixes, overwrite=overwrite)
-    truth = None if ground_truth is None else read_poses(ground_truth)
-    keyframes = None if map_dir is None else _keyframe_map(map_dir, pinhole, given, overwrite)
+    check_outputs([*((path, SUFFIXES) for path in outputs), (plot, PLOT_SUFFIXES)], overwrite=overwrite)
+    truth, keyframes = None if ground_truth is None else read_poses(ground_truth), None
+    if map_ is not None:
+        if (map_ / KEPT).is_file() and not overwrite:
+            raise UsageError(
+                f"{map_} holds the keyframes of a run that was interrupted: `matcher track {map_} --map "
+                f"{map_}` makes the map of them, and --overwrite starts anew"
+            )
+        import_pycolmap()
+        options = {name: value for name, value in given.items() if name != "match_threshold"}
+        keyframes = KeyframeMap(map_, pinhole, overwrite=overwrite, **options)
     frames_in = open_frames(source, right, fps, masks)
     how = dict(camera=pinhole, baseline=baseline, budget_ms=budget_ms, epipolar_window=epipolar_window)
     tracker = Tracker(keyframe_map=keyframes, **how, **given)
     try:
         if load_map is not None:
             tracker.load_map(load_map)
-        with _recordings(outputs, show_live, load_map) as recordings:
+        with ExitStack() as stack:  # of recordings, which appear only if all goes well
+            paths = [*(path for path in outputs if path.suffix.lower() == ".rrd"), *[None] * show_]
+            place = stack.enter_context(Map.open(load_map)) if load_map is not None and paths else None
+            model = None if place is None else place.model
+            recordings = [stack.enter_context(Recording(path, model)) for path in paths]
             log, failures, ended = _follow(frames_in, tracker, frames, stereo, recordings)
         if tracker.problem is not None:
             complain(f"in the map: {tracker.problem}")
         log.in_map = load_map is not None
         log.complete(tracker.late_poses_in_map())
-        _finish(log, tracker, truth, stereo, outputs, bridged, plot, as_json)
+        _finish(log, tracker, asked, truth)
     except OSError:  # a full disk
         if keyframes is not None:
             _say_kept(keyframes)
@@ -162,11 +145,9 @@ def track(
     if keyframes is not None and ended is not None:  # asked to end at once, so the map is made later
         _say_kept(keyframes)
     elif keyframes is not None:
-        with _kept_if_interrupted(keyframes):
-            closed = tracker.save_map()
-            say(_closing(closed))
-            if any(path.suffix.lower() == ".rrd" for path in outputs):
-                say(f"wrote {closed.record(keyframes.folder / 'trajectory.rrd')}")
+        closed = _closed(keyframes, tracker.save_map)
+        if any(path.suffix.lower() == ".rrd" for path in outputs):
+            say(f"wrote {closed.record(keyframes.folder / 'trajectory.rrd')}")
     return ended if ended is not None else PARTIAL if failures else 0
 
 
@@ -175,8 +156,7 @@ def _follow(
 ) -> tuple[TrackingLog, int, int | None]:
     """Push every frame; one that cannot be read counts as dropped. Ctrl-C ends the source, not the run.
 
-    Returns:
-        What was tracked, frames that could not be read, and the exit code where tracking was ended.
+    Returns what was tracked, frames that could not be read, and the exit code where tracking was ended.
     """
     from matcher.sequence.trajectory import TrackingLog
 
@@ -214,46 +194,14 @@ def _follow(
     return log, failures, ended
 
 
-@contextmanager
-def _recordings(outputs: list[Path], show: bool, load_map: Path | None) -> Iterator[list[Recording]]:
-    """Recordings that are written or shown, with the loaded map; files appear only if all goes well."""
-    paths = [path for path in outputs if path.suffix.lower() == ".rrd"] + [None] * show
-    if not paths:
-        yield []
-        return
-    from matcher.localization.map import Map
-    from matcher.sequence.plot import Recording
-
-    loaded, recordings = None, []
-    if load_map is not None:
-        with Map.open(load_map) as place:
-            loaded = place.model
-    try:
-        for path in paths:
-            recordings.append(Recording(path, loaded))
-        yield recordings
-    except BaseException:
-        for recording in recordings:
-            recording.discard()
-        raise
-    for recording in recordings:
-        recording.close()
-
-
 def _finish(
-    log: TrackingLog,
-    tracker: Tracker,
-    truth: tuple[Any, Any] | None,
-    stereo: bool,
-    outputs: list[Path],
-    bridged: bool,
-    plot: Path | None,
-    as_json: bool,
+    log: TrackingLog, tracker: Tracker, asked: Mapping[str, Any], truth: tuple[Any, Any] | None
 ) -> None:
-    """Measure, write and print."""
+    """Measure, write and print; `asked`: all parameters of the command."""
     from matcher.files import write_output
     from matcher.sequence.plot import plot_trajectory
 
+    outputs, plot, stereo = asked["output"] or [], asked["plot"], asked["right"] is not None
     rows, _, poses = log.trajectory()
     compared = None if truth is None else log.compared_with(*truth, with_scale=not stereo)
     for path in outputs:
@@ -261,7 +209,7 @@ def _finish(
             write_output(path, log.as_npz())
         elif path.suffix.lower() != ".rrd":
             _need_poses(log, tracker)
-            log.write(path, bridged=bridged)
+            log.write(path, bridged=asked["bridged"])
     choice = tracker.choice
     facts = {
         "preset": tracker.pipeline.preset,
@@ -289,36 +237,24 @@ def _finish(
         )
         title = f"{facts['preset']}, {facts['frames']} frames" + (f": {errors}" if errors else "")
         plot_trajectory(plot, found, true, keyframes=marked, unit=unit, title=title)
-    if as_json:
+    if asked["json_"]:
         show(json.dumps(facts, allow_nan=False), always=True)
-    else:
-        show(_summary_of(facts))
-        for path in filter(None, (*outputs, plot)):
-            show(f"wrote {path}")
-
-
-def _summary_of(facts: dict[str, Any]) -> str:
-    """What `--json` prints, as readable lines."""
+        return
     statuses = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in facts["statuses"].items())
-    lines = [
-        f"{facts['frames']} frames ({statuses}), {facts['poses']} with a measured pose"
-        + (f", {facts['bridged']} with an extrapolated one" if facts["bridged"] else ""),
-        f"mean length of tracks over two or more frames: {facts['mean_track_length']:.2f} frames",
-    ]
-    if facts.get("in_map"):
-        lines.append(f"{facts['poses']} of {facts['frames']} frames have a pose in the map")
-    if facts["choice"]:
-        lines.append(facts["choice"]["text"])
-    lines += [
-        f"{e['count']} segments of {e['length']:.0f} m: {100 * e['translation']:.2f} % translation, "
-        f"{e['rotation']:.4f} degrees per metre"
-        for e in facts["segments"] or []
-    ]
-    lines += [
-        f"{stage:8}{row['p50']:8.1f} ms median{row['p95']:8.1f} ms 95th percentile"
-        for stage, row in facts["milliseconds"].items()
-    ]
-    return "\n".join(lines)
+    extrapolated = f", {facts['bridged']} with an extrapolated one" if facts["bridged"] else ""
+    show(f"{len(log)} frames ({statuses}), {len(rows)} with a measured pose{extrapolated}")
+    show(f"mean length of tracks over two or more frames: {facts['mean_track_length']:.2f} frames")
+    if log.in_map:
+        show(f"{len(rows)} of {len(log)} frames have a pose in the map")
+    if choice is not None:
+        show(str(choice))
+    for e in facts["segments"] or []:
+        errors = f"{100 * e['translation']:.2f} % translation, {e['rotation']:.4f} degrees per metre"
+        show(f"{e['count']} segments of {e['length']:.0f} m: {errors}")
+    for stage, row in facts["milliseconds"].items():
+        show(f"{stage:8}{row['p50']:8.1f} ms median{row['p95']:8.1f} ms 95th percentile")
+    for path in filter(None, (*outputs, plot)):
+        show(f"wrote {path}")
 
 
 def _need_poses(log: TrackingLog, tracker: Tracker) -> None:
@@ -337,28 +273,23 @@ def _need_poses(log: TrackingLog, tracker: Tracker) -> None:
 # --- The map that the command makes.
 
 
-def _keyframe_map(folder: Path, camera: Camera, given: dict[str, Any], overwrite: bool) -> KeyframeMap:
-    """What collects the keyframes of a map."""
-    from matcher.export.colmap import import_pycolmap
-    from matcher.sequence.keyframe_map import KEPT, KeyframeMap
-
-    if (folder / KEPT).is_file() and not overwrite:
-        raise UsageError(
-            f"{folder} holds the keyframes of a run that was interrupted: `matcher track {folder} --map "
-            f"{folder}` makes the map of them, and --overwrite starts anew"
-        )
-    import_pycolmap()
-    options = {name: value for name, value in given.items() if name != "match_threshold"}
-    return KeyframeMap(folder, camera, overwrite=overwrite, **options)
-
-
-@contextmanager
-def _kept_if_interrupted(keyframes: KeyframeMap) -> Iterator[None]:
+def _closed(keyframes: KeyframeMap, close: Callable[[], ClosedTrajectory]) -> ClosedTrajectory:
+    """Make the map of the keyframes and say what it says; they are kept where that is interrupted."""
     try:
-        yield
+        closed = close()
     except (KeyboardInterrupt, SystemExit):
         _say_kept(keyframes)
         raise
+    moved = closed.moved()
+    loops = f"{len(closed.loops)} pairs of keyframes close loops" if closed.loops else "no loop was found"
+    if closed.alike:
+        loops += f", {closed.alike} pairs only look alike and are left out, as the path says"
+    loops += "" if closed.problem is None else f" ({closed.problem})"
+    say(
+        f"map of the keyframes: {closed.folder}; {loops}; poses moved by {moved.mean():.3f} on average, "
+        f"{moved.max():.3f} at most ({closed.folder.parent / 'trajectory.tum'})"
+    )
+    return closed
 
 
 def _say_kept(keyframes: KeyframeMap) -> None:
@@ -378,55 +309,32 @@ def _say_kept(keyframes: KeyframeMap) -> None:
     )
 
 
-def _is_unfinished(source: str, folder: Path | None) -> bool:
-    """Whether the source is a map that a run left unfinished, to be finished.
+def _finish_map(folder: Path, asked: Mapping[str, Any]) -> int:
+    """Make the map of the keyframes that an interrupted run kept; `asked`: all parameters of the command.
 
     Raises:
-        UsageError: it is the map that is to be made, and nothing is left to do in it or nothing was kept.
+        UsageError: nothing is left to do in it or nothing was kept, or other options are given.
     """
-    from matcher.sequence.keyframe_map import KEPT
+    from matcher.sequence.keyframe_map import KEPT, KeyframeMap
 
-    if folder is None or os.path.realpath(source) != os.path.realpath(folder):
-        return False
     if not (folder / KEPT).is_file():
         raise UsageError(
             f"{folder} holds no unfinished map (no {KEPT}): if it is finished, `matcher localize` and "
             "--load-map use it; else track the frames again, into another folder"
         )
-    return True
-
-
-def _finish_map(folder: Path, asked: Mapping[str, Any]) -> int:
-    """Make the map of the keyframes that an interrupted run kept; `asked`: all parameters of the command."""
-    from matcher.sequence.keyframe_map import KeyframeMap
-
-    needed, named = {"source", "map_dir", "threads", "given"}, {"show_live": "show", "as_json": "json"}
-    others = {name: value for name, value in asked.items() if name not in needed} | asked["given"]
-    always = (("preset", DEFAULT_PRESET), ("device", "auto"))
-    idle = [
-        f"--{named.get(name, name).replace('_', '-')}"
-        for name, value in others.items()
-        if value not in (None, False, []) and (name, value) not in always
-    ]
-    if idle:
+    idle = asked | asked["given"]
+    idle = {name: idle[name] for name in idle.keys() - {"source", "map_", "threads", "given"}}
+    always = {"preset": DEFAULT_PRESET, "device": "auto"}
+    given = sorted(
+        f"--{name.strip('_').replace('_', '-')}"
+        for name, value in idle.items()
+        if value not in (None, False, [], always.get(name))
+    )
+    if given:
         raise UsageError(
             f"{folder} is finished with the camera and options that it was begun with: leave out "
-            f"{', '.join(sorted(idle))}"
+            f"{', '.join(given)}"
         )
     keyframes = KeyframeMap.resume(folder)
-    with _kept_if_interrupted(keyframes):
-        say(_closing(keyframes.finish()))
+    _closed(keyframes, keyframes.finish)
     return 0
-
-
-def _closing(closed: ClosedTrajectory) -> str:
-    """What the map of the keyframes says, in a line."""
-    moved = closed.moved()
-    loops = f"{len(closed.loops)} pairs of keyframes close loops" if closed.loops else "no loop was found"
-    if closed.alike:
-        loops += f", {closed.alike} pairs only look alike and are left out, as the path says"
-    loops += "" if closed.problem is None else f" ({closed.problem})"
-    return (
-        f"map of the keyframes: {closed.folder}; {loops}; poses moved by {moved.mean():.3f} on average, "
-        f"{moved.max():.3f} at most ({closed.folder.parent / 'trajectory.tum'})"
-    )

@@ -21,13 +21,7 @@ from matcher.errors import UsageError
 from matcher.match.adaptivity import confidence_threshold
 from matcher.match.blocks import Layer
 from matcher.match.nearest import credible_matches
-from matcher.match.network import (
-    AttentionMatcher,
-    LayerState,
-    Prediction,
-    Tokens,
-    off_border,
-)
+from matcher.match.network import AttentionMatcher, LayerState, Tokens, off_border
 from matcher.pipeline import Pipeline
 from matcher.types import MATCHED, UNMATCHED, Features
 
@@ -90,20 +84,11 @@ def attention_inputs(layer: Layer, tokens: Tokens, offset: int) -> list[Attentio
     """Queries and keys of a layer: self-attention of image 0 and 1, cross-attention of image 0 and 1."""
     n, (index,) = tokens.n, tokens.index
     ids, sides = (index[:n], index[n:] + offset), (slice(None, n), slice(n, None))
-    blocks = zip(
-        (layer.self_block, layer.cross_block),
-        layer.queries_keys(tokens.x, n, tokens.rotations),
-        strict=True,
-    )
+    scores = [block.attention.score for block in (layer.self_block, layer.cross_block)]
     found = []
-    for cross, (block, (q, k)) in enumerate(blocks):
-        for here in (0, 1):
-            there = 1 - here if cross else here
-            found.append(
-                AttentionInputs(
-                    ids[here], ids[there], q[:, sides[here]], k[:, sides[there]], block.attention.score
-                )
-            )
+    for cross, (q, k) in enumerate(layer.queries_keys(tokens.x, n, tokens.rotations)):
+        for a, b in ((0, 1), (1, 0)) if cross else ((0, 0), (1, 1)):
+            found.append(AttentionInputs(ids[a], ids[b], q[:, sides[a]], k[:, sides[b]], scores[cross]))
     return found
 
 
@@ -170,79 +155,11 @@ class LayerReport:
     reasons: tuple[np.ndarray, np.ndarray]
 
 
-def layer_report(
-    state: LayerState,
-    attended: list[Attention],
-    known: np.ndarray,
-    total: int,
-    inner: tuple[Tensor, Tensor] | None,
-) -> tuple[LayerReport, Prediction]:
-    """What one layer did to a single pair, and the assignment if the network stops there.
-
-    Args:
-        state: of the network's run.
-        attended: by the asked points, in the order of `attention.attention_inputs`.
-        known: (K, 2) matches before the layer.
-        total: points of both images before any pruning.
-        inner: (N,), (M,) bool, input points that may have a partner; None where all may.
-    """
-    config, exits = state.network.config, bool(state.exiting)
-
-    def mean_of(log_shares: Tensor) -> float:
-        return float(log_shares.exp().mean()) if log_shares.numel() else 0.0
-
-    prediction = state.assign([0], record_errors=exits)
-    matches, scores = _matched(prediction, config, inner)
-    now, before = ({tuple(m) for m in found.tolist()} for found in (matches, known))
-    unmatched = (prediction.assignment.log_unmatched0, prediction.assignment.log_unmatched1)
-    index, gone, n = state.tokens.index[0].cpu().numpy(), state.dropped[0], state.tokens.n
-    why = np.zeros((len(gone), 2), np.float32)
-    if gone.any():
-        why = np.stack([state.match_probabilities[0], state.confidences[0]], axis=1)
-    sides = slice(None, n), slice(n, None)
-    certain, expected = exit_certainty(state, total)
-    report = LayerReport(
-        self_attention=(attended[0], attended[1]),
-        cross_attention=(attended[2], attended[3]),
-        matches=matches,
-        scores=scores,
-        appeared=len(now - before),
-        vanished=len(before - now),
-        unmatched=(None, None) if config.assignment.dustbin == "none" else tuple(map(mean_of, unmatched)),
-        certain=certain,
-        expected=expected,
-        confidences=None if state.confidences is None else state.confidences[0],
-        marginal_errors=prediction.assignment.row_errors,
-        exited=exits and not state.is_last,
-        pruned=tuple(index[at][gone[at]] for at in sides),
-        reasons=tuple(why[at][gone[at]] for at in sides),
-    )
-    return report, prediction
-
-
-def _matched(
-    prediction: Prediction, config: NetworkConfig, inner: tuple[Tensor, Tensor] | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Matches (K, 2) int64 and their scores (K,) if the network stopped here."""
-    local, scores = credible_matches(
-        *(values[0].cpu().numpy() for values in prediction.assignment.mutual_best),
-        config.policy.match_threshold,
-        config.policy.threshold_doubles_at,
-    )
-    index = prediction.tokens.index[0].cpu().numpy()
-    matches = np.stack([index[local[:, 0]], index[prediction.tokens.n + local[:, 1]]], axis=1)
-    if inner is not None:
-        allowed = (inner[0][matches[:, 0]] & inner[1][matches[:, 1]]).cpu().numpy()
-        matches, scores = matches[allowed], scores[allowed]
-    return matches, scores
-
-
 def exit_certainty(state: LayerState, total: int) -> tuple[float | None, float | None]:
     """The share that early exit compares with `exit_share`, and the number of matches to be expected.
 
-    Without heads that predict matches: the share of points that are confident, pruned ones counted as such
-    (`adaptivity.decide`). With them: the share of the expected matches whose points are
-    confident (`adaptivity.decide`): unmatched points are confident from the start.
+    Without heads that predict matches: the share of points that are confident, pruned ones counted as such.
+    With them: the share of the expected matches whose points are: unmatched ones are so from the start.
     """
     if state.confident is None:
         return None, None
@@ -278,9 +195,8 @@ class Candidates:
     def unknown(cls, count: int) -> Candidates:
         """For a network that has not run."""
         shape = count, CANDIDATES
-        ids, shares = (np.full(shape, -1) for _ in range(2)), (np.zeros(shape) for _ in range(2))
-        (points, rivals), (probabilities, others) = ids, shares
-        return cls(points, probabilities, rivals, others, np.ones(count))
+        none, never = (lambda: np.full(shape, -1)), (lambda: np.zeros(shape))
+        return cls(none(), never(), none(), never(), np.ones(count))
 
     def update(self, scores: Tensor, log_unmatched: Tensor, here: Tensor, there: Tensor) -> None:
         """Those of the points (n,) `here`, from log probabilities (n, m) with the points `there`."""
@@ -345,48 +261,76 @@ def explain(
     Raises:
         UsageError: indices that are no keypoints, or features that the network does not take.
     """
-    sizes = (len(features0), len(features1))
-    asked = (_indices(asked0, sizes[0], 0), _indices(asked1, sizes[1], 1))
+    n, m = sizes = len(features0), len(features1)
+    asked = tuple(_indices(points, sizes[i], i) for i, points in enumerate((asked0, asked1)))
     traced = asked if traced is None else tuple(_indices(traced[i], sizes[i], i) for i in (0, 1))
     batch = [Features.stack([f]).to(matcher.device) for f in (features0, features1)]
     batch[1] = matcher.matched_view(*batch)
-    network, reports, inputs = matcher.model, [], []
-    known = np.zeros((0, 2), np.int64)
-    border, total = network.config.assignment.border, sum(sizes)
-    inner = tuple(off_border(side, border)[0] for side in batch) if border else None
-    candidates = Candidates.unknown(sizes[0]), Candidates.unknown(sizes[1])
+    network, reports, inputs, before = matcher.model, [], [], set()
+    policy, assignment = network.config.policy, network.config.assignment
+    thresholds = policy.match_threshold, policy.threshold_doubles_at
+    inner = [off_border(side, assignment.border)[0].cpu().numpy() for side in batch if assignment.border]
+    candidates = Candidates.unknown(n), Candidates.unknown(m)
     for state in network.run(network.tokens(*batch, align=False)):
-        blocks = attention_inputs(network.layers[state.layer], state.before, sizes[0])
-        points = (asked[0], asked[1] + sizes[0]) * 2
+        blocks = attention_inputs(network.layers[state.layer], state.before, n)
+        places = (asked[0], asked[1] + n) * 2
         attended = [
-            strongest_attention(block, own, strongest, sizes[0])
-            for block, own in zip(blocks, points, strict=True)
+            strongest_attention(block, points, strongest, n)
+            for block, points in zip(blocks, places, strict=True)
         ]
-        report, prediction = layer_report(state, attended, known, total, inner)
-        known, found = report.matches, prediction.assignment
-        index, scores = prediction.tokens.index[0], found.log_scores[0]
-        here, there = index[: prediction.tokens.n], index[prediction.tokens.n :]
-        candidates[0].update(scores, found.log_unmatched0[0], here, there)
-        candidates[1].update(scores.T, found.log_unmatched1[0], there, here)
-        reports.append(report)
+        # How all points would be assigned if the network stopped here.
+        exits = bool(state.exiting)
+        prediction = state.assign([0], record_errors=exits)
+        found, ids = prediction.assignment, prediction.tokens.index[0]
+        here, there = ids[: prediction.tokens.n], ids[prediction.tokens.n :]
+        candidates[0].update(found.log_scores[0], found.log_unmatched0[0], here, there)
+        candidates[1].update(found.log_scores[0].T, found.log_unmatched1[0], there, here)
+        local, scores = credible_matches(
+            *(values[0].cpu().numpy() for values in found.mutual_best), *thresholds
+        )
+        matches = np.stack([here.cpu().numpy()[local[:, 0]], there.cpu().numpy()[local[:, 1]]], axis=1)
+        if inner:  # a partner off the border
+            allowed = inner[0][matches[:, 0]] & inner[1][matches[:, 1]]
+            matches, scores = matches[allowed], scores[allowed]
+        known, before = before, {tuple(match) for match in matches.tolist()}
+        alone = [
+            float(log_shares.exp().mean()) if log_shares.numel() else 0.0
+            for log_shares in (found.log_unmatched0, found.log_unmatched1)
+        ]
+        index, gone = state.tokens.index[0].cpu().numpy(), state.dropped[0]
+        why = np.zeros((len(gone), 2), np.float32)
+        if gone.any():
+            why = np.stack([state.match_probabilities[0], state.confidences[0]], axis=1)
+        sides = slice(None, state.tokens.n), slice(state.tokens.n, None)
+        certain, expected = exit_certainty(state, n + m)
+        reports.append(
+            LayerReport(
+                self_attention=(attended[0], attended[1]),
+                cross_attention=(attended[2], attended[3]),
+                matches=matches,
+                scores=scores,
+                appeared=len(before - known),
+                vanished=len(known - before),
+                unmatched=(None, None) if assignment.dustbin == "none" else (alone[0], alone[1]),
+                certain=certain,
+                expected=expected,
+                confidences=None if state.confidences is None else state.confidences[0],
+                marginal_errors=found.row_errors,
+                exited=exits and not state.is_last,
+                pruned=tuple(index[at][gone[at]] for at in sides),
+                reasons=tuple(why[at][gone[at]] for at in sides),
+            )
+        )
         inputs.append(blocks)
-    (found,) = matcher.read(prediction, *batch)
+    (kept,) = matcher.read(prediction, *batch)
     fates = tuple(np.full(size, UNMATCHED, np.int64) for size in sizes)
     for side, fate in enumerate(fates):
         for number, report in enumerate(reports, 1):
             fate[report.pruned[side]] = number
-        fate[found.indices[:, side]] = MATCHED
-    flow = rollout(inputs, np.concatenate([traced[0], traced[1] + sizes[0]]), total)
-    return Explanation(
-        asked,
-        tuple(reports),
-        found.indices,
-        found.scores,
-        fates,
-        traced,
-        (flow[: len(traced[0])], flow[len(traced[0]) :]),
-        candidates,
-    )
+        fate[kept.indices[:, side]] = MATCHED
+    flow = rollout(inputs, np.concatenate([traced[0], traced[1] + n]), n + m)
+    flows = flow[: len(traced[0])], flow[len(traced[0]) :]
+    return Explanation(asked, tuple(reports), kept.indices, kept.scores, fates, traced, flows, candidates)
 
 
 def nearest_keypoint(features: Features, point: tuple[float, float]) -> int:

@@ -14,6 +14,7 @@ import cv2
 import numpy as np
 
 from matcher.config import NetworkConfig, to_dict
+from matcher.errors import counted
 from matcher.files import check_output, write_output
 from matcher.geometry import resize_points, stored_to_upright
 from matcher.pipeline import ImageInput, Mask, Pipeline
@@ -23,17 +24,13 @@ from matcher.verify.verdict import verdict_of
 
 if TYPE_CHECKING:
     from matcher.explain.explain import Attention, Candidates, Explanation, LayerReport
-    from matcher.match.network import AttentionMatcher
 
 
 def build_page(title: str, scripts: Sequence[str], body: str, data: dict[str, Any]) -> bytes:
     """A page of one file, UTF-8: its style, script and data inside, and a policy that allows nothing else.
 
-    Args:
-        title: plain text; it is escaped.
-        scripts: names of files beside this one, run one after another; they read the data and fill the body.
-        body: HTML, ours and not made of foreign names.
-        data: ready for JSON; foreign names belong here, and the script shows them as text.
+    The scripts, files beside this one, run one after another, read the data and fill the body. Foreign names
+    belong into the data, which the script shows as text, or the title, which is escaped.
     """
     style, *parts = (Path(__file__).with_name(name).read_text("utf-8") for name in ("page.css", *scripts))
     code = "".join(parts)
@@ -77,13 +74,8 @@ def pair_data(
 ) -> dict[str, Any]:
     """A pair without reasons, as a store keeps it.
 
-    Args:
-        images: both images, at the size in which they are shown or larger.
-        keypoints: (N, 2) and (M, 2), stored pixels.
-        matches, geometry: of the pair.
-        origin: rows of the last table, what and value.
-        covariances: of the keypoints of each image, (N, 2, 2) stored pixels², NaN where they are not refined;
-            None: none is.
+    `images` at the size in which they are shown or larger; `keypoints` (N, 2) in stored pixels, `covariances`
+    (N, 2, 2) of them, NaN or None where they are not refined; `origin` is the last table, what and value.
     """
     geometry = geometry.without_rejected()
     verified = geometry.status != "not_estimated"
@@ -98,29 +90,23 @@ def pair_data(
         "matches": [[i, j, round(score, 4), inner] for (i, j), score, inner in pairs],
         "layers": [],
         "origin": [
-            [*row]
-            for row in (
-                *origin,
-                ("geometry", f"{geometry.kind}: {geometry.status}" + ", planar" * geometry.planar),
-            )
+            *origin,
+            ("geometry", f"{geometry.kind}: {geometry.status}" + ", planar" * geometry.planar),
         ],
     }
 
 
 def said(matches: Matches, geometry: TwoViewGeometry, sizes: Sequence[tuple[int, int]]) -> str:
     """What was found, in a sentence or two for anybody."""
-    text = (
-        f"{len(matches)} {'point' if len(matches) == 1 else 'points'} of one image found again in the other"
-    )
+    text = f"{counted(len(matches), 'point')} of one image found again in the other"
     verdict = verdict_of(matches, geometry.rejected or geometry, *sizes)
+    inliers = int(geometry.inliers.sum())
     if geometry.status in ("ambiguous", "degenerate") and geometry.verified:
-        text += f", {int(geometry.inliers.sum())} of them on one plane ({geometry.status}: no pose follows)"
-    elif geometry.verified:
-        text += f", {int(geometry.inliers.sum())} of them as one scene seen from two places would have it"
-    elif geometry.status != "not_estimated" and (verdict is None or verdict.word == "not"):
-        text += ", but not as one scene seen from two places would have it"
+        text += f", {inliers} of them on one plane ({geometry.status}: no pose follows)"
     elif geometry.status != "not_estimated":
-        text += ", too few of them as one scene seen from two places would have it"
+        place = "as one scene seen from two places would have it"
+        how = "but not" if verdict is None or verdict.word == "not" else "too few of them"
+        text += f", {f'{inliers} of them' if geometry.verified else how} {place}"
     return f"{text}." if verdict is None else f"{text}: {verdict}."
 
 
@@ -135,8 +121,12 @@ def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkC
         best = np.argsort(-shares, axis=1, kind="stable")[:, :SOURCES]
         weights = np.take_along_axis(shares, best, axis=1)
         largest = weights.max(axis=1, initial=1e-9)
+        # The explanation runs without compiled kernels, which round otherwise in bfloat16: which points are
+        # matched is what the pipeline says.
+        fates = np.where(explanation.fates[side] == MATCHED, UNMATCHED, explanation.fates[side])
+        fates[[match[side] for match in data["matches"]]] = MATCHED
         image |= {
-            "fates": _fates(explanation.fates[side], [match[side] for match in data["matches"]]),
+            "fates": fates.tolist(),
             "asked": explanation.asked[side].tolist(),
             "attention": [
                 [_packed(layer.self_attention[side], kind), _packed(layer.cross_attention[side], kind)]
@@ -172,16 +162,6 @@ def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkC
     }
 
 
-def _fates(fates: np.ndarray, matched: list[int]) -> list[int]:
-    """Those of a network's explanation, but which points are matched is what the pipeline says.
-
-    The explanation runs without compiled kernels, which round otherwise in bfloat16.
-    """
-    found = np.where(fates == MATCHED, UNMATCHED, fates)
-    found[matched] = MATCHED
-    return found.tolist()
-
-
 def _candidates(found: Candidates, fates: list[int]) -> dict[str, list]:
     """Of each unmatched point: how likely no partner is, and candidates, each with its own best point."""
     columns = found.points, found.probabilities, found.rivals, found.rival_probabilities
@@ -194,15 +174,6 @@ def _candidates(found: Candidates, fates: list[int]) -> dict[str, list]:
         if fate != MATCHED
         for rows in [zip(*(column[point] for column in columns), strict=True)]
     }
-
-
-def covariances_of(matches: Matches, count: int) -> np.ndarray | None:
-    """(count, 2, 2) of the keypoints of image 1, NaN for those that were not refined; None if none was."""
-    if matches.refinement is None:
-        return None
-    found, accepted = np.full((count, 2, 2), np.nan), matches.refinement.accepted
-    found[matches.indices[accepted, 1]] = matches.refinement.covariances[accepted]
-    return found
 
 
 def _shown_image(
@@ -299,10 +270,9 @@ def write_report(
 
     Args:
         pipeline: one with a network; its first pass is explained.
-        image0, image1: images.
+        image0, image1, mask0, mask1: as `Pipeline.match` takes them.
         path: .html.
         point: stored pixels of image 0; its nearest keypoint is shown when the report opens.
-        mask0, mask1: as `Pipeline.match` takes them.
         overwrite: replace an existing file that is no report; an earlier report is replaced in any case.
 
     Raises:
@@ -319,13 +289,7 @@ def write_report(
 def report_page(
     pipeline: Pipeline, images: tuple[Image, Image], result: Result, point: tuple[float, float] | None = None
 ) -> bytes:
-    """The report of a pair that was matched, UTF-8.
-
-    Args:
-        pipeline: the one that matched it; it has a network.
-        images: as it read them.
-        result: of the pair; where further passes followed the first one, that one is explained.
-        point: as in `write_report`.
+    """The report, UTF-8, of a pair that this pipeline has read and matched; its first pass is explained.
 
     Raises:
         UsageError: no network, or a point outside image 0.
@@ -334,16 +298,31 @@ def report_page(
 
     network, whole = network_of(pipeline), result
     result = result.first or result
-    features, config = (result.features0, result.features1), pipeline.config.matcher
+    features, context = (result.features0, result.features1), network.model.config.context
     chosen = None if point is None else nearest_keypoint(features[0], point)
-    asked = _asked(network, result, chosen)
+    # Points whose attention fits into 1.8 MB: the chosen one, then the matched ones, then the others.
+    limit = 1_800_000 // (context.depth * 2 * context.heads * (STRONGEST * 3 + 1) + SOURCES * 3) // 2
+    asked = []
+    for side, found in enumerate(features):
+        first = [] if chosen is None or side else [chosen]
+        order = dict.fromkeys([*first, *result.matches.indices[:, side].tolist(), *range(len(found))])
+        asked.append(list(order)[:limit])
     traced = tuple(points[:512] for points in asked)  # a rollout takes as long as attention of all
     explanation = explain(network, *features, *asked, strongest=STRONGEST, traced=traced)
     keypoints = [side.keypoints.cpu().numpy() for side in features]
-    covariances = (None, covariances_of(result.matches, len(keypoints[1])))
-    origin = _origin(pipeline, images)
-    data = pair_data(images, keypoints, result.matches, result.geometry, origin, covariances)
-    add_reasons(data, explanation, config)
+    covariances, refinement = np.full((len(keypoints[1]), 2, 2), np.nan), result.matches.refinement
+    if refinement is not None:
+        accepted = result.matches.indices[refinement.accepted, 1]
+        covariances[accepted] = refinement.covariances[refinement.accepted]
+    source = pipeline.weights
+    origin = [
+        ("preset", pipeline.preset),
+        ("weights", "none" if source is None else f"{source.name}, sha256 {source.sha256}"),
+        ("image 0", str(images[0].path)),
+        ("image 1", str(images[1].path)),
+    ]
+    data = pair_data(images, keypoints, result.matches, result.geometry, origin, (None, covariances))
+    add_reasons(data, explanation, pipeline.config.matcher)
     if whole is not result:
         sizes = [image.size for image in images]
         data["said"] = (
@@ -357,26 +336,3 @@ def report_page(
     }
     names = " and ".join("array" if image.path is None else Path(image.path).name for image in images)
     return build_page(names, SCRIPTS, BODY, data)
-
-
-def _asked(network: AttentionMatcher, result: Result, chosen: int | None) -> list[list[int]]:
-    """Points whose attention fits into 1.8 MB: the chosen one, then the matched ones, then the others."""
-    context = network.model.config.context
-    attended = context.depth * 2 * context.heads * (STRONGEST * 3 + 1)
-    limit = 1_800_000 // (attended + SOURCES * 3) // 2
-    asked = []
-    for side, features in enumerate((result.features0, result.features1)):
-        first = [] if chosen is None or side else [chosen]
-        order = dict.fromkeys([*first, *result.matches.indices[:, side].tolist(), *range(len(features))])
-        asked.append(list(order)[:limit])
-    return asked
-
-
-def _origin(pipeline: Pipeline, images: tuple[Image, Image]) -> list[tuple[str, str]]:
-    source = pipeline.weights
-    return [
-        ("preset", pipeline.preset),
-        ("weights", "none" if source is None else f"{source.name}, sha256 {source.sha256}"),
-        ("image 0", str(images[0].path)),
-        ("image 1", str(images[1].path)),
-    ]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
 import os
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
@@ -64,19 +64,15 @@ def write_run_report(
         raise UsageError(f"the number of pages must not be negative, got {pages}")
     with Store.open(run_dir) as store:
         path = check_output(path or run_dir / "report.html", (".html",), overwrite=overwrite)
-        found = collect_statistics(store.pairs(), max(_ROWS, pages), 4000)
-        links, left_out = _write_pairs(store, found.weakest[:pages], path, overwrite)
-        data = _run_data(store, found, links, left_out, path.parent)
+        rows = sorted(map(_row, store.pairs()))
+        links, left_out = _write_pairs(store, rows[:pages], path, overwrite)
+        data = _run_data(store, rows, links, left_out, path.parent)
     write_output(path, build_page(f"matcher: {run_dir.name}", ("elements.js", "run.js"), _BODY, data))
     return RunPages(path, len(links), tuple(left_out))
 
 
-# --- Statistics, from one pass over the pairs in bounded memory
-
-
-@dataclass(frozen=True)
-class PairRow:
-    """A pair without its matches."""
+class PairRow(NamedTuple):
+    """A pair without its matches; the weakest is the least."""
 
     verified: bool  # a geometry was found, or none was asked for
     inliers: int  # matches, where no geometry was asked for
@@ -87,60 +83,12 @@ class PairRow:
     seconds: float
 
 
-@dataclass
-class RunStatistics:
-    """What a page shows about a run: counts, and a limited number of rows."""
-
-    pairs: int = 0
-    seconds: float = 0.0
-    verified_matches: int = 0  # inliers of the verified pairs
-    statuses: Counter = field(default_factory=Counter)
-    matches: Counter = field(default_factory=Counter)  # pairs by bin
-    inliers: Counter = field(default_factory=Counter)
-    degree: Counter = field(default_factory=Counter)  # verified pairs of each image
-    tried: Counter = field(default_factory=Counter)  # pairs of each image
-    weakest: list[PairRow] = field(default_factory=list)  # the weakest first
-    strongest: list[PairRow] = field(default_factory=list)  # the strongest first
-
-
-def collect_statistics(pairs: Iterable[StoredPair], limit: int, edges: int) -> RunStatistics:
-    """Go once over the pairs of a run, as a store gives them; keep `limit` weak and `edges` strong ones."""
-    found, weakest, strongest = RunStatistics(), [], []
-    for pair in pairs:
-        status, matches = pair.geometry.status, len(pair.matches)
-        free = status == "not_estimated"
-        inliers = matches if free else int(pair.geometry.inliers.sum())
-        verified = matches > 0 if free else pair.geometry.verified
-        row = PairRow(verified, inliers, matches, pair.name0, pair.name1, status, pair.seconds)
-        found.pairs += 1
-        found.seconds += pair.seconds
-        found.verified_matches += inliers if verified else 0
-        found.statuses[status] += 1
-        found.matches[bin_of(matches)] += 1
-        found.inliers[bin_of(inliers)] += 1
-        for name in (row.name0, row.name1):
-            found.tried[name] += 1
-            found.degree[name] += verified
-        rank = (verified, inliers, matches)
-        if verified:
-            _keep(strongest, (*rank, found.pairs, row), edges)
-        _keep(weakest, (*(-value for value in rank), -found.pairs, row), limit)
-    found.strongest = [row for *_, row in sorted(strongest, reverse=True)]
-    found.weakest = [row for *_, row in sorted(weakest, reverse=True)]
-    return found
-
-
-def _keep(heap: list, item: tuple, limit: int) -> None:
-    """Keep the `limit` largest items; their keys, which come first, differ."""
-    if len(heap) < limit:
-        heapq.heappush(heap, item)
-    elif limit and item > heap[0]:
-        heapq.heapreplace(heap, item)
-
-
-def bin_of(count: int) -> int:
-    """Which of `BINS` a count falls into."""
-    return max(number for number, least in enumerate(BINS) if count >= least)
+def _row(pair: StoredPair) -> PairRow:
+    status, matches = pair.geometry.status, len(pair.matches)
+    free = status == "not_estimated"
+    inliers = matches if free else int(pair.geometry.inliers.sum())
+    verified = matches > 0 if free else pair.geometry.verified
+    return PairRow(verified, inliers, matches, pair.name0, pair.name1, status, pair.seconds)
 
 
 # --- Pages of pairs
@@ -211,7 +159,7 @@ def _pair_data(store: Store, pair: StoredPair, images: Sequence[StoredImage]) ->
 
 def _run_data(
     store: Store,
-    found: RunStatistics,
+    rows: Sequence[PairRow],
     links: dict[tuple[str, str], str],
     left_out: Sequence[str],
     folder: Path,
@@ -220,12 +168,15 @@ def _run_data(
     counts, settings, images = store.counts(), store.settings, store.images()
     failed = [[f"{pair.name0} and {pair.name1}", pair.reason] for pair in islice(store.failed(), _ROWS)]
     lost = [[image.name, image.reason] for image in images if image.status == "failed"]
+    tried = Counter(name for row in rows for name in (row.name0, row.name1))
+    degree = Counter(name for row in rows if row.verified for name in (row.name0, row.name1))
     tracks = None
-    if found.verified_matches <= 5_000_000:  # of a larger run they would not fit into memory
+    if sum(row.inliers for row in rows if row.verified) <= 5_000_000:  # more would not fit into memory
         joined = tracks_of(store)
         tracks = {"count": len(joined), "mean": round(joined.mean_length, 2), "conflicts": joined.conflicts}
         tracks["lengths"] = sorted(Counter(joined.lengths.tolist()).items())
-    alone = sorted(images, key=lambda image: (found.degree[image.name], image.name))
+    alone = sorted(images, key=lambda image: (degree[image.name], image.name))
+    done = [image for image in alone if image.status == "done"][:_ROWS]
     return {
         "folder": str(store.image_folder),
         "run": str(store.folder),
@@ -234,37 +185,24 @@ def _run_data(
             ["preset", str(settings.get("preset"))],
             ["weights, sha256", settings.get("weights") or "none"],
             ["geometry", str(settings.get("config", {}).get("estimation", {}).get("kind"))],
-            *(["reconstruction", _link(model, folder)] for model in _reconstructions(store.folder)),
+            *_reconstructions(store.folder, folder),
         ],
         "counts": [
             ["images", counts.images_done, counts.images_failed, counts.images_waiting],
             ["pairs", counts.pairs_done, counts.pairs_failed, counts.pairs_waiting],
         ],
-        "seconds": round(found.seconds, 1),
-        "statuses": sorted(found.statuses.items()),
+        "seconds": round(sum(row.seconds for row in rows), 1),
+        "statuses": sorted(Counter(row.status for row in rows).items()),
         "bins": list(BINS),
-        "histograms": [
-            [counter[number] for number in range(len(BINS))] for counter in (found.matches, found.inliers)
-        ],
+        "histograms": [_histogram(row.matches for row in rows), _histogram(row.inliers for row in rows)],
         "tracks": tracks,
-        "graph": _graph(found, images),
+        "graph": _graph([row for row in rows[::-1] if row.verified][:4000], degree, images),
         "weakest": [
-            [
-                r.name0,
-                r.name1,
-                r.matches,
-                r.inliers,
-                r.status,
-                round(r.seconds, 3),
-                links.get((r.name0, r.name1)),
-            ]
-            for r in found.weakest
+            [*names, r.matches, r.inliers, r.status, round(r.seconds, 3), links.get(names)]
+            for r in rows[: max(_ROWS, len(links) + len(left_out))]
+            for names in [(r.name0, r.name1)]
         ],
-        "alone": [
-            [image.name, image.count, found.tried[image.name], found.degree[image.name]]
-            for image in alone
-            if image.status == "done"
-        ][:_ROWS],
+        "alone": [[image.name, image.count, tried[image.name], degree[image.name]] for image in done],
         "failures": {
             "images": [counts.images_failed, lost[:_ROWS]],
             "pairs": [counts.pairs_failed, failed],
@@ -273,53 +211,47 @@ def _run_data(
     }
 
 
-def _link(model: Path, folder: Path) -> dict[str, str]:
-    """A model as a link from a page in a folder to the plot of its points and cameras."""
-    place = os.path.relpath(model / "reconstruction.png", folder.resolve())
-    return {"text": str(model), "link": quote(Path(place).as_posix())}
+def _histogram(values: Iterable[int]) -> list[int]:
+    counts = Counter(bisect_right(BINS, value) for value in values)
+    return [counts[number] for number in range(1, len(BINS) + 1)]
 
 
-def _reconstructions(run: Path) -> list[Path]:
-    """Folders beside a run whose models were made from it."""
+def _reconstructions(run: Path, folder: Path) -> list[list]:
+    """Models beside a run that were made from it, each as a link from a page in a folder to its plot."""
     run, found = run.resolve(), []
-    for summary in sorted(run.parent.glob(f"*/{SUMMARY}")):
-        named = read_summary(summary.parent).get("run")
-        if isinstance(named, str) and os.path.normpath(summary.parent / named) == str(run):
-            found.append(summary.parent)
+    for model in sorted(summary.parent for summary in run.parent.glob(f"*/{SUMMARY}")):
+        named = read_summary(model).get("run")
+        if isinstance(named, str) and os.path.normpath(model / named) == str(run):
+            place = Path(os.path.relpath(model / "reconstruction.png", folder.resolve()))
+            found.append(["reconstruction", {"text": str(model), "link": quote(place.as_posix())}])
     return found
 
 
-def _graph(found: RunStatistics, images: Sequence[StoredImage]) -> dict[str, Any]:
+def _graph(strongest: list[PairRow], degree: Counter, images: Sequence[StoredImage]) -> dict[str, Any]:
     """Images with most partners and the strongest pairs between them, with positions on a unit square."""
-    shown = sorted(images, key=lambda image: (-found.degree[image.name], image.name))[:400]
+    shown = sorted(images, key=lambda image: (-degree[image.name], image.name))[:400]
     nodes = sorted(shown, key=lambda image: image.name)
     number = {image.name: index for index, image in enumerate(nodes)}
-    rows = [row for row in found.strongest if row.name0 in number and row.name1 in number]
+    rows = [row for row in strongest if row.name0 in number and row.name1 in number]
     edges = np.array([[number[row.name0], number[row.name1]] for row in rows], np.int64).reshape(-1, 2)
     inliers = np.array([row.inliers for row in rows], np.float64)
     positions = np.round(lay_out(len(nodes), edges, np.sqrt(np.maximum(inliers, 1))), 4).tolist()
     return {
         "nodes": [
-            [image.name, *position, image.status, found.degree[image.name]]
+            [image.name, *position, image.status, degree[image.name]]
             for image, position in zip(nodes, positions, strict=True)
         ],
         "edges": [[*map(int, edge), row.inliers, row.matches] for edge, row in zip(edges, rows, strict=True)],
         "images": len(images),
-        "pairs": sum(found.degree.values()) // 2,
+        "pairs": sum(degree.values()) // 2,
     }
 
 
 def lay_out(count: int, edges: np.ndarray, weights: np.ndarray, rounds: int = 150) -> np.ndarray:
-    """Lay out a graph by springs and repulsion (Fruchterman and Reingold 1991).
+    """Lay out a graph by springs and repulsion (Fruchterman and Reingold 1991): (count, 2) in [0, 1]².
 
-    Args:
-        count: nodes n.
-        edges: (E, 2) int64 of them.
-        weights: (E,) above 0; heavier edges are shorter.
-        rounds: steps, which become smaller and smaller.
-
-    Returns:
-        (n, 2) positions in [0, 1]², the same every time; they start on a ring in the order of the nodes.
+    `edges` (E, 2) int64, `weights` (E,) above 0: heavier ones are shorter. The same every time: nodes start
+    on a ring in their order, and steps become smaller.
     """
     turn = 2 * np.pi * np.arange(count) / max(1, count)
     positions = 0.5 + 0.4 * np.stack([np.sin(turn), -np.cos(turn)], axis=1)

@@ -6,7 +6,7 @@ import html
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
@@ -46,14 +46,14 @@ _GEOMETRIES = {
 
 @dataclass(frozen=True)
 class Choices:
-    """What a user may set."""
+    """What a user may set, as options of `matcher.load`, where None means the preset's value."""
 
     preset: str = DEFAULT_PRESET
     geometry: GeometryKind = "fundamental"
-    threshold: float | None = None  # least score of a match; here and below, None means the preset's value
-    max_error: float | None = None  # pixels of the resized image, of an inlier
-    max_keypoints: int | None = None  # per image
-    resize: int | None = None  # pixels, longer side
+    match_threshold: float | None = None
+    max_error: float | None = None  # of an inlier, pixels of the resized image; not an option there
+    max_keypoints: int | None = None
+    resize: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,13 +77,7 @@ class Matching:
     def answer(
         self, image0: Path, image1: Path, choices: Choices, *, explained: bool = True, **given: Any
     ) -> Answer:
-        """Match two photos; `given` are masks and cameras, as `Pipeline.match` takes them.
-
-        Raises:
-            ImageError: an image cannot be read.
-            UsageError: choices that contradict each other.
-            IntegrityError: weights that are not installed; the message explains how to get them.
-        """
+        """Match two photos; `given` are masks and cameras, as `Pipeline.match` takes them."""
         with self._busy:
             pipeline = self.pipeline(choices)
             images = pipeline.read(image0), pipeline.read(image1)
@@ -104,20 +98,15 @@ class Matching:
 
 
 def _load(choices: Choices, device: str) -> Pipeline:
-    if choices.max_error is not None and not choices.max_error > 0:
-        raise UsageError(f"the largest error of an inlier is above 0 pixels, not {choices.max_error:g}")
-    pipeline = load(
-        choices.preset,
-        device=device,
-        match_threshold=choices.threshold,
-        max_keypoints=choices.max_keypoints,
-        resize=choices.resize,
-        geometry=choices.geometry,
-    )
-    if choices.max_error is None:
+    options = asdict(choices)
+    most = options.pop("max_error")
+    if most is not None and not most > 0:
+        raise UsageError(f"the largest error of an inlier is above 0 pixels, not {most:g}")
+    pipeline = load(**options, device=device)
+    if most is None:
         return pipeline
     name = "max_reprojection_error" if choices.geometry.startswith("homograph") else "max_epipolar_error"
-    return with_estimation(pipeline, replace(pipeline.config.estimation, **{name: choices.max_error}))
+    return with_estimation(pipeline, replace(pipeline.config.estimation, **{name: most}))
 
 
 def geometry_rows(result: Result) -> list[list[Any]]:
@@ -148,11 +137,7 @@ class UploadsOnly(gr.Blocks):
         self.has_launched = True  # else gradio makes none of its own checks
 
     async def preprocess_data(self, block_fn: Any, inputs: list, *arguments: Any, **options: Any) -> Any:
-        """What gradio makes of the inputs of an event.
-
-        Raises:
-            gradio.Error: one of them names a file elsewhere.
-        """
+        """What gradio makes of the inputs of an event; `gradio.Error` where one names a file elsewhere."""
         folder = os.path.realpath(get_upload_folder())
         for path in _paths(inputs):
             if not isinstance(path, str) or not os.path.realpath(path).startswith(folder + os.sep):
@@ -166,20 +151,15 @@ def _paths(value: Any) -> Iterator[Any]:
     while waiting:
         each = waiting.pop()
         if isinstance(each, dict):
+            waiting += each.values()
             if "path" in each:
                 yield each["path"]
-            waiting += each.values()
         elif isinstance(each, list | tuple):
             waiting += each
 
 
 def build_page(matching: Matching, folder: Path) -> gr.Blocks:
-    """The page.
-
-    Args:
-        matching: what does the work.
-        folder: where files to be downloaded are kept while the page runs.
-    """
+    """The page; files to be downloaded are kept in the folder while it runs."""
 
     def preview(path: str | None) -> tuple[dict, str]:
         """An upload as it will be matched, or why it will not."""
@@ -224,29 +204,47 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
 
     with UploadsOnly(title="matcher", analytics_enabled=False, delete_cache=(600, 3600)) as page:
         gr.Markdown("## matcher\nChoose two photos and press Match. They stay on this machine.")
-        files, sides = [], []
+        files, sides, wide = [], [], {"min_width": 240}
+        hidden = {"visible": False, "show_label": False, "interactive": False, "height": 220, "buttons": []}
         with gr.Row():
             for side in (0, 1):
-                with gr.Column(min_width=240):
+                with gr.Column(**wide):
                     files.append(_file(f"Photo {side}", f"photo{side}"))
-                    shown = gr.Image(
-                        visible=False,
-                        show_label=False,
-                        interactive=False,
-                        height=220,
-                        elem_id=f"shown{side}",
-                        buttons=[],
-                    )
-                    sides.append((files[-1], shown))
+                    sides.append((files[-1], gr.Image(elem_id=f"shown{side}", **hidden)))
         with gr.Accordion("Masks: black pixels yield no keypoints", open=False), gr.Row():
             files += [_file(f"Mask {side}", f"mask{side}") for side in (0, 1)]
-        inputs = _inputs()
+        with gr.Row():
+            preset = gr.Dropdown(_presets(), value=DEFAULT_PRESET, label="Method", **wide)
+            kinds, title = list(_GEOMETRIES.items()), "What is photographed"
+            geometry = gr.Dropdown(kinds, value="fundamental", label=title, **wide)
+        own = {"minimum": 0, "info": "0: as the method has it", "min_width": 200}
+        whole = {**own, "precision": 0}
+        with gr.Row():
+            threshold = gr.Number(0, label="Least probability of a match", elem_id="threshold", **own)
+            error = gr.Number(0, label="Largest error of an inlier, pixels", elem_id="error", **own)
+            keypoints = gr.Number(0, label="Most points of a photo", elem_id="keypoints", **whole)
+            resize = gr.Number(0, label="Longer side after resizing, pixels", elem_id="resize", **whole)
+        title = "Cameras, for the essential matrix: fx, fy, cx, cy in pixels"
+        with gr.Accordion(title, open=False), gr.Row():
+            cameras = [gr.Textbox(label=f"Camera {i}", elem_id=f"camera{i}", **wide) for i in (0, 1)]
+        explained = gr.Checkbox(True, label="Explain the matches")
+        inputs = [*files, preset, geometry, threshold, error, keypoints, resize, *cameras, explained]
         button = gr.Button("Match", variant="primary", elem_id="match")
-        outputs = _outputs()
+        made = {"interactive": False}
+        summary = gr.Textbox(label="What was found", lines=5, elem_id="counts", **made)
+        shown = {"show_label": False, "format": "png", "buttons": ["download", "fullscreen"]}
+        drawing = gr.Image(elem_id="drawing", **shown, **made)
+        with gr.Row():
+            headers = ["quantity", "value"]
+            table = gr.Dataframe(headers=headers, label="Geometry", elem_id="geometry", wrap=True, **made)
+            with gr.Column(**wide):
+                arrays = gr.File(label="Keypoints, matches and geometry (.npz)", elem_id="npz", **made)
+                report = gr.File(label="Report (.html)", elem_id="report", **made)
+        outputs = [summary, drawing, table, arrays, report, gr.HTML(elem_id="explanation")]
         how = {"concurrency_limit": 1, "api_visibility": "private"}
-        button.click(press, [*files, *inputs], outputs, show_progress="full", **how)
+        button.click(press, inputs, outputs, show_progress="full", **how)
         for file, shown in sides:
-            file.change(preview, file, [shown, outputs[0]], show_progress="hidden", **how)
+            file.change(preview, file, [shown, summary], show_progress="hidden", **how)
     return page
 
 
@@ -254,43 +252,14 @@ def _file(label: str, name: str) -> gr.File:
     return gr.File(label=label, type="filepath", height=120, elem_id=name)
 
 
-def _inputs() -> list:
-    catalogue, presets = read_catalogue(), []
+def _presets() -> list[tuple[str, str]]:
+    """What is shown for each preset, and its name."""
+    catalogue, found = read_catalogue(), []
     for name, config in PRESETS.items():
         row = catalogue.get(config.weights) if isinstance(config.weights, str) else None
         absent = row is not None and not (row.folder / "manifest.toml").is_file()
-        presets.append((f"{name} (to be fetched first)" if absent else name, name))
-    with gr.Row():
-        preset = gr.Dropdown(presets, value=DEFAULT_PRESET, label="Method", min_width=240)
-        geometry = gr.Dropdown(
-            list(_GEOMETRIES.items()), value="fundamental", label="What is photographed", min_width=240
-        )
-    own = {"minimum": 0, "info": "0: as the method has it", "min_width": 200}
-    with gr.Row():
-        threshold = gr.Number(0, label="Least probability of a match", elem_id="threshold", **own)
-        error = gr.Number(0, label="Largest error of an inlier, pixels", elem_id="error", **own)
-        keypoints = gr.Number(0, label="Most points of a photo", precision=0, elem_id="keypoints", **own)
-        resize = gr.Number(
-            0, label="Longer side after resizing, pixels", precision=0, elem_id="resize", **own
-        )
-    with gr.Accordion("Cameras, for the essential matrix: fx, fy, cx, cy in pixels", open=False), gr.Row():
-        cameras = [gr.Textbox(label=f"Camera {i}", elem_id=f"camera{i}", min_width=240) for i in (0, 1)]
-    explained = gr.Checkbox(True, label="Explain the matches")
-    return [preset, geometry, threshold, error, keypoints, resize, *cameras, explained]
-
-
-def _outputs() -> list:
-    summary = gr.Textbox(label="What was found", lines=5, elem_id="counts", interactive=False)
-    buttons = ["download", "fullscreen"]
-    drawing = gr.Image(show_label=False, format="png", interactive=False, buttons=buttons, elem_id="drawing")
-    with gr.Row():
-        geometry = gr.Dataframe(
-            headers=["quantity", "value"], label="Geometry", interactive=False, elem_id="geometry", wrap=True
-        )
-        with gr.Column(min_width=240):
-            arrays = gr.File(label="Keypoints, matches and geometry (.npz)", elem_id="npz", interactive=False)
-            report = gr.File(label="Report (.html)", elem_id="report", interactive=False)
-    return [summary, drawing, geometry, arrays, report, gr.HTML(elem_id="explanation")]
+        found.append((f"{name} (to be fetched first)" if absent else name, name))
+    return found
 
 
 def _camera(text: str, name: str) -> Camera:

@@ -7,10 +7,8 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from matcher.errors import UsageError, install_command
 
@@ -20,10 +18,7 @@ _SITES = (b"same-origin", b"none")  # Sec-Fetch-Site of the page's own requests,
 def admitting(app: Callable, folder: Path, most_bytes: int) -> Callable:
     """An ASGI application that answers only requests of its own page, and refuses uploads beyond a limit.
 
-    Args:
-        app: the application behind it.
-        folder: where uploads are kept.
-        most_bytes: what the folder may hold, a new upload included.
+    `folder` is where uploads are kept and may hold `most_bytes`, a new upload included.
     """
 
     async def answer(scope: dict, receive: Callable, send: Callable) -> None:
@@ -79,68 +74,35 @@ def serve(
     max_megabytes: int = MAX_MEGABYTES,
     on_address: Callable[[str], None] = print,
 ) -> None:
-    """Run the page until it is interrupted.
+    """Run the page until it is interrupted; `on_address` is called with its address once that is known.
 
     Args:
         port: the first that is tried; 0 takes any.
         device: where networks run.
         max_megabytes: larger uploads are refused.
-        on_address: called with the address once it is known.
 
     Raises:
         UsageError: gradio is not installed, or no port is free.
     """
     listening = _listen(port)
-    running: list[Any] = []
-    with _ended_by_hangup(running), tempfile.TemporaryDirectory(prefix="matcher-") as scratch, listening:
+    hangup = getattr(signal, "SIGHUP", None)  # of a terminal that is closed; Windows has none
+    main = threading.current_thread() is threading.main_thread()
+    if hangup is not None and main and signal.getsignal(hangup) == signal.SIG_DFL:  # nohup ignores it
+        signal.signal(hangup, lambda *_: signal.raise_signal(signal.SIGTERM))  # files go with the server
+    with tempfile.TemporaryDirectory(prefix="matcher-") as scratch, listening:
         # gradio reads these when it is imported.
         os.environ |= {"GRADIO_TEMP_DIR": scratch, "GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1"}
         app = build_app(Path(scratch), device, max_megabytes)
         import uvicorn
 
         on_address(f"http://{HOST}:{listening.getsockname()[1]}")
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
-        running.append(server)
-        server.run(sockets=[listening])
-
-
-@contextmanager
-def _ended_by_hangup(running: list[Any]) -> Iterator[None]:
-    """A terminal that is closed ends the server in the list, not the process: its files go with it."""
-    number = getattr(signal, "SIGHUP", None)  # which Windows has not
-    main = threading.current_thread() is threading.main_thread()
-    if number is None or not main or signal.getsignal(number) != signal.SIG_DFL:  # nohup ignores it
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        if not running:
-            raise SystemExit(128 + number)
-        running[0].config.timeout_graceful_shutdown = 2  # seconds; a page that is open would keep it
-        running[0].should_exit = True
-
-    signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        signal.signal(number, signal.SIG_DFL)
-
-
-# Nothing that gradio adds by itself: no server of its own, no monitoring, no history, no installable page.
-_NOT = ("ssr_mode", "enable_monitoring", "run_history", "pwa")
+        # A page that is open would keep the server: it gets two seconds.
+        how = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": 2}
+        uvicorn.Server(uvicorn.Config(app, **how)).run(sockets=[listening])
 
 
 def build_app(folder: Path, device: str = "auto", max_megabytes: int = MAX_MEGABYTES) -> Callable:
-    """The page as an ASGI application.
-
-    Args:
-        folder: of files that are made for download; it should be of this page alone.
-        device: where networks run.
-        max_megabytes: larger uploads are refused.
-
-    Raises:
-        UsageError: gradio is not installed.
-    """
+    """The page as an ASGI application; `folder`, of this page alone, is for files that it makes."""
     try:
         import fastapi
         import gradio
@@ -161,34 +123,30 @@ def build_app(folder: Path, device: str = "auto", max_megabytes: int = MAX_MEGAB
     page = build_page(Matching(device), made)
     page.queue(max_size=20, api_open=False)
     how = {"max_file_size": max_megabytes * 2**20, "allowed_paths": [str(made)], "server_name": HOST}
-    how |= {"show_error": True, "footer_links": [], **dict.fromkeys(_NOT, False)}
+    how |= {"show_error": True, "footer_links": []}
+    # Nothing that gradio adds by itself: no server of its own, no monitoring, no history, no app.
+    how |= {"ssr_mode": False, "enable_monitoring": False, "run_history": False, "pwa": False}
     gradio.mount_gradio_app(app, page, path="/", theme=plain_theme(), **how)
     # A name that another site points at this machine is not ours (DNS rebinding).
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
-    return _with_policy(admitting(app, folder, 40 * max_megabytes * 2**20))
-
-
-def _with_policy(app: Callable) -> Callable:
-    """Every answer carries the content-security policy."""
+    admitted = admitting(app, folder, 40 * max_megabytes * 2**20)
     headers = [(b"content-security-policy", _POLICY.encode()), (b"referrer-policy", b"no-referrer")]
 
     async def answer(scope: dict, receive: Callable, send: Callable) -> None:
+        """Every answer carries the content-security policy."""
+
         async def marked(message: dict) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), *headers]}
             await send(message)
 
-        await app(scope, receive, marked if scope["type"] == "http" else send)
+        await admitted(scope, receive, marked if scope["type"] == "http" else send)
 
     return answer
 
 
 def _listen(port: int) -> socket.socket:
-    """A socket on the first free port.
-
-    Raises:
-        UsageError: none of them is free.
-    """
+    """A socket on the first free port; `UsageError` where none is."""
     if not 0 <= port <= 65535:
         raise UsageError(f"a port is a number from 0 to 65535, not {port}")
     for candidate in [port] if port == 0 else range(port, min(port + 20, 65536)):

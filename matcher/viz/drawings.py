@@ -19,6 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.colors import Colormap, LinearSegmentedColormap, ListedColormap, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 
 from matcher.errors import UsageError, counted
@@ -27,6 +28,7 @@ from matcher.geometry import resize_points, stored_to_upright, warp_points
 from matcher.images import MAX_PIXELS, read_image
 from matcher.types import Image
 from matcher.verify.adjustment import epipolar_distance
+from matcher.viz.overlays import as_colour
 
 PLOT_SUFFIXES = (".png", ".jpg", ".jpeg", ".pdf", ".svg")
 # Okabe and Ito's palette
@@ -50,15 +52,6 @@ class Placed:
         upright = stored_to_upright(points, self.image.size, self.image.orientation)
         resized = resize_points(upright, self.image.scale)
         return resize_points(resized, self.scale) + np.asarray(self.offset)
-
-
-@dataclass(frozen=True)
-class Legend:
-    """The colour legend of a header: a scale with its two ends, and texts, each in its own colour."""
-
-    texts: tuple[tuple[str, tuple[float, ...] | str], ...] = ()
-    scale: Colormap | None = None
-    ends: tuple[str, str] = ("", "")
 
 
 def save_figure(figure: Figure, path: str | Path) -> Path:
@@ -100,11 +93,9 @@ def as_points(points: np.ndarray, name: str) -> np.ndarray:
     return points
 
 
-def as_column(
-    values: np.ndarray | None, count: int, name: str, default: np.ndarray | None = None
-) -> np.ndarray:
-    """(K,) values or the default; `UsageError` naming the argument for another shape."""
-    values = default if values is None else np.asarray(values)
+def _column(values: np.ndarray | None, count: int, name: str) -> np.ndarray:
+    """(K,) values, ones where there are none."""
+    values = np.ones(count) if values is None else np.asarray(values)
     if values.shape != (count,):
         raise UsageError(f"{name} must be ({count},), not {values.shape}")
     return values
@@ -112,8 +103,8 @@ def as_column(
 
 def two_images(
     image0: Image | np.ndarray | str | Path, image1: Image | np.ndarray | str | Path, *, stacked: bool
-) -> tuple[tuple[Placed, Placed], Figure, Axes]:
-    """A figure with both images, of one longer side, beside or above each other; and where they lie."""
+) -> tuple[list[Placed], Figure, Axes]:
+    """A figure with both images, of one longer side, beside or above each other, under room for a header."""
     images = as_image(image0), as_image(image1)
     shown = [_display(image.pixels) for image in images]
     rows, columns = ([pixels.shape[axis] for pixels in shown] for axis in (0, 1))
@@ -126,7 +117,13 @@ def two_images(
         canvas[y : y + h, x : x + w] = pixels
         placed.append(Placed(image, (w / image.pixels.shape[1], h / image.pixels.shape[0]), (x, y), (w, h)))
         left, top = left + w + _GAP, top + h + _GAP
-    return (placed[0], placed[1]), *blank_figure(canvas)
+    total = height + header_height(width)
+    figure = Figure(figsize=(width / _DPI, total / _DPI), dpi=_DPI, facecolor="white")
+    axes = figure.add_axes((0.0, 0.0, 1.0, height / total))
+    axes.imshow(canvas, interpolation="nearest", aspect="auto")
+    axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
+    axes.set_axis_off()
+    return placed, figure, axes
 
 
 def _display(pixels: np.ndarray) -> np.ndarray:
@@ -134,21 +131,9 @@ def _display(pixels: np.ndarray) -> np.ndarray:
     factor = _SIDE / max(pixels.shape[:2])
     size = (max(1, round(pixels.shape[1] * factor)), max(1, round(pixels.shape[0] * factor)))
     shown = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA if factor < 1 else cv2.INTER_LINEAR)
-    shown = shown if shown.ndim == 3 else cv2.cvtColor(shown, cv2.COLOR_GRAY2RGB)
-    grey = cv2.cvtColor(cv2.cvtColor(shown, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
+    shown = as_colour(shown)
+    grey = as_colour(cv2.cvtColor(shown, cv2.COLOR_RGB2GRAY))
     return cv2.addWeighted(shown, 0.425, grey, 0.425, 0)
-
-
-def blank_figure(canvas: np.ndarray) -> tuple[Figure, Axes]:
-    """A figure whose axes show the canvas (H, W, 3) pixel by pixel, under room for a header."""
-    height, width = canvas.shape[:2]
-    total = height + header_height(width)
-    figure = Figure(figsize=(width / _DPI, total / _DPI), dpi=_DPI, facecolor="white")
-    axes = figure.add_axes((0.0, 0.0, 1.0, height / total))
-    axes.imshow(canvas, interpolation="nearest", aspect="auto")
-    axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
-    axes.set_axis_off()
-    return figure, axes
 
 
 def header_height(width: float) -> int:
@@ -156,13 +141,14 @@ def header_height(width: float) -> int:
     return round(52 * max(1.0, width / 1000))
 
 
-def draw_dots(axes: Axes, points: np.ndarray, colour: object, area: float, alpha: float) -> None:
-    """Filled dots at canvas points (K, 2), `area` in square points."""
-    axes.scatter(points[:, 0], points[:, 1], s=area, color=colour, alpha=alpha, linewidths=0)
-
-
-def draw_header(figure: Figure, title: str, legend: Legend) -> None:
-    """The title, shortened to one line, and below it what the colours mean."""
+def _draw_header(
+    figure: Figure,
+    title: str,
+    texts: Sequence[tuple[str, tuple[float, ...] | str]],
+    scale: Colormap | None = None,
+    ends: tuple[str, str] = ("", ""),
+) -> None:
+    """The title, shortened to one line; below it what colours mean: a scale, and texts of a colour each."""
     width, height = figure.get_size_inches() * _DPI
     unit = max(1.0, width / 1000)
     title, room = " ".join(title.split()), int(width / (8.5 * unit))
@@ -178,49 +164,19 @@ def draw_header(figure: Figure, title: str, legend: Legend) -> None:
         drawn = figure.text(x / width, y, text, **{**style, "color": colour})
         return drawn.get_window_extent(renderer).width if text else 0.0
 
-    if legend.scale is not None:
-        x += write(legend.ends[0]) + 8 * unit
+    if scale is not None:
+        x += write(ends[0]) + 8 * unit
         bar = figure.add_axes((x / width, y - 4 * unit / height, 120 * unit / width, 8 * unit / height))
-        bar.imshow(np.linspace(0, 1, 64)[None], cmap=legend.scale, aspect="auto")
+        bar.imshow(np.linspace(0, 1, 64)[None], cmap=scale, aspect="auto")
         bar.set(xticks=[], yticks=[])
         bar.spines[:].set(color="0.6", linewidth=0.5)  # a scale that begins with white has an end, too
         x += 128 * unit
-        x += write(legend.ends[1]) + 24 * unit
-    for text, colour in legend.texts:
+        x += write(ends[1]) + 24 * unit
+    for text, colour in texts:
         if colour != "none":
             white = min(to_rgb(colour)) > 0.95
             x += write("○" if white else "●", "0.25" if white else colour) + 4 * unit
         x += write(text) + 20 * unit
-
-
-# --- Ellipses of uncertainty
-
-
-def draw_ellipses(axes: Axes, placed: Placed, points: np.ndarray, covariances: np.ndarray | None) -> None:
-    """The one-sigma ellipses of points, enlarged twenty times: a tenth of a pixel could not be seen.
-
-    Args:
-        axes: of a drawing that `placed` lies on.
-        placed: the image of the points.
-        points: (K, 2) stored pixels.
-        covariances: (K, 2, 2) stored pixels²; None draws nothing.
-
-    Raises:
-        UsageError: arrays whose shapes do not fit.
-    """
-    if covariances is None:
-        return
-    points, covariances = as_points(points, "points"), np.asarray(covariances, dtype=np.float64)
-    if covariances.shape != (len(points), 2, 2):
-        raise UsageError(f"covariances must be ({len(points)}, 2, 2), not {covariances.shape}")
-    if not len(points):
-        return
-    angle = np.linspace(0, 2 * np.pi, 33)
-    values, axes_of = np.linalg.eigh(covariances)
-    radii = axes_of * np.sqrt(values.clip(0))[:, None]
-    rings = points[:, None] + 20 * np.stack([np.cos(angle), np.sin(angle)], 1) @ radii.swapaxes(1, 2)
-    outlines = placed.points(rings.reshape(-1, 2)).reshape(rings.shape)
-    axes.add_collection(LineCollection(list(outlines), colors=[YELLOW], linewidths=0.6, alpha=0.8))
 
 
 # --- Matches
@@ -274,14 +230,14 @@ def draw_matches(
     if (errors if colour_by == "error" else planes if colour_by == "planes" else ()) is None:
         needed = "errors, in pixels," if colour_by == "error" else "the planes"
         raise UsageError(f"colour_by {colour_by!r} needs {needed} of all matches")
-    scores = shares = as_column(scores, count, "scores", np.ones(count)).astype(float)
-    good = as_column(inliers, count, "inliers", np.ones(count)).astype(bool)
+    scores = shares = _column(scores, count, "scores").astype(float)
+    good = _column(inliers, count, "inliers").astype(bool)
     if colour_by == "error":
         colours = LinearSegmentedColormap.from_list("error", [SKY, YELLOW, VERMILION])
-        shares = np.nan_to_num(as_column(errors, count, "errors") / error_limit, nan=1.0)
+        shares = np.nan_to_num(_column(errors, count, "errors") / error_limit, nan=1.0)
     elif colour_by == "planes":
         colours = ListedColormap(_PLANES)
-        shares = as_column(planes, count, "planes") % len(_PLANES) / (len(_PLANES) - 1)
+        shares = _column(planes, count, "planes") % len(_PLANES) / (len(_PLANES) - 1)
     elif colour_by == "inliers":
         colours = ListedColormap([SKY])
     else:
@@ -293,10 +249,20 @@ def draw_matches(
     placed, figure, axes = two_images(image0, image1, stacked=stacked)
     for side, keypoints in zip(placed, (keypoints0, keypoints1), strict=True):
         if keypoints is not None:
-            draw_dots(axes, side.points(as_points(keypoints, "keypoints")), "white", 2.0, 0.35)
+            dots = side.points(as_points(keypoints, "keypoints"))
+            axes.scatter(*dots.T, s=2.0, color="white", alpha=0.35, linewidths=0)
     ends = np.stack([side.points(p) for side, p in zip(placed, (points0, points1), strict=True)], axis=1)
     drawn = _draw_lines(axes, ends, scores, good, colours(np.clip(shares, 0, 1)), max_lines)
-    draw_ellipses(axes, placed[1], points1, covariances)
+    if covariances is not None:
+        covariances = np.asarray(covariances, dtype=np.float64)
+        if covariances.shape != (count, 2, 2):
+            raise UsageError(f"covariances must be ({count}, 2, 2), not {covariances.shape}")
+        angle = np.linspace(0, 2 * np.pi, 33)
+        values, axes_of = np.linalg.eigh(covariances)
+        radii = 20 * axes_of * np.sqrt(values.clip(0))[:, None]  # a tenth of a pixel could not be seen
+        rings = points1[:, None] + np.stack([np.cos(angle), np.sin(angle)], 1) @ radii.swapaxes(1, 2)
+        outlines = placed[1].points(rings.reshape(-1, 2)).reshape(rings.shape)
+        axes.add_collection(LineCollection(list(outlines), colors=[YELLOW], linewidths=0.6, alpha=0.8))
     texts = []
     if judged is not None:
         each = ", a colour for each plane" * (colour_by == "planes")
@@ -306,7 +272,7 @@ def draw_matches(
         texts.append((f"lines drawn: {drawn} of {count}", "none"))
     ends = ("confidence 0", "1") if colour_by == "confidence" else ("error 0", f"{error_limit:g} px or more")
     scale = None if colour_by in ("inliers", "planes") else colours
-    draw_header(figure, title, Legend(tuple(texts), scale, ends))
+    _draw_header(figure, title, texts, scale, ends)
     return figure
 
 
@@ -345,15 +311,15 @@ def _draw_lines(
     crowd = min(1.0, len(lines_in) / 200)
     thin = min(1.0, 200 / max(200, len(lines_in))) ** 0.7  # thousands stay transparent
     alpha, width = (0.9 - 0.35 * crowd) * thin, 1.3 - 0.4 * crowd
-    axes.add_collection(
-        LineCollection(ends[lines_out], colors=[VERMILION], linewidths=0.5, alpha=0.55), autolim=False
-    )
-    draw_dots(axes, ends[outer].reshape(-1, 2), VERMILION, 3.0, 0.8)
-    under = LineCollection(ends[lines_in], colors="black", linewidths=width + 0.8, alpha=0.25 * alpha)
-    axes.add_collection(under, autolim=False)
-    over = LineCollection(ends[lines_in], colors=colours[lines_in], linewidths=width, alpha=alpha)
-    axes.add_collection(over, autolim=False)
-    draw_dots(axes, ends[inner].reshape(-1, 2), np.repeat(colours[inner], 2, axis=0), 6.0, 0.95)
+    for chosen, look in (
+        (lines_out, {"colors": [VERMILION], "linewidths": 0.5, "alpha": 0.55}),
+        (lines_in, {"colors": "black", "linewidths": width + 0.8, "alpha": 0.25 * alpha}),
+        (lines_in, {"colors": colours[lines_in], "linewidths": width, "alpha": alpha}),
+    ):
+        axes.add_collection(LineCollection(ends[chosen], **look), autolim=False)
+    axes.scatter(*ends[outer].reshape(-1, 2).T, s=3.0, color=VERMILION, alpha=0.8, linewidths=0)
+    shown = np.repeat(colours[inner], 2, axis=0)
+    axes.scatter(*ends[inner].reshape(-1, 2).T, s=6.0, color=shown, alpha=0.95, linewidths=0)
     return len(lines_in) + len(lines_out)
 
 
@@ -404,8 +370,7 @@ def draw_instances(
         _outline(axes, placed[1], as_points(quad, "corners"), colours(number % 10), text)
     count = "1 instance" if len(corners) == 1 else f"{len(corners)} instances"
     said = "the dot is the template's first corner" if len(corners) else "the template was not found"
-    legend = Legend(((said, "none"),))
-    draw_header(figure, count if title is None else title, legend)
+    _draw_header(figure, count if title is None else title, [(said, "none")])
     return figure
 
 
@@ -460,28 +425,18 @@ def draw_epipolar_lines(
         placed, sides, sides[::-1], (fundamental.T, fundamental), strict=True
     ):
         lines = np.c_[there[chosen], np.ones(len(chosen))] @ matrix.T
-        pieces = [(c, p) for c, line in zip(colours, lines, strict=True) if len(p := _visible(side, line))]
-        segments = LineCollection([p for _, p in pieces], colors=[c for c, _ in pieces], linewidths=1.2)
+        normal, size = lines[:, :2], np.array(side.image.size)
+        with np.errstate(divide="ignore", invalid="ignore"):  # where a partner is the epipole
+            length = np.linalg.norm(normal, axis=1, keepdims=True)
+            nearest = size / 2 - (lines @ [*size / 2, 1.0])[:, None] * normal / length**2  # to the middle
+            along = normal[:, ::-1] * (1, -1) / length * size.sum()
+        ends = side.points(np.stack([nearest - along, nearest + along], axis=1).reshape(-1, 2))
+        segments = LineCollection(ends.reshape(-1, 2, 2), colors=colours, linewidths=1.2)
         axes.add_collection(segments, autolim=False)
+        edge = Rectangle(np.subtract(side.offset, 0.5), *side.shape, transform=axes.transData)
+        segments.set_clip_path(edge)
         ends = side.points(here[chosen])
         axes.scatter(ends[:, 0], ends[:, 1], s=40, c=colours, edgecolors="black", linewidths=0.8, zorder=3)
     text = f"{len(chosen)} of {len(points0)} matches; a point lies on the line of its colour where they agree"
-    draw_header(figure, "epipolar lines" if title is None else title, Legend(((text, "none"),)))
+    _draw_header(figure, "epipolar lines" if title is None else title, [(text, "none")])
     return figure
-
-
-def _visible(side: Placed, line: np.ndarray) -> np.ndarray:
-    """The part (2, 2), canvas pixels, of a line a·x + b·y + c = 0 of stored pixels that its image shows."""
-    width, height = side.image.size
-    a, b, c = line
-    x, y = np.array([-0.5, width - 0.5]), np.array([-0.5, height - 0.5])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ends = np.concatenate([np.stack([x, -(a * x + c) / b], 1), np.stack([-(b * y + c) / a, y], 1)])
-    inside = (
-        np.isfinite(ends).all(1) & (ends >= -0.501).all(1) & (ends <= [width - 0.499, height - 0.499]).all(1)
-    )
-    ends = ends[inside]
-    if len(ends) < 2:
-        return np.zeros((0, 2))
-    far = np.linalg.norm(ends - ends[0], axis=1).argmax()
-    return side.points(ends[[0, far]])

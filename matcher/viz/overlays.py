@@ -43,8 +43,8 @@ def lay_over(
     if max(*shape, *first.pixels.shape[:2]) > LARGEST_SIDE:
         raise UsageError(f"images of more than {LARGEST_SIDE} pixels a side cannot be warped; shrink them")
     to_shown = resizing((shape[0] / width, shape[1] / height)) @ stored_to_pixels(second)
-    warp = _facing(to_shown @ matrix @ np.linalg.inv(stored_to_pixels(first)), first.pixels)
-    pixels, warp = _shrunk(as_colour(first.pixels), warp, shape)
+    warp = to_shown @ matrix @ np.linalg.inv(stored_to_pixels(first))
+    pixels, warp = _shrunk(as_colour(first.pixels), warp)
     below = as_colour(second.pixels)
     if shape != (width, height):
         below = cv2.resize(below, shape, interpolation=cv2.INTER_AREA)
@@ -94,25 +94,19 @@ def as_colour(pixels: np.ndarray) -> np.ndarray:
     return cv2.cvtColor(pixels, cv2.COLOR_GRAY2RGB) if pixels.ndim == 2 else pixels
 
 
-def _facing(warp: np.ndarray, pixels: np.ndarray) -> np.ndarray:
-    """The matrix with the sign that puts the middle of the image before its horizon."""
-    return -warp if warp[2] @ _middle(pixels) < 0 else warp
-
-
-def _middle(pixels: np.ndarray) -> np.ndarray:
-    return np.array([(pixels.shape[1] - 1) / 2, (pixels.shape[0] - 1) / 2, 1.0])
-
-
-def _shrunk(pixels: np.ndarray, warp: np.ndarray, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """The image at about the size at which it is shown, so that warping it does not alias, and its warp."""
-    lifted = warp @ _middle(pixels)
+def _shrunk(pixels: np.ndarray, warp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The image at about the size at which it is shown, so that warping it does not alias, and its warp, of
+    the sign that puts the middle of the image before its horizon."""
+    height, width = pixels.shape[:2]
+    lifted = warp @ [(width - 1) / 2, (height - 1) / 2, 1.0]
+    if lifted[2] < 0:
+        warp, lifted = -warp, -lifted
     if abs(lifted[2]) < 1e-9:
         return pixels, warp
     jacobian = (warp[:2, :2] - np.outer(lifted[:2] / lifted[2], warp[2, :2])) / lifted[2]
     factor = float(np.sqrt(abs(np.linalg.det(jacobian))))
     if factor > 0.7:
         return pixels, warp
-    height, width = pixels.shape[:2]
     size = (max(1, round(width * factor)), max(1, round(height * factor)))
     small = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
     return small, warp @ np.linalg.inv(resizing((size[0] / width, size[1] / height)))

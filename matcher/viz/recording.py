@@ -22,10 +22,7 @@ class RecordingFile:
     """A recording that appears whole when it is closed, or the viewer, which shows it as it grows."""
 
     def __init__(self, path: str | Path | None) -> None:
-        """Open.
-
-        Args:
-            path: an .rrd file, which is replaced when the recording is closed; None starts the viewer.
+        """Open an .rrd file, replaced when the recording is closed, or, with None, the viewer.
 
         Raises:
             UsageError: rerun is not installed, or there is no display for the viewer.
@@ -35,7 +32,9 @@ class RecordingFile:
         self._part: Path | None = None
         self.stream = self.rr.RecordingStream("matcher")
         if self._path is None:
-            _need_display()
+            shown = any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
+            if sys.platform.startswith("linux") and not shown:
+                raise UsageError("there is no display for the viewer; write a recording (FILE.rrd) instead")
             self.stream.spawn()
         else:
             self._part = self._path.with_name(f".{self._path.name[:80]}.{secrets.token_hex(4)}.part")
@@ -53,16 +52,10 @@ class RecordingFile:
         static: bool = False,
         **look: Any,
     ) -> None:
-        """A pose at the entity, and a camera at its child `image`.
+        """A pose at the entity, a path or its parts, and a camera, in stored pixels, at its child `image`.
 
-        Args:
-            entity: a path, or its parts.
-            world_from_cam: (4, 4).
-            camera: in stored pixels.
-            scale: (2,) of the drawn image, for one pixel of the stored one.
-            size: of the drawn image; by default the camera's.
-            static: at all times.
-            look: of rerun's `Pinhole`.
+        `scale` (2,) is of the drawn image, for one pixel of the stored one, `size` that of the drawn image,
+        by default the camera's; `static`: at all times; `look` is of rerun's `Pinhole`.
         """
         pose = dict(translation=world_from_cam[:3, 3], mat3x3=world_from_cam[:3, :3])
         self.stream.log(entity, self.rr.Transform3D(**pose), static=static)
@@ -90,11 +83,7 @@ class RecordingFile:
         return self.rr.blueprint
 
     def close(self) -> None:
-        """Finish the file.
-
-        Raises:
-            OSError: it could not be written, because the disk is full.
-        """
+        """Finish the file; `OSError` where the disk is full."""
         try:
             self.stream.flush()
             self.stream.disconnect()
@@ -122,18 +111,9 @@ class RecordingFile:
 
 
 def import_rerun() -> ModuleType:
-    """The module, so that a command can refuse before it makes anything.
-
-    Raises:
-        UsageError: rerun is not installed.
-    """
+    """The module, so that a command can refuse before any work; `UsageError` where it is absent."""
     try:
         import rerun
     except ModuleNotFoundError as error:
         raise UsageError(f"recordings and the viewer need rerun: {install_command('rerun-sdk')}") from error
     return rerun
-
-
-def _need_display() -> None:
-    if sys.platform.startswith("linux") and not any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))):
-        raise UsageError("there is no display for the viewer; write a recording (FILE.rrd) instead")
