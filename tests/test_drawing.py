@@ -194,7 +194,8 @@ def test_epipolar_lines_run_through_the_partners():
         np.testing.assert_allclose(segment[:, 1], 200.5, atol=0.01)
         assert segment[:, 0].min() <= left - 0.5 and segment[:, 0].max() >= left + 799.5
     drawn = coloured(body(figure))
-    assert drawn[200, 20:780].all() and drawn[200, 832:1592].all() and not drawn[200, 803:810].any()
+    assert drawn[200, 20:780].mean() > 0.95 < drawn[200, 832:1592].mean()
+    assert not drawn[200, 803:810].any()  # between the images
 
 
 def test_instances_and_the_corner_of_the_template_are_seen_whole():

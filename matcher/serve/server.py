@@ -85,10 +85,17 @@ def serve(
         UsageError: gradio is not installed, or no port is free.
     """
     listening = _listen(port)
+    server = None
+
+    def end(*_: object) -> None:
+        if server is not None:
+            server.config.timeout_graceful_shutdown = 2  # seconds; a page that is open would keep it
+        signal.raise_signal(signal.SIGTERM)
+
     hangup = getattr(signal, "SIGHUP", None)  # of a terminal that is closed; Windows has none
     main = threading.current_thread() is threading.main_thread()
     if hangup is not None and main and signal.getsignal(hangup) == signal.SIG_DFL:  # nohup ignores it
-        signal.signal(hangup, lambda *_: signal.raise_signal(signal.SIGTERM))  # files go with the server
+        signal.signal(hangup, end)  # so that files go with the server
     with tempfile.TemporaryDirectory(prefix="matcher-") as scratch, listening:
         # gradio reads these when it is imported.
         os.environ |= {"GRADIO_TEMP_DIR": scratch, "GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1"}
@@ -96,9 +103,8 @@ def serve(
         import uvicorn
 
         on_address(f"http://{HOST}:{listening.getsockname()[1]}")
-        # A page that is open would keep the server: it gets two seconds.
-        how = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": 2}
-        uvicorn.Server(uvicorn.Config(app, **how)).run(sockets=[listening])
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+        server.run(sockets=[listening])
 
 
 def build_app(folder: Path, device: str = "auto", max_megabytes: int = MAX_MEGABYTES) -> Callable:

@@ -201,8 +201,8 @@ def test_a_visit(address, views, tmp_path, shipped_weights):
             arrays = np.load(io.BytesIO(answer.read()))
         assert len(arrays["indices"]) == matches and arrays["matrix"].shape == (3, 3)
         assert [text for text in page.complaints() if "Content Security Policy" in text] == []
-        mask = np.zeros((300, 400), np.uint8)
-        mask[190:220, 75:125] = 255  # a part of one picture
+        mask = np.full((300, 400), 255, np.uint8)
+        mask[:, :250] = 0  # a part of one picture
         PIL.Image.fromarray(mask).save(tmp_path / "half.png")
         page.run("[...document.querySelectorAll('button')].find(b => b.innerText.includes('Masks')).click()")
         page.wait("return document.querySelector('#mask0 input[type=file]')")
