@@ -167,7 +167,7 @@ def stack_padded(values: Sequence[np.ndarray | Tensor]) -> np.ndarray | Tensor:
 SIFT_DIM = 128
 # Front ends whose descriptors have any length; those of all others have norm 1.
 UNNORMALISED = ("dedodeb", "dedodeg", GRID_KIND)
-JOINED = "joined"  # kind of the features of several passes
+JOINED = "joined"  # kind of the features of several front ends
 
 
 def root_sift(descriptors: np.ndarray) -> np.ndarray:

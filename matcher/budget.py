@@ -19,7 +19,6 @@ from matcher.errors import UsageError, check_number
 from matcher.match.adaptivity import can_be_cut, with_layers
 from matcher.match.steering import OTHER_TURNS as QUARTER_TURNS
 from matcher.match.steering import PROBED, STEERABLE
-from matcher.passes.further import TimeLimit
 from matcher.types import Features, Image, Matches, strongest
 from matcher.verify.estimation import RobustEstimator
 
@@ -31,7 +30,7 @@ BUDGETS = (1e-3, 1e9)  # milliseconds that may be asked for
 REFINEMENT, OTHER_TURNS, THOROUGH_VERIFICATION = "refinement", "other turns", "thorough verification"
 PACE = "pace"  # among the costs of a pipeline: times as long as measured that its pairs take
 # Milliseconds of each stage here: "extract" by pixels, "match" by keypoints and layers, without early exit,
-# "refine", "verify" and "verify quickly" by matches; "frame" tells costs of frames from those of pairs.
+# "refine", "verify" and "verify quickly" by matches, "other" of the pass with another front end and matcher.
 Costs = Mapping[str, Callable[..., float]]
 
 
@@ -119,7 +118,9 @@ def measure_costs(pipeline: Pipeline, images: Sequence[Image], *, pairs: bool) -
     by_depth = dict(zip(depths[::-1], np.linspace(1.0, share, len(depths)).tolist(), strict=True))
     costs["match"] = lambda points, layers: by_depth[layers] * by_points(points)
     costs["verify quickly"] = lambda n: costs["verify"](n) * quick["verify"] / whole["verify"]
-    return costs if pairs else costs | {"frame": costs["match"]}
+    other = pairs and pipeline.passes and pipeline.passes.other
+    beside = _milliseconds(lambda: other().match_images("", images)) if other else 0.0
+    return costs | {"other": lambda: beside} if pairs else costs
 
 
 def _milliseconds(work: Callable[[], object]) -> float:
@@ -153,7 +154,7 @@ def choose(
     Images keep their size if enough keypoints fit with it, and as many stages as leave enough; then the most
     layers · √keypoints: halving the keypoints loses fewer tracks than halving the layers.
     """
-    config, frame, found = pipeline.config, "frame" in costs, []
+    config, frame, found = pipeline.config, "other" not in costs, []
     most, longest = config.extractor.max_keypoints, max(max(image.pixels.shape[:2]) for image in images)
     areas = [math.prod(image.pixels.shape[:2]) for image in images]
     turned = not frame and can_be_cut(pipeline.matcher) and config.extractor.kind == STEERABLE
@@ -234,8 +235,9 @@ def plan(
     verify, own = costs["verify"](most), costs["extract"](1.54 * fitted.passes.longer_side**2)
     own = pace * (own + costs["match"](most, choice.layers) + verify)
     total = budget_ms - pace * (costs["refine"](most) + verify)
+    limits = (total, own, pace * costs["other"](), own + 4.0 * reading_ms)
     passes = fitted.passes.using(fitted.extractor, _adjusted(fitted.matcher, other_turns_below=0.0))
-    fitted = replace(fitted, passes=passes.within(TimeLimit(total / 1000, own / 1000)))
+    fitted = replace(fitted, passes=passes.within(*(each / 1000 for each in limits)))
     return fitted, smaller, replace(choice, passes=True)
 
 

@@ -268,11 +268,17 @@ class FurtherPassesConfig:
 
     - `scale`: where there are few inliers, at the change of scale that descriptors suggest.
     - `gradients`: where there are few inliers, on images of gradient magnitude.
+    - `features`: by another front end and matcher (`preset`).
     - `tilt_y`, `tilt_y_turned`: both images stretched vertically, then with one turned by 45 degrees.
     - `tilt_x`: either image stretched horizontally.
+    - `region`: the common region of the inliers at equal scale, with all keypoints there; before the others
+      where the inliers are many.
     """
 
-    passes: tuple[str, ...] = ("scale", "gradients", "tilt_y", "tilt_y_turned", "tilt_x")
+    passes: tuple[str, ...] = (
+        "scale", "gradients", "features", "tilt_y", "tilt_y_turned", "tilt_x", "region",
+    )  # fmt: skip
+    preset: str | None = "hybrid"  # the other front end and matcher; None: without
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from types import ModuleType
@@ -18,6 +19,7 @@ from matcher.passes.views import LocalMatcher
 from matcher.pipeline import Pipeline
 from matcher.presets import (
     DEFAULT_PRESET,
+    OF_NETWORKS,
     PRESETS,
     LoadOptions,
     configure,
@@ -139,13 +141,7 @@ def build_pipeline(preset: str, config: PipelineConfig, given: Mapping[str, Any]
         config=config,
         preset=preset,
         weights=parts.weights,
-        passes=config.further_passes
-        and FurtherPasses(
-            config.further_passes,
-            LocalMatcher(parts.extractor, parts.matcher),
-            config.estimation,
-            config.extractor.resize,
-        ),
+        passes=_further_passes(config, LocalMatcher(parts.extractor, parts.matcher), given),
         upright=given.get("upright", True),
         alpha_mask=given.get("alpha_mask", True),
         bgr=given.get("bgr", False),
@@ -191,3 +187,34 @@ def _from_plugin(plugin: EntryPoint, given: dict[str, Any]) -> Pipeline:
     if not isinstance(pipeline, Pipeline):
         raise UsageError(f"{whose} must return a matcher.Pipeline, not {type(pipeline).__name__}")
     return replace(pipeline, preset=plugin.name, package=package, **fields)
+
+
+def _further_passes(
+    config: PipelineConfig, own: LocalMatcher, given: Mapping[str, Any]
+) -> FurtherPasses | None:
+    """What follows where too few matches of the first pass agree; the other preset is loaded on first use."""
+    if config.further_passes is None:
+        return None
+    names = ("device", "precision", "max_keypoints", "engine", *OF_NETWORKS)
+    shared, preset = {name: given.get(name) for name in names}, config.further_passes.preset
+    other = None if preset is None else _OtherMatcher(preset, shared)
+    return FurtherPasses(config.further_passes, own, other, config.estimation, config.extractor.resize)
+
+
+@dataclass(frozen=True, eq=False)
+class _OtherMatcher:
+    """The front end and matcher of a preset, loaded on first use; a copy or pickle loads them again."""
+
+    preset: str
+    options: Mapping[str, Any]
+
+    def __call__(self) -> LocalMatcher:
+        return self._loaded
+
+    @cached_property
+    def _loaded(self) -> LocalMatcher:
+        pipeline = load(self.preset, further_passes=False, **self.options)
+        return LocalMatcher(pipeline.extractor, pipeline.matcher)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"preset": self.preset, "options": self.options}

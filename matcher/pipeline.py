@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -39,6 +40,8 @@ from matcher.verify.verdict import reject_improbable
 
 Mask = str | Path | np.ndarray | Any  # the last: a PIL image or a torch tensor
 FURTHER_PASSES = "further passes"  # among the stages of `Result.seconds`
+# The size at which a part of an image is looked at again / that at which the image was matched, at most.
+_ENLARGED = 4
 _CUSTOM = PipelineConfig(matcher=NearestConfig())
 
 
@@ -138,7 +141,9 @@ class Pipeline:
             chosen, images, choice = plan(self, images, budget_ms, 1000 * reading)
         result = replace(chosen._match_once(images, *cameras, reading=reading), budget=choice)
         if chosen.passes is not None:
-            result = chosen._with_further_passes(result, images, *cameras)
+            given = ((image0, mask0, images[0]), (image1, mask1, images[1]))
+            originals = [partial(self._original, *one) for one in given]
+            result = chosen._with_further_passes(result, images, originals, *cameras)
         result = self.calibrated(result)
         return result if choice is None else learned(self, result)
 
@@ -179,13 +184,14 @@ class Pipeline:
         self,
         first: Result,
         images: Sequence[Image],
+        originals: Sequence[Callable[[], Image]],
         camera0: Camera | None,
         camera1: Camera | None,
     ) -> Result:
         """The result of one pass, or of several where too few matches agree."""
         start = perf_counter()
         features, before = (first.features0, first.features1), first.seconds["total"]
-        joined = self.passes(images, features, first.matches, first.geometry, before)
+        joined = self.passes(images, originals, features, first.matches, first.geometry, before)
         first = replace(first, budget=first.budget.leaving_out(joined.passes)) if joined.left_out else first
         if len(joined.passes) == 1:
             return first if first.budget is None else _with_stage(first, FURTHER_PASSES, start)
@@ -206,6 +212,13 @@ class Pipeline:
         first = result.first and self.calibrated(result.first)
         return replace(result, matches=matches, geometry=geometry.without_rejected(), first=first)
 
+    def _original(self, given: ImageInput, mask: Mask | None, image: Image) -> Image:
+        """An image with more of its pixels, where these show more than those that were matched."""
+        resize = self.config.extractor.resize
+        if isinstance(given, Image) or image.scale == (1.0, 1.0) or image.is_reduced(resize):
+            return image
+        return self._read(given, mask, resize=_ENLARGED * resize)
+
     def read(self, image: ImageInput, mask: Mask | None = None) -> Image:
         """An image upright and resized as this pipeline wants it; an `Image` is taken as it is.
 
@@ -215,18 +228,14 @@ class Pipeline:
         Raises:
             ImageError, UsageError: an image that cannot be read or is none, a mask of another size.
         """
+        sizes = {name: getattr(self.config.extractor, name) for name in ("resize", "soft_resize")}
+        return self._read(image, mask, **sizes, keep_stored=self.config.refine is not None)
+
+    def _read(self, image: ImageInput, mask: Mask | None, **options: Any) -> Image:
         if self.bgr and isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[2] in (3, 4):
             image = image[..., [2, 1, 0, 3][: image.shape[2]]]
-        return read_image(
-            image,
-            mask=mask,
-            resize=self.config.extractor.resize,
-            soft_resize=self.config.extractor.soft_resize,
-            keep_stored=self.config.refine is not None,
-            max_pixels=self.max_pixels,
-            upright=self.upright,
-            alpha_mask=self.alpha_mask,
-        )
+        options |= dict(max_pixels=self.max_pixels, upright=self.upright, alpha_mask=self.alpha_mask)
+        return read_image(image, mask=mask, **options)
 
     def extract(self, image: ImageInput, mask: Mask | None = None) -> Features:
         """Keypoints and descriptors of one image, for `match_features`; arguments as in `match`."""

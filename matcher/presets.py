@@ -238,7 +238,7 @@ class LoadOptions(TypedDict, total=False):
     pruning: Annotated[bool | None, "Drop keypoints that cannot match, layer by layer.", ""]
     further_passes: Annotated[
         bool | None,
-        "Where too few matches of the first pass agree, match at another scale, gradients and tilted views "
+        "Where too few matches of the first pass agree, match other features, scales and the common region "
         "too.",
         "",
     ]
@@ -341,7 +341,7 @@ def _further_passes(config: PipelineConfig, wanted: bool) -> dict[str, Any] | No
         return None
     if config.extractor.kind == GRID_KIND:
         raise UsageError("further_passes needs keypoints; this preset has only the cells of a grid")
-    return to_dict(config.further_passes or FurtherPassesConfig())
+    return to_dict(config.further_passes or FurtherPassesConfig(preset=None))
 
 
 def refuse_further_passes(options: Mapping[str, Any], reason: str) -> None:

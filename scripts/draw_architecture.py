@@ -146,7 +146,7 @@ def drawing() -> str:
             262,
             405,
             "further passes, unless enough agree",
-            ["another scale, gradients, tilted views"],
+            ["scales, gradients, SIFT, tilted views, common region"],
             "passes/",
         )
     )

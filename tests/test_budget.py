@@ -23,6 +23,7 @@ def known(pipeline: matcher.Pipeline) -> matcher.Pipeline:
         "refine": lambda matches: matches / 20,
         "verify": lambda matches: matches / 20,
         "verify quickly": lambda matches: matches / 500,
+        "other": lambda: 100.0,
     }
     estimator = replace(pipeline.estimator, pose_samples=2000)
     return replace(pipeline, costs={(pipeline.extractor, pipeline.matcher, estimator): costs})
@@ -65,7 +66,7 @@ def test_further_passes_follow_while_there_is_time(network, views):
     with_passes = replace(network, passes=matcher.load("hybrid-learned").passes)
     chosen, _, choice = planned(with_passes, views, 1000.0)
     assert choice.passes and "for the first pass" in str(choice)
-    assert 0 < chosen.passes.limit.own < chosen.passes.limit.total < 1
+    assert 0 < chosen.passes.limit.own < chosen.passes.limit.total < 1 and chosen.passes.limit.other == 0.1
     chosen, _, choice = planned(with_passes, views, 60.0)
     assert chosen.passes is None and "further passes" in choice.without
 

@@ -19,8 +19,11 @@ from matcher.passes.views import (
     STRETCH,
     LocalMatcher,
     PassMatches,
-    at_scale_change,
+    change_of_scale,
+    common_region,
     crop,
+    crops_of,
+    image_points,
     tilted,
 )
 from matcher.types import Features, Image, Matches, TwoViewGeometry
@@ -48,6 +51,7 @@ def test_points_of_a_view_are_carried_back_to_the_file(rng, orientation):
         orientation=orientation,
     )
     points = rng.uniform(0, 30, (5, 2))
+    np.testing.assert_allclose(image_points(image, image.to_stored(points)), points, atol=1e-9)
     view = crop(image, (10, 20, 50, 40), 1.5)
     assert view.pixels.shape == (30, 60, 3)
     inner = (points + 0.5) / 1.5 - 0.5 + [10, 20]
@@ -63,13 +67,28 @@ def test_a_mask_goes_with_a_view():
     assert crop(image, (0, 0, 60, 40), 2.0).as_image().mask.shape == (80, 120)
 
 
+def test_the_change_of_scale_survives_wrong_matches(rng):
+    points0 = rng.uniform(0, 500, (100, 2))
+    turn = np.array([[0.6, -0.8], [0.8, 0.6]])
+    points1 = 0.3 * points0 @ turn.T + [20, 300]
+    points1[:20] = rng.uniform(0, 500, (20, 2))
+    assert change_of_scale(points0, points1) == pytest.approx(0.3, rel=0.1)
+    assert change_of_scale(points0[:1], points1[:1]) == 1.0
+
+
 @pytest.mark.parametrize("change", [0.25, 1.0, 4.0])
-def test_images_are_brought_to_one_scale(change):
-    images = [Image(np.zeros((600, 800), np.uint8), size=(800, 600)) for _ in range(2)]
-    crops = at_scale_change(images, change, longer_side=640)
-    assert max(*crops[0].pixels.shape, *crops[1].pixels.shape) <= 641
-    scale0, scale1 = (1 / np.diag(one.to_image) for one in crops)
-    assert max(*scale0, *scale1) < 2.1 and scale0[0] / scale1[0] == pytest.approx(change, rel=0.05)
+def test_a_common_region_is_seen_at_one_scale(rng, change):
+    sizes = (800, 600), (800, 600)
+    image0, image1 = (Image(np.zeros((h, w), np.uint8), size=(w, h)) for w, h in sizes)
+    points0 = rng.uniform([100, 200], [300, 350] if change > 1 else [700, 550], (200, 2))
+    points1 = (points0 - [100, 200]) * min(change, 2.5) + [50, 40]
+    region = common_region(image0, image1, points0, points1)
+    assert region.box0[0] < 100 < region.box0[2] and region.box0[3] <= 600
+    crop0, crop1 = crops_of(region, image0, image1, longer_side=640)
+    assert max(*crop0.pixels.shape, *crop1.pixels.shape) <= 641
+    scale0, scale1 = (1 / np.diag(one.to_image) for one in (crop0, crop1))
+    assert max(*scale0, *scale1) < 2.1
+    assert scale0[0] / scale1[0] == pytest.approx(min(change, 2.5), rel=0.05)
 
 
 def test_confident_means_many_inliers_that_are_most_matches():
@@ -140,6 +159,11 @@ def test_images_whose_scales_differ_four_times_are_matched(photo):
 
 def test_a_confident_pair_is_matched_by_one_pass(photo):
     pipeline = matcher.load(max_keypoints=512, device="cpu")
+
+    def unwanted():
+        raise AssertionError("no other features are needed")
+
+    pipeline = replace(pipeline, passes=replace(pipeline.passes, other=unwanted))
     moved = np.roll(photo, 20, axis=1)
     result = pipeline.match(photo, moved)
     assert result.passes == () and result.first is None and "further passes" not in result.seconds
@@ -186,7 +210,7 @@ def test_gradients_of_large_images_take_little_memory_and_have_no_seams(rng):
 
 
 def test_images_of_another_sensor_are_matched_by_their_gradients(photo):
-    """Grey values go up and down along the curve; the first pass finds little."""
+    """Grey values go up and down along the curve; the first pass and the other front end find little."""
     grey = cv2.cvtColor(photo, cv2.COLOR_RGB2GRAY)
     other = np.interp(grey, np.arange(0, 256, 51), [200, 30, 200, 30, 200, 30]).astype(np.uint8)
     pipeline = matcher.load(max_keypoints=512, device="cpu", resize=512)
@@ -210,7 +234,7 @@ def test_matches_of_gradients_without_a_geometry_are_not_kept(photo, rng):
     pipeline = matcher.load(max_keypoints=256, device="cpu", resize=512)
     own = Random(pipeline.passes.own.extractor, pipeline.passes.own.matcher)
     config = FurtherPassesConfig(passes=("gradients",))
-    passes = replace(pipeline.passes, own=own, config=config)
+    passes = replace(pipeline.passes, own=own, other=None, config=config)
     noise = cv2.resize(rng.integers(0, 256, (48, 64), np.uint8), (512, 384), interpolation=cv2.INTER_CUBIC)
     result = replace(pipeline, passes=passes).match(photo, noise)
     assert [(one.name, one.matches) for one in result.passes[1:]] == [("gradients", 0)]
@@ -265,6 +289,7 @@ def test_a_floor_seen_obliquely_from_two_sides_is_matched_from_above(photo):
     """Its views differ by an affine map that no rotation and no change of scale comes near."""
     (view0, to0), (view1, to1) = (oblique(photo, azimuth, 62) for azimuth in (0, 90))
     pipeline = matcher.load(max_keypoints=512, device="cpu", geometry="homography")
+    pipeline = replace(pipeline, passes=replace(pipeline.passes, other=None))
 
     def right(result: matcher.Result) -> int:
         moved = np.c_[result.points0, np.ones(len(result.points0))] @ (to1 @ np.linalg.inv(to0)).T
@@ -281,7 +306,7 @@ def test_a_wall_that_one_image_shows_from_the_side_is_matched(photo, narrow):
     foreshortened = cv2.resize(photo, None, fx=0.16, fy=1, interpolation=cv2.INTER_AREA)
     pair = (foreshortened, photo) if narrow == 0 else (photo, foreshortened)
     pipeline = matcher.load(max_keypoints=512, device="cpu", geometry="homography")
-    passes = replace(pipeline.passes, config=FurtherPassesConfig(passes=("tilt_x",)))
+    passes = replace(pipeline.passes, other=None, config=FurtherPassesConfig(passes=("tilt_x",)))
 
     def right(passes) -> tuple[int, list[str]]:
         result = replace(pipeline, passes=passes).match(*pair)
@@ -300,13 +325,14 @@ def test_a_hopeless_pair_is_given_up_after_the_first_tilted_view(photo, rng):
     noise = cv2.resize(rng.integers(0, 256, (30, 40), dtype=np.uint8), (640, 480))
     result = pipeline.match(photo, noise)
     assert not result.geometry.verified
-    assert [one.name for one in result.passes] == ["first", "gradients", "tilt_y"]
+    assert [one.name for one in result.passes] == ["first", "gradients", "hybrid", "tilt_y"]
 
 
 def test_further_passes_are_switched_off():
     assert matcher.load("hybrid-learned", device="cpu", further_passes=False).passes is None
     assert matcher.load("nearest").passes is None
-    assert matcher.load("nearest", further_passes=True).passes is not None
+    own = matcher.load("nearest", further_passes=True).passes
+    assert own.config.preset is None and own.other is None
     with pytest.raises(UsageError, match="further_passes must be True or False"):
         matcher.load("hybrid-learned", further_passes="yes")
     with pytest.raises(UsageError, match="further_passes needs keypoints"):
@@ -328,6 +354,25 @@ def test_collections_and_sequences_refuse_further_passes(tmp_path, photo):
             refused()
 
 
+def test_a_part_is_looked_at_with_the_pixels_of_the_file(photo, monkeypatch):
+    """The first pass sees 256 pixels, the common region the 768 of the array."""
+    pipeline = matcher.load("nearest", further_passes=True, resize=256, max_keypoints=300)
+    seen = []
+    monkeypatch.setattr("matcher.passes.further.CONFIDENT_INLIER_RATIO", 1.1)
+    match = type(pipeline.passes.own).match
+
+    def spy(own, name, crop0, crop1):
+        seen.append((name, crop0.image.pixels.shape))
+        return match(own, name, crop0, crop1)
+
+    monkeypatch.setattr(type(pipeline.passes.own), "match", spy)
+    warped = cv2.warpAffine(photo, np.float64([[0.9, -0.3, 90], [0.3, 0.9, -40]]), photo.shape[1::-1])
+    result = pipeline.match(photo, warped)
+    assert ("common region", photo.shape) in seen
+    counts = {one.name: one.matches for one in result.passes}
+    assert counts["common region"] > counts["first"]
+
+
 def test_images_read_before_keep_their_pixels(photo):
     pipeline = matcher.load("nearest", further_passes=True, max_keypoints=200)
     image = read_image(photo, resize=300)
@@ -337,8 +382,18 @@ def test_images_read_before_keep_their_pixels(photo):
     assert isinstance(result.features0.keypoints, torch.Tensor)
 
 
+def test_the_other_preset_has_the_options_that_were_given(views, shipped_weights):
+    """Its matches were those of its own threshold, so that `match_threshold=1` gave hundreds."""
+    pipeline = matcher.load(max_keypoints=128, match_threshold=0.9, early_exit=False, precision="float32")
+    policy = pipeline.passes.other().matcher.model.config.policy
+    assert (policy.match_threshold, policy.early_exit) == (0.9, False)
+    assert len(matcher.load(max_keypoints=128, match_threshold=1.0).match(*views).matches) == 0
+
+
 def test_a_pipeline_with_further_passes_can_be_pickled(views, shipped_weights):
     pipeline = matcher.load(max_keypoints=128, precision="float32")
     first = pipeline.match(*views)
+    pipeline.passes.other()  # what is loaded is not pickled, too
     for again in (pickle.loads(pickle.dumps(pipeline)), copy.deepcopy(pipeline)):
         assert np.array_equal(again.match(*views).matches.indices, first.matches.indices)
+        assert again.passes.other().matcher is not pipeline.passes.other().matcher

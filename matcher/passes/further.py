@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import perf_counter
+from typing import Literal
 
 import numpy as np
 
@@ -15,7 +16,15 @@ from matcher.config import EstimationConfig, FurtherPassesConfig
 from matcher.errors import counted
 from matcher.images import gradient_image
 from matcher.match.steering import evidence_of_turns
-from matcher.passes.views import Crop, LocalMatcher, PassMatches, at_scale_change, tilted
+from matcher.passes.views import (
+    CommonRegion,
+    Crop,
+    LocalMatcher,
+    PassMatches,
+    common_region,
+    crops_of,
+    tilted,
+)
 from matcher.types import Extractor, Features, Image, Matcher, Matches, TwoViewGeometry
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
@@ -29,9 +38,12 @@ CONFIDENT_INLIERS, CONFIDENT_KEYPOINT_SHARE, CONFIDENT_INLIER_RATIO = 400, 0.3, 
 PROBABLE = 0.25  # match probability from which an inlier counts as support
 SAME_POINT = 1.5  # pixels of the resized images within which points of two passes are one
 LOW_INLIERS = 0.2  # inliers per keypoint; wrong matches along like edges give .1 to .18
-# Matches of a pair without inliers, below which no other view helps: after gradients and a tilted view 44 of
-# 79 unrelated pairs had fewer, and two of 35 pairs of one place, of which no pass found anything.
+# Matches of a pair without inliers, below which no other view helps: after gradients, other features and a
+# tilted view 44 of 79 unrelated pairs had fewer, and two of 35 pairs of one place, of which no pass found
+# anything.
 HOPELESS_MATCHES = 10
+RELIABLE_REGION = 60  # inliers with which the common region comes before other features
+MIN_REGION_INLIERS = 20  # a crop around a few wrong matches would only add to them
 GRADIENT_SMOOTHING = 2.0  # pixels, of images of gradient magnitude
 # Changes of scale that are tried: a matcher tolerates changes of up to about two either way.
 SCALE_CHANGES = (3.5, 1 / 3.5)
@@ -56,6 +68,8 @@ class TimeLimit:
 
     total: float  # of all passes, the first one included
     own: float  # that a pass, or a search for a change of scale, takes at most
+    other: float  # the same of that with another front end
+    region: float  # and of the common region, for which images may be read again
 
 
 @dataclass(frozen=True)
@@ -109,13 +123,14 @@ class FurtherPasses:
 
     config: FurtherPassesConfig
     own: LocalMatcher  # front end and matcher of the first pass
+    other: Callable[[], LocalMatcher] | None = None  # another front end and matcher, loaded on first use
     estimation: EstimationConfig = field(default_factory=EstimationConfig)
     longer_side: int = 1024  # of a crop, pixels
     limit: TimeLimit | None = None
 
-    def within(self, limit: TimeLimit) -> FurtherPasses:
-        """The passes that fit a time limit."""
-        return replace(self, limit=limit)
+    def within(self, total: float, own: float, other: float, region: float) -> FurtherPasses:
+        """The passes that fit a time limit, of these seconds (`TimeLimit`)."""
+        return replace(self, limit=TimeLimit(total, own, other, region))
 
     def using(self, extractor: Extractor, matcher: Matcher) -> FurtherPasses:
         """The same passes with this front end and matcher."""
@@ -124,6 +139,7 @@ class FurtherPasses:
     def __call__(
         self,
         images: Sequence[Image],
+        originals: Sequence[Callable[[], Image]],
         features: tuple[Features, Features],
         matches: Matches,
         geometry: TwoViewGeometry,
@@ -133,12 +149,13 @@ class FurtherPasses:
 
         Args:
             images: both, as matched in the first pass.
+            originals: each reads an image at full resolution; called only if the common region is matched.
             features: of the first pass.
             matches: of the first pass.
             geometry: estimated from these matches, of any kind.
             seconds: duration of the first pass.
         """
-        pair = _Pair(self, images, features, matches, perf_counter() - seconds)
+        pair = _Pair(self, images, originals, features, matches, perf_counter() - seconds)
         if geometry.kind == "fundamental":
             pair.geometry = geometry
         reports, start = [PassReport(FIRST, len(matches), seconds)], perf_counter()
@@ -158,6 +175,7 @@ class _Pair:
 
     further: FurtherPasses
     images: Sequence[Image]
+    originals: Sequence[Callable[[], Image]]
     features: tuple[Features, Features]
     first: Matches
     begun: float  # by `perf_counter`
@@ -175,24 +193,32 @@ class _Pair:
             yield one
 
     def _steps(self) -> Iterator[Callable[[], PassMatches | None]]:
-        """The passes that are wanted."""
+        """The passes that are wanted, each chosen when those before it have run."""
+        wanted = self.further.config.passes
+        if "scale" in wanted:
+            yield self.other_scale
+        reliable = self.evidence.probable_inliers >= RELIABLE_REGION
+        if "region" in wanted and reliable:
+            yield self.region
         for name, step in (
-            ("scale", self.other_scale),
             ("gradients", self.gradients),
+            ("features", self.other_features),
             ("tilt_y", lambda: self.tilted("tilt_y", 0.0)),
             ("tilt_y_turned", lambda: self.tilted("tilt_y turned by 45 degrees", 45.0)),
             ("tilt_x", lambda: self.tilted_side(0)),
             ("tilt_x", lambda: self.tilted_side(1)),
         ):
-            if name in self.further.config.passes:
+            if name in wanted:
                 yield step
-            if len(self.found) >= 2 and self.is_hopeless():
-                return
+                if name.startswith("tilt") and self.is_hopeless():
+                    return
+        if "region" in wanted and not reliable:
+            yield self.region
 
-    def has_time(self) -> bool:
-        """Whether another pass still fits the limit; one that does not is counted."""
+    def has_time(self, kind: Literal["own", "other", "region"] = "own") -> bool:
+        """Whether a pass of a kind (`TimeLimit`) still fits; one that does not is counted."""
         limit = self.further.limit
-        fits = limit is None or perf_counter() - self.begun + limit.own <= limit.total
+        fits = limit is None or perf_counter() - self.begun + getattr(limit, kind) <= limit.total
         self.left_out += not fits
         return fits
 
@@ -220,6 +246,12 @@ class _Pair:
         images = [gradient_image(image, GRADIENT_SMOOTHING) for image in self.images]
         return self.if_verified(self.further.own.match_images("gradients", images))
 
+    def other_features(self) -> PassMatches | None:
+        """Match the same images by the other front end."""
+        if self.further.other is None or not self.has_time("other"):
+            return None
+        return self.further.other().match_images(self.further.config.preset, self.images)
+
     def tilted(self, name: str, degrees: float) -> PassMatches | None:
         """Match both images stretched vertically, image 1 turned by an angle besides."""
         if not min(map(len, self.features)) or not self.has_time():
@@ -244,6 +276,18 @@ class _Pair:
         features = list(self.features)
         features[side] = self.further.own.extractor([crops[side].as_image()])[0]
         return self.further.own.match_crops(f"tilt_x of image {side}", crops, features)
+
+    def region(self) -> PassMatches | None:
+        """Match the common region at equal scale, if there are enough inliers to locate it."""
+        located = self.evidence.probable_inliers >= MIN_REGION_INLIERS
+        if not located or not self.has_time("region"):
+            return None
+        matches, inliers = self.joined[2], np.flatnonzero(self.geometry.inliers)
+        originals = [original() for original in self.originals]
+        region = common_region(*originals, matches.points0[inliers], matches.points1[inliers])
+        return self.further.own.match(
+            "common region", *crops_of(region, *originals, self.further.longer_side)
+        )
 
     @cached_property
     def joined(self) -> tuple[Features, Features, Matches]:
@@ -282,6 +326,12 @@ class _Pair:
     def has_few_inliers(self) -> bool:
         """Whether there are so few inliers that the images may differ by more than the viewpoint."""
         return self.evidence.probable_inliers < LOW_INLIERS * self.evidence.keypoints
+
+
+def at_scale_change(images: Sequence[Image], change: float, longer_side: int) -> tuple[Crop, Crop]:
+    """Both whole images, a change of scale of image 1 relative to image 0 compensated."""
+    boxes = [(0, 0, image.pixels.shape[1], image.pixels.shape[0]) for image in images]
+    return crops_of(CommonRegion(*boxes, change), *images, longer_side)
 
 
 def best_scale_change(extractor: Extractor, images: Sequence[Image]) -> float | None:

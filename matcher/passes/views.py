@@ -10,6 +10,7 @@ from typing import Literal
 import cv2
 import numpy as np
 
+from matcher.geometry import resize_points, stored_to_upright
 from matcher.types import Extractor, Features, Image, Matcher, Matches
 from matcher.verify.overlays import without_overlay
 
@@ -128,6 +129,11 @@ def crop(image: Image, box: tuple[int, int, int, int], factor: float, factor_y: 
     return Crop(np.ascontiguousarray(pixels), image, to_image, mask)
 
 
+def image_points(image: Image, stored: np.ndarray) -> np.ndarray:
+    """Stored pixels (…, 2) → pixels of `image.pixels`; the inverse of `Image.to_stored`."""
+    return resize_points(stored_to_upright(stored, image.size, image.orientation), image.scale)
+
+
 # Stretch of one side relative to the other; chosen on rooms among 1.6 and 2.5 vertically, 1.6 and 2.2
 # horizontally.
 STRETCH = 1.6
@@ -145,16 +151,61 @@ def tilted(image: Image, longer_side: int, *, axis: Literal["x", "y"]) -> Crop:
     return crop(image, (0, 0, width, height), *(factors[::-1] if axis == "y" else factors))
 
 
-def at_scale_change(images: Sequence[Image], change: float, longer_side: int) -> tuple[Crop, Crop]:
-    """Both whole images at one scale, as large as `longer_side` allows, enlarged twice at most.
+MARGIN = 0.15  # added on every side, as a share of the longer side of the matched points' bounding box
+_MARGIN_PIXELS = 8  # added too, because matches are rare near image borders
+_TAIL = 0.02  # share of the points left outside the box on each side: some are outliers
+_DRAWN = 2000  # random pairs of matches whose distances are compared
+_LEAST_DISTANCE = 8.0  # pixels; shorter ones are too noisy
+_LARGEST_ENLARGEMENT = 2.0  # beyond it there is no more detail
 
-    Args:
-        images: both.
-        change: a distance in image 1 / the same in image 0.
-        longer_side: of a crop, pixels.
+
+@dataclass(frozen=True, eq=False)
+class CommonRegion:
+    """The part of the scene that both images show, in pixels of `Image.pixels`."""
+
+    box0: tuple[int, int, int, int]  # x0, y0, x1, y1
+    box1: tuple[int, int, int, int]
+    scale_change: float  # a distance in image 1 / the same in image 0
+
+
+def change_of_scale(points0: np.ndarray, points1: np.ndarray) -> float:
+    """The median ratio of distances between matched points (K, 2), image 1 to image 0; 1 without evidence.
+
+    Pairs of matches are drawn at random, with a fixed seed; the median is robust to a few wrong matches.
     """
-    sizes = [image.pixels.shape[1::-1] for image in images]
-    fitting = longer_side / max(max(sizes[1]), max(sizes[0]) * change)
-    factor1 = min(fitting, 2.0, 2.0 / change)  # beyond it there is no more detail
-    boxes = [(0, 0, *size) for size in sizes]
-    return crop(images[0], boxes[0], factor1 * change), crop(images[1], boxes[1], factor1)
+    if len(points0) < 2:
+        return 1.0
+    first, second = np.random.default_rng(0).integers(0, len(points0), (2, _DRAWN))
+    distance0, distance1 = (np.linalg.norm(p[first] - p[second], axis=1) for p in (points0, points1))
+    far = (distance0 > _LEAST_DISTANCE) & (distance1 > _LEAST_DISTANCE)
+    if not far.any():
+        return 1.0
+    return float(np.exp(np.median(np.log(distance1[far] / distance0[far]))))
+
+
+def common_region(image0: Image, image1: Image, points0: np.ndarray, points1: np.ndarray) -> CommonRegion:
+    """The boxes around matched points (K, 2), stored pixels, with a margin, and the change of scale."""
+    inner0, inner1 = image_points(image0, points0), image_points(image1, points1)
+    return CommonRegion(_box(inner0, image0), _box(inner1, image1), change_of_scale(inner0, inner1))
+
+
+def crops_of(region: CommonRegion, image0: Image, image1: Image, longer_side: int) -> tuple[Crop, Crop]:
+    """Both crops of the region at equal scale: as large as `longer_side` allows, enlarged twice at most.
+
+    The crop of higher resolution is reduced where the other would have to be enlarged by more.
+    """
+    side0, side1 = (max(x1 - x0, y1 - y0) for x0, y0, x1, y1 in (region.box0, region.box1))
+    change = region.scale_change
+    # factor0 = change · factor1 gives both the same scale.
+    fitting = min(longer_side / side1, longer_side / (side0 * change))
+    factor1 = min(fitting, _LARGEST_ENLARGEMENT, _LARGEST_ENLARGEMENT / change)
+    return crop(image0, region.box0, factor1 * change), crop(image1, region.box1, factor1)
+
+
+def _box(points: np.ndarray, image: Image) -> tuple[int, int, int, int]:
+    height, width = image.pixels.shape[:2]
+    low, high = np.quantile(points, [_TAIL, 1 - _TAIL], axis=0)
+    margin = MARGIN * (high - low).max() + _MARGIN_PIXELS
+    x0, y0 = np.floor(np.clip(low - margin, 0, [width - 1, height - 1])).astype(int).tolist()
+    x1, y1 = np.ceil(np.clip(high + margin, [x0 + 1, y0 + 1], [width, height])).astype(int).tolist()
+    return x0, y0, x1, y1
