@@ -7,10 +7,12 @@ from street_scene import BASELINE
 from street_scene import CAMERA as STREET
 from street_scene import SIZE as STREET_SIZE
 
+import matcher
 from matcher.cameras import Camera
-from matcher.sequence.frames import MeasuredDisparities
+from matcher.sequence.frames import FrameLinks, KeptFrame, MeasuredDisparities
 from matcher.sequence.pose_tracking import (
     DisparityOffset,
+    PoseTracker,
     adjust,
     carry,
     move,
@@ -40,7 +42,7 @@ def scene(rng):
     T = motion((0.4, 0.05, 0.2), 6, (0.2, 1, 0.1))
     rays0 = rays(rng.uniform([40, 40], [600, 440], (COUNT, 2)), CAMERA)
     inverse = 1 / rng.uniform(3, 20, COUNT)
-    points1 = project(move(rays0 / inverse[:, None], T), CAMERA) + rng.normal(0, 0.4, (COUNT, 2))
+    points1 = project(move(rays0 / inverse[:, None], T), CAMERA) + rng.normal(0, 0.25, (COUNT, 2))
     points1[:WRONG] += rng.choice([-1, 1], (WRONG, 2)) * rng.uniform(15, 40, (WRONG, 2))
     return rays0, inverse, points1, T
 
@@ -129,7 +131,13 @@ def observed(step, short, frames=12, wrong_pose=False):
         points1 = project(move(world, T), STREET) + rng.normal(0, 0.2, (400, 2))
         used = motion(-1.01 * np.array(step), 1.17) if wrong_pose else T
         measured = disparities - short + rng.normal(0, 0.2, 400)
-        offset.observe(rays0, MeasuredDisparities(measured, offset.value, PRODUCT), points1, used, STREET)
+        offset.observe(
+            rays0,
+            MeasuredDisparities(measured, np.full(400, 0.2), offset.value, PRODUCT),
+            points1,
+            used,
+            STREET,
+        )
     return offset
 
 
@@ -143,3 +151,48 @@ def test_a_turn_does_not_show_it_and_a_step_aside_hardly():
     still, aside, ahead = (observed(step, 0.3, frames=3) for step in ((0, 0, 0), ASIDE, AHEAD))
     assert abs(still.value) < 0.01 and still.deviation > 0.299
     assert 0 < aside.value < ahead.value < 0.32 and aside.deviation > 1.2 * ahead.deviation
+
+
+# --- What moves.
+
+
+def steps(rng, moving: tuple[np.ndarray, np.ndarray], frames: int = 3) -> list[tuple[str, float]]:
+    """Status and error of each step of 2.6 m; `moving` are points and their way in a frame."""
+    standing = rng.uniform((-45, -9, 12), (45, 1.5, 90), (220, 3))
+    ahead, tracker, before, found = np.array([0, 0, 2.6]), PoseTracker(STREET, BASELINE), None, []
+    for index in range(frames):
+        world = np.concatenate([standing, moving[0] + index * moving[1]]) - index * ahead
+        points = np.nan_to_num(project(world, STREET), nan=-99.0) + rng.normal(0, 0.1, (len(world), 2))
+        features = matcher.Features(points.astype(np.float32), np.zeros((len(world), 4), np.float32),
+                                    size=STREET_SIZE, kind="sift")  # fmt: skip
+        frame = KeptFrame.of(index, features, None)
+        disparities = PRODUCT / world[:, 2] + rng.normal(0, 0.1, len(world))
+        right = points - np.column_stack([disparities, 0 * disparities])
+        tracker.measure(frame, right.astype(np.float32), np.full(len(world), 0.15))
+        if before is None:
+            tracker.begin(frame)
+        else:
+            rows = np.flatnonzero((world[:, 2] > 1) & (points >= 0).all(1) & (points < STREET_SIZE).all(1))
+            links = FrameLinks(
+                index - 1, np.tile(rows[:, None], 2), np.ones(len(rows)), np.ones(len(rows), bool)
+            )
+            status, T = tracker.locate(before, frame, links)
+            off = np.inf if T is None else np.linalg.norm(np.linalg.inv(T)[:3, 3] - ahead) / 2.6
+            found.append((status, off))
+        before = frame
+    return found
+
+
+def test_a_car_with_more_points_than_the_scene_does_not_move_the_camera(rng):
+    car = rng.uniform((-4.5, -0.2, 6), (-2.6, 1.4, 10), (400, 3))
+    for way in (2.6, 3.4, -1.0):  # it keeps its distance, overtakes, or comes towards the camera
+        found = steps(rng, (car, np.array([0, 0, way])))
+        assert all(off < 0.02 for _, off in found), (way, found)
+
+
+def test_a_step_that_something_large_may_have_made_is_uncertain(rng):
+    """A lorry before the camera that covers most of the image, as deep as what stands still."""
+    lorry = rng.uniform((-9, -4, 9), (9, 1.4, 70), (300, 3))
+    assert all(
+        status == "uncertain" or off < 0.1 for status, off in steps(rng, (lorry, np.array([0, 0, 2.6])))
+    )

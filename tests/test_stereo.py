@@ -70,23 +70,28 @@ def test_links_are_placed_exactly_and_the_rest_is_found(known, rng):
     given = np.where(linked[:, None], there, np.float32(np.nan))
     given[:, 0] += rng.uniform(-1, 1, len(points)).astype(np.float32)
     given[::5, 1] += np.where(np.arange(len(given[::5])) % 2, 1.6, -1.6)  # on another row than those around
-    found = complete_partners(images, points, given)
+    found, deviations = complete_partners(images, points, given)
     seen = np.isfinite(found[:, 0])
     assert seen[linked].mean() > 0.8 and seen[~linked].mean() > 0.6 and seen[::5].mean() > 0.6
     error = np.linalg.norm(found - there, axis=1)[seen]
     assert np.median(error) < 0.1 and (error < 1).mean() > 0.97
+    said = deviations[seen]
+    sure = said <= np.nanmedian(said)
+    assert (
+        error[sure].mean() < 0.7 * error[~sure].mean() and (error[sure] < 3 * said[sure] + 0.15).mean() > 0.9
+    )
     few = np.where((np.arange(len(points)) < 4)[:, None], there, np.float32(np.nan))
-    assert complete_partners(images, points, few) is few
+    assert complete_partners(images, points, few)[0] is few
 
 
 def test_a_wrong_link_is_left_out_and_one_without_texture_stays(known):
     images, points, there = known
     given = there.copy()
     given[::7, 0] -= 30
-    found = complete_partners(images, points, given)
+    found, _ = complete_partners(images, points, given)
     assert (np.abs(found - there)[::7, 0] > 2).mean() < 0.1
     flat = ImagePyramid.of(matcher.Image(np.full((200, 480), 90, np.uint8), (480, 200)))
-    found = complete_partners((flat, flat), points, there)
+    found, _ = complete_partners((flat, flat), points, there)
     inside = ((points > 20) & (points < (460, 180)) & (there > 20)).all(axis=1)
     np.testing.assert_allclose(found[inside], there[inside], atol=1e-4)
 
@@ -120,11 +125,11 @@ def test_odometry_on_an_open_road_is_as_good_as_plain_opencv(road):
 def test_cars_that_move_do_not_carry_the_path_away():
     """On a fast curve, with plain asphalt, a car ahead that keeps its distance, and others."""
     tracker = matcher.Tracker(load("nearest", 512), CAMERA, baseline=BASELINE)
-    truth = np.array([ROADS["traffic"].pose(frame) for frame in range(5)])
-    results = [tracker.push_stereo(*ROADS["traffic"].pair(frame)) for frame in range(5)]
+    truth = np.array([ROADS["traffic"].pose(frame) for frame in range(3)])
+    results = [tracker.push_stereo(*ROADS["traffic"].pair(frame)) for frame in range(3)]
     assert {result.status for result in results[1:]} == {"tracked"}
     found = np.array([result.world_from_cam for result in results])
-    assert max(step_errors(truth, found, (5, 10))) < 0.01
+    assert max(step_errors(truth, found, (2.6, 5))) < 0.01
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import cv2
 import numpy as np
@@ -39,8 +39,7 @@ LOOPS, TRAJECTORY, PLOT = "loops.json", "trajectory.tum", "trajectory.png"
 # --- What is kept of a map that is being made: images of keyframes, and all poses in one file; always whole.
 
 
-@dataclass(frozen=True, eq=False)
-class PlacedFrame:
+class PlacedFrame(NamedTuple):
     """A frame with a pose, and the keyframe that it moves with."""
 
     index: int
@@ -49,8 +48,7 @@ class PlacedFrame:
     keyframe: int
 
 
-@dataclass(frozen=True, eq=False)
-class KeptFrames:
+class KeptFrames(NamedTuple):
     """Frames of a map that is not finished, and what its features are found with."""
 
     frames: list[PlacedFrame]
@@ -58,27 +56,9 @@ class KeptFrames:
     preset: str
     options: dict[str, Any]  # of `matcher.load`
 
-    def write(self, folder: Path) -> None:
-        """Write all frames so far; a crash leaves the file as it was.
-
-        Raises:
-            OSError: the disk is full.
-        """
-        facts = {"camera": asdict(self.camera), "preset": self.preset, "options": self.options}
-        buffer = io.BytesIO()
-        np.savez(
-            buffer,
-            index=np.array([frame.index for frame in self.frames], dtype=np.int64),
-            time=np.array([frame.time for frame in self.frames], dtype=np.float64),
-            world_from_cam=np.array([frame.world_from_cam for frame in self.frames]).reshape(-1, 4, 4),
-            keyframe=np.array([frame.keyframe for frame in self.frames], dtype=np.int64),
-            facts=np.array(json.dumps(facts, default=str)),
-        )
-        write_whole(folder / KEPT, buffer.getvalue())
-
 
 def read_kept(folder: Path) -> KeptFrames:
-    """What `KeptFrames.write` wrote.
+    """What `KeyframeMap.keep` wrote.
 
     Raises:
         UsageError: there is none, because the map is finished or nothing was tracked.
@@ -94,7 +74,7 @@ def read_kept(folder: Path) -> KeptFrames:
             # We write without compression, so what unpacks to more than the file is not ours.
             if sum(each.file_size for each in rows.zip.infolist()) > path.stat().st_size:
                 raise ValueError("it unpacks to more than it may")
-            index, time, poses, keyframe = (rows[n] for n in ("index", "time", "world_from_cam", "keyframe"))
+            index, time, poses, keyframe = (rows[name] for name in PlacedFrame._fields)
             facts = json.loads(str(rows["facts"]))
         if poses.shape != (len(index), 4, 4) or not len(index) == len(time) == len(keyframe):
             raise ValueError("its arrays do not fit each other")
@@ -202,8 +182,14 @@ class KeyframeMap:
             self._write_kept()
 
     def _write_kept(self) -> None:
-        graph = self._graph
-        KeptFrames(self._placed, self.camera, graph.preset, graph.options).write(self.folder)
+        graph, buffer = self._graph, io.BytesIO()
+        facts = {"camera": asdict(self.camera), "preset": graph.preset, "options": graph.options}
+        rows = {
+            name: np.array([getattr(frame, name) for frame in self._placed]) for name in PlacedFrame._fields
+        }
+        rows["world_from_cam"] = rows["world_from_cam"].reshape(-1, 4, 4)
+        np.savez(buffer, **rows, facts=np.array(json.dumps(facts, default=str)))
+        write_whole(self.folder / KEPT, buffer.getvalue())
         self._kept = len(self._placed)
 
     def keep(self) -> tuple[int, int]:
@@ -267,8 +253,7 @@ def _count_keyframes(frames: Sequence[PlacedFrame]) -> int:
 # --- A sequence in a map that exists: some frames are localised in it, the others follow by tracking.
 
 
-@dataclass(frozen=True, eq=False)
-class LocalizedFrame:
+class LocalizedFrame(NamedTuple):
     """A frame that was localised in the map."""
 
     index: int

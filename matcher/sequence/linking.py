@@ -42,15 +42,10 @@ class Linker:
     def link(
         self, frame0: KeptFrame, frame1: KeptFrame, indices: np.ndarray, scores: np.ndarray | None = None
     ) -> FrameLinks:
-        """Verified links of two frames, those of matches and those that matching missed.
+        """Verified links of two frames, those of matches (or tracks) (K, 2) and those that matching missed.
 
         Points of a scene that does not move, and of what moves with it, are consistent. Where fewer than
         `MIN_LINKS` agree, none is.
-
-        Args:
-            frame0, frame1: the earlier and the later one.
-            indices: (K, 2) of matched points, or of tracks that both see.
-            scores: (K,) of the matches; 1 where absent.
         """
         scale = threshold_scale(frame0.scale, frame1.scale, "fundamental")
         points = [f.keypoints[indices[:, side]] for side, f in enumerate((frame0, frame1))]
@@ -169,16 +164,10 @@ class TrackIds:
     def extend(
         self, count: int, links: Sequence[tuple[np.ndarray, np.ndarray]]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and lengths of the points of a new frame.
+        """Ids (N,) int64 of the points of a new frame, and how many frames each was seen in, this one too.
 
-        Args:
-            count: its points N.
-            links: (ids (M,) of an earlier frame, indices (K, 2) into that frame and this one), the most
-                trusted first. A point takes the first id that is offered to it, and an id goes to one point
-                only.
-
-        Returns:
-            ids (N,) int64 and the number of frames that each was seen in, this one included (N,) int64.
+        `links` are ids (M,) of an earlier frame and indices (K, 2) into that frame and this one, the most
+        trusted first. A point takes the first id that is offered to it, and an id goes to one point only.
         """
         ids = np.full(count, -1, np.int64)
         for earlier, indices in links:
@@ -207,13 +196,8 @@ def share_left(keyframe: KeptFrame, links: FrameLinks, close: float | None) -> f
     """Share of a keyframe's links that a later frame still has, of the most that any frame had.
 
     Far points show how the camera turned, only close ones how far it moved (Mur-Artal and Tardós 2017,
-    section III-E), and close ones are the first to leave the image. So of all points and the close ones,
-    the smaller share counts.
-
-    Args:
-        keyframe: its record of the most links is kept up to date.
-        links: keyframe → later frame.
-        close: depth below which a point is close; None: none is.
+    section III-E), and close ones are the first to leave the image. So of all points and those nearer than
+    `close`, the smaller share counts. The keyframe's record of the most links is kept up to date.
     """
     rows = links.inliers[:, 0]
     keyframe.most_links = max(keyframe.most_links, len(rows))

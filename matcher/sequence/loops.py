@@ -58,11 +58,8 @@ def kind_of_pair(
     turned by 60 degrees. A pair "along" the path shows from afar what comes nearer later, as its tracked
     poses say; of a pair that is neither, the images are merely "alike".
 
-    Args:
-        points0, points1: (M, 2) its inliers, stored pixels.
-        camera: of both.
-        poses: world_from_cam (4, 4) of both as tracked.
-        travelled: length of the tracked path between them.
+    Its inliers are `points0`, `points1` (M, 2), `poses` the tracked world_from_cam (4, 4) of both, and
+    `travelled` is the length of the tracked path between them.
     """
     pose = np.linalg.inv(poses[1]) @ poses[0]
     # Tracking is right where half of the matches are near their lines, by a share of the focal length.
@@ -101,13 +98,9 @@ LoopEdge = tuple[int, int, np.ndarray]  # two keyframes that show one place, cam
 
 
 def spread(tracked: Mapping[int, np.ndarray], loops: Sequence[LoopEdge]) -> dict[int, np.ndarray]:
-    """The poses world_from_cam (4, 4) that agree best with the tracked steps and the loops.
+    """World_from_cam (4, 4) by keyframe that agrees best with the tracked steps and the loops.
 
-    Rotations are averaged first, then positions are found by least squares.
-
-    Args:
-        tracked: keyframe → world_from_cam (4, 4); the first one stays.
-        loops: of these keyframes.
+    Rotations are averaged first, then positions are found by least squares; the first keyframe stays.
 
     Raises:
         ReconstructionError: no loop, too many keyframes, or the rotations cannot be averaged.
@@ -155,14 +148,9 @@ def _rotations(poses: np.ndarray, loops: list[LoopEdge]) -> np.ndarray:
 def _positions(rotations: np.ndarray, steps: np.ndarray, loops: list[LoopEdge]) -> np.ndarray:
     """(N, 3) positions, the first at 0; with each goes the unit of the step after it.
 
-    Least squares in 4 N numbers: a step is as tracked in its unit, give or take 3 % of its length; units
-    change by 2 % from step to step; and a loop says on which line through one camera the other is, give or
-    take three tenths of a median step, under a Huber loss.
-
-    Args:
-        rotations: (N, 3, 3) world_from_cam.
-        steps: (N − 1, 3) where each camera sees the next.
-        loops: rows of two cameras, and cam1_from_cam0.
+    Least squares in 4 N numbers: a step (N − 1, 3) is as tracked in its unit, give or take 3 % of its length;
+    units change by 2 % from step to step; and a loop says on which line through one camera the other is, give
+    or take three tenths of a median step, under a Huber loss.
     """
     count = len(rotations)
     lengths = np.linalg.norm(steps, axis=1)
@@ -262,11 +250,6 @@ class KeyframeGraph:
 
         Loops are closed where the matches agree better with the closed path than with the tracked one.
         Otherwise they are left open, all is adjusted from the tracked poses, and `open_because` says why.
-
-        Args:
-            collection: of `match`.
-            tracked: keyframe → world_from_cam (4, 4).
-            loops: to be closed; where there are none, those that were found only share points.
         """
         self.open_because, without = None, self.alike
         names = {(name_of(first), name_of(second)) for first, second, _ in loops}
@@ -311,10 +294,7 @@ class KeyframeGraph:
     def _residuals(
         self, collection: Collection, poses: Mapping[int, np.ndarray], loops: set[tuple[str, str]]
     ) -> tuple[float, float]:
-        """Median over pairs of the median distance of their inliers from the lines of the poses, in pixels.
-
-        Of neighbours in time, and of pairs that close loops.
-        """
+        """Median pixels of inliers from the lines of the poses: of neighbours in time, and of loops."""
         found: tuple[list[float], list[float]] = ([], [])
         places = {name_of(index): np.linalg.inv(pose) for index, pose in poses.items()}
         rank = {name: place for place, name in enumerate(sorted(places))}
@@ -352,13 +332,9 @@ def carried(
 ) -> np.ndarray:
     """(F, 4, 4) world_from_cam of frames that move with their keyframes.
 
-    With one camera the unit of length drifts: where the step from a keyframe to the next has become a quarter
-    longer or shorter, those of the frames between them have too.
-
-    Args:
-        frames: the keyframe and world_from_cam (4, 4), as tracked, of each of F frames.
-        tracked: keyframe → world_from_cam (4, 4) as tracked, in order.
-        adjusted: the same, adjusted; keyframes that are absent stay where they are.
+    Each of the `frames` is its keyframe, and its world_from_cam (4, 4) as tracked; `adjusted` holds those of
+    keyframes that have moved. With one camera the unit of length drifts: where the step from a keyframe to
+    the next has become a quarter longer or shorter, those of the frames between them have too.
     """
     scales = dict.fromkeys(tracked, 1.0)
     for index, following in pairwise(tracked):

@@ -84,16 +84,7 @@ def plot_trajectory(
 
 
 def plot_closing(path: Path, before: np.ndarray, after: np.ndarray, loops: Sequence[tuple[int, int]]) -> Path:
-    """Draw both paths from above, the tracked poses that loops join, and how far each pose was moved.
-
-    Args:
-        path: a .png file, which is replaced.
-        before, after: (F, 4, 4) world_from_cam, x right, y down, z ahead.
-        loops: pairs of rows.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Draw both paths (F, 4, 4) from above, the rows that loops join, and how far each pose was moved."""
     figure = Figure(figsize=(11, 5.5), dpi=110, layout="constrained")
     above, beside = figure.subplots(1, 2)
     # Tracked ones are wider, so that both are seen where they agree.
@@ -126,12 +117,7 @@ def _save(figure: Figure, path: Path) -> Path:
 def record_closing(
     path: Path, before: np.ndarray, after: np.ndarray, loops: Sequence[tuple[int, int]]
 ) -> Path:
-    """Write both paths, the tracked poses that loops join, and how far each pose was moved.
-
-    Args:
-        path: an .rrd file, which is replaced.
-        before, after: (F, 4, 4) world_from_cam, x right, y down, z ahead.
-        loops: pairs of rows.
+    """Write both paths (F, 4, 4), the rows that loops join, and how far each pose was moved, as an .rrd file.
 
     Raises:
         UsageError: rerun is not installed.

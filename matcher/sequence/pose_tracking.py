@@ -22,8 +22,7 @@ from matcher.sequence.stereo import depths_of
 from matcher.verify.estimation import RobustEstimator
 
 MIN_POINTS = 12  # that agree with a pose
-NOISE = 0.5  # pixels of the resized image that a link is off, both ends together
-DISPARITY_NOISE = 0.3  # pixels that a disparity is off
+NOISE = 0.3  # pixels of the resized image that a refined link is off, both ends together
 MOST_DOUBT, LEAST_AGREEMENT = 0.1, 2 / 3  # of a pose that is "ok"
 REPEATED = 10  # observations that count as one: neighbouring points and frames share errors of lens and link
 
@@ -51,12 +50,8 @@ def solve_pose(
 ) -> tuple[np.ndarray | None, np.ndarray]:
     """The pose of a frame that sees points whose depth an earlier one knows (LO-RANSAC, PoseLib).
 
-    Args:
-        rays0: (K, 3) of depth 1 in the earlier frame.
-        depths0: (K,) along its z axis, NaN where unknown.
-        points1: (K, 2) pixels in the frame.
-        camera1: of the frame.
-        scale: pixels for one of the resized image, in which the threshold of one pixel is.
+    The points are rays (K, 3) of depth 1 and depths (K,), NaN where unknown, in the earlier frame, and pixels
+    (K, 2) in this one, `scale` of which are one of the resized image; the threshold is one of these.
 
     Returns:
         cam1_from_cam0 (4, 4) in the unit of the depths, or None; and (K,) bool, the points that agree.
@@ -87,11 +82,7 @@ def triangulate(rays0: np.ndarray, rays1: np.ndarray, T: np.ndarray) -> tuple[np
     """Depths (K,) along z in frame 0 of points that two frames see, and the angle between the rays, degrees.
 
     The midpoint of the shortest line between both rays (Hartley and Sturm 1997, section 5.3); NaN for points
-    behind a camera, or seen at less than .6 degrees.
-
-    Args:
-        rays0, rays1: (K, 3) of depth 1.
-        T: cam1_from_cam0 (4, 4).
+    behind a camera, or seen at less than .6 degrees. Rays (K, 3) are of depth 1, T is cam1_from_cam0.
     """
     a, b, t = rays0 @ T[:3, :3].T, rays1, T[:3, 3]
     angles = np.rad2deg(np.arctan2(np.linalg.norm(np.cross(a, b), axis=1), np.sum(a * b, axis=1)))
@@ -169,6 +160,7 @@ def adjust(
     camera1: Camera,
     scale: float = 1.0,
     doubtful: np.ndarray | None = None,
+    share: float = 0.4,
 ) -> JointPose | None:
     """Pose and inverse depths that agree best with both frames and with what was known.
 
@@ -183,9 +175,10 @@ def adjust(
         camera1: of frame 1.
         scale: pixels for one of the resized image.
         doubtful: (K,) bool, points that do not move the pose.
+        share: of the links, that must agree.
 
     Returns:
-        None where fewer than 12 points or 40 % of the links agree within three deviations. A depth that the
+        None where fewer than 12 points or that share agree within five deviations. A depth that the
         frame contradicts becomes twice as uncertain.
     """
     known = np.isfinite(inverse0) & (errors0 > 0)
@@ -219,17 +212,40 @@ def adjust(
             break
     inverse = views.settle(T, inverse, rounds=2)
     error, _, by_inverse, usable = views.linearise(T, inverse)
-    agreeing = usable & (views.squares(error, inverse) < 9.0)
-    if agreeing.sum() < max(MIN_POINTS, 0.4 * len(points1)) or not np.isfinite(T).all():
+    certain = 1 / np.sqrt((by_inverse**2).sum(1) + views.certainty)
+    agreeing = usable & (views.squares(error, inverse) < 25.0) & (inverse > -2.0 * certain)
+    if agreeing.sum() < max(MIN_POINTS, share * len(points1)) or not np.isfinite(T).all():
         return None
     values = np.where(agreeing, inverse, np.where(known, inverse0, np.nan))
-    spread = np.where(agreeing, 1 / np.sqrt((by_inverse**2).sum(1) + views.certainty), 2.0 * errors0)
+    spread = np.where(agreeing, certain, 2.0 * errors0)
     # exp(twist) leaves the camera where it is, so its position is as uncertain as the translation: by what
     # the observations leave open, and by how well they fit (the a posteriori variance of unit weight).
     redundancy = agreeing.sum() + (agreeing & known).sum() - 6
     variance = views.squares(error, inverse)[agreeing].sum() / redundancy
     deviation = float(np.sqrt(REPEATED * variance * np.linalg.eigvalsh(np.linalg.pinv(hessian)[3:, 3:])[-1]))
     return JointPose(T, np.where(values > 0, values, np.nan), spread, agreeing, deviation)
+
+
+def standing_still(
+    trials: list[JointPose], goes_on: list[bool], pixels: np.ndarray
+) -> tuple[JointPose, bool]:
+    """Of several motions that of the scene, and whether another may be it; cars move otherwise.
+
+    A car shows many points in a small part of space. So of the points (K, 2) that agree with one motion and
+    not with another, cells of 32 pixels and an octave of depth count, twice if the motion goes on as before.
+    """
+
+    def support(one: int, other: int) -> float:
+        first, second = trials[one], trials[other]
+        only = first.agreeing & np.isfinite(first.inverse_depths) & ~second.agreeing
+        cells = np.column_stack([pixels[only] / 32, np.log2(first.inverse_depths[only])])
+        return len(np.unique(np.floor(cells), axis=0)) * (2.0 if goes_on[one] else 1.0)
+
+    best = 0
+    for other in range(1, len(trials)):
+        best = other if support(other, best) > support(best, other) else best
+    others = (other for other in range(len(trials)) if other != best)
+    return trials[best], any(support(each, best) > max(3, support(best, each) / 2) for each in others)
 
 
 def carry(
@@ -276,22 +292,17 @@ class DisparityOffset:
         The pose is estimated along with the offset and eliminated (the Schur complement), so that a motion
         which does not show the offset, such as a turn, says nothing.
 
-        Args:
-            rays0: (K, 3) of depth 1 in the earlier frame.
-            measured: there, of these points, and the offset with which the pose was found.
-            points1: (K, 2) where the frame shows the points that agree with the pose.
-            T: cam1_from_cam0 (4, 4).
-            camera1: of the frame.
-            scale: its pixels for one of the resized image.
+        What is `measured` there belongs to the rays (K, 3), which the frame shows at `points1` (K, 2);
+        `scale` are its pixels for one of the resized image.
         """
         inverse = (measured.disparities + measured.offset) / measured.focal_baseline
-        views = _Views(rays0, points1, camera1, DISPARITY_NOISE * scale, inverse, np.zeros(len(inverse)))
+        views = _Views(rays0, points1, camera1, NOISE / 2 * scale, inverse, np.zeros(len(inverse)))
         residual, by_pose, by_inverse, usable = views.linearise(T, inverse)
         usable &= inverse > 0
         if np.count_nonzero(usable) < MIN_POINTS / 2:
             return
         by_offset = by_inverse / measured.focal_baseline
-        variance = 1 + np.square(views.noise * by_offset).sum(axis=1)
+        variance = 1 + np.square(measured.deviations[:, None] * by_offset).sum(axis=1)
         weights = usable / (REPEATED * variance * (1 + np.square(residual).sum(axis=1) / (4 * variance)))
         both = np.stack([by_offset, residual], axis=2)
         pose_both = np.einsum("kia,k,kib->ab", by_pose, weights, both)
@@ -318,12 +329,7 @@ class PoseTracker:
     def __init__(
         self, camera: Camera | None, baseline: float | None, estimation: EstimationConfig = EstimationConfig()
     ) -> None:
-        """Set up.
-
-        Args:
-            camera: of all frames; None: there are no poses.
-            baseline: of the pairs that depths come from, so that none may be made of an unknown scale.
-            estimation: thresholds of the essential matrix with which one camera starts.
+        """Without a camera there are no poses; with a baseline depths come from pairs only.
 
         Raises:
             UsageError: a camera whose lens distorts.
@@ -340,6 +346,7 @@ class PoseTracker:
         self.doubt = 0.0  # standard deviation of the last position, by the last step or the baseline
         self._last: tuple[int, np.ndarray] | None = None  # frame and its pose
         self._motion = np.eye(4)  # of one frame in its own camera's coordinates
+        self._sure = False  # whether it is to be relied on
 
     def camera_of(self, size: tuple[int, int]) -> Camera | None:
         """The camera of frames of a (width, height).
@@ -363,8 +370,10 @@ class PoseTracker:
             return "no_camera"
         return "other_size" if self.camera_of(frame.size) is None else self._settle(frame, np.eye(4))
 
-    def measure(self, frame: KeptFrame, right: np.ndarray) -> None:
+    def measure(self, frame: KeptFrame, right: np.ndarray, deviations: np.ndarray) -> None:
         """Set a frame's depths from where the right image shows its points (N, 2), NaN where unknown.
+
+        `deviations` (N,) are those of the points' x in pixels, NaN where they are not located exactly.
 
         Without a baseline nothing is set, nor for a frame whose shape is not the camera's. The offset of
         disparities that motion has shown so far is taken into account.
@@ -374,9 +383,11 @@ class PoseTracker:
             return
         product, used = self.camera.fx * self.baseline, self.offset.value
         disparities = product / depths_of(frame.keypoints, right, camera.fx, self.baseline)
-        frame.measured = MeasuredDisparities(disparities, used, product)
+        # Some are not located exactly, and no pixel stands for a point alone.
+        located = np.where(np.isfinite(deviations), deviations, 0.3 / frame.scale[0])
+        noise = np.hypot(located, 0.05 / frame.scale[0]) * self.camera.fx / camera.fx
+        frame.measured = MeasuredDisparities(disparities, noise, used, product)
         frame.depths[:] = product / (disparities + used)
-        noise = DISPARITY_NOISE * self.camera.fx / camera.fx / frame.scale[0]
         frame.inverse_errors[:] = np.where(np.isfinite(disparities), noise / product, np.nan)
 
     def locate(
@@ -399,19 +410,29 @@ class PoseTracker:
             starts = self._starts_anew(frame.index - keyframe.index, rays0, points1, cameras[1], scale)
         else:
             starts = self._starts(rays0, depths, points1, cameras[1], scale)
-        found = None
+        alone = self.baseline is None
+        trials: list[JointPose] = []
         for start, doubtful in starts:
-            trial = adjust(rays0, 1 / depths, errors, points1, start, cameras[1], scale, doubtful)
-            if trial is not None and (found is None or trial.agreeing.sum() > found.agreeing.sum()):
-                found = trial
-        if found is None:
-            return "starting" if starting and self.baseline is None else "too_few", None
+            share = 0.4 if alone else 0.2  # what moves may show more points than what stands still
+            trial = adjust(rays0, 1 / depths, errors, points1, start, cameras[1], scale, doubtful, share)
+            trials += [] if trial is None else [trial]
+            if not alone and trial is not None and trial.agreeing.mean() >= 0.8:
+                break
+        if not trials:
+            return "starting" if starting and alone else "too_few", None
+        if alone:
+            found, rivalled = max(trials, key=lambda trial: trial.agreeing.sum()), False
+        else:
+            before = [self._goes_on(trial, keyframe, frame) for trial in trials]
+            found, rivalled = standing_still(trials, before, points1 / scale)
         T = found.cam1_from_cam0
         learnt = np.ones(len(rows), bool)  # from frames, where no pair has measured it
         if keyframe.measured is not None:
             disparities = keyframe.measured.disparities[rows]
             learnt, kept = np.isnan(disparities), found.agreeing & np.isfinite(disparities)
-            measured = keyframe.measured._replace(disparities=disparities[kept])
+            measured = keyframe.measured._replace(
+                disparities=disparities[kept], deviations=keyframe.measured.deviations[rows][kept]
+            )
             self.offset.observe(rays0[kept], measured, points1[kept], T, cameras[1], scale)
         sure = learnt & (found.errors < 0.2 * found.inverse_depths)  # up to this error a depth is known
         keyframe.depths[rows[learnt]], keyframe.inverse_errors[rows[learnt]] = np.nan, np.nan
@@ -419,8 +440,21 @@ class PoseTracker:
         keyframe.inverse_errors[rows[sure]] = found.errors[sure]
         if keyframe.world_from_cam is None:
             return "ok", T
-        status = self._settle(frame, keyframe.world_from_cam @ np.linalg.inv(T), found.deviation)
-        return status if found.agreeing.mean() >= LEAST_AGREEMENT else "uncertain", T
+        doubted = rivalled or found.agreeing.mean() < LEAST_AGREEMENT
+        return self._settle(frame, keyframe.world_from_cam @ np.linalg.inv(T), found.deviation, doubted), T
+
+    def _goes_on(self, found: JointPose, keyframe: KeptFrame, frame: KeptFrame) -> bool:
+        """Whether a pose continues a motion that is known."""
+        if self._last is None or not self._sure or keyframe.world_from_cam is None:
+            return False
+        pose = keyframe.world_from_cam @ np.linalg.inv(found.cam1_from_cam0)
+        return not self._jumps(np.linalg.inv(self._last[1]) @ pose, frame.index)
+
+    def _jumps(self, step: np.ndarray, index: int) -> bool:
+        """Whether a step to a frame is not as the last motion: cameras hardly stop at once."""
+        before = self._motion[:3, 3]
+        change = np.linalg.norm(step[:3, 3] / max(1, index - self._last[0]) - before)
+        return change > max(np.linalg.norm(before), self.baseline or 1.0) / 2
 
     def _starts(
         self, rays0: np.ndarray, depths: np.ndarray, points1: np.ndarray, camera1: Camera, scale: float
@@ -428,18 +462,23 @@ class PoseTracker:
         """Poses to adjust, and points that are not to move them.
 
         One is from the depths. Where one camera made these and fewer than half agree, one from all links;
-        where pairs measured them, other points may have moved, such as a car's.
+        where pairs measured them, two from the points that do not agree with it, which may be a car's.
         """
         T, agree = solve_pose(rays0, depths, points1, camera1, scale)
         if T is not None:
             yield T, ~agree if self.baseline else None
-        if self.baseline or agree.sum() >= 0.5 * np.count_nonzero(np.isfinite(depths)):
+        others = ~agree if self.baseline else np.ones(len(depths), bool)
+        if self.baseline:
+            T, also = solve_pose(rays0, np.where(others, depths, np.nan), points1, camera1, scale)
+            if T is not None:
+                yield T, ~also
+        elif agree.sum() >= 0.5 * np.count_nonzero(np.isfinite(depths)):
             return
-        if (T := self._essential(rays0, points1, camera1, scale)) is not None:
-            ratios = depths / triangulate(rays0, rays(points1, camera1), T)[0]
+        if (T := self._essential(rays0[others], points1[others], camera1, scale)) is not None:
+            ratios = depths[others] / triangulate(rays0[others], rays(points1[others], camera1), T)[0]
             if np.isfinite(ratios).any():
                 T[:3, 3] *= np.nanmedian(ratios)
-                yield T, None
+                yield T, agree if self.baseline else None
 
     def _starts_anew(
         self, frames: int, rays0: np.ndarray, points1: np.ndarray, camera1: Camera, scale: float
@@ -483,20 +522,23 @@ class PoseTracker:
         frame.world_from_cam = pose @ np.linalg.matrix_power(self._motion, frame.index - before)
         return "bridged"
 
-    def _settle(self, frame: KeptFrame, pose: np.ndarray, deviation: float = 0.0) -> PoseStatus:
+    def _settle(
+        self, frame: KeptFrame, pose: np.ndarray, deviation: float = 0.0, doubted: bool = False
+    ) -> PoseStatus:
         """Take a pose for that of a frame; `deviation` says how uncertain the camera's position is."""
-        unit, before, jumped = self.baseline or 1.0, float(np.linalg.norm(self._motion[:3, 3])), False
-        length = unit
+        length, unit = self.baseline or 1.0, self.baseline or 1.0
         if self._last is not None:
             frames = frame.index - self._last[0]
             step = np.linalg.inv(self._last[1]) @ pose
             length = max(length, float(np.linalg.norm(step[:3, 3])))
-            # Cameras hardly stop at once, and cars before them may show more points than what stands still.
-            change = np.linalg.norm(step[:3, 3] / max(1, frames) - self._motion[:3, 3])
-            jumped = before > unit and change > before / 2
+            moving = np.linalg.norm(self._motion[:3, 3]) > unit
+            doubted = doubted or (moving and self._jumps(step, frame.index))
             if frames != 1:  # over a gap the motion of one frame is only known roughly, by its share
                 step[:3, :3], step[:3, 3] = np.eye(3), step[:3, 3] / max(1, frames)
             self._motion = step
+        moved = self._last is not None
         frame.world_from_cam, self._last = pose, (frame.index, pose)
         self.doubt = deviation / length
-        return "uncertain" if jumped or self.doubt > MOST_DOUBT else "ok"
+        sure = not doubted and self.doubt <= MOST_DOUBT
+        self._sure = sure and moved
+        return "ok" if sure else "uncertain"

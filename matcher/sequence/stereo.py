@@ -22,13 +22,7 @@ _CONFIG = RefineConfig(window=11, max_shift=4.0)
 
 
 def partners(points0: np.ndarray, points1: np.ndarray, links: FrameLinks) -> np.ndarray:
-    """(N, 2) float32 pixels in the right image of the left one's points, NaN where there is none.
-
-    Args:
-        points0: (N, 2) keypoints of the left image.
-        points1: (M, 2) of the right one.
-        links: left → right; the consistent ones count.
-    """
+    """(N, 2) float32 pixels in the right image of the left one's points, by consistent links; else NaN."""
     found = np.full((len(points0), 2), np.nan, np.float32)
     found[links.inliers[:, 0]] = points1[links.inliers[:, 1]]
     return found
@@ -46,13 +40,8 @@ def depths_of(points0: np.ndarray, right: np.ndarray, focal: float, baseline: fl
     """(N,) depth along z of the left image's points, in units of the baseline; NaN where unknown.
 
     z = f·b / (x_left − x_right). Only points have one whose rows agree within 2 pixels, and whose disparity
-    is half a pixel at least; below it a depth says little more than "far".
-
-    Args:
-        points0: (N, 2) in pixels of images with one focal length and one principal point.
-        right: (N, 2) the same points in the right image, NaN where unknown.
-        focal: fx in pixels.
-        baseline: distance between the cameras.
+    is half a pixel at least; below it a depth says little more than "far". Points are pixels (N, 2) of images
+    with one focal length (pixels) and one principal point.
     """
     step = points0.astype(np.float64) - right
     with np.errstate(invalid="ignore"):
@@ -62,7 +51,7 @@ def depths_of(points0: np.ndarray, right: np.ndarray, focal: float, baseline: fl
 
 def complete_partners(
     images: tuple[ImagePyramid, ImagePyramid], points: np.ndarray, right: np.ndarray
-) -> np.ndarray:
+) -> tuple[np.ndarray, np.ndarray]:
     """The points in the right image, located exactly where they were linked and searched for where not.
 
     A link whose windows do not correlate is left out; where a window has no texture it stays as it was.
@@ -74,11 +63,13 @@ def complete_partners(
         right: (N, 2) float32 pixels in the right one, NaN where there is no link.
 
     Returns:
-        (N, 2) float32; `right` itself where fewer than `MIN_LINKS` are linked.
+        (N, 2) float32, `right` itself where fewer than `MIN_LINKS` are linked; and (N,) standard deviations
+        of x in pixels, NaN where windows could not be compared.
     """
     linked = np.isfinite(right[:, 0])
+    deviations = np.full(len(points), np.nan)
     if np.count_nonzero(linked) < MIN_LINKS:
-        return right
+        return right, deviations
     known, there = points[linked].astype(np.float64), right[linked].astype(np.float64)
     # A link whose row differs from its neighbours' would be compared with another place.
     around = nearest(known, known, min(MIN_LINKS + 1, len(known)))
@@ -86,9 +77,10 @@ def complete_partners(
     first, status = _located(images, known, there, fit_affine_maps(known, there, NEIGHBOURS)[0])
     good = (status == 0) & (first.refinement.correlations >= LEAST_CORRELATION[0])
     found = right.copy()
+    deviations[linked] = np.where(good, _deviations(first), np.nan)
     found[linked] = np.where((good | (status == REFINEMENTS.index("flat")))[:, None], first.points1, np.nan)
     if np.count_nonzero(good) < MIN_LINKS or linked.all():
-        return found
+        return found, deviations
     known, there = known[good], first.points1[good].astype(np.float64)
     maps, _ = fit_affine_maps(known, there, NEIGHBOURS)
     asked = points[~linked].astype(np.float64)
@@ -102,7 +94,13 @@ def complete_partners(
     good = (status == 0) & (returned == 0) & (second.refinement.correlations >= LEAST_CORRELATION[1])
     good &= np.linalg.norm(back.points1 - asked, axis=1) <= 0.5
     found[~linked] = np.where(good[:, None], second.points1, np.nan)
-    return found
+    deviations[~linked] = _deviations(second)
+    return found, deviations
+
+
+def _deviations(matches: Matches) -> np.ndarray:
+    """(K,) standard deviations of x in pixels."""
+    return np.sqrt(matches.refinement.covariances[:, 0, 0])
 
 
 def _located(

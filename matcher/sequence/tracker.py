@@ -540,10 +540,10 @@ class Tracker:
         """Where the right image shows the keypoints, verified and searched; sets their depths."""
         links = self._map.linker.link(current, other, pair.indices, pair.scores)
         right = partners(current.keypoints, other.keypoints, links)
-        right = complete_partners((pyramids[0], pyramids[1]), current.keypoints, right)
+        right, deviations = complete_partners((pyramids[0], pyramids[1]), current.keypoints, right)
         if self._window is not None:
             right = within(current.keypoints, right, self._window)
-        self._map.poses.measure(current, right)
+        self._map.poses.measure(current, right, deviations)
         return right
 
     def _pass_over(
