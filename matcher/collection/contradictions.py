@@ -16,14 +16,6 @@ import numpy as np
 from matcher.collection.store import Store
 from matcher.collection.tracks import partners
 
-_SAME_POINT = 3.0  # pixels of the resized images
-_SEEN = 8  # matches of a pair whose ends both have a partner in the third image; fewer say nothing
-_AGREE = 0.5  # share of them that lead to one point
-_ROTATION = 20.0  # degrees that the rotations of a loop may miss; those of single pairs are a few degrees off
-_LOOPS = 2  # that tell; of one loop no pair is known to be the wrong one
-_CONFIRMED = 0.3  # share of a right pair's loops that agree, even if other pairs are wrong
-_NEIGHBOURS = 16  # third images of a pair, those with most inliers; more say no more
-
 Ends = tuple[str, str]
 
 
@@ -64,16 +56,16 @@ def contradicted(edges: Mapping[Ends, Edge], keypoints: Mapping[str, np.ndarray]
     for (first, second), edge in edges.items():
         common = [name for name in near[first] if name in near[second]]
         common.sort(key=lambda third: -min(size[first, third], size[second, third]))
-        for third in common[:_NEIGHBOURS]:
+        for third in common[:16]:  # those with most inliers; more say no more
             if (names := frozenset((first, second, third))) in loops:
                 continue
             ends = [partner[first, third][edge.indices[:, 0]], partner[second, third][edge.indices[:, 1]]]
             here, there = keypoints[third][np.stack(ends)[:, np.min(ends, axis=0) >= 0]]
-            if len(here) < _SEEN:
+            if len(here) < 8:  # which says nothing
                 continue
             turns = turn[first, third], turn[second, third], turn[first, second]
-            apart = np.linalg.norm(here - there, axis=1)
-            loops[names] = _closes(*turns) and np.mean(apart <= _SAME_POINT) >= _AGREE
+            same = np.linalg.norm(here - there, axis=1) <= 3.0  # pixels of the resized images
+            loops[names] = _closes(*turns) and np.mean(same) >= 0.5
     return sorted(_voted_out(edges, loops))
 
 
@@ -82,7 +74,8 @@ def _closes(direct: np.ndarray | None, onward: np.ndarray | None, along: np.ndar
     if direct is None or onward is None or along is None:
         return True
     missed = direct.T @ onward @ along
-    return np.degrees(np.arccos(np.clip((np.trace(missed) - 1) / 2, -1, 1))) <= _ROTATION
+    # Rotations of single pairs are a few degrees off.
+    return np.degrees(np.arccos(np.clip((np.trace(missed) - 1) / 2, -1, 1))) <= 20
 
 
 def _voted_out(edges: Mapping[Ends, Edge], loops: dict[frozenset[str], bool]) -> list[Ends]:
@@ -96,7 +89,8 @@ def _voted_out(edges: Mapping[Ends, Edge], loops: dict[frozenset[str], bool]) ->
         doubtful = []
         for ends, edge in edges.items():
             said = votes.get(frozenset(ends), [])
-            if len(said) >= _LOOPS and np.mean(said) < _CONFIRMED:
+            # One loop does not tell which pair is wrong; .3 of a right one's agree even if others are wrong.
+            if len(said) >= 2 and np.mean(said) < 0.3:
                 doubtful.append((float(np.mean(said)), -len(said), len(edge.indices), ends))
         if not doubtful:
             return gone

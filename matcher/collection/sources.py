@@ -103,7 +103,8 @@ class Selection:
         if unknown := [pattern for pattern, found in fitting.items() if not found]:
             raise UsageError(f"no image is called {unknown[0]!r}; names are paths below the image folder")
         included = set().union(*map(fitting.get, self.include)) if self.include else set(names)
-        kept = [n for n in names if n in included.difference(*map(fitting.get, self.exclude))]
+        chosen = included.difference(*map(fitting.get, self.exclude))
+        kept = [name for name in names if name in chosen]
         if names and not kept:
             raise UsageError("no image is left: every image is excluded")
         return kept

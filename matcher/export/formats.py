@@ -6,10 +6,9 @@ import json
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,8 @@ import numpy as np
 from matcher.arrays import to_numpy
 from matcher.cameras import CAMERA_MODELS
 from matcher.errors import UsageError, unknown_name
-from matcher.export.colmap import HALF_PIXEL, CameraChoice, Intrinsics, group_cameras, to_colmap
+from matcher.export.colmap import HALF_PIXEL, CameraChoice, Intrinsics, group_cameras, to_colmap, write_colmap
+from matcher.export.hloc import write_hloc
 from matcher.export.output import ExportedRun, ExportReport, check_folder, whole_file, whole_folder
 from matcher.files import MARK, check_output
 
@@ -28,18 +28,9 @@ if TYPE_CHECKING:
 class Format(NamedTuple):
     """How a run is exported to another program."""
 
-    writer: str  # module and function, as "package.module:function", imported at first use
+    write: Callable[..., ExportReport]
     suffixes: tuple[str, ...] = ()  # of a file; a format without is a folder
     has_cameras: bool = False
-
-
-FORMATS = {
-    "colmap": Format("matcher.export.colmap:write_colmap", (".db",), has_cameras=True),
-    "hloc": Format("matcher.export.hloc:write_hloc"),
-    "npz": Format("matcher.export.formats:write_npz", (".npz",)),
-    "openmvg": Format("matcher.export.formats:write_openmvg", has_cameras=True),
-    "kapture": Format("matcher.export.formats:write_kapture", has_cameras=True),
-}
 
 
 def export(
@@ -70,7 +61,7 @@ def export(
     else:
         check_folder(out, overwrite=overwrite)
         more["overwrite"] = overwrite
-    return resolve_name(kind.writer)(store, out, **more)
+    return kind.write(store, out, **more)
 
 
 # NumPy: one archive of a whole run, written in a stream, as a collection need not fit in memory.
@@ -291,3 +282,12 @@ def _write_array(path: Path, array: np.ndarray) -> None:
 def _write_table(path: Path, header: str, rows: Iterable[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(["# kapture format: 1.1", f"# {header}", *rows, ""]), encoding="utf-8")
+
+
+FORMATS = {
+    "colmap": Format(write_colmap, (".db",), has_cameras=True),
+    "hloc": Format(write_hloc),
+    "npz": Format(write_npz, (".npz",)),
+    "openmvg": Format(write_openmvg, has_cameras=True),
+    "kapture": Format(write_kapture, has_cameras=True),
+}
