@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from collection_runs import QUICK, alive, children, contents, pairs_done, photos, start, wait_for
+from command import run as here
 from nursery import Nursery
 
-from matcher.cli import main
 from matcher.collection.collection import Collection
 from matcher.collection.store import Store
 from matcher.collection.workers import Workers
@@ -33,15 +33,14 @@ def scene(tmp_path_factory) -> tuple[Path, dict]:
     """A folder of 14 photos, and what an unbroken run of its 91 pairs holds."""
     folder = tmp_path_factory.mktemp("scene")
     photos(folder / "photos", 14)
-    command = ["collection", folder / "photos", "--run", folder / "whole", *QUICK, "--exhaustive"]
-    assert main([str(part) for part in (*command, "--workers", 0)]) == 0
+    given = ("--run", folder / "whole", *QUICK, "--exhaustive", "--workers", 0)
+    assert here("collection", folder / "photos", *given) == 0
     return folder / "photos", contents(folder / "whole")
 
 
 def finish(folder: Path, run: Path, unbroken: dict, *more: object) -> None:
     """Let a run that was disturbed go on, and compare it with one that was not."""
-    command = ("collection", folder, "--run", run, *QUICK, *more, "--workers", 0)
-    assert main([str(part) for part in command]) == 0
+    assert here("collection", folder, "--run", run, *QUICK, *more, "--workers", 0) == 0
     assert contents(run) == unbroken
 
 
@@ -120,10 +119,9 @@ def test_a_run_is_read_beside_and_ended_by_a_signal(scene, tmp_path, capfd, monk
     wait_for(lambda: pairs_done(run) > 0, process)
     workers = children(process.pid)
     assert len(workers) == 2
-    assert main([*map(str, command), "0"]) == 2 and "written by another run" in capfd.readouterr().err
-    assert main(["status", str(run)]) == 0
-    assert main(["export", str(run), "--to", "npz", str(tmp_path / "m.npz")]) == 0
-    assert main(["report", str(run), "--output", str(tmp_path / "r.html")]) == 0
+    assert here(*command, 0) == 2 and "written by another run" in capfd.readouterr().err
+    assert here("status", run) == here("export", run, "--to", "npz", tmp_path / "m.npz") == 0
+    assert here("report", run, "--output", tmp_path / "r.html") == 0
     process.send_signal(sent)
     begun = time.monotonic()
     _, errors = process.communicate(timeout=60)
