@@ -332,7 +332,9 @@ class _Fitting:
     def _weigh(self, weights: np.ndarray) -> None:
         """Weights (1 or K, n) of sum 1, under which a linear gradient of illumination is removed."""
         products = (self.basis[:, :, None] * self.basis[:, None]).reshape(-1, 9)
-        self.weights, self.of_basis = weights, np.linalg.inv((weights @ products).reshape(-1, 3, 3))
+        # Regular even where nothing of a window has weight.
+        moments = (weights @ products).reshape(-1, 3, 3) + 1e-9 * np.eye(3)
+        self.weights, self.of_basis = weights, np.linalg.inv(moments)
 
     def _moments(self, values: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """(K, c) weighted sums of values (K, n) times columns (n, c)."""

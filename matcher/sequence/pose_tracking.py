@@ -22,7 +22,7 @@ from matcher.sequence.stereo import depths_of
 from matcher.verify.estimation import RobustEstimator
 
 MIN_POINTS = 12  # that agree with a pose
-NOISE = 0.3  # pixels of the resized image that a refined link is off, both ends together
+NOISE = 0.25  # pixels of the resized image that a refined link is off, both ends together
 MOST_DOUBT, LEAST_AGREEMENT = 0.1, 2 / 3  # of a pose that is "ok"
 REPEATED = 10  # observations that count as one: neighbouring points and frames share errors of lens and link
 
