@@ -82,7 +82,8 @@ class FrameResult:
         kept: share of the keyframe's links still seen; with pairs, of the close ones if those are fewer.
         pose_status: "ok": measured; "uncertain": measured, but the points leave the camera's position open by
             more than a tenth of its last step, as when all are far away, a third of them moves otherwise, as
-            cars do, another motion explains half as much of the scene, or the motion has changed by more than
+            cars do, one camera has just begun, another motion explains half as much of the scene, or the
+            motion has changed by more than
             a half at once; "no_camera": none was given;
             "other_size": the frame's sides have another ratio than those of the images that the camera is
             for; "starting": one camera only, not enough parallax yet; "too_few" points of known depth

@@ -440,7 +440,8 @@ class PoseTracker:
         keyframe.inverse_errors[rows[sure]] = found.errors[sure]
         if keyframe.world_from_cam is None:
             return "ok", T
-        doubted = rivalled or found.agreeing.mean() < LEAST_AGREEMENT
+        begins = starting and alone  # two views, which nothing confirms yet
+        doubted = rivalled or begins or found.agreeing.mean() < LEAST_AGREEMENT
         return self._settle(frame, keyframe.world_from_cam @ np.linalg.inv(T), found.deviation, doubted), T
 
     def _goes_on(self, found: JointPose, keyframe: KeptFrame, frame: KeptFrame) -> bool:
