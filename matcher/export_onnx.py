@@ -31,9 +31,8 @@ from matcher.match.network import MatchingNetwork
 from matcher.match.position import Side, encoded, normalise_positions, position_inputs
 from matcher.match.sinkhorn import CHECKED, LARGEST_SCALE, LEAST_EXPONENT, dual_softmax, masses, mutual_best
 from matcher.match.steering import MIN_GAIN, STEERABLE, TURNED_EXIF, TURNS, evidence, turned
-from matcher.parts import ExportedNetwork
-from matcher.weights.files import load_model
-from matcher.weights.published import fill_extractor, find_weights
+from matcher.onnx_engine import ExportedNetwork
+from matcher.weights.files import fill_extractor, find_weights, load_model
 
 Numbers = Literal["float32", "float16", "int8"]
 Program = Literal["any", "opencv", "colmap"]

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -39,16 +39,38 @@ from matcher.match.adaptivity import confidence_threshold, decide
 from matcher.match.calibration import calibrated
 from matcher.match.nearest import NearestMatcher, check_features, credible_matches, needed_fields
 from matcher.match.steering import STEERABLE, TURNED_EXIF, best_turn, try_other_turns, turned
-from matcher.parts import ExportedNetwork, LearnedParts, policy_of, refuse_for_grid
+from matcher.pipeline import LearnedParts, policy_of, refuse_for_grid
 from matcher.processes import compute_threads
 from matcher.result import WeightsSource
 from matcher.types import Extractor, Features, Image, Matches
-from matcher.weights.files import check_front_end, network_config, read_arrays, read_bytes
-from matcher.weights.published import find_weights, locate_front_end
+from matcher.weights.files import (
+    check_front_end,
+    find_weights,
+    locate_front_end,
+    network_config,
+    read_arrays,
+    read_bytes,
+)
 
 Arrays = Mapping[str, np.ndarray]
 GRAPHS = Path(__file__).with_name("graphs")
 LEAST_VERSION = (1, 17)  # of ONNX Runtime: the first with the graphs' operator set
+
+
+@dataclass(frozen=True)
+class ExportedNetwork:
+    """An exported network: its parameters' shapes by name, the bytes of its graphs, and what they are for."""
+
+    shapes: Mapping[str, Sequence[int]]
+    parts: Mapping[str, bytes]
+    settings: Mapping[str, Any]
+
+    @staticmethod
+    def read(folder: Path) -> ExportedNetwork:
+        """From a folder of `matcher/graphs`."""
+        described = json.loads((folder / "graph.json").read_text(encoding="utf-8"))
+        parts = {file.stem: file.read_bytes() for file in folder.glob("*.onnx")}
+        return ExportedNetwork(described["shapes"], parts, described["settings"])
 
 
 def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from matcher.cameras import Camera, cameras_of_pair
-from matcher.config import NearestConfig, PipelineConfig, RefineConfig, depth
+from matcher.config import MatchingPolicy, NearestConfig, PipelineConfig, RefineConfig, depth
+from matcher.errors import UsageError
 from matcher.extract.extractor import extracted
 from matcher.extract.sift import SiftExtractor
 from matcher.images import MAX_PIXELS, ImageInput, read_both, read_image
@@ -34,8 +35,8 @@ from matcher.types import (
     one_for_each,
 )
 from matcher.verify.estimation import verify_matches, with_repetition
-from matcher.verify.overlays import without_overlay
 from matcher.verify.planes import build_estimator
+from matcher.verify.repetition import without_overlay
 from matcher.verify.verdict import reject_improbable
 
 Mask = str | Path | np.ndarray | Any  # the last: a PIL image or a torch tensor
@@ -43,6 +44,33 @@ FURTHER_PASSES = "further passes"  # among the stages of `Result.seconds`
 # The size at which a part of an image is looked at again / that at which the image was matched, at most.
 _ENLARGED = 4
 _CUSTOM = PipelineConfig(matcher=NearestConfig())
+
+
+class LearnedParts(NamedTuple):
+    """The learned parts of a pipeline."""
+
+    extractor: Extractor
+    matcher: Matcher
+    config: PipelineConfig  # with the architecture that the weights have
+    weights: WeightsSource | None  # of the matcher; None where it has none
+
+
+def policy_of(config: PipelineConfig, given: Mapping[str, Any]) -> MatchingPolicy:
+    """How a network is used; the calibration of a preset is of its own weights, and others have none."""
+    policy = config.matcher.policy
+    if given.get("weights") in (None, config.weights):
+        return policy
+    return replace(policy, calibration=None)
+
+
+def refuse_for_grid(given: Mapping[str, Any]) -> None:
+    """Refuse options of a detector: a grid has all its cells, and its network is in the matcher's weights;
+    `UsageError`: there is such an option."""
+    for name in ("frontend_weights", "max_keypoints"):
+        if name in given:
+            raise UsageError(
+                f"this preset matches the cells of a grid, so {name} has no effect; leave it out"
+            )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -259,7 +287,7 @@ class Pipeline:
     def match_features_batch(self, pairs: Sequence[tuple[Features, Features]]) -> list[Matches]:
         """Match pairs of unbatched features in one padded, masked batch; errors as in `match_features`.
 
-        Matches on a stamp, logo or frame that both images have are left out (`matcher.verify.overlays`).
+        Matches on a stamp, logo or frame that both images have are left out (`matcher.verify.repetition`).
         """
         if not checked_pairs(pairs):
             return []

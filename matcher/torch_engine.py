@@ -19,12 +19,11 @@ from matcher.extract.sift import SiftExtractor
 from matcher.match.loftr import GridExtractor
 from matcher.match.nearest import NearestMatcher
 from matcher.match.network import DTYPES, AttentionMatcher, resolve_precision
-from matcher.parts import LearnedParts, policy_of, refuse_for_grid
+from matcher.pipeline import LearnedParts, policy_of, refuse_for_grid
 from matcher.processes import keep_freed_memory
 from matcher.result import WeightsSource
 from matcher.types import Extractor
-from matcher.weights.files import load_model
-from matcher.weights.published import fill_extractor, find_weights
+from matcher.weights.files import fill_extractor, find_weights, load_model
 
 
 def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:

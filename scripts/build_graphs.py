@@ -10,8 +10,7 @@ from matcher.config import ExtractorConfig
 from matcher.export_onnx import front_end_graph, network_graphs, trained_front_end
 from matcher.onnx_engine import GRAPHS, graph_key
 from matcher.presets import PRESETS
-from matcher.weights.files import load_model
-from matcher.weights.published import find_weights
+from matcher.weights.files import find_weights, load_model
 
 NETWORKS = ("hybrid-learned", "hybrid")
 

@@ -24,8 +24,7 @@ from matcher.weights.conversion import (
     read_checkpoint,
 )
 from matcher.weights.download import import_files
-from matcher.weights.files import load_model
-from matcher.weights.published import find_published
+from matcher.weights.files import find_published, load_model
 
 DEPTH = 2
 

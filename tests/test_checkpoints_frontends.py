@@ -12,7 +12,7 @@ from matcher.errors import IntegrityError, UsageError
 from matcher.extract.front_end import resolve
 from matcher.torch_engine import build_extractor
 from matcher.weights.download import import_files
-from matcher.weights.published import find_published
+from matcher.weights.files import find_published
 
 feature = pytest.importorskip("kornia.feature")
 READERS = ("keynet", "orientation", "affine_shape", "hardnet", "dedode.dedode", "dedode.encoder")

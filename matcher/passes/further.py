@@ -28,7 +28,7 @@ from matcher.passes.views import (
 from matcher.types import Extractor, Features, Image, Matcher, Matches, TwoViewGeometry
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
-from matcher.verify.overlays import without_overlay
+from matcher.verify.repetition import without_overlay
 
 FIRST = "first"
 _LONG = 5.0  # seconds after which it is told what takes so long

@@ -12,7 +12,7 @@ import numpy as np
 
 from matcher.geometry import resize_points, stored_to_upright
 from matcher.types import Extractor, Features, Image, Matcher, Matches
-from matcher.verify.overlays import without_overlay
+from matcher.verify.repetition import without_overlay
 
 _LEAST_SIDE = 16  # pixels, of a crop
 _FROM_BORDER = 4  # pixels that keypoints of a turned crop keep from its borders, which are edges there

@@ -29,7 +29,7 @@ from matcher.pipeline import Pipeline
 from matcher.presets import DEFAULT_PRESET, PRESETS
 from matcher.result import Result
 from matcher.viz.drawings import draw_matches, figure_pixels
-from matcher.weights.published import read_catalogue
+from matcher.weights.files import read_catalogue
 
 if TYPE_CHECKING:
     from gradio.themes import Base

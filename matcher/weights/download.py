@@ -20,8 +20,14 @@ from matcher.config import ExtractorConfig
 from matcher.errors import IntegrityError, UsageError
 from matcher.files import open_given, write_whole
 from matcher.weights.conversion import import_checkpoint, import_front_end, page_fault
-from matcher.weights.files import LARGEST_WEIGHTS, WeightsRow
-from matcher.weights.published import Published, PublishedFile, find_published, locate
+from matcher.weights.files import (
+    LARGEST_WEIGHTS,
+    Published,
+    PublishedFile,
+    WeightsRow,
+    find_published,
+    locate,
+)
 
 # One file over HTTP, whole or not at all: resumed where it broke, checked while it streams.
 
