@@ -1,6 +1,8 @@
 """Control points and aligned GeoTIFFs: rasters of known coordinates, made of scikit-image's photographs."""
 
 import csv
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import cv2
@@ -87,17 +89,83 @@ def test_the_photo_is_written_on_the_grid_of_the_map(pair, tmp_path):
 
 
 def test_a_large_raster_of_16_bit_keeps_its_bands(tmp_path):
-    """5,000 pixels a side are matched as a smaller picture, and warped by tiles."""
-    ground = cv2.resize(scene(), (5000, 5000), interpolation=cv2.INTER_CUBIC).astype(np.uint16) * 100
+    """More than 4,096 pixels a side are matched as a smaller picture, and warped by tiles."""
+    ground = cv2.resize(scene(), (4200, 1400), interpolation=cv2.INTER_CUBIC).astype(np.uint16) * 100
     reference = write_tiff(tmp_path / "a.tif", ground[None])
     moved = np.roll(ground, (40, 90), (0, 1))
     other = write_tiff(tmp_path / "b.tif", np.stack([moved, moved // 2]), crs=None)
     found = georeference(other, reference, "nearest-learned", model="similarity", max_keypoints=1024)
     np.testing.assert_allclose(found.matrix[:2, 2], [-90, -40], atol=3)
     with rasterio.open(found.save_raster(tmp_path / "c.tif")) as file:
-        assert (file.count, file.dtypes[0], file.shape) == (2, "uint16", (5000, 5000))
-        tile = file.read(1, window=((2000, 2300), (2000, 2300))).astype(float)
-    assert np.median(np.abs(tile - ground[2000:2300, 2000:2300])) < 600
+        assert (file.count, file.dtypes[0], file.shape) == (2, "uint16", (1400, 4200))
+        tile = file.read(1, window=((900, 1200), (2000, 2300))).astype(float)
+    assert np.median(np.abs(tile - ground[900:1200, 2000:2300])) < 600
+
+
+def old_plan(photo: np.ndarray, noise: np.random.Generator) -> np.ndarray:
+    """Outlines in ink on stained paper."""
+    ink = cv2.GaussianBlur(cv2.Canny(cv2.bilateralFilter(photo, 9, 60, 9), 40, 110) / 255, (0, 0), 0.8)
+    stains = cv2.resize(noise.standard_normal((12, 20)), ink.shape[::-1], interpolation=cv2.INTER_CUBIC)
+    paper = 0.85 + 0.08 * stains + 0.03 * noise.standard_normal(ink.shape)
+    return (paper * (1 - 0.8 * ink)).clip(0, 1)[..., None] * (150, 200, 225)
+
+
+def winter(photo: np.ndarray, noise: np.random.Generator) -> np.ndarray:
+    """Snow on what is green, the rest pale and bluish, with a camera's noise."""
+    colours = photo / 255
+    blue, green, red = np.moveaxis(colours, 2, 0)
+    snow = cv2.GaussianBlur((3 * (2 * green - blue - red)).clip(0, 1), (0, 0), 2)[..., None]
+    grey = colours.mean(axis=2, keepdims=True)
+    scene = (1 - snow) * grey**0.7 * (1, 0.95, 0.9) + snow * (0.8 + 0.15 * grey)
+    return (scene + 0.02 * noise.standard_normal(photo.shape)).clip(0, 1) * 255
+
+
+def drone(photo: np.ndarray, noise: np.random.Generator) -> np.ndarray:
+    """As it is, with a camera's noise: what differs is the view."""
+    return (photo + 5 * noise.standard_normal(photo.shape)).clip(0, 255)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "degrees", "scale", "tilt", "metres", "grey"),
+    [(old_plan, 6, 0.9, 0, 1.2, 16), (winter, 3, 1, 0, 0.15, 1), (drone, 40, 0.7, 0.3, 0.1, 1)],
+    ids=["an old plan", "another season", "a drone"],
+)
+def test_what_an_orthophoto_is_matched_with(
+    drawn: Callable, degrees: float, scale: float, tilt: float, metres: float, grey: float, tmp_path: Path
+):
+    """Half of the control points lie within `metres` of the truth, .9 within four times; pixels have .5 m.
+
+    The picture on the map differs by less than `grey` values from the one put there by the truth.
+    """
+    photo = Path(os.environ.get("MATCHER_DATA", "absent")) / "photos/val/brighton_beach/DJI_0026_10dc80.jpg"
+    if not photo.is_file():
+        pytest.skip("needs MATCHER_DATA with photos/")
+    ground = cv2.imread(str(photo))  # a drone's, straight down
+    reference = write_tiff(tmp_path / "ortho.tif", np.moveaxis(ground, 2, 0)[::-1])
+    height, width = ground.shape[:2]
+    middle = np.array([[1, 0, -width / 2], [0, 1, -height / 2], [0, 0, 1]])
+    turn = np.vstack([cv2.getRotationMatrix2D((0, 0), degrees, scale), [0, 0, 1]])
+    view = np.array([[1, 0, 0], [0, 1, 0], [tilt / width, tilt / height / 2, 1]]) @ turn
+    seen = np.linalg.inv(middle) @ view @ middle  # from pixels of the map's picture
+    drawing = drawn(ground, np.random.default_rng(0)).astype(np.uint8)
+    made = cv2.warpPerspective(drawing, seen, (width, height), borderValue=(128, 160, 180))
+    cv2.imwrite(str(tmp_path / "made.png"), made)
+    points, aligned = tmp_path / "points.csv", tmp_path / "aligned.tif"
+    options = ("--output", aligned, "--no-further-passes", "--max-keypoints", 1024)
+    assert run("align", tmp_path / "made.png", reference, "--gcp", points, *options) == 0
+    rows = [[float(value) for value in row.values()] for row in csv.DictReader(points.open())]
+    column, line, east, north, *_ = np.array(rows).T
+    pixel = np.stack([column, line], axis=1) - 0.5
+    true = cv2.perspectiveTransform(pixel[None], np.linalg.inv(seen))[0] + 0.5
+    off = np.hypot(EAST + METRES * true[:, 0] - east, NORTH - METRES * true[:, 1] - north)
+    assert len(off) >= 20
+    assert np.quantile(off, 0.5) < metres and np.quantile(off, 0.9) < 4 * metres
+    with rasterio.open(aligned) as file:
+        assert (file.shape, file.crs) == ((height, width), "EPSG:32633")
+        placed, covered = np.moveaxis(file.read()[::-1], 0, 2).astype(float), file.read_masks(1) > 0
+    right = cv2.warpPerspective(made, np.linalg.inv(seen), (width, height))
+    assert covered.mean() > 0.8
+    assert np.abs(placed - right)[covered].mean() < grey
 
 
 def test_what_cannot_be_done_is_said(pair, tmp_path):
