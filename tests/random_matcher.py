@@ -47,10 +47,7 @@ def random_model(seed: int = 3, config: NetworkConfig = CONFIG) -> MatchingNetwo
 
 
 def matcher_with(
-    early_exit: bool = True,
-    pruning: bool = True,
-    precision: str = "float32",
-    config: NetworkConfig = CONFIG,
+    early_exit: bool = True, pruning: bool = True, precision: str = "float32", config: NetworkConfig = CONFIG
 ) -> AttentionMatcher:
     """The random network, deciding as asked."""
     model = random_model(config=config)

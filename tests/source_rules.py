@@ -1,4 +1,4 @@
-"""The rules of the sources as functions of parsed code: layers, circles, work at import, docstrings."""
+"""The rules of the sources as functions of parsed code: layers, circles, work at import."""
 
 import ast
 import re
@@ -7,17 +7,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FACADE = "matcher"  # matcher/__init__.py: names its modules in strings, imported by the top layer only
 MAP = ROOT / "matcher" / "README.md"
-
-
-def read_tree() -> list[tuple[str, str]]:
-    """Paths and descriptions of the tree in the map, a folder's path ending in a slash."""
-    found, parents = [], []
-    for line in _tree_lines():
-        layer, indent, name, text = re.fullmatch(r"(\d*)(\s+)(\S+)\s\s+(\S.*)", line).groups()
-        depth = 0 if layer else len(indent) // 2 - 2
-        parents = [*parents[:depth], name]
-        found.append(("".join(parents), text))
-    return found
 
 
 def read_layers() -> dict[str, int]:
@@ -194,45 +183,3 @@ def _call_faults(plain: frozenset[str], *nodes: ast.expr) -> list[str]:
         if not (name in PURE_CALLS or name in plain or of_text or on_path):
             faults.append(f"line {call.lineno}: calls {name}")
     return faults
-
-
-def definitions(module: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in ast.walk(module) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-
-
-def public_faults(module: ast.Module) -> list[str]:
-    """Public functions, classes and methods without a docstring or with a bare argument or result."""
-    faults = []
-    for node in module.body:
-        if isinstance(
-            node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        ) and not node.name.startswith("_"):
-            methods = node.body if isinstance(node, ast.ClassDef) else []
-            functions = [
-                node,
-                *(m for m in methods if isinstance(m, (ast.FunctionDef, ast.AsyncFunctionDef))),
-            ]
-            for part in functions:
-                special = part.name.startswith("__")
-                if part.name.startswith("_") and not special:
-                    continue
-                if not special and not ast.get_docstring(part):
-                    faults.append(f"{part.name} (line {part.lineno}) has no docstring")
-                if not isinstance(part, ast.ClassDef):
-                    faults += _annotation_faults(part)
-    return faults
-
-
-def _annotation_faults(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    arguments = function.args
-    every = [
-        *arguments.posonlyargs,
-        *arguments.args,
-        *arguments.kwonlyargs,
-        arguments.vararg,
-        arguments.kwarg,
-    ]
-    where = f"{function.name} (line {function.lineno})"
-    bare = [a.arg for a in every if a is not None and a.annotation is None and a.arg not in ("self", "cls")]
-    faults = [f"{where}: {', '.join(bare)} not annotated"] if bare else []
-    return faults if function.returns is not None else [*faults, f"{where}: result not annotated"]

@@ -14,7 +14,6 @@ from matcher.pipeline import Pipeline
 from matcher.types import Features, Matches, MatchRefinement
 from matcher.verify.adjustment import epipolar_distance, fundamental_from_pose, in_front, sampson
 from matcher.verify.estimation import RobustEstimator
-from matcher.verify.planes import PlanesEstimator
 
 KINDS = ("homography", "fundamental", "essential")
 
@@ -132,14 +131,6 @@ def test_a_fundamental_matrix_is_refined_also_without_covariances():
     assert np.median(own) < 0.8 * np.median(theirs)
 
 
-def test_the_true_matrix_stays_where_it_is(rng):
-    points0, points1 = scene("fundamental", rng)
-    found = estimate("fundamental", points0, points1, covariances=np.tile(np.eye(2), (len(points0), 1, 1)))
-    true = fundamental_from_pose(CAMERA.K, OTHER.K, pose())
-    true /= np.linalg.norm(true)
-    assert min(np.abs(found.matrix - sign * true).max() for sign in (1, -1)) < 1e-8
-
-
 def test_inliers_of_a_weighed_pose_are_its_own():
     config = EstimationConfig(kind="essential")
     for seed in range(5):
@@ -173,19 +164,6 @@ def _reversed(cam1_from_cam0: np.ndarray) -> np.ndarray:
     return changed
 
 
-def test_planes_are_weighed_too():
-    errors = []
-    for known in (True, False):
-        rng = np.random.default_rng(3)
-        points0, points1 = scene("homography", rng)
-        covariances = spread(rng, len(points0), 0.02, 1.0, "by match")
-        noise = np.linalg.cholesky(covariances) @ rng.normal(size=(len(points0), 2, 1))
-        given = {"covariances": covariances} if known else {}
-        estimator = PlanesEstimator(EstimationConfig(kind="homographies"))
-        errors.append(error("homography", estimator(points0, points1 + noise[..., 0], **given)))
-    assert errors[0] < 0.5 * errors[1]
-
-
 class Asked(RobustEstimator):
     """Keeps what it was asked."""
 
@@ -214,16 +192,3 @@ def test_a_pipeline_hands_covariances_to_estimators_that_take_them(kind, rng):
     assert pipeline.verify(*features, matches).status == "ok" and "covariances" not in kind.given
     assert pipeline.verify(*features, replace(matches, refinement=known)).status == "ok"
     assert ("covariances" in kind.given) == kind.takes_covariances
-
-
-def test_a_fundamental_matrix_can_be_left_as_it_was_sampled(monkeypatch):
-    rng = np.random.default_rng(4)
-    points0, points1 = scene("fundamental", rng)
-    points1 = points1 + rng.normal(scale=0.5, size=points1.shape)
-    config = EstimationConfig(kind="fundamental")
-    adjusted = RobustEstimator(config)(points0, points1)
-    monkeypatch.setattr("matcher.verify.estimation.adjusted_fundamental", None)
-    left = RobustEstimator(config, adjusted=False)(points0, points1)
-    assert left.status == adjusted.status == "ok"
-    assert np.abs(left.matrix - adjusted.matrix).max() > 1e-6
-    assert error("fundamental", left) < 5 and left.inliers.sum() > 0.9 * len(points0)

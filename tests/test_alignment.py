@@ -12,7 +12,6 @@ import matcher
 from matcher.config import EstimationConfig
 from matcher.geometry import warp_points
 from matcher.verify.planes import estimate_planar
-from matcher.viz.overlays import lay_over
 
 TURN = np.deg2rad(25)
 SIMILARITY = np.array(
@@ -42,14 +41,6 @@ def test_a_map_is_recovered_among_outliers(rng, model, true):
     assert found.status == "ok" and found.inliers[:200].mean() > 0.98 and found.inliers[200:].sum() < 5
     corners = np.array([[0.0, 0], [1000, 0], [1000, 1000], [0, 1000]])
     assert np.abs(warp_points(corners, found.matrix) - warp_points(corners, true)).max() < 1.5
-
-
-def test_a_homography_is_that_of_the_matches(pair):
-    (a, b), *_ = pair
-    found = matcher.align(a, b, "nearest", max_keypoints=500)
-    result = matcher.load("nearest", max_keypoints=500, geometry="homography").match(a, b)
-    assert np.array_equal(found.matrix, result.geometry.matrix)
-    assert np.array_equal(found.inliers, result.geometry.inliers)
 
 
 def test_a_similarity_does_not_mirror(rng):
@@ -92,13 +83,6 @@ def test_orientations_of_both_files_are_respected(pair, tmp_path):
     assert np.abs(picture[..., :3].astype(int) - moved)[inner].mean() < 5
 
 
-def test_beyond_the_horizon_nothing_is_covered():
-    image = matcher.Image(np.full((100, 100), 200, np.uint8), size=(100, 100))
-    steep = np.array([[1.0, 0, 0], [0, 1, 0], [0.02, 0, 1]])  # the horizon: x1 = 50
-    assert not lay_over(image, image, steep).covered[:, 52:].any()
-    assert lay_over(image, image, -steep).covered[50, 10]
-
-
 def test_the_command_writes_all_views_and_prints_the_matrix(pair, tmp_path, capfd):
     (a, b), _, _ = pair
     files = {name: tmp_path / f"{name}.png" for name in ("output", "blend", "checkerboard", "difference")}
@@ -131,16 +115,6 @@ def test_nothing_is_overwritten_and_no_match_is_said(pair, tmp_path, capfd):
     found = matcher.align(a, noise, "nearest", max_keypoints=200)
     with pytest.raises(matcher.UsageError, match="not aligned"):
         found.image()
-
-
-def test_arguments_that_do_not_fit_are_refused(pair):
-    (a, b), _, _ = pair
-    with pytest.raises(matcher.UsageError, match="unknown model 'rigid'"):
-        matcher.align(a, b, "nearest", model="rigid")
-    with pytest.raises(matcher.UsageError, match="homography"):
-        matcher.align(a, b, "nearest", geometry="fundamental")
-    with pytest.raises(matcher.UsageError, match="a pipeline is complete"):
-        matcher.align(a, b, matcher.load("nearest"), max_keypoints=100)
 
 
 def test_a_scene_with_depth_is_told_of(capfd, tmp_path):

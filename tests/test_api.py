@@ -1,13 +1,11 @@
 """The public API for SLAM and SfM: verification alone, OpenCV's types, cameras, saving, one-line reprs."""
 
-import json
-
 import cv2
 import numpy as np
 import pytest
 
 import matcher
-from matcher import Camera, Features, UsageError
+from matcher import Features, UsageError
 from matcher.arrays import root_sift
 
 
@@ -83,40 +81,3 @@ def test_raw_sift_is_refused_by_name_and_by_matcher(pictures, small_weights):
     for wrong, message in ((anonymous, "raw SIFT descriptors"), (long, "descriptors of norm 1, not")):
         with pytest.raises(UsageError, match=message):  # by the network itself, for one image of a batch
             network(Features.stack([right, right]), Features.stack([right, wrong]))
-
-
-def test_a_result_is_saved(result, tmp_path):
-    assert result.save(tmp_path / "pair.npz") == tmp_path / "pair.npz"
-    with np.load(tmp_path / "pair.npz") as arrays:
-        np.testing.assert_array_equal(arrays["points1"], result.points1)
-        np.testing.assert_array_equal(arrays["matrix"], result.geometry.matrix)
-        assert arrays["size0"].tolist() == [540, 400]
-    result.save(tmp_path / "pair.json")
-    found = json.loads((tmp_path / "pair.json").read_text())
-    assert found["matches"] == len(result.matches) == len(found["arrays"]["indices"])
-    assert {name: found[name] for name in ("preset", "geometry")} == {
-        name: result.to_dict()[name] for name in ("preset", "geometry")
-    }
-    (tmp_path / "notes.json").write_text("mine")
-    with pytest.raises(UsageError, match="overwrite=True"):
-        result.save(tmp_path / "notes.json")
-    assert (tmp_path / "notes.json").read_text() == "mine"
-    result.save(tmp_path / "notes.json", overwrite=True)
-    with pytest.raises(UsageError, match=r"\.npz or \.json"):
-        result.save(tmp_path / "pair.txt")
-
-
-def test_reprs_are_one_informative_line(result, pictures):
-    pipeline = matcher.load("nearest", geometry="homography")
-    count, inliers = len(result.matches), int(result.inliers.sum())
-    assert repr(pipeline) == "Pipeline('nearest', up to 1024 pixels, homography)"
-    assert repr(result) == f"Result(array and array: {count} matches, {inliers} inliers (homography: ok))"
-    assert repr(result.geometry) == f"TwoViewGeometry(homography: ok, {inliers} of {count} inliers)"
-    assert repr(result.matches).startswith(f"Matches({count} matches, scores 0.")
-    features = result.features0
-    assert (
-        repr(features) == f"Features({len(features)} keypoints, 128-d 'sift' descriptors, 540 x 400 pixels)"
-    )
-    assert repr(Features.stack([features] * 2)).startswith(f"Features(batch (2,), {len(features)} keypoints")
-    assert repr(Camera(1, 2, 3, 4)).startswith("Camera(fx=1.0, fy=2.0, cx=3.0, cy=4.0")
-    assert all("\n" not in repr(thing) for thing in (pipeline, result, features, pipeline.read(pictures[0])))

@@ -51,11 +51,6 @@ def test_masked_attention_is_the_equation(causal: bool) -> None:
         np.testing.assert_allclose(found, naive(q, k, v, allowed), atol=2e-6)
 
 
-def test_gradients_of_softmax_attention() -> None:
-    inputs = [random(1, 2, n, 4, seed=n, dtype=torch.float64).requires_grad_() for n in (3, 5, 5)]
-    assert torch.autograd.gradcheck(scaled_dot_product, inputs)
-
-
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("shared_qk", [False, True])
 def test_heads_are_projected_compared_and_joined(score: str, shared_qk: bool) -> None:
@@ -174,19 +169,3 @@ def test_padding_is_not_attended_to(changes) -> None:
     alone = layer(pairs[1], 4)[0]
     torch.testing.assert_close(found[1][mask[1]], alone, atol=1e-4, rtol=1e-4)
     assert m == 12 - n
-
-
-@layers
-@torch.no_grad()
-def test_an_image_without_points_sends_no_message(changes) -> None:
-    layer, x = random_layer(**changes), random(1, 4, 24)
-    for n in (0, 4):
-        found = layer(x, n)
-        assert found.isfinite().all() and found.shape == x.shape
-    assert layer(x[:, :0], 0).shape == (1, 0, 24)
-
-
-def test_an_untrained_layer_changes_nothing() -> None:
-    for changes in LAYERS.values():
-        layer, x = Layer(ContextConfig(dim=24, heads=3, **changes)).eval(), random(1, 9, 24)
-        assert layer(x, 4).equal(x)

@@ -6,7 +6,6 @@ import torch
 from matcher.benchmark import (
     OFF,
     Bench,
-    BenchmarkRow,
     as_kornia,
     check_device,
     kornia_lightglue,
@@ -35,12 +34,6 @@ def test_calls_alternate_after_a_warm_up_that_does_not_count(views) -> None:
     times = bench.alternate({"a": lambda: call("a", 50, 2), "b": lambda: call("b", 90, 6)})
     assert log == ["a", "b"] * 4
     assert times == {"a": (2, 2, 2), "b": (6, 6, 6)}
-
-
-def test_a_row_has_medians_and_their_ratio() -> None:
-    row = BenchmarkRow("work", "peer", (0.1, 0.2, 0.9), (0.8,), note="so")
-    assert row.ratio == pytest.approx(4.0)
-    assert str(row) == "| work | peer | 100.0 / 200.0 / 900.0 | 800.0 / 800.0 / 800.0 | 4.00 | so |"
 
 
 def test_a_reference_and_ours_with_its_parameters_find_the_same() -> None:

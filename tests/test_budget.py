@@ -96,31 +96,12 @@ def test_plans_learn_from_how_long_pairs_took(network, views):
     assert slower.pace == pace and slower.max_keypoints * slower.layers < 600 * 3
 
 
-@pytest.mark.parametrize(("preset", "shape"), [("nearest", (1, 1)), ("hybrid-learned", (300, 400))])
+@pytest.mark.parametrize(("preset", "shape"), [("nearest", (1, 1)), ("hybrid-learned", (120, 160))])
 def test_costs_are_measured_on_noise_where_an_image_is_dark_or_tiny(preset, shape):
     pipeline = matcher.load(preset, further_passes=False, max_keypoints=300, geometry="essential")
     dark, camera = np.zeros(shape, np.uint8), matcher.Camera(700, 700, 399.5, 299.5)
     result = pipeline.match(dark, dark, camera0=camera, budget_ms=5000.0)
     assert len(result.matches) == 0 and result.budget.fits
-
-
-def test_an_extractor_of_ones_own_gets_its_strongest_keypoints(views):
-    class Grid:
-        def __call__(self, images):
-            points = np.stack(np.meshgrid(np.arange(20), np.arange(20)), -1).reshape(-1, 2)
-            scores = np.arange(len(points))
-            values = np.random.default_rng(0).normal(size=(len(points), 8))
-            return [matcher.Features.from_image(image, points, values, scores=scores) for image in images]
-
-    result = matcher.Pipeline(extractor=Grid()).match(*views, budget_ms=12.0)
-    assert len(result.features0) == result.budget.max_keypoints < 400
-    assert result.features0.scores.min() == 400 - result.budget.max_keypoints
-
-
-def test_what_cannot_be_a_budget_is_refused(network, views):
-    for value in (0.0, -5.0, float("nan"), float("inf")):
-        with pytest.raises(matcher.UsageError, match="budget_ms"):
-            network.match(*views, budget_ms=value)
 
 
 def test_neighbours_get_half_of_the_layers_and_strangers_all(network):

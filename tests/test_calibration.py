@@ -87,12 +87,6 @@ def test_the_fit_finds_the_calibration_that_made_the_matches(stage, numbers, wit
     assert error_under(others, fitted) < 0.03 < error_under(others, None)
 
 
-def test_other_weights_are_not_calibrated(shipped_weights):
-    other = matcher.load("hybrid", weights=shipped_weights, device="cpu").config.matcher.policy
-    policy = matcher.load("hybrid", device="cpu").config.matcher.policy
-    assert policy.calibration is not None and replace(policy, calibration=None) == other
-
-
 def test_both_engines_calibrate(views):
     pytest.importorskip("onnxruntime")
     options = {"max_keypoints": 256, "resize": 400, "further_passes": False}
@@ -136,15 +130,6 @@ def test_inliers_and_matches_among_many_of_them_are_more_probable():
     assert (fewer.scores[few.inliers] < found.scores[few.inliers]).all()
     refused = calibrated_by_geometry(level, replace(geometry, status="low_inliers"), WITH_GEOMETRY)
     assert (refused.scores < fewer.scores).all()
-
-
-def test_a_geometry_that_does_not_tell_leaves_the_probabilities():
-    matches, geometry = verified_matches(np.random.default_rng(5), 0.5)
-    for kind, status in (("homography", "ok"), ("essential", "degenerate"), ("none", "not_estimated")):
-        other = replace(geometry, kind=kind, status=status)
-        assert calibrated_by_geometry(matches, other, WITH_GEOMETRY) is matches
-    for config in (CONFIG, None):
-        assert calibrated_by_geometry(matches, geometry, config) is matches
 
 
 def test_a_pair_is_calibrated_again_after_verification_and_best_first(views):

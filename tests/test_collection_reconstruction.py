@@ -1,7 +1,6 @@
 """A reconstruction from made-up matches: all cameras where they should be, and no crash takes us along."""
 
 import json
-import sys
 
 import numpy as np
 import PIL.Image
@@ -63,27 +62,6 @@ def test_no_model_and_no_matches_are_said_plainly(tmp_path):
     with pytest.raises(UsageError, match="no matches"):
         reconstruct(none, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_cannot_be_asked(tmp_path, monkeypatch):
-    store, _ = synthetic_store(np.random.default_rng(8), count=3, points=30)
-    for options, message in (
-        ({"mapper": "best"}, "incremental or global"),
-        ({"min_images": 1}, "starts at 2"),
-        ({"threads": 0}, "threads"),
-        ({"max_deviation": 0.0}, "above 0"),
-        ({"max_deviation": 1.0}, "needs refined keypoints"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            reconstruct(store, tmp_path / "model", **options)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    with pytest.raises(UsageError, match="not an empty folder"):
-        reconstruct(store, tmp_path / "full")
-    monkeypatch.setitem(sys.modules, "pycolmap", None)
-    with pytest.raises(UsageError, match="pycolmap"):
-        reconstruct(store, tmp_path / "model")
-    assert CAMERA.fx == 900
 
 
 def test_points_alone_are_triangulated_from_given_poses(tmp_path):

@@ -8,13 +8,7 @@ from random_collection import SETTINGS, features, fill, pair, put_features
 
 from matcher.cameras import Camera
 from matcher.collection import schema
-from matcher.collection.schema import (
-    Counts,
-    decode_features,
-    decode_pair,
-    encode_features,
-    encode_pair,
-)
+from matcher.collection.schema import Counts, decode_pair, encode_pair
 from matcher.collection.store import Store, Writer
 from matcher.errors import IntegrityError, UsageError
 
@@ -40,22 +34,6 @@ def test_a_pair_survives_its_bytes(rng, count0, refined, matches):
         assert np.array_equal(getattr(read, name), getattr(geometry, name)), name
     with pytest.raises(IntegrityError):
         decode_pair(data[:-1], points0, points1)
-
-
-@pytest.mark.parametrize(("kind", "dim", "per_number"), [("sift", 128, 1), ("any", 64, 2)])
-def test_descriptors_take_the_bits_that_their_kind_needs(rng, kind, dim, per_number):
-    wanted = features(rng, 500, kind, dim)
-    facts = {"size": (640, 480), "exif_orientation": 6, "kind": kind, "scale": (0.5, 0.4)}
-    record = encode_features(wanted)
-    assert len(record) < 500 * dim * per_number + 500 * 12 + 600
-    found = decode_features(record, wanted.keypoints.numpy(), "it", **facts)
-    error = (found.descriptors - wanted.descriptors).abs() / wanted.descriptors.abs().clamp(min=1e-3)
-    assert float(error.max()) <= (0 if kind == "sift" else 2**-11)
-    for name in ("keypoints", "scores", "scales", "orientations", "size", "exif_orientation"):
-        assert (getattr(found, name) == getattr(wanted, name)).all(), name
-    for bad, points in ((record[:-1], wanted.keypoints), (record, wanted.keypoints[1:])):
-        with pytest.raises(IntegrityError):
-            decode_features(bad, points.numpy(), "it", **facts)
 
 
 def test_a_store_gives_back_what_was_written(rng, tmp_path):

@@ -102,7 +102,7 @@ def test_both_engines_and_a_collection_search_alike(rng, tmp_path):
         matcher.load(engine=engine, precision="float32").extract(paths[0]) for engine in ("torch", "onnx")
     )
     assert len(torch) == len(onnx) > len(matcher.load(resize=480).extract(paths[0]))
-    collection = matcher.Collection.open(tmp_path / "run", workers=1, precision="float32")
+    collection = matcher.Collection.open(tmp_path / "run", workers=0, precision="float32")
     collection.add_images(tmp_path)
     collection.add_pairs(exhaustive=True)
     collection.run()

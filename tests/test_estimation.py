@@ -1,7 +1,5 @@
 """Robust geometry against synthetic truth, and every input that must not yield a model."""
 
-from itertools import product
-
 import numpy as np
 import pytest
 
@@ -181,24 +179,6 @@ def test_too_few_distinct_points(rng, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_spot_in_either_image(rng, kind):
-    spot, spread = np.full((100, 2), 300.0), rng.uniform(0, 700, (100, 2))
-    no_model(estimate(kind, spot, spot), "too_few", 100)
-    no_model(estimate(kind, spot, spread), "degenerate", 100)
-    no_model(estimate(kind, spread, spot), "degenerate", 100)
-    no_model(estimate(kind, spot + rng.normal(size=(100, 2)) * 0.1, spread), "degenerate", 100)
-
-
-@pytest.mark.parametrize(("kind", "noise", "side"), product(KINDS, (0.0, 0.3), (0, 1, 2)))
-def test_points_on_a_line(rng, kind, noise, side):
-    along = rng.uniform(0, 900, 80)
-    line = np.column_stack([along, 0.6 * along + 40]) + noise * rng.normal(size=(80, 2))
-    spread = rng.uniform(0, 700, (80, 2))
-    points0, points1 = ((line, line * 0.9 + 7), (line, spread), (spread, line))[side]
-    no_model(estimate(kind, points0, points1), "degenerate", 80)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_line_of_inliers_among_outliers(rng, kind):
     along = rng.uniform(0, 900, 150)
     line = np.column_stack([along, 0.4 * along + 100])
@@ -218,11 +198,6 @@ def test_rotation_alone_has_no_pose(rng, noise, outliers, turn):
         assert found.verified and found.planar
     expected = estimate("homography", points0, points1)
     assert expected.status == "ok" and np.mean(expected.inliers == found.inliers) > 0.95
-
-
-def test_small_motion_still_has_a_pose(rng):
-    points0, points1, *_ = two_views(rng, noise=0.3, cam1_from_cam0=pose(baseline=0.08))
-    assert estimate("essential", points0, points1).status == "ok"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -246,11 +221,6 @@ def test_low_inliers_still_gives_the_model(rng, kind):
     assert twice.status == "low_inliers"  # copies are no evidence
 
 
-def test_nothing_asked_nothing_estimated(rng):
-    points0, points1, *_ = two_views(rng)
-    no_model(estimate("none", points0, points1), "not_estimated", len(points0))
-
-
 def test_wrong_arguments(rng):
     points0, points1, *_ = two_views(rng)
     with pytest.raises(UsageError, match="cameras"):
@@ -264,16 +234,3 @@ def test_wrong_arguments(rng):
         estimate("fundamental", points0.T, points1.T)
     with pytest.raises(UsageError, match="real numbers"):
         estimate("fundamental", points0.astype(complex), points1)
-
-
-def test_a_homography_is_refined_to_a_fraction_of_the_noise(rng):
-    H = np.array([[1.1, 0.05, -20.0], [-0.04, 0.95, 12.0], [1e-4, -5e-5, 1.0]])
-    points0 = rng.uniform(0, (640, 480), (300, 2))
-    exact = warp_points(points0, H)
-    # Most matches are good to a tenth of a pixel; a third are coarse, yet within the threshold of inliers.
-    noise = np.where(rng.random((300, 1)) < 0.33, 1.2, 0.1) * rng.normal(size=(300, 2))
-    found = RobustEstimator(EstimationConfig(kind="homography"))(points0, exact + noise)
-    corners = np.array([[0, 0], [639, 0], [639, 479], [0, 479]], dtype=float)
-    error = np.linalg.norm(warp_points(corners, found.matrix) - warp_points(corners, H), axis=1)
-    assert found.status == "ok"
-    assert error.mean() < 0.11  # 0.14 to 0.17 without

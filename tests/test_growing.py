@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import PIL.Image
@@ -19,7 +18,6 @@ from matcher.sfm.growing import MorePairs, continue_model
 from matcher.sfm.models import read_given_poses
 
 pytest.importorskip("pycolmap")
-mapping = pytest.importorskip("matcher.sfm.mapping")
 FAST = ("--preset", "nearest", "--max-keypoints", "600", "--workers", "0", "--threads", "1")
 SLIM = ("--workers", 0, "--threads", 1)  # for a model that is continued
 CAMERA = ("--camera", "528,528,239.5,179.5")
@@ -93,25 +91,6 @@ def test_a_model_on_earth_stays_there_when_photos_are_added(tmp_path):
     for name, number in (("photo0.png", 0), ("later/photo4.png", 4), ("photo5.png", 5)):
         centre = np.linalg.inv(after.cam_from_world[name])[:3, 3]
         np.testing.assert_allclose(centre - photo0, metres[number] - metres[0], atol=1.5)
-
-
-@pytest.mark.parametrize(
-    ("positions", "reason"),
-    [
-        ([(i * 20.0, 0.0) for i in range(6)], "on one line"),
-        ([(i * 0.5, i * i * 0.5) for i in range(6)], "within 15 m"),
-        ([(20.0, 0.0), (0.0, 20.0)], "are 2"),
-        ([], None),
-    ],
-)
-def test_positions_that_do_not_place_a_model_are_said(positions, reason):
-    names = [f"photo{number}.png" for number in range(6)]
-    model = SimpleNamespace(
-        reg_image_ids=lambda: range(6), image=lambda number: SimpleNamespace(name=names[number])
-    )
-    degrees = [(40 + north / 111_034, 20 + east / 85_394, 100.0) for east, north in positions]
-    place, why = mapping.georegister(model, dict(zip(names, degrees, strict=False)))
-    assert place is None and (why is None if reason is None else reason in why)
 
 
 def test_cameras_that_were_given_stay_where_photos_are_added(made, tmp_path):

@@ -1,14 +1,8 @@
 """Guided tokens: their positions, predicted correspondences, and what scores gain where these agree."""
 
-from dataclasses import replace
-
 import torch
-from random_matcher import CONFIG, pair
 
-from matcher.config import ALL_LAYERS
-from matcher.match.network import MatchingNetwork
-from matcher.match.position import CorrespondenceGuidance, Side, normalise_positions
-from matcher.types import Features
+from matcher.match.position import CorrespondenceGuidance, Side
 
 
 def seeded_guidance(dim: int = 16, depth: int = 2) -> CorrespondenceGuidance:
@@ -51,25 +45,3 @@ def test_no_gradient_flows_through_the_encoding_of_a_prediction() -> None:
     assert guidance.predict[0].weight.grad is None
     predicted.sum().backward()
     assert guidance.predict[0].weight.grad.abs().sum() > 0
-
-
-def guided_model() -> MatchingNetwork:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(4)
-        config = replace(CONFIG, guided=True, assignment=replace(CONFIG.assignment, consensus=2))
-        model = MatchingNetwork(config)
-        with torch.no_grad():
-            for parameter in model.guidance.parameters():
-                parameter.add_(0.05 * torch.randn(parameter.shape))
-            torch.nn.init.normal_(model.consensus.out.weight, std=0.2)
-    return model.eval()
-
-
-def test_states_carry_positions_and_predictions() -> None:
-    model = guided_model()
-    first, second = (Features.stack([f]) for f in pair(30, 20, 1))
-    states = [state.tokens for state in model.run(model.tokens(first, second), ALL_LAYERS)]
-    assert all(state.predicted.shape == (1, 50, 2) for state in states)
-    expected = torch.cat([normalise_positions(f)[0] for f in (first, second)])
-    torch.testing.assert_close(states[-1].positions[0], expected)
-    assert not states[0].predicted.equal(states[-1].predicted)

@@ -16,7 +16,7 @@ from matcher.geometry import resize_points, resized, upright_to_stored
 from matcher.images import MAX_PIXELS, read_image, read_mask
 
 POINTS = np.array([[40.0, 30.0], [250.0, 40.0], [60.0, 180.0], [200.0, 150.0]])  # stored xy
-LOSSLESS = {"webp": {"lossless": True, "exact": True}, "jpg": {"quality": 95}}
+LOSSLESS = {"webp": {"lossless": True, "exact": True}}
 
 
 def save(path, picture, **options):
@@ -49,12 +49,9 @@ def blobs():
 # Orientation and resize.
 
 
-@pytest.mark.parametrize(
-    ("suffix", "orientation"), [*(("jpg", n) for n in range(1, 9)), ("tif", 6), ("webp", 7)]
-)
-def test_orientation_turns_upright_and_points_map_back(tmp_path, blobs, orientation, suffix):
-    options = LOSSLESS.get(suffix, {})
-    path = save(tmp_path / f"a.{suffix}", PIL.Image.fromarray(blobs), exif=exif(orientation), **options)
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation_turns_upright_and_points_map_back(tmp_path, blobs, orientation):
+    path = save(tmp_path / "a.jpg", PIL.Image.fromarray(blobs), exif=exif(orientation), quality=95)
     image = read_image(path, resize=150)
     assert (image.size, image.orientation) == ((300, 220), orientation)
     assert image.pixels.shape[:2] == ((150, 110) if orientation >= 5 else (110, 150))
@@ -150,14 +147,6 @@ def test_palette_bits_and_cmyk(tmp_path, noise):
         assert np.abs(colour - (200, 80, 30)).max() < 4
 
 
-def test_first_frame_of_many(tmp_path, noise):
-    second = PIL.Image.fromarray(255 - noise)
-    for name, options in (("a.tif", {}), ("a.webp", {"lossless": True})):
-        path = save(tmp_path / name, noise, save_all=True, append_images=[second], **options)
-        with pytest.warns(ImageWarning, match=r"a\.\w+: has 2 (pages|frames)"):
-            assert np.array_equal(read_image(path).pixels, noise)
-
-
 def test_lossy_and_rare_formats(tmp_path, blobs):
     formats = {"a.gif": {}, "a.jp2": {}, "a.j2k": {}}
     formats |= {"a.avif": {"quality": 95}} if PIL.features.check("avif") else {}
@@ -178,7 +167,7 @@ def test_lossy_and_rare_formats(tmp_path, blobs):
     assert read_image(tmp_path / "a.pbm").pixels.tolist() == [[0, 255, 0], [255, 255, 0]]
 
 
-@pytest.mark.parametrize(("kind", "top"), [("P5", 1023), ("P2", 255), ("P6", 65535), ("P3", 1023)])
+@pytest.mark.parametrize(("kind", "top"), [("P5", 1023), ("P6", 65535), ("P3", 1023)])
 def test_netpbm_of_every_depth(tmp_path, rng, kind, top):
     values = rng.integers(0, top + 1, (20, 30, 3) if kind in ("P6", "P3") else (20, 30))
     body = values.astype(">u2" if top > 255 else np.uint8).tobytes()
@@ -209,11 +198,7 @@ def test_damaged_files_are_refused(tmp_path, noise):
     [
         ("empty.jpg", b""),
         ("text.jpg", b"This is not a picture at all.\n"),
-        ("soi.jpg", b"\xff\xd8\xff"),
         ("sig.png", b"\x89PNG\r\n\x1a\n" + bytes(100)),
-        ("a.jp2", b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(40)),
-        ("a.avif", b"\0\0\0\x18ftypavif" + bytes(40)),
-        ("a.pgm", b"P5\n9 9\n65535\n" + bytes(40)),
         ("a.svg", b"<svg></svg>"),
     ],
 )
@@ -273,19 +258,6 @@ def test_a_mask_is_turned_and_shrunk_with_the_image_and_meets_alpha(tmp_path, no
     assert read_mask(deep, MAX_PIXELS).tolist() == [[False, True], [True, True]]
 
 
-def test_images_and_masks_in_the_forms_that_people_hold(tmp_path, noise):
-    image = read_image(save(tmp_path / "a.png", noise))
-    encoded = (tmp_path / "a.png").read_bytes()
-    for same in (encoded, io.BytesIO(encoded), torch.from_numpy(noise).permute(2, 0, 1)[None]):
-        assert np.array_equal(read_image(same, resize=None).pixels, image.pixels)
-    keep = np.zeros(noise.shape[:2], bool)
-    keep[5:20, 7:30] = True
-    for mask in (keep[..., None], np.stack([keep] * 3, -1), keep * 255.0, torch.from_numpy(keep)[None]):
-        assert np.array_equal(read_image(noise, mask=mask).mask, keep)
-    with pytest.raises(ImageError, match="in memory"):
-        read_image(b"no image")
-
-
 # Arrays.
 
 
@@ -308,13 +280,9 @@ def test_arrays_of_every_depth_and_layout_agree(noise):
     "array",
     [
         np.zeros((3, 20, 20), np.uint8),
-        np.zeros((0, 20), np.uint8),
         np.zeros((20, 20), np.int64),
-        [[0, 1]],
         np.full((20, 20), 255.0),
-        np.full((20, 20), np.nan),
         torch.zeros(2, 20, 20),
-        None,
     ],
 )
 def test_arrays_that_are_no_images(array):

@@ -23,7 +23,6 @@ from matcher.extract.learned import (
     sample,
     shapes_of,
     subpixel,
-    unfolded,
 )
 from matcher.onnx_engine import OnnxExtractor
 from matcher.torch_engine import build_extractor
@@ -49,20 +48,6 @@ def test_folding_changes_nothing(picture):
     torch.testing.assert_close(plain_logits, logits, rtol=1e-4, atol=1e-4)
     for ours, theirs in zip(plain_maps, maps, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_unfolding_changes_nothing_on_the_images_it_saw(picture, training):
-    plain = FeatureNetwork().eval()
-    random_parameters(plain)
-    pixels = torch.from_numpy(np.stack([picture[:112], picture[:112, ::-1]]))[:, None].float() / 255
-    network = unfolded(plain, pixels).train(training)
-    with torch.no_grad():
-        expected, expected_maps = plain(pixels)
-        logits, maps = network(pixels)
-    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
-    for ours, theirs in zip(maps, expected_maps, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
 def random_network(sizes: Architecture) -> FeatureNetwork:
@@ -129,19 +114,11 @@ def test_both_engines_refuse_tensors_that_do_not_fit_each_other(tmp_path, name, 
     config = ExtractorConfig(kind="learned")
     with pytest.raises(IntegrityError, match=rf"odd\.safetensors does not hold .*: {re.escape(name)}"):
         _ = build_extractor(config, tmp_path / "odd.safetensors").network
-    with pytest.raises(IntegrityError, match=rf"odd\.safetensors does not hold .*: {re.escape(name)}"):
+    with pytest.raises(UsageError, match=r"odd\.safetensors is of a front end of other sizes"):
         _ = OnnxExtractor(config, tmp_path / "odd.safetensors").graph
 
 
-def test_parameters_of_something_else_are_refused(tmp_path):
-    with torch.no_grad():
-        save_front_end(torch.nn.Linear(3, 2), "learned", tmp_path / "other.safetensors")
-    extractor = build_extractor(ExtractorConfig(kind="learned"), tmp_path / "other.safetensors")
-    with pytest.raises(IntegrityError, match=r"other\.safetensors does not hold the tensors of our"):
-        _ = extractor.network
-
-
-@pytest.mark.parametrize("radius", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("radius", [0, 2, 5])
 def test_peaks_are_the_largest_around(radius):
     logits = torch.rand(2, 23, 31, generator=torch.Generator().manual_seed(1))
     found = peaks(logits, radius)
@@ -204,16 +181,6 @@ def test_a_shift_by_whole_strides_shifts_the_points(rng):
     assert share_found(moved, second.keypoints, 1.0) > 0.6
 
 
-def test_half_precision_finds_nearly_the_same_points(picture):
-    exact, coarse = build("learned"), build("learned")
-    coarse.dtype = torch.bfloat16
-    (features,), (halved,) = exact([whole(picture)]), coarse([whole(picture)])
-    assert coarse.network.mix[0].weight.dtype == torch.bfloat16
-    assert coarse.network.points.weight.dtype == torch.float32
-    assert halved.descriptors.dtype == halved.keypoints.dtype == torch.float32
-    assert share_found(halved.keypoints[:50], features.keypoints, 1.5) > 0.6
-
-
 def test_a_mask_is_respected(picture):
     mask = np.zeros(picture.shape, bool)
     mask[:, :80] = True
@@ -231,11 +198,3 @@ def test_constant_and_dark_images_have_no_points(rng):
         assert len(extract([whole(np.full((90, 120), value, np.uint8))])[0]) == 0
     noise = rng.normal(8, 1, (240, 320)).clip(0, 255).astype(np.uint8)
     assert len(extract([whole(noise)])[0]) < 250  # of 2,048
-
-
-@pytest.mark.parametrize(
-    "settings", [{"nms_radius": -1}, {"variant": "large"}, {"keep": "largest"}, {"max_keypoints": 0}]
-)
-def test_settings_are_checked(settings):
-    with pytest.raises(UsageError):
-        build("learned", **settings)

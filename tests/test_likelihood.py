@@ -6,7 +6,6 @@ import pytest
 
 from matcher.cameras import Camera
 from matcher.config import EstimationConfig
-from matcher.errors import UsageError
 from matcher.geometry import warp_points
 from matcher.verify.adjustment import (
     Hypothesis,
@@ -20,7 +19,7 @@ from matcher.verify.adjustment import (
     sampson,
 )
 from matcher.verify.estimation import RobustEstimator
-from matcher.verify.verdict import epipolar_likelihood, homography_likelihood, probabilities
+from matcher.verify.verdict import epipolar_likelihood
 
 CAMERA = Camera(800.0, 800.0, 512.0, 384.0)
 SIZE = (1024, 768)
@@ -56,10 +55,7 @@ def estimate(kind, points0, points1, **options):
 
 def degrees_off(found):
     """The larger of the errors of rotation and direction."""
-    cosines = (
-        (np.trace(found[:3, :3].T @ pose()[:3, :3]) - 1) / 2,
-        found[:3, 3] @ pose()[:3, 3],
-    )
+    cosines = ((np.trace(found[:3, :3].T @ pose()[:3, :3]) - 1) / 2, found[:3, 3] @ pose()[:3, 3])
     return float(np.degrees(np.arccos(np.clip(cosines, -1, 1))).max())
 
 
@@ -102,22 +98,6 @@ def test_a_match_counts_as_much_as_it_is_probable_exact_and_possible(rng):
     assert likely(0.9, shift=100.0) == pytest.approx(50 * np.log(0.1))  # all far from their lines
 
 
-def test_likelihood_of_a_homography(rng):
-    """A match counts as much as it is probable and near; one behind the horizon is wrong."""
-    H = np.array([[0.9, 0.1, 30.0], [-0.1, 1.0, 20.0], [1e-4, 0.0, 1.0]])
-    points0 = rng.uniform(0, SIZE, (50, 2))
-    points1, spread = warp_points(points0, H), Spread.of(None, 50)
-
-    def likely(probability, homography=H, shift=0.0):
-        matched = MatchedPoints(points0, points1 + np.array([shift, 0.0]), np.full(50, probability))
-        return homography_likelihood(homography, matched, spread)
-
-    assert likely(0.9) > likely(0.5) > likely(0.1) > 0
-    assert likely(0.9) > likely(0.9, shift=0.5) > likely(0.9, shift=1.0) > likely(0.9, shift=100.0)
-    assert likely(0.9, shift=100.0) == pytest.approx(50 * np.log(0.1))
-    assert likely(0.9, homography=-H) == pytest.approx(50 * np.log(0.1))
-
-
 def test_a_homography_of_few_probable_matches_is_found(rng):
     """Two in a hundred are right; MAGSAC++, which draws matches at random, does not find them."""
     H = np.array([[0.9, 0.1, 30.0], [-0.1, 1.0, 20.0], [1e-4, 0.0, 1.0]])
@@ -151,38 +131,6 @@ def test_probable_matches_are_enough_among_many_improbable_ones(rng):
     found = estimate("essential", points0, points1, scores=scores)
     assert found.status == "ok" and found.inliers[right].mean() > 0.9
     assert degrees_off(found.cam1_from_cam0) < 1
-
-
-def test_probabilities_are_never_certain():
-    scores = np.array([0.0, 0.5, 1.0, np.nan], np.float32)
-    assert probabilities(scores, 4) == pytest.approx([0.02, 0.5, 0.95, 0.02], abs=1e-5)
-    assert probabilities(None, 3) == pytest.approx([0.5] * 3)
-
-
-def test_scores_of_other_matches_are_refused(rng):
-    points0, points1 = views(rng, 20, 0, 0.1)
-    with pytest.raises(UsageError, match=r"scores of 20 matches must be \(20,\), not \(19,\)"):
-        estimate("fundamental", points0, points1, scores=np.ones(19))
-
-
-def test_matches_close_together_say_less(rng):
-    """A hundred on one poster, all off their lines in the same way, do not outvote thirty others."""
-    points0, points1 = views(rng, 130, 0, 0.05)
-    points0[30:] = rng.uniform((500, 300), (530, 330), (100, 2))
-    rays = np.column_stack([points0[30:], np.ones(100)]) @ np.linalg.inv(CAMERA.K).T
-    projected = (5 * rays @ pose()[:3, :3].T + pose()[:3, 3]) @ CAMERA.K.T
-    points1[30:] = projected[:, :2] / projected[:, 2:]
-    right, other = (fundamental_from_pose(CAMERA.K, CAMERA.K, pose(turn)) for turn in (0.0, 0.3))
-    lines = np.column_stack([points0[30:], np.ones(100)]) @ other.T
-    lines /= np.linalg.norm(lines[:, :2], axis=1, keepdims=True)
-    points1[30:] -= (np.sum(points1[30:] * lines[:, :2], axis=1) + lines[:, 2])[:, None] * lines[:, :2]
-    matched = MatchedPoints(points0, points1, np.full(130, 0.9))
-    assert matched.weights.mean() == pytest.approx(1)
-    assert np.median(matched.weights[:30]) > 10 * np.median(matched.weights[30:])
-    spread = Spread.of(np.tile(0.05**2 * np.eye(2), (130, 1, 1)), 130)
-    assert epipolar_likelihood(right, matched, spread) > epipolar_likelihood(other, matched, spread)
-    matched.__dict__["weights"] = np.ones(130)
-    assert epipolar_likelihood(right, matched, spread) < epipolar_likelihood(other, matched, spread)
 
 
 def turned(degrees, direction=(1.0, 0.0, 0.0)):

@@ -14,8 +14,7 @@ from matcher.errors import IntegrityError, UsageError
 from matcher.localization.checks import check_ambiguous, check_camera, check_focal, judge
 from matcher.localization.pose import Matches3d, any_camera, estimate_poses
 from matcher.localization.sparse_map import LocalizationConfig
-from matcher.sfm.models import GivenPoses, find_model
-from matcher.sfm.reconstruct import reconstruct
+from matcher.sfm.models import find_model
 
 pycolmap = pytest.importorskip("pycolmap")
 
@@ -44,10 +43,10 @@ def pair_of(made):
     return [truth[name] @ np.linalg.inv(truth[QUERIES[0]]) for name in QUERIES]
 
 
-def new_run(folder, photos, preset, features=None, **options):
+def new_run(folder, photos, preset, **options):
     """A run without pairs."""
     run = matcher.Collection.open(folder, preset=preset, workers=0, **options)
-    run.add_images(photos, **({} if features is None else {"features": features}))
+    run.add_images(photos)
     run.extract(everything=True)
     return run
 
@@ -123,8 +122,7 @@ def test_a_wrong_principal_point_is_noticed(depths, centre):
 
 
 @pytest.mark.parametrize(
-    ("agreeing", "others", "ambiguous"),
-    [(80, 25, False), (80, 50, True), (250, 180, False)],
+    ("agreeing", "others", "ambiguous"), [(80, 25, False), (80, 50, True), (250, 180, False)]
 )
 @pytest.mark.parametrize("pictures", [1, 2])
 def test_a_pose_that_another_one_rivals_is_ambiguous(agreeing, others, ambiguous, pictures):
@@ -151,10 +149,8 @@ def test_a_pose_that_another_one_rivals_is_ambiguous(agreeing, others, ambiguous
 @pytest.mark.parametrize(
     ("agreeing", "count", "width", "status"),
     [
-        (20, 200, 1.0, "not_significant"),  # repeated structure lets more agree than chance
         (60, 200, 1.0, "ok"),
-        (60, 500, 1.0, "not_significant"),
-        (160, 1000, 1.0, "ok"),
+        (60, 500, 1.0, "not_significant"),  # repeated structure lets more agree than chance
         (80, 200, 0.25, "implausible"),  # in one corner, and elsewhere in the photo all others disagree
         (100, 200, 0.25, "ok"),
     ],
@@ -256,7 +252,6 @@ def test_what_does_not_belong_together_is_refused(made, place, queries, tmp_path
     bare.write(tmp_path / "bare")
     runs = {
         "fewer": new_run(tmp_path / "fewer", folder / "photos", "nearest", max_keypoints=100),
-        "other": new_run(tmp_path / "other", folder / "photos", "nearest-learned", max_keypoints=200),
         "larger": new_run(tmp_path / "larger", folder / "photos", "nearest", max_keypoints=600, resize=2000),
     }
     for arguments, fault, named in (
@@ -265,19 +260,14 @@ def test_what_does_not_belong_together_is_refused(made, place, queries, tmp_path
         ((tmp_path / "foreign",), UsageError, "run"),  # a model of another program
         ((tmp_path / "bare", folder / "model-run"), UsageError, "no points"),
         ((model, runs["fewer"].store.folder), IntegrityError, "600 keypoints"),
-        ((model, runs["other"].store.folder), IntegrityError, "600 keypoints"),
         ((model, runs["larger"].store.folder), UsageError, "resize"),
     ):
         with pytest.raises(fault, match=named):
             matcher.Map.open(arguments[0], run_dir=(*arguments, None)[1])
-    with pytest.raises(UsageError, match="upright"):
-        matcher.Map.open(model, upright=False)
     with pytest.raises(UsageError, match="neighbours"):
         LocalizationConfig(neighbours=0)
     with pytest.raises(UsageError, match="100 x 100"):
         place.localize(queries[0], Camera(1, 1, 1, 1, (100, 100)))
-    with pytest.raises(matcher.ImageError):
-        place.localize(tmp_path / "absent.png")
     features = matcher.load("nearest-learned", max_keypoints=200).extract(queries[0])
     with pytest.raises(UsageError):
         place.localize(features, CAMERA)
@@ -301,28 +291,10 @@ def test_an_image_that_has_changed_is_named(made, queries):
         image.write_bytes(before)
 
 
-def test_maps_of_features_from_a_file_and_runs_with_the_same_features(made, queries, tmp_path):
+def test_a_run_with_the_same_features_shares_the_map(made, queries, tmp_path):
     """A preset that matches the same keypoints and descriptors otherwise shares the map."""
-    pytest.importorskip("h5py")
     folder, truth = made
     same = new_run(tmp_path / "hybrid", folder / "photos", "hybrid", max_keypoints=600).store.folder
     with matcher.Map.open(folder / "model", run_dir=same) as place:
         pose = place.localize(queries[0], CAMERA)
         assert pose.ok and pose_error(pose, truth[QUERIES[0]])[0] < 0.03
-    first = matcher.Collection.open(folder / "model-run", preset="nearest", max_keypoints=600, workers=0)
-    first.export("hloc", tmp_path / "hloc")
-    again = new_run(tmp_path / "model-run", folder / "photos", "nearest", tmp_path / "hloc" / "features.h5")
-    with pytest.raises(UsageError, match="hloc"):
-        matcher.Map.open(folder / "model", run_dir=again.store.folder)
-    again.add_pairs(exhaustive=True)
-    again.run()
-    with again.store as store:
-        given = GivenPoses(truth, dict.fromkeys(truth, CAMERA))
-        reconstruct(store, tmp_path / "model", poses=given, threads=1)
-    own = matcher.load("nearest", max_keypoints=600).extract(queries[0])
-    features = matcher.Features(own.keypoints, own.descriptors, own.scores, size=SIZE)
-    with matcher.Map.open(tmp_path / "model") as place:
-        pose = place.localize(features, CAMERA)
-        assert pose.ok and pose_error(pose, truth[QUERIES[0]])[0] < 0.1
-        with pytest.raises(UsageError, match="--features"):
-            place.localize(queries[0], CAMERA)

@@ -8,7 +8,6 @@ from command import run
 
 import matcher
 from matcher.explain.report import write_report
-from matcher.images import read_image
 
 QUICK = ("--preset", "nearest", "--max-keypoints", 200)
 HALF = 80  # columns of the scene that masks keep
@@ -127,13 +126,3 @@ def test_transparency_is_ignored_where_asked_for(files, transparent, capfd):
     assert np.load(files / "found.npz")["keypoints0"][:, 0].max() > HALF
     with pytest.raises(matcher.UsageError, match="alpha_mask must be True or False"):
         matcher.load("nearest", alpha_mask="no")
-
-
-def test_an_image_that_is_transparent_everywhere_is_said(files):
-    path = files / "clear.png"
-    PIL.Image.new("RGBA", (40, 30), (200, 100, 0, 0)).save(path)
-    with pytest.warns(matcher.ImageWarning, match=r"clear\.png: alpha is 0 everywhere.*alpha_mask=False"):
-        matcher.read_image(path)
-    assert matcher.read_image(path, alpha_mask=False).mask is None
-    with pytest.warns(matcher.ImageWarning, match="the image: alpha is 0 everywhere"):
-        read_image(np.zeros((30, 40, 4), np.uint8))

@@ -66,16 +66,6 @@ def test_a_padded_batch_gives_what_single_pairs_give(rng):
         assert (together.kept0, together.kept1) == (len(pair[0]), len(pair[1]))
 
 
-@pytest.mark.parametrize(("count0", "count1"), [(0, 0), (0, 5), (5, 0), (1, 1), (1, 5), (5, 1)])
-def test_too_few_points_give_no_match_of_the_right_types(rng, count0, count1):
-    found = match_one(make(rng, count0), make(rng, count1))
-    assert found.indices.shape == (0, 2) or count0 * count1 > 1
-    assert found.indices.dtype == np.int64
-    assert found.points0.shape == (len(found), 2)
-    assert found.points0.dtype == np.float32
-    assert found.scores.dtype == np.float32
-
-
 def test_duplicate_descriptors_are_ambiguous(rng):
     twice = np.repeat(rng.normal(size=(1, 16)), 2, axis=0).astype(np.float32)
     others = rng.normal(size=(6, 16)).astype(np.float32)

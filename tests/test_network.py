@@ -8,7 +8,7 @@ import pytest
 import torch
 from random_matcher import CONFIG, WITH_MATCH_PROBABILITY, matcher_with, pair, random_model
 
-from matcher.config import ALL_LAYERS, AssignmentConfig, ContextConfig, MatchingPolicy
+from matcher.config import ALL_LAYERS, AssignmentConfig, MatchingPolicy
 from matcher.errors import UsageError
 from matcher.match.adaptivity import decide
 from matcher.match.network import AttentionMatcher, MatchingNetwork, inference_network, resolve_precision
@@ -261,35 +261,6 @@ def test_features_that_do_not_fit_are_refused(pairs) -> None:
     assert_same(run(matcher, [doubled])[0], expected)
 
 
-def test_names_of_the_parameters() -> None:
-    """Weights files hold these names; a change of them makes every file unreadable."""
-    names = {
-        ".".join("N" if part.isdigit() else part for part in k.split("."))
-        for k in random_model().state_dict()
-    }
-    block = ("attention.qkv", "attention.out", "ffn.widen", "ffn.norm", "ffn.narrow")
-    linear = [f"layers.N.{side}_block.{part}" for side in ("self", "cross") for part in block]
-    linear += ["project", "heads.N.projection", "heads.N.matchability", "confidence.N"]
-    assert names == {f"{n}.{kind}" for n in linear for kind in ("weight", "bias")} | {
-        "position.frequencies.weight"
-    }
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_shallow_networks_run(pairs, depth: int) -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = MatchingNetwork(replace(CONFIG, context=ContextConfig(dim=48, heads=2, depth=depth)))
-    matches = run(AttentionMatcher(model, precision="float32"), pairs[:3])
-    assert all(m.layers_run <= depth for m in matches)
-    assert len(matches[0]) > 0
-
-
-def test_a_width_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"context\.dim 50"):
-        MatchingNetwork(replace(CONFIG, context=ContextConfig(dim=50, heads=4)))
-
-
 def test_precision_names() -> None:
     cpu = torch.device("cpu")
     assert resolve_precision("float16", cpu) == "float16"
@@ -318,24 +289,6 @@ def test_an_inference_network_shares_nothing_with_its_source(pairs) -> None:
         value.mul_(1.1).add_(0.01)
     assert scores(frozen).equal(before)
     torch.testing.assert_close(scores(inference_network(source)), scores(source), atol=2.0, rtol=0.5)
-
-
-def test_a_network_trains_on_after_an_inference_network_was_made(pairs) -> None:
-    source = random_model().train()
-    tokens = source.tokens(*(Features.stack([f]) for f in pairs[0]))
-    frozen = inference_network(source, precision="float32")
-    optimiser = torch.optim.SGD(source.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(3):
-        *_, last = (state.tokens.x for state in source.run(tokens, ALL_LAYERS))
-        loss = last.square().mean()
-        losses.append(float(loss.detach()))
-        optimiser.zero_grad()
-        loss.backward(retain_graph=True)
-        optimiser.step()
-    assert source.layers[0].self_block.attention.qkv.weight.grad.abs().sum() > 0
-    assert losses[2] < losses[1] < losses[0]
-    assert not any(p.requires_grad for p in frozen.parameters()) and source.training and not frozen.training
 
 
 def test_the_first_layers_are_a_network_of_its_own_and_leave_the_whole_alone(pairs) -> None:

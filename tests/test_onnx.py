@@ -71,8 +71,9 @@ def some(features: Features, count: int) -> Features:
     return Features.stack([features.select(np.arange(count))])
 
 
-@pytest.mark.parametrize("preset", ["hybrid-learned", "hybrid"])
-@pytest.mark.parametrize("policy", [{}, {"pruning": False}, {"early_exit": False}])
+@pytest.mark.parametrize(
+    ("preset", "policy"), [("hybrid-learned", {}), ("hybrid-learned", {"early_exit": False}), ("hybrid", {})]
+)
 def test_a_network_finds_the_same_matches_as_in_torch(engines, views, preset, policy, monkeypatch):
     monkeypatch.setenv("MATCHER_COMPILED", "0")  # kernels assign by the best candidates only
     ours, theirs = engines(preset, **policy)
@@ -104,7 +105,7 @@ def test_a_pair_is_matched_the_same_in_any_batch(engines, views):
     assert len(first) > 50 and len(empty) == 0
 
 
-@pytest.mark.parametrize("size", [(64, 96), (75, 101), (17, 33)])
+@pytest.mark.parametrize("size", [(75, 101), (17, 33)])
 def test_the_front_end_finds_the_same_keypoints(views, size):
     config = ExtractorConfig(kind="learned", max_keypoints=80)
     image = read_image(views[0])
@@ -170,11 +171,11 @@ def test_what_the_engine_does_not_have_is_refused(given, message):
 
 
 @pytest.mark.parametrize(
-    ("engine", "suffix"), [("onnx", ".onnx"), ("onnx", ".safetensors"), ("torch", ".pt")]
+    ("engine", "name", "argument"),
+    [("onnx", "mine.onnx", "weights"), ("onnx", "mine.safetensors", "frontend_weights")],
 )
-@pytest.mark.parametrize("argument", ["weights", "frontend_weights"])
-def test_a_graph_of_somebody_is_no_weights_file(tmp_path, suffix, argument, engine):
-    path = tmp_path / f"mine{suffix}"
+def test_a_graph_of_somebody_is_no_weights_file(tmp_path, name, argument, engine):
+    path = tmp_path / name
     path.write_bytes((GRAPHS / "learned" / "front_end.onnx").read_bytes())
     with pytest.raises((IntegrityError, UsageError), match="mine"):
         pipe = matcher.load("hybrid-learned", engine=engine, device="cpu", **{argument: path})
@@ -266,19 +267,14 @@ def test_real_pairs_match_as_in_torch(engines, monkeypatch, capsys):
     [
         ("nearest", [], "nothing to export"),
         ("loftr-indoor", [], "matcher weights fetch loftr-indoor"),
-        ("nearest-learned", ["--weights", "absent.safetensors"], "weights has no effect"),
-        ("hybrid", ["--frontend-weights", "absent.safetensors"], "frontend_weights has no effect"),
-        ("hybrid", ["--opencv", "640x480"], "not hybrid"),
         ("hybrid-learned", ["--opencv", "100x64"], "multiples of 32"),
-        ("hybrid-learned", ["--opencv", "640x480", "--colmap"], "give one of them"),
     ],
 )
 def test_what_cannot_be_exported_is_said(preset, given, message, tmp_path, monkeypatch, capsys):
     pytest.importorskip("onnxscript")
     monkeypatch.setenv("MATCHER_CACHE", str(tmp_path / "cache"))
     assert main(["weights", "export", preset, "--onnx", str(tmp_path / "models"), *given]) in (2, 5)
-    said = capsys.readouterr().err
-    assert message.replace("_", "-") in said or message in said
+    assert message in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.onnx"))
 
 

@@ -1,10 +1,9 @@
 """Which turns of pairs with few matches are tried, and on which keypoints."""
 
 import numpy as np
-import torch
 
 from matcher.match.steering import PROBED, try_other_turns
-from matcher.types import Features, Matches
+from matcher.types import Matches
 
 
 def matches(count: int) -> Matches:
@@ -62,13 +61,3 @@ def test_pairs_of_a_batch_are_turned_each_by_itself():
         ([0], 1, None),
         ([2], 3, None),
     ]
-
-
-def test_the_first_points_of_a_batch(rng):
-    batch = Features.stack(
-        [Features(rng.uniform(0, 99, (n, 2)), rng.normal(size=(n, 8)), size=(100, 80)) for n in (5, 2)]
-    )
-    first = batch.first(3)
-    assert first.mask.tolist() == [[True] * 3, [True, True, False]]
-    assert first.descriptors.shape == (2, 3, 8) and torch.equal(first.size, batch.size)
-    assert torch.equal(first.keypoints, batch.keypoints[:, :3]) and len(batch.first(None)) == 5

@@ -68,10 +68,8 @@ def test_hints_name_what_is_missing_in_the_range_of_the_project():
         ([], 2, ["-n", "2", "--dist", "loadfile"]),
         (["tests/test_cli.py", "-k", "help"], 4, ["-n", "4", "--dist", "loadfile"]),
         ([], 1, []),
-        (["-n", "0"], 8, []),
         (["-n3"], 8, []),
         (["--pdb"], 8, []),
-        (["--version"], 8, []),
     ],
 )
 def test_tests_run_on_all_cores_unless_told_otherwise(arguments, cores, expected, monkeypatch):

@@ -84,16 +84,3 @@ def test_wide_pairs_of_a_path_are_chosen_too():
     steps = np.array([int(b) - int(a) for a, b in candidates])
     chosen = best_pairs(candidates, 100 - 10 * steps, steps == 1, {})
     assert chosen == [pair for pair, step in zip(candidates, steps, strict=True) if step <= 2]
-
-
-def test_only_pairs_of_new_images_are_compared(photos, tmp_path):
-    collection = matcher.Collection.open(tmp_path / "run", preset="nearest", max_keypoints=100, workers=0)
-    collection.add_images(photos)
-    totals = set()
-
-    def note(now):
-        totals.update([now.total] if now.stage == "choose" else [])
-
-    collection.add_pairs(preemptive=30, of=["a0.png"], on_progress=note)
-    assert totals == {9}
-    assert all("a0.png" in (pair.name0, pair.name1) for pair in collection)

@@ -52,28 +52,6 @@ def test_the_right_pose_and_its_twin(rng):
     assert all(np.linalg.norm(each[:3, 3]) == pytest.approx(1) for each in found)
 
 
-def test_a_plane_beyond_whose_horizon_the_first_pixel_lies(rng):
-    """With H[2, 2] = 1 all matches would be behind."""
-    true = pose(20.0)
-    true[:3, 3] = (1.0, 0.5, 15.0)
-    plane = np.outer(true[:3, 3], np.array([1.2, 1.0, 1.0]) / 3)
-    H = CAMERAS[1].K @ (true[:3, :3] + plane) @ np.linalg.inv(CAMERAS[0].K)
-    assert H[2, 2] < 0
-    points0 = rng.uniform((500, 400), (1000, 750), (200, 2))
-    moved = np.column_stack([points0, np.ones(200)]) @ H.T
-    assert (moved[:, 2] > 0).all()
-    matched = MatchedPoints(points0, moved[:, :2] / moved[:, 2:], np.full(200, 0.5))
-    assert min(degrees_off(each, true) for each in poses_of_plane(matched, CAMERAS, 3.0)) < 0.1
-
-
-def test_no_pose_of_a_rotation_or_of_no_plane(rng):
-    points = views(rng, 200, 0, pose(step=0.0))
-    matched = MatchedPoints(*points, np.full(200, 0.5))
-    assert not list(poses_of_plane(matched, CAMERAS, 3.0))
-    matched = MatchedPoints(np.zeros((8, 2)), np.ones((8, 2)), np.full(8, 0.5))
-    assert not list(poses_of_plane(matched, CAMERAS, 3.0))
-
-
 def estimated(kind, points0, points1):
     cameras = CAMERAS if kind == "essential" else None
     return RobustEstimator(EstimationConfig(kind=kind))(points0, points1, cameras=cameras)

@@ -14,7 +14,6 @@ from matcher.config import EstimationConfig
 from matcher.errors import UsageError
 from matcher.geometry import warp_points
 from matcher.verify.planes import PlanesEstimator
-from matcher.viz.drawings import draw_matches
 
 WALLS = (
     np.array([[1.0, 0.05, 20], [-0.02, 1.1, -15], [1e-4, 0, 1]]),
@@ -53,16 +52,6 @@ def test_every_plane_is_found_and_each_match_goes_to_its_own(rng):
         error = warp_points(corners, found.matrices[plane]) - warp_points(corners, wall)
         assert np.abs(error).max() < 2
     assert (found.planes[truth == -1] == -1).mean() > 0.9
-
-
-def test_the_order_of_the_matches_does_not_matter(rng):
-    points0, points1, _ = street(rng)
-    order = rng.permutation(len(points0))
-    first, other = (
-        PlanesEstimator(CONFIG)(points0, points1),
-        PlanesEstimator(CONFIG)(points0[order], points1[order]),
-    )
-    np.testing.assert_array_equal(first.planes[order], other.planes)
 
 
 def test_one_plane_is_one_and_none_has_the_status_of_a_homography(rng):
@@ -105,24 +94,6 @@ def test_results_files_plots_and_the_command_line_show_the_planes(pair, tmp_path
     geometry = json.loads(capfd.readouterr().out)["geometry"]
     assert geometry["kind"] == "homographies" and len(geometry["matrices"]) == 2
     assert (tmp_path / "m.png").stat().st_size > 10_000
-
-
-def test_a_plot_has_a_colour_for_each_plane():
-    image = np.full((100, 100), 120, np.uint8)
-    points = np.array([[20.0, 20], [80, 20], [20, 80]])
-    figure = draw_matches(
-        image,
-        image,
-        points,
-        points,
-        inliers=np.array([1, 1, 0]),
-        planes=np.array([0, 1, -1]),
-        colour_by="planes",
-    )
-    lines = [c for c in figure.axes[0].collections if type(c).__name__ == "LineCollection"]
-    assert len({tuple(c) for c in lines[-1].get_colors().round(3).tolist()}) == 2
-    with pytest.raises(UsageError, match="needs the planes"):
-        draw_matches(image, image, points, points, colour_by="planes")
 
 
 def test_where_several_models_do_not_fit_they_are_refused(tmp_path, capfd):

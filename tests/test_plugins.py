@@ -1,19 +1,15 @@
 """Parts of one's own in a pipeline, and presets that other packages add."""
 
-import shutil
 import sys
 import textwrap
 
 import cv2
 import numpy as np
 import pytest
-import torch
 
 import matcher
 from matcher import Features, Image, Matches, Pipeline, UsageError
 from matcher.cli import main
-from matcher.extract import learned
-from matcher.extract.front_end import Found, FrontEnd
 from matcher.presets import plugin_names
 
 
@@ -57,11 +53,7 @@ def shifted(views) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "parts",
-    [
-        {"extractor": Corners(), "matcher": MostAlike()},
-        {"matcher": MostAlike()},
-    ],
+    "parts", [{"extractor": Corners(), "matcher": MostAlike()}, {"matcher": MostAlike()}]
 )
 def test_parts_of_ones_own_work_alone_and_together(parts, shifted):
     pipeline = Pipeline(**parts)
@@ -76,17 +68,6 @@ def test_parts_of_ones_own_work_alone_and_together(parts, shifted):
     np.testing.assert_array_equal(pipeline.verify(*features, refined).inliers, result.inliers)
     assert len(pipeline.match(np.zeros((50, 60), np.uint8), shifted[0]).matches) == 0
     assert "custom" not in repr(pipeline) and "Pipeline(extractor=" in repr(pipeline)
-
-
-def test_parts_that_return_something_else_are_named(shifted):
-    class Wrong:
-        def __call__(self, *_):
-            return [1]
-
-    with pytest.raises(UsageError, match="the extractor Wrong must return a list with one Features"):
-        Pipeline(extractor=Wrong()).extract(shifted[0])
-    with pytest.raises(UsageError, match="the matcher Wrong must return a list with one Matches"):
-        Pipeline(matcher=Wrong()).match(*shifted)
 
 
 @pytest.fixture
@@ -140,29 +121,3 @@ def test_a_package_adds_a_preset(package, shifted, capfd):
         matcher.load("broken")
     with pytest.raises(UsageError, match="unknown preset 'fwe', did you mean 'few'"):
         matcher.load("fwe")
-
-
-def test_two_packages_with_one_name(package):
-    package("toy_one", GOOD, {"few": "few"})
-    package("toy_two", GOOD, {"few": "few"})
-    with pytest.raises(UsageError, match=r"'few' is added by toy_one 2\.1 and toy_two 2\.1"):
-        matcher.load("few")
-
-
-def test_a_front_end_with_nothing_learned_needs_no_network(views, tmp_path, monkeypatch):
-    def find(network, image, config):
-        assert network is None
-        points = torch.tensor([[20.0, 30.0], [70.0, 50.0]])
-        return Found(points, torch.ones(2), torch.eye(2))
-
-    monkeypatch.setitem(learned.FRONT_ENDS, "two", FrontEnd(build=None, find=find, published={}))
-    pipe = matcher.load("nearest", frontend="two", resize=200)
-    assert len(pipe.match(*views).matches) == 2
-    with pytest.raises(UsageError, match="the front end two has no weights; leave frontend_weights out"):
-        matcher.load("nearest", frontend="two", frontend_weights="two.safetensors")
-    shutil.copy(views[0], tmp_path / "0.jpg")
-    shutil.copy(views[1], tmp_path / "1.jpg")
-    run = matcher.Collection.open(tmp_path / "run", preset="nearest", frontend="two", workers=0)
-    run.add_images(tmp_path, include=["?.jpg"])
-    run.add_pairs(exhaustive=True)
-    assert run.run().all_well and [len(pair.matches) for pair in run] == [2]

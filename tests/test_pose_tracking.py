@@ -14,7 +14,6 @@ from matcher.sequence.pose_tracking import (
     DisparityOffset,
     PoseTracker,
     adjust,
-    carry,
     move,
     project,
     rays,
@@ -80,19 +79,6 @@ def test_uncertain_depths_do_not_spoil_the_pose(scene, rng):
     assert adjust(rays0, inverse, 0.1 * inverse, rng.permutation(points1), T, CAMERA) is None
 
 
-def test_without_depths_the_step_keeps_its_length(scene):
-    rays0, inverse, points1, T = scene
-    unknown = np.full(COUNT, np.nan)
-    start = motion(T[:3, 3] + (0, 0.01, -0.01), 6.1, (0.2, 1, 0.1))
-    found = adjust(rays0, unknown, unknown, points1, start, CAMERA)
-    length = np.linalg.norm(start[:3, 3])
-    assert np.linalg.norm(found.cam1_from_cam0[:3, 3]) == pytest.approx(length, rel=0.01)
-    direction = found.cam1_from_cam0[:3, 3] / length - T[:3, 3] / np.linalg.norm(T[:3, 3])
-    assert np.linalg.norm(direction) < 0.02
-    scale = length / np.linalg.norm(T[:3, 3])
-    assert np.median(np.abs(found.inverse_depths * scale / inverse - 1)[found.agreeing]) < 0.05
-
-
 def test_a_point_without_parallax_stays_unknown_and_a_far_scene_leaves_the_step_open(scene, rng):
     rays0, inverse, _, T = scene
     turned = motion((0, 0, 0), 6)
@@ -108,16 +94,6 @@ def test_a_point_without_parallax_stays_unknown_and_a_far_scene_leaves_the_step_
         points1 = project(move(rays0 / far[:, None], T), CAMERA) + rng.normal(0, 0.3, (COUNT, 2))
         deviations.append(adjust(rays0, far, 0.05 * far, points1, T, CAMERA).deviation)
     assert deviations[1] > 10 * deviations[0]
-
-
-def test_inverse_depths_are_carried_to_the_next_frame(scene):
-    rays0, inverse, _, T = scene
-    errors = 0.01 * inverse
-    found, spread = carry(rays0, inverse, errors, T)
-    np.testing.assert_allclose(1 / found, move(rays0 / inverse[:, None], T)[:, 2])
-    moved, _ = carry(rays0, inverse + errors, errors, T)
-    np.testing.assert_allclose(np.abs(moved - found), spread, rtol=0.02)
-    assert np.isnan(carry(rays0, inverse, errors, np.diag([-1.0, 1, -1, 1]))[0]).all()
 
 
 def observed(step, short, frames=12, wrong_pose=False):

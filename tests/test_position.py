@@ -6,11 +6,11 @@ import torch
 
 from matcher.config import ExtractorConfig, PositionConfig
 from matcher.errors import UsageError
-from matcher.extract.sift import SiftExtractor, detect_sift
+from matcher.extract.sift import SiftExtractor
 from matcher.geometry import UPRIGHT, turn_angles, upright_size, upright_to_stored
 from matcher.images import read_image
-from matcher.match.position import RotaryPosition, normalise_positions, position_inputs, rotate
-from matcher.types import Features, Image
+from matcher.match.position import RotaryPosition, position_inputs, rotate
+from matcher.types import Features
 
 NAMES = ("xy", "scale", "orientation")
 
@@ -23,14 +23,6 @@ def make_features(rng: np.random.Generator, count: int = 12, size: tuple[int, in
         scales=rng.uniform(2, 40, count),
         orientations=rng.uniform(-np.pi, np.pi, count),
     )
-
-
-def test_positions_are_centred_and_scaled_by_the_longer_side() -> None:
-    corners = [[-0.5, -0.5], [639.5, 359.5], [319.5, 179.5]]
-    features = Features(corners, np.zeros((3, 4)), size=(640, 360))
-    # Half a pixel less than the geometric centre: the formula is (p − size/2) / (max(size)/2).
-    expected = (np.array(corners) - [320, 180]) / 320
-    np.testing.assert_allclose(normalise_positions(features), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("exif", range(1, 9))
@@ -96,40 +88,7 @@ def test_products_depend_on_differences_of_position_only(rng: np.random.Generato
     assert not torch.allclose(products(features), q[:, 0] @ k[:, 0].T, atol=0.1)
 
 
-def test_missing_scales_or_orientations_are_named(rng: np.random.Generator) -> None:
-    bare = Features(rng.uniform(size=(3, 2)), np.zeros((3, 4)), size=(10, 10))
-    with pytest.raises(UsageError, match="scales"):
-        position_inputs(bare, NAMES)
-    with pytest.raises(UsageError, match="orientations"):
-        position_inputs(bare, ("xy", "orientation"))
-
-
-@pytest.mark.parametrize(("inputs", "message"), [(("xy", "colour"), "colour"), ((), "empty")])
-def test_impossible_inputs_are_refused(inputs: tuple[str, ...], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        RotaryPosition(PositionConfig(inputs=inputs), head_dim=8)
-
-
 RAW = ("raw_scale", "raw_sigma", "raw_orientation")
-
-
-def test_raw_scales_are_those_of_the_size_that_networks_were_trained_on(views) -> None:
-    """A stored image of 4096 pixels, resized to 1024, has the scales that OpenCV finds at 1024."""
-    pixels = read_image(views[0], resize=512).pixels.repeat(2, axis=0).repeat(2, axis=1)
-    config = ExtractorConfig(max_keypoints=200)
-    _, diameters, angles, *_ = detect_sift(pixels, None, config)
-    height, width = pixels.shape[:2]
-    assert width == 1024
-    wrapped = (angles + np.pi) % (2 * np.pi) - np.pi
-    for factor in (1, 4):
-        image = Image(pixels, (factor * width, factor * height), (1 / factor, 1 / factor))
-        (features,) = SiftExtractor(config)([image])
-        np.testing.assert_allclose(features.scales, factor * diameters, rtol=1e-5)
-        found = position_inputs(features, RAW)
-        np.testing.assert_allclose(found[:, 0], diameters, rtol=1e-5)
-        np.testing.assert_allclose(found[:, 1], diameters / 2, rtol=1e-5)
-        np.testing.assert_allclose(found[:, 2], wrapped, atol=1e-5)
-    assert ((found[:, 2] < 0).any() and (found[:, 2] > 0).any()).item()
 
 
 def test_raw_inputs_are_colmaps(views) -> None:

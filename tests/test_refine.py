@@ -10,12 +10,7 @@ from rendered_texture import AFFINE, SIZE, Texture, move
 
 import matcher
 from matcher.config import RefineConfig
-from matcher.refine import (
-    ImagePyramid,
-    fit_affine_maps,
-    refine_image_pair,
-    refine_matches,
-)
+from matcher.refine import ImagePyramid, fit_affine_maps, refine_image_pair, refine_matches
 from matcher.types import REFINEMENTS, Matches
 
 

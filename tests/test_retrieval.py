@@ -84,17 +84,3 @@ def test_turned_images_are_found_by_descriptors_that_turn(rng):
     assert recall(similar_pairs(list(table), table.__getitem__, 1), list(table)) > 0.95
     rigid = {name: replace(features, kind="any") for name, features in table.items()}
     assert recall(similar_pairs(list(rigid), rigid.__getitem__, 1), list(rigid)) < 0.5
-
-
-def test_few_images_and_images_without_keypoints(rng):
-    table = made_up(rng, scenes=1, views=3)
-    empty = Features(keypoints=np.zeros((0, 2)), descriptors=np.zeros((0, 32)), size=(9, 9))
-    table["empty"] = empty
-    assert len(list(similar_pairs(list(table), table.__getitem__, 50))) == 3
-    assert list(similar_pairs(["empty"], table.__getitem__, 1)) == []
-    assert list(similar_pairs([], table.__getitem__, 1)) == []
-    table["other"] = Features(keypoints=np.zeros((4, 2)), descriptors=np.zeros((4, 8)), size=(9, 9))
-    with pytest.raises(UsageError, match="several sizes"):
-        list(similar_pairs(list(table), table.__getitem__, 1))
-    with pytest.raises(UsageError, match="at least 1"):
-        list(similar_pairs(list(table), table.__getitem__, 0))

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import cv2
-import numpy as np
 import pytest
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -29,29 +28,6 @@ def test_scripts_explain_themselves(script, name, monkeypatch, capsys):
 
 def test_documents_and_the_leaderboard_are_those_of_the_stored_results():
     subprocess.run([sys.executable, SCRIPTS / "results.py", "--check"], check=True)
-
-
-def test_the_gate_tells_what_was_found_again(script):
-    gate, points = script("gate"), np.random.default_rng(0).uniform(0, 600, (20, 4))
-    recorded = {
-        "points": points,
-        "scores": np.full(20, 0.7),
-        "inliers": np.arange(20) < 15,
-        "model": np.eye(3),
-        "status": np.asarray("ok"),
-        "verdict": np.asarray(0.9),
-    }
-    assert gate.compare(recorded, recorded, plane=True) == (20, 20, 20, 20, 0, 0, 0, False)
-    other = recorded | {
-        "points": points[::-1][:18] + 0.01,
-        "model": np.array([[1, 0, 2.0], [0, 1, 0], [0, 0, 1]]),
-        "verdict": np.asarray(0.8),
-        "scores": np.full(18, 0.7),
-    }
-    count, again, present, kept, _, verdict, model, failed = gate.compare(recorded, other, plane=True)
-    assert (count, again, present, kept, failed) == (20, 18, 18, 18, False)
-    assert (verdict, model) == pytest.approx((0.1, 2.0))
-    assert gate.compare(recorded, recorded | {"status": np.asarray("no_model")}, plane=True)[-1]
 
 
 @pytest.mark.slow

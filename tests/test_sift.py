@@ -1,14 +1,11 @@
 """SIFT in the project's pixel convention, on images whose keypoints are known."""
 
-from dataclasses import replace
-
 import cv2
 import numpy as np
 import pytest
 import torch
 
 from matcher.config import ExtractorConfig
-from matcher.errors import UsageError
 from matcher.extract.sift import SiftExtractor, root_sift
 from matcher.geometry import UPRIGHT, resized, stored_to_upright, upright_size
 from matcher.types import Features, Image
@@ -127,12 +124,9 @@ def test_mask_is_kept_and_filled() -> None:
     assert inside.scores.min() >= everything.scores.sort(descending=True).values[99]
 
 
-@pytest.mark.parametrize("size", [(100, 80), (1, 1), (2, 3), (1, 300), (300, 1), (7, 7)])
-@pytest.mark.parametrize("colour", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-def test_black_and_tiny_images_have_no_keypoints(size: tuple[int, int], colour: bool, masked: bool) -> None:
-    shape = (size[1], size[0], 3) if colour else (size[1], size[0])
-    features = extract(np.zeros(shape, np.uint8), mask=np.ones(shape[:2], bool) if masked else None)
+@pytest.mark.parametrize("size", [(100, 80), (1, 1), (1, 300)])
+def test_black_and_tiny_images_have_no_keypoints(size: tuple[int, int]) -> None:
+    features = extract(np.zeros((size[1], size[0], 3), np.uint8), mask=np.ones(size[::-1], bool))
     assert features.keypoints.shape == (0, 2)
     assert features.descriptors.shape == (0, 128)
     for name in ("scores", "scales", "orientations", "mask"):
@@ -165,8 +159,3 @@ def test_the_largest_or_the_strongest_are_kept() -> None:
     index, which = rows.nonzero().T
     assert len(index) == 60
     assert every.descriptors[index].equal(largest.descriptors[which])
-
-
-def test_no_keypoints_wanted_is_refused() -> None:
-    with pytest.raises(UsageError, match="max_keypoints"):
-        SiftExtractor(replace(ExtractorConfig(), max_keypoints=0))

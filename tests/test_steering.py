@@ -9,15 +9,7 @@ import torch
 import matcher
 from matcher.images import read_image
 from matcher.match.position import normalise_positions
-from matcher.match.steering import (
-    STEERABLE,
-    TURNS,
-    aligned,
-    best_turn,
-    quarter_turns,
-    rotated_descriptors,
-    steered,
-)
+from matcher.match.steering import STEERABLE, TURNS, aligned, best_turn, quarter_turns, steered
 from matcher.types import Features
 
 
@@ -55,13 +47,6 @@ def test_a_pair_is_turned_as_it_is_alone(rng):
     alone = quarter_turns(Features.stack([both]), Features.stack([own]))
     in_a_batch = [Features.stack(side) for side in zip((both, own), others, strict=True)]
     assert quarter_turns(*in_a_batch)[:1] == alone == [best_turn(*descriptors[:2])] == [0]
-
-
-def test_turns_add_up_and_four_are_none(features):
-    once = turned(features, 1, 1)
-    assert not torch.equal(once.descriptors, features.descriptors)
-    torch.testing.assert_close(turned(once, 2, 1).descriptors, turned(features, 3, 2).descriptors)
-    torch.testing.assert_close(turned(once, 3, -1).descriptors, features.descriptors)
 
 
 @pytest.mark.parametrize("turn", range(TURNS))
@@ -106,31 +91,6 @@ def test_a_turned_image_is_matched_as_the_upright_one(preset, turn, views):
     lines = np.column_stack([found.points0, np.ones(len(back))]) @ upright.geometry.matrix.T
     distance = np.abs((lines[:, :2] * back).sum(1) + lines[:, 2]) / np.linalg.norm(lines[:, :2], axis=1)
     assert (distance < 3).sum() > 0.7 * upright.geometry.inliers.sum()
-
-
-@pytest.mark.parametrize("preset", ["nearest-learned", "hybrid-learned"])
-def test_features_that_do_not_name_their_front_end_are_turned_too(preset, views):
-    options = {"max_keypoints": 256, "further_passes": False, "precision": "float32"}
-    pipeline = matcher.load(preset, device="cpu", **options)
-    pictures = [read_image(path, resize=480).pixels for path in views]
-    features = [pipeline.extract(np.ascontiguousarray(np.rot90(p, turn))) for turn, p in enumerate(pictures)]
-    expected = pipeline.match_features(*features).indices
-    assert len(expected) > 30
-    for side in (0, 1):
-        sides = [replace(each, kind="any") if i == side else each for i, each in enumerate(features)]
-        assert np.array_equal(pipeline.match_features(*sides).indices, expected)
-
-
-def test_all_positions_of_an_image(features):
-    descriptors = features.unstack()[1].descriptors
-    found = rotated_descriptors(descriptors.numpy(), STEERABLE)
-    for turn in range(TURNS):
-        expected = steered(descriptors[None], torch.tensor([turn]))[0]
-        np.testing.assert_array_equal(found[turn], expected.numpy())
-    assert len(rotated_descriptors(descriptors.numpy(), "sift")) == 1
-    assert [x.shape for x in rotated_descriptors(np.zeros((0, 64), np.float32), STEERABLE)] == [
-        (0, 64)
-    ] * TURNS
 
 
 def test_a_few_distinct_neighbours_outweigh_many_indistinct_ones(rng):

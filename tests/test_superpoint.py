@@ -1,15 +1,13 @@
 """SuperPoint: against transformers with the same parameters, and against its definitions."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from random_front_end import build, random_parameters, same, share_found, texture, whole
 
 from matcher.config import ExtractorConfig
-from matcher.errors import IntegrityError, UsageError
-from matcher.extract.superpoint import SuperPoint, suppress
+from matcher.errors import IntegrityError
+from matcher.extract.superpoint import SuperPoint
 from matcher.torch_engine import build_extractor
 from matcher.weights.files import save_front_end
 
@@ -97,17 +95,6 @@ def test_descriptors_are_read_where_the_convention_says(rng, exact):
         np.testing.assert_allclose(descriptor, expected / np.linalg.norm(expected), atol=1e-6)
 
 
-def test_suppression_keeps_the_strongest_of_each_neighbourhood(rng):
-    scores = torch.from_numpy(rng.permutation(40 * 50).reshape(40, 50).astype(np.float32)) + 1
-    kept = suppress(scores, 3)
-    y, x = kept.nonzero().T
-    assert len(y) > 40
-    distance = torch.maximum((y[:, None] - y).abs(), (x[:, None] - x).abs())
-    assert int(distance.fill_diagonal_(99).min()) > 3
-    window = torch.nn.functional.max_pool2d(scores[None], 7, stride=1, padding=3)[0]
-    assert bool(kept[scores == window].all())
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_shift_by_whole_cells_shifts_the_points_by_as_much(rng, kind):
     patch = texture(rng, 64, 64)
@@ -161,24 +148,3 @@ def test_weights_files_are_read_strictly(picture, tmp_path, kind):
     save_front_end(SuperPoint(normalised=kind == "superpoint"), kind, path)
     with pytest.raises(IntegrityError, match=r"(missing|extra): .*norm\.weight"):
         build_extractor(config, path)([whole(picture)])
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(IntegrityError, match=r"front\.safetensors .*intact"):
-        build_extractor(config, path)([whole(picture)])
-    with pytest.raises(IntegrityError, match=r"absent\.pth is absent"):
-        build_extractor(config, tmp_path / "absent.pth")([whole(picture)])
-
-
-def test_settings_are_checked():
-    config = ExtractorConfig(kind="superpoint")
-    for change, words in (
-        (
-            {"variant": "v2"},
-            "superpoint has no variant; settings it has: score_threshold, nms_radius",
-        ),
-        ({"nms_radius": -1}, "nms_radius must be at least 0"),
-        ({"score_threshold": -0.1}, "score_threshold must be at least 0"),
-        ({"max_keypoints": 0}, "max_keypoints must be at least 1"),
-        ({"kind": "superpont"}, "did you mean 'superpoint'"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            build_extractor(replace(config, **change))

@@ -9,9 +9,7 @@ import torch
 from random_front_end import FRONT_ENDS, random_parameters, texture
 
 import matcher
-from matcher.cli import main
 from matcher.config import EstimationConfig, ExtractorConfig, NearestConfig
-from matcher.errors import UsageError
 from matcher.extract.front_end import resolve
 from matcher.match.nearest import NearestMatcher
 from matcher.match.network import MatchingNetwork
@@ -83,19 +81,3 @@ def test_any_front_end_goes_with_nearest(kind, tmp_path, pictures):
     extractor = build_extractor(ExtractorConfig(kind=kind, max_keypoints=150), path)
     own = Pipeline(extractor, NearestMatcher(NearestConfig()), RobustEstimator(EstimationConfig()))
     assert np.array_equal(own.match(*pictures).matches.indices, result.matches.indices)
-
-
-def test_front_ends_that_do_not_go_are_refused(tmp_path, views, capfd):
-    with pytest.raises(UsageError, match="unknown front end 'dsik', did you mean 'disk'"):
-        matcher.load("nearest", frontend="dsik", device="cpu")
-    for preset, options in (("nearest", {"frontend": "loftr"}), ("loftr-outdoor", {"frontend": "disk"})):
-        with pytest.raises(UsageError, match="cells of a grid"):
-            matcher.load(preset, **options, device="cpu")
-    with pytest.raises(UsageError, match="the front end sift has no variant"):
-        matcher.load("nearest", variant="aliked-n32", device="cpu")
-    assert main(["match", *map(str, views), "--preset", "nearest", "--frontend", "dsik"]) == 2
-    assert "did you mean 'disk'" in capfd.readouterr().err
-    path = network_file("lightglue-disk", tmp_path)
-    command = ["match", *map(str, views), "--preset", "lightglue-disk", "--weights", str(path)]
-    assert main([*command, "--frontend", "sift"]) == 2
-    assert "this matcher takes disk features, not sift" in capfd.readouterr().err

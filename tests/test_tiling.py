@@ -10,10 +10,9 @@ import pytest
 import matcher
 from matcher import tiling
 from matcher.cli import main
-from matcher.errors import UsageError
 from matcher.geometry import warp_points
 from matcher.images import read_image
-from matcher.tiling import WindowedMatcher, by_tiles, match_by_windows, spread, tiled_features
+from matcher.tiling import WindowedMatcher, by_tiles, spread, tiled_features
 
 HOMOGRAPHY = np.array([[0.93, 0.12, 40.0], [-0.1, 0.95, 60], [2e-5, -1e-5, 1]])
 
@@ -109,35 +108,6 @@ def test_matches_are_many_exact_and_verified(scene, moved, small, pipeline):
     assert {"read", "first_pass", "extract", "match", "refine", "verify", "total"} == set(result.seconds)
 
 
-def test_without_a_first_geometry_its_matches_are_all(scene, small, pipeline, rng):
-    noise = rng.integers(0, 255, (480, 600), dtype=np.uint8)
-    result = matcher.tiled(pipeline).match(scene, noise)
-    assert result.geometry.status != "ok" and len(result.features0) <= 300
-    shared = by_tiles(pipeline, 2000)
-    sides = [shared.extract(each) for each in (scene, noise)]
-    found = shared.match_features(*sides)
-    assert (found.kept0, found.kept1) == tuple(map(len, sides))
-    for side, points in enumerate((found.points0, found.points1)):
-        np.testing.assert_array_equal(sides[side].keypoints.numpy()[found.indices[:, side]], points)
-
-
-def test_windows_hold_what_the_first_pass_says_corresponds(rng):
-    points0, first0 = rng.uniform(0, 4000, (6000, 2)), rng.uniform(0, 4000, (400, 2))
-    turned = np.array([[0.0, -0.5, 3000], [0.5, 0, 100], [0, 0, 1]])
-    number = np.arange(6000)[:, None]  # as descriptor, by which the partner is known
-    sides = [matcher.Features(p, number, size=(4000, 4000)) for p in (points0, warp_points(points0, turned))]
-
-    def by_number(features0, features1):
-        assert max(len(features0), len(features1)) <= 2048
-        numbers = [features.descriptors[:, 0].numpy() for features in (features0, features1)]
-        _, *ends = np.intersect1d(*numbers, return_indices=True)
-        points = (features0.keypoints, features1.keypoints)
-        return matcher.Matches.from_indices(np.stack(ends, 1), *points, np.ones(len(ends[0])))
-
-    found = match_by_windows(by_number, *sides, first0, warp_points(first0, turned))
-    assert len(found) == 6000 and (found.indices[:, 0] == found.indices[:, 1]).all()
-
-
 def test_windows_bound_what_is_matched_with_what(scene, moved, small, pipeline):
     shared, seen = by_tiles(pipeline, 2000), []
     features = [shared.extract(each) for each in (scene, moved)]
@@ -178,20 +148,3 @@ def test_commands_find_keypoints_by_tiles(scene, moved, small, tmp_path, capfd):
     for given in (("--resize", "800"), ("--max-keypoints", "0")):
         assert main([*command[:3], str(tmp_path / "other"), "--preset", "nearest", "--tiles", *given]) == 2
     assert not (tmp_path / "other").exists()
-
-
-def test_what_cannot_be_tiled_is_refused(pipeline):
-    for number in (0, float("nan"), "many"):
-        with pytest.raises(UsageError, match="max_keypoints"):
-            matcher.tiled(pipeline, number)
-    with pytest.raises(UsageError, match="at least 1"):
-        by_tiles(pipeline, True)
-    with pytest.raises(UsageError, match="cells of a grid"):
-        matcher.tiled(matcher.Pipeline(config=matcher.presets.find_preset("loftr-outdoor")))
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (7, 1025)])
-def test_tiles_of_pictures_that_are_hardly_any(shape):
-    image = np.random.default_rng(1).integers(0, 255, shape, dtype=np.uint8)
-    result = matcher.tiled(matcher.load("nearest", max_keypoints=50), 100).match(image, image)
-    assert result.geometry.status != "ok" or len(result.matches) > 0

@@ -31,18 +31,6 @@ def depth_of_the_floor(camera):
     return np.where(z > 0, z, np.inf).reshape(240, 320)
 
 
-def test_pairs_are_listed_with_their_overlap_and_angle(tracing):
-    cameras = tracing("cameras")
-    near = over_the_floor(cameras, (-1.5, 0, 1.5), (0, 0, 0))
-    opposite = over_the_floor(cameras, (1.5, 0, 1.5), (0, 0, 0))
-    elsewhere = over_the_floor(cameras, (40, 0, 1.5), (41, 0, 0))
-    views = [near, opposite, near, elsewhere]
-    rows = cameras.list_pairs(views, [depth_of_the_floor(view) for view in views])
-    assert [row[:2] for row in rows] == [[0, 1], [0, 2], [1, 2]]
-    assert [row[3] for row in rows] == pytest.approx([90, 0, 90], abs=0.1)
-    assert rows[1][2] == pytest.approx(1, abs=0.02) and 0.2 < rows[0][2] < 0.9
-
-
 def test_views_have_exact_depth_and_light_that_falls_off(tracing):
     for needed in ("embreex", "numba", "trimesh"):
         pytest.importorskip(needed)

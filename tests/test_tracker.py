@@ -1,7 +1,6 @@
 """The tracker in a made-up world: tracks, links, poses, depths, statuses, and what a time budget allows."""
 
 import tracemalloc
-from dataclasses import replace
 
 import cv2
 import numpy as np
@@ -10,9 +9,7 @@ from sequence_world import BASELINE, BLACK, CAMERA, RIGHT, World
 
 import matcher
 from matcher.cameras import Camera
-from matcher.config import EstimationConfig
 from matcher.errors import ImageError, UsageError
-from matcher.sequence.tracker import FrameExtractor
 
 PAIRS = {"camera": CAMERA, "baseline": BASELINE}
 
@@ -167,12 +164,6 @@ def test_what_cannot_be_tracked_is_refused():
     for options in ({"window": 1}, {"max_keypoints": 5}, {"camera": distorted}, {"camera": (500.0, 500.0)}):
         with pytest.raises(UsageError, match="undistort|" + "|".join(options)):
             world.tracker(**options)
-    pipeline = world.pipeline()
-    grid = replace(pipeline.config, extractor=replace(pipeline.config.extractor, kind="loftr"))
-    flat = replace(pipeline.config, estimation=EstimationConfig(kind="homography"))
-    for config, word in ((grid, "grid"), (flat, "fundamental")):
-        with pytest.raises(UsageError, match=word):
-            matcher.Tracker(replace(pipeline, config=config))
     with pytest.raises(UsageError, match="fundamental"):
         matcher.Tracker("nearest", geometry="essential")
     tracker = world.tracker()
@@ -219,18 +210,3 @@ def test_a_sequence_with_a_budget_says_what_it_chose_at_the_first_frame(network,
     least = matcher.Tracker(network, budget_ms=0.01)
     least.push(picture)
     assert not least.choice.fits and least.choice.max_keypoints < tracker.choice.max_keypoints
-
-
-def test_less_is_done_while_frames_take_longer_and_as_much_afterwards(network, views):
-    extractor = FrameExtractor(network, budget_ms=60_000)
-    extractor.read([views[0]])
-    planned = extractor.choice
-    extractor.took(1.0)  # the first one also measures
-    for _ in range(12):
-        extractor.took(1000 * extractor.choice.predicted_ms)
-    busy = extractor.choice
-    assert busy.pace > planned.pace and busy.max_keypoints <= planned.max_keypoints
-    for _ in range(60):
-        extractor.took(0.1)
-    free = extractor.choice
-    assert free.pace < busy.pace and free.max_keypoints == planned.max_keypoints

@@ -21,8 +21,6 @@ from matcher.train.losses import (
     labelled_layers,
     matchability_loss,
     matching_loss,
-    refinement_loss,
-    reliability_loss,
 )
 from matcher.types import UNMATCHED
 
@@ -121,18 +119,6 @@ def test_heads_learn_alone_and_dropping_teaches_those_for_pruning():
     assert model.match_probability[0].weight.grad.any() and model.confidence[0].weight.grad is None
 
 
-@pytest.mark.parametrize(
-    "assignment", [{"kind": "dual_softmax", "consensus": 0}, {"every_layer": False}, {"dustbin": "learned"}]
-)
-def test_other_assignments_have_a_loss(assignment):
-    config = replace(SIFT.matcher.network.assignment, **assignment)
-    model = network(assignment=config, match_probability=False, guided=False)
-    batch = random_batch(np.random.default_rng(2))
-    loss = matching_loss(model, batch, SIFT.matcher, torch.Generator().manual_seed(0))
-    loss.backward()
-    assert loss.isfinite() and model.layers[0].self_block is not None
-
-
 # --- Keypoints.
 
 
@@ -155,14 +141,3 @@ def test_description_loss_wants_each_descriptor_at_its_position():
     crowded = described(own, own.roll(1, 1), spacing=0.1)  # nearer points need not differ
     assert float(description_loss(crowded, chosen, valid, scale)) == pytest.approx(0, abs=1e-5)
     assert float(description_loss(described(own, own), chosen, ~valid, scale)) == 0
-
-
-def test_refinement_and_reliability_by_hand():
-    corresponding = torch.tensor([[[1.0, 2.0], [5.0, 5.0]]])
-    others = torch.tensor([[[5.0, 8.0], [1.0, 4.0]]])
-    nearest, counted = torch.tensor([[1, 0]]), torch.tensor([[True, False]])
-    assert float(refinement_loss(corresponding, others, nearest, counted)) == pytest.approx(2 - 0.125)
-    found, visible = torch.tensor([[True, False, True]]), torch.tensor([[True, True, False]])
-    expected = np.mean([np.log1p(np.exp(-2.0)), np.log1p(np.exp(-1.0))])
-    logits = torch.tensor([[2.0, -1.0, 9.0]])
-    assert float(reliability_loss(logits, found, visible)) == pytest.approx(expected, rel=1e-5)

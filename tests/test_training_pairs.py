@@ -12,20 +12,9 @@ from training_data import LEARNED, SIFT, from_sources, write_photos, write_views
 from matcher.errors import IntegrityError, UsageError
 from matcher.evaluate.multiview import find_stored_sets
 from matcher.match.position import normalise_positions
-from matcher.train.keypoints import IGNORED, Describer, Keypoints, beside_visible, labelled, partners
-from matcher.train.pairs import Draws, ImagePairs, PairSampler, other_of_pair, quarter_turns
-from matcher.train.recipe import PairRecipe
-from matcher.train.views import (
-    HIDDEN,
-    UNKNOWN,
-    VISIBLE,
-    DeviceViews,
-    Transferred,
-    load_views,
-    split_photos,
-    stored_folders,
-    transfer,
-)
+from matcher.train.keypoints import IGNORED, Describer, Keypoints, labelled
+from matcher.train.pairs import Draws, ImagePairs, PairSampler, other_of_pair
+from matcher.train.views import HIDDEN, UNKNOWN, VISIBLE, DeviceViews, load_views, split_photos, transfer
 from matcher.types import UNMATCHED
 
 CPU = torch.device("cpu")
@@ -92,15 +81,6 @@ def test_sets_of_one_scene_are_one_scene_and_damaged_ones_are_named(tmp_path):
         find_stored_sets(tmp_path)
 
 
-def test_stored_views_are_asked_for_and_refused_at_once(tmp_path):
-    shares = from_sources(SIFT, real=1.0).sources.shares()
-    for folders, words in (((None, None), "sources.real"), ((None, tmp_path), "no views here")):
-        with pytest.raises(UsageError, match=words):
-            stored_folders(shares, *folders)
-    with pytest.raises(UsageError, match=r"sources\.rendered: the recipe has no share"):
-        stored_folders(SIFT.sources.shares(), tmp_path, None)
-
-
 def test_photos_to_train_on_and_to_validate_on_are_kept_apart(tmp_path):
     own = write_photos(tmp_path / "photos", 4)
     write_photos(own / "val", 2, seed=1)
@@ -160,17 +140,6 @@ def test_images_show_the_same_at_corresponding_pixels(views, source):
     assert len(alike) >= 6 and np.mean(alike) > 0.7  # but for tone curves, blur and noise
 
 
-@pytest.mark.parametrize("turns", [1, 2])
-def test_the_turn_of_image_1_is_that_which_undoes_its_rotation(turns):
-    points = torch.rand(1, 20, 2, generator=torch.Generator().manual_seed(turns)) * 100
-    found = points
-    for _ in range(turns):  # image 1 is image 0 rotated clockwise: the right edge becomes the lower one
-        found = torch.stack([100 - found[..., 1], found[..., 0]], 2)
-    assert quarter_turns(points, found).tolist() == [-turns % 4]
-    found[:, 5:] = torch.nan
-    assert quarter_turns(points, found).tolist() == [0]  # too few points to tell
-
-
 # --- Keypoints and their partners.
 
 
@@ -210,45 +179,6 @@ def test_partners_are_found_by_their_positions():
     assert known.partner1[0].tolist() == [2, 0, IGNORED, UNMATCHED]
     torch.testing.assert_close(known.corresponding0[0, 0], torch.tensor([30.0, 20.0]))
     assert known.corresponding0[0, 3].isnan().all()
-
-
-def test_contours_and_absent_keypoints_are_ignored():
-    points = keypoints([[20, 20], [55, 30], [20, 5]], [[45, 45], [8, 30], [10, 60]])
-    points = replace(points, valid=torch.tensor([[True] * 3, [False, True, True]]))
-    known = labelled(points, shown_apart(10.0), LEARNED)
-    # (55, 30) leaves the image, but (52, 30) beside it does not.
-    assert known.partner0[0].tolist() == [UNMATCHED, IGNORED, UNMATCHED]
-    assert known.partner1[0].tolist() == [IGNORED, IGNORED, UNMATCHED]
-    assert beside_visible(shown_apart(10.0), points.positions)[0].tolist() == [True, True, True]
-
-
-def test_partners_are_mutual_and_need_both_directions_where_they_are_known():
-    rng = np.random.default_rng(4)
-    points = [torch.from_numpy(rng.uniform(0, 60, (40, 2)).astype(np.float32)) for _ in range(2)]
-    sides = []
-    points[1][:30] = points[0][:30] + torch.from_numpy(rng.normal(0, 1, (30, 2)).astype(np.float32))
-    for side in points[::-1]:
-        states = torch.from_numpy(rng.choice([VISIBLE] * 3 + [HIDDEN, UNKNOWN], 40))
-        found = side + torch.from_numpy(rng.normal(0, 1.5, (40, 2)).astype(np.float32))
-        found[states != VISIBLE] = torch.nan
-        sides.append(Transferred(found[None], states[None]))
-    partner0, partner1 = partners(*(side[None] for side in points), *sides, PairRecipe())
-
-    def error(i: int, j: int) -> float:
-        both = [float((sides[0].positions[0, i] - points[1][j]).norm())] * (sides[0].states[0, i] != UNKNOWN)
-        both += [float((sides[1].positions[0, j] - points[0][i]).norm())] * (sides[1].states[0, j] != UNKNOWN)
-        return float(np.nan_to_num(np.mean(both), nan=1e6)) if both else 1e6
-
-    errors = np.array([[error(i, j) for j in range(40)] for i in range(40)])
-    for i in range(40):
-        j = int(errors[i].argmin())
-        if errors[i, j] < 3 and errors[:, j].argmin() == i:
-            assert partner0[0, i] == j and partner1[0, j] == i
-        elif errors[i, j] > 4 and sides[0].states[0, i] != UNKNOWN:
-            assert partner0[0, i] == UNMATCHED
-        else:
-            assert partner0[0, i] == IGNORED
-    assert (partner0 >= 0).sum() > 3 and (partner0 == IGNORED).any() and (partner0 == UNMATCHED).any()
 
 
 @pytest.mark.parametrize("recipe", [SIFT, LEARNED], ids=["sift", "learned"])

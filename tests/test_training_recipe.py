@@ -10,7 +10,7 @@ from matcher.config import to_dict
 from matcher.errors import IntegrityError, UsageError
 from matcher.files import write_output
 from matcher.train.loop import claim_folder
-from matcher.train.recipe import Recipe, enlarged, limited, read_recipe, shipped_recipe
+from matcher.train.recipe import enlarged, limited, read_recipe, shipped_recipe
 from matcher.weights.files import load_model
 
 
@@ -22,11 +22,6 @@ def test_shipped_recipes_train_what_is_shipped(name):
     assert replace(shipped, policy=recipe.matcher.network.policy) == recipe.matcher.network
 
 
-def test_a_table_that_names_one_key_keeps_the_others(tmp_path):
-    (tmp_path / "a.toml").write_text("[pair]\nwidth = 320\n")
-    assert read_recipe(tmp_path / "a.toml") == replace(Recipe(), pair=replace(Recipe().pair, width=320))
-
-
 FRONT = "[front_end]\ntrain = true\n[matcher.network]\nkind='learned'\ndescriptor_dim=64\n"
 
 
@@ -34,16 +29,10 @@ FRONT = "[front_end]\ntrain = true\n[matcher.network]\nkind='learned'\ndescripto
     ("text", "words"),
     [
         ("stepz = 3", "unknown key stepz"),
-        ("[optimiser]\nlr = 3", "unknown key lr"),
         ("[optimiser]\nminutes = -1.0", "optimiser.minutes"),
-        ("[sources]\nplanes = -1", "sources"),
-        ("[pair]\npoints = [40960]", "pair.points"),
         ("[matcher]\ntrain = false", "matcher.train, front_end.train"),
         ("[matcher]\nname = '../up'", "matcher.name"),
-        ("[matcher]\nkept_shares = [1.0, 0.5]", "matcher.kept_shares"),
         ("[matcher.network.context]\ndim = 30\nheads = 4", "context.dim 30"),
-        ("[matcher.network]\ndescriptor_dim = 64", "matcher.network.descriptor_dim: 128"),
-        ("[matcher.network]\nbackbone = {}", "dense networks"),
         (FRONT, "pair.pairs: at least 1"),
         (FRONT.replace("true", "true\ndescribed = 500") + "[pair]\npairs = 2", "front_end.described"),
         (FRONT + f"[front_end.network]\nwidths = {[2] * 5000}\ndepths = {[2] * 5000}", "at most 6"),

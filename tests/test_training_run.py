@@ -18,7 +18,6 @@ from training_data import (
     BOTH,
     FRONT_END,
     KINDS,
-    LEARNED,
     SIFT,
     from_sources,
     random_batch,
@@ -294,9 +293,8 @@ def batches(root: Path, recipe: Recipe, count: int) -> list[Batch]:
     return [BatchMaker(recipe, sampler, describer)(step) for step in range(count)]
 
 
-@pytest.mark.parametrize("kind", ["sift", "both"])
-def test_the_loss_falls_on_one_batch(root, kind):
-    recipe = replace(KINDS[kind], pair=replace(KINDS[kind].pair, negative_share=0.0, turned_share=0.0))
+def test_the_loss_falls_on_one_batch(root):
+    recipe = replace(BOTH, pair=replace(BOTH.pair, negative_share=0.0, turned_share=0.0))
     recipe = replace(recipe, matcher=replace(recipe.matcher, kept_shares=(1.0,)))
     trainer, (batch,) = Trainer(with_steps(recipe, 15), CPU), batches(root, recipe, 1)
     losses = [trainer.step(batch) for _ in range(15)]
@@ -361,34 +359,11 @@ def test_a_network_begins_with_what_its_start_computes(root, tmp_path):
     assert (trainer.model.matcher.project.weight - before).abs().max() < 0.01
 
 
-def test_a_matcher_starts_from_one_of_another_front_end(tmp_path):
-    save_model(Trainer(SIFT, CPU).average.matcher, tmp_path / "sift.safetensors", dtype=torch.float32)
-    recipe = replace(LEARNED, matcher=replace(LEARNED.matcher, start=str(tmp_path / "sift.safetensors")))
-    model = Trainer(recipe, CPU).model.matcher
-    trained = load_model(tmp_path / "sift.safetensors")[0].state_dict()
-    assert torch.equal(
-        model.layers[0].self_block.ffn.widen.weight, trained["layers.0.self_block.ffn.widen.weight"]
-    )
-    assert model.project.weight.shape == (32, 64)
-    with pytest.raises(UsageError, match="start_share: the start is of another kind"):
-        Trainer(replace(recipe, optimiser=replace(recipe.optimiser, start_share=0.5)), CPU)
-
-
 def test_starts_that_do_not_fit_are_refused(tmp_path):
     save_model(Trainer(sized(3), CPU).average.matcher, tmp_path / "deep.safetensors")
-    for dim, start, raised in (
-        (32, "deep", UsageError),
-        (64, "deep", UsageError),
-        (64, "gone", IntegrityError),
-    ):
+    for dim, start, raised in ((32, "deep", UsageError), (64, "gone", IntegrityError)):
         with pytest.raises(raised, match=start):
             Trainer(sized(2, dim, start=str(tmp_path / f"{start}.safetensors")), CPU)
-    large = Architecture((8, 8, 16, 24), (1, 1, 1, 1), 24)
-    save_front_end(FeatureNetwork(large), "learned", tmp_path / "large.safetensors")
-    for start, raised in (("large", UsageError), ("absent", IntegrityError)):
-        front_end = replace(FRONT_END.front_end, start=str(tmp_path / f"{start}.safetensors"))
-        with pytest.raises(raised, match=start):
-            Trainer(replace(FRONT_END, front_end=front_end), CPU)
 
 
 def test_a_front_end_goes_on_from_a_smaller_file(root, tmp_path):

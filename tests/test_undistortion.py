@@ -1,13 +1,10 @@
 """Points of distorting lenses: against COLMAP's own models, and a pose that needs them undistorted."""
 
-import sys
-
 import numpy as np
 import pytest
 
 from matcher.cameras import CAMERA_MODELS, Camera
 from matcher.config import EstimationConfig
-from matcher.errors import UsageError
 from matcher.verify.adjustment import undistort
 from matcher.verify.estimation import RobustEstimator
 
@@ -67,10 +64,3 @@ def test_a_pose_needs_the_distortion(rng):
     right, plain = off(camera), off(Camera(800.0, 800.0, 511.5, 383.5))
     assert right[0] < 0.2 and right[1] > 390
     assert plain[1] < right[1] - 20
-
-
-def test_without_pycolmap_the_message_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pycolmap", None)
-    with pytest.raises(UsageError, match="pycolmap"):
-        undistort(np.zeros((1, 2)), camera_of("FOV"))
-    assert len(undistort(np.zeros((1, 2)), camera_of("OPENCV"))) == 1

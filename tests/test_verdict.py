@@ -1,21 +1,15 @@
 """Verdicts on pairs, how well match probabilities hold, and the fit and the diagrams of both."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
 
 import matcher
-from matcher.errors import UsageError
-from matcher.evaluate.calibration import check_labels, fit_verdict, reliability, verdict_counts
-from matcher.evaluate.measure import match_errors
-from matcher.evaluate.methods import Method
-from matcher.evaluate.protocols import HomographyPair, PairImage, PairSet, PosePair, UnrelatedPair
-from matcher.evaluate.run import evaluate
+from matcher.evaluate.calibration import fit_verdict, reliability
 from matcher.types import Matches, TwoViewGeometry
-from matcher.verify.verdict import EVIDENCE, Verdict, evidence, reject_improbable, verdict_of
+from matcher.verify.verdict import reject_improbable, verdict_of
 
 SIZE = (640, 480)
 
@@ -48,15 +42,6 @@ def test_inliers_that_are_improbable_count_little():
     assert verdict_of(replace(matches, scores=np.full(len(matches), np.nan)), *rest).word == "not"
 
 
-def test_the_evidence_in_numbers():
-    values = dict(zip(EVIDENCE, evidence(*pair_of(30, 10)), strict=True))
-    assert (
-        values["probable inliers"] == pytest.approx(np.log(1 + 0.7 * 30)) and values["inlier ratio"] == 0.75
-    )
-    assert 0.7 < values["coverage"] < 0.95
-    assert evidence(*pair_of(0, 4)).tolist() == [0, 0, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("inliers", "probability", "accepted"),
     [
@@ -71,12 +56,6 @@ def test_what_is_accepted_depends_on_how_much_a_match_can_contradict(inliers, pr
     kinds = ("fundamental", "essential", "homography", "homographies")
     found = {kind: reject_improbable(replace(geometry, kind=kind), matches, *sizes) for kind in kinds}
     assert {kind for kind in kinds if found[kind].status == "ok"} == accepted
-
-
-def test_without_geometry_there_is_no_verdict():
-    matches, _, *sizes = pair_of(4, 0)
-    assert verdict_of(matches, TwoViewGeometry("none", "not_estimated", np.zeros(4, bool)), *sizes) is None
-    assert [Verdict(p).word for p in (0.05, 0.5, 0.95)] == ["not", "unsure", "same"]
 
 
 def test_results_have_a_verdict(views):
@@ -101,33 +80,9 @@ def test_calibrated_predictions_have_no_error():
     assert np.isnan(reliability(np.zeros(0), np.zeros(0, bool)).error)
 
 
-def test_errors_of_matches_are_pixels_of_the_resized_images():
-    matches, *_ = pair_of(5, 0)
-    shifted = np.array([[1, 0, 8.0], [0, 1, 0], [0, 0, 1]])
-    image = PairImage(Path("a.png"))
-    pair = HomographyPair("a", "", image, image, shifted)
-    np.testing.assert_allclose(match_errors(pair, matches, 0.5, 0.5), 4.0, atol=1e-4)
-    assert np.isinf(match_errors(UnrelatedPair("a", "", image, image), matches, 1, 1)).all()
-
-
-def test_poses_say_nothing_of_single_matches():
-    image = PairImage(Path("a.png"))
-    pair = PosePair("a", "", image, image, np.eye(3), np.eye(3), np.eye(4))
-    with pytest.raises(UsageError, match="calibration needs homographies"):
-        check_labels(PairSet("castle", "pose", [pair]))
-
-
 def test_the_fit_finds_what_made_the_classes():
     rng = np.random.default_rng(2)
     values = rng.normal(size=(2000, 3)) * [1, 2, 3]
     logit = 1.5 * values[:, 0] - values[:, 1]
     same = rng.uniform(size=2000) < 1 / (1 + np.exp(-logit))
     np.testing.assert_allclose(fit_verdict(values, same), [0, 1.5, -1, 0], atol=0.25)
-
-
-def test_verdicts_of_unrelated_pairs_are_counted(views):
-    images = PairImage(views[0]), PairImage(views[1])
-    pairs = PairSet("same, in truth", "unrelated", [UnrelatedPair("a", "", *images)])
-    methods = [Method("n", matcher.load("nearest", max_keypoints=300, resize=400))]
-    records = evaluate(pairs, methods).records["n"]
-    assert sum(verdict_counts(records).values()) == 1 and np.isinf(records[0].errors).all()

@@ -62,12 +62,6 @@ def test_a_model_survives_the_round_trip(small_model, tmp_path):
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_bfloat16_files_load_as_float32(small_model, tmp_path):
-    tensors = {key: value.bfloat16() for key, value in small_model.state_dict().items()}
-    save_file(tensors, tmp_path / "b.safetensors", metadata=config_of(small_model))
-    assert {p.dtype for p in load_model(tmp_path / "b.safetensors")[0].parameters()} == {torch.float32}
-
-
 def test_a_shipped_name_is_checked_and_loaded(shelf):
     rows = read_manifest(shelf)
     assert verify(rows["small"], shelf).path == shelf / "small.safetensors"
@@ -96,10 +90,8 @@ def test_a_damaged_shipped_file_is_noticed(shelf):
     [
         (b"", "cut short"),
         (b"<!DOCTYPE html><html><body>404 Not Found</body></html>" * 9, "not a safetensors file"),
-        (b"PK\x03\x04" + b"\0" * 400, "pickle"),
         (b"\x80\x02}q\x00." * 40, "pickle"),
         (save({"a": torch.zeros(3)}), "no configuration"),
-        (save({"a": torch.zeros(3)}, metadata={"config": "{"}), "configuration that cannot be used"),
         (save({"a": torch.zeros(3)}, metadata={"config": '{"depth": 3}'}), "unknown key depth"),
         (save({"a": torch.zeros(3)}, metadata={"config": '{"context": {"dim": 7}}'}), "no network can have"),
     ],
@@ -136,11 +128,7 @@ def test_wrong_tensors_are_listed(small_model, tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "[[weights]",
-        ROW.replace("small.safe", "../small.safe").format(digest="0", size=1),
-        'weights = "x"',
-    ],
+    ["[[weights]", ROW.replace("small.safe", "../small.safe").format(digest="0", size=1), 'weights = "x"'],
 )
 def test_a_damaged_or_absent_manifest_is_refused(tmp_path, text):
     with pytest.raises(IntegrityError, match=r"manifest\.toml"):

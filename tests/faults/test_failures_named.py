@@ -1,5 +1,7 @@
 """Promise 9: what failed is named. Every image, pair and line without a result is counted, with why."""
 
+import sys
+
 import pytest
 from collection_runs import QUICK, photos
 from command import run
@@ -53,3 +55,29 @@ def test_names_that_cannot_be_stored_are_named(tmp_path, capfd):
     command = ["collection", tmp_path / "photos", "--run", tmp_path / "run", *QUICK, "--exhaustive"]
     assert run(*command) == 2
     assert "can be stored ('a\\nb.png')" in capfd.readouterr().err
+
+
+# --- COLMAP's process, when it aborts or is killed.
+
+
+DEATHS = {
+    "SIGABRT": "import os, sys; print('Check failed: x > 0', file=sys.stderr, flush=True); os.abort()",
+    "SIGKILL": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+}
+
+
+@pytest.mark.parametrize("name", DEATHS)
+def test_the_command_outlives_colmap(tmp_path, monkeypatch, capfd, name):
+    pytest.importorskip("pycolmap")
+    photos(tmp_path / "photos", 3)
+    monkeypatch.setattr(
+        "matcher.sfm.reconstruct.child_command", lambda _: [sys.executable, "-c", DEATHS[name]]
+    )
+    code = run("sfm", tmp_path / "photos", "--out", tmp_path / "model", *QUICK, "--workers", 0)
+    errors = capfd.readouterr().err
+    assert code not in (0, 1) and "Traceback" not in errors and "internal error" not in errors, errors
+    assert f"COLMAP's process ended early (signal {name})" in errors
+    assert ("Check failed: x > 0" in errors) == (name == "SIGABRT")
+    assert not (tmp_path / "model").exists()
+    with Store.open(tmp_path / "model-run") as store:
+        assert store.check() == [] and store.counts().pairs_done == 3

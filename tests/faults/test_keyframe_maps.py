@@ -42,8 +42,8 @@ def sound(walls, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sound") / "map"
     keyframes = matcher.KeyframeMap(folder, CAMERA, "nearest", **FAST)
     tracker = matcher.Tracker("nearest", CAMERA, baseline=BASELINE, keyframe_map=keyframes, **FAST)
-    for number in range(12):
-        x = 0.12 * number
+    for number in range(8):
+        x = 0.18 * number
         tracker.push_stereo(picture(walls, x), picture(walls, x + BASELINE))
     tracker.save_map()
     matcher.Map.open(folder / "model").close()
@@ -119,24 +119,20 @@ def test_what_a_map_can_do_without_changes_nothing(folder, walls, fault):
     assert said == "" and pose is not None and np.allclose(pose[:3, 3], [0.4, 0, 0], atol=0.05)
 
 
-SUMMARIES = {
-    "nothing": b"", "nested": b"[" * 100_000, "another encoding": b"\xff\xfe{", "a number": b'{"run": 7}',
-    "no text": b'{"run": "a\\u0000b"}', "half a character": b'{"run": "\\ud800"}',
-    "a long path": b'{"run": "' + b"x/" * 9000 + b'"}', "a device": b'{"run": "/dev"}',
-    "many megabytes": b'{"run": "' + b" " * 30_000_000 + b'"}',
-}  # fmt: skip
+SUMMARIES = [b"", b"[" * 100_000, b"\xff\xfe{", b'{"run": 7}', b'{"run": "a\\u0000b"}', b'{"run": "\\ud800"}']
+SUMMARIES += [b'{"run": "' + text + b'"}' for text in (b"x/" * 9000, b"/dev", b" " * 30_000_000)]
 
 
-@pytest.mark.parametrize("name", SUMMARIES)
-def test_a_summary_that_says_something_else(folder, walls, name):
+def test_a_summary_that_says_something_else(folder, walls, tried):
     """The run beside the model is taken, or its absence is said."""
-    (folder / SUMMARY).write_bytes(SUMMARIES[name])
-    said, pose = loaded(folder, walls)
-    assert "RUN_DIR" in said or (said == "" and pose is not None)
+    for text in SUMMARIES:
+        (folder / SUMMARY).write_bytes(text)
+        said, pose = loaded(folder, walls)
+        assert "RUN_DIR" in said or (said == "" and pose is not None)
+        tried()
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_descriptors_that_are_not_finite(folder, walls, value):
+def test_descriptors_that_are_not_finite(folder, walls, value=np.nan):
     """With right checksums, as a stranger can write them; the index is made of them too."""
     with Store.open(folder / RUN) as store:
         counts = {number: store.image(name).count for number, name in store.names().items()}

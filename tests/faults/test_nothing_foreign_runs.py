@@ -15,7 +15,6 @@ from matcher import files
 from matcher.kernels import loader as library
 
 pytestmark = pytest.mark.promise(5)
-SLOW = pytest.mark.slow  # Ray takes a minute to start and to end
 
 # Modules that some command imports, installed or not, and some that Python itself does.
 PLANTED = (
@@ -62,7 +61,10 @@ def test_a_module_in_the_working_folder_is_not_imported(planted, tmp_path, tried
 
 
 OPTIONAL = (
-    ["collection", "photos", "--run", "new", *QUICK, "--exhaustive", "--engine", "ray", "--workers", "1"],
+    pytest.param(
+        ["collection", "photos", "--run", "new", *QUICK, "--exhaustive", "--engine", "ray", "--workers", "1"],
+        marks=pytest.mark.slow,  # Ray takes a minute to start and to end
+    ),
     ["export", "run", "--to", "hloc", "out"],
     ["serve", "--port", "0"],
 )
@@ -75,10 +77,7 @@ def test_an_optional_module_in_the_working_folder_is_not_imported(planted, tmp_p
         pytest.skip("it would start the page")
     photos(tmp_path / "photos", 2)
     small_run(tmp_path / "run")
-    named = [
-        str(tmp_path / word) if word in ("photos", "run", "new", "out", "track.rrd") else word
-        for word in command
-    ]
+    named = [str(tmp_path / word) if word in ("photos", "run", "new", "out") else word for word in command]
     done = subprocess.run(
         [sys.executable, "-m", "matcher", *named],
         cwd=planted,

@@ -60,13 +60,10 @@ def test_a_picture_that_is_cut_short(tmp_path, tried, suffix):
     "head",
     [
         b"P6\n#" + b"x" * 1_000_000 + b"\n8 8\n255\n" + bytes(192),
-        b"P6\n" + b"#\n" * 500_000 + b"8 8\n255\n" + bytes(192),
         b"P2\n" + b"9" * 1_000_000,
-        b"P2\n1000 1000\n255\n" + b"7 " * 400_000,
         b"PF\n99999999 99999999\n1.0\n",
         b"P5\n-4 36\n255\n" + bytes(9999),
         b"Pf\n8 8\nnan\n" + bytes(256),
-        b"P2\n2 1\n9\n5 x\n",
     ],
     ids=lambda head: head[:9].decode(),
 )

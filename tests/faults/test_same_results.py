@@ -41,9 +41,8 @@ import torch
 import matcher
 
 torch.set_num_threads(2)
-options = {} if sys.argv[1] == "nearest" else {"precision": "float32", "further_passes": False}
-pipe = matcher.load(sys.argv[1], max_keypoints=96, device="cpu", **options)
-points = lambda: pipe.match(*sys.argv[2:4]).points1.tolist()
+pipe = matcher.load(max_keypoints=96, device="cpu", precision="float32", further_passes=False)
+points = lambda: pipe.match(*sys.argv[1:3]).points1.tolist()
 serial = points()
 child = os.fork()
 if child == 0:
@@ -54,11 +53,10 @@ sys.exit(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("preset", [pytest.param("nearest", marks=pytest.mark.slow), "hybrid-learned"])
-def test_a_fork_of_a_process_with_threads_gives_the_same(pairs, preset):
+def test_a_fork_of_a_process_with_threads_gives_the_same(pairs):
     """The threads are not there in the fork, which waited for them for ever."""
     environment = {key: value for key, value in os.environ.items() if "NUM_THREADS" not in key}
-    command = [sys.executable, "-c", FORKING, preset, *map(str, pairs[0])]
+    command = [sys.executable, "-c", FORKING, *map(str, pairs[0])]
     assert subprocess.run(command, env=environment, check=False).returncode == 0
 
 
@@ -80,8 +78,8 @@ def agreement(first: np.ndarray, second: np.ndarray, within: float = 0.05) -> fl
 
 def test_threads_change_nothing_that_matters(views, tried):
     """The same bits again, and at least 99.9 % of the matches in float32 with another number of threads."""
-    options = {"device": "cpu", "precision": "float32", "max_keypoints": 256, "further_passes": False}
-    pipe, before, found = matcher.load(**options), torch.get_num_threads(), []
+    options = {"device": "cpu", "precision": "float32", "max_keypoints": 256, "resize": 400}
+    pipe, before, found = matcher.load(**options, further_passes=False), torch.get_num_threads(), []
     try:
         for threads in (1, 1, 2):
             torch.set_num_threads(threads)
