@@ -63,8 +63,10 @@ def scaled_dot_product(
 
 def by_kernel(*given: Tensor) -> bool:
     """Whether the compiled kernel attends to such tensors (…, heads, N, d); matrix units are faster."""
+    if torch.compiler.is_compiling():
+        return False
     units = given[0].dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-    return not units and not torch.compiler.is_compiling() and all(map(takes, given))
+    return not units and all(map(takes, given))
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
