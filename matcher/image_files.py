@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO, NamedTuple
 
 import cv2
@@ -146,6 +147,8 @@ _FORMATS: tuple[tuple[str, bytes, Opener | None], ...] = (
 )
 
 
+_shared: dict[str, Lock] = {}  # between threads
+
 # An image file's bytes → its samples in stored pixels, where it is opaque, and its EXIF orientation.
 
 
@@ -176,6 +179,7 @@ def decode_open(file: BinaryIO, path: Path, max_pixels: int) -> Decoded:
             _check_header(file)
         image = opener(file)
         _check_size(path, *image.size, max_pixels)
+    with _decoding(path, name), _quiet(image.width * image.height):
         _warn_of_pages(image, path, name)
         turned = _orientation(image.tag_v2) if isinstance(image, TiffImageFile) else 1
         deep = is_deep(image, file)
@@ -293,6 +297,20 @@ def _decoding(path: Path, name: str) -> Iterator[None]:
         raise ImageError(
             f"{path}: the {name} cannot be decoded ({error}); it is cut short or damaged: export it again"
         ) from error
+
+
+@contextmanager
+def _quiet(pixels: int) -> Iterator[None]:
+    """No warning of Pillow's for a size that the caller allows.
+
+    The filters are those of all threads, so one image at a time changes them and puts them back.
+    """
+    if pixels <= (PIL.Image.MAX_IMAGE_PIXELS or pixels):
+        yield
+        return
+    alone = _shared.setdefault("filters", Lock())
+    with alone, warnings.catch_warnings(action="ignore", category=PIL.Image.DecompressionBombWarning):
+        yield
 
 
 def _orientation(tags: Any) -> int:
