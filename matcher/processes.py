@@ -10,8 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-# CPU threads, and how much memory is kept for later: environment variables and numbers; no torch.
-
 Made = TypeVar("Made")
 
 _GIVEN = "OMP_NUM_THREADS"  # set by the user: so many threads are wanted

@@ -24,6 +24,7 @@ import matcher
 from matcher.cli import COMMANDS, GROUPS, build
 from matcher.cli.machine import VARIABLES
 from matcher.cli.output import ProgressLines, exit_code_of, messages
+from matcher.kernels import SWITCH
 from matcher.presets import DEFAULT_PRESET, find_preset
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,6 +138,21 @@ def test_further_passes_are_told_and_keypoints_counted_once(views, shipped_weigh
     assert run("match", *blurred, "--max-keypoints", 64, "--resize", 400, "-v") == 0
     out, err = capfd.readouterr()
     assert "64 keypoints" in out and re.search(r"pass 2, [^:]+: \d+ match", err)
+
+
+def test_kernels_that_could_be_there_are_named_once(views, tmp_path, monkeypatch, capfd):
+    from matcher.kernels.compiling import find_compiler
+    from matcher.kernels.loader import supported
+
+    if not supported() or find_compiler() is None:
+        pytest.skip("no kernels for this machine")
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
+    monkeypatch.delenv(SWITCH)
+    told = []
+    for _ in range(2):
+        assert run("match", *views, "--preset", "nearest", "--device", "cpu") == 0
+        told.append("matcher env --compile" in capfd.readouterr().err)
+    assert told == [True, False]
 
 
 # --- Mistakes and failures

@@ -173,3 +173,16 @@ def test_instances_and_the_corner_of_the_template_are_seen_whole():
     assert len(dots) == 2 and all(5 < dot.get_xdata()[0] < 1606 for dot in dots)
     none = draw_instances(grey(100, 50), grey(), [])
     assert "first corner" not in " ".join(text.get_text() for text in none.texts)
+
+
+def test_ellipses_show_the_uncertainty_of_points_enlarged():
+    points = np.array([[100.0, 150.0], [300.0, 150.0]])
+    covariances = np.array([[[0.25, 0], [0, 0.01]], [[4.0, 0], [0, 4.0]]])
+    plain, drawn = (
+        body(draw_matches(grey(), grey(), points, points, covariances=given)) for given in (None, covariances)
+    )
+    differs = (plain.astype(int) - drawn).any(axis=2)
+    half = differs.shape[1] // 2
+    assert not differs[:, : half - 20].any()  # they are those of image 1
+    rows, columns = np.nonzero(differs[:, half : half + half // 2])
+    assert np.ptp(columns) > 3 * np.ptp(rows) > 0

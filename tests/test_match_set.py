@@ -45,3 +45,18 @@ def test_tracks_join_the_same_point_in_all_images(crops):
         truth = warp_points(points[0], maps[second] @ np.linalg.inv(maps[first]))
         assert np.mean(np.linalg.norm(truth - points[1], axis=1) < 2) > 0.95
     assert len(found.matches(0, 1)) > 50
+
+
+def test_arguments_that_do_not_fit_are_refused(crops):
+    images = [image for image, _ in crops]
+    for wrong, message in (
+        ({"images": images[:1]}, "at least two"),
+        ({"masks": [None]}, "one for each of the 3"),
+        ({"pairs": [(0, 3)]}, "0 to 2"),
+        ({"geometry": "essential"}, "without cameras"),
+    ):
+        with pytest.raises(matcher.UsageError, match=message):
+            matcher.match_set(**{"images": images, "preset": "nearest", **wrong})
+    found = matcher.match_set(images[:2], matcher.load("nearest", **QUICK))
+    with pytest.raises(matcher.UsageError, match="not two of the images"):
+        found.matches(0, 0)
