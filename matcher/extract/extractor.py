@@ -71,13 +71,6 @@ def extracted(extractor: Extractor, images: Sequence[Image], config: ExtractorCo
     return features
 
 
-def pixels_enlarged(images: Sequence[Image], config: ExtractorConfig) -> list[float]:
-    """How many pixels are searched again if all of these images have too few keypoints, of each that is."""
-    factors = [_factor(image, config.sparse_resize) for image in images]
-    sizes = [image.pixels.shape[0] * image.pixels.shape[1] for image in images]
-    return [factor**2 * size for factor, size in zip(factors, sizes, strict=True) if factor > 1]
-
-
 def _factor(image: Image, longer_side: int | None) -> float:
     """By how much to enlarge an image towards this longer side; not one that was made smaller."""
     if longer_side is None or min(image.scale) < 1:

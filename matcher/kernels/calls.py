@@ -62,7 +62,7 @@ def attend(
         places = (x.data_ptr() + x.element_size() * o for x, o in zip((q, k, v, out), offsets, strict=True))
         own = None if turns is None else turns[index].contiguous()
         turn = None if own is None else own.data_ptr()
-        library.matcher_attend(*places, strides, half, n, m, heads, width, gain, turn, turn, threads)
+        library.matcher_attend(*places, strides, half, n, m, heads, width, gain, turn, threads)
     return out
 
 

@@ -279,7 +279,7 @@ float longest(const Rows<Number>& x, long h, long width) {
 
 template <typename Arithmetic, typename Number>
 void attend(const Rows<Number>& q, const Rows<Number>& k, const Rows<Number>& v, Number* out, long heads, long width,
-            float gain, const float* const* turns, int threads) {
+            float gain, const float* turns, int threads) {
   typedef typename Arithmetic::Element Element;
   const long each = Arithmetic::kEach, padded = (k.count + kKeys - 1) / kKeys * kKeys;
   const long blocks = (q.count + kQueries - 1) / kQueries, packed = padded * width / each;
@@ -290,7 +290,7 @@ void attend(const Rows<Number>& q, const Rows<Number>& k, const Rows<Number>& v,
   {
 #pragma omp for schedule(static)
     for (long h = 0; h < heads; ++h) {
-      pack_keys<Arithmetic>(k, h, padded, width, turns[1], keys.data() + h * packed);
+      pack_keys<Arithmetic>(k, h, padded, width, turns, keys.data() + h * packed);
       pack_values<Arithmetic>(v, h, padded, width, values.data() + h * packed);
       small[h] = std::sqrt(longest(q, h, width)) * std::sqrt(longest(k, h, width)) * std::fabs(scale) < kSmall;
     }
@@ -301,7 +301,7 @@ void attend(const Rows<Number>& q, const Rows<Number>& k, const Rows<Number>& v,
       const long h = task / blocks, first = task % blocks * kQueries, rows = std::min(kQueries, q.count - first);
       for (long r = 0; r < kQueries; ++r) {
         float from[kWidest];
-        q.read(h, first + std::min(r, rows - 1), width, turns[0], from);
+        q.read(h, first + std::min(r, rows - 1), width, turns, from);
         for (long c = 0; c < width; c += each) query[(r * width + c) / each] = Arithmetic::pack(from[c], from[c + each - 1]);
       }
       Running running;
@@ -335,7 +335,7 @@ void attend(const Rows<Number>& q, const Rows<Number>& k, const Rows<Number>& v,
 
 template <typename Arithmetic, typename Number>
 void attend_rows(const void* q, const void* k, const void* v, void* out, const long* strides, long n, long m,
-                 long heads, long width, float gain, const float* const* turns, int threads) {
+                 long heads, long width, float gain, const float* turns, int threads) {
   const Rows<Number> queries{(const Number*)q, n, strides[0], strides[1]}, keys{(const Number*)k, m, strides[2], strides[3]};
   const Rows<Number> values{(const Number*)v, m, strides[4], strides[5]};
   attend<Arithmetic>(queries, keys, values, (Number*)out, heads, width, gain, turns, threads);
@@ -347,11 +347,9 @@ void attend_rows(const void* q, const void* k, const void* v, void* out, const l
 
 // out[h, i] = Σ_j exp(q_i · k_j gain / √width) v_j / Σ_j exp(…), for heads of `width` channels, a multiple of 32, of at
 // most 128; `half`: all are bfloat16, else float32. Strides of rows and heads of q, k and v; out (n, heads, width). Where
-// `turns` are not null, rows of q and of k are rotated by them first.
+// `turns` is not null, rows of q and of k are rotated by its rows first.
 extern "C" void matcher_attend(const void* q, const void* k, const void* v, void* out, const long* strides, int half, long n,
-                               long m, long heads, long width, float gain, const float* turns0, const float* turns1,
-                               int threads) {
-  const float* turns[2] = {turns0, turns1};
+                               long m, long heads, long width, float gain, const float* turns, int threads) {
 #ifdef __AVX512BF16__
   typedef attention::Pairs Fast;
 #else

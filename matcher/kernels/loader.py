@@ -27,7 +27,7 @@ _AVX2 = ("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 _INSTRUCTIONS = {"avx512_bf16": (*_AVX512, "avx512_bf16"), "avx512": _AVX512, "avx2": _AVX2}
 _SIGNATURES = {
-    "attend": [*[c_void_p] * 5, c_int, *[c_long] * 4, c_float, *[c_void_p] * 2, c_int],
+    "attend": [*[c_void_p] * 5, c_int, *[c_long] * 4, c_float, c_void_p, c_int],
     "local_maps": [*[c_void_p] * 3, c_long, c_void_p, c_int],
     "fit_windows": [*[c_void_p] * 5, c_long, c_void_p, c_int],
 }

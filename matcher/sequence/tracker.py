@@ -362,11 +362,6 @@ class Tracker:
         """Indices of the frames that are kept as keyframes, oldest first."""
         return tuple(keyframe.index for keyframe in self._map.keyframes)
 
-    @property
-    def disparity_offset(self) -> float:
-        """Pixels of the camera that disparities of pairs are short of, as the motion has shown so far."""
-        return self._map.poses.offset.value
-
     def latency(self) -> dict[str, dict[str, float]]:
         """Stage → p50, p95, p99 and max in milliseconds, over the last 512 frames that were not skipped."""
         return percentiles(self._times)
