@@ -37,9 +37,8 @@ def matched(
         ImageError: no pair could be read; the message is that of the first pair.
     """
     pipelines = [method.pipeline for method in methods]
-    if (
-        pair_set.shorter_side is not None
-    ):  # a prescribed size is kept: no image is looked at larger or smaller
+    if pair_set.shorter_side is not None:
+        # A prescribed size is kept: no image is looked at larger or smaller.
         extractors = [p.config.extractor.of_size(p.config.extractor.resize) for p in pipelines]
         configs = [replace(p.config, extractor=e) for p, e in zip(pipelines, extractors, strict=True)]
         pipelines = [replace(p, config=config) for p, config in zip(pipelines, configs, strict=True)]
