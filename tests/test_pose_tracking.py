@@ -12,6 +12,7 @@ from matcher.cameras import Camera
 from matcher.sequence.frames import FrameLinks, KeptFrame, MeasuredDisparities
 from matcher.sequence.pose_tracking import (
     DisparityOffset,
+    LinkedPoints,
     PoseTracker,
     adjust,
     move,
@@ -50,10 +51,11 @@ def test_pose_and_depth_of_a_made_up_scene(scene):
     rays0, inverse, points1, T = scene
     depths = 1 / inverse
     depths[100:120] = np.nan
-    found, inliers = solve_pose(rays0, depths, points1, CAMERA)
+    points = LinkedPoints(rays0, points1, CAMERA)
+    found, inliers = solve_pose(points, depths)
     np.testing.assert_allclose(found, T, atol=0.02)
     assert inliers[:WRONG].sum() < 4 and inliers[WRONG:100].mean() > 0.7 and not inliers[100:120].any()
-    assert solve_pose(rays0[:11], depths[:11], points1[:11], CAMERA)[0] is None
+    assert solve_pose(points[:11], depths[:11])[0] is None
     exact = rays(project(move(rays0 / inverse[:, None], T), CAMERA), CAMERA)
     back, angles = triangulate(rays0, exact, T)
     np.testing.assert_allclose(back[angles > 0.6], 1 / inverse[angles > 0.6], rtol=1e-6)
@@ -65,8 +67,9 @@ def test_uncertain_depths_do_not_spoil_the_pose(scene, rng):
     errors = 0.2 * inverse
     prior = inverse + rng.normal(0, 1, COUNT) * errors
     prior[200:], errors[200:] = np.nan, np.nan  # of half of them nothing is known
-    start, _ = solve_pose(rays0, 1 / prior, points1, CAMERA)
-    found = adjust(rays0, prior, errors, points1, start, CAMERA)
+    points = LinkedPoints(rays0, points1, CAMERA)
+    start, _ = solve_pose(points, 1 / prior)
+    found = adjust(points, prior, errors, start)
     assert not found.agreeing[:WRONG].any() and found.agreeing[WRONG:].mean() > 0.95
     off = [np.linalg.norm(pose[:3, 3] - T[:3, 3]) for pose in (start, found.cam1_from_cam0)]
     assert off[1] < 0.015 < off[0] and 0.3 * off[1] < found.deviation < 0.1
@@ -76,7 +79,8 @@ def test_uncertain_depths_do_not_spoil_the_pose(scene, rng):
     assert 0.4 < np.median(deviations) < 1.0  # .67 where errors are what they say
     kept = np.isfinite(prior) & ~good
     np.testing.assert_allclose(found.errors[kept], 2 * errors[kept])  # contradicted: less sure than before
-    assert adjust(rays0, inverse, 0.1 * inverse, rng.permutation(points1), T, CAMERA) is None
+    wrong = LinkedPoints(rays0, rng.permutation(points1), CAMERA)
+    assert adjust(wrong, inverse, 0.1 * inverse, T) is None
 
 
 def test_a_point_without_parallax_stays_unknown_and_a_far_scene_leaves_the_step_open(scene, rng):
@@ -85,14 +89,15 @@ def test_a_point_without_parallax_stays_unknown_and_a_far_scene_leaves_the_step_
     points1 = project(move(rays0 / inverse[:, None], turned), CAMERA)
     prior, errors = inverse.copy(), 0.05 * inverse
     prior[200:], errors[200:] = np.nan, np.nan
-    found = adjust(rays0, prior, errors, points1, turned, CAMERA)
+    found = adjust(LinkedPoints(rays0, points1, CAMERA), prior, errors, turned)
     np.testing.assert_allclose(found.cam1_from_cam0, turned, atol=1e-4)
     assert (found.errors[200:] > found.inverse_depths[200:]).all()
     deviations = []
     for nearer in (1.0, 30.0):  # the same scene, thirty times as far away
         far = inverse / nearer
         points1 = project(move(rays0 / far[:, None], T), CAMERA) + rng.normal(0, 0.3, (COUNT, 2))
-        deviations.append(adjust(rays0, far, 0.05 * far, points1, T, CAMERA).deviation)
+        points = LinkedPoints(rays0, points1, CAMERA)
+        deviations.append(adjust(points, far, 0.05 * far, T).deviation)
     assert deviations[1] > 10 * deviations[0]
 
 
@@ -107,13 +112,8 @@ def observed(step, short, frames=12, wrong_pose=False):
         points1 = project(move(world, T), STREET) + rng.normal(0, 0.2, (400, 2))
         used = motion(-1.01 * np.array(step), 1.17) if wrong_pose else T
         measured = disparities - short + rng.normal(0, 0.2, 400)
-        offset.observe(
-            rays0,
-            MeasuredDisparities(measured, np.full(400, 0.2), offset.value, PRODUCT),
-            points1,
-            used,
-            STREET,
-        )
+        measured = MeasuredDisparities(measured, np.full(400, 0.2), offset.value, PRODUCT)
+        offset.observe(LinkedPoints(rays0, points1, STREET), measured, used)
     return offset
 
 
@@ -141,7 +141,7 @@ def steps(rng, moving: tuple[np.ndarray, np.ndarray], frames: int = 3) -> list[t
         points = np.nan_to_num(project(world, STREET), nan=-99.0) + rng.normal(0, 0.1, (len(world), 2))
         features = matcher.Features(points.astype(np.float32), np.zeros((len(world), 4), np.float32),
                                     size=STREET_SIZE, kind="sift")  # fmt: skip
-        frame = KeptFrame.of(index, features, None)
+        frame = KeptFrame(index, features)
         disparities = PRODUCT / world[:, 2] + rng.normal(0, 0.1, len(world))
         right = points - np.column_stack([disparities, 0 * disparities])
         tracker.measure(frame, right.astype(np.float32), np.full(len(world), 0.15))

@@ -53,7 +53,7 @@ def test_the_likeliest_keyframe_has_the_same_points(rng, kind):
         descriptors = descriptors / np.linalg.norm(descriptors, axis=1, keepdims=True)
         points = np.zeros((len(descriptors), 2), np.float32)
         features = matcher.Features(points, descriptors.astype(np.float32), size=(640, 480), kind=kind)
-        return KeptFrame.of(index, features, None)
+        return KeptFrame(index, features)
 
     scenes = [rng.normal(size=(150, 32)) for _ in range(8)]
     keyframes = [kept(10 * i, scene) for i, scene in enumerate(scenes)]

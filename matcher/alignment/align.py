@@ -30,11 +30,7 @@ PICTURE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".tif": "TIFF
 
 
 def planar_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
-    """A preset with options, or a pipeline, that verifies its matches by a homography.
-
-    Raises:
-        UsageError: options beside a pipeline, another geometry, and what `matcher.load` refuses.
-    """
+    """A preset with options, or a pipeline, that verifies its matches by a homography."""
     if options.get("geometry") not in (None, "homography"):
         raise UsageError(f"planes are matched by geometry 'homography', not {options['geometry']!r}")
     given = {name: value for name, value in options.items() if name != "geometry"}
@@ -139,13 +135,18 @@ class Alignment:
         return self.status == "ok"
 
     @property
+    def agreeing(self) -> float:
+        """The share of the matches that agree with the map, 0 to 1; below a half the scene has depth."""
+        return float(self.inliers.mean()) if len(self.inliers) else 0.0
+
+    @property
     def matrix_upright(self) -> np.ndarray | None:
         """(3, 3) as `matrix`, for pixels after EXIF orientation, which `cv2.imread` and viewers show."""
         if self.matrix is None:
             return None
-        sides = (self.result.features0, self.result.features1)
-        turns = [upright_matrix(f.image_size, int(f.exif_orientation)) for f in sides]
-        return turns[1] @ self.matrix @ np.linalg.inv(turns[0])
+        sides = self.result.features0, self.result.features1
+        turn0, turn1 = (upright_matrix(side.image_size, int(side.exif_orientation)) for side in sides)
+        return turn1 @ self.matrix @ np.linalg.inv(turn0)
 
     @property
     def error(self) -> float | None:
@@ -178,23 +179,19 @@ class Alignment:
             raise UsageError(f"the images are not aligned, so there is nothing to show ({self._reason()})")
         laid = lay_over(*(read_full(self.pipeline, image) for image in self.images), self.matrix)
         if view == "warped":
-            return (
-                np.dstack([laid.above, np.full(laid.covered.shape, 255, np.uint8)]) * laid.covered[..., None]
-            )
+            opaque = np.full(laid.covered.shape, 255, np.uint8)
+            return np.dstack([laid.above, opaque]) * laid.covered[..., None]
         if view == "checkerboard":
             return checkerboard(laid, squares)
         return blend(laid) if view == "blend" else difference(laid)
 
     def save(self, path: str | Path, view: View = "warped", *, overwrite: bool = False) -> Path:
-        """Write the picture of a view to a file, atomically.
+        """Write the picture of a view, of which `image` tells, to a file, atomically; returns its path.
 
         Args:
             path: .png or .tif keep the transparency of "warped"; in a .jpg it is black.
             view: as in `image`.
             overwrite: replace an existing file even if matcher did not write it.
-
-        Returns:
-            The path written.
 
         Raises:
             UsageError: another suffix, an absent folder, an existing foreign file, and as `image`.
@@ -208,21 +205,10 @@ class Alignment:
         """Model, status, matrices and counts as plain values, ready for `json.dumps`."""
         found = self.result.to_dict()
         kept = ("preset", "weights", "image0", "image1", "keypoints0", "keypoints1", "matches", "seconds")
-        matrices = {"matrix": self.matrix, "matrix_upright": self.matrix_upright}
-        return {
-            **{name: found[name] for name in kept},
-            "model": self.model,
-            "status": self.status,
-            "inliers": int(self.inliers.sum()),
-            "agreeing": self.agreeing,
-            "error": self.error,
-            **{name: None if value is None else value.tolist() for name, value in matrices.items()},
-        }
-
-    @property
-    def agreeing(self) -> float:
-        """The share of the matches that agree with the map, 0 to 1; below a half the scene has depth."""
-        return float(self.inliers.mean()) if len(self.inliers) else 0.0
+        own = {name: getattr(self, name) for name in ("model", "status", "agreeing", "error")}
+        for name, matrix in (("matrix", self.matrix), ("matrix_upright", self.matrix_upright)):
+            own[name] = None if matrix is None else matrix.tolist()
+        return {name: found[name] for name in kept} | own | {"inliers": int(self.inliers.sum())}
 
     def summary(self) -> str:
         """A readable summary: images, matches and the transformation."""
@@ -231,10 +217,10 @@ class Alignment:
         lines = [*result.image_lines(), f"{count} ({result.preset})"]
         if not self.found:
             return "\n".join([*lines, f"not aligned: {self._reason()}"])
-        count = f"{int(self.inliers.sum())} are inliers of one {self.model}" + " map" * (
-            self.model == "affine"
+        what = "affine map" if self.model == "affine" else self.model
+        lines.append(
+            f"{int(self.inliers.sum())} are inliers of one {what}, median error {self.error:.2f} pixels"
         )
-        lines.append(f"{count}, median error {self.error:.2f} pixels")
         if self.agreeing < SCENE_WITH_DEPTH:
             lines.append(
                 f"warning: only {self.agreeing:.0%} of the matches agree with it: the scene is no plane, and "

@@ -32,16 +32,10 @@ class Copy(NamedTuple):
 def find_copies(
     template: np.ndarray, image: np.ndarray, mask: np.ndarray | None = None, most: int = 20
 ) -> list[Copy]:
-    """The copies of a template in an image, at .6 to 2.4 times its size; overlapping ones count once.
+    """At most so many copies of a template in an image, at .6 to 2.4 times its size, the most similar first.
 
-    Args:
-        template: (h, w) or (h, w, 3) uint8.
-        image: (H, W) or (H, W, 3) uint8.
-        mask: (h, w) bool, where the template is opaque.
-        most: so many at most.
-
-    Returns:
-        The most similar first.
+    Overlapping ones count once. Both are (H, W) or (H, W, 3) uint8; the mask (h, w) is true where the
+    template is opaque.
     """
     template, image = (np.dstack([p] * 3) if p.ndim == 2 else p for p in (template, image))
     grey = cv2.cvtColor(template, cv2.COLOR_RGB2GRAY), cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
@@ -56,10 +50,9 @@ def find_copies(
             candidates += [Copy(x, y, scale, response[y, x]) for y, x in np.argwhere(peaks).tolist()]
     found: list[Copy] = []
     for one in sorted(candidates, key=lambda copy: -copy.correlation)[:200]:
-        apart = (
-            2 * np.abs(one.middle(template) - copy.middle(template)).max() / copy.scale for copy in found
-        )
-        if len(found) == most or min(apart, default=np.inf) < min(template.shape[:2]):
+        offsets = ((one.middle(template) - copy.middle(template)) / copy.scale for copy in found)
+        apart = min((2 * np.abs(offset).max() for offset in offsets), default=np.inf)
+        if len(found) == most or apart < min(template.shape[:2]):
             continue
         if (best := _fitted(template, image, mask, one)) is not None:
             found.append(best)
@@ -99,7 +92,7 @@ def _fitted(template: np.ndarray, image: np.ndarray, mask: np.ndarray | None, ne
         row, column = np.unravel_index(response.argmax(), response.shape)
         value = float(response[row, column])
         if best is None or value > best.correlation:
-            dx, dy = _vertex(response, row, column)
+            dx, dy = _vertex(response[row], column), _vertex(response[:, column], row)
             # the centre of the template's first pixel, of pixels that are `scale` pixels wide
             best = Copy(left + column + dx + (scale - 1) / 2, top + row + dy + (scale - 1) / 2, scale, value)
     if best is None or best.correlation < 0.88:
@@ -113,26 +106,19 @@ def _fitted(template: np.ndarray, image: np.ndarray, mask: np.ndarray | None, ne
     return best if difference <= 48 else None
 
 
-def _vertex(response: np.ndarray, row: int, column: int) -> tuple[float, float]:
-    """The place of the maximum relative to its pixel, by parabolas along both axes."""
-    shifts = []
-    for line, at in ((response[row], column), (response[:, column], row)):
-        shifts.append(0.0)
-        if 0 < at < len(line) - 1:
-            before, middle, after = (float(value) for value in line[at - 1 : at + 2])
-            if (bend := before - 2 * middle + after) < 0:
-                shifts[-1] = float(np.clip((before - after) / (2 * bend), -0.5, 0.5))
-    return shifts[0], shifts[1]
+def _vertex(line: np.ndarray, at: int) -> float:
+    """The place of a maximum relative to its pixel, by a parabola."""
+    if not 0 < at < len(line) - 1:
+        return 0.0
+    before, middle, after = (float(value) for value in line[at - 1 : at + 2])
+    bend = before - 2 * middle + after
+    return float(np.clip((before - after) / (2 * bend), -0.5, 0.5)) if bend < 0 else 0.0
 
 
 def propose(template: np.ndarray, image: np.ndarray, most: int) -> list[np.ndarray]:
-    """Similarities (3, 3) from pixels of a template to those of an image, where they are alike; best first.
+    """At most so many similarities (3, 3) from a template to an image, where they are alike; best first.
 
-    Scales are .3 to 3 and turns any. What is proposed is to be matched and verified.
-
-    Args:
-        template, image: (h, w) and (H, W) uint8.
-        most: so many at most.
+    Both are grey, uint8. Scales are .3 to 3 and turns any. What is proposed is to be matched and verified.
     """
     found: list[tuple[float, np.ndarray, np.ndarray]] = []
     longer = max(template.shape)
@@ -155,10 +141,8 @@ def propose(template: np.ndarray, image: np.ndarray, most: int) -> list[np.ndarr
     kept: list[tuple[float, np.ndarray, np.ndarray]] = []
     for one in sorted(found, key=lambda each: -each[0]):
         size = np.sqrt(np.linalg.det(one[1][:2, :2])) * longer
-        if all(np.linalg.norm(one[2] - other[2]) > size / 3 for other in kept):
+        if len(kept) < most and all(np.linalg.norm(one[2] - other[2]) > size / 3 for other in kept):
             kept.append(one)
-        if len(kept) == most:
-            break
     return [matrix for _, matrix, _ in kept]
 
 

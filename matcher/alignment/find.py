@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Unpack
@@ -58,14 +59,8 @@ class Instance:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for `json.dumps`."""
-        return {
-            "corners": self.corners.tolist(),
-            "scale": self.scale,
-            "angle": self.angle,
-            "inliers": self.inliers,
-            "share": self.share,
-            "matrix": self.matrix.tolist(),
-        }
+        plain = {name: getattr(self, name) for name in ("scale", "angle", "inliers", "share")}
+        return {"corners": self.corners.tolist(), **plain, "matrix": self.matrix.tolist()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,13 +88,10 @@ class Detections:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for `json.dumps`."""
-        return {
-            "path": None if self.path is None else str(self.path),
-            "width": self.size[0],
-            "height": self.size[1],
-            "instances": [instance.to_dict() for instance in self.instances],
-            "seconds": round(self.seconds, 3),
-        }
+        width, height = self.size
+        found = {"path": None if self.path is None else str(self.path), "width": width, "height": height}
+        instances = [instance.to_dict() for instance in self.instances]
+        return {**found, "instances": instances, "seconds": round(self.seconds, 3)}
 
     def plot(
         self,
@@ -112,17 +104,13 @@ class Detections:
         """Draw the template, and the image with the outlines of its instances; whole or not at all.
 
         Args:
-            path: .png, .jpg, .jpeg, .pdf or .svg.
+            path: .png, .jpg, .jpeg, .pdf or .svg; it is returned.
             image: None reads `path` of the image again; give it for arrays.
             title: one line above.
             overwrite: replace an existing file even if matcher did not write it.
 
-        Returns:
-            The path written.
-
         Raises:
-            UsageError: another suffix, an absent folder, an existing foreign file, or no image where it has
-                no path.
+            UsageError: a file that cannot be written or is foreign, or no image where it has no path.
             ImageError: the image cannot be read.
         """
         from matcher.viz.drawings import PLOT_SUFFIXES, draw_instances, save_figure
@@ -154,24 +142,26 @@ class Window:
 
     def parts(self) -> Iterator[Window]:
         """Four overlapping parts, each two thirds as wide and high, of the same features."""
-        points = to_numpy(self.features.keypoints)
-        size = np.array(self.features.image_size)
+        points = to_numpy(self.features.keypoints) / self.features.image_size * 3
         for corner in ((0, 0), (1, 0), (0, 1), (1, 1)):
-            low = np.array(corner) * size / 3
-            inside = ((points >= low) & (points <= low + size * 2 / 3)).all(axis=1)
+            inside = ((points >= corner) & (points <= np.add(corner, 2))).all(axis=1)
             yield replace(self, features=self.features.select(inside))
 
 
 def windows(image: Image, factor: float, pipeline: Pipeline) -> Iterator[Window]:
-    """The features of an image whose pixels are resized by `factor`, window by window."""
+    """The features of an image whose pixels are resized by `factor`, window by window.
+
+    Windows have at most 1,024 pixels a side and overlap by 256 at least.
+    """
     shown, from_stored = resized_by(image, factor)
-    height, width = shown.pixels.shape[:2]
-    for top, bottom in _cuts(height):
-        for left, right in _cuts(width):
-            part = np.s_[top:bottom, left:right]
-            mask = None if shown.mask is None else shown.mask[part]
-            if mask is not None and not mask.any():
-                continue
+    tops, lefts = (
+        np.linspace(0, max(0, length - 1024), max(1, -(-(length - 256) // (1024 - 256)))).round().astype(int)
+        for length in shown.pixels.shape[:2]
+    )
+    for top, left in product(tops.tolist(), lefts.tolist()):
+        part = np.s_[top : top + 1024, left : left + 1024]
+        mask = None if shown.mask is None else shown.mask[part]
+        if mask is None or mask.any():
             cut = as_it_is(np.ascontiguousarray(shown.pixels[part]), mask)
             shift = np.array([[1.0, 0, -left], [0, 1, -top], [0, 0, 1]])
             yield Window(pipeline.extract(cut), shift @ from_stored)
@@ -186,15 +176,6 @@ def resized_by(image: Image, factor: float) -> tuple[Image, np.ndarray]:
 def as_it_is(pixels: np.ndarray, mask: np.ndarray | None = None) -> Image:
     """Pixels as an image that is neither rotated nor resized."""
     return Image(pixels, size=(pixels.shape[1], pixels.shape[0]), mask=mask)
-
-
-def _cuts(length: int) -> list[tuple[int, int]]:
-    """Overlapping parts of a side, of equal length and at most 1,024 pixels."""
-    if length <= 1024:
-        return [(0, length)]
-    count = -(-(length - 256) // (1024 - 256))  # by 256 pixels at least
-    starts = np.linspace(0, length - 1024, count).round().astype(int).tolist()
-    return [(start, start + 1024) for start in starts]
 
 
 # --- The search
@@ -221,19 +202,11 @@ def find(
     >>> len(found), bool(abs(found.instances[0].corners[0] - [99.5, 49.5]).max() < 1)
     (1, True)
 
-    Args:
-        template, image: as `Pipeline.match` takes them.
-        template_mask, mask: of either, not zero where keypoints may lie.
-        preset, max_instances, options: as of `TemplateFinder`.
-
-    Raises:
-        ImageError: an image cannot be read; the message names it.
-        UsageError: as `TemplateFinder`.
+    The image and its mask, not zero where keypoints may lie, are as `Pipeline.match` takes them; other
+    arguments and the errors are those of `TemplateFinder` and its `find`.
     """
-    finder = TemplateFinder(
-        template, preset, template_mask=template_mask, max_instances=max_instances, **options
-    )
-    return finder.find(image, mask)
+    how = dict(template_mask=template_mask, max_instances=max_instances)
+    return TemplateFinder(template, preset, **how, **options).find(image, mask)
 
 
 class TemplateFinder:
@@ -311,8 +284,12 @@ class TemplateFinder:
         start = perf_counter()
         shown = self.pipeline.read(image, mask)
         found: list[Instance] = []
-        if self._correlated:
-            found += self._copies(shown)
+        to_stored, from_stored = np.linalg.inv(stored_to_pixels(shown)), stored_to_pixels(self.template)
+        template = self.template.pixels, shown.pixels, self.template.mask
+        for copy in find_copies(*template, self.max_instances) if self._correlated else ():
+            inner = np.array([[copy.scale, 0, copy.x], [0, copy.scale, copy.y], [0, 0, 1]])
+            matrix = to_stored @ inner @ from_stored
+            found.append(Instance(matrix, warp_points(self._outline, matrix), 0, copy.correlation))
         least = self.pipeline.config.estimation.min_inliers
         keypoints = len(self._templates[0].features) >= least and not (self._tiny and found)
         # With two template sizes, steps of 3 leave a change of scale within 1.7 either way.
@@ -329,18 +306,6 @@ class TemplateFinder:
             self._search_proposals(shown, found)
         found.sort(key=lambda instance: -instance.inliers)
         return Detections(tuple(found), shown.size, self.template, shown.path, perf_counter() - start)
-
-    def _copies(self, image: Image) -> list[Instance]:
-        """Instances that are upright copies of a small template."""
-        found = []
-        template, mask = self.template.pixels, self.template.mask
-        to_stored = np.linalg.inv(stored_to_pixels(image))
-        from_stored = stored_to_pixels(self.template)
-        for copy in find_copies(template, image.pixels, mask, self.max_instances):
-            inner = np.array([[copy.scale, 0, copy.x], [0, copy.scale, copy.y], [0, 0, 1]])
-            matrix = to_stored @ inner @ from_stored
-            found.append(Instance(matrix, warp_points(self._outline, matrix), 0, copy.correlation))
-        return found
 
     def _search_proposals(self, image: Image, found: list[Instance]) -> None:
         """Add instances where the template correlates with the image, each matched by itself."""

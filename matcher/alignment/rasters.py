@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -57,12 +58,7 @@ class Raster:
 
 
 def open_raster(path: str | Path) -> Raster:
-    """A GeoTIFF by rasterio, any other picture as `matcher.read_image` reads it.
-
-    Raises:
-        ImageError: it cannot be read; the message names it.
-        UsageError: a TIFF, and rasterio is not installed.
-    """
+    """A GeoTIFF by rasterio, any other picture as `read_image` reads it, or `ImageError`."""
     path = Path(path)
     if path.suffix.lower() not in RASTER_FORMATS:
         return Raster(path, read_image(path).size, path, None, None, None)
@@ -87,9 +83,7 @@ def _dataset(path: Path) -> DatasetReader:
     try:
         import rasterio
     except ModuleNotFoundError as error:
-        raise UsageError(
-            f"{path}: control points of a TIFF need rasterio: {install_command('rasterio')}"
-        ) from error
+        raise UsageError(f"{path}: a TIFF needs rasterio: {install_command('rasterio')}") from error
     try:
         return rasterio.open(path, driver="GTiff")
     except rasterio.errors.RasterioIOError as error:
@@ -198,6 +192,7 @@ class Georeferenced:
         places, corners, off = self.on_map[kept], (self.points0 + CORNER)[kept], self.residuals[kept]
         text = io.StringIO()
         write = csv.writer(text, lineterminator="\n").writerow
+        lengths = np.linalg.norm(off, axis=1)
         if path.suffix.lower() == ".txt":
             if crs is None:
                 raise UsageError(
@@ -207,17 +202,14 @@ class Georeferenced:
             for (x, y), (pixel, line) in zip(places, corners, strict=True):
                 text.write(f"{x:.6f} {y:.6f} NaN {pixel:.3f} {line:.3f} {name}\n")
         elif path.suffix.lower() == ".points":
-            if crs is not None:
-                text.write(f"#CRS: {crs}\n")
+            text.write("" if crs is None else f"#CRS: {crs}\n")
             write(["mapX", "mapY", "sourceX", "sourceY", "enable", "dX", "dY", "residual"])
-            for (x, y), (pixel, line), (dx, dy) in zip(places, corners, off, strict=True):
-                numbers = (x, y, pixel, -line)
-                rest = (f"{value:.6f}" for value in (dx, dy, math.hypot(dx, dy)))
-                write([*(f"{value:.6f}" for value in numbers), 1, *rest])
+            for *before, dx, dy, length in np.column_stack([places, corners * (1, -1), off, lengths]):
+                write([f"{value:.6f}" for value in before] + [1, *(f"{v:.6f}" for v in (dx, dy, length))])
         else:
             write(["pixel", "line", "map_x", "map_y", "residual", "score"])
-            for place, corner, step, score in zip(places, corners, off, self.scores[kept], strict=True):
-                write([f"{value:.6f}" for value in (*corner, *place, math.hypot(*step))] + [f"{score:.4f}"])
+            for *numbers, score in np.column_stack([corners, places, lengths, self.scores[kept]]):
+                write([f"{value:.6f}" for value in numbers] + [f"{score:.4f}"])
         write_output(path, text.getvalue().encode("utf-8"))
         return path
 
@@ -240,10 +232,12 @@ class Georeferenced:
         return path
 
     def _warp_to(self, path: Path) -> None:
-        """Tile by tile: what image 0 shows there, and a mask of where it shows anything."""
+        """Tile by tile, what image 0 shows there, and a mask of where it shows anything."""
         backward = np.linalg.inv(self.matrix)
         backward /= backward[2, 2]
-        with _Source(self.rasters[0].path) as source, _dataset(self.rasters[1].path) as grid:
+        with ExitStack() as stack:
+            source = _Source(self.rasters[0].path, stack)
+            grid = stack.enter_context(_dataset(self.rasters[1].path))
             import rasterio
             from rasterio.windows import Window
 
@@ -264,23 +258,16 @@ class Georeferenced:
 class _Source:
     """The bands of a TIFF, which are read in parts, or of an ordinary picture as stored."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, stack: ExitStack) -> None:
         self._plain, self._data = None, None
         if path.suffix.lower() in RASTER_FORMATS:
-            self._data = _dataset(path)
+            self._data = stack.enter_context(_dataset(path))
             self.count, self.dtype = self._data.count, np.dtype(self._data.dtypes[0])
             self.size = self._data.width, self._data.height
         else:
             pixels = read_image(path, upright=False).pixels
             self._plain = pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)
             self.count, self.dtype, self.size = len(self._plain), pixels.dtype, self._plain.shape[:0:-1]
-
-    def __enter__(self) -> _Source:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._data is not None:
-            self._data.close()
 
     def tile(self, backward: np.ndarray, window: Any) -> tuple[np.ndarray, np.ndarray]:
         """(bands, h, w) of a window of the result, and (h, w) bool where there are data."""
@@ -313,9 +300,7 @@ class _Source:
         from rasterio.windows import Window
 
         step = max(1, math.ceil((high - low).max() / (2 * TILE)))
-        shape, part = (
-            tuple(-(-side // step) for side in (high - low)[::-1].tolist()),
-            Window(*low, *(high - low)),
-        )
+        part = Window(*low, *(high - low))
+        shape = tuple(-(-side // step) for side in (high - low)[::-1].tolist())
         pixels = self._data.read(window=part, out_shape=(self.count, *shape), resampling=Resampling.average)
         return pixels, (self._data.dataset_mask(window=part, out_shape=shape) > 0).astype(np.uint8)

@@ -97,7 +97,11 @@ def stitch(
         projection = "spherical" if wide else "plane"
     chosen = None
     if projection == "plane":
-        chosen, placed = _on_plane(found, group, model)
+        candidates = ("translation", "similarity", "homography") if model == "auto" else (model,)
+        tried = {name: _adjusted(found, _chained(found, group, name), name) for name in candidates}
+        most = 1.2 * min(residual for _, residual in tried.values()) + 0.1  # for a simpler map to be taken
+        chosen = next(name for name, (_, residual) in tried.items() if residual <= most)
+        placed = tried[chosen][0]
         reference = turns[group.index(next(iter(placed)))]
         maps = [reference @ placed[n] @ np.linalg.inv(t) for n, t in zip(group, turns, strict=True)]
         pieces = _warped(pixels, _rounded(maps) if chosen == "translation" else maps)
@@ -110,10 +114,8 @@ def stitch(
         inner = _without_edges(covered)
         panorama, covered = panorama[inner], covered[inner]
     pairs = [both for pair, both in found.pairs.items() if set(pair) <= set(group) and both[1].status == "ok"]
-    agreeing = sum(int(geometry.inliers.sum()) for _, geometry in pairs) / sum(
-        len(m.indices) for m, _ in pairs
-    )
-    return Panorama(panorama, covered, tuple(group), projection, chosen, agreeing)
+    inliers = np.concatenate([geometry.inliers for _, geometry in pairs])
+    return Panorama(panorama, covered, tuple(group), projection, chosen, float(inliers.mean()))
 
 
 # On a plane.
@@ -123,26 +125,12 @@ def _fit(model: PlaneModel, points: np.ndarray, targets: np.ndarray) -> np.ndarr
     """(3, 3) the least-squares map of a kind from points (K, 2) to targets (K, 2)."""
     if model == "homography":
         return cv2.findHomography(points, targets, 0)[0]
-    matrix = np.eye(3)
     if model == "similarity":
         found, _ = cv2.estimateAffinePartial2D(points, targets, method=cv2.LMEDS)
-        if found is None:
-            return None
-        matrix[:2] = found
-    else:
-        matrix[:2, 2] = np.median(targets - points, axis=0)
+        return None if found is None else np.vstack([found, [0, 0, 1]])
+    matrix = np.eye(3)
+    matrix[:2, 2] = np.median(targets - points, axis=0)
     return matrix
-
-
-def _on_plane(
-    found: MatchedSet, group: list[int], model: PlaneModel
-) -> tuple[PlaneModel, dict[int, np.ndarray]]:
-    """The model, and (3, 3) from stored pixels of each image to those of one in the middle, the first."""
-    candidates = ("translation", "similarity", "homography") if model == "auto" else (model,)
-    tried = {name: _adjusted(found, _chained(found, group, name), name) for name in candidates}
-    most = 1.2 * min(residual for _, residual in tried.values()) + 0.1  # for a simpler map to be taken
-    chosen = next(name for name, (_, residual) in tried.items() if residual <= most)
-    return chosen, tried[chosen][0]
 
 
 def _chained(found: MatchedSet, group: list[int], model: PlaneModel) -> dict[int, np.ndarray]:
@@ -152,14 +140,11 @@ def _chained(found: MatchedSet, group: list[int], model: PlaneModel) -> dict[int
     strength = {image: sum(n for pair, n in inliers.items() if image in pair) for image in group}
     placed = {max(group, key=strength.get): np.eye(3)}
     while len(placed) < len(group):
-        edges = [pair for pair in pairs if len(placed.keys() & set(pair)) == 1]
-        first, second = max(edges, key=inliers.get)
-        matches, geometry = pairs[first, second]
+        pair = max((pair for pair in pairs if len(placed.keys() & set(pair)) == 1), key=inliers.get)
+        matches, geometry = pairs[pair]
         points = matches.points0[geometry.inliers], matches.points1[geometry.inliers]
-        if first in placed:
-            placed[second] = placed[first] @ _fit(model, *points[::-1])
-        else:
-            placed[first] = placed[second] @ _fit(model, *points)
+        here, new = (0, 1) if pair[0] in placed else (1, 0)
+        placed[pair[new]] = placed[pair[here]] @ _fit(model, points[new], points[here])
     return placed
 
 
@@ -177,7 +162,7 @@ def _adjusted(
     reference, distance = next(iter(placed)), np.zeros(len(points))
     good = np.ones(len(points), dtype=bool)
     for limit in np.geomspace(40, 3, 40):
-        moved = np.full(points.shape, np.nan)
+        moved = points.astype(np.float64)
         for number, matrix in placed.items():
             moved[image == number] = warp_points(points[image == number], matrix)
         good &= np.isfinite(moved).all(axis=1)
@@ -325,11 +310,6 @@ def _without_edges(covered: np.ndarray) -> tuple[slice, slice]:
         shares = [edge.mean() for edge in (inner[0], inner[-1], inner[:, 0], inner[:, -1])]
         if (least := min(shares)) == 1:
             return np.s_[top:bottom, left:right]
-        edge = shares.index(least)
-        top, bottom, left, right = (
-            top + (edge == 0),
-            bottom - (edge == 1),
-            left + (edge == 2),
-            right - (edge == 3),
-        )
+        cut = np.arange(4) == shares.index(least)
+        top, bottom, left, right = np.array([top, bottom, left, right]) + cut * (1, -1, 1, -1)
     return np.s_[:, :]

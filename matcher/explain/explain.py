@@ -18,10 +18,9 @@ from torch.nn import functional as F
 from matcher.attention import Kernel, linear_attention
 from matcher.config import NetworkConfig
 from matcher.errors import UsageError
-from matcher.match.adaptivity import confidence_threshold
 from matcher.match.blocks import Layer
 from matcher.match.nearest import credible_matches
-from matcher.match.network import AttentionMatcher, LayerState, Tokens, off_border
+from matcher.match.network import AttentionMatcher, Tokens, off_border
 from matcher.pipeline import Pipeline
 from matcher.types import MATCHED, UNMATCHED, Features
 
@@ -49,8 +48,8 @@ class AttentionInputs(NamedTuple):
         if not len(self.there):
             return self.q.new_zeros(len(self.q), len(rows), 0, dtype=torch.float32)
         if self.kernel is linear_attention:
-            q, k = self._features()
-            return (q[:, rows] @ k.transpose(1, 2)) / self._totals(q[:, rows], k)
+            q, k = self._linear(rows)
+            return q @ k.transpose(1, 2)
         if not isinstance(self.kernel, nn.Module):  # softmax of scaled products, however it is computed
             q, k = self.q[:, rows].float(), self.k.float()
             return torch.softmax((q * q.shape[-1] ** -0.5) @ k.transpose(1, 2), dim=-1)
@@ -62,22 +61,20 @@ class AttentionInputs(NamedTuple):
     def spread(self, shares: Tensor) -> Tensor:
         """Shares (A, n) of the points that attend, handed on to those they attend to: (A, m)."""
         if self.kernel is linear_attention:  # a grid has ten thousand points: never the weights themselves
-            q, k = self._features()
-            summary = (shares / self._totals(q, k).transpose(1, 2)) @ q  # (heads, A, d)
-            return (summary @ k.transpose(1, 2)).mean(0)
+            q, k = self._linear(slice(None))
+            return (shares @ q @ k.transpose(1, 2)).mean(0)
         total = shares.new_zeros(len(shares), len(self.there))
         for rows in torch.arange(len(self.here), device=shares.device).split(256):  # weights held at once
             total += shares[:, rows] @ self.weights(rows).mean(0)
         return total
 
-    def _features(self) -> tuple[Tensor, Tensor]:
-        """φ of queries and keys, φ = elu + 1 (Katharopoulos et al. 2020, eq. 7)."""
-        return F.elu(self.q.float()) + 1, F.elu(self.k.float()) + 1
+    def _linear(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """φ of queries over what their weights come to, and of keys: φ = elu + 1.
 
-    @staticmethod
-    def _totals(q: Tensor, k: Tensor) -> Tensor:
-        """(heads, A, 1) what the weights of each row are divided by, with the same least total."""
-        return (q @ k.sum(1).unsqueeze(-1)) + 1e-6
+        Katharopoulos et al. 2020, eq. 7, with the least total that attention has.
+        """
+        q, k = F.elu(self.q[:, rows].float()) + 1, F.elu(self.k.float()) + 1
+        return q / (q @ k.sum(1).unsqueeze(-1) + 1e-6), k
 
 
 def attention_inputs(layer: Layer, tokens: Tokens, offset: int) -> list[AttentionInputs]:
@@ -145,7 +142,7 @@ class LayerReport:
     appeared: int  # matches that the layer before did not have
     vanished: int
     unmatched: tuple[float | None, float | None]  # mean probability of no partner; None without a dustbin
-    certain: float | None  # what early exit compares with its share, see `exit_certainty`; None without heads
+    certain: float | None  # what early exit compares with `exit_share`; None without heads
     expected: float | None  # matches to be expected in the end; None where no heads predict them
     confidences: np.ndarray | None  # (T,) float32 of the live points, image 1 after image 0
     marginal_errors: tuple[float, ...]  # Sinkhorn: relative error of the rows, iteration by iteration
@@ -155,29 +152,12 @@ class LayerReport:
     reasons: tuple[np.ndarray, np.ndarray]
 
 
-def exit_certainty(state: LayerState, total: int) -> tuple[float | None, float | None]:
-    """The share that early exit compares with `exit_share`, and the number of matches to be expected.
-
-    Without heads that predict matches: the share of points that are confident, pruned ones counted as such.
-    With them: the share of the expected matches whose points are: unmatched ones are so from the start.
-    """
-    if state.confident is None:
-        return None, None
-    unconfident = ~state.confident
-    if not state.network.config.match_probability:
-        return (1 - float(unconfident.sum()) / total if total else None), None
-    expected = float(state.match_probabilities.sum())
-    share = 1 - float(state.match_probabilities[unconfident].sum()) / expected if expected else None
-    return share, expected / 2
-
-
 # --- A pair
 
 
 CANDIDATES = 3  # that are told of each point
 
 
-@dataclass(frozen=True, eq=False)
 class Candidates:
     """Whom the N points of an image may have been matched with, as of the last layer that each lived through.
 
@@ -185,18 +165,14 @@ class Candidates:
     threshold, or less likely than no partner at all.
     """
 
-    points: np.ndarray  # (N, 3) int64 of the other image, the likeliest first; −1: there are no more
-    probabilities: np.ndarray  # (N, 3)
-    rivals: np.ndarray  # (N, 3) int64, the point of this image that each candidate is likeliest to be
-    rival_probabilities: np.ndarray  # (N, 3)
-    unmatched: np.ndarray  # (N,) probability of no partner
-
-    @classmethod
-    def unknown(cls, count: int) -> Candidates:
+    def __init__(self, count: int) -> None:
         """For a network that has not run."""
         shape = count, CANDIDATES
-        none, never = (lambda: np.full(shape, -1)), (lambda: np.zeros(shape))
-        return cls(none(), never(), none(), never(), np.ones(count))
+        self.points = np.full(shape, -1)  # of the other image, the likeliest first; −1: there are no more
+        self.probabilities = np.zeros(shape)
+        self.rivals = np.full(shape, -1)  # the point of this image that each candidate is likeliest to be
+        self.rival_probabilities = np.zeros(shape)
+        self.unmatched = np.ones(count)  # probability of no partner
 
     def update(self, scores: Tensor, log_unmatched: Tensor, here: Tensor, there: Tensor) -> None:
         """Those of the points (n,) `here`, from log probabilities (n, m) with the points `there`."""
@@ -227,11 +203,7 @@ class Explanation:
 
 
 def network_of(pipeline: Pipeline) -> AttentionMatcher:
-    """The network that a pipeline matches with.
-
-    Raises:
-        UsageError: it has none.
-    """
+    """The network that a pipeline matches with; `UsageError`: it has none."""
     if not isinstance(pipeline.matcher, AttentionMatcher):
         raise UsageError(f"preset {pipeline.preset!r} has no network to explain; choose one that has")
     return pipeline.matcher
@@ -270,7 +242,7 @@ def explain(
     policy, assignment = network.config.policy, network.config.assignment
     thresholds = policy.match_threshold, policy.threshold_doubles_at
     inner = [off_border(side, assignment.border)[0].cpu().numpy() for side in batch if assignment.border]
-    candidates = Candidates.unknown(n), Candidates.unknown(m)
+    candidates = Candidates(n), Candidates(m)
     for state in network.run(network.tokens(*batch, align=False)):
         blocks = attention_inputs(network.layers[state.layer], state.before, n)
         places = (asked[0], asked[1] + n) * 2
@@ -293,16 +265,21 @@ def explain(
             allowed = inner[0][matches[:, 0]] & inner[1][matches[:, 1]]
             matches, scores = matches[allowed], scores[allowed]
         known, before = before, {tuple(match) for match in matches.tolist()}
-        alone = [
-            float(log_shares.exp().mean()) if log_shares.numel() else 0.0
-            for log_shares in (found.log_unmatched0, found.log_unmatched1)
-        ]
+        shares = (found.log_unmatched0.exp(), found.log_unmatched1.exp())
+        alone = tuple(float(share.mean()) if share.numel() else 0.0 for share in shares)
         index, gone = state.tokens.index[0].cpu().numpy(), state.dropped[0]
         why = np.zeros((len(gone), 2), np.float32)
         if gone.any():
             why = np.stack([state.match_probabilities[0], state.confidences[0]], axis=1)
         sides = slice(None, state.tokens.n), slice(state.tokens.n, None)
-        certain, expected = exit_certainty(state, n + m)
+        certain = expected = None
+        if state.confident is not None and network.config.match_probability:
+            # The share of the expected matches whose points are confident: unmatched ones are from the start.
+            likely, sure = state.match_probabilities, state.confident
+            expected = float(likely.sum()) / 2
+            certain = 1 - float(likely[~sure].sum()) / (2 * expected) if expected else None
+        elif state.confident is not None:  # the share of points that are, pruned ones counted as such
+            certain = 1 - float((~state.confident).sum()) / (n + m) if n + m else None
         reports.append(
             LayerReport(
                 self_attention=(attended[0], attended[1]),
@@ -311,7 +288,7 @@ def explain(
                 scores=scores,
                 appeared=len(before - known),
                 vanished=len(known - before),
-                unmatched=(None, None) if assignment.dustbin == "none" else (alone[0], alone[1]),
+                unmatched=(None, None) if assignment.dustbin == "none" else alone,
                 certain=certain,
                 expected=expected,
                 confidences=None if state.confidences is None else state.confidences[0],
@@ -334,16 +311,10 @@ def explain(
 
 
 def nearest_keypoint(features: Features, point: tuple[float, float]) -> int:
-    """The keypoint nearest to a position in stored pixels.
-
-    Raises:
-        UsageError: the position is outside the image, or the image has no keypoints.
-    """
+    """The keypoint nearest to a position in stored pixels; `UsageError`: there is none, or no such place."""
     width, height = features.size.tolist()
     if not (-0.5 <= point[0] <= width - 0.5 and -0.5 <= point[1] <= height - 0.5):
-        raise UsageError(
-            f"the point {point[0]:g},{point[1]:g} lies outside the image, {width:g} x {height:g}"
-        )
+        raise UsageError(f"point {point[0]:g},{point[1]:g} lies outside the image, {width:g} x {height:g}")
     if not len(features):
         raise UsageError("no keypoint was found in this image, so none can be asked")
     away = features.keypoints - torch.tensor(point, device=features.keypoints.device)
@@ -360,12 +331,6 @@ def _indices(points: Sequence[int], size: int, image: int) -> np.ndarray:
 # --- Rules in words
 
 
-def confidence_thresholds(config: NetworkConfig) -> list[float]:
-    """Confidence above which a point counts as confident, after each layer but the last."""
-    depth = config.context.depth
-    return [confidence_threshold(layer, depth) for layer in range(depth - 1)]
-
-
 def rules(config: NetworkConfig) -> tuple[str, str]:
     """When a pair exits and which points are pruned: a sentence each."""
     policy = config.policy
@@ -377,9 +342,8 @@ def rules(config: NetworkConfig) -> tuple[str, str]:
             enough = f"{share} of the expected matches are confident"
         stop = f"A pair stops when {enough}."
     if policy.pruning:
-        sure = " and it is confident of its assignment"
-        if not policy.prune_confident_only:
-            sure = ", whether it is confident or not"
+        only = policy.prune_confident_only
+        sure = " and it is confident of its assignment" if only else ", whether it is confident or not"
         limit = f"{partner_words(config)} is at most {policy.prune_matchability:g}"
         drop = f"A point is pruned if its {limit}{sure}."
     return stop, drop

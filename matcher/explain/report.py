@@ -17,6 +17,7 @@ from matcher.config import NetworkConfig, to_dict
 from matcher.errors import counted
 from matcher.files import check_output, write_output
 from matcher.geometry import resize_points, stored_to_upright
+from matcher.match.adaptivity import confidence_threshold
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.result import Result
 from matcher.types import MATCHED, UNMATCHED, Image, Matches, TwoViewGeometry
@@ -78,9 +79,8 @@ def pair_data(
     (N, 2, 2) of them, NaN or None where they are not refined; `origin` is the last table, what and value.
     """
     geometry = geometry.without_rejected()
-    verified = geometry.status != "not_estimated"
-    inliers = geometry.inliers.tolist() if verified else [True] * len(matches)
-    pairs = zip(matches.indices.tolist(), matches.scores.tolist(), inliers, strict=True)
+    inliers = geometry.inliers | (geometry.status == "not_estimated")
+    pairs = zip(matches.indices.tolist(), matches.scores.tolist(), inliers.tolist(), strict=True)
     sides = zip(images, keypoints, matches.indices.T, covariances, strict=True)
     return {
         "chosen": None,
@@ -112,10 +112,10 @@ def said(matches: Matches, geometry: TwoViewGeometry, sizes: Sequence[tuple[int,
 
 def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkConfig) -> None:
     """Add to `pair_data` the network's explanation of the pair."""
-    from matcher.explain.explain import confidence_thresholds, partner_words, rules
+    from matcher.explain.explain import partner_words, rules
 
     counts = [len(image["points"]) for image in data["images"]]
-    kind = "<u2" if sum(counts) < 2**16 - 1 else "<u4"
+    kind, depth = "<u2" if sum(counts) < 2**16 - 1 else "<u4", config.context.depth
     for side, image in enumerate(data["images"]):
         shares = explanation.rollout[side]
         best = np.argsort(-shares, axis=1, kind="stable")[:, :SOURCES]
@@ -136,14 +136,12 @@ def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkC
             "sources": [_base64(best.astype(kind)), _bytes(weights / largest[:, None] * 255)],
             "largest": np.round(largest, 5).tolist(),
             "reasons": {
-                str(point): np.round(why, 6).tolist()
+                str(point): np.round(why.astype(float), 6).tolist()
                 for layer in explanation.layers
-                for point, why in zip(
-                    layer.pruned[side].tolist(), layer.reasons[side].astype(float), strict=True
-                )
+                for point, why in zip(layer.pruned[side].tolist(), layer.reasons[side], strict=True)
             },
+            "candidates": _candidates(explanation.candidates[side], fates),
         }
-        image["candidates"] = _candidates(explanation.candidates[side], image["fates"])
     data |= {
         "wide": kind == "<u4",
         "heads": config.context.heads,
@@ -151,29 +149,26 @@ def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkC
         "origins": min(SOURCES, sum(counts)),
         "entropyStep": _ENTROPY_STEP,
         "layers": [_layer(layer, kind) for layer in explanation.layers],
-        "depth": config.context.depth,
+        "depth": depth,
         "threshold": config.policy.match_threshold,
         "unmatchedKnown": config.assignment.dustbin != "none",
         "tolerance": config.assignment.tolerance,
         "marginal": [float(f"{error:.3g}") for error in explanation.layers[-1].marginal_errors],
         "rules": rules(config),
         "partner": partner_words(config),
-        "confident": confidence_thresholds(config),
+        "confident": [confidence_threshold(layer, depth) for layer in range(depth - 1)],
     }
 
 
-def _candidates(found: Candidates, fates: list[int]) -> dict[str, list]:
+def _candidates(found: Candidates, fates: np.ndarray) -> dict[str, list]:
     """Of each unmatched point: how likely no partner is, and candidates, each with its own best point."""
     columns = found.points, found.probabilities, found.rivals, found.rival_probabilities
-    return {
-        str(point): [
-            round(float(found.unmatched[point]), 3),
-            [[int(j), round(float(p), 3), int(i), round(float(q), 3)] for j, p, i, q in rows if j >= 0],
-        ]
-        for point, fate in enumerate(fates)
-        if fate != MATCHED
-        for rows in [zip(*(column[point] for column in columns), strict=True)]
-    }
+    told = {}
+    for point in np.flatnonzero(fates != MATCHED).tolist():
+        rows = zip(*(column[point].tolist() for column in columns), strict=True)
+        known = [[j, round(p, 3), i, round(q, 3)] for j, p, i, q in rows if j >= 0]
+        told[str(point)] = [round(float(found.unmatched[point]), 3), known]
+    return told
 
 
 def _shown_image(
@@ -315,12 +310,9 @@ def report_page(
         accepted = result.matches.indices[refinement.accepted, 1]
         covariances[accepted] = refinement.covariances[refinement.accepted]
     source = pipeline.weights
-    origin = [
-        ("preset", pipeline.preset),
-        ("weights", "none" if source is None else f"{source.name}, sha256 {source.sha256}"),
-        ("image 0", str(images[0].path)),
-        ("image 1", str(images[1].path)),
-    ]
+    weights = "none" if source is None else f"{source.name}, sha256 {source.sha256}"
+    files = [(f"image {side}", str(image.path)) for side, image in enumerate(images)]
+    origin = [("preset", pipeline.preset), ("weights", weights), *files]
     data = pair_data(images, keypoints, result.matches, result.geometry, origin, (None, covariances))
     add_reasons(data, explanation, pipeline.config.matcher)
     if whole is not result:

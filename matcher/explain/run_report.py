@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -64,7 +63,7 @@ def write_run_report(
         raise UsageError(f"the number of pages must not be negative, got {pages}")
     with Store.open(run_dir) as store:
         path = check_output(path or run_dir / "report.html", (".html",), overwrite=overwrite)
-        rows = sorted(map(_row, store.pairs()))
+        rows = sorted(map(PairRow.of, store.pairs()))
         links, left_out = _write_pairs(store, rows[:pages], path, overwrite)
         data = _run_data(store, rows, links, left_out, path.parent)
     write_output(path, build_page(f"matcher: {run_dir.name}", ("elements.js", "run.js"), _BODY, data))
@@ -82,13 +81,14 @@ class PairRow(NamedTuple):
     status: str
     seconds: float
 
-
-def _row(pair: StoredPair) -> PairRow:
-    status, matches = pair.geometry.status, len(pair.matches)
-    free = status == "not_estimated"
-    inliers = matches if free else int(pair.geometry.inliers.sum())
-    verified = matches > 0 if free else pair.geometry.verified
-    return PairRow(verified, inliers, matches, pair.name0, pair.name1, status, pair.seconds)
+    @classmethod
+    def of(cls, pair: StoredPair) -> PairRow:
+        """Of a pair in a store."""
+        status, matches, inliers = pair.geometry.status, len(pair.matches), int(pair.geometry.inliers.sum())
+        free = status == "not_estimated"
+        verified = matches > 0 if free else pair.geometry.verified
+        row = verified, matches if free else inliers, matches, pair.name0, pair.name1, status, pair.seconds
+        return cls(*row)
 
 
 # --- Pages of pairs
@@ -158,11 +158,7 @@ def _pair_data(store: Store, pair: StoredPair, images: Sequence[StoredImage]) ->
 
 
 def _run_data(
-    store: Store,
-    rows: Sequence[PairRow],
-    links: dict[tuple[str, str], str],
-    left_out: Sequence[str],
-    folder: Path,
+    store: Store, rows: list[PairRow], links: dict[tuple[str, str], str], left_out: list[str], folder: Path
 ) -> dict[str, Any]:
     """All that the page in a folder shows, ready for JSON."""
     counts, settings, images = store.counts(), store.settings, store.images()
@@ -194,7 +190,10 @@ def _run_data(
         "seconds": round(sum(row.seconds for row in rows), 1),
         "statuses": sorted(Counter(row.status for row in rows).items()),
         "bins": list(BINS),
-        "histograms": [_histogram(row.matches for row in rows), _histogram(row.inliers for row in rows)],
+        "histograms": [
+            np.histogram([getattr(row, name) for row in rows], [*BINS, np.inf])[0].tolist()
+            for name in ("matches", "inliers")
+        ],
         "tracks": tracks,
         "graph": _graph([row for row in rows[::-1] if row.verified][:4000], degree, images),
         "weakest": [
@@ -209,11 +208,6 @@ def _run_data(
             "pages": [len(left_out), [[text, ""] for text in left_out[:_ROWS]]],
         },
     }
-
-
-def _histogram(values: Iterable[int]) -> list[int]:
-    counts = Counter(bisect_right(BINS, value) for value in values)
-    return [counts[number] for number in range(1, len(BINS) + 1)]
 
 
 def _reconstructions(run: Path, folder: Path) -> list[list]:

@@ -51,10 +51,10 @@ def open_frames(
     rate: float | None = None,
     masks: str | Path | None = None,
 ) -> FrameSource:
-    """A folder, a video file or, by its number, a camera.
+    """The frames of a folder, a video file or a camera.
 
     Args:
-        source: a path, or digits.
+        source: a path, or the number of a camera.
         right: the folder of the right images of rectified pairs; for folders only.
         rate: frames per second, of a folder; by default its images are timed by `times_of`.
         masks: one image file for all frames; or, for folders only, a folder of masks named like the frames.
@@ -91,21 +91,16 @@ def _folder(folder: Path, right: Path | None, rate: float | None, masks: Path | 
     found = [None if masks is None else find_mask(masks, path.name) for path in images]
     if masks is not None and not any(found):
         raise no_mask(masks, [path.name for path in images], str(folder))
-    partners: list[Path | None] = [None] * len(images)
-    if right is not None:
-        if not right.is_dir():
-            raise UsageError(f"{right}: no such folder of right images")
-        there = {path.name: path for path in _images(right)}
-        partners = [there.get(path.name) for path in images]
-        if not any(partners):
-            raise UsageError(
-                f"{right}: no image there has the same name as one in {folder}; pairs share a name"
-            )
+    if right is not None and not right.is_dir():
+        raise UsageError(f"{right}: no such folder of right images")
+    there = {} if right is None else {path.name: path for path in _images(right)}
+    partners = [there.get(path.name) for path in images]
+    if there and not any(partners):
+        raise UsageError(f"{right}: no image there has the same name as one in {folder}; pairs share a name")
     if rate is not None and not 0 < rate < float("inf"):
         raise UsageError(f"the frame rate must be a positive number, not {rate}")
-    times = times_of(images) if rate is None else None
-    if times is None:
-        times = [index / (rate or DEFAULT_RATE) for index in range(len(images))]
+    times = None if rate is not None else times_of(images)
+    times = times or [index / (rate or DEFAULT_RATE) for index in range(len(images))]
     shots = [
         SourceFrame(path.name, stamp, None if right and partner is None else path, partner, mask)
         for path, stamp, partner, mask in zip(images, times, partners, found, strict=True)

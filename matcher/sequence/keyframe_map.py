@@ -11,7 +11,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
@@ -58,12 +58,7 @@ class KeptFrames(NamedTuple):
 
 
 def read_kept(folder: Path) -> KeptFrames:
-    """What `KeyframeMap.keep` wrote.
-
-    Raises:
-        UsageError: there is none, because the map is finished or nothing was tracked.
-        IntegrityError: the file is damaged.
-    """
+    """What `KeyframeMap.keep` wrote; `UsageError`: there is none, `IntegrityError`: it is damaged."""
     path = folder / KEPT
     if not path.is_file():
         raise UsageError(f"{folder} holds no unfinished map (no {KEPT})")
@@ -79,8 +74,7 @@ def read_kept(folder: Path) -> KeptFrames:
         if poses.shape != (len(index), 4, 4) or not len(index) == len(time) == len(keyframe):
             raise ValueError("its arrays do not fit each other")
         check_poses(poses)
-        camera = facts["camera"]
-        camera = Camera(**{**camera, "distortion": tuple(camera["distortion"])})
+        camera = Camera(**facts["camera"] | {"distortion": tuple(facts["camera"]["distortion"])})
         preset, options = str(facts["preset"]), dict(facts["options"])
     except (*MALFORMED, zipfile.BadZipFile, zlib.error) as error:
         raise IntegrityError(f"{path}: the poses of the unfinished map are damaged ({error})") from error
@@ -176,7 +170,7 @@ class KeyframeMap:
         time = float(result.index) if result.timestamp is None else result.timestamp
         pose = np.array(result.world_from_cam, dtype=np.float64)
         self._placed.append(PlacedFrame(result.index, time, pose, self._keyframe))
-        since = _count_keyframes(self._placed[self._kept :])
+        since = len(_keyframes(self._placed[self._kept :]))
         # Rarer as there are more, so that writing them all takes a share of the time that stays small.
         if self._keyframe == result.index and since >= 4 and len(self._placed) >= 1.05 * self._kept:
             self._write_kept()
@@ -184,10 +178,8 @@ class KeyframeMap:
     def _write_kept(self) -> None:
         graph, buffer = self._graph, io.BytesIO()
         facts = {"camera": asdict(self.camera), "preset": graph.preset, "options": graph.options}
-        rows = {
-            name: np.array([getattr(frame, name) for frame in self._placed]) for name in PlacedFrame._fields
-        }
-        rows["world_from_cam"] = rows["world_from_cam"].reshape(-1, 4, 4)
+        rows = {name: [getattr(frame, name) for frame in self._placed] for name in PlacedFrame._fields}
+        rows["world_from_cam"] = np.reshape(rows["world_from_cam"], (-1, 4, 4))
         np.savez(buffer, **rows, facts=np.array(json.dumps(facts, default=str)))
         write_whole(self.folder / KEPT, buffer.getvalue())
         self._kept = len(self._placed)
@@ -202,7 +194,7 @@ class KeyframeMap:
         self._write_kept()
         poses = [frame.world_from_cam for frame in self._placed]
         write_trajectory(self.folder / TRAJECTORY, [frame.time for frame in self._placed], poses)
-        return len(self._placed), _count_keyframes(self._placed)
+        return len(self._placed), len(_keyframes(self._placed))
 
     def finish(self, *, close_loops: bool = True) -> ClosedTrajectory:
         """Match the keyframes, close loops, make the model, and write the trajectory, its plot and the loops.
@@ -219,7 +211,7 @@ class KeyframeMap:
             OSError: the disk is full.
         """
         self.keep()
-        tracked = {p.index: p.world_from_cam for p in self._placed if p.index == p.keyframe}
+        tracked = _keyframes(self._placed)
         if len(tracked) < 3:
             raise UsageError(
                 f"a map needs at least three keyframes with a pose, not {len(tracked)}: track more frames, "
@@ -232,7 +224,7 @@ class KeyframeMap:
             frames=np.array([placed.index for placed in self._placed], dtype=np.int64),
             timestamps=np.array([placed.time for placed in self._placed]),
             before=np.array([placed.world_from_cam for placed in self._placed]),
-            after=carried([(p.keyframe, p.world_from_cam) for p in self._placed], tracked, adjusted),
+            after=carried([placed[2:] for placed in self._placed], tracked, adjusted),
             loops=loops,
             folder=self.folder / MODEL,
             problem=self._graph.open_because,
@@ -246,8 +238,8 @@ class KeyframeMap:
         return closed
 
 
-def _count_keyframes(frames: Sequence[PlacedFrame]) -> int:
-    return sum(frame.index == frame.keyframe for frame in frames)
+def _keyframes(frames: Sequence[PlacedFrame]) -> dict[int, np.ndarray]:
+    return {frame.index: frame.world_from_cam for frame in frames if frame.index == frame.keyframe}
 
 
 # --- A sequence in a map that exists: some frames are localised in it, the others follow by tracking.
@@ -262,14 +254,6 @@ class LocalizedFrame(NamedTuple):
     deviation: float  # standard deviation of its position, the map's units
 
 
-@dataclass(eq=False)
-class _Stretch:
-    """Frames between two losses of tracking: one system of coordinates."""
-
-    localized: list[LocalizedFrame] = field(default_factory=list)
-    without: dict[int, np.ndarray] = field(default_factory=dict)  # frame → world_from_cam
-
-
 class MapTracking:
     """Where the frames of a sequence are in a map.
 
@@ -279,50 +263,44 @@ class MapTracking:
     """
 
     def __init__(self, folder: str | Path, *, measured: bool, **options: Unpack[LoadOptions]) -> None:
-        """Set up.
+        """Open a map with the arguments and errors of `Map.open`.
 
-        Args:
-            folder: of a `KeyframeMap`, or any model that `Map.open` takes.
-            measured: tracking knows distances, so its unit is taken to be the map's until frames say it.
-            options: of `Map.open`.
-
-        Raises:
-            UsageError, IntegrityError: as of `Map.open`.
+        Where tracking has `measured` distances, its unit is taken to be the map's until frames say it.
         """
         self._map = Map.open(Path(folder), **options)
         self._unit = 1.0 if measured else None  # length of tracking's unit in the map's, as far as assumed
-        self._stretches = [_Stretch()]
+        # Between two losses of tracking coordinates are one system: the frames that were localised in it, and
+        # world_from_cam by frame of those whose place was not known in time.
+        self._stretches: list[tuple[list[LocalizedFrame], dict[int, np.ndarray]]] = [([], {})]
         self.problem: str | None = None  # why a frame could not be looked up
 
     @property
     def localized(self) -> int:
         """Frames that were localised."""
-        return sum(len(stretch.localized) for stretch in self._stretches)
+        return sum(len(localized) for localized, _ in self._stretches)
 
     def follow(
         self, result: FrameResult, image: ImageInput, *, mask: Mask | None = None, alpha_mask: bool = True
     ) -> np.ndarray | None:
         """map_from_cam (4, 4) of the next frame that was tracked, None where it is not known."""
         if result.status == "lost":
-            self._stretches.append(_Stretch())
+            self._stretches.append(([], {}))
         if not result.is_measured:
             return None
-        stretch = self._stretches[-1]
-        if result.is_keyframe or not stretch.localized:
+        localized, unplaced = self._stretches[-1]
+        if result.is_keyframe or not localized:
             try:
-                how = dict(resize=None, upright=False, mask=mask, alpha_mask=alpha_mask)
-                shown = read_image(image, **how)
+                shown = read_image(image, resize=None, upright=False, mask=mask, alpha_mask=alpha_mask)
                 pose = self._map.localize(shown.pixels, result.camera, mask=shown.mask)
             except (MatcherError, OSError) as error:
                 self.problem, pose = self.problem or str(error), None
             if pose is not None and pose.ok:
                 place, spread = np.linalg.inv(pose.cam_from_world), pose.covariance
                 deviation = np.inf if spread is None else float(np.sqrt(np.trace(spread[3:, 3:])))
-                found = LocalizedFrame(result.index, result.world_from_cam, place, deviation)
-                stretch.localized.append(found)
-        pose = self._moved(stretch.localized[-12:], -1, result.world_from_cam)
+                localized.append(LocalizedFrame(result.index, result.world_from_cam, place, deviation))
+        pose = self._moved(localized[-12:], -1, result.world_from_cam)
         if pose is None:
-            stretch.without[result.index] = result.world_from_cam
+            unplaced[result.index] = result.world_from_cam
         return pose
 
     def _moved(self, localized: list[LocalizedFrame], near: int, pose: np.ndarray) -> np.ndarray | None:
@@ -349,10 +327,10 @@ class MapTracking:
     def late_poses(self) -> dict[int, np.ndarray]:
         """map_from_cam (4, 4) by frame, where `follow` knew none, from what is known by now."""
         found = {}
-        for stretch in self._stretches:
-            first = stretch.localized[:12]
-            for index, pose in stretch.without.items():
-                near = min(range(len(first)), key=lambda k, i=index, f=first: abs(f[k].index - i), default=0)
+        for localized, unplaced in self._stretches:
+            first = localized[:12]
+            for index, pose in unplaced.items():
+                near = int(np.argmin([abs(each.index - index) for each in first])) if first else 0
                 if (placed := self._moved(first, near, pose)) is not None:
                     found[index] = placed
         return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 
 import cv2
 import numpy as np
@@ -48,7 +49,7 @@ class Linker:
         `MIN_LINKS` agree, none is.
         """
         scale = threshold_scale(frame0.scale, frame1.scale, "fundamental")
-        points = [f.keypoints[indices[:, side]] for side, f in enumerate((frame0, frame1))]
+        points = frame0.keypoints[indices[:, 0]], frame1.keypoints[indices[:, 1]]
         geometry = self.estimator(*points, thresholds_scale=scale)
         enough = geometry.verified and np.count_nonzero(geometry.inliers) >= MIN_LINKS
         inliers = geometry.inliers if enough else np.zeros_like(geometry.inliers)
@@ -57,12 +58,7 @@ class Linker:
         return self._searched(frame0, frame1, links, geometry.matrix, scale) if enough else links
 
     def _searched(
-        self,
-        frame0: KeptFrame,
-        frame1: KeptFrame,
-        links: FrameLinks,
-        fundamental: np.ndarray | None,
-        scale: float,
+        self, frame0: KeptFrame, frame1: KeptFrame, links: FrameLinks, F: np.ndarray | None, scale: float
     ) -> FrameLinks:
         """The links, and searched ones in the place of matches that did not agree.
 
@@ -71,18 +67,17 @@ class Linker:
         it. It looks as similar as they do, is clearly the best, and mutual.
         """
         known = links.inliers
-        sides = (frame0, frame1)
-        start, end = (f.keypoints[known[:, side]] for side, f in enumerate(sides))
-        free = [np.setdiff1d(np.arange(len(f.keypoints)), known[:, side]) for side, f in enumerate(sides)]
-        descriptors0, descriptors1 = (f.descriptors[rows] for f, rows in zip(sides, free, strict=True))
+        start, end = frame0.keypoints[known[:, 0]], frame1.keypoints[known[:, 1]]
+        free0 = np.setdiff1d(np.arange(len(frame0.keypoints)), known[:, 0])
+        free1 = np.setdiff1d(np.arange(len(frame1.keypoints)), known[:, 1])
 
         def predicted(points: np.ndarray) -> np.ndarray:
             return points + np.median((end - start)[nearest(start, points, NEIGHBOURS)], axis=1)
 
         def beside_lines(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
-            if fundamental is None:  # points of a plane fix none
+            if F is None:  # points of a plane fix none
                 return np.zeros(len(points0))
-            lines = np.column_stack([points0, np.ones(len(points0))]) @ fundamental.T
+            lines = np.column_stack([points0, np.ones(len(points0))]) @ F.T
             residual = np.sum(lines[:, :2] * points1, axis=1) + lines[:, 2]
             return np.abs(residual) / np.maximum(np.linalg.norm(lines[:, :2], axis=1), 1e-12)
 
@@ -92,20 +87,21 @@ class Linker:
         apart = frame0.descriptors[known[:, 0]] - frame1.descriptors[known[:, 1]]
         limit = float(np.percentile(np.linalg.norm(apart, axis=1), 98))
 
-        points0, points1 = frame0.keypoints[free[0]], frame1.keypoints[free[1]]
+        points0, points1 = frame0.keypoints[free0], frame1.keypoints[free1]
         expected = predicted(points0)
         squares = (expected[:, :1] - points1[:, 0]) ** 2 + (expected[:, 1:] - points1[:, 1]) ** 2
         rows, columns = np.nonzero(squares <= radius**2)
         good = beside_lines(points0[rows], points1[columns]) <= tolerance
         rows, columns = rows[good], columns[good]
         distance = np.full(squares.shape, np.inf, np.float32)
-        distance[rows, columns] = np.linalg.norm(descriptors0[rows] - descriptors1[columns], axis=1)
+        apart = frame0.descriptors[free0[rows]] - frame1.descriptors[free1[columns]]
+        distance[rows, columns] = np.linalg.norm(apart, axis=1)
         rows, columns = mutual_minima(distance)
         best, others = distance[rows, columns], distance[rows]
         others[np.arange(len(rows)), columns] = 2 * limit
         second = np.minimum(others.min(axis=1, initial=np.inf), 2 * limit)
         keep = (best <= limit) & (best <= 0.95 * second)
-        found = np.stack([free[0][rows[keep]], free[1][columns[keep]]], axis=1)
+        found = np.stack([free0[rows[keep]], free1[columns[keep]]], axis=1)
         scores = (1 - best[keep] / np.maximum(second[keep], 1e-12)).astype(np.float32)
         replaced = np.isin(links.indices[:, 0], found[:, 0]) | np.isin(links.indices[:, 1], found[:, 1])
         kept = links.consistent | ~replaced
@@ -120,18 +116,16 @@ class Linker:
         self, match: MatchPairs, frame: KeptFrame, candidates: Sequence[KeptFrame]
     ) -> tuple[KeptFrame, FrameLinks] | None:
         """The candidate that most points of the frame agree with, and the links to it; None: with none."""
-        if not candidates:
-            return None
         found = []
         pairs = [(candidate.features, frame.features) for candidate in candidates]
         for candidate, matches in zip(candidates, match(pairs), strict=True):
-            facing = frame  # with descriptors turned as those of the candidate are
+            facing = copy(frame)  # with descriptors turned as those of the candidate are
             if frame.features.kind == STEERABLE and len(candidate.descriptors):
                 turn = best_turn(candidate.descriptors, frame.descriptors)
-                facing = replace(frame, descriptors=turned(frame.descriptors, turn))
+                facing.descriptors = turned(frame.descriptors, turn)
             found.append((candidate, self.link(candidate, facing, matches.indices, matches.scores)))
-        best = max(found, key=lambda each: each[1].consistent.sum())
-        return best if best[1].consistent.any() else None
+        best = max(found, key=lambda each: each[1].consistent.sum(), default=None)
+        return best if best is not None and best[1].consistent.any() else None
 
 
 def most_similar(frame: KeptFrame, keyframes: Sequence[KeptFrame], count: int) -> list[KeptFrame]:

@@ -38,10 +38,6 @@ def name_of(index: int) -> str:
     return f"{index:06d}.png"
 
 
-def _index(name: str) -> int:
-    return int(Path(name).stem)
-
-
 # --- Whether two keyframes that match are a place come back to, or two places that look alike.
 
 
@@ -63,8 +59,8 @@ def kind_of_pair(
     """
     pose = np.linalg.inv(poses[1]) @ poses[0]
     # Tracking is right where half of the matches are near their lines, by a share of the focal length.
-    near = _distances(points0, points1, camera, pose) < 0.01 * (camera.fx + camera.fy) / 2
-    along = bool(near.mean() >= 0.5)
+    distances = sampson(points0, points1, fundamental_from_pose(camera.K, camera.K, pose))
+    along = bool((distances < 0.01 * (camera.fx + camera.fy) / 2).mean() >= 0.5)
     if np.linalg.norm(poses[1][:3, 3] - poses[0][:3, 3]) > 0.5 * travelled:
         return "along" if along else "alike"
     found = _relative_pose(points0, points1, camera)
@@ -74,14 +70,9 @@ def kind_of_pair(
     return "loop" if np.degrees(np.arccos(np.clip((turn - 1) / 2, -1, 1))) < 60 else "alike"
 
 
-def _distances(points0: np.ndarray, points1: np.ndarray, camera: Camera, pose: np.ndarray) -> np.ndarray:
-    """(M,) Sampson's distance in pixels of matches, for cam1_from_cam0."""
-    return sampson(points0, points1, fundamental_from_pose(camera.K, camera.K, pose))
-
-
 def _relative_pose(points0: np.ndarray, points1: np.ndarray, camera: Camera) -> np.ndarray | None:
-    estimate = RobustEstimator(EstimationConfig(kind="essential"))
-    geometry = estimate(points0, points1, cameras=(camera, camera))
+    estimator = RobustEstimator(EstimationConfig(kind="essential"))
+    geometry = estimator(points0, points1, cameras=(camera, camera))
     return geometry.cam1_from_cam0 if geometry.status == "ok" else None
 
 
@@ -152,43 +143,37 @@ def _positions(rotations: np.ndarray, steps: np.ndarray, loops: list[LoopEdge]) 
     units change by 2 % from step to step; and a loop says on which line through one camera the other is, give
     or take three tenths of a median step, under a Huber loss.
     """
-    count = len(rotations)
-    lengths = np.linalg.norm(steps, axis=1)
+    count, lengths = len(rotations), np.linalg.norm(steps, axis=1)
     median = max(float(np.median(lengths)), 1e-9)
-    fixed, wanted = np.zeros((4 * count, 4 * count)), np.zeros(4 * count)
-    gauge = 100.0  # weight of what is only convention: where the first camera is, and the mean unit
-    _add(fixed, [(0, np.eye(3))], gauge / median)
-    for row, step in enumerate(steps):
-        seen, error = rotations[row] @ step, 0.03 * (lengths[row] + 0.2 * median)
-        unit = 3 * count + row
-        _add(fixed, [(3 * row + 3, np.eye(3)), (3 * row, -np.eye(3)), (unit, -seen[:, None])], 1 / error)
-        _add(fixed, [(unit, np.eye(1)), (unit + 1, -np.eye(1))], 1 / 0.02)
-    units = np.zeros((1, 4 * count))
-    units[0, 3 * count :] = gauge / count
-    fixed += units.T @ units
-    wanted += gauge * units[0]
-    lines = []
-    for first, second, pose in loops:
-        towards = -rotations[first] @ pose[:3, :3].T @ pose[:3, 3]
-        across = np.eye(3) - np.outer(towards, towards) / (towards @ towards)
-        lines.append([(3 * second, across), (3 * first, -across)])
-    weights = np.ones(len(lines))
+    errors, seen = 0.03 * (lengths + 0.2 * median), np.einsum("nij,nj->ni", rotations[:-1], steps)
+    first, second, poses = (np.array(each) for each in zip(*loops, strict=True))
+    towards = np.einsum("nij,nkj,nk->ni", rotations[first], poses[:, :3, :3], poses[:, :3, 3])
+    towards /= np.linalg.norm(towards, axis=1, keepdims=True)
+
+    def residuals(numbers: np.ndarray) -> np.ndarray:
+        """(B, R) of B candidates, those of the loops first; linear in the numbers (B, 4 N)."""
+        positions, units = numbers[:, : 3 * count].reshape(-1, count, 3), numbers[:, 3 * count :]
+        between = positions[:, second] - positions[:, first]
+        parts = (
+            (between - np.sum(between * towards, axis=2, keepdims=True) * towards) / (0.3 * median),
+            (np.diff(positions, axis=1) - units[:, :-1, None] * seen) / errors[:, None],
+            np.diff(units) / 0.02,
+            positions[:, 0] / median * 100.0,  # so much weighs what is only convention: where the first
+            (units.mean(axis=1, keepdims=True) - 1) * 100.0,  # camera is, and the mean unit
+        )
+        return np.concatenate([part.reshape(len(numbers), -1) for part in parts], axis=1)
+
+    constant = residuals(np.zeros((1, 4 * count)))[0]
+    derivatives = (residuals(np.eye(4 * count)) - constant).T
+    closing, fixed = np.split(derivatives, [3 * len(loops)])
+    equations, wanted = fixed.T @ fixed, -fixed.T @ constant[3 * len(loops) :]
+    weights = np.ones(len(loops))
     for _ in range(5):
-        equations = fixed.copy()
-        for line, weight in zip(lines, weights, strict=True):
-            _add(equations, line, weight / (0.3 * median))
-        found = np.linalg.solve(equations, wanted)
-        beside = [sum(part @ found[at : at + 3] for at, part in line) for line in lines]
-        weights = 1 / np.sqrt(np.maximum(np.linalg.norm(beside, axis=1) / (0.3 * median), 1))  # of Huber
+        weighed = closing * np.repeat(weights, 3)[:, None]
+        found = np.linalg.solve(equations + weighed.T @ closing, wanted)
+        beside = np.linalg.norm((closing @ found).reshape(-1, 3), axis=1)
+        weights = 1 / np.maximum(beside, 1)  # of Huber
     return found[: 3 * count].reshape(-1, 3)
-
-
-def _add(equations: np.ndarray, parts: list[tuple[int, np.ndarray]], weight: float) -> None:
-    """Add the normal equations of residuals that are sums of `parts`: where each begins, and its matrix."""
-    for at, left in parts:
-        for beside, right in parts:
-            where = np.s_[at : at + left.shape[1], beside : beside + right.shape[1]]
-            equations[where] += weight**2 * left.T @ right
 
 
 # --- Keyframes on disk: matched with each other, loops found, and everything adjusted.
@@ -255,8 +240,9 @@ class KeyframeGraph:
         names = {(name_of(first), name_of(second)) for first, second, _ in loops}
         if loops:
             closing = [pair for pair in collection if (pair.name0, pair.name1) in names]
-            found = [(pair, _relative_pose(*inliers_of(pair), self.camera)) for pair in closing]
-            edges = [(_index(p.name0), _index(p.name1), pose) for p, pose in found if pose is not None]
+            found = [_relative_pose(*inliers_of(pair), self.camera) for pair in closing]
+            ends = [(int(Path(pair.name0).stem), int(Path(pair.name1).stem)) for pair in closing]
+            edges = [(*both, pose) for both, pose in zip(ends, found, strict=True) if pose is not None]
             try:
                 adjusted = self._mapped(collection, spread(tracked, edges), without, fixed=False)
                 before, after = (self._residuals(collection, each, names) for each in (tracked, adjusted))
@@ -289,14 +275,14 @@ class KeyframeGraph:
         with collection.store as store:
             made = reconstruct(store, self.folder / MODEL, poses=poses, **how)
         found = {name: np.vstack([pose, [0, 0, 0, 1]]) for name, pose in made.largest.cam_from_world.items()}
-        return {_index(name): np.linalg.inv(pose) for name, pose in found.items()}
+        return {int(Path(name).stem): np.linalg.inv(pose) for name, pose in found.items()}
 
     def _residuals(
         self, collection: Collection, poses: Mapping[int, np.ndarray], loops: set[tuple[str, str]]
     ) -> tuple[float, float]:
         """Median pixels of inliers from the lines of the poses: of neighbours in time, and of loops."""
         found: tuple[list[float], list[float]] = ([], [])
-        places = {name_of(index): np.linalg.inv(pose) for index, pose in poses.items()}
+        places, K = {name_of(index): np.linalg.inv(pose) for index, pose in poses.items()}, self.camera.K
         rank = {name: place for place, name in enumerate(sorted(places))}
         for pair in collection:
             if pair.name0 not in rank or pair.name1 not in rank or not pair.geometry.verified:
@@ -304,7 +290,7 @@ class KeyframeGraph:
             closing = (pair.name0, pair.name1) in loops
             if closing or abs(rank[pair.name0] - rank[pair.name1]) <= NEXT:
                 pose = places[pair.name1] @ np.linalg.inv(places[pair.name0])
-                distances = _distances(*inliers_of(pair), self.camera, pose)
+                distances = sampson(*inliers_of(pair), fundamental_from_pose(K, K, pose))
                 found[closing].append(float(np.median(distances)))
         return tuple(float(np.median(each)) if each else 0.0 for each in found)
 
@@ -326,13 +312,13 @@ def in_tracked_coordinates(
 
 
 def carried(
-    frames: Sequence[tuple[int, np.ndarray]],
+    frames: Sequence[tuple[np.ndarray, int]],
     tracked: Mapping[int, np.ndarray],
     adjusted: Mapping[int, np.ndarray],
 ) -> np.ndarray:
     """(F, 4, 4) world_from_cam of frames that move with their keyframes.
 
-    Each of the `frames` is its keyframe, and its world_from_cam (4, 4) as tracked; `adjusted` holds those of
+    Each of the `frames` is its world_from_cam (4, 4) as tracked, and its keyframe; `adjusted` holds those of
     keyframes that have moved. With one camera the unit of length drifts: where the step from a keyframe to
     the next has become a quarter longer or shorter, those of the frames between them have too.
     """
@@ -345,7 +331,7 @@ def carried(
             scales[index] = 1.0 if near or before == 0 else after / before
             scales[following] = scales[index]  # the last one has no next
     found = []
-    for index, pose in frames:
+    for pose, index in frames:
         step = np.linalg.inv(tracked[index]) @ pose
         step[:3, 3] *= scales[index]
         found.append(adjusted.get(index, tracked[index]) @ step)
@@ -366,7 +352,6 @@ class ClosedTrajectory:
     alike: int = 0  # pairs of keyframes that match and cannot show one place, which are left out
 
     def __repr__(self) -> str:
-        """One line."""
         moved = f", moved by up to {self.moved().max():.3g}" if len(self.frames) else ""
         state = "" if self.problem is None else ", left open"
         loops = f"{len(self.loops)} loops{state}"
@@ -380,7 +365,7 @@ class ClosedTrajectory:
         """Draw both paths from above and how far each pose was moved, as a PNG."""
         from matcher.sequence.plot import plot_closing  # here, since it needs matplotlib
 
-        return plot_closing(Path(path), self.before, self.after, self._joined())
+        return plot_closing(Path(path), self)
 
     def record(self, path: str | Path) -> Path:
         """Write the same as a recording (.rrd) for the rerun viewer.
@@ -390,8 +375,10 @@ class ClosedTrajectory:
         """
         from matcher.sequence.plot import record_closing
 
-        return record_closing(Path(path), self.before, self.after, self._joined())
+        return record_closing(Path(path), self)
 
-    def _joined(self) -> list[tuple[int, int]]:
-        rows = {index: row for row, index in enumerate(self.frames.tolist())}
-        return [(rows[first], rows[second]) for first, second, _ in self.loops]
+    @property
+    def ends(self) -> list[np.ndarray]:
+        """Of each loop (2, 3) where tracking has its keyframes."""
+        rows = [np.searchsorted(self.frames, loop[:2]) for loop in self.loops]
+        return [self.before[pair, :3, 3] for pair in rows]

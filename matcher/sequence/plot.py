@@ -21,6 +21,7 @@ from matcher.viz.recording import RecordingFile
 
 if TYPE_CHECKING:
     from matcher.localization.sparse_map import SparseMap
+    from matcher.sequence.loops import ClosedTrajectory
 
 PLOT_SUFFIXES = (".png", ".jpg", ".jpeg", ".pdf")
 # Of Okabe and Ito's palette.
@@ -83,21 +84,21 @@ def plot_trajectory(
     return _save(figure, path)
 
 
-def plot_closing(path: Path, before: np.ndarray, after: np.ndarray, loops: Sequence[tuple[int, int]]) -> Path:
-    """Draw both paths (F, 4, 4) from above, the rows that loops join, and how far each pose was moved."""
+def plot_closing(path: Path, closed: ClosedTrajectory) -> Path:
+    """Draw both paths from above, the loops, and how far each pose was moved."""
+    before, after, loops = closed.before, closed.after, closed.ends
     figure = Figure(figsize=(11, 5.5), dpi=110, layout="constrained")
     above, beside = figure.subplots(1, 2)
     # Tracked ones are wider, so that both are seen where they agree.
     above.plot(before[:, 0, 3], before[:, 2, 3], color="#999999", label="tracked", linewidth=4.0)
     above.plot(after[:, 0, 3], after[:, 2, 3], color=_BLUE, label="adjusted", linewidth=1.5)
     look = dict(color=_RED, linewidth=0.8, markersize=3, alpha=0.6)
-    for number, rows in enumerate(loops):  # where they were before, as they lie together afterwards
-        ends = before[list(rows), :3, 3]
+    for number, ends in enumerate(loops):  # where they were before, as they lie together afterwards
         above.plot(ends[:, 0], ends[:, 2], "o-", label=None if number else "loops", **look)
     above.set_aspect("equal", "datalim")
     above.set(xlabel="right", ylabel="ahead", title=f"from above, {len(loops)} loop closures")
     above.legend()
-    beside.plot(np.linalg.norm(after[:, :3, 3] - before[:, :3, 3], axis=1), color=_BLUE)
+    beside.plot(closed.moved(), color=_BLUE)
     beside.set(xlabel="pose", ylabel="moved by", title="how far each pose was moved")
     beside.grid(alpha=0.3)
     return _save(figure, path)
@@ -114,26 +115,20 @@ def _save(figure: Figure, path: Path) -> Path:
 # --- Recordings for the rerun viewer.
 
 
-def record_closing(
-    path: Path, before: np.ndarray, after: np.ndarray, loops: Sequence[tuple[int, int]]
-) -> Path:
-    """Write both paths (F, 4, 4), the rows that loops join, and how far each pose was moved, as an .rrd file.
-
-    Raises:
-        UsageError: rerun is not installed.
-    """
+def record_closing(path: Path, closed: ClosedTrajectory) -> Path:
+    """Write both paths, the loops, and how far each pose was moved, as an .rrd file."""
     with RecordingFile(path) as file:
         rr, stream = file.rr, file.stream
         file.lay_out("path and loops", file.views.TimeSeriesView(origin="moved_by", name="moved by"))
         lines = {
-            "tracked": ([before[:, :3, 3]], (150, 150, 150)),
-            "adjusted": ([after[:, :3, 3]], (0, 114, 178)),
-            "loops": ([before[list(rows), :3, 3] for rows in loops], (213, 94, 0)),
+            "tracked": ([closed.before[:, :3, 3]], (150, 150, 150)),
+            "adjusted": ([closed.after[:, :3, 3]], (0, 114, 178)),
+            "loops": (closed.ends, (213, 94, 0)),
         }
         for name, (strips, colour) in lines.items():
             if strips:
                 stream.log(f"world/{name}", rr.LineStrips3D(strips, colors=colour), static=True)
-        for row, distance in enumerate(np.linalg.norm(after[:, :3, 3] - before[:, :3, 3], axis=1)):
+        for row, distance in enumerate(closed.moved()):
             stream.set_time("pose", sequence=row)
             stream.log("moved_by", rr.Scalars([float(distance)]))
     return path

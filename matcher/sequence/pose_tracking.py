@@ -45,36 +45,66 @@ def project(points: np.ndarray, camera: Camera) -> np.ndarray:
     return points[:, :2] / z * (camera.fx, camera.fy) + (camera.cx, camera.cy)
 
 
-def solve_pose(
-    rays0: np.ndarray, depths0: np.ndarray, points1: np.ndarray, camera1: Camera, scale: float = 1.0
-) -> tuple[np.ndarray | None, np.ndarray]:
-    """The pose of a frame that sees points whose depth an earlier one knows (LO-RANSAC, PoseLib).
+@dataclass(frozen=True, eq=False)
+class LinkedPoints:
+    """K points of a frame 0, and where frame 1 shows them."""
 
-    The points are rays (K, 3) of depth 1 and depths (K,), NaN where unknown, in the earlier frame, and pixels
-    (K, 2) in this one, `scale` of which are one of the resized image; the threshold is one of these.
+    rays0: np.ndarray  # (K, 3) of depth 1
+    points1: np.ndarray  # (K, 2) pixels
+    camera1: Camera
+    scale: float = 1.0  # pixels of frame 1 for one of the resized image
+
+    def __getitem__(self, rows: np.ndarray) -> LinkedPoints:
+        return replace(self, rays0=self.rays0[rows], points1=self.points1[rows])
+
+    def linearise(
+        self, T: np.ndarray, inverse: np.ndarray, noise: float
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Residuals (K, 2), derivatives by the pose (K, 2, 6) and by inverse depths (K, 2), usable rows.
+
+        T is cam1_from_cam0. Everything is in units of the noise, which is in pixels of the resized image. The
+        pose changes by exp(twist) · T, rotation first.
+        """
+        camera, unit = self.camera1, noise * self.scale
+        seen = self.rays0 @ T[:3, :3].T + inverse[:, None] * T[:3, 3]
+        usable = seen[:, 2] > 1e-6
+        seen[~usable] = (0, 0, 1)
+        error = (self.points1 - project(seen, camera)) / unit
+        by_seen = np.zeros((len(seen), 2, 3))
+        for row, focal in enumerate((camera.fx, camera.fy)):
+            by_seen[:, row, row] = focal / unit / seen[:, 2]
+            by_seen[:, row, 2] = -by_seen[:, row, row] * seen[:, row] / seen[:, 2]
+        turn = np.cross(seen[:, None], by_seen)  # d(w × X) = w · (X × row)
+        by_pose = np.concatenate([turn, by_seen * inverse[:, None, None]], axis=2)
+        return error, by_pose, by_seen @ T[:3, 3], usable
+
+
+def solve_pose(points: LinkedPoints, depths0: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
+    """The pose of a frame that sees points whose depth (K,) an earlier one knows (LO-RANSAC, PoseLib).
 
     Returns:
-        cam1_from_cam0 (4, 4) in the unit of the depths, or None; and (K,) bool, the points that agree.
+        cam1_from_cam0 (4, 4) in the unit of the depths, or None; and (K,) bool, the points that agree within
+        a pixel of the resized image. NaN depths are unknown.
     """
-    inliers = np.zeros(len(rays0), bool)
+    inliers, camera = np.zeros(len(depths0), bool), points.camera1
     known = np.flatnonzero(np.isfinite(depths0))
     if len(known) < MIN_POINTS:
         return None, inliers
-    pinhole = {"model": "PINHOLE", "width": 0, "height": 0, "params": list(camera1.params)}
+    pinhole = {"model": "PINHOLE", "width": 0, "height": 0, "params": list(camera.params)}
     options = {
-        "max_reproj_error": scale,
+        "max_reproj_error": points.scale,
         "max_iterations": 2000,
         "min_iterations": 100,  # links have been verified before, so that few are wrong
         "success_prob": 0.9999,
         "seed": 0,
     }
-    refinement = {"loss_type": "CAUCHY", "loss_scale": NOISE * scale}
-    seen, world = points1[known].astype(np.float64), rays0[known] * depths0[known, None]
+    refinement = {"loss_type": "CAUCHY", "loss_scale": NOISE * points.scale}
+    seen, world = points.points1[known], points.rays0[known] * depths0[known, None]
     pose, report = poselib.estimate_absolute_pose(seen, world, pinhole, options, refinement)
     inliers[known] = np.asarray(report["inliers"], dtype=bool)
     T = np.vstack([pose.Rt, [0, 0, 0, 1]])
     if inliers.sum() < MIN_POINTS or not np.isfinite(T).all():
-        return None, np.zeros(len(rays0), bool)
+        return None, np.zeros(len(depths0), bool)
     return T, inliers
 
 
@@ -107,58 +137,11 @@ class JointPose:
     deviation: float  # standard deviation of the camera's position in its least certain direction
 
 
-@dataclass(frozen=True, eq=False)
-class _Views:
-    """K points in two frames, with what is known of their inverse depths."""
-
-    rays0: np.ndarray  # (K, 3) of depth 1
-    points1: np.ndarray  # (K, 2) pixels
-    camera1: Camera
-    noise: float  # pixels that a link is off
-    prior: np.ndarray  # (K,) inverse depths
-    certainty: np.ndarray  # (K,) their inverse variances
-
-    def linearise(
-        self, T: np.ndarray, inverse: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Residuals (K, 2), derivatives by the pose (K, 2, 6) and by inverse depths (K, 2), usable rows.
-
-        Everything is in units of the noise. The pose changes by exp(twist) · T, rotation first.
-        """
-        t, camera = T[:3, 3], self.camera1
-        seen = self.rays0 @ T[:3, :3].T + inverse[:, None] * t
-        usable = seen[:, 2] > 1e-6
-        seen[~usable] = (0, 0, 1)
-        error = (self.points1 - project(seen, camera)) / self.noise
-        by_seen = np.zeros((len(seen), 2, 3))
-        for row, focal in enumerate((camera.fx, camera.fy)):
-            by_seen[:, row, row] = focal / self.noise / seen[:, 2]
-            by_seen[:, row, 2] = -by_seen[:, row, row] * seen[:, row] / seen[:, 2]
-        turn = np.cross(seen[:, None], by_seen)  # d(w × X) = w · (X × row)
-        by_pose = np.concatenate([turn, by_seen * inverse[:, None, None]], axis=2)
-        return error, by_pose, by_seen @ t, usable
-
-    def settle(self, T: np.ndarray, inverse: np.ndarray, rounds: int) -> np.ndarray:
-        """The inverse depths for a pose that stays."""
-        for _ in range(rounds):
-            error, _, by_inverse, _ = self.linearise(T, inverse)
-            pull = (by_inverse * error).sum(1) + self.certainty * (self.prior - inverse)
-            inverse = inverse + pull / ((by_inverse**2).sum(1) + self.certainty)
-        return inverse
-
-    def squares(self, error: np.ndarray, inverse: np.ndarray) -> np.ndarray:
-        """(K,) squared deviations from the frame and from what was known."""
-        return (error**2).sum(1) + self.certainty * (inverse - self.prior) ** 2
-
-
 def adjust(
-    rays0: np.ndarray,
+    points: LinkedPoints,
     inverse0: np.ndarray,
     errors0: np.ndarray,
-    points1: np.ndarray,
     start: np.ndarray,
-    camera1: Camera,
-    scale: float = 1.0,
     doubtful: np.ndarray | None = None,
     share: float = 0.4,
 ) -> JointPose | None:
@@ -168,12 +151,9 @@ def adjust(
     Where no depth is known, the translation keeps the length of `start`.
 
     Args:
-        rays0: (K, 3) of depth 1 in frame 0.
-        inverse0, errors0: (K,) inverse depths there and their standard deviations, NaN where unknown.
-        points1: (K, 2) pixels in frame 1.
+        points: of both frames.
+        inverse0, errors0: (K,) inverse depths in frame 0 and their standard deviations, NaN where unknown.
         start: cam1_from_cam0 (4, 4) in the unit of the depths.
-        camera1: of frame 1.
-        scale: pixels for one of the resized image.
         doubtful: (K,) bool, points that do not move the pose.
         share: of the links, that must agree.
 
@@ -182,20 +162,35 @@ def adjust(
         frame contradicts becomes twice as uncertain.
     """
     known = np.isfinite(inverse0) & (errors0 > 0)
-    typical = inverse0[known] if known.any() else 1 / triangulate(rays0, rays(points1, camera1), start)[0]
+    if known.any():
+        typical = inverse0[known]
+    else:
+        typical = 1 / triangulate(points.rays0, rays(points.points1, points.camera1), start)[0]
     if not np.isfinite(typical).any():
         return None
     typical = float(np.nanmedian(typical))
     prior = np.where(known, inverse0, typical)
-    deviations = np.where(known, errors0, 4.0 * typical)  # of one that nothing is known of
-    views = _Views(rays0, points1, camera1, NOISE * scale, prior, deviations**-2.0)
-    T, inverse = start.copy(), views.settle(start, prior, rounds=3)
+    certainty = np.where(known, errors0, 4.0 * typical) ** -2.0  # hardly any of one that nothing is known of
+
+    def settled(T: np.ndarray, inverse: np.ndarray, rounds: int) -> np.ndarray:
+        """The inverse depths for a pose that stays."""
+        for _ in range(rounds):
+            error, _, by_inverse, _ = points.linearise(T, inverse, NOISE)
+            pull = (by_inverse * error).sum(1) + certainty * (prior - inverse)
+            inverse = inverse + pull / ((by_inverse**2).sum(1) + certainty)
+        return inverse
+
+    def squares(error: np.ndarray, inverse: np.ndarray) -> np.ndarray:
+        """(K,) squared deviations from the frame and from what was known."""
+        return (error**2).sum(1) + certainty * (inverse - prior) ** 2
+
+    T, inverse = start.copy(), settled(start, prior, rounds=3)
     counted = True if doubtful is None else ~doubtful
     for _ in range(8):
-        error, by_pose, by_inverse, usable = views.linearise(T, inverse)
-        weights = counted * usable / (1 + views.squares(error, inverse) / 9) ** 2
-        own = (by_inverse**2).sum(1) + views.certainty
-        pull = (by_inverse * error).sum(1) + views.certainty * (prior - inverse)
+        error, by_pose, by_inverse, usable = points.linearise(T, inverse, NOISE)
+        weights = counted * usable / (1 + squares(error, inverse) / 9) ** 2
+        own = (by_inverse**2).sum(1) + certainty
+        pull = (by_inverse * error).sum(1) + certainty * (prior - inverse)
         mixed = np.einsum("kip,ki->kp", by_pose, by_inverse)
         flat = (by_pose * weights[:, None, None]).reshape(-1, 6)
         hessian = flat.T @ by_pose.reshape(-1, 6) - (mixed * (weights / own)[:, None]).T @ mixed
@@ -210,20 +205,20 @@ def adjust(
         T = change @ T
         if np.abs(step).max() < 1e-6:
             break
-    inverse = views.settle(T, inverse, rounds=2)
-    error, _, by_inverse, usable = views.linearise(T, inverse)
-    certain = 1 / np.sqrt((by_inverse**2).sum(1) + views.certainty)
-    agreeing = usable & (views.squares(error, inverse) < 25.0) & (inverse > -2.0 * certain)
-    if agreeing.sum() < max(MIN_POINTS, share * len(points1)) or not np.isfinite(T).all():
+    inverse = settled(T, inverse, rounds=2)
+    error, _, by_inverse, usable = points.linearise(T, inverse, NOISE)
+    certain = 1 / np.sqrt((by_inverse**2).sum(1) + certainty)
+    agreeing = usable & (squares(error, inverse) < 25.0) & (inverse > -2.0 * certain)
+    if agreeing.sum() < max(MIN_POINTS, share * len(agreeing)) or not np.isfinite(T).all():
         return None
     values = np.where(agreeing, inverse, np.where(known, inverse0, np.nan))
-    spread = np.where(agreeing, certain, 2.0 * errors0)
+    errors = np.where(agreeing, certain, 2.0 * errors0)
     # exp(twist) leaves the camera where it is, so its position is as uncertain as the translation: by what
     # the observations leave open, and by how well they fit (the a posteriori variance of unit weight).
     redundancy = agreeing.sum() + (agreeing & known).sum() - 6
-    variance = views.squares(error, inverse)[agreeing].sum() / redundancy
+    variance = squares(error, inverse)[agreeing].sum() / redundancy
     deviation = float(np.sqrt(REPEATED * variance * np.linalg.eigvalsh(np.linalg.pinv(hessian)[3:, 3:])[-1]))
-    return JointPose(T, np.where(values > 0, values, np.nan), spread, agreeing, deviation)
+    return JointPose(T, np.where(values > 0, values, np.nan), errors, agreeing, deviation)
 
 
 def standing_still(
@@ -248,17 +243,6 @@ def standing_still(
     return trials[best], any(support(each, best) > max(3, support(best, each) / 2) for each in others)
 
 
-def carry(
-    rays0: np.ndarray, inverse0: np.ndarray, errors0: np.ndarray, T: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Inverse depths (K,) and their errors in frame 1, T = cam1_from_cam0; NaN stays, and behind is NaN."""
-    turned = rays0 @ T[2, :3]
-    z = turned + inverse0 * T[2, 3]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ahead = np.where(z > 0, z, np.nan)
-        return inverse0 / ahead, errors0 * np.abs(turned) / ahead**2
-
-
 # --- What all disparities of a pair are short of, because its cameras are not rectified exactly.
 
 
@@ -278,26 +262,14 @@ class DisparityOffset:
         """Its standard deviation."""
         return self._information**-0.5
 
-    def observe(
-        self,
-        rays0: np.ndarray,
-        measured: MeasuredDisparities,
-        points1: np.ndarray,
-        T: np.ndarray,
-        camera1: Camera,
-        scale: float = 1.0,
-    ) -> None:
-        """Take in what one frame says of the disparities of an earlier one.
+    def observe(self, points: LinkedPoints, measured: MeasuredDisparities, T: np.ndarray) -> None:
+        """Take in what a frame at cam1_from_cam0 says of the disparities `measured` of its points in frame 0.
 
         The pose is estimated along with the offset and eliminated (the Schur complement), so that a motion
         which does not show the offset, such as a turn, says nothing.
-
-        What is `measured` there belongs to the rays (K, 3), which the frame shows at `points1` (K, 2);
-        `scale` are its pixels for one of the resized image.
         """
         inverse = (measured.disparities + measured.offset) / measured.focal_baseline
-        views = _Views(rays0, points1, camera1, NOISE / 2 * scale, inverse, np.zeros(len(inverse)))
-        residual, by_pose, by_inverse, usable = views.linearise(T, inverse)
+        residual, by_pose, by_inverse, usable = points.linearise(T, inverse, NOISE / 2)
         usable &= inverse > 0
         if np.count_nonzero(usable) < MIN_POINTS / 2:
             return
@@ -306,9 +278,8 @@ class DisparityOffset:
         weights = usable / (REPEATED * variance * (1 + np.square(residual).sum(axis=1) / (4 * variance)))
         both = np.stack([by_offset, residual], axis=2)
         pose_both = np.einsum("kia,k,kib->ab", by_pose, weights, both)
-        absorbed = np.linalg.lstsq(
-            np.einsum("kia,k,kib->ab", by_pose, weights, by_pose), pose_both, rcond=None
-        )[0]
+        pose_pose = np.einsum("kia,k,kib->ab", by_pose, weights, by_pose)
+        absorbed = np.linalg.lstsq(pose_pose, pose_both, rcond=None)[0]
         information, moved = np.einsum("ki,k,kib->b", by_offset, weights, both) - pose_both[:, 0] @ absorbed
         if information > 0:
             self._information += information
@@ -373,10 +344,8 @@ class PoseTracker:
     def measure(self, frame: KeptFrame, right: np.ndarray, deviations: np.ndarray) -> None:
         """Set a frame's depths from where the right image shows its points (N, 2), NaN where unknown.
 
-        `deviations` (N,) are those of the points' x in pixels, NaN where they are not located exactly.
-
-        Without a baseline nothing is set, nor for a frame whose shape is not the camera's. The offset of
-        disparities that motion has shown so far is taken into account.
+        `deviations` (N,) are those of the points' x in pixels, NaN where they are not located exactly. The
+        offset of disparities that motion has shown so far is taken into account.
         """
         camera = self.camera_of(frame.size)
         if camera is None or self.baseline is None:
@@ -401,20 +370,20 @@ class PoseTracker:
         if None in cameras:
             return "no_camera" if self.camera is None else "other_size", None
         rows, here = links.inliers.T
-        rays0 = rays(keyframe.keypoints[rows], cameras[0])
         points1, scale = frame.keypoints[here].astype(np.float64), 1 / frame.scale[0]
+        points = LinkedPoints(rays(keyframe.keypoints[rows], cameras[0]), points1, cameras[1], scale)
         depths, errors = keyframe.depths[rows], keyframe.inverse_errors[rows]
-        starting = np.count_nonzero(np.isfinite(depths)) < MIN_POINTS
-        if starting and self.baseline is None:
-            depths, errors = np.full((2, len(rows)), np.nan)
-            starts = self._starts_anew(frame.index - keyframe.index, rays0, points1, cameras[1], scale)
-        else:
-            starts = self._starts(rays0, depths, points1, cameras[1], scale)
         alone = self.baseline is None
+        starting = np.count_nonzero(np.isfinite(depths)) < MIN_POINTS
+        if starting and alone:
+            depths, errors = np.full((2, len(rows)), np.nan)
+            starts = self._starts_anew(points, frame.index - keyframe.index)
+        else:
+            starts = self._starts(points, depths)
         trials: list[JointPose] = []
         for start, doubtful in starts:
-            share = 0.4 if alone else 0.2  # what moves may show more points than what stands still
-            trial = adjust(rays0, 1 / depths, errors, points1, start, cameras[1], scale, doubtful, share)
+            # What moves may show more points than what stands still.
+            trial = adjust(points, 1 / depths, errors, start, doubtful, share=0.4 if alone else 0.2)
             trials += [] if trial is None else [trial]
             if not alone and trial is not None and trial.agreeing.mean() >= 0.8:
                 break
@@ -423,8 +392,10 @@ class PoseTracker:
         if alone:
             found, rivalled = max(trials, key=lambda trial: trial.agreeing.sum()), False
         else:
-            before = [self._goes_on(trial, keyframe, frame) for trial in trials]
-            found, rivalled = standing_still(trials, before, points1 / scale)
+            known = self._sure and keyframe.world_from_cam is not None
+            ways = (np.linalg.inv(trial.cam1_from_cam0) for trial in trials)
+            goes_on = [known and not self._jumps(keyframe.world_from_cam @ way, frame.index) for way in ways]
+            found, rivalled = standing_still(trials, goes_on, points1 / scale)
         T = found.cam1_from_cam0
         learnt = np.ones(len(rows), bool)  # from frames, where no pair has measured it
         if keyframe.measured is not None:
@@ -433,7 +404,7 @@ class PoseTracker:
             measured = keyframe.measured._replace(
                 disparities=disparities[kept], deviations=keyframe.measured.deviations[rows][kept]
             )
-            self.offset.observe(rays0[kept], measured, points1[kept], T, cameras[1], scale)
+            self.offset.observe(points[kept], measured, T)
         sure = learnt & (found.errors < 0.2 * found.inverse_depths)  # up to this error a depth is known
         keyframe.depths[rows[learnt]], keyframe.inverse_errors[rows[learnt]] = np.nan, np.nan
         keyframe.depths[rows[sure]] = 1 / found.inverse_depths[sure]
@@ -444,74 +415,69 @@ class PoseTracker:
         doubted = rivalled or begins or found.agreeing.mean() < LEAST_AGREEMENT
         return self._settle(frame, keyframe.world_from_cam @ np.linalg.inv(T), found.deviation, doubted), T
 
-    def _goes_on(self, found: JointPose, keyframe: KeptFrame, frame: KeptFrame) -> bool:
-        """Whether a pose continues a motion that is known."""
-        if self._last is None or not self._sure or keyframe.world_from_cam is None:
-            return False
-        pose = keyframe.world_from_cam @ np.linalg.inv(found.cam1_from_cam0)
-        return not self._jumps(np.linalg.inv(self._last[1]) @ pose, frame.index)
-
-    def _jumps(self, step: np.ndarray, index: int) -> bool:
-        """Whether a step to a frame is not as the last motion: cameras hardly stop at once."""
-        before = self._motion[:3, 3]
+    def _jumps(self, pose: np.ndarray, index: int) -> bool:
+        """Whether the way to a frame is not as the last motion: cameras hardly stop at once."""
+        before, step = self._motion[:3, 3], np.linalg.inv(self._last[1]) @ pose
         change = np.linalg.norm(step[:3, 3] / max(1, index - self._last[0]) - before)
         return change > max(np.linalg.norm(before), self.baseline or 1.0) / 2
 
     def _starts(
-        self, rays0: np.ndarray, depths: np.ndarray, points1: np.ndarray, camera1: Camera, scale: float
+        self, points: LinkedPoints, depths: np.ndarray
     ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
         """Poses to adjust, and points that are not to move them.
 
         One is from the depths. Where one camera made these and fewer than half agree, one from all links;
         where pairs measured them, two from the points that do not agree with it, which may be a car's.
         """
-        T, agree = solve_pose(rays0, depths, points1, camera1, scale)
+        T, agree = solve_pose(points, depths)
         if T is not None:
             yield T, ~agree if self.baseline else None
         others = ~agree if self.baseline else np.ones(len(depths), bool)
         if self.baseline:
-            T, also = solve_pose(rays0, np.where(others, depths, np.nan), points1, camera1, scale)
+            T, also = solve_pose(points, np.where(others, depths, np.nan))
             if T is not None:
                 yield T, ~also
         elif agree.sum() >= 0.5 * np.count_nonzero(np.isfinite(depths)):
             return
-        if (T := self._essential(rays0[others], points1[others], camera1, scale)) is not None:
-            ratios = depths[others] / triangulate(rays0[others], rays(points1[others], camera1), T)[0]
-            if np.isfinite(ratios).any():
-                T[:3, 3] *= np.nanmedian(ratios)
-                yield T, agree if self.baseline else None
+        T, found, _ = self._essential(points[others])
+        ratios = depths[others] / found
+        if np.isfinite(ratios).any():
+            T[:3, 3] *= np.nanmedian(ratios)
+            yield T, agree if self.baseline else None
 
-    def _starts_anew(
-        self, frames: int, rays0: np.ndarray, points1: np.ndarray, camera1: Camera, scale: float
-    ) -> Iterator[tuple[np.ndarray, None]]:
+    def _starts_anew(self, points: LinkedPoints, frames: int) -> Iterator[tuple[np.ndarray, None]]:
         """The pose by an essential matrix once three in ten points have a degree of parallax.
 
         Its baseline has the length last known, of so many frames.
         """
-        T = self._essential(rays0, points1, camera1, scale)
-        if T is not None and np.mean(triangulate(rays0, rays(points1, camera1), T)[1] >= 1.0) >= 0.3:
+        T, _, angles = self._essential(points)
+        if np.mean(angles >= 1.0) >= 0.3:
             step = float(np.linalg.norm(self._motion[:3, 3]))
             T[:3, 3] *= step * frames if step > 0 else 1.0
             yield T, None
 
-    def _essential(
-        self, rays0: np.ndarray, points1: np.ndarray, camera1: Camera, scale: float
-    ) -> np.ndarray | None:
-        """cam1_from_cam0 (4, 4) of unit translation, or None."""
-        points0, cameras = project(rays0, camera1), (camera1, camera1)
-        geometry = self._essential_matrix(points0, points1, cameras=cameras, thresholds_scale=scale)
-        return geometry.cam1_from_cam0 if geometry.status == "ok" else None
+    def _essential(self, points: LinkedPoints) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """cam1_from_cam0 (4, 4) of unit translation, and depths (K,) and angles of `triangulate`, or NaN."""
+        points0, cameras = project(points.rays0, points.camera1), (points.camera1, points.camera1)
+        given = points0, points.points1
+        geometry = self._essential_matrix(*given, cameras=cameras, thresholds_scale=points.scale)
+        if geometry.status != "ok":
+            return np.eye(4), *np.full((2, len(points0)), np.nan)
+        T = geometry.cam1_from_cam0.copy()
+        return T, *triangulate(points.rays0, rays(points.points1, points.camera1), T)
 
     def promote(self, keyframe: KeptFrame, frame: KeptFrame, links: FrameLinks, T: np.ndarray | None) -> None:
         """Give a frame that becomes a keyframe the depths that the keyframe before it knows."""
         if T is None:
             return
         rows, here = links.inliers.T
-        rays0 = rays(keyframe.keypoints[rows], self.camera_of(keyframe.size))
-        inverse, errors = carry(rays0, 1 / keyframe.depths[rows], keyframe.inverse_errors[rows], T)
-        unknown = ~np.isfinite(frame.depths[here])
-        frame.depths[here[unknown]] = 1 / inverse[unknown]
-        frame.inverse_errors[here[unknown]] = errors[unknown]
+        rows = rows[unknown := ~np.isfinite(frame.depths[here])]
+        inverse = 1 / keyframe.depths[rows]
+        turned = rays(keyframe.keypoints[rows], self.camera_of(keyframe.size)) @ T[2, :3]
+        ahead = turned + inverse * T[2, 3]
+        ahead = np.where(ahead > 0, ahead, np.nan)
+        frame.depths[here[unknown]] = ahead / inverse
+        frame.inverse_errors[here[unknown]] = keyframe.inverse_errors[rows] * np.abs(turned) / ahead**2
 
     def bridge(self, frame: KeptFrame) -> PoseStatus:
         """After a loss, extrapolate the last motion, so that the path continues: a guess."""
@@ -533,7 +499,7 @@ class PoseTracker:
             step = np.linalg.inv(self._last[1]) @ pose
             length = max(length, float(np.linalg.norm(step[:3, 3])))
             moving = np.linalg.norm(self._motion[:3, 3]) > unit
-            doubted = doubted or (moving and self._jumps(step, frame.index))
+            doubted = doubted or (moving and self._jumps(pose, frame.index))
             if frames != 1:  # over a gap the motion of one frame is only known roughly, by its share
                 step[:3, :3], step[:3, 3] = np.eye(3), step[:3, 3] / max(1, frames)
             self._motion = step

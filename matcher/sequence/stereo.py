@@ -77,7 +77,7 @@ def complete_partners(
     first, status = _located(images, known, there, fit_affine_maps(known, there, NEIGHBOURS)[0])
     good = (status == 0) & (first.refinement.correlations >= LEAST_CORRELATION[0])
     found = right.copy()
-    deviations[linked] = np.where(good, _deviations(first), np.nan)
+    deviations[linked] = np.where(good, np.sqrt(first.refinement.covariances[:, 0, 0]), np.nan)
     found[linked] = np.where((good | (status == REFINEMENTS.index("flat")))[:, None], first.points1, np.nan)
     if np.count_nonzero(good) < MIN_LINKS or linked.all():
         return found, deviations
@@ -94,20 +94,12 @@ def complete_partners(
     good = (status == 0) & (returned == 0) & (second.refinement.correlations >= LEAST_CORRELATION[1])
     good &= np.linalg.norm(back.points1 - asked, axis=1) <= 0.5
     found[~linked] = np.where(good[:, None], second.points1, np.nan)
-    deviations[~linked] = _deviations(second)
+    deviations[~linked] = np.sqrt(second.refinement.covariances[:, 0, 0])
     return found, deviations
 
 
-def _deviations(matches: Matches) -> np.ndarray:
-    """(K,) standard deviations of x in pixels."""
-    return np.sqrt(matches.refinement.covariances[:, 0, 0])
-
-
 def _located(
-    images: tuple[ImagePyramid, ImagePyramid],
-    points0: np.ndarray,
-    points1: np.ndarray,
-    maps: np.ndarray,
+    images: tuple[ImagePyramid, ImagePyramid], points0: np.ndarray, points1: np.ndarray, maps: np.ndarray
 ) -> tuple[Matches, np.ndarray]:
     """Matches refined on the images, and (K,) what became of each, an index into `REFINEMENTS`."""
     indices = np.tile(np.arange(len(points0))[:, None], 2)

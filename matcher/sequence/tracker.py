@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
@@ -18,15 +21,7 @@ from matcher.match.adaptivity import with_layers
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions, refuse_further_passes
 from matcher.refine import ImagePyramid, refine_matches
-from matcher.sequence.frames import (
-    Clock,
-    FrameLinks,
-    FrameResult,
-    FrameStatus,
-    KeptFrame,
-    StageTimes,
-    percentiles,
-)
+from matcher.sequence.frames import Clock, FrameLinks, FrameResult, FrameStatus, KeptFrame
 from matcher.sequence.keyframe_map import MapTracking
 from matcher.sequence.linking import Linker, MatchPairs, TrackIds, most_similar, share_left, through
 from matcher.sequence.pose_tracking import MOST_DOUBT, PoseTracker
@@ -49,21 +44,13 @@ LEAST_KEPT, MOST_PARALLAX = 0.65, 0.12
 
 
 def tracking_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
-    """A preset with options, or a pipeline as it is; its estimator verifies the links.
-
-    Raises:
-        UsageError: options beside a pipeline, a preset without keypoints, or another geometry than the
-            fundamental matrix.
-    """
+    """A preset with options, or a pipeline as it is, refused where it cannot track."""
     given = {name: value for name, value in options.items() if value is not None}
     refuse_further_passes(given, "frames are matched by one pass each")
-    kind = given.get("geometry", "fundamental")
-    if kind == "fundamental":
-        if not isinstance(preset, Pipeline) and takes(preset, "match_threshold"):
-            given = {"match_threshold": MATCH_THRESHOLD, **given}
-        pipeline = open_pipeline(preset, given)
-        kind = pipeline.config.estimation.kind
-    if kind != "fundamental":
+    if not isinstance(preset, Pipeline) and takes(preset, "match_threshold"):
+        given = {"match_threshold": MATCH_THRESHOLD, **given}
+    pipeline = open_pipeline(preset, given)
+    if (kind := pipeline.config.estimation.kind) != "fundamental":
         raise UsageError(
             f"a tracker verifies its links by the fundamental matrix, not by geometry {kind!r}; leave "
             "geometry out, and give a camera for poses"
@@ -87,8 +74,8 @@ def for_neighbours(pipeline: Pipeline) -> Pipeline:
 class FrameExtractor:
     """Reads frames and extracts their features.
 
-    The first frame decides how a time budget is spent and, by its sharpness, the size of all frames. Where
-    frames take longer than planned, because other programs use the machine, less is planned for the next.
+    The first frame with keypoints decides how a time budget is spent and, by its sharpness, the size of all.
+    Where frames take longer than planned, because other programs use the machine, less is planned.
     """
 
     def __init__(self, pipeline: Pipeline, budget_ms: float | None) -> None:
@@ -99,22 +86,16 @@ class FrameExtractor:
         self._whole, self._first = pipeline, []  # as it came; and the frame that showed what things cost
         self._costs: Costs = {}
         self._pace, self._new = 1.0, False
-        # Whether a first frame with keypoints has settled size and budget.
         self._decided = budget_ms is None and pipeline.config.extractor.soft_resize is None
 
     def read(self, frames: list[ImageInput], mask: Mask | None = None) -> list[Image]:
-        """One image, or left and right, as the front end wants them; the mask is of the first.
-
-        Raises:
-            ImageError: an image cannot be read, or the two differ in size.
-        """
-        masks = [mask, *[None] * (len(frames) - 1)]
-        images = [self.pipeline.read(*each) for each in zip(frames, masks, strict=True)]
-        sizes = [image.size for image in images]
-        if len(set(sizes)) > 1:
+        """One image, or left and right, as the front end wants them; the mask is of the first."""
+        given = list(zip(frames, (mask, None), strict=False))
+        images = [self.pipeline.read(*each) for each in given]
+        if images[0].size != images[-1].size:
             raise ImageError(
-                f"{images[0].path or 'a pair'}: a rectified pair has one size, not {sizes[0]} and "
-                f"{sizes[1]}; rectify both to one size"
+                f"{images[0].path or 'a pair'}: a rectified pair has one size, not {images[0].size} and "
+                f"{images[1].size}; rectify both to one size"
             )
         if self._decided or not len(self.extract(images[:1])[0]):
             return images
@@ -128,14 +109,12 @@ class FrameExtractor:
             return [images[0], *(self.pipeline.read(frame) for frame in frames[1:])]
         self._first, self._costs = images, measure_costs(self.pipeline, images, pairs=False)
         self._plan()
-        return [self.pipeline.read(*each) for each in zip(frames, masks, strict=True)]
+        return [self.pipeline.read(*each) for each in given]
 
     def extract(self, images: list[Image]) -> list[Features]:
         """Features of each image; beyond the points that a budget allows, the weakest are left out."""
-        features = self.pipeline.extractor(images)
-        if self.choice is None:
-            return features
-        return [strongest(found, self.choice.max_keypoints) for found in features]
+        features, choice = self.pipeline.extractor(images), self.choice
+        return features if choice is None else [strongest(found, choice.max_keypoints) for found in features]
 
     def took(self, milliseconds: float) -> None:
         """Plan anew for the next frames, where the last ones took longer, or no longer take longer."""
@@ -198,11 +177,8 @@ class LocalMap:
         self, current: KeptFrame, to_previous: FrameLinks | None, to_keyframe: FrameLinks | None
     ) -> np.ndarray:
         """Give the points their track ids; returns their lengths."""
-        offers = [
-            (earlier.track_ids, links.inliers)
-            for earlier, links in ((self.previous, to_previous), (self._keyframe, to_keyframe))
-            if links is not None
-        ]
+        earlier = ((self.previous, to_previous), (self._keyframe, to_keyframe))
+        offers = [(frame.track_ids, links.inliers) for frame, links in earlier if links is not None]
         current.track_ids, lengths = self._tracks.extend(len(current.keypoints), offers)
         return lengths
 
@@ -338,7 +314,7 @@ class Tracker:
         poses = PoseTracker(camera, baseline, estimation)
         self._map = LocalMap(Linker(estimator, estimation.max_epipolar_error), poses, window)
         self._in_map: MapTracking | None = None
-        self._count, self._watch = 0, StageTimes()
+        self._count, self._spent = 0, {}  # frames; stage → milliseconds of the last one
 
     @property
     def pipeline(self) -> Pipeline:
@@ -351,7 +327,6 @@ class Tracker:
         return self._frames.choice
 
     def __repr__(self) -> str:
-        """One line."""
         parts = [self.pipeline.preset, f"{self._count} frames", f"{len(self.keyframes)} keyframes kept"]
         parts += [] if self.camera is None else [f"camera of f = {self.camera.fx:g} pixels"]
         parts += [] if self.baseline is None else [f"baseline {self.baseline:g}"]
@@ -364,7 +339,12 @@ class Tracker:
 
     def latency(self) -> dict[str, dict[str, float]]:
         """Stage → p50, p95, p99 and max in milliseconds, over the last 512 frames that were not skipped."""
-        return percentiles(self._times)
+        table = {}
+        for stage in dict.fromkeys(stage for row in self._times for stage in row):
+            values = [row[stage] for row in self._times if stage in row]
+            found = np.percentile(values, (50, 95, 99, 100)).tolist()
+            table[stage] = dict(zip(("p50", "p95", "p99", "max"), found, strict=True))
+        return table
 
     def push(
         self, frame: ImageInput | None, timestamp: float | None = None, *, mask: Mask | None = None
@@ -381,7 +361,7 @@ class Tracker:
             ImageError: the image cannot be read; the tracker is unchanged, so None may be pushed instead.
             UsageError: an array or a timestamp that cannot be used; likewise.
         """
-        return self._push(frame, None, timestamp, mask)
+        return self._push([frame], timestamp, mask)
 
     def push_stereo(
         self,
@@ -399,7 +379,7 @@ class Tracker:
         Raises:
             ImageError: also where the images differ in size.
         """
-        return self._push(left if right is not None else None, right, timestamp, mask)
+        return self._push([left, right], timestamp, mask)
 
     def save_map(self, *, close_loops: bool = True) -> ClosedTrajectory:
         """Make the map of the keyframes so far, to be localised in and loaded by a later run.
@@ -454,42 +434,52 @@ class Tracker:
         """Why nothing more is found in the loaded map, None where all is well."""
         return None if self._in_map is None else self._in_map.problem
 
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start = perf_counter()
+        yield
+        self._spent[stage] = self._spent.get(stage, 0.0) + 1000 * (perf_counter() - start)
+
     def _push(
-        self,
-        frame: ImageInput | None,
-        right: ImageInput | None,
-        timestamp: float | None,
-        mask: Mask | None,
+        self, frames: list[ImageInput | None], timestamp: float | None, mask: Mask | None
     ) -> FrameResult:
-        self._watch = watch = StageTimes()
-        if frame is None:
-            return self._pass_over("dropped", timestamp)
-        with watch.timed("read"):
-            images = self._frames.read([frame] if right is None else [frame, right], mask)
+        self._spent = {}
+        if any(frame is None for frame in frames):
+            return self._pass_over("dropped", timestamp, (0, 0))
+        with self._timed("read"):
+            images = self._frames.read(frames, mask)
         if not self._clock.accepts(timestamp):
             return self._pass_over("out_of_order", timestamp, images[0].size)
-        with watch.timed("extract"):
+        with self._timed("extract"):
             features = self._frames.extract(images)
         if len(features[0]) == 0:
             return self._pass_over("blank", timestamp, images[0].size)
-        pyramids = [ImagePyramid.of(image) for image in images]
-        refines = self.pipeline.config.refine is not None
-        current, *others = (
-            KeptFrame.of(self._count, found, pyramid if refines else None)
-            for found, pyramid in zip(features, pyramids, strict=True)
-        )
-        with watch.timed("match"):
-            earlier, pair = self._match(features)
-        with watch.timed("verify"):
+        pyramids = tuple(map(ImagePyramid.of, images))
+        refines, previous = self.pipeline.config.refine is not None, self._map.previous
+        current = KeptFrame(self._count, features[0], pyramids[0] if refines else None)
+        with self._timed("match"):  # previous → this and left → right, in one batch
+            pairs = [] if previous is None else [(previous.features, features[0])]
+            pairs += [(features[0], other) for other in features[1:] if len(other)]
+            matched = self._frames.near.match_features_batch(pairs)
+            earlier = None if previous is None else matched.pop(0)
+        with self._timed("verify"):
             match = self.pipeline.match_features_batch
             status, to_previous, to_keyframe = self._map.link(current, earlier, match)
             lengths = self._map.identify(current, to_previous, to_keyframe)
-        if current.pyramid is not None and to_keyframe is not None:
-            with watch.timed("refine"):
+        if refines and to_keyframe is not None:
+            with self._timed("refine"):
                 self._map.refine(current, to_keyframe, self.pipeline)
-        with watch.timed("verify"):
-            partner = None if pair is None else self._look_right(current, others[0], pyramids, pair)
-        with watch.timed("pose"):
+        right = None
+        with self._timed("verify"):
+            for pair in matched:  # where the right image shows the keypoints, and so how far away they are
+                other = KeptFrame(self._count, features[1])
+                links = self._map.linker.link(current, other, pair.indices, pair.scores)
+                right = partners(current.keypoints, other.keypoints, links)
+                right, deviations = complete_partners(pyramids, current.keypoints, right)
+                if self._window is not None:
+                    right = within(current.keypoints, right, self._window)
+                self._map.poses.measure(current, right, deviations)
+        with self._timed("pose"):
             found = self._map.place(current, status, to_keyframe)
         self._map.close(current)
         self._count += 1
@@ -505,46 +495,25 @@ class Tracker:
             to_keyframe=to_keyframe,
             world_from_cam=None if current.world_from_cam is None else current.world_from_cam.copy(),
             camera=self._map.poses.camera_of(current.size),
-            right=partner,
+            right=right,
             depths=current.depths.copy() if np.isfinite(current.depths).any() else None,
             **found,
         )
         if self.keyframe_map is not None:
-            with watch.timed("map"):
-                self.keyframe_map.add(result, frame, mask=mask)
+            with self._timed("map"):
+                self.keyframe_map.add(result, frames[0], mask=mask)
         if self._in_map is not None:
-            with watch.timed("map"):
-                pose = self._in_map.follow(result, frame, mask=mask, alpha_mask=self.pipeline.alpha_mask)
-            result = replace(result, map_from_cam=pose)
-        spent = watch.milliseconds()
+            with self._timed("map"):
+                how = dict(mask=mask, alpha_mask=self.pipeline.alpha_mask)
+                result = replace(result, map_from_cam=self._in_map.follow(result, frames[0], **how))
+        spent = {**self._spent, "total": sum(self._spent.values())}
         self._times.append(spent)
         self._frames.took(spent["total"])
         return replace(result, milliseconds=spent)
 
-    def _match(self, features: list[Features]) -> tuple[Matches | None, Matches | None]:
-        """Matches previous → this and left → right, in one batch."""
-        previous, has_right = self._map.previous, len(features) > 1 and len(features[1]) > 0
-        pairs = [] if previous is None else [(previous.features, features[0])]
-        pairs += [(features[0], features[1])] if has_right else []
-        found = self._frames.near.match_features_batch(pairs)
-        return (None if previous is None else found[0]), (found[-1] if has_right else None)
-
-    def _look_right(
-        self, current: KeptFrame, other: KeptFrame, pyramids: list[ImagePyramid], pair: Matches
-    ) -> np.ndarray:
-        """Where the right image shows the keypoints, verified and searched; sets their depths."""
-        links = self._map.linker.link(current, other, pair.indices, pair.scores)
-        right = partners(current.keypoints, other.keypoints, links)
-        right, deviations = complete_partners((pyramids[0], pyramids[1]), current.keypoints, right)
-        if self._window is not None:
-            right = within(current.keypoints, right, self._window)
-        self._map.poses.measure(current, right, deviations)
-        return right
-
-    def _pass_over(
-        self, status: FrameStatus, timestamp: float | None, size: tuple[int, int] = (0, 0)
-    ) -> FrameResult:
+    def _pass_over(self, status: FrameStatus, timestamp: float | None, size: tuple[int, int]) -> FrameResult:
         """The result of a skipped frame; the next one is linked to the last frame that was tracked."""
         self._count += 1
-        spent = self._watch.milliseconds()
-        return FrameResult.skipped(self._count - 1, timestamp, status, size, milliseconds=spent)
+        nothing = np.zeros((0, 2), np.float32), np.zeros(0, np.int64), np.zeros(0, np.int64)
+        spent = {**self._spent, "total": sum(self._spent.values())}
+        return FrameResult(self._count - 1, timestamp, status, size, *nothing, milliseconds=spent)

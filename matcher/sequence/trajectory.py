@@ -40,7 +40,7 @@ def write_trajectory(
         UsageError: KITTI's lines have no times, and a frame has no pose.
         OSError: the file cannot be written.
     """
-    path, guessed = Path(path), [row for row, guess in enumerate(bridged) if guess]
+    path, guessed = Path(path), np.flatnonzero(bridged).tolist()
     if path.suffix.lower() != ".kitti":
         lines, names = tum_lines(timestamps, poses), [f"{timestamps[row]:.6f}" for row in guessed]
     elif frames is not None and len(poses) < frames:
@@ -161,13 +161,10 @@ def _different_times(stamps: np.ndarray, times: np.ndarray) -> str:
         for what, one, other in (("true poses'", times, stamps), ("frames'", stamps, times)):
             if one.min() / factor <= other.max() and one.max() / factor >= other.min() > 0:
                 return f"{message}: the {what} times are likely {unit}, so write them in seconds"
-    if stamps.max() < 1e6 < times.min():
-        return (
-            f"{message}: the frames' times only count them at the frame rate; files named by their time in "
-            "seconds or nanoseconds, or times.txt, timestamps.txt, data.csv or rgb.txt beside them say when "
-            "they were taken"
-        )
-    return f"{message}; check that the poses are those of this sequence"
+    return (
+        f"{message}: are they of this sequence? Frames are counted at the frame rate unless files named by "
+        "their time, or times.txt, timestamps.txt, data.csv or rgb.txt beside them say when they were taken"
+    )
 
 
 # --- The record of a run.
@@ -190,31 +187,26 @@ class TrackingLog:
         self._lengths.update(result.track_ids.tolist())
         if result.map_from_cam is not None:
             self._map_poses[result.index] = result.map_from_cam
-        nothing = dict.fromkeys(
-            ("keypoints", "track_lengths", "to_previous", "to_keyframe", "right", "depths", "map_from_cam")
-        )
-        self._frames.append(replace(result, **nothing))
+        large = "keypoints", "track_lengths", "to_previous", "to_keyframe", "right", "depths", "map_from_cam"
+        self._frames.append(replace(result, **dict.fromkeys(large)))
 
     def complete(self, map_poses: Mapping[int, np.ndarray]) -> None:
         """Take in poses in the map, (4, 4) by frame, that were not known in time."""
         self._map_poses |= map_poses
 
     def __len__(self) -> int:
-        """Frames."""
         return len(self._frames)
 
     def counts(self) -> dict[str, int]:
         """How many frames had each status, how many became keyframes, and whose poses are uncertain."""
         found = Counter(frame.status for frame in self._frames)
         found["keyframes"] = sum(frame.is_keyframe for frame in self._frames)
-        if uncertain := sum(frame.pose_status == "uncertain" for frame in self._frames):
-            found["uncertain"] = uncertain
-        return dict(found)
+        found["uncertain"] = sum(frame.pose_status == "uncertain" for frame in self._frames)
+        return {name: count for name, count in found.items() if count or name == "keyframes"}
 
     def mean_track_length(self) -> float:
         """Mean number of frames of a track seen in two or more; 0 without any."""
-        lengths = [length for length in self._lengths.values() if length > 1]
-        return float(np.mean(lengths)) if lengths else 0.0
+        return float(np.mean([length for length in self._lengths.values() if length > 1] or [0.0]))
 
     def _poses(self, in_map: bool) -> list[np.ndarray]:
         """Of each frame, in the map or the world; NaN where there is none."""
@@ -229,15 +221,11 @@ class TrackingLog:
         A frame without a timestamp has its index as one. Where `in_map` is set, poses are those in the map.
         With `bridged`, frames at which tracking was lost are there too, with the motion before extrapolated.
         """
-        poses = self._poses(self.in_map)
-        rows = [
-            row
-            for row, (pose, frame) in enumerate(zip(poses, self._frames, strict=True))
-            if np.isfinite(pose).all() and (bridged or frame.pose_status != "bridged")
-        ]
-        times = [float(row) if (t := self._frames[row].timestamp) is None else t for row in rows]
-        known = np.array([poses[row] for row in rows]).reshape(-1, 4, 4)
-        return np.array(rows, np.int64), np.array(times, np.float64), known
+        poses = np.reshape(self._poses(self.in_map), (-1, 4, 4))
+        measured = np.array([bridged or frame.pose_status != "bridged" for frame in self._frames], bool)
+        rows = np.flatnonzero(np.isfinite(poses).all(axis=(1, 2)) & measured)
+        times = [float(row) if (t := self._frames[row].timestamp) is None else t for row in rows.tolist()]
+        return rows, np.array(times, np.float64), poses[rows]
 
     def write(self, path: Path, *, bridged: bool = False) -> None:
         """Write the trajectory by `write_trajectory`, whose errors it raises."""
@@ -257,27 +245,22 @@ class TrackingLog:
         (F, 4, 4), NaN where there is none; observation_frame, observation_track (O,); observation_xy (O, 2);
         observation_depth (O,). Poses of `pose_status` "bridged" are extrapolated.
         """
-        columns: dict[str, np.ndarray] = {}
-        for name, attribute, kind in (
-            ("frame_index", "index", np.int64),
-            ("timestamp", "timestamp", np.float64),
-            ("status", "status", np.str_),
-            ("pose_status", "pose_status", np.str_),
-            ("is_keyframe", "is_keyframe", bool),
-        ):
-            columns[name] = np.array([getattr(frame, attribute) for frame in self._frames], kind)
-        for name, in_map in (("world_from_cam", False), ("map_from_cam", True)):
-            columns[name] = np.array(self._poses(in_map)).reshape(-1, 4, 4)
+        kinds = {"timestamp": np.float64, "status": np.str_, "pose_status": np.str_, "is_keyframe": bool}
+        columns = {
+            name: np.array([getattr(frame, name) for frame in self._frames], kind)
+            for name, kind in kinds.items()
+        }
         points = np.concatenate([np.zeros((0, 3), np.float32), *self._points])
-        ids = [np.zeros(0, np.int64), *(frame.track_ids for frame in self._frames)]
+        ids = [frame.track_ids for frame in self._frames]
         buffer = io.BytesIO()
         np.savez_compressed(
             buffer,
             **columns,
-            observation_frame=np.repeat(np.arange(len(self)), [len(each) for each in ids[1:]]).astype(
-                np.int64
-            ),
-            observation_track=np.concatenate(ids),
+            frame_index=np.array([frame.index for frame in self._frames], np.int64),
+            world_from_cam=np.reshape(self._poses(in_map=False), (-1, 4, 4)),
+            map_from_cam=np.reshape(self._poses(in_map=True), (-1, 4, 4)),
+            observation_frame=np.repeat(np.arange(len(ids)), [len(each) for each in ids]),
+            observation_track=np.concatenate([np.zeros(0, np.int64), *ids]),
             observation_xy=points[:, :2],
             observation_depth=points[:, 2],
         )

@@ -70,7 +70,6 @@ class Matching:
     """Pipelines by what was chosen; one pair is matched at a time."""
 
     def __init__(self, device: str = "auto") -> None:
-        """For networks on a device."""
         self._busy = Lock()
         self.pipeline = lru_cache(maxsize=2)(partial(_load, device=device))  # each holds a network
 
@@ -84,16 +83,11 @@ class Matching:
             result = pipeline.match(image0, image1, **given)
             explainable = explained and isinstance(pipeline.matcher, AttentionMatcher)
             report = report_page(pipeline, images, result) if explainable else None
-        figure = draw_matches(
-            *images,
-            result.points0,
-            result.points1,
-            scores=result.scores,
-            inliers=None if result.geometry.status == "not_estimated" else result.inliers,
-            keypoints0=to_numpy(result.features0.keypoints),
-            keypoints1=to_numpy(result.features1.keypoints),
-            title=result.heading(),
-        )
+        inliers = None if result.geometry.status == "not_estimated" else result.inliers
+        sides = (to_numpy(features.keypoints) for features in (result.features0, result.features1))
+        keypoints = dict(zip(("keypoints0", "keypoints1"), sides, strict=True))
+        how = dict(scores=result.scores, inliers=inliers, title=result.heading(), **keypoints)
+        figure = draw_matches(*images, result.points0, result.points1, **how)
         return Answer(pipeline, result, figure_pixels(figure), report)
 
 
@@ -112,11 +106,9 @@ def _load(choices: Choices, device: str) -> Pipeline:
 def geometry_rows(result: Result) -> list[list[Any]]:
     """What and value, for a table: status, inliers and the matrix row by row."""
     geometry = result.geometry
-    rows: list[list[Any]] = [
-        ["geometry", geometry.kind],
-        ["status", geometry.status + ", planar" * geometry.planar],
-        ["inliers", int(geometry.inliers.sum())],
-    ]
+    status = geometry.status + ", planar" * geometry.planar
+    rows: list[list[Any]] = [["geometry", geometry.kind], ["status", status]]
+    rows.append(["inliers", int(geometry.inliers.sum())])
     for number, line in enumerate([] if geometry.matrix is None else geometry.matrix, 1):
         rows.append([f"matrix, row {number}", "  ".join(f"{value:.6g}" for value in line)])
     for place, pose in enumerate(geometry.alternatives if geometry.status == "ambiguous" else ()):
@@ -187,20 +179,16 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
         result, own = answer.result, tempfile.mkdtemp(dir=folder)  # earlier answers keep their downloads
         arrays, report = (Path(own, name) for name in ("matches.npz", "report.html"))
         write_whole(arrays, result.to_bytes(".npz"))
+        said, rows = _own_words(result.summary(), file0, file1), geometry_rows(result)
         if answer.report is None:
             why = "this preset has no network to explain" if explained else "it was not asked for"
-            shown = f"<p>No explanation: {why}.</p>"
-        else:
-            write_whole(report, answer.report)
-            shown = _frame(answer.report)
-        return (
-            _own_words(result.summary(), file0, file1),
-            answer.drawing,
-            geometry_rows(result),
-            str(arrays),
-            None if answer.report is None else str(report),
-            shown,
-        )
+            return said, answer.drawing, rows, str(arrays), None, f"<p>No explanation: {why}.</p>"
+        write_whole(report, answer.report)
+        # The report, in a frame that may run its own script and do nothing else.
+        style = "width: 100%; height: 1400px; border: 1px solid #ccc"
+        frame = f'<iframe title="report" sandbox="allow-scripts" style="{style}" srcdoc="{{}}"></iframe>'
+        shown = frame.format(html.escape(answer.report.decode()))
+        return said, answer.drawing, rows, str(arrays), str(report), shown
 
     with UploadsOnly(title="matcher", analytics_enabled=False, delete_cache=(600, 3600)) as page:
         gr.Markdown("## matcher\nChoose two photos and press Match. They stay on this machine.")
@@ -276,13 +264,6 @@ def _own_words(words: object, *files: str | None) -> str:
     for file in filter(None, files):
         text = text.replace(file, Path(file).name)
     return text.replace(f"{get_upload_folder()}{os.sep}", "")
-
-
-def _frame(report: bytes) -> str:
-    """The report inside the page, in a frame that may run its own script and do nothing else."""
-    style = "width: 100%; height: 1400px; border: 1px solid #ccc"
-    text = html.escape(report.decode())
-    return f'<iframe title="report" sandbox="allow-scripts" style="{style}" srcdoc="{text}"></iframe>'
 
 
 def plain_theme() -> Base:

@@ -8,6 +8,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from matcher.errors import UsageError, install_command
@@ -139,14 +140,12 @@ def build_app(folder: Path, device: str = "auto", max_megabytes: int = MAX_MEGAB
     headers = [(b"content-security-policy", _POLICY.encode()), (b"referrer-policy", b"no-referrer")]
 
     async def answer(scope: dict, receive: Callable, send: Callable) -> None:
-        """Every answer carries the content-security policy."""
-
         async def marked(message: dict) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), *headers]}
             await send(message)
 
-        await admitted(scope, receive, marked if scope["type"] == "http" else send)
+        await admitted(scope, receive, marked)
 
     return answer
 
@@ -156,13 +155,6 @@ def _listen(port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise UsageError(f"a port is a number from 0 to 65535, not {port}")
     for candidate in [port] if port == 0 else range(port, min(port + 20, 65536)):
-        listening = socket.socket()
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listening.bind((HOST, candidate))
-            listening.listen()  # only now is the port taken
-        except OSError:
-            listening.close()
-            continue
-        return listening
+        with suppress(OSError):
+            return socket.create_server((HOST, candidate))
     raise UsageError(f"no port from {port} to {port + 19} is free; choose another port")
