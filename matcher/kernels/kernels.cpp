@@ -77,10 +77,10 @@ inline float exponential(float x) {
 }
 
 constexpr long kQueries = 24;  // a multiple of every `kTileRows`
-constexpr long kKeys = 64;     // a multiple of every panel
 constexpr long kPanel = 2 * kLanes;
 constexpr long kWidest = 128;
 constexpr float kSmall = 60.0f;  // exponentials of such scores, their sums and those of values are ordinary numbers
+constexpr float kSlack = 8.0f;   // by which a maximum may grow before weights are made relative to it
 
 template <typename Number>
 struct Rows {  // heads of `width` channels: head h of row i begins at first + i * row + h * head
@@ -105,13 +105,23 @@ struct Rows {  // heads of `width` channels: head h of row i begins at first + i
   }
 };
 
-// Arithmetic on floats.
+// Arithmetic on floats. `weights_of` makes weights e^(score scale - most) of `kPanel` scores, 0 beyond the first `count`, and
+// adds them to sums, lane by lane.
 struct Whole {
   typedef float Element;
-  static constexpr long kEach = 1;  // numbers of an element
+  static constexpr long kEach = 1;   // numbers of an element
+  static constexpr long kKeys = 64;  // at a time, a multiple of every panel; they stay in the innermost cache
   static Element pack(float first, float) { return first; }
-  static void pack_row(const float* row, Element* out) { memcpy(out, row, sizeof(float) * kPanel); }
-  static float exponential_of(float x) { return exponential(x); }
+
+  static void weights_of(const float* row, float scale, float most, long count, Element* out, float* sums) {
+#pragma omp simd
+    for (long j = 0; j < kPanel; ++j) {
+      const float x = row[j] * scale - most;
+      out[j] = exponential(x < -80.0f ? -80.0f : x);
+    }
+    for (long j = std::max(count, 0L); j < kPanel; ++j) out[j] = 0.0f;
+    for (long j = 0; j < kPanel; j += kLanes) store(load(sums) + load(out + j), sums);
+  }
 
   template <long kRows>
   static void tile(const Element* left, long stride, const Element* panel, long count, float* out, long out_stride,
@@ -137,22 +147,22 @@ struct Whole {
 // Arithmetic on pairs of numbers in bfloat16.
 struct Pairs {
   typedef uint32_t Element;
-  static constexpr long kEach = 2;
+  static constexpr long kEach = 2, kKeys = 128;
   static Element pack(float first, float second) { return rounded(first) | rounded(second) << 16; }
 
-  static void pack_row(const float* row, Element* out) {
-    const __m512bh pairs = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(row + kLanes), _mm512_loadu_ps(row));
-    _mm512_storeu_si512(out, (__m512i)pairs);
+  // To a relative error of 7.5e-5, a fiftieth of a step of bfloat16.
+  static __m512 exponential_of(__m512 x, float scale, float most) {
+    x = _mm512_fmsub_ps(x, _mm512_set1_ps(scale * 1.44269504f), _mm512_set1_ps(most * 1.44269504f));
+    const __m512 n = _mm512_floor_ps(x), f = x - n;
+    return _mm512_scalef_ps(((0.07802452f * f + 0.22606716f) * f + 0.69583354f) * f + 0.99992522f, n);
   }
 
-  // To a relative error of 7.5e-5, a fiftieth of a step of bfloat16.
-  static float exponential_of(float x) {
-    x *= 1.44269504f;
-    const float n = __builtin_floorf(x), f = x - n;
-    float p = 0.07802452f * f + 0.22606716f;
-    p = p * f + 0.69583354f;
-    p = p * f + 0.99992522f;
-    return p * as_float((uint32_t)((int32_t)n + 127) << 23);
+  static void weights_of(const float* row, float scale, float most, long count, Element* out, float* sums) {
+    const uint32_t valid = count >= kPanel ? ~0u : count <= 0 ? 0u : (1u << count) - 1;
+    const __m512 first = _mm512_maskz_mov_ps(valid, exponential_of(_mm512_loadu_ps(row), scale, most));
+    const __m512 second = _mm512_maskz_mov_ps(valid >> kLanes, exponential_of(_mm512_loadu_ps(row + kLanes), scale, most));
+    _mm512_storeu_ps(sums, _mm512_loadu_ps(sums) + first + second);
+    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(second, first));
   }
 
   template <long kRows>
@@ -209,51 +219,33 @@ void pack_values(const Rows<Number>& v, long h, long padded, long width, typenam
 }
 
 struct Running {  // of each query
-  float most[kQueries];
+  float most[kQueries];  // what weights are relative to
   float sums[kQueries][kLanes];  // of the weights, lane by lane: to add up lanes is slow
 };
 
-void add_lanes(const float* row, float* sums) {
-  for (long j = 0; j < kKeys; j += kLanes) store(load(sums) + load(row + j), sums);
-}
-
-// Scores (kQueries, kKeys), of which the last beyond `keys` do not count, become weights relative to the running
-// maximum; what was summed before is brought to it.
+// Scores (kQueries, kKeys), of which the last beyond `keys` do not count, become weights. Those of large scores are relative
+// to about the maximum so far; what was summed before is brought to it.
 template <typename Arithmetic>
-void weigh(float* scores, long keys, float scale, long width, Running& running, float* message) {
+void weigh(const float* scores, long keys, float scale, bool small, long width, Running& running, float* message,
+           typename Arithmetic::Element* weights) {
+  constexpr long kKeys = Arithmetic::kKeys;
   for (long r = 0; r < kQueries; ++r) {
-    float *row = scores + r * kKeys, most = running.most[r];
-    for (long j = keys; j < kKeys; ++j) row[j] = -INFINITY;
+    const float* row = scores + r * kKeys;
+    if (!small) {
+      float most = -INFINITY;
 #pragma omp simd reduction(max : most)
-    for (long j = 0; j < kKeys; ++j) {
-      row[j] *= scale;
-      most = row[j] > most ? row[j] : most;
+      for (long j = 0; j < keys; ++j) most = row[j] > most ? row[j] : most;
+      most *= scale;
+      if (most > running.most[r] + kSlack) {
+        const float before = running.most[r] - most, share = before < -80.0f ? 0.0f : exponential(before);
+        running.most[r] = most;
+        store(load(running.sums[r]) * share, running.sums[r]);
+        for (long c = 0; c < width; c += kLanes) store(load(message + r * width + c) * share, message + r * width + c);
+      }
     }
-#pragma omp simd
-    for (long j = 0; j < kKeys; ++j) {
-      const float x = row[j] - most;
-      row[j] = x < -80.0f ? 0.0f : Arithmetic::exponential_of(x < -80.0f ? -80.0f : x);
-    }
-    const float before = running.most[r] - most, share = before < -80.0f ? 0.0f : exponential(before);
-    running.most[r] = most;
-    if (share != 1.0f) {
-      store(load(running.sums[r]) * share, running.sums[r]);
-#pragma omp simd
-      for (long c = 0; c < width; ++c) message[r * width + c] *= share;
-    }
-    add_lanes(row, running.sums[r]);
-  }
-}
-
-// The same of scores that are known to be small: their exponentials are ordinary numbers without a maximum.
-template <typename Arithmetic>
-void weigh_small(float* scores, long keys, float scale, Running& running) {
-  for (long r = 0; r < kQueries; ++r) {
-    float* row = scores + r * kKeys;
-#pragma omp simd
-    for (long j = 0; j < kKeys; ++j) row[j] = Arithmetic::exponential_of(row[j] * scale);
-    for (long j = keys; j < kKeys; ++j) row[j] = 0.0f;
-    add_lanes(row, running.sums[r]);
+    for (long j = 0; j < kKeys; j += kPanel)
+      Arithmetic::weights_of(row + j, scale, running.most[r], keys - j, weights + (r * kKeys + j) / Arithmetic::kEach,
+                             running.sums[r]);
   }
 }
 
@@ -281,6 +273,7 @@ template <typename Arithmetic, typename Number>
 void attend(const Rows<Number>& q, const Rows<Number>& k, const Rows<Number>& v, Number* out, long heads, long width,
             float gain, const float* turns, int threads) {
   typedef typename Arithmetic::Element Element;
+  constexpr long kKeys = Arithmetic::kKeys;
   const long each = Arithmetic::kEach, padded = (k.count + kKeys - 1) / kKeys * kKeys;
   const long blocks = (q.count + kQueries - 1) / kQueries, packed = padded * width / each;
   const float scale = gain / std::sqrt((float)width);
@@ -305,19 +298,14 @@ void attend(const Rows<Number>& q, const Rows<Number>& k, const Rows<Number>& v,
         for (long c = 0; c < width; c += each) query[(r * width + c) / each] = Arithmetic::pack(from[c], from[c + each - 1]);
       }
       Running running;
-      std::fill_n(running.most, kQueries, -INFINITY);
+      std::fill_n(running.most, kQueries, small[h] ? 0.0f : -INFINITY);
       memset(running.sums, 0, sizeof running.sums);
       std::fill_n(message, kQueries * width, 0.0f);
       for (long j = 0; j < padded; j += kKeys) {
         for (long p = 0; p < kKeys; p += kPanel)
           multiply<Arithmetic>(query, width / each, keys.data() + h * packed + (j + p) * width / each, width / each,
                                scores + p, kKeys, false);
-        const long here = std::min(kKeys, k.count - j);
-        if (small[h])
-          weigh_small<Arithmetic>(scores, here, scale, running);
-        else
-          weigh<Arithmetic>(scores, here, scale, width, running, message);
-        for (long x = 0; x < kQueries * kKeys; x += kPanel) Arithmetic::pack_row(scores + x, weights + x / each);
+        weigh<Arithmetic>(scores, std::min(kKeys, k.count - j), scale, small[h], width, running, message, weights);
         for (long c = 0; c < width; c += kPanel)
           multiply<Arithmetic>(weights, kKeys / each, values.data() + h * packed + (c * padded + j * kPanel) / each,
                                kKeys / each, message + c, width, true);
