@@ -106,7 +106,7 @@ struct Rows {  // heads of `width` channels: head h of row i begins at first + i
 };
 
 // Arithmetic on floats. `weights_of` makes weights e^(score scale - most) of `kPanel` scores, 0 beyond the first `count`, and
-// adds them to sums, lane by lane.
+// adds them, as they were rounded, to sums, lane by lane.
 struct Whole {
   typedef float Element;
   static constexpr long kEach = 1;   // numbers of an element
@@ -161,8 +161,9 @@ struct Pairs {
     const uint32_t valid = count >= kPanel ? ~0u : count <= 0 ? 0u : (1u << count) - 1;
     const __m512 first = _mm512_maskz_mov_ps(valid, exponential_of(_mm512_loadu_ps(row), scale, most));
     const __m512 second = _mm512_maskz_mov_ps(valid >> kLanes, exponential_of(_mm512_loadu_ps(row + kLanes), scale, most));
-    _mm512_storeu_ps(sums, _mm512_loadu_ps(sums) + first + second);
-    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+    const __m512bh both = _mm512_cvtne2ps_pbh(second, first), ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    _mm512_storeu_si512(out, (__m512i)both);
+    _mm512_storeu_ps(sums, _mm512_dpbf16_ps(_mm512_loadu_ps(sums), both, ones));
   }
 
   template <long kRows>
