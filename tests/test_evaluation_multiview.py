@@ -196,13 +196,13 @@ def test_pairs_are_drawn_by_the_angle_between_their_views(recorded):
     listed = [{"image0": "-10.png", "image1": "10.png", "overlap": 0.6}]
     (recorded / "pairs.json").write_text(json.dumps(listed))
     found = drawn(recorded, 8, seed=3)
-    kinds = [pair.more_groups[0] for pair in found]
+    kinds = [pair.groups[1] for pair in found]
     assert kinds == ["angle 8–30°"] * 2 + ["angle 30–60°"] * 2
     for pair in found:
         first, second = (int(image.path.stem) for image in (pair.image0, pair.image1))
         assert {first, second} != {-10, 10}
         turned = abs(first - second)
-        assert (8 <= turned < 30) == (pair.more_groups[0] == "angle 8–30°")
+        assert (8 <= turned < 30) == (pair.groups[1] == "angle 8–30°")
         assert 0.2 < min(overlap_of(pair.view0, pair.view1), overlap_of(pair.view1, pair.view0)) < 0.75
     assert [pair.name for pair in drawn(recorded, 8, seed=3)] == [pair.name for pair in found]
 

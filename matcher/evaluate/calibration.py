@@ -15,9 +15,9 @@ import numpy as np
 
 from matcher.config import NetworkConfig
 from matcher.errors import ImageError, UsageError
-from matcher.evaluate.measure import Record, match_errors, scale_of
+from matcher.evaluate.measure import Record, errors_of, scale_of
 from matcher.evaluate.methods import Method
-from matcher.evaluate.protocols import CorrespondencePair, PairSet
+from matcher.evaluate.protocols import PairSet
 from matcher.evaluate.run import Evaluation, matched, plain, table
 from matcher.loading import load
 from matcher.match import calibration
@@ -63,16 +63,11 @@ def verdict_counts(records: Sequence[Record]) -> dict[str, int]:
 
 
 def check_labels(pair_set: PairSet) -> None:
-    """Refuse a set whose truth does not tell of single matches whether they are right.
-
-    Raises:
-        UsageError: it has poses or sparse labels only.
-    """
+    """Refuse a set whose truth does not tell of single matches whether they are right (`UsageError`)."""
     sparse = pair_set.protocol == "pose"
     for index in range(len(pair_set) if pair_set.protocol == "correspondences" else 0):
         with suppress(ImageError):  # of the first that can be read
-            first = pair_set.pairs[index]
-            sparse = isinstance(first, CorrespondencePair) and not first.dense
+            sparse = not pair_set.pairs[index].dense
             break
     if sparse:
         raise UsageError(
@@ -87,17 +82,9 @@ def as_object(evaluation: Evaluation) -> dict[str, Any]:
     for name, records in evaluation.records.items():
         scores, errors = (np.concatenate([getattr(r, key) for r in records]) for key in ("scores", "errors"))
         measured = reliability(scores, errors < CORRECT)
-        rows.append(
-            {
-                "name": name,
-                "matches": int(measured.count.sum()),
-                "expected_calibration_error": plain(measured.error),
-                "confidence": [plain(value) for value in measured.confidence],
-                "accuracy": [plain(value) for value in measured.accuracy],
-                "count": measured.count.tolist(),
-                "verdicts": verdict_counts(records),
-            }
-        )
+        row = {"name": name, "matches": len(scores), "expected_calibration_error": plain(measured.error)}
+        row |= {key: list(map(plain, getattr(measured, key))) for key in ("confidence", "accuracy")}
+        rows.append(row | {"count": measured.count.tolist(), "verdicts": verdict_counts(records)})
     pairs, skipped = len(evaluation.groups), list(evaluation.skipped)
     found = {"set": evaluation.set.name, "pairs": pairs, "correct_px": CORRECT, "rows": rows}
     return found | ({"skipped": skipped} if skipped else {})
@@ -105,7 +92,6 @@ def as_object(evaluation: Evaluation) -> dict[str, Any]:
 
 def as_markdown(found: dict[str, Any]) -> str:
     """Markdown of what `as_object` returned."""
-    edges = [f"{i / BINS:.1f}-{(i + 1) / BINS:.1f}" for i in range(BINS)]
     rows = []
     for row in found["rows"]:
         shares = ["–" if value is None else f"{value:.2f}" for value in row["accuracy"]]
@@ -117,6 +103,7 @@ def as_markdown(found: dict[str, Any]) -> str:
         f"{found['correct_px']:g} px; the expected calibration error is the mean distance of both. Verdicts "
         "are numbers of pairs."
     )
+    edges = [f"{i / BINS:.1f}-{(i + 1) / BINS:.1f}" for i in range(BINS)]
     titles = ["", "matches", "expected calibration error", *edges, "same", "unsure", "not"]
     return "\n".join([f"## {found['set']}: calibration", "", text, "", *table(titles, rows)]) + "\n"
 
@@ -166,15 +153,13 @@ def uncalibrated(preset: str, stage: Stage = "network") -> Pipeline:
         UsageError: a preset without a network, or without the calibration that a later stage adds to.
     """
     pipeline = load(preset, further_passes=False) if stage == "network" else load(preset)
-    config = pipeline.config.matcher
+    config, kept = pipeline.config.matcher, None
     if not isinstance(config, NetworkConfig) or not isinstance(pipeline.matcher, AttentionMatcher):
         raise UsageError(f"the preset {preset!r} has no network whose probabilities could be calibrated")
-    kept = config.policy.calibration
-    if stage == "network":
-        kept = None
-    elif kept is None:
-        raise UsageError(f"the scores of {preset!r} are not calibrated before {stage}: calibrate these first")
-    else:
+    if stage != "network":
+        kept = config.policy.calibration
+        if kept is None:
+            raise UsageError(f"{preset!r} is not calibrated before {stage}: calibrate its scores first")
         kept = replace(kept, refined=kept.refined if stage == "geometry" else None, verified=None)
     policy = replace(config.policy, calibration=kept)
     return replace(pipeline, matcher=pipeline.matcher.adjusted(policy=policy))
@@ -197,7 +182,7 @@ def judge(pipeline: Pipeline, pair_set: PairSet, stage: Stage = "network") -> li
             evidence = calibration.geometry_evidence(matches, result.geometry)
         else:
             evidence = calibration.evidence(result.scores, (len(sides[0]), len(sides[1])))
-        errors = match_errors(pair, matches, *map(scale_of, sides))
+        errors = errors_of(pair, matches.points0, matches.points1, *map(scale_of, sides))
         known = ~np.isnan(errors)
         found.append(JudgedPair(result.scores, evidence, known, known & (errors < CORRECT)))
     return found
@@ -225,14 +210,13 @@ def fit_calibration(sets: Sequence[tuple[Sequence[JudgedPair], float]]) -> np.nd
 
 def error_under(pairs: Sequence[JudgedPair], numbers: np.ndarray | None) -> float:
     """Expected calibration error of a set under a calibration of `fit_calibration`, or without one."""
-    said = [
-        pair.scores
-        if numbers is None
-        else calibration.probabilities(numbers[0] + pair.evidence @ numbers[1:])
-        for pair in pairs
-    ]
-    known = [each[pair.known] for each, pair in zip(said, pairs, strict=True)]
-    return reliability(np.concatenate(known), np.concatenate([p.right[p.known] for p in pairs])).error
+    said, right = [], np.concatenate([pair.right[pair.known] for pair in pairs])
+    for pair in pairs:
+        scores = pair.scores
+        if numbers is not None:
+            scores = calibration.probabilities(numbers[0] + pair.evidence @ numbers[1:])
+        said.append(scores[pair.known])
+    return reliability(np.concatenate(said), right).error
 
 
 def fit_verdict(values: np.ndarray, same: np.ndarray) -> np.ndarray:

@@ -80,12 +80,11 @@ def middlebury(folder: Path) -> Iterator[CorrespondencePair]:
 def _disparity_points(path: Path, factor: float) -> tuple[np.ndarray, np.ndarray]:
     """(K, 2), (K, 2) float32: the pixels of known disparity and their positions in the right image."""
     disparity = read_image(path, resize=None).pixels
-    if disparity.ndim == 3:
-        disparity = disparity[..., 0]
+    disparity = disparity if disparity.ndim == 2 else disparity[..., 0]
     y, x = np.nonzero(disparity)
-    points0 = np.stack([x, y], axis=1).astype(np.float32)
-    shift = np.stack([disparity[y, x], np.zeros_like(y)], axis=1).astype(np.float32)
-    return points0, points0 - np.float32(factor) * shift
+    points0, points1 = (np.stack([x, y], axis=1).astype(np.float32) for _ in range(2))
+    points1[:, 0] -= np.float32(factor) * disparity[y, x]
+    return points0, points1
 
 
 def wxbs(folder: Path) -> Iterator[CorrespondencePair]:
@@ -160,33 +159,31 @@ def camera_of(view: dict[str, Any], path: Path) -> tuple[np.ndarray, np.ndarray]
     return read_array(view["K"], (3, 3), path), pose
 
 
-# Files of these folders, which may be damaged or of another kind.
+# Files of these folders; `UsageError` where one is damaged or of another kind.
 
 
 def read_matrix(path: Path, shape: tuple[int, int]) -> np.ndarray:
-    """The numbers of a text file as a float64 array of that shape; −1 stands for any length.
-
-    Raises:
-        UsageError: the file cannot be read or holds something else.
-    """
+    """The numbers of a text file as a float64 array of that shape; −1 stands for any length."""
     try:
-        matrix = np.loadtxt(path, dtype=np.float64).reshape(shape)
+        values = np.loadtxt(path, dtype=np.float64)
     except (OSError, ValueError) as error:
-        wanted = "×".join("n" if side < 0 else str(side) for side in shape)
-        raise UsageError(
-            f"{path}: not a text file of {wanted} numbers ({error}); fetch the file again"
-        ) from error
+        raise UsageError(f"{path}: not a text file of numbers ({error}); fetch the file again") from error
+    matrix = read_array(values, shape, path)
     if not np.isfinite(matrix).all():
         raise UsageError(f"{path}: has numbers that are not finite; fetch the file again")
     return matrix
 
 
-def read_rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """The JSON objects of a file, one or a list, each with at least these keys.
+def read_array(values: Any, shape: tuple[int, ...], path: Path) -> np.ndarray:
+    """Values read from `path` as a float64 array of that shape; −1 stands for any length."""
+    try:
+        return np.array(values, dtype=np.float64).reshape(shape)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{path}: {shape} numbers are needed ({error}); fetch the file again") from error
 
-    Raises:
-        UsageError: the file cannot be read, or an object lacks a key.
-    """
+
+def read_rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """The JSON objects of a file, one or a list, each with at least these keys."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -195,18 +192,6 @@ def read_rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
     if not rows or not all(isinstance(row, dict) and row.keys() >= set(keys) for row in rows):
         raise UsageError(f"{path}: not the file of a benchmark; objects with {', '.join(keys)} are needed")
     return rows
-
-
-def read_array(values: Any, shape: tuple[int, ...], path: Path) -> np.ndarray:
-    """Values read from `path` as a float64 array of that shape.
-
-    Raises:
-        UsageError: the values do not have that shape or are not numbers.
-    """
-    try:
-        return np.array(values, dtype=np.float64).reshape(shape)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{path}: {shape} numbers are needed ({error}); fetch the file again") from error
 
 
 # Lists of pairs, and the scene files of MegaDepth-1500: the images may lie elsewhere.
@@ -257,20 +242,19 @@ def _parse_line(words: list[str]) -> tuple[str, str, np.ndarray, np.ndarray, np.
         values = np.array([float(word) for word in words[4 if len(words) == 38 else 2 :]])
     except ValueError:
         return None
-    if not np.isfinite(values).all():
-        return None
     T = np.eye(4)
     if len(values) == 30:
-        T[:3, :3], T[:3, 3] = values[18:27].reshape(3, 3), values[27:]
+        T[:3] = np.column_stack([values[18:27].reshape(3, 3), values[27:]])
     else:
         T = values[18:].reshape(4, 4)
-    return words[0], words[1], values[:9].reshape(3, 3), values[9:18].reshape(3, 3), T
+    found = words[0], words[1], values[:9].reshape(3, 3), values[9:18].reshape(3, 3), T
+    return found if np.isfinite(values).all() else None
 
 
 def _image_root(source: Path, name: str, images: Path | None) -> Path:
     here, above = source.parent, source.parent.parent
-    folders = (here, here / "images", here / "scans_test", above, above / "images", above.parent)
-    candidates = (images,) if images is not None else folders
+    usual = (here, here / "images", here / "scans_test", above, above / "images", above.parent)
+    candidates = usual if images is None else (images,)
     for folder in candidates:
         if (folder / name).is_file():
             return folder
@@ -281,21 +265,16 @@ def _image_root(source: Path, name: str, images: Path | None) -> Path:
 def scene_files(folder: Path) -> list[Path]:
     """LoFTR's scene files in a folder or its `megadepth_test_1500_scene_info`."""
     paths = sorted([*folder.glob("*.npz"), *folder.glob("megadepth_test_1500_scene_info/*.npz")])
-    return [path for path in paths if zipfile.is_zipfile(path) and "pair_infos.npy" in _members(path)]
-
-
-def _members(path: Path) -> list[str]:
-    with zipfile.ZipFile(path) as archive:
-        return archive.namelist()
+    return [
+        path for path in paths if zipfile.is_zipfile(path) and zipfile.Path(path, "pair_infos.npy").exists()
+    ]
 
 
 def megadepth(paths: Sequence[Path], images: Path | None = None) -> Iterator[PosePair]:
     """LoFTR's MegaDepth-1500: `0015_0.1_0.3.npz` … with image_paths, intrinsics, poses, pair_infos.
 
     Poses are cam_from_world. Image paths begin at MegaDepth's root (`Undistorted_SfM/0015/images/…`).
-
-    Raises:
-        UsageError: a file of another layout, or images that are not found.
+    `UsageError`: a file of another layout, or images that are not found.
     """
     for path in paths:
         try:
@@ -308,21 +287,20 @@ def megadepth(paths: Sequence[Path], images: Path | None = None) -> Iterator[Pos
             for a, b in (map(int, info[0]) for info in infos):
                 T0, T1 = (np.asarray(poses[i], dtype=np.float64).reshape(4, 4) for i in (a, b))
                 K0, K1 = (np.asarray(K[i], dtype=np.float64).reshape(3, 3) for i in (a, b))
-                found.append((a, b, str(names[a]), str(names[b]), K0, K1, T1 @ np.linalg.inv(T0)))
+                found.append((f"{path.stem} {a}-{b}", names[a], names[b], K0, K1, T1 @ np.linalg.inv(T0)))
         except (*MALFORMED, pickle.UnpicklingError, zipfile.BadZipFile) as error:
             raise UsageError(f"{path}: not one of LoFTR's scene files ({error}); fetch it again") from error
-        root = _image_root(path, found[0][2], images) if found else path.parent
-        for a, b, name0, name1, *truth in found:
-            yield PosePair(f"{path.stem} {a}-{b}", path.stem, *_sides(root, name0, name1), *truth)
+        root = _image_root(path, str(found[0][1]), images) if found else path.parent
+        for name, name0, name1, *truth in found:
+            yield PosePair(name, path.stem, *_sides(root, str(name0), str(name1)), *truth)
 
 
 class _ArraysOnly(pickle.Unpickler):
     """Unpickles NumPy arrays and plain values only: a scene file may come from an untrusted source."""
 
-    _ALLOWED = frozenset({"_reconstruct", "ndarray", "dtype", "scalar", "_frombuffer"})
-
     def find_class(self, module: str, name: str) -> Any:
-        if module.split(".")[0] == "numpy" and name in self._ALLOWED:
+        allowed = {"_reconstruct", "ndarray", "dtype", "scalar", "_frombuffer"}
+        if module.split(".")[0] == "numpy" and name in allowed:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a scene file")
 

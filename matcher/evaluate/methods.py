@@ -45,10 +45,7 @@ class MethodOptions:
 
 
 def build_methods(
-    presets: Sequence[str],
-    weights: Sequence[Path] = (),
-    front_ends: Sequence[str] = (),
-    options: MethodOptions | None = None,
+    presets: Sequence[str], weights: Sequence[Path], front_ends: Sequence[str], options: MethodOptions
 ) -> list[Method]:
     """A method for every combination of preset, weights file and front-end file.
 
@@ -65,29 +62,24 @@ def build_methods(
         UsageError: an unknown preset, or options or files that a preset cannot use.
         IntegrityError: weights that are absent, damaged or of another network.
     """
-    options, found = options or MethodOptions(), {}
-    kinds = {"sift", *map(_front_end_kind, presets)}
+    kinds, found = {"sift", *map(_front_end_kind, presets)}, {}
     nearest = [name for name, config in PRESETS.items() if isinstance(config.matcher, NearestConfig)]
     for name in dict.fromkeys([*(n for n in nearest if PRESETS[n].extractor.kind in kinds), *presets]):
-        files = weights if name in presets else ()
-        of_front_end = front_ends if name in presets or _front_end_kind(name) == "learned" else ()
-        for file, front_end in product(files or [None], of_front_end or [None]):
+        asked = name in presets
+        of_front_end = front_ends if asked or _front_end_kind(name) == "learned" else ()
+        for file, front_end in product((weights if asked else ()) or [None], of_front_end or [None]):
             title = name if file is None else f"{name} {_short(file, weights)}"
             if front_end == SHIPPED:
                 title, front_end = f"{title} with the shipped front end", None
             elif front_end is not None:
                 title += f" with {_short(Path(front_end), [Path(each) for each in front_ends])}"
-            given = {"weights": file, "frontend_weights": front_end}
-            found |= {each.name: each for each in options.methods(title, name, name in presets, **given)}
+            made = options.methods(title, name, asked, weights=file, frontend_weights=front_end)
+            found |= {each.name: each for each in made}
     return list(found.values())
 
 
 def compared_methods(
-    compared: Sequence[str],
-    preset: str,
-    weights: Path | None = None,
-    front_end: str | None = None,
-    options: MethodOptions | None = None,
+    compared: Sequence[str], preset: str, weights: Path | None, front_end: str | None, options: MethodOptions
 ) -> list[Method]:
     """Exactly the methods that are to be compared; the first is the baseline of the others.
 
@@ -103,19 +95,18 @@ def compared_methods(
         UsageError: fewer than two different methods, or neither a preset nor a file.
         IntegrityError: weights that are absent, damaged or of another network.
     """
-    options = options or MethodOptions()
     if len(set(compared)) < max(2, len(compared)):
         raise UsageError("--compare needs at least two different presets or weights files; repeat the option")
     paths, methods = [Path(text) for text in compared], []
     for text, path in zip(compared, paths, strict=True):
         name, given = preset, {"weights": weights, "frontend_weights": front_end}
         if text in PRESETS or find_plugin(text):
-            name, title = text, text
+            name = title = text
         elif text == SHIPPED:
             title = f"{preset} shipped"
         else:
-            given[_option_for(path)] = path
             title = f"{preset} {_short(path, paths)}"
+            given[_option_for(path)] = path
         methods += options.methods(title, name, **given)
     return methods
 
@@ -131,10 +122,8 @@ def _option_for(path: Path) -> str:
         raise UsageError(f"--compare {path}: neither a preset nor a file; see `matcher presets`")
     try:
         return "frontend_weights" if "frontend" in read_header(path.read_bytes()) else "weights"
-    except OSError as error:
-        raise IntegrityError(f"{path} cannot be read ({error.strerror}): check the path") from error
-    except IntegrityError as error:
-        raise IntegrityError(f"{path} {error}: give a weights file written by `matcher train`") from error
+    except (OSError, IntegrityError) as error:
+        raise IntegrityError(f"{path}: {error}; give a weights file written by `matcher train`") from error
 
 
 def _short(file: Path, files: Sequence[Path]) -> str:

@@ -36,13 +36,8 @@ def recorded(folder: Path) -> Iterator[DepthPair]:
 
 
 def drawn(folder: Path, count: int, seed: int) -> tuple[DepthPair, ...]:
-    """Pairs that `pairs.json` does not list, drawn at random, as many of each kind of angle between views.
-
-    Args:
-        folder: as `recorded` reads it.
-        count: pairs in all, rounded down to as many of every kind; fewer where the frames have no more.
-        seed: of what is drawn.
-    """
+    """Pairs of a `recorded` set that `pairs.json` does not list, drawn at random by the seed: as many of each
+    kind of angle between views, `count` in all, or fewer where the frames have no more."""
     frames, names = frames_of(folder), ("image0", "image1")
     listed = {frozenset(row[n] for n in names) for row in read_rows(folder / "pairs.json", names)}
     wanted = count // (len(DRAWN_ANGLES) - 1)
@@ -73,11 +68,21 @@ def frames_of(folder: Path) -> dict[str, DepthCamera]:
     return frames
 
 
-def rendered_poses(folder: Path) -> Iterator[DepthPair]:
-    """`cameras.json` (depth_step, views with image, depth, K, E and group): pairs of different viewpoints."""
+def rendered(folder: Path, relit: bool = False) -> Iterator[DepthPair | HomographyPair]:
+    """`cameras.json` (depth_step, views with image, depth, K, E and group): pairs of different viewpoints, or
+    those of one viewpoint that are `relit`."""
+    if not _is_rendered(folder):
+        return
     path = folder / "cameras.json"
-    for scene, rows in _rendered(folder):
-        if rows[0]["E"] == rows[1]["E"]:
+    scene = read_rows(path, ("views", "depth_step"))[0]
+    for pair in pairs_of(folder, scene["views"]):
+        rows = [scene["views"][number] for number in pair]
+        images, lights = [row["image"] for row in rows], [row.get("light") for row in rows]
+        if (rows[0]["E"] == rows[1]["E"]) != relit:
+            continue
+        if relit:
+            kinds = (str(scene["lights"][k]["kind"] if scene.get("lights") else k) for k in lights)
+            yield HomographyPair(*_named(folder, images, " and ".join(sorted(kinds))), np.eye(3))
             continue
         views = []
         for row in rows:
@@ -85,34 +90,21 @@ def rendered_poses(folder: Path) -> Iterator[DepthPair]:
             views.append(DepthCamera(folder / row["depth"], int(scene["depth_step"]), K, E))
         overlap = min(overlap_of(*views), overlap_of(*reversed(views)))
         if overlap >= 0.15:  # less is hopeless
-            light = "same light" if rows[0].get("light") == rows[1].get("light") else "different lights"
-            yield _pair(folder, [row["image"] for row in rows], views, overlap, more_groups=(light,))
+            light = "same light" if lights[0] == lights[1] else "different lights"
+            yield _pair(folder, images, views, overlap, more=f"; {light}")
 
 
 def rendered_lights(folder: Path) -> Iterator[HomographyPair]:
     """The pairs of the same folder that were rendered from one viewpoint under two lights."""
-    for scene, rows in _rendered(folder):
-        if rows[0]["E"] == rows[1]["E"]:
-            lights, kinds = scene.get("lights"), [row.get("light") for row in rows]
-            group = " and ".join(sorted(str(k if lights is None else lights[k]["kind"]) for k in kinds))
-            name, sides = _named(folder, [row["image"] for row in rows])
-            yield HomographyPair(name, group, *sides, np.eye(3))
+    return rendered(folder, relit=True)
 
 
 def _is_rendered(folder: Path) -> bool:
     return not (folder / "pairs.json").exists() or b'"views"' in (folder / "cameras.json").read_bytes()
 
 
-def _rendered(folder: Path) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """The scene and the views of each pair; none of a recorded set."""
-    if _is_rendered(folder):
-        scene = read_rows(folder / "cameras.json", ("views", "depth_step"))[0]
-        for pair in pairs_of(folder, scene["views"]):
-            yield scene, [scene["views"][number] for number in pair]
-
-
-def _named(folder: Path, images: Sequence[str]) -> tuple[str, list[PairImage]]:
-    return "-".join(Path(name).stem for name in images), [PairImage(folder / name) for name in images]
+def _named(folder: Path, images: Sequence[str], group: str) -> tuple[str, str, PairImage, PairImage]:
+    return "-".join(Path(name).stem for name in images), group, *(PairImage(folder / n) for n in images)
 
 
 def _pair(
@@ -121,14 +113,13 @@ def _pair(
     views: Sequence[DepthCamera],
     overlap: float,
     angles: Sequence[float] = (0, 15, 30, 60, 181),
-    more_groups: tuple[str, ...] = (),
+    more: str = "",
 ) -> DepthPair:
-    (name, sides), (view0, view1) = _named(folder, images), views
     least, most = _between(overlap, (0.0, 0.3, 0.5, 1.01))
-    low, high = _between(_angle(view0, view1), angles)
-    group, angle = f"overlap {100 * least:.0f}–{min(100, 100 * most):.0f} %", f"angle {low}–{min(180, high)}°"
-    pose = view1.cam_from_world @ np.linalg.inv(view0.cam_from_world)
-    return DepthPair(name, group, *sides, view0.K, view1.K, pose, view0, view1, (angle, *more_groups))
+    low, high = _between(_angle(*views), angles)
+    group = f"overlap {100 * least:.0f}–{min(100, 100 * most):.0f} %; angle {low}–{min(180, high)}°{more}"
+    pose = views[1].cam_from_world @ np.linalg.inv(views[0].cam_from_world)
+    return DepthPair(*_named(folder, images, group), views[0].K, views[1].K, pose, *views)
 
 
 def overlap_of(view0: DepthCamera, view1: DepthCamera) -> float:
@@ -152,7 +143,7 @@ def _between(value: float, bounds: Sequence[float]) -> tuple[float, float]:
     return bounds[at - 1], bounds[at]
 
 
-# Stored views: folders in the layout of `rendered_poses` that are trained on, rendered or of real places.
+# Stored views: folders in the layout of `rendered` that are trained on, rendered or of real places.
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,12 +162,8 @@ class StoredSet:
 
 
 def find_stored_sets(root: Path) -> list[StoredSet]:
-    """All sets below a folder, sorted, that have pairs.
-
-    Raises:
-        UsageError: there is none.
-        IntegrityError: a set's cameras.json or pairs.json is damaged.
-    """
+    """All sets below a folder, sorted, that have pairs; `UsageError` without any, `IntegrityError` where one
+    has a damaged file."""
     sets = []
     for path in sorted(root.rglob("cameras.json")):
         try:
@@ -192,11 +179,8 @@ def find_stored_sets(root: Path) -> list[StoredSet]:
 
 
 def pairs_of(folder: Path, views: Sequence[dict[str, Any]]) -> np.ndarray:
-    """(P, 2) int64 the pairs of views that `pairs.json` lists; without it all pairs of a group.
-
-    Raises:
-        IntegrityError: the views have no groups, or `pairs.json` is damaged or not of these views.
-    """
+    """(P, 2) int64 the pairs of views that `pairs.json` lists, or without it all pairs of a group;
+    `IntegrityError` where neither is there whole."""
     path = folder / "pairs.json"
     try:
         if path.exists():

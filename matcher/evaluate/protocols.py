@@ -25,11 +25,7 @@ class PairImage:
     pixels: np.ndarray | None = None  # (H, W) or (H, W, 3) uint8; if given, these are the stored image
 
     def given(self, shorter_side: int | None = None) -> Path | np.ndarray | Image:
-        """What `Pipeline.match` takes: the file or the pixels, or an image whose shorter side is prescribed.
-
-        Raises:
-            ImageError: the file cannot be read.
-        """
+        """What `Pipeline.match` takes: the file or the pixels, or an image of a prescribed shorter side."""
         if shorter_side is None:
             return self.path if self.pixels is None else self.pixels
         pixels = self.pixels
@@ -42,14 +38,14 @@ class PairImage:
 @dataclass(frozen=True, eq=False)
 class _Pair:
     name: str
-    group: str  # of which results are reported: a level, a frame gap, a category
+    group: str  # of which results are reported: a level, a frame gap, a category; several in a row by "; "
     image0: PairImage
     image1: PairImage
 
     @property
     def groups(self) -> tuple[str, ...]:
         """All groups that the pair belongs to."""
-        return (self.group,)
+        return tuple(self.group.split("; "))
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,12 +70,6 @@ class DepthPair(PosePair):
 
     view0: DepthCamera
     view1: DepthCamera
-    more_groups: tuple[str, ...] = ()
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """The groups of overlap, angle and light."""
-        return (self.group, *self.more_groups)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,11 +120,7 @@ class PairSet:
         return len(self.pairs)
 
     def first(self, count: int) -> PairSet:
-        """`count` pairs spread evenly over the set, or all if it has fewer.
-
-        Raises:
-            UsageError: a count below 1.
-        """
+        """`count` pairs spread evenly over the set, or all if it has fewer; `UsageError` below 1."""
         if count < 1:
             raise UsageError(f"the number of pairs must be at least 1, not {count}")
         if count >= len(self):
@@ -156,11 +142,7 @@ class DepthCamera:
     cam_from_world: np.ndarray  # (4, 4), metres
 
     def depth(self) -> np.ndarray:
-        """(h, w) float32 metres.
-
-        Raises:
-            ImageError: the file cannot be read.
-        """
+        """(h, w) float32 metres; `ImageError` where the file cannot be read."""
         found = cv2.imread(str(self.path), cv2.IMREAD_UNCHANGED)
         if found is None or found.ndim != 2:
             raise ImageError(f"{self.path}: no depth map; a grey 16-bit PNG in millimetres is needed")
@@ -176,12 +158,11 @@ def depth_at(points: np.ndarray, camera: DepthCamera) -> np.ndarray:
     depth = camera.depth()
     at = np.nan_to_num(points, nan=-1e6).clip(-1e6, 1e6) / camera.stride
     low = np.floor(at).astype(np.int64)
-    height, width = depth.shape
-    known = (low >= 0).all(axis=1) & (low[:, 0] < width - 1) & (low[:, 1] < height - 1)
+    known = (low >= 0).all(axis=1) & (low < np.subtract(depth.shape[::-1], 1)).all(axis=1)
     x, y = (low * known[:, None]).T
     corners = np.stack([depth[y, x], depth[y, x + 1], depth[y + 1, x], depth[y + 1, x + 1]], axis=1)
-    nearest, farthest = corners.min(axis=1), corners.max(axis=1)
-    known &= (nearest > 0) & (farthest <= nearest * 1.05)
+    nearest = corners.min(axis=1)
+    known &= (nearest > 0) & (corners.max(axis=1) <= nearest * 1.05)
     u, v = (at - low).T
     weights = np.stack([(1 - u) * (1 - v), u * (1 - v), (1 - u) * v, u * v], axis=1)
     inverse = (weights / np.where(corners > 0, corners, 1)).sum(axis=1)
@@ -209,5 +190,5 @@ def reproject(points: np.ndarray, source: DepthCamera, target: DepthCamera) -> t
         consistent = np.abs(measured - points1[:, 2]) < 0.03 * points1[:, 2] + 0.02
     visible = np.isfinite(z) & front & consistent
     hidden = np.isfinite(z) & (~front | outside | (np.isfinite(measured) & ~consistent))
-    pixels = np.where(hidden[:, None], np.inf, pixels)
-    return np.where((visible | hidden)[:, None], pixels, np.nan), visible
+    pixels[hidden], pixels[~visible & ~hidden] = np.inf, np.nan
+    return pixels, visible

@@ -6,10 +6,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter, process_time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,17 @@ def matched(
     Raises:
         ImageError: no pair could be read; the message is that of the first pair.
     """
+
+    def timed(pipeline: Pipeline, pair: Pair, images: Sequence[Any]) -> Result:
+        cameras = {}
+        if pair_set.protocol == "trap" and isinstance(pair, PosePair):
+            pipeline = with_estimation(pipeline, replace(pipeline.config.estimation, kind="essential"))
+            cameras = {"camera0": Camera.from_K(pair.K0), "camera1": Camera.from_K(pair.K1)}
+        start, cpu = perf_counter(), process_time()
+        result = pipeline.match(*images, **cameras)
+        seconds = {"call": perf_counter() - start, "cpu": process_time() - cpu}
+        return replace(result, seconds=result.seconds | seconds)
+
     pipelines = [method.pipeline for method in methods]
     if pair_set.shorter_side is not None:
         # A prescribed size is kept: no image is looked at larger or smaller.
@@ -49,27 +60,15 @@ def matched(
             if index == len(skipped):  # the first call of a process is slower than later ones
                 for pipeline in pipelines:
                     pipeline.match(*images)
-            known = pair if pair_set.protocol == "trap" and isinstance(pair, PosePair) else None
-            found = (pair, [_timed(pipeline, images, known) for pipeline in pipelines])
+            found = [timed(pipeline, pair, images) for pipeline in pipelines]
         except ImageError as error:
             skipped.append(str(error))
         else:
-            yield found
+            yield pair, found
         if progress is not None:
             progress(index + 1, len(pair_set))
     if len(skipped) == len(pair_set):
         raise ImageError(f"{pair_set.name}: no pair could be read; the first: {skipped[0]}")
-
-
-def _timed(pipeline: Pipeline, images: Sequence[Any], calibrated: PosePair | None) -> Result:
-    cameras = {}
-    if calibrated is not None:
-        pipeline = with_estimation(pipeline, replace(pipeline.config.estimation, kind="essential"))
-        cameras = {"camera0": Camera.from_K(calibrated.K0), "camera1": Camera.from_K(calibrated.K1)}
-    start, cpu = perf_counter(), process_time()
-    result = pipeline.match(*images, **cameras)
-    seconds = {"call": perf_counter() - start, "cpu": process_time() - cpu}
-    return replace(result, seconds=result.seconds | seconds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,17 +134,11 @@ def evaluate(
 
 
 def auc(errors: np.ndarray, threshold: float) -> np.ndarray:
-    """Area under the cumulative error curve up to a threshold, normalised by the threshold.
+    """(…,) area under the cumulative curve of errors (…, n) up to a threshold, normalised by the threshold.
 
     The trapezoidal rule from (0, 0) through (k-th smallest error, k/n), constant after the last error below
-    the threshold: the definition of SuperGlue's evaluation (section 5.2), which every later paper uses.
-
-    Args:
-        errors: (…, n); infinite for failures.
-        threshold: in the errors' unit; an error equal to it counts as above.
-
-    Returns:
-        (…,) in [0, 1]; NaN for n = 0.
+    the threshold: the definition of SuperGlue's evaluation (section 5.2), which every later paper uses. An
+    error equal to the threshold counts as above; NaN for n = 0.
     """
     errors = np.asarray(errors, dtype=np.float64)
     count = errors.shape[-1]
@@ -167,8 +160,7 @@ def mean(values: np.ndarray) -> np.ndarray:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A statistic and its confidence interval; NaN for that of a single pair."""
 
     value: float
@@ -206,8 +198,7 @@ def estimate(
 # Protocols: which metrics are reported, how they are averaged, and what they mean
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """A metric, and how it is summarised over pairs."""
 
     title: str
@@ -224,8 +215,7 @@ class Column:
         return np.median(values, axis=-1) if self.median else mean(values)
 
 
-@dataclass(frozen=True)
-class Protocol:
+class Protocol(NamedTuple):
     """What is measured where pairs have one kind of ground truth."""
 
     geometry: str | None  # that is estimated; None: that of the results
@@ -244,15 +234,10 @@ _COST = (
     Column("ms", "wall", 0, median=True),
     Column("CPU ms", "cpu", 0, median=True),
 )
-_PRECISION = (Column("precision@3 px", "precision3", headline=True),)
-_RECALL = (Column("recall@3 px", "recall3", headline=True),)
-_CORRECT = (Column("correct@3 px", "correct3", 0),)
-_MATCHES = (
-    Column("precision@1 px", "precision1"),
-    *_PRECISION,
-    Column("recall@1 px", "recall1"),
-    *_RECALL,
-)
+_PRECISION = Column("precision@3 px", "precision3", headline=True)
+_RECALL = Column("recall@3 px", "recall3", headline=True)
+_CORRECT = Column("correct@3 px", "correct3", 0)
+_MATCHES = (Column("precision@1 px", "precision1"), _PRECISION, Column("recall@1 px", "recall1"), _RECALL)
 _POSE = tuple(Column(f"AUC@{degrees}°", "error", headline=True, auc=degrees) for degrees in (5, 10, 20))
 _POSE_AUC = (
     "AUC is that of max(rotation error, translation direction error), the sign of the translation ignored. "
@@ -263,7 +248,7 @@ PROTOCOLS = {
         (
             *(Column(f"AUC@{pixels} px", "error", headline=True, auc=pixels) for pixels in (1, 3, 5, 10)),
             *_MATCHES,
-            *_CORRECT,
+            _CORRECT,
             Column("repeatability@3 px", "repeatability"),
             *_COST,
         ),
@@ -285,7 +270,7 @@ PROTOCOLS = {
     "depth": Protocol(
         "essential",
         (
-            *(*_POSE, *_PRECISION, *_RECALL, *_CORRECT),
+            *(*_POSE, _PRECISION, _RECALL, _CORRECT),
             Column("precision@10 px", "precision10"),
             Column("correct@10 px", "correct10", 0),
             *_COST,
@@ -354,20 +339,29 @@ def as_object(evaluation: Evaluation, *, baseline: str = BASELINE, seed: int = 0
         for column in columns:
             values, other = (m and m[column.key][:, at] for m in (evaluation.values[name], minus))
             estimated = estimate(values, column, minus=other, seed=seed)
-            found[column.title] = {key: plain(value) for key, value in asdict(estimated).items()}
+            found[column.title] = {key: plain(value) for key, value in estimated._asdict().items()}
         return found
 
     rows = []
     for method in evaluation.methods:
-        row = {"name": method.name, **_source(method.pipeline)}
-        row["all"] = averages(method.name, protocol.columns, every)
-        row["groups"] = {group: averages(method.name, headline, at) for group, at in by_group.items()}
+        pipeline, weights = method.pipeline, method.pipeline.weights
+        front_end = getattr(pipeline.extractor, "weights", None)
+        row = {
+            "name": method.name,
+            "preset": pipeline.preset,
+            "several_passes": pipeline.passes is not None,
+            "frontend_weights": None if front_end is None else str(front_end),
+            "weights": None if weights is None else {"name": weights.name, "sha256": weights.sha256},
+            "depth": depth(pipeline.config),
+            "all": averages(method.name, protocol.columns, every),
+            "groups": {group: averages(method.name, headline, at) for group, at in by_group.items()},
+        }
         if other is not None and method.name != baseline:
             row["minus_baseline"] = averages(method.name, headline, every, other)
         rows.append(row)
     config, prescribed = evaluation.methods[0].pipeline.config, pair_set.shorter_side is not None
-    estimation, extractor, kind = config.estimation, config.extractor, protocol.geometry
-    kind = kind or estimation.kind
+    estimation, extractor = config.estimation, config.extractor
+    kind = protocol.geometry or estimation.kind
     estimator = "PoseLib LO-RANSAC" if kind == "essential" else "OpenCV USAC_MAGSAC"
     threshold = estimation.max_reprojection_error if kind == "homography" else estimation.max_epipolar_error
     return {
@@ -399,18 +393,6 @@ def _group_order(group: str) -> tuple[str | int, ...]:
     return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", group))
 
 
-def _source(pipeline: Pipeline) -> dict[str, Any]:
-    """What a row was measured with."""
-    weights, front_end = pipeline.weights, getattr(pipeline.extractor, "weights", None)
-    return {
-        "preset": pipeline.preset,
-        "several_passes": pipeline.passes is not None,
-        "frontend_weights": None if front_end is None else str(front_end),
-        "weights": None if weights is None else {"name": weights.name, "sha256": weights.sha256},
-        "depth": depth(pipeline.config),
-    }
-
-
 def plain(value: float) -> float | None:
     """A value for JSON, None where it is not finite."""
     return round(float(value), 6) if np.isfinite(value) else None
@@ -423,7 +405,7 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def as_markdown(found: dict[str, Any]) -> str:
     """Markdown of what `as_object` returned: all pairs, paired differences from the baseline, groups."""
-    columns, rows = PROTOCOLS[found["protocol"]].columns, found["rows"]
+    columns, rows, skipped = PROTOCOLS[found["protocol"]].columns, found["rows"], found["skipped"]
     used = {
         "ambiguous": any(row["all"]["ambiguous"]["value"] for row in rows),
         "layers": any(row["depth"] for row in rows),
@@ -444,11 +426,29 @@ def as_markdown(found: dict[str, Any]) -> str:
             made.append(f"{value} ({' – '.join(ends)})" if known else value)
         return made
 
-    lines = [f"## {found['set']}", "", *_preamble(found), ""]
-    lines += table(
-        ["", *(c.title for c in visible)], [[row["name"], *cells(row["all"], visible)] for row in rows]
-    )
-    titles = [column.title for column in headline]
+    size = f"longer side at most {found['resize']} px"
+    if found["shorter_side"] is not None:
+        size = f"shorter side {found['shorter_side']} px"
+    if found["soft_resize"] is not None:
+        size += f" (of soft images less, {found['soft_resize']} px at least)"
+    estimator, titles = found["estimator"], [column.title for column in headline]
+    seeds = f", mean of {len(estimator['seeds'])} seeds" if len(estimator["seeds"]) > 1 else ""
+    lines = [
+        f"## {found['set']}",
+        "",
+        f"{found['pairs']} pairs, {len(skipped)} skipped; at most {found['max_keypoints']} keypoints per "
+        f"image, {size}; {estimator['geometry']} geometry by {estimator['method']} at "
+        f"{estimator['threshold_px']:g} px{seeds}; 95 % intervals by bootstrap over pairs; ms: median of the "
+        "whole call, and its processor time.",
+        f"{found['meaning']}. All pixels are those of the resized images. `accepted` is the share of pairs "
+        "whose geometry a result keeps, `ambiguous` that of several answers; AUC counts the first of each.",
+        *([f"{found['note']}."] if found["note"] else []),
+        *(f"- skipped, {count} times: {reason}" for reason, count in Counter(skipped).items()),
+        "",
+        *table(
+            ["", *(c.title for c in visible)], [[row["name"], *cells(row["all"], visible)] for row in rows]
+        ),
+    ]
     if compared := [row for row in rows if "minus_baseline" in row]:
         lines += ["", f"Difference from `{found['baseline']}` on the same pairs:", ""]
         lines += table(
@@ -463,23 +463,3 @@ def as_markdown(found: dict[str, Any]) -> str:
         ]
         lines += table(["group", "pairs", "", *titles], by_group)
     return "\n".join(lines) + "\n"
-
-
-def _preamble(found: dict[str, Any]) -> list[str]:
-    estimator, skipped = found["estimator"], found["skipped"]
-    size = f"longer side at most {found['resize']} px"
-    if found["shorter_side"] is not None:
-        size = f"shorter side {found['shorter_side']} px"
-    if found["soft_resize"] is not None:
-        size += f" (of soft images less, {found['soft_resize']} px at least)"
-    seeds = f", mean of {len(estimator['seeds'])} seeds" if len(estimator["seeds"]) > 1 else ""
-    lines = [
-        f"{found['pairs']} pairs, {len(skipped)} skipped; at most {found['max_keypoints']} keypoints per "
-        f"image, {size}; {estimator['geometry']} geometry by {estimator['method']} at "
-        f"{estimator['threshold_px']:g} px{seeds}; 95 % intervals by bootstrap over pairs; ms: median of the "
-        "whole call, and its processor time.",
-        f"{found['meaning']}. All pixels are those of the resized images. `accepted` is the share of pairs "
-        "whose geometry a result keeps, `ambiguous` that of several answers; AUC counts the first of each.",
-        *([f"{found['note']}."] if found["note"] else []),
-    ]
-    return [*lines, *(f"- skipped, {count} times: {reason}" for reason, count in Counter(skipped).items())]

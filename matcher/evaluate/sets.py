@@ -37,10 +37,15 @@ _BENCH = (
     *("oxford_graf", "opencv_pairs", "iguazu", "multimodal"),
     *("middlebury2003", "kitti_mini", "sceaux_castle"),
 )
-# Folders below $MATCHER_DATA/multiview/val: of a recorded and a rendered scene.
-_MULTIVIEW = {"kitchen": "kitchen", "bookstore": "bookstore_rendered"}
-_DRAWN = "kitchen_angles"  # other pairs of the kitchen than the listed ones
-NAMES = (*_MADE, *_BENCH, "bench", *_MULTIVIEW, "multiview", _DRAWN)
+_SEVERAL = {"bench": _BENCH, "multiview": ("kitchen", "bookstore")}
+# Folders below $MATCHER_DATA.
+_PLACES = {
+    **{name: "photos/val" for name in _MADE},
+    **{name: f"bench/{name}" for name in _BENCH},
+    "kitchen": "multiview/val/kitchen",
+    "bookstore": "multiview/val/bookstore_rendered",
+    "kitchen_angles": "multiview/val/kitchen",  # other pairs than the listed ones
+}
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ _LAYOUTS = (
     Layout("homography", folders.opencv_homography, ("H1to3p.xml",), "{}-homography"),
     Layout("correspondences", folders.opencv_stereo, ("aloeGT.png",), "{}-stereo"),
     Layout("correspondences", folders.middlebury, ("*/disp2.pgm",)),
-    Layout("depth", multiview.rendered_poses, ("cameras.json",), note="Depth and poses are exact"),
+    Layout("depth", multiview.rendered, ("cameras.json",), note="Depth and poses are exact"),
     Layout("homography", multiview.rendered_lights, ("cameras.json",), "{}-light"),
     Layout("depth", multiview.recorded, ("cameras.json",), note=multiview.TRACKED),
     Layout(
@@ -107,19 +112,19 @@ _LAYOUTS = (
 
 
 def find_sets(where: str, options: SetOptions) -> list[PairSet]:
-    """The sets of a name in `NAMES`, a folder of a known layout, a folder of photos, or a list of pairs.
+    """The sets of a name, a folder of a known layout, a folder of photos, or a list of pairs.
 
     Raises:
         UsageError: an unknown name, an absent or empty path, a folder of no known layout, or damaged files.
         ImageError: a depth map that cannot be read.
     """
     path = Path(where)
-    if where in NAMES:
-        found = _named(where, options)
+    if where in _PLACES or where in _SEVERAL:
+        found = [each for name in _SEVERAL.get(where, (where,)) for each in _named(name, options)]
     elif not path.exists():
         raise UsageError(
-            f"{where}: no such set, folder or list of pairs; the sets are {', '.join(NAMES)}, "
-            f"in the folder named by {DATA_VARIABLE}"
+            f"{where}: no such set, folder or list of pairs; the sets, in {DATA_VARIABLE}, are "
+            f"{', '.join([*_PLACES, *_SEVERAL])}"
         )
     elif path.is_dir():
         found = _of_folder(path, options)
@@ -173,30 +178,20 @@ def made_set(
 
 
 def _named(name: str, options: SetOptions) -> list[PairSet]:
-    found = []
-    for each in {"bench": _BENCH, "multiview": _MULTIVIEW}.get(name, (name,)):
-        place = "photos/val" if each in _MADE else f"bench/{each}"
-        if each in (*_MULTIVIEW, _DRAWN):
-            place = f"multiview/val/{_MULTIVIEW.get(each, 'kitchen')}"
-        folder = data_folder() / place
-        if not folder.is_dir():
-            raise UsageError(
-                f"the set {each!r} is absent ({folder}); the benchmark folders are not part of the package: "
-                f"set {DATA_VARIABLE} to the folder that holds photos/, bench/ and multiview/ (its layout: "
-                "docs/scripts.md, Data), or give a folder of your own"
-            )
-        if each in _MADE:
-            found.append(_photos_set(each, find_images(folder), options))
-        elif each == _DRAWN:
-            drawn = multiview.drawn(folder, 240 if options.pairs is None else options.pairs, options.seed)
-            found.append(PairSet(_DRAWN, "depth", drawn, note=multiview.TRACKED))
-        else:
-            found += _of_folder(folder, options)
-    return found
-
-
-def _photos_set(name: str, photos: list[Path], options: SetOptions) -> PairSet:
-    return made_set(name, photos, count=options.pairs, seed=options.seed, levels=options.levels)
+    folder = data_folder() / _PLACES[name]
+    if not folder.is_dir():
+        raise UsageError(
+            f"the set {name!r} is absent ({folder}); the benchmark folders are not part of the package: set "
+            f"{DATA_VARIABLE} to the folder that holds photos/, bench/ and multiview/ (its layout: "
+            "docs/scripts.md, Data), or give a folder of your own"
+        )
+    if name == "kitchen_angles":
+        drawn = multiview.drawn(folder, 240 if options.pairs is None else options.pairs, options.seed)
+        return [PairSet(name, "depth", drawn, note=multiview.TRACKED)]
+    if name not in _MADE:
+        return _of_folder(folder, options)
+    photos = find_images(folder)
+    return [made_set(name, photos, count=options.pairs, seed=options.seed, levels=options.levels)]
 
 
 def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
@@ -223,4 +218,4 @@ def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
             "with cameras.json, H1toNp sequences, KITTI-like sequences, Middlebury stereo), and no photos to "
             "make synthetic pairs from"
         ) from error
-    return [_photos_set("synthetic", photos, options)]
+    return [made_set("synthetic", photos, count=options.pairs, seed=options.seed, levels=options.levels)]
