@@ -9,8 +9,8 @@ from training_data import BOTH, SIFT, with_steps
 from matcher.config import to_dict
 from matcher.errors import IntegrityError, UsageError
 from matcher.files import write_output
-from matcher.train.loop import claim_folder
 from matcher.train.recipe import enlarged, limited, read_recipe, shipped_recipe
+from matcher.train.run import claim_folder
 from matcher.weights.files import load_model
 
 
@@ -57,30 +57,34 @@ def test_steps_bound_every_stage_and_batches_are_scaled():
 
 
 def test_a_folder_belongs_to_one_recipe_and_its_photos(tmp_path):
-    claim_folder(tmp_path / "run", SIFT, "photos")
-    claim_folder(tmp_path / "run", SIFT, "photos")
+    photos = [tmp_path / "a.jpg", tmp_path / "b.jpg"]
+    for photo in photos:
+        photo.touch()
+    run = claim_folder(tmp_path / "run", SIFT, photos)
+    assert run == claim_folder(tmp_path / "run", SIFT, photos)
+    assert run != claim_folder(tmp_path / "other", SIFT, photos[:1])
     with pytest.raises(UsageError, match=r"optimiser\.steps 6 → 7"):
-        claim_folder(tmp_path / "run", with_steps(SIFT, 7), "photos")
+        claim_folder(tmp_path / "run", with_steps(SIFT, 7), photos)
     with pytest.raises(UsageError, match="other photos"):
-        claim_folder(tmp_path / "run", SIFT, "others")
+        claim_folder(tmp_path / "run", SIFT, photos[:1])
     note = tmp_path / "run" / "recipe.json"
     assert json.loads(note.read_text())["recipe"] == json.loads(json.dumps(to_dict(SIFT)))
     for text in ("{}", "{", "[]"):
         note.write_text(text)
         with pytest.raises(IntegrityError, match=r"recipe\.json"):
-            claim_folder(tmp_path / "run", SIFT, "photos")
+            claim_folder(tmp_path / "run", SIFT, photos)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="no run can be kept there"):
-        claim_folder(tmp_path / "file", SIFT, "photos")
+        claim_folder(tmp_path / "file", SIFT, photos)
 
 
 def test_a_folder_of_other_files_is_no_place_for_a_run(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.jpg").write_bytes(b"a")
     with pytest.raises(UsageError, match=r"a\.jpg"):
-        claim_folder(tmp_path / "photos", SIFT, "")
+        claim_folder(tmp_path / "photos", SIFT, [])
     assert [file.name for file in (tmp_path / "photos").iterdir()] == ["a.jpg"]
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / ".DS_Store").touch()
     write_output(tmp_path / "empty" / "log.html", b"<p>")  # our own log of a run that did not begin
-    claim_folder(tmp_path / "empty", SIFT, "")
+    claim_folder(tmp_path / "empty", SIFT, [])

@@ -34,11 +34,10 @@ from matcher.extract.learned import Architecture, FeatureNetwork, architecture_o
 from matcher.match.network import MatchingNetwork
 from matcher.torch_engine import build_extractor
 from matcher.train.keypoints import Describer
-from matcher.train.loop import Batch, BatchMaker, Trainer, locked
 from matcher.train.losses import labelled_layers, scores_of
-from matcher.train.pairs import PairSampler
 from matcher.train.recipe import Recipe, limited, read_recipe, shipped_recipe
-from matcher.train.run import RunOptions, train
+from matcher.train.run import RunOptions, claim_folder, locked, train
+from matcher.train.trainer import Batch, Trainer, batch_maker
 from matcher.train.views import load_views
 from matcher.weights.files import load_model, read_header, save_front_end, save_model
 
@@ -288,9 +287,8 @@ def test_a_killed_run_continues_and_two_never_share_a_folder(root):
 
 def batches(root: Path, recipe: Recipe, count: int) -> list[Batch]:
     photos = sorted((root / "photos").glob("0*.png"))
-    sampler = PairSampler(load_views(recipe, photos, {}, CPU, 20), recipe)
     describer = None if recipe.front_end.train else Describer(recipe, CPU)
-    return [BatchMaker(recipe, sampler, describer)(step) for step in range(count)]
+    return list(map(batch_maker(recipe, load_views(recipe, photos, {}, CPU, 20), describer), range(count)))
 
 
 def test_the_loss_falls_on_one_batch(root):
@@ -312,17 +310,27 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(root):
     assert (trainer.progress.skipped, trainer.progress.step) == (1, 2)
 
 
-def test_checkpoints_that_are_damaged_or_of_another_recipe_are_refused(tmp_path):
-    path = tmp_path / "checkpoint.pt"
-    Trainer(SIFT, CPU).save(path)
-    with pytest.raises(UsageError, match="another recipe"):
-        Trainer(with_steps(SIFT, 7), CPU).resume(path)
-    state, whole = torch.load(path, weights_only=True), path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
+def test_checkpoints_that_are_damaged_or_of_another_run_are_refused(root, tmp_path):
+    held_out, recipe = write_photos(tmp_path / "held out", 2), with_steps(SIFT, 100)
+    where = replace(options(root, "refused"), validation_photos=held_out)
+    assert train(recipe, where, [].append, stopped=stopping(1)) is None
+    checkpoint, note = where.folder / "checkpoint.pt", where.folder / "recipe.json"
+    whole = checkpoint.read_bytes()
+    state = torch.load(checkpoint, weights_only=True)
+    checkpoint.write_bytes(whole[: len(whole) // 2])
     for _ in range(2):
         with pytest.raises(IntegrityError, match=r"checkpoint\.pt .*delete"):
-            Trainer(SIFT, CPU).resume(path)
-        torch.save({**state, "model": {}}, path)
+            train(recipe, where, [].append)
+        torch.save({**state, "model": {}}, checkpoint)
+    checkpoint.write_bytes(whole)
+    (held_out / "00.png").unlink()
+    with pytest.raises(UsageError, match="other photos"):
+        train(recipe, where, [].append)
+    note.unlink()  # edited to say what is held out now
+    claim_folder(tmp_path / "edited", recipe, [held_out / "01.png"])
+    (tmp_path / "edited" / "recipe.json").rename(note)
+    with pytest.raises(UsageError, match=r"checkpoint\.pt .*other photos"):
+        train(recipe, where, [].append)
 
 
 # --- What a run starts from.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import tomllib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from matcher.config import NetworkConfig, from_dict, to_dict
+from matcher.config import NetworkConfig, from_dict
 from matcher.errors import UsageError
 from matcher.extract.learned import Architecture
 from matcher.files import read_given
@@ -268,11 +266,6 @@ def enlarged(recipe: Recipe, scale: int) -> Recipe:
     pair = recipe.pair
     pair = replace(pair, pairs=scale * pair.pairs, points_per_batch=scale * pair.points_per_batch)
     return replace(recipe, pair=pair)
-
-
-def fingerprint(value: object) -> str:
-    """A short hash of a configuration, to check whether a run belongs to it."""
-    return hashlib.sha256(json.dumps(to_dict(value), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def differences(before: Any, after: Any, key: str = "") -> list[str]:

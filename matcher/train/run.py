@@ -1,36 +1,41 @@
-"""From a folder of photos to weights files: what `matcher train` does."""
+"""From a folder of photos to weights files: what `matcher train` does, its loop, and the folder of a run."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import io
 import json
+import math
+import pickle
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from matcher.config import to_dict
+from matcher.errors import IntegrityError, MatcherError, UsageError
+from matcher.files import is_ours, write_whole
 from matcher.train.keypoints import Describer
-from matcher.train.loop import (
+from matcher.train.pairs import made_ahead
+from matcher.train.recipe import Recipe, check_recipe, differences
+from matcher.train.trainer import (
     Batch,
-    BatchMaker,
     HeadTrainer,
     LogRow,
-    Loop,
-    Stopped,
+    Networks,
+    Stage,
     Trainer,
-    claim_folder,
-    load_state,
-    locked,
+    batch_maker,
+    finished,
     validate,
 )
-from matcher.train.pairs import PairSampler, made_ahead
-from matcher.train.recipe import Recipe, check_recipe
-from matcher.train.start import Networks, finished
-from matcher.train.views import Log, counted, load_views, split_photos, stored_folders
+from matcher.train.views import Log, counted, duration, load_views, split_photos, stored_folders
 from matcher.weights.files import save_front_end, save_model
 
 
@@ -79,7 +84,7 @@ def train(
     stored = stored_folders(recipe.sources.shares(), options.rendered, options.real)
     training, held_out = split_photos(options.photos, options.validation_photos, recipe.seed)
     log(f"{len(training)} photos to train on, {len(held_out)} to validate on")
-    claim_folder(options.folder, recipe, _digest(held_out))
+    run = claim_folder(options.folder, recipe, held_out)
     with locked(options.folder):
         keep_memory()
         device = torch.device(options.device)
@@ -92,10 +97,10 @@ def train(
                 batches.extend(_validation_batches(recipe, held_out, describer, device, log))
             return validate(networks, counted(batches, len(batches), "validation", log), recipe)
 
-        loop = Loop(trainer, scores, options.folder, log, stopped, on_validation)
+        loop = Loop(trainer, scores, options.folder, run, log, stopped, on_validation)
         loop.resume(trainer)
         views = load_views(recipe, training, stored, device, recipe.all_pairs, log)
-        make = BatchMaker(recipe, PairSampler(views, recipe), describer)
+        make = batch_maker(recipe, views, describer)
         try:
             loop.run(trainer, made_ahead(make, trainer.progress.step, trainer.steps, device))
             trainer.average.load_state_dict(load_state(options.folder / "best.pt"))
@@ -107,7 +112,7 @@ def train(
                 loop.run(heads, made_ahead(make, done, others + heads.steps, device))
         except Stopped:
             return None
-        return _write(loop, networks, scores)
+        return loop.write(networks)
 
 
 def keep_memory() -> None:
@@ -121,40 +126,246 @@ def keep_memory() -> None:
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def _digest(photos: Sequence[Path]) -> str:
-    """A short hash of names and sizes."""
-    lines = [f"{photo.parent.name}/{photo.name} {photo.stat().st_size}" for photo in photos]
-    return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()[:16]
-
-
 def _validation_batches(
     recipe: Recipe, photos: Sequence[Path], describer: Describer | None, device: torch.device, log: Log
-) -> list[Batch]:
+) -> Iterator[Batch]:
     """Single pairs of photos that are not trained on; photos in space replace stored views, none of which are
     held out."""
-    shares = recipe.sources
+    shares, count = recipe.sources, recipe.validation_pairs
     shares = replace(shares, spaces=shares.spaces + shares.rendered + shares.real, rendered=0.0, real=0.0)
     points = (max(recipe.pair.points),)
     pair = replace(recipe.pair, pairs=1, points=points, dropout=0.0, negative_share=0.0)
     ours = replace(recipe, seed=recipe.seed + 1, sources=shares, pair=pair)
-    views = load_views(ours, photos, {}, device, recipe.validation_pairs)
-    make, count = BatchMaker(ours, PairSampler(views, ours), describer), recipe.validation_pairs
-    return list(counted(map(make, range(count)), count, "pairs to validate on", log))
+    make = batch_maker(ours, load_views(ours, photos, {}, device, count), describer)
+    return counted(map(make, range(count)), count, "pairs to validate on", log)
 
 
-def _write(loop: Loop, networks: Networks, scores: Callable[[Networks], LogRow]) -> Path:
-    """Write the weights files; returns the front end's if one was trained, else the matcher's."""
-    recipe = loop.trainer.recipe
-    validations = [row for row in loop.trainer.progress.history if "f1" in row]
-    summary = {"recipe": to_dict(recipe), "validation": scores(networks), "history": validations}
-    header, written = {"training": json.dumps(summary)}, []
-    networks = networks.cpu()
-    if networks.front_end is not None:
-        written.append(loop.folder / f"{recipe.front_end.name}.safetensors")
-        save_front_end(networks.front_end, "learned", written[-1], header, dtype=torch.float16)
-    if networks.matcher is not None:
-        written.append(loop.folder / f"{recipe.matcher.name}.safetensors")
-        save_model(networks.matcher, written[-1], header)
-    for path in written:
-        loop.log(f"wrote {path}")
-    return written[0]
+# --- The loop.
+
+
+class Stopped(Exception):
+    """The caller asked to stop; the progress is saved."""
+
+
+@dataclass
+class Loop:
+    """A trainer, its folder and its callbacks."""
+
+    trainer: Trainer
+    validate: Callable[[Networks], LogRow]  # the best parameters have the highest "f1"
+    folder: Path
+    fingerprint: str  # of the run, which checkpoints belong to
+    log: Log
+    stopped: Callable[[], bool]
+    on_validation: Callable[[Sequence[LogRow]], None]
+
+    def resume(self, stage: Stage) -> None:
+        """Continue from the folder's checkpoint, if there is one; the log is truncated to it.
+
+        Raises:
+            IntegrityError: the checkpoint is damaged.
+            UsageError: it belongs to another run.
+        """
+        if (path := self.folder / stage.file).exists():
+            state = load_state(path)
+            if state.get("run") != self.fingerprint:
+                raise UsageError(
+                    f"{path} is a checkpoint of another recipe or of other photos to validate on than "
+                    "recipe.json says; give another --run folder"
+                )
+            try:
+                stage.restore(state)
+            except (KeyError, TypeError, ValueError, RuntimeError) as error:
+                reason = " ".join(str(error).split())[:120]
+                raise IntegrityError(
+                    f"{path} does not fit this network ({reason}); delete it to start again"
+                ) from error
+            self.log(f"resumed at {stage.name}step {stage.progress.step}")
+        lines = "".join(json.dumps(row) + "\n" for row in self.trainer.progress.history)
+        write_whole(self.folder / "log.jsonl", lines.encode())
+
+    def run(self, stage: Stage, batches: Iterator[Batch]) -> None:
+        """One step per batch until the stage is done, with validations of the trainer, and checkpoints.
+
+        Raises:
+            Stopped: the caller asked for it.
+            MatcherError: the loss was infinite or NaN in too many steps.
+            OSError: the disk is full; the last good checkpoint is kept.
+        """
+        recipe, progress = self.trainer.recipe, stage.progress
+        if stage.share == 1:
+            return
+        losses: list[float] = []
+        first, validated = progress.step, stage is self.trainer
+        started = reported = saved = time.perf_counter()
+        for batch in batches:
+            losses.append(stage.step(batch))
+            now = time.perf_counter()
+            progress.seconds += now - started
+            if progress.skipped > 50:  # it will not recover
+                raise MatcherError(
+                    f"the loss was not finite in {progress.skipped} steps; lower "
+                    "optimiser.learning_rate in the recipe and start in another --run folder"
+                )
+            last = stage.share == 1
+            if now - reported > 10 or last or progress.step == first + 1:
+                self._report(stage, losses)
+                losses, reported = [], now
+            if validated and (progress.step % recipe.validate_every == 0 or last):
+                self._validate()
+            stopping = self.stopped()
+            if progress.step % recipe.save_every == 0 or now - saved > 300 or last or stopping:
+                save_state(self.folder / stage.file, stage.state() | {"run": self.fingerprint})
+                saved = now
+            if stopping:
+                self.log(f"stopped at {stage.name}step {progress.step}; the same command continues")
+                raise Stopped
+            if last:
+                return
+            started = time.perf_counter()
+
+    def _report(self, stage: Stage, losses: Sequence[float]) -> None:
+        """Log the mean loss since the last report, and the time left."""
+        progress, done = stage.progress, stage.share
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        mean = sum(finite) / len(finite) if finite else math.nan
+        skipped = f", {progress.skipped} steps skipped" if progress.skipped else ""
+        left = f", {duration(progress.seconds * (1 - done) / done)} left" if done < 1 else ""
+        rate = progress.pairs / max(progress.seconds, 1e-9)
+        steps = f"{stage.name}step {progress.step} of {stage.steps}"
+        self.log(f"{steps} loss {mean:.4f} {rate:.1f} pairs/s{skipped}{left}")
+        if finite and stage is self.trainer:
+            self._record({"loss": mean})
+
+    def _validate(self) -> None:
+        """Validate; save the averaged parameters if they are the best so far (by F1)."""
+        progress = self.trainer.progress
+        scores = self.validate(self.trainer.average)
+        self._record(scores)
+        words = " ".join(f"{name} {value:.3f}" for name, value in scores.items())
+        self.log(f"step {progress.step} validation: {words}")
+        if scores["f1"] > progress.best:
+            progress.best = scores["f1"]
+            save_state(self.folder / "best.pt", self.trainer.average.state_dict())
+        self.on_validation(progress.history)
+
+    def _record(self, values: LogRow) -> None:
+        """Append a row to the history and to its file."""
+        progress = self.trainer.progress
+        row = {"step": progress.step, "pairs": progress.pairs, "seconds": round(progress.seconds, 1)} | values
+        progress.history.append(row)
+        with (self.folder / "log.jsonl").open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(row) + "\n")
+
+    def write(self, networks: Networks) -> Path:
+        """Write the weights files; returns the front end's if one was trained, else the matcher's."""
+        recipe, written = self.trainer.recipe, []
+        validations = [row for row in self.trainer.progress.history if "f1" in row]
+        summary = {"recipe": to_dict(recipe), "validation": self.validate(networks), "history": validations}
+        header = {"training": json.dumps(summary)}
+        networks = networks.cpu()
+        if networks.front_end is not None:
+            written.append(self.folder / f"{recipe.front_end.name}.safetensors")
+            save_front_end(networks.front_end, "learned", written[-1], header, dtype=torch.float16)
+        if networks.matcher is not None:
+            written.append(self.folder / f"{recipe.matcher.name}.safetensors")
+            save_model(networks.matcher, written[-1], header)
+        for path in written:
+            self.log(f"wrote {path}")
+        return written[0]
+
+
+# --- The folder of a run.
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """While it is entered, no other process trains in the folder; `UsageError` where one does."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(
+                f"{folder}: another process trains there; wait for it, or give another --run"
+            ) from None
+        yield
+
+
+def claim_folder(folder: Path, recipe: Recipe, held_out: Sequence[Path]) -> str:
+    """Make the folder of a run, or check that it belongs to this recipe and is validated on these photos.
+
+    Returns:
+        A fingerprint of the recipe and of the names and sizes of the photos `held_out`; checkpoints carry it.
+
+    Raises:
+        UsageError: it is another recipe's, other photos are held out, it holds files but no run, or it cannot
+            be made.
+        IntegrityError: its recipe.json is damaged.
+    """
+    photos = [f"{photo.parent.name}/{photo.name} {photo.stat().st_size}" for photo in held_out]
+    run = json.loads(json.dumps({"recipe": to_dict(recipe), "held_out": _digest("\n".join(photos))}))
+    note = folder / "recipe.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not note.exists():
+            strange = [file for file in sorted(folder.iterdir()) if file.name[0] != "." and not is_ours(file)]
+            if strange:
+                raise UsageError(
+                    f"{folder} holds {strange[0].name}, but no training run; give another folder with --run"
+                )
+            write_whole(note, json.dumps(run, indent=1).encode())
+        stored = json.loads(note.read_text(encoding="utf-8"))
+        changes, others = ", ".join(differences(stored["recipe"], run["recipe"])), stored["held_out"]
+    except UsageError:  # a ValueError, too
+        raise
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise UsageError(
+            f"{folder}: no run can be kept there ({error.strerror}); give another --run"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise IntegrityError(f"{note} is damaged; restore it or delete the run folder") from error
+    if changes:
+        raise UsageError(
+            f"{folder} holds a run of another recipe ({changes}); give another --run or delete the folder"
+        )
+    if others != run["held_out"]:
+        raise UsageError(
+            f"{folder} holds a run that is validated on other photos, some of which would be trained on now: "
+            "give the photos as they were, or another --run"
+        )
+    return _digest(json.dumps(run, sort_keys=True))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+def save_state(path: Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint, whole or not at all; `OSError`: the disk is full, or the folder not writable."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    try:
+        write_whole(path, buffer.getvalue())
+    except OSError as error:
+        left = "the last good one is kept" if path.exists() else "there was none before"
+        raise OSError(error.errno, f"{error.strerror}: this checkpoint is lost, {left}", str(path)) from error
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """Read a checkpoint, its tensors on the CPU; `IntegrityError`: it is absent or damaged."""
+    remedy = "restore a copy of it, or delete the run folder to start again"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise IntegrityError(f"{path} is absent: {remedy}") from None
+    except (OSError, RuntimeError, ValueError, LookupError, EOFError, pickle.UnpicklingError) as error:
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        raise IntegrityError(f"{path} is damaged ({reason}): {remedy}") from error
+    if not isinstance(state, dict):
+        raise IntegrityError(f"{path} is not a checkpoint: {remedy}")
+    return state

@@ -1,0 +1,480 @@
+"""The networks that are trained, the steps of their training, and its validation."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from matcher.errors import UsageError
+from matcher.extract.learned import FeatureNetwork, folded, grown, subpixel, unfolded
+from matcher.match.network import MatchingNetwork
+from matcher.match.sinkhorn import mutual_best
+from matcher.match.steering import TURNS, steered
+from matcher.train.keypoints import (
+    IGNORED,
+    Describer,
+    Keypoints,
+    PairBatch,
+    front_end,
+    labelled,
+    strongest,
+)
+from matcher.train.losses import (
+    DescribedKeypoints,
+    assigned,
+    decisions,
+    description_loss,
+    head_loss,
+    labelled_layers,
+    matching_loss,
+    mixed_precision,
+    nearest_of_other,
+    refinement_loss,
+    reliability_loss,
+)
+from matcher.train.pairs import Draws, ImagePairs, PairSampler, other_of_pair
+from matcher.train.recipe import FrontEndRecipe, Recipe
+from matcher.train.views import VISIBLE, DeviceViews
+from matcher.weights.files import load_model
+
+LogRow = dict[str, float]
+CORRECT = 3.0  # pixels; validation
+INNER_HEADS = ("confidence", "match_probability")
+
+
+# --- Batches.
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """New pairs, and their keypoints where the front end is not trained."""
+
+    pairs: ImagePairs
+    points: int  # of an image, which are matched
+    keypoints: Keypoints | None
+
+
+def batch_maker(recipe: Recipe, views: DeviceViews, describer: Describer | None) -> Callable[[int], Batch]:
+    """What makes the batch of a step, the same for the same recipe, views and kind of device; `describer` is
+    the front end that is not trained."""
+    sampler = PairSampler(views, recipe)
+
+    def made(step: int) -> Batch:
+        rng = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
+        points = recipe.pair.points[int(torch.randint(len(recipe.pair.points), (1,), generator=rng))]
+        pairs = sampler.batch(recipe.pairs_of(points), step)
+        if describer is None:
+            return Batch(pairs, points, None)
+        draws = Draws(int(torch.randint(2**62, (1,), generator=rng)), sampler.device)
+        return Batch(pairs, points, describer(pairs.images, points, draws))
+
+    return made
+
+
+def known_matches(batch: Batch, keypoints: Keypoints, recipe: Recipe) -> PairBatch:
+    """As many keypoints and pairs as the matcher sees, with their partners."""
+    pairs = recipe.matched_pairs_of(batch.points)
+    return labelled(keypoints.strongest(batch.points).leading(pairs), batch.pairs.leading(pairs), recipe)
+
+
+@torch.no_grad()
+def found_keypoints(networks: Networks, batch: Batch) -> Keypoints:
+    """The keypoints of a batch, by the front end where it is trained."""
+    if batch.keypoints is not None:
+        return batch.keypoints
+    network = networks.front_end.eval()
+    logits, maps = network(batch.pairs.images)
+    maxima, valid = strongest(logits, batch.points)
+    positions = subpixel(logits, maxima)
+    return Keypoints(positions, network.describe(maps, positions), valid)
+
+
+def turned_alike(descriptors: Tensor, pairs: ImagePairs) -> Tensor:
+    """Descriptors (2B, …, D) with those of image 1 as image 0 is turned."""
+    return steered(descriptors, -torch.cat([torch.zeros_like(pairs.turns), pairs.turns]) % TURNS)
+
+
+# --- The networks, and the trained parameters that they start from and end moved back towards.
+
+
+class Networks(nn.Module):
+    """What is trained: a front end, a matcher, or both; and the scale of similarities, needed in training."""
+
+    def __init__(self, front_end: FeatureNetwork | None, matcher: MatchingNetwork | None) -> None:
+        super().__init__()
+        self.front_end, self.matcher = front_end, matcher
+        self.log_scale = nn.Parameter(torch.tensor(math.log(20.0)))
+
+
+def start_of_front_end(recipe: FrontEndRecipe) -> FeatureNetwork:
+    """The front end that a recipe starts from, grown to its sizes; `UsageError` where it is larger."""
+    network = front_end(recipe.start, precision="float32")
+    if not recipe.network.contains(network.sizes):
+        raise UsageError(
+            f"front_end.network: {recipe.network} is smaller than that of {recipe.start}, {network.sizes}"
+        )
+    return grown(network, recipe.network)
+
+
+def continue_from(model: MatchingNetwork, start: str) -> bool:
+    """Load trained parameters, of a shipped name or a file, into a network of the same architecture.
+
+    Heads for exit and pruning that the file lacks keep their values; so do the input projections if the file
+    is for another front end. Returns whether the projection of descriptors was loaded.
+
+    Raises:
+        IntegrityError: no such weights, or a damaged file.
+        UsageError: the weights are of another architecture.
+    """
+    trained, _, name = load_model(start)
+    wanted, found = model.state_dict(), trained.state_dict()
+    same_front_end = trained.config.kind == model.config.kind
+    if not same_front_end:  # the projection is ours, and only inputs that both networks have are taken over
+        for key, value in found.items():
+            if key.startswith("project."):
+                found[key] = wanted.get(key, value)
+            elif key in wanted and value.shape != wanted[key].shape and value.ndim:
+                found[key] = value[..., : wanted[key].shape[-1]]
+    found = {key: value for key, value in found.items() if key in wanted or not key.startswith(INNER_HEADS)}
+    different = [key for key in wanted.keys() ^ found.keys() if not key.startswith(INNER_HEADS)]
+    different += [key for key in wanted.keys() & found.keys() if wanted[key].shape != found[key].shape]
+    if different:
+        raise UsageError(
+            f"matcher.start: the weights {name} are of another network than the recipe's ({len(different)} "
+            f"tensors differ, such as {min(different)}); make [matcher.network] the same, or remove start"
+        )
+    model.load_state_dict({**wanted, **found})
+    return same_front_end
+
+
+@torch.no_grad()
+def finished(networks: Networks, recipe: Recipe) -> Networks:
+    """The networks as they are written: batch normalisation folded, and a share of the initial parameters.
+
+    The share (WiSE-FT, Wortsman et al. 2022) recovers accuracy outside the training data.
+    """
+    share, starts = recipe.optimiser.start_share, []
+    if networks.front_end is not None:
+        networks.front_end = folded(networks.front_end).to(networks.log_scale.device)
+        if share:
+            starts.append((networks.front_end, start_of_front_end(recipe.front_end)))
+    if share and networks.matcher is not None:
+        start = copy.deepcopy(networks.matcher)
+        continue_from(start, recipe.matcher.start)
+        starts.append((networks.matcher, start))
+    for network, start in starts:
+        for ours, theirs in zip(network.parameters(), start.parameters(), strict=True):
+            ours.lerp_(theirs.to(ours), share)
+    return networks
+
+
+def optimisers_of(networks: Networks, recipe: Recipe) -> list[tuple[torch.optim.Optimizer, float]]:
+    """AdamW for everything, and Muon (Jordan et al. 2024) for the matrices of the matcher's layers if the
+    recipe asks for it, each with its learning rate relative to the recipe's.
+
+    The heads for early exit are left out, and those for pruning, unless the recipe drops points by them.
+    """
+    found, matcher = [], recipe.matcher
+
+    def adam(parameters: list[nn.Parameter], weight_decay: float, rate: float) -> None:
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        found.append((torch.optim.AdamW(groups), rate))
+
+    if networks.front_end is not None:
+        adam([*networks.front_end.parameters(), networks.log_scale], recipe.front_end.weight_decay, 1.0)
+    if networks.matcher is not None:
+        if matcher.muon_rate and not hasattr(torch.optim, "Muon"):
+            raise UsageError(
+                f"matcher.muon_rate needs PyTorch 2.9 or later, this is {torch.__version__}; set it to 0"
+            )
+        layers = networks.matcher.layers.parameters() if matcher.muon_rate else ()
+        matrices = {id(p): p for p in layers if p.ndim == 2}
+        rest = [p for p in networks.matcher.parameters() if p.requires_grad and id(p) not in matrices]
+        adam(rest, matcher.weight_decay, matcher.learning_rate)
+        if matrices:
+            adjust = {"weight_decay": matcher.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+            muon = torch.optim.Muon(list(matrices.values()), **adjust)
+            found.append((muon, matcher.learning_rate * matcher.muon_rate))
+    return found
+
+
+# --- Stages of a training.
+
+
+@dataclass
+class Progress:
+    """The progress of a stage; kept in its checkpoint."""
+
+    step: int = 0
+    pairs: int = 0
+    seconds: float = 0.0  # of steps and of waiting for batches
+    skipped: int = 0  # steps whose loss or gradient was not finite
+    best: float = -math.inf  # F1 of the best validation
+    history: list[LogRow] = field(default_factory=list)  # rows of the log
+
+
+class Stage:
+    """Steps over batches; a checkpoint has the state of its networks, its optimisers and its progress."""
+
+    name, file = "", "checkpoint.pt"  # in the lines of the log; of the checkpoint
+
+    def __init__(self, recipe: Recipe, steps: int, networks: dict[str, nn.Module]) -> None:
+        self.recipe, self.steps, self.networks, self.progress = recipe, steps, networks, Progress()
+        self.optimisers: list[torch.optim.Optimizer] = []
+
+    @property
+    def share(self) -> float:
+        """How much is done; 1 at the end."""
+        return self.progress.step / self.steps if self.steps else 1.0
+
+    def step(self, batch: Batch) -> float:
+        """One update; returns the loss, NaN if it or its gradient was not finite and the step was skipped."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        state: dict[str, Any] = {name: network.state_dict() for name, network in self.networks.items()}
+        state["optimisers"] = [optimiser.state_dict() for optimiser in self.optimisers]
+        return state | {"progress": vars(self.progress)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a state; KeyError, TypeError, ValueError or RuntimeError where it does not fit."""
+        for name, network in self.networks.items():
+            network.load_state_dict(state[name])
+        for optimiser, values in zip(self.optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(values)
+        self.progress = Progress(**state["progress"])
+
+
+class Trainer(Stage):
+    """The networks of a recipe from the parameters that they start with; their moving average; optimisers.
+
+    Raises:
+        IntegrityError: weights to start from are absent, damaged, or of another network.
+        UsageError: they are of another architecture, or larger than the recipe's, or have no heads that the
+            recipe needs; or this PyTorch lacks what the recipe asks for.
+    """
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        self.device = device
+        self._start: FeatureNetwork | None = None  # batch normalisation has to be restored from images
+        self._unscaled = False  # the matcher's projection has to be scaled to descriptors
+        detector, matcher = None, None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(recipe.seed)
+            if recipe.front_end.train:
+                detector = FeatureNetwork(recipe.front_end.network, normalised=True)
+                self._start = start_of_front_end(recipe.front_end) if recipe.front_end.start else None
+            if recipe.matcher.train:
+                matcher = MatchingNetwork(recipe.matcher.network)
+                started = recipe.matcher.start and continue_from(matcher, recipe.matcher.start)
+                self._unscaled = not started
+                matcher.confidence.requires_grad_(False)
+                matcher.match_probability.requires_grad_(recipe.matcher.prunes)
+        if recipe.optimiser.start_share and self._unscaled:
+            raise UsageError(
+                "optimiser.start_share: the start is of another kind of front end, whose projection is "
+                "learned anew; leave it 0"
+            )
+        self.model = Networks(detector, matcher).to(device)
+        if detector is not None:
+            detector.to(memory_format=torch.channels_last)
+        self.average = copy.deepcopy(self.model).requires_grad_(False).eval()
+        super().__init__(recipe, recipe.optimiser.steps, {"model": self.model, "average": self.average})
+        self._rated = optimisers_of(self.model, recipe)
+        self.optimisers = [optimiser for optimiser, _ in self._rated]
+
+    @property
+    def share(self) -> float:
+        """How much is done, by steps or by time, whichever is more."""
+        recipe, progress = self.recipe.optimiser, self.progress
+        by_time = progress.seconds / (60 * recipe.minutes) if recipe.minutes else 0.0
+        return min(1.0, max(progress.step / recipe.steps, by_time))
+
+    def step(self, batch: Batch) -> float:
+        """One update of the networks and of their average.
+
+        The learning rate: linear warm-up, a plateau, then a linear decay. A run on the plateau can be
+        prolonged, and ended from any of its checkpoints.
+        """
+        recipe, progress = self.recipe.optimiser, self.progress
+        if progress.step == 0:
+            self._begin(batch)
+        fall = (1 - self.share) / max(1e-9, 1 - recipe.hold_share)
+        rise = min(1.0, (progress.step + 1) / max(1, recipe.warmup_steps))
+        rate = recipe.learning_rate * max(recipe.final_share, min(1.0, fall)) * rise
+        for optimiser, relative in self._rated:
+            for group in optimiser.param_groups:
+                group["lr"] = rate * relative
+            optimiser.zero_grad(set_to_none=True)
+        # Random choices depend on the step only.
+        rng = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + progress.step)
+        keypoints, loss = batch.keypoints, 0.0
+        if self.recipe.front_end.train:
+            keypoints, loss = self._keypoint_loss(batch, rng)
+            own, gradient = keypoints.descriptors, self.recipe.matcher.gradient
+            keypoints = replace(keypoints, descriptors=own.detach().lerp(own, gradient))
+        if self.recipe.matcher.train:
+            known = known_matches(batch, keypoints, self.recipe)
+            loss = loss + matching_loss(self.model.matcher, known, self.recipe.matcher, rng)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), recipe.gradient_clip)
+        # The only time in a step that a GPU is waited for: both numbers are read together.
+        value, norm = torch.stack([loss.detach(), norm]).tolist()
+        finite = math.isfinite(value) and math.isfinite(norm)
+        if finite:
+            for optimiser in self.optimisers:
+                optimiser.step()
+            self._update_average()
+        progress.skipped += not finite
+        progress.step += 1
+        progress.pairs += len(batch.pairs)
+        return value if finite else math.nan
+
+    @torch.no_grad()
+    def _begin(self, batch: Batch) -> None:
+        """Before the first step: restore batch normalisation from images, scale a new projection."""
+        for networks in (self.model, self.average):
+            if self._start is not None:
+                network = unfolded(self._start.to(self.device), batch.pairs.images)
+                networks.front_end.load_state_dict(network.state_dict())
+            if self._unscaled and networks.matcher is not None and batch.keypoints is not None:
+                descriptors = batch.keypoints.descriptors[batch.keypoints.valid].float()
+                networks.matcher.standardise(descriptors)
+
+    def _keypoint_loss(self, batch: Batch, rng: torch.Generator) -> tuple[Keypoints, Tensor]:
+        """The keypoints of a batch, and the loss of their positions, scores and descriptors."""
+        recipe, network, count = self.recipe.front_end, self.model.front_end, self.recipe.front_end.points
+        matched = batch.points if self.recipe.matcher.train else 0
+        with mixed_precision(self.device):
+            logits, maps = network(batch.pairs.images)
+        maxima, valid = strongest(logits, max(count, matched))
+        positions = subpixel(logits, maxima)
+        corresponding, states = batch.pairs.transfer(positions)
+        corresponding, visible = corresponding.nan_to_num(0.0), (states == VISIBLE) & valid
+        with mixed_precision(self.device):
+            # Descriptors of an image at its own keypoints and at those transferred from the other image.
+            both = torch.cat([positions, other_of_pair(corresponding[:, :count])], dim=1).detach()
+            described = network.describe(maps, both)
+        found = Keypoints(positions, described[:, : positions.shape[1]], valid)
+        at = maxima[..., 1] * logits.shape[2] + maxima[..., 0]
+        scored = logits.flatten(1).gather(1, at[:, :count])
+        positions, corresponding = positions[:, :count], corresponding[:, :count]
+        visible, valid = visible[:, :count], valid[:, :count]
+        nearest, distance, mutual = nearest_of_other(corresponding, positions, valid)
+        own, others = (turned_alike(x, batch.pairs) for x in (described[:, :count], described[:, -count:]))
+        chosen = torch.randperm(count, generator=rng)[: recipe.described].to(self.device, non_blocking=True)
+        near = visible & mutual & (distance.amin(2) < 1.5 * recipe.match_distance)
+        repeatable = matched_correctly(own, valid, distance, recipe.match_distance)[0]
+        points = DescribedKeypoints(
+            own, other_of_pair(others), positions.detach(), corresponding.detach(), valid
+        )
+        refinement = refinement_loss(corresponding, other_of_pair(positions), nearest, near)
+        total = description_loss(points, chosen, visible[:, chosen], self.model.log_scale.exp())
+        total = total + reliability_loss(scored, repeatable, visible)
+        return found, total + recipe.refinement_weight * refinement
+
+    @torch.no_grad()
+    def _update_average(self) -> None:
+        """Exponential moving average, over few steps at first, so that early validations are meaningful."""
+        decay = min(self.recipe.optimiser.average_decay, (1 + self.progress.step) / (10 + self.progress.step))
+        means, values = ((*n.parameters(), *n.buffers()) for n in (self.average, self.model))
+        for mean, value in zip(means, values, strict=True):
+            if value.is_floating_point():
+                mean.lerp_(value, 1 - decay)
+
+
+class HeadTrainer(Stage):
+    """The last stage: the heads for early exit and pruning on the finished network (LightGlue, 3.3)."""
+
+    name, file = "confidence ", "confidence.pt"
+
+    def __init__(self, recipe: Recipe, networks: Networks) -> None:
+        self.trained, matcher = networks, networks.matcher
+        heads = nn.ModuleList([matcher.confidence, matcher.match_probability]).requires_grad_(True)
+        super().__init__(recipe, recipe.matcher.confidence_steps, {"heads": heads})
+        self.optimisers = [torch.optim.AdamW(heads.parameters(), weight_decay=0.0)]
+
+    def step(self, batch: Batch) -> float:
+        """One update of the heads; the learning rate falls linearly to zero."""
+        (optimiser,) = self.optimisers
+        for group in optimiser.param_groups:
+            group["lr"] = 2e-3 * (1 - self.share)
+        known = known_matches(batch, found_keypoints(self.trained, batch), self.recipe)
+        loss = head_loss(self.trained.matcher, known, self.recipe.matcher)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        self.progress.step += 1
+        self.progress.pairs += len(known)
+        return float(loss.detach())
+
+
+# --- Validation.
+
+
+@torch.no_grad()
+def matched_correctly(own: Tensor, valid: Tensor, distance: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """(2B, K) bool: keypoints whose descriptor's mutual nearest neighbour lies at most `limit` pixels from
+    where they are in the other image; and which have a mutual nearest neighbour.
+
+    Args:
+        own: (2B, K, D) descriptors, turned alike.
+        valid: (2B, K) bool, keypoints that exist.
+        distance: (2B, K, K) of each keypoint in the other image to the keypoints there.
+        limit: in pixels.
+    """
+    similarity = own @ other_of_pair(own).mT
+    similarity = similarity.masked_fill(~(valid[:, :, None] & other_of_pair(valid)[:, None]), -2)
+    _, chosen, mutual = mutual_best(similarity)
+    mutual &= valid
+    return mutual & (distance.gather(2, chosen[..., None])[..., 0] < limit), mutual
+
+
+@torch.no_grad()
+def validate(networks: Networks, batches: Iterable[Batch], recipe: Recipe) -> LogRow:
+    """Scores over batches of photos that are not trained on.
+
+    Returns:
+        `precision`, `recall` and `f1` of the matches: of the matcher, over keypoints whose partner is known,
+        or without one of mutual nearest neighbours, at 3 pixels. Of a front end that is trained also
+        `repeatability`: share of the covisible keypoints that are detected in the other image too.
+    """
+    counts = torch.zeros(5, dtype=torch.float64)  # right, matches, wanted, repeated, visible
+    matcher = networks.matcher
+    for batch in batches:
+        points = found_keypoints(networks, batch)
+        if networks.front_end is not None:
+            corresponding, states = batch.pairs.transfer(points.positions)
+            visible = (states == VISIBLE) & points.valid
+            distance = nearest_of_other(corresponding.nan_to_num(0.0), points.positions, points.valid)[1]
+            repeated = visible & (distance.amin(2) < CORRECT)
+            counts[3:] += torch.stack([repeated.sum(), visible.sum()]).cpu()
+        if matcher is None:
+            own = turned_alike(points.descriptors, batch.pairs)
+            right, mutual = matched_correctly(own, points.valid, distance, CORRECT)
+            right, matched, wanted = right & visible, mutual & visible, repeated
+        else:
+            known = labelled(points, batch.pairs, recipe)
+            layer, last = labelled_layers(matcher, known)[-1], len(matcher.layers) - 1
+            found = decisions(assigned(matcher, layer, last, recipe.matcher.sinkhorn_iterations))
+            partners = torch.cat([known.partner0, known.partner1], dim=1)
+            right, matched = (found == partners) & (partners >= 0), (found >= 0) & (partners != IGNORED)
+            wanted = partners >= 0
+        counts[:3] += torch.stack([right.sum(), matched.sum(), wanted.sum()]).cpu()
+    right, matches, wanted, repeated, visible = counts.tolist()
+    scores = {
+        "precision": right / max(matches, 1),
+        "recall": right / max(wanted, 1),
+        "f1": 2 * right / max(matches + wanted, 1),
+    }
+    return {"repeatability": repeated / max(visible, 1), **scores} if visible else scores
