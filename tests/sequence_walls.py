@@ -29,15 +29,17 @@ def picture(walls: list[np.ndarray], x: float) -> np.ndarray:
     return layers[1]
 
 
-def write_pairs(folder: Path, walls: list[np.ndarray], count: int = 6) -> tuple[Path, Path, Path]:
+def write_pairs(
+    folder: Path, walls: list[np.ndarray], count: int = 6, step: float = STEP
+) -> tuple[Path, Path, Path]:
     """Rectified pairs and their true poses in KITTI's form: left, right, poses.txt."""
     left, right = folder / "left", folder / "right"
     left.mkdir()
     right.mkdir()
     rows = []
     for i in range(count):
-        cv2.imwrite(str(left / f"{i}.png"), picture(walls, STEP * i))
-        cv2.imwrite(str(right / f"{i}.png"), picture(walls, STEP * i + BASELINE))
-        rows.append(np.column_stack([np.eye(3), [STEP * i, 0, 0]]).ravel())
+        cv2.imwrite(str(left / f"{i}.png"), picture(walls, step * i))
+        cv2.imwrite(str(right / f"{i}.png"), picture(walls, step * i + BASELINE))
+        rows.append(np.column_stack([np.eye(3), [step * i, 0, 0]]).ravel())
     np.savetxt(folder / "poses.txt", rows)
     return left, right, folder / "poses.txt"
