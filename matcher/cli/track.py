@@ -134,7 +134,7 @@ def track(
         if tracker.problem is not None:
             complain(f"in the map: {tracker.problem}")
         log.in_map = load_map is not None
-        log.complete(tracker.late_poses_in_map())
+        log.map_poses |= tracker.late_poses_in_map()
         _finish(log, tracker, asked, truth)
     except OSError:  # a full disk
         if keyframes is not None:

@@ -153,8 +153,9 @@ def _listed(file: Path, images: list[Path]) -> list[float] | None:
     number |= {path.name: index for index, path in enumerate(images)}
     named, plain = {}, []
     try:
-        lines = read_given(file).decode("utf-8").splitlines()
-        for row in (line.strip() for line in lines if line.strip() and not line.startswith("#")):
+        for row in map(str.strip, read_given(file).decode("utf-8").splitlines()):
+            if not row or row.startswith("#"):
+                continue
             words = re.split(r"[,\s]+", row)
             names = [word for word in words[1:] + words[:1] if PurePath(word).name in number]
             if re.match(r"\d{4}-\d\d-\d\d[ T]", row):  # KITTI's raw data: a date, to nanoseconds
@@ -169,8 +170,6 @@ def _listed(file: Path, images: list[Path]) -> list[float] | None:
     found = np.array([named[index] for index in sorted(named)] or plain)
     if len(found) != len(images) or not np.isfinite(found).all():
         return None
-    if any("[ns]" in line for line in lines if line.startswith("#")):
-        return (found / 1e9).tolist()
     seconds = since_1970(found)
     return (found if seconds is None else seconds).tolist()
 

@@ -131,8 +131,7 @@ class KeyframeMap:
         """A map whose program ended before it was finished, with the frames that were kept.
 
         Raises:
-            UsageError: the folder holds no unfinished map.
-            IntegrityError: what was kept is damaged.
+            UsageError, IntegrityError: the folder holds no unfinished map, or a damaged one.
         """
         folder, kept = Path(folder), read_kept(Path(folder))
         made = cls.__new__(cls)
@@ -144,8 +143,7 @@ class KeyframeMap:
     def add(self, result: FrameResult, image: ImageInput | None, *, mask: Mask | None = None) -> None:
         """Take in the next frame that a `Tracker` has seen; the image of a keyframe is written.
 
-        Frames without a measured pose, which follow a loss of tracking, are left out. The mask is that of
-        `Tracker.push`.
+        Frames without a measured pose are left out. The mask is that of `Tracker.push`.
 
         Raises:
             ImageError: the image cannot be read.
@@ -160,9 +158,8 @@ class KeyframeMap:
             (self.folder / FRAMES).mkdir(parents=True, exist_ok=True)
             colour = shown.pixels if shown.pixels.ndim == 2 else cv2.cvtColor(shown.pixels, cv2.COLOR_RGB2BGR)
             if shown.mask is not None:
-                grey = cv2.COLOR_GRAY2BGRA if colour.ndim == 2 else cv2.COLOR_BGR2BGRA
-                colour = cv2.cvtColor(colour, grey)
-                colour[..., 3] = np.where(shown.mask, 255, 0)
+                colour = np.dstack([colour] * 3) if colour.ndim == 2 else colour
+                colour = np.dstack([colour, np.where(shown.mask, np.uint8(255), np.uint8(0))])
             # The least compression takes a fifth of the time, for a seventh more bytes.
             png = cv2.imencode(".png", colour, (cv2.IMWRITE_PNG_COMPRESSION, 1))[1].tobytes()
             write_whole(self.folder / FRAMES / name_of(result.index), png)

@@ -354,8 +354,8 @@ class ClosedTrajectory:
     def __repr__(self) -> str:
         moved = f", moved by up to {self.moved().max():.3g}" if len(self.frames) else ""
         state = "" if self.problem is None else ", left open"
-        loops = f"{len(self.loops)} loops{state}"
-        return f"ClosedTrajectory({len(self.frames)} frames, {loops}{moved}, {self.folder})"
+        counts = f"{len(self.frames)} frames, {len(self.loops)} loops"
+        return f"ClosedTrajectory({counts}{state}{moved}, {self.folder})"
 
     def moved(self) -> np.ndarray:
         """(F,) how far each pose was moved."""
@@ -368,11 +368,7 @@ class ClosedTrajectory:
         return plot_closing(Path(path), self)
 
     def record(self, path: str | Path) -> Path:
-        """Write the same as a recording (.rrd) for the rerun viewer.
-
-        Raises:
-            UsageError: rerun is not installed.
-        """
+        """Write the same as a recording (.rrd) for the rerun viewer; `UsageError`: it is not installed."""
         from matcher.sequence.plot import record_closing
 
         return record_closing(Path(path), self)

@@ -300,11 +300,7 @@ class PoseTracker:
     def __init__(
         self, camera: Camera | None, baseline: float | None, estimation: EstimationConfig = EstimationConfig()
     ) -> None:
-        """Without a camera there are no poses; with a baseline depths come from pairs only.
-
-        Raises:
-            UsageError: a camera whose lens distorts.
-        """
+        """Without a camera there are no poses; `UsageError`: its lens distorts."""
         if camera is not None and camera.distortion:
             raise UsageError(
                 f"a tracker needs images without distortion, and the camera is {camera.model}: "
@@ -320,11 +316,9 @@ class PoseTracker:
         self._sure = False  # whether it is to be relied on
 
     def camera_of(self, size: tuple[int, int]) -> Camera | None:
-        """The camera of frames of a (width, height).
+        """The camera of frames of a (width, height), resized ones of the size that the camera is for.
 
-        A frame of another size but the same shape as those that the camera is for, or else as the first
-        frame, is taken for a resized one. For one of another shape, which may be cropped anywhere, there is
-        no camera.
+        For those of another shape, which may be cropped anywhere, there is none.
         """
         if self.camera is None:
             return None
@@ -337,9 +331,9 @@ class PoseTracker:
 
     def begin(self, frame: KeptFrame) -> PoseStatus:
         """The first frame, whose camera is the world."""
-        if self.camera is None:
-            return "no_camera"
-        return "other_size" if self.camera_of(frame.size) is None else self._settle(frame, np.eye(4))
+        if self.camera_of(frame.size) is None:
+            return "no_camera" if self.camera is None else "other_size"
+        return self._settle(frame, np.eye(4))
 
     def measure(self, frame: KeptFrame, right: np.ndarray, deviations: np.ndarray) -> None:
         """Set a frame's depths from where the right image shows its points (N, 2), NaN where unknown.
@@ -396,15 +390,13 @@ class PoseTracker:
             ways = (np.linalg.inv(trial.cam1_from_cam0) for trial in trials)
             goes_on = [known and not self._jumps(keyframe.world_from_cam @ way, frame.index) for way in ways]
             found, rivalled = standing_still(trials, goes_on, points1 / scale)
-        T = found.cam1_from_cam0
+        T, measured = found.cam1_from_cam0, keyframe.measured
         learnt = np.ones(len(rows), bool)  # from frames, where no pair has measured it
-        if keyframe.measured is not None:
-            disparities = keyframe.measured.disparities[rows]
-            learnt, kept = np.isnan(disparities), found.agreeing & np.isfinite(disparities)
-            measured = keyframe.measured._replace(
-                disparities=disparities[kept], deviations=keyframe.measured.deviations[rows][kept]
-            )
-            self.offset.observe(points[kept], measured, T)
+        if measured is not None:
+            learnt = np.isnan(measured.disparities[rows])
+            kept = rows[seen := found.agreeing & ~learnt]
+            known = dict(disparities=measured.disparities[kept], deviations=measured.deviations[kept])
+            self.offset.observe(points[seen], measured._replace(**known), T)
         sure = learnt & (found.errors < 0.2 * found.inverse_depths)  # up to this error a depth is known
         keyframe.depths[rows[learnt]], keyframe.inverse_errors[rows[learnt]] = np.nan, np.nan
         keyframe.depths[rows[sure]] = 1 / found.inverse_depths[sure]
@@ -493,17 +485,16 @@ class PoseTracker:
         self, frame: KeptFrame, pose: np.ndarray, deviation: float = 0.0, doubted: bool = False
     ) -> PoseStatus:
         """Take a pose for that of a frame; `deviation` says how uncertain the camera's position is."""
-        length, unit = self.baseline or 1.0, self.baseline or 1.0
-        if self._last is not None:
+        length, moved = self.baseline or 1.0, self._last is not None
+        if moved:
             frames = frame.index - self._last[0]
             step = np.linalg.inv(self._last[1]) @ pose
-            length = max(length, float(np.linalg.norm(step[:3, 3])))
-            moving = np.linalg.norm(self._motion[:3, 3]) > unit
+            moving = np.linalg.norm(self._motion[:3, 3]) > length
             doubted = doubted or (moving and self._jumps(pose, frame.index))
+            length = max(length, float(np.linalg.norm(step[:3, 3])))
             if frames != 1:  # over a gap the motion of one frame is only known roughly, by its share
                 step[:3, :3], step[:3, 3] = np.eye(3), step[:3, 3] / max(1, frames)
             self._motion = step
-        moved = self._last is not None
         frame.world_from_cam, self._last = pose, (frame.index, pose)
         self.doubt = deviation / length
         sure = not doubted and self.doubt <= MOST_DOUBT

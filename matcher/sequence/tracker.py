@@ -162,16 +162,16 @@ class LocalMap:
             if not to_keyframe.consistent.any():
                 direct = match([(keyframe.features, current.features)])[0]
                 to_keyframe = self.linker.link(keyframe, current, direct.indices, direct.scores)
-        if to_keyframe.consistent.any():
-            return "tracked", to_previous, to_keyframe
-        if to_previous.consistent.any():  # the keyframe is out of sight before another was made
-            self._keep(previous)
-            return "tracked", to_previous, to_previous
-        others = [kept for kept in self.keyframes if kept is not keyframe and kept is not previous]
-        if (found := self.linker.best(match, current, most_similar(current, others, 3))) is not None:
-            self._keyframe = found[0]
-            return "tracked", to_previous, found[1]
-        return "lost", to_previous, None
+        if not to_keyframe.consistent.any() and to_previous.consistent.any():
+            self._keep(previous)  # the keyframe is out of sight before another was made
+            to_keyframe = to_previous
+        elif not to_keyframe.consistent.any():
+            others = [kept for kept in self.keyframes if kept is not keyframe and kept is not previous]
+            found = self.linker.best(match, current, most_similar(current, others, 3))
+            if found is None:
+                return "lost", to_previous, None
+            self._keyframe, to_keyframe = found
+        return "tracked", to_previous, to_keyframe
 
     def identify(
         self, current: KeptFrame, to_previous: FrameLinks | None, to_keyframe: FrameLinks | None
@@ -212,8 +212,8 @@ class LocalMap:
         pose_status, T = self.poses.locate(keyframe, current, links)
         kept = share_left(keyframe, links, self._close)
         rows, here = links.inliers.T
-        way = np.linalg.norm(current.keypoints[here] - keyframe.keypoints[rows], axis=1)
-        parallax = float(np.median(way))
+        ways = np.linalg.norm(current.keypoints[here] - keyframe.keypoints[rows], axis=1)
+        parallax = float(np.median(ways))
         wanted = kept < LEAST_KEPT or parallax > MOST_PARALLAX * float(np.hypot(*current.size))
         wanted |= self.poses.doubt > MOST_DOUBT / 2  # which grows as near points leave
         if wanted and (pose_status in ("ok", "uncertain", "no_camera") or kept < LEAST_KEPT / 2):
@@ -273,19 +273,16 @@ class Tracker:
         """Set up; nothing is measured or matched before the first frame.
 
         Args:
-            preset: a name in `PRESETS`, or a pipeline, whose estimator and thresholds verify the links (of
-                geometry "fundamental").
-            camera: a pinhole camera, fx, fy, cx, cy or K (3, 3), for frames of `camera.size` or, where that
-                is None, of the first frame's size; it is rescaled for frames of another size
-                (`FrameResult.camera`). Without it there are no poses.
+            preset: a name in `PRESETS`, or a pipeline, which verifies the links by fundamental matrices.
+            camera: a pinhole camera, fx, fy, cx, cy or K (3, 3), for frames of `camera.size` or of the first
+                frame's size; rescaled for frames of another (`FrameResult.camera`). Without it no poses.
             baseline: distance between the cameras of rectified pairs, usually in metres. Poses and depths are
                 then in its unit, and depths come from pairs only.
             budget_ms: time for a frame; points and layers are chosen to fit, anew where frames take longer.
             window: number of keyframes held.
             epipolar_window: largest difference of rows, in pixels, of a left/right match; None keeps all.
             keyframe_map: takes in every frame that is tracked; `save_map` makes the map.
-            options: those of `matcher.load`; geometry can only be "fundamental", and `match_threshold` is 0.2
-                unless given.
+            options: those of `matcher.load`; `match_threshold` is 0.2 unless given.
 
         Raises:
             UsageError: a value that cannot be used, another geometry, a camera with distortion, or a preset

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -177,7 +177,7 @@ class TrackingLog:
         self._frames: list[FrameResult] = []  # without their links and keypoints
         self._points: list[np.ndarray] = []  # (N, 3) float32 x, y, depth
         self._lengths: Counter[int] = Counter()
-        self._map_poses: dict[int, np.ndarray] = {}
+        self.map_poses: dict[int, np.ndarray] = {}  # (4, 4) by frame; `late_poses_in_map` may be added
         self.in_map = False  # the trajectory is that in the map which was loaded
 
     def add(self, result: FrameResult) -> None:
@@ -186,13 +186,9 @@ class TrackingLog:
         self._points.append(np.column_stack([result.keypoints, depths]).astype(np.float32))
         self._lengths.update(result.track_ids.tolist())
         if result.map_from_cam is not None:
-            self._map_poses[result.index] = result.map_from_cam
+            self.map_poses[result.index] = result.map_from_cam
         large = "keypoints", "track_lengths", "to_previous", "to_keyframe", "right", "depths", "map_from_cam"
         self._frames.append(replace(result, **dict.fromkeys(large)))
-
-    def complete(self, map_poses: Mapping[int, np.ndarray]) -> None:
-        """Take in poses in the map, (4, 4) by frame, that were not known in time."""
-        self._map_poses |= map_poses
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -212,7 +208,7 @@ class TrackingLog:
         """Of each frame, in the map or the world; NaN where there is none."""
         unknown = np.full((4, 4), np.nan)
         if in_map:
-            return [self._map_poses.get(frame.index, unknown) for frame in self._frames]
+            return [self.map_poses.get(frame.index, unknown) for frame in self._frames]
         return [unknown if (pose := frame.world_from_cam) is None else pose for frame in self._frames]
 
     def trajectory(self, *, bridged: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
