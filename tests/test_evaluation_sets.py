@@ -227,6 +227,17 @@ def test_truth_is_exact_in_the_pixel_convention(photos):
     assert near.sum() > 100 and np.median(errors[near]) < 0.5 and np.abs(bias).max() < 0.1
 
 
+def test_hard_pairs_are_seen_from_the_side_in_every_weather(photos):
+    pairs = made_set("hard", photos, count=10).pairs
+    for pair in (pairs[number] for number in range(10)):
+        centre, homography = (np.array(pair.image0.pixels.shape[1::-1]) - 1) / 2, pair.H_1_from_0
+        assert np.allclose(warp_points(centre[None], homography), centre)  # the camera goes around it
+        around = warp_points(centre + 1e-3 * np.eye(2), homography) - centre
+        zoom, foreshortened = np.linalg.svd(around / 1e-3, compute_uv=False)
+        assert 0.49 < zoom < 2.01 and 44 < np.degrees(np.arccos(foreshortened / zoom)) < 76
+    assert len({pairs[number].group for number in range(10)}) == 5
+
+
 # Pairs that are easily wrong.
 
 

@@ -28,6 +28,7 @@ _MADE: dict[str, tuple[ProtocolName, int, Callable[..., Pair], str]] = {
         "resized to at most 640 pixels, and parts of them that have 2.5 to 6 times the resolution",
     ),
     "sensors": ("homography", 100, synthetic.sensor_pair, "recoloured at random as if by two sensors"),
+    "hard": ("homography", 100, synthetic.hard_pair, "seen from the side in other weather"),
     "unrelated": ("unrelated", 200, synthetic.unrelated_pair, "of different folders if there are several"),
     "planes": ("trap", 120, traps.planes_pair, "pose known"),
     "repeats": ("trap", 120, traps.repeats_pair, "half of the pairs show another instance"),
@@ -153,7 +154,7 @@ def made_set(
     """`count` pairs made of photos, each when it is asked for.
 
     Args:
-        name: synthetic, zoom, sensors, unrelated, planes, repeats or overlays.
+        name: synthetic, zoom, sensors, hard, unrelated, planes, repeats or overlays.
         photos: files.
         count: pairs; by default 100 to 400, by the set.
         seed: of what is drawn; a pair depends on it and on its own number only.

@@ -97,6 +97,20 @@ def zoomed_pair(photos: Sequence[Path], number: int, seed: int) -> HomographyPai
     return HomographyPair(name, f"zoom {'2.5-4' if zoom < 4 else '4-6'}", *images, homography)
 
 
+def hard_pair(photos: Sequence[Path], number: int, seed: int) -> HomographyPair:
+    """A photo and a view of it from 45 to 75 degrees to the side, up to twice as near or far, in each kind of
+    `WEATHER` in turn."""
+    turn, weather = number // len(WEATHER), WEATHER[number % len(WEATHER)]
+    path, photo = _photo(photos, number, seed)
+    rng = np.random.default_rng([seed, number, 4])
+    homography = oblique_view(
+        photo.shape[1::-1], rng.uniform(45, 75), rng.uniform(0, 360), 2 ** rng.uniform(-1, 1)
+    )
+    view = degrade(weathered(warp(photo, homography), weather, rng), 0.5, rng)
+    name = f"{path.parent.name}/{path.name} {weather} number {turn}"
+    return HomographyPair(name, weather, PairImage(path, photo), PairImage(path, view), homography)
+
+
 def unrelated_pair(photos: Sequence[Path], number: int, seed: int) -> UnrelatedPair:
     """Different photos, from different folders if there are several."""
     rng = np.random.default_rng([seed, number])
@@ -134,6 +148,17 @@ def draw_homography(size: tuple[int, int], level: Level, rng: np.random.Generato
         homography = cv2.getPerspectiveTransform(corners.astype(np.float32), target.astype(np.float32))
         if inside(warp_points(grid.reshape(-1, 2), homography), size).mean() >= 0.4:
             return homography
+
+
+def oblique_view(size: tuple[int, int], tilt: float, azimuth: float, zoom: float) -> np.ndarray:
+    """H_1_from_0 (3, 3) of a photo (width, height) on a plane, seen by a camera that was before its centre,
+    has moved around it by `tilt` degrees, about an axis at `azimuth`, and is `zoom` times as near."""
+    focal, (x, y) = float(max(size)), (np.array(size) - 1) / 2
+    axis = np.array([np.cos(np.deg2rad(azimuth)), np.sin(np.deg2rad(azimuth)), 0.0])
+    turn = cv2.Rodrigues(axis * np.deg2rad(tilt))[0]
+    camera = np.array([[focal, 0, x], [0, focal, y], [0, 0, 1]])
+    plane = np.column_stack([turn[:, :2], [0, 0, focal / zoom]])
+    return camera @ plane @ [[1, 0, -x], [0, 1, -y], [0, 0, 1]]
 
 
 def warp(pixels: np.ndarray, H_1_from_0: np.ndarray) -> np.ndarray:
@@ -181,3 +206,36 @@ def recoloured(photo: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     values = np.interp(grey, [0, *np.sort(rng.uniform(0, 255, knots)), 255], rng.uniform(0, 255, knots + 2))
     noise = rng.normal(0, rng.uniform(1, 8), grey.shape)
     return np.clip(values + noise, 0, 255).astype(np.uint8)
+
+
+WEATHER = ("night", "fog", "snow", "glare", "infrared")
+
+
+def weathered(pixels: np.ndarray, weather: str, rng: np.random.Generator) -> np.ndarray:
+    """The image (H, W) or (H, W, 3) uint8 in weather or light of one of `WEATHER`, (H, W) if infrared."""
+    if weather == "infrared":
+        return recoloured(pixels, rng)
+    height, width = pixels.shape[:2]
+    y, x = np.mgrid[:height, :width].astype(np.float32) / max(height, width)
+    light = pixels.reshape(height, width, -1).astype(np.float32) / 255
+    if weather == "night":
+        lamps = np.zeros((height, width), np.float32)
+        for at_x, at_y in rng.uniform(0, [x.max(), y.max()], (3, 2)):
+            lamps += np.exp(-((x - at_x) ** 2 + (y - at_y) ** 2) / 0.02)
+        light = light**1.5 * (0.15 + 0.85 * lamps)[..., None]
+        light += rng.normal(0, 0.03, light.shape)
+    elif weather == "fog":
+        clear = np.exp(-rng.uniform(1, 3) * (1 - y / y.max()))[..., None]  # what is far is at the top
+        light = light * clear + 0.8 * (1 - clear)
+    elif weather == "snow":
+        soft = cv2.GaussianBlur(rng.standard_normal((height, width), dtype=np.float32), (0, 0), 12)
+        lies = (soft > rng.uniform(-0.5, 0.5) * soft.std())[..., None] & (light > 0.2)
+        light = np.where(lies, 0.75 + 0.25 * light, light)
+        flakes = rng.random((height, width, 1)) > 0.995
+        light = np.maximum(light, cv2.GaussianBlur(flakes.astype(np.float32), (0, 0), 1.0)[..., None] * 4)
+    else:
+        sun_x, sun_y = rng.uniform(0, [x.max(), y.max()])
+        light = (
+            light * 0.7 + np.exp(-((x - sun_x) ** 2 + (y - sun_y) ** 2) / rng.uniform(0.05, 0.2))[..., None]
+        )
+    return np.rint(255 * light.clip(0, 1)).astype(np.uint8).reshape(pixels.shape)
