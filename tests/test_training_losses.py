@@ -14,7 +14,6 @@ from matcher.match.sinkhorn import log_assignment
 from matcher.train.keypoints import IGNORED, PairBatch
 from matcher.train.losses import (
     DescribedKeypoints,
-    Pruning,
     assignment_loss,
     description_loss,
     head_loss,
@@ -89,17 +88,17 @@ def test_keypoints_that_do_not_exist_change_no_loss():
 
 def test_points_that_are_dropped_are_no_partners():
     model, batch = network(), random_batch(np.random.default_rng(5))
-    layers = labelled_layers(model, batch, Pruning(0, 0.5))
+    layers = labelled_layers(model, batch, after=0, share=0.5)
     whole, rest = layers[0].labels, layers[1].labels
-    assert [x.shape[1] for x in whole.partners] == [12, 12] and [x.shape[1] for x in rest.partners] == [6, 6]
+    assert [[side.partner.shape[1] for side in sides] for sides in (whole, rest)] == [[12, 12], [6, 6]]
     probabilities = [
         model.match_logits(side.x.flatten(0, 1), 0).view(side.x.shape[:2]) for side in layers[0].sides
     ]
     chosen = [each.topk(6, 1).indices.sort(1).values for each in probabilities]
     for side, kept, theirs in ((0, *chosen), (1, *chosen[::-1])):
-        targets = whole.targets[side].gather(1, kept[..., None].expand(-1, -1, 2))
-        torch.testing.assert_close(rest.targets[side], targets, equal_nan=True)
-        before, after = whole.partners[side].gather(1, kept), rest.partners[side]
+        targets = whole[side].target.gather(1, kept[..., None].expand(-1, -1, 2))
+        torch.testing.assert_close(rest[side].target, targets, equal_nan=True)
+        before, after = whole[side].partner.gather(1, kept), rest[side].partner
         assert torch.equal(after[before < 0], before[before < 0])
         still = (before[..., None] == theirs[:, None]).any(2)
         assert torch.equal(theirs.gather(1, after.clamp_min(0))[still], before[still])

@@ -18,6 +18,7 @@ from training_data import (
     BOTH,
     FRONT_END,
     KINDS,
+    LEARNED,
     SIFT,
     from_sources,
     random_batch,
@@ -372,6 +373,9 @@ def test_starts_that_do_not_fit_are_refused(tmp_path):
     for dim, start, raised in ((32, "deep", UsageError), (64, "gone", IntegrityError)):
         with pytest.raises(raised, match=start):
             Trainer(sized(2, dim, start=str(tmp_path / f"{start}.safetensors")), CPU)
+    other = replace(LEARNED, matcher=replace(LEARNED.matcher, start=str(tmp_path / "deep.safetensors")))
+    with pytest.raises(UsageError, match="keypoints of sift"):
+        Trainer(other, CPU)
 
 
 def test_a_front_end_goes_on_from_a_smaller_file(root, tmp_path):

@@ -46,32 +46,9 @@ class Keypoints:
         values = (getattr(self, f.name) for f in fields(self))
         return Keypoints(*(None if value is None else change(value) for value in values))
 
-    def strongest(self, count: int) -> Keypoints:
-        """The first of each image."""
-        return self.map(lambda values: values[:, :count])
-
-    def leading(self, pairs: int) -> Keypoints:
-        """Those of the first pairs."""
-        return self.map(lambda values: torch.cat([side[:pairs] for side in values.chunk(2)]))
-
-    def features(self, size: tuple[int, int], kind: str) -> tuple[Features, Features]:
-        """Those of the images 0 and of the images 1, as matchers take them."""
-
-        def of_side(side: int) -> Features:
-            own = self.map(lambda values: values.chunk(2)[side])
-            points = own.positions.detach()
-            return Features.of_valid(
-                keypoints=points,
-                descriptors=own.descriptors.float(),
-                size=constant(size, points.dtype, points.device).expand(len(points), 2),
-                mask=own.valid,
-                scales=own.scales,
-                orientations=own.orientations,
-                view_orientation=torch.ones(len(points), dtype=torch.int64, device=points.device),
-                kind=kind,
-            )
-
-        return of_side(0), of_side(1)
+    def first(self, pairs: int, count: int) -> Keypoints:
+        """So many of each image, of the first pairs."""
+        return self.map(lambda values: torch.cat([side[:pairs, :count] for side in values.chunk(2)]))
 
 
 class Describer:
@@ -82,20 +59,13 @@ class Describer:
     """
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
-        self.kind, self.device, self._dropout = recipe.kind, device, recipe.pair.dropout
-        self._network = None
-        if self.kind != SIFT:
-            self._network = front_end(recipe.front_end.start, device)
+        self.device, self._dropout = device, recipe.pair.dropout
+        self._network = None if recipe.kind == SIFT else front_end(recipe.front_end.start, device)
 
     @torch.no_grad()
     def __call__(self, images: Tensor, count: int, draws: Draws | None = None) -> Keypoints:
-        """Up to `count` keypoints of images (2B, 1, H, W) in [0, 1].
-
-        Args:
-            images: grey.
-            count: of the strongest that are left.
-            draws: drops some at random, as many as the recipe says at most; None: all are used.
-        """
+        """Up to `count` keypoints of images (2B, 1, H, W) in [0, 1], the strongest; `draws` drops some first,
+        as many as the recipe says at most."""
         if self._network is None:
             return self._sift(images, count, draws)
         logits, maps = self._network(images)
@@ -132,11 +102,7 @@ class Describer:
 
 
 def front_end(weights: str, device: torch.device | str = "cpu", precision: str = "auto") -> FeatureNetwork:
-    """Our front end with the parameters of a file, or with the shipped ones ("learned").
-
-    Raises:
-        IntegrityError: the file is absent, damaged, or of another network.
-    """
+    """Our front end with the parameters of a file, or with the shipped ones ("learned")."""
     path = None if weights == "learned" else weights
     return build_extractor(ExtractorConfig(kind="learned"), path, device, precision).network
 
@@ -179,15 +145,27 @@ def labelled(points: Keypoints, pairs: ImagePairs, recipe: Recipe) -> PairBatch:
         states = states.masked_fill(~points.valid, UNKNOWN)
         there = positions.masked_fill(~points.valid.unsqueeze(2), torch.inf)
         found = found.masked_fill(((states != VISIBLE) | ~points.valid).unsqueeze(2), torch.nan)
-        (found0, found1), (states0, states1) = found.chunk(2), states.chunk(2)
-        seen = Transferred(found0, states0), Transferred(found1, states1)
+        seen = (Transferred(*side) for side in zip(found.chunk(2), states.chunk(2), strict=True))
         own, other = points.descriptors.chunk(2)
         similarity = own @ other.mT if recipe.kind == SIFT else None
         partner0, partner1 = partners(*there.chunk(2), *seen, recipe.pair, similarity)
-    features0, features1 = points.features(pairs.size, recipe.kind)
+    count, device = len(pairs), positions.device
+    features0, features1 = (
+        Features.of_valid(
+            keypoints=own.positions.detach(),
+            descriptors=own.descriptors.float(),
+            size=constant(pairs.size, positions.dtype, device).expand(count, 2),
+            mask=own.valid,
+            scales=own.scales,
+            orientations=own.orientations,
+            view_orientation=torch.ones(count, dtype=torch.int64, device=device),
+            kind=recipe.kind,
+        )
+        for own in (points.map(lambda values, side=side: values.chunk(2)[side]) for side in (0, 1))
+    )
     if recipe.kind == STEERABLE:
         features1 = turned_by(features1, -pairs.turns % TURNS)
-    return PairBatch(features0, features1, partner0, partner1, found0, found1)
+    return PairBatch(features0, features1, partner0, partner1, *found.chunk(2))
 
 
 def beside_visible(pairs: ImagePairs, points: Tensor) -> Tensor:
@@ -210,15 +188,20 @@ def partners(
 
     Args:
         points0, points1: keypoints; infinite where there is none.
-        found0: points of image 0 in image 1, NaN where not visible.
-        found1: points of image 1 in image 0.
+        found0, found1: the points of either image in the other, NaN where not visible.
         recipe: distances of matched and of unmatched points.
         similarity: (B, N, M) of descriptors, by which one of several candidates at a place is chosen: SIFT
             has a keypoint for each orientation.
     """
+
+    def distances(found: Tensor, points: Tensor) -> Tensor:
+        # By differences: products of coordinates lose a fraction of a pixel, and `torch.cdist` without
+        # products is made for long vectors: on a GPU it took more than half of a training step.
+        dx, dy = (found.nan_to_num(-1e6)[..., k, None] - points[:, None, :, k] for k in (0, 1))
+        return dx.square_().add_(dy.square_()).sqrt_()
+
     known0, known1 = (found.states != UNKNOWN for found in (found0, found1))
-    forward = _distances(found0.positions, points1)
-    backward = _distances(found1.positions, points0).mT
+    forward, backward = distances(found0.positions, points1), distances(found1.positions, points0).mT
     # Where one direction is unknown, the other one counts twice.
     error = torch.where(known0.unsqueeze(2), forward, backward)
     error = (error + torch.where(known1.unsqueeze(1), backward, forward)) / 2
@@ -235,13 +218,3 @@ def partners(
         alone = torch.where((nearest > recipe.unmatched_distance) & known, UNMATCHED, IGNORED)
         decided.append(torch.where(mutual, partner, alone))
     return decided[0], decided[1]
-
-
-def _distances(found: Tensor, points: Tensor) -> Tensor:
-    """(B, N, M) distances of points (B, N, 2) and (B, M, 2), far from those that are NaN.
-
-    By differences: products of coordinates lose a fraction of a pixel, and `torch.cdist` without products is
-    made for long vectors: on a GPU it took more than half of a training step.
-    """
-    dx, dy = (found.nan_to_num(-1e6)[..., k, None] - points[:, None, :, k] for k in (0, 1))
-    return dx.square_().add_(dy.square_()).sqrt_()

@@ -223,13 +223,20 @@ def _project(homographies: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
 
 def draw_framings(views: DeviceViews, sources: Tensor, flat: Tensor, recipe: Recipe, draws: Draws) -> Tensor:
     """Homographies (2B, 3, 3) float64 from pixels of the views (2B,) to those of new images of one size."""
-    count, pair = len(flat), recipe.pair
-    first, second = sources.chunk(2)
-    centre0, centre1 = _covisible(views, first, second, flat, draws)
+    count, pair, (first, second) = len(flat), recipe.pair, sources.chunk(2)
+    # A pixel of view 0 that view 1 sees, and its position there; the centres where none is found.
+    rows = torch.arange(count, device=first.device)
+    probes = draws.uniform(count, PROBES, 2) * (views.sizes[first] - 1).unsqueeze(1)
+    positions, states = transfer(views, first, second, probes)
+    seen = (states == VISIBLE) | flat.unsqueeze(1)
+    chosen, some = seen.float().argmax(1), seen.any(1, keepdim=True)
+    here = probes[rows, chosen]
+    there = torch.where(flat.unsqueeze(1), here, positions[rows, chosen])
+    centre0 = torch.where(some, here, views.sizes[first] / 2)
+    centre1 = torch.where(some, there, views.sizes[second] / 2)
     new = constant((pair.width, pair.height), views.sizes.dtype, views.sizes.device).expand(count, 2)
     turns = torch.where(draws.happens(count, pair.turned_share), (3 * draws.uniform(count)).long() + 1, 0)
     new1 = torch.where((turns % 2 == 1).unsqueeze(1), new.flip(1), new)  # before it is turned
-    fitting0, fitting1 = ((size / views.sizes[side]).amax(1) for side, size in ((first, new), (second, new1)))
     whole = draws.happens(count, 0.4)
     zoom = torch.where(whole, 1.0, draws.uniform(count, high=math.log(1.8)).exp())
     change = (draws.normal(count) * torch.where(whole, 0.15, 0.35)).exp().clamp(0.4, 2.5)
@@ -239,71 +246,48 @@ def draw_framings(views: DeviceViews, sources: Tensor, flat: Tensor, recipe: Rec
     roll, tilt = torch.where(flat, 15.0, 5.0), torch.where(flat, 11.0, 2.5)
     spread0, spread1 = (roll / 2, tilt / 3, 0 * tilt), (roll, tilt, 0.22 * flat.float())
     orbit = draws.uniform(count, high=pair.max_tilt) * flat
-    of0, of1 = ((views.K[side], views.sizes[side]) for side in (first, second))
-    framing0 = _framing(*of0, centre0, fitting0 * zoom, spread0, 0 * orbit, new, draws)
-    framing1 = _framing(*of1, centre1, fitting1 * zoom1, spread1, orbit, new1, draws)
-    return torch.cat([framing0, _turned(framing1, turns, new1, new)])
 
+    def framing(
+        chosen: Tensor, centre: Tensor, zoom: Tensor, spread: tuple, orbit: Tensor, sizes: Tensor
+    ) -> Tensor:
+        """(B, 3, 3) of views with the pixel `centre` (B, 2) near the middle of images of `sizes` (B, 2);
+        `spread` of roll, tilts and stretch; `orbit` (B,) degrees of the camera around a photo."""
+        K, old = views.K[chosen], views.sizes[chosen]
+        zoom = zoom * (sizes / old).amax(1)
+        # The centre of a window that contains `centre` and usually stays inside the old image.
+        half = sizes / zoom.unsqueeze(1) / 2
+        middle = centre + draws.uniform(count, 2, low=-0.6, high=0.6) * half
+        inside = torch.where(half * 2 < old, torch.minimum(torch.maximum(middle, half), old - half), old / 2)
+        middle = torch.where(draws.happens(count, BORDER_SHARE).unsqueeze(1), middle, inside).double()
+        back = inverse(K)
+        any_roll = draws.happens(count, 0.08)
+        roll = torch.where(
+            any_roll, draws.uniform(count, low=-180, high=180), draws.normal(count) * spread[0]
+        )
+        tilts = draws.normal(count, 2) * spread[1].unsqueeze(1)
+        motion = _rotations(torch.deg2rad(torch.cat([tilts, roll.unsqueeze(1)], dim=1)).double())
+        direction = draws.uniform(count, high=2 * math.pi)
+        axes = torch.stack([direction.cos(), direction.sin(), torch.zeros_like(direction)], dim=1)
+        around = _rotations((torch.deg2rad(orbit).unsqueeze(1) * axes).double())
+        # The photo is the plane z = 1, and its point at `centre` stays where it is.
+        fixed = back @ F.pad(centre.double(), (0, 1), value=1.0).unsqueeze(2)
+        motion = motion @ (around + F.pad(fixed - around @ fixed, (2, 0)))
+        focal = zoom.double().unsqueeze(1) * K.diagonal(dim1=1, dim2=2)[:, :2]
+        focal[:, 0] *= (draws.normal(count) * spread[2]).exp()
+        ray = (motion @ back @ F.pad(middle, (0, 1), value=1.0).unsqueeze(2))[..., 0]
+        new = torch.diag_embed(F.pad(focal, (0, 1), value=1.0))
+        new[:, :2, 2] = (sizes.to(focal) - 1) / 2 - focal * ray[:, :2] / ray[:, 2:]
+        return new @ motion @ back
 
-def _turned(framing: Tensor, turns: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Framings (B, 3, 3) of images after clockwise quarter turns (B,), which change their sizes (B, 2)."""
+    framing0 = framing(first, centre0, zoom, spread0, 0 * orbit, new)
+    framing1 = framing(second, centre1, zoom1, spread1, orbit, new1)
+    # After clockwise quarter turns of image 1, which change its size.
     quarters = ((1, 0), (0, 1)), ((0, -1), (1, 0)), ((-1, 0), (0, -1)), ((0, 1), (-1, 0))
-    turn = torch.eye(3, dtype=framing.dtype, device=framing.device).repeat(len(framing), 1, 1)
-    turn[:, :2, :2] = constant(quarters, framing.dtype, framing.device)[turns]
-    centre, new_centre = (((size - 1) / 2).to(framing).unsqueeze(2) for size in (before, after))
-    turn[:, :2, 2:] = new_centre - turn[:, :2, :2] @ centre
-    return turn @ framing
-
-
-def _covisible(
-    views: DeviceViews, first: Tensor, second: Tensor, flat: Tensor, draws: Draws
-) -> tuple[Tensor, Tensor]:
-    """(B, 2) a pixel of view 0 that view 1 sees, and its position there; the centres where none is found."""
-    sizes0, rows = views.sizes[first], torch.arange(len(first), device=first.device)
-    probes = draws.uniform(len(first), PROBES, 2) * (sizes0 - 1).unsqueeze(1)
-    positions, states = transfer(views, first, second, probes)
-    seen = (states == VISIBLE) | flat.unsqueeze(1)
-    chosen, some = seen.float().argmax(1), seen.any(1, keepdim=True)
-    here, there = probes[rows, chosen], positions[rows, chosen]
-    there = torch.where(flat.unsqueeze(1), here, there)
-    return torch.where(some, here, sizes0 / 2), torch.where(some, there, views.sizes[second] / 2)
-
-
-def _framing(
-    K: Tensor,
-    old: Tensor,
-    centre: Tensor,
-    zoom: Tensor,
-    spread: tuple[Tensor, Tensor, Tensor],
-    orbit: Tensor,
-    sizes: Tensor,
-    draws: Draws,
-) -> Tensor:
-    """(B, 3, 3) of views of `K` and size `old` with the pixel `centre` (B, 2) near the middle of images of
-    `sizes` (B, 2); `spread` of roll, tilts and stretch; `orbit` (B,) degrees of the camera around a photo."""
-    count, (roll_spread, tilt_spread, stretch_spread) = len(K), spread
-    # The centre of a window that contains `centre` and usually stays inside the old image.
-    half = sizes / zoom.unsqueeze(1) / 2
-    middle = centre + draws.uniform(count, 2, low=-0.6, high=0.6) * half
-    inside = torch.where(half * 2 < old, torch.minimum(torch.maximum(middle, half), old - half), old / 2)
-    middle = torch.where(draws.happens(count, BORDER_SHARE).unsqueeze(1), middle, inside).double()
-    back = inverse(K)
-    any_roll = draws.happens(count, 0.08)
-    roll = torch.where(any_roll, draws.uniform(count, low=-180, high=180), draws.normal(count) * roll_spread)
-    tilts = draws.normal(count, 2) * tilt_spread.unsqueeze(1)
-    motion = _rotations(torch.deg2rad(torch.cat([tilts, roll.unsqueeze(1)], dim=1)).double())
-    direction = draws.uniform(count, high=2 * math.pi)
-    axes = torch.stack([direction.cos(), direction.sin(), torch.zeros_like(direction)], dim=1)
-    around = _rotations((torch.deg2rad(orbit).unsqueeze(1) * axes).double())
-    # The photo is the plane z = 1, and its point at `centre` stays where it is.
-    fixed = back @ F.pad(centre.double(), (0, 1), value=1.0).unsqueeze(2)
-    motion = motion @ (around + F.pad(fixed - around @ fixed, (2, 0)))
-    focal = zoom.double().unsqueeze(1) * K.diagonal(dim1=1, dim2=2)[:, :2]
-    focal[:, 0] *= (draws.normal(count) * stretch_spread).exp()
-    ray = (motion @ back @ F.pad(middle, (0, 1), value=1.0).unsqueeze(2))[..., 0]
-    new = torch.diag_embed(F.pad(focal, (0, 1), value=1.0))
-    new[:, :2, 2] = (sizes.to(focal) - 1) / 2 - focal * ray[:, :2] / ray[:, 2:]
-    return new @ motion @ back
+    turn = torch.eye(3, dtype=framing1.dtype, device=framing1.device).repeat(count, 1, 1)
+    turn[:, :2, :2] = constant(quarters, framing1.dtype, framing1.device)[turns]
+    before, after = (((size - 1) / 2).to(framing1).unsqueeze(2) for size in (new1, new))
+    turn[:, :2, 2:] = after - turn[:, :2, :2] @ before
+    return torch.cat([framing0, turn @ framing1])
 
 
 def _rotations(axes: Tensor) -> Tensor:

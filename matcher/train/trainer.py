@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import smooth_l1_loss
 
 from matcher.errors import UsageError
 from matcher.extract.learned import FeatureNetwork, folded, grown, subpixel, unfolded
@@ -27,16 +28,17 @@ from matcher.train.keypoints import (
 )
 from matcher.train.losses import (
     DescribedKeypoints,
-    assigned,
+    assignments,
+    cross_entropy,
     decisions,
     description_loss,
     head_loss,
     labelled_layers,
     matching_loss,
+    mean_of,
     mixed_precision,
     nearest_of_other,
-    refinement_loss,
-    reliability_loss,
+    scores_of,
 )
 from matcher.train.pairs import Draws, ImagePairs, PairSampler, other_of_pair
 from matcher.train.recipe import FrontEndRecipe, Recipe
@@ -80,7 +82,7 @@ def batch_maker(recipe: Recipe, views: DeviceViews, describer: Describer | None)
 def known_matches(batch: Batch, keypoints: Keypoints, recipe: Recipe) -> PairBatch:
     """As many keypoints and pairs as the matcher sees, with their partners."""
     pairs = recipe.matched_pairs_of(batch.points)
-    return labelled(keypoints.strongest(batch.points).leading(pairs), batch.pairs.leading(pairs), recipe)
+    return labelled(keypoints.first(pairs, batch.points), batch.pairs.leading(pairs), recipe)
 
 
 @torch.no_grad()
@@ -122,35 +124,27 @@ def start_of_front_end(recipe: FrontEndRecipe) -> FeatureNetwork:
     return grown(network, recipe.network)
 
 
-def continue_from(model: MatchingNetwork, start: str) -> bool:
-    """Load trained parameters, of a shipped name or a file, into a network of the same architecture.
-
-    Heads for exit and pruning that the file lacks keep their values; so do the input projections if the file
-    is for another front end. Returns whether the projection of descriptors was loaded.
+def continue_from(model: MatchingNetwork, start: str) -> None:
+    """Load trained parameters, of a shipped name or a file; heads for exit and pruning that it lacks keep
+    their values.
 
     Raises:
         IntegrityError: no such weights, or a damaged file.
-        UsageError: the weights are of another architecture.
+        UsageError: the weights are of another front end or architecture.
     """
     trained, _, name = load_model(start)
     wanted, found = model.state_dict(), trained.state_dict()
-    same_front_end = trained.config.kind == model.config.kind
-    if not same_front_end:  # the projection is ours, and only inputs that both networks have are taken over
-        for key, value in found.items():
-            if key.startswith("project."):
-                found[key] = wanted.get(key, value)
-            elif key in wanted and value.shape != wanted[key].shape and value.ndim:
-                found[key] = value[..., : wanted[key].shape[-1]]
+    found |= {key: wanted[key] for key in wanted.keys() - found.keys() if key.startswith(INNER_HEADS)}
     found = {key: value for key, value in found.items() if key in wanted or not key.startswith(INNER_HEADS)}
-    different = [key for key in wanted.keys() ^ found.keys() if not key.startswith(INNER_HEADS)]
-    different += [key for key in wanted.keys() & found.keys() if wanted[key].shape != found[key].shape]
-    if different:
+    shapes = [{key: value.shape for key, value in state.items()} for state in (wanted, found)]
+    different = sorted(key for key, _ in shapes[0].items() ^ shapes[1].items())
+    if different or trained.config.kind != model.config.kind:
         raise UsageError(
-            f"matcher.start: the weights {name} are of another network than the recipe's ({len(different)} "
-            f"tensors differ, such as {min(different)}); make [matcher.network] the same, or remove start"
+            f"matcher.start: the weights {name} are of another network than the recipe's, for keypoints of "
+            f"{trained.config.kind} ({len({*different})} tensors differ, such as {different[:1]}); make "
+            "[matcher.network] the same, or remove start"
         )
-    model.load_state_dict({**wanted, **found})
-    return same_front_end
+    model.load_state_dict(found)
 
 
 @torch.no_grad()
@@ -174,20 +168,18 @@ def finished(networks: Networks, recipe: Recipe) -> Networks:
     return networks
 
 
-def optimisers_of(networks: Networks, recipe: Recipe) -> list[tuple[torch.optim.Optimizer, float]]:
+def optimisers_of(networks: Networks, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """AdamW for everything, and Muon (Jordan et al. 2024) for the matrices of the matcher's layers if the
-    recipe asks for it, each with its learning rate relative to the recipe's.
+    recipe asks for it; a group's `relative` learning rate is that relative to the recipe's.
 
     The heads for early exit are left out, and those for pruning, unless the recipe drops points by them.
     """
     found, matcher = [], recipe.matcher
 
     def adam(parameters: list[nn.Parameter], weight_decay: float, rate: float) -> None:
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        found.append((torch.optim.AdamW(groups), rate))
+        matrices, others = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
+        groups = {"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}
+        found.append(torch.optim.AdamW([group | {"relative": rate} for group in groups]))
 
     if networks.front_end is not None:
         adam([*networks.front_end.parameters(), networks.log_scale], recipe.front_end.weight_decay, 1.0)
@@ -201,9 +193,9 @@ def optimisers_of(networks: Networks, recipe: Recipe) -> list[tuple[torch.optim.
         rest = [p for p in networks.matcher.parameters() if p.requires_grad and id(p) not in matrices]
         adam(rest, matcher.weight_decay, matcher.learning_rate)
         if matrices:
+            group = {"params": list(matrices.values()), "relative": matcher.learning_rate * matcher.muon_rate}
             adjust = {"weight_decay": matcher.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-            muon = torch.optim.Muon(list(matrices.values()), **adjust)
-            found.append((muon, matcher.learning_rate * matcher.muon_rate))
+            found.append(torch.optim.Muon([group], **adjust))
     return found
 
 
@@ -266,8 +258,7 @@ class Trainer(Stage):
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self.device = device
-        self._start: FeatureNetwork | None = None  # batch normalisation has to be restored from images
-        self._unscaled = False  # the matcher's projection has to be scaled to descriptors
+        self._start: FeatureNetwork | None = None  # whose batch normalisation is restored from images
         detector, matcher = None, None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
@@ -276,22 +267,16 @@ class Trainer(Stage):
                 self._start = start_of_front_end(recipe.front_end) if recipe.front_end.start else None
             if recipe.matcher.train:
                 matcher = MatchingNetwork(recipe.matcher.network)
-                started = recipe.matcher.start and continue_from(matcher, recipe.matcher.start)
-                self._unscaled = not started
+                if recipe.matcher.start:
+                    continue_from(matcher, recipe.matcher.start)
                 matcher.confidence.requires_grad_(False)
                 matcher.match_probability.requires_grad_(recipe.matcher.prunes)
-        if recipe.optimiser.start_share and self._unscaled:
-            raise UsageError(
-                "optimiser.start_share: the start is of another kind of front end, whose projection is "
-                "learned anew; leave it 0"
-            )
         self.model = Networks(detector, matcher).to(device)
         if detector is not None:
             detector.to(memory_format=torch.channels_last)
         self.average = copy.deepcopy(self.model).requires_grad_(False).eval()
         super().__init__(recipe, recipe.optimiser.steps, {"model": self.model, "average": self.average})
-        self._rated = optimisers_of(self.model, recipe)
-        self.optimisers = [optimiser for optimiser, _ in self._rated]
+        self.optimisers = optimisers_of(self.model, recipe)
 
     @property
     def share(self) -> float:
@@ -312,9 +297,9 @@ class Trainer(Stage):
         fall = (1 - self.share) / max(1e-9, 1 - recipe.hold_share)
         rise = min(1.0, (progress.step + 1) / max(1, recipe.warmup_steps))
         rate = recipe.learning_rate * max(recipe.final_share, min(1.0, fall)) * rise
-        for optimiser, relative in self._rated:
+        for optimiser in self.optimisers:
             for group in optimiser.param_groups:
-                group["lr"] = rate * relative
+                group["lr"] = rate * group["relative"]
             optimiser.zero_grad(set_to_none=True)
         # Random choices depend on the step only.
         rng = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + progress.step)
@@ -334,7 +319,13 @@ class Trainer(Stage):
         if finite:
             for optimiser in self.optimisers:
                 optimiser.step()
-            self._update_average()
+            # The mean is over few steps at first, so that early validations are meaningful.
+            decay = min(recipe.average_decay, (1 + progress.step) / (10 + progress.step))
+            means, latest = ((*n.parameters(), *n.buffers()) for n in (self.average, self.model))
+            with torch.no_grad():
+                for mean, own in zip(means, latest, strict=True):
+                    if own.is_floating_point():
+                        mean.lerp_(own, 1 - decay)
         progress.skipped += not finite
         progress.step += 1
         progress.pairs += len(batch.pairs)
@@ -347,7 +338,7 @@ class Trainer(Stage):
             if self._start is not None:
                 network = unfolded(self._start.to(self.device), batch.pairs.images)
                 networks.front_end.load_state_dict(network.state_dict())
-            if self._unscaled and networks.matcher is not None and batch.keypoints is not None:
+            if networks.matcher is not None and not self.recipe.matcher.start and batch.keypoints is not None:
                 descriptors = batch.keypoints.descriptors[batch.keypoints.valid].float()
                 networks.matcher.standardise(descriptors)
 
@@ -378,19 +369,14 @@ class Trainer(Stage):
         points = DescribedKeypoints(
             own, other_of_pair(others), positions.detach(), corresponding.detach(), valid
         )
-        refinement = refinement_loss(corresponding, other_of_pair(positions), nearest, near)
         total = description_loss(points, chosen, visible[:, chosen], self.model.log_scale.exp())
-        total = total + reliability_loss(scored, repeatable, visible)
-        return found, total + recipe.refinement_weight * refinement
-
-    @torch.no_grad()
-    def _update_average(self) -> None:
-        """Exponential moving average, over few steps at first, so that early validations are meaningful."""
-        decay = min(self.recipe.optimiser.average_decay, (1 + self.progress.step) / (10 + self.progress.step))
-        means, values = ((*n.parameters(), *n.buffers()) for n in (self.average, self.model))
-        for mean, value in zip(means, values, strict=True):
-            if value.is_floating_point():
-                mean.lerp_(value, 1 - decay)
+        # Scores are probabilities of being repeatable and matched correctly, as the current descriptors match
+        # (SiLK, Gleize et al. 2023, section 3.2).
+        total = total + cross_entropy(scored, repeatable, visible)
+        # Distance of each transferred keypoint from the nearest one there (ALIKE, Zhao et al. 2022, eq. 6).
+        there = other_of_pair(positions).gather(1, nearest[..., None].expand(-1, -1, 2))
+        error = smooth_l1_loss(corresponding, there, reduction="none", beta=0.25).sum(-1)
+        return found, total + recipe.refinement_weight * mean_of(error, near)
 
 
 class HeadTrainer(Stage):
@@ -427,11 +413,8 @@ def matched_correctly(own: Tensor, valid: Tensor, distance: Tensor, limit: float
     """(2B, K) bool: keypoints whose descriptor's mutual nearest neighbour lies at most `limit` pixels from
     where they are in the other image; and which have a mutual nearest neighbour.
 
-    Args:
-        own: (2B, K, D) descriptors, turned alike.
-        valid: (2B, K) bool, keypoints that exist.
-        distance: (2B, K, K) of each keypoint in the other image to the keypoints there.
-        limit: in pixels.
+    `own` (2B, K, D) are descriptors, turned alike; `distance` (2B, K, K) that of each keypoint in the other
+    image to the keypoints there.
     """
     similarity = own @ other_of_pair(own).mT
     similarity = similarity.masked_fill(~(valid[:, :, None] & other_of_pair(valid)[:, None]), -2)
@@ -465,8 +448,9 @@ def validate(networks: Networks, batches: Iterable[Batch], recipe: Recipe) -> Lo
             right, matched, wanted = right & visible, mutual & visible, repeated
         else:
             known = labelled(points, batch.pairs, recipe)
-            layer, last = labelled_layers(matcher, known)[-1], len(matcher.layers) - 1
-            found = decisions(assigned(matcher, layer, last, recipe.matcher.sinkhorn_iterations))
+            layer = labelled_layers(matcher, known)[-1]
+            scores = scores_of(matcher, layer, len(matcher.layers) - 1)
+            found = decisions(assignments(matcher, layer, scores, recipe.matcher.sinkhorn_iterations)[-1])
             partners = torch.cat([known.partner0, known.partner1], dim=1)
             right, matched = (found == partners) & (partners >= 0), (found >= 0) & (partners != IGNORED)
             wanted = partners >= 0

@@ -56,9 +56,10 @@ class DeviceViews:
     pairs: dict[str, list[np.ndarray]]  # by source: (P, 2) overlapping views of each set
     photos: int
 
-    def depth(self, chosen: Tensor) -> Tensor:
-        """(B, 1, h, w) inverse depth of views; that of photos means nothing."""
-        return self.inverse_depth[(chosen - self.photos).clamp_min(0)].unsqueeze(1)
+    def cameras(self, chosen: Tensor) -> Cameras:
+        """Those of B views; the depth of photos means nothing."""
+        depth = self.inverse_depth[(chosen - self.photos).clamp_min(0)].unsqueeze(1)
+        return Cameras(depth, self.K[chosen], self.cam_from_world[chosen], self.sizes[chosen])
 
 
 def load_views(
@@ -95,8 +96,7 @@ def load_views(
             spaces = int(np.clip(pairs * shares["spaces"] / total / 20, 2, 120))
             size, textures = (recipe.pair.width, recipe.pair.height), [view.pixels for view in views]
             for space in counted(range(spaces), spaces, "photos on planes in space", log):
-                among = np.stack(np.triu_indices(SPACE_VIEWS, 1), 1) + len(views)
-                found["spaces"].append(among)
+                found["spaces"].append(np.stack(np.triu_indices(SPACE_VIEWS, 1), 1) + len(views))
                 views += draw_space(textures, size, rng)
                 scenes += [count + space] * SPACE_VIEWS
                 captured += [False] * SPACE_VIEWS
@@ -109,8 +109,7 @@ def load_views(
             for each in sets:
                 found[source].append(each.pairs + len(views))
                 views += [next(reading) for _ in each.views]
-                scene = numbers.setdefault((source, each.scene), first + len(numbers))
-                scenes += [scene] * len(each.views)
+                scenes += [numbers.setdefault((source, each.scene), first + len(numbers))] * len(each.views)
                 captured += [source == "real"] * len(each.views)
     log(f"{count} photos and {len(views) - count} views with depth in memory")
     height, width = (max(view.pixels.shape[axis] for view in views) for axis in (0, 1))
@@ -159,31 +158,13 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _read_photos(
-    pool: ThreadPoolExecutor, photos: Sequence[Path], wanted: int, rng: np.random.Generator, log: Log
-) -> list[PosedView]:
-    """So many photos at least, if there are as many that can be read."""
-    order, found, tried = [photos[k] for k in rng.permutation(len(photos))], [], 0
-    while tried < len(order) and len(found) < wanted:
-        part = order[tried : tried + max(16, wanted - len(found))]
-        tried += len(part)
-        reading = counted(pool.map(read_photo, part), len(part), "reading photos", log)
-        found += [_photo_view(pixels) for pixels in reading if pixels is not None]
-    if tried > len(found):
-        log(f"skipped {tried - len(found)} photos that cannot be read")
-    if not found:
-        raise UsageError(f"{photos[0].parent}: none of the {len(photos)} photos can be read")
-    return found
-
-
 # --- Photos.
 
 
 def split_photos(folder: Path, validation: Path | None, seed: int) -> tuple[list[Path], list[Path]]:
     """Photos to train on and photos to validate on, none in both; a tenth is held out without `validation`.
 
-    Raises:
-        UsageError: a folder without photos, nothing left to train on, or fewer than two that can be read.
+    `UsageError`: a folder without photos, nothing left to train on, or fewer than two that can be read.
     """
     photos = find_images(folder)
     if validation is not None:
@@ -215,11 +196,25 @@ def read_photo(path: Path) -> np.ndarray | None:
     return pixels if min(pixels.shape) >= 32 else None
 
 
-def _photo_view(pixels: np.ndarray) -> PosedView:
-    height, width = pixels.shape
-    focal = 1.2 * max(height, width)  # any that is usual
-    K = np.array([[focal, 0, (width - 1) / 2], [0, focal, (height - 1) / 2], [0, 0, 1]])
-    return PosedView(pixels, np.zeros((0, 0), np.float32), K, np.eye(4))
+def _read_photos(
+    pool: ThreadPoolExecutor, photos: Sequence[Path], wanted: int, rng: np.random.Generator, log: Log
+) -> list[PosedView]:
+    """So many photos at least, if there are as many that can be read."""
+    order, found, tried = [photos[k] for k in rng.permutation(len(photos))], [], 0
+    while tried < len(order) and len(found) < wanted:
+        part = order[tried : tried + max(16, wanted - len(found))]
+        tried += len(part)
+        for pixels in counted(pool.map(read_photo, part), len(part), "reading photos", log):
+            if pixels is not None:
+                height, width = pixels.shape
+                focal = 1.2 * max(height, width)  # any that is usual
+                K = np.array([[focal, 0, (width - 1) / 2], [0, focal, (height - 1) / 2], [0, 0, 1]])
+                found.append(PosedView(pixels, np.zeros((0, 0), np.float32), K, np.eye(4)))
+    if tried > len(found):
+        log(f"skipped {tried - len(found)} photos that cannot be read")
+    if not found:
+        raise UsageError(f"{photos[0].parent}: none of the {len(photos)} photos can be read")
+    return found
 
 
 # --- Stored views.
@@ -232,21 +227,18 @@ def stored_folders(shares: Mapping[str, float], rendered: Path | None, real: Pat
         UsageError: one is missing or holds no views, or one is given that the recipe has no use for.
         IntegrityError: what one holds is damaged.
     """
-    folders = {}
-    for name, folder in (("rendered", rendered), ("real", real)):
+    given = {"rendered": rendered, "real": real}
+    for name, folder in given.items():
         if shares[name] and folder is None:
             raise UsageError(
-                f"sources.{name}: the recipe needs stored views, but no folder of them is given: give "
-                f"--{name} DIR, or a recipe whose sources are planes and spaces, which photos give"
+                f"sources.{name}: the recipe needs stored views: give --{name} DIR, or a recipe whose "
+                "sources are planes and spaces, which photos give"
             )
         if folder is not None and not shares[name]:
-            raise UsageError(
-                f"sources.{name}: the recipe has no share of the views in {folder}; leave it out"
-            )
+            raise UsageError(f"sources.{name}: the recipe has no share of {folder}; leave it out")
         if shares[name]:
             find_stored_sets(folder)
-            folders[name] = folder
-    return folders
+    return {name: folder for name, folder in given.items() if folder is not None}
 
 
 def _read_stored(stored: StoredSet, number: int) -> PosedView:
@@ -333,11 +325,7 @@ def render_planes(
 ) -> PosedView:
     """The nearest plane at each pixel; `backdrop` (H, W) uint8, without depth, where there is none.
 
-    Args:
-        textures: (h, w) uint8 of each plane.
-        planes: (3, 3) of each from texture pixels (u, v, 1) to points in space.
-        K, cam_from_world: of the camera.
-        backdrop: of the size of the view.
+    `textures` (h, w) uint8; `planes` (3, 3) from texture pixels (u, v, 1) to points in space.
     """
     height, width = backdrop.shape
     pixels, nearest = backdrop.copy(), np.full(backdrop.shape, NOTHING, np.float32)
@@ -389,11 +377,7 @@ def within(points: Tensor, sizes: Tensor) -> Tensor:
 
 def transfer(views: DeviceViews, source: Tensor, target: Tensor, points: Tensor) -> Transferred:
     """Points (B, N, 2) of views `source` (B,) in views `target` (B,) of their scenes."""
-    cameras = (
-        Cameras(views.depth(side), views.K[side], views.cam_from_world[side], views.sizes[side])
-        for side in (source, target)
-    )
-    return reproject(*cameras, points, DEPTH_STEP)
+    return reproject(views.cameras(source), views.cameras(target), points, DEPTH_STEP)
 
 
 def reproject(own: Cameras, other: Cameras, points: Tensor, step: int) -> Transferred:
@@ -411,21 +395,16 @@ def reproject(own: Cameras, other: Cameras, points: Tensor, step: int) -> Transf
     # Pixels in the source by which the way back changes per unit of inverse depth in the target.
     back = (own.K @ inverse(pose)[:, :3, 3:])[..., 0].float()
     rate = torch.hypot(*(back[:, None, k] - points[..., k] * back[:, None, 2] for k in (0, 1))) * depth
-    states = _visible(other.inverse_depth, found, near / depth, rate, step).where(inside, HIDDEN)
-    return Transferred(found, torch.where(near > 0, states, torch.where(near == NOTHING, HIDDEN, UNKNOWN)))
-
-
-def _visible(maps: Tensor, points: Tensor, expected: Tensor, rate: Tensor, step: int) -> Tensor:
-    """(B, N) states of the surface expected at `points`: hidden behind a nearer one, or unknown where depths
-    are inconsistent."""
-    linear, nearest = _sampled(maps, points, step)
+    # The surface expected there: hidden behind a nearer one, or unknown where depths are inconsistent.
+    expected, (linear, nearest) = near / depth, _sampled(other.inverse_depth, found, step)
     error = torch.minimum((linear - expected).abs(), (nearest - expected).abs())
     # Within .3 pixels it is the same whatever the depths are, as those of far points are uncertain.
     same = (error <= SAME_DEPTH * expected) | (error * rate <= 0.3)
     visible = same & (error * rate <= 0.8) & (nearest > 0)
     occluded = ~same & (torch.minimum(linear, nearest) > expected * (1 + SAME_DEPTH))
     states = torch.where(occluded | (nearest == NOTHING), HIDDEN, UNKNOWN)
-    return torch.where(visible, VISIBLE, states)
+    states = torch.where(visible, VISIBLE, states).where(inside, HIDDEN)
+    return Transferred(found, torch.where(near > 0, states, torch.where(near == NOTHING, HIDDEN, UNKNOWN)))
 
 
 def _sampled(maps: Tensor, points: Tensor, step: int) -> tuple[Tensor, Tensor]:
