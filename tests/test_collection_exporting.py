@@ -11,6 +11,7 @@ from collection_scene import CAMERA, SIZE, MemoryStore, renamed, synthetic_store
 
 from matcher.cameras import Camera
 from matcher.collection.schema import StoredImage
+from matcher.collection.tracks import tracks_of
 from matcher.errors import UsageError
 from matcher.export.colmap import CameraChoice, group_cameras, read_exif
 from matcher.export.formats import export
@@ -239,6 +240,21 @@ def test_given_cameras_and_those_of_a_model(tmp_path):
     ):
         with pytest.raises(UsageError):
             wrong()
+
+
+def test_a_pair_that_others_contradict_is_named_and_in_no_track_and_no_export(rng, tmp_path):
+    store = synthetic_store(rng, count=6, points=300, wrong=0.1)[0]
+    assert not tracks_of(store).contradicted
+    first, *pairs = store.pairs()
+    indices = np.column_stack([first.matches.indices[:, 0], np.roll(first.matches.indices[:, 1], 9)])
+    geometry = replace(first.geometry, inliers=np.ones(len(indices), bool))
+    wrong = replace(first, matches=replace(first.matches, indices=indices), geometry=geometry)
+    changed = MemoryStore(list(store.images()), store._keypoints, [wrong, *pairs])
+    assert tracks_of(changed).contradicted == ((first.name0, first.name1),)
+    left = MemoryStore(list(store.images()), store._keypoints, pairs)
+    np.testing.assert_array_equal(tracks_of(changed).keypoints, tracks_of(left).keypoints)
+    report = export(changed, "npz", tmp_path / "out.npz")
+    assert report.pairs == len(pairs) and f"{first.name0} {first.name1}" in report.left_out[0]
 
 
 def test_what_an_export_leaves_out_or_refuses(store, tmp_path):

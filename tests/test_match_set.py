@@ -47,6 +47,44 @@ def test_tracks_join_the_same_point_in_all_images(crops):
     assert len(found.matches(0, 1)) > 50
 
 
+class Numbered:
+    """A front end that finds the same points of a scene in every picture, each at a place of its own."""
+
+    def __call__(self, images):
+        spots = np.stack(np.meshgrid(np.arange(10), np.arange(6)), -1).reshape(-1, 2) * 20.0
+        found = []
+        for image in images:
+            number = int(image.pixels[0, 0])
+            described = np.full((60, 1), number, np.float32)
+            found.append(matcher.Features.from_image(image, spots + 2 * number, described, kind="own"))
+        return found
+
+
+def in_order(features0, features1):
+    """Matches of points of one number, but for images 1 and 3, between which they are shifted."""
+    rows = np.arange(60)
+    shift = 7 * ({int(f.descriptors[0, 0, 0]) for f in (features0, features1)} == {1, 3})
+    indices = np.column_stack([rows, np.roll(rows, -shift)])
+    ends = (
+        np.asarray(f.keypoints[0])[side] for f, side in zip((features0, features1), indices.T, strict=True)
+    )
+    return [matcher.Matches(indices, *ends, np.ones(60, np.float32))]
+
+
+def everything(points0, points1, **_):
+    return matcher.TwoViewGeometry("homography", "ok", np.ones(len(points0), bool), np.eye(3))
+
+
+def test_a_pair_that_others_contradict_is_rejected_and_named():
+    images = [np.full((120, 200), number, np.uint8) for number in range(5)]
+    pipeline = matcher.Pipeline(Numbered(), in_order, everything)
+    found = matcher.match_set(images, pipeline)
+    assert found.tracks.contradicted == (("image 1", "image 3"),)
+    assert [ends for ends, (_, geometry) in found.pairs.items() if not geometry.verified] == [(1, 3)]
+    assert found.groups() == [[0, 1, 2, 3, 4]] and len(found.tracks) == 60
+    assert (found.tracks.lengths == 5).all()
+
+
 def test_arguments_that_do_not_fit_are_refused(crops):
     images = [image for image, _ in crops]
     for wrong, message in (

@@ -215,6 +215,8 @@ def status(run: Path, /, check: bool = False, tracks: bool = False) -> int:
                 f"tracks: {len(found)}, of {found.mean_length:.2f} images on average and {longest} at most; "
                 f"{found.conflicts} matches contradict others"
             )
+            for first, second in found.contradicted[:_LISTED]:
+                show(f"  left out, as other pairs contradict it: {first} and {second}")
         if check:
             if faults := store.check():
                 raise IntegrityError(f"{run} is damaged: {'; '.join(faults[:_LISTED])}")

@@ -16,6 +16,7 @@ import numpy as np
 from matcher.arrays import to_numpy
 from matcher.cameras import Camera, as_camera
 from matcher.collection import runner, schema, tracks
+from matcher.collection.contradictions import Edge, contradicted
 from matcher.collection.pairs import PairFault, chosen_pairs, read_pairs
 from matcher.collection.runner import ImageChanges, OnProgress, RunReport, Stages
 from matcher.collection.schema import DONE, Counts, StoredPair
@@ -601,7 +602,8 @@ def match_set(
     """Match a few images with each other, in memory: panoramas, small sets. `Collection` is for many.
 
     Matches that agree with their pair's geometry are joined to tracks, the most probable first. Those that
-    other images contradict, or that would put two keypoints of an image into one track, are left out.
+    other images contradict, or that would put two keypoints of an image into one track, are left out. A pair
+    that others contradict as a whole is rejected (`low_inliers`); `tracks.contradicted` names it.
 
     >>> import matcher, numpy as np
     >>> scene = np.random.default_rng(0).integers(0, 255, (240, 400), dtype=np.uint8)
@@ -646,7 +648,15 @@ def match_set(
         path = image if isinstance(image, (str, Path)) else getattr(image, "path", None)
         name = f"image {number}" if path is None else str(path)
         names[f"{name} ({number})" if name in names else name] = None
-    return MatchedSet(tuple(names), features, found, _tracks(tuple(names), features, found))
+    edges = {ends: Edge.of(*pair) for ends, pair in found.items() if pair[1].verified}
+    scaled = [to_numpy(each.keypoints) * to_numpy(each.scale) for each in features]
+    gone, named = contradicted(edges, dict(enumerate(scaled))), tuple(names)
+    for ends in gone:
+        matches, geometry = found[ends]
+        found[ends] = matches, replace(geometry, status="low_inliers").without_rejected()
+    left_out = tuple((named[first], named[second]) for first, second in gone)
+    joined = replace(_tracks(named, features, found), contradicted=left_out)
+    return MatchedSet(named, features, found, joined)
 
 
 def _tracks(
@@ -654,10 +664,10 @@ def _tracks(
     features: tuple[Features, ...],
     pairs: Mapping[tuple[int, int], tuple[Matches, TwoViewGeometry]],
 ) -> Tracks:
-    usable = {ends: tracks.usable_matches(*pair) for ends, pair in pairs.items()}
-    usable = {ends: found for ends, found in usable.items() if found is not None}
     keypoints = [to_numpy(one.keypoints) for one in features]
     scales = [float(np.sqrt(np.prod(to_numpy(one.scale)))) for one in features]
+    usable = {ends: tracks.usable_matches(*pair) for ends, pair in pairs.items()}
+    usable = {ends: found for ends, found in usable.items() if found is not None}
     right = tracks.consistent_matches({ends: rows for ends, (rows, _) in usable.items()}, keypoints, scales)
     joined = [
         PairMatches(names[ends[0]], names[ends[1]], rows[right[ends]], scores[right[ends]])

@@ -8,15 +8,16 @@ first.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from matcher.collection.store import Store
-from matcher.collection.tracks import partners
+from matcher.types import Matches, TwoViewGeometry
 
-Ends = tuple[str, str]
+Ends = tuple[Hashable, Hashable]
 
 
 class Edge(NamedTuple):
@@ -25,48 +26,62 @@ class Edge(NamedTuple):
     indices: np.ndarray  # (K, 2) keypoints of its inliers, of the first and the second name
     rotation: np.ndarray | None  # (3, 3) from the first camera to the second, where it is known
 
+    @staticmethod
+    def of(matches: Matches, geometry: TwoViewGeometry) -> Edge:
+        """That of a pair."""
+        pose = geometry.cam1_from_cam0
+        return Edge(matches.indices[geometry.inliers], None if pose is None else pose[:3, :3])
 
-def contradicted_pairs(store: Store, without: Collection[Ends] = ()) -> list[Ends]:
+
+def contradicted_pairs(store: Store, without: Collection[Ends] = ()) -> list[tuple[str, str]]:
     """The verified pairs of a run, names in order, that others contradict; those `without` are left out."""
     edges = {}
     for pair in store.pairs():
         if (ends := (pair.name0, pair.name1)) not in without and pair.geometry.verified:
-            pose = pair.geometry.cam1_from_cam0
-            rotation = None if pose is None else pose[:3, :3]
-            edges[ends] = Edge(pair.matches.indices[pair.geometry.inliers], rotation)
+            edges[ends] = Edge.of(pair.matches, pair.geometry)
     scaled = {name: store.keypoints(name) * np.array(store.scale(name)) for name in {*sum(edges, ())}}
     return contradicted(edges, scaled)
 
 
-def contradicted(edges: Mapping[Ends, Edge], keypoints: Mapping[str, np.ndarray]) -> list[Ends]:
+def contradicted(edges: Mapping[Ends, Edge], keypoints: Mapping[Hashable, np.ndarray]) -> list[Ends]:
     """The pairs, in order, that are contradicted.
 
     Args:
-        edges: by the names of a pair, in any order, each pair once.
+        edges: by the names (or numbers) of a pair, in any order, each pair once.
         keypoints: (N, 2) of every image, pixels of the resized image.
     """
-    partner = partners({ends: edge.indices for ends, edge in edges.items()}, keypoints)
-    size, turn, near = {}, {}, defaultdict(dict)
+    either, near = dict(edges), defaultdict(dict)
     for (first, second), edge in edges.items():
         turned = None if edge.rotation is None else edge.rotation.T
-        for ends, rotation in (((first, second), edge.rotation), ((second, first), turned)):
-            size[ends], turn[ends] = len(edge.indices), rotation
-            near[ends[0]][ends[1]] = None
-    loops: dict[frozenset[str], bool] = {}
+        either[second, first] = Edge(edge.indices[:, ::-1], turned)
+        near[first][second] = near[second][first] = None
+
+    @lru_cache(4096)  # those of all pairs of a large run would not fit into memory
+    def partner(first: Hashable, second: Hashable) -> np.ndarray:
+        return partners(either[first, second].indices, len(keypoints[first]))
+
+    loops: dict[frozenset[Hashable], bool] = {}
     for (first, second), edge in edges.items():
         common = [name for name in near[first] if name in near[second]]
-        common.sort(key=lambda third: -min(size[first, third], size[second, third]))
+        common.sort(key=lambda third: -min(len(either[end, third].indices) for end in (first, second)))
         for third in common[:16]:  # those with most inliers; more say no more
             if (names := frozenset((first, second, third))) in loops:
                 continue
-            ends = [partner[first, third][edge.indices[:, 0]], partner[second, third][edge.indices[:, 1]]]
+            ends = [partner(first, third)[edge.indices[:, 0]], partner(second, third)[edge.indices[:, 1]]]
             here, there = keypoints[third][np.stack(ends)[:, np.min(ends, axis=0) >= 0]]
             if len(here) < 8:  # which says nothing
                 continue
-            turns = turn[first, third], turn[second, third], turn[first, second]
+            turns = (either[ends].rotation for ends in ((first, third), (second, third), (first, second)))
             same = np.linalg.norm(here - there, axis=1) <= 3.0  # pixels of the resized images
             loops[names] = _closes(*turns) and np.mean(same) >= 0.5
     return sorted(_voted_out(edges, loops))
+
+
+def partners(indices: np.ndarray, count: int) -> np.ndarray:
+    """(count,) the keypoint that each of one image matches in another one, or −1, from matches (K, 2)."""
+    found = np.full(count, -1, np.int64)
+    found[indices[:, 0]] = indices[:, 1]
+    return found
 
 
 def _closes(direct: np.ndarray | None, onward: np.ndarray | None, along: np.ndarray | None) -> bool:
@@ -78,11 +93,11 @@ def _closes(direct: np.ndarray | None, onward: np.ndarray | None, along: np.ndar
     return np.degrees(np.arccos(np.clip((np.trace(missed) - 1) / 2, -1, 1))) <= 20
 
 
-def _voted_out(edges: Mapping[Ends, Edge], loops: dict[frozenset[str], bool]) -> list[Ends]:
+def _voted_out(edges: Mapping[Ends, Edge], loops: dict[frozenset[Hashable], bool]) -> list[Ends]:
     """The pairs of which too few loops agree; with each that goes, its loops go, too."""
     gone = []
     while True:
-        votes: dict[frozenset[str], list[bool]] = defaultdict(list)
+        votes: dict[frozenset[Hashable], list[bool]] = defaultdict(list)
         for names, agrees in loops.items():
             for name in names:
                 votes[names - {name}].append(agrees)

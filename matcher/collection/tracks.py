@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
+from matcher.collection.contradictions import contradicted_pairs, partners
 from matcher.collection.store import Store
 from matcher.types import Matches, TwoViewGeometry
 
@@ -30,6 +31,7 @@ class Tracks:
     images: np.ndarray  # (O,) int32 into names, ascending within a track
     keypoints: np.ndarray  # (O,) int32
     conflicts: int  # matches left out, as they contradict others: two keypoints of one image in one track
+    contradicted: tuple[tuple[str, str], ...] = ()  # pairs left out: loops over third images lead elsewhere
 
     def __len__(self) -> int:
         """The number of tracks T."""
@@ -69,17 +71,21 @@ def usable_matches(matches: Matches, geometry: TwoViewGeometry) -> tuple[np.ndar
     return matches.indices[kept], matches.scores[kept]
 
 
-def verified_pairs(store: Store) -> Iterator[PairMatches]:
-    """The matches that the tracks of a run are made of; errors as of `Store.pairs`."""
+def verified_pairs(store: Store, without: Collection[tuple[str, str]] = ()) -> Iterator[PairMatches]:
+    """The matches of a run's verified pairs, but for those `without`; errors as of `Store.pairs`."""
     for pair in store.pairs():
-        if (found := usable_matches(pair.matches, pair.geometry)) is not None:
+        found = usable_matches(pair.matches, pair.geometry)
+        if found is not None and (pair.name0, pair.name1) not in without:
             yield PairMatches(pair.name0, pair.name1, *found)
 
 
 def tracks_of(store: Store, *, min_length: int = 2) -> Tracks:
-    """The tracks of a run's verified pairs; `IntegrityError`: the store is damaged."""
+    """The tracks of a run's verified pairs that no others contradict; `IntegrityError`: a damaged store."""
     counts = {image.name: image.count for image in store.images()}
-    return build_tracks(verified_pairs(store), counts, min_length=min_length)
+    gone = tuple(contradicted_pairs(store))
+    return replace(
+        build_tracks(verified_pairs(store, gone), counts, min_length=min_length), contradicted=gone
+    )
 
 
 def build_tracks(pairs: Iterable[PairMatches], counts: Mapping[str, int], *, min_length: int = 2) -> Tracks:
@@ -136,17 +142,6 @@ def build_tracks(pairs: Iterable[PairMatches], counts: Mapping[str, int], *, min
 # Cycles: going round a third image leads elsewhere where matches contradict each other.
 
 
-def partners(pairs: Mapping[Any, np.ndarray], keypoints: Mapping[Any, np.ndarray]) -> dict[Any, np.ndarray]:
-    """Of two images in either order, the keypoint of the second that each of the first matches (N,), or −1;
-    from the matches (K, 2) of pairs, each keypoint once on its side."""
-    found = {}
-    for (first, second), indices in pairs.items():
-        for ends, (own, other) in (((first, second), indices.T), ((second, first), indices.T[::-1])):
-            found[ends] = np.full(len(keypoints[ends[0]]), -1, np.int64)
-            found[ends][own] = other
-    return found
-
-
 def consistent_matches(
     pairs: Mapping[tuple[int, int], np.ndarray], keypoints: Sequence[np.ndarray], scales: Sequence[float]
 ) -> dict[tuple[int, int], np.ndarray]:
@@ -162,7 +157,8 @@ def consistent_matches(
         keypoints: (N, 2) stored pixels of every image.
         scales: resized size / stored size of every image.
     """
-    partner, kept = partners(pairs, dict(enumerate(keypoints))), {}
+    either = {**pairs, **{ends[::-1]: indices[:, ::-1] for ends, indices in pairs.items()}}
+    partner, kept = {ends: partners(rows, len(keypoints[ends[0]])) for ends, rows in either.items()}, {}
     for (first, second), indices in pairs.items():
         confirmed, seen = np.zeros((2, len(indices)), np.int64)
         for third in range(len(keypoints)):

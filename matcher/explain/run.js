@@ -129,7 +129,7 @@ if (data.tracks && data.tracks.count) {
 }
 if (data.weakest.length) table("Weakest pairs", PAIR, data.weakest.map(pairRow), rest, "words").id = "weakest";
 for (const [what, title] of [["images", "Images that failed"], ["pairs", "Pairs that failed"],
-  ["pages", "Pairs without a page"]]) {
+  ["contradicted", "Pairs that others contradict"], ["pages", "Pairs without a page"]]) {
   const [count, rows] = data.failures[what];
   const more = count > rows.length ? ` (${rows.length} of ${count})` : "";
   if (count) table(title + more, ["item", "reason"], rows, rest, "words").id = `failed-${what}`;

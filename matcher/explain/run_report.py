@@ -25,6 +25,7 @@ from matcher.sfm.models import SUMMARY, read_summary
 PAGES = 20  # default number of pair pages
 BINS = (0, 1, 10, 20, 50, 100, 200, 500, 1000, 2000)  # least count of each bin of a histogram
 _ROWS = 500  # of a table
+_CONTRADICTED = "going round third images leads to other points: in no track, model or export"
 _BODY = (
     '<p id="summary"></p><div id="tables"></div><h2>Pair graph</h2><div id="controls"></div>'
     '<p id="info"></p><canvas id="graph" width="960" height="640"></canvas><p id="legend"></p>'
@@ -166,9 +167,10 @@ def _run_data(
     lost = [[image.name, image.reason] for image in images if image.status == "failed"]
     tried = Counter(name for row in rows for name in (row.name0, row.name1))
     degree = Counter(name for row in rows if row.verified for name in (row.name0, row.name1))
-    tracks = None
+    tracks, gone = None, ()
     if sum(row.inliers for row in rows if row.verified) <= 5_000_000:  # more would not fit into memory
         joined = tracks_of(store)
+        gone = joined.contradicted
         tracks = {"count": len(joined), "mean": round(joined.mean_length, 2), "conflicts": joined.conflicts}
         tracks["lengths"] = sorted(Counter(joined.lengths.tolist()).items())
     alone = sorted(images, key=lambda image: (degree[image.name], image.name))
@@ -205,6 +207,7 @@ def _run_data(
         "failures": {
             "images": [counts.images_failed, lost[:_ROWS]],
             "pairs": [counts.pairs_failed, failed],
+            "contradicted": [len(gone), [[f"{a} and {b}", _CONTRADICTED] for a, b in gone[:_ROWS]]],
             "pages": [len(left_out), [[text, ""] for text in left_out[:_ROWS]]],
         },
     }

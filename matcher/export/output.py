@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from matcher.collection.contradictions import contradicted_pairs
 from matcher.collection.schema import common_camera
 from matcher.errors import IntegrityError, UsageError
 from matcher.files import read_given
@@ -232,9 +233,12 @@ class ExportedRun:
     def pairs(self, without: Collection[tuple[str, str]] = ()) -> Iterator[StoredPair]:
         """The pairs of those images, with name0 before name1, but for those `without`.
 
-        Left out, as programs that read them would crash: pairs in which a keypoint is matched twice.
+        Left out: pairs that others contradict, and, as programs that read them would crash, those in which a
+        keypoint is matched twice.
         """
-        known = set(self.names)
+        known, contradicted = set(self.names), contradicted_pairs(self.store, without)
+        self.report.left_out += [f"the pair {a} {b}: other pairs contradict it" for a, b in contradicted]
+        without = {*without, *contradicted}
         for pair in self.store.pairs():
             ends = (pair.name0, pair.name1)
             if not known.issuperset(ends) or ends in without:

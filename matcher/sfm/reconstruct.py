@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
 
 import numpy as np
 
-from matcher.collection.contradictions import contradicted_pairs
 from matcher.collection.schema import common_camera
 from matcher.collection.settings import feature_settings
 from matcher.collection.track_refinement import refine_run
@@ -190,9 +189,7 @@ def _mapped(
 ) -> tuple[ExportReport, tuple[SparseModel, ...]]:
     """Map once, in the folder `part`, which will be `out`; no models where there is no match."""
     unrefined = refine_run(store)
-    contradicted = contradicted_pairs(store, without)
-    report = write_colmap(store, part / DATABASE, choice, only, {*without, *contradicted})
-    report.left_out.extend(f"the pair {a} {b}: other pairs contradict it" for a, b in contradicted)
+    report = write_colmap(store, part / DATABASE, choice, only, without)
     report.notes.extend(note for note in (unrefined, check_given_camera(store, choice, only)) if note)
     given = len(report.given_cameras)
     if job["mapper"] == "triangulate" and report.guessed_cameras:
