@@ -189,7 +189,8 @@ class Pipeline:
         seconds |= spent
         seconds["total"] = sum(seconds.values())
         paths, source = (image.path for image in images), (self.preset, self.weights, self.layers)
-        return Result(features0, features1, matches, geometry, *paths, seconds, *source)
+        both = None if camera0 is None or camera1 is None else (camera0, camera1)
+        return Result(features0, features1, matches, geometry, *paths, seconds, *source, cameras=both)
 
     def refined_and_verified(
         self,

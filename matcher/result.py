@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from matcher.arrays import to_numpy
+from matcher.cameras import Camera
 from matcher.errors import UsageError, counted
 from matcher.files import check_output, write_output
 from matcher.geometry import stored_to_upright
 from matcher.passes.further import PassReport
 from matcher.types import Features, Image, Matches, TwoViewGeometry
+from matcher.verify.adjustment import plane_answers
+from matcher.verify.repetition import repeated_groups
 from matcher.verify.verdict import Verdict, verdict_of
 
 if TYPE_CHECKING:
@@ -74,6 +77,7 @@ class Result:
     passes: tuple[PassReport, ...] = ()  # all of them, where others followed the first one
     first: Result | None = None  # of the first pass alone, where others followed it
     budget: Choice | None = None  # what a time budget led to
+    cameras: tuple[Camera, Camera] | None = None  # that a pose was estimated with
 
     @property
     def points0(self) -> np.ndarray:
@@ -304,8 +308,9 @@ class Result:
         Args:
             path: .png, .jpg, .jpeg, .pdf or .svg (lines as vectors).
             image0, image1: the images; None reads `path0` and `path1` again. Give them for arrays.
-            title, errors, stacked, max_lines, colour_by: as in `matcher.viz.drawings.draw_matches`;
-                colours show planes where several were looked for, else confidence, unless one is chosen.
+            title, errors, stacked, max_lines, colour_by: as in `matcher.viz.drawings.draw_matches`; unless
+                one is chosen, colours show planes where several were looked for, groups of things that look
+                alike where most matches are of such, else confidence.
             ellipses: draw the uncertainty of refined matches, enlarged.
             overwrite: replace an existing file even if matcher did not write it.
 
@@ -316,26 +321,44 @@ class Result:
         """
         from matcher.viz.drawings import PLOT_SUFFIXES, draw_matches, save_figure
 
-        path, planes = check_output(path, PLOT_SUFFIXES, overwrite=overwrite), self.geometry.planes
+        path, how = check_output(path, PLOT_SUFFIXES, overwrite=overwrite), self.drawing()
         if ellipses and self.matches.refinement is None:
             raise UsageError("ellipses=True draws refined matches, and these were not refined (refine=False)")
         figure = draw_matches(
             *(self._image(*each) for each in enumerate((image0, image1))),
             self.points0,
             self.points1,
-            scores=self.scores,
-            inliers=None if self.geometry.status == "not_estimated" else self.inliers,
+            **(how if colour_by is None else {**how, "colour_by": colour_by}),
             errors=errors,
-            planes=planes,
-            colour_by=colour_by or ("confidence" if planes is None else "planes"),
             stacked=stacked,
-            keypoints0=to_numpy(self.features0.keypoints),
-            keypoints1=to_numpy(self.features1.keypoints),
             covariances=self.matches.covariances if ellipses else None,
             title=title,
             max_lines=max_lines,
         )
         return save_figure(figure, path)
+
+    def drawing(self) -> dict[str, Any]:
+        """What `matcher.viz.drawings.draw_matches` shows of this result, as its arguments."""
+        planes, verdict = self.geometry.planes, self.verdict
+        repetitive = planes is None and verdict is not None and verdict.repetitive
+        return {
+            "scores": self.scores,
+            "inliers": None if self.geometry.status == "not_estimated" else self.inliers,
+            "planes": self.repeats() if repetitive else planes,
+            "colour_by": "repeats" if repetitive else "confidence" if planes is None else "planes",
+            "keypoints0": to_numpy(self.features0.keypoints),
+            "keypoints1": to_numpy(self.features1.keypoints),
+            "answers": self.answers(),
+        }
+
+    def answers(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Each pose (4, 4) that an ambiguous plane allows, with the points (P, 3) of its inliers."""
+        return plane_answers(self.points0, self.points1, self.geometry, self.cameras)
+
+    def repeats(self) -> np.ndarray:
+        """(K,) int64 group of keypoints of image 0 that look alike, of each match; −1 for those of none."""
+        groups, index = repeated_groups((self.first or self).features0), self.matches.indices[:, 0]
+        return np.append(groups, -1)[np.minimum(index, len(groups))]
 
     def _image(self, index: int, given: Image | np.ndarray | str | Path | None) -> Image:
         """The image that was given for a drawing, or that of the path, checked against the size matched."""

@@ -186,3 +186,22 @@ def test_ellipses_show_the_uncertainty_of_points_enlarged():
     assert not differs[:, : half - 20].any()  # they are those of image 1
     rows, columns = np.nonzero(differs[:, half : half + half // 2])
     assert np.ptp(columns) > 3 * np.ptp(rows) > 0
+
+
+def test_answers_lie_side_by_side_below_and_groups_have_colours():
+    ends, turned = np.array([[50.0, 100.0], [300.0, 200.0], [350.0, 50.0]]), np.eye(4)
+    turned[0, 3] = 1.0
+    cloud = np.random.default_rng(0).uniform((-1, -1, 4), (1, 1, 5), (50, 3))
+    groups = np.array([0, 0, -1])
+    plain = figure_pixels(draw_matches(grey(), grey(), ends, ends, planes=groups, colour_by="repeats"))
+    how = {"planes": groups, "colour_by": "repeats", "answers": [(np.eye(4), cloud), (turned, cloud)]}
+    figure = draw_matches(grey(), grey(), ends, ends, **how)
+    both = figure_pixels(figure)
+    assert np.abs(both[: len(plain)].astype(int) - plain).mean() < 1
+    below, middle = both[len(plain) :], both.shape[1] // 2
+    assert coloured(below[:, :middle]).any() and coloured(below[:, middle:]).any()
+    assert [axes.get_title()[:11] for axes in figure.axes[1:]] == ["answer 1 of", "answer 2 of"]
+    lines = figure.axes[0].collections[2].get_colors()
+    assert (lines[:2, :3] != 1).any() and np.allclose(sorted(lines.tolist())[-1][:3], 1)
+    with pytest.raises(UsageError, match="groups"):
+        draw_matches(grey(), grey(), ends, ends, colour_by="repeats")

@@ -6,7 +6,7 @@ import pytest
 from matcher.cameras import Camera
 from matcher.config import EstimationConfig
 from matcher.geometry import warp_points
-from matcher.verify.adjustment import MatchedPoints, fundamental_from_pose, sampson
+from matcher.verify.adjustment import MatchedPoints, fundamental_from_pose, plane_answers, sampson
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.homography import poses_of_plane
 
@@ -67,6 +67,11 @@ def test_a_plane_alone_leaves_both_poses(rng):
     assert found.cam1_from_cam0 is None and found.matrix is None and found.inliers.mean() > 0.95
     off = sorted(degrees_off(each, pose()) for each in found.alternatives)
     assert len(off) == 2 and off[0] < 3 and off[1] > 10
+    answers = plane_answers(*points, found, CAMERAS)  # for drawings: the scene as each pose has it
+    assert not plane_answers(*points, found, None)
+    right = min(answers, key=lambda each: degrees_off(each[0], pose()))[1]
+    residual = np.linalg.svd(right - right.mean(axis=0))[1][2] / np.sqrt(len(right))
+    assert len(right) == found.inliers.sum() and residual < 0.1 * right[:, 2].mean()
     again = found.without_rejected()
     assert again.verified and again.inliers.sum() == found.inliers.sum()
     assert found.to_dict()["planar"] and len(found.to_dict()["alternatives"]) == 2

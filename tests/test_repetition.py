@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from matcher.types import Features, Matches, Repetition, TwoViewGeometry
-from matcher.verify.repetition import on_overlay, repetition, without_overlay
+from matcher.verify.repetition import on_overlay, repeated_groups, repetition, without_overlay
 from matcher.verify.verdict import verdict_of
 
 SIZE = (640, 480)
@@ -48,6 +48,15 @@ def verdict(rng, things, the_same):
     found = repetition(*sides, matches, inliers)
     geometry = TwoViewGeometry("fundamental", "ok", inliers, np.eye(3), repetition=found)
     return found, verdict_of(matches, geometry, SIZE, SIZE)
+
+
+def test_groups_of_keypoints_that_look_alike(rng):
+    first, *_ = walls(rng, 30, True)
+    groups = repeated_groups(first)
+    paper = groups[:-30].reshape(-1, 20)
+    assert (groups[-30:] == -1).all() and len(set(paper[0].tolist())) == 20
+    assert (paper == paper[0]).mean() > 0.9
+    assert (repeated_groups(replace(first, kind="sift")) == -1).all()
 
 
 def test_another_wall_with_the_same_paper(rng):

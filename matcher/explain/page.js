@@ -76,6 +76,7 @@ const line = (ink, from, to, colour, width, dash = []) => {
   ink.setLineDash([]);
 };
 const visible = match => match[2] * 100 >= +least.input.value && (match[3] || !inner.input.checked);
+const alike = match => match[4] >= 0 && COLOURS[2 + match[4] % 5]; // the colour of a group of like things
 const fateColour = fate => fate === 0 ? BLUE : fate < 0 ? RED : WHITE;
 
 // What does not depend on the chosen point: images, lines, keypoints.
@@ -92,7 +93,7 @@ function paint() {
     ink.globalAlpha = .4;
     if (changes.input.checked) paintChanges(ink);
     else for (const match of data.matches.filter(visible))
-      line(ink, at(0, match[0]), at(1, match[1]), match[3] ? BLUE : RED, 1);
+      line(ink, at(0, match[0]), at(1, match[1]), alike(match) || (match[3] ? BLUE : RED), 1);
     ink.globalAlpha = 1;
   }
   data.images.forEach((image, side) => {

@@ -109,13 +109,18 @@ if (L) {
   if (data.marginal.length) { plot("sinkhorn", "Sinkhorn's marginal error", aside); paintErrors(); }
 }
 byId("legend").textContent = "Dots: blue matched, orange kept but unmatched, white pruned. All lines: blue " +
-  "inliers, orange outliers" + (L ? "; matches of this layer: blue kept, green appeared, orange dashed vanished. For " +
+  "inliers, orange outliers" + (data.matches.some(alike) ? ", others groups of what looks alike" : "") +
+  (L ? "; matches of this layer: blue kept, green appeared, orange dashed vanished. For " +
   "the chosen point: white its match, colours what each head attends to (larger dot: larger weight), yellow the " +
   "sources of its information (rollout)." : "; white the match of the chosen point.");
 if (L) {
   table("Layers", ["layer", "matches", "appeared", "vanished", "confident", "expected matches", "unmatched (0 / 1)",
     "pruned (0 / 1)", ""], data.layers.map((known, l) => [l + 1, ...known.row]));
   data.rules.forEach(rule => make("p", rule, byId("tables")));
+}
+if (data.answers) {
+  make("h2", "Where the second camera may be", byId("tables"));
+  make("img", undefined, byId("tables")).src = data.answers;
 }
 if (data.seconds) table("Seconds", Object.keys(data.seconds), [Object.values(data.seconds)]);
 table("Origin", ["quantity", "value"], data.origin, undefined, "words");

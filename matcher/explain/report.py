@@ -20,7 +20,8 @@ from matcher.geometry import resize_points, stored_to_upright
 from matcher.match.adaptivity import confidence_threshold
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.result import Result
-from matcher.types import MATCHED, UNMATCHED, Image, Matches, TwoViewGeometry
+from matcher.types import MATCHED, UNMATCHED, Features, Image, Matches, TwoViewGeometry
+from matcher.verify.repetition import repeated_groups
 from matcher.verify.verdict import verdict_of
 
 if TYPE_CHECKING:
@@ -72,22 +73,32 @@ def pair_data(
     geometry: TwoViewGeometry,
     origin: Sequence[tuple[str, str]],
     covariances: Sequence[np.ndarray | None] = (None, None),
+    features0: Features | None = None,
+    answers: Sequence[tuple[np.ndarray, np.ndarray]] = (),
 ) -> dict[str, Any]:
     """A pair without reasons, as a store keeps it.
 
     `images` at the size in which they are shown or larger; `keypoints` (N, 2) in stored pixels, `covariances`
-    (N, 2, 2) of them, NaN or None where they are not refined; `origin` is the last table, what and value.
+    (N, 2, 2) of them, NaN or None where they are not refined; `origin` is the last table, what and value;
+    `features0` show what looks alike where most matches are of that; `answers` as of `draw_answers`.
     """
-    geometry = geometry.without_rejected()
+    from matcher.viz.drawings import draw_answers, figure_pixels
+
+    geometry, groups = geometry.without_rejected(), np.full(len(matches), -1)
+    repeated = (geometry.rejected or geometry).repetition
+    if features0 is not None and repeated is not None and repeated.repetitive:
+        groups = repeated_groups(features0)[matches.indices[:, 0]]
     inliers = geometry.inliers | (geometry.status == "not_estimated")
-    pairs = zip(matches.indices.tolist(), matches.scores.tolist(), inliers.tolist(), strict=True)
+    rows = (matches.indices, matches.scores, inliers, groups)
+    pairs = zip(*(values.tolist() for values in rows), strict=True)
     sides = zip(images, keypoints, matches.indices.T, covariances, strict=True)
     return {
         "chosen": None,
         "said": said(matches, geometry, [image.size for image in images]),
         "images": [_shown_image(*side) for side in sides],
         "enlarged": ENLARGED,
-        "matches": [[i, j, round(score, 4), inner] for (i, j), score, inner in pairs],
+        "matches": [[i, j, round(score, 4), *more] for (i, j), score, *more in pairs],
+        "answers": _jpeg(figure_pixels(draw_answers(answers))) if answers else None,
         "layers": [],
         "origin": [
             *origin,
@@ -179,8 +190,6 @@ def _shown_image(
     factor = min(1.0, 1024 / max(height, width))
     shape = (max(1, round(width * factor)), max(1, round(height * factor)))
     shown = cv2.resize(image.pixels, shape, interpolation=cv2.INTER_AREA)
-    shown = cv2.cvtColor(shown, cv2.COLOR_RGB2BGR) if shown.ndim == 3 else shown
-    jpeg = cv2.imencode(".jpg", shown, [cv2.IMWRITE_JPEG_QUALITY, 80])[1].tobytes()
     upright = resize_points(stored_to_upright(keypoints, image.size, image.orientation), image.scale)
     positions = resize_points(upright, (shape[0] / width, shape[1] / height))
     fates = np.full(len(keypoints), UNMATCHED)
@@ -188,13 +197,20 @@ def _shown_image(
     return {
         "name": str(image.path),
         "size": shape,
-        "jpeg": "data:image/jpeg;base64," + base64.b64encode(jpeg).decode(),
+        "jpeg": _jpeg(shown),
         "points": np.round(positions.astype(float), 1).tolist(),
         "fates": fates.tolist(),
         "ellipses": _ellipses(image, covariances, matched, (shape[0] / width, shape[1] / height)),
         "asked": [],
         "traced": [],
     }
+
+
+def _jpeg(pixels: np.ndarray) -> str:
+    """A grey or RGB image as an address that holds it."""
+    pixels = cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR) if pixels.ndim == 3 else pixels
+    coded = cv2.imencode(".jpg", pixels, [cv2.IMWRITE_JPEG_QUALITY, 80])[1]
+    return "data:image/jpeg;base64," + base64.b64encode(coded.tobytes()).decode()
 
 
 def _ellipses(
@@ -313,7 +329,8 @@ def report_page(
     weights = "none" if source is None else f"{source.name}, sha256 {source.sha256}"
     files = [(f"image {side}", str(image.path)) for side, image in enumerate(images)]
     origin = [("preset", pipeline.preset), ("weights", weights), *files]
-    data = pair_data(images, keypoints, result.matches, result.geometry, origin, (None, covariances))
+    shown = keypoints, result.matches, result.geometry, origin, (None, covariances)
+    data = pair_data(images, *shown, result.features0, whole.answers())
     add_reasons(data, explanation, pipeline.config.matcher)
     if whole is not result:
         sizes = [image.size for image in images]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,14 +14,15 @@ from urllib.parse import quote
 
 import numpy as np
 
-from matcher.collection.schema import StoredImage, StoredPair
+from matcher.collection.schema import StoredImage, StoredPair, common_camera
 from matcher.collection.store import Store
 from matcher.collection.tracks import tracks_of
-from matcher.errors import ImageError, UsageError
+from matcher.errors import ImageError, IntegrityError, UsageError
 from matcher.explain.report import BODY, SCRIPTS, build_page, pair_data
 from matcher.files import check_output, refuse_foreign, write_output
 from matcher.images import limit_for, read_image
 from matcher.sfm.models import SUMMARY, read_summary
+from matcher.verify.adjustment import plane_answers
 
 PAGES = 20  # default number of pair pages
 BINS = (0, 1, 10, 20, 50, 100, 200, 500, 1000, 2000)  # least count of each bin of a histogram
@@ -152,7 +154,14 @@ def _pair_data(store: Store, pair: StoredPair, images: Sequence[StoredImage]) ->
         None if side is None else np.where(side.refined[:, None, None], side.covariances, np.nan)
         for side in refined
     ]
-    return pair_data(shown, keypoints, pair.matches, pair.geometry, origin, covariances)
+    features0 = None
+    with suppress(IntegrityError):  # descriptors may have been deleted
+        features0 = store.features(images[0].name)
+    cameras = tuple(image.camera or common_camera(settings) for image in images)
+    ends = pair.matches.points0, pair.matches.points1
+    answers = plane_answers(*ends, pair.geometry, None if None in cameras else cameras)
+    given = keypoints, pair.matches, pair.geometry, origin, covariances
+    return pair_data(shown, *given, features0, answers)
 
 
 # --- What the page shows

@@ -16,7 +16,6 @@ import gradio as gr
 import numpy as np
 from gradio.utils import get_upload_folder
 
-from matcher.arrays import to_numpy
 from matcher.cameras import Camera, as_camera
 from matcher.config import GeometryKind
 from matcher.errors import MatcherError, UsageError
@@ -83,10 +82,7 @@ class Matching:
             result = pipeline.match(image0, image1, **given)
             explainable = explained and isinstance(pipeline.matcher, AttentionMatcher)
             report = report_page(pipeline, images, result) if explainable else None
-        inliers = None if result.geometry.status == "not_estimated" else result.inliers
-        sides = (to_numpy(features.keypoints) for features in (result.features0, result.features1))
-        keypoints = dict(zip(("keypoints0", "keypoints1"), sides, strict=True))
-        how = dict(scores=result.scores, inliers=inliers, title=result.heading(), **keypoints)
+        how = dict(result.drawing(), title=result.heading())
         figure = draw_matches(*images, result.points0, result.points1, **how)
         return Answer(pipeline, result, figure_pixels(figure), report)
 

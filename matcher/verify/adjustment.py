@@ -19,6 +19,7 @@ import numpy as np
 from matcher.cameras import Camera
 from matcher.config import GeometryKind, PlanarModel
 from matcher.errors import UsageError, install_command
+from matcher.types import TwoViewGeometry
 
 # Hypotheses
 
@@ -421,6 +422,32 @@ def in_front(
     cosine = np.sum(first * second, axis=1)
     along0, along1 = -first @ cam1_from_cam0[:3, 3], second @ cam1_from_cam0[:3, 3]
     return (along0 + cosine * along1 > 0) & (cosine * along0 + along1 > 0)
+
+
+def triangulated(
+    points0: np.ndarray, points1: np.ndarray, cameras: tuple[Camera, Camera], cam1_from_cam0: np.ndarray
+) -> np.ndarray:
+    """(P, 3) points before camera 0 where rays of undistorted matches (N, 2) come nearest to those of 1."""
+    sides = zip((points0, points1), cameras, strict=True)
+    rays, second = (lifted(points) @ np.linalg.inv(camera.K).T for points, camera in sides)
+    across = np.cross(second, rays @ cam1_from_cam0[:3, :3].T)
+    depth = -np.sum(np.cross(second, cam1_from_cam0[:3, 3]) * across, axis=1)
+    depth /= np.maximum(np.sum(across**2, axis=1), 1e-12)
+    return (rays * depth[:, None])[depth > 0]
+
+
+def plane_answers(
+    points0: np.ndarray,
+    points1: np.ndarray,
+    geometry: TwoViewGeometry,
+    cameras: tuple[Camera, Camera] | None,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Each pose of an ambiguous geometry with the points (P, 3) of its inliers; none without cameras."""
+    if cameras is None or geometry.status != "ambiguous":
+        return []
+    sides = zip((points0, points1), cameras, strict=True)
+    ends = [undistort(points[geometry.inliers], camera) for points, camera in sides]
+    return [(pose, triangulated(*ends, cameras, pose)) for pose in geometry.alternatives]
 
 
 # Thresholds and lens distortion

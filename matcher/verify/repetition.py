@@ -60,6 +60,25 @@ def unrepeated(descriptors: np.ndarray, points: np.ndarray, rows: np.ndarray) ->
     return ((_REPEATED - similar.max(axis=1)) / (_REPEATED - _UNIQUE)).clip(0, 1)
 
 
+def repeated_groups(features: Features) -> np.ndarray:
+    """(N,) int64 groups of keypoints that look alike all over an image, the largest 0; −1: none."""
+    descriptors, points = to_numpy(features.descriptors), to_numpy(features.keypoints)
+    groups = np.full(len(points), -1)
+    if features.kind != _KIND or not len(points):
+        return groups
+    scaled = points * to_numpy(features.scale)
+    alike = descriptors @ descriptors.T >= _REPEATED
+    alike &= np.linalg.norm(scaled[:, None] - scaled, axis=2) > _ELSEWHERE
+    counts, number = alike.sum(axis=1), 0
+    while counts.any():
+        members = alike[counts.argmax()].copy()
+        members[counts.argmax()] = True
+        groups[members] = number
+        counts, number = (counts - alike[:, members].sum(axis=1)) * ~members, number + 1
+        alike[members], alike[:, members] = False, False
+    return groups
+
+
 def _counted(descriptors: np.ndarray, points: np.ndarray, index: np.ndarray) -> tuple[float, float]:
     """`Repetition` of one image, of whose keypoints those in `index` are inliers."""
     cells = np.floor(points / _CELL).astype(np.int64) @ [1 << 20, 1]

@@ -36,6 +36,7 @@ VERMILION, SKY, GREEN, ORANGE = "#d55e00", "#56b4e9", "#009e73", "#e69f00"
 BLUE, PINK, YELLOW = "#0072b2", "#cc79a7", "#f0e442"
 
 _SIDE, _GAP, _MIN_WIDTH, _DPI = 800, 12, 960, 100  # pixels; _SIDE: longer side of either image
+_ANSWERS = 320  # pixels: height of views from above
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,9 +103,14 @@ def _column(values: np.ndarray | None, count: int, name: str) -> np.ndarray:
 
 
 def two_images(
-    image0: Image | np.ndarray | str | Path, image1: Image | np.ndarray | str | Path, *, stacked: bool
+    image0: Image | np.ndarray | str | Path,
+    image1: Image | np.ndarray | str | Path,
+    *,
+    stacked: bool,
+    below: int = 0,
 ) -> tuple[list[Placed], Figure, Axes]:
-    """A figure with both images, of one longer side, beside or above each other, under room for a header."""
+    """A figure with both images, of one longer side, beside or above each other, under room for a header, and
+    over `below` pixels for what else is drawn."""
     images = as_image(image0), as_image(image1)
     shown = [_display(image.pixels) for image in images]
     rows, columns = ([pixels.shape[axis] for pixels in shown] for axis in (0, 1))
@@ -117,9 +123,9 @@ def two_images(
         canvas[y : y + h, x : x + w] = pixels
         placed.append(Placed(image, (w / image.pixels.shape[1], h / image.pixels.shape[0]), (x, y), (w, h)))
         left, top = left + w + _GAP, top + h + _GAP
-    total = height + header_height(width)
+    total = height + header_height(width) + below
     figure = Figure(figsize=(width / _DPI, total / _DPI), dpi=_DPI, facecolor="white")
-    axes = figure.add_axes((0.0, 0.0, 1.0, height / total))
+    axes = figure.add_axes((0.0, below / total, 1.0, height / total))
     axes.imshow(canvas, interpolation="nearest", aspect="auto")
     axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
     axes.set_axis_off()
@@ -181,7 +187,7 @@ def _draw_header(
 
 # --- Matches
 
-ColourBy = Literal["confidence", "inliers", "error", "planes"]
+ColourBy = Literal["confidence", "inliers", "error", "planes", "repeats"]
 _PLANES = (SKY, YELLOW, GREEN, PINK, BLUE, ORANGE)  # colours, used again where there are more planes
 
 
@@ -203,6 +209,7 @@ def draw_matches(
     covariances: np.ndarray | None = None,
     title: str | None = None,
     max_lines: int = 200,
+    answers: Sequence[tuple[np.ndarray, np.ndarray]] = (),
 ) -> Figure:
     """Two images, upright, with lines between their matched points.
 
@@ -210,11 +217,13 @@ def draw_matches(
         image0, image1, points0, points1: images as `images.read_image` takes; (K, 2) stored pixels.
         scores, inliers: (K,) in [0, 1], the confidence of a match, 1 when absent; (K,) bool, None where no
             geometry was estimated, then no match counts as an outlier.
-        errors, planes, colour_by, error_limit, stacked: (K,) pixels; (K,) plane of each match, −1 for none;
-            what colours show; larger errors have one colour; one image above the other.
+        errors, planes, colour_by, error_limit, stacked: (K,) pixels; (K,) plane of each match, or group of
+            those that look alike ("repeats"), −1 for none; what colours show; larger errors have one colour;
+            one image above the other.
         keypoints0, keypoints1, covariances: (N, 2), (M, 2) all keypoints, as dots; (K, 2, 2) of points1, as
             ellipses of one sigma, enlarged twenty times.
         title, max_lines: the line above; how many inliers, and a quarter of it outliers, spread out.
+        answers: poses and points, drawn below side by side as in `draw_answers`.
 
     Raises:
         UsageError: arrays whose shapes do not fit, or images that cannot be used.
@@ -226,18 +235,19 @@ def draw_matches(
         wrong = f"max_lines must not be negative ({max_lines}), error_limit above 0 pixels ({error_limit})"
         raise UsageError(wrong)
     if colour_by not in get_args(ColourBy):
-        raise UsageError(f"colour_by is confidence, inliers, error or planes, not {colour_by!r}")
-    if (errors if colour_by == "error" else planes if colour_by == "planes" else ()) is None:
-        needed = "errors, in pixels," if colour_by == "error" else "the planes"
+        raise UsageError(f"colour_by is {', '.join(get_args(ColourBy))}, not {colour_by!r}")
+    grouped = colour_by in ("planes", "repeats")
+    if (errors if colour_by == "error" else planes if grouped else ()) is None:
+        needed = "errors, in pixels," if colour_by == "error" else "planes, or groups,"
         raise UsageError(f"colour_by {colour_by!r} needs {needed} of all matches")
     scores = shares = _column(scores, count, "scores").astype(float)
     good = _column(inliers, count, "inliers").astype(bool)
     if colour_by == "error":
         colours = LinearSegmentedColormap.from_list("error", [SKY, YELLOW, VERMILION])
         shares = np.nan_to_num(_column(errors, count, "errors") / error_limit, nan=1.0)
-    elif colour_by == "planes":
-        colours = ListedColormap(_PLANES)
-        shares = _column(planes, count, "planes") % len(_PLANES) / (len(_PLANES) - 1)
+    elif grouped:
+        colours, planes = ListedColormap((*_PLANES, "white")), _column(planes, count, "planes")
+        shares = np.where(planes < 0, len(_PLANES), planes % len(_PLANES)) / len(_PLANES)
     elif colour_by == "inliers":
         colours = ListedColormap([SKY])
     else:
@@ -246,7 +256,9 @@ def draw_matches(
     agreeing = "" if inliers is None else f", {counted(int(good.sum()), 'inlier')}"
     title = title or counted(count, "match", "matches") + agreeing
     good = good | (colour_by == "error")  # errors tell more than whether a match is an inlier
-    placed, figure, axes = two_images(image0, image1, stacked=stacked)
+    below = _ANSWERS if answers else 0
+    placed, figure, axes = two_images(image0, image1, stacked=stacked, below=below)
+    _draw_answers(figure, answers, below / (figure.get_figheight() * _DPI))
     for side, keypoints in zip(placed, (keypoints0, keypoints1), strict=True):
         if keypoints is not None:
             dots = side.points(as_points(keypoints, "keypoints"))
@@ -265,15 +277,63 @@ def draw_matches(
         axes.add_collection(LineCollection(list(outlines), colors=[YELLOW], linewidths=0.6, alpha=0.8))
     texts = []
     if judged is not None:
-        each = ", a colour for each plane" * (colour_by == "planes")
+        each = {
+            "planes": ", a colour for each plane",
+            "repeats": ", a colour for what looks alike, white the rest",
+        }
+        each = each.get(colour_by, "")
         texts.append((f"inliers{each}: {int(judged.sum())}", SKY if colour_by == "inliers" else "none"))
         texts.append((f"outliers, thin: {int((~judged).sum())}", VERMILION))
     if drawn < count:
         texts.append((f"lines drawn: {drawn} of {count}", "none"))
     ends = ("confidence 0", "1") if colour_by == "confidence" else ("error 0", f"{error_limit:g} px or more")
-    scale = None if colour_by in ("inliers", "planes") else colours
+    scale = None if grouped or colour_by == "inliers" else colours
     _draw_header(figure, title, texts, scale, ends)
     return figure
+
+
+def draw_answers(answers: Sequence[tuple[np.ndarray, np.ndarray]]) -> Figure:
+    """Several answers to where the second camera is, side by side, as seen from above the first.
+
+    Args:
+        answers: each a pose cam1_from_cam0 (4, 4) and the points (P, 3) of its matches, in the axes of camera
+            0: x to the right, z ahead.
+    """
+    figure = Figure(figsize=(_MIN_WIDTH / _DPI, _ANSWERS / _DPI), dpi=_DPI, facecolor="white")
+    _draw_answers(figure, answers, 1.0)
+    return figure
+
+
+def _draw_answers(figure: Figure, answers: Sequence[tuple[np.ndarray, np.ndarray]], height: float) -> None:
+    """The panels of `draw_answers` in the lowest part of a figure, of this share of its height."""
+    for number, (pose, points) in enumerate(answers):
+        wide = 1 / len(answers)
+        panel = figure.add_axes(((number + 0.03) * wide, 0.03 * height, 0.94 * wide, 0.83 * height))
+        centre = -pose[:3, :3].T @ pose[:3, 3]
+        near = (
+            points[points[:, 2] <= 3 * np.median(points[:, 2])] if len(points) else points
+        )  # not stray ones
+        panel.scatter(near[:, 0], near[:, 2], s=3, color="0.55", linewidths=0)
+        size = 0.08 * max(1.0, float(np.ptp(near[:, [0, 2]], axis=0).max())) if len(near) else 0.1
+        for name, colour, turn, place in (
+            ("0", BLUE, np.eye(3), np.zeros(3)),
+            ("1", VERMILION, pose[:3, :3], centre),
+        ):
+            outline = np.array([[0, 0, 0], [-0.6, 0, 1], [0.6, 0, 1], [0, 0, 0]]) * size @ turn + place
+            panel.fill(outline[:, 0], outline[:, 2], color=colour, alpha=0.8)
+            panel.annotate(
+                name, place[[0, 2]], (0, -11), textcoords="offset points", color=colour, ha="center"
+            )
+        turned = np.degrees(np.arccos(np.clip((np.trace(pose[:3, :3]) - 1) / 2, -1, 1)))
+        likelier = ", the likelier" * (number == 0)
+        panel.set_title(
+            f"answer {number + 1} of {len(answers)}{likelier}: turned by {turned:.0f}°, from above"
+        )
+        panel.title.set_fontsize(11)
+        panel.set_aspect("equal", adjustable="datalim")
+        panel.margins(0.12)
+        panel.set(xticks=[], yticks=[])
+        panel.spines[:].set(color="0.8")
 
 
 def match_errors(
