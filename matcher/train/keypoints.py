@@ -23,7 +23,7 @@ from matcher.extract.sift import detect_sift
 from matcher.match.steering import STEERABLE, TURNS, turned_by
 from matcher.torch_engine import build_extractor
 from matcher.train.pairs import Draws, ImagePairs, constant
-from matcher.train.recipe import SIFT, PairRecipe, Recipe
+from matcher.train.recipe import SIFT, Recipe
 from matcher.train.views import HIDDEN, UNKNOWN, VISIBLE, Transferred
 from matcher.types import UNMATCHED, Features
 
@@ -148,7 +148,7 @@ def labelled(points: Keypoints, pairs: ImagePairs, recipe: Recipe) -> PairBatch:
         seen = (Transferred(*side) for side in zip(found.chunk(2), states.chunk(2), strict=True))
         own, other = points.descriptors.chunk(2)
         similarity = own @ other.mT if recipe.kind == SIFT else None
-        partner0, partner1 = partners(*there.chunk(2), *seen, recipe.pair, similarity)
+        partner0, partner1 = partners(*there.chunk(2), *seen, similarity)
     count, device = len(pairs), positions.device
     features0, features1 = (
         Features.of_valid(
@@ -181,7 +181,6 @@ def partners(
     points1: Tensor,
     found0: Transferred,
     found1: Transferred,
-    recipe: PairRecipe,
     similarity: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(B, N) and (B, M) int64 partners of points (B, N, 2), (B, M, 2); UNMATCHED, IGNORED.
@@ -189,7 +188,6 @@ def partners(
     Args:
         points0, points1: keypoints; infinite where there is none.
         found0, found1: the points of either image in the other, NaN where not visible.
-        recipe: distances of matched and of unmatched points.
         similarity: (B, N, M) of descriptors, by which one of several candidates at a place is chosen: SIFT
             has a keypoint for each orientation.
     """
@@ -206,7 +204,8 @@ def partners(
     error = torch.where(known0.unsqueeze(2), forward, backward)
     error = (error + torch.where(known1.unsqueeze(1), backward, forward)) / 2
     cost = error if similarity is None else error + 2 * (1 - similarity)
-    cost = cost.masked_fill(error >= recipe.match_distance, torch.inf)
+    # Mutual nearest neighbours match within 3 pixels; points farther than 4 from all others are unmatched.
+    cost = cost.masked_fill(error >= 3, torch.inf)
     (best0, partner0), (best1, partner1) = cost.min(2), cost.min(1)
     decided = []
     for best, partner, back, nearest, known in (
@@ -215,6 +214,6 @@ def partners(
     ):
         here = torch.arange(partner.shape[1], device=partner.device)
         mutual = (back.gather(1, partner) == here) & best.isfinite()
-        alone = torch.where((nearest > recipe.unmatched_distance) & known, UNMATCHED, IGNORED)
+        alone = torch.where((nearest > 4) & known, UNMATCHED, IGNORED)
         decided.append(torch.where(mutual, partner, alone))
     return decided[0], decided[1]

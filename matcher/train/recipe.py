@@ -36,7 +36,7 @@ class SourceRecipe:
 
 @dataclass(frozen=True)
 class PairRecipe:
-    """The images of a batch, how pairs are drawn, and which of their keypoints match."""
+    """The images of a batch, how pairs are drawn, and how many of their keypoints."""
 
     width: int = 640
     height: int = 480
@@ -48,8 +48,6 @@ class PairRecipe:
     turned_share: float = 0.0  # pairs of which image 1 is rotated by 90, 180 or 270 degrees
     max_tilt: float = 0.0  # degrees; of the plane of a photo in the second image of `planes`
     dropout: float = 0.15  # largest share that is dropped of the keypoints of a front end that is not trained
-    match_distance: float = 3.0  # pixels, mean of both images; mutual nearest neighbours below it match
-    unmatched_distance: float = 4.0  # pixels; keypoints above it are unmatched, those in between ignored
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,6 @@ class MatcherRecipe:
     name: str = "hybrid"  # of its weights file
     start: str = ""  # weights to start from: a shipped name or a file; random parameters if empty
     network: NetworkConfig = field(default_factory=NetworkConfig)
-    learning_rate: float = 1.0  # relative to the optimiser's
     muon_rate: float = 2.0  # Muon's learning rate for the layers' matrices, relative; 0: AdamW for all
     weight_decay: float = 0.01
     gradient: float = 1.0  # of its loss to the descriptors of a front end that is trained, relative
@@ -167,8 +164,6 @@ def check_recipe(recipe: Recipe, where: str = "recipe") -> None:
     need(pair.pairs >= 0 and pair.points_per_batch >= 2, "pair.pairs, points_per_batch: 0, 2 or above")
     need(all(0 < n <= most for n in pair.points or (0,)), f"pair.points: from 1 to {most}, for its size")
     need(0 <= pair.max_tilt <= 75, "pair.max_tilt: from 0 to 75 degrees")
-    limits = 0 < pair.match_distance <= pair.unmatched_distance
-    need(limits, "pair.match_distance: above 0, at most unmatched_distance")
     for key in ("min_overlap", "negative_share", "turned_share", "dropout"):
         need(0 <= getattr(pair, key) <= 1, f"pair.{key}: between 0 and 1")
     for key in ("hold_share", "final_share", "average_decay", "start_share"):
@@ -192,14 +187,10 @@ def check_recipe(recipe: Recipe, where: str = "recipe") -> None:
         need(sparse, "matcher.network.backbone, refinement: dense networks cannot be trained")
         kept = 1 in matcher.kept_shares and all(0 < share <= 1 for share in matcher.kept_shares)
         need(kept, "matcher.kept_shares: above 0 and at most 1, and 1 among them")
-        can_prune = network.match_probability and network.context.depth > 1
-        need(
-            can_prune or not matcher.prunes,
-            "matcher.kept_shares: below 1 only with network.match_probability and 2 layers",
-        )
+        can_prune = not matcher.prunes or (network.match_probability and network.context.depth > 1)
+        need(can_prune, "matcher.kept_shares: below 1 only with network.match_probability and 2 layers")
         need(0 <= matcher.gradient <= 1, "matcher.gradient: between 0 and 1")
-        counts = ("inner_layers", "sinkhorn_iterations", "confidence_steps")
-        for key in ("learning_rate", "muon_rate", "weight_decay", *counts):
+        for key in ("muon_rate", "weight_decay", "inner_layers", "sinkhorn_iterations", "confidence_steps"):
             need(getattr(matcher, key) >= 0, f"matcher.{key}: 0 or above")
         try:
             check_config(network)
@@ -218,12 +209,7 @@ def check_recipe(recipe: Recipe, where: str = "recipe") -> None:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """A recipe from TOML.
-
-    Raises:
-        UsageError: unreadable, not TOML, an unknown key, a wrong type or an impossible value; the message
-            names the key.
-    """
+    """A recipe from TOML; `UsageError`: unreadable, or not one, which names the key that is wrong."""
     try:
         # The time that TOML takes grows with the square of its length.
         values = tomllib.loads(read_given(path, 32 * 1024).decode("utf-8"))
@@ -241,11 +227,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def shipped_recipe(name: str) -> Path:
-    """The recipe of shipped weights, beside them, in the package or in a checkout.
-
-    Raises:
-        UsageError: there is none of that name.
-    """
+    """The recipe of shipped weights, beside them, in the package or in a checkout."""
     for folder in FOLDERS:
         if (folder / f"{name}.toml").is_file():
             return folder / f"{name}.toml"

@@ -191,9 +191,9 @@ def optimisers_of(networks: Networks, recipe: Recipe) -> list[torch.optim.Optimi
         layers = networks.matcher.layers.parameters() if matcher.muon_rate else ()
         matrices = {id(p): p for p in layers if p.ndim == 2}
         rest = [p for p in networks.matcher.parameters() if p.requires_grad and id(p) not in matrices]
-        adam(rest, matcher.weight_decay, matcher.learning_rate)
+        adam(rest, matcher.weight_decay, 1.0)
         if matrices:
-            group = {"params": list(matrices.values()), "relative": matcher.learning_rate * matcher.muon_rate}
+            group = {"params": list(matrices.values()), "relative": matcher.muon_rate}
             adjust = {"weight_decay": matcher.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
             found.append(torch.optim.Muon([group], **adjust))
     return found
