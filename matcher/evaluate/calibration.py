@@ -147,10 +147,7 @@ def uncalibrated(preset: str, stage: Stage = "network") -> Pipeline:
     """A preset without the calibration of a stage and of those after it.
 
     At the first stage it is one pass, whose scores are what the network gives; else the whole preset.
-    Geometry needs the numbers of refinement before it.
-
-    Raises:
-        UsageError: a preset without a network, or without the calibration that a later stage adds to.
+    `UsageError`: a preset without a network, or without the calibration that a later stage adds to.
     """
     pipeline = load(preset, further_passes=False) if stage == "network" else load(preset)
     config, kept = pipeline.config.matcher, None
@@ -191,9 +188,8 @@ def judge(pipeline: Pipeline, pair_set: PairSet, stage: Stage = "network") -> li
 def fit_calibration(sets: Sequence[tuple[Sequence[JudgedPair], float]]) -> np.ndarray:
     """The calibration under which the matches of all sets are most likely, each set with its weight.
 
-    Returns:
-        (1 + E,) the offset and the coefficients of the pairs' evidence, in two decimals: the numbers of the
-        configuration of a stage, as `CalibrationConfig`.
+    (1 + E,) the offset and the coefficients of the pairs' evidence, in two decimals: the numbers of the
+    configuration of a stage, as `CalibrationConfig`.
     """
     weights = []
     for pairs, share in sets:
@@ -220,9 +216,7 @@ def error_under(pairs: Sequence[JudgedPair], numbers: np.ndarray | None) -> floa
 
 
 def fit_verdict(values: np.ndarray, same: np.ndarray) -> np.ndarray:
-    """Bias and coefficients (E + 1,) of the regression of `same` (P,) on evidence (P, E).
-
-    Both classes weigh the same.
-    """
+    """Bias and coefficients (E + 1,) of the regression of `same` (P,) on evidence (P, E); both classes weigh
+    the same."""
     weight = np.where(same, 0.5 / same.mean(), 0.5 / (1 - same.mean()))
     return logistic_regression(values, same, weight)

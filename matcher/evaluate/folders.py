@@ -210,15 +210,9 @@ def pair_list(path: Path, images: Path | None = None) -> PairSet:
     """One pair per line: `name0 name1 [rotation0 rotation1] K0 K1 cam1_from_cam0`, matrices row by row.
 
     SuperGlue writes both rotations and a 4×4 pose (38 words), glue-factory a 4×4 pose or R and t (36 or 32).
-    The rotations (multiples of 90°) are not applied: K and pose are those of the stored images.
-
-    Args:
-        path: the list.
-        images: the folder that the names are relative to; by default the folder of the list, its `images` or
-            `scans_test`, or a folder above, whichever has the first image.
-
-    Raises:
-        UsageError: a malformed line, or images that are not found.
+    The rotations (multiples of 90°) are not applied: K and pose are those of the stored images. Names are
+    relative to `images`; by default to the folder of the list, its `images` or `scans_test`, or a folder
+    above, whichever has the first image. `UsageError`: a malformed line, or images that are not found.
     """
     pairs, root = [], images
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):

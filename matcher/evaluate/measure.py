@@ -172,17 +172,10 @@ def scale_of(features: Features) -> float:
 def measure_pair(pair: Pair, result: Result, estimators: Sequence[RobustEstimator] = ()) -> Record:
     """Compute the metrics of the pair's ground truth.
 
-    Args:
-        pair: with its ground truth.
-        result: of the pair; the geometry of several passes must be probable to be accepted.
-        estimators: S robust estimators of the truth's geometry, one per seed; without any, the geometry of
-            the result is measured.
-
-    Returns:
-        Errors in pixels of the resized images or in degrees, NaN where the ground truth cannot decide.
-
-    Raises:
-        UsageError: the intrinsics belong to images of another size.
+    Geometry is estimated S times, by robust estimators of the truth's kind, one per seed, and that of several
+    passes must be probable to be accepted; without estimators, the geometry of the result is measured. Errors
+    are in pixels of the resized images or in degrees, NaN where the ground truth cannot decide. `UsageError`:
+    the intrinsics belong to images of another size.
     """
     matches, sides = result.matches, (result.features0, result.features1)
     first, total = result.first or result, sum(map(len, sides))

@@ -49,18 +49,9 @@ def build_methods(
 ) -> list[Method]:
     """A method for every combination of preset, weights file and front-end file.
 
-    `nearest`, and nearest neighbours on the same keypoints, come first and are always measured.
-
-    Args:
-        presets: names in `PRESETS`, or of presets that other packages add.
-        weights: files of the matcher's weights; without any, those of the presets.
-        front_ends: files of the learned front end's weights, "shipped" for the preset's own; without any,
-            those of the presets.
-        options: common to all methods.
-
-    Raises:
-        UsageError: an unknown preset, or options or files that a preset cannot use.
-        IntegrityError: weights that are absent, damaged or of another network.
+    `nearest`, and nearest neighbours on the same keypoints, come first and are always measured. Without files
+    the presets' own are used; among `front_ends`, "shipped" is the preset's own. `UsageError`: an unknown
+    preset, or options or files that it cannot use; `IntegrityError`: weights that cannot be read.
     """
     kinds, found = {"sift", *map(_front_end_kind, presets)}, {}
     nearest = [name for name, config in PRESETS.items() if isinstance(config.matcher, NearestConfig)]
@@ -83,17 +74,10 @@ def compared_methods(
 ) -> list[Method]:
     """Exactly the methods that are to be compared; the first is the baseline of the others.
 
-    Args:
-        compared: presets, files of a matcher's weights, or files of a front end's weights; "shipped" is
-            `preset` with its own files.
-        preset: what the files are used with.
-        weights: of the matcher, for every method that does not name its own.
-        front_end: file of the front end's weights, for every method that does not name its own.
-        options: common to all methods.
-
-    Raises:
-        UsageError: fewer than two different methods, or neither a preset nor a file.
-        IntegrityError: weights that are absent, damaged or of another network.
+    They are presets, files of a matcher's weights, or files of a front end's weights, used with `preset`;
+    "shipped" is `preset` with its own files. `weights` and `front_end` are for every method that names none.
+    `UsageError`: fewer than two different methods, or neither a preset nor a file; `IntegrityError`: weights
+    that cannot be read.
     """
     if len(set(compared)) < max(2, len(compared)):
         raise UsageError("--compare needs at least two different presets or weights files; repeat the option")

@@ -52,15 +52,9 @@ PEERS = tuple(_PEERS)
 def peer_methods(name: str, options: Mapping[str, Any] | None = None) -> list[Method]:
     """A published implementation, and ours with the parameters of the same files.
 
-    The files are made ready for `matcher.load` once, as by `matcher weights import`.
-
-    Args:
-        name: one of `PEERS`.
-        options: of `load`: `max_keypoints`, `resize` and `device`; the others are of ours alone.
-
-    Raises:
-        UsageError: an unknown name, or its package is not installed.
-        IntegrityError: a file of the package is damaged.
+    The files are made ready for `matcher.load` once, as by `matcher weights import`. `options` are those of
+    `load`; `max_keypoints`, `resize` and `device` are for both, others for ours alone. `UsageError`: a name
+    not in `PEERS`, or its package is not installed; `IntegrityError`: a file of the package is damaged.
     """
     if name not in _PEERS:
         raise UsageError(f"--peer {name}: not one of {', '.join(PEERS)}")

@@ -170,12 +170,10 @@ def depth_at(points: np.ndarray, camera: DepthCamera) -> np.ndarray:
 
 
 def reproject(points: np.ndarray, source: DepthCamera, target: DepthCamera) -> tuple[np.ndarray, np.ndarray]:
-    """Project points (N, 2) of one image into another.
+    """Points (N, 2) of one image in another: (N, 2) stored pixels, and (N,) bool which of them are visible.
 
-    Returns:
-        (N, 2) stored pixels of the target: NaN where the depth cannot decide, infinite where the point is not
-        visible in the target (occluded, behind the camera or outside the image); and (N,) bool, the points
-        that are visible: depths agree within 3 % and 2 cm.
+    NaN where the depth cannot decide, infinite where the point is not visible (occluded, behind the camera or
+    outside the image); it is where depths agree within 3 % and 2 cm.
     """
     z = depth_at(points, source)
     rays = np.column_stack([points, np.ones(len(points))]) @ np.linalg.inv(source.K).T

@@ -31,11 +31,8 @@ def matched(
     pair_set: PairSet, methods: Sequence[Method], progress: Progress | None, skipped: list[str]
 ) -> Iterator[tuple[Pair, list[Result]]]:
     """Each pair that can be read with the results of all methods, whose `seconds` also have the wall time of
-    the call as "call" and its processor time as "cpu"; `skipped` receives the reason for every other pair.
-
-    Raises:
-        ImageError: no pair could be read; the message is that of the first pair.
-    """
+    the call as "call" and its processor time as "cpu"; `skipped` receives the reason for every other pair,
+    and `ImageError` is raised where there are no others."""
 
     def timed(pipeline: Pipeline, pair: Pair, images: Sequence[Any]) -> Result:
         cameras = {}
@@ -99,20 +96,10 @@ class Evaluation:
 def evaluate(
     pair_set: PairSet, methods: Sequence[Method], *, seeds: int = 1, progress: Progress | None = None
 ) -> Evaluation:
-    """Measure every method on the same pairs.
+    """Measure every method on the same pairs; those with an image that cannot be read are skipped and listed.
 
-    Args:
-        pair_set: the benchmark.
-        methods: rows of the table.
-        seeds: number of seeds of the robust estimator; only the essential estimator is random.
-        progress: called after every pair with the number of pairs done and their total.
-
-    Returns:
-        The records; pairs with an image that cannot be read are skipped and listed with the reason.
-
-    Raises:
-        ImageError: no pair could be read; the message is that of the first pair.
-        UsageError: intrinsics that belong to images of another size.
+    `seeds` is the number of seeds of the robust estimator; only the essential estimator is random.
+    `ImageError`: no pair could be read; `UsageError`: intrinsics that belong to images of another size.
     """
     kind, skipped = PROTOCOLS[pair_set.protocol].geometry, []
     used = tuple(range(seeds)) if kind == "essential" else (0,)
@@ -176,14 +163,11 @@ def estimate(
     minus: np.ndarray | None = None,
     seed: int = 0,
 ) -> Estimate:
-    """A statistic over pairs with its percentile bootstrap interval.
+    """A statistic (…, n) → (…,) over pairs with its percentile bootstrap interval.
 
-    Args:
-        values: (S, n) of n pairs under S estimator seeds; the statistic is averaged over the seeds.
-        statistic: a function along the last axis, (…, n) → (…,).
-        minus: (S, n) of another method on the same pairs: the estimate is that of the difference, whose
-            resampled pairs are the same (a paired interval).
-        seed: of the bootstrap, which is the same for every row of a table.
+    Values (S, n) are of n pairs under S estimator seeds, over which the statistic is averaged. With those of
+    another method on the same pairs, `minus` (S, n), the estimate is that of the difference, whose resampled
+    pairs are the same (a paired interval). The bootstrap is the same for every row of a table.
     """
     count = values.shape[1]
     draws = np.random.default_rng([seed, count]).integers(0, count, (1000, count))
@@ -319,10 +303,8 @@ PROTOCOLS = {
 def as_object(evaluation: Evaluation, *, baseline: str = BASELINE, seed: int = 0) -> dict[str, Any]:
     """The evaluation as plain values for `json.dumps`; NaN becomes None.
 
-    Args:
-        evaluation: what was measured.
-        baseline: the method from which paired differences are taken; without a method of that name, none are.
-        seed: of the bootstrap.
+    Paired differences are taken from the method `baseline`; without one of that name, none are. `seed` is of
+    the bootstrap.
     """
     pair_set, protocol = evaluation.set, PROTOCOLS[evaluation.set.protocol]
     headline = [column for column in protocol.columns if column.headline]

@@ -14,19 +14,8 @@ from matcher.images import DATA_VARIABLE, data_folder, find_images
 
 # Sets made of photos: protocol, pairs unless told, what makes one of (photos, number, seed), and a note.
 _MADE: dict[str, tuple[ProtocolName, int, Callable[..., Pair], str]] = {
-    "synthetic": (
-        "homography",
-        400,
-        synthetic.warped_pair,
-        "resized to at most 640 pixels. Image 0 is the photo, image 1 a warped view of the same size with a "
-        "black border",
-    ),
-    "zoom": (
-        "homography",
-        100,
-        synthetic.zoomed_pair,
-        "resized to at most 640 pixels, and parts of them that have 2.5 to 6 times the resolution",
-    ),
+    "synthetic": ("homography", 400, synthetic.warped_pair, "at most 640 pixels, and warped views of them"),
+    "zoom": ("homography", 100, synthetic.zoomed_pair, "and parts of them of 2.5 to 6 times the resolution"),
     "sensors": ("homography", 100, synthetic.sensor_pair, "recoloured at random as if by two sensors"),
     "hard": ("homography", 100, synthetic.hard_pair, "seen from the side in other weather"),
     "unrelated": ("unrelated", 200, synthetic.unrelated_pair, "of different folders if there are several"),
@@ -115,9 +104,8 @@ _LAYOUTS = (
 def find_sets(where: str, options: SetOptions) -> list[PairSet]:
     """The sets of a name, a folder of a known layout, a folder of photos, or a list of pairs.
 
-    Raises:
-        UsageError: an unknown name, an absent or empty path, a folder of no known layout, or damaged files.
-        ImageError: a depth map that cannot be read.
+    `UsageError`: an unknown name, an absent or empty path, a folder of no known layout, or damaged files;
+    `ImageError`: a depth map that cannot be read.
     """
     path = Path(where)
     if where in _PLACES or where in _SEVERAL:
@@ -151,17 +139,11 @@ def made_set(
     seed: int = 0,
     levels: Sequence[int] = (1, 2, 3, 4),
 ) -> PairSet:
-    """`count` pairs made of photos, each when it is asked for.
+    """`count` pairs made of files of photos, each when it is asked for; by default 100 to 400, by the set.
 
-    Args:
-        name: synthetic, zoom, sensors, hard, unrelated, planes, repeats or overlays.
-        photos: files.
-        count: pairs; by default 100 to 400, by the set.
-        seed: of what is drawn; a pair depends on it and on its own number only.
-        levels: of difficulty, of synthetic pairs.
-
-    Raises:
-        UsageError: an unknown level, a count below 1, or fewer than two photos for unrelated pairs.
+    Sets are synthetic, zoom, sensors, hard, unrelated, planes, repeats and overlays. A pair depends on the
+    seed and on its own number only; `levels` of difficulty are of synthetic pairs. `UsageError`: an unknown
+    level, a count below 1, or fewer than two photos for unrelated pairs.
     """
     protocol, usual, make, note = _MADE[name]
     count, photos = usual if count is None else count, tuple(photos)

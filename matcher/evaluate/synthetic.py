@@ -125,13 +125,7 @@ def unrelated_pair(photos: Sequence[Path], number: int, seed: int) -> UnrelatedP
 
 
 def draw_homography(size: tuple[int, int], level: Level, rng: np.random.Generator) -> np.ndarray:
-    """A random H_1_from_0 (3, 3) under which 40 % of the photo stay visible, or more.
-
-    Args:
-        size: (width, height) of the photo in pixels.
-        level: bounds of the change.
-        rng: the source of randomness.
-    """
+    """A random H_1_from_0 (3, 3) that keeps 40 % of a photo of this (width, height) visible, or more."""
     width, height = size
     centre = (np.array(size, dtype=np.float64) - 1) / 2
     corners = np.array([[0, 0], [width - 1, 0], [width - 1, height - 1], [0, height - 1]], dtype=np.float64)

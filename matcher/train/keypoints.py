@@ -52,11 +52,7 @@ class Keypoints:
 
 
 class Describer:
-    """The front end of a recipe, whose parameters are not trained: images to keypoints.
-
-    Raises:
-        IntegrityError, UsageError: its weights cannot be read.
-    """
+    """The front end of a recipe, whose parameters are not trained: images to keypoints."""
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self.device, self._dropout = device, recipe.pair.dropout
@@ -183,13 +179,10 @@ def partners(
     found1: Transferred,
     similarity: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(B, N) and (B, M) int64 partners of points (B, N, 2), (B, M, 2); UNMATCHED, IGNORED.
+    """(B, N) and (B, M) int64 partners, UNMATCHED or IGNORED, of points (B, N, 2), (B, M, 2).
 
-    Args:
-        points0, points1: keypoints; infinite where there is none.
-        found0, found1: the points of either image in the other, NaN where not visible.
-        similarity: (B, N, M) of descriptors, by which one of several candidates at a place is chosen: SIFT
-            has a keypoint for each orientation.
+    Points are infinite where there is none; `found0`, `found1` are where they lie in the other image. By the
+    `similarity` (B, N, M) one of several at a place is chosen: SIFT has a keypoint for each orientation.
     """
 
     def distances(found: Tensor, points: Tensor) -> Tensor:

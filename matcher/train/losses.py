@@ -43,14 +43,8 @@ def mixed_precision(device: torch.device) -> torch.autocast:
 
 
 def assignment_loss(log_p: Tensor, partner0: Tensor, partner1: Tensor) -> Tensor:
-    """Mean −log P of ground-truth matches and of the dustbins of unmatched points, weighted equally.
-
-    SuperGlue, eq. 10.
-
-    Args:
-        log_p: (B, N+1, M+1).
-        partner0, partner1: (B, N), (B, M) ground-truth partners, UNMATCHED or IGNORED.
-    """
+    """Mean −log P (B, N+1, M+1) of ground-truth matches and of the dustbins of unmatched points, weighted
+    equally (SuperGlue, eq. 10)."""
     matched = log_p[:, :-1].gather(2, partner0.clamp_min(0).unsqueeze(2)).squeeze(2)
     unmatched0 = mean_of(log_p[:, :-1, -1], partner0 == UNMATCHED)
     unmatched1 = mean_of(log_p[:, -1, :-1], partner1 == UNMATCHED)
@@ -293,14 +287,9 @@ class DescribedKeypoints:
 def description_loss(points: DescribedKeypoints, chosen: Tensor, visible: Tensor, scale: Tensor) -> Tensor:
     """Negative log-likelihood (dual softmax) of matching keypoints to their positions in the other image.
 
-    Negatives are the other chosen points and every keypoint that was detected, in this image and in the other
-    one, whether it is visible in both or not; but none nearer than `APART`.
-
-    Args:
-        points: all keypoints.
-        chosen: (N,) int64, those that are supervised.
-        visible: (2B, N) bool, which of them are visible in the other image.
-        scale: of the similarities.
+    Negatives are the other chosen points and every keypoint that was detected in either image, whether it is
+    visible in both or not; but none nearer than `APART`. `chosen` (N,) are supervised where `visible`
+    (2B, N) in the other; `scale` is that of the similarities.
     """
     own, corresponding = points.descriptors[:, chosen], points.corresponding[:, chosen]
     matching = points.corresponding_descriptors[:, chosen]

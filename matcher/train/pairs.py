@@ -190,12 +190,8 @@ def made_ahead(make: Callable[[int], T], start: int, stop: int, device: torch.de
 
 
 def quarter_turns(points: Tensor, found: Tensor) -> Tensor:
-    """(B,) clockwise quarter turns of image 1 after which it is upright as image 0 is.
-
-    Args:
-        points: (B, N, 2) of image 0.
-        found: (B, N, 2) their positions in image 1, NaN where not visible; 0 turns where fewer than 8 are.
-    """
+    """(B,) clockwise quarter turns of image 1 after which it is upright as image 0 is, by points (B, N, 2) of
+    image 0 and their positions in image 1, NaN where not visible; 0 where fewer than 8 are."""
     seen = found.isfinite().all(2, keepdim=True)
     count = seen.sum(1).clamp_min(1)
     centred = []
@@ -336,12 +332,9 @@ QUANTISATION = (
 
 
 def capture(images: Tensor, clean: Tensor, draws: Draws) -> Tensor:
-    """Images (B, 1, H, W) in [0, 1] as cameras would take and store them; H and W multiples of 8.
+    """Grey images (B, 1, H, W) in [0, 1] as cameras would take and store them; H and W multiples of 8.
 
-    Args:
-        images: grey.
-        clean: (B,) bool, images that need sensor noise, as no camera took them; half of the others get none.
-        draws: the source of randomness.
+    Those that are `clean` (B,), as no camera took them, get sensor noise; half of the others get none.
     """
     count = len(images)
 

@@ -145,11 +145,7 @@ class Recipe:
 
 
 def check_recipe(recipe: Recipe, where: str = "recipe") -> None:
-    """Refuse values of the right type that cannot be trained with.
-
-    Raises:
-        UsageError: names the first such key and what it must be.
-    """
+    """Refuse values of the right type that cannot be trained with; `UsageError` names the first such key."""
 
     def need(holds: bool, rule: str) -> None:
         if not holds:
@@ -235,8 +231,8 @@ def shipped_recipe(name: str) -> Path:
 
 
 def limited(recipe: Recipe, steps: int) -> Recipe:
-    """The recipe with this number of steps, whatever its minutes, and at most as many in the last stage; with
-    few steps it is also validated on few pairs."""
+    """The recipe with so many steps, whatever its minutes, at most as many in the last stage, and validated
+    on few pairs where they are few."""
     matcher = replace(recipe.matcher, confidence_steps=min(steps, recipe.matcher.confidence_steps))
     optimiser = replace(recipe.optimiser, steps=steps, minutes=0.0)
     pairs = min(recipe.validation_pairs, 2 * steps)

@@ -160,12 +160,7 @@ class Loop:
     on_validation: Callable[[Sequence[LogRow]], None]
 
     def resume(self, stage: Stage) -> None:
-        """Continue from the folder's checkpoint, if there is one; the log is truncated to it.
-
-        Raises:
-            IntegrityError: the checkpoint is damaged.
-            UsageError: it belongs to another run.
-        """
+        """Continue from the folder's checkpoint, if there is one; the log is truncated to it."""
         if (path := self.folder / stage.file).exists():
             state = load_state(path)
             if state.get("run") != self.fingerprint:
@@ -185,13 +180,7 @@ class Loop:
         write_whole(self.folder / "log.jsonl", lines.encode())
 
     def run(self, stage: Stage, batches: Iterator[Batch]) -> None:
-        """One step per batch until the stage is done, with validations of the trainer, and checkpoints.
-
-        Raises:
-            Stopped: the caller asked for it.
-            MatcherError: the loss was infinite or NaN in too many steps.
-            OSError: the disk is full; the last good checkpoint is kept.
-        """
+        """One step per batch until the stage is done, with validations of the trainer, and checkpoints."""
         recipe, progress = self.trainer.recipe, stage.progress
         if stage.share == 1:
             return
@@ -299,13 +288,9 @@ def locked(folder: Path) -> Iterator[None]:
 def claim_folder(folder: Path, recipe: Recipe, held_out: Sequence[Path]) -> str:
     """Make the folder of a run, or check that it belongs to this recipe and is validated on these photos.
 
-    Returns:
-        A fingerprint of the recipe and of the names and sizes of the photos `held_out`; checkpoints carry it.
-
-    Raises:
-        UsageError: it is another recipe's, other photos are held out, it holds files but no run, or it cannot
-            be made.
-        IntegrityError: its recipe.json is damaged.
+    Returns a fingerprint of the recipe and of the names and sizes of the photos `held_out`, which checkpoints
+    carry. `UsageError`: the folder is another run's, holds other files, or cannot be made; `IntegrityError`:
+    its recipe.json is damaged.
     """
     photos = [f"{photo.parent.name}/{photo.name} {photo.stat().st_size}" for photo in held_out]
     run = json.loads(json.dumps({"recipe": to_dict(recipe), "held_out": _digest("\n".join(photos))}))

@@ -126,12 +126,7 @@ def start_of_front_end(recipe: FrontEndRecipe) -> FeatureNetwork:
 
 def continue_from(model: MatchingNetwork, start: str) -> None:
     """Load trained parameters, of a shipped name or a file; heads for exit and pruning that it lacks keep
-    their values.
-
-    Raises:
-        IntegrityError: no such weights, or a damaged file.
-        UsageError: the weights are of another front end or architecture.
-    """
+    their values. `UsageError`: the weights are of another front end or architecture."""
     trained, _, name = load_model(start)
     wanted, found = model.state_dict(), trained.state_dict()
     found |= {key: wanted[key] for key in wanted.keys() - found.keys() if key.startswith(INNER_HEADS)}
@@ -250,10 +245,7 @@ class Stage:
 class Trainer(Stage):
     """The networks of a recipe from the parameters that they start with; their moving average; optimisers.
 
-    Raises:
-        IntegrityError: weights to start from are absent, damaged, or of another network.
-        UsageError: they are of another architecture, or larger than the recipe's, or have no heads that the
-            recipe needs; or this PyTorch lacks what the recipe asks for.
+    `IntegrityError`, `UsageError`: weights to start from are absent, damaged or of another network.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
@@ -427,10 +419,9 @@ def matched_correctly(own: Tensor, valid: Tensor, distance: Tensor, limit: float
 def validate(networks: Networks, batches: Iterable[Batch], recipe: Recipe) -> LogRow:
     """Scores over batches of photos that are not trained on.
 
-    Returns:
-        `precision`, `recall` and `f1` of the matches: of the matcher, over keypoints whose partner is known,
-        or without one of mutual nearest neighbours, at 3 pixels. Of a front end that is trained also
-        `repeatability`: share of the covisible keypoints that are detected in the other image too.
+    `precision`, `recall` and `f1` of the matches: of the matcher, over keypoints whose partner is known, or
+    without one of mutual nearest neighbours, at 3 pixels; of a trained front end also `repeatability`, the
+    share of the covisible keypoints that are detected in the other image too.
     """
     counts = torch.zeros(5, dtype=torch.float64)  # right, matches, wanted, repeated, visible
     matcher = networks.matcher

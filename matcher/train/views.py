@@ -72,17 +72,9 @@ def load_views(
 ) -> DeviceViews:
     """Read photos and stored views, and draw photos on planes in space, as many as `pairs` pairs need.
 
-    Args:
-        recipe: shares of the sources, image size, seed.
-        photos: files; those that cannot be read are left out and counted in the log.
-        stored: folders of stored views by source, `rendered` and `real`.
-        device: that keeps them, 0.5 MB a view of 640 × 480.
-        pairs: that are cut from them.
-        log: receives lines of progress.
-
-    Raises:
-        UsageError: a folder holds no views, or no photo can be read.
-        IntegrityError: a stored view is damaged.
+    Photos that cannot be read are left out and counted in the log; `stored` are folders by source, `rendered`
+    and `real`. The device keeps 0.5 MB a view of 640 × 480. `UsageError`: a folder holds no views, or no
+    photo can be read; `IntegrityError`: a stored view is damaged.
     """
     shares, rng = recipe.sources.shares(), np.random.default_rng([recipe.seed, 4])
     total, views = sum(shares.values()), []
@@ -221,12 +213,8 @@ def _read_photos(
 
 
 def stored_folders(shares: Mapping[str, float], rendered: Path | None, real: Path | None) -> dict[str, Path]:
-    """Folders of stored views by source, of the sources that have a share.
-
-    Raises:
-        UsageError: one is missing or holds no views, or one is given that the recipe has no use for.
-        IntegrityError: what one holds is damaged.
-    """
+    """Folders of stored views by source, of the sources that have a share; `UsageError`: one is missing or
+    holds no views, or the recipe has no use for it."""
     given = {"rendered": rendered, "real": real}
     for name, folder in given.items():
         if shares[name] and folder is None:
