@@ -14,7 +14,6 @@ from matcher.config import ExtractorConfig
 from matcher.extract.learned import (
     BORDER,
     NMS_RADIUS,
-    SCORE_THRESHOLD,
     FeatureNetwork,
     candidates,
     subpixel,
@@ -64,18 +63,11 @@ class Describer:
         as many as the recipe says at most."""
         if self._network is None:
             return self._sift(images, count, draws)
-        logits, maps = self._network(images)
-        kept = candidates(logits, NMS_RADIUS, BORDER)
+        kept = None
         if draws is not None:
             rate = draws.uniform(len(images), 1, 1, high=self._dropout)
-            kept &= draws.uniform(*logits.shape) >= rate
-        scores = logits.sigmoid()
-        # Pixels that are no keypoints come last.
-        scores = torch.where(kept & (scores > SCORE_THRESHOLD), scores, 1e-4 * scores).flatten(1)
-        index, width = scores.topk(count, dim=1).indices, logits.shape[2]
-        points = subpixel(logits, torch.stack([index % width, index // width], dim=2))
-        valid = torch.ones(points.shape[:2], dtype=torch.bool, device=points.device)
-        return Keypoints(points, self._network.describe(maps, points), valid)
+            kept = draws.uniform(*images[:, 0].shape) >= rate
+        return detected(self._network, images, count, kept)
 
     def _sift(self, images: Tensor, count: int, draws: Draws | None) -> Keypoints:
         config = ExtractorConfig(max_keypoints=2 * count)
@@ -103,13 +95,23 @@ def front_end(weights: str, device: torch.device | str = "cpu", precision: str =
     return build_extractor(ExtractorConfig(kind="learned"), path, device, precision).network
 
 
-def strongest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+@torch.no_grad()
+def detected(network: FeatureNetwork, images: Tensor, count: int, kept: Tensor | None = None) -> Keypoints:
+    """The strongest keypoints of images by our front end, of those `kept` (2B, H, W)."""
+    logits, maps = network(images)
+    maxima, valid = strongest(logits, count, kept)
+    positions = subpixel(logits, maxima)
+    return Keypoints(positions, network.describe(maps, positions), valid)
+
+
+@torch.no_grad()
+def strongest(logits: Tensor, count: int, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The strongest local maxima (B, K, 2) int64 xy of logits (B, H, W), and (B, K) bool which exist."""
-    with torch.no_grad():
-        allowed = candidates(logits, NMS_RADIUS, BORDER)
-        top = logits.masked_fill(~allowed, -torch.inf).flatten(1).topk(count, dim=1)
-        width = logits.shape[2]
-        return torch.stack([top.indices % width, top.indices // width], dim=-1), top.values.isfinite()
+    allowed = candidates(logits, NMS_RADIUS, BORDER)
+    allowed = allowed if kept is None else allowed & kept
+    top = logits.masked_fill(~allowed, -torch.inf).flatten(1).topk(count, dim=1)
+    width = logits.shape[2]
+    return torch.stack([top.indices % width, top.indices // width], dim=-1), top.values.isfinite()
 
 
 # --- Partners.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeVar
 
@@ -86,13 +86,12 @@ class ImagePairs:
 
     def leading(self, pairs: int) -> ImagePairs:
         """The first pairs."""
-
-        def both(values: Tensor) -> Tensor:
-            return torch.cat([side[:pairs] for side in values.chunk(2)])
-
-        turns = None if self.turns is None else self.turns[:pairs]
-        columns = both(self.sources), self.flat[:pairs], self.unrelated[:pairs]
-        return ImagePairs(self.views, *columns, both(self.framings), both(self.images), turns)
+        both = (
+            torch.cat([x[:pairs] for x in y.chunk(2)]) for y in (self.sources, self.framings, self.images)
+        )
+        names = "sources", "framings", "images"
+        own = {name: getattr(self, name)[:pairs] for name in ("flat", "unrelated", "turns")}
+        return replace(self, **own, **dict(zip(names, both, strict=True)))
 
     @property
     def size(self) -> tuple[int, int]:
@@ -128,11 +127,21 @@ class PairSampler:
 
     @torch.no_grad()
     def batch(self, count: int, step: int) -> ImagePairs:
-        """`count` new pairs."""
+        """`count` new pairs; one of little overlap gives way to another, nine times in ten."""
         recipe, views = self.recipe.pair, self.views
         rng = np.random.default_rng([self.recipe.seed, 3, step])
         draws = Draws(int(rng.integers(2**62)), self.device)
-        sources, flat = self._choose(count, rng, draws)
+        names = [self._names[k] for k in rng.choice(len(self._names), count, p=self._weights)]
+        drawn = np.array([[self._pair(name, rng) for name in names] for _ in range(2)], np.int64)
+        flat = np.array([[name == "planes" for name in names]])
+        table = torch.from_numpy(np.concatenate([*drawn.transpose(0, 2, 1), flat]))
+        first, second, *others, flat = table.to(self.device, non_blocking=True)
+        flat = flat.bool()
+        probes = draws.uniform(count, PROBES, 2) * (views.sizes[first] - 1).unsqueeze(1)
+        states = transfer(views, first, second, probes).states
+        overlap = (states == VISIBLE).sum(1) / (states != UNKNOWN).sum(1).clamp_min(1)
+        kept = (overlap >= recipe.min_overlap) | flat | draws.happens(count, 0.1)
+        sources = torch.where(kept.repeat(2), torch.cat([first, second]), torch.cat(others))
         framings = draw_framings(views, sources, flat, self.recipe, draws)
         images = render(views, sources, framings, (recipe.width, recipe.height))
         images = capture(images, ~views.captured[sources], draws)
@@ -144,22 +153,7 @@ class PairSampler:
         pairs = ImagePairs(views, sources[order], flat, unrelated, framings[order], images[order])
         grid = self._grid.expand(2 * count, -1, -1)
         turns = -quarter_turns(grid[:count], pairs.transfer(grid).positions[:count]) % TURNS
-        return ImagePairs(views, pairs.sources, flat, unrelated, pairs.framings, pairs.images, turns)
-
-    def _choose(self, count: int, rng: np.random.Generator, draws: Draws) -> tuple[Tensor, Tensor]:
-        """(2B,) views, and (B,) whether both are one photo. A pair of little overlap gives way to another."""
-        chosen = [self._names[k] for k in rng.choice(len(self._names), count, p=self._weights)]
-        drawn = np.array([[self._pair(name, rng) for name in chosen] for _ in range(2)], np.int64)
-        flat = np.array([[name == "planes" for name in chosen]])
-        table = torch.from_numpy(np.concatenate([*drawn.transpose(0, 2, 1), flat]))
-        first, second, other_first, other_second, flat = table.to(self.device, non_blocking=True)
-        flat = flat.bool()
-        probes = draws.uniform(count, PROBES, 2) * (self.views.sizes[first] - 1).unsqueeze(1)
-        states = transfer(self.views, first, second, probes).states
-        overlap = (states == VISIBLE).sum(1) / (states != UNKNOWN).sum(1).clamp_min(1)
-        kept = (overlap >= self.recipe.pair.min_overlap) | flat | draws.happens(count, 0.1)
-        kept = kept.repeat(2)
-        return torch.where(kept, torch.cat([first, second]), torch.cat([other_first, other_second])), flat
+        return replace(pairs, turns=turns)
 
     def _pair(self, source: str, rng: np.random.Generator) -> np.ndarray:
         """Two views; a set of a source is drawn as often as the root of its number of pairs."""

@@ -22,6 +22,7 @@ from matcher.train.keypoints import (
     Describer,
     Keypoints,
     PairBatch,
+    detected,
     front_end,
     labelled,
     strongest,
@@ -85,16 +86,11 @@ def known_matches(batch: Batch, keypoints: Keypoints, recipe: Recipe) -> PairBat
     return labelled(keypoints.first(pairs, batch.points), batch.pairs.leading(pairs), recipe)
 
 
-@torch.no_grad()
 def found_keypoints(networks: Networks, batch: Batch) -> Keypoints:
     """The keypoints of a batch, by the front end where it is trained."""
     if batch.keypoints is not None:
         return batch.keypoints
-    network = networks.front_end.eval()
-    logits, maps = network(batch.pairs.images)
-    maxima, valid = strongest(logits, batch.points)
-    positions = subpixel(logits, maxima)
-    return Keypoints(positions, network.describe(maps, positions), valid)
+    return detected(networks.front_end.eval(), batch.pairs.images, batch.points)
 
 
 def turned_alike(descriptors: Tensor, pairs: ImagePairs) -> Tensor:
