@@ -1,6 +1,7 @@
 """Sets of pairs: the project's own folders, tiny ones in published layouts, and those made of photos."""
 
 import json
+import math
 import pickle
 import zipfile
 from io import BytesIO
@@ -248,6 +249,9 @@ def test_the_sets_are_what_they_say(photos):
     unrelated, moved, still = overlays.pairs[4], overlays.pairs[5], overlays.pairs[7]
     assert isinstance(moved, HomographyPair) and np.abs(moved.H_1_from_0[:2, 2]).max() > 50
     assert np.array_equal(still.H_1_from_0, np.eye(3)) and isinstance(unrelated, UnrelatedPair)
+    facades = [made_set("facades", photos, count=10, seed=3).pairs[number] for number in range(10)]
+    named = {frozenset((pair.image0.path, pair.image1.path)) for pair in facades}
+    assert all(len(pair) == 2 for pair in named) and len(named) == min(10, math.comb(len(photos), 2))
     again = made_set("overlays", photos, count=8).pairs[5]
     assert np.array_equal(again.image1.pixels, moved.image1.pixels)
 

@@ -119,9 +119,10 @@ def evaluate(
     Without --compare, nearest-neighbour matching is always measured as the baseline of the other rows.
 
     SET is one of the sets in $MATCHER_DATA: synthetic, zoom, sensors, hard (seen from the side in other
-    weather), unrelated, planes, repeats, overlays (pairs that are easily wrong and look sure), oxford_graf,
-    opencv_pairs, iguazu, multimodal, middlebury2003, kitti_mini, sceaux_castle, bench (the last seven),
-    kitchen, bookstore, multiview (the last two), kitchen_angles (240 other pairs of the kitchen, by angle).
+    weather), unrelated, planes, repeats, overlays, facades (pairs that are easily wrong and look sure),
+    oxford_graf, opencv_pairs, iguazu, multimodal, middlebury2003, kitti_mini, sceaux_castle, bench (the last
+    seven), kitchen, bookstore, multiview (the last two), kitchen_angles (240 other pairs of the kitchen, by
+    angle).
 
     DIR is a folder with the layout of HPatches, MegaDepth-1500, ScanNet-1500, WxBS or one of the sets above,
     or any folder of photos, from which synthetic pairs are made. FILE is a list of image pairs with

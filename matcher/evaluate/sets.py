@@ -22,6 +22,7 @@ _MADE: dict[str, tuple[ProtocolName, int, Callable[..., Pair], str]] = {
     "planes": ("trap", 120, traps.planes_pair, "pose known"),
     "repeats": ("trap", 120, traps.repeats_pair, "half of the pairs show another instance"),
     "overlays": ("trap", 160, traps.overlays_pair, "`still` pairs are the counter-example"),
+    "facades": ("trap", 300, traps.facades_pair, "each pair once, with a photo of val"),
 }
 _BENCH = (
     *("oxford_graf", "opencv_pairs", "iguazu", "multimodal"),
@@ -32,6 +33,7 @@ _SEVERAL = {"bench": _BENCH, "multiview": ("kitchen", "bookstore")}
 _PLACES = {
     **{name: "photos/val" for name in _MADE},
     **{name: f"bench/{name}" for name in _BENCH},
+    "facades": "photos",  # those of one city in train and val
     "kitchen": "multiview/val/kitchen",
     "bookstore": "multiview/val/bookstore_rendered",
     "kitchen_angles": "multiview/val/kitchen",  # other pairs than the listed ones
@@ -141,9 +143,9 @@ def made_set(
 ) -> PairSet:
     """`count` pairs made of files of photos, each when it is asked for; by default 100 to 400, by the set.
 
-    Sets are synthetic, zoom, sensors, hard, unrelated, planes, repeats and overlays. A pair depends on the
-    seed and on its own number only; `levels` of difficulty are of synthetic pairs. `UsageError`: an unknown
-    level, a count below 1, or fewer than two photos for unrelated pairs.
+    Sets are synthetic, zoom, sensors, hard, unrelated, planes, repeats, overlays and facades. A pair depends
+    on the seed and on its own number only; `levels` of difficulty are of synthetic pairs. `UsageError`: an
+    unknown level, a count below 1, or fewer than two photos for pairs of two.
     """
     protocol, usual, make, note = _MADE[name]
     count, photos = usual if count is None else count, tuple(photos)
@@ -152,8 +154,8 @@ def made_set(
     if not levels or not set(levels) <= synthetic.LEVELS.keys():
         known = ", ".join(map(str, synthetic.LEVELS))
         raise UsageError(f"levels must be among {known}, not {list(levels)}")
-    if name == "unrelated" and len(photos) < 2:
-        raise UsageError(f"unrelated pairs need at least two photos, not {len(photos)}")
+    if name in ("unrelated", "facades") and len(photos) < 2:
+        raise UsageError(f"pairs of different photos need at least two, not {len(photos)}")
     if name == "synthetic":
         make = partial(make, levels=tuple(levels))
     pairs = PairsOnAccess(count, lambda number: make(photos, number, seed))
@@ -173,7 +175,7 @@ def _named(name: str, options: SetOptions) -> list[PairSet]:
         return [PairSet(name, "depth", drawn, note=multiview.TRACKED)]
     if name not in _MADE:
         return _of_folder(folder, options)
-    photos = find_images(folder)
+    photos = [path for path in find_images(folder) if name != "facades" or path.parent.name == "facades_spb"]
     return [made_set(name, photos, count=options.pairs, seed=options.seed, levels=options.levels)]
 
 

@@ -254,3 +254,14 @@ def overlays_pair(paths: Sequence[Path], number: int, seed: int) -> Pair:
     homography = np.eye(3)
     homography[:2, 2] = -shift
     return HomographyPair(name, group, *_sides(name, *views), homography)
+
+
+def facades_pair(photos: Sequence[Path], number: int, seed: int) -> UnrelatedPair:
+    """Two photos of different things of one kind, one of them of a folder of `val`, if there is one."""
+    photos = sorted(photos, key=lambda path: path.parent.parent.name != "val")
+    known = sum(path.parent.parent.name == "val" for path in photos) or len(photos)
+    first, second = np.triu_indices(len(photos), 1)
+    total = np.count_nonzero(first < known)  # rows of those of `val` come first
+    drawn = np.random.default_rng(seed).permutation(total)[number % total]
+    path0, path1 = photos[first[drawn]], photos[second[drawn]]
+    return UnrelatedPair(f"{path0.name} {path1.name}", "", PairImage(path0), PairImage(path1))
