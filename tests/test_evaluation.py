@@ -7,6 +7,7 @@ import cv2
 import numpy as np
 import pytest
 from random_front_end import build
+from training_data import write_photos
 
 import matcher
 from matcher.cli import main
@@ -27,12 +28,7 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    folder, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(20260)
-    for number in range(3):
-        noise = rng.integers(0, 256, (60, 80, 3)).astype(np.uint8)
-        large = cv2.resize(noise, (320, 240), interpolation=cv2.INTER_CUBIC)
-        cv2.imwrite(str(folder / f"{number}.png"), large)
-    return folder
+    return write_photos(tmp_path_factory.mktemp("photos"), 3)
 
 
 @pytest.fixture(scope="module")

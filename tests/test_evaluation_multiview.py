@@ -15,7 +15,6 @@ from matcher.evaluate.multiview import drawn, overlap_of
 from matcher.evaluate.protocols import DepthCamera, DepthPair, depth_at, reproject
 from matcher.evaluate.run import evaluate
 from matcher.evaluate.sets import SetOptions, data_folder, find_sets
-from matcher.passes.further import PassReport
 from matcher.result import Result
 from matcher.types import Features, Matches, TwoViewGeometry
 from matcher.verify.estimation import RobustEstimator
@@ -159,27 +158,16 @@ def test_recorded_views_have_their_pairs(recorded):
         find_sets(str(recorded), SetOptions())
 
 
-def result_of(points0, points1, indices, score, size=SIZE, passes=1):
-    """A result of these keypoints, of so many passes, whose geometry is not known yet."""
-    features = [
-        Features(points.astype(np.float32), np.zeros((len(points), 4), np.float32), size=size)
-        for points in (points0, points1)
-    ]
-    scores = np.full(len(indices), score, np.float32)
-    matches = Matches.from_indices(indices, points0, points1, scores)
-    none = TwoViewGeometry("none", "not_estimated", np.zeros(len(indices), bool))
-    reports = tuple(PassReport(f"pass {number}", 0, 0.0) for number in range(passes))
-    return Result(*features, matches, none, passes=reports if passes > 1 else ())
-
-
 def test_matches_are_judged_by_what_depth_tells(rendered):
     pair = find_sets(str(rendered), SetOptions())[0].pairs[0]
     points0 = np.array([[160.0, 120.0], [100.0, 60.0], [2.0, 100.0], [319.0, 239.0]])
     moved, seen = reproject(points0, pair.view0, pair.view1)
     points1 = np.where(seen[:, None], moved, 50.0) + np.array([[0.5, 0], [6, 0], [0, 0], [0, 0]])
     indices = np.repeat(np.arange(4)[:, None], 2, axis=1)
-    estimator = RobustEstimator(EstimationConfig(kind="essential"))
-    found = measure_pair(pair, result_of(points0, points1, indices, 1.0), [estimator]).metrics
+    features = [Features(points, np.zeros((4, 4)), size=SIZE) for points in (points0, points1)]
+    matches = Matches.from_indices(indices, points0, points1, np.ones(4, np.float32))
+    result = Result(*features, matches, TwoViewGeometry("none", "not_estimated", np.zeros(4, bool)))
+    found = measure_pair(pair, result, [RobustEstimator(EstimationConfig(kind="essential"))]).metrics
     # One within 3 px, one within 10, one that the other picture does not show; the last has no depth.
     assert (found["precision3"], found["precision10"]) == pytest.approx((1 / 3, 2 / 3))
     assert (found["correct3"], found["correct10"]) == (1, 2)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import cv2
 import numpy as np
 import pytest
+from training_data import write_photos
 
 import matcher
 from matcher.errors import UsageError
@@ -51,15 +52,13 @@ def picture(rng):
 
 
 @pytest.fixture
-def photos(tmp_path, rng):
+def photos(tmp_path):
     """Five textured pictures in two folders."""
-    for number in range(5):
-        noise = rng.integers(0, 256, (60, 80, 3)).astype(np.uint8)
-        folder = tmp_path / ("a" if number < 3 else "b")
-        folder.mkdir(exist_ok=True)
-        large = cv2.resize(noise, (320, 240), interpolation=cv2.INTER_CUBIC)
-        cv2.imwrite(str(folder / f"{number}.png"), large)
-    return find_images(tmp_path)
+    return [
+        path
+        for name, count in (("a", 3), ("b", 2))
+        for path in find_images(write_photos(tmp_path / name, count))
+    ]
 
 
 def words(*matrices):
