@@ -132,10 +132,13 @@ def test_a_turn_does_not_show_it_and_a_step_aside_hardly():
 # --- What moves.
 
 
-def steps(rng, moving: tuple[np.ndarray, np.ndarray], frames: int = 3) -> list[tuple[str, float]]:
-    """Status and error of each step of 2.6 m; `moving` are points and their way in a frame."""
+def steps(rng, moving: tuple[np.ndarray, np.ndarray], frames: int = 3, baseline: float | None = BASELINE):
+    """Status and error of each step of 2.6 m; `moving` are points and their way in a frame.
+
+    Without a baseline one camera begins with every frame anew, and its unit is the step.
+    """
     standing = rng.uniform((-45, -9, 12), (45, 1.5, 90), (220, 3))
-    ahead, tracker, before, found = np.array([0, 0, 2.6]), PoseTracker(STREET, BASELINE), None, []
+    ahead, tracker, before, found = np.array([0, 0, 2.6]), PoseTracker(STREET, baseline), None, []
     for index in range(frames):
         world = np.concatenate([standing, moving[0] + index * moving[1]]) - index * ahead
         points = np.nan_to_num(project(world, STREET), nan=-99.0) + rng.normal(0, 0.1, (len(world), 2))
@@ -153,8 +156,8 @@ def steps(rng, moving: tuple[np.ndarray, np.ndarray], frames: int = 3) -> list[t
                 index - 1, np.tile(rows[:, None], 2), np.ones(len(rows)), np.ones(len(rows), bool)
             )
             status, T = tracker.locate(before, frame, links)
-            off = np.inf if T is None else np.linalg.norm(np.linalg.inv(T)[:3, 3] - ahead) / 2.6
-            found.append((status, off))
+            way = None if T is None else np.linalg.inv(T)[:3, 3] * (1.0 if baseline else 2.6)
+            found.append((status, np.inf if way is None else np.linalg.norm(way - ahead) / 2.6))
         before = frame
     return found
 
@@ -172,3 +175,12 @@ def test_a_step_that_something_large_may_have_made_is_uncertain(rng):
     assert all(
         status == "uncertain" or off < 0.1 for status, off in steps(rng, (lorry, np.array([0, 0, 2.6])))
     )
+
+
+def test_one_camera_begins_where_little_moves(rng):
+    """Many points are of a car that changes its lane, or a few of one that comes towards the camera."""
+    car = rng.uniform((-2.5, -0.2, 6), (2.5, 1.4, 10), (100, 3))
+    changing = steps(rng, (car, np.array([0.3, 0, 2.6])), frames=2, baseline=None)
+    assert [status for status, _ in changing] == ["starting"]
+    oncoming = steps(rng, (car[:8], np.array([0, 0, -2.6])), frames=2, baseline=None)
+    assert [status for status, _ in oncoming] == ["uncertain"] and oncoming[0][1] < 0.05

@@ -66,9 +66,9 @@ class FrameResult:
     more than a tenth of its last step, as when all are far away, a third of them moves otherwise, as cars do,
     one camera has just begun, another motion explains half as much of the scene, or the motion has changed by
     more than a half at once; "no_camera": none was given; "other_size": the frame's sides have another ratio
-    than those of the images that the camera is for; "starting": one camera only, not enough parallax yet;
-    "too_few" points of known depth agree with a pose; "bridged": tracking was lost, and the pose is the last
-    motion, extrapolated; "none": the frame was skipped.
+    than those of the images that the camera is for; "starting": one camera only, and there is not enough
+    parallax yet, or too much moves; "too_few" points of known depth agree with a pose; "bridged": tracking
+    was lost, and the pose is the last motion, extrapolated; "none": the frame was skipped.
     """
 
     index: int  # number of frames pushed before it
