@@ -256,21 +256,16 @@ def _image_root(source: Path, name: str, images: Path | None) -> Path:
     raise UsageError(f"{source}: its first image {name} is not in {tried}; give its folder with --images")
 
 
-def scene_files(folder: Path) -> list[Path]:
-    """LoFTR's scene files in a folder or its `megadepth_test_1500_scene_info`."""
-    paths = sorted([*folder.glob("*.npz"), *folder.glob("megadepth_test_1500_scene_info/*.npz")])
-    return [
-        path for path in paths if zipfile.is_zipfile(path) and zipfile.Path(path, "pair_infos.npy").exists()
-    ]
-
-
-def megadepth(paths: Sequence[Path], images: Path | None = None) -> Iterator[PosePair]:
-    """LoFTR's MegaDepth-1500: `0015_0.1_0.3.npz` … with image_paths, intrinsics, poses, pair_infos.
+def megadepth(folder: Path, images: Path | None = None) -> Iterator[PosePair]:
+    """LoFTR's MegaDepth-1500: `0015_0.1_0.3.npz` … with image_paths, intrinsics, poses and pair_infos, in the
+    folder or its `megadepth_test_1500_scene_info`.
 
     Poses are cam_from_world. Image paths begin at MegaDepth's root (`Undistorted_SfM/0015/images/…`).
     `UsageError`: a file of another layout, or images that are not found.
     """
-    for path in paths:
+    for path in sorted([*folder.glob("*.npz"), *folder.glob("megadepth_test_1500_scene_info/*.npz")]):
+        if not (zipfile.is_zipfile(path) and zipfile.Path(path, "pair_infos.npy").exists()):
+            continue
         try:
             with zipfile.ZipFile(path) as archive:
                 names, K, poses, infos = (

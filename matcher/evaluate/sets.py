@@ -187,8 +187,8 @@ def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
             name, pairs = layout.name.format(folder.resolve().name), tuple(layout.read(folder))
             found.append(PairSet(name, layout.protocol, pairs, layout.shorter_side, layout.note))
     found = [each for each in found if len(each)] or found
-    if scenes := folders.scene_files(folder):
-        found.append(PairSet("megadepth1500", "pose", tuple(folders.megadepth(scenes, options.images))))
+    if scenes := tuple(folders.megadepth(folder, options.images)):
+        found.append(PairSet("megadepth1500", "pose", scenes))
     lists = [path for path in sorted(folder.glob("*.txt")) if folders.is_pair_list(path)]
     found += [folders.pair_list(path, options.images) for path in lists]
     if found:

@@ -27,7 +27,7 @@ from matcher.train.views import HIDDEN, UNKNOWN, VISIBLE, Transferred
 from matcher.types import UNMATCHED, Features
 
 IGNORED = -2  # a value of partners, beside UNMATCHED: losses ignore the keypoint
-CONTOUR = 7  # pixels; a hidden point with a visible one in a square of that size may lie on either surface
+CONTOUR = 7  # pixels; the width of the edges of surfaces
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,8 +138,11 @@ def labelled(points: Keypoints, pairs: ImagePairs, recipe: Recipe) -> PairBatch:
     with torch.no_grad():
         positions = points.positions.detach()
         found, states = pairs.transfer(positions)
-        hidden = (states == HIDDEN) & ~beside_visible(pairs, positions)
-        states = torch.where(states == VISIBLE, VISIBLE, torch.where(hidden, HIDDEN, UNKNOWN))
+        # A hidden point with a visible one among nine in a square around it may lie on either surface.
+        reach = torch.arange(-1, 2, device=positions.device) * (CONTOUR // 2)
+        around = positions.unsqueeze(2) + torch.cartesian_prod(reach, reach)
+        near = pairs.transfer(around.flatten(1, 2)).states.unflatten(1, (-1, 9))
+        states = states.masked_fill((states == HIDDEN) & (near == VISIBLE).any(2), UNKNOWN)
         states = states.masked_fill(~points.valid, UNKNOWN)
         there = positions.masked_fill(~points.valid.unsqueeze(2), torch.inf)
         found = found.masked_fill(((states != VISIBLE) | ~points.valid).unsqueeze(2), torch.nan)
@@ -164,14 +167,6 @@ def labelled(points: Keypoints, pairs: ImagePairs, recipe: Recipe) -> PairBatch:
     if recipe.kind == STEERABLE:
         features1 = turned_by(features1, -pairs.turns % TURNS)
     return PairBatch(features0, features1, partner0, partner1, *found.chunk(2))
-
-
-def beside_visible(pairs: ImagePairs, points: Tensor) -> Tensor:
-    """(2B, N) bool: points with a visible one among nine in the square of `CONTOUR` around them."""
-    reach = torch.arange(-1, 2, device=points.device) * (CONTOUR // 2)
-    around = points.unsqueeze(2) + torch.cartesian_prod(reach, reach)
-    states = pairs.transfer(around.flatten(1, 2)).states.unflatten(1, (-1, 9))
-    return (states == VISIBLE).any(2)
 
 
 def partners(

@@ -266,12 +266,21 @@ def draw_space(
         depth = rng.uniform(0.7, 1.5)
         centre = depth * np.array([rng.uniform(-0.5, 0.5), rng.uniform(-0.4, 0.4), 1])
         planes.append(_plane(texture, centre, rng.uniform(0.4, 1.1) * depth, 60, rng))
-    views = []
+    views, (width, height) = [], size
     for _ in range(SPACE_VIEWS):
-        backdrop = np.full(size[::-1], int(rng.integers(256)), np.uint8)
+        backdrop = np.full((height, width), int(rng.integers(256)), np.uint8)
         if rng.random() < 0.5:
             backdrop = cv2.resize(photos[rng.integers(len(photos))], size, interpolation=cv2.INTER_AREA)
-        views.append(render_planes(textures, planes, *_camera(size, rng), backdrop))
+        # A camera that looks at the middle from somewhere in front of it.
+        focal = rng.uniform(0.8, 1.4) * max(size)
+        K = np.array([[focal, 0, (width - 1) / 2], [0, focal, (height - 1) / 2], [0, 0, 1.0]])
+        roll = np.deg2rad(rng.uniform(-30, 30))
+        pose = np.eye(4)
+        pose[:3, :3] = cv2.Rodrigues(np.array([0, 0, roll]))[0] @ _tilt(36, rng)
+        target = np.array([0, 0, 1.0]) + np.append(rng.uniform(-0.2, 0.2, 2), 0)
+        distance = 0.8 * focal / max(size) * 2.2 ** rng.uniform(-0.6, 0.6)
+        pose[:3, 3] = np.array([0, 0, distance]) - pose[:3, :3] @ target
+        views.append(render_planes(textures, planes, K, pose, backdrop))
     return views
 
 
@@ -288,20 +297,6 @@ def _tilt(limit: float, rng: np.random.Generator) -> np.ndarray:
     """A rotation about a random axis in the image plane by up to `limit` degrees."""
     direction, angle = rng.uniform(0, 2 * np.pi), np.deg2rad(limit) * rng.random()
     return cv2.Rodrigues(angle * np.array([np.cos(direction), np.sin(direction), 0.0]))[0]
-
-
-def _camera(size: tuple[int, int], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """K and cam_from_world (4, 4) of a camera that looks at the middle from somewhere in front of it."""
-    width, height = size
-    focal = rng.uniform(0.8, 1.4) * max(size)
-    K = np.array([[focal, 0, (width - 1) / 2], [0, focal, (height - 1) / 2], [0, 0, 1.0]])
-    roll = np.deg2rad(rng.uniform(-30, 30))
-    R = cv2.Rodrigues(np.array([0, 0, roll]))[0] @ _tilt(36, rng)
-    target = np.array([0, 0, 1.0]) + np.append(rng.uniform(-0.2, 0.2, 2), 0)
-    distance = 0.8 * focal / max(size) * 2.2 ** rng.uniform(-0.6, 0.6)
-    pose = np.eye(4)
-    pose[:3, :3], pose[:3, 3] = R, np.array([0, 0, distance]) - R @ target
-    return K, pose
 
 
 def render_planes(
