@@ -9,11 +9,13 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from training_data import (
     BOTH,
     FRONT_END,
@@ -76,19 +78,12 @@ def root(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def finished(root):
     """Unbroken runs by the kind of recipe: the weights file, the log, and the rows that a plot would get."""
-    found = {}
 
+    @cache
     def run(kind: str):
-        if kind not in found:
-            lines, plotted = [], []
-            weights = train(
-                KINDS[kind],
-                options(root, f"whole {kind}"),
-                lines.append,
-                on_validation=lambda rows: plotted.append([dict(row) for row in rows]),
-            )
-            found[kind] = weights, lines, plotted
-        return found[kind]
+        lines, plotted = [], []
+        where, kept = options(root, f"whole {kind}"), lambda rows: plotted.append([dict(row) for row in rows])
+        return train(KINDS[kind], where, lines.append, on_validation=kept), lines, plotted
 
     return run
 
@@ -99,22 +94,13 @@ def options(root: Path, name: str) -> RunOptions:
 
 def stopping(after: int):
     """A function that asks to stop when it is called for that time."""
-    asked = []
-
-    def stopped() -> bool:
-        asked.append(None)
-        return len(asked) == after
-
-    return stopped
+    return iter([False] * (after - 1) + [True]).__next__
 
 
 def written(weights: Path) -> dict[str, torch.Tensor]:
     """The parameters of all weights files of a run."""
-    values = {}
-    for path in sorted(weights.parent.glob("*.safetensors")):
-        network = front_end_of(path) if path.stem == "front" else load_model(path)[0]
-        values |= {f"{path.stem}.{name}": value for name, value in network.state_dict().items()}
-    return values
+    files = {path.stem: load_file(path) for path in weights.parent.glob("*.safetensors")}
+    return {f"{stem}.{name}": value for stem, values in files.items() for name, value in values.items()}
 
 
 def front_end_of(path: Path) -> FeatureNetwork:
