@@ -6,8 +6,7 @@ import cv2
 import numpy as np
 import pytest
 
-from matcher.collection.contradictions import Edge, contradicted
-from matcher.collection.tracks import PairMatches, build_tracks, consistent_matches
+from matcher.collection.tracks import Edge, PairMatches, build_tracks, consistent_matches, contradicted
 
 COUNTS = {"a": 10, "b": 10, "c": 10}
 

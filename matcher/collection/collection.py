@@ -16,14 +16,13 @@ import numpy as np
 from matcher.arrays import to_numpy
 from matcher.cameras import Camera, as_camera
 from matcher.collection import runner, schema, tracks
-from matcher.collection.contradictions import Edge, contradicted
 from matcher.collection.pairs import PairFault, chosen_pairs, read_pairs
 from matcher.collection.runner import ImageChanges, OnProgress, RunReport, Stages
 from matcher.collection.schema import DONE, Counts, StoredPair
 from matcher.collection.settings import Setup, build, describe, parse_shard, refuse_changes, stored_setup
 from matcher.collection.sources import PairChoice, Selection, check_masks, default_choice
 from matcher.collection.store import Store, Writer, check_writable, delete_store
-from matcher.collection.tracks import PairMatches, Tracks
+from matcher.collection.tracks import Edge, PairMatches, Tracks, contradicted
 from matcher.collection.workers import Workers, batch_size, start_engine
 from matcher.config import GRID_KIND
 from matcher.errors import MatcherError, UsageError

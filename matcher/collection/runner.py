@@ -18,8 +18,9 @@ import numpy as np
 from matcher.arrays import to_numpy
 from matcher.cameras import Camera
 from matcher.collection.schema import DONE, FAILED, WAITING, Counts, common_camera, encode_pair
+from matcher.collection.sources import Extracted
 from matcher.collection.store import EncodedPair, Store, Writer
-from matcher.collection.workers import Engine, ExtractedImage, ImageEntry, Job, Outcome
+from matcher.collection.workers import Engine, Job, Outcome
 from matcher.config import EstimationConfig, from_dict
 from matcher.errors import ImageError, UsageError
 from matcher.verify.adjustment import threshold_scale
@@ -123,13 +124,13 @@ def _parts(items: Sequence, batch: int) -> Iterator[Sequence]:
 
 def match_jobs(writer: Writer, batch: int) -> Iterator[Job]:
     """Jobs of waiting pairs, tile by tile, smaller towards the end."""
-    cameras = {image.name: image.camera for image in writer.store.images()}
-    entries = {n: ImageEntry(n, name, cameras[name]) for n, name in writer.store.names().items()}
+    images = {image.name: image for image in writer.store.images()}
+    numbered = {number: images[name] for number, name in writer.store.names().items()}
     waiting = writer.store.rows("SELECT image0, image1 FROM waiting")
     pairs = _by_tiles(np.fromiter((end for pair in waiting for end in pair), np.int64).reshape(-1, 2))
     for part in _parts(pairs, batch):
         items = tuple(map(tuple, part.tolist()))
-        yield Job(items, batch, {number: entries[number] for pair in items for number in pair})
+        yield Job(items, batch, {number: numbered[number] for pair in items for number in pair})
 
 
 # The stages of a run.
@@ -182,13 +183,8 @@ class Stages:
         where = "" if everything else f"WHERE id IN ({needed})"
         rows = self.writer.execute(f"SELECT id, name, status FROM images {where} ORDER BY name")
         names = [name for n, name, status in rows if status == WAITING or (status == DONE and n in lost)]
-
-        def commit(outcomes: list[ExtractedImage]) -> None:
-            for outcome in outcomes:
-                self._put_image(outcome)
-
         jobs = (Job(tuple(part), self.batch) for part in _parts(names, self.batch))
-        self._run("extract", jobs, commit, len(names))
+        self._run("extract", jobs, self._put_images, len(names))
         with self.writer.transaction():  # pairs that can never be matched
             sql = "SELECT image0, image1, name || ': ' || reason FROM waiting JOIN images"
             failed = self.writer.execute(f"{sql} ON id IN (image0, image1) WHERE status = {FAILED}")
@@ -236,21 +232,23 @@ class Stages:
             if pending:
                 write()
 
-    def _put_image(self, outcome: ExtractedImage) -> None:
-        writer, found, name = self.writer, outcome.found, outcome.name
-        number = writer.number(name)
-        had = writer.execute("SELECT sha256 FROM images WHERE id = ? AND status = ?", number, DONE)
-        if found is None and had:  # its descriptors were deleted and the image is gone: matches stay
-            waiting = writer.execute("SELECT image0, image1 FROM waiting WHERE ? IN (image0, image1)", number)
-            writer.put_pairs(EncodedPair(*pair, reason=f"{name}: {outcome.reason}") for pair in waiting)
-        elif found is None:
-            writer.fail_image(name, outcome.reason, self.source.stamp(name))
-        else:
-            points = to_numpy(found.features.keypoints)
-            same = had == [(found.sha256,)] and np.array_equal(writer.store.keypoints(name), points)
-            if had and not same:
-                writer.forget([name])  # its pairs name keypoints that are no more
-            writer.put_features(name, found.features, outcome.data, found.sha256, found.stamp)
+    def _put_images(self, outcomes: Sequence[Extracted]) -> None:
+        writer = self.writer
+        for one in outcomes:
+            name, number = one.name, writer.number(one.name)
+            had = writer.execute("SELECT sha256 FROM images WHERE id = ? AND status = ?", number, DONE)
+            if not one.failed:
+                points = to_numpy(one.features.keypoints)
+                same = had == [(one.sha256,)] and np.array_equal(writer.store.keypoints(name), points)
+                if had and not same:
+                    writer.forget([name])  # its pairs name keypoints that are no more
+                writer.put_features(name, one.features, one.data, one.sha256, one.stamp)
+            elif had:  # its descriptors were deleted and the image is gone: matches stay
+                sql = "SELECT image0, image1 FROM waiting WHERE ? IN (image0, image1)"
+                waiting, reason = writer.execute(sql, number), f"{name}: {one.reason}"
+                writer.put_pairs(EncodedPair(*pair, reason=reason) for pair in waiting)
+            else:
+                writer.fail_image(name, one.reason, self.source.stamp(name))
 
 
 # Verifying again, where cameras have changed.

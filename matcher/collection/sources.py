@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from glob import escape
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from matcher.collection.schema import damaged, name_fault, parse_json
 from matcher.errors import ImageError, UsageError
@@ -147,13 +147,20 @@ def _listed(path: Path) -> list[str]:
 # Photos: the images of a folder, with or without masks.
 
 
-@dataclass(frozen=True, eq=False)
-class Extracted:
-    """Features of one image and what else the store keeps of it; or the image, before they are found."""
+class Extracted(NamedTuple):
+    """Features of one image and what else the store keeps of it, or why there are none."""
 
-    features: Features | Image
-    sha256: str
-    stamp: str
+    name: str
+    features: Features | Image | None = None  # the image, before they are found
+    sha256: str = ""
+    stamp: str = ""
+    data: bytes = b""  # the record of the features, which are without descriptors then
+    reason: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether there are none."""
+        return self.features is None
 
 
 @dataclass(frozen=True)
@@ -197,7 +204,7 @@ class Photos:
         """The image, for the front end; errors of `matcher.read_image`."""
         stamp, digest = self.stamp(name), self.digest(name)
         path, *masks = self._files(name)
-        return Extracted(pipeline.read(path, masks[0] if masks else None), digest, stamp)
+        return Extracted(name, pipeline.read(path, masks[0] if masks else None), digest, stamp)
 
     def masked(self, names: Sequence[str]) -> int | None:
         """How many of the images have a mask; None where no masks were given; `UsageError`: none has."""

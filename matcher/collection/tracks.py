@@ -1,14 +1,21 @@
-"""Tracks: the keypoints of many images that show one point of the scene, joined from pairwise matches."""
+"""Tracks: the keypoints of many images that show one point of the scene, joined from pairwise matches.
+
+Loops of three images tell which matches and pairs are false: going round them leads to other points, or to
+another rotation (Zach, Klopschitz and Pollefeys, Disambiguating visual relations using loop constraints, CVPR
+2010).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 
-from matcher.collection.contradictions import contradicted_pairs, partners
 from matcher.collection.store import Store
 from matcher.types import Matches, TwoViewGeometry
 
@@ -58,8 +65,8 @@ class Tracks:
 
     def table(self) -> np.ndarray:
         """(O, 3) int64 rows of track, image and keypoint, for a look-up the other way."""
-        track = np.repeat(np.arange(len(self)), self.lengths)
-        return np.column_stack([track, self.images, self.keypoints]).astype(np.int64)
+        tracks = np.repeat(np.arange(len(self)), self.lengths)
+        return np.column_stack([tracks, self.images, self.keypoints]).astype(np.int64)
 
 
 def usable_matches(matches: Matches, geometry: TwoViewGeometry) -> tuple[np.ndarray, np.ndarray] | None:
@@ -83,9 +90,8 @@ def tracks_of(store: Store, *, min_length: int = 2) -> Tracks:
     """The tracks of a run's verified pairs that no others contradict; `IntegrityError`: a damaged store."""
     counts = {image.name: image.count for image in store.images()}
     gone = tuple(contradicted_pairs(store))
-    return replace(
-        build_tracks(verified_pairs(store, gone), counts, min_length=min_length), contradicted=gone
-    )
+    found = build_tracks(verified_pairs(store, gone), counts, min_length=min_length)
+    return replace(found, contradicted=gone)
 
 
 def build_tracks(pairs: Iterable[PairMatches], counts: Mapping[str, int], *, min_length: int = 2) -> Tracks:
@@ -123,11 +129,9 @@ def build_tracks(pairs: Iterable[PairMatches], counts: Mapping[str, int], *, min
             set_of.update(dict.fromkeys(small.values(), large))
         else:
             conflicts += 1
-    sets = sorted(
-        sorted(members.values()) for members in {id(each): each for each in set_of.values()}.values()
-    )
-    sets = [members for members in sets if len(members) >= max(2, min_length)]
-    sets.sort(key=lambda members: -len(members))  # stable: equal ones in the order of their first images
+    distinct = {id(each): each for each in set_of.values()}.values()
+    sets = [sorted(members.values()) for members in distinct if len(members) >= max(2, min_length)]
+    sets.sort(key=lambda members: (-len(members), members))
     joined = np.array([node for members in sets for node in members], dtype=np.int64)
     images = np.searchsorted(starts, joined, side="right") - 1
     return Tracks(
@@ -139,7 +143,14 @@ def build_tracks(pairs: Iterable[PairMatches], counts: Mapping[str, int], *, min
     )
 
 
-# Cycles: going round a third image leads elsewhere where matches contradict each other.
+# Matches and pairs that loops of three images contradict.
+
+
+def _partners(indices: np.ndarray, count: int) -> np.ndarray:
+    """(count,) the keypoint that each of one image matches in another one, or −1, from matches (K, 2)."""
+    found = np.full(count, -1, np.int64)
+    found[indices[:, 0]] = indices[:, 1]
+    return found
 
 
 def consistent_matches(
@@ -148,9 +159,9 @@ def consistent_matches(
     """Which matches of each pair (K,) bool are confirmed by enough third images, of those that can tell.
 
     A third image confirms a match if both of its keypoints match the same point there, and contradicts it if
-    they match different ones (Zach et al., Disambiguating visual relations using loop constraints, 2010). A
-    right match is contradicted where another match of its keypoints is wrong, so in three images none of the
-    three is known to be wrong and all are kept; the most probable ones decide then (`build_tracks`).
+    they match different ones. A right match is contradicted where another match of its keypoints is wrong, so
+    in three images none of the three is known to be wrong and all are kept; the most probable ones decide
+    then (`build_tracks`).
 
     Args:
         pairs: (K, 2) keypoints of images i < j, each keypoint once on its side.
@@ -158,7 +169,7 @@ def consistent_matches(
         scales: resized size / stored size of every image.
     """
     either = {**pairs, **{ends[::-1]: indices[:, ::-1] for ends, indices in pairs.items()}}
-    partner, kept = {ends: partners(rows, len(keypoints[ends[0]])) for ends, rows in either.items()}, {}
+    partner, kept = {ends: _partners(rows, len(keypoints[ends[0]])) for ends, rows in either.items()}, {}
     for (first, second), indices in pairs.items():
         confirmed, seen = np.zeros((2, len(indices)), np.int64)
         for third in range(len(keypoints)):
@@ -174,3 +185,83 @@ def consistent_matches(
         # even if many others are wrong.
         kept[first, second] = (seen < 2) | (confirmed >= 0.3 * seen)
     return kept
+
+
+Ends = tuple[Hashable, Hashable]
+
+
+class Edge(NamedTuple):
+    """A verified pair."""
+
+    indices: np.ndarray  # (K, 2) keypoints of its inliers, of the first and the second name
+    rotation: np.ndarray | None  # (3, 3) from the first camera to the second, where it is known
+
+    @staticmethod
+    def of(matches: Matches, geometry: TwoViewGeometry) -> Edge:
+        """That of a pair."""
+        pose = geometry.cam1_from_cam0
+        return Edge(matches.indices[geometry.inliers], None if pose is None else pose[:3, :3])
+
+
+def contradicted_pairs(store: Store, without: Collection[Ends] = ()) -> list[tuple[str, str]]:
+    """The verified pairs of a run, names in order, that others contradict; those `without` are left out."""
+    edges = {}
+    for pair in store.pairs():
+        if (ends := (pair.name0, pair.name1)) not in without and pair.geometry.verified:
+            edges[ends] = Edge.of(pair.matches, pair.geometry)
+    scaled = {name: store.keypoints(name) * np.array(store.scale(name)) for name in {*sum(edges, ())}}
+    return contradicted(edges, scaled)
+
+
+def contradicted(edges: Mapping[Ends, Edge], keypoints: Mapping[Hashable, np.ndarray]) -> list[Ends]:
+    """The pairs, in order, of which too few loops agree. Of a loop with one false pair all pairs look wrong,
+    so each is judged by all its loops, the most contradicted first; with each that goes, its loops go, too.
+
+    Args:
+        edges: by the names (or numbers) of a pair, in any order, each pair once.
+        keypoints: (N, 2) of every image, pixels of the resized image.
+    """
+    either, near = dict(edges), defaultdict(dict)
+    for (first, second), edge in edges.items():
+        turned = None if edge.rotation is None else edge.rotation.T
+        either[second, first] = Edge(edge.indices[:, ::-1], turned)
+        near[first][second] = near[second][first] = None
+
+    @lru_cache(4096)  # those of all pairs of a large run would not fit into memory
+    def partner(first: Hashable, second: Hashable) -> np.ndarray:
+        return _partners(either[first, second].indices, len(keypoints[first]))
+
+    loops: dict[frozenset[Hashable], bool] = {}
+    for (first, second), edge in edges.items():
+        common = [name for name in near[first] if name in near[second]]
+        common.sort(key=lambda third: -min(len(either[end, third].indices) for end in (first, second)))
+        for third in common[:16]:  # those with most inliers; more say no more
+            if (names := frozenset((first, second, third))) in loops:
+                continue
+            ends = [partner(first, third)[edge.indices[:, 0]], partner(second, third)[edge.indices[:, 1]]]
+            here, there = keypoints[third][np.stack(ends)[:, np.min(ends, axis=0) >= 0]]
+            if len(here) < 8:  # which says nothing
+                continue
+            same = np.linalg.norm(here - there, axis=1) <= 3.0  # pixels of the resized images
+            loops[names] = np.mean(same) >= 0.5
+            turns = [either[ends].rotation for ends in ((third, first), (second, third), (first, second))]
+            if all(turn is not None for turn in turns):  # those of single pairs are a few degrees off
+                cosine = (np.trace(np.linalg.multi_dot(turns)) - 1) / 2
+                loops[names] &= np.degrees(np.arccos(np.clip(cosine, -1, 1))) <= 20
+    gone = []
+    while True:
+        votes: dict[frozenset[Hashable], list[bool]] = defaultdict(list)
+        for names, agrees in loops.items():
+            for ends in combinations(names, 2):
+                votes[frozenset(ends)].append(agrees)
+        said = {ends: votes[frozenset(ends)] for ends in edges}
+        # One loop does not tell which pair is wrong; .3 of a right one's agree even if others are wrong.
+        doubtful = [
+            (float(np.mean(each)), -len(each), len(edges[ends].indices), ends)
+            for ends, each in said.items()
+            if len(each) >= 2 and np.mean(each) < 0.3
+        ]
+        if not doubtful:
+            return sorted(gone)
+        gone.append(min(doubtful)[-1])
+        loops = {names: agrees for names, agrees in loops.items() if not names.issuperset(gone[-1])}

@@ -17,7 +17,7 @@ def main() -> None:
     try:
         run_dir, setup = pickle.loads(connection.recv_bytes())
         with Store.open(run_dir) as store:
-            runner = JobRunner(setup, lambda image: store.features(image.name))
+            runner = JobRunner(setup, store.features)
             connection.send_bytes(pickle.dumps(None))
             while True:
                 outcomes = list(runner.run(pickle.loads(connection.recv_bytes())))

@@ -22,48 +22,25 @@ from functools import lru_cache, partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
 from matcher.arrays import to_numpy
-from matcher.cameras import Camera
-from matcher.collection.schema import encode_features, encode_pair
+from matcher.collection.schema import StoredImage, encode_features, encode_pair
 from matcher.collection.settings import Setup, build
 from matcher.collection.sources import Extracted
 from matcher.collection.store import EncodedPair, Store
 from matcher.errors import IntegrityError, MatcherError, UsageError, install_command
 from matcher.loading import devices
 from matcher.processes import child_command, child_environment, thread_environment, usable_cores
-from matcher.types import Features, Image, Matches
+from matcher.types import Features, Image
 from matcher.verify.verdict import NOT, reject_improbable
 
 # Jobs, and what comes of them.
 
 
-class ImageEntry(NamedTuple):
-    """One side of a pair."""
-
-    number: int  # in the store
-    name: str
-    camera: Camera | None
-
-
-class ExtractedImage(NamedTuple):
-    """The outcome for an image: features ready to be stored, or why there are none."""
-
-    name: str
-    found: Extracted | None  # without descriptors, which are in the record
-    data: bytes = b""  # the record
-    reason: str = ""
-
-    @property
-    def failed(self) -> bool:
-        """Whether there are none."""
-        return self.found is None
-
-
-Outcome = ExtractedImage | EncodedPair
+Outcome = Extracted | EncodedPair
 
 
 @dataclass(frozen=True)
@@ -72,20 +49,21 @@ class Job:
 
     items: tuple[Any, ...]
     batch: int = 1  # items that are worked on together
-    images: Mapping[int, ImageEntry] | None = None  # of pairs
+    images: Mapping[int, StoredImage] | None = None  # of pairs
 
-    def failure(self, item: Any, reason: str) -> Outcome:
-        """The outcome for an item that failed."""
-        if self.images is None:
-            return ExtractedImage(item, None, reason=reason)
-        return EncodedPair(*item, reason=reason)
+    def failure(self, item: Any, why: Exception | str) -> Outcome:
+        """The outcome for an item that failed, with one line for the store and the terminal."""
+        reason = " ".join(str(why).split())[:400]
+        if isinstance(why, Exception) and not isinstance(why, MatcherError):
+            reason = f"{type(why).__name__}: {reason}"
+        return Extracted(item, reason=reason) if self.images is None else EncodedPair(*item, reason=reason)
 
 
 class JobRunner:
     """A pipeline with a cache of features, in this process, a worker or an actor."""
 
-    def __init__(self, setup: Setup, features_of: Callable[[ImageEntry], Features]) -> None:
-        """Load the pipeline; `features_of` fetches an image's features. Errors are those of `build`."""
+    def __init__(self, setup: Setup, features_of: Callable[[str], Features]) -> None:
+        """Load the pipeline; `features_of` fetches features by name of image. Errors are those of `build`."""
         self.pipeline, self.setup = build(setup), setup
         self._features = lru_cache(64)(features_of)  # as many as the images of one tile of pairs
 
@@ -94,7 +72,7 @@ class JobRunner:
         batches = [job.items[start : start + job.batch] for start in range(0, len(job.items), job.batch)]
         if job.images is not None:
             for batch in batches:
-                yield from _in_halves(batch, partial(self.match, job), job.failure)
+                yield from _in_halves(job, batch, partial(self.match, job))
             return
         with ThreadPoolExecutor(1, thread_name_prefix="reading") as thread:  # of the next batch meanwhile
 
@@ -104,55 +82,49 @@ class JobRunner:
             ahead = read(batches[0])
             for batch, after in zip(batches, [*batches[1:], ()], strict=True):
                 ready, ahead = ahead, read(after)
-                yield from _in_halves(batch, partial(self.extract, ready), job.failure)
+                yield from _in_halves(job, batch, partial(self.extract, ready))
 
-    def extract(self, ready: Mapping[str, Future[Extracted]], names: Sequence[str]) -> list[ExtractedImage]:
+    def extract(self, ready: Mapping[str, Future[Extracted]], names: Sequence[str]) -> list[Extracted]:
         """Features of images in one batch, from what was read."""
         given = [ready[name].result() for name in names]
         images = [one.features for one in given if isinstance(one.features, Image)]
         found = iter(self.pipeline.features_of(images) if images else ())
         outcomes = []
-        for name, one in zip(names, given, strict=True):
+        for one in given:
             features = next(found) if isinstance(one.features, Image) else one.features
             kept = replace(features, descriptors=np.zeros((len(features), 0), np.float32))
-            outcomes.append(ExtractedImage(name, replace(one, features=kept), encode_features(features)))
+            outcomes.append(one._replace(features=kept, data=encode_features(features)))
         return outcomes
 
     def match(self, job: Job, pairs: Sequence[tuple[int, int]]) -> list[EncodedPair]:
         """Match and verify pairs in one batch."""
-        start = perf_counter()
-        sides = [(self._features(job.images[a]), self._features(job.images[b])) for a, b in pairs]
-        found = self.pipeline.match_features_batch(sides)
+        start, pipeline = perf_counter(), self.pipeline
+        sides = [tuple(self._features(job.images[number].name) for number in pair) for pair in pairs]
+        found = pipeline.match_features_batch(sides)
         each, outcomes = (perf_counter() - start) / len(pairs), []
         for pair, features, matches in zip(pairs, sides, found, strict=True):
-            start = perf_counter()
+            start, cameras = perf_counter(), [None, None]
             try:
-                data = self._verified([job.images[number] for number in pair], features, matches)
+                if pipeline.config.estimation.kind == "essential":
+                    ends = [job.images[number] for number in pair]
+                    cameras = [end.camera or self.setup.camera for end in ends]
+                    if absent := [end.name for end, one in zip(ends, cameras, strict=True) if one is None]:
+                        raise MatcherError(
+                            f"geometry 'essential' needs the camera of {' and of '.join(absent)}"
+                        )
+                geometry = pipeline.verify(*features, matches, camera0=cameras[0], camera1=cameras[1])
+                # A false edge does more harm to a reconstruction than an absent one.
+                sizes = (one.image_size for one in features)
+                geometry = reject_improbable(geometry, matches, *sizes, least=NOT)
+                data = encode_pair(matches, geometry, *(to_numpy(one.keypoints) for one in features))
             except Exception as error:
-                outcomes.append(job.failure(pair, _reason(error)))
-                continue
-            outcomes.append(EncodedPair(*pair, each + perf_counter() - start, data))
+                outcomes.append(job.failure(pair, error))
+            else:
+                outcomes.append(EncodedPair(*pair, each + perf_counter() - start, data))
         return outcomes
 
-    def _verified(
-        self, ends: Sequence[ImageEntry], features: tuple[Features, Features], matches: Matches
-    ) -> bytes:
-        cameras = [None, None]
-        if self.pipeline.config.estimation.kind == "essential":
-            cameras = [end.camera or self.setup.camera for end in ends]
-            absent = [end.name for end, camera in zip(ends, cameras, strict=True) if camera is None]
-            if absent:
-                raise MatcherError(f"geometry 'essential' needs the camera of {' and of '.join(absent)}")
-        geometry = self.pipeline.verify(*features, matches, camera0=cameras[0], camera1=cameras[1])
-        # A false edge does more harm to a reconstruction than an absent one.
-        sizes = (one.image_size for one in features)
-        geometry = reject_improbable(geometry, matches, *sizes, least=NOT)
-        return encode_pair(matches, geometry, *(to_numpy(one.keypoints) for one in features))
 
-
-def _in_halves(
-    items: Sequence[Any], work: Callable[[Sequence[Any]], list], failure: Callable[[Any, str], Outcome]
-) -> list[Outcome]:
+def _in_halves(job: Job, items: Sequence[Any], work: Callable[[Sequence[Any]], list]) -> list[Outcome]:
     """The outcomes of a batch; where it does not fit in memory or one item fails, of its halves."""
     try:
         return work(items)
@@ -160,15 +132,9 @@ def _in_halves(
         raise
     except Exception as error:
         if len(items) == 1:
-            return [failure(items[0], _reason(error))]
+            return [job.failure(items[0], error)]
     middle = len(items) // 2
-    return [*_in_halves(items[:middle], work, failure), *_in_halves(items[middle:], work, failure)]
-
-
-def _reason(error: Exception) -> str:
-    """One line for the store and the terminal."""
-    text = " ".join(str(error).split())[:400]
-    return text if isinstance(error, MatcherError) else f"{type(error).__name__}: {text}"
+    return [*_in_halves(job, items[:middle], work), *_in_halves(job, items[middle:], work)]
 
 
 # Engines: each runs jobs, and yields outcomes in any order, None now and then, so that its caller may commit.
@@ -186,7 +152,7 @@ class InProcess:
     def run(self, jobs: Iterator[Job]) -> Iterator[Outcome | None]:
         """Outcomes in the order of the jobs."""
         with Store.open(self._run_dir) as store:
-            runner = JobRunner(self._setup, lambda image: store.features(image.name))
+            runner = JobRunner(self._setup, store.features)
             for job in jobs:
                 yield from runner.run(job)
 
@@ -296,8 +262,18 @@ class LocalWorkers(_Pool):
         """One message; the first is None, when the pipeline is loaded."""
         try:
             message = pickle.loads(key.recv_bytes())
-        except (EOFError, OSError, pickle.UnpicklingError):
-            raise self._replaced(worker) from None
+        except (EOFError, OSError, pickle.UnpicklingError):  # it is dead: another takes its place
+            code = worker.process.wait()
+            worker.connection.close()
+            named = -code in set(signal.Signals)
+            how = f"signal {signal.Signals(-code).name}" if named else f"exit code {code}"
+            self._failed_starts += not worker.ready
+            if self._failed_starts >= 3:
+                raise MatcherError(
+                    f"worker processes cannot be started ({how}); see their output above"
+                ) from None
+            self.idle.append(self._start(worker.setup))
+            raise _DiedError(f"its worker process died twice ({how})", of_job=worker.ready) from None
         if isinstance(message, Exception):
             raise message
         if message is None:
@@ -306,18 +282,6 @@ class LocalWorkers(_Pool):
         else:
             self.idle.append(worker)
         return message
-
-    def _replaced(self, worker: _Process) -> Exception:
-        """Start another in the place of a dead one; how that died."""
-        code = worker.process.wait()
-        worker.connection.close()
-        named = -code in set(signal.Signals)
-        how = f"signal {signal.Signals(-code).name}" if named else f"exit code {code}"
-        self._failed_starts += not worker.ready
-        if self._failed_starts >= 3:
-            return MatcherError(f"worker processes cannot be started ({how}); see their output above")
-        self.idle.append(self._start(worker.setup))
-        return _DiedError(f"its worker process died twice ({how})", of_job=worker.ready)
 
     def close(self) -> None:
         """End the workers: those that are idle by themselves within two seconds, the others at once."""
@@ -344,17 +308,17 @@ class Actor:
         with contextlib.suppress(OSError):
             os.chdir(folder)
         self._runner = JobRunner(setup, self._fetch)
-        self._references: Mapping[int, Any] = {}
+        self._references: Mapping[str, Any] = {}
 
-    def run(self, job: Job, references: Mapping[int, Any]) -> list[Outcome]:
-        """An outcome per item; `references` are Ray's, of features by image."""
+    def run(self, job: Job, references: Mapping[str, Any]) -> list[Outcome]:
+        """An outcome per item; `references` are Ray's, of features by name of image."""
         self._references = references
         return list(self._runner.run(job))
 
-    def _fetch(self, image: ImageEntry) -> Features:
+    def _fetch(self, name: str) -> Features:
         import ray
 
-        return ray.get(self._references[image.number])
+        return ray.get(self._references[name])
 
 
 class RayWorkers(_Pool):
@@ -374,9 +338,19 @@ class RayWorkers(_Pool):
         self._ray = ray
         self._ours = not ray.is_initialized()
         if self._ours:
-            _connect(ray, None if count is None else count * threads)
+            options: dict[str, Any] = {"log_to_driver": False}
+            if address := os.environ.get("RAY_ADDRESS"):
+                options["address"] = address
+            else:
+                cpus = None if count is None else count * threads
+                options |= {"num_cpus": cpus, "include_dashboard": False, "configure_logging": False}
+            try:  # workers import from the folder in which it is called: let that be this package's own
+                with contextlib.chdir(Path(__file__).parents[2]):
+                    ray.init(**options)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise UsageError(f"Ray cannot be reached or started ({error})") from None
         self._store = Store.open(run_dir)
-        self._reference = lru_cache(256)(lambda image: ray.put(self._store.features(image.name)))
+        self._reference = lru_cache(256)(lambda name: ray.put(self._store.features(name)))
         resources = ray.cluster_resources()
         device = setup.options.get("device", "auto")
         gpus = 0 if device == "cpu" else int(resources.get("GPU", 0))
@@ -394,8 +368,8 @@ class RayWorkers(_Pool):
 
     def give(self, worker: Any, job: Job) -> Any:
         """Ray's reference to the outcomes."""
-        images = (job.images or {}).items()
-        return worker.run.remote(job, {number: self._reference(image) for number, image in images})
+        names = [image.name for image in (job.images or {}).values()]
+        return worker.run.remote(job, {name: self._reference(name) for name in names})
 
     def finished(self, seconds: float) -> Sequence[Any]:
         """References whose outcomes are there."""
@@ -418,20 +392,6 @@ class RayWorkers(_Pool):
         self._store.close()
         if self._ours:
             self._ray.shutdown()
-
-
-def _connect(ray: Any, cpus: int | None) -> None:
-    options: dict[str, Any] = {"log_to_driver": False}
-    if address := os.environ.get("RAY_ADDRESS"):
-        options["address"] = address
-    else:
-        options |= {"num_cpus": cpus, "include_dashboard": False, "configure_logging": False}
-    try:
-        # Ray has its workers import from the folder in which it is called: let that be this package's own.
-        with contextlib.chdir(Path(__file__).parents[2]):
-            ray.init(**options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UsageError(f"Ray cannot be reached or started ({error})") from None
 
 
 # Which engine.

@@ -147,7 +147,7 @@ class HlocFeatures:
             _check_fits(features, pipeline)
         except (UsageError, IndexError, ValueError) as error:
             raise ImageError(f"{self.file}: {name}: {error}") from error
-        return Extracted(features, digest, self.stamp(name))
+        return Extracted(name, features, digest, self.stamp(name))
 
     def _read(self, name: str) -> dict[str, np.ndarray]:
         with self._open() as file:

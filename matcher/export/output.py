@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from matcher.collection.contradictions import contradicted_pairs
 from matcher.collection.schema import common_camera
+from matcher.collection.tracks import contradicted_pairs
 from matcher.errors import IntegrityError, UsageError
 from matcher.files import read_given
 
