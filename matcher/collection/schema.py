@@ -2,7 +2,7 @@
 
 In WAL mode exactly one connection may write and checkpoint: libraries before SQLite 3.51.3 can lose a
 transaction where one connection writes while another one checkpoints (sqlite.org/wal.html, "The WAL-Reset
-Bug"). `StoreLock` keeps a second writer out; readers are opened read-only and never checkpoint.
+Bug"). `lock` keeps a second writer out; readers are opened read-only and never checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -148,12 +148,8 @@ def _check_arrays(arrays: Mapping[str, np.ndarray], **shapes: tuple[int, ...]) -
 
 def parse_json(text: str, what: object) -> Any:
     """The value of a text as JSON has it; `IntegrityError` where it is none or nested too deeply."""
-
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is no number of JSON's")
-
     with _decoding(what):
-        return json.loads(text, parse_constant=refuse)
+        return json.loads(text, parse_constant=int)  # which refuses NaN and Infinity
 
 
 def to_json(value: Any) -> str:
@@ -388,50 +384,19 @@ def remove(*paths: Path) -> None:
             path.with_name(f"{path.name}{log}").unlink(missing_ok=True)
 
 
-def open_writing(path: Path) -> sqlite3.Connection:
-    """The connection that writes and checkpoints an existing database."""
-    connection = _opened(path, "rw")
-    with guarded(path):
-        _make_durable(connection)
-    return connection
+def opened(path: Path, *, writing: bool = False) -> sqlite3.Connection:
+    """A connection to a database that anybody may have made (sqlite.org/security.html), checked whole; of
+    descriptors, which are large, each record is checked when it is read.
 
-
-def open_reading(path: Path) -> sqlite3.Connection:
-    """A read-only connection; works beside a run, and in a folder that cannot be written."""
-    if os.access(path.parent, os.W_OK):
-        return _opened(path, "ro")
-    log = path.with_name(f"{path.name}-wal")
-    if log.is_file() and log.stat().st_size:
-        raise UsageError(f"{path} was not closed and its folder cannot be written; copy it to one that can")
-    return _opened(path, "ro&immutable=1")
-
-
-def _connected(path: Path, mode: str) -> sqlite3.Connection:
-    # 30 seconds: as long as it waits for another one's lock.
-    return sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", 30.0, isolation_level=None, uri=True)
-
-
-def is_ours(path: Path) -> bool:
-    """Whether a file may be deleted as the database of that name: absent, or with our mark in its header."""
-    if not path.exists():
-        return True
-    with path.open("rb") as file:
-        mark = file.read(72)[68:]  # where SQLite's format has it
-    return mark == _APPLICATION[path.name].to_bytes(4, "big")
-
-
-def _make_durable(connection: sqlite3.Connection) -> None:
-    # A folder on a network may refuse the write-ahead log; the rollback journal is slower and as safe.
-    if connection.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
-        connection.execute("PRAGMA journal_mode = TRUNCATE")
-    connection.execute("PRAGMA synchronous = FULL")  # what is committed has reached the disk
-
-
-def _opened(path: Path, mode: str) -> sqlite3.Connection:
-    """A connection to a store that anybody may have made (sqlite.org/security.html), checked whole.
-
-    Of descriptors, which are large, each record is checked when it is read.
+    The one that is `writing` also checkpoints. Others work beside it, and in a folder that cannot be written.
     """
+    mode = "rw" if writing else "ro"
+    if not writing and not os.access(path.parent, os.W_OK):
+        log, mode = path.with_name(f"{path.name}-wal"), "ro&immutable=1"
+        if log.is_file() and log.stat().st_size:
+            raise UsageError(
+                f"{path} was not closed and its folder cannot be written; copy it to one that can"
+            )
     with guarded(path):
         connection = _connected(path, mode)
         try:
@@ -453,14 +418,36 @@ def _opened(path: Path, mode: str) -> sqlite3.Connection:
                 raise damaged(path, "its tables are not those of a run")
             if path.name == DATABASE:
                 _check_rows(connection, path)
+            if writing:
+                _make_durable(connection)
         except BaseException:
             connection.close()
             raise
     return connection
 
 
+def _connected(path: Path, mode: str) -> sqlite3.Connection:
+    # 30 seconds: as long as it waits for another one's lock.
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", 30.0, isolation_level=None, uri=True)
+
+
+def _make_durable(connection: sqlite3.Connection) -> None:
+    # A folder on a network may refuse the write-ahead log; the rollback journal is slower and as safe.
+    if connection.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
+        connection.execute("PRAGMA journal_mode = TRUNCATE")
+    connection.execute("PRAGMA synchronous = FULL")  # what is committed has reached the disk
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a file may be deleted as the database of that name: absent, or with our mark in its header."""
+    if not path.exists():
+        return True
+    with path.open("rb") as file:  # SQLite's format has the mark in bytes 68 to 71
+        return file.read(72)[68:] == _APPLICATION[path.name].to_bytes(4, "big")
+
+
 def _check_rows(connection: sqlite3.Connection, path: Path) -> None:
-    """Refuse a database with a row that none can have (`IntegrityError`)."""
+    """Refuse a database with a row that none can have, or settings of other types (`IntegrityError`)."""
     if (said := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
         raise damaged(path, one_line(str(said)))
     for table, (columns, rule) in TABLES[DATABASE].items():  # which SQLite only looks at where it may write
@@ -472,10 +459,23 @@ def _check_rows(connection: sqlite3.Connection, path: Path) -> None:
         if (fault := name_fault(name)) is not None:
             raise damaged(path, f"the name of an image, {ascii(name)[:60]}, {fault}")
     meta = dict(connection.execute("SELECT key, value FROM meta"))
-    if (fault := _settings_fault(parse_json(meta.get("settings", ""), path))) is not None:
-        raise damaged(path, f"its setting {fault}")
     if not meta.get("image_folder") or "\0" in meta["image_folder"]:
         raise damaged(path, "its image_folder is no path")
+    settings = parse_json(meta.get("settings", ""), path)
+    if not isinstance(settings, dict):
+        raise damaged(path, "its settings are no table")
+    types = {  # of what we read, tables before what is in them
+        **dict.fromkeys(("preset", "weights", "frontend_weights", "precision", "shard"), str | None),
+        **{"upright": bool, "alpha_mask": bool, "source": dict, "config": dict},
+        **{f"config.{name}": dict for name in ("extractor", "matcher", "estimation")},
+        **{"config.extractor.resize": int | None, "config.refine": dict | None},
+    }
+    for place, kind in types.items():
+        *tables, key = place.split(".")
+        values = reduce(lambda table, name: table.get(name, {}), tables, settings)
+        if key in values and not isinstance(values[key], kind):
+            raise damaged(path, f"its setting {place} is {ascii(values[key])[:60]}")
+    common_camera(settings)
 
 
 def name_fault(name: str) -> str | None:
@@ -489,27 +489,6 @@ def name_fault(name: str) -> str | None:
         return "holds control characters"
     if name.startswith("/") or ".." in name.split("/"):
         return "leads out of the image folder"
-    return None
-
-
-def _settings_fault(settings: Any) -> str | None:
-    """What is wrong with the settings of a run whose parts have not the types that we read."""
-    types = {
-        **dict.fromkeys(("preset", "weights", "frontend_weights", "precision", "shard"), str | None),
-        **{"upright": bool, "alpha_mask": bool, "source": dict, "config": dict},
-        **{f"config.{name}": dict for name in ("extractor", "matcher", "estimation")},
-        **{"config.extractor.resize": int | None, "config.refine": dict | None},
-    }
-    if not isinstance(settings, dict):
-        return "s are no table"
-    for place, kind in types.items():  # a table before what is in it
-        *tables, key = place.split(".")
-        values = settings
-        for name in tables:
-            values = values.get(name, {})
-        if key in values and not isinstance(values[key], kind):
-            return f"{place} is {ascii(values[key])[:60]}"
-    common_camera(settings)
     return None
 
 
@@ -567,27 +546,22 @@ def check_files(folder: Path) -> None:
                     raise IntegrityError(f"{path} is not the journal of a run; delete it")
 
 
-class StoreLock:
-    """One writer at a time: held from creation until `release`, or until the process ends for any reason.
+def lock(folder: Path) -> sqlite3.Connection:
+    """Let no other process write a run until what is returned is closed, or this one ends for any reason.
 
     An exclusive transaction on a database of its own is the lock, because it works wherever SQLite does.
+    `UsageError`: another process holds it, or the folder cannot be written; and errors of `check_files`.
     """
-
-    def __init__(self, folder: Path) -> None:
-        """Take it; `UsageError`: another process holds it, or the folder cannot be written; `check_files`."""
-        check_files(folder)
-        self._connection = sqlite3.connect(folder / LOCK, timeout=0, isolation_level=None)
-        try:
-            self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-            self._connection.execute("BEGIN EXCLUSIVE")
-        except sqlite3.Error as error:
-            self._connection.close()
-            if (error.sqlite_errorcode & 0xFF) != sqlite3.SQLITE_BUSY:
-                raise UsageError(f"{folder} cannot be written ({error}); name a folder that can") from None
-            raise UsageError(
-                f"{folder} is being written by another run; wait for it to end, or name another folder"
-            ) from None
-
-    def release(self) -> None:
-        """Let others write."""
-        self._connection.close()
+    check_files(folder)
+    held = sqlite3.connect(folder / LOCK, timeout=0, isolation_level=None)
+    try:
+        held.execute("PRAGMA locking_mode = EXCLUSIVE")
+        held.execute("BEGIN EXCLUSIVE")
+    except sqlite3.Error as error:
+        held.close()
+        if (error.sqlite_errorcode & 0xFF) != sqlite3.SQLITE_BUSY:
+            raise UsageError(f"{folder} cannot be written ({error}); name a folder that can") from None
+        raise UsageError(
+            f"{folder} is being written by another run; wait for it to end, or name another folder"
+        ) from None
+    return held

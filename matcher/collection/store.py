@@ -10,7 +10,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -40,8 +40,7 @@ def check_writable(folder: Path) -> None:
 def delete_store(run_dir: Path) -> None:
     """Delete a store's own files and leave all others; `UsageError`: a run is writing it, or a database is of
     something else."""
-    lock = schema.StoreLock(run_dir)
-    try:
+    with closing(schema.lock(run_dir)):
         for name in (schema.DATABASE, schema.DESCRIPTORS):
             if not schema.is_ours(run_dir / name):
                 raise UsageError(
@@ -49,19 +48,17 @@ def delete_store(run_dir: Path) -> None:
                     "move it away, or name another run_dir"
                 )
         schema.remove(*(run_dir / name for name in (schema.DESCRIPTORS, schema.INDEX, schema.DATABASE)))
-    finally:
-        lock.release()
 
 
 class Store:
     """A run on disk. Every method raises `IntegrityError` if the store is damaged."""
 
-    def __init__(self, folder: Path, connection: sqlite3.Connection) -> None:
+    def __init__(
+        self, folder: Path, connection: sqlite3.Connection, descriptors: sqlite3.Connection | None = None
+    ) -> None:
         """Use `open`."""
-        self.folder = folder
-        self._path = folder / schema.DATABASE
-        self._connection = connection
-        self._descriptors: sqlite3.Connection | None = None
+        self.folder, self._path = folder, folder / schema.DATABASE
+        self._connection, self._descriptors = connection, descriptors
         self._keypoints = lru_cache(1024)(self._read_keypoints)
 
     @classmethod
@@ -71,14 +68,11 @@ class Store:
         """Create an empty store; `UsageError`: there is a store already, or the folder cannot be written."""
         folder = Path(run_dir)
         check_writable(folder)
-        lock = schema.StoreLock(folder)
-        try:
+        with closing(schema.lock(folder)):
             if (folder / schema.DATABASE).exists():
                 raise UsageError(f"{folder} holds a run already; open it, or name another folder")
             images = str(Path(image_folder or ".").absolute())
             schema.make(folder / schema.DATABASE, settings=schema.to_json(settings), image_folder=images)
-        finally:
-            lock.release()
         return cls.open(folder)
 
     @classmethod
@@ -95,7 +89,7 @@ class Store:
             raise UsageError(
                 f"{folder} holds no run; create one with `matcher collection IMAGES --run {folder}`"
             )
-        return cls(folder, schema.open_reading(folder / schema.DATABASE))
+        return cls(folder, schema.opened(folder / schema.DATABASE))
 
     def close(self) -> None:
         """Close the files; the store cannot be used afterwards."""
@@ -109,23 +103,24 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _meta(self, key: str) -> str | None:
-        return next((row[0] for row in self.rows("SELECT value FROM meta WHERE key = ?", key)), None)
+    @property
+    def _meta(self) -> dict[str, str]:
+        return dict(self.rows("SELECT key, value FROM meta"))
 
     @property
     def settings(self) -> dict[str, Any]:
         """What the results depend on: preset, weights, configuration."""
-        return schema.parse_json(self._meta("settings"), f"{self._path}: the settings")
+        return schema.parse_json(self._meta["settings"], f"{self._path}: the settings")
 
     @property
     def image_folder(self) -> Path:
         """Where the images were when the run was last started."""
-        return Path(self._meta("image_folder"))
+        return Path(self._meta["image_folder"])
 
     @property
     def pair_choice(self) -> PairChoice | None:
         """How the run's pairs were chosen; None before there are any."""
-        found = self._meta("pair_choice")
+        found = self._meta.get("pair_choice")
         return None if found is None else PairChoice.from_json(found)
 
     def unpaired(self) -> int:
@@ -136,27 +131,22 @@ class Store:
         usable = f"(status = {WAITING} OR status = {DONE} AND count > 0)"
         return next(self.rows(f"SELECT count(*) FROM images WHERE {usable} AND id NOT IN ({ends})"))[0]
 
-    def images(self) -> list[schema.StoredImage]:
-        """All images, by name."""
-        return self._images("ORDER BY name")
-
-    def image(self, name: str) -> schema.StoredImage:
-        """One image; `UsageError`: the run has none of that name."""
-        for image in self._images("WHERE name = ?", name):
-            return image
-        raise UsageError(f"the run {self.folder} has no image {name!r}")
-
-    def _images(self, which: str, *values: object) -> list[schema.StoredImage]:
+    def images(self, which: str = "ORDER BY name", *values: object) -> list[schema.StoredImage]:
+        """All images, by name, or those that a clause of SQL selects."""
         found, folder = [], self.image_folder
-        columns = "name, sha256, width, height, count, camera, status, reason"
-        for name, sha256, *size, count, camera, status, reason in self.rows(
-            f"SELECT {columns} FROM images {which}", *values
-        ):
+        sql = f"SELECT name, sha256, width, height, count, camera, status, reason FROM images {which}"
+        for name, sha256, *size, count, camera, status, reason in self.rows(sql, *values):
             what = f"{self._path}: the camera of {name}"
             known = schema.decode_camera(camera and schema.parse_json(camera, what), what)
             said = get_args(schema.Status)[status], schema.one_line(reason)
             found.append(schema.StoredImage(name, folder / name, sha256, tuple(size), count, known, *said))
         return found
+
+    def image(self, name: str) -> schema.StoredImage:
+        """One image; `UsageError`: the run has none of that name."""
+        for image in self.images("WHERE name = ?", name):
+            return image
+        raise UsageError(f"the run {self.folder} has no image {name!r}")
 
     def names(self) -> dict[int, str]:
         """Names of the images by their number in the database."""
@@ -262,7 +252,7 @@ class Store:
         """Rows of the database of descriptors; none where it was deleted."""
         path = self.folder / schema.DESCRIPTORS
         if self._descriptors is None and path.is_file():
-            self._descriptors = schema.open_reading(path)
+            self._descriptors = schema.opened(path)
         with guarded(path):
             yield from () if self._descriptors is None else self._descriptors.execute(sql, values)
 
@@ -277,8 +267,9 @@ class Store:
 
     def _read_keypoints(self, number: int) -> np.ndarray:
         what = f"{self._path}: the keypoints of image {number}"
-        sql = "SELECT data, count FROM keypoints JOIN images ON id = image WHERE image = ?"
-        for row in self.rows(sql, number):
+        for row in self.rows(
+            "SELECT data, count FROM keypoints JOIN images ON id = image WHERE id = ?", number
+        ):
             return schema.decode_keypoints(*row, what)
         raise schema.damaged(what, "there are none")
 
@@ -316,16 +307,15 @@ class Writer:
         if not self._path.is_file():
             Store.open(folder)  # raises an error that explains how to create one
         check_writable(folder)
-        self._lock = schema.StoreLock(folder)
+        self._lock = schema.lock(folder)
         try:
-            self._connection = schema.open_writing(self._path)
+            self._connection = schema.opened(self._path, writing=True)
             if not described.exists():
                 schema.make(described)
-            self._descriptors = schema.open_writing(described)
-            self.store = Store(folder, self._connection)
-            self.store._descriptors = self._descriptors
+            self._descriptors = schema.opened(described, writing=True)
+            self.store = Store(folder, self._connection, self._descriptors)
         except BaseException:
-            self._lock.release()
+            self._lock.close()
             raise
 
     def __enter__(self) -> Writer:
@@ -336,7 +326,7 @@ class Writer:
         try:
             self.store.close()
         finally:
-            self._lock.release()
+            self._lock.close()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
