@@ -116,8 +116,7 @@ class Collection:
         """Open an existing run with the settings that it was made with.
 
         Args:
-            run_dir: folder of the store.
-            workers: as in `open`.
+            run_dir, workers: as in `open`.
             options: weights, frontend_weights, device: what the run does not hold.
 
         Raises:
@@ -184,13 +183,8 @@ class Collection:
         """Set the cameras of images by name, in stored pixels, for essential geometry and exports.
 
         With geometry "essential", finished pairs of images whose camera changes are verified again in this
-        process, from the stored matches; features and matches are kept.
-
-        Returns:
-            The number of pairs that were verified again.
-
-        Raises:
-            UsageError: a name that the run does not have, no camera, or another run is writing the store.
+        process, from the stored matches; returns how many. `UsageError`: a name that the run does not have,
+        no camera, or another run is writing the store.
         """
         wanted = {name: as_camera(camera, f"the camera of {name}") for name, camera in cameras.items()}
         with Writer(self.run_dir) as writer, writer.transaction():
@@ -254,8 +248,20 @@ class Collection:
             UsageError: not exactly one way, a name that is not in the run, or no `add_images` before.
         """
         counts = dict(sequential=sequential, similar=similar, preemptive=preemptive, nearby=nearby)
-        choice, wanted = _requested(pairs, file, exhaustive, counts), None if of is None else set(of)
-        setup = self._ready()
+        given = {"exhaustive": exhaustive or None, "names": pairs, "file": file, **counts}
+        given = {method: value for method, value in given.items() if value is not None}
+        if len(given) != 1:
+            ways = ", ".join(f"{method}=K" for method in counts)
+            raise UsageError(f"pairs come from exactly one of: names, a file, exhaustive, {ways}")
+        ((method, value),) = given.items()
+        if method in counts and value < 1:
+            raise UsageError(f"{method} pairs need at least 1 neighbour of each image, not {value}")
+        choice = value
+        if not isinstance(value, PairChoice):
+            choice = PairChoice(method, value if method in counts else None)
+        elif not value.arguments():
+            raise UsageError("the pairs of this run came from a list; list those of the new images as well")
+        setup, wanted = self._ready(), None if of is None else set(of)
         if choice.needs_features:
             self.extract(everything=True, on_progress=on_progress)
         with Writer(self.run_dir) as writer:
@@ -328,11 +334,8 @@ class Collection:
             return store.counts()
 
     def tracks(self, *, min_length: int = 2) -> Tracks:
-        """Keypoints of several images that show one point of the scene, joined from the verified matches.
-
-        Args:
-            min_length: images of a track at least; 2 or more.
-        """
+        """Keypoints of `min_length` images or more (at least 2) that show one point of the scene, joined from
+        the verified matches."""
         with self.store as store:
             return tracks.tracks_of(store, min_length=min_length)
 
@@ -362,23 +365,19 @@ class Collection:
         cameras: CameraChoice | None = None,
         overwrite: bool = False,
     ) -> ExportReport:
-        """Export the run for another program: "colmap", "hloc", "npz", "openmvg" or "kapture".
+        """Export the run for another program; returns what was written and what was left out.
 
         Args:
-            form: name of the format.
+            form: "colmap", "hloc", "npz", "openmvg" or "kapture".
             out: file (colmap: .db, npz: .npz) or folder to create.
             cameras: which images share a camera, and what is known of it (colmap, openmvg, kapture); None
                 takes them from the run, from EXIF, or guesses.
             overwrite: replace an existing file, or write into a folder that holds files; without it only an
                 `.npz` that an earlier export wrote is replaced.
 
-        Returns:
-            What was written and what was left out.
-
         Raises:
             UsageError: an unknown format, an output that exists or cannot be written, names or cameras that
                 the format cannot hold.
-            IntegrityError: the store is damaged.
             OSError: the disk is full.
         """
         from matcher.export.formats import export
@@ -400,8 +399,7 @@ class Collection:
         Args:
             out: folder to create: COLMAP models, points as PLY, a plot, statistics as JSON.
             cameras: as in `export`; given ones are kept as they are by the incremental mapper.
-            include: names, folders or globs of the images to use; all of the run when absent.
-            exclude: the same, for images to leave out.
+            include, exclude: as in `add_images`.
             options: mapper, min_images, threads, seed, overwrite; see `matcher.sfm.reconstruct.reconstruct`.
 
         Returns:
@@ -417,30 +415,6 @@ class Collection:
         with self.store as store:
             only = selection.apply(image.name for image in store.images())
             return reconstruct(store, out, choice=cameras, only=only, **options)
-
-
-def _requested(
-    pairs: Iterable[tuple[str, str]] | PairChoice | None,
-    file: object | None,
-    exhaustive: bool,
-    counts: Mapping[str, int | None],
-) -> PairChoice:
-    """The choice that the arguments of `Collection.add_pairs` make; `UsageError` for none or several."""
-    given = {"exhaustive": exhaustive or None, "names": pairs, "file": file, **counts}
-    given = {method: value for method, value in given.items() if value is not None}
-    if len(given) != 1:
-        raise UsageError(
-            "pairs come from exactly one of: names, a file, exhaustive, "
-            + ", ".join(f"{method}=K" for method in counts)
-        )
-    ((method, value),) = given.items()
-    if isinstance(value, PairChoice):
-        if not value.arguments():
-            raise UsageError("the pairs of this run came from a list; list those of the new images as well")
-        return value
-    if method in counts and value < 1:
-        raise UsageError(f"{method} pairs need at least 1 neighbour of each image, not {value}")
-    return PairChoice(method, value if method in counts else None)
 
 
 # Merging the stores of the parts (shards) of a collection into one, by image name.
@@ -497,9 +471,9 @@ def merge(
 
 def _join(writer: Writer, store: Store, descriptors: bool) -> str:
     """Copy one store into another; a line about it."""
-    names = store.names()
+    names, differing, again = store.names(), set(), []
     writer.add_images(sorted(names.values()))
-    ours, differing, again = {number: writer.number(name) for number, name in names.items()}, set(), []
+    ours = {number: writer.number(name) for number, name in names.items()}
     columns = "status, reason, sha256, stamp, camera, width, height, count, scale_x, scale_y, exif, kind"
     for number, *row in store.rows(f"SELECT id, {columns} FROM images"):
         ((status,),) = writer.execute("SELECT status FROM images WHERE id = ?", ours[number])
@@ -541,9 +515,8 @@ class MatchedSet:
 
     >>> import matcher, numpy as np
     >>> scene = np.random.default_rng(0).integers(0, 255, (240, 400), dtype=np.uint8)
-    >>> found = matcher.match_set([scene[:, :320], scene[:, 40:360]], "nearest", max_keypoints=300)
-    >>> found.groups(), found.matches(0, 1).shape == (len(found.tracks), 2)
-    ([[0, 1]], True)
+    >>> matcher.match_set([scene[:, :320], scene[:, 40:360]], "nearest", max_keypoints=300).groups()
+    [[0, 1]]
     """
 
     names: tuple[str, ...]  # paths, or "image 3" for the array at index 3
@@ -647,31 +620,23 @@ def match_set(
         path = image if isinstance(image, (str, Path)) else getattr(image, "path", None)
         name = f"image {number}" if path is None else str(path)
         names[f"{name} ({number})" if name in names else name] = None
+    named = tuple(names)
+    keypoints, scales = ([to_numpy(getattr(one, n)) for one in features] for n in ("keypoints", "scale"))
     edges = {ends: Edge.of(*pair) for ends, pair in found.items() if pair[1].verified}
-    scaled = [to_numpy(each.keypoints) * to_numpy(each.scale) for each in features]
-    gone, named = contradicted(edges, dict(enumerate(scaled))), tuple(names)
+    gone = contradicted(edges, {n: keypoints[n] * scales[n] for n in range(count)})
     for ends in gone:
         matches, geometry = found[ends]
         found[ends] = matches, replace(geometry, status="low_inliers").without_rejected()
-    left_out = tuple((named[first], named[second]) for first, second in gone)
-    joined = replace(_tracks(named, features, found), contradicted=left_out)
-    return MatchedSet(named, features, found, joined)
-
-
-def _tracks(
-    names: tuple[str, ...],
-    features: tuple[Features, ...],
-    pairs: Mapping[tuple[int, int], tuple[Matches, TwoViewGeometry]],
-) -> Tracks:
-    keypoints = [to_numpy(one.keypoints) for one in features]
-    scales = [float(np.sqrt(np.prod(to_numpy(one.scale)))) for one in features]
-    usable = {ends: tracks.usable_matches(*pair) for ends, pair in pairs.items()}
-    usable = {ends: found for ends, found in usable.items() if found is not None}
-    right = tracks.consistent_matches({ends: rows for ends, (rows, _) in usable.items()}, keypoints, scales)
-    joined = [
-        PairMatches(names[ends[0]], names[ends[1]], rows[right[ends]], scores[right[ends]])
+    usable = {
+        ends: rows for ends, pair in found.items() if (rows := tracks.usable_matches(*pair)) is not None
+    }
+    rows_of = {ends: rows for ends, (rows, _) in usable.items()}
+    right = tracks.consistent_matches(rows_of, keypoints, [float(np.sqrt(scale.prod())) for scale in scales])
+    kept = [
+        PairMatches(named[ends[0]], named[ends[1]], rows[right[ends]], scores[right[ends]])
         for ends, (rows, scores) in usable.items()
     ]
-    found = tracks.build_tracks(joined, {name: len(f) for name, f in zip(names, features, strict=True)})
-    left_out = sum(int((~each).sum()) for each in right.values())
-    return replace(found, conflicts=found.conflicts + left_out)
+    joined = tracks.build_tracks(kept, {name: len(keypoints[n]) for n, name in enumerate(named)})
+    conflicts = joined.conflicts + sum(int((~each).sum()) for each in right.values())
+    left_out = tuple((named[first], named[second]) for first, second in gone)
+    return MatchedSet(named, features, found, replace(joined, conflicts=conflicts, contradicted=left_out))

@@ -44,39 +44,31 @@ def build(setup: Setup) -> Pipeline:
             that needs cameras without any; tiles beside features of a file or a size.
         IntegrityError: weights that are absent or damaged.
     """
+    preset, options, tiles = setup.preset, setup.options, setup.tiles
     if setup.config is not None:
-        pipeline = build_pipeline(setup.preset, configure(setup.config, setup.options), setup.options)
-    else:
-        _refuse_useless(setup)
-        own = {"further_passes": False} if setup.preset in PRESETS else {}
-        pipeline = load(setup.preset, **{**setup.options, **own})
-    return pipeline if setup.tiles is None else by_tiles(pipeline, setup.tiles)
-
-
-def _refuse_useless(setup: Setup) -> None:
-    """`UsageError` for what a collection cannot be made with."""
-    options = setup.options
+        pipeline = build_pipeline(preset, configure(setup.config, options), options)
+        return pipeline if tiles is None else by_tiles(pipeline, tiles)
     if not setup.source.uses_front_end:
         of_front_ends = ("max_keypoints", "keep", "frontend", "variant", "frontend_weights", "max_pixels")
         useless = [name for name in of_front_ends if options.get(name) is not None]
         useless += [f"{name}=False" for name in ("upright", "alpha_mask") if options.get(name) is False]
-        useless += ["tiles"] if setup.tiles is not None else []
+        useless += ["tiles"] if tiles is not None else []
         if useless:
             raise UsageError(
                 f"the features of a file are taken as they are, so {useless[0]} has no effect; leave it out"
             )
-    if setup.tiles is not None and "resize" in options:
+    if tiles is not None and "resize" in options:
         raise UsageError("keypoints by tiles are found at the images' own size; leave resize out, or tiles")
     shared = "for every pair, but the pairs of a collection must share the keypoints of an image"
-    if setup.preset in PRESETS and PRESETS[setup.preset].extractor.kind == GRID_KIND:
+    if preset in PRESETS and PRESETS[preset].extractor.kind == GRID_KIND:
         others = ", ".join(name for name, config in PRESETS.items() if config.extractor.kind != GRID_KIND)
-        raise UsageError(f"{setup.preset} finds new keypoints {shared}; use one of {others}")
+        raise UsageError(f"{preset} finds new keypoints {shared}; use one of {others}")
     refuse_further_passes(options, f"further passes find new keypoints {shared}")
     if options.get("geometry") == "homographies":
-        raise UsageError(
-            "a run stores one model for each pair, and geometry 'homographies' has several; use 'homography' "
-            "or match_set"
-        )
+        raise UsageError("a run stores one model for each pair: use geometry 'homography', or match_set")
+    own = {"further_passes": False} if preset in PRESETS else {}
+    pipeline = load(preset, **{**options, **own})
+    return pipeline if tiles is None else by_tiles(pipeline, tiles)
 
 
 def stored_setup(settings: Mapping[str, Any], source: FeatureSource, options: Mapping[str, Any]) -> Setup:
@@ -98,12 +90,8 @@ def stored_setup(settings: Mapping[str, Any], source: FeatureSource, options: Ma
 def stored_pipeline(
     settings: Mapping[str, Any], source: FeatureSource, options: Mapping[str, Any]
 ) -> Pipeline:
-    """The pipeline that finds and matches features like those of a run that exists.
-
-    Raises:
-        UsageError: other weights than the run's, or another option.
-        IntegrityError: settings of another version; weights that are absent or damaged.
-    """
+    """The pipeline that finds and matches features like those of a run that exists; `UsageError`: other
+    weights than the run's, or another option; `IntegrityError` as of `stored_setup` and `build`."""
     allowed = {"weights", "frontend_weights", "device", "precision"}
     given = {name: value for name, value in options.items() if value is not None}
     if other := sorted(given.keys() - allowed):
@@ -140,10 +128,8 @@ def describe(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
 
 
 def feature_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What the features of a run depend on besides the images, of its settings; not how they are matched.
-
-    Runs in which it is the same have the same features, so a map of one can be used with the other.
-    """
+    """What the features of a run depend on besides the images, of its settings; not how they are matched. A
+    map of a run can be used with another one where it is the same."""
     own = ("preset", "package") if settings.get("preset") not in PRESETS else ()
     names = ("frontend_weights", "upright", "alpha_mask", "source", *own)
     found = {name: settings[name] for name in names if name in settings}
@@ -168,24 +154,21 @@ def differences(
     stored: Mapping[str, Any], wanted: Mapping[str, Any], places: tuple[str, str] = ("in the run", "now")
 ) -> list[str]:
     """The settings that differ, as text with the places where they are; empty if the run can continue."""
+
+    def compared(old: Any, new: Any, name: str) -> Iterator[str]:
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            for key in sorted({*old, *new}):
+                yield from compared(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+        elif old != new and not name.startswith(unused):
+            option = option_at(name.removeprefix("config."))
+            yield f"{option}: {_short(old)} {places[0]}, {_short(new)} {places[1]}"
+
     calibration = "config.matcher.policy.calibration"
     unused = (f"{calibration}.refined", f"{calibration}.verified")  # a run has the probabilities before these
-    return [
-        f"{option_at(name.removeprefix('config.'))}: {_short(old)} {places[0]}, {_short(new)} {places[1]}"
-        for name, old, new in _compared(stored, wanted, "")
-        if old != new and not name.startswith(unused)
-    ]
+    return list(compared(stored, wanted, ""))
 
 
-def _compared(stored: Any, wanted: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(stored, Mapping) and isinstance(wanted, Mapping):
-        for key in sorted({*stored, *wanted}):
-            yield from _compared(stored.get(key), wanted.get(key), f"{name}.{key}" if name else key)
-    else:
-        yield name, stored, wanted
-
-
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = one_line(str(value))
     return text if len(text) <= 40 else f"{text[:12]}…"
 
