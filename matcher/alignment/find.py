@@ -212,10 +212,9 @@ def find(
 class TemplateFinder:
     """Finds one template in many images.
 
-    An image is searched at sizes a factor of three apart, coarse ones first, in windows of 1024 pixels. In
-    each window the template is matched; keypoints within an instance are removed and it is matched again,
-    until no homography is found. Every instance is then rectified to the template's scale and rotation and
-    matched once more, which refines it and rejects false detections.
+    An image is searched at sizes a factor of three apart, coarse ones first, in windows of 1024 pixels, in
+    each until no more homography is found. Every instance is then rectified to the template's scale and
+    rotation and matched once more, which refines it and rejects false detections.
 
     >>> import matcher, numpy as np
     >>> images = np.random.default_rng(0).integers(0, 255, (2, 300, 400), dtype=np.uint8)
@@ -258,7 +257,7 @@ class TemplateFinder:
         self.template = read_full(self.pipeline, template, template_mask)
         width, height = self.template.size
         self._outline = np.array([[0, 0], [width, 0], [width, height], [0, height]]) - 0.5
-        longer = max(self.template.pixels.shape[:2])
+        self._longer = longer = max(self.template.pixels.shape[:2])
         largest = min(max(longer, 256), 4 * longer, _SIDES[0])  # small ones are enlarged, four times at most
         sides = [largest]
         while sides[-1] >= _SIDES[1] and len(sides) < 3:
@@ -273,14 +272,7 @@ class TemplateFinder:
         self._enlarged = max(1.0, largest / longer / 2)
 
     def find(self, image: ImageInput, mask: Mask | None = None) -> Detections:
-        """The instances in one image, the one with most inliers first.
-
-        Args:
-            image, mask: as `Pipeline.match` takes them.
-
-        Raises:
-            ImageError: the image cannot be read.
-        """
+        """The instances in one image, the one with most inliers first; `ImageError`: it cannot be read."""
         start = perf_counter()
         shown = self.pipeline.read(image, mask)
         found: list[Instance] = []
@@ -327,7 +319,7 @@ class TemplateFinder:
 
     def _similarity(self, image: Image, instance: Instance) -> float:
         """The correlation of an instance with the template, at the size of the smaller of both."""
-        longer = max(self.template.pixels.shape[:2])
+        longer = self._longer
         side = np.clip(instance.scale * longer * np.sqrt(np.prod(image.scale)), 16, longer)
         shown, from_stored = resized_by(self.template, float(side) / longer)
         laid = lay_over(image, shown, from_stored @ np.linalg.inv(instance.matrix))
@@ -349,17 +341,17 @@ class TemplateFinder:
             if min(len(template.features), len(window.features)) < least:
                 return
             matrix, matches = self._homography(template.features, window.features)
-            instance = None
             if matrix is not None:
                 matrix = np.linalg.inv(window.from_stored) @ matrix @ template.from_stored
-                instance = self._confirmed(image, matrix)
-            if instance is not None and _is_new(instance.corners, found):
-                found.append(instance)
-                continue
-            if depth == 0 and matches >= 2 * least:
-                for part in window.parts():
-                    self._search(image, template, part, found, depth + 1)
+            instance = None if matrix is None else self._confirmed(image, matrix)
+            if instance is None or not _is_new(instance.corners, found):
+                break
+            found.append(instance)
+        else:
             return
+        if depth == 0 and matches >= 2 * least:
+            for part in window.parts():
+                self._search(image, template, part, found, depth + 1)
 
     def _homography(self, features0: Features, features1: Features) -> tuple[np.ndarray | None, int]:
         """The homography from image 0 to 1, None without one; and its inliers, or the matches there are."""
@@ -376,10 +368,9 @@ class TemplateFinder:
             return None
         # Of a stored pixel of the image to one of the template.
         scale = np.sqrt(cv2.contourArea(corners.astype(np.float32)) / np.prod(self.template.size))
-        longer = max(self.template.pixels.shape[:2])
         shown_side = scale * max(self.template.size) * np.sqrt(np.prod(image.scale))
         side = float(np.clip(shown_side, _SIDES[1] / 2, _SIDES[0]))
-        shown, from_stored = resized_by(self.template, side / longer)
+        shown, from_stored = resized_by(self.template, side / self._longer)
         features = self.pipeline.extract(shown)
         back = from_stored @ np.linalg.inv(matrix)
         laid = lay_over(image, shown, back)
@@ -415,10 +406,7 @@ class TemplateFinder:
 
 def _is_new(corners: np.ndarray, found: list[Instance]) -> bool:
     """Whether a quadrilateral (4, 2) covers none of the instances: intersection over union."""
-    one = corners.astype(np.float32)
-    for instance in found:
-        other = instance.corners.astype(np.float32)
-        shared, _ = cv2.intersectConvexConvex(one, other)
-        if shared > 0.3 * (cv2.contourArea(one) + cv2.contourArea(other) - shared):
-            return False
-    return True
+    one, others = corners.astype(np.float32), [instance.corners.astype(np.float32) for instance in found]
+    shared = [cv2.intersectConvexConvex(one, other)[0] for other in others]
+    joined = [cv2.contourArea(one) + cv2.contourArea(other) for other in others]
+    return all(both <= 0.3 * (area - both) for both, area in zip(shared, joined, strict=True))

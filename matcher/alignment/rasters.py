@@ -12,7 +12,7 @@ import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import cv2
 import numpy as np
@@ -27,6 +27,7 @@ from matcher.presets import DEFAULT_PRESET, LoadOptions
 
 if TYPE_CHECKING:
     from rasterio.io import DatasetReader
+    from rasterio.windows import Window
 
 POINT_FORMATS = (".csv", ".points", ".txt")
 RASTER_FORMATS = (".tif", ".tiff")
@@ -236,71 +237,65 @@ class Georeferenced:
         backward = np.linalg.inv(self.matrix)
         backward /= backward[2, 2]
         with ExitStack() as stack:
-            source = _Source(self.rasters[0].path, stack)
+            source = _bands(self.rasters[0].path, stack)
             grid = stack.enter_context(_dataset(self.rasters[1].path))
             import rasterio
             from rasterio.windows import Window
 
             profile = {
                 "driver": "GTiff", "width": grid.width, "height": grid.height, "count": source.count,
-                "dtype": source.dtype, "crs": grid.crs, "transform": grid.transform, "tiled": True,
+                "dtype": source.dtypes[0], "crs": grid.crs, "transform": grid.transform, "tiled": True,
                 "compress": "deflate", "BIGTIFF": "IF_SAFER",
             }  # fmt: skip
             with rasterio.Env(GDAL_TIFF_INTERNAL_MASK=True), rasterio.open(path, "w", **profile) as out:
                 for top in range(0, grid.height, TILE):
                     for left in range(0, grid.width, TILE):
                         window = Window(left, top, min(TILE, grid.width - left), min(TILE, grid.height - top))
-                        tile, covered = source.tile(backward, window)
+                        tile, covered = _tile(source, backward, window)
                         out.write(tile, window=window)
                         out.write_mask(covered, window=window)
 
 
-class _Source:
-    """The bands of a TIFF, which are read in parts, or of an ordinary picture as stored."""
+def _bands(path: Path, stack: ExitStack) -> DatasetReader:
+    """A TIFF, whose bands are read in parts, or an ordinary picture as stored, held in memory as one."""
+    if path.suffix.lower() in RASTER_FORMATS:
+        return stack.enter_context(_dataset(path))
+    import rasterio
 
-    def __init__(self, path: Path, stack: ExitStack) -> None:
-        self._plain, self._data = None, None
-        if path.suffix.lower() in RASTER_FORMATS:
-            self._data = stack.enter_context(_dataset(path))
-            self.count, self.dtype = self._data.count, np.dtype(self._data.dtypes[0])
-            self.size = self._data.width, self._data.height
-        else:
-            pixels = read_image(path, upright=False).pixels
-            self._plain = pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)
-            self.count, self.dtype, self.size = len(self._plain), pixels.dtype, self._plain.shape[:0:-1]
+    pixels = read_image(path, upright=False).pixels
+    bands = pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)
+    count, height, width = bands.shape
+    profile = {"driver": "GTiff", "count": count, "height": height, "width": width, "dtype": bands.dtype}
+    memory = stack.enter_context(rasterio.MemoryFile())
+    with memory.open(**profile, transform=rasterio.Affine.scale(2)) as file:  # any; it warns where none is
+        file.write(bands)
+    return stack.enter_context(memory.open())
 
-    def tile(self, backward: np.ndarray, window: Any) -> tuple[np.ndarray, np.ndarray]:
-        """(bands, h, w) of a window of the result, and (h, w) bool where there are data."""
-        height, width = int(window.height), int(window.width)
-        x, y = np.meshgrid(np.arange(width) + window.col_off, np.arange(height) + window.row_off)
-        at = warp_points(np.stack([x, y], axis=-1).reshape(-1, 2).astype(np.float64), backward)
-        within, found = inside(at, self.size), np.zeros((self.count, height, width), self.dtype)
-        if not within.any():  # all beyond the edge, or the horizon
-            return found, within.reshape(height, width)
-        low = np.maximum(np.floor(at[within].min(0)).astype(int) - 2, 0)
-        high = np.minimum(np.ceil(at[within].max(0)).astype(int) + 3, self.size)
-        piece, valid = self._read(low, high)
-        share = np.array(valid.shape[::-1]) / (high - low)
-        local = np.nan_to_num((at - low + 0.5) * share - 0.5, nan=-1)
-        local = local.astype(np.float32).reshape(height, width, 2)
-        native = piece.dtype in (np.uint8, np.uint16, np.int16, np.float32)  # which OpenCV resamples
-        for band, pixels in enumerate(piece if native else piece.astype(np.float64)):
-            warped = cv2.remap(pixels, local, None, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
-            found[band] = np.rint(warped) if self.dtype.kind in "iu" else warped
-        seen = cv2.remap(valid, local, None, cv2.INTER_NEAREST, borderMode=cv2.BORDER_REPLICATE) > 0
-        covered = within.reshape(height, width) & seen
-        return found * covered, covered
 
-    def _read(self, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """A part and its mask (uint8); large parts of a TIFF are read smaller."""
-        if self._plain is not None:
-            piece = self._plain[:, low[1] : high[1], low[0] : high[0]]
-            return piece, np.ones(piece.shape[1:], np.uint8)
-        from rasterio.enums import Resampling
-        from rasterio.windows import Window
+def _tile(source: DatasetReader, backward: np.ndarray, window: Window) -> tuple[np.ndarray, np.ndarray]:
+    """(bands, h, w) of a window of the result, and (h, w) bool where there are data."""
+    from rasterio.enums import Resampling
+    from rasterio.windows import Window
 
-        step = max(1, math.ceil((high - low).max() / (2 * TILE)))
-        part = Window(*low, *(high - low))
-        shape = tuple(-(-side // step) for side in (high - low)[::-1].tolist())
-        pixels = self._data.read(window=part, out_shape=(self.count, *shape), resampling=Resampling.average)
-        return pixels, (self._data.dataset_mask(window=part, out_shape=shape) > 0).astype(np.uint8)
+    height, width, size = int(window.height), int(window.width), (source.width, source.height)
+    dtype = np.dtype(source.dtypes[0])
+    x, y = np.meshgrid(np.arange(width) + window.col_off, np.arange(height) + window.row_off)
+    at = warp_points(np.stack([x, y], axis=-1).reshape(-1, 2).astype(np.float64), backward)
+    within, found = inside(at, size), np.zeros((source.count, height, width), dtype)
+    if not within.any():  # all beyond the edge, or the horizon
+        return found, within.reshape(height, width)
+    low = np.maximum(np.floor(at[within].min(0)).astype(int) - 2, 0)
+    high = np.minimum(np.ceil(at[within].max(0)).astype(int) + 3, size)
+    step = max(1, math.ceil((high - low).max() / (2 * TILE)))  # large parts are read smaller
+    part, shape = Window(*low, *(high - low)), tuple(-(-side // step) for side in (high - low)[::-1].tolist())
+    piece = source.read(window=part, out_shape=(source.count, *shape), resampling=Resampling.average)
+    valid = (source.dataset_mask(window=part, out_shape=shape) > 0).astype(np.uint8)
+    local = np.nan_to_num((at - low + 0.5) * (np.array(shape[::-1]) / (high - low)) - 0.5, nan=-1)
+    local = local.astype(np.float32).reshape(height, width, 2)
+    native = dtype in (np.uint8, np.uint16, np.int16, np.float32)  # which OpenCV resamples
+    for band, pixels in enumerate(piece if native else piece.astype(np.float64)):
+        warped = cv2.remap(pixels, local, None, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
+        found[band] = np.rint(warped) if dtype.kind in "iu" else warped
+    seen = cv2.remap(valid, local, None, cv2.INTER_NEAREST, borderMode=cv2.BORDER_REPLICATE) > 0
+    covered = within.reshape(height, width) & seen
+    return found * covered, covered

@@ -109,7 +109,7 @@ def stitch(
         raise ImageError("the images do not determine a focal length; use projection='plane'")
     else:
         pieces = _projected(pixels, cameras, projection)
-    panorama, covered = _blended(*pieces)
+    panorama, covered = _blended(pieces)
     if crop:
         inner = _without_edges(covered)
         panorama, covered = panorama[inner], covered[inner]
@@ -187,10 +187,10 @@ def _rounded(maps: Sequence[np.ndarray]) -> list[np.ndarray]:
     return list(maps) if np.abs(rounded - whole).max() > 0.2 else list(whole)
 
 
-Pieces = tuple[list[tuple[int, int]], list[np.ndarray], list[np.ndarray]]  # corners, pixels, masks (0 or 255)
+Piece = tuple[tuple[int, int], np.ndarray, np.ndarray]  # corner, pixels, mask (0 or 255)
 
 
-def _warped(images: Sequence[np.ndarray], maps: Sequence[np.ndarray]) -> Pieces:
+def _warped(images: Sequence[np.ndarray], maps: Sequence[np.ndarray]) -> list[Piece]:
     """The images on one plane; `UsageError`: it would have more than 20,000 pixels a side."""
     outlines = []
     for image, matrix in zip(images, maps, strict=True):
@@ -200,16 +200,16 @@ def _warped(images: Sequence[np.ndarray], maps: Sequence[np.ndarray]) -> Pieces:
     extent = np.ptp(np.vstack(outlines), axis=0)
     if not np.isfinite(extent).all() or extent.max() > 20_000:
         raise UsageError("these images span too wide an angle for one plane; use projection='spherical'")
-    corners, pieces, masks = [], [], []
+    placed = []
     for image, outline, matrix in zip(images, outlines, maps, strict=True):
         start = np.floor(outline.min(axis=0) + 1e-6).astype(int)
         size = (np.ceil(outline.max(axis=0) - 1e-6).astype(int) - start + 1).tolist()
         warp = np.array([[1, 0, -start[0]], [0, 1, -start[1]], [0, 0, 1]]) @ matrix
         whole = np.full(image.shape[:2], 255, np.uint8)
-        corners.append((int(start[0]), int(start[1])))
-        pieces.append(cv2.warpPerspective(image, warp, size, borderMode=cv2.BORDER_REFLECT))
-        masks.append(cv2.warpPerspective(whole, warp, size, flags=cv2.INTER_NEAREST))
-    return corners, pieces, masks
+        piece = cv2.warpPerspective(image, warp, size, borderMode=cv2.BORDER_REFLECT)
+        mask = cv2.warpPerspective(whole, warp, size, flags=cv2.INTER_NEAREST)
+        placed.append(((int(start[0]), int(start[1])), piece, mask))
+    return placed
 
 
 # From one viewpoint.
@@ -271,24 +271,21 @@ def _angle_of_view(cameras: Sequence[Any], images: Sequence[np.ndarray]) -> floa
     return float(np.degrees(np.arccos(np.clip(rays @ rays.T, -1, 1)).max()))
 
 
-def _projected(images: Sequence[np.ndarray], cameras: Sequence[Any], projection: Projection) -> Pieces:
+def _projected(images: Sequence[np.ndarray], cameras: Sequence[Any], projection: Projection) -> list[Piece]:
     """The images on a cylinder or a sphere."""
     warper = cv2.PyRotationWarper(projection, float(np.median([camera.focal for camera in cameras])))
-    corners, pieces, masks = [], [], []
+    placed = []
     for image, camera in zip(images, cameras, strict=True):
         how = camera.K().astype(np.float32), np.asarray(camera.R, np.float32)
         corner, piece = warper.warp(image, *how, cv2.INTER_LINEAR, cv2.BORDER_REFLECT)
         whole = np.full(image.shape[:2], 255, np.uint8)
-        corners.append(corner)
-        pieces.append(piece)
-        masks.append(warper.warp(whole, *how, cv2.INTER_NEAREST, cv2.BORDER_CONSTANT)[1])
-    return corners, pieces, masks
+        placed.append((corner, piece, warper.warp(whole, *how, cv2.INTER_NEAREST, cv2.BORDER_CONSTANT)[1]))
+    return placed
 
 
-def _blended(
-    corners: list[tuple[int, int]], pieces: list[np.ndarray], masks: list[np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
+def _blended(placed: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
     """Panorama (H, W, 3) and where it is covered (H, W): gains, seams, bands of frequencies."""
+    corners, pieces, masks = map(list, zip(*placed, strict=True))
     gains = cv2.detail.ExposureCompensator_createDefault(cv2.detail.ExposureCompensator_GAIN)
     gains.feed(corners, pieces, masks)
     seams = cv2.detail.SeamFinder_createDefault(cv2.detail.SeamFinder_DP_SEAM)
