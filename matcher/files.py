@@ -8,10 +8,11 @@ import secrets
 import stat
 import struct
 import sys
+import tomllib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from matcher.errors import UsageError
 
@@ -143,6 +144,17 @@ def read_given(path: str | Path, largest: int = LARGEST_TEXT) -> bytes:
         if os.fstat(file.fileno()).st_size > largest:
             raise OSError(errno.EFBIG, f"larger than {largest >> 20} MB", str(path))
         return file.read()
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """What a TOML file of at most 32 kB holds; `UsageError`: it cannot be read, or is no TOML."""
+    try:
+        # The time that TOML takes grows with the square of its length.
+        return tomllib.loads(read_given(path, 32 * 1024).decode("utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{path}: not a TOML file ({error})") from None
 
 
 def cache_folder(environment: Mapping[str, str] | None = None, platform: str | None = None) -> Path:

@@ -24,6 +24,7 @@ from matcher.presets import (
     LoadOptions,
     configure,
     find_plugin,
+    from_file,
     given_options,
     load_plugin,
     package_of,
@@ -41,7 +42,8 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
     Pipeline('nearest', up to 1024 pixels, homography)
 
     Args:
-        preset: a name in `matcher.PRESETS`, or of a preset that an installed package adds.
+        preset: a name in `matcher.PRESETS`, or of a preset that an installed package adds; or a FILE.toml of
+            `preset = NAME` and the options below.
         weights: of the network: a name of `matcher weights list`, or a safetensors file.
         frontend: another front end, such as "disk"; its features must be what the matcher takes.
         variant: which of the front end's published networks, such as "aliked-n32".
@@ -78,6 +80,7 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
     """
     bound_primitives()
     compute_alone_after_fork()
+    preset, options = from_file(preset, options)
     if preset not in PRESETS and (plugin := find_plugin(preset)) is not None:
         return _from_plugin(plugin, given_options(options))
     if preset not in PRESETS:

@@ -33,6 +33,7 @@ from matcher.config import (
     to_dict,
 )
 from matcher.errors import UsageError, check_number, unknown_name
+from matcher.files import read_toml
 
 # Ours. Thresholds and shares were chosen for the shipped weights on training photos (weights/README.md).
 _HYBRID = NetworkConfig(
@@ -189,6 +190,27 @@ def find_preset(name: str) -> PipelineConfig:
     if name not in PRESETS:
         raise UsageError(unknown_name("preset", name, PRESETS))
     return PRESETS[name]
+
+
+def from_file(preset: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A preset's name and the options given beside it; of a FILE.toml, the name and the options in it, of
+    which those given beside it count more.
+
+    The file has a line for each option of `LoadOptions`, and `preset = "NAME"`, by default the default one.
+    `UsageError`: it cannot be read, or has an unknown option or a value that cannot be used.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if not preset.endswith(".toml"):
+        return preset, given
+    values = read_toml(preset)
+    name = values.pop("preset", DEFAULT_PRESET)
+    if not isinstance(name, str):
+        raise UsageError(f"{preset}: preset must be a name, not {name!r}")
+    try:
+        values = given_options(values)
+    except UsageError as error:
+        raise UsageError(f"{preset}: {error}") from None
+    return name, values | {key: value for key, value in given.items() if (key, value) != ("device", "auto")}
 
 
 class LoadOptions(TypedDict, total=False):

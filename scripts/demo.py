@@ -16,4 +16,6 @@ subprocess.run([python, ROOT / "scripts" / "build_kernels.py"])  # if there is a
 views = [ROOT / "assets" / name for name in ("view0.jpg", "view1.jpg")]
 files = ["--output", ROOT / "outputs" / "demo.npz", "--plot", ROOT / "outputs" / "demo.png"]
 print("matching assets/view0.jpg and assets/view1.jpg", flush=True)
-sys.exit(subprocess.run([python, "-m", "matcher", "match", *views, *files]).returncode)
+done = subprocess.run([python, "-m", "matcher", "match", *views, *files]).returncode
+print(f"to use it in this shell: {'' if sys.platform == 'win32' else '. '}{python.parent / 'activate'}")
+sys.exit(done)

@@ -106,7 +106,7 @@ def gather() -> Path:
     """The folder of pages that mkdocs reads."""
     place = BUILD / "pages"
     shutil.rmtree(place, ignore_errors=True)
-    left_out = shutil.ignore_patterns("mkdocs.yml", "doctests.py", "results", "notebooks")
+    left_out = shutil.ignore_patterns("mkdocs.yml", "doctests.py", "hooks.py", "results", "notebooks")
     shutil.copytree(DOCS, place, ignore=left_out)
     sources = {
         DOCS / path.relative_to(place): path.relative_to(place).as_posix() for path in place.rglob("*.md")

@@ -87,7 +87,9 @@ def page(chapters: list[dict]) -> str:
             if table["title"]:
                 parts.append(f"**{table['title']}**\n")
             parts.append(markdown(table["columns"], table["rows"]))
-            command = f"`{table['command']}`" if table["command"] else ""
+            command = table["command"]
+            if command and "`" not in command:  # else words stand between commands
+                command = f"`{command}`"
             origin = [command, table["machine"], table["code"], table["note"]]
             parts.append("*" + "; ".join(part.rstrip(".") for part in origin if part) + ".*\n")
     return "\n".join(parts)

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from matcher import Collection, Tracker
 from matcher.config import NearestConfig, PipelineConfig, depth, from_dict, to_dict
 from matcher.errors import UsageError
 from matcher.loading import load
@@ -45,6 +46,24 @@ def test_options_without_use_are_refused(options):
     options = {"precision": "bfloat16"}  # of the front end
     assert configure(PRESETS["nearest-learned"], options) == PRESETS["nearest-learned"]
     assert configure(PRESETS["nearest"], options | {"frontend": "learned"}).extractor.kind == "learned"
+
+
+def test_a_file_names_a_preset_and_its_options(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('preset = "nearest"\nmax_keypoints = 300\nmatch_threshold = 0.1\n')
+    config = load(str(file)).config
+    assert config == configure(PRESETS["nearest"], {"max_keypoints": 300, "match_threshold": 0.1})
+    assert load(str(file), max_keypoints=200).config.extractor.max_keypoints == 200
+    assert Tracker(preset=str(file)).pipeline.config.matcher == config.matcher
+    assert Collection.open(tmp_path / "run", preset=str(file))
+    faults = {"ratios = 1": "did you mean 'ratio'", "ratio = 2": "mine.toml: ratio", "preset = 2": "a name"}
+    faults |= {'preset = "near"': "unknown preset", "ratio = ": "not a TOML file"}
+    for text, fault in faults.items():
+        file.write_text(text)
+        with pytest.raises(UsageError, match=fault):
+            load(str(file))
+    with pytest.raises(UsageError, match=r"absent\.toml: cannot be read"):
+        load(str(tmp_path / "absent.toml"))
 
 
 def test_the_policy_is_the_presets_whatever_the_file_was_trained_with(shipped_weights, monkeypatch):

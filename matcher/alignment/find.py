@@ -20,7 +20,7 @@ from matcher.files import check_output
 from matcher.geometry import warp_points
 from matcher.loading import takes
 from matcher.pipeline import ImageInput, Mask, Pipeline
-from matcher.presets import DEFAULT_PRESET, LoadOptions, refuse_further_passes
+from matcher.presets import DEFAULT_PRESET, LoadOptions, from_file, refuse_further_passes
 from matcher.types import Features, Image
 from matcher.viz.overlays import lay_over, stored_to_pixels
 
@@ -250,8 +250,10 @@ class TemplateFinder:
         if max_instances < 1:
             raise UsageError(f"max_instances must be at least 1, not {max_instances}")
         refuse_further_passes(options, "a template is looked for window by window, at all scales")
-        if not isinstance(preset, Pipeline) and takes(preset, "resize"):
-            options = {"resize": RESIZE, **{k: v for k, v in options.items() if v is not None}}
+        if not isinstance(preset, Pipeline):
+            preset, options = from_file(preset, options)
+            if takes(preset, "resize"):
+                options = {"resize": RESIZE, **options}
         self.pipeline = planar_pipeline(preset, options)
         self.max_instances = max_instances
         self.template = read_full(self.pipeline, template, template_mask)

@@ -179,13 +179,23 @@ def presets(show_: PresetName | None = None) -> None:
     """List the presets: front end, matcher and weights.
 
     Args:
-        show_ (NAME): Print every value of this preset, with what it means.
+        show_ (NAME|FILE.toml): Print every value of this preset, with what it means.
     """
     from matcher.config import NearestConfig, NetworkConfig, described
-    from matcher.presets import DEFAULT_PRESET, PRESETS, find_plugin, find_preset, package_of, plugin_names
+    from matcher.presets import (
+        DEFAULT_PRESET,
+        PRESETS,
+        configure,
+        find_plugin,
+        find_preset,
+        from_file,
+        package_of,
+        plugin_names,
+    )
 
     if show_ is not None:
-        for name, value, meaning in described(find_preset(show_)):
+        shown, given = from_file(show_, {})
+        for name, value, meaning in described(configure(find_preset(shown), given)):
             show(f"{name:<36} {value!s:<24} {meaning}".rstrip(), always=True)
         return
     for name, config in PRESETS.items():

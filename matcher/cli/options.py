@@ -26,14 +26,14 @@ import typer
 from matcher.cli.output import Interrupted, complain, detail, say, set_messages
 from matcher.errors import MatcherError, UsageError
 from matcher.files import check_output
-from matcher.presets import DEFAULT_PRESET, PRESETS, SLOW_FRONT_ENDS, LoadOptions, plugin_names
+from matcher.presets import DEFAULT_PRESET, PRESETS, SLOW_FRONT_ENDS, LoadOptions, from_file, plugin_names
 
 if TYPE_CHECKING:
     from matcher.cameras import Camera
 
 SHARED = """
 Args:
-    preset (NAME): Front end, matcher and weights; see `matcher presets`.
+    preset (NAME|FILE.toml): Front end, matcher and weights; see `matcher presets`.
     image0 (IMAGE0): First image.
     image1 (IMAGE1): Second image.
     images (IMAGES...): Images, or folders of images.
@@ -184,6 +184,9 @@ def runnable(command: Callable[..., Any], name: str) -> Callable[..., Any]:
     def run(**values: Any) -> Any:
         prepare(values)
         detail(f"command: {shlex.join(sys.argv)}")
+        if isinstance(values.get("preset"), str):
+            preset, given = from_file(values["preset"], {key: values.get(key) for key in _of_load()})
+            values |= {"preset": preset, **{key: value for key, value in given.items() if key in values}}
         _tell_of_slow_front_ends(values)
         try:
             return call(values)

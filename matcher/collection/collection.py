@@ -29,7 +29,7 @@ from matcher.errors import MatcherError, UsageError
 from matcher.export.hloc import find_source
 from matcher.loading import open_pipeline
 from matcher.pipeline import ImageInput, Mask, Pipeline
-from matcher.presets import DEFAULT_PRESET, LoadOptions, refuse_further_passes
+from matcher.presets import DEFAULT_PRESET, LoadOptions, from_file, refuse_further_passes
 from matcher.types import Features, Matches, TwoViewGeometry
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ class Collection:
 
         Args:
             run_dir: folder of the store.
-            preset: a name in `PRESETS`; not a detector-free one (loftr-…), whose keypoints differ from pair
-                to pair.
+            preset: as for `matcher.load`, but not a detector-free one (loftr-…), whose keypoints differ from
+                pair to pair.
             camera: camera of every image without one from `set_cameras`, for exports; needed for essential
                 geometry.
             shard: "i/n", i from 1 to n: match only part i of n of the pairs in this store.
@@ -101,7 +101,7 @@ class Collection:
             UsageError: an unknown option or value.
         """
         part = parse_shard(shard)
-        given = {name: value for name, value in options.items() if value is not None}
+        preset, given = from_file(preset, options)
         for name in ("weights", "frontend_weights"):
             if isinstance(given.get(name), Path):
                 given[name] = given[name].absolute()

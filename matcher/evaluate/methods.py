@@ -12,7 +12,7 @@ from matcher.config import NearestConfig
 from matcher.errors import IntegrityError, UsageError
 from matcher.loading import load
 from matcher.pipeline import Pipeline
-from matcher.presets import PRESETS, find_plugin, find_preset
+from matcher.presets import PRESETS, find_plugin, find_preset, from_file
 from matcher.weights.files import read_header
 
 BASELINE = "nearest"
@@ -84,7 +84,7 @@ def compared_methods(
     paths, methods = [Path(text) for text in compared], []
     for text, path in zip(compared, paths, strict=True):
         name, given = preset, {"weights": weights, "frontend_weights": front_end}
-        if text in PRESETS or find_plugin(text):
+        if text in PRESETS or text.endswith(".toml") or find_plugin(text):
             name = title = text
         elif text == SHIPPED:
             title = f"{preset} shipped"
@@ -97,6 +97,9 @@ def compared_methods(
 
 def _front_end_kind(preset: str) -> str | None:
     """The kind of a preset's front end; None where another package adds it."""
+    preset, given = from_file(preset, {})
+    if "frontend" in given:
+        return given["frontend"]
     return None if preset not in PRESETS and find_plugin(preset) else find_preset(preset).extractor.kind
 
 

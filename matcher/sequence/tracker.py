@@ -19,7 +19,7 @@ from matcher.errors import ImageError, UsageError, check_number
 from matcher.loading import open_pipeline, takes
 from matcher.match.adaptivity import with_layers
 from matcher.pipeline import ImageInput, Mask, Pipeline
-from matcher.presets import DEFAULT_PRESET, LoadOptions, refuse_further_passes
+from matcher.presets import DEFAULT_PRESET, LoadOptions, from_file, refuse_further_passes
 from matcher.refine import ImagePyramid, refine_matches
 from matcher.sequence.frames import Clock, FrameLinks, FrameResult, FrameStatus, KeptFrame
 from matcher.sequence.keyframe_map import MapTracking
@@ -46,6 +46,8 @@ LEAST_KEPT, MOST_PARALLAX = 0.65, 0.12
 def tracking_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
     """A preset with options, or a pipeline as it is, refused where it cannot track."""
     given = {name: value for name, value in options.items() if value is not None}
+    if not isinstance(preset, Pipeline):
+        preset, given = from_file(preset, given)
     refuse_further_passes(given, "frames are matched by one pass each")
     if not isinstance(preset, Pipeline) and takes(preset, "match_threshold"):
         given = {"match_threshold": MATCH_THRESHOLD, **given}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from matcher.config import NetworkConfig, from_dict
 from matcher.errors import UsageError
 from matcher.extract.learned import Architecture
-from matcher.files import read_given
+from matcher.files import read_toml
 from matcher.match.network import check_config
 from matcher.weights.files import FOLDERS
 
@@ -206,16 +205,9 @@ def check_recipe(recipe: Recipe, where: str = "recipe") -> None:
 
 def read_recipe(path: Path) -> Recipe:
     """A recipe from TOML; `UsageError`: unreadable, or not one, which names the key that is wrong."""
+    values = read_toml(path)
     try:
-        # The time that TOML takes grows with the square of its length.
-        values = tomllib.loads(read_given(path, 32 * 1024).decode("utf-8"))
         recipe = from_dict(Recipe, values, where=path.name)
-    except UsageError:
-        raise
-    except OSError as error:
-        raise UsageError(f"{path}: cannot read the recipe ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{path}: not a TOML file ({error})") from None
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None
     check_recipe(recipe, path.name)
