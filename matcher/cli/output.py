@@ -161,6 +161,8 @@ def exit_code_of(error: BaseException) -> int:
             names = {name.strip("-"): name for name in known}
             near = get_close_matches(error.option_name.strip("-"), names)
             error.possibilities = [names[name] for name in near]
+        if message := getattr(error, "message", None):
+            error.message = message.replace("Value error, ", "")  # what pydantic puts before ours
         error.show()
         return USAGE
     text = " ".join(str(error).split())[:300]
