@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -174,9 +175,17 @@ def _statement_faults(node: ast.stmt, plain: frozenset[str]) -> list[str]:
     return [f"line {node.lineno}: {ast.unparse(node)[:60]}"]
 
 
+def _calls(node: ast.AST) -> Iterator[ast.Call]:
+    """Those that run when a node does, unlike what is in a lambda."""
+    if isinstance(node, ast.Call):
+        yield node
+    for child in () if isinstance(node, ast.Lambda) else ast.iter_child_nodes(node):
+        yield from _calls(child)
+
+
 def _call_faults(plain: frozenset[str], *nodes: ast.expr) -> list[str]:
     faults = []
-    for call in (inner for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Call)):
+    for call in (inner for node in nodes for inner in _calls(node)):
         name = ast.unparse(call.func)
         of_text = isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Constant)
         on_path = name.startswith("Path(") and name.endswith((".resolve", ".with_name", ".joinpath"))

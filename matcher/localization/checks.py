@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from matcher.cameras import Camera
-from matcher.localization.pose import Estimates, Matches3d, PoseEstimate, PoseStatus, refine_poses
+from matcher.localization.pose import (
+    Estimates,
+    Matches3d,
+    PoseEstimate,
+    PoseStatus,
+    agreeing,
+    any_camera,
+    estimate_poses,
+    refine_poses,
+)
 from matcher.localization.sparse_map import LocalizationConfig
 
 
@@ -21,11 +30,6 @@ class Judgement(NamedTuple):
     log10_false_alarms: float  # how many such poses chance would give
 
 
-def agreeing(estimates: Sequence[PoseEstimate] | None) -> int:
-    """Keypoints of all pictures with an inlier."""
-    return sum(each.agreeing for each in estimates or ())
-
-
 def judge(
     estimates: Estimates | None,
     matches: Sequence[Matches3d],
@@ -34,7 +38,7 @@ def judge(
     focal_known: bool,
 ) -> Judgement:
     """Whether enough keypoints agree, and in enough of the picture."""
-    count = sum(each.count() for each in matches)
+    count = sum(len(np.unique(each.keypoints)) for each in matches)
     if count < config.min_inliers:
         needed = f"{config.min_inliers} needed"
         return Judgement("too_few_matches", f"{count} keypoints match points of the map, {needed}", 0.0)
@@ -73,53 +77,52 @@ def log10_false_alarms(total: int, found: int, chance: float, sample: int) -> fl
     return tried + (found - sample) * math.log10(chance)
 
 
-Free = Callable[[], Estimates | None]  # estimates a picture's pose alone
-
-
 def _better(
-    estimate: PoseEstimate | None, matches: Matches3d, config: LocalizationConfig, free: Free, known: bool
-) -> PoseEstimate | None:
-    """Another pose that far more matches agree with: half as many again, where fewer than 60 % do."""
-    found = agreeing([estimate] if estimate else None)
-    if found >= 0.6 * matches.count() or (others := free()) is None or agreeing(others) < 1.5 * found:
-        return None
-    return others[0] if judge(others, [matches], config, focal_known=known).status == "ok" else None
+    estimate: PoseEstimate | None, matches: Matches3d, config: LocalizationConfig, camera: Camera, known: bool
+) -> tuple[PoseEstimate | None, str]:
+    """Another pose that far more matches agree with, half as many again, where fewer than 60 % do; how many.
+
+    It is of the matches alone, by the camera, or by one like it whose focal length is not known.
+    """
+    found, count = agreeing([estimate] if estimate else None), len(np.unique(matches.keypoints))
+    if found < 0.6 * count:
+        others = estimate_poses([matches], [camera], focal_known=known, seed=config.seed)
+        right = others is not None and agreeing(others) >= 1.5 * found
+        if right and judge(others, [matches], config, focal_known=known).status == "ok":
+            return others[0], f"{found} of {count} matched keypoints agree with"
+    return None, ""
 
 
 def check_camera(
-    estimate: PoseEstimate | None, matches: Matches3d, camera: Camera, config: LocalizationConfig, free: Free
+    estimate: PoseEstimate | None, matches: Matches3d, camera: Camera, config: LocalizationConfig
 ) -> str:
     """Why the camera that was given seems wrong: another one explains far more matches; else empty.
 
     That is one with a focal length 15 % longer or shorter, or with a principal point in the middle that is
     5 % of the focal length away.
     """
-    if (other := _better(estimate, matches, config, free, known=False)) is None:
+    other, agree = _better(estimate, matches, config, any_camera(camera.size), known=False)
+    if other is None:
         return ""
     given, found = _focal(camera), _focal(other.camera)
     centre, middle = (camera.cx, camera.cy), (other.camera.cx, other.camera.cy)
     if max(given, found) < 1.15 * min(given, found) and math.dist(centre, middle) < 0.05 * given:
         return ""
     points = ["({:.0f}, {:.0f})".format(*point) for point in (centre, middle)]
-    count = estimate.agreeing if estimate else 0
     return (
-        f"{count} of {matches.count()} matched keypoints agree with the camera that is given, of a focal "
-        f"length of {given:.0f} pixels and a principal point at {points[0]}, and {other.agreeing} with one "
-        f"of {found:.0f} and {points[1]}: correct the camera, or give none"
+        f"{agree} the camera that is given, of a focal length of {given:.0f} pixels and a principal point at "
+        f"{points[0]}, and {agreeing([other])} with one of {found:.0f} and {points[1]}: correct the camera, "
+        "or give none"
     )
 
 
-def check_rig_pose(estimate: PoseEstimate, config: LocalizationConfig, free: Free) -> str:
+def check_rig_pose(estimate: PoseEstimate, config: LocalizationConfig) -> str:
     """Why the relative pose of a picture of a rig seems wrong: another one explains far more; else empty."""
-    matches = estimate.matches
-    if matches.count() < config.min_inliers:
+    other, agree = _better(estimate, estimate.matches, config, estimate.camera, known=True)
+    if other is None:
         return ""
-    if (other := _better(estimate, matches, config, free, known=True)) is None:
-        return ""
-    return (
-        f"{estimate.agreeing} of {matches.count()} matched keypoints agree with the pose of the rig, and "
-        f"{other.agreeing} with one of this picture alone: correct its relative pose"
-    )
+    alone = f"{agreeing([other])} with one of this picture alone"
+    return f"{agree} the pose of the rig, and {alone}: correct its relative pose"
 
 
 def check_focal(estimate: PoseEstimate) -> str:
@@ -147,11 +150,7 @@ def check_focal(estimate: PoseEstimate) -> str:
     )
 
 
-def check_ambiguous(
-    estimates: Estimates,
-    config: LocalizationConfig,
-    estimate_others: Callable[[list[Matches3d]], Estimates | None],
-) -> str:
+def check_ambiguous(estimates: Estimates, config: LocalizationConfig) -> str:
     """Why an accepted pose may be another one: the other matches agree with that nearly as well; else empty.
 
     Where things look alike, such as the tables of a room, wrong matches agree with each other. Another pose
@@ -163,9 +162,9 @@ def check_ambiguous(
         return ""
     others = []
     for each in estimates:
-        own = each.matches
-        others.append(own.select(~np.isin(own.keypoints, own.keypoints[each.inliers])))
-    rivals = estimate_others(others)
+        keypoints = each.matches.keypoints
+        others.append(each.matches.select(~np.isin(keypoints, keypoints[each.inliers])))
+    rivals = estimate_poses(others, [each.camera for each in estimates], seed=config.seed)
     if (count := agreeing(rivals)) < 0.55 * found:
         return ""
     off = [

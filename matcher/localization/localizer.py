@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from matcher.arrays import to_numpy
 from matcher.cameras import Camera
 from matcher.collection.track_refinement import ImagePyramids
 from matcher.errors import UsageError
+from matcher.geometry import check_poses
 from matcher.localization.checks import (
     Judgement,
     check_ambiguous,
@@ -27,7 +28,6 @@ from matcher.localization.pose import (
     Estimates,
     Matches3d,
     Pose,
-    PoseEstimate,
     any_camera,
     cameras_to_try,
     estimate_poses,
@@ -44,16 +44,11 @@ class Query:
     """A photo on its way through the stages."""
 
     features: Features
-    camera: Camera | None  # None: to be found
+    camera: Camera | None  # of its size; None: to be found
     path: Path | None = None
     pyramid: ImagePyramid | None = None
     cam_from_rig: np.ndarray | None = None  # (4, 4)
     seconds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """(width, height) as stored."""
-        return self.features.image_size
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -71,53 +66,42 @@ class Correspondences:
         self.model, self.query = model, query
         self.positions = to_numpy(query.features.keypoints).astype(np.float64)
         self.max_error = max_error / float(np.sqrt(np.prod(query.features.scale.tolist())))
-        self.rows: dict[int, np.ndarray] = {}  # of each image: keypoint, point, image, the image's keypoint
+        self.rows: dict[int, np.ndarray] = {}  # of each image, as in `Matches3d.table`
         self.scores = [np.zeros(0)]
 
     def add(self, image: int, matches: Matches) -> None:
         """The matches of a map image (image 0) with the photo (image 1)."""
         theirs, ours = matches.indices.reshape(-1, 2).T
         points = self.model.points[image][theirs]
-        kept = points >= 0
-        columns = ours[kept], points[kept], np.full(int(kept.sum()), image), theirs[kept]
-        self.rows[image] = np.column_stack(columns).astype(np.int64)
-        self.scores.append(np.asarray(matches.scores[kept], dtype=np.float64))
+        columns = ours, points, np.full(len(ours), image), theirs
+        self.rows[image] = np.column_stack(columns)[points >= 0].astype(np.int64)
+        self.scores.append(np.asarray(matches.scores[points >= 0], dtype=np.float64))
 
-    def table(self) -> np.ndarray:
-        """(M, 4) rows, each pair of keypoint and point once, by its best score."""
+    def matches(self) -> Matches3d:
+        """Each pair of keypoint and point once, by its best score."""
         rows = np.concatenate([np.zeros((0, 4), np.int64), *self.rows.values()])
         rows = rows[np.argsort(-np.concatenate(self.scores), kind="stable")]
-        return rows[np.sort(np.unique(rows[:, :2], axis=0, return_index=True)[1])]
+        rows = rows[np.sort(np.unique(rows[:, :2], axis=0, return_index=True)[1])]
+        points = self.positions[rows[:, 0]], self.model.xyz[rows[:, 1]]
+        return Matches3d(*points, rows, self.max_error, self.query.cam_from_rig)
 
-    def matches(self, table: np.ndarray) -> Matches3d:
-        """Those of a table."""
-        points = self.positions[table[:, 0]], self.model.xyz[table[:, 1]], table[:, 0]
-        return Matches3d(*points, self.max_error, self.query.cam_from_rig)
-
-    def inliers_by_image(self, table: np.ndarray, inliers: np.ndarray) -> dict[str, int]:
-        """How many of the inliers each image that was matched shows, most first."""
-        found = {tuple(row) for row in table[inliers][:, :2].tolist()}
-        counts = {
-            self.model.names[image]: sum(tuple(row) in found for row in rows[:, :2].tolist())
+    def inliers_by_image(self, inliers: np.ndarray) -> dict[str, int]:
+        """How many rows of the inliers each image that was matched shows, most first."""
+        found = set(map(tuple, inliers[:, :2].tolist()))
+        shown = {
+            self.model.names[image]: sum(map(found.__contains__, map(tuple, rows[:, :2].tolist())))
             for image, rows in self.rows.items()
         }
-        return dict(sorted(counts.items(), key=lambda item: -item[1]))
+        return dict(sorted(shown.items(), key=lambda item: -item[1]))
 
 
-@dataclass(frozen=True, eq=False)
-class Attempt:
+class Attempt(NamedTuple):
     """The pose of all pictures from the images of one cluster; lists have an item for each picture."""
 
     found: list[Correspondences]
-    tables: list[np.ndarray]  # (M, 4) of `found`
     matches: list[Matches3d]
     estimates: Estimates | None
     verdict: Judgement
-
-    @property
-    def count(self) -> int:
-        """Inliers."""
-        return _count(self.estimates)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,21 +127,12 @@ class Localizer:
             why = "no_similar_image", "the map holds nothing to compare with"
         if best is None:
             return [Pose(*why, seconds={**q.seconds, "total": sum(q.seconds.values())}) for q in queries]
-        if best.verdict.status == "ok" and self.config.refine:
+        if best.verdict.status == "ok":
             with queries[0].timed("refine"):
                 best = self._refined(queries, best)
-        with queries[0].timed("pose"):
-            verdict = self._checked(queries, best)
-        return [self._pose(number, query, best, verdict) for number, query in enumerate(queries)]
-
-    def _similar(self, query: Query) -> list[int]:
-        """Rows of the most similar images, the most similar first."""
-        with query.timed("retrieve"):
-            # Images of the run that are not in the map may be among the most similar.
-            missing = int((self.rows < 0).sum())
-            nearest, _ = self.index.similar(query.features, self.config.neighbours + missing)
-            rows = [int(row) for row in self.rows[nearest] if row >= 0]
-            return rows[: self.config.neighbours]
+            with queries[0].timed("pose"):
+                best = best._replace(verdict=self._checked(queries, best))
+        return [self._pose(number, query, best) for number, query in enumerate(queries)]
 
     def _correspond(self, queries: Sequence[Query]) -> Attempt | None:
         """Match with similar images until a pose is sure; the best attempt of all clusters.
@@ -165,8 +140,13 @@ class Localizer:
         The first batch of images is matched with all keypoints. Where that is not enough, the others are
         matched so only if their strongest keypoints match, the best ones first.
         """
-        config, best, first = self.config, None, True
-        todo = [self._similar(query) for query in queries]
+        config, best, first, todo = self.config, None, True, []
+        # Images of the run that are not in the map may be among the most similar.
+        asked = config.neighbours + int((self.rows < 0).sum())
+        for query in queries:
+            with query.timed("retrieve"):
+                nearest = self.rows[self.index.similar(query.features, asked)[0]]
+                todo.append(nearest[nearest >= 0][: config.neighbours].tolist())
         similar = list(dict.fromkeys(row for rows in todo for row in rows))
         for cluster in covisibility_clusters(self.model, similar):
             found = [Correspondences(self.model, query, config.max_error) for query in queries]
@@ -178,9 +158,9 @@ class Localizer:
                 left = [rows[config.batch :] for rows in left]
                 with queries[0].timed("pose"):
                     attempt = self._attempt(found)
-                if best is None or attempt.count > best.count:
+                if best is None or _count(attempt.estimates) > _count(best.estimates):
                     best = attempt
-                if attempt.verdict.status == "ok" and attempt.count >= config.enough_inliers:
+                if attempt.verdict.status == "ok" and _count(attempt.estimates) >= config.enough_inliers:
                     return attempt
                 if first:
                     first = False
@@ -224,32 +204,28 @@ class Localizer:
     def _attempt(self, found: list[Correspondences]) -> Attempt:
         """The pose from all correspondences so far."""
         config, queries = self.config, [each.query for each in found]
-        tables = [each.table() for each in found]
-        matches = [each.matches(table) for each, table in zip(found, tables, strict=True)]
+        matches = [each.matches() for each in found]
         if queries[0].camera is None:
-            return Attempt(found, tables, matches, *self._with_unknown_camera(queries[0], matches))
+            return Attempt(found, matches, *self._with_unknown_camera(queries[0], matches))
         estimates = estimate_poses(matches, [query.camera for query in queries], seed=config.seed)
         verdict = judge(estimates, matches, config, focal_known=True)
         for number, (query, own) in enumerate(zip(queries, matches, strict=True)):
             if verdict.status in ("too_few_matches", "wrong_camera"):
                 break
-            cameras = [any_camera(query.size)]
-            free = partial(estimate_poses, [own], cameras, focal_known=False, seed=config.seed)
-            if reason := check_camera(estimates and estimates[number], own, query.camera, config, free):
+            if reason := check_camera(estimates and estimates[number], own, query.camera, config):
                 verdict = verdict._replace(status="wrong_camera", reason=_named(queries, number) + reason)
-        return Attempt(found, tables, matches, estimates, verdict)
+        return Attempt(found, matches, estimates, verdict)
 
     def _with_unknown_camera(
         self, query: Query, matches: list[Matches3d]
     ) -> tuple[Estimates | None, Judgement]:
         """The pose that most matches agree with, of the cameras that the photo may have."""
-        best, verdict, seed = None, None, self.config.seed
-        tried = cameras_to_try(query.path, query.size, self.model.cameras)
-        for camera in [*tried, None]:
+        best, verdict, seed, size = None, None, self.config.seed, query.features.image_size
+        for camera in [*cameras_to_try(query.path, size, self.model.cameras), None]:
             if camera is None and verdict is not None and verdict.status == "ok":
                 break
             if camera is None:
-                estimates = estimate_poses(matches, [any_camera(query.size)], focal_known=False, seed=seed)
+                estimates = estimate_poses(matches, [any_camera(size)], focal_known=False, seed=seed)
             elif (estimates := estimate_poses(matches, [camera], seed=seed)) is not None:
                 # A free focal length makes the distance uncertain, and the map's cameras are calibrated well:
                 # one of those changes only if clearly more matches agree.
@@ -262,65 +238,55 @@ class Localizer:
         return best, verdict
 
     def _refined(self, queries: Sequence[Query], before: Attempt) -> Attempt:
-        """The pose from keypoints that were refined on the images; the one before where that fails."""
-        if self.pipeline.config.refine is None or all(query.pyramid is None for query in queries):
+        """The pose from keypoints moved to where the photo looks most like the map's images, if there is one.
+
+        Where the pose then fails, and without images, it is the one before.
+        """
+        if all(query.pyramid is None for query in queries):
             return before
         start = []
-        for query, table, estimate in zip(queries, before.tables, before.estimates, strict=True):
-            moved = estimate.matches.points2d.copy()
-            if query.pyramid is not None:
-                moved[estimate.inliers] = self._refined_positions(query, table, estimate)
+        for query, estimate in zip(queries, before.estimates, strict=True):
+            table, moved = estimate.matches.table, estimate.matches.points2d.copy()
+            of = np.where(estimate.inliers & (query.pyramid is not None), table[:, 2], -1)
+            for image in np.unique(of[of >= 0]).tolist():
+                if not self.path(self.model.names[image]).is_file():
+                    self.absent.add(self.model.names[image])
+                    continue
+                rows = np.flatnonzero(of == image)
+                indices = table[rows][:, [3, 0]]
+                ends = self.model.keypoints[image][indices[:, 0]], moved[rows]
+                ends = (end.astype(np.float32) for end in ends)
+                pairs = Matches(indices, *ends, np.ones(len(rows), np.float32))
+                refined = refine_matches(
+                    self.images(image), query.pyramid, pairs, self.pipeline.config.refine
+                )
+                accepted = refined.refinement.accepted
+                moved[rows[accepted]] = refined.points1[accepted]
             start.append(replace(estimate, matches=replace(estimate.matches, points2d=moved)))
         known, matches = queries[0].camera is not None, [each.matches for each in start]
         fixed = known or start[0].camera in self.model.cameras
         estimates = refine_poses(start, refine_focal=not fixed)
         verdict = judge(estimates, matches, self.config, focal_known=known)
-        after = Attempt(before.found, before.tables, matches, estimates, verdict)
-        return after if verdict.status == "ok" else before
-
-    def _refined_positions(self, query: Query, table: np.ndarray, estimate: PoseEstimate) -> np.ndarray:
-        """(K, 2) positions of the inliers where the photo looks most like the map's images."""
-        table, found = table[estimate.inliers], estimate.matches.points2d[estimate.inliers]
-        for image in np.unique(table[:, 2]).tolist():
-            if not self.path(self.model.names[image]).is_file():
-                self.absent.add(self.model.names[image])
-                continue
-            rows = np.flatnonzero(table[:, 2] == image)
-            indices = table[rows][:, [3, 0]]
-            ends = self.model.keypoints[image][indices[:, 0]], found[rows]
-            ends = (end.astype(np.float32) for end in ends)
-            pairs = Matches(indices, *ends, np.ones(len(rows), np.float32))
-            refined = refine_matches(self.images(image), query.pyramid, pairs, self.pipeline.config.refine)
-            accepted = refined.refinement.accepted
-            found[rows[accepted]] = refined.points1[accepted]
-        return found
+        return Attempt(before.found, matches, estimates, verdict) if verdict.status == "ok" else before
 
     def _checked(self, queries: Sequence[Query], accepted: Attempt) -> Judgement:
         """The verdict, against it where another pose or another focal length fits the matches too."""
-        verdict, estimates, config = accepted.verdict, accepted.estimates, self.config
-        if verdict.status != "ok":
-            return verdict
-        cameras = [each.camera for each in estimates]
-        others = partial(estimate_poses, cameras=cameras, seed=config.seed)
-        if reason := check_ambiguous(estimates, config, others):
+        _, _, estimates, verdict = accepted
+        if reason := check_ambiguous(estimates, self.config):
             return verdict._replace(status="ambiguous", reason=reason)
-        if queries[0].camera is None:
-            return verdict
-        for number, estimate in enumerate(estimates):
-            own = [estimate.matches]
-            free = partial(estimate_poses, own, [estimate.camera], seed=config.seed)
-            if len(queries) > 1 and (reason := check_rig_pose(estimate, config, free)):
+        for number, estimate in enumerate(estimates if queries[0].camera is not None else ()):
+            if len(queries) > 1 and (reason := check_rig_pose(estimate, self.config)):
                 return verdict._replace(status="wrong_rig", reason=_named(queries, number) + reason)
-            alone = judge([estimate], own, config, focal_known=True)
+            alone = judge([estimate], [estimate.matches], self.config, focal_known=True)
             if alone.status == "ok" and (reason := check_focal(estimate)):
                 return verdict._replace(status="wrong_camera", reason=_named(queries, number) + reason)
         return verdict
 
-    def _pose(self, number: int, query: Query, attempt: Attempt, verdict: Judgement) -> Pose:
+    def _pose(self, number: int, query: Query, attempt: Attempt) -> Pose:
         """What is returned of a picture; a pose that is refused is not."""
-        found, table, matches = attempt.found[number], attempt.tables[number], attempt.matches[number]
+        found, matches, verdict = attempt.found[number], attempt.matches[number], attempt.verdict
         estimate = attempt.estimates and attempt.estimates[number]
-        inliers = estimate.inliers if estimate else np.zeros(len(table), bool)
+        inliers = estimate.inliers if estimate else np.zeros(len(matches), bool)
         accepted, reason = (estimate, "") if verdict.status == "ok" else (None, verdict.reason)
         if accepted is None and found.rows:
             nearest = self.model.names[next(iter(found.rows))]
@@ -332,10 +298,10 @@ class Localizer:
             camera=accepted.camera if accepted else query.camera,
             points2d=matches.points2d,
             points3d=matches.points3d,
-            point_ids=self.model.ids[table[:, 1]],
+            point_ids=self.model.ids[matches.table[:, 1]],
             inliers=inliers,
             covariance=accepted and accepted.covariance,
-            images=found.inliers_by_image(table, inliers),
+            images=found.inliers_by_image(matches.table[inliers]),
             log10_false_alarms=verdict.log10_false_alarms,
             seconds={**query.seconds, "total": sum(query.seconds.values())},
         )
@@ -361,16 +327,12 @@ def mounted(queries: Sequence[Query], cam_from_rig: object) -> Sequence[Query]:
         UsageError: another number of poses than pictures, values that are no poses, or no camera.
     """
     poses = np.asarray(cam_from_rig, dtype=np.float64)
-    if poses.shape != (len(queries), 4, 4) or not np.isfinite(poses).all():
-        raise UsageError(
-            f"cam_from_rig must be a pose (4, 4) for each of the {len(queries)} pictures, not {poses.shape}"
-        )
-    turns = poses[:, :3, :3]
-    square = np.abs(turns @ turns.transpose(0, 2, 1) - np.eye(3)).max(axis=(1, 2), initial=0)
-    rigid = (square < 1e-3) & (np.linalg.det(turns) > 0) & (poses[:, 3] == [0, 0, 0, 1]).all(axis=1)
-    if not rigid.all():
-        wrong = int(np.argmin(rigid))
-        raise UsageError(f"cam_from_rig[{wrong}] is no pose: it must be a rotation and a translation (4, 4)")
+    if poses.shape != (len(queries), 4, 4) or (poses[:, 3] != [0, 0, 0, 1]).any():
+        raise UsageError(f"cam_from_rig must be a pose (4, 4) for each of the {len(queries)} pictures")
+    try:
+        check_poses(poses)
+    except ValueError as error:
+        raise UsageError(f"cam_from_rig: {error}") from error
     if any(query.camera is None for query in queries):
         raise UsageError("the pictures of a rig need their cameras")
     return [replace(query, cam_from_rig=pose) for query, pose in zip(queries, poses, strict=True)]

@@ -180,12 +180,12 @@ class Map:
         self, image: ImageInput | Features, camera: Camera | None = None, *, mask: Mask | None = None
     ) -> Query:
         """A photo ready to be localised; arguments and errors as in `localize`."""
-        pipeline, start, extracted = self.localizer.pipeline, perf_counter(), _extracted(self._store)
+        pipeline, start = self.localizer.pipeline, perf_counter()
         if isinstance(image, Features):
             if mask is not None:
                 raise UsageError("masks only affect the extraction of keypoints; leave it away with features")
             query = Query(image, None)
-        elif not extracted:
+        elif not _extracted(self._store):
             raise UsageError(
                 "this map's features come from a file, so those of a photo must be given: "
                 "`matcher localize --features FILE.h5`, or localize(matcher.Features(…))"
@@ -195,18 +195,18 @@ class Map:
             read = perf_counter()
             (features,) = pipeline.features_of([pixels])
             seconds = {"read": read - start, "extract": perf_counter() - read}
-            path = None if pixels.path is None else Path(pixels.path)
-            query = Query(features, None, path, seconds=seconds)
+            query = Query(features, None, pixels.path and Path(pixels.path), seconds=seconds)
             if self.localizer.config.refine and pipeline.config.refine is not None:
                 query.pyramid = ImagePyramid.of(pixels)
-        given = None if camera is None else as_camera(camera)
-        if given is not None and given.size not in (None, query.size):
-            name = "" if query.path is None else f"{query.path}: "
-            raise UsageError(
-                f"{name}the camera is of images of {given.size[0]} x {given.size[1]} pixels, and the photo "
-                f"has {query.size[0]} x {query.size[1]}: give the camera of its own size, or none"
-            )
-        query.camera = None if given is None else replace(given, size=query.size)
+        if camera is not None:
+            given, size = as_camera(camera), query.features.image_size
+            if given.size not in (None, size):
+                name = "" if query.path is None else f"{query.path}: "
+                raise UsageError(
+                    f"{name}the camera is of images of {given.size[0]} x {given.size[1]} pixels, and the "
+                    f"photo has {size[0]} x {size[1]}: give the camera of its own size, or none"
+                )
+            query.camera = replace(given, size=size)
         return query
 
     def __repr__(self) -> str:
@@ -293,9 +293,8 @@ def localize_frames(
             by_prefix[mount.prefix] = replace(camera, size=None)
     by_prefix |= rig.intrinsics()
     fixed = {name: mount for frame in frames for name, mount in frame.items()}
-    known = {name: by_prefix[mount.prefix] for name, mount in fixed.items() if mount.prefix in by_prefix}
-    known |= cameras
-    if absent := [name for name in fixed if name not in known]:
+    known = {name: by_prefix.get(mount.prefix) for name, mount in fixed.items()} | cameras
+    if absent := [name for name in fixed if known[name] is None]:
         raise UsageError(
             f"the intrinsics of {absent[0]} are not known: give them in {rig.source} or as a camera"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,9 +13,6 @@ from matcher.localization.sparse_map import SparseMap
 from matcher.sfm.plot import draw_points, scene_axes, show_box
 from matcher.viz.drawings import draw_matches, figure_pixels, save_figure
 from matcher.viz.recording import RecordingFile
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _SHOWN = 1024, 640  # pixels of the longer side of an image in a plot, and of a photo in a recording
 _GREEN = (46, 204, 64)
@@ -31,54 +27,45 @@ def plot_pose(place: Map, photo: ImageInput, pose: Pose, path: str | Path) -> Pa
     """
     from matplotlib.figure import Figure
 
-    images = _beside(place, photo, pose)
-    height = 16 * max(0.72 * images.shape[0] / images.shape[1], 0.28) + 0.9  # inches; .9: titles
+    shown, model = read_image(photo, resize=_SHOWN[0]), place.model
+    if pose.images:
+        name = next(iter(pose.images))
+        image = place.names.index(name)
+        observed = np.where(model.points[image] < 0, -1, model.ids[model.points[image]])
+        _, kept, theirs = np.intersect1d(pose.point_ids, observed, return_indices=True)
+        other = read_image(place.image_path(name), resize=_SHOWN[0])
+        ends = pose.points2d[kept], model.keypoints[image][theirs]
+        title = f"{'the photo' if shown.path is None else Path(shown.path).name}, and {name} of the map"
+        inliers = pose.inliers[kept] if pose.ok else None  # of a refused pose there are none
+        how = dict(inliers=inliers, colour_by="confidence" if inliers is None else "inliers", title=title)
+        pixels = figure_pixels(draw_matches(shown, other, *ends, **how))
+    else:
+        pixels = np.broadcast_to(
+            shown.pixels.reshape(*shown.pixels.shape[:2], -1), (*shown.pixels.shape[:2], 3)
+        )
+    height = 16 * max(0.72 * pixels.shape[0] / pixels.shape[1], 0.28) + 0.9  # inches; .9: titles
     figure = Figure(figsize=(16, min(height, 16)), dpi=100, layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(0.72, 0.28))
-    left.imshow(images)
+    left, axes = figure.subplots(1, 2, width_ratios=(0.72, 0.28))
+    left.imshow(pixels)
     left.set_axis_off()
-    _draw_plan(right, place.model, pose)
-    figure.suptitle(repr(pose).removeprefix("Pose(").removesuffix(")"), fontsize=10)
-    return save_figure(figure, path)
-
-
-def _beside(place: Map, photo: ImageInput, pose: Pose) -> np.ndarray:
-    """The pixels of both images with lines between the photo's keypoints and those of the map's image."""
-    shown = read_image(photo, resize=_SHOWN[0])
-    if not pose.images:
-        return shown.pixels if shown.pixels.ndim == 3 else np.repeat(shown.pixels[:, :, None], 3, axis=2)
-    name = next(iter(pose.images))
-    image = place.names.index(name)
-    observed = place.model.ids[place.model.points[image]]
-    observed[place.model.points[image] < 0] = -1
-    _, kept, theirs = np.intersect1d(pose.point_ids, observed, return_indices=True)
-    other = read_image(place.image_path(name), resize=_SHOWN[0])
-    ends = pose.points2d[kept], place.model.keypoints[image][theirs]
-    title = f"{'the photo' if shown.path is None else Path(shown.path).name}, and {name} of the map"
-    inliers = pose.inliers[kept] if pose.ok else None  # of a refused pose there are none
-    how = dict(inliers=inliers, colour_by="confidence" if inliers is None else "inliers", title=title)
-    return figure_pixels(draw_matches(shown, other, *ends, **how))
-
-
-def _draw_plan(axes: Axes, model: SparseMap, pose: Pose) -> None:
-    """Points and cameras from above, x to the right."""
-    across = scene_axes(list(model.cam_from_world))[[0, 2]]
+    across = scene_axes(list(model.cam_from_world))[[0, 2]]  # from above, x to the right
     cloud = draw_points(axes, model.xyz @ across.T, "#b0b0b0")
     centres = np.linalg.inv(model.cam_from_world)[:, :3, 3] @ across.T
     axes.scatter(*centres.T, s=6.0, c="#666666", label="the map's images")
-    matched = [number for number, name in enumerate(model.names) if pose.ok and pose.images.get(name)]
-    if matched:
-        axes.scatter(*centres[matched].T, s=24.0, c="#0072b2", label="those that agree")
-    shown = np.concatenate([np.percentile(cloud, (1.0, 99.0), axis=0), centres])
+    box = np.concatenate([np.percentile(cloud, (1.0, 99.0), axis=0), centres])
     if pose.ok:
+        agree = centres[[number for number, name in enumerate(model.names) if pose.images.get(name)]]
+        axes.scatter(*agree.T, s=24.0, c="#0072b2", label="those that agree")
         centre, sight = pose.centre @ across.T, pose.world_from_cam[:3, 2] @ across.T
-        shown = np.vstack([shown, centre])
-        length = 0.06 * float(np.ptp(shown, axis=0).max())
+        box = np.vstack([box, centre])
+        length = 0.06 * float(np.ptp(box, axis=0).max())
         end = centre + length * sight / max(float(np.linalg.norm(sight)), 1e-9)
         axes.plot(*np.stack([centre, end]).T, color="#c8102e", linewidth=1.5)
         axes.scatter(*centre, s=40.0, c="#c8102e", label="the photo")
-    show_box(axes, shown, "from above")
+    show_box(axes, box, "from above")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=3, frameon=False, fontsize=8)
+    figure.suptitle(repr(pose).removeprefix("Pose(").removesuffix(")"), fontsize=10)
+    return save_figure(figure, path)
 
 
 class LocalizationRecording(RecordingFile):
@@ -125,7 +112,12 @@ class LocalizationRecording(RecordingFile):
 def log_map(file: RecordingFile, root: str, model: SparseMap) -> float:
     """Write points and cameras of a map below the entity `root`, and say how far its cameras extend."""
     rr = file.rr
-    file.stream.log(root, getattr(rr.ViewCoordinates, axes_of(model.cam_from_world)), static=True)
+    down = scene_axes(list(model.cam_from_world))[1]
+    axis = int(
+        np.argmax(np.abs(down))
+    )  # in metres of GPS positions z is up; as COLMAP leaves a world, y is down
+    upright = f"RIGHT_HAND_{'XYZ'[axis]}_{'DOWN' if down[axis] > 0 else 'UP'}"
+    file.stream.log(root, getattr(rr.ViewCoordinates, upright), static=True)
     back = np.linalg.inv(model.cam_from_world)
     extent = max(float(np.ptp(back[:, :3, 3], axis=0).max()), 1e-6)
     look = dict(colors=(120, 120, 120), radii=rr.Radius.ui_points(0.75))  # on the screen, in any unit
@@ -135,14 +127,3 @@ def log_map(file: RecordingFile, root: str, model: SparseMap) -> float:
     for name, world_from_cam, camera in zip(model.names, back, model.cameras, strict=True):
         file.log_camera([root, "map", name], world_from_cam, camera, static=True, **shown)
     return extent
-
-
-def axes_of(cam_from_world: np.ndarray) -> str:
-    """Which of rerun's `ViewCoordinates` shows a world upright: the axis nearest to the cameras' down, or up.
-
-    Args:
-        cam_from_world: (N, 4, 4). In metres of GPS positions z is up; as COLMAP leaves a world, y is down.
-    """
-    down = scene_axes(list(cam_from_world))[1]
-    axis = int(np.argmax(np.abs(down)))
-    return f"RIGHT_HAND_{'XYZ'[axis]}_{'DOWN' if down[axis] > 0 else 'UP'}"

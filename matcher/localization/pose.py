@@ -45,26 +45,19 @@ class Pose:
     """
 
     status: PoseStatus
-    reason: str  # in words; empty when ok; arrays that are not given are empty
+    reason: str  # in words; empty when ok
     cam_from_world: np.ndarray | None = None  # (4, 4) float64, the map's units
     camera: Camera | None = None  # the given one, or the one whose focal length was found
-    points2d: np.ndarray = None  # (K, 2) stored pixels
-    points3d: np.ndarray = None  # (K, 3) their partners, world
-    point_ids: np.ndarray = None  # (K,) in the COLMAP model
-    inliers: np.ndarray = None  # (K,)
+    points2d: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))  # (K, 2) stored pixels
+    points3d: np.ndarray = field(default_factory=lambda: np.zeros((0, 3)))  # (K, 3) their partners, world
+    point_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # (K,) in the COLMAP model
+    inliers: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # (K,)
     # (6, 6) of a turn about the camera's axes (radians) and a shift along them (the map's units), as if the
     # points of the map were exact.
     covariance: np.ndarray | None = None
     images: Mapping[str, int] = field(default_factory=dict)  # matched with it → inliers that each shows
     log10_false_alarms: float = 0.0  # how many such poses chance would give, the lower the surer
     seconds: Mapping[str, float] = field(default_factory=dict)  # by stage
-
-    def __post_init__(self) -> None:
-        empty = {"points2d": (0, 2), "points3d": (0, 3), "point_ids": (0,), "inliers": (0,)}
-        for name, shape in empty.items():
-            if getattr(self, name) is None:
-                kind = {"point_ids": np.int64, "inliers": bool}.get(name, np.float64)
-                object.__setattr__(self, name, np.zeros(shape, kind))
 
     @property
     def ok(self) -> bool:
@@ -122,31 +115,31 @@ class Matches3d:
 
     points2d: np.ndarray  # (M, 2) stored pixels
     points3d: np.ndarray  # (M, 3)
-    keypoints: np.ndarray  # (M,) which keypoint; one may be matched with several points
+    table: np.ndarray  # (M, 4) keypoint, point, the image that was matched, and its keypoint
     max_error: float  # of an inlier, stored pixels
     cam_from_rig: np.ndarray | None = None  # (4, 4) of a rig; None: the identity
 
     def __len__(self) -> int:
-        return len(self.keypoints)
+        return len(self.table)
+
+    @property
+    def keypoints(self) -> np.ndarray:
+        """(M,) which keypoint; one may be matched with several points."""
+        return self.table[:, 0]
 
     def select(self, index: np.ndarray) -> Matches3d:
         """Some of them."""
-        kept = self.points2d[index], self.points3d[index], self.keypoints[index]
+        kept = self.points2d[index], self.points3d[index], self.table[index]
         return Matches3d(*kept, self.max_error, self.cam_from_rig)
-
-    def count(self, which: Any = ...) -> int:
-        """Keypoints, of some of the matches."""
-        return len(np.unique(self.keypoints[which]))
 
     def errors(self, cam_from_world: np.ndarray, camera: Camera) -> np.ndarray:
         """(M,) reprojection errors, stored pixels; infinite for points behind the camera."""
         local = self.points3d @ cam_from_world[:3, :3].T + cam_from_world[:3, 3]
         errors = np.full(len(local), np.inf)
         ahead = local[:, 2] > 1e-9
-        if ahead.any():
-            seen = np.asarray(as_colmap_camera(camera).img_from_cam(local[ahead]), dtype=np.float64)
-            errors[ahead] = np.linalg.norm(seen - to_colmap(self.points2d[ahead]), axis=1)
-        return np.where(np.isnan(errors), np.inf, errors)
+        seen = as_colmap_camera(camera).img_from_cam(local[ahead])
+        errors[ahead] = np.linalg.norm(seen - to_colmap(self.points2d[ahead]), axis=1)
+        return np.nan_to_num(errors, nan=np.inf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,13 +152,13 @@ class PoseEstimate:
     inliers: np.ndarray  # (M,) bool
     covariance: np.ndarray | None = None  # (6, 6), see `Pose`
 
-    @property
-    def agreeing(self) -> int:
-        """Keypoints with an inlier."""
-        return self.matches.count(self.inliers)
-
 
 Estimates = list[PoseEstimate]  # of all pictures of a rig, or of one photo
+
+
+def agreeing(estimates: Estimates | None) -> int:
+    """Keypoints of all pictures with an inlier."""
+    return sum(len(np.unique(each.matches.keypoints[each.inliers])) for each in estimates or ())
 
 
 def estimate_poses(

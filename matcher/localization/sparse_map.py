@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -168,29 +167,10 @@ class RetrievalIndex:
             return np.zeros(0, np.int64), np.zeros(0, np.float32)
         turned = rotated_descriptors(strongest_descriptors(features), self.kind)
         queries = np.array([self.vocabulary.describe(each) for each in turned], dtype=np.float32)
-        rows, few = np.arange(len(self.table)), max(512, k)
-        if len(rows) > 4 * few and self.table.shape[1] % 1024 == 0:
-            roughly = (self._sketches @ _sketch(queries).T).max(axis=1)
-            rows = np.sort(np.argpartition(-roughly, few)[:few])
-        similarity = np.concatenate(
-            [(b.astype(np.float32) @ queries.T).max(axis=1) for b in self._blocks(rows)]
-        )
+        blocks = (self.table[i : i + 128] for i in range(0, len(self.table), 128))  # which fit a core's cache
+        similarity = np.concatenate([(each.astype(np.float32) @ queries.T).max(axis=1) for each in blocks])
         best = np.argsort(-similarity, kind="stable")[:k]
-        return rows[best], similarity[best]
-
-    def _blocks(self, rows: np.ndarray) -> Iterator[np.ndarray]:
-        """128 rows of the table at once, which fit a core's cache."""
-        return (self.table[rows[i : i + 128]] for i in range(0, len(rows), 128))
-
-    @cached_property
-    def _sketches(self) -> np.ndarray:
-        """(I, 1024) float32, by which the images of large maps are compared first."""
-        return np.concatenate([_sketch(block) for block in self._blocks(np.arange(len(self.table)))])
-
-
-def _sketch(rows: np.ndarray) -> np.ndarray:
-    """(N, 1024) sums of neighbouring components of global descriptors (N, G), of random signs."""
-    return rows.astype(np.float32).reshape(len(rows), 1024, -1).sum(axis=2)
+        return best, similarity[best]
 
 
 def open_index(

@@ -105,33 +105,15 @@ def _incremental(job: Job, options: Any, work: str = "") -> Models:
 
 def _triangulated(job: Job, poses: Mapping[str, Any]) -> Any:
     """A model of the frames of the database of which an image has a pose (3, 4), with their points."""
-    model = pycolmap.Reconstruction()
+    model, options = pycolmap.Reconstruction(), pycolmap.DatabaseCacheOptions()
+    options.load_all_images = True
     with pycolmap.Database.open(job["database"]) as database:
-        cameras, images = database.read_all_cameras(), database.read_all_images()
-        rigs, frames = database.read_all_rigs(), database.read_all_frames()
-    if job["rig"] is None:
-        for camera in cameras:
-            model.add_camera_with_trivial_rig(camera)
-        for image in images:
-            if image.name in poses:
-                model.add_image_with_trivial_frame(image, as_rigid(poses[image.name]))
-    else:
-        for camera in cameras:
-            model.add_camera(camera)
-        for rig in rigs:
-            model.add_rig(rig)
-        by_number = {image.image_id: image for image in images}
-        for frame in frames:
-            own = [by_number[data.id] for data in frame.data_ids]
-            posed = next((image for image in own if image.name in poses), None)
-            if posed is None:
-                continue
-            model.add_frame(frame)
-            for image in own:
-                model.add_image(image)
-            pose = as_rigid(poses[posed.name])
-            model.frame(frame.frame_id).set_cam_from_world(posed.camera_id, pose)
-            model.register_frame(frame.frame_id)
+        model.load(pycolmap.DatabaseCache.create(database, options))
+    for image in model.images.values():
+        if image.name in poses and not image.frame.has_pose():
+            image.frame.set_cam_from_world(image.camera_id, as_rigid(poses[image.name]))
+            model.register_frame(image.frame_id)
+    model.tear_down()  # of all others
     given = model, job["database"], job["images"], job["work"]
     return pycolmap.triangulate_points(*given, options=_options(job))
 
@@ -159,21 +141,18 @@ def _move_back(model: Any, start: Any, *, keeps_size: bool) -> None:
 
 
 def _options(job: Job) -> Any:
-    """Of the mapper of the job."""
+    """Of the mapper of the job; poses that the user gave within a rig are not refined, learnt ones are."""
     if job["mapper"] == "global":
         options = pycolmap.GlobalPipelineOptions()
         adjusting = options.mapper.bundle_adjustment  # of all cameras or of none
         adjusting.refine_focal_length = adjusting.refine_extra_params = not job["all_fixed"]
+        options.mapper.refine_sensor_from_rig = not job["rig_known"]
     else:
         options = pycolmap.IncrementalPipelineOptions()
         options.constant_cameras = set(job["fixed_cameras"])
+        options.ba_refine_sensor_from_rig = not job["rig_known"]
     options.num_threads, options.random_seed = job["threads"], job["seed"]
     options.min_model_size = job["min_images"]
-    # Poses that the user gave within a rig are not refined, those that were learnt are.
-    if hasattr(options, "ba_refine_sensor_from_rig"):
-        options.ba_refine_sensor_from_rig = not job["rig_known"]
-    else:
-        options.mapper.refine_sensor_from_rig = not job["rig_known"]
     return options
 
 

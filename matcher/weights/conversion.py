@@ -111,30 +111,20 @@ def _find_tensors(path: Path, content: Any, depth: int = 0) -> dict[str, Tensor]
 Order = Callable[[int, int], Tensor]
 
 
-def _halves(width: int) -> Tensor:
-    """Neighbouring channels that turn together, (0, 1), (2, 3), …, as ours: c with c + width/2."""
-    return torch.arange(width).view(-1, 2).t().flatten()
+def rotary(channels: int, heads: int) -> Tensor:
+    """Of each head, neighbouring channels that turn together, (0, 1), (2, 3), …, as c and c + width/2."""
+    return torch.arange(channels).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
 def interleaved_rotary(channels: int, heads: int) -> Tensor:
-    """LightGlue's fused projection, rows (head, channel, q k v) → ours, q k v of whole heads, halves."""
-    index = torch.arange(channels).view(heads, -1, 3).permute(2, 0, 1)  # (3, heads, width)
-    return torch.cat([index[:2, :, _halves(index.shape[2])].flatten(), index[2].flatten()])
-
-
-def stacked_rotary(channels: int, heads: int) -> Tensor:
-    """As `interleaved_rotary`, of q, k and v that are already apart."""
-    index = torch.arange(channels).view(3, heads, -1)
-    return torch.cat([index[:2, :, _halves(index.shape[2])].flatten(), index[2].flatten()])
+    """LightGlue's fused projection, rows (head, channel, q k v) → q, k, v of whole heads, as in `rotary`."""
+    q, k, v = torch.arange(channels).view(-1, 3).t()
+    turned = rotary(len(v), heads)
+    return torch.cat([q[turned], k[turned], v])
 
 
 def fast_heads(channels: int, heads: int) -> Tensor:
-    """SuperGlue's q, k and v, in which channel d of head h lies at d·heads + h → whole heads."""
-    return torch.arange(channels).view(3, -1, heads).transpose(1, 2).flatten()
-
-
-def fast_heads_merged(channels: int, heads: int) -> Tensor:
-    """As `fast_heads`, of the single vector that comes out of attention."""
+    """SuperGlue's vectors, in which channel d of head h lies at d·heads + h → whole heads."""
     return torch.arange(channels).view(-1, heads).t().flatten()
 
 
@@ -149,7 +139,7 @@ class CheckpointLayout(NamedTuple):
     """
 
     system: str
-    renames: tuple[tuple[str, str | Callable[[re.Match], str]], ...]
+    renames: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = ()
     orders: tuple[tuple[str, Order | None, Order | None], ...] = ()
     ignored: str = r"(?!)"  # names of what is in the files and no parameter of the network; none by default
 
@@ -185,27 +175,8 @@ def _level(match: re.Match) -> str:
     return f"backbone.{'laterals' if match[2] else 'stages'}.{level}"
 
 
-def _residual(match: re.Match) -> str:
-    """Of LoFTR's residual blocks."""
-    return f".{'first' if match[2] == '1' else 'second'}.{'norm' if match[1] == 'bn' else 'conv'}"
-
-
 def _qkv(match: re.Match) -> str:
     return f"attention.qkv#{'qkv'.index(match[1])}"
-
-
-def _encoder(match: re.Match) -> str:
-    """Of SuperPoint's stages, which are counted from 1."""
-    return f"encoder.{int(match[1]) - 1}{match[2]}"
-
-
-def _open_encoder(match: re.Match) -> str:
-    return f"encoder.{2 * int(match[1]) + int(match[2])}"
-
-
-def _convolution(match: re.Match) -> str:
-    """Of SuperPoint's convolutions a and b."""
-    return f"{2 * int(match[1]) + 'ab'.index(match[2])}.conv"
 
 
 LAYOUTS = (
@@ -229,18 +200,15 @@ LAYOUTS = (
             (r"(?<=_block\.)(ffn\.0|fc1)", "ffn.widen"),
             (r"(?<=_block\.)(ffn\.1|layer_norm)", "ffn.norm"),
             (r"(?<=_block\.)(ffn\.3|fc2)", "ffn.narrow"),
-            (r"^(?:log_assignment|match_assignment_layers)\.(\d+)\.matchability", r"heads.\1.matchability"),
-            (
-                r"^(?:log_assignment|match_assignment_layers)\.(\d+)\.final_proj(ection)?",
-                r"heads.\1.projection",
-            ),
+            (r"^(log_assignment|match_assignment_layers)\.(\d+)", r"heads.\2"),
+            (r"^heads\.(\d+)\.final_proj(ection)?", r"heads.\1.projection"),
             (r"^token_confidence\.(\d+)\.token(\.0)?", r"confidence.\1"),
             (r"^input_proj(ection)?\b", "project"),
             (r"^(posenc\.Wr|positional_encoder\.projector)", "position.frequencies"),
         ),
         (
             ("self_attn.*Wqkv", interleaved_rotary, None),
-            (r"self_attention\.[qkv]_proj", stacked_rotary, None),
+            (r"self_attention\.[qk]_proj", rotary, None),
         ),
         # log_assignment.N.r: scalars of 1 in disk_lightglue.pth that no published code reads.
         r"confidence_thresholds|(extractor|keypoint_detector)\..*|log_assignment\.[0-9]+\.r",
@@ -258,7 +226,7 @@ LAYOUTS = (
             (r"^final_proj\b", "heads.0.projection"),
             (r"^bin_score", "heads.0.dustbin"),
         ),
-        ((r"attn\.proj", fast_heads, None), (r"attn\.merge", None, fast_heads_merged)),
+        ((r"attn\.proj", fast_heads, None), (r"attn\.merge", None, fast_heads)),
     ),
     CheckpointLayout(  # transformers
         "SuperGlue",
@@ -282,9 +250,11 @@ LAYOUTS = (
             (r"^backbone\.conv1", "backbone.stem.conv"),
             (r"^backbone\.bn1", "backbone.stem.norm"),
             (r"^backbone\.layer(\d)(_outconv(?:2\.(\d+))?)?", _level),
-            (r"(?<=^backbone\.stages\.\d\.\d)\.(conv|bn)([12])", _residual),
+            (r"(?<=^backbone\.stages\.\d\.\d)\.(conv|bn)1", r".first.\1"),
+            (r"(?<=^backbone\.stages\.\d\.\d)\.(conv|bn)2", r".second.\1"),
             (r"(?<=^backbone\.stages\.\d\.\d)\.downsample\.0", ".skip.conv"),
             (r"(?<=^backbone\.stages\.\d\.\d)\.downsample\.1", ".skip.norm"),
+            (r"(?<=^backbone\.stages\.\d\.\d\.)(first|second)\.bn", r"\1.norm"),
             (r"^loftr_fine\.", "fine.loftr_coarse."),
             (r"(?:^|(?<=^fine\.))loftr_coarse\.layers\.(?P<layer>\d{1,3})", _alternating),
             (r"(?<=_block\.)([qkv])_proj", _qkv),
@@ -302,18 +272,18 @@ LAYOUTS = (
         "SuperPoint",
         (
             # magicleap/SuperPointPretrainedNetwork
-            (r"^conv([1-4])([ab])", _encoder),
+            (r"^conv([1-4])([ab])", lambda of: f"encoder.{int(of[1]) - 1}{of[2]}"),  # counted from 1
             (r"^conv(P)([ab])|^keypoint_decoder\.conv_(score)_([ab])", r"points.0\2\4"),
             (r"^conv(D)([ab])|^descriptor_decoder\.conv_(descriptor)_([ab])", r"descriptors.0\2\4"),
             # transformers
             (r"^encoder\.conv_blocks\.(\d)\.conv_([ab])", r"encoder.\1\2"),
-            (r"(?<=\.)(\d)([ab])\b", _convolution),
+            (r"(?<=\.)(\d)([ab])\b", lambda of: f"{2 * int(of[1]) + 'ab'.index(of[2])}.conv"),
         ),
     ),
     CheckpointLayout(  # rpautrat/SuperPoint
         "SuperPoint-open",
         (
-            (r"^backbone\.(\d)\.(\d)", _open_encoder),
+            (r"^backbone\.(\d)\.(\d)", lambda of: f"encoder.{2 * int(of[1]) + int(of[2])}"),
             (r"^detector\.", "points."),
             (r"^descriptor\.", "descriptors."),
             (r"(?<=\d\.)bn\b", "norm"),
@@ -362,7 +332,7 @@ def import_checkpoint(
         config = replace(config, assignment=LOFTR_TRANSPORT)
     with torch.random.fork_rng(devices=[]):
         model = MatchingNetwork(config).eval()
-    _fill(model, path, tensors, system, config.context.heads)
+    _fill(model, path, tensors, system, heads=config.context.heads)
     return save_model(model, output, metadata, dtype=torch.float32)
 
 
@@ -386,50 +356,37 @@ def import_front_end(
     with torch.random.fork_rng(devices=[]):
         network = front_end.build(resolve(config, front_end.published)).eval()
     found = {part + name: tensor for path, part in parts for name, tensor in read_checkpoint(path).items()}
-    if kind in _FRONT_ENDS:
-        _fill(network, parts[0][0], found, _FRONT_ENDS[kind])
-        return save_front_end(network, kind, output, metadata)
-    expected = {
-        name: tensor
-        for name, tensor in network.state_dict().items()
-        if not name.startswith(constants) and (name in found or not name.endswith(COUNTER))
-    }
-    try:
-        tensors = checked(found, expected, f"the front end {kind} asks for")
-    except IntegrityError as error:
-        files = ", ".join(str(path) for path, _ in parts)
-        raise IntegrityError(f"{files} {_as_front_end(found, kind)}{error}") from error
-    network.load_state_dict(tensors, strict=False)
+    files, system = ", ".join(str(path) for path, _ in parts), _FRONT_ENDS.get(kind, f"the front end {kind}")
+    _fill(network, files, found, system, constants=constants)
     return save_front_end(network, kind, output, metadata)
 
 
-def _fill(
-    network: nn.Module, path: str | Path, tensors: dict[str, Tensor], system: str, heads: int = 1
-) -> None:
-    """Put the tensors of a published checkpoint into a network of ours, all of them or none."""
+def _fill(network: nn.Module, files: str | Path, tensors: dict[str, Tensor], system: str, **how: Any) -> None:
+    """Put the tensors of published files into a network of ours, all of them or none; `how`: of `convert`."""
     try:
         layout = choose_layout(tensors, system)
-        network.load_state_dict(convert(tensors, network.state_dict(), layout, heads))
+        network.load_state_dict(convert(tensors, network.state_dict(), layout, **how))
     except IntegrityError as error:
-        raise IntegrityError(f"{path} {error}") from error
-
-
-def _as_front_end(tensors: Mapping[str, Tensor], but: str) -> str:
-    """What front end a checkpoint is of, where it is not the one asked for; begins a sentence."""
-    kinds = [kind for kind, mark in _MARKS.items() if kind != but and any(mark in name for name in tensors)]
-    return f"is a checkpoint of the front end {kinds[0]} and " if kinds else ""
+        marked = [kind for kind, mark in _MARKS.items() if any(mark in name for name in tensors)]
+        other = [f"is a checkpoint of the front end {kind} and " for kind in marked if kind not in system]
+        raise IntegrityError(f"{files} {''.join(other[:1])}{error}") from error
 
 
 def choose_layout(tensors: Mapping[str, Tensor], system: str) -> CheckpointLayout:
-    """The layout of `system` that knows most of the tensors' names; `IntegrityError`: another system's layout
-    knows more of them, or none knows any; reads on after the file's name."""
+    """The layout of `system` that knows most of the tensors' names, which are ours where it has none.
+
+    Raises:
+        IntegrityError: another system's layout knows more of them, or none knows any; reads on after the
+            file's name.
+    """
     ordered = sorted(LAYOUTS, key=lambda layout: layout.system != system)  # on a tie the one asked for
+    if ordered[0].system != system:
+        return CheckpointLayout(system)
     best = max(ordered, key=lambda layout: layout.coverage(tensors))
     if not best.coverage(tensors):
         names = ", ".join(list(tensors)[:4])
         raise IntegrityError(
-            f"{_as_front_end(tensors, system)}is no checkpoint of {system}, nor of another matcher or "
-            f"SuperPoint; it holds {names}, …"
+            f"is no checkpoint of {system}, nor of another matcher or SuperPoint; it holds {names}, …"
         )
     if best.system != system:
         raise IntegrityError(f"is a checkpoint of {best.system}, not of {system}")
@@ -437,47 +394,46 @@ def choose_layout(tensors: Mapping[str, Tensor], system: str) -> CheckpointLayou
 
 
 def convert(
-    tensors: Mapping[str, Tensor], expected: dict[str, Tensor], layout: CheckpointLayout, heads: int
+    tensors: Mapping[str, Tensor],
+    expected: dict[str, Tensor],
+    layout: CheckpointLayout,
+    *,
+    heads: int = 1,
+    constants: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
-    """Their tensors as ours, float32: all that are `expected`, by our names, with tensors of their shapes.
+    """Their tensors as ours: all that are `expected`, but for `constants` and counters that are in no file.
 
     Raises:
         IntegrityError: missing, extra, misshaped or not finite tensors; reads on after the file's name.
     """
-    given = {name: tensor for name, tensor in tensors.items() if not re.fullmatch(layout.ignored, name)}
-    sources: dict[str, dict[str, str]] = {}  # of each of ours, their names by part
-    for theirs in given:
-        ours, _, rest = layout.ours(theirs).partition("#")
-        part, dot, leaf = rest.partition(".")
-        sources.setdefault(ours + dot + leaf, {})[part] = theirs
-    wanted = {}
-    for ours, tensor in expected.items():
-        parts = sources.get(ours, {"": ours})  # one that is missing is told by our name
-        count = sum(not part.endswith("=") for part in parts)
-        if ours in sources or not ours.endswith(COUNTER):
-            shape = (tensor.shape[0] // count, *tensor.shape[1:]) if count > 1 else tensor.shape
-            wanted |= {theirs: torch.empty(shape, device="meta") for theirs in parts.values()}
-    found = checked({n: _fitted(tensor, wanted.get(n)) for n, tensor in given.items()}, wanted, layout.system)
-    made = dict(expected)
-    for ours, parts in ((ours, sources[ours]) for ours in expected if ours in sources):
-        for part, theirs in parts.items():
-            if part.endswith("=") and not torch.equal(found[theirs], found[parts[part[:-1]]]):
-                raise IntegrityError(
-                    f"does not hold one projection for both: {theirs} differs from the other"
-                )
-        names = [parts[part] for part in sorted(parts) if not part.endswith("=")]
-        value = torch.cat([found[name] for name in names]) if len(names) > 1 else found[names[0]]
-        for place, rows, columns in layout.orders:
-            if rows is not None and re.search(place, names[0]):
-                value = value[rows(value.shape[0], heads)]
-            if columns is not None and re.search(place, names[0]) and value.dim() > 1:
-                value = value[:, columns(value.shape[1], heads)]
-        made[ours] = value.to(expected[ours].dtype).clone(memory_format=torch.contiguous_format)
-    return made
-
-
-def _fitted(tensor: Tensor, wanted: Tensor | None) -> Tensor:
-    """Sides of length 1 are no difference: a convolution over points is a linear map."""
-    if wanted is not None and [n for n in tensor.shape if n != 1] == [n for n in wanted.shape if n != 1]:
-        return tensor.reshape(wanted.shape)
-    return tensor
+    parts: dict[str, dict[str, Tensor]] = {}  # of each of ours
+    made: dict[str, Tensor] = {}
+    try:
+        for theirs, tensor in tensors.items():
+            name, _, rest = layout.ours(theirs).partition("#")
+            part, dot, leaf = rest.partition(".")
+            ours, value = name + dot + leaf, tensor
+            for place, rows, columns in layout.orders:
+                if rows is not None and re.search(place, theirs):
+                    value = value[rows(len(value), heads)]
+                if columns is not None and re.search(place, theirs) and value.dim() > 1:
+                    value = value[:, columns(value.shape[1], heads)]
+            if not re.fullmatch(layout.ignored, theirs):  # one that is not known is told by their name
+                own = parts.setdefault(ours if ours in expected else theirs, {})
+                if part in own:
+                    raise IntegrityError(f"holds {ours} twice, under two names")
+                own[part] = value
+        for ours, own in parts.items():
+            if any(part.endswith("=") and not torch.equal(own[part], own[part[:-1]]) for part in own):
+                raise IntegrityError(f"does not hold one projection for both in {ours}")
+            joined = [own[part] for part in sorted(own) if not part.endswith("=")]
+            value, wanted = torch.cat(joined) if len(joined) > 1 else joined[0], expected.get(ours)
+            # Sides of length 1 are no difference: a convolution over points is a linear map.
+            if wanted is not None and value.squeeze().shape == wanted.squeeze().shape:
+                value = value.reshape(wanted.shape).to(wanted.dtype)
+            made[ours] = value.clone(memory_format=torch.contiguous_format)
+    except (RuntimeError, IndexError, KeyError) as error:
+        raise IntegrityError(f"does not hold the tensors that {layout.system} asks for ({error})") from error
+    absent = {name for name in expected if name.startswith(constants) or name.endswith(COUNTER)} - made.keys()
+    needed = {name: tensor for name, tensor in expected.items() if name not in absent}
+    return expected | checked(made, needed, f"{layout.system} asks for")
