@@ -14,7 +14,7 @@ from matcher.collection.collection import Collection
 from matcher.collection.store import Store
 from matcher.errors import IntegrityError, UsageError
 from matcher.poses import write_named_poses
-from matcher.sfm.growing import MorePairs, continue_model
+from matcher.sfm.growing import continue_model, more_pairs
 from matcher.sfm.models import read_given_poses
 
 pytest.importorskip("pycolmap")
@@ -192,13 +192,13 @@ def test_images_without_a_pose_get_more_pairs_but_each_once(sparing, tmp_path):
     sparing.run()
     before, choice = pairs_of(tmp_path / "run")
     rounds, alone = [], frozenset({"photo0.png"})
-    more = MorePairs(sparing, on_round=lambda *counts: rounds.append(counts))
+    more = more_pairs(sparing, on_round=lambda *counts: rounds.append(counts))
     while more(alone):
         pass
     after, kept = pairs_of(tmp_path / "run")
     assert all("0" in pair for pair in after - before)
     assert sum(new for _, new in rounds) == len(after - before)
     assert {pair for pair in after if "0" in pair} == {("0", other) for other in "1234"}
-    assert kept == choice and not MorePairs(sparing)(alone)  # later photos are paired as before
+    assert kept == choice and not more_pairs(sparing)(alone)  # later photos are paired as before
     made = sparing.reconstruct(tmp_path / "model", threads=1)
     assert made.largest.registered == 5

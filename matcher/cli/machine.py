@@ -74,7 +74,7 @@ def verify_weights(names: list[str] | None = None, /) -> None:
     chosen, failed = names or [*rows, *here], 0
     for name in chosen:
         try:
-            show(f"ok       {name}  {verify(rows[name]).path if name in rows else locate(published[name])}")
+            show(f"ok       {name}  {(verify(rows[name]) if name in rows else locate(published[name])).path}")
         except IntegrityError as error:
             complain(f"damaged  {name}  {error}")
             failed += 1

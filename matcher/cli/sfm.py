@@ -205,14 +205,14 @@ def _reconstruct(
 ) -> int:
     """Reconstruct these images of a run; `opened` matches more pairs for images that get no pose."""
     from matcher.collection.store import Store
-    from matcher.sfm.growing import MorePairs
+    from matcher.sfm.growing import more_pairs
     from matcher.sfm.models import read_given_poses
     from matcher.sfm.reconstruct import reconstruct
 
     how = dict(only=names, poses=None if poses is None else read_given_poses(poses), **mapping)
     with Store.open(run) as store:
         if opened is not None and poses is None:
-            how["on_incomplete"] = MorePairs(opened, on_round=_say_round, on_progress=ProgressLines().stage)
+            how["on_incomplete"] = more_pairs(opened, on_round=_say_round, on_progress=ProgressLines().stage)
         made, settings, scale = reconstruct(store, out, **how), store.settings, None
         resize = settings.get("config", {}).get("extractor", {}).get("resize")
         longest = max((max(image.size) for image in store.images()), default=0)

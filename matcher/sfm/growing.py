@@ -30,44 +30,37 @@ PAIRS = {"exhaustive_up_to": 12, "neighbours": 30, "preemptive": True}
 OnRound = Callable[[int, int], None]  # images without a pose, pairs that are matched now
 
 
-class MorePairs:
-    """Called with the images without a pose, it matches more of their pairs; see `reconstruct`.
+def more_pairs(
+    collection: Collection, *, on_round: OnRound | None = None, on_progress: OnProgress | None = None
+) -> Callable[[frozenset[str]], bool]:
+    """What matches more pairs of images without a pose, and says whether there were any; see `reconstruct`.
 
     First the pairs of each image with the most similar others, then all in a run of up to 100 images, in a
     larger one those that the strongest keypoints were compared of. None of a run whose pairs were not chosen
-    preemptively.
+    preemptively. `on_round` is called before pairs are matched.
     """
+    rounds = [True, False]  # whether with the most similar images
 
-    def __init__(
-        self,
-        collection: Collection,
-        *,
-        on_round: OnRound | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> None:
-        """For a run whose images have been added; `on_round` is called before pairs are matched."""
-        self._collection, self._rounds = collection, [True, False]
-        self._on_round, self._on_progress = on_round, on_progress
-
-    def __call__(self, without_pose: frozenset[str]) -> bool:
-        """Whether there are pairs that were not matched before; they are now."""
-        with self._collection.store as store:
+    def match_more(without_pose: frozenset[str]) -> bool:
+        with collection.store as store:
             choice = store.pair_choice
             names = sorted(image.name for image in store.images() if image.status == "done")
         if not isinstance(choice, PairChoice) or choice.method != "preemptive":
             return False
-        while self._rounds:
-            k = BEST if self._rounds.pop(0) else None if len(names) <= 100 else choice.neighbours
-            with self._collection.store as store:
+        while rounds:
+            k = BEST if rounds.pop(0) else None if len(names) <= 100 else choice.neighbours
+            with collection.store as store:
                 pairs = combinations(names, 2) if k is None else list(similar_pairs(names, store.features, k))
-            with Writer(self._collection.run_dir) as writer:
+            with Writer(collection.run_dir) as writer:
                 new = add_pairs(writer, (pair for pair in pairs if without_pose & set(pair)))[1]
             if new:
-                if self._on_round is not None:
-                    self._on_round(len(without_pose), new)
-                self._collection.run(on_progress=self._on_progress)
+                if on_round is not None:
+                    on_round(len(without_pose), new)
+                collection.run(on_progress=on_progress)
                 return True
         return False
+
+    return match_more
 
 
 def continue_model(
@@ -97,7 +90,7 @@ def continue_model(
             of the run were, or where these came from a list, all in small runs, else similar ones.
         on_progress: as of `Collection.run`.
         on_round: called where photos got no pose from pairs that were chosen preemptively, before more of
-            their pairs are matched; see `MorePairs`.
+            their pairs are matched; see `more_pairs`.
         how: workers, device, weights, frontend_weights: as of `Collection.reopen`.
         options: of `reconstruct`.
 
@@ -125,7 +118,7 @@ def continue_model(
         chosen = default_choice(len(names), **PAIRS)
     collection.add_pairs(**(pairs or {"pairs": chosen}), of=new, on_progress=on_progress)
     collection.run(on_progress=on_progress)
-    more = MorePairs(collection, on_round=on_round, on_progress=on_progress)
+    more = more_pairs(collection, on_round=on_round, on_progress=on_progress)
     with Store.open(run) as store:
         poses = replace(given, cameras=_with_shared_cameras(store, given))
         return reconstruct(store, out, choice=choice, poses=poses, on_incomplete=more, **options)

@@ -57,17 +57,29 @@ def main() -> None:
             placed = job["origin"] is not None and number == 0
             place, unplaced = agreement(model, job["positions"], job["origin"]) if placed else None, None
         model.write_binary(str(folder))
-        how = {"georegistration": place, "positions_unused": unplaced, "began_simply": bool(simple)}
-        described.append(_described(model) | how)
+        cameras = {image.name: model.camera(image.camera_id) for image in _registered(model)}
+        described.append(
+            {
+                "registered": len(cameras),
+                "points": model.num_points3D(),
+                "observations": model.compute_num_observations(),
+                "mean_track_length": model.compute_mean_track_length(),
+                "mean_reprojection_error": model.compute_mean_reprojection_error(),
+                "cam_from_world": {name: pose[:3].tolist() for name, pose in poses_of(model).items()},
+                "cameras": {
+                    name: {"model": c.model.name, "size": [c.width, c.height], "params": c.params.tolist()}
+                    for name, c in cameras.items()
+                },
+                "georegistration": place,
+                "positions_unused": unplaced,
+                "began_simply": bool(simple),
+            }
+        )
     if models:
         if job["rig"] is not None:
             _write_calibration(models[0], Path(job["rig"]))
         models[0].export_PLY(str(output / "points.ply"))
-        points = models[0].points3D.values()
-        xyz = np.array([point.xyz for point in points], dtype=np.float64).reshape(-1, 3)
-        colours = np.array([point.color for point in points], dtype=np.uint8).reshape(-1, 3)
-        seen = described[0]["cam_from_world"], described[0]["cameras"]
-        draw_model(*seen, xyz, colours, output / "reconstruction.png")
+        draw_model(models[0], output / "reconstruction.png")
     Path(job["result"]).write_text(json.dumps(described), encoding="utf-8")
 
 
@@ -186,23 +198,6 @@ def adjust(model: Any, fixed_cameras: Iterable[int], threads: int) -> None:
             config.set_constant_cam_intrinsics(image.camera_id)
     config.fix_gauge(pycolmap.BundleAdjustmentGauge.TWO_CAMS_FROM_WORLD)
     pycolmap.create_default_bundle_adjuster(options, config, model).solve()
-
-
-def _described(model: Any) -> dict[str, Any]:
-    """Statistics of a model for the summary, and the data for its plot."""
-    cameras = {image.name: model.camera(image.camera_id) for image in _registered(model)}
-    return {
-        "registered": len(cameras),
-        "points": model.num_points3D(),
-        "observations": model.compute_num_observations(),
-        "mean_track_length": model.compute_mean_track_length(),
-        "mean_reprojection_error": model.compute_mean_reprojection_error(),
-        "cam_from_world": {name: pose[:3].tolist() for name, pose in poses_of(model).items()},
-        "cameras": {
-            name: {"model": c.model.name, "size": [c.width, c.height], "params": c.params.tolist()}
-            for name, c in cameras.items()
-        },
-    }
 
 
 # --- Positions of photos

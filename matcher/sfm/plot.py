@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,31 +15,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def draw_model(
-    cam_from_world: Mapping[str, np.ndarray],
-    cameras: Mapping[str, Mapping[str, Any]],
-    points: np.ndarray,
-    colours: np.ndarray,
-    path: Path,
-) -> None:
+def draw_model(model: Any, path: Path) -> None:
     """Draw points in their colours and cameras as pyramids, seen from above and from the front, as a PNG.
 
-    Args:
-        cam_from_world: name → pose (3, 4), x right, y down, z ahead.
-        cameras: name → its size in pixels and parameters, the focal length first.
-        points: (P, 3).
-        colours: (P, 3) uint8; black ones, of photos that were not there, are drawn in grey.
-        path: the file.
-
-    Raises:
-        OSError: the file cannot be written.
+    `model` is a `pycolmap.Reconstruction`; its black points, of photos that are gone, are drawn in grey.
+    `OSError`: the file cannot be written.
     """
     from matplotlib.figure import Figure
 
-    poses = {name: np.asarray(pose) for name, pose in cam_from_world.items()}
-    axes = scene_axes(list(poses.values()))
-    centres = np.array([-pose[:, :3].T @ pose[:, 3] for pose in poses.values()]) @ axes.T
-    cloud, shades = points @ axes.T, np.where(colours.any(axis=1)[:, None], colours, 110) / 255
+    images = [model.image(number) for number in model.reg_image_ids()]
+    poses, points = [image.cam_from_world().matrix() for image in images], list(model.points3D.values())
+    axes = scene_axes(poses)
+    centres = np.array([image.projection_center() for image in images]) @ axes.T
+    cloud = np.array([point.xyz for point in points]).reshape(-1, 3) @ axes.T
+    colours = np.array([point.color for point in points]).reshape(-1, 3)
+    shades = np.where(colours.any(axis=1)[:, None], colours, 110) / 255
     kept = np.percentile(cloud, (2.0, 98.0), axis=0) if len(cloud) else centres  # stray ones lie far away
     box = np.concatenate([kept, centres])
     size = 0.05 * float(np.ptp(box, axis=0).max())
@@ -48,8 +38,9 @@ def draw_model(
     for panel, (title, across, along, up) in zip(figure.subplots(1, 2), panels, strict=True):
         order = np.argsort(-cloud[:, along], kind="stable")  # the nearest on top
         draw_points(panel, cloud[order][:, across] * (1, up), shades[order], 60_000)
-        for name, pose in poses.items():
-            half = np.array(cameras[name]["size"]) / 2 / cameras[name]["params"][0]
+        for image, pose in zip(images, poses, strict=True):
+            camera = model.camera(image.camera_id)
+            half = np.array([camera.width, camera.height]) / 2 / camera.params[0]
             half = half * (size / max(float(np.linalg.norm(half)), 1e-9)) / 1.5
             tip, corners = (0, 0, 0), np.array([(-1, -1), (1, -1), (1, 1), (-1, 1)]) * half
             a, b, c, d = np.column_stack([corners, np.full(4, size)])

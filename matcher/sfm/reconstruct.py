@@ -27,7 +27,6 @@ from matcher.processes import child_command, child_environment
 from matcher.sfm.models import KEPT_CAMERAS, SUMMARY, GivenPoses, SparseModel
 
 if TYPE_CHECKING:
-    from matcher.cameras import Camera
     from matcher.collection.store import Store
 
 Mapper = Literal["incremental", "global"]
@@ -104,7 +103,16 @@ def reconstruct(
     job, out, choice = _mapping_job(options), Path(out), choice or CameraChoice()
     import_pycolmap()
     if poses is not None:
-        posed = _names_with_pose(store, poses, only, choice)
+        if poses.fixed and choice.rig is not None:
+            raise UsageError("poses that stay as they are need no rig; leave one of both out")
+        names = [image.name for image in store.images() if only is None or image.name in only]
+        posed = [name for name in names if name in poses.cam_from_world]
+        if len(posed) < 2:
+            raise UsageError(
+                f"{len(posed)} of the run's {len(names)} images have a given pose, and two are needed; names "
+                f"are paths below the image folder, such as {names[0] if names else 'a.jpg'}, and the poses "
+                f"are of {next(iter(poses.cam_from_world), 'none')}"
+            )
         check_mapper(job["mapper"])
         if poses.fixed:
             only, job["mapper"] = posed, "triangulate"
@@ -161,22 +169,6 @@ def _mapping_job(options: MappingOptions) -> dict[str, Any]:
     return job
 
 
-def _names_with_pose(
-    store: Store, poses: GivenPoses, only: Collection[str] | None, choice: CameraChoice
-) -> list[str]:
-    if poses.fixed and choice.rig is not None:
-        raise UsageError("poses that stay as they are need no rig; leave one of both out")
-    names = [image.name for image in store.images() if only is None or image.name in only]
-    posed = [name for name in names if name in poses.cam_from_world]
-    if len(posed) < 2:
-        raise UsageError(
-            f"{len(posed)} of the run's {len(names)} images have a given pose, and two are needed; names are "
-            f"paths below the image folder, such as {names[0] if names else 'a.jpg'}, and the poses are of "
-            f"{next(iter(poses.cam_from_world), 'none')}"
-        )
-    return posed
-
-
 def _mapped(
     store: Store,
     out: Path,
@@ -229,7 +221,17 @@ def _mapped(
         "rig_known": choice.rig is None or choice.rig.known,
     }
     if job["max_deviation"] is not None:
-        _write_deviations(store, work / "deviations.npz")
+        deviations = {}  # along the less certain axis, stored pixels; NaN where a keypoint was not refined
+        for image in store.images():
+            if (each := store.refined_keypoints(image.name)) is not None:
+                largest = np.linalg.eigvalsh(each.covariances.astype(np.float64))[:, 1]
+                deviations[image.name] = np.where(each.refined, np.sqrt(largest.clip(0)), np.nan)
+        if not deviations:
+            raise UsageError(
+                "max_deviation needs refined keypoints, and this run has none: its preset or refine=False "
+                "left them as they were found, or its photos are not in their folder"
+            )
+        np.savez(job["deviations"], **deviations)
     if poses is None or place is not None:
         paths = {image.name: image.path for image in store.images() if only is None or image.name in only}
         found = {name: read_gps(path) for name, path in paths.items() if path.is_file()}
@@ -256,10 +258,10 @@ def _mapped(
     }
     write_whole(part / SUMMARY, json.dumps(summary, indent=1).encode())
     shutil.rmtree(work, ignore_errors=True)
-    rows = [{name: row[name] for name in SparseModel.__dataclass_fields__} for row in described]
-    for row in rows:
+    for row in described:
         row["cam_from_world"] = {name: np.array(pose) for name, pose in row["cam_from_world"].items()}
-    return report, tuple(SparseModel(**row) for row in rows)
+        del row["registered"]  # their number
+    return report, tuple(SparseModel(**row) for row in described)
 
 
 def _run_mapping(job: Mapping[str, Any]) -> None:
@@ -285,44 +287,19 @@ def _run_mapping(job: Mapping[str, Any]) -> None:
     raise ReconstructionError(f"COLMAP's process ended early ({ending}): {last}")
 
 
-def _write_deviations(store: Store, path: Path) -> None:
-    """Standard deviations of refined keypoints along the less certain axis, stored pixels, else NaN."""
-    found = {}
-    for image in store.images():
-        if (each := store.refined_keypoints(image.name)) is not None:
-            largest = np.linalg.eigvalsh(each.covariances.astype(np.float64))[:, 1]
-            found[image.name] = np.where(each.refined, np.sqrt(np.maximum(largest, 0)), np.nan)
-    if not found:
-        raise UsageError(
-            "max_deviation needs refined keypoints, and this run has none: its preset or refine=False left "
-            "them as they were found, or its photos are not in their folder"
-        )
-    np.savez(path, **found)
-
-
 # --- Whether the camera that the user gave fits the photos
 
 
 def check_given_camera(store: Store, choice: CameraChoice, only: Collection[str] | None = None) -> str:
-    """That the camera which was given may be wrong, where the pairs of photos clearly fit another one."""
-    focal = None if choice.camera is None else better_focal(store, choice.camera, only)
-    if focal is None:
-        return ""
-    return (
-        f"the camera that was given may be wrong: pairs of photos fit a focal length near {focal:.0f} px, "
-        f"not {choice.camera.fx:.0f}; correct it, or leave it out to have it estimated"
-    )
+    """That the camera which was given may be wrong, where pairs of photos clearly fit another; else empty.
 
-
-def better_focal(store: Store, camera: Camera, only: Collection[str] | None = None) -> float | None:
-    """About the focal length (pixels) with which the fundamental matrices of a run are essential ones.
-
-    Both singular values of KᵀFK are then equal (Hartley 1992). None where they agree with the given one, or
-    say too little: fewer than eight pairs of 50 inliers; a focal length less than a quarter longer or
-    shorter, or with which the values are not half as unequal; or none within three octaves fits.
+    With the right focal length their fundamental matrices F are essential ones: both singular values of KᵀFK
+    are equal (Hartley 1992). Too little is said by fewer than eight pairs of 50 inliers, a focal length less
+    than a quarter longer or shorter, one with which the values are not half as unequal, or none within three
+    octaves.
     """
-    matrices = []
-    for pair in store.pairs():
+    matrices, camera = [], choice.camera
+    for pair in store.pairs() if camera is not None else ():
         selected = only is None or (pair.name0 in only and pair.name1 in only)
         found = pair.geometry
         exact = found.status == "ok" and np.count_nonzero(found.inliers) >= 50
@@ -331,7 +308,7 @@ def better_focal(store: Store, camera: Camera, only: Collection[str] | None = No
         if len(matrices) == 2000:  # more say no more
             break
     if len(matrices) < 8:
-        return None
+        return ""
     factors, unequal = 2.0 ** np.linspace(-3, 3, 49), []
     for factor in factors:
         k = np.array([[factor * camera.fx, 0, camera.cx], [0, factor * camera.fy, camera.cy], [0, 0, 1]])
@@ -339,5 +316,10 @@ def better_focal(store: Store, camera: Camera, only: Collection[str] | None = No
         unequal.append(np.median((values[:, 0] - values[:, 1]) / (values[:, 0] + values[:, 1])))
     best, given = int(np.argmin(unequal)), unequal[len(factors) // 2]
     far = abs(np.log(factors[best])) >= np.log(1.25) and 0 < best < len(factors) - 1
-    clear = given >= max(0.015, 2 * unequal[best])  # less can be noise
-    return float(factors[best] * camera.fx) if far and clear else None
+    if not far or given < max(0.015, 2 * unequal[best]):  # less can be noise
+        return ""
+    return (
+        f"the camera that was given may be wrong: pairs of photos fit a focal length near "
+        f"{factors[best] * camera.fx:.0f} px, not {camera.fx:.0f}; correct it, or leave it out to have it "
+        "estimated"
+    )

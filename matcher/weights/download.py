@@ -7,12 +7,11 @@ import http.client
 import json
 import os
 import re
-import time
+import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 from urllib.error import HTTPError
 from urllib.request import Request, build_opener
 
@@ -23,7 +22,6 @@ from matcher.weights.conversion import import_checkpoint, import_front_end, page
 from matcher.weights.files import (
     LARGEST_WEIGHTS,
     Published,
-    PublishedFile,
     WeightsRow,
     find_published,
     locate,
@@ -108,42 +106,34 @@ def _transfer(url: str, part: Path, sha256: str, size: int, report: Report | Non
         total = have + int(length) if length.isdigit() else 0
         if size and total and total != size:
             raise _Refused(f"the file there has {total} bytes instead of {size}")
-        digest = _receive(response, file, total, size or total or LARGEST_WEIGHTS, report)
-        came = file.tell()
+        digest, chunk, most = hashlib.file_digest(file, "sha256"), b"\0", size or total or LARGEST_WEIGHTS
+        try:
+            while chunk:
+                try:
+                    chunk = response.read(1 << 18)
+                except (OSError, http.client.HTTPException) as error:
+                    raise _Broken(f"the connection broke ({error})") from error
+                file.write(chunk)
+                digest.update(chunk)
+                came = file.tell()
+                if came > most:  # a server may send without an end
+                    raise _Refused(f"what comes has more than {most} bytes")
+                if report is not None:
+                    report(came, total)
+        finally:
+            file.flush()
+            os.fsync(file.fileno())
+        if came < total:
+            raise _Broken(f"the connection ended after {came} of {total} bytes")
         file.seek(0)
         if fault := page_fault(file.read(512)):
             raise _Refused(f"what came {fault}")
+    digest = digest.hexdigest()
     if size not in (0, came) or sha256 not in ("", digest):
         raise _Refused(
             f"what came has {came} bytes and sha256 {digest} instead of {size or came} and {sha256}"
         )
     return digest
-
-
-def _receive(response: Any, file: BinaryIO, total: int, most: int, report: Report | None) -> str:
-    """Stream to the file and the disk; the sha256 of all of it, the beginning included.
-
-    More than `most` bytes are refused at once: a server may send without an end.
-    """
-    digest, chunk = hashlib.file_digest(file, "sha256"), b"\0"
-    try:
-        while chunk:
-            try:
-                chunk = response.read(1 << 18)
-            except (OSError, http.client.HTTPException) as error:
-                raise _Broken(f"the connection broke ({error})") from error
-            file.write(chunk)
-            digest.update(chunk)
-            if file.tell() > most:
-                raise _Refused(f"what comes has more than {most} bytes")
-            if report is not None:
-                report(file.tell(), total)
-    finally:
-        file.flush()
-        os.fsync(file.fileno())
-    if total and file.tell() < total:
-        raise _Broken(f"the connection ended after {file.tell()} of {total} bytes")
-    return digest.hexdigest()
 
 
 # What is fetched.
@@ -177,8 +167,8 @@ def fetch(
         UsageError: the licence or unverified files are not accepted, or MATCHER_OFFLINE forbids the network.
         IntegrityError: a file cannot be had, or is not what it should be; nothing half-made is left in use.
     """
-    if found := _already_here(row):
-        return found
+    with suppress(IntegrityError):
+        return Fetched(locate(row).path, {})
     if os.environ.get(OFFLINE, "0") not in ("", "0"):
         raise UsageError(
             f"{OFFLINE} is set, so {row.name} is not fetched: unset it, or import a file you have"
@@ -189,8 +179,8 @@ def fetch(
             f" `{row.command}`"
         )
     with locked(row):
-        if found := _already_here(row):
-            return found
+        with suppress(IntegrityError):
+            return Fetched(locate(row).path, {})
         unknown = [file for file in row.files if not file.sha256]
         if unknown and not accept_unverified:
             raise UsageError(
@@ -200,7 +190,10 @@ def fetch(
                 f" yourself, check it, and run `matcher weights import FILE --preset {row.name}`"
             )
         paths = [row.folder / file.name for file in row.files]
-        digests = [_obtain(file, path, report) for file, path in zip(row.files, paths, strict=True)]
+        digests = [_sha256(path) if path.is_file() else "" for path in paths]  # of an earlier call
+        for number, (file, path) in enumerate(zip(row.files, paths, strict=True)):
+            if digests[number] != (file.sha256 or digests[number] or "unknown"):
+                digests[number] = download(file.urls, path, file.sha256, file.bytes, report)
         try:
             path = _make_ready(row, paths, digests)
         except IntegrityError:
@@ -229,21 +222,6 @@ def import_files(paths: Sequence[Path], name: str, output: Path | None = None) -
         return output
     with locked(row):
         return _make_ready(row, paths, [_sha256(path) if path.is_file() else "" for path in paths])
-
-
-def _already_here(row: Published) -> Fetched | None:
-    try:
-        return Fetched(locate(row), {})
-    except IntegrityError:
-        return None
-
-
-def _obtain(file: PublishedFile, path: Path, report: Report | None) -> str:
-    """The sha256 of a published file, fetched unless an earlier call has."""
-    digest = _sha256(path) if path.is_file() else ""
-    if digest and digest == (file.sha256 or digest):
-        return digest
-    return download(file.urls, path, file.sha256, file.bytes, report)
 
 
 def _make_ready(row: Published, paths: Sequence[Path], digests: Sequence[str]) -> Path:
@@ -289,28 +267,16 @@ def locked(row: Published) -> Iterator[None]:
     `UsageError`: the folder cannot be made or written."""
     try:
         row.folder.mkdir(parents=True, exist_ok=True)
-        file = (row.folder / ".lock").open("a+b")
-    except OSError as error:
+        lock = sqlite3.connect(row.folder / ".lock", timeout=0.2, isolation_level=None)
+        while not lock.in_transaction:
+            try:
+                lock.execute("BEGIN EXCLUSIVE")
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
+                    raise
+    except (OSError, sqlite3.Error) as error:
         raise UsageError(
-            f"{row.folder} cannot be written ({error.strerror}): name another cache in MATCHER_CACHE"
+            f"{row.folder} cannot be written ({error}): name another cache in MATCHER_CACHE"
         ) from error
-    with file:
-        while not _try_lock(file):
-            time.sleep(0.2)
+    with closing(lock):
         yield
-
-
-def _try_lock(file: BinaryIO) -> bool:
-    try:
-        if os.name == "nt":
-            import msvcrt
-
-            file.seek(0)
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True

@@ -374,13 +374,9 @@ def find_published(name: str) -> Published:
     return rows.get(name) or of_front_end[0]
 
 
-def locate(row: Published) -> Path:
+def locate(row: Published) -> WeightsBytes:
     """The checked weights file on this machine that was made of published weights; `IntegrityError`: absent
     or damaged; the message names the command to get it."""
-    return _of_published(row).path
-
-
-def _of_published(row: Published) -> WeightsBytes:
     if not (row.folder / "manifest.toml").is_file():
         raise IntegrityError(
             f"the published weights {row.name} are not on this machine: run `{row.command}`, or"
@@ -402,7 +398,7 @@ def find_weights(weights: str | Path) -> WeightsBytes:
         return weights_bytes(weights)
     if not row.preset:
         raise UsageError(f"{row.name} is a front end, not a matcher's network")
-    return _of_published(row)
+    return locate(row)
 
 
 def locate_front_end(config: ExtractorConfig) -> Path:
@@ -410,7 +406,7 @@ def locate_front_end(config: ExtractorConfig) -> Path:
     `IntegrityError`: absent or damaged; the message names the command to get it."""
     rows = [row for row in read_catalogue().values() if row.frontend == config.kind]
     if rows:
-        return locate(next(row for row in rows if config.variant in (None, row.variant)))
+        return locate(next(row for row in rows if config.variant in (None, row.variant))).path
     if config.kind not in (shipped := read_manifest()):
         raise IntegrityError(
             f"no weights are known for the front end {config.kind!r}: give a file of them as frontend_weights"
