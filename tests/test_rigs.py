@@ -42,7 +42,7 @@ def stereo():
     """A store of six pairs of pictures around a scene, 16 units across."""
     rng = np.random.default_rng(5)
     poses = np.array([pose for left in ring(6, rng) for pose in (left, RIGHT @ left)])
-    return synthetic_store(rng, names=NAMES, poses=poses, camera=None)[0]
+    return synthetic_store(rng, points=300, names=NAMES, poses=poses, camera=None)[0]
 
 
 def baselines(model):
@@ -91,7 +91,7 @@ def test_a_rig_that_moves_ahead_begins_with_one_moment(tmp_path):
     left = np.tile(np.eye(4), (6, 1, 1))
     left[:, 2, 3] = 9 - 0.1 * np.arange(6)
     poses = np.array([pose for each in left for pose in (each, RIGHT @ each)])
-    store, _ = synthetic_store(np.random.default_rng(5), names=NAMES, poses=poses, camera=None)
+    store, _ = synthetic_store(np.random.default_rng(5), points=300, names=NAMES, poses=poses, camera=None)
     made = reconstruct(store, tmp_path / "model", choice=CameraChoice(rig=rig()), threads=1).largest
     assert made.registered == 12
     centres = made.centres()

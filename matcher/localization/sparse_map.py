@@ -79,12 +79,9 @@ def read_sparse_map(folder: str | Path, store: Store) -> SparseMap:
         keypoints.append(np.array([p.xy for p in seen], np.float64).reshape(-1, 2) - HALF_PIXEL)
         points.append(np.array([rows[p.point3D_id] if p.has_point3D() else -1 for p in seen], np.int64))
         check_numbers(place, f"a keypoint of {image.name}", keypoints[-1])
-        own = store.keypoints(image.name)
+        own, most = store.keypoints(image.name), 4 / min(store.scale(image.name))  # 4: as refinement moves
         same = len(own) == len(seen)
-        if same and len(own):
-            moved = np.median(np.linalg.norm(own - keypoints[-1], axis=1))
-            same = moved < 4 / min(store.scale(image.name))  # resized pixels, by which refinement moves
-        if not same:
+        if not same or (len(own) and np.median(np.linalg.norm(own - keypoints[-1], axis=1)) >= most):
             raise IntegrityError(
                 f"{place}: the {len(seen)} keypoints of {image.name} are not the {len(own)} of the run "
                 f"{store.folder}, whose images or settings have changed since, or which is another model's: "
@@ -156,9 +153,7 @@ class RetrievalIndex:
     def build(cls, names: Sequence[str], features: Callable[[str], Features]) -> RetrievalIndex:
         """The index of these images; their features are read twice and not kept."""
         vocabulary, kind = collection_vocabulary(names, features)
-        if vocabulary is None:
-            return cls(None, np.zeros((len(names), 1), np.float16), kind)
-        rows = [global_descriptor(vocabulary, features(name)) for name in names]
+        rows = [global_descriptor(vocabulary, features(name)) for name in names] if vocabulary else []
         return cls(vocabulary, np.array(rows, dtype=np.float16), kind)
 
     def similar(self, features: Features, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -181,11 +176,11 @@ def open_index(
     with suppress(OSError, ValueError, KeyError, TypeError, SafetensorError):
         return _read(folder / INDEX, wanted, len(names))  # absent or damaged: it can be made again
     index = RetrievalIndex.build(names, features)
-    own = index.vocabulary or Vocabulary(*(np.zeros((0, n)) for n in (0, 1, 1)), 0)
-    arrays = dict(words=own.words, target=own.target, sign=own.sign, table=index.table)
-    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    with suppress(OSError):  # a folder that cannot be written costs time only
-        write_whole(folder / INDEX, save(arrays, {"kind": index.kind, "of": wanted}))
+    if (own := index.vocabulary) is not None:
+        arrays = dict(words=own.words, target=own.target, sign=own.sign, table=index.table)
+        arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        with suppress(OSError):  # a folder that cannot be written costs time only
+            write_whole(folder / INDEX, save(arrays, {"kind": index.kind, "of": wanted}))
     return index
 
 
@@ -196,12 +191,9 @@ def _read(path: Path, of: str, images: int) -> RetrievalIndex:
     arrays, length = load(data), int.from_bytes(data[:8], "little")
     about = json.loads(data[8 : 8 + length])["__metadata__"]
     words, target, sign, table = (arrays[name] for name in ("words", "target", "sign", "table"))
-    sound = about["of"] == of and table.ndim == 2 and len(table) == images and np.isfinite(table).all()
-    if words.size:
-        sound = sound and words.ndim == 2 and np.isfinite(words).all() and target.dtype.kind == "i"
-        sound = sound and target.shape == sign.shape == (words.size,) and (np.abs(sign) == 1).all()
-        sound = sound and ((target >= 0) & (target < table.shape[1])).all()
-    if not sound:
+    sound = about["of"] == of and words.ndim == table.ndim == 2 and len(table) == images
+    sound = sound and np.isfinite(table).all() and np.isfinite(words).all() and target.dtype.kind == "i"
+    sound = sound and target.shape == sign.shape == (words.size,) and (np.abs(sign) == 1).all()
+    if not (sound and words.size and ((target >= 0) & (target < table.shape[1])).all()):
         raise ValueError("its arrays are none of an index")
-    vocabulary = Vocabulary(words, target, sign, table.shape[1]) if words.size else None
-    return RetrievalIndex(vocabulary, table, about["kind"])
+    return RetrievalIndex(Vocabulary(words, target, sign, table.shape[1]), table, about["kind"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -212,8 +213,8 @@ def georegister(model: Any, positions: Mapping[str, Any]) -> tuple[dict[str, Any
     names = sorted({image.name for image in _registered(model)} & positions.keys())
     if len(names) < 4:  # three place a model, and one confirms it
         return None, f"they are {len(names)}, and 4 are needed" if names else None
-    given = np.array([positions[name] for name in names], dtype=np.float64)
-    metres = np.asarray(pycolmap.GPSTransform().ellipsoid_to_enu(given, *given[0]))
+    origin = positions[names[0]]
+    metres = _metres(positions, names, origin)
     spread = np.linalg.svd(metres - metres.mean(axis=0), compute_uv=False)
     if spread[0] < _NEAR:
         return None, f"they lie within {_NEAR:g} m of each other, which a receiver is easily off"
@@ -224,7 +225,7 @@ def georegister(model: Any, positions: Mapping[str, Any]) -> tuple[dict[str, Any
     if found is None:
         return None, f"fewer than 4 agree with the cameras to {_NEAR:g} m"
     model.transform(found)
-    return agreement(model, positions, given[0].tolist()), None
+    return agreement(model, positions, origin), None
 
 
 def agreement(model: Any, positions: Mapping[str, Any], origin: list[float]) -> dict[str, Any] | None:
@@ -232,11 +233,16 @@ def agreement(model: Any, positions: Mapping[str, Any], origin: list[float]) -> 
     centres = {image.name: image.projection_center() for image in _registered(model)}
     if not (names := sorted(centres.keys() & positions.keys())):
         return None
-    given = np.array([positions[name] for name in names], dtype=np.float64)
-    metres = np.asarray(pycolmap.GPSTransform().ellipsoid_to_enu(given, *origin))
+    metres = _metres(positions, names, origin)
     errors = np.linalg.norm([centres[name] for name in names] - metres, axis=1)
     agreeing = {"images": int((errors < _NEAR).sum()), "median_error_metres": float(np.median(errors))}
     return {"origin": list(origin), **agreeing}  # latitude, longitude, altitude of (0, 0, 0)
+
+
+def _metres(positions: Mapping[str, Any], names: list[str], origin: list[float]) -> np.ndarray:
+    """(N, 3) east, north and up of the origin."""
+    given = np.array([positions[name] for name in names], dtype=np.float64)
+    return np.asarray(pycolmap.GPSTransform().ellipsoid_to_enu(given, *origin))
 
 
 # --- Rigs
@@ -343,26 +349,25 @@ def keep_certain(model: Any, job: Job) -> None:
     """
     with np.load(job["deviations"]) as stored:
         deviation = {name: stored[name] for name in stored.files}
-    unrefined = {
-        number: sum(
-            bool(np.isnan(deviation[name][each.point2D_idx]))
-            for each in point.track.elements
-            if (name := model.image(each.image_id).name) in deviation
-        )
-        for number, point in model.points3D.items()
+    seen = {
+        image.image_id: [
+            (i, point.point3D_id, deviation[image.name][i])
+            for i, point in enumerate(image.points2D)
+            if point.has_point3D()
+        ]
+        for image in _registered(model)
+        if image.name in deviation
     }
-    for image in _registered(model):
-        if (given := deviation.get(image.name)) is None:
-            continue
-        points = {i: point.point3D_id for i, point in enumerate(image.points2D) if point.has_point3D()}
+    unrefined = Counter(point for rows in seen.values() for _, point, given in rows if np.isnan(given))
+    for number, rows in seen.items():
         go = [
             i
-            for i, point in points.items()
-            if (unrefined[point] > 1 if np.isnan(given[i]) else given[i] > job["max_deviation"])
+            for i, point, given in rows
+            if (unrefined[point] > 1 if np.isnan(given) else given > job["max_deviation"])
         ]
-        for i in go if len(points) - len(go) >= 15 else ():
-            if model.image(image.image_id).points2D[i].has_point3D():  # or it went with another observation
-                model.delete_observation(image.image_id, i)
+        for i in go if len(rows) - len(go) >= 15 else ():
+            if model.image(number).points2D[i].has_point3D():  # or it went with another observation
+                model.delete_observation(number, i)
     if job["mapper"] != "triangulate":
         adjust(model, job["fixed_cameras"], job["threads"])
     model.update_point_3d_errors()

@@ -7,6 +7,7 @@ import mmap
 import struct
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,11 +76,10 @@ def find_run(model: str | Path) -> Path:
     named, run = read_summary(folder).get("run"), folder.absolute()
     known = isinstance(named, str) and named.isprintable()
     run = run / named if known else run.with_name(f"{run.name}-run")
-    try:
+    with suppress(OSError):  # of a name that no file can have
         if (run / DATABASE).is_file():
             return run.resolve()
-    except OSError:  # a name that no file can have
-        run = run.with_name(f"{run.name[:80]}…")
+    run = run.with_name(run.name[:200])
     raise UsageError(
         f"{folder} does not say which run holds the features of its images, or the run is not at {run}: name "
         f"it (run_dir in Python; `matcher localize {folder} PHOTOS --run RUN_DIR`); for a model of another "
