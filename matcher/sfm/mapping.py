@@ -18,24 +18,12 @@ from matcher.sfm.models import poses_of
 from matcher.sfm.plot import draw_model
 
 _NEAR = 15.0  # metres, by which a receiver in a telephone is easily off
-Job = Mapping[str, Any]  # see `main`
+Job = Mapping[str, Any]  # see `_mapped` in `reconstruct.py`
 Models = Mapping[int, Any]
 
 
 def main() -> None:
-    """Read the job (JSON) from standard input, map, and write models and what is said of them.
-
-    Job: `database`, `images` (folder that only colours are taken from), `output` (an existing folder), `work`
-    (another one), `result` (the file to write: what is said of each model as JSON), `mapper` (incremental,
-    global, or triangulate for points only), `poses` (None, or those to start from: name → cam_from_world
-    (3, 4)), `positions` (name → latitude, longitude, altitude), `origin` (None, or the position that the
-    poses to start from are metres east, north and up of), `fixed_cameras` (numbers of those that are not
-    refined), `all_fixed` (these are all), `min_images` of a model, `threads` (−1: all), `seed`, `verify` (run
-    COLMAP's geometric verification first), `max_deviation` (None, or pixels beyond which an observation is
-    uncertain), `deviations` (the file that says how uncertain each is), `rig` (None, or COLMAP's
-    rig_config.json, which is completed from the largest model) and `rig_known` (whether it says how all its
-    cameras are fixed to each other).
-    """
+    """Read the job (JSON, made by `reconstruct`) from standard input, map, write models and a result."""
     # An interrupt reaches the whole group; the parent ends this process, which must not print a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     job = json.load(sys.stdin)

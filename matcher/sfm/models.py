@@ -164,12 +164,11 @@ def read_model(folder: Path) -> Any:
         model = pycolmap.Reconstruction(str(folder))
     except Exception as error:  # of C++, of any type
         raise _damaged(folder, str(error)[:200]) from error
-    names = Counter(image.name for image in model.images.values())
-    for number, image in model.images.items():
-        if fault := name_fault(image.name):
-            raise _damaged(folder, f"the name of image {number} {fault}")
-        if names[image.name] > 1:
-            raise _damaged(folder, f"two images are named {image.name}")
+    for name, count in Counter(image.name for image in model.images.values()).items():
+        if fault := name_fault(name):
+            raise _damaged(folder, f"the name of an image {fault}")
+        if count > 1:
+            raise _damaged(folder, f"two images are named {name}")
     for name, pose in poses_of(model).items():
         try:
             check_poses(pose[None])
@@ -216,22 +215,33 @@ def _check_files(folder: Path, pycolmap: Any) -> None:
     records. Text models are passed.
     """
 
-    def params(number: int) -> int:
-        kind = pycolmap.CameraModelId(number)  # ValueError for an unknown one
-        return len(pycolmap.Camera.create_from_model_id(1, kind, 1.0, 1, 1).params)
+    def take(form: str) -> tuple:
+        return struct.unpack(f"<{form}", data.read(struct.calcsize(f"<{form}")))
 
-    def rig(file: _Reader) -> None:
-        for number in range(file.take("II")[1]):  # sensors
-            file.take("8x")
-            if number and file.take("B")[0]:  # whether its pose in the rig is known
-                file.take("7d")
+    def rig() -> None:
+        for number in range(take("II")[1]):  # sensors
+            take("8x")
+            if number and take("B")[0]:  # whether its pose in the rig is known
+                take("7d")
+
+    def camera() -> None:
+        kind = pycolmap.CameraModelId(take("IiQQ")[1])  # ValueError for an unknown one
+        take(f"{len(pycolmap.Camera.create_from_model_id(1, kind, 1.0, 1, 1).params)}d")
+
+    def image() -> None:
+        take("I7dI")
+        start = data.tell()
+        if (end := data.find(b"\0", start, start + 4096)) <= start:
+            raise ValueError("the name of an image does not end, or is empty")
+        data.read(end + 1 - start).decode("utf-8")
+        take(f"{24 * take('Q')[0]}x")
 
     records = {
         "rigs.bin": rig,
-        "cameras.bin": lambda file: file.take(f"{params(file.take('IiQQ')[1])}d"),
-        "frames.bin": lambda file: file.take(f"{16 * file.take('II7dI')[-1]}x"),  # number, rig, pose; images
-        "images.bin": lambda file: (file.take("I7dI"), file.name(), file.take(f"{24 * file.take('Q')[0]}x")),
-        "points3D.bin": lambda file: file.take(f"{8 * file.take('Q3d3BdQ')[-1]}x"),  # …; its track
+        "cameras.bin": camera,
+        "frames.bin": lambda: take(f"{16 * take('II7dI')[-1]}x"),  # number, rig, pose; images
+        "images.bin": image,
+        "points3D.bin": lambda: take(f"{8 * take('Q3d3BdQ')[-1]}x"),  # …; its track
     }
     for name, skip in records.items():
         path = folder / name
@@ -241,30 +251,9 @@ def _check_files(folder: Path, pycolmap: Any) -> None:
             continue
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                reader = _Reader(data)
-                for _ in range(*reader.take("Q")):
-                    skip(reader)
-                if reader.at != len(data):
+                for _ in range(*take("Q")):
+                    skip()
+                if data.read(1):
                     raise ValueError("it is longer than its records")
         except (OSError, ValueError, OverflowError, struct.error) as error:
             raise _damaged(path, str(error)) from error
-
-
-class _Reader:
-    """The bytes of a file and how far they have been read."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.at = data, 0
-
-    def take(self, form: str) -> tuple:
-        start, self.at = self.at, self.at + struct.calcsize(f"<{form}")
-        if self.at > len(self.data):
-            raise ValueError("it is cut short")
-        return struct.unpack_from(f"<{form}", self.data, start)
-
-    def name(self) -> None:
-        end = self.data.find(b"\0", self.at, self.at + 4096)
-        if end <= self.at:
-            raise ValueError("the name of an image does not end, or is empty")
-        self.data[self.at : end].decode("utf-8")
-        self.at = end + 1

@@ -208,16 +208,16 @@ def _mapped(
         "images": str(photos if photos.is_dir() else work),  # only colours are taken from there
         "output": str(part),
         "work": str(work),
-        "result": str(work / "result.json"),
-        "deviations": str(work / "deviations.npz"),
-        "fixed_cameras": report.given_cameras,
+        "result": str(work / "result.json"),  # to be written: what is said of each model
+        "deviations": str(work / "deviations.npz"),  # how uncertain each observation is
+        "fixed_cameras": report.given_cameras,  # numbers of those that are not refined
         "all_fixed": all_fixed,
         "min_images": min(job["min_images"], report.images),  # of two photos there is a model, too
         "verify": all(pair.geometry.status == "not_estimated" for pair in store.pairs()),
         "poses": poses and {name: pose[:3].tolist() for name, pose in poses.cam_from_world.items()},
-        "origin": None if place is None else place["origin"],
-        "positions": {},
-        "rig": None if choice.rig is None else str(part / RIG),
+        "origin": None if place is None else place["origin"],  # poses are metres east, north and up of it
+        "positions": {},  # latitude, longitude, altitude by name
+        "rig": None if choice.rig is None else str(part / RIG),  # completed from the largest model
         "rig_known": choice.rig is None or choice.rig.known,
     }
     if job["max_deviation"] is not None:

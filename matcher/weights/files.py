@@ -289,19 +289,14 @@ def read_tensors(data: bytes) -> dict[str, Tensor]:
 def checked(tensors: dict[str, Tensor], expected: dict[str, Tensor], owner: str) -> dict[str, Tensor]:
     """These tensors, if they have the expected names and shapes and are finite; `owner` is for the message;
     `IntegrityError`: tensors are missing, extra, misshaped or not finite."""
-    faults: dict[str, list[str]] = {
+    both = [name for name in expected if name in tensors]
+    wrong = [name for name in both if tensors[name].shape != expected[name].shape]
+    faults = {
         "missing": [name for name in expected if name not in tensors],
         "extra": sorted(set(tensors) - set(expected)),
-        "misshaped": [],
-        "not finite": [],
+        "misshaped": [f"{n} is {tuple(tensors[n].shape)}, not {tuple(expected[n].shape)}" for n in wrong],
+        "not finite": [name for name in both if not bool(tensors[name].isfinite().all())],
     }
-    for name in (name for name in expected if name in tensors):
-        if tensors[name].shape != expected[name].shape:
-            faults["misshaped"].append(
-                f"{name} is {tuple(tensors[name].shape)}, not {tuple(expected[name].shape)}"
-            )
-        elif not bool(tensors[name].isfinite().all()):
-            faults["not finite"].append(name)
     problems = []
     for fault, names in faults.items():
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
