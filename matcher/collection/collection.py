@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -280,7 +280,7 @@ class Collection:
             if wanted is not None:
                 found = (pair for pair in found if not wanted.isdisjoint(pair))
             added = runner.add_pairs(writer, found, setup.shard)
-            writer.set_meta("pair_choice", choice.to_json())
+            writer.set_meta("pair_choice", schema.to_json(asdict(choice)))
             return added
 
     def extract(self, *, everything: bool = False, on_progress: OnProgress | None = None) -> int:

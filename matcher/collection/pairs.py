@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -64,13 +64,13 @@ class FaultTally:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self._first: dict[str, list[str]] = {}
+        self._first: dict[str, list[str]] = defaultdict(list)
 
     def __call__(self, fault: PairFault) -> None:
         """Count one fault."""
         self.counts[fault.kind] += 1
         if self.counts[fault.kind] <= 5:
-            self._first.setdefault(fault.kind, []).append(f"{fault.line} ({fault.text})")
+            self._first[fault.kind].append(f"{fault.line} ({fault.text})")
 
     def lines(self) -> list[str]:
         """The tally as text: one line per kind, with the first line numbers."""
@@ -222,13 +222,12 @@ def nearby_pairs(positions: Mapping[str, Sequence[float]], k: int) -> list[tuple
             "choose pairs in another way, such as by similar images"
         )
     names = list(positions)
-    degrees = np.array([list(positions[name])[:2] for name in names], dtype=np.float64)
-    metres = 111_195.0 * degrees  # of latitude, on a sphere
-    east = (degrees[:, 1] - degrees[0, 1] + 180) % 360 - 180  # the shorter way round
-    metres[:, 1] = 111_195.0 * east * np.cos(np.deg2rad(degrees[0, 0]))
+    places = np.array([list(positions[name])[:2] for name in names], dtype=np.float64)  # on a sphere
+    places[:, 1] = (places[:, 1] - places[0, 1] + 180) % 360 - 180  # the shorter way round
+    places[:, 1] *= np.cos(np.deg2rad(places[0, 0]))
     found: set[tuple[int, int]] = set()
-    for row, here in enumerate(metres):
-        distance = np.linalg.norm(metres - here, axis=1)
+    for row, here in enumerate(places):
+        distance = np.linalg.norm(places - here, axis=1)
         distance[row] = -1
         nearest = np.argsort(distance, kind="stable")[1 : k + 1].tolist()
         found.update((min(row, other), max(row, other)) for other in nearest)
@@ -269,8 +268,8 @@ def preemptive_pairs(
     partners.
 
     `partners` says how many others an image is matched with already; they count among its `BEST`. Where the
-    pipeline's geometry needs cameras, a fundamental matrix verifies. `on_progress` is called after every
-    candidate with how many are done, and all.
+    pipeline's geometry needs cameras, a fundamental matrix verifies. `on_progress` is called with how many
+    candidates are done, and all.
     """
     estimation, verifier = pipeline.config.estimation, pipeline
     if estimation.kind == "essential":

@@ -7,12 +7,11 @@ content, and an image's features: `Photos` by a front end, `export.hloc.HlocFeat
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from glob import escape
@@ -93,7 +92,15 @@ class Selection:
     def parse(cls, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Selection:
         """Patterns as a user gives them: `@FILE` stands for the names in a file, one per line; `UsageError`:
         such a file cannot be read, or names nothing."""
-        return cls(_expanded(include), _expanded(exclude))
+
+        def expanded(patterns: Sequence[str]) -> Iterator[str]:
+            for pattern in patterns:
+                if pattern.startswith("@"):
+                    yield from _listed(Path(pattern[1:]))
+                else:
+                    yield pattern.removeprefix("./")
+
+        return cls(tuple(expanded(include)), tuple(expanded(exclude)))
 
     def apply(self, names: Iterable[str]) -> list[str]:
         """The selected names, in the order given; `UsageError`: a pattern that matches no name, or nothing is
@@ -122,13 +129,6 @@ def _fits(name: str, pattern: str) -> bool:
         return name.startswith(pattern)
     tail = name if "/" in pattern else PurePosixPath(name).name
     return name == pattern or fnmatchcase(tail, pattern)
-
-
-def _expanded(patterns: Sequence[str]) -> tuple[str, ...]:
-    found: list[str] = []
-    for pattern in patterns:
-        found += _listed(Path(pattern[1:])) if pattern.startswith("@") else [pattern.removeprefix("./")]
-    return tuple(found)
 
 
 def _listed(path: Path) -> list[str]:
@@ -269,13 +269,9 @@ class PairChoice:
         """Whether images must be extracted before their pairs can be chosen."""
         return self.method in ("similar", "preemptive")
 
-    def to_json(self) -> str:
-        """As the store keeps it."""
-        return json.dumps(asdict(self))
-
     @classmethod
     def from_json(cls, text: str) -> PairChoice:
-        """The inverse of `to_json`; `IntegrityError` for anything else."""
+        """One whose fields are in JSON; `IntegrityError` for anything else."""
         values = parse_json(text, "the choice of pairs")
         with suppress(TypeError):
             found = cls(**values)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,21 +41,27 @@ class _Step(NamedTuple):
     children: np.ndarray  # (k,) nodes
 
 
-def refine_tracks(
-    store: Store, config: RefineConfig, on_progress: Callable[[int, int], None] | None = None
-) -> dict[str, RefinedKeypoints]:
-    """The keypoints of all images of a run, by name; observations of tracks are refined against their
-    references. A keypoint that is in no track, is the reference of its track, or was not accepted keeps its
-    position. `on_progress` is called with the number of track keypoints refined so far, and of all.
+def refine_run(store: Store, on_progress: Callable[[int, int], None] | None = None) -> str:
+    """Refine the keypoints of a run's tracks and store them, once, if its configuration asks for it; returns
+    why nothing was done although it does, empty otherwise.
 
-    `ImageError`: an image cannot be read; `IntegrityError`: it is not what it was when its keypoints were
-    found.
+    A keypoint that is in no track, is the reference of its track, or was not accepted keeps its position.
+    `on_progress` is called with the number of track keypoints refined so far, and of all. `ImageError`: an
+    image cannot be read; `IntegrityError`: it is not what it was when its keypoints were found.
     """
+    values = store.settings.get("config", {}).get("refine")
     images = [image for image in store.images() if image.status == "done"]
-    scales = np.array([store.scale(image.name) for image in images]).reshape(-1, 2)
+    if values is None or not images or store.refined_keypoints(images[0].name) is not None:
+        return ""
+    if absent := [image.name for image in images if not image.path.is_file()]:
+        return f"keypoints are not refined: {len(absent)} images are not in their folder, such as {absent[0]}"
+    config = from_dict(RefineConfig, values)
+    # A larger window is affordable, as a track is refined once for all its pairs.
+    config = replace(config, window=max(config.window, 21))
+    scales = np.array([store.scale(image.name) for image in images])
     counts = np.array([image.count for image in images], dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    points = np.concatenate([np.zeros((0, 2)), *(store.keypoints(image.name) for image in images)])
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    points = np.concatenate([store.keypoints(image.name) for image in images]).astype(np.float64)
     found = _Positions(points, np.repeat(DEVIATION**2 / scales.prod(axis=1), counts))
     pairs, numbers = list(verified_pairs(store)), {image.name: index for index, image in enumerate(images)}
     track, image, keypoint = build_tracks(pairs, {i.name: i.count for i in images}).table().T
@@ -65,8 +72,6 @@ def refine_tracks(
     graph = _MatchGraph(nodes, [pair.scores for pair in pairs], track_of)
     zooms = (1 / np.sqrt(scales.prod(axis=1))).tolist()
     read = ImagePyramids([i.path for i in images], [i.size for i in images], zooms)
-    # A larger window is affordable, as a track is refined once for all its pairs.
-    config = replace(config, window=max(config.window, 21))
 
     def refine(step: _Step) -> Matches:
         order = slice(None, None, -1 if step.reverse else 1)
@@ -82,7 +87,16 @@ def refine_tracks(
         if on_progress is not None:
             on_progress(graph.reached, graph.total)
     found.average((step, refine(step)) for step in graph.sweep(found.refined))
-    return {image.name: found.part(slice(*starts[i : i + 2])) for i, image in enumerate(images)}
+    parts = [slice(*ends) for ends in pairwise(starts)]
+    arrays = found.points.astype(np.float32), found.covariances, found.refined
+    with Writer(store.folder) as writer, writer.transaction():
+        writer.put_refined(
+            {
+                image.name: RefinedKeypoints(*(array[part] for array in arrays))
+                for image, part in zip(images, parts, strict=True)
+            }
+        )
+    return ""
 
 
 class _Positions:
@@ -101,11 +115,10 @@ class _Positions:
 
     def take(self, step: _Step, matches: Matches) -> None:
         """Update accepted children; the covariances of their parents are added to theirs."""
-        accepted = matches.refinement.accepted
+        accepted, covariances = matches.refinement.accepted, matches.refinement.covariances
         children = step.children[accepted]
         self.points[children] = matches.points1[accepted]
-        inherited = self._inherited(step)[accepted]
-        self.covariances[children] = matches.refinement.covariances[accepted] + inherited
+        self.covariances[children] = (covariances + self._inherited(step))[accepted]
         self.refined[children] = True
 
     def average(self, found: Iterable[tuple[_Step, Matches]]) -> None:
@@ -131,10 +144,6 @@ class _Positions:
 
     def _inherited(self, step: _Step) -> np.ndarray:
         return self.covariances[step.parents] * self.refined[step.parents, None, None]
-
-    def part(self, rows: slice) -> RefinedKeypoints:
-        points = self.points[rows].astype(np.float32)
-        return RefinedKeypoints(points, self.covariances[rows], self.refined[rows])
 
 
 class ImagePyramids:
@@ -229,19 +238,3 @@ class _MatchGraph:
                     where = rows[chosen]
                     pair = int(self._pairs[where[0]])
                     yield _Step(pair, reverse, self._rows[where], parents[chosen], children[chosen])
-
-
-def refine_run(store: Store, on_progress: Callable[[int, int], None] | None = None) -> str:
-    """Refine a run's tracks and store the result, once, if its configuration asks for it; returns why nothing
-    was done although it does, empty otherwise. Errors as of `refine_tracks`."""
-    values = store.settings.get("config", {}).get("refine")
-    images = [image for image in store.images() if image.status == "done"]
-    if values is None or not images or store.refined_keypoints(images[0].name) is not None:
-        return ""
-    absent = [image.name for image in images if not image.path.is_file()]
-    if absent:
-        return f"keypoints are not refined: {len(absent)} images are not in their folder, such as {absent[0]}"
-    found = refine_tracks(store, from_dict(RefineConfig, values), on_progress)
-    with Writer(store.folder) as writer, writer.transaction():
-        writer.put_refined(found)
-    return ""

@@ -87,10 +87,7 @@ class Exif(NamedTuple):
 
 def check_used(choice: CameraChoice, names: Iterable[str]) -> None:
     """`UsageError` for a camera for all photos where every photo has another one."""
-    if choice.camera is None:
-        return
-    known = _known_cameras(choice)
-    others = [known(name) for name in names]
+    others = [] if choice.camera is None else list(map(_known_cameras(choice), names))
     if others and all(other is not None and not _same(other, choice.camera) for other in others):
         where = "their poses" if choice.rig is None else f"{choice.rig.source}, or with their poses"
         raise UsageError(
@@ -148,27 +145,23 @@ def group_cameras(
     if choice.camera is not None:  # which is not refined, wherever it comes from
         adjustable = {each for each in adjustable if not _same(each, choice.camera)}
     adjustable -= set(choice.rig.intrinsics().values()) if choice.rig is not None else set()
-    return [
-        (_intrinsics(size, known, exif, choice.model, known not in adjustable), group)
-        for (size, known, _), (exif, group) in groups.items()
-    ]
+    focals, more = CAMERA_MODELS[choice.model]
+    found = []
+    for (size, known, _), (exif, group) in groups.items():
+        if known is not None:
+            params, given = known.to_colmap()[1], known not in adjustable
+            found.append((Intrinsics(known.model, size, params, given, focal_known=True), group))
+            continue
+        focal = focal_of_film(exif.focal_35mm, size)
+        start = (focal or GUESSED_FOCAL * max(size),) * focals
+        params = (*start, size[0] / 2, size[1] / 2, *(0.0,) * more)
+        found.append((Intrinsics(choice.model, size, params, given=False, focal_known=focal > 0), group))
+    return found
 
 
 def _same(first: Camera, second: Camera) -> bool:
     """Whether two cameras have the same intrinsics; one may not say its size."""
     return replace(first, size=None) == replace(second, size=None)
-
-
-def _intrinsics(
-    size: tuple[int, int], camera: Camera | None, exif: Exif, model: str, given: bool
-) -> Intrinsics:
-    if camera is not None:
-        return Intrinsics(camera.model, size, camera.to_colmap()[1], given=given, focal_known=True)
-    focal = focal_of_film(exif.focal_35mm, size)
-    focals, more = CAMERA_MODELS[model]
-    start = (focal or GUESSED_FOCAL * max(size),) * focals
-    params = (*start, size[0] / 2, size[1] / 2, *(0.0,) * more)
-    return Intrinsics(model, size, params, given=False, focal_known=focal > 0)
 
 
 def read_exif(path: Path) -> Exif:
@@ -181,22 +174,6 @@ def read_exif(path: Path) -> Exif:
         return Exif(*(str(tags.get(tag, "")) for tag in (0x010F, 0x0110)), *focals)
     except Exception:  # a header can be wrong in any way, and nothing depends on it
         return Exif()
-
-
-def _colmap_rigs(pycolmap: Any, rig: RigConfig) -> list[Any]:
-    """`pycolmap.RigConfig` for each rig; intrinsics are the database's."""
-    found = []
-    for cameras in rig.rigs:
-        config, rows = pycolmap.RigConfig(), []
-        for number, each in enumerate(cameras):
-            row = pycolmap.RigConfigCamera()
-            row.image_prefix, row.ref_sensor = each.prefix, number == 0
-            if number and each.cam_from_rig is not None:
-                row.cam_from_rig = as_rigid(each.cam_from_rig)
-            rows.append(row)
-        config.cameras = rows
-        found.append(config)
-    return found
 
 
 # The database.
@@ -235,6 +212,7 @@ def write_colmap(
     pycolmap = import_pycolmap()
     run = ExportedRun(store, out, utf8="COLMAP", only=only)
     report, cameras, rig = run.report, group_cameras(run.images, choice), choice and choice.rig
+    report.cameras = len(cameras)
     if rig is not None:
         rig.frames(run.names)  # they fit
     # Without a DatabaseTransaction, whose end kills the process where the disk is full.
@@ -247,7 +225,6 @@ def write_colmap(
             camera.has_prior_focal_length = intrinsics.focal_known
             number = database.write_camera(camera)
             camera_of |= {image.name: number for image in group}
-            report.cameras += 1
             report.guessed_cameras += 0 if intrinsics.focal_known else len(group)
             if intrinsics.given:
                 report.given_cameras.append(number)
@@ -264,7 +241,18 @@ def write_colmap(
                 database.write_two_view_geometry(*ends, verified)
         if rig is not None:
             pycolmap.logging.minloglevel = pycolmap.logging.WARNING.value
-            pycolmap.apply_rig_config(_colmap_rigs(pycolmap, rig), database)
+            rigs = []  # their intrinsics are the database's
+            for cameras in rig.rigs:
+                config, rows = pycolmap.RigConfig(), []
+                for number, each in enumerate(cameras):
+                    row = pycolmap.RigConfigCamera()
+                    row.image_prefix, row.ref_sensor = each.prefix, number == 0
+                    if number and each.cam_from_rig is not None:
+                        row.cam_from_rig = as_rigid(each.cam_from_rig)
+                    rows.append(row)
+                config.cameras = rows
+                rigs.append(config)
+            pycolmap.apply_rig_config(rigs, database)
     return report
 
 

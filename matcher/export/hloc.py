@@ -17,7 +17,7 @@ import numpy as np
 from matcher.arrays import to_numpy
 from matcher.collection.sources import Extracted, Photos, Selection, stamp_of
 from matcher.config import NetworkConfig
-from matcher.errors import ImageError, UsageError, install_command
+from matcher.errors import ImageError, MatcherError, UsageError, install_command
 from matcher.export.output import ExportedRun, ExportReport, whole_folder
 from matcher.geometry import resized
 from matcher.pipeline import Pipeline
@@ -84,8 +84,6 @@ def write_hloc(store: Store, out: Path, *, overwrite: bool = False) -> ExportRep
 # Existing features in this layout, which may be anybody's: HDF5 can link to other files, and says sizes that
 # no memory holds.
 
-_DAMAGED = (KeyError, OSError, RuntimeError, TypeError, ValueError)
-
 
 @dataclass(frozen=True)
 class HlocFeatures:
@@ -104,12 +102,7 @@ class HlocFeatures:
         """Sorted names of the selected images in the file, and those that no store can hold; `UsageError`:
         it is absent, not HDF5, or holds no features, or a selection that fits nothing."""
         with self._open() as file:
-            try:
-                names = set(_entries(file))
-            except UsageError:
-                raise
-            except _DAMAGED as error:
-                raise UsageError(f"{self.file} is damaged ({error}); export it again") from None
+            names = set(_entries(file))
         if not names:
             raise UsageError(f"{self.file} holds no group with keypoints; it is no features file of hloc's")
         return self.selection.of_usable(names)
@@ -150,27 +143,25 @@ class HlocFeatures:
         return Extracted(name, features, digest, self.stamp(name))
 
     def _read(self, name: str) -> dict[str, np.ndarray]:
-        with self._open() as file:
-            try:
-                if name not in file:
-                    raise ImageError(f"{self.file} has no features of {name}; names are paths below a folder")
-                group = file[name]
-                wanted = ("keypoints", "descriptors", "image_size", *_OPTIONAL)
-                return {key: _array(group, key) for key in wanted if key in _keys(group)}
-            except _DAMAGED as error:
-                raise ImageError(f"{self.file}: {name} cannot be read ({error})") from None
+        with self._open(ImageError, f"{name} ") as file:
+            if name not in file:
+                raise ImageError(f"{self.file} has no features of {name}; names are paths below a folder")
+            group, wanted = file[name], {"keypoints", "descriptors", "image_size", *_OPTIONAL}
+            return {key: _array(group, key) for key in wanted.intersection(getattr(group, "keys", tuple)())}
 
     @contextmanager
-    def _open(self) -> Iterator[Any]:
+    def _open(self, kind: type[MatcherError] = UsageError, what: str = "") -> Iterator[Any]:
+        """The file, opened; errors of HDF5 in the block are of that kind, as it may be damaged anywhere."""
         h5py = import_h5py()
         if not self.file.is_file():
             raise UsageError(f"{self.file} is not a file; check the path of the features")
         try:
-            file = h5py.File(self.file, "r")
-        except OSError as error:
-            raise UsageError(f"{self.file} is not a readable HDF5 file ({error})") from None
-        with file:
-            yield file
+            with h5py.File(self.file, "r") as file:
+                yield file
+        except MatcherError:
+            raise
+        except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+            raise kind(f"{self.file}: {what}cannot be read as HDF5 ({error}); export it again") from None
 
 
 def find_source(
@@ -234,13 +225,9 @@ def _entries(file: Any) -> Iterator[str]:
             seen.add(place)
             if name.count("/") > 64:  # HDF5's own search takes a time that grows with the square
                 raise UsageError(f"{file.filename} has groups in groups, more than 64 deep")
-            if "keypoints" in _keys(item):
+            if "keypoints" in set(item):  # a link is not followed to see it
                 yield name
             waiting.append((f"{name}/", item))
-
-
-def _keys(item: Any) -> set[str]:
-    return set(item.keys()) if hasattr(item, "keys") else set()
 
 
 def _digest(arrays: dict[str, np.ndarray]) -> str:

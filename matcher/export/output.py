@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -60,12 +61,12 @@ def whole_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
             name as a new one are replaced, and all others stay.
 
     Raises:
-        UsageError: the parent folder is absent or cannot be written, or `path` must not be written.
+        UsageError: the parent folder is absent or cannot be written, or `path` is a file or holds something.
     """
     check_folder(path, overwrite=overwrite)
     # What programs that were killed left of this folder goes; what another one is writing stays.
     for part in path.absolute().parent.glob(f".{glob.escape(path.name[:80])}.{'[0-9a-f]' * 8}.part"):
-        with suppress(OSError):
+        with suppress(OSError, ImportError):
             if (
                 part.is_dir() and not part.is_symlink() and part.stat().st_mtime < time() - 10
             ):  # not a new one
@@ -73,7 +74,7 @@ def whole_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
                 shutil.rmtree(part, ignore_errors=True)
     part, held = _part(path), None
     part.mkdir()
-    with suppress(OSError):  # this disk has no locks
+    with suppress(OSError, ImportError):  # this disk or system has no locks
         held = _hold(part)
     try:
         yield part
@@ -92,9 +93,7 @@ def whole_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def _hold(folder: Path) -> int:
-    """Lock a folder until the returned descriptor is closed or the program ends; `OSError`: it cannot be."""
-    if os.name != "posix":
-        raise OSError("this system has no locks of folders")
+    """Lock a folder until the returned descriptor is closed or the program ends; `OSError`: another has."""
     import fcntl
 
     descriptor = os.open(folder, os.O_RDONLY)
@@ -115,8 +114,7 @@ def _check_place(path: Path) -> None:
 
 
 def check_folder(path: Path, *, overwrite: bool = False) -> None:
-    """Refuse, before any work, a folder that cannot be made, that is a file, or that holds something (see
-    `whole_folder`) (`UsageError`)."""
+    """Before any work, the errors of `whole_folder`."""
     _check_place(path)
     if path.is_symlink() and not path.exists():
         raise UsageError(f"{path} is a link to nothing; name another folder")
@@ -136,9 +134,7 @@ def _move_into(part: Path, path: Path, names: list[str]) -> None:
         return any((path / way).is_symlink() for way in Path(name).parents[:-1])
 
     if through := next(filter(through_link, names), None):
-        raise UsageError(
-            f"{path / through}: there is a link on the way, which leads out; name another folder"
-        )
+        raise UsageError(f"{path / through}: there is a link on the way; name another folder")
     before: object = None
     with suppress(OSError, ValueError, RecursionError):
         before = json.loads(read_given(path / _WRITTEN).decode("utf-8"))
@@ -200,8 +196,9 @@ class ExportedRun:
             if names := [image.name for image in images if image.status == status]:
                 note = f"{len(names)} images {status} in the run are not written: {_few(names)}"
                 self.report.notes.append(note)
-        done = [image for image in images if image.status == "done"]
-        self.images: list[StoredImage] = [replace(image, camera=image.camera or common) for image in done]
+        self.images: list[StoredImage] = [
+            replace(image, camera=image.camera or common) for image in images if image.status == "done"
+        ]
         self.names = [image.name for image in self.images]
         if not self.images:
             raise UsageError(
@@ -209,11 +206,9 @@ class ExportedRun:
             )
         if utf8 is not None:
             self.refuse_names(
-                lambda name: any("\ud800" <= letter <= "\udfff" for letter in name),
-                f"are not UTF-8, which {utf8} needs",
+                lambda name: re.search("[\ud800-\udfff]", name), f"are not UTF-8, which {utf8} needs"
             )
-        self.report.images = len(self.images)
-        self.report.keypoints = sum(image.count for image in self.images)
+        self.report.images, self.report.keypoints = len(self.images), sum(each.count for each in self.images)
 
     def keypoints(self, name: str) -> np.ndarray:
         """(N, 2) float32 in stored pixels; refined ones if the run was refined."""
@@ -251,7 +246,7 @@ class ExportedRun:
             self.report.verified += pair.geometry.verified
             yield pair
 
-    def refuse_names(self, bad: Callable[[str], bool], reason: str) -> None:
+    def refuse_names(self, bad: Callable[[str], object], reason: str) -> None:
         """Refuse an export whose format cannot hold some of the names (`UsageError`)."""
         if found := [name for name in self.names if bad(name)]:
             raise UsageError(f"{len(found)} names {reason}; rename them: {_few(found)}")
