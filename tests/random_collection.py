@@ -51,7 +51,7 @@ def put_features(writer: Writer, name: str, found: Features, sha256: str = "") -
 def put_pair(writer: Writer, pair: StoredPair) -> None:
     """Store the matches of two images that have keypoints."""
     names = (pair.name0, pair.name1)
-    data = encode_pair(pair.matches, pair.geometry, *map(writer.store.keypoints, names))
+    data = encode_pair(pair.matches, pair.geometry, *map(writer.keypoints, names))
     writer.put_pairs([EncodedPair(*map(writer.number, names), pair.seconds, data)])
 
 

@@ -188,7 +188,7 @@ def test_what_a_merge_replaces(folder, tmp_path):
     with Writer(other) as writer, writer.transaction():
         writer.execute("DELETE FROM pairs WHERE (image0, image1) IN (VALUES (1, 4), (2, 3))")
         writer.put_pairs([EncodedPair(2, 3, reason="here too")])
-        points = np.zeros_like(writer.store.keypoints(NAMES[3]))
+        points = np.zeros_like(writer.keypoints(NAMES[3]))
         writer.execute("UPDATE keypoints SET data = ? WHERE image = 4", encode_keypoints(points))
     assert run("merge", other, "--into", into) == 4
     with Store.open(into) as store:

@@ -175,7 +175,7 @@ class Collection:
         if not (self.run_dir / schema.DATABASE).exists():
             Store.create(self.run_dir, settings, folder).close()
         with Writer(self.run_dir) as writer:
-            refuse_changes(self.run_dir, writer.store.settings, settings)
+            refuse_changes(self.run_dir, writer.settings, settings)
             self._setup = setup
             return runner.refresh_images(writer, source, masked)
 
@@ -188,7 +188,7 @@ class Collection:
         """
         wanted = {name: as_camera(camera, f"the camera of {name}") for name, camera in cameras.items()}
         with Writer(self.run_dir) as writer, writer.transaction():
-            changed = [name for name in wanted if writer.store.image(name).camera != wanted[name]]
+            changed = [name for name in wanted if writer.image(name).camera != wanted[name]]
             for name in changed:
                 writer.put_camera(name, wanted[name])
             return runner.verify_again(writer, changed)
@@ -265,18 +265,19 @@ class Collection:
         if choice.needs_features:
             self.extract(everything=True, on_progress=on_progress)
         with Writer(self.run_dir) as writer:
-            store = writer.store
             if choice.method == "names":
                 found = pairs
             elif choice.method == "file":
-                found = read_pairs(file, sorted(store.names().values()), on_fault, folder=store.image_folder)
+                found = read_pairs(
+                    file, sorted(writer.names().values()), on_fault, folder=writer.image_folder
+                )
             else:  # images that `add_images` did not find, or without features to compare, get no pairs
                 present = set(setup.source.names()[0])
-                status = {image.name: image.status for image in store.images()}
+                status = {image.name: image.status for image in writer.images()}
                 names = [name for name in sorted(status) if name in present]
                 if choice.needs_features:
                     names = [name for name in names if status[name] == "done"]
-                found = chosen_pairs(choice, names, store, setup, on_progress or (lambda _: None), wanted)
+                found = chosen_pairs(choice, names, writer, setup, on_progress or (lambda _: None), wanted)
             if wanted is not None:
                 found = (pair for pair in found if not wanted.isdisjoint(pair))
             added = runner.add_pairs(writer, found, setup.shard)
@@ -312,13 +313,13 @@ class Collection:
                 with stages.writer.transaction():
                     stages.writer.retry_failed()
             done = stages.extract(everything=everything), stages.match()
-            return RunReport(*done, stages.engine.crashes, stages.writer.store.counts())
+            return RunReport(*done, stages.engine.crashes, stages.writer.counts())
 
     @contextmanager
     def _stages(self, on_progress: OnProgress | None) -> Iterator[Stages]:
         setup = self._ready()
         with Writer(self.run_dir) as writer:
-            runner.check_cameras(writer.store, setup.camera)
+            runner.check_cameras(writer, setup.camera)
             with closing(start_engine(self.run_dir, setup, self.workers)) as engine:
                 batch = batch_size(setup, self.workers)
                 yield Stages(writer, engine, setup.source, batch, on_progress or (lambda _: None))
@@ -463,7 +464,7 @@ def merge(
         if not there:
             Store.create(into, wanted, stores[0].image_folder).close()
         writer = stack.enter_context(Writer(into))
-        refuse_changes(into, writer.store.settings, wanted, same)
+        refuse_changes(into, writer.settings, wanted, same)
         for store in stores:
             with writer.transaction():
                 on_report(_join(writer, store, descriptors))

@@ -90,7 +90,7 @@ def add_pairs(
     Returns:
         Different pairs of the plan (of this part), and how many of them were not in the store yet.
     """
-    numbers = {name: number for number, name in writer.store.names().items()}
+    numbers = {name: number for number, name in writer.names().items()}
     ranks = {name: rank for rank, name in enumerate(sorted(numbers))}
     ends = array("q")
     for pair in pairs:
@@ -124,9 +124,9 @@ def _parts(items: Sequence, batch: int) -> Iterator[Sequence]:
 
 def match_jobs(writer: Writer, batch: int) -> Iterator[Job]:
     """Jobs of waiting pairs, tile by tile, smaller towards the end."""
-    images = {image.name: image for image in writer.store.images()}
-    numbered = {number: images[name] for number, name in writer.store.names().items()}
-    waiting = writer.store.rows("SELECT image0, image1 FROM waiting")
+    images = {image.name: image for image in writer.images()}
+    numbered = {number: images[name] for number, name in writer.names().items()}
+    waiting = writer.rows("SELECT image0, image1 FROM waiting")
     pairs = _by_tiles(np.fromiter((end for pair in waiting for end in pair), np.int64).reshape(-1, 2))
     for part in _parts(pairs, batch):
         items = tuple(map(tuple, part.tolist()))
@@ -193,10 +193,10 @@ class Stages:
 
     def match(self) -> int:
         """Match every waiting pair, returns how many; `ImageError`: no image could be used."""
-        counts = self.writer.store.counts()
+        counts = self.writer.counts()
         if counts.images_failed and not counts.images_done:
-            failed = next(image for image in self.writer.store.images() if image.status == "failed")
-            raise ImageError(f"no image of {self.writer.store.image_folder} could be used; {failed.reason}")
+            failed = next(image for image in self.writer.images() if image.status == "failed")
+            raise ImageError(f"no image of {self.writer.image_folder} could be used; {failed.reason}")
         self._run("match", match_jobs(self.writer, self.batch), self.writer.put_pairs, counts.pairs_waiting)
         return counts.pairs_waiting
 
@@ -239,7 +239,7 @@ class Stages:
             had = writer.execute("SELECT sha256 FROM images WHERE id = ? AND status = ?", number, DONE)
             if not one.failed:
                 points = to_numpy(one.features.keypoints)
-                same = had == [(one.sha256,)] and np.array_equal(writer.store.keypoints(name), points)
+                same = had == [(one.sha256,)] and np.array_equal(writer.keypoints(name), points)
                 if had and not same:
                     writer.forget([name])  # its pairs name keypoints that are no more
                 writer.put_features(name, one.features, one.data, one.sha256, one.stamp)
@@ -280,14 +280,14 @@ def verify_again(writer: Writer, names: Iterable[str]) -> int:
     To be called inside a transaction, so that a camera is never stored beside a geometry that was estimated
     with another.
     """
-    store, names, config = writer.store, set(names), _estimation_of(writer.store)
+    names, config = set(names), _estimation_of(writer)
     if config.kind != "essential" or not names:
         return 0
-    numbers = {name: number for number, name in store.names().items()}
+    numbers = {name: number for number, name in writer.names().items()}
     writer.wait_again("failed", ", ".join(str(numbers[name]) for name in names))
-    images = {image.name: image for image in store.images()}
-    estimator, common, rows = RobustEstimator(config), common_camera(store.settings), []
-    for pair in store.pairs(names):
+    images = {image.name: image for image in writer.images()}
+    estimator, common, rows = RobustEstimator(config), common_camera(writer.settings), []
+    for pair in writer.pairs(names):
         ends, matches = (pair.name0, pair.name1), pair.matches
         geometry = estimator(
             matches.points0,
@@ -295,10 +295,10 @@ def verify_again(writer: Writer, names: Iterable[str]) -> int:
             cameras=tuple(images[name].camera or common for name in ends),
             scores=matches.scores,
             covariances=matches.covariances,
-            thresholds_scale=threshold_scale(*map(store.scale, ends), config.kind),
+            thresholds_scale=threshold_scale(*map(writer.scale, ends), config.kind),
         )
         geometry = reject_improbable(geometry, matches, *(images[name].size for name in ends), least=NOT)
-        data = encode_pair(matches, geometry, *map(store.keypoints, ends))
+        data = encode_pair(matches, geometry, *map(writer.keypoints, ends))
         rows.append(EncodedPair(*(numbers[name] for name in ends), pair.seconds, data))
     writer.put_pairs(rows)
     return len(rows)

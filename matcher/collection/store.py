@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, Self, get_args
 
 import numpy as np
 
@@ -97,7 +97,7 @@ class Store:
         if self._descriptors is not None:
             self._descriptors.close()
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -292,8 +292,8 @@ class EncodedPair(NamedTuple):
         return not self.data
 
 
-class Writer:
-    """Writes an existing store; `store` reads through the same connections."""
+class Writer(Store):
+    """A store that exists, for reading and writing; others can read it meanwhile."""
 
     def __init__(self, run_dir: str | Path) -> None:
         """Take the lock and open the store.
@@ -303,28 +303,24 @@ class Writer:
             IntegrityError: it is damaged, or was written by another version of matcher.
         """
         folder = Path(run_dir)
-        self._path, described = folder / schema.DATABASE, folder / schema.DESCRIPTORS
-        if not self._path.is_file():
+        path, described = folder / schema.DATABASE, folder / schema.DESCRIPTORS
+        if not path.is_file():
             Store.open(folder)  # raises an error that explains how to create one
         check_writable(folder)
         self._lock = schema.lock(folder)
         try:
-            self._connection = schema.opened(self._path, writing=True)
+            connection = schema.opened(path, writing=True)
             if not described.exists():
                 schema.make(described)
-            self._descriptors = schema.opened(described, writing=True)
-            self.store = Store(folder, self._connection, self._descriptors)
+            super().__init__(folder, connection, schema.opened(described, writing=True))
         except BaseException:
             self._lock.close()
             raise
 
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         """Fold the write-ahead logs into the files and let others write."""
         try:
-            self.store.close()
+            super().close()
         finally:
             self._lock.close()
 
@@ -347,7 +343,7 @@ class Writer:
 
     def execute(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
         """Rows of one statement."""
-        return list(self.store.rows(sql, *values))
+        return list(self.rows(sql, *values))
 
     def execute_many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> int:
         """One statement for every row, streamed; the number of rows that it changed."""
@@ -358,7 +354,7 @@ class Writer:
         """The image's number in the database; `UsageError`: there is none of that name."""
         for (number,) in self.execute("SELECT id FROM images WHERE name = ?", name):
             return number
-        raise UsageError(f"the run {self.store.folder} has no image {name!r}")
+        raise UsageError(f"the run {self.folder} has no image {name!r}")
 
     def add_images(self, names: Iterable[str]) -> None:
         """Images that are to be read; those that the store has stay as they are."""
@@ -388,7 +384,7 @@ class Writer:
 
     def put_descriptors(self, number: int, record: bytes) -> None:
         """The descriptor record of an image."""
-        with guarded(self.store.folder / schema.DESCRIPTORS):
+        with guarded(self.folder / schema.DESCRIPTORS):
             self._descriptors.execute("REPLACE INTO descriptors VALUES (?, ?)", (number, record))
 
     def put_refined(self, found: Mapping[str, RefinedKeypoints]) -> None:
@@ -433,7 +429,7 @@ class Writer:
         self.execute(f"DELETE FROM keypoints WHERE image IN ({ids})")
         self._descriptors.execute(f"DELETE FROM descriptors WHERE image IN ({ids})")
         self.execute(f"UPDATE images SET status = {WAITING}, reason = '', count = 0 WHERE id IN ({ids})")
-        self.store._keypoints.cache_clear()
+        self._keypoints.cache_clear()
 
     def wait_again(self, table: str, ids: str) -> None:
         """Pairs of "pairs" or "failed" with one of these images are to be matched again."""
