@@ -134,7 +134,11 @@ def _read_line(raw: bytes, table: NameTable, fault: Callable[[str, str], None]) 
     text = raw.decode("utf-8", errors="surrogateescape").removeprefix("\ufeff").strip()
     if not text or text.startswith("#"):
         return None
-    readings = [] if len(raw) > _LONGEST_LINE else _readings(text)
+    splits = [text.split(mark) for mark in ("\t", ",", ";") if mark in text]
+    quoted = re.findall(r'"([^"]*)"|([^\s,;]+)', text) if '"' in text else []
+    splits.append([one or other for one, other in quoted] or text.split())
+    readings = [[word.strip().strip('"') for word in split if word.strip()] for split in splits]
+    readings = [words for words in readings if len(words) >= 2 and len(raw) <= _LONGEST_LINE]
     for words in readings:
         if None not in (ends := [table.find(word) for word in words[:2]]):
             break
@@ -153,15 +157,6 @@ def _read_line(raw: bytes, table: NameTable, fault: Callable[[str, str], None]) 
         if table.names[end] not in (word, word.removeprefix("./")):
             fault(OTHER_FORM, f"{word} is {table.names[end]}")
     return ends[0], ends[1]
-
-
-def _readings(text: str) -> list[list[str]]:
-    """The words of a line by each of its separators, where these give two or more."""
-    splits = [text.split(mark) for mark in ("\t", ",", ";") if mark in text]
-    quoted = re.findall(r'"([^"]*)"|([^\s,;]+)', text) if '"' in text else []
-    splits.append([one or other for one, other in quoted] or text.split())
-    words = [[word.strip().strip('"') for word in split if word.strip()] for split in splits]
-    return [one for one in words if len(one) >= 2]
 
 
 # Pairs that a choice makes of a run's images.

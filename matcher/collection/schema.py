@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -354,14 +354,6 @@ def _statements(file: str) -> str:
     return made + index * (file == DATABASE)
 
 
-@cache
-def _objects(file: str) -> set[tuple[str, str | None]]:
-    """Name and SQL of everything that a database holds."""
-    with closing(sqlite3.connect(":memory:")) as made:
-        made.executescript(_statements(file))
-        return set(made.execute("SELECT name, sql FROM sqlite_schema"))
-
-
 def make(path: Path, **meta: str) -> None:
     """Create a database, with these rows of `meta`; it gets its name when it is complete."""
     part = path.with_name(f".{path.name}.part")
@@ -414,8 +406,11 @@ def opened(path: Path, *, writing: bool = False) -> sqlite3.Connection:
                     f"version {version}, this one reads {VERSION}): use that one, or match again"
                 )
             # Views, triggers and tables of others would run in our queries, or break them.
-            if set(connection.execute("SELECT name, sql FROM sqlite_schema")) != _objects(path.name):
-                raise damaged(path, "its tables are not those of a run")
+            objects = "SELECT name, sql FROM sqlite_schema ORDER BY name"
+            with closing(sqlite3.connect(":memory:")) as ours:
+                ours.executescript(_statements(path.name))
+                if list(connection.execute(objects)) != list(ours.execute(objects)):
+                    raise damaged(path, "its tables are not those of a run")
             if path.name == DATABASE:
                 _check_rows(connection, path)
             if writing:

@@ -111,10 +111,20 @@ def stored_pipeline(
 def describe(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
     """What the results of a run depend on, ready for JSON; where and on how many workers is no part of it."""
     config = {name: value for name, value in to_dict(pipeline.config).items() if name != "further_passes"}
+    extractor, front_end = pipeline.config.extractor, None
+    learned = setup.source.uses_front_end and extractor.kind != "sift"
+    if learned and extractor.kind != "learned":
+        from matcher.extract.extractor import find_front_end
+
+        learned = find_front_end(extractor.kind).build is not None
+    if learned:
+        given = setup.options.get("frontend_weights")
+        path = locate_front_end(extractor) if given is None else Path(given)
+        front_end = hashlib.sha256(read_bytes(path, "check the path")).hexdigest()
     found = {
         "preset": setup.preset,
         "weights": None if pipeline.weights is None else pipeline.weights.sha256,
-        "frontend_weights": _front_end(setup, pipeline),
+        "frontend_weights": front_end,
         "precision": getattr(pipeline.matcher, "precision", "float32"),
         "config": config,
         "upright": pipeline.upright,
@@ -134,20 +144,6 @@ def feature_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     names = ("frontend_weights", "upright", "alpha_mask", "source", *own)
     found = {name: settings[name] for name in names if name in settings}
     return {**found, "config": {"extractor": settings.get("config", {}).get("extractor")}}
-
-
-def _front_end(setup: Setup, pipeline: Pipeline) -> str | None:
-    """The sha256 of a learned front end's parameters."""
-    config, given = pipeline.config.extractor, setup.options.get("frontend_weights")
-    if not setup.source.uses_front_end or config.kind == "sift":
-        return None
-    if config.kind != "learned":
-        from matcher.extract.extractor import find_front_end
-
-        if find_front_end(config.kind).build is None:
-            return None
-    path = locate_front_end(config) if given is None else Path(given)
-    return hashlib.sha256(read_bytes(path, "check the path")).hexdigest()
 
 
 def differences(

@@ -413,13 +413,6 @@ class Writer(Store):
         """Let the pairs wait that a statement selects as `image0, image1`."""
         self.execute(f"INSERT OR IGNORE INTO waiting SELECT image0, image1 FROM ({pairs})")
 
-    def settle_all(self) -> None:
-        """What is finished has not failed, and neither waits."""
-        self.execute("DELETE FROM refined")
-        self.execute("DELETE FROM failed WHERE (image0, image1) IN (SELECT image0, image1 FROM pairs)")
-        known = "SELECT image0, image1 FROM pairs UNION ALL SELECT image0, image1 FROM failed"
-        self.execute(f"DELETE FROM waiting WHERE (image0, image1) IN ({known})")
-
     def forget(self, names: Iterable[str]) -> None:
         """Images that have changed: they and all their pairs are to be done again."""
         ids = ", ".join(str(self.number(name)) for name in names)

@@ -16,7 +16,7 @@ import numpy as np
 from matcher.arrays import to_numpy
 from matcher.cameras import CAMERA_MODELS
 from matcher.errors import UsageError, unknown_name
-from matcher.export.colmap import HALF_PIXEL, CameraChoice, Intrinsics, group_cameras, to_colmap, write_colmap
+from matcher.export.colmap import HALF_PIXEL, CameraChoice, group_cameras, to_colmap, write_colmap
 from matcher.export.hloc import write_hloc
 from matcher.export.output import ExportedRun, ExportReport, check_folder, whole_file, whole_folder
 from matcher.files import MARK, check_output
@@ -145,7 +145,6 @@ def write_npz(store: Store, out: Path) -> ExportReport:
 
 _NEW = 1 << 31  # cereal's mark of an object that is written for the first time
 _PLAIN = 1 << 30  # cereal's mark of an object of the declared type itself
-_RADIAL = ("SIMPLE_RADIAL", "RADIAL")  # x · (1 + k1 r² + k2 r⁴), as OpenMVG has it
 
 
 def write_openmvg(
@@ -172,10 +171,23 @@ def write_openmvg(
         data |= {"width": image.size[0], "height": image.size[1], "id_view": number, "id_pose": number}
         data["id_intrinsic"] = camera_of[image.name]
         views.append({"key": number, "value": _pointer(None, _PLAIN, data, number + 1)})
-    intrinsics = [
-        {"key": number, "value": _intrinsic(camera, number, len(views) + 1 + number)}
-        for number, (camera, _) in enumerate(cameras)
-    ]
+    intrinsics = []
+    for number, (camera, _) in enumerate(cameras):
+        focals, radial = CAMERA_MODELS[camera.model][0], camera.model in ("SIMPLE_RADIAL", "RADIAL")
+        distortion = camera.params[focals + 2 :]
+        if not radial and any(distortion):
+            raise UsageError(
+                f"openmvg has pinhole cameras with radial distortion, but this is {camera.model}: export to "
+                "colmap or kapture"
+            )
+        data = {"width": camera.size[0], "height": camera.size[1]}
+        data["focal_length"] = float(np.mean(camera.params[:focals]))  # it has one
+        data["principal_point"] = [value - HALF_PIXEL for value in camera.params[focals : focals + 2]]
+        data["disto_k3"] = [*(distortion if radial else ()), 0.0, 0.0, 0.0][:3]  # x · (1 + k1 r² + k2 r⁴)
+        # The name of the model is written once, and later ones refer to it.
+        name, reference = (None, 1) if number else ("pinhole_radial_k3", _NEW + 1)
+        value = _pointer(name, reference, data, len(views) + 1 + number)
+        intrinsics.append({"key": number, "value": value})
     scene = {"sfm_data_version": "0.3", "root_path": str(store.image_folder), "views": views}
     scene |= {"intrinsics": intrinsics, "extrinsics": [], "structure": [], "control_points": []}
     describer = {"regions_type": _pointer("SIFT_Regions", _PLAIN, {}, 1)}
@@ -206,26 +218,6 @@ def write_openmvg(
 def _pointer(name: str | None, polymorphic: int, data: dict[str, Any], number: int) -> dict[str, Any]:
     named = {} if name is None else {"polymorphic_name": name}
     return {"polymorphic_id": polymorphic, **named, "ptr_wrapper": {"id": _NEW + number, "data": data}}
-
-
-def _intrinsic(camera: Intrinsics, number: int, pointer: int) -> dict[str, Any]:
-    """OpenMVG has one focal length; its name for the model is written once, and later ones refer to it."""
-    focals, _ = CAMERA_MODELS[camera.model]
-    principal, distortion = camera.params[focals : focals + 2], camera.params[focals + 2 :]
-    if camera.model not in _RADIAL and any(distortion):
-        raise UsageError(
-            f"openmvg supports pinhole cameras with radial distortion, but this is {camera.model}: export "
-            "to colmap or kapture"
-        )
-    data = {
-        "width": camera.size[0],
-        "height": camera.size[1],
-        "focal_length": float(np.mean(camera.params[:focals])),
-        "principal_point": [value - HALF_PIXEL for value in principal],
-        "disto_k3": [*distortion, 0.0, 0.0, 0.0][:3] if camera.model in _RADIAL else [0.0, 0.0, 0.0],
-    }
-    first = number == 0
-    return _pointer("pinhole_radial_k3" if first else None, _NEW + 1 if first else 1, data, pointer)
 
 
 # Kapture 1.1 (Humenberger et al. 2020): text tables and raw arrays in folders.

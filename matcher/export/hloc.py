@@ -137,7 +137,19 @@ class HlocFeatures:
             scale = resized(size, pipeline.config.extractor.resize)[1]
             points, descriptors = arrays["keypoints"][:, :2], arrays["descriptors"].T
             features = Features(points, descriptors, size=size, scale=scale, **optional)
-            _check_fits(features, pipeline)
+            config = pipeline.config.matcher
+            if isinstance(config, NetworkConfig):
+                if (dim := features.descriptors.shape[-1]) != config.descriptor_dim:
+                    raise UsageError(
+                        f"descriptors have {dim} numbers, {pipeline.preset} takes {config.descriptor_dim}; "
+                        "give the preset of the front end that made them"
+                    )
+                inputs = " ".join(config.position.inputs)
+                for dataset, found in (("scale", features.scales), ("orientation", features.orientations)):
+                    if dataset in inputs and found is None:
+                        raise UsageError(
+                            f"{pipeline.preset} needs every keypoint's {dataset} (`scales`, `oris`)"
+                        )
         except (UsageError, IndexError, ValueError) as error:
             raise ImageError(f"{self.file}: {name}: {error}") from error
         return Extracted(name, features, digest, self.stamp(name))
@@ -176,22 +188,6 @@ def find_source(
             "masks and features cannot be combined: masks only affect the extraction of keypoints"
         )
     return HlocFeatures(folder, Path(features), selection)
-
-
-def _check_fits(features: Features, pipeline: Pipeline) -> None:
-    """`UsageError` for features that the pipeline's network cannot match."""
-    config = pipeline.config.matcher
-    if not isinstance(config, NetworkConfig):
-        return
-    if (found := features.descriptors.shape[-1]) != config.descriptor_dim:
-        raise UsageError(
-            f"descriptors have {found} numbers, {pipeline.preset} takes {config.descriptor_dim}; give the"
-            " preset of the front end that made them"
-        )
-    inputs = " ".join(config.position.inputs)
-    for dataset, values in (("scale", features.scales), ("orientation", features.orientations)):
-        if dataset in inputs and values is None:
-            raise UsageError(f"{pipeline.preset} needs every keypoint's {dataset} (`scales`, `oris`)")
 
 
 def _array(group: Any, key: str) -> np.ndarray:

@@ -80,12 +80,27 @@ def whole_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         yield part
         names = sorted(file.relative_to(part).as_posix() for file in part.rglob("*") if file.is_file())
         (part / _WRITTEN).write_text(json.dumps(names), encoding="utf-8")
-        if path.exists() and any(path.iterdir()):
-            _move_into(part, path, names)
+        if not path.exists() or not any(path.iterdir()):
+            if path.exists():
+                path.rmdir()
+            part.replace(path)
             return
-        if path.exists():
-            path.rmdir()
-        part.replace(path)
+
+        def through_link(name: str) -> bool:
+            return any((path / way).is_symlink() for way in Path(name).parents[:-1])
+
+        if through := next(filter(through_link, names), None):
+            raise UsageError(f"{path / through}: there is a link on the way; name another folder")
+        before: object = None  # the files of an earlier export
+        with suppress(OSError, ValueError, RecursionError):
+            before = json.loads(read_given(path / _WRITTEN).decode("utf-8"))
+        for old in before if isinstance(before, list) else []:
+            inside = isinstance(old, str) and not Path(old).is_absolute() and ".." not in Path(old).parts
+            if inside and old not in names and not through_link(old) and (path / old).is_file():
+                (path / old).unlink()
+        for name in (*names, _WRITTEN):
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (part / name).replace(path / name)
     finally:
         shutil.rmtree(part, ignore_errors=True)
         if held is not None:
@@ -125,26 +140,6 @@ def check_folder(path: Path, *, overwrite: bool = False) -> None:
             f"{path} exists and is not an empty folder; name another, or write into it with overwrite=True "
             "(files of the same names are replaced, others stay)"
         )
-
-
-def _move_into(part: Path, path: Path, names: list[str]) -> None:
-    """Put the files of `part` into the folder `path`, in the place of those of an earlier export."""
-
-    def through_link(name: str) -> bool:
-        return any((path / way).is_symlink() for way in Path(name).parents[:-1])
-
-    if through := next(filter(through_link, names), None):
-        raise UsageError(f"{path / through}: there is a link on the way; name another folder")
-    before: object = None
-    with suppress(OSError, ValueError, RecursionError):
-        before = json.loads(read_given(path / _WRITTEN).decode("utf-8"))
-    for old in before if isinstance(before, list) else []:
-        inside = isinstance(old, str) and not Path(old).is_absolute() and ".." not in Path(old).parts
-        if inside and old not in names and not through_link(old) and (path / old).is_file():
-            (path / old).unlink()
-    for name in (*names, _WRITTEN):
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (part / name).replace(path / name)
 
 
 def _part(path: Path) -> Path:
