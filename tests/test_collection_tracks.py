@@ -91,10 +91,8 @@ def test_wrong_matches_are_contradicted_and_right_ones_stay(rng):
     orders = [rng.permutation(POINTS) for _ in range(IMAGES)]  # where each point is among an image's
     keypoints = [(scene + 3 * image)[np.argsort(order)] for image, order in enumerate(orders)]
     kept = consistent_matches(injected(orders, 6), keypoints, [1.0] * IMAGES)
-    wrong, right = (
-        np.concatenate([each[part] for each in kept.values()]) for part in (slice(6), slice(6, None))
-    )
-    assert wrong.mean() < 0.1 and right.mean() > 0.97
+    kept = np.array(list(kept.values()))
+    assert kept[:, :6].mean() < 0.1 and kept[:, 6:].mean() > 0.97
     clean = consistent_matches(injected(orders, 0), keypoints, [1.0] * IMAGES)
     assert all(each.all() for each in clean.values())
 
@@ -121,11 +119,7 @@ def shifted(edge, by):
     return edge._replace(indices=np.column_stack([edge.indices[:, 0], (edge.indices[:, 1] + by) % POINTS]))
 
 
-def test_right_pairs_are_kept(rng, keypoints):
-    assert contradicted(edges(rng), keypoints) == []
-
-
-@pytest.mark.parametrize("wrong", [[("a", "d")], [("a", "d"), ("b", "e")], [("a", "b"), ("a", "c")]])
+@pytest.mark.parametrize("wrong", [[], [("a", "d")], [("a", "d"), ("b", "e")], [("a", "b"), ("a", "c")]])
 def test_wrong_pairs_among_right_ones(rng, keypoints, wrong):
     given = edges(rng)
     given |= {ends: shifted(given[ends], 7 + number) for number, ends in enumerate(wrong)}

@@ -135,8 +135,6 @@ def match_jobs(writer: Writer, batch: int) -> Iterator[Job]:
 
 # The stages of a run.
 
-_COMMIT_SECONDS = 0.5  # after which what is finished is written
-
 
 @dataclass(frozen=True)
 class StageProgress:
@@ -207,8 +205,7 @@ class Stages:
         if not total:
             return
         pending: list[Outcome] = []
-        done = failed = 0
-        last = monotonic()
+        done, failed, last = 0, 0, monotonic()
 
         def write() -> None:
             nonlocal done, failed, last
@@ -226,7 +223,7 @@ class Stages:
                 if outcome is not None:
                     pending.append(outcome)
                 full = len(pending) >= 512 or sum(len(each.data) for each in pending) >= 64 << 20  # bytes
-                if pending and (full or monotonic() - last >= _COMMIT_SECONDS):
+                if pending and (full or monotonic() - last >= 0.5):  # seconds of work that a kill may cost
                     write()
         finally:
             if pending:
@@ -294,7 +291,6 @@ def verify_again(writer: Writer, names: Iterable[str]) -> int:
             matches.points1,
             cameras=tuple(images[name].camera or common for name in ends),
             scores=matches.scores,
-            covariances=matches.covariances,
             thresholds_scale=threshold_scale(*map(writer.scale, ends), config.kind),
         )
         geometry = reject_improbable(geometry, matches, *(images[name].size for name in ends), least=NOT)

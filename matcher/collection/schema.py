@@ -159,14 +159,8 @@ def to_json(value: Any) -> str:
 
 def decode_camera(value: Any, what: str = "its camera") -> Camera | None:
     """A camera from its fields, None from None; `IntegrityError` for anything else."""
-    if value is None:
-        return None
     with _decoding(what):
-        size, distortion = value["size"] and tuple(value["size"]), tuple(value["distortion"])
-        numbers = (*(value[name] for name in ("fx", "fy", "cx", "cy")), *(size or ()), *distortion)
-        if any(isinstance(number, bool) or not isinstance(number, (int, float)) for number in numbers):
-            raise ValueError("not all of its values are numbers")
-        return Camera(**{**value, "size": size, "distortion": distortion})
+        return None if value is None else Camera(**value)
 
 
 def common_camera(settings: Mapping[str, Any]) -> Camera | None:
