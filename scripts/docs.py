@@ -88,12 +88,13 @@ def command_reference() -> str:
             describe(f"{name} {nested}", one)
         if getattr(command, "commands", None):
             return
-        context = typer.Context(command, info_name=name)
-        lines.append(f"```text\n{command.get_usage(context)}\n```\n")
+        context = typer.Context(command, info_name=f"matcher {name}")
+        usage = command.get_usage(context).removeprefix("Usage: ")
+        lines.append(f"```text\n{re.sub('[{}]', '', usage).replace('......', '...')}\n```\n")
         for option in command.params:
             row = option.get_help_record(context)
             if row and option.name != "help":
-                left = row[0].strip()
+                left = re.sub(r" <(path|list\[Path\])>", "", row[0].strip())
                 said = " ".join(row[1].split()).replace("[", "\\[").replace("<", "&lt;")
                 lines.append(f"`{left}`\n:   {said or '–'}\n")
 
