@@ -11,26 +11,66 @@ import matcher
 
 ROOT = Path(matcher.__file__).parent
 
-RIGHT = """
-import matcher
-from matcher import Camera, Features, Matches, Pipeline, Result, Tracker, TwoViewGeometry
-
+PROGRAMS = [
+    """
 pipe: Pipeline = matcher.load("nearest", max_keypoints=512)
-result: Result = pipe.match("a.jpg", "b.jpg")
-matches: Matches = result.matches
+result: Result = pipe.match("a.jpg", Path("b.jpg"))
+points: np.ndarray = result.points0
 geometry: TwoViewGeometry = result.geometry
 inliers: int = int(geometry.inliers.sum())
+""",
+    """
+pipe = matcher.load()
 features: Features = pipe.extract("a.jpg")
+several: list[Matches] = pipe.match_features_batch([(features, features)])
 again: Matches = pipe.match_features(features, features)
-camera: Camera = Camera(700.0, 700.0, 320.0, 240.0)
-tracker: Tracker = Tracker(camera=camera)
+""",
+    """
+camera: Camera = Camera(700.0, 700.0, 320.0, 240.0, size=(640, 480))
+result = matcher.load(geometry="essential").match(np.zeros((48, 64)), "b.jpg", camera0=camera)
+probability: float = result.verdict.probability if result.verdict else 0.0
+""",
+    """
+tracker: Tracker = Tracker(camera=Camera(700.0, 700.0, 320.0, 240.0))
+frame: FrameResult = tracker.push("0.jpg", timestamp=0.1)
+ids: np.ndarray = frame.track_ids
+""",
+    """
 for found in matcher.match_set(["a.jpg", "b.jpg"]).pairs:
     print(found)
-aligned = matcher.align("a.jpg", "b.jpg")
+""",
+    """
+aligned: Alignment = matcher.align("a.jpg", "b.jpg", model="affine")
 print(aligned.found)
-instances = matcher.find("logo.png", "photo.jpg")
+""",
+    """
+instances: Detections = matcher.find("logo.png", "photo.jpg", max_instances=3)
 print(len(instances))
-"""
+""",
+    """
+run: Collection = Collection.open("run", preset="nearest", workers=0)
+run.add_images("photos")
+run.add_pairs(sequential=3)
+run.run()
+run.export("colmap", "model.db")
+""",
+    """
+with Map.open("model") as place:
+    pose: Pose = place.localize("photo.jpg")
+    right: bool = pose.ok
+""",
+    """
+try:
+    image: Image = matcher.read_image("a.jpg", resize=800)
+except ImageError as error:
+    print(error)
+""",
+]
+NAMES = (
+    "Alignment, Camera, Collection, Detections, Features, FrameResult, Image, ImageError, Map, Matches, "
+    "Pipeline, Pose, Result, Tracker, TwoViewGeometry"
+)
+HEAD = f"from pathlib import Path\nimport numpy as np\nimport matcher\nfrom matcher import {NAMES}\n"
 WRONG = [
     "matcher.lode('nearest')",
     "matcher.load('nearest', max_keypoint=512)",
@@ -42,12 +82,12 @@ WRONG = [
 ]
 
 
-def complaints(tmp_path: Path, program: str) -> list[str]:
-    path = tmp_path / "program.py"
-    path.write_text(program)
-    command = [sys.executable, "-m", "mypy", "--no-incremental", "--follow-imports=silent", str(path)]
+def complaints(tmp_path: Path, programs: dict[str, str]) -> list[str]:
+    for name, program in programs.items():
+        (tmp_path / name).write_text(HEAD + program)
+    command = [sys.executable, "-m", "mypy", "--no-incremental", "--follow-imports=silent", *programs]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
-    return [line for line in run.stdout.splitlines() if "program.py" in line and "error:" in line]
+    return [line for line in run.stdout.splitlines() if line.startswith(tuple(programs)) and "error:" in line]
 
 
 def test_the_stub_has_exactly_the_public_names():
@@ -59,7 +99,8 @@ def test_the_stub_has_exactly_the_public_names():
 @pytest.mark.slow  # mypy reads the whole package, half a minute
 def test_ordinary_programs_are_typed_and_mistakes_are_seen(tmp_path):
     pytest.importorskip("mypy")
-    seen = complaints(tmp_path, RIGHT + "\n".join(WRONG))
-    lines = [int(complaint.split(":")[1]) for complaint in seen]
-    first = RIGHT.count("\n") + 1
-    assert lines == list(range(first, first + len(WRONG))), seen
+    right = {f"program{i}.py": program for i, program in enumerate(PROGRAMS)}
+    seen = complaints(tmp_path, right | {"wrong.py": "\n".join(WRONG)})
+    first = HEAD.count("\n") + 1
+    wanted = [f"wrong.py:{line}" for line in range(first, first + len(WRONG))]
+    assert [complaint.rsplit(": error", 1)[0] for complaint in seen] == wanted, seen
