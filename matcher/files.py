@@ -142,7 +142,7 @@ def read_given(path: str | Path, largest: int = LARGEST_TEXT) -> bytes:
     is larger."""
     with open_given(path) as file:
         if os.fstat(file.fileno()).st_size > largest:
-            raise OSError(errno.EFBIG, f"larger than {largest >> 20} MB", str(path))
+            raise OSError(errno.EFBIG, f"larger than {largest >> 10:,} kB", str(path))
         return file.read()
 
 

@@ -37,7 +37,7 @@ FRONT = "[front_end]\ntrain = true\n[matcher.network]\nkind='learned'\ndescripto
         (FRONT.replace("true", "true\ndescribed = 500") + "[pair]\npairs = 2", "front_end.described"),
         (FRONT + f"[front_end.network]\nwidths = {[2] * 5000}\ndepths = {[2] * 5000}", "at most 6"),
         ("a = [", "TOML"),
-        ("a = 1\n" * 9000, "cannot read"),
+        ("a = 1\n" * 9000, "larger than 32 kB"),
     ],
 )
 def test_a_recipe_that_cannot_be_used_is_refused_by_name(tmp_path, text, words):
