@@ -10,7 +10,8 @@ import struct
 import sys
 import tomllib
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,26 +21,33 @@ MARK = b"written by matcher"
 LARGEST_TEXT = 1 << 28  # bytes of a list, of poses or of a description that somebody made
 
 
-def write_whole(path: str | Path, data: bytes) -> None:
-    """Write `data` to `path`, replacing what was there, so that no reader ever sees half a file.
+def temporary_name(path: Path) -> Path:
+    """A hidden name in the same folder that nothing has."""
+    return path.absolute().with_name(f".{path.name[:80]}.{secrets.token_hex(4)}.part")
 
-    The bytes go to a temporary file in the same folder, reach the disk, and take the name in one step; a
-    crash or a full disk leaves the old file as it was.
 
-    Raises:
-        OSError: the folder cannot be written or the disk is full.
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path for what is to be at `path`, so that no reader ever sees half a file.
+
+    Where the block ends well, the file reaches the disk and takes the name in one step; a crash or a full
+    disk leaves the old file as it was. `OSError`: the folder cannot be written or the disk is full.
     """
-    path = Path(path)
-    part = path.with_name(f".{path.name[:80]}.{secrets.token_hex(4)}.part")
+    part = temporary_name(path)
     try:
-        with part.open("xb") as file:
-            file.write(data)
-            file.flush()
+        yield part
+        with part.open("rb+") as file:
             os.fsync(file.fileno())
         part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    finally:
+        for end in ("", "-wal", "-shm", "-journal"):  # a database has logs
+            part.with_name(part.name + end).unlink(missing_ok=True)
+
+
+def write_whole(path: str | Path, data: bytes) -> None:
+    """Write `data` to `path`, replacing what was there; as `whole_file`."""
+    with whole_file(Path(path)) as part, part.open("xb") as file:
+        file.write(data)
 
 
 def write_output(path: str | Path, data: bytes) -> None:

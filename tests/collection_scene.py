@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 
 from matcher.cameras import Camera
-from matcher.collection.schema import FailedPair, StoredImage, StoredPair
+from matcher.collection.schema import StoredImage, StoredPair
 from matcher.geometry import inside
 from matcher.types import Features, Matches, TwoViewGeometry
 from matcher.verify.adjustment import fundamental_from_pose
@@ -21,12 +21,10 @@ CAMERA = Camera(900.0, 900.0, 511.5, 383.5)
 class MemoryStore:
     """What exporters read of a store."""
 
-    def __init__(self, images, keypoints, pairs, image_folder=Path("photos"), descriptors=True):
-        self.settings = {"preset": "made up"}
-        self.folder = Path("run")
-        self.image_folder = image_folder
+    settings, folder, image_folder = {"preset": "made up"}, Path("run"), Path("photos")
+
+    def __init__(self, images, keypoints, pairs):
         self._images, self._keypoints, self._pairs = images, keypoints, pairs
-        self._descriptors = descriptors
 
     def images(self):
         return iter(self._images)
@@ -53,9 +51,6 @@ class MemoryStore:
 
     def pairs(self):
         return iter(self._pairs)
-
-    def failed(self):
-        return iter([FailedPair("a", "b", "no reason")][:0])
 
 
 def ring(count, rng):

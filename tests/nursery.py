@@ -15,11 +15,10 @@ import os, sys
 from matcher.collection import runner
 from matcher.collection.collection import Collection
 
-folder, run, workers, keypoints, preset = sys.argv[1:]
+folder, run, workers = sys.argv[1:]
 
 def drive():
-    options = {"preset": preset, "max_keypoints": int(keypoints), "device": "cpu"}
-    found = Collection.open(run, workers=int(workers), **options)
+    found = Collection.open(run, workers=int(workers), preset="nearest", max_keypoints=150, device="cpu")
     found.add_images(folder)
     found.add_pairs(exhaustive=True)
     before = found.counts().pairs_done
@@ -30,7 +29,7 @@ def drive():
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
-        runner._COMMIT_SECONDS = float(line)
+        runner.Stages.commit_seconds = float(line)
         print("child", os.getpid(), flush=True)
         os._exit(drive())
     print("ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -40,10 +39,8 @@ for line in sys.stdin:
 class Nursery:
     """Starts runs; `said` holds what the present one has acknowledged."""
 
-    def __init__(
-        self, folder: Path, run: Path, workers: int, keypoints: int = 150, preset: str = "nearest"
-    ) -> None:
-        command = [sys.executable, "-c", NURSERY, *map(str, (folder, run, workers, keypoints, preset))]
+    def __init__(self, folder: Path, run: Path, workers: int) -> None:
+        command = [sys.executable, "-c", NURSERY, str(folder), str(run), str(workers)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)

@@ -11,14 +11,11 @@ from matcher.types import Features, Matches, TwoViewGeometry
 SETTINGS = {"preset": "nearest", "config": {"extractor": {"max_keypoints": 400}}}
 
 
-def features(rng: np.random.Generator, count: int = 400, kind: str = "sift", dim: int = 128) -> Features:
-    """Random points with descriptors as their front end would make them."""
-    if kind == "sift":
-        numbers = rng.integers(0, 256, (count, dim)) * (rng.random((count, dim)) < 0.6)
-        numbers[:, 0] = 1
-        values = np.sqrt(numbers.astype(np.float32) / numbers.sum(axis=1, keepdims=True, dtype=np.float32))
-    else:
-        values = rng.normal(size=(count, dim)).astype(np.float32)
+def features(rng: np.random.Generator, count: int = 400) -> Features:
+    """Random points with descriptors as SIFT would make them."""
+    numbers = rng.integers(0, 256, (count, 128)) * (rng.random((count, 128)) < 0.6)
+    numbers[:, 0] = 1
+    values = np.sqrt(numbers.astype(np.float32) / numbers.sum(axis=1, keepdims=True, dtype=np.float32))
     return Features(
         keypoints=rng.uniform(0, [640, 480], (count, 2)).astype(np.float32),
         descriptors=values,
@@ -28,7 +25,7 @@ def features(rng: np.random.Generator, count: int = 400, kind: str = "sift", dim
         scales=rng.uniform(2, 20, count).astype(np.float32),
         orientations=rng.uniform(-3, 3, count).astype(np.float32),
         exif_orientation=6,
-        kind=kind,
+        kind="sift",
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -168,6 +168,7 @@ OnProgress = Callable[[StageProgress], None]
 class Stages:
     """The two stages of a run. `OSError`: the disk is full; committed results are kept."""
 
+    commit_seconds: ClassVar[float] = 0.5  # after which what is finished is written
     writer: Writer
     engine: Engine
     source: FeatureSource
@@ -223,7 +224,7 @@ class Stages:
                 if outcome is not None:
                     pending.append(outcome)
                 full = len(pending) >= 512 or sum(len(each.data) for each in pending) >= 64 << 20  # bytes
-                if pending and (full or monotonic() - last >= 0.5):  # seconds of work that a kill may cost
+                if pending and (full or monotonic() - last >= self.commit_seconds):
                     write()
         finally:
             if pending:

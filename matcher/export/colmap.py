@@ -20,7 +20,8 @@ import numpy as np
 
 from matcher.cameras import CAMERA_MODELS, Camera, RigConfig, focal_of_film
 from matcher.errors import UsageError, install_command
-from matcher.export.output import ExportedRun, ExportReport, whole_file
+from matcher.export.output import ExportedRun, ExportReport
+from matcher.files import whole_file
 from matcher.image_files import read_header
 from matcher.types import TwoViewGeometry
 

@@ -18,8 +18,8 @@ from matcher.cameras import CAMERA_MODELS
 from matcher.errors import UsageError, unknown_name
 from matcher.export.colmap import HALF_PIXEL, CameraChoice, group_cameras, to_colmap, write_colmap
 from matcher.export.hloc import write_hloc
-from matcher.export.output import ExportedRun, ExportReport, check_folder, whole_file, whole_folder
-from matcher.files import MARK, check_output
+from matcher.export.output import ExportedRun, ExportReport, check_folder, whole_folder
+from matcher.files import MARK, check_output, whole_file
 
 if TYPE_CHECKING:
     from matcher.collection.store import Store

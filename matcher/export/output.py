@@ -1,4 +1,4 @@
-"""Outputs that appear completely or not at all and replace nothing unasked; what exporters read of a run."""
+"""Folders that appear completely or not at all and replace nothing unasked; what exporters read of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import glob
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,7 +19,7 @@ import numpy as np
 from matcher.collection.schema import common_camera
 from matcher.collection.tracks import contradicted_pairs
 from matcher.errors import IntegrityError, UsageError
-from matcher.files import read_given
+from matcher.files import read_given, temporary_name
 
 if TYPE_CHECKING:
     from matcher.collection.schema import StoredImage, StoredPair
@@ -28,27 +27,6 @@ if TYPE_CHECKING:
     from matcher.types import Features
 
 _WRITTEN = ".matcher-files.json"  # names of the files that we wrote into a folder
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; the file is renamed to `path` when the block succeeds.
-
-    Whether an existing file may be replaced is for the caller to check first. `UsageError`: the folder is
-    absent or cannot be written, or `path` is a folder.
-    """
-    _check_place(path)
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder; name a file")
-    part = _part(path)
-    try:
-        yield part
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        for end in ("", "-wal", "-shm", "-journal"):
-            part.with_name(part.name + end).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -67,12 +45,11 @@ def whole_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     # What programs that were killed left of this folder goes; what another one is writing stays.
     for part in path.absolute().parent.glob(f".{glob.escape(path.name[:80])}.{'[0-9a-f]' * 8}.part"):
         with suppress(OSError, ImportError):
-            if (
-                part.is_dir() and not part.is_symlink() and part.stat().st_mtime < time() - 10
-            ):  # not a new one
+            old = part.is_dir() and not part.is_symlink() and part.stat().st_mtime < time() - 10
+            if old:  # else another program may not have locked it yet
                 os.close(_hold(part))
                 shutil.rmtree(part, ignore_errors=True)
-    part, held = _part(path), None
+    part, held = temporary_name(path), None
     part.mkdir()
     with suppress(OSError, ImportError):  # this disk or system has no locks
         held = _hold(part)
@@ -120,17 +97,13 @@ def _hold(folder: Path) -> int:
     return descriptor
 
 
-def _check_place(path: Path) -> None:
+def check_folder(path: Path, *, overwrite: bool = False) -> None:
+    """Before any work, the errors of `whole_folder`."""
     parent = path.absolute().parent
     if not parent.is_dir():
         raise UsageError(f"{path}: there is no folder {parent}; make it first")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UsageError(f"{path}: the folder {parent} cannot be written")
-
-
-def check_folder(path: Path, *, overwrite: bool = False) -> None:
-    """Before any work, the errors of `whole_folder`."""
-    _check_place(path)
     if path.is_symlink() and not path.exists():
         raise UsageError(f"{path} is a link to nothing; name another folder")
     if path.exists() and not path.is_dir():
@@ -140,10 +113,6 @@ def check_folder(path: Path, *, overwrite: bool = False) -> None:
             f"{path} exists and is not an empty folder; name another, or write into it with overwrite=True "
             "(files of the same names are replaced, others stay)"
         )
-
-
-def _part(path: Path) -> Path:
-    return path.absolute().with_name(f".{path.name[:80]}.{secrets.token_hex(4)}.part")
 
 
 # What every exporter reads of a run, and says of it.
