@@ -272,7 +272,7 @@ def environment(compile_: bool = False) -> None:
         show(f"device: {device} ({name}), {threads} threads, precision auto is {precision}")
         show(f"PyTorch: {torch.__version__}, a build {f'for CUDA {cuda}' if cuda else 'without CUDA'}")
         other = f"without GPU, 0.75 GB installed: {CPU_BUILD}"
-        show(f"  {other if cuda else f'for an NVIDIA GPU (Linux, about 5.5 GB installed): {CUDA_BUILD}'}")
+        show(f"  {other if cuda else f'for an NVIDIA GPU (Linux, 5.8 GB installed): {CUDA_BUILD}'}")
         compiled = library_in_use().partition("-")[0]
         hint = "not compiled; `matcher env --compile` makes them"
         show(f"kernels: {f'compiled for {compiled}' if compiled else hint}")
