@@ -305,7 +305,7 @@ def match_pairs(opened: Collection, choice: dict[str, Any], limits: dict[str, in
     """
     if not choice and (suggested := opened.suggest_pairs(**limits)) is not None:
         say(suggestion(suggested, opened.counts().images))
-        choice = {"pairs": suggested} if suggested.arguments() else {}
+        choice = {} if suggested.from_list else {"pairs": suggested}
     from matcher.collection.pairs import FaultTally
 
     update = ProgressLines().stage
@@ -338,7 +338,7 @@ def match_pairs(opened: Collection, choice: dict[str, Any], limits: dict[str, in
 
 def suggestion(choice: PairChoice, images: int) -> str:
     """Why these pairs were chosen, for the user."""
-    if not choice.arguments():
+    if choice.from_list:
         return (
             "some images have no pair, and this run took its pairs from a list: use --pairs, --exhaustive, "
             "--sequential, --similar, --preemptive or --nearby to match them"

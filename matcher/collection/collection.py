@@ -259,7 +259,7 @@ class Collection:
         choice = value
         if not isinstance(value, PairChoice):
             choice = PairChoice(method, value if method in counts else None)
-        elif not value.arguments():
+        elif value.from_list:
             raise UsageError("the pairs of this run came from a list; list those of the new images as well")
         setup, wanted = self._ready(), None if of is None else set(of)
         if choice.needs_features:

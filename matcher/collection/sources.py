@@ -258,11 +258,10 @@ class PairChoice:
     neighbours: int | None = None  # of the methods that have a number of them
     by_default: bool = False  # not requested by the user
 
-    def arguments(self) -> dict[str, Any]:
-        """The same as arguments of `Collection.add_pairs`; empty if pairs came from a list."""
-        if self.method in ("names", "file"):
-            return {}
-        return {self.method: True if self.neighbours is None else self.neighbours}
+    @property
+    def from_list(self) -> bool:
+        """Whether pairs came from a list: then only the user can choose others."""
+        return self.method in ("names", "file")
 
     @property
     def needs_features(self) -> bool:

@@ -114,7 +114,7 @@ def continue_model(
         names, folder, chosen = sorted(kept.union(new)), store.image_folder, store.pair_choice
     collection = Collection.reopen(run, **(how or {}))
     collection.add_images(folder, include=[escape(name) for name in names])
-    if chosen is None or chosen.by_default or not chosen.arguments():
+    if chosen is None or chosen.by_default or chosen.from_list:
         chosen = default_choice(len(names), **PAIRS)
     collection.add_pairs(**(pairs or {"pairs": chosen}), of=new, on_progress=on_progress)
     collection.run(on_progress=on_progress)
