@@ -147,8 +147,9 @@ class KeptFrame:
         self.keypoints = np.array(to_numpy(self.features.keypoints), np.float32)  # (N, 2) pixels
         self.descriptors = np.array(to_numpy(self.features.descriptors), np.float32)  # (N, D)
         self.track_ids = np.full(len(self.keypoints), -1, np.int64)  # (N,)
-        # (N,) depths, and standard deviations of inverse depths, NaN where unknown
-        self.depths, self.inverse_errors = np.full((2, len(self.keypoints)), np.nan)
+        # (N,) depths, and standard deviations of inverse depths, now and before later frames saw the points;
+        # NaN where unknown
+        self.depths, self.inverse_errors, self.first_errors = np.full((3, len(self.keypoints)), np.nan)
         self.size: tuple[int, int] = self.features.image_size  # (width, height) in stored pixels
         # (sx, sy): size in which its points were found / stored size
         self.scale: tuple[float, float] = tuple(self.features.scale.tolist())

@@ -366,8 +366,13 @@ class PoseTracker:
         rows, here = links.inliers.T
         points1, scale = frame.keypoints[here].astype(np.float64), 1 / frame.scale[0]
         points = LinkedPoints(rays(keyframe.keypoints[rows], cameras[0]), points1, cameras[1], scale)
-        depths, errors = keyframe.depths[rows], keyframe.inverse_errors[rows]
         alone = self.baseline is None
+        # The poses of frames hang together by the depths, so that what frames of one camera say of these has
+        # errors in common: they improve depths, and only the next keyframe takes them for surer.
+        depths, errors = (
+            keyframe.depths[rows],
+            (keyframe.first_errors if alone else keyframe.inverse_errors)[rows],
+        )
         starting = np.count_nonzero(np.isfinite(depths)) < MIN_POINTS
         if starting and alone:
             depths, errors = np.full((2, len(rows)), np.nan)
@@ -403,6 +408,8 @@ class PoseTracker:
         keyframe.depths[rows[learnt]], keyframe.inverse_errors[rows[learnt]] = np.nan, np.nan
         keyframe.depths[rows[sure]] = 1 / found.inverse_depths[sure]
         keyframe.inverse_errors[rows[sure]] = found.errors[sure]
+        if starting:
+            keyframe.first_errors[:] = keyframe.inverse_errors
         if keyframe.world_from_cam is None:
             return "ok", T
         begins = starting and alone  # two views, which nothing confirms yet
@@ -472,6 +479,7 @@ class PoseTracker:
         ahead = np.where(ahead > 0, ahead, np.nan)
         frame.depths[here[unknown]] = ahead / inverse
         frame.inverse_errors[here[unknown]] = keyframe.inverse_errors[rows] * np.abs(turned) / ahead**2
+        frame.first_errors[:] = frame.inverse_errors
 
     def bridge(self, frame: KeptFrame) -> PoseStatus:
         """After a loss, extrapolate the last motion, so that the path continues: a guess."""
