@@ -82,9 +82,8 @@ class LinkedPoints:
 def solve_pose(points: LinkedPoints, depths0: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
     """The pose of a frame that sees points whose depth (K,) an earlier one knows (LO-RANSAC, PoseLib).
 
-    Returns:
-        cam1_from_cam0 (4, 4) in the unit of the depths, or None; and (K,) bool, the points that agree within
-        a pixel of the resized image. NaN depths are unknown.
+    It is cam1_from_cam0 (4, 4) in the unit of the depths, NaN where unknown, or None; and (K,) bool, points
+    that agree within a pixel of the resized image.
     """
     inliers, camera = np.zeros(len(depths0), bool), points.camera1
     known = np.flatnonzero(np.isfinite(depths0))
@@ -338,8 +337,7 @@ class PoseTracker:
     def measure(self, frame: KeptFrame, right: np.ndarray, deviations: np.ndarray) -> None:
         """Set a frame's depths from where the right image shows its points (N, 2), NaN where unknown.
 
-        `deviations` (N,) are those of the points' x in pixels, NaN where they are not located exactly. The
-        offset of disparities that motion has shown so far is taken into account.
+        `deviations` (N,) are those of the points' x in pixels, NaN where they are not located exactly.
         """
         camera = self.camera_of(frame.size)
         if camera is None or self.baseline is None:

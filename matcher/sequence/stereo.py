@@ -1,8 +1,4 @@
-"""Rectified pairs: where the right image shows the left one's points, and how far away they are.
-
-Links are located exactly by least-squares matching, and a point without one is searched where the links
-around it predict it.
-"""
+"""Rectified pairs: where the right image shows the left one's points, and how far away they are."""
 
 from __future__ import annotations
 

@@ -65,10 +65,7 @@ def tracking_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
 
 
 def for_neighbours(pipeline: Pipeline) -> Pipeline:
-    """The pipeline with what neighbouring frames need: half of its layers, all points, a rough assignment.
-
-    Ten Sinkhorn iterations and half of the layers gave tracks as long, and links as right, as all.
-    """
+    """The pipeline with half its layers and ten Sinkhorn iterations: tracks as long, links as right."""
     layers = (pipeline.layers + 1) // 2
     return replace(pipeline, matcher=with_layers(pipeline.matcher, layers, 10, pruning=False))
 
