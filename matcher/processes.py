@@ -63,22 +63,22 @@ def bound_primitives() -> None:
 
 
 @cache
-def keep_freed_memory() -> None:
-    """Let the process keep up to 128 MiB that it has freed, unless the user has set how glibc allocates.
+def keep_freed_memory(everything: bool = False) -> None:
+    """Let the process keep 128 MiB that it has freed, or all, unless the user has set how glibc allocates.
 
-    By default glibc gives the maps of each image back to the system, which clears them page by page when the
-    next image needs them: a tenth of the processor time of a match. No result depends on it. Nothing happens
-    where the allocator is not glibc's.
+    By default glibc gives large blocks back to the system, which clears them page by page when the next image
+    or training step needs them: a tenth of the processor time of a match, half of that of a step. No result
+    depends on it. Nothing happens where the allocator is not glibc's.
     """
     if sys.platform != "linux" or any(os.environ.get(name) for name in _ALLOCATION):
         return
     import ctypes  # here, because `matcher --help` reads this file
 
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        # Larger allocations come from the system and go back at once; so much of the others is kept.
-        m_mmap_threshold, m_trim_threshold = -3, -1
-        mallopt(m_mmap_threshold, 32 << 20)
-        mallopt(m_trim_threshold, 128 << 20)
+        # Larger blocks, or none, come from the system and go back at once; so much of the others is kept.
+        m_mmap_max, m_mmap_threshold, m_trim_threshold = -4, -3, -1
+        mallopt(*((m_mmap_max, 0) if everything else (m_mmap_threshold, 32 << 20)))
+        mallopt(m_trim_threshold, 2**31 - 1 if everything else 128 << 20)
 
 
 @cache

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import io
 import json
 import math
 import pickle
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ import torch
 from matcher.config import to_dict
 from matcher.errors import IntegrityError, MatcherError, UsageError
 from matcher.files import is_ours, write_whole
+from matcher.processes import keep_freed_memory
 from matcher.train.keypoints import Describer
 from matcher.train.pairs import made_ahead
 from matcher.train.recipe import Recipe, check_recipe, differences
@@ -86,7 +85,7 @@ def train(
     log(f"{len(training)} photos to train on, {len(held_out)} to validate on")
     run = claim_folder(options.folder, recipe, held_out)
     with locked(options.folder):
-        keep_memory()
+        keep_freed_memory(everything=True)
         device = torch.device(options.device)
         trainer = Trainer(recipe, device)
         describer = None if recipe.front_end.train else Describer(recipe, device)
@@ -113,17 +112,6 @@ def train(
         except Stopped:
             return None
         return loop.write(networks)
-
-
-def keep_memory() -> None:
-    """Make glibc keep freed blocks: large tensors are otherwise mapped again, page by page, at every step.
-
-    Halves the time of a training step on a CPU. Only this process is affected; without glibc nothing happens.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(-4, 0)  # M_MMAP_MAX: no block is mapped on its own
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def _validation_batches(

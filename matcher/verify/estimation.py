@@ -42,21 +42,19 @@ from matcher.verify.adjustment import (
     undistort,
 )
 from matcher.verify.homography import (
-    chance_inlier,
-    estimated_homography,
-    log_false_alarms,
-    on_a_line,
-    only_rotates,
-    poses_of_plane,
-)
-from matcher.verify.parallax import (
     ENOUGH,
     OWN,
     Parallax,
+    chance_inlier,
     completed,
     dominant_plane,
+    estimated_homography,
     fixed_by_parallax,
+    log_false_alarms,
+    on_a_line,
+    only_rotates,
     parallax_evidence,
+    poses_of_plane,
 )
 from matcher.verify.repetition import repetition
 from matcher.verify.verdict import epipolar_likelihood, probabilities, reject_improbable
