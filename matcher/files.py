@@ -158,10 +158,12 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """What a TOML file of at most 32 kB holds; `UsageError`: it cannot be read, or is no TOML."""
     try:
         # The time that TOML takes grows with the square of its length.
-        return tomllib.loads(read_given(path, 32 * 1024).decode("utf-8"))
+        data = read_given(path, 32 * 1024)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    try:
+        return tomllib.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not a TOML file ({error})") from None
 
 

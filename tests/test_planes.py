@@ -101,6 +101,6 @@ def test_where_several_models_do_not_fit_they_are_refused(tmp_path, capfd):
     PIL.Image.fromarray(image).save(tmp_path / "a.png")
     folder, run = str(tmp_path), str(tmp_path / "run")
     given = ["collection", folder, "--run", run, "--preset", "nearest", "--geometry", "homographies"]
-    assert main(given) == 2 and "several; use 'homography'" in capfd.readouterr().err
+    assert main(given) == 2 and "use geometry 'homography'" in capfd.readouterr().err
     with pytest.raises(UsageError, match="homography"):
         matcher.align(image, image, "nearest", geometry="homographies")
