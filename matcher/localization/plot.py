@@ -113,9 +113,8 @@ def log_map(file: RecordingFile, root: str, model: SparseMap) -> float:
     """Write points and cameras of a map below the entity `root`, and say how far its cameras extend."""
     rr = file.rr
     down = scene_axes(list(model.cam_from_world))[1]
-    axis = int(
-        np.argmax(np.abs(down))
-    )  # in metres of GPS positions z is up; as COLMAP leaves a world, y is down
+    # In metres of GPS positions z is up; as COLMAP leaves a world, y is down.
+    axis = int(np.argmax(np.abs(down)))
     upright = f"RIGHT_HAND_{'XYZ'[axis]}_{'DOWN' if down[axis] > 0 else 'UP'}"
     file.stream.log(root, getattr(rr.ViewCoordinates, upright), static=True)
     back = np.linalg.inv(model.cam_from_world)

@@ -89,9 +89,8 @@ class FrameResult:
     world_from_cam: np.ndarray | None = None  # (4, 4) float64
     camera: Camera | None = None  # the tracker's, rescaled where the frame has another size
     right: np.ndarray | None = None  # (N, 2) float32 pixels in the right image of a pair, NaN where unknown
-    depths: np.ndarray | None = (
-        None  # (N,) along z, NaN where unknown; the baseline's unit, or any (one camera)
-    )
+    # (N,) along z, NaN where unknown; in the baseline's unit, or any with one camera
+    depths: np.ndarray | None = None
     map_from_cam: np.ndarray | None = None  # (4, 4) in the map of `Tracker.load_map`; None where not known
     milliseconds: dict[str, float] = field(default_factory=dict)  # by stage, and their "total"
 

@@ -310,9 +310,8 @@ def _draw_answers(figure: Figure, answers: Sequence[tuple[np.ndarray, np.ndarray
         wide = 1 / len(answers)
         panel = figure.add_axes(((number + 0.03) * wide, 0.03 * height, 0.94 * wide, 0.83 * height))
         centre = -pose[:3, :3].T @ pose[:3, 3]
-        near = (
-            points[points[:, 2] <= 3 * np.median(points[:, 2])] if len(points) else points
-        )  # not stray ones
+        # Without stray points
+        near = points[points[:, 2] <= 3 * np.median(points[:, 2])] if len(points) else points
         panel.scatter(near[:, 0], near[:, 2], s=3, color="0.55", linewidths=0)
         size = 0.08 * max(1.0, float(np.ptp(near[:, [0, 2]], axis=0).max())) if len(near) else 0.1
         for name, colour, turn, place in (
