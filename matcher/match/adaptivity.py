@@ -40,18 +40,12 @@ def decide(
 ) -> Decision:
     """Which pairs stop after a layer, and which of their points are dropped.
 
-    With heads of their own for match probabilities a pair stops where enough of the expected matches are
-    found: points without a partner are confident of that from the first layer on, so every point counts by
-    its match probability, and those that are unlikely to match take no part in the assignment. Without
-    (LightGlue) it stops where enough of its points are confident, dropped ones counted as such.
-
-    Args:
-        valid: (B, T) bool, points of both images that were not dropped.
-        confident: (B, T) bool, of their partner.
-        probability: (B, T) of having one.
-        totals: (B,) points of each pair before any pruning.
-        policy: with exit and pruning.
-        predicted: whether heads of their own predict `probability`.
+    Of points of both images (B, T): `valid` were not dropped before, `confident` are sure of their partner,
+    `probability` is that of having one; `totals` (B,) count those before any pruning. Where heads of their
+    own predict the probability, a pair stops when enough of the expected matches are found: points without a
+    partner are confident of that from the first layer on, so each counts by its probability, and unlikely
+    ones take no part in the assignment. Else (LightGlue) it stops when enough points are confident, dropped
+    ones included.
     """
     keep, stops = valid, np.zeros(len(valid), dtype=bool)
     if policy.pruning:
@@ -76,10 +70,9 @@ def can_be_cut(matcher: object) -> bool:
 def with_layers(
     matcher: object, layers: int, iterations: int | None = None, *, pruning: bool = True
 ) -> object:
-    """An attention matcher with its first layers only; every other matcher as it is.
+    """The first layers of an attention matcher, with at most so many Sinkhorn iterations; others as they are.
 
-    Each layer of a network that may stop early has a head of its own, so any depth gives an assignment.
-    `iterations`, if given, is the most that Sinkhorn takes; without `pruning` no point is dropped.
+    Without `pruning` no point is dropped.
     """
     if not can_be_cut(matcher) or (layers >= len(matcher.model.layers) and iterations is None):
         return matcher

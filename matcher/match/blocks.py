@@ -83,11 +83,9 @@ class Block(nn.Module):
     ) -> Tensor:
         """Queries, keys and values (B, heads, T, d) of both images → messages (B, T, dim).
 
-        Args:
-            sides: points of image 0 and of image 1; queries beyond them count with image 1 and are no keys.
-            mask: (B, T) bool of the keys; all are valid when absent.
-            across: each image attends to the other one, else to itself.
-            turns: (B, T, 2, d) that rotate queries and keys, where the kernel attends (`by_kernel`).
+        `sides` are the points of image 0 and of image 1; queries beyond them count with image 1 and are no
+        keys, nor are those outside `mask` (B, T). Each image attends to itself or `across`. `turns`
+        (B, T, 2, d) rotate queries and keys where the kernel attends (`by_kernel`).
         """
         n, m = sides
         queries = q.split([n, q.shape[2] - n], dim=2)
@@ -126,8 +124,8 @@ class Block(nn.Module):
     def _gain(self, k: Tensor, mask: Tensor | None = None) -> float | Tensor:
         """By how much logits are multiplied: log n / log `scale_above` with n keys, if these are more.
 
-        Softmax over more keys is flatter, and this undoes it (Chiang and Cholak 2022, "Overcoming a
-        theoretical limitation of self-attention").
+        It undoes that softmax over more keys is flatter (Chiang and Cholak 2022, "Overcoming a theoretical
+        limitation of self-attention").
         """
         above = self.scale_above
         traced = torch.compiler.is_compiling()  # when nobody knows how many keys there will be
@@ -248,16 +246,10 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, n: int, rotations: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """One layer.
+        """Tokens (B, N+M, dim), those of image 0 first, → (B, N+M, dim); what padding holds is of no meaning.
 
-        Args:
-            x: tokens (B, N+M, dim), those of image 0 first.
-            n: N.
-            rotations: (B, N+M, 2, head_dim) cosines and sines that turn queries and keys, if positions do so.
-            mask: (B, N+M) bool, True = valid; all are when absent.
-
-        Returns:
-            (B, N+M, dim); what padding holds is of no meaning.
+        `rotations` (B, N+M, 2, head_dim) turn queries and keys, if positions do so; all points are valid
+        without `mask` (B, N+M).
         """
         total, missing = x.shape[1], 0
         if not (torch.is_grad_enabled() or self.cross_block.sequential):
@@ -283,8 +275,7 @@ class Layer(nn.Module):
 def folded(layer: Layer, dtype: torch.dtype) -> Layer:
     """A frozen copy for inference in `dtype`; linear maps that follow each other have become one.
 
-    The message's output projection and a batch normalisation become part of the map that widens, if nothing
-    lies between them.
+    The output projection and a batch normalisation become part of the map that widens, where they can.
     """
     layer, device = copy.deepcopy(layer).eval().requires_grad_(False), next(layer.parameters()).device
 

@@ -49,10 +49,7 @@ def calibrated(scores: np.ndarray, counts: Sequence[int], config: CalibrationCon
 
 
 def evidence(scores: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-    """(K, 2) the log odds of matches, and the logarithm of the share of keypoints that find a partner.
-
-    Arguments are those of `calibrated`.
-    """
+    """(K, 2) the log odds of matches, and the logarithm of the share of keypoints that find a partner."""
     share = max(float(np.sum(scores, dtype=np.float64)) / max(1, min(counts)), _LEAST)
     return np.column_stack([_log_odds(scores), np.full(len(scores), np.log(share))])
 
@@ -68,14 +65,9 @@ def weighed_by_refinement(
     A match whose surroundings look alike in both images, to an exact place, is right more often than its
     descriptors alone say, and one that could not be refined though most others of the pair could, less often:
     log odds = offset + slope · log odds before + refined · (1 if it was refined, less the share of matches
-    that were) + variance_slope · log(variance / .05 pixels²) of a refined one + further_passes.
-    Poses are most accurate with these; as probabilities they hold less well than the scores before.
-
-    Args:
-        matches: after refinement, with the probabilities that `calibrated` or further passes gave.
-        scale: resized / stored size of image 1, in x and y.
-        calibration: of the matcher; without one of refined matches they stay as they are.
-        further_passes: whether one pass was not enough.
+    that were) + variance_slope · log(variance / .05 pixels²) of a refined one + further_passes. Poses are
+    most accurate with these; as probabilities they hold less well than the scores before. `scale` is resized
+    / stored size of image 1 in x and y; without a calibration of refined matches nothing changes.
     """
     refined = calibration and calibration.refined
     if refined is None or matches.refinement is None or not len(matches):
@@ -96,11 +88,6 @@ def calibrated_by_geometry(
 
     A geometry that was not found, or is refused, counts as one without inliers. A homography says nothing
     about single matches, as those off its plane may be right; nor does a degenerate set of matches.
-
-    Args:
-        matches: with the probabilities that `calibrated` or further passes gave.
-        geometry: estimated from them, of any kind and status.
-        calibration: of the matcher; without one of verified matches they stay as they are.
     """
     verified = calibration and calibration.verified
     if verified is None or not judges_matches(geometry) or not len(matches):

@@ -78,10 +78,8 @@ def agreement(before: SoftMatches, after: SoftMatches) -> Tensor:
 def fit_local_maps(positions: Tensor, targets: Tensor, confidence: Tensor) -> LocalFit:
     """Affine maps fitted around every point to the matches nearest to it, its own left out.
 
-    Args:
-        positions: (B, N, 2) of the points.
-        targets: (B, N, 2) of their present partners.
-        confidence: (B, N) of those matches, 0 for points without one.
+    Of positions (B, N, 2), `targets` (B, N, 2) of their present partners, and the `confidence` (B, N) of
+    those matches, 0 for points without one.
     """
     if (found := local_maps(positions, targets, confidence)) is not None:
         return LocalFit(found[..., :2], *found[..., 2:].unbind(2))
@@ -187,12 +185,9 @@ class Consensus(nn.Module):
     def forward(
         self, scores: Tensor, positions0: Tensor, positions1: Tensor, matches: tuple[SoftMatches, SoftMatches]
     ) -> Tensor:
-        """Scores with dustbins (B, N+1, M+1), corrected.
+        """Scores with dustbins (B, N+1, M+1) of the head, corrected by the matches that they led to so far.
 
-        Args:
-            scores: (B, N+1, M+1) as the head gives them.
-            positions0, positions1: (B, N, 2), (B, M, 2) normalised positions.
-            matches: the matches that they led to so far.
+        Positions are normalised, (B, N, 2) and (B, M, 2).
         """
         (batch, n), m = positions0.shape[:2], positions1.shape[1]
         with torch.autocast(scores.device.type, enabled=False):

@@ -134,15 +134,10 @@ class Refinement(nn.Module):
     def forward(
         self, states: tuple[Tensor, Tensor], maps: tuple[Tensor, Tensor], cells: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Where in image 1 the centre of image 0's window lies, K matches of one pair.
+        """(K, 2) xy offsets from image 1's cells, in cells of the coarse grid, to what image 0's cells show.
 
-        Args:
-            states: of the matched cells in image 0 and 1 after the context, (K, coarse_dim) each.
-            maps: fine, (C, h, w) of either image.
-            cells: column and row, (K, 2) each.
-
-        Returns:
-            (K, 2) xy offsets from image 1's cells, in cells of the coarse grid.
+        Of K matches of one pair: the matched cells' `states` after the context, (K, coarse_dim), fine `maps`
+        (C, h, w), and `cells` (K, 2), column and row, of either image.
         """
         size = self.config.window**2
         if not len(cells[0]):
@@ -175,12 +170,7 @@ class GridExtractor:
     """Cells with descriptors, position on the grid and a finer map; `affine_frames` are their sides."""
 
     def __init__(self, backbone: Backbone, kind: str = "loftr") -> None:
-        """Keep the network, which runs where its parameters lie.
-
-        Args:
-            backbone: in evaluation mode; it belongs to the matcher, whose weights hold its parameters.
-            kind: what the features are called.
-        """
+        """Keep the network, in evaluation; it belongs to the matcher, whose weights hold its parameters."""
         self.backbone = backbone
         self.kind = kind
 

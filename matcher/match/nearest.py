@@ -39,7 +39,7 @@ class NearestMatcher:
         """Matches of every pair of the batch, best first; descriptors of any kind and size.
 
         Raises:
-            UsageError: the two sides come from different front ends or have descriptors of different sizes.
+            UsageError: sides of two front ends or descriptor sizes.
         """
         _check(features0, features1)
         sides = [
@@ -128,10 +128,7 @@ def _check(features0: Features, features1: Features) -> None:
 
 
 def mutual_minima(costs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and columns (K,) int64 of the finite entries of costs (N, M) that are the least of both.
-
-    Of equal entries the first counts.
-    """
+    """Rows and columns (K,) int64 of finite entries of costs (N, M) that are the (first) least of both."""
     if 0 in costs.shape:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     rows, columns = np.arange(len(costs)), costs.argmin(1)
@@ -144,15 +141,7 @@ _NORM_TOLERANCE = 0.1  # half precision is far within it
 
 
 def check_features(config: NetworkConfig, features: Features) -> None:
-    """Refuse features that a network was not trained on.
-
-    Args:
-        config: of the network.
-        features: a batch.
-
-    Raises:
-        UsageError: kind, descriptor size or descriptor norm does not fit, or the features are not a batch.
-    """
+    """Refuse a batch of features that a network of this configuration cannot take, by a `UsageError`."""
     size = features.descriptors.shape[-1]
     if features.keypoints.ndim != 3:
         raise UsageError("the network takes batches, keypoints (B, N, 2): Features.stack([features])")
@@ -196,17 +185,11 @@ def _check_norms(kind: str, features: Features) -> None:
 def credible_matches(
     best: np.ndarray, partners: np.ndarray, mutual: np.ndarray, threshold: float, doubles_at: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mutual best entries of one pair above `threshold`, best first.
+    """Mutual best entries of one pair, (N,) each as in `MutualBest`, above `threshold` of the probability.
 
-    Args:
-        best, partners, mutual: (N,) each, as in `MutualBest`.
-        threshold: of the probability.
-        doubles_at: expected matches at which the threshold is twice as high. With S expected, the sum of the
-            probabilities above it, it is threshold · (1 + doubles_at / S): a lone match is less credible than
-            one among hundreds, since images of unrelated scenes give a few.
-
-    Returns:
-        indices (K, 2) int64 and probabilities (K,) float32.
+    The threshold is twice as high where `doubles_at` matches are expected: with S expected, the sum of the
+    probabilities above it, it is threshold · (1 + doubles_at / S), as images of unrelated scenes give a few
+    matches. Indices (K, 2) int64 and probabilities (K,) float32, best first.
     """
     rows = np.flatnonzero(mutual & (best > (math.log(threshold) if threshold > 0 else -math.inf)))
     probabilities = np.exp(best[rows]).clip(max=1.0).astype(np.float32)

@@ -43,68 +43,48 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def check_config(config: NetworkConfig) -> None:
-    """Refuse combinations that make no network.
-
-    Raises:
-        UsageError: names the setting and what it must be.
-    """
+    """Refuse combinations that make no network, by a `UsageError` that names the setting."""
     position, context, assignment, policy = config.position, config.context, config.assignment, config.policy
-    backbone, refinement = config.backbone, config.refinement
+    backbone, refinement, above = config.backbone, config.refinement, context.scale_logits_above
+    coded, transport = position.kind in ("rotary", "mlp"), assignment.kind != "dual_softmax"
+    whole = context.heads >= 1 and context.dim % (2 * context.heads) == 0
+    fine = refinement is None or backbone is None or refinement.context.dim == backbone.widths[0]
+    coarse = backbone is None or config.descriptor_dim == backbone.widths[-1]
+    ends, same = policy.early_exit or policy.pruning, config.descriptor_dim == context.dim
     rules = [
         (
-            bool(position.inputs) or position.kind not in ("rotary", "mlp"),
-            f"position.inputs is empty, but position.kind {position.kind!r} needs 'xy' at least",
+            position.inputs or not coded,
+            f"position.kind {position.kind!r} needs position.inputs, 'xy' at least",
         ),
         (
             position.inputs[:1] == ("xy",) or not config.guided,
-            "guided tokens need position.inputs that begin with 'xy'",
+            "guided needs position.inputs that begin with 'xy'",
         ),
         (0 < position.extent < math.inf, "position.extent must be a number above 0"),
         (context.depth >= 1, "context.depth must be at least 1"),
+        (whole, "context.dim must be a multiple of twice context.heads"),
+        (above is None or context.attention == "softmax", "scale_logits_above needs attention 'softmax'"),
+        (above is None or above >= 2, "context.scale_logits_above must be at least 2"),
+        (config.project or same, "without project, descriptor_dim must be context.dim"),
+        (coarse, "descriptor_dim must be the last of backbone.widths"),
+        (fine, "refinement.context.dim must be the first of backbone.widths"),
         (
-            context.heads >= 1 and context.dim % (2 * context.heads) == 0,
-            f"context.dim {context.dim} must be a multiple of twice context.heads {context.heads}",
+            assignment.kind == "sinkhorn" or not assignment.consensus,
+            "consensus needs assignment.kind 'sinkhorn'",
         ),
         (
-            context.scale_logits_above is None or context.attention == "softmax",
-            "context.scale_logits_above goes with context.attention 'softmax'",
-        ),
-        (
-            context.scale_logits_above is None or context.scale_logits_above >= 2,
-            "context.scale_logits_above must be at least 2",
-        ),
-        (
-            config.project or config.descriptor_dim == context.dim,
-            "without project, descriptor_dim must be context.dim",
-        ),
-        (
-            backbone is None or backbone.widths[-1] == config.descriptor_dim,
-            "descriptor_dim must be the last of backbone.widths",
-        ),
-        (
-            refinement is None or backbone is None or refinement.context.dim == backbone.widths[0],
-            "refinement.context.dim must be the first of backbone.widths",
-        ),
-        (
-            not (assignment.consensus and assignment.kind != "sinkhorn"),
-            "assignment.consensus goes with assignment.kind 'sinkhorn'",
-        ),
-        (
-            assignment.dustbin != ("learned" if assignment.kind == "dual_softmax" else "none"),
+            assignment.dustbin != ("none" if transport else "learned"),
             f"{assignment.kind} does not go with assignment.dustbin {assignment.dustbin!r}",
         ),
         (
             assignment.every_layer or not config.match_probability,
-            "match_probability heads need assignment.every_layer",
+            "match_probability needs assignment.every_layer",
         ),
         (
-            assignment.every_layer or not (policy.early_exit or policy.pruning),
-            "early exit and pruning need assignment.every_layer; switch both off (early_exit, pruning)",
+            assignment.every_layer or not ends,
+            "without assignment.every_layer switch early_exit and pruning off",
         ),
-        (
-            assignment.dustbin == "point" or not policy.pruning,
-            "pruning needs assignment.dustbin 'point'; switch it off (pruning)",
-        ),
+        (assignment.dustbin == "point" or not policy.pruning, "without dustbin 'point' switch pruning off"),
         (0 <= policy.match_threshold <= 1, "policy.match_threshold must be from 0 to 1"),
     ]
     for kept, rule in rules:
@@ -155,22 +135,14 @@ class MatchingNetwork(nn.Module):
                 nn.init.zeros_(head.matchability.bias)
 
     def with_policy(self, policy: MatchingPolicy) -> MatchingNetwork:
-        """The same network, sharing its parameters, under another policy.
-
-        Raises:
-            UsageError: its architecture has no heads for early exit or pruning.
-        """
+        """The same network, sharing parameters, under another policy; `UsageError` if it lacks the heads."""
         changed = copy.copy(self)
         changed.config = replace(self.config, policy=policy)
         check_config(changed.config)
         return changed
 
     def first_layers(self, layers: int, max_iterations: int | None = None) -> MatchingNetwork:
-        """The first layers as a network of its own, sharing their parameters.
-
-        Args:
-            layers: at most all of them.
-            max_iterations: of Sinkhorn, at most; the configured number when absent.
+        """The first layers as a network of its own, sharing parameters, with a limit of Sinkhorn iterations.
 
         Raises:
             UsageError: inner layers have no heads to assign by.
@@ -192,10 +164,7 @@ class MatchingNetwork(nn.Module):
 
     @torch.no_grad()
     def standardise(self, descriptors: Tensor) -> None:
-        """Shift and scale the projection so that `descriptors` (T, D) give tokens of mean 0, variance 1.
-
-        Without a projection nothing changes.
-        """
+        """Shift and scale the projection: `descriptors` (T, D) give tokens of mean 0, variance 1."""
         if not self.config.project:
             return
         mean = descriptors.mean(0)
@@ -205,17 +174,13 @@ class MatchingNetwork(nn.Module):
     def tokens(
         self, features0: Features, features1: Features, *, align: bool = True, complete: bool = False
     ) -> Tokens:
-        """The valid points of B pairs.
+        """The valid points of B pairs, given as two batches.
 
-        Args:
-            features0, features1: batches.
-            align: check them, and turn descriptors to fit.
-            complete: all points are valid, and their descriptors of the network's front end, so that nothing
-                has to be read from a GPU.
+        `align` checks the features and turns descriptors to fit. `complete`: all points are valid, so that
+        nothing has to be read from a GPU.
 
         Raises:
-            UsageError: the kind, size or norm of the descriptors does not fit, or no batches of one size were
-                given.
+            UsageError: kind, size or norm of the descriptors does not fit, or batches are of two sizes.
         """
         device = next(self.parameters()).device
         sides = [features.to(device) for features in (features0, features1)]
@@ -265,13 +230,8 @@ class MatchingNetwork(nn.Module):
     def run(self, tokens: Tokens, policy: MatchingPolicy | None = None) -> Iterator[LayerState]:
         """The network, layer by layer: matching, training and explanation all consume this one loop.
 
-        A pair that stops leaves the run and so do points that are dropped, as each yielded state decides; the
-        run ends with the last pair.
-
-        Args:
-            tokens: of some pairs, from `tokens`.
-            policy: of exit and pruning; the network's own when absent. `ALL_LAYERS` runs all layers on all
-                points.
+        A pair that stops leaves the run and so do points that are dropped, as each yielded state decides by
+        `policy`, the network's own when absent; the run ends with the last pair.
         """
         totals = tokens.valid.sum(1)
         for depth in range(len(self.layers)):
@@ -320,8 +280,8 @@ class MatchingNetwork(nn.Module):
     ) -> tuple[Tensor, Potentials | None]:
         """Scores after the rounds of consensus, and potentials to begin with.
 
-        Each assignment goes on from the one before, so between the rounds a few iterations are enough. With
-        early exit the rounds of a pair end when the last one has changed little.
+        Each assignment goes on from the one before, so a few iterations between the rounds are enough. With
+        early exit a pair's rounds end when the last one has changed little.
         """
         rounds = self.config.assignment.consensus if 0 not in (side0.x.shape[1], side1.x.shape[1]) else 0
         corrected, found, before, settled = scores, None, None, None
@@ -359,11 +319,7 @@ def _joined(sides: Sequence[Tensor]) -> Tensor:
 
 
 def check_paired(features0: Features, features1: Features) -> None:
-    """Refuse batches of two sizes.
-
-    Raises:
-        UsageError: they have not as many images.
-    """
+    """Refuse batches of two sizes (`UsageError`)."""
     if features0.mask.shape[0] != features1.mask.shape[0]:
         raise UsageError(f"{features0.mask.shape[0]} images cannot pair with {features1.mask.shape[0]}")
 
@@ -372,11 +328,7 @@ def check_paired(features0: Features, features1: Features) -> None:
 
 
 def resolve_precision(precision: Precision, device: torch.device) -> str:
-    """What "auto" means on this device: bfloat16 where it is fast, float16 on GPUs without, else float32.
-
-    Raises:
-        UsageError: a precision that is none of these.
-    """
+    """What "auto" means on this device: bfloat16 where it is fast, float16 on GPUs without, else float32."""
     if precision in DTYPES:
         return precision
     if precision != "auto":
@@ -391,19 +343,11 @@ def resolve_precision(precision: Precision, device: torch.device) -> str:
 def inference_network(
     network: MatchingNetwork, device: torch.device | str = "cpu", precision: Precision = "auto"
 ) -> MatchingNetwork:
-    """A frozen copy of a network, its maps folded and in the precision in which a device is fast.
+    """A frozen copy of a float32 network, its maps folded and in the precision in which a device is fast.
 
-    It shares nothing with `network`: training that one further changes neither, and the copy has no
-    gradients.
-
-    Args:
-        network: in float32, on any device.
-        device: where the copy runs.
-        precision: of projections, attention and convolutions. Phases, similarities and dustbins need more
-            digits than half precision has and stay in float32.
-
-    Raises:
-        UsageError: an unknown precision.
+    It shares nothing with `network`: training that one further changes neither. `precision` is that of
+    projections, attention and convolutions; phases, similarities and dustbins need more digits than half
+    precision has and stay in float32. A `UsageError` refuses an unknown one.
     """
     device = torch.device(device)
     dtype = DTYPES[resolve_precision(precision, device)]
@@ -421,16 +365,7 @@ class AttentionMatcher:
     def __init__(
         self, model: MatchingNetwork, *, device: torch.device | str = "cpu", precision: Precision = "auto"
     ) -> None:
-        """Copy the network to where it runs.
-
-        Args:
-            model: trained.
-            device: where it runs.
-            precision: as `inference_network` takes it.
-
-        Raises:
-            UsageError: an unknown precision.
-        """
+        """Copy a trained network to where it runs; `precision` as `inference_network` takes it."""
         self.device = torch.device(device)
         self.precision = resolve_precision(precision, self.device)
         self.model = inference_network(model, self.device, self.precision)
@@ -447,12 +382,7 @@ class AttentionMatcher:
         max_iterations: int | None = None,
         policy: MatchingPolicy | None = None,
     ) -> AttentionMatcher:
-        """The same network cut to its first layers, or under another policy; parameters are shared.
-
-        Args:
-            layers: at most all of them, which is the default.
-            max_iterations: of Sinkhorn, at most.
-            policy: of thresholds, exit and pruning.
+        """The same cut to its first layers, or under another policy; parameters are shared.
 
         Raises:
             UsageError: as `MatchingNetwork.first_layers` and `.with_policy`.
@@ -474,10 +404,7 @@ class AttentionMatcher:
 
     @torch.inference_mode()
     def matched_view(self, features0: Features, features1: Features) -> Features:
-        """`features1` of B pairs as they are matched, rotated by quarter turns where descriptors can be.
-
-        Arguments and errors are those of a call.
-        """
+        """`features1` of B pairs as they are matched, rotated by quarter turns where descriptors can be."""
         return self._match(features0, features1)[0]
 
     def _match(self, features0: Features, features1: Features) -> tuple[Features, list[Matches]]:
@@ -509,12 +436,7 @@ class AttentionMatcher:
         return [found[pair] for pair in range(len(found))]
 
     def read(self, prediction: Prediction, features0: Features, features1: Features) -> list[Matches]:
-        """Mutual matches of the pairs of a prediction, refined if the network does so.
-
-        Args:
-            prediction: of some pairs of the batches.
-            features0, features1: the batches, as they were matched.
-        """
+        """Mutual matches, refined if the network does so, of the pairs of a prediction of these batches."""
         tokens, policy, n = prediction.tokens, self.model.config.policy, prediction.tokens.n
         best = [values.cpu().numpy() for values in prediction.assignment.mutual_best]
         index, kept, found = tokens.index.cpu().numpy(), tokens.counts(), []

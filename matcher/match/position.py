@@ -105,11 +105,7 @@ def _required(value: Tensor | None, name: str) -> Tensor:
 
 
 def _channels(config: PositionConfig) -> int:
-    """How many numbers describe a point's position.
-
-    Raises:
-        UsageError: no inputs, or one that is not in `CHANNELS`.
-    """
+    """How many numbers describe a point's position; `UsageError` for unknown inputs, or none."""
     unknown = set(config.inputs) - set(CHANNELS)
     if unknown or not config.inputs:
         what = f"unknown position inputs {sorted(unknown)}" if unknown else "position.inputs is empty"
@@ -118,13 +114,9 @@ def _channels(config: PositionConfig) -> int:
 
 
 class RotaryPosition(nn.Module):
-    """Learned frequencies: phases = W·inputs, which turn pairs of channels.
+    """Learned frequencies: phases = W·inputs, which turn pairs of channels, in all layers and heads alike.
 
-    LightGlue (Lindenberger et al. 2023), eq. 4; rotary embeddings after Su et al. 2021. One table for all
-    layers and heads.
-
-    Raises:
-        UsageError: no inputs, or one that is not in `CHANNELS`.
+    LightGlue (Lindenberger et al. 2023), eq. 4; rotary embeddings after Su et al. 2021.
     """
 
     def __init__(self, config: PositionConfig, head_dim: int) -> None:
@@ -189,13 +181,10 @@ class SinePosition(nn.Module):
 
 
 def rotate(x: Tensor, rotations: Tensor) -> Tensor:
-    """Turn the channel pairs of x (B, T, 2, heads, head_dim), queries and keys, by angles.
+    """Turn the channel pairs of queries and keys x (B, T, 2, heads, head_dim), in any precision, by angles.
 
-    Channel c of the first half of a head is paired with channel c of the second half.
-
-    Args:
-        x: in any precision.
-        rotations: (B, T, 2, head_dim) float32, cosines and sines as `RotaryPosition` gives them.
+    Channel c of the first half of a head is paired with channel c of the second half. Rotations are cosines
+    and sines (B, T, 2, head_dim) float32 as `RotaryPosition` gives them.
     """
     (cos, sin), exact = rotations.unsqueeze(3).split(1, dim=2), x.float()
     return (exact * cos).addcmul_(exact.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
@@ -210,11 +199,7 @@ def build_position(config: PositionConfig, context: ContextConfig) -> nn.Module 
 
 
 def encoded(config: PositionConfig, features: Features) -> Tensor | None:
-    """What the encoding takes of features: (…, N, C), cells of a grid (…, N, 2), or nothing.
-
-    Raises:
-        UsageError: features that lack it.
-    """
+    """What the encoding takes of features: (…, N, C), cells of a grid (…, N, 2), or nothing."""
     if config.kind == "sine":
         return _required(features.cells, "cell")
     return None if config.kind == "none" else position_inputs(features, config.inputs, config.extent)
@@ -270,8 +255,7 @@ class CorrespondenceGuidance(nn.Module):
     def forward(self, x: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Tokens (…, T, dim) after layer `depth` → tokens, and the predicted positions (…, T, 2) of partners.
 
-        Predictions are positions in the other image as `normalise_positions` gives them. No gradient flows
-        from their encodings back into the prediction.
+        Predictions are as `normalise_positions` gives them; no gradient flows back from their encodings.
         """
         with torch.autocast(x.device.type, enabled=False):
             predicted = self.predict[depth](x)

@@ -37,11 +37,7 @@ class Vocabulary:
     length: int
 
     def describe(self, descriptors: np.ndarray) -> np.ndarray:
-        """Local descriptors (N, D) → a global one (length,) of unit length; zeros without any.
-
-        Raises:
-            UsageError: descriptors of another size.
-        """
+        """Local descriptors (N, D) → a global one (length,) of unit length; zeros without any."""
         count, size = self.words.shape
         if descriptors.ndim != 2 or descriptors.shape[1] != size:
             raise UsageError(f"descriptors of size {size} are needed, not of shape {descriptors.shape}")
@@ -56,11 +52,7 @@ class Vocabulary:
 def learn_vocabulary(
     sample: np.ndarray, *, words: int = WORDS, length: int = LENGTH, seed: int = 0
 ) -> Vocabulary:
-    """A vocabulary by k-means on a sample (S, D) of local descriptors.
-
-    Raises:
-        UsageError: an empty sample, or one that is not a table.
-    """
+    """A vocabulary by k-means on a sample (S, D) of local descriptors; `UsageError` without any."""
     if sample.ndim != 2 or len(sample) == 0:
         raise UsageError(f"a vocabulary is learned from local descriptors (S, D), not from {sample.shape}")
     rng = np.random.default_rng(seed)
@@ -86,11 +78,6 @@ def collection_vocabulary(
     names: Sequence[str], features: Callable[[str], Features], *, seed: int = 0
 ) -> tuple[Vocabulary | None, str]:
     """A vocabulary of a sample of a collection's images, None without any keypoint, and the features' kind.
-
-    Args:
-        names: images.
-        features: the features of an image, unbatched.
-        seed: of the sample and of k-means.
 
     Raises:
         UsageError: descriptors of several sizes.
@@ -126,12 +113,6 @@ def similar_pairs(
     64 kB where descriptors can be rotated: then images are compared in all four orientations. An image
     without keypoints is in no pair.
 
-    Args:
-        names: images.
-        features: the features of an image, unbatched.
-        k: neighbours; an image may be in more pairs, as the neighbour of others.
-        seed: of the vocabulary.
-
     Raises:
         UsageError: k below 1, or descriptors of several sizes.
     """
@@ -156,11 +137,8 @@ def neighbour_pairs(
 ) -> np.ndarray:
     """(P, 2) int64 pairs i < j of rows where one is among the `k` most similar of the other, sorted.
 
-    Args:
-        table: (I, G) global descriptors of unit length; rows of zeros are in no pair.
-        k: neighbours of a row.
-        turned: (I, G) each, the same images in other orientations; the most similar one counts.
-        block: rows that are compared at once; only memory depends on it.
+    Rows (I, G) are global descriptors of unit length, those of zeros in no pair; of `turned` ones, the same
+    images in other orientations, the most similar counts. Only memory depends on `block`.
     """
     usable = np.flatnonzero(np.any(table != 0, axis=1))
     k = min(k, len(usable) - 1)

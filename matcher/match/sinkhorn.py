@@ -194,16 +194,10 @@ def _absorbed(scores: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
 
 def log_assignment(scores: Tensor, iterations: int, unrolled: int) -> Tensor:
-    """Differentiable log P (B, N+1, M+1) of scores with dustbins, in batches, for training.
+    """Differentiable log P (B, N+1, M+1) of float32 scores with dustbins, no point masked, for training.
 
-    The potentials are found without gradients; the last `unrolled` iterations are then repeated with them,
-    which is the truncated Neumann series of the implicit gradient at that point (Eisenberger et al. 2022,
-    section 4).
-
-    Args:
-        scores: (B, N+1, M+1) float32 with the dustbins last, no point masked.
-        iterations: row and column updates that find the potentials.
-        unrolled: updates that carry gradients.
+    The potentials are found without gradients; the last `unrolled` updates are then repeated with them, which
+    is the truncated Neumann series of the implicit gradient there (Eisenberger et al. 2022, section 4).
     """
     mu, nu, _ = masses(scores)
     found = sinkhorn(scores, max_iterations=iterations + 1, tolerance=None)
@@ -254,12 +248,7 @@ def assign(
 ) -> Assignment:
     """Scores with dustbins (B, N+1, M+1) → `Assignment`, by the method that a configuration names.
 
-    Args:
-        scores: as a head gives them.
-        config: of the assignment.
-        mask0, mask1: (B, N), (B, M) bool, True = valid; all are when absent.
-        start: potentials of similar scores.
-        record_errors: keep the error of every Sinkhorn iteration.
+    The masks (B, N), (B, M) and `start` are as `sinkhorn` takes them.
     """
     if config.kind == "dual_softmax":
         found = dual_softmax(scores, mask0, mask1)
@@ -330,14 +319,11 @@ class AssignmentHead(nn.Module):
             self.register_buffer("dustbin", torch.tensor(NO_DUSTBIN), persistent=False)
 
     def forward(self, x0: Tensor, x1: Tensor, more: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Tokens of both images → scores with dustbins (B, N+1, M+1), float32.
+        """Tokens (B, N, dim), (B, M, dim) → scores with dustbins (B, N+1, M+1), float32.
 
         A point's dustbin score is minus its matchability logit, the corner is 0; one number (SuperGlue,
-        eq. 8) is the score of all dustbins and of the corner.
-
-        Args:
-            x0, x1: (B, N, dim), (B, M, dim).
-            more: (B, N, C), (B, M, C) whose products are added to the similarities.
+        eq. 8) is the score of all dustbins and of the corner. The products of `more`, (B, N, C) and
+        (B, M, C), are added to the similarities.
         """
         left, right = (mapped(self.projection, x).float() / self.divisor for x in (x0, x1))
         if hasattr(self, "matchability"):

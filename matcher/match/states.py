@@ -51,12 +51,7 @@ class Tokens:
         return np.stack([part.sum(1) for part in np.split(self.valid, [self.n], axis=1)], axis=1).tolist()
 
     def take(self, entries: Sequence[int], keep: np.ndarray) -> Tokens:
-        """Some pairs, and of their points those that are marked; of no more length than they need.
-
-        Args:
-            entries: of the batch.
-            keep: (B, N+M) bool.
-        """
+        """Some entries of the batch, and of their points those that `keep` (B, N+M) marks."""
         keep = keep[list(entries)]
         if len(keep) == len(self.x) and bool(keep.all()):
             return self
@@ -86,10 +81,7 @@ class Prediction:
 
 @dataclass(frozen=True, eq=False)
 class LayerState:
-    """The pairs still running, after one layer.
-
-    Nothing but the tokens is computed before it is asked for, and everything is computed once.
-    """
+    """The pairs still running after one layer; everything but the tokens is computed once, when asked for."""
 
     network: MatchingNetwork
     policy: MatchingPolicy
@@ -107,7 +99,7 @@ class LayerState:
     def _probabilities(self) -> np.ndarray:
         """(1 or 2, B, N+M) of having a partner and, where there are heads for it, of knowing it.
 
-        The one time in a layer that a GPU is waited for.
+        A GPU is waited for here, once a layer.
         """
         x, network = self.tokens.x, self.network
         logits = [network.match_logits(x, self.layer)]
@@ -165,12 +157,7 @@ class LayerState:
         return self.tokens.take(staying, self.decision.kept) if staying else None
 
     def assign(self, entries: Sequence[int] | None = None, *, record_errors: bool = False) -> Prediction:
-        """Assignments of some pairs as the network gives them if it stops here.
-
-        Args:
-            entries: of the batch; those that stop here when absent.
-            record_errors: keep the error of every Sinkhorn iteration.
-        """
+        """Assignments of some pairs, of those that stop here by default, as if the network ended here."""
         entries, tokens = self.exiting if entries is None else entries, self.tokens
         if self.decision is not None or len(entries) < len(tokens.pairs):
             keep = tokens.valid if self.decision is None else self.decision.assigned

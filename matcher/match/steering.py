@@ -55,10 +55,7 @@ def rotated_descriptors(descriptors: Any, kind: str) -> list[Any]:
 def best_turn(descriptors0: Any, descriptors1: Any) -> int:
     """Clockwise quarter turns of image 1 after which its steerable descriptors fit those of image 0 best.
 
-    A few of the strongest keypoints decide most pairs; for the others more keypoints are compared.
-
-    Args:
-        descriptors0, descriptors1: (N, D), (M, D) of norm 1, best first.
+    Of descriptors (N, D), (M, D) of norm 1, best first; a few of the strongest decide most pairs.
     """
     few = evidence_of_turns(descriptors0, descriptors1, STEERABLE, strongest=FEW, certain=CERTAIN)
     few[0] += MIN_GAIN
@@ -77,13 +74,8 @@ def evidence_of_turns(
 
     It measures how distinctive mutual nearest neighbours are: the sum of (1 - r)², with r the ratio of the
     distances to the nearest and to the second nearest descriptor, the larger one of both images. (A sum of
-    similarities is dominated by wrong neighbours where views differ by more than a rotation.)
-
-    Args:
-        descriptors0, descriptors1: (N, D), (M, D) of norm 1, best first.
-        kind: their front end; T is 1 if its descriptors are not steerable.
-        strongest: how many keypoints of each image are compared.
-        certain: evidence per keypoint for no turn above which no other turn is tried (T is 1).
+    similarities is dominated by wrong neighbours where views differ by more than a rotation.) T is 1 where
+    descriptors do not turn, or the evidence per keypoint for no turn is above `certain`.
     """
     own, others = descriptors0[:strongest], descriptors1[:strongest]
     found: list[float] = []
@@ -139,14 +131,9 @@ def quarter_turns(features0: Features, features1: Features) -> list[int]:
 
 
 def aligned(features0: Features, features1: Features, kind: str) -> Features:
-    """`features1` of B pairs turned by quarters to fit `features0` best.
+    """`features1` of B pairs turned by quarters to fit `features0` best, if their descriptors are steerable.
 
     Points stay where they are; `view_orientation` is the turn.
-
-    Args:
-        features0, features1: batches.
-        kind: the front end that made them; features whose descriptors are not steerable are returned as
-            they are.
     """
     if kind != STEERABLE or 0 in (len(features0), len(features1)):
         return features1
@@ -169,13 +156,8 @@ def try_other_turns(
 ) -> list[int]:
     """Replace the matches of pairs that have few by those at a turn that has more, and return the turns.
 
-    Where the strongest keypoints have no matches, as in most of these pairs, all have too few.
-
-    Args:
-        found: the matches of B pairs.
-        enough: how many of each are not few.
-        keypoints: of that image of each which has more.
-        again: as `Again`.
+    Where the strongest keypoints have no matches, as in most of these pairs, all have too few. `enough`
+    matches of each pair are not few; `keypoints` are of that image of each which has more.
     """
     turns = [0] * len(found)
     for turn in OTHER_TURNS:
