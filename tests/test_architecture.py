@@ -62,7 +62,7 @@ GLOBAL_SWITCHES = re.compile(
     r"|warnings\.filterwarnings"
 )
 # Modules that are run with `python -m`.
-PROGRAMS = {"matcher.__main__", "matcher.collection.worker", "matcher.sfm.mapping"}
+PROGRAMS = {"matcher.__main__", "matcher.collection.workers", "matcher.sfm.mapping"}
 # What pyproject.toml calls by another name than Python does.
 IMPORT_NAMES = {
     "opencv-python-headless": "cv2",

@@ -8,8 +8,7 @@ from rendered_texture import SIZE, Texture
 
 import matcher
 from matcher.collection.store import Store
-from matcher.collection.track_refinement import refine_run
-from matcher.collection.tracks import tracks_of
+from matcher.collection.tracks import refine_run, tracks_of
 from matcher.errors import IntegrityError
 from matcher.export.formats import write_npz
 

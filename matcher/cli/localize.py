@@ -154,7 +154,7 @@ def _poses(
     masks: dict[str, Path],
 ) -> Iterator[tuple[str, Pose | ImageError]]:
     """One by one, from the photos or from their features in a file, or the photos of each moment together."""
-    from matcher.export.hloc import HlocFeatures
+    from matcher.collection.sources import HlocFeatures
     from matcher.localization.map import localize_frames
 
     if rig is not None:

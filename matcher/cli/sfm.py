@@ -134,10 +134,9 @@ def _from_photos(
 ) -> int:
     """Match photos and reconstruct, or print what would be done."""
     from matcher.collection.collection import Collection
-    from matcher.collection.sources import Selection, check_masks, default_choice
+    from matcher.collection.sources import Selection, check_masks, default_choice, find_source
     from matcher.collection.store import Store
     from matcher.export.colmap import check_used
-    from matcher.export.hloc import find_source
     from matcher.loading import takes
     from matcher.presets import PRESETS, configure
     from matcher.sfm.growing import PAIRS

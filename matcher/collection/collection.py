@@ -15,25 +15,23 @@ import numpy as np
 
 from matcher.arrays import to_numpy
 from matcher.cameras import Camera, as_camera
-from matcher.collection import runner, schema, tracks
+from matcher.collection import runner, schema, sources, tracks
 from matcher.collection.pairs import PairFault, chosen_pairs, read_pairs
 from matcher.collection.runner import ImageChanges, OnProgress, RunReport, Stages
 from matcher.collection.schema import DONE, Counts, StoredPair
 from matcher.collection.settings import Setup, build, describe, parse_shard, refuse_changes, stored_setup
-from matcher.collection.sources import PairChoice, Selection, check_masks, default_choice
+from matcher.collection.sources import FeatureSource, PairChoice, Selection
 from matcher.collection.store import Store, Writer, check_writable, delete_store
-from matcher.collection.tracks import Edge, PairMatches, Tracks, contradicted
+from matcher.collection.tracks import Edge, PairMatches, Tracks
 from matcher.collection.workers import Workers, batch_size, start_engine
 from matcher.config import GRID_KIND
 from matcher.errors import MatcherError, UsageError
-from matcher.export.hloc import find_source
 from matcher.loading import open_pipeline
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions, from_file, refuse_further_passes
 from matcher.types import Features, Matches, TwoViewGeometry
 
 if TYPE_CHECKING:
-    from matcher.collection.sources import FeatureSource
     from matcher.export.colmap import CameraChoice
     from matcher.export.output import ExportReport
     from matcher.sfm.reconstruct import MappingOptions, Reconstruction
@@ -61,7 +59,6 @@ class Collection:
     def __init__(
         self, run_dir: str | Path, setup: Callable[[FeatureSource], Setup], workers: Workers | int | None
     ) -> None:
-        """Use `open`."""
         self.run_dir = Path(run_dir)
         self.workers = workers if isinstance(workers, Workers) else Workers(count=workers)
         self._setup_of = setup
@@ -80,10 +77,6 @@ class Collection:
         **options: Unpack[LoadOptions],
     ) -> Collection:
         """Open an existing run, or prepare a new one that the first `add_images` creates.
-
-            >>> from matcher import Collection
-            >>> Collection.open("no-such-run", preset="nearest")
-            Collection('no-such-run', no images yet)
 
         Args:
             run_dir: folder of the store.
@@ -113,16 +106,8 @@ class Collection:
     def reopen(
         cls, run_dir: str | Path, *, workers: Workers | int | None = None, **options: Unpack[LoadOptions]
     ) -> Collection:
-        """Open an existing run with the settings that it was made with.
-
-        Args:
-            run_dir, workers: as in `open`.
-            options: weights, frontend_weights, device: what the run does not hold.
-
-        Raises:
-            UsageError: there is no run.
-            IntegrityError: it is damaged, or was made by another version.
-        """
+        """Open an existing run with the settings that it was made with; `options` are what it does not hold:
+        weights, frontend_weights, device."""
         with Store.open(run_dir) as store:
             settings = store.settings
         given = {"precision": settings.get("precision")}
@@ -144,10 +129,10 @@ class Collection:
         exclude: Sequence[str] = (),
         restart: bool = False,
     ) -> ImageChanges:
-        """Add the images below a folder; an image whose content has changed is processed again.
+        """Add the images below a folder; an image whose content has changed is processed again. Returns what
+        is new, what has changed and what is gone.
 
         Args:
-            folder: the image folder.
             masks: folder of mask images, black where keypoints are not allowed; a mask has the name of its
                 image, with .png appended or in place of the suffix if it differs.
             features: HDF5 file with existing keypoints and descriptors in hloc's layout, used instead of a
@@ -156,17 +141,14 @@ class Collection:
             exclude: the same, for images to leave out.
             restart: delete the contents of the store first.
 
-        Returns:
-            What is new, what has changed and what is gone.
-
         Raises:
             UsageError: no such folder, no images, no mask for any of them, a pattern that matches nothing,
                 settings that differ from the store's, or another run is writing it.
             IntegrityError: the store or the weights are damaged.
         """
         selection = Selection.parse(include, exclude)
-        source = find_source(Path(folder), masks, features, selection)
-        masked = check_masks(source)  # before anything is created
+        source = sources.find_source(Path(folder), masks, features, selection)
+        masked = sources.check_masks(source)  # before anything is created
         setup = self._setup_of(source)
         settings = describe(setup, build(setup))
         check_writable(self.run_dir)
@@ -196,21 +178,17 @@ class Collection:
     def suggest_pairs(self, **limits: int) -> PairChoice | None:
         """Suggest pairs for images that have none: chosen as in the run so far, else by the number of images.
 
-        Args:
-            limits: as of `default_choice`: `exhaustive_up_to` images every pair is matched (50), in larger
-                collections each image is paired with `neighbours` similar ones (20), of which `preemptive`
-                keeps those whose strongest keypoints agree.
-
-        Returns:
-            An argument for `add_pairs`, or None if every image has a pair. Its method is "names" or "file" if
-            the run's pairs came from a list: then only the user can choose further pairs.
+        With up to `exhaustive_up_to` images (50) every pair is matched; in larger collections each image is
+        paired with `neighbours` similar ones (20), of which `preemptive` keeps those whose strongest
+        keypoints agree. Returns an argument for `add_pairs`, or None if every image has a pair. Its method is
+        "names" or "file" if the run's pairs came from a list: then only the user can choose further pairs.
         """
         with self.store as store:
             if not store.unpaired():
                 return None
             before = store.pair_choice
         if before is None or before.by_default:
-            return default_choice(len(self._ready().source.names()[0]), **limits)
+            return sources.default_choice(len(self._ready().source.names()[0]), **limits)
         return before
 
     def add_pairs(
@@ -227,7 +205,8 @@ class Collection:
         on_fault: Callable[[PairFault], None] | None = None,
         on_progress: OnProgress | None = None,
     ) -> tuple[int, int]:
-        """Add pairs, chosen in exactly one way; finished pairs stay finished.
+        """Add pairs, chosen in exactly one way; finished pairs stay finished. Returns the number of pairs (of
+        this shard), and how many of them are new.
 
         Args:
             pairs: an iterable of two image names each, or the result of `suggest_pairs`.
@@ -240,9 +219,6 @@ class Collection:
             of: names of images; of the pairs, only those with one of them are added. None: all.
             on_fault: called for every line of `file` that yields no pair, or is taken with a warning.
             on_progress: called with the progress of the extraction and of the choice.
-
-        Returns:
-            The number of pairs (of this shard), and how many of them are new.
 
         Raises:
             UsageError: not exactly one way, a name that is not in the run, or no `add_images` before.
@@ -290,11 +266,7 @@ class Collection:
             return stages.extract(everything=everything)
 
     def run(
-        self,
-        *,
-        retry_failed: bool = False,
-        everything: bool = False,
-        on_progress: OnProgress | None = None,
+        self, *, retry_failed: bool = False, everything: bool = False, on_progress: OnProgress | None = None
     ) -> RunReport:
         """Extract and match everything that is waiting, in worker processes.
 
@@ -346,7 +318,6 @@ class Collection:
             yield from store.pairs()
 
     def __repr__(self) -> str:
-        """Folder, preset, images and pairs, in one line."""
         try:
             with self.store as store:
                 counts, preset = store.counts(), store.settings.get("preset")
@@ -359,12 +330,7 @@ class Collection:
         return f"Collection({str(self.run_dir)!r}, {preset}, {images} and {pairs} done)"
 
     def export(
-        self,
-        form: str,
-        out: str | Path,
-        *,
-        cameras: CameraChoice | None = None,
-        overwrite: bool = False,
+        self, form: str, out: str | Path, *, cameras: CameraChoice | None = None, overwrite: bool = False
     ) -> ExportReport:
         """Export the run for another program; returns what was written and what was left out.
 
@@ -395,16 +361,14 @@ class Collection:
         exclude: Sequence[str] = (),
         **options: Unpack[MappingOptions],
     ) -> Reconstruction:
-        """Reconstruct cameras and 3D points from the verified matches with COLMAP; needs pycolmap.
+        """Reconstruct cameras and 3D points from the verified matches with COLMAP; needs pycolmap. Returns
+        the models, largest first: poses `cam_from_world` (3, 4) by image name, cameras, numbers.
 
         Args:
             out: folder to create: COLMAP models, points as PLY, a plot, statistics as JSON.
             cameras: as in `export`; given ones are kept as they are by the incremental mapper.
             include, exclude: as in `add_images`.
             options: mapper, min_images, threads, seed, overwrite; see `matcher.sfm.reconstruct.reconstruct`.
-
-        Returns:
-            The models, largest first: poses `cam_from_world` (3, 4) by image name, cameras, numbers.
 
         Raises:
             UsageError: pycolmap is absent, `out` exists, or fewer than two images have features.
@@ -424,21 +388,12 @@ class Collection:
 def merge(
     runs: Sequence[Path], into: Path, *, descriptors: bool = False, on_report: Callable[[str], None]
 ) -> None:
-    """Add the contents of `runs` to `into`, which is created if missing.
+    """Add the contents of `runs`, which have the same settings, to `into`, which is created if missing; with
+    `descriptors` where further pairs are to be matched. `on_report` is called with a line about each run.
 
     A finished pair replaces a failed one, and that replaces a waiting one. If two runs found different
     keypoints in an image (on machines that round differently), the first run's are kept, and the other run's
-    pairs with this image are matched again.
-
-    Args:
-        runs: folders of stores with the same settings, parts apart.
-        into: folder of the store to create or to add to.
-        descriptors: also copy descriptors; only further pairs need them.
-        on_report: called with a line about each run.
-
-    Raises:
-        UsageError: settings differ, an image's content differs, `into` is one of the runs, or is in use.
-        IntegrityError: a store is damaged.
+    pairs with this image are matched again. `UsageError`: settings or an image's content differ.
     """
     same = "Only runs with the same settings can be joined"
     if any(os.path.realpath(run) == os.path.realpath(into) for run in runs):
@@ -471,7 +426,6 @@ def merge(
 
 
 def _join(writer: Writer, store: Store, descriptors: bool) -> str:
-    """Copy one store into another; a line about it."""
     names, differing, again = store.names(), set(), []
     writer.add_images(sorted(names.values()))
     ours = {number: writer.number(name) for number, name in names.items()}
@@ -533,9 +487,7 @@ class MatchedSet:
         """(K, 2) int64 keypoints of two images that are in one track, also where the two did not match.
 
         They are cycle-consistent: going on to a third image and back never leads to another keypoint.
-
-        Raises:
-            UsageError: numbers that are not of two images of the set.
+        `UsageError`: numbers that are not of two images of the set.
         """
         if first == second or not {first, second} <= set(range(len(self.names))):
             raise UsageError(f"{first} and {second} are not two of the images 0 to {len(self.names) - 1}")
@@ -628,7 +580,7 @@ def match_set(
     named = tuple(names)
     keypoints, scales = ([to_numpy(getattr(one, n)) for one in features] for n in ("keypoints", "scale"))
     edges = {ends: Edge.of(*pair) for ends, pair in found.items() if pair[1].verified}
-    gone = contradicted(edges, {n: keypoints[n] * scales[n] for n in range(count)})
+    gone = tracks.contradicted(edges, {n: keypoints[n] * scales[n] for n in range(count)})
     for ends in gone:
         matches, geometry = found[ends]
         found[ends] = matches, replace(geometry, status="low_inliers").without_rejected()

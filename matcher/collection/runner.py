@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from matcher.arrays import to_numpy
 from matcher.cameras import Camera
 from matcher.collection.schema import DONE, FAILED, WAITING, Counts, common_camera, encode_pair
-from matcher.collection.sources import Extracted
+from matcher.collection.sources import Extracted, FeatureSource
 from matcher.collection.store import EncodedPair, Store, Writer
 from matcher.collection.workers import Engine, Job, Outcome
 from matcher.config import EstimationConfig, from_dict
@@ -26,9 +26,6 @@ from matcher.errors import ImageError, UsageError
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.verdict import NOT, reject_improbable
-
-if TYPE_CHECKING:
-    from matcher.collection.sources import FeatureSource
 
 # What remains to be done: new or changed images and unfinished pairs, or a shard of them.
 
@@ -214,7 +211,7 @@ class Stages:
             pending.clear()
             with self.writer.transaction():
                 commit(group)
-            done, failed = done + len(group), failed + sum(outcome.failed for outcome in group)
+            done, failed = done + len(group), failed + sum(not outcome.data for outcome in group)
             last = monotonic()
             self.on_progress(StageProgress(stage, done, failed, total))
 
@@ -235,7 +232,7 @@ class Stages:
         for one in outcomes:
             name, number = one.name, writer.number(one.name)
             had = writer.execute("SELECT sha256 FROM images WHERE id = ? AND status = ?", number, DONE)
-            if not one.failed:
+            if one.data:
                 points = to_numpy(one.features.keypoints)
                 same = had == [(one.sha256,)] and np.array_equal(writer.keypoints(name), points)
                 if had and not same:

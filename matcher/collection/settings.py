@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matcher.cameras import Camera
 from matcher.collection.schema import common_camera, one_line, to_json
+from matcher.collection.sources import FeatureSource
 from matcher.config import GRID_KIND, PipelineConfig, from_dict, to_dict
 from matcher.errors import IntegrityError, UsageError
 from matcher.loading import build_pipeline, load
@@ -18,9 +19,6 @@ from matcher.pipeline import Pipeline
 from matcher.presets import DEFAULT_PRESET, PRESETS, configure, option_at, refuse_further_passes
 from matcher.tiling import by_tiles
 from matcher.weights.files import locate_front_end, read_bytes
-
-if TYPE_CHECKING:
-    from matcher.collection.sources import FeatureSource
 
 
 @dataclass(frozen=True)
@@ -37,13 +35,8 @@ class Setup:
 
 
 def build(setup: Setup) -> Pipeline:
-    """The pipeline of a collection.
-
-    Raises:
-        UsageError: a preset without keypoints of its own for each image; options that do not fit; geometry
-            that needs cameras without any; tiles beside features of a file or a size.
-        IntegrityError: weights that are absent or damaged.
-    """
+    """The pipeline of a collection; `UsageError`: options that do not fit, or a preset that finds keypoints
+    pair by pair; `IntegrityError`: weights that are absent or damaged."""
     preset, options, tiles = setup.preset, setup.options, setup.tiles
     if setup.config is not None:
         pipeline = build_pipeline(preset, configure(setup.config, options), options)
@@ -112,7 +105,8 @@ def describe(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
     """What the results of a run depend on, ready for JSON; where and on how many workers is no part of it."""
     config = {name: value for name, value in to_dict(pipeline.config).items() if name != "further_passes"}
     extractor, front_end = pipeline.config.extractor, None
-    learned = setup.source.uses_front_end and extractor.kind != "sift"
+    source, photos = setup.source, setup.source.uses_front_end
+    learned = photos and extractor.kind != "sift"
     if learned and extractor.kind != "learned":
         from matcher.extract.extractor import find_front_end
 
@@ -129,7 +123,7 @@ def describe(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
         "config": config,
         "upright": pipeline.upright,
         "alpha_mask": pipeline.alpha_mask,
-        "source": setup.source.settings(),
+        "source": {"kind": "photos", "masks": source.masks is not None} if photos else {"kind": "hloc"},
         "camera": None if setup.camera is None else asdict(setup.camera),
         "shard": None if setup.shard is None else "{}/{}".format(*setup.shard),
         **({} if pipeline.package is None else {"package": pipeline.package}),

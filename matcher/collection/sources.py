@@ -1,7 +1,7 @@
-"""Which images and pairs a run has: selections and forms of names, photos with masks, how pairs are chosen.
+"""Which images and pairs a run has: names, photos with masks, existing features, how pairs are chosen.
 
 A source of features provides names, a stamp (cheap; differs if the content may have changed), a digest of the
-content, and an image's features: `Photos` by a front end, `export.hloc.HlocFeatures` from a file.
+content, and an image's features: `Photos` by a front end, `HlocFeatures` from a file.
 """
 
 from __future__ import annotations
@@ -10,23 +10,25 @@ import hashlib
 import os
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from glob import escape
+from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
 
 from matcher.collection.schema import damaged, name_fault, parse_json
-from matcher.errors import ImageError, UsageError
+from matcher.config import NetworkConfig
+from matcher.errors import ImageError, MatcherError, UsageError
 from matcher.files import open_given, read_given
+from matcher.geometry import resized
 from matcher.images import find_mask, list_images, no_mask
 from matcher.pipeline import Pipeline
 from matcher.types import Features, Image
-
-if TYPE_CHECKING:
-    FeatureSource = "Photos | HlocFeatures"
 
 # Names of images, as a run holds them and as people write them.
 
@@ -41,7 +43,6 @@ class NameTable:
     image folder, that folder's own name in front, or no suffix, wherever only one image can be meant."""
 
     def __init__(self, names: Iterable[str], folder: Path | None = None) -> None:
-        """Names of a run's images, and the folder that they are below."""
         self.names = list(dict.fromkeys(names))
         self._exact = {name: number for number, name in enumerate(self.names)}
         self._folder = folder
@@ -90,17 +91,24 @@ class Selection:
 
     @classmethod
     def parse(cls, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Selection:
-        """Patterns as a user gives them: `@FILE` stands for the names in a file, one per line; `UsageError`:
-        such a file cannot be read, or names nothing."""
+        """Patterns as a user gives them: `@FILE` stands for the names in a file, which mean themselves, one a
+        line, # before what is none; `UsageError`: it cannot be read, or names nothing."""
 
-        def expanded(patterns: Sequence[str]) -> Iterator[str]:
-            for pattern in patterns:
-                if pattern.startswith("@"):
-                    yield from _listed(Path(pattern[1:]))
-                else:
-                    yield pattern.removeprefix("./")
+        def expanded(pattern: str) -> list[str]:
+            if not pattern.startswith("@"):
+                return [pattern.removeprefix("./")]
+            path = Path(pattern[1:])
+            try:
+                lines = [line.strip() for line in read_given(path).decode("utf-8-sig").splitlines()]
+            except (OSError, UnicodeDecodeError) as error:
+                reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+                raise UsageError(f"{path}: the list of images cannot be read ({reason})") from None
+            names = [_plain(line) for line in lines if line and not line.startswith("#")]
+            if not names:
+                raise UsageError(f"{path}: the list names no image")
+            return [name if name.endswith("/") else escape(name) for name in names]
 
-        return cls(tuple(expanded(include)), tuple(expanded(exclude)))
+        return cls(*(tuple(chain.from_iterable(map(expanded, given))) for given in (include, exclude)))
 
     def apply(self, names: Iterable[str]) -> list[str]:
         """The selected names, in the order given; `UsageError`: a pattern that matches no name, or nothing is
@@ -131,19 +139,6 @@ def _fits(name: str, pattern: str) -> bool:
     return name == pattern or fnmatchcase(tail, pattern)
 
 
-def _listed(path: Path) -> list[str]:
-    """The names in a file, which mean themselves; blank lines and lines that begin with # are skipped."""
-    try:
-        lines = read_given(path).decode("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UsageError(f"{path}: the list of images cannot be read ({reason})") from None
-    names = [_plain(line.strip()) for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not names:
-        raise UsageError(f"{path}: the list names no image")
-    return [name if name.endswith("/") else escape(name) for name in names]
-
-
 # Photos: the images of a folder, with or without masks.
 
 
@@ -155,12 +150,7 @@ class Extracted(NamedTuple):
     sha256: str = ""
     stamp: str = ""
     data: bytes = b""  # the record of the features, which are without descriptors then
-    reason: str = ""
-
-    @property
-    def failed(self) -> bool:
-        """Whether there are none."""
-        return self.features is None
+    reason: str = ""  # of a failure
 
 
 @dataclass(frozen=True)
@@ -172,13 +162,8 @@ class Photos:
     selection: Selection = field(default_factory=Selection)
     uses_front_end = True
 
-    def settings(self) -> dict[str, Any]:
-        """Whether there are masks; which is known by their content."""
-        return {"kind": "photos", "masks": self.masks is not None}
-
     def names(self) -> tuple[list[str], list[str]]:
-        """Sorted names of the selected images, and the file names that no store can hold; `UsageError`: no
-        folder of images or of masks, or a selection that fits nothing."""
+        """Sorted names of the selected images, and the file names that no store can hold."""
         for folder in (self.folder, self.masks):
             if folder is not None and not folder.is_dir():
                 raise UsageError(f"{folder} is not a folder of images")
@@ -206,19 +191,165 @@ class Photos:
         path, *masks = self._files(name)
         return Extracted(name, pipeline.read(path, masks[0] if masks else None), digest, stamp)
 
-    def masked(self, names: Sequence[str]) -> int | None:
-        """How many of the images have a mask; None where no masks were given; `UsageError`: none has."""
-        if self.masks is None:
-            return None
-        count = sum(len(self._files(name)) > 1 for name in names)
-        if count == 0:
-            raise no_mask(self.masks, names, str(self.folder))
-        return count
-
     def _files(self, name: str) -> list[Path]:
         """The image, and its mask where it has one."""
         mask = None if self.masks is None else find_mask(self.masks, name)
         return [self.folder / name, *([] if mask is None else [mask])]
+
+
+def stamp_of(path: Path) -> str:
+    """Length and times of a file; empty where there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ""
+    return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
+
+
+# Existing features in hloc's layout, which may be anybody's: HDF5 can link to other files, and says sizes
+# that no memory holds. Pixels as ours: the centre of the first one is (0, 0).
+
+HLOC_OPTIONAL = {"scores": "scores", "scales": "scales", "oris": "orientations"}  # hloc's name → ours
+
+
+@dataclass(frozen=True)
+class HlocFeatures:
+    """A file of features; the images themselves are not read."""
+
+    folder: Path  # where the images are, for exports that name them
+    file: Path
+    selection: Selection = field(default_factory=Selection)
+    uses_front_end, masks = False, None
+
+    def names(self) -> tuple[list[str], list[str]]:
+        """Sorted names of the selected groups with keypoints, each group once whatever links there are to it,
+        and the names that no store can hold."""
+        import h5py
+
+        names, seen, waiting = [], set(), []
+        with self._open() as file:
+            waiting.append(("", file))
+            while waiting:
+                above, group = waiting.pop()
+                for key in group:
+                    if group.get(key, getclass=True, getlink=True) is not h5py.HardLink:
+                        continue
+                    name, item = above + key, group[key]
+                    if not isinstance(item, h5py.Group) or (place := h5py.h5o.get_info(item.id).addr) in seen:
+                        continue
+                    seen.add(place)
+                    if name.count("/") > 64:  # HDF5's own search takes a time that grows with the square
+                        raise UsageError(f"{self.file} has groups in groups, more than 64 deep")
+                    if "keypoints" in set(item):  # a link is not followed to see it
+                        names.append(name)
+                    waiting.append((f"{name}/", item))
+        if not names:
+            raise UsageError(f"{self.file} holds no group with keypoints; it is no features file of hloc's")
+        return self.selection.of_usable(names)
+
+    def stamp(self, name: str) -> str:
+        """Length and times of the file; empty where there is none."""
+        return stamp_of(self.file)
+
+    def digest(self, name: str) -> str:
+        """The sha256 of the image's entry; `ImageError` where there is none."""
+        return self._read(name)[1]
+
+    def read(self, name: str, pipeline: Pipeline) -> Extracted:
+        """The features of one image, treated as found at the pipeline's `resize`, as thresholds need it.
+        `ImageError`: an entry that is missing, damaged, incomplete, or unsuitable for the matcher."""
+        arrays, digest = self._read(name)
+        try:
+            if absent := [key for key in ("keypoints", "descriptors", "image_size") if key not in arrays]:
+                raise UsageError(f"it has no {absent[0]}")
+            sides = arrays["image_size"].reshape(-1)
+            if len(sides) != 2 or not np.all((sides >= 1) & (sides <= 2**30)):
+                raise UsageError(f"its image_size is {sides[:4].tolist()}")
+            size = (int(sides[0]), int(sides[1]))
+            optional = {ours: arrays[theirs] for theirs, ours in HLOC_OPTIONAL.items() if theirs in arrays}
+            angles = optional.get("orientations")
+            if angles is not None and np.abs(angles).max(initial=0) > 2 * np.pi + 1e-3:  # degrees
+                optional["orientations"] = np.deg2rad(angles.astype(np.float32))
+            scale = resized(size, pipeline.config.extractor.resize)[1]
+            points, descriptors = arrays["keypoints"][:, :2], arrays["descriptors"].T
+            features = Features(points, descriptors, size=size, scale=scale, **optional)
+            config = pipeline.config.matcher
+            if isinstance(config, NetworkConfig):
+                if (dim := features.descriptors.shape[-1]) != config.descriptor_dim:
+                    raise UsageError(
+                        f"descriptors have {dim} numbers, {pipeline.preset} takes {config.descriptor_dim}; "
+                        "give the preset of the front end that made them"
+                    )
+                inputs = " ".join(config.position.inputs)
+                for dataset, found in (("scale", features.scales), ("orientation", features.orientations)):
+                    if dataset in inputs and found is None:
+                        raise UsageError(
+                            f"{pipeline.preset} needs every keypoint's {dataset} (`scales`, `oris`)"
+                        )
+        except (UsageError, IndexError, ValueError) as error:
+            raise ImageError(f"{self.file}: {name}: {error}") from error
+        return Extracted(name, features, digest, self.stamp(name))
+
+    def _read(self, name: str) -> tuple[dict[str, np.ndarray], str]:
+        """The arrays of an image's entry, and their sha256."""
+        with self._open(ImageError, f"{name} ") as file:
+            if name not in file:
+                raise ImageError(f"{self.file} has no features of {name}; names are paths below a folder")
+            group, wanted = file[name], {"keypoints", "descriptors", "image_size", *HLOC_OPTIONAL}
+            keys = sorted(wanted.intersection(getattr(group, "keys", tuple)()))
+            arrays, digest = {key: _array(group, key) for key in keys}, hashlib.sha256()
+        for key, array in arrays.items():
+            digest.update(f"{key} {array.dtype} {array.shape};".encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return arrays, digest.hexdigest()
+
+    @contextmanager
+    def _open(self, kind: type[MatcherError] = UsageError, what: str = "") -> Iterator[Any]:
+        """The file, opened; errors of HDF5 in the block are of that kind, as it may be damaged anywhere."""
+        import h5py
+
+        if not self.file.is_file():
+            raise UsageError(f"{self.file} is not a file; check the path of the features")
+        try:
+            with h5py.File(self.file, "r") as file:
+                yield file
+        except MatcherError:
+            raise
+        except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+            raise kind(f"{self.file}: {what}cannot be read as HDF5 ({error}); export it again") from None
+
+
+def _array(group: Any, key: str) -> np.ndarray:
+    """A dataset of numbers that lie in the file itself, and are no more than it can hold."""
+    import h5py
+
+    if not isinstance(group.get(key, getlink=True), h5py.HardLink):
+        raise ValueError(f"{key} is a link")
+    found = group[key]
+    if not isinstance(found, h5py.Dataset) or found.is_virtual or found.external:
+        raise ValueError(f"{key} is not in the file itself")
+    if found.dtype.kind not in "fiu":
+        raise ValueError(f"{key} holds {found.dtype}, not numbers")
+    if found.nbytes > (1 << 20) + 1100 * found.id.get_storage_size():  # compression makes it no smaller
+        raise ValueError(f"{key} would be {found.nbytes} bytes, more than the file can hold")
+    return np.asarray(found)
+
+
+FeatureSource = Photos | HlocFeatures
+
+
+def find_source(
+    folder: Path, masks: str | Path | None, features: str | Path | None, selection: Selection
+) -> FeatureSource:
+    """The source of a collection's features: a features file, or else the images themselves, maybe with
+    masks; `UsageError`: both."""
+    if features is None:
+        return Photos(folder, None if masks is None else Path(masks), selection)
+    if masks is not None:
+        raise UsageError(
+            "masks and features cannot be combined: masks only affect the extraction of keypoints"
+        )
+    return HlocFeatures(folder, Path(features), selection)
 
 
 def check_masks(source: FeatureSource) -> int | None:
@@ -233,16 +364,12 @@ def check_masks(source: FeatureSource) -> int | None:
         )
     if not names:
         raise UsageError(f"{source.folder} holds no images")
-    return source.masked(names)
-
-
-def stamp_of(path: Path) -> str:
-    """Length and times of a file; empty where there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return ""
-    return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
+    if source.masks is None:
+        return None
+    count = sum(find_mask(source.masks, name) is not None for name in names)
+    if count == 0:
+        raise no_mask(source.masks, names, str(source.folder))
+    return count
 
 
 # How pairs are chosen: as in the run so far, or by the number of images.

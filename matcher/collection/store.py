@@ -280,11 +280,6 @@ class EncodedPair(NamedTuple):
     data: bytes = b""
     reason: str = ""  # of a failure
 
-    @property
-    def failed(self) -> bool:
-        """Whether it could not be matched."""
-        return not self.data
-
 
 class Writer(Store):
     """A store that exists, for reading and writing; others can read it meanwhile."""
@@ -395,10 +390,10 @@ class Writer(Store):
     def put_pairs(self, pairs: Iterable[EncodedPair]) -> None:
         """Finished and failed pairs; they no longer wait."""
         pairs = list(pairs)
-        if done := [pair[:4] for pair in pairs if not pair.failed]:
+        if done := [pair[:4] for pair in pairs if pair.data]:
             self.execute("DELETE FROM refined")
         self.execute_many("REPLACE INTO pairs (image0, image1, seconds, data) VALUES (?, ?, ?, ?)", done)
-        lost = [(*pair[:2], pair.reason) for pair in pairs if pair.failed]
+        lost = [(*pair[:2], pair.reason) for pair in pairs if not pair.data]
         self.execute_many("REPLACE INTO failed VALUES (?, ?, ?)", lost)
         sql = "DELETE FROM waiting WHERE image0 = ? AND image1 = ?"
         self.execute_many(sql, (pair[:2] for pair in pairs))

@@ -1,4 +1,4 @@
-"""Tracks: the keypoints of many images that show one point of the scene, joined from pairwise matches.
+"""Tracks: the keypoints of many images that show one point of the scene, joined from matches and refined.
 
 Loops of three images tell which matches and pairs are false: going round them leads to other points, or to
 another rotation (Zach, Klopschitz and Pollefeys, Disambiguating visual relations using loop constraints, CVPR
@@ -7,16 +7,22 @@ another rotation (Zach, Klopschitz and Pollefeys, Disambiguating visual relation
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from matcher.collection.store import Store
+from matcher.collection.schema import RefinedKeypoints
+from matcher.collection.store import Store, Writer
+from matcher.config import RefineConfig, from_dict
+from matcher.errors import IntegrityError
+from matcher.images import limit_for, read_image
+from matcher.refine import DEVIATION, ImagePyramid, fit_affine_maps, refine_matches
 from matcher.types import Matches, TwoViewGeometry
 
 
@@ -265,3 +271,189 @@ def contradicted(edges: Mapping[Ends, Edge], keypoints: Mapping[Hashable, np.nda
             return sorted(gone)
         gone.append(min(doubtful)[-1])
         loops = {names: agrees for names, agrees in loops.items() if not names.issuperset(gone[-1])}
+
+
+# Refinement of tracks. Refining each match on its own would give a keypoint a different position in each of
+# its pairs. Here the reference of a track is its keypoint with the most matches. Keypoints matched to it are
+# refined against it on the images, the remaining ones against those, and so on, so each keypoint has one
+# position for all its pairs. Then each is refined against all other observations that it was matched to, and
+# takes the mean of what they say.
+
+
+class _Step(NamedTuple):
+    """A batch: keypoints of one image refined against those of another. A node is a keypoint of the run."""
+
+    pair: int
+    reverse: bool  # from image 1 of the pair to image 0
+    rows: np.ndarray  # (k,) of the pair's inliers
+    parents: np.ndarray  # (k,) nodes
+    children: np.ndarray  # (k,) nodes
+
+
+def refine_run(store: Store, on_progress: Callable[[int, int], None] | None = None) -> str:
+    """Refine the keypoints of a run's tracks and store them, once, if its configuration asks for it; returns
+    why nothing was done although it does, empty otherwise.
+
+    A keypoint that is in no track, is the reference of its track, or was not accepted keeps its position.
+    `on_progress` is called with the number of track keypoints refined so far, and of all. `ImageError`: an
+    image cannot be read; `IntegrityError`: it is not what it was when its keypoints were found.
+    """
+    values = store.settings.get("config", {}).get("refine")
+    images = [image for image in store.images() if image.status == "done"]
+    if values is None or not images or store.refined_keypoints(images[0].name) is not None:
+        return ""
+    if absent := [image.name for image in images if not image.path.is_file()]:
+        return f"keypoints are not refined: {len(absent)} images are not in their folder, such as {absent[0]}"
+    config = from_dict(RefineConfig, values)
+    # A larger window is affordable, as a track is refined once for all its pairs.
+    config = replace(config, window=max(config.window, 21))
+    scales = np.array([store.scale(image.name) for image in images])
+    counts = np.array([image.count for image in images], dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    found = np.concatenate([store.keypoints(image.name) for image in images]).astype(np.float64)
+    points, refined = found.copy(), np.zeros(len(found), dtype=bool)  # the refined positions, and which are
+    variances = np.repeat(DEVIATION**2 / scales.prod(axis=1), counts)
+    covariances = (variances[:, None, None] * np.eye(2)).astype(np.float32)
+    pairs, numbers = list(verified_pairs(store)), {image.name: index for index, image in enumerate(images)}
+    track, image, keypoint = build_tracks(pairs, {i.name: i.count for i in images}).table().T
+    track_of = np.full(len(points), -1, dtype=np.int64)
+    track_of[starts[image] + keypoint] = track
+    ends = [(numbers[pair.name0], numbers[pair.name1]) for pair in pairs]
+    nodes = [pair.indices + starts[list(end)] for pair, end in zip(pairs, ends, strict=True)]
+    graph = _MatchGraph(nodes, [pair.scores for pair in pairs], track_of)
+    zooms = (1 / np.sqrt(scales.prod(axis=1))).tolist()
+    read = ImagePyramids([i.path for i in images], [i.size for i in images], zooms)
+
+    def refine(step: _Step) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Positions of the children (k, 2), covariances with those of refined parents, which are accepted."""
+        order = slice(None, None, -1 if step.reverse else 1)
+        maps, known = fit_affine_maps(*(found[column] for column in nodes[step.pair][:, order].T))
+        indices = np.stack([step.parents, step.children], axis=1)
+        now = (points[column].astype(np.float32) for column in indices.T)
+        matches = Matches(indices, *now, np.ones(len(indices), np.float32))
+        given = (maps[step.rows], known[step.rows])
+        matches = refine_matches(*map(read, ends[step.pair][order]), matches, config, given)
+        inherited = covariances[step.parents] * refined[step.parents, None, None]
+        own = matches.refinement.covariances.astype(np.float64) + inherited
+        return matches.points1, own, matches.refinement.accepted
+
+    for step in graph.steps():
+        moved, own, accepted = refine(step)
+        children = step.children[accepted]
+        points[children], covariances[children] = moved[accepted], own[accepted]
+        refined[children] = graph.done[children] = True
+        graph.reached += len(children)
+        if on_progress is not None:
+            on_progress(graph.reached, graph.total)
+    # The means, weighted by the covariances. All share the noise of the keypoint's own image, so the
+    # covariance of a mean is the mean of theirs, no smaller.
+    information, sums = np.zeros((len(points), 2, 2)), np.zeros((len(points), 2))
+    times = np.zeros(len(points), dtype=np.int64)
+    for step in graph.sweep(refined):
+        moved, own, accepted = refine(step)
+        weights, away = np.linalg.inv(own), moved - points[step.children]
+        near = np.einsum("ki,kij,kj->k", away, weights, away) < 9.0  # beyond it contradicts the others
+        used = np.flatnonzero(accepted & near)
+        children = step.children[used]  # each at most once in a step
+        information[children] += weights[used]
+        sums[children] += (weights[used] @ moved[used, :, None].astype(np.float64))[:, :, 0]
+        times[children] += 1
+    seen = np.flatnonzero(times)
+    points[seen] = np.linalg.solve(information[seen], sums[seen, :, None])[:, :, 0]
+    covariances[seen] = np.linalg.inv(information[seen] / times[seen, None, None])
+    arrays = points.astype(np.float32), covariances, refined
+    keypoints = {
+        image.name: RefinedKeypoints(*(array[slice(*part)] for array in arrays))
+        for image, part in zip(images, pairwise(starts), strict=True)
+    }
+    with Writer(store.folder) as writer, writer.transaction():
+        writer.put_refined(keypoints)
+    return ""
+
+
+class ImagePyramids:
+    """Pyramids of images by number, read when they are needed; the last ones are kept, up to a GiB."""
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        sizes: Sequence[tuple[int, int]],
+        zooms: Sequence[float],
+        has_changed: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        """Files, their sizes when keypoints were found, and the stored size / resized one."""
+        self._paths, self._sizes, self._zooms, self._has_changed = paths, sizes, zooms, has_changed
+        self._kept: OrderedDict[int, ImagePyramid] = OrderedDict()
+
+    def __call__(self, number: int) -> ImagePyramid:
+        """The pyramid of an image; `IntegrityError`: the file is not that of the keypoints."""
+        path, size = self._paths[number], self._sizes[number]
+        if number not in self._kept:
+            image = read_image(path, resize=None, upright=False, keep_stored=True, max_pixels=limit_for(size))
+            if image.size != size or self._has_changed(number):
+                raise IntegrityError(
+                    f"{path} has changed ({image.size[0]} x {image.size[1]} pixels now, {size[0]} x "
+                    f"{size[1]} before): put the file back in which its keypoints were found, or match again"
+                )
+            self._kept[number] = ImagePyramid.of(image)._replace(zoom=self._zooms[number])
+            # 4 bytes a pixel, and a third more for the levels of the pyramid
+            while len(self._kept) > 2 and sum(np.prod(self._sizes[i]) for i in self._kept) * 16 / 3 > 1 << 30:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(number)
+        return self._kept[number]
+
+
+class _MatchGraph:
+    """The matches within tracks, traversed best first from the references outwards."""
+
+    def __init__(self, nodes: list[np.ndarray], scores: list[np.ndarray], track_of: np.ndarray) -> None:
+        """By pair, (K, 2) nodes and (K,) scores; the track of every node, −1 without one."""
+        columns = [(np.zeros((0, 2), np.int64), np.zeros((0, 2), np.int64), np.zeros(0, np.float32))]
+        for number, (ends, score) in enumerate(zip(nodes, scores, strict=True)):
+            first, second = track_of[ends].T
+            rows = np.flatnonzero((first >= 0) & (first == second))
+            columns.append((ends[rows], np.column_stack([np.full(len(rows), number), rows]), score[rows]))
+        ends, where, score = map(np.concatenate, zip(*columns, strict=True))
+        best_first = np.argsort(-score, kind="stable")
+        self._nodes = ends[best_first]  # (E, 2)
+        self._pairs, self._rows = where[best_first].T  # (E,) which pair, and which of its matches
+        # The reference of a track is its keypoint of highest degree.
+        every = self._nodes.ravel()
+        degree = np.bincount(every, minlength=len(track_of))
+        order = np.lexsort((every, -degree[every], track_of[every]))
+        references = every[order][np.unique(track_of[every][order], return_index=True)[1]]
+        self.done = np.zeros(len(track_of), dtype=bool)  # others may be refined against them
+        self.done[references] = True
+        self.reached, self.total = 0, len(np.unique(every)) - len(references)
+
+    def steps(self) -> Iterator[_Step]:
+        """Steps until every keypoint is refined or its three best matches were tried in vain."""
+        count = len(self._rows)
+        parents, children = (np.concatenate(self._nodes.T[order]) for order in ([0, 1], [1, 0]))
+        best_first = np.arange(2 * count).reshape(2, count).T.ravel()
+        untried, tries = np.ones(2 * count, dtype=bool), np.zeros(len(self.done), dtype=np.int64)
+        while True:
+            usable = untried & self.done[parents] & ~self.done[children] & (tries[children] < 3)
+            chosen = best_first[usable[best_first]]
+            chosen = chosen[np.unique(children[chosen], return_index=True)[1]]
+            if not len(chosen):
+                return
+            untried[chosen] = False
+            tries[children[chosen]] += 1
+            keys = 2 * self._pairs[chosen % count] + (chosen >= count)
+            for key in np.unique(keys).tolist():
+                one = chosen[keys == key]
+                rows = self._rows[one % count]
+                yield _Step(key // 2, bool(key % 2), rows, parents[one], children[one])
+
+    def sweep(self, refined: np.ndarray) -> Iterator[_Step]:
+        """Every match of a refined keypoint (N,) with one that is refined or a reference, both ways."""
+        order = np.argsort(self._pairs, kind="stable")
+        for rows in np.split(order, np.flatnonzero(np.diff(self._pairs[order])) + 1):
+            for reverse in (False, True):
+                parents, children = self._nodes[rows].T[:: -1 if reverse else 1]
+                chosen = self.done[parents] & refined[children]
+                if chosen.any():
+                    where = rows[chosen]
+                    pair = int(self._pairs[where[0]])
+                    yield _Step(pair, reverse, self._rows[where], parents[chosen], children[chosen])

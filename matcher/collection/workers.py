@@ -13,6 +13,7 @@ import pickle
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from matcher.collection.schema import StoredImage, encode_features, encode_pair
 from matcher.collection.settings import Setup, build
 from matcher.collection.sources import Extracted
 from matcher.collection.store import EncodedPair, Store
-from matcher.errors import IntegrityError, MatcherError, UsageError, install_command
+from matcher.errors import IntegrityError, MatcherError, UsageError
 from matcher.loading import devices
 from matcher.processes import child_command, child_environment, thread_environment, usable_cores
 from matcher.types import Features, Image
@@ -218,7 +219,7 @@ class _Process:
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                child_command("matcher.collection.worker", str(theirs.fileno())),
+                child_command("matcher.collection.workers", str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 env=child_environment(threads),
                 stdin=subprocess.DEVNULL,
@@ -331,10 +332,8 @@ class RayWorkers(_Pool):
         `UsageError`: Ray is not installed, or the cluster cannot be reached."""
         super().__init__()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray starts
-        try:
-            import ray
-        except ModuleNotFoundError:
-            raise UsageError(f"the engine ray needs Ray: {install_command('ray')}") from None
+        import ray
+
         self._ray = ray
         self._ours = not ray.is_initialized()
         if self._ours:
@@ -425,3 +424,24 @@ def start_engine(run_dir: Path, setup: Setup, workers: Workers) -> Engine:
 def batch_size(setup: Setup, workers: Workers) -> int:
     """Images that are extracted, or pairs that are matched, together."""
     return workers.batch or (1 if devices(setup.options) == ["cpu"] else 8)
+
+
+def main() -> None:
+    """A worker process: take jobs from the inherited socket of that number, until it closes."""
+    connection = Connection(int(sys.argv[1]))
+    try:
+        run_dir, setup = pickle.loads(connection.recv_bytes())
+        with Store.open(run_dir) as store:
+            runner = JobRunner(setup, store.features)
+            connection.send_bytes(pickle.dumps(None))
+            while True:
+                outcomes = list(runner.run(pickle.loads(connection.recv_bytes())))
+                connection.send_bytes(pickle.dumps(outcomes))
+    except (EOFError, OSError):
+        return  # the run has ended
+    except MatcherError as error:
+        connection.send_bytes(pickle.dumps(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The export formats by name, and three of them: a NumPy archive, OpenMVG's files, kapture's folders."""
+"""The export formats by name, and all but COLMAP's: NumPy, hloc, OpenMVG, kapture."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import numpy as np
 
 from matcher.arrays import to_numpy
 from matcher.cameras import CAMERA_MODELS
+from matcher.collection.sources import HLOC_OPTIONAL
 from matcher.errors import UsageError, unknown_name
 from matcher.export.colmap import HALF_PIXEL, CameraChoice, group_cameras, to_colmap, write_colmap
-from matcher.export.hloc import write_hloc
 from matcher.export.output import ExportedRun, ExportReport, check_folder, whole_folder
 from matcher.files import MARK, check_output, whole_file
 
@@ -138,6 +138,54 @@ def write_npz(store: Store, out: Path) -> ExportReport:
             )
         with zipfile.ZipFile(part, "a") as archive:
             archive.comment = MARK
+    return run.report
+
+
+# The HDF5 files of hloc (Sarlin et al. 2019): features.h5, matches.h5 and pairs.txt. Pixels as ours: the
+# centre of the first one is (0, 0); hloc adds the half pixel when it imports into COLMAP.
+
+
+def write_hloc(store: Store, out: Path, *, overwrite: bool = False) -> ExportReport:
+    """A folder with hloc's three files; every match is written, verified or not, as hloc verifies itself.
+
+    `UsageError`: h5py is absent, nothing to write, names with spaces (pairs.txt is split at them) or names
+    that fall together once their slashes are dashes.
+    """
+    import h5py
+
+    run = ExportedRun(store, out, utf8="HDF5")
+    counts = {image.name: image.count for image in run.images}
+    run.refuse_names(lambda name: len(name.split()) != 1, "hold spaces, at which hloc splits pairs.txt")
+    run.refuse_collisions(lambda name: name.replace("/", "-"), "in matches.h5, where / becomes -")
+    with whole_folder(out, overwrite=overwrite) as part:
+        with h5py.File(part / "features.h5", "w", libver="latest") as file:
+            for image in run.images:
+                group = file.create_group(image.name)
+                points = group.create_dataset("keypoints", data=run.keypoints(image.name))
+                points.attrs["uncertainty"] = 1.0  # pixels, as hloc has it at the photo's resolution
+                group.create_dataset("image_size", data=np.array(image.size))
+                if (features := run.features(image.name)) is None:
+                    continue
+                descriptors = np.ascontiguousarray(to_numpy(features.descriptors).T)
+                group.create_dataset("descriptors", data=descriptors)
+                for theirs, ours in HLOC_OPTIONAL.items():
+                    if (values := getattr(features, ours)) is not None:
+                        group.create_dataset(theirs, data=to_numpy(values))
+        with (
+            h5py.File(part / "matches.h5", "w", libver="latest") as file,
+            (part / "pairs.txt").open("w", encoding="utf-8") as lines,
+        ):
+            for pair in run.pairs():
+                key = "/".join(name.replace("/", "-") for name in (pair.name0, pair.name1))
+                group, indices = file.create_group(key), pair.matches.indices
+                # Beyond 32,767 keypoints hloc's int16 would wrap; its reader takes int32 as well.
+                wide = indices[:, 1].max(initial=0) > 32_767
+                matches0 = np.full(counts[pair.name0], -1, np.int32 if wide else np.int16)
+                scores0 = np.zeros(counts[pair.name0], np.float16)
+                matches0[indices[:, 0]], scores0[indices[:, 0]] = indices[:, 1], pair.matches.scores
+                group.create_dataset("matches0", data=matches0)
+                group.create_dataset("matching_scores0", data=scores0)
+                lines.write(f"{pair.name0} {pair.name1}\n")
     return run.report
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from matcher.arrays import to_numpy
 from matcher.cameras import Camera
-from matcher.collection.track_refinement import ImagePyramids
+from matcher.collection.tracks import ImagePyramids
 from matcher.errors import UsageError
 from matcher.geometry import check_poses
 from matcher.localization.checks import (

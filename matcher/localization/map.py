@@ -13,12 +13,11 @@ import numpy as np
 
 from matcher.cameras import Camera, RigConfig, as_camera, camera_of_each
 from matcher.collection.settings import differences, feature_settings, stored_pipeline
-from matcher.collection.sources import Photos
+from matcher.collection.sources import HlocFeatures, Photos
 from matcher.collection.store import Store
-from matcher.collection.track_refinement import ImagePyramids
+from matcher.collection.tracks import ImagePyramids
 from matcher.config import PipelineConfig, from_dict, to_dict
 from matcher.errors import ImageError, UsageError
-from matcher.export.hloc import HlocFeatures
 from matcher.images import ImageInput
 from matcher.localization.localizer import Localizer, Query, mounted
 from matcher.localization.pose import Pose

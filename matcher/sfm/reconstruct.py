@@ -17,7 +17,7 @@ import numpy as np
 
 from matcher.collection.schema import common_camera
 from matcher.collection.settings import feature_settings
-from matcher.collection.track_refinement import refine_run
+from matcher.collection.tracks import refine_run
 from matcher.errors import MatcherError, UsageError
 from matcher.export.colmap import CameraChoice, import_pycolmap, write_colmap
 from matcher.export.output import ExportReport, whole_folder

@@ -83,7 +83,7 @@ def test_kills_lose_nothing(scene, tmp_path, tried, times, workers):
 
 SITE = """
 import os, signal, sys, time
-if "matcher.collection.worker" in sys.orig_argv:
+if "matcher.collection.workers" in sys.orig_argv:
     from matcher.collection import workers
     match, fatal, seen, parent = workers.JobRunner.match, {fatal}, [], os.getppid()
 
@@ -157,7 +157,7 @@ def test_what_kills_its_worker_twice_fails_and_the_run_goes_on(tmp_path, monkeyp
 def test_workers_that_cannot_start_are_an_error(tmp_path, monkeypatch):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
-        "import os, sys\nif 'matcher.collection.worker' in sys.orig_argv: os._exit(9)\n"
+        "import os, sys\nif 'matcher.collection.workers' in sys.orig_argv: os._exit(9)\n"
     )
     monkeypatch.syspath_prepend(tmp_path / "site")
     with pytest.raises(MatcherError, match=r"exit code 9"):
