@@ -87,17 +87,13 @@ def read_pairs(
     *,
     folder: Path | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """The pairs of a list, each once, in the order of the file.
+    """The pairs of a list, as the module describes it, each once, in the order of the file; `UsageError`: it
+    cannot be read.
 
-    Names are looked up among `names` and never opened, so a list cannot reach outside the collection. Of a
-    repeated pair the first line counts, whichever way round. Memory is that of the names and under 100 bytes
-    a line; it does not grow with bad lines.
-
-    Args:
-        path: the list, in the format that the module describes; `UsageError` if it cannot be read.
-        names: the images of the collection.
-        on_fault: called with every line that yields no pair or a warning; all other lines are valid.
-        folder: of the images, for paths in it and names that begin with its own.
+    Names are looked up among `names` and never opened, so a list cannot reach outside the collection;
+    `folder` is that of the images, for paths in it. Of a repeated pair the first line counts, whichever way
+    round. `on_fault` is called with every line that yields no pair or a warning. Memory is that of the names
+    and under 100 bytes a line.
     """
     table = NameTable(names, folder)
     lines, ends = array("q"), array("q")
@@ -170,8 +166,7 @@ def chosen_pairs(
     on_progress: OnProgress,
     of: Collection[str] | None = None,
 ) -> Iterable[tuple[str, str]]:
-    """The pairs of images for a choice that is no list; only those with an image `of` these are compared.
-    `UsageError`: "nearby" with fewer than two images whose header has a position."""
+    """The pairs of a choice that is no list; "preemptive" compares only those with an image `of` these."""
     k, folder = choice.neighbours or 0, store.image_folder
     if choice.method == "exhaustive":
         return combinations(names, 2)
@@ -209,8 +204,8 @@ def positions_of(names: Sequence[str], folder: Path) -> dict[str, tuple[float, f
 
 
 def nearby_pairs(positions: Mapping[str, Sequence[float]], k: int) -> list[tuple[str, str]]:
-    """Each photo with the `k` nearest ones, every pair once, from latitudes and longitudes; altitudes, the
-    least exact, are left out. `UsageError`: fewer than two positions."""
+    """Each photo with the `k` nearest ones, each pair once, from latitudes and longitudes; altitudes, the
+    least exact, are left out."""
     if len(positions) < 2:
         raise UsageError(
             f"{len(positions)} of the photos have a GPS position in their EXIF header, and two are needed: "
@@ -237,8 +232,7 @@ BEST = 6  # partners of an image that are matched in any case where they agree, 
 def candidate_pairs(
     names: Sequence[str], features: Callable[[str], Features], k: int, nearby: Sequence[tuple[str, str]] = ()
 ) -> list[tuple[str, str]]:
-    """Each image with the `k` most similar ones, all pairs where there are no more, and pairs taken nearby;
-    `UsageError`: k below 1, or descriptors of several sizes."""
+    """Each image with the `k` most similar ones, all pairs where there are no more, and those nearby."""
     names = list(dict.fromkeys(names))
     if k >= len(names) - 1:
         return list(combinations(names, 2))
@@ -255,16 +249,13 @@ def preemptive_pairs(
     partners: Mapping[str, int] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[tuple[str, str]]:
-    """Of these pairs, those whose strongest keypoints agree.
+    """Of these pairs, those whose strongest keypoints agree: whose verdict on these is not "different
+    places", and which are among the `BEST` of one of their images by inliers; `partners`, whom an image is
+    matched with already, count.
 
-    A pair is taken where the verdict on its strongest keypoints is not "different places", and where it is
-    among the `BEST` of one of its images by the number of inliers. An image without such a pair keeps its
-    two best candidates, so that none is lost here, and one with few such pairs those of its partners'
-    partners.
-
-    `partners` says how many others an image is matched with already; they count among its `BEST`. Where the
-    pipeline's geometry needs cameras, a fundamental matrix verifies. `on_progress` is called with how many
-    candidates are done, and all.
+    An image without such a pair keeps its two best candidates, so that none is lost here, and one with few
+    those of its partners' partners. Where the pipeline's geometry needs cameras, a fundamental matrix
+    verifies.
     """
     estimation, verifier = pipeline.config.estimation, pipeline
     if estimation.kind == "essential":

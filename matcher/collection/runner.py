@@ -79,13 +79,11 @@ def add_pairs(
     writer: Writer, pairs: Iterable[tuple[str, str]], shard: tuple[int, int] | None = None
 ) -> tuple[int, int]:
     """Add the pairs, names read once, that are neither finished nor failed, each once, in either order of its
-    images; `UsageError`: a name that the store does not have, or an image with itself.
+    images; returns how many different ones there are, and how many of them are new. `UsageError`: a name that
+    the store does not have.
 
-    Of a `shard` (i, n) only part i of n: a range of the pairs in the order in which they are matched. The
-    parts depend on the names and pairs alone, so that the n runs agree on them.
-
-    Returns:
-        Different pairs of the plan (of this part), and how many of them were not in the store yet.
+    Of a `shard` (i, n) only part i of n: a range of the pairs in the order in which they are matched, which
+    depends on names and pairs alone, so that the n runs agree.
     """
     numbers = {name: number for number, name in writer.names().items()}
     ranks = {name: rank for rank, name in enumerate(sorted(numbers))}
@@ -268,12 +266,11 @@ def check_cameras(store: Store, common: Camera | None) -> None:
 
 
 def verify_again(writer: Writer, names: Iterable[str]) -> int:
-    """Verify the finished pairs of images whose cameras have changed, returns how many; their features and
-    matches stay. Failed pairs, which may have lacked a camera, are matched again. If the run's geometry uses
-    no cameras, nothing is done.
+    """Verify the finished pairs of images whose cameras have changed, from stored matches, where the geometry
+    uses cameras; returns how many. Failed pairs, which may have lacked a camera, are matched again.
 
-    To be called inside a transaction, so that a camera is never stored beside a geometry that was estimated
-    with another.
+    Call it in a transaction, so that a camera is never stored beside a geometry that was estimated with
+    another.
     """
     names, config = set(names), _estimation_of(writer)
     if config.kind != "essential" or not names:

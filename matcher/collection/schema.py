@@ -193,8 +193,7 @@ def encode_features(features: Features) -> bytes:
 
 
 def decode_features(record: bytes, keypoints: np.ndarray, what: str, **facts: Any) -> Features:
-    """Features with float32 descriptors, from a record and what the database knows; `IntegrityError`: it is
-    not a record of that many keypoints."""
+    """Features with float32 descriptors, from a record and what the database knows."""
     with _decoding(what):
         arrays = load(unsealed(record, what))
         numbers = arrays.pop("sift", None)
@@ -237,8 +236,8 @@ _SCORE_STEPS = 65535  # of uint16
 def encode_pair(
     matches: Matches, geometry: TwoViewGeometry, keypoints0: np.ndarray, keypoints1: np.ndarray
 ) -> bytes:
-    """A pair without its names; keypoints are (N, 2) and (M, 2) float32 of the two images. `ValueError`:
-    indices outside the keypoints, or arrays whose lengths differ, and nothing is to be written."""
+    """A pair without its names; keypoints are (N, 2) and (M, 2) float32 of the two images. `ValueError`: they
+    are not those of the matches."""
     indices = np.asarray(matches.indices, dtype=np.int64).reshape(-1, 2)
     columns = (matches.scores, matches.points0, matches.points1, geometry.inliers)
     if any(len(column) != len(indices) for column in columns):
@@ -371,11 +370,8 @@ def remove(*paths: Path) -> None:
 
 
 def opened(path: Path, *, writing: bool = False) -> sqlite3.Connection:
-    """A connection to a database that anybody may have made (sqlite.org/security.html), checked whole; of
-    descriptors, which are large, each record is checked when it is read.
-
-    The one that is `writing` also checkpoints. Others work beside it, and in a folder that cannot be written.
-    """
+    """A connection to a database that anybody may have made (sqlite.org/security.html), checked whole;
+    records are checked when they are read. Only one that is `writing` checkpoints."""
     mode = "rw" if writing else "ro"
     if not writing and not os.access(path.parent, os.W_OK):
         log, mode = path.with_name(f"{path.name}-wal"), "ro&immutable=1"
@@ -468,10 +464,8 @@ def _check_rows(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def name_fault(name: str) -> str | None:
-    """What is wrong with the name of an image, as a message; None where nothing is.
-
-    A name is a path below the image folder, on one line: exports make files of it.
-    """
+    """What is wrong with the name of an image, a path below the image folder of which exports make files;
+    None: nothing."""
     if not 0 < len(name) <= 1024:
         return "has not 1 to 1024 characters"
     if not name.isprintable():  # surrogates are not
@@ -483,9 +477,8 @@ def name_fault(name: str) -> str | None:
 
 @contextmanager
 def guarded(path: Path) -> Iterator[None]:
-    """Translate the errors of SQLite and of decoding: `IntegrityError`, which names the remedy, for a file
-    that is damaged or no database; `UsageError` for one that cannot be opened or written, or is held by
-    another process; `OSError` for a disk that is full or fails."""
+    """Translate the errors of SQLite: `IntegrityError` for a file that is damaged or no database,
+    `UsageError` for one that cannot be opened or is held, `OSError` for a disk that is full or fails."""
     try:
         yield
     except UnicodeDecodeError as error:  # a column, or SQLite's own message
@@ -516,7 +509,7 @@ def one_line(text: str) -> str:
 
 
 def check_files(folder: Path) -> None:
-    """`IntegrityError` for a link, a pipe or a folder in the place of a run's file, or a journal that names
+    """`IntegrityError` for what is no file of its own in the place of a run's, or a journal that names
     others."""
     for name in (DATABASE, DESCRIPTORS, LOCK, INDEX):
         for log in ("", "-wal", "-shm", "-journal"):
@@ -536,11 +529,8 @@ def check_files(folder: Path) -> None:
 
 
 def lock(folder: Path) -> sqlite3.Connection:
-    """Let no other process write a run until what is returned is closed, or this one ends for any reason.
-
-    An exclusive transaction on a database of its own is the lock, because it works wherever SQLite does.
-    `UsageError`: another process holds it, or the folder cannot be written; and errors of `check_files`.
-    """
+    """Let no other process write a run until what is returned is closed, or this one ends for any reason: an
+    exclusive transaction on a database of its own, which works wherever SQLite does."""
     check_files(folder)
     held = sqlite3.connect(folder / LOCK, timeout=0, isolation_level=None)
     try:

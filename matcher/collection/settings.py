@@ -65,8 +65,7 @@ def build(setup: Setup) -> Pipeline:
 
 
 def stored_setup(settings: Mapping[str, Any], source: FeatureSource, options: Mapping[str, Any]) -> Setup:
-    """The setup of a run that exists, from its settings; `refuse_changes` compares what comes of it.
-    `IntegrityError`: settings of another version of this program."""
+    """The setup of a run that exists; `refuse_changes` compares what comes of it."""
     given = {name: settings.get(name, True) for name in ("upright", "alpha_mask")} | dict(options)
     preset, camera, values = settings.get("preset"), common_camera(settings), settings.get("config", {})
     tiles, config = values.get("extractor", {}).get("tiles"), None
@@ -84,7 +83,7 @@ def stored_pipeline(
     settings: Mapping[str, Any], source: FeatureSource, options: Mapping[str, Any]
 ) -> Pipeline:
     """The pipeline that finds and matches features like those of a run that exists; `UsageError`: other
-    weights than the run's, or another option; `IntegrityError` as of `stored_setup` and `build`."""
+    weights than the run's, or another option."""
     allowed = {"weights", "frontend_weights", "device", "precision"}
     given = {name: value for name, value in options.items() if value is not None}
     if other := sorted(given.keys() - allowed):
@@ -132,8 +131,8 @@ def describe(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
 
 
 def feature_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What the features of a run depend on besides the images, of its settings; not how they are matched. A
-    map of a run can be used with another one where it is the same."""
+    """What the features of a run depend on besides the images; where it is the same, a map can be used with
+    the run."""
     own = ("preset", "package") if settings.get("preset") not in PRESETS else ()
     names = ("frontend_weights", "upright", "alpha_mask", "source", *own)
     found = {name: settings[name] for name in names if name in settings}
@@ -143,7 +142,7 @@ def feature_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def differences(
     stored: Mapping[str, Any], wanted: Mapping[str, Any], places: tuple[str, str] = ("in the run", "now")
 ) -> list[str]:
-    """The settings that differ, as text with the places where they are; empty if the run can continue."""
+    """The settings that differ, as text with the places where they are."""
 
     def compared(old: Any, new: Any, name: str) -> Iterator[str]:
         if isinstance(old, Mapping) and isinstance(new, Mapping):

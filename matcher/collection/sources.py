@@ -111,7 +111,7 @@ class Selection:
         return cls(*(tuple(chain.from_iterable(map(expanded, given))) for given in (include, exclude)))
 
     def apply(self, names: Iterable[str]) -> list[str]:
-        """The selected names, in the order given; `UsageError`: a pattern that matches no name, or nothing is
+        """The selected names, in the order given; `UsageError`: a pattern that matches none, or nothing is
         left."""
         names = list(names)
         fitting = {p: {name for name in names if _fits(name, p)} for p in (*self.include, *self.exclude)}
@@ -256,8 +256,7 @@ class HlocFeatures:
         return self._read(name)[1]
 
     def read(self, name: str, pipeline: Pipeline) -> Extracted:
-        """The features of one image, treated as found at the pipeline's `resize`, as thresholds need it.
-        `ImageError`: an entry that is missing, damaged, incomplete, or unsuitable for the matcher."""
+        """The features of one image, treated as found at the pipeline's `resize`, as thresholds need it."""
         arrays, digest = self._read(name)
         try:
             if absent := [key for key in ("keypoints", "descriptors", "image_size") if key not in arrays]:
@@ -341,8 +340,7 @@ FeatureSource = Photos | HlocFeatures
 def find_source(
     folder: Path, masks: str | Path | None, features: str | Path | None, selection: Selection
 ) -> FeatureSource:
-    """The source of a collection's features: a features file, or else the images themselves, maybe with
-    masks; `UsageError`: both."""
+    """Where the features come from: a features file, or else the images themselves, maybe with masks."""
     if features is None:
         return Photos(folder, None if masks is None else Path(masks), selection)
     if masks is not None:
@@ -353,8 +351,8 @@ def find_source(
 
 
 def check_masks(source: FeatureSource) -> int | None:
-    """How many of the source's images have a mask; None where no masks were given; `UsageError`: there are no
-    images, or masks were given and none of them belongs to an image."""
+    """How many images have a mask, None where no masks were given; `UsageError`: none has, or there are no
+    images."""
     names, unusable = source.names()
     if unusable and not names:
         raise UsageError(
@@ -410,8 +408,8 @@ class PairChoice:
 def default_choice(
     images: int, *, exhaustive_up_to: int = 50, neighbours: int = 20, preemptive: bool = False
 ) -> PairChoice:
-    """Every pair of a small collection, the `neighbours` most similar images of each in one of more than
-    `exhaustive_up_to` images; of these, if `preemptive`, only those whose strongest keypoints agree."""
+    """Every pair of up to `exhaustive_up_to` images, else the `neighbours` most similar ones of each; of
+    these, if `preemptive`, those whose strongest keypoints agree."""
     if images <= exhaustive_up_to:
         return PairChoice("exhaustive", by_default=True)
     return PairChoice("preemptive" if preemptive else "similar", neighbours, by_default=True)

@@ -37,8 +37,7 @@ def check_writable(folder: Path) -> None:
 
 
 def delete_store(run_dir: Path) -> None:
-    """Delete a store's own files and leave all others; `UsageError`: a run is writing it, or a database is of
-    something else."""
+    """Delete a store's own files and leave all others; `UsageError`: a database is of something else."""
     with closing(schema.lock(run_dir)):
         for name in (schema.DATABASE, schema.DESCRIPTORS):
             if not schema.is_ours(run_dir / name):
@@ -55,7 +54,6 @@ class Store:
     def __init__(
         self, folder: Path, connection: sqlite3.Connection, descriptors: sqlite3.Connection | None = None
     ) -> None:
-        """Use `open`."""
         self.folder, self._path = folder, folder / schema.DATABASE
         self._connection, self._descriptors = connection, descriptors
         self._keypoints = lru_cache(1024)(self._read_keypoints)
@@ -64,7 +62,7 @@ class Store:
     def create(
         cls, run_dir: str | Path, settings: dict[str, Any], image_folder: str | Path | None = None
     ) -> Store:
-        """Create an empty store; `UsageError`: there is a store already, or the folder cannot be written."""
+        """Create an empty store; `UsageError`: there is one already."""
         folder = Path(run_dir)
         check_writable(folder)
         with closing(schema.lock(folder)):
@@ -76,12 +74,7 @@ class Store:
 
     @classmethod
     def open(cls, run_dir: str | Path) -> Store:
-        """A store that exists, for reading.
-
-        Raises:
-            UsageError: there is none.
-            IntegrityError: it is damaged, or was written by another version of matcher.
-        """
+        """A store that exists, for reading; `UsageError`: there is none."""
         folder = Path(run_dir)
         schema.check_files(folder)
         if not (folder / schema.DATABASE).is_file():
@@ -152,8 +145,8 @@ class Store:
         return dict(self.rows("SELECT id, name FROM images"))
 
     def keypoints(self, name: str) -> np.ndarray:
-        """(N, 2) float32 stored pixels, the centre of the first pixel being (0, 0); `UsageError`: the image
-        is not in the run, or has no keypoints (yet)."""
+        """(N, 2) float32 stored pixels; `UsageError`: the image is not in the run, or has no keypoints
+        (yet)."""
         return self._keypoints(self._done(name)[0])
 
     def refined_keypoints(self, name: str) -> RefinedKeypoints | None:
@@ -167,12 +160,7 @@ class Store:
         return self._done(name)[1]["scale"]
 
     def features(self, name: str) -> Features:
-        """Keypoints and descriptors, as the matcher was given them.
-
-        Raises:
-            UsageError: the image is not in the run, or has no keypoints (yet).
-            IntegrityError: its descriptors were deleted; the message names the remedy.
-        """
+        """Keypoints and descriptors, as the matcher was given them; `IntegrityError`: they were deleted."""
         number, facts = self._done(name)
         path = self.folder / schema.DESCRIPTORS
         if (record := self.record(number)) is None:
@@ -189,8 +177,8 @@ class Store:
         return next((row[0] for row in rows), None)
 
     def pairs(self, of: Collection[str] | None = None) -> Iterator[schema.StoredPair]:
-        """Finished pairs, one after another, in an order that does not depend on when they were finished;
-        `of`: names of images, only their pairs."""
+        """Finished pairs, if given only those `of` images of these names, in an order that does not depend on
+        when they were finished."""
         for name0, name1, *ends, seconds, data in self._named("image0, image1, seconds, data", "pairs"):
             if of is not None and name0 not in of and name1 not in of:
                 continue
@@ -282,15 +270,9 @@ class EncodedPair(NamedTuple):
 
 
 class Writer(Store):
-    """A store that exists, for reading and writing; others can read it meanwhile."""
+    """A store that exists, for reading and writing, locked; others can read it meanwhile."""
 
     def __init__(self, run_dir: str | Path) -> None:
-        """Take the lock and open the store.
-
-        Raises:
-            UsageError: there is no store, it cannot be written, or another run is writing it.
-            IntegrityError: it is damaged, or was written by another version of matcher.
-        """
         folder = Path(run_dir)
         path, described = folder / schema.DATABASE, folder / schema.DESCRIPTORS
         if not path.is_file():
@@ -357,8 +339,8 @@ class Writer(Store):
     def put_features(
         self, name: str, features: Features, record: bytes, sha256: str = "", stamp: str = ""
     ) -> None:
-        """Keypoints and descriptors (`record`, from `encode_features`) of an image, added where it is new;
-        the digest of its file, and a stamp to see without reading that it is the same."""
+        """The features of an image, added where it is new: `record` from `encode_features`, the digest of its
+        file, and a stamp to see without reading that it is the same."""
         self.add_images([name])
         number, size, scale = self.number(name), features.image_size, map(float, features.scale.tolist())
         self.execute(

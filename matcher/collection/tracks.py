@@ -76,8 +76,8 @@ class Tracks:
 
 
 def usable_matches(matches: Matches, geometry: TwoViewGeometry) -> tuple[np.ndarray, np.ndarray] | None:
-    """Indices and scores of the matches of a pair that tracks are made of: of the inliers where there is a
-    geometry, of all where none was estimated, else None."""
+    """Indices and scores of the matches of a pair that tracks are made of: its inliers, or all where no
+    geometry was estimated; else None."""
     if not geometry.verified and geometry.status != "not_estimated":
         return None
     kept = geometry.inliers if geometry.verified else slice(None)
@@ -101,16 +101,12 @@ def tracks_of(store: Store, *, min_length: int = 2) -> Tracks:
 
 
 def build_tracks(pairs: Iterable[PairMatches], counts: Mapping[str, int], *, min_length: int = 2) -> Tracks:
-    """Join matches to tracks, the best first, and leave out those that contradict what is joined already.
+    """Join the matches of pairs, whose images have `counts` keypoints, to tracks of `min_length` keypoints,
+    and leave out those that contradict what is joined already.
 
     Two sets that share an image are never joined, since one point of the scene is seen once in an image. Best
-    first, so that a wrong match, which tends to have a low score, meets tracks that are there already. The
-    smaller set is joined to the larger one. All matches are held in memory, 12 bytes each.
-
-    Args:
-        pairs: verified matches of two images each; equal scores keep the order given.
-        counts: images and how many keypoints each has.
-        min_length: shorter tracks are left out; at least 2.
+    first, so that a wrong match, which tends to have a low score, meets tracks that are there already. All
+    matches are held in memory, 12 bytes each.
     """
     names = tuple(counts)
     starts = np.concatenate([[0], np.cumsum([counts[name] for name in names])]).astype(np.int64)
@@ -162,17 +158,12 @@ def _partners(indices: np.ndarray, count: int) -> np.ndarray:
 def consistent_matches(
     pairs: Mapping[tuple[int, int], np.ndarray], keypoints: Sequence[np.ndarray], scales: Sequence[float]
 ) -> dict[tuple[int, int], np.ndarray]:
-    """Which matches of each pair (K,) bool are confirmed by enough third images, of those that can tell.
+    """Which matches of each pair (K,) bool, of images i < j, are confirmed by enough third images, of those
+    that can tell; `scales` are resized size / stored size.
 
-    A third image confirms a match if both of its keypoints match the same point there, and contradicts it if
-    they match different ones. A right match is contradicted where another match of its keypoints is wrong, so
-    in three images none of the three is known to be wrong and all are kept; the most probable ones decide
-    then (`build_tracks`).
-
-    Args:
-        pairs: (K, 2) keypoints of images i < j, each keypoint once on its side.
-        keypoints: (N, 2) stored pixels of every image.
-        scales: resized size / stored size of every image.
+    A third image confirms a match if both of its keypoints match the same point there. A right match is
+    contradicted where another match of its keypoints is wrong, so in three images none of the three is known
+    to be wrong and all are kept; the most probable ones decide then (`build_tracks`).
     """
     either = {**pairs, **{ends[::-1]: indices[:, ::-1] for ends, indices in pairs.items()}}
     partner, kept = {ends: _partners(rows, len(keypoints[ends[0]])) for ends, rows in either.items()}, {}
@@ -220,13 +211,9 @@ def contradicted_pairs(store: Store, without: Collection[Ends] = ()) -> list[tup
 
 
 def contradicted(edges: Mapping[Ends, Edge], keypoints: Mapping[Hashable, np.ndarray]) -> list[Ends]:
-    """The pairs, in order, of which too few loops agree. Of a loop with one false pair all pairs look wrong,
-    so each is judged by all its loops, the most contradicted first; with each that goes, its loops go, too.
-
-    Args:
-        edges: by the names (or numbers) of a pair, in any order, each pair once.
-        keypoints: (N, 2) of every image, pixels of the resized image.
-    """
+    """The pairs, in order, of which too few loops agree; keypoints are in pixels of the resized images. Of a
+    loop with one false pair all pairs look wrong, so each is judged by all its loops, the most contradicted
+    first; with each that goes, its loops go, too."""
     either, near = dict(edges), defaultdict(dict)
     for (first, second), edge in edges.items():
         turned = None if edge.rotation is None else edge.rotation.T
@@ -292,11 +279,10 @@ class _Step(NamedTuple):
 
 def refine_run(store: Store, on_progress: Callable[[int, int], None] | None = None) -> str:
     """Refine the keypoints of a run's tracks and store them, once, if its configuration asks for it; returns
-    why nothing was done although it does, empty otherwise.
+    why nothing was done although it does.
 
     A keypoint that is in no track, is the reference of its track, or was not accepted keeps its position.
-    `on_progress` is called with the number of track keypoints refined so far, and of all. `ImageError`: an
-    image cannot be read; `IntegrityError`: it is not what it was when its keypoints were found.
+    `on_progress` is called with the number of track keypoints refined so far, and of all.
     """
     values = store.settings.get("config", {}).get("refine")
     images = [image for image in store.images() if image.status == "done"]

@@ -61,10 +61,9 @@ class Job:
 
 
 class JobRunner:
-    """A pipeline with a cache of features, in this process, a worker or an actor."""
+    """A pipeline with a cache of features, fetched by name, in this process, a worker or an actor."""
 
     def __init__(self, setup: Setup, features_of: Callable[[str], Features]) -> None:
-        """Load the pipeline; `features_of` fetches features by name of image. Errors are those of `build`."""
         self.pipeline, self.setup = build(setup), setup
         self._features = lru_cache(64)(features_of)  # as many as the images of one tile of pairs
 
@@ -147,7 +146,6 @@ class InProcess:
     crashes = 0
 
     def __init__(self, run_dir: Path, setup: Setup) -> None:
-        """Nothing is loaded before it runs."""
         self._run_dir, self._setup = run_dir, setup
 
     def run(self, jobs: Iterator[Job]) -> Iterator[Outcome | None]:
@@ -170,11 +168,9 @@ class _DiedError(Exception):
 
 
 class _Pool:
-    """Workers with a job each.
-
-    A subclass has `give`, which begins a job and returns what to wait for; `finished`, of which of these
-    something came; and `take` of what came, after which the worker is idle, `running` still, or has died.
-    """
+    """Workers with a job each. A subclass has `give`, which begins a job and returns what to wait for;
+    `finished`, of which of these something came; and `take` of what came, after which the worker is idle,
+    `running` still, or has died."""
 
     tries = 2  # an item fails when so many workers have died of it
 
@@ -184,8 +180,7 @@ class _Pool:
         self.running: dict[Any, tuple[Any, Job]] = {}  # by what is waited for: the worker, and its job
 
     def run(self, jobs: Iterator[Job]) -> Iterator[Outcome | None]:
-        """Outcomes in the order in which they come; None at least twice a second. `MatcherError`: what made a
-        worker give up, or that none can be started."""
+        """Outcomes in the order in which they come; None at least twice a second."""
         again: deque[Job] = deque()
         deaths: Counter[Any] = Counter()
         outcomes: list[Outcome] = []
@@ -239,8 +234,6 @@ class LocalWorkers(_Pool):
     """Processes of this machine."""
 
     def __init__(self, run_dir: Path, setup: Setup, devices: Sequence[str], threads: int) -> None:
-        """Start a worker for every entry of `devices`, each with so many threads; `UsageError`: a system
-        without sockets that a child inherits."""
         super().__init__()
         if os.name != "posix":
             raise UsageError("worker processes need Linux or macOS; use workers=0 here")
@@ -323,13 +316,12 @@ class Actor:
 
 
 class RayWorkers(_Pool):
-    """An engine on the cluster that RAY_ADDRESS names, or on a Ray of this machine, started here."""
+    """Actors on the cluster that RAY_ADDRESS names, or on a Ray of this machine, started here: one per GPU or
+    group of cores."""
 
     tries = 4  # one may fail because the actor is still being restarted
 
     def __init__(self, run_dir: Path, setup: Setup, count: int | None, threads: int) -> None:
-        """Start `count` actors with `threads` threads each; None means one per GPU, else one per core.
-        `UsageError`: Ray is not installed, or the cluster cannot be reached."""
         super().__init__()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray starts
         import ray
@@ -444,4 +436,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from matcher.collection import workers  # by the name under which jobs were pickled
+
+    workers.main()

@@ -39,14 +39,11 @@ GUESSED_FOCAL = 1.2  # of the longer side, a moderate wide angle, where nothing 
 
 @dataclass(frozen=True)
 class CameraChoice:
-    """How an export or a reconstruction sets up cameras.
+    """How an export or a reconstruction sets up cameras; `UsageError`: an unknown model or way of sharing.
 
-        >>> from matcher.export.colmap import CameraChoice
-        >>> CameraChoice(model="OPENCV", sharing="single").camera is None
-        True
-
-    Raises:
-        UsageError: an unknown model or way of sharing.
+    >>> from matcher.export.colmap import CameraChoice
+    >>> CameraChoice(model="OPENCV", sharing="single").camera is None
+    True
     """
 
     camera: Camera | None = None  # of all photos, stored pixels; None: from the store, EXIF or a guess
@@ -115,8 +112,7 @@ def _known_cameras(choice: CameraChoice) -> Callable[[str], Camera | None]:
 def group_cameras(
     images: Sequence[StoredImage], choice: CameraChoice | None = None
 ) -> list[tuple[Intrinsics, list[StoredImage]]]:
-    """The cameras of a collection, each with its photos; `UsageError`: one camera for photos of different
-    sizes, one that was calibrated at another size, or one that no photo would have."""
+    """The cameras of a collection, each with its photos; `UsageError`: they do not fit the photos."""
     choice, groups, first = choice or CameraChoice(), {}, {}
     check_used(choice, (image.name for image in images))
     known_camera = _known_cameras(choice)
@@ -207,8 +203,7 @@ def write_colmap(
     for the pairs `without`, names in order; a file that exists is replaced.
 
     All matches go to `matches`, the inliers of pairs with a geometry to `two_view_geometries`; to verify
-    again, clear the latter and run COLMAP's verification. `UsageError`: pycolmap is absent, nothing to write,
-    a name that SQLite cannot hold, or a rig that does not fit the images.
+    again, clear the latter and run COLMAP's verification.
     """
     pycolmap = import_pycolmap()
     run = ExportedRun(store, out, utf8="COLMAP", only=only)
@@ -269,10 +264,8 @@ def to_colmap(points: np.ndarray) -> np.ndarray:
 
 
 def two_view_geometry(pycolmap: Any, geometry: TwoViewGeometry, indices: np.ndarray) -> Any | None:
-    """The verified matches of a pair with their model, None where there is none.
-
-    The configuration must be set: without it, COLMAP's mapper silently ignores the pair.
-    """
+    """The verified matches of a pair with their model; None: there is none. The configuration must be set:
+    without it, COLMAP's mapper silently ignores the pair."""
     homography = geometry.matrix if geometry.kind == "homography" else geometry.homography
     fixed = geometry.status == "ok" and geometry.matrix is not None
     if not fixed and not (geometry.verified and homography is not None):

@@ -41,11 +41,8 @@ def export(
     *,
     overwrite: bool = False,
 ) -> ExportReport:
-    """Export a run, opened, as `Collection.export` does; the output is complete or absent.
-
-    `overwrite` replaces an existing file, or writes into a folder that holds files; without it only an `.npz`
-    that an earlier export wrote is replaced. A database never is, since COLMAP adds to it.
-    """
+    """Export a run, opened, as `Collection.export` does; the output is complete or absent. A database is
+    never replaced, since COLMAP adds to it."""
     out = Path(out)
     if form not in FORMATS:
         raise UsageError(unknown_name("format", form, FORMATS))
@@ -81,12 +78,11 @@ _ROWS = {  # of the arrays that may be large: type and shape
 def write_npz(store: Store, out: Path) -> ExportReport:
     """An `.npz` to be opened with `np.load`; image i has the rows offsets[i] … offsets[i + 1].
 
-    Images: `names` (I,), `sizes` (I, 2) width and height, `keypoints` (ΣN, 2) float32 with
-    `keypoint_offsets` (I + 1,), and of a run that was refined their `covariances` (ΣN, 3), xx, xy and yy.
-    Pairs: `pairs` (P, 2) into names, `match_offsets` (P + 1,), `matches` (ΣK, 2) int32 into the keypoints of
-    either image, `scores` (ΣK,) float32, `inliers` (ΣK,) bool, `kinds` and `statuses` (P,) of the geometries,
-    `matrices` (P, 3, 3) F, H or E, NaN where there is none, and `cam1_from_cam0` (P, 4, 4), NaN but for
-    essential geometry. Errors as of `export`.
+    Images: `names` (I,), `sizes` (I, 2) width and height, `keypoints` (ΣN, 2) float32 with `keypoint_offsets`
+    (I + 1,), and of a run that was refined their `covariances` (ΣN, 3), xx, xy and yy. Pairs: `pairs` (P, 2)
+    into names, `match_offsets` (P + 1,), `matches` (ΣK, 2) int32 into the keypoints of either image, `scores`
+    (ΣK,) float32, `inliers` (ΣK,) bool, `kinds` and `statuses` (P,) of the geometries, `matrices` (P, 3, 3)
+    F, H or E, NaN where there is none, and `cam1_from_cam0` (P, 4, 4), NaN but for essential geometry.
     """
     run = ExportedRun(store, out)
     number = {name: index for index, name in enumerate(run.names)}
@@ -146,11 +142,7 @@ def write_npz(store: Store, out: Path) -> ExportReport:
 
 
 def write_hloc(store: Store, out: Path, *, overwrite: bool = False) -> ExportReport:
-    """A folder with hloc's three files; every match is written, verified or not, as hloc verifies itself.
-
-    `UsageError`: h5py is absent, nothing to write, names with spaces (pairs.txt is split at them) or names
-    that fall together once their slashes are dashes.
-    """
+    """A folder with hloc's three files; every match is written, verified or not, as hloc verifies itself."""
     import h5py
 
     run = ExportedRun(store, out, utf8="HDF5")
@@ -198,14 +190,8 @@ _PLAIN = 1 << 30  # cereal's mark of an object of the declared type itself
 def write_openmvg(
     store: Store, out: Path, choice: CameraChoice | None = None, *, overwrite: bool = False
 ) -> ExportReport:
-    """A folder with `sfm_data.json`, `*.feat`, `image_describer.json`, putative and verified matches.
-
-    Descriptors are not written: its SfM needs none. Cameras are pinhole with three radial terms.
-
-    Raises:
-        UsageError: nothing to write, a camera with another distortion, or photos of one name in several
-            folders: OpenMVG names their regions by the last part of the name without its ending.
-    """
+    """A folder with `sfm_data.json`, `*.feat`, `image_describer.json`, putative and verified matches; no
+    descriptors, which its SfM does not need. Cameras are pinhole with three radial terms."""
     run = ExportedRun(store, out, utf8="JSON")
     stems = {name: PurePosixPath(name).stem for name in run.names}
     run.refuse_collisions(stems.get, "file of regions, which OpenMVG names without folder and ending")
@@ -274,11 +260,8 @@ def _pointer(name: str | None, polymorphic: int, data: dict[str, Any], number: i
 def write_kapture(
     store: Store, out: Path, choice: CameraChoice | None = None, *, overwrite: bool = False
 ) -> ExportReport:
-    """A kapture folder with sensors, records, keypoints, descriptors and all matches with their scores.
-
-    The photos themselves are not copied: link the image folder as `sensors/records_data`. `UsageError`:
-    nothing to write, or names with a comma, a line break or `#`, which tables cannot hold.
-    """
+    """A kapture folder with sensors, records, keypoints, descriptors and all matches with their scores. The
+    photos themselves are not copied: link the image folder as `sensors/records_data`."""
     run = ExportedRun(store, out, utf8="kapture")
     run.refuse_names(lambda name: not set(",\n\r#").isdisjoint(name), "hold a comma, a line break or #")
     with whole_folder(out, overwrite=overwrite) as part:

@@ -31,16 +31,9 @@ _WRITTEN = ".matcher-files.json"  # names of the files that we wrote into a fold
 
 @contextmanager
 def whole_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder beside `path` that takes its name when the block ends well.
-
-    Args:
-        path: the folder to be made; it must not exist, or be empty.
-        overwrite: the folder may hold files. What an earlier export wrote there is deleted, files of the same
-            name as a new one are replaced, and all others stay.
-
-    Raises:
-        UsageError: the parent folder is absent or cannot be written, or `path` is a file or holds something.
-    """
+    """Yield a temporary folder beside `path`, absent or empty, that takes its name when the block ends well.
+    With `overwrite` it may hold files: what an earlier export wrote there is deleted, files of the same name
+    as a new one are replaced, and all others stay."""
     check_folder(path, overwrite=overwrite)
     # What programs that were killed left of this folder goes; what another one is writing stays.
     for part in path.absolute().parent.glob(f".{glob.escape(path.name[:80])}.{'[0-9a-f]' * 8}.part"):
@@ -150,9 +143,8 @@ class ExportedRun:
     def __init__(
         self, store: Store, out: Path, *, utf8: str | None = None, only: Collection[str] | None = None
     ) -> None:
-        """Those `only`, all if None; `UsageError`: there is no image, or a name is not UTF-8 and `utf8`, a
-        format, needs it. An image without a camera of its own has that of the run, with which its pairs were
-        verified."""
+        """Of `only` images of these names; `UsageError`: none has features, or names are not UTF-8 where the
+        format, named by `utf8`, needs it."""
         self.store, self.report, common = store, ExportReport(out), common_camera(store.settings)
         images = sorted(store.images(), key=lambda image: image.name)
         images = [image for image in images if only is None or image.name in only]
@@ -190,11 +182,9 @@ class ExportedRun:
             return None
 
     def pairs(self, without: Collection[tuple[str, str]] = ()) -> Iterator[StoredPair]:
-        """The pairs of those images, with name0 before name1, but for those `without`.
-
-        Left out: pairs that others contradict, and, as programs that read them would crash, those in which a
-        keypoint is matched twice.
-        """
+        """The pairs of those images, with name0 before name1, but for those `without`, those that others
+        contradict, and, as programs that read them would crash, those in which a keypoint is matched
+        twice."""
         known, contradicted = set(self.names), contradicted_pairs(self.store, without)
         self.report.left_out += [f"the pair {a} {b}: other pairs contradict it" for a, b in contradicted]
         without = {*without, *contradicted}
