@@ -55,9 +55,6 @@ class PairFault:
     kind: str  # one of the texts above
     text: str  # what is wrong, shortened and printable
 
-    def __str__(self) -> str:
-        return f"line {self.line}: {self.kind}: {self.text}"
-
 
 class FaultTally:
     """Counts faults by kind and keeps the first five of each; give it to `read_pairs` as `on_fault`."""

@@ -104,14 +104,12 @@ class Counts:
         return self.pairs - self.pairs_failed - self.pairs_waiting
 
 
-# Bytes of records. Decoding is where they are validated: a store may be anybody's.
+# Bytes of records. Decoding is where they are validated, by `IntegrityError`: a store may be anybody's.
 
 
 def damaged(what: object, why: object) -> IntegrityError:
     """The error for stored bytes that are not what they should be."""
-    return IntegrityError(
-        f"{what} is damaged; restore the run from a copy, or delete it and match again ({why})"
-    )
+    return IntegrityError(f"{what} is damaged; restore the run from a copy, or match again ({why})")
 
 
 def sealed(data: bytes) -> bytes:
@@ -126,7 +124,8 @@ def unsealed(data: bytes, what: object) -> bytes:
     return data[:-4]
 
 
-def _packed(**arrays: np.ndarray | None) -> bytes:
+def packed(**arrays: np.ndarray | None) -> bytes:
+    """A record of the arrays that are there, with its checksum."""
     return sealed(save({name: np.ascontiguousarray(a) for name, a in arrays.items() if a is not None}))
 
 
@@ -174,7 +173,7 @@ def encode_keypoints(keypoints: np.ndarray) -> bytes:
 
 
 def decode_keypoints(data: bytes, count: int, what: str) -> np.ndarray:
-    """(N, 2) float32; `IntegrityError` where they are not so many points, all finite."""
+    """(N, 2) float32 from a record."""
     with _decoding(what):
         points = np.frombuffer(unsealed(data, what), dtype="<f4").reshape(count, 2).astype(np.float32)
         _check_arrays({"points": points}, points=(count, 2))
@@ -187,9 +186,9 @@ def encode_features(features: Features) -> bytes:
     arrays = {name: to_numpy(v).astype(np.float32) for name, v in fields.items() if v is not None}
     values = to_numpy(features.descriptors)
     if values.min(initial=0) >= 0 and (whole := _sift_numbers(values)) is not None:
-        return _packed(**arrays, sift=whole)
+        return packed(**arrays, sift=whole)
     fits_half = np.all(np.abs(values) < np.finfo(np.float16).max)
-    return _packed(**arrays, descriptors=values.astype(np.float16 if fits_half else np.float32))
+    return packed(**arrays, descriptors=values.astype(np.float16 if fits_half else np.float32))
 
 
 def decode_features(record: bytes, keypoints: np.ndarray, what: str, **facts: Any) -> Features:
@@ -217,13 +216,8 @@ def _sift_numbers(values: np.ndarray) -> np.ndarray | None:
     return None if len(left) or not np.array_equal(root_sift(numbers), values) else numbers
 
 
-def encode_refined(found: RefinedKeypoints) -> bytes:
-    """Refined keypoints of an image."""
-    return _packed(**found._replace(covariances=found.covariances.astype(np.float32))._asdict())
-
-
 def decode_refined(data: bytes, count: int, what: str) -> RefinedKeypoints:
-    """The inverse of `encode_refined`; `IntegrityError` where they are not of so many keypoints."""
+    """Refined keypoints of an image, from a record."""
     with _decoding(what):
         arrays = load(unsealed(data, what))
         _check_arrays(arrays, keypoints=(count, 2), covariances=(count, 2, 2), refined=(count,))
@@ -256,7 +250,7 @@ def encode_pair(
         points = np.asarray((matches.points0, matches.points1)[side], dtype=np.float32)
         if not np.array_equal(points, keypoints[indices[:, side]]):
             moved[f"points{side}"] = points
-    return _packed(
+    return packed(
         facts=np.array([kind, status, matches.layers_run, matches.kept0, matches.kept1], np.int32),
         indices=indices.astype(np.uint32 if wide else np.uint16),
         scores=np.rint(np.clip(matches.scores, 0, 1) * _SCORE_STEPS).astype(np.uint16),
@@ -269,7 +263,7 @@ def encode_pair(
 def decode_pair(
     data: bytes, keypoints0: np.ndarray, keypoints1: np.ndarray, what: str = "a pair"
 ) -> tuple[Matches, TwoViewGeometry]:
-    """The inverse of `encode_pair`; `IntegrityError`: the bytes do not make a pair of these images."""
+    """The inverse of `encode_pair`."""
     with _decoding(what):
         arrays = load(unsealed(data, what))
         count, others = len(arrays["indices"]), arrays.get("alternatives", np.zeros((0, 4, 4)))
@@ -376,9 +370,7 @@ def opened(path: Path, *, writing: bool = False) -> sqlite3.Connection:
     if not writing and not os.access(path.parent, os.W_OK):
         log, mode = path.with_name(f"{path.name}-wal"), "ro&immutable=1"
         if log.is_file() and log.stat().st_size:
-            raise UsageError(
-                f"{path} was not closed and its folder cannot be written; copy it to one that can"
-            )
+            raise UsageError(f"{path} was not closed, and its folder cannot be written: copy it elsewhere")
     with guarded(path):
         connection = _connected(path, mode)
         try:
@@ -517,9 +509,7 @@ def check_files(folder: Path) -> None:
             if not os.path.lexists(path):
                 continue
             if not stat.S_ISREG(path.lstat().st_mode):
-                raise IntegrityError(
-                    f"{path} is a link or not a file; a run holds its files itself: restore it from a copy"
-                )
+                raise IntegrityError(f"{path} is a link or not a file; restore the run from a copy")
             # The last bytes of a rollback journal that belongs to several databases (SQLite's file format,
             # section 3); ours never do, and SQLite would delete the file that it names.
             with path.open("rb") as file:
@@ -540,7 +530,5 @@ def lock(folder: Path) -> sqlite3.Connection:
         held.close()
         if (error.sqlite_errorcode & 0xFF) != sqlite3.SQLITE_BUSY:
             raise UsageError(f"{folder} cannot be written ({error}); name a folder that can") from None
-        raise UsageError(
-            f"{folder} is being written by another run; wait for it to end, or name another folder"
-        ) from None
+        raise UsageError(f"{folder} is being written by another run; wait for it to end") from None
     return held

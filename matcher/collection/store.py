@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Self, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from matcher.collection.schema import DONE, FAILED, WAITING, RefinedKeypoints, g
 from matcher.collection.sources import PairChoice
 from matcher.errors import IntegrityError, UsageError
 from matcher.types import Features
+
+PAIRS = ("pairs", "failed", "waiting")  # the tables of pairs: finished, failed, still to be matched
 
 
 def check_writable(folder: Path) -> None:
@@ -41,14 +43,11 @@ def delete_store(run_dir: Path) -> None:
     with closing(schema.lock(run_dir)):
         for name in (schema.DATABASE, schema.DESCRIPTORS):
             if not schema.is_ours(run_dir / name):
-                raise UsageError(
-                    f"{run_dir / name} is no store of a matcher run, so restart=True does not delete it: "
-                    "move it away, or name another run_dir"
-                )
+                raise UsageError(f"{run_dir / name} is no store of a matcher run: move it away")
         schema.remove(*(run_dir / name for name in (schema.DESCRIPTORS, schema.INDEX, schema.DATABASE)))
 
 
-class Store:
+class Store(AbstractContextManager):
     """A run on disk. Every method raises `IntegrityError` if the store is damaged."""
 
     def __init__(
@@ -67,7 +66,7 @@ class Store:
         check_writable(folder)
         with closing(schema.lock(folder)):
             if (folder / schema.DATABASE).exists():
-                raise UsageError(f"{folder} holds a run already; open it, or name another folder")
+                raise UsageError(f"{folder} holds a run already")
             images = str(Path(image_folder or ".").absolute())
             schema.make(folder / schema.DATABASE, settings=schema.to_json(settings), image_folder=images)
         return cls.open(folder)
@@ -88,9 +87,6 @@ class Store:
         self._connection.close()
         if self._descriptors is not None:
             self._descriptors.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -117,9 +113,7 @@ class Store:
 
     def unpaired(self) -> int:
         """The number of images without a pair, except those that failed or have no keypoints."""
-        ends = " UNION ".join(
-            f"SELECT image{end} FROM {table}" for table in ("pairs", "failed", "waiting") for end in (0, 1)
-        )
+        ends = " UNION ".join(f"SELECT image{end} FROM {table}" for table in PAIRS for end in (0, 1))
         usable = f"(status = {WAITING} OR status = {DONE} AND count > 0)"
         return next(self.rows(f"SELECT count(*) FROM images WHERE {usable} AND id NOT IN ({ends})"))[0]
 
@@ -188,8 +182,7 @@ class Store:
 
     def known_pairs(self) -> set[frozenset[str]]:
         """The names of all pairs of the run, finished, failed or waiting."""
-        tables = ("pairs", "failed", "waiting")
-        return {frozenset(row[:2]) for table in tables for row in self._named("0", table)}
+        return {frozenset(row[:2]) for table in PAIRS for row in self._named("0", table)}
 
     def failed(self) -> Iterator[schema.FailedPair]:
         """Pairs that could not be matched."""
@@ -205,9 +198,8 @@ class Store:
     def counts(self) -> schema.Counts:
         """Progress of the run."""
         by_status = dict(self.rows("SELECT status, count(*) FROM images GROUP BY status"))
-        tables = ("pairs", "failed", "waiting")
-        sql = "SELECT " + ", ".join(f"(SELECT count(*) FROM {table})" for table in tables)
-        pairs = next(self.rows(sql))
+        tables = ", ".join(f"(SELECT count(*) FROM {table})" for table in PAIRS)
+        pairs = next(self.rows(f"SELECT {tables}"))
         failed, waiting = by_status.get(FAILED, 0), by_status.get(WAITING, 0)
         return schema.Counts(sum(by_status.values()), failed, waiting, sum(pairs), *pairs[1:])
 
@@ -249,9 +241,8 @@ class Store:
 
     def _read_keypoints(self, number: int) -> np.ndarray:
         what = f"{self._path}: the keypoints of image {number}"
-        for row in self.rows(
-            "SELECT data, count FROM keypoints JOIN images ON id = image WHERE id = ?", number
-        ):
+        sql = "SELECT data, count FROM keypoints JOIN images ON id = image WHERE id = ?"
+        for row in self.rows(sql, number):
             return schema.decode_keypoints(*row, what)
         raise schema.damaged(what, "there are none")
 
@@ -362,7 +353,7 @@ class Writer(Store):
         """The refined keypoints of all images; this replaces earlier ones."""
         self.execute("DELETE FROM refined")
         sql = "INSERT INTO refined SELECT id, ? FROM images WHERE name = ?"
-        self.execute_many(sql, ((schema.encode_refined(each), name) for name, each in found.items()))
+        self.execute_many(sql, ((schema.packed(**each._asdict()), name) for name, each in found.items()))
 
     def fail_image(self, name: str, reason: str, stamp: str = "") -> None:
         """An image that cannot be used, and why; its stamp shows when a retry is worthwhile."""

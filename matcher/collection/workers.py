@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import perf_counter
@@ -436,6 +437,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from matcher.collection import workers  # by the name under which jobs were pickled
-
-    workers.main()
+    import_module("matcher.collection.workers").main()  # the module by which jobs are pickled
