@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import perf_counter
@@ -222,7 +221,7 @@ class _Process:
                 start_new_session=True,  # Ctrl-C reaches this process alone, which decides
             )
         self.connection = Connection(ours.detach())
-        self.send((run_dir, setup))
+        self.send((run_dir, partial(JobRunner, setup)))
 
     def send(self, message: Any) -> None:
         """If it is dead, that shows when it is asked for an answer."""
@@ -423,9 +422,9 @@ def main() -> None:
     """A worker process: take jobs from the inherited socket of that number, until it closes."""
     connection = Connection(int(sys.argv[1]))
     try:
-        run_dir, setup = pickle.loads(connection.recv_bytes())
+        run_dir, started = pickle.loads(connection.recv_bytes())
         with Store.open(run_dir) as store:
-            runner = JobRunner(setup, store.features)
+            runner = started(store.features)
             connection.send_bytes(pickle.dumps(None))
             while True:
                 outcomes = list(runner.run(pickle.loads(connection.recv_bytes())))
@@ -437,4 +436,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import_module("matcher.collection.workers").main()  # the module by which jobs are pickled
+    main()
