@@ -12,8 +12,7 @@ from training_data import write_photos
 import matcher
 from matcher.cli import main
 from matcher.errors import UsageError
-from matcher.evaluate.methods import Method
-from matcher.evaluate.peers import PEERS, peer_methods
+from matcher.evaluate.methods import PEERS, Method, peer_methods
 from matcher.evaluate.run import as_markdown, as_object, evaluate
 from matcher.evaluate.sets import made_set
 from matcher.images import find_images, read_image

@@ -11,7 +11,6 @@ from training_data import SIFT, random_batch
 from matcher.config import ALL_LAYERS
 from matcher.match.network import MatchingNetwork
 from matcher.match.sinkhorn import log_assignment
-from matcher.train.keypoints import IGNORED, PairBatch
 from matcher.train.losses import (
     DescribedKeypoints,
     assignment_loss,
@@ -21,6 +20,7 @@ from matcher.train.losses import (
     matchability_loss,
     matching_loss,
 )
+from matcher.train.pairs import IGNORED, PairBatch
 from matcher.types import UNMATCHED
 
 

@@ -12,9 +12,17 @@ from training_data import LEARNED, SIFT, from_sources, write_photos, write_views
 from matcher.errors import IntegrityError, UsageError
 from matcher.evaluate.multiview import find_stored_sets
 from matcher.match.position import normalise_positions
-from matcher.train.keypoints import IGNORED, Describer, Keypoints, labelled
-from matcher.train.pairs import Draws, ImagePairs, PairSampler, other_of_pair
-from matcher.train.views import HIDDEN, UNKNOWN, VISIBLE, DeviceViews, load_views, split_photos, transfer
+from matcher.train.pairs import (
+    IGNORED,
+    Describer,
+    Draws,
+    ImagePairs,
+    Keypoints,
+    PairSampler,
+    labelled,
+    other_of_pair,
+)
+from matcher.train.views import HIDDEN, UNKNOWN, VISIBLE, DeviceViews, load_views, split_photos
 from matcher.types import UNMATCHED
 
 CPU = torch.device("cpu")
@@ -103,7 +111,7 @@ def test_photos_to_train_on_and_to_validate_on_are_kept_apart(tmp_path):
 def test_points_are_transferred_by_depth_and_pose(views):
     points = torch.from_numpy(np.random.default_rng(0).uniform(0, (319, 239), (400, 2)).astype(np.float32))
     for i, j in ((0, 1), (2, 0)):
-        found = transfer(views, torch.tensor([14 + i]), torch.tensor([14 + j]), points[None])
+        found = views.transfer(torch.tensor([14 + i]), torch.tensor([14 + j]), points[None])
         # The wall is 3 m away, the cameras .3 m apart, and the focal length 300 pixels.
         expected = points - torch.tensor([30.0 * (j - i), 0])
         visible, states = found.states[0] == VISIBLE, found.states[0]

@@ -36,8 +36,8 @@ from matcher.errors import IntegrityError, UsageError
 from matcher.extract.learned import Architecture, FeatureNetwork, architecture_of, folded
 from matcher.match.network import MatchingNetwork
 from matcher.torch_engine import build_extractor
-from matcher.train.keypoints import Describer
 from matcher.train.losses import labelled_layers, scores_of
+from matcher.train.pairs import Describer
 from matcher.train.recipe import Recipe, limited, read_recipe, shipped_recipe
 from matcher.train.run import RunOptions, claim_folder, locked, train
 from matcher.train.trainer import Batch, Trainer, batch_maker

@@ -10,7 +10,7 @@ import torch
 
 from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig, PositionConfig
 from matcher.extract.learned import Architecture
-from matcher.train.keypoints import IGNORED, PairBatch
+from matcher.train.pairs import IGNORED, PairBatch
 from matcher.train.recipe import (
     FrontEndRecipe,
     MatcherRecipe,

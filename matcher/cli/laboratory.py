@@ -147,8 +147,13 @@ def evaluate(
         output (DIR): Write the tables to this folder as SET.md and SET.json.
     """
     limit_threads(threads)
-    from matcher.evaluate.methods import BASELINE, MethodOptions, build_methods, compared_methods
-    from matcher.evaluate.peers import peer_methods
+    from matcher.evaluate.methods import (
+        BASELINE,
+        MethodOptions,
+        build_methods,
+        compared_methods,
+        peer_methods,
+    )
     from matcher.evaluate.run import as_markdown, as_object
     from matcher.evaluate.run import evaluate as run
 

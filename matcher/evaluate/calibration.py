@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from matcher.config import NetworkConfig
 from matcher.errors import ImageError, UsageError
-from matcher.evaluate.measure import Record, errors_of, scale_of
+from matcher.evaluate.measure import Record, errors_of, scales_of
 from matcher.evaluate.methods import Method
 from matcher.evaluate.protocols import PairSet
 from matcher.evaluate.run import Evaluation, matched, plain, table
@@ -29,20 +29,13 @@ BINS = 10
 CORRECT = 3.0  # pixels of the resized images
 
 
-@dataclass(frozen=True, eq=False)
-class Reliability:
+class Reliability(NamedTuple):
     """Predictions in bins of equal width; a bin without any is NaN."""
 
     confidence: np.ndarray  # (BINS,) mean probability
     accuracy: np.ndarray  # (BINS,) share that is right
     count: np.ndarray  # (BINS,) int64
-
-    @property
-    def error(self) -> float:
-        """Expected calibration error: the mean distance of both, weighted by the counts; NaN without any."""
-        if not (total := self.count.sum()):
-            return math.nan
-        return float(np.nansum(np.abs(self.confidence - self.accuracy) * self.count) / total)
+    error: float  # expected calibration error: the mean distance of both, weighted by the counts
 
 
 def reliability(probabilities: np.ndarray, right: np.ndarray) -> Reliability:
@@ -52,7 +45,8 @@ def reliability(probabilities: np.ndarray, right: np.ndarray) -> Reliability:
     with np.errstate(invalid="ignore"):
         confidence = np.bincount(index, weights=probabilities, minlength=BINS) / count
         accuracy = np.bincount(index, weights=np.asarray(right, dtype=np.float64), minlength=BINS) / count
-    return Reliability(confidence, accuracy, count)
+    total = np.nansum(np.abs(confidence - accuracy) * count)
+    return Reliability(confidence, accuracy, count, float(total / len(index)) if len(index) else math.nan)
 
 
 def verdict_counts(records: Sequence[Record]) -> dict[str, int]:
@@ -111,15 +105,13 @@ def as_markdown(found: dict[str, Any]) -> str:
 # Fits: of `matcher.match.calibration` and of `matcher.verify.verdict`.
 
 # What a network gives, the prior scores of refined matches, and the probabilities given a geometry.
-Stage = Literal["network", "refinement", "geometry"]
+CalibrationStage = Literal["network", "refinement", "geometry"]
 
 
 def logistic_regression(values: np.ndarray, right: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Bias and coefficients (E + 1,) of the regression of `right` (P,) on `values` (P, E).
-
-    By Newton's method. Coefficients of the standardised evidence are drawn to zero a little; `weight` (P,)
-    has a mean of about 1.
-    """
+    """Bias and coefficients (E + 1,) of the regression of `right` (P,) on `values` (P, E), by Newton's
+    method; coefficients of standardised values are drawn to zero a little, `weight` (P,) has a mean of about
+    1."""
     mean, deviation = values.mean(axis=0), values.std(axis=0) + 1e-9
     design = np.column_stack([np.ones(len(values)), (values - mean) / deviation])
     ridge = np.diag([0.0, *np.full(values.shape[1], 1e-3 * len(values))])  # for classes told apart perfectly
@@ -133,8 +125,7 @@ def logistic_regression(values: np.ndarray, right: np.ndarray, weight: np.ndarra
     return np.array([found[0] - coefficients @ mean, *coefficients])
 
 
-@dataclass(frozen=True, eq=False)
-class JudgedPair:
+class JudgedPair(NamedTuple):
     """What is known of the matches of a pair before calibration, and which of them are right."""
 
     scores: np.ndarray  # (K,) of all matches, before this calibration
@@ -143,12 +134,9 @@ class JudgedPair:
     right: np.ndarray  # (K,) bool
 
 
-def uncalibrated(preset: str, stage: Stage = "network") -> Pipeline:
-    """A preset without the calibration of a stage and of those after it.
-
-    At the first stage it is one pass, whose scores are what the network gives; else the whole preset.
-    `UsageError`: a preset without a network, or without the calibration that a later stage adds to.
-    """
+def uncalibrated(preset: str, stage: CalibrationStage = "network") -> Pipeline:
+    """A preset, of which the first stage needs one pass only, without the calibration of a stage and of those
+    after it; `UsageError`: one without a network, or without the calibration that the stage adds to."""
     pipeline = load(preset, further_passes=False) if stage == "network" else load(preset)
     config, kept = pipeline.config.matcher, None
     if not isinstance(config, NetworkConfig) or not isinstance(pipeline.matcher, AttentionMatcher):
@@ -162,14 +150,12 @@ def uncalibrated(preset: str, stage: Stage = "network") -> Pipeline:
     return replace(pipeline, matcher=pipeline.matcher.adjusted(policy=policy))
 
 
-def judge(pipeline: Pipeline, pair_set: PairSet, stage: Stage = "network") -> list[JudgedPair]:
-    """The matches of every pair of a set that has any; `pipeline` is that of `uncalibrated` at this stage.
-
-    For geometry without the pairs whose geometry says nothing about single matches.
-    """
+def judge(pipeline: Pipeline, pair_set: PairSet, stage: CalibrationStage = "network") -> list[JudgedPair]:
+    """The matches of every pair by the pipeline of `uncalibrated`, where there are any, and for the last
+    stage a geometry that says something about them."""
     found = []
     for pair, (result,) in matched(pair_set, [Method(pipeline.preset, pipeline)], None, []):
-        matches, sides = result.matches, (result.features0, result.features1)
+        matches = result.matches
         if not len(matches) or (stage == "geometry" and not calibration.judges_matches(result.geometry)):
             continue
         if stage == "refinement":
@@ -178,19 +164,18 @@ def judge(pipeline: Pipeline, pair_set: PairSet, stage: Stage = "network") -> li
         elif stage == "geometry":
             evidence = calibration.geometry_evidence(matches, result.geometry)
         else:
-            evidence = calibration.evidence(result.scores, (len(sides[0]), len(sides[1])))
-        errors = errors_of(pair, matches.points0, matches.points1, *map(scale_of, sides))
+            counts = len(result.features0), len(result.features1)
+            evidence = calibration.evidence(result.scores, counts)
+        errors = errors_of(pair, matches.points0, matches.points1, *scales_of(result))
         known = ~np.isnan(errors)
         found.append(JudgedPair(result.scores, evidence, known, known & (errors < CORRECT)))
     return found
 
 
 def fit_calibration(sets: Sequence[tuple[Sequence[JudgedPair], float]]) -> np.ndarray:
-    """The calibration under which the matches of all sets are most likely, each set with its weight.
-
-    (1 + E,) the offset and the coefficients of the pairs' evidence, in two decimals: the numbers of the
-    configuration of a stage, as `CalibrationConfig`.
-    """
+    """(1 + E,) offset and coefficients of the evidence under which the matches of all sets, each with its
+    weight, are most likely, in two decimals: the numbers of a stage's configuration, as
+    `CalibrationConfig`."""
     weights = []
     for pairs, share in sets:
         # A pair weighs 1 at most, one of few judged matches less.
@@ -198,25 +183,20 @@ def fit_calibration(sets: Sequence[tuple[Sequence[JudgedPair], float]]) -> np.nd
         weight = np.repeat(np.minimum(1.0, counts / 50) / np.maximum(1, counts), counts)
         weights.append(share * weight / weight.sum())
     weight, every = np.concatenate(weights), [pair for pairs, _ in sets for pair in pairs]
-    values, right = (
-        np.concatenate([getattr(p, key)[p.known] for p in every]) for key in ("evidence", "right")
-    )
-    return np.round(logistic_regression(values, right, weight / weight.mean()), 2)
+    _, values, known, right = map(np.concatenate, zip(*every, strict=True))
+    weight /= weight.mean()
+    return np.round(logistic_regression(values[known], right[known], weight), 2)
 
 
 def error_under(pairs: Sequence[JudgedPair], numbers: np.ndarray | None) -> float:
     """Expected calibration error of a set under a calibration of `fit_calibration`, or without one."""
-    said, right = [], np.concatenate([pair.right[pair.known] for pair in pairs])
-    for pair in pairs:
-        scores = pair.scores
-        if numbers is not None:
-            scores = calibration.probabilities(numbers[0] + pair.evidence @ numbers[1:])
-        said.append(scores[pair.known])
-    return reliability(np.concatenate(said), right).error
+    scores, evidence, known, right = map(np.concatenate, zip(*pairs, strict=True))
+    if numbers is not None:
+        scores = calibration.probabilities(numbers[0] + evidence @ numbers[1:])
+    return reliability(scores[known], right[known]).error
 
 
 def fit_verdict(values: np.ndarray, same: np.ndarray) -> np.ndarray:
-    """Bias and coefficients (E + 1,) of the regression of `same` (P,) on evidence (P, E); both classes weigh
-    the same."""
+    """`logistic_regression` of `same` (P,) on evidence (P, E), in which both classes weigh the same."""
     weight = np.where(same, 0.5 / same.mean(), 0.5 / (1 - same.mean()))
     return logistic_regression(values, same, weight)

@@ -22,6 +22,16 @@ from matcher.images import read_image
 _LARGE_I = ("i_contruction", "i_crownnight", "i_dc", "i_pencils", "i_whitebuilding")
 _LARGE = (*_LARGE_I, "v_artisans", "v_astronautis", "v_talent")
 
+# Files of a layout, one of which a folder has, and what the tables say of its ground truth.
+HPATCHES, WXBS = ("*/H_1_2", "hpatches-sequences-release/*/H_1_2"), ("*/*/corrs.txt", "v1.1/*/*/corrs.txt")
+WITHOUT_LARGE = "The 8 large sequences are left out. Shorter side 480 px"
+BY_HAND = "A few dozen correspondences per pair are labelled by hand; mAA@10 px is the published metric"
+BY_LANDMARKS = (
+    "The ground truth is accurate to 1-2 px. Pairs that are not rigid or whose median landmark residual is "
+    "3 px or more are left out"
+)
+BY_SFM = "The poses come from structure from motion and are not independent ground truth"
+
 
 def _sides(folder: Path, name0: str, name1: str) -> tuple[PairImage, PairImage]:
     return PairImage(folder / name0), PairImage(folder / name1)
@@ -112,12 +122,9 @@ def kitti(folder: Path) -> Iterator[PosePair]:
     """KITTI-like sequences: image_l/*.png, calib.txt (P0 first), poses.txt (world_from_cam)."""
     for sequence, frames, poses in _sequences(folder):
         K = read_matrix(sequence / "calib.txt", (-1, 12))[0].reshape(3, 4)[:, :3]
-        world_from_cam = [np.vstack([pose, [0, 0, 0, 1]]) for pose in poses]
         for gap in (3, 8, 15):
-            for a in range(len(frames) - gap):
-                b = a + gap
-                pose = np.linalg.inv(world_from_cam[b]) @ world_from_cam[a]
-                sides = PairImage(frames[a]), PairImage(frames[b])
+            for a, b in enumerate(range(gap, len(frames))):
+                sides, pose = (PairImage(frames[a]), PairImage(frames[b])), np.linalg.inv(poses[b]) @ poses[a]
                 yield PosePair(f"{sequence.name} {a}-{b}", f"gap {gap}", *sides, K, K, pose)
 
 
@@ -132,13 +139,13 @@ def distant_frames(folder: Path, metres: float) -> list[tuple[Path, Path]]:
 
 
 def _sequences(folder: Path) -> Iterator[tuple[Path, list[Path], np.ndarray]]:
-    """Each sequence, its left frames, and their (N, 3, 4) world_from_cam in metres."""
+    """Each sequence, its left frames, and their (N, 4, 4) world_from_cam in metres."""
     for sequence in sorted(path.parent for path in folder.rglob("poses.txt")):
         frames = sorted((sequence / "image_l").glob("*.png"))
         poses = read_matrix(sequence / "poses.txt", (-1, 12)).reshape(-1, 3, 4)
         if len(frames) != len(poses):
             raise UsageError(f"{sequence}: {len(frames)} images but {len(poses)} poses; fetch it again")
-        yield sequence, frames, poses
+        yield sequence, frames, np.insert(poses, 3, [0, 0, 0, 1], axis=1)
 
 
 def posed(folder: Path) -> Iterator[PosePair]:
@@ -210,9 +217,7 @@ def pair_list(path: Path, images: Path | None = None) -> PairSet:
     """One pair per line: `name0 name1 [rotation0 rotation1] K0 K1 cam1_from_cam0`, matrices row by row.
 
     SuperGlue writes both rotations and a 4×4 pose (38 words), glue-factory a 4×4 pose or R and t (36 or 32).
-    The rotations (multiples of 90°) are not applied: K and pose are those of the stored images. Names are
-    relative to `images`; by default to the folder of the list, its `images` or `scans_test`, or a folder
-    above, whichever has the first image. `UsageError`: a malformed line, or images that are not found.
+    The rotations (multiples of 90°) are not applied: K and pose are those of the stored images.
     """
     pairs, root = [], images
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
@@ -246,6 +251,8 @@ def _parse_line(words: list[str]) -> tuple[str, str, np.ndarray, np.ndarray, np.
 
 
 def _image_root(source: Path, name: str, images: Path | None) -> Path:
+    """Where the first image of a list is: `images`, or the folder of the list, folders in it, or one
+    above."""
     here, above = source.parent, source.parent.parent
     usual = (here, here / "images", here / "scans_test", above, above / "images", above.parent)
     candidates = usual if images is None else (images,)
@@ -257,22 +264,15 @@ def _image_root(source: Path, name: str, images: Path | None) -> Path:
 
 
 def megadepth(folder: Path, images: Path | None = None) -> Iterator[PosePair]:
-    """LoFTR's MegaDepth-1500: `0015_0.1_0.3.npz` … with image_paths, intrinsics, poses and pair_infos, in the
-    folder or its `megadepth_test_1500_scene_info`.
-
-    Poses are cam_from_world. Image paths begin at MegaDepth's root (`Undistorted_SfM/0015/images/…`).
-    `UsageError`: a file of another layout, or images that are not found.
-    """
+    """LoFTR's MegaDepth-1500: `0015_0.1_0.3.npz` … with image_paths, intrinsics, poses (cam_from_world) and
+    pair_infos, in the folder or its `megadepth_test_1500_scene_info`; image paths from MegaDepth's root."""
     for path in sorted([*folder.glob("*.npz"), *folder.glob("megadepth_test_1500_scene_info/*.npz")]):
         if not (zipfile.is_zipfile(path) and zipfile.Path(path, "pair_infos.npy").exists()):
             continue
         try:
+            keys, found = ("image_paths", "intrinsics", "poses", "pair_infos"), []
             with zipfile.ZipFile(path) as archive:
-                names, K, poses, infos = (
-                    _read_array(archive.open(f"{name}.npy"))
-                    for name in ("image_paths", "intrinsics", "poses", "pair_infos")
-                )
-            found = []
+                names, K, poses, infos = (_read_array(archive.open(f"{key}.npy")) for key in keys)
             for a, b in (map(int, info[0]) for info in infos):
                 T0, T1 = (np.asarray(poses[i], dtype=np.float64).reshape(4, 4) for i in (a, b))
                 K0, K1 = (np.asarray(K[i], dtype=np.float64).reshape(3, 3) for i in (a, b))

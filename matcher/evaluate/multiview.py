@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,8 +34,8 @@ def recorded(folder: Path) -> Iterator[DepthPair]:
 
 
 def drawn(folder: Path, count: int, seed: int) -> tuple[DepthPair, ...]:
-    """Pairs of a `recorded` set that `pairs.json` does not list, drawn at random by the seed: as many of each
-    kind of angle between views, `count` in all, or fewer where the frames have no more."""
+    """`count` pairs of a `recorded` set, if it has as many, that `pairs.json` does not list, drawn at random:
+    the same number of each kind of angle between views."""
     frames, names = frames_of(folder), ("image0", "image1")
     listed = {frozenset(row[n] for n in names) for row in read_rows(folder / "pairs.json", names)}
     wanted = count // (len(DRAWN_ANGLES) - 1)
@@ -70,7 +68,7 @@ def frames_of(folder: Path) -> dict[str, DepthCamera]:
 
 def rendered(folder: Path, relit: bool = False) -> Iterator[DepthPair | HomographyPair]:
     """`cameras.json` (depth_step, views with image, depth, K, E and group): pairs of different viewpoints, or
-    those of one viewpoint that are `relit`."""
+    those of one viewpoint under two lights."""
     if not _is_rendered(folder):
         return
     path = folder / "cameras.json"
@@ -92,11 +90,6 @@ def rendered(folder: Path, relit: bool = False) -> Iterator[DepthPair | Homograp
         if overlap >= 0.15:  # less is hopeless
             light = "same light" if lights[0] == lights[1] else "different lights"
             yield _pair(folder, images, views, overlap, more=f"; {light}")
-
-
-def rendered_lights(folder: Path) -> Iterator[HomographyPair]:
-    """The pairs of the same folder that were rendered from one viewpoint under two lights."""
-    return rendered(folder, relit=True)
 
 
 def _is_rendered(folder: Path) -> bool:
@@ -146,8 +139,7 @@ def _between(value: float, bounds: Sequence[float]) -> tuple[float, float]:
 # Stored views: folders in the layout of `rendered` that are trained on, rendered or of real places.
 
 
-@dataclass(frozen=True, eq=False)
-class StoredSet:
+class StoredSet(NamedTuple):
     """One folder of views."""
 
     folder: Path
@@ -155,15 +147,9 @@ class StoredSet:
     step: int  # pixels from one sample of the depth maps to the next
     pairs: np.ndarray  # (P, 2) int64
 
-    @property
-    def scene(self) -> str:
-        """The scene: sets of one scene are named after it and a number, as `castle_7` or `castle-1`."""
-        return re.sub(r"[-_]\d+$", "", self.folder.name)
-
 
 def find_stored_sets(root: Path) -> list[StoredSet]:
-    """All sets below a folder, sorted, that have pairs; `UsageError` without any, `IntegrityError` where one
-    has a damaged file."""
+    """All sets below a folder, sorted, that have pairs; `UsageError` without any."""
     sets = []
     for path in sorted(root.rglob("cameras.json")):
         try:
@@ -179,8 +165,7 @@ def find_stored_sets(root: Path) -> list[StoredSet]:
 
 
 def pairs_of(folder: Path, views: Sequence[dict[str, Any]]) -> np.ndarray:
-    """(P, 2) int64 the pairs of views that `pairs.json` lists, or without it all pairs of a group;
-    `IntegrityError` where neither is there whole."""
+    """(P, 2) int64 the pairs of views that `pairs.json` lists, or without it all pairs of a group."""
     path = folder / "pairs.json"
     try:
         if path.exists():

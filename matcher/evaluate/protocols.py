@@ -25,7 +25,7 @@ class PairImage:
     pixels: np.ndarray | None = None  # (H, W) or (H, W, 3) uint8; if given, these are the stored image
 
     def given(self, shorter_side: int | None = None) -> Path | np.ndarray | Image:
-        """What `Pipeline.match` takes: the file or the pixels, or an image of a prescribed shorter side."""
+        """For `Pipeline.match`: the file or the pixels, or an image of a prescribed shorter side."""
         if shorter_side is None:
             return self.path if self.pixels is None else self.pixels
         pixels = self.pixels
@@ -74,7 +74,7 @@ class DepthPair(PosePair):
 
 @dataclass(frozen=True, eq=False)
 class CorrespondencePair(_Pair):
-    """Two images with labelled correspondences: set by hand, or one per pixel from a disparity map."""
+    """Two images with correspondences labelled by hand, or of every pixel by a disparity map."""
 
     points0: np.ndarray  # (K, 2) stored pixels
     points1: np.ndarray  # (K, 2)
@@ -120,7 +120,7 @@ class PairSet:
         return len(self.pairs)
 
     def first(self, count: int) -> PairSet:
-        """`count` pairs spread evenly over the set, or all if it has fewer; `UsageError` below 1."""
+        """`count` pairs spread evenly over the set, or all if it has fewer."""
         if count < 1:
             raise UsageError(f"the number of pairs must be at least 1, not {count}")
         if count >= len(self):
@@ -150,11 +150,8 @@ class DepthCamera:
 
 
 def depth_at(points: np.ndarray, camera: DepthCamera) -> np.ndarray:
-    """(N,) depth at points (N, 2), interpolated bilinearly in inverse depth.
-
-    NaN where it is unknown, outside the image, or at a depth edge: neighbouring depths that differ by more
-    than 5 % belong to two surfaces.
-    """
+    """(N,) depth at points (N, 2), interpolated bilinearly in inverse depth; NaN where it is unknown, outside
+    the image, or between neighbouring depths that differ by more than 5 %, of two surfaces."""
     depth = camera.depth()
     at = np.nan_to_num(points, nan=-1e6).clip(-1e6, 1e6) / camera.stride
     low = np.floor(at).astype(np.int64)
@@ -170,11 +167,9 @@ def depth_at(points: np.ndarray, camera: DepthCamera) -> np.ndarray:
 
 
 def reproject(points: np.ndarray, source: DepthCamera, target: DepthCamera) -> tuple[np.ndarray, np.ndarray]:
-    """Points (N, 2) of one image in another: (N, 2) stored pixels, and (N,) bool which of them are visible.
-
-    NaN where the depth cannot decide, infinite where the point is not visible (occluded, behind the camera or
-    outside the image); it is where depths agree within 3 % and 2 cm.
-    """
+    """Points (N, 2) of one image in another: (N, 2) stored pixels, NaN where depth cannot decide and infinite
+    where they are occluded, behind the camera or outside; and (N,) bool which are visible: depths agree
+    within 3 % and 2 cm."""
     z = depth_at(points, source)
     rays = np.column_stack([points, np.ones(len(points))]) @ np.linalg.inv(source.K).T
     pose = target.cam_from_world @ np.linalg.inv(source.cam_from_world)

@@ -16,7 +16,7 @@ import numpy as np
 from matcher.cameras import Camera
 from matcher.config import depth
 from matcher.errors import ImageError
-from matcher.evaluate.measure import OUTCOMES, Record, measure_pair, outcome
+from matcher.evaluate.measure import OUTCOMES, Record, measure_pair
 from matcher.evaluate.methods import BASELINE, Method
 from matcher.evaluate.protocols import Pair, PairSet, PosePair
 from matcher.loading import with_estimation
@@ -31,8 +31,7 @@ def matched(
     pair_set: PairSet, methods: Sequence[Method], progress: Progress | None, skipped: list[str]
 ) -> Iterator[tuple[Pair, list[Result]]]:
     """Each pair that can be read with the results of all methods, whose `seconds` also have the wall time of
-    the call as "call" and its processor time as "cpu"; `skipped` receives the reason for every other pair,
-    and `ImageError` is raised where there are no others."""
+    the call as "call" and its processor time as "cpu"; `skipped` receives why others cannot."""
 
     def timed(pipeline: Pipeline, pair: Pair, images: Sequence[Any]) -> Result:
         cameras = {}
@@ -96,9 +95,8 @@ class Evaluation:
 def evaluate(
     pair_set: PairSet, methods: Sequence[Method], *, seeds: int = 1, progress: Progress | None = None
 ) -> Evaluation:
-    """Measure every method on the same pairs; those with an image that cannot be read are skipped and listed.
+    """Measure every method on the same pairs, under so many seeds of the robust estimator of poses.
 
-    `seeds` is the number of seeds of the robust estimator; only the essential estimator is random.
     `ImageError`: no pair could be read; `UsageError`: intrinsics that belong to images of another size.
     """
     kind, skipped = PROTOCOLS[pair_set.protocol].geometry, []
@@ -106,14 +104,9 @@ def evaluate(
     records: dict[str, list[Record]] = {method.name: [] for method in methods}
     for pair, results in matched(pair_set, methods, progress, skipped):
         for method, result in zip(methods, results, strict=True):
-            if kind is None:
-                record = measure_pair(pair, result)
-                extra = {name: np.array([value]) for name, value in outcome(pair, result).items()}
-                record = replace(record, metrics=record.metrics | extra)
-            else:
-                own = replace(method.pipeline.config.estimation, kind=kind)
-                record = measure_pair(pair, result, [RobustEstimator(replace(own, seed=s)) for s in used])
-            records[method.name].append(record)
+            own = replace(method.pipeline.config.estimation, kind=kind or "none")
+            estimators = [RobustEstimator(replace(own, seed=seed)) for seed in used if kind]
+            records[method.name].append(measure_pair(pair, result, estimators))
     return Evaluation(pair_set, tuple(methods), used, records, tuple(skipped))
 
 
@@ -123,9 +116,8 @@ def evaluate(
 def auc(errors: np.ndarray, threshold: float) -> np.ndarray:
     """(…,) area under the cumulative curve of errors (…, n) up to a threshold, normalised by the threshold.
 
-    The trapezoidal rule from (0, 0) through (k-th smallest error, k/n), constant after the last error below
-    the threshold: the definition of SuperGlue's evaluation (section 5.2), which every later paper uses. An
-    error equal to the threshold counts as above; NaN for n = 0.
+    As SuperGlue, section 5.2, and later papers: the trapezoidal rule from (0, 0) through (k-th smallest
+    error, k/n), constant after the last error below the threshold; NaN for n = 0.
     """
     errors = np.asarray(errors, dtype=np.float64)
     count = errors.shape[-1]
@@ -163,12 +155,8 @@ def estimate(
     minus: np.ndarray | None = None,
     seed: int = 0,
 ) -> Estimate:
-    """A statistic (…, n) → (…,) over pairs with its percentile bootstrap interval.
-
-    Values (S, n) are of n pairs under S estimator seeds, over which the statistic is averaged. With those of
-    another method on the same pairs, `minus` (S, n), the estimate is that of the difference, whose resampled
-    pairs are the same (a paired interval). The bootstrap is the same for every row of a table.
-    """
+    """A statistic (…, n) → (…,) of values (S, n) of n pairs, averaged over S seeds, and its percentile
+    bootstrap interval; with the values of another method on these pairs, `minus`, those of the difference."""
     count = values.shape[1]
     draws = np.random.default_rng([seed, count]).integers(0, count, (1000, count))
     by_seed, resampled = statistic(values), statistic(values[:, draws]).mean(axis=0)
@@ -183,20 +171,13 @@ def estimate(
 
 
 class Column(NamedTuple):
-    """A metric, and how it is summarised over pairs."""
+    """A metric of `measure_pair`, and its statistic over pairs (…, n) → (…,)."""
 
     title: str
-    key: str  # of the metric in `measure_pair`
+    key: str
     digits: int = 3
     headline: bool = False  # reported with its interval, in the comparison with the baseline, and by group
-    median: bool = False  # instead of the mean
-    auc: float = 0.0  # threshold of the area under the curve that is reported instead of the mean
-
-    def __call__(self, values: np.ndarray) -> np.ndarray:
-        """The statistic of values (…, n) over pairs (…,)."""
-        if self.auc:
-            return auc(values, self.auc)
-        return np.median(values, axis=-1) if self.median else mean(values)
+    statistic: Callable[[np.ndarray], np.ndarray] = mean
 
 
 class Protocol(NamedTuple):
@@ -207,6 +188,10 @@ class Protocol(NamedTuple):
     meaning: str
 
 
+def _median(values: np.ndarray) -> np.ndarray:
+    return np.median(values, axis=-1)
+
+
 _COST = (
     Column("accepted", "accepted"),
     Column("ambiguous", "ambiguous"),
@@ -215,26 +200,23 @@ _COST = (
     Column("keypoints kept", "kept", 2),
     Column("passes", "passes", 2),
     Column("keypoints", "keypoints", 0),
-    Column("ms", "wall", 0, median=True),
-    Column("CPU ms", "cpu", 0, median=True),
+    Column("ms", "wall", 0, statistic=_median),
+    Column("CPU ms", "cpu", 0, statistic=_median),
 )
 _PRECISION = Column("precision@3 px", "precision3", headline=True)
 _RECALL = Column("recall@3 px", "recall3", headline=True)
 _CORRECT = Column("correct@3 px", "correct3", 0)
 _MATCHES = (Column("precision@1 px", "precision1"), _PRECISION, Column("recall@1 px", "recall1"), _RECALL)
-_POSE = tuple(Column(f"AUC@{degrees}°", "error", headline=True, auc=degrees) for degrees in (5, 10, 20))
+_POSE = tuple(Column(f"AUC@{n}°", "error", 3, True, lambda errors, n=n: auc(errors, n)) for n in (5, 10, 20))
 _POSE_AUC = (
-    "AUC is that of max(rotation error, translation direction error), the sign of the translation ignored. "
+    "AUC is that of max(rotation error, translation direction error), the translation's sign ignored. "
 )
 PROTOCOLS = {
     "homography": Protocol(
         "homography",
         (
-            *(Column(f"AUC@{pixels} px", "error", headline=True, auc=pixels) for pixels in (1, 3, 5, 10)),
-            *_MATCHES,
-            _CORRECT,
-            Column("repeatability@3 px", "repeatability"),
-            *_COST,
+            *(Column(f"AUC@{n} px", "error", 3, True, lambda x, n=n: auc(x, n)) for n in (1, 3, 5, 10)),
+            *(*_MATCHES, _CORRECT, Column("repeatability@3 px", "repeatability"), *_COST),
         ),
         "AUC is that of the mean corner error in image 1. Precision and recall use the mean reprojection "
         "error of both directions; a mutual nearest pair of keypoints under the ground truth counts as found "
@@ -244,8 +226,7 @@ PROTOCOLS = {
     "pose": Protocol(
         "essential",
         (
-            *_POSE,
-            Column("epipolar precision@1 px", "precision1"),
+            *(*_POSE, Column("epipolar precision@1 px", "precision1")),
             Column("epipolar precision@3 px", "precision3", headline=True),
             *_COST,
         ),
@@ -277,7 +258,7 @@ PROTOCOLS = {
     ),
     "unrelated": Protocol(
         "fundamental",
-        (Column("matches, median", "matches", 1, headline=True, median=True), *_COST),
+        (Column("matches, median", "matches", 1, True, _median), *_COST),
         "The images show different things, so every match is wrong",
     ),
     "trap": Protocol(
@@ -301,26 +282,24 @@ PROTOCOLS = {
 
 
 def as_object(evaluation: Evaluation, *, baseline: str = BASELINE, seed: int = 0) -> dict[str, Any]:
-    """The evaluation as plain values for `json.dumps`; NaN becomes None.
-
-    Paired differences are taken from the method `baseline`; without one of that name, none are. `seed` is of
-    the bootstrap.
-    """
+    """The evaluation as plain values for `json.dumps`, NaN as None, with paired differences from the method
+    `baseline`, if there is one; `seed` is of the bootstrap."""
     pair_set, protocol = evaluation.set, PROTOCOLS[evaluation.set.protocol]
     headline = [column for column in protocol.columns if column.headline]
-    groups = sorted({group for groups in evaluation.groups for group in groups}, key=_group_order)
-    by_group = {
-        group: np.flatnonzero([group in groups for groups in evaluation.groups])
-        for group in groups
-        if len(groups) > 1
-    }
+    # Numbers inside names are sorted by their value.
+    groups = sorted(
+        {group for groups in evaluation.groups for group in groups},
+        key=lambda group: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", group)],
+    )
+    at = {group: np.flatnonzero([group in own for own in evaluation.groups]) for group in groups}
+    by_group = at if len(at) > 1 else {}
     every, other = np.arange(len(evaluation.groups)), evaluation.values.get(baseline)
 
     def averages(name: str, columns: Sequence[Column], at: np.ndarray, minus: Any = None) -> dict[str, Any]:
         found = {}
         for column in columns:
             values, other = (m and m[column.key][:, at] for m in (evaluation.values[name], minus))
-            estimated = estimate(values, column, minus=other, seed=seed)
+            estimated = estimate(values, column.statistic, minus=other, seed=seed)
             found[column.title] = {key: plain(value) for key, value in estimated._asdict().items()}
         return found
 
@@ -370,11 +349,6 @@ def as_object(evaluation: Evaluation, *, baseline: str = BASELINE, seed: int = 0
     }
 
 
-def _group_order(group: str) -> tuple[str | int, ...]:
-    """Sort numbers inside names by their value."""
-    return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", group))
-
-
 def plain(value: float) -> float | None:
     """A value for JSON, None where it is not finite."""
     return round(float(value), 6) if np.isfinite(value) else None
@@ -415,6 +389,7 @@ def as_markdown(found: dict[str, Any]) -> str:
         size += f" (of soft images less, {found['soft_resize']} px at least)"
     estimator, titles = found["estimator"], [column.title for column in headline]
     seeds = f", mean of {len(estimator['seeds'])} seeds" if len(estimator["seeds"]) > 1 else ""
+    every = [[row["name"], *cells(row["all"], visible)] for row in rows]
     lines = [
         f"## {found['set']}",
         "",
@@ -427,21 +402,17 @@ def as_markdown(found: dict[str, Any]) -> str:
         *([f"{found['note']}."] if found["note"] else []),
         *(f"- skipped, {count} times: {reason}" for reason, count in Counter(skipped).items()),
         "",
-        *table(
-            ["", *(c.title for c in visible)], [[row["name"], *cells(row["all"], visible)] for row in rows]
-        ),
+        *table(["", *(c.title for c in visible)], every),
     ]
-    if compared := [row for row in rows if "minus_baseline" in row]:
+    compared = [row for row in rows if "minus_baseline" in row]
+    if differences := [[row["name"], *cells(row["minus_baseline"], headline, "+")] for row in compared]:
         lines += ["", f"Difference from `{found['baseline']}` on the same pairs:", ""]
-        lines += table(
-            ["", *titles], [[row["name"], *cells(row["minus_baseline"], headline, "+")] for row in compared]
-        )
+        lines += table(["", *titles], differences)
     if found["pairs_by_group"]:
-        lines += ["", "By group:", ""]
         by_group = [
             [group, str(count), row["name"], *cells(row["groups"][group], headline, low=False)]
             for group, count in found["pairs_by_group"].items()
             for row in rows
         ]
-        lines += table(["group", "pairs", "", *titles], by_group)
+        lines += ["", "By group:", "", *table(["group", "pairs", "", *titles], by_group)]
     return "\n".join(lines) + "\n"

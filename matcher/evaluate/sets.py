@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from matcher.errors import UsageError
-from matcher.evaluate import folders, multiview, synthetic, traps
+from matcher.evaluate import folders, multiview, synthetic
 from matcher.evaluate.protocols import Pair, PairSet, PairsOnAccess, ProtocolName
 from matcher.images import DATA_VARIABLE, data_folder, find_images
 
@@ -19,10 +20,10 @@ _MADE: dict[str, tuple[ProtocolName, int, Callable[..., Pair], str]] = {
     "sensors": ("homography", 100, synthetic.sensor_pair, "recoloured at random as if by two sensors"),
     "hard": ("homography", 100, synthetic.hard_pair, "seen from the side in other weather"),
     "unrelated": ("unrelated", 200, synthetic.unrelated_pair, "of different folders if there are several"),
-    "planes": ("trap", 120, traps.planes_pair, "pose known"),
-    "repeats": ("trap", 120, traps.repeats_pair, "half of the pairs show another instance"),
-    "overlays": ("trap", 160, traps.overlays_pair, "`still` pairs are the counter-example"),
-    "facades": ("trap", 300, traps.facades_pair, "each pair once, with a photo of val"),
+    "planes": ("trap", 120, synthetic.planes_pair, "pose known"),
+    "repeats": ("trap", 120, synthetic.repeats_pair, "half of the pairs show another instance"),
+    "overlays": ("trap", 160, synthetic.overlays_pair, "`still` pairs are the counter-example"),
+    "facades": ("trap", 300, synthetic.facades_pair, "each pair once, with a photo of val"),
 }
 _BENCH = (
     *("oxford_graf", "opencv_pairs", "iguazu", "multimodal"),
@@ -44,15 +45,13 @@ _PLACES = {
 class SetOptions:
     """Options of the sets."""
 
-    # At most so many; None: as `_MADE` says, 240 kitchen_angles, all of others.
-    pairs: int | None = None
+    pairs: int | None = None  # at most; None: as `_MADE` says, 240 kitchen_angles, all of others
     levels: tuple[int, ...] = (1, 2, 3, 4)  # of synthetic pairs
     seed: int = 0  # of sets made of photos, and of kitchen_angles
     images: Path | None = None  # folder of the images that a list of pairs names
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """A layout of benchmark folders."""
 
     protocol: ProtocolName
@@ -64,51 +63,25 @@ class Layout:
 
 
 _LAYOUTS = (
-    Layout(
-        "homography",
-        folders.hpatches,
-        ("*/H_1_2", "hpatches-sequences-release/*/H_1_2"),
-        "hpatches",
-        "The 8 large sequences are left out. Shorter side 480 px",
-        480,  # as in published results
-    ),
+    # Of the size in published results.
+    Layout("homography", folders.hpatches, folders.HPATCHES, "hpatches", folders.WITHOUT_LARGE, 480),
     Layout("homography", folders.affine, ("H1to2p", "*/H1to2p")),
     Layout("homography", folders.opencv_homography, ("H1to3p.xml",), "{}-homography"),
     Layout("correspondences", folders.opencv_stereo, ("aloeGT.png",), "{}-stereo"),
     Layout("correspondences", folders.middlebury, ("*/disp2.pgm",)),
     Layout("depth", multiview.rendered, ("cameras.json",), note="Depth and poses are exact"),
-    Layout("homography", multiview.rendered_lights, ("cameras.json",), "{}-light"),
+    Layout("homography", lambda folder: multiview.rendered(folder, True), ("cameras.json",), "{}-light"),
     Layout("depth", multiview.recorded, ("cameras.json",), note=multiview.TRACKED),
-    Layout(
-        "correspondences",
-        folders.wxbs,
-        ("*/*/corrs.txt", "v1.1/*/*/corrs.txt"),
-        "wxbs",
-        "A few dozen correspondences per pair are labelled by hand; mAA@10 px is the published metric",
-    ),
-    Layout(
-        "homography",
-        folders.multimodal,
-        ("pairs.json",),
-        note="The ground truth is accurate to 1-2 px. Pairs that are not rigid or whose median landmark "
-        "residual is 3 px or more are left out",
-    ),
+    Layout("correspondences", folders.wxbs, folders.WXBS, "wxbs", folders.BY_HAND),
+    Layout("homography", folders.multimodal, ("pairs.json",), note=folders.BY_LANDMARKS),
     Layout("pose", folders.kitti, ("poses.txt", "*/poses.txt")),
-    Layout(
-        "pose",
-        folders.posed,
-        ("poses.json",),
-        note="The poses come from structure from motion and are not independent ground truth",
-    ),
+    Layout("pose", folders.posed, ("poses.json",), note=folders.BY_SFM),
 )
 
 
 def find_sets(where: str, options: SetOptions) -> list[PairSet]:
-    """The sets of a name, a folder of a known layout, a folder of photos, or a list of pairs.
-
-    `UsageError`: an unknown name, an absent or empty path, a folder of no known layout, or damaged files;
-    `ImageError`: a depth map that cannot be read.
-    """
+    """The sets of a name, a folder of a known layout, a folder of photos, or a list of pairs; `UsageError`:
+    none of these, or damaged; `ImageError`: a depth map that cannot be read."""
     path = Path(where)
     if where in _PLACES or where in _SEVERAL:
         found = [each for name in _SEVERAL.get(where, (where,)) for each in _named(name, options)]
@@ -141,12 +114,8 @@ def made_set(
     seed: int = 0,
     levels: Sequence[int] = (1, 2, 3, 4),
 ) -> PairSet:
-    """`count` pairs made of files of photos, each when it is asked for; by default 100 to 400, by the set.
-
-    Sets are synthetic, zoom, sensors, hard, unrelated, planes, repeats, overlays and facades. A pair depends
-    on the seed and on its own number only; `levels` of difficulty are of synthetic pairs. `UsageError`: an
-    unknown level, a count below 1, or fewer than two photos for pairs of two.
-    """
+    """`count` pairs of a set of `_MADE`, each made of photos when it is asked for; `levels` of difficulty are
+    of synthetic pairs. `UsageError`: an unknown level, a count below 1, or one photo for pairs of two."""
     protocol, usual, make, note = _MADE[name]
     count, photos = usual if count is None else count, tuple(photos)
     if count < 1:

@@ -14,8 +14,7 @@ from matcher.match.consensus import soft_matches
 from matcher.match.network import MatchingNetwork, Tokens, resolve_precision
 from matcher.match.position import Side, normalise_positions
 from matcher.match.sinkhorn import dual_softmax, log_assignment
-from matcher.train.keypoints import IGNORED, PairBatch
-from matcher.train.pairs import other_of_pair
+from matcher.train.pairs import IGNORED, PairBatch, other_of_pair
 from matcher.train.recipe import LEARNED, MatcherRecipe
 from matcher.types import UNMATCHED
 

@@ -1,4 +1,5 @@
-"""Pairs of images made on the device that trains, and where points of each lie in the other.
+"""Pairs of images made on the device that trains, their keypoints, and the partner of each in the other
+image.
 
 The images of a batch of B pairs are in this order everywhere: first all images 0, then all images 1.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import TypeVar
 
@@ -17,29 +18,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from matcher.match.steering import TURNS
-from matcher.train.recipe import Recipe
-from matcher.train.views import (
-    HIDDEN,
-    UNKNOWN,
-    VISIBLE,
-    DeviceViews,
-    Transferred,
-    inverse,
-    transfer,
-    within,
-)
+from matcher.arrays import root_sift
+from matcher.config import ExtractorConfig
+from matcher.extract.learned import BORDER, NMS_RADIUS, FeatureNetwork, candidates, subpixel
+from matcher.extract.sift import detect_sift
+from matcher.match.steering import STEERABLE, TURNS, turned_by
+from matcher.torch_engine import build_extractor
+from matcher.train.recipe import SIFT, Recipe
+from matcher.train.views import HIDDEN, UNKNOWN, VISIBLE, DeviceViews, Transferred, inverse, within
+from matcher.types import UNMATCHED, Features
 
 T = TypeVar("T")
 PROBES = 256  # pixels of view 0 by which overlap is measured, and among which a covisible one is looked for
+IGNORED = -2  # a value of partners, beside UNMATCHED: losses ignore the keypoint
+CONTOUR = 7  # pixels; the width of the edges of surfaces
 
 
 class Draws:
-    """Uniform and normal numbers on a device, the same for the same seed and kind of device."""
+    """Random numbers on a device, the same for the same seed and kind of device."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self.device = device
-        self.generator = torch.Generator(device).manual_seed(seed)
+        self.device, self.generator = device, torch.Generator(device).manual_seed(seed)
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
         """Numbers from `low` to `high`."""
@@ -86,12 +85,10 @@ class ImagePairs:
 
     def leading(self, pairs: int) -> ImagePairs:
         """The first pairs."""
-        both = (
-            torch.cat([x[:pairs] for x in y.chunk(2)]) for y in (self.sources, self.framings, self.images)
-        )
         names = "sources", "framings", "images"
+        both = {name: torch.cat([x[:pairs] for x in getattr(self, name).chunk(2)]) for name in names}
         own = {name: getattr(self, name)[:pairs] for name in ("flat", "unrelated", "turns")}
-        return replace(self, **own, **dict(zip(names, both, strict=True)))
+        return replace(self, **own, **both)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -103,7 +100,7 @@ class ImagePairs:
         flat = self.flat.repeat(2).view(-1, 1, 1)
         old, _ = _project(inverse(self.framings).float(), points)
         inside = within(old, self.views.sizes[self.sources])
-        found, states = transfer(self.views, self.sources, other_of_pair(self.sources), old)
+        found, states = self.views.transfer(self.sources, other_of_pair(self.sources), old)
         found = torch.where(flat, old, found)
         states = torch.where(flat[..., 0], VISIBLE, states).where(inside, HIDDEN)
         new, depth = _project(other_of_pair(self.framings).float(), found)
@@ -138,7 +135,7 @@ class PairSampler:
         first, second, *others, flat = table.to(self.device, non_blocking=True)
         flat = flat.bool()
         probes = draws.uniform(count, PROBES, 2) * (views.sizes[first] - 1).unsqueeze(1)
-        states = transfer(views, first, second, probes).states
+        states = views.transfer(first, second, probes).states
         overlap = (states == VISIBLE).sum(1) / (states != UNKNOWN).sum(1).clamp_min(1)
         kept = (overlap >= recipe.min_overlap) | flat | draws.happens(count, 0.1)
         sources = torch.where(kept.repeat(2), torch.cat([first, second]), torch.cat(others))
@@ -151,9 +148,19 @@ class PairSampler:
         # Whose image 1 a pair gets.
         order = torch.cat([here, count + torch.where(unrelated, here.roll(-1), here)])
         pairs = ImagePairs(views, sources[order], flat, unrelated, framings[order], images[order])
+        # The quarter turns of image 1 by which the grid of image 0 and its positions there fit best; 0 where
+        # fewer than 8 are visible.
         grid = self._grid.expand(2 * count, -1, -1)
-        turns = -quarter_turns(grid[:count], pairs.transfer(grid).positions[:count]) % TURNS
-        return replace(pairs, turns=turns)
+        found = pairs.transfer(grid).positions[:count]
+        seen = found.isfinite().all(2, keepdim=True)
+        centred = []
+        for positions in (grid[:count], found.nan_to_num(0.0)):
+            mean = (positions * seen).sum(1) / seen.sum(1).clamp_min(1)
+            centred.append((positions - mean.unsqueeze(1)) * seen)
+        (x0, y0), (x1, y1) = (positions.unbind(2) for positions in centred)
+        angle = torch.atan2((x0 * y1 - y0 * x1).sum(1), (x0 * x1 + y0 * y1).sum(1))
+        turns = (angle / (math.pi / 2)).round().long() % TURNS
+        return replace(pairs, turns=torch.where(seen.sum((1, 2)) >= 8, turns, 0))
 
     def _pair(self, source: str, rng: np.random.Generator) -> np.ndarray:
         """Two views; a set of a source is drawn as often as the root of its number of pairs."""
@@ -183,21 +190,6 @@ def made_ahead(make: Callable[[int], T], start: int, stop: int, device: torch.de
             yield made
 
 
-def quarter_turns(points: Tensor, found: Tensor) -> Tensor:
-    """(B,) clockwise quarter turns of image 1 after which it is upright as image 0 is, by points (B, N, 2) of
-    image 0 and their positions in image 1, NaN where not visible; 0 where fewer than 8 are."""
-    seen = found.isfinite().all(2, keepdim=True)
-    count = seen.sum(1).clamp_min(1)
-    centred = []
-    for positions in (points, found.nan_to_num(0.0)):
-        mean = (positions * seen).sum(1) / count
-        centred.append((positions - mean.unsqueeze(1)) * seen)
-    (x0, y0), (x1, y1) = (positions.unbind(2) for positions in centred)
-    angle = torch.atan2((x0 * y1 - y0 * x1).sum(1), (x0 * x1 + y0 * y1).sum(1))
-    turns = (-(angle / (math.pi / 2)).round()).long() % TURNS
-    return torch.where(seen.sum((1, 2)) >= 8, turns, 0)
-
-
 # --- Framing: new images of views; zooms, crops and rotations of the camera as homographies.
 
 BORDER_SHARE = 0.12  # images that may reach beyond the view they are cut from
@@ -217,7 +209,7 @@ def draw_framings(views: DeviceViews, sources: Tensor, flat: Tensor, recipe: Rec
     # A pixel of view 0 that view 1 sees, and its position there; the centres where none is found.
     rows = torch.arange(count, device=first.device)
     probes = draws.uniform(count, PROBES, 2) * (views.sizes[first] - 1).unsqueeze(1)
-    positions, states = transfer(views, first, second, probes)
+    positions, states = views.transfer(first, second, probes)
     seen = (states == VISIBLE) | flat.unsqueeze(1)
     chosen, some = seen.float().argmax(1), seen.any(1, keepdim=True)
     here = probes[rows, chosen]
@@ -237,47 +229,44 @@ def draw_framings(views: DeviceViews, sources: Tensor, flat: Tensor, recipe: Rec
     spread0, spread1 = (roll / 2, tilt / 3, 0 * tilt), (roll, tilt, 0.22 * flat.float())
     orbit = draws.uniform(count, high=pair.max_tilt) * flat
 
-    def framing(
-        chosen: Tensor, centre: Tensor, zoom: Tensor, spread: tuple, orbit: Tensor, sizes: Tensor
-    ) -> Tensor:
-        """(B, 3, 3) of views with the pixel `centre` (B, 2) near the middle of images of `sizes` (B, 2);
-        `spread` of roll, tilts and stretch; `orbit` (B,) degrees of the camera around a photo."""
+    framings = []
+    # The pixels `centre` (B, 2) of the views `chosen` come near the middle of images of `sizes` (B, 2),
+    # enlarged by `factor`; `spread` of roll, tilts and stretch; `around` (B,) degrees of the camera's way.
+    for chosen, centre, factor, spread, around, sizes in (
+        (first, centre0, zoom, spread0, 0 * orbit, new),
+        (second, centre1, zoom1, spread1, orbit, new1),
+    ):
         K, old = views.K[chosen], views.sizes[chosen]
-        zoom = zoom * (sizes / old).amax(1)
+        factor = factor * (sizes / old).amax(1)
         # The centre of a window that contains `centre` and usually stays inside the old image.
-        half = sizes / zoom.unsqueeze(1) / 2
+        half = sizes / factor.unsqueeze(1) / 2
         middle = centre + draws.uniform(count, 2, low=-0.6, high=0.6) * half
         inside = torch.where(half * 2 < old, torch.minimum(torch.maximum(middle, half), old - half), old / 2)
         middle = torch.where(draws.happens(count, BORDER_SHARE).unsqueeze(1), middle, inside).double()
         back = inverse(K)
-        any_roll = draws.happens(count, 0.08)
-        roll = torch.where(
-            any_roll, draws.uniform(count, low=-180, high=180), draws.normal(count) * spread[0]
-        )
+        any_roll, wide = draws.happens(count, 0.08), draws.uniform(count, low=-180, high=180)
+        roll = torch.where(any_roll, wide, draws.normal(count) * spread[0])
         tilts = draws.normal(count, 2) * spread[1].unsqueeze(1)
         motion = _rotations(torch.deg2rad(torch.cat([tilts, roll.unsqueeze(1)], dim=1)).double())
         direction = draws.uniform(count, high=2 * math.pi)
         axes = torch.stack([direction.cos(), direction.sin(), torch.zeros_like(direction)], dim=1)
-        around = _rotations((torch.deg2rad(orbit).unsqueeze(1) * axes).double())
+        moved = _rotations((torch.deg2rad(around).unsqueeze(1) * axes).double())
         # The photo is the plane z = 1, and its point at `centre` stays where it is.
         fixed = back @ F.pad(centre.double(), (0, 1), value=1.0).unsqueeze(2)
-        motion = motion @ (around + F.pad(fixed - around @ fixed, (2, 0)))
-        focal = zoom.double().unsqueeze(1) * K.diagonal(dim1=1, dim2=2)[:, :2]
+        motion = motion @ (moved + F.pad(fixed - moved @ fixed, (2, 0)))
+        focal = factor.double().unsqueeze(1) * K.diagonal(dim1=1, dim2=2)[:, :2]
         focal[:, 0] *= (draws.normal(count) * spread[2]).exp()
         ray = (motion @ back @ F.pad(middle, (0, 1), value=1.0).unsqueeze(2))[..., 0]
-        new = torch.diag_embed(F.pad(focal, (0, 1), value=1.0))
-        new[:, :2, 2] = (sizes.to(focal) - 1) / 2 - focal * ray[:, :2] / ray[:, 2:]
-        return new @ motion @ back
-
-    framing0 = framing(first, centre0, zoom, spread0, 0 * orbit, new)
-    framing1 = framing(second, centre1, zoom1, spread1, orbit, new1)
+        camera = torch.diag_embed(F.pad(focal, (0, 1), value=1.0))
+        camera[:, :2, 2] = (sizes.to(focal) - 1) / 2 - focal * ray[:, :2] / ray[:, 2:]
+        framings.append(camera @ motion @ back)
     # After clockwise quarter turns of image 1, which change its size.
     quarters = ((1, 0), (0, 1)), ((0, -1), (1, 0)), ((-1, 0), (0, -1)), ((0, 1), (-1, 0))
-    turn = torch.eye(3, dtype=framing1.dtype, device=framing1.device).repeat(count, 1, 1)
-    turn[:, :2, :2] = constant(quarters, framing1.dtype, framing1.device)[turns]
-    before, after = (((size - 1) / 2).to(framing1).unsqueeze(2) for size in (new1, new))
+    turn = torch.eye(3, dtype=torch.float64, device=first.device).repeat(count, 1, 1)
+    turn[:, :2, :2] = constant(quarters, turn.dtype, turn.device)[turns]
+    before, after = (((size - 1) / 2).to(turn).unsqueeze(2) for size in (new1, new))
     turn[:, :2, 2:] = after - turn[:, :2, :2] @ before
-    return torch.cat([framing0, turn @ framing1])
+    return torch.cat([framings[0], turn @ framings[1]])
 
 
 def _rotations(axes: Tensor) -> Tensor:
@@ -345,13 +334,22 @@ def capture(images: Tensor, clean: Tensor, draws: Draws) -> Tensor:
     light = (images.clamp(0, 1) + 1e-6) ** between(-0.7, 0.7).exp()
     toned = ((light - 0.5) * between(0.5, 1.3) + 0.5 + between(-0.15, 0.15)).clamp(0, 1)
     images = torch.where(some(0.6), toned, images)
-    curved = _curved(images, draws.uniform(count, 7))
+    # Any tone curve, linear between grey values at knots, as other sensors have it.
+    knots = draws.uniform(count, 7)
+    place = (images.clamp(0, 1) * (knots.shape[1] - 1)).flatten(1)
+    lower = place.long().clamp_max(knots.shape[1] - 2)
+    low, high = knots.gather(1, lower), knots.gather(1, lower + 1)
+    curved = (low + (high - low) * (place - lower)).view(images.shape)
     images = torch.where(some(0.04), curved, torch.where(some(0.02), 1 - images, images))
     coarse = draws.uniform(count, 1, 3, 4, low=0.5, high=1.2)
     shading = F.interpolate(coarse, images.shape[2:], mode="bicubic", align_corners=True)
     images = torch.where(some(0.25), images * shading, images)
-    quiet = some(0.5) & ~clean.view(-1, 1, 1, 1)
-    images = images + torch.where(quiet, 0.0, _noise(images, some(0.4), draws))
+    quiet, coarse = some(0.5) & ~clean.view(-1, 1, 1, 1), some(0.4)  # of more than a pixel's size
+    noise = draws.normal(*images.shape)
+    noise = torch.where(coarse, 2.2 * F.avg_pool2d(noise, 3, 1, 1), noise)
+    reading, shot = (between(math.log(0.002), math.log(0.025)).exp() for _ in range(2))
+    noise = noise * (reading + shot * images.clamp(0, 1).sqrt())
+    images = images + torch.where(quiet, 0.0, noise)
     images = torch.where(some(0.6), _compressed(images, between(30, 96)), images)
     return (images.clamp(0, 1) * 255).floor() / 255
 
@@ -374,23 +372,6 @@ def _blurred(images: Tensor, draws: Draws) -> Tensor:
     return images
 
 
-def _curved(images: Tensor, knots: Tensor) -> Tensor:
-    """Any tone curve: grey values in [0, 1] of knots (B, K), linear in between, as other sensors have it."""
-    place = (images.clamp(0, 1) * (knots.shape[1] - 1)).flatten(1)
-    lower = place.long().clamp_max(knots.shape[1] - 2)
-    low, high = knots.gather(1, lower), knots.gather(1, lower + 1)
-    return (low + (high - low) * (place - lower)).view(images.shape)
-
-
-def _noise(images: Tensor, coarse: Tensor, draws: Draws) -> Tensor:
-    """Read and shot noise, where `coarse` of more than a pixel's size."""
-    noise = draws.normal(*images.shape)
-    noise = torch.where(coarse, 2.2 * F.avg_pool2d(noise, 3, 1, 1), noise)
-    low, high = math.log(0.002), math.log(0.025)
-    reading, shot = (draws.uniform(len(images), 1, 1, 1, low=low, high=high).exp() for _ in range(2))
-    return noise * (reading + shot * images.clamp(0, 1).sqrt())
-
-
 def _compressed(images: Tensor, quality: Tensor) -> Tensor:
     """As JPEG of a quality (B, 1, 1, 1) from 1 to 100 would store them, but for the rounding of pixels."""
     count, _, height, width = images.shape
@@ -403,3 +384,169 @@ def _compressed(images: Tensor, quality: Tensor) -> Tensor:
     levels = (cosines @ blocks.transpose(2, 3) @ cosines.T / steps).round() * steps
     pixels = (cosines.T @ levels @ cosines).transpose(2, 3).reshape(images.shape)
     return (pixels + 128) / 255
+
+
+# --- Keypoints, and the partner of each.
+
+
+@dataclass(frozen=True, eq=False)
+class Keypoints:
+    """Keypoints of the 2B images of B pairs, the strongest first, with their descriptors."""
+
+    positions: Tensor  # (2B, K, 2)
+    descriptors: Tensor  # (2B, K, D), as the images are turned
+    valid: Tensor  # (2B, K) bool, keypoints that exist
+    scales: Tensor | None = None  # (2B, K), where the front end has them
+    orientations: Tensor | None = None  # (2B, K)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Keypoints:
+        """The same change of every field."""
+        values = (getattr(self, f.name) for f in fields(self))
+        return Keypoints(*(None if value is None else change(value) for value in values))
+
+    def first(self, pairs: int, count: int) -> Keypoints:
+        """So many of each image, of the first pairs."""
+        return self.map(lambda values: torch.cat([side[:pairs, :count] for side in values.chunk(2)]))
+
+
+class Describer:
+    """The front end of a recipe, whose parameters are not trained: images to keypoints."""
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        self.device, self._dropout = device, recipe.pair.dropout
+        self._network = None if recipe.kind == SIFT else front_end(recipe.front_end.start, device)
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, count: int, draws: Draws | None = None) -> Keypoints:
+        """Up to `count` keypoints of images (2B, 1, H, W) in [0, 1], the strongest; `draws` drops some first,
+        as many as the recipe says at most."""
+        if self._network is not None:
+            kept = None
+            if draws is not None:
+                rate = draws.uniform(len(images), 1, 1, high=self._dropout)
+                kept = draws.uniform(*images[:, 0].shape) >= rate
+            return detected(self._network, images, count, kept)
+        config = ExtractorConfig(max_keypoints=2 * count)
+        tables = np.zeros((len(images), count, 4 + 128), np.float32)
+        valid = np.zeros((len(images), count), bool)
+        for number, image in enumerate((255 * images[:, 0]).round().byte().cpu().numpy()):
+            points, diameters, angles, _, descriptors = detect_sift(image, None, config)
+            chosen = np.arange(len(points))
+            if draws is not None:
+                share = float(draws.uniform(1, high=self._dropout))
+                chosen = chosen[draws.uniform(len(points)).cpu().numpy() >= share]
+            chosen = chosen[:count]
+            columns = points, diameters[:, None], angles[:, None], root_sift(descriptors)
+            tables[number, : len(chosen)] = np.concatenate(columns, axis=1)[chosen]
+            tables[number, len(chosen) :, 2] = 1.0  # the diameter of no keypoint
+            valid[number, : len(chosen)] = True
+        table = torch.from_numpy(tables).to(self.device)
+        own = table[..., :2], table[..., 4:], torch.from_numpy(valid).to(self.device)
+        return Keypoints(*own, table[..., 2], table[..., 3])
+
+
+def front_end(weights: str, device: torch.device | str = "cpu", precision: str = "auto") -> FeatureNetwork:
+    """Our front end with the parameters of a file, or with the shipped ones ("learned")."""
+    path = None if weights == "learned" else weights
+    return build_extractor(ExtractorConfig(kind="learned"), path, device, precision).network
+
+
+@torch.no_grad()
+def detected(network: FeatureNetwork, images: Tensor, count: int, kept: Tensor | None = None) -> Keypoints:
+    """The strongest keypoints of images by our front end, of those `kept` (2B, H, W)."""
+    logits, maps = network(images)
+    maxima, valid = strongest(logits, count, kept)
+    positions = subpixel(logits, maxima)
+    return Keypoints(positions, network.describe(maps, positions), valid)
+
+
+@torch.no_grad()
+def strongest(logits: Tensor, count: int, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The strongest local maxima (B, K, 2) int64 xy of logits (B, H, W), and (B, K) bool which exist."""
+    allowed = candidates(logits, NMS_RADIUS, BORDER)
+    allowed = allowed if kept is None else allowed & kept
+    top = logits.masked_fill(~allowed, -torch.inf).flatten(1).topk(count, dim=1)
+    width = logits.shape[2]
+    return torch.stack([top.indices % width, top.indices // width], dim=-1), top.values.isfinite()
+
+
+@dataclass(frozen=True, eq=False)
+class PairBatch:
+    """Keypoints of B pairs with ground truth."""
+
+    features0: Features
+    features1: Features
+    partner0: Tensor  # (B, N) int64, UNMATCHED or IGNORED
+    partner1: Tensor  # (B, M)
+    corresponding0: Tensor  # (B, N, 2) float32 positions in the other image, NaN where not visible
+    corresponding1: Tensor  # (B, M, 2)
+
+    def __len__(self) -> int:
+        """Pairs."""
+        return len(self.partner0)
+
+
+def labelled(points: Keypoints, pairs: ImagePairs, recipe: Recipe) -> PairBatch:
+    """Keypoints with their partners, image 1 turned as image 0 is where descriptors are steerable."""
+    with torch.no_grad():
+        positions = points.positions.detach()
+        found, states = pairs.transfer(positions)
+        # A hidden point with a visible one among nine in a square around it may lie on either surface.
+        reach = torch.arange(-1, 2, device=positions.device) * (CONTOUR // 2)
+        around = positions.unsqueeze(2) + torch.cartesian_prod(reach, reach)
+        near = pairs.transfer(around.flatten(1, 2)).states.unflatten(1, (-1, 9))
+        states = states.masked_fill((states == HIDDEN) & (near == VISIBLE).any(2), UNKNOWN)
+        states = states.masked_fill(~points.valid, UNKNOWN)
+        there = positions.masked_fill(~points.valid.unsqueeze(2), torch.inf)
+        found = found.masked_fill(((states != VISIBLE) | ~points.valid).unsqueeze(2), torch.nan)
+        own, other = points.descriptors.chunk(2)
+        similarity = own @ other.mT if recipe.kind == SIFT else None
+        partner0, partner1 = _partners(there, found, states, similarity)
+    count, device = len(pairs), positions.device
+    features0, features1 = (
+        Features.of_valid(
+            keypoints=own.positions.detach(),
+            descriptors=own.descriptors.float(),
+            size=constant(pairs.size, positions.dtype, device).expand(count, 2),
+            mask=own.valid,
+            scales=own.scales,
+            orientations=own.orientations,
+            view_orientation=torch.ones(count, dtype=torch.int64, device=device),
+            kind=recipe.kind,
+        )
+        for own in (points.map(lambda values, side=side: values.chunk(2)[side]) for side in (0, 1))
+    )
+    if recipe.kind == STEERABLE:
+        features1 = turned_by(features1, -pairs.turns % TURNS)
+    return PairBatch(features0, features1, partner0, partner1, *found.chunk(2))
+
+
+def _partners(
+    points: Tensor, found: Tensor, states: Tensor, similarity: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(B, N) and (B, M) int64 partners, UNMATCHED or IGNORED, of points (2B, N, 2), infinite where there is
+    none, that are `found` (2B, N, 2) in the other image. By the `similarity` (B, N, M) one of several at a
+    place is chosen: SIFT has a keypoint for each orientation."""
+    # By differences: products of coordinates lose a fraction of a pixel, and `torch.cdist` without products
+    # is made for long vectors: on a GPU it took more than half of a training step.
+    others = other_of_pair(points)
+    dx, dy = (found.nan_to_num(-1e6)[..., k, None] - others[:, None, :, k] for k in (0, 1))
+    forward, backward = dx.square_().add_(dy.square_()).sqrt_().chunk(2)
+    backward, (known0, known1) = backward.mT, (states != UNKNOWN).chunk(2)
+    # Where one direction is unknown, the other one counts twice.
+    error = torch.where(known0.unsqueeze(2), forward, backward)
+    error = (error + torch.where(known1.unsqueeze(1), backward, forward)) / 2
+    cost = error if similarity is None else error + 2 * (1 - similarity)
+    # Mutual nearest neighbours match within 3 pixels; points farther than 4 from all others are unmatched.
+    cost = cost.masked_fill(error >= 3, torch.inf)
+    (best0, partner0), (best1, partner1) = cost.min(2), cost.min(1)
+    decided = []
+    for best, partner, back, nearest, known in (
+        (best0, partner0, partner1, error.amin(2), known0),
+        (best1, partner1, partner0, error.amin(1), known1),
+    ):
+        here = torch.arange(partner.shape[1], device=partner.device)
+        mutual = (back.gather(1, partner) == here) & best.isfinite()
+        alone = torch.where((nearest > 4) & known, UNMATCHED, IGNORED)
+        decided.append(torch.where(mutual, partner, alone))
+    return decided[0], decided[1]

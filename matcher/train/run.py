@@ -20,8 +20,7 @@ from matcher.config import to_dict
 from matcher.errors import IntegrityError, MatcherError, UsageError
 from matcher.files import is_ours, write_whole
 from matcher.processes import keep_freed_memory
-from matcher.train.keypoints import Describer
-from matcher.train.pairs import made_ahead
+from matcher.train.pairs import Describer, made_ahead
 from matcher.train.recipe import Recipe, check_recipe, differences
 from matcher.train.trainer import (
     Batch,

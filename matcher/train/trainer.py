@@ -17,16 +17,6 @@ from matcher.extract.learned import FeatureNetwork, folded, grown, subpixel, unf
 from matcher.match.network import MatchingNetwork
 from matcher.match.sinkhorn import mutual_best
 from matcher.match.steering import TURNS, steered
-from matcher.train.keypoints import (
-    IGNORED,
-    Describer,
-    Keypoints,
-    PairBatch,
-    detected,
-    front_end,
-    labelled,
-    strongest,
-)
 from matcher.train.losses import (
     DescribedKeypoints,
     assignments,
@@ -41,7 +31,20 @@ from matcher.train.losses import (
     nearest_of_other,
     scores_of,
 )
-from matcher.train.pairs import Draws, ImagePairs, PairSampler, other_of_pair
+from matcher.train.pairs import (
+    IGNORED,
+    Describer,
+    Draws,
+    ImagePairs,
+    Keypoints,
+    PairBatch,
+    PairSampler,
+    detected,
+    front_end,
+    labelled,
+    other_of_pair,
+    strongest,
+)
 from matcher.train.recipe import FrontEndRecipe, Recipe
 from matcher.train.views import VISIBLE, DeviceViews
 from matcher.weights.files import load_model

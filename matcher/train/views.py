@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,10 +57,14 @@ class DeviceViews:
     pairs: dict[str, list[np.ndarray]]  # by source: (P, 2) overlapping views of each set
     photos: int
 
-    def cameras(self, chosen: Tensor) -> Cameras:
-        """Those of B views; the depth of photos means nothing."""
-        depth = self.inverse_depth[(chosen - self.photos).clamp_min(0)].unsqueeze(1)
-        return Cameras(depth, self.K[chosen], self.cam_from_world[chosen], self.sizes[chosen])
+    def transfer(self, source: Tensor, target: Tensor, points: Tensor) -> Transferred:
+        """Points (B, N, 2) of views `source` (B,) in views `target` (B,) of their scenes."""
+        depths = (self.inverse_depth[(k - self.photos).clamp_min(0), None] for k in (source, target))
+        own, other = (
+            Cameras(depth, self.K[k], self.cam_from_world[k], self.sizes[k])
+            for depth, k in zip(depths, (source, target), strict=True)
+        )
+        return reproject(own, other, points, DEPTH_STEP)
 
 
 def load_views(
@@ -70,22 +75,29 @@ def load_views(
     pairs: int,
     log: Log = lambda line: None,
 ) -> DeviceViews:
-    """Read photos and stored views, and draw photos on planes in space, as many as `pairs` pairs need.
-
-    Photos that cannot be read are left out and counted in the log; `stored` are folders by source, `rendered`
-    and `real`. The device keeps 0.5 MB a view of 640 × 480. `UsageError`: a folder holds no views, or no
-    photo can be read; `IntegrityError`: a stored view is damaged.
-    """
-    shares, rng = recipe.sources.shares(), np.random.default_rng([recipe.seed, 4])
-    total, views = sum(shares.values()), []
+    """Read photos and stored views (folders by source), and draw photos on planes in space, as many as
+    `pairs` pairs need; the device keeps 0.5 MB a view of 640 × 480. `UsageError`: no views in a folder, or no
+    photo can be read; `IntegrityError`: a stored view is damaged."""
+    shares, rng, views = recipe.sources.shares(), np.random.default_rng([recipe.seed, 4]), []
     with ThreadPoolExecutor(8) as pool:
         if shares["planes"] or shares["spaces"]:
-            views = _read_photos(pool, photos, 2 * pairs, rng, log)
+            order, tried, wanted = [photos[k] for k in rng.permutation(len(photos))], 0, 2 * pairs
+            while tried < len(order) and len(views) < wanted:
+                part = order[tried : tried + max(16, wanted - len(views))]
+                tried += len(part)
+                for pixels in counted(pool.map(read_photo, part), len(part), "reading photos", log):
+                    if pixels is not None:
+                        K = _intrinsics(pixels.shape[::-1], 1.2)  # any that is usual
+                        views.append(PosedView(pixels, np.zeros((0, 0), np.float32), K, np.eye(4)))
+            if tried > len(views):
+                log(f"skipped {tried - len(views)} photos that cannot be read")
+            if not views:
+                raise UsageError(f"{photos[0].parent}: none of the {len(photos)} photos can be read")
         count, scenes, found = len(views), list(range(len(views))), {name: [] for name in (*stored, "spaces")}
         captured = [False] * count
         if shares["spaces"]:
             # A space more for 20 pairs, as long as they take less than 300 MB.
-            spaces = int(np.clip(pairs * shares["spaces"] / total / 20, 2, 120))
+            spaces = int(np.clip(pairs * shares["spaces"] / sum(shares.values()) / 20, 2, 120))
             size, textures = (recipe.pair.width, recipe.pair.height), [view.pixels for view in views]
             for space in counted(range(spaces), spaces, "photos on planes in space", log):
                 found["spaces"].append(np.stack(np.triu_indices(SPACE_VIEWS, 1), 1) + len(views))
@@ -101,7 +113,9 @@ def load_views(
             for each in sets:
                 found[source].append(each.pairs + len(views))
                 views += [next(reading) for _ in each.views]
-                scenes += [numbers.setdefault((source, each.scene), first + len(numbers))] * len(each.views)
+                # Sets of one scene are named after it and a number, as `castle_7` or `castle-1`.
+                scene = source, re.sub(r"[-_]\d+$", "", each.folder.name)
+                scenes += [numbers.setdefault(scene, first + len(numbers))] * len(each.views)
                 captured += [source == "real"] * len(each.views)
     log(f"{count} photos and {len(views) - count} views with depth in memory")
     height, width = (max(view.pixels.shape[axis] for view in views) for axis in (0, 1))
@@ -154,16 +168,13 @@ def duration(seconds: float) -> str:
 
 
 def split_photos(folder: Path, validation: Path | None, seed: int) -> tuple[list[Path], list[Path]]:
-    """Photos to train on and photos to validate on, none in both; a tenth is held out without `validation`.
-
-    `UsageError`: a folder without photos, nothing left to train on, or fewer than two that can be read.
-    """
+    """Photos to train on and photos to validate on, none in both; a tenth is held out without
+    `validation`."""
     photos = find_images(folder)
     if validation is not None:
         held_out = find_images(validation)
         taken = {photo.resolve() for photo in held_out}
-        training = [photo for photo in photos if photo.resolve() not in taken]
-        if not training:
+        if not (training := [photo for photo in photos if photo.resolve() not in taken]):
             raise UsageError(f"{folder}: every photo is also one to validate on; give different folders")
         return training, held_out
     wanted, chosen = max(1, round(len(photos) / 10)), set()
@@ -188,33 +199,11 @@ def read_photo(path: Path) -> np.ndarray | None:
     return pixels if min(pixels.shape) >= 32 else None
 
 
-def _read_photos(
-    pool: ThreadPoolExecutor, photos: Sequence[Path], wanted: int, rng: np.random.Generator, log: Log
-) -> list[PosedView]:
-    """So many photos at least, if there are as many that can be read."""
-    order, found, tried = [photos[k] for k in rng.permutation(len(photos))], [], 0
-    while tried < len(order) and len(found) < wanted:
-        part = order[tried : tried + max(16, wanted - len(found))]
-        tried += len(part)
-        for pixels in counted(pool.map(read_photo, part), len(part), "reading photos", log):
-            if pixels is not None:
-                height, width = pixels.shape
-                focal = 1.2 * max(height, width)  # any that is usual
-                K = np.array([[focal, 0, (width - 1) / 2], [0, focal, (height - 1) / 2], [0, 0, 1]])
-                found.append(PosedView(pixels, np.zeros((0, 0), np.float32), K, np.eye(4)))
-    if tried > len(found):
-        log(f"skipped {tried - len(found)} photos that cannot be read")
-    if not found:
-        raise UsageError(f"{photos[0].parent}: none of the {len(photos)} photos can be read")
-    return found
-
-
 # --- Stored views.
 
 
 def stored_folders(shares: Mapping[str, float], rendered: Path | None, real: Path | None) -> dict[str, Path]:
-    """Folders of stored views by source, of the sources that have a share; `UsageError`: one is missing or
-    holds no views, or the recipe has no use for it."""
+    """Folders of stored views by source; `UsageError`: the recipe lacks one, or has no use for it."""
     given = {"rendered": rendered, "real": real}
     for name, folder in given.items():
         if shares[name] and folder is None:
@@ -266,22 +255,26 @@ def draw_space(
         depth = rng.uniform(0.7, 1.5)
         centre = depth * np.array([rng.uniform(-0.5, 0.5), rng.uniform(-0.4, 0.4), 1])
         planes.append(_plane(texture, centre, rng.uniform(0.4, 1.1) * depth, 60, rng))
-    views, (width, height) = [], size
+    views = []
     for _ in range(SPACE_VIEWS):
-        backdrop = np.full((height, width), int(rng.integers(256)), np.uint8)
+        backdrop = np.full(size[::-1], int(rng.integers(256)), np.uint8)
         if rng.random() < 0.5:
             backdrop = cv2.resize(photos[rng.integers(len(photos))], size, interpolation=cv2.INTER_AREA)
         # A camera that looks at the middle from somewhere in front of it.
-        focal = rng.uniform(0.8, 1.4) * max(size)
-        K = np.array([[focal, 0, (width - 1) / 2], [0, focal, (height - 1) / 2], [0, 0, 1.0]])
+        K, pose = _intrinsics(size, rng.uniform(0.8, 1.4)), np.eye(4)
         roll = np.deg2rad(rng.uniform(-30, 30))
-        pose = np.eye(4)
         pose[:3, :3] = cv2.Rodrigues(np.array([0, 0, roll]))[0] @ _tilt(36, rng)
-        target = np.array([0, 0, 1.0]) + np.append(rng.uniform(-0.2, 0.2, 2), 0)
-        distance = 0.8 * focal / max(size) * 2.2 ** rng.uniform(-0.6, 0.6)
+        target = np.append(rng.uniform(-0.2, 0.2, 2), 1.0)
+        distance = 0.8 * K[0, 0] / max(size) * 2.2 ** rng.uniform(-0.6, 0.6)
         pose[:3, 3] = np.array([0, 0, distance]) - pose[:3, :3] @ target
         views.append(render_planes(textures, planes, K, pose, backdrop))
     return views
+
+
+def _intrinsics(size: tuple[int, int], focal: float) -> np.ndarray:
+    """K (3, 3) of an image (width, height), the focal length in longer sides."""
+    (width, height), focal = size, focal * max(size)
+    return np.array([[focal, 0, (width - 1) / 2], [0, focal, (height - 1) / 2], [0, 0, 1.0]])
 
 
 def _plane(
@@ -306,10 +299,8 @@ def render_planes(
     cam_from_world: np.ndarray,
     backdrop: np.ndarray,
 ) -> PosedView:
-    """The nearest plane at each pixel; `backdrop` (H, W) uint8, without depth, where there is none.
-
-    `textures` (h, w) uint8; `planes` (3, 3) from texture pixels (u, v, 1) to points in space.
-    """
+    """The nearest plane at each pixel, `backdrop` (H, W) uint8 without depth where there is none; `textures`
+    (h, w) uint8; `planes` (3, 3) from texture pixels (u, v, 1) to points in space."""
     height, width = backdrop.shape
     pixels, nearest = backdrop.copy(), np.full(backdrop.shape, NOTHING, np.float32)
     y, x = np.arange(height, dtype=np.float32)[:, None], np.arange(width, dtype=np.float32)[None]
@@ -356,11 +347,6 @@ def inverse(matrices: Tensor) -> Tensor:
 def within(points: Tensor, sizes: Tensor) -> Tensor:
     """(B, N) bool: points (B, N, 2) that lie on images of sizes (B, 2)."""
     return ((points >= 0) & (points <= sizes[:, None] - 1)).all(2)
-
-
-def transfer(views: DeviceViews, source: Tensor, target: Tensor, points: Tensor) -> Transferred:
-    """Points (B, N, 2) of views `source` (B,) in views `target` (B,) of their scenes."""
-    return reproject(views.cameras(source), views.cameras(target), points, DEPTH_STEP)
 
 
 def reproject(own: Cameras, other: Cameras, points: Tensor, step: int) -> Transferred:

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from matcher.evaluate.synthetic import degrade
-from matcher.evaluate.traps import facade, looking, photo
+from matcher.evaluate.synthetic import degrade, looking, photo, repeating
 from matcher.images import find_images
 
 SIZE, FOCAL, FINER = (640, 480), 520.0, 2  # pixels; rays a pixel and side
@@ -41,7 +40,7 @@ def world(photos: list[Path], rng: np.random.Generator, boards: int) -> list[Qua
     """Ground, four equal walls, and boards around."""
     ground = np.vstack([np.hstack([photo(photos, rng, (320, 240)) for _ in range(10)]) for _ in range(13)])
     found = [Quad(ground, np.array([-30.0, 0, -30]), np.array([60.0, 0, 0]), np.array([0.0, 0, 60]))]
-    wall = facade(photos, rng)
+    wall = repeating("façade", photos, rng)
     for angle in np.arange(4) * np.pi / 2:
         out = np.array([np.sin(angle), 0, np.cos(angle)])
         found.append(upright(wall, out * SIDE / 2, angle, SIDE, HEIGHT))
