@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 import cv2
 import numpy as np
 
-from matcher.arrays import to_numpy
 from matcher.cameras import Camera
 from matcher.config import GRID_KIND
 from matcher.errors import UsageError, check_number
 from matcher.match.adaptivity import can_be_cut, with_layers
 from matcher.match.steering import OTHER_TURNS as QUARTER_TURNS
 from matcher.match.steering import PROBED, STEERABLE
-from matcher.types import Features, Image, Matches, strongest
+from matcher.types import Features, Image, Matches, strongest, to_numpy
 from matcher.verify.estimation import RobustEstimator
 
 if TYPE_CHECKING:

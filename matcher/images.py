@@ -7,7 +7,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,19 +17,17 @@ import cv2
 import numpy as np
 import PIL.Image
 
-from matcher.arrays import ACCEPTED, as_array, is_tensor, split_alpha, to_grey, to_numpy, to_uint8
 from matcher.errors import ImageError, ImageWarning, UsageError
 from matcher.geometry import LONGEST_ASPECT, resized, upright_size
 from matcher.image_files import Decoded, PathLike, as_path, decode, decode_open, from_pillow, turned_by
 from matcher.processes import at_once
-from matcher.types import Image
+from matcher.types import Image, is_tensor, to_numpy
 
 # Where keypoints may lie: masks from files and arrays, in stored pixels.
 
 
 def read_mask(path: PathLike, max_pixels: int) -> np.ndarray:
-    """(H, W) bool from an image file, in stored pixels: True where any channel is not 0 and alpha is not 0;
-    `ImageError`: as `matcher.images.read_image`."""
+    """(H, W) bool from an image file, in stored pixels: True where any channel and alpha are not 0."""
     raw, opaque, _ = decode(as_path(path), max_pixels)
     keep = raw != 0 if raw.ndim == 2 else np.any(raw != 0, axis=2)
     return keep if opaque is None else keep & opaque
@@ -54,37 +52,25 @@ def find_masks(folder: Path, names: Iterable[str], where: str) -> dict[str, Path
     names = list(names)
     found = {name: mask for name in names if (mask := find_mask(folder, name)) is not None}
     if not found:
-        raise no_mask(folder, names, where)
+        first = names[0]
+        raise UsageError(
+            f"{folder} holds no mask of any of the {len(names)} images of {where}: the mask of {first} is "
+            f"called {first}, {first}.png or {Path(first).with_suffix('.png')}"
+        )
     return found
-
-
-def no_mask(folder: Path, names: Sequence[str], where: str) -> UsageError:
-    """The error for a folder that holds no mask of any image."""
-    first = names[0]
-    return UsageError(
-        f"{folder} holds no mask of any of the {len(names)} images of {where}: the mask of {first} is called "
-        f"{first}, {first}.png or {Path(first).with_suffix('.png')}"
-    )
 
 
 def _keep(
     opaque: np.ndarray | None, mask: PathLike | np.ndarray | Any, shape: tuple[int, int], max_pixels: int
 ) -> np.ndarray:
-    """(H, W) bool: where the image is opaque and the caller's mask keeps it.
-
-    Raises:
-        ImageError: the mask's file cannot be read.
-        UsageError: the mask is none, or of another size than the stored image, of shape (H, W).
-    """
+    """(H, W) bool: where an image (H, W), as stored, is opaque and the caller's mask keeps it."""
     if isinstance(mask, (str, os.PathLike)):
         name, keep = str(mask), read_mask(mask, max_pixels)
     else:
         name = "the mask"
         given = mask.convert("L") if isinstance(mask, PIL.Image.Image) else mask
-        array = to_numpy(given) if is_tensor(given) else np.asarray(given)
-        if array.ndim == 3:
-            first = array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4)
-            array = array.any(axis=0 if first else 2)
+        array = _channels_last(to_numpy(given))
+        array = array.any(axis=2) if array.ndim == 3 else array
         if array.dtype.kind not in "biuf":
             kind = type(mask).__name__
             raise UsageError(f"a mask is a path, an array, a PIL image or a torch tensor, (H, W), not {kind}")
@@ -107,10 +93,30 @@ def edge_blur(grey: np.ndarray) -> float:
     An edge blurred by σ and seen through Gaussians of σ₁ and σ₂ has gradients of the ratio
     √((σ² + σ₂²) / (σ² + σ₁²)) (after Zhuo and Sim 2011), whatever its contrast. 0 where edges are too few.
     """
-    patches, scales, fewest = _edge_patches(grey, radius=8), (1.0, 2.0), 20
-    if len(patches) < fewest:
+    fewest = 20
+    patches = _edge_patches(grey, radius=8)
+    if (count := len(patches)) < fewest:
         return 0.0
-    fine, coarse = _gradients(patches, scales, shifts=2)
+    # Gradients under both Gaussians, each the largest within so many pixels of the patch's centre, by which
+    # the coarse image may misplace an edge. All filters along x, then all along y: two products of matrices
+    # are faster than many small ones.
+    scales, shifts, side = (1.0, 2.0), 2, patches.shape[1]
+    x, places = np.arange(side) - side // 2 - np.arange(-shifts, shifts + 1)[:, None], 2 * shifts + 1
+    filters = []  # of each scale a Gaussian and its derivative, centred at the places
+    for scale in scales:
+        gaussian = np.exp(-(x**2) / (2 * scale**2))
+        gaussian /= gaussian.sum(1, keepdims=True)
+        derivative = gaussian * x
+        filters += [gaussian, derivative / (derivative * x).sum(1, keepdims=True)]
+    filters = np.concatenate(filters).astype(np.float32)
+    along = (patches.reshape(count * side, side) @ filters.T).reshape(count, side, -1)
+    both = along.swapaxes(1, 2).reshape(-1, side) @ filters.T
+    both = both.reshape(count, 2, 2, places, 2, 2, places)
+    gradients = []
+    for scale in range(len(scales)):
+        one = both[:, scale, :, :, scale]  # (N, filter along x, place, filter along y, place)
+        gradients.append(np.hypot(one[:, 1, :, 0], one[:, 0, :, 1]).reshape(count, -1).max(1))
+    fine, coarse = gradients
     clear = coarse > 2.0  # grey values per pixel
     if np.count_nonzero(clear) < fewest:
         return 0.0
@@ -157,31 +163,12 @@ def _edge_patches(grey: np.ndarray, radius: int) -> np.ndarray:
     return grey[y[:, None, None] + offsets[:, None], x[:, None, None] + offsets].astype(np.float32)
 
 
-def _gradients(patches: np.ndarray, scales: Sequence[float], shifts: int) -> tuple[np.ndarray, np.ndarray]:
-    """(N,) magnitudes under Gaussians of both scales, each the largest within `shifts` pixels of the patch's
-    centre, by which the coarse image may misplace an edge."""
-    (count, side, _), places = patches.shape, 2 * shifts + 1
-    x = np.arange(side) - side // 2 - np.arange(-shifts, shifts + 1)[:, None]
-    filters = []  # of each scale a Gaussian and its derivative, centred at the places
-    for scale in scales:
-        gaussian = np.exp(-(x**2) / (2 * scale**2))
-        gaussian /= gaussian.sum(1, keepdims=True)
-        derivative = gaussian * x
-        filters += [gaussian, derivative / (derivative * x).sum(1, keepdims=True)]
-    filters = np.concatenate(filters).astype(np.float32)
-    # All filters along x, then all along y: two products of matrices are faster than many small ones.
-    along = (patches.reshape(count * side, side) @ filters.T).reshape(count, side, -1)
-    both = along.swapaxes(1, 2).reshape(-1, side) @ filters.T
-    both = both.reshape(count, 2, 2, places, 2, 2, places)
-    found = []
-    for scale in range(len(scales)):
-        one = both[:, scale, :, :, scale]  # (N, filter along x, place, filter along y, place)
-        found.append(np.hypot(one[:, 1, :, 0], one[:, 0, :, 1]).reshape(count, -1).max(1))
-    return found[0], found[1]
-
-
 # Image files and images in memory → `Image`.
 
+_ACCEPTED = (
+    "one image, grey (H, W), RGB (H, W, 3) or RGBA (H, W, 4), as a tensor also (1, H, W), (3, H, W) or "
+    "(1, 3, H, W), of uint8, uint16, bool or float in [0, 1]"
+)
 MAX_PIXELS = 178_000_000
 ImageInput = str | Path | np.ndarray | Image | Any  # the last: a PIL image or a torch tensor
 
@@ -243,10 +230,10 @@ def read_image(
             raise UsageError(f"{name} must be at least 1, not {limit}")
     decoded, name = _decoded(image, path, max_pixels), "the image" if path is None else str(path)
     try:
-        stored = to_uint8(decoded.samples)
+        stored = _to_uint8(decoded.samples)
     except ValueError as error:
         if path is None:
-            raise UsageError(f"the array cannot be used: {error}; accepted: {ACCEPTED}") from error
+            raise UsageError(f"the array cannot be used: {error}; accepted: {_ACCEPTED}") from error
         raise ImageError(f"{path}: {error}; convert it to 8- or 16-bit samples") from error
     keep = decoded.opaque if alpha_mask else None
     if keep is not None and not keep.any():
@@ -279,7 +266,7 @@ def read_image(
         path=path,
         mask=None if shown is None else np.ascontiguousarray(turned_by(shown, orientation)),
         exif_orientation=None if decoded.orientation == orientation else decoded.orientation,
-        stored=to_grey(decoded.samples) if keep_stored else None,
+        stored=_to_grey(decoded.samples) if keep_stored else None,
         stored_mask=keep if keep_stored else None,
     )
 
@@ -292,14 +279,62 @@ def _decoded(image: Any, path: Path | None, max_pixels: int) -> Decoded:
         return from_pillow(image)
     if isinstance(image, (bytes, bytearray, memoryview)):
         return decode_open(io.BytesIO(image), Path("the image in memory"), max_pixels)
-    return Decoded(*split_alpha(as_array(image)), orientation=1)
+    if not isinstance(image, np.ndarray) and not is_tensor(image):
+        raise UsageError(
+            "an image is a path, an Image, a NumPy array, a PIL image or a torch tensor, "
+            f"not {type(image).__name__}; accepted: {_ACCEPTED}"
+        )
+    array = image
+    if is_tensor(image):
+        array = to_numpy(image)
+        array = _channels_last(array[0] if array.ndim == 4 and len(array) == 1 else array)
+    channels = array.shape[2:] or (1,)
+    if array.ndim not in (2, 3) or channels[0] not in (1, 3, 4) or array.size == 0:
+        raise UsageError(f"an array of shape {array.shape} is not an image; accepted: {_ACCEPTED}")
+    opaque = array[..., 3] != 0 if channels[0] == 4 else None
+    if array.ndim == 3:
+        array = array[..., 0] if channels[0] == 1 else array[..., :3]
+    return Decoded(array, opaque, orientation=1)
+
+
+def _channels_last(array: np.ndarray) -> np.ndarray:
+    """(C, H, W) with C = 1, 3 or 4 as (H, W, C); other arrays as they are."""
+    first = array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4)
+    return array.transpose(1, 2, 0) if first else array
+
+
+def _to_uint8(raw: np.ndarray) -> np.ndarray:
+    """Samples of any accepted depth, scaled by the full range of their type; `ValueError` for others."""
+    raw = np.ascontiguousarray(raw, dtype=raw.dtype.newbyteorder("="))
+    if raw.dtype == np.uint8:
+        return raw
+    if raw.dtype == np.bool_:
+        return raw * np.uint8(255)
+    if raw.dtype == np.uint16:
+        return cv2.convertScaleAbs(raw, alpha=255 / 65535)
+    if raw.dtype.kind != "f":
+        raise ValueError(f"samples of type {raw.dtype}")
+    low, high = float(raw.min()), float(raw.max())  # NaN propagates and fails the comparison
+    if not (low >= -1e-3 and high <= 1 + 1e-3):  # a hair of overshoot is interpolation's rounding
+        raise ValueError(f"float samples from {low:g} to {high:g}, which should lie in [0, 1]")
+    return np.rint(np.clip(raw, 0, 1) * np.float32(255)).astype(np.uint8)
+
+
+def _to_grey(raw: np.ndarray) -> np.ndarray:
+    """(H, W) grey of samples that `_to_uint8` accepts, in their depth: uint8, uint16, float32 up to 255."""
+    raw = np.ascontiguousarray(raw, dtype=raw.dtype.newbyteorder("="))
+    if raw.dtype == np.bool_:
+        raw = raw * np.uint8(255)
+    elif raw.dtype.kind == "f":
+        raw = np.clip(raw, 0, 1).astype(np.float32) * np.float32(255)
+    return raw if raw.ndim == 2 else cv2.cvtColor(raw, cv2.COLOR_RGB2GRAY)
 
 
 def read_both(
     read: Callable[[ImageInput, Any], Image], *sides: tuple[ImageInput, Any]
 ) -> tuple[Image, Image]:
-    """Both images of a pair, of what the user has and of its mask, files at once where this process may use
-    two threads; if both cannot be read, image 0 is the one told."""
+    """Both images of a pair, each of what the user has and its mask, files at once where two threads may be
+    used; if both cannot be read, image 0 is the one told."""
     calls = [partial(read, *side) for side in sides]
     # Of images in memory there is little to do, and PIL images may share an open file.
     if all(isinstance(image, (str, Path)) for image, _ in sides):
@@ -308,12 +343,11 @@ def read_both(
 
 
 def gradient_image(image: Image, smoothing: float) -> Image:
-    """The gradient magnitude of an image relative to the average around each pixel, (H, W) uint8.
-
-    For pairs whose grey values have little in common. `smoothing` is the standard deviation in pixels of the
-    Gaussian before the derivatives. It takes about 8 bytes a pixel while it is computed, because images may
-    be large (`matcher.tiled`). Its numbers were chosen on photos whose colours went through random curves.
+    """The gradient magnitude of an image relative to the average around each pixel, (H, W) uint8, for pairs
+    whose grey values have little in common; `smoothing`: σ in pixels of the Gaussian before the derivatives.
     """
+    # By strips, as images may be large. The numbers were chosen on photos whose colours went through random
+    # curves.
     grey, rows = image.grey(), 256  # whose derivatives are computed at a time
     magnitude = np.empty(grey.shape, np.float32)
     reach = math.ceil(4 * smoothing) + 2  # pixels that OpenCV's Gaussian and Sobel's derivatives look away
@@ -346,11 +380,8 @@ def is_image(path: str | os.PathLike[str]) -> bool:
 
 
 def list_images(folder: Path) -> Iterator[str]:
-    """Names of the image files below a folder, relative to it, with forward slashes, in no certain order.
-
-    Hidden files and folders are left out. Links to folders are followed, unless they lead to one that is
-    looked at already.
-    """
+    """Names of the image files below a folder, relative to it, with forward slashes, in no certain order; but
+    for hidden ones. Links to folders are followed, unless they lead to one that is looked at already."""
     seen: set[str] = set()
     waiting = [Path(folder)]  # links come last: what they lead to may be in the folder itself
     while waiting:
@@ -367,8 +398,7 @@ def list_images(folder: Path) -> Iterator[str]:
 
 
 def find_images(folder: Path) -> list[Path]:
-    """All image files below a folder, sorted by path; `UsageError`: there is no such folder, or no image in
-    it."""
+    """All image files below a folder, sorted by path; `UsageError`: no such folder, or no image in it."""
     if not folder.is_dir():
         raise UsageError(f"{folder}: there is no such folder of images")
     found = sorted(path for name in list_images(folder) if (path := folder / name).is_file())

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from matcher.arrays import to_numpy
 from matcher.cameras import Camera
 from matcher.errors import UsageError, counted
 from matcher.files import check_output, write_output
 from matcher.geometry import stored_to_upright
 from matcher.passes.further import PassReport
-from matcher.types import Features, Image, Matches, TwoViewGeometry
+from matcher.types import REFINEMENTS, Features, Image, Matches, TwoViewGeometry, to_numpy
 from matcher.verify.adjustment import plane_answers
 from matcher.verify.repetition import repeated_groups
 from matcher.verify.verdict import Verdict, verdict_of
@@ -234,7 +233,10 @@ class Result:
         geometry, absent, refinement = self.geometry, np.zeros((0, 0)), self.matches.refinement
         planes = {"planes": geometry.planes, "matrices": geometry.matrices}
         found = {} if geometry.planes is None else planes
-        found |= {} if refinement is None else refinement.to_arrays()
+        if refinement is not None:
+            names = np.array(REFINEMENTS)[refinement.status]
+            found |= {"refinement": names, "covariances": refinement.covariances}
+            found["correlations"] = refinement.correlations
         return found | {
             "keypoints0": to_numpy(self.features0.keypoints),
             "keypoints1": to_numpy(self.features1.keypoints),

@@ -15,14 +15,13 @@ from typing import Any
 import cv2
 import numpy as np
 
-from matcher.arrays import to_numpy
 from matcher.cameras import Camera
 from matcher.config import GRID_KIND, EstimationConfig
 from matcher.errors import UsageError
 from matcher.geometry import UPRIGHT, resized, turn_angles
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.result import Result
-from matcher.types import Extractor, Features, Image, Matcher, Matches
+from matcher.types import Extractor, Features, Image, Matcher, Matches, to_numpy
 from matcher.verify.estimation import RobustEstimator
 
 MAX_KEYPOINTS = 20_000

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import cv2
 import numpy as np
 
-from matcher.arrays import (
-    ORIENTATIONS,
-    SIFT_DIM,
-    all_finite,
-    as_array_field_arrays,
-    as_tensor,
-    is_raw_sift,
-    is_tensor,
-    library,
-    loaded_torch,
-    root_sift,
-    stack_padded,
-    to_numpy,
-)
 from matcher.cameras import Camera
-from matcher.config import GeometryKind, GeometryStatus
+from matcher.config import GRID_KIND, GeometryKind, GeometryStatus
 from matcher.errors import UsageError
 from matcher.geometry import (
     UPRIGHT,
@@ -41,6 +29,40 @@ from matcher.geometry import (
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+# NumPy arrays and torch tensors side by side, without loading torch.
+
+
+def loaded_torch() -> ModuleType | None:
+    """torch, if this process has loaded it."""
+    return sys.modules.get("torch")
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a torch tensor."""
+    torch = loaded_torch()
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def library(value: Any) -> ModuleType:
+    """torch for a tensor, else NumPy: for functions that both have under one name."""
+    return loaded_torch() if is_tensor(value) else np
+
+
+def to_numpy(value: Any) -> np.ndarray:
+    """A tensor on any device, or an array, as an array; the same memory where that is possible."""
+    if not is_tensor(value):
+        return np.asarray(value)
+    tensor = value.detach().cpu()
+    return (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).numpy()  # NumPy has none
+
+
+def all_finite(value: np.ndarray | Tensor) -> bool:
+    """Whether no number is NaN or infinite."""
+    # The sum shows it at a tenth of the cost, unless it overflows.
+    xp = library(value)
+    with np.errstate(all="ignore"):
+        return bool(xp.isfinite(value.sum()) or xp.isfinite(value).all())
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,21 +89,13 @@ class Image:
     stored_mask: np.ndarray | None = None
 
     @property
-    def stored_scale(self) -> np.ndarray:
-        """(2,) float32: `scale` along the stored image's x and y axes, as `Features.scale` holds it."""
-        turned = self.orientation >= 5
-        return np.asarray(self.scale[::-1] if turned else self.scale, dtype=np.float32)
-
-    @property
     def axes_to_stored(self) -> np.ndarray:
         """(2, 2) float64: the linear map from vectors of `pixels` to vectors of the stored image."""
         return UPRIGHT[self.orientation].T @ np.diag([1 / self.scale[0], 1 / self.scale[1]])
 
     def grey(self) -> np.ndarray:
         """(H, W) uint8: `pixels` without colour."""
-        if self.pixels.ndim == 2:
-            return self.pixels
-        return cv2.cvtColor(self.pixels, cv2.COLOR_RGB2GRAY)
+        return self.pixels if self.pixels.ndim == 2 else cv2.cvtColor(self.pixels, cv2.COLOR_RGB2GRAY)
 
     def to_stored(self, points: np.ndarray) -> np.ndarray:
         """Points (…, 2) of `pixels` → stored pixels, float64."""
@@ -112,9 +126,10 @@ class Image:
     def features_fields(self) -> dict[str, Any]:
         """What `Features` take from their image: size, scale and orientations, as keyword arguments."""
         exif = self.orientation if self.exif_orientation is None else self.exif_orientation
+        scale = self.scale[::-1] if self.orientation >= 5 else self.scale  # along the stored axes
         return {
             "size": np.asarray(self.size, dtype=np.float32),
-            "scale": self.stored_scale,
+            "scale": np.asarray(scale, dtype=np.float32),
             "exif_orientation": np.asarray(exif),
             "view_orientation": None if exif == self.orientation else np.asarray(self.orientation),
         }
@@ -125,16 +140,46 @@ class Image:
         parts = [f"{self.size[0]} x {self.size[1]} stored", f"{width} x {height} {colour}"]
         parts += [f"EXIF {self.orientation}"] * (self.orientation != 1)
         parts += ["masked"] * (self.mask is not None)
-        return f"Image({', '.join(parts)}{'' if self.path is None else f', {str(self.path)!r}'})"
+        parts += [] if self.path is None else [repr(str(self.path))]
+        return f"Image({', '.join(parts)})"
 
 
-# Keypoints and descriptors of an image or of a padded batch of images.
+# Descriptors of SIFT, and those of other norms than 1.
 
-
+SIFT_DIM = 128
+UNNORMALISED = ("dedodeb", "dedodeg", GRID_KIND)  # front ends whose descriptors have any length
+JOINED = "joined"  # kind of the features of several front ends
 RAW_SIFT = (
     "these are raw SIFT descriptors, but matchers of SIFT take RootSIFT: build the features by "
     "Features.from_cv2(keypoints, descriptors, size), which converts them"
 )
+
+
+def root_sift(descriptors: np.ndarray) -> np.ndarray:
+    """Raw SIFT (N, 128) → square roots of the L1-normalised values, float32 of norm 1.
+
+    Arandjelović and Zisserman, Three things everyone should know to improve object retrieval, 2012.
+    """
+    total = np.maximum(descriptors.sum(axis=1, keepdims=True, dtype=np.float32), 1e-6)
+    return np.sqrt(descriptors.astype(np.float32) / total)
+
+
+def typical_norm(descriptors: np.ndarray) -> float:
+    """Median Euclidean norm of descriptors (N, D) that are not zero; 1 where there is none."""
+    norms = np.linalg.norm(descriptors.astype(np.float32), axis=-1)
+    norms = norms[norms > 0]
+    return float(np.median(norms)) if len(norms) else 1.0
+
+
+def is_raw_sift(descriptors: np.ndarray) -> bool:
+    """Whether (N, 128) descriptors look like OpenCV's SIFT: not negative, of norm 512 or so."""
+    some = descriptors[:64]
+    return some.shape[-1] == SIFT_DIM and bool((some >= 0).all()) and typical_norm(some) > 2
+
+
+# Keypoints and descriptors of an image or of a padded batch of images.
+
+_EXIF = ("exif_orientation", "view_orientation")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -173,13 +218,12 @@ class Features:
     # (..., 2) size that the front end saw / stored size, along the stored x and y axes; 1 when absent
     scale: Tensor | None = None
     kind: str = "any"  # the front end that made them; a matcher of another kind refuses them
-    _PER_IMAGE = ("size", "scale", "exif_orientation", "view_orientation", "grid", "maps")
+    _PER_IMAGE = ("size", "scale", *_EXIF, "grid", "maps")
 
     def __post_init__(self) -> None:
-        convert = as_array_field_arrays if loaded_torch() is None else as_tensor
         for name, value in self._fields().items():
             if value is not None:
-                object.__setattr__(self, name, convert(value, name))
+                object.__setattr__(self, name, _as_field(value, name))
         if self.keypoints is None or self.descriptors is None:
             raise UsageError("Features need keypoints (..., N, 2) and descriptors (..., N, D)")
         if self.size is None:
@@ -189,17 +233,18 @@ class Features:
             raise UsageError(f"Features.keypoints must be (..., N, 2), not {shape}")
         leading, points = shape[:-2], shape[:-1]
         wanted = dict.fromkeys(("scores", "scales", "orientations", "mask"), points)
-        wanted |= dict.fromkeys(("size", "scale", "grid"), (*leading, 2))
-        wanted |= dict.fromkeys(ORIENTATIONS, leading)
+        wanted |= dict.fromkeys(("size", "scale", "grid"), (*leading, 2)) | dict.fromkeys(_EXIF, leading)
         wanted |= {"keypoints": shape, "affine_frames": (*shape, 2), "cells": shape}
         wanted["descriptors"] = (*points, *self.descriptors.shape[-1:])
         wanted["maps"] = () if self.maps is None else (*leading, *self.maps.shape[-3:])
         for name, value in self._fields().items():
-            if value is not None and tuple(value.shape) != wanted[name]:
+            if value is None:
+                continue
+            if tuple(value.shape) != wanted[name]:
                 raise UsageError(f"Features.{name} must be {wanted[name]}, not {tuple(value.shape)}")
-            if value is not None and not all_finite(value):
+            if not all_finite(value):
                 raise UsageError(f"Features.{name} holds values that are not finite (NaN or infinity)")
-            if value is not None and name in ORIENTATIONS and not bool(((value >= 1) & (value <= 8)).all()):
+            if name in _EXIF and not bool(((value >= 1) & (value <= 8)).all()):
                 raise UsageError(f"Features.{name} must be an EXIF orientation, 1 to 8")
         self._fill_defaults()
         if not bool((self.size > 0).all() & (self.scale > 0).all()):
@@ -225,10 +270,7 @@ class Features:
 
     @property
     def matched_orientation(self) -> Tensor:
-        """(...) int64 EXIF code of the view in which positions are normalised for matching.
-
-        It is `view_orientation` where a matcher turned the image, else the file's `exif_orientation`.
-        """
+        """(...) int64 EXIF code of the view in which positions are normalised for matching."""
         return self.exif_orientation if self.view_orientation is None else self.view_orientation
 
     @property
@@ -251,8 +293,7 @@ class Features:
 
     @classmethod
     def of_valid(cls, **values: Tensor | str) -> Features:
-        """As the constructor, of tensors of the fields' types, which are not checked: on a GPU every check
-        waits for it."""
+        """As the constructor, unchecked, of tensors of the right types: on a GPU each check waits for it."""
         made = object.__new__(cls)
         for f in fields(cls):
             object.__setattr__(made, f.name, values.pop(f.name, f.default))
@@ -273,7 +314,7 @@ class Features:
         angles: np.ndarray | None = None,
         kind: str = "any",
     ) -> Features:
-        """What a front end found on `image.pixels`, carried back to the stored image.
+        """What a front end found on `image.pixels`, carried back to the stored image; errors as above.
 
         >>> import numpy as np
         >>> from matcher import Features, Image
@@ -289,15 +330,12 @@ class Features:
             diameters: (N,) of the keypoints, pixels of `image.pixels`; they become `scales`.
             angles: (N,) radians from x towards y on `image.pixels`; they become `orientations`.
             kind: the front end's name; "any" goes with every matcher.
-
-        Raises:
-            UsageError: as the constructor.
         """
         turn = UPRIGHT[image.orientation].T
         return cls(
-            keypoints=image.to_stored(np.asarray(points)).astype(np.float32),
-            descriptors=descriptors,
-            scores=scores,
+            image.to_stored(np.asarray(points)).astype(np.float32),
+            descriptors,
+            scores,
             scales=None if diameters is None else diameters / np.float32(np.sqrt(np.prod(image.scale))),
             orientations=None if angles is None else turn_angles(angles, turn).astype(np.float32),
             kind=kind,
@@ -337,15 +375,8 @@ class Features:
         if kind == "sift" and is_raw_sift(values):
             values = root_sift(values)
         table = np.array([(*k.pt, k.size, k.angle, k.response) for k in keypoints], np.float32).reshape(-1, 5)
-        return cls(
-            keypoints=table[:, :2],
-            descriptors=values,
-            scores=table[:, 4],
-            size=size,
-            scales=table[:, 2],
-            orientations=np.deg2rad(table[:, 3]),
-            kind=kind,
-        )
+        diameters, angles, scores = table[:, 2], np.deg2rad(table[:, 3]), table[:, 4]
+        return cls(table[:, :2], values, scores, size, scales=diameters, orientations=angles, kind=kind)
 
     def to_cv2(self) -> list[cv2.KeyPoint]:
         """The valid keypoints of one image as OpenCV's, in stored pixels; `UsageError` for a batch."""
@@ -365,7 +396,7 @@ class Features:
         return self.with_valid(**{k: None if v is None else change(k, v) for k, v in values})
 
     def with_valid(self, **values: Tensor | None) -> Features:
-        """The same with other fields, which are not checked: on a GPU every check waits for it."""
+        """The same with other fields, unchecked as of `of_valid`."""
         changed = copy.copy(self)
         for name, value in values.items():
             object.__setattr__(changed, name, value)
@@ -378,8 +409,7 @@ class Features:
         if is_tensor(self.keypoints):
             there = self.keypoints.device == torch.device(device)
             return self if there else self._map(lambda _, value: value.to(device))
-        # Fields are converted where a tensor is among them.
-        return replace(self, keypoints=torch.from_numpy(self.keypoints)).to(device)
+        return replace(self).to(device)  # torch is loaded now, so that fields become tensors
 
     def numpy(self) -> dict[str, np.ndarray]:
         """All fields that are there as NumPy arrays, by name, but for `kind`."""
@@ -389,13 +419,11 @@ class Features:
         """The points named by `index` ((K,) int64 or (N,) bool) of one image."""
         return self._map(lambda name, value: value if name in self._PER_IMAGE else value[index])
 
-    def entries(self, chosen: Tensor | Sequence[int]) -> Features:
-        """Some images of a batch, as a batch."""
-        return self._map(lambda _, value: value[chosen])
-
-    def first(self, count: int | None) -> Features:
-        """At most so many points of every image of a batch, which are the strongest of a front end's."""
-        return self._map(lambda name, value: value if name in self._PER_IMAGE else value[:, :count])
+    def entries(self, chosen: Tensor | Sequence[int], count: int | None = None) -> Features:
+        """Some images of a batch, as a batch, with at most `count` points each: a front end's strongest."""
+        return self._map(
+            lambda name, value: value[chosen] if name in self._PER_IMAGE else value[chosen][:, :count]
+        )
 
     def unstack(self) -> list[Features]:
         """A padded batch taken apart into single images without their padding."""
@@ -408,31 +436,55 @@ class Features:
         kinds = sorted({f"{item.kind} ({item.descriptors.shape[-1]}-d)" for item in items})
         if len(kinds) != 1:
             raise UsageError(f"a batch needs features of one kind, not of {', '.join(kinds) or 'no image'}")
-        columns, convert = {}, as_array_field_arrays if loaded_torch() is None else as_tensor
+        columns = {}
         for name in items[0]._fields():
             values = [getattr(item, name) for item in items]
             if name == "view_orientation" and any(value is not None for value in values):
                 values = [item.matched_orientation for item in items]
             absent = any(value is None for value in values)
-            columns[name] = None if absent else convert(stack_padded(values), name)
+            columns[name] = None if absent else _as_field(_stack_padded(values), name)
         return items[0].with_valid(**columns)
+
+
+def _as_field(value: Any, name: str) -> np.ndarray | Tensor:
+    """A field of `Features` in its own type: a tensor as it is, else a copy as this process keeps fields."""
+    torch, kind = loaded_torch(), {"mask": "bool", **dict.fromkeys(_EXIF, "int64")}.get(name, "float32")
+    if is_tensor(value):
+        as_given = name == "descriptors" and value.is_floating_point()
+        return value if as_given else value.to(getattr(torch, kind))
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
+        raise UsageError(f"Features.{name} must hold numbers of at most 64 bits, not {array.dtype}")
+    # A copy that keeps scalars scalar, which ascontiguousarray would not.
+    array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+    if name != "descriptors" or array.dtype.kind != "f":
+        array = array.astype(kind, copy=False)
+    return array if torch is None else torch.from_numpy(array)
+
+
+def _stack_padded(values: Sequence[np.ndarray | Tensor]) -> np.ndarray | Tensor:
+    """Arrays or tensors of any sizes along a new first axis, with zeros where they are shorter."""
+    if len(values) == 1:
+        return values[0][None]
+    shape = [len(values), *map(max, zip(*(value.shape for value in values), strict=True))]
+    widest = max(values, key=lambda value: value.dtype.itemsize)
+    padded = widest.new_zeros(shape) if is_tensor(widest) else np.zeros(shape, widest.dtype)
+    for index, value in enumerate(values):
+        padded[(index, *map(slice, value.shape))] = value
+    return padded
 
 
 # Matches of a pair and the geometry that they agree with; NumPy, K matches.
 
 UNMATCHED = -1  # in place of a partner's index, and for keypoints without a match
 MATCHED = 0  # among the fates of keypoints, beside UNMATCHED and n > 0: pruned after layer n
-
-
 # What refinement did to a match: "refined", or why it was left as it was.
 REFINEMENTS = ("refined", "outside", "no_map", "flat", "moved_far", "low_correlation", "not_converged")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MatchRefinement:
-    """What least-squares matching on the images says of K matches (`Pipeline.refine`).
-
-    Status 0 means that a match was refined. Otherwise it was left where it was, because
+    """What least-squares matching on the images says of K matches: refined, or left where they were, because
 
     - `outside`: half of the window around it is on no image, or masked, or it would move there;
     - `no_map`: the matches around it do not tell how its surroundings are deformed;
@@ -454,11 +506,6 @@ class MatchRefinement:
     def select(self, index: np.ndarray) -> MatchRefinement:
         """That of some matches, by indices or a mask."""
         return MatchRefinement(self.status[index], self.covariances[index], self.correlations[index])
-
-    def to_arrays(self) -> dict[str, np.ndarray]:
-        """What `Result.save` writes: `refinement`, the status by name, `covariances` and `correlations`."""
-        names = np.array(REFINEMENTS)[self.status]
-        return {"refinement": names, "covariances": self.covariances, "correlations": self.correlations}
 
     def counts(self) -> dict[str, int]:
         """The number of matches by status, those that occur."""
@@ -521,10 +568,7 @@ class Matches:
 
     @property
     def prior_scores(self) -> np.ndarray:
-        """(K,) float32 in [0, 1] the scores from before a geometry is known, by which it weighs the matches.
-
-        So does the verdict. They take account of refinement.
-        """
+        """(K,) float32 in [0, 1], after refinement, by which geometry and verdict weigh the matches."""
         return self.scores if self.prior is None else self.prior
 
     @property
@@ -550,10 +594,7 @@ class Matches:
         return f"Matches({count}, scores {self.scores.min():.2f} to {self.scores.max():.2f}{layers})"
 
     def to_cv2(self) -> list[cv2.DMatch]:
-        """OpenCV's matches, for `cv2.drawMatches`: query is image 0, train image 1, distance 1 − score.
-
-        The indices are those of the features, so they fit `Features.to_cv2` of features without padding.
-        """
+        """OpenCV's, for `Features.to_cv2`: query is image 0, train image 1, distance 1 − score."""
         rows = zip(self.indices.tolist(), self.scores.tolist(), strict=True)
         return [cv2.DMatch(query, train, 1.0 - score) for (query, train), score in rows]
 
@@ -621,21 +662,13 @@ class TwoViewGeometry:
         return self.status == "ok" or (self.status in ("ambiguous", "degenerate") and self.planar)
 
     def without_rejected(self) -> TwoViewGeometry:
-        """The same where the status is `ok`; else without model, which moves to `rejected`.
-
-        So do the inliers where they are not `verified`.
-        """
+        """The same where the status is `ok`; else `rejected` has the model, and inliers not `verified`."""
         if self.status in ("ok", "not_estimated"):
             return self
         rejected = self.rejected or self
         if self.verified:
             return replace(self, matrix=None, cam1_from_cam0=None, rejected=rejected)
         return TwoViewGeometry(self.kind, self.status, np.zeros_like(self.inliers), rejected=rejected)
-
-    def repeating(self, repetition: Repetition | None) -> TwoViewGeometry:
-        """The same with what its inliers repeat."""
-        rejected = self.rejected and self.rejected.repeating(repetition)
-        return replace(self, repetition=repetition, rejected=rejected)
 
     def reordered(self, order: np.ndarray) -> TwoViewGeometry:
         """The same of matches in another order (K,)."""
@@ -650,8 +683,7 @@ class TwoViewGeometry:
 
     def to_dict(self) -> dict[str, Any]:
         """Kind, status, number of inliers and models as plain values, ready for `json.dumps`."""
-        names = ("matrix", "cam1_from_cam0", "matrices", "homography")
-        models = {name: getattr(self, name) for name in names}
+        models = {n: getattr(self, n) for n in ("matrix", "cam1_from_cam0", "matrices", "homography")}
         repeated = (self.rejected or self).repetition
         return {
             "kind": self.kind,
@@ -676,21 +708,21 @@ def best_first(matches: Matches, geometry: TwoViewGeometry) -> tuple[Matches, Tw
 
 
 class Extractor(Protocol):
-    """A front end: images → features of each, unpadded."""
+    """A front end."""
 
     def __call__(self, images: Sequence[Image]) -> list[Features]:
-        """Detect and describe."""
+        """Features of each image, unpadded."""
 
 
 class Matcher(Protocol):
-    """Features of B pairs → matches of each; both arguments are batches.
+    """Features of B pairs → matches of each.
 
     One whose scores are probabilities may have a `calibration` (`matcher.config.CalibrationConfig`), by which
     a pipeline corrects those of refined and of verified matches; the scores of others stay as they are.
     """
 
     def __call__(self, features0: Features, features1: Features) -> list[Matches]:
-        """Match every pair of the batch."""
+        """Both arguments are batches."""
 
 
 class Estimator(Protocol):

@@ -6,7 +6,7 @@ import pytest
 
 import matcher
 from matcher import Features, UsageError
-from matcher.arrays import root_sift
+from matcher.types import root_sift
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,13 @@ import numpy as np
 
 from matcher.alignment.align import planar_pipeline, read_full
 from matcher.alignment.correlation import LONGEST, find_copies, propose
-from matcher.arrays import to_numpy
 from matcher.errors import UsageError
 from matcher.files import check_output
 from matcher.geometry import warp_points
 from matcher.loading import takes
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions, from_file, refuse_further_passes
-from matcher.types import Features, Image
+from matcher.types import Features, Image, to_numpy
 from matcher.viz.overlays import lay_over, stored_to_pixels
 
 # --- Instances of a template

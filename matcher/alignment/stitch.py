@@ -12,13 +12,13 @@ import cv2
 import numpy as np
 
 from matcher.alignment.align import PICTURE_FORMATS, write_picture
-from matcher.arrays import to_numpy
 from matcher.collection.collection import MatchedSet, match_set
 from matcher.errors import ImageError, UsageError
 from matcher.files import check_output
 from matcher.geometry import upright_matrix, warp_points
 from matcher.images import ImageInput, read_image
 from matcher.presets import DEFAULT_PRESET, LoadOptions
+from matcher.types import to_numpy
 
 Projection = Literal["auto", "plane", "cylindrical", "spherical"]
 PlaneModel = Literal["auto", "translation", "similarity", "homography"]

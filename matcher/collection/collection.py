@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
-from matcher.arrays import to_numpy
 from matcher.cameras import Camera, as_camera
 from matcher.collection import runner, schema, sources, tracks
 from matcher.collection.pairs import PairFault, chosen_pairs, read_pairs
@@ -29,7 +28,7 @@ from matcher.errors import MatcherError, UsageError
 from matcher.loading import open_pipeline
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions, from_file, refuse_further_passes
-from matcher.types import Features, Matches, TwoViewGeometry
+from matcher.types import Features, Matches, TwoViewGeometry, to_numpy
 
 if TYPE_CHECKING:
     from matcher.export.colmap import CameraChoice

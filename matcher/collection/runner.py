@@ -15,7 +15,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from matcher.arrays import to_numpy
 from matcher.cameras import Camera
 from matcher.collection.schema import DONE, FAILED, WAITING, Counts, common_camera, encode_pair
 from matcher.collection.sources import Extracted, FeatureSource
@@ -23,6 +22,7 @@ from matcher.collection.store import EncodedPair, Store, Writer
 from matcher.collection.workers import Engine, Job, Outcome
 from matcher.config import EstimationConfig, from_dict
 from matcher.errors import ImageError, UsageError
+from matcher.types import to_numpy
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.verdict import NOT, reject_improbable

@@ -24,11 +24,10 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from matcher.arrays import root_sift, to_numpy
 from matcher.cameras import Camera
 from matcher.config import GeometryKind, GeometryStatus
 from matcher.errors import IntegrityError, UsageError
-from matcher.types import Features, Matches, TwoViewGeometry
+from matcher.types import Features, Matches, TwoViewGeometry, root_sift, to_numpy
 
 # The files of a run: its database, descriptors (which may be deleted after matching), the lock of its writer,
 # and the global descriptors of the images of a map.

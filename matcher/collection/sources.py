@@ -26,7 +26,7 @@ from matcher.config import NetworkConfig
 from matcher.errors import ImageError, MatcherError, UsageError
 from matcher.files import open_given, read_given
 from matcher.geometry import resized
-from matcher.images import find_mask, list_images, no_mask
+from matcher.images import find_mask, find_masks, list_images
 from matcher.pipeline import Pipeline
 from matcher.types import Features, Image
 
@@ -364,10 +364,7 @@ def check_masks(source: FeatureSource) -> int | None:
         raise UsageError(f"{source.folder} holds no images")
     if source.masks is None:
         return None
-    count = sum(find_mask(source.masks, name) is not None for name in names)
-    if count == 0:
-        raise no_mask(source.masks, names, str(source.folder))
-    return count
+    return len(find_masks(source.masks, names, str(source.folder)))
 
 
 # How pairs are chosen: as in the run so far, or by the number of images.

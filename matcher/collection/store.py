@@ -17,13 +17,12 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from matcher.arrays import to_numpy
 from matcher.cameras import Camera
 from matcher.collection import schema
 from matcher.collection.schema import DONE, FAILED, WAITING, RefinedKeypoints, guarded
 from matcher.collection.sources import PairChoice
 from matcher.errors import IntegrityError, UsageError
-from matcher.types import Features
+from matcher.types import Features, to_numpy
 
 PAIRS = ("pairs", "failed", "waiting")  # the tables of pairs: finished, failed, still to be matched
 

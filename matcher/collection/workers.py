@@ -27,7 +27,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from matcher.arrays import to_numpy
 from matcher.collection.schema import StoredImage, encode_features, encode_pair
 from matcher.collection.settings import Setup, build
 from matcher.collection.sources import Extracted
@@ -35,7 +34,7 @@ from matcher.collection.store import EncodedPair, Store
 from matcher.errors import IntegrityError, MatcherError, UsageError
 from matcher.loading import devices
 from matcher.processes import child_command, child_environment, thread_environment, usable_cores
-from matcher.types import Features, Image
+from matcher.types import Features, Image, to_numpy
 from matcher.verify.verdict import NOT, reject_improbable
 
 # Jobs, and what comes of them.

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from matcher.arrays import to_numpy
 from matcher.cameras import CAMERA_MODELS
 from matcher.collection.sources import HLOC_OPTIONAL
 from matcher.errors import UsageError, unknown_name
 from matcher.export.colmap import HALF_PIXEL, CameraChoice, group_cameras, to_colmap, write_colmap
 from matcher.export.output import ExportedRun, ExportReport, check_folder, whole_folder
 from matcher.files import MARK, check_output, whole_file
+from matcher.types import to_numpy
 
 if TYPE_CHECKING:
     from matcher.collection.store import Store

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from matcher.arrays import all_finite, to_numpy
 from matcher.config import ExtractorConfig, resolve
 from matcher.errors import UsageError
-from matcher.types import Features, Image
+from matcher.types import Features, Image, all_finite, to_numpy
 
 # Puts the trained parameters of a configuration into its network, strictly, or raises.
 Fill = Callable[[nn.Module, ExtractorConfig], None]
@@ -36,7 +35,7 @@ class Found:
 
     points: Tensor  # (N, 2) float xy, pixels of `image.pixels`; the centre of the first one is (0, 0)
     scores: Tensor  # (N,) float, in any unit; larger is better
-    descriptors: Tensor  # (N, D) float; of norm 1, unless `arrays.UNNORMALISED` names the front end
+    descriptors: Tensor  # (N, D) float; of norm 1, unless `types.UNNORMALISED` names the front end
     # (N, 2, 2) columns are the axes of the described patch, in the same pixels; they also give the features'
     # `scales` and `orientations`
     affine_frames: Tensor | None = None

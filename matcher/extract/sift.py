@@ -8,9 +8,8 @@ from dataclasses import replace
 import cv2
 import numpy as np
 
-from matcher.arrays import root_sift
 from matcher.config import ExtractorConfig, resolve
-from matcher.types import Features, Image
+from matcher.types import Features, Image, root_sift
 
 CONTRAST = 0.01  # of the difference of Gaussians; low, because the strongest points are kept anyway
 

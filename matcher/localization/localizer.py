@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from matcher.arrays import to_numpy
 from matcher.cameras import Camera
 from matcher.collection.tracks import ImagePyramids
 from matcher.errors import UsageError
@@ -36,7 +35,7 @@ from matcher.localization.pose import (
 from matcher.localization.sparse_map import LocalizationConfig, RetrievalIndex, SparseMap
 from matcher.pipeline import Pipeline
 from matcher.refine import ImagePyramid, refine_matches
-from matcher.types import Features, Matches, strongest, strongest_rows
+from matcher.types import Features, Matches, strongest, strongest_rows, to_numpy
 
 
 @dataclass(eq=False)

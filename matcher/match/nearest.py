@@ -6,11 +6,19 @@ import math
 
 import numpy as np
 
-from matcher.arrays import JOINED, UNNORMALISED, is_raw_sift, to_numpy, typical_norm
 from matcher.config import NearestConfig, NetworkConfig
 from matcher.errors import UsageError
 from matcher.match.steering import STEERABLE, best_turn, turned
-from matcher.types import RAW_SIFT, Features, Matches
+from matcher.types import (
+    JOINED,
+    RAW_SIFT,
+    UNNORMALISED,
+    Features,
+    Matches,
+    is_raw_sift,
+    to_numpy,
+    typical_norm,
+)
 
 Side = tuple[np.ndarray, np.ndarray, np.ndarray]  # keypoints (N, 2), descriptors (N, D), mask (N,)
 

@@ -421,7 +421,7 @@ class AttentionMatcher:
         enough = [self.model.config.policy.other_turns_below * min(pair) for pair in counts]
 
         def again(few: Sequence[int], turn: int, strongest: int | None) -> list[Matches]:
-            some = [features.entries(few).first(strongest) for features in (features0, features1)]
+            some = [features.entries(few, strongest) for features in (features0, features1)]
             return self._matches(some[0], turned_by(some[1], turn))
 
         turns = try_other_turns(found, enough, [max(pair) for pair in counts], again)

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from matcher.arrays import to_numpy
 from matcher.errors import UsageError
 from matcher.match.steering import STEERABLE, TURNS, rotated_descriptors
-from matcher.types import Features
+from matcher.types import Features, to_numpy
 
 WORDS = 512
 LENGTH = 8192  # of a global descriptor; WORDS · D where that is less

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from matcher.arrays import library
-from matcher.types import Features, Matches
+from matcher.types import Features, Matches, library
 
 if TYPE_CHECKING:
     from torch import Tensor

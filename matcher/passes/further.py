@@ -11,7 +11,6 @@ from typing import Literal
 
 import numpy as np
 
-from matcher.arrays import JOINED, to_numpy
 from matcher.config import EstimationConfig, FurtherPassesConfig
 from matcher.errors import counted
 from matcher.images import gradient_image
@@ -25,7 +24,7 @@ from matcher.passes.views import (
     crops_of,
     tilted,
 )
-from matcher.types import Extractor, Features, Image, Matcher, Matches, TwoViewGeometry
+from matcher.types import JOINED, Extractor, Features, Image, Matcher, Matches, TwoViewGeometry, to_numpy
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.repetition import without_overlay

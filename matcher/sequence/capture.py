@@ -14,7 +14,7 @@ import numpy as np
 
 from matcher.errors import ImageError, UsageError
 from matcher.files import read_given
-from matcher.images import IMAGE_SUFFIXES, MAX_PIXELS, find_mask, is_image, natural_key, no_mask, read_mask
+from matcher.images import IMAGE_SUFFIXES, MAX_PIXELS, find_masks, is_image, natural_key, read_mask
 
 DEFAULT_RATE = 10.0  # frames per second, of folders that do not say when their images were taken
 _TIME_FILES = ("times.txt", "timestamps.txt", "data.csv", "rgb.txt")  # of KITTI, KITTI's raw data, EuRoC, TUM
@@ -88,9 +88,9 @@ def open_frames(
 
 def _folder(folder: Path, right: Path | None, rate: float | None, masks: Path | None) -> FrameSource:
     images = _images(folder)
-    found = [None if masks is None else find_mask(masks, path.name) for path in images]
-    if masks is not None and not any(found):
-        raise no_mask(masks, [path.name for path in images], str(folder))
+    names = [path.name for path in images]
+    masked = {} if masks is None else find_masks(masks, names, str(folder))
+    found = [masked.get(name) for name in names]
     if right is not None and not right.is_dir():
         raise UsageError(f"{right}: no such folder of right images")
     there = {} if right is None else {path.name: path for path in _images(right)}

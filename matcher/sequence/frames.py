@@ -13,11 +13,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from matcher.arrays import to_numpy
 from matcher.cameras import Camera
 from matcher.errors import UsageError
 from matcher.refine import ImagePyramid
-from matcher.types import Features
+from matcher.types import Features, to_numpy
 
 FrameStatus = Literal["first", "tracked", "lost", "blank", "dropped", "out_of_order"]
 PoseStatus = Literal["ok", "uncertain", "no_camera", "other_size", "starting", "too_few", "bridged", "none"]

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from matcher.arrays import root_sift
 from matcher.config import ExtractorConfig
 from matcher.extract.learned import BORDER, NMS_RADIUS, FeatureNetwork, candidates, subpixel
 from matcher.extract.sift import detect_sift
@@ -26,7 +25,7 @@ from matcher.match.steering import STEERABLE, TURNS, turned_by
 from matcher.torch_engine import build_extractor
 from matcher.train.recipe import SIFT, Recipe
 from matcher.train.views import HIDDEN, UNKNOWN, VISIBLE, DeviceViews, Transferred, inverse, within
-from matcher.types import UNMATCHED, Features
+from matcher.types import UNMATCHED, Features, root_sift
 
 T = TypeVar("T")
 PROBES = 256  # pixels of view 0 by which overlap is measured, and among which a covisible one is looked for

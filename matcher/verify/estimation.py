@@ -470,8 +470,9 @@ def with_repetition(
     """The geometry with what its inliers repeat; refused where that says that the place is another one."""
     if not geometry.verified or not geometry.inliers.any():
         return geometry
-    geometry = geometry.repeating(repetition(features0, features1, matches, geometry.inliers))
-    found = geometry.repetition
+    found = repetition(features0, features1, matches, geometry.inliers)
+    rejected = geometry.rejected and replace(geometry.rejected, repetition=found)
+    geometry = replace(geometry, repetition=found, rejected=rejected)
     if found is None or not found.repetitive or found.found >= ANOTHER:
         return geometry
     return reject_improbable(geometry, matches, features0.image_size, features1.image_size, REPETITIVE)

@@ -16,8 +16,7 @@ from dataclasses import replace
 import cv2
 import numpy as np
 
-from matcher.arrays import to_numpy
-from matcher.types import Features, Matches, Repetition
+from matcher.types import Features, Matches, Repetition, to_numpy
 
 _KIND = "learned"  # the front end whose similarities are known; others have their own scale
 _ELSEWHERE = 16.0  # pixels of the resized image

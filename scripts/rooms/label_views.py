@@ -23,7 +23,6 @@ import cv2
 import numpy as np
 import torch
 
-from matcher.arrays import root_sift
 from matcher.collection.collection import Collection
 from matcher.errors import MatcherError, UsageError
 from matcher.export.colmap import import_pycolmap
@@ -31,6 +30,7 @@ from matcher.images import find_images
 from matcher.match.nearest import mutual_nearest
 from matcher.sfm.reconstruct import reconstruct
 from matcher.train.views import HIDDEN, UNKNOWN, VISIBLE, Cameras, PosedView, reproject
+from matcher.types import root_sift
 
 # --- Poses of the photos of a folder.
 
