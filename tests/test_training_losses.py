@@ -12,7 +12,6 @@ from matcher.config import ALL_LAYERS
 from matcher.match.network import MatchingNetwork
 from matcher.match.sinkhorn import log_assignment
 from matcher.train.losses import (
-    DescribedKeypoints,
     assignment_loss,
     description_loss,
     head_loss,
@@ -20,7 +19,7 @@ from matcher.train.losses import (
     matchability_loss,
     matching_loss,
 )
-from matcher.train.pairs import IGNORED, PairBatch
+from matcher.train.pairs import IGNORED, Keypoints, PairBatch
 from matcher.types import UNMATCHED
 
 
@@ -121,9 +120,11 @@ def test_heads_learn_alone_and_dropping_teaches_those_for_pruning():
 # --- Keypoints.
 
 
-def described(own: Tensor, corresponding: Tensor, spacing: float = 20.0) -> DescribedKeypoints:
+def described(
+    own: Tensor, corresponding: Tensor, spacing: float = 20.0
+) -> tuple[Keypoints, Tensor, Tensor]:
     points = torch.arange(5.0)[None, :, None].expand(2, 5, 2) * spacing
-    return DescribedKeypoints(own, corresponding, points, points, torch.ones(2, 5, dtype=torch.bool))
+    return Keypoints(points, own, torch.ones(2, 5, dtype=torch.bool)), points, corresponding
 
 
 def random_descriptors() -> Tensor:
@@ -134,9 +135,9 @@ def random_descriptors() -> Tensor:
 def test_description_loss_wants_each_descriptor_at_its_position():
     own, valid, chosen = random_descriptors(), torch.ones(2, 5, dtype=torch.bool), torch.arange(5)
     scale = torch.tensor(20.0)
-    right = description_loss(described(own, own), chosen, valid, scale)
-    wrong = description_loss(described(own, own.roll(1, 1)), chosen, valid, scale)
+    right = description_loss(*described(own, own), chosen, valid, scale)
+    wrong = description_loss(*described(own, own.roll(1, 1)), chosen, valid, scale)
     assert right < 0.5 < wrong
     crowded = described(own, own.roll(1, 1), spacing=0.1)  # nearer points need not differ
-    assert float(description_loss(crowded, chosen, valid, scale)) == pytest.approx(0, abs=1e-5)
-    assert float(description_loss(described(own, own), chosen, ~valid, scale)) == 0
+    assert float(description_loss(*crowded, chosen, valid, scale)) == pytest.approx(0, abs=1e-5)
+    assert float(description_loss(*described(own, own), chosen, ~valid, scale)) == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from matcher.match.consensus import soft_matches
 from matcher.match.network import MatchingNetwork, Tokens, resolve_precision
 from matcher.match.position import Side, normalise_positions
 from matcher.match.sinkhorn import dual_softmax, log_assignment
-from matcher.train.pairs import IGNORED, PairBatch, other_of_pair
+from matcher.train.pairs import IGNORED, Keypoints, PairBatch, other_of_pair
 from matcher.train.recipe import LEARNED, MatcherRecipe
 from matcher.types import UNMATCHED
 
@@ -42,8 +42,8 @@ def mixed_precision(device: torch.device) -> torch.autocast:
 
 
 def assignment_loss(log_p: Tensor, partner0: Tensor, partner1: Tensor) -> Tensor:
-    """Mean −log P (B, N+1, M+1) of ground-truth matches and of the dustbins of unmatched points, weighted
-    equally (SuperGlue, eq. 10)."""
+    """Mean −log P (B, N+1, M+1) of true matches and of unmatched points, equally weighed (SuperGlue, eq.
+    10)."""
     matched = log_p[:, :-1].gather(2, partner0.clamp_min(0).unsqueeze(2)).squeeze(2)
     unmatched0 = mean_of(log_p[:, :-1, -1], partner0 == UNMATCHED)
     unmatched1 = mean_of(log_p[:, -1, :-1], partner1 == UNMATCHED)
@@ -54,19 +54,6 @@ def matchability_loss(scores: Tensor, partner0: Tensor, partner1: Tensor) -> Ten
     """Cross-entropy that calibrates the matchability logits, so that pruning can use a threshold."""
     sides = (scores[:, :-1, -1], partner0), (scores[:, -1, :-1], partner1)
     return sum(cross_entropy(-dustbin, partner >= 0, partner != IGNORED) for dustbin, partner in sides)
-
-
-def mean_similarity_loss(scores: Tensor, mask0: Tensor, mask1: Tensor) -> Tensor:
-    """Mean square of each point's mean similarity, over the valid points of both images.
-
-    What is added to all scores of a point, its dustbin's included, changes no assignment, so that nothing in
-    `assignment_loss` keeps it small: without this, similarities drift to hundreds, where rounding and the
-    limited number of Sinkhorn iterations spoil assignments.
-    """
-    valid = mask0.unsqueeze(2) & mask1.unsqueeze(1)
-    similarities = scores[:, :-1, :-1] * valid
-    means = (similarities.sum(axis) / valid.sum(axis).clamp_min(1) for axis in (2, 1))
-    return sum(mean_of(mean.square(), mask) for mean, mask in zip(means, (mask0, mask1), strict=True))
 
 
 def decisions(log_p: Tensor) -> Tensor:
@@ -95,27 +82,17 @@ class LabelledLayer(NamedTuple):
 def labelled_layers(
     model: MatchingNetwork, batch: PairBatch, after: int | None = None, share: float = 1.0
 ) -> list[LabelledLayer]:
-    """All layers on a batch, without early exit.
-
-    After the layer `after`, of which the first is 0, a share of the points of each image goes on, those
-    likeliest to match.
-    """
-    complete = batch.features0.kind == LEARNED  # whose batches are hardly padded; the labels know where
+    """All layers on a batch, without early exit; after the layer `after`, of which the first is 0, a share of
+    the points of each image goes on, those likeliest to match."""
+    sides = batch.features0, batch.features1
+    complete = sides[0].kind == LEARNED  # whose batches are hardly padded; the labels know where
+    truths = (batch.partner0, batch.corresponding0), (batch.partner1, batch.corresponding1)
     with mixed_precision(batch.partner0.device):
-        tokens = model.tokens(batch.features0, batch.features1, align=False, complete=complete)
-        labels, layers = [], []
-        for count, partner, corresponding, own, other in (
-            (tokens.n, batch.partner0, batch.corresponding0, batch.features0, batch.features1),
-            (
-                tokens.x.shape[1] - tokens.n,
-                batch.partner1,
-                batch.corresponding1,
-                batch.features1,
-                batch.features0,
-            ),
-        ):
-            target = normalise_positions(other.with_valid(keypoints=corresponding.nan_to_num(0.0)))
-            target = target.masked_fill(corresponding.isnan(), torch.nan)
+        tokens = model.tokens(*sides, align=False, complete=complete)
+        labels, layers, counts = [], [], (tokens.n, tokens.x.shape[1] - tokens.n)
+        for own, other, (partner, there), count in zip(sides, sides[::-1], truths, counts, strict=True):
+            target = normalise_positions(other.with_valid(keypoints=there.nan_to_num(0.0)))
+            target = target.masked_fill(there.isnan(), torch.nan)
             labels.append(Labels(*(x[:, :count] for x in (partner, target, own.mask))))
         for depth in range(len(model.layers)):
             tokens = model.advance(tokens, depth)
@@ -149,9 +126,8 @@ def _pruned(
     rest = []
     for own, chosen, there in zip(labels, kept, places[::-1], strict=True):
         before, target, mask = (x[rows, chosen] for x in own)
-        rest.append(
-            Labels(torch.where(before >= 0, there.gather(1, before.clamp_min(0)), before), target, mask)
-        )
+        partner = torch.where(before >= 0, there.gather(1, before.clamp_min(0)), before)
+        rest.append(Labels(partner, target, mask))
     return replace(tokens, n=kept[0].shape[1], valid=valid, **columns), rest
 
 
@@ -185,11 +161,9 @@ def assignments(
 def matching_loss(
     model: MatchingNetwork, batch: PairBatch, recipe: MatcherRecipe, rng: torch.Generator
 ) -> Tensor:
-    """Mean over some inner layers and the last one, plus the loss of the last one.
-
-    Where points are dropped, the heads for that learn along, from batches with all points; the network gets
-    no gradient from them. `rng` draws the inner layers, and the points that go on.
-    """
+    """Mean over inner layers drawn by `rng` and the last one, plus the loss of the last one. Where points are
+    dropped, the heads for that learn along, from batches with all points, without gradients to the
+    network."""
     share = recipe.kept_shares[int(torch.randint(len(recipe.kept_shares), (1,), generator=rng))]
     first, after = min(3, len(model.layers) - 1), None  # never after the last
     if share < 1 and first:
@@ -205,19 +179,21 @@ def matching_loss(
         (partner0, _, mask0), (partner1, _, mask1) = layer.labels
         scores = scores_of(model, layer, depth)
         steady = matchability_loss(scores, partner0, partner1)
-        # A small weight: only a drift of scores is held back, which no assignment shows.
-        steady = steady + 1e-3 * mean_similarity_loss(scores, mask0, mask1)
+        # What is added to all scores of a point, its dustbin's included, changes no assignment: unless their
+        # mean is held back, similarities drift to hundreds, where rounding spoils assignments.
+        valid = mask0.unsqueeze(2) & mask1.unsqueeze(1)
+        similarities = scores[:, :-1, :-1] * valid
+        means = [similarities.sum(axis) / valid.sum(axis).clamp_min(1) for axis in (2, 1)]
+        steady = steady + 1e-3 * (mean_of(means[0].square(), mask0) + mean_of(means[1].square(), mask1))
         rounds = None if depth == last else 0
         found = assignments(model, layer, scores, recipe.sinkhorn_iterations, rounds)
         losses += [assignment_loss(log_p, partner0, partner1) + steady for log_p in found]
     loss = torch.stack(losses).mean() + losses[-1]
     if recipe.prunes and after is None:
         final, valid = decisions(found[-1].detach()), torch.cat([mask0, mask1], dim=1)
-        heads = [
-            cross_entropy(head(_tokens(layer).detach()).squeeze(2), final >= 0, valid)
-            for head, layer in zip(model.match_probability, layers[:-1], strict=True)
-        ]
-        loss = loss + torch.stack(heads).mean()
+        inputs = [torch.cat([side.x for side in layer.sides], dim=1).detach() for layer in layers[:-1]]
+        logits = [head(x).squeeze(2) for head, x in zip(model.match_probability, inputs, strict=True)]
+        loss = loss + torch.stack([cross_entropy(own, final >= 0, valid) for own in logits]).mean()
     if model.guidance is None:
         return loss
     errors = []
@@ -230,16 +206,12 @@ def matching_loss(
     return loss + 2.0 * torch.stack(errors).mean()
 
 
-def _tokens(layer: LabelledLayer) -> Tensor:
-    return torch.cat([side.x for side in layer.sides], dim=1)
-
-
 def head_loss(model: MatchingNetwork, batch: PairBatch, recipe: MatcherRecipe) -> Tensor:
     """The loss of the heads for early exit and pruning below the last layer; nothing else gets gradients.
 
-    Of confidence: "this layer has the same assignment as the last one" (LightGlue, section 3.3). Points that
-    are unmatched in the last layer are left out: nearly all of them are unmatched from the first layer on,
-    and would dominate the loss. Of match probability: "matched in the last layer".
+    Of confidence: "this layer has the same assignment as the last one" (LightGlue, section 3.3), of points
+    matched there: nearly all others are unmatched from the first layer on, and would dominate the loss. Of
+    match probability: "matched in the last layer".
     """
     with torch.no_grad():
         layers, decided = labelled_layers(model, batch), []
@@ -249,7 +221,7 @@ def head_loss(model: MatchingNetwork, batch: PairBatch, recipe: MatcherRecipe) -
     losses, final = [], decided[-1]
     valid = torch.cat([labels.mask for labels in layers[0].labels], dim=1)
     for depth, (layer, current) in enumerate(zip(layers[:-1], decided[:-1], strict=True)):
-        x = _tokens(layer)
+        x = torch.cat([side.x for side in layer.sides], dim=1)
         losses.append(cross_entropy(model.confidence[depth](x).squeeze(2), current == final, final >= 0))
         if model.config.match_probability:
             losses.append(cross_entropy(model.match_probability[depth](x).squeeze(2), final >= 0, valid))
@@ -272,26 +244,21 @@ def nearest_of_other(corresponding: Tensor, points: Tensor, valid: Tensor) -> tu
     return nearest, distance, backward == torch.arange(nearest.shape[1], device=nearest.device)
 
 
-@dataclass(frozen=True, eq=False)
-class DescribedKeypoints:
-    """Keypoints of 2B images with their descriptors."""
+def description_loss(
+    points: Keypoints,
+    corresponding: Tensor,
+    described: Tensor,
+    chosen: Tensor,
+    visible: Tensor,
+    scale: Tensor,
+) -> Tensor:
+    """Negative log-likelihood (dual softmax) of matching keypoints to their positions `corresponding` (2B, K,
+    2) in the other image, `described` (2B, K, D) there; `scale` is that of the similarities.
 
-    descriptors: Tensor  # (2B, K, D)
-    corresponding_descriptors: Tensor  # (2B, K, D) at their positions in the other image
-    positions: Tensor  # (2B, K, 2)
-    corresponding: Tensor  # (2B, K, 2) positions in the other image
-    valid: Tensor  # (2B, K) bool, keypoints that exist
-
-
-def description_loss(points: DescribedKeypoints, chosen: Tensor, visible: Tensor, scale: Tensor) -> Tensor:
-    """Negative log-likelihood (dual softmax) of matching keypoints to their positions in the other image.
-
-    Negatives are the other chosen points and every keypoint that was detected in either image, whether it is
-    visible in both or not; but none nearer than `APART`. `chosen` (N,) are supervised where `visible`
-    (2B, N) in the other; `scale` is that of the similarities.
+    `chosen` (N,) are supervised where `visible` (2B, N) in the other image; negatives are the others of them
+    and every detected keypoint of either image, visible in both or not, but none nearer than `APART`.
     """
-    own, corresponding = points.descriptors[:, chosen], points.corresponding[:, chosen]
-    matching = points.corresponding_descriptors[:, chosen]
+    own, corresponding, matching = (x[:, chosen] for x in (points.descriptors, corresponding, described))
     itself = chosen.unsqueeze(1) == torch.arange(points.valid.shape[1], device=own.device)
     # Each chosen point with the corresponding positions and the keypoints of the other image.
     near = (torch.cdist(corresponding, corresponding) < APART) | ~visible[:, None]

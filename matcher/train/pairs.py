@@ -114,7 +114,7 @@ class PairSampler:
 
     def __init__(self, views: DeviceViews, recipe: Recipe) -> None:
         self.views, self.recipe, self.device = views, recipe, views.images.device
-        shares = {name: share for name, share in recipe.sources.shares().items() if share > 0}
+        shares = {name: share for name, share in vars(recipe.sources).items() if share > 0}
         self._names = list(shares)
         self._weights = np.array([*shares.values()]) / sum(shares.values())
         size = recipe.pair.width, recipe.pair.height

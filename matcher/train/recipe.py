@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,6 @@ class SourceRecipe:
     spaces: float = 0.4  # photos on several planes in space, seen by two cameras
     rendered: float = 0.0  # stored views of rendered rooms
     real: float = 0.0  # stored views of real places
-
-    def shares(self) -> dict[str, float]:
-        """By the names of the sources."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass(frozen=True)
@@ -151,7 +147,7 @@ def check_recipe(recipe: Recipe, where: str = "recipe") -> None:
             raise UsageError(f"{where}: {rule}")
 
     pair, optimiser, matcher, front = recipe.pair, recipe.optimiser, recipe.matcher, recipe.front_end
-    shares, most = recipe.sources.shares().values(), pair.width * pair.height // 100
+    shares, most = vars(recipe.sources).values(), pair.width * pair.height // 100
     need(matcher.train or front.train, "matcher.train, front_end.train: one of them")
     need(min(shares) >= 0 and any(shares), "sources: shares of 0 or above, not all 0")
     whole = not (pair.width % BLOCK or pair.height % BLOCK) and min(pair.width, pair.height) >= 64
@@ -223,8 +219,8 @@ def shipped_recipe(name: str) -> Path:
 
 
 def limited(recipe: Recipe, steps: int) -> Recipe:
-    """The recipe with so many steps, whatever its minutes, at most as many in the last stage, and validated
-    on few pairs where they are few."""
+    """The recipe with so many steps, whatever its minutes, at most as many in the last stage, and with few
+    pairs to validate on where they are few."""
     matcher = replace(recipe.matcher, confidence_steps=min(steps, recipe.matcher.confidence_steps))
     optimiser = replace(recipe.optimiser, steps=steps, minutes=0.0)
     pairs = min(recipe.validation_pairs, 2 * steps)

@@ -21,7 +21,7 @@ from matcher.errors import IntegrityError, MatcherError, UsageError
 from matcher.files import is_ours, write_whole
 from matcher.processes import keep_freed_memory
 from matcher.train.pairs import Describer, made_ahead
-from matcher.train.recipe import Recipe, check_recipe, differences
+from matcher.train.recipe import Recipe, SourceRecipe, check_recipe, differences
 from matcher.train.trainer import (
     Batch,
     HeadTrainer,
@@ -59,27 +59,17 @@ def train(
 ) -> Path | None:
     """Train until the recipe's steps are done, from the last checkpoint if the folder has one.
 
-    Args:
-        recipe: what to train, and how.
-        options: folders and device.
-        log: receives progress as lines of text.
-        stopped: called after every step; True saves and ends the run.
-        on_validation: receives all rows of the log so far, after every validation.
+    Gives the weights file of the parameters with the best validation (of the front end, if one is trained;
+    the matcher's lies beside it). `stopped` is called after every step: True saves and ends the run, which
+    gives None. `on_validation` receives all rows of the log so far.
 
-    Returns:
-        The weights file of the parameters with the best validation (of the front end, if one is trained; the
-        matcher's lies beside it), or None if the run was stopped.
-
-    Raises:
-        UsageError: no photos, photos that cannot be used, or a folder that belongs to another recipe or in
-            which another process trains.
-        IntegrityError: a damaged checkpoint or view.
-        MatcherError: the loss was infinite or NaN in too many steps.
-        OSError: the disk is full; the last good checkpoint is kept.
+    `UsageError`: photos that cannot be used, or a folder of another recipe or in which another process
+    trains; `IntegrityError`: a damaged checkpoint or view; `MatcherError`: a loss that was not finite in too
+    many steps; `OSError`: the disk is full, the last good checkpoint is kept.
     """
     check_recipe(recipe)
     # Before anything is made.
-    stored = stored_folders(recipe.sources.shares(), options.rendered, options.real)
+    stored = stored_folders(vars(recipe.sources), options.rendered, options.real)
     training, held_out = split_photos(options.photos, options.validation_photos, recipe.seed)
     log(f"{len(training)} photos to train on, {len(held_out)} to validate on")
     run = claim_folder(options.folder, recipe, held_out)
@@ -92,7 +82,14 @@ def train(
 
         def scores(networks: Networks) -> LogRow:
             if not batches:
-                batches.extend(_validation_batches(recipe, held_out, describer, device, log))
+                # Single pairs; photos in space replace stored views, none of which are held out.
+                given, count = recipe.sources, recipe.validation_pairs
+                sources = SourceRecipe(given.planes, given.spaces + given.rendered + given.real)
+                points = (max(recipe.pair.points),)
+                pair = replace(recipe.pair, pairs=1, points=points, dropout=0.0, negative_share=0.0)
+                ours = replace(recipe, seed=recipe.seed + 1, sources=sources, pair=pair)
+                make = batch_maker(ours, load_views(ours, held_out, {}, device, count), describer)
+                batches.extend(counted(map(make, range(count)), count, "pairs to validate on", log))
             return validate(networks, counted(batches, len(batches), "validation", log), recipe)
 
         loop = Loop(trainer, scores, options.folder, run, log, stopped, on_validation)
@@ -111,20 +108,6 @@ def train(
         except Stopped:
             return None
         return loop.write(networks)
-
-
-def _validation_batches(
-    recipe: Recipe, photos: Sequence[Path], describer: Describer | None, device: torch.device, log: Log
-) -> Iterator[Batch]:
-    """Single pairs of photos that are not trained on; photos in space replace stored views, none of which are
-    held out."""
-    shares, count = recipe.sources, recipe.validation_pairs
-    shares = replace(shares, spaces=shares.spaces + shares.rendered + shares.real, rendered=0.0, real=0.0)
-    points = (max(recipe.pair.points),)
-    pair = replace(recipe.pair, pairs=1, points=points, dropout=0.0, negative_share=0.0)
-    ours = replace(recipe, seed=recipe.seed + 1, sources=shares, pair=pair)
-    make = batch_maker(ours, load_views(ours, photos, {}, device, count), describer)
-    return counted(map(make, range(count)), count, "pairs to validate on", log)
 
 
 # --- The loop.
@@ -167,12 +150,12 @@ class Loop:
         write_whole(self.folder / "log.jsonl", lines.encode())
 
     def run(self, stage: Stage, batches: Iterator[Batch]) -> None:
-        """One step per batch until the stage is done, with validations of the trainer, and checkpoints."""
-        recipe, progress = self.trainer.recipe, stage.progress
+        """One step per batch until the stage is done, with checkpoints and validations of the trainer, of
+        which the averaged parameters are kept that are the best so far (by F1)."""
+        recipe, progress, losses = self.trainer.recipe, stage.progress, []
         if stage.share == 1:
             return
-        losses: list[float] = []
-        first, validated = progress.step, stage is self.trainer
+        first, main = progress.step, stage is self.trainer
         started = reported = saved = time.perf_counter()
         for batch in batches:
             losses.append(stage.step(batch))
@@ -183,12 +166,28 @@ class Loop:
                     f"the loss was not finite in {progress.skipped} steps; lower "
                     "optimiser.learning_rate in the recipe and start in another --run folder"
                 )
-            last = stage.share == 1
+            done = stage.share
+            last = done == 1
             if now - reported > 10 or last or progress.step == first + 1:
-                self._report(stage, losses)
+                finite = [loss for loss in losses if math.isfinite(loss)]
+                mean = sum(finite) / len(finite) if finite else math.nan
+                skipped = f", {progress.skipped} steps skipped" if progress.skipped else ""
+                left = f", {duration(progress.seconds * (1 - done) / done)} left" if not last else ""
+                rate = progress.pairs / max(progress.seconds, 1e-9)
+                steps = f"{stage.name}step {progress.step} of {stage.steps}"
+                self.log(f"{steps} loss {mean:.4f} {rate:.1f} pairs/s{skipped}{left}")
+                if finite and main:
+                    self._record({"loss": mean})
                 losses, reported = [], now
-            if validated and (progress.step % recipe.validate_every == 0 or last):
-                self._validate()
+            if main and (progress.step % recipe.validate_every == 0 or last):
+                scores = self.validate(self.trainer.average)
+                self._record(scores)
+                words = " ".join(f"{name} {value:.3f}" for name, value in scores.items())
+                self.log(f"step {progress.step} validation: {words}")
+                if scores["f1"] > progress.best:
+                    progress.best = scores["f1"]
+                    save_state(self.folder / "best.pt", self.trainer.average.state_dict())
+                self.on_validation(progress.history)
             stopping = self.stopped()
             if progress.step % recipe.save_every == 0 or now - saved > 300 or last or stopping:
                 save_state(self.folder / stage.file, stage.state() | {"run": self.fingerprint})
@@ -199,31 +198,6 @@ class Loop:
             if last:
                 return
             started = time.perf_counter()
-
-    def _report(self, stage: Stage, losses: Sequence[float]) -> None:
-        """Log the mean loss since the last report, and the time left."""
-        progress, done = stage.progress, stage.share
-        finite = [loss for loss in losses if math.isfinite(loss)]
-        mean = sum(finite) / len(finite) if finite else math.nan
-        skipped = f", {progress.skipped} steps skipped" if progress.skipped else ""
-        left = f", {duration(progress.seconds * (1 - done) / done)} left" if done < 1 else ""
-        rate = progress.pairs / max(progress.seconds, 1e-9)
-        steps = f"{stage.name}step {progress.step} of {stage.steps}"
-        self.log(f"{steps} loss {mean:.4f} {rate:.1f} pairs/s{skipped}{left}")
-        if finite and stage is self.trainer:
-            self._record({"loss": mean})
-
-    def _validate(self) -> None:
-        """Validate; save the averaged parameters if they are the best so far (by F1)."""
-        progress = self.trainer.progress
-        scores = self.validate(self.trainer.average)
-        self._record(scores)
-        words = " ".join(f"{name} {value:.3f}" for name, value in scores.items())
-        self.log(f"step {progress.step} validation: {words}")
-        if scores["f1"] > progress.best:
-            progress.best = scores["f1"]
-            save_state(self.folder / "best.pt", self.trainer.average.state_dict())
-        self.on_validation(progress.history)
 
     def _record(self, values: LogRow) -> None:
         """Append a row to the history and to its file."""
@@ -273,14 +247,18 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def claim_folder(folder: Path, recipe: Recipe, held_out: Sequence[Path]) -> str:
-    """Make the folder of a run, or check that it belongs to this recipe and is validated on these photos.
+    """Make the folder of a run, or check that it belongs to this recipe and is validated on these photos;
+    gives a fingerprint of the recipe and of their names and sizes, which checkpoints carry.
 
-    Returns a fingerprint of the recipe and of the names and sizes of the photos `held_out`, which checkpoints
-    carry. `UsageError`: the folder is another run's, holds other files, or cannot be made; `IntegrityError`:
-    its recipe.json is damaged.
+    `UsageError`: the folder is another run's, holds other files, or cannot be made; `IntegrityError`: its
+    recipe.json is damaged.
     """
     photos = [f"{photo.parent.name}/{photo.name} {photo.stat().st_size}" for photo in held_out]
-    run = json.loads(json.dumps({"recipe": to_dict(recipe), "held_out": _digest("\n".join(photos))}))
+
+    def digest(text: str) -> str:
+        return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]
+
+    run = json.loads(json.dumps({"recipe": to_dict(recipe), "held_out": digest("\n".join(photos))}))
     note = folder / "recipe.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -310,15 +288,11 @@ def claim_folder(folder: Path, recipe: Recipe, held_out: Sequence[Path]) -> str:
             f"{folder} holds a run that is validated on other photos, some of which would be trained on now: "
             "give the photos as they were, or another --run"
         )
-    return _digest(json.dumps(run, sort_keys=True))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]
+    return digest(json.dumps(run, sort_keys=True))
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint, whole or not at all; `OSError`: the disk is full, or the folder not writable."""
+    """Write a checkpoint, whole or not at all."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     try:

@@ -17,20 +17,7 @@ from matcher.extract.learned import FeatureNetwork, folded, grown, subpixel, unf
 from matcher.match.network import MatchingNetwork
 from matcher.match.sinkhorn import mutual_best
 from matcher.match.steering import TURNS, steered
-from matcher.train.losses import (
-    DescribedKeypoints,
-    assignments,
-    cross_entropy,
-    decisions,
-    description_loss,
-    head_loss,
-    labelled_layers,
-    matching_loss,
-    mean_of,
-    mixed_precision,
-    nearest_of_other,
-    scores_of,
-)
+from matcher.train import losses
 from matcher.train.pairs import (
     IGNORED,
     Describer,
@@ -67,8 +54,7 @@ class Batch:
 
 
 def batch_maker(recipe: Recipe, views: DeviceViews, describer: Describer | None) -> Callable[[int], Batch]:
-    """What makes the batch of a step, the same for the same recipe, views and kind of device; `describer` is
-    the front end that is not trained."""
+    """What makes the batch of a step, the same for the same recipe, views and kind of device."""
     sampler = PairSampler(views, recipe)
 
     def made(step: int) -> Batch:
@@ -114,7 +100,7 @@ class Networks(nn.Module):
 
 
 def start_of_front_end(recipe: FrontEndRecipe) -> FeatureNetwork:
-    """The front end that a recipe starts from, grown to its sizes; `UsageError` where it is larger."""
+    """The front end that a recipe starts from, grown to its sizes."""
     network = front_end(recipe.start, precision="float32")
     if not recipe.network.contains(network.sizes):
         raise UsageError(
@@ -124,8 +110,8 @@ def start_of_front_end(recipe: FrontEndRecipe) -> FeatureNetwork:
 
 
 def continue_from(model: MatchingNetwork, start: str) -> None:
-    """Load trained parameters, of a shipped name or a file; heads for exit and pruning that it lacks keep
-    their values. `UsageError`: the weights are of another front end or architecture."""
+    """Load parameters of a shipped name or a file; heads for exit and pruning that it lacks keep their
+    values."""
     trained, _, name = load_model(start)
     wanted, found = model.state_dict(), trained.state_dict()
     found |= {key: wanted[key] for key in wanted.keys() - found.keys() if key.startswith(INNER_HEADS)}
@@ -143,10 +129,8 @@ def continue_from(model: MatchingNetwork, start: str) -> None:
 
 @torch.no_grad()
 def finished(networks: Networks, recipe: Recipe) -> Networks:
-    """The networks as they are written: batch normalisation folded, and a share of the initial parameters.
-
-    The share (WiSE-FT, Wortsman et al. 2022) recovers accuracy outside the training data.
-    """
+    """The networks as they are written: batch normalisation folded, and a share of the initial parameters,
+    which recovers accuracy outside the training data (WiSE-FT, Wortsman et al. 2022)."""
     share, starts = recipe.optimiser.start_share, []
     if networks.front_end is not None:
         networks.front_end = folded(networks.front_end).to(networks.log_scale.device)
@@ -163,11 +147,8 @@ def finished(networks: Networks, recipe: Recipe) -> Networks:
 
 
 def optimisers_of(networks: Networks, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """AdamW for everything, and Muon (Jordan et al. 2024) for the matrices of the matcher's layers if the
-    recipe asks for it; a group's `relative` learning rate is that relative to the recipe's.
-
-    The heads for early exit are left out, and those for pruning, unless the recipe drops points by them.
-    """
+    """AdamW, and Muon (Jordan et al. 2024) for matrices of the matcher's layers if the recipe asks for it; a
+    group's learning rate is `relative` to the recipe's."""
     found, matcher = [], recipe.matcher
 
     def adam(parameters: list[nn.Parameter], weight_decay: float, rate: float) -> None:
@@ -209,7 +190,8 @@ class Progress:
 
 
 class Stage:
-    """Steps over batches; a checkpoint has the state of its networks, its optimisers and its progress."""
+    """Steps over batches, each of which gives its loss, NaN if it was skipped; a checkpoint has the state of
+    the networks, the optimisers and the progress."""
 
     name, file = "", "checkpoint.pt"  # in the lines of the log; of the checkpoint
 
@@ -222,15 +204,11 @@ class Stage:
         """How much is done; 1 at the end."""
         return self.progress.step / self.steps if self.steps else 1.0
 
-    def step(self, batch: Batch) -> float:
-        """One update; returns the loss, NaN if it or its gradient was not finite and the step was skipped."""
-        raise NotImplementedError
-
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds."""
-        state: dict[str, Any] = {name: network.state_dict() for name, network in self.networks.items()}
-        state["optimisers"] = [optimiser.state_dict() for optimiser in self.optimisers]
-        return state | {"progress": vars(self.progress)}
+        state = {name: network.state_dict() for name, network in self.networks.items()}
+        optimisers = [optimiser.state_dict() for optimiser in self.optimisers]
+        return state | {"optimisers": optimisers, "progress": vars(self.progress)}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a state; KeyError, TypeError, ValueError or RuntimeError where it does not fit."""
@@ -242,10 +220,7 @@ class Stage:
 
 
 class Trainer(Stage):
-    """The networks of a recipe from the parameters that they start with; their moving average; optimisers.
-
-    `IntegrityError`, `UsageError`: weights to start from are absent, damaged or of another network.
-    """
+    """The networks of a recipe from the parameters that they start with; their moving average; optimisers."""
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self.device = device
@@ -279,8 +254,7 @@ class Trainer(Stage):
     def step(self, batch: Batch) -> float:
         """One update of the networks and of their average.
 
-        The learning rate: linear warm-up, a plateau, then a linear decay. A run on the plateau can be
-        prolonged, and ended from any of its checkpoints.
+        The learning rate rises, stays, and falls linearly: on its plateau a run can be prolonged and ended.
         """
         recipe, progress = self.recipe.optimiser, self.progress
         if progress.step == 0:
@@ -301,7 +275,7 @@ class Trainer(Stage):
             keypoints = replace(keypoints, descriptors=own.detach().lerp(own, gradient))
         if self.recipe.matcher.train:
             known = known_matches(batch, keypoints, self.recipe)
-            loss = loss + matching_loss(self.model.matcher, known, self.recipe.matcher, rng)
+            loss = loss + losses.matching_loss(self.model.matcher, known, self.recipe.matcher, rng)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), recipe.gradient_clip)
         # The only time in a step that a GPU is waited for: both numbers are read together.
@@ -337,37 +311,38 @@ class Trainer(Stage):
         """The keypoints of a batch, and the loss of their positions, scores and descriptors."""
         recipe, network, count = self.recipe.front_end, self.model.front_end, self.recipe.front_end.points
         matched = batch.points if self.recipe.matcher.train else 0
-        with mixed_precision(self.device):
+        with losses.mixed_precision(self.device):
             logits, maps = network(batch.pairs.images)
         maxima, valid = strongest(logits, max(count, matched))
         positions = subpixel(logits, maxima)
         corresponding, states = batch.pairs.transfer(positions)
         corresponding, visible = corresponding.nan_to_num(0.0), (states == VISIBLE) & valid
-        with mixed_precision(self.device):
+        with losses.mixed_precision(self.device):
             # Descriptors of an image at its own keypoints and at those transferred from the other image.
             both = torch.cat([positions, other_of_pair(corresponding[:, :count])], dim=1).detach()
             described = network.describe(maps, both)
         found = Keypoints(positions, described[:, : positions.shape[1]], valid)
         at = maxima[..., 1] * logits.shape[2] + maxima[..., 0]
         scored = logits.flatten(1).gather(1, at[:, :count])
-        positions, corresponding = positions[:, :count], corresponding[:, :count]
-        visible, valid = visible[:, :count], valid[:, :count]
-        nearest, distance, mutual = nearest_of_other(corresponding, positions, valid)
+        every = positions, corresponding, visible, valid
+        positions, corresponding, visible, valid = (x[:, :count] for x in every)
+        nearest, distance, mutual = losses.nearest_of_other(corresponding, positions, valid)
         own, others = (turned_alike(x, batch.pairs) for x in (described[:, :count], described[:, -count:]))
         chosen = torch.randperm(count, generator=rng)[: recipe.described].to(self.device, non_blocking=True)
         near = visible & mutual & (distance.amin(2) < 1.5 * recipe.match_distance)
         repeatable = matched_correctly(own, valid, distance, recipe.match_distance)[0]
-        points = DescribedKeypoints(
-            own, other_of_pair(others), positions.detach(), corresponding.detach(), valid
+        points, there = Keypoints(positions.detach(), own, valid), corresponding.detach()
+        scale = self.model.log_scale.exp()
+        total = losses.description_loss(
+            points, there, other_of_pair(others), chosen, visible[:, chosen], scale
         )
-        total = description_loss(points, chosen, visible[:, chosen], self.model.log_scale.exp())
         # Scores are probabilities of being repeatable and matched correctly, as the current descriptors match
         # (SiLK, Gleize et al. 2023, section 3.2).
-        total = total + cross_entropy(scored, repeatable, visible)
+        total = total + losses.cross_entropy(scored, repeatable, visible)
         # Distance of each transferred keypoint from the nearest one there (ALIKE, Zhao et al. 2022, eq. 6).
         there = other_of_pair(positions).gather(1, nearest[..., None].expand(-1, -1, 2))
         error = smooth_l1_loss(corresponding, there, reduction="none", beta=0.25).sum(-1)
-        return found, total + recipe.refinement_weight * mean_of(error, near)
+        return found, total + recipe.refinement_weight * losses.mean_of(error, near)
 
 
 class HeadTrainer(Stage):
@@ -387,7 +362,7 @@ class HeadTrainer(Stage):
         for group in optimiser.param_groups:
             group["lr"] = 2e-3 * (1 - self.share)
         known = known_matches(batch, found_keypoints(self.trained, batch), self.recipe)
-        loss = head_loss(self.trained.matcher, known, self.recipe.matcher)
+        loss = losses.head_loss(self.trained.matcher, known, self.recipe.matcher)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -401,12 +376,9 @@ class HeadTrainer(Stage):
 
 @torch.no_grad()
 def matched_correctly(own: Tensor, valid: Tensor, distance: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """(2B, K) bool: keypoints whose descriptor's mutual nearest neighbour lies at most `limit` pixels from
-    where they are in the other image; and which have a mutual nearest neighbour.
-
-    `own` (2B, K, D) are descriptors, turned alike; `distance` (2B, K, K) that of each keypoint in the other
-    image to the keypoints there.
-    """
+    """(2B, K) bool: keypoints whose descriptor's mutual nearest neighbour, by `own` (2B, K, D) turned alike,
+    is nearer than `limit` pixels to where they are in the other image, by the `distance` (2B, K, K) there
+    from all keypoints; and which have a mutual nearest neighbour."""
     similarity = own @ other_of_pair(own).mT
     similarity = similarity.masked_fill(~(valid[:, :, None] & other_of_pair(valid)[:, None]), -2)
     _, chosen, mutual = mutual_best(similarity)
@@ -416,12 +388,9 @@ def matched_correctly(own: Tensor, valid: Tensor, distance: Tensor, limit: float
 
 @torch.no_grad()
 def validate(networks: Networks, batches: Iterable[Batch], recipe: Recipe) -> LogRow:
-    """Scores over batches of photos that are not trained on.
-
-    `precision`, `recall` and `f1` of the matches: of the matcher, over keypoints whose partner is known, or
+    """`precision`, `recall` and `f1` of matches: of the matcher, over keypoints whose partner is known, or
     without one of mutual nearest neighbours, at 3 pixels; of a trained front end also `repeatability`, the
-    share of the covisible keypoints that are detected in the other image too.
-    """
+    share of the covisible keypoints that are detected in the other image too."""
     counts = torch.zeros(5, dtype=torch.float64)  # right, matches, wanted, repeated, visible
     matcher = networks.matcher
     for batch in batches:
@@ -429,7 +398,9 @@ def validate(networks: Networks, batches: Iterable[Batch], recipe: Recipe) -> Lo
         if networks.front_end is not None:
             corresponding, states = batch.pairs.transfer(points.positions)
             visible = (states == VISIBLE) & points.valid
-            distance = nearest_of_other(corresponding.nan_to_num(0.0), points.positions, points.valid)[1]
+            distance = losses.nearest_of_other(corresponding.nan_to_num(0.0), points.positions, points.valid)[
+                1
+            ]
             repeated = visible & (distance.amin(2) < CORRECT)
             counts[3:] += torch.stack([repeated.sum(), visible.sum()]).cpu()
         if matcher is None:
@@ -438,9 +409,11 @@ def validate(networks: Networks, batches: Iterable[Batch], recipe: Recipe) -> Lo
             right, matched, wanted = right & visible, mutual & visible, repeated
         else:
             known = labelled(points, batch.pairs, recipe)
-            layer = labelled_layers(matcher, known)[-1]
-            scores = scores_of(matcher, layer, len(matcher.layers) - 1)
-            found = decisions(assignments(matcher, layer, scores, recipe.matcher.sinkhorn_iterations)[-1])
+            layer = losses.labelled_layers(matcher, known)[-1]
+            scores = losses.scores_of(matcher, layer, len(matcher.layers) - 1)
+            found = losses.decisions(
+                losses.assignments(matcher, layer, scores, recipe.matcher.sinkhorn_iterations)[-1]
+            )
             partners = torch.cat([known.partner0, known.partner1], dim=1)
             right, matched = (found == partners) & (partners >= 0), (found >= 0) & (partners != IGNORED)
             wanted = partners >= 0

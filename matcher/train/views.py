@@ -78,7 +78,7 @@ def load_views(
     """Read photos and stored views (folders by source), and draw photos on planes in space, as many as
     `pairs` pairs need; the device keeps 0.5 MB a view of 640 × 480. `UsageError`: no views in a folder, or no
     photo can be read; `IntegrityError`: a stored view is damaged."""
-    shares, rng, views = recipe.sources.shares(), np.random.default_rng([recipe.seed, 4]), []
+    shares, rng, views = vars(recipe.sources), np.random.default_rng([recipe.seed, 4]), []
     with ThreadPoolExecutor(8) as pool:
         if shares["planes"] or shares["spaces"]:
             order, tried, wanted = [photos[k] for k in rng.permutation(len(photos))], 0, 2 * pairs
