@@ -18,8 +18,7 @@ import torch
 from matcher.cameras import Camera
 from matcher.collection.collection import Collection
 from matcher.errors import MatcherError
-from matcher.evaluate.folders import camera_of, read_matrix, read_rows
-from matcher.evaluate.multiview import frames_of
+from matcher.evaluate.folders import camera_of, frames_of, read_matrix, read_rows
 from matcher.images import data_folder, find_images
 from matcher.localization.map import Map
 from matcher.presets import DEFAULT_PRESET

@@ -9,9 +9,9 @@ import pytest
 import matcher
 from matcher.config import EstimationConfig
 from matcher.errors import ImageError, IntegrityError, UsageError
+from matcher.evaluate.folders import drawn, overlap_of
 from matcher.evaluate.measure import measure_pair
 from matcher.evaluate.methods import Method
-from matcher.evaluate.multiview import drawn, overlap_of
 from matcher.evaluate.protocols import DepthCamera, DepthPair, depth_at, reproject
 from matcher.evaluate.run import evaluate
 from matcher.evaluate.sets import SetOptions, data_folder, find_sets

@@ -120,9 +120,7 @@ def test_heads_learn_alone_and_dropping_teaches_those_for_pruning():
 # --- Keypoints.
 
 
-def described(
-    own: Tensor, corresponding: Tensor, spacing: float = 20.0
-) -> tuple[Keypoints, Tensor, Tensor]:
+def described(own: Tensor, corresponding: Tensor, spacing: float = 20.0) -> tuple[Keypoints, Tensor, Tensor]:
     points = torch.arange(5.0)[None, :, None].expand(2, 5, 2) * spacing
     return Keypoints(points, own, torch.ones(2, 5, dtype=torch.bool)), points, corresponding
 

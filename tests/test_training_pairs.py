@@ -10,7 +10,7 @@ import torch
 from training_data import LEARNED, SIFT, from_sources, write_photos, write_views
 
 from matcher.errors import IntegrityError, UsageError
-from matcher.evaluate.multiview import find_stored_sets
+from matcher.evaluate.folders import find_stored_sets
 from matcher.match.position import normalise_positions
 from matcher.train.pairs import (
     IGNORED,

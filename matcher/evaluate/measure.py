@@ -27,6 +27,7 @@ from matcher.verify.estimation import RobustEstimator
 from matcher.verify.verdict import SAME, reject_improbable
 
 THRESHOLDS = (1, 3)  # pixels of the resized images
+OUTCOMES = ("right", "ambiguous", "refused", "wrong")  # of pairs that are easily wrong
 COARSE = 10  # pixels; for ground truth that is accurate to several pixels only, and WxBS's mAA
 
 
@@ -122,9 +123,6 @@ def repeatability(
     near = errors < threshold
     found = (near.any(axis=1) & covisible0).sum() + (near.any(axis=0) & covisible1).sum()
     return float(found / (covisible0.sum() + covisible1.sum()))
-
-
-# One pair
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,11 +236,6 @@ def _precisions(errors: np.ndarray) -> dict[str, float]:
         found[f"correct{threshold}"] = float((errors < threshold).sum())
         found[f"precision{threshold}"] = found[f"correct{threshold}"] / max(1, len(errors))
     return found
-
-
-# Pairs that are easily wrong
-
-OUTCOMES = ("right", "ambiguous", "refused", "wrong")
 
 
 def outcome(pair: Pair, result: Result) -> dict[str, float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from matcher.errors import UsageError
-from matcher.evaluate import folders, multiview, synthetic
+from matcher.evaluate import folders, synthetic
 from matcher.evaluate.protocols import Pair, PairSet, PairsOnAccess, ProtocolName
 from matcher.images import DATA_VARIABLE, data_folder, find_images
 
@@ -69,9 +69,9 @@ _LAYOUTS = (
     Layout("homography", folders.opencv_homography, ("H1to3p.xml",), "{}-homography"),
     Layout("correspondences", folders.opencv_stereo, ("aloeGT.png",), "{}-stereo"),
     Layout("correspondences", folders.middlebury, ("*/disp2.pgm",)),
-    Layout("depth", multiview.rendered, ("cameras.json",), note="Depth and poses are exact"),
-    Layout("homography", lambda folder: multiview.rendered(folder, True), ("cameras.json",), "{}-light"),
-    Layout("depth", multiview.recorded, ("cameras.json",), note=multiview.TRACKED),
+    Layout("depth", folders.rendered, ("cameras.json",), note="Depth and poses are exact"),
+    Layout("homography", lambda folder: folders.rendered(folder, True), ("cameras.json",), "{}-light"),
+    Layout("depth", folders.recorded, ("cameras.json",), note=folders.TRACKED),
     Layout("correspondences", folders.wxbs, folders.WXBS, "wxbs", folders.BY_HAND),
     Layout("homography", folders.multimodal, ("pairs.json",), note=folders.BY_LANDMARKS),
     Layout("pose", folders.kitti, ("poses.txt", "*/poses.txt")),
@@ -140,8 +140,8 @@ def _named(name: str, options: SetOptions) -> list[PairSet]:
             "docs/scripts.md, Data), or give a folder of your own"
         )
     if name == "kitchen_angles":
-        drawn = multiview.drawn(folder, 240 if options.pairs is None else options.pairs, options.seed)
-        return [PairSet(name, "depth", drawn, note=multiview.TRACKED)]
+        drawn = folders.drawn(folder, 240 if options.pairs is None else options.pairs, options.seed)
+        return [PairSet(name, "depth", drawn, note=folders.TRACKED)]
     if name not in _MADE:
         return _of_folder(folder, options)
     photos = [path for path in find_images(folder) if name != "facades" or path.parent.name == "facades_spb"]

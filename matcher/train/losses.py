@@ -20,6 +20,7 @@ from matcher.types import UNMATCHED
 
 UNROLLED = 2  # Sinkhorn iterations with gradients
 MASKED = -1e4  # a logit without probability
+APART = 4.0  # pixels; descriptors of nearer points need not differ
 
 
 def mean_of(values: Tensor, chosen: Tensor) -> Tensor:
@@ -38,11 +39,8 @@ def mixed_precision(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=fast)
 
 
-# --- Matches.
-
-
 def assignment_loss(log_p: Tensor, partner0: Tensor, partner1: Tensor) -> Tensor:
-    """Mean −log P (B, N+1, M+1) of true matches and of unmatched points, equally weighed (SuperGlue, eq.
+    """Mean −log P (B, N+1, M+1) of true matches and of unmatched points, weighed alike (SuperGlue, eq.
     10)."""
     matched = log_p[:, :-1].gather(2, partner0.clamp_min(0).unsqueeze(2)).squeeze(2)
     unmatched0 = mean_of(log_p[:, :-1, -1], partner0 == UNMATCHED)
@@ -162,8 +160,7 @@ def matching_loss(
     model: MatchingNetwork, batch: PairBatch, recipe: MatcherRecipe, rng: torch.Generator
 ) -> Tensor:
     """Mean over inner layers drawn by `rng` and the last one, plus the loss of the last one. Where points are
-    dropped, the heads for that learn along, from batches with all points, without gradients to the
-    network."""
+    dropped, the heads for that learn along, from batches with all points; nothing else does from them."""
     share = recipe.kept_shares[int(torch.randint(len(recipe.kept_shares), (1,), generator=rng))]
     first, after = min(3, len(model.layers) - 1), None  # never after the last
     if share < 1 and first:
@@ -228,11 +225,6 @@ def head_loss(model: MatchingNetwork, batch: PairBatch, recipe: MatcherRecipe) -
     return torch.stack(losses).mean()
 
 
-# --- Keypoints. Images and their pairs are in the order of `pairs`.
-
-APART = 4.0  # pixels; descriptors of nearer points need not differ
-
-
 @torch.no_grad()
 def nearest_of_other(corresponding: Tensor, points: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """For transferred keypoints (2B, K, 2): index (2B, K) of the nearest keypoint of the other image, all
@@ -245,20 +237,15 @@ def nearest_of_other(corresponding: Tensor, points: Tensor, valid: Tensor) -> tu
 
 
 def description_loss(
-    points: Keypoints,
-    corresponding: Tensor,
-    described: Tensor,
-    chosen: Tensor,
-    visible: Tensor,
-    scale: Tensor,
+    points: Keypoints, corresponding: Tensor, there: Tensor, chosen: Tensor, visible: Tensor, scale: Tensor
 ) -> Tensor:
     """Negative log-likelihood (dual softmax) of matching keypoints to their positions `corresponding` (2B, K,
-    2) in the other image, `described` (2B, K, D) there; `scale` is that of the similarities.
+    2) in the other image, whose descriptors are `there` (2B, K, D); `scale` is that of the similarities.
 
     `chosen` (N,) are supervised where `visible` (2B, N) in the other image; negatives are the others of them
     and every detected keypoint of either image, visible in both or not, but none nearer than `APART`.
     """
-    own, corresponding, matching = (x[:, chosen] for x in (points.descriptors, corresponding, described))
+    own, corresponding, matching = (x[:, chosen] for x in (points.descriptors, corresponding, there))
     itself = chosen.unsqueeze(1) == torch.arange(points.valid.shape[1], device=own.device)
     # Each chosen point with the corresponding positions and the keypoints of the other image.
     near = (torch.cdist(corresponding, corresponding) < APART) | ~visible[:, None]

@@ -78,10 +78,6 @@ class ImagePairs:
     images: Tensor  # (2B, 1, H, W) in [0, 1]
     turns: Tensor | None = None  # (B,) int64 clockwise quarter turns of image 1 relative to image 0
 
-    def __len__(self) -> int:
-        """Pairs."""
-        return len(self.flat)
-
     def leading(self, pairs: int) -> ImagePairs:
         """The first pairs."""
         names = "sources", "framings", "images"
@@ -173,20 +169,17 @@ class PairSampler:
 
 
 def made_ahead(make: Callable[[int], T], start: int, stop: int, device: torch.device) -> Iterator[T]:
-    """What `make` gives for the steps start … stop−1.
-
-    On a processor a thread makes the next one meanwhile; a GPU has one queue for everything.
-    """
+    """What `make` gives for the steps start … stop−1, one at least; on a processor a thread makes the next
+    one meanwhile, a GPU has one queue for everything."""
     if device.type != "cpu":
         yield from map(make, range(start, stop))
         return
     with ThreadPoolExecutor(1) as pool:
-        ahead = [pool.submit(make, step) for step in range(start, min(start + 1, stop))]
-        for step in range(start + 1, stop + 1):
-            made = ahead.pop().result()
-            if step < stop:
-                ahead.append(pool.submit(make, step))
+        ahead = pool.submit(make, start)
+        for step in range(start + 1, stop):
+            made, ahead = ahead.result(), pool.submit(make, step)
             yield made
+        yield ahead.result()
 
 
 # --- Framing: new images of views; zooms, crops and rotations of the camera as homographies.
@@ -480,10 +473,6 @@ class PairBatch:
     corresponding0: Tensor  # (B, N, 2) float32 positions in the other image, NaN where not visible
     corresponding1: Tensor  # (B, M, 2)
 
-    def __len__(self) -> int:
-        """Pairs."""
-        return len(self.partner0)
-
 
 def labelled(points: Keypoints, pairs: ImagePairs, recipe: Recipe) -> PairBatch:
     """Keypoints with their partners, image 1 turned as image 0 is where descriptors are steerable."""
@@ -501,7 +490,7 @@ def labelled(points: Keypoints, pairs: ImagePairs, recipe: Recipe) -> PairBatch:
         own, other = points.descriptors.chunk(2)
         similarity = own @ other.mT if recipe.kind == SIFT else None
         partner0, partner1 = _partners(there, found, states, similarity)
-    count, device = len(pairs), positions.device
+    count, device = len(pairs.flat), positions.device
     features0, features1 = (
         Features.of_valid(
             keypoints=own.positions.detach(),

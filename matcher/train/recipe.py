@@ -133,11 +133,6 @@ class Recipe:
         most = max(1, self.pair.points_per_batch // (2 * points))
         return min(self.pair.pairs, most) if self.pair.pairs else most
 
-    @property
-    def all_pairs(self) -> int:
-        """The most pairs that a run of all steps sees."""
-        return self.optimiser.steps * self.pairs_of(min(self.pair.points))
-
 
 def check_recipe(recipe: Recipe, where: str = "recipe") -> None:
     """Refuse values of the right type that cannot be trained with; `UsageError` names the first such key."""

@@ -94,27 +94,20 @@ def train(
 
         loop = Loop(trainer, scores, options.folder, run, log, stopped, on_validation)
         loop.resume(trainer)
-        views = load_views(recipe, training, stored, device, recipe.all_pairs, log)
+        most = recipe.optimiser.steps * recipe.pairs_of(min(recipe.pair.points))
+        views = load_views(recipe, training, stored, device, most, log)
         make = batch_maker(recipe, views, describer)
-        try:
-            loop.run(trainer, made_ahead(make, trainer.progress.step, trainer.steps, device))
-            trainer.average.load_state_dict(load_state(options.folder / "best.pt"))
-            networks = finished(trainer.average, recipe)
-            if networks.matcher is not None and len(networks.matcher.confidence):
-                heads, others = HeadTrainer(recipe, networks), 10_000_000  # for other batches
-                loop.resume(heads)
-                done = others + heads.progress.step
-                loop.run(heads, made_ahead(make, done, others + heads.steps, device))
-        except Stopped:
+        if not loop.run(trainer, made_ahead(make, trainer.progress.step, trainer.steps, device)):
             return None
+        trainer.average.load_state_dict(load_state(options.folder / "best.pt"))
+        networks = finished(trainer.average, recipe)
+        if networks.matcher is not None and len(networks.matcher.confidence):
+            heads, others = HeadTrainer(recipe, networks), 10_000_000  # for other batches
+            loop.resume(heads)
+            done = others + heads.progress.step
+            if not loop.run(heads, made_ahead(make, done, others + heads.steps, device)):
+                return None
         return loop.write(networks)
-
-
-# --- The loop.
-
-
-class Stopped(Exception):
-    """The caller asked to stop; the progress is saved."""
 
 
 @dataclass
@@ -149,12 +142,12 @@ class Loop:
         lines = "".join(json.dumps(row) + "\n" for row in self.trainer.progress.history)
         write_whole(self.folder / "log.jsonl", lines.encode())
 
-    def run(self, stage: Stage, batches: Iterator[Batch]) -> None:
+    def run(self, stage: Stage, batches: Iterator[Batch]) -> bool:
         """One step per batch until the stage is done, with checkpoints and validations of the trainer, of
         which the averaged parameters are kept that are the best so far (by F1)."""
         recipe, progress, losses = self.trainer.recipe, stage.progress, []
         if stage.share == 1:
-            return
+            return True
         first, main = progress.step, stage is self.trainer
         started = reported = saved = time.perf_counter()
         for batch in batches:
@@ -194,10 +187,11 @@ class Loop:
                 saved = now
             if stopping:
                 self.log(f"stopped at {stage.name}step {progress.step}; the same command continues")
-                raise Stopped
+                return False
             if last:
-                return
+                break
             started = time.perf_counter()
+        return True
 
     def _record(self, values: LogRow) -> None:
         """Append a row to the history and to its file."""

@@ -41,9 +41,6 @@ CORRECT = 3.0  # pixels; validation
 INNER_HEADS = ("confidence", "match_probability")
 
 
-# --- Batches.
-
-
 @dataclass(frozen=True, eq=False)
 class Batch:
     """New pairs, and their keypoints where the front end is not trained."""
@@ -61,10 +58,8 @@ def batch_maker(recipe: Recipe, views: DeviceViews, describer: Describer | None)
         rng = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
         points = recipe.pair.points[int(torch.randint(len(recipe.pair.points), (1,), generator=rng))]
         pairs = sampler.batch(recipe.pairs_of(points), step)
-        if describer is None:
-            return Batch(pairs, points, None)
         draws = Draws(int(torch.randint(2**62, (1,), generator=rng)), sampler.device)
-        return Batch(pairs, points, describer(pairs.images, points, draws))
+        return Batch(pairs, points, describer and describer(pairs.images, points, draws))
 
     return made
 
@@ -110,8 +105,7 @@ def start_of_front_end(recipe: FrontEndRecipe) -> FeatureNetwork:
 
 
 def continue_from(model: MatchingNetwork, start: str) -> None:
-    """Load parameters of a shipped name or a file; heads for exit and pruning that it lacks keep their
-    values."""
+    """Load parameters of a shipped name or a file; inner heads that it lacks keep their values."""
     trained, _, name = load_model(start)
     wanted, found = model.state_dict(), trained.state_dict()
     found |= {key: wanted[key] for key in wanted.keys() - found.keys() if key.startswith(INNER_HEADS)}
@@ -151,13 +145,13 @@ def optimisers_of(networks: Networks, recipe: Recipe) -> list[torch.optim.Optimi
     group's learning rate is `relative` to the recipe's."""
     found, matcher = [], recipe.matcher
 
-    def adam(parameters: list[nn.Parameter], weight_decay: float, rate: float) -> None:
+    def adam(parameters: list[nn.Parameter], decay: float) -> None:
         matrices, others = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
-        groups = {"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}
-        found.append(torch.optim.AdamW([group | {"relative": rate} for group in groups]))
+        groups = {"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}
+        found.append(torch.optim.AdamW([group | {"relative": 1.0} for group in groups]))
 
     if networks.front_end is not None:
-        adam([*networks.front_end.parameters(), networks.log_scale], recipe.front_end.weight_decay, 1.0)
+        adam([*networks.front_end.parameters(), networks.log_scale], recipe.front_end.weight_decay)
     if networks.matcher is not None:
         if matcher.muon_rate and not hasattr(torch.optim, "Muon"):
             raise UsageError(
@@ -166,15 +160,12 @@ def optimisers_of(networks: Networks, recipe: Recipe) -> list[torch.optim.Optimi
         layers = networks.matcher.layers.parameters() if matcher.muon_rate else ()
         matrices = {id(p): p for p in layers if p.ndim == 2}
         rest = [p for p in networks.matcher.parameters() if p.requires_grad and id(p) not in matrices]
-        adam(rest, matcher.weight_decay, 1.0)
+        adam(rest, matcher.weight_decay)
         if matrices:
             group = {"params": list(matrices.values()), "relative": matcher.muon_rate}
             adjust = {"weight_decay": matcher.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
             found.append(torch.optim.Muon([group], **adjust))
     return found
-
-
-# --- Stages of a training.
 
 
 @dataclass
@@ -257,8 +248,14 @@ class Trainer(Stage):
         The learning rate rises, stays, and falls linearly: on its plateau a run can be prolonged and ended.
         """
         recipe, progress = self.recipe.optimiser, self.progress
-        if progress.step == 0:
-            self._begin(batch)
+        if progress.step == 0:  # batch normalisation is restored from images, a new projection scaled
+            for networks in (self.model, self.average):
+                if self._start is not None:
+                    network = unfolded(self._start.to(self.device), batch.pairs.images)
+                    networks.front_end.load_state_dict(network.state_dict())
+                if networks.matcher and not self.recipe.matcher.start and batch.keypoints is not None:
+                    descriptors = batch.keypoints.descriptors[batch.keypoints.valid].float()
+                    networks.matcher.standardise(descriptors)
         fall = (1 - self.share) / max(1e-9, 1 - recipe.hold_share)
         rise = min(1.0, (progress.step + 1) / max(1, recipe.warmup_steps))
         rate = recipe.learning_rate * max(recipe.final_share, min(1.0, fall)) * rise
@@ -293,19 +290,8 @@ class Trainer(Stage):
                         mean.lerp_(own, 1 - decay)
         progress.skipped += not finite
         progress.step += 1
-        progress.pairs += len(batch.pairs)
+        progress.pairs += len(batch.pairs.flat)
         return value if finite else math.nan
-
-    @torch.no_grad()
-    def _begin(self, batch: Batch) -> None:
-        """Before the first step: restore batch normalisation from images, scale a new projection."""
-        for networks in (self.model, self.average):
-            if self._start is not None:
-                network = unfolded(self._start.to(self.device), batch.pairs.images)
-                networks.front_end.load_state_dict(network.state_dict())
-            if networks.matcher is not None and not self.recipe.matcher.start and batch.keypoints is not None:
-                descriptors = batch.keypoints.descriptors[batch.keypoints.valid].float()
-                networks.matcher.standardise(descriptors)
 
     def _keypoint_loss(self, batch: Batch, rng: torch.Generator) -> tuple[Keypoints, Tensor]:
         """The keypoints of a batch, and the loss of their positions, scores and descriptors."""
@@ -331,11 +317,9 @@ class Trainer(Stage):
         chosen = torch.randperm(count, generator=rng)[: recipe.described].to(self.device, non_blocking=True)
         near = visible & mutual & (distance.amin(2) < 1.5 * recipe.match_distance)
         repeatable = matched_correctly(own, valid, distance, recipe.match_distance)[0]
-        points, there = Keypoints(positions.detach(), own, valid), corresponding.detach()
-        scale = self.model.log_scale.exp()
-        total = losses.description_loss(
-            points, there, other_of_pair(others), chosen, visible[:, chosen], scale
-        )
+        points, scale = Keypoints(positions.detach(), own, valid), self.model.log_scale.exp()
+        truth = corresponding.detach(), other_of_pair(others)
+        total = losses.description_loss(points, *truth, chosen, visible[:, chosen], scale)
         # Scores are probabilities of being repeatable and matched correctly, as the current descriptors match
         # (SiLK, Gleize et al. 2023, section 3.2).
         total = total + losses.cross_entropy(scored, repeatable, visible)
@@ -367,7 +351,7 @@ class HeadTrainer(Stage):
         loss.backward()
         optimiser.step()
         self.progress.step += 1
-        self.progress.pairs += len(known)
+        self.progress.pairs += len(known.partner0)
         return float(loss.detach())
 
 
@@ -396,11 +380,9 @@ def validate(networks: Networks, batches: Iterable[Batch], recipe: Recipe) -> Lo
     for batch in batches:
         points = found_keypoints(networks, batch)
         if networks.front_end is not None:
-            corresponding, states = batch.pairs.transfer(points.positions)
-            visible = (states == VISIBLE) & points.valid
-            distance = losses.nearest_of_other(corresponding.nan_to_num(0.0), points.positions, points.valid)[
-                1
-            ]
+            there, states = batch.pairs.transfer(points.positions)
+            visible, there = (states == VISIBLE) & points.valid, there.nan_to_num(0.0)
+            _, distance, _ = losses.nearest_of_other(there, points.positions, points.valid)
             repeated = visible & (distance.amin(2) < CORRECT)
             counts[3:] += torch.stack([repeated.sum(), visible.sum()]).cpu()
         if matcher is None:
@@ -411,9 +393,8 @@ def validate(networks: Networks, batches: Iterable[Batch], recipe: Recipe) -> Lo
             known = labelled(points, batch.pairs, recipe)
             layer = losses.labelled_layers(matcher, known)[-1]
             scores = losses.scores_of(matcher, layer, len(matcher.layers) - 1)
-            found = losses.decisions(
-                losses.assignments(matcher, layer, scores, recipe.matcher.sinkhorn_iterations)[-1]
-            )
+            iterations = recipe.matcher.sinkhorn_iterations
+            found = losses.decisions(losses.assignments(matcher, layer, scores, iterations)[-1])
             partners = torch.cat([known.partner0, known.partner1], dim=1)
             right, matched = (found == partners) & (partners >= 0), (found >= 0) & (partners != IGNORED)
             wanted = partners >= 0

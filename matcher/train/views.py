@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from matcher.errors import ImageError, IntegrityError, UsageError
-from matcher.evaluate.multiview import StoredSet, find_stored_sets
+from matcher.evaluate.folders import StoredSet, find_stored_sets
 from matcher.images import find_images, read_image
 from matcher.train.recipe import Recipe
 
@@ -128,21 +128,15 @@ def load_views(
         if number >= count:
             h, w = view.inverse_depth.shape
             inverse_depth[number - count, :h, :w] = torch.from_numpy(view.inverse_depth).to(device)
-
-    def tensor(values: Sequence, dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.array(values)).to(device, dtype)
-
-    return DeviceViews(
-        images,
-        inverse_depth,
-        sizes=tensor([view.pixels.shape[::-1] for view in views], torch.float32),
-        K=tensor([view.K for view in views], torch.float64),
-        cam_from_world=tensor([view.cam_from_world for view in views], torch.float64),
-        scenes=tensor(scenes, torch.int64),
-        captured=tensor(captured, torch.bool),
-        pairs=found,
-        photos=count,
+    columns = (
+        (torch.float32, [view.pixels.shape[::-1] for view in views]),
+        (torch.float64, [view.K for view in views]),
+        (torch.float64, [view.cam_from_world for view in views]),
+        (torch.int64, scenes),
+        (torch.bool, captured),
     )
+    known = (torch.from_numpy(np.array(values)).to(device, dtype) for dtype, values in columns)
+    return DeviceViews(images, inverse_depth, *known, found, count)
 
 
 def counted(items: Iterable[T], total: int, what: str, log: Log) -> Iterator[T]:
@@ -162,9 +156,6 @@ def duration(seconds: float) -> str:
     if minutes < 2:
         return f"{seconds:.0f} s"
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
-
-
-# --- Photos.
 
 
 def split_photos(folder: Path, validation: Path | None, seed: int) -> tuple[list[Path], list[Path]]:
@@ -197,9 +188,6 @@ def read_photo(path: Path) -> np.ndarray | None:
     except ImageError:
         return None
     return pixels if min(pixels.shape) >= 32 else None
-
-
-# --- Stored views.
 
 
 def stored_folders(shares: Mapping[str, float], rendered: Path | None, real: Path | None) -> dict[str, Path]:
@@ -240,9 +228,6 @@ def _read_stored(stored: StoredSet, number: int) -> PosedView:
     resized = np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1]])
     K, pose = (np.array(view[key], dtype=np.float64) for key in ("K", "E"))
     return PosedView(cv2.resize(grey, size, interpolation=cv2.INTER_AREA), inverse, resized @ K, pose)
-
-
-# --- Photos on planes in space.
 
 
 def draw_space(

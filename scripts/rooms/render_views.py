@@ -4,7 +4,7 @@
 
 Runs in an environment of its own: Python 3.11, `pip install bpy==5.0.1 OpenEXR opencv-python-headless numpy`.
 The seed randomises materials (plain or photos), posters, clutter and the furniture's positions; each group of
-views has its own lights. The output is a set as `matcher.evaluate.multiview` reads it.
+views has its own lights. The output is a set as `matcher.evaluate.folders` reads it.
 """
 
 from __future__ import annotations

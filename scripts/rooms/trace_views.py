@@ -7,7 +7,7 @@ Runs in an environment of its own: Python 3.11,
 A room is composed from its seed: furniture of the training worlds (`small_house.glb`, `hospital.glb` and
 `warehouse.glb` in DIR) and new pieces, materials, posters, clutter and lamps; every fifth or so is one of the
 worlds. Cameras look at a common spot from all sides. Each room is a set OUT/roomNNNN as
-`matcher.evaluate.multiview` reads it, written as a whole; rooms that exist are skipped. The rows of
+`matcher.evaluate.folders` reads it, written as a whole; rooms that exist are skipped. The rows of
 pairs.json have the angle between the optical axes in degrees as their fourth number.
 """
 
