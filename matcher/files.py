@@ -1,18 +1,22 @@
-"""Files that appear completely or not at all, outputs that spare foreign files, and the cache folder."""
+"""Files and folders that appear whole or not at all and spare what is foreign, and the cache folder."""
 
 from __future__ import annotations
 
 import errno
+import glob
+import json
 import os
 import secrets
+import shutil
 import stat
 import struct
 import sys
 import tomllib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from time import time
 from typing import Any, BinaryIO
 
 from matcher.errors import UsageError
@@ -74,12 +78,17 @@ def check_output(path: str | Path, suffixes: Sequence[str], *, overwrite: bool =
         raise UsageError(f"{path}: the name of this output must end in {' or '.join(suffixes)}")
     if path.is_dir():
         raise UsageError(f"{path} is a folder; name a file")
-    if not path.parent.is_dir():
-        raise UsageError(f"{path}: there is no folder {path.parent}; make it first")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UsageError(f"{path}: the folder {path.parent} cannot be written")
+    _check_parent(path)
     refuse_foreign(path, overwrite=overwrite)
     return path
+
+
+def _check_parent(path: Path) -> None:
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        raise UsageError(f"{path}: there is no folder {parent}; make it first")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{path}: the folder {parent} cannot be written")
 
 
 def refuse_foreign(path: Path, *, overwrite: bool) -> None:
@@ -181,6 +190,89 @@ def cache_folder(environment: Mapping[str, str] | None = None, platform: str | N
     # The XDG specification tells programs to ignore relative paths.
     given = values.get("XDG_CACHE_HOME", "")
     return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "matcher"
+
+
+# Folders that appear completely or not at all.
+
+_WRITTEN = ".matcher-files.json"  # names of the files that we wrote into a folder
+
+
+@contextmanager
+def whole_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder beside `path`, absent or empty, that takes its name when the block ends well.
+    With `overwrite` it may hold files: what an earlier export wrote there is deleted, files of the same name
+    as a new one are replaced, and all others stay."""
+    check_folder(path, overwrite=overwrite)
+    # What programs that were killed left of this folder goes; what another one is writing stays.
+    for part in path.absolute().parent.glob(f".{glob.escape(path.name[:80])}.{'[0-9a-f]' * 8}.part"):
+        with suppress(OSError, ImportError):
+            old = part.is_dir() and not part.is_symlink() and part.stat().st_mtime < time() - 10
+            if old:  # else another program may not have locked it yet
+                os.close(_hold(part))
+                shutil.rmtree(part, ignore_errors=True)
+    part, held = temporary_name(path), None
+    part.mkdir()
+    with suppress(OSError, ImportError):  # this disk or system has no locks
+        held = _hold(part)
+    try:
+        yield part
+        names = sorted(file.relative_to(part).as_posix() for file in part.rglob("*") if file.is_file())
+        (part / _WRITTEN).write_text(json.dumps(names), encoding="utf-8")
+        if not path.exists() or not any(path.iterdir()):
+            if path.exists():
+                path.rmdir()
+            part.replace(path)
+            return
+
+        def through_link(name: str) -> bool:
+            return any((path / way).is_symlink() for way in Path(name).parents[:-1])
+
+        if through := next(filter(through_link, names), None):
+            raise UsageError(f"{path / through}: there is a link on the way; name another folder")
+        before: object = None  # the files of an earlier export
+        with suppress(OSError, ValueError, RecursionError):
+            before = json.loads(read_given(path / _WRITTEN).decode("utf-8"))
+        for old in before if isinstance(before, list) else []:
+            inside = isinstance(old, str) and not Path(old).is_absolute() and ".." not in Path(old).parts
+            if inside and old not in names and not through_link(old) and (path / old).is_file():
+                (path / old).unlink()
+        for name in (*names, _WRITTEN):
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (part / name).replace(path / name)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+def _hold(folder: Path) -> int:
+    """Lock a folder until the returned descriptor is closed or the program ends; `OSError`: another has."""
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def check_folder(path: Path, *, overwrite: bool = False) -> None:
+    """Before any work, the errors of `whole_folder`."""
+    _check_parent(path)
+    if path.is_symlink() and not path.exists():
+        raise UsageError(f"{path} is a link to nothing; name another folder")
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file; name a folder")
+    if path.exists() and any(path.iterdir()) and not overwrite:
+        raise UsageError(
+            f"{path} exists and is not an empty folder; name another, or write into it with overwrite=True "
+            "(files of the same names are replaced, others stay)"
+        )
+
+
+# Files in the cache that are run or trusted.
 
 
 class NotOursError(Exception):

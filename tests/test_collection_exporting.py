@@ -15,7 +15,7 @@ from matcher.collection.tracks import tracks_of
 from matcher.errors import UsageError
 from matcher.export.colmap import CameraChoice, group_cameras, read_exif
 from matcher.export.formats import export
-from matcher.export.output import whole_folder
+from matcher.files import whole_folder
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def localize(
     """
     from matcher.cameras import Camera, parse_cameras, read_rig_config
     from matcher.export.colmap import import_pycolmap
-    from matcher.export.output import check_folder
+    from matcher.files import check_folder
     from matcher.images import find_masks
     from matcher.localization.map import Map
     from matcher.localization.sparse_map import LocalizationConfig

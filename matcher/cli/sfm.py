@@ -65,7 +65,7 @@ def sfm(
     from matcher.collection.sources import Selection
     from matcher.collection.store import Store
     from matcher.export.colmap import check_used, import_pycolmap
-    from matcher.export.output import check_folder
+    from matcher.files import check_folder
     from matcher.sfm.growing import continue_model
     from matcher.sfm.models import read_given_poses
     from matcher.sfm.reconstruct import check_mapper

@@ -31,8 +31,7 @@ from matcher.presets import DEFAULT_PRESET, LoadOptions, from_file, refuse_furth
 from matcher.types import Features, Matches, TwoViewGeometry, to_numpy
 
 if TYPE_CHECKING:
-    from matcher.export.colmap import CameraChoice
-    from matcher.export.output import ExportReport
+    from matcher.export.colmap import CameraChoice, ExportReport
     from matcher.sfm.reconstruct import MappingOptions, Reconstruction
 
 

@@ -1,4 +1,4 @@
-"""COLMAP's database, written by pycolmap itself, because its schema changes between versions.
+"""What every exporter reads of a run; COLMAP's database, by pycolmap, as its schema changes between versions.
 
 COLMAP's pixels have their origin in the corner of the first pixel: everything moves by half a pixel. COLMAP
 does not check indices and crashes on one out of range, so all are checked here.
@@ -7,6 +7,7 @@ does not check indices and crashes on one out of range, so all are checked here.
 from __future__ import annotations
 
 import errno
+import re
 import shutil
 import signal
 import threading
@@ -19,15 +20,127 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from matcher.cameras import CAMERA_MODELS, Camera, RigConfig, focal_of_film
-from matcher.errors import UsageError, install_command
-from matcher.export.output import ExportedRun, ExportReport
+from matcher.collection.schema import common_camera
+from matcher.collection.tracks import contradicted_pairs
+from matcher.errors import IntegrityError, UsageError, install_command
 from matcher.files import whole_file
 from matcher.image_files import read_header
-from matcher.types import TwoViewGeometry
+from matcher.types import Features, TwoViewGeometry
 
 if TYPE_CHECKING:
-    from matcher.collection.schema import StoredImage
+    from matcher.collection.schema import StoredImage, StoredPair
     from matcher.collection.store import Store
+
+
+# What every exporter reads of a run, and says of it.
+
+
+@dataclass
+class ExportReport:
+    """What an export wrote, and what it had to leave out."""
+
+    path: Path
+    images: int = 0
+    keypoints: int = 0
+    pairs: int = 0
+    verified: int = 0  # pairs with a geometry
+    matches: int = 0
+    given_cameras: list[int] = field(default_factory=list)  # numbers of those that must not be refined
+    cameras: int = 0
+    guessed_cameras: int = 0  # photos of which nothing says the focal length
+    left_out: list[str] = field(default_factory=list)  # what is damaged, or what the format cannot hold
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """The report, ready to print."""
+        first = (
+            f"{self.images} images with {self.keypoints} keypoints, {self.pairs} pairs "
+            f"({self.verified} verified) with {self.matches} matches"
+        )
+        return [first, *self.notes, *(f"left out: {reason}" for reason in self.left_out)]
+
+
+class ExportedRun:
+    """The images of a run that have features, by name, with their keypoints, features and pairs; the report
+    counts what is read, and names what is left out."""
+
+    def __init__(
+        self, store: Store, out: Path, *, utf8: str | None = None, only: Collection[str] | None = None
+    ) -> None:
+        """Of `only` images of these names; `UsageError`: none has features, or names are not UTF-8 where the
+        format, named by `utf8`, needs it."""
+        self.store, self.report, common = store, ExportReport(out), common_camera(store.settings)
+        images = sorted(store.images(), key=lambda image: image.name)
+        images = [image for image in images if only is None or image.name in only]
+        for status in ("failed", "waiting"):
+            if names := [image.name for image in images if image.status == status]:
+                note = f"{len(names)} images {status} in the run are not written: {_few(names)}"
+                self.report.notes.append(note)
+        self.images: list[StoredImage] = [
+            replace(image, camera=image.camera or common) for image in images if image.status == "done"
+        ]
+        self.names = [image.name for image in self.images]
+        if not self.images:
+            raise UsageError(
+                "the run has no image with features; finish it first: `matcher collection … --run …`"
+            )
+        if utf8 is not None:
+            self.refuse_names(
+                lambda name: re.search("[\ud800-\udfff]", name), f"are not UTF-8, which {utf8} needs"
+            )
+        self.report.images, self.report.keypoints = len(self.images), sum(each.count for each in self.images)
+
+    def keypoints(self, name: str) -> np.ndarray:
+        """(N, 2) float32 in stored pixels; refined ones if the run was refined."""
+        refined = self.store.refined_keypoints(name)
+        points = self.store.keypoints(name) if refined is None else refined.keypoints
+        return np.ascontiguousarray(points, dtype=np.float32)
+
+    def features(self, name: str) -> Features | None:
+        """An image's features; None, noted once, where descriptors were deleted."""
+        try:
+            return self.store.features(name)
+        except IntegrityError as error:
+            if not any(known.startswith("without descriptors") for known in self.report.notes):
+                self.report.notes.append(f"without descriptors: {error}")
+            return None
+
+    def pairs(self, without: Collection[tuple[str, str]] = ()) -> Iterator[StoredPair]:
+        """The pairs of those images, with name0 before name1, but for those `without`, those that others
+        contradict, and, as programs that read them would crash, those in which a keypoint is matched
+        twice."""
+        known, contradicted = set(self.names), contradicted_pairs(self.store, without)
+        self.report.left_out += [f"the pair {a} {b}: other pairs contradict it" for a, b in contradicted]
+        without = {*without, *contradicted}
+        for pair in self.store.pairs():
+            ends = (pair.name0, pair.name1)
+            if not known.issuperset(ends) or ends in without:
+                continue
+            if any(len(np.unique(column)) != len(column) for column in pair.matches.indices.T):
+                self.report.left_out.append(f"the pair {' '.join(ends)}: a keypoint is matched twice")
+                continue
+            self.report.pairs += 1
+            self.report.matches += len(pair.matches)
+            self.report.verified += pair.geometry.verified
+            yield pair
+
+    def refuse_names(self, bad: Callable[[str], object], reason: str) -> None:
+        """Refuse an export whose format cannot hold some of the names (`UsageError`)."""
+        if found := [name for name in self.names if bad(name)]:
+            raise UsageError(f"{len(found)} names {reason}; rename them: {_few(found)}")
+
+    def refuse_collisions(self, key: Callable[[str], str], reason: str) -> None:
+        """Refuse an export whose format would give one key to several names (`UsageError`)."""
+        groups: dict[str, list[str]] = {}
+        for name in self.names:
+            groups.setdefault(key(name), []).append(name)
+        if found := [" = ".join(group) for group in groups.values() if len(group) > 1]:
+            raise UsageError(f"{len(found)} groups of names become one {reason}; rename them: {_few(found)}")
+
+
+def _few(names: Sequence[str]) -> str:
+    shown = [name.encode("utf-8", "backslashreplace").decode() for name in names[:5]]
+    return ", ".join(shown) + (", …" if len(names) > 5 else "")
 
 
 # Which photos share a camera, and what is known about it before the reconstruction.

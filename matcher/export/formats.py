@@ -16,9 +16,9 @@ import numpy as np
 from matcher.cameras import CAMERA_MODELS
 from matcher.collection.sources import HLOC_OPTIONAL
 from matcher.errors import UsageError, unknown_name
-from matcher.export.colmap import HALF_PIXEL, CameraChoice, group_cameras, to_colmap, write_colmap
-from matcher.export.output import ExportedRun, ExportReport, check_folder, whole_folder
-from matcher.files import MARK, check_output, whole_file
+from matcher.export import colmap
+from matcher.export.colmap import HALF_PIXEL, CameraChoice, ExportedRun, ExportReport
+from matcher.files import MARK, check_folder, check_output, whole_file, whole_folder
 from matcher.types import to_numpy
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def write_openmvg(
     stems = {name: PurePosixPath(name).stem for name in run.names}
     run.refuse_collisions(stems.get, "file of regions, which OpenMVG names without folder and ending")
     numbers = {name: number for number, name in enumerate(run.names)}
-    cameras = group_cameras(run.images, choice)
+    cameras = colmap.group_cameras(run.images, choice)
     camera_of = {image.name: number for number, (_, group) in enumerate(cameras) for image in group}
     views = []
     for number, image in enumerate(run.images):
@@ -266,7 +266,7 @@ def write_kapture(
     run.refuse_names(lambda name: not set(",\n\r#").isdisjoint(name), "hold a comma, a line break or #")
     with whole_folder(out, overwrite=overwrite) as part:
         sensors, sensor_of = [], {}
-        for number, (camera, group) in enumerate(group_cameras(run.images, choice)):
+        for number, (camera, group) in enumerate(colmap.group_cameras(run.images, choice)):
             params = ", ".join(map(repr, (*camera.size, *map(float, camera.params))))
             sensors.append(f"cam{number}, , camera, {camera.model}, {params}")
             sensor_of |= {image.name: f"cam{number}" for image in group}
@@ -283,7 +283,7 @@ def write_kapture(
         row = f"{kind}, float32, 2"
         _write_table(folder / "keypoints" / kind / "keypoints.txt", "name, dtype, dsize", [row])
         for name in run.names:
-            points = to_colmap(run.keypoints(name)).astype("<f4")
+            points = colmap.to_colmap(run.keypoints(name)).astype("<f4")
             _write_array(folder / "keypoints" / kind / f"{name}.kpt", points)
             if first is not None and (features := run.features(name)) is not None:
                 descriptors = to_numpy(features.descriptors).astype(values.dtype)
@@ -308,7 +308,7 @@ def _write_table(path: Path, header: str, rows: Iterable[str]) -> None:
 
 
 FORMATS = {
-    "colmap": Format(write_colmap, (".db",), has_cameras=True),
+    "colmap": Format(colmap.write_colmap, (".db",), has_cameras=True),
     "hloc": Format(write_hloc),
     "npz": Format(write_npz, (".npz",)),
     "openmvg": Format(write_openmvg, has_cameras=True),

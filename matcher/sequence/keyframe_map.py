@@ -21,8 +21,7 @@ import numpy as np
 
 from matcher.cameras import Camera, as_camera
 from matcher.errors import MALFORMED, IntegrityError, MatcherError, UsageError
-from matcher.export.output import check_folder
-from matcher.files import write_whole
+from matcher.files import check_folder, write_whole
 from matcher.geometry import check_poses
 from matcher.images import ImageInput, read_image
 from matcher.localization.map import Map

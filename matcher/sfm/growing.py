@@ -17,7 +17,7 @@ from matcher.collection.sources import PairChoice, Photos, default_choice
 from matcher.collection.store import Store, Writer
 from matcher.errors import IntegrityError, UsageError
 from matcher.export.colmap import CameraChoice, read_exif
-from matcher.export.output import check_folder
+from matcher.files import check_folder
 from matcher.images import list_images
 from matcher.match.retrieval import similar_pairs
 from matcher.sfm.models import GivenPoses, find_run, read_given_poses

@@ -19,9 +19,8 @@ from matcher.collection.schema import common_camera
 from matcher.collection.settings import feature_settings
 from matcher.collection.tracks import refine_run
 from matcher.errors import MatcherError, UsageError
-from matcher.export.colmap import CameraChoice, import_pycolmap, write_colmap
-from matcher.export.output import ExportReport, whole_folder
-from matcher.files import write_whole
+from matcher.export.colmap import CameraChoice, ExportReport, import_pycolmap, write_colmap
+from matcher.files import whole_folder, write_whole
 from matcher.image_files import read_gps
 from matcher.processes import child_command, child_environment
 from matcher.sfm.models import KEPT_CAMERAS, SUMMARY, GivenPoses, SparseModel

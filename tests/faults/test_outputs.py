@@ -16,7 +16,7 @@ from hostile_runs import small_run
 import matcher
 from matcher import files
 from matcher.collection.store import Store
-from matcher.export.output import whole_folder
+from matcher.files import whole_folder
 
 FORMS = {"npz": "m.npz", "colmap": "m.db", "hloc": "folder", "kapture": "folder", "openmvg": "folder"}
 NEEDED = {"hloc": "h5py", "colmap": "pycolmap"}

@@ -13,7 +13,7 @@ from hostile_runs import small_run
 
 from matcher.cli import main
 from matcher.errors import UsageError
-from matcher.export.output import whole_folder
+from matcher.files import whole_folder
 from matcher.kernels import loader as trusted
 
 pytestmark = pytest.mark.promise(5)
