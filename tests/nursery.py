@@ -12,7 +12,7 @@ from collection_runs import ROOT
 # the time between commits: the shorter, the more of the kills fall into one.
 NURSERY = """
 import os, sys
-from matcher.collection import runner
+from matcher.collection import workers
 from matcher.collection.collection import Collection
 
 folder, run, workers = sys.argv[1:]
@@ -29,7 +29,7 @@ def drive():
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
-        runner.Stages.commit_seconds = float(line)
+        workers.Stages.commit_seconds = float(line)
         print("child", os.getpid(), flush=True)
         os._exit(drive())
     print("ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

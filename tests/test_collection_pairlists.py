@@ -19,8 +19,8 @@ from matcher.collection.pairs import (
     read_pairs,
     sequential,
 )
-from matcher.collection.runner import add_pairs, match_jobs
 from matcher.collection.store import Store, Writer
+from matcher.collection.workers import add_pairs, match_jobs
 from matcher.errors import UsageError
 
 NAMES = ["a.jpg", "b.jpg", "sub/c.jpg", "my photo.jpg", "été.jpg"]

@@ -22,7 +22,7 @@ from matcher.errors import MatcherError, UsageError, absent_module
 from matcher.files import MARK, is_ours
 
 if TYPE_CHECKING:
-    from matcher.collection.runner import StageProgress
+    from matcher.collection.workers import StageProgress
 
 LOGGER = "matcher"
 INTERNAL, USAGE, PARTIAL, RESOURCES, INTERRUPTED = 1, 2, 4, 6, 130

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -14,25 +14,39 @@ from typing import TYPE_CHECKING, Unpack
 import numpy as np
 
 from matcher.cameras import Camera, as_camera
-from matcher.collection import runner, schema, sources, tracks
+from matcher.collection import schema, sources, tracks, workers
 from matcher.collection.pairs import PairFault, chosen_pairs, read_pairs
-from matcher.collection.runner import ImageChanges, OnProgress, RunReport, Stages
-from matcher.collection.schema import DONE, Counts, StoredPair
+from matcher.collection.schema import DONE, WAITING, Counts, StoredPair
 from matcher.collection.settings import Setup, build, describe, parse_shard, refuse_changes, stored_setup
 from matcher.collection.sources import FeatureSource, PairChoice, Selection
-from matcher.collection.store import Store, Writer, check_writable, delete_store
+from matcher.collection.store import EncodedPair, Store, Writer, check_writable, delete_store
 from matcher.collection.tracks import Edge, PairMatches, Tracks
-from matcher.collection.workers import Workers, batch_size, start_engine
-from matcher.config import GRID_KIND
-from matcher.errors import MatcherError, UsageError
+from matcher.collection.workers import OnProgress, RunReport, Stages, Workers
+from matcher.config import GRID_KIND, EstimationConfig, from_dict
+from matcher.errors import ImageError, MatcherError, UsageError
 from matcher.loading import open_pipeline
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions, from_file, refuse_further_passes
 from matcher.types import Features, Matches, TwoViewGeometry, to_numpy
+from matcher.verify.adjustment import threshold_scale
+from matcher.verify.estimation import RobustEstimator
+from matcher.verify.verdict import NOT, reject_improbable
 
 if TYPE_CHECKING:
     from matcher.export.colmap import CameraChoice, ExportReport
     from matcher.sfm.reconstruct import MappingOptions, Reconstruction
+
+
+@dataclass(frozen=True)
+class ImageChanges:
+    """What differs between the images of a folder and those of a store."""
+
+    new: int = 0
+    changed: int = 0  # extracted and matched again
+    gone: int = 0  # in the store, but no longer in the folder or not selected; their matches are kept
+    unusable: tuple[str, ...] = ()  # file names that no store can hold
+    images: int = 0  # that were found
+    masked: int | None = None  # of them, those with a mask; None where no masks were given
 
 
 class Collection:
@@ -157,7 +171,29 @@ class Collection:
         with Writer(self.run_dir) as writer:
             refuse_changes(self.run_dir, writer.settings, settings)
             self._setup = setup
-            return runner.refresh_images(writer, source, masked)
+            names, unusable = source.names()
+            rows = writer.execute("SELECT name, status, stamp, sha256 FROM images")
+            known, changed, touched = {name: row for name, *row in rows}, [], []
+            for name in names:
+                status, old_stamp, old_digest = known.get(name, (WAITING, "", ""))
+                if status == WAITING or (stamp := source.stamp(name)) == old_stamp:
+                    continue
+                digest = ""
+                with suppress(ImageError):
+                    digest = source.digest(name)
+                if digest == old_digest and status == DONE:
+                    touched.append((stamp, name))
+                else:
+                    changed.append(name)
+            new = [name for name in names if name not in known]
+            with writer.transaction():
+                writer.add_images(new)
+                writer.execute_many("UPDATE images SET stamp = ? WHERE name = ?", touched)
+                if changed:
+                    writer.forget(changed)
+                writer.set_meta("image_folder", str(source.folder.absolute()))
+            gone = len(known.keys() - set(names))
+            return ImageChanges(len(new), len(changed), gone, tuple(unusable), len(names), masked)
 
     def set_cameras(self, cameras: Mapping[str, Camera]) -> int:
         """Set the cameras of images by name, in stored pixels, for essential geometry and exports.
@@ -168,10 +204,32 @@ class Collection:
         """
         wanted = {name: as_camera(camera, f"the camera of {name}") for name, camera in cameras.items()}
         with Writer(self.run_dir) as writer, writer.transaction():
-            changed = [name for name in wanted if writer.image(name).camera != wanted[name]]
+            changed = {name for name in wanted if writer.image(name).camera != wanted[name]}
             for name in changed:
                 writer.put_camera(name, wanted[name])
-            return runner.verify_again(writer, changed)
+            config = _estimation_of(writer)
+            if config.kind != "essential" or not changed:
+                return 0
+            numbers = {name: number for number, name in writer.names().items()}
+            # Failed pairs, which may have lacked a camera, are matched again.
+            writer.wait_again("failed", ", ".join(str(numbers[name]) for name in changed))
+            images = {image.name: image for image in writer.images()}
+            estimator, common, rows = RobustEstimator(config), schema.common_camera(writer.settings), []
+            for pair in writer.pairs(changed):
+                ends, matches = (pair.name0, pair.name1), pair.matches
+                geometry = estimator(
+                    matches.points0,
+                    matches.points1,
+                    cameras=tuple(images[name].camera or common for name in ends),
+                    scores=matches.scores,
+                    thresholds_scale=threshold_scale(*map(writer.scale, ends), config.kind),
+                )
+                sizes = (images[name].size for name in ends)
+                geometry = reject_improbable(geometry, matches, *sizes, least=NOT)
+                data = schema.encode_pair(matches, geometry, *map(writer.keypoints, ends))
+                rows.append(EncodedPair(*(numbers[name] for name in ends), pair.seconds, data))
+            writer.put_pairs(rows)
+            return len(rows)
 
     def suggest_pairs(self, **limits: int) -> PairChoice | None:
         """Suggest pairs for images that have none: chosen as in the run so far, else by the number of images.
@@ -254,7 +312,7 @@ class Collection:
                 found = chosen_pairs(choice, names, writer, setup, on_progress or (lambda _: None), wanted)
             if wanted is not None:
                 found = (pair for pair in found if not wanted.isdisjoint(pair))
-            added = runner.add_pairs(writer, found, setup.shard)
+            added = workers.add_pairs(writer, found, setup.shard)
             writer.set_meta("pair_choice", schema.to_json(asdict(choice)))
             return added
 
@@ -289,9 +347,15 @@ class Collection:
     def _stages(self, on_progress: OnProgress | None) -> Iterator[Stages]:
         setup = self._ready()
         with Writer(self.run_dir) as writer:
-            runner.check_cameras(writer, setup.camera)
-            with closing(start_engine(self.run_dir, setup, self.workers)) as engine:
-                batch = batch_size(setup, self.workers)
+            essential = _estimation_of(writer).kind == "essential"
+            # Else pairs without one fail with that reason.
+            if essential and setup.camera is None and all(one.camera is None for one in writer.images()):
+                raise UsageError(
+                    "geometry 'essential' needs the camera of every image, and none is known: give "
+                    "camera=fx,fy,cx,cy for all, or one for each with Collection.set_cameras"
+                )
+            with closing(workers.start_engine(self.run_dir, setup, self.workers)) as engine:
+                batch = workers.batch_size(setup, self.workers)
                 yield Stages(writer, engine, setup.source, batch, on_progress or (lambda _: None))
 
     def _ready(self) -> Setup:
@@ -378,6 +442,13 @@ class Collection:
         with self.store as store:
             only = selection.apply(image.name for image in store.images())
             return reconstruct(store, out, choice=cameras, only=only, **options)
+
+
+def _estimation_of(store: Store) -> EstimationConfig:
+    values = store.settings.get("config", {}).get("estimation")
+    if values is None:
+        raise UsageError("the settings of the run do not say how its geometry was estimated; match it again")
+    return from_dict(EstimationConfig, values)
 
 
 # Merging the stores of the parts (shards) of a collection into one, by image name.

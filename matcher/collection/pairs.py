@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
-from matcher.collection.runner import OnProgress, StageProgress
 from matcher.collection.schema import one_line
 from matcher.collection.settings import Setup, build
 from matcher.collection.sources import NameTable, PairChoice
 from matcher.collection.store import Store
+from matcher.collection.workers import OnProgress, StageProgress
 from matcher.errors import UsageError
 from matcher.files import open_given
 from matcher.image_files import read_gps

@@ -1,4 +1,5 @@
-"""Who does the work of a run: this process, worker processes that survive the death of any, or Ray's actors.
+"""The work of a run: what is to be done, and who does it: this process, worker processes that survive the
+death of any, or Ray's actors.
 
 A worker is a fresh Python process that gets a job at a time and sends its outcomes over a socket. When
 one dies, the items of its job are tried once more, each alone; an item whose worker dies a second time fails,
@@ -14,24 +15,32 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from time import perf_counter
-from typing import Any, Literal
+from time import monotonic, perf_counter
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from matcher.collection.schema import StoredImage, encode_features, encode_pair
+from matcher.collection.schema import (
+    DONE,
+    FAILED,
+    WAITING,
+    Counts,
+    StoredImage,
+    encode_features,
+    encode_pair,
+)
 from matcher.collection.settings import Setup, build
-from matcher.collection.sources import Extracted
-from matcher.collection.store import EncodedPair, Store
-from matcher.errors import IntegrityError, MatcherError, UsageError
+from matcher.collection.sources import Extracted, FeatureSource
+from matcher.collection.store import EncodedPair, Store, Writer
+from matcher.errors import ImageError, IntegrityError, MatcherError, UsageError
 from matcher.loading import devices
 from matcher.processes import child_command, child_environment, thread_environment, usable_cores
 from matcher.types import Features, Image, to_numpy
@@ -278,14 +287,14 @@ class LocalWorkers(_Pool):
 
     def close(self) -> None:
         """End the workers: those that are idle by themselves within two seconds, the others at once."""
-        until = time.monotonic() + 2
+        until = monotonic() + 2
         for worker in self.idle:
             worker.connection.close()
         for worker, _ in self.running.values():
             worker.process.kill()
         for worker in (*self.idle, *(worker for worker, _ in self.running.values())):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(0.0, until - time.monotonic()))
+                worker.process.wait(max(0.0, until - monotonic()))
             worker.process.kill()
             worker.process.wait()
 
@@ -415,6 +424,185 @@ def start_engine(run_dir: Path, setup: Setup, workers: Workers) -> Engine:
 def batch_size(setup: Setup, workers: Workers) -> int:
     """Images that are extracted, or pairs that are matched, together."""
     return workers.batch or (1 if devices(setup.options) == ["cpu"] else 8)
+
+
+# What remains to be done: unfinished pairs, or a shard of them.
+
+
+def _by_tiles(pairs: np.ndarray) -> np.ndarray:
+    """Pairs (P, 2) by tiles of 32 images on either side, whose features fit in memory together."""
+    first, second = pairs.T
+    return pairs[np.lexsort((second, first, second >> 5, first >> 5))]
+
+
+def add_pairs(
+    writer: Writer, pairs: Iterable[tuple[str, str]], shard: tuple[int, int] | None = None
+) -> tuple[int, int]:
+    """Add the pairs, names read once, that are neither finished nor failed, each once, in either order of its
+    images; returns how many different ones there are, and how many of them are new. `UsageError`: a name that
+    the store does not have.
+
+    Of a `shard` (i, n) only part i of n: a range of the pairs in the order in which they are matched, which
+    depends on names and pairs alone, so that the n runs agree.
+    """
+    numbers = {name: number for number, name in writer.names().items()}
+    ranks = {name: rank for rank, name in enumerate(sorted(numbers))}
+    ends = array("q")
+    for pair in pairs:
+        if pair[0] == pair[1]:
+            raise UsageError(f"{pair[0]} cannot be paired with itself")
+        if absent := [name for name in pair if name not in ranks]:
+            raise UsageError(f"the pair {pair[0]} and {pair[1]}: there is no image {absent[0]!r}")
+        ends.extend(ranks[name] for name in pair)
+    rows = np.sort(np.array(ends, np.int64).reshape(-1, 2), axis=1)
+    keys = np.unique(rows[:, 0] * len(ranks) + rows[:, 1])  # each pair once
+    rows = _by_tiles(np.column_stack(np.divmod(keys, max(1, len(ranks)))))
+    part, parts = shard or (1, 1)
+    rows = rows[len(rows) * (part - 1) // parts : len(rows) * part // parts]
+    ids = np.array([numbers[name] for name in ranks], np.int64)[rows].tolist()
+    known = " AND ".join(
+        f"NOT EXISTS (SELECT 1 FROM {table} WHERE image0 = ?1 AND image1 = ?2)"
+        for table in ("pairs", "failed")
+    )
+    with writer.transaction():
+        added = writer.execute_many(f"INSERT OR IGNORE INTO waiting SELECT ?1, ?2 WHERE {known}", ids)
+    return len(rows), added
+
+
+def _parts(items: Sequence, batch: int) -> Iterator[Sequence]:
+    """Guided self-scheduling (Polychronopoulos and Kuck 1987): a 32nd of what is left, within bounds."""
+    while len(items):
+        size = max(batch, min(max(8, 2 * batch), len(items) // 32))  # what a kill may cost
+        yield items[:size]
+        items = items[size:]
+
+
+def match_jobs(writer: Writer, batch: int) -> Iterator[Job]:
+    """Jobs of waiting pairs, tile by tile, smaller towards the end."""
+    images = {image.name: image for image in writer.images()}
+    numbered = {number: images[name] for number, name in writer.names().items()}
+    waiting = writer.rows("SELECT image0, image1 FROM waiting")
+    pairs = _by_tiles(np.fromiter((end for pair in waiting for end in pair), np.int64).reshape(-1, 2))
+    for part in _parts(pairs, batch):
+        items = tuple(map(tuple, part.tolist()))
+        yield Job(items, batch, {number: numbered[number] for pair in items for number in pair})
+
+
+# The stages of a run. A single process writes, in small commits: these survive if it dies; what was not
+# committed is computed again by the next run, with the same result.
+
+
+@dataclass(frozen=True)
+class StageProgress:
+    """Progress of one stage of a run; only what has reached the disk counts."""
+
+    stage: str  # "extract", "choose" (which pairs to match) or "match"
+    done: int  # failed ones included
+    failed: int
+    total: int
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What a run did."""
+
+    extracted: int  # images
+    matched: int  # pairs, failed ones included
+    crashes: int  # worker processes that died and were replaced
+    counts: Counts  # of the store afterwards
+
+    @property
+    def all_well(self) -> bool:
+        """Whether nothing failed, in this run or an earlier one."""
+        return not (self.crashes or self.counts.images_failed or self.counts.pairs_failed)
+
+
+OnProgress = Callable[[StageProgress], None]
+
+
+@dataclass
+class Stages:
+    """The two stages of a run. `OSError`: the disk is full; committed results are kept."""
+
+    commit_seconds: ClassVar[float] = 0.5  # after which what is finished is written
+    writer: Writer
+    engine: Engine
+    source: FeatureSource
+    batch: int  # images or pairs that are worked on together
+    on_progress: OnProgress
+
+    def extract(self, *, everything: bool) -> int:
+        """Extract the waiting images of waiting pairs, or of `everything`; returns how many were tried."""
+        lost = self.writer.without_descriptors()
+        needed = "SELECT image0 FROM waiting UNION SELECT image1 FROM waiting"
+        where = "" if everything else f"WHERE id IN ({needed})"
+        rows = self.writer.execute(f"SELECT id, name, status FROM images {where} ORDER BY name")
+        names = [name for n, name, status in rows if status == WAITING or (status == DONE and n in lost)]
+        jobs = (Job(tuple(part), self.batch) for part in _parts(names, self.batch))
+        self._run("extract", jobs, self._put_images, len(names))
+        with self.writer.transaction():  # pairs that can never be matched
+            sql = "SELECT image0, image1, name || ': ' || reason FROM waiting JOIN images"
+            failed = self.writer.execute(f"{sql} ON id IN (image0, image1) WHERE status = {FAILED}")
+            self.writer.put_pairs(EncodedPair(*ends, reason=reason) for *ends, reason in failed)
+        return len(names)
+
+    def match(self) -> int:
+        """Match every waiting pair, returns how many; `ImageError`: no image could be used."""
+        counts = self.writer.counts()
+        if counts.images_failed and not counts.images_done:
+            failed = next(image for image in self.writer.images() if image.status == "failed")
+            raise ImageError(f"no image of {self.writer.image_folder} could be used; {failed.reason}")
+        self._run("match", match_jobs(self.writer, self.batch), self.writer.put_pairs, counts.pairs_waiting)
+        return counts.pairs_waiting
+
+    def _run(
+        self, stage: str, jobs: Iterator[Job], commit: Callable[[list[Outcome]], None], total: int
+    ) -> None:
+        """Commit results in small groups, including those that are there when the run is interrupted."""
+        if not total:
+            return
+        pending: list[Outcome] = []
+        done, failed, last = 0, 0, monotonic()
+
+        def write() -> None:
+            nonlocal done, failed, last
+            group = pending.copy()
+            pending.clear()
+            with self.writer.transaction():
+                commit(group)
+            done, failed = done + len(group), failed + sum(not outcome.data for outcome in group)
+            last = monotonic()
+            self.on_progress(StageProgress(stage, done, failed, total))
+
+        self.on_progress(StageProgress(stage, 0, 0, total))
+        try:
+            for outcome in self.engine.run(jobs):
+                if outcome is not None:
+                    pending.append(outcome)
+                full = len(pending) >= 512 or sum(len(each.data) for each in pending) >= 64 << 20  # bytes
+                if pending and (full or monotonic() - last >= self.commit_seconds):
+                    write()
+        finally:
+            if pending:
+                write()
+
+    def _put_images(self, outcomes: Sequence[Extracted]) -> None:
+        writer = self.writer
+        for one in outcomes:
+            name, number = one.name, writer.number(one.name)
+            had = writer.execute("SELECT sha256 FROM images WHERE id = ? AND status = ?", number, DONE)
+            if one.data:
+                points = to_numpy(one.features.keypoints)
+                same = had == [(one.sha256,)] and np.array_equal(writer.keypoints(name), points)
+                if had and not same:
+                    writer.forget([name])  # its pairs name keypoints that are no more
+                writer.put_features(name, one.features, one.data, one.sha256, one.stamp)
+            elif had:  # its descriptors were deleted and the image is gone: matches stay
+                sql = "SELECT image0, image1 FROM waiting WHERE ? IN (image0, image1)"
+                waiting, reason = writer.execute(sql, number), f"{name}: {one.reason}"
+                writer.put_pairs(EncodedPair(*pair, reason=reason) for pair in waiting)
+            else:
+                writer.fail_image(name, one.reason, self.source.stamp(name))
 
 
 def main() -> None:

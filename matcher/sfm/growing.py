@@ -12,9 +12,9 @@ from typing import Any, Unpack
 from matcher.cameras import Camera, read_rig_config
 from matcher.collection.collection import Collection
 from matcher.collection.pairs import BEST
-from matcher.collection.runner import OnProgress, add_pairs
 from matcher.collection.sources import PairChoice, Photos, default_choice
 from matcher.collection.store import Store, Writer
+from matcher.collection.workers import OnProgress, add_pairs
 from matcher.errors import IntegrityError, UsageError
 from matcher.export.colmap import CameraChoice, read_exif
 from matcher.files import check_folder

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from matcher import attention as cpu
 from matcher.collection.collection import Collection
-from matcher.collection.runner import StageProgress
+from matcher.collection.workers import StageProgress
 
 pytestmark = pytest.mark.promise(6)
 LINUX = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's own count of memory")
