@@ -1,7 +1,6 @@
-"""Cameras in stored-image pixels, with the distortion models of COLMAP.
+"""Cameras in stored-image pixels, with the distortion models of COLMAP; rigs; poses in files of others.
 
-The centre of the first pixel is (0, 0) here; COLMAP's lies at (0.5, 0.5). `from_colmap` and `to_colmap`
-convert.
+The centre of the first pixel is (0, 0) here; COLMAP's lies at (0.5, 0.5): `from_colmap`, `to_colmap` convert.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ import numpy as np
 
 from matcher.config import GeometryKind
 from matcher.errors import MALFORMED, UsageError
-from matcher.files import read_given
+from matcher.files import MARK, read_given, write_output, write_whole
 from matcher.geometry import as_quaternion, as_rotation, check_poses
 
 # COLMAP's name → focal lengths (1: one for both axes) and how many distortion parameters follow the principal
-# point (COLMAP, src/colmap/sensor/models.h).
+# point, in the order of its numbers (COLMAP, src/colmap/sensor/models.h).
 CAMERA_MODELS = {
     "SIMPLE_PINHOLE": (1, 0),
     "PINHOLE": (2, 0),
     "SIMPLE_RADIAL": (1, 1),
     "RADIAL": (1, 2),
     "OPENCV": (2, 4),
+    "OPENCV_FISHEYE": (2, 4),
     "FULL_OPENCV": (2, 8),
+    "FOV": (2, 1),
     "SIMPLE_RADIAL_FISHEYE": (1, 1),
     "RADIAL_FISHEYE": (1, 2),
-    "OPENCV_FISHEYE": (2, 4),
-    "FOV": (2, 1),
     "THIN_PRISM_FISHEYE": (2, 8),
 }
 LARGEST_LIST = 1 << 26  # bytes of a file of cameras or rigs
@@ -85,9 +84,9 @@ class Camera:
         try:
             width, height = (int(side) for side in self.size)
         except (TypeError, ValueError):
-            raise UsageError(f"a camera's size must be (width, height), not {self.size!r}") from None
+            width = height = 0
         if width < 1 or height < 1:
-            raise UsageError(f"a camera's size must be positive, not {width} x {height}")
+            raise UsageError(f"a camera's size must be (width, height), both positive, not {self.size!r}")
         object.__setattr__(self, "size", (width, height))
 
     @property
@@ -103,11 +102,8 @@ class Camera:
 
     @classmethod
     def from_K(cls, K: Any, *, size: tuple[int, int] | None = None) -> Camera:
-        """A pinhole camera from a (3, 3) calibration matrix without skew.
-
-        Raises:
-            UsageError: another shape, skew, a last row other than (0, 0, 1), or values `Camera` refuses.
-        """
+        """A pinhole camera from a (3, 3) calibration matrix; `UsageError`: another shape, skew, a last row
+        other than (0, 0, 1), or values that `Camera` refuses."""
         try:
             K = np.asarray(K, dtype=np.float64)
         except (TypeError, ValueError):
@@ -120,13 +116,11 @@ class Camera:
 
     @classmethod
     def from_colmap(cls, model: str, params: Sequence[float], size: tuple[int, int] | None = None) -> Camera:
-        """A camera from COLMAP's model name and parameters, whose first pixel has its centre at (0.5, 0.5).
+        """A camera from COLMAP's model name and parameters, whose first pixel has its centre at (0.5, 0.5);
+        `UsageError`: an unknown model, or another number of parameters than it has.
 
-            >>> Camera.from_colmap("SIMPLE_RADIAL", [800, 512, 384, 0.1], (1024, 768)).cx
-            511.5
-
-        Raises:
-            UsageError: an unknown model, or another number of parameters than it has.
+        >>> Camera.from_colmap("SIMPLE_RADIAL", [800, 512, 384, 0.1], (1024, 768)).cx
+        511.5
         """
         focals, more = _parameters(model)
         values = [float(value) for value in params]
@@ -138,27 +132,17 @@ class Camera:
 
     def to_colmap(self) -> tuple[str, tuple[float, ...]]:
         """Model name and parameters with COLMAP's pixel origin, for `pycolmap.Camera`."""
-        moved = replace(self, cx=self.cx + 0.5, cy=self.cy + 0.5)
-        return self.model, moved.params
+        return self.model, replace(self, cx=self.cx + 0.5, cy=self.cy + 0.5).params
 
 
 def focal_of_film(millimetres: float, size: tuple[int, int]) -> float:
-    """A focal length in pixels, from that of film (36 x 24 mm) with the same angle of view on the diagonal.
-
-    >>> round(focal_of_film(26, (4032, 3024)))
-    3029
-    """
+    """A focal length in pixels, from that of film (36 x 24 mm) of the same angle of view on the diagonal."""
     return millimetres / hypot(36, 24) * hypot(*size)
 
 
 def as_camera(value: Any, name: str = "camera") -> Camera:
-    """A camera from what users have: a `Camera`, four numbers fx, fy, cx, cy, or a (3, 3) matrix K.
-
-    A dictionary may hold either: {"fx": …, "fy": …, "cx": …, "cy": …} or {"K": …}.
-
-    Raises:
-        UsageError: anything else; `name` is the argument's in the message.
-    """
+    """A camera from what users have: a `Camera`, four numbers fx, fy, cx, cy, a (3, 3) matrix K, or a
+    dictionary of either; `UsageError`: anything else, called `name` in the message."""
     if isinstance(value, Camera):
         return value
     wanted = f"{name} must be a Camera, four numbers fx, fy, cx, cy in stored pixels, or a (3, 3) matrix K"
@@ -176,11 +160,7 @@ def as_camera(value: Any, name: str = "camera") -> Camera:
 
 
 def camera_of_each(value: Any, count: int) -> list[Any]:
-    """What says the camera of each of some pictures, from one for all or one for each, as of `as_camera`.
-
-    Raises:
-        UsageError: another number of cameras.
-    """
+    """What `as_camera` takes for each of some pictures, from one for all or one for each."""
     try:
         one = np.asarray(value, dtype=np.float64).shape in ((4,), (3, 3))
     except (TypeError, ValueError):  # a Camera, or several of different kinds
@@ -194,16 +174,10 @@ def camera_of_each(value: Any, count: int) -> list[Any]:
 def cameras_of_pair(
     kind: GeometryKind, camera0: Any, camera1: Any, sizes: Sequence[tuple[int, int]] | None = None
 ) -> tuple[Camera, Camera] | None:
-    """The cameras that the geometry of a pair needs, None for a kind without.
+    """The cameras that the geometry of a pair needs, from what `as_camera` takes; None for a kind without.
 
-    Args:
-        kind: of the geometry.
-        camera0, camera1: as `as_camera` takes them; images of one size may have one camera.
-        sizes: (width, height) of both stored images; None while they are unknown.
-
-    Raises:
-        UsageError: no camera where one is needed, one where none is, one of images of another size, or what
-            `as_camera` refuses.
+    Images of one size, of `sizes` (width, height) where they are known, may have one camera. `UsageError`: no
+    camera where one is needed, one where none is, or one of images of another size.
     """
     if kind != "essential":
         if camera0 is not None or camera1 is not None:
@@ -228,7 +202,7 @@ def cameras_of_pair(
 
 
 def _number(value: Any, name: str) -> float:
-    """A pixel, or a distortion parameter, that no arithmetic takes beyond what numbers hold."""
+    """A number that no arithmetic takes beyond what numbers hold."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -255,34 +229,26 @@ CAMERA_FORMS = (
 
 
 def parse_cameras(text: str, name: str = "camera") -> Camera | dict[str, Camera]:
-    """What a user gives as cameras: `CAMERA_FORMS`.
-
-        >>> parse_cameras("SIMPLE_RADIAL,640,480,500,320,240,0.1").cx
-        319.5
-
-    Returns:
-        One for all images, or cameras by name of image.
-
-    Raises:
-        UsageError: something else, or a file that cannot be read; `name` is the argument's.
-    """
+    """One camera for all images, or cameras by name of image, from what a user gives: `CAMERA_FORMS`;
+    `UsageError`: something else, or a file that cannot be read; `name` is the argument's."""
     if Path(text).expanduser().is_file():
         return read_cameras(Path(text).expanduser())
     words = re.split(r"[\s,]+", text.strip())
     try:
         if words[0] in CAMERA_MODELS:
-            model, width, height, *params = words
-            return Camera.from_colmap(model, list(map(float, params)), (int(width), int(height)))
-        numbers = [float(word) for word in words]
-    except ValueError as error:
+            return _from_words(*words)
+        fx, fy, cx, cy = map(float, words)
+    except (TypeError, ValueError) as error:
         raise UsageError(f"{name} must be {CAMERA_FORMS}; not {text!r} ({error})") from None
-    if len(numbers) != 4:
-        raise UsageError(f"{name} must be {CAMERA_FORMS}; not {text!r}")
-    return Camera(*numbers)
+    return Camera(fx, fy, cx, cy)
+
+
+def _from_words(model: str, width: str, height: str, *params: str) -> Camera:
+    return Camera.from_colmap(model, list(map(float, params)), (int(width), int(height)))
 
 
 def read_cameras(path: Path) -> Camera | dict[str, Camera]:
-    """Cameras of a file in one of the forms of `CAMERA_FORMS`; errors as of `parse_cameras`."""
+    """Cameras of a file in one of the forms of `CAMERA_FORMS`, or a `UsageError`."""
     try:
         data = read_given(path, LARGEST_LIST)
         suffix = path.suffix.lower()
@@ -309,9 +275,8 @@ def _from_lines(lines: list[str]) -> Camera | dict[str, Camera]:
         if not words or words[0].startswith("#"):
             continue
         try:
-            name, model, width, height, *params = words
-            found[name] = Camera.from_colmap(model, list(map(float, params)), (int(width), int(height)))
-        except ValueError as error:
+            found[words[0]] = _from_words(*words[1:])
+        except (TypeError, ValueError) as error:
             raise ValueError(f"line {number}: {error}") from error
     return _only(found) if all(name.isdecimal() for name in found) else found
 
@@ -325,17 +290,13 @@ def _only(numbered: dict[str, Camera]) -> Camera | dict[str, Camera]:
 
 def _from_binary(data: bytes) -> Camera | dict[str, Camera]:
     """COLMAP's cameras.bin (its documentation, Output Format)."""
-    order = (
-        "SIMPLE_PINHOLE", "PINHOLE", "SIMPLE_RADIAL", "RADIAL", "OPENCV", "OPENCV_FISHEYE", "FULL_OPENCV",
-        "FOV", "SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE", "THIN_PRISM_FISHEYE",
-    )  # fmt: skip
     (count,), at, found = struct.unpack_from("<Q", data), 8, {}
     for _ in range(count):
         number, model, width, height = struct.unpack_from("<iiQQ", data, at)
-        focals, more = CAMERA_MODELS[order[model]]
+        name, (focals, more) = list(CAMERA_MODELS.items())[model]
         params = struct.unpack_from(f"<{focals + 2 + more}d", data, at + 24)
         at += 24 + 8 * len(params)
-        found[str(number)] = Camera.from_colmap(order[model], params, (width, height))
+        found[str(number)] = Camera.from_colmap(name, params, (width, height))
     return _only(found)
 
 
@@ -417,11 +378,8 @@ class RigConfig:
         return next((each for rig in self.rigs for each in rig if name.startswith(each.prefix)), None)
 
     def frames(self, names: Iterable[str]) -> list[dict[str, RigCamera]]:
-        """The pictures of each moment, by name; pictures of no rig are left out.
-
-        Raises:
-            UsageError: the names of the pictures do not fit: a camera has none, or no two are of one moment.
-        """
+        """The pictures of each moment, by name, without those of no rig; `UsageError`: a camera has none, or
+        no two are of one moment."""
         names = sorted(names)
         found: dict[tuple[int, str], dict[str, RigCamera]] = {}
         for number, rig in enumerate(self.rigs):
@@ -462,16 +420,12 @@ class RigConfig:
 
 
 def read_rig_config(path: str | Path) -> RigConfig:
-    """The rigs of a file in the format of COLMAP's `rig_config.json`.
+    """The rigs of a file in the format of COLMAP's `rig_config.json`, or a `UsageError`.
 
     It is a list of `{"cameras": [...]}`, each camera with `image_prefix`; one has `"ref_sensor": true`, the
     others may have `cam_from_rig_rotation` (w, x, y, z) and `cam_from_rig_translation`, all may have
     `camera_model_name` and `camera_params` (in COLMAP's pixels).
-
-    Raises:
-        UsageError: the file cannot be read, or says something else; the message names the camera.
     """
-    path = Path(path)
     try:
         rows = json.loads(read_given(path, LARGEST_LIST).decode("utf-8"))
         if not isinstance(rows, list) or not rows:
@@ -497,38 +451,33 @@ def _rig(row: Any) -> tuple[RigCamera, ...]:
     if not isinstance(cameras, list) or len(cameras) < 2:
         raise ValueError("a rig has a list of at least two cameras")
     known = {"image_prefix", "ref_sensor", "camera_model_name", "camera_params", _TURN, _SHIFT}
-    for each in cameras:
-        _check_members(each, known, "a camera")
-    reference = [each.get("ref_sensor", False) for each in cameras]
+    found, reference = [], []
+    for row in cameras:
+        _check_members(row, known, "a camera")
+        prefix = row.get("image_prefix")
+        if not isinstance(prefix, str) or not prefix:
+            raise ValueError("each camera has an image_prefix, a text that is not empty")
+        for pair in ((_TURN, _SHIFT), ("camera_model_name", "camera_params")):
+            if len(row.keys() & set(pair)) == 1:
+                raise ValueError(f"{prefix}: {pair[0]} and {pair[1]} go together")
+        reference.append(row.get("ref_sensor", False))
+        pose, camera = np.eye(4) if reference[-1] else None, None
+        if _TURN in row:
+            turn, shift = (np.array(row[key], dtype=np.float64) for key in (_TURN, _SHIFT))
+            if turn.shape != (4,) or shift.shape != (3,) or not abs(np.linalg.norm(turn) - 1) <= 0.01:
+                raise ValueError(f"{prefix}: {_TURN} has w, x, y, z of length 1, and {_SHIFT} three numbers")
+            pose = np.eye(4)
+            pose[:3, :3], pose[:3, 3] = as_rotation(np.roll(turn, -1)), shift
+            check_poses(pose[None])
+            if reference[-1] and not np.allclose(pose, np.eye(4)):
+                raise ValueError(f"{prefix}: the reference camera's pose is the identity; leave it out")
+        if "camera_params" in row:
+            camera = Camera.from_colmap(row["camera_model_name"], row["camera_params"])
+        found.append(RigCamera(prefix, pose, camera))
     if reference.count(True) != 1 or any(not isinstance(value, bool) for value in reference):
         raise ValueError('one camera of each rig, and only one, has "ref_sensor": true')
-    found = [_camera(each, reference=is_one) for each, is_one in zip(cameras, reference, strict=True)]
     found.insert(0, found.pop(reference.index(True)))
     return tuple(found)
-
-
-def _camera(row: Mapping[str, Any], *, reference: bool) -> RigCamera:
-    prefix = row.get("image_prefix")
-    if not isinstance(prefix, str) or not prefix:
-        raise ValueError("each camera has an image_prefix, a text that is not empty")
-    for pair in ((_TURN, _SHIFT), ("camera_model_name", "camera_params")):
-        if len(row.keys() & set(pair)) == 1:
-            raise ValueError(f"{prefix}: {pair[0]} and {pair[1]} go together")
-    pose, camera = np.eye(4) if reference else None, None
-    if _TURN in row:
-        turn, shift = (np.array(row[key], dtype=np.float64) for key in (_TURN, _SHIFT))
-        if turn.shape != (4,) or shift.shape != (3,) or not np.isfinite([*turn, *shift]).all():
-            raise ValueError(f"{prefix}: {_TURN} has four finite numbers (w, x, y, z), {_SHIFT} three")
-        if abs(np.linalg.norm(turn) - 1) > 0.01:
-            raise ValueError(f"{prefix}: {_TURN} is a quaternion of length 1, not {np.linalg.norm(turn):.3g}")
-        pose = np.eye(4)
-        pose[:3, :3], pose[:3, 3] = as_rotation(np.roll(turn, -1)), shift
-        check_poses(pose[None])
-        if reference and not np.allclose(pose, np.eye(4)):
-            raise ValueError(f"{prefix}: the reference camera's pose is the identity; leave it out")
-    if "camera_params" in row:
-        camera = Camera.from_colmap(row["camera_model_name"], row["camera_params"])
-    return RigCamera(prefix, pose, camera)
 
 
 def _check_members(row: Any, known: set[str], what: str) -> None:
@@ -537,3 +486,151 @@ def _check_members(row: Any, known: set[str], what: str) -> None:
         raise ValueError(f"{what} is an object, not {type(row).__name__}")
     if unknown := sorted(row.keys() - known):
         raise ValueError(f"{what} has no {unknown[0]!r}; it may have {', '.join(sorted(known))}")
+
+
+# Poses world_from_cam as lines of trajectory files: of TUM, with times, and of KITTI, without.
+
+
+def tum_lines(timestamps: Sequence[float], poses: Sequence[np.ndarray]) -> list[str]:
+    """A comment, our mark, and for each of N seconds and poses world_from_cam (4, 4) a line of numbers."""
+    lines = [f"# {MARK.decode()}: timestamp x y z qx qy qz qw of world_from_cam"]
+    for time, pose in zip(timestamps, poses, strict=True):
+        lines.append(f"{time:.6f} {_numbers([*pose[:3, 3], *as_quaternion(pose[:3, :3])])}")
+    return lines
+
+
+def kitti_lines(poses: Iterable[np.ndarray]) -> list[str]:
+    """The 12 numbers of the upper 3×4 part of each world_from_cam (4, 4)."""
+    return [_numbers(pose[:3].ravel()) for pose in poses]
+
+
+def _numbers(values: Iterable[float]) -> str:
+    """Numbers to nine digits, with spaces between."""
+    return " ".join(f"{value:.9g}" for value in values)
+
+
+# Poses of images by name, in the files of other programs.
+
+POSE_SUFFIXES = (".txt", ".tum", ".json", ".kitti")
+COLMAP_IMAGES = "images.txt"
+
+
+def read_named_poses(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Camera]]:
+    """Poses cam_from_world (4, 4) by name of image, and the cameras of those that have one; or `UsageError`.
+
+    They are of COLMAP's `images.txt` (whose cameras are beside it and not read here), result lines of hloc
+    (`.txt`), or JSON: name → {"cam_from_world": (3, 4) or (4, 4), "camera": …} or the matrix itself.
+    """
+    path = Path(path)
+    if path.suffix.lower() in (".tum", ".kitti"):
+        raise UsageError(f"{path}: a trajectory has no names of images; give images.txt, .txt or .json")
+    try:
+        text = read_given(path).decode("utf-8")
+        if path.suffix.lower() == ".json":
+            found = _poses_from_json(json.loads(text))
+        elif path.name == COLMAP_IMAGES:
+            lines = [line for line in text.splitlines() if not line.startswith("#")]
+            rows = (line.split(maxsplit=9) for line in lines[::2])  # between them are the lines of points
+            found = _poses_from_rows((row[9], row[1:8]) for row in rows if row), {}
+        else:
+            lines = (line for line in text.splitlines() if line.strip() and not line.startswith("#"))
+            rows = (line.rsplit(maxsplit=7) for line in lines)
+            found = _poses_from_rows((row[0], row[1:]) for row in rows), {}
+    except MALFORMED as error:
+        raise UsageError(
+            f"{path}: cannot be read as poses of images ({error}): lines `name qw qx qy qz tx ty tz`, "
+            "COLMAP's images.txt, or JSON with cam_from_world by name are needed"
+        ) from error
+    if not found[0]:
+        raise UsageError(f"{path} holds no pose")
+    return found
+
+
+def write_named_poses(
+    path: str | Path,
+    poses: Mapping[str, np.ndarray],
+    facts: Mapping[str, Mapping[str, Any]] | None = None,
+    **common: Any,
+) -> None:
+    """Write poses cam_from_world (4, 4) by name of image in the format that the file's name asks for.
+
+    `images.txt` is COLMAP's, any other `.txt` has hloc's result lines, `.tum` has timestamps (the number that
+    an image is named by if all have another one, else its place, and comments say of which image it is),
+    `.kitti` a line for each image, `.json` all, with the `facts` of images, also of those without a pose, and
+    `common` members beside "poses". `UsageError`: a name that the format cannot hold, or another suffix.
+    """
+    path, facts = Path(path), facts or {}
+    suffix = path.suffix.lower()
+    if suffix == ".json":
+        names = dict.fromkeys([*facts, *poses])
+        found = {name: np.asarray(pose, np.float64).tolist() for name, pose in poses.items()}
+        rows = {name: {"cam_from_world": found.get(name), **facts.get(name, {})} for name in names}
+        write_output(path, json.dumps({**common, "poses": rows}, indent=1, allow_nan=False).encode())
+        return
+    if suffix == ".tum":
+        lines = _tum_lines(poses)
+    elif suffix == ".kitti":
+        lines = kitti_lines(map(np.linalg.inv, poses.values()))
+    elif path.name == COLMAP_IMAGES:
+        lines = [
+            f"# {MARK.decode()}: IMAGE_ID QW QX QY QZ TX TY TZ CAMERA_ID NAME of cam_from_world; no points"
+        ]
+        for number, (name, pose) in enumerate(poses.items(), start=1):
+            lines += [f"{number} {_numbers(_wxyz(pose))} {number} {name}", ""]
+    elif suffix == ".txt":
+        if spaced := [name for name in poses if len(name.split()) != 1]:
+            raise UsageError(f"{path}: hloc's lines cannot hold the name {spaced[0]!r}, which has a space")
+        lines = [f"{name} {_numbers(_wxyz(pose))}" for name, pose in poses.items()]
+    else:
+        raise UsageError(f"{path}: the name of a file of poses must end in {' or '.join(POSE_SUFFIXES)}")
+    write_whole(path, "".join(f"{line}\n" for line in lines).encode())
+
+
+def _tum_lines(poses: Mapping[str, np.ndarray]) -> list[str]:
+    try:
+        times, said = [float(Path(name).stem) for name in poses], []
+    except ValueError:
+        times = []
+    if len(set(times)) < len(poses):
+        times = [float(index) for index in range(len(poses))]
+        said = [f"# {time:.6f} is {json.dumps(name)}" for time, name in zip(times, poses, strict=True)]
+    ordered = sorted(zip(times, poses.values(), strict=True), key=lambda row: row[0])
+    first, *lines = tum_lines([time for time, _ in ordered], [np.linalg.inv(pose) for _, pose in ordered])
+    return [first, *said, *lines]
+
+
+def _wxyz(pose: np.ndarray) -> list[float]:
+    x, y, z, w = as_quaternion(pose[:3, :3])
+    return [w, x, y, z, *pose[:3, 3]]
+
+
+def _poses_from_rows(rows: Iterable[tuple[str, list[str]]]) -> dict[str, np.ndarray]:
+    """Poses (4, 4) by name, of rows of a name and the words qw qx qy qz tx ty tz; any other row raises."""
+    names, values = [], []
+    for name, words in rows:
+        if len(words) != 7:
+            raise ValueError(f"{len(words)} numbers in a line that needs 7")
+        names.append(name)
+        values.append([float(word) for word in words])
+    values = np.array(values).reshape(-1, 7)
+    poses = np.tile(np.eye(4), (len(values), 1, 1))
+    poses[:, :3, :3], poses[:, :3, 3] = as_rotation(np.roll(values[:, :4], -1, axis=1)), values[:, 4:]
+    check_poses(poses)
+    return dict(zip(names, poses, strict=True))
+
+
+def _poses_from_json(values: Any) -> tuple[dict[str, np.ndarray], dict[str, Camera]]:
+    poses, cameras = {}, {}
+    for name, row in (values["poses"] if isinstance(values.get("poses"), dict) else values).items():
+        if name == "software":
+            continue
+        row = row if isinstance(row, dict) else {"cam_from_world": row}
+        if row["cam_from_world"] is None:
+            continue
+        pose = np.eye(4)
+        pose[:3] = np.array(row["cam_from_world"], dtype=np.float64)[:3].reshape(3, 4)
+        check_poses(pose[None])
+        poses[name] = pose
+        if (camera := row.get("camera")) is not None:
+            cameras[name] = Camera.from_colmap(camera["model"], camera["params"], tuple(camera["size"]))
+    return poses, cameras

@@ -11,8 +11,6 @@ import math
 
 import numpy as np
 
-# The pixel convention, in one place, and the plane geometry built on it.
-
 LONGEST_ASPECT = 4.0  # longer / shorter side, above which images are resized by area
 
 # stored → upright as a signed permutation of the centred coordinates, by EXIF orientation 1-8 (0 is unused).
@@ -33,11 +31,8 @@ UPRIGHT = np.array(
 
 
 def resized(size: tuple[int, int], longer_side: int | None) -> tuple[tuple[int, int], tuple[float, float]]:
-    """The size whose longer side is at most `longer_side`, and the exact scale (sx, sy) after rounding.
-
-    Images are only ever made smaller; None keeps them. A strip whose sides differ by more than
-    `LONGEST_ASPECT` would keep too few rows: it gets the area of a 4:3 image with that longer side.
-    """
+    """The size whose longer side is at most `longer_side` (None: any), and the exact scale (sx, sy) after
+    rounding. Of a strip too few rows would be left: it gets the area of a 4:3 image of that longer side."""
     width, height = size
     factor = 1.0
     if longer_side is not None and max(size) > LONGEST_ASPECT * min(size):
@@ -60,16 +55,19 @@ def upright_size(size: tuple[int, int], orientation: int) -> tuple[int, int]:
 
 def stored_to_upright(points: np.ndarray, size: tuple[int, int], orientation: int) -> np.ndarray:
     """Stored pixels (…, 2) → upright pixels; `size` is the stored size."""
-    centre = (np.asarray(size, dtype=np.float64) - 1) / 2
-    new_centre = (np.asarray(upright_size(size, orientation), dtype=np.float64) - 1) / 2
+    centre, new_centre = _centres(size, orientation)
     return (points - centre) @ UPRIGHT[orientation].T + new_centre
 
 
 def upright_to_stored(points: np.ndarray, size: tuple[int, int], orientation: int) -> np.ndarray:
     """Upright pixels (…, 2) → stored pixels; the inverse of `stored_to_upright`."""
-    centre = (np.asarray(size, dtype=np.float64) - 1) / 2
-    new_centre = (np.asarray(upright_size(size, orientation), dtype=np.float64) - 1) / 2
+    centre, new_centre = _centres(size, orientation)
     return (points - new_centre) @ UPRIGHT[orientation] + centre
+
+
+def _centres(size: tuple[int, int], orientation: int) -> np.ndarray:
+    """(2, 2) the middles of an image as stored and upright."""
+    return (np.array([size, upright_size(size, orientation)], dtype=np.float64) - 1) / 2
 
 
 def upright_matrix(size: tuple[int, int], orientation: int) -> np.ndarray:
@@ -88,8 +86,7 @@ def warp_points(points: np.ndarray, homography: np.ndarray) -> np.ndarray:
     """Points (…, 2) under a 3×3 homography; NaN where they fall on or behind the horizon."""
     lifted = points @ homography[:, :2].T + homography[:, 2]
     depth = lifted[..., 2:]
-    safe = np.where(depth > 1e-8, depth, np.nan)
-    return lifted[..., :2] / safe
+    return lifted[..., :2] / np.where(depth > 1e-8, depth, np.nan)
 
 
 def inside(points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
@@ -121,8 +118,7 @@ def as_quaternion(rotation: np.ndarray) -> np.ndarray:
 
 
 def as_rotation(quaternions: np.ndarray) -> np.ndarray:
-    """(…, 3, 3) of quaternions (…, 4) x y z w of any length but 0; `ValueError`: a quaternion of length 0, or
-    values that are not finite."""
+    """(…, 3, 3) of quaternions (…, 4) x y z w; `ValueError`: one of length 0, or not finite."""
     q = np.asarray(quaternions, np.float64)
     largest = np.abs(q).max(axis=-1, keepdims=True)
     if not ((largest > 0) & (largest < np.inf)).all():
@@ -135,14 +131,12 @@ def as_rotation(quaternions: np.ndarray) -> np.ndarray:
 
 
 def check_poses(poses: np.ndarray) -> None:
-    """Refuse matrices (N, 4, 4) that are no poses; `ValueError`: a value that is not finite, a translation of
-    more than 10¹² units, or a matrix that is no rotation."""
+    """Refuse, by `ValueError`, matrices (N, 4, 4) that are no poses, or of more than 10¹² units."""
     if not (np.abs(poses) <= FARTHEST).all():
         raise ValueError("a pose is not finite, or too far away")
     turns = poses[:, :3, :3]
-    if (np.abs(turns) > 2).any() or not np.allclose(
-        turns @ turns.transpose(0, 2, 1), np.eye(3), rtol=0, atol=0.01
-    ):
+    small = (np.abs(turns) <= 2).all()  # or products could overflow
+    if not small or not np.allclose(turns @ turns.transpose(0, 2, 1), np.eye(3), rtol=0, atol=0.01):
         raise ValueError("the first three columns of a pose are no rotation")
     if (np.linalg.det(turns) < 0).any():
         raise ValueError("a pose is mirrored")

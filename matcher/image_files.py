@@ -30,32 +30,6 @@ from matcher.cameras import Camera, focal_of_film
 from matcher.errors import ImageError, ImageWarning, MatcherError, UsageError, install_command
 from matcher.geometry import UPRIGHT
 
-# In the samples of a JPEG's scan, a zero follows each 0xFF that is no marker; restarts lie between them.
-_MARKER = re.compile(rb"\xff+[^\x00\xff\xd0-\xd7]", re.DOTALL)
-
-
-def check_scans(file: BinaryIO) -> None:
-    """Refuse a JPEG of more than 64 scans, for each of which a decoder goes over the whole picture.
-
-    Encoders write at most about 10. The file is at its start before and afterwards.
-
-    Raises:
-        ValueError: there are more.
-    """
-    data, most, scan, end = file.read(), 64, 0xDA, 0xD9
-    file.seek(0)
-    if data.count(b"\xff\xda") <= most:  # the bytes may also lie in a profile or a thumbnail
-        return
-    at, scans = 2, 0
-    while (marker := _MARKER.search(data, at)) is not None and (kind := marker[0][-1]) != end:
-        at = marker.end()
-        if kind not in (0x01, 0xD8):  # these have no length
-            at += max(2, int.from_bytes(data[at : at + 2], "big"))
-        scans += kind == scan
-        if scans > most:
-            raise ValueError(f"it has more than {most} scans")
-
-
 # What a file is before it is decoded: a regular file, and which image format by its first bytes.
 
 PathLike = str | os.PathLike[str]
@@ -64,12 +38,7 @@ _URL = re.compile(r"(https?|ftp|file|s3|gs):/+(?=[^/])", re.IGNORECASE)
 
 
 def as_path(path: PathLike) -> Path:
-    """An image's path.
-
-    Raises:
-        UsageError: something that is no path.
-        ImageError: a URL.
-    """
+    """An image's path; `UsageError`: something that is no path; `ImageError`: a URL."""
     try:
         found = Path(path)
         found = found if found.exists() else found.expanduser()
@@ -77,16 +46,14 @@ def as_path(path: PathLike) -> Path:
         return Path(path)
     except TypeError:
         raise UsageError(f"an image is given by its path, not by {type(path).__name__}") from None
-    if _URL.match(os.fspath(path)) and not found.exists():
-        # A Path has lost one of the two slashes.
+    if _URL.match(os.fspath(path)) and not found.exists():  # a Path has lost one of the two slashes
         url = _URL.sub(lambda scheme: f"{scheme[1]}://", os.fspath(path), count=1)
         raise ImageError(f"{url}: images are read from files; download it first, then name the file")
     return found
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """The opened file; anything that is not a regular, non-empty file is refused before it can block;
-    `ImageError`: the file is missing, empty, a folder, a pipe or a device."""
+    """The opened file; `ImageError` for what is missing, empty or, before it can block, no regular file."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -101,8 +68,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def find_format(file: BinaryIO, path: Path) -> tuple[str, Opener | None]:
-    """Name and Pillow class of the image format, from the file's first bytes; None: OpenCV reads it;
-    `ImageError`: a format that is not known."""
+    """Name and Pillow class (None: OpenCV reads it) of the image format, by the file's first bytes."""
     head = file.read(16)
     file.seek(0)
     for name, signature, opener in _FORMATS:
@@ -147,8 +113,6 @@ _FORMATS: tuple[tuple[str, bytes, Opener | None], ...] = (
 )
 
 
-_shared: dict[str, Lock] = {}  # between threads
-
 # An image file's bytes → its samples in stored pixels, where it is opaque, and its EXIF orientation.
 
 
@@ -161,7 +125,7 @@ class Decoded(NamedTuple):
 
 
 def decode(path: Path, max_pixels: int) -> Decoded:
-    """The first frame or page of an image file; with an `ImageWarning` if there are more; `ImageError`:
+    """The first frame or page of an image file, with an `ImageWarning` if there are more; `ImageError`:
     missing, not a known image, larger than `max_pixels`, cut short or damaged."""
     with open_regular(path) as file:
         return decode_open(file, path, max_pixels)
@@ -174,18 +138,24 @@ def decode_open(file: BinaryIO, path: Path, max_pixels: int) -> Decoded:
         if opener is None:
             return Decoded(_colour_pfm(file, path, max_pixels), None, 1)
         if name == "JPEG":
-            check_scans(file)
+            _check_scans(file)
         elif opener is PpmImageFile:
             _check_header(file)
         image = opener(file)
         _check_size(path, *image.size, max_pixels)
     with _decoding(path, name), _quiet(image.width * image.height):
-        _warn_of_pages(image, path, name)
+        try:
+            pages = getattr(image, "n_frames", 1)
+        except Exception:  # a later page is damaged, and it is not needed
+            pages = 1
+        if pages > 1:
+            what = "pages" if name == "TIFF" else "frames"
+            warnings.warn(f"{path}: has {pages} {what}; the first one is used", ImageWarning, stacklevel=3)
         turned = _orientation(image.tag_v2) if isinstance(image, TiffImageFile) else 1
-        deep = is_deep(image, file)
+        deep = _is_deep(image, file)
         image.load()  # also where OpenCV reads the samples: it would not see that bytes are missing
-        if turned != 1 or not deep or (found := read_deep(file, path, image.size)) is None:
-            found = samples_of(image)
+        if turned != 1 or not deep or (found := _read_deep(file, path, image.size)) is None:
+            found = _samples_of(image)
         raw, opaque = found
         orientation = _orientation(image.getexif()) if turned == 1 else turned
     if turned != 1:  # Pillow turns TIFF upright by itself, and only TIFF: take it back
@@ -194,8 +164,26 @@ def decode_open(file: BinaryIO, path: Path, max_pixels: int) -> Decoded:
     return Decoded(raw, opaque, orientation)
 
 
+def _check_scans(file: BinaryIO) -> None:
+    """Refuse a JPEG of more than 64 scans, for each of which a decoder goes over the whole picture; encoders
+    write at most about 10. The file is at its start before and afterwards."""
+    data, most, scan, end = file.read(), 64, 0xDA, 0xD9
+    file.seek(0)
+    if data.count(b"\xff\xda") <= most:  # the bytes may also lie in a profile or a thumbnail
+        return
+    # In the samples of a scan, a zero follows each 0xFF that is no marker; restarts lie between them.
+    at, scans, marked = 2, 0, re.compile(rb"\xff+[^\x00\xff\xd0-\xd7]", re.DOTALL)
+    while (marker := marked.search(data, at)) is not None and (kind := marker[0][-1]) != end:
+        at = marker.end()
+        if kind not in (0x01, 0xD8):  # these have no length
+            at += max(2, int.from_bytes(data[at : at + 2], "big"))
+        scans += kind == scan
+        if scans > most:
+            raise ValueError(f"it has more than {most} scans")
+
+
 def _check_header(file: BinaryIO) -> None:
-    """Refuse a header without end, such as of comments, which Pillow reads byte by byte."""
+    """Refuse a netpbm header without end, such as of comments, which Pillow reads byte by byte."""
     head = re.sub(rb"#[^\r\n]*[\r\n]", b" ", file.read(1 << 16))
     file.seek(0)
     kind, *values = [*head.split(None, 4), b""]
@@ -229,16 +217,15 @@ def _check_size(path: Path, width: int, height: int, max_pixels: int) -> None:
 
 
 def from_pillow(image: PIL.Image.Image) -> Decoded:
-    """A PIL image in memory, as it stands: what its EXIF orientation asks for is reported, not done;
-    `ImageError`: it was opened from a file that is cut short or damaged."""
+    """A PIL image in memory, as it stands: what its EXIF orientation asks for is reported, not done."""
     path = Path(getattr(image, "filename", "") or "the PIL image")
     with _decoding(path, image.format or "image"):
         image.load()
         turned = isinstance(image, TiffImageFile)  # by Pillow, whatever its tags are
-        return Decoded(*samples_of(image), 1 if turned else _orientation(image.getexif()))
+        return Decoded(*_samples_of(image), 1 if turned else _orientation(image.getexif()))
 
 
-def is_deep(image: PIL.Image.Image, file: BinaryIO) -> bool:
+def _is_deep(image: PIL.Image.Image, file: BinaryIO) -> bool:
     """Whether a PNG, TIFF or PPM that Pillow opened has colour of 16 bits, which Pillow reads as 8."""
     if isinstance(image, PpmImageFile):
         tile = image.tile[0]
@@ -255,13 +242,9 @@ def is_deep(image: PIL.Image.Image, file: BinaryIO) -> bool:
     return depth == b"\x10"
 
 
-def read_deep(
-    file: BinaryIO, path: Path, size: tuple[int, int]
-) -> tuple[np.ndarray, np.ndarray | None] | None:
-    """(H, W, 3) uint16 RGB of a whole PNG or TIFF of this size in stored pixels, and where alpha is not 0.
-
-    None, with an `ImageWarning`, for a file that OpenCV reads otherwise: then its 8 bits have to do.
-    """
+def _read_deep(file: BinaryIO, path: Path, size: tuple[int, int]) -> tuple[np.ndarray, ...] | None:
+    """(H, W, 3) uint16 RGB of a PNG or TIFF of this size in stored pixels, and where alpha is not 0 or None;
+    None, with an `ImageWarning`, for a file that OpenCV reads otherwise: then its 8 bits have to do."""
     found = _by_opencv(file)
     fits = found is not None and found.dtype == np.uint16 and found.ndim == 3
     if not fits or found.shape[:2] != size[::-1] or found.shape[2] not in (3, 4):
@@ -270,16 +253,6 @@ def read_deep(
         return None
     opaque = found[..., 3] != 0 if found.shape[2] == 4 else None
     return np.ascontiguousarray(found[..., 2::-1]), opaque
-
-
-def _warn_of_pages(image: PIL.Image.Image, path: Path, name: str) -> None:
-    try:
-        pages = getattr(image, "n_frames", 1)
-    except Exception:  # a later page is damaged, and it is not needed
-        return
-    if pages > 1:
-        what = "pages" if name == "TIFF" else "frames"
-        warnings.warn(f"{path}: has {pages} {what}; the first one is used", ImageWarning, stacklevel=4)
 
 
 @contextmanager
@@ -299,17 +272,18 @@ def _decoding(path: Path, name: str) -> Iterator[None]:
         ) from error
 
 
+_alone: dict[str, Lock] = {}
+
+
 @contextmanager
 def _quiet(pixels: int) -> Iterator[None]:
-    """No warning of Pillow's for a size that the caller allows.
-
-    The filters are those of all threads, so one image at a time changes them and puts them back.
-    """
+    """No warning of Pillow's for a size that the caller allows."""
     if pixels <= (PIL.Image.MAX_IMAGE_PIXELS or pixels):
         yield
         return
-    alone = _shared.setdefault("filters", Lock())
-    with alone, warnings.catch_warnings(action="ignore", category=PIL.Image.DecompressionBombWarning):
+    # The filters are those of all threads, so one image at a time changes them and puts them back.
+    alone, unwanted = _alone.setdefault("filters", Lock()), PIL.Image.DecompressionBombWarning
+    with alone, warnings.catch_warnings(action="ignore", category=unwanted):
         yield
 
 
@@ -318,7 +292,7 @@ def _orientation(tags: Any) -> int:
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
-def samples_of(image: PIL.Image.Image) -> tuple[np.ndarray, np.ndarray | None]:
+def _samples_of(image: PIL.Image.Image) -> tuple[np.ndarray, np.ndarray | None]:
     """Samples of a decoded image as grey or RGB in the file's depth, and where alpha is not 0."""
     if image.mode.startswith("I") or image.mode == "F":
         raw = _strips(image)  # Pillow's own conversion to 8 bits would clip instead of scale
@@ -365,20 +339,18 @@ def _header(path: Path) -> Iterator[PIL.Image.Image]:
 
 
 def read_header(path: Path, part: int) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The EXIF tags of an image file, and those of one part of them, such as its GPS tags; `Exception`: of
-    any kind, as a header can be wrong in any way."""
+    """The EXIF tags of an image file, and those of one part of them, such as its GPS tags; any `Exception`,
+    as a header can be wrong in any way."""
     with _header(path) as photo:
         tags = photo.getexif()
         return dict(tags), dict(tags.get_ifd(part))
 
 
 def read_gps(path: Path) -> tuple[float, float, float] | None:
-    """Latitude and longitude in degrees, north and east positive, and metres above the ellipsoid.
-
-    Without an altitude the third is 0. None where the header has no position, or one that cannot be.
-    """
+    """Latitude and longitude in degrees, north and east positive, and metres above the ellipsoid, 0 where
+    there are none; None where the header has no position, or one that cannot be."""
     try:
-        tags = read_header(path, 0x8825)[1]
+        tags = read_header(path, IFD.GPSInfo)[1]
         latitude, longitude = _degrees(tags, 1, "S"), _degrees(tags, 3, "W")
         metres = float(tags.get(6, 0.0))
     except Exception:  # a header can be wrong in any way, and nothing depends on it
@@ -390,7 +362,7 @@ def read_gps(path: Path) -> tuple[float, float, float] | None:
 
 
 def read_camera(path: Path) -> Camera | None:
-    """A camera of the focal length that a photo's EXIF header states; None where it states none."""
+    """A camera of the focal length that a photo's EXIF header states; None without."""
     try:
         with _header(path) as photo:
             (width, height), tags = photo.size, photo.getexif().get_ifd(IFD.Exif)

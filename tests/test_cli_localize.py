@@ -10,8 +10,8 @@ import pytest
 from localized_map import CAMERA, CAMERA_TEXT, QUERIES, SIZE, make_map
 
 import matcher
+from matcher.cameras import read_named_poses
 from matcher.cli import main
-from matcher.poses import read_named_poses
 from matcher.sfm.models import find_model
 
 pycolmap = pytest.importorskip("pycolmap")

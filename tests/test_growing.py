@@ -10,10 +10,10 @@ from collection_scene import centres, render_photos
 from command import run
 
 import matcher
+from matcher.cameras import write_named_poses
 from matcher.collection.collection import Collection
 from matcher.collection.store import Store
 from matcher.errors import IntegrityError, UsageError
-from matcher.poses import write_named_poses
 from matcher.sfm.growing import continue_model, more_pairs
 from matcher.sfm.models import read_given_poses
 

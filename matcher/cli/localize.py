@@ -64,13 +64,12 @@ def localize(
             camera.
         refine: Refine keypoints on the images of the map; without it poses are less exact.
     """
-    from matcher.cameras import Camera, parse_cameras, read_rig_config
+    from matcher.cameras import POSE_SUFFIXES, Camera, parse_cameras, read_rig_config
     from matcher.export.colmap import import_pycolmap
     from matcher.files import check_folder
     from matcher.images import find_masks
     from matcher.localization.map import Map
     from matcher.localization.sparse_map import LocalizationConfig
-    from matcher.poses import SUFFIXES
     from matcher.viz.recording import import_rerun
 
     for name, value in {"--masks": masks, "--rig": rig, "--pictures": pictures}.items():
@@ -86,7 +85,7 @@ def localize(
     fixed = None if rig is None else read_rig_config(rig)
     import_pycolmap()
     kept = [] if output is None else [output, _with_names(output)]  # if a photo has no pose
-    outputs = [*((path, SUFFIXES) for path in dict.fromkeys(kept)), (recording, (".rrd",))]
+    outputs = [*((path, POSE_SUFFIXES) for path in dict.fromkeys(kept)), (recording, (".rrd",))]
     check_outputs(outputs, overwrite=overwrite)
     if recording is not None:
         import_rerun()
@@ -194,7 +193,7 @@ def _with_names(output: Path) -> Path:
 
 def _write(output: Path, found: dict[str, Pose], where: dict[str, Any]) -> None:
     """The poses that were found, in the format that the name asks for; JSON says `where` the map is."""
-    from matcher.poses import write_named_poses
+    from matcher.cameras import write_named_poses
 
     poses = {name: pose.cam_from_world for name, pose in found.items() if pose.ok}
     facts = {name: pose.to_dict() for name, pose in found.items()}

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from matcher.cameras import kitti_lines, tum_lines
 from matcher.errors import UsageError
 from matcher.files import read_given, write_whole
 from matcher.geometry import as_rotation, check_poses
-from matcher.poses import kitti_lines, tum_lines
 from matcher.sequence.frames import FrameResult
 
 # --- Files of poses.

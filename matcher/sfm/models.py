@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from matcher.cameras import Camera
+from matcher.cameras import COLMAP_IMAGES, Camera, read_named_poses
 from matcher.collection.schema import DATABASE
 from matcher.collection.sources import name_fault
 from matcher.errors import IntegrityError, UsageError
 from matcher.export.colmap import import_pycolmap
 from matcher.geometry import FARTHEST, check_poses
-from matcher.poses import COLMAP_IMAGES, read_named_poses
 
 SUMMARY = "summary.json"
 KEPT_CAMERAS = "cameras_given"  # in it: whether the user gave all cameras, so that none was adjusted

@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import matcher
-from matcher.cameras import Camera, as_camera, read_cameras
+from matcher.cameras import Camera, as_camera, read_cameras, read_named_poses
 from matcher.cli import main
 from matcher.collection.pairs import read_pairs
 from matcher.errors import MatcherError, UsageError
-from matcher.poses import read_named_poses
 from matcher.sequence.trajectory import read_poses
 from matcher.train.recipe import read_recipe, shipped_recipe
 from matcher.types import Features
