@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, grid_sample, interpolate, normalize, pad
 
+from matcher.attention import mapped
 from matcher.config import ExtractorConfig
 from matcher.errors import IntegrityError
 from matcher.extract.front_end import Found, FrontEnd, grey, inner_pixels, mask_of, padded
@@ -236,12 +237,13 @@ class FeatureNetwork(nn.Module):
 
     def describe(self, maps: Sequence[Tensor], points: Tensor) -> Tensor:
         """Unit descriptors (B, N, 64) float32 at points (B, N, 2) xy."""
-        return normalize(self.descriptor(sample(maps, points)).float(), dim=-1)
+        first, _, last = self.descriptor
+        return normalize(mapped(last, mapped(first, sample(maps, points)).relu_()).float(), dim=-1)
 
     def prepare(self, dtype: torch.dtype) -> None:
-        """Keep the convolutions in `dtype`, but for the last, and everything in the order that suits them."""
+        """Keep all maps in `dtype` but for that to logits, and convolutions in the order that suits them."""
         self.to(memory_format=torch.channels_last)
-        for part in (self.encoder, self.lift, self.mix):
+        for part in (self.encoder, self.lift, self.mix, self.descriptor):
             part.to(dtype)
 
 
