@@ -91,12 +91,8 @@ def half_on_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def even_size(count: int) -> int:
-    """The number of points, this or a little more, for which products are compiled.
-
-    oneDNN compiles products in half precision for every number of rows, which takes as long as a dozen of
-    them, and keeps them, more than half a megabyte each: they only see multiples of 64, of 128 beyond 512
-    points, and of 256 beyond 2048.
-    """
+    """This number of points or a little more: oneDNN compiles products in half precision for every number of
+    rows, which takes as long as a dozen of them, and keeps more than half a megabyte of each."""
     step = 64 * (1 if count <= 512 else 2 if count <= 2048 else 4)
     return -(-count // step) * step
 
@@ -116,15 +112,8 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def additive_mask(q: Tensor, k: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
-    """What is added to the scores of q (…, N, d) and k (…, M, d): 0, −inf or the numbers of `mask`.
-
-    Args:
-        q, k: only their sizes, device and dtype matter.
-        mask: broadcast to (…, N, M), bool (True = may attend) or numbers.
-        causal: row i attends to columns 0 … i only.
-
-    Returns:
-        Broadcast to (…, N, M), in the dtype of q.
+    """What is added to the scores of q (…, N, d) and k (…, M, d): 0, −inf or the numbers of `mask`, broadcast
+    to (…, N, M), in the dtype of q; `mask` and `causal` as in `scaled_dot_product`.
 
     >>> additive_mask(torch.zeros(2, 1), torch.zeros(2, 1), causal=True)
     tensor([[0., -inf],
@@ -157,11 +146,8 @@ def _weighted(scores: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """φ(q) (φ(k)ᵀ v) / φ(q) Σφ(k) with φ = elu + 1, in O(N + M) memory (Katharopoulos et al. 2020, eq. 7).
-
-    Args:
-        q: (…, N, d). k, v: (…, M, d).
-        mask: (…, M) bool, True = the column may be attended to.
+    """φ(q) (φ(k)ᵀ v) / φ(q) Σφ(k) with φ = elu + 1, in O(N + M) memory (Katharopoulos et al. 2020, eq. 7), of
+    q (…, N, d), k and v (…, M, d), and `mask` (…, M) bool, True = the column may be attended to.
 
     >>> x = torch.ones(4, 2)
     >>> linear_attention(x, x, torch.arange(4.0).unsqueeze(1), torch.tensor([True, False, False, True]))[0]
@@ -217,15 +203,8 @@ Kernel = Callable[..., Tensor]  # queries, keys, values, and what restricts them
 
 
 def build_attention(name: str, width: int) -> Kernel:
-    """The score function that a configuration names, for heads of `width` channels.
-
-    Args:
-        name: softmax, linear, additive or general.
-        width: channels of a head.
-
-    Raises:
-        UsageError: another name.
-    """
+    """The score function softmax, linear, additive or general, for heads of `width` channels; `UsageError`:
+    another name."""
     learned = {"additive": AdditiveAttention, "general": GeneralAttention}
     if name in learned:
         return learned[name](width)
@@ -245,8 +224,7 @@ def mapped(layer: nn.Module, x: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (…, T, inputs) weightᵀ + bias → (…, T, outputs), on a CPU in half precision with `missing_rows`."""
-    missing = missing_rows(x.shape[-2], weight)
-    if not missing:
+    if not (missing := missing_rows(x.shape[-2], weight)):
         return F.linear(x, weight, bias)
     return F.linear(F.pad(x, (0, 0, 0, missing)), weight, bias)[..., : x.shape[-2], :]
 

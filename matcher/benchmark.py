@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, count
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -75,16 +75,8 @@ class Bench:
     repeats: int = 5  # of every call, at most
     seconds: float = 40.0  # no new round starts after that
     clock: Callable[[], float] = perf_counter
-
-    @property
-    def keypoints(self) -> int:
-        """Of an image in rows of one size."""
-        return 64 if self.quick else 1024
-
-    @property
-    def frame(self) -> tuple[int, int]:
-        """Width and height of a frame."""
-        return (64, 48) if self.quick else (640, 480)
+    keypoints: int = 1024  # of an image in rows of one size
+    frame: tuple[int, int] = (640, 480)  # width and height
 
     def load(self, preset: str = "hybrid-learned", **options: Any) -> Pipeline:
         """`matcher.load` on the benchmark's device."""
@@ -92,48 +84,43 @@ class Bench:
 
     def pictures(self) -> list[np.ndarray]:
         """Both images as arrays of the size of a frame."""
-        paths = self.images
-        return [cv2.resize(read_image(p).pixels, self.frame, interpolation=cv2.INTER_AREA) for p in paths]
+        both = (read_image(path).pixels for path in self.images)
+        return [cv2.resize(pixels, self.frame, interpolation=cv2.INTER_AREA) for pixels in both]
 
     def features(self, keypoints: int) -> list[Features]:
         """Those of both images, enlarged so that they have so many keypoints."""
-        pipe, found = self.load(max_keypoints=keypoints, resize=2048), []
-        for path in self.images:
-            pixels = read_image(path).pixels
-            factor = 2048 / max(pixels.shape[:2])
-            found.append(
-                pipe.extract(cv2.resize(pixels, None, fx=factor, fy=factor, interpolation=cv2.INTER_CUBIC))
-            )
-        return found
+        pipe, images = self.load(max_keypoints=keypoints, resize=2048), map(read_image, self.images)
+        return [pipe.extract(image.resized(2048 / max(image.pixels.shape[:2])).pixels) for image in images]
 
     def alternate(self, calls: Mapping[str, Call]) -> dict[str, tuple[float, ...]]:
-        """Run every call once as a warm-up, then all alternately, `repeats` times or for `seconds`."""
+        """Seconds of every call, the device's work included, once it has run as a warm-up: all alternately,
+        `repeats` times or for `seconds`."""
+        synchronise = getattr(torch, self.device.type).synchronize
+
+        def once(call: Call) -> float:
+            synchronise()
+            start = self.clock()
+            call()
+            synchronise()
+            return self.clock() - start
+
         found: dict[str, list[float]] = {name: [] for name in calls}
-        for name in calls:
-            self._once(calls[name])
+        for call in calls.values():
+            once(call)
         start = perf_counter()
         for _ in range(self.repeats):
             for name, call in calls.items():
-                found[name].append(self._once(call))
+                found[name].append(once(call))
             if perf_counter() - start > self.seconds:
                 break
         return {name: tuple(values) for name, values in found.items()}
-
-    def _once(self, call: Call) -> float:
-        """Seconds of one call, including the work of the device."""
-        synchronise = torch.cuda.synchronize if self.device.type == "cuda" else int
-        synchronise()
-        start = self.clock()
-        call()
-        synchronise()
-        return self.clock() - start
 
     def rows(
         self, works: Mapping[str, tuple[Call, str]], against: Mapping[str, Call]
     ) -> Iterator[BenchmarkRow]:
         """A row for each of our works (with its note) against each of the others, all in turns."""
         with torch.inference_mode():
-            times = self.alternate({**{name: call for name, (call, _) in works.items()}, **against})
+            times = self.alternate({name: call for name, (call, _) in works.items()} | against)
         for name, (_, note) in works.items():
             for other in against:
                 yield BenchmarkRow(name, other, times[name], times[other], note)
@@ -171,15 +158,13 @@ def with_parameters(tensors: Mapping[str, Tensor], preset: str, **options: Any) 
 
 def random_batch(count: int, batch: int, device: torch.device, seed: int = 0) -> Features:
     """`batch` images of `count` uniformly random keypoints with random unit descriptors, as SuperPoint's."""
-    rng, images = np.random.default_rng([seed, count]), []
-    for _ in range(batch):
-        descriptors = rng.normal(size=(count, 256))
-        descriptors /= np.linalg.norm(descriptors, axis=1, keepdims=True)
-        keypoints = (rng.random((count, 2)) * (np.array(SIZE) - 1)).astype(np.float32)
-        scores, size = rng.random(count).astype(np.float32), np.array(SIZE, np.float32)
-        found = Features(keypoints, descriptors.astype(np.float32), scores, size=size, kind="superpoint")
-        images.append(found)
-    return Features.stack(images).to(device)
+    rng, size = np.random.default_rng([seed, count]), np.array(SIZE, np.float32)
+    descriptors = rng.normal(size=(batch, count, 256))
+    descriptors /= np.linalg.norm(descriptors, axis=2, keepdims=True)
+    scores = rng.random((batch, count)).astype(np.float32)
+    keypoints = (rng.random((batch, count, 2)) * (size - 1)).astype(np.float32)
+    each = zip(keypoints, descriptors.astype(np.float32), scores, strict=True)
+    return Features.stack([Features(*f, size=size, kind="superpoint") for f in each]).to(device)
 
 
 def as_kornia(*sides: Features) -> dict[str, dict[str, Tensor]]:
@@ -233,10 +218,8 @@ def superglue(bench: Bench) -> Iterator[BenchmarkRow]:
     try:
         from transformers import SuperGlueConfig, SuperGlueForKeypointMatching
     except ImportError as error:
-        hint = install_command("transformers")
-        raise UsageError(
-            f"SuperGlue is compared with transformers, which is not installed: {hint}"
-        ) from error
+        how = install_command("transformers")
+        raise UsageError(f"SuperGlue is compared with transformers, not installed here: {how}") from error
     device, points = bench.device, 2 * bench.keypoints
     peer = seeded(lambda: SuperGlueForKeypointMatching(SuperGlueConfig(matching_threshold=0.0))).to(device)
     tensors = {k: v for k, v in peer.state_dict().items() if not k.startswith("keypoint_detector.")}
@@ -263,12 +246,10 @@ def loftr(bench: Bench) -> Iterator[BenchmarkRow]:
     images = [read_image(each.astype(np.uint8)) for each in noise]
     grey = [torch.from_numpy(each.astype(np.float32))[None, None].to(device) / 255 for each in noise]
 
-    def ours() -> object:
-        return pipe.matcher(*(Features.stack([found]) for found in pipe.extractor(images)))
-
     work = f"LoFTR, {width}×{height}, {pipe.matcher.precision}"
+    ours = {work: (lambda: pipe.matcher(*(Features.stack([f]) for f in pipe.extractor(images))), "")}
     calls = {"kornia, float32": lambda: peer({"image0": grey[0], "image1": grey[1]})}
-    yield from bench.rows({work: (ours, "")}, calls)
+    yield from bench.rows(ours, calls)
 
 
 # The rows: of the default preset
@@ -290,8 +271,7 @@ def extraction(bench: Bench) -> Iterator[BenchmarkRow]:
 
 def presets(bench: Bench) -> Iterator[BenchmarkRow]:
     """A pair of images from arrays by presets, all passes and one, against OpenCV; and the command."""
-    images, works = bench.pictures(), {}
-    one = {"further_passes": False}
+    images, works, one = bench.pictures(), {}, {"further_passes": False}
     pipes = {
         "default preset": bench.load(),
         "default preset, one pass": bench.load(**one),
@@ -302,12 +282,9 @@ def presets(bench: Bench) -> Iterator[BenchmarkRow]:
     for name, pipe in pipes.items():
         work = f"pair of {'×'.join(map(str, bench.frame))}, {bench.keypoints} keypoints, {name}"
         works[work] = (partial(pipe.match, *images), f"{len(pipe.match(*images).points0)} matches")
-    sift = cv2.SIFT_create(bench.keypoints)
-
-    def opencv() -> None:
-        verified_by_opencv(*(sift.detectAndCompute(image, None) for image in images))
-
-    yield from bench.rows(works, {"OpenCV: SIFT, FLANN, MAGSAC": opencv})
+    find = cv2.SIFT_create(bench.keypoints).detectAndCompute
+    opencv = {"OpenCV: SIFT, FLANN, MAGSAC": lambda: verified_by_opencv(*(find(i, None) for i in images))}
+    yield from bench.rows(works, opencv)
     options = ["--max-keypoints", str(bench.keypoints), "--device", str(bench.device)]
     command = child_command("matcher", "match", *map(str, bench.images), *options)
     run = partial(subprocess.run, command, env=child_environment(), check=True, capture_output=True)
@@ -365,12 +342,26 @@ def onnx(bench: Bench, points: int) -> Iterator[BenchmarkRow]:
 
 def collection(bench: Bench) -> Iterator[BenchmarkRow]:
     """All pairs of stored features, matched, verified and stored, against two workers, OpenCV and COLMAP."""
+    from matcher.export.colmap import import_pycolmap
+
     if bench.photos is None:
         raise UsageError("this row needs a folder of photos of one place: name it (photos)")
-    folder, points = bench.photos, 2 * bench.keypoints
+    folder, points, pycolmap = bench.photos, 2 * bench.keypoints, import_pycolmap()
     paths, sift = find_images(folder), cv2.SIFT_create(points)
     found = [sift.detectAndCompute(read_image(path, resize=1024).pixels, None) for path in paths]
+    pycolmap.logging.minloglevel = pycolmap.logging.ERROR.value
+    pycolmap.set_random_seed(0)
+    extraction, matching = pycolmap.FeatureExtractionOptions(), pycolmap.FeatureMatchingOptions()
+    for each in (extraction, matching):
+        each.num_threads, each.use_gpu = torch.get_num_threads(), False
+    extraction.sift.max_num_features, extraction.max_image_size = points, 1024
     with tempfile.TemporaryDirectory() as root:
+        stored, numbers = Path(root, "extracted.db"), count()
+        pycolmap.extract_features(stored, folder, extraction_options=extraction)
+
+        def colmap() -> None:
+            database = shutil.copy(stored, Path(root, f"matched{next(numbers)}.db"))
+            pycolmap.match_exhaustive(database, matching_options=matching)
 
         def opened(name: str, workers: int) -> Collection:
             options = {"max_keypoints": points, "device": str(bench.device)}
@@ -389,7 +380,7 @@ def collection(bench: Bench) -> Iterator[BenchmarkRow]:
         calls: dict[str, Call] = {
             "two workers, started": lambda: ready[2].pop().run(),
             "OpenCV: FLANN on SIFT, MAGSAC": lambda: [verified_by_opencv(*p) for p in combinations(found, 2)],
-            "COLMAP: its matcher on SIFT, its verification": _colmap_matching(folder, Path(root), points),
+            "COLMAP: its matcher on SIFT, its verification": colmap,
         }
         pairs = len(paths) * (len(paths) - 1) // 2
         work = f"{pairs} pairs of {points} keypoints of a collection, features stored"
@@ -398,71 +389,39 @@ def collection(bench: Bench) -> Iterator[BenchmarkRow]:
             yield replace(row, note=f"{rates} pairs a second")
 
 
-def _colmap_matching(folder: Path, root: Path, points: int) -> Call:
-    """Matching and verifying all pairs by COLMAP, on its own SIFT of so many keypoints, which is stored."""
-    from matcher.export.colmap import import_pycolmap
-
-    pycolmap, numbers = import_pycolmap(), iter(range(1000))
-    pycolmap.logging.minloglevel = pycolmap.logging.ERROR.value
-    pycolmap.set_random_seed(0)
-    extraction, matching = pycolmap.FeatureExtractionOptions(), pycolmap.FeatureMatchingOptions()
-    for each in (extraction, matching):
-        each.num_threads, each.use_gpu = torch.get_num_threads(), False
-    extraction.sift.max_num_features, extraction.max_image_size = points, 1024
-    pycolmap.extract_features(root / "extracted.db", folder, extraction_options=extraction)
-
-    def match() -> None:
-        database = root / f"matched{next(numbers)}.db"
-        shutil.copy(root / "extracted.db", database)
-        pycolmap.match_exhaustive(database, matching_options=matching)
-
-    return match
-
-
 # The benchmark
-
-
-def _plan(bench: Bench) -> Iterator[tuple[str, Callable[[Bench], Iterator[BenchmarkRow]]]]:
-    """Names of rows, each with a function that measures them."""
-    cuda, sizes = bench.device.type == "cuda", (64,) if bench.quick else (512, 1024, 2048)
-    for points in sizes:
-        yield f"lightglue {points}", partial(lightglue, points=points)
-        if cuda:
-            many = 2 if bench.quick else 32
-            yield f"lightglue {points} batch {many}", partial(lightglue, points=points, batch=many)
-    for measure in (superglue, loftr, extraction, presets, batches):
-        yield measure.__name__, measure
-    for points in sizes:
-        yield f"matching {points}", partial(matching, points=points)
-        if not cuda:
-            yield f"onnx {points}", partial(onnx, points=points)
-    yield "collection", collection
 
 
 def run_benchmark(
     bench: Bench, *, only: str | None = None, progress: Callable[[str], object] | None = None
 ) -> list[BenchmarkRow]:
-    """Run the benchmark.
-
-    Args:
-        bench: the device, the images, and how often and for how long rows are repeated.
-        only: run the rows whose name contains this text; those of ONNX Runtime and of collections, which take
-            minutes, run only so.
-        progress: called with each line of the table as soon as it is measured.
-
-    Raises:
-        UsageError: a package to compare with is not installed, or the rows need photos and there are none.
+    """The rows whose name contains `only`; those of ONNX Runtime and of collections, which take minutes, run
+    only so. `progress` is called with each line of the table as soon as it is measured. `UsageError`: a
+    package to compare with is not installed, or the rows need photos and there are none.
     """
+    cuda, sizes = bench.device.type == "cuda", (64,) if bench.quick else (512, 1024, 2048)
     if bench.quick:
-        bench = replace(bench, repeats=min(bench.repeats, 2))
-    if bench.device.type == "cuda":  # a short loan of a machine is enough for the whole table
+        bench = replace(bench, repeats=min(bench.repeats, 2), keypoints=64, frame=(64, 48))
+    if cuda:  # a short loan of a machine is enough for the whole table
         bench = replace(bench, seconds=min(bench.seconds, 6.0))
+    many = 2 if bench.quick else 32
+    plan: dict[str, Callable[[Bench], Iterator[BenchmarkRow]]] = {}
+    for points in sizes:
+        plan[f"lightglue {points}"] = partial(lightglue, points=points)
+        if cuda:
+            plan[f"lightglue {points} batch {many}"] = partial(lightglue, points=points, batch=many)
+    plan |= {each.__name__: each for each in (superglue, loftr, extraction, presets, batches)}
+    for points in sizes:
+        plan[f"matching {points}"] = partial(matching, points=points)
+        if not cuda:
+            plan[f"onnx {points}"] = partial(onnx, points=points)
+    plan["collection"] = collection
     rows, say = [], progress or (lambda line: None)
     said = "{processor}, {cores} cores, {threads} threads; device {device}; torch {torch}; kernels {kernels}"
     head = "| work | against | ours: min / median / max, ms | theirs | ratio | |"
     for line in (said.format(**describe_machine(bench.device)), "", head, "|---|---|---|---|---|---|"):
         say(line)
-    for name, measure in _plan(bench):
+    for name, measure in plan.items():
         if name.startswith(("onnx", "collection")) if only is None else only.lower() not in name:
             continue
         try:
@@ -488,13 +447,3 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "kernels": "off" if kernels() is None else "on",
     }
-
-
-def check_device(name: str) -> torch.device:
-    """The device of that name; `UsageError` for neither cpu nor cuda, or no CUDA device here."""
-    device = torch.device(name)
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"the benchmark runs on cpu or cuda, not on {name}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("there is no CUDA device here; use --device cpu")
-    return device

@@ -75,10 +75,8 @@ def updated_pace(pace: float, measured: float, predicted: float) -> float:
 
 
 def measure_costs(pipeline: Pipeline, images: Sequence[Image], *, pairs: bool) -> Costs:
-    """The costs on the first image, or on noise where it shows nothing; some seconds.
-
-    With `pairs` of images that share nothing; without, of neighbouring frames, which are not verified.
-    """
+    """The costs on the first image, or on noise where it shows nothing; with `pairs` of images that share
+    nothing, without of neighbouring frames, which are not verified. It takes some seconds."""
     image, rng = images[0], np.random.default_rng(0)
     if len(pipeline.extractor([image])[0]) < 256:
         shape = (*np.maximum(image.pixels.shape[:2], (384, 512)).tolist(), *image.pixels.shape[2:])
@@ -140,15 +138,14 @@ def _adjusted(matcher: Any, **policy: Any) -> Any:
 
 
 def _depths(pipeline: Pipeline) -> Sequence[int]:
-    return range(
-        min(2, pipeline.layers) if can_be_cut(pipeline.matcher) else pipeline.layers, pipeline.layers + 1
-    )
+    least = 2 if can_be_cut(pipeline.matcher) else pipeline.layers
+    return range(min(least, pipeline.layers), pipeline.layers + 1)
 
 
 def choose(
     costs: Costs, pipeline: Pipeline, images: Sequence[Image], budget_ms: float, spent_ms: float, pace: float
 ) -> Choice:
-    """The best settings that fit, else the cheapest: .15 of the budget is a margin for slower frames.
+    """The best settings that fit, .15 of the budget being a margin for slower frames, else the cheapest.
 
     Images keep their size if enough keypoints fit with it, and as many stages as leave enough; then the most
     layers · √keypoints: halving the keypoints loses fewer tracks than halving the layers.
@@ -186,28 +183,21 @@ def limited(pipeline: Pipeline, choice: Choice) -> Pipeline:
     found = replace(config.extractor.of_size(choice.resize), max_keypoints=choice.max_keypoints)
     own = getattr(extractor, "limited", None)  # whichever library runs it
     cut = own or (lambda most: lambda images: [strongest(each, most) for each in extractor(images)])
-    matcher = with_layers(pipeline.matcher, choice.layers)
-    refine = None if REFINEMENT in choice.without else config.refine
-    quick = _quick if THOROUGH_VERIFICATION in choice.without else lambda estimator: estimator
-    return replace(
-        pipeline,
-        extractor=cut(found.max_keypoints),
-        matcher=_adjusted(matcher, other_turns_below=0.0) if OTHER_TURNS in choice.without else matcher,
-        estimator=quick(pipeline.estimator),
-        config=replace(config, extractor=found, refine=refine),
-    )
+    matcher, estimator = with_layers(pipeline.matcher, choice.layers), pipeline.estimator
+    if OTHER_TURNS in choice.without:
+        matcher = _adjusted(matcher, other_turns_below=0.0)
+    if THOROUGH_VERIFICATION in choice.without:
+        estimator = _quick(estimator)
+    config = replace(config, extractor=found, refine=None if REFINEMENT in choice.without else config.refine)
+    extractor = cut(found.max_keypoints)
+    return replace(pipeline, extractor=extractor, matcher=matcher, estimator=estimator, config=config)
 
 
 def plan(
     pipeline: Pipeline, images: Sequence[Image], budget_ms: float, reading_ms: float
 ) -> tuple[Pipeline, list[Image], Choice]:
-    """The pipeline for a pair within a budget, reading included, its images resized, and the choice.
-
-    Further passes follow while there is time, if nothing has to be reduced.
-
-    Raises:
-        UsageError: a budget that is not positive, or a pipeline without keypoints.
-    """
+    """The pipeline for a pair within a budget, reading included, its images resized, and the choice; further
+    passes follow while there is time, if nothing has to be reduced. `UsageError`: no keypoints or budget."""
     check_number(budget_ms, "budget_ms", *BUDGETS)
     if pipeline.config.extractor.kind == GRID_KIND:
         raise UsageError("budget_ms needs keypoints, and this preset has only the cells of a grid")
@@ -242,8 +232,7 @@ def plan(
 
 def learned(pipeline: Pipeline, result: Result) -> Result:
     """The result with the time that it took, from which the next plans of `pipeline`, as loaded, learn."""
-    choice = result.budget
-    first, total = ((each or result).seconds["total"] for each in (result.first, None))
-    pace = updated_pace(pipeline.costs.get(PACE, 1.0), 1000 * first, choice.predicted_ms / choice.pace)
-    pipeline.costs[PACE] = pace
-    return replace(result, budget=replace(choice, took_ms=1000 * total))
+    choice, before = result.budget, pipeline.costs.get(PACE, 1.0)
+    first = 1000 * (result.first or result).seconds["total"]
+    pipeline.costs[PACE] = updated_pace(before, first, choice.predicted_ms / choice.pace)
+    return replace(result, budget=replace(choice, took_ms=1000 * result.seconds["total"]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch._higher_order_ops.while_loop import while_loop
 from torch.export import Dim
 
-from matcher.config import ExtractorConfig, NetworkConfig, PipelineConfig, resolve
+from matcher.config import ExtractorConfig, NetworkConfig, PipelineConfig
 from matcher.errors import UsageError
-from matcher.extract.extractor import find_front_end
 from matcher.extract.learned import BORDER, FeatureNetwork, candidates, subpixel
 from matcher.files import MARK, check_output, write_whole
 from matcher.match.consensus import ROUGH_ITERATIONS, SETTLED, agreement, soft_matches
@@ -32,7 +31,8 @@ from matcher.match.position import Side, encoded, normalise_positions, position_
 from matcher.match.sinkhorn import CHECKED, LARGEST_SCALE, LEAST_EXPONENT, dual_softmax, masses, mutual_best
 from matcher.match.steering import MIN_GAIN, STEERABLE, TURNED_EXIF, TURNS, evidence, turned
 from matcher.onnx_engine import ExportedNetwork
-from matcher.weights.files import fill_extractor, find_weights, load_model
+from matcher.torch_engine import build_extractor
+from matcher.weights.files import find_weights, load_model
 
 Numbers = Literal["float32", "float16", "int8"]
 Program = Literal["any", "opencv", "colmap"]
@@ -68,14 +68,11 @@ class Begin(Part):
 class Step(Part):
     """Tokens of both images → tokens after a layer, predicted positions of partners, and what is decided."""
 
-    def forward(
-        self, x0: Tensor, x1: Tensor, rotations0: Tensor | None = None, rotations1: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        """With heads for them, the probabilities (1, T) of a partner and of its being known are last."""
-        network, x, rotations = self.network, torch.cat([x0, x1], 1), None
-        if rotations0 is not None:
-            rotations = torch.cat([rotations0, rotations1], 1)
-        found = (network.layers[0](x, x0.shape[1], rotations),)
+    def forward(self, side0: Sequence[Tensor], side1: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Of tokens of either image and their rotations, if any; where there are heads for them, the
+        probabilities (1, T) of a partner and of its being known come last."""
+        network, joined = self.network, [torch.cat(both, 1) for both in zip(side0, side1, strict=True)]
+        found = (network.layers[0](joined[0], side0[0].shape[1], *joined[1:]),)
         if network.guidance is not None:
             found = network.guidance(found[0], 0)
         if not len(network.confidence):
@@ -90,21 +87,12 @@ class Assign(Part):
     loops = True  # whether Sinkhorn stops when it has converged
 
     def forward(
-        self,
-        x0: Tensor,
-        x1: Tensor,
-        positions0: Tensor,
-        positions1: Tensor,
-        exits: Tensor,
-        predicted0: Tensor | None = None,
-        predicted1: Tensor | None = None,
+        self, side0: Sequence[Tensor], side1: Sequence[Tensor], exits: Tensor | None = None, depth: int = 0
     ) -> tuple[Tensor, ...]:
-        """Of (1, N, …) and (1, M, …); `exits` (1,) bool, whether consensus may settle early."""
-        return self.best(Side(x0, positions0, predicted0), Side(x1, positions1, predicted1), 0, exits)
-
-    def best(self, side0: Side, side1: Side, depth: int, exits: Tensor | None = None) -> tuple[Tensor, ...]:
-        """The same by the heads of layer `depth`; without `exits` all rounds are done."""
+        """Of (1, N, …) and (1, M, …), ordered as `Side`, by the heads of layer `depth`; `exits` (1,) bool:
+        whether consensus may settle early. Without it all rounds are done."""
         network, config = self.network, self.config.assignment
+        side0, side1 = Side(*side0), Side(*side1)
         scores = network.scores(side0, side1, depth)
         if config.kind == "dual_softmax":
             return tuple(mutual_best(dual_softmax(scores).log_scores))
@@ -117,7 +105,7 @@ class Assign(Part):
         u = torch.where(columns_first, 0.0, -scores.amax(2, keepdim=True))
         v = torch.where(columns_first, -scores.amax(1, keepdim=True).mT, 0.0)
         for _ in range(config.consensus):
-            found = sinkhorn(corrected, u, v, columns_first, ROUGH_ITERATIONS, 1e-2, loops=False)
+            found = sinkhorn(corrected, u, v, columns_first, ROUGH_ITERATIONS, 1e-2, False)
             u, v = found if settled is None else _kept(settled, (u, v), found)
             matches = soft_matches((corrected + u + v.mT)[:, :-1, :-1])
             updated = network.consensus(scores, side0.positions, side1.positions, matches)
@@ -127,7 +115,8 @@ class Assign(Part):
                 (updated,) = _kept(settled, (corrected,), (updated,))
             corrected, before = updated, matches
         limit = config.max_iterations if self.loops else UNROLLED
-        u, v = sinkhorn(corrected, u, v, columns_first, limit, config.tolerance, loops=self.loops)
+        tolerance = -1.0 if config.tolerance is None else config.tolerance
+        u, v = sinkhorn(corrected, u, v, columns_first, limit, tolerance, self.loops)
         return tuple(mutual_best((corrected + u + v.mT)[:, :-1, :-1]))
 
 
@@ -136,24 +125,16 @@ def _kept(settled: Tensor, before: Sequence[Tensor], after: Sequence[Tensor]) ->
 
 
 def sinkhorn(
-    scores: Tensor,
-    u: Tensor,
-    v: Tensor,
-    columns_first: Tensor,
-    limit: int,
-    tolerance: float | None,
-    *,
-    loops: bool,
+    scores: Tensor, u: Tensor, v: Tensor, columns_first: Tensor, limit: int, tolerance: float, loops: bool
 ) -> tuple[Tensor, Tensor]:
     """`matcher.match.sinkhorn.sinkhorn` of one problem as operations of a graph, potentials to potentials.
 
     Scores are (1, N+1, M+1) with the dustbins last, u and v (1, N+1, 1) and (1, M+1, 1) to begin with.
     Columns are updated first, and theirs is the error, where `columns_first`. The scales go into the
     potentials whenever the error is looked at; where they were out of their range, one more update follows,
-    as there. Without `loops`, by the operator Loop, or a tolerance all iterations are done.
+    as there. Without `loops`, by the operator Loop, all iterations are done.
     """
-    fixed = (scores, *masses(scores), masses(scores.mT)[2], columns_first)
-    least, most = -1.0 if tolerance is None else tolerance, math.log(LARGEST_SCALE)
+    fixed, most = (scores, *masses(scores), masses(scores.mT)[2], columns_first), math.log(LARGEST_SCALE)
 
     def scaled(count: int, now: Sequence[Tensor], *fixed: Tensor) -> tuple[Tensor, ...]:
         """The state after some iterations: potentials, whether scales were out of range (0 or 1), error."""
@@ -179,7 +160,7 @@ def sinkhorn(
     if loops:
 
         def go_on(count: Tensor, *state: Tensor) -> Tensor:
-            return (count < limit) & ~(state[3] <= least)
+            return (count < limit) & ~(state[3] <= tolerance)
 
         def body(count: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
             found = scaled(CHECKED, state[:4], *state[4:])
@@ -190,7 +171,7 @@ def sinkhorn(
     else:
         for start in range(0, limit, CHECKED):
             after = scaled(min(CHECKED, limit - start), now, *fixed)
-            now = [torch.where(now[3] <= least, *each) for each in zip(now, after, strict=True)]
+            now = [torch.where(now[3] <= tolerance, *each) for each in zip(now, after, strict=True)]
     last = scaled(0, now, *fixed)
     return torch.where(now[2] > 0, last[0], now[0]), torch.where(now[2] > 0, last[1], now[1])
 
@@ -209,8 +190,15 @@ class Pair(Assign):
     def matched(self, points0: dict[str, Tensor], points1: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The partner (1, N) of every point of image 0, −1 where it has none, and its score, 0 there."""
         network, policy = self.network, self.config.policy
-        if self.config.kind == STEERABLE:
-            points1 = _aligned(points0["descriptors"][0], points1)
+        if self.config.kind == STEERABLE:  # image 1 after the quarter turns that fit image 0 best
+            every = torch.stack([turned(points1["descriptors"][0], turn) for turn in range(TURNS)])
+            found = torch.stack([evidence(points0["descriptors"][0] @ each.T) for each in every])
+            turns = (found + found.new_tensor([MIN_GAIN, 0.0, 0.0, 0.0])).argmax(0, keepdim=True)
+            views = [list(range(9))]
+            for _ in range(1, TURNS):
+                views.append([TURNED_EXIF[view] for view in views[-1]])
+            view = turns.new_tensor(views)[turns, points1["matched_orientation"]]
+            points1 = points1 | {"descriptors": every[turns], "matched_orientation": view}
         x, positions, *rotations = Begin(network)(points0, points1)
         n = points0["keypoints"].shape[1]
         predicted = None
@@ -219,25 +207,13 @@ class Pair(Assign):
             if network.guidance is not None:
                 x, predicted = network.guidance(x, depth)
         columns = [c for c in (x, positions, predicted) if c is not None]
-        sides = Side(*(c[:, :n] for c in columns)), Side(*(c[:, n:] for c in columns))
-        best, partner, mutual = self.best(*sides, len(network.layers) - 1)
+        sides = [c[:, :n] for c in columns], [c[:, n:] for c in columns]
+        best, partner, mutual = Assign.forward(self, *sides, depth=len(network.layers) - 1)
         score = best.exp().clamp(max=1.0) * mutual
         expected = (score * (score > policy.match_threshold)).sum().clamp_min(1e-6)
         least = policy.match_threshold * (1 + policy.threshold_doubles_at / expected)
         kept = score > least.clamp_min(policy.match_threshold)
         return torch.where(kept, partner, -1), score * kept
-
-
-def _aligned(descriptors0: Tensor, points1: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Image 1 after the quarter turns that fit image 0 best."""
-    every = torch.stack([turned(points1["descriptors"][0], turn) for turn in range(TURNS)])
-    found = torch.stack([evidence(descriptors0 @ each.T) for each in every])
-    turns = (found + found.new_tensor([MIN_GAIN, 0.0, 0.0, 0.0])).argmax(0, keepdim=True)
-    views = [list(range(9))]
-    for _ in range(1, TURNS):
-        views.append([TURNED_EXIF[view] for view in views[-1]])
-    view = turns.new_tensor(views)[turns, points1["matched_orientation"]]
-    return points1 | {"descriptors": every[turns], "matched_orientation": view}
 
 
 class FrontEndPart(Part):
@@ -273,7 +249,7 @@ def traced(
     part: Part, given: tuple[Any, ...], shapes: tuple[Any, ...], inputs: Sequence[str], outputs: Sequence[str]
 ) -> onnx.ModelProto:
     """The graph of a part, of examples of its arguments, whose axes vary as `shapes` says to `torch.export`,
-    with the names of inputs, dictionaries taken apart, and outputs."""
+    with the names of inputs, taken apart, and outputs."""
     with torch.no_grad():
         program = torch.export.export(part.eval(), given, dynamic_shapes=shapes, strict=False)
         made = torch.onnx.export(
@@ -360,23 +336,20 @@ def network_graphs(network: MatchingNetwork) -> ExportedNetwork:
     models = {"begin": traced(Begin(network), given, varying, inputs, list(begun))}
     begun["predicted"] = begun["positions"]
 
-    def graph(part: Part, names: list[str], outputs: list[str], more: dict[str, Tensor]) -> onnx.ModelProto:
-        """The graph of a part that takes what `Begin` gave, of either image; `more` is the fifth input."""
-        columns = {f"{name}0": begun[name][:, : _COUNTS[0]] for name in names}
-        columns |= {f"{name}1": begun[name][:, _COUNTS[0] :] for name in names}
-        inputs = [f"{name}{side}" for name in names for side in (0, 1)]
-        inputs[4:4] = more
+    def graph(part: Part, names: list[str], outputs: list[str], **more: Tensor) -> onnx.ModelProto:
+        """The graph of a part that takes what `Begin` gave, of either image, and `more`."""
         # Clones: a tensor that is given twice would be one input of the graph.
-        tensors = tuple((more | columns)[name].clone() for name in inputs)
-        varying = tuple(None if name in more else {1: _dims()[int(name[-1])]} for name in inputs)
-        return traced(part, tensors, varying, inputs, outputs)
+        sides = zip(*(begun[name].clone().split(_COUNTS, 1) for name in names), strict=True)
+        varying = [[{1: dim}] * len(names) for dim in _dims()] + [None] * len(more)
+        inputs = [f"{name}{side}" for side in (0, 1) for name in names]
+        return traced(part, (*map(list, sides), *more.values()), tuple(varying), [*inputs, *more], outputs)
 
     found = ["x"] + ["predicted"] * (network.guidance is not None)
     decided = config.assignment.every_layer and config.context.depth > 1
     names = [name for name in ("x", "rotations") if name in begun]
-    models["step"] = graph(Step(network), names, found + ["probability", "confidence"] * decided, {})
-    exits, best = {"exits": torch.ones(1, dtype=torch.bool)}, ["best", "partner", "mutual"]
-    models["assign"] = graph(Assign(network), [found[0], "positions", *found[1:]], best, exits)
+    models["step"] = graph(Step(network), names, found + ["probability", "confidence"] * decided)
+    names, best = [found[0], "positions", *found[1:]], ["best", "partner", "mutual"]
+    models["assign"] = graph(Assign(network), names, best, exits=torch.ones(1, dtype=torch.bool))
     parts = {name: without_weights(model) for name, model in models.items()}
     settings = {"weights": {name: weights for name, (_, weights) in parts.items()}}
     shapes = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
@@ -406,12 +379,8 @@ def _front_end(network: FeatureNetwork, config: ExtractorConfig) -> onnx.ModelPr
 
 def trained_front_end(config: ExtractorConfig, weights: str | Path | None = None) -> FrontEnd:
     """Our front end with its parameters, and its configuration with all settings."""
-    front_end = find_front_end(config.kind)
-    config = resolve(config, front_end.published)
-    with torch.random.fork_rng(devices=[]):
-        network = front_end.build(config)
-    fill_extractor(network, config, weights)
-    return network.eval().requires_grad_(False), config
+    extractor = build_extractor(config, weights, precision="float32")
+    return extractor.network, extractor.config
 
 
 # Files for other programs.
@@ -498,16 +467,14 @@ _FOUND = ["keypoints", "descriptors", "scores"]
 _PORTS = ["kpts0", "kpts1", "desc0", "desc1"], ["matches0", "mscores0"]
 
 
-def _opencv(
+def _for_opencv(
     network: MatchingNetwork, front_end: FrontEnd, size: tuple[int, int]
-) -> Iterator[onnx.ModelProto]:
-    """Front end and matcher for OpenCV and images of this size."""
-    image = torch.rand(1, 3, *size[::-1])
-    detector = OpencvFrontEnd(*front_end)
-    yield _folded(traced(detector, (image,), (None,), ["image"], _FOUND))
-    width = network.config.descriptor_dim + 2
+) -> list[onnx.ModelProto]:
+    """Front end and matcher for images of this size."""
+    detector, width = OpencvFrontEnd(*front_end), network.config.descriptor_dim + 2
     given = tuple(torch.rand(1, detector.points, n) for n in (2, 2, width, width))
-    yield _folded(traced(OpencvPair(network), given, (None,) * 4, *_PORTS))
+    first = traced(detector, (torch.rand(1, 3, *size[::-1]),), (None,), ["image"], _FOUND)
+    return [_folded(first), _folded(traced(OpencvPair(network), given, (None,) * 4, *_PORTS))]
 
 
 def _folded(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -528,24 +495,31 @@ def _folded(model: onnx.ModelProto) -> onnx.ModelProto:
     return optimize(model)
 
 
-def _colmap(network: MatchingNetwork, front_end: FrontEnd) -> Iterator[onnx.ModelProto]:
-    """Front end and matcher for COLMAP, which pads images to multiples of 32 and drops points there."""
+def _for_colmap(network: MatchingNetwork, front_end: FrontEnd) -> list[onnx.ModelProto]:
+    """Front end and matcher; COLMAP pads images to multiples of 32 and drops points there."""
     image = torch.rand(1, 3, 96, 160), torch.tensor(500), torch.tensor(0.004)
     shapes = dict(zip((2, 3), _sides(front_end[0].sizes.stride), strict=True)), None, None
-    yield traced(ColmapFrontEnd(*front_end), image, shapes, ["image", "max_keypoints", "min_score"], _FOUND)
-    points = [torch.rand(1, n, 2) * 100 for n in _COUNTS]
-    described = [torch.rand(1, n, network.config.descriptor_dim) for n in _COUNTS]
-    sizes, varying = [torch.full((1, 2), 100.0)] * 2, [{1: dim} for dim in _dims()]
-    inputs = [*_PORTS[0], "image_size0", "image_size1"]
-    given = (*points, *described, *(each.clone() for each in sizes))
-    yield traced(ColmapPair(network), given, (*varying, *varying, None, None), inputs, _PORTS[1])
+    inputs = ["image", "max_keypoints", "min_score"]
+    first = traced(ColmapFrontEnd(*front_end), image, shapes, inputs, _FOUND)
+    given = [torch.rand(1, n, width) for width in (2, network.config.descriptor_dim) for n in _COUNTS]
+    given += [torch.full((1, 2), 100.0) for _ in _COUNTS]
+    varying, inputs = [{1: dim} for dim in _dims()], [*_PORTS[0], "image_size0", "image_size1"]
+    return [first, traced(ColmapPair(network), tuple(given), (*varying * 2, None, None), inputs, _PORTS[1])]
 
 
 def in_numbers(model: onnx.ModelProto, numbers: Numbers) -> bytes:
-    """The bytes of a file whose weights are float32, float16 (widened when a runtime loads it) or int8."""
+    """The bytes of a file whose weights are float32, float16 (widened when a runtime loads it) or int8: maps,
+    whose inputs are quantised as they come, convolutions being in float16."""
     if numbers == "int8":
-        return _quantised(model)
-    if numbers == "float16":
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+        from onnxscript.optimizer import optimize
+
+        with tempfile.TemporaryDirectory() as folder:
+            paths = [Path(folder, name) for name in ("whole.onnx", "int8.onnx")]
+            onnx.save(optimize(model), paths[0])
+            quantize_dynamic(*paths, weight_type=QuantType.QInt8, op_types_to_quantize=["MatMul", "Gemm"])
+            model = onnx.load(paths[1])
+    if numbers != "float32":
         casts = []
         for array in model.graph.initializer:
             if array.data_type == onnx.TensorProto.FLOAT and math.prod(array.dims) >= 64:
@@ -556,18 +530,6 @@ def in_numbers(model: onnx.ModelProto, numbers: Numbers) -> bytes:
         del model.graph.node[:]
         model.graph.node.extend(nodes)
     return model.SerializeToString()
-
-
-def _quantised(model: onnx.ModelProto) -> bytes:
-    """Maps in int8, their inputs quantised as they come; convolutions stay in float16."""
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-    from onnxscript.optimizer import optimize
-
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / name for name in ("whole.onnx", "int8.onnx")]
-        onnx.save(optimize(model), paths[0])
-        quantize_dynamic(*paths, weight_type=QuantType.QInt8, op_types_to_quantize=["MatMul", "Gemm"])
-        return in_numbers(onnx.load(paths[1]), "float16")
 
 
 def export_preset(
@@ -595,23 +557,12 @@ def export_preset(
     `Features`; at least one keypoint each. Out: `matches` (1, N, 2) int64, best first, −1 where there are no
     more; `scores` (1, N). All layers run on all keypoints.
 
-    Args:
-        preset: its name, which the matcher's file gets; the front end's is called as the front end.
-        config: the preset's configuration.
-        folder: is made if need be.
-        program: "opencv" writes `opencv-learned.onnx` for `cv2.ALIKED` and `opencv-PRESET.onnx` for
-            `cv2.LightGlueMatcher`, of 512 keypoints; "colmap" `colmap-learned.onnx` for COLMAP's ALIKED and
-            `colmap-PRESET.onnx` for its LightGlue. COLMAP's feature types are a fixed list, so ours are
-            stored as `ALIKED_N16ROT`; nothing there depends on the width of their descriptors.
-        size: width and height to which OpenCV resizes every image, multiples of 32.
-        numbers: "float32"; "float16" or "int8" for smaller files, not for OpenCV.
-        weights: of the matcher; the preset's own when absent.
-        frontend_weights: of the front end; the shipped ones when absent.
-        overwrite: replace files that exist.
-
-    Raises:
-        UsageError: nothing of the preset can be written so, or a file exists or cannot be written.
-        IntegrityError: weights are absent or damaged.
+    The program "opencv" gets `opencv-learned.onnx` for `cv2.ALIKED` and `opencv-PRESET.onnx` for
+    `cv2.LightGlueMatcher`, of 512 keypoints and images that OpenCV resizes to `size`, width and height,
+    multiples of 32; "colmap" `colmap-learned.onnx` for its ALIKED and `colmap-PRESET.onnx` for its LightGlue.
+    COLMAP's feature types are a fixed list, so ours are stored as `ALIKED_N16ROT`; nothing there depends on
+    the width of their descriptors. `UsageError`: nothing of the preset can be written so, or a file exists or
+    cannot be written; `IntegrityError`: weights are absent or damaged.
     """
     own, trained = config.extractor.kind == STEERABLE, isinstance(config.matcher, NetworkConfig)
     if program != "any" and not (own and trained):
@@ -629,7 +580,7 @@ def export_preset(
         network = network.requires_grad_(False)
         if network.backbone is not None:
             raise UsageError(f"{preset} matches the cells of a grid (LoFTR), which cannot be written as ONNX")
-    names = [*[config.extractor.kind] * own, *[preset] * trained]
+    names = [config.extractor.kind] * own + [preset] * trained
     paths = [Path(folder) / f"{'' if program == 'any' else program + '-'}{name}.onnx" for name in names]
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -642,7 +593,8 @@ def export_preset(
         if trained:
             models.append(traced(Pair(network), *_example(network.config), ["matches", "scores"]))
     else:
-        models = _opencv(network, front_end, size) if program == "opencv" else _colmap(network, front_end)
-    for path, data in list(zip(paths, [in_numbers(model, numbers) for model in models], strict=True)):
+        given = network, front_end
+        models = _for_opencv(*given, size) if program == "opencv" else _for_colmap(*given)
+    for path, data in zip(paths, [in_numbers(model, numbers) for model in models], strict=True):
         write_whole(path, data)
     return paths

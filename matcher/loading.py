@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Unpack
 
+from matcher import presets
 from matcher.config import EstimationConfig, PipelineConfig
 from matcher.errors import UsageError, install_command, unknown_name
-from matcher.images import MAX_PIXELS
 from matcher.passes.further import FurtherPasses
 from matcher.passes.views import LocalMatcher
 from matcher.pipeline import Pipeline
-from matcher.presets import (
-    DEFAULT_PRESET,
-    OF_NETWORKS,
-    PRESETS,
-    LoadOptions,
-    configure,
-    find_plugin,
-    from_file,
-    given_options,
-    load_plugin,
-    package_of,
-    plugin_names,
-)
 from matcher.processes import bound_primitives, compute_alone_after_fork
 from matcher.verify.planes import build_estimator
 
 
-def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeline:
+def load(preset: str = presets.DEFAULT_PRESET, **options: Unpack[presets.LoadOptions]) -> Pipeline:
     """Build the pipeline of a preset.
 
     >>> import matcher
@@ -80,20 +66,20 @@ def load(preset: str = DEFAULT_PRESET, **options: Unpack[LoadOptions]) -> Pipeli
     """
     bound_primitives()
     compute_alone_after_fork()
-    preset, options = from_file(preset, options)
-    if preset not in PRESETS and (plugin := find_plugin(preset)) is not None:
-        return _from_plugin(plugin, given_options(options))
-    if preset not in PRESETS:
-        raise UsageError(unknown_name("preset", preset, [*PRESETS, *plugin_names()]))
-    return build_pipeline(preset, configure(PRESETS[preset], options), given_options(options))
+    preset, options = presets.from_file(preset, options)
+    given = presets.given_options(options)
+    if preset not in presets.PRESETS and (plugin := presets.find_plugin(preset)) is not None:
+        return _from_plugin(plugin, given)
+    if preset not in presets.PRESETS:
+        raise UsageError(unknown_name("preset", preset, [*presets.PRESETS, *presets.plugin_names()]))
+    return build_pipeline(preset, presets.configure(presets.PRESETS[preset], given), given)
 
 
-def open_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
-    """A preset with options, or a pipeline as it is; `UsageError`: options beside a pipeline, and what `load`
-    refuses."""
+def open_pipeline(preset: str | Pipeline, options: presets.LoadOptions) -> Pipeline:
+    """A preset with options, or a pipeline as it is, beside which there may be no options; else as `load`."""
     if not isinstance(preset, Pipeline):
         return load(preset, **options)
-    if given := given_options(options):
+    if given := presets.given_options(options):
         raise UsageError(f"a pipeline is complete; {', '.join(given)} cannot be added to it")
     return preset
 
@@ -107,8 +93,7 @@ def is_installed(name: str) -> bool:
 
 
 def engine_of(given: Mapping[str, Any]) -> ModuleType:
-    """The module that builds extractors and matchers; it is imported now, and with it torch if it needs it;
-    `UsageError`: what it needs is not installed."""
+    """The module that builds extractors and matchers; `UsageError`: what it needs is not installed."""
     lite = is_installed("onnxruntime") and not is_installed("torch")
     engine = given.get("engine") or ("onnx" if lite else "torch")
     needed = "onnxruntime" if engine == "onnx" else "torch"
@@ -121,35 +106,30 @@ def engine_of(given: Mapping[str, Any]) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != needed:
             raise
-        raise UsageError(
-            f"the engine {engine} needs {needed}, which is not installed: {install_command(needed)}"
-        ) from error
+        how = install_command(needed)
+        raise UsageError(f"the engine {engine} needs {needed}, which is not installed: {how}") from error
 
 
 def devices(options: Mapping[str, Any]) -> list[str]:
-    """The devices that a pipeline of these options could run on, several where each GPU could; `UsageError`:
-    no such device here, or an engine that is not installed."""
-    return engine_of(given_options(options)).devices(options.get("device") or "auto")
+    """The devices that a pipeline of these options could run on, all GPUs for "cuda"; errors as `load`."""
+    return engine_of(presets.given_options(options)).devices(options.get("device") or "auto")
 
 
 def build_pipeline(preset: str, config: PipelineConfig, given: Mapping[str, Any]) -> Pipeline:
     """The pipeline of a complete configuration, called `preset`; `given` are the options of `load` that no
     configuration holds: weights, device, precision, upright … Errors as `load`."""
-    parts = engine_of(given).build(config, given)
-    config = parts.config
-    return Pipeline(
-        extractor=parts.extractor,
-        matcher=parts.matcher,
-        estimator=build_estimator(config.estimation),
-        config=config,
-        preset=preset,
-        weights=parts.weights,
-        passes=_further_passes(config, LocalMatcher(parts.extractor, parts.matcher), given),
-        upright=given.get("upright", True),
-        alpha_mask=given.get("alpha_mask", True),
-        bgr=given.get("bgr", False),
-        max_pixels=given.get("max_pixels", MAX_PIXELS),
-    )
+    extractor, matcher, config, weights = engine_of(given).build(config, given)
+    passes = None
+    if (further := config.further_passes) is not None:  # the other preset is loaded on first use
+        names = ("device", "precision", "max_keypoints", "engine", *presets.OF_NETWORKS)
+        shared = {name: given.get(name) for name in names}
+        other = None if further.preset is None else _OtherMatcher(further.preset, shared)
+        local, longer_side = LocalMatcher(extractor, matcher), config.extractor.resize
+        passes = FurtherPasses(further, local, other, config.estimation, longer_side)
+    options = {name: given[name] for name in _OF_PIPELINES if name in given}
+    estimator = build_estimator(config.estimation)
+    options |= {"preset": preset, "weights": weights}
+    return Pipeline(extractor, matcher, estimator, config, passes, **options)
 
 
 def with_estimation(pipeline: Pipeline, estimation: EstimationConfig) -> Pipeline:
@@ -160,12 +140,12 @@ def with_estimation(pipeline: Pipeline, estimation: EstimationConfig) -> Pipelin
 
 
 def takes(preset: str, option: str) -> bool:
-    """Whether a preset has a use for an option; one that another package adds may not have; `UsageError`: the
-    package cannot be imported."""
-    plugin = None if preset in PRESETS else find_plugin(preset)
+    """Whether a preset has a use for an option; one of another package may have none, and `UsageError` is
+    raised where that cannot be imported."""
+    plugin = None if preset in presets.PRESETS else presets.find_plugin(preset)
     if plugin is None:
         return True
-    taken = inspect.signature(load_plugin(plugin)).parameters.values()
+    taken = inspect.signature(presets.load_plugin(plugin)).parameters.values()
     return any(option == each.name or each.kind is each.VAR_KEYWORD for each in taken)
 
 
@@ -176,7 +156,7 @@ _OF_PIPELINES = ("upright", "alpha_mask", "bgr", "max_pixels")
 
 def _from_plugin(plugin: EntryPoint, given: dict[str, Any]) -> Pipeline:
     """The pipeline that another package builds; it need not take options that ask nothing of it."""
-    build, package = load_plugin(plugin), package_of(plugin)
+    build, package = presets.load_plugin(plugin), presets.package_of(plugin)
     whose = f"the preset {plugin.name!r} of {package}"
     foreign = [name for name in given if not takes(plugin.name, name)]
     fields = {name: given[name] for name in foreign if name in _OF_PIPELINES}
@@ -192,32 +172,17 @@ def _from_plugin(plugin: EntryPoint, given: dict[str, Any]) -> Pipeline:
     return replace(pipeline, preset=plugin.name, package=package, **fields)
 
 
-def _further_passes(
-    config: PipelineConfig, own: LocalMatcher, given: Mapping[str, Any]
-) -> FurtherPasses | None:
-    """What follows where too few matches of the first pass agree; the other preset is loaded on first use."""
-    if config.further_passes is None:
-        return None
-    names = ("device", "precision", "max_keypoints", "engine", *OF_NETWORKS)
-    shared, preset = {name: given.get(name) for name in names}, config.further_passes.preset
-    other = None if preset is None else _OtherMatcher(preset, shared)
-    return FurtherPasses(config.further_passes, own, other, config.estimation, config.extractor.resize)
-
-
-@dataclass(frozen=True, eq=False)
 class _OtherMatcher:
     """The front end and matcher of a preset, loaded on first use; a copy or pickle loads them again."""
 
-    preset: str
-    options: Mapping[str, Any]
+    def __init__(self, preset: str, options: Mapping[str, Any]) -> None:
+        self.preset, self.options, self._loaded = preset, options, None
 
     def __call__(self) -> LocalMatcher:
+        if self._loaded is None:
+            pipeline = load(self.preset, further_passes=False, **self.options)
+            self._loaded = LocalMatcher(pipeline.extractor, pipeline.matcher)
         return self._loaded
 
-    @cached_property
-    def _loaded(self) -> LocalMatcher:
-        pipeline = load(self.preset, further_passes=False, **self.options)
-        return LocalMatcher(pipeline.extractor, pipeline.matcher)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"preset": self.preset, "options": self.options}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.preset, self.options)

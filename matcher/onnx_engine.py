@@ -39,18 +39,11 @@ from matcher.match.adaptivity import confidence_threshold, decide
 from matcher.match.calibration import calibrated
 from matcher.match.nearest import NearestMatcher, check_features, credible_matches, needed_fields
 from matcher.match.steering import STEERABLE, TURNED_EXIF, best_turn, try_other_turns, turned
-from matcher.pipeline import LearnedParts, policy_of, refuse_for_grid
+from matcher.pipeline import Learned, policy_of, refuse_for_grid
 from matcher.processes import compute_threads
 from matcher.result import WeightsSource
-from matcher.types import Extractor, Features, Image, Matches
-from matcher.weights.files import (
-    check_front_end,
-    find_weights,
-    locate_front_end,
-    network_config,
-    read_arrays,
-    read_bytes,
-)
+from matcher.types import Features, Image, Matches
+from matcher.weights import files
 
 Arrays = Mapping[str, np.ndarray]
 GRAPHS = Path(__file__).with_name("graphs")
@@ -73,13 +66,9 @@ class ExportedNetwork:
         return ExportedNetwork(described["shapes"], parts, described["settings"])
 
 
-def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:
-    """The extractor and the matcher of a configuration.
-
-    Raises:
-        UsageError: a device, precision, front end or network that this engine does not have.
-        IntegrityError: weights that are absent or damaged.
-    """
+def build(config: PipelineConfig, given: Mapping[str, Any]) -> Learned:
+    """Extractor and matcher of a configuration; `UsageError`: a device, precision, front end or network that
+    this engine does not have; `IntegrityError`: weights that are absent or damaged."""
     version = onnxruntime.__version__
     if tuple(int(part) for part in version.split(".")[:2]) < LEAST_VERSION:
         raise UsageError(f"onnxruntime {version} is too old: {install_command('onnxruntime')}")
@@ -90,43 +79,31 @@ def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:
     if config.extractor.kind == GRID_KIND:
         refuse_for_grid(given)
         raise UsageError("engine 'onnx' has no network that matches the cells of a grid (LoFTR)")
-    extractor = build_extractor(config.extractor, given.get("frontend_weights"))
+    kind, weights = config.extractor.kind, given.get("frontend_weights")
+    if kind not in ("sift", STEERABLE):
+        raise UsageError(f"engine 'onnx' has the front ends sift and learned, not {kind}; use engine 'torch'")
+    if kind == "sift" and weights is not None:
+        raise UsageError("the front end sift has no weights; leave frontend_weights out")
+    own = config.extractor
+    extractor = SiftExtractor(own) if kind == "sift" else OnnxExtractor(own, weights)
     if isinstance(config.matcher, NearestConfig):
-        return LearnedParts(extractor, NearestMatcher(config.matcher), config, None)
-    file = find_weights(given.get("weights") or config.weights)
+        return extractor, NearestMatcher(config.matcher), config, None
+    file = files.find_weights(given.get("weights") or config.weights)
     matcher = OnnxMatcher(*read_network(file), policy_of(config, given))
-    source = WeightsSource(file.name, file.sha256)
-    return LearnedParts(extractor, matcher, replace(config, matcher=matcher.config), source)
-
-
-def build_extractor(config: ExtractorConfig, weights: str | Path | None = None) -> Extractor:
-    """The front end that `config.kind` names; `UsageError`: one that needs torch, or weights for one without
-    any."""
-    if config.kind == "sift":
-        if weights is not None:
-            raise UsageError("the front end sift has no weights; leave frontend_weights out")
-        return SiftExtractor(config)
-    if config.kind != STEERABLE:
-        raise UsageError(
-            f"engine 'onnx' has the front ends sift and learned, not {config.kind}; use engine 'torch' for it"
-        )
-    return OnnxExtractor(config, weights)
+    return extractor, matcher, replace(config, matcher=matcher.config), WeightsSource(file.name, file.sha256)
 
 
 def devices(name: str) -> list[str]:
     """The CPU, which "auto" and "cpu" stand for; `UsageError`: another device."""
     if name not in ("auto", "cpu"):
-        raise UsageError(
-            f"engine 'onnx' runs on the CPU, not on {name}; leave device out, or use engine 'torch'"
-        )
+        raise UsageError(f"engine 'onnx' runs on the CPU, not on {name}; leave it out or use engine 'torch'")
     return ["cpu"]
 
 
 def read_network(file: Any) -> tuple[NetworkConfig, Arrays]:
-    """Configuration and parameters of a weights file in memory; `IntegrityError`: the file is damaged or no
-    network's."""
+    """Configuration and parameters of a weights file; `IntegrityError`: damaged, or no network's."""
     try:
-        return network_config(file.data), read_arrays(file.data)
+        return files.network_config(file.data), files.read_arrays(file.data)
     except IntegrityError as error:
         raise IntegrityError(f"{file.path} {error}: {file.remedy}") from error
 
@@ -153,7 +130,7 @@ class Graph:
         self._made: Future = _thread(os.getpid()).submit(_session, data, dict(weights))
 
     def __call__(self, **arrays: np.ndarray) -> dict[str, np.ndarray]:
-        """The outputs by name, for the inputs by name; those that the graph does not have are passed over."""
+        """Outputs by name, of inputs by name; those that the graph does not have are passed over."""
         session = self._made.result()[0]
         given = {port.name: np.ascontiguousarray(arrays[port.name]) for port in session.get_inputs()}
         found = _thread(os.getpid()).submit(session.run, None, given).result()
@@ -180,11 +157,8 @@ class OnnxExtractor:
     """The front end `learned`, whose graph is loaded at the first call."""
 
     def __init__(self, config: ExtractorConfig, weights: str | Path | None = None) -> None:
-        """Settings that are None become the published ones; without a file of weights, the shipped ones.
-
-        Raises:
-            UsageError: a setting that this front end does not have, or a value out of range.
-        """
+        """Settings that are None become the published ones, weights the shipped ones; `UsageError`: a setting
+        that this front end does not have, or a value out of range."""
         settings = ExportedNetwork.read(GRAPHS / "learned").settings
         published = {name: settings[name] for name in ("score_threshold", "nms_radius")}
         self.config, self.weights = resolve(config, published), weights
@@ -194,17 +168,12 @@ class OnnxExtractor:
 
     @cached_property
     def graph(self) -> Graph:
-        """The graph with its parameters.
-
-        Raises:
-            IntegrityError: the parameters are absent or damaged.
-            UsageError: they are of a network of other sizes, which only torch has.
-        """
-        path = Path(self.weights) if self.weights is not None else locate_front_end(self.config)
-        data = read_bytes(path, "check the path")
+        """With its parameters; `IntegrityError`: they are absent or damaged; `UsageError`: of other sizes."""
+        path = Path(self.weights) if self.weights is not None else files.locate_front_end(self.config)
+        data = files.read_bytes(path, "check the path")
         try:
-            check_front_end(data, self.config.kind)
-            arrays = read_arrays(data)
+            files.check_front_end(data, self.config.kind)
+            arrays = files.read_arrays(data)
         except IntegrityError as error:
             raise IntegrityError(f"{path} {error}") from error
         exported = ExportedNetwork.read(GRAPHS / "learned")
@@ -222,28 +191,20 @@ class OnnxExtractor:
         return changed
 
     def __call__(self, images: Sequence[Image]) -> list[Features]:
-        """Features of each image in stored pixels, strongest first; `IntegrityError`: the parameters are
-        absent or damaged."""
-        return [self._extract(image) for image in images]
-
-    def _extract(self, image: Image) -> Features:
-        graph, grey = self.graph, image.grey()
-        inside = np.zeros(grey.shape, bool)
-        inner = tuple(slice(self.border, max(side - self.border, 0)) for side in grey.shape)
-        inside[inner] = True if image.mask is None else image.mask[inner]
-        margin = [(0, -side % self.stride) for side in grey.shape]
-        found = graph(
-            image=np.pad(grey, margin, mode="edge")[None, None].astype(np.float32) / np.float32(255),
-            mask=np.pad(inside, margin),
-            max_keypoints=np.array([self.config.max_keypoints]),
-        )
-        return Features(
-            keypoints=image.to_stored(found["keypoints"].astype(np.float64)).astype(np.float32),
-            descriptors=found["descriptors"],
-            scores=found["scores"],
-            kind=self.config.kind,
-            **image.features_fields(),
-        )
+        """Features of each image in stored pixels, strongest first; errors as of `graph`."""
+        graph, config, features = self.graph, self.config, []
+        for image in images:
+            grey = image.grey()
+            inside = np.zeros(grey.shape, bool)
+            inner = tuple(slice(self.border, max(side - self.border, 0)) for side in grey.shape)
+            inside[inner] = True if image.mask is None else image.mask[inner]
+            margin = [(0, -side % self.stride) for side in grey.shape]
+            values = np.pad(grey, margin, mode="edge")[None, None].astype(np.float32) / np.float32(255)
+            most = np.array([config.max_keypoints])
+            found = graph(image=values, mask=np.pad(inside, margin), max_keypoints=most)
+            points = image.to_stored(found.pop("keypoints").astype(np.float64)).astype(np.float32)
+            features.append(Features(points, **found, kind=config.kind, **image.features_fields()))
+        return features
 
 
 # The matcher.
@@ -255,12 +216,8 @@ class OnnxMatcher:
     device, precision = "cpu", "float32"
 
     def __init__(self, config: NetworkConfig, arrays: Arrays, policy: MatchingPolicy) -> None:
-        """Load the graphs of a network with these parameters.
-
-        Raises:
-            UsageError: a network that has no graph.
-            IntegrityError: arrays that the graph asks for are absent or misshaped.
-        """
+        """Load the graphs of a network with these parameters; `UsageError`: it has none; `IntegrityError`:
+        arrays that they ask for are absent or misshaped."""
         self.config, self._arrays = replace(config, policy=policy), arrays
         every = map(ExportedNetwork.read, sorted(GRAPHS.iterdir()))
         key = graph_key(self.config)
@@ -269,13 +226,10 @@ class OnnxMatcher:
             raise UsageError("engine 'onnx' has the networks of our own presets alone; use engine 'torch'")
         wanted = {name: tuple(shape) for name, shape in self._exported.shapes.items()}
         if strange := [n for n, shape in wanted.items() if n not in arrays or arrays[n].shape != shape]:
-            raise IntegrityError(
-                f"the weights do not hold what their configuration asks for: {', '.join(strange[:8])}"
-            )
-        self._begin = Graph(self._exported.parts["begin"], self._weights("begin", 0))
-        self._steps = [
-            Graph(self._exported.parts["step"], self._weights("step", n)) for n in range(config.context.depth)
-        ]
+            what = ", ".join(strange[:8])
+            raise IntegrityError(f"the weights do not hold what their configuration asks for: {what}")
+        self._begin = self._graph("begin", 0)
+        self._steps = [self._graph("step", layer) for layer in range(config.context.depth)]
         self._heads: dict[int, Graph] = {}
 
     @property
@@ -283,8 +237,8 @@ class OnnxMatcher:
         """Of the match probabilities."""
         return self.config.policy.calibration
 
-    def _weights(self, part: str, layer: int) -> dict[str, np.ndarray]:
-        """The arrays of a part by their names in its graph, where every layer is the first.
+    def _graph(self, part: str, layer: int) -> Graph:
+        """That of a part with its arrays by their names in it, where every layer is the first.
 
         The last layer has no heads for exit and pruning, whose outputs are not looked at there.
         """
@@ -296,12 +250,7 @@ class OnnxMatcher:
             if not re.match(r"layers|heads|confidence|match_probability|guidance\.\w+\.0", name):
                 own = name
             found[f"network.{name}"] = self._arrays.get(own, self._arrays[name] * 0)
-        return found
-
-    def _assign(self, layer: int) -> Graph:
-        if layer not in self._heads:
-            self._heads[layer] = Graph(self._exported.parts["assign"], self._weights("assign", layer))
-        return self._heads[layer]
+        return Graph(self._exported.parts[part], found)
 
     def __call__(self, features0: Features, features1: Features) -> list[Matches]:
         """Matches of every pair of the batch (features stacked along a leading axis B); `UsageError`:
@@ -331,14 +280,26 @@ class OnnxMatcher:
         counts = [len(side["index"]) for side in (side0, side1)]
         if self.config.kind != STEERABLE or not all(counts):
             return self._found(side0, side1)
-        side1 = _turned(side1, best_turn(side0["descriptors"], side1["descriptors"]))
-        found = [self._found(side0, side1)]
+
+        def turned_by(side: dict[str, np.ndarray], turns: int) -> dict[str, np.ndarray]:
+            """An image after clockwise quarter turns."""
+            view = int(side["matched_orientation"])
+            for _ in range(turns):
+                view = TURNED_EXIF[view]
+            descriptors = turned(side["descriptors"], turns)
+            return side | {"descriptors": descriptors, "matched_orientation": np.int64(view)}
 
         def again(pairs: Sequence[int], turn: int, strongest: int | None) -> list[Matches]:
-            if not pairs:
-                return []
-            return [self._found(_first(side0, strongest), _turned(_first(side1, strongest), turn))]
+            """Matches of the first points of both images, which are their strongest."""
+            whole = ("size", "matched_orientation")
+            first0, first1 = (
+                {name: value if name in whole else value[:strongest] for name, value in side.items()}
+                for side in (side0, side1)
+            )
+            return [self._found(first0, turned_by(first1, turn)) for _ in pairs]
 
+        side1 = turned_by(side1, best_turn(side0["descriptors"], side1["descriptors"]))
+        found = [self._found(side0, side1)]
         enough = self.config.policy.other_turns_below * min(counts)
         try_other_turns(found, [enough], [max(counts)], again)
         return found[0]
@@ -349,13 +310,12 @@ class OnnxMatcher:
         local, scores, counts = np.zeros((0, 2), np.int64), np.zeros(0, np.float32), [*map(len, index)]
         depth, policy, last = self.config.context.depth, self.config.policy, not all(counts)
         if not last:
-            given = {
-                f"{name}{k}": value[None] for k, side in enumerate(sides) for name, value in side.items()
-            }
-            tokens = _split(self._begin(**given), counts[0])
+            given = {name: [side[name][None] for side in sides] for name in sides[0]}
+            found = self._begin(**_ports(given))
+            tokens = {name: [each[:, : counts[0]], each[:, counts[0] :]] for name, each in found.items()}
         while not last:
-            found, layers = self._steps[layers](**_ports(tokens)), layers + 1
-            tokens |= _split({n: v for n, v in found.items() if v.ndim == 3}, len(index[0]))
+            found, layers, n = self._steps[layers](**_ports(tokens)), layers + 1, len(index[0])
+            tokens |= {name: [each[:, :n], each[:, n:]] for name, each in found.items() if each.ndim == 3}
             last = layers == depth
             if not last and (policy.early_exit or policy.pruning) and "confidence" in found:
                 confident = found["confidence"] > confidence_threshold(layers - 1, depth)
@@ -363,14 +323,13 @@ class OnnxMatcher:
                 decision = decide(*known, policy, predicted=self.config.match_probability)
                 last = bool(decision.stops[0])
                 keep = (decision.assigned if last else decision.kept)[0]
-                keeps = keep[: len(index[0])], keep[len(index[0]) :]
-                index = [i[k] for i, k in zip(index, keeps, strict=True)]
-                tokens = {
-                    n: [v[:, k] for v, k in zip(both, keeps, strict=True)] for n, both in tokens.items()
-                }
+                index = [i[k] for i, k in zip(index, (keep[:n], keep[n:]), strict=True)]
+                tokens = {name: [a[:, keep[:n]], b[:, keep[n:]]] for name, (a, b) in tokens.items()}
             last = last or not all(map(len, index))
         if layers and all(map(len, index)):
-            best = self._assign(layers - 1)(**_ports(tokens), exits=np.array([policy.early_exit]))
+            if layers not in self._heads:
+                self._heads[layers] = self._graph("assign", layers - 1)
+            best = self._heads[layers](**_ports(tokens), exits=np.array([policy.early_exit]))
             rows = (best[name][0] for name in ("best", "partner", "mutual"))
             local, scores = credible_matches(*rows, policy.match_threshold, policy.threshold_doubles_at)
         ends = [i[k] for i, k in zip(index, local.T, strict=True)]
@@ -386,25 +345,6 @@ class OnnxMatcher:
 
 def _ports(tokens: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
     return {f"{name}{k}": value for name, both in tokens.items() for k, value in enumerate(both)}
-
-
-def _split(found: dict[str, np.ndarray], n: int) -> dict[str, list[np.ndarray]]:
-    return {name: [value[:, :n], value[:, n:]] for name, value in found.items()}
-
-
-def _first(side: dict[str, np.ndarray], count: int | None) -> dict[str, np.ndarray]:
-    """The first points of an image, which are its strongest."""
-    whole = ("size", "matched_orientation")
-    return {name: value if name in whole else value[:count] for name, value in side.items()}
-
-
-def _turned(side: dict[str, np.ndarray], turns: int) -> dict[str, np.ndarray]:
-    """An image after clockwise quarter turns."""
-    view = int(side["matched_orientation"])
-    for _ in range(turns):
-        view = TURNED_EXIF[view]
-    descriptors = turned(side["descriptors"], turns)
-    return side | {"descriptors": descriptors, "matched_orientation": np.int64(view)}
 
 
 def graph_key(config: NetworkConfig) -> dict[str, Any]:

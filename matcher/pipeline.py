@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -46,31 +46,20 @@ _ENLARGED = 4
 _CUSTOM = PipelineConfig(matcher=NearestConfig())
 
 
-class LearnedParts(NamedTuple):
-    """The learned parts of a pipeline."""
-
-    extractor: Extractor
-    matcher: Matcher
-    config: PipelineConfig  # with the architecture that the weights have
-    weights: WeightsSource | None  # of the matcher; None where it has none
+# Extractor, matcher, the configuration with the architecture of its weights, and what these are, if any.
+Learned = tuple[Extractor, Matcher, PipelineConfig, WeightsSource | None]
 
 
 def policy_of(config: PipelineConfig, given: Mapping[str, Any]) -> MatchingPolicy:
     """How a network is used; the calibration of a preset is of its own weights, and others have none."""
-    policy = config.matcher.policy
-    if given.get("weights") in (None, config.weights):
-        return policy
-    return replace(policy, calibration=None)
+    own, policy = given.get("weights") in (None, config.weights), config.matcher.policy
+    return policy if own else replace(policy, calibration=None)
 
 
 def refuse_for_grid(given: Mapping[str, Any]) -> None:
-    """Refuse options of a detector: a grid has all its cells, and its network is in the matcher's weights;
-    `UsageError`: there is such an option."""
-    for name in ("frontend_weights", "max_keypoints"):
-        if name in given:
-            raise UsageError(
-                f"this preset matches the cells of a grid, so {name} has no effect; leave it out"
-            )
+    """`UsageError` for options of a detector: a grid has all cells, its network the matcher's weights."""
+    for name in sorted(given.keys() & {"frontend_weights", "max_keypoints"}):
+        raise UsageError(f"this preset matches the cells of a grid, so {name} has no effect; leave it out")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -118,12 +107,11 @@ class Pipeline:
         parts = [repr(self.preset)]
         if self.preset == "custom":
             parts = [f"{name}={type(getattr(self, name)).__name__}" for name in ("extractor", "matcher")]
-        if self.layers:
-            parts.append(f"{self.layers} layers")
+        parts += [f"{self.layers} layers"] * (self.layers > 0)
         parts += [str(getattr(self.matcher, n)) for n in ("device", "precision") if hasattr(self.matcher, n)]
         resize = self.config.extractor.resize
-        size = "any size" if resize is None else f"up to {resize} pixels"
-        return f"Pipeline({', '.join([*parts, size, self.config.estimation.kind])})"
+        parts += ["any size" if resize is None else f"up to {resize} pixels", self.config.estimation.kind]
+        return f"Pipeline({', '.join(parts)})"
 
     @property
     def layers(self) -> int:
@@ -167,72 +155,60 @@ class Pipeline:
             from matcher.budget import learned, plan
 
             chosen, images, choice = plan(self, images, budget_ms, 1000 * reading)
-        result = replace(chosen._match_once(images, *cameras, reading=reading), budget=choice)
+        # One pass, in the matcher's order, with the probabilities that it gave.
+        start, known = perf_counter(), dict(zip(("camera0", "camera1"), cameras, strict=True))
+        features = chosen.features_of(images)
+        found = perf_counter()
+        matches = chosen.match_features(*features)
+        seconds = {"read": reading, "extract": found - start, "match": perf_counter() - found}
+        matches, geometry, spent = chosen.refined_and_verified(images, features, matches, known)
+        seconds |= spent
+        seconds["total"] = sum(seconds.values())
+        paths, source = (image.path for image in images), (self.preset, self.weights, chosen.layers)
+        both = None if None in cameras else cameras
+        result = Result(*features, matches, geometry, *paths, seconds, *source, budget=choice, cameras=both)
         if chosen.passes is not None:
             given = ((image0, mask0, images[0]), (image1, mask1, images[1]))
             originals = [partial(self._original, *one) for one in given]
-            result = chosen._with_further_passes(result, images, originals, *cameras)
+            result = chosen._with_further_passes(result, images, originals, known)
         result = self.calibrated(result)
         return result if choice is None else learned(self, result)
 
-    def _match_once(
-        self, images: Sequence[Image], camera0: Camera | None, camera1: Camera | None, reading: float
-    ) -> Result:
-        """The result of one pass, in the matcher's order, with the probabilities that it gave."""
-        start = perf_counter()
-        features0, features1 = self.features_of(images)
-        extracted = perf_counter()
-        matches = self.match_features(features0, features1)
-        seconds = {"read": reading, "extract": extracted - start, "match": perf_counter() - extracted}
-        cameras = {"camera0": camera0, "camera1": camera1}
-        matches, geometry, spent = self.refined_and_verified(images, features0, features1, matches, **cameras)
-        seconds |= spent
-        seconds["total"] = sum(seconds.values())
-        paths, source = (image.path for image in images), (self.preset, self.weights, self.layers)
-        both = None if camera0 is None or camera1 is None else (camera0, camera1)
-        return Result(features0, features1, matches, geometry, *paths, seconds, *source, cameras=both)
-
     def refined_and_verified(
-        self,
-        images: Sequence[Image],
-        features0: Features,
-        features1: Features,
-        matches: Matches,
-        **cameras: Camera | None,
+        self, images: Sequence[Image], features: Sequence[Features], matches: Matches, cameras: dict
     ) -> tuple[Matches, TwoViewGeometry, dict[str, float]]:
         """Matches moved to where the images look most alike, their geometry, and the seconds of both."""
         start = perf_counter()
         matches = self.refine(*images, matches) if self.config.refine else matches
-        matches = weighed_by_refinement(matches, features1.scale.tolist(), calibration_of(self.matcher))
+        matches = weighed_by_refinement(matches, features[1].scale.tolist(), calibration_of(self.matcher))
         refined = perf_counter()
-        geometry = self.verify(features0, features1, matches, **cameras)
+        geometry = self.verify(*features, matches, **cameras)
         seconds = {"refine": refined - start} if self.config.refine else {}
         return matches, geometry, seconds | {"verify": perf_counter() - refined}
 
     def _with_further_passes(
-        self,
-        first: Result,
-        images: Sequence[Image],
-        originals: Sequence[Callable[[], Image]],
-        camera0: Camera | None,
-        camera1: Camera | None,
+        self, first: Result, images: Sequence[Image], originals: Sequence[Callable[[], Image]], cameras: dict
     ) -> Result:
         """The result of one pass, or of several where too few matches agree."""
-        start = perf_counter()
-        features, before = (first.features0, first.features1), first.seconds["total"]
+        start, before = perf_counter(), first.seconds["total"]
+        features = first.features0, first.features1
         joined = self.passes(images, originals, features, first.matches, first.geometry, before)
         first = replace(first, budget=first.budget.leaving_out(joined.passes)) if joined.left_out else first
+
+        def timed(result: Result) -> Result:
+            spent = perf_counter() - start
+            return replace(result, seconds=result.seconds | {FURTHER_PASSES: spent, "total": before + spent})
+
         if len(joined.passes) == 1:
-            return first if first.budget is None else _with_stage(first, FURTHER_PASSES, start)
+            return first if first.budget is None else timed(first)
         matches = self.refine(*images, joined.matches) if self.config.refine else joined.matches
         scale, matches = joined.features1.scale.tolist(), joined.with_keypoints(matches)
         matches = weighed_by_refinement(matches, scale, calibration_of(self.matcher), True)
-        geometry = self.verify(joined.features0, joined.features1, matches, camera0=camera0, camera1=camera1)
+        geometry = self.verify(joined.features0, joined.features1, matches, **cameras)
         geometry = with_repetition(geometry, *features, matches)  # of which alone descriptors are at hand
         geometry = reject_improbable(geometry, matches, *(f.image_size for f in features))
         found = dict(matches=matches, geometry=geometry, passes=joined.passes, first=first)
-        sides = dict(features0=joined.features0, features1=joined.features1)
-        return _with_stage(replace(first, **sides, **found), FURTHER_PASSES, start)
+        return timed(replace(first, features0=joined.features0, features1=joined.features1, **found))
 
     def calibrated(self, result: Result) -> Result:
         """The result with its final match probabilities, best first."""
@@ -242,21 +218,15 @@ class Pipeline:
         return replace(result, matches=matches, geometry=geometry.without_rejected(), first=first)
 
     def _original(self, given: ImageInput, mask: Mask | None, image: Image) -> Image:
-        """An image with more of its pixels, where these show more than those that were matched."""
+        """The image with more of its pixels, where these show more."""
         resize = self.config.extractor.resize
         if isinstance(given, Image) or image.scale == (1.0, 1.0) or image.is_reduced(resize):
             return image
         return self._read(given, mask, resize=_ENLARGED * resize)
 
     def read(self, image: ImageInput, mask: Mask | None = None) -> Image:
-        """An image upright and resized as this pipeline wants it; an `Image` is taken as it is.
-
-        Args:
-            image, mask: as in `match`.
-
-        Raises:
-            ImageError, UsageError: an image that cannot be read or is none, a mask of another size.
-        """
+        """An image upright and resized as this pipeline wants it; an `Image` is taken as it is. Arguments as
+        in `match`; `ImageError`: it cannot be read; `UsageError`: no image, or a mask of another size."""
         sizes = {name: getattr(self.config.extractor, name) for name in ("resize", "soft_resize")}
         return self._read(image, mask, **sizes, keep_stored=self.config.refine is not None)
 
@@ -275,21 +245,13 @@ class Pipeline:
         return extracted(self.extractor, images, self.config.extractor)
 
     def match_features(self, features0: Features, features1: Features) -> Matches:
-        """Match the features of two images.
-
-        Args:
-            features0, features1: of one image each, from `extract` or elsewhere; descriptors of norm 1.
-
-        Raises:
-            UsageError: features of another front end or descriptor size, raw SIFT descriptors, or a batch.
-        """
+        """Match the features of two images, from `extract` or elsewhere, with descriptors of norm 1;
+        `UsageError`: of another front end or descriptor size, raw SIFT descriptors, or a batch."""
         return self.match_features_batch([(features0, features1)])[0]
 
     def match_features_batch(self, pairs: Sequence[tuple[Features, Features]]) -> list[Matches]:
-        """Match pairs of unbatched features in one padded, masked batch; errors as in `match_features`.
-
-        Matches on a stamp, logo or frame that both images have are left out (`matcher.verify.repetition`).
-        """
+        """Match pairs of unbatched features at once; errors as in `match_features`. Matches on a stamp, logo
+        or frame that both images have are left out (`matcher.verify.repetition`)."""
         if not checked_pairs(pairs):
             return []
         side0, side1 = zip(*pairs, strict=True)
@@ -306,21 +268,11 @@ class Pipeline:
         mask0: Mask | None = None,
         mask1: Mask | None = None,
     ) -> Matches:
-        """Matches of any origin, each moved to where the images themselves look most alike.
+        """Matches of any origin, in stored pixels, each moved to where the images look most alike.
 
-        Points of image 1 move. Files are read at their own resolution. See `matcher.refine`.
-
-        Args:
-            image0, image1, mask0, mask1: as in `match`.
-            matches: of the pair, in stored pixels.
-
-        Returns:
-            The same matches in the same order, with `refinement`: which were refined or why not, covariances
-            and correlations.
-
-        Raises:
-            ImageError: an image cannot be read.
-            UsageError: something that is no image, or a mask of another size.
+        Points of image 1 move. The matches stay in their order, and have `refinement`: which were refined or
+        why not, covariances and correlations. Files are read at their own resolution; images, masks and
+        errors as in `read`. See `matcher.refine`.
         """
         config = self.config.refine or RefineConfig()
         reader = self if self.config.refine else replace(self, config=replace(self.config, refine=config))
@@ -346,19 +298,9 @@ class Pipeline:
         >>> geometry.status, np.allclose(geometry.matrix, np.eye(3), atol=1e-3)
         ('ok', True)
 
-        Args:
-            features0, features1: of the two images; their `scale` turns thresholds, which are pixels of the
-                resized images, into stored pixels.
-            matches: of the pair.
-            camera0, camera1: as in `match`.
-
-        Raises:
-            UsageError: cameras without essential geometry, or it without them, or of another image size.
+        The `scale` of the features turns thresholds, which are pixels of the resized images, into stored
+        pixels; cameras are as in `match`. `UsageError`: cameras without essential geometry, or it without
+        them, or of another image size.
         """
         kind = self.config.estimation.kind
         return verify_matches(self.estimator, kind, features0, features1, matches, camera0, camera1)
-
-
-def _with_stage(result: Result, stage: str, start: float) -> Result:
-    spent = perf_counter() - start
-    return replace(result, seconds={**result.seconds, stage: spent, "total": result.seconds["total"] + spent})

@@ -96,17 +96,13 @@ _LIGHTGLUE = NetworkConfig(
     assignment=AssignmentConfig(kind="dual_softmax"),
 )
 _LIGHTGLUE_128 = replace(_LIGHTGLUE, kind="disk", descriptor_dim=128, project=True)
-_LIGHTGLUE_SIFT = replace(
-    _LIGHTGLUE_128, kind="sift", position=PositionConfig(inputs=("xy", "raw_sigma", "raw_orientation"))
+_SIGMA, _SCALE, _FRAME = (
+    PositionConfig(inputs=("xy", *others))
+    for others in (("raw_sigma", "raw_orientation"), ("raw_scale", "raw_counterclockwise"), ("frame",))
 )
-_LIGHTGLUE_DOGHARDNET = replace(
-    _LIGHTGLUE_128,
-    kind="doghardnet",
-    position=PositionConfig(inputs=("xy", "raw_scale", "raw_counterclockwise")),
-)
-_LIGHTGLUE_KEYNET = replace(
-    _LIGHTGLUE_128, kind="keynet", position=PositionConfig(inputs=("xy", "frame")), policy=ALL_LAYERS
-)
+_LIGHTGLUE_SIFT = replace(_LIGHTGLUE_128, kind="sift", position=_SIGMA)
+_LIGHTGLUE_DOGHARDNET = replace(_LIGHTGLUE_128, kind="doghardnet", position=_SCALE)
+_LIGHTGLUE_KEYNET = replace(_LIGHTGLUE_128, kind="keynet", position=_FRAME, policy=ALL_LAYERS)
 _LIGHTERGLUE = replace(
     _LIGHTGLUE,
     kind="xfeat",
@@ -129,6 +125,7 @@ _LOFTR = NetworkConfig(
     backbone=BackboneConfig(),
     refinement=RefinementConfig(),
 )
+_LOFTR_NEW = replace(_LOFTR, position=PositionConfig(kind="sine"))
 # The assignment of the networks that were published as "ot" beside those of dual softmax ("ds").
 LOFTR_TRANSPORT = AssignmentConfig(
     dustbin="learned",
@@ -169,15 +166,9 @@ PRESETS: dict[str, PipelineConfig] = {
     "lightglue-xfeat": _preset(_LIGHTERGLUE, "lightglue-xfeat"),
     "loftr-outdoor": _preset(_LOFTR, "loftr-outdoor", extractor=replace(_GRID, resize=840), refine=None),
     "loftr-indoor": _preset(_LOFTR, "loftr-indoor", extractor=_GRID, refine=None),
-    "loftr-indoor-new": _preset(
-        replace(_LOFTR, position=PositionConfig(kind="sine")),
-        "loftr-indoor-new",
-        extractor=_GRID,
-        refine=None,
-    ),
+    "loftr-indoor-new": _preset(_LOFTR_NEW, "loftr-indoor-new", extractor=_GRID, refine=None),
 }
 DEFAULT_PRESET = "hybrid-learned"
-
 
 # Seconds of one core (AVX2) for an image of 1024 x 768 pixels and 2048 keypoints, of the front ends that take
 # more than two: to be told before the work.
@@ -185,16 +176,14 @@ SLOW_FRONT_ENDS = {"superpoint": 3, "aliked": 3, "disk": 8, "dedodeb": 50, "dedo
 
 
 def find_preset(name: str) -> PipelineConfig:
-    """The configuration of that name in `PRESETS`; `UsageError`: there is none; the message lists those that
-    exist."""
+    """The configuration of that name in `PRESETS`; `UsageError`: there is none."""
     if name not in PRESETS:
         raise UsageError(unknown_name("preset", name, PRESETS))
     return PRESETS[name]
 
 
 def from_file(preset: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """A preset's name and the options given beside it; of a FILE.toml, the name and the options in it, of
-    which those given beside it count more.
+    """A preset's name and the options given beside it; those of a FILE.toml, before which the others go.
 
     The file has a line for each option of `LoadOptions`, and `preset = "NAME"`, by default the default one.
     `UsageError`: it cannot be read, or has an unknown option or a value that cannot be used.
@@ -219,13 +208,9 @@ class LoadOptions(TypedDict, total=False):
     Each with what it is, as the command line's help says it too, and what stands there for its value.
     """
 
-    weights: Annotated[
-        str | Path | None, "Matcher weights: a file, or a name from `matcher weights list`.", "FILE"
-    ]
+    weights: Annotated[str | Path | None, "Matcher weights: file, or name in `matcher weights list`.", "FILE"]
     frontend: Annotated[
-        str | None,
-        "Use another front end than the preset's, for example disk; it must fit the matcher.",
-        "NAME",
+        str | None, "Use another front end than the preset's, such as disk; it must fit the matcher.", "NAME"
     ]
     frontend_weights: Annotated[
         str | Path | None, "Weights file of the front end; needed only for front ends of your own.", "FILE"
@@ -239,50 +224,33 @@ class LoadOptions(TypedDict, total=False):
         "PX",
     ]
     keep: Annotated[
-        Literal["strongest", "largest"] | None,
-        "Which SIFT keypoints to keep if an image has more than are kept.",
-        "",
+        Literal["strongest", "largest"] | None, "SIFT keypoints to keep of an image that has more.", ""
     ]
     geometry: Annotated[
-        GeometryKind | None,
-        "Model that verifies the matches; homographies: of several planes; essential needs cameras.",
-        "",
+        GeometryKind | None, "Model that verifies; homographies: of planes; essential needs cameras.", ""
     ]
     match_threshold: Annotated[
         float | None, "Keep matches whose probability, before calibration, is at least P, 0 to 1.", "P"
     ]
     ratio: Annotated[
-        float | None,
-        "Ratio test of the nearest* presets: keep matches whose distance ratio is at most R, 0 to 1.",
-        "R",
+        float | None, "Ratio test of nearest*: keep matches whose distance ratio is at most R, 0 to 1.", "R"
     ]
     early_exit: Annotated[bool | None, "Stop a pair at the layer where the network is confident.", ""]
     pruning: Annotated[bool | None, "Drop keypoints that cannot match, layer by layer.", ""]
     further_passes: Annotated[
-        bool | None,
-        "Where too few matches of the first pass agree, match other features, scales and the common region "
-        "too.",
-        "",
+        bool | None, "Where few matches agree, match other features, scales and the common region too.", ""
     ]
     refine: Annotated[
-        bool | None,
-        "Move every match to where the images look most alike; without it faster, less exact.",
-        "",
+        bool | None, "Move matches to where the images look most alike; without it faster, less exact.", ""
     ]
-    upright: Annotated[
-        bool | None, "Apply the EXIF orientation of images; without it they are matched as stored.", ""
-    ]
+    upright: Annotated[bool | None, "Apply EXIF orientations; without it images are matched as stored.", ""]
     alpha_mask: Annotated[
-        bool | None, "Find no keypoints where a picture is transparent; without it alpha is ignored.", ""
+        bool | None, "No keypoints where an image is transparent; else alpha is ignored.", ""
     ]
-    bgr: Annotated[
-        bool | None, "Arrays of three or four channels are BGR, as OpenCV reads them; else RGB.", ""
-    ]
+    bgr: Annotated[bool | None, "Arrays of 3 or 4 channels are BGR, as OpenCV reads them; else RGB.", ""]
     max_pixels: Annotated[int | None, "Refuse images of more than N pixels before decoding them.", "N"]
     engine: Annotated[Engine | None, "Library that runs front end and networks; onnx needs no torch.", ""]
-    precision: Annotated[
-        Precision | None, "Arithmetic of the networks; auto picks the fastest one that suits the device.", ""
-    ]
+    precision: Annotated[Precision | None, "Arithmetic of the networks; auto: the device's fastest.", ""]
     device: Annotated[str | None, "Device to run on; auto prefers CUDA.", "auto|cpu|cuda|mps"]
 
 
@@ -303,25 +271,24 @@ _NEAREST = {name: ("matcher", name) for name in ("match_threshold", "ratio")}
 def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineConfig:
     """The configuration with the options of `LoadOptions` applied; `UsageError`: an unknown option, a value
     of the wrong type or out of range, or an option that the configuration has no use for."""
-    given = given_options(options)
-    if GRID_KIND in (given.get("frontend"), config.extractor.kind) and given.keys() & {"frontend", "variant"}:
-        raise UsageError(
-            f"the cells of a grid ({GRID_KIND}) are no front end: leave frontend and variant out"
-        )
-    values = to_dict(config)
+    given, on_grid = given_options(options), config.extractor.kind == GRID_KIND
+    if (on_grid or given.get("frontend") == GRID_KIND) and given.keys() & {"frontend", "variant"}:
+        raise UsageError(f"cells of a grid ({GRID_KIND}) are no front end: leave frontend and variant out")
+    values, fields, useless = to_dict(config), _FIELDS, []
     if isinstance(config.matcher, NearestConfig):
-        _check_for_nearest(given, given.get("frontend", config.extractor.kind))
         fields = _FIELDS | _NEAREST
+        useless = [name for name in ("weights", "early_exit", "pruning") if name in given]
+        learned = given.get("frontend", config.extractor.kind) == "learned"  # which computes in a precision
+        if not learned and given.get("precision", "auto") not in ("auto", "float32"):
+            useless.append("precision")
     elif "ratio" in given:
-        raise UsageError(
-            "ratio is for the presets without a network (nearest, nearest-learned); use match_threshold here"
-        )
+        raise UsageError("ratio is for the presets without a network, nearest*; use match_threshold here")
     elif isinstance(config.matcher, NetworkConfig):
         fields = _FIELDS | _NETWORK
     else:
-        fields = _FIELDS
-        if useless := sorted(given.keys() & _NETWORK.keys()):
-            raise UsageError(f"this preset has no network, so {useless[0]} has no effect; leave it out")
+        useless = sorted(given.keys() & _NETWORK.keys())
+    if useless:
+        raise UsageError(f"this preset has no network, so {useless[0]} has no effect; leave it out")
     for name, (*tables, key) in fields.items():
         if name in given:
             table = values
@@ -335,8 +302,11 @@ def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineCon
         sizes["soft_resize"] = None
         if None not in (sizes["sparse_resize"], given["resize"]):
             sizes["sparse_resize"] = min(sizes["sparse_resize"], given["resize"])
-    if "further_passes" in given:
-        values["further_passes"] = _further_passes(config, given["further_passes"])
+    if "further_passes" in given:  # of a preset without any those of its own features alone
+        if given["further_passes"] and on_grid:
+            raise UsageError("further_passes needs keypoints; this preset has only the cells of a grid")
+        passes = config.further_passes or FurtherPassesConfig(preset=None)
+        values["further_passes"] = to_dict(passes) if given["further_passes"] else None
     if "refine" in given:
         values["refine"] = to_dict(config.refine or RefineConfig()) if given["refine"] else None
     try:
@@ -357,29 +327,26 @@ def option_at(path: str) -> str:
     return next((name for name, steps in fields if ".".join(steps) == path), path)
 
 
-def _further_passes(config: PipelineConfig, wanted: bool) -> dict[str, Any] | None:
-    """The preset's further passes, or for a preset without any those of its own features alone."""
-    if not wanted:
-        return None
-    if config.extractor.kind == GRID_KIND:
-        raise UsageError("further_passes needs keypoints; this preset has only the cells of a grid")
-    return to_dict(config.further_passes or FurtherPassesConfig(preset=None))
-
-
 def refuse_further_passes(options: Mapping[str, Any], reason: str) -> None:
-    """Refuse `further_passes=True` where pairs are matched by one pass, for a reason; `UsageError`: it is
-    among the options."""
+    """`UsageError` for `further_passes=True` where pairs are matched by one pass, for a reason."""
     if options.get("further_passes"):
         raise UsageError(f"{reason}; leave further_passes away")
 
 
 def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are not None; `UsageError`: an unknown option, or a value of the wrong type or out of
-    range."""
+    """The options that are not None, in Python's own types, devices and precisions as torch names them;
+    `UsageError`: an unknown option, or a value of the wrong type or out of range."""
+    given = {name: value for name, value in options.items() if value is not None}
     for name in options:
         if name not in LoadOptions.__annotations__:
             raise UsageError(unknown_name("option", name, LoadOptions.__annotations__))
-    given = {name: _plain(name, value) for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        if hasattr(value, "item") and getattr(value, "shape", None) == ():
+            given[name] = value.item()
+    if "device" in given:
+        given["device"] = str(given["device"]).lower()
+    if isinstance(precision := given.get("precision"), str):
+        given["precision"] = _PRECISIONS.get(precision, precision)
     for name in ("max_keypoints", "resize", "max_pixels"):
         if name in given and (type(given[name]) is not int or given[name] < 1):
             raise UsageError(f"{name} must be a whole number of at least 1, not {given[name]!r}")
@@ -397,24 +364,6 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
 _PRECISIONS = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}  # as users say
 
 
-def _plain(name: str, value: Any) -> Any:
-    """An option's value without NumPy's scalar type, and devices and precisions as torch names them."""
-    if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        value = value.item()
-    if name == "device":
-        return str(value).lower()
-    return _PRECISIONS.get(value, value) if name == "precision" and isinstance(value, str) else value
-
-
-def _check_for_nearest(given: dict[str, Any], front_end: str) -> None:
-    """Without a matching network some options mean nothing and are refused; precision is of our front end."""
-    useless = [name for name in ("weights", "early_exit", "pruning") if name in given]
-    if front_end != "learned" and given.get("precision", "auto") not in ("auto", "float32"):
-        useless.append("precision")
-    if useless:
-        raise UsageError(f"this preset has no network, so {useless[0]} has no effect; leave it out")
-
-
 GROUP = "matcher.presets"
 
 
@@ -424,8 +373,7 @@ def plugin_names() -> list[str]:
 
 
 def find_plugin(name: str) -> EntryPoint | None:
-    """The entry point of a preset, not imported yet; None where no package adds it; `UsageError`: two
-    packages add a preset of that name."""
+    """The entry point of a preset, not imported yet; `UsageError`: two packages add one of that name."""
     found = list(entry_points(group=GROUP, name=name))
     packages = sorted({package_of(point) for point in found})
     if len(packages) > 1:
@@ -439,8 +387,7 @@ def package_of(point: EntryPoint) -> str:
 
 
 def load_plugin(point: EntryPoint) -> Callable[..., Any]:
-    """The function that builds the pipeline; `UsageError`: the package cannot be imported, or what it names
-    is no function."""
+    """What builds the pipeline; `UsageError`: it cannot be imported, or is no function."""
     try:
         build = point.load()
     except Exception as error:  # whatever its import runs into is that package's fault

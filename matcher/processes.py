@@ -54,11 +54,8 @@ def at_once(first: Callable[[], Made], second: Callable[[], Made]) -> tuple[Made
 
 
 def bound_primitives() -> None:
-    """Let torch keep fewer of the operations that it compiles for each shape, unless the user says how many.
-
-    A sequence meets hundreds of shapes, as its frames have different numbers of points. It takes effect if
-    nothing was computed before in this process.
-    """
+    """Let torch keep fewer of the operations that it compiles for each shape, of which a sequence has
+    hundreds, unless the user says how many; it takes effect if this process has computed nothing yet."""
     os.environ.setdefault(_PRIMITIVES, _KEPT)
 
 
@@ -67,8 +64,7 @@ def keep_freed_memory(everything: bool = False) -> None:
     """Let the process keep 128 MiB that it has freed, or all, unless the user has set how glibc allocates.
 
     By default glibc gives large blocks back to the system, which clears them page by page when the next image
-    or training step needs them: a tenth of the processor time of a match, half of that of a step. No result
-    depends on it. Nothing happens where the allocator is not glibc's.
+    or training step needs them: a tenth of the processor time of a match, half of that of a step.
     """
     if sys.platform != "linux" or any(os.environ.get(name) for name in _ALLOCATION):
         return
@@ -83,11 +79,8 @@ def keep_freed_memory(everything: bool = False) -> None:
 
 @cache
 def compute_alone_after_fork() -> None:
-    """Let processes that are forked from this one compute on one thread.
-
-    Of the threads of OpenMP and torch only the one that forks exists in the child, which would wait for the
-    others for ever.
-    """
+    """Let processes that are forked from this one compute on one thread: of those of OpenMP and torch only
+    the one that forks exists in the child, which would wait for the others for ever."""
 
     def alone() -> None:
         os.environ.update(thread_environment(1))
@@ -109,11 +102,8 @@ def child_command(module: str, *arguments: str) -> list[str]:
 
 
 def child_environment(threads: int | None = None) -> dict[str, str]:
-    """Environment in which a Python process finds what this one imports from, the working folder excepted.
-
-    Args:
-        threads: CPU threads of the child; as this process's environment has it when absent.
-    """
+    """Environment in which a Python process finds what this one imports from, but for the working folder, and
+    uses so many CPU threads."""
     # Relative entries, such as the '' of `python -c`, mean the working folder.
     paths = [path for path in sys.path if Path(path).is_absolute()]
     ours = str(Path(__file__).resolve().parent.parent)
@@ -126,12 +116,10 @@ def child_environment(threads: int | None = None) -> dict[str, str]:
 @contextmanager
 def safe_path() -> Iterator[None]:
     """While it is open, Python processes that others start for us leave the working folder off their path."""
-    before = os.environ.get(_SAFE)
+    before = {_SAFE: os.environ[_SAFE]} if _SAFE in os.environ else {}
     os.environ[_SAFE] = "1"
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_SAFE]
-        else:
-            os.environ[_SAFE] = before
+        del os.environ[_SAFE]
+        os.environ.update(before)

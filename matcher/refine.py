@@ -25,11 +25,9 @@ from matcher.types import REFINEMENTS, Image, Matches, MatchRefinement
 def fit_affine_maps(
     points0: np.ndarray, points1: np.ndarray, neighbours: int = 16
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Local affine maps at K matched points, image 1 from image 0, under the loss of Geman and McClure.
-
-    Each is fitted to so many of its nearest matches. (K, 2, 2) float64, and (K,) bool, whether the neighbours
-    determine a plausible one: no reflection, no extreme scale or anisotropy. The others are the identity.
-    """
+    """Affine maps (K, 2, 2) float64 around matches, image 1 from image 0, each fitted to so many of its
+    nearest matches under the loss of Geman and McClure, and (K,) bool, whether these determine a plausible
+    one: no reflection, no extreme scale or anisotropy. The others are the identity."""
     count = len(points0)
     if count <= 3:  # three neighbours determine a map
         return np.tile(np.eye(2), (count, 1, 1)), np.zeros(count, dtype=bool)
@@ -95,8 +93,8 @@ class Grid(NamedTuple):
 def middle_frames(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Maps (K, 2, 2) from a frame halfway between the views to image 0 and to image 1, for maps 1 from 0.
 
-    Half of the deformation lies on either side, and a pixel of the frame is one of the image that shows the
-    surface at the lower resolution. Swapping the images rotates the frame and changes nothing else.
+    A pixel of the frame is one of the image that shows the surface at the lower resolution. Swapping the
+    images rotates the frame and changes nothing else.
     """
     half = _square_root(_square_root(np.swapaxes(maps, 1, 2) @ maps))  # V √S Vᵀ of maps U S Vᵀ
     inverse, area = np.linalg.inv(half), zoom_of(maps) ** 2
@@ -116,18 +114,43 @@ def zoom_of(maps: np.ndarray) -> np.ndarray:
     return np.sqrt(np.abs(maps[:, 0, 0] * maps[:, 1, 1] - maps[:, 0, 1] * maps[:, 1, 0]))
 
 
-class Pyramid:
+class ImagePyramid:
     """An image at full, half, quarter … resolution, computed on first use."""
 
-    def __init__(self, grey: np.ndarray, mask: np.ndarray | None = None) -> None:
-        """Grey values (H, W) of uint8, uint16 or float32, and (H, W) bool, True where they may be used."""
-        self._grey, self.shape = grey, grey.shape
+    def __init__(self, grey: np.ndarray, mask: np.ndarray | None = None, zoom: float = 1.0) -> None:
+        """Grey values (H, W) of uint8, uint16 or float32; (H, W) bool, True where they may be used; pixels of
+        it per pixel of the resized image, in which keypoints were found."""
+        self._grey, self.shape, self.zoom = grey, grey.shape, zoom
         self._levels: list[np.ndarray] = []
         self.mask = None if mask is None else mask.astype(np.uint8)
+        self.linear, self._offset = np.eye(2), np.zeros(2)  # its pixels from stored ones
+
+    @staticmethod
+    def of(image: Image, zoom: float | None = None) -> ImagePyramid:
+        """That of `Image.stored` if it was kept, at the file's resolution, else of the resized pixels."""
+        if image.stored is not None:
+            zoom = zoom or 1 / float(np.sqrt(image.scale[0] * image.scale[1]))
+            return ImagePyramid(image.stored, image.stored_mask, zoom)
+        made = ImagePyramid(image.grey(), image.mask, zoom or 1.0)
+        made.linear = np.linalg.inv(image.axes_to_stored)
+        made._offset = -made.linear @ image.to_stored(np.zeros(2))
+        return made
 
     def release(self) -> None:
         """Free the memory of all levels; they are computed again when they are needed."""
         self._levels = []
+
+    def from_stored(self, points: np.ndarray) -> np.ndarray:
+        """Stored pixels (K, 2) → float64 pixels of the pyramid."""
+        return points.astype(np.float64) @ self.linear.T + self._offset
+
+    def in_mask(self, points: np.ndarray) -> np.ndarray:
+        """(K,) bool: stored points (K, 2) where keypoints may lie."""
+        if self.mask is None:
+            return np.ones(len(points), dtype=bool)
+        last = np.array(self.mask.shape[::-1]) - 1
+        x, y = np.rint(np.nan_to_num(self.from_stored(points)).clip(0, last)).astype(int).T
+        return self.mask[y, x] > 0
 
     def level(self, index: int) -> np.ndarray:
         """The image at 2^-index times the size; its pixel (x, y) is at (x, y) · 2^index of level 0."""
@@ -167,8 +190,8 @@ class Pyramid:
 class Windows(NamedTuple):
     """Where K windows lie in both images, as maps from a common intermediate frame."""
 
-    pyramid0: Pyramid
-    pyramid1: Pyramid
+    pyramid0: ImagePyramid
+    pyramid1: ImagePyramid
     affine0: np.ndarray  # (K, 2, 3) from (1, x, y) in the frame to pixels
     affine1: np.ndarray
     deviation: np.ndarray  # (K,) prior standard deviation of the shift along an axis, frame pixels
@@ -215,22 +238,19 @@ class Fit(NamedTuple):
 
 
 def fit_windows(windows: Windows, grid: Grid, prior: np.ndarray) -> Fit:
-    """Fit K windows, by the compiled kernel or NumPy.
-
-    `prior` (K, 6), as `Fit.change`, is both the initial value and the mean of the prior.
-    """
+    """Fits by the compiled kernel or NumPy; `prior` (K, 6), as `Fit.change`, is also the initial value."""
     views = []
     for pyramid, affine in zip(windows[:2], windows[2:4], strict=True):
         level = pyramid.level_of(affine[:, :, 1:])
         levels = [pyramid.level(index) for index in range(int(level.max(initial=0)) + 1)]
-        views.append(compiled.WindowView(levels, pyramid.mask, affine, level))
+        views.append((levels, pyramid.mask, affine, level))
     settings = fit_settings(grid.side)
     fitted = compiled.fit_windows(views, settings, grid.weights, windows.deviation, prior)
     if fitted is not None:
         return Fit(*fitted[:2], *fitted[2])
 
     def fit(block: slice) -> Fit:
-        fitting = _Fitting(windows.select(block), grid, prior[block], settings)
+        fitting = _Fitting(windows.select(block), grid, prior[block])
         fitting.iterate(settings.first_steps)
         for _ in range(settings.reweighings):
             fitting.reweigh()
@@ -247,10 +267,8 @@ def fit_windows(windows: Windows, grid: Grid, prior: np.ndarray) -> Fit:
 class _Fitting:
     """Least-squares matching of K windows by NumPy; `change` is what it estimates."""
 
-    def __init__(
-        self, windows: Windows, grid: Grid, prior: np.ndarray, settings: compiled.FitSettings
-    ) -> None:
-        self.windows, self.grid, self.settings = windows, grid, settings
+    def __init__(self, windows: Windows, grid: Grid, prior: np.ndarray) -> None:
+        self.windows, self.grid, self.settings = windows, grid, fit_settings(grid.side)
         self.prior, self.change, self.last_step = prior, prior.copy(), np.full(len(prior), np.inf)
         self.linear = np.ascontiguousarray(grid.offsets.T)
         self.basis = self.linear / np.array([1, grid.side / 2, grid.side / 2], np.float32)
@@ -261,7 +279,7 @@ class _Fitting:
         z, norm = self._normalised(self._inner(self.outer0))
         z1, _ = self._normalised(self._sample1(grid.offsets))
         # The initial residual is mostly due to the error of the match, not to noise.
-        self._linearise(z, self.outer0 / norm, settings.initial_noise * (z - z1))
+        self._linearise(z, self.outer0 / norm, self.settings.initial_noise * (z - z1))
 
     def iterate(self, steps: int) -> None:
         """Gauss-Newton steps of at most a pixel, of each match until they are shorter than the tolerance."""
@@ -362,25 +380,33 @@ class _Fitting:
 
     def _linearise(self, z: np.ndarray, outer: np.ndarray, residual: np.ndarray) -> None:
         """Normal equations of windows `z` (K, n): derivatives from `outer` (K, m), noise from `residual`."""
-        square, settings, count = (
-            outer.reshape(-1, self.grid.side + 2, self.grid.side + 2),
-            self.settings,
-            len(z),
-        )
+        square = outer.reshape(-1, self.grid.side + 2, self.grid.side + 2)
+        settings, count = self.settings, len(z)
         left, right = square[:, 1:-1, :-2], square[:, 1:-1, 2:]
         above, below = square[:, :-2, 1:-1], square[:, 2:, 1:-1]
         blur = left + right + above + below - 4 * square[:, 1:-1, 1:-1]  # the effect of a little blur
-        self.z, self.dx, self.dy = (
-            z,
-            *(0.5 * each.reshape(count, -1) for each in (right - left, below - above)),
-        )
+        self.z = z
+        self.dx, self.dy = (0.5 * each.reshape(count, -1) for each in (right - left, below - above))
         self.blur, _ = self._normalised(blur.reshape(count, -1))
         residual = residual - self.blur * self._mean(residual * self.blur)[:, None]
         noise = self._noise(residual)
         self.precision = np.empty((count, 6), np.float32)  # of the prior, scaled by the noise
         self.precision[:, :2] = (noise / self.windows.deviation**2)[:, None]
         self.precision[:, 2:] = noise[:, None] / settings.deformation**2
-        matrix = self._normal_matrix()
+        # The normal matrix of derivatives times 1, x and y, x before y; illumination and blur are eliminated.
+        dx, dy, linear = self.dx, self.dy, self.linear
+        products = (linear[:, :, None] * linear[:, None]).reshape(-1, 9)
+        cross_products = (linear[:, :, None] * self.basis[:, None]).reshape(-1, 9)
+        squares = (self._moments(d, products).reshape(-1, 3, 3) for d in (dx * dx, dx * dy, dy * dy))
+        matrix, shading = np.empty((count, 6, 6), np.float32), np.empty((count, 6, 3), np.float32)
+        matrix[:, 0::2, 0::2], matrix[:, 0::2, 1::2], matrix[:, 1::2, 1::2] = squares
+        matrix[:, 1::2, 0::2] = matrix[:, 0::2, 1::2]  # symmetric blocks
+        blurred = np.empty((count, 6, 1), np.float32)
+        for axis, derivative in enumerate((dx, dy)):
+            shading[:, axis::2] = self._moments(derivative, cross_products).reshape(-1, 3, 3)
+            blurred[:, axis::2, 0] = self._moments(derivative * self.blur, linear)
+        matrix -= shading @ self.of_basis @ shading.transpose(0, 2, 1)
+        matrix -= blurred @ blurred.transpose(0, 2, 1)
         # The weakest direction of the structure tensor is damped, against the aperture problem: negligibly
         # where its eigenvalue is many times what noise alone causes, by as much as the eigenvalue where it is
         # twice that, and so that the match is fixed where it is no more, as along an edge.
@@ -398,60 +424,10 @@ class _Fitting:
         matrix[:, :2, :2] += self.damping[:, None, None] * self.weakest[:, :, None] * self.weakest[:, None]
         self.inverse = np.linalg.inv(matrix).astype(np.float32)
 
-    def _normal_matrix(self) -> np.ndarray:
-        """(K, 6, 6) for derivatives times 1, x and y, x before y; illumination and blur are eliminated."""
-        dx, dy, linear, count = self.dx, self.dy, self.linear, len(self.dx)
-        products = (linear[:, :, None] * linear[:, None]).reshape(-1, 9)
-        cross_products = (linear[:, :, None] * self.basis[:, None]).reshape(-1, 9)
-        squares = (self._moments(d, products).reshape(-1, 3, 3) for d in (dx * dx, dx * dy, dy * dy))
-        matrix, shading = np.empty((count, 6, 6), np.float32), np.empty((count, 6, 3), np.float32)
-        matrix[:, 0::2, 0::2], matrix[:, 0::2, 1::2], matrix[:, 1::2, 1::2] = squares
-        matrix[:, 1::2, 0::2] = matrix[:, 0::2, 1::2]  # symmetric blocks
-        blurred = np.empty((count, 6, 1), np.float32)
-        for axis, derivative in enumerate((dx, dy)):
-            shading[:, axis::2] = self._moments(derivative, cross_products).reshape(-1, 3, 3)
-            blurred[:, axis::2, 0] = self._moments(derivative * self.blur, linear)
-        matrix -= shading @ self.of_basis @ shading.transpose(0, 2, 1)
-        return matrix - blurred @ blurred.transpose(0, 2, 1)
-
 
 # Refinement of matches
 
 DEVIATION = 1.0  # prior standard deviation of a match along an axis, in pixels of the resized images
-
-
-class ImagePyramid(NamedTuple):
-    """The pyramid of an image, at the file's resolution where that is available."""
-
-    pyramid: Pyramid
-    linear: np.ndarray  # (2, 2) pixels of the pyramid from stored pixels
-    offset: np.ndarray  # (2,)
-    zoom: float  # pixels of the pyramid per pixel of the resized image, in which keypoints were found
-
-    @staticmethod
-    def of(image: Image) -> ImagePyramid:
-        """The pyramid of `Image.stored` if it was kept, else of the resized pixels."""
-        if image.stored is not None:
-            zoom = 1 / float(np.sqrt(image.scale[0] * image.scale[1]))
-            return ImagePyramid(Pyramid(image.stored, image.stored_mask), np.eye(2), np.zeros(2), zoom)
-        linear, pyramid = np.linalg.inv(image.axes_to_stored), Pyramid(image.grey(), image.mask)
-        return ImagePyramid(pyramid, linear, -linear @ image.to_stored(np.zeros(2)), 1.0)
-
-    def release(self) -> None:
-        """Free memory that can be computed again."""
-        self.pyramid.release()
-
-    def from_stored(self, points: np.ndarray) -> np.ndarray:
-        """Stored pixels (K, 2) → float64 pixels of the pyramid."""
-        return points.astype(np.float64) @ self.linear.T + self.offset
-
-    def in_mask(self, points: np.ndarray) -> np.ndarray:
-        """(K,) bool: stored points (K, 2) where keypoints may lie."""
-        if (mask := self.pyramid.mask) is None:
-            return np.ones(len(points), dtype=bool)
-        last = np.array(mask.shape[::-1]) - 1
-        x, y = np.rint(np.nan_to_num(self.from_stored(points)).clip(0, last)).astype(int).T
-        return mask[y, x] > 0
 
 
 def refine_matches(
@@ -475,23 +451,23 @@ def refine_matches(
     points0, points1 = image0.from_stored(matches.points0), image1.from_stored(matches.points1)
     usable = np.isfinite(points0).all(axis=1) & np.isfinite(points1).all(axis=1)
     points0[~usable], points1[~usable] = 0.0, 0.0
-    if maps is not None:
-        maps, known = maps
-    else:
-        maps, known = np.tile(np.eye(2), (len(points0), 1, 1)), np.zeros(len(points0), dtype=bool)
-        maps[usable], known[usable] = fit_affine_maps(points0[usable], points1[usable])
+    if maps is None:
+        maps = np.tile(np.eye(2), (len(points0), 1, 1)), np.zeros(len(points0), dtype=bool)
+        maps[0][usable], maps[1][usable] = fit_affine_maps(points0[usable], points1[usable])
+    maps, known = maps
     frame0, frame1 = middle_frames(maps)
     both = (image0.zoom / zoom_of(frame0)) ** 2 + (image1.zoom / zoom_of(frame1)) ** 2
     deviation = DEVIATION * np.sqrt(both / 2)  # in frame pixels; both keypoints are uncertain
     sides = (points0, frame0), (points1, frame1)
     affine = (np.concatenate([points[:, :, None], frame], axis=2) for points, frame in sides)
-    windows = Windows(image0.pyramid, image1.pyramid, *affine, deviation)
+    windows = Windows(image0, image1, *affine, deviation)
     fit, status = _coarse_to_fine(windows, config)
+    outside = REFINEMENTS.index("outside")
     status[~known] = REFINEMENTS.index("no_map")
-    status[~usable] = REFINEMENTS.index("outside")
+    status[~usable] = outside
     to_stored = np.linalg.inv(image1.linear) @ frame1
     shift = (to_stored @ fit.change[:, :2, None])[:, :, 0]
-    status[(status == 0) & ~image1.in_mask(matches.points1 + shift)] = REFINEMENTS.index("outside")
+    status[(status == 0) & ~image1.in_mask(matches.points1 + shift)] = outside
     accepted = status == REFINEMENTS.index("refined")
     refined1 = matches.points1.astype(np.float32)
     refined1[accepted] = (matches.points1[accepted] + shift[accepted]).astype(np.float32)
@@ -502,7 +478,8 @@ def refine_matches(
 
 
 def _coarse_to_fine(windows: Windows, config: RefineConfig) -> tuple[Fit, np.ndarray]:
-    """Fits from the resolution at which keypoints were found to the images' own, and (K,) uint8 statuses.
+    """Fits from the resolution at which keypoints were found to the images' own, and (K,) uint8 codes of
+    `REFINEMENTS`, by the first reason for rejection that applies.
 
     The estimate of one level is the prior of the next. A match that a level rejects keeps that of the level
     before.
@@ -518,7 +495,15 @@ def _coarse_to_fine(windows: Windows, config: RefineConfig) -> tuple[Fit, np.nda
         scaled = windows._replace(affine0=affine0, affine1=affine1, deviation=spread / step)
         fit = fit_windows(scaled, grid, prior / unit)
         fit = fit._replace(change=fit.change * unit, covariance=fit.covariance * step**2)
-        now = _statuses(fit, deviation, config)
+        reasons = {
+            "outside": fit.visible < 0.5,  # half of the window
+            "flat": ~(fit.contrast >= 1.0),  # a grey value; below it there is only compression and noise
+            "moved_far": ~(np.hypot(*fit.change[:, :2].T) <= config.max_shift * deviation),
+            "low_correlation": ~(fit.correlation >= 0.7),
+            "not_converged": ~(fit.last_step <= 0.25),  # pixels of the frame
+        }
+        codes = [REFINEMENTS.index(name) for name in reasons]
+        now = np.select(list(reasons.values()), codes, REFINEMENTS.index("refined")).astype(np.uint8)
         if best is not None:
             kept = np.flatnonzero((now > 0) & (status == 0))
             now[kept] = 0
@@ -529,20 +514,6 @@ def _coarse_to_fine(windows: Windows, config: RefineConfig) -> tuple[Fit, np.nda
         known = np.sqrt(np.linalg.eigvalsh(best.covariance)[:, 1].clip(0)).clip(step / 2, deviation)
         spread = np.where(status == 0, known, deviation)
     return best, status
-
-
-def _statuses(fit: Fit, deviation: np.ndarray, config: RefineConfig) -> np.ndarray:
-    """(K,) uint8 codes of `REFINEMENTS`; the first reason for rejection that applies."""
-    shift = np.hypot(fit.change[:, 0], fit.change[:, 1])
-    reasons = {
-        "outside": fit.visible < 0.5,  # half of the window
-        "flat": ~(fit.contrast >= 1.0),  # a grey value; below it there is only compression and noise
-        "moved_far": ~(shift <= config.max_shift * deviation),
-        "low_correlation": ~(fit.correlation >= 0.7),
-        "not_converged": ~(fit.last_step <= 0.25),  # pixels of the frame
-    }
-    codes = [REFINEMENTS.index(name) for name in reasons]
-    return np.select(list(reasons.values()), codes, REFINEMENTS.index("refined")).astype(np.uint8)
 
 
 def refine_image_pair(image0: Image, image1: Image, matches: Matches, config: RefineConfig) -> Matches:

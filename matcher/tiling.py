@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from numbers import Integral
 from time import perf_counter
 from typing import Any
@@ -33,25 +34,33 @@ Tile = tuple[int, int, int, int]  # left, top, right, bottom
 
 
 def tiled_features(image: Image, extractor: Extractor, most: int, near: np.ndarray | None = None) -> Features:
-    """The `most` best features of an image of any size, in stored pixels, best first.
+    """The `most` best features of an image of any size, as `spread` chooses, in stored pixels, best first.
 
-    A front end's scores are compared over the whole image. Each cell of a grid first keeps its share of the
-    keypoints, and the quota that sparse cells leave goes to the best of the rest, which avoids clusters.
-    Tiles without a point of `near` (K, 2), stored pixels, in themselves or a neighbour are skipped.
+    A front end's scores are compared over the whole image. Tiles without a point of `near` (K, 2), stored
+    pixels, in themselves or a neighbour are skipped.
     """
-    parts, tiles = [], list(_tiles(image, near))
+    parts, columns = [], {}
+    tiles = list(_tiles(image, near)) or [(0, 0, 0, 0)]  # none: no features, but of the right kind
     for start in range(0, len(tiles), 4):
         some = tiles[start : start + 4]
-        found = extractor([_cut(image, tile) for tile in some])
-        parts += [_own(features, tile, image) for features, tile in zip(found, some, strict=True)]
-    if not parts:  # no tile is near: empty features of the right kind
-        parts = [_own(extractor([_cut(image, (0, 0, 1, 1))])[0], (0, 0, 0, 0), image)]
-    whole = _joined(parts)
+        outer = [_with_margin(image, tile) for tile in some]
+        found = extractor([_cut(image, each) for each in outer])
+        parts += [_own(image, *each) for each in zip(found, some, outer, strict=True)]
+    for f in fields(Features):
+        value = getattr(parts[0], f.name)
+        if value is not None and f.name not in (*Features._PER_IMAGE, "kind"):
+            value = np.concatenate([to_numpy(getattr(part, f.name)) for part in parts])
+        columns[f.name] = value
+    whole = Features(**columns)
     return whole.select(spread(to_numpy(whole.keypoints), to_numpy(whole.scores), most))
 
 
 def spread(points: np.ndarray, scores: np.ndarray, most: int) -> np.ndarray:
-    """(K,) int64, at most `most`: the points (N, 2) that a grid keeps, of the highest scores first."""
+    """(K,) int64, at most `most`: the points (N, 2) that a grid keeps, of the highest scores first.
+
+    Each cell first keeps its share, and the quota that sparse cells leave goes to the best of the rest, which
+    avoids clusters.
+    """
     order = np.argsort(-scores, kind="stable")
     if len(points) <= most:
         return order
@@ -94,17 +103,15 @@ def _with_margin(image: Image, tile: Tile) -> Tile:
 
 
 def _cut(image: Image, tile: Tile) -> Image:
-    """A tile and its margin as an image of its own."""
-    left, top, right, bottom = _with_margin(image, tile)
+    left, top, right, bottom = tile
     part = np.s_[top:bottom, left:right]
     mask = None if image.mask is None else np.ascontiguousarray(image.mask[part])
     return Image(np.ascontiguousarray(image.pixels[part]), size=(right - left, bottom - top), mask=mask)
 
 
-def _own(features: Features, tile: Tile, image: Image) -> Features:
+def _own(image: Image, features: Features, tile: Tile, outer: Tile) -> Features:
     """The features that lie on the tile, not on its margin, in stored pixels of the whole image."""
-    start = np.array(_with_margin(image, tile)[:2], dtype=np.float64)
-    points = to_numpy(features.keypoints).astype(np.float64) + start
+    points = to_numpy(features.keypoints).astype(np.float64) + np.array(outer[:2], dtype=np.float64)
     left, top, right, bottom = (edge - 0.5 for edge in tile)
     x, y = points.T
     keep = np.flatnonzero((x >= left) & (x < right) & (y >= top) & (y < bottom))
@@ -121,17 +128,6 @@ def _own(features: Features, tile: Tile, image: Image) -> Features:
     return replace(chosen, keypoints=keypoints, **changes, **per_image)
 
 
-def _joined(parts: list[Features]) -> Features:
-    """The features of all tiles as those of one image."""
-    columns = {}
-    for f in fields(Features):
-        value = getattr(parts[0], f.name)
-        if value is not None and f.name not in (*Features._PER_IMAGE, "kind"):
-            value = np.concatenate([to_numpy(getattr(part, f.name)) for part in parts])
-        columns[f.name] = value
-    return Features(**columns)
-
-
 # Matches by windows that correspond.
 
 
@@ -139,22 +135,19 @@ def match_by_windows(
     match: Callable[[Features, Features], Matches],
     features0: Features,
     features1: Features,
-    first0: np.ndarray,
-    first1: np.ndarray,
+    *first: np.ndarray,
 ) -> Matches:
     """The matches of all windows, indexed in the whole images; one per keypoint, the most probable.
 
-    `first0` and `first1` (K, 2) are verified matches of a first pass. A window has a fifth of its side as
-    context on each side, and 2,048 keypoints of either image at most. In image 1 it reaches further by what
-    the first pass may be off: a twentieth of the side and two residuals of the window's map (depth,
-    distortion), up to half of the side.
+    `first` are the two points (K, 2) of verified matches. A window has a fifth of its side as context on each
+    side, and 2,048 keypoints of either image at most. In image 1 it reaches further by what these may be off:
+    a twentieth of the side and two residuals of its map (depth, distortion), up to half of the side.
     """
     points0, points1 = points = [to_numpy(features.keypoints) for features in (features0, features1)]
     rows, scores, layers = [np.zeros((0, 2), np.int64)], [np.zeros(0, np.float32)], 0
     for own, low, high in _split(points0, np.arange(len(points0))) if min(map(len, points)) else ():
         side = np.maximum(high - low, 1.0)
-        found = _local_map(first0, first1, low, high)
-        if found is None:
+        if (found := _local_map(*first, low, high)) is None:
             continue
         linear, residual = found
         near = _inside(points0, low - 0.2 * side, high + 0.2 * side)
@@ -239,51 +232,29 @@ def _inside(points: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray
 
 
 def by_tiles(pipeline: Pipeline, most: int) -> Pipeline:
-    """The pipeline with keypoints at full resolution, by tiles, that all pairs of an image share.
+    """The pipeline with `most` keypoints at full resolution, by tiles, that all pairs of an image share; its
+    `max_keypoints` are those of a tile. `UsageError`: a number of keypoints below 1.
 
     Two images with many keypoints are matched by the strongest of each part of them first; the geometry of
     these says which windows correspond, and where there is none they are all the matches. No image is made
     smaller and no tile left out for the sake of a pair, so images may differ in scale as much as the matcher
     tolerates. Memory is that of one decoded image, 3 bytes a pixel and once more while it is decoded, of one
     batch of tiles, and of one window.
-
-    >>> import matcher, numpy as np
-    >>> from matcher.tiling import by_tiles
-    >>> pipeline = by_tiles(matcher.load("nearest", max_keypoints=500), 4000)
-    >>> image = np.random.default_rng(0).integers(0, 255, (1000, 1600), dtype=np.uint8)
-    >>> len(pipeline.extract(image)) > 700
-    True
-
-    Args:
-        pipeline: its `max_keypoints` are those of a tile. Where its configuration has no `tiles` yet, images
-            keep their full size from here on.
-        most: keypoints of an image.
-
-    Raises:
-        UsageError: a number of keypoints below 1.
     """
     if isinstance(most, bool) or not isinstance(most, Integral) or most < 1:
         raise UsageError(f"tiles must be a whole number of keypoints of at least 1, not {most!r}")
     extractor = replace(pipeline.config.extractor.of_size(None), tiles=int(most))
     return replace(
         pipeline,
-        extractor=TiledExtractor(pipeline.extractor, int(most)),
+        extractor=partial(_all_tiled, pipeline.extractor, int(most)),
         matcher=WindowedMatcher(pipeline.matcher),
         config=replace(pipeline.config, extractor=extractor),
         passes=None,
     )
 
 
-@dataclass(frozen=True, eq=False)
-class TiledExtractor:
-    """A front end for images of any size; `most` keypoints of an image, best first, spread over it."""
-
-    extractor: Extractor
-    most: int
-
-    def __call__(self, images: Sequence[Image]) -> list[Features]:
-        """The features of each image."""
-        return [tiled_features(image, self.extractor, self.most) for image in images]
+def _all_tiled(extractor: Extractor, most: int, images: Sequence[Image]) -> list[Features]:
+    return [tiled_features(image, extractor, most) for image in images]
 
 
 class WindowedMatcher:
@@ -372,25 +343,19 @@ class TiledPipeline(Pipeline):
         camera1: Camera | None = None,
         **options: Any,
     ) -> Result:
-        """Match two images of any size.
+        """Match two images of any size; arguments and errors as of `Pipeline.match`, without `budget_ms`.
 
         The first pass, at the pipeline's image size, finds which regions correspond and at which scale.
         Keypoints are then extracted there tile by tile, after the image of higher resolution is reduced to
         the scale of the other, and matched window by window. If the first pass finds no geometry, its result
         is returned.
-
-        Args:
-            image0, image1, mask0, mask1, camera0, camera1: as in `Pipeline.match`.
-            options: other options of `Pipeline.match`, for the first pass.
-
-        Raises:
-            ImageError: an image cannot be read; the message names it.
-            UsageError: as `Pipeline.match`.
         """
         if options.get("budget_ms") is not None:
             raise UsageError("budget_ms is for one pass at an ordinary size; tiles take the time they need")
         begun = perf_counter()
-        full = [self._read_full(*given) for given in ((image0, mask0), (image1, mask1))]
+        config = replace(self.config, extractor=self.config.extractor.of_size(None), refine=None)
+        read = replace(self, config=config).read
+        full = [read(image0, mask0), read(image1, mask1)]
         seconds = {"read": perf_counter() - begun}
         sizes = [image.pixels.shape[1::-1] for image in full]
         factors = [resized(size, self.config.extractor.resize)[0][0] / size[0] for size in sizes]
@@ -402,8 +367,11 @@ class TiledPipeline(Pipeline):
         seconds["first_pass"] = (now := perf_counter()) - begun - seconds["read"]
         kept = first.inliers if first.geometry.verified else np.ones(len(first.matches), dtype=bool)
         ends, sides = (first.points0[kept], first.points1[kept]), []
-        for side, (factor, near) in enumerate(zip(_common_scale(*ends), ends, strict=True)):
-            shown = _resized(full[side], factor)
+        # Factors, at most 1, that give the common region the same scale; an image is not resized for .05.
+        spreads = [np.median(np.linalg.norm(p - np.median(p, axis=0), axis=1)).clip(1e-9) for p in ends]
+        common = [min(1.0, float(other / own)) for own, other in zip(spreads, spreads[::-1], strict=True)]
+        for side, (factor, near) in enumerate(zip(common, ends, strict=True)):
+            shown = _resized(full[side], 1.0 if factor > 0.95 else factor)
             sides.append(tiled_features(shown, self.extractor, self.most_keypoints, near))
             # Nothing needs the colours from here on: two large images beside the pyramids of refinement would
             # be the most memory of all.
@@ -412,24 +380,10 @@ class TiledPipeline(Pipeline):
         seconds["extract"] = (extracted := perf_counter()) - now
         matches = match_by_windows(self.match_features, *sides, *ends)
         seconds["match"] = perf_counter() - extracted
-        matches, geometry, spent = self.refined_and_verified(full, *sides, matches, **cameras)
+        matches, geometry, spent = self.refined_and_verified(full, sides, matches, cameras)
         seconds |= spent | {"total": perf_counter() - begun}
         found = {"features0": sides[0], "features1": sides[1], "matches": matches, "geometry": geometry}
         return self.calibrated(replace(first, **found, seconds=seconds, passes=(), first=None))
-
-    def _read_full(self, image: ImageInput, mask: Mask | None) -> Image:
-        config = replace(self.config, extractor=self.config.extractor.of_size(None), refine=None)
-        return replace(self, config=config).read(image, mask)
-
-
-def _common_scale(points0: np.ndarray, points1: np.ndarray) -> tuple[float, float]:
-    """Factors for both images, at most 1, that give their common region the same scale."""
-    spread = [
-        np.median(np.linalg.norm(side - np.median(side, axis=0), axis=1)) for side in (points0, points1)
-    ]
-    ratio = float(max(spread[1], 1e-9) / max(spread[0], 1e-9))
-    factors = min(1.0, ratio), min(1.0, 1 / ratio)
-    return tuple(1.0 if factor > 0.95 else factor for factor in factors)  # not worth resizing an image
 
 
 def _resized(image: Image, factor: float) -> Image:

@@ -19,20 +19,16 @@ from matcher.extract.sift import SiftExtractor
 from matcher.match.loftr import GridExtractor
 from matcher.match.nearest import NearestMatcher
 from matcher.match.network import DTYPES, AttentionMatcher, resolve_precision
-from matcher.pipeline import LearnedParts, policy_of, refuse_for_grid
+from matcher.pipeline import Learned, policy_of, refuse_for_grid
 from matcher.processes import keep_freed_memory
 from matcher.result import WeightsSource
 from matcher.types import Extractor
 from matcher.weights.files import fill_extractor, find_weights, load_model
 
 
-def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:
-    """The extractor and the matcher of a configuration.
-
-    Raises:
-        UsageError: a device, front end or option that does not fit.
-        IntegrityError: weights that are absent or damaged.
-    """
+def build(config: PipelineConfig, given: Mapping[str, Any]) -> Learned:
+    """Extractor and matcher of a configuration; `UsageError`: a device, front end or option that does not
+    fit; `IntegrityError`: weights that are absent or damaged."""
     keep_freed_memory()
     device = resolve_device(given.get("device", "auto"))
     precision = resolve_precision(given.get("precision", "auto"), device)
@@ -46,7 +42,7 @@ def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:
     else:
         extractor = build_extractor(config.extractor, given.get("frontend_weights"), device, precision)
     if isinstance(config.matcher, NearestConfig):
-        return LearnedParts(extractor, NearestMatcher(config.matcher), config, None)
+        return extractor, NearestMatcher(config.matcher), config, None
     # Architecture is the weights file's, policy that of the preset and the options.
     network, digest, name = load_model(find_weights(given.get("weights") or config.weights))
     network = network.with_policy(policy_of(config, given))
@@ -57,8 +53,7 @@ def build(config: PipelineConfig, given: Mapping[str, Any]) -> LearnedParts:
                 f"the weights {name} are of a matcher with a detector; use a preset that has one"
             )
         extractor = GridExtractor(matcher.model.backbone, matcher.model.config.kind)
-    source = WeightsSource(name, digest)
-    return LearnedParts(extractor, matcher, replace(config, matcher=network.config), source)
+    return extractor, matcher, replace(config, matcher=network.config), WeightsSource(name, digest)
 
 
 def build_extractor(
@@ -67,29 +62,22 @@ def build_extractor(
     device: torch.device | str = "cpu",
     precision: Precision = "auto",
 ) -> Extractor:
-    """The front end that `config.kind` names, read at its first image, not before.
-
-    `weights` are a file of its parameters; None is what `matcher weights fetch` made, or the shipped one of
-    `learned`, which alone has another precision than float32.
-
-    Raises:
-        UsageError: an unknown front end, a setting that it does not have, or weights for one without any.
-    """
-    if config.kind == "sift":
-        if weights is not None:
-            raise UsageError("the front end sift has no weights; leave frontend_weights out")
-        return SiftExtractor(config)
-    front_end = find_front_end(config.kind)
-    if front_end.build is None and weights is not None:
+    """The front end that `config.kind` names, read at its first image, not before; `weights` are a file of
+    its parameters, None what `matcher weights fetch` made or the shipped one of `learned`, which alone has
+    another precision than float32. `UsageError`: an unknown front end, a setting that it does not have, or
+    weights for one without any."""
+    front_end = None if config.kind == "sift" else find_front_end(config.kind)
+    if weights is not None and (front_end is None or front_end.build is None):
         raise UsageError(f"the front end {config.kind} has no weights; leave frontend_weights out")
+    if front_end is None:
+        return SiftExtractor(config)
     dtype = DTYPES[resolve_precision(precision, torch.device(device))]
     fill = partial(fill_extractor, path=weights)
     return LearnedExtractor(config, front_end, fill, device, dtype, weights)
 
 
 def resolve_device(name: str) -> torch.device:
-    """The torch device of that name; "auto" is CUDA when there is one, else the CPU; `UsageError`: no such
-    device here."""
+    """The device of that name, "auto" being CUDA where there is one, else the CPU; `UsageError`: none."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -105,8 +93,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def devices(name: str) -> list[str]:
-    """The devices that a name stands for: all GPUs for "cuda", else one; `UsageError`: no such device
-    here."""
+    """The devices that a name stands for: all GPUs for "cuda", else one; errors as `resolve_device`."""
     device = resolve_device(name)
     if device.type == "cuda" and device.index is None:
         return [f"cuda:{number}" for number in range(torch.cuda.device_count())]

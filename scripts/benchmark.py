@@ -16,9 +16,10 @@ from time import perf_counter, process_time
 
 import torch
 
-from matcher.benchmark import Bench, check_device, describe_machine, run_benchmark
+from matcher.benchmark import Bench, describe_machine, run_benchmark
 from matcher.errors import MatcherError
 from matcher.images import data_folder
+from matcher.torch_engine import resolve_device
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
@@ -43,7 +44,7 @@ def main() -> int:
     try:
         photos = options.photos or data_folder() / "multiview" / "train" / "odm_lewis" / "images"
         bench = Bench(
-            check_device(options.device),
+            resolve_device(options.device),
             (ASSETS / "view0.jpg", ASSETS / "view1.jpg"),
             photos=photos if options.photos or photos.is_dir() else None,
             quick=options.quick,

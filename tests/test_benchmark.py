@@ -7,7 +7,6 @@ from matcher.benchmark import (
     OFF,
     Bench,
     as_kornia,
-    check_device,
     kornia_lightglue,
     random_batch,
     run_benchmark,
@@ -77,6 +76,3 @@ def test_slow_rows(only, package, views, tmp_path, shipped_weights) -> None:
 def test_what_cannot_be_measured_is_said(bench) -> None:
     with pytest.raises(UsageError, match="photos"):
         run_benchmark(bench, only="collection")
-    assert check_device("cpu") == CPU
-    with pytest.raises(UsageError, match="mps"):
-        check_device("mps")

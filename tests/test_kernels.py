@@ -15,7 +15,7 @@ from matcher.kernels import SWITCH, build, kernels, loader
 from matcher.kernels.calls import attend, local_maps
 from matcher.match.consensus import fit_local_maps
 from matcher.match.position import rotate
-from matcher.refine import Grid, Pyramid, Windows, fit_windows, middle_frames
+from matcher.refine import Grid, ImagePyramid, Windows, fit_windows, middle_frames
 
 VECTORS = pytest.mark.skipif(
     not loader.supported() or shutil.which("g++") is None, reason="needs vector units and a compiler"
@@ -126,11 +126,11 @@ def test_local_maps_are_those_of_stock_operators(kernel, monkeypatch, count) -> 
     assert (ours.position - theirs.position).abs().median() < 1e-6
 
 
-def pyramid(values: np.ndarray, mask: np.ndarray | None = None) -> Pyramid:
-    return Pyramid(np.rint(np.clip(values, 0, 255)).astype(np.uint8), mask)
+def pyramid(values: np.ndarray, mask: np.ndarray | None = None) -> ImagePyramid:
+    return ImagePyramid(np.rint(np.clip(values, 0, 255)).astype(np.uint8), mask)
 
 
-def windows_of(pyramid0: Pyramid, pyramid1: Pyramid, maps: np.ndarray = AFFINE[:, :2]) -> Windows:
+def windows_of(pyramid0: ImagePyramid, pyramid1: ImagePyramid, maps: np.ndarray = AFFINE[:, :2]) -> Windows:
     """Windows all over the image, its border and beyond."""
     points0 = np.stack(np.meshgrid(*[np.arange(-3, SIZE + 4, 9.0)] * 2), axis=-1).reshape(-1, 2)
     points1 = move(points0) + np.random.default_rng(1).normal(0, 0.5, points0.shape)

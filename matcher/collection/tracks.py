@@ -381,7 +381,7 @@ class ImagePyramids:
                     f"{path} has changed ({image.size[0]} x {image.size[1]} pixels now, {size[0]} x "
                     f"{size[1]} before): put the file back in which its keypoints were found, or match again"
                 )
-            self._kept[number] = ImagePyramid.of(image)._replace(zoom=self._zooms[number])
+            self._kept[number] = ImagePyramid.of(image, self._zooms[number])
             # 4 bytes a pixel, and a third more for the levels of the pyramid
             while len(self._kept) > 2 and sum(np.prod(self._sizes[i]) for i in self._kept) * 16 / 3 > 1 << 30:
                 self._kept.popitem(last=False)

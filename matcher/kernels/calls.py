@@ -11,7 +11,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -36,16 +36,10 @@ def takes(x: Tensor) -> bool:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, gain: float = 1.0, turns: Tensor | None = None
 ) -> Tensor | None:
-    """softmax(gain · q kᵀ / √d) v.
+    """softmax(gain · q kᵀ / √d) v of q (…, heads, N, d) and k, v (…, heads, M, d), in memory N before heads.
 
-    Args:
-        q: (…, heads, N, d) bfloat16 or float32 on the CPU. k, v: (…, heads, M, d).
-        gain: of the logits.
-        turns: (…, ≥ N and M, 2, d) float32 cosines and sines by which rows of q and of k are rotated first
-            (`matcher.match.position.rotate`).
-
-    Returns:
-        (…, heads, N, d), N before heads in memory.
+    `turns` (…, ≥ N and M, 2, d) are float32 cosines and sines by which rows of q and of k are rotated first
+    (`matcher.match.position.rotate`).
     """
     import torch
 
@@ -67,14 +61,8 @@ def attend(
 
 
 def local_maps(positions: Tensor, targets: Tensor, confidence: Tensor) -> Tensor | None:
-    """Affine maps around points, as `matcher.match.consensus.fit_local_maps` fits them.
-
-    Args:
-        positions, targets: (B, N, 2) float32 on the CPU. confidence: (B, N).
-
-    Returns:
-        (B, N, 4) predicted position, support and spread.
-    """
+    """(B, N, 4) predicted position, support and spread by the affine maps around points that
+    `matcher.match.consensus.fit_local_maps` fits; positions and targets (B, N, 2), confidence (B, N)."""
     import torch
 
     library, given = kernels(), (positions, targets, confidence)
@@ -90,15 +78,6 @@ def local_maps(positions: Tensor, targets: Tensor, confidence: Tensor) -> Tensor
     return out
 
 
-class WindowView(NamedTuple):
-    """Where K windows lie in one image."""
-
-    levels: Sequence[np.ndarray]  # float32 (H, W), those of its pyramid that are sampled
-    mask: np.ndarray | None  # (H, W) uint8 of the first level, not 0 where it may be used
-    affine: np.ndarray  # (K, 2, 3) from (1, x, y) in the frame to pixels of the first level
-    level: np.ndarray  # (K,) int
-
-
 class FitSettings(ctypes.Structure):
     """Numbers of the fit; `matcher.refine.fit_settings` says what they are."""
 
@@ -110,27 +89,22 @@ class FitSettings(ctypes.Structure):
 
 
 def fit_windows(
-    views: Sequence[WindowView],
+    views: Sequence[tuple],
     settings: FitSettings,
     weights: np.ndarray,
     deviation: np.ndarray,
     prior: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Least-squares fits of K windows.
+    """Fits of K windows: (K, 6) shift and deformation; (K, 2, 2) covariance of the shift; (4, K) correlation,
+    contrast, length of the last step, visible share.
 
-    Args:
-        views: of both images.
-        settings: side of the window and constants.
-        weights: (side²,) of its samples, sum 1.
-        deviation: (K,) prior standard deviation of the shift along an axis.
-        prior: (K, 6) initial shift and deformation, and mean of their prior.
-
-    Returns:
-        (K, 6) shift and deformation; (K, 2, 2) covariance of the shift; (4, K) correlation, contrast, length
-        of the last step, visible share.
+    `views` of both images: the levels of its pyramid that are sampled, float32 (H, W); a mask (H, W) of the
+    first or None, not 0 where it may be used; (K, 2, 3) from (1, x, y) in the frame to pixels of the first;
+    (K,) levels. `weights` (side²,) of the samples of a window, sum 1; `deviation` (K,) prior standard
+    deviation of the shift along an axis; `prior` (K, 6) initial shift and deformation, the mean of theirs.
     """
     library, count = kernels(), len(prior)
-    if library is None or any(view.levels[0].size > 1 << 30 for view in views):  # places are 32-bit numbers
+    if library is None or any(levels[0].size > 1 << 30 for levels, *_ in views):  # places are 32-bit numbers
         return None
     kept: list[np.ndarray] = []  # what the pointers point to
 

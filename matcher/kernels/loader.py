@@ -50,19 +50,15 @@ def supported() -> tuple[str, ...]:
 
 def kernels() -> ctypes.CDLL | None:
     """The best library that is there and runs here, unless MATCHER_COMPILED is 0 or names another one."""
-    return _kernels(os.environ.get(SWITCH))[1]
+    named = os.environ.get(SWITCH)
+    libraries = map(_load, () if named == "0" else _candidates(named))
+    return next((library for library in libraries if library is not None), None)
 
 
 def library_in_use() -> str:
     """The name of the library that `kernels` gives, "" without."""
-    return _kernels(os.environ.get(SWITCH))[0]
-
-
-def _kernels(named: str | None) -> tuple[str, ctypes.CDLL | None]:
-    for name in () if named == "0" else _candidates(named):
-        if (library := _load(name)) is not None:
-            return library_name(name), library
-    return "", None
+    library = kernels()
+    return "" if library is None else library.target
 
 
 @cache
@@ -86,6 +82,7 @@ def _load(name: str) -> ctypes.CDLL | None:
             return None
         for function, types in _SIGNATURES.items():
             getattr(library, f"matcher_{function}").argtypes = types
+        library.target = library_name(name)
     except (OSError, RuntimeError, AttributeError):  # no home folder, not ours to read, damaged
         return None
     compute_alone_after_fork()
@@ -93,20 +90,15 @@ def _load(name: str) -> ctypes.CDLL | None:
 
 
 def build() -> Path:
-    """Compile the kernels for this machine, unless the library is there; returns its place.
-
-    Raises:
-        UsageError: there are none for this processor, no compiler is there, it fails, or the library
-            cannot be kept or loaded.
-    """
+    """Compile the kernels for this machine, unless the library is there, and return its place; `UsageError`:
+    no kernels for this processor, no compiler, it fails, or the library cannot be kept or loaded."""
     names = _candidates(os.environ.get(SWITCH))
     if not names:
         raise UsageError("there are no kernels for this processor: it has neither AVX2 nor NEON")
     name, prebuilt = names[0], PREBUILT / library_name(names[0])
     if _load(name) is not None:
         return prebuilt if prebuilt.is_file() else library_path(name)
-    compiler = find_compiler()
-    if compiler is None:
+    if (compiler := find_compiler()) is None:
         raise UsageError("no C++ compiler found: install g++ 11 or newer, or clang++ 12")
     path = library_path(name)
     try:
@@ -125,10 +117,8 @@ def build() -> Path:
 
 
 def tell_once() -> str | None:
-    """What to say to a user who could have the kernels and has not; None otherwise, or if it was said before.
-
-    A file in the cache folder tells that it was said.
-    """
+    """What to say to a user who could have the kernels and has not, unless a file in the cache folder tells
+    that it was said before."""
     if os.environ.get(SWITCH) == "0" or not supported() or find_compiler() is None or kernels() is not None:
         return None
     told = cache_folder() / "kernels-told"
@@ -137,18 +127,11 @@ def tell_once() -> str | None:
         told.touch(exist_ok=False)
     except (OSError, RuntimeError):  # said before, or no folder to remember it in
         return None
-    return (
-        "matching is faster with compiled kernels, which this installation lacks: "
-        "`matcher env --compile` makes them (said once)"
-    )
+    return "matching is faster with compiled kernels, which `matcher env --compile` makes here (said once)"
 
 
 def keep(made: Path, path: Path) -> None:
-    """Move a library that was just compiled to `path`, whose folder is only this user's, with its checksum.
-
-    Raises:
-        OSError: it cannot be kept there.
-    """
+    """Move a library that was just compiled to `path`, in a folder of this user alone, with its checksum."""
     record = path.with_suffix(".sha256")
     digest = made.with_name(record.name)
     digest.write_text(hashlib.sha256(made.read_bytes()).hexdigest(), encoding="ascii")
