@@ -495,16 +495,16 @@ def tum_lines(timestamps: Sequence[float], poses: Sequence[np.ndarray]) -> list[
     """A comment, our mark, and for each of N seconds and poses world_from_cam (4, 4) a line of numbers."""
     lines = [f"# {MARK.decode()}: timestamp x y z qx qy qz qw of world_from_cam"]
     for time, pose in zip(timestamps, poses, strict=True):
-        lines.append(f"{time:.6f} {_numbers([*pose[:3, 3], *as_quaternion(pose[:3, :3])])}")
+        lines.append(f"{time:.6f} {_digits([*pose[:3, 3], *as_quaternion(pose[:3, :3])])}")
     return lines
 
 
 def kitti_lines(poses: Iterable[np.ndarray]) -> list[str]:
     """The 12 numbers of the upper 3×4 part of each world_from_cam (4, 4)."""
-    return [_numbers(pose[:3].ravel()) for pose in poses]
+    return [_digits(pose[:3].ravel()) for pose in poses]
 
 
-def _numbers(values: Iterable[float]) -> str:
+def _digits(values: Iterable[float]) -> str:
     """Numbers to nine digits, with spaces between."""
     return " ".join(f"{value:.9g}" for value in values)
 
@@ -576,11 +576,11 @@ def write_named_poses(
             f"# {MARK.decode()}: IMAGE_ID QW QX QY QZ TX TY TZ CAMERA_ID NAME of cam_from_world; no points"
         ]
         for number, (name, pose) in enumerate(poses.items(), start=1):
-            lines += [f"{number} {_numbers(_wxyz(pose))} {number} {name}", ""]
+            lines += [f"{number} {_digits(_wxyz(pose))} {number} {name}", ""]
     elif suffix == ".txt":
         if spaced := [name for name in poses if len(name.split()) != 1]:
             raise UsageError(f"{path}: hloc's lines cannot hold the name {spaced[0]!r}, which has a space")
-        lines = [f"{name} {_numbers(_wxyz(pose))}" for name, pose in poses.items()]
+        lines = [f"{name} {_digits(_wxyz(pose))}" for name, pose in poses.items()]
     else:
         raise UsageError(f"{path}: the name of a file of poses must end in {' or '.join(POSE_SUFFIXES)}")
     write_whole(path, "".join(f"{line}\n" for line in lines).encode())

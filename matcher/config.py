@@ -6,6 +6,7 @@ import inspect
 import types as pytypes
 import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
@@ -142,23 +143,20 @@ class BackboneConfig:
     widths: tuple[int, ...] = (128, 196, 256)  # channels at 1/2, 1/4, 1/8; the fine map has the first
 
 
+# Of what refines a match; the network before it has 4 layers 256 wide.
+LOFTR_CONTEXT = ContextConfig(
+    heads=8, depth=1, attention="linear", shared_qk=False, norm="output", activation="relu", bias=False,
+    sequential_cross=True,
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class RefinementConfig:
     """Matches of cells to a fraction of a pixel (LoFTR, section 3.4)."""
 
     window: int = 5  # sides of the square around a cell's position on the fine map
     stride: int = 4  # from one cell to the next on the fine map
-    context: ContextConfig = ContextConfig(
-        dim=128,
-        heads=8,
-        depth=1,
-        attention="linear",
-        shared_qk=False,
-        norm="output",
-        activation="relu",
-        bias=False,
-        sequential_cross=True,
-    )
+    context: ContextConfig = LOFTR_CONTEXT
 
 
 @dataclass(frozen=True)
@@ -226,8 +224,8 @@ class ExtractorConfig:
 
 
 def resolve(config: ExtractorConfig, published: Mapping[str, Any]) -> ExtractorConfig:
-    """The configuration with the published value wherever a setting is None; `UsageError`: a setting that the
-    front end does not have, or a value out of range."""
+    """The configuration with the published value wherever a setting is None; `UsageError`: one that the front
+    end does not have, or out of range."""
     if config.max_keypoints < 1:
         raise UsageError(f"max_keypoints must be at least 1, not {config.max_keypoints}")
     names = ("variant", "score_threshold", "nms_radius")
@@ -328,8 +326,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(cls: type[T], values: dict[str, Any], where: str = "") -> T:
-    """A configuration from plain dictionaries; `ValueError`: an unknown key (the known ones are listed), a
-    value of the wrong type or a missing one."""
+    """A configuration from plain dictionaries; `ValueError`: an unknown or missing key, or a wrong value."""
     name = where or cls.__name__
     if not isinstance(values, dict):
         raise ValueError(f"{name}: expected a table, got {values!r}")
@@ -354,7 +351,16 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"{where}: {value!r} is not one of {', '.join(map(str, args))}{hint}")
     if origin in (typing.Union, pytypes.UnionType):
-        return _convert_union(args, value, where)
+        if value is None and type(None) in args:
+            return None
+        if isinstance(value, dict):
+            tables = [option for option in args if is_dataclass(option)]
+            fitting = [option for option in tables if set(value) <= {f.name for f in fields(option)}]
+            return from_dict((fitting or tables)[0], value, where)
+        for option in args:
+            with suppress(ValueError, TypeError):
+                return _convert(option, value, where)
+        raise ValueError(f"{where}: {value!r} fits none of {', '.join(o.__name__ for o in args)}")
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
             raise ValueError(f"{where}: expected a list, got {value!r}")
@@ -367,18 +373,3 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if not isinstance(value, hint) or (hint in (int, float) and isinstance(value, bool)):
         raise ValueError(f"{where}: expected {hint.__name__}, got {value!r}")
     return value
-
-
-def _convert_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
-    if value is None and type(None) in options:
-        return None
-    if isinstance(value, dict):
-        tables = [option for option in options if is_dataclass(option)]
-        fitting = [option for option in tables if set(value) <= {f.name for f in fields(option)}]
-        return from_dict((fitting or tables)[0], value, where)
-    for option in options:
-        try:
-            return _convert(option, value, where)
-        except (ValueError, TypeError):
-            continue
-    raise ValueError(f"{where}: {value!r} fits none of {', '.join(o.__name__ for o in options)}")

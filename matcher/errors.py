@@ -9,16 +9,9 @@ from numbers import Real
 
 # What reading a file that anybody may have made can raise, beside what its own library has.
 MALFORMED = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    IndexError,
-    EOFError,
-    OverflowError,
+    OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, OverflowError,
     RuntimeError,  # also nested too deeply
-)
+)  # fmt: skip
 
 
 class MatcherError(Exception):
@@ -50,8 +43,7 @@ class IntegrityError(MatcherError):
 
 
 def check_number(value: object, name: str, least: float, most: float) -> float:
-    """The value, if it is a number from `least` to `most`; `name` is the argument's; `UsageError`: something
-    else, NaN included."""
+    """The value, if it is a number from `least` to `most`, else `UsageError`; `name` is the argument's."""
     if not isinstance(value, Real) or isinstance(value, bool) or not least <= value <= most:
         raise UsageError(f"{name} must be a number from {least:g} to {most:g}, not {value!r}")
     return value
@@ -77,15 +69,12 @@ _OPTIONAL = (
     "transformers>=5.23,<6",
     "uvicorn>=0.30",
 )
-
+# Modules by another name than the distribution that they are of.
+_DISTRIBUTIONS = {"rerun": "rerun-sdk", "pillow_heif": "pillow-heif"}
 
 # The package index has builds with CUDA for Linux, and without it for Windows and macOS.
 CPU_BUILD = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cpu"
 CUDA_BUILD = "pip install --force-reinstall torch (on Windows with the --index-url that pytorch.org names)"
-
-
-# Modules by another name than the distribution that they are of.
-_DISTRIBUTIONS = {"rerun": "rerun-sdk", "pillow_heif": "pillow-heif"}
 
 
 def absent_module(error: ModuleNotFoundError) -> str | None:
@@ -97,11 +86,7 @@ def absent_module(error: ModuleNotFoundError) -> str | None:
 
 
 def install_command(*distributions: str) -> str:
-    """The command that installs what an optional part of this package needs; for messages.
-
-    >>> install_command("onnxruntime")
-    "pip install 'onnxruntime>=1.17'"
-    """
+    """The command that installs what an optional part of this package needs, as `pip install 'ray>=2.40'`."""
     ranges = {re.split("[>=]", each)[0]: each for each in _OPTIONAL}
     return "pip install " + " ".join(f"'{ranges.get(name, name)}'" for name in distributions)
 

@@ -13,7 +13,7 @@ import struct
 import sys
 import tomllib
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import time
@@ -32,11 +32,8 @@ def temporary_name(path: Path) -> Path:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path for what is to be at `path`, so that no reader ever sees half a file.
-
-    Where the block ends well, the file reaches the disk and takes the name in one step; a crash or a full
-    disk leaves the old file as it was. `OSError`: the folder cannot be written or the disk is full.
-    """
+    """Yield a temporary path for what is to be at `path`, so that no reader ever sees half a file: where the
+    block ends well, it reaches the disk and takes the name in one step; else the old file stays as it was."""
     part = temporary_name(path)
     try:
         yield part
@@ -55,24 +52,13 @@ def write_whole(path: str | Path, data: bytes) -> None:
 
 
 def write_output(path: str | Path, data: bytes) -> None:
-    """As `write_whole`, with our mark in the formats that have room for one (see `marked`); `OSError`: the
-    folder cannot be written or the disk is full."""
-    write_whole(path, marked(data, Path(path).suffix.lower()))
+    """As `write_whole`, with our mark in the formats that have room for one."""
+    write_whole(path, _marked(data, Path(path).suffix.lower()))
 
 
 def check_output(path: str | Path, suffixes: Sequence[str], *, overwrite: bool = True) -> Path:
-    """Refuse an output that cannot or must not be written, before any work is done; its path.
-
-    Args:
-        path: the file to be written.
-        suffixes: the endings that are understood, such as ".json".
-        overwrite: whether any existing file may be replaced; without it only one that carries our mark. Every
-            command passes False unless the user allowed it.
-
-    Raises:
-        UsageError: another suffix, a folder that is absent or cannot be written, a path that is a folder, or
-            an existing file that is not to be replaced.
-    """
+    """The path of an output of one of some suffixes, such as ".json"; `UsageError`: it cannot be written, or
+    is a file that must not be replaced (see `refuse_foreign`; every command passes False unless allowed)."""
     path = Path(path)
     if path.suffix.lower() not in suffixes:
         raise UsageError(f"{path}: the name of this output must end in {' or '.join(suffixes)}")
@@ -92,8 +78,7 @@ def _check_parent(path: Path) -> None:
 
 
 def refuse_foreign(path: Path, *, overwrite: bool) -> None:
-    """Refuse to replace a file that does not carry our mark, unless `overwrite` allows it; `UsageError`:
-    there is such a file."""
+    """Refuse, by `UsageError`, to replace a file without our mark, unless `overwrite` allows it."""
     if not overwrite and (path.exists() or path.is_symlink()) and not is_ours(path):
         raise UsageError(
             f"{path} exists, and matcher may not have written it; name another file, or replace it with "
@@ -112,12 +97,9 @@ def is_ours(path: Path) -> bool:
         return False
 
 
-def marked(data: bytes, suffix: str) -> bytes:
-    """The bytes of a file with our mark in a comment of its format, which readers of the format pass over.
-
-    Of .json, which has none, an object gets a member "software". Other formats, and a file that is not of its
-    format, are returned unchanged.
-    """
+def _marked(data: bytes, suffix: str) -> bytes:
+    """The bytes of a file with our mark in a comment of its format, or in a member of a JSON object; without
+    it where there is room for none."""
     if suffix in (".html", ".svg", ".md"):
         return data + b"\n<!-- " + MARK + b" -->\n"
     if suffix == ".pdf":
@@ -140,14 +122,22 @@ def marked(data: bytes, suffix: str) -> bytes:
 def open_given(path: str | Path) -> BinaryIO:
     """Open a file that anybody may have made, to read: no pipe is waited for, and no device read; `OSError`:
     it is absent, cannot be read, or is a folder, pipe or device."""
-    flags = ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY")  # what was looked at is what is opened
-    descriptor = os.open(path, sum((getattr(os, name, 0) for name in flags), os.O_RDONLY))
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
+
+    def check(status: os.stat_result) -> None:
+        if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(mode):
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a file, but a pipe or device", str(path))
+
+    return _opened(path, check)
+
+
+def _opened(path: str | Path, check: Callable[[os.stat_result], None], more: int = 0) -> BinaryIO:
+    """A file, open to read, unless the check raises; what was checked is what is opened."""
+    flags = ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY")  # no pipe is waited for
+    descriptor = os.open(path, sum((getattr(os, name, 0) for name in flags), os.O_RDONLY | more))
+    try:
+        check(os.fstat(descriptor))
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -155,8 +145,7 @@ def open_given(path: str | Path) -> BinaryIO:
 
 
 def read_given(path: str | Path, largest: int = LARGEST_TEXT) -> bytes:
-    """The bytes of a file that anybody may have made, of `largest` at most; `OSError`: as `open_given`, or it
-    is larger."""
+    """The bytes of a file that anybody may have made; `OSError`: as `open_given`, or it is larger."""
     with open_given(path) as file:
         if os.fstat(file.fileno()).st_size > largest:
             raise OSError(errno.EFBIG, f"larger than {largest >> 10:,} kB", str(path))
@@ -167,28 +156,23 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """What a TOML file of at most 32 kB holds; `UsageError`: it cannot be read, or is no TOML."""
     try:
         # The time that TOML takes grows with the square of its length.
-        data = read_given(path, 32 * 1024)
+        return tomllib.loads(read_given(path, 32 * 1024).decode("utf-8"))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
-    try:
-        return tomllib.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not a TOML file ({error})") from None
 
 
-def cache_folder(environment: Mapping[str, str] | None = None, platform: str | None = None) -> Path:
-    """The user's cache: MATCHER_CACHE, else the platform's own place (XDG_CACHE_HOME on Linux); of this
-    process's environment and machine when these are absent."""
-    values = os.environ if environment is None else environment
-    system = platform or sys.platform
-    if values.get("MATCHER_CACHE"):
-        return Path(values["MATCHER_CACHE"]).expanduser()
-    if system == "win32" and values.get("LOCALAPPDATA"):
-        return Path(values["LOCALAPPDATA"]) / "matcher" / "Cache"
-    if system == "darwin":
+def cache_folder() -> Path:
+    """The user's cache: MATCHER_CACHE, else the platform's own place (XDG_CACHE_HOME on Linux)."""
+    if named := os.environ.get("MATCHER_CACHE"):
+        return Path(named).expanduser()
+    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
+        return Path(local) / "matcher" / "Cache"
+    if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "matcher"
     # The XDG specification tells programs to ignore relative paths.
-    given = values.get("XDG_CACHE_HOME", "")
+    given = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "matcher"
 
 
@@ -286,24 +270,16 @@ def make_private(folder: Path) -> None:
 
 
 def open_own(path: Path) -> BinaryIO:
-    """Open a file to read, if nobody but this user or root can have put it there.
+    """Open a file to read, if nobody but this user or root can have put it there; else `NotOursError`.
 
-    Folder and file must belong to this user or to root, be no links, and be writable by nobody else. What was
-    checked is what is opened.
-
-    Raises:
-        NotOursError: they are not so.
-        OSError: there is no such file, or it cannot be read.
+    Folder and file must belong to this user or to root, be no links, and be writable by nobody else.
     """
-    flags = ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")  # no pipe is waited for
-    descriptor = os.open(path, sum((getattr(os, name, 0) for name in flags), os.O_RDONLY))
-    try:
+
+    def check(status: os.stat_result) -> None:
         check_own(path.parent, path.parent.lstat(), stat.S_ISDIR)
-        check_own(path, os.fstat(descriptor), stat.S_ISREG)
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
+        check_own(path, status, stat.S_ISREG)
+
+    return _opened(path, check, getattr(os, "O_NOFOLLOW", 0))
 
 
 def check_own(path: Path, status: os.stat_result, kind: Callable[[int], bool]) -> None:

@@ -51,8 +51,7 @@ class Result:
     """Everything known of one matched pair.
 
     Points are in *stored* pixels: those of the file before its EXIF orientation is applied. `cv2.imread` and
-    most viewers turn a photo by its EXIF orientation; for what they show, use `points0_upright` and
-    `points1_upright`. The two are the same for photos of orientation 1.
+    most viewers apply it; for what they show, use `points0_upright` and `points1_upright`.
 
     >>> import matcher, numpy as np
     >>> image = np.random.default_rng(0).integers(0, 255, (240, 320), dtype=np.uint8)
@@ -225,18 +224,18 @@ class Result:
     def to_arrays(self) -> dict[str, np.ndarray]:
         """What `save` writes: keypoints, indices, points, scores, inliers, sizes, geometry and refinement.
 
-        `prior_scores` are those by which geometry and verdict weigh the matches. A matrix or pose that was
-        not found has shape (0, 0). `homography` is that of a plane on which most inliers lie, `alternatives`
-        the poses that it allows. Geometry "homographies" adds `planes` and `matrices`, as in
-        `TwoViewGeometry`.
+        They are as in `Matches`, `MatchRefinement` (the status by name) and `TwoViewGeometry`; a matrix or
+        pose that was not found has shape (0, 0).
         """
-        geometry, absent, refinement = self.geometry, np.zeros((0, 0)), self.matches.refinement
-        planes = {"planes": geometry.planes, "matrices": geometry.matrices}
-        found = {} if geometry.planes is None else planes
+        geometry, refinement, found = self.geometry, self.matches.refinement, {}
+        if geometry.planes is not None:
+            found |= {"planes": geometry.planes, "matrices": geometry.matrices}
         if refinement is not None:
-            names = np.array(REFINEMENTS)[refinement.status]
-            found |= {"refinement": names, "covariances": refinement.covariances}
-            found["correlations"] = refinement.correlations
+            found |= {"refinement": np.array(REFINEMENTS)[refinement.status]}
+            found |= {name: getattr(refinement, name) for name in ("covariances", "correlations")}
+        for name in ("matrix", "cam1_from_cam0", "homography"):
+            model = getattr(geometry, name)
+            found[name] = np.zeros((0, 0)) if model is None else model
         return found | {
             "keypoints0": to_numpy(self.features0.keypoints),
             "keypoints1": to_numpy(self.features1.keypoints),
@@ -247,27 +246,19 @@ class Result:
             "prior_scores": self.matches.prior_scores,
             "inliers": geometry.inliers,
             "geometry_kind": np.array(geometry.kind),
-            "matrix": absent if geometry.matrix is None else geometry.matrix,
-            "cam1_from_cam0": absent if geometry.cam1_from_cam0 is None else geometry.cam1_from_cam0,
-            "homography": absent if geometry.homography is None else geometry.homography,
             "alternatives": np.array(geometry.alternatives).reshape(-1, 4, 4),
             "size0": np.array(self.features0.image_size),
             "size1": np.array(self.features1.image_size),
         }
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the result to a file, which appears whole or not at all.
+        """Write the result to a file, which appears whole or not at all, and return its path.
 
-        Args:
-            path: `.npz` holds `to_arrays()`; `.json` holds `to_dict()` and, under "arrays", the same arrays;
-                `.csv` has a line for each match: x0, y0, x1, y1, score, inlier (1 or 0).
-            overwrite: replace an existing file even if matcher did not write it.
-
-        Returns:
-            The path written.
+        `.npz` holds `to_arrays()`; `.json` holds `to_dict()` and, under "arrays", the same arrays; `.csv` has
+        a line for each match: x0, y0, x1, y1, score, inlier (1 or 0).
 
         Raises:
-            UsageError: another suffix, a folder that is absent, or an existing foreign file.
+            UsageError: another suffix, a folder that is absent, or, without `overwrite`, a foreign file.
             OSError: the disk is full.
         """
         path = check_output(path, DATA_SUFFIXES, overwrite=overwrite)
@@ -277,12 +268,11 @@ class Result:
     def to_bytes(self, suffix: str) -> bytes:
         """The content of the file that `save` writes, for ".npz", ".json" or ".csv"."""
         if suffix == ".csv":
-            rows = zip(self.points0, self.points1, self.scores, self.inliers, strict=True)
-            lines = (
-                f"{x0:.3f},{y0:.3f},{x1:.3f},{y1:.3f},{score:.6f},{inlier:d}"
-                for (x0, y0), (x1, y1), score, inlier in rows
-            )
-            return "\n".join(["x0,y0,x1,y1,score,inlier", *lines, ""]).encode()
+            text = io.StringIO()
+            table = np.column_stack([self.points0, self.points1, self.scores, self.inliers])
+            how = ["%.3f"] * 4 + ["%.6f", "%d"]
+            np.savetxt(text, table, how, delimiter=",", header="x0,y0,x1,y1,score,inlier", comments="")
+            return text.getvalue().encode()
         arrays = self.to_arrays()
         if suffix == ".npz":
             buffer = io.BytesIO()

@@ -82,16 +82,10 @@ def align(
     ('ok', [1.0, 0.0, 20.0])
 
     Args:
-        image0, image1: as `Pipeline.match` takes them.
+        image0, image1, mask0, mask1: as `Pipeline.match` takes them, whose errors are also those of this.
         preset: a preset's name, with `options` of `matcher.load`; or a pipeline, whose estimator is replaced
             by one of homographies.
         model: "homography", "affine", or "similarity" (turn, one scale and shift).
-        mask0, mask1: as `Pipeline.match` takes them.
-
-    Raises:
-        ImageError: an image cannot be read; the message names it.
-        UsageError: an unknown model, and what `matcher.load` and `Pipeline.match` refuse.
-        IntegrityError: weights that are absent or damaged.
     """
     if model not in get_args(PlanarModel):
         raise UsageError(unknown_name("model", model, get_args(PlanarModel)))
@@ -186,16 +180,10 @@ class Alignment:
         return blend(laid) if view == "blend" else difference(laid)
 
     def save(self, path: str | Path, view: View = "warped", *, overwrite: bool = False) -> Path:
-        """Write the picture of a view, of which `image` tells, to a file, atomically; returns its path.
+        """Write the picture of a view, as `image` makes it, to a file, atomically; returns its path.
 
-        Args:
-            path: .png or .tif keep the transparency of "warped"; in a .jpg it is black.
-            view: as in `image`.
-            overwrite: replace an existing file even if matcher did not write it.
-
-        Raises:
-            UsageError: another suffix, an absent folder, an existing foreign file, and as `image`.
-            ImageError: an image cannot be read.
+        A .png or .tif keeps the transparency of "warped"; in a .jpg it is black. Errors are those of `image`,
+        and `UsageError`: another suffix, an absent folder, or, without `overwrite`, a foreign file.
         """
         path = check_output(path, tuple(PICTURE_FORMATS), overwrite=overwrite)
         write_picture(path, self.image(view))
@@ -218,9 +206,8 @@ class Alignment:
         if not self.found:
             return "\n".join([*lines, f"not aligned: {self._reason()}"])
         what = "affine map" if self.model == "affine" else self.model
-        lines.append(
-            f"{int(self.inliers.sum())} are inliers of one {what}, median error {self.error:.2f} pixels"
-        )
+        inliers = int(self.inliers.sum())
+        lines.append(f"{inliers} are inliers of one {what}, median error {self.error:.2f} pixels")
         if self.agreeing < SCENE_WITH_DEPTH:
             lines.append(
                 f"warning: only {self.agreeing:.0%} of the matches agree with it: the scene is no plane, and "

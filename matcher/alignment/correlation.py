@@ -32,11 +32,8 @@ class Copy(NamedTuple):
 def find_copies(
     template: np.ndarray, image: np.ndarray, mask: np.ndarray | None = None, most: int = 20
 ) -> list[Copy]:
-    """At most so many copies of a template in an image, at .6 to 2.4 times its size, the most similar first.
-
-    Overlapping ones count once. Both are (H, W) or (H, W, 3) uint8; the mask (h, w) is true where the
-    template is opaque.
-    """
+    """At most so many copies of a template, opaque where a mask (h, w) is true, in an image, both (H, W) or
+    (H, W, 3) uint8, at .6 to 2.4 times its size, the most similar first. Overlapping ones count once."""
     template, image = (np.dstack([p] * 3) if p.ndim == 2 else p for p in (template, image))
     grey = cv2.cvtColor(template, cv2.COLOR_RGB2GRAY), cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
     opaque = template.reshape(-1, 3) if mask is None else template[mask]
@@ -116,10 +113,8 @@ def _vertex(line: np.ndarray, at: int) -> float:
 
 
 def propose(template: np.ndarray, image: np.ndarray, most: int) -> list[np.ndarray]:
-    """At most so many similarities (3, 3) from a template to an image, where they are alike; best first.
-
-    Both are grey, uint8. Scales are .3 to 3 and turns any. What is proposed is to be matched and verified.
-    """
+    """At most so many similarities (3, 3) from a template to an image, both grey, uint8, where they are alike
+    at scales of .3 to 3 and any turn, best first; they are to be matched and verified."""
     found: list[tuple[float, np.ndarray, np.ndarray]] = []
     longer = max(template.shape)
     centre = np.array([(template.shape[1] - 1) / 2, (template.shape[0] - 1) / 2, 1])

@@ -23,8 +23,6 @@ from matcher.presets import DEFAULT_PRESET, LoadOptions, from_file, refuse_furth
 from matcher.types import Features, Image, to_numpy
 from matcher.viz.overlays import lay_over, stored_to_pixels
 
-# --- Instances of a template
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Instance:
@@ -102,14 +100,10 @@ class Detections:
     ) -> Path:
         """Draw the template, and the image with the outlines of its instances; whole or not at all.
 
-        Args:
-            path: .png, .jpg, .jpeg, .pdf or .svg; it is returned.
-            image: None reads `path` of the image again; give it for arrays.
-            title: one line above.
-            overwrite: replace an existing file even if matcher did not write it.
+        To a .png, .jpg, .jpeg, .pdf or .svg, whose path is returned. The image is read again, unless given.
 
         Raises:
-            UsageError: a file that cannot be written or is foreign, or no image where it has no path.
+            UsageError: a file that cannot be written or, without `overwrite`, is foreign; no image or path.
             ImageError: the image cannot be read.
         """
         from matcher.viz.drawings import PLOT_SUFFIXES, draw_instances, save_figure
@@ -148,10 +142,8 @@ class Window:
 
 
 def windows(image: Image, factor: float, pipeline: Pipeline) -> Iterator[Window]:
-    """The features of an image whose pixels are resized by `factor`, window by window.
-
-    Windows have at most 1,024 pixels a side and overlap by 256 at least.
-    """
+    """The features of an image whose pixels are resized by `factor`, by windows of at most 1,024 pixels a
+    side, which overlap by 256 at least."""
     shown, from_stored = resized_by(image, factor)
     tops, lefts = (
         np.linspace(0, max(0, length - 1024), max(1, -(-(length - 256) // (1024 - 256)))).round().astype(int)
@@ -243,8 +235,7 @@ class TemplateFinder:
 
         Raises:
             ImageError: the template cannot be read.
-            UsageError: no instance is to be found, too few keypoints in the template, and what `matcher.load`
-                refuses.
+            UsageError: no instance is to be found, too few keypoints, and what `matcher.load` refuses.
         """
         if max_instances < 1:
             raise UsageError(f"max_instances must be at least 1, not {max_instances}")
@@ -331,11 +322,8 @@ class TemplateFinder:
     def _search(
         self, image: Image, template: Window, window: Window, found: list[Instance], depth: int = 0
     ) -> None:
-        """Add the instances of one window to those found already.
-
-        Where several copies share the matches, so that none has enough or the model of one is wrong, the
-        parts of the window are searched.
-        """
+        """Add the instances of one window to those found already, or of its parts: where several copies share
+        the matches, none has enough, or the model of one is wrong."""
         least = self.pipeline.config.estimation.min_inliers
         while len(found) < self.max_instances:
             window = window.outside([instance.corners for instance in found])

@@ -109,16 +109,10 @@ def georeference(
     model: PlanarModel = "homography",
     **options: Unpack[LoadOptions],
 ) -> Georeferenced:
-    """Match a picture with a raster, and say where its points lie on the raster's map.
+    """Match a picture, or a TIFF whose coordinates are not trusted, with a GeoTIFF, and say where its points
+    lie on the map of that, or among its pixels where it has no coordinates.
 
-    Args:
-        image0: picture or TIFF without coordinates that one trusts.
-        image1: GeoTIFF; a raster without coordinates gives its pixels as a map.
-        preset, model, options: as of `matcher.align`.
-
-    Raises:
-        ImageError: an image cannot be read; the message names it.
-        UsageError: rasterio is missing, and what `matcher.align` refuses.
+    Options and errors are those of `matcher.align`, and a `UsageError` where rasterio is missing.
     """
     raster0, raster1 = open_raster(image0), open_raster(image1)
     masks = {"mask0": raster0.mask, "mask1": raster1.mask}
@@ -180,11 +174,8 @@ class Georeferenced:
         return np.sort(best[np.unique(cell[best], return_index=True)[1]])
 
     def save_points(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write control points: .points of QGIS's georeferencer, OpenDroneMap's .txt, or .csv.
-
-        Raises:
-            UsageError: nothing was found, another suffix, a foreign file, or .txt without coordinates.
-        """
+        """Write control points: .points of QGIS's georeferencer, OpenDroneMap's .txt, or .csv; `UsageError`:
+        nothing was found, another suffix, a foreign file, or .txt without coordinates."""
         path = check_output(path, POINT_FORMATS, overwrite=overwrite)
         if not self.alignment.found:
             raise UsageError("the images are not aligned, so there are no control points")
@@ -215,12 +206,8 @@ class Georeferenced:
         return path
 
     def save_raster(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write image 0 on the grid of image 1 as GeoTIFF: its own bands and type, image 1's coordinates.
-
-        Raises:
-            UsageError: nothing was found, another suffix, a foreign file, or rasterio is missing.
-            OSError: the disk is full.
-        """
+        """Write image 0 on the grid of image 1 as GeoTIFF: its own bands and type, image 1's coordinates;
+        `UsageError`: nothing was found, another suffix, or a foreign file."""
         path = check_output(path, RASTER_FORMATS, overwrite=overwrite)
         if not self.alignment.found:
             raise UsageError("the images are not aligned, so there is nothing to write")

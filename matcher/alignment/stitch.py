@@ -36,11 +36,8 @@ class Panorama:
     agreeing: float  # share of the matches that one homography a pair explains; low where the scene has depth
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the picture, which appears whole or not at all; `.png`, `.jpg` or `.tif`.
-
-        Raises:
-            UsageError: another suffix, a folder that is absent, or a foreign file.
-        """
+        """Write a `.png`, `.jpg` or `.tif`, which appears whole or not at all; `UsageError`: another suffix,
+        a folder that is absent, or, without `overwrite`, a foreign file."""
         path = check_output(path, tuple(PICTURE_FORMATS), overwrite=overwrite)
         write_picture(path, self.pixels)
         return path
@@ -152,10 +149,7 @@ def _adjusted(
     found: MatchedSet, placed: dict[int, np.ndarray], model: PlaneModel
 ) -> tuple[dict[int, np.ndarray], float]:
     """The maps, moved so that the points of each track meet, and the median distance from the meeting points.
-
-    The mean of each track and the maps are found in turns; points far from their track's mean, fewer pixels
-    from round to round, are of wrong matches and left out.
-    """
+    Tracks' means and maps are found in turns; points far from the mean, ever nearer, are of wrong matches."""
     track, image, keypoint = np.array([row for row in found.tracks.table() if row[1] in placed]).T
     keypoints = {number: to_numpy(found.features[number].keypoints) for number in placed}
     points = np.array([keypoints[i][k] for i, k in zip(image, keypoint, strict=True)])
