@@ -24,7 +24,7 @@ from matcher.verify.planes import estimate_planar
 from matcher.verify.verdict import reject_improbable
 from matcher.viz.overlays import blend, checkerboard, difference, lay_over
 
-# --- What alignment, templates and panoramas share
+# What alignment, templates and panoramas share.
 
 PICTURE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".tif": "TIFF", ".tiff": "TIFF"}
 
@@ -54,8 +54,6 @@ def write_picture(path: Path, pixels: np.ndarray) -> None:
     PIL.Image.fromarray(np.ascontiguousarray(pixels)).save(buffer, kind, **how)
     write_output(path, buffer.getvalue())
 
-
-# --- Alignment
 
 View = Literal["warped", "blend", "checkerboard", "difference"]
 SCENE_WITH_DEPTH = 0.5  # share of agreeing matches below which the map is right on one plane only

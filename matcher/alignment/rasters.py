@@ -11,6 +11,7 @@ import io
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -20,7 +21,7 @@ import numpy as np
 from matcher.alignment.align import Alignment, align
 from matcher.config import PlanarModel
 from matcher.errors import ImageError, UsageError, install_command
-from matcher.files import check_output, write_output
+from matcher.files import check_output, whole_file, write_output
 from matcher.geometry import inside, warp_points
 from matcher.images import read_image
 from matcher.presets import DEFAULT_PRESET, LoadOptions
@@ -211,19 +212,9 @@ class Georeferenced:
         path = check_output(path, RASTER_FORMATS, overwrite=overwrite)
         if not self.alignment.found:
             raise UsageError("the images are not aligned, so there is nothing to write")
-        part = path.with_name(f".{path.name}.part")
-        try:
-            self._warp_to(part)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
-        return path
-
-    def _warp_to(self, path: Path) -> None:
-        """Tile by tile, what image 0 shows there, and a mask of where it shows anything."""
         backward = np.linalg.inv(self.matrix)
         backward /= backward[2, 2]
-        with ExitStack() as stack:
+        with whole_file(path) as part, ExitStack() as stack:
             source = _bands(self.rasters[0].path, stack)
             grid = stack.enter_context(_dataset(self.rasters[1].path))
             import rasterio
@@ -234,13 +225,14 @@ class Georeferenced:
                 "dtype": source.dtypes[0], "crs": grid.crs, "transform": grid.transform, "tiled": True,
                 "compress": "deflate", "BIGTIFF": "IF_SAFER",
             }  # fmt: skip
-            with rasterio.Env(GDAL_TIFF_INTERNAL_MASK=True), rasterio.open(path, "w", **profile) as out:
-                for top in range(0, grid.height, TILE):
-                    for left in range(0, grid.width, TILE):
-                        window = Window(left, top, min(TILE, grid.width - left), min(TILE, grid.height - top))
-                        tile, covered = _tile(source, backward, window)
-                        out.write(tile, window=window)
-                        out.write_mask(covered, window=window)
+            stack.enter_context(rasterio.Env(GDAL_TIFF_INTERNAL_MASK=True))
+            out = stack.enter_context(rasterio.open(part, "w", **profile))
+            for top, left in product(range(0, grid.height, TILE), range(0, grid.width, TILE)):
+                window = Window(left, top, min(TILE, grid.width - left), min(TILE, grid.height - top))
+                tile, covered = _tile(source, backward, window)
+                out.write(tile, window=window)
+                out.write_mask(covered, window=window)
+        return path
 
 
 def _bands(path: Path, stack: ExitStack) -> DatasetReader:

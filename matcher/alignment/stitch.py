@@ -19,6 +19,7 @@ from matcher.geometry import upright_matrix, warp_points
 from matcher.images import ImageInput, read_image
 from matcher.presets import DEFAULT_PRESET, LoadOptions
 from matcher.types import to_numpy
+from matcher.viz.overlays import as_colour
 
 Projection = Literal["auto", "plane", "cylindrical", "spherical"]
 PlaneModel = Literal["auto", "translation", "similarity", "homography"]
@@ -87,7 +88,7 @@ def stitch(
         raise ImageError("no two of these images overlap; give more of them, or photos that share more")
     read = [read_image(images[number], resize=None) for number in group]
     turns = [upright_matrix(image.size, image.orientation) for image in read]
-    pixels = [np.dstack([p] * 3) if p.ndim == 2 else p for p in (image.pixels for image in read)]
+    pixels = [as_colour(image.pixels) for image in read]
     cameras = None if projection == "plane" else _cameras(found, group, pixels, turns)
     if projection == "auto":  # beyond 70 degrees, a plane stretches its edges to more than twice their width
         wide = cameras is not None and _angle_of_view(cameras, pixels) > 70
@@ -101,7 +102,11 @@ def stitch(
         placed = tried[chosen][0]
         reference = turns[group.index(next(iter(placed)))]
         maps = [reference @ placed[n] @ np.linalg.inv(t) for n, t in zip(group, turns, strict=True)]
-        pieces = _warped(pixels, _rounded(maps) if chosen == "translation" else maps)
+        if chosen == "translation":  # by whole pixels where all nearly are: then nothing is resampled
+            shifted = np.array(maps)
+            shifted[:, :2, 2] -= maps[0][:2, 2]
+            maps = maps if np.abs(shifted - np.rint(shifted)).max() > 0.2 else list(np.rint(shifted))
+        pieces = _warped(pixels, maps)
     elif cameras is None:
         raise ImageError("the images do not determine a focal length; use projection='plane'")
     else:
@@ -171,14 +176,6 @@ def _adjusted(
                 placed[number] = matrix
     finite = distance[np.isfinite(distance)]
     return placed, float(np.median(finite)) if len(finite) else np.inf
-
-
-def _rounded(maps: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Shifts by whole pixels where all are nearly so: then nothing is resampled."""
-    rounded = np.array(maps)
-    rounded[:, :2, 2] -= maps[0][:2, 2]
-    whole = np.rint(rounded)
-    return list(maps) if np.abs(rounded - whole).max() > 0.2 else list(whole)
 
 
 Piece = tuple[tuple[int, int], np.ndarray, np.ndarray]  # corner, pixels, mask (0 or 255)
