@@ -181,18 +181,12 @@ def cameras_of_pair(
     """
     if kind != "essential":
         if camera0 is not None or camera1 is not None:
-            raise UsageError(
-                f"cameras are for geometry 'essential' only, and this pipeline estimates {kind!r}: leave "
-                "camera0 and camera1 out, or load it with geometry='essential'"
-            )
+            raise UsageError(f"cameras are for geometry 'essential' only, not for {kind!r}: leave them out")
         return None
     if camera0 is None:
         raise UsageError("geometry 'essential' needs camera0 (fx, fy, cx, cy in stored pixels)")
     if camera1 is None and sizes and sizes[0] != sizes[1]:
-        raise UsageError(
-            f"the images have {sizes[0][0]} x {sizes[0][1]} and {sizes[1][0]} x {sizes[1][1]} pixels, so "
-            "camera0 is not that of both: give camera1, too"
-        )
+        raise UsageError(f"camera0 is not that of images of {sizes[0]} and {sizes[1]}: give camera1, too")
     first = as_camera(camera0, "camera0")
     cameras = first, first if camera1 is None else as_camera(camera1, "camera1")
     for index, (camera, size) in enumerate(zip(cameras, sizes or (), strict=bool(sizes))):

@@ -136,7 +136,13 @@ def decode_open(file: BinaryIO, path: Path, max_pixels: int) -> Decoded:
     name, opener = find_format(file, path)
     with _decoding(path, name):
         if opener is None:
-            return Decoded(_colour_pfm(file, path, max_pixels), None, 1)
+            header = re.match(rb"PF\s+(\d{1,9})\s+(\d{1,9})\s", file.read(64))
+            if header is None:
+                raise ValueError("its header has no size")
+            _check_size(path, int(header[1]), int(header[2]), max_pixels)
+            if (samples := _by_opencv(file)) is None:
+                raise ValueError("samples are missing")
+            return Decoded(np.ascontiguousarray(samples[..., ::-1]), None, 1)
         if name == "JPEG":
             _check_scans(file)
         elif opener is PpmImageFile:
@@ -152,7 +158,7 @@ def decode_open(file: BinaryIO, path: Path, max_pixels: int) -> Decoded:
             what = "pages" if name == "TIFF" else "frames"
             warnings.warn(f"{path}: has {pages} {what}; the first one is used", ImageWarning, stacklevel=3)
         turned = _orientation(image.tag_v2) if isinstance(image, TiffImageFile) else 1
-        deep = _is_deep(image, file)
+        deep = _is_deep(image)
         image.load()  # also where OpenCV reads the samples: it would not see that bytes are missing
         if turned != 1 or not deep or (found := _read_deep(file, path, image.size)) is None:
             found = _samples_of(image)
@@ -192,17 +198,6 @@ def _check_header(file: BinaryIO) -> None:
         raise ValueError("its header does not end within 65536 bytes")
 
 
-def _colour_pfm(file: BinaryIO, path: Path, max_pixels: int) -> np.ndarray:
-    """(H, W, 3) float32 RGB."""
-    header = re.match(rb"PF\s+(\d{1,9})\s+(\d{1,9})\s", file.read(64))
-    if header is None:
-        raise ValueError("its header has no size")
-    _check_size(path, int(header[1]), int(header[2]), max_pixels)
-    if (samples := _by_opencv(file)) is None:
-        raise ValueError("samples are missing")
-    return np.ascontiguousarray(samples[..., ::-1])
-
-
 def _by_opencv(file: BinaryIO) -> np.ndarray | None:
     file.seek(0)
     return cv2.imdecode(np.frombuffer(file.read(), np.uint8), cv2.IMREAD_UNCHANGED)
@@ -225,7 +220,7 @@ def from_pillow(image: PIL.Image.Image) -> Decoded:
         return Decoded(*_samples_of(image), 1 if turned else _orientation(image.getexif()))
 
 
-def _is_deep(image: PIL.Image.Image, file: BinaryIO) -> bool:
+def _is_deep(image: PIL.Image.Image) -> bool:
     """Whether a PNG, TIFF or PPM that Pillow opened has colour of 16 bits, which Pillow reads as 8."""
     if isinstance(image, PpmImageFile):
         tile = image.tile[0]
@@ -233,13 +228,7 @@ def _is_deep(image: PIL.Image.Image, file: BinaryIO) -> bool:
     if image.format == "TIFF":
         bits = image.tag_v2.get(258, ())  # BitsPerSample
         return image.mode in ("RGB", "RGBA", "RGBX") and set(np.atleast_1d(bits).tolist()) == {16}
-    if image.format != "PNG" or image.mode not in ("RGB", "RGBA"):
-        return False
-    place = file.tell()
-    file.seek(24)  # the depth's byte
-    depth = file.read(1)
-    file.seek(place)
-    return depth == b"\x10"
+    return image.format == "PNG" and image.mode in ("RGB", "RGBA") and image.tile[0][3].endswith(";16B")
 
 
 def _read_deep(file: BinaryIO, path: Path, size: tuple[int, int]) -> tuple[np.ndarray, ...] | None:
@@ -262,13 +251,10 @@ def _decoding(path: Path, name: str) -> Iterator[None]:
         yield
     except (MatcherError, MemoryError, ImageWarning):
         raise
-    except PIL.Image.DecompressionBombError as error:
-        raise ImageError(
-            f"{path}: the {name} is beyond its decoder's own limit ({error}); make the image smaller"
-        ) from error
     except Exception as error:
         raise ImageError(
-            f"{path}: the {name} cannot be decoded ({error}); it is cut short or damaged: export it again"
+            f"{path}: the {name} cannot be decoded ({error}); it is cut short, damaged or beyond what its "
+            "decoder takes: export it again, perhaps smaller"
         ) from error
 
 
@@ -328,30 +314,30 @@ def turned_by(array: np.ndarray, orientation: int) -> np.ndarray:
 # What its header says.
 
 
-@contextmanager
-def _header(path: Path) -> Iterator[PIL.Image.Image]:
-    """An image of which only the header is read."""
+def read_header(path: Path, part: int) -> tuple[tuple[int, int], dict[int, Any], dict[int, Any]]:
+    """(width, height) and EXIF tags of an image file, and those of one part of them, such as GPS; any
+    `Exception`, as a header can be wrong in any way."""
     with warnings.catch_warnings(), open_regular(path) as file:
         warnings.simplefilter("ignore")
-        opener = find_format(file, path)[1]
-        with opener(file) if opener is not None else PIL.Image.open(file) as photo:
-            yield photo
-
-
-def read_header(path: Path, part: int) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The EXIF tags of an image file, and those of one part of them, such as its GPS tags; any `Exception`,
-    as a header can be wrong in any way."""
-    with _header(path) as photo:
-        tags = photo.getexif()
-        return dict(tags), dict(tags.get_ifd(part))
+        opener = find_format(file, path)[1] or PIL.Image.open
+        with opener(file) as photo:
+            tags = photo.getexif()
+            return photo.size, dict(tags), dict(tags.get_ifd(part))
 
 
 def read_gps(path: Path) -> tuple[float, float, float] | None:
     """Latitude and longitude in degrees, north and east positive, and metres above the ellipsoid, 0 where
     there are none; None where the header has no position, or one that cannot be."""
+
+    def degrees(direction: int, negative: str) -> float:
+        """Of the tag of the direction and the one behind it, which has the value."""
+        whole, minutes, seconds = (float(value) for value in tags[direction + 1])
+        value = whole + minutes / 60 + seconds / 3600
+        return -value if str(tags.get(direction, "")).strip("\0 ").upper() == negative else value
+
     try:
-        tags = read_header(path, IFD.GPSInfo)[1]
-        latitude, longitude = _degrees(tags, 1, "S"), _degrees(tags, 3, "W")
+        tags = read_header(path, IFD.GPSInfo)[2]
+        latitude, longitude = degrees(1, "S"), degrees(3, "W")
         metres = float(tags.get(6, 0.0))
     except Exception:  # a header can be wrong in any way, and nothing depends on it
         return None
@@ -364,8 +350,7 @@ def read_gps(path: Path) -> tuple[float, float, float] | None:
 def read_camera(path: Path) -> Camera | None:
     """A camera of the focal length that a photo's EXIF header states; None without."""
     try:
-        with _header(path) as photo:
-            (width, height), tags = photo.size, photo.getexif().get_ifd(IFD.Exif)
+        (width, height), _, tags = read_header(path, IFD.Exif)
         longer = max(width, height)
         focal = focal_of_film(float(tags[Base.FocalLengthIn35mmFilm]), (width, height))
         if not 0.2 * longer < focal < 50 * longer:  # of no camera
@@ -373,10 +358,3 @@ def read_camera(path: Path) -> Camera | None:
         return Camera(focal, focal, (width - 1) / 2, (height - 1) / 2, size=(width, height))
     except Exception:  # a header can be wrong in any way, and nothing depends on it
         return None
-
-
-def _degrees(tags: dict[int, Any], direction: int, negative: str) -> float:
-    """Of the tag of the direction and the one behind it, which has the value."""
-    degrees, minutes, seconds = (float(value) for value in tags[direction + 1])
-    value = degrees + minutes / 60 + seconds / 3600
-    return -value if str(tags.get(direction, "")).strip("\0 ").upper() == negative else value

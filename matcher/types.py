@@ -13,18 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import cv2
 import numpy as np
 
+from matcher import geometry
 from matcher.cameras import Camera
 from matcher.config import GRID_KIND, GeometryKind, GeometryStatus
 from matcher.errors import UsageError
-from matcher.geometry import (
-    UPRIGHT,
-    resize_points,
-    resized,
-    stored_to_upright,
-    turn_angles,
-    upright_size,
-    upright_to_stored,
-)
+from matcher.geometry import UPRIGHT, resize_points
 
 if TYPE_CHECKING:
     import torch
@@ -100,11 +93,11 @@ class Image:
     def to_stored(self, points: np.ndarray) -> np.ndarray:
         """Points (…, 2) of `pixels` → stored pixels, float64."""
         upright = resize_points(points, (1 / self.scale[0], 1 / self.scale[1]))
-        return upright_to_stored(upright, self.size, self.orientation)
+        return geometry.upright_to_stored(upright, self.size, self.orientation)
 
     def from_stored(self, points: np.ndarray) -> np.ndarray:
         """Stored pixels (…, 2) → points of `pixels`, float64; the inverse of `to_stored`."""
-        return resize_points(stored_to_upright(points, self.size, self.orientation), self.scale)
+        return resize_points(geometry.stored_to_upright(points, self.size, self.orientation), self.scale)
 
     def resized(self, factor: float) -> Image:
         """The same image with fewer or more pixels, and its mask."""
@@ -120,7 +113,7 @@ class Image:
     def is_reduced(self, resize: int | None) -> bool:
         """Whether it was made smaller than to this longer side, because it was soft."""
         height, width = self.pixels.shape[:2]
-        full, _ = resized(upright_size(self.size, self.orientation), resize)
+        full, _ = geometry.resized(geometry.upright_size(self.size, self.orientation), resize)
         return width * height < full[0] * full[1]
 
     def features_fields(self) -> dict[str, Any]:
@@ -176,8 +169,6 @@ def is_raw_sift(descriptors: np.ndarray) -> bool:
     some = descriptors[:64]
     return some.shape[-1] == SIFT_DIM and bool((some >= 0).all()) and typical_norm(some) > 2
 
-
-# Keypoints and descriptors of an image or of a padded batch of images.
 
 _EXIF = ("exif_orientation", "view_orientation")
 
@@ -276,8 +267,7 @@ class Features:
     @property
     def image_size(self) -> tuple[int, int]:
         """(width, height) of the stored image, of features of one image."""
-        width, height = (round(value) for value in self.size.tolist())
-        return width, height
+        return tuple(round(side) for side in self.size.tolist())
 
     def __len__(self) -> int:
         """Points per image, padding included."""
@@ -337,7 +327,7 @@ class Features:
             descriptors,
             scores,
             scales=None if diameters is None else diameters / np.float32(np.sqrt(np.prod(image.scale))),
-            orientations=None if angles is None else turn_angles(angles, turn).astype(np.float32),
+            orientations=None if angles is None else geometry.turn_angles(angles, turn).astype(np.float32),
             kind=kind,
             **image.features_fields(),
         )
@@ -383,13 +373,13 @@ class Features:
         if self.keypoints.ndim != 2:
             raise UsageError("features of one image are needed; take a batch apart by unstack()")
         chosen = self.select(self.mask)
-        points, scores = chosen.keypoints.tolist(), chosen.scores.tolist()
-        sizes = [1.0] * len(points) if chosen.scales is None else chosen.scales.tolist()
-        angles = [-1.0] * len(points)
+        sizes, angles = np.ones(len(chosen)), np.full(len(chosen), -1.0)
+        if chosen.scales is not None:
+            sizes = to_numpy(chosen.scales)
         if chosen.orientations is not None:
-            angles = (np.rad2deg(to_numpy(chosen.orientations)) % 360).tolist()
-        columns = zip(points, sizes, angles, scores, strict=True)
-        return [cv2.KeyPoint(*point, size, angle, score) for point, size, angle, score in columns]
+            angles = np.rad2deg(to_numpy(chosen.orientations)) % 360
+        table = np.column_stack([to_numpy(chosen.keypoints), sizes, angles, to_numpy(chosen.scores)])
+        return [cv2.KeyPoint(*row) for row in table.tolist()]
 
     def _map(self, change: Callable[[str, Any], Any]) -> Features:
         values = self._fields().items()
@@ -753,13 +743,9 @@ def checked_pairs(pairs: Any) -> Sequence[tuple[Features, Features]]:
         raise UsageError(f"pairs must be a list of pairs of Features, not {type(pairs).__name__}")
     for number, pair in enumerate(pairs):
         given = pair if isinstance(pair, (list, tuple)) else [pair]
-        if len(given) != 2 or not all(isinstance(features, Features) for features in given):
-            kinds = " and ".join(type(each).__name__ for each in given) or "nothing"
-            raise UsageError(f"pairs[{number}] must be two Features, not {kinds}")
-        if any(features.keypoints.ndim != 2 for features in pair):
-            raise UsageError(
-                "features of one image each are needed, keypoints (N, 2); take a batch apart by unstack()"
-            )
+        if len(given) != 2 or any(not isinstance(f, Features) or f.keypoints.ndim != 2 for f in given):
+            found = " and ".join(repr(f) if isinstance(f, Features) else type(f).__name__ for f in given)
+            raise UsageError(f"pairs[{number}] must be two Features of one image each, not {found or 'none'}")
     return pairs
 
 
@@ -767,9 +753,7 @@ def one_for_each(found: Any, kind: type, count: int, role: str, part: object) ->
     """What a part of a pipeline, perhaps a user's own, returned, if it is one of this kind for each."""
     listed = list(found)
     if len(listed) != count or not all(isinstance(each, kind) for each in listed):
-        what = {"extractor": "image", "matcher": "pair"}[role]
-        name = type(part).__name__
-        raise UsageError(f"the {role} {name} must return a list with one {kind.__name__} for every {what}")
+        raise UsageError(f"the {role} {type(part).__name__} must return a list of {count} {kind.__name__}")
     return listed
 
 

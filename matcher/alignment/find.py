@@ -256,8 +256,7 @@ class TemplateFinder:
         scaled = (resized_by(self.template, side / longer) for side in sides)
         self._templates = [Window(self.pipeline.extract(shown), matrix) for shown, matrix in scaled]
         least = self.pipeline.config.estimation.min_inliers
-        self._correlated, self._tiny = longer <= LONGEST, longer <= LONGEST / 2
-        if (count := len(self._templates[0].features)) < least and not self._correlated:
+        if (count := len(self._templates[0].features)) < least and longer > LONGEST:
             name = "the template" if self.template.path is None else str(self.template.path)
             raise UsageError(f"{name} has {count} keypoints, and {least} are needed; give a larger cut-out")
         self._enlarged = max(1.0, largest / longer / 2)
@@ -269,12 +268,12 @@ class TemplateFinder:
         found: list[Instance] = []
         to_stored, from_stored = np.linalg.inv(stored_to_pixels(shown)), stored_to_pixels(self.template)
         template = self.template.pixels, shown.pixels, self.template.mask
-        for copy in _find_copies(*template, self.max_instances) if self._correlated else ():
+        for copy in _find_copies(*template, self.max_instances) if self._longer <= LONGEST else ():
             inner = np.array([[copy.scale, 0, copy.x], [0, copy.scale, copy.y], [0, 0, 1]])
             matrix = to_stored @ inner @ from_stored
             found.append(Instance(matrix, warp_points(self._outline, matrix), 0, copy.correlation))
         least = self.pipeline.config.estimation.min_inliers
-        keypoints = len(self._templates[0].features) >= least and not (self._tiny and found)
+        keypoints = len(self._templates[0].features) >= least and not (found and self._longer <= LONGEST / 2)
         # With two template sizes, steps of 3 leave a change of scale within 1.7 either way.
         factors = [self._enlarged]
         while max(shown.pixels.shape[:2]) * factors[-1] / 3 >= 320:

@@ -277,7 +277,7 @@ def _same(first: Camera, second: Camera) -> bool:
 def read_exif(path: Path) -> Exif:
     """Camera facts from a photo's EXIF header; empty if it cannot be read."""
     try:
-        tags, more = read_header(path, 0x8769)
+        _, tags, more = read_header(path, 0x8769)
         # FocalLength, FocalLengthIn35mmFilm
         lengths = [float(more.get(tag) or 0) for tag in (0x920A, 0xA405)]
         focals = [length if 0 < length < 1e5 else 0.0 for length in lengths]
