@@ -8,10 +8,9 @@ import typing
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
-from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
-from matcher.errors import UsageError
+from matcher.errors import UsageError, unknown_name
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 Engine = Literal["torch", "onnx"]  # the library that runs front ends and networks
@@ -312,11 +311,6 @@ def described(config: Any, prefix: str = "") -> list[tuple[str, Any, str]]:
     return rows
 
 
-def depth(config: PipelineConfig) -> int:
-    """Depth of the network of a configuration, 0 without one."""
-    return config.matcher.context.depth if isinstance(config.matcher, NetworkConfig) else 0
-
-
 T = TypeVar("T")
 
 
@@ -347,9 +341,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is Literal:
         if value in args:
             return value
-        near = get_close_matches(str(value), map(str, args), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{where}: {value!r} is not one of {', '.join(map(str, args))}{hint}")
+        raise ValueError(unknown_name(where, value, map(str, args)))
     if origin in (typing.Union, pytypes.UnionType):
         if value is None and type(None) in args:
             return None

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from matcher.cameras import Camera, cameras_of_pair
-from matcher.config import MatchingPolicy, NearestConfig, PipelineConfig, RefineConfig, depth
+from matcher.config import MatchingPolicy, NearestConfig, PipelineConfig, RefineConfig
 from matcher.errors import UsageError
 from matcher.extract.extractor import extracted
 from matcher.extract.sift import SiftExtractor
@@ -116,7 +116,8 @@ class Pipeline:
     @property
     def layers(self) -> int:
         """Depth of the network, 0 without one."""
-        return depth(self.config)
+        matcher = self.config.matcher
+        return 0 if isinstance(matcher, NearestConfig) else matcher.context.depth
 
     def match(
         self,

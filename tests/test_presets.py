@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from matcher import Collection, Tracker
-from matcher.config import NearestConfig, PipelineConfig, depth, from_dict, to_dict
+from matcher.config import NearestConfig, PipelineConfig, from_dict, to_dict
 from matcher.errors import UsageError
 from matcher.loading import load
 from matcher.presets import PRESETS, LoadOptions, configure
@@ -17,7 +17,7 @@ def test_none_means_the_presets_own_value():
 
 def test_nearest_has_a_ratio_and_a_threshold_of_its_score():
     config = configure(PRESETS["nearest"], {"ratio": 0.75, "match_threshold": 0.3})
-    assert config.matcher == NearestConfig(ratio=0.75, match_threshold=0.3) and depth(config) == 0
+    assert config.matcher == NearestConfig(ratio=0.75, match_threshold=0.3)
     with pytest.raises(UsageError, match="ratio is for the presets without a network"):
         configure(PRESETS["hybrid"], {"ratio": 0.8})
     for ratio in (0.0, 1.1, "0.8"):

@@ -13,7 +13,7 @@ import numpy as np
 
 from matcher.alignment.align import PICTURE_FORMATS, write_picture
 from matcher.collection.collection import MatchedSet, match_set
-from matcher.errors import ImageError, UsageError
+from matcher.errors import ImageError, UsageError, unknown_name
 from matcher.files import check_output
 from matcher.geometry import upright_matrix, warp_points
 from matcher.images import ImageInput, read_image
@@ -77,11 +77,9 @@ def stitch(
         UsageError: an unknown projection or model, or too wide a view for one plane.
         ImageError: an image cannot be read, or no two overlap.
     """
-    if projection not in get_args(Projection) or model not in get_args(PlaneModel):
-        raise UsageError(
-            f"projection is one of {', '.join(get_args(Projection))} and model one of "
-            f"{', '.join(get_args(PlaneModel))}, not {projection!r} and {model!r}"
-        )
+    for what, value, known in (("projection", projection, Projection), ("model", model, PlaneModel)):
+        if value not in get_args(known):
+            raise UsageError(unknown_name(what, value, get_args(known)))
     found = match_set(images, preset, geometry="homography", **options)
     group = found.groups()[0]
     if len(group) < 2:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from matcher.cameras import Camera
-from matcher.config import depth
 from matcher.errors import ImageError
 from matcher.evaluate.measure import OUTCOMES, Record, measure_pair
 from matcher.evaluate.methods import BASELINE, Method
@@ -313,7 +312,7 @@ def as_object(evaluation: Evaluation, *, baseline: str = BASELINE, seed: int = 0
             "several_passes": pipeline.passes is not None,
             "frontend_weights": None if front_end is None else str(front_end),
             "weights": None if weights is None else {"name": weights.name, "sha256": weights.sha256},
-            "depth": depth(pipeline.config),
+            "depth": pipeline.layers,
             "all": averages(method.name, protocol.columns, every),
             "groups": {group: averages(method.name, headline, at) for group, at in by_group.items()},
         }
