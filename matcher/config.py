@@ -341,7 +341,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is Literal:
         if value in args:
             return value
-        raise ValueError(unknown_name(where, value, map(str, args)))
+        raise ValueError(f"{where}: {unknown_name('value', value, map(str, args))}")
     if origin in (typing.Union, pytypes.UnionType):
         if value is None and type(None) in args:
             return None

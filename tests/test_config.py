@@ -57,7 +57,7 @@ def test_tables_of_toml() -> None:
         ),
         (NetworkConfig, {"context": {"dpeth": 3}}, r"NetworkConfig\.context: unknown key dpeth"),
         (ContextConfig, {"dim": "64"}, r"ContextConfig\.dim: expected int, got '64'"),
-        (EstimationConfig, {"kind": "affine"}, "'affine' is not one of fundamental"),
+        (EstimationConfig, {"kind": "affine"}, "unknown value 'affine'. Known: fundamental"),
         (ContextConfig, 5, "expected a table"),
     ],
 )
