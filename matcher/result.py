@@ -116,10 +116,9 @@ class Result:
     def __repr__(self) -> str:
         names = [path.name if path else "array" for path in (self.path0, self.path1)]
         count = counted(len(self.matches), "match", "matches")
-        geometry, verified = self.geometry, self.geometry.status != "not_estimated"
-        agree = f", {int(self.inliers.sum())} inliers ({geometry.kind}: {geometry.status}"
-        agree = (agree + ", planar" * geometry.planar + ")") * verified
-        return f"Result({names[0]} and {names[1]}: {count}{agree})"
+        kind, status, planar = self.geometry.kind, self.geometry.status, ", planar" * self.geometry.planar
+        agree = f", {int(self.inliers.sum())} inliers ({kind}: {status}{planar})"
+        return f"Result({names[0]} and {names[1]}: {count}{agree * (status != 'not_estimated')})"
 
     def to_dict(self) -> dict[str, Any]:
         """Counts, geometry and seconds, ready for `json.dumps`; `matcher match --json` prints it."""
@@ -163,8 +162,7 @@ class Result:
         lines.append(self._found())
         if self.verdict is not None:
             lines.append(str(self.verdict))
-        stages = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items() if name != "total")
-        if stages:
+        if stages := ", ".join(f"{name} {s:.2f}" for name, s in self.seconds.items() if name != "total"):
             lines.append(f"{self.seconds['total']:.2f} s ({stages})")
         return "\n".join(filter(None, lines))
 
@@ -178,18 +176,16 @@ class Result:
                     return f"no match: image {side} is too small, {size[0]} x {size[1]} pixels"
             return "no match: the images share nothing that was recognised"
         if self.geometry.verified and status != "ok":
-            inliers = int(self.inliers.sum())
-            return f"{inliers} are inliers of one homography: {status}, {_PLANAR[status]}"
+            return f"{int(self.inliers.sum())} are inliers of one homography: {status}, {_PLANAR[status]}"
         if status in _REASONS and (rejected is None or self.verdict is None or self.verdict.word == "not"):
             return f"no match: the matches fit no {model} ({_REASONS[status]})"
         if status in _REASONS:
             return f"{int(rejected.inliers.sum())} agree on one {model}, which is too uncertain to be used"
         if kind == "none":
             return ""
-        count = 1 if self.geometry.matrices is None else len(self.geometry.matrices)
-        inliers = int(self.inliers.sum())
-        models = f"one {model}" if count == 1 else f"{count} homographies"
-        planar = ", most of them on one plane (planar)" if self.geometry.planar else ""
+        matrices, inliers = self.geometry.matrices, int(self.inliers.sum())
+        models = f"one {model}" if matrices is None or len(matrices) == 1 else f"{len(matrices)} homographies"
+        planar = ", most of them on one plane (planar)" * self.geometry.planar
         return f"{inliers} {'is an inlier' if inliers == 1 else 'are inliers'} of {models}{planar}"
 
     def image_lines(self) -> list[str]:
@@ -207,8 +203,7 @@ class Result:
     def heading(self) -> str:
         """One line over a drawing: preset, counts, layers, time."""
         parts = [self.preset, counted(len(self.matches), "match", "matches")]
-        if self.geometry.kind != "none":
-            geometry = self.geometry
+        if (geometry := self.geometry).kind != "none":
             status = geometry.status if geometry.verified and geometry.status != "ok" else ""
             kind = ", ".join(filter(None, (geometry.kind, "planar" * geometry.planar, status)))
             parts.append(f"{counted(int(self.inliers.sum()), 'inlier')} ({kind})")
