@@ -31,18 +31,15 @@ def photos(folder: Path, count: int, size: tuple[int, int] = (200, 160), seed: i
     return names
 
 
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "matcher", *map(str, arguments)]
-
-
 def start(*arguments: object, **options) -> subprocess.Popen:
     """The command line in a process of its own, one thread a process."""
+    command = [sys.executable, "-m", "matcher", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     # A shell makes background jobs, such as these tests, ignore what Ctrl+C sends, and children would too.
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         return subprocess.Popen(
-            command(*arguments), cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, **options
+            command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, **options
         )
     finally:
         signal.signal(signal.SIGINT, before)

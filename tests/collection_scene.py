@@ -73,11 +73,7 @@ def centres(poses):
 
 
 def synthetic_store(rng, count=10, points=600, wrong=0.3, noise=0.5, camera=CAMERA, names=None, poses=None):
-    """A store whose pairs have `wrong` of their matches shuffled, and the poses of its cameras.
-
-    The inliers of a pair are those that agree with its true fundamental matrix, as a robust estimator would
-    find them.
-    """
+    """A store whose pairs have `wrong` of their matches shuffled and true inliers, and its cameras' poses."""
     poses = ring(count, rng) if poses is None else poses
     world = rng.normal(0, 1.2, (points, 3))
     names = names or [f"ring/{index:03d}.jpg" for index in range(count)]
@@ -129,10 +125,7 @@ def renamed(store, names):
 
 
 def render_photos(folder, count=5, size=(480, 360), mounted=None):
-    """Photos of textured boards at several depths, from an arc of cameras; returns their poses.
-
-    `mounted`: cam_from_rig of a camera beside those of the arc, which takes the photos.
-    """
+    """Photos of boards at several depths, by cameras on an arc or one `mounted` beside each; their poses."""
     rng = np.random.default_rng(3)
     intrinsics = np.array(
         [[1.1 * size[0], 0, (size[0] - 1) / 2], [0, 1.1 * size[0], (size[1] - 1) / 2], [0, 0, 1]]

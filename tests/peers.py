@@ -60,11 +60,8 @@ def decisive(
 ) -> None:
     """Make random layers find the points that look alike, with scores from 0 to 1.
 
-    Args:
-        projections: what similarities are products of.
-        added: the last maps of what is added to the tokens; damped, so that tokens still tell who they are.
-        gain: of the projections.
-        damp: factor of the others.
+    Similarities are products of `projections`; `added` are the last maps of what is added to the tokens,
+    damped, so that these still tell who they are.
     """
     generator = torch.Generator().manual_seed(1)
     for projection in projections:
@@ -235,14 +232,7 @@ def open_superpoint(seed: int = 0) -> Tensors:
 
 
 def write_published(tensors: Tensors, path: Path, *, shelf: str | None = None, prefix: str = "") -> Path:
-    """A checkpoint file: `torch.save`, or safetensors by its suffix.
-
-    Args:
-        tensors: by their published names.
-        path: ends in .pth, .pt, .ckpt or .safetensors.
-        shelf: key under which a training program keeps them, such as Lightning's "state_dict".
-        prefix: in front of every name, such as "matcher.".
-    """
+    """A checkpoint file by its suffix; `shelf` is the key under which Lightning and others keep tensors."""
     named = {prefix + name: value.detach().clone().contiguous() for name, value in tensors.items()}
     if path.suffix == ".safetensors":
         save_file(named, path)

@@ -1,4 +1,4 @@
-"""`matcher align`: maps of the plane are recovered, and pictures show what they say."""
+"""`matcher align` and `matcher find`: maps of the plane and templates are recovered, and drawn."""
 
 import json
 
@@ -11,7 +11,9 @@ from command import run
 import matcher
 from matcher.config import EstimationConfig
 from matcher.geometry import warp_points
+from matcher.images import read_image
 from matcher.verify.planes import estimate_planar
+from matcher.viz.overlays import resizing
 
 TURN = np.deg2rad(25)
 SIMILARITY = np.array(
@@ -129,3 +131,178 @@ def test_a_scene_with_depth_is_told_of(capfd, tmp_path):
     cv2.imwrite(str(tmp_path / "1.png"), moved)
     command = ("align", tmp_path / "0.png", tmp_path / "1.png", "--preset", "nearest")
     assert run(*command) == 0 and run(*command, "--fail-below", 0.5) == 4
+
+
+# --- `matcher find`: every instance of a template is found, at its scale and turn, and nothing else.
+
+
+# Centre in the image, scale and turn in degrees of what is pasted.
+POSES = [(150, 150, 0.6, 0), (430, 140, 0.8, 130), (330, 390, 1.4, -60)]
+QUICK = ("--preset", "nearest", "--max-keypoints", 600)
+
+
+@pytest.fixture(scope="module")
+def template() -> np.ndarray:
+    """Coloured spots of many sizes, which no two places share."""
+    rng = np.random.default_rng(4)
+    canvas = np.full((180, 220, 3), 128, np.uint8)
+    for _ in range(260):
+        centre = tuple(int(value) for value in rng.integers(0, (220, 180)))
+        colour = tuple(int(value) for value in rng.integers(0, 255, 3))
+        cv2.circle(canvas, centre, int(rng.integers(2, 16)), colour, -1, cv2.LINE_AA)
+    return canvas
+
+
+def pose_matrix(x, y, scale, degrees) -> np.ndarray:
+    """(3, 3) template → image, for a template of 220 x 180 pixels."""
+    turn = np.deg2rad(degrees)
+    linear = scale * np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
+    shift = np.array([x, y]) - linear @ np.array([109.5, 89.5])
+    return np.vstack([np.hstack([linear, shift[:, None]]), [0, 0, 1]])
+
+
+@pytest.fixture(scope="module")
+def scene(template) -> np.ndarray:
+    """The template three times on a background of its own."""
+    rng = np.random.default_rng(5)
+    coarse = rng.integers(60, 200, (30, 36, 3), dtype=np.uint8)
+    canvas = cv2.resize(coarse, (600, 560), interpolation=cv2.INTER_CUBIC)
+    for pose in POSES:
+        matrix = pose_matrix(*pose)
+        size = (round(220 * min(1, pose[2])), round(180 * min(1, pose[2])))
+        small = cv2.resize(template, size, interpolation=cv2.INTER_AREA)
+        warp = matrix @ np.linalg.inv(resizing((size[0] / 220, size[1] / 180)))
+        cover = cv2.warpPerspective(np.full(small.shape[:2], 255, np.uint8), warp, (600, 560)) > 250
+        canvas[cover] = cv2.warpPerspective(small, warp, (600, 560))[cover]
+    return canvas
+
+
+def true_corners(pose) -> np.ndarray:
+    return warp_points(np.array([[0, 0], [220, 0], [220, 180], [0, 180]]) - 0.5, pose_matrix(*pose))
+
+
+def test_every_instance_is_found_at_its_scale_and_turn(template, scene):
+    found = matcher.find(template, scene, "nearest", max_keypoints=600)
+    assert len(found) == len(POSES) and found.size == (600, 560)
+    for pose in POSES:
+        (one,) = [one for one in found if np.abs(one.corners - true_corners(pose)).max() < 2.5]
+        assert abs(one.scale - pose[2]) < 0.02 and abs(one.angle - pose[3]) < 1
+        assert one.inliers >= 12 and 0.1 < one.share <= 1
+    assert [one.inliers for one in found] == sorted((one.inliers for one in found), reverse=True)
+
+
+def test_at_most_so_many_are_found_and_masks_hide_the_others(template, scene):
+    finder = matcher.TemplateFinder(template, "nearest", max_keypoints=600, max_instances=1)
+    assert len(finder.find(scene)) == 1
+    mask = np.zeros(scene.shape[:2], np.uint8)
+    mask[:280, 300:] = 255
+    (one,) = matcher.find(template, scene, "nearest", max_keypoints=600, mask=mask)
+    assert np.abs(one.corners - true_corners(POSES[1])).max() < 2.5
+
+
+def test_what_is_not_there_is_not_found(template, scene):
+    other = np.ascontiguousarray(template[::-1])  # a mirror image is another picture
+    assert len(matcher.find(other, scene, "nearest", max_keypoints=600)) == 0
+
+
+def test_corners_are_of_the_stored_image(template, scene, tmp_path):
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 8
+    path = tmp_path / "turned.png"
+    PIL.Image.fromarray(np.rot90(scene, -1)).save(path, exif=exif)
+    found = matcher.find(template, path, "nearest", max_keypoints=600)
+    assert len(found) == 3 and found.size == (560, 600)
+    stored = true_corners(POSES[1])
+    stored = np.stack([559 - stored[:, 1], stored[:, 0]], axis=1)  # as rot90(…, −1) moves pixels
+    assert min(np.abs(one.corners - stored).max() for one in found) < 2.5
+
+
+def test_the_command_draws_saves_and_prints(template, scene, tmp_path, capfd):
+    PIL.Image.fromarray(template).save(tmp_path / "template.png")
+    (tmp_path / "images").mkdir()
+    PIL.Image.fromarray(scene).save(tmp_path / "images" / "scene.png")
+    PIL.Image.fromarray(scene[300:, :150]).save(tmp_path / "images" / "empty.png")
+    given = ("find", tmp_path / "template.png", tmp_path / "images", *QUICK)
+    drawings, saved = tmp_path / "drawings", tmp_path / "found.json"
+    assert run(*given, "--plot", drawings, "--output", saved) == 0
+    text = capfd.readouterr().out
+    assert "3 instances" in text and "no match" in text
+    assert sorted(path.name for path in drawings.iterdir()) == ["empty.png", "scene.png"]
+    images = {len(image["instances"]): image for image in json.loads(saved.read_text())["images"]}
+    assert set(images) == {0, 3} and len(images[3]["instances"][0]["corners"]) == 4
+    assert run(*given, "--plot", tmp_path / "one.png") == 2
+    assert "name a folder" in capfd.readouterr().err
+
+
+def test_exit_codes_tell_what_was_not_found_or_read(template, tmp_path, capfd):
+    names = [tmp_path / name for name in ("template.png", "blank.png", "broken.png", "mine.json")]
+    PIL.Image.fromarray(template).save(names[0])
+    PIL.Image.fromarray(np.full((200, 200), 90, np.uint8)).save(names[1])
+    names[2].write_bytes(names[0].read_bytes()[:2000])
+    names[3].write_text("mine")
+    assert run("find", names[0], names[1], *QUICK) == 0
+    assert run("find", names[0], names[1], *QUICK, "--fail-if-unmatched") == 4
+    assert run("find", names[0], names[2], names[1], *QUICK) == 4
+    assert "broken.png" in capfd.readouterr().err
+    assert run("find", names[0], names[1], *QUICK, "--output", names[3]) == 2
+    assert run("find", names[1], names[0], *QUICK) == 2
+    assert "0 keypoints" in capfd.readouterr().err and names[3].read_text() == "mine"
+
+
+def paste(image: np.ndarray, template: np.ndarray, centre, scale: float, degrees: float) -> None:
+    height, width = template.shape[:2]
+    turn = scale * np.array([[np.cos(a := np.radians(degrees)), -np.sin(a)], [np.sin(a), np.cos(a)]])
+    shift = np.array(centre) - turn @ [(width - 1) / 2, (height - 1) / 2]
+    matrix, size = np.c_[turn, shift], image.shape[1::-1]
+    cover = cv2.warpAffine(np.full((height, width), 255, np.uint8), matrix, size) > 127
+    smooth = cv2.GaussianBlur(template, (0, 0), 0.4 / scale) if scale < 1 else template
+    image[cover] = cv2.warpAffine(smooth, matrix, size)[cover]
+
+
+def centres(found) -> list[np.ndarray]:
+    return [instance.corners.mean(axis=0) for instance in found]
+
+
+def test_many_small_copies_are_all_found(views):
+    """Copies take each other's matches; each is looked at where it correlates."""
+    photo, other = (cv2.resize(read_image(view).pixels, (1024, 768)) for view in views)
+    template = np.ascontiguousarray(photo[420:620, 400:620])
+    image = np.ascontiguousarray(other[:400, 700::-1])
+    places = [(200, 200), (500, 200)]
+    for place in places:
+        paste(image, template, place, 0.55, 40)
+    found = matcher.find(template, image, max_keypoints=1024)
+    assert len(found) == len(places)
+    for place in places:
+        assert min(np.linalg.norm(centre - place) for centre in centres(found)) < 2
+    assert all(instance.scale == pytest.approx(0.55, rel=0.02) for instance in found)
+
+
+def icon(kind: int) -> np.ndarray:
+    """A drawn icon of 32 pixels."""
+    drawn = np.full((32, 32, 3), 240, np.uint8)
+    if kind == 0:
+        cv2.rectangle(drawn, (4, 8), (27, 23), (40, 80, 160), -1)
+        cv2.line(drawn, (4, 8), (15, 17), (255, 255, 255), 2)
+        cv2.line(drawn, (27, 8), (15, 17), (255, 255, 255), 2)
+    else:
+        cv2.circle(drawn, (16, 16), 11, (160, 60, 40), -1)
+        cv2.rectangle(drawn, (14, 8), (18, 24), (255, 255, 255), -1)
+    return drawn
+
+
+def test_icons_are_found_and_not_mistaken():
+    scale, screen = 0.75, np.full((600, 900, 3), 250, np.uint8)
+    for row in range(12):
+        cv2.putText(screen, f"Row {row} of the table", (60, 60 + 40 * row), 0, 0.6, (60, 60, 60), 1)
+    side = round(32 * scale)
+    places = [(420, 40), (420, 240), (700, 420)]
+    for x, y in places:
+        screen[y : y + side, x : x + side] = cv2.resize(icon(0), (side, side), interpolation=cv2.INTER_AREA)
+    screen[300 : 300 + side, 600 : 600 + side] = cv2.resize(icon(1), (side, side))
+    found = matcher.find(icon(0), screen)
+    assert len(found) == 3
+    for x, y in places:
+        middle = np.array([x, y]) + (side - 1) / 2
+        assert min(np.abs(centre - middle).max() for centre in centres(found)) < 1.5
+    assert len(matcher.find(icon(1), screen)) == 1

@@ -4,9 +4,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 import matcher
+from matcher.benchmark import (
+    OFF,
+    Bench,
+    as_kornia,
+    kornia_lightglue,
+    random_batch,
+    run_benchmark,
+    with_parameters,
+)
 from matcher.budget import PACE, plan, updated_pace
+from matcher.errors import UsageError
 from matcher.sequence.tracker import for_neighbours
 
 
@@ -108,3 +119,57 @@ def test_neighbours_get_half_of_the_layers_and_strangers_all(network):
     near = for_neighbours(network).matcher.model
     assert (len(near.layers), near.config.assignment.max_iterations) == (2, 10)
     assert len(matcher.Tracker(network).pipeline.matcher.model.layers) == 3
+
+
+# --- The benchmark: its references, and a small run of its rows; nothing about speed.
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def bench(views) -> Bench:
+    return Bench(CPU, views, repeats=1, quick=True)
+
+
+def test_a_reference_and_ours_with_its_parameters_find_the_same() -> None:
+    peer = kornia_lightglue()
+    options = {"device": "cpu", "precision": "float32", **OFF}
+    ours = with_parameters(peer.state_dict(), "lightglue-superpoint", **options).matcher
+    sides = [random_batch(40, 2, CPU, seed) for seed in (0, 1)]
+    with torch.no_grad():
+        theirs = peer(as_kornia(*sides))
+    for matches, expected in zip(ours(*sides), theirs["matches"], strict=True):
+        assert len(matches) > 5
+        assert {*map(tuple, matches.indices.tolist())} == {*map(tuple, expected.tolist())}
+
+
+@pytest.mark.slow
+def test_every_row_runs(bench, shipped_weights) -> None:
+    pytest.importorskip("transformers")
+    lines = []
+    works = " ".join(row.work for row in run_benchmark(bench, progress=lines.append))
+    for part in ("LightGlue", "SuperGlue", "LoFTR", "front end", "pair of", "`matcher match", "in a batch"):
+        assert part in works
+    assert len(lines) > 10
+
+
+def test_only_the_rows_asked_for(bench, shipped_weights) -> None:
+    rows = run_benchmark(bench, only="matching")
+    assert rows and all(min(row.ours) > 0 and row.work.startswith("matching") for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("only", "package"), [("onnx", "onnxruntime"), ("collection", "pycolmap")])
+def test_slow_rows(only, package, views, tmp_path, shipped_weights) -> None:
+    from collection_scene import render_photos
+
+    pytest.importorskip(package)
+    render_photos(tmp_path / "photos")
+    rows = run_benchmark(Bench(CPU, views, tmp_path / "photos", quick=True, repeats=1), only=only)
+    assert rows and all(min(row.ours) > 0 for row in rows)
+
+
+def test_what_cannot_be_measured_is_said(bench) -> None:
+    with pytest.raises(UsageError, match="photos"):
+        run_benchmark(bench, only="collection")

@@ -2,12 +2,20 @@
 
 from dataclasses import astuple, replace
 
+import cv2
 import numpy as np
 import pytest
 
 import matcher
 from matcher.config import CalibrationConfig, RefinedCalibrationConfig, VerifiedCalibrationConfig
-from matcher.evaluate.calibration import JudgedPair, error_under, fit_calibration, uncalibrated
+from matcher.evaluate.calibration import (
+    JudgedPair,
+    error_under,
+    fit_calibration,
+    fit_verdict,
+    reliability,
+    uncalibrated,
+)
 from matcher.match.calibration import (
     calibrated,
     calibrated_by_geometry,
@@ -16,7 +24,9 @@ from matcher.match.calibration import (
     refinement_evidence,
     weighed_by_refinement,
 )
-from matcher.types import Matches, MatchRefinement, TwoViewGeometry
+from matcher.types import Features, Matches, MatchRefinement, Repetition, TwoViewGeometry
+from matcher.verify.repetition import on_overlay, repetition, without_overlay
+from matcher.verify.verdict import reject_improbable, verdict_of
 
 REFINED = RefinedCalibrationConfig(
     offset=0.5, slope=0.8, refined=1.5, variance_slope=-0.5, further_passes=-0.7
@@ -142,3 +152,196 @@ def test_a_pair_is_calibrated_again_after_verification_and_best_first(views):
     np.testing.assert_allclose(again.scores[order], found.scores, atol=1e-6)
     np.testing.assert_array_equal(found.points0, plain.points0[order])
     assert abs(np.sort(found.scores) - np.sort(plain.scores)).max() > 0.02
+
+
+# --- Verdicts.
+
+
+SIZE = (640, 480)
+
+
+def pair_of(inliers: int, outliers: int, width: float = 600) -> tuple:
+    """Matches and geometry; the inliers span `width` pixels."""
+    rng = np.random.default_rng(0)
+    count = inliers + outliers
+    points = rng.uniform([0, 0], [width, width * 0.75], (count, 2))
+    indices = np.repeat(np.arange(count)[:, None], 2, axis=1)
+    matches = Matches.from_indices(indices, points, points, np.full(count, 0.7))
+    return matches, TwoViewGeometry("fundamental", "ok", np.arange(count) < inliers), SIZE, SIZE
+
+
+def test_the_verdict_follows_the_evidence():
+    assert verdict_of(*pair_of(400, 50)).word == "same"
+    assert verdict_of(*pair_of(0, 3)).word == "not"
+    assert verdict_of(*pair_of(12, 20, width=100)).word == "not"
+    probabilities = [verdict_of(*pair_of(count, 40)).probability for count in (10, 40, 160)]
+    assert probabilities == sorted(probabilities) and probabilities[0] < probabilities[2] - 0.5
+    spread = [verdict_of(*pair_of(40, 20, width=width)).probability for width in (60, 600)]
+    assert spread[0] < spread[1] - 0.1
+
+
+def test_inliers_that_are_improbable_count_little():
+    matches, *rest = pair_of(110, 60)
+    doubtful = replace(matches, scores=np.full(len(matches), 0.05, np.float32))
+    assert verdict_of(matches, *rest).probability > 0.9
+    assert verdict_of(doubtful, *rest).probability < 0.5
+    assert verdict_of(replace(matches, scores=np.full(len(matches), np.nan)), *rest).word == "not"
+
+
+@pytest.mark.parametrize(
+    ("inliers", "probability", "accepted"),
+    [
+        (60, 0.43, {"essential", "homography", "homographies"}),
+        (35, 0.25, {"homography", "homographies"}),
+        (20, 0.12, set()),
+    ],
+)
+def test_what_is_accepted_depends_on_how_much_a_match_can_contradict(inliers, probability, accepted):
+    matches, geometry, *sizes = pair_of(inliers, 2 * inliers, width=300)
+    assert verdict_of(matches, geometry, *sizes).probability == pytest.approx(probability, abs=0.04)
+    kinds = ("fundamental", "essential", "homography", "homographies")
+    found = {kind: reject_improbable(replace(geometry, kind=kind), matches, *sizes) for kind in kinds}
+    assert {kind for kind in kinds if found[kind].status == "ok"} == accepted
+
+
+def test_results_have_a_verdict(views):
+    pipeline = matcher.load(max_keypoints=512, resize=480, device="cpu", further_passes=False)
+    same = pipeline.match(*views)
+    assert same.verdict.word == "same" and "the images show the same place" in same.summary()
+    assert same.to_dict()["verdict"]["word"] == "same"
+    noise = np.random.default_rng(0).integers(0, 256, (240, 320), dtype=np.uint8)
+    other = pipeline.match(views[0], cv2.GaussianBlur(noise, (0, 0), 2))
+    assert other.verdict.word == "not"
+    assert matcher.load("nearest", geometry="none", max_keypoints=50).match(noise, noise).verdict is None
+
+
+def test_calibrated_predictions_have_no_error():
+    rng = np.random.default_rng(1)
+    said = rng.uniform(size=20_000)
+    right = rng.uniform(size=20_000) < said
+    assert reliability(said, right).error < 0.02
+    assert reliability(said, right & (said < 0)).error == pytest.approx(0.5, abs=0.01)
+    found = reliability(np.array([0.05, 0.95, 1.0]), np.array([False, True, False]))
+    assert found.count.tolist() == [1, *[0] * 8, 2] and found.accuracy[-1] == 0.5
+    assert np.isnan(reliability(np.zeros(0), np.zeros(0, bool)).error)
+
+
+def test_the_fit_finds_what_made_the_classes():
+    rng = np.random.default_rng(2)
+    values = rng.normal(size=(2000, 3)) * [1, 2, 3]
+    logit = 1.5 * values[:, 0] - values[:, 1]
+    same = rng.uniform(size=2000) < 1 / (1 + np.exp(-logit))
+    np.testing.assert_allclose(fit_verdict(values, same), [0, 1.5, -1, 0], atol=0.25)
+
+
+# --- What is no evidence for one place: what repeats, and what lies over both pictures.
+
+
+def features(points, descriptors):
+    return Features(
+        keypoints=np.asarray(points, np.float32),
+        descriptors=(descriptors / np.linalg.norm(descriptors, axis=1, keepdims=True)).astype(np.float32),
+        size=np.array(SIZE, np.float32),
+        kind="learned",
+    )
+
+
+def walls(rng, things, the_same):
+    """Two images of walls papered with a motif of 20 keypoints, and `things` keypoints that do not repeat.
+
+    Those of one wall are matched, as are all of the paper, if both images show it.
+    """
+    motif, offsets = rng.normal(size=(20, 64)), rng.uniform(0, 60, (20, 2))
+    corners = np.stack(np.meshgrid(np.arange(0, 600, 80), np.arange(0, 440, 80)), -1).reshape(-1, 2)
+    paper = (corners[:, None] + offsets).reshape(-1, 2)
+    beside = rng.uniform(0, (600, 440), (things, 2))
+    own = [rng.normal(size=(things, 64))] * 2 if the_same else rng.normal(size=(2, things, 64))
+    sides = []
+    for unique in own:
+        descriptors = np.concatenate([np.tile(motif, (len(corners), 1)), unique])
+        noise = rng.normal(0, 0.1, descriptors.shape)
+        sides.append(features(np.concatenate([paper, beside]), descriptors + noise))
+    count = len(paper) + (things if the_same else 0)
+    indices = np.repeat(np.arange(count)[:, None], 2, axis=1)
+    matches = Matches.from_indices(indices, *(side.keypoints for side in sides), np.full(count, 0.9))
+    return *sides, matches
+
+
+def verdict(rng, things, the_same):
+    *sides, matches = walls(rng, things, the_same)
+    inliers = np.ones(len(matches), bool)
+    found = repetition(*sides, matches, inliers)
+    geometry = TwoViewGeometry("fundamental", "ok", inliers, np.eye(3), repetition=found)
+    return found, verdict_of(matches, geometry, SIZE, SIZE)
+
+
+def test_another_wall_with_the_same_paper(rng):
+    found, said = verdict(rng, 150, the_same=False)
+    assert found.repetitive and found.found < 0.5
+    assert said.repetitive and said.probability < 0.2 and "repetitive" in str(said)
+
+
+def test_the_same_wall(rng):
+    found, said = verdict(rng, 150, the_same=True)
+    assert found.repetitive and found.found > 0.9
+    assert said.word == "same"
+
+
+def test_paper_alone_cannot_be_told_apart(rng):
+    found, said = verdict(rng, 0, the_same=True)
+    assert found.unrepeated < 0.1 and said.word != "same"
+
+
+def test_what_does_not_repeat(rng):
+    points, descriptors = rng.uniform(0, (640, 480), (300, 2)), rng.normal(size=(300, 64))
+    side = features(points, descriptors)
+    indices = np.repeat(np.arange(300)[:, None], 2, axis=1)
+    matches = Matches.from_indices(indices, points, points, np.ones(300))
+    every = np.ones(300, bool)
+    assert repetition(side, side, matches, every) == Repetition(1.0, 1.0)
+    assert repetition(side, side, matches, ~every) is None
+    absent = replace(side, descriptors=np.zeros((300, 0), np.float32))
+    assert repetition(absent, side, matches, every) is None
+
+
+def corners(points):
+    return features(points, np.ones((len(points), 4)))
+
+
+def pair(rng, overlay, shift, matched=300):
+    """Keypoints of a stamp, then of a scene that moves by `shift`, half of which are matched."""
+    stamp = rng.uniform((20, 430), (250, 460), (overlay, 2))
+    scene = rng.uniform((0, 0), (620, 420), (600, 2))
+    points0, points1 = np.concatenate([stamp, scene]), np.concatenate([stamp, scene + shift])
+    points1 += rng.normal(0, 0.2, points1.shape)
+    indices = np.repeat(np.arange(overlay + matched)[:, None], 2, axis=1)
+    return (
+        corners(points0),
+        corners(points1),
+        Matches.from_indices(indices, points0, points1, np.ones(len(indices))),
+    )
+
+
+def test_a_stamp_on_a_scene_that_moves(rng):
+    found = on_overlay(*(given := pair(rng, 60, (90.0, 15.0))))
+    assert found[:60].all() and not found[60:].any()
+    kept = without_overlay(*given)
+    assert len(kept) == 300 and kept.overlay == 60
+
+
+def test_a_stamp_on_unrelated_pictures(rng):
+    features0, _, matches = pair(rng, 60, 0.0, matched=0)
+    points1 = np.concatenate([matches.points1, rng.uniform((0, 0), (620, 420), (600, 2))])
+    assert not len(without_overlay(features0, corners(points1), matches))
+
+
+@pytest.mark.parametrize("matched", [20, 300, 600])
+def test_a_camera_that_stands_still(rng, matched):
+    assert not on_overlay(*pair(rng, 60, 0.0, matched=matched)).any()
+
+
+def test_a_camera_that_moves_a_little_sees_far_points_at_rest(rng):
+    features0, _, matches = pair(rng, 0, 0.0)
+    moved = matches.points1 + rng.uniform(0, 6, (300, 1)) * np.array([1.0, 0.0])
+    given = Matches(matches.indices, matches.points0, moved.astype(np.float32), matches.scores)
+    assert not on_overlay(features0, corners(moved), given).any()

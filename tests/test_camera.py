@@ -1,23 +1,28 @@
-"""Cameras: what is accepted, COLMAP's parameters and pixel origin."""
+"""The pixel convention; cameras, what is accepted as one, and points of distorting lenses."""
 
 import json
 
 import cv2
 import numpy as np
 import pytest
+from PIL import Image, ImageOps
 
 import matcher
 from matcher.cameras import CAMERA_MODELS, Camera, as_camera, parse_cameras
+from matcher.config import EstimationConfig
 from matcher.errors import UsageError
+from matcher.geometry import (
+    inside,
+    resize_points,
+    resized,
+    stored_to_upright,
+    upright_size,
+    warp_points,
+)
+from matcher.verify.adjustment import undistort
+from matcher.verify.estimation import RobustEstimator
 
 K = np.array([[800.0, 0, 511.5], [0, 820.0, 383.5], [0, 0, 1]])
-
-
-def test_k_and_back():
-    camera = Camera.from_K(K, size=(1024, 768))
-    np.testing.assert_array_equal(camera.K, K)
-    assert camera == Camera(800, 820, 511.5, 383.5, size=(1024, 768))
-    assert all(type(value) is float for value in camera.params)
 
 
 @pytest.mark.parametrize(
@@ -125,3 +130,137 @@ def test_cameras_by_name(tmp_path):
     for given in ("1,2,3", "PINHOLE,6,4,5", tmp_path / "cameras.txt", "no.yml"):
         with pytest.raises(UsageError, match=r"camera|cameras\.txt"):
             parse_cameras(str(given))
+
+
+# --- Distorting lenses, against COLMAP's own models.
+
+
+DISTORTION = {
+    "SIMPLE_PINHOLE": (),
+    "PINHOLE": (),
+    "SIMPLE_RADIAL": (-0.15,),
+    "RADIAL": (-0.2, 0.05),
+    "OPENCV": (-0.2, 0.05, 0.002, -0.001),
+    "FULL_OPENCV": (-0.2, 0.05, 0.002, -0.001, 0.01, 0.02, -0.01, 0.003),
+    "SIMPLE_RADIAL_FISHEYE": (0.05,),
+    "RADIAL_FISHEYE": (0.05, -0.01),
+    "OPENCV_FISHEYE": (0.05, -0.01, 0.003, 0.001),
+    "FOV": (0.8,),
+    "THIN_PRISM_FISHEYE": (0.05, -0.01, 0.001, 0.002, 0.001, 0.0005, 0.001, -0.001),
+}
+
+
+def camera_of(model: str) -> Camera:
+    fy = 800.0 if CAMERA_MODELS[model][0] == 1 else 820.0
+    return Camera(800.0, fy, 511.5, 383.5, (1024, 768), model, DISTORTION[model])
+
+
+def seen(camera: Camera, rays: np.ndarray) -> np.ndarray:
+    """Stored pixels (N, 2) of rays (N, 2) at depth 1, by COLMAP."""
+    pycolmap = pytest.importorskip("pycolmap")
+    model, params = camera.to_colmap()
+    lens = pycolmap.Camera(model=model, width=1024, height=768, params=params)
+    return lens.img_from_cam(np.column_stack([rays, np.ones(len(rays))])) - 0.5
+
+
+@pytest.mark.parametrize("model", CAMERA_MODELS)
+def test_every_model_is_inverted(model, rng):
+    camera = camera_of(model)
+    rays = rng.uniform([-0.55, -0.42], [0.55, 0.42], (300, 2))
+    found = undistort(seen(camera, rays), camera)
+    np.testing.assert_allclose(found, rays * (camera.fx, camera.fy) + (camera.cx, camera.cy), atol=1e-3)
+    assert undistort(np.zeros((0, 2)), camera).shape == (0, 2)
+
+
+def test_a_pose_needs_the_distortion(rng):
+    camera = Camera(800.0, 800.0, 511.5, 383.5, (1024, 768), "RADIAL", (-0.35, 0.12))
+    world = rng.uniform([-3, -2, 5], [3, 2, 9], (400, 3))
+    angle = np.radians(8)
+    rotation = np.array([[np.cos(angle), 0, np.sin(angle)], [0, 1, 0], [-np.sin(angle), 0, np.cos(angle)]])
+    moved = world @ rotation.T + [1.0, 0.1, 0.2]
+    points = [seen(camera, p[:, :2] / p[:, 2:]) + rng.normal(0, 0.3, (400, 2)) for p in (world, moved)]
+    estimator = RobustEstimator(EstimationConfig(kind="essential"))
+
+    def off(given: Camera) -> tuple[float, int]:
+        found = estimator(*points, cameras=(given, given))
+        turn = found.cam1_from_cam0[:3, :3] @ rotation.T
+        return float(np.degrees(np.arccos(np.clip((np.trace(turn) - 1) / 2, -1, 1)))), int(
+            found.inliers.sum()
+        )
+
+    right, plain = off(camera), off(Camera(800.0, 800.0, 511.5, 383.5))
+    assert right[0] < 0.2 and right[1] > 390
+    assert plain[1] < right[1] - 20
+
+
+# --- The pixel convention.
+
+
+def gaussian(size: tuple[int, int], centre: np.ndarray, sigma: float) -> np.ndarray:
+    y, x = np.mgrid[: size[1], : size[0]]
+    return np.exp(-((x - centre[0]) ** 2 + (y - centre[1]) ** 2) / (2 * sigma**2))
+
+
+def centroid(picture: np.ndarray) -> np.ndarray:
+    y, x = np.mgrid[: picture.shape[0], : picture.shape[1]]
+    return np.array([(x * picture).sum(), (y * picture).sum()]) / picture.sum()
+
+
+@pytest.mark.parametrize(
+    ("size", "longer_side", "expected"),
+    [
+        ((4000, 3000), 1024, (1024, 768)),
+        ((3000, 4001), 1024, (768, 1024)),
+        ((640, 480), 1024, (640, 480)),
+        ((640, 480), None, (640, 480)),
+        ((10000, 3), 100, (5000, 2)),
+        ((12000, 400), 1024, (4857, 162)),
+        ((400, 100), 100, (100, 25)),
+        ((1, 1), 1024, (1, 1)),
+    ],
+)
+def test_resized_is_only_ever_smaller(size, longer_side, expected) -> None:
+    new, scale = resized(size, longer_side)
+    assert new == expected
+    assert scale == (expected[0] / size[0], expected[1] / size[1])
+
+
+def test_resize_points_is_what_resizing_does() -> None:
+    size, centre = (301, 201), np.array([120.3, 77.8])
+    new, scale = resized(size, 100)
+    small = cv2.resize(gaussian(size, centre, 15.0), new, interpolation=cv2.INTER_AREA)
+    assert scale[0] != scale[1]  # rounding makes the axes differ
+    np.testing.assert_allclose(centroid(small), resize_points(centre, scale), atol=0.01)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_turning_points_is_what_turning_images_does(orientation: int) -> None:
+    stored = np.zeros((5, 8), np.uint8)
+    stored[1, 6] = 255
+    picture = Image.fromarray(stored)
+    picture.getexif()[0x0112] = orientation
+    upright = np.asarray(ImageOps.exif_transpose(picture))
+    assert upright_size((8, 5), orientation) == (upright.shape[1], upright.shape[0])
+    y, x = np.argwhere(upright)[0]
+    np.testing.assert_array_equal(stored_to_upright(np.array([6, 1]), (8, 5), orientation), [x, y])
+
+
+def test_warp_points_is_the_projection(rng: np.random.Generator) -> None:
+    homography = np.array([[0.9, 0.1, 20], [-0.05, 1.1, -7], [1e-4, -2e-4, 1]])
+    points = rng.uniform(0, 500, (25, 2))
+    expected = cv2.perspectiveTransform(points[None], homography)[0]
+    np.testing.assert_allclose(warp_points(points, homography), expected, atol=1e-9)
+    back = warp_points(warp_points(points, homography), np.linalg.inv(homography))
+    np.testing.assert_allclose(back, points, atol=1e-8)
+
+
+def test_points_behind_the_horizon_are_nan() -> None:
+    homography = np.array([[1, 0, 0], [0, 1, 0], [0.01, 0, -1.0]])
+    warped = warp_points(np.array([[50.0, 0], [100, 0], [200, 10]]), homography)
+    assert np.isnan(warped[:2]).all()
+    np.testing.assert_allclose(warped[2], [200, 10])
+
+
+def test_inside_is_the_area_of_the_pixels() -> None:
+    points = np.array([[-0.5, -0.5], [9.5, 4.5], [-0.51, 0], [9.51, 0], [0, 4.51], [np.nan, 0], [3, 2]])
+    assert inside(points, (10, 5)).tolist() == [True, True, False, False, False, False, True]

@@ -4,9 +4,24 @@ from itertools import combinations
 
 import cv2
 import numpy as np
+import PIL.Image
 import pytest
+from random_collection import fill
+from rendered_texture import SIZE, Texture
 
-from matcher.collection.tracks import Edge, PairMatches, build_tracks, consistent_matches, contradicted
+import matcher
+from matcher.collection.store import Store
+from matcher.collection.tracks import (
+    Edge,
+    PairMatches,
+    build_tracks,
+    consistent_matches,
+    contradicted,
+    refine_run,
+    tracks_of,
+)
+from matcher.errors import IntegrityError
+from matcher.export.formats import write_npz
 
 COUNTS = {"a": 10, "b": 10, "c": 10}
 
@@ -23,16 +38,6 @@ def test_a_chain_becomes_one_track():
     assert tracks.track(1) == [("a", 5), ("b", 5)]
     assert tracks.lengths.tolist() == [3, 2] and tracks.mean_length == 2.5 and tracks.conflicts == 0
     assert tracks.table().tolist() == [[0, 0, 1], [0, 1, 2], [0, 2, 3], [1, 0, 5], [1, 1, 5]]
-
-
-def test_a_match_that_contradicts_better_ones_is_left_out_and_counted():
-    wrong = PairMatches("a", "c", np.array([[9, 3]]), np.array([0.2]))  # it comes first, but is weak
-    right = [
-        PairMatches("a", "b", np.array([[1, 2]]), np.array([0.9])),
-        PairMatches("b", "c", np.array([[2, 3]]), np.array([0.8])),
-    ]
-    tracks = build_tracks([wrong, *right], COUNTS)
-    assert as_sets(tracks) == {frozenset({("a", 1), ("b", 2), ("c", 3)})} and tracks.conflicts == 1
 
 
 def test_against_connected_components_where_nothing_contradicts(rng):
@@ -139,3 +144,82 @@ def test_rotations_that_do_not_close(rng, keypoints):
     wrong = given["b", "d"]
     given["b", "d"] = wrong._replace(rotation=cv2.Rodrigues(np.array([0.0, 1.2, 0.0]))[0] @ wrong.rotation)
     assert contradicted(given, keypoints) == [("b", "d")]
+
+
+# --- Refined on images whose truth is known.
+
+
+VIEWS = [  # image from texture
+    np.eye(2, 3),
+    np.array([[1.04, 0.12, -6.0], [-0.1, 0.97, 9.0]]),
+    np.array([[0.93, -0.16, 18.0], [0.14, 0.95, -7.0]]),
+    np.array([[1.1, 0.05, -14.0], [0.06, 1.02, -9.0]]),
+]
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder, texture = tmp_path / "photos", Texture(seed=3, shortest=6.0)
+    folder.mkdir()
+    noise = np.random.default_rng(0)
+    for index, view in enumerate(VIEWS):
+        values = texture.image(view) + noise.normal(0, 3, (SIZE, SIZE))
+        PIL.Image.fromarray(np.rint(values).clip(0, 255).astype(np.uint8)).save(folder / f"{index}.png")
+    collection = matcher.Collection.open(tmp_path / "run", preset="nearest", max_keypoints=300, workers=0)
+    collection.add_images(folder)
+    collection.add_pairs(exhaustive=True)
+    collection.run()
+    return collection
+
+
+def spread(tracks, keypoints):
+    """(T,) how far the observations of a track are apart on the texture, pixels."""
+    found = []
+    for track in tracks:
+        views = [(VIEWS[int(name[0])], keypoints[name][keypoint]) for name, keypoint in track]
+        places = np.array([np.linalg.solve(view[:, :2], point - view[:, 2]) for view, point in views])
+        found.append(np.linalg.norm(places - places.mean(axis=0), axis=1).max())
+    return np.array(found)
+
+
+def test_the_observations_of_a_track_show_one_point(run, tmp_path):
+    with Store.open(run.run_dir) as store:
+        (tmp_path / "photos" / "2.png").rename(tmp_path / "2.png")
+        assert "2.png" in refine_run(store)
+        PIL.Image.new("L", (50, 60)).save(tmp_path / "photos" / "2.png")
+        with pytest.raises(IntegrityError, match="50 x 60"):
+            refine_run(store)
+        (tmp_path / "2.png").replace(tmp_path / "photos" / "2.png")
+        write_npz(store, tmp_path / "before.npz")
+        assert refine_run(store) == ""
+        write_npz(store, tmp_path / "after.npz")
+        tracks = tracks_of(store)
+        before = {name: store.keypoints(name) for name in tracks.names}
+        after = {name: store.refined_keypoints(name) for name in tracks.names}
+    places = {name: each.keypoints for name, each in after.items()}
+    right = spread(tracks, before) < 3
+    assert right.mean() > 0.9 and tracks.mean_length > 2.5
+    assert np.median(spread(tracks, places)[right]) < 0.5 * np.median(spread(tracks, before)[right])
+    for name, each in after.items():
+        moved = (each.keypoints != before[name]).any(axis=1)
+        assert np.array_equal(moved, each.refined)
+        assert np.median(each.covariances[each.refined, 0, 0]) < 0.25
+    assert 0.2 < np.mean([each.refined.mean() for each in after.values()]) < 0.9  # references stay
+    still = np.array([sum(not after[name].refined[point] for name, point in track) for track in tracks])
+    assert still.min() >= 1 and np.mean(still == 1) > 0.7  # the reference
+    # Exports hold the refined keypoints until pairs change.
+    before, after = (np.load(tmp_path / f"{name}.npz") for name in ("before", "after"))
+    assert np.array_equal(after["keypoints"], np.concatenate([places[name] for name in tracks.names]))
+    assert "covariances" not in before and after["covariances"].shape == (len(after["keypoints"]), 3)
+    PIL.Image.open(tmp_path / "photos" / "0.png").save(tmp_path / "photos" / "4.png")
+    run.add_images(tmp_path / "photos")
+    run.add_pairs([("0.png", "4.png")])
+    run.run()
+    with Store.open(run.run_dir) as store:
+        assert store.refined_keypoints("0.png") is None
+
+
+def test_a_run_without_refinement_stays_as_it_is(tmp_path):
+    fill(tmp_path / "run", np.random.default_rng(0), images=2)
+    with Store.open(tmp_path / "run") as store:
+        assert refine_run(store) == "" and store.refined_keypoints("im 000.jpg") is None

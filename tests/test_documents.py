@@ -1,15 +1,18 @@
 """The documents: short, with links that lead somewhere, commands that work, and figures from results."""
 
+import doctest
 import functools
+import importlib.util
+import os
 import re
 import shlex
-import subprocess
-import sys
+import shutil
 import tomllib
 from pathlib import Path
 
 import PIL.Image
 import pytest
+import tutorials
 import typer
 
 import matcher
@@ -62,16 +65,14 @@ def test_the_readme_begins_with_two_commands():
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/coming-from.md", "docs/questions.md"])
-def test_python_in_a_document_runs(document, tmp_path, shipped_weights):
+def test_python_in_a_document_runs(document, tmp_path, shipped_weights, monkeypatch):
     for name, source in (("a.jpg", "view0.jpg"), ("b.jpg", "view1.jpg")):
         view = PIL.Image.open(ROOT / "assets" / source)
         view.resize((view.width // 2, view.height // 2)).save(tmp_path / name)  # for speed
     snippets = [block for block in blocks(document, "python") if block.startswith("import")]
     assert snippets
-    (tmp_path / "snippets.py").write_text("\n".join(snippets), "utf-8")
-    command = [sys.executable, "snippets.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    exec(compile("\n".join(snippets), document, "exec"), {"__name__": "snippets"})
 
 
 @functools.cache
@@ -154,11 +155,6 @@ def test_the_manifest_of_the_weights_gives_figures_of_the_results():
         assert given <= figures, given - figures
 
 
-def test_the_reference_has_every_public_name():
-    named = re.findall(r"^::: matcher\.(\w+)$", text("docs/reference/api.md"), re.MULTILINE)
-    assert sorted(named) == sorted(set(matcher.__all__) - {"__version__"})
-
-
 def test_the_version_is_the_same_everywhere():
     versions = {
         matcher.__version__,
@@ -168,3 +164,83 @@ def test_the_version_is_the_same_everywhere():
         re.search(r"^## (\d\S*)$", text("CHANGELOG.md"), re.MULTILINE)[1],
     }
     assert len(versions) == 1
+
+
+# --- Every public name has an example that works.
+
+
+# Exceptions and constants.
+WITHOUT_EXAMPLE = {
+    "PRESETS",
+    "__version__",
+    *(name for name in matcher.__all__ if name.endswith(("Error", "Warning"))),
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(matcher.__all__) - WITHOUT_EXAMPLE))
+def test_the_example_of_a_public_name_works(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    thing = getattr(matcher, name)
+    found = doctest.DocTestFinder(exclude_empty=True).find(
+        thing, name, globs={"matcher": matcher, name: thing}
+    )
+    examples = [test for test in found if test.examples]
+    assert any(test.name == name for test in examples), f"matcher.{name} has no example in its docstring"
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    for test in examples:
+        output = []
+        runner.run(test, out=output.append)
+        assert runner.failures == 0, "".join(output)
+
+
+# --- The tutorials run from top to bottom, four of them as notebooks, and their pictures are there.
+
+
+def notebook(page: Path) -> Path:
+    return ROOT / "docs" / "notebooks" / f"{page.stem}.ipynb"
+
+
+def runs_as_notebook(page: Path) -> bool:
+    return notebook(page).is_file() and all(map(importlib.util.find_spec, ("nbclient", "ipykernel")))
+
+
+@pytest.mark.parametrize("page", tutorials.PAGES, ids=lambda page: page.stem)
+def test_a_tutorial_runs_from_top_to_bottom(page, tmp_path, shipped_weights, monkeypatch):
+    if page.stem in ("splat", "where"):
+        pytest.importorskip("pycolmap")
+    if shutil.which("bash") is None:
+        pytest.skip("needs bash")
+    assert len(tutorials.blocks(page)) >= 2
+    if not runs_as_notebook(page):
+        tutorials.run_page(page, tmp_path / "work")
+        return
+    import nbformat
+    from nbclient import NotebookClient
+
+    for name, value in tutorials.environment().items():
+        monkeypatch.setitem(os.environ, name, value)
+    found = nbformat.read(notebook(page), as_version=4)
+    resources = {"metadata": {"path": str(tutorials.prepare(tmp_path / "work"))}}
+    NotebookClient(found, timeout=900, resources=resources).execute()  # raises if a cell does
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in tutorials.PAGES if notebook(page).is_file()], ids=lambda page: page.stem
+)
+def test_a_notebook_has_the_code_of_its_tutorial(page):
+    nbformat = pytest.importorskip("nbformat")
+    stored = nbformat.read(notebook(page), as_version=4)
+    code = [
+        [cell.source for cell in each if cell.cell_type == "code"]
+        for each in (stored.cells, tutorials.cells(page).cells)
+    ]
+    assert code[0] == code[1]
+    assert notebook(page).stat().st_size < 60_000
+
+
+@pytest.mark.parametrize("page", tutorials.PAGES, ids=lambda page: page.stem)
+def test_its_pictures_are_small_and_there(page):
+    for name in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text("utf-8")):
+        picture = (page.parent / name).resolve()
+        assert picture.is_relative_to(ROOT / "docs" / "pictures")
+        assert picture.stat().st_size < 200_000

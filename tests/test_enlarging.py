@@ -1,17 +1,18 @@
-"""Images with too few keypoints are searched enlarged; positions and thresholds stay those of the file."""
+"""Images of too few keypoints are searched enlarged, soft ones smaller; positions are those of the file."""
 
 from dataclasses import replace
 
 import cv2
 import numpy as np
+import PIL.Image
 import pytest
 from random_front_end import texture
 
 import matcher
 from matcher.collection.store import Store
-from matcher.config import ExtractorConfig
+from matcher.config import ExtractorConfig, PipelineConfig
 from matcher.extract.extractor import extracted
-from matcher.images import read_image
+from matcher.images import edge_blur, read_image, without_blur
 from matcher.types import Features
 
 
@@ -57,19 +58,6 @@ def test_an_image_with_too_few_keypoints_is_searched_enlarged(size, expected):
     assert (points >= 0).all() and (points < size).all()
 
 
-def test_an_image_without_any_keypoint_or_with_none_more_stays():
-    class Fixed(Recorder):
-        def one(self, image):
-            return super().one(image).select(np.arange(self.count))
-
-    front_end = Fixed()
-    for front_end.count, searches in ((0, 1), (5, 2)):
-        front_end.seen.clear()
-        (found,) = extracted(front_end, [blank(400, 300)], ExtractorConfig(sparse_resize=1024))
-        assert len(front_end.seen) == searches
-        np.testing.assert_array_equal(found.keypoints, front_end.one(blank(400, 300)).keypoints)
-
-
 def plain_room(rng: np.random.Generator) -> np.ndarray:
     """(360, 480) uint8: a smooth wall with one poster of detail."""
     pixels = np.full((360, 480), 120, np.uint8)
@@ -108,3 +96,87 @@ def test_both_engines_and_a_collection_search_alike(rng, tmp_path):
     collection.run()
     with Store.open(tmp_path / "run") as store:
         assert len(store.features("0.png")) == len(torch)
+
+
+# --- Soft images are made smaller.
+
+
+SIZE = (960, 720)
+
+
+def scene(seed=0, size=SIZE):
+    """Rectangles of random grey at random angles, with the edges of a good lens: (H, W) uint8."""
+    rng = np.random.default_rng(seed)
+    pixels = np.full((2 * size[1], 2 * size[0]), 120, np.uint8)
+    for _ in range(160):
+        box = (rng.uniform(0, 2 * np.array(size)), rng.uniform(60, 400, 2), rng.uniform(0, 180))
+        corners = cv2.boxPoints((*map(tuple, box[:2]), box[2]))
+        cv2.fillPoly(pixels, [np.int32(corners)], int(rng.integers(20, 236)))
+    return cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
+
+
+def enlarged(pixels, factor, noise=0.0, quality=None, gain=1.0):
+    """What a sensor that resolves 1 / factor of its pixels stores."""
+    height, width = pixels.shape
+    small = cv2.resize(pixels, (round(width / factor), round(height / factor)), interpolation=cv2.INTER_AREA)
+    large = cv2.resize(small, (width, height), interpolation=cv2.INTER_CUBIC) * gain
+    large = large + noise * np.random.default_rng(1).standard_normal(large.shape)
+    large = np.clip(np.rint(large), 0, 255).astype(np.uint8)
+    if quality is None:
+        return large
+    options = [cv2.IMWRITE_JPEG_QUALITY, quality]
+    return cv2.imdecode(cv2.imencode(".jpg", large, options)[1], cv2.IMREAD_UNCHANGED)
+
+
+@pytest.mark.parametrize("sigma", [1.0, 1.5, 2.5])
+def test_the_blur_of_edges_is_found_whatever_their_contrast(sigma):
+    blurred = cv2.GaussianBlur(scene(), (0, 0), sigma)
+    assert edge_blur(blurred) == pytest.approx(sigma, abs=0.25)
+    assert edge_blur(blurred // 4) == pytest.approx(sigma, abs=0.35)
+
+
+@pytest.mark.parametrize("damage", [{}, {"quality": 50}, {"noise": 3, "gain": 0.3}])
+def test_sharp_images_keep_their_size_and_enlarged_ones_do_not(damage):
+    sharp = scene()
+    assert without_blur(enlarged(sharp, 1, **damage), 480) == 1
+    factor = without_blur(enlarged(sharp, 2.5, **damage), 480)
+    assert 0.5 <= factor < 0.85
+
+
+def test_what_is_not_soft_as_a_whole_keeps_its_size():
+    part, rng = scene(), np.random.default_rng(0)
+    part[:, 480:] = cv2.GaussianBlur(part, (0, 0), 4)[:, 480:]  # out of focus
+    noise, dark = rng.integers(0, 256, (720, 960)), rng.normal(40, 3, (720, 960))
+    for pixels in (part, noise, dark, np.full((720, 960), 90), np.zeros((3, 2000))):
+        assert without_blur(np.rint(pixels).astype(np.uint8), 480) == 1
+    blurred = cv2.GaussianBlur(scene(), (0, 0), 5)
+    assert without_blur(blurred, 600) == pytest.approx(600 / 960)
+    assert without_blur(blurred, 960) == 1
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_points_of_a_soft_image_are_pixels_of_the_file(tmp_path, orientation):
+    path, tags = tmp_path / "soft.png", PIL.Image.Exif()
+    tags[0x0112] = orientation
+    stored = cv2.GaussianBlur(scene(), (0, 0), 3)
+    PIL.Image.fromarray(stored).save(path, exif=tags)
+    keep = np.zeros(stored.shape, bool)
+    keep[:, :480] = True
+    image = read_image(path, resize=800, soft_resize=400, mask=keep)
+    assert 400 <= max(image.pixels.shape) < 800 and image.mask.shape == image.pixels.shape
+    assert image.size == (960, 720) and image.is_reduced(800)
+    corner = np.array([image.pixels.shape[1] - 0.5, image.pixels.shape[0] - 0.5])
+    expected = [959.5, 719.5] if orientation == 1 else [959.5, -0.5]
+    np.testing.assert_allclose(image.to_stored(corner), expected, atol=1e-6)
+    assert image.mask.mean() == pytest.approx(0.5, abs=0.01)
+    plain = read_image(path, resize=800)
+    assert max(plain.pixels.shape) == 800 and not plain.is_reduced(800)
+
+
+def test_the_default_preset_reads_soft_images_smaller_unless_a_size_is_given():
+    soft, sharp = enlarged(scene(), 2.5, noise=3), scene()
+    pipe = matcher.load()
+    assert pipe.config.extractor.soft_resize == 640
+    assert max(pipe.read(soft).pixels.shape) < 960 == max(pipe.read(sharp).pixels.shape)
+    assert max(matcher.load(resize=1024).read(soft).pixels.shape) == 960
+    assert PipelineConfig().extractor == ExtractorConfig(soft_resize=None)

@@ -1,5 +1,8 @@
-"""Robust geometry against synthetic truth, and every input that must not yield a model."""
+"""Robust geometry against synthetic truth, weighed by how exact matches are; inputs that yield no model."""
 
+from dataclasses import replace
+
+import cv2
 import numpy as np
 import pytest
 
@@ -7,8 +10,23 @@ from matcher.cameras import Camera
 from matcher.config import EstimationConfig
 from matcher.errors import UsageError
 from matcher.geometry import warp_points
-from matcher.verify.adjustment import epipolar_distance, fundamental_from_pose
+from matcher.pipeline import Pipeline
+from matcher.types import Features, Matches, MatchRefinement
+from matcher.verify.adjustment import (
+    Hypothesis,
+    MatchedPoints,
+    Spread,
+    TwoViewModel,
+    degrees_apart,
+    epipolar_distance,
+    fundamental_from_pose,
+    in_front,
+    likeliest,
+    mean_pose,
+    sampson,
+)
 from matcher.verify.estimation import RobustEstimator
+from matcher.verify.verdict import epipolar_likelihood
 
 CAMERA = Camera(800.0, 820.0, 510.0, 390.0)
 OTHER = Camera(700.0, 690.0, 500.0, 370.0)
@@ -234,3 +252,280 @@ def test_wrong_arguments(rng):
         estimate("fundamental", points0.T, points1.T)
     with pytest.raises(UsageError, match="real numbers"):
         estimate("fundamental", points0.astype(complex), points1)
+
+
+# --- Matches are weighed by how exactly their positions are known.
+
+
+def scene(kind: str, rng: np.random.Generator, count: int = 200):
+    """Exact matches of a plane or of a scene in depth."""
+    if kind == "homography":
+        points = rng.uniform(0, (1024, 768), (count, 2))
+        return points, warp_points(points, H_TRUE)
+    _, _, clean0, clean1, _ = two_views(rng, count, outliers=0.0)
+    return clean0, clean1
+
+
+def spread(rng: np.random.Generator, count: int, exact: float, coarse: float, kind: str) -> np.ndarray:
+    """Covariances (N, 2, 2): of some matches small and of others large, or large along one direction."""
+    if kind == "by match":
+        deviations = np.where(rng.random((count, 1)) < 0.4, exact, coarse)
+        return np.eye(2) * deviations[:, None] ** 2
+    angle = rng.uniform(0, np.pi, count)
+    along = np.stack([np.cos(angle), np.sin(angle)], 1)
+    across = np.stack([-np.sin(angle), np.cos(angle)], 1)
+    outer = [np.einsum("ni,nj->nij", side, side) for side in (along, across)]
+    return coarse**2 * outer[0] + exact**2 * outer[1]
+
+
+def error(kind: str, geometry) -> float:
+    """Pixels at the corners, or from the true epipolar lines of other points, or degrees."""
+    if kind == "homography":
+        moved = [warp_points(CORNERS, matrix) for matrix in (geometry.matrix, H_TRUE)]
+        return float(np.linalg.norm(moved[0] - moved[1], axis=1).max())
+    if kind == "fundamental":
+        _, _, clean0, clean1, _ = two_views(np.random.default_rng(5), 500)
+        return float(np.mean(epipolar_distance(clean0, clean1, geometry.matrix)))
+    found, true = geometry.cam1_from_cam0, pose()
+    cosine = (np.trace(found[:3, :3].T @ true[:3, :3]) - 1) / 2
+    across = found[:3, 3] @ true[:3, 3] / np.linalg.norm(true[:3, 3])
+    return float(np.degrees(np.arccos(np.clip([cosine, across], -1, 1))).max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("differ", ["by match", "by direction"])
+def test_models_are_more_exact_where_covariances_are_known(kind, differ):
+    with_them, without = [], []
+    for seed in range(9):
+        rng = np.random.default_rng(seed)
+        points0, points1 = scene(kind, rng)
+        covariances = spread(rng, len(points0), 0.05, 1.0, differ)
+        noise = np.linalg.cholesky(covariances) @ rng.normal(size=(len(points0), 2, 1))
+        given = points0, points1 + noise[..., 0]
+        with_them.append(error(kind, estimate(kind, *given, covariances=covariances)))
+        without.append(error(kind, estimate(kind, *given)))
+    assert np.median(with_them) < 0.75 * np.median(without)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_probable_matches_count_for_more(kind):
+    """Half of the matches are improbable, and lie off by as much, all in one direction."""
+    with_scores, without = [], []
+    for seed in range(9):
+        rng = np.random.default_rng(seed)
+        points0, points1 = scene(kind, rng)
+        improbable = rng.random(len(points0)) < 0.5
+        points1 = points1 + 0.1 * rng.normal(size=points1.shape) + 0.5 * improbable[:, None]
+        covariances = np.tile(0.05**2 * np.eye(2), (len(points0), 1, 1))
+        scores = np.where(improbable, 0.05, 0.9)
+        for scores_, errors in ((scores, with_scores), (None, without)):
+            found = estimate(kind, points0, points1, covariances=covariances, scores=scores_)
+            errors.append(error(kind, found))
+    assert np.median(with_scores) < 0.8 * np.median(without)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_neither_the_order_nor_the_scale_of_pixels_matters(kind, rng):
+    points0, points1 = scene(kind, rng)
+    covariances = spread(rng, len(points0), 0.1, 1.0, "by match")
+    points1 = points1 + 0.3 * rng.normal(size=points1.shape)
+    first = estimate(kind, points0, points1, covariances=covariances)
+    order = rng.permutation(len(points0))
+    other = estimate(kind, points0[order], points1[order], covariances=covariances[order])
+    np.testing.assert_array_equal(first.matrix, other.matrix)
+    if kind == "homography":  # stored pixels that are half as large as those of the resized image
+        halved = estimate(kind, 2 * points0, 2 * points1, covariances=4 * covariances, thresholds_scale=2.0)
+        scale = np.diag([2.0, 2.0, 1.0])
+        np.testing.assert_allclose(halved.matrix, scale @ first.matrix @ np.linalg.inv(scale), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_matches_that_repeat_or_are_not_finite_do_no_harm(kind, rng):
+    points0, points1 = scene(kind, rng)
+    points0, points1 = np.concatenate([points0, points0[:5]]), np.concatenate([points1, points1[:5]])
+    points1[7] = np.nan
+    covariances = np.tile(0.01 * np.eye(2), (len(points0), 1, 1))
+    covariances[7], covariances[9], covariances[11] = np.nan, [[1, 5], [5, 1]], np.diag([np.inf, -1])
+    found = estimate(kind, points0, points1, covariances=covariances)
+    assert found.status == "ok" and found.inliers.sum() == len(points0) - 1
+    assert error(kind, found) < 1e-3
+    with pytest.raises(UsageError, match=r"covariances of 205 matches must be \(205, 2, 2\)"):
+        estimate(kind, points0, points1, covariances=covariances[:-1])
+
+
+def test_a_fundamental_matrix_is_refined_also_without_covariances():
+    own, theirs = [], []
+    for seed in range(9):
+        points0, points1, _, _, true = two_views(np.random.default_rng(seed), 300, outliers=0.3)
+        found = estimate("fundamental", points0, points1)
+        matrix, _ = cv2.findFundamentalMat(points0, points1, cv2.USAC_MAGSAC, 1.0, 0.9999, 10000)
+        own.append(error("fundamental", found))
+        theirs.append(error("fundamental", replace(found, matrix=matrix)))
+        assert np.linalg.svd(found.matrix)[1][2] < 1e-9 and found.inliers[true].mean() > 0.75
+    assert np.median(own) < 0.8 * np.median(theirs)
+
+
+def test_inliers_of_a_weighed_pose_are_its_own():
+    config = EstimationConfig(kind="essential")
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        points0, points1, _, clean1, true = two_views(rng, 300, outliers=0.3, noise=0.8)
+        covariances = np.where(np.arange(300) % 3 == 0, 0.02, 1.0)[:, None, None] * np.eye(2)
+        points1[true & (np.arange(300) % 3 == 0)] = clean1[true & (np.arange(300) % 3 == 0)]
+        found = estimate("essential", points0, points1, covariances=covariances)
+        known = tuple(np.linalg.inv(camera.K) for camera in (CAMERA, OTHER))
+        matrix = fundamental_from_pose(CAMERA.K, OTHER.K, found.cam1_from_cam0)
+        near = sampson(points0, points1, matrix) <= config.max_epipolar_error
+        front = in_front(points0, points1, known, found.cam1_from_cam0)
+        np.testing.assert_array_equal(found.inliers, near & front)
+        assert found.inliers[true].mean() > 0.6
+
+
+class Asked(RobustEstimator):
+    """Keeps what it was asked."""
+
+    def __call__(self, points0, points1, **options):
+        type(self).given = options
+        return super().__call__(points0, points1, **options)
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_pipeline_hands_covariances_to_estimators_that_take_them(takes, rng, monkeypatch):
+    monkeypatch.setattr(Asked, "takes_covariances", takes)
+    points0, points1 = (side.astype(np.float32) for side in scene("homography", rng, 40))
+    features = [Features(side, np.eye(40), size=(1200, 1000), kind="own") for side in (points0, points1)]
+    covariances = np.tile(np.eye(2, dtype=np.float32), (40, 1, 1))
+    known = MatchRefinement(np.zeros(40, np.uint8), covariances, np.ones(40, np.float32))
+    matches = Matches(np.tile(np.arange(40)[:, None], 2), points0, points1, np.ones(40, np.float32))
+    pipeline = Pipeline(estimator=Asked(EstimationConfig(kind="homography")))
+    assert pipeline.verify(*features, matches).status == "ok" and "covariances" not in Asked.given
+    assert pipeline.verify(*features, replace(matches, refinement=known)).status == "ok"
+    assert ("covariances" in Asked.given) == takes
+
+
+# --- Which of several hypotheses is kept, and what match probabilities do to it.
+
+
+LENS = Camera(800.0, 800.0, 512.0, 384.0)
+
+
+def ahead(turn=0.0):
+    """A step to the right and ahead, with the second camera turned about its vertical axis."""
+    cam1_from_cam0 = np.eye(4)
+    cam1_from_cam0[:3, :3] = cv2.Rodrigues(np.radians([0, 8.0 + turn, 0]))[0]
+    cam1_from_cam0[:3, 3] = np.array([0.9, 0.1, 0.4]) / np.linalg.norm([0.9, 0.1, 0.4])
+    return cam1_from_cam0
+
+
+def likely_views(rng, true, wrong, noise, depth=(3.0, 8.0)):
+    """Matches of a scene, the right ones first."""
+    points0 = rng.uniform(0, (1024, 768), (true + wrong, 2))
+    rays = np.column_stack([points0, np.ones(true + wrong)]) @ np.linalg.inv(LENS.K).T
+    scene = rays * rng.uniform(*depth, (true + wrong, 1)) @ ahead()[:3, :3].T + ahead()[:3, 3]
+    projected = scene @ LENS.K.T
+    points1 = projected[:, :2] / projected[:, 2:] + rng.normal(0, noise, (true + wrong, 2))
+    points1[true:] = rng.uniform(0, (1024, 768), (wrong, 2))
+    return points0, points1
+
+
+def degrees_off(found):
+    """The larger of the errors of rotation and direction."""
+    cosines = ((np.trace(found[:3, :3].T @ ahead()[:3, :3]) - 1) / 2, found[:3, 3] @ ahead()[:3, 3])
+    return float(np.degrees(np.arccos(np.clip(cosines, -1, 1))).max())
+
+
+def test_the_exact_one_of_two_models_is_likelier_though_fewer_matches_are_near_it(rng):
+    """Numbers of inliers would choose the other one."""
+    points0, points1 = likely_views(rng, 300, 100, 0.05)
+    exact, other = (fundamental_from_pose(LENS.K, LENS.K, ahead(turn)) for turn in (0.0, 0.12))
+    # Wrong matches lie 1.8 pixels from the lines of the other model, beyond those of the exact one.
+    lines, beside = (np.column_stack([points0[300:], np.ones(100)]) @ model.T for model in (other, exact))
+    lines /= np.linalg.norm(lines[:, :2], axis=1, keepdims=True)
+    normals = lines[:, :2]
+    offsets = np.sum(points1[300:] * normals, axis=1) + lines[:, 2]
+    on_line = points1[300:] - offsets[:, None] * normals
+    away = np.sign(np.sum(on_line * beside[:, :2], axis=1) + beside[:, 2])
+    away *= np.sign(np.sum(normals * beside[:, :2], axis=1))
+    points1[300:] = on_line + 1.8 * away[:, None] * normals
+    near = [np.count_nonzero(sampson(points0, points1, model) < 1.5) for model in (exact, other)]
+    assert near[1] > near[0]
+    covariances = np.tile(0.05**2 * np.eye(2), (400, 1, 1))
+    spread, probable = Spread.of(covariances, 400), np.full(400, 0.5)
+    likely = [
+        epipolar_likelihood(model, MatchedPoints(points0, points1, probable), spread)
+        for model in (exact, other)
+    ]
+    assert likely[0] > likely[1] + 20
+
+
+def test_a_match_counts_as_much_as_it_is_probable_exact_and_possible(rng):
+    points0, points1 = likely_views(rng, 50, 0, 0.0)
+    model, spread = fundamental_from_pose(LENS.K, LENS.K, ahead()), Spread.of(None, 50)
+
+    def likely(probability, spread=spread, possible=None, shift=0.0):
+        probable = np.full(50, probability)
+        matched = MatchedPoints(points0, points1 + np.array([0.0, shift]), probable)
+        return epipolar_likelihood(model, matched, spread, possible)
+
+    assert likely(0.9) > likely(0.5) > likely(0.1) > 0
+    assert likely(0.5, Spread.of(np.tile(0.01 * np.eye(2), (50, 1, 1)), 50)) > likely(0.5)
+    assert likely(0.9, possible=np.zeros(50, bool)) == pytest.approx(50 * np.log(0.1))
+    assert likely(0.9, shift=100.0) == pytest.approx(50 * np.log(0.1))  # all far from their lines
+
+
+def test_a_homography_of_few_probable_matches_is_found(rng):
+    """Two in a hundred are right; MAGSAC++, which draws matches at random, does not find them."""
+    H = np.array([[0.9, 0.1, 30.0], [-0.1, 1.0, 20.0], [1e-4, 0.0, 1.0]])
+    points0, points1 = rng.uniform(0, (1024, 768), (2, 2000, 2))
+    points1[:40] = warp_points(points0[:40], H) + rng.normal(0, 0.3, (40, 2))
+    assert estimate("homography", points0, points1).status != "ok"
+    found = estimate("homography", points0, points1, scores=np.where(np.arange(2000) < 40, 0.9, 0.05))
+    assert found.status == "ok" and found.inliers[:40].mean() > 0.95
+    assert np.linalg.norm(warp_points(CORNERS, found.matrix) - warp_points(CORNERS, H), axis=1).max() < 3
+
+
+def test_exact_matches_give_an_exact_pose_and_coarse_ones_a_pose(rng):
+    points0, points1 = likely_views(rng, 60, 140, 0.03)
+    covariances = np.tile(0.03**2 * np.eye(2), (200, 1, 1))
+    found = estimate("essential", points0, points1, covariances=covariances, cameras=(LENS, LENS))
+    assert degrees_off(found.cam1_from_cam0) < 0.1
+    points0, points1 = likely_views(rng, 150, 100, 1.5)
+    assert degrees_off(estimate("essential", points0, points1, cameras=(LENS, LENS)).cam1_from_cam0) < 3
+
+
+def test_probable_matches_are_enough_among_many_improbable_ones(rng):
+    """One in seventeen is right: no sample of five of them is drawn by chance."""
+    points0, points1 = likely_views(rng, 70, 1130, 0.2)
+    scores = np.where(np.arange(1200) < 70, 0.9, 0.05)
+    order = rng.permutation(1200)
+    points0, points1, scores = points0[order], points1[order], scores[order]
+    right = scores > 0.5
+    without = estimate("essential", points0, points1, cameras=(LENS, LENS))
+    assert without.status != "ok" or without.inliers[right].mean() < 0.5
+    found = estimate("essential", points0, points1, scores=scores, cameras=(LENS, LENS))
+    assert found.status == "ok" and found.inliers[right].mean() > 0.9
+    assert degrees_off(found.cam1_from_cam0) < 1
+
+
+def turned(degrees, direction=(1.0, 0.0, 0.0)):
+    """A pose rotated about y, translated along a direction."""
+    found = np.eye(4)
+    found[:3, :3] = cv2.Rodrigues(np.radians([0, degrees, 0.0]))[0]
+    found[:3, 3] = np.array(direction) / np.linalg.norm(direction)
+    return found
+
+
+def test_poses_that_are_about_equally_likely_have_their_mean():
+    def hypotheses(*rows):
+        inliers = np.ones(1, bool)
+        return [Hypothesis(TwoViewModel(np.eye(3), inliers, each), likely, 0.5) for each, likely in rows]
+
+    found = hypotheses((turned(10, (1, 0.05, 0)), 40.0), (turned(14, (1, -0.05, 0)), 40.0))
+    np.testing.assert_allclose(mean_pose(found, found[0]), turned(12), atol=1e-9)
+    best, far = (turned(10), 400.0), (turned(40), 400.0)
+    found = hypotheses(best, (turned(14), 200.0), (turned(10, (-1, 0, 0)), 400.0), far)
+    assert degrees_apart(mean_pose(found, found[0]), best[0]) < 0.01
+    assert mean_pose(found[:1] + found[2:], found[0]) is None  # no other is near
+    found = hypotheses((turned(12), np.nan), (turned(10), 3.0), (turned(11), np.nan))
+    assert likeliest(found) is found[1] and likeliest(found[:1]) is None
+    assert mean_pose(found, found[1]) is None

@@ -98,14 +98,6 @@ def ranges(site):
     return [wanted for _, wanted in site.asked]
 
 
-def test_a_file_arrives_whole(site, tmp_path):
-    seen = []
-    url, path = site.url("x.pth"), tmp_path / "x.pth"
-    assert download.download([url], path, report=lambda *step: seen.append(step)) == sha256(DATA)
-    assert path.read_bytes() == DATA and list(tmp_path.iterdir()) == [path]
-    assert seen[-1] == (len(DATA), len(DATA)) and seen == sorted(seen)
-
-
 def test_a_broken_transfer_goes_on_where_it_stopped(site, tmp_path):
     site.cut_after = [300_000, 0]
     assert get(site, tmp_path / "x.pth") == sha256(DATA)

@@ -4,7 +4,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from random_front_end import FRONT_ENDS, build, random_parameters, same, share_found, texture, whole
+from random_front_end import build, random_parameters, same, share_found, texture, whole
 from torch import nn
 
 from matcher.geometry import UPRIGHT, resize_points, turn_angles, upright_to_stored
@@ -152,19 +152,3 @@ def test_a_blob_has_the_place_and_the_diameter_that_opencv_finds(sigma):
     np.testing.assert_allclose(features.keypoints[0], theirs.pt, atol=0.05)
     np.testing.assert_allclose(features.keypoints[0], centre, atol=0.05)
     assert float(features.scales[0]) == pytest.approx(theirs.size, rel=0.02)
-
-
-def test_networks_hold_what_is_trained_and_come_without_a_download(monkeypatch):
-    def refuse(*_args, **_kwargs):
-        raise AssertionError("a download")
-
-    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", refuse)
-    monkeypatch.setattr("urllib.request.urlopen", refuse)
-    counts = {"disk": 26, "aliked": 76}
-    for kind in KINDS:
-        network = FRONT_ENDS[kind].build(build(kind).config)
-        names = set(network.state_dict())
-        statistics = ("running_mean", "running_var", "num_batches_tracked")
-        trained = {name for name, _ in network.named_parameters()}
-        assert all(name in trained or name.endswith(statistics) for name in names)
-        assert len(names) == counts.get(kind, len(names))

@@ -1,7 +1,10 @@
-"""Reading images: values of every depth and mode, orientation, masks, and files that must be refused."""
+"""Reading images: values of every depth and mode, orientation, masks, files to refuse; folders of photos."""
 
 import io
 import os
+import threading
+import unicodedata
+import warnings
 from pathlib import Path
 
 import cv2
@@ -10,10 +13,18 @@ import PIL.features
 import PIL.Image
 import pytest
 import torch
+from collection_runs import QUICK, photos
 
+import matcher
+from matcher.cli import main
+from matcher.collection.store import Store
 from matcher.errors import ImageError, ImageWarning, UsageError
+from matcher.export.colmap import read_exif
 from matcher.geometry import resize_points, resized, upright_to_stored
-from matcher.images import MAX_PIXELS, read_image, read_mask
+from matcher.image_files import decode, read_gps
+from matcher.images import MAX_PIXELS, find_images, is_image, list_images, natural_key, read_image, read_mask
+from matcher.processes import at_once
+from matcher.train.views import read_photo
 
 POINTS = np.array([[40.0, 30.0], [250.0, 40.0], [60.0, 180.0], [200.0, 150.0]])  # stored xy
 LOSSLESS = {"webp": {"lossless": True, "exact": True}}
@@ -64,19 +75,6 @@ def test_orientation_turns_upright_and_points_map_back(tmp_path, blobs, orientat
     for blob in range(4):  # and the mean of a blob's peaks is its centre
         assert np.abs(stored[distance.argmin(axis=1) == blob].mean(axis=0) - POINTS[blob]).max() < 1
     assert read_image(path, upright=False).orientation == 1
-
-
-def test_resize_is_exact_on_both_axes(blobs, noise, size=(101, 400)):
-    picture = np.asarray(PIL.Image.fromarray(blobs).resize(size, PIL.Image.BICUBIC))
-    image = read_image(picture, resize=64)
-    height, width = image.pixels.shape
-    assert max(width, height) == 64 and image.size == size
-    assert image.scale == (width / size[0], height / size[1])
-    corners = np.array([[-0.5, -0.5], [size[0] - 0.5, size[1] - 0.5]])
-    small = resize_points(corners, image.scale)
-    assert np.allclose(small, [[-0.5, -0.5], [width - 0.5, height - 0.5]], atol=1e-12)
-    for resize in (1024, None):  # small ones are not enlarged
-        assert np.array_equal(read_image(noise, resize=resize).pixels, noise)
 
 
 def test_long_strips_are_resized_by_area(tmp_path, recwarn):
@@ -193,21 +191,6 @@ def test_damaged_files_are_refused(tmp_path, noise):
         read_image(PIL.Image.open(path))
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("empty.jpg", b""),
-        ("text.jpg", b"This is not a picture at all.\n"),
-        ("sig.png", b"\x89PNG\r\n\x1a\n" + bytes(100)),
-        ("a.svg", b"<svg></svg>"),
-    ],
-)
-def test_what_is_no_image(tmp_path, name, content):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ImageError, match=name):
-        read_image(tmp_path / name)
-
-
 def test_paths_that_cannot_be_read(tmp_path):
     os.mkfifo(tmp_path / "pipe.jpg")
     (tmp_path / "loop.jpg").symlink_to(tmp_path / "loop.jpg")
@@ -229,13 +212,6 @@ def test_odd_names_and_home_folders_work(tmp_path, noise, monkeypatch):
         assert np.array_equal(read_image(tmp_path / name).pixels, noise)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert read_image("~/with space.png").size == noise.shape[1::-1]
-
-
-def test_the_limit_is_the_callers(tmp_path, noise):
-    path = save(tmp_path / "a.png", noise)
-    with pytest.raises(ImageError, match="61 x 45"):
-        read_image(path, max_pixels=61 * 45 - 1)
-    assert read_image(path, max_pixels=61 * 45).size == (61, 45)
 
 
 # Masks.
@@ -301,3 +277,100 @@ def test_pillow_images_are_read_as_their_files(tmp_path, noise, mode):
     assert (found.mask is None) == (wanted.mask is None)
     stored = read_image(PIL.Image.open(path), upright=False)
     assert (stored.orientation, stored.exif_orientation) == (1, 6)
+
+
+# --- Folders of photos as people have them.
+
+
+PIXELS = np.random.default_rng(0).integers(0, 255, (40, 60), dtype=np.uint8)
+
+
+def test_images_below_a_folder(tmp_path):
+    for name in ("b.JPG", "a/c.heic", "a/d.txt", ".hidden.jpg", ".cache/e.png", "a/f.pbm"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert find_images(tmp_path) == [tmp_path / name for name in ("a/c.heic", "a/f.pbm", "b.JPG")]
+    assert not any(map(is_image, ("jpg", "a.jpg.txt", "a.mp4", "")))
+    for folder in (tmp_path / ".cache" / "none", tmp_path / "absent"):
+        with pytest.raises(UsageError, match=str(folder)):
+            find_images(folder)
+    names = ["f10", "f9", "f1", "f", "10", "9", "f2b3", "f2b20", "f2a"]
+    assert sorted(names, key=natural_key) == ["9", "10", "f", "f1", "f2a", "f2b3", "f2b20", "f9", "f10"]
+
+
+def test_links_to_folders_are_followed_once(tmp_path):
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "photos"
+    for place in (elsewhere / "deep", folder / "sub"):
+        place.mkdir(parents=True)
+        (place / "a.jpg").touch()
+    (folder / "link").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(folder)
+    (folder / "again").symlink_to(folder / "sub")
+    (folder / "nowhere").symlink_to(tmp_path / "absent")
+    (tmp_path / "alias").symlink_to(folder)
+    for named in (folder, tmp_path / "alias"):
+        assert sorted(list_images(named)) == ["link/deep/a.jpg", "sub/a.jpg"]
+
+
+def test_lists_name_accents_composed_or_not(tmp_path, capfd):
+    """macOS stores them decomposed, and lists come from elsewhere."""
+    folder = tmp_path / "photos"
+    first, second, third = photos(folder, 3)
+    name = unicodedata.normalize("NFD", "été.png")
+    (folder / first).rename(folder / name)
+    written = unicodedata.normalize("NFC", name)
+    (tmp_path / "pairs.csv").write_text(f"{written},{second}\n", encoding="utf-8")
+    (tmp_path / "names.txt").write_text(f"{written}\n{second}\n", encoding="utf-8")
+    command = ["collection", folder, "--run", tmp_path / "run", *QUICK, "--workers", 0]
+    command += ["--pairs", tmp_path / "pairs.csv", "--include", f"@{tmp_path / 'names.txt'}"]
+    assert main([*map(str, command)]) == 0
+    assert "another form" in capfd.readouterr().err
+    with Store.open(tmp_path / "run") as store:
+        assert {*store.known_pairs()} == {frozenset((name, second))}
+        assert third not in store.names().values()
+
+
+def test_heic_photos_and_their_headers_are_read(tmp_path):
+    pytest.importorskip("pillow_heif").register_heif_opener()
+    exif = PIL.Image.Exif()
+    exif[0x8769] = {0xA405: 28}
+    exif[0x8825] = {1: "N", 2: (46.0, 30.0, 0.0), 3: "W", 4: (7.0, 0.0, 36.0)}
+    for name, form in (("a.heic", "HEIF"), ("b.jpg", "JPEG")):
+        PIL.Image.fromarray(PIXELS).convert("RGB").save(tmp_path / name, form, exif=exif)
+        assert read_gps(tmp_path / name) == pytest.approx((46.5, -7.01, 0.0))
+        assert read_exif(tmp_path / name).focal_35mm == 28
+    assert read_photo(tmp_path / "a.heic").shape == (40, 60)
+    (tmp_path / "b.heic").write_bytes((tmp_path / "a.heic").read_bytes()[:200])
+    assert read_photo(tmp_path / "b.heic") is None
+
+
+# --- Two calls at once.
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_two_calls_run_at_once_and_of_two_errors_the_first_is_told(two_threads, tmp_path, views):
+    meeting = threading.Barrier(2, timeout=30)
+    assert sorted(at_once(meeting.wait, meeting.wait)) == [0, 1]
+    pipeline = matcher.load("nearest", max_keypoints=50)
+    with pytest.raises(ImageError, match=r"first\.png"):
+        pipeline.match(tmp_path / "first.png", tmp_path / "second.png")
+    arrays = [np.asarray(PIL.Image.open(path)) for path in views]
+    np.testing.assert_array_equal(pipeline.match(*views).points1, pipeline.match(*arrays).points1)
+
+
+def test_warnings_are_as_before_when_large_files_were_read_at_once(two_threads, tmp_path, monkeypatch):
+    path = tmp_path / "large.png"
+    PIL.Image.new("L", (400, 300)).save(path)
+    monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 100_000)  # Pillow would warn
+    with warnings.catch_warnings():
+        before = list(warnings.filters)
+        for _ in range(20):
+            at_once(lambda: decode(path, 10**6), lambda: decode(path, 10**6))
+        assert list(warnings.filters) == before

@@ -20,7 +20,7 @@ from matcher.cli import main
 from matcher.errors import IntegrityError, UsageError
 from matcher.sequence.frames import FrameResult
 from matcher.sequence.keyframe_map import KEPT, TRAJECTORY, KeyframeMap, MapTracking, read_kept
-from matcher.sequence.loops import KeyframeGraph, kind_of_pair, name_of, spread
+from matcher.sequence.loops import KeyframeGraph, name_of
 from matcher.sequence.trajectory import read_poses
 
 pytest.importorskip("pycolmap")
@@ -167,7 +167,8 @@ def test_a_run_that_is_ended_keeps_its_poses(tmp_path, capfd, number):
         assert f"{len(kept.frames)} poses" in said
         for path in (tmp_path / "poses.tum", out / TRAJECTORY):
             assert len(read_poses(path)[1]) == len(kept.frames)
-    assert main(["track", str(out), "--map", str(out)]) == 0
+    else:
+        assert main(["track", str(out), "--map", str(out)]) == 0
 
 
 LENS = {"fx": 9, "fy": 9, "cx": 4, "cy": 4, "distortion": []}
@@ -277,12 +278,12 @@ def test_masks_are_minded_and_after_a_loss_the_map_is_found_anew(saved, walls):
 
 
 def test_the_command_saves_and_loads_a_map(tmp_path, walls, capfd):
-    left, right, _ = write_pairs(tmp_path, walls, count=10, step=0.16)
+    left, right, _ = write_pairs(tmp_path, walls, count=7, step=0.24)
     camera, place = ("--camera", WALLS_CAMERA), tmp_path / "map"
     stereo = (*camera, "--right", right, "--baseline", BASELINE)
 
     def track(*arguments):
-        words = ("track", *arguments, "--preset", "nearest", "--max-keypoints", 400, "--no-refine")
+        words = ("track", *arguments, "--preset", "nearest", "--max-keypoints", 250, "--no-refine")
         code = main([str(word) for word in words])
         said = capfd.readouterr()
         return code, " ".join((said.out + said.err).split())
@@ -290,9 +291,9 @@ def test_the_command_saves_and_loads_a_map(tmp_path, walls, capfd):
     code, said = track(left, *stereo, "--map", place)
     assert code == 0 and "map of the keyframes" in said
     code, said = track(left, *stereo, "--load-map", place, "--output", tmp_path / "in_map.tum")
-    assert code == 0 and "10 of 10 frames have a pose in the map" in said
+    assert code == 0 and "7 of 7 frames have a pose in the map" in said
     _, poses = read_poses(tmp_path / "in_map.tum")
-    np.testing.assert_allclose(poses[:, 0, 3], 0.16 * np.arange(10), atol=0.02)
+    np.testing.assert_allclose(poses[:, 0, 3], 0.24 * np.arange(7), atol=0.02)
     assert track(left, "--load-map", place)[0] == 2
     for wrong in (("--load-map", tmp_path), ("--ground-truth", tmp_path / "none.tum")):
         assert track(left, *camera, "--map", tmp_path / "other", *wrong)[0] == 2
@@ -306,97 +307,7 @@ def test_the_command_saves_and_loads_a_map(tmp_path, walls, capfd):
     assert code == 3 and "no frame has a pose in the map" in said
 
 
-# --- Loops: which pairs of keyframes are one place, the graph of steps, and when a loop is left open.
-
-COUNT = 40
-
-
-def pose(x=0.0, z=0.0, degrees=0.0):
-    """World_from_cam at (x, 0, z), turned about the vertical."""
-    angle, found = np.deg2rad(degrees), np.eye(4)
-    found[0, 0] = found[2, 2] = np.cos(angle)
-    found[0, 2], found[2, 0] = np.sin(angle), -np.sin(angle)
-    found[:3, 3] = x, 0, z
-    return found
-
-
-def seen(first, second, noise=0.5):
-    """Where cameras at two poses see the same points."""
-    rng = np.random.default_rng(2)
-    points = rng.uniform((-6, -3, 14), (6, 3, 40), (60, 3))
-    sides = []
-    for where in (first, second):
-        local = (points - where[:3, 3]) @ where[:3, :3]
-        image = local[:, :2] / local[:, 2:] * CAMERA.fx + (CAMERA.cx, CAMERA.cy)
-        sides.append(image + rng.normal(0, noise, image.shape))
-    return sides
-
-
-def test_a_pair_is_a_loop_where_drift_explains_it():
-    like = seen(pose(), pose(x=4.0))  # images as of two cameras side by side
-    for tracked, travelled, kind in (
-        (pose(x=4.0), 4.0, "along"),  # and so they are
-        (pose(z=10.0), 10.0, "alike"),  # straight on by 10
-        (pose(z=10.0), 60.0, "loop"),  # there and back, with drift
-        (pose(z=10.0, degrees=30), 60.0, "loop"),
-        (pose(z=10.0, degrees=170), 60.0, "alike"),  # the camera looks the other way
-    ):
-        assert kind_of_pair(*like, CAMERA, (pose(), tracked), travelled) == kind, (tracked, travelled)
-    ahead = seen(pose(), pose(z=10.0, degrees=3))  # what is far ahead comes nearer
-    assert kind_of_pair(*ahead, CAMERA, (pose(), pose(z=10.0, degrees=3)), 10.0) == "along"
-    again = seen(pose(), pose())  # the camera stands where it stood, so there is no baseline
-    assert kind_of_pair(*again, CAMERA, (pose(), pose(z=5.0)), 60.0) == "loop"
-
-
-def circle() -> list[np.ndarray]:
-    """World_from_cam of cameras on a circle, which look ahead; the last is near the first."""
-    poses = [np.eye(4)]
-    step = pose(x=0.01, z=1.0, degrees=360 / (COUNT - 1))
-    for _ in range(COUNT - 1):
-        poses.append(poses[-1] @ step)
-    return poses
-
-
-def shrinking(poses: list[np.ndarray]) -> list[np.ndarray]:
-    """The same where every step turns half a degree too far and is .5 % shorter than the one before."""
-    found = [poses[0]]
-    for number, (before, after) in enumerate(pairwise(poses)):
-        step = np.linalg.inv(before) @ after @ pose(degrees=0.5)
-        step[:3, 3] *= 0.995**number
-        found.append(found[-1] @ step)
-    return found
-
-
-def edge(poses, first: int, second: int) -> tuple[int, int, np.ndarray]:
-    found = np.linalg.inv(poses[second]) @ poses[first]
-    found[:3, 3] /= np.linalg.norm(found[:3, 3])
-    return first, second, found
-
-
-def gap(poses, truth) -> float:
-    """How far the last camera is from where the first should see it."""
-    ends = [np.linalg.inv(each[0]) @ each[COUNT - 1] for each in (poses, truth)]
-    return float(np.linalg.norm(ends[0][:3, 3] - ends[1][:3, 3]))
-
-
-TRUTH = circle()
-TRACKED = dict(enumerate(shrinking(TRUTH)))
-LOOPS = [edge(TRUTH, *ends) for ends in ((0, 39), (1, 39), (0, 38), (2, 39), (1, 37), (3, 38))]
-
-
-def test_drift_is_spread_over_all_steps():
-    found = spread(TRACKED, LOOPS)
-    np.testing.assert_allclose(found[0], TRACKED[0], atol=1e-9)
-    assert gap(TRACKED, TRUTH) > 2.0 and gap(found, TRUTH) < 0.3
-    steps = [
-        [np.linalg.inv(each[a]) @ each[b] for a, b in pairwise(range(COUNT))] for each in (found, TRACKED)
-    ]
-    lengths = np.linalg.norm(np.array(steps)[:, :, :3, 3], axis=2)
-    ratios = lengths[0] / lengths[1]
-    assert ratios.max() / ratios.min() < 1.4  # as the unit has drifted
-    assert np.abs(np.diff(ratios)).max() < 0.05
-    turns = [(np.trace(b[:3, :3].T @ a[:3, :3]) - 1) / 2 for a, b in zip(*steps, strict=True)]
-    assert np.degrees(np.arccos(np.clip(turns, -1, 1))).max() < 2.0
+# --- When a loop is left open.
 
 
 @pytest.fixture
@@ -417,7 +328,9 @@ def test_what_looks_alike_closes_no_loop_and_is_in_no_model(matched):
     graph, collection, truth = matched
     back = by_frame(drifting(truth))
     assert len(graph.loops(collection, back)) > 3 and not graph.alike
-    straight = {index: pose(z=1.0 * index) for index in range(0, 20, 2)}
+    straight = {index: np.eye(4) for index in range(0, 20, 2)}
+    for index, pose in straight.items():
+        pose[2, 3] = index
     assert graph.loops(collection, straight) == () and len(graph.alike) > 1
     assert not graph.alike & {(name_of(index), name_of(index + 2)) for index in range(0, 18, 2)}
 

@@ -64,6 +64,8 @@ def test_masks_are_taken_in_every_form(files):
             assert is_kept(pipeline.extract(image, given).keypoints)
     with pytest.raises(matcher.UsageError, match=r"a mask is a path, an array, .*, not dict"):
         pipeline.extract(image, {"mask": array})
+    with pytest.raises(matcher.UsageError, match="own mask"):
+        pipeline.extract(matcher.read_image(image), array)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from random_matcher import CONFIG, WITH_MATCH_PROBABILITY, matcher_with, pair, r
 from matcher.config import ALL_LAYERS, AssignmentConfig, MatchingPolicy
 from matcher.errors import UsageError
 from matcher.match.adaptivity import decide
-from matcher.match.network import AttentionMatcher, MatchingNetwork, inference_network, resolve_precision
+from matcher.match.network import AttentionMatcher, MatchingNetwork, resolve_precision
 from matcher.types import Features, Matches
 
 COUNTS = [(40, 30), (25, 60), (1, 12), (12, 1), (0, 9), (8, 0), (0, 0), (1, 1), (33, 33), (50, 50), (20, 64)]
@@ -268,27 +268,6 @@ def test_precision_names() -> None:
     assert resolve_precision("auto", cpu) == ("bfloat16" if fast else "float32")
     with pytest.raises(UsageError, match="float64"):
         resolve_precision("float64", cpu)
-
-
-@torch.no_grad()
-def test_an_inference_network_shares_nothing_with_its_source(pairs) -> None:
-    source = random_model(config=GUIDED)
-    frozen = inference_network(source, precision="float32")
-    half = inference_network(source, precision="bfloat16")
-    assert half.layers[0].self_block.attention.qkv.weight.dtype == half.project.weight.dtype == torch.bfloat16
-    for name in ("position", "heads", "confidence", "guidance", "consensus"):  # need more digits
-        assert {p.dtype for p in getattr(half, name).parameters()} == {torch.float32}
-    sides = [Features.stack([f]) for f in pairs[0]]
-
-    def scores(network: MatchingNetwork) -> torch.Tensor:
-        return network(*sides)[0].assignment.log_scores
-
-    before = scores(frozen)
-    torch.testing.assert_close(scores(source), before, atol=1e-3, rtol=1e-3)
-    for value in source.state_dict().values():
-        value.mul_(1.1).add_(0.01)
-    assert scores(frozen).equal(before)
-    torch.testing.assert_close(scores(inference_network(source)), scores(source), atol=2.0, rtol=0.5)
 
 
 def test_the_first_layers_are_a_network_of_its_own_and_leave_the_whole_alone(pairs) -> None:

@@ -12,7 +12,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from real_pairs import fifty_pairs
+from real_pairs import three_pairs
 
 import matcher
 from matcher.cli import main
@@ -253,8 +253,8 @@ def test_real_pairs_match_as_in_torch(engines, monkeypatch, capsys):
     monkeypatch.setenv("MATCHER_COMPILED", "0")
     ours, theirs = engines("hybrid-learned")
     pipeline, together, every = matcher.load("hybrid-learned", max_keypoints=1024), 0, 0
-    for photos in list(fifty_pairs())[:10]:
-        sides = [Features.stack([pipeline.extract(str(photo))]) for photo in photos[:2]]
+    for photos in three_pairs().values():
+        sides = [Features.stack([pipeline.extract(photo)]) for photo in photos]
         both, either, _ = shared(ours(*sides)[0], theirs(*sides)[0])
         together, every = together + both, every + either
     with capsys.disabled():

@@ -4,6 +4,13 @@ COLMAP's wheels are built without ONNX Runtime, so what its extractor and matche
 here: padding to multiples of 32, scalars, keypoints from −1 to 1, points in the margin dropped.
 """
 
+import importlib.util
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
 import cv2
 import numpy as np
 import onnx
@@ -13,7 +20,9 @@ from real_pairs import three_pairs
 
 import matcher
 from matcher.cli import main
+from matcher.export_onnx import export_preset
 from matcher.onnx_engine import Graph
+from matcher.presets import PRESETS
 
 pytestmark = pytest.mark.slow  # exporting takes minutes
 
@@ -96,9 +105,9 @@ def as_colmap_and_as_the_pipeline(
     return theirs, np.concatenate([matches.points0, matches.points1], axis=1)
 
 
-def near(theirs: np.ndarray, ours: np.ndarray) -> float:
-    """The share of matches that are a tenth of a pixel at most from one of ours."""
-    return np.mean(np.abs(theirs[:, None] - ours).max(axis=2).min(axis=1) < 0.1)
+def near(theirs: np.ndarray, ours: np.ndarray, pixels: float = 0.1) -> float:
+    """The share of matches that are so near one of ours."""
+    return np.mean(np.abs(theirs[:, None] - ours).max(axis=2).min(axis=1) < pixels)
 
 
 # The padding of the second size changes what is normalised, and some of the 400 keypoints lie in it.
@@ -131,3 +140,127 @@ def test_one_point_and_none(files):
     assert keypoints.shape == (0, 2) and descriptors.shape == (0, 64)
     one = np.full((1, 2), 20, np.float32), np.eye(1, 64, dtype=np.float32)
     assert len(matched(network, [one, one], [(70, 40)] * 2)) <= 1
+
+
+# --- OpenCV 5: `cv2.ALIKED` and `cv2.LightGlueMatcher`, as scripts/opencv_matcher.py uses them.
+
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "opencv_matcher.py"
+SIZE, POINTS = (640, 480), 512
+
+
+@pytest.fixture(scope="module")
+def by_opencv(tmp_path_factory):
+    """Matches (K, 4) of two files by OpenCV and by the pipeline, both files made of one size before."""
+    folder = tmp_path_factory.mktemp("opencv")
+    command = ["weights", "export", "hybrid-learned", "--onnx", str(folder)]
+    assert main([*command, "--opencv", "{}x{}".format(*SIZE)]) == 0
+    spec = importlib.util.spec_from_file_location("opencv_matcher", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    options = {"resize": max(SIZE), "further_passes": False, "refine": False, "max_keypoints": POINTS}
+    pipeline = matcher.load("hybrid-learned", engine="onnx", **options)
+
+    def of(pair: tuple[Path, Path]) -> tuple[np.ndarray, np.ndarray]:
+        images = [cv2.resize(cv2.imread(str(path)), SIZE, interpolation=cv2.INTER_AREA) for path in pair]
+        points0, points1, found = script.match(folder, *images, SIZE)
+        places = [np.array([point.pt for point in points]) for points in (points0, points1)]
+        theirs = np.array([[*places[0][m.queryIdx], *places[1][m.trainIdx]] for m in found])
+        ours = pipeline.match(*(np.ascontiguousarray(image[..., ::-1]) for image in images)).matches
+        return theirs, np.concatenate([ours.points0, ours.points1], axis=1)
+
+    return of
+
+
+@pytest.mark.skipif(not hasattr(cv2, "LightGlueMatcher"), reason="needs OpenCV 5")
+def test_opencv_matches_with_our_weights_what_the_pipeline_matches(by_opencv, capsys):
+    for name, pair in three_pairs().items():
+        theirs, ours = by_opencv(pair)
+        share = near(theirs, ours, 0.5)
+        with capsys.disabled():
+            print(f"\n{name}: OpenCV {len(theirs)} matches, {share:.1%} near ours; the pipeline {len(ours)}")
+        assert len(theirs) > 100
+        assert share > 0.85 and 0.9 < len(theirs) / len(ours) < 1.1
+
+
+# --- scripts/cpp/match.cpp. Debian's libonnxruntime-dev, libjpeg-dev and libpng-dev hold the headers; where
+# those of ONNX Runtime lie elsewhere, CPATH names the folder.
+
+
+SOURCE = Path(__file__).resolve().parent.parent / "scripts" / "cpp" / "match.cpp"
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+HEADERS = ["-I/usr/include/onnxruntime", "-I/usr/local/include/onnxruntime"]
+NEEDED = "".join(
+    f"#if !__has_include(<{name}>)\n#error {name}\n#endif\n"
+    for name in ("onnxruntime_cxx_api.h", "jpeglib.h", "png.h")
+)
+
+
+def can_build() -> bool:
+    if COMPILER is None:
+        return False
+    command = [COMPILER, "-x", "c++", "-fsyntax-only", *HEADERS, "-"]
+    return subprocess.run(command, input=NEEDED, text=True, capture_output=True).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """The program, linked with the library that the Python package brings."""
+    if not can_build():
+        pytest.skip("needs a C++ compiler and the headers named above")
+    folder = tmp_path_factory.mktemp("cpp")
+    library = next((Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.*"))
+    for name in ("libonnxruntime.so", "libonnxruntime.so.1"):
+        (folder / name).symlink_to(library)
+    command = [COMPILER, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", *HEADERS, SOURCE]
+    command += ["-o", folder / "match", f"-L{folder}", f"-Wl,-rpath,{folder}"]
+    subprocess.run([*command, "-lonnxruntime", "-ljpeg", "-lpng"], check=True)
+    export_preset("hybrid-learned", PRESETS["hybrid-learned"], folder)
+
+    def run(*arguments) -> subprocess.CompletedProcess:
+        command = [folder / "match", folder / "learned.onnx", folder / "hybrid-learned.onnx", *arguments]
+        return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=os.environ)
+
+    return run
+
+
+@pytest.mark.parametrize(("ending", "pixels"), [("jpg", 1024), ("png", 320)])
+def test_two_pictures_have_the_matches_that_python_finds(views, tmp_path, program, ending, pixels):
+    files = []
+    for view in views:
+        files.append(tmp_path / f"{Path(view).stem}.{ending}")
+        cv2.imwrite(str(files[-1]), cv2.imread(str(view)))
+    done = program(*files, "300", str(pixels))
+    assert done.returncode == 0, done.stderr
+    theirs = np.array([line.split() for line in done.stdout.splitlines()], float)
+    options = {"max_keypoints": 300, "resize": pixels, "further_passes": False, "refine": False}
+    pipeline = matcher.load("hybrid-learned", engine="onnx", early_exit=False, pruning=False, **options)
+    policy = replace(pipeline.matcher.config.policy, calibration=None)  # which is outside the graph
+    pipeline.matcher.config = replace(pipeline.matcher.config, policy=policy)
+    matches = pipeline.match(*files).matches
+    ours = np.concatenate([matches.points0, matches.points1], axis=1)
+    away = np.abs(theirs[:, None, :4] - ours).max(axis=2)
+    same = away.min(axis=1) < 0.01
+    assert len(ours) > 50
+    assert 0.96 < len(theirs) / len(ours) < 1.04
+    assert same.mean() >= 0.96  # decoding and resizing may round a pixel differently
+    assert np.abs(theirs[same, 4] - matches.scores[away.argmin(axis=1)][same]).max() < 0.02
+
+
+def test_pictures_without_keypoints_have_no_matches(tmp_path, program):
+    cv2.imwrite(str(tmp_path / "flat.png"), np.full((60, 80, 3), 90, np.uint8))
+    done = program(tmp_path / "flat.png", tmp_path / "flat.png")
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_a_file_that_cannot_be_used_is_named(views, tmp_path, program):
+    (tmp_path / "cut.jpg").write_bytes(Path(views[0]).read_bytes()[:3000])
+    (tmp_path / "text.jpg").write_text("no picture")
+    for name, message in (
+        ("absent.jpg", "cannot be opened"),
+        ("text.jpg", "is neither a JPEG nor a PNG file"),
+        ("cut.jpg", "the file is cut short or damaged"),
+    ):
+        done = program(views[0], tmp_path / name)
+        assert done.returncode == 1
+        assert f"{name}" in done.stderr and message in done.stderr

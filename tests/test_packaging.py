@@ -1,12 +1,16 @@
-"""What the project is called where it is installed, and how its tests are started."""
+"""What the project is called where it is installed, and what starting costs; scripts."""
 
+import importlib
+import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from matcher.errors import install_command
+from matcher.errors import UsageError, install_command
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = ("*.py", "*.md", "*.toml", "*.txt", "*.js", "*.html")
@@ -33,14 +37,6 @@ def test_no_text_advises_to_install_the_foreign_project():
     assert advice == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["pip install matcher", "pip install 'matcher[app]'", 'uv add "matcher"', "pip install -U matcher[sfm]"],
-)
-def test_advice_of_the_foreign_project_is_seen(text):
-    assert FOREIGN.search(text)
-
-
 def test_our_own_name_is_not_taken_for_it():
     assert not FOREIGN.search(install_command("app"))
     assert not FOREIGN.search("pip install ./matcher-1.0.0-py3-none-any.whl")
@@ -62,18 +58,108 @@ def test_hints_name_what_is_missing_in_the_range_of_the_project():
         assert install_command(name).removeprefix("pip install ").strip("'") in stated, name
 
 
-@pytest.mark.parametrize(
-    ("arguments", "cores", "expected"),
-    [
-        ([], 2, ["-n", "2", "--dist", "loadfile"]),
-        (["tests/test_cli.py", "-k", "help"], 4, ["-n", "4", "--dist", "loadfile"]),
-        ([], 1, []),
-        (["-n3"], 8, []),
-        (["--pdb"], 8, []),
-    ],
-)
-def test_tests_run_on_all_cores_unless_told_otherwise(arguments, cores, expected, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    from run_tests import parallel
+# --- Scripts explain themselves, and what they compute beside calling the library.
 
-    assert parallel(arguments, cores) == expected
+
+SCRIPTS = ROOT / "scripts"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Scripts as modules, by name."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module
+
+
+@pytest.mark.parametrize("name", ["benchmark", "fit", "gate", "localization", "measure", "release"])
+def test_scripts_explain_themselves(script, name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        script(name).main()
+    assert "usage" in capsys.readouterr().out
+
+
+def test_documents_and_the_leaderboard_are_those_of_the_stored_results():
+    subprocess.run([sys.executable, SCRIPTS / "results.py", "--check"], check=True)
+
+
+# --- Scripts that make training views.
+
+
+def test_a_folder_that_is_no_set_is_never_replaced_and_finished_sets_are_kept(tmp_path, monkeypatch):
+    """The photos' own folder was deleted where sets were asked for beside it."""
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "rooms")
+    label = importlib.import_module("label_views")
+    photos = tmp_path / "castle"
+    photos.mkdir()
+    (photos / "a.jpg").write_bytes(b"photo")
+    with pytest.raises(UsageError, match="castle exists and is no finished set"):
+        label.label_views(photos, photos, tmp_path / "work", print)
+    assert (photos / "a.jpg").read_bytes() == b"photo"
+    for name in ("house", "house-1", "house-2"):
+        (tmp_path / name).mkdir()
+    for name in ("house", "house-1"):
+        (tmp_path / name / label.DONE).touch()
+    found = label.label_views(photos, tmp_path / "house", tmp_path / "work", print)
+    assert [folder.name for folder in found] == ["house", "house-1"]
+
+
+# --- What starting costs, as the modules that are imported: their number is the same on every machine.
+
+
+# What a command needs beside torch to read, extract, match and verify.
+NEEDED = {"matcher", "numpy", "cv2", "PIL", "poselib", "safetensors", "typer"}
+SLOW = {"matplotlib", "kornia", "transformers", "pycolmap", "h5py", "scipy", "skimage"}
+SLOW |= {"rich", "gradio", "ray"}
+
+
+def loaded(*steps: str) -> list[list[str]]:
+    """Modules that are there after each of some steps of one process."""
+    show = "print('\\nMODULES', json.dumps(sorted(sys.modules)))"
+    text = "\n".join(["import json, sys", *(line for step in steps for line in (step, show)), ""])
+    done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("MODULES ")]
+    return [json.loads(line.removeprefix("MODULES ")) for line in lines]
+
+
+def roots(modules: list[str]) -> set[str]:
+    return {name.split(".")[0] for name in modules}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["match", "-h"]])
+def test_help_imports_nothing_heavy(arguments):
+    (found,) = loaded(f"from matcher.cli import main\nmain({arguments})")
+    assert not roots(found) & ({"torch", "numpy"} | SLOW | NEEDED - {"matcher", "typer"})
+    assert len([name for name in found if name.startswith("matcher.")]) < 40
+
+
+def test_only_the_command_that_was_typed_is_imported():
+    (found,) = loaded("from matcher.cli import main\nmain(['presets', '--json'])")
+    commands = {"laboratory", "localize", "machine", "pair", "runs", "sfm", "track"}
+    assert {name.removeprefix("matcher.cli.") for name in found} & commands == {"machine"}
+
+
+def test_a_match_imports_little_beside_torch_and_matplotlib_only_for_a_plot(views, tmp_path):
+    match = ["match", *map(str, views), "--max-keypoints", "64", "--resize", "320"]
+    plot = [*match, "--plot", str(tmp_path / "m.png")]
+    alone, plain, drawn = loaded(
+        "import torch", f"from matcher.cli import main\nmain({match})", f"main({plot})"
+    )
+    assert "matplotlib" in roots(drawn)
+    assert "matplotlib.pyplot" not in drawn
+    found = [name for name in plain if name not in alone]
+    assert not roots(found) & SLOW
+    assert len([name for name in found if name.startswith("matcher.")]) < 150
+    # Of others: OpenCV and Pillow with their formats, PoseLib, typer and what it checks values with.
+    assert len([name for name in found if not name.startswith("matcher")]) < 250
+
+
+def test_a_match_in_onnx_runtime_imports_no_torch(views):
+    match = ["match", *map(str, views), "--engine", "onnx", "--max-keypoints", "64", "--resize", "320"]
+    (found,) = loaded(f"from matcher.cli import main\nmain({match})")
+    assert not roots(found) & ({"torch", "onnx", "kornia"} | SLOW)
+    assert len([name for name in found if name.startswith("matcher.")]) < 70
+
+
+def test_the_package_alone_costs_nothing():
+    assert not roots(*loaded("import matcher")) & {"torch", "numpy", "cv2", "typer"}

@@ -110,19 +110,6 @@ def test_extract_once_and_match_many(network, views):
     assert network.match_features_batch([]) == []
 
 
-def test_masks_keep_keypoints_inside(network, pair, tmp_path):
-    mask = np.zeros(pair[0].shape[:2], np.uint8)
-    mask[:, :400] = 255
-    cv2.imwrite(str(tmp_path / "mask.png"), mask)
-    for given in (mask, tmp_path / "mask.png"):
-        result = network.match(*pair, mask0=given)
-        assert len(result.features0) > 50
-        assert float(result.features0.keypoints[:, 0].max()) < 402
-        assert float(result.features1.keypoints[:, 0].max()) > 500
-    with pytest.raises(UsageError, match="own mask"):
-        network.extract(read_image(pair[0]), mask)
-
-
 def test_results_are_in_stored_pixels_whatever_the_resize(pair):
     pipeline = matcher.load("nearest", resize=400, geometry="homography", refine=False)
     large = [cv2.resize(picture, None, fx=2, fy=2, interpolation=cv2.INTER_CUBIC) for picture in pair]

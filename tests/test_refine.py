@@ -10,7 +10,7 @@ from rendered_texture import AFFINE, SIZE, Texture, move
 
 import matcher
 from matcher.config import RefineConfig
-from matcher.refine import ImagePyramid, fit_affine_maps, refine_image_pair, refine_matches
+from matcher.refine import ImagePyramid, refine_image_pair, refine_matches
 from matcher.types import REFINEMENTS, Matches
 
 
@@ -194,16 +194,6 @@ def test_few_absent_and_impossible_matches(views):
     assert found.refinement.accepted[:-2].mean() > 0.9
     collapsed = np.repeat(grid()[:1], 20, axis=0)
     assert not refined(*views, collapsed, collapsed).refinement.accepted.any()
-
-
-def test_local_maps_are_fitted_around_wrong_matches():
-    rng = np.random.default_rng(4)
-    points0 = rng.uniform(0, 500, (300, 2))
-    points1 = move(points0)
-    points1[:60] = rng.uniform(0, 500, (60, 2))
-    maps, known = fit_affine_maps(points0, points1, 16)
-    assert known[60:].mean() > 0.95
-    assert np.median(np.abs(maps[60:] - AFFINE[:, :2]).max(axis=(1, 2))) < 0.02
 
 
 def saved(path, values, orientation=1, depth=8, size=None):

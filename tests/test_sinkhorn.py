@@ -1,4 +1,4 @@
-"""Sinkhorn against a log-sum-exp loop in float64, its invariances, and the matches read off it."""
+"""Sinkhorn against a loop in float64, its invariances, the matches read off it; local consensus."""
 
 import math
 
@@ -7,8 +7,10 @@ import pytest
 import torch
 from peers import naive_sinkhorn
 
-from matcher.config import AssignmentConfig
-from matcher.match.nearest import credible_matches
+from matcher.config import AssignmentConfig, NearestConfig
+from matcher.errors import UsageError
+from matcher.match.consensus import Consensus, fit_local_maps, soft_matches
+from matcher.match.nearest import NearestMatcher, credible_matches
 from matcher.match.sinkhorn import (
     Assignment,
     AssignmentHead,
@@ -18,6 +20,7 @@ from matcher.match.sinkhorn import (
     mutual_best,
     sinkhorn,
 )
+from matcher.types import Features
 
 
 def scores_with_matches(rows: int, columns: int, seed: int = 0, contrast: float = 1.0) -> torch.Tensor:
@@ -267,3 +270,188 @@ def test_few_matches_must_be_more_probable() -> None:
     best = np.log(np.array([0.2, 0.2, 0.9])), np.arange(3), np.ones(3, bool)
     assert len(credible_matches(*best, 0.1)[0]) == 3
     assert len(credible_matches(*best, 0.1, 2.0)[0]) == 1  # 0.1 · (1 + 2 / 1.3)
+
+
+# --- Local consensus: exact on affine motion, deaf to outliers, symmetric, silent without support.
+
+
+SLOPE = torch.tensor([[0.9, 0.3], [-0.2, 1.1]])
+SHIFT = torch.tensor([0.1, -0.05])
+
+
+def moved_points(count: int = 200, outliers: float = 0.0, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Points (1, N, 2), where an affine map takes them, what is observed, and which of it is wrong."""
+    rng = torch.Generator().manual_seed(seed)
+    points = torch.rand(1, count, 2, generator=rng) * 2 - 1
+    truth = points @ SLOPE.t() + SHIFT
+    wrong = torch.rand(1, count, generator=rng) < outliers
+    noise = torch.rand(1, count, 2, generator=rng) * 2 - 1
+    return points, truth, torch.where(wrong.unsqueeze(2), noise, truth), wrong
+
+
+def test_an_affine_motion_is_predicted_exactly() -> None:
+    points, truth, observed, _ = moved_points()
+    fit = fit_local_maps(points, observed, torch.ones(1, 200))
+    error = (fit.position - truth).norm(dim=2)
+    assert error.max() < 1e-2 and error.median() < 5e-4  # the ridge tells beside the other points
+    assert fit.spread.max() < 2e-3
+    assert fit.support.min() > 1
+
+
+def test_a_third_of_wrong_matches_does_not_move_the_prediction() -> None:
+    points, truth, observed, wrong = moved_points(400, outliers=0.33)
+    fit = fit_local_maps(points, observed, torch.ones(1, 400))
+    error = (fit.position - truth).norm(dim=2)
+    assert error.median() < 1e-3
+    assert error.quantile(0.8) < 0.02
+    assert error[wrong].quantile(0.8) < 0.02  # a wrong match has no say in its own prediction
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_few_matches_give_finite_answers_with_little_support(count: int) -> None:
+    points, _, observed, _ = moved_points(10)
+    confidence = torch.zeros(1, 10)
+    confidence[0, :count] = 1
+    fit = fit_local_maps(points, observed, confidence)
+    assert all(x.isfinite().all() for x in fit)
+    assert fit.support.max() <= count
+
+
+def test_links_are_the_mutual_best_from_both_sides() -> None:
+    scores = torch.randn(1, 9, 7, generator=torch.Generator().manual_seed(2)).log_softmax(2)
+    links0, links1 = soft_matches(scores)
+    indices, probabilities = map(torch.from_numpy, mutual_matches(scores[0], 0.05))
+    assert len(indices) > 2
+    expected0, expected1 = torch.zeros(9), torch.zeros(7)
+    expected0[indices[:, 0]], expected1[indices[:, 1]] = probabilities, probabilities
+    torch.testing.assert_close(links0.confidence[0], expected0)
+    torch.testing.assert_close(links1.confidence[0], expected1)
+    assert links0.partner[0, indices[:, 0]].equal(indices[:, 1])
+    assert links1.partner[0, indices[:, 1]].equal(indices[:, 0])
+
+
+def ambiguous_scores(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores (1, N+1, N+1) whose diagonal is right; a third of the points prefer each other's partner."""
+    points, truth, _, _ = moved_points(count, seed=seed)
+    rng = torch.Generator().manual_seed(seed)
+    scores = torch.randn(1, count + 1, count + 1, generator=rng)
+    scores[0, :-1, :-1] += torch.eye(count) * 9
+    scores[0, -1, -1] = 0
+    for row in range(0, count, 6):
+        scores[0, row, row + 1] = scores[0, row, row] + 0.5
+        scores[0, row + 1, row] = scores[0, row + 1, row + 1] + 0.5
+    return scores, points, truth
+
+
+def test_ambiguous_points_are_decided_by_their_neighbours() -> None:
+    scores, points, truth = ambiguous_scores(90, 5)
+    consensus = Consensus()
+
+    def right(s: torch.Tensor) -> int:
+        indices, _ = mutual_matches(assign(s, AssignmentConfig()).log_scores[0], 0.2)
+        return int((indices[:, 0] == indices[:, 1]).sum())
+
+    with torch.no_grad():
+        heard = consensus(scores, points, truth, soft_matches(assign(scores, AssignmentConfig()).log_scores))
+    assert right(scores) < 65
+    assert right(heard) > 85
+
+
+def test_swapping_the_images_transposes_the_correction() -> None:
+    scores, points, truth = ambiguous_scores(60, 6)
+    consensus, assigned = Consensus(), assign(scores, AssignmentConfig()).log_scores
+    with torch.no_grad():
+        torch.nn.init.normal_(consensus.out.weight, std=0.3)
+        there = consensus(scores, points, truth, soft_matches(assigned))
+        back = consensus(scores.transpose(1, 2), truth, points, soft_matches(assigned.transpose(1, 2)))
+    torch.testing.assert_close(there.transpose(1, 2), back, atol=2e-3, rtol=1e-3)
+
+
+def test_without_matches_the_neighbours_say_nothing_about_places() -> None:
+    points, truth, _, _ = moved_points(20)
+    scores = torch.randn(1, 21, 21, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        heard = Consensus()(scores, points, truth, soft_matches(torch.full((1, 20, 20), -20.0)))
+    torch.testing.assert_close(heard, scores, atol=1e-4, rtol=0)
+
+
+# --- Nearest neighbours.
+
+
+def make(rng: np.random.Generator, count: int, descriptors: np.ndarray | None = None, **fields) -> Features:
+    """Features of one image with random points."""
+    if descriptors is None:
+        descriptors = rng.normal(size=(count, 16)).astype(np.float32)
+    points = rng.uniform(0, 100, size=(count, 2)).astype(np.float32)
+    return Features(keypoints=points, descriptors=descriptors, size=(100, 100), **fields)
+
+
+def match_one(features0: Features, features1: Features, ratio: float = 0.8):
+    return NearestMatcher(NearestConfig(ratio))(Features.stack([features0]), Features.stack([features1]))[0]
+
+
+def reference(
+    descriptors0: np.ndarray, descriptors1: np.ndarray, ratio: float
+) -> dict[tuple[int, int], float]:
+    """Loops over float64 distances."""
+    distances = np.linalg.norm(descriptors0[:, None].astype(np.float64) - descriptors1[None], axis=2)
+    found = {}
+    for i, row in enumerate(distances):
+        j = int(row.argmin())
+        if int(distances[:, j].argmin()) != i:
+            continue
+        r0 = row[j] / np.sort(row)[1]
+        r1 = row[j] / np.sort(distances[:, j])[1]
+        if max(r0, r1) <= ratio:
+            found[i, j] = 1 - max(r0, r1)
+    return found
+
+
+@pytest.mark.parametrize("ratio", [0.6, 0.8, 1.0])
+def test_it_equals_a_loop_over_all_distances(rng, ratio):
+    base = rng.normal(size=(60, 16)).astype(np.float32)
+    noisy = (base[rng.permutation(60)[:45]] + rng.normal(scale=0.6, size=(45, 16))).astype(np.float32)
+    found = match_one(make(rng, 60, base), make(rng, 45, noisy), ratio)
+    expected = reference(base, noisy, ratio)
+    assert {tuple(pair) for pair in found.indices.tolist()} == set(expected)
+    assert len(expected) > 5
+    wanted = [expected[tuple(pair)] for pair in found.indices.tolist()]
+    np.testing.assert_allclose(found.scores, wanted, atol=1e-5)
+    assert (np.diff(found.scores) <= 0).all()
+
+
+def test_swapping_the_images_swaps_the_matches(rng):
+    features0, features1 = make(rng, 50), make(rng, 40)
+    forth, back = match_one(features0, features1, 1.0), match_one(features1, features0, 1.0)
+    assert len(forth) > 3
+    assert {(i, j) for i, j in forth.indices.tolist()} == {(i, j) for j, i in back.indices.tolist()}
+
+
+def test_a_padded_batch_gives_what_single_pairs_give(rng):
+    pairs = [(make(rng, n), make(rng, m)) for n, m in [(40, 25), (3, 30), (0, 12), (1, 9), (7, 1), (5, 0)]]
+    batch = NearestMatcher(NearestConfig(1.0))(*(Features.stack(side) for side in zip(*pairs, strict=True)))
+    for pair, together in zip(pairs, batch, strict=True):
+        alone = match_one(*pair, ratio=1.0)
+        np.testing.assert_array_equal(together.indices, alone.indices)
+        np.testing.assert_allclose(together.scores, alone.scores, atol=1e-6)
+        assert (together.kept0, together.kept1) == (len(pair[0]), len(pair[1]))
+
+
+def test_duplicate_descriptors_are_ambiguous(rng):
+    twice = np.repeat(rng.normal(size=(1, 16)), 2, axis=0).astype(np.float32)
+    others = rng.normal(size=(6, 16)).astype(np.float32)
+    found = match_one(
+        make(rng, 8, np.concatenate([twice, others])), make(rng, 8, np.concatenate([twice, others]))
+    )
+    assert sorted(found.indices[:, 0].tolist()) == list(range(2, 8))
+
+
+def test_what_does_not_fit_is_refused(rng):
+    with pytest.raises(UsageError, match="sift and disk"):
+        match_one(make(rng, 5, kind="sift"), make(rng, 5, kind="disk"))
+    with pytest.raises(UsageError, match="16 and 8"):
+        match_one(make(rng, 5), make(rng, 5, np.zeros((5, 8), np.float32)))
+    with pytest.raises(UsageError, match="stack the features"):
+        NearestMatcher(NearestConfig())(make(rng, 5), make(rng, 5))
+    with pytest.raises(UsageError, match="ratio"):
+        NearestMatcher(NearestConfig(0.0))

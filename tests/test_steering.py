@@ -9,8 +9,17 @@ import torch
 import matcher
 from matcher.images import read_image
 from matcher.match.position import normalise_positions
-from matcher.match.steering import STEERABLE, TURNS, aligned, best_turn, quarter_turns, steered
-from matcher.types import Features
+from matcher.match.steering import (
+    PROBED,
+    STEERABLE,
+    TURNS,
+    aligned,
+    best_turn,
+    quarter_turns,
+    steered,
+    try_other_turns,
+)
+from matcher.types import Features, Matches
 
 
 @pytest.fixture
@@ -93,14 +102,50 @@ def test_a_turned_image_is_matched_as_the_upright_one(preset, turn, views):
     assert (distance < 3).sum() > 0.7 * upright.geometry.inliers.sum()
 
 
-def test_a_few_distinct_neighbours_outweigh_many_indistinct_ones(rng):
-    """Most points of both images are unlike; twenty are alike after two quarter turns, none before."""
-    own, other = unit(rng.normal(size=(300, 64))), unit(rng.normal(size=(300, 64)))
-    kept = steered(torch.from_numpy(own)[None], torch.tensor([2]))[0].numpy()
-    other[:20] = unit(kept[:20] + 0.05 * rng.normal(size=(20, 64)))
-    first, second = (
-        Features.stack([Features(rng.uniform(0, 200, (300, 2)), values, size=(320, 240), kind=STEERABLE)])
-        for values in (own, other)
-    )
-    assert quarter_turns(first, second) == [2]
-    assert quarter_turns(first, first) == [0]
+# --- Which turns of pairs with few matches are tried, and on which keypoints.
+
+
+def matches(count: int) -> Matches:
+    indices = np.stack([np.arange(count)] * 2, axis=1)
+    points = indices.astype(np.float32)
+    return Matches(indices=indices, points0=points, points1=points, scores=np.ones(count, np.float32))
+
+
+class Turned:
+    """Pairs of which the number of matches at every turn is known, for few keypoints and for all."""
+
+    def __init__(self, every: list[list[int]], probes: list[list[int]]) -> None:
+        self.every, self.probes, self.calls = every, probes, []
+
+    def __call__(self, few, turn, strongest):
+        self.calls.append((list(few), turn, strongest))
+        return [matches((self.every if strongest is None else self.probes)[b][turn]) for b in few]
+
+    def tried(self, enough: list[float], *keypoints: int) -> tuple[list[int], list[int]]:
+        found = [matches(row[0]) for row in self.every]
+        turns = try_other_turns(found, enough, keypoints or [2048] * len(found), self)
+        return turns, [len(each) for each in found]
+
+
+def test_the_strongest_keypoints_show_which_turns_are_matched_whole():
+    pairs = Turned([[3, 200, 400, 400]], [[2, 60, 2, 50]])  # upside down is skipped, and one is enough
+    assert pairs.tried([80.0]) == ([1], [200])
+    assert pairs.calls == [([0], 2, PROBED), ([0], 1, PROBED), ([0], 1, None)]
+
+
+def test_a_turn_that_all_keypoints_do_not_confirm_is_not_taken():
+    pairs = Turned([[50, 0, 70, 0]], [[10, 0, 40, 0]])  # 1.5 times as many are asked
+    assert pairs.tried([80.0]) == ([0], [50]) and ([0], 2, None) in pairs.calls
+    pairs = Turned([[3, 0, 0, 39]], [[0, 0, 0, 9]])  # and half of what is enough
+    assert pairs.tried([80.0]) == ([0], [3])
+
+
+def test_pairs_of_a_batch_are_turned_each_by_itself():
+    every = [[0, 90, 0, 0], [300, 0, 0, 0], [5, 0, 0, 99], [2, 0, 0, 0], [0, 88, 80, 0]]
+    pairs = Turned(every, [[count // 3 for count in row] for row in every])
+    assert pairs.tried([80.0] * 5) == ([1, 0, 3, 0, 2], [90, 300, 99, 2, 80])
+    assert [call for call in pairs.calls if call[2] is None] == [
+        ([4], 2, None),
+        ([0], 1, None),
+        ([2], 3, None),
+    ]

@@ -1,19 +1,57 @@
 """Depth and odometry from rendered pairs whose truth is known, beside plain OpenCV; roads of all kinds."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
-from opencv_odometry import opencv_odometry
-from street_scene import BASELINE, CAMERA, OPEN_ROAD, ROADS, STREET, pair, pose, true_disparities
+from street_scene import BASELINE, CAMERA, OPEN_ROAD, ROADS, SIZE, STREET, pair, pose, true_disparities
 
 import matcher
 from matcher.refine import ImagePyramid
-from matcher.sequence.frames import FrameLinks
-from matcher.sequence.stereo import complete_partners, depths_of, partners, within
+from matcher.sequence.frames import FrameLinks, KeptFrame
+from matcher.sequence.pose_tracking import PoseTracker, project
+from matcher.sequence.stereo import complete_partners
 from matcher.sequence.trajectory import read_poses, segment_errors
+
+
+def _pairs(descriptors0: np.ndarray, descriptors1: np.ndarray, ratio: float = 0.8) -> np.ndarray:
+    best = cv2.BFMatcher().knnMatch(descriptors0, descriptors1, k=2)
+    return np.array([(m.queryIdx, m.trainIdx) for m, n in best if m.distance < ratio * n.distance]).reshape(
+        -1, 2
+    )
+
+
+def opencv_odometry(
+    pairs: Iterable[tuple[np.ndarray, np.ndarray]], K: np.ndarray, baseline: float, features: int = 1024
+) -> np.ndarray:
+    """(N, 4, 4) world_from_cam of rectified grey pairs, each from the one before."""
+    sift, poses, before = cv2.SIFT_create(features), [np.eye(4)], None
+    for left, right in pairs:
+        (keys, descriptors), (others, there) = (sift.detectAndCompute(each, None) for each in (left, right))
+        points, right_points = (cv2.KeyPoint_convert(each).astype(float) for each in (keys, others))
+        if before is not None:
+            places, known, earlier = before
+            rows = _pairs(earlier, descriptors)
+            rows = rows[known[rows[:, 0]]]
+            world, seen = places[rows[:, 0]], points[rows[:, 1]]
+            _, turn, t, good = cv2.solvePnPRansac(world, seen, K, None, None, None, False, 2000, 1.0, 0.9999)
+            turn, t = cv2.solvePnPRefineLM(world[good[:, 0]], seen[good[:, 0]], K, None, turn, t)
+            step = np.vstack([np.hstack([cv2.Rodrigues(turn)[0], t]), [0, 0, 0, 1]])
+            poses.append(poses[-1] @ np.linalg.inv(step))
+        rows = _pairs(descriptors, there)
+        offset = points[rows[:, 0]] - right_points[rows[:, 1]]
+        rows, disparity = (
+            each[(abs(offset[:, 1]) < 2) & (offset[:, 0] > 1)] for each in (rows, offset[:, 0])
+        )
+        places, known = np.zeros((len(points), 3)), np.zeros(len(points), bool)
+        rays = np.column_stack([points[rows[:, 0]], np.ones(len(rows))]) @ np.linalg.inv(K).T
+        places[rows[:, 0]], known[rows[:, 0]] = rays * (K[0, 0] * baseline / disparity)[:, None], True
+        before = places, known, descriptors
+    return np.array(poses)
+
 
 ROOT = Path(__file__).resolve().parent.parent
 KITTI = Path(os.environ.get("MATCHER_DATA", ROOT.parent / "shared")) / "bench/kitti_mini/KITTI_sequence_1"
@@ -21,18 +59,6 @@ KITTI = Path(os.environ.get("MATCHER_DATA", ROOT.parent / "shared")) / "bench/ki
 
 def load(preset: str, points: int = 800, **options) -> matcher.Pipeline:
     return matcher.load(preset, max_keypoints=points, device="cpu", **options)
-
-
-def test_depth_comes_from_disparity_and_rows_must_agree():
-    points = np.array([[100, 50], [100, 60], [100, 70], [100, 80], [100, 90]], np.float32)
-    others = np.array([[90, 50.5], [90, 65], [110, 70], [99.9, 80]], np.float32)
-    indices = np.column_stack([np.arange(4), np.arange(4)])
-    links = FrameLinks(0, indices, np.ones(4, np.float32), np.ones(4, bool))
-    right = partners(points, others, links)
-    np.testing.assert_array_equal(right[:4], others)
-    depths = depths_of(points, right, focal=500.0, baseline=0.5)
-    assert depths[0] == pytest.approx(25.0) and np.isnan(depths[1:]).all() and np.isnan(right[4]).all()
-    assert np.isfinite(within(points, right, 2.0)[:, 0]).tolist() == [True, False, False, True, False]
 
 
 def test_near_points_are_kept_as_often_as_far_ones_and_depths_are_unbiased():
@@ -84,18 +110,6 @@ def test_links_are_placed_exactly_and_the_rest_is_found(known, rng):
     assert complete_partners(images, points, few)[0] is few
 
 
-def test_a_wrong_link_is_left_out_and_one_without_texture_stays(known):
-    images, points, there = known
-    given = there.copy()
-    given[::7, 0] -= 30
-    found, _ = complete_partners(images, points, given)
-    assert (np.abs(found - there)[::7, 0] > 2).mean() < 0.1
-    flat = ImagePyramid.of(matcher.Image(np.full((200, 480), 90, np.uint8), (480, 200)))
-    found, _ = complete_partners((flat, flat), points, there)
-    inside = ((points > 20) & (points < (460, 180)) & (there > 20)).all(axis=1)
-    np.testing.assert_allclose(found[inside], there[inside], atol=1e-4)
-
-
 # --- Odometry.
 
 
@@ -145,3 +159,56 @@ def test_odometry_on_driving_images_is_as_good_as_plain_opencv():
     plain = opencv_odometry(pairs, camera.K, baseline)
     errors, theirs = (step_errors(truth[:25], poses, (5, 10)) for poses in (found, plain))
     assert max(errors) < 0.03 and np.mean(errors) < 1.2 * np.mean(theirs)
+
+
+# --- What moves.
+
+
+PRODUCT = CAMERA.fx * BASELINE
+
+
+def steps(rng, moving: tuple[np.ndarray, np.ndarray], frames: int = 3, baseline: float | None = BASELINE):
+    """Status and error of each step of 2.6 m; `moving` are points and their way in a frame.
+
+    Without a baseline one camera begins with every frame anew, and its unit is the step.
+    """
+    standing = rng.uniform((-45, -9, 12), (45, 1.5, 90), (220, 3))
+    ahead, tracker, before, found = np.array([0, 0, 2.6]), PoseTracker(CAMERA, baseline), None, []
+    for index in range(frames):
+        world = np.concatenate([standing, moving[0] + index * moving[1]]) - index * ahead
+        points = np.nan_to_num(project(world, CAMERA), nan=-99.0) + rng.normal(0, 0.1, (len(world), 2))
+        features = matcher.Features(points.astype(np.float32), np.zeros((len(world), 4), np.float32),
+                                    size=SIZE, kind="sift")  # fmt: skip
+        frame = KeptFrame(index, features)
+        disparities = PRODUCT / world[:, 2] + rng.normal(0, 0.1, len(world))
+        right = points - np.column_stack([disparities, 0 * disparities])
+        tracker.measure(frame, right.astype(np.float32), np.full(len(world), 0.15))
+        if before is None:
+            tracker.begin(frame)
+        else:
+            rows = np.flatnonzero((world[:, 2] > 1) & (points >= 0).all(1) & (points < SIZE).all(1))
+            links = FrameLinks(
+                index - 1, np.tile(rows[:, None], 2), np.ones(len(rows)), np.ones(len(rows), bool)
+            )
+            status, T = tracker.locate(before, frame, links)
+            way = None if T is None else np.linalg.inv(T)[:3, 3] * (1.0 if baseline else 2.6)
+            found.append((status, np.inf if way is None else np.linalg.norm(way - ahead) / 2.6))
+        before = frame
+    return found
+
+
+def test_a_step_that_something_large_may_have_made_is_uncertain(rng):
+    """A lorry before the camera that covers most of the image, as deep as what stands still."""
+    lorry = rng.uniform((-9, -4, 9), (9, 1.4, 70), (300, 3))
+    assert all(
+        status == "uncertain" or off < 0.1 for status, off in steps(rng, (lorry, np.array([0, 0, 2.6])))
+    )
+
+
+def test_one_camera_begins_where_little_moves(rng):
+    """Many points are of a car that changes its lane, or a few of one that comes towards the camera."""
+    car = rng.uniform((-2.5, -0.2, 6), (2.5, 1.4, 10), (100, 3))
+    changing = steps(rng, (car, np.array([0.3, 0, 2.6])), frames=2, baseline=None)
+    assert [status for status, _ in changing] == ["starting"]
+    oncoming = steps(rng, (car[:8], np.array([0, 0, -2.6])), frames=2, baseline=None)
+    assert [status for status, _ in oncoming] == ["uncertain"] and oncoming[0][1] < 0.05

@@ -1,4 +1,4 @@
-"""Pairs made on the device that trains; the CPU is a device, too."""
+"""Pairs made on the device that trains, the CPU too; losses by hand and on padded batches."""
 
 import json
 from dataclasses import replace
@@ -7,17 +7,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from training_data import LEARNED, SIFT, from_sources, write_photos, write_views
+from torch import Tensor
+from training_data import LEARNED, SIFT, from_sources, random_batch, write_photos, write_views
 
+from matcher.config import ALL_LAYERS
 from matcher.errors import IntegrityError, UsageError
 from matcher.evaluate.folders import find_stored_sets
+from matcher.match.network import MatchingNetwork
 from matcher.match.position import normalise_positions
+from matcher.match.sinkhorn import log_assignment
+from matcher.train.losses import (
+    assignment_loss,
+    description_loss,
+    head_loss,
+    matchability_loss,
+    matching_loss,
+)
 from matcher.train.pairs import (
     IGNORED,
     Describer,
     Draws,
     ImagePairs,
     Keypoints,
+    PairBatch,
     PairSampler,
     labelled,
     other_of_pair,
@@ -211,3 +223,105 @@ def test_matches_of_a_batch_look_alike_and_lie_where_they_should(views, recipe):
         kept = ~pairs.unrelated[pair]
         ours, theirs = positions[0][pair, row][kept], positions[1][pair, column][kept]
         assert torch.corrcoef(torch.stack([ours.flatten(), theirs.flatten()]))[0, 1] > 0.5
+
+
+# --- Losses by hand, against converged and fully unrolled Sinkhorn, and on padded batches.
+
+
+def test_the_loss_is_the_mean_log_likelihood_of_the_ground_truth():
+    scores = 3 * torch.randn(1, 4, 5, generator=torch.Generator().manual_seed(4))
+    scores[:, -1, -1] = 0
+    partner0 = torch.tensor([[2, UNMATCHED, IGNORED]])
+    partner1 = torch.tensor([[UNMATCHED, IGNORED, 0, UNMATCHED]])
+    log_p = log_assignment(scores, 200, 3)[0]
+    expected = -0.5 * (log_p[0, 2] + 0.5 * (log_p[1, -1] + (log_p[-1, 0] + log_p[-1, 3]) / 2))
+    torch.testing.assert_close(assignment_loss(log_p[None], partner0, partner1), expected)
+    ignored = torch.full((1, 3), IGNORED), torch.full((1, 4), IGNORED)
+    assert assignment_loss(log_p[None], *ignored) == 0 and matchability_loss(scores, *ignored) == 0
+
+
+# --- Layers of a network.
+
+
+def network(seed: int = 0, **changes: object) -> MatchingNetwork:
+    torch.manual_seed(seed)
+    model = MatchingNetwork(replace(SIFT.matcher.network, policy=ALL_LAYERS, **changes))
+    with torch.no_grad():  # no parameter at its special initial value
+        for value in model.parameters():
+            value += 0.05 * torch.randn(value.shape)
+    return model
+
+
+def padded(batch: PairBatch, more: int) -> PairBatch:
+    """The same pairs with further keypoints that do not exist."""
+
+    def longer(values: Tensor, fill: float) -> Tensor:
+        shape = (len(values), more, *values.shape[2:])
+        return torch.cat([values, values.new_full(shape, fill)], dim=1)
+
+    sides = [
+        side.with_valid(
+            keypoints=longer(side.keypoints, 7.0),
+            descriptors=longer(side.descriptors, 0.1),
+            scores=longer(side.scores, 1.0),
+            scales=longer(side.scales, 2.0),
+            orientations=longer(side.orientations, 0.3),
+            mask=longer(side.mask, False),
+        )
+        for side in (batch.features0, batch.features1)
+    ]
+    partners = (longer(partner, IGNORED) for partner in (batch.partner0, batch.partner1))
+    there = (longer(place, torch.nan) for place in (batch.corresponding0, batch.corresponding1))
+    return PairBatch(*sides, *partners, *there)
+
+
+def test_keypoints_that_do_not_exist_change_no_loss():
+    model, batch = network(), random_batch(np.random.default_rng(3))
+    recipe, losses, gradients = SIFT.matcher, [], []
+    for one in (batch, padded(batch, 5)):
+        model.zero_grad()
+        loss = matching_loss(model, one, recipe, torch.Generator().manual_seed(1))
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append(torch.cat([p.grad.flatten() for p in model.layers.parameters()]))
+    torch.testing.assert_close(losses[0], losses[1], rtol=0.02, atol=0)  # few iterations of Sinkhorn
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.99
+    heads = [head_loss(model, one, recipe).detach() for one in (batch, padded(batch, 5))]
+    torch.testing.assert_close(*heads, rtol=0.02, atol=0)
+
+
+def test_heads_learn_alone_and_dropping_teaches_those_for_pruning():
+    model, batch = network(), random_batch(np.random.default_rng(2))
+    head_loss(model, batch, SIFT.matcher).backward()
+    with_gradient = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    heads = ("confidence.0", "match_probability.0")
+    assert with_gradient == {f"{head}.{part}" for head in heads for part in ("weight", "bias")}
+    model.zero_grad()
+    recipe = replace(SIFT.matcher, kept_shares=(1.0, 0.999))
+    for seed in range(4):
+        matching_loss(model, batch, recipe, torch.Generator().manual_seed(seed)).backward()
+    assert model.match_probability[0].weight.grad.any() and model.confidence[0].weight.grad is None
+
+
+# --- Keypoints.
+
+
+def described(own: Tensor, corresponding: Tensor, spacing: float = 20.0) -> tuple[Keypoints, Tensor, Tensor]:
+    points = torch.arange(5.0)[None, :, None].expand(2, 5, 2) * spacing
+    return Keypoints(points, own, torch.ones(2, 5, dtype=torch.bool)), points, corresponding
+
+
+def random_descriptors() -> Tensor:
+    values = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0)).expand(2, 5, 8)
+    return torch.nn.functional.normalize(values, dim=-1)  # the same in both images
+
+
+def test_description_loss_wants_each_descriptor_at_its_position():
+    own, valid, chosen = random_descriptors(), torch.ones(2, 5, dtype=torch.bool), torch.arange(5)
+    scale = torch.tensor(20.0)
+    right = description_loss(*described(own, own), chosen, valid, scale)
+    wrong = description_loss(*described(own, own.roll(1, 1)), chosen, valid, scale)
+    assert right < 0.5 < wrong
+    crowded = described(own, own.roll(1, 1), spacing=0.1)  # nearer points need not differ
+    assert float(description_loss(*crowded, chosen, valid, scale)) == pytest.approx(0, abs=1e-5)
+    assert float(description_loss(*described(own, own), chosen, ~valid, scale)) == 0

@@ -23,7 +23,6 @@ from training_data import (
     LEARNED,
     SIFT,
     from_sources,
-    random_batch,
     with_steps,
     write_photos,
     write_views,
@@ -31,14 +30,13 @@ from training_data import (
 
 import matcher
 from matcher.cli import main
-from matcher.config import ExtractorConfig
+from matcher.config import ExtractorConfig, to_dict
 from matcher.errors import IntegrityError, UsageError
 from matcher.extract.learned import Architecture, FeatureNetwork, architecture_of, folded
-from matcher.match.network import MatchingNetwork
+from matcher.files import write_output
 from matcher.torch_engine import build_extractor
-from matcher.train.losses import labelled_layers, scores_of
 from matcher.train.pairs import Describer
-from matcher.train.recipe import Recipe, limited, read_recipe, shipped_recipe
+from matcher.train.recipe import Recipe, read_recipe, shipped_recipe
 from matcher.train.run import RunOptions, claim_folder, locked, train
 from matcher.train.trainer import Batch, Trainer, batch_maker
 from matcher.train.views import load_views
@@ -200,13 +198,6 @@ def test_the_command_trains_scales_batches_and_draws_the_curve(root, tmp_path, m
     assert main(["train", *map(str, given[:-2])]) == 2  # another batch is another run
 
 
-def test_the_default_recipe_trains_on_photos_alone(root):
-    recipe = limited(read_recipe(shipped_recipe("hybrid-learned")), 1)
-    recipe = replace(recipe, pair=replace(recipe.pair, points=(64,), points_per_batch=256))
-    weights = train(recipe, options(root, "default"), [].append)
-    assert load_model(weights)[0].config == load_model("hybrid-learned")[0].config
-
-
 def test_folders_and_recipes_that_cannot_be_used_are_exit_2(root, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text").mkdir()
@@ -329,31 +320,6 @@ def sized(depth: int = 2, dim: int = 32, **changes: object) -> Recipe:
     return replace(SIFT, matcher=replace(SIFT.matcher, network=network, **changes))
 
 
-def disturbed(model: MatchingNetwork) -> MatchingNetwork:
-    """With no parameter at its special initial value, such as the zeros that silence new layers."""
-    rng = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for value in model.parameters():
-            value += 0.05 * torch.randn(value.shape, generator=rng)
-    return model
-
-
-def test_a_network_begins_with_what_its_start_computes(root, tmp_path):
-    small = disturbed(Trainer(sized(3), CPU).average.matcher)
-    save_model(small, tmp_path / "small.safetensors", dtype=torch.float32)
-    recipe = sized(3, start=str(tmp_path / "small.safetensors"))
-    trainer, batch = Trainer(recipe, CPU), random_batch(np.random.default_rng(2))
-    scores = []
-    for model in (small, trainer.model.matcher):
-        layers = labelled_layers(model, batch)
-        scores.append(scores_of(model, layers[-1], len(layers) - 1))
-    torch.testing.assert_close(*scores)
-    before = trainer.model.matcher.project.weight.clone()
-    trainer.step(batches(root, recipe, 1)[0])
-    # The first step would scale the projection of a network that starts anew.
-    assert (trainer.model.matcher.project.weight - before).abs().max() < 0.01
-
-
 def test_starts_that_do_not_fit_are_refused(tmp_path):
     save_model(Trainer(sized(3), CPU).average.matcher, tmp_path / "deep.safetensors")
     for dim, start, raised in ((32, "deep", UsageError), (64, "gone", IntegrityError)):
@@ -380,3 +346,73 @@ def test_a_front_end_goes_on_from_a_smaller_file(root, tmp_path):
         frozen = folded(trainer.model.front_end)(batch.pairs.images)[0]
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
     assert frozen.isfinite().all()
+
+
+# --- Recipes, and the folder of a run that belongs to one.
+
+
+@pytest.mark.parametrize("name", ["hybrid", "hybrid-learned", "learned"])
+def test_shipped_recipes_train_what_is_shipped(name):
+    recipe = read_recipe(shipped_recipe(name))
+    assert recipe.name == name and recipe.front_end.train == (name == "learned")
+    shipped = load_model(recipe.matcher.name)[0].config
+    assert replace(shipped, policy=recipe.matcher.network.policy) == recipe.matcher.network
+
+
+FRONT = "[front_end]\ntrain = true\n[matcher.network]\nkind='learned'\ndescriptor_dim=64\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("stepz = 3", "unknown key stepz"),
+        ("[optimiser]\nminutes = -1.0", "optimiser.minutes"),
+        ("[matcher]\ntrain = false", "matcher.train, front_end.train"),
+        ("[matcher]\nname = '../up'", "matcher.name"),
+        ("[matcher.network.context]\ndim = 30\nheads = 4", "context.dim"),
+        (FRONT, "pair.pairs: at least 1"),
+        (FRONT.replace("true", "true\ndescribed = 500") + "[pair]\npairs = 2", "front_end.described"),
+        (FRONT + f"[front_end.network]\nwidths = {[2] * 5000}\ndepths = {[2] * 5000}", "at most 6"),
+        ("a = [", "TOML"),
+        ("a = 1\n" * 9000, "larger than 32 kB"),
+    ],
+)
+def test_a_recipe_that_cannot_be_used_is_refused_by_name(tmp_path, text, words):
+    (tmp_path / "bad.toml").write_text(text)
+    with pytest.raises(UsageError, match=r"bad\.toml") as refused:
+        read_recipe(tmp_path / "bad.toml")
+    assert words in str(refused.value)
+
+
+def test_a_folder_belongs_to_one_recipe_and_its_photos(tmp_path):
+    photos = [tmp_path / "a.jpg", tmp_path / "b.jpg"]
+    for photo in photos:
+        photo.touch()
+    run = claim_folder(tmp_path / "run", SIFT, photos)
+    assert run == claim_folder(tmp_path / "run", SIFT, photos)
+    assert run != claim_folder(tmp_path / "other", SIFT, photos[:1])
+    with pytest.raises(UsageError, match=r"optimiser\.steps 6 → 7"):
+        claim_folder(tmp_path / "run", with_steps(SIFT, 7), photos)
+    with pytest.raises(UsageError, match="other photos"):
+        claim_folder(tmp_path / "run", SIFT, photos[:1])
+    note = tmp_path / "run" / "recipe.json"
+    assert json.loads(note.read_text())["recipe"] == json.loads(json.dumps(to_dict(SIFT)))
+    for text in ("{}", "{", "[]"):
+        note.write_text(text)
+        with pytest.raises(IntegrityError, match=r"recipe\.json"):
+            claim_folder(tmp_path / "run", SIFT, photos)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="no run can be kept there"):
+        claim_folder(tmp_path / "file", SIFT, photos)
+
+
+def test_a_folder_of_other_files_is_no_place_for_a_run(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.jpg").write_bytes(b"a")
+    with pytest.raises(UsageError, match=r"a\.jpg"):
+        claim_folder(tmp_path / "photos", SIFT, [])
+    assert [file.name for file in (tmp_path / "photos").iterdir()] == ["a.jpg"]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / ".DS_Store").touch()
+    write_output(tmp_path / "empty" / "log.html", b"<p>")  # our own log of a run that did not begin
+    claim_folder(tmp_path / "empty", SIFT, [])

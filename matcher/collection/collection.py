@@ -57,7 +57,7 @@ class Collection:
     >>> scene = np.random.default_rng(0).integers(0, 255, (240, 340), dtype=np.uint8)
     >>> for number in range(2):
     ...     PIL.Image.fromarray(scene[:, number : number + 320]).save(f"photos/{number}.png")
-    >>> collection = matcher.Collection.open("run", preset="nearest", max_keypoints=200)
+    >>> collection = matcher.Collection.open("run", preset="nearest", max_keypoints=200, workers=0)
     >>> _ = collection.add_images("photos"), collection.add_pairs(exhaustive=True), collection.run()
     >>> [(pair.name0, pair.name1, len(pair.matches) > 50) for pair in collection]
     [('0.png', '1.png', True)]

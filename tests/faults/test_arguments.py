@@ -47,7 +47,7 @@ def test_pairs_of_features(nearest):
 
 
 @pytest.mark.parametrize("value", ["x", True, np.nan, 0, 1e300, [1]], ids=repr)
-def test_numbers_that_nobody_can_use(nearest, views, tried, value):
+def test_numbers_that_nobody_can_use(nearest, views, value):
     for name in ("baseline", "budget_ms", "epipolar_window"):
         with pytest.raises(UsageError, match=name):
             matcher.Tracker(nearest, **{name: value})
@@ -55,7 +55,6 @@ def test_numbers_that_nobody_can_use(nearest, views, tried, value):
         nearest.match(*views, budget_ms=value)
     with pytest.raises(UsageError, match="camera"):
         as_camera([500, "x" if value is True else value, 3, 4])
-    tried(5)
 
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
@@ -71,11 +70,10 @@ ARRAYS = st.one_of(
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @examples(150, 20_000)
-def test_features_of_any_arrays(nearest, tried, examples):
+def test_features_of_any_arrays(nearest, examples):
     @seeded(examples)
     @given(ARRAYS, ARRAYS, ARRAYS, ARRAYS, st.text(max_size=4))
     def check(points, descriptors, scores, size, kind):
-        tried()
         try:
             made = Features(points, descriptors, scores, size, kind=kind)
             found = nearest.match_features(made, made)
@@ -148,13 +146,12 @@ TEXTS = {  # of which file: its reader, texts, and whether what was read is righ
 
 @pytest.mark.parametrize("name", TEXTS)
 @examples(120, 10_000)
-def test_any_text_is_read_or_refused(tmp_path, tried, name, examples):
+def test_any_text_is_read_or_refused(tmp_path, name, examples):
     reader, texts, is_right = TEXTS[name]
 
     @seeded(examples)
     @given(texts)
     def check(text):
-        tried()
         (tmp_path / name).write_text(text, encoding="utf-8", errors="replace")
         try:
             found = reader(tmp_path / name)
@@ -177,7 +174,7 @@ LONG = {
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_a_megabyte_of_text_is_read_or_refused_soon(tmp_path, tried, name):
+def test_a_megabyte_of_text_is_read_or_refused_soon(tmp_path, name):
     for file, (reader, *_) in TEXTS.items():
         (tmp_path / file).write_bytes(LONG[name])
         begun = time.process_time()
@@ -186,11 +183,10 @@ def test_a_megabyte_of_text_is_read_or_refused_soon(tmp_path, tried, name):
         except UsageError as error:
             assert file in str(error)
         assert time.process_time() - begun < 5.0, (name, file)
-        tried()
 
 
 @examples(200, 20_000)
-def test_pair_lists_of_any_bytes(tmp_path, tried, examples):
+def test_pair_lists_of_any_bytes(tmp_path, examples):
     names = ["a.jpg", "b.jpg", "sub/c d.jpg", "../e.jpg"]
     words = st.lists(st.sampled_from([*names, "x", "/etc/passwd", "\0"]), max_size=4)
     line = st.binary(max_size=30) | words.map(" ".join).map(str.encode)
@@ -198,7 +194,6 @@ def test_pair_lists_of_any_bytes(tmp_path, tried, examples):
     @seeded(examples)
     @given(st.lists(line, max_size=8), st.sampled_from([b"\n", b"\r\n", b"\r"]))
     def check(lines, end):
-        tried()
         (tmp_path / "pairs.txt").write_bytes(end.join(lines))
         try:
             found = list(read_pairs(tmp_path / "pairs.txt", names, lambda _: None))
@@ -211,7 +206,7 @@ def test_pair_lists_of_any_bytes(tmp_path, tried, examples):
 
 
 @examples(100, 6_000)
-def test_weights_files_of_any_bytes(small_model, tmp_path, tried, capfd, examples):
+def test_weights_files_of_any_bytes(small_model, tmp_path, capfd, examples):
     save_model(small_model, tmp_path / "small.safetensors")
     whole = (tmp_path / "small.safetensors").read_bytes()
     length = struct.unpack("<Q", whole[:8])[0]
@@ -239,7 +234,6 @@ def test_weights_files_of_any_bytes(small_model, tmp_path, tried, capfd, example
     @seeded(examples)
     @given(altered)
     def check(data):
-        tried()
         (tmp_path / "x.safetensors").write_bytes(data)
         try:
             load_model(tmp_path / "x.safetensors")
@@ -266,13 +260,12 @@ COMMAND = st.sampled_from(
 
 
 @examples(40, 3_000)
-def test_command_lines_of_any_words(tmp_path, monkeypatch, capfd, tried, examples):
+def test_command_lines_of_any_words(tmp_path, monkeypatch, capfd, examples):
     monkeypatch.chdir(tmp_path)
 
     @seeded(examples)
     @given(st.lists(COMMAND, min_size=1, max_size=7))
     def check(words):
-        tried()
         code = main(words)
         errors = capfd.readouterr().err
         assert code in (0, 2, 3, 5), (words, errors)

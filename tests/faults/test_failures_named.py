@@ -28,7 +28,7 @@ def folder(tmp_path):
     return tmp_path / "photos", sorted(damaged)
 
 
-def test_images_that_cannot_be_used_are_named_with_their_reasons(folder, tmp_path, capfd, tried):
+def test_images_that_cannot_be_used_are_named_with_their_reasons(folder, tmp_path, capfd):
     run_dir = tmp_path / "run"
     command = ["collection", folder[0], "--run", run_dir, *QUICK, "--exhaustive", "--workers", 0]
     assert run(*command) == 4
@@ -45,7 +45,6 @@ def test_images_that_cannot_be_used_are_named_with_their_reasons(folder, tmp_pat
     assert run("report", run_dir, "--output", tmp_path / "r.html") == 0
     page = (tmp_path / "r.html").read_text("utf-8")
     assert all(name in page for name in folder[1])
-    tried(len(folder[1]) + 25)
 
 
 def test_names_that_cannot_be_stored_are_named(tmp_path, capfd):

@@ -1,4 +1,4 @@
-"""Promise 5 for maps of others: COLMAP's models, and the index beside a run."""
+"""Promise 5 for maps of others: COLMAP's models, the index beside a run, maps of a sequence's keyframes."""
 
 import json
 import os
@@ -9,12 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from fuzzing import examples, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
+from sequence_walls import BASELINE, make_walls, picture
+from sequence_walls import CAMERA as CAMERA_TEXT
 
-from matcher.collection.schema import INDEX
+import matcher
+from matcher.collection.schema import INDEX, sealed
+from matcher.collection.store import Store, Writer
 from matcher.errors import IntegrityError, UsageError
 from matcher.localization.sparse_map import RetrievalIndex, open_index
 from matcher.sfm.models import check_numbers, read_given_poses, read_model
@@ -52,7 +57,7 @@ def test_the_sound_models_are_read(sound):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_model_whose_files_do_not_hold_what_they_promise(model, tried, name):
+def test_a_model_whose_files_do_not_hold_what_they_promise(model, name):
     """COLMAP itself never ends on most of those that are cut short."""
     path, begun = model / f"{name}.bin", time.process_time()
     data = path.read_bytes()
@@ -67,7 +72,6 @@ def test_a_model_whose_files_do_not_hold_what_they_promise(model, tried, name):
     os.mkfifo(path)  # which is not waited for
     with pytest.raises(IntegrityError, match=rf"{name}\.bin"):
         read_model(model)
-    tried(30)
 
 
 def put(path: Path, at: int, value: float) -> None:
@@ -105,7 +109,7 @@ def test_two_images_of_one_name(model):
 
 @pytest.mark.parametrize("kind", ["bin", "txt"])
 @examples(15, 2_500)
-def test_models_with_pieces_changed(sound, tmp_path, tried, kind, examples):
+def test_models_with_pieces_changed(sound, tmp_path, kind, examples):
     """Another model, or a clear error; never the end of this process."""
     wholes = {name: (sound / kind / f"{name}.{kind}").read_bytes() for name in FILES}
     shutil.copytree(sound / kind, tmp_path / "model")
@@ -114,7 +118,6 @@ def test_models_with_pieces_changed(sound, tmp_path, tried, kind, examples):
     @seeded(examples)
     @given(st.sampled_from(FILES), st.lists(piece, min_size=1, max_size=3))
     def check(name, changes):
-        tried()
         changed = bytearray(wholes[name])
         for place, new, gone in changes:
             start = place % (len(changed) + 1)
@@ -170,7 +173,7 @@ def test_an_index_that_is_none_is_made_again(index, tmp_path, name):
     assert all(np.array_equal(kept[key], array) for key, array in arrays.items())
 
 
-def test_an_index_of_any_bytes_is_made_again(index, tmp_path, tried):
+def test_an_index_of_any_bytes_is_made_again(index, tmp_path):
     data, right = index
     rng = np.random.default_rng(5)
     for _ in range(20):
@@ -180,4 +183,132 @@ def test_an_index_of_any_bytes_is_made_again(index, tmp_path, tried):
         (tmp_path / INDEX).write_bytes(changed[: rng.integers(len(data)) if rng.random() < 0.3 else None])
         found = open_index(tmp_path, NAMES, DIGESTS, features)
         assert found.table.shape == right.table.shape and np.isfinite(found.table).all()
-    tried(20)
+
+
+# --- Maps of a sequence's keyframes: every file may be absent, damaged, no file, or say what is not so.
+
+
+CAMERA = matcher.Camera(*map(float, CAMERA_TEXT.split(",")), size=(320, 240))
+FAST = {"max_keypoints": 200}
+RUN, SPARSE, SUMMARY = "model-run", "model/sparse/0", "model/summary.json"
+DESCRIPTORS = f"{RUN}/descriptors.db"
+
+
+@pytest.fixture(scope="module")
+def walls():
+    return make_walls()
+
+
+@pytest.fixture(scope="module")
+def saved_map(walls, tmp_path_factory) -> Path:
+    """The folder of a map that a stereo tracker made, whose index is there."""
+    folder = tmp_path_factory.mktemp("sound") / "map"
+    keyframes = matcher.KeyframeMap(folder, CAMERA, "nearest", **FAST)
+    tracker = matcher.Tracker("nearest", CAMERA, baseline=BASELINE, keyframe_map=keyframes, **FAST)
+    for number in range(8):
+        x = 0.18 * number
+        tracker.push_stereo(picture(walls, x), picture(walls, x + BASELINE))
+    tracker.save_map()
+    matcher.Map.open(folder / "model").close()
+    return folder
+
+
+@pytest.fixture
+def folder(saved_map, tmp_path) -> Path:
+    return Path(shutil.copytree(saved_map, tmp_path / "given" / "map"))
+
+
+def loaded(folder: Path, walls) -> tuple[str, np.ndarray | None]:
+    """What is said of a map that a tracker loads, and the pose of a frame in it; in time."""
+    tracker = matcher.Tracker("nearest", CAMERA, baseline=BASELINE, **FAST)
+    begun, pose = time.process_time(), None
+    try:
+        tracker.load_map(folder)
+        pose = tracker.push_stereo(picture(walls, 0.4), picture(walls, 0.4 + BASELINE)).map_from_cam
+        said = tracker.problem or ""
+    except (IntegrityError, UsageError) as error:
+        said = str(error)
+    tracker.unload_map()
+    assert time.process_time() - begun < SECONDS
+    return said, pose
+
+
+def right(pose: np.ndarray | None) -> bool:
+    return pose is not None and bool(np.allclose(pose[:3, 3], [0.4, 0, 0], atol=0.05))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def other_bytes(path: Path) -> None:
+    path.write_bytes(np.random.default_rng(3).bytes(5000))
+
+
+NEEDED = (f"{RUN}/run.db", DESCRIPTORS, *(f"{SPARSE}/{n}.bin" for n in ("cameras", "images", "points3D")))
+SPARED = ("loops.json", "trajectory.tum", f"{RUN}/{INDEX}", "model/database.db", "frames/000000.png")
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_needed_file_that_is_damaged_or_something_else(saved_map, tmp_path, walls, name):
+    for fault in (Path.unlink, cut, pipe, link, other_bytes):
+        folder = Path(shutil.copytree(saved_map, tmp_path / fault.__name__))
+        fault(folder / name)
+        said, pose = loaded(folder, walls)
+        assert said and pose is None, fault
+
+
+@pytest.mark.parametrize("fault", [cut, pipe, other_bytes])
+def test_what_a_map_can_do_without_changes_nothing(folder, walls, fault):
+    """Its index is made again; a keyframe's image only makes keypoints more exact."""
+    for name in SPARED:
+        if fault is not pipe or not name.startswith(RUN):  # a run holds its files itself
+            fault(folder / name)
+    for place in (folder, folder / "model", folder / RUN, folder / SPARSE):  # files that no map has
+        (place / "pycolmap.py").write_text("raise SystemExit('run')")
+        os.mkfifo(place / "pipe")
+    said, pose = loaded(folder, walls)
+    assert said == "" and pose is not None and np.allclose(pose[:3, 3], [0.4, 0, 0], atol=0.05)
+
+
+SUMMARIES = [b"", b"[" * 100_000, b"\xff\xfe{", b'{"run": 7}', b'{"run": "a\\u0000b"}', b'{"run": "\\ud800"}']
+SUMMARIES += [b'{"run": "' + text + b'"}' for text in (b"x/" * 9000, b"/dev", b" " * 30_000_000)]
+
+
+def test_a_summary_that_says_something_else(folder, walls):
+    """The run beside the model is taken, or its absence is said."""
+    for text in SUMMARIES:
+        (folder / SUMMARY).write_bytes(text)
+        said, pose = loaded(folder, walls)
+        assert "RUN_DIR" in said or (said == "" and pose is not None)
+
+
+def test_descriptors_that_are_not_finite(folder, walls, value=np.nan):
+    """With right checksums, as a stranger can write them; the index is made of them too."""
+    with Store.open(folder / RUN) as store:
+        counts = {number: store.image(name).count for number, name in store.names().items()}
+    with Writer(folder / RUN) as writer, writer.transaction():
+        for number, count in counts.items():
+            record = safetensors.numpy.save({"descriptors": np.full((count, 128), value, np.float16)})
+            writer.put_descriptors(number, sealed(record))
+    (folder / RUN / "retrieval.safetensors").unlink()
+    said, pose = loaded(folder, walls)
+    assert "damaged" in said and pose is None
+
+
+@pytest.mark.parametrize("name", ["../../evil.png", "a\x00b.png", "000000.png\x1b[2J"])
+def test_names_of_a_model_that_leave_the_folder(folder, walls, name):
+    path = folder / SPARSE / "images.bin"
+    path.write_bytes(path.read_bytes().replace(b"000000.png\0", name.encode() + b"\0", 1))
+    said, pose = loaded(folder, walls)
+    assert said and pose is None and "\x1b" not in said and "\n" not in said

@@ -1,12 +1,16 @@
-"""Promise 5: no code runs that is not ours or was not asked for."""
+"""Promise 5: no code runs that is not ours or was not asked for; a release says what it is made of."""
 
+import hashlib
+import importlib
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
+import numpy
 import pytest
 from collection_runs import QUICK, ROOT, photos
 from hostile_runs import small_run
@@ -40,54 +44,27 @@ def ran(tmp_path: Path) -> list[str]:
     return sorted(set(found.read_text().split())) if found.exists() else []
 
 
-def test_a_module_in_the_working_folder_is_not_imported(planted, tmp_path, tried):
-    """By the command, by its worker, and by COLMAP's process."""
-    pytest.importorskip("pycolmap")
+def test_a_module_in_the_working_folder_is_not_imported(planted, tmp_path):
+    """By a command, by its worker, by COLMAP's process, and by a command that needs h5py."""
+    for needed in ("pycolmap", "h5py"):
+        pytest.importorskip(needed)
     photos(tmp_path / "photos", 2)
-    command = [sys.executable, "-m", "matcher", "sfm", tmp_path / "photos", "--out", tmp_path / "model"]
-    environment = {**os.environ, "PYTHONPATH": OURS, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*map(str, command), *QUICK, "--workers", "1"],
-        cwd=planted,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran(tmp_path) == []
-    assert done.returncode in (0, 4), done.stderr  # a flat scene may give no model, but COLMAP has run
-    assert "Traceback" not in done.stderr and "planted" not in done.stderr
-    tried(3 * len(PLANTED))
-
-
-OPTIONAL = (
-    pytest.param(
-        ["collection", "photos", "--run", "new", *QUICK, "--exhaustive", "--engine", "ray", "--workers", "1"],
-        marks=pytest.mark.slow,  # Ray takes a minute to start and to end
-    ),
-    ["export", "run", "--to", "hloc", "out"],
-    ["serve", "--port", "0"],
-)
-
-
-@pytest.mark.parametrize("command", OPTIONAL)
-def test_an_optional_module_in_the_working_folder_is_not_imported(planted, tmp_path, command):
-    """By commands that need Ray, h5py, Rerun and Gradio: those that are installed, or a message."""
-    if importlib.util.find_spec("gradio") and command[0] == "serve":
-        pytest.skip("it would start the page")
-    photos(tmp_path / "photos", 2)
-    small_run(tmp_path / "run")
-    named = [str(tmp_path / word) if word in ("photos", "run", "new", "out") else word for word in command]
-    done = subprocess.run(
-        [sys.executable, "-m", "matcher", *named],
-        cwd=planted,
-        env={**os.environ, "PYTHONPATH": OURS},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran(tmp_path) == [], done.stderr
-    assert done.returncode in (0, 2, 3, 4) and "Traceback" not in done.stderr, done.stderr
+    run = small_run(tmp_path / "run")
+    for command in (
+        ("sfm", tmp_path / "photos", "--out", tmp_path / "model", *QUICK, "--workers", 1),
+        ("export", run, "--to", "hloc", tmp_path / "out"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "matcher", *map(str, command)],
+            cwd=planted,
+            env={**os.environ, "PYTHONPATH": OURS, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ran(tmp_path) == [], done.stderr
+        assert done.returncode in (0, 4), done.stderr  # a flat scene may give no model, but COLMAP has run
+        assert "Traceback" not in done.stderr and "planted" not in done.stderr
 
 
 PLANT = """
@@ -147,3 +124,82 @@ def test_a_library_that_was_kept_is_loaded(kernels, tmp_path):
     """The same library: what keeps the planted ones out is how they came there."""
     library.keep(kernels[1], kernels[0])
     assert library.load(kernels[0]) is not None and (tmp_path / "ran").exists()
+
+
+# --- The supply chain: a release says what it is made of.
+
+
+@pytest.fixture
+def release(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module("release")
+
+
+def tiny_wheel(folder: Path, name: str, line: str) -> Path:
+    """A wheel of one module."""
+    path, info = folder / f"{name}-1.0-py3-none-any.whl", f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{name}.py", line)
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+    return path
+
+
+def test_pip_refuses_what_differs_from_the_lock(release, tmp_path, monkeypatch):
+    """Also what the lock does not name; a version that is not to be had is an error."""
+    shelf = tmp_path / "shelf"
+    shelf.mkdir()
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    wheel = tiny_wheel(shelf, "tiny", "x = 1\n")
+    found = release.resolve({"tiny": "1.0"})
+    assert found == {"tiny": ("1.0", hashlib.sha256(wheel.read_bytes()).hexdigest())}
+    (tmp_path / "a.lock").write_text(release.lock(found))
+    place = tmp_path / "place"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--target", place, "--require-hashes", "-r"]
+    assert subprocess.run([*command, tmp_path / "a.lock"]).returncode == 0 and (place / "tiny.py").is_file()
+    tiny_wheel(shelf, "tiny", "x = 2\n")
+    again = subprocess.run([*command, tmp_path / "a.lock", "--upgrade"], capture_output=True, text=True)
+    assert again.returncode and "DO NOT MATCH THE HASHES" in again.stderr
+    with pytest.raises(SystemExit, match="at the versions that are installed here"):
+        release.resolve({"tiny": "2.0"})
+
+
+def test_the_bill_names_every_package_with_its_licence_and_every_weights_file(release):
+    """With its hash too, where a lock has it."""
+    hashes = {"numpy": (numpy.__version__, "a" * 64)}
+    bill = release.bill(list(release.needed([])), hashes)
+    packages = {part["name"].lower(): part for part in bill["components"] if part["type"] == "library"}
+    assert {"torch", "numpy", "pillow", "poselib", "safetensors", "typer"} <= set(packages)
+    assert all(part["version"] and part["licenses"] for part in packages.values())
+    assert packages["numpy"]["hashes"] == [{"alg": "SHA-256", "content": "a" * 64}]
+    assert "hashes" not in packages["torch"]
+    models = {part["name"] for part in bill["components"]} & {
+        path.name for path in (ROOT / "weights").glob("*.safetensors")
+    }
+    assert models == {path.name for path in (ROOT / "weights").glob("*.safetensors")}
+
+
+def test_a_release_is_its_files_and_their_checksums(release, tmp_path, monkeypatch):
+    """With a wheel of one module, and an index of known hashes."""
+
+    def built(folder):
+        tiny_wheel(folder, "tiny", "x = 1\n")
+        return list(folder.glob("*.whl"))
+
+    monkeypatch.setattr(release, "built", built)
+    monkeypatch.setattr(release, "resolve", lambda asked: {n: (v, "b" * 64) for n, v in asked.items()})
+    monkeypatch.setattr(sys, "argv", ["release.py", str(tmp_path / "dist")])
+    assert release.main() == 0
+    found = {path.name: path.read_bytes() for path in (tmp_path / "dist").iterdir()}
+    sums = dict(reversed(line.split("  ")) for line in found.pop("SHA256SUMS").decode().splitlines())
+    assert sums == {name: hashlib.sha256(data).hexdigest() for name, data in found.items()}
+    assert sums.keys() == {"matcher.lock", "matcher.cdx.json", "tiny-1.0-py3-none-any.whl"}
+    assert b"numpy==" in found["matcher.lock"]
+    with zipfile.ZipFile(tmp_path / "dist" / "tiny-1.0-py3-none-any.whl") as file:
+        assert file.read("tiny-1.0.dist-info/sboms/matcher.cdx.json") == found["matcher.cdx.json"]
+    with pytest.raises(SystemExit):
+        release.main()

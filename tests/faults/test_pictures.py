@@ -1,5 +1,6 @@
-"""Promises 4 and 8 for pictures: the damaged are a clear error, soon; the others are read in their depth."""
+"""Promises 4 and 8 for pictures and masks: the damaged are a clear error, soon; others are read right."""
 
+import os
 import struct
 import time
 import zlib
@@ -9,11 +10,14 @@ import cv2
 import numpy as np
 import PIL.Image
 import pytest
+from collection_runs import QUICK, photos
 from fuzzing import seeded
 from hypothesis import given
 from hypothesis import strategies as st
 
 import matcher
+from matcher.cli import main
+from matcher.collection.store import Store
 from matcher.errors import ImageError, MatcherError
 from matcher.image_files import decode
 from matcher.images import MAX_PIXELS, read_mask
@@ -47,13 +51,12 @@ FORMATS = (".png", ".jpg", ".tif", ".webp", ".bmp", ".gif", ".pgm", ".ppm", ".pb
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
-def test_a_picture_that_is_cut_short(tmp_path, tried, suffix):
+def test_a_picture_that_is_cut_short(tmp_path, suffix):
     data, path = encoded(tmp_path, suffix), tmp_path / f"cut{suffix}"
     for part in range(8):
         path.write_bytes(data[: len(data) * part // 8])
         with pytest.raises(ImageError, match=path.name):
             decode(path, 10**6)
-    tried(8)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,7 @@ def check_bytes(folder: Path, data: bytes) -> np.ndarray | None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("suffix", FORMATS)
-def test_a_picture_with_pieces_changed(tmp_path, tried, suffix):
+def test_a_picture_with_pieces_changed(tmp_path, suffix):
     """Another picture, or a clear error; a flipped bit of a PNG is never another picture."""
     data = encoded(tmp_path, suffix)
     whole, places = decode(tmp_path / f"whole{suffix}", 10**6).samples, st.integers(0, len(data) - 1)
@@ -133,7 +136,6 @@ def test_a_picture_with_pieces_changed(tmp_path, tried, suffix):
     @seeded(15)
     @given(st.lists(st.tuples(places, st.binary(max_size=9), st.integers(0, 9)), max_size=5))
     def check(changes):
-        tried()
         changed = bytearray(data)
         for place, new, gone in changes:
             changed[place : place + gone] = new
@@ -159,3 +161,44 @@ def test_a_jpeg_of_endless_scans_is_refused(tmp_path):
     with pytest.raises(ImageError, match=r"a\.jpg.*more than 64 scans"):
         decode(tmp_path / "a.jpg", 10**7)
     assert time.process_time() - begun < SECONDS
+
+
+# --- Masks: what is none of its image is a clear error.
+
+
+WRONG = {
+    "another size": lambda path: PIL.Image.new("L", (20, 20), 255).save(path),
+    "a huge header": lambda path: path.write_bytes(png(100_000, 100_000, 8)),
+    "a letter": lambda path: path.write_bytes(b"dear photo"),
+    "a pipe": os.mkfifo,
+    "an endless device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to nothing": lambda path: path.symlink_to("absent.png"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three photos, and masks of two that keep all."""
+    names = photos(tmp_path / "photos", 3)
+    (tmp_path / "masks").mkdir()
+    for name in names[1:]:
+        PIL.Image.new("L", (200, 160), 255).save(tmp_path / "masks" / name)
+    return tmp_path, names
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_mask_is_refused(folder, capfd, name):
+    """In one pair; and in a folder of masks, where the image fails rather than going unmasked."""
+    path, names = folder
+    WRONG[name](path / "masks" / names[0])
+    pair = [path / "photos" / each for each in names[:2]]
+    assert main([*map(str, ("match", *pair, "--mask0", path / "masks" / names[0], *QUICK))]) in (2, 3)
+    errors = capfd.readouterr().err
+    assert names[0] in errors and "Traceback" not in errors and "internal error" not in errors, errors
+    given = ("--masks", path / "masks", "--exhaustive", "--workers", 0)
+    assert main([*map(str, ("collection", path / "photos", "--run", path / "run", *QUICK, *given))]) == 4
+    with Store.open(path / "run") as store:
+        failed = {image.name: image.reason for image in store.images() if image.status == "failed"}
+        assert store.counts().pairs_done == 1
+    assert list(failed) == names[:1] and "masks" in failed[names[0]]

@@ -3,10 +3,15 @@
 import http.client
 import io
 import json
+import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
@@ -15,12 +20,46 @@ import PIL.Image
 import pytest
 from browser import browser, needs_browser
 from command import run
-from served_page import served
 
 from matcher.errors import ImageError, UsageError
 
 pytest.importorskip("gradio", reason="gradio (the extra `app`) is not installed")
 from matcher.serve.page import Choices, Matching, geometry_rows
+
+OFFLINE = (
+    "import socket, sys\n"
+    "connect = socket.socket.connect\n"
+    "def refuse(self, address):\n"
+    "    if isinstance(address, tuple) and address[0] not in ('127.0.0.1', '::1', 'localhost'):\n"
+    "        print('WENT OUT', address, flush=True)\n"
+    "        raise OSError('offline')\n"
+    "    return connect(self, address)\n"
+    "socket.socket.connect = refuse\n"
+    "from matcher.cli import main\n"
+    "sys.exit(main(['serve', '--port', '0', '--device', 'cpu', '--max-upload', '1']))"
+)
+
+
+@contextmanager
+def served(temporary: Path, end: signal.Signals = signal.SIGINT) -> Iterator[str]:
+    """Its address; it may make temporary files in that folder only, and leaves none there."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", OFFLINE],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )
+    first = process.stdout.readline()
+    found = re.search(r"http://127\.0\.0\.1:\d+", first)
+    assert found, first + process.stdout.read()
+    yield found[0]
+    process.send_signal(end)
+    rest = process.communicate(timeout=60)[0]
+    assert "WENT OUT" not in first + rest
+    assert "Traceback" not in rest, rest
+    assert [path.name for path in temporary.iterdir()] == []
+
 
 pytestmark = pytest.mark.promise(7)
 FORM = {"Content_Type": "multipart/form-data; boundary=x7x"}

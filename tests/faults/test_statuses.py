@@ -65,13 +65,3 @@ def test_the_status_says_what_there_is(kind, name):
         assert np.isfinite(found.matrix).all() and found.inliers.sum() >= 8
         if kind != "homography":
             assert not np.allclose(found.matrix, np.eye(3))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_points_that_are_not_finite_are_left_out(kind):
-    points0, points1 = seen_in_depth(False)
-    points0[::3], points0[::6] = np.nan, np.inf
-    estimator = RobustEstimator(EstimationConfig(kind=kind))
-    found = estimator(points0, points1, cameras=CAMERAS if kind == "essential" else None)
-    assert not found.inliers[::3].any()
-    assert found.matrix is None or np.isfinite(found.matrix).all()
