@@ -15,14 +15,14 @@ from matcher.errors import UsageError, counted
 from matcher.files import check_output, write_output
 from matcher.geometry import stored_to_upright
 from matcher.passes.further import PassReport
-from matcher.types import REFINEMENTS, Features, Image, Matches, TwoViewGeometry, to_numpy
+from matcher.types import REFINEMENTS, Features, Matches, TwoViewGeometry, to_numpy
 from matcher.verify.adjustment import plane_answers
 from matcher.verify.repetition import repeated_groups
 from matcher.verify.verdict import Verdict, verdict_of
 
 if TYPE_CHECKING:
     from matcher.budget import Choice
-    from matcher.viz.drawings import ColourBy
+    from matcher.images import ImageInput
 
 
 DATA_SUFFIXES = (".npz", ".json", ".csv")
@@ -279,50 +279,47 @@ class Result:
     def plot(
         self,
         path: str | Path,
-        image0: Image | np.ndarray | str | Path | None = None,
-        image1: Image | np.ndarray | str | Path | None = None,
+        image0: ImageInput | None = None,
+        image1: ImageInput | None = None,
         *,
-        title: str | None = None,
-        colour_by: ColourBy | None = None,
-        errors: np.ndarray | None = None,
-        stacked: bool = False,
         ellipses: bool = False,
-        max_lines: int = 200,
         overwrite: bool = False,
+        **how: Any,
     ) -> Path:
         """Draw the matches on both images, save the drawing whole or not at all, and return its path.
 
         Args:
             path: .png, .jpg, .jpeg, .pdf or .svg (lines as vectors).
             image0, image1: the images; None reads `path0` and `path1` again. Give them for arrays.
-            title, errors, stacked, max_lines, colour_by: as in `matcher.viz.drawings.draw_matches`; unless
-                one is chosen, colours show planes where several were looked for, groups of things that look
-                alike where most matches are of such, else confidence.
             ellipses: draw the uncertainty of refined matches, enlarged.
             overwrite: replace an existing file even if matcher did not write it.
+            how: title, errors, stacked, max_lines, colour_by: as of `matcher.viz.drawings.draw_matches`; unless
+                one is chosen, colours show planes where several were looked for, groups of things that look
+                alike where most matches are of such, else confidence.
 
         Raises:
             UsageError: a file that cannot be written, no image or one of another size, or no refined matches
                 for ellipses.
             ImageError: an image cannot be read.
         """
-        from matcher.viz.drawings import PLOT_SUFFIXES, draw_matches, save_figure
+        from matcher.images import limit_for
+        from matcher.viz.drawings import PLOT_SUFFIXES, as_image, draw_matches, save_figure
 
-        path, how = check_output(path, PLOT_SUFFIXES, overwrite=overwrite), self.drawing()
+        path, images = check_output(path, PLOT_SUFFIXES, overwrite=overwrite), []
         if ellipses and self.matches.refinement is None:
             raise UsageError("ellipses=True draws refined matches, and these were not refined (refine=False)")
-        figure = draw_matches(
-            *(self._image(*each) for each in enumerate((image0, image1))),
-            self.points0,
-            self.points1,
-            **(how if colour_by is None else {**how, "colour_by": colour_by}),
-            errors=errors,
-            stacked=stacked,
-            covariances=self.matches.covariances if ellipses else None,
-            title=title,
-            max_lines=max_lines,
-        )
-        return save_figure(figure, path)
+        sides = ((image0, self.path0, self.features0), (image1, self.path1, self.features1))
+        for index, (given, own, features) in enumerate(sides):
+            if given is None and own is None:
+                raise UsageError(f"image{index} was an array: give it to plot(path, image0, image1)")
+            size = features.image_size
+            image = as_image(own if given is None else given, limit_for(size))
+            if image.size != size:
+                raise UsageError(f"image{index} is {image.size}, but the result's image was {size}")
+            images.append(image)
+        how = self.drawing() | {name: value for name, value in how.items() if value is not None}
+        how["covariances"] = self.matches.covariances if ellipses else None
+        return save_figure(draw_matches(*images, self.points0, self.points1, **how), path)
 
     def drawing(self) -> dict[str, Any]:
         """What `matcher.viz.drawings.draw_matches` shows of this result, as its arguments."""
@@ -346,19 +343,6 @@ class Result:
         """(K,) int64 group of keypoints of image 0 that look alike, of each match; −1 for those of none."""
         groups, index = repeated_groups((self.first or self).features0), self.matches.indices[:, 0]
         return np.append(groups, -1)[np.minimum(index, len(groups))]
-
-    def _image(self, index: int, given: Image | np.ndarray | str | Path | None) -> Image:
-        """The image that was given for a drawing, or that of the path, checked against the size matched."""
-        from matcher.images import limit_for
-        from matcher.viz.drawings import as_image
-
-        path, features = ((self.path0, self.features0), (self.path1, self.features1))[index]
-        if given is None and path is None:
-            raise UsageError(f"image{index} was an array: give it to plot(path, image0, image1)")
-        image = as_image(path if given is None else given, limit_for(features.image_size))
-        if image.size != (size := features.image_size):
-            raise UsageError(f"image{index} is {image.size}, but the result's image was {size}")
-        return image
 
 
 def _upright(points: np.ndarray, features: Features) -> np.ndarray:
