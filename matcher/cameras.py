@@ -186,7 +186,8 @@ def cameras_of_pair(
     if camera0 is None:
         raise UsageError("geometry 'essential' needs camera0 (fx, fy, cx, cy in stored pixels)")
     if camera1 is None and sizes and sizes[0] != sizes[1]:
-        raise UsageError(f"camera0 is not that of images of {sizes[0]} and {sizes[1]}: give camera1, too")
+        both = " and ".join(f"{width} x {height}" for width, height in sizes)
+        raise UsageError(f"the images have {both} pixels, so camera0 is not of both: give camera1, too")
     first = as_camera(camera0, "camera0")
     cameras = first, first if camera1 is None else as_camera(camera1, "camera1")
     for index, (camera, size) in enumerate(zip(cameras, sizes or (), strict=bool(sizes))):

@@ -293,9 +293,9 @@ class Result:
             image0, image1: the images; None reads `path0` and `path1` again. Give them for arrays.
             ellipses: draw the uncertainty of refined matches, enlarged.
             overwrite: replace an existing file even if matcher did not write it.
-            how: title, errors, stacked, max_lines, colour_by: as of `matcher.viz.drawings.draw_matches`; unless
-                one is chosen, colours show planes where several were looked for, groups of things that look
-                alike where most matches are of such, else confidence.
+            how: title, errors, stacked, max_lines, colour_by, as of `matcher.viz.drawings.draw_matches`;
+                unless one is chosen, colours show planes where several were looked for, groups of things that
+                look alike where most matches are of such, else confidence.
 
         Raises:
             UsageError: a file that cannot be written, no image or one of another size, or no refined matches
