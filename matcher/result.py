@@ -123,14 +123,12 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Counts, geometry and seconds, ready for `json.dumps`; `matcher match --json` prints it."""
         verdict, refinement = self.verdict, self.matches.refinement
-        images = [
-            dict(path=path and str(path), **dict(zip(("width", "height"), features.image_size, strict=True)))
-            for path, features in ((self.path0, self.features0), (self.path1, self.features1))
-        ]
+        (width0, height0), (width1, height1) = self.features0.image_size, self.features1.image_size
         return {
             "preset": self.preset,
             "weights": None if self.weights is None else vars(self.weights),
-            **{f"image{side}": entry for side, entry in enumerate(images)},
+            "image0": {"path": self.path0 and str(self.path0), "width": width0, "height": height0},
+            "image1": {"path": self.path1 and str(self.path1), "width": width1, "height": height1},
             "keypoints0": len(self.features0),
             "keypoints1": len(self.features1),
             "matches": len(self.matches),
@@ -190,14 +188,13 @@ class Result:
 
     def image_lines(self) -> list[str]:
         """A line for each image: path, size, number of keypoints."""
-        sides = ((self.path0, self.features0), (self.path1, self.features1))
-        firsts = (self.first or self).features0, (self.first or self).features1
-        lines = []
-        for (path, features), first in zip(sides, firsts, strict=True):
-            more = len(features) - len(first)  # of other sizes and parts of the image, and of other features
+        first, lines = self.first or self, []
+        sides = ((self.path0, self.features0, first.features0), (self.path1, self.features1, first.features1))
+        for path, features, before in sides:
+            more = len(features) - len(before)  # of other sizes and parts of the image, and of other features
             further = f" and {more} matched by further passes" if more else ""
             size = "{} x {}".format(*features.image_size)
-            lines.append(f"{path or 'array'}  {size}  {counted(len(first), 'keypoint')}{further}")
+            lines.append(f"{path or 'array'}  {size}  {counted(len(before), 'keypoint')}{further}")
         return lines
 
     def heading(self) -> str:

@@ -137,8 +137,6 @@ class Image:
         return f"Image({', '.join(parts)})"
 
 
-# Descriptors of SIFT, and those of other norms than 1.
-
 SIFT_DIM = 128
 UNNORMALISED = ("dedodeb", "dedodeg", GRID_KIND)  # front ends whose descriptors have any length
 JOINED = "joined"  # kind of the features of several front ends
@@ -215,10 +213,10 @@ class Features:
         for name, value in self._fields().items():
             if value is not None:
                 object.__setattr__(self, name, _as_field(value, name))
-        if self.keypoints is None or self.descriptors is None:
-            raise UsageError("Features need keypoints (..., N, 2) and descriptors (..., N, D)")
-        if self.size is None:
-            raise UsageError("Features need size=(width, height) of the stored image; it is never guessed")
+        if any(given is None for given in (self.keypoints, self.descriptors, self.size)):
+            raise UsageError(
+                "Features need keypoints (..., N, 2), descriptors (..., N, D) and size (..., 2)"
+            )
         shape = tuple(self.keypoints.shape)
         if len(shape) < 2 or shape[-1] != 2:
             raise UsageError(f"Features.keypoints must be (..., N, 2), not {shape}")
@@ -315,11 +313,9 @@ class Features:
         Args:
             image: what the front end was given.
             points: (N, 2) xy in pixels of `image.pixels`, whose first pixel's centre is (0, 0).
-            descriptors: (N, D).
-            scores: (N,) detector score, larger is better.
+            descriptors, scores, kind: as of the constructor.
             diameters: (N,) of the keypoints, pixels of `image.pixels`; they become `scales`.
             angles: (N,) radians from x towards y on `image.pixels`; they become `orientations`.
-            kind: the front end's name; "any" goes with every matcher.
         """
         turn = UPRIGHT[image.orientation].T
         return cls(
@@ -411,9 +407,7 @@ class Features:
 
     def entries(self, chosen: Tensor | Sequence[int], count: int | None = None) -> Features:
         """Some images of a batch, as a batch, with at most `count` points each: a front end's strongest."""
-        return self._map(
-            lambda name, value: value[chosen] if name in self._PER_IMAGE else value[chosen][:, :count]
-        )
+        return self._map(lambda k, v: v[chosen] if k in self._PER_IMAGE else v[chosen][:, :count])
 
     def unstack(self) -> list[Features]:
         """A padded batch taken apart into single images without their padding."""
@@ -694,9 +688,6 @@ def best_first(matches: Matches, geometry: TwoViewGeometry) -> tuple[Matches, Tw
     return matches.select(order), geometry.reordered(order)
 
 
-# What a pipeline is made of: an extractor, a matcher and an estimator.
-
-
 class Extractor(Protocol):
     """A front end."""
 
@@ -732,9 +723,6 @@ class Estimator(Protocol):
         thresholds_scale: float = 1.0,
     ) -> TwoViewGeometry:
         """Estimate robustly; bad points give a status, never an error."""
-
-
-# What a program gives, checked before it is used.
 
 
 def checked_pairs(pairs: Any) -> Sequence[tuple[Features, Features]]:

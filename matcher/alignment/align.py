@@ -35,9 +35,8 @@ def planar_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
         raise UsageError(f"planes are matched by geometry 'homography', not {options['geometry']!r}")
     given = {name: value for name, value in options.items() if name != "geometry"}
     pipeline = open_pipeline(preset, given)
-    if pipeline.config.estimation.kind == "homography":
-        return pipeline
-    return with_estimation(pipeline, replace(pipeline.config.estimation, kind="homography"))
+    wanted = replace(pipeline.config.estimation, kind="homography")
+    return pipeline if wanted == pipeline.config.estimation else with_estimation(pipeline, wanted)
 
 
 def read_full(pipeline: Pipeline, image: ImageInput, mask: Mask | None = None) -> Image:
@@ -152,14 +151,13 @@ class Alignment:
         count = int(self.inliers.sum())
         return f"Alignment({self.model}: {self.status}, {count} of {len(self.inliers)} inliers)"
 
-    def image(self, view: View = "warped", *, squares: int = 8) -> np.ndarray:
+    def image(self, view: View = "warped") -> np.ndarray:
         """An image in the frame of image 1, upright and at its full size.
 
         Args:
             view: "warped": image 0 as image 1 shows it, (H, W, 4) uint8 RGBA, transparent beyond its edge;
                 or both in one, (H, W, 3) uint8 RGB: "checkerboard", "difference" (absolute, of each channel)
                 or "blend" (image 0 red, image 1 blue, grey where they agree).
-            squares: of the checkerboard, along the longer side.
 
         Raises:
             UsageError: an unknown view, the images are not aligned, or are too large to warp.
@@ -173,9 +171,7 @@ class Alignment:
         if view == "warped":
             opaque = np.full(laid.covered.shape, 255, np.uint8)
             return np.dstack([laid.above, opaque]) * laid.covered[..., None]
-        if view == "checkerboard":
-            return checkerboard(laid, squares)
-        return blend(laid) if view == "blend" else difference(laid)
+        return {"checkerboard": checkerboard, "blend": blend, "difference": difference}[view](laid)
 
     def save(self, path: str | Path, view: View = "warped", *, overwrite: bool = False) -> Path:
         """Write the picture of a view, as `image` makes it, to a file, atomically; returns its path.
