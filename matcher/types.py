@@ -214,9 +214,7 @@ class Features:
             if value is not None:
                 object.__setattr__(self, name, _as_field(value, name))
         if any(given is None for given in (self.keypoints, self.descriptors, self.size)):
-            raise UsageError(
-                "Features need keypoints (..., N, 2), descriptors (..., N, D) and size (..., 2)"
-            )
+            raise UsageError("Features need keypoints (..., N, 2), descriptors (..., N, D) and size (..., 2)")
         shape = tuple(self.keypoints.shape)
         if len(shape) < 2 or shape[-1] != 2:
             raise UsageError(f"Features.keypoints must be (..., N, 2), not {shape}")

@@ -73,9 +73,8 @@ def open_raster(path: str | Path) -> Raster:
         mask = data.dataset_mask(out_shape=shape) > 0
         pixels = data.read(bands, out_shape=(len(bands), *shape), resampling=Resampling.average)
         preview = np.dstack([_stretched(band, mask) for band in pixels]).squeeze()
-        known = not data.transform.is_identity
         first = np.array([[1, 0, CORNER], [0, 1, CORNER], [0, 0, 1]])
-        placed = np.array(data.transform).reshape(3, 3) @ first if known else None
+        placed = None if data.transform.is_identity else np.array(data.transform).reshape(3, 3) @ first
         crs = data.crs and (data.crs.to_string() if data.crs.to_epsg() else data.crs.to_wkt())
         return Raster(path, (data.width, data.height), preview, mask, crs or None, placed)
 

@@ -94,7 +94,7 @@ def stitch(
     chosen = None
     if projection == "plane":
         candidates = ("translation", "similarity", "homography") if model == "auto" else (model,)
-        tried = {name: _adjusted(found, _chained(found, group, name), name) for name in candidates}
+        tried = {name: _placed(found, group, name) for name in candidates}
         most = 1.2 * min(residual for _, residual in tried.values()) + 0.1  # for a simpler map to be taken
         chosen = next(name for name, (_, residual) in tried.items() if residual <= most)
         placed = tried[chosen][0]
@@ -118,9 +118,6 @@ def stitch(
     return Panorama(panorama, covered, tuple(group), projection, chosen, float(inliers.mean()))
 
 
-# On a plane.
-
-
 def _fit(model: PlaneModel, points: np.ndarray, targets: np.ndarray) -> np.ndarray | None:
     """(3, 3) the least-squares map of a kind from points (K, 2) to targets (K, 2)."""
     if model == "homography":
@@ -133,8 +130,10 @@ def _fit(model: PlaneModel, points: np.ndarray, targets: np.ndarray) -> np.ndarr
     return matrix
 
 
-def _chained(found: MatchedSet, group: list[int], model: PlaneModel) -> dict[int, np.ndarray]:
-    """First maps, along the pairs with most inliers."""
+def _placed(found: MatchedSet, group: list[int], model: PlaneModel) -> tuple[dict[int, np.ndarray], float]:
+    """A map for each image, so that the points of each track meet, and the median distance from where they
+    meet. First maps are chained along the pairs with most inliers. Then tracks' means and maps are found in
+    turns; points far from the mean, ever nearer, are of wrong matches."""
     pairs = {pair: both for pair, both in found.pairs.items() if both[1].status == "ok"}
     inliers = {pair: int(geometry.inliers.sum()) for pair, (_, geometry) in pairs.items()}
     strength = {image: sum(n for pair, n in inliers.items() if image in pair) for image in group}
@@ -145,19 +144,10 @@ def _chained(found: MatchedSet, group: list[int], model: PlaneModel) -> dict[int
         points = matches.points0[geometry.inliers], matches.points1[geometry.inliers]
         here, new = (0, 1) if pair[0] in placed else (1, 0)
         placed[pair[new]] = placed[pair[here]] @ _fit(model, points[new], points[here])
-    return placed
-
-
-def _adjusted(
-    found: MatchedSet, placed: dict[int, np.ndarray], model: PlaneModel
-) -> tuple[dict[int, np.ndarray], float]:
-    """The maps, moved so that the points of each track meet, and the median distance from the meeting points.
-    Tracks' means and maps are found in turns; points far from the mean, ever nearer, are of wrong matches."""
     track, image, keypoint = np.array([row for row in found.tracks.table() if row[1] in placed]).T
     keypoints = {number: to_numpy(found.features[number].keypoints) for number in placed}
     points = np.array([keypoints[i][k] for i, k in zip(image, keypoint, strict=True)])
-    reference, distance = next(iter(placed)), np.zeros(len(points))
-    good = np.ones(len(points), dtype=bool)
+    reference, good = next(iter(placed)), np.ones(len(points), dtype=bool)
     for limit in np.geomspace(40, 3, 40):
         moved = points.astype(np.float64)
         for number, matrix in placed.items():
@@ -199,9 +189,6 @@ def _warped(images: Sequence[np.ndarray], maps: Sequence[np.ndarray]) -> list[Pi
         mask = cv2.warpPerspective(whole, warp, size, flags=cv2.INTER_NEAREST)
         placed.append(((int(start[0]), int(start[1])), piece, mask))
     return placed
-
-
-# From one viewpoint.
 
 
 def _cameras(
