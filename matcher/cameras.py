@@ -255,6 +255,10 @@ def read_cameras(path: Path) -> Camera | dict[str, Camera]:
             found = _from_nerfstudio(json.loads(data))
         else:
             found = _from_lines(data.decode("utf-8").splitlines())
+        if suffix != ".json" and isinstance(found, dict) and all(name.isdecimal() for name in found):
+            if len(found) > 1:
+                raise ValueError(f"it holds {len(found)} cameras and does not say of which images; give one")
+            found = next(iter(found.values()), {})
     except (*MALFORMED, struct.error, cv2.error) as error:  # a UsageError is one
         raise UsageError(f"{path}: cannot be read as cameras ({error}); wanted: {CAMERA_FORMS}") from error
     if not found:
@@ -262,8 +266,8 @@ def read_cameras(path: Path) -> Camera | dict[str, Camera]:
     return found
 
 
-def _from_lines(lines: list[str]) -> Camera | dict[str, Camera]:
-    """hloc's lines, or those of COLMAP's cameras.txt, which begin with a number and hold one camera."""
+def _from_lines(lines: list[str]) -> dict[str, Camera]:
+    """hloc's lines, or those of COLMAP's cameras.txt, which begin with a number."""
     found = {}
     for number, line in enumerate(lines, start=1):
         words = line.split()
@@ -273,17 +277,10 @@ def _from_lines(lines: list[str]) -> Camera | dict[str, Camera]:
             found[words[0]] = _from_words(*words[1:])
         except (TypeError, ValueError) as error:
             raise ValueError(f"line {number}: {error}") from error
-    return _only(found) if all(name.isdecimal() for name in found) else found
+    return found
 
 
-def _only(numbered: dict[str, Camera]) -> Camera | dict[str, Camera]:
-    """The one camera of a file that numbers its cameras: which image has which is not said there."""
-    if len(numbered) > 1:
-        raise ValueError(f"it holds {len(numbered)} cameras and does not say of which images; give one")
-    return next(iter(numbered.values()), {})
-
-
-def _from_binary(data: bytes) -> Camera | dict[str, Camera]:
+def _from_binary(data: bytes) -> dict[str, Camera]:
     """COLMAP's cameras.bin (its documentation, Output Format)."""
     (count,), at, found = struct.unpack_from("<Q", data), 8, {}
     for _ in range(count):
@@ -292,7 +289,7 @@ def _from_binary(data: bytes) -> Camera | dict[str, Camera]:
         params = struct.unpack_from(f"<{focals + 2 + more}d", data, at + 24)
         at += 24 + 8 * len(params)
         found[str(number)] = Camera.from_colmap(name, params, (width, height))
-    return _only(found)
+    return found
 
 
 def _from_nerfstudio(values: Any) -> Camera | dict[str, Camera]:

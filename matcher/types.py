@@ -246,14 +246,11 @@ class Features:
 
     def _fill_defaults(self) -> None:
         points, xp = self.keypoints[..., 0], library(self.keypoints)
-        for name, made in (
-            ("scores", lambda: xp.ones_like(points)),
-            ("mask", lambda: xp.ones_like(points, dtype=bool)),
-            ("exif_orientation", lambda: xp.ones_like(self.size[..., 0], dtype=xp.int64)),
-            ("scale", lambda: xp.ones_like(self.size)),
-        ):
+        ones = {"scores": (points, None), "mask": (points, bool), "scale": (self.size, None)}
+        ones["exif_orientation"] = (self.size[..., 0], xp.int64)
+        for name, (shaped, dtype) in ones.items():
             if getattr(self, name) is None:
-                object.__setattr__(self, name, made())
+                object.__setattr__(self, name, xp.ones_like(shaped, dtype=dtype))
 
     @property
     def matched_orientation(self) -> Tensor:

@@ -6,8 +6,6 @@ counts pixels from the corner of the first one, (0, 0); its centre is (0.5, 0.5)
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -179,30 +177,23 @@ class Georeferenced:
         path = check_output(path, POINT_FORMATS, overwrite=overwrite)
         if not self.alignment.found:
             raise UsageError("the images are not aligned, so there are no control points")
-        kept = self.chosen()
-        crs, name = self.rasters[1].crs, self.rasters[0].path.name
+        kept, (raster0, raster1) = self.chosen(), self.rasters
         places, corners, off = self.on_map[kept], (self.points0 + CORNER)[kept], self.residuals[kept]
-        text = io.StringIO()
-        write = csv.writer(text, lineterminator="\n").writerow
-        lengths = np.linalg.norm(off, axis=1)
+        lengths, crs = np.linalg.norm(off, axis=1), raster1.crs
         if path.suffix.lower() == ".txt":
             if crs is None:
-                raise UsageError(
-                    f"{path}: OpenDroneMap needs a coordinate system, and {self.rasters[1].path} has none"
-                )
-            text.write(f"{crs}\n")
-            for (x, y), (pixel, line) in zip(places, corners, strict=True):
-                text.write(f"{x:.6f} {y:.6f} NaN {pixel:.3f} {line:.3f} {name}\n")
+                raise UsageError(f"{path}: OpenDroneMap needs coordinates, and {raster1.path} has none")
+            how = f"%.6f %.6f NaN %.3f %.3f {raster0.path.name.replace('%', '%%')}"
+            head, table = [crs], [places, corners]
         elif path.suffix.lower() == ".points":
-            text.write("" if crs is None else f"#CRS: {crs}\n")
-            write(["mapX", "mapY", "sourceX", "sourceY", "enable", "dX", "dY", "residual"])
-            for *before, dx, dy, length in np.column_stack([places, corners * (1, -1), off, lengths]):
-                write([f"{value:.6f}" for value in before] + [1, *(f"{v:.6f}" for v in (dx, dy, length))])
+            head = [] if crs is None else [f"#CRS: {crs}"]
+            head.append("mapX,mapY,sourceX,sourceY,enable,dX,dY,residual")
+            how, table = "%.6f,%.6f,%.6f,%.6f,1,%.6f,%.6f,%.6f", [places, corners * (1, -1), off, lengths]
         else:
-            write(["pixel", "line", "map_x", "map_y", "residual", "score"])
-            for *numbers, score in np.column_stack([corners, places, lengths, self.scores[kept]]):
-                write([f"{value:.6f}" for value in numbers] + [f"{score:.4f}"])
-        write_output(path, text.getvalue().encode("utf-8"))
+            head = ["pixel,line,map_x,map_y,residual,score"]
+            how, table = "%.6f,%.6f,%.6f,%.6f,%.6f,%.4f", [corners, places, lengths, self.scores[kept]]
+        lines = [*head, *(how % tuple(row) for row in np.column_stack(table).tolist())]
+        write_output(path, "".join(f"{line}\n" for line in lines).encode("utf-8"))
         return path
 
     def save_raster(self, path: str | Path, *, overwrite: bool = False) -> Path:
