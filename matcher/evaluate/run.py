@@ -24,6 +24,7 @@ from matcher.result import Result
 from matcher.verify.estimation import RobustEstimator
 
 Progress = Callable[[int, int], None]  # called with the number of pairs done and their total
+Statistic = Callable[[np.ndarray], np.ndarray]  # of values (…, n) over n pairs
 
 
 def matched(
@@ -94,10 +95,7 @@ class Evaluation:
 def evaluate(
     pair_set: PairSet, methods: Sequence[Method], *, seeds: int = 1, progress: Progress | None = None
 ) -> Evaluation:
-    """Measure every method on the same pairs, under so many seeds of the robust estimator of poses.
-
-    `ImageError`: no pair could be read; `UsageError`: intrinsics that belong to images of another size.
-    """
+    """Measure every method on the same pairs, under so many seeds of the robust estimator of poses."""
     kind, skipped = PROTOCOLS[pair_set.protocol].geometry, []
     used = tuple(range(seeds)) if kind == "essential" else (0,)
     records: dict[str, list[Record]] = {method.name: [] for method in methods}
@@ -113,11 +111,9 @@ def evaluate(
 
 
 def auc(errors: np.ndarray, threshold: float) -> np.ndarray:
-    """(…,) area under the cumulative curve of errors (…, n) up to a threshold, normalised by the threshold.
-
-    As SuperGlue, section 5.2, and later papers: the trapezoidal rule from (0, 0) through (k-th smallest
-    error, k/n), constant after the last error below the threshold; NaN for n = 0.
-    """
+    """(…,) area under the cumulative curve of errors (…, n) up to a threshold, as a share (SuperGlue, section
+    5.2): by the trapezoidal rule from (0, 0) through (k-th smallest error, k/n), constant after the last
+    below the threshold; NaN for n = 0."""
     errors = np.asarray(errors, dtype=np.float64)
     count = errors.shape[-1]
     if count == 0:
@@ -148,11 +144,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(
-    values: np.ndarray,
-    statistic: Callable[[np.ndarray], np.ndarray],
-    *,
-    minus: np.ndarray | None = None,
-    seed: int = 0,
+    values: np.ndarray, statistic: Statistic, *, minus: np.ndarray | None = None, seed: int = 0
 ) -> Estimate:
     """A statistic (…, n) → (…,) of values (S, n) of n pairs, averaged over S seeds, and its percentile
     bootstrap interval; with the values of another method on these pairs, `minus`, those of the difference."""
@@ -176,7 +168,7 @@ class Column(NamedTuple):
     key: str
     digits: int = 3
     headline: bool = False  # reported with its interval, in the comparison with the baseline, and by group
-    statistic: Callable[[np.ndarray], np.ndarray] = mean
+    statistic: Statistic = mean
 
 
 class Protocol(NamedTuple):
@@ -207,9 +199,7 @@ _RECALL = Column("recall@3 px", "recall3", headline=True)
 _CORRECT = Column("correct@3 px", "correct3", 0)
 _MATCHES = (Column("precision@1 px", "precision1"), _PRECISION, Column("recall@1 px", "recall1"), _RECALL)
 _POSE = tuple(Column(f"AUC@{n}°", "error", 3, True, lambda errors, n=n: auc(errors, n)) for n in (5, 10, 20))
-_POSE_AUC = (
-    "AUC is that of max(rotation error, translation direction error), the translation's sign ignored. "
-)
+_POSE_AUC = "AUC is that of max(rotation error, translation direction error), this without its sign. "
 PROTOCOLS = {
     "homography": Protocol(
         "homography",
@@ -373,10 +363,8 @@ def as_markdown(found: dict[str, Any]) -> str:
     ) -> list[str]:
         made = []
         for column in columns:
-            value, *ends = (
-                "–" if x is None else f"{x:{sign}.{column.digits}f}"
-                for x in (values[column.title][key] for key in ("value", "low", "high"))
-            )
+            found = (values[column.title][key] for key in ("value", "low", "high"))
+            value, *ends = ("–" if x is None else f"{x:{sign}.{column.digits}f}" for x in found)
             known = low and column.headline and values[column.title]["low"] is not None
             made.append(f"{value} ({' – '.join(ends)})" if known else value)
         return made

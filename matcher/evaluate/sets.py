@@ -26,8 +26,13 @@ _MADE: dict[str, tuple[ProtocolName, int, Callable[..., Pair], str]] = {
     "facades": ("trap", 300, synthetic.facades_pair, "each pair once, with a photo of val"),
 }
 _BENCH = (
-    *("oxford_graf", "opencv_pairs", "iguazu", "multimodal"),
-    *("middlebury2003", "kitti_mini", "sceaux_castle"),
+    "oxford_graf",
+    "opencv_pairs",
+    "iguazu",
+    "multimodal",
+    "middlebury2003",
+    "kitti_mini",
+    "sceaux_castle",
 )
 _SEVERAL = {"bench": _BENCH, "multiview": ("kitchen", "bookstore")}
 # Folders below $MATCHER_DATA.
@@ -80,8 +85,7 @@ _LAYOUTS = (
 
 
 def find_sets(where: str, options: SetOptions) -> list[PairSet]:
-    """The sets of a name, a folder of a known layout, a folder of photos, or a list of pairs; `UsageError`:
-    none of these, or damaged; `ImageError`: a depth map that cannot be read."""
+    """The sets of a name, a folder of a known layout, a folder of photos, or a list of pairs."""
     path = Path(where)
     if where in _PLACES or where in _SEVERAL:
         found = [each for name in _SEVERAL.get(where, (where,)) for each in _named(name, options)]
@@ -95,9 +99,7 @@ def find_sets(where: str, options: SetOptions) -> list[PairSet]:
     elif not path.is_file():
         raise UsageError(f"{path}: a pipe or device; name a folder or a list of pairs")
     elif not folders.is_pair_list(path):
-        raise UsageError(
-            f"{path}: not a list of pairs (a line for each: name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0)"
-        )
+        raise UsageError(f"{path}: no list of pairs, lines of name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0")
     else:
         found = [folders.pair_list(path, options.images)]
     for pair_set in found:
@@ -114,8 +116,7 @@ def made_set(
     seed: int = 0,
     levels: Sequence[int] = (1, 2, 3, 4),
 ) -> PairSet:
-    """`count` pairs of a set of `_MADE`, each made of photos when it is asked for; `levels` of difficulty are
-    of synthetic pairs. `UsageError`: an unknown level, a count below 1, or one photo for pairs of two."""
+    """`count` pairs of a set of `_MADE`, each made when it is asked for; `levels` are of synthetic pairs."""
     protocol, usual, make, note = _MADE[name]
     count, photos = usual if count is None else count, tuple(photos)
     if count < 1:
@@ -135,9 +136,8 @@ def _named(name: str, options: SetOptions) -> list[PairSet]:
     folder = data_folder() / _PLACES[name]
     if not folder.is_dir():
         raise UsageError(
-            f"the set {name!r} is absent ({folder}); the benchmark folders are not part of the package: set "
-            f"{DATA_VARIABLE} to the folder that holds photos/, bench/ and multiview/ (its layout: "
-            "docs/scripts.md, Data), or give a folder of your own"
+            f"the set {name!r} is absent ({folder}); it is not part of the package: set {DATA_VARIABLE} to "
+            "the folder that has it (its layout: docs/scripts.md, Data), or give a folder of your own"
         )
     if name == "kitchen_angles":
         drawn = folders.drawn(folder, 240 if options.pairs is None else options.pairs, options.seed)
@@ -168,8 +168,6 @@ def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
         photos = find_images(folder)
     except UsageError as error:
         raise UsageError(
-            f"{folder}: no known layout (HPatches, MegaDepth-1500, ScanNet-1500, WxBS, lists of pairs, views "
-            "with cameras.json, H1toNp sequences, KITTI-like sequences, Middlebury stereo), and no photos to "
-            "make synthetic pairs from"
+            f"{folder}: no known layout (see `matcher evaluate --help`), and no photos for synthetic pairs"
         ) from error
     return [made_set("synthetic", photos, count=options.pairs, seed=options.seed, levels=options.levels)]

@@ -43,7 +43,7 @@ WEATHER = ("night", "fog", "snow", "glare", "infrared")
 
 def _photo(photos: Sequence[Path], number: int, seed: int) -> tuple[Path, str, np.ndarray]:
     """Path, name and pixels of a photo, at most 640 long: a level means the same for all folders. Every photo
-    comes once in random order before any again."""
+    once in random order before any again."""
     turn, index = divmod(number, len(photos))
     path = photos[np.random.default_rng([seed, turn]).permutation(len(photos))[index]]
     pixels = read_image(path, resize=640, upright=False).pixels
@@ -170,8 +170,7 @@ def degrade(pixels: np.ndarray, strength: float, rng: np.random.Generator) -> np
 
 
 def recoloured(photo: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """The photo (H, W) or (H, W, 3) uint8 as another sensor might see it, (H, W) uint8: channels weighed
-    anew, blurred, any tone curve, noise."""
+    """A photo (H, W[, 3]) uint8 as another sensor might see it, (H, W) uint8."""
     channels = photo if photo.ndim == 3 else photo[..., None]
     weights = rng.normal(1 / 3, 0.7, channels.shape[2])
     grey = channels.astype(np.float32) @ (weights / max(0.2, abs(weights.sum()))).astype(np.float32)
@@ -229,23 +228,6 @@ class Board(NamedTuple):
     centre: tuple[float, float, float]
 
 
-def rendered(boards: Sequence[Board], cam_from_world: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """The boards, of which earlier ones lie behind, as a camera of `_K` sees them, in other light."""
-    view = np.full((*SIZE[::-1], 3), 90, np.uint8)
-    for texture, centre in boards:
-        height, width = texture.shape[:2]
-        corner = np.array(centre) - _PIXEL * np.array([(width - 1) / 2, (height - 1) / 2, 0])
-        axes = np.column_stack([[_PIXEL, 0, 0], [0, _PIXEL, 0], corner])
-        H = _K @ (cam_from_world[:3, :3] @ axes + np.outer(cam_from_world[:3, 3], [0, 0, 1]))
-        nearness = _PIXEL * _K[0, 0] / np.linalg.norm(cam_from_world[:3, :3] @ centre + cam_from_world[:3, 3])
-        if nearness < 1:
-            texture = cv2.GaussianBlur(texture, (0, 0), max(0.5 * math.sqrt(nearness**-2 - 1), 0.05))
-        seen = cv2.warpPerspective(texture, H, SIZE, flags=cv2.INTER_CUBIC)
-        covered = cv2.warpPerspective(np.ones((height, width), np.uint8), H, SIZE, flags=cv2.INTER_NEAREST)
-        view[covered > 0] = seen[covered > 0]
-    return degrade(view, 0.5, rng)
-
-
 def looking(position: Sequence[float], target: Sequence[float], roll: float = 0.0) -> np.ndarray:
     """cam_from_world (4, 4) of a camera that looks at a target, the y axis of the world downwards."""
     ahead = np.subtract(target, position) / np.linalg.norm(np.subtract(target, position))
@@ -274,7 +256,7 @@ def _sides(name: str, *views: np.ndarray) -> tuple[PairImage, ...]:
 
 
 def _posed(name: str, group: str, scenes: Sequence[Sequence[Board]], rng: np.random.Generator) -> PosePair:
-    """Views of two scenes of boards from before the wall, 12 to 50 degrees apart."""
+    """Views of two scenes of boards, earlier ones behind, from before the wall, 12 to 50 degrees apart."""
     between, middle = np.radians(rng.uniform(12.0, 50.0)), np.radians(rng.uniform(-15, 15))
     poses = []
     for side in rng.permutation([-0.5, 0.5]):
@@ -282,7 +264,22 @@ def _posed(name: str, group: str, scenes: Sequence[Sequence[Board]], rng: np.ran
         target = np.array([rng.uniform(-0.15, 0.15), rng.uniform(-0.1, 0.1), 0.0])
         away = np.array([math.sin(across), math.sin(up), -math.cos(across)]) * rng.uniform(1.3, 2.1)
         poses.append(looking(target + away, target, np.radians(rng.uniform(-6, 6))))
-    views = (rendered(boards, pose, rng) for boards, pose in zip(scenes, poses, strict=True))
+    views = []
+    for boards, pose in zip(scenes, poses, strict=True):
+        view = np.full((*SIZE[::-1], 3), 90, np.uint8)
+        for texture, centre in boards:
+            height, width = texture.shape[:2]
+            corner = np.array(centre) - _PIXEL * np.array([(width - 1) / 2, (height - 1) / 2, 0])
+            axes = np.column_stack([[_PIXEL, 0, 0], [0, _PIXEL, 0], corner])
+            H = _K @ (pose[:3, :3] @ axes + np.outer(pose[:3, 3], [0, 0, 1]))
+            nearness = _PIXEL * _K[0, 0] / np.linalg.norm(pose[:3, :3] @ centre + pose[:3, 3])
+            if nearness < 1:
+                texture = cv2.GaussianBlur(texture, (0, 0), max(0.5 * math.sqrt(nearness**-2 - 1), 0.05))
+            seen = cv2.warpPerspective(texture, H, SIZE, flags=cv2.INTER_CUBIC)
+            extent = np.ones((height, width), np.uint8)
+            covered = cv2.warpPerspective(extent, H, SIZE, flags=cv2.INTER_NEAREST)
+            view[covered > 0] = seen[covered > 0]
+        views.append(degrade(view, 0.5, rng))
     return PosePair(name, group, *_sides(name, *views), _K, _K, poses[1] @ np.linalg.inv(poses[0]))
 
 

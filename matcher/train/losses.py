@@ -40,8 +40,7 @@ def mixed_precision(device: torch.device) -> torch.autocast:
 
 
 def assignment_loss(log_p: Tensor, partner0: Tensor, partner1: Tensor) -> Tensor:
-    """Mean −log P (B, N+1, M+1) of true matches and of unmatched points, weighed alike (SuperGlue, eq.
-    10)."""
+    """Mean −log P (B, N+1, M+1) of true matches and unmatched points, weighed alike (SuperGlue, eq. 10)."""
     matched = log_p[:, :-1].gather(2, partner0.clamp_min(0).unsqueeze(2)).squeeze(2)
     unmatched0 = mean_of(log_p[:, :-1, -1], partner0 == UNMATCHED)
     unmatched1 = mean_of(log_p[:, -1, :-1], partner1 == UNMATCHED)
@@ -204,12 +203,9 @@ def matching_loss(
 
 
 def head_loss(model: MatchingNetwork, batch: PairBatch, recipe: MatcherRecipe) -> Tensor:
-    """The loss of the heads for early exit and pruning below the last layer; nothing else gets gradients.
-
-    Of confidence: "this layer has the same assignment as the last one" (LightGlue, section 3.3), of points
-    matched there: nearly all others are unmatched from the first layer on, and would dominate the loss. Of
-    match probability: "matched in the last layer".
-    """
+    """The loss of the heads for early exit and pruning below the last layer. Of confidence: "this layer has
+    the same assignment as the last one" (LightGlue, section 3.3), of points matched there, as others are
+    unmatched from the first layer on; of match probability: "matched in the last layer"."""
     with torch.no_grad():
         layers, decided = labelled_layers(model, batch), []
         for depth, layer in enumerate(layers):

@@ -1,5 +1,4 @@
-"""Pairs of images made on the device that trains, their keypoints, and the partner of each in the other
-image.
+"""Pairs of images made on the device that trains, their keypoints, and the partners of these.
 
 The images of a batch of B pairs are in this order everywhere: first all images 0, then all images 1.
 """
@@ -61,9 +60,6 @@ def constant(values: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
 def other_of_pair(values: Tensor) -> Tensor:
     """For each of 2B images the values of the other image of its pair."""
     return torch.cat(values.chunk(2)[::-1])
-
-
-# --- Pairs.
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,10 +303,8 @@ QUANTISATION = (
 
 
 def capture(images: Tensor, clean: Tensor, draws: Draws) -> Tensor:
-    """Grey images (B, 1, H, W) in [0, 1] as cameras would take and store them; H and W multiples of 8.
-
-    Those that are `clean` (B,), as no camera took them, get sensor noise; half of the others get none.
-    """
+    """Grey images (B, 1, H, W) in [0, 1] as cameras would take and store them; H and W multiples of 8. Those
+    that are `clean` (B,), as no camera took them, get sensor noise; half of the others get none."""
     count = len(images)
 
     def some(share: float) -> Tensor:
@@ -488,8 +482,29 @@ def labelled(points: Keypoints, pairs: ImagePairs, recipe: Recipe) -> PairBatch:
         there = positions.masked_fill(~points.valid.unsqueeze(2), torch.inf)
         found = found.masked_fill(((states != VISIBLE) | ~points.valid).unsqueeze(2), torch.nan)
         own, other = points.descriptors.chunk(2)
-        similarity = own @ other.mT if recipe.kind == SIFT else None
-        partner0, partner1 = _partners(there, found, states, similarity)
+        # By differences: products of coordinates lose a fraction of a pixel; without them `torch.cdist`, made
+        # for long vectors, took more than half of a training step on a GPU.
+        others = other_of_pair(there)
+        dx, dy = (found.nan_to_num(-1e6)[..., k, None] - others[:, None, :, k] for k in (0, 1))
+        forward, backward = dx.square_().add_(dy.square_()).sqrt_().chunk(2)
+        backward, (known0, known1) = backward.mT, (states != UNKNOWN).chunk(2)
+        # Where one direction is unknown, the other one counts twice.
+        error = torch.where(known0.unsqueeze(2), forward, backward)
+        error = (error + torch.where(known1.unsqueeze(1), backward, forward)) / 2
+        # SIFT has a keypoint for each orientation: by similarity one of several at a place is chosen.
+        cost = error + 2 * (1 - own @ other.mT) if recipe.kind == SIFT else error
+        # Mutual nearest neighbours match within 3 pixels; points farther than 4 from all are unmatched.
+        cost = cost.masked_fill(error >= 3, torch.inf)
+        (best0, partner0), (best1, partner1) = cost.min(2), cost.min(1)
+        partners = []
+        for best, partner, back, nearest, known in (
+            (best0, partner0, partner1, error.amin(2), known0),
+            (best1, partner1, partner0, error.amin(1), known1),
+        ):
+            here = torch.arange(partner.shape[1], device=partner.device)
+            mutual = (back.gather(1, partner) == here) & best.isfinite()
+            alone = torch.where((nearest > 4) & known, UNMATCHED, IGNORED)
+            partners.append(torch.where(mutual, partner, alone))
     count, device = len(pairs.flat), positions.device
     features0, features1 = (
         Features.of_valid(
@@ -506,35 +521,4 @@ def labelled(points: Keypoints, pairs: ImagePairs, recipe: Recipe) -> PairBatch:
     )
     if recipe.kind == STEERABLE:
         features1 = turned_by(features1, -pairs.turns % TURNS)
-    return PairBatch(features0, features1, partner0, partner1, *found.chunk(2))
-
-
-def _partners(
-    points: Tensor, found: Tensor, states: Tensor, similarity: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(B, N) and (B, M) int64 partners, UNMATCHED or IGNORED, of points (2B, N, 2), infinite where there is
-    none, that are `found` (2B, N, 2) in the other image. By the `similarity` (B, N, M) one of several at a
-    place is chosen: SIFT has a keypoint for each orientation."""
-    # By differences: products of coordinates lose a fraction of a pixel, and `torch.cdist` without products
-    # is made for long vectors: on a GPU it took more than half of a training step.
-    others = other_of_pair(points)
-    dx, dy = (found.nan_to_num(-1e6)[..., k, None] - others[:, None, :, k] for k in (0, 1))
-    forward, backward = dx.square_().add_(dy.square_()).sqrt_().chunk(2)
-    backward, (known0, known1) = backward.mT, (states != UNKNOWN).chunk(2)
-    # Where one direction is unknown, the other one counts twice.
-    error = torch.where(known0.unsqueeze(2), forward, backward)
-    error = (error + torch.where(known1.unsqueeze(1), backward, forward)) / 2
-    cost = error if similarity is None else error + 2 * (1 - similarity)
-    # Mutual nearest neighbours match within 3 pixels; points farther than 4 from all others are unmatched.
-    cost = cost.masked_fill(error >= 3, torch.inf)
-    (best0, partner0), (best1, partner1) = cost.min(2), cost.min(1)
-    decided = []
-    for best, partner, back, nearest, known in (
-        (best0, partner0, partner1, error.amin(2), known0),
-        (best1, partner1, partner0, error.amin(1), known1),
-    ):
-        here = torch.arange(partner.shape[1], device=partner.device)
-        mutual = (back.gather(1, partner) == here) & best.isfinite()
-        alone = torch.where((nearest > 4) & known, UNMATCHED, IGNORED)
-        decided.append(torch.where(mutual, partner, alone))
-    return decided[0], decided[1]
+    return PairBatch(features0, features1, *partners, *found.chunk(2))

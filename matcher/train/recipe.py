@@ -214,8 +214,7 @@ def shipped_recipe(name: str) -> Path:
 
 
 def limited(recipe: Recipe, steps: int) -> Recipe:
-    """The recipe with so many steps, whatever its minutes, at most as many in the last stage, and with few
-    pairs to validate on where they are few."""
+    """The recipe with so many steps, at most as many in the last stage, and few pairs to validate on."""
     matcher = replace(recipe.matcher, confidence_steps=min(steps, recipe.matcher.confidence_steps))
     optimiser = replace(recipe.optimiser, steps=steps, minutes=0.0)
     pairs = min(recipe.validation_pairs, 2 * steps)

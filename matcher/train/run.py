@@ -60,12 +60,8 @@ def train(
     """Train until the recipe's steps are done, from the last checkpoint if the folder has one.
 
     Gives the weights file of the parameters with the best validation (of the front end, if one is trained;
-    the matcher's lies beside it). `stopped` is called after every step: True saves and ends the run, which
-    gives None. `on_validation` receives all rows of the log so far.
-
-    `UsageError`: photos that cannot be used, or a folder of another recipe or in which another process
-    trains; `IntegrityError`: a damaged checkpoint or view; `MatcherError`: a loss that was not finite in too
-    many steps; `OSError`: the disk is full, the last good checkpoint is kept.
+    the matcher's lies beside it), or None where `stopped`, called after every step, ended the run.
+    `on_validation` receives all rows of the log so far.
     """
     check_recipe(recipe)
     # Before anything is made.
@@ -127,24 +123,19 @@ class Loop:
         if (path := self.folder / stage.file).exists():
             state = load_state(path)
             if state.get("run") != self.fingerprint:
-                raise UsageError(
-                    f"{path} is a checkpoint of another recipe or of other photos to validate on than "
-                    "recipe.json says; give another --run folder"
-                )
+                raise UsageError(f"{path} is of another recipe or other photos than recipe.json says")
             try:
                 stage.restore(state)
             except (KeyError, TypeError, ValueError, RuntimeError) as error:
                 reason = " ".join(str(error).split())[:120]
-                raise IntegrityError(
-                    f"{path} does not fit this network ({reason}); delete it to start again"
-                ) from error
+                raise IntegrityError(f"{path} does not fit this network ({reason}); delete it") from error
             self.log(f"resumed at {stage.name}step {stage.progress.step}")
         lines = "".join(json.dumps(row) + "\n" for row in self.trainer.progress.history)
         write_whole(self.folder / "log.jsonl", lines.encode())
 
     def run(self, stage: Stage, batches: Iterator[Batch]) -> bool:
-        """One step per batch until the stage is done, with checkpoints and validations of the trainer, of
-        which the averaged parameters are kept that are the best so far (by F1)."""
+        """One step per batch until the stage is done, with checkpoints; the trainer is validated, and its
+        best averaged parameters (by F1) kept. False where the caller stopped it."""
         recipe, progress, losses = self.trainer.recipe, stage.progress, []
         if stage.share == 1:
             return True
@@ -156,8 +147,7 @@ class Loop:
             progress.seconds += now - started
             if progress.skipped > 50:  # it will not recover
                 raise MatcherError(
-                    f"the loss was not finite in {progress.skipped} steps; lower "
-                    "optimiser.learning_rate in the recipe and start in another --run folder"
+                    f"the loss was not finite in {progress.skipped} steps; lower optimiser.learning_rate"
                 )
             done = stage.share
             last = done == 1
@@ -219,9 +209,6 @@ class Loop:
         return written[0]
 
 
-# --- The folder of a run.
-
-
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """While it is entered, no other process trains in the folder; `UsageError` where one does."""
@@ -234,19 +221,13 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UsageError(
-                f"{folder}: another process trains there; wait for it, or give another --run"
-            ) from None
+            raise UsageError(f"{folder}: another process trains there; give another --run") from None
         yield
 
 
 def claim_folder(folder: Path, recipe: Recipe, held_out: Sequence[Path]) -> str:
     """Make the folder of a run, or check that it belongs to this recipe and is validated on these photos;
-    gives a fingerprint of the recipe and of their names and sizes, which checkpoints carry.
-
-    `UsageError`: the folder is another run's, holds other files, or cannot be made; `IntegrityError`: its
-    recipe.json is damaged.
-    """
+    gives a fingerprint of the recipe and of their names and sizes, which checkpoints carry."""
     photos = [f"{photo.parent.name}/{photo.name} {photo.stat().st_size}" for photo in held_out]
 
     def digest(text: str) -> str:
@@ -259,29 +240,20 @@ def claim_folder(folder: Path, recipe: Recipe, held_out: Sequence[Path]) -> str:
         if not note.exists():
             strange = [file for file in sorted(folder.iterdir()) if file.name[0] != "." and not is_ours(file)]
             if strange:
-                raise UsageError(
-                    f"{folder} holds {strange[0].name}, but no training run; give another folder with --run"
-                )
+                raise UsageError(f"{folder} holds {strange[0].name}, but no run; give another --run")
             write_whole(note, json.dumps(run, indent=1).encode())
         stored = json.loads(note.read_text(encoding="utf-8"))
         changes, others = ", ".join(differences(stored["recipe"], run["recipe"])), stored["held_out"]
     except UsageError:  # a ValueError, too
         raise
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
-        raise UsageError(
-            f"{folder}: no run can be kept there ({error.strerror}); give another --run"
-        ) from error
+        raise UsageError(f"{folder}: no run can be kept there ({error.strerror}); give another") from error
     except (ValueError, KeyError, TypeError) as error:
         raise IntegrityError(f"{note} is damaged; restore it or delete the run folder") from error
     if changes:
-        raise UsageError(
-            f"{folder} holds a run of another recipe ({changes}); give another --run or delete the folder"
-        )
+        raise UsageError(f"{folder} holds a run of another recipe ({changes}); give another --run")
     if others != run["held_out"]:
-        raise UsageError(
-            f"{folder} holds a run that is validated on other photos, some of which would be trained on now: "
-            "give the photos as they were, or another --run"
-        )
+        raise UsageError(f"{folder}: a run validated on other photos; give those, or another --run")
     return digest(json.dumps(run, sort_keys=True))
 
 
@@ -297,15 +269,11 @@ def save_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """Read a checkpoint, its tensors on the CPU; `IntegrityError`: it is absent or damaged."""
-    remedy = "restore a copy of it, or delete the run folder to start again"
+    """Read a checkpoint, its tensors on the CPU."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise IntegrityError(f"{path} is absent: {remedy}") from None
-    except (OSError, RuntimeError, ValueError, LookupError, EOFError, pickle.UnpicklingError) as error:
+        return dict(state)
+    except (OSError, RuntimeError, TypeError, ValueError, LookupError, EOFError, pickle.PickleError) as error:
         reason = " ".join(str(error).split())[:120] or type(error).__name__
-        raise IntegrityError(f"{path} is damaged ({reason}): {remedy}") from error
-    if not isinstance(state, dict):
-        raise IntegrityError(f"{path} is not a checkpoint: {remedy}")
-    return state
+        remedy = "restore a copy of it, or delete the run folder to start again"
+        raise IntegrityError(f"{path} is absent or damaged ({reason}): {remedy}") from error

@@ -98,9 +98,7 @@ def start_of_front_end(recipe: FrontEndRecipe) -> FeatureNetwork:
     """The front end that a recipe starts from, grown to its sizes."""
     network = front_end(recipe.start, precision="float32")
     if not recipe.network.contains(network.sizes):
-        raise UsageError(
-            f"front_end.network: {recipe.network} is smaller than that of {recipe.start}, {network.sizes}"
-        )
+        raise UsageError(f"front_end.network: {recipe.network} is smaller than {network.sizes} of its start")
     return grown(network, recipe.network)
 
 
@@ -114,9 +112,8 @@ def continue_from(model: MatchingNetwork, start: str) -> None:
     different = sorted(key for key, _ in shapes[0].items() ^ shapes[1].items())
     if different or trained.config.kind != model.config.kind:
         raise UsageError(
-            f"matcher.start: the weights {name} are of another network than the recipe's, for keypoints of "
-            f"{trained.config.kind} ({len({*different})} tensors differ, such as {different[:1]}); make "
-            "[matcher.network] the same, or remove start"
+            f"matcher.start: [matcher.network] is not that of {name}, for keypoints of {trained.config.kind} "
+            f"({len({*different})} tensors differ, such as {different[:1]})"
         )
     model.load_state_dict(found)
 
@@ -154,9 +151,7 @@ def optimisers_of(networks: Networks, recipe: Recipe) -> list[torch.optim.Optimi
         adam([*networks.front_end.parameters(), networks.log_scale], recipe.front_end.weight_decay)
     if networks.matcher is not None:
         if matcher.muon_rate and not hasattr(torch.optim, "Muon"):
-            raise UsageError(
-                f"matcher.muon_rate needs PyTorch 2.9 or later, this is {torch.__version__}; set it to 0"
-            )
+            raise UsageError("matcher.muon_rate: set it to 0, or install PyTorch 2.9 or later")
         layers = networks.matcher.layers.parameters() if matcher.muon_rate else ()
         matrices = {id(p): p for p in layers if p.ndim == 2}
         rest = [p for p in networks.matcher.parameters() if p.requires_grad and id(p) not in matrices]
@@ -355,14 +350,11 @@ class HeadTrainer(Stage):
         return float(loss.detach())
 
 
-# --- Validation.
-
-
 @torch.no_grad()
 def matched_correctly(own: Tensor, valid: Tensor, distance: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """(2B, K) bool: keypoints whose descriptor's mutual nearest neighbour, by `own` (2B, K, D) turned alike,
-    is nearer than `limit` pixels to where they are in the other image, by the `distance` (2B, K, K) there
-    from all keypoints; and which have a mutual nearest neighbour."""
+    """(2B, K) bool: keypoints whose mutual nearest neighbour, by descriptors `own` (2B, K, D) turned alike,
+    lies nearer than `limit` to their place in the other image, by `distance` (2B, K, K); and which have
+    one."""
     similarity = own @ other_of_pair(own).mT
     similarity = similarity.masked_fill(~(valid[:, :, None] & other_of_pair(valid)[:, None]), -2)
     _, chosen, mutual = mutual_best(similarity)

@@ -70,14 +70,13 @@ class DeviceViews:
 def load_views(
     recipe: Recipe,
     photos: Sequence[Path],
-    stored: Mapping[str, Path],
+    stored: dict[str, Path],
     device: torch.device,
     pairs: int,
     log: Log = lambda line: None,
 ) -> DeviceViews:
     """Read photos and stored views (folders by source), and draw photos on planes in space, as many as
-    `pairs` pairs need; the device keeps 0.5 MB a view of 640 × 480. `UsageError`: no views in a folder, or no
-    photo can be read; `IntegrityError`: a stored view is damaged."""
+    `pairs` pairs need; the device keeps 0.5 MB a view of 640 × 480."""
     shares, rng, views = vars(recipe.sources), np.random.default_rng([recipe.seed, 4]), []
     with ThreadPoolExecutor(8) as pool:
         if shares["planes"] or shares["spaces"]:
@@ -159,8 +158,7 @@ def duration(seconds: float) -> str:
 
 
 def split_photos(folder: Path, validation: Path | None, seed: int) -> tuple[list[Path], list[Path]]:
-    """Photos to train on and photos to validate on, none in both; a tenth is held out without
-    `validation`."""
+    """Photos to train on, and others to validate on: those of `validation`, or a tenth."""
     photos = find_images(folder)
     if validation is not None:
         held_out = find_images(validation)
@@ -174,8 +172,7 @@ def split_photos(folder: Path, validation: Path | None, seed: int) -> tuple[list
             chosen.add(number)
     if not chosen:
         raise UsageError(
-            f"{folder}: photos to train on and others to validate on are needed; of {len(photos)} here fewer "
-            "than two can be read"
+            f"{folder}: of {len(photos)} photos to train and to validate on fewer than two can be read"
         )
     kept = [photo for number, photo in enumerate(photos) if number not in chosen]
     return kept, [photos[number] for number in sorted(chosen)]
@@ -195,10 +192,7 @@ def stored_folders(shares: Mapping[str, float], rendered: Path | None, real: Pat
     given = {"rendered": rendered, "real": real}
     for name, folder in given.items():
         if shares[name] and folder is None:
-            raise UsageError(
-                f"sources.{name}: the recipe needs stored views: give --{name} DIR, or a recipe whose "
-                "sources are planes and spaces, which photos give"
-            )
+            raise UsageError(f"sources.{name}: the recipe needs stored views: give --{name} DIR")
         if folder is not None and not shares[name]:
             raise UsageError(f"sources.{name}: the recipe has no share of {folder}; leave it out")
         if shares[name]:
@@ -235,12 +229,18 @@ def draw_space(
 ) -> list[PosedView]:
     """Views of a wall and tilted planes before it, all covered with photos, by cameras that look at them."""
     textures = [photos[k] for k in rng.choice(len(photos), int(rng.integers(3, 6)))]
-    planes = [_plane(textures[0], np.array([0, 0, rng.uniform(1.5, 2.5)]), rng.uniform(3, 4.5), 20, rng)]
-    for texture in textures[1:]:
-        depth = rng.uniform(0.7, 1.5)
-        centre = depth * np.array([rng.uniform(-0.5, 0.5), rng.uniform(-0.4, 0.4), 1])
-        planes.append(_plane(texture, centre, rng.uniform(0.4, 1.1) * depth, 60, rng))
-    views = []
+    planes, views = [], []
+    for texture in textures:
+        if planes:
+            depth, limit = rng.uniform(0.7, 1.5), 60
+            centre = depth * np.array([rng.uniform(-0.5, 0.5), rng.uniform(-0.4, 0.4), 1])
+            longer = rng.uniform(0.4, 1.1) * depth
+        else:
+            centre, longer, limit = np.array([0, 0, rng.uniform(1.5, 2.5)]), rng.uniform(3, 4.5), 20
+        height, width = texture.shape
+        right, down = _tilt(limit, rng)[:, :2].T * longer / max(height, width)
+        corner = centre - right * (width - 1) / 2 - down * (height - 1) / 2
+        planes.append(np.column_stack([right, down, corner]))  # from texture pixels (u, v, 1) to space
     for _ in range(SPACE_VIEWS):
         backdrop = np.full(size[::-1], int(rng.integers(256)), np.uint8)
         if rng.random() < 0.5:
@@ -260,15 +260,6 @@ def _intrinsics(size: tuple[int, int], focal: float) -> np.ndarray:
     """K (3, 3) of an image (width, height), the focal length in longer sides."""
     (width, height), focal = size, focal * max(size)
     return np.array([[focal, 0, (width - 1) / 2], [0, focal, (height - 1) / 2], [0, 0, 1.0]])
-
-
-def _plane(
-    texture: np.ndarray, centre: np.ndarray, longer: float, tilt: float, rng: np.random.Generator
-) -> np.ndarray:
-    """(3, 3) from texture pixels (u, v, 1) to points in space."""
-    height, width = texture.shape
-    right, down = _tilt(tilt, rng)[:, :2].T * longer / max(height, width)
-    return np.column_stack([right, down, centre - right * (width - 1) / 2 - down * (height - 1) / 2])
 
 
 def _tilt(limit: float, rng: np.random.Generator) -> np.ndarray:
