@@ -21,7 +21,7 @@ from matcher.collection.tracks import (
     tracks_of,
 )
 from matcher.errors import IntegrityError
-from matcher.export.formats import write_npz
+from matcher.export.formats import export
 
 COUNTS = {"a": 10, "b": 10, "c": 10}
 
@@ -190,9 +190,9 @@ def test_the_observations_of_a_track_show_one_point(run, tmp_path):
         with pytest.raises(IntegrityError, match="50 x 60"):
             refine_run(store)
         (tmp_path / "2.png").replace(tmp_path / "photos" / "2.png")
-        write_npz(store, tmp_path / "before.npz")
+        export(store, "npz", tmp_path / "before.npz")
         assert refine_run(store) == ""
-        write_npz(store, tmp_path / "after.npz")
+        export(store, "npz", tmp_path / "after.npz")
         tracks = tracks_of(store)
         before = {name: store.keypoints(name) for name in tracks.names}
         after = {name: store.refined_keypoints(name) for name in tracks.names}

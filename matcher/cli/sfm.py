@@ -134,15 +134,15 @@ def _from_photos(
 ) -> int:
     """Match photos and reconstruct, or print what would be done."""
     from matcher.collection.collection import Collection
-    from matcher.collection.sources import Selection, check_masks, default_choice, find_source
+    from matcher.collection.sources import Selection, default_choice, find_source
     from matcher.collection.store import Store
     from matcher.export.colmap import check_used
     from matcher.loading import takes
     from matcher.presets import PRESETS, configure
     from matcher.sfm.growing import PAIRS
 
-    found = find_source(photos, sources.masks, sources.features, Selection.parse(**sources.selection))
-    masked, names = check_masks(found), found.names()[0]
+    selection = Selection.parse(**sources.selection)
+    _, names, _, masked = find_source(photos, sources.masks, sources.features, selection)
     if mapping["choice"].rig is not None:
         mapping["choice"].rig.frames(names)
     check_used(mapping["choice"], names)

@@ -19,12 +19,12 @@ from matcher.collection.pairs import PairFault, chosen_pairs, read_pairs
 from matcher.collection.schema import DONE, WAITING, Counts, StoredPair
 from matcher.collection.settings import Setup, build, describe, parse_shard, refuse_changes, stored_setup
 from matcher.collection.sources import FeatureSource, PairChoice, Selection
-from matcher.collection.store import EncodedPair, Store, Writer, check_writable, delete_store
+from matcher.collection.store import EncodedPair, Store, Writer
 from matcher.collection.tracks import Edge, PairMatches, Tracks
 from matcher.collection.workers import OnProgress, RunReport, Stages, Workers
 from matcher.config import GRID_KIND, EstimationConfig, from_dict
 from matcher.errors import ImageError, MatcherError, UsageError
-from matcher.loading import open_pipeline
+from matcher.loading import devices, open_pipeline
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions, from_file, refuse_further_passes
 from matcher.types import Features, Matches, TwoViewGeometry, to_numpy
@@ -159,19 +159,15 @@ class Collection:
             IntegrityError: the store or the weights are damaged.
         """
         selection = Selection.parse(include, exclude)
-        source = sources.find_source(Path(folder), masks, features, selection)
-        masked = sources.check_masks(source)  # before anything is created
+        source, names, unusable, masked = sources.find_source(Path(folder), masks, features, selection)
         setup = self._setup_of(source)
         settings = describe(setup, build(setup))
-        check_writable(self.run_dir)
-        if restart:
-            delete_store(self.run_dir)
-        if not (self.run_dir / schema.DATABASE).exists():
-            Store.create(self.run_dir, settings, folder).close()
+        if restart or not (self.run_dir / schema.DATABASE).exists():
+            Store.create(self.run_dir, settings, folder, restart=restart).close()
         with Writer(self.run_dir) as writer:
-            refuse_changes(self.run_dir, writer.settings, settings)
+            remedy = "Use another run_dir, or match everything again with restart=True"
+            refuse_changes(self.run_dir, writer.settings, settings, remedy)
             self._setup = setup
-            names, unusable = source.names()
             rows = writer.execute("SELECT name, status, stamp, sha256 FROM images")
             known, changed, touched = {name: row for name, *row in rows}, [], []
             for name in names:
@@ -217,13 +213,10 @@ class Collection:
             estimator, common, rows = RobustEstimator(config), schema.common_camera(writer.settings), []
             for pair in writer.pairs(changed):
                 ends, matches = (pair.name0, pair.name1), pair.matches
-                geometry = estimator(
-                    matches.points0,
-                    matches.points1,
-                    cameras=tuple(images[name].camera or common for name in ends),
-                    scores=matches.scores,
-                    thresholds_scale=threshold_scale(*map(writer.scale, ends), config.kind),
-                )
+                known = tuple(images[name].camera or common for name in ends)
+                scale = threshold_scale(*map(writer.scale, ends), config.kind)
+                points, scores = (matches.points0, matches.points1), matches.scores
+                geometry = estimator(*points, cameras=known, scores=scores, thresholds_scale=scale)
                 sizes = (images[name].size for name in ends)
                 geometry = reject_improbable(geometry, matches, *sizes, least=NOT)
                 data = schema.encode_pair(matches, geometry, *map(writer.keypoints, ends))
@@ -300,9 +293,8 @@ class Collection:
             if choice.method == "names":
                 found = pairs
             elif choice.method == "file":
-                found = read_pairs(
-                    file, sorted(writer.names().values()), on_fault, folder=writer.image_folder
-                )
+                names = sorted(writer.names().values())
+                found = read_pairs(file, names, on_fault, folder=writer.image_folder)
             else:  # images that `add_images` did not find, or without features to compare, get no pairs
                 present = set(setup.source.names()[0])
                 status = {image.name: image.status for image in writer.images()}
@@ -350,12 +342,9 @@ class Collection:
             essential = _estimation_of(writer).kind == "essential"
             # Else pairs without one fail with that reason.
             if essential and setup.camera is None and all(one.camera is None for one in writer.images()):
-                raise UsageError(
-                    "geometry 'essential' needs the camera of every image, and none is known: give "
-                    "camera=fx,fy,cx,cy for all, or one for each with Collection.set_cameras"
-                )
+                raise UsageError("geometry 'essential' needs cameras: give camera=fx,fy,cx,cy or set_cameras")
             with closing(workers.start_engine(self.run_dir, setup, self.workers)) as engine:
-                batch = workers.batch_size(setup, self.workers)
+                batch = self.workers.batch or (1 if devices(setup.options) == ["cpu"] else 8)
                 yield Stages(writer, engine, setup.source, batch, on_progress or (lambda _: None))
 
     def _ready(self) -> Setup:
@@ -369,8 +358,7 @@ class Collection:
             return store.counts()
 
     def tracks(self, *, min_length: int = 2) -> Tracks:
-        """Keypoints of `min_length` images or more (at least 2) that show one point of the scene, joined from
-        the verified matches."""
+        """Keypoints of `min_length` images or more (at least 2) that show one point of the scene."""
         with self.store as store:
             return tracks.tracks_of(store, min_length=min_length)
 
@@ -481,10 +469,8 @@ def merge(
                 store.keypoints(image.name)  # raises where they are damaged
                 first, folder = seen.setdefault(image.name, (image.sha256, store.folder))
                 if first != image.sha256:
-                    raise UsageError(
-                        f"{image.name} is one image in {folder} and another in {store.folder}: do the older "
-                        "run again (`matcher collection IMAGES --run …`), then join them"
-                    )
+                    other = f"in {folder} and another in {store.folder}: do the older run again"
+                    raise UsageError(f"{image.name} is one image {other}, then join them")
         if not there:
             Store.create(into, wanted, stores[0].image_folder).close()
         writer = stack.enter_context(Writer(into))
@@ -532,9 +518,6 @@ def _join(writer: Writer, store: Store, descriptors: bool) -> str:
     writer.execute(f"DELETE FROM waiting WHERE (image0, image1) IN ({known})")
     more = f"; keypoints of {len(differing)} images differ" if differing else ""
     return f"{store.folder}: {joined} pairs joined{more}"
-
-
-# A few images matched in memory: pairs, and tracks through all of them.
 
 
 @dataclass(frozen=True, eq=False, repr=False)

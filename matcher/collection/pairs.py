@@ -34,8 +34,6 @@ from matcher.pipeline import Pipeline
 from matcher.types import Features, strongest
 from matcher.verify.verdict import NOT, verdict_of
 
-# Lists.
-
 _LONGEST_LINE = 16_384  # bytes
 
 # What may be wrong with a line; the last two still give their pair.
@@ -152,9 +150,6 @@ def _read_line(raw: bytes, table: NameTable, fault: Callable[[str, str], None]) 
     return ends[0], ends[1]
 
 
-# Pairs that a choice makes of a run's images.
-
-
 def chosen_pairs(
     choice: PairChoice,
     names: Sequence[str],
@@ -169,11 +164,13 @@ def chosen_pairs(
         return combinations(names, 2)
     if choice.method == "sequential":
         return sequential(names, k)
-    if choice.method == "nearby":
-        return nearby_pairs(positions_of(names, folder), k)
     if choice.method == "similar":
         return similar_pairs(names, store.features, k)
-    positions, known = positions_of(names, folder), store.known_pairs()
+    headers = {name: read_gps(folder / name) for name in names if (folder / name).is_file()}
+    positions = {name: position for name, position in headers.items() if position is not None}
+    if choice.method == "nearby":
+        return nearby_pairs(positions, k)
+    known = store.known_pairs()
     near = nearby_pairs(positions, k) if len(positions) > 1 else []
     candidates = [
         pair
@@ -194,20 +191,11 @@ def sequential(names: Sequence[str], k: int) -> Iterator[tuple[str, str]]:
     return ((name, other) for i, name in enumerate(ordered) for other in ordered[i + 1 : i + 1 + k])
 
 
-def positions_of(names: Sequence[str], folder: Path) -> dict[str, tuple[float, float, float]]:
-    """Latitude, longitude (degrees) and altitude (metres) of the photos whose header has them."""
-    found = {name: read_gps(folder / name) for name in names if (folder / name).is_file()}
-    return {name: position for name, position in found.items() if position is not None}
-
-
 def nearby_pairs(positions: Mapping[str, Sequence[float]], k: int) -> list[tuple[str, str]]:
     """Each photo with the `k` nearest ones, each pair once, from latitudes and longitudes; altitudes, the
     least exact, are left out."""
     if len(positions) < 2:
-        raise UsageError(
-            f"{len(positions)} of the photos have a GPS position in their EXIF header, and two are needed: "
-            "choose pairs in another way, such as by similar images"
-        )
+        raise UsageError("fewer than two photos have a GPS position: choose pairs in another way")
     names = list(positions)
     places = np.array([list(positions[name])[:2] for name in names], dtype=np.float64)  # on a sphere
     places[:, 1] = (places[:, 1] - places[0, 1] + 180) % 360 - 180  # the shorter way round
@@ -273,10 +261,7 @@ def preemptive_pairs(
 
 
 def best_pairs(
-    candidates: Sequence[tuple[str, str]],
-    inliers: np.ndarray,
-    likely: np.ndarray,
-    partners: Mapping[str, int],
+    candidates: list[tuple[str, str]], inliers: np.ndarray, likely: np.ndarray, partners: Mapping[str, int]
 ) -> list[tuple[str, str]]:
     """Of candidates with inliers (P,), of which `likely` (P,) agree, those to match, in their order."""
     of_image: dict[str, list[int]] = {name: [] for pair in candidates for name in pair}

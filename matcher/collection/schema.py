@@ -235,10 +235,9 @@ def encode_pair(
     columns = (matches.scores, matches.points0, matches.points1, geometry.inliers)
     if any(len(column) != len(indices) for column in columns):
         raise ValueError("matches, scores, points and inliers differ in number")
-    if (indices < 0).any() or (indices >= (len(keypoints0), len(keypoints1))).any():
-        raise ValueError("a match refers to a keypoint that the image does not have")
-    if not np.isfinite(matches.scores).all():
-        raise ValueError("a match has a score that is not finite")
+    outside = (indices < 0).any() or (indices >= (len(keypoints0), len(keypoints1))).any()
+    if outside or not np.isfinite(matches.scores).all():
+        raise ValueError("a match is of a keypoint that the image does not have, or its score not finite")
     kind = get_args(GeometryKind).index(geometry.kind)
     status = get_args(GeometryStatus).index(geometry.status)
     wide = max(len(keypoints0), len(keypoints1)) > 65536
@@ -382,10 +381,8 @@ def opened(path: Path, *, writing: bool = False) -> sqlite3.Connection:
             if application != _APPLICATION[path.name]:
                 raise IntegrityError(f"{path} is not a store of a matcher run: name another folder")
             if version != VERSION:
-                raise IntegrityError(
-                    f"{path} was written by {'a newer' if version > VERSION else 'an older'} matcher (store "
-                    f"version {version}, this one reads {VERSION}): use that one, or match again"
-                )
+                age = f"{'a newer' if version > VERSION else 'an older'} matcher (store version {version})"
+                raise IntegrityError(f"{path} was written by {age}: use that one, or match again")
             # Views, triggers and tables of others would run in our queries, or break them.
             objects = "SELECT name, sql FROM sqlite_schema ORDER BY name"
             with closing(sqlite3.connect(":memory:")) as ours:
@@ -521,13 +518,16 @@ def lock(folder: Path) -> sqlite3.Connection:
     """Let no other process write a run until what is returned is closed, or this one ends for any reason: an
     exclusive transaction on a database of its own, which works wherever SQLite does."""
     check_files(folder)
-    held = sqlite3.connect(folder / LOCK, timeout=0, isolation_level=None)
+    held = None
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = sqlite3.connect(folder / LOCK, timeout=0, isolation_level=None)
         held.execute("PRAGMA locking_mode = EXCLUSIVE")
         held.execute("BEGIN EXCLUSIVE")
-    except sqlite3.Error as error:
-        held.close()
-        if (error.sqlite_errorcode & 0xFF) != sqlite3.SQLITE_BUSY:
-            raise UsageError(f"{folder} cannot be written ({error}); name a folder that can") from None
-        raise UsageError(f"{folder} is being written by another run; wait for it to end") from None
+    except (OSError, sqlite3.Error) as error:
+        if held is not None:
+            held.close()
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+            raise UsageError(f"{folder} is being written by another run; wait for it to end") from None
+        raise UsageError(f"{folder} cannot be written ({error}); name a folder that can") from None
     return held

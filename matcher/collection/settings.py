@@ -47,9 +47,7 @@ def build(setup: Setup) -> Pipeline:
         useless += [f"{name}=False" for name in ("upright", "alpha_mask") if options.get(name) is False]
         useless += ["tiles"] if tiles is not None else []
         if useless:
-            raise UsageError(
-                f"the features of a file are taken as they are, so {useless[0]} has no effect; leave it out"
-            )
+            raise UsageError(f"{useless[0]} has no effect on the features of a file; leave it out")
     if tiles is not None and "resize" in options:
         raise UsageError("keypoints by tiles are found at the images' own size; leave resize out, or tiles")
     shared = "for every pair, but the pairs of a collection must share the keypoints of an image"
@@ -73,15 +71,11 @@ def stored_setup(settings: Mapping[str, Any], source: FeatureSource, options: Ma
         try:
             config = from_dict(PipelineConfig, values)
         except ValueError as error:
-            raise IntegrityError(
-                f"the run was made by another version of matcher ({error}): match again with restart=True"
-            ) from error
+            raise IntegrityError(f"another version made the run ({error}): use restart=True") from error
     return Setup(source, preset, given, camera, config=config, tiles=tiles)
 
 
-def stored_pipeline(
-    settings: Mapping[str, Any], source: FeatureSource, options: Mapping[str, Any]
-) -> Pipeline:
+def stored_pipeline(settings: dict[str, Any], source: FeatureSource, options: dict[str, Any]) -> Pipeline:
     """The pipeline that finds and matches features like those of a run that exists; `UsageError`: other
     weights than the run's, or another option."""
     allowed = {"weights", "frontend_weights", "device", "precision"}
@@ -93,10 +87,8 @@ def stored_pipeline(
     found = describe(setup, pipeline)
     for name in ("weights", "frontend_weights"):
         if (own := settings.get(name)) != found[name]:
-            raise UsageError(
-                f"the run was made with other {name} ({_short(own)}) than those here "
-                f"({_short(found[name])}): give {name}=FILE"
-            )
+            here = f"({_short(own)}) than those here ({_short(found[name])})"
+            raise UsageError(f"the run was made with other {name} {here}: give {name}=FILE")
     return pipeline
 
 
@@ -162,12 +154,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:12]}…"
 
 
-def refuse_changes(
-    run_dir: Path,
-    stored: Mapping[str, Any],
-    wanted: Mapping[str, Any],
-    remedy: str = "Use another run_dir for the new settings, or match everything again with restart=True",
-) -> None:
+def refuse_changes(run_dir: Path, stored: dict[str, Any], wanted: dict[str, Any], remedy: str) -> None:
     """Refuse to mix results of different settings, which the message names, in one run (`UsageError`)."""
     if not (found := differences(stored, wanted)):
         return

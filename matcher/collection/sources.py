@@ -30,8 +30,6 @@ from matcher.images import find_mask, find_masks, list_images
 from matcher.pipeline import Pipeline
 from matcher.types import Features, Image
 
-# Names of images, as a run holds them and as people write them.
-
 
 def _plain(text: str) -> str:
     """A name with accents composed (macOS decomposes them) and slashes forward."""
@@ -137,9 +135,6 @@ def _fits(name: str, pattern: str) -> bool:
         return name.startswith(pattern)
     tail = name if "/" in pattern else PurePosixPath(name).name
     return name == pattern or fnmatchcase(tail, pattern)
-
-
-# Photos: the images of a folder, with or without masks.
 
 
 class Extracted(NamedTuple):
@@ -275,16 +270,14 @@ class HlocFeatures:
             config = pipeline.config.matcher
             if isinstance(config, NetworkConfig):
                 if (dim := features.descriptors.shape[-1]) != config.descriptor_dim:
+                    taken = f"{pipeline.preset} takes {config.descriptor_dim}"
                     raise UsageError(
-                        f"descriptors have {dim} numbers, {pipeline.preset} takes {config.descriptor_dim}; "
-                        "give the preset of the front end that made them"
+                        f"descriptors have {dim} numbers, {taken}; give the preset of their kind"
                     )
                 inputs = " ".join(config.position.inputs)
                 for dataset, found in (("scale", features.scales), ("orientation", features.orientations)):
                     if dataset in inputs and found is None:
-                        raise UsageError(
-                            f"{pipeline.preset} needs every keypoint's {dataset} (`scales`, `oris`)"
-                        )
+                        raise UsageError(f"{pipeline.preset} needs each {dataset} (`scales`, `oris`)")
         except (UsageError, IndexError, ValueError) as error:
             raise ImageError(f"{self.file}: {name}: {error}") from error
         return Extracted(name, features, digest, self.stamp(name))
@@ -339,32 +332,22 @@ FeatureSource = Photos | HlocFeatures
 
 def find_source(
     folder: Path, masks: str | Path | None, features: str | Path | None, selection: Selection
-) -> FeatureSource:
-    """Where the features come from: a features file, or else the images themselves, maybe with masks."""
-    if features is None:
-        return Photos(folder, None if masks is None else Path(masks), selection)
-    if masks is not None:
-        raise UsageError(
-            "masks and features cannot be combined: masks only affect the extraction of keypoints"
-        )
-    return HlocFeatures(folder, Path(features), selection)
-
-
-def check_masks(source: FeatureSource) -> int | None:
-    """How many images have a mask, None where no masks were given; `UsageError`: none has, or there are no
-    images."""
+) -> tuple[FeatureSource, list[str], list[str], int | None]:
+    """A features file, or else the images themselves; the names of the images, those that no store can hold,
+    and how many have a mask, None where none were given. `UsageError`: there are no images, or no masks."""
+    source = Photos(folder, None if masks is None else Path(masks), selection)
+    if features is not None:
+        if masks is not None:
+            raise UsageError("masks and features cannot be combined: masks are for finding keypoints")
+        source = HlocFeatures(folder, Path(features), selection)
     names, unusable = source.names()
     if unusable and not names:
-        raise UsageError(
-            f"{source.folder}: none of the names of its {len(unusable)} images can be stored "
-            f"({', '.join(unusable[:5])}); rename them, or set PYTHONUTF8=1 where they are UTF-8 and the "
-            "locale is not"
-        )
+        found = f"the names of its images cannot be stored ({', '.join(unusable[:5])})"
+        raise UsageError(f"{folder}: {found}; rename them, or set PYTHONUTF8=1 if they are UTF-8")
     if not names:
-        raise UsageError(f"{source.folder} holds no images")
-    if source.masks is None:
-        return None
-    return len(find_masks(source.masks, names, str(source.folder)))
+        raise UsageError(f"{folder} holds no images")
+    masked = None if source.masks is None else len(find_masks(source.masks, names, str(folder)))
+    return source, names, unusable, masked
 
 
 # How pairs are chosen: as in the run so far, or by the number of images.

@@ -6,13 +6,12 @@ It may be read while a run writes it.
 
 from __future__ import annotations
 
-import os
-import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
+from sqlite3 import Connection
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -27,47 +26,31 @@ from matcher.types import Features, to_numpy
 PAIRS = ("pairs", "failed", "waiting")  # the tables of pairs: finished, failed, still to be matched
 
 
-def check_writable(folder: Path) -> None:
-    """Create the folder if it is missing; `UsageError`: it cannot be created or written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be made ({error.strerror}); name another folder") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"{folder} cannot be written; name another folder")
-
-
-def delete_store(run_dir: Path) -> None:
-    """Delete a store's own files and leave all others; `UsageError`: a database is of something else."""
-    with closing(schema.lock(run_dir)):
-        for name in (schema.DATABASE, schema.DESCRIPTORS):
-            if not schema.is_ours(run_dir / name):
-                raise UsageError(f"{run_dir / name} is no store of a matcher run: move it away")
-        schema.remove(*(run_dir / name for name in (schema.DESCRIPTORS, schema.INDEX, schema.DATABASE)))
-
-
 class Store(AbstractContextManager):
     """A run on disk. Every method raises `IntegrityError` if the store is damaged."""
 
-    def __init__(
-        self, folder: Path, connection: sqlite3.Connection, descriptors: sqlite3.Connection | None = None
-    ) -> None:
+    def __init__(self, folder: Path, connection: Connection, descriptors: Connection | None = None) -> None:
         self.folder, self._path = folder, folder / schema.DATABASE
         self._connection, self._descriptors = connection, descriptors
         self._keypoints = lru_cache(1024)(self._read_keypoints)
 
     @classmethod
     def create(
-        cls, run_dir: str | Path, settings: dict[str, Any], image_folder: str | Path | None = None
+        cls, run_dir: str | Path, settings: dict[str, Any], images: str | Path = ".", *, restart: bool = False
     ) -> Store:
-        """Create an empty store; `UsageError`: there is one already."""
+        """Create an empty store for the images of a folder; `restart` deletes the files of one that is there,
+        all others stay. `UsageError`: there is one already, or a database of something else."""
         folder = Path(run_dir)
-        check_writable(folder)
+        paths = [folder / name for name in (schema.DESCRIPTORS, schema.INDEX, schema.DATABASE)]
         with closing(schema.lock(folder)):
-            if (folder / schema.DATABASE).exists():
+            if restart:
+                if strange := [path for path in (paths[0], paths[2]) if not schema.is_ours(path)]:
+                    raise UsageError(f"{strange[0]} is no store of a matcher run: move it away")
+                schema.remove(*paths)
+            if paths[2].exists():
                 raise UsageError(f"{folder} holds a run already")
-            images = str(Path(image_folder or ".").absolute())
-            schema.make(folder / schema.DATABASE, settings=schema.to_json(settings), image_folder=images)
+            known = dict(settings=schema.to_json(settings), image_folder=str(Path(images).absolute()))
+            schema.make(paths[2], **known)
         return cls.open(folder)
 
     @classmethod
@@ -76,9 +59,7 @@ class Store(AbstractContextManager):
         folder = Path(run_dir)
         schema.check_files(folder)
         if not (folder / schema.DATABASE).is_file():
-            raise UsageError(
-                f"{folder} holds no run; create one with `matcher collection IMAGES --run {folder}`"
-            )
+            raise UsageError(f"{folder} holds no run; make one: `matcher collection IMAGES --run {folder}`")
         return cls(folder, schema.opened(folder / schema.DATABASE))
 
     def close(self) -> None:
@@ -157,10 +138,8 @@ class Store(AbstractContextManager):
         number, facts = self._done(name)
         path = self.folder / schema.DESCRIPTORS
         if (record := self.record(number)) is None:
-            raise IntegrityError(
-                f"{path} does not hold the descriptors of {name}: `matcher collection {self.image_folder} "
-                f"--run {self.folder} --descriptors` extracts them again"
-            )
+            remedy = f"`matcher collection {self.image_folder} --run {self.folder} --descriptors`"
+            raise IntegrityError(f"{path} does not hold the descriptors of {name}: {remedy} finds them again")
         what = f"{path}: the descriptors of {name}"
         return schema.decode_features(record, self._keypoints(number), what, **facts)
 
@@ -246,9 +225,6 @@ class Store(AbstractContextManager):
         raise schema.damaged(what, "there are none")
 
 
-# Writing: the only connections that write, behind the store's lock.
-
-
 class EncodedPair(NamedTuple):
     """A pair as it lies in the store, or why it could not be matched."""
 
@@ -267,7 +243,6 @@ class Writer(Store):
         path, described = folder / schema.DATABASE, folder / schema.DESCRIPTORS
         if not path.is_file():
             Store.open(folder)  # raises an error that explains how to create one
-        check_writable(folder)
         self._lock = schema.lock(folder)
         try:
             connection = schema.opened(path, writing=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -47,7 +47,6 @@ class Tracks:
     contradicted: tuple[tuple[str, str], ...] = ()  # pairs left out: loops over third images lead elsewhere
 
     def __len__(self) -> int:
-        """The number of tracks T."""
         return len(self.offsets) - 1
 
     def __iter__(self) -> Iterator[list[tuple[str, int]]]:
@@ -143,9 +142,6 @@ def build_tracks(pairs: Iterable[PairMatches], counts: Mapping[str, int], *, min
         keypoints=(joined - starts[images]).astype(np.int32),
         conflicts=conflicts,
     )
-
-
-# Matches and pairs that loops of three images contradict.
 
 
 def _partners(indices: np.ndarray, count: int) -> np.ndarray:
@@ -357,36 +353,30 @@ def refine_run(store: Store, on_progress: Callable[[int, int], None] | None = No
     return ""
 
 
+@dataclass
 class ImagePyramids:
     """Pyramids of images by number, read when they are needed; the last ones are kept, up to a GiB."""
 
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        sizes: Sequence[tuple[int, int]],
-        zooms: Sequence[float],
-        has_changed: Callable[[int], bool] = lambda _: False,
-    ) -> None:
-        """Files, their sizes when keypoints were found, and the stored size / resized one."""
-        self._paths, self._sizes, self._zooms, self._has_changed = paths, sizes, zooms, has_changed
-        self._kept: OrderedDict[int, ImagePyramid] = OrderedDict()
+    paths: Sequence[Path]
+    sizes: Sequence[tuple[int, int]]  # when keypoints were found
+    zooms: Sequence[float]  # stored size / resized one
+    has_changed: Callable[[int], bool] = lambda _: False
+    kept: OrderedDict[int, ImagePyramid] = field(default_factory=OrderedDict)
 
     def __call__(self, number: int) -> ImagePyramid:
         """The pyramid of an image; `IntegrityError`: the file is not that of the keypoints."""
-        path, size = self._paths[number], self._sizes[number]
-        if number not in self._kept:
+        path, size = self.paths[number], self.sizes[number]
+        if number not in self.kept:
             image = read_image(path, resize=None, upright=False, keep_stored=True, max_pixels=limit_for(size))
-            if image.size != size or self._has_changed(number):
-                raise IntegrityError(
-                    f"{path} has changed ({image.size[0]} x {image.size[1]} pixels now, {size[0]} x "
-                    f"{size[1]} before): put the file back in which its keypoints were found, or match again"
-                )
-            self._kept[number] = ImagePyramid.of(image, self._zooms[number])
+            if image.size != size or self.has_changed(number):
+                now = "{} x {} pixels".format(*image.size)
+                raise IntegrityError(f"{path} has changed ({now}): put the old file back, or match again")
+            self.kept[number] = ImagePyramid.of(image, self.zooms[number])
             # 4 bytes a pixel, and a third more for the levels of the pyramid
-            while len(self._kept) > 2 and sum(np.prod(self._sizes[i]) for i in self._kept) * 16 / 3 > 1 << 30:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(number)
-        return self._kept[number]
+            while len(self.kept) > 2 and sum(np.prod(self.sizes[i]) for i in self.kept) * 16 / 3 > 1 << 30:
+                self.kept.popitem(last=False)
+        self.kept.move_to_end(number)
+        return self.kept[number]
 
 
 class _MatchGraph:

@@ -28,15 +28,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from matcher.collection.schema import (
-    DONE,
-    FAILED,
-    WAITING,
-    Counts,
-    StoredImage,
-    encode_features,
-    encode_pair,
-)
+from matcher.collection import schema
+from matcher.collection.schema import DONE, FAILED, WAITING
 from matcher.collection.settings import Setup, build
 from matcher.collection.sources import Extracted, FeatureSource
 from matcher.collection.store import EncodedPair, Store, Writer
@@ -45,9 +38,6 @@ from matcher.loading import devices
 from matcher.processes import child_command, child_environment, thread_environment, usable_cores
 from matcher.types import Features, Image, to_numpy
 from matcher.verify.verdict import NOT, reject_improbable
-
-# Jobs, and what comes of them.
-
 
 Outcome = Extracted | EncodedPair
 
@@ -58,7 +48,7 @@ class Job:
 
     items: tuple[Any, ...]
     batch: int = 1  # items that are worked on together
-    images: Mapping[int, StoredImage] | None = None  # of pairs
+    images: Mapping[int, schema.StoredImage] | None = None  # of pairs
 
     def failure(self, item: Any, why: Exception | str) -> Outcome:
         """The outcome for an item that failed, with one line for the store and the terminal."""
@@ -101,7 +91,7 @@ class JobRunner:
         for one in given:
             features = next(found) if isinstance(one.features, Image) else one.features
             kept = replace(features, descriptors=np.zeros((len(features), 0), np.float32))
-            outcomes.append(one._replace(features=kept, data=encode_features(features)))
+            outcomes.append(one._replace(features=kept, data=schema.encode_features(features)))
         return outcomes
 
     def match(self, job: Job, pairs: Sequence[tuple[int, int]]) -> list[EncodedPair]:
@@ -117,14 +107,12 @@ class JobRunner:
                     ends = [job.images[number] for number in pair]
                     cameras = [end.camera or self.setup.camera for end in ends]
                     if absent := [end.name for end, one in zip(ends, cameras, strict=True) if one is None]:
-                        raise MatcherError(
-                            f"geometry 'essential' needs the camera of {' and of '.join(absent)}"
-                        )
+                        raise MatcherError(f"geometry 'essential' needs the camera of {' and '.join(absent)}")
                 geometry = pipeline.verify(*features, matches, camera0=cameras[0], camera1=cameras[1])
                 # A false edge does more harm to a reconstruction than an absent one.
                 sizes = (one.image_size for one in features)
                 geometry = reject_improbable(geometry, matches, *sizes, least=NOT)
-                data = encode_pair(matches, geometry, *(to_numpy(one.keypoints) for one in features))
+                data = schema.encode_pair(matches, geometry, *(to_numpy(one.keypoints) for one in features))
             except Exception as error:
                 outcomes.append(job.failure(pair, error))
             else:
@@ -168,11 +156,7 @@ class InProcess:
 
 
 class _DiedError(Exception):
-    """A worker has died, maybe of its job."""
-
-    def __init__(self, how: str, *, of_job: bool = True) -> None:
-        super().__init__(how)
-        self.of_job = of_job
+    """A worker has died: how, and whether its job may be why."""
 
 
 class _Pool:
@@ -205,13 +189,13 @@ class _Pool:
                 try:
                     outcomes += self.take(key, worker, job)
                 except _DiedError as death:
-                    self.crashes += 1
+                    self.crashes, (how, of_job) = self.crashes + 1, death.args
                     for item in job.items:
-                        deaths[item] += death.of_job
+                        deaths[item] += of_job
                         if deaths[item] < self.tries:
                             again.append(replace(job, items=(item,), batch=1))
                         else:
-                            outcomes.append(job.failure(item, str(death)))
+                            outcomes.append(job.failure(item, how))
 
 
 class _Process:
@@ -247,9 +231,8 @@ class LocalWorkers(_Pool):
             raise UsageError("worker processes need Linux or macOS; use workers=0 here")
         self._failed_starts = 0
         self._start = partial(_Process, run_dir, threads=threads)
-        for device in devices:
-            own = replace(setup, options={**setup.options, "device": device})
-            self.idle.append(self._start(own))
+        own = (replace(setup, options={**setup.options, "device": device}) for device in devices)
+        self.idle += map(self._start, own)
 
     def give(self, worker: _Process, job: Job) -> Connection:
         """Send it."""
@@ -271,11 +254,9 @@ class LocalWorkers(_Pool):
             how = f"signal {signal.Signals(-code).name}" if named else f"exit code {code}"
             self._failed_starts += not worker.ready
             if self._failed_starts >= 3:
-                raise MatcherError(
-                    f"worker processes cannot be started ({how}); see their output above"
-                ) from None
+                raise MatcherError(f"worker processes cannot start ({how}); see their output above") from None
             self.idle.append(self._start(worker.setup))
-            raise _DiedError(f"its worker process died twice ({how})", of_job=worker.ready) from None
+            raise _DiedError(f"its worker process died twice ({how})", worker.ready) from None
         if isinstance(message, Exception):
             raise message
         if message is None:
@@ -299,28 +280,21 @@ class LocalWorkers(_Pool):
             worker.process.wait()
 
 
-# Ray: one actor per GPU or group of cores; only the driver writes.
-
-
 class Actor:
-    """The code of an actor: a job runner that receives features with its jobs."""
+    """The code of Ray's actors: a job runner that receives features with its jobs."""
 
     def __init__(self, setup: Setup, folder: Path) -> None:
-        """Relative paths are from the driver's working folder, where this machine has it."""
-        with contextlib.suppress(OSError):
+        import ray
+
+        with contextlib.suppress(OSError):  # relative paths are from there, where this machine has it
             os.chdir(folder)
-        self._runner = JobRunner(setup, self._fetch)
         self._references: Mapping[str, Any] = {}
+        self._runner = JobRunner(setup, lambda name: ray.get(self._references[name]))
 
     def run(self, job: Job, references: Mapping[str, Any]) -> list[Outcome]:
         """An outcome per item; `references` are Ray's, of features by name of image."""
         self._references = references
         return list(self._runner.run(job))
-
-    def _fetch(self, name: str) -> Features:
-        import ray
-
-        return ray.get(self._references[name])
 
 
 class RayWorkers(_Pool):
@@ -337,15 +311,13 @@ class RayWorkers(_Pool):
         self._ray = ray
         self._ours = not ray.is_initialized()
         if self._ours:
-            options: dict[str, Any] = {"log_to_driver": False}
-            if address := os.environ.get("RAY_ADDRESS"):
-                options["address"] = address
-            else:
+            options: dict[str, Any] = {"address": os.environ.get("RAY_ADDRESS")}
+            if not options["address"]:
                 cpus = None if count is None else count * threads
-                options |= {"num_cpus": cpus, "include_dashboard": False, "configure_logging": False}
+                options = {"num_cpus": cpus, "include_dashboard": False, "configure_logging": False}
             try:  # workers import from the folder in which it is called: let that be this package's own
                 with contextlib.chdir(Path(__file__).parents[2]):
-                    ray.init(**options)
+                    ray.init(log_to_driver=False, **options)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise UsageError(f"Ray cannot be reached or started ({error})") from None
         self._store = Store.open(run_dir)
@@ -356,12 +328,9 @@ class RayWorkers(_Pool):
         cores = max(1, int(resources.get("CPU", 1)) // threads)
         # An actor sees only its own GPU; a CPU actor must not search for one.
         setup = replace(setup, options={**setup.options, "device": "auto" if gpus else device})
+        limits = {"env_vars": thread_environment(threads)}
         actor = ray.remote(Actor).options(
-            num_cpus=threads,
-            num_gpus=1 if gpus else 0,
-            max_restarts=-1,
-            max_task_retries=1,
-            runtime_env={"env_vars": thread_environment(threads)},
+            num_cpus=threads, num_gpus=int(gpus > 0), max_restarts=-1, max_task_retries=1, runtime_env=limits
         )
         self.idle = [actor.remote(setup, Path.cwd()) for _ in range(count or gpus or cores)]
 
@@ -382,7 +351,7 @@ class RayWorkers(_Pool):
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except self._ray.exceptions.RayError as error:
-            raise _DiedError(f"its Ray actor died repeatedly ({type(error).__name__})") from None
+            raise _DiedError(f"its Ray actor died repeatedly ({type(error).__name__})", True) from None
 
     def close(self) -> None:
         """End the actors, and Ray where this run started it."""
@@ -392,8 +361,6 @@ class RayWorkers(_Pool):
         if self._ours:
             self._ray.shutdown()
 
-
-# Which engine.
 
 Engine = InProcess | LocalWorkers | RayWorkers
 
@@ -419,14 +386,6 @@ def start_engine(run_dir: Path, setup: Setup, workers: Workers) -> Engine:
         return InProcess(run_dir, setup)
     chosen = [every[number % len(every)] for number in range(count)]
     return LocalWorkers(run_dir, setup, chosen, workers.threads or max(1, cores // count))
-
-
-def batch_size(setup: Setup, workers: Workers) -> int:
-    """Images that are extracted, or pairs that are matched, together."""
-    return workers.batch or (1 if devices(setup.options) == ["cpu"] else 8)
-
-
-# What remains to be done: unfinished pairs, or a shard of them.
 
 
 def _by_tiles(pairs: np.ndarray) -> np.ndarray:
@@ -460,12 +419,10 @@ def add_pairs(
     part, parts = shard or (1, 1)
     rows = rows[len(rows) * (part - 1) // parts : len(rows) * part // parts]
     ids = np.array([numbers[name] for name in ranks], np.int64)[rows].tolist()
-    known = " AND ".join(
-        f"NOT EXISTS (SELECT 1 FROM {table} WHERE image0 = ?1 AND image1 = ?2)"
-        for table in ("pairs", "failed")
-    )
+    known = "EXISTS (SELECT 1 FROM {} WHERE image0 = ?1 AND image1 = ?2)".format
+    new = f"SELECT ?1, ?2 WHERE NOT {known('pairs')} AND NOT {known('failed')}"
     with writer.transaction():
-        added = writer.execute_many(f"INSERT OR IGNORE INTO waiting SELECT ?1, ?2 WHERE {known}", ids)
+        added = writer.execute_many(f"INSERT OR IGNORE INTO waiting {new}", ids)
     return len(rows), added
 
 
@@ -509,7 +466,7 @@ class RunReport:
     extracted: int  # images
     matched: int  # pairs, failed ones included
     crashes: int  # worker processes that died and were replaced
-    counts: Counts  # of the store afterwards
+    counts: schema.Counts  # of the store afterwards
 
     @property
     def all_well(self) -> bool:
@@ -555,9 +512,7 @@ class Stages:
         self._run("match", match_jobs(self.writer, self.batch), self.writer.put_pairs, counts.pairs_waiting)
         return counts.pairs_waiting
 
-    def _run(
-        self, stage: str, jobs: Iterator[Job], commit: Callable[[list[Outcome]], None], total: int
-    ) -> None:
+    def _run(self, stage: str, jobs: Iterator[Job], commit: Callable[[list], None], total: int) -> None:
         """Commit results in small groups, including those that are there when the run is interrupted."""
         if not total:
             return

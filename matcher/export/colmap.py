@@ -7,7 +7,6 @@ does not check indices and crashes on one out of range, so all are checked here.
 from __future__ import annotations
 
 import errno
-import re
 import shutil
 import signal
 import threading
@@ -30,9 +29,6 @@ from matcher.types import Features, TwoViewGeometry
 if TYPE_CHECKING:
     from matcher.collection.schema import StoredImage, StoredPair
     from matcher.collection.store import Store
-
-
-# What every exporter reads of a run, and says of it.
 
 
 @dataclass
@@ -64,14 +60,10 @@ class ExportedRun:
     """The images of a run that have features, by name, with their keypoints, features and pairs; the report
     counts what is read, and names what is left out."""
 
-    def __init__(
-        self, store: Store, out: Path, *, utf8: str | None = None, only: Collection[str] | None = None
-    ) -> None:
-        """Of `only` images of these names; `UsageError`: none has features, or names are not UTF-8 where the
-        format, named by `utf8`, needs it."""
+    def __init__(self, store: Store, out: Path, only: Collection[str] | None = None) -> None:
+        """Of `only` images of these names; `UsageError`: none has features."""
         self.store, self.report, common = store, ExportReport(out), common_camera(store.settings)
-        images = sorted(store.images(), key=lambda image: image.name)
-        images = [image for image in images if only is None or image.name in only]
+        images = [image for image in store.images() if only is None or image.name in only]
         for status in ("failed", "waiting"):
             if names := [image.name for image in images if image.status == status]:
                 note = f"{len(names)} images {status} in the run are not written: {_few(names)}"
@@ -81,13 +73,7 @@ class ExportedRun:
         ]
         self.names = [image.name for image in self.images]
         if not self.images:
-            raise UsageError(
-                "the run has no image with features; finish it first: `matcher collection … --run …`"
-            )
-        if utf8 is not None:
-            self.refuse_names(
-                lambda name: re.search("[\ud800-\udfff]", name), f"are not UTF-8, which {utf8} needs"
-            )
+            raise UsageError("the run has no image with features: finish it first")
         self.report.images, self.report.keypoints = len(self.images), sum(each.count for each in self.images)
 
     def keypoints(self, name: str) -> np.ndarray:
@@ -139,8 +125,7 @@ class ExportedRun:
 
 
 def _few(names: Sequence[str]) -> str:
-    shown = [name.encode("utf-8", "backslashreplace").decode() for name in names[:5]]
-    return ", ".join(shown) + (", …" if len(names) > 5 else "")
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
 
 
 # Which photos share a camera, and what is known about it before the reconstruction.
@@ -201,10 +186,7 @@ def check_used(choice: CameraChoice, names: Iterable[str]) -> None:
     others = [] if choice.camera is None else list(map(_known_cameras(choice), names))
     if others and all(other is not None and not _same(other, choice.camera) for other in others):
         where = "their poses" if choice.rig is None else f"{choice.rig.source}, or with their poses"
-        raise UsageError(
-            f"the camera that is given would be that of no photo: all {len(others)} have theirs in {where}; "
-            "leave it out"
-        )
+        raise UsageError(f"the camera given is that of no photo: all have theirs in {where}; leave it out")
 
 
 def _known_cameras(choice: CameraChoice) -> Callable[[str], Camera | None]:
@@ -233,24 +215,18 @@ def group_cameras(
         (width, height), mounted = image.size, choice.rig and choice.rig.camera_of(image.name)
         known = known_camera(image.name) or choice.camera or image.camera
         if known is not None and known.size not in (None, image.size):
-            raise UsageError(
-                f"{image.name} has {width} x {height} pixels, but its camera was given for "
-                f"{known.size[0]} x {known.size[1]}"
-            )
+            theirs = "{} x {}".format(*known.size)
+            raise UsageError(f"{image.name} has {width} x {height} pixels, but its camera is for {theirs}")
         exif = Exif() if known is not None else read_exif(image.path)
         own: Any = mounted.prefix if mounted else (Path(image.name).parent, exif) if known is None else None
         own = {"each": image.name, "auto": own, "single": None}[choice.sharing]
         groups.setdefault((image.size, known, own), (exif, []))[1].append(image)
         if mounted and first.setdefault(mounted.prefix, (image.size, known)) != (image.size, known):
-            raise UsageError(
-                f"{choice.rig.source}: all pictures of {mounted.prefix!r} are by one camera, but "
-                f"{image.name} has {width} x {height} pixels or other intrinsics than those before"
-            )
+            other = f"{image.name} has {width} x {height} pixels or other intrinsics than those before"
+            raise UsageError(f"{choice.rig.source}: {mounted.prefix!r} is one camera, but {other}")
     if choice.sharing == "single" and len(groups) > 1:
         sizes = ", ".join(sorted({f"{w}x{h}" for (w, h), *_ in groups}))
-        raise UsageError(
-            f"one camera cannot take photos of {sizes} pixels or of several calibrations; use auto"
-        )
+        raise UsageError(f"one camera cannot take photos of {sizes} or of several calibrations: use auto")
     adjustable = set(choice.known.values()) if choice.refine_known else set()
     if choice.camera is not None:  # which is not refined, wherever it comes from
         adjustable = {each for each in adjustable if not _same(each, choice.camera)}
@@ -286,8 +262,6 @@ def read_exif(path: Path) -> Exif:
         return Exif()
 
 
-# The database.
-
 _ORIGIN = np.array([[1, 0, HALF_PIXEL], [0, 1, HALF_PIXEL], [0, 0, 1]], dtype=np.float64)
 
 
@@ -319,7 +293,7 @@ def write_colmap(
     again, clear the latter and run COLMAP's verification.
     """
     pycolmap = import_pycolmap()
-    run = ExportedRun(store, out, utf8="COLMAP", only=only)
+    run = ExportedRun(store, out, only)
     report, cameras, rig = run.report, group_cameras(run.images, choice), choice and choice.rig
     report.cameras = len(cameras)
     if rig is not None:

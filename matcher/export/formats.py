@@ -28,18 +28,13 @@ if TYPE_CHECKING:
 class Format(NamedTuple):
     """How a run is exported to another program."""
 
-    write: Callable[..., ExportReport]
+    write: Callable[..., None]  # the run, to a temporary file or folder, with cameras
     suffixes: tuple[str, ...] = ()  # of a file; a format without is a folder
     has_cameras: bool = False
 
 
 def export(
-    store: Store,
-    form: str,
-    out: str | Path,
-    choice: CameraChoice | None = None,
-    *,
-    overwrite: bool = False,
+    store: Store, form: str, out: str | Path, choice: CameraChoice | None = None, *, overwrite: bool = False
 ) -> ExportReport:
     """Export a run, opened, as `Collection.export` does; the output is complete or absent. A database is
     never replaced, since COLMAP adds to it."""
@@ -52,13 +47,16 @@ def export(
         raise UsageError(f"{form} stores no cameras; leave them out, or export to one of {others}")
     if choice is not None and choice.rig is not None and form != "colmap":
         raise UsageError(f"{form} is written without rigs; leave it out, or export to colmap")
-    more = {"choice": choice} if kind.has_cameras else {}
     if kind.suffixes:
         check_output(out, kind.suffixes, overwrite=overwrite)
     else:
         check_folder(out, overwrite=overwrite)
-        more["overwrite"] = overwrite
-    return kind.write(store, out, **more)
+    if form == "colmap":  # which also tells a full disk, that COLMAP hides
+        return colmap.write_colmap(store, out, choice)
+    run = ExportedRun(store, out)
+    with whole_file(out) if kind.suffixes else whole_folder(out, overwrite=overwrite) as part:
+        kind.write(run, part, choice)
+    return run.report
 
 
 # NumPy: one archive of a whole run, written in a stream, as a collection need not fit in memory.
@@ -75,7 +73,7 @@ _ROWS = {  # of the arrays that may be large: type and shape
 }
 
 
-def write_npz(store: Store, out: Path) -> ExportReport:
+def write_npz(run: ExportedRun, part: Path, _: None) -> None:
     """An `.npz` to be opened with `np.load`; image i has the rows offsets[i] … offsets[i + 1].
 
     Images: `names` (I,), `sizes` (I, 2) width and height, `keypoints` (ΣN, 2) float32 with `keypoint_offsets`
@@ -84,10 +82,9 @@ def write_npz(store: Store, out: Path) -> ExportReport:
     (ΣK,) float32, `inliers` (ΣK,) bool, `kinds` and `statuses` (P,) of the geometries, `matrices` (P, 3, 3)
     F, H or E, NaN where there is none, and `cam1_from_cam0` (P, 4, 4), NaN but for essential geometry.
     """
-    run = ExportedRun(store, out)
     number = {name: index for index, name in enumerate(run.names)}
     kinds, statuses, lengths, rows = [], [], [0], Counter()
-    with whole_file(out) as part, tempfile.TemporaryDirectory(dir=part.parent, prefix=".npz-") as spool:
+    with tempfile.TemporaryDirectory(dir=part.parent, prefix=".npz-") as spool:
         with ExitStack() as stack:
             files = {name: stack.enter_context(Path(spool, name).open("wb")) for name in _ROWS}
 
@@ -100,7 +97,7 @@ def write_npz(store: Store, out: Path) -> ExportReport:
 
             for name in run.names:
                 put("keypoints", run.keypoints(name))
-                if (refined := store.refined_keypoints(name)) is not None:
+                if (refined := run.store.refined_keypoints(name)) is not None:
                     put("covariances", refined.covariances.reshape(-1, 4)[:, [0, 1, 3]])
             for pair in run.pairs():
                 matches, geometry = pair.matches, pair.geometry
@@ -134,65 +131,56 @@ def write_npz(store: Store, out: Path) -> ExportReport:
             )
         with zipfile.ZipFile(part, "a") as archive:
             archive.comment = MARK
-    return run.report
 
 
 # The HDF5 files of hloc (Sarlin et al. 2019): features.h5, matches.h5 and pairs.txt. Pixels as ours: the
 # centre of the first one is (0, 0); hloc adds the half pixel when it imports into COLMAP.
 
 
-def write_hloc(store: Store, out: Path, *, overwrite: bool = False) -> ExportReport:
+def write_hloc(run: ExportedRun, part: Path, _: None) -> None:
     """A folder with hloc's three files; every match is written, verified or not, as hloc verifies itself."""
     import h5py
 
-    run = ExportedRun(store, out, utf8="HDF5")
     counts = {image.name: image.count for image in run.images}
     run.refuse_names(lambda name: len(name.split()) != 1, "hold spaces, at which hloc splits pairs.txt")
     run.refuse_collisions(lambda name: name.replace("/", "-"), "in matches.h5, where / becomes -")
-    with whole_folder(out, overwrite=overwrite) as part:
-        with h5py.File(part / "features.h5", "w", libver="latest") as file:
-            for image in run.images:
-                group = file.create_group(image.name)
-                points = group.create_dataset("keypoints", data=run.keypoints(image.name))
-                points.attrs["uncertainty"] = 1.0  # pixels, as hloc has it at the photo's resolution
-                group.create_dataset("image_size", data=np.array(image.size))
-                if (features := run.features(image.name)) is None:
-                    continue
-                descriptors = np.ascontiguousarray(to_numpy(features.descriptors).T)
-                group.create_dataset("descriptors", data=descriptors)
-                for theirs, ours in HLOC_OPTIONAL.items():
-                    if (values := getattr(features, ours)) is not None:
-                        group.create_dataset(theirs, data=to_numpy(values))
-        with (
-            h5py.File(part / "matches.h5", "w", libver="latest") as file,
-            (part / "pairs.txt").open("w", encoding="utf-8") as lines,
-        ):
-            for pair in run.pairs():
-                key = "/".join(name.replace("/", "-") for name in (pair.name0, pair.name1))
-                group, indices = file.create_group(key), pair.matches.indices
-                # Beyond 32,767 keypoints hloc's int16 would wrap; its reader takes int32 as well.
-                wide = indices[:, 1].max(initial=0) > 32_767
-                matches0 = np.full(counts[pair.name0], -1, np.int32 if wide else np.int16)
-                scores0 = np.zeros(counts[pair.name0], np.float16)
-                matches0[indices[:, 0]], scores0[indices[:, 0]] = indices[:, 1], pair.matches.scores
-                group.create_dataset("matches0", data=matches0)
-                group.create_dataset("matching_scores0", data=scores0)
-                lines.write(f"{pair.name0} {pair.name1}\n")
-    return run.report
+    with h5py.File(part / "features.h5", "w", libver="latest") as file:
+        for image in run.images:
+            group = file.create_group(image.name)
+            points = group.create_dataset("keypoints", data=run.keypoints(image.name))
+            points.attrs["uncertainty"] = 1.0  # pixels, as hloc has it at the photo's resolution
+            group.create_dataset("image_size", data=np.array(image.size))
+            if (features := run.features(image.name)) is None:
+                continue
+            descriptors = np.ascontiguousarray(to_numpy(features.descriptors).T)
+            group.create_dataset("descriptors", data=descriptors)
+            for theirs, ours in HLOC_OPTIONAL.items():
+                if (values := getattr(features, ours)) is not None:
+                    group.create_dataset(theirs, data=to_numpy(values))
+    with (
+        h5py.File(part / "matches.h5", "w", libver="latest") as file,
+        (part / "pairs.txt").open("w", encoding="utf-8") as lines,
+    ):
+        for pair in run.pairs():
+            key = "/".join(name.replace("/", "-") for name in (pair.name0, pair.name1))
+            group, indices = file.create_group(key), pair.matches.indices
+            # Beyond 32,767 keypoints hloc's int16 would wrap; its reader takes int32 as well.
+            wide = indices[:, 1].max(initial=0) > 32_767
+            matches0 = np.full(counts[pair.name0], -1, np.int32 if wide else np.int16)
+            scores0 = np.zeros(counts[pair.name0], np.float16)
+            matches0[indices[:, 0]], scores0[indices[:, 0]] = indices[:, 1], pair.matches.scores
+            group.create_dataset("matches0", data=matches0)
+            group.create_dataset("matching_scores0", data=scores0)
+            lines.write(f"{pair.name0} {pair.name1}\n")
 
-
-# OpenMVG: `sfm_data.json`, regions and matches, for its SfM commands.
 
 _NEW = 1 << 31  # cereal's mark of an object that is written for the first time
 _PLAIN = 1 << 30  # cereal's mark of an object of the declared type itself
 
 
-def write_openmvg(
-    store: Store, out: Path, choice: CameraChoice | None = None, *, overwrite: bool = False
-) -> ExportReport:
-    """A folder with `sfm_data.json`, `*.feat`, `image_describer.json`, putative and verified matches; no
+def write_openmvg(run: ExportedRun, part: Path, choice: CameraChoice | None) -> None:
+    """OpenMVG's `sfm_data.json`, `*.feat`, `image_describer.json`, putative and verified matches; no
     descriptors, which its SfM does not need. Cameras are pinhole with three radial terms."""
-    run = ExportedRun(store, out, utf8="JSON")
     stems = {name: PurePosixPath(name).stem for name in run.names}
     run.refuse_collisions(stems.get, "file of regions, which OpenMVG names without folder and ending")
     numbers = {name: number for number, name in enumerate(run.names)}
@@ -210,10 +198,7 @@ def write_openmvg(
         focals, radial = CAMERA_MODELS[camera.model][0], camera.model in ("SIMPLE_RADIAL", "RADIAL")
         distortion = camera.params[focals + 2 :]
         if not radial and any(distortion):
-            raise UsageError(
-                f"openmvg has pinhole cameras with radial distortion, but this is {camera.model}: export to "
-                "colmap or kapture"
-            )
+            raise UsageError(f"openmvg has no cameras like {camera.model}: export to colmap or kapture")
         data = {"width": camera.size[0], "height": camera.size[1]}
         data["focal_length"] = float(np.mean(camera.params[:focals]))  # it has one
         data["principal_point"] = [value - HALF_PIXEL for value in camera.params[focals : focals + 2]]
@@ -222,31 +207,25 @@ def write_openmvg(
         name, reference = (None, 1) if number else ("pinhole_radial_k3", _NEW + 1)
         value = _pointer(name, reference, data, len(views) + 1 + number)
         intrinsics.append({"key": number, "value": value})
-    scene = {"sfm_data_version": "0.3", "root_path": str(store.image_folder), "views": views}
+    scene = {"sfm_data_version": "0.3", "root_path": str(run.store.image_folder), "views": views}
     scene |= {"intrinsics": intrinsics, "extrinsics": [], "structure": [], "control_points": []}
     describer = {"regions_type": _pointer("SIFT_Regions", _PLAIN, {}, 1)}
-    with whole_folder(out, overwrite=overwrite) as part, ExitStack() as stack:
-        (part / "sfm_data.json").write_text(json.dumps(scene, indent=1), encoding="utf-8")
-        (part / "image_describer.json").write_text(json.dumps(describer, indent=1), encoding="utf-8")
-        for image in run.images:  # a line per keypoint: x, y, scale (a radius), direction in radians
-            rows = np.column_stack([run.keypoints(image.name), np.tile([1.0, 0.0], (image.count, 1))])
-            if (found := run.features(image.name)) is not None:
-                rows[:, 2] = 1.0 if found.scales is None else to_numpy(found.scales) / 2
-                rows[:, 3] = 0.0 if found.orientations is None else to_numpy(found.orientations)
-            np.savetxt(part / f"{stems[image.name]}.feat", rows, fmt="%.8g")
-        files: dict[str, Any] = {}
-        for pair in run.pairs():
-            written = {"putative": pair.matches.indices}
-            if pair.geometry.verified:  # of fundamental, essential or homography the first letter
-                written[pair.geometry.kind[0]] = pair.matches.indices[pair.geometry.inliers]
-            for kind, indices in written.items():
-                if kind not in files:
-                    path = part / f"matches.{kind}.txt"
-                    files[kind] = stack.enter_context(path.open("w", encoding="ascii"))
-                ends = numbers[pair.name0], numbers[pair.name1]
-                files[kind].write("{} {}\n{}\n".format(*ends, len(indices)))
-                files[kind].writelines(f"{i} {j}\n" for i, j in indices.tolist())
-    return run.report
+    (part / "sfm_data.json").write_text(json.dumps(scene, indent=1), encoding="utf-8")
+    (part / "image_describer.json").write_text(json.dumps(describer, indent=1), encoding="utf-8")
+    for image in run.images:  # a line per keypoint: x, y, scale (a radius), direction in radians
+        rows = np.column_stack([run.keypoints(image.name), np.tile([1.0, 0.0], (image.count, 1))])
+        if (found := run.features(image.name)) is not None:
+            rows[:, 2] = 1.0 if found.scales is None else to_numpy(found.scales) / 2
+            rows[:, 3] = 0.0 if found.orientations is None else to_numpy(found.orientations)
+        np.savetxt(part / f"{stems[image.name]}.feat", rows, fmt="%.8g")
+    for pair in run.pairs():
+        written = {"putative": pair.matches.indices}
+        if pair.geometry.verified:  # of fundamental, essential or homography the first letter
+            written[pair.geometry.kind[0]] = pair.matches.indices[pair.geometry.inliers]
+        for kind, indices in written.items():
+            with (part / f"matches.{kind}.txt").open("a", encoding="ascii") as file:
+                file.write(f"{numbers[pair.name0]} {numbers[pair.name1]}\n{len(indices)}\n")
+                file.writelines(f"{i} {j}\n" for i, j in indices.tolist())
 
 
 def _pointer(name: str | None, polymorphic: int, data: dict[str, Any], number: int) -> dict[str, Any]:
@@ -254,47 +233,39 @@ def _pointer(name: str | None, polymorphic: int, data: dict[str, Any], number: i
     return {"polymorphic_id": polymorphic, **named, "ptr_wrapper": {"id": _NEW + number, "data": data}}
 
 
-# Kapture 1.1 (Humenberger et al. 2020): text tables and raw arrays in folders.
-
-
-def write_kapture(
-    store: Store, out: Path, choice: CameraChoice | None = None, *, overwrite: bool = False
-) -> ExportReport:
-    """A kapture folder with sensors, records, keypoints, descriptors and all matches with their scores. The
-    photos themselves are not copied: link the image folder as `sensors/records_data`."""
-    run = ExportedRun(store, out, utf8="kapture")
+def write_kapture(run: ExportedRun, part: Path, choice: CameraChoice | None) -> None:
+    """A kapture 1.1 folder (Humenberger et al. 2020): sensors, records, keypoints, descriptors, all matches
+    and their scores. Photos are not copied: link the image folder as `sensors/records_data`."""
     run.refuse_names(lambda name: not set(",\n\r#").isdisjoint(name), "hold a comma, a line break or #")
-    with whole_folder(out, overwrite=overwrite) as part:
-        sensors, sensor_of = [], {}
-        for number, (camera, group) in enumerate(colmap.group_cameras(run.images, choice)):
-            params = ", ".join(map(repr, (*camera.size, *map(float, camera.params))))
-            sensors.append(f"cam{number}, , camera, {camera.model}, {params}")
-            sensor_of |= {image.name: f"cam{number}" for image in group}
-        records = [f"{time}, {sensor_of[name]}, {name}" for time, name in enumerate(run.names)]
-        header = "sensor_device_id, name, sensor_type, [sensor_params]+"
-        _write_table(part / "sensors" / "sensors.txt", header, sensors)
-        _write_table(part / "sensors" / "records_camera.txt", "timestamp, device_id, image_path", records)
-        kind, folder, first = "keypoints", part / "reconstruction", run.features(run.names[0])
-        if first is not None:
-            kind, values = first.kind, to_numpy(first.descriptors)
-            row = f"{kind}, {values.dtype}, {values.shape[-1]}, {kind}, L2"
-            header = "name, dtype, dsize, keypoints_type, metric_type"
-            _write_table(folder / "descriptors" / kind / "descriptors.txt", header, [row])
-        row = f"{kind}, float32, 2"
-        _write_table(folder / "keypoints" / kind / "keypoints.txt", "name, dtype, dsize", [row])
-        for name in run.names:
-            points = colmap.to_colmap(run.keypoints(name)).astype("<f4")
-            _write_array(folder / "keypoints" / kind / f"{name}.kpt", points)
-            if first is not None and (features := run.features(name)) is not None:
-                descriptors = to_numpy(features.descriptors).astype(values.dtype)
-                _write_array(folder / "descriptors" / kind / f"{name}.desc", descriptors)
-        for pair in run.pairs():
-            path = folder / "matches" / kind / f"{pair.name0}.overlapping" / f"{pair.name1}.matches"
-            rows = np.column_stack([pair.matches.indices, pair.matches.scores])
-            _write_array(path, rows.astype("<f8"))
-    photos = out / "sensors" / "records_data"
-    run.report.notes.append(f"link the photos: ln -s {store.image_folder} {photos}")
-    return run.report
+    sensors, sensor_of = [], {}
+    for number, (camera, group) in enumerate(colmap.group_cameras(run.images, choice)):
+        params = ", ".join(map(repr, (*camera.size, *map(float, camera.params))))
+        sensors.append(f"cam{number}, , camera, {camera.model}, {params}")
+        sensor_of |= {image.name: f"cam{number}" for image in group}
+    records = [f"{time}, {sensor_of[name]}, {name}" for time, name in enumerate(run.names)]
+    header = "sensor_device_id, name, sensor_type, [sensor_params]+"
+    _write_table(part / "sensors" / "sensors.txt", header, sensors)
+    _write_table(part / "sensors" / "records_camera.txt", "timestamp, device_id, image_path", records)
+    kind, folder, first = "keypoints", part / "reconstruction", run.features(run.names[0])
+    if first is not None:
+        kind, values = first.kind, to_numpy(first.descriptors)
+        row = f"{kind}, {values.dtype}, {values.shape[-1]}, {kind}, L2"
+        header = "name, dtype, dsize, keypoints_type, metric_type"
+        _write_table(folder / "descriptors" / kind / "descriptors.txt", header, [row])
+    row = f"{kind}, float32, 2"
+    _write_table(folder / "keypoints" / kind / "keypoints.txt", "name, dtype, dsize", [row])
+    for name in run.names:
+        points = colmap.to_colmap(run.keypoints(name)).astype("<f4")
+        _write_array(folder / "keypoints" / kind / f"{name}.kpt", points)
+        if first is not None and (features := run.features(name)) is not None:
+            descriptors = to_numpy(features.descriptors).astype(values.dtype)
+            _write_array(folder / "descriptors" / kind / f"{name}.desc", descriptors)
+    for pair in run.pairs():
+        path = folder / "matches" / kind / f"{pair.name0}.overlapping" / f"{pair.name1}.matches"
+        rows = np.column_stack([pair.matches.indices, pair.matches.scores])
+        _write_array(path, rows.astype("<f8"))
+    photos = run.report.path / "sensors" / "records_data"
+    run.report.notes.append(f"link the photos: ln -s {run.store.image_folder} {photos}")
 
 
 def _write_array(path: Path, array: np.ndarray) -> None:

@@ -25,7 +25,7 @@ from matcher.errors import MatcherError
 # the time between commits: the shorter, the more of the kills fall into one.
 NURSERY = """
 import os, sys
-from matcher.collection import workers
+from matcher.collection.workers import Stages
 from matcher.collection.collection import Collection
 
 folder, run, count = sys.argv[1:]
@@ -42,7 +42,7 @@ def drive():
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
-        workers.Stages.commit_seconds = float(line)
+        Stages.commit_seconds = float(line)
         print("child", os.getpid(), flush=True)
         os._exit(drive())
     print("ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
