@@ -223,7 +223,7 @@ def test_the_other_preset_has_the_options_that_were_given(views, shipped_weights
     pipeline = matcher.load(max_keypoints=128, match_threshold=0.9, early_exit=False, precision="float32")
     policy = pipeline.passes.other().matcher.model.config.policy
     assert (policy.match_threshold, policy.early_exit) == (0.9, False)
-    assert len(matcher.load(max_keypoints=128, match_threshold=1.0).match(*views).matches) == 0
+    assert len(matcher.load(max_keypoints=128, match_threshold=1.0, resize=320).match(*views).matches) == 0
 
 
 def test_a_pipeline_with_further_passes_can_be_pickled(views, shipped_weights):
