@@ -61,17 +61,6 @@ def test_the_matches_are_those_of_the_normal_path(changes, counts):
         np.testing.assert_allclose(flow.sum(1), 1, atol=1e-3)
 
 
-def test_pruning_and_exit_are_reported_with_their_reasons():
-    record = explain(matcher_with(), *pair(80, 70, 2))
-    pruned = [report for report in record.layers if any(map(len, report.pruned))]
-    assert pruned
-    for report in pruned:
-        for reasons in report.reasons:
-            assert (reasons[:, 0] <= CONFIG.policy.prune_matchability).all()
-    assert not any(report.exited for report in record.layers[:-1])
-    assert record.layers[-1].exited == (len(record.layers) < CONFIG.context.depth)
-
-
 @pytest.mark.parametrize("changes", [GUIDED, LINEAR])
 def test_recorded_attention_makes_the_message_that_the_network_passes_on(changes):
     matcher, sides = other_matcher(**changes), pair(30, 20, 3)

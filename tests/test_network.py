@@ -208,13 +208,6 @@ def test_attention_is_sharper_among_many_keys(pairs) -> None:
         MatchingNetwork(replace(CONFIG, context=replace(CONFIG.context, scale_logits_above=1)))
 
 
-def decided(probability: list[float], confident: list[bool], policy: MatchingPolicy, predicted: bool = True):
-    valid = torch.ones(1, len(probability), dtype=torch.bool)
-    given = torch.tensor([confident], dtype=torch.bool), torch.tensor([probability])
-    stops, assigned, kept = decide(valid, *given, valid.sum(1), policy, predicted=predicted)
-    return bool(stops), assigned[0].tolist(), kept[0].tolist()
-
-
 @pytest.mark.parametrize(
     ("probability", "confident", "share", "stops"),
     [
@@ -227,18 +220,9 @@ def decided(probability: list[float], confident: list[bool], policy: MatchingPol
     ],
 )
 def test_a_pair_stops_when_enough_of_its_expected_matches_are_sure(probability, confident, share, stops):
-    assert decided(probability, confident, MatchingPolicy(exit_share=share))[0] == stops
-
-
-def test_few_points_are_not_worth_pruning() -> None:
-    policy = MatchingPolicy(prune_matchability=0.5, prune_confident_only=False, min_pruned_share=0.1)
-    _, assigned, kept = decided([0.0] + [1.0] * 19, [True] * 20, policy)
-    assert all(kept) and assigned == [False] + [True] * 19
-    _, _, kept = decided([0.0] * 3 + [1.0] * 17, [True] * 20, policy)
-    assert kept == [False] * 3 + [True] * 17
-    unsure = replace(policy, prune_confident_only=True)
-    _, _, kept = decided([0.0] * 3 + [1.0] * 17, [False] + [True] * 19, unsure)
-    assert kept == [True] + [False] * 2 + [True] * 17
+    valid, policy = torch.ones(1, len(probability), dtype=torch.bool), MatchingPolicy(exit_share=share)
+    given = torch.tensor([confident], dtype=torch.bool), torch.tensor([probability])
+    assert bool(decide(valid, *given, valid.sum(1), policy, predicted=True)[0]) == stops
 
 
 def test_features_that_do_not_fit_are_refused(pairs) -> None:

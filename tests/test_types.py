@@ -1,7 +1,5 @@
 """Features from users' arrays: what is taken, how it is kept, and what is refused; from and to OpenCV."""
 
-from dataclasses import replace
-
 import cv2
 import numpy as np
 import pytest
@@ -97,19 +95,6 @@ def test_stack_of_optional_columns_and_what_does_not_belong_together() -> None:
     for items in ([sift, full], [sift, Features(**arrays(dim=4), kind="sift")], []):
         with pytest.raises(UsageError):
             Features.stack(items)
-
-
-def test_scale_and_view() -> None:
-    features = Features(**arrays(), exif_orientation=6, scale=(0.5, 0.25))
-    assert features.scale.tolist() == [0.5, 0.25]
-    assert features.view_orientation is None and features.matched_orientation == 6
-    turned = replace(features, view_orientation=3)
-    assert turned.matched_orientation == 3 and turned.exif_orientation == 6
-    assert Features(**arrays()).scale.tolist() == [1, 1]
-    batch = Features.stack([features, turned])
-    assert batch.view_orientation.tolist() == [6, 3]
-    assert batch.scale.tolist() == [[0.5, 0.25]] * 2
-    assert Features.stack([features, features]).view_orientation is None
 
 
 # --- Verification alone, and OpenCV's types.
