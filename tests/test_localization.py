@@ -15,8 +15,14 @@ import matcher
 from matcher.cameras import Camera, read_named_poses
 from matcher.cli import main
 from matcher.errors import IntegrityError, UsageError
-from matcher.localization.checks import check_ambiguous, check_camera, check_focal, judge
-from matcher.localization.pose import Matches3d, estimate_poses
+from matcher.localization.pose import (
+    Matches3d,
+    check_ambiguous,
+    check_camera,
+    check_focal,
+    estimate_poses,
+    judge,
+)
 from matcher.localization.sparse_map import LocalizationConfig
 from matcher.sfm.models import GivenPoses, find_model
 from matcher.sfm.reconstruct import reconstruct

@@ -12,8 +12,8 @@ from street_scene import BASELINE, CAMERA, OPEN_ROAD, ROADS, SIZE, STREET, pair,
 import matcher
 from matcher.refine import ImagePyramid
 from matcher.sequence.frames import FrameLinks, KeptFrame
+from matcher.sequence.linking import complete_partners
 from matcher.sequence.pose_tracking import PoseTracker, project
-from matcher.sequence.stereo import complete_partners
 from matcher.sequence.trajectory import read_poses, segment_errors
 
 

@@ -162,10 +162,10 @@ def _poses(
     stored = None if features is None else HlocFeatures(Path(), features)
     for name, path in named.items():
         try:
-            given = path if stored is None else stored.read(name, place.localizer.pipeline).features
+            given = path if stored is None else stored.read(name, place.pipeline).features
             query = place.query(given, cameras.get(name), mask=masks.get(name))
             query.path = path  # whose header may know the camera
-            yield name, place.localizer.localize([query])[0]
+            yield name, place.poses_of([query])[0]
         except ImageError as error:
             yield name, error
 

@@ -16,8 +16,7 @@ from matcher.errors import ImageError, IntegrityError, UsageError
 
 if TYPE_CHECKING:
     from matcher.sequence.capture import FrameSource
-    from matcher.sequence.keyframe_map import KeyframeMap
-    from matcher.sequence.loops import ClosedTrajectory
+    from matcher.sequence.keyframe_map import ClosedTrajectory, KeyframeMap
     from matcher.sequence.plot import Recording
     from matcher.sequence.tracker import Tracker
     from matcher.sequence.trajectory import TrackingLog
@@ -84,9 +83,10 @@ def track(
     from matcher.localization.map import Map
     from matcher.sequence.capture import open_frames
     from matcher.sequence.keyframe_map import KEPT, KeyframeMap
-    from matcher.sequence.plot import PLOT_SUFFIXES, Recording
+    from matcher.sequence.plot import Recording
     from matcher.sequence.tracker import Tracker
     from matcher.sequence.trajectory import read_poses
+    from matcher.viz.drawings import PLOT_SUFFIXES
 
     if map_ is not None and os.path.realpath(source) == os.path.realpath(map_):
         return _finish_map(map_, asked)

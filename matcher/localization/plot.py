@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from matcher.images import ImageInput, read_image
 from matcher.localization.map import Map
@@ -19,14 +20,7 @@ _GREEN = (46, 204, 64)
 
 
 def plot_pose(place: Map, photo: ImageInput, pose: Pose, path: str | Path) -> Path:
-    """Draw a photo, its matches, and its camera among those of the map seen from above.
-
-    Raises:
-        ImageError: the photo, or the map's image, cannot be read.
-        OSError: the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
+    """Draw a photo, its matches, and its camera among those of the map seen from above."""
     shown, model = read_image(photo, resize=_SHOWN[0]), place.model
     if pose.images:
         name = next(iter(pose.images))
@@ -80,11 +74,7 @@ class LocalizationRecording(RecordingFile):
         self._extent = log_map(self, "world", place.model)
 
     def add(self, name: str, photo: ImageInput, pose: Pose) -> None:
-        """Add a photo; without a pose only its picture and the reason are written.
-
-        Raises:
-            ImageError: the photo cannot be read.
-        """
+        """Add a photo; without a pose only its picture and the reason are written."""
         rr, entity = self.rr, ["world", "localized", name]
         self.stream.set_time("photo", sequence=self._number)
         self._number += 1

@@ -1,4 +1,4 @@
-"""The pose of a photo, or of pictures fixed to each other, from matches of their keypoints with points.
+"""The pose of a photo, or of pictures fixed to each other, from matches of keypoints with points; its checks.
 
 Several pictures are one generalised camera, whose rays leave from several centres; a single photo is a rig of
 one. COLMAP's LO-RANSAC over P3P and GP3P (Kukelova et al. 2016) finds the pose, and its refinement ends it.
@@ -6,15 +6,16 @@ one. COLMAP's LO-RANSAC over P3P and GP3P (Kukelova et al. 2016) finds the pose,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from matcher.cameras import Camera, focal_of_film
-from matcher.export.colmap import GUESSED_FOCAL, as_rigid, import_pycolmap, read_exif, to_colmap
+from matcher.cameras import Camera
+from matcher.export.colmap import GUESSED_FOCAL, as_rigid, import_pycolmap, to_colmap
+from matcher.localization.sparse_map import LocalizationConfig
 from matcher.sfm.models import as_our_camera
 
 PoseStatus = Literal[
@@ -104,8 +105,6 @@ class Pose:
         return f"Pose(ok, at ({centre}), {self.num_inliers} of {len(self.inliers)} matches agree)"
 
 
-# --- Estimation
-
 MIN_MATCHES = 4  # P3P and one that confirms it
 
 
@@ -127,17 +126,12 @@ class Matches3d:
         """(M,) which keypoint; one may be matched with several points."""
         return self.table[:, 0]
 
-    def select(self, index: np.ndarray) -> Matches3d:
-        """Some of them."""
-        kept = self.points2d[index], self.points3d[index], self.table[index]
-        return Matches3d(*kept, self.max_error, self.cam_from_rig)
-
     def errors(self, cam_from_world: np.ndarray, camera: Camera) -> np.ndarray:
         """(M,) reprojection errors, stored pixels; infinite for points behind the camera."""
         local = self.points3d @ cam_from_world[:3, :3].T + cam_from_world[:3, 3]
         errors = np.full(len(local), np.inf)
         ahead = local[:, 2] > 1e-9
-        seen = as_colmap_camera(camera).img_from_cam(local[ahead])
+        seen = _as_colmap_camera(camera).img_from_cam(local[ahead])
         errors[ahead] = np.linalg.norm(seen - to_colmap(self.points2d[ahead]), axis=1)
         return np.nan_to_num(errors, nan=np.inf)
 
@@ -164,17 +158,11 @@ def agreeing(estimates: Estimates | None) -> int:
 def estimate_poses(
     matches: Sequence[Matches3d], cameras: Sequence[Camera], *, focal_known: bool = True, seed: int = 0
 ) -> Estimates | None:
-    """The poses of R pictures that are fixed to each other, None where there is none.
-
-    Args:
-        matches: of each picture, some wrong.
-        cameras: with their sizes.
-        focal_known: False finds the focal length, too, of a single picture.
-        seed: of the sampling.
-    """
+    """The poses of R pictures that are fixed to each other, by cameras with sizes; None: there is none. Where
+    it is not known, the focal length of a single picture is found, too."""
     if sum(map(len, matches)) < MIN_MATCHES:
         return None
-    pycolmap, theirs = import_pycolmap(), [as_colmap_camera(camera) for camera in cameras]
+    pycolmap, theirs = import_pycolmap(), [_as_colmap_camera(camera) for camera in cameras]
     points, pictures, fixed = _joined(matches)
     max_error = float(np.mean([each.max_error for each in matches]))
     ransac = pycolmap.RANSACOptions(max_error=max_error, random_seed=seed, confidence=0.9999)
@@ -197,10 +185,7 @@ def estimate_poses(
 
 
 def refine_poses(start: Estimates, *, refine_focal: bool = False) -> Estimates | None:
-    """Poses refined on their inliers, which are chosen again each of three times; None with too few left.
-
-    `refine_focal` refines the focal length, too, of a single picture.
-    """
+    """Poses, if asked with a focal length, refined thrice on inliers chosen anew; None: too few left."""
     pycolmap = import_pycolmap()
     options = pycolmap.AbsolutePoseRefinementOptions(
         refine_focal_length=refine_focal, refine_extra_params=False, loss_function_scale=1.0
@@ -213,7 +198,7 @@ def refine_poses(start: Estimates, *, refine_focal: bool = False) -> Estimates |
         used = np.concatenate(inliers)
         if used.sum() < MIN_MATCHES:
             return None
-        pose, theirs = as_rigid(world), [as_colmap_camera(camera) for camera in cameras]
+        pose, theirs = as_rigid(world), [_as_colmap_camera(camera) for camera in cameras]
         if len(start) == 1:  # as no rig, it gives its focal length back
             result = pycolmap.refine_absolute_pose(
                 pose, *points, used, theirs[0], options, return_covariance=True
@@ -244,9 +229,7 @@ def refine_poses(start: Estimates, *, refine_focal: bool = False) -> Estimates |
     return [PoseEstimate(*each) for each in zip(matches, cameras, poses, inliers, spreads, strict=True)]
 
 
-def _joined(
-    matches: Sequence[Matches3d],
-) -> tuple[tuple[np.ndarray, np.ndarray], list[int], list[np.ndarray]]:
+def _joined(matches: Sequence[Matches3d]) -> tuple[tuple[np.ndarray, ...], list[int], list[np.ndarray]]:
     """Points of all pictures, the picture of each, and cam_from_rig; a single one is a rig of its own."""
     points2d = to_colmap(np.concatenate([each.points2d for each in matches]))
     points3d = np.concatenate([each.points3d for each in matches])
@@ -260,29 +243,161 @@ def _matrix(rigid: Any) -> np.ndarray:
     return np.vstack([rigid.matrix(), [0, 0, 0, 1]])
 
 
-def as_colmap_camera(camera: Camera) -> Any:
-    """A `pycolmap.Camera`."""
+def _as_colmap_camera(camera: Camera) -> Any:
     model, params = camera.to_colmap()
     width, height = camera.size or (1, 1)
     return import_pycolmap().Camera(model=model, width=width, height=height, params=list(params))
-
-
-# --- Cameras that are not known
-
-
-def cameras_to_try(path: Path | None, size: tuple[int, int], known: Sequence[Camera]) -> list[Camera]:
-    """Cameras of a photo, the most credible first: its EXIF's, then the most frequent known one of its size.
-
-    Their focal length is refined. The list is empty where nothing is known.
-    """
-    found = []
-    if path is not None and (focal := read_exif(path).focal_35mm):
-        found.append(any_camera(size, focal_of_film(focal, size)))
-    same = [camera for camera in known if camera.size == size]
-    return [*found, max(same, key=same.count)] if same else found
 
 
 def any_camera(size: tuple[int, int], focal: float | None = None) -> Camera:
     """A camera of which only the focal length is to be found."""
     focal = focal or GUESSED_FOCAL * max(size)
     return Camera(focal, focal, (size[0] - 1) / 2, (size[1] - 1) / 2, size, "SIMPLE_PINHOLE")
+
+
+# --- Whether an estimated pose is accepted, and in words why not.
+
+
+class Judgement(NamedTuple):
+    """What is said of an estimate."""
+
+    status: PoseStatus
+    reason: str  # empty when ok
+    log10_false_alarms: float  # how many such poses chance would give
+
+
+def judge(
+    estimates: Estimates | None,
+    matches: Sequence[Matches3d],
+    config: LocalizationConfig,
+    *,
+    focal_known: bool,
+) -> Judgement:
+    """Whether enough keypoints agree, and in enough of the picture."""
+    count = sum(len(np.unique(each.keypoints)) for each in matches)
+    if count < config.min_inliers:
+        needed = f"{config.min_inliers} needed"
+        return Judgement("too_few_matches", f"{count} keypoints match points of the map, {needed}", 0.0)
+    if estimates is None:
+        return Judgement("no_model", f"no pose agrees with the {count} matches", 0.0)
+    size, found = estimates[0].camera.size, agreeing(estimates)
+    area, max_error = size[0] * size[1], max(each.max_error for each in matches)
+    chance = min(1.0, math.pi * max_error**2 / area * sum(map(len, matches)) / count)
+    alarms = _log10_false_alarms(count, found, chance, sample=3 if focal_known else 4)
+    least = max(config.min_inliers, min(config.min_share * count, config.enough_inliers))
+    if found < least or alarms > config.max_log10_false_alarms:
+        reason = f"only {found} of {count} matched keypoints agree with a pose"
+        return Judgement("not_significant", reason, alarms)
+    # The share of the picture under the inliers' ellipse of two standard deviations.
+    points = np.concatenate([each.matches.points2d[each.inliers] for each in estimates])
+    covered = 4 * math.pi * math.sqrt(max(np.linalg.det(np.cov(points.T)), 0.0)) / area
+    if covered < (config.min_spread_of_few if found < config.few_share * count else config.min_spread):
+        where = f"lie in one spot, {100 * covered:.1f} % of the photo"
+        return Judgement("implausible", f"the {found} of {count} that agree {where}", alarms)
+    return Judgement("ok", "", alarms)
+
+
+def _log10_false_alarms(total: int, found: int, chance: float, sample: int) -> float:
+    """log10 of the poses that chance would give, at most, with as many `found` of the keypoints that agree.
+    Moisan and Stival 2004, "A probabilistic criterion to detect rigid point matches", for absolute poses.
+    `chance` is that of a keypoint to agree; a pose is fixed by a `sample`."""
+    if found <= sample:
+        return math.inf
+
+    def choose(n: int, k: int) -> float:
+        return (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(10)
+
+    tried = math.log10(max(total - sample, 1)) + choose(total, found) + choose(found, sample)
+    return tried + (found - sample) * math.log10(chance)
+
+
+def _better(
+    estimate: PoseEstimate | None, matches: Matches3d, config: LocalizationConfig, camera: Camera, known: bool
+) -> tuple[PoseEstimate | None, str]:
+    """Where fewer than 60 % agree, a pose of the matches alone that half as many again do; how many did."""
+    found, count = agreeing([estimate] if estimate else None), len(np.unique(matches.keypoints))
+    if found < 0.6 * count:
+        others = estimate_poses([matches], [camera], focal_known=known, seed=config.seed)
+        right = others is not None and agreeing(others) >= 1.5 * found
+        if right and judge(others, [matches], config, focal_known=known).status == "ok":
+            return others[0], f"{found} of {count} matched keypoints agree with"
+    return None, ""
+
+
+def check_camera(
+    estimate: PoseEstimate | None, matches: Matches3d, camera: Camera, config: LocalizationConfig
+) -> str:
+    """Why the camera that was given seems wrong: another one explains far more matches; else empty. It
+    differs by 15 % of the focal length, or in the principal point (the middle) by 5 % of it."""
+    other, agree = _better(estimate, matches, config, any_camera(camera.size), known=False)
+    if other is None:
+        return ""
+    given, found = _focal(camera), _focal(other.camera)
+    centre, middle = (camera.cx, camera.cy), (other.camera.cx, other.camera.cy)
+    if max(given, found) < 1.15 * min(given, found) and math.dist(centre, middle) < 0.05 * given:
+        return ""
+    points = ["({:.0f}, {:.0f})".format(*point) for point in (centre, middle)]
+    return (
+        f"{agree} the given camera, of focal length {given:.0f} pixels and principal point {points[0]}, "
+        f"and {agreeing([other])} with one of {found:.0f} and {points[1]}: correct it, or give none"
+    )
+
+
+def check_rig_pose(estimate: PoseEstimate, config: LocalizationConfig) -> str:
+    """Why the relative pose of a picture of a rig seems wrong: another one explains far more; else empty."""
+    other, agree = _better(estimate, estimate.matches, config, estimate.camera, known=True)
+    if other is None:
+        return ""
+    alone = f"{agreeing([other])} with one of this picture alone"
+    return f"{agree} the pose of the rig, and {alone}: correct its relative pose"
+
+
+def check_focal(estimate: PoseEstimate) -> str:
+    """Why the focal length of an accepted pose seems wrong: the matches fit another one better; else empty.
+    It differs by 4 % in x and y, and capped squared errors are a fifth less: the points of a map have errors
+    of their own, which a focal length may take up."""
+    fixed, free = (refine_poses([estimate], refine_focal=each) for each in (False, True))
+    if fixed is None or free is None:
+        return ""
+    given, found = estimate.camera, free[0].camera
+    changes = np.log([found.fx / given.fx, found.fy / given.fy])  # of one sign where the zoom is wrong
+    if max(changes.min(), -changes.max()) < np.log(1.04):
+        return ""
+    matches, most = estimate.matches, estimate.matches.max_error
+    errors = [matches.errors(each.cam_from_world, each.camera) for each in (*fixed, *free)]
+    before, after = (float(np.square(np.minimum(each, most)).sum()) for each in errors)
+    if after > 0.8 * before:
+        return ""
+    return (
+        f"the matches fit a focal length of {_focal(found):.0f} pixels, and the camera that is given has "
+        f"one of {_focal(given):.0f} pixels: correct the camera, or give none"
+    )
+
+
+def check_ambiguous(estimates: Estimates, config: LocalizationConfig) -> str:
+    """Why an accepted pose may be another one: the other matches agree with that nearly as well; else empty.
+    It rivals where 55 % as many keypoints agree with it, five times an inlier's largest error away by the
+    accepted one: in a kitchen with like tables a wrong pose had .65, right ones at most .43."""
+    found = agreeing(estimates)
+    if found >= config.enough_inliers:
+        return ""
+    others = []
+    for each in estimates:
+        own, keypoints = each.matches, each.matches.keypoints
+        rest = ~np.isin(keypoints, keypoints[each.inliers])
+        kept = dict(points2d=own.points2d[rest], points3d=own.points3d[rest], table=own.table[rest])
+        others.append(replace(own, **kept))
+    rivals = estimate_poses(others, [each.camera for each in estimates], seed=config.seed)
+    if (count := agreeing(rivals)) < 0.55 * found:
+        return ""
+    off = [
+        rest.errors(estimate.cam_from_world, estimate.camera)[rival.inliers] / rest.max_error
+        for rest, estimate, rival in zip(others, estimates, rivals, strict=True)
+    ]
+    if np.median(np.concatenate(off)) < 5:
+        return ""  # it is the same place, seen less exactly
+    return f"{found} matched keypoints agree with a pose, and {count} others with another one"
+
+
+def _focal(camera: Camera) -> float:
+    return (camera.fx + camera.fy) / 2

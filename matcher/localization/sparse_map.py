@@ -45,33 +45,22 @@ class SparseMap:
     xyz: np.ndarray  # (P, 3)
     ids: np.ndarray  # (P,) int64 in the model
 
-    def shared(self, first: int, second: int) -> int:
-        """Points that two images both observe."""
-        return np.count_nonzero(np.intersect1d(self.points[first], self.points[second]) >= 0)
-
 
 def read_sparse_map(folder: str | Path, store: Store) -> SparseMap:
-    """The model in a folder (see `find_model`), whose keypoints are those of the run.
-
-    Raises:
-        UsageError: no model, or one without points or whose images the run does not have.
-        IntegrityError: the model is damaged, or its keypoints are not the run's.
-    """
+    """The model in a folder (see `find_model`), refused where it has no points or is not of the run."""
     place = find_model(Path(folder))
     model = read_model(place)
     rows = {number: row for row, number in enumerate(sorted(model.point3D_ids()))}
     if not rows:
         raise UsageError(
-            f"{place} has no points, so nothing can be matched with it: triangulate them by `matcher sfm "
-            f"PHOTOS --poses {folder} --out NEW_MODEL`"
+            f"{place} has no points: make them by `matcher sfm PHOTOS --poses {folder} --out NEW_MODEL`"
         )
     images = sorted((model.image(number) for number in model.reg_image_ids()), key=lambda image: image.name)
     known = {image.name for image in store.images() if image.status == "done"}
     if absent := [image.name for image in images if image.name not in known]:
         raise UsageError(
             f"the run {store.folder} lacks {len(absent)} of the {len(images)} images of {place}, such as "
-            f"{absent[0]}: name the run of this model, or triangulate its poses anew by `matcher sfm PHOTOS "
-            f"--poses {folder} --out NEW_MODEL`"
+            f"{absent[0]}: name its run, or make one by `matcher sfm PHOTOS --poses {folder} --out NEW_MODEL`"
         )
     keypoints, points = [], []
     for image in images:
@@ -84,9 +73,8 @@ def read_sparse_map(folder: str | Path, store: Store) -> SparseMap:
         if not same or (len(own) and np.median(np.linalg.norm(own - keypoints[-1], axis=1)) >= most):
             raise IntegrityError(
                 f"{place}: the {len(seen)} keypoints of {image.name} are not the {len(own)} of the run "
-                f"{store.folder}, whose images or settings have changed since, or which is another model's: "
-                f"reconstruct again with `matcher sfm {store.folder} --out NEW_MODEL`, or triangulate the "
-                "model's poses anew with `matcher sfm PHOTOS --poses MODEL --out NEW_MODEL`"
+                f"{store.folder}, which has changed since, or is another model's: make the model again with "
+                f"`matcher sfm {store.folder} --out NEW_MODEL`"
             )
     names, poses = tuple(image.name for image in images), poses_of(model)
     return SparseMap(
@@ -112,9 +100,8 @@ class LocalizationConfig:
     preemptive_keypoints: int = 256
     preemptive_matches: int = 4
     max_error: float = 4.0  # of an inlier
-    # Keypoints that agree with a pose, at least, and log10 of the poses with as many that chance would give.
-    # Wrong matches are not independent: in a room with several like tables, up to 27 keypoints (SIFT: 32)
-    # agreed with a pose at the wrong one, for which log10 is −40 (−73).
+    # Keypoints that agree with a pose, at least, and log10 of the poses with as many that chance would give:
+    # in a room with several like tables up to 27 (SIFT: 32) agreed with a pose at the wrong one: −40 (−73).
     min_inliers: int = 35
     max_log10_false_alarms: float = -80.0
     # Of the matched keypoints, unless `enough_inliers` agree: with a wrong pose at such a table 57 of 313 did
@@ -138,9 +125,6 @@ class LocalizationConfig:
                 raise UsageError(f"{name} must not be negative, but it is {getattr(self, name)!r}")
 
 
-# --- Retrieval
-
-
 @dataclass(frozen=True, eq=False)
 class RetrievalIndex:
     """Global descriptors of the images of a run; a photo is compared in all orientations."""
@@ -148,13 +132,6 @@ class RetrievalIndex:
     vocabulary: Vocabulary | None  # None: no image has any keypoint
     table: np.ndarray  # (I, G) float16 of unit length, zeros for images without keypoints
     kind: str  # of the features
-
-    @classmethod
-    def build(cls, names: Sequence[str], features: Callable[[str], Features]) -> RetrievalIndex:
-        """The index of these images; their features are read twice and not kept."""
-        vocabulary, kind = collection_vocabulary(names, features)
-        rows = [global_descriptor(vocabulary, features(name)) for name in names] if vocabulary else []
-        return cls(vocabulary, np.array(rows, dtype=np.float16), kind)
 
     def similar(self, features: Features, k: int) -> tuple[np.ndarray, np.ndarray]:
         """(k,) rows of the most similar images, best first, and their similarity, at most 1."""
@@ -174,26 +151,23 @@ def open_index(
     """The index of a run, read from its folder, or made and kept there where it can be written."""
     wanted = hashlib.sha256("\n".join(map(" ".join, zip(names, digests, strict=True))).encode()).hexdigest()
     with suppress(OSError, ValueError, KeyError, TypeError, SafetensorError):
-        return _read(folder / INDEX, wanted, len(names))  # absent or damaged: it can be made again
-    index = RetrievalIndex.build(names, features)
-    if (own := index.vocabulary) is not None:
-        arrays = dict(words=own.words, target=own.target, sign=own.sign, table=index.table)
+        # Anybody may have made it; absent or damaged, it can be made again.
+        with open_given(folder / INDEX) as file:
+            data = file.read()
+        arrays, length = load(data), int.from_bytes(data[:8], "little")
+        about = json.loads(data[8 : 8 + length])["__metadata__"]
+        words, target, sign, table = (arrays[name] for name in ("words", "target", "sign", "table"))
+        sound = about["of"] == wanted and words.ndim == table.ndim == 2 and len(table) == len(names)
+        sound = sound and np.isfinite(table).all() and np.isfinite(words).all() and target.dtype.kind == "i"
+        sound = sound and target.shape == sign.shape == (words.size,) and (np.abs(sign) == 1).all()
+        if sound and words.size and ((target >= 0) & (target < table.shape[1])).all():
+            return RetrievalIndex(Vocabulary(words, target, sign, table.shape[1]), table, about["kind"])
+    own, kind = collection_vocabulary(names, features)
+    rows = [global_descriptor(own, features(name)) for name in names] if own else []
+    table = np.array(rows, dtype=np.float16)
+    if own is not None:
+        arrays = dict(words=own.words, target=own.target, sign=own.sign, table=table)
         arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         with suppress(OSError):  # a folder that cannot be written costs time only
-            write_whole(folder / INDEX, save(arrays, {"kind": index.kind, "of": wanted}))
-    return index
-
-
-def _read(path: Path, of: str, images: int) -> RetrievalIndex:
-    """A kept index, which anybody may have made; errors of many kinds where it is damaged or of others."""
-    with open_given(path) as file:
-        data = file.read()
-    arrays, length = load(data), int.from_bytes(data[:8], "little")
-    about = json.loads(data[8 : 8 + length])["__metadata__"]
-    words, target, sign, table = (arrays[name] for name in ("words", "target", "sign", "table"))
-    sound = about["of"] == of and words.ndim == table.ndim == 2 and len(table) == images
-    sound = sound and np.isfinite(table).all() and np.isfinite(words).all() and target.dtype.kind == "i"
-    sound = sound and target.shape == sign.shape == (words.size,) and (np.abs(sign) == 1).all()
-    if not (sound and words.size and ((target >= 0) & (target < table.shape[1])).all()):
-        raise ValueError("its arrays are none of an index")
-    return RetrievalIndex(Vocabulary(words, target, sign, table.shape[1]), table, about["kind"])
+            write_whole(folder / INDEX, save(arrays, {"kind": kind, "of": wanted}))
+    return RetrievalIndex(own, table, kind)

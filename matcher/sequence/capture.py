@@ -46,31 +46,19 @@ class FrameSource:
 
 
 def open_frames(
-    source: str,
-    right: str | Path | None = None,
-    rate: float | None = None,
-    masks: str | Path | None = None,
+    source: str, right: Path | None = None, rate: float | None = None, masks: Path | None = None
 ) -> FrameSource:
-    """The frames of a folder, a video file or a camera.
-
-    Args:
-        source: a path, or the number of a camera.
-        right: the folder of the right images of rectified pairs; for folders only.
-        rate: frames per second, of a folder; by default its images are timed by `times_of`.
-        masks: one image file for all frames; or, for folders only, a folder of masks named like the frames.
-
-    Raises:
-        UsageError: arguments that do not fit each other, an image, or a folder without images.
-        ImageError: a video that cannot be opened, or a camera that is not there.
-    """
-    path, masks = Path(source), None if masks is None else Path(masks)
+    """The frames of a folder, a video file or a camera, which is named by its number. `right` (images of
+    rectified pairs), `rate` (frames per second, instead of `_times_of`) and a folder of masks named like the
+    frames are for folders only; `masks` may also be one image file for all frames."""
+    path = Path(source)
     if masks is not None and not masks.is_dir():
         found, mask = open_frames(source, right, rate), read_mask(masks, MAX_PIXELS)
         shots = found.shots
         found.shots = lambda own: (replace(shot, mask=mask) for shot in shots(own))
         return found
     if path.is_dir():
-        return _folder(path, None if right is None else Path(right), rate, masks)
+        return _folder(path, right, rate, masks)
     for given, what in (
         (masks, "a folder of masks is for a folder of frames"),
         (right, "rectified pairs come from two folders of images"),
@@ -81,9 +69,6 @@ def open_frames(
     if source.isdecimal() and not path.exists():
         return _camera(int(source))
     return _video(path)
-
-
-# --- Folders.
 
 
 def _folder(folder: Path, right: Path | None, rate: float | None, masks: Path | None) -> FrameSource:
@@ -99,7 +84,7 @@ def _folder(folder: Path, right: Path | None, rate: float | None, masks: Path | 
         raise UsageError(f"{right}: no image there has the same name as one in {folder}; pairs share a name")
     if rate is not None and not 0 < rate < float("inf"):
         raise UsageError(f"the frame rate must be a positive number, not {rate}")
-    times = None if rate is not None else times_of(images)
+    times = None if rate is not None else _times_of(images)
     times = times or [index / (rate or DEFAULT_RATE) for index in range(len(images))]
     shots = [
         SourceFrame(path.name, stamp, None if right and partner is None else path, partner, mask)
@@ -115,18 +100,15 @@ def _images(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: natural_key(path.name))
 
 
-def times_of(images: list[Path]) -> list[float] | None:
-    """Seconds at which images of one folder were taken, where it says so.
-
-    Their names may be times (1305031102.175304.png in seconds, 1403636579763555584.png in nanoseconds), or
-    times.txt, timestamps.txt, data.csv or rgb.txt in the folder or beside it has a row for each: with its
-    name and its time, or the times alone, in order.
-    """
+def _times_of(images: list[Path]) -> list[float] | None:
+    """Seconds at which images of one folder were taken, by their names or a file in the folder or beside it.
+    Names are in seconds (1305031102.175304.png) or nanoseconds (1403636579763555584.png); a file has a row
+    for each image, with its name and its time, or the times alone, in order."""
     stems = [path.stem for path in images]
     if all(re.fullmatch(r"\d+\.\d+", stem) for stem in stems):
         return [float(stem) for stem in stems]
     if all(re.fullmatch(r"\d{1,19}", stem) for stem in stems):
-        seconds = since_1970(np.array(stems, np.float64))
+        seconds = _since_1970(np.array(stems, np.float64))
         if seconds is not None:
             return seconds.tolist()
     for place in (images[0].parent, images[0].absolute().parent.parent):
@@ -136,11 +118,8 @@ def times_of(images: list[Path]) -> list[float] | None:
     return None
 
 
-def since_1970(times: np.ndarray) -> np.ndarray | None:
-    """Times in seconds, milliseconds, micro- or nanoseconds since 1970 as seconds; None: they are none.
-
-    The unit is told by their size: all are taken to be of the years from 2001 to 2099.
-    """
+def _since_1970(times: np.ndarray) -> np.ndarray | None:
+    """Seconds of times in s, ms, µs or ns, the unit in which all are of 2001 to 2099; None: there is none."""
     for unit in (1.0, 1e3, 1e6, 1e9):
         if len(times) and (times / unit >= 1e9).all() and (times / unit < 4.1e9).all():
             return times / unit
@@ -170,7 +149,7 @@ def _listed(file: Path, images: list[Path]) -> list[float] | None:
     found = np.array([named[index] for index in sorted(named)] or plain)
     if len(found) != len(images) or not np.isfinite(found).all():
         return None
-    seconds = since_1970(found)
+    seconds = _since_1970(found)
     return (found if seconds is None else seconds).tolist()
 
 
@@ -192,8 +171,7 @@ def _video(path: Path) -> FrameSource:
     announced = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
     if not capture.isOpened() or not capture.grab():
         raise ImageError(
-            f"{path}: cannot be read as a video; it is damaged, incomplete or in an unknown format; convert "
-            "it, for example with ffmpeg, to MP4"
+            f"{path}: cannot be read as a video; it is damaged or in an unknown format: convert it to MP4"
         )
 
     def shots(source: FrameSource) -> Iterator[SourceFrame]:

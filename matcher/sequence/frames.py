@@ -154,21 +154,15 @@ class KeptFrame:
 
 
 class Clock:
-    """Distinguishes a frame that came too late from a clock that was set back.
-
-    A frame older than the last accepted one is refused. If the next one is older too, but not older than the
-    refused one, the clock has been set back, and from then on its new time counts.
-    """
+    """Distinguishes a frame that came too late from a clock that was set back. A frame older than the last
+    accepted one is refused. If the next one is older too, but not older than the refused one, the clock has
+    been set back, and from then on its new time counts."""
 
     def __init__(self) -> None:
         self._last, self._refused = -math.inf, math.inf
 
     def accepts(self, timestamp: float | None) -> bool:
-        """Whether a frame of this time (seconds; None: unknown, always accepted) is in order.
-
-        Raises:
-            UsageError: a time that is not a finite number.
-        """
+        """Whether a frame of this time (seconds; None: unknown, accepted) is in order; `UsageError`: none."""
         if timestamp is None:
             return True
         if not isinstance(timestamp, (int, float)) or not math.isfinite(timestamp):

@@ -1,7 +1,9 @@
 """Keyframes of a sequence as a map: loops are closed, points triangulated, and later runs localised in it.
 
-While a sequence is tracked, keyframes are written to a folder, and poses beside them every few keyframes, so
-that the map of a program that was killed can still be made. At the end `loops.py` makes the model of them.
+While a sequence is tracked, keyframes are written to a folder, and poses beside them every few keyframes; at
+the end, or after a kill, they are matched with their neighbours in time and with those that look most like
+them. Verified pairs far apart in time are loops where drift can explain them. A graph of the tracked steps
+and the loops gives poses, from which COLMAP adjusts everything.
 """
 
 from __future__ import annotations
@@ -10,17 +12,21 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack
 
 import cv2
 import numpy as np
 
 from matcher.cameras import Camera, as_camera
+from matcher.collection.collection import Collection
+from matcher.collection.schema import StoredPair
+from matcher.config import EstimationConfig
 from matcher.errors import MALFORMED, IntegrityError, MatcherError, UsageError
+from matcher.export.colmap import CameraChoice, import_pycolmap
 from matcher.files import check_folder, write_whole
 from matcher.geometry import check_poses
 from matcher.images import ImageInput, read_image
@@ -28,11 +34,297 @@ from matcher.localization.map import Map
 from matcher.pipeline import Mask
 from matcher.presets import DEFAULT_PRESET, LoadOptions, given_options
 from matcher.sequence.frames import FrameResult
-from matcher.sequence.loops import FRAMES, MODEL, ClosedTrajectory, KeyframeGraph, carried, name_of
-from matcher.sequence.trajectory import write_trajectory
+from matcher.sequence.trajectory import path_length, write_trajectory
+from matcher.sfm.models import GivenPoses
+from matcher.sfm.reconstruct import ReconstructionError, reconstruct
+from matcher.verify.adjustment import fundamental_from_pose, sampson
+from matcher.verify.estimation import RobustEstimator
 
 KEPT = "tracked.npz"  # in the folder of a map that is not finished
 LOOPS, TRAJECTORY, PLOT = "loops.json", "trajectory.tum", "trajectory.png"
+FRAMES, RUN, MODEL = "frames", "model-run", "model"  # in the folder of a map
+NEXT, SIMILAR = 4, 4  # keyframes that each is matched with, by time and by their looks
+
+Loop = tuple[int, int, int]  # two keyframes, by their frames, and the inliers between them
+
+
+def name_of(index: int) -> str:
+    """The file of a keyframe."""
+    return f"{index:06d}.png"
+
+
+def kind_of_pair(
+    points0: np.ndarray,
+    points1: np.ndarray,
+    camera: Camera,
+    poses: tuple[np.ndarray, np.ndarray],
+    travelled: float,
+) -> Literal["loop", "along", "alike"]:
+    """What a verified pair of keyframes far apart in time is, by inliers (M, 2) and tracked world_from_cam. A
+    "loop" can be explained by drift: tracking may have put them apart by half of the path travelled between
+    them, and turned by 60 degrees. A pair "along" the path shows from afar what comes nearer later; of a pair
+    that is neither, the images are merely "alike": in a corridor every door has its like."""
+    pose = np.linalg.inv(poses[1]) @ poses[0]
+    # Tracking is right where half of the matches are near their lines, by a share of the focal length.
+    distances = sampson(points0, points1, fundamental_from_pose(camera.K, camera.K, pose))
+    along = bool((distances < 0.01 * (camera.fx + camera.fy) / 2).mean() >= 0.5)
+    if np.linalg.norm(poses[1][:3, 3] - poses[0][:3, 3]) > 0.5 * travelled:
+        return "along" if along else "alike"
+    found = _relative_pose(points0, points1, camera)
+    if along or found is None:
+        return "loop"
+    turn = np.trace(found[:3, :3] @ pose[:3, :3].T)
+    return "loop" if np.degrees(np.arccos(np.clip((turn - 1) / 2, -1, 1))) < 60 else "alike"
+
+
+def _relative_pose(points0: np.ndarray, points1: np.ndarray, camera: Camera) -> np.ndarray | None:
+    estimator = RobustEstimator(EstimationConfig(kind="essential"))
+    geometry = estimator(points0, points1, cameras=(camera, camera))
+    return geometry.cam1_from_cam0 if geometry.status == "ok" else None
+
+
+def inliers_of(pair: StoredPair) -> tuple[np.ndarray, np.ndarray]:
+    """(M, 2) stored pixels of both images."""
+    inliers = pair.geometry.inliers
+    return pair.matches.points0[inliers], pair.matches.points1[inliers]
+
+
+# --- The graph of keyframes' poses, its edges tracked steps and loops.
+
+
+LoopEdge = tuple[int, int, np.ndarray]  # two keyframes that show one place, cam1_from_cam0 of length 1
+
+
+def spread(tracked: Mapping[int, np.ndarray], loops: Sequence[LoopEdge]) -> dict[int, np.ndarray]:
+    """World_from_cam (4, 4) by keyframe that agrees best with the tracked steps and the loops. Rotations are
+    averaged first, then positions are found by least squares; the first keyframe stays."""
+    if not loops:
+        raise ReconstructionError("no pair of keyframes that closes a loop has a relative pose")
+    if len(tracked) > 2000:  # whose equations take 0.5 GB, three times at once
+        raise ReconstructionError(f"{len(tracked)} keyframes are more than the 2000 of a graph of steps")
+    keyframes = sorted(tracked)
+    edges = [(keyframes.index(first), keyframes.index(second), pose) for first, second, pose in loops]
+    poses = np.array([tracked[keyframe] for keyframe in keyframes])
+    steps = np.array([(np.linalg.inv(a) @ b)[:3, 3] for a, b in pairwise(poses)])
+    poses[:, :3, :3] = _rotations(poses, edges)
+    poses[:, :3, 3] = poses[0, :3, 3] + _positions(poses[:, :3, :3], steps, edges)
+    return dict(zip(keyframes, poses, strict=True))
+
+
+def _rotations(poses: np.ndarray, loops: list[LoopEdge]) -> np.ndarray:
+    """(N, 3, 3) world_from_cam by COLMAP's rotation averaging, the first as it is."""
+    pycolmap = import_pycolmap()
+    pycolmap.logging.minloglevel = pycolmap.logging.FATAL.value
+
+    def rigid(pose: np.ndarray) -> Any:
+        return pycolmap.Rigid3d(pycolmap.Rotation3d(pose[:3, :3]), pose[:3, 3])
+
+    model, graph = pycolmap.Reconstruction(), pycolmap.PoseGraph()
+    model.add_camera_with_trivial_rig(pycolmap.Camera.create_from_model_name(1, "SIMPLE_PINHOLE", 1.0, 1, 1))
+    inverse = np.linalg.inv(poses)
+    for row, pose in enumerate(inverse):
+        image = pycolmap.Image(name=str(row), camera_id=1, image_id=row + 1)
+        model.add_image_with_trivial_frame(image, rigid(pose))
+    near = [(row, row + k) for k in (1, 2) for row in range(len(poses) - k)]
+    for first, second, pose in [*((a, b, inverse[b] @ poses[a]) for a, b in near), *loops]:
+        edge = pycolmap.PoseGraphEdge(rigid(pose))
+        edge.num_matches = 1
+        graph.add_edge(first + 1, second + 1, edge)
+    options = pycolmap.RotationEstimatorOptions()
+    options.random_seed = 0
+    if not pycolmap.run_rotation_averaging(options, graph, model, []):
+        raise ReconstructionError("the rotations of the graph of steps could not be averaged")
+    found = [model.image(row + 1).cam_from_world().rotation.matrix().T for row in range(len(poses))]
+    return poses[0, :3, :3] @ found[0].T @ np.array(found)
+
+
+def _positions(rotations: np.ndarray, steps: np.ndarray, loops: list[LoopEdge]) -> np.ndarray:
+    """(N, 3) positions, the first at 0, by least squares; with each goes the unit of the step after it. A
+    step (N − 1, 3) is as tracked in its unit, give or take 3 % of its length; units change by 2 % from step
+    to step; a loop says on which line through one camera the other is, give or take three tenths of a median
+    step, under a Huber loss."""
+    count, lengths = len(rotations), np.linalg.norm(steps, axis=1)
+    median = max(float(np.median(lengths)), 1e-9)
+    errors, seen = 0.03 * (lengths + 0.2 * median), np.einsum("nij,nj->ni", rotations[:-1], steps)
+    first, second, poses = (np.array(each) for each in zip(*loops, strict=True))
+    towards = np.einsum("nij,nkj,nk->ni", rotations[first], poses[:, :3, :3], poses[:, :3, 3])
+    towards /= np.linalg.norm(towards, axis=1, keepdims=True)
+
+    def residuals(numbers: np.ndarray) -> np.ndarray:
+        """(B, R) of B candidates, those of the loops first; linear in the numbers (B, 4 N)."""
+        positions, units = numbers[:, : 3 * count].reshape(-1, count, 3), numbers[:, 3 * count :]
+        between = positions[:, second] - positions[:, first]
+        parts = (
+            (between - np.sum(between * towards, axis=2, keepdims=True) * towards) / (0.3 * median),
+            (np.diff(positions, axis=1) - units[:, :-1, None] * seen) / errors[:, None],
+            np.diff(units) / 0.02,
+            positions[:, 0] / median * 100.0,  # so much weighs what is only convention: where the first
+            (units.mean(axis=1, keepdims=True) - 1) * 100.0,  # camera is, and the mean unit
+        )
+        return np.concatenate([part.reshape(len(numbers), -1) for part in parts], axis=1)
+
+    constant = residuals(np.zeros((1, 4 * count)))[0]
+    derivatives = (residuals(np.eye(4 * count)) - constant).T
+    closing, fixed = np.split(derivatives, [3 * len(loops)])
+    equations, wanted = fixed.T @ fixed, -fixed.T @ constant[3 * len(loops) :]
+    weights = np.ones(len(loops))
+    for _ in range(5):
+        weighed = closing * np.repeat(weights, 3)[:, None]
+        found = np.linalg.solve(equations + weighed.T @ closing, wanted)
+        beside = np.linalg.norm((closing @ found).reshape(-1, 3), axis=1)
+        weights = 1 / np.maximum(beside, 1)  # of Huber
+    return found[: 3 * count].reshape(-1, 3)
+
+
+# --- Keyframes on disk: matched with each other, loops found, and everything adjusted.
+
+
+@dataclass(eq=False)
+class KeyframeGraph:
+    """Keyframes in a folder, by the indices of their frames; everything that is matched stays there."""
+
+    folder: Path
+    camera: Camera
+    preset: str
+    options: dict[str, Any]  # of `matcher.load`
+    overwrite: bool = False
+    collection: Collection | None = field(default=None, init=False)  # of `match`
+    open_because: str | None = field(default=None, init=False)  # why the last model has its loops left open
+    # Verified pairs that cannot show one place, as `loops` has found; no model has them.
+    alike: frozenset[tuple[str, str]] = field(default=frozenset(), init=False)
+
+    def match(self, keyframes: list[int]) -> None:
+        """Match the keyframes with their neighbours and with similar ones."""
+        collection = Collection.open(self.folder / RUN, preset=self.preset, workers=0, **self.options)
+        names = [name_of(index) for index in keyframes]
+        collection.add_images(self.folder / FRAMES, include=names, restart=self.overwrite)
+        self.overwrite = False
+        collection.add_pairs(sequential=NEXT)
+        collection.add_pairs(similar=SIMILAR)
+        collection.run()
+        self.collection = collection
+
+    def loops(self, tracked: Mapping[int, np.ndarray]) -> tuple[Loop, ...]:
+        """Verified pairs with 40 inliers that are not neighbours in time and may show one place. Those that
+        cannot, since tracking would have to be wrong by most of the path, are kept as `alike`."""
+        keyframes = sorted(tracked)
+        poses = np.array([tracked[index] for index in keyframes])
+        path = path_length(poses)
+        found, alike = [], set()
+        for pair, first, second in _verified(self.collection, keyframes):
+            if abs(second - first) <= NEXT:
+                continue
+            ends, travelled = inliers_of(pair), float(abs(path[second] - path[first]))
+            kind = kind_of_pair(*ends, self.camera, (poses[first], poses[second]), travelled)
+            if kind == "alike":
+                alike.add((pair.name0, pair.name1))
+            elif kind == "loop" and len(ends[0]) >= 40:
+                found.append((keyframes[first], keyframes[second], len(ends[0])))
+        self.alike = frozenset(alike)
+        return tuple(sorted(found))
+
+    def model(self, tracked: Mapping[int, np.ndarray], loops: tuple[Loop, ...]) -> dict[int, np.ndarray]:
+        """The keyframes' adjusted poses world_from_cam, in the coordinates of the first one. Loops are closed
+        where the matches agree better with the closed path than with the tracked one; else all is adjusted
+        from the tracked poses, and `open_because` says why."""
+        self.open_because, without = None, self.alike
+        names = {(name_of(first), name_of(second)) for first, second, _ in loops}
+        if loops:
+            closing = [pair for pair in self.collection if (pair.name0, pair.name1) in names]
+            found = [_relative_pose(*inliers_of(pair), self.camera) for pair in closing]
+            ends = [(int(Path(pair.name0).stem), int(Path(pair.name1).stem)) for pair in closing]
+            edges = [(*both, pose) for both, pose in zip(ends, found, strict=True) if pose is not None]
+            try:
+                adjusted = self._mapped(spread(tracked, edges), without, fixed=False)
+                before, after = (self._residuals(each, names) for each in (tracked, adjusted))
+                # Neighbours may fit a little worse, as the errors of the loops are spread over them.
+                if after[1] >= 0.9 * before[1] or after[0] > max(2 * before[0], 1.0):
+                    self.open_because = (
+                        f"closing the loops makes nothing better: their matches are off by {after[1]:.2f} "
+                        f"pixels instead of {before[1]:.2f}, those of neighbours by {after[0]:.2f} instead "
+                        f"of {before[0]:.2f}"
+                    )
+            except ReconstructionError as error:
+                self.open_because = f"the loops were not closed: {error}"
+        if not loops or self.open_because is not None:
+            without = without | names
+            adjusted = self._mapped(tracked, without, fixed=False)
+        # The scale is the median of the ratios of neighbours' distances, which drift changes least.
+        rows = sorted(adjusted)
+        wanted, given = (np.array([poses[row] for row in rows]) for poses in (tracked, adjusted))
+        steps = [np.linalg.norm(np.diff(poses[:, :3, 3], axis=0), axis=1) for poses in (wanted, given)]
+        usable = steps[1] > 1e-9
+        given[:, :3, 3] *= float(np.median(steps[0][usable] / steps[1][usable])) if usable.any() else 1.0
+        given = dict(zip(rows, wanted[0] @ np.linalg.inv(given[0]) @ given, strict=True))
+        return self._mapped(given, without, fixed=True)
+
+    def _mapped(
+        self, start: Mapping[int, np.ndarray], without: frozenset[tuple[str, str]], *, fixed: bool
+    ) -> dict[int, np.ndarray]:
+        """A model by COLMAP's incremental mapper, from these poses; its poses world_from_cam."""
+        given = {name_of(index): np.linalg.inv(pose) for index, pose in start.items()}
+        poses = GivenPoses(given, dict.fromkeys(given, self.camera), fixed=fixed)
+        how = dict(choice=CameraChoice(camera=self.camera), without=without, threads=1, overwrite=True)
+        with self.collection.store as store:
+            made = reconstruct(store, self.folder / MODEL, poses=poses, **how)
+        found = {name: np.vstack([pose, [0, 0, 0, 1]]) for name, pose in made.largest.cam_from_world.items()}
+        return {int(Path(name).stem): np.linalg.inv(pose) for name, pose in found.items()}
+
+    def _residuals(self, poses: Mapping[int, np.ndarray], loops: set[tuple[str, str]]) -> tuple[float, float]:
+        """Median pixels of inliers from the lines of the poses: of neighbours in time, and of loops."""
+        found: tuple[list[float], list[float]] = ([], [])
+        places, K = [np.linalg.inv(poses[index]) for index in sorted(poses)], self.camera.K
+        for pair, first, second in _verified(self.collection, sorted(poses)):
+            closing = (pair.name0, pair.name1) in loops
+            if closing or abs(first - second) <= NEXT:
+                pose = places[second] @ np.linalg.inv(places[first])
+                distances = sampson(*inliers_of(pair), fundamental_from_pose(K, K, pose))
+                found[closing].append(float(np.median(distances)))
+        return tuple(float(np.median(each)) if each else 0.0 for each in found)
+
+
+def _verified(collection: Collection, keyframes: list[int]) -> Iterator[tuple[StoredPair, int, int]]:
+    """Verified pairs of keyframes, with the rank of both among them."""
+    rank = {name_of(index): place for place, index in enumerate(keyframes)}
+    for pair in collection:
+        if pair.name0 in rank and pair.name1 in rank and pair.geometry.verified:
+            yield pair, rank[pair.name0], rank[pair.name1]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ClosedTrajectory:
+    """The poses of all frames that had one, before and after their keyframes were adjusted."""
+
+    frames: np.ndarray  # (F,) int64 indices of the frames
+    timestamps: np.ndarray  # (F,) seconds; a frame's index where it has none
+    before: np.ndarray  # (F, 4, 4) world_from_cam as tracked
+    after: np.ndarray  # (F, 4, 4) the same, adjusted
+    loops: tuple[Loop, ...]
+    folder: Path  # of the model, for `Map.open`
+    problem: str | None = None  # why loops were left open although there are some
+    alike: int = 0  # pairs of keyframes that match and cannot show one place, which are left out
+
+    def __repr__(self) -> str:
+        moved = f", moved by up to {self.moved().max():.3g}" if len(self.frames) else ""
+        state = "" if self.problem is None else ", left open"
+        counts = f"{len(self.frames)} frames, {len(self.loops)} loops"
+        return f"ClosedTrajectory({counts}{state}{moved}, {self.folder})"
+
+    def moved(self) -> np.ndarray:
+        """(F,) how far each pose was moved."""
+        return np.linalg.norm(self.after[:, :3, 3] - self.before[:, :3, 3], axis=1)
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw both paths from above and how far each pose was moved, as a PNG."""
+        from matcher.sequence.plot import plot_closing  # here, since it needs matplotlib
+
+        return plot_closing(Path(path), self)
+
+    def record(self, path: str | Path) -> Path:
+        """Write the same as a recording (.rrd) for the rerun viewer; `UsageError`: it is not installed."""
+        from matcher.sequence.plot import record_closing
+
+        return record_closing(Path(path), self)
 
 
 # --- What is kept of a map that is being made: images of keyframes, and all poses in one file; always whole.
@@ -129,8 +421,7 @@ class KeyframeMap:
     def resume(cls, folder: str | Path) -> KeyframeMap:
         """A map whose program ended before it was finished, with the frames that were kept.
 
-        Raises:
-            UsageError, IntegrityError: the folder holds no unfinished map, or a damaged one.
+        `UsageError`, `IntegrityError`: the folder holds no unfinished map, or a damaged one.
         """
         folder, kept = Path(folder), read_kept(Path(folder))
         made = cls.__new__(cls)
@@ -181,11 +472,7 @@ class KeyframeMap:
         self._kept = len(self._placed)
 
     def keep(self) -> tuple[int, int]:
-        """Write the poses so far, also as the trajectory, for `resume`; the numbers of frames and keyframes.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Write the poses so far for `resume`, and as the trajectory; how many frames and keyframes."""
         (self.folder / FRAMES).mkdir(parents=True, exist_ok=True)
         self._write_kept()
         poses = [frame.world_from_cam for frame in self._placed]
@@ -210,17 +497,31 @@ class KeyframeMap:
         tracked = _keyframes(self._placed)
         if len(tracked) < 3:
             raise UsageError(
-                f"a map needs at least three keyframes with a pose, not {len(tracked)}: track more frames, "
-                "or a camera that moves further"
+                f"a map needs at least three keyframes with a pose, not {len(tracked)}: track more frames"
             )
-        collection = self._graph.match(sorted(tracked))
-        loops = self._graph.loops(collection, tracked)
-        adjusted = self._graph.model(collection, tracked, loops if close_loops else ())
+        self._graph.match(sorted(tracked))
+        loops = self._graph.loops(tracked)
+        adjusted = self._graph.model(tracked, loops if close_loops else ())
+        # Frames move with their keyframes. With one camera the unit of length drifts: where the step from a
+        # keyframe to the next has become a quarter longer or shorter, those of frames between them have too.
+        scales = dict.fromkeys(tracked, 1.0)
+        for index, following in pairwise(tracked):
+            if index in adjusted and following in adjusted:
+                ends = ((poses[index][:3, 3], poses[following][:3, 3]) for poses in (tracked, adjusted))
+                before, after = (float(np.linalg.norm(second - first)) for first, second in ends)
+                near = before / 1.25 <= after <= before * 1.25
+                scales[index] = 1.0 if near or before == 0 else after / before
+                scales[following] = scales[index]  # the last one has no next
+        carried = []
+        for _, _, pose, index in self._placed:
+            step = np.linalg.inv(tracked[index]) @ pose
+            step[:3, 3] *= scales[index]
+            carried.append(adjusted.get(index, tracked[index]) @ step)
         closed = ClosedTrajectory(
             frames=np.array([placed.index for placed in self._placed], dtype=np.int64),
             timestamps=np.array([placed.time for placed in self._placed]),
             before=np.array([placed.world_from_cam for placed in self._placed]),
-            after=carried([placed[2:] for placed in self._placed], tracked, adjusted),
+            after=np.array(carried),
             loops=loops,
             folder=self.folder / MODEL,
             problem=self._graph.open_because,
@@ -251,18 +552,12 @@ class LocalizedFrame(NamedTuple):
 
 
 class MapTracking:
-    """Where the frames of a sequence are in a map.
-
-    Tracking has coordinates of its own and, with one camera, a unit of its own. Keyframes are localised, and
-    every frame until the first is. Two of them that are far enough apart say how long the unit is; the last
-    one says where the frames after it are, so drift does not add up.
-    """
+    """Where frames are in a map; the coordinates of tracking, and one camera's unit, are its own. Keyframes
+    are localised, and every frame until the first is. Two that are far enough apart say how long the unit is;
+    the last one says where the frames after it are, so drift does not add up."""
 
     def __init__(self, folder: str | Path, *, measured: bool, **options: Unpack[LoadOptions]) -> None:
-        """Open a map with the arguments and errors of `Map.open`.
-
-        Where tracking has `measured` distances, its unit is taken to be the map's until frames say it.
-        """
+        """Open as `Map.open` does; a `measured` unit is taken to be the map's until frames say it."""
         self._map = Map.open(Path(folder), **options)
         self._unit = 1.0 if measured else None  # length of tracking's unit in the map's, as far as assumed
         # Between two losses of tracking coordinates are one system: the frames that were localised in it, and
@@ -300,11 +595,8 @@ class MapTracking:
         return pose
 
     def _moved(self, localized: list[LocalizedFrame], near: int, pose: np.ndarray) -> np.ndarray | None:
-        """map_from_cam (4, 4) of a frame by its pose in tracking; None where a unit is needed and unknown.
-
-        The unit is that of the `localized` frames, where two are far enough apart to say it; the frame has
-        moved from the one in row `near`.
-        """
+        """map_from_cam (4, 4) of a frame that has moved from row `near` of the localised ones, which say the
+        unit where two are far enough apart; None where it is needed and unknown."""
         if not localized:
             return None
         ratios = []

@@ -1,4 +1,7 @@
-"""From features of frames to tracks: links are verified, missed ones searched, points get identities."""
+"""From features of frames to tracks: links are verified, missed ones searched, points get identities.
+
+The right images of rectified pairs are linked to the left ones in the same way, which gives depths.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ from dataclasses import dataclass
 import cv2
 import numpy as np
 
+from matcher.config import RefineConfig
 from matcher.match.nearest import mutual_minima
 from matcher.match.steering import STEERABLE, best_turn, rotated_descriptors, turned
+from matcher.refine import ImagePyramid, fit_affine_maps, refine_matches
 from matcher.sequence.frames import FrameLinks, KeptFrame
-from matcher.types import Estimator, Features, Matches
+from matcher.types import REFINEMENTS, Estimator, Features, Matches
 from matcher.verify.adjustment import threshold_scale
 
 MIN_LINKS = 12  # consistent ones; with fewer, two frames do not show one scene
@@ -30,42 +35,30 @@ def nearest(points: np.ndarray, queries: np.ndarray, count: int) -> np.ndarray:
     return tree.knnSearch(asked, count, params={"checks": -1})[0]
 
 
-# --- Links: match, verify, search for what was missed.
-
-
 @dataclass(frozen=True, eq=False)
 class Linker:
     """Verifies links by one epipolar geometry and adds those that it predicts."""
 
     estimator: Estimator  # of kind "fundamental"
-    max_epipolar_error: float = 1.5  # pixels of the resized image; the estimator's own threshold
+    max_epipolar_error: float  # pixels of the resized image; the estimator's own threshold
 
     def link(
         self, frame0: KeptFrame, frame1: KeptFrame, indices: np.ndarray, scores: np.ndarray | None = None
     ) -> FrameLinks:
-        """Verified links of two frames, those of matches (or tracks) (K, 2) and those that matching missed.
-
-        Points of a scene that does not move, and of what moves with it, are consistent. Where fewer than
-        `MIN_LINKS` agree, none is.
-        """
+        """Links of two frames by matches (or tracks) (K, 2), none consistent where fewer than 12 agree. In
+        the place of those that do not agree come searched ones: a partner lies near where the links around
+        predict it and near its epipolar line, as near as the links themselves, since what is found further
+        off is often wrong and spoils poses. It looks as similar as they do, is clearly the best, and
+        mutual."""
         scale = threshold_scale(frame0.scale, frame1.scale, "fundamental")
         points = frame0.keypoints[indices[:, 0]], frame1.keypoints[indices[:, 1]]
         geometry = self.estimator(*points, thresholds_scale=scale)
         enough = geometry.verified and np.count_nonzero(geometry.inliers) >= MIN_LINKS
         inliers = geometry.inliers if enough else np.zeros_like(geometry.inliers)
         scores = np.ones(len(indices), np.float32) if scores is None else scores
-        links = FrameLinks(frame0.index, indices, scores, inliers)
-        return self._searched(frame0, frame1, links, geometry.matrix, scale) if enough else links
-
-    def _searched(
-        self, frame0: KeptFrame, frame1: KeptFrame, links: FrameLinks, F: np.ndarray | None, scale: float
-    ) -> FrameLinks:
-        """The links, and searched ones in the place of matches that did not agree.
-
-        A partner lies near where the links around predict it and near its epipolar line, as near as the links
-        themselves: what is found further off is often a wrong point that looks similar, and poses suffer from
-        it. It looks as similar as they do, is clearly the best, and mutual.
-        """
+        links, F = FrameLinks(frame0.index, indices, scores, inliers), geometry.matrix
+        if not enough:
+            return links
         known = links.inliers
         start, end = frame0.keypoints[known[:, 0]], frame1.keypoints[known[:, 1]]
         free0 = np.setdiff1d(np.arange(len(frame0.keypoints)), known[:, 0])
@@ -129,10 +122,7 @@ class Linker:
 
 
 def most_similar(frame: KeptFrame, keyframes: Sequence[KeptFrame], count: int) -> list[KeptFrame]:
-    """At most `count` of the keyframes, the one first whose descriptors are most like those of the frame.
-
-    Of each the 256 strongest are compared, over quarter turns where descriptors turn.
-    """
+    """At most `count` keyframes, those first whose 256 strongest descriptors are most like the frame's."""
     turns = rotated_descriptors(frame.descriptors[:256], frame.features.kind)
 
     def likeness(keyframe: KeptFrame) -> float:
@@ -142,14 +132,9 @@ def most_similar(frame: KeptFrame, keyframes: Sequence[KeptFrame], count: int) -
     return sorted((each for each in keyframes if len(each.descriptors)), key=likeness, reverse=True)[:count]
 
 
-# --- Tracks: identities of points over frames.
-
-
 class TrackIds:
     """Hands out track ids: a linked point has the id of its partner, any other a number never used before.
-
-    Only the tracks of the frames that the caller still names are remembered, so memory is bounded.
-    """
+    Only the tracks of the frames that the caller still names are remembered, so memory is bounded."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -159,10 +144,8 @@ class TrackIds:
         self, count: int, links: Sequence[tuple[np.ndarray, np.ndarray]]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Ids (N,) int64 of the points of a new frame, and how many frames each was seen in, this one too.
-
         `links` are ids (M,) of an earlier frame and indices (K, 2) into that frame and this one, the most
-        trusted first. A point takes the first id that is offered to it, and an id goes to one point only.
-        """
+        trusted first: a point takes the first id that is offered to it, and an id goes to one point only."""
         ids = np.full(count, -1, np.int64)
         for earlier, indices in links:
             offered = earlier[indices[:, 0]]
@@ -183,16 +166,10 @@ class TrackIds:
         self._lengths = {track: self._lengths[track] for track in alive if track in self._lengths}
 
 
-# --- Keyframes: the frames that later ones are compared with.
-
-
 def share_left(keyframe: KeptFrame, links: FrameLinks, close: float | None) -> float:
-    """Share of a keyframe's links that a later frame still has, of the most that any frame had.
-
-    Far points show how the camera turned, only close ones how far it moved (Mur-Artal and Tardós 2017,
-    section III-E), and close ones are the first to leave the image. So of all points and those nearer than
-    `close`, the smaller share counts. The keyframe's record of the most links is kept up to date.
-    """
+    """Share of a keyframe's links that a later frame still has, of the most that any had, which it records.
+    Of those nearer than `close`, if that is smaller: only they show how far the camera moved, and they are
+    the first to leave the image (Mur-Artal and Tardós 2017, section III-E)."""
     rows = links.inliers[:, 0]
     keyframe.most_links = max(keyframe.most_links, len(rows))
     share = len(rows) / max(keyframe.most_links, 1)
@@ -204,12 +181,84 @@ def share_left(keyframe: KeptFrame, links: FrameLinks, close: float | None) -> f
     return min(share, near / keyframe.most_close_links) if keyframe.most_close_links >= 20 else share
 
 
-def through(keyframe: KeptFrame, previous: KeptFrame, links: FrameLinks) -> np.ndarray:
-    """(K, 2) int64 points of the keyframe and of a frame that `links` joins to the previous one.
+# --- Rectified pairs: where the right image shows the left one's points, and how far away they are.
 
-    They are joined where the previous frame's point of a consistent link is on a track of the keyframe.
-    """
-    _, here, there = np.intersect1d(
-        keyframe.track_ids, previous.track_ids[links.inliers[:, 0]], assume_unique=True, return_indices=True
+LEAST_PAIRED = 6  # links from which other points are predicted
+SURFACE = 8  # links that the surface around a point is fitted to
+# Points of the learned front end often lie on contours, where windows show two surfaces: this is strict.
+LEAST_CORRELATION = (0.9, 0.95)  # of a point that was linked, and of one that was not
+
+
+def partners(points0: np.ndarray, points1: np.ndarray, links: FrameLinks) -> np.ndarray:
+    """(N, 2) float32 pixels in the right image of the left one's points, by consistent links; else NaN."""
+    found = np.full((len(points0), 2), np.nan, np.float32)
+    found[links.inliers[:, 0]] = points1[links.inliers[:, 1]]
+    return found
+
+
+def within(points0: np.ndarray, right: np.ndarray, window: float) -> np.ndarray:
+    """The same, NaN also where rows differ by more than `window` pixels, and behind the cameras."""
+    step = points0 - right
+    with np.errstate(invalid="ignore"):
+        good = (np.abs(step[:, 1]) <= window) & (step[:, 0] > 0)
+    return np.where(good[:, None], right, np.float32(np.nan))
+
+
+def depths_of(points0: np.ndarray, right: np.ndarray, focal: float, baseline: float) -> np.ndarray:
+    """(N,) depth z = f·b / (x_left − x_right) of points (N, 2) in pixels, in the baseline's unit, or NaN.
+    Those have none whose rows differ by over 2 pixels, or whose disparity is under half a pixel: "far"."""
+    step = points0.astype(np.float64) - right
+    with np.errstate(invalid="ignore"):
+        good = (np.abs(step[:, 1]) <= 2.0) & (step[:, 0] >= 0.5)
+    return np.where(good, focal * baseline / np.where(good, step[:, 0], 1.0), np.nan)
+
+
+def complete_partners(
+    images: tuple[ImagePyramid, ImagePyramid], points: np.ndarray, right: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The right image's points, located exactly where `right` (N, 2) is not NaN, searched for elsewhere. And
+    (N,) standard deviations of x in pixels, NaN where windows could not be compared. A link whose windows do
+    not correlate is left out; where a window has no texture it stays as it was. Nothing is assumed of rows
+    but that those of neighbouring points differ equally."""
+    linked = np.isfinite(right[:, 0])
+    deviations = np.full(len(points), np.nan)
+    if np.count_nonzero(linked) < LEAST_PAIRED:
+        return right, deviations
+    known, there = points[linked].astype(np.float64), right[linked].astype(np.float64)
+    # A link whose row differs from its neighbours' would be compared with another place.
+    around = nearest(known, known, min(LEAST_PAIRED + 1, len(known)))
+    there[:, 1] = known[:, 1] + np.median((there - known)[around, 1], axis=1)
+    first, status = _located(images, known, there, fit_affine_maps(known, there, SURFACE)[0])
+    good = (status == 0) & (first.refinement.correlations >= LEAST_CORRELATION[0])
+    found = right.copy()
+    deviations[linked] = np.where(good, np.sqrt(first.refinement.covariances[:, 0, 0]), np.nan)
+    found[linked] = np.where((good | (status == REFINEMENTS.index("flat")))[:, None], first.points1, np.nan)
+    if np.count_nonzero(good) < LEAST_PAIRED or linked.all():
+        return found, deviations
+    known, there = known[good], first.points1[good].astype(np.float64)
+    maps, _ = fit_affine_maps(known, there, SURFACE)
+    asked = points[~linked].astype(np.float64)
+    rows = nearest(known, asked, LEAST_PAIRED)
+    predicted = np.median(
+        there[rows] + np.einsum("nkij,nkj->nki", maps[rows], asked[:, None] - known[rows]), axis=1
     )
-    return np.stack([here, links.inliers[there, 1]], axis=1).astype(np.int64)
+    own = maps[rows[:, 0]]
+    second, status = _located(images, asked, predicted, own)
+    back, returned = _located(images[::-1], second.points1, asked, np.linalg.inv(own))
+    good = (status == 0) & (returned == 0) & (second.refinement.correlations >= LEAST_CORRELATION[1])
+    good &= np.linalg.norm(back.points1 - asked, axis=1) <= 0.5
+    found[~linked] = np.where(good[:, None], second.points1, np.nan)
+    deviations[~linked] = np.sqrt(second.refinement.covariances[:, 0, 0])
+    return found, deviations
+
+
+def _located(
+    images: tuple[ImagePyramid, ImagePyramid], points0: np.ndarray, points1: np.ndarray, maps: np.ndarray
+) -> tuple[Matches, np.ndarray]:
+    """Matches refined on the images, and (K,) what became of each, an index into `REFINEMENTS`."""
+    config = RefineConfig(window=11, max_shift=4.0)
+    indices = np.tile(np.arange(len(points0))[:, None], 2)
+    scores = np.ones(len(points0), np.float32)
+    matches = Matches(indices, points0.astype(np.float32), points1.astype(np.float32), scores)
+    refined = refine_matches(*images, matches, config, (maps, np.ones(len(maps), bool)))
+    return refined, refined.refinement.status

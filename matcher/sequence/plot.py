@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from matcher.files import check_output, write_output
 from matcher.localization.plot import log_map
 from matcher.sequence.frames import FrameResult
 from matcher.sequence.pose_tracking import move, rays
 from matcher.sequence.trajectory import path_length
 from matcher.types import Image
+from matcher.viz.drawings import save_figure
 from matcher.viz.recording import RecordingFile
 
 if TYPE_CHECKING:
     from matcher.localization.sparse_map import SparseMap
-    from matcher.sequence.loops import ClosedTrajectory
+    from matcher.sequence.keyframe_map import ClosedTrajectory
 
-PLOT_SUFFIXES = (".png", ".jpg", ".jpeg", ".pdf")
 # Of Okabe and Ito's palette.
 _BLUE, _RED = "#0072b2", "#d55e00"
 _AXES = {"right": "#009e73", "down": "#cc79a7", "ahead": "#e69f00"}
@@ -38,24 +35,13 @@ def plot_trajectory(
     unit: str = "m",
     title: str = "",
 ) -> Path:
-    """Draw poses and save the plot; it appears whole or not at all.
-
-    Args:
-        path: .png, .jpg, .jpeg or .pdf.
-        found: (N, 4, 4) camera to world, in the frame of `ground_truth` where there is one.
-        ground_truth: (N, 4, 4) of the same frames.
-        keyframes: rows of `found` that are marked.
-        unit: of length.
-        title: above the plot.
-
-    Raises:
-        UsageError: an output that cannot be written.
-    """
-    path, positions = check_output(path, PLOT_SUFFIXES), found[:, :3, 3]
+    """Draw poses world_from_cam (N, 4, 4), and true ones in the same frame; rows of keyframes are marked. The
+    plot is .png, .jpg, .jpeg or .pdf, lengths are in the `unit`."""
+    positions = found[:, :3, 3]
     true = None if ground_truth is None else ground_truth[:, :3, 3]
     spans = np.ptp(positions if true is None else np.concatenate([positions, true]), axis=0)
     width = float(np.clip(spans[0] / max(spans[2], 1e-9), 0.5, 1.6))
-    figure = Figure(figsize=(11, 5.5), dpi=110, layout="constrained")
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
     figure.suptitle(title, fontsize=11)
     above, beside = figure.subplots(1, 2, width_ratios=[width, 1.2])
     if true is not None:
@@ -81,13 +67,13 @@ def plot_trajectory(
         beside.set(xlabel=label, ylabel=f"estimate − ground truth ({unit})", title="position error")
     for axes in (above, beside):
         axes.grid(alpha=0.3)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_closing(path: Path, closed: ClosedTrajectory) -> Path:
     """Draw both paths from above, the loops, and how far each pose was moved."""
-    before, after, loops = closed.before, closed.after, closed.ends
-    figure = Figure(figsize=(11, 5.5), dpi=110, layout="constrained")
+    before, after, loops = closed.before, closed.after, _ends(closed)
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
     above, beside = figure.subplots(1, 2)
     # Tracked ones are wider, so that both are seen where they agree.
     above.plot(before[:, 0, 3], before[:, 2, 3], color="#999999", label="tracked", linewidth=4.0)
@@ -101,18 +87,13 @@ def plot_closing(path: Path, closed: ClosedTrajectory) -> Path:
     beside.plot(closed.moved(), color=_BLUE)
     beside.set(xlabel="pose", ylabel="moved by", title="how far each pose was moved")
     beside.grid(alpha=0.3)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
-def _save(figure: Figure, path: Path) -> Path:
-    FigureCanvasAgg(figure)
-    buffer, kind = io.BytesIO(), path.suffix.lower()[1:]
-    figure.savefig(buffer, format=kind, **({"metadata": {"CreationDate": None}} if kind == "pdf" else {}))
-    write_output(path, buffer.getvalue())
-    return path
-
-
-# --- Recordings for the rerun viewer.
+def _ends(closed: ClosedTrajectory) -> list[np.ndarray]:
+    """Of each loop (2, 3) where tracking has its keyframes."""
+    rows = [np.searchsorted(closed.frames, loop[:2]) for loop in closed.loops]
+    return [closed.before[pair, :3, 3] for pair in rows]
 
 
 def record_closing(path: Path, closed: ClosedTrajectory) -> Path:
@@ -123,7 +104,7 @@ def record_closing(path: Path, closed: ClosedTrajectory) -> Path:
         lines = {
             "tracked": ([closed.before[:, :3, 3]], (150, 150, 150)),
             "adjusted": ([closed.after[:, :3, 3]], (0, 114, 178)),
-            "loops": (closed.ends, (213, 94, 0)),
+            "loops": (_ends(closed), (213, 94, 0)),
         }
         for name, (strips, colour) in lines.items():
             if strips:
@@ -139,21 +120,11 @@ _MAP = "in_map"  # the entity of what is in the coordinates of a loaded map
 
 
 class Recording(RecordingFile):
-    """Writes a recording of images, tracks, poses, points and milliseconds, or shows one as it grows.
-
-    Colours follow the track id, so a point that is lost and found again keeps its colour.
-    """
+    """Writes a recording of images, tracks, poses, points and milliseconds, or shows one as it grows. Colours
+    follow the track id, so a point that is lost and found again keeps its colour."""
 
     def __init__(self, path: str | Path | None, loaded: SparseMap | None = None) -> None:
-        """Open.
-
-        Args:
-            path: an .rrd file, which appears whole when the recording is closed; None starts the viewer.
-            loaded: the map in which frames are localised; it has a view of its own, with their poses in it.
-
-        Raises:
-            UsageError: rerun is not installed, or there is no display for the viewer.
-        """
+        """Open a file or the viewer as `RecordingFile` does; a loaded map has a view of its own."""
         super().__init__(path)
         image = self.views.Spatial2DView(origin="world/camera/image", name="frame")
         beside = [image, self.views.TimeSeriesView(origin="milliseconds", name="milliseconds")]
@@ -179,37 +150,34 @@ class Recording(RecordingFile):
             positions, colours = (result.keypoints + 0.5) * scale, track_colours(result.track_ids)
             stream.log("world/camera/image/tracks", rr.Points2D(positions, colors=colours, radii=2.0))
         for root, T in (("world", result.world_from_cam), (_MAP, result.map_from_cam)):
-            if T is not None:
-                self._add_pose(root, T, result, scale)
-        if result.is_keyframe and not any(
-            each is None for each in (result.world_from_cam, result.camera, result.depths)
-        ):
-            self._add_points(result)
+            if T is None:
+                continue
+            self._routes[root].append(T[:3, 3])
+            stream.log(f"{root}/route", rr.LineStrips3D([np.array(self._routes[root])]))
+            if result.camera is None:
+                stream.log(f"{root}/camera", rr.Transform3D(translation=T[:3, 3], mat3x3=T[:3, :3]))
+                continue
+            look = {}
+            if root == _MAP:
+                look = dict(image_plane_distance=self._extent * 0.08, color=(46, 204, 64))
+            width, height = (round(side * factor) for side, factor in zip(result.size, scale, strict=True))
+            self.log_camera(f"{root}/camera", T, result.camera, scale=scale, size=(width, height), **look)
+        needed = result.world_from_cam, result.camera, result.depths
+        if result.is_keyframe and not any(each is None for each in needed):
+            known = np.isfinite(result.depths)
+            local = rays(result.keypoints[known].astype(np.float64), result.camera)
+            world = move(local * result.depths[known, None], result.world_from_cam)
+            self._cloud |= zip(result.track_ids[known].tolist(), world, strict=True)
+            for track in list(self._cloud)[: max(0, len(self._cloud) - _POINTS)]:
+                del self._cloud[track]
+            positions, colours = (
+                np.array(list(self._cloud.values())),
+                track_colours(np.array(list(self._cloud))),
+            )
+            size = rr.Radius.ui_points(1.5)  # of the screen: the unit of one camera is any length
+            stream.log("world/points", rr.Points3D(positions, colors=colours, radii=size))
         for stage, value in result.milliseconds.items():
             stream.log(f"milliseconds/{stage}", rr.Scalars([value]))
-
-    def _add_pose(self, root: str, T: np.ndarray, result: FrameResult, scale: np.ndarray) -> None:
-        rr, look = self.rr, {}
-        if root == _MAP:
-            look = dict(image_plane_distance=self._extent * 0.08, color=(46, 204, 64))
-        self._routes[root].append(T[:3, 3])
-        self.stream.log(f"{root}/route", rr.LineStrips3D([np.array(self._routes[root])]))
-        if result.camera is None:
-            self.stream.log(f"{root}/camera", rr.Transform3D(translation=T[:3, 3], mat3x3=T[:3, :3]))
-            return
-        width, height = (round(side * factor) for side, factor in zip(result.size, scale, strict=True))
-        self.log_camera(f"{root}/camera", T, result.camera, scale=scale, size=(width, height), **look)
-
-    def _add_points(self, result: FrameResult) -> None:
-        known = np.isfinite(result.depths)
-        local = rays(result.keypoints[known].astype(np.float64), result.camera) * result.depths[known, None]
-        world = move(local, result.world_from_cam)
-        self._cloud |= zip(result.track_ids[known].tolist(), world, strict=True)
-        for track in list(self._cloud)[: max(0, len(self._cloud) - _POINTS)]:
-            del self._cloud[track]
-        positions, colours = np.array(list(self._cloud.values())), track_colours(np.array(list(self._cloud)))
-        size = self.rr.Radius.ui_points(1.5)  # of the screen: the unit of one camera is any length
-        self.stream.log("world/points", self.rr.Points3D(positions, colors=colours, radii=size))
 
 
 def track_colours(track_ids: np.ndarray) -> np.ndarray:

@@ -18,15 +18,13 @@ from matcher.config import EstimationConfig
 from matcher.errors import UsageError
 from matcher.geometry import resize_points
 from matcher.sequence.frames import FrameLinks, KeptFrame, MeasuredDisparities, PoseStatus
-from matcher.sequence.stereo import depths_of
+from matcher.sequence.linking import depths_of
 from matcher.verify.estimation import RobustEstimator
 
 MIN_POINTS = 12  # that agree with a pose
 NOISE = 0.25  # pixels of the resized image that a refined link is off, both ends together
 MOST_DOUBT, LEAST_AGREEMENT = 0.1, 2 / 3  # of a pose that is "ok"
 REPEATED = 10  # observations that count as one: neighbouring points and frames share errors of lens and link
-
-# --- Pixels, rays and points.
 
 
 def rays(points: np.ndarray, camera: Camera) -> np.ndarray:
@@ -60,11 +58,9 @@ class LinkedPoints:
     def linearise(
         self, T: np.ndarray, inverse: np.ndarray, noise: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Residuals (K, 2), derivatives by the pose (K, 2, 6) and by inverse depths (K, 2), usable rows.
-
-        T is cam1_from_cam0. Everything is in units of the noise, which is in pixels of the resized image. The
-        pose changes by exp(twist) · T, rotation first.
-        """
+        """Residuals (K, 2), derivatives by the pose (K, 2, 6) and by inverse depths (K, 2), usable rows. All
+        in units of the noise (pixels of the resized image). T, cam1_from_cam0, changes by exp(twist) · T,
+        rotation first."""
         camera, unit = self.camera1, noise * self.scale
         seen = self.rays0 @ T[:3, :3].T + inverse[:, None] * T[:3, 3]
         usable = seen[:, 2] > 1e-6
@@ -80,23 +76,16 @@ class LinkedPoints:
 
 
 def solve_pose(points: LinkedPoints, depths0: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
-    """The pose of a frame that sees points whose depth (K,) an earlier one knows (LO-RANSAC, PoseLib).
-
-    It is cam1_from_cam0 (4, 4) in the unit of the depths, NaN where unknown, or None; and (K,) bool, points
-    that agree within a pixel of the resized image.
-    """
+    """cam1_from_cam0 (4, 4) by depths (K,) in frame 0, NaN where unknown, or None (LO-RANSAC, PoseLib). And
+    (K,) bool, points that agree within a pixel of the resized image."""
     inliers, camera = np.zeros(len(depths0), bool), points.camera1
     known = np.flatnonzero(np.isfinite(depths0))
     if len(known) < MIN_POINTS:
         return None, inliers
     pinhole = {"model": "PINHOLE", "width": 0, "height": 0, "params": list(camera.params)}
-    options = {
-        "max_reproj_error": points.scale,
-        "max_iterations": 2000,
-        "min_iterations": 100,  # links have been verified before, so that few are wrong
-        "success_prob": 0.9999,
-        "seed": 0,
-    }
+    # Links have been verified before, so that few are wrong.
+    options = dict(max_iterations=2000, min_iterations=100, success_prob=0.9999, seed=0)
+    options["max_reproj_error"] = points.scale
     refinement = {"loss_type": "CAUCHY", "loss_scale": NOISE * points.scale}
     seen, world = points.points1[known], points.rays0[known] * depths0[known, None]
     pose, report = poselib.estimate_absolute_pose(seen, world, pinhole, options, refinement)
@@ -108,11 +97,9 @@ def solve_pose(points: LinkedPoints, depths0: np.ndarray) -> tuple[np.ndarray | 
 
 
 def triangulate(rays0: np.ndarray, rays1: np.ndarray, T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Depths (K,) along z in frame 0 of points that two frames see, and the angle between the rays, degrees.
-
+    """Depths (K,) along z in frame 0 by rays of depth 1 and T, cam1_from_cam0, and the rays' angles, degrees.
     The midpoint of the shortest line between both rays (Hartley and Sturm 1997, section 5.3); NaN for points
-    behind a camera, or seen at less than .6 degrees. Rays (K, 3) are of depth 1, T is cam1_from_cam0.
-    """
+    behind a camera, or seen at less than .6 degrees."""
     a, b, t = rays0 @ T[:3, :3].T, rays1, T[:3, 3]
     angles = np.rad2deg(np.arctan2(np.linalg.norm(np.cross(a, b), axis=1), np.sum(a * b, axis=1)))
     aa, bb, ab = np.sum(a * a, axis=1), np.sum(b * b, axis=1), np.sum(a * b, axis=1)
@@ -120,9 +107,6 @@ def triangulate(rays0: np.ndarray, rays1: np.ndarray, T: np.ndarray) -> tuple[np
     depths = (ab * (b @ t) - bb * (a @ t)) / apart  # least squares of depth0·a + t = depth1·b
     ahead = (depths > 0) & (aa * (b @ t) - ab * (a @ t) > 0)
     return np.where(ahead & (angles >= 0.6), depths, np.nan), angles
-
-
-# --- The pose of a frame and the depths of its keyframe's points together, each with what was known before.
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,22 +128,11 @@ def adjust(
     doubtful: np.ndarray | None = None,
     share: float = 0.4,
 ) -> JointPose | None:
-    """Pose and inverse depths that agree best with both frames and with what was known.
-
-    Robust Gauss-Newton steps (Geman and McClure's loss); each inverse depth is eliminated (Schur complement).
-    Where no depth is known, the translation keeps the length of `start`.
-
-    Args:
-        points: of both frames.
-        inverse0, errors0: (K,) inverse depths in frame 0 and their standard deviations, NaN where unknown.
-        start: cam1_from_cam0 (4, 4) in the unit of the depths.
-        doubtful: (K,) bool, points that do not move the pose.
-        share: of the links, that must agree.
-
-    Returns:
-        None where fewer than 12 points or that share agree within five deviations. A depth that the
-        frame contradicts becomes twice as uncertain.
-    """
+    """Pose and inverse depths that agree best with both frames and with what was known. Robust Gauss-Newton
+    steps (Geman and McClure's loss) from `start`, cam1_from_cam0 in the unit of the depths; each inverse
+    depth (NaN: unknown) is eliminated (Schur complement). Where none is known, the translation keeps its
+    length. `doubtful` points do not move the pose; depths that are contradicted become twice as uncertain.
+    None where fewer than 12 points, or than the `share`, agree within five deviations."""
     known = np.isfinite(inverse0) & (errors0 > 0)
     if known.any():
         typical = inverse0[known]
@@ -223,11 +196,9 @@ def adjust(
 def standing_still(
     trials: list[JointPose], goes_on: list[bool], pixels: np.ndarray
 ) -> tuple[JointPose, bool]:
-    """Of several motions that of the scene, and whether another may be it; cars move otherwise.
-
-    A car shows many points in a small part of space. So of the points (K, 2) that agree with one motion and
-    not with another, cells of 32 pixels and an octave of depth count, twice if the motion goes on as before.
-    """
+    """Of several motions that of the scene, and whether another may be it; cars move otherwise. A car fills a
+    small part of space, so of the points (K, 2) that agree with one motion and not with another cells of 32
+    pixels and an octave of depth count, twice if the motion goes on as before."""
 
     def support(one: int, other: int) -> float:
         first, second = trials[one], trials[other]
@@ -242,11 +213,8 @@ def standing_still(
     return trials[best], any(support(each, best) > max(3, support(best, each) / 2) for each in others)
 
 
-# --- What all disparities of a pair are short of, because its cameras are not rectified exactly.
-
-
 class DisparityOffset:
-    """The offset, in pixels of the camera, estimated from every frame whose pose was found."""
+    """What all disparities, in pixels, are short of, as cameras are not rectified exactly; by all frames."""
 
     def __init__(self) -> None:
         self._information, self._sum = 1 / 0.3**2, 0.0  # before anything was seen: 0, give or take .3 pixels
@@ -263,10 +231,8 @@ class DisparityOffset:
 
     def observe(self, points: LinkedPoints, measured: MeasuredDisparities, T: np.ndarray) -> None:
         """Take in what a frame at cam1_from_cam0 says of the disparities `measured` of its points in frame 0.
-
-        The pose is estimated along with the offset and eliminated (the Schur complement), so that a motion
-        which does not show the offset, such as a turn, says nothing.
-        """
+        The pose is eliminated (Schur complement): a motion that does not show the offset, as a turn, adds
+        0."""
         inverse = (measured.disparities + measured.offset) / measured.focal_baseline
         residual, by_pose, by_inverse, usable = points.linearise(T, inverse, NOISE / 2)
         usable &= inverse > 0
@@ -285,16 +251,10 @@ class DisparityOffset:
             self._sum += moved + information * measured.offset
 
 
-# --- From frame to frame.
-
-
 class PoseTracker:
-    """Follows the pose from keyframe to frame and fills in the depths of keyframes.
-
-    With two cameras depths are measured. With one, the first keyframe's are triangulated once enough parallax
-    shows and nearly all links agree; that first baseline is the unit of length. Frames make depths surer, and
-    later keyframes inherit them.
-    """
+    """Follows the pose from keyframe to frame and fills in the depths of keyframes; later ones inherit them.
+    With one camera, the first keyframe's are triangulated once enough parallax shows and nearly all links
+    agree; that first baseline is the unit of length."""
 
     def __init__(
         self, camera: Camera | None, baseline: float | None, estimation: EstimationConfig = EstimationConfig()
@@ -302,8 +262,7 @@ class PoseTracker:
         """Without a camera there are no poses; `UsageError`: its lens distorts."""
         if camera is not None and camera.distortion:
             raise UsageError(
-                f"a tracker needs images without distortion, and the camera is {camera.model}: "
-                "undistort them (cv2.undistort) and give the pinhole camera of the result"
+                f"the camera is {camera.model}: undistort the images (cv2.undistort), and give their pinhole"
             )
         self.camera, self.baseline = camera, baseline
         self._size = None if camera is None else camera.size  # that the camera is for
@@ -315,10 +274,7 @@ class PoseTracker:
         self._sure = False  # whether it is to be relied on
 
     def camera_of(self, size: tuple[int, int]) -> Camera | None:
-        """The camera of frames of a (width, height), resized ones of the size that the camera is for.
-
-        For those of another shape, which may be cropped anywhere, there is none.
-        """
+        """The camera of frames of a (width, height); None for another ratio: they may be cropped anywhere."""
         if self.camera is None:
             return None
         self._size = self._size or size
@@ -335,10 +291,7 @@ class PoseTracker:
         return self._settle(frame, np.eye(4))
 
     def measure(self, frame: KeptFrame, right: np.ndarray, deviations: np.ndarray) -> None:
-        """Set a frame's depths from where the right image shows its points (N, 2), NaN where unknown.
-
-        `deviations` (N,) are those of the points' x in pixels, NaN where they are not located exactly.
-        """
+        """Set depths by points (N, 2) in the right image, and deviations (N,) of their x; NaN: unknown."""
         camera = self.camera_of(frame.size)
         if camera is None or self.baseline is None:
             return
@@ -354,10 +307,8 @@ class PoseTracker:
     def locate(
         self, keyframe: KeptFrame, frame: KeptFrame, links: FrameLinks
     ) -> tuple[PoseStatus, np.ndarray | None]:
-        """Status and cam_from_keyframe of a frame that is linked to a keyframe; sets its pose.
-
-        Depths of the keyframe's points are filled in, made surer, or forgotten where the frame disagrees.
-        """
+        """Status and cam_from_keyframe of a frame that is linked to a keyframe; sets its pose. Depths of the
+        keyframe's points are filled in, made surer, or forgotten where the frame disagrees."""
         cameras = self.camera_of(keyframe.size), self.camera_of(frame.size)
         if None in cameras:
             return "no_camera" if self.camera is None else "other_size", None
@@ -367,14 +318,16 @@ class PoseTracker:
         alone = self.baseline is None
         # The poses of frames hang together by the depths, so that what frames of one camera say of these has
         # errors in common: they improve depths, and only the next keyframe takes them for surer.
-        depths, errors = (
-            keyframe.depths[rows],
-            (keyframe.first_errors if alone else keyframe.inverse_errors)[rows],
-        )
+        errors = (keyframe.first_errors if alone else keyframe.inverse_errors)[rows]
+        depths = keyframe.depths[rows]
         starting = np.count_nonzero(np.isfinite(depths)) < MIN_POINTS
         if starting and alone:
             depths, errors = np.full((2, len(rows)), np.nan)
-            starts = self._starts_anew(points, frame.index - keyframe.index)
+            T, _, angles = self._essential(points)
+            starts, step = [], float(np.linalg.norm(self._motion[:3, 3]))
+            if np.mean(angles >= 1.0) >= 0.3:  # its baseline has the length last known
+                T[:3, 3] *= step * (frame.index - keyframe.index) if step > 0 else 1.0
+                starts = [(T, None)]
         else:
             starts = self._starts(points, depths)
         # What moves may show more points than what stands still. One camera cannot tell them apart: it begins
@@ -423,11 +376,9 @@ class PoseTracker:
     def _starts(
         self, points: LinkedPoints, depths: np.ndarray
     ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-        """Poses to adjust, and points that are not to move them.
-
-        One is from the depths. Where one camera made these and fewer than half agree, one from all links;
-        where pairs measured them, two from the points that do not agree with it, which may be a car's.
-        """
+        """Poses to adjust, the first from the depths, and points that are not to move them. Where one camera
+        made these and fewer than half agree, one from all links; where pairs measured them, two from the
+        points that do not agree with it, which may be a car's."""
         T, agree = solve_pose(points, depths)
         if T is not None:
             yield T, ~agree if self.baseline else None
@@ -443,17 +394,6 @@ class PoseTracker:
         if np.isfinite(ratios).any():
             T[:3, 3] *= np.nanmedian(ratios)
             yield T, agree if self.baseline else None
-
-    def _starts_anew(self, points: LinkedPoints, frames: int) -> Iterator[tuple[np.ndarray, None]]:
-        """The pose by an essential matrix once three in ten points have a degree of parallax.
-
-        Its baseline has the length last known, of so many frames.
-        """
-        T, _, angles = self._essential(points)
-        if np.mean(angles >= 1.0) >= 0.3:
-            step = float(np.linalg.norm(self._motion[:3, 3]))
-            T[:3, 3] *= step * frames if step > 0 else 1.0
-            yield T, None
 
     def _essential(self, points: LinkedPoints) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """cam1_from_cam0 (4, 4) of unit translation, and depths (K,) and angles of `triangulate`, or NaN."""

@@ -23,15 +23,21 @@ from matcher.presets import DEFAULT_PRESET, LoadOptions, from_file, refuse_furth
 from matcher.refine import ImagePyramid, refine_matches
 from matcher.sequence.frames import Clock, FrameLinks, FrameResult, FrameStatus, KeptFrame
 from matcher.sequence.keyframe_map import MapTracking
-from matcher.sequence.linking import Linker, MatchPairs, TrackIds, most_similar, share_left, through
+from matcher.sequence.linking import (
+    Linker,
+    TrackIds,
+    complete_partners,
+    most_similar,
+    partners,
+    share_left,
+    within,
+)
 from matcher.sequence.pose_tracking import MOST_DOUBT, PoseTracker
-from matcher.sequence.stereo import complete_partners, partners, within
 from matcher.types import Features, Image, Matches
 from matcher.verify.estimation import RobustEstimator
 
 if TYPE_CHECKING:
-    from matcher.sequence.keyframe_map import KeyframeMap
-    from matcher.sequence.loops import ClosedTrajectory
+    from matcher.sequence.keyframe_map import ClosedTrajectory, KeyframeMap
 
 # Tracks and poses live on matches that are right, not on many; single pairs do with less.
 MATCH_THRESHOLD = 0.2
@@ -40,203 +46,10 @@ MATCH_THRESHOLD = 0.2
 LEAST_KEPT, MOST_PARALLAX = 0.65, 0.12
 
 
-# --- The pipeline, and less of it for neighbouring frames.
-
-
-def tracking_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
-    """A preset with options, or a pipeline as it is, refused where it cannot track."""
-    given = {name: value for name, value in options.items() if value is not None}
-    if not isinstance(preset, Pipeline):
-        preset, given = from_file(preset, given)
-    refuse_further_passes(given, "frames are matched by one pass each")
-    if not isinstance(preset, Pipeline) and takes(preset, "match_threshold"):
-        given = {"match_threshold": MATCH_THRESHOLD, **given}
-    pipeline = open_pipeline(preset, given)
-    if (kind := pipeline.config.estimation.kind) != "fundamental":
-        raise UsageError(
-            f"a tracker verifies its links by the fundamental matrix, not by geometry {kind!r}; leave "
-            "geometry out, and give a camera for poses"
-        )
-    if pipeline.config.extractor.kind == GRID_KIND:
-        raise UsageError(
-            "a tracker follows keypoints, and this preset has only the cells of a grid; use another preset"
-        )
-    return pipeline
-
-
 def for_neighbours(pipeline: Pipeline) -> Pipeline:
     """The pipeline with half its layers and ten Sinkhorn iterations: tracks as long, links as right."""
     layers = (pipeline.layers + 1) // 2
     return replace(pipeline, matcher=with_layers(pipeline.matcher, layers, 10, pruning=False))
-
-
-class FrameExtractor:
-    """Reads frames and extracts their features.
-
-    The first frame with keypoints decides how a time budget is spent and, by its sharpness, the size of all.
-    Where frames take longer than planned, because other programs use the machine, less is planned.
-    """
-
-    def __init__(self, pipeline: Pipeline, budget_ms: float | None) -> None:
-        self.pipeline = pipeline  # for frames far apart
-        self.near = for_neighbours(pipeline) if budget_ms is None else pipeline  # for neighbouring ones
-        self.choice: Choice | None = None  # what the budget led to
-        self._budget_ms = budget_ms
-        self._whole, self._first = pipeline, []  # as it came; and the frame that showed what things cost
-        self._costs: Costs = {}
-        self._pace, self._new = 1.0, False
-        self._decided = budget_ms is None and pipeline.config.extractor.soft_resize is None
-
-    def read(self, frames: list[ImageInput], mask: Mask | None = None) -> list[Image]:
-        """One image, or left and right, as the front end wants them; the mask is of the first."""
-        given = list(zip(frames, (mask, None), strict=False))
-        images = [self.pipeline.read(*each) for each in given]
-        if images[0].size != images[-1].size:
-            raise ImageError(
-                f"{images[0].path or 'a pair'}: a rectified pair has one size, not {images[0].size} and "
-                f"{images[1].size}; rectify both to one size"
-            )
-        if self._decided or not len(self.extract(images[:1])[0]):
-            return images
-        self._decided = True
-        if self._budget_ms is None:  # all images are resized as this one was
-            config = self.pipeline.config.extractor
-            reduced = images[0].is_reduced(config.resize)
-            resize = max(images[0].pixels.shape[:2]) if reduced else config.resize
-            config = replace(self.pipeline.config, extractor=config.of_size(resize))
-            self.pipeline = replace(self.pipeline, config=config)
-            return [images[0], *(self.pipeline.read(frame) for frame in frames[1:])]
-        self._first, self._costs = images, measure_costs(self.pipeline, images, pairs=False)
-        self._plan()
-        return [self.pipeline.read(*each) for each in given]
-
-    def extract(self, images: list[Image]) -> list[Features]:
-        """Features of each image; beyond the points that a budget allows, the weakest are left out."""
-        features, choice = self.pipeline.extractor(images), self.choice
-        return features if choice is None else [strongest(found, choice.max_keypoints) for found in features]
-
-    def took(self, milliseconds: float) -> None:
-        """Plan anew for the next frames, where the last ones took longer, or no longer take longer."""
-        if self.choice is None or self._new:
-            self._new = False  # a first frame also measures, and those of a new size select kernels
-            return
-        predicted = self.choice.predicted_ms / self.choice.pace
-        self._pace = updated_pace(self._pace, milliseconds, predicted)
-        if abs(self._pace - self.choice.pace) > 0.1 * self.choice.pace:
-            self._plan()
-
-    def _plan(self) -> None:
-        budget = self._budget_ms, 0.0, self._pace
-        self.choice = choose(self._costs, self._whole, self._first, *budget)
-        self.pipeline = self.near = limited(self._whole, self.choice)
-        self._new = True
-
-
-# --- The last frame, the keyframes and the tracks, and how a new frame joins them.
-
-
-class LocalMap:
-    """The last frame, the keyframes and the tracks; bounded by the window of keyframes."""
-
-    def __init__(self, linker: Linker, poses: PoseTracker, window: int) -> None:
-        self.linker, self.poses = linker, poses
-        self.keyframes: deque[KeptFrame] = deque(maxlen=window)
-        self.previous: KeptFrame | None = None
-        self._keyframe: KeptFrame | None = None
-        self._refined: KeptFrame | None = None  # the keyframe that the last frame was refined against
-        # The depths of points nearer than 40 baselines show how far the camera moved (Mur-Artal and Tardós).
-        self._close = None if poses.baseline is None else 40 * poses.baseline
-        self._tracks = TrackIds()
-
-    def link(
-        self, current: KeptFrame, matches: Matches | None, match: MatchPairs
-    ) -> tuple[FrameStatus, FrameLinks | None, FrameLinks | None]:
-        """Links to the previous frame and the keyframe; where both fail, to any keyframe that fits."""
-        previous, keyframe = self.previous, self._keyframe
-        if previous is None:
-            return "first", None, None
-        to_previous = to_keyframe = self.linker.link(previous, current, matches.indices, matches.scores)
-        if keyframe is not previous:
-            to_keyframe = self.linker.link(keyframe, current, through(keyframe, previous, to_previous))
-            if not to_keyframe.consistent.any():
-                direct = match([(keyframe.features, current.features)])[0]
-                to_keyframe = self.linker.link(keyframe, current, direct.indices, direct.scores)
-        if not to_keyframe.consistent.any() and to_previous.consistent.any():
-            self._keep(previous)  # the keyframe is out of sight before another was made
-            to_keyframe = to_previous
-        elif not to_keyframe.consistent.any():
-            others = [kept for kept in self.keyframes if kept is not keyframe and kept is not previous]
-            found = self.linker.best(match, current, most_similar(current, others, 3))
-            if found is None:
-                return "lost", to_previous, None
-            self._keyframe, to_keyframe = found
-        return "tracked", to_previous, to_keyframe
-
-    def identify(
-        self, current: KeptFrame, to_previous: FrameLinks | None, to_keyframe: FrameLinks | None
-    ) -> np.ndarray:
-        """Give the points their track ids; returns their lengths."""
-        earlier = ((self.previous, to_previous), (self._keyframe, to_keyframe))
-        offers = [(frame.track_ids, links.inliers) for frame, links in earlier if links is not None]
-        current.track_ids, lengths = self._tracks.extend(len(current.keypoints), offers)
-        return lengths
-
-    def refine(self, current: KeptFrame, links: FrameLinks, pipeline: Pipeline) -> None:
-        """Move the points of the frame that consistent links join to the keyframe, where that is reliable.
-
-        The reference of a point is the keyframe, not the frame before, so that errors do not add up.
-        """
-        keyframe = self._keyframe
-        if pipeline.config.refine is None or keyframe.pyramid is None:
-            return
-        if self._refined is not None and self._refined is not keyframe:
-            self._refined.pyramid.release()
-        self._refined, rows = keyframe, links.inliers
-        points = keyframe.keypoints[rows[:, 0]], current.keypoints[rows[:, 1]]
-        matches = Matches(rows, *points, links.scores[links.consistent])
-        refined = refine_matches(keyframe.pyramid, current.pyramid, matches, pipeline.config.refine)
-        accepted = refined.refinement.accepted
-        current.keypoints[rows[accepted, 1]] = refined.points1[accepted]
-
-    def place(self, current: KeptFrame, status: FrameStatus, links: FrameLinks | None) -> dict[str, object]:
-        """Pose of the frame and whether it becomes a keyframe: fields of its result."""
-        keyframe = self._keyframe
-        if links is None:
-            pose_status = self.poses.begin(current) if status == "first" else self.poses.bridge(current)
-            current.begins_anew = status == "lost"
-            if self.keyframes and self.keyframes[-1].begins_anew and not self.keyframes[-1].most_links:
-                self.keyframes.pop()  # one lost frame after the other must not push out what is known
-            self._keep(current)
-            return {"is_keyframe": True, "pose_status": pose_status}
-        pose_status, T = self.poses.locate(keyframe, current, links)
-        kept = share_left(keyframe, links, self._close)
-        rows, here = links.inliers.T
-        ways = np.linalg.norm(current.keypoints[here] - keyframe.keypoints[rows], axis=1)
-        parallax = float(np.median(ways))
-        wanted = kept < LEAST_KEPT or parallax > MOST_PARALLAX * float(np.hypot(*current.size))
-        wanted |= self.poses.doubt > MOST_DOUBT / 2  # which grows as near points leave
-        if wanted and (pose_status in ("ok", "uncertain", "no_camera") or kept < LEAST_KEPT / 2):
-            self.poses.promote(keyframe, current, links, T)
-            if pose_status in ("too_few", "starting"):  # later frames could not go on without a pose
-                pose_status = self.poses.bridge(current)
-            self._keep(current)
-        return {
-            "is_keyframe": self._keyframe is current,
-            "keyframe": keyframe.index,
-            "parallax": parallax,
-            "kept": kept,
-            "pose_status": pose_status,
-            "cam_from_keyframe": T,
-        }
-
-    def close(self, current: KeptFrame) -> None:
-        """The frame becomes the last one; what nothing needs any more is forgotten."""
-        self.previous = current
-        self._tracks.forget(current.track_ids, self._keyframe.track_ids)
-
-    def _keep(self, frame: KeptFrame) -> None:
-        self._keyframe = frame
-        self.keyframes.append(frame)
 
 
 class Tracker:
@@ -296,8 +109,27 @@ class Tracker:
                 check_number(value, name, *limits)
         if type(window) is not int or window < 2:
             raise UsageError(f"window must be a whole number of at least 2 keyframes, not {window!r}")
-        pipeline = tracking_pipeline(preset, options)
-        self._frames = FrameExtractor(pipeline, budget_ms)
+        loaded = {name: value for name, value in options.items() if value is not None}
+        if not isinstance(preset, Pipeline):
+            preset, loaded = from_file(preset, loaded)
+        refuse_further_passes(loaded, "frames are matched by one pass each")
+        if not isinstance(preset, Pipeline) and takes(preset, "match_threshold"):
+            loaded = {"match_threshold": MATCH_THRESHOLD, **loaded}
+        pipeline = open_pipeline(preset, loaded)
+        if (kind := pipeline.config.estimation.kind) != "fundamental":
+            raise UsageError(f"a tracker verifies links by fundamental matrices: leave geometry {kind!r} out")
+        if pipeline.config.extractor.kind == GRID_KIND:
+            raise UsageError(
+                "a tracker follows keypoints, and this preset has only cells of a grid; use another preset"
+            )
+        self.pipeline = self._whole = pipeline  # reads and extracts frames, and matches those far apart
+        self._near = for_neighbours(pipeline) if budget_ms is None else pipeline
+        # What the time budget allowed the last frame; None before the first one or without a budget.
+        self.choice: Choice | None = None
+        self._first: list[Image] = []  # what showed how much time steps take
+        self._costs: Costs = {}
+        self._pace, self._planned = 1.0, False
+        self._decided = budget_ms is None and pipeline.config.extractor.soft_resize is None
         self.camera = camera = None if camera is None else as_camera(camera)
         self.baseline, self.budget_ms, self.keyframe_map = baseline, budget_ms, keyframe_map
         self._window, self._clock = epipolar_window, Clock()
@@ -307,20 +139,17 @@ class Tracker:
             # Fundamental matrices tell right links from wrong ones; adjusted ones cost a tenth of a frame's
             # time and improve neither links nor odometry.
             estimator = replace(estimator, adjusted=False)
-        poses = PoseTracker(camera, baseline, estimation)
-        self._map = LocalMap(Linker(estimator, estimation.max_epipolar_error), poses, window)
+        self._linker = Linker(estimator, estimation.max_epipolar_error)
+        self._poses = PoseTracker(camera, baseline, estimation)
+        # The depths of points nearer than 40 baselines show how far the camera moved (Mur-Artal and Tardós).
+        self._close = None if baseline is None else 40 * baseline
+        self._tracks = TrackIds()
+        self._keyframes: deque[KeptFrame] = deque(maxlen=window)
+        self._previous: KeptFrame | None = None
+        self._keyframe: KeptFrame | None = None
+        self._refined: KeptFrame | None = None  # the keyframe that the last frame was refined against
         self._in_map: MapTracking | None = None
         self._count, self._spent = 0, {}  # frames; stage → milliseconds of the last one
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """Reads and extracts frames, and matches those far apart."""
-        return self._frames.pipeline
-
-    @property
-    def choice(self) -> Choice | None:
-        """What the time budget allowed the last frame; None before the first one or without a budget."""
-        return self._frames.choice
 
     def __repr__(self) -> str:
         parts = [self.pipeline.preset, f"{self._count} frames", f"{len(self.keyframes)} keyframes kept"]
@@ -331,7 +160,7 @@ class Tracker:
     @property
     def keyframes(self) -> tuple[int, ...]:
         """Indices of the frames that are kept as keyframes, oldest first."""
-        return tuple(keyframe.index for keyframe in self._map.keyframes)
+        return tuple(keyframe.index for keyframe in self._keyframes)
 
     def latency(self) -> dict[str, dict[str, float]]:
         """Stage → p50, p95, p99 and max in milliseconds, over the last 512 frames that were not skipped."""
@@ -370,20 +199,14 @@ class Tracker:
         """Track the next rectified pair; keypoints are the left image's, with depth where both show them.
 
         Without a camera and a baseline there is no depth. The mask is of the left image. Arguments and errors
-        as in `push`.
-
-        Raises:
-            ImageError: also where the images differ in size.
+        as in `push`; `ImageError` also where the images differ in size.
         """
         return self._push([left, right], timestamp, mask)
 
     def save_map(self, *, close_loops: bool = True) -> ClosedTrajectory:
         """Make the map of the keyframes so far, to be localised in and loaded by a later run.
 
-        Arguments and errors as of `KeyframeMap.finish`.
-
-        Raises:
-            UsageError: also where the tracker has no `keyframe_map`.
+        As `KeyframeMap.finish`; `UsageError` also where the tracker has no `keyframe_map`.
         """
         if self.keyframe_map is None:
             raise UsageError(
@@ -395,15 +218,8 @@ class Tracker:
         """Follow in a map that exists: from now on `FrameResult.map_from_cam` is the pose in it, once known.
 
         Keyframes are localised in it while tracking waits, and every frame until the first is; the others
-        follow by tracking.
-
-        Args:
-            folder: of `save_map`, or any model that `Map.open` takes.
-            options: of `Map.open`.
-
-        Raises:
-            UsageError: no camera, or no map; as of `Map.open`.
-            IntegrityError: as of `Map.open`.
+        follow by tracking. The folder is of `save_map`, or any model that `Map.open` takes, whose options and
+        errors these are; `UsageError` also without a camera.
         """
         self.unload_map()
         if self.camera is None:
@@ -436,48 +252,167 @@ class Tracker:
         yield
         self._spent[stage] = self._spent.get(stage, 0.0) + 1000 * (perf_counter() - start)
 
+    def _read(self, frames: list[ImageInput], mask: Mask | None = None) -> list[Image]:
+        """One image, or left and right, as the front end wants them; the mask is of the first. The first with
+        keypoints decides how a time budget is spent and, by its sharpness, the size of all."""
+        given = list(zip(frames, (mask, None), strict=False))
+        images = [self.pipeline.read(*each) for each in given]
+        if images[0].size != images[-1].size:
+            sizes = f"{images[0].size} and {images[1].size}"
+            raise ImageError(f"{images[0].path or 'a pair'}: a rectified pair has one size, not {sizes}")
+        if self._decided or not len(self._extract(images[:1])[0]):
+            return images
+        self._decided = True
+        if self.budget_ms is None:  # all images are resized as this one was
+            config = self.pipeline.config.extractor
+            reduced = images[0].is_reduced(config.resize)
+            resize = max(images[0].pixels.shape[:2]) if reduced else config.resize
+            config = replace(self.pipeline.config, extractor=config.of_size(resize))
+            self.pipeline = replace(self.pipeline, config=config)
+            return [images[0], *(self.pipeline.read(frame) for frame in frames[1:])]
+        self._first, self._costs = images, measure_costs(self.pipeline, images, pairs=False)
+        self._plan()
+        return [self.pipeline.read(*each) for each in given]
+
+    def _extract(self, images: list[Image]) -> list[Features]:
+        """Features of each image; beyond the points that a budget allows, the weakest are left out."""
+        features, choice = self.pipeline.extractor(images), self.choice
+        return features if choice is None else [strongest(found, choice.max_keypoints) for found in features]
+
+    def _plan(self) -> None:
+        budget = self.budget_ms, 0.0, self._pace
+        self.choice = choose(self._costs, self._whole, self._first, *budget)
+        self.pipeline = self._near = limited(self._whole, self.choice)
+        self._planned = True
+
+    def _link(
+        self, current: KeptFrame, matches: Matches | None
+    ) -> tuple[FrameStatus, FrameLinks | None, FrameLinks | None]:
+        """Links to the previous frame and the keyframe; where both fail, to any keyframe that fits."""
+        previous, keyframe, match = self._previous, self._keyframe, self.pipeline.match_features_batch
+        if previous is None:
+            return "first", None, None
+        to_previous = to_keyframe = self._linker.link(previous, current, matches.indices, matches.scores)
+        if keyframe is not previous:
+            links = to_previous.inliers  # and by them the tracks of the keyframe lead to this frame
+            both = keyframe.track_ids, previous.track_ids[links[:, 0]]
+            _, here, there = np.intersect1d(*both, assume_unique=True, return_indices=True)
+            joined = np.stack([here, links[there, 1]], axis=1).astype(np.int64)
+            to_keyframe = self._linker.link(keyframe, current, joined)
+            if not to_keyframe.consistent.any():
+                direct = match([(keyframe.features, current.features)])[0]
+                to_keyframe = self._linker.link(keyframe, current, direct.indices, direct.scores)
+        if not to_keyframe.consistent.any() and to_previous.consistent.any():
+            self._keep(previous)  # the keyframe is out of sight before another was made
+            to_keyframe = to_previous
+        elif not to_keyframe.consistent.any():
+            others = [kept for kept in self._keyframes if kept is not keyframe and kept is not previous]
+            found = self._linker.best(match, current, most_similar(current, others, 3))
+            if found is None:
+                return "lost", to_previous, None
+            self._keyframe, to_keyframe = found
+        return "tracked", to_previous, to_keyframe
+
+    def _refine(self, current: KeptFrame, links: FrameLinks) -> None:
+        """Move linked points to where the keyframe shows them, so that errors do not add up over frames."""
+        keyframe = self._keyframe
+        if keyframe.pyramid is None:
+            return
+        if self._refined is not None and self._refined is not keyframe:
+            self._refined.pyramid.release()
+        self._refined, rows = keyframe, links.inliers
+        points = keyframe.keypoints[rows[:, 0]], current.keypoints[rows[:, 1]]
+        matches = Matches(rows, *points, links.scores[links.consistent])
+        refined = refine_matches(keyframe.pyramid, current.pyramid, matches, self.pipeline.config.refine)
+        accepted = refined.refinement.accepted
+        current.keypoints[rows[accepted, 1]] = refined.points1[accepted]
+
+    def _place(self, current: KeptFrame, status: FrameStatus, links: FrameLinks | None) -> dict[str, object]:
+        """Pose of the frame and whether it becomes a keyframe: fields of its result."""
+        keyframe = self._keyframe
+        if links is None:
+            pose_status = self._poses.begin(current) if status == "first" else self._poses.bridge(current)
+            current.begins_anew = status == "lost"
+            if self._keyframes and self._keyframes[-1].begins_anew and not self._keyframes[-1].most_links:
+                self._keyframes.pop()  # one lost frame after the other must not push out what is known
+            self._keep(current)
+            return {"is_keyframe": True, "pose_status": pose_status}
+        pose_status, T = self._poses.locate(keyframe, current, links)
+        kept = share_left(keyframe, links, self._close)
+        rows, here = links.inliers.T
+        ways = np.linalg.norm(current.keypoints[here] - keyframe.keypoints[rows], axis=1)
+        parallax = float(np.median(ways))
+        wanted = kept < LEAST_KEPT or parallax > MOST_PARALLAX * float(np.hypot(*current.size))
+        wanted |= self._poses.doubt > MOST_DOUBT / 2  # which grows as near points leave
+        if wanted and (pose_status in ("ok", "uncertain", "no_camera") or kept < LEAST_KEPT / 2):
+            self._poses.promote(keyframe, current, links, T)
+            if pose_status in ("too_few", "starting"):  # later frames could not go on without a pose
+                pose_status = self._poses.bridge(current)
+            self._keep(current)
+        return {
+            "is_keyframe": self._keyframe is current,
+            "keyframe": keyframe.index,
+            "parallax": parallax,
+            "kept": kept,
+            "pose_status": pose_status,
+            "cam_from_keyframe": T,
+        }
+
+    def _keep(self, frame: KeptFrame) -> None:
+        self._keyframe = frame
+        self._keyframes.append(frame)
+
     def _push(
         self, frames: list[ImageInput | None], timestamp: float | None, mask: Mask | None
     ) -> FrameResult:
+        def skipped(status: FrameStatus, size: tuple[int, int]) -> FrameResult:
+            """The next one is linked to the last frame that was tracked."""
+            self._count += 1
+            nothing = np.zeros((0, 2), np.float32), np.zeros(0, np.int64), np.zeros(0, np.int64)
+            spent = {**self._spent, "total": sum(self._spent.values())}
+            return FrameResult(self._count - 1, timestamp, status, size, *nothing, milliseconds=spent)
+
         self._spent = {}
         if any(frame is None for frame in frames):
-            return self._pass_over("dropped", timestamp, (0, 0))
+            return skipped("dropped", (0, 0))
         with self._timed("read"):
-            images = self._frames.read(frames, mask)
+            images = self._read(frames, mask)
         if not self._clock.accepts(timestamp):
-            return self._pass_over("out_of_order", timestamp, images[0].size)
+            return skipped("out_of_order", images[0].size)
         with self._timed("extract"):
-            features = self._frames.extract(images)
+            features = self._extract(images)
         if len(features[0]) == 0:
-            return self._pass_over("blank", timestamp, images[0].size)
+            return skipped("blank", images[0].size)
         pyramids = tuple(map(ImagePyramid.of, images))
-        refines, previous = self.pipeline.config.refine is not None, self._map.previous
+        refines, previous = self.pipeline.config.refine is not None, self._previous
         current = KeptFrame(self._count, features[0], pyramids[0] if refines else None)
         with self._timed("match"):  # previous → this and left → right, in one batch
             pairs = [] if previous is None else [(previous.features, features[0])]
             pairs += [(features[0], other) for other in features[1:] if len(other)]
-            matched = self._frames.near.match_features_batch(pairs)
+            matched = self._near.match_features_batch(pairs)
             earlier = None if previous is None else matched.pop(0)
         with self._timed("verify"):
-            match = self.pipeline.match_features_batch
-            status, to_previous, to_keyframe = self._map.link(current, earlier, match)
-            lengths = self._map.identify(current, to_previous, to_keyframe)
+            status, to_previous, to_keyframe = self._link(current, earlier)
+            found = ((self._previous, to_previous), (self._keyframe, to_keyframe))
+            offers = [(frame.track_ids, links.inliers) for frame, links in found if links is not None]
+            current.track_ids, lengths = self._tracks.extend(len(current.keypoints), offers)
         if refines and to_keyframe is not None:
             with self._timed("refine"):
-                self._map.refine(current, to_keyframe, self.pipeline)
+                self._refine(current, to_keyframe)
         right = None
         with self._timed("verify"):
             for pair in matched:  # where the right image shows the keypoints, and so how far away they are
                 other = KeptFrame(self._count, features[1])
-                links = self._map.linker.link(current, other, pair.indices, pair.scores)
+                links = self._linker.link(current, other, pair.indices, pair.scores)
                 right = partners(current.keypoints, other.keypoints, links)
                 right, deviations = complete_partners(pyramids, current.keypoints, right)
                 if self._window is not None:
                     right = within(current.keypoints, right, self._window)
-                self._map.poses.measure(current, right, deviations)
+                self._poses.measure(current, right, deviations)
         with self._timed("pose"):
-            found = self._map.place(current, status, to_keyframe)
-        self._map.close(current)
+            found = self._place(current, status, to_keyframe)
+        self._previous = current
+        self._tracks.forget(current.track_ids, self._keyframe.track_ids)
         self._count += 1
         result = FrameResult(
             index=current.index,
@@ -490,7 +425,7 @@ class Tracker:
             to_previous=to_previous,
             to_keyframe=to_keyframe,
             world_from_cam=None if current.world_from_cam is None else current.world_from_cam.copy(),
-            camera=self._map.poses.camera_of(current.size),
+            camera=self._poses.camera_of(current.size),
             right=right,
             depths=current.depths.copy() if np.isfinite(current.depths).any() else None,
             **found,
@@ -504,12 +439,11 @@ class Tracker:
                 result = replace(result, map_from_cam=self._in_map.follow(result, frames[0], **how))
         spent = {**self._spent, "total": sum(self._spent.values())}
         self._times.append(spent)
-        self._frames.took(spent["total"])
+        if self.choice is None or self._planned:
+            self._planned = False  # a first frame also measures, and those of a new size select kernels
+        else:  # plan anew where frames take longer, since other programs run, or no longer do
+            predicted = self.choice.predicted_ms / self.choice.pace
+            self._pace = updated_pace(self._pace, spent["total"], predicted)
+            if abs(self._pace - self.choice.pace) > 0.1 * self.choice.pace:
+                self._plan()
         return replace(result, milliseconds=spent)
-
-    def _pass_over(self, status: FrameStatus, timestamp: float | None, size: tuple[int, int]) -> FrameResult:
-        """The result of a skipped frame; the next one is linked to the last frame that was tracked."""
-        self._count += 1
-        nothing = np.zeros((0, 2), np.float32), np.zeros(0, np.int64), np.zeros(0, np.int64)
-        spent = {**self._spent, "total": sum(self._spent.values())}
-        return FrameResult(self._count - 1, timestamp, status, size, *nothing, milliseconds=spent)

@@ -16,8 +16,6 @@ from matcher.files import read_given, write_whole
 from matcher.geometry import as_rotation, check_poses
 from matcher.sequence.frames import FrameResult
 
-# --- Files of poses.
-
 
 def write_trajectory(
     path: str | Path,
@@ -27,19 +25,9 @@ def write_trajectory(
     frames: int | None = None,
     bridged: Sequence[bool] = (),
 ) -> None:
-    """In the form of TUM: `t x y z qx qy qz qw`; where the suffix is .kitti, of KITTI: 12 numbers, 3×4.
-
-    Args:
-        path: the file, which is replaced.
-        timestamps: (N,) seconds.
-        poses: N world_from_cam (4, 4), a line each.
-        frames: of the sequence, if some may have no pose.
-        bridged: (N,) whether a pose is extrapolated instead of measured; a comment then lists those that are.
-
-    Raises:
-        UsageError: KITTI's lines have no times, and a frame has no pose.
-        OSError: the file cannot be written.
-    """
+    """Write poses world_from_cam (4, 4) of times in seconds as TUM's lines, `t x y z qx qy qz qw`. Where the
+    suffix is .kitti, they are KITTI's, 12 numbers, 3×4, refused if the sequence has more `frames`. A comment
+    lists poses that are `bridged`: extrapolated instead of measured."""
     path, guessed = Path(path), np.flatnonzero(bridged).tolist()
     if path.suffix.lower() != ".kitti":
         lines, names = tum_lines(timestamps, poses), [f"{timestamps[row]:.6f}" for row in guessed]
@@ -55,14 +43,7 @@ def write_trajectory(
 
 
 def read_poses(path: str | Path) -> tuple[np.ndarray | None, np.ndarray]:
-    """Poses world_from_cam from a file of KITTI (12 numbers per line, 3×4) or TUM (8 numbers).
-
-    Returns:
-        timestamps (N,) or None (KITTI has none), and poses (N, 4, 4).
-
-    Raises:
-        UsageError: the file cannot be read or holds something else.
-    """
+    """Timestamps (N,), or None, and poses world_from_cam (N, 4, 4) from a file of TUM or KITTI."""
     try:
         text = read_given(path).decode("utf-8")
         rows = [line.split() for line in text.splitlines() if line.strip() and not line.startswith("#")]
@@ -78,9 +59,6 @@ def read_poses(path: str | Path) -> tuple[np.ndarray | None, np.ndarray]:
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read as poses ({error})") from error
     return (values[:, 0] if values.shape[1] == 8 else None), poses
-
-
-# --- Errors.
 
 
 @dataclass(frozen=True)
@@ -103,13 +81,8 @@ def segment_errors(
     ground_truth: np.ndarray, found: np.ndarray, lengths: Sequence[float] = (10, 20, 40)
 ) -> list[SegmentError]:
     """Relative errors as in KITTI's odometry benchmark (Geiger et al. 2012), of segments from every frame.
-
-    Args:
-        ground_truth: (N, 4, 4) camera to world, metres.
-        found: (N, 4, 4) of the same frames, in any world frame.
-        lengths: of the segments in metres of the true path; those longer than the path are left out, as are
-            those of a path that stands still, whose errors have no length to be divided by.
-    """
+    Poses (N, 4, 4) are camera to world, the true ones in metres. Lengths, in metres of the true path, are
+    left out where they are longer than it, or 0."""
     travelled, errors, rounding = path_length(ground_truth), [], 1e-6
     for length in (each for each in lengths if each > rounding):
         rows = []
@@ -127,10 +100,7 @@ def segment_errors(
 
 
 def align(ground_truth: np.ndarray, found: np.ndarray, *, with_scale: bool) -> np.ndarray:
-    """The found poses (N, 4, 4) in the frame of the true ones: the first frames are made equal.
-
-    With `with_scale` the path is also scaled so that the positions fit best, which one camera cannot know.
-    """
+    """The found poses (N, 4, 4), moved so that the first is the true one; scaled if asked, to fit best."""
     local = np.linalg.inv(found[0]) @ found
     if with_scale:
         wanted = (np.linalg.inv(ground_truth[0]) @ ground_truth)[:, :3, 3]
@@ -147,27 +117,6 @@ def nearest_rows(stamps: np.ndarray, times: np.ndarray) -> np.ndarray:
     closer = np.abs(times[order][before] - stamps) <= np.abs(times[order][after] - stamps)
     best = order[np.where(closer, before, after)]
     return np.where(np.abs(times[best] - stamps) <= 0.02, best, -1)
-
-
-def _different_times(stamps: np.ndarray, times: np.ndarray) -> str:
-    """Why no frame has the time of a true pose: both ranges, and the likely unit."""
-    if not len(stamps):
-        return "no frame has a pose"
-    message = (
-        f"the frames are of {stamps.min():.10g} to {stamps.max():.10g} s, the true poses of "
-        f"{times.min():.10g} to {times.max():.10g}"
-    )
-    for unit, factor in (("milliseconds", 1e3), ("microseconds", 1e6), ("nanoseconds", 1e9)):
-        for what, one, other in (("true poses'", times, stamps), ("frames'", stamps, times)):
-            if one.min() / factor <= other.max() and one.max() / factor >= other.min() > 0:
-                return f"{message}: the {what} times are likely {unit}, so write them in seconds"
-    return (
-        f"{message}: are they of this sequence? Frames are counted at the frame rate unless files named by "
-        "their time, or times.txt, timestamps.txt, data.csv or rgb.txt beside them say when they were taken"
-    )
-
-
-# --- The record of a run.
 
 
 class TrackingLog:
@@ -194,7 +143,7 @@ class TrackingLog:
         return len(self._frames)
 
     def counts(self) -> dict[str, int]:
-        """How many frames had each status, how many became keyframes, and whose poses are uncertain."""
+        """How many frames had each status, became keyframes, or have uncertain poses."""
         found = Counter(frame.status for frame in self._frames)
         found["keyframes"] = sum(frame.is_keyframe for frame in self._frames)
         found["uncertain"] = sum(frame.pose_status == "uncertain" for frame in self._frames)
@@ -212,11 +161,8 @@ class TrackingLog:
         return [unknown if (pose := frame.world_from_cam) is None else pose for frame in self._frames]
 
     def trajectory(self, *, bridged: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Frames (P,) int64 with a measured pose, their timestamps (P,) and poses (P, 4, 4) camera to world.
-
-        A frame without a timestamp has its index as one. Where `in_map` is set, poses are those in the map.
-        With `bridged`, frames at which tracking was lost are there too, with the motion before extrapolated.
-        """
+        """Frames (P,) int64 with a measured (or bridged) pose, their timestamps (P,) and poses (P, 4, 4). A
+        frame without a timestamp has its index as one. Poses are camera to world, or to map if `in_map`."""
         poses = np.reshape(self._poses(self.in_map), (-1, 4, 4))
         measured = np.array([bridged or frame.pose_status != "bridged" for frame in self._frames], bool)
         rows = np.flatnonzero(np.isfinite(poses).all(axis=(1, 2)) & measured)
@@ -224,7 +170,7 @@ class TrackingLog:
         return rows, np.array(times, np.float64), poses[rows]
 
     def write(self, path: Path, *, bridged: bool = False) -> None:
-        """Write the trajectory by `write_trajectory`, whose errors it raises."""
+        """Write the trajectory by `write_trajectory`."""
         known, times, poses = self.trajectory(bridged=bridged)
         guessed = [self._frames[row].pose_status == "bridged" for row in known]
         write_trajectory(path, times.tolist(), list(poses), frames=len(self), bridged=guessed)
@@ -235,12 +181,10 @@ class TrackingLog:
         return [row for row, index in enumerate(known) if self._frames[index].is_keyframe]
 
     def as_npz(self) -> bytes:
-        """An .npz file: a row per frame, and a row for each observation of a track.
-
-        frame_index, timestamp, status, pose_status, is_keyframe (F,); world_from_cam and map_from_cam
-        (F, 4, 4), NaN where there is none; observation_frame, observation_track (O,); observation_xy (O, 2);
-        observation_depth (O,). Poses of `pose_status` "bridged" are extrapolated.
-        """
+        """An .npz file: a row per frame, and a row for each observation of a track. frame_index, timestamp,
+        status, pose_status, is_keyframe (F,); world_from_cam and map_from_cam (F, 4, 4), NaN where there is
+        none; observation_frame, observation_track (O,); observation_xy (O, 2); observation_depth (O,). Poses
+        of `pose_status` "bridged" are extrapolated."""
         kinds = {"timestamp": np.float64, "status": np.str_, "pose_status": np.str_, "is_keyframe": bool}
         columns = {
             name: np.array([getattr(frame, name) for frame in self._frames], kind)
@@ -265,22 +209,22 @@ class TrackingLog:
     def compared_with(
         self, times: np.ndarray | None, ground_truth: np.ndarray, *, with_scale: bool
     ) -> tuple[np.ndarray, np.ndarray, list[SegmentError]]:
-        """Estimated and true poses of the frames that have both, aligned, and the errors of segments.
-
-        Args:
-            times: (T,) seconds of the true poses; None: they are those of the frames in order.
-            ground_truth: (T, 4, 4) camera to world.
-            with_scale: one camera does not know the scale; it is fitted.
-
-        Raises:
-            UsageError: fewer than two frames have a true pose.
-        """
+        """Estimated and true poses of the frames that have both, aligned, and the errors of segments. True
+        poses (T, 4, 4) are camera to world at `times` (T,) in seconds, or without them of the frames in
+        order. `UsageError`: fewer than two frames have one."""
         known, stamps, poses = self.trajectory()
         if times is None:
             rows = np.where(known < len(ground_truth), known, -1)
             why = f"{len(known)} frames have a pose, and the file has {len(ground_truth)}"
         else:
-            rows, why = nearest_rows(stamps, times), _different_times(stamps, times)
+            rows, why = nearest_rows(stamps, times), "no frame has a pose"
+            if len(stamps):
+                why = (
+                    f"the frames are of {stamps.min():.10g} to {stamps.max():.10g} s, the true poses of "
+                    f"{times.min():.10g} to {times.max():.10g}: are both in seconds, and of this "
+                    "sequence? Frames are counted at the frame rate unless their names, or times.txt, "
+                    "timestamps.txt, data.csv or rgb.txt beside them say when they were taken"
+                )
         both = rows >= 0
         if np.count_nonzero(both) < 2:
             raise UsageError(

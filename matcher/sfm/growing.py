@@ -9,7 +9,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Unpack
 
-from matcher.cameras import Camera, read_rig_config
+from matcher.cameras import read_rig_config
 from matcher.collection.collection import Collection
 from matcher.collection.pairs import BEST
 from matcher.collection.sources import PairChoice, Photos, default_choice
@@ -20,7 +20,7 @@ from matcher.export.colmap import CameraChoice, read_exif
 from matcher.files import check_folder
 from matcher.images import list_images
 from matcher.match.retrieval import similar_pairs
-from matcher.sfm.models import GivenPoses, find_run, read_given_poses
+from matcher.sfm.models import find_run, read_given_poses
 from matcher.sfm.reconstruct import RIG, MappingOptions, Reconstruction, reconstruct
 
 # Pairs of a reconstruction where none are asked for, as arguments of `default_choice`. Of 20 photos of a
@@ -34,11 +34,8 @@ def more_pairs(
     collection: Collection, *, on_round: OnRound | None = None, on_progress: OnProgress | None = None
 ) -> Callable[[frozenset[str]], bool]:
     """What matches more pairs of images without a pose, and says whether there were any; see `reconstruct`.
-
-    First the pairs of each image with the most similar others, then all in a run of up to 100 images, in a
-    larger one those that the strongest keypoints were compared of. None of a run whose pairs were not chosen
-    preemptively. `on_round` is called before pairs are matched.
-    """
+    First the pairs of each with the most similar others, then all in a run of up to 100 images, in a larger
+    one those that the strongest keypoints were compared of; none where pairs were not chosen preemptively."""
     rounds = [True, False]  # whether with the most similar images
 
     def match_more(without_pose: frozenset[str]) -> bool:
@@ -76,28 +73,12 @@ def continue_model(
     how: dict[str, Any] | None = None,
     **options: Unpack[MappingOptions],
 ) -> Reconstruction:
-    """A model with more photos, in the same world coordinates; the one that is continued stays as it is.
+    """A model with more photos, in the same world coordinates; what is matched stays in the run.
 
-    What is matched stays in the run, so after an interruption the same call goes on from there.
-
-    Args:
-        model: a folder that `reconstruct` wrote; a rig that it was made with applies to all photos.
-        photos: the run's folder of images, or a folder in it; what the run has already is not done again.
-        out: the folder of the new model.
-        run_dir: folder of the run; by default the one that the model was made from.
-        choice: cameras of the new photos that share none with a photo of the model.
-        pairs: how pairs with a new photo are chosen, as arguments of `Collection.add_pairs`; None: as those
-            of the run were, or where these came from a list, all in small runs, else similar ones.
-        on_progress: as of `Collection.run`.
-        on_round: called where photos got no pose from pairs that were chosen preemptively, before more of
-            their pairs are matched; see `more_pairs`.
-        how: workers, device, weights, frontend_weights: as of `Collection.reopen`.
-        options: of `reconstruct`.
-
-    Raises:
-        UsageError: no model or run, photos that lie elsewhere, or none of them is new.
-        IntegrityError: the model or the run is damaged, or a photo of the model has changed.
-        ReconstructionError: COLMAP's process ended early.
+    The model is a folder that `reconstruct` wrote, whose rig applies to all photos; these lie in the run's
+    folder of images. `choice` has the cameras of new photos that share none with a photo of the model,
+    `pairs` arguments of `Collection.add_pairs` (None: as those of the run were, or where these came from a
+    list, all in small runs, else similar ones), `how` those of `Collection.reopen`.
     """
     check_folder(Path(out), overwrite=options.get("overwrite", False))  # before hours of matching
     given = read_given_poses(model, fixed=False)
@@ -109,7 +90,16 @@ def continue_model(
         new = sorted(set(present).difference(given.cam_from_world))
         if not new:
             raise UsageError(f"the model has all {len(present)} photos of {photos} already")
-        _refuse_changed(store, set(given.cam_from_world))
+        source, pictures = store.settings["source"], Photos(store.image_folder)
+        # Digests of features, or of masked photos, are not those of the files.
+        plain = source["kind"] == "photos" and not source.get("masks")
+        for image in store.images() if plain else ():
+            known = image.name in given.cam_from_world and image.status == "done" and image.path.is_file()
+            if known and pictures.digest(image.name) != image.sha256:
+                raise IntegrityError(
+                    f"{image.path} has changed since its keypoints were found, and its pose is of the old "
+                    "file: put that back and give the new one another name, or make the model again"
+                )
         kept = {image.name for image in store.images() if (store.image_folder / image.name).is_file()}
         names, folder, chosen = sorted(kept.union(new)), store.image_folder, store.pair_choice
     collection = Collection.reopen(run, **(how or {}))
@@ -120,23 +110,15 @@ def continue_model(
     collection.run(on_progress=on_progress)
     more = more_pairs(collection, on_round=on_round, on_progress=on_progress)
     with Store.open(run) as store:
-        poses = replace(given, cameras=_with_shared_cameras(store, given))
+        keys = {}  # photos by the same device, of one size and focal length, share the model's camera
+        for image in store.images():
+            exif = read_exif(image.path) if image.path.is_file() else None
+            identity = exif if exif is not None and exif.model else str(Path(image.name).parent)
+            keys[image.name] = (image.size, identity)
+        known = {keys[name]: camera for name, camera in given.cameras.items() if name in keys}
+        shared = {name: known[key] for name, key in keys.items() if key in known}
+        poses = replace(given, cameras={**shared, **given.cameras})
         return reconstruct(store, out, choice=choice, poses=poses, on_incomplete=more, **options)
-
-
-def _refuse_changed(store: Store, known: set[str]) -> None:
-    """Refuse another picture under the name of one whose pose is known, before the run takes it in."""
-    source = store.settings["source"]
-    if source["kind"] != "photos" or source.get("masks"):
-        return  # digests are of features, or of both files
-    photos = Photos(store.image_folder)
-    for image in store.images():
-        same = image.name not in known or image.status != "done" or not image.path.is_file()
-        if not same and photos.digest(image.name) != image.sha256:
-            raise IntegrityError(
-                f"{image.path} has changed since its keypoints were found, and its pose is that of the old "
-                "file: put that back and give the new one another name, or make the model again"
-            )
 
 
 def _names(photos: str | Path, folder: Path) -> list[str]:
@@ -153,15 +135,3 @@ def _names(photos: str | Path, folder: Path) -> list[str]:
     if not (names := sorted((below / name).as_posix() for name in list_images(given))):
         raise UsageError(f"{photos} holds no photos")
     return names
-
-
-def _with_shared_cameras(store: Store, given: GivenPoses) -> dict[str, Camera]:
-    """The cameras of the model's photos, and of those by the same device, size and focal length."""
-    keys = {}
-    for image in store.images():
-        exif = read_exif(image.path) if image.path.is_file() else None
-        identity = exif if exif is not None and exif.model else str(Path(image.name).parent)
-        keys[image.name] = (image.size, identity)
-    known = {keys[name]: camera for name, camera in given.cameras.items() if name in keys}
-    found = {name: known[key] for name, key in keys.items() if key in known}
-    return {**found, **given.cameras}

@@ -158,11 +158,8 @@ def _options(job: Job) -> Any:
 
 
 def kept_models(models: Models, job: Job) -> list[Any]:
-    """The models to be written, the largest first: none that is too small, or wholly in larger ones.
-
-    COLMAP begins again with images that a model has already, and leaves models below its least size. A model
-    of given poses is what was asked for, however small.
-    """
+    """The models to be written, the largest first: none that is too small, or wholly in larger ones. COLMAP
+    leaves such. A model of given poses is what was asked for, however small."""
     kept, covered = [], set()
     for model in sorted(models.values(), key=lambda model: -model.num_reg_images()):
         names = {image.name for image in _registered(model)}
@@ -189,15 +186,9 @@ def adjust(model: Any, fixed_cameras: Iterable[int], threads: int) -> None:
     pycolmap.create_default_bundle_adjuster(options, config, model).solve()
 
 
-# --- Positions of photos
-
-
 def georegister(model: Any, positions: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
-    """Move a model to metres east, north and up of the first photo's position.
-
-    Returns the origin and how well positions and cameras agree; None where too few do, and nothing is
-    changed. And why positions, if there are any, are not used.
-    """
+    """Move a model to metres east, north and up of the first photo's position, where enough agree. The origin
+    and how well positions and cameras agree, or None and why positions, if any, are not used."""
     names = sorted({image.name for image in _registered(model)} & positions.keys())
     if len(names) < 4:  # three place a model, and one confirms it
         return None, f"they are {len(names)}, and 4 are needed" if names else None
@@ -233,14 +224,8 @@ def _metres(positions: Mapping[str, Any], names: list[str], origin: list[float])
     return np.asarray(pycolmap.GPSTransform().ellipsoid_to_enu(given, *origin))
 
 
-# --- Rigs
-
-
 def _calibrate_rig(job: Job, mapped: Callable[[], Models]) -> bool:
-    """Give the database its rigs, with the poses within them that a model without rigs has, if there is one.
-
-    `ValueError`: in no frame of that model two cameras of a rig have a pose.
-    """
+    """Give the database its rigs, with the poses within them of a model without rigs, if there is one."""
     with pycolmap.Database.open(job["database"]) as database:
         database.clear_frames()
         database.clear_rigs()
@@ -259,12 +244,9 @@ def _calibrate_rig(job: Job, mapped: Callable[[], Models]) -> bool:
 
 
 def _from_one_frame(job: Job) -> Models:
-    """Models that begin with the points that the cameras of a rig see at one moment.
-
+    """Models that begin with the points that a rig's cameras see at one moment; three frames are tried.
     COLMAP begins with two frames that see points from clearly different directions. A rig that only moves
-    ahead, as on a car, has none, but the pictures of one frame give points at once. Three frames are tried,
-    those whose own pictures agree most.
-    """
+    ahead, as on a car, has none."""
     starts = []
     with pycolmap.Database.open(job["database"]) as database:
         names = {image.image_id: image.name for image in database.read_all_images()}
@@ -325,16 +307,10 @@ def _without_distortion(job: Job, models: Models) -> Models:
     return others
 
 
-# --- Uncertain observations
-
-
 def keep_certain(model: Any, job: Job) -> None:
-    """Leave observations out of a model whose refined position is uncertain, and adjust it to the others.
-
-    Those with a deviation above `max_deviation` pixels go; so do those that were not refined (NaN) where a
-    track has more than one, for one is the reference of the others. An image keeps all where fewer than 15
-    would be left.
-    """
+    """Leave observations out whose refined position deviates by more than `max_deviation` pixels, and adjust.
+    So do those that were not refined (NaN) where a track has more than one, for one is the reference of the
+    others. An image keeps all where fewer than 15 would be left."""
     with np.load(job["deviations"]) as stored:
         deviation = {name: stored[name] for name in stored.files}
     seen = {

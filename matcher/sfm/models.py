@@ -50,9 +50,6 @@ class SparseModel:
         return {name: -pose[:, :3].T @ pose[:, 3] for name, pose in self.cam_from_world.items()}
 
 
-# --- Folders with a model
-
-
 def is_model(folder: Path) -> bool:
     """Whether a folder holds a COLMAP model, binary or as text."""
     return any(all((folder / f"{name}{end}").is_file() for name in _FILES) for end in (".bin", ".txt"))
@@ -81,9 +78,8 @@ def find_run(model: str | Path) -> Path:
     run = run.with_name(run.name[:200])
     raise UsageError(
         f"{folder} does not say which run holds the features of its images, or the run is not at {run}: name "
-        f"it (run_dir in Python; `matcher localize {folder} PHOTOS --run RUN_DIR`); for a model of another "
-        f"program, make one by `matcher sfm PHOTOS --poses {folder} --out NEW_MODEL`, or localise by "
-        f"`matcher localize {folder} PHOTOS --pictures DIR`"
+        f"it (run_dir, --run RUN_DIR); for a model of another program, use `matcher localize {folder} "
+        f"PHOTOS --pictures DIR`, or make one by `matcher sfm PHOTOS --poses {folder} --out NEW_MODEL`"
     )
 
 
@@ -111,9 +107,6 @@ def read_georegistration(folder: Path) -> dict[str, Any] | None:
     return {"origin": origin, "images": int(images), "median_error_metres": error}
 
 
-# --- Poses that a reconstruction starts from
-
-
 @dataclass(frozen=True, eq=False)
 class GivenPoses:
     """Poses of images by name, and the cameras of those that have one."""
@@ -126,12 +119,7 @@ class GivenPoses:
 
 
 def read_given_poses(source: str | Path, *, fixed: bool = True) -> GivenPoses:
-    """The poses of a COLMAP model, of a folder that `reconstruct` wrote, or of a file (`read_named_poses`).
-
-    Raises:
-        UsageError: there is neither, or the file holds something else.
-        IntegrityError: the model is damaged.
-    """
+    """The poses of a COLMAP model, a folder that `reconstruct` wrote, or a file (`read_named_poses`)."""
     source = Path(source)
     if source.name == COLMAP_IMAGES and is_model(source.parent):
         source = source.parent
@@ -150,12 +138,8 @@ def read_given_poses(source: str | Path, *, fixed: bool = True) -> GivenPoses:
 
 
 def read_model(folder: Path) -> Any:
-    """A `pycolmap.Reconstruction` whose names, poses, cameras and points are such.
-
-    Raises:
-        UsageError: pycolmap is absent, or a camera is none or of a model that is not supported.
-        IntegrityError: a file is damaged.
-    """
+    """A `pycolmap.Reconstruction` whose names, poses, cameras and points are such, or an `IntegrityError`.
+    `UsageError`: a camera is none or of a model that is not supported."""
     pycolmap = import_pycolmap()
     pycolmap.logging.minloglevel = pycolmap.logging.FATAL.value
     _check_files(folder, pycolmap)
@@ -209,10 +193,7 @@ def _damaged(place: Path, what: str) -> IntegrityError:
 
 def _check_files(folder: Path, pycolmap: Any) -> None:
     """Refuse binary files that do not hold what their counts promise: COLMAP's reader never ends on those.
-
-    The layout is that of COLMAP's src/colmap/scene/reconstruction_io.cc: little-endian, a count, then
-    records. Text models are passed.
-    """
+    Little-endian, a count, then records (COLMAP's src/colmap/scene/reconstruction_io.cc)."""
 
     def take(form: str) -> tuple:
         return struct.unpack(f"<{form}", data.read(struct.calcsize(f"<{form}")))

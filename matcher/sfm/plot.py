@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from matcher.files import write_whole
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from matcher.viz.drawings import save_figure
 
 
 def draw_model(model: Any, path: Path) -> None:
-    """Draw points in their colours and cameras as pyramids, seen from above and from the front, as a PNG.
-
-    `model` is a `pycolmap.Reconstruction`; its black points, of photos that are gone, are drawn in grey.
-    `OSError`: the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
+    """Draw a `pycolmap.Reconstruction` from above and from the front, as a PNG: cameras as pyramids, points
+    in their colours, black ones, of photos that are gone, in grey."""
     images = [model.image(number) for number in model.reg_image_ids()]
     poses, points = [image.cam_from_world().matrix() for image in images], list(model.points3D.values())
     axes = scene_axes(poses)
@@ -48,9 +41,7 @@ def draw_model(model: Any, path: Path) -> None:
             panel.plot(pyramid[:, across[0]], up * pyramid[:, across[1]], color="#c8102e", linewidth=0.9)
         show_box(panel, box[:, across] * (1, up), title)
     figure.suptitle(f"{len(poses)} cameras, {len(points)} points")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    write_whole(path, buffer.getvalue())
+    save_figure(figure, path)
 
 
 def draw_points(axes: Axes, points: np.ndarray, colours: Any, most: int = 30_000) -> np.ndarray:
@@ -72,10 +63,8 @@ def show_box(axes: Axes, points: np.ndarray, title: str) -> None:
 
 def scene_axes(poses: Sequence[np.ndarray]) -> np.ndarray:
     """(3, 3) rows right, down and ahead of the scene in world coordinates, from how the cameras are held.
-
     Down is the mean of the cameras' own; ahead is the mean of where they look, or any direction where that
-    has none, as in a ring.
-    """
+    has none, as in a ring."""
 
     def unit(vector: np.ndarray, instead: np.ndarray) -> np.ndarray:
         length = np.linalg.norm(vector)

@@ -99,7 +99,19 @@ def reconstruct(
         ReconstructionError: no model was found, or COLMAP's process ended early.
         OSError: the disk is full.
     """
-    job, out, choice = _mapping_job(options), Path(out), choice or CameraChoice()
+    if unknown := sorted(options.keys() - MappingOptions.__annotations__.keys()):
+        known = ", ".join(MappingOptions.__annotations__)
+        raise UsageError(f"unknown option {unknown[0]!r}; there are {known}")
+    job = {"mapper": "incremental", "min_images": 3, "threads": -1, "seed": 0, "max_deviation": None}
+    job |= {name: value for name, value in options.items() if name != "overwrite"}
+    mapper, min_images, threads = job["mapper"], job["min_images"], job["threads"]
+    if mapper not in get_args(Mapper):
+        raise UsageError(f"the mapper must be {' or '.join(get_args(Mapper))}, not {mapper!r}")
+    if min_images < 2 or threads == 0 or threads < -1:
+        raise UsageError(f"min_images ({min_images}) starts at 2, threads ({threads}) at 1, or -1 for all")
+    if (most := job["max_deviation"]) is not None and not 0 < most < float("inf"):
+        raise UsageError(f"max_deviation ({most}) is a number of pixels above 0")
+    out, choice = Path(out), choice or CameraChoice()
     import_pycolmap()
     if poses is not None:
         if poses.fixed and choice.rig is not None:
@@ -129,8 +141,8 @@ def reconstruct(
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         if not models and report.matches == 0:
             raise UsageError(
-                f"the {report.images} photos have no matches: either their pairs were not matched yet (check "
-                "with `matcher status RUN_DIR`), or the photos show different things"
+                f"the {report.images} photos have no matches: pairs were not matched yet (`matcher status "
+                "RUN_DIR` tells), or they show different things"
             )
         if not models:
             least = min(job["min_images"], report.images)
@@ -149,23 +161,6 @@ def check_mapper(mapper: str) -> None:
         raise UsageError(
             f"the {mapper} mapper starts from matches alone, without the poses that are given: leave it out"
         )
-
-
-def _mapping_job(options: MappingOptions) -> dict[str, Any]:
-    """The part of the child's job that the options set."""
-    if unknown := sorted(options.keys() - MappingOptions.__annotations__.keys()):
-        known = ", ".join(MappingOptions.__annotations__)
-        raise UsageError(f"unknown option {unknown[0]!r}; there are {known}")
-    job = {"mapper": "incremental", "min_images": 3, "threads": -1, "seed": 0, "max_deviation": None}
-    job |= {name: value for name, value in options.items() if name != "overwrite"}
-    mapper, min_images, threads = job["mapper"], job["min_images"], job["threads"]
-    if mapper not in get_args(Mapper):
-        raise UsageError(f"the mapper must be {' or '.join(get_args(Mapper))}, not {mapper!r}")
-    if min_images < 2 or threads == 0 or threads < -1:
-        raise UsageError(f"min_images ({min_images}) starts at 2, threads ({threads}) at 1, or -1 for all")
-    if (most := job["max_deviation"]) is not None and not 0 < most < float("inf"):
-        raise UsageError(f"max_deviation ({most}) is a number of pixels above 0")
-    return job
 
 
 def _mapped(
@@ -264,7 +259,7 @@ def _mapped(
 
 
 def _run_mapping(job: Mapping[str, Any]) -> None:
-    """Run the mapping in a child process that ends with this one; `OSError` where the disk is full."""
+    """Run the mapping in a child process that ends with this one."""
     child = subprocess.run(
         child_command("matcher.sfm.mapping"),
         env=child_environment(),
@@ -286,17 +281,11 @@ def _run_mapping(job: Mapping[str, Any]) -> None:
     raise ReconstructionError(f"COLMAP's process ended early ({ending}): {last}")
 
 
-# --- Whether the camera that the user gave fits the photos
-
-
 def check_given_camera(store: Store, choice: CameraChoice, only: Collection[str] | None = None) -> str:
     """That the camera which was given may be wrong, where pairs of photos clearly fit another; else empty.
-
     With the right focal length their fundamental matrices F are essential ones: both singular values of KᵀFK
-    are equal (Hartley 1992). Too little is said by fewer than eight pairs of 50 inliers, a focal length less
-    than a quarter longer or shorter, one with which the values are not half as unequal, or none within three
-    octaves.
-    """
+    are equal (Hartley 1992). Eight pairs of 50 inliers are needed, a focal length within three octaves that
+    differs by a quarter, and values half as unequal."""
     matrices, camera = [], choice.camera
     for pair in store.pairs() if camera is not None else ():
         selected = only is None or (pair.name0 in only and pair.name1 in only)
@@ -319,6 +308,5 @@ def check_given_camera(store: Store, choice: CameraChoice, only: Collection[str]
         return ""
     return (
         f"the camera that was given may be wrong: pairs of photos fit a focal length near "
-        f"{factors[best] * camera.fx:.0f} px, not {camera.fx:.0f}; correct it, or leave it out to have it "
-        "estimated"
+        f"{factors[best] * camera.fx:.0f} px, not {camera.fx:.0f}; correct it, or have it estimated"
     )
