@@ -31,15 +31,10 @@ from matcher.kernels.calls import attend, takes
 def scaled_dot_product(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False
 ) -> Tensor:
-    """softmax(q kᵀ / √d) v (Vaswani et al. 2017, eq. 1).
+    """softmax(q kᵀ / √d) v (Vaswani et al. 2017, eq. 1) of q (…, N, d), k and v (…, M, d) → (…, N, d).
 
-    Args:
-        q: (…, N, d). k, v: (…, M, d).
-        mask: broadcast to (…, N, M); bool, True = may attend, or numbers added to the scores (−inf: not).
-        causal: row i attends to columns 0 … i only.
-
-    Returns:
-        (…, N, d); zeros for rows that may attend to nothing.
+    `mask` is broadcast to (…, N, M): bool, True = may attend, or numbers added to the scores (−inf: not);
+    with `causal` row i attends to columns 0 … i only. Rows that may attend to nothing become zeros.
 
     >>> x = torch.eye(3)
     >>> scaled_dot_product(x, x, x, causal=True)[0]
@@ -165,11 +160,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 
 
 class AdditiveAttention(nn.Module):
-    """softmax(wᵀ tanh(W_q q + W_k k)) v (Bahdanau et al. 2015, appendix A.1.2); O(N·M·d) memory.
-
-    >>> AdditiveAttention(4)(torch.randn(5, 4), torch.randn(7, 4), torch.randn(7, 4)).shape
-    torch.Size([5, 4])
-    """
+    """softmax(wᵀ tanh(W_q q + W_k k)) v (Bahdanau et al. 2015, appendix A.1.2); O(N·M·d) memory."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -184,11 +175,7 @@ class AdditiveAttention(nn.Module):
 
 
 class GeneralAttention(nn.Module):
-    """softmax(q W kᵀ) v (Luong et al. 2015, eq. 8, "general").
-
-    >>> GeneralAttention(4)(torch.randn(5, 4), torch.randn(7, 4), torch.randn(7, 4)).shape
-    torch.Size([5, 4])
-    """
+    """softmax(q W kᵀ) v (Luong et al. 2015, eq. 8, "general")."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -237,11 +224,7 @@ def missing_rows(rows: int, weight: Tensor) -> int:
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """(…, heads, N, d) → (…, N, heads · d).
-
-    >>> merge_heads(torch.zeros(2, 4, 5, 2)).shape
-    torch.Size([2, 5, 8])
-    """
+    """(…, heads, N, d) → (…, N, heads · d)."""
     return x.transpose(-2, -3).flatten(-2)
 
 
@@ -249,14 +232,12 @@ class MultiHeadAttention(nn.Module):
     """Concat(head_1 … head_h) W_O of projected queries, keys, values (Vaswani et al. 2017, section 3.2.2).
 
     Queries, keys and values are one linear map `qkv`, in this order; with `shared_qk` queries and keys are
-    the same (LightGlue, Lindenberger et al. 2023, eq. 5).
+    the same (LightGlue, Lindenberger et al. 2023, eq. 5). `UsageError`: `heads` that do not divide `dim`, or
+    an unknown score function.
 
     >>> attention = MultiHeadAttention(8, heads=2, score="linear")
     >>> attention(torch.randn(5, 8)).shape  # self-attention of one sequence
     torch.Size([5, 8])
-
-    Raises:
-        UsageError: `heads` that do not divide `dim`, or an unknown score function.
     """
 
     def __init__(
@@ -283,17 +264,11 @@ class MultiHeadAttention(nn.Module):
         causal: bool = False,
         weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x (…, N, dim) attends to source (…, M, dim), or to itself → (…, N, dim).
+        """x (…, N, dim) attends to source (…, M, dim), or to itself → (…, N, dim); with `weights` also what
+        each row attends to, (…, heads, N, M), of sum 1.
 
-        Args:
-            x: queries.
-            source: keys and values; x when absent.
-            mask: as `scaled_dot_product` takes it, for all heads; not with linear attention.
-            causal: row i attends to rows 0 … i only; not with linear attention.
-            weights: also return what every row attends to, (…, heads, N, M); rows sum to 1.
-
-        Raises:
-            UsageError: no tensors, another width, or a mask or causality with linear attention.
+        `mask` and `causal` are as `scaled_dot_product` takes them, for all heads. `UsageError`: either with
+        linear attention, no tensors, or another width.
         """
         source = x if source is None else source
         for each in (x, source):

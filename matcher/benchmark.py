@@ -126,9 +126,6 @@ class Bench:
                 yield BenchmarkRow(name, other, times[name], times[other], note)
 
 
-# Networks of others, and ours with their parameters
-
-
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:
     """A module with random parameters in evaluation mode; the global random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
@@ -193,9 +190,6 @@ def verified_by_opencv(side0: tuple[Any, Any], side1: tuple[Any, Any]) -> None:
         cv2.findFundamentalMat(*map(np.array, points), cv2.USAC_MAGSAC, 1.0, 0.999)
 
 
-# The rows: of networks
-
-
 def lightglue(bench: Bench, points: int, batch: int = 1) -> Iterator[BenchmarkRow]:
     """LightGlue's architecture (9 layers of 256) in precision "auto" and in float32, against kornia."""
     device = bench.device
@@ -250,9 +244,6 @@ def loftr(bench: Bench) -> Iterator[BenchmarkRow]:
     ours = {work: (lambda: pipe.matcher(*(Features.stack([f]) for f in pipe.extractor(images))), "")}
     calls = {"kornia, float32": lambda: peer({"image0": grey[0], "image1": grey[1]})}
     yield from bench.rows(ours, calls)
-
-
-# The rows: of the default preset
 
 
 def extraction(bench: Bench) -> Iterator[BenchmarkRow]:
@@ -387,9 +378,6 @@ def collection(bench: Bench) -> Iterator[BenchmarkRow]:
         for row in bench.rows({work: (lambda: ready[0].pop().run(), "")}, calls):
             rates = " and ".join(f"{pairs / median(side):.1f}" for side in (row.ours, row.theirs))
             yield replace(row, note=f"{rates} pairs a second")
-
-
-# The benchmark
 
 
 def run_benchmark(

@@ -242,9 +242,6 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return found.unflatten(2, (heads, q.shape[3])).transpose(1, 2)
 
 
-# From a part to a file.
-
-
 def traced(
     part: Part, given: tuple[Any, ...], shapes: tuple[Any, ...], inputs: Sequence[str], outputs: Sequence[str]
 ) -> onnx.ModelProto:

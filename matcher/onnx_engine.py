@@ -108,9 +108,6 @@ def read_network(file: Any) -> tuple[NetworkConfig, Arrays]:
         raise IntegrityError(f"{file.path} {error}: {file.remedy}") from error
 
 
-# Sessions.
-
-
 @cache
 def _thread(process: int) -> ThreadPoolExecutor:
     """The thread of a process in which all sessions are made and run; it does not outlive a fork.
@@ -148,9 +145,6 @@ def _session(data: bytes, weights: dict[str, np.ndarray]) -> tuple[onnxruntime.I
     # Version 1.17 fuses transposed products of float64, but cannot compute them.
     kept = {"providers": ["CPUExecutionProvider"], "disabled_optimizers": ["MatmulTransposeFusion"]}
     return onnxruntime.InferenceSession(data, options, **kept), values
-
-
-# The front end.
 
 
 class OnnxExtractor:
@@ -205,9 +199,6 @@ class OnnxExtractor:
             points = image.to_stored(found.pop("keypoints").astype(np.float64)).astype(np.float32)
             features.append(Features(points, **found, kind=config.kind, **image.features_fields()))
         return features
-
-
-# The matcher.
 
 
 class OnnxMatcher:

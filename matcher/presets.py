@@ -112,15 +112,14 @@ _LIGHTERGLUE = replace(
     policy=MatchingPolicy(early_exit=False, prune_matchability=0.05, prune_confident_only=False),
 )
 # LoFTR, Sun et al. 2021: cells of a grid, linear attention, dual softmax, windows on a finer map.
+_ON_GRID = {"every_layer": False, "project": False, "border": 2}
 _LOFTR = NetworkConfig(
     kind="loftr",
     descriptor_dim=256,
     project=False,
     position=PositionConfig(kind="sine", frequencies="steep"),
     context=replace(RefinementConfig().context, dim=256, depth=4),
-    assignment=AssignmentConfig(
-        kind="dual_softmax", dustbin="none", every_layer=False, project=False, temperature=0.1, border=2
-    ),
+    assignment=AssignmentConfig(kind="dual_softmax", dustbin="none", temperature=0.1, **_ON_GRID),
     policy=MatchingPolicy(match_threshold=0.2, early_exit=False, pruning=False),
     backbone=BackboneConfig(),
     refinement=RefinementConfig(),
@@ -128,13 +127,7 @@ _LOFTR = NetworkConfig(
 _LOFTR_NEW = replace(_LOFTR, position=PositionConfig(kind="sine"))
 # The assignment of the networks that were published as "ot" beside those of dual softmax ("ds").
 LOFTR_TRANSPORT = AssignmentConfig(
-    dustbin="learned",
-    every_layer=False,
-    project=False,
-    border=2,
-    max_iterations=3,
-    tolerance=None,
-    drop_unmatched=True,
+    dustbin="learned", max_iterations=3, tolerance=None, drop_unmatched=True, **_ON_GRID
 )
 _LEARNED = ExtractorConfig("learned", soft_resize=640, sparse_resize=1024)
 _GRID = ExtractorConfig(GRID_KIND, resize=640)  # its points lie on no corner, and the network refines them
@@ -203,10 +196,7 @@ def from_file(preset: str, options: Mapping[str, Any]) -> tuple[str, dict[str, A
 
 
 class LoadOptions(TypedDict, total=False):
-    """What adjusts a preset; None always means the preset's own value.
-
-    Each with what it is, as the command line's help says it too, and what stands there for its value.
-    """
+    """What adjusts a preset, None being its own value: type, text of the help, what stands for the value."""
 
     weights: Annotated[str | Path | None, "Matcher weights: file, or name in `matcher weights list`.", "FILE"]
     frontend: Annotated[
@@ -255,12 +245,8 @@ class LoadOptions(TypedDict, total=False):
 
 
 # Where an option lies in a configuration; the other options steer how a pipeline is built.
-_FIELDS = {
+_FIELDS = {name: ("extractor", name) for name in ("variant", "max_keypoints", "resize", "keep")} | {
     "frontend": ("extractor", "kind"),
-    "variant": ("extractor", "variant"),
-    "max_keypoints": ("extractor", "max_keypoints"),
-    "resize": ("extractor", "resize"),
-    "keep": ("extractor", "keep"),
     "geometry": ("estimation", "kind"),
 }
 OF_NETWORKS = ("match_threshold", "early_exit", "pruning")  # how a network is used
@@ -318,11 +304,7 @@ def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineCon
 
 
 def option_at(path: str) -> str:
-    """The option that sets a value of a configuration, by the value's dotted path; other paths as they are.
-
-    >>> option_at("estimation.kind"), option_at("estimation.seed")
-    ('geometry', 'estimation.seed')
-    """
+    """The option that sets a configuration's value of this dotted path; other paths as they are."""
     fields = [*_FIELDS.items(), *_NETWORK.items(), *_NEAREST.items()]
     return next((name for name, steps in fields if ".".join(steps) == path), path)
 

@@ -19,8 +19,6 @@ from matcher.kernels import calls as compiled
 from matcher.processes import compute_threads
 from matcher.types import REFINEMENTS, Image, Matches, MatchRefinement
 
-# Local affine maps
-
 
 def fit_affine_maps(
     points0: np.ndarray, points1: np.ndarray, neighbours: int = 16
@@ -65,9 +63,6 @@ def fit_affine_maps(
     # size / determinant = (a / b + b / a) / 2.
     known = (determinant > 0.01) & (determinant < 100) & (size < determinant * (6 + 1 / 6) / 2)
     return np.where(known[:, None, None], maps, np.eye(2)), known
-
-
-# Windows
 
 
 class Grid(NamedTuple):
@@ -424,8 +419,6 @@ class _Fitting:
         matrix[:, :2, :2] += self.damping[:, None, None] * self.weakest[:, :, None] * self.weakest[:, None]
         self.inverse = np.linalg.inv(matrix).astype(np.float32)
 
-
-# Refinement of matches
 
 DEVIATION = 1.0  # prior standard deviation of a match along an axis, in pixels of the resized images
 

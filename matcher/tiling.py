@@ -16,7 +16,6 @@ from typing import Any
 import cv2
 import numpy as np
 
-from matcher.cameras import Camera
 from matcher.config import GRID_KIND, EstimationConfig
 from matcher.errors import UsageError
 from matcher.geometry import UPRIGHT, resized, turn_angles
@@ -30,8 +29,6 @@ TILE = 1024  # pixels a side, without the margin
 WINDOW = 750  # keypoints of image 0 that a window matches
 Tile = tuple[int, int, int, int]  # left, top, right, bottom
 
-# Keypoints by tiles, ranked together and spread over the image.
-
 
 def tiled_features(image: Image, extractor: Extractor, most: int, near: np.ndarray | None = None) -> Features:
     """The `most` best features of an image of any size, as `spread` chooses, in stored pixels, best first.
@@ -43,9 +40,8 @@ def tiled_features(image: Image, extractor: Extractor, most: int, near: np.ndarr
     tiles = list(_tiles(image, near)) or [(0, 0, 0, 0)]  # none: no features, but of the right kind
     for start in range(0, len(tiles), 4):
         some = tiles[start : start + 4]
-        outer = [_with_margin(image, tile) for tile in some]
-        found = extractor([_cut(image, each) for each in outer])
-        parts += [_own(image, *each) for each in zip(found, some, outer, strict=True)]
+        cuts, corners = zip(*(_cut(image, tile) for tile in some), strict=True)
+        parts += [_own(image, *each) for each in zip(extractor(cuts), some, corners, strict=True)]
     for f in fields(Features):
         value = getattr(parts[0], f.name)
         if value is not None and f.name not in (*Features._PER_IMAGE, "kind"):
@@ -91,27 +87,19 @@ def _tiles(image: Image, near: np.ndarray | None) -> Iterator[Tile]:
         yield int(columns[i]), int(rows[j]), int(columns[i + 1]), int(rows[j + 1])
 
 
-def _with_margin(image: Image, tile: Tile) -> Tile:
-    """A tile with 64 pixels of context, where keypoints belong to the neighbouring tile.
-
-    It starts at multiples of 32: maps, of five levels at most, and octaves are sampled as in the whole image.
-    """
-    left, top, right, bottom = tile
-    height, width = image.pixels.shape[:2]
-    start = (max(0, edge - 64) // 32 * 32 for edge in (left, top))
-    return (*start, min(width, right + 64), min(height, bottom + 64))
-
-
-def _cut(image: Image, tile: Tile) -> Image:
-    left, top, right, bottom = tile
-    part = np.s_[top:bottom, left:right]
+def _cut(image: Image, tile: Tile) -> tuple[Image, tuple[int, int]]:
+    """A tile with 64 pixels of context, where keypoints belong to the neighbouring tile, and its corner, at
+    multiples of 32, so that maps, of five levels at most, and octaves are sampled as in the whole image."""
+    left, top = (max(0, edge - 64) // 32 * 32 for edge in tile[:2])
+    part = np.s_[top : tile[3] + 64, left : tile[2] + 64]
+    pixels = np.ascontiguousarray(image.pixels[part])
     mask = None if image.mask is None else np.ascontiguousarray(image.mask[part])
-    return Image(np.ascontiguousarray(image.pixels[part]), size=(right - left, bottom - top), mask=mask)
+    return Image(pixels, size=pixels.shape[1::-1], mask=mask), (left, top)
 
 
-def _own(image: Image, features: Features, tile: Tile, outer: Tile) -> Features:
+def _own(image: Image, features: Features, tile: Tile, start: tuple[int, int]) -> Features:
     """The features that lie on the tile, not on its margin, in stored pixels of the whole image."""
-    points = to_numpy(features.keypoints).astype(np.float64) + np.array(outer[:2], dtype=np.float64)
+    points = to_numpy(features.keypoints).astype(np.float64) + np.array(start, dtype=np.float64)
     left, top, right, bottom = (edge - 0.5 for edge in tile)
     x, y = points.T
     keep = np.flatnonzero((x >= left) & (x < right) & (y >= top) & (y < bottom))
@@ -126,9 +114,6 @@ def _own(image: Image, features: Features, tile: Tile, outer: Tile) -> Features:
     keypoints = image.to_stored(points).astype(np.float32)
     per_image = {name: value for name, value in image.features_fields().items() if value is not None}
     return replace(chosen, keypoints=keypoints, **changes, **per_image)
-
-
-# Matches by windows that correspond.
 
 
 def match_by_windows(
@@ -228,9 +213,6 @@ def _inside(points: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray
     return ((points >= low) & (points <= high)).all(axis=1)
 
 
-# Collections: keypoints that do not depend on the pair.
-
-
 def by_tiles(pipeline: Pipeline, most: int) -> Pipeline:
     """The pipeline with `most` keypoints at full resolution, by tiles, that all pairs of an image share; its
     `max_keypoints` are those of a tile. `UsageError`: a number of keypoints below 1.
@@ -292,9 +274,6 @@ class WindowedMatcher:
         return self.matcher(Features.stack([features0]), Features.stack([features1]))[0]
 
 
-# Pairs: a first pass at an ordinary size, then tiles at full resolution.
-
-
 def tiled(pipeline: Pipeline, max_keypoints: int = MAX_KEYPOINTS) -> TiledPipeline:
     """The pipeline for large images: panoramas, scans, aerial photos.
 
@@ -339,8 +318,6 @@ class TiledPipeline(Pipeline):
         *,
         mask0: Mask | None = None,
         mask1: Mask | None = None,
-        camera0: Camera | None = None,
-        camera1: Camera | None = None,
         **options: Any,
     ) -> Result:
         """Match two images of any size; arguments and errors as of `Pipeline.match`, without `budget_ms`.
@@ -359,8 +336,8 @@ class TiledPipeline(Pipeline):
         seconds = {"read": perf_counter() - begun}
         sizes = [image.pixels.shape[1::-1] for image in full]
         factors = [resized(size, self.config.extractor.resize)[0][0] / size[0] for size in sizes]
-        cameras = {"camera0": camera0, "camera1": camera1}
-        first = super().match(*map(_resized, full, factors), **cameras, **options)
+        cameras = {name: options.get(name) for name in ("camera0", "camera1")}
+        first = super().match(*map(_resized, full, factors), **options)
         usable = first.geometry.verified or first.geometry.status == "not_estimated"
         if not usable or not len(first.matches):
             return first

@@ -21,15 +21,13 @@ from matcher.processes import compute_threads
 if TYPE_CHECKING:
     from torch import Tensor
 
-WIDEST_HEAD = 128  # channels
-
 
 def takes(x: Tensor) -> bool:
     """Whether there is a kernel for such queries, keys or values (…, heads, N, d), without gradients."""
     import torch  # only here: windows are refined where it is not installed
 
     known = x.dtype in (torch.bfloat16, torch.float32) and x.device.type == "cpu" and x.dim() >= 3
-    known = known and x.shape[-1] % 32 == 0 and x.shape[-1] <= WIDEST_HEAD
+    known = known and x.shape[-1] in (32, 64, 96, 128)
     return known and not (torch.is_grad_enabled() and x.requires_grad) and kernels() is not None
 
 
