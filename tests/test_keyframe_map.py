@@ -227,14 +227,14 @@ def saved(walls, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved") / "map"
     keyframes = KeyframeMap(folder, WALLS, "nearest", **FAST)
     tracker = matcher.Tracker("nearest", WALLS, baseline=BASELINE, keyframe_map=keyframes, **FAST)
-    for x in 0.12 * np.arange(12):
+    for x in 0.18 * np.arange(8):
         tracker.push_stereo(picture(walls, x), picture(walls, x + BASELINE))
     return folder, tracker.save_map()
 
 
 def test_a_second_run_is_in_the_map_of_the_first(saved, walls, tmp_path):
     folder, closed = saved
-    assert closed.frames.tolist() == list(range(12))
+    assert closed.frames.tolist() == list(range(8))
     tracker = matcher.Tracker("nearest", WALLS, baseline=BASELINE, **FAST)
     tracker.load_map(folder)
     for number in range(6):
