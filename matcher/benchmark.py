@@ -33,7 +33,7 @@ from matcher.loading import load
 from matcher.pipeline import Pipeline
 from matcher.processes import child_command, child_environment
 from matcher.types import Features
-from matcher.weights.conversion import import_checkpoint
+from matcher.weights.published import import_checkpoint
 
 SIZE = (1024, 768)  # of the images that random keypoints belong to
 OFF = {"early_exit": False, "pruning": False}

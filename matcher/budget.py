@@ -18,6 +18,7 @@ from matcher.errors import UsageError, check_number
 from matcher.match.adaptivity import can_be_cut, with_layers
 from matcher.match.steering import OTHER_TURNS as QUARTER_TURNS
 from matcher.match.steering import PROBED, STEERABLE
+from matcher.passes import LocalMatcher, TimeLimit
 from matcher.types import Features, Image, Matches, strongest, to_numpy
 from matcher.verify.estimation import RobustEstimator
 
@@ -225,8 +226,9 @@ def plan(
     own = pace * (own + costs["match"](most, choice.layers) + verify)
     total = budget_ms - pace * (costs["refine"](most) + verify)
     limits = (total, own, pace * costs["other"](), own + 4.0 * reading_ms)
-    passes = fitted.passes.using(fitted.extractor, _adjusted(fitted.matcher, other_turns_below=0.0))
-    fitted = replace(fitted, passes=passes.within(*(each / 1000 for each in limits)))
+    own = LocalMatcher(fitted.extractor, _adjusted(fitted.matcher, other_turns_below=0.0))
+    limit = TimeLimit(*(each / 1000 for each in limits))
+    fitted = replace(fitted, passes=replace(fitted.passes, own=own, limit=limit))
     return fitted, smaller, replace(choice, passes=True)
 
 

@@ -13,11 +13,10 @@ from typing import Any, Unpack
 from matcher import presets
 from matcher.config import EstimationConfig, PipelineConfig
 from matcher.errors import UsageError, install_command, unknown_name
-from matcher.passes.further import FurtherPasses
-from matcher.passes.views import LocalMatcher
+from matcher.passes import FurtherPasses, LocalMatcher
 from matcher.pipeline import Pipeline
 from matcher.processes import bound_primitives, compute_alone_after_fork
-from matcher.verify.planes import build_estimator
+from matcher.verify.estimation import RobustEstimator
 
 
 def load(preset: str = presets.DEFAULT_PRESET, **options: Unpack[presets.LoadOptions]) -> Pipeline:
@@ -127,7 +126,7 @@ def build_pipeline(preset: str, config: PipelineConfig, given: Mapping[str, Any]
         local, longer_side = LocalMatcher(extractor, matcher), config.extractor.resize
         passes = FurtherPasses(further, local, other, config.estimation, longer_side)
     options = {name: given[name] for name in _OF_PIPELINES if name in given}
-    estimator = build_estimator(config.estimation)
+    estimator = RobustEstimator(config.estimation)
     options |= {"preset": preset, "weights": weights}
     return Pipeline(extractor, matcher, estimator, config, passes, **options)
 
@@ -136,7 +135,7 @@ def with_estimation(pipeline: Pipeline, estimation: EstimationConfig) -> Pipelin
     """A pipeline that verifies its matches, also those of further passes, as another configuration says."""
     passes = pipeline.passes and replace(pipeline.passes, estimation=estimation)
     config = replace(pipeline.config, estimation=estimation)
-    return replace(pipeline, config=config, estimator=build_estimator(estimation), passes=passes)
+    return replace(pipeline, config=config, estimator=RobustEstimator(estimation), passes=passes)
 
 
 def takes(preset: str, option: str) -> bool:

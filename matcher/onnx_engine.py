@@ -34,7 +34,7 @@ from matcher.config import (
     resolve,
 )
 from matcher.errors import IntegrityError, UsageError, install_command
-from matcher.extract.sift import SiftExtractor
+from matcher.extract.extractor import SiftExtractor
 from matcher.match.adaptivity import confidence_threshold, decide
 from matcher.match.calibration import calibrated
 from matcher.match.nearest import NearestMatcher, check_features, credible_matches, needed_fields

@@ -14,12 +14,11 @@ import numpy as np
 from matcher.cameras import Camera, cameras_of_pair
 from matcher.config import MatchingPolicy, NearestConfig, PipelineConfig, RefineConfig
 from matcher.errors import UsageError
-from matcher.extract.extractor import extracted
-from matcher.extract.sift import SiftExtractor
+from matcher.extract.extractor import SiftExtractor, extracted
 from matcher.images import MAX_PIXELS, ImageInput, read_both, read_image
 from matcher.match.calibration import calibrated_by_geometry, calibration_of, weighed_by_refinement
 from matcher.match.nearest import NearestMatcher
-from matcher.passes.further import FurtherPasses
+from matcher.passes import FurtherPasses
 from matcher.refine import refine_image_pair
 from matcher.result import Result, WeightsSource
 from matcher.types import (
@@ -34,8 +33,7 @@ from matcher.types import (
     checked_pairs,
     one_for_each,
 )
-from matcher.verify.estimation import verify_matches, with_repetition
-from matcher.verify.planes import build_estimator
+from matcher.verify.estimation import RobustEstimator, verify_matches, with_repetition
 from matcher.verify.repetition import without_overlay
 from matcher.verify.verdict import reject_improbable
 
@@ -101,7 +99,7 @@ class Pipeline:
             own = self.config.matcher if isinstance(self.config.matcher, NearestConfig) else NearestConfig()
             object.__setattr__(self, "matcher", NearestMatcher(own))
         if self.estimator is None:
-            object.__setattr__(self, "estimator", build_estimator(self.config.estimation))
+            object.__setattr__(self, "estimator", RobustEstimator(self.config.estimation))
 
     def __repr__(self) -> str:
         parts = [repr(self.preset)]

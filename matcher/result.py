@@ -14,7 +14,7 @@ from matcher.cameras import Camera
 from matcher.errors import UsageError, counted
 from matcher.files import check_output, write_output
 from matcher.geometry import stored_to_upright
-from matcher.passes.further import PassReport
+from matcher.passes import PassReport
 from matcher.types import REFINEMENTS, Features, Matches, TwoViewGeometry, to_numpy
 from matcher.verify.adjustment import plane_answers
 from matcher.verify.repetition import repeated_groups

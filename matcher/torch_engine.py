@@ -13,9 +13,8 @@ import torch
 
 from matcher.config import GRID_KIND, ExtractorConfig, NearestConfig, PipelineConfig, Precision
 from matcher.errors import CUDA_BUILD, UsageError
-from matcher.extract.extractor import find_front_end
+from matcher.extract.extractor import SiftExtractor, find_front_end
 from matcher.extract.front_end import LearnedExtractor
-from matcher.extract.sift import SiftExtractor
 from matcher.match.loftr import GridExtractor
 from matcher.match.nearest import NearestMatcher
 from matcher.match.network import DTYPES, AttentionMatcher, resolve_precision

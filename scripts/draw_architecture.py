@@ -147,7 +147,7 @@ def drawing() -> str:
             405,
             "further passes, unless enough agree",
             ["scales, gradients, SIFT, tilted views, common region"],
-            "passes/",
+            "passes.py",
         )
     )
     parts.append(arrow((345, 380), (345, 324)))

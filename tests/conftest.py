@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from matcher.config import ContextConfig, ExtractorConfig, NetworkConfig
-from matcher.extract.sift import SiftExtractor
+from matcher.extract.extractor import SiftExtractor
 from matcher.images import read_image
 from matcher.kernels import SWITCH, build
 from matcher.kernels import loader as library

@@ -12,9 +12,10 @@ import matcher
 from matcher.config import EstimationConfig
 from matcher.geometry import warp_points
 from matcher.images import read_image
-from matcher.verify.planes import estimate_planar
+from matcher.verify.estimation import RobustEstimator
 from matcher.viz.overlays import resizing
 
+PLANAR = EstimationConfig(kind="homography")
 TURN = np.deg2rad(25)
 SIMILARITY = np.array(
     [[0.8 * np.cos(TURN), -0.8 * np.sin(TURN), 90], [0.8 * np.sin(TURN), 0.8 * np.cos(TURN), 10], [0, 0, 1]]
@@ -39,7 +40,7 @@ def test_a_map_is_recovered_among_outliers(rng, model, true):
     points0 = rng.uniform(0, 1000, (300, 2))
     points1 = warp_points(points0, true) + rng.normal(0, 0.5, (300, 2))
     points1[200:] = rng.uniform(0, 1000, (100, 2))
-    found = estimate_planar(points0, points1, model, EstimationConfig(), 1.5)
+    found = RobustEstimator(PLANAR, planar=model)(points0, points1, thresholds_scale=1.5)
     assert found.status == "ok" and found.inliers[:200].mean() > 0.98 and found.inliers[200:].sum() < 5
     corners = np.array([[0.0, 0], [1000, 0], [1000, 1000], [0, 1000]])
     assert np.abs(warp_points(corners, found.matrix) - warp_points(corners, true)).max() < 1.5
@@ -48,8 +49,8 @@ def test_a_map_is_recovered_among_outliers(rng, model, true):
 def test_a_similarity_does_not_mirror(rng):
     points = rng.uniform(0, 1000, (100, 2))
     mirrored = points * [-1, 1] + [1000, 0]
-    assert estimate_planar(points, mirrored, "affine", EstimationConfig()).status == "ok"
-    assert estimate_planar(points, mirrored, "similarity", EstimationConfig()).status == "low_inliers"
+    assert RobustEstimator(PLANAR, planar="affine")(points, mirrored).status == "ok"
+    assert RobustEstimator(PLANAR, planar="similarity")(points, mirrored).status == "low_inliers"
 
 
 def test_the_aligned_image_is_the_other_one(pair):

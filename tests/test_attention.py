@@ -9,7 +9,7 @@ import torch
 from matcher.attention import MultiHeadAttention, additive_mask, build_attention, scaled_dot_product
 from matcher.config import ContextConfig, ExtractorConfig, PositionConfig
 from matcher.errors import UsageError
-from matcher.extract.sift import SiftExtractor
+from matcher.extract.extractor import SiftExtractor
 from matcher.geometry import UPRIGHT, turn_angles, upright_size, upright_to_stored
 from matcher.images import read_image
 from matcher.match.blocks import Layer, folded

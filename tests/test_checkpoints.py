@@ -19,9 +19,8 @@ from matcher.errors import IntegrityError, UsageError
 from matcher.extract.front_end import resolve
 from matcher.presets import PRESETS
 from matcher.torch_engine import build_extractor
-from matcher.weights.conversion import import_checkpoint, import_front_end, read_checkpoint
-from matcher.weights.download import import_files
 from matcher.weights.files import find_published, load_model
+from matcher.weights.published import import_checkpoint, import_files, import_front_end, read_checkpoint
 
 DEPTH = 2
 

@@ -11,12 +11,10 @@ from matcher.config import EstimationConfig
 from matcher.errors import UsageError
 from matcher.geometry import warp_points
 from matcher.pipeline import Pipeline
-from matcher.types import Features, Matches, MatchRefinement
+from matcher.types import Features, Matches, MatchRefinement, TwoViewGeometry
 from matcher.verify.adjustment import (
     Hypothesis,
     MatchedPoints,
-    Spread,
-    TwoViewModel,
     degrees_apart,
     epipolar_distance,
     fundamental_from_pose,
@@ -450,25 +448,22 @@ def test_the_exact_one_of_two_models_is_likelier_though_fewer_matches_are_near_i
     near = [np.count_nonzero(sampson(points0, points1, model) < 1.5) for model in (exact, other)]
     assert near[1] > near[0]
     covariances = np.tile(0.05**2 * np.eye(2), (400, 1, 1))
-    spread, probable = Spread.of(covariances, 400), np.full(400, 0.5)
-    likely = [
-        epipolar_likelihood(model, MatchedPoints(points0, points1, probable), spread)
-        for model in (exact, other)
-    ]
+    matched = MatchedPoints(points0, points1, np.full(400, 0.5), covariances)
+    likely = [epipolar_likelihood(model, matched) for model in (exact, other)]
     assert likely[0] > likely[1] + 20
 
 
 def test_a_match_counts_as_much_as_it_is_probable_exact_and_possible(rng):
     points0, points1 = likely_views(rng, 50, 0, 0.0)
-    model, spread = fundamental_from_pose(LENS.K, LENS.K, ahead()), Spread.of(None, 50)
+    model = fundamental_from_pose(LENS.K, LENS.K, ahead())
 
-    def likely(probability, spread=spread, possible=None, shift=0.0):
+    def likely(probability, covariances=None, possible=None, shift=0.0):
         probable = np.full(50, probability)
-        matched = MatchedPoints(points0, points1 + np.array([0.0, shift]), probable)
-        return epipolar_likelihood(model, matched, spread, possible)
+        matched = MatchedPoints(points0, points1 + np.array([0.0, shift]), probable, covariances)
+        return epipolar_likelihood(model, matched, possible)
 
     assert likely(0.9) > likely(0.5) > likely(0.1) > 0
-    assert likely(0.5, Spread.of(np.tile(0.01 * np.eye(2), (50, 1, 1)), 50)) > likely(0.5)
+    assert likely(0.5, np.tile(0.01 * np.eye(2), (50, 1, 1))) > likely(0.5)
     assert likely(0.9, possible=np.zeros(50, bool)) == pytest.approx(50 * np.log(0.1))
     assert likely(0.9, shift=100.0) == pytest.approx(50 * np.log(0.1))  # all far from their lines
 
@@ -518,7 +513,8 @@ def turned(degrees, direction=(1.0, 0.0, 0.0)):
 def test_poses_that_are_about_equally_likely_have_their_mean():
     def hypotheses(*rows):
         inliers = np.ones(1, bool)
-        return [Hypothesis(TwoViewModel(np.eye(3), inliers, each), likely, 0.5) for each, likely in rows]
+        models = [TwoViewGeometry("essential", "ok", inliers, cam1_from_cam0=each) for each, _ in rows]
+        return [Hypothesis(one, likely, 0.5) for one, (_, likely) in zip(models, rows, strict=True)]
 
     found = hypotheses((turned(10, (1, 0.05, 0)), 40.0), (turned(14, (1, -0.05, 0)), 40.0))
     np.testing.assert_allclose(mean_pose(found, found[0]), turned(12), atol=1e-9)

@@ -15,10 +15,9 @@ import matcher
 from matcher.cli import main
 from matcher.errors import IntegrityError, UsageError
 from matcher.presets import PRESETS
-from matcher.weights import download
 from matcher.weights import files as catalogue
-from matcher.weights.download import fetch
 from matcher.weights.files import Published, read_catalogue, read_manifest
+from matcher.weights.published import download, fetch
 
 DATA = bytes(range(256)) * 4000  # 1 MB
 PAGE = b"<!DOCTYPE html><html><body>Sign in</body></html>"
@@ -91,7 +90,7 @@ def site(monkeypatch):
 
 
 def get(site, path, wanted=(sha256(DATA), len(DATA)), names=("x.pth",)):
-    return download.download([site.url(name) for name in names], path, *wanted)
+    return download([site.url(name) for name in names], path, *wanted)
 
 
 def ranges(site):
@@ -129,7 +128,7 @@ def test_mirrors_are_tried_in_turn(site, tmp_path):
     with pytest.raises(IntegrityError, match=r"y\.pth could not be fetched.*404.*2 bytes"):
         get(site, tmp_path / "y.pth", names=("gone.pth", "bad.pth"))
     with pytest.raises(IntegrityError, match="no connection"):
-        download.download(["http://127.0.0.1:9/y.pth"], tmp_path / "y.pth")
+        download(["http://127.0.0.1:9/y.pth"], tmp_path / "y.pth")
     assert not list(tmp_path.glob("y*"))
 
 

@@ -19,7 +19,7 @@ from matcher.match.network import AttentionMatcher, MatchingNetwork
 from matcher.match.position import SinePosition
 from matcher.presets import LOFTR_TRANSPORT, PRESETS
 from matcher.types import Features, Image
-from matcher.weights.conversion import choose_layout, convert, import_checkpoint
+from matcher.weights.published import choose_layout, convert, import_checkpoint
 
 KORNIA_SHIFT = 0.5  # its pixels have their centres at +0.5, ours at 0
 NETWORKS = [("outdoor", "dual_softmax"), ("outdoor", "sinkhorn"), ("indoor_new", "dual_softmax")]

@@ -19,8 +19,8 @@ from matcher.config import MatchingPolicy
 from matcher.match.network import AttentionMatcher
 from matcher.presets import find_preset
 from matcher.types import Features, Matches
-from matcher.weights.conversion import import_checkpoint
 from matcher.weights.files import load_model
+from matcher.weights.published import import_checkpoint
 
 SIZE = (640.0, 480.0)
 COUNTS = [(80, 80), (60, 90), (31, 9), (1, 20)]

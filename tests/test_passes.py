@@ -12,8 +12,7 @@ import matcher
 from matcher.config import FurtherPassesConfig
 from matcher.errors import UsageError
 from matcher.images import read_image
-from matcher.passes.further import JOINED, Evidence, joined
-from matcher.passes.views import PassMatches, crop, image_points
+from matcher.passes import JOINED, Evidence, PassMatches, crop, image_points, joined
 from matcher.types import Features, Image, Matches, TwoViewGeometry
 
 

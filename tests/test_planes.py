@@ -17,7 +17,6 @@ from matcher.geometry import warp_points
 from matcher.verify.adjustment import MatchedPoints, fundamental_from_pose, plane_answers, sampson
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.homography import poses_of_plane
-from matcher.verify.planes import PlanesEstimator
 
 WALLS = (
     np.array([[1.0, 0.05, 20], [-0.02, 1.1, -15], [1e-4, 0, 1]]),
@@ -44,7 +43,7 @@ def street(rng, counts=(200, 120, 60), outliers=80, noise=0.5):
 
 def test_every_plane_is_found_and_each_match_goes_to_its_own(rng):
     points0, points1, truth = street(rng)
-    found = PlanesEstimator(CONFIG)(points0, points1)
+    found = RobustEstimator(CONFIG)(points0, points1)
     assert found.status == "ok" and found.matrices.shape == (3, 3, 3)
     np.testing.assert_array_equal(found.matrix, found.matrices[0])
     np.testing.assert_array_equal(found.inliers, found.planes >= 0)
@@ -60,15 +59,15 @@ def test_every_plane_is_found_and_each_match_goes_to_its_own(rng):
 
 def test_one_plane_is_one_and_none_has_the_status_of_a_homography(rng):
     points = rng.uniform(0, 900, (100, 2))
-    one = PlanesEstimator(CONFIG)(points, warp_points(points, WALLS[0]))
+    one = RobustEstimator(CONFIG)(points, warp_points(points, WALLS[0]))
     assert len(one.matrices) == 1 and one.inliers.all()
     np.testing.assert_allclose(one.matrix, WALLS[0], rtol=1e-3, atol=1e-3)
-    none = PlanesEstimator(CONFIG)(points, rng.uniform(0, 900, (100, 2)))
+    none = RobustEstimator(CONFIG)(points, rng.uniform(0, 900, (100, 2)))
     assert none.status == "low_inliers" and none.matrix is None and none.matrices.shape == (0, 3, 3)
     assert not none.inliers.any() and (none.planes == -1).all()
-    assert PlanesEstimator(CONFIG)(points[:3], points[:3]).status == "too_few"
+    assert RobustEstimator(CONFIG)(points[:3], points[:3]).status == "too_few"
     points[0] = np.nan
-    assert PlanesEstimator(CONFIG)(points, points).planes.tolist() == [-1] + [0] * 99
+    assert RobustEstimator(CONFIG)(points, points).planes.tolist() == [-1] + [0] * 99
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 
 import matcher
 from matcher.config import ContextConfig, ExtractorConfig, MatchingPolicy, NetworkConfig
-from matcher.extract.sift import SiftExtractor
+from matcher.extract.extractor import SiftExtractor
 from matcher.images import read_image
 from matcher.match.network import AttentionMatcher, MatchingNetwork
 from matcher.types import Features, Image, Matches

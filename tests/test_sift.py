@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from matcher.config import ExtractorConfig
-from matcher.extract.sift import SiftExtractor, root_sift
+from matcher.extract.extractor import SiftExtractor, root_sift
 from matcher.geometry import UPRIGHT, resized, stored_to_upright, upright_size
 from matcher.types import Features, Image
 

@@ -19,7 +19,7 @@ from sequence_walls import BASELINE, CAMERA, STEP, make_walls, picture, write_pa
 import matcher
 from matcher.config import ExtractorConfig, NearestConfig, PipelineConfig
 from matcher.errors import ImageError, UsageError
-from matcher.extract.sift import SiftExtractor
+from matcher.extract.extractor import SiftExtractor
 from matcher.sequence.capture import open_frames
 from matcher.sequence.trajectory import (
     align,

@@ -20,7 +20,7 @@ from matcher.presets import DEFAULT_PRESET, LoadOptions
 from matcher.result import Result
 from matcher.types import Image
 from matcher.verify.adjustment import threshold_scale
-from matcher.verify.planes import estimate_planar
+from matcher.verify.estimation import RobustEstimator
 from matcher.verify.verdict import reject_improbable
 from matcher.viz.overlays import blend, checkerboard, difference, lay_over
 
@@ -93,8 +93,8 @@ def align(
         sides = result.features0, result.features1
         evidence = {"scores": matches.prior_scores, "covariances": matches.covariances}
         scale = threshold_scale(*(features.scale.tolist() for features in sides), "homography")
-        given = result.points0, result.points1, model, pipeline.config.estimation, scale
-        geometry = estimate_planar(*given, **evidence)
+        estimator = RobustEstimator(pipeline.config.estimation, planar=model)
+        geometry = estimator(result.points0, result.points1, thresholds_scale=scale, **evidence)
         if result.passes:
             geometry = reject_improbable(geometry, matches, *(features.image_size for features in sides))
     fitted = (geometry.status, geometry.inliers, geometry.matrix)

@@ -90,8 +90,8 @@ def fetch_weights(names: list[str], /, accept_licence: bool = False, accept_unve
         accept_licence: Accept licences that do not allow commercial use.
         accept_unverified: Accept files whose SHA-256 is not known; what comes first must come later too.
     """
-    from matcher.weights.download import fetch
     from matcher.weights.files import find_published
+    from matcher.weights.published import fetch
 
     def report(have: int, total: int) -> None:
         if sys.stderr.isatty() and wants_progress():
@@ -119,7 +119,7 @@ def import_weights(
         preset (NAME): Preset or front end that the checkpoint belongs to.
         output (FILE.safetensors): File to create; by default in the cache, where the preset finds it.
     """
-    from matcher.weights.download import import_files
+    from matcher.weights.published import import_files
 
     check_outputs([(output, (".safetensors",))], files, overwrite=overwrite)
     show(f"converted  {import_files(files, preset, output)}")

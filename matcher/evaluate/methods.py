@@ -23,8 +23,8 @@ from matcher.pipeline import Pipeline
 from matcher.presets import PRESETS, find_plugin, find_preset, from_file
 from matcher.torch_engine import resolve_device
 from matcher.types import Extractor, Features, Image, Matcher, Matches
-from matcher.weights.download import import_files
 from matcher.weights.files import find_published, locate, read_header
+from matcher.weights.published import import_files
 
 BASELINE = "nearest"
 SHIPPED = "shipped"

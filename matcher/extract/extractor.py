@@ -1,4 +1,4 @@
-"""All front ends but SIFT, by name; images with few keypoints are searched enlarged."""
+"""SIFT, and the other front ends by name; images with few keypoints are searched enlarged."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import cv2
 import numpy as np
 
-from matcher.config import ExtractorConfig
+from matcher.config import ExtractorConfig, resolve
 from matcher.errors import UsageError, unknown_name
-from matcher.types import Extractor, Features, Image, one_for_each
+from matcher.types import Extractor, Features, Image, one_for_each, root_sift
 
 if TYPE_CHECKING:
     from matcher.extract.front_end import FrontEnd
 
 
 def find_front_end(kind: str) -> FrontEnd:
-    """The front end of that name.
-
-    Raises:
-        UsageError: there is none; the message lists those that exist.
-    """
+    """The front end of that name, which is not "sift"."""
     from matcher.extract import learned, superpoint
 
     own = {**learned.FRONT_ENDS, **superpoint.FRONT_ENDS}
@@ -42,16 +39,8 @@ def extracted(extractor: Extractor, images: Sequence[Image], config: ExtractorCo
     """The features of each image; of one with too few keypoints those of the image enlarged, if more.
 
     The network's finest map has a sample for every second pixel, and keypoints keep some pixels apart: where
-    few places are worth a keypoint, both cost matches.
-
-    Args:
-        extractor: a front end.
-        images: as they are read.
-        config: with `sparse_resize`; without, nothing is enlarged.
-
-    Returns:
-        Features in stored pixels, of `scale` 1 where they are of an enlarged image: no position becomes more
-        exact than the pixels are.
+    few places are worth a keypoint, both cost matches. `scale` stays that of the image as it was read, as no
+    position becomes more exact than its pixels.
     """
     features = one_for_each(extractor(images), Features, len(images), "extractor", extractor)
     factors = {
@@ -76,3 +65,60 @@ def _factor(image: Image, longer_side: int | None) -> float:
     if longer_side is None or min(image.scale) < 1:
         return 1.0
     return min(LARGEST, longer_side / max(image.pixels.shape[:2]))
+
+
+# SIFT keypoints (Lowe 2004) with RootSIFT descriptors (Arandjelović and Zisserman 2012).
+
+_CONTRAST = 0.01  # of the difference of Gaussians; low, because the strongest points are kept anyway
+
+
+class SiftExtractor:
+    """OpenCV's SIFT on the upright, resized image; keypoints, scales and angles in stored pixels."""
+
+    def __init__(self, config: ExtractorConfig) -> None:
+        """Keep the configuration; `UsageError` for a setting that SIFT does not have."""
+        self.config = resolve(config, {})
+
+    def limited(self, max_keypoints: int) -> SiftExtractor:
+        """The same with another number of keypoints."""
+        return SiftExtractor(replace(self.config, max_keypoints=max_keypoints))
+
+    def __call__(self, images: Sequence[Image]) -> list[Features]:
+        """Features of each image, strongest first; `kind` is "sift", descriptors are (N, 128) float32."""
+        return [self._extract(image) for image in images]
+
+    def _extract(self, image: Image) -> Features:
+        points, diameters, angles, scores, descriptors = detect_sift(image.pixels, image.mask, self.config)
+        return Features.from_image(
+            image,
+            points,
+            root_sift(descriptors),
+            scores=scores,
+            diameters=diameters,
+            angles=angles,
+            kind="sift",
+        )
+
+
+def detect_sift(
+    pixels: np.ndarray, mask: np.ndarray | None, config: ExtractorConfig
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """SIFT on uint8 pixels (H, W[, 3]): float32 points (N, 2), diameters (N,), angles (N,) in radians from x
+    towards y, responses (N,) and raw descriptors (N, 128), the best inside `mask`, strongest first."""
+    grey = pixels if pixels.ndim == 2 else cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
+    # OpenCV keeps the strongest before it looks at the mask, so with a mask the cut is made here.
+    limit = config.max_keypoints if mask is None and config.keep == "strongest" else 0
+    detector = cv2.SIFT_create(nfeatures=limit, contrastThreshold=_CONTRAST, enable_precise_upscale=True)
+    area = None if mask is None else mask.astype(np.uint8) * 255
+    keypoints, descriptors = detector.detectAndCompute(grey, area)
+    if not keypoints:
+        empty = np.zeros(0, np.float32)
+        return np.zeros((0, 2), np.float32), empty, empty, empty, np.zeros((0, 128), np.float32)
+    table = np.array([(*k.pt, k.size, k.angle, k.response) for k in keypoints], dtype=np.float32)
+    order = np.argsort(-table[:, 4], kind="stable")
+    if config.keep == "largest":
+        largest = np.argsort(-table[order, 2], kind="stable")[: config.max_keypoints]
+        order = order[np.sort(largest)]
+    order = order[: config.max_keypoints]
+    table = table[order]
+    return table[:, :2], table[:, 2], np.deg2rad(table[:, 3]), table[:, 4], descriptors[order]

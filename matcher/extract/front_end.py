@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +28,7 @@ _TOGETHER = 8  # images in one batch of a network
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What a front end finds on an upright, resized image, best first; on any device.
-
-    Points that the image's mask excludes must be left out, as `strongest` does.
-    """
+    """What a front end finds on an upright, resized image within its mask, best first; on any device."""
 
     points: Tensor  # (N, 2) float xy, pixels of `image.pixels`; the centre of the first one is (0, 0)
     scores: Tensor  # (N,) float, in any unit; larger is better
@@ -67,16 +64,8 @@ class LearnedExtractor:
     ) -> None:
         """Keep what is needed; nothing is built or read yet.
 
-        Args:
-            config: settings that are None become the published ones.
-            front_end: of `config.kind`.
-            fill: puts the trained parameters into the network, which is on the CPU then.
-            device: where the network runs.
-            dtype: of the network, if it is one that runs in half precision.
-            weights: the file that `fill` reads, None if it is the usual one; it distinguishes extractors.
-
-        Raises:
-            UsageError: a setting that this front end does not have, or a value out of range.
+        Settings that are None become the published ones. `dtype` is of a network that runs in half precision;
+        `weights`, the file that `fill` reads if it is not the usual one, distinguishes extractors.
         """
         self.config = resolve(config, front_end.published)
         self.front_end = front_end
@@ -105,30 +94,20 @@ class LearnedExtractor:
 
     @torch.no_grad()
     def __call__(self, images: Sequence[Image]) -> list[Features]:
-        """Features of each image in stored pixels, on the CPU, strongest first.
-
-        Raises:
-            IntegrityError: the parameters are absent or do not fit.
-        """
-        together, network, config = self.front_end.find_together, self.network, self.config
-        if together is None:
-            found = [self.front_end.find(network, image, config) for image in images]
+        """Features of each image in stored pixels, on the CPU, strongest first."""
+        network, config, front_end = self.network, self.config, self.front_end
+        if (together := front_end.find_together) is None:
+            found = {place: front_end.find(network, image, config) for place, image in enumerate(images)}
         else:
-            found = by_size(partial(together, network, config=config), images)
-        return [to_features(one, image, config.kind) for one, image in zip(found, images, strict=True)]
-
-
-def by_size(find: Callable[[Sequence[Image]], list[Found]], images: Sequence[Image]) -> list[Found]:
-    """What `find` finds when it gets at most `_TOGETHER` images of one size at a time, in their order."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for number, image in enumerate(images):
-        groups.setdefault(image.pixels.shape[:2], []).append(number)
-    found: dict[int, Found] = {}
-    for numbers in groups.values():
-        for start in range(0, len(numbers), _TOGETHER):
-            batch = numbers[start : start + _TOGETHER]
-            found |= zip(batch, find([images[number] for number in batch]), strict=True)
-    return [found[number] for number in range(len(images))]
+            sizes: dict[tuple[int, ...], list[int]] = {}
+            for number, image in enumerate(images):
+                sizes.setdefault(image.pixels.shape[:2], []).append(number)
+            found = {}
+            for numbers in sizes.values():
+                for start in range(0, len(numbers), _TOGETHER):
+                    batch = numbers[start : start + _TOGETHER]
+                    found |= zip(batch, together(network, [images[n] for n in batch], config), strict=True)
+        return [to_features(found[number], image, config.kind) for number, image in enumerate(images)]
 
 
 def grey(image: Image, device: torch.device) -> Tensor:
@@ -143,10 +122,7 @@ def colour(image: Image, device: torch.device) -> Tensor:
 
 
 def padded(pixels: Tensor, multiple: int, least: int = 1) -> Tensor:
-    """(B, C, H, W) repeated at its right and lower edge to multiples, and to `least` pixels a side.
-
-    Points keep their coordinates; the caller drops those that lie beyond the image.
-    """
+    """(B, C, H, W) repeated at its right and lower edge to multiples, and to `least` pixels a side."""
     height, width = (max(least, side) for side in pixels.shape[-2:])
     right, bottom = (-width % multiple + width, -height % multiple + height)
     return pad(pixels, (0, right - pixels.shape[-1], 0, bottom - pixels.shape[-2]), mode="replicate")
@@ -170,31 +146,20 @@ def strongest(points: Tensor, scores: Tensor, image: Image, limit: int) -> Tenso
 
 
 def to_features(found: Found, image: Image, kind: str) -> Features:
-    """Carry points and affine frames from the upright, resized image to stored pixels.
-
-    Raises:
-        UsageError: a network gave descriptors that are not finite.
-    """
+    """Points, affine frames and diameters of the upright, resized image in stored pixels."""
     if not all_finite(found.descriptors):
         raise UsageError(f"the {kind!r} front end gave descriptors that are not finite (NaN or infinity)")
     values = {"keypoints": image.to_stored(to_numpy(found.points).astype(np.float64)).astype(np.float32)}
     values |= image.features_fields()
     if found.affine_frames is not None:
-        values |= _shapes(to_numpy(found.affine_frames).astype(np.float64), image)
+        stored = image.axes_to_stored @ to_numpy(found.affine_frames).astype(np.float64)
+        determinant = stored[:, 0, 0] * stored[:, 1, 1] - stored[:, 0, 1] * stored[:, 1, 0]
+        values["affine_frames"] = stored.astype(np.float32)
+        values["scales"] = (np.sqrt(np.abs(determinant)) * _PATCH_TO_DIAMETER).astype(np.float32)
+        values["orientations"] = np.arctan2(stored[:, 1, 0], stored[:, 0, 0]).astype(np.float32)
     values = {name: None if value is None else torch.from_numpy(value) for name, value in values.items()}
     descriptors, scores = found.descriptors.float().cpu(), found.scores.float().cpu()
     return Features.of_valid(**values, descriptors=descriptors, scores=scores, kind=kind)
-
-
-def _shapes(affine_frames: np.ndarray, image: Image) -> dict[str, np.ndarray]:
-    """Affine frames (N, 2, 2) in stored pixels, keypoint diameters, directions of the patches' x axes."""
-    stored = image.axes_to_stored @ affine_frames
-    determinant = stored[:, 0, 0] * stored[:, 1, 1] - stored[:, 0, 1] * stored[:, 1, 0]
-    return {
-        "affine_frames": stored.astype(np.float32),
-        "scales": (np.sqrt(np.abs(determinant)) * _PATCH_TO_DIAMETER).astype(np.float32),
-        "orientations": np.arctan2(stored[:, 1, 0], stored[:, 0, 0]).astype(np.float32),
-    }
 
 
 def inner_pixels(maps: Tensor, border: int) -> Tensor:

@@ -64,8 +64,8 @@ def _trained_only(network: nn.Module) -> nn.Module:
     return network
 
 
-def _build_disk(_: ExtractorConfig) -> nn.Module:
-    return DISK()
+def _build_plain(config: ExtractorConfig) -> nn.Module:
+    return DISK() if config.kind == "disk" else XFeat()
 
 
 def _find_disk(network: DISK, image: Image, config: ExtractorConfig) -> Found:
@@ -99,10 +99,6 @@ def _find_aliked(network: ALIKED, image: Image, config: ExtractorConfig) -> Foun
     # Only the points that stay are described; each takes sixteen samples or more.
     (descriptors,), _ = network.desc_head(features, [normalised[index]])
     return Found(points[index], scores[index], descriptors)
-
-
-def _build_xfeat(_: ExtractorConfig) -> nn.Module:
-    return XFeat()
 
 
 def _find_xfeat(network: XFeat, image: Image, config: ExtractorConfig) -> Found:
@@ -189,15 +185,6 @@ def _build_keynet(config: ExtractorConfig) -> nn.Module:
     return _trained_only(LocalFeature(detector, LAFDescriptor(HardNet(pretrained=False))))
 
 
-def _find_keynet(network: LocalFeature, image: Image, config: ExtractorConfig) -> Found:
-    """Key.Net (Barroso-Laguna et al. 2019), shapes by AffNet, directions by OriNet, HardNet descriptors."""
-    pixels, allowed = _grey_and_mask(network, image)
-    scores, frames = network.detector.detect(pixels, allowed)
-    # A frame's scale is the level's factor times a constant; it is shaped and described where kornia has it.
-    factor = get_laf_scale(frames)[0, :, 0] / network.detector.mr_size
-    return _describe(network, pixels, frames, scores, frames[0, ..., 2] + (factor - 1) / 2, image, config)
-
-
 def _build_doghardnet(config: ExtractorConfig) -> nn.Module:
     detector = ScaleSpaceDetector(
         config.max_keypoints,
@@ -213,54 +200,45 @@ def _build_doghardnet(config: ExtractorConfig) -> nn.Module:
     return _trained_only(LocalFeature(detector, LAFDescriptor(HardNet(pretrained=False)), scaling_coef=2.0))
 
 
-def _find_doghardnet(network: LocalFeature, image: Image, config: ExtractorConfig) -> Found:
-    """Differences of Gaussians (Lowe 2004) with HardNet descriptors (Mishchuk et al. 2017)."""
-    pixels, allowed = _grey_and_mask(network, image)
-    # kornia drops candidates at the edge and off the mask after it has cut to a number, so more are asked.
-    scores, frames = network.detector.detect(pixels, 4 * config.max_keypoints + 1000, allowed)
-    return _describe(network, pixels, frames, scores, frames[0, ..., 2], image, config)
+def _find_frames(network: LocalFeature, image: Image, config: ExtractorConfig) -> Found:
+    """Frames of kornia's detector, the strongest of which are shaped, turned and described.
 
-
-def _grey_and_mask(network: LocalFeature, image: Image) -> tuple[Tensor, Tensor | None]:
-    """The padded image (1, 1, H, W), and its mask of the same shape."""
+    Key.Net (Barroso-Laguna et al. 2019), shapes by AffNet, directions by OriNet, or differences of Gaussians
+    (Lowe 2004); HardNet descriptors (Mishchuk et al. 2017).
+    """
+    detector, limit = network.detector, config.max_keypoints
     pixels = padded(grey(image, _device(network)), 1, _LEAST_SIDE)
     allowed = mask_of(image, pixels.device)
     if allowed is not None:
         beyond = (0, pixels.shape[-1] - allowed.shape[1], 0, pixels.shape[-2] - allowed.shape[0])
         allowed = pad(allowed, beyond)[None, None]
-    return pixels, allowed
-
-
-def _describe(
-    network: LocalFeature,
-    pixels: Tensor,
-    frames: Tensor,
-    scores: Tensor,
-    points: Tensor,
-    image: Image,
-    config: ExtractorConfig,
-) -> Found:
-    """Shape, turn and describe the strongest frames; frames (1, N, 2, 3), scores (1, N), points (N, 2)."""
+    if config.kind == "keynet":
+        scores, frames = detector.detect(pixels, allowed)
+        # A frame's scale is the level's factor times a constant; it is shaped and described where kornia
+        # has it.
+        points = frames[0, ..., 2] + (get_laf_scale(frames)[0, :, 0] / detector.mr_size - 1) / 2
+    else:
+        # kornia drops candidates at the edge and off the mask after it has cut to a number: more are asked.
+        scores, frames = detector.detect(pixels, 4 * limit + 1000, allowed)
+        points = frames[0, ..., 2]
     held = laf_is_filled(frames)[0].nonzero()[:, 0]
-    index = held[strongest(points[held], scores[0, held], image, config.max_keypoints)]
+    index = held[strongest(points[held], scores[0, held], image, limit)]
     if not len(index):
         return Found(points[index], scores[0, index], points.new_zeros(0, 128), points.new_zeros(0, 2, 2))
-    frames = network.detector.aff(frames[:, index], pixels)
-    frames = scale_laf(network.detector.ori(frames, pixels), network.scaling_coef)
+    frames = detector.aff(frames[:, index], pixels)
+    frames = scale_laf(detector.ori(frames, pixels), network.scaling_coef)
     descriptors = network.descriptor(pixels, frames)
     return Found(points[index], scores[0, index], descriptors[0], frames[0, ..., :2])
 
 
 FRONT_ENDS = {
-    "disk": FrontEnd(_build_disk, _find_disk, {"score_threshold": 0.0, "nms_radius": 2}),
+    "disk": FrontEnd(_build_plain, _find_disk, {"score_threshold": 0.0, "nms_radius": 2}),
     "aliked": FrontEnd(
-        _build_aliked,
-        _find_aliked,
-        {"variant": "aliked-n16", "score_threshold": 0.2, "nms_radius": 2},
+        _build_aliked, _find_aliked, {"variant": _ALIKED[0], "score_threshold": 0.2, "nms_radius": 2}
     ),
-    "xfeat": FrontEnd(_build_xfeat, _find_xfeat, {"score_threshold": 0.05}),
+    "xfeat": FrontEnd(_build_plain, _find_xfeat, {"score_threshold": 0.05}),
     "dedodeb": FrontEnd(_build_dedode, _find_dedode, {}),
     "dedodeg": FrontEnd(_build_dedode, _find_dedode, {}),
-    "keynet": FrontEnd(_build_keynet, _find_keynet, {"score_threshold": 0.0}),
-    "doghardnet": FrontEnd(_build_doghardnet, _find_doghardnet, {}),
+    "keynet": FrontEnd(_build_keynet, _find_frames, {"score_threshold": 0.0}),
+    "doghardnet": FrontEnd(_build_doghardnet, _find_frames, {}),
 }

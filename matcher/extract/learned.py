@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class Architecture:
         return 2 ** len(self.widths)
 
     def rules(self) -> list[tuple[bool, str]]:
-        """Conditions on the values, each with the message for a recipe that violates it."""
+        """Conditions, each with the message where it does not hold."""
         sizes = (*self.widths, *self.depths, self.hidden)
         return [
             (2 <= len(self.widths) == len(self.depths), "network: as many widths as depths, at least 2"),
@@ -82,13 +82,9 @@ def shapes_of(sizes: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def architecture_of(shapes: Mapping[str, Sequence[int]]) -> Architecture:
-    """The sizes of the network whose parameters have these names and shapes.
-
-    Raises:
-        IntegrityError: there is no such network; the message reads on after the file's name.
-    """
+    """The sizes of the network whose parameters have these names and shapes; `IntegrityError` without one."""
     depths: list[int] = []
-    while (depth := _convolutions(shapes, len(depths))) > 0:
+    while (depth := next(n for n in count() if _weight(len(depths), n) not in shapes)) > 0:
         depths.append(depth)
     try:
         widths = [shapes[_weight(stage, 0)][0] for stage in range(len(depths))]
@@ -105,14 +101,6 @@ def architecture_of(shapes: Mapping[str, Sequence[int]]) -> Architecture:
 
 def _weight(stage: int, block: int) -> str:
     return f"encoder.{stage}.{block}.0.weight"
-
-
-def _convolutions(shapes: Mapping[str, Sequence[int]], stage: int) -> int:
-    """How many convolutions a map is made by."""
-    depth = 0
-    while _weight(stage, depth) in shapes:
-        depth += 1
-    return depth
 
 
 _UNNORMALISED = ("lift", "points", "descriptor")  # parts of the network without batch normalisation
@@ -153,9 +141,7 @@ class ConvNormRelu(nn.Sequential):
 class FeatureNetwork(nn.Module):
     """An encoder of several resolutions, a decoder that scores pixels, an MLP that describes points.
 
-    Args:
-        sizes: of its maps.
-        normalised: with batch normalisation, for training; `folded` makes a network without.
+    `normalised`: with batch normalisation, for training; `folded` makes a network without.
     """
 
     def __init__(self, sizes: Architecture = Architecture(), *, normalised: bool = False) -> None:
@@ -181,24 +167,15 @@ class FeatureNetwork(nn.Module):
         )
 
     def fit(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Become a network of the sizes that parameters of these names and shapes have.
-
-        Raises:
-            IntegrityError: there is no such network; the message reads on after the file's name.
-        """
+        """Become a network of the sizes that parameters of these names and shapes have."""
         sizes = architecture_of(shapes)
         if sizes != self.sizes:
             self._build(sizes)
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Score every pixel.
+        """Grey (B, 1, H, W) in [0, 1] → logits (B, H, W) float32, and the maps to describe points with.
 
-        Args:
-            pixels: (B, 1, H, W) grey in [0, 1]; repeated at the right and lower edge to multiples of
-                `sizes.stride`.
-
-        Returns:
-            Logits (B, H, W) float32, and the encoder's maps, finest first, to describe points with.
+        The image is repeated at the right and lower edge to multiples of `sizes.stride`.
         """
         height, width = pixels.shape[2:]
         logits, maps = self._maps(padded(pixels, self.sizes.stride))
@@ -294,10 +271,6 @@ def grown(plain: FeatureNetwork, sizes: Architecture) -> FeatureNetwork:
 
     With more maps it is the same on images whose sides are multiples of its stride; others are repeated
     further at the edge, which changes their mean and deviation.
-
-    Args:
-        plain: without batch normalisation.
-        sizes: as large as its own or larger, in every respect.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # grown again, it is the same
@@ -307,7 +280,8 @@ def grown(plain: FeatureNetwork, sizes: Architecture) -> FeatureNetwork:
         if name == "descriptor.0.weight":
             continue
         if name in old:
-            _put(value, old[name])
+            value[: len(old[name])] = 0  # old outputs ignore new inputs
+            value[tuple(slice(side) for side in old[name].shape)] = old[name]
         elif name.startswith("lift"):
             value.zero_()
         elif name.startswith("encoder") and int(name.split(".")[1]) < len(plain.encoder):
@@ -322,18 +296,10 @@ def grown(plain: FeatureNetwork, sizes: Architecture) -> FeatureNetwork:
     return network
 
 
-def _put(value: Tensor, old: Tensor) -> None:
-    """Put smaller parameters at the beginning of larger ones; old outputs ignore new inputs."""
-    value[: len(old)] = 0
-    value[tuple(slice(side) for side in old.shape)] = old
-
-
 def sample(maps: Sequence[Tensor], points: Tensor) -> Tensor:
-    """(B, N, C) float32 values of all maps at points of the image, bilinear; outside, those of the edge.
+    """(B, N, C) float32 values of all maps at points (B, N, 2) xy of the image; outside, those of the edge.
 
-    Args:
-        maps: (B, C, H/2, W/2), (B, C, H/4, W/4), …; the first sample of each is centred on the first pixel.
-        points: (B, N, 2) xy, pixels.
+    The first sample of each map, (B, C, H/2, W/2), (B, C, H/4, W/4), …, is centred on the first pixel.
     """
     height, width = (2 * side for side in maps[0].shape[-2:])
     # Numbers, since a tensor of both sizes would have to be uploaded, which a GPU's queue waits for.
@@ -389,43 +355,25 @@ def _build(_: ExtractorConfig) -> nn.Module:
 
 
 def _find_together(network: FeatureNetwork, images: Sequence[Image], config: ExtractorConfig) -> list[Found]:
-    """Points of images of one size."""
-    device = network.points.weight.device
-    logits, maps = network(torch.cat([grey(image, device) for image in images]))
-    return [
-        _points_of(network, logits[b : b + 1], [level[b : b + 1] for level in maps], image, config)
-        for b, image in enumerate(images)
-    ]
+    """The best points of images of one size, refined and described."""
+    device, least, limit = network.points.weight.device, config.score_threshold, config.max_keypoints
+    least = math.log(least / (1 - least)) if 0 < least < 1 else math.copysign(math.inf, least - 0.5)
+    all_logits, all_maps = network(torch.cat([grey(image, device) for image in images]))
+    found = []
+    for b, image in enumerate(images):
+        logits, maps = all_logits[b : b + 1], [level[b : b + 1] for level in all_maps]
+        chosen = candidates(logits, config.nms_radius, BORDER)[0]
+        chosen &= logits[0] > least
+        allowed = mask_of(image, device)
+        if allowed is not None:
+            chosen &= allowed
+        y, x = chosen.nonzero().unbind(1)
+        scores, order = logits[0, y, x].sort(descending=True, stable=True)
+        points = torch.stack([x, y], dim=1)[order[:limit]]
+        refined = subpixel(logits, points[None])
+        found.append(Found(refined[0], scores[:limit].sigmoid(), network.describe(maps, refined)[0]))
+    return found
 
 
-def _points_of(
-    network: FeatureNetwork, logits: Tensor, maps: list[Tensor], image: Image, config: ExtractorConfig
-) -> Found:
-    """The best points of one image, refined and described."""
-    chosen = candidates(logits, config.nms_radius, BORDER)[0]
-    chosen &= logits[0] > _log_odds(config.score_threshold)
-    allowed = mask_of(image, logits.device)
-    if allowed is not None:
-        chosen &= allowed
-    y, x = chosen.nonzero().unbind(1)
-    scores, order = logits[0, y, x].sort(descending=True, stable=True)
-    points = torch.stack([x, y], dim=1)[order[: config.max_keypoints]]
-    refined = subpixel(logits, points[None])
-    scores = scores[: config.max_keypoints].sigmoid()
-    return Found(refined[0], scores, network.describe(maps, refined)[0])
-
-
-def _log_odds(probability: float) -> float:
-    if 0 < probability < 1:
-        return math.log(probability / (1 - probability))
-    return math.copysign(math.inf, probability - 0.5)
-
-
-FRONT_ENDS = {
-    "learned": FrontEnd(
-        _build,
-        None,
-        {"score_threshold": SCORE_THRESHOLD, "nms_radius": NMS_RADIUS},
-        _find_together,
-    )
-}
+_PUBLISHED = {"score_threshold": SCORE_THRESHOLD, "nms_radius": NMS_RADIUS}
+FRONT_ENDS = {"learned": FrontEnd(_build, None, _PUBLISHED, _find_together)}

@@ -25,21 +25,14 @@ _STAGES = (64, 64, 128, 128)  # two convolutions each, pooling by 2 after all bu
 _HEAD = 256
 
 
-class ConvReluNorm(nn.Module):
+class ConvReluNorm(nn.Sequential):
     """Convolution, then ReLU, then batch normalisation; the last two where a layer has them."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, *, rectify: bool, normalised: bool) -> None:
         super().__init__()
         self.conv = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2)
-        self.rectify = rectify
-        self.norm = nn.BatchNorm2d(outputs, eps=1e-3) if normalised else None
-
-    def forward(self, maps: Tensor) -> Tensor:
-        """(B, inputs, H, W) → (B, outputs, H, W)."""
-        maps = self.conv(maps)
-        if self.rectify:
-            maps = maps.relu_()
-        return maps if self.norm is None else self.norm(maps)
+        self.rectify = nn.ReLU(inplace=True) if rectify else nn.Identity()
+        self.norm = nn.BatchNorm2d(outputs, eps=1e-3) if normalised else nn.Identity()
 
 
 class SuperPoint(nn.Module):
@@ -69,13 +62,9 @@ class SuperPoint(nn.Module):
         )
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Score every pixel and describe every cell.
+        """Grey (B, 1, H, W) in [0, 1], sides multiples of 8 → how probably pixels are points (B, H, W).
 
-        Args:
-            pixels: (B, 1, H, W) grey in [0, 1], H and W multiples of 8.
-
-        Returns:
-            The probability that a pixel is a point (B, H, W), and unit descriptors (B, 256, H/8, W/8).
+        And unit descriptors (B, 256, H/8, W/8).
         """
         maps = pixels
         for index, block in enumerate(self.encoder):
@@ -87,10 +76,7 @@ class SuperPoint(nn.Module):
         return scores, normalize(self.descriptors(maps), dim=1)
 
     def describe(self, maps: Tensor, points: Tensor) -> Tensor:
-        """Unit descriptors (N, 256) at points (N, 2) xy from the map (1, 256, h, w) of `forward`.
-
-        The module's head says where the map is read.
-        """
+        """Unit descriptors (N, 256) at points (N, 2) xy from the map (1, 256, h, w) of `forward`."""
         cells = maps.new_tensor([maps.shape[-1], maps.shape[-2]])
         centred = points - (CELL - 1) / 2
         if self.exact_sampling:
@@ -104,10 +90,9 @@ class SuperPoint(nn.Module):
 
 
 def suppress(scores: Tensor, radius: int) -> Tensor:
-    """(H, W) bool: points that are the strongest within `radius` pixels, in three rounds.
+    """(H, W) bool: points that are the strongest within `radius` pixels, equal neighbours included.
 
-    After a round the neighbourhoods of the points found are emptied, so that the next finds points whose only
-    stronger neighbours were suppressed themselves. Equal neighbours are all kept.
+    In three rounds: the next finds points whose only stronger neighbours were suppressed themselves.
     """
     window = {"kernel_size": 2 * radius + 1, "stride": 1, "padding": radius}
     kept = torch.zeros_like(scores, dtype=torch.bool)

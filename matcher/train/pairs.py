@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from matcher.config import ExtractorConfig
+from matcher.extract.extractor import detect_sift
 from matcher.extract.learned import BORDER, NMS_RADIUS, FeatureNetwork, candidates, subpixel
-from matcher.extract.sift import detect_sift
 from matcher.match.steering import STEERABLE, TURNS, turned_by
 from matcher.torch_engine import build_extractor
 from matcher.train.recipe import SIFT, Recipe

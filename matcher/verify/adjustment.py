@@ -54,10 +54,17 @@ class MatchedPoints:
         """The order (N,) for progressive sampling (PROSAC, Chum and Matas 2005), if there is one."""
         return np.argsort(-self.probable, kind="stable") if np.ptp(self.probable) > 0 else None
 
-    def most_probable(self, share: float) -> MatchedPoints:
-        """At least a share of the matches, in the same order: all as probable as the last of them."""
-        part = self.probable >= np.quantile(self.probable, 1 - share, method="higher")
-        return self if part.all() else self.select(part)
+    @cached_property
+    def spread(self) -> Spread:
+        """Variances of the positions; those without covariances are all as exact."""
+        if self.covariances is None:
+            same = np.full(len(self), _UNKNOWN**2)
+            return Spread(same, np.zeros(len(self)), same, _UNKNOWN**2)
+        known = np.nan_to_num(self.covariances, nan=_VAST, posinf=_VAST, neginf=0.0)
+        xx, yy = (np.clip(known[:, axis, axis], 0.0, _VAST) for axis in (0, 1))
+        bound = np.sqrt(xx * yy)
+        xy = np.clip(known[:, 0, 1], -bound, bound)  # also where somebody's own are no covariances
+        return Spread(xx + _KNOWN**2, xy, yy + _KNOWN**2, _KNOWN**2)
 
     @cached_property
     def weights(self) -> np.ndarray:
@@ -75,48 +82,28 @@ class MatchedPoints:
         weights = 1 / np.sqrt(counts[0] * counts[1])
         return weights / weights.mean()
 
-
-def trials(
-    matched: MatchedPoints, plan: Iterable[tuple[float, float]]
-) -> Iterator[tuple[float, MatchedPoints]]:
-    """Each factor of the threshold in a plan, with its share of the matches; none twice."""
-    done = set()
-    for factor, share in plan:
-        part = matched.most_probable(share)
-        if (factor, len(part)) not in done:
-            done.add((factor, len(part)))
-            yield factor, part
-
-
-@dataclass(frozen=True, eq=False)
-class TwoViewModel:
-    """A two-view geometry of N matches, in resized pixels."""
-
-    matrix: np.ndarray  # (3, 3)
-    inliers: np.ndarray  # (N,) bool
-    cam1_from_cam0: np.ndarray | None = None
-    homography: np.ndarray | None = None  # (3, 3) of the plane that most inliers lie on
-    alternatives: tuple[np.ndarray, ...] = ()  # poses (4, 4) that the plane allows, the likeliest first
-    evidence: float | None = None  # logarithm of how much likelier the first is than the second
-
-    def fundamental(self, cameras: tuple[Camera, Camera] | None) -> np.ndarray:
-        """The fundamental matrix (3, 3); `cameras` are those of an essential one."""
-        if cameras is None:
-            return self.matrix
-        return np.linalg.inv(cameras[1].K).T @ self.matrix @ np.linalg.inv(cameras[0].K)
+    def trials(self, plan: Iterable[tuple[float, float]]) -> Iterator[tuple[float, MatchedPoints]]:
+        """Each factor of a plan with the most probable matches, its share of all or more; none twice."""
+        done = set()
+        for factor, share in plan:
+            part = self.probable >= np.quantile(self.probable, 1 - share, method="higher")
+            count = int(np.count_nonzero(part))
+            if (factor, count) not in done:
+                done.add((factor, count))
+                yield factor, self if count == len(self) else self.select(part)
 
 
 @dataclass(frozen=True, eq=False)
 class Hypothesis:
-    """A model that may be the right one."""
+    """A model that may be right."""
 
-    model: TwoViewModel
+    model: TwoViewGeometry  # in resized pixels
     likelihood: float  # logarithm, of `verdict.py`
     agreeing: float  # share of all matches, by the threshold that it was found with
 
 
 def made(hypotheses: Iterable[Hypothesis]) -> list[Hypothesis]:
-    """The hypotheses up to the first that most matches agree with; those after it are not made."""
+    """Those up to the first that most matches agree with; later ones are not made."""
     found = []
     for one in hypotheses:
         found.append(one)
@@ -156,18 +143,6 @@ class Spread(NamedTuple):
     yy: np.ndarray
     first: float  # of points0
 
-    @staticmethod
-    def of(covariances: np.ndarray | None, count: int) -> Spread:
-        """From covariances (N, 2, 2) of points1, or of `count` matches without any."""
-        if covariances is None:
-            same = np.full(count, _UNKNOWN**2)
-            return Spread(same, np.zeros(count), same, _UNKNOWN**2)
-        known = np.nan_to_num(covariances, nan=_VAST, posinf=_VAST, neginf=0.0)
-        xx, yy = (np.clip(known[:, axis, axis], 0.0, _VAST) for axis in (0, 1))
-        bound = np.sqrt(xx * yy)
-        xy = np.clip(known[:, 0, 1], -bound, bound)  # also where somebody's own are no covariances
-        return Spread(xx + _KNOWN**2, xy, yy + _KNOWN**2, _KNOWN**2)
-
 
 def refined(
     refine: Callable[[np.ndarray, MatchedPoints], np.ndarray],
@@ -191,7 +166,7 @@ def adjusted_homography(
     changes = entries[:, : 6 if model == "affine" else 8]
     if model == "similarity":
         changes = np.stack([entries[0] + entries[4], entries[3] - entries[1], entries[2], entries[5]], axis=1)
-    x, spread = lifted(inliers.points0) @ condition.T, Spread.of(inliers.covariances, len(inliers))
+    x, spread = lifted(inliers.points0) @ condition.T, inliers.spread
     root = np.linalg.cholesky(np.stack([spread.xx, spread.xy, spread.xy, spread.yy], 1).reshape(-1, 2, 2))
     whiten = np.linalg.inv(root)
 
@@ -257,12 +232,9 @@ def adjusted_pose(
 
 
 def _across(matched: MatchedPoints) -> Callable[[np.ndarray, np.ndarray], Residuals]:
-    """By a fundamental matrix and its derivatives (P, 3, 3): distances in standard deviations, after Sampson.
-
-    They are signed (N, 1), from the epipolar lines, with their derivatives.
-    """
+    """By a fundamental matrix and its derivatives (P, 3, 3): Sampson's distances, signed, in deviations."""
     x0, x1 = (lifted(points).T.copy() for points in matched.sides)
-    spread = Spread.of(matched.covariances, len(matched))
+    spread = matched.spread
 
     def across(fundamental: np.ndarray, slopes: np.ndarray) -> Residuals:
         lines1, lines0 = fundamental @ x0, fundamental.T @ x1
@@ -350,11 +322,8 @@ def mean_pose(hypotheses: Sequence[Hypothesis], likeliest: Hypothesis) -> np.nda
     Rotations have the chordal mean (Hartley et al. 2013, section 5.3), translations the mean direction.
     """
     best = likeliest.model.cam1_from_cam0
-    near = [
-        one
-        for one in hypotheses
-        if np.isfinite(one.likelihood) and degrees_apart(one.model.cam1_from_cam0, best) < 10
-    ]
+    known = [one for one in hypotheses if np.isfinite(one.likelihood)]
+    near = [one for one in known if degrees_apart(one.model.cam1_from_cam0, best) < 10]
     if len(near) < 2 or not np.isfinite(likeliest.likelihood):
         return None
     weights = np.exp((np.array([one.likelihood for one in near]) - likeliest.likelihood) / 10.0)
@@ -382,10 +351,7 @@ def fundamental_from_pose(K0: np.ndarray, K1: np.ndarray, cam1_from_cam0: np.nda
 
 
 def epipolar_distance(points0: np.ndarray, points1: np.ndarray, fundamental: np.ndarray) -> np.ndarray:
-    """(K,) symmetric epipolar distance in pixels: the mean of the distances to the line in either image.
-
-    Hartley and Zisserman, Multiple View Geometry, 2nd edition, section 11.4.
-    """
+    """(K,) pixels, the mean distance to both epipolar lines (Hartley and Zisserman, section 11.4)."""
     residual, *norms = _epipolar(points0, points1, fundamental)
     norm0, norm1 = (np.maximum(norm, 1e-12) for norm in norms)
     return 0.5 * residual * (1 / norm0 + 1 / norm1)
@@ -456,14 +422,10 @@ def plane_answers(
 def threshold_scale(
     scale0: Sequence[float] | np.ndarray, scale1: Sequence[float] | np.ndarray, kind: GeometryKind
 ) -> float:
-    """Stored pixels for one pixel of the resized images, for a threshold on the residual of that geometry.
+    """Stored pixels for one pixel of the resized images, whose `Features.scale` are (sx, sy), in residuals.
 
-    The residual of homographies lies in image 1. An epipolar residual mixes both images as Sampson's distance
-    does (Hartley and Zisserman, section 11.4.3): 1/e² is the sum of the 1/e² of either image alone.
-
-    Args:
-        scale0, scale1: (sx, sy), resized / stored size of image 0 and 1, as `Features.scale` holds it.
-        kind: of the geometry.
+    Those of homographies lie in image 1. An epipolar one mixes both images as Sampson's distance does
+    (Hartley and Zisserman, section 11.4.3): 1/e² is the sum of the 1/e² of either image alone.
     """
     stored0, stored1 = (1 / float(np.sqrt(scale[0] * scale[1])) for scale in (scale0, scale1))
     planar = kind in ("homography", "homographies")
@@ -471,19 +433,10 @@ def threshold_scale(
 
 
 def undistort(points: np.ndarray, camera: Camera) -> np.ndarray:
-    """Where an ideal pinhole camera with `camera.K` would see the points.
+    """(K, 2) float64: where an ideal pinhole camera with `camera.K` would see points, stored pixels.
 
-    OpenCV inverts its own models, the radial and the fisheye ones; pycolmap the others.
-
-    Args:
-        points: (K, 2) stored pixels; rows that are not finite stay so.
-        camera: of the image.
-
-    Returns:
-        (K, 2) float64; NaN where the model cannot be inverted.
-
-    Raises:
-        UsageError: a model that only pycolmap can invert, and it is not installed.
+    NaN where the model cannot be inverted. OpenCV inverts its own models, the radial and the fisheye ones;
+    pycolmap the others (`UsageError` where it is not installed).
     """
     points = np.asarray(points, dtype=np.float64)
     if not camera.distortion or not len(points):

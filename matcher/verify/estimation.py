@@ -8,25 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import NamedTuple
+from functools import partial
 
 import cv2
 import numpy as np
 import poselib
 
 from matcher.cameras import Camera, cameras_of_pair
-from matcher.config import EstimationConfig, GeometryKind, GeometryStatus
+from matcher.config import EstimationConfig, GeometryKind, PlanarModel
 from matcher.errors import UsageError
 from matcher.types import Estimator, Features, Matches, TwoViewGeometry
 from matcher.verify.adjustment import (
     CONFIDENCE,
     LOSS_SCALE,
-    MAX_ITERATIONS,
     Hypothesis,
     MatchedPoints,
-    Spread,
-    TwoViewModel,
     adjusted_fundamental,
     adjusted_pose,
     degrees_apart,
@@ -38,7 +34,6 @@ from matcher.verify.adjustment import (
     refined,
     sampson,
     threshold_scale,
-    trials,
     undistort,
 )
 from matcher.verify.homography import (
@@ -49,12 +44,15 @@ from matcher.verify.homography import (
     completed,
     dominant_plane,
     estimated_homography,
+    estimated_planar,
     fixed_by_parallax,
     log_false_alarms,
+    magsac,
     on_a_line,
     only_rotates,
     parallax_evidence,
     poses_of_plane,
+    transfer_error,
 )
 from matcher.verify.repetition import repetition
 from matcher.verify.verdict import epipolar_likelihood, probabilities, reject_improbable
@@ -70,22 +68,25 @@ _IN_FRONT = 0.8  # share of the plane's matches that one of them has in front, t
 _OFF_PLANE = 2.0  # thresholds for inliers that a match may lie from its place by the homography of a plane
 
 
-def estimated_fundamental(matched: MatchedPoints, threshold: float, adjusted: bool) -> TwoViewModel | None:
+def estimated_fundamental(matched: MatchedPoints, threshold: float, adjusted: bool) -> TwoViewGeometry | None:
     """The likeliest fundamental matrix, each hypothesis refined over its inliers; else that of MAGSAC++."""
+    find = partial(magsac, cv2.findFundamentalMat)
+
+    def of(matrix: np.ndarray) -> TwoViewGeometry:
+        return TwoViewGeometry("fundamental", "ok", sampson(*matched.sides, matrix) <= threshold, matrix)
+
     if not adjusted:
-        matrix = _magsac(matched, threshold)
-        return None if matrix is None else TwoViewModel(matrix, sampson(*matched.sides, matrix) <= threshold)
-    spread = Spread.of(matched.covariances, len(matched))
+        matrix = find(matched, threshold)
+        return None if matrix is None else of(matrix)
 
     def hypotheses() -> Iterator[Hypothesis]:
-        for factor, part in trials(matched, _FUNDAMENTAL):
-            if (matrix := _magsac(part, factor * threshold)) is None:
+        for factor, part in matched.trials(_FUNDAMENTAL):
+            if (matrix := find(part, factor * threshold)) is None:
                 continue
             found = sampson(*part.sides, matrix) <= factor * threshold
             matrix = refined(adjusted_fundamental, part, matrix, found)
-            likelihood = epipolar_likelihood(matrix, matched, spread)
-            model = TwoViewModel(matrix, sampson(*matched.sides, matrix) <= threshold)
-            yield Hypothesis(model, likelihood, np.count_nonzero(found) / len(matched))
+            agreeing = np.count_nonzero(found) / len(matched)
+            yield Hypothesis(of(matrix), epipolar_likelihood(matrix, matched), agreeing)
 
     best = likeliest(made(hypotheses()))
     return None if best is None else best.model
@@ -99,25 +100,20 @@ class PoseSearch:
     cameras: tuple[Camera, Camera]
     threshold: float
 
-    @cached_property
-    def spread(self) -> Spread:
-        """Of the matches."""
-        return Spread.of(self.matched.covariances, len(self.matched))
-
-    def model(self, pose: np.ndarray) -> tuple[TwoViewModel, np.ndarray, np.ndarray]:
+    def model(self, pose: np.ndarray) -> tuple[TwoViewGeometry, np.ndarray, np.ndarray]:
         """That of a pose; its fundamental matrix, and which matches (N,) are in front of both cameras."""
         K0, K1 = (camera.K for camera in self.cameras)
         fundamental = fundamental_from_pose(K0, K1, pose)
         possible = in_front(*self.matched.sides, (np.linalg.inv(K0), np.linalg.inv(K1)), pose)
         inliers = (sampson(*self.matched.sides, fundamental) <= self.threshold) & possible
         essential = fundamental_from_pose(np.eye(3), np.eye(3), pose)
-        return TwoViewModel(essential, inliers, pose), fundamental, possible
+        return TwoViewGeometry("essential", "ok", inliers, essential, pose), fundamental, possible
 
     def adjusted(self, pose: np.ndarray, part: MatchedPoints, inliers: np.ndarray) -> np.ndarray:
         """A pose refined over its inliers, of all matches or a part of them."""
         return refined(partial(adjusted_pose, cameras=self.cameras), part, pose, inliers)
 
-    def likeliest(self, seed: int, samples: int) -> TwoViewModel | None:
+    def likeliest(self, seed: int, samples: int) -> TwoViewGeometry | None:
         """The mean of the likeliest poses, sampled or of a plane."""
         found = made(self._hypotheses(seed, samples))
         best = likeliest(found)
@@ -128,10 +124,10 @@ class PoseSearch:
     def _hypotheses(self, seed: int, samples: int) -> Iterator[Hypothesis]:
         def judged(pose: np.ndarray, agreeing: float) -> Hypothesis:
             model, fundamental, possible = self.model(pose)
-            likelihood = epipolar_likelihood(fundamental, self.matched, self.spread, possible)
+            likelihood = epipolar_likelihood(fundamental, self.matched, possible)
             return Hypothesis(model, likelihood, agreeing)
 
-        for number, (factor, part) in enumerate(trials(self.matched, _ESSENTIAL)):
+        for number, (factor, part) in enumerate(self.matched.trials(_ESSENTIAL)):
             pose, found = self._sampled(part, factor, seed, samples, progressive=number > 0)
             if pose is not None:
                 if part.covariances is not None:
@@ -175,22 +171,18 @@ class PoseSearch:
         return cam1_from_cam0, inliers
 
 
-def _magsac(matched: MatchedPoints, threshold: float) -> np.ndarray | None:
-    try:
-        matrix, _ = cv2.findFundamentalMat(
-            *matched.sides, cv2.USAC_MAGSAC, threshold, CONFIDENCE, MAX_ITERATIONS
-        )
-    except cv2.error:  # raised for some inputs that no minimal sample fits
-        return None
-    if matrix is None or matrix.shape != (3, 3) or not np.isfinite(matrix).all() or not matrix.any():
-        return None
-    return matrix
-
-
 # Estimator
 
-_MINIMUM = {"homography": 4, "fundamental": 7, "essential": 5}  # points that fix the model
+# Points that fix a model, and how many matches along a line leave it to fit by chance; a similarity none.
+_MINIMA = {
+    "homography": (4, 1),
+    "affine": (3, 1),
+    "similarity": (2, 0),
+    "fundamental": (7, 4),
+    "essential": (5, 2),
+}
 _LIMIT = 1e8  # coordinates beyond it are as useless as infinite ones
+MAX_PLANES = 16
 
 
 @dataclass(frozen=True)
@@ -208,6 +200,7 @@ class RobustEstimator:
     config: EstimationConfig
     adjusted: bool = True  # False: fundamental matrices are a single hypothesis, as MAGSAC++ leaves it
     pose_samples: int = SAMPLES  # for each hypothesis of an essential matrix, at most
+    planar: PlanarModel = "homography"  # what the kind "homography" estimates
     takes_covariances = True  # see `matcher.types.Estimator`
 
     def __call__(
@@ -222,124 +215,141 @@ class RobustEstimator:
     ) -> TwoViewGeometry:
         """Estimate the configured geometry; deterministic, whatever the order of the matches.
 
-        Status `ok`; `low_inliers`: a model with fewer distinct inliers than `min_inliers`, or no more than
-        chance gives. Without a model: `too_few` distinct points; `degenerate`: the points, or what supports
-        the model, lie on one point or line of an image, or (essential) only a rotation shows; `no_model`;
-        `not_estimated` (kind "none"). A plane or a pure rotation fixes F only up to a family: the inliers are
-        valid, the matrix does not constrain other points.
+        Points and cameras are of stored pixels, `thresholds_scale` of which are a resized one; points that
+        are not finite are never inliers. Scores are match probabilities ("homographies" do not use them),
+        covariances (K, 2, 2) of points1. Cameras are used by essential only, on undistorted points.
 
-        Args:
-            points0, points1: (K, 2) stored pixels; non-finite rows are never inliers.
-            cameras: of image 0 and 1, in stored pixels; used by essential only, on undistorted points.
-            scores: (K,) match probabilities, all the same if left out.
-            thresholds_scale: stored pixels per resized pixel; one factor for both images.
-            covariances: (K, 2, 2) of points1, stored pixels², as `MatchRefinement` has them.
-
-        Returns:
-            matrix: H with H[2, 2] = 1 (−1 where the first pixel lies beyond the horizon, so that the inliers
-            lie before it), F or E of Frobenius norm 1; E = [t]× R up to scale, cam1_from_cam0 with |t| = 1.
-
-        Raises:
-            UsageError: arrays that do not fit each other, a scale of 0, essential without usable cameras.
+        H has H[2, 2] = 1 (−1 where the first pixel lies beyond the horizon, so that the inliers lie before
+        it), F and E have a Frobenius norm of 1, cam1_from_cam0 has |t| = 1. Status `low_inliers`: a model
+        with fewer distinct inliers than `min_inliers`, or no more than chance gives; `degenerate`: the
+        points, or what supports the model, lie on one point or line of an image or on one plane, or the views
+        only rotate. `UsageError`: arrays that do not fit each other, essential without cameras.
         """
         kind, scale = self.config.kind, thresholds_scale
         if kind == "none":
             return TwoViewGeometry(kind, "not_estimated", np.zeros(len(points0), dtype=bool))
+        if kind == "homographies":
+            return self._planes(np.asarray(points0), np.asarray(points1), scale, covariances)
         if kind != "essential":
             cameras = None
         elif cameras is None:
             raise UsageError(
                 "the essential matrix needs the cameras of both images: cameras=(Camera, Camera)"
             )
-        given = distinct_matches(points0, points1, scale, scores, covariances, cameras)
+        matched, usable, place = distinct_matches(points0, points1, scale, scores, covariances, cameras)
         if cameras is not None:  # pinhole ones of the resized images
             cameras = tuple(Camera(c.fx / scale, c.fy / scale, c.cx / scale, c.cy / scale) for c in cameras)
-        status, model = self._estimate(given.matched, cameras)
-        if model is None:
-            return TwoViewGeometry(kind, status, np.zeros(len(given.usable), dtype=bool))
-        homography = model.homography
-        found = TwoViewGeometry(
-            kind,
-            status,
-            given.of_all(model.inliers),
-            _stored(kind, model.matrix, scale),
-            model.cam1_from_cam0,
-            homography=None if homography is None else _stored("homography", homography, scale),
-            alternatives=model.alternatives,
-            evidence=model.evidence,
-        )
+        found, inliers = self._estimate(matched, cameras), np.zeros(len(usable), dtype=bool)
+        inliers[usable] = found.inliers[place]
+        matrix = _stored(kind if self.planar == "homography" else self.planar, found.matrix, scale)
+        homography = _stored("homography", found.homography, scale)
+        found = replace(found, inliers=inliers, matrix=matrix, homography=homography)
         return found.without_rejected() if found.verified else found
 
-    def _estimate(
-        self, matched: MatchedPoints, cameras: tuple[Camera, Camera] | None
-    ) -> tuple[GeometryStatus, TwoViewModel | None]:
-        """Status and model of distinct, finite points in resized pixels."""
-        points0, points1 = matched.points0, matched.points1
-        kind, minimum = self.config.kind, _MINIMUM[self.config.kind]
-        homography = kind == "homography"
+    def _planes(
+        self, points0: np.ndarray, points1: np.ndarray, scale: float, covariances: np.ndarray | None
+    ) -> TwoViewGeometry:
+        """Homographies by sequential consensus: one is estimated, its inliers are taken away, and so on.
+
+        Then every match goes to the plane that it agrees with best; one that fewer than `min_inliers` are
+        left of is dropped.
+        """
+        single = replace(self, config=replace(self.config, kind="homography"))
+        left, matrices = np.arange(len(points0)), []
+        while len(matrices) < MAX_PLANES:
+            known = None if covariances is None else covariances[left]
+            found = single(points0[left], points1[left], thresholds_scale=scale, covariances=known)
+            if found.status != "ok":
+                break
+            matrices.append(found.matrix)
+            left = left[~found.inliers]
+        with np.errstate(invalid="ignore"):
+            errors = [transfer_error(points0, points1, matrix) for matrix in matrices]
+        errors = np.array(errors).reshape(len(matrices), len(points0))
+        kept, planes = list(range(len(matrices))), np.full(len(points0), -1)
+        while kept:
+            near = errors[kept].min(axis=0) <= self.config.max_reprojection_error * scale
+            planes = np.where(near, errors[kept].argmin(axis=0), -1)
+            counts = np.bincount(planes[near], minlength=len(kept))
+            if counts.min() >= self.config.min_inliers:
+                order = np.argsort(-counts, kind="stable")  # the largest plane first
+                planes = np.append(np.argsort(order), -1)[planes]  # the last for matches without a plane
+                matrices = [matrices[kept[plane]] for plane in order]
+                break
+            del kept[int(counts.argmin())]
+            planes = np.full(len(points0), -1)
+        return TwoViewGeometry(
+            "homographies",
+            "ok" if kept else found.status,
+            planes >= 0,
+            matrices[0] if kept else None,
+            planes=planes.astype(np.int64),
+            matrices=np.array(matrices if kept else []).reshape(-1, 3, 3),
+        )
+
+    def _estimate(self, matched: MatchedPoints, cameras: tuple[Camera, Camera] | None) -> TwoViewGeometry:
+        """That of distinct, finite points, in resized pixels."""
+        homography = self.config.kind == "homography"
+        kind = self.planar if homography else self.config.kind
+        minimum, freedom = _MINIMA[kind]
         threshold = self.config.max_reprojection_error if homography else self.config.max_epipolar_error
-        if len(points0) <= minimum:
-            return "too_few", None
-        chance = chance_inlier(points0, points1, threshold, homography)
-        every = np.ones(len(points0), dtype=bool)
-        if any(on_a_line(side, every, threshold, minimum, chance) for side in (points0, points1)):
-            return "degenerate", None
+        none = TwoViewGeometry(self.config.kind, "degenerate", np.zeros(len(matched), dtype=bool))
+        if len(matched) <= minimum:
+            return replace(none, status="too_few")
+        chance = chance_inlier(*matched.sides, threshold, homography)
+
+        def lie_on_a_line(inliers: np.ndarray) -> bool:
+            sides = matched.sides if freedom else ()
+            return any(on_a_line(side, inliers, threshold, freedom, chance) for side in sides)
+
+        if lie_on_a_line(~none.inliers):
+            return none
         if kind == "essential":
             search = PoseSearch(matched, cameras, threshold)
             model = search.likeliest(self.config.seed, self.pose_samples)
-        elif homography:
+        elif kind == "fundamental":
+            model = estimated_fundamental(matched, threshold, self.adjusted)
+        elif kind == "homography":
             model = estimated_homography(matched, threshold)
         else:
-            model = estimated_fundamental(matched, threshold, self.adjusted)
+            model = estimated_planar(matched, threshold, kind)
         if model is None or not model.inliers.any():
-            return "no_model", None
+            return replace(none, status="no_model")
         count = int(np.count_nonzero(model.inliers))
-        convincing = log_false_alarms(len(points0), count, minimum, chance) < 0
+        convincing = log_false_alarms(len(matched), count, minimum, chance) < 0
         if count < self.config.min_inliers or not convincing:
-            return "low_inliers", model
-        if any(on_a_line(side, model.inliers, threshold, minimum, chance) for side in (points0, points1)):
-            return "degenerate", None
+            return replace(model, status="low_inliers")
+        if lie_on_a_line(model.inliers):
+            return none
         if homography:
-            return "ok", model
-        return self._off_plane(matched, cameras, model, threshold)
-
-    def _off_plane(
-        self,
-        matched: MatchedPoints,
-        cameras: tuple[Camera, Camera] | None,
-        model: TwoViewModel,
-        threshold: float,
-    ) -> tuple[GeometryStatus, TwoViewModel | None]:
-        """Status and model where the inliers may all lie on one plane, or the views only rotate."""
+            return model
+        # The inliers may all lie on one plane, or the views only rotate.
         reach = self.config.max_reprojection_error
         homography = dominant_plane(matched, model.inliers, reach)
-        rotates = cameras is not None and only_rotates(
-            *matched.sides, cameras, model.inliers, model.cam1_from_cam0
-        )
-        if homography is None:
-            return ("degenerate", None) if rotates else ("ok", model)
-        residuals = sampson(*matched.sides, model.fundamental(cameras))[model.inliers]
-        spread = Spread.of(matched.covariances, len(matched))
-        parallax = Parallax.of(homography, matched, spread, residuals)
-        planar = replace(model, homography=homography)
-        on_plane = replace(planar, inliers=parallax.distance <= reach)
-        if rotates:
-            return "degenerate", replace(on_plane, cam1_from_cam0=None)
+        rotates, fundamental = False, model.matrix
         if cameras is not None:
-            return self._of_twins(PoseSearch(matched, cameras, threshold), planar, parallax)
+            rotates = only_rotates(matched.select(model.inliers), cameras, model.cam1_from_cam0)
+            fundamental = np.linalg.inv(cameras[1].K).T @ model.matrix @ np.linalg.inv(cameras[0].K)
+        if homography is None:
+            return none if rotates else model
+        parallax = Parallax.of(homography, matched, sampson(*matched.sides, fundamental)[model.inliers])
+        planar = replace(model, homography=homography)
+        on_plane = replace(planar, status="degenerate", inliers=parallax.distance <= reach)
+        if rotates:
+            return replace(on_plane, cam1_from_cam0=None)
+        if cameras is not None:
+            return self._of_twins(search, planar, parallax)
         if fixed_by_parallax(model.matrix, matched, parallax):
-            return "ok", planar
+            return planar
         matrix = completed(homography, matched, parallax)
         if matrix is None or not fixed_by_parallax(matrix, matched, parallax):
-            return "degenerate", on_plane
+            return on_plane
         inliers = sampson(*matched.sides, matrix) <= threshold
         matrix = refined(adjusted_fundamental, matched, matrix, inliers)
         inliers = sampson(*matched.sides, matrix) <= threshold
-        return "ok", replace(planar, matrix=matrix, inliers=inliers)
+        return replace(planar, matrix=matrix, inliers=inliers)
 
-    def _of_twins(
-        self, search: PoseSearch, planar: TwoViewModel, parallax: Parallax
-    ) -> tuple[GeometryStatus, TwoViewModel]:
+    def _of_twins(self, search: PoseSearch, planar: TwoViewGeometry, parallax: Parallax) -> TwoViewGeometry:
         """The one of the poses of a plane that matches off it tell from the others, if they do."""
         matched, reach = search.matched, self.config.max_reprojection_error
         poses = [planar.cam1_from_cam0]
@@ -350,7 +360,7 @@ class RobustEstimator:
         on_plane, judged = parallax.distance <= reach, []
         for pose in poses:
             model, fundamental, possible = search.model(pose)
-            gain = parallax_evidence(fundamental, matched, search.spread, parallax, planar.inliers, possible)
+            gain = parallax_evidence(fundamental, matched, parallax, planar.inliers, possible)
             gain += OWN * (pose is poses[0])
             judged.append((gain, np.count_nonzero(possible & on_plane), model))
         most = max(count for _, count, _ in judged)
@@ -358,25 +368,11 @@ class RobustEstimator:
         judged.sort(key=lambda one: -one[0])
         best = replace(judged[0][2], homography=planar.homography)
         if len(judged) == 1:
-            return "ok", best
+            return best
         ratio = judged[0][0] - judged[1][0]
         alternatives = tuple(model.cam1_from_cam0 for *_, model in judged)
         best = replace(best, alternatives=alternatives, evidence=float(ratio))
-        return ("ok", best) if ratio >= ENOUGH else ("ambiguous", replace(best, inliers=on_plane))
-
-
-class Distinct(NamedTuple):
-    """The distinct, finite ones of K matches."""
-
-    matched: MatchedPoints  # in resized pixels
-    usable: np.ndarray  # (K,) bool: the finite ones
-    place: np.ndarray  # which of the distinct ones each finite one is
-
-    def of_all(self, inliers: np.ndarray) -> np.ndarray:
-        """(K,) bool from the inliers among the distinct ones."""
-        found = np.zeros(len(self.usable), dtype=bool)
-        found[self.usable] = inliers[self.place]
-        return found
+        return best if ratio >= ENOUGH else replace(best, status="ambiguous", inliers=on_plane)
 
 
 def distinct_matches(
@@ -386,11 +382,10 @@ def distinct_matches(
     scores: np.ndarray | None,
     covariances: np.ndarray | None,
     cameras: tuple[Camera, Camera] | None = None,
-) -> Distinct:
-    """What an estimator takes of its arguments (`RobustEstimator`), with points undistorted by cameras.
+) -> tuple[MatchedPoints, np.ndarray, np.ndarray]:
+    """The distinct, finite ones of K matches in resized pixels, points undistorted by cameras.
 
-    Raises:
-        UsageError: arrays that do not fit each other, or a scale that is not positive and finite.
+    Also which are finite (K,) bool, and which of the distinct ones each of these is.
     """
     sides = [np.asarray(points) for points in (points0, points1)]
     if sides[0].shape != sides[1].shape or sides[0].ndim != 2 or sides[0].shape[1] != 2:
@@ -414,12 +409,18 @@ def distinct_matches(
         covariances = np.asarray(covariances, dtype=np.float64)[np.flatnonzero(usable)[index]] / scale**2
     probable, place = np.zeros(len(distinct)), place.reshape(-1)
     np.maximum.at(probable, place, probabilities(scores, count)[usable])
-    return Distinct(MatchedPoints(distinct[:, :2], distinct[:, 2:], probable, covariances), usable, place)
+    return MatchedPoints(distinct[:, :2], distinct[:, 2:], probable, covariances), usable, place
 
 
-def _stored(kind: str, matrix: np.ndarray, scale: float) -> np.ndarray:
+def _stored(kind: str, matrix: np.ndarray | None, scale: float) -> np.ndarray | None:
     """A model of resized pixels as one of stored pixels, normalised."""
+    if matrix is None:
+        return None
     shrink = np.diag([1 / scale, 1 / scale, 1.0])
+    if kind in ("affine", "similarity"):
+        matrix = matrix.copy()
+        matrix[:2, 2] *= scale
+        return matrix
     if kind == "homography":
         matrix = np.linalg.inv(shrink) @ matrix @ shrink
         corner, norm = abs(matrix[2, 2]), np.linalg.norm(matrix)
@@ -445,11 +446,7 @@ def verify_matches(
     camera0: Camera | None = None,
     camera1: Camera | None = None,
 ) -> TwoViewGeometry:
-    """What `Pipeline.verify` does, by an estimator of a kind of geometry.
-
-    Raises:
-        UsageError: cameras without essential geometry, or it without them, or of another image size.
-    """
+    """What `Pipeline.verify` does, by an estimator of a kind of geometry."""
     cameras = cameras_of_pair(kind, camera0, camera1, (features0.image_size, features1.image_size))
     known = matches.covariances
     takes_it = known is not None and getattr(estimator, "takes_covariances", False)

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from math import lgamma, log, pi, sqrt
+from typing import Any
 
 import cv2
 import numpy as np
 import poselib
 
 from matcher.cameras import Camera
+from matcher.config import PlanarModel
 from matcher.geometry import warp_points
+from matcher.types import TwoViewGeometry
 from matcher.verify.adjustment import (
     CONFIDENCE,
     LOSS_SCALE,
     MAX_ITERATIONS,
     Hypothesis,
     MatchedPoints,
-    Spread,
-    TwoViewModel,
     adjusted_homography,
     cross,
     fundamental_from_pose,
@@ -36,41 +38,63 @@ from matcher.verify.verdict import epipolar_residuals, half_normal, homography_l
 # Homographies
 
 
-def estimated_homography(matched: MatchedPoints, threshold: float) -> TwoViewModel | None:
+def estimated_homography(matched: MatchedPoints, threshold: float) -> TwoViewGeometry | None:
     """The likelier one of two homographies, each refined over its inliers.
 
     One by MAGSAC++ (Barath et al. 2020); another, if few matches agree with that and some are more probable
     than others, by PoseLib's LO-RANSAC, whose samples begin with these.
     """
-    spread, covariances = Spread.of(matched.covariances, len(matched)), matched.covariances
+    # One after the other, each with the inliers of the one before; only the first needs no covariances.
+    refinements = (_refine_homography, adjusted_homography, adjusted_homography)
 
     def hypotheses() -> Iterator[Hypothesis]:
-        for sampled in (sampled_homography, _lo_ransac):
+        for sampled in (partial(magsac, cv2.findHomography), _lo_ransac):
             if (matrix := sampled(matched, threshold)) is None:
                 continue
             # Of H[2, 2] = 1: if the first pixel lies beyond the horizon, all points would be behind it.
             matrix = facing(matrix, matched.points0)
-            for refine in _REFINEMENTS[: 1 if covariances is None else None]:
+            for refine in refinements[: 1 if matched.covariances is None else None]:
                 found = transfer_error(*matched.sides, matrix) <= threshold
                 matrix = refined(refine, matched, matrix, found)
                 matrix = facing(matrix, matched.points0)
             inliers = transfer_error(*matched.sides, matrix) <= threshold
-            likelihood = homography_likelihood(matrix, matched, spread)
-            yield Hypothesis(TwoViewModel(matrix, inliers), likelihood, float(np.mean(inliers)))
+            likelihood = homography_likelihood(matrix, matched)
+            model = TwoViewGeometry("homography", "ok", inliers, matrix)
+            yield Hypothesis(model, likelihood, float(np.mean(inliers)))
 
     best = likeliest(made(hypotheses()))
     return None if best is None else best.model
 
 
-def sampled_homography(matched: MatchedPoints, threshold: float) -> np.ndarray | None:
-    """The homography (3, 3) as MAGSAC++ leaves it, if there is one."""
+def estimated_planar(matched: MatchedPoints, threshold: float, model: PlanarModel) -> TwoViewGeometry | None:
+    """An affine map or a similarity (turn, one scale and shift, no mirror) by RANSAC, refined twice."""
+    linear, _ = (cv2.estimateAffine2D if model == "affine" else cv2.estimateAffinePartial2D)(
+        *(np.ascontiguousarray(side) for side in matched.sides),  # OpenCV needs it
+        method=cv2.RANSAC,
+        ransacReprojThreshold=threshold,
+        maxIters=MAX_ITERATIONS,
+        confidence=CONFIDENCE,
+        refineIters=0,
+    )
+    if linear is None or not np.isfinite(linear).all():
+        return None
+    matrix = np.vstack([linear, [0.0, 0.0, 1.0]])
+    for _ in range(2):
+        inliers = transfer_error(*matched.sides, matrix) <= threshold
+        matrix = refined(partial(adjusted_homography, model=model), matched, matrix, inliers)
+    inliers = transfer_error(*matched.sides, matrix) <= threshold
+    return TwoViewGeometry("homography", "ok", inliers, matrix)
+
+
+def magsac(find: Any, matched: MatchedPoints, threshold: float) -> np.ndarray | None:
+    """The matrix (3, 3) by MAGSAC++ in OpenCV's `findHomography` or `findFundamentalMat`, if there is one."""
+    settings = {"maxIters": MAX_ITERATIONS, "confidence": CONFIDENCE}
     try:
-        matrix, _ = cv2.findHomography(
-            *matched.sides, cv2.USAC_MAGSAC, threshold, maxIters=MAX_ITERATIONS, confidence=CONFIDENCE
-        )
+        matrix, _ = find(*matched.sides, cv2.USAC_MAGSAC, threshold, **settings)
     except cv2.error:  # raised for some inputs that no minimal sample fits
         return None
-    return matrix if matrix is not None and np.isfinite(matrix).all() else None
+    usable = matrix is not None and matrix.shape == (3, 3) and np.isfinite(matrix).all() and matrix.any()
+    return matrix if usable else None
 
 
 def _lo_ransac(matched: MatchedPoints, threshold: float) -> np.ndarray | None:
@@ -106,46 +130,32 @@ def _refine_homography(matrix: np.ndarray, inliers: MatchedPoints) -> np.ndarray
     return poselib.refine_homography(*inliers.sides, matrix, options)[0]
 
 
-# One after the other, each with the inliers of the one before; only the first needs no covariances.
-_REFINEMENTS = (_refine_homography, adjusted_homography, adjusted_homography)
-
-
 # Degenerate configurations: matches on a line or spot, pure rotation, and support by chance
 
 
-def on_a_line(points: np.ndarray, inliers: np.ndarray, tolerance: float, minimum: int, chance: float) -> bool:
+def on_a_line(points: np.ndarray, inliers: np.ndarray, tolerance: float, freedom: int, chance: float) -> bool:
     """Whether the inliers lie on one line or spot, but for no more than chance would put beside it.
 
-    Matches along a line leave at least `minimum` − 3 points' worth of freedom to F and E (to H: one point's),
-    with which a model can fit as many arbitrary matches; only what exceeds that is support.
+    Matches along a line leave at least so many points' worth of `freedom` to a model, which can fit as many
+    arbitrary matches; only what exceeds that is support.
     """
     sample = points[inliers]
     sample = sample[:: -(-len(sample) // 64)]  # as good as all of them for a line, and the fit is slow
     dx, dy, x, y = cv2.fitLine(sample.astype(np.float32), cv2.DIST_L1, 0, 0.01, 0.01).ravel()
     beside = np.abs((points[:, 0] - x) * dy - (points[:, 1] - y) * dx) > tolerance
     count, support = int(np.count_nonzero(beside)), int(np.count_nonzero(beside & inliers))
-    return log_false_alarms(count, support, minimum - 3, chance) >= 0
+    return log_false_alarms(count, support, freedom, chance) >= 0
 
 
-def only_rotates(
-    points0: np.ndarray,
-    points1: np.ndarray,
-    cameras: tuple[Camera, Camera],
-    inliers: np.ndarray,
-    cam1_from_cam0: np.ndarray,
-) -> bool:
-    """Whether a rotation alone explains the inliers as well as the essential matrix does.
+def only_rotates(inliers: MatchedPoints, cameras: tuple[Camera, Camera], cam1_from_cam0: np.ndarray) -> bool:
+    """Whether a rotation alone explains the inliers as well as E does, so that the translation is noise.
 
     Noise of deviation s per coordinate gives Sampson's distance a 90th percentile of 1.6 s, and the distance
-    after the best rotation (Kabsch 1976) one of 3 s; a factor of three between them leaves room. Where it
-    holds, the translation is noise.
+    after the best rotation (Kabsch 1976) one of 3 s; a factor of three between them leaves room.
     """
-    points0, points1 = points0[inliers], points1[inliers]
+    points0, points1 = inliers.sides
     K0, K1 = (camera.K for camera in cameras)
-    rays0, rays1 = (
-        np.column_stack([points, np.ones(len(points))]) @ np.linalg.inv(K).T
-        for points, K in ((points0, K0), (points1, K1))
-    )
+    rays0, rays1 = (lifted(points) @ np.linalg.inv(K).T for points, K in ((points0, K0), (points1, K1)))
     rays0, rays1 = (rays / np.linalg.norm(rays, axis=1, keepdims=True) for rays in (rays0, rays1))
     near = np.ones(len(points0), dtype=bool)
     for _ in range(4):  # outliers that the essential matrix happens to fit must not pull the rotation
@@ -195,19 +205,19 @@ def poses_of_plane(
     threshold: float,
     homography: np.ndarray | None = None,
 ) -> Iterator[np.ndarray]:
-    """Poses cam1_from_cam0 (4, 4), |t| = 1, with most of a plane's matches in front of both cameras.
+    """Poses cam1_from_cam0 (4, 4), |t| = 1, with most of a plane's matches in front of both pinhole cameras.
 
-    Of pinhole cameras of the resized images; decomposed by OpenCV (Malis and Vargas 2007). A homography that
-    is given has the points of image 0 before its horizon; a match of the plane is within the threshold of it.
+    Decomposed by OpenCV (Malis and Vargas 2007). A match of the plane is within the threshold of its place by
+    the homography, which has the points of image 0 before its horizon.
     """
     if homography is None:
-        if (homography := sampled_homography(matched, threshold)) is None:
+        if (homography := magsac(cv2.findHomography, matched, threshold)) is None:
             return
         homography = facing(homography, matched.points0)
     plane = transfer_error(*matched.sides, homography) <= threshold
     inverse = np.linalg.inv(cameras[0].K), np.linalg.inv(cameras[1].K)
+    calibrated = inverse[1] @ homography @ cameras[0].K
     try:
-        calibrated = inverse[1] @ homography @ cameras[0].K
         _, rotations, translations, _ = cv2.decomposeHomographyMat(calibrated, np.eye(3))
     except cv2.error:  # as in the other estimators: for what has no decomposition
         return
@@ -254,21 +264,20 @@ def dominant_plane(matched: MatchedPoints, inliers: np.ndarray, threshold: float
 
 @dataclass(frozen=True, eq=False)
 class Parallax:
-    """How far the matches lie from a plane, and how exact they are."""
+    """How far matches lie from a plane."""
 
     distance: np.ndarray  # (N,) from the place by the homography, pixels; infinite behind its horizon
     noise: float  # 90th percentile of Sampson's distances of the inliers, pixels
     off: np.ndarray  # (N,) bool: matches off the plane
 
     @staticmethod
-    def of(homography: np.ndarray, matched: MatchedPoints, spread: Spread, residuals: np.ndarray) -> Parallax:
-        """That of matches of a pair from a homography (3, 3).
+    def of(homography: np.ndarray, matched: MatchedPoints, residuals: np.ndarray) -> Parallax:
+        """From a homography (3, 3), and Sampson's distances of the inliers.
 
         Noise of deviation s per coordinate gives distances from it a 90th percentile of 3 s, and Sampson's
-        one (`residuals`) of 1.6 s. What lies beyond that may have slid along an edge, as far as its
-        covariance allows.
+        one of 1.6 s. What lies beyond that may have slid along an edge, as far as its covariance allows.
         """
-        distance = transfer_error(*matched.sides, homography)
+        distance, spread = transfer_error(*matched.sides, homography), matched.spread
         noise = max(float(np.percentile(residuals, 90)), 0.03)
         dx, dy = (warp_points(matched.points0, homography) - matched.points1).T
         xx, yy = spread.xx + spread.first, spread.yy + spread.first
@@ -287,7 +296,6 @@ def _least_spread(matched: MatchedPoints) -> float:
 def parallax_evidence(
     fundamental: np.ndarray,
     matched: MatchedPoints,
-    spread: Spread,
     parallax: Parallax,
     inliers: np.ndarray,
     possible: np.ndarray,
@@ -297,7 +305,7 @@ def parallax_evidence(
     As `epipolar_likelihood`; the residuals of the inliers say how much wider than known matches spread.
     """
     off = parallax.off
-    residual, deviation = epipolar_residuals(fundamental, matched, spread)
+    residual, deviation = epipolar_residuals(fundamental, matched)
     wider = max(_least_spread(matched), float(np.median(residual[inliers] / deviation[inliers])) / 0.6745)
     density = half_normal(residual[off], wider * deviation[off]) * possible[off]
     # Where nearly all matches lie on the plane, one off it is wrong more often than it seems alone.

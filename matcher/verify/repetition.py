@@ -31,10 +31,7 @@ _PSEUDO = 8.0  # keypoints added to the unrepeated ones that are counted, matche
 def repetition(
     features0: Features, features1: Features, matches: Matches, inliers: np.ndarray
 ) -> Repetition | None:
-    """That of a pair with inliers (K,); None without any, without descriptors, or of other front ends.
-
-    Nothing is asked of matches of keypoints beyond those of the features.
-    """
+    """That of a pair with inliers (K,), those of the features' own keypoints; None where nothing is known."""
     sides = []
     for side, features in enumerate((features0, features1)):
         descriptors = to_numpy(features.descriptors)

@@ -14,9 +14,7 @@ import numpy as np
 
 from matcher.config import GeometryKind
 from matcher.types import Matches, Repetition, TwoViewGeometry
-from matcher.verify.adjustment import MatchedPoints, Spread, sampson
-
-# Verdict
+from matcher.verify.adjustment import MatchedPoints, sampson
 
 VerdictWord = Literal["same", "unsure", "not"]
 
@@ -92,8 +90,7 @@ def reject_improbable(
 ) -> TwoViewGeometry:
     """The geometry, with status `low_inliers` if the probability of the same place is below `least`.
 
-    The default, `ACCEPTED` for its kind, is meant for several passes, because each is another chance for
-    wrong matches to agree. The other arguments are those of `verdict_of`.
+    The default, `ACCEPTED` for its kind, is for several passes: each is a chance for wrong matches to agree.
     """
     if not geometry.verified:
         return geometry
@@ -106,13 +103,12 @@ def reject_improbable(
 def evidence(
     matches: Matches, geometry: TwoViewGeometry, size0: tuple[float, float], size1: tuple[float, float]
 ) -> np.ndarray:
-    """What the verdict depends on, in the order of `EVIDENCE`.
+    """(4,) what the verdict depends on, in the order of `EVIDENCE`.
 
-    Returns:
-        (4,) log(1 + the sum of the inliers' match probabilities); the inlier ratio; the square root of the
-        share of the image area that the inliers span, the smaller one of both images; log of how often
-        keypoints that do not repeat are found, divided by that of repeated ones, times the share of inliers
-        that repeat. Where these are most, only those that do not repeat count for the first.
+    log(1 + the sum of the inliers' match probabilities); the inlier ratio; the square root of the share of
+    the image area that the inliers span, the smaller one of both images; log of how often keypoints that do
+    not repeat are found, divided by that of repeated ones, times the share of inliers that repeat. Where
+    these are most, only those that do not repeat count for the first.
     """
     inliers = geometry.inliers
     if not inliers.any():
@@ -147,25 +143,19 @@ def probabilities(scores: np.ndarray | None, count: int) -> np.ndarray:
 
 
 def epipolar_likelihood(
-    fundamental: np.ndarray, matched: MatchedPoints, spread: Spread, possible: np.ndarray | None = None
+    fundamental: np.ndarray, matched: MatchedPoints, possible: np.ndarray | None = None
 ) -> float:
-    """Logarithm of how much likelier the matches are with this epipolar geometry than if all were wrong.
+    """Logarithm of how much likelier N matches are with this fundamental matrix than if all were wrong.
 
-    Args:
-        fundamental: (3, 3), resized pixels.
-        matched: the N matches.
-        spread: of their points.
-        possible: (N,) bool, False for a match that this geometry excludes, as one behind a camera.
+    `possible` (N,) is False for a match that this geometry excludes, as one behind a camera.
     """
-    density = half_normal(*epipolar_residuals(fundamental, matched, spread))
+    density = half_normal(*epipolar_residuals(fundamental, matched))
     return _of_mixture((density if possible is None else density * possible) * _REACH, matched)
 
 
-def epipolar_residuals(
-    fundamental: np.ndarray, matched: MatchedPoints, spread: Spread
-) -> tuple[np.ndarray, np.ndarray]:
+def epipolar_residuals(fundamental: np.ndarray, matched: MatchedPoints) -> tuple[np.ndarray, np.ndarray]:
     """Sampson's distances (N,) and their standard deviations (N,), pixels."""
-    distance = sampson(*matched.sides, fundamental)
+    distance, spread = sampson(*matched.sides, fundamental), matched.spread
     lines1 = matched.points0 @ fundamental[:, :2].T + fundamental[:, 2]
     across0 = np.sum((matched.points1 @ fundamental[:2] + fundamental[2])[:, :2] ** 2, axis=1)
     a, b = lines1[:, 0], lines1[:, 1]
@@ -179,10 +169,10 @@ def half_normal(distance: np.ndarray, deviation: np.ndarray) -> np.ndarray:
         return 2 / sqrt(2 * pi) / deviation * np.exp(-0.5 * (distance / deviation) ** 2)
 
 
-def homography_likelihood(homography: np.ndarray, matched: MatchedPoints, spread: Spread) -> float:
+def homography_likelihood(homography: np.ndarray, matched: MatchedPoints) -> float:
     """The same with a homography (3, 3) that has the points of image 0 before its horizon."""
     moved = matched.points0 @ homography[:, :2].T + homography[:, 2]
-    before = moved[:, 2] > 0
+    before, spread = moved[:, 2] > 0, matched.spread
     dx, dy = (moved[:, :2] / np.where(before, moved[:, 2], 1.0)[:, None] - matched.points1).T
     determinant = np.maximum(spread.xx * spread.yy - spread.xy**2, _TINY)
     with np.errstate(over="ignore", under="ignore"):

@@ -65,7 +65,7 @@ class WeightsBytes:
 
 
 def weights_folder() -> Path:
-    """The folder that holds `manifest.toml`; `IntegrityError`: there is none."""
+    """The folder that holds `manifest.toml`."""
     for folder in FOLDERS:
         if (folder / "manifest.toml").is_file():
             return folder
@@ -73,8 +73,7 @@ def weights_folder() -> Path:
 
 
 def read_manifest(folder: Path | None = None, *, remedy: str = RESTORE) -> dict[str, WeightsRow]:
-    """The shipped weights by name, or those of another folder, with what an error advises; `IntegrityError`:
-    `manifest.toml` is absent or not what it should be."""
+    """The shipped weights by name, or those of another folder, with what an error advises."""
     path = (folder or weights_folder()) / "manifest.toml"
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8")).get("weights", [])
@@ -89,11 +88,7 @@ def read_manifest(folder: Path | None = None, *, remedy: str = RESTORE) -> dict[
 
 
 def weights_bytes(weights: str | Path, folder: Path | None = None, *, remedy: str = RESTORE) -> WeightsBytes:
-    """The bytes of a weights file: a name in the manifest, shipped or of a folder, or a path.
-
-    Raises:
-        IntegrityError: no such name or file, or not the file of the manifest.
-    """
+    """The bytes of a weights file: a name in the manifest, shipped or of a folder, or a path."""
     if isinstance(weights, Path) or weights != Path(weights).name or Path(weights).suffix:
         path = Path(weights)
         data = read_bytes(path, "check the path")
@@ -109,7 +104,7 @@ def weights_bytes(weights: str | Path, folder: Path | None = None, *, remedy: st
 
 
 def read_bytes(path: Path, remedy: str) -> bytes:
-    """A file's bytes; `IntegrityError` with the remedy if it is absent or cannot be read."""
+    """A file's bytes; the remedy is for the message."""
     try:
         return read_given(path, LARGEST_WEIGHTS)
     except OSError as error:
@@ -118,7 +113,7 @@ def read_bytes(path: Path, remedy: str) -> bytes:
 
 
 def verify(row: WeightsRow, folder: Path | None = None, *, remedy: str = RESTORE) -> WeightsBytes:
-    """A shipped file; `IntegrityError`: it is absent, or its size or sha256 is not that of its row."""
+    """A file of a manifest, if it is as its row says."""
     path = (folder or weights_folder()) / row.file
     data = read_bytes(path, remedy)
     digest = hashlib.sha256(data).hexdigest()
@@ -130,12 +125,11 @@ def verify(row: WeightsRow, folder: Path | None = None, *, remedy: str = RESTORE
     return WeightsBytes(path, row.name, data, digest, remedy)
 
 
-# What a file in memory holds; messages read on after the file's name.
+# What a file in memory holds; messages of `IntegrityError` read on after the file's name.
 
 
 def read_header(data: bytes) -> dict[str, str]:
-    """The metadata in the header, which is 8 bytes of length (little endian), then JSON; `IntegrityError`:
-    the bytes are not those of a safetensors file."""
+    """The metadata in the header, which is 8 bytes of length (little endian), then JSON."""
     try:
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length]) if 2 <= length <= len(data) - 8 else None
@@ -150,8 +144,7 @@ def read_header(data: bytes) -> dict[str, str]:
 
 
 def network_config(data: bytes) -> NetworkConfig:
-    """The network that the file holds, which runs all layers on all points until a policy is given;
-    `IntegrityError`: there is no configuration, or none that can be used."""
+    """The network that the file holds, which runs all layers on all points until a policy is given."""
     text = read_header(data).get("config")
     if not isinstance(text, str):
         raise IntegrityError("carries no configuration in its header, so it is not one of our weights files")
@@ -162,8 +155,7 @@ def network_config(data: bytes) -> NetworkConfig:
 
 
 def check_front_end(data: bytes, kind: str) -> None:
-    """Refuse a file that is not of the front end `kind`; `IntegrityError`: it is of another one, or of
-    none."""
+    """Refuse a file that is not of the front end `kind`."""
     found = read_header(data).get("frontend")
     if found != kind:
         whose = f"of the front end {found}" if found else "of no front end"
@@ -171,8 +163,7 @@ def check_front_end(data: bytes, kind: str) -> None:
 
 
 def read_arrays(data: bytes) -> dict[str, np.ndarray]:
-    """All arrays of a safetensors file, numbers with a fraction as float32; `IntegrityError`: the bytes are
-    damaged, or numbers are not finite."""
+    """All arrays of a safetensors file, finite, numbers with a fraction as float32."""
     try:
         arrays = parse_arrays(data)
     except (SafetensorError, ValueError, KeyError) as error:
@@ -191,13 +182,8 @@ def load_model(
 ) -> tuple[MatchingNetwork, str, str]:
     """Rebuild a trained network of a name in the manifest, of a path, or of what `weights_bytes` gave.
 
-    Returns:
-        The model in float32 on the CPU, which runs all layers on all points until a policy is given
-        (`MatchingNetwork.with_policy`), the sha256 of its file, and its name (for a path, the file's stem).
-
-    Raises:
-        IntegrityError: no such name or file, or the file is damaged, not a weights file, or its tensors do
-            not fit its configuration.
+    The model in float32 on the CPU, which runs all layers on all points until a policy is given
+    (`MatchingNetwork.with_policy`), the sha256 of its file, and its name (for a path, the file's stem).
     """
     import torch
 
@@ -225,20 +211,7 @@ def save_model(
     *,
     dtype: torch.dtype | None = None,
 ) -> str:
-    """Write a network's parameters with its configuration in the header, whole or not at all.
-
-    Args:
-        model: to be written.
-        path: of the new file; an existing one is replaced.
-        metadata: further header entries, such as the recipe.
-        dtype: of the numbers with a fraction, float16 when absent.
-
-    Returns:
-        The sha256 of the file.
-
-    Raises:
-        IntegrityError: a parameter is not finite in `dtype`; nothing is written.
-    """
+    """Write a network, by default in float16, with its configuration in the header; the file's sha256."""
     header = {**(metadata or {}), "config": json.dumps(architecture(model.config))}
     return _write(model, path, header, dtype, "float16")
 
@@ -275,8 +248,7 @@ def _write(
 
 
 def read_tensors(data: bytes) -> dict[str, Tensor]:
-    """The tensors of a safetensors file in memory, numbers with a fraction as float32; `IntegrityError`: the
-    bytes are damaged."""
+    """The tensors of a safetensors file in memory, numbers with a fraction as float32."""
     from safetensors.torch import load
 
     try:
@@ -287,8 +259,7 @@ def read_tensors(data: bytes) -> dict[str, Tensor]:
 
 
 def checked(tensors: dict[str, Tensor], expected: dict[str, Tensor], owner: str) -> dict[str, Tensor]:
-    """These tensors, if they have the expected names and shapes and are finite; `owner` is for the message;
-    `IntegrityError`: tensors are missing, extra, misshaped or not finite."""
+    """These tensors, if they have the expected names and shapes and are finite; `owner` is named if not."""
     both = [name for name in expected if name in tensors]
     wrong = [name for name in both if tensors[name].shape != expected[name].shape]
     faults = {
@@ -354,24 +325,22 @@ class Published:
 
 
 def read_catalogue(path: Path | None = None) -> dict[str, Published]:
-    """All published weights by name; `path` is another catalogue than the package's."""
+    """Published weights by name; `path` is another catalogue than the package's."""
     tables = tomllib.loads((path or CATALOGUE).read_text(encoding="utf-8"))["published"]
     return {table["name"]: from_dict(Published, table) for table in tables}
 
 
 def find_published(name: str) -> Published:
-    """The row of that name; a front end of several networks stands for its first; `UsageError`: there is
-    none; the message lists those that exist."""
+    """The row of that name; a front end of several networks stands for its first."""
     rows = read_catalogue()
-    of_front_end = [row for row in rows.values() if row.frontend == name]
-    if name not in rows and not of_front_end:
+    found = rows.get(name) or next((row for row in rows.values() if row.frontend == name), None)
+    if found is None:
         raise UsageError(unknown_name("published weights", name, rows))
-    return rows.get(name) or of_front_end[0]
+    return found
 
 
 def locate(row: Published) -> WeightsBytes:
-    """The checked weights file on this machine that was made of published weights; `IntegrityError`: absent
-    or damaged; the message names the command to get it."""
+    """The checked weights file on this machine that was made of published weights."""
     if not (row.folder / "manifest.toml").is_file():
         raise IntegrityError(
             f"the published weights {row.name} are not on this machine: run `{row.command}`, or"
@@ -382,12 +351,7 @@ def locate(row: Published) -> WeightsBytes:
 
 
 def find_weights(weights: str | Path) -> WeightsBytes:
-    """The weights file of a matcher's network: by a name in our manifest or in the catalogue, or by its path.
-
-    Raises:
-        UsageError: a name of a front end's weights.
-        IntegrityError: absent or damaged; the message names the command to get it.
-    """
+    """The file of a matcher's network, by a name in our manifest or in the catalogue, or by its path."""
     row = None if isinstance(weights, Path) else read_catalogue().get(weights)
     if row is None:
         return weights_bytes(weights)
@@ -397,8 +361,7 @@ def find_weights(weights: str | Path) -> WeightsBytes:
 
 
 def locate_front_end(config: ExtractorConfig) -> Path:
-    """The checked file of a front end's parameters: the shipped one, or that of `matcher weights fetch`;
-    `IntegrityError`: absent or damaged; the message names the command to get it."""
+    """The checked file of a front end's parameters: the shipped one, or that of `matcher weights fetch`."""
     rows = [row for row in read_catalogue().values() if row.frontend == config.kind]
     if rows:
         return locate(next(row for row in rows if config.variant in (None, row.variant))).path
@@ -410,13 +373,9 @@ def locate_front_end(config: ExtractorConfig) -> Path:
 
 
 def fill_extractor(network: nn.Module, config: ExtractorConfig, path: str | Path | None = None) -> None:
-    """Put a front end's trained parameters into its network, all of them or none.
+    """Put the parameters of a file, or those that `config` selects, into a front end's network, all or none.
 
-    A `network` that has `fit(shapes)` takes the sizes of the parameters. They are those of `path`, a file of
-    `save_front_end`, or the shipped or fetched ones that `config` selects.
-
-    Raises:
-        IntegrityError: absent, damaged, or not this front end's; the message names the command to get it.
+    A `network` that has `fit(shapes)` takes their sizes.
     """
     path, kind = locate_front_end(config) if path is None else Path(path), config.kind
     remedy = "give a file that `matcher train` wrote, or leave it out for the shipped one"

@@ -1,4 +1,7 @@
-"""Further passes over a pair: each is chosen by the evidence so far, until that is confident."""
+"""Further passes over a pair whose first was not confident: other features, scales, and views of parts.
+
+Each is chosen by the evidence so far, until that is confident.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,18 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import sqrt
 from time import perf_counter
 from typing import Literal
 
+import cv2
 import numpy as np
 
 from matcher.config import EstimationConfig, FurtherPassesConfig
 from matcher.errors import counted
+from matcher.geometry import resize_points, stored_to_upright
 from matcher.images import gradient_image
 from matcher.match.steering import evidence_of_turns
-from matcher.passes.views import (
-    CommonRegion,
-    Crop,
-    LocalMatcher,
-    PassMatches,
-    common_region,
-    crops_of,
-    tilted,
-)
 from matcher.types import JOINED, Extractor, Features, Image, Matcher, Matches, TwoViewGeometry, to_numpy
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
@@ -105,10 +102,7 @@ class Joined:
     left_out: int = 0  # further passes that the pair might have needed and there was no time for
 
     def with_keypoints(self, matches: Matches) -> Matches:
-        """These matches after refinement, unrefined ones at their keypoints.
-
-        The first pass had refined its own, with other matches around them.
-        """
+        """Refined matches, those not refined now at their keypoints, though the first pass moved some."""
         if matches.refinement is None:
             return matches
         places = self.features1.numpy()["keypoints"][matches.indices[:, 1]]
@@ -127,14 +121,6 @@ class FurtherPasses:
     longer_side: int = 1024  # of a crop, pixels
     limit: TimeLimit | None = None
 
-    def within(self, total: float, own: float, other: float, region: float) -> FurtherPasses:
-        """The passes that fit a time limit, of these seconds (`TimeLimit`)."""
-        return replace(self, limit=TimeLimit(total, own, other, region))
-
-    def using(self, extractor: Extractor, matcher: Matcher) -> FurtherPasses:
-        """The same passes with this front end and matcher."""
-        return replace(self, own=LocalMatcher(extractor, matcher))
-
     def __call__(
         self,
         images: Sequence[Image],
@@ -146,19 +132,17 @@ class FurtherPasses:
     ) -> Joined:
         """Run as many further passes as the pair needs, and join all matches.
 
-        Args:
-            images: both, as matched in the first pass.
-            originals: each reads an image at full resolution; called only if the common region is matched.
-            features: of the first pass.
-            matches: of the first pass.
-            geometry: estimated from these matches, of any kind.
-            seconds: duration of the first pass.
+        The geometry, of any kind, and `seconds` are of the first pass, and the images as that matched them;
+        `originals` read them at full resolution, called only if the common region is matched.
         """
         pair = _Pair(self, images, originals, features, matches, perf_counter() - seconds)
         if geometry.kind == "fundamental":
             pair.geometry = geometry
         reports, start = [PassReport(FIRST, len(matches), seconds)], perf_counter()
-        for one in pair.passes():
+        for step in pair.steps():
+            if pair.evidence.is_confident or (one := step()) is None:
+                continue
+            pair.add(one)
             reports.append(PassReport(one.name, len(one.scores), perf_counter() - start))
             start = perf_counter()
             level = logging.INFO if start - pair.begun > _LONG else logging.DEBUG
@@ -180,18 +164,15 @@ class _Pair:
     begun: float  # by `perf_counter`
     left_out: int = 0
     found: list[PassMatches] = field(default_factory=list)
+    views: dict[tuple, tuple[Crop, Features]] = field(default_factory=dict)  # by axis, side and turn
 
-    def passes(self) -> Iterator[PassMatches]:
-        """Run passes until the evidence is confident."""
-        for step in self._steps():
-            if self.evidence.is_confident or (one := step()) is None:
-                continue
-            self.found.append(one)
-            for known in ("joined", "geometry", "evidence"):
-                vars(self).pop(known, None)
-            yield one
+    def add(self, one: PassMatches) -> None:
+        """What a pass has found."""
+        self.found.append(one)
+        for known in ("joined", "geometry", "evidence"):
+            vars(self).pop(known, None)
 
-    def _steps(self) -> Iterator[Callable[[], PassMatches | None]]:
+    def steps(self) -> Iterator[Callable[[], PassMatches | None]]:
         """The passes that are wanted, each chosen when those before it have run."""
         wanted = self.further.config.passes
         if "scale" in wanted:
@@ -202,14 +183,15 @@ class _Pair:
         for name, step in (
             ("gradients", self.gradients),
             ("features", self.other_features),
-            ("tilt_y", lambda: self.tilted("tilt_y", 0.0)),
-            ("tilt_y_turned", lambda: self.tilted("tilt_y turned by 45 degrees", 45.0)),
-            ("tilt_x", lambda: self.tilted_side(0)),
-            ("tilt_x", lambda: self.tilted_side(1)),
+            ("tilt_y", lambda: self.tilted("tilt_y", "y")),
+            ("tilt_y_turned", lambda: self.tilted("tilt_y turned by 45 degrees", "y", degrees=45.0)),
+            ("tilt_x", lambda: self.tilted("tilt_x of image 0", "x", [0])),
+            ("tilt_x", lambda: self.tilted("tilt_x of image 1", "x", [1])),
         ):
             if name in wanted:
                 yield step
-                if name.startswith("tilt") and self.is_hopeless():
+                few = not self.evidence.inliers and self.evidence.matches < HOPELESS_MATCHES
+                if few and name.startswith("tilt"):
                     return
         if "region" in wanted and not reliable:
             yield self.region
@@ -222,24 +204,17 @@ class _Pair:
         return fits
 
     def other_scale(self) -> PassMatches | None:
-        """Match at the change of scale that the descriptors suggest, if there are few inliers.
-
-        Without a geometry of their own none of these matches is kept.
-        """
+        """Match at the change of scale that the descriptors suggest, if there are few inliers."""
         if not self.has_few_inliers() or not self.has_time():
             return None
         change = best_scale_change(self.further.own.extractor, self.images)
         if change is None or not self.has_time():
             return None
         crops = at_scale_change(self.images, change, self.further.longer_side)
-        return self.if_verified(self.further.own.match(f"scale {change:.2g}", *crops))
+        return self.if_verified(self.further.own.match_crops(f"scale {change:.2g}", crops))
 
     def gradients(self) -> PassMatches | None:
-        """Match images of gradient magnitude, if grey values may be what differs, as in a negative.
-
-        Edges of unrelated images look more alike than their grey values, so without a geometry of their own
-        none of these matches is kept.
-        """
+        """Match images of gradient magnitude, if grey values may be what differs, as in a negative."""
         if not self.has_few_inliers() or not self.has_time():
             return None
         images = [gradient_image(image, GRADIENT_SMOOTHING) for image in self.images]
@@ -251,30 +226,20 @@ class _Pair:
             return None
         return self.further.other().match_images(self.further.config.preset, self.images)
 
-    def tilted(self, name: str, degrees: float) -> PassMatches | None:
-        """Match both images stretched vertically, image 1 turned by an angle besides."""
+    def tilted(
+        self, name: str, axis: Literal["x", "y"], sides: Sequence[int] = (0, 1), degrees: float = 0.0
+    ) -> PassMatches | None:
+        """Match with these images stretched along an axis, image 1 turned by an angle besides."""
         if not min(map(len, self.features)) or not self.has_time():
             return None
-        crop1 = tilted(self.images[1], self.further.longer_side, axis="y")
-        crop1 = crop1.turned(degrees) if degrees else crop1
-        crop0, features0 = self._tilted0
-        features1 = self.further.own.extractor([crop1.as_image()])[0]
-        return self.further.own.match_crops(name, (crop0, crop1), (features0, features1))
-
-    @cached_property
-    def _tilted0(self) -> tuple[Crop, Features]:
-        crop = tilted(self.images[0], self.further.longer_side, axis="y")
-        return crop, self.further.own.extractor([crop.as_image()])[0]
-
-    def tilted_side(self, side: int) -> PassMatches | None:
-        """Match one image stretched horizontally with the other as it is."""
-        if not min(map(len, self.features)) or not self.has_time():
-            return None
-        crops: list[Crop | None] = [None, None]
-        crops[side] = tilted(self.images[side], self.further.longer_side, axis="x")
-        features = list(self.features)
-        features[side] = self.further.own.extractor([crops[side].as_image()])[0]
-        return self.further.own.match_crops(f"tilt_x of image {side}", crops, features)
+        own, crops, features = self.further.own, [None, None], list(self.features)
+        for side in sides:
+            if (view := (axis, side, degrees * side)) not in self.views:
+                crop = tilted(self.images[side], self.further.longer_side, axis=axis)
+                crop = crop.turned(degrees) if degrees * side else crop
+                self.views[view] = crop, own.extractor([crop.as_image()])[0]
+            crops[side], features[side] = self.views[view]
+        return own.match_crops(name, crops, features)
 
     def region(self) -> PassMatches | None:
         """Match the common region at equal scale, if there are enough inliers to locate it."""
@@ -283,10 +248,9 @@ class _Pair:
             return None
         matches, inliers = self.joined[2], np.flatnonzero(self.geometry.inliers)
         originals = [original() for original in self.originals]
-        region = common_region(*originals, matches.points0[inliers], matches.points1[inliers])
-        return self.further.own.match(
-            "common region", *crops_of(region, *originals, self.further.longer_side)
-        )
+        region = common_region(originals, matches.points0[inliers], matches.points1[inliers])
+        crops = crops_of(originals, *region, self.further.longer_side)
+        return self.further.own.match_crops("common region", crops)
 
     @cached_property
     def joined(self) -> tuple[Features, Features, Matches]:
@@ -299,8 +263,7 @@ class _Pair:
     @cached_property
     def geometry(self) -> TwoViewGeometry:
         """The fundamental matrix estimated from all matches so far."""
-        matches = self.joined[2]
-        return self.verified(PassMatches("", matches.points0, matches.points1, matches.scores))
+        return self.verified(self.joined[2])
 
     @cached_property
     def evidence(self) -> Evidence:
@@ -308,19 +271,16 @@ class _Pair:
         probable = self.joined[2].scores >= PROBABLE
         return Evidence.of(self.geometry, probable, min(map(len, self.features)))
 
-    def verified(self, one: PassMatches) -> TwoViewGeometry:
-        """The fundamental matrix estimated from the matches of one pass."""
+    def verified(self, one: PassMatches | Matches) -> TwoViewGeometry:
+        """The fundamental matrix estimated from matches."""
         estimate = RobustEstimator(replace(self.further.estimation, kind="fundamental"))
         scale = threshold_scale(*(f.scale.tolist() for f in self.features), "fundamental")
         return estimate(one.points0, one.points1, scores=one.scores, thresholds_scale=scale)
 
     def if_verified(self, one: PassMatches) -> PassMatches:
-        """The matches of a pass that have a geometry of their own; else none of them."""
-        return one if self.verified(one).verified else one.first(0)
-
-    def is_hopeless(self) -> bool:
-        """Whether the passes so far have found next to nothing."""
-        return not self.evidence.inliers and self.evidence.matches < HOPELESS_MATCHES
+        """The matches of a pass if they have a geometry of their own; else none: like edges match."""
+        none = (each[:0] for each in (one.points0, one.points1, one.scores))
+        return one if self.verified(one).verified else PassMatches(one.name, *none)
 
     def has_few_inliers(self) -> bool:
         """Whether there are so few inliers that the images may differ by more than the viewpoint."""
@@ -330,14 +290,11 @@ class _Pair:
 def at_scale_change(images: Sequence[Image], change: float, longer_side: int) -> tuple[Crop, Crop]:
     """Both whole images, a change of scale of image 1 relative to image 0 compensated."""
     boxes = [(0, 0, image.pixels.shape[1], image.pixels.shape[0]) for image in images]
-    return crops_of(CommonRegion(*boxes, change), *images, longer_side)
+    return crops_of(images, boxes, change, longer_side)
 
 
 def best_scale_change(extractor: Extractor, images: Sequence[Image]) -> float | None:
-    """The change of scale with the most descriptor evidence; None if none has enough.
-
-    Only descriptors are compared (`evidence_of_turns`); no matching network runs.
-    """
+    """The change of scale with the most evidence by descriptors alone; None if none has enough."""
     best, most = None, MIN_EVIDENCE
     for change in SCALE_CHANGES:
         crops = at_scale_change(images, change, COMPARED_SIDE)
@@ -356,17 +313,10 @@ def best_scale_change(extractor: Extractor, images: Sequence[Image]) -> float | 
 def joined(
     features0: Features, features1: Features, first: Matches, further: Sequence[PassMatches], radius: float
 ) -> tuple[Features, Features, Matches]:
-    """Join the first pass and further ones.
+    """The keypoints of the first pass, then those matched by further ones; all matches, best first.
 
-    Args:
-        features0, features1: of the first pass.
-        first: matches of the first pass.
-        further: matches of the other passes.
-        radius: pixels of the resized images within which points are the same.
-
-    Returns:
-        The keypoints of the first pass and, after them, those matched by further ones; and the matches
-        kept, best first, each with the probability that its pass gave it.
+    Each has the probability that its pass gave it. Points within `radius`, pixels of the resized images, are
+    the same.
     """
     passes = [PassMatches(FIRST, first.points0, first.points1, first.scores), *further]
     reach = tuple(radius / float(np.sqrt(np.prod(to_numpy(f.scale)))) for f in (features0, features1))
@@ -392,11 +342,9 @@ def joined(
 
 
 def without_duplicates(passes: Sequence[PassMatches], radius: tuple[float, float]) -> list[np.ndarray]:
-    """Which matches of each pass (K,) bool are kept.
+    """Which matches of each pass (K,) bool are kept; the radii are stored pixels in image 0 and 1.
 
-    Points of different passes are the same if they are less than `radius` apart, stored pixels in image 0 and
-    1. Of two matches that share a point in either image, the one of higher probability is kept; among
-    equals, that of the earlier pass.
+    Of two that share a point in either image, the one of higher probability; of equals, the earlier one.
     """
     kept = [np.ones(len(one.scores), dtype=bool) for one in passes]
     for later in range(1, len(passes)):
@@ -423,11 +371,7 @@ def _shared(first: PassMatches, second: PassMatches, radius: tuple[float, float]
 
 
 def with_points(features: Features, points: np.ndarray) -> Features:
-    """The keypoints of an image followed by `points` (K, 2), stored pixels, which have no descriptors.
-
-    As nothing can be matched to them, the result has descriptors of size 0 and the kind `JOINED`, which
-    matchers refuse.
-    """
+    """The keypoints and then points (K, 2), stored pixels; no matcher takes features of kind `JOINED`."""
     values, count = features.numpy(), len(points)
     keypoints = np.concatenate([values["keypoints"], np.asarray(points, dtype=np.float32)])
     return replace(
@@ -439,3 +383,173 @@ def with_points(features: Features, points: np.ndarray) -> Features:
         **dict.fromkeys(("scales", "orientations", "affine_frames", "cells", "grid", "maps")),
         kind=JOINED,
     )
+
+
+# Crops of an image, at another scale, stretched and turned, matched as images of their own.
+
+_LEAST_SIDE = 16  # pixels, of a crop
+_FROM_BORDER = 4  # pixels that keypoints of a turned crop keep from its borders, which are edges there
+
+
+@dataclass(frozen=True, eq=False)
+class Crop:
+    """A rectangular part of an image, resized, and turned in its plane."""
+
+    pixels: np.ndarray  # (h, w) or (h, w, 3) uint8
+    image: Image  # that it was cut from
+    to_image: np.ndarray  # (2, 3) from (x, y, 1) in pixels of the crop to pixels of the image
+    mask: np.ndarray | None = None  # (h, w) bool, True where keypoints may lie
+
+    def as_image(self) -> Image:
+        """The crop as an independent image."""
+        height, width = self.pixels.shape[:2]
+        return Image(self.pixels, size=(width, height), mask=self.mask)
+
+    def to_stored(self, points: np.ndarray) -> np.ndarray:
+        """Points (…, 2) of the crop → stored pixels of its image, float64."""
+        return self.image.to_stored(points @ self.to_image[:, :2].T + self.to_image[:, 2])
+
+    def turned(self, degrees: float) -> Crop:
+        """The whole crop turned clockwise, in a frame that holds it, where no keypoints lie outside it."""
+        height, width = self.pixels.shape[:2]
+        cos, sin = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
+        turn = np.array([[cos, -sin], [sin, cos]])
+        size = np.ceil(np.abs(turn) @ [width, height]).astype(int).tolist()
+        centre, new_centre = (np.subtract(each, 1) / 2 for each in ([width, height], size))
+        forward = np.c_[turn, new_centre - turn @ centre]
+        mask = np.full((height, width), 255, np.uint8) if self.mask is None else self.mask * np.uint8(255)
+        mask = cv2.erode(cv2.warpAffine(mask, forward, size), np.ones((2 * _FROM_BORDER + 1,) * 2))
+        back = np.c_[turn.T, centre - turn.T @ new_centre]
+        to_image = self.to_image @ np.vstack([back, [0, 0, 1]])
+        pixels = cv2.warpAffine(self.pixels, forward, size, flags=cv2.INTER_CUBIC)
+        return Crop(pixels, self.image, to_image, mask > 127)
+
+
+@dataclass(frozen=True, eq=False)
+class PassMatches:
+    """The K matches of one pass, in stored pixels."""
+
+    name: str
+    points0: np.ndarray  # (K, 2) float32
+    points1: np.ndarray
+    scores: np.ndarray  # (K,) float32 match probabilities
+
+
+@dataclass(frozen=True, eq=False)
+class LocalMatcher:
+    """A front end and the matcher for its features."""
+
+    extractor: Extractor
+    matcher: Matcher
+
+    def match_crops(
+        self, name: str, crops: Sequence[Crop | None], features: Sequence[Features] = ()
+    ) -> PassMatches:
+        """Matches of two crops; without a crop, the features are of the whole image and in stored pixels."""
+        found = self._matches(*(features or self.extractor([crop.as_image() for crop in crops])))
+        points0, points1 = (
+            points if crop is None else crop.to_stored(points)
+            for crop, points in zip(crops, (found.points0, found.points1), strict=True)
+        )
+        return PassMatches(name, points0.astype(np.float32), points1.astype(np.float32), found.scores)
+
+    def match_images(self, name: str, images: Sequence[Image]) -> PassMatches:
+        """Matches of two whole images as they are."""
+        features = self.extractor(images)
+        found = without_overlay(*features, self._matches(*features))
+        return PassMatches(name, found.points0, found.points1, found.scores)
+
+    def _matches(self, features0: Features, features1: Features) -> Matches:
+        return self.matcher(Features.stack([features0]), Features.stack([features1]))[0]
+
+
+def crop(image: Image, box: tuple[int, int, int, int], factor: float, factor_y: float | None = None) -> Crop:
+    """The pixels (x0, y0) up to, but without, (x1, y1) of an image and its mask, resized by a factor."""
+    factors = (factor, factor if factor_y is None else factor_y)
+    x0, y0, x1, y1 = box
+    pixels = image.pixels[y0:y1, x0:x1]
+    mask = None if image.mask is None else image.mask[y0:y1, x0:x1]
+    sides = zip((x1 - x0, y1 - y0), factors, strict=True)
+    size = tuple(max(_LEAST_SIDE, round(side * each)) for side, each in sides)
+    scale = (size[0] / (x1 - x0), size[1] / (y1 - y0))
+    if scale != (1.0, 1.0):
+        pixels = cv2.resize(
+            pixels, size, interpolation=cv2.INTER_AREA if max(factors) < 1 else cv2.INTER_CUBIC
+        )
+        if mask is not None:
+            mask = cv2.resize(mask * np.uint8(255), size, interpolation=cv2.INTER_AREA) > 127
+    back = np.diag(1 / np.array(scale))
+    to_image = np.c_[back, back @ [0.5, 0.5] - 0.5 + [x0, y0]]
+    return Crop(np.ascontiguousarray(pixels), image, to_image, mask)
+
+
+def image_points(image: Image, stored: np.ndarray) -> np.ndarray:
+    """Stored pixels (…, 2) → pixels of `image.pixels`; the inverse of `Image.to_stored`."""
+    return resize_points(stored_to_upright(stored, image.size, image.orientation), image.scale)
+
+
+# Stretch of one side relative to the other; chosen on rooms among 1.6 and 2.5 vertically, 1.6 and 2.2
+# horizontally.
+STRETCH = 1.6
+
+
+def tilted(image: Image, longer_side: int, *, axis: Literal["x", "y"]) -> Crop:
+    """The whole image stretched along an axis, as if its surfaces were seen less obliquely (ASIFT's tilt).
+
+    Its other side stays unless there were more pixels than in an image of 4:3 with this longer side.
+    """
+    height, width = image.pixels.shape[:2]
+    enlarged = min(sqrt(STRETCH), longer_side * sqrt(0.75 / (width * height)))
+    factors = (enlarged * sqrt(STRETCH), enlarged / sqrt(STRETCH))
+    return crop(image, (0, 0, width, height), *(factors[::-1] if axis == "y" else factors))
+
+
+MARGIN = 0.15  # added on every side, as a share of the longer side of the matched points' bounding box
+_MARGIN_PIXELS = 8  # added too, because matches are rare near image borders
+_TAIL = 0.02  # share of the points left outside the box on each side: some are outliers
+_DRAWN = 2000  # random pairs of matches whose distances are compared
+_LEAST_DISTANCE = 8.0  # pixels; shorter ones are too noisy
+_LARGEST_ENLARGEMENT = 2.0  # beyond it there is no more detail
+
+
+def change_of_scale(points0: np.ndarray, points1: np.ndarray) -> float:
+    """The median ratio of distances between matched points (K, 2), image 1 to image 0; 1 without evidence."""
+    if len(points0) < 2:
+        return 1.0
+    first, second = np.random.default_rng(0).integers(0, len(points0), (2, _DRAWN))
+    distance0, distance1 = (np.linalg.norm(p[first] - p[second], axis=1) for p in (points0, points1))
+    far = (distance0 > _LEAST_DISTANCE) & (distance1 > _LEAST_DISTANCE)
+    if not far.any():
+        return 1.0
+    return float(np.exp(np.median(np.log(distance1[far] / distance0[far]))))
+
+
+def common_region(
+    images: Sequence[Image], points0: np.ndarray, points1: np.ndarray
+) -> tuple[list[tuple[int, int, int, int]], float]:
+    """The boxes around matched points (K, 2), stored pixels, with a margin, and the change of scale."""
+    inner = [image_points(image, stored) for image, stored in zip(images, (points0, points1), strict=True)]
+    return [_box(points, image) for points, image in zip(inner, images, strict=True)], change_of_scale(*inner)
+
+
+def crops_of(
+    images: Sequence[Image], boxes: Sequence[tuple[int, int, int, int]], change: float, longer_side: int
+) -> tuple[Crop, Crop]:
+    """Crops at equal scale, of boxes whose scale changes: as large as `longer_side` allows, twice at most.
+
+    The crop of higher resolution is reduced where the other would have to be enlarged by more.
+    """
+    side0, side1 = (max(x1 - x0, y1 - y0) for x0, y0, x1, y1 in boxes)
+    # factor0 = change · factor1 gives both the same scale.
+    fitting = min(longer_side / side1, longer_side / (side0 * change))
+    factor1 = min(fitting, _LARGEST_ENLARGEMENT, _LARGEST_ENLARGEMENT / change)
+    return crop(images[0], boxes[0], factor1 * change), crop(images[1], boxes[1], factor1)
+
+
+def _box(points: np.ndarray, image: Image) -> tuple[int, int, int, int]:
+    height, width = image.pixels.shape[:2]
+    low, high = np.quantile(points, [_TAIL, 1 - _TAIL], axis=0)
+    margin = MARGIN * (high - low).max() + _MARGIN_PIXELS
+    x0, y0 = np.floor(np.clip(low - margin, 0, [width - 1, height - 1])).astype(int).tolist()
+    x1, y1 = np.ceil(np.clip(high + margin, [x0 + 1, y0 + 1], [width, height])).astype(int).tolist()
+    return x0, y0, x1, y1
