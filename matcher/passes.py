@@ -24,7 +24,7 @@ from matcher.match.steering import evidence_of_turns
 from matcher.types import JOINED, Extractor, Features, Image, Matcher, Matches, TwoViewGeometry, to_numpy
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
-from matcher.verify.repetition import without_overlay
+from matcher.verify.verdict import without_overlay
 
 FIRST = "first"
 _LONG = 5.0  # seconds after which it is told what takes so long

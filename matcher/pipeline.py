@@ -33,9 +33,9 @@ from matcher.types import (
     checked_pairs,
     one_for_each,
 )
-from matcher.verify.estimation import RobustEstimator, verify_matches, with_repetition
-from matcher.verify.repetition import without_overlay
-from matcher.verify.verdict import reject_improbable
+from matcher.verify.adjustment import threshold_scale
+from matcher.verify.estimation import RobustEstimator
+from matcher.verify.verdict import reject_improbable, with_repetition, without_overlay
 
 Mask = str | Path | np.ndarray | Any  # the last: a PIL image or a torch tensor
 FURTHER_PASSES = "further passes"  # among the stages of `Result.seconds`
@@ -250,7 +250,7 @@ class Pipeline:
 
     def match_features_batch(self, pairs: Sequence[tuple[Features, Features]]) -> list[Matches]:
         """Match pairs of unbatched features at once; errors as in `match_features`. Matches on a stamp, logo
-        or frame that both images have are left out (`matcher.verify.repetition`)."""
+        or frame that both images have are left out (`matcher.verify.verdict`)."""
         if not checked_pairs(pairs):
             return []
         side0, side1 = zip(*pairs, strict=True)
@@ -302,4 +302,10 @@ class Pipeline:
         them, or of another image size.
         """
         kind = self.config.estimation.kind
-        return verify_matches(self.estimator, kind, features0, features1, matches, camera0, camera1)
+        cameras = cameras_of_pair(kind, camera0, camera1, (features0.image_size, features1.image_size))
+        estimator, options = self.estimator, {"scores": matches.prior_scores, "cameras": cameras}
+        if matches.covariances is not None and getattr(estimator, "takes_covariances", False):
+            options["covariances"] = matches.covariances
+        scale = threshold_scale(features0.scale.tolist(), features1.scale.tolist(), kind)
+        geometry = estimator(matches.points0, matches.points1, thresholds_scale=scale, **options)
+        return with_repetition(geometry, features0, features1, matches)

@@ -579,7 +579,7 @@ class Matches:
 
 
 class Repetition(NamedTuple):
-    """What of a geometry's inliers is repeated (`matcher.verify.repetition`), the worse of both images."""
+    """What of a geometry's inliers is repeated (`matcher.verify.verdict`), the worse of both images."""
 
     unrepeated: float  # share of the inliers that are of things which do not repeat
     # How often keypoints that do not repeat are among the inliers / how often those around them that do.

@@ -25,8 +25,7 @@ from matcher.match.calibration import (
     weighed_by_refinement,
 )
 from matcher.types import Features, Matches, MatchRefinement, Repetition, TwoViewGeometry
-from matcher.verify.repetition import on_overlay, repetition, without_overlay
-from matcher.verify.verdict import reject_improbable, verdict_of
+from matcher.verify.verdict import on_overlay, reject_improbable, repetition, verdict_of, without_overlay
 
 REFINED = RefinedCalibrationConfig(
     offset=0.5, slope=0.8, refined=1.5, variance_slope=-0.5, further_passes=-0.7

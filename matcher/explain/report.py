@@ -21,8 +21,7 @@ from matcher.match.adaptivity import confidence_threshold
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.result import Result
 from matcher.types import MATCHED, UNMATCHED, Features, Image, Matches, TwoViewGeometry
-from matcher.verify.repetition import repeated_groups
-from matcher.verify.verdict import verdict_of
+from matcher.verify.verdict import repeated_groups, verdict_of
 
 if TYPE_CHECKING:
     from matcher.explain.explain import Attention, Candidates, Explanation, LayerReport

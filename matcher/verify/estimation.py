@@ -14,10 +14,10 @@ import cv2
 import numpy as np
 import poselib
 
-from matcher.cameras import Camera, cameras_of_pair
-from matcher.config import EstimationConfig, GeometryKind, PlanarModel
+from matcher.cameras import Camera
+from matcher.config import EstimationConfig, PlanarModel
 from matcher.errors import UsageError
-from matcher.types import Estimator, Features, Matches, TwoViewGeometry
+from matcher.types import TwoViewGeometry
 from matcher.verify.adjustment import (
     CONFIDENCE,
     LOSS_SCALE,
@@ -33,7 +33,6 @@ from matcher.verify.adjustment import (
     mean_pose,
     refined,
     sampson,
-    threshold_scale,
     undistort,
 )
 from matcher.verify.homography import (
@@ -54,8 +53,7 @@ from matcher.verify.homography import (
     poses_of_plane,
     transfer_error,
 )
-from matcher.verify.repetition import repetition
-from matcher.verify.verdict import epipolar_likelihood, probabilities, reject_improbable
+from matcher.verify.verdict import epipolar_likelihood, probabilities
 
 # Fundamental and essential matrices
 
@@ -428,48 +426,3 @@ def _stored(kind: str, matrix: np.ndarray | None, scale: float) -> np.ndarray | 
     if kind == "fundamental":
         matrix = shrink @ matrix @ shrink
     return matrix / np.linalg.norm(matrix)
-
-
-# Geometry of matched features
-
-# Where what does not repeat is found less often than this share of what does, the things may be others of
-# their kind, and the verdict must not be against it.
-ANOTHER, REPETITIVE = 0.6, 0.5
-
-
-def verify_matches(
-    estimator: Estimator,
-    kind: GeometryKind,
-    features0: Features,
-    features1: Features,
-    matches: Matches,
-    camera0: Camera | None = None,
-    camera1: Camera | None = None,
-) -> TwoViewGeometry:
-    """What `Pipeline.verify` does, by an estimator of a kind of geometry."""
-    cameras = cameras_of_pair(kind, camera0, camera1, (features0.image_size, features1.image_size))
-    known = matches.covariances
-    takes_it = known is not None and getattr(estimator, "takes_covariances", False)
-    geometry = estimator(
-        matches.points0,
-        matches.points1,
-        cameras=cameras,
-        scores=matches.prior_scores,
-        thresholds_scale=threshold_scale(features0.scale.tolist(), features1.scale.tolist(), kind),
-        **({"covariances": known} if takes_it else {}),
-    )
-    return with_repetition(geometry, features0, features1, matches)
-
-
-def with_repetition(
-    geometry: TwoViewGeometry, features0: Features, features1: Features, matches: Matches
-) -> TwoViewGeometry:
-    """The geometry with what its inliers repeat; refused where that says that the place is another one."""
-    if not geometry.verified or not geometry.inliers.any():
-        return geometry
-    found = repetition(features0, features1, matches, geometry.inliers)
-    rejected = geometry.rejected and replace(geometry.rejected, repetition=found)
-    geometry = replace(geometry, repetition=found, rejected=rejected)
-    if found is None or not found.repetitive or found.found >= ANOTHER:
-        return geometry
-    return reject_improbable(geometry, matches, features0.image_size, features1.image_size, REPETITIVE)
