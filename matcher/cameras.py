@@ -399,8 +399,8 @@ class RigConfig:
             if number == 0:
                 found["ref_sensor"] = True
             elif each.cam_from_rig is not None:
-                turn = np.roll(as_quaternion(each.cam_from_rig[:3, :3]), 1)  # w, x, y, z
-                found |= {_TURN: turn.tolist(), _SHIFT: each.cam_from_rig[:3, 3].tolist()}
+                w, x, y, z, *shift = _wxyz(each.cam_from_rig)
+                found |= {_TURN: [w, x, y, z], _SHIFT: shift}
             if each.camera is not None:
                 model, params = each.camera.to_colmap()
                 found |= {"camera_model_name": model, "camera_params": list(params)}

@@ -50,8 +50,7 @@ class ContextConfig:
     norm: Literal["layer", "batch", "output"] = "layer"
     activation: Literal["gelu", "relu"] = "gelu"
     bias: bool = True  # of the linear maps
-    # In cross-attention image 1 attends to the updated tokens of image 0, not to the old ones.
-    sequential_cross: bool = False
+    sequential_cross: bool = False  # image 1 attends to the updated tokens of image 0, not to the old ones
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,7 @@ class MatchingPolicy:
     prune_confident_only: bool = True  # if they are confident
     min_pruned_share: float = 0.0  # of a pair's points; dropping fewer costs more time than it saves
     other_turns_below: float = 0.04  # matches per point below which other quarter turns are tried
-    # Of the scores of those matches that count; None: they are what the network gives.
-    calibration: CalibrationConfig | None = None
+    calibration: CalibrationConfig | None = None  # of scores; None: they are what the network gives
 
 
 # Every layer on all points: what training and comparisons look at.
@@ -170,8 +168,7 @@ class NetworkConfig:
     project: bool = True  # descriptors are projected first; without it their size is context.dim
     position: PositionConfig = PositionConfig()
     context: ContextConfig = ContextConfig()
-    # Tokens carry their position and, after each layer, that of their likely partner.
-    guided: bool = False
+    guided: bool = False  # tokens carry their position and, after each layer, their likely partner's
     assignment: AssignmentConfig = AssignmentConfig()
     # Heads of their own predict, below the last layer, which points will be matched; exit and pruning then
     # depend on them instead of the dustbins' logits.
@@ -201,14 +198,12 @@ class ExtractorConfig:
     kind: str = "sift"
     max_keypoints: int = 2048
     resize: int | None = 1024  # longer side in pixels; larger images are made smaller; None: never
-    # Soft images (enlarged, blurred) are made smaller still, until they are sharp, but not below this longer
-    # side; None: never.
+    # Longer side to which soft images (enlarged, blurred) are made smaller until they are sharp; None: never.
     soft_resize: int | None = None
     # An image with fewer keypoints than `max_keypoints`, and than 2,048, is searched enlarged, twice at most,
     # to this longer side; None: never.
     sparse_resize: int | None = None
-    # Keypoints of an image, found by tiles that have `max_keypoints` each, for collections of large images;
-    # None: the front end sees whole images.
+    # Keypoints of large images, found by tiles that have `max_keypoints` each; None: images are seen whole.
     tiles: int | None = None
     # Which of SIFT's points stay where there are more: large ones are found again in more images.
     keep: Literal["strongest", "largest"] = "strongest"

@@ -34,11 +34,8 @@ def read_mask(path: PathLike, max_pixels: int) -> np.ndarray:
 
 
 def find_mask(folder: Path, name: str) -> Path | None:
-    """The mask in a folder of masks of the image of that name, relative to its own folder; None without one.
-
-    The mask of `a/b.jpg` is called `a/b.jpg`, `a/b.jpg.png` or `a/b.png`. A link to nothing, a pipe or a
-    device of that name counts as one, so that reading it fails rather than the image going unmasked.
-    """
+    """The mask of the image of that name, as of `a/b.jpg` the file `a/b.jpg`, `a/b.jpg.png` or `a/b.png` in the
+    folder; None without one. A link to nothing, a pipe or a device counts, so that reading it fails."""
     path = folder / name
     choices = (path, path.with_name(f"{path.name}.png"), path.with_suffix(".png"))
     return next((mask for mask in choices if os.path.lexists(mask) and not mask.is_dir()), None)
@@ -77,10 +74,8 @@ def _keep(
         keep = array != 0
     if keep.shape != shape:
         found, wanted = (" x ".join(map(str, reversed(size))) for size in (keep.shape, shape))
-        raise UsageError(
-            f"{name} is {found} pixels, its image {wanted}; "
-            "a mask has the size of the image as stored, before EXIF orientation and resize"
-        )
+        said = "a mask has the size of the image as stored, before EXIF orientation and resize"
+        raise UsageError(f"{name} is {found} pixels, its image {wanted}; {said}")
     return keep if opaque is None else keep & opaque
 
 
@@ -247,8 +242,7 @@ def read_image(
     # It is made smaller before it is turned, so that only the small one is moved.
     if target != size:
         if max(size) > LONGEST_ASPECT * min(size):
-            text = f"is a long strip, so it is resized by its area, to {target[0]} x {target[1]}"
-            text += "; cut into overlapping parts it would keep more detail"
+            text = f"is a long strip, resized by its area to {target[0]} x {target[1]}; its parts show more"
             warnings.warn(f"{name}: {size[0]} x {size[1]} {text}", ImageWarning, stacklevel=2)
         pixels = cv2.resize(stored, target, interpolation=cv2.INTER_AREA)
     if soft_resize is not None and (factor := without_blur(pixels, soft_resize)) < 1:
