@@ -34,8 +34,8 @@ def read_mask(path: PathLike, max_pixels: int) -> np.ndarray:
 
 
 def find_mask(folder: Path, name: str) -> Path | None:
-    """The mask of the image of that name, as of `a/b.jpg` the file `a/b.jpg`, `a/b.jpg.png` or `a/b.png` in the
-    folder; None without one. A link to nothing, a pipe or a device counts, so that reading it fails."""
+    """The mask of the image of that name, as of `a/b.jpg` the file `a/b.jpg`, `a/b.jpg.png` or `a/b.png`
+    there; None without one. A link to nothing, a pipe or a device counts, so that reading it fails."""
     path = folder / name
     choices = (path, path.with_name(f"{path.name}.png"), path.with_suffix(".png"))
     return next((mask for mask in choices if os.path.lexists(mask) and not mask.is_dir()), None)
