@@ -439,14 +439,12 @@ def _estimation_of(store: Store) -> EstimationConfig:
     return from_dict(EstimationConfig, values)
 
 
-# Merging the stores of the parts (shards) of a collection into one, by image name.
-
-
 def merge(
     runs: Sequence[Path], into: Path, *, descriptors: bool = False, on_report: Callable[[str], None]
 ) -> None:
-    """Add the contents of `runs`, which have the same settings, to `into`, which is created if missing; with
-    `descriptors` where further pairs are to be matched. `on_report` is called with a line about each run.
+    """Add the contents of `runs`, such as shards, which have the same settings, to `into`, which is created
+    if missing; with `descriptors` where further pairs are to be matched. `on_report` is called with a line
+    about each run.
 
     A finished pair replaces a failed one, and that replaces a waiting one. If two runs found different
     keypoints in an image (on machines that round differently), the first run's are kept, and the other run's

@@ -493,12 +493,9 @@ def one_line(text: str) -> str:
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
-# The files of a run's folder, which may be anybody's: each is a file of its own, or absent.
-
-
 def check_files(folder: Path) -> None:
     """`IntegrityError` for what is no file of its own in the place of a run's, or a journal that names
-    others."""
+    others: a run's folder may be anybody's."""
     for name in (DATABASE, DESCRIPTORS, LOCK, INDEX):
         for log in ("", "-wal", "-shm", "-journal"):
             path = folder / f"{name}{log}"

@@ -73,15 +73,11 @@ class NameTable:
 
 @dataclass(frozen=True)
 class Selection:
-    """Images to use and to leave out, by patterns of their names.
+    """Images to use and to leave out, by patterns of their names, which are paths below the image folder,
+    with `/`.
 
-    A name is a path below the image folder, with `/`. A pattern is a name, a folder that ends in `/`, or a
-    glob (`*`, `?`, `[abc]`); a pattern without `/` is compared with the last part of the name. Case
-    matters.
-
-        >>> from matcher.collection.sources import Selection
-        >>> Selection(include=("left/",), exclude=("*_blurred.jpg",)).apply(["left/a.jpg", "right/a.jpg"])
-        ['left/a.jpg']
+    A pattern is a name, a folder that ends in `/`, or a glob (`*`, `?`, `[abc]`); one without `/` is compared
+    with the last part of the name. Case matters.
     """
 
     include: tuple[str, ...] = ()  # nothing: all images
@@ -349,8 +345,6 @@ def find_source(
     masked = None if source.masks is None else len(find_masks(source.masks, names, str(folder)))
     return source, names, unusable, masked
 
-
-# How pairs are chosen: as in the run so far, or by the number of images.
 
 PairMethod = Literal["names", "file", "exhaustive", "sequential", "similar", "preemptive", "nearby"]
 

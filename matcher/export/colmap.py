@@ -137,12 +137,7 @@ GUESSED_FOCAL = 1.2  # of the longer side, a moderate wide angle, where nothing 
 
 @dataclass(frozen=True)
 class CameraChoice:
-    """How an export or a reconstruction sets up cameras; `UsageError`: an unknown model or way of sharing.
-
-    >>> from matcher.export.colmap import CameraChoice
-    >>> CameraChoice(model="OPENCV", sharing="single").camera is None
-    True
-    """
+    """How an export or a reconstruction sets up cameras; `UsageError`: an unknown model or way of sharing."""
 
     camera: Camera | None = None  # of all photos, stored pixels; None: from the store, EXIF or a guess
     sharing: Sharing = "auto"  # same size, folder and EXIF · one for all photos · each photo its own
