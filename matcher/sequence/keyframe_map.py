@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import cv2
 import numpy as np
@@ -51,30 +51,6 @@ Loop = tuple[int, int, int]  # two keyframes, by their frames, and the inliers b
 def name_of(index: int) -> str:
     """The file of a keyframe."""
     return f"{index:06d}.png"
-
-
-def kind_of_pair(
-    points0: np.ndarray,
-    points1: np.ndarray,
-    camera: Camera,
-    poses: tuple[np.ndarray, np.ndarray],
-    travelled: float,
-) -> Literal["loop", "along", "alike"]:
-    """What a verified pair of keyframes far apart in time is, by inliers (M, 2) and tracked world_from_cam. A
-    "loop" can be explained by drift: tracking may have put them apart by half of the path travelled between
-    them, and turned by 60 degrees. A pair "along" the path shows from afar what comes nearer later; of a pair
-    that is neither, the images are merely "alike": in a corridor every door has its like."""
-    pose = np.linalg.inv(poses[1]) @ poses[0]
-    # Tracking is right where half of the matches are near their lines, by a share of the focal length.
-    distances = sampson(points0, points1, fundamental_from_pose(camera.K, camera.K, pose))
-    along = bool((distances < 0.01 * (camera.fx + camera.fy) / 2).mean() >= 0.5)
-    if np.linalg.norm(poses[1][:3, 3] - poses[0][:3, 3]) > 0.5 * travelled:
-        return "along" if along else "alike"
-    found = _relative_pose(points0, points1, camera)
-    if along or found is None:
-        return "loop"
-    turn = np.trace(found[:3, :3] @ pose[:3, :3].T)
-    return "loop" if np.degrees(np.arccos(np.clip((turn - 1) / 2, -1, 1))) < 60 else "alike"
 
 
 def _relative_pose(points0: np.ndarray, points1: np.ndarray, camera: Camera) -> np.ndarray | None:
@@ -205,21 +181,29 @@ class KeyframeGraph:
         self.collection = collection
 
     def loops(self, tracked: Mapping[int, np.ndarray]) -> tuple[Loop, ...]:
-        """Verified pairs with 40 inliers that are not neighbours in time and may show one place. Those that
-        cannot, since tracking would have to be wrong by most of the path, are kept as `alike`."""
+        """Verified pairs with 40 inliers, far apart in time, that drift explains: it may have put them apart
+        by half of the path travelled between them, and turned by 60 degrees. Of the others, those that agree
+        with the tracked poses show from afar what comes nearer later; the rest are `alike`, as doors are."""
         keyframes = sorted(tracked)
         poses = np.array([tracked[index] for index in keyframes])
-        path = path_length(poses)
+        path, K = path_length(poses), self.camera.K
         found, alike = [], set()
         for pair, first, second in _verified(self.collection, keyframes):
             if abs(second - first) <= NEXT:
                 continue
-            ends, travelled = inliers_of(pair), float(abs(path[second] - path[first]))
-            kind = kind_of_pair(*ends, self.camera, (poses[first], poses[second]), travelled)
-            if kind == "alike":
-                alike.add((pair.name0, pair.name1))
-            elif kind == "loop" and len(ends[0]) >= 40:
+            ends, pose = inliers_of(pair), np.linalg.inv(poses[second]) @ poses[first]
+            # Tracking is right where half of the matches are near their lines, by the focal length.
+            distances = sampson(*ends, fundamental_from_pose(K, K, pose))
+            along = bool((distances < 0.01 * (self.camera.fx + self.camera.fy) / 2).mean() >= 0.5)
+            apart = np.linalg.norm(poses[second][:3, 3] - poses[first][:3, 3])
+            loop = apart <= 0.5 * float(abs(path[second] - path[first]))
+            if loop and not along and (seen := _relative_pose(*ends, self.camera)) is not None:
+                turn = np.trace(seen[:3, :3] @ pose[:3, :3].T)
+                loop = np.degrees(np.arccos(np.clip((turn - 1) / 2, -1, 1))) < 60
+            if loop and len(ends[0]) >= 40:
                 found.append((keyframes[first], keyframes[second], len(ends[0])))
+            elif not (loop or along):
+                alike.add((pair.name0, pair.name1))
         self.alike = frozenset(alike)
         return tuple(sorted(found))
 

@@ -106,9 +106,18 @@ class Linker:
         )
 
     def best(
-        self, match: MatchPairs, frame: KeptFrame, candidates: Sequence[KeptFrame]
+        self, match: MatchPairs, frame: KeptFrame, keyframes: Sequence[KeptFrame]
     ) -> tuple[KeptFrame, FrameLinks] | None:
-        """The candidate that most points of the frame agree with, and the links to it; None: with none."""
+        """Of three keyframes whose 256 strongest descriptors are most like the frame's, the one that most
+        points agree with, and the links to it; None: with none."""
+        turns = rotated_descriptors(frame.descriptors[:256], frame.features.kind)
+
+        def likeness(keyframe: KeptFrame) -> float:
+            known = keyframe.descriptors[:256].T
+            return max(float((turn @ known).max(axis=1).mean()) for turn in turns)
+
+        described = (each for each in keyframes if len(each.descriptors))
+        candidates = sorted(described, key=likeness, reverse=True)[:3]
         found = []
         pairs = [(candidate.features, frame.features) for candidate in candidates]
         for candidate, matches in zip(candidates, match(pairs), strict=True):
@@ -119,17 +128,6 @@ class Linker:
             found.append((candidate, self.link(candidate, facing, matches.indices, matches.scores)))
         best = max(found, key=lambda each: each[1].consistent.sum(), default=None)
         return best if best is not None and best[1].consistent.any() else None
-
-
-def most_similar(frame: KeptFrame, keyframes: Sequence[KeptFrame], count: int) -> list[KeptFrame]:
-    """At most `count` keyframes, those first whose 256 strongest descriptors are most like the frame's."""
-    turns = rotated_descriptors(frame.descriptors[:256], frame.features.kind)
-
-    def likeness(keyframe: KeptFrame) -> float:
-        known = keyframe.descriptors[:256].T
-        return max(float((turn @ known).max(axis=1).mean()) for turn in turns)
-
-    return sorted((each for each in keyframes if len(each.descriptors)), key=likeness, reverse=True)[:count]
 
 
 class TrackIds:
@@ -187,30 +185,6 @@ LEAST_PAIRED = 6  # links from which other points are predicted
 SURFACE = 8  # links that the surface around a point is fitted to
 # Points of the learned front end often lie on contours, where windows show two surfaces: this is strict.
 LEAST_CORRELATION = (0.9, 0.95)  # of a point that was linked, and of one that was not
-
-
-def partners(points0: np.ndarray, points1: np.ndarray, links: FrameLinks) -> np.ndarray:
-    """(N, 2) float32 pixels in the right image of the left one's points, by consistent links; else NaN."""
-    found = np.full((len(points0), 2), np.nan, np.float32)
-    found[links.inliers[:, 0]] = points1[links.inliers[:, 1]]
-    return found
-
-
-def within(points0: np.ndarray, right: np.ndarray, window: float) -> np.ndarray:
-    """The same, NaN also where rows differ by more than `window` pixels, and behind the cameras."""
-    step = points0 - right
-    with np.errstate(invalid="ignore"):
-        good = (np.abs(step[:, 1]) <= window) & (step[:, 0] > 0)
-    return np.where(good[:, None], right, np.float32(np.nan))
-
-
-def depths_of(points0: np.ndarray, right: np.ndarray, focal: float, baseline: float) -> np.ndarray:
-    """(N,) depth z = f·b / (x_left − x_right) of points (N, 2) in pixels, in the baseline's unit, or NaN.
-    Those have none whose rows differ by over 2 pixels, or whose disparity is under half a pixel: "far"."""
-    step = points0.astype(np.float64) - right
-    with np.errstate(invalid="ignore"):
-        good = (np.abs(step[:, 1]) <= 2.0) & (step[:, 0] >= 0.5)
-    return np.where(good, focal * baseline / np.where(good, step[:, 0], 1.0), np.nan)
 
 
 def complete_partners(

@@ -18,7 +18,6 @@ from matcher.config import EstimationConfig
 from matcher.errors import UsageError
 from matcher.geometry import resize_points
 from matcher.sequence.frames import FrameLinks, KeptFrame, MeasuredDisparities, PoseStatus
-from matcher.sequence.linking import depths_of
 from matcher.verify.estimation import RobustEstimator
 
 MIN_POINTS = 12  # that agree with a pose
@@ -217,17 +216,8 @@ class DisparityOffset:
     """What all disparities, in pixels, are short of, as cameras are not rectified exactly; by all frames."""
 
     def __init__(self) -> None:
+        self.value = 0.0  # to be added to every measured disparity
         self._information, self._sum = 1 / 0.3**2, 0.0  # before anything was seen: 0, give or take .3 pixels
-
-    @property
-    def value(self) -> float:
-        """To be added to every measured disparity; 0 until motion has shown it."""
-        return self._sum / self._information
-
-    @property
-    def deviation(self) -> float:
-        """Its standard deviation."""
-        return self._information**-0.5
 
     def observe(self, points: LinkedPoints, measured: MeasuredDisparities, T: np.ndarray) -> None:
         """Take in what a frame at cam1_from_cam0 says of the disparities `measured` of its points in frame 0.
@@ -249,6 +239,7 @@ class DisparityOffset:
         if information > 0:
             self._information += information
             self._sum += moved + information * measured.offset
+            self.value = self._sum / self._information
 
 
 class PoseTracker:
@@ -296,7 +287,11 @@ class PoseTracker:
         if camera is None or self.baseline is None:
             return
         product, used = self.camera.fx * self.baseline, self.offset.value
-        disparities = product / depths_of(frame.keypoints, right, camera.fx, self.baseline)
+        step = frame.keypoints.astype(np.float64) - right
+        with np.errstate(invalid="ignore"):  # none where rows differ, and below half a pixel: "far"
+            good = (np.abs(step[:, 1]) <= 2.0) & (step[:, 0] >= 0.5)
+        depths = np.where(good, camera.fx * self.baseline / np.where(good, step[:, 0], 1.0), np.nan)
+        disparities = product / depths
         # Some are not located exactly, and no pixel stands for a point alone.
         located = np.where(np.isfinite(deviations), deviations, 0.3 / frame.scale[0])
         noise = np.hypot(located, 0.05 / frame.scale[0]) * self.camera.fx / camera.fx

@@ -23,15 +23,7 @@ from matcher.presets import DEFAULT_PRESET, LoadOptions, from_file, refuse_furth
 from matcher.refine import ImagePyramid, refine_matches
 from matcher.sequence.frames import Clock, FrameLinks, FrameResult, FrameStatus, KeptFrame
 from matcher.sequence.keyframe_map import MapTracking
-from matcher.sequence.linking import (
-    Linker,
-    TrackIds,
-    complete_partners,
-    most_similar,
-    partners,
-    share_left,
-    within,
-)
+from matcher.sequence.linking import Linker, TrackIds, complete_partners, share_left
 from matcher.sequence.pose_tracking import MOST_DOUBT, PoseTracker
 from matcher.types import Features, Image, Matches
 from matcher.verify.estimation import RobustEstimator
@@ -307,7 +299,7 @@ class Tracker:
             to_keyframe = to_previous
         elif not to_keyframe.consistent.any():
             others = [kept for kept in self._keyframes if kept is not keyframe and kept is not previous]
-            found = self._linker.best(match, current, most_similar(current, others, 3))
+            found = self._linker.best(match, current, others)
             if found is None:
                 return "lost", to_previous, None
             self._keyframe, to_keyframe = found
@@ -404,10 +396,14 @@ class Tracker:
             for pair in matched:  # where the right image shows the keypoints, and so how far away they are
                 other = KeptFrame(self._count, features[1])
                 links = self._linker.link(current, other, pair.indices, pair.scores)
-                right = partners(current.keypoints, other.keypoints, links)
+                right = np.full((len(current.keypoints), 2), np.nan, np.float32)
+                right[links.inliers[:, 0]] = other.keypoints[links.inliers[:, 1]]
                 right, deviations = complete_partners(pyramids, current.keypoints, right)
                 if self._window is not None:
-                    right = within(current.keypoints, right, self._window)
+                    step = current.keypoints - right
+                    with np.errstate(invalid="ignore"):  # rows that differ, and points behind the cameras
+                        good = (np.abs(step[:, 1]) <= self._window) & (step[:, 0] > 0)
+                    right = np.where(good[:, None], right, np.float32(np.nan))
                 self._poses.measure(current, right, deviations)
         with self._timed("pose"):
             found = self._place(current, status, to_keyframe)
