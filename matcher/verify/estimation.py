@@ -187,9 +187,9 @@ MAX_PLANES = 16
 class RobustEstimator:
     """Two-view geometry: MAGSAC++ for homography and fundamental (OpenCV), LO-RANSAC for essential (PoseLib).
 
-    Each is the likeliest of several hypotheses, refined over its inliers
-    under a Cauchy loss: where covariances are known by `adjustment.py`, which weighs matches by these and by
-    their probability, and so a fundamental matrix always; else by PoseLib, where all count the same.
+    Each is the likeliest of several hypotheses, refined over its inliers under a Cauchy loss: where
+    covariances are known by `adjustment.py`, which weighs matches by these and by their probability, and so a
+    fundamental matrix always; else by PoseLib, where all count the same.
 
     Residuals, in pixels of the resized image: homography, the distance in image 1; fundamental and
     essential, Sampson's distance (Hartley and Zisserman, 2nd edition, section 11.4.3).
@@ -239,7 +239,7 @@ class RobustEstimator:
             cameras = tuple(Camera(c.fx / scale, c.fy / scale, c.cx / scale, c.cy / scale) for c in cameras)
         found, inliers = self._estimate(matched, cameras), np.zeros(len(usable), dtype=bool)
         inliers[usable] = found.inliers[place]
-        matrix = _stored(kind if self.planar == "homography" else self.planar, found.matrix, scale)
+        matrix = _stored(self.planar if kind == "homography" else kind, found.matrix, scale)
         homography = _stored("homography", found.homography, scale)
         found = replace(found, inliers=inliers, matrix=matrix, homography=homography)
         return found.without_rejected() if found.verified else found
@@ -287,14 +287,14 @@ class RobustEstimator:
 
     def _estimate(self, matched: MatchedPoints, cameras: tuple[Camera, Camera] | None) -> TwoViewGeometry:
         """That of distinct, finite points, in resized pixels."""
-        homography = self.config.kind == "homography"
-        kind = self.planar if homography else self.config.kind
+        of_plane = self.config.kind == "homography"
+        kind = self.planar if of_plane else self.config.kind
         minimum, freedom = _MINIMA[kind]
-        threshold = self.config.max_reprojection_error if homography else self.config.max_epipolar_error
+        threshold = self.config.max_reprojection_error if of_plane else self.config.max_epipolar_error
         none = TwoViewGeometry(self.config.kind, "degenerate", np.zeros(len(matched), dtype=bool))
         if len(matched) <= minimum:
             return replace(none, status="too_few")
-        chance = chance_inlier(*matched.sides, threshold, homography)
+        chance = chance_inlier(*matched.sides, threshold, of_plane)
 
         def lie_on_a_line(inliers: np.ndarray) -> bool:
             sides = matched.sides if freedom else ()
@@ -319,7 +319,7 @@ class RobustEstimator:
             return replace(model, status="low_inliers")
         if lie_on_a_line(model.inliers):
             return none
-        if homography:
+        if of_plane:
             return model
         # The inliers may all lie on one plane, or the views only rotate.
         reach = self.config.max_reprojection_error
