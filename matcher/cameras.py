@@ -538,10 +538,7 @@ def read_named_poses(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str,
 
 
 def write_named_poses(
-    path: str | Path,
-    poses: Mapping[str, np.ndarray],
-    facts: Mapping[str, Mapping[str, Any]] | None = None,
-    **common: Any,
+    path: str | Path, poses: Mapping[str, np.ndarray], facts: Mapping[str, Any] | None = None, **common: Any
 ) -> None:
     """Write poses cam_from_world (4, 4) by name of image in the format that the file's name asks for.
 

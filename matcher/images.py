@@ -57,9 +57,7 @@ def find_masks(folder: Path, names: Iterable[str], where: str) -> dict[str, Path
     return found
 
 
-def _keep(
-    opaque: np.ndarray | None, mask: PathLike | np.ndarray | Any, shape: tuple[int, int], max_pixels: int
-) -> np.ndarray:
+def _keep(opaque: np.ndarray | None, mask: Any, shape: tuple[int, int], max_pixels: int) -> np.ndarray:
     """(H, W) bool: where an image (H, W), as stored, is opaque and the caller's mask keeps it."""
     if isinstance(mask, (str, os.PathLike)):
         name, keep = str(mask), read_mask(mask, max_pixels)

@@ -89,14 +89,7 @@ class Detections:
         instances = [instance.to_dict() for instance in self.instances]
         return {**found, "instances": instances, "seconds": round(self.seconds, 3)}
 
-    def plot(
-        self,
-        path: str | Path,
-        image: Image | np.ndarray | str | Path | None = None,
-        *,
-        title: str | None = None,
-        overwrite: bool = False,
-    ) -> Path:
+    def plot(self, path: str | Path, image: ImageInput | None = None, *, overwrite: bool = False) -> Path:
         """Draw the template, and the image with the outlines of its instances; whole or not at all.
 
         To a .png, .jpg, .jpeg, .pdf or .svg, whose path is returned. The image is read again, unless given.
@@ -108,11 +101,10 @@ class Detections:
         from matcher.viz.drawings import PLOT_SUFFIXES, draw_instances, save_figure
 
         path = check_output(path, PLOT_SUFFIXES, overwrite=overwrite)
-        if image is None and self.path is None:
+        if (shown := self.path if image is None else image) is None:
             raise UsageError("the image was an array: give it to plot(path, image)")
         corners = [instance.corners for instance in self.instances]
-        shown = self.path if image is None else image
-        return save_figure(draw_instances(self.template, shown, corners, title=title), path)
+        return save_figure(draw_instances(self.template, shown, corners), path)
 
 
 # An image at several sizes, each cut into overlapping windows whose features are extracted separately
@@ -414,9 +406,7 @@ class _Copy(NamedTuple):
         return np.array([self.x, self.y]) + self.scale * np.array(template.shape[1::-1]) / 2
 
 
-def _find_copies(
-    template: np.ndarray, image: np.ndarray, mask: np.ndarray | None = None, most: int = 20
-) -> list[_Copy]:
+def _find_copies(template: np.ndarray, image: np.ndarray, mask: np.ndarray | None, most: int) -> list[_Copy]:
     """At most so many copies of a template, opaque where a mask (h, w) is true, in an image, both (H, W) or
     (H, W, 3) uint8, at .6 to 2.4 times its size, the most similar first. Overlapping ones count once."""
     template, image = as_colour(template), as_colour(image)
