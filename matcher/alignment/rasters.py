@@ -32,7 +32,7 @@ POINT_FORMATS = (".csv", ".points", ".txt")
 RASTER_FORMATS = (".tif", ".tiff")
 PREVIEW = 4096  # pixels; longer side of what is matched
 TILE = 1024  # pixels; side of what is warped at a time
-CELLS = 8  # control points are the best ones in the cells of such a grid over image 0
+CELLS = 8  # a side of the grid over image 0 in whose cells the best points are control points
 STRETCH = (1, 99)  # percentiles of a band that become black and white
 CORNER = 0.5  # GDAL's coordinates of the centre of the first pixel
 
@@ -142,9 +142,7 @@ class Georeferenced:
     def on_map(self) -> np.ndarray:
         """(K, 2) where the points lie: map coordinates, or pixels of image 1 from its corner, y upwards."""
         placed = self.rasters[1].map_from_pixel
-        if placed is None:
-            return (self.points1 + CORNER) * (1, -1)
-        return warp_points(self.points1, placed)
+        return (self.points1 + CORNER) * (1, -1) if placed is None else warp_points(self.points1, placed)
 
     @property
     def residuals(self) -> np.ndarray:
@@ -165,19 +163,17 @@ class Georeferenced:
             f"residuals: median {median:.3g}, root mean square {rms:.3g} {unit}"
         )
 
-    def chosen(self) -> np.ndarray:
-        """Indices of control points: of each cell of a grid over image 0, the most probable one."""
-        cell = (self.points0 / self.rasters[0].size * CELLS).astype(int).clip(0, CELLS - 1) @ (1, CELLS)
-        best = np.argsort(-self.scores, kind="stable")
-        return np.sort(best[np.unique(cell[best], return_index=True)[1]])
-
     def save_points(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write control points: .points of QGIS's georeferencer, OpenDroneMap's .txt, or .csv; `UsageError`:
         nothing was found, another suffix, a foreign file, or .txt without coordinates."""
         path = check_output(path, POINT_FORMATS, overwrite=overwrite)
         if not self.alignment.found:
             raise UsageError("the images are not aligned, so there are no control points")
-        kept, (raster0, raster1) = self.chosen(), self.rasters
+        raster0, raster1 = self.rasters
+        # Of each cell of a grid over image 0, the most probable point.
+        cell = (self.points0 / raster0.size * CELLS).astype(int).clip(0, CELLS - 1) @ (1, CELLS)
+        best = np.argsort(-self.scores, kind="stable")
+        kept = np.sort(best[np.unique(cell[best], return_index=True)[1]])
         places, corners, off = self.on_map[kept], (self.points0 + CORNER)[kept], self.residuals[kept]
         lengths, crs = np.linalg.norm(off, axis=1), raster1.crs
         if path.suffix.lower() == ".txt":
