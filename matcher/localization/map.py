@@ -280,7 +280,7 @@ class Map:
             query = Query(image)
         elif not self._extracted:
             raise UsageError(
-                "this map's features are from a file: give a photo's, as matcher.Features or --features"
+                "this map's features are from a file: give a photo's, as Features or `--features FILE`"
             )
         else:
             start = perf_counter()

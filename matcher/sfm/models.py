@@ -78,7 +78,7 @@ def find_run(model: str | Path) -> Path:
     run = run.with_name(run.name[:200])
     raise UsageError(
         f"{folder} does not say which run holds the features of its images, or the run is not at {run}: name "
-        f"it (run_dir, --run RUN_DIR); for a model of another program, use `matcher localize {folder} "
+        f"it (run_dir, `--run RUN_DIR`); for a model of another program, use `matcher localize {folder} "
         f"PHOTOS --pictures DIR`, or make one by `matcher sfm PHOTOS --poses {folder} --out NEW_MODEL`"
     )
 
