@@ -87,27 +87,20 @@ def opencv_homography(folder: Path) -> Iterator[HomographyPair]:
     yield HomographyPair("graf 1-3", "graf", *_sides(folder, "graf1.png", "graf3.png"), matrix)
 
 
-def opencv_stereo(folder: Path) -> Iterator[CorrespondencePair]:
-    """The aloe pair of OpenCV's samples: aloeL.jpg, aloeR.jpg, aloeGT.png (disparity, 0 = unknown)."""
-    points = _disparity_points(folder / "aloeGT.png", 1.0)
-    yield CorrespondencePair("aloe", "aloe", *_sides(folder, "aloeL.jpg", "aloeR.jpg"), *points)
-
-
-def middlebury(folder: Path) -> Iterator[CorrespondencePair]:
-    """Middlebury 2003 stereo: SCENE/im2.png, im6.png, disp2.pgm (disparity × 4, 0 = unknown)."""
-    for path in sorted(folder.glob("*/disp2.pgm")):
-        name, sides = path.parent.name, _sides(path.parent, "im2.png", "im6.png")
-        yield CorrespondencePair(name, name, *sides, *_disparity_points(path, 0.25))
-
-
-def _disparity_points(path: Path, factor: float) -> tuple[np.ndarray, np.ndarray]:
-    """(K, 2), (K, 2) float32: the pixels of known disparity and their positions in the right image."""
-    disparity = read_image(path, resize=None).pixels
-    disparity = disparity if disparity.ndim == 2 else disparity[..., 0]
-    y, x = np.nonzero(disparity)
-    points0, points1 = (np.stack([x, y], axis=1).astype(np.float32) for _ in range(2))
-    points1[:, 0] -= np.float32(factor) * disparity[y, x]
-    return points0, points1
+def stereo(folder: Path) -> Iterator[CorrespondencePair]:
+    """Middlebury 2003 (SCENE/im2.png, im6.png, disp2.pgm: disparity × 4), and the aloe pair of OpenCV's
+    samples (aloeL.jpg, aloeR.jpg, aloeGT.png: disparity); 0 is unknown."""
+    pairs = [("aloe", path, ("aloeL.jpg", "aloeR.jpg"), 1.0) for path in folder.glob("aloeGT.png")]
+    found = sorted(folder.glob("*/disp2.pgm"))
+    for name, path, sides, factor in pairs + [
+        (p.parent.name, p, ("im2.png", "im6.png"), 0.25) for p in found
+    ]:
+        disparity = read_image(path, resize=None).pixels
+        disparity = disparity if disparity.ndim == 2 else disparity[..., 0]
+        y, x = np.nonzero(disparity)
+        points0, points1 = (np.stack([x, y], axis=1).astype(np.float32) for _ in range(2))
+        points1[:, 0] -= np.float32(factor) * disparity[y, x]
+        yield CorrespondencePair(name, name, *_sides(path.parent, *sides), points0, points1)
 
 
 def wxbs(folder: Path) -> Iterator[CorrespondencePair]:

@@ -22,7 +22,7 @@ from matcher.loading import load
 from matcher.pipeline import Pipeline
 from matcher.presets import PRESETS, find_plugin, find_preset, from_file
 from matcher.torch_engine import resolve_device
-from matcher.types import Extractor, Features, Image, Matcher, Matches
+from matcher.types import Extractor, Features, Image, Matches
 from matcher.weights.files import find_published, locate, read_header
 from matcher.weights.published import import_files
 
@@ -158,7 +158,8 @@ def peer_methods(name: str, options: Mapping[str, Any] | None = None) -> list[Me
 
 
 def _published(name: str, ours: Pipeline) -> Pipeline:
-    """The published front end and matcher, with as many keypoints and images of the size of our pipeline."""
+    """The published front end and matcher, this for one pair at a time, with as many keypoints and images of
+    the size of our pipeline."""
     own, device = ours.config.extractor, resolve_device("auto")
     if getattr(ours.matcher, "device", None) is not None:
         device = ours.matcher.device
@@ -186,32 +187,6 @@ def _published(name: str, ours: Pipeline) -> Pipeline:
                 before = LightGlue.default_conf
                 network = LighterGlue().eval()
                 LightGlue.default_conf = before  # which it has set for the whole process
-    kept = ExtractorConfig(kind=own.kind, max_keypoints=own.max_keypoints).of_size(own.resize)
-    parts = {"matcher": NearestConfig(), "estimation": ours.config.estimation, "refine": None}
-    matcher = _matcher(name, network, device)
-    config = PipelineConfig(extractor=kept, **parts)
-    return Pipeline(extractor=extractor, matcher=matcher, config=config, preset=f"{name}, published")
-
-
-def _extractor(kind: str, device: torch.device, find: Callable[[Tensor], Any]) -> Extractor:
-    """A published front end, which finds the keypoints of images (1, 3, H, W)."""
-
-    @torch.inference_mode()
-    def extract(images: Sequence[Image]) -> list[Features]:
-        made = []
-        for image in images:
-            found = find(colour(image, device))
-            found = found[0] if isinstance(found, list) else {key: x[0] for key, x in found.items()}
-            scores = found.get("keypoint_scores", found.get("scores")).cpu()
-            points, descriptors = found["keypoints"].cpu().numpy(), found["descriptors"].cpu()
-            made.append(Features.from_image(image, points, descriptors, scores=scores, kind=kind))
-        return made
-
-    return extract
-
-
-def _matcher(name: str, network: Any, device: torch.device) -> Matcher:
-    """A published matcher, one pair at a time."""
 
     @torch.inference_mode()
     def matches(features0: Features, features1: Features) -> list[Matches]:
@@ -238,4 +213,24 @@ def _matcher(name: str, network: Any, device: torch.device) -> Matcher:
             made.append(replace(matched, layers_run=layers))
         return made
 
-    return matches
+    kept = ExtractorConfig(kind=own.kind, max_keypoints=own.max_keypoints).of_size(own.resize)
+    parts = {"matcher": NearestConfig(), "estimation": ours.config.estimation, "refine": None}
+    config = PipelineConfig(extractor=kept, **parts)
+    return Pipeline(extractor=extractor, matcher=matches, config=config, preset=f"{name}, published")
+
+
+def _extractor(kind: str, device: torch.device, find: Callable[[Tensor], Any]) -> Extractor:
+    """A published front end, which finds the keypoints of images (1, 3, H, W)."""
+
+    @torch.inference_mode()
+    def extract(images: Sequence[Image]) -> list[Features]:
+        made = []
+        for image in images:
+            found = find(colour(image, device))
+            found = found[0] if isinstance(found, list) else {key: x[0] for key, x in found.items()}
+            scores = found.get("keypoint_scores", found.get("scores")).cpu()
+            points, descriptors = found["keypoints"].cpu().numpy(), found["descriptors"].cpu()
+            made.append(Features.from_image(image, points, descriptors, scores=scores, kind=kind))
+        return made
+
+    return extract

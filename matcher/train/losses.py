@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from matcher.match.consensus import soft_matches
-from matcher.match.network import MatchingNetwork, Tokens, resolve_precision
+from matcher.match.network import MatchingNetwork, resolve_precision
 from matcher.match.position import Side, normalise_positions
 from matcher.match.sinkhorn import dual_softmax, log_assignment
 from matcher.train.pairs import IGNORED, Keypoints, PairBatch, other_of_pair
@@ -95,37 +95,33 @@ def labelled_layers(
             tokens = model.advance(tokens, depth)
             side0, side1 = (Side(*(c if c is None else c.float() for c in side)) for side in tokens.sides)
             layers.append(LabelledLayer((side0, side1), tuple(labels)))
-            if depth == after:
-                tokens, labels = _pruned(model, tokens, labels, depth, share)
+            if depth != after:
+                continue
+            # In half precision many points would be equally likely.
+            with torch.no_grad(), torch.autocast(tokens.x.device.type, enabled=False):
+                logits = model.match_logits(tokens.x.float(), depth)
+                if tokens.mask is not None:
+                    logits = logits.masked_fill(~tokens.mask, -torch.inf)
+            kept, places = [], []
+            for side in (logits[:, : tokens.n], logits[:, tokens.n :]):
+                count = max(1, round(share * side.shape[1]))
+                kept.append(side.topk(count, dim=1).indices.sort(dim=1).values)
+                here = torch.arange(count, device=side.device).expand_as(kept[-1])
+                places.append(torch.full_like(side, UNMATCHED, dtype=torch.int64).scatter_(1, kept[-1], here))
+            order = torch.cat([kept[0], kept[1] + tokens.n], dim=1)
+            rows = torch.arange(len(order), device=order.device).unsqueeze(1)
+            names = ("x", "index", "positions", "rotations", "mask", "predicted")
+            columns = {
+                name: None if (c := getattr(tokens, name)) is None else c[rows, order] for name in names
+            }
+            valid = np.ones(order.shape, bool) if tokens.mask is None else columns["mask"].cpu().numpy()
+            tokens = replace(tokens, n=kept[0].shape[1], valid=valid, **columns)
+            for side, (chosen, there) in enumerate(zip(kept, places[::-1], strict=True)):
+                before, target, mask = (x[rows, chosen] for x in labels[side])
+                # A point whose partner is dropped has none.
+                partner = torch.where(before >= 0, there.gather(1, before.clamp_min(0)), before)
+                labels[side] = Labels(partner, target, mask)
     return layers
-
-
-def _pruned(
-    model: MatchingNetwork, tokens: Tokens, labels: list[Labels], depth: int, share: float
-) -> tuple[Tokens, list[Labels]]:
-    """The likeliest points of each image. One whose partner is dropped has none."""
-    # In half precision many points would be equally likely.
-    with torch.no_grad(), torch.autocast(tokens.x.device.type, enabled=False):
-        logits = model.match_logits(tokens.x.float(), depth)
-        if tokens.mask is not None:
-            logits = logits.masked_fill(~tokens.mask, -torch.inf)
-    kept, places = [], []
-    for side in (logits[:, : tokens.n], logits[:, tokens.n :]):
-        count = max(1, round(share * side.shape[1]))
-        kept.append(side.topk(count, dim=1).indices.sort(dim=1).values)
-        here = torch.arange(count, device=side.device).expand_as(kept[-1])
-        places.append(torch.full_like(side, UNMATCHED, dtype=torch.int64).scatter_(1, kept[-1], here))
-    order = torch.cat([kept[0], kept[1] + tokens.n], dim=1)
-    rows = torch.arange(len(order), device=order.device).unsqueeze(1)
-    names = ("x", "index", "positions", "rotations", "mask", "predicted")
-    columns = {name: None if (c := getattr(tokens, name)) is None else c[rows, order] for name in names}
-    valid = np.ones(order.shape, bool) if tokens.mask is None else columns["mask"].cpu().numpy()
-    rest = []
-    for own, chosen, there in zip(labels, kept, places[::-1], strict=True):
-        before, target, mask = (x[rows, chosen] for x in own)
-        partner = torch.where(before >= 0, there.gather(1, before.clamp_min(0)), before)
-        rest.append(Labels(partner, target, mask))
-    return replace(tokens, n=kept[0].shape[1], valid=valid, **columns), rest
 
 
 def scores_of(model: MatchingNetwork, layer: LabelledLayer, depth: int) -> Tensor:

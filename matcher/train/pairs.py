@@ -336,7 +336,18 @@ def capture(images: Tensor, clean: Tensor, draws: Draws) -> Tensor:
     reading, shot = (between(math.log(0.002), math.log(0.025)).exp() for _ in range(2))
     noise = noise * (reading + shot * images.clamp(0, 1).sqrt())
     images = images + torch.where(quiet, 0.0, noise)
-    images = torch.where(some(0.6), _compressed(images, between(30, 96)), images)
+    # As JPEG of qualities from 1 to 100 would store them, but for the rounding of pixels.
+    stored, quality = some(0.6), between(30, 96)
+    scale = torch.where(quality < 50, 50 / quality, 2 - quality / 50)
+    steps = (constant(QUANTISATION, images.dtype, images.device) * scale).clamp_min(1).unsqueeze(1)
+    k = torch.arange(BLOCK, device=images.device)
+    cosines = torch.cos(math.pi * (2 * k + 1) * k.unsqueeze(1) / (2 * BLOCK)) / 2
+    cosines[0] /= 2**0.5
+    height, width = images.shape[2:]
+    blocks = (255 * images[:, 0] - 128).view(count, height // BLOCK, BLOCK, width // BLOCK, BLOCK)
+    levels = (cosines @ blocks.transpose(2, 3) @ cosines.T / steps).round() * steps
+    pixels = (cosines.T @ levels @ cosines).transpose(2, 3).reshape(images.shape)
+    images = torch.where(stored, (pixels + 128) / 255, images)
     return (images.clamp(0, 1) * 255).floor() / 255
 
 
@@ -356,20 +367,6 @@ def _blurred(images: Tensor, draws: Draws) -> Tensor:
         images = F.conv2d(images.transpose(0, 1), kernel.view(shape), padding=reach, groups=count)
         images = images.transpose(0, 1)
     return images
-
-
-def _compressed(images: Tensor, quality: Tensor) -> Tensor:
-    """As JPEG of a quality (B, 1, 1, 1) from 1 to 100 would store them, but for the rounding of pixels."""
-    count, _, height, width = images.shape
-    scale = torch.where(quality < 50, 50 / quality, 2 - quality / 50)
-    steps = (constant(QUANTISATION, images.dtype, images.device) * scale).clamp_min(1).unsqueeze(1)
-    k = torch.arange(BLOCK, device=images.device)
-    cosines = torch.cos(math.pi * (2 * k + 1) * k.unsqueeze(1) / (2 * BLOCK)) / 2
-    cosines[0] /= 2**0.5
-    blocks = (255 * images[:, 0] - 128).view(count, height // BLOCK, BLOCK, width // BLOCK, BLOCK)
-    levels = (cosines @ blocks.transpose(2, 3) @ cosines.T / steps).round() * steps
-    pixels = (cosines.T @ levels @ cosines).transpose(2, 3).reshape(images.shape)
-    return (pixels + 128) / 255
 
 
 # --- Keypoints, and the partner of each.
