@@ -95,9 +95,7 @@ def as_markdown(found: dict[str, Any]) -> str:
     return "\n".join([f"## {found['set']}: calibration", "", text, "", *table(titles, rows)]) + "\n"
 
 
-# Fits: of `matcher.match.calibration` and of `matcher.verify.verdict`.
-
-# What a network gives, the prior scores of refined matches, and the probabilities given a geometry.
+# Of fits: what a network gives, the prior scores of refined matches, the probabilities given a geometry.
 CalibrationStage = Literal["network", "refinement", "geometry"]
 
 

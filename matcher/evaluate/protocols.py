@@ -129,9 +129,6 @@ class PairSet:
         return replace(self, pairs=PairsOnAccess(count, lambda position: self.pairs[index[position]]))
 
 
-# Reprojection of points from one image into another by depth and pose.
-
-
 @dataclass(frozen=True, eq=False)
 class DepthCamera:
     """The camera and the depth map of an image."""

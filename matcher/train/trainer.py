@@ -82,9 +82,6 @@ def turned_alike(descriptors: Tensor, pairs: ImagePairs) -> Tensor:
     return steered(descriptors, -torch.cat([torch.zeros_like(pairs.turns), pairs.turns]) % TURNS)
 
 
-# --- The networks, and the trained parameters that they start from and end moved back towards.
-
-
 class Networks(nn.Module):
     """What is trained: a front end, a matcher, or both; and the scale of similarities, needed in training."""
 
