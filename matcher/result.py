@@ -18,6 +18,7 @@ from matcher.passes import PassReport
 from matcher.types import REFINEMENTS, Features, Matches, TwoViewGeometry, to_numpy
 from matcher.verify.adjustment import plane_answers
 from matcher.verify.verdict import Verdict, repeated_groups, verdict_of
+from matcher.viz import PLOT_SUFFIXES
 
 if TYPE_CHECKING:
     from matcher.budget import Choice
@@ -298,8 +299,8 @@ class Result:
                 for ellipses.
             ImageError: an image cannot be read.
         """
-        from matcher.images import limit_for
-        from matcher.viz.drawings import PLOT_SUFFIXES, as_image, draw_matches, save_figure
+        from matcher.images import limit_for, read_image
+        from matcher.viz.drawings import draw_matches, save_figure
 
         path, images = check_output(path, PLOT_SUFFIXES, overwrite=overwrite), []
         if ellipses and self.matches.refinement is None:
@@ -309,7 +310,7 @@ class Result:
             if given is None and own is None:
                 raise UsageError(f"image{index} was an array: give it to plot(path, image0, image1)")
             size = features.image_size
-            image = as_image(own if given is None else given, limit_for(size))
+            image = read_image(own if given is None else given, max_pixels=limit_for(size))
             if image.size != size:
                 raise UsageError(f"image{index} is {image.size}, but the result's image was {size}")
             images.append(image)

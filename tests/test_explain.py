@@ -112,22 +112,25 @@ def test_points_without_a_match_name_their_candidates_and_what_beat_them():
     matcher, sides = other_matcher(**GUIDED), pair(60, 50, 1)
     record = explain(matcher, *sides)
     for side, found in enumerate(record.candidates):
-        live = found.points[:, 0] >= 0
-        assert (np.diff(found.probabilities[live]) <= 0).all() and found.probabilities.max() <= 1 + 1e-5
-        assert (found.rival_probabilities >= found.probabilities - 1e-6).all()
-        assert ((found.unmatched >= 0) & (found.unmatched <= 1 + 1e-5)).all()
+        for alone, rows in found.values():
+            shares = [share for _, share, _, _ in rows]
+            assert (
+                shares == sorted(shares, reverse=True) and max(shares) <= 1 + 1e-5 and 0 <= alone <= 1 + 1e-5
+            )
+            assert all(best >= share - 1e-6 for _, share, _, best in rows)
         for match, score in zip(record.matches.tolist(), record.scores.tolist(), strict=True):
-            point, other = match[side], match[1 - side]
-            assert found.points[point, 0] == other and found.rivals[point, 0] == point
-            assert found.probabilities[point, 0] == pytest.approx(score, abs=1e-5)
-        for point in np.flatnonzero(record.fates[side] == UNMATCHED):
-            beaten = found.rivals[point, 0] != point
-            assert beaten or found.probabilities[point, 0] <= CONFIG.policy.match_threshold + 1e-6
+            partner, share, rival, _ = found[match[side]][1][0]
+            assert (partner, rival) == (match[1 - side], match[side]) and share == pytest.approx(
+                score, abs=1e-5
+            )
+        for point in np.flatnonzero(record.fates[side] == UNMATCHED).tolist():
+            _, share, rival, _ = found[point][1][0]
+            assert rival != point or share <= CONFIG.policy.match_threshold + 1e-6
     pruned = explain(matcher_with(), *pair(80, 70, 2))
     for side, fates in enumerate(pruned.fates):
         for point in np.flatnonzero(fates > 0):
             assert fates[point] <= len(pruned.layers)
-            assert pruned.candidates[side].points[point, 0] >= 0
+            assert pruned.candidates[side][point][1]
 
 
 # --- Reports of a pair and of a run, in a browser.

@@ -20,6 +20,7 @@ from matcher.loading import takes
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions, from_file, refuse_further_passes
 from matcher.types import Features, Image, to_numpy
+from matcher.viz import PLOT_SUFFIXES
 from matcher.viz.overlays import as_colour, lay_over, resizing, stored_to_pixels
 
 
@@ -98,7 +99,7 @@ class Detections:
             UsageError: a file that cannot be written or, without `overwrite`, is foreign; no image or path.
             ImageError: the image cannot be read.
         """
-        from matcher.viz.drawings import PLOT_SUFFIXES, draw_instances, save_figure
+        from matcher.viz.drawings import draw_instances, save_figure
 
         path = check_output(path, PLOT_SUFFIXES, overwrite=overwrite)
         if (shown := self.path if image is None else image) is None:

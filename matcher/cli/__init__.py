@@ -34,17 +34,20 @@ COMMANDS = {  # where their functions are
     "report": "matcher.cli.runs:report",
     "export": "matcher.cli.runs:export",
     "sfm": "matcher.cli.sfm:sfm",
-    "localize": "matcher.cli.localize:localize",
+    "localize": "matcher.cli.sfm:localize",
     "track": "matcher.cli.track:track",
     "serve": "matcher.cli.machine:serve",
     "evaluate": "matcher.cli.laboratory:evaluate",
     "presets": "matcher.cli.machine:presets",
     "train": "matcher.cli.laboratory:train",
     "env": "matcher.cli.machine:environment",
+    "weights list": "matcher.cli.machine:list_weights",
+    "weights verify": "matcher.cli.machine:verify_weights",
+    "weights fetch": "matcher.cli.machine:fetch_weights",
+    "weights import": "matcher.cli.machine:import_weights",
+    "weights export": "matcher.cli.machine:export_weights",
 }
-GROUPS = {
-    "weights": ("List, check, download, convert and export weights.", "matcher.cli.machine:WEIGHTS_COMMANDS")
-}
+GROUPS = {"weights": "List, check, download, convert and export weights."}
 
 
 def _version(wanted: bool) -> None:
@@ -73,14 +76,13 @@ def build(only: str | None = None) -> typer.Typer:
         rich_markup_mode=None, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}
     )
     app.callback()(_root)
+    groups = {name: typer.Typer(help=purpose, no_args_is_help=True) for name, purpose in GROUPS.items()}
     for name, place in COMMANDS.items():
+        first, _, second = name.partition(" ")
+        if only in (None, first):
+            (groups[first] if second else app).command(second or first)(runnable(resolve_name(place), name))
+    for name, group in groups.items():
         if only in (None, name):
-            app.command(name)(runnable(resolve_name(place), name))
-    for name, (purpose, place) in GROUPS.items():
-        if only in (None, name):
-            group = typer.Typer(help=purpose, no_args_is_help=True)
-            for key, command in resolve_name(place).items():
-                group.command(key)(runnable(command, f"{name} {key}"))
             app.add_typer(group, name=name)
     return app
 
@@ -95,23 +97,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with messages(), warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: complain(f"warning: {message}")  # on one line
-            code = _run(arguments)
-            detail(f"exit code {code}")
-            return code
+            typed = next(iter(sys.argv[1:] if arguments is None else arguments), None)
+            completing = "_MATCHER_COMPLETE" in os.environ  # by a shell, which needs all commands
+            try:
+                app = build(typed if typed in COMMANDS | GROUPS and not completing else None)
+                code = app(args=arguments, prog_name="matcher", standalone_mode=False)
+                sys.stdout.flush()
+            except SystemExit as stop:
+                code = stop.code if isinstance(stop.code, int) else 1
+            except (Exception, KeyboardInterrupt) as error:
+                code = exit_code_of(error)
+            detail(f"exit code {code or 0}")
+            return code or 0
     finally:
         if with_signals:
             signal.signal(signal.SIGTERM, before)
-
-
-def _run(arguments: Sequence[str] | None) -> int:
-    typed = next(iter(sys.argv[1:] if arguments is None else arguments), None)
-    alone = typed in COMMANDS | GROUPS and "_MATCHER_COMPLETE" not in os.environ  # by a shell that completes
-    try:
-        app = build(typed if alone else None)
-        code = app(args=arguments, prog_name="matcher", standalone_mode=False)
-        sys.stdout.flush()
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 1
-    except (Exception, KeyboardInterrupt) as error:
-        return exit_code_of(error)
-    return code if isinstance(code, int) else 0

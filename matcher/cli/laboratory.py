@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import typer
 
 import matcher
-from matcher.cli.options import (
-    DEFAULT_PRESET,
-    Count,
-    Natural,
-    PresetName,
-    check_outputs,
-    limit_threads,
-    loading,
-)
-from matcher.cli.output import PARTIAL, complain, pair_progress, say, show, stop_signals
+from matcher.cli.options import Count, Natural, PresetName, check_outputs, limit_threads, loading
+from matcher.cli.output import LOGGER, PARTIAL, ProgressLines, complain, say, show, stop_signals
 from matcher.errors import UsageError
+from matcher.files import write_output
+from matcher.presets import DEFAULT_PRESET
 
-if TYPE_CHECKING:
-    from matcher.evaluate.protocols import PairSet
-    from matcher.evaluate.run import Evaluation
+LEVELS = "1,2,3,4"
+_LOADING = (
+    "max_keypoints", "resize", "match_threshold", "further_passes", "refine", "engine", "precision", "device",
+)  # fmt: skip
 
 
 def train(
@@ -65,8 +62,7 @@ def train(
     from matcher.train.recipe import enlarged, limited, read_recipe, shipped_recipe
     from matcher.train.run import RunOptions
     from matcher.train.run import train as train_networks
-    from matcher.viz.drawings import save_figure
-    from matcher.viz.plots import draw_training
+    from matcher.viz.drawings import draw_training, save_figure
 
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
@@ -86,12 +82,6 @@ def train(
         )
     if weights is None:
         raise typer.Exit(128 + received[0])
-
-
-LEVELS = "1,2,3,4"
-_LOADING = (
-    "max_keypoints", "resize", "match_threshold", "further_passes", "refine", "engine", "precision", "device",
-)  # fmt: skip
 
 
 def evaluate(
@@ -147,66 +137,10 @@ def evaluate(
         output (DIR): Write the tables to this folder as SET.md and SET.json.
     """
     limit_threads(threads)
-    from matcher.evaluate.methods import (
-        BASELINE,
-        MethodOptions,
-        build_methods,
-        compared_methods,
-        peer_methods,
-    )
+    from matcher.evaluate import calibration as reliability
+    from matcher.evaluate import methods as ways
     from matcher.evaluate.run import as_markdown, as_object
     from matcher.evaluate.run import evaluate as run
-
-    sets = _sets(where, pairs, levels, seed, images)
-    if calibration:
-        from matcher.evaluate.calibration import check_labels
-
-        for pair_set in sets:
-            check_labels(pair_set)
-    ending = "-calibration" if calibration else ""  # of the names of the files, after that of the set
-    suffixes = (".md", ".json", ".png") if calibration else (".md", ".json")
-    if output is not None:
-        try:
-            output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"--output {output}: the folder cannot be made ({error.strerror})") from error
-        files = [(output / f"{each.name}{ending}{suffix}", (suffix,)) for each in sets for suffix in suffixes]
-        check_outputs(files, overwrite=overwrite)
-    network = {name: given.pop(name, None) for name in ("match_threshold", "precision")}
-    shared = MethodOptions(given, network, full_depth)
-    presets, weights, front_ends = preset or [DEFAULT_PRESET], weights or [], frontend_weights or []
-    if compare:
-        several = {"--preset": presets, "--weights": weights, "--frontend-weights": front_ends}
-        for name, values in several.items():
-            if len(values) > 1:
-                raise UsageError(f"with --compare, {name} can be given only once; repeat --compare instead")
-        front_end = next((name for name in front_ends if name != "shipped"), None)
-        methods = compared_methods(compare, presets[0], next(iter(weights), None), front_end, shared)
-    else:
-        methods = build_methods(presets, weights, front_ends, shared)
-    for name in peer or []:
-        options = {key: given.get(key) for key in ("max_keypoints", "resize", "device")}
-        methods += peer_methods(name, options | {"precision": network["precision"]})
-    skipped, baseline = 0, methods[0].name if compare else BASELINE
-    for pair_set in sets:
-        with pair_progress(pair_set.name) as progress:
-            seeds = 1 if calibration else estimator_seeds
-            found = run(pair_set, methods, seeds=seeds, progress=progress)
-        if calibration:
-            _reliability(found, output)
-        else:
-            table = as_object(found, baseline=baseline, seed=seed)
-            command = shlex.join(["matcher", *sys.argv[1:]])
-            table |= {"version": matcher.__version__, "date": time.strftime("%Y-%m-%d"), "command": command}
-            _publish(output, pair_set.name, as_markdown(table), table)
-        skipped += len(found.skipped)
-    if skipped:
-        complain(f"{skipped} pairs were skipped; the tables give the reasons")
-    return PARTIAL if skipped else 0
-
-
-def _sets(where: str, pairs: int | None, levels: str, seed: int, images: Path | None) -> list[PairSet]:
-    """What is measured; refuses options of other sets."""
     from matcher.evaluate.sets import SetOptions, find_sets
 
     try:
@@ -224,30 +158,66 @@ def _sets(where: str, pairs: int | None, levels: str, seed: int, images: Path | 
             f"{where} has no ground truth: measuring on {len(sets[0])} synthetic warps of its photos "
             "(--pairs N for fewer)"
         )
-    return sets
+    for pair_set in sets if calibration else ():
+        reliability.check_labels(pair_set)
+    ending = "-calibration" if calibration else ""  # of the names of the files, after that of the set
+    if output is not None:
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--output {output}: the folder cannot be made ({error.strerror})") from error
+        suffixes = (".md", ".json", ".png") if calibration else (".md", ".json")
+        files = [(output / f"{name}{ending}{suffix}", (suffix,)) for name in names for suffix in suffixes]
+        check_outputs(files, overwrite=overwrite)
+    network = {name: given.pop(name, None) for name in ("match_threshold", "precision")}
+    shared = ways.MethodOptions(given, network, full_depth)
+    presets, weights, front_ends = preset or [DEFAULT_PRESET], weights or [], frontend_weights or []
+    if compare:
+        several = {"--preset": presets, "--weights": weights, "--frontend-weights": front_ends}
+        for name, values in several.items():
+            if len(values) > 1:
+                raise UsageError(f"with --compare, {name} can be given only once; repeat --compare instead")
+        front_end = next((name for name in front_ends if name != "shipped"), None)
+        methods = ways.compared_methods(compare, presets[0], next(iter(weights), None), front_end, shared)
+    else:
+        methods = ways.build_methods(presets, weights, front_ends, shared)
+    for name in peer or []:
+        options = {key: given.get(key) for key in ("max_keypoints", "resize", "device")}
+        methods += ways.peer_methods(name, options | {"precision": network["precision"]})
+    skipped, passes = 0, logging.getLogger(f"{LOGGER}.passes")
+    baseline = methods[0].name if compare else ways.BASELINE
+    for pair_set in sets:
+        update = partial(ProgressLines(), f"pairs of {pair_set.name}")
+        passes.setLevel(logging.WARNING)  # not all that is said of single pairs
+        try:
+            found = run(pair_set, methods, seeds=1 if calibration else estimator_seeds, progress=update)
+        finally:
+            passes.setLevel(logging.NOTSET)
+        skipped += len(found.skipped)
+        if calibration:
+            table = reliability.as_object(found)
+            text = reliability.as_markdown(table)
+        else:
+            table = as_object(found, baseline=baseline, seed=seed)
+            command = shlex.join(["matcher", *sys.argv[1:]])
+            table |= {"version": matcher.__version__, "date": time.strftime("%Y-%m-%d"), "command": command}
+            text = as_markdown(table)
+        show(text, always=True)
+        if output is None:
+            continue
+        path = output / f"{pair_set.name}{ending}"
+        for suffix, content in ((".md", text), (".json", json.dumps(table, indent=1, allow_nan=False))):
+            write_output(written := path.with_name(path.name + suffix), content.encode())
+            say(f"wrote {written}")
+        if calibration:
+            from matcher.viz.drawings import draw_reliability, save_figure
 
-
-def _reliability(found: Evaluation, folder: Path | None) -> None:
-    """How often match probabilities hold, as a table and a diagram."""
-    from matcher.evaluate.calibration import as_markdown, as_object
-    from matcher.viz.drawings import save_figure
-    from matcher.viz.plots import draw_reliability
-
-    table, name = as_object(found), f"{found.set.name}-calibration"
-    _publish(folder, name, as_markdown(table), table)
-    if folder is not None:
-        curves = {row["name"]: (row["confidence"], row["accuracy"], row["count"]) for row in table["rows"]}
-        title = f"reliability of match probabilities: {found.set.name}"
-        say(f"wrote {save_figure(draw_reliability(curves, title=title), folder / f'{name}.png')}")
-
-
-def _publish(folder: Path | None, name: str, text: str, table: dict[str, Any]) -> None:
-    """Print a table and, where a folder is given, write it as Markdown and JSON."""
-    from matcher.files import write_output
-
-    show(text, always=True)
-    if folder is None:
-        return
-    for suffix, content in ((".md", text), (".json", json.dumps(table, indent=1, allow_nan=False))):
-        write_output(folder / f"{name}{suffix}", content.encode())
-        say(f"wrote {folder / f'{name}{suffix}'}")
+            curves = {
+                row["name"]: (row["confidence"], row["accuracy"], row["count"]) for row in table["rows"]
+            }
+            title = f"reliability of match probabilities: {pair_set.name}"
+            figure = draw_reliability(curves, title=title)
+            say(f"wrote {save_figure(figure, path.with_name(f'{path.name}.png'))}")
+    if skipped:
+        complain(f"{skipped} pairs were skipped; the tables give the reasons")
+    return PARTIAL if skipped else 0

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 import matcher
+from matcher import presets as known
 from matcher.cli.options import Count, PresetName, check_outputs, loading
 from matcher.cli.output import complain, show, wants_progress
-from matcher.errors import (
-    CPU_BUILD,
-    CUDA_BUILD,
-    IntegrityError,
-    UsageError,
-    install_command,
-    unknown_name,
-)
+from matcher.config import NearestConfig, NetworkConfig, described
+from matcher.errors import CPU_BUILD, CUDA_BUILD, IntegrityError, UsageError, install_command, unknown_name
+from matcher.files import cache_folder
 
 Port = Annotated[int, ("min", 0), ("max", 65535)]
 
@@ -32,16 +29,14 @@ def list_weights() -> None:
 
     show("Shipped with this package")
     try:
-        shipped = read_manifest()
+        for row in read_manifest().values():
+            show(f"{row.name}  {row.bytes / 1e6:.1f} MB  {row.licence}  preset {row.preset}")
+            show(f"  file        {row.file}  sha256 {row.sha256}")
+            show(f"  source      {row.source}")
+            show(f"  trained on  {row.trained_on}")
+            show(f"  measured    {' '.join(row.metrics.split())}")
     except IntegrityError as error:
         show(f"  none: {error}")
-        shipped = {}
-    for row in shipped.values():
-        show(f"{row.name}  {row.bytes / 1e6:.1f} MB  {row.licence}  preset {row.preset}")
-        show(f"  file        {row.file}  sha256 {row.sha256}")
-        show(f"  source      {row.source}")
-        show(f"  trained on  {row.trained_on}")
-        show(f"  measured    {' '.join(row.metrics.split())}")
     show("\nPublished by others and not shipped; download with `matcher weights fetch NAME`")
     for row in read_catalogue().values():
         here = "installed" if (row.folder / "manifest.toml").is_file() else "not installed"
@@ -68,7 +63,7 @@ def verify_weights(names: list[str] | None = None, /) -> None:
 
     rows, published = read_manifest(), read_catalogue()
     for name in names or ():
-        if name not in rows and name not in published:
+        if name not in rows | published:
             raise UsageError(unknown_name("weights", name, rows | published))
     here = [row.name for row in published.values() if (row.folder / "manifest.toml").is_file()]
     chosen, failed = names or [*rows, *here], 0
@@ -94,15 +89,14 @@ def fetch_weights(names: list[str], /, accept_licence: bool = False, accept_unve
     from matcher.weights.published import fetch
 
     def report(have: int, total: int) -> None:
-        if sys.stderr.isatty() and wants_progress():
+        if wants_progress():
             share = f"{100 * have // total:3d} %" if total else ""
-            sys.stderr.write(f"\r  {have / 1e6:8.1f} MB {share}{chr(10) if have == total else ''}")
-            sys.stderr.flush()
+            typer.echo(f"\r  {have / 1e6:8.1f} MB {share}", err=True, nl=have == total)
 
-    accepted = dict(accept_licence=accept_licence, accept_unverified=accept_unverified)
+    how = dict(accept_licence=accept_licence, accept_unverified=accept_unverified, report=report)
     for row in [find_published(name) for name in names]:
         show(f"{row.name}: {row.licence}; commercial use: {'yes' if row.commercial else 'no'}; {row.source}")
-        found = fetch(row, **accepted, report=report)
+        found = fetch(row, **how)
         for file in row.files if found.sha256 else ():
             remark = "as expected" if file.sha256 else "not checked, since no expected value is known"
             show(f"  {file.name}  sha256 {found.sha256[file.name]} ({remark})")
@@ -144,13 +138,11 @@ def export_weights(
         opencv (WxH): Write files for OpenCV's ALIKED and LightGlueMatcher instead, for images of this size.
         colmap: Write files for COLMAP's ALIKED and LightGlue instead.
     """
-    from matcher.presets import find_preset
-
     try:
         from matcher.export_onnx import export_preset
     except ModuleNotFoundError as error:
         raise UsageError(f"exporting needs {error.name}: {install_command('torch', 'onnxscript')}") from error
-    config = find_preset(preset)
+    config = known.find_preset(preset)
     if opencv is not None and colmap:
         raise typer.BadParameter("--opencv and --colmap write different files; give one of them")
     if opencv is not None:
@@ -166,39 +158,18 @@ def export_weights(
         show(f"written  {file}  {file.stat().st_size / 1e6:.1f} MB")
 
 
-WEIGHTS_COMMANDS = {
-    "list": list_weights,
-    "verify": verify_weights,
-    "fetch": fetch_weights,
-    "import": import_weights,
-    "export": export_weights,
-}
-
-
 def presets(show_: PresetName | None = None) -> None:
     """List the presets: front end, matcher and weights.
 
     Args:
         show_ (NAME|FILE.toml): Print every value of this preset, with what it means.
     """
-    from matcher.config import NearestConfig, NetworkConfig, described
-    from matcher.presets import (
-        DEFAULT_PRESET,
-        PRESETS,
-        configure,
-        find_plugin,
-        find_preset,
-        from_file,
-        package_of,
-        plugin_names,
-    )
-
     if show_ is not None:
-        shown, given = from_file(show_, {})
-        for name, value, meaning in described(configure(find_preset(shown), given)):
+        shown, given = known.from_file(show_, {})
+        for name, value, meaning in described(known.configure(known.find_preset(shown), given)):
             show(f"{name:<36} {value!s:<24} {meaning}".rstrip(), always=True)
         return
-    for name, config in PRESETS.items():
+    for name, config in known.PRESETS.items():
         source = f"{config.extractor.max_keypoints} {config.extractor.kind} keypoints"
         if isinstance(config.matcher, NearestConfig):
             how = f"mutual nearest neighbours, ratio {config.matcher.ratio:g}"
@@ -210,10 +181,10 @@ def presets(show_: PresetName | None = None) -> None:
                 source = f"all cells of the 1/8 grid of {config.extractor.resize} pixels"
         else:
             how = type(config.matcher).__name__.removesuffix("Config")
-        show(f"{name + ' (default)' * (name == DEFAULT_PRESET):<24} {source}; {how}")
-    for name in plugin_names():
-        if name not in PRESETS:
-            show(f"{name:<24} added by {package_of(find_plugin(name))}")
+        show(f"{name + ' (default)' * (name == known.DEFAULT_PRESET):<24} {source}; {how}")
+    for name in known.plugin_names():
+        if name not in known.PRESETS:
+            show(f"{name:<24} added by {known.package_of(known.find_plugin(name))}")
 
 
 VARIABLES = {
@@ -242,23 +213,17 @@ def environment(compile_: bool = False) -> None:
     Args:
         compile_: First compile the kernels that make matching on this processor faster.
     """
-    from matcher.files import cache_folder
-    from matcher.loading import is_installed
-
     if compile_:
         from matcher.kernels import build
 
         show(f"kernels: {build()}")
-
-    def installed(name: str) -> str:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return "not installed"
-
+    installed = dict.fromkeys(_PACKAGES, "not installed")
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            installed[name] = version(name)
     show(f"matcher {matcher.__version__}, Python {platform.python_version()}, {platform.platform()}")
-    show(", ".join(f"{name} {installed(name)}" for name in _PACKAGES))
-    if is_installed("torch"):
+    show(", ".join(f"{name} {found}" for name, found in installed.items()))
+    if find_spec("torch") is not None:
         import torch
 
         from matcher.kernels.loader import library_in_use
@@ -295,7 +260,6 @@ def serve(port: Port = 7860, *, given: loading(only=("device",)), max_upload: Co
     """
     from matcher.serve.server import serve as run
 
-    def show_address(address: str) -> None:
-        show(f"Open {address} in a browser; Ctrl-C stops the server.", always=True)
-
-    run(port=port, max_megabytes=max_upload, on_address=show_address, **given)
+    said = "Open {} in a browser; Ctrl-C stops the server."
+    how = dict(port=port, max_megabytes=max_upload, **given)
+    run(on_address=lambda address: show(said.format(address), always=True), **how)

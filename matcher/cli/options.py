@@ -15,6 +15,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import cache, wraps
 from operator import itemgetter
@@ -27,6 +28,7 @@ from matcher.cli.output import Interrupted, complain, detail, say, set_messages
 from matcher.errors import MatcherError, UsageError
 from matcher.files import check_output
 from matcher.presets import DEFAULT_PRESET, PRESETS, SLOW_FRONT_ENDS, LoadOptions, from_file, plugin_names
+from matcher.processes import thread_environment
 
 if TYPE_CHECKING:
     from matcher.cameras import Camera
@@ -89,8 +91,7 @@ def loading(*without: str, only: Sequence[str] = (), **shown: object) -> Any:
 def _of_load() -> dict[str, tuple[Any, str, str]]:
     """The options of `matcher.load`, but for those of programs alone: kind, help, what stands for a value."""
     hints = get_type_hints(LoadOptions, include_extras=True)
-    of_programs = ("early_exit", "pruning", "bgr")
-    return {name: get_args(hint) for name, hint in hints.items() if name not in of_programs}
+    return {name: get_args(hints[name]) for name in hints if name not in ("early_exit", "pruning", "bgr")}
 
 
 def _described(text: str) -> dict[str, tuple[str | None, str]]:
@@ -129,18 +130,15 @@ def _option_of_load(name: str, shown: dict[str, Any]) -> Any:
         return _option(name, str, "auto", metavar, help)
     config = PRESETS[DEFAULT_PRESET]
     defaults = {
-        "max_keypoints": config.extractor.max_keypoints,
-        "resize": config.extractor.resize,
+        **{key: getattr(config.extractor, key) for key in ("max_keypoints", "resize", "keep")},
         "match_threshold": f"{config.matcher.policy.match_threshold:g}",
         "geometry": config.estimation.kind,
-        "keep": config.extractor.keep,
         "further_passes": "further-passes" if config.further_passes else "no-further-passes",
         "precision": "auto",
         "engine": "torch",
     }
-    kind = str | None if Path in get_args(kind) else kind
-    text = str((defaults | shown).get(name, "")) or True
-    return _option(name, kind, None, metavar or None, help, show_default=text)
+    kind, text = str | None if Path in get_args(kind) else kind, str((defaults | shown).get(name, ""))
+    return _option(name, kind, None, metavar or None, help, show_default=text or True)
 
 
 def declared(owner: Callable[..., Any]) -> tuple[dict[str, tuple[Any, Any]], Callable[..., Any]]:
@@ -187,8 +185,8 @@ def runnable(command: Callable[..., Any], name: str) -> Callable[..., Any]:
         if isinstance(values.get("preset"), str):
             preset, given = from_file(values["preset"], {key: values.get(key) for key in _of_load()})
             values |= {"preset": preset, **{key: value for key, value in given.items() if key in values}}
-        _tell_of_slow_front_ends(values)
         try:
+            _tell_of_slow_front_ends(values)
             return call(values)
         except KeyboardInterrupt:
             again = " to continue" if name in _RESUMABLE else ""
@@ -235,22 +233,18 @@ def _tell_of_slow_front_ends(given: dict[str, Any]) -> None:
     """Say what to expect where the front end takes seconds an image on a CPU."""
     config = PRESETS.get(given["preset"]) if {"preset", "frontend"} <= given.keys() else None
     kind = config and (given["frontend"] or config.extractor.kind)
-    if kind not in SLOW_FRONT_ENDS or given["device"].startswith(("cuda", "mps")):
+    if kind not in SLOW_FRONT_ENDS:
         return
-    from matcher.loading import is_installed
+    with suppress(ModuleNotFoundError):  # without torch none of them runs
+        from matcher.torch_engine import resolve_device
 
-    if not is_installed("torch"):
-        return
-    import torch
-
-    if given["device"] == "auto" and torch.cuda.is_available():
-        return
-    side = given["resize"] or config.extractor.resize
-    seconds = SLOW_FRONT_ENDS[kind] * (side / 1024) ** 2
-    say(
-        f"the front end {kind} takes about {seconds:.0f} s of one core for an image of {side} pixels, and "
-        "its matcher some seconds a pair; the default preset takes less than one"
-    )
+        if resolve_device(given["device"]).type == "cpu":
+            side = given["resize"] or config.extractor.resize
+            seconds = SLOW_FRONT_ENDS[kind] * (side / 1024) ** 2
+            say(
+                f"the front end {kind} takes about {seconds:.0f} s of one core for an image of {side} pixels "
+                "and its matcher some seconds a pair; the default preset takes less than one"
+            )
 
 
 # Values that several commands read and check.
@@ -258,8 +252,6 @@ def _tell_of_slow_front_ends(given: dict[str, Any]) -> None:
 
 def limit_threads(count: int | None) -> None:
     """Use so many CPU threads, if a number is given; to be called before torch and OpenCV are imported."""
-    from matcher.processes import thread_environment
-
     if count is not None:
         os.environ.update(thread_environment(count))
 
@@ -284,8 +276,7 @@ def check_outputs(
 
     `outputs`: each with the suffixes that it may have; None is passed over.
     """
-    written: set[Path] = set()
-    taken = [path for path in inputs if path is not None and path.exists()]
+    written, taken = set(), [path for path in inputs if path is not None and path.exists()]
     for path, suffixes in outputs:
         if path is None:
             continue

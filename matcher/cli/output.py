@@ -88,7 +88,7 @@ def messages() -> Iterator[None]:
     try:
         yield
     finally:
-        for handler in [handler for handler in logger.handlers if handler not in before[2]]:
+        for handler in set(logger.handlers).difference(before[2]):
             logger.removeHandler(handler)
             handler.close()
         logger.level, logger.propagate = before[:2]
@@ -139,17 +139,17 @@ def open_standard_streams() -> None:
 
 
 class Interrupted(Exception):
-    """Ctrl-C during a command; the message explains how to continue."""
+    """Ctrl-C during a command, with how to continue; the parser ends a KeyboardInterrupt without a word."""
 
 
 def exit_code_of(error: BaseException) -> int:
     """Print a readable message for an exception and return its exit code."""
-    from_parser = hasattr(error, "show")
-    if not (from_parser or isinstance(error, (MatcherError, KeyboardInterrupt, Interrupted))):
+    from_parser, interrupted = hasattr(error, "show"), isinstance(error, (KeyboardInterrupt, Interrupted))
+    if not (from_parser or interrupted or isinstance(error, MatcherError)):
         logging.getLogger(LOGGER).debug("traceback:", exc_info=error)
     if os.environ.get(_DEBUG):
         traceback.print_exception(error)
-    if isinstance(error, (KeyboardInterrupt, Interrupted)):
+    if interrupted:
         complain(str(error) or "interrupted")
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
@@ -234,17 +234,17 @@ _DOING = {"extract": "extracting images", "choose": "comparing images", "match":
 
 
 def wants_progress() -> bool:
-    """Whether to show progress: not with `-q`."""
+    """Whether to write a line of progress again and again: on a terminal, and not with `-q`."""
     handlers = logging.getLogger(LOGGER).handlers
-    return any(isinstance(handler, _Console) and handler.level <= logging.INFO for handler in handlers)
+    shown = any(isinstance(handler, _Console) and handler.level <= logging.INFO for handler in handlers)
+    return shown and sys.stderr.isatty()
 
 
 class ProgressLines:
     """Steps of one work after another: how many are done, how fast, and how long the rest will take."""
 
     def __init__(self, say: Callable[[str], None] = say, clock: Callable[[], float] = monotonic) -> None:
-        self._say, self._clock = say, clock
-        self._terminal = sys.stderr.isatty() and wants_progress()
+        self._say, self._clock, self._terminal = say, clock, wants_progress()
         self._work, self._start, self._last = "", 0.0, 0.0
 
     def __call__(self, work: str, done: int, total: int, failed: int = 0) -> None:
@@ -262,25 +262,13 @@ class ProgressLines:
         speed = f"{rate:.1f}/s" if rate >= 1 else f"{60 * rate:.1f}/min"
         text = f"{work}: {done} of {total}{f', {failed} failed' if failed else ''}, {speed}, {left}"
         if self._terminal and not ended:
-            sys.stderr.write(f"{_CLEAR}{text}")
-            sys.stderr.flush()
+            typer.echo(f"{_CLEAR}{text}", err=True, nl=False)
         else:
             self._say(text)
 
     def stage(self, now: StageProgress) -> None:
         """The `on_progress` of `Collection.run`."""
         self(_DOING[now.stage], now.done, now.total, now.failed)
-
-
-@contextmanager
-def pair_progress(name: str) -> Iterator[Callable[[int, int], object]]:
-    """A callback for the `progress` of an evaluation of the set `name`: pairs done, and their total."""
-    passes, progress = logging.getLogger(f"{LOGGER}.passes"), ProgressLines()
-    passes.setLevel(logging.WARNING)  # of single pairs
-    try:
-        yield lambda done, total: progress(f"pairs of {name}", done, total)
-    finally:
-        passes.setLevel(logging.NOTSET)
 
 
 def duration(seconds: float) -> str:

@@ -7,18 +7,18 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import typer
 
+import matcher
 from matcher.cli.options import Count, Share, check_outputs, expand_images, loading, parse_camera
 from matcher.cli.output import PARTIAL, complain, detail, say, show
 from matcher.errors import ImageError, UsageError, counted
-
-if TYPE_CHECKING:
-    from matcher.alignment.find import Detections
-    from matcher.result import Result
+from matcher.files import write_output
+from matcher.viz import PLOT_SUFFIXES
 
 
 def match(
@@ -59,11 +59,10 @@ def match(
             probability.
     """
     from matcher.image_files import read_camera
-    from matcher.loading import load
     from matcher.result import DATA_SUFFIXES
     from matcher.verify.verdict import SAME
 
-    outputs = [(output, DATA_SUFFIXES), (plot, _plot_suffixes() if plot else ())]
+    outputs = [(output, DATA_SUFFIXES), (plot, PLOT_SUFFIXES)]
     check_outputs(outputs, (image0, image1, mask0, mask1), overwrite=overwrite)
     if ellipses and plot is None:
         raise typer.BadParameter("--ellipses draws into a plot: add --plot FILE")
@@ -74,13 +73,10 @@ def match(
         cameras = stated
         focals = " and ".join(f"{camera.fx:.0f}" for camera in stated)
         say(f"cameras from the files' EXIF headers: focal lengths of {focals} pixels")
-    if tiles:
-        from matcher.tiling import MAX_KEYPOINTS, tiled
-
-        most = given.pop("max_keypoints", MAX_KEYPOINTS)  # of the image; the first pass has the preset's
-        pipeline = tiled(load(**given), most)
-    else:
-        pipeline = load(**given)
+    # With tiles, keypoints are those of the whole image; the first pass has the preset's.
+    sizes = {"max_keypoints": given.pop("max_keypoints")} if tiles and "max_keypoints" in given else {}
+    pipeline = matcher.load(**given)
+    pipeline = matcher.tiled(pipeline, **sizes) if tiles else pipeline
     how = dict(mask0=mask0, mask1=mask1, budget_ms=budget_ms, camera0=cameras[0], camera1=cameras[1])
     result = pipeline.match(image0, image1, **how)
     if output is not None:
@@ -104,7 +100,7 @@ def match(
             running = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
             show(f"{running:.2f} s in all, with starting and loading")
         if "geometry" in given and result.geometry.verified:
-            show(matrix_text(result), always=True)
+            show(matrix_text(result.geometry), always=True)
         for path in filter(None, (output, plot)):
             show(f"wrote {path}")
     probability = 1.0 if result.verdict is None else result.verdict.probability
@@ -114,9 +110,8 @@ def match(
     return PARTIAL if failed or (unlikely and fail_below is not None) else 0
 
 
-def matrix_text(result: Result) -> str:
-    """The estimated matrix, and the pose of an essential one, with numbers that `numpy.loadtxt` reads."""
-    geometry = result.geometry
+def matrix_text(geometry: matcher.TwoViewGeometry) -> str:
+    """The estimated matrices and poses, with numbers that `numpy.loadtxt` reads."""
     if geometry.kind == "homographies":
         counts = [int((geometry.planes == plane).sum()) for plane in range(len(geometry.matrices))]
         headings = [f"homography of {count} inliers, x1 ~ H x0:" for count in counts]
@@ -159,18 +154,15 @@ def explain(
         point (x,y): Show the keypoint nearest to this pixel of IMAGE0 first.
     """
     from matcher.explain.report import write_report
-    from matcher.loading import load
 
     try:
-        position = None if point is None else tuple(float(part) for part in point.split(","))
+        x, y = (None, None) if point is None else map(float, point.split(","))
     except ValueError:
-        position = ()
-    if position is not None and len(position) != 2:
-        raise UsageError(f"--point must be two numbers with a comma between, not {point!r}")
+        raise UsageError(f"--point must be two numbers with a comma between, not {point!r}") from None
     check_outputs([(output, (".html",))], (image0, image1, mask0, mask1), overwrite=overwrite)
-    pipeline = load(**{"further_passes": False, **given})
+    pipeline = matcher.load(**{"further_passes": False, **given})
     how = dict(mask0=mask0, mask1=mask1, overwrite=overwrite)
-    result = write_report(pipeline, image0, image1, output, position, **how)
+    result = write_report(pipeline, image0, image1, output, None if x is None else (x, y), **how)
     matches, inliers = len(result.matches), int(result.geometry.inliers.sum())
     show(f"{counted(matches, 'match', 'matches')}, {counted(inliers, 'inlier')}; wrote {output}")
 
@@ -209,11 +201,11 @@ def align(
         fail_below (SHARE): Exit with code 4 if a smaller share of the matches agrees, as in scenes with
             depth.
     """
-    from matcher.alignment import align as alignment
     from matcher.alignment import rasters
+    from matcher.alignment.align import PICTURE_FORMATS
 
     wanted = {"warped": output, "blend": blend, "checkerboard": checkerboard, "difference": difference}
-    outputs = [(path, tuple(alignment.PICTURE_FORMATS)) for path in wanted.values()]
+    outputs = [(path, tuple(PICTURE_FORMATS)) for path in wanted.values()]
     if gcp is not None:
         if any((blend, checkerboard, difference, mask0, mask1, json_)):
             raise UsageError("--gcp goes with --output FILE.tif, not with other pictures, masks or --json")
@@ -222,16 +214,13 @@ def align(
     if gcp is not None:
         laid = rasters.georeference(image0, image1, model=model, **given)
         found, said = laid.alignment, laid.summary()
+        savers = [(gcp, laid.save_points), (output, laid.save_raster)]
     else:
-        found = alignment.align(image0, image1, model=model, mask0=mask0, mask1=mask1, **given)
+        found = matcher.align(image0, image1, model=model, mask0=mask0, mask1=mask1, **given)
         said = found.summary()
-    written = []
-    if found.found and gcp is not None:
-        written.append(laid.save_points(gcp, overwrite=True))
-        written += [] if output is None else [laid.save_raster(output, overwrite=True)]
-    elif found.found:
-        views = {view: path for view, path in wanted.items() if path is not None}
-        written += [found.save(path, view, overwrite=True) for view, path in views.items()]
+        savers = [(path, partial(found.save, view=view)) for view, path in wanted.items()]
+    kept = [(path, save) for path, save in savers if found.found and path is not None]
+    written = [save(path, overwrite=True) for path, save in kept]
     if json_:
         show(json.dumps(found.to_dict(), allow_nan=False), always=True)
     elif not found.found:
@@ -275,18 +264,24 @@ def find(
         plot (FILE.png|.svg|…|DIR): Save a drawing; of several images, to a folder.
         fail_if_unmatched: Exit with code 4 if no image shows the template.
     """
-    from matcher.alignment.find import TemplateFinder
-    from matcher.files import write_output
     from matcher.images import find_masks
 
     paths = list(expand_images(images).values())
     names = [path.name for path in paths]
     masked = {} if masks is None else find_masks(masks, names, str(paths[0].parent))
-    plots = {} if plot is None else _drawings(paths, plot)
-    outputs = [(output, (".json",)), *((path, _plot_suffixes()) for path in plots.values())]
+    if plot is None or plot.suffix.lower() in PLOT_SUFFIXES:
+        plots = {} if plot is None else {paths[0]: plot}
+        if plots and len(paths) > 1:
+            raise UsageError(f"--plot {plot} is one file, but there are {len(paths)} images; name a folder")
+    else:
+        plots = {path: plot / f"{path.stem}.png" for path in paths}
+        if len(set(plots.values())) < len(plots):
+            raise UsageError("images of one name in several folders: draw them one folder at a time")
+        plot.mkdir(exist_ok=True)
+    outputs = [(output, (".json",)), *((path, PLOT_SUFFIXES) for path in plots.values())]
     check_outputs(outputs, [template, *paths, template_mask, *masked.values()], overwrite=overwrite)
-    finder = TemplateFinder(template, template_mask=template_mask, max_instances=max_instances, **given)
-    found = []
+    how = dict(template_mask=template_mask, max_instances=max_instances)
+    finder, found = matcher.TemplateFinder(template, **how, **given), []
     for path in paths:
         try:
             found.append(detections := finder.find(path, masked.get(path.name)))
@@ -295,8 +290,15 @@ def find(
             continue
         if path in plots:
             detections.plot(plots[path], overwrite=True)  # check_outputs has refused files of others
-        if not json_:
-            show(_instances(detections))
+        if json_:
+            continue
+        count = {0: "no match: the template was not found", 1: "1 instance"}
+        count = count.get(len(detections), f"{len(detections)} instances")
+        show(f"{detections.path}  {count}  {detections.seconds:.2f} s")
+        for number, instance in enumerate(detections, 1):
+            x, y = instance.corners.mean(axis=0)
+            place = f"centre {x:.1f}, {y:.1f}, scale {instance.scale:.3f}, angle {instance.angle:.1f}"
+            show(f"  {number}: {place}, {instance.inliers} inliers")
     report = {"template": str(template), "images": [detections.to_dict() for detections in found]}
     text = json.dumps(report, allow_nan=False)
     if output is not None:
@@ -328,12 +330,11 @@ def stitch(
         crop: Cut off what no image covers.
     """
     from matcher.alignment.align import PICTURE_FORMATS, SCENE_WITH_DEPTH
-    from matcher.alignment.stitch import stitch as run
 
     paths = list(expand_images(images).values())
     check_outputs([(output, tuple(PICTURE_FORMATS))], paths, overwrite=overwrite)
     preset = given.pop("preset")
-    made = run(paths, preset, projection=projection, model=model, crop=crop, **given)
+    made = matcher.stitch(paths, preset, projection=projection, model=model, crop=crop, **given)
     made.save(output, overwrite=True)  # check_outputs has refused files of others
     lost = [path for number, path in enumerate(paths) if number not in made.used]
     for path in lost:
@@ -347,33 +348,3 @@ def stitch(
             "camera moved, and what lies nearer or farther is doubled or cut"
         )
     return PARTIAL if lost else 0
-
-
-def _plot_suffixes() -> tuple[str, ...]:
-    from matcher.viz.drawings import PLOT_SUFFIXES  # which imports matplotlib
-
-    return PLOT_SUFFIXES
-
-
-def _drawings(images: list[Path], plot: Path) -> dict[Path, Path]:
-    """The drawing of each image: one file, or files in a folder."""
-    if plot.suffix.lower() in _plot_suffixes():
-        if len(images) > 1:
-            raise UsageError(f"--plot {plot} is one file, but there are {len(images)} images; name a folder")
-        return {images[0]: plot}
-    plots = {path: plot / f"{path.stem}.png" for path in images}
-    if len(set(plots.values())) < len(plots):
-        raise UsageError("images of one name in several folders: draw them one folder at a time")
-    plot.mkdir(exist_ok=True)
-    return plots
-
-
-def _instances(found: Detections) -> str:
-    """The instances of one image as lines."""
-    count = {0: "no match: the template was not found", 1: "1 instance"}
-    lines = [f"{found.path}  {count.get(len(found), f'{len(found)} instances')}  {found.seconds:.2f} s"]
-    for number, instance in enumerate(found, 1):
-        x, y = instance.corners.mean(axis=0)
-        place = f"centre {x:.1f}, {y:.1f}, scale {instance.scale:.3f}, angle {instance.angle:.1f}"
-        lines.append(f"  {number}: {place}, {instance.inliers} inliers")
-    return "\n".join(lines)

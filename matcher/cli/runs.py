@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
+from heapq import nlargest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
+import matcher
 from matcher.cli.options import Count, Natural, loading, parse_camera
 from matcher.cli.output import PARTIAL, ProgressLines, complain, say, show
 from matcher.errors import IntegrityError, UsageError, counted
@@ -16,7 +17,6 @@ from matcher.errors import IntegrityError, UsageError, counted
 if TYPE_CHECKING:
     from matcher.collection.collection import Collection
     from matcher.collection.sources import PairChoice
-    from matcher.collection.store import Store
     from matcher.export.colmap import CameraChoice
 
 _LISTED = 5  # failures that are printed
@@ -75,31 +75,27 @@ class ImageOptions:
         """As arguments of `Selection.parse`."""
         return dict(include=self.include or (), exclude=self.exclude or ())
 
-    def with_tiles(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The options of a run: with --tiles, --max-keypoints are those of a photo, not of a tile."""
-        if not self.tiles:
-            return given
-        rest = {name: value for name, value in given.items() if name != "max_keypoints"}
-        return {**rest, "tiles": given.get("max_keypoints", 20_000)}
-
-    def enter(self, opened: Collection, images: Path) -> None:
-        """Add the images of a folder to a run and report changes."""
+    def entered(self, images: Path, run: Path, given: dict[str, Any], **how: Any) -> Collection:
+        """The run, opened with `how` and the options of `matcher.load`, with the images of a folder in it."""
+        if self.tiles:  # then --max-keypoints are those of a photo, not of a tile
+            given = given | {"tiles": given.get("max_keypoints", 20_000), "max_keypoints": None}
+        opened = matcher.Collection.open(run, **how, **given)
         how = dict(masks=self.masks, features=self.features, restart=self.restart, **self.selection)
         changes = opened.add_images(images, **how)
         if changes.masked is not None:
             say(f"{changes.masked} of {changes.images} images have a mask")
         if changes.changed:
-            have = "have" if changes.changed > 1 else "has"
-            say(f"{counted(changes.changed, 'image')} {have} changed and will be extracted and matched again")
+            changed = counted(changes.changed, "image has", "images have")
+            say(f"{changed} changed and will be extracted and matched again")
         if changes.gone:
             say(
                 f"no longer in {images}, or not selected: {counted(changes.gone, 'image')} of the run; "
                 "existing matches are kept (--restart deletes them)"
             )
         if changes.unusable:
-            some = ", ".join(changes.unusable[:_LISTED])
-            count = counted(len(changes.unusable), "file")
+            count, some = counted(len(changes.unusable), "file"), ", ".join(changes.unusable[:_LISTED])
             say(f"left out because their names cannot be stored: {count}: {some}")
+        return opened
 
 
 @dataclass(frozen=True)
@@ -124,14 +120,13 @@ class CameraOptions:
 
     def choice(self) -> CameraChoice:
         """The camera choice described; `UsageError` where a camera or a rig cannot be read."""
-        from matcher.cameras import Camera, parse_cameras, read_rig_config
+        from matcher.cameras import parse_cameras, read_rig_config
         from matcher.export.colmap import CameraChoice
 
         fixed = None if self.rig is None else read_rig_config(self.rig)
         found = None if self.camera is None else parse_cameras(self.camera, "--camera")
-        if found is None or isinstance(found, Camera):
-            return CameraChoice(found, self.cameras, self.camera_model, rig=fixed)
-        return CameraChoice(None, self.cameras, self.camera_model, known=found, rig=fixed)
+        known = {"known": found} if isinstance(found, dict) else {"camera": found}
+        return CameraChoice(sharing=self.cameras, model=self.camera_model, rig=fixed, **known)
 
 
 def collection(
@@ -169,7 +164,6 @@ def collection(
         retry_failed: Retry images and pairs that failed before.
         descriptors: Extract every image, even those whose descriptors were deleted.
     """
-    from matcher.collection.collection import Collection
     from matcher.collection.schema import DATABASE
     from matcher.collection.workers import Workers
 
@@ -180,8 +174,7 @@ def collection(
         given["engine"] = "onnx" if engine == "onnx" else "torch"
     workers = Workers("ray" if engine == "ray" else "local", sources.workers, threads)
     how = dict(shard=shard, workers=workers, camera=parse_camera(camera, "--camera"))
-    opened = Collection.open(run, **how, **sources.with_tiles(given))
-    sources.enter(opened, images)
+    opened = sources.entered(images, run, given, **how)
     return match_pairs(opened, choice, {}, retry_failed=retry_failed, everything=descriptors)
 
 
@@ -198,16 +191,19 @@ def status(run: Path, /, check: bool = False, tracks: bool = False) -> int:
     with Store.open(run) as store:
         counts, settings = store.counts(), store.settings
         show(f"{run}: {settings.get('preset', 'a run')}, images of {store.image_folder}")
-        show(
-            f"images: {counts.images_done} done, {counts.images_failed} failed, "
-            f"{counts.images_waiting} waiting"
-        )
+        done, failed, waiting = counts.images_done, counts.images_failed, counts.images_waiting
+        show(f"images: {done} done, {failed} failed, {waiting} waiting")
         lost = {image.name: image.reason for image in store.images() if image.status == "failed"}
         for name, reason in list(lost.items())[:_LISTED]:
             show(f"  failed: {name}: {reason}")
         show(f"pairs: {counts.pairs_done} done, {counts.pairs_failed} failed, {counts.pairs_waiting} waiting")
-        for line in _failed_pairs(store, set(lost)):
-            show(f"  failed: {line}")
+        lacking: dict[str, list[str]] = {}  # by reason, one of which is for all pairs of failed images
+        for pair in store.failed():
+            reason = "one of them has failed" if lost.keys() & {pair.name0, pair.name1} else pair.reason
+            lacking.setdefault(reason, []).append(f"{pair.name0} and {pair.name1}")
+        for reason, pairs in nlargest(_LISTED, lacking.items(), key=lambda item: len(item[1])):
+            others = f" and {counted(len(pairs) - 1, 'other pair')}" if len(pairs) > 1 else ""
+            show(f"  failed: {pairs[0]}{others}: {reason}")
         if tracks:
             found = tracks_of(store)
             longest = int(found.lengths.max()) if len(found) else 0
@@ -222,17 +218,6 @@ def status(run: Path, /, check: bool = False, tracks: bool = False) -> int:
                 raise IntegrityError(f"{run} is damaged: {'; '.join(faults[:_LISTED])}")
             show("nothing is damaged")
     return PARTIAL if counts.images_failed or counts.pairs_failed else 0
-
-
-def _failed_pairs(store: Store, lost: set[str]) -> list[str]:
-    """One line per reason for failure; one for all pairs with a failed image."""
-    first, counts = {}, Counter()
-    for pair in store.failed():
-        reason = "one of them has failed" if lost & {pair.name0, pair.name1} else pair.reason
-        first.setdefault(reason, f"{pair.name0} and {pair.name1}")
-        counts[reason] += 1
-    others = {reason: f" and {counted(n - 1, 'other pair')}" if n > 1 else "" for reason, n in counts.items()}
-    return [f"{first[reason]}{others[reason]}: {reason}" for reason, _ in counts.most_common(_LISTED)]
 
 
 def merge(runs: list[Path], /, into: Path, descriptors: bool = False) -> int:
@@ -286,22 +271,18 @@ def report(run: Path, /, output: Path | None = None, pages: Natural = 20, overwr
     """
     from matcher.explain.run_report import write_run_report
 
-    written = write_run_report(run, output, pages=pages, overwrite=overwrite)
-    show(f"wrote {written.index} and pages of {written.pages} pairs")
-    for text in written.left_out[:_LISTED]:
+    index, count, left_out = write_run_report(run, output, pages=pages, overwrite=overwrite)
+    show(f"wrote {index} and pages of {count} pairs")
+    for text in left_out[:_LISTED]:
         complain(f"no page for {text}")
-    if len(written.left_out) > _LISTED:
-        complain(f"and {len(written.left_out) - _LISTED} more; the page lists them")
+    if len(left_out) > _LISTED:
+        complain(f"and {len(left_out) - _LISTED} more; the page lists them")
 
 
 def match_pairs(opened: Collection, choice: dict[str, Any], limits: dict[str, int], **how: bool) -> int:
-    """Add pairs, match all that are waiting, and print a summary.
+    """Add pairs, match all that are waiting, and print a summary; the exit code.
 
-    Returns:
-        The exit code.
-
-    Raises:
-        UsageError: the run holds no pair, and a list names none or there is one image.
+    `UsageError`: the run holds no pair, and a list names none or there is one image.
     """
     if not choice and (suggested := opened.suggest_pairs(**limits)) is not None:
         say(suggestion(suggested, opened.counts().images))
@@ -315,13 +296,13 @@ def match_pairs(opened: Collection, choice: dict[str, Any], limits: dict[str, in
         say(f"{counted(total, 'pair')}{f', {total - new} of them known' if total > new else ''}")
         for line in faults.lines():
             say(f"{choice['file']}: {line}")
+        counts = opened.counts()
         with opened.store as store:
-            counts, part = store.counts(), store.settings.get("shard")
+            part = store.settings.get("shard")
         if not (total or counts.pairs or part is not None):
             if counts.images < 2:
-                raise UsageError(
-                    f"there is nothing to match with {counted(counts.images, 'image')}; add others"
-                )
+                have = counted(counts.images, "image")
+                raise UsageError(f"there is nothing to match with {have}; add others")
             if "file" in choice:
                 raise UsageError(
                     f"{choice['file']} names no pair of these images: it needs two names a line, separated "

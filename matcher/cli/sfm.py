@@ -1,9 +1,11 @@
-"""`matcher sfm`: cameras and points, from photos or from a run."""
+"""`matcher sfm`: cameras and points, from photos or a run; `matcher localize`: where others were taken."""
 
 from __future__ import annotations
 
+import json
 import sys
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -11,15 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from matcher.cli.options import DEFAULT_PRESET, loading
-from matcher.cli.output import PARTIAL, ProgressLines, say, show
+import matcher
+from matcher.cli.options import DEFAULT_PRESET, Count, check_outputs, expand_images, loading
+from matcher.cli.output import PARTIAL, ProgressLines, complain, say, show
 from matcher.cli.runs import CameraOptions, ImageOptions, PairOptions, match_pairs, suggestion
-from matcher.errors import UsageError, counted
+from matcher.errors import ImageError, UsageError, counted
+from matcher.presets import PRESETS, configure
 
 if TYPE_CHECKING:
     from matcher.sfm.reconstruct import Reconstruction
 
 RESIZE, MAX_KEYPOINTS, KEEP = 2048, 2048, "largest"
+_LOCALIZING = ("max_keypoints", "resize", "weights", "frontend_weights", "precision", "device")
 _BESIDE_RUN = {"weights", "frontend_weights", "device"}  # options that a run does not hold
 
 
@@ -62,16 +67,17 @@ def sfm(
         dry_run: Check the input and print what would be done, without writing anything.
     """
     from matcher.collection.schema import DATABASE
-    from matcher.collection.sources import Selection
+    from matcher.collection.sources import Selection, default_choice, find_source
     from matcher.collection.store import Store
     from matcher.export.colmap import check_used, import_pycolmap
     from matcher.files import check_folder
-    from matcher.sfm.growing import continue_model
+    from matcher.loading import takes
+    from matcher.sfm.growing import PAIRS, continue_model, more_pairs
     from matcher.sfm.models import read_given_poses
-    from matcher.sfm.reconstruct import check_mapper
+    from matcher.sfm.reconstruct import check_mapper, reconstruct
 
     # What could not be finished is refused before hours of matching.
-    choice = intrinsics.choice()
+    choice, known = intrinsics.choice(), None
     import_pycolmap()
     check_folder(out, overwrite=overwrite)
     if poses is not None and (continue_ is not None or choice.rig is not None):
@@ -82,10 +88,12 @@ def sfm(
         check_mapper(mapper)
         found = read_given_poses(start)
         if poses is not None:
+            known = found
             check_used(replace(choice, known=found.cameras), found.cam_from_world)
     wanted = pairing.chosen()
     mapping = dict(mapper=mapper, min_images=min_images, threads=threads, seed=seed, choice=choice)
     mapping |= dict(max_deviation=max_deviation, overwrite=overwrite)
+    progress = dict(on_progress=ProgressLines().stage, on_round=_say_round)
     always = (("preset", DEFAULT_PRESET), ("device", "auto"))  # where nothing is given
     asked = {name for name, value in given.items() if (name, value) not in always} - _BESIDE_RUN
     asked |= {name for name in ("masks", "features", "restart", "tiles") if getattr(sources, name)}
@@ -98,135 +106,84 @@ def sfm(
         if "file" in wanted:
             raise typer.BadParameter("--pairs cannot list the pairs of a continued model; use --similar")
         how = {"workers": sources.workers, **{name: given[name] for name in _BESIDE_RUN & given.keys()}}
-        steps = dict(run_dir=run, pairs=wanted, on_progress=ProgressLines().stage, on_round=_say_round)
-        return _finish(continue_model(continue_, source, out, how=how, **steps, **mapping), None)
-    if not (source / DATABASE).is_file():
+        return _finish(
+            continue_model(continue_, source, out, run_dir=run, pairs=wanted, how=how, **progress, **mapping)
+        )
+    selection, matched = Selection.parse(**sources.selection), 0
+    if (source / DATABASE).is_file():
+        others = wanted or run is not None or sources.workers is not None
+        if asked or others or _BESIDE_RUN - {"device"} & given.keys():
+            raise typer.BadParameter("RUN_DIR is already matched; matching options apply only to photos")
+        run = source
+        with Store.open(run) as store:
+            counts, names = store.counts(), selection.apply(image.name for image in store.images())
+        if choice.rig is not None:
+            choice.rig.frames(names)
+        if dry_run:
+            done, waiting, failed = counts.pairs_done, counts.pairs_waiting, counts.pairs_failed
+            show(f"images: {len(names)} of {counts.images} in {source}")
+            show(f"pairs: {done} matched, {waiting} waiting, {failed} failed")
+            show(f"would create {out}")
+            return 0
+    else:
         run = run or out.with_name(f"{out.name}-run")
         if run.resolve() == out.resolve():
             raise UsageError(f"--run and --out are one folder, {out}; name another one for the run")
-        return _from_photos(source, run, out, given, wanted, sources, mapping, poses, dry_run)
-    others = wanted or run is not None or sources.workers is not None
-    if asked or others or _BESIDE_RUN - {"device"} & given.keys():
-        raise typer.BadParameter("RUN_DIR is already matched; matching options apply only to photos")
-    with Store.open(source) as store:
-        counts = store.counts()
-        names = Selection.parse(**sources.selection).apply(image.name for image in store.images())
-    if choice.rig is not None:
-        choice.rig.frames(names)
-    if not dry_run:
-        return _reconstruct(source, out, names, mapping, poses)
-    show(f"images: {len(names)} of {counts.images} in {source}")
-    show(f"pairs: {counts.pairs_done} matched, {counts.pairs_waiting} waiting, {counts.pairs_failed} failed")
-    show(f"would create {out}")
-    return 0
-
-
-def _from_photos(
-    photos: Path,
-    run: Path,
-    out: Path,
-    given: dict[str, Any],
-    wanted: dict[str, Any],
-    sources: ImageOptions,
-    mapping: dict[str, Any],
-    poses: Path | None,
-    dry_run: bool,
-) -> int:
-    """Match photos and reconstruct, or print what would be done."""
-    from matcher.collection.collection import Collection
-    from matcher.collection.sources import Selection, default_choice, find_source
-    from matcher.collection.store import Store
-    from matcher.export.colmap import check_used
-    from matcher.loading import takes
-    from matcher.presets import PRESETS, configure
-    from matcher.sfm.growing import PAIRS
-
-    selection = Selection.parse(**sources.selection)
-    _, names, _, masked = find_source(photos, sources.masks, sources.features, selection)
-    if mapping["choice"].rig is not None:
-        mapping["choice"].rig.frames(names)
-    check_used(mapping["choice"], names)
-    if len(names) < 2:
-        raise UsageError(f"a reconstruction needs at least two photos, and {photos} holds {len(names)}")
-    if dry_run:
-        show(f"images: {len(names)}" + ("" if masked is None else f", {masked} with a mask"))
-        for method, value in wanted.items():
-            show(f"pairs: --{method.replace('file', 'pairs')}" + ("" if value is True else f" {value}"))
-        if not wanted:
-            show(f"pairs: {suggestion(default_choice(len(names), **PAIRS), len(names))}")
-        show(f"would {'continue' if run.is_dir() else 'create'} {run}, then create {out}")
-        return 0
-    preset, sizes = given["preset"], {"max_keypoints": MAX_KEYPOINTS, "resize": RESIZE}
-    defaults = {name: sizes[name] for name in sizes if not sources.tiles and takes(preset, name)}
-    if sources.features is not None:
-        defaults.pop("max_keypoints", None)
-    elif preset in PRESETS:
-        extractor = configure(PRESETS[preset], {"frontend": given.get("frontend")}).extractor
-        defaults |= {"keep": KEEP} if extractor.kind == "sift" else {}
-    opened = Collection.open(run, workers=sources.workers, **(defaults | sources.with_tiles(given)))
-    sources.enter(opened, photos)
-    _say_alternatives(len(names), given, wanted, sources)
-    matched = match_pairs(opened, wanted, PAIRS)
+        _, names, _, masked = find_source(source, sources.masks, sources.features, selection)
+        if choice.rig is not None:
+            choice.rig.frames(names)
+        check_used(choice, names)
+        if len(names) < 2:
+            raise UsageError(f"a reconstruction needs at least two photos, and {source} holds {len(names)}")
+        if dry_run:
+            show(f"images: {len(names)}" + ("" if masked is None else f", {masked} with a mask"))
+            for method, value in wanted.items():
+                show(f"pairs: --{method.replace('file', 'pairs')}" + ("" if value is True else f" {value}"))
+            if not wanted:
+                show(f"pairs: {suggestion(default_choice(len(names), **PAIRS), len(names))}")
+            show(f"would {'continue' if run.is_dir() else 'create'} {run}, then create {out}")
+            return 0
+        # Options that are others here than for two photos, where the preset takes them.
+        preset, sizes = given["preset"], {"max_keypoints": MAX_KEYPOINTS, "resize": RESIZE}
+        defaults = {name: sizes[name] for name in sizes if not sources.tiles and takes(preset, name)}
+        if sources.features is not None:
+            defaults.pop("max_keypoints", None)
+        elif preset in PRESETS:
+            extractor = configure(PRESETS[preset], {"frontend": given.get("frontend")}).extractor
+            defaults |= {"keep": KEEP} if extractor.kind == "sift" else {}
+        opened = sources.entered(source, run, defaults | given, workers=sources.workers)
+        if len(names) > 12 and not (wanted or sources.features or sources.tiles):
+            say(
+                f"faster: --similar 6, --max-keypoints {MAX_KEYPOINTS // 2} or, for easy photos, --preset "
+                f"nearest (SIFT); more thorough: --exhaustive, --max-keypoints {2 * MAX_KEYPOINTS} (in "
+                "another --run)"
+            )
+        matched = match_pairs(opened, wanted, PAIRS)
+        if poses is None:  # more pairs are matched for images that get no pose
+            mapping["on_incomplete"] = more_pairs(opened, **progress)
     with Store.open(run) as store:
         verified = (pair.geometry for pair in islice(store.pairs(), 2000) if pair.geometry.status == "ok")
-        shares = sorted(geometry.inliers.mean() for geometry in verified)
-    # For three quarters of the pairs .95 of a castle's matches, where SIFT does; .86 of a kitchen's, where
-    # COLMAP's SIFT registers 5 of 20 photos; .54 of a beach's from the air.
-    if shares and shares[len(shares) // 4] > 0.9 and not preset.startswith("nearest"):
-        say("these photos are easy to match: SIFT (--preset nearest) would probably do, and sooner")
-    return max(matched, _reconstruct(run, out, names, mapping, poses, opened))
-
-
-def _say_alternatives(
-    images: int, given: dict[str, Any], wanted: dict[str, Any], sources: ImageOptions
-) -> None:
-    """What a faster and a more thorough run would be, before hours of matching."""
-    own = sources.features is None and not sources.tiles
-    many, free = images > 12, own and "max_keypoints" not in given
-    options = {
-        "faster": {
-            "--similar 6": many and not wanted.keys() - {"exhaustive"},
-            f"--max-keypoints {MAX_KEYPOINTS // 2}": free,
-            "--preset nearest (SIFT, for easy photos)": own and not given["preset"].startswith("nearest"),
-        },
-        "more thorough": {
-            "--exhaustive": many and "exhaustive" not in wanted,
-            f"--max-keypoints {2 * MAX_KEYPOINTS}": free,
-        },
-    }
-    fitting = {how: [each for each, fits in those.items() if fits] for how, those in options.items()}
-    if said := "; ".join(f"{how}: {', '.join(those)}" for how, those in fitting.items() if those):
-        say(f"{said} (in another --run)")
-
-
-def _reconstruct(
-    run: Path, out: Path, names: Any, mapping: dict[str, Any], poses: Path | None, opened: Any = None
-) -> int:
-    """Reconstruct these images of a run; `opened` matches more pairs for images that get no pose."""
-    from matcher.collection.store import Store
-    from matcher.sfm.growing import more_pairs
-    from matcher.sfm.models import read_given_poses
-    from matcher.sfm.reconstruct import reconstruct
-
-    how = dict(only=names, poses=None if poses is None else read_given_poses(poses), **mapping)
-    with Store.open(run) as store:
-        if opened is not None and poses is None:
-            how["on_incomplete"] = more_pairs(opened, on_round=_say_round, on_progress=ProgressLines().stage)
-        made, settings, scale = reconstruct(store, out, **how), store.settings, None
+        shares = [] if run == source else sorted(geometry.inliers.mean() for geometry in verified)
+        # For three quarters of the pairs .95 of a castle's matches, where SIFT does; .86 of a kitchen's,
+        # where COLMAP's SIFT registers 5 of 20 photos; .54 of a beach's from the air.
+        if shares and shares[len(shares) // 4] > 0.9 and not given["preset"].startswith("nearest"):
+            say("these photos are easy to match: SIFT (--preset nearest) would probably do, and sooner")
+        made = reconstruct(store, out, only=names, poses=known, **mapping)
+        settings, scale = store.settings, None
         resize = settings.get("config", {}).get("extractor", {}).get("resize")
         longest = max((max(image.size) for image in store.images()), default=0)
         if resize and longest > resize and settings.get("source", {}).get("kind") == "photos":
             scale = resize / longest
-        return _finish(made, scale)
+    return max(matched, _finish(made, scale))
 
 
 def _say_round(images: int, pairs: int) -> None:
     """Say that more pairs are matched because some images have no pose."""
-    lack = f"{counted(images, 'image')} {'have' if images > 1 else 'has'} no pose"
-    say(f"{lack}: {counted(pairs, 'more pair')} matched, then all is mapped again")
+    lack = counted(images, "image has", "images have")
+    say(f"{lack} no pose: {counted(pairs, 'more pair')} matched, then all is mapped again")
 
 
-def _finish(made: Reconstruction, scale: float | None) -> int:
+def _finish(made: Reconstruction, scale: float | None = None) -> int:
     """Print the statistics; `scale`: resized / stored size, where it is not 1. The exit code."""
     from matcher.sfm.reconstruct import PLOT
 
@@ -288,3 +245,169 @@ def map_of(model: Path, pictures: Path, run: Path | None, given: dict[str, Any])
         )
     say(f"{made} is the map of {len(kept)} of the {len(poses)} pictures of {model}")
     return made
+
+
+# --- Where photos were taken, from a model and the features of its images.
+
+
+def localize(
+    model: Path,
+    photos: list[Path],
+    /,
+    given: loading(only=_LOCALIZING),
+    output: Path | None = None,
+    pictures: Path | None = None,
+    run: Path | None = None,
+    camera: str | None = None,
+    rig: Path | None = None,
+    masks: Path | None = None,
+    features: Path | None = None,
+    neighbours: Count = 10,
+    plot: Path | None = None,
+    recording: Path | None = None,
+    refine: bool = True,
+    overwrite: bool = False,
+    json_: bool = False,
+) -> int:
+    """Find where photos were taken, from a model and the features of its images.
+
+    A photo of another place gets no pose, and the reason is printed; then the exit code is 4.
+
+    Args:
+        model (MODEL): Folder of a model that `matcher sfm` wrote, or of `matcher track --map`; with
+            --pictures, a COLMAP model of any program.
+        photos (PHOTOS...): Photos, or folders of photos.
+        output (FILE.txt|.tum|.kitti|.json): Save the poses: hloc's lines (.txt), COLMAP's images.txt (of that
+            name), a trajectory (.tum, .kitti) or everything (.json).
+        pictures (DIR): Pictures of a MODEL that another program made. The first time its map is made as by
+            `matcher sfm DIR --poses MODEL --out MODEL-map`, and kept there.
+        run (RUN_DIR): Run with the features of MODEL; by default its own. Another preset may match them
+            there.
+        camera (fx,fy,cx,cy|MODEL,w,h,…|FILE): Intrinsics in stored pixels, of all photos or by name; those of
+            others come from EXIF, from the map, or are estimated. {CAMERAS}
+        rig (FILE): Cameras that are fixed to each other, as COLMAP's rig_config.json, in the units of the map
+            (a MODEL made with --rig holds one); photos of one moment are localised together.
+        features (FILE.h5): Keypoints and descriptors of the photos in hloc's HDF5 layout, for a MODEL made of
+            such ones.
+        neighbours (N): Match a photo with at most N images of the map.
+        plot (DIR): Draw each photo beside the map image that it matches best.
+        recording (FILE.rrd): Save a rerun recording: points and cameras of the map, each photo and its
+            camera.
+        refine: Refine keypoints on the images of the map; without it poses are less exact.
+    """
+    from matcher.cameras import POSE_SUFFIXES, Camera, parse_cameras, read_rig_config, write_named_poses
+    from matcher.collection.sources import HlocFeatures
+    from matcher.export.colmap import import_pycolmap
+    from matcher.files import check_folder
+    from matcher.images import find_masks
+    from matcher.localization.map import localize_frames
+    from matcher.localization.sparse_map import LocalizationConfig
+    from matcher.viz.recording import import_rerun
+
+    for name, value in {"--masks": masks, "--rig": rig, "--pictures": pictures}.items():
+        if features is not None and value is not None:
+            raise UsageError(f"{name} needs keypoints of our own, and --features gives others; leave one out")
+    named = expand_images(photos)
+    cameras = {} if camera is None else parse_cameras(camera, "--camera")
+    if isinstance(cameras, Camera):
+        cameras = dict.fromkeys(named, cameras)
+    elif camera is not None and not cameras.keys() & named.keys():
+        raise UsageError(f"{camera} has the camera of none of the photos, such as {next(iter(named))}")
+    masked = {} if masks is None else find_masks(masks, named, "the photos")
+    fixed = None if rig is None else read_rig_config(rig)
+    import_pycolmap()
+    # Where photos lack a pose, KITTI's lines have no names to tell whose they are.
+    with_names = output and (output.with_suffix(".json") if output.suffix.lower() == ".kitti" else output)
+    outputs = [
+        *((path, POSE_SUFFIXES) for path in dict.fromkeys((output, with_names))),
+        (recording, (".rrd",)),
+    ]
+    check_outputs(outputs, overwrite=overwrite)
+    if recording is not None:
+        import_rerun()
+    if plot is not None:
+        check_folder(plot, overwrite=overwrite)
+    if recording is not None or plot is not None:
+        from matcher.localization.plot import LocalizationRecording, plot_pose  # which import matplotlib
+    if pictures is not None:
+        sizes = ("max_keypoints", "resize")  # of the photos; the map has its own
+        model = map_of(model, pictures, run, {key: given[key] for key in given if key not in sizes})
+    given["config"] = LocalizationConfig(neighbours=neighbours, refine=refine)
+    found: dict[str, matcher.Pose] = {}
+    drawn, where = True, {}
+
+    def poses(place: matcher.Map) -> Iterator[tuple[str, matcher.Pose | ImageError]]:
+        """One by one, from the photos or their features in a file, or the photos of each moment together."""
+        if fixed is not None:
+            yield from localize_frames(place, named, fixed, cameras, masked)
+            return
+        stored = None if features is None else HlocFeatures(Path(), features)
+        for name, path in named.items():
+            try:
+                source = path if stored is None else stored.read(name, place.pipeline).features
+                query = place.query(source, cameras.get(name), mask=masked.get(name))
+                query.path = path  # whose header may know the camera
+                yield name, place.poses_of([query])[0]
+            except ImageError as error:
+                yield name, error
+
+    def write(path: Path) -> None:
+        have = {name: pose.cam_from_world for name, pose in found.items() if pose.ok}
+        write_named_poses(path, have, {name: pose.to_dict() for name, pose in found.items()}, **where)
+
+    with ExitStack() as stack:
+        place = stack.enter_context(matcher.Map.open(model, run_dir=run, **given))
+        record = recording and stack.enter_context(LocalizationRecording(recording, place))
+        try:
+            for name, pose in poses(place):
+                if isinstance(pose, ImageError):
+                    complain(str(pose))
+                    continue
+                found[name] = pose
+                try:
+                    if record is not None:
+                        record.add(name, named[name], pose)
+                    if plot is not None:
+                        plot.mkdir(exist_ok=True)  # not before there is something to draw
+                        plot_pose(place, named[name], pose, plot / f"{name.replace('/', '_')}.png")
+                except ImageError as error:  # poses need no picture
+                    complain(f"{name} is not drawn: {error}")
+                    drawn = False
+                if json_:
+                    continue
+                if not pose.ok:
+                    show(f"{name}: no pose ({pose.reason})")
+                    continue
+                x, y, z = pose.centre
+                seen = f"{pose.num_inliers} of {len(pose.inliers)} matches with {len(pose.images)} images"
+                show(f"{name}: at {x:.3f} {y:.3f} {z:.3f}, {seen}, {pose.seconds['total']:.2f} s")
+        except BaseException:  # such as an interrupt, or a full disk for a drawing: keep the poses so far
+            if output is not None and found:
+                with suppress(OSError):
+                    write(with_names)
+                    complain(f"ended after {len(found)} of {len(named)} photos: poses are in {with_names}")
+            raise
+        if place.absent:
+            complain(
+                f"{len(place.absent)} pictures of the map are gone, such as "
+                f"{place.image_path(place.absent[0])}: poses are less exact, since keypoints were not "
+                "refined on them; put them back, or give --no-refine"
+            )
+        where = {} if place.georegistration is None else {"georegistration": place.georegistration}
+    found = {name: found[name] for name in named if name in found}
+    count = sum(pose.ok for pose in found.values())
+    if output is not None:
+        whole = output if count == len(found) else with_names
+        write(whole)
+        if whole != output:
+            raise UsageError(
+                f"{output}: KITTI's lines have no names, and {len(found) - count} photos have no pose; the "
+                f"poses are in {whole}, or use .tum or .txt"
+            )
+        show(f"wrote {output}")
+    if json_:
+        details = {name: pose.to_dict() for name, pose in found.items()}
+        show(json.dumps({"model": str(model), **where, "poses": details}, allow_nan=False), always=True)
+    else:
+        show(f"{count} of {len(named)} photos have a pose")
+    return 0 if drawn and count == len(named) else PARTIAL

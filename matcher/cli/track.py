@@ -10,15 +10,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from matcher.cli.options import DEFAULT_PRESET, Count, check_outputs, limit_threads, loading, parse_camera
+import matcher
+from matcher.cli.options import Count, check_outputs, limit_threads, loading, parse_camera
 from matcher.cli.output import PARTIAL, complain, exit_code_of, say, show, whole_step
 from matcher.errors import ImageError, IntegrityError, UsageError
+from matcher.files import write_output
+from matcher.presets import DEFAULT_PRESET
+from matcher.viz import PLOT_SUFFIXES
 
 if TYPE_CHECKING:
     from matcher.sequence.capture import FrameSource
-    from matcher.sequence.keyframe_map import ClosedTrajectory, KeyframeMap
+    from matcher.sequence.keyframe_map import ClosedTrajectory
     from matcher.sequence.plot import Recording
-    from matcher.sequence.tracker import Tracker
     from matcher.sequence.trajectory import TrackingLog
 
 SUFFIXES = (".npz", ".tum", ".kitti", ".rrd")
@@ -80,34 +83,25 @@ def track(
     asked, outputs, stereo = {**locals()}, output or [], right is not None
     limit_threads(threads)
     from matcher.export.colmap import import_pycolmap
-    from matcher.localization.map import Map
     from matcher.sequence.capture import open_frames
-    from matcher.sequence.keyframe_map import KEPT, KeyframeMap
+    from matcher.sequence.keyframe_map import KEPT
     from matcher.sequence.plot import Recording
-    from matcher.sequence.tracker import Tracker
     from matcher.sequence.trajectory import read_poses
-    from matcher.viz.drawings import PLOT_SUFFIXES
 
     if map_ is not None and os.path.realpath(source) == os.path.realpath(map_):
         return _finish_map(map_, asked)
     # All that can be refused is refused before any work.
     pinhole = parse_camera(camera, "--camera")
     trajectory = next((path for path in outputs if path.suffix.lower() in (".tum", ".kitti")), None)
-    pairs = "--right and --baseline, as it is of rectified pairs"
-    poses = "poses, and poses need --camera fx,fy,cx,cy"
-    for value, name, other, needed in (
-        (epipolar_window, "--epipolar-window", pairs, right),
-        (right, "--right", "--baseline METRES, the distance of the cameras of rectified pairs", baseline),
-        (baseline, "--baseline", "--right, the folder of the right images", right),
-        (right, "--right", poses, camera),
-        (ground_truth, "--ground-truth", poses, camera),
-        (plot, "--plot", poses, camera),
-        (map_, "--map", poses, camera),
-        (load_map, "--load-map", poses, camera),
-        (trajectory, "a trajectory", poses, camera),
-    ):
-        if value is not None and needed is None:
-            raise UsageError(f"{name} needs {other}")
+    if right is not None and baseline is None:
+        raise UsageError("--right needs --baseline METRES, the distance of the cameras of rectified pairs")
+    if right is None and (baseline is not None or epipolar_window is not None):
+        name = "--epipolar-window" if baseline is None else "--baseline"
+        raise UsageError(f"{name} needs --right, the folder of the right images of rectified pairs")
+    of_poses = {"--right": right, "--ground-truth": ground_truth, "--plot": plot, "a trajectory": trajectory}
+    for name, value in (of_poses | {"--map": map_, "--load-map": load_map}).items():
+        if value is not None and camera is None:
+            raise UsageError(f"{name} needs poses, and poses need --camera fx,fy,cx,cy")
     check_outputs([*((path, SUFFIXES) for path in outputs), (plot, PLOT_SUFFIXES)], overwrite=overwrite)
     truth, keyframes = None if ground_truth is None else read_poses(ground_truth), None
     if map_ is not None:
@@ -118,19 +112,21 @@ def track(
             )
         import_pycolmap()
         options = {name: value for name, value in given.items() if name != "match_threshold"}
-        keyframes = KeyframeMap(map_, pinhole, overwrite=overwrite, **options)
+        keyframes = matcher.KeyframeMap(map_, pinhole, overwrite=overwrite, **options)
     frames_in = open_frames(source, right, fps, masks)
     how = dict(camera=pinhole, baseline=baseline, budget_ms=budget_ms, epipolar_window=epipolar_window)
-    tracker = Tracker(keyframe_map=keyframes, **how, **given)
+    tracker = matcher.Tracker(keyframe_map=keyframes, **how, **given)
     try:
         if load_map is not None:
             tracker.load_map(load_map)
         with ExitStack() as stack:  # of recordings, which appear only if all goes well
             paths = [*(path for path in outputs if path.suffix.lower() == ".rrd"), *[None] * show_]
-            place = stack.enter_context(Map.open(load_map)) if load_map is not None and paths else None
+            place = (
+                stack.enter_context(matcher.Map.open(load_map)) if load_map is not None and paths else None
+            )
             model = None if place is None else place.model
             recordings = [stack.enter_context(Recording(path, model)) for path in paths]
-            log, failures, ended = _follow(frames_in, tracker, frames, stereo, recordings)
+            log, failures, ended = _follow(frames_in, tracker, frames, recordings)
         if tracker.problem is not None:
             complain(f"in the map: {tracker.problem}")
         log.in_map = load_map is not None
@@ -152,7 +148,7 @@ def track(
 
 
 def _follow(
-    source: FrameSource, tracker: Tracker, limit: int | None, stereo: bool, recordings: list[Recording]
+    source: FrameSource, tracker: matcher.Tracker, limit: int | None, recordings: list[Recording]
 ) -> tuple[TrackingLog, int, int | None]:
     """Push every frame; one that cannot be read counts as dropped. Ctrl-C ends the source, not the run.
 
@@ -164,10 +160,11 @@ def _follow(
     try:
         for shot in source:
             with whole_step():  # a frame is in all that is kept, or in nothing
-                images = (shot.image, shot.right) if stereo else (shot.image,)
-                push = tracker.push_stereo if stereo else tracker.push
                 try:
-                    result = push(*images, shot.timestamp, mask=shot.mask)
+                    if shot.right is None:
+                        result = tracker.push(shot.image, shot.timestamp, mask=shot.mask)
+                    else:
+                        result = tracker.push_stereo(shot.image, shot.right, shot.timestamp, mask=shot.mask)
                 except ImageError as error:
                     complain(f"{error}; the frame is skipped")
                     failures += 1
@@ -195,85 +192,78 @@ def _follow(
 
 
 def _finish(
-    log: TrackingLog, tracker: Tracker, asked: Mapping[str, Any], truth: tuple[Any, Any] | None
+    log: TrackingLog, tracker: matcher.Tracker, asked: Mapping[str, Any], truth: tuple[Any, Any] | None
 ) -> None:
     """Measure, write and print; `asked`: all parameters of the command."""
-    from matcher.files import write_output
     from matcher.sequence.plot import plot_trajectory
 
     outputs, plot, stereo = asked["output"] or [], asked["plot"], asked["right"] is not None
     rows, _, poses = log.trajectory()
     compared = None if truth is None else log.compared_with(*truth, with_scale=not stereo)
-    for path in outputs:
-        if path.suffix.lower() == ".npz":
-            write_output(path, log.as_npz())
-        elif path.suffix.lower() != ".rrd":
-            _need_poses(log, tracker)
-            log.write(path, bridged=asked["bridged"])
-    choice = tracker.choice
+    for path in (path for path in outputs if path.suffix.lower() == ".npz"):
+        write_output(path, log.as_npz())
+    trajectories = [path for path in outputs if path.suffix.lower() in (".tum", ".kitti")]
+    if (trajectories or plot is not None) and not len(rows):
+        if not log.in_map:
+            raise ImageError(
+                "no frame has a pose, so there is no trajectory; are the images black or blurred?"
+            )
+        if tracker.problem is not None:
+            raise IntegrityError("no frame has a pose in the map, since what is written above went wrong")
+        raise ImageError(
+            f"no frame has a pose in the map, and {tracker.localized_in_map} were localised: is it of "
+            "another place, --camera a wrong one, or did one camera move too little to say the map's unit?"
+        )
+    for path in trajectories:
+        log.write(path, bridged=asked["bridged"])
+    choice, segments = tracker.choice, [] if compared is None else compared[2]
+    bridged = len(log.trajectory(bridged=True)[0]) - len(rows)
+    times = tracker.latency().items()
     facts = {
         "preset": tracker.pipeline.preset,
         "frames": len(log),
         "statuses": log.counts(),
         "poses": len(rows),
-        "bridged": len(log.trajectory(bridged=True)[0]) - len(rows),
+        "bridged": bridged,
         **({"in_map": True} if log.in_map else {}),
         "mean_track_length": round(log.mean_track_length(), 3),
         "choice": None if choice is None else {**vars(choice), "text": str(choice)},
-        "milliseconds": {
-            stage: {name: round(value, 2) for name, value in row.items()}
-            for stage, row in tracker.latency().items()
-        },
-        "segments": None if compared is None else [vars(error) for error in compared[2]],
+        "milliseconds": {stage: {key: round(row[key], 2) for key in row} for stage, row in times},
+        "segments": None if compared is None else [vars(error) for error in segments],
     }
     if plot is not None:
-        _need_poses(log, tracker)
         found, true = (poses, None) if compared is None else compared[:2]
         marked = log.keyframe_rows() if len(found) == len(poses) else []
         unit = "m" if stereo or compared is not None else "first baselines"
         errors = ", ".join(
-            f"{100 * e['translation']:.2f} % and {e['rotation']:.4f} °/m over {e['length']:.0f} m"
-            for e in facts["segments"] or []
+            f"{100 * e.translation:.2f} % and {e.rotation:.4f} °/m over {e.length:.0f} m" for e in segments
         )
-        title = f"{facts['preset']}, {facts['frames']} frames" + (f": {errors}" if errors else "")
+        title = f"{facts['preset']}, {len(log)} frames" + (f": {errors}" if errors else "")
         plot_trajectory(plot, found, true, keyframes=marked, unit=unit, title=title)
     if asked["json_"]:
         show(json.dumps(facts, allow_nan=False), always=True)
         return
-    statuses = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in facts["statuses"].items())
-    extrapolated = f", {facts['bridged']} with an extrapolated one" if facts["bridged"] else ""
+    statuses = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in log.counts().items())
+    extrapolated = f", {bridged} with an extrapolated one" if bridged else ""
     show(f"{len(log)} frames ({statuses}), {len(rows)} with a measured pose{extrapolated}")
-    show(f"mean length of tracks over two or more frames: {facts['mean_track_length']:.2f} frames")
+    show(f"mean length of tracks over two or more frames: {log.mean_track_length():.2f} frames")
     if log.in_map:
         show(f"{len(rows)} of {len(log)} frames have a pose in the map")
     if choice is not None:
         show(str(choice))
-    for e in facts["segments"] or []:
-        errors = f"{100 * e['translation']:.2f} % translation, {e['rotation']:.4f} degrees per metre"
-        show(f"{e['count']} segments of {e['length']:.0f} m: {errors}")
-    for stage, row in facts["milliseconds"].items():
+    for e in segments:
+        errors = f"{100 * e.translation:.2f} % translation, {e.rotation:.4f} degrees per metre"
+        show(f"{e.count} segments of {e.length:.0f} m: {errors}")
+    for stage, row in times:
         show(f"{stage:8}{row['p50']:8.1f} ms median{row['p95']:8.1f} ms 95th percentile")
     for path in filter(None, (*outputs, plot)):
         show(f"wrote {path}")
 
 
-def _need_poses(log: TrackingLog, tracker: Tracker) -> None:
-    if len(log.trajectory()[0]) > 0:
-        return
-    if not log.in_map:
-        raise ImageError("no frame has a pose, so there is no trajectory; are the images black or blurred?")
-    if tracker.problem is not None:
-        raise IntegrityError("no frame has a pose in the map, since what is written above went wrong")
-    raise ImageError(
-        f"no frame has a pose in the map, and {tracker.localized_in_map} were localised: is it of another "
-        "place, --camera a wrong one, or did one camera move too little to say the map's unit?"
-    )
-
-
 # --- The map that the command makes.
 
 
-def _closed(keyframes: KeyframeMap, close: Callable[[], ClosedTrajectory]) -> ClosedTrajectory:
+def _closed(keyframes: matcher.KeyframeMap, close: Callable[[], ClosedTrajectory]) -> ClosedTrajectory:
     """Make the map of the keyframes and say what it says; they are kept where that is interrupted."""
     try:
         closed = close()
@@ -292,39 +282,25 @@ def _closed(keyframes: KeyframeMap, close: Callable[[], ClosedTrajectory]) -> Cl
     return closed
 
 
-def _say_kept(keyframes: KeyframeMap) -> None:
-    from matcher.sequence.keyframe_map import KEPT
-
-    again = f"`matcher track {keyframes.folder} --map {keyframes.folder}`"
+def _say_kept(keyframes: matcher.KeyframeMap) -> None:
+    folder = keyframes.folder
+    again = f"`matcher track {folder} --map {folder}`"
     try:
         frames, count = keyframes.keep()
     except OSError as error:
         complain(
-            f"{keyframes.folder}: the last poses and keyframes could not be kept there ({error}); make room, "
-            f"and if {keyframes.folder / KEPT} exists, {again} makes a map of those before"
+            f"{folder}: the last poses and keyframes could not be kept there ({error}); make room, and "
+            f"{again} makes a map of those before, if any were kept"
         )
-        return
-    complain(
-        f"kept in {keyframes.folder}: {frames} poses and {count} keyframes, without a map: {again} makes it"
-    )
+    else:
+        complain(f"kept in {folder}: {frames} poses and {count} keyframes, without a map: {again} makes it")
 
 
 def _finish_map(folder: Path, asked: Mapping[str, Any]) -> int:
-    """Make the map of the keyframes that an interrupted run kept; `asked`: all parameters of the command.
-
-    Raises:
-        UsageError: nothing is left to do in it or nothing was kept, or other options are given.
-    """
-    from matcher.sequence.keyframe_map import KEPT, KeyframeMap
-
-    if not (folder / KEPT).is_file():
-        raise UsageError(
-            f"{folder} holds no unfinished map (no {KEPT}): if it is finished, `matcher localize` and "
-            "--load-map use it; else track the frames again, into another folder"
-        )
-    idle = asked | asked["given"]
-    idle = {name: idle[name] for name in idle.keys() - {"source", "map_", "threads", "given"}}
+    """Make the map of the keyframes that an interrupted run kept; `asked`: all parameters of the command."""
+    keyframes = matcher.KeyframeMap.resume(folder)
     always = {"preset": DEFAULT_PRESET, "device": "auto"}
+    idle = {**asked, **asked["given"], "source": None, "map_": None, "threads": None, "given": None}
     given = sorted(
         f"--{name.strip('_').replace('_', '-')}"
         for name, value in idle.items()
@@ -335,6 +311,5 @@ def _finish_map(folder: Path, asked: Mapping[str, Any]) -> int:
             f"{folder} is finished with the camera and options that it was begun with: leave out "
             f"{', '.join(given)}"
         )
-    keyframes = KeyframeMap.resume(folder)
     _closed(keyframes, keyframes.finish)
     return 0

@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from matcher.attention import Kernel, linear_attention
-from matcher.config import NetworkConfig
 from matcher.errors import UsageError
 from matcher.match.blocks import Layer
 from matcher.match.nearest import credible_matches
 from matcher.match.network import AttentionMatcher, Tokens, off_border
-from matcher.pipeline import Pipeline
 from matcher.types import MATCHED, UNMATCHED, Features
 
 
@@ -69,12 +67,27 @@ class AttentionInputs(NamedTuple):
         return total
 
     def _linear(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """φ of queries over what their weights come to, and of keys: φ = elu + 1.
-
-        Katharopoulos et al. 2020, eq. 7, with the least total that attention has.
-        """
+        """φ = elu + 1 of queries, over what their weights come to and the least total that attention has, and
+        of keys (Katharopoulos et al. 2020, eq. 7)."""
         q, k = F.elu(self.q[:, rows].float()) + 1, F.elu(self.k.float()) + 1
         return q / (q @ k.sum(1).unsqueeze(-1) + 1e-6), k
+
+    def strongest(self, asked: np.ndarray, count: int, offset: int) -> Attention:
+        """The strongest weights of the asked points (numbered through both images) that are still there."""
+        heads, found = len(self.q), min(count, len(self.there))
+        points = np.full((len(asked), heads, count), -1, np.int64)
+        weights, entropy = np.zeros(points.shape, np.float32), np.zeros(points.shape[:2], np.float32)
+        place = {point: row for row, point in enumerate(self.here.tolist())}
+        alive = [i for i, point in enumerate(asked.tolist()) if point in place]
+        if alive and found:
+            rows = torch.tensor([place[int(asked[i])] for i in alive], device=self.q.device)
+            given = self.weights(rows).transpose(0, 1)  # (A, heads, m)
+            top = given.topk(found, dim=-1)
+            there = self.there - offset * int(self.there[0] >= offset)
+            points[alive, :, :found] = there[top.indices].cpu().numpy()
+            weights[alive, :, :found] = top.values.cpu().numpy()
+            entropy[alive] = torch.special.entr(given).sum(-1).cpu().numpy()
+        return Attention(points, weights, entropy)
 
 
 def attention_inputs(layer: Layer, tokens: Tokens, offset: int) -> list[AttentionInputs]:
@@ -82,40 +95,19 @@ def attention_inputs(layer: Layer, tokens: Tokens, offset: int) -> list[Attentio
     n, (index,) = tokens.n, tokens.index
     ids, sides = (index[:n], index[n:] + offset), (slice(None, n), slice(n, None))
     scores = [block.attention.score for block in (layer.self_block, layer.cross_block)]
-    found = []
-    for cross, (q, k) in enumerate(layer.queries_keys(tokens.x, n, tokens.rotations)):
-        for a, b in ((0, 1), (1, 0)) if cross else ((0, 0), (1, 1)):
-            found.append(AttentionInputs(ids[a], ids[b], q[:, sides[a]], k[:, sides[b]], scores[cross]))
-    return found
-
-
-def strongest_attention(block: AttentionInputs, asked: np.ndarray, strongest: int, offset: int) -> Attention:
-    """The strongest weights of the asked points (numbered through both images) that are still there."""
-    heads, count = len(block.q), min(strongest, len(block.there))
-    points = np.full((len(asked), heads, strongest), -1, np.int64)
-    weights, entropy = np.zeros(points.shape, np.float32), np.zeros(points.shape[:2], np.float32)
-    place = {point: row for row, point in enumerate(block.here.tolist())}
-    alive = [i for i, point in enumerate(asked.tolist()) if point in place]
-    if alive and count:
-        rows = torch.tensor([place[int(asked[i])] for i in alive], device=block.q.device)
-        found = block.weights(rows).transpose(0, 1)  # (A, heads, m)
-        top = found.topk(count, dim=-1)
-        there = block.there - offset * int(block.there[0] >= offset)
-        points[alive, :, :count] = there[top.indices].cpu().numpy()
-        weights[alive, :, :count] = top.values.cpu().numpy()
-        entropy[alive] = torch.special.entr(found).sum(-1).cpu().numpy()
-    return Attention(points, weights, entropy)
+    return [
+        AttentionInputs(ids[a], ids[b], q[:, sides[a]], k[:, sides[b]], scores[cross])
+        for cross, (q, k) in enumerate(layer.queries_keys(tokens.x, n, tokens.rotations))
+        for a, b in (((0, 1), (1, 0)) if cross else ((0, 0), (1, 1)))
+    ]
 
 
 def rollout(inputs: list[list[AttentionInputs]], asked: np.ndarray, total: int) -> np.ndarray:
-    """Where the information of asked points came from: the product of (I + mean over heads)/2 of all blocks.
-
-    Abnar and Zuidema 2020, "Quantifying attention flow in transformers", section 3.
-    """
+    """Where the information of asked points came from: the product of (I + mean over heads)/2 of all blocks
+    (Abnar and Zuidema 2020, "Quantifying attention flow in transformers", section 3)."""
     device = inputs[0][0].q.device
-    rows = torch.from_numpy(asked).to(device)
     flow = torch.zeros(len(asked), total, device=device)
-    flow[torch.arange(len(asked), device=device), rows] = 1.0
+    flow[torch.arange(len(asked), device=device), torch.from_numpy(asked).to(device)] = 1.0
     for blocks in reversed(inputs) if len(asked) else ():
         for pair in (blocks[2:], blocks[:2]):
             source = flow.clone()
@@ -157,35 +149,22 @@ class LayerReport:
 
 CANDIDATES = 3  # that are told of each point
 
+# Of a point, as of the last layer that it lived through: the probability of no partner, and the likeliest of
+# the other image, each with its probability, the point here that it is likeliest to be, and how likely. The
+# point stays unmatched where that is another, or its best is less likely than the threshold or no partner.
+Told = tuple[float, list[tuple[int, float, int, float]]]
 
-class Candidates:
-    """Whom the N points of an image may have been matched with, as of the last layer that each lived through.
 
-    A point stays unmatched where its best candidate is likelier another point's, less likely than the
-    threshold, or less likely than no partner at all.
-    """
-
-    def __init__(self, count: int) -> None:
-        """For a network that has not run."""
-        shape = count, CANDIDATES
-        self.points = np.full(shape, -1)  # of the other image, the likeliest first; −1: there are no more
-        self.probabilities = np.zeros(shape)
-        self.rivals = np.full(shape, -1)  # the point of this image that each candidate is likeliest to be
-        self.rival_probabilities = np.zeros(shape)
-        self.unmatched = np.ones(count)  # probability of no partner
-
-    def update(self, scores: Tensor, log_unmatched: Tensor, here: Tensor, there: Tensor) -> None:
-        """Those of the points (n,) `here`, from log probabilities (n, m) with the points `there`."""
-        rows, count = here.cpu().numpy(), min(CANDIDATES, scores.shape[1])
-        self.unmatched[rows] = log_unmatched.exp().cpu().numpy()
-        self.points[rows] = self.rivals[rows] = -1
-        if not (len(rows) and count):
-            return
-        top, best = scores.topk(count, dim=1), scores.max(dim=0)
-        self.points[rows, :count] = there[top.indices].cpu().numpy()
-        self.probabilities[rows, :count] = top.values.exp().cpu().numpy()
-        self.rivals[rows, :count] = here[best.indices[top.indices]].cpu().numpy()
-        self.rival_probabilities[rows, :count] = best.values[top.indices].exp().cpu().numpy()
+def candidates_of(scores: Tensor, log_unmatched: Tensor, here: Tensor, there: Tensor) -> dict[int, Told]:
+    """What is told of the points (n,) `here`, from log probabilities (n, m) with the points `there`."""
+    points, alone, count = here.tolist(), log_unmatched.exp().tolist(), min(CANDIDATES, scores.shape[1])
+    if not (points and count):
+        return {point: (share, []) for point, share in zip(points, alone, strict=True)}
+    top, best = scores.topk(count, dim=1), scores.max(dim=0)
+    columns = there[top.indices], top.values.exp(), here[best.indices[top.indices]]
+    columns = [column.tolist() for column in (*columns, best.values[top.indices].exp())]
+    rows = (list(zip(*row, strict=True)) for row in zip(*columns, strict=True))
+    return dict(zip(points, zip(alone, rows, strict=True), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,14 +178,7 @@ class Explanation:
     fates: tuple[np.ndarray, np.ndarray]  # (N,), (M,) int64: MATCHED, UNMATCHED, or the layer (from 1)
     traced: tuple[np.ndarray, np.ndarray]  # input points whose rollout was computed
     rollout: tuple[np.ndarray, np.ndarray]  # (A0, N+M), (A1, N+M) float32 of those, rows sum to 1
-    candidates: tuple[Candidates, Candidates]  # of the points of image 0 and 1
-
-
-def network_of(pipeline: Pipeline) -> AttentionMatcher:
-    """The network that a pipeline matches with; `UsageError`: it has none."""
-    if not isinstance(pipeline.matcher, AttentionMatcher):
-        raise UsageError(f"preset {pipeline.preset!r} has no network to explain; choose one that has")
-    return pipeline.matcher
+    candidates: tuple[dict[int, Told], dict[int, Told]]  # of the points of image 0 and 1
 
 
 @torch.inference_mode()
@@ -220,53 +192,46 @@ def explain(
     strongest: int = 8,
     traced: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Explanation:
-    """Run a network on one pair and record what it does.
+    """Run a network on the features of one pair, not batched, and record what it does.
 
-    Args:
-        matcher: the network, with its precision and device.
-        features0, features1: of one image each, not batched.
-        asked0, asked1: indices of keypoints whose attention is recorded.
-        strongest: attended points kept for each asked point and head.
-        traced: keypoints of either image whose rollout is computed, which takes longer than attention; all
-            that are asked when absent.
-
-    Raises:
-        UsageError: indices that are no keypoints, or features that the network does not take.
+    `asked0` and `asked1` are indices of keypoints whose attention is recorded, `strongest` attended points
+    for each and each head; `traced` those whose rollout is computed, all asked ones by default.
     """
     n, m = sizes = len(features0), len(features1)
-    asked = tuple(_indices(points, sizes[i], i) for i, points in enumerate((asked0, asked1)))
-    traced = asked if traced is None else tuple(_indices(traced[i], sizes[i], i) for i in (0, 1))
+    asked = tuple(np.unique(np.asarray(points, dtype=np.int64)) for points in (asked0, asked1))
+    for image, points in enumerate(asked):
+        if len(points) and not 0 <= points[0] <= points[-1] < sizes[image]:
+            wrong = f"asked for {points.tolist()[:5]}"
+            raise UsageError(f"image {image} has the keypoints 0 to {sizes[image] - 1}; {wrong}")
+    given = asked if traced is None else traced
+    traced = tuple(np.unique(np.asarray(points, dtype=np.int64)) for points in given)
     batch = [Features.stack([f]).to(matcher.device) for f in (features0, features1)]
     batch[1] = matcher.matched_view(*batch)
     network, reports, inputs, before = matcher.model, [], [], set()
     policy, assignment = network.config.policy, network.config.assignment
     thresholds = policy.match_threshold, policy.threshold_doubles_at
     inner = [off_border(side, assignment.border)[0].cpu().numpy() for side in batch if assignment.border]
-    candidates = Candidates(n), Candidates(m)
+    candidates: tuple[dict[int, Told], dict[int, Told]] = {}, {}
     for state in network.run(network.tokens(*batch, align=False)):
         blocks = attention_inputs(network.layers[state.layer], state.before, n)
         places = (asked[0], asked[1] + n) * 2
-        attended = [
-            strongest_attention(block, points, strongest, n)
-            for block, points in zip(blocks, places, strict=True)
-        ]
+        attended = [block.strongest(each, strongest, n) for block, each in zip(blocks, places, strict=True)]
         # How all points would be assigned if the network stopped here.
         exits = bool(state.exiting)
         prediction = state.assign([0], record_errors=exits)
         found, ids = prediction.assignment, prediction.tokens.index[0]
         here, there = ids[: prediction.tokens.n], ids[prediction.tokens.n :]
-        candidates[0].update(found.log_scores[0], found.log_unmatched0[0], here, there)
-        candidates[1].update(found.log_scores[0].T, found.log_unmatched1[0], there, here)
-        local, scores = credible_matches(
-            *(values[0].cpu().numpy() for values in found.mutual_best), *thresholds
-        )
+        candidates[0].update(candidates_of(found.log_scores[0], found.log_unmatched0[0], here, there))
+        candidates[1].update(candidates_of(found.log_scores[0].T, found.log_unmatched1[0], there, here))
+        best = (values[0].cpu().numpy() for values in found.mutual_best)
+        local, scores = credible_matches(*best, *thresholds)
         matches = np.stack([here.cpu().numpy()[local[:, 0]], there.cpu().numpy()[local[:, 1]]], axis=1)
         if inner:  # a partner off the border
             allowed = inner[0][matches[:, 0]] & inner[1][matches[:, 1]]
             matches, scores = matches[allowed], scores[allowed]
         known, before = before, {tuple(match) for match in matches.tolist()}
-        shares = (found.log_unmatched0.exp(), found.log_unmatched1.exp())
-        alone = tuple(float(share.mean()) if share.numel() else 0.0 for share in shares)
+        alone = found.log_unmatched0.exp(), found.log_unmatched1.exp()
+        alone = tuple(float(share.mean()) if share.numel() else 0.0 for share in alone)
         index, gone = state.tokens.index[0].cpu().numpy(), state.dropped[0]
         why = np.zeros((len(gone), 2), np.float32)
         if gone.any():
@@ -282,8 +247,8 @@ def explain(
             certain = 1 - float((~state.confident).sum()) / (n + m) if n + m else None
         reports.append(
             LayerReport(
-                self_attention=(attended[0], attended[1]),
-                cross_attention=(attended[2], attended[3]),
+                self_attention=tuple(attended[:2]),
+                cross_attention=tuple(attended[2:]),
                 matches=matches,
                 scores=scores,
                 appeared=len(before - known),
@@ -319,36 +284,3 @@ def nearest_keypoint(features: Features, point: tuple[float, float]) -> int:
         raise UsageError("no keypoint was found in this image, so none can be asked")
     away = features.keypoints - torch.tensor(point, device=features.keypoints.device)
     return int(away.square().sum(-1).argmin())
-
-
-def _indices(points: Sequence[int], size: int, image: int) -> np.ndarray:
-    points = np.unique(np.asarray(points, dtype=np.int64))
-    if len(points) and not (points[0] >= 0 and points[-1] < size):
-        raise UsageError(f"image {image} has the keypoints 0 to {size - 1}; asked for {points.tolist()[:5]}")
-    return points
-
-
-# --- Rules in words
-
-
-def rules(config: NetworkConfig) -> tuple[str, str]:
-    """When a pair exits and which points are pruned: a sentence each."""
-    policy = config.policy
-    stop, drop = "All layers run: early exit is off.", "No point is pruned: pruning is off."
-    if policy.early_exit:
-        share = f"{100 * policy.exit_share:g} %"
-        enough = f"more than {share} of its points, including pruned ones, are confident of their assignment"
-        if config.match_probability:
-            enough = f"{share} of the expected matches are confident"
-        stop = f"A pair stops when {enough}."
-    if policy.pruning:
-        only = policy.prune_confident_only
-        sure = " and it is confident of its assignment" if only else ", whether it is confident or not"
-        limit = f"{partner_words(config)} is at most {policy.prune_matchability:g}"
-        drop = f"A point is pruned if its {limit}{sure}."
-    return stop, drop
-
-
-def partner_words(config: NetworkConfig) -> str:
-    """What the first of `LayerReport.reasons` is: predicted by heads of its own, or the dustbin's logit."""
-    return "predicted probability of a partner" if config.match_probability else "matchability"

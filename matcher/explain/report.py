@@ -8,23 +8,22 @@ import html
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cv2
 import numpy as np
 
 from matcher.config import NetworkConfig, to_dict
-from matcher.errors import counted
+from matcher.errors import UsageError, counted
+from matcher.explain.explain import Attention, Explanation, explain, nearest_keypoint
 from matcher.files import check_output, write_output
 from matcher.geometry import resize_points, stored_to_upright
 from matcher.match.adaptivity import confidence_threshold
+from matcher.match.network import AttentionMatcher
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.result import Result
 from matcher.types import MATCHED, UNMATCHED, Features, Image, Matches, TwoViewGeometry
 from matcher.verify.verdict import repeated_groups, verdict_of
-
-if TYPE_CHECKING:
-    from matcher.explain.explain import Attention, Candidates, Explanation, LayerReport
 
 
 def build_page(title: str, scripts: Sequence[str], body: str, data: dict[str, Any]) -> bytes:
@@ -90,19 +89,42 @@ def pair_data(
     inliers = geometry.inliers | (geometry.status == "not_estimated")
     rows = (matches.indices, matches.scores, inliers, groups)
     pairs = zip(*(values.tolist() for values in rows), strict=True)
-    sides = zip(images, keypoints, matches.indices.T, covariances, strict=True)
+    sides = []
+    for image, found, matched, each in zip(images, keypoints, matches.indices.T, covariances, strict=True):
+        height, width = image.pixels.shape[:2]
+        ratio = min(1.0, 1024 / max(height, width))
+        shape = (max(1, round(width * ratio)), max(1, round(height * ratio)))
+        factor, ellipses = (shape[0] / width, shape[1] / height), []
+        upright = resize_points(stored_to_upright(found, image.size, image.orientation), image.scale)
+        fates = np.full(len(found), UNMATCHED)
+        fates[matched] = MATCHED
+        if each is not None:  # which, both radii, enlarged, and angle in radians
+            points = np.unique(matched[np.isfinite(each[matched]).all(axis=(1, 2))])
+            to_shown = np.diag(factor) @ np.linalg.inv(image.axes_to_stored)
+            values, axes = np.linalg.eigh(to_shown @ each[points].astype(np.float64) @ to_shown.T)
+            radii = ENLARGED * np.sqrt(values.clip(0))
+            angles = np.arctan2(axes[:, 1, 1], axes[:, 0, 1])
+            columns = (points, *np.round((radii[:, 1], radii[:, 0]), 2), np.round(angles, 3))
+            ellipses = [list(row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+        side = {
+            "name": str(image.path),
+            "size": shape,
+            "jpeg": _jpeg(cv2.resize(image.pixels, shape, interpolation=cv2.INTER_AREA)),
+            "points": np.round(resize_points(upright, factor).astype(float), 1).tolist(),
+            "fates": fates.tolist(),
+            "ellipses": ellipses,
+        }
+        sides.append(side | {"asked": [], "traced": []})
+    planar = ", planar" * geometry.planar
     return {
         "chosen": None,
         "said": said(matches, geometry, [image.size for image in images]),
-        "images": [_shown_image(*side) for side in sides],
+        "images": sides,
         "enlarged": ENLARGED,
         "matches": [[i, j, round(score, 4), *more] for (i, j), score, *more in pairs],
         "answers": _jpeg(figure_pixels(draw_answers(answers))) if answers else None,
         "layers": [],
-        "origin": [
-            *origin,
-            ("geometry", f"{geometry.kind}: {geometry.status}" + ", planar" * geometry.planar),
-        ],
+        "origin": [*origin, ("geometry", f"{geometry.kind}: {geometry.status}{planar}")],
     }
 
 
@@ -122,10 +144,15 @@ def said(matches: Matches, geometry: TwoViewGeometry, sizes: Sequence[tuple[int,
 
 def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkConfig) -> None:
     """Add to `pair_data` the network's explanation of the pair."""
-    from matcher.explain.explain import partner_words, rules
-
     counts = [len(image["points"]) for image in data["images"]]
     kind, depth = "<u2" if sum(counts) < 2**16 - 1 else "<u4", config.context.depth
+
+    def packed(attention: Attention) -> list[str]:
+        """Attended points (all bits set: none), roots of the weights in 255ths, entropies in steps."""
+        points = np.where(attention.points < 0, np.iinfo(kind[1:]).max, attention.points)
+        roots = _bytes(np.sqrt(attention.weights) * 255)
+        return [_base64(points.astype(kind)), roots, _bytes(attention.entropy * _ENTROPY_STEP)]
+
     for side, image in enumerate(data["images"]):
         shares = explanation.rollout[side]
         best = np.argsort(-shares, axis=1, kind="stable")[:, :SOURCES]
@@ -135,11 +162,16 @@ def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkC
         # matched is what the pipeline says.
         fates = np.where(explanation.fates[side] == MATCHED, UNMATCHED, explanation.fates[side])
         fates[[match[side] for match in data["matches"]]] = MATCHED
+        candidates = {}  # of each unmatched point
+        for point in np.flatnonzero(fates != MATCHED).tolist():
+            alone, known = explanation.candidates[side].get(point, (1.0, ()))
+            known = [[j, round(p, 3), i, round(q, 3)] for j, p, i, q in known]
+            candidates[str(point)] = [round(alone, 3), known]
         image |= {
             "fates": fates.tolist(),
             "asked": explanation.asked[side].tolist(),
             "attention": [
-                [_packed(layer.self_attention[side], kind), _packed(layer.cross_attention[side], kind)]
+                [packed(layer.self_attention[side]), packed(layer.cross_attention[side])]
                 for layer in explanation.layers
             ],
             "traced": explanation.traced[side].tolist(),
@@ -150,58 +182,54 @@ def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkC
                 for layer in explanation.layers
                 for point, why in zip(layer.pruned[side].tolist(), layer.reasons[side], strict=True)
             },
-            "candidates": _candidates(explanation.candidates[side], fates),
+            "candidates": candidates,
         }
+    layers = []
+    for layer in explanation.layers:
+        # A row of the table, the matches as they were, and a histogram of the points' confidences.
+        sure = layer.confidences
+        row = [
+            len(layer.matches),
+            layer.appeared,
+            layer.vanished,
+            "–" if layer.certain is None else f"{layer.certain:.1%}",
+            "–" if layer.expected is None else f"{layer.expected:.0f}",
+            " / ".join("–" if share is None else f"{share:.0%}" for share in layer.unmatched),
+            " / ".join(str(len(points)) for points in layer.pruned),
+            "exit" if layer.exited else "",
+        ]
+        sure = None if sure is None else np.histogram(sure, np.linspace(0, 1, 21))[0].tolist()
+        then = {"matches": _base64(layer.matches.astype(kind)), "scores": _bytes(layer.scores * 255)}
+        layers.append({"row": row, **then, "confidences": sure})
+    policy, predicted = config.policy, config.match_probability
+    # When a pair exits and which points are pruned, a sentence each.
+    stop, drop = "All layers run: early exit is off.", "No point is pruned: pruning is off."
+    # What the first of `LayerReport.reasons` is: predicted by heads of its own, or the dustbin's logit.
+    partner = "predicted probability of a partner" if predicted else "matchability"
+    if policy.early_exit:
+        share = f"{100 * policy.exit_share:g} %"
+        enough = f"more than {share} of its points, including pruned ones, are confident of their assignment"
+        enough = f"{share} of the expected matches are confident" if predicted else enough
+        stop = f"A pair stops when {enough}."
+    if policy.pruning:
+        only = policy.prune_confident_only
+        sure = " and it is confident of its assignment" if only else ", whether it is confident or not"
+        drop = f"A point is pruned if its {partner} is at most {policy.prune_matchability:g}{sure}."
     data |= {
         "wide": kind == "<u4",
         "heads": config.context.heads,
         "strongest": STRONGEST,
         "origins": min(SOURCES, sum(counts)),
         "entropyStep": _ENTROPY_STEP,
-        "layers": [_layer(layer, kind) for layer in explanation.layers],
+        "layers": layers,
         "depth": depth,
         "threshold": config.policy.match_threshold,
         "unmatchedKnown": config.assignment.dustbin != "none",
         "tolerance": config.assignment.tolerance,
         "marginal": [float(f"{error:.3g}") for error in explanation.layers[-1].marginal_errors],
-        "rules": rules(config),
-        "partner": partner_words(config),
+        "rules": (stop, drop),
+        "partner": partner,
         "confident": [confidence_threshold(layer, depth) for layer in range(depth - 1)],
-    }
-
-
-def _candidates(found: Candidates, fates: np.ndarray) -> dict[str, list]:
-    """Of each unmatched point: how likely no partner is, and candidates, each with its own best point."""
-    columns = found.points, found.probabilities, found.rivals, found.rival_probabilities
-    told = {}
-    for point in np.flatnonzero(fates != MATCHED).tolist():
-        rows = zip(*(column[point].tolist() for column in columns), strict=True)
-        known = [[j, round(p, 3), i, round(q, 3)] for j, p, i, q in rows if j >= 0]
-        told[str(point)] = [round(float(found.unmatched[point]), 3), known]
-    return told
-
-
-def _shown_image(
-    image: Image, keypoints: np.ndarray, matched: np.ndarray, covariances: np.ndarray | None
-) -> dict[str, Any]:
-    """A JPEG of the upright image, and the keypoints and their ellipses of uncertainty in its pixels."""
-    height, width = image.pixels.shape[:2]
-    factor = min(1.0, 1024 / max(height, width))
-    shape = (max(1, round(width * factor)), max(1, round(height * factor)))
-    shown = cv2.resize(image.pixels, shape, interpolation=cv2.INTER_AREA)
-    upright = resize_points(stored_to_upright(keypoints, image.size, image.orientation), image.scale)
-    positions = resize_points(upright, (shape[0] / width, shape[1] / height))
-    fates = np.full(len(keypoints), UNMATCHED)
-    fates[matched] = MATCHED
-    return {
-        "name": str(image.path),
-        "size": shape,
-        "jpeg": _jpeg(shown),
-        "points": np.round(positions.astype(float), 1).tolist(),
-        "fates": fates.tolist(),
-        "ellipses": _ellipses(image, covariances, matched, (shape[0] / width, shape[1] / height)),
-        "asked": [],
-        "traced": [],
     }
 
 
@@ -209,30 +237,7 @@ def _jpeg(pixels: np.ndarray) -> str:
     """A grey or RGB image as an address that holds it."""
     pixels = cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR) if pixels.ndim == 3 else pixels
     coded = cv2.imencode(".jpg", pixels, [cv2.IMWRITE_JPEG_QUALITY, 80])[1]
-    return "data:image/jpeg;base64," + base64.b64encode(coded.tobytes()).decode()
-
-
-def _ellipses(
-    image: Image, covariances: np.ndarray | None, matched: np.ndarray, factor: tuple[float, float]
-) -> list[list[float]]:
-    """Of refined and matched keypoints: which, both radii, enlarged shown pixels, and angle in radians."""
-    if covariances is None:
-        return []
-    points = np.unique(matched[np.isfinite(covariances[matched]).all(axis=(1, 2))])
-    to_shown = np.diag(factor) @ np.linalg.inv(image.axes_to_stored)
-    values, axes = np.linalg.eigh(to_shown @ covariances[points].astype(np.float64) @ to_shown.T)
-    radii = ENLARGED * np.sqrt(values.clip(0))
-    angles = np.arctan2(axes[:, 1, 1], axes[:, 0, 1])
-    rows = zip(points.tolist(), radii[:, 1].tolist(), radii[:, 0].tolist(), angles.tolist(), strict=True)
-    return [[point, round(long, 2), round(short, 2), round(angle, 3)] for point, long, short, angle in rows]
-
-
-def _packed(attention: Attention, kind: str) -> list[str]:
-    """Attended points (all bits set: none), roots of the weights in 255ths, entropies in steps."""
-    absent = np.iinfo(kind[1:]).max
-    points = np.where(attention.points < 0, absent, attention.points).astype(kind)
-    roots = _bytes(np.sqrt(attention.weights) * 255)
-    return [_base64(points), roots, _bytes(attention.entropy * _ENTROPY_STEP)]
+    return f"data:image/jpeg;base64,{_base64(coded)}"
 
 
 def _bytes(values: np.ndarray) -> str:
@@ -241,28 +246,6 @@ def _bytes(values: np.ndarray) -> str:
 
 def _base64(array: np.ndarray) -> str:
     return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-
-
-def _layer(layer: LayerReport, kind: str) -> dict[str, Any]:
-    """One row of the table, the matches as they were, and a histogram of the points' confidences."""
-    sure = layer.confidences
-    alone = " / ".join("–" if share is None else f"{share:.0%}" for share in layer.unmatched)
-    counts = None if sure is None else np.histogram(sure, np.linspace(0, 1, 21))[0].tolist()
-    return {
-        "row": [
-            len(layer.matches),
-            layer.appeared,
-            layer.vanished,
-            "–" if layer.certain is None else f"{layer.certain:.1%}",
-            "–" if layer.expected is None else f"{layer.expected:.0f}",
-            alone,
-            " / ".join(str(len(points)) for points in layer.pruned),
-            "exit" if layer.exited else "",
-        ],
-        "matches": _base64(layer.matches.astype(kind)),
-        "scores": _bytes(layer.scores * 255),
-        "confidences": counts,
-    }
 
 
 def write_report(
@@ -276,19 +259,8 @@ def write_report(
     mask1: Mask | None = None,
     overwrite: bool = False,
 ) -> Result:
-    """Match two images and write the report; the file appears whole or not at all.
-
-    Args:
-        pipeline: one with a network; its first pass is explained.
-        image0, image1, mask0, mask1: as `Pipeline.match` takes them.
-        path: .html.
-        point: stored pixels of image 0; its nearest keypoint is shown when the report opens.
-        overwrite: replace an existing file that is no report; an earlier report is replaced in any case.
-
-    Raises:
-        UsageError: no network, a file that cannot or must not be written, a point outside image 0.
-        ImageError: an image cannot be read.
-    """
+    """Match two images, with masks as `Pipeline.match` takes them, and write `report_page` as .html; the file
+    appears whole or not at all, and `overwrite` lets it replace one that is no report."""
     path = check_output(path, (".html",), overwrite=overwrite)
     images = pipeline.read(image0), pipeline.read(image1)
     result = pipeline.match(image0, image1, mask0=mask0, mask1=mask1)
@@ -299,14 +271,14 @@ def write_report(
 def report_page(
     pipeline: Pipeline, images: tuple[Image, Image], result: Result, point: tuple[float, float] | None = None
 ) -> bytes:
-    """The report, UTF-8, of a pair that this pipeline has read and matched; its first pass is explained.
+    """The report, UTF-8, of a pair that this pipeline has read and matched; its first pass is explained, and
+    of the keypoint nearest to a point (stored pixels of image 0) first.
 
-    Raises:
-        UsageError: no network, or a point outside image 0.
+    `UsageError`: no network, or a point outside image 0.
     """
-    from matcher.explain.explain import explain, nearest_keypoint, network_of
-
-    network, whole = network_of(pipeline), result
+    network, whole = pipeline.matcher, result
+    if not isinstance(network, AttentionMatcher):
+        raise UsageError(f"preset {pipeline.preset!r} has no network to explain; choose one that has")
     result = result.first or result
     features, context = (result.features0, result.features1), network.model.config.context
     chosen = None if point is None else nearest_keypoint(features[0], point)

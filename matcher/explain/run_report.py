@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from matcher.verify.adjustment import plane_answers
 PAGES = 20  # default number of pair pages
 BINS = (0, 1, 10, 20, 50, 100, 200, 500, 1000, 2000)  # least count of each bin of a histogram
 _ROWS = 500  # of a table
+_EXPLAIN = "`matcher explain IMAGE0 IMAGE1 --output FILE.html`"
 _CONTRADICTED = "going round third images leads to other points: in no track, model or export"
 _BODY = (
     '<p id="summary"></p><div id="tables"></div><h2>Pair graph</h2><div id="controls"></div>'
@@ -35,31 +35,16 @@ _BODY = (
 )
 
 
-@dataclass(frozen=True)
-class RunPages:
-    """What was written."""
-
-    index: Path
-    pages: int  # of pairs
-    left_out: tuple[str, ...]  # pairs that have no page, and why
-
-
 def write_run_report(
     run_dir: str | Path, path: str | Path | None = None, *, pages: int = PAGES, overwrite: bool = False
-) -> RunPages:
-    """Write the page of a run and, in a folder beside it, pages of its weakest pairs.
+) -> tuple[Path, int, list[str]]:
+    """Write the page of a run and, in a folder beside it, pages of its `pages` weakest pairs, whose images
+    are read again. Each file appears whole or not at all.
 
-    Each file appears whole or not at all.
-
-    Args:
-        run_dir: of the store, which is only read.
-        path: .html; `report.html` in the run's folder when absent.
-        pages: pairs that get a page of their own, the weakest first; their images are read again.
-        overwrite: replace files that no earlier report wrote.
-
-    Raises:
-        UsageError: no run there, an output that cannot be written, or a negative number of pages.
-        IntegrityError: the store is damaged.
+    `path` is .html, by default `report.html` in the run's folder; `overwrite`: also replace files that no
+    earlier report wrote. Returns the page, how many pairs have one, and which of the weakest have none and
+    why. Raises `UsageError`: no run there, an output that cannot be written, or a negative number of pages;
+    `IntegrityError`: the store is damaged.
     """
     run_dir = Path(run_dir)
     if pages < 0:
@@ -68,9 +53,69 @@ def write_run_report(
         path = check_output(path or run_dir / "report.html", (".html",), overwrite=overwrite)
         rows = sorted(map(PairRow.of, store.pairs()))
         links, left_out = _write_pairs(store, rows[:pages], path, overwrite)
-        data = _run_data(store, rows, links, left_out, path.parent)
+        counts, settings, images = store.counts(), store.settings, store.images()
+        failed = [[f"{pair.name0} and {pair.name1}", pair.reason] for pair in islice(store.failed(), _ROWS)]
+        lost = [[image.name, image.reason] for image in images if image.status == "failed"]
+        tried = Counter(name for row in rows for name in (row.name0, row.name1))
+        degree = Counter(name for row in rows if row.verified for name in (row.name0, row.name1))
+        tracks, gone = None, ()
+        if sum(row.inliers for row in rows if row.verified) <= 5_000_000:  # more would not fit into memory
+            joined = tracks_of(store)
+            gone = joined.contradicted
+            tracks = {
+                "count": len(joined),
+                "mean": round(joined.mean_length, 2),
+                "conflicts": joined.conflicts,
+            }
+            tracks["lengths"] = sorted(Counter(joined.lengths.tolist()).items())
+        # Models beside the run that were made from it, each as a link to its plot.
+        run, folder, reconstructions = store.folder.resolve(), path.parent.resolve(), []
+        for model in sorted(summary.parent for summary in run.parent.glob(f"*/{SUMMARY}")):
+            named = read_summary(model).get("run")
+            if isinstance(named, str) and os.path.normpath(model / named) == str(run):
+                place = Path(os.path.relpath(model / "reconstruction.png", folder))
+                link = {"text": str(model), "link": quote(place.as_posix())}
+                reconstructions.append(["reconstruction", link])
+        alone = sorted(images, key=lambda image: (degree[image.name], image.name))
+        done = [image for image in alone if image.status == "done"][:_ROWS]
+        data = {
+            "folder": str(store.image_folder),
+            "run": str(store.folder),
+            "origin": [
+                ["images of", str(store.image_folder)],
+                ["preset", str(settings.get("preset"))],
+                ["weights, sha256", settings.get("weights") or "none"],
+                ["geometry", str(settings.get("config", {}).get("estimation", {}).get("kind"))],
+                *reconstructions,
+            ],
+            "counts": [
+                ["images", counts.images_done, counts.images_failed, counts.images_waiting],
+                ["pairs", counts.pairs_done, counts.pairs_failed, counts.pairs_waiting],
+            ],
+            "seconds": round(sum(row.seconds for row in rows), 1),
+            "statuses": sorted(Counter(row.status for row in rows).items()),
+            "bins": list(BINS),
+            "histograms": [
+                np.histogram([getattr(row, name) for row in rows], [*BINS, np.inf])[0].tolist()
+                for name in ("matches", "inliers")
+            ],
+            "tracks": tracks,
+            "graph": _graph([row for row in rows[::-1] if row.verified][:4000], degree, images),
+            "weakest": [
+                [*names, r.matches, r.inliers, r.status, round(r.seconds, 3), links.get(names)]
+                for r in rows[: max(_ROWS, len(links) + len(left_out))]
+                for names in [(r.name0, r.name1)]
+            ],
+            "alone": [[image.name, image.count, tried[image.name], degree[image.name]] for image in done],
+            "failures": {
+                "images": [counts.images_failed, lost[:_ROWS]],
+                "pairs": [counts.pairs_failed, failed],
+                "contradicted": [len(gone), [[f"{a} and {b}", _CONTRADICTED] for a, b in gone[:_ROWS]]],
+                "pages": [len(left_out), [[text, ""] for text in left_out[:_ROWS]]],
+            },
+        }
     write_output(path, build_page(f"matcher: {run_dir.name}", ("elements.js", "run.js"), _BODY, data))
-    return RunPages(path, len(links), tuple(left_out))
+    return path, len(links), left_out
 
 
 class PairRow(NamedTuple):
@@ -129,13 +174,14 @@ def _write_pairs(
 
 def _pair_data(store: Store, pair: StoredPair, images: Sequence[StoredImage]) -> dict[str, Any]:
     """The data of one pair's page, with its images as they are on disk now."""
-    settings, shown = store.settings, []
+    settings, shown, covariances, features0 = store.settings, [], [], None
     for image in images:
-        upright = settings.get("upright", True)
-        pixels = read_image(image.path, resize=1024, upright=upright, max_pixels=limit_for(image.size))
-        if pixels.size != image.size:
+        how = dict(upright=settings.get("upright", True), max_pixels=limit_for(image.size))
+        shown.append(read_image(image.path, resize=1024, **how))
+        if shown[-1].size != image.size:
             raise ImageError(f"{image.path}: its size has changed since the run; run it again")
-        shown.append(pixels)
+        side = store.refined_keypoints(image.name)
+        covariances.append(side and np.where(side.refined[:, None, None], side.covariances, np.nan))
     origin = [
         ("run", str(store.folder)),
         ("preset", str(settings.get("preset"))),
@@ -143,94 +189,15 @@ def _pair_data(store: Store, pair: StoredPair, images: Sequence[StoredImage]) ->
         ("image 0", str(images[0].path)),
         ("image 1", str(images[1].path)),
         ("seconds", f"{pair.seconds:.3f}"),
-        (
-            "attention, exit and pruning",
-            "a run does not keep them: `matcher explain IMAGE0 IMAGE1 --output FILE.html` shows them",
-        ),
+        ("attention, exit and pruning", f"a run does not keep them: {_EXPLAIN} shows them"),
     ]
-    keypoints = [store.keypoints(image.name) for image in images]
-    refined = [store.refined_keypoints(image.name) for image in images]
-    covariances = [
-        None if side is None else np.where(side.refined[:, None, None], side.covariances, np.nan)
-        for side in refined
-    ]
-    features0 = None
     with suppress(IntegrityError):  # descriptors may have been deleted
         features0 = store.features(images[0].name)
     cameras = tuple(image.camera or common_camera(settings) for image in images)
     ends = pair.matches.points0, pair.matches.points1
     answers = plane_answers(*ends, pair.geometry, None if None in cameras else cameras)
-    given = keypoints, pair.matches, pair.geometry, origin, covariances
-    return pair_data(shown, *given, features0, answers)
-
-
-# --- What the page shows
-
-
-def _run_data(
-    store: Store, rows: list[PairRow], links: dict[tuple[str, str], str], left_out: list[str], folder: Path
-) -> dict[str, Any]:
-    """All that the page in a folder shows, ready for JSON."""
-    counts, settings, images = store.counts(), store.settings, store.images()
-    failed = [[f"{pair.name0} and {pair.name1}", pair.reason] for pair in islice(store.failed(), _ROWS)]
-    lost = [[image.name, image.reason] for image in images if image.status == "failed"]
-    tried = Counter(name for row in rows for name in (row.name0, row.name1))
-    degree = Counter(name for row in rows if row.verified for name in (row.name0, row.name1))
-    tracks, gone = None, ()
-    if sum(row.inliers for row in rows if row.verified) <= 5_000_000:  # more would not fit into memory
-        joined = tracks_of(store)
-        gone = joined.contradicted
-        tracks = {"count": len(joined), "mean": round(joined.mean_length, 2), "conflicts": joined.conflicts}
-        tracks["lengths"] = sorted(Counter(joined.lengths.tolist()).items())
-    alone = sorted(images, key=lambda image: (degree[image.name], image.name))
-    done = [image for image in alone if image.status == "done"][:_ROWS]
-    return {
-        "folder": str(store.image_folder),
-        "run": str(store.folder),
-        "origin": [
-            ["images of", str(store.image_folder)],
-            ["preset", str(settings.get("preset"))],
-            ["weights, sha256", settings.get("weights") or "none"],
-            ["geometry", str(settings.get("config", {}).get("estimation", {}).get("kind"))],
-            *_reconstructions(store.folder, folder),
-        ],
-        "counts": [
-            ["images", counts.images_done, counts.images_failed, counts.images_waiting],
-            ["pairs", counts.pairs_done, counts.pairs_failed, counts.pairs_waiting],
-        ],
-        "seconds": round(sum(row.seconds for row in rows), 1),
-        "statuses": sorted(Counter(row.status for row in rows).items()),
-        "bins": list(BINS),
-        "histograms": [
-            np.histogram([getattr(row, name) for row in rows], [*BINS, np.inf])[0].tolist()
-            for name in ("matches", "inliers")
-        ],
-        "tracks": tracks,
-        "graph": _graph([row for row in rows[::-1] if row.verified][:4000], degree, images),
-        "weakest": [
-            [*names, r.matches, r.inliers, r.status, round(r.seconds, 3), links.get(names)]
-            for r in rows[: max(_ROWS, len(links) + len(left_out))]
-            for names in [(r.name0, r.name1)]
-        ],
-        "alone": [[image.name, image.count, tried[image.name], degree[image.name]] for image in done],
-        "failures": {
-            "images": [counts.images_failed, lost[:_ROWS]],
-            "pairs": [counts.pairs_failed, failed],
-            "contradicted": [len(gone), [[f"{a} and {b}", _CONTRADICTED] for a, b in gone[:_ROWS]]],
-            "pages": [len(left_out), [[text, ""] for text in left_out[:_ROWS]]],
-        },
-    }
-
-
-def _reconstructions(run: Path, folder: Path) -> list[list]:
-    """Models beside a run that were made from it, each as a link from a page in a folder to its plot."""
-    run, found = run.resolve(), []
-    for model in sorted(summary.parent for summary in run.parent.glob(f"*/{SUMMARY}")):
-        named = read_summary(model).get("run")
-        if isinstance(named, str) and os.path.normpath(model / named) == str(run):
-            place = Path(os.path.relpath(model / "reconstruction.png", folder.resolve()))
-            found.append(["reconstruction", {"text": str(model), "link": quote(place.as_posix())}])
-    return found
+    given = [store.keypoints(image.name) for image in images], pair.matches, pair.geometry, origin
+    return pair_data(shown, *given, covariances, features0, answers)
 
 
 def _graph(strongest: list[PairRow], degree: Counter, images: Sequence[StoredImage]) -> dict[str, Any]:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import html
 import os
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gradio as gr
 import numpy as np
 from gradio.utils import get_upload_folder
 
-from matcher.cameras import Camera, as_camera
+from matcher.cameras import as_camera
 from matcher.config import GeometryKind
 from matcher.errors import MatcherError, UsageError
 from matcher.explain.report import report_page
@@ -29,9 +28,6 @@ from matcher.presets import DEFAULT_PRESET, PRESETS
 from matcher.result import Result
 from matcher.viz.drawings import draw_matches, figure_pixels
 from matcher.weights.files import read_catalogue
-
-if TYPE_CHECKING:
-    from gradio.themes import Base
 
 _NOTHING = (None, [], None, None, "")  # to show, where only words are
 _GEOMETRIES = {
@@ -83,8 +79,8 @@ class Matching:
             explainable = explained and isinstance(pipeline.matcher, AttentionMatcher)
             report = report_page(pipeline, images, result) if explainable else None
         how = dict(result.drawing(), title=result.heading())
-        figure = draw_matches(*images, result.points0, result.points1, **how)
-        return Answer(pipeline, result, figure_pixels(figure), report)
+        drawn = draw_matches(*images, result.points0, result.points1, **how)
+        return Answer(pipeline, result, figure_pixels(drawn), report)
 
 
 def _load(choices: Choices, device: str) -> Pipeline:
@@ -126,28 +122,29 @@ class UploadsOnly(gr.Blocks):
 
     async def preprocess_data(self, block_fn: Any, inputs: list, *arguments: Any, **options: Any) -> Any:
         """What gradio makes of the inputs of an event; `gradio.Error` where one names a file elsewhere."""
-        folder = os.path.realpath(get_upload_folder())
-        for path in _paths(inputs):
-            if not isinstance(path, str) or not os.path.realpath(path).startswith(folder + os.sep):
-                raise gr.Error("Only files that were uploaded to this page are read.", print_exception=False)
+        folder, waiting = os.path.realpath(get_upload_folder()) + os.sep, [inputs]
+        while waiting:
+            each = waiting.pop()
+            if isinstance(each, dict):
+                waiting += each.values()
+                paths = [each["path"]] if "path" in each else []
+                if not all(isinstance(p, str) and os.path.realpath(p).startswith(folder) for p in paths):
+                    wrong = "Only files that were uploaded to this page are read."
+                    raise gr.Error(wrong, print_exception=False)
+            elif isinstance(each, list | tuple):
+                waiting += each
         return await super().preprocess_data(block_fn, inputs, *arguments, **options)
-
-
-def _paths(value: Any) -> Iterator[Any]:
-    """All values of `path`, at any depth."""
-    waiting = [value]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, dict):
-            waiting += each.values()
-            if "path" in each:
-                yield each["path"]
-        elif isinstance(each, list | tuple):
-            waiting += each
 
 
 def build_page(matching: Matching, folder: Path) -> gr.Blocks:
     """The page; files to be downloaded are kept in the folder while it runs."""
+
+    def own_words(words: object, *files: str | None) -> str:
+        """Without the folders of the uploads, of which the user knows nothing."""
+        text = str(words)
+        for file in filter(None, files):
+            text = text.replace(file, Path(file).name)
+        return text.replace(f"{get_upload_folder()}{os.sep}", "")
 
     def preview(path: str | None) -> tuple[dict, str]:
         """An upload as it will be matched, or why it will not."""
@@ -155,7 +152,7 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
         try:
             shown = None if path is None else read_image(path, resize=400).pixels
         except MatcherError as error:
-            words = _own_words(error, path)
+            words = own_words(error, path)
         return gr.update(value=shown, visible=shown is not None), words
 
     def press(
@@ -167,15 +164,15 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
         given = {name: Path(mask) for name, mask in (("mask0", mask0), ("mask1", mask1)) if mask}
         try:
             texts = (("camera0", camera0), ("camera1", camera1))
-            given |= {name: _camera(text, name) for name, text in texts if text}
+            given |= {name: as_camera(text.replace(",", " ").split(), name) for name, text in texts if text}
             choices = Choices(preset, geometry, *(number or None for number in numbers))
             answer = matching.answer(Path(file0), Path(file1), choices, explained=explained, **given)
         except MatcherError as error:
-            return _own_words(error, file0, file1, mask0, mask1), *_NOTHING
+            return own_words(error, file0, file1, mask0, mask1), *_NOTHING
         result, own = answer.result, tempfile.mkdtemp(dir=folder)  # earlier answers keep their downloads
         arrays, report = (Path(own, name) for name in ("matches.npz", "report.html"))
         write_whole(arrays, result.to_bytes(".npz"))
-        said, rows = _own_words(result.summary(), file0, file1), geometry_rows(result)
+        said, rows = own_words(result.summary(), file0, file1), geometry_rows(result)
         if answer.report is None:
             why = "this preset has no network to explain" if explained else "it was not asked for"
             return said, answer.drawing, rows, str(arrays), None, f"<p>No explanation: {why}.</p>"
@@ -186,6 +183,14 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
         shown = frame.format(html.escape(answer.report.decode()))
         return said, answer.drawing, rows, str(arrays), str(report), shown
 
+    def file_of(label: str, name: str) -> gr.File:
+        return gr.File(label=label, type="filepath", height=120, elem_id=name)
+
+    catalogue, presets = read_catalogue(), []  # what is shown for each preset, and its name
+    for name, config in PRESETS.items():
+        row = catalogue.get(config.weights) if isinstance(config.weights, str) else None
+        absent = row is not None and not (row.folder / "manifest.toml").is_file()
+        presets.append((f"{name} (to be fetched first)" if absent else name, name))
     with UploadsOnly(title="matcher", analytics_enabled=False, delete_cache=(600, 3600)) as page:
         gr.Markdown("## matcher\nChoose two photos and press Match. They stay on this machine.")
         files, sides, wide = [], [], {"min_width": 240}
@@ -193,12 +198,12 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
         with gr.Row():
             for side in (0, 1):
                 with gr.Column(**wide):
-                    files.append(_file(f"Photo {side}", f"photo{side}"))
+                    files.append(file_of(f"Photo {side}", f"photo{side}"))
                     sides.append((files[-1], gr.Image(elem_id=f"shown{side}", **hidden)))
         with gr.Accordion("Masks: black pixels yield no keypoints", open=False), gr.Row():
-            files += [_file(f"Mask {side}", f"mask{side}") for side in (0, 1)]
+            files += [file_of(f"Mask {side}", f"mask{side}") for side in (0, 1)]
         with gr.Row():
-            preset = gr.Dropdown(_presets(), value=DEFAULT_PRESET, label="Method", **wide)
+            preset = gr.Dropdown(presets, value=DEFAULT_PRESET, label="Method", **wide)
             kinds, title = list(_GEOMETRIES.items()), "What is photographed"
             geometry = gr.Dropdown(kinds, value="fundamental", label=title, **wide)
         own = {"minimum": 0, "info": "0: as the method has it", "min_width": 200}
@@ -230,38 +235,3 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
         for file, shown in sides:
             file.change(preview, file, [shown, summary], show_progress="hidden", **how)
     return page
-
-
-def _file(label: str, name: str) -> gr.File:
-    return gr.File(label=label, type="filepath", height=120, elem_id=name)
-
-
-def _presets() -> list[tuple[str, str]]:
-    """What is shown for each preset, and its name."""
-    catalogue, found = read_catalogue(), []
-    for name, config in PRESETS.items():
-        row = catalogue.get(config.weights) if isinstance(config.weights, str) else None
-        absent = row is not None and not (row.folder / "manifest.toml").is_file()
-        found.append((f"{name} (to be fetched first)" if absent else name, name))
-    return found
-
-
-def _camera(text: str, name: str) -> Camera:
-    try:
-        return as_camera([float(number) for number in text.replace(",", " ").split()], name)
-    except ValueError:
-        wrong = f"{name} is four numbers in pixels, fx, fy, cx, cy, not {text[:80]!r}"
-        raise UsageError(wrong) from None
-
-
-def _own_words(words: object, *files: str | None) -> str:
-    """Without the folders of the uploads, of which the user knows nothing."""
-    text = str(words)
-    for file in filter(None, files):
-        text = text.replace(file, Path(file).name)
-    return text.replace(f"{get_upload_folder()}{os.sep}", "")
-
-
-def plain_theme() -> Base:
-    """A theme with the system's fonts."""
-    return gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])

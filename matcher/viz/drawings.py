@@ -6,7 +6,7 @@ Built on matplotlib's objects (no pyplot, so no global state and no window).
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -25,12 +25,12 @@ from matplotlib.patheffects import withStroke
 from matcher.errors import UsageError, counted
 from matcher.files import check_output, write_output
 from matcher.geometry import resize_points, stored_to_upright, warp_points
-from matcher.images import MAX_PIXELS, read_image
+from matcher.images import ImageInput, read_image
 from matcher.types import Image
 from matcher.verify.adjustment import epipolar_distance
+from matcher.viz import PLOT_SUFFIXES
 from matcher.viz.overlays import as_colour
 
-PLOT_SUFFIXES = (".png", ".jpg", ".jpeg", ".pdf", ".svg")
 # Okabe and Ito's palette
 VERMILION, SKY, GREEN, ORANGE = "#d55e00", "#56b4e9", "#009e73", "#e69f00"
 BLUE, PINK, YELLOW = "#0072b2", "#cc79a7", "#f0e442"
@@ -56,11 +56,7 @@ class Placed:
 
 
 def save_figure(figure: Figure, path: str | Path) -> Path:
-    """Write a figure as .png, .jpg, .jpeg, .pdf or .svg; the file appears whole or not at all.
-
-    Raises:
-        UsageError: another suffix, or a folder that is absent.
-    """
+    """Write a figure to a file of one of `PLOT_SUFFIXES`, which appears whole or not at all."""
     path = check_output(path, PLOT_SUFFIXES)
     kind, buffer = path.suffix.lower()[1:], io.BytesIO()
     options = {"pdf": {"metadata": {"CreationDate": None}}, "svg": {"metadata": {"Date": None}}}
@@ -79,11 +75,6 @@ def figure_pixels(figure: Figure) -> np.ndarray:
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
-def as_image(image: Image | np.ndarray | str | Path, max_pixels: int = MAX_PIXELS) -> Image:
-    """An image by its path, as an array, or as it is; raises as `images.read_image` does."""
-    return read_image(image, max_pixels=max_pixels)
-
-
 def as_points(points: np.ndarray, name: str) -> np.ndarray:
     """(K, 2) float64; `UsageError` naming the argument for another shape or values that are not finite."""
     points = np.asarray(points, dtype=np.float64)
@@ -94,25 +85,21 @@ def as_points(points: np.ndarray, name: str) -> np.ndarray:
     return points
 
 
-def _column(values: np.ndarray | None, count: int, name: str) -> np.ndarray:
-    """(K,) values, ones where there are none."""
-    values = np.ones(count) if values is None else np.asarray(values)
-    if values.shape != (count,):
-        raise UsageError(f"{name} must be ({count},), not {values.shape}")
-    return values
-
-
 def two_images(
-    image0: Image | np.ndarray | str | Path,
-    image1: Image | np.ndarray | str | Path,
-    *,
-    stacked: bool,
-    below: int = 0,
+    image0: ImageInput, image1: ImageInput, *, stacked: bool = False, below: int = 0
 ) -> tuple[list[Placed], Figure, Axes]:
     """A figure with both images, of one longer side, beside or above each other, under room for a header, and
-    over `below` pixels for what else is drawn."""
-    images = as_image(image0), as_image(image1)
-    shown = [_display(image.pixels) for image in images]
+    over `below` pixels for what else is drawn. Images are darker and paler, so that coloured lines stand out.
+    """
+    images, shown = (read_image(image0), read_image(image1)), []
+    for image in images:
+        height, width = image.pixels.shape[:2]
+        factor = _SIDE / max(height, width)
+        size = max(1, round(width * factor)), max(1, round(height * factor))
+        how = cv2.INTER_AREA if factor < 1 else cv2.INTER_LINEAR
+        pixels = as_colour(cv2.resize(image.pixels, size, interpolation=how))
+        grey = as_colour(cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY))
+        shown.append(cv2.addWeighted(pixels, 0.425, grey, 0.425, 0))
     rows, columns = ([pixels.shape[axis] for pixels in shown] for axis in (0, 1))
     used = max(columns) if stacked else sum(columns) + _GAP
     width, height = max(_MIN_WIDTH, used), sum(rows) + _GAP if stacked else max(rows)
@@ -130,16 +117,6 @@ def two_images(
     axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
     axes.set_axis_off()
     return placed, figure, axes
-
-
-def _display(pixels: np.ndarray) -> np.ndarray:
-    """(h, w, 3) at display size, darker and paler, so that coloured lines stand out."""
-    factor = _SIDE / max(pixels.shape[:2])
-    size = (max(1, round(pixels.shape[1] * factor)), max(1, round(pixels.shape[0] * factor)))
-    shown = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA if factor < 1 else cv2.INTER_LINEAR)
-    shown = as_colour(shown)
-    grey = as_colour(cv2.cvtColor(shown, cv2.COLOR_RGB2GRAY))
-    return cv2.addWeighted(shown, 0.425, grey, 0.425, 0)
 
 
 def header_height(width: float) -> int:
@@ -192,8 +169,8 @@ _PLANES = (SKY, YELLOW, GREEN, PINK, BLUE, ORANGE)  # colours, used again where 
 
 
 def draw_matches(
-    image0: Image | np.ndarray,
-    image1: Image | np.ndarray,
+    image0: ImageInput,
+    image1: ImageInput,
     points0: np.ndarray,
     points1: np.ndarray,
     *,
@@ -211,10 +188,9 @@ def draw_matches(
     max_lines: int = 200,
     answers: Sequence[tuple[np.ndarray, np.ndarray]] = (),
 ) -> Figure:
-    """Two images, upright, with lines between their matched points.
+    """Two images, upright, with lines between their matched points, (K, 2) stored pixels.
 
     Args:
-        image0, image1, points0, points1: images as `images.read_image` takes; (K, 2) stored pixels.
         scores, inliers: (K,) in [0, 1], the confidence of a match, 1 when absent; (K,) bool, None where no
             geometry was estimated, then no match counts as an outlier.
         errors, planes, colour_by, error_limit, stacked: (K,) pixels; (K,) plane of each match, or group of
@@ -240,31 +216,61 @@ def draw_matches(
     if (errors if colour_by == "error" else planes if grouped else ()) is None:
         needed = "errors, in pixels," if colour_by == "error" else "planes, or groups,"
         raise UsageError(f"colour_by {colour_by!r} needs {needed} of all matches")
-    scores = shares = _column(scores, count, "scores").astype(float)
-    good = _column(inliers, count, "inliers").astype(bool)
+
+    def column(values: np.ndarray | None, name: str) -> np.ndarray:
+        """(K,) values, ones where there are none."""
+        values = np.ones(count) if values is None else np.asarray(values)
+        if values.shape != (count,):
+            raise UsageError(f"{name} must be ({count},), not {values.shape}")
+        return values
+
+    scores = shares = column(scores, "scores").astype(float)
+    good, judged = column(inliers, "inliers").astype(bool), inliers is not None and colour_by != "error"
+    agreeing = "" if inliers is None else f", {counted(int(good.sum()), 'inlier')}"
+    title = title or counted(count, "match", "matches") + agreeing
+    texts = []
+    if judged:
+        more = {"planes": ", a colour for each plane"}
+        more["repeats"] = ", a colour for what looks alike, white the rest"
+        inner = f"inliers{more.get(colour_by, '')}: {int(good.sum())}"
+        texts = [(inner, SKY if colour_by == "inliers" else "none")]
+        texts.append((f"outliers, thin: {int((~good).sum())}", VERMILION))
     if colour_by == "error":
         colours = LinearSegmentedColormap.from_list("error", [SKY, YELLOW, VERMILION])
-        shares = np.nan_to_num(_column(errors, count, "errors") / error_limit, nan=1.0)
+        shares = np.nan_to_num(column(errors, "errors") / error_limit, nan=1.0)
+        good = np.ones(count, bool)  # errors tell more than whether a match is an inlier
     elif grouped:
-        colours, planes = ListedColormap((*_PLANES, "white")), _column(planes, count, "planes")
+        colours, planes = ListedColormap((*_PLANES, "white")), column(planes, "planes")
         shares = np.where(planes < 0, len(_PLANES), planes % len(_PLANES)) / len(_PLANES)
     elif colour_by == "inliers":
         colours = ListedColormap([SKY])
     else:
         colours = ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0.4, 1.0, 64)))
-    judged = None if inliers is None or colour_by == "error" else good
-    agreeing = "" if inliers is None else f", {counted(int(good.sum()), 'inlier')}"
-    title = title or counted(count, "match", "matches") + agreeing
-    good = good | (colour_by == "error")  # errors tell more than whether a match is an inlier
     below = _ANSWERS if answers else 0
     placed, figure, axes = two_images(image0, image1, stacked=stacked, below=below)
-    _draw_answers(figure, answers, below / (figure.get_figheight() * _DPI))
+    if answers:
+        draw_answers(answers, figure, below / (figure.get_figheight() * _DPI))
     for side, keypoints in zip(placed, (keypoints0, keypoints1), strict=True):
         if keypoints is not None:
             dots = side.points(as_points(keypoints, "keypoints"))
             axes.scatter(*dots.T, s=2.0, color="white", alpha=0.35, linewidths=0)
     ends = np.stack([side.points(p) for side, p in zip(placed, (points0, points1), strict=True)], axis=1)
-    drawn = _draw_lines(axes, ends, scores, good, colours(np.clip(shares, 0, 1)), max_lines)
+    by_score, colour_of = np.argsort(scores, kind="stable"), colours(np.clip(shares, 0, 1))
+    inner, outer = by_score[good[by_score]], by_score[~good[by_score]]  # the most confident lie on top
+    lines_in = _spread(inner, ends[:, 0], max_lines)
+    lines_out = _spread(outer, ends[:, 0], max_lines // 4)
+    crowd = min(1.0, len(lines_in) / 200)
+    thin = min(1.0, 200 / max(200, len(lines_in))) ** 0.7  # thousands stay transparent
+    alpha, width = (0.9 - 0.35 * crowd) * thin, 1.3 - 0.4 * crowd
+    for chosen, look in (
+        (lines_out, {"colors": [VERMILION], "linewidths": 0.5, "alpha": 0.55}),
+        (lines_in, {"colors": "black", "linewidths": width + 0.8, "alpha": 0.25 * alpha}),
+        (lines_in, {"colors": colour_of[lines_in], "linewidths": width, "alpha": alpha}),
+    ):
+        axes.add_collection(LineCollection(ends[chosen], **look), autolim=False)
+    axes.scatter(*ends[outer].reshape(-1, 2).T, s=3.0, color=VERMILION, alpha=0.8, linewidths=0)
+    shown = np.repeat(colour_of[inner], 2, axis=0)
+    axes.scatter(*ends[inner].reshape(-1, 2).T, s=6.0, color=shown, alpha=0.95, linewidths=0)
     if covariances is not None:
         covariances = np.asarray(covariances, dtype=np.float64)
         if covariances.shape != (count, 2, 2):
@@ -275,16 +281,7 @@ def draw_matches(
         rings = points1[:, None] + np.stack([np.cos(angle), np.sin(angle)], 1) @ radii.swapaxes(1, 2)
         outlines = placed[1].points(rings.reshape(-1, 2)).reshape(rings.shape)
         axes.add_collection(LineCollection(list(outlines), colors=[YELLOW], linewidths=0.6, alpha=0.8))
-    texts = []
-    if judged is not None:
-        each = {
-            "planes": ", a colour for each plane",
-            "repeats": ", a colour for what looks alike, white the rest",
-        }
-        each = each.get(colour_by, "")
-        texts.append((f"inliers{each}: {int(judged.sum())}", SKY if colour_by == "inliers" else "none"))
-        texts.append((f"outliers, thin: {int((~judged).sum())}", VERMILION))
-    if drawn < count:
+    if (drawn := len(lines_in) + len(lines_out)) < count:
         texts.append((f"lines drawn: {drawn} of {count}", "none"))
     ends = ("confidence 0", "1") if colour_by == "confidence" else ("error 0", f"{error_limit:g} px or more")
     scale = None if grouped or colour_by == "inliers" else colours
@@ -292,20 +289,17 @@ def draw_matches(
     return figure
 
 
-def draw_answers(answers: Sequence[tuple[np.ndarray, np.ndarray]]) -> Figure:
-    """Several answers to where the second camera is, side by side, as seen from above the first.
+def draw_answers(
+    answers: Sequence[tuple[np.ndarray, np.ndarray]], figure: Figure | None = None, height: float = 1.0
+) -> Figure:
+    """Several answers to where the second camera is, side by side, as seen from above the first, drawn in the
+    lowest part of a figure, of this share of its height.
 
-    Args:
-        answers: each a pose cam1_from_cam0 (4, 4) and the points (P, 3) of its matches, in the axes of camera
-            0: x to the right, z ahead.
+    Each is a pose cam1_from_cam0 (4, 4) and the points (P, 3) of its matches, in the axes of camera 0: x to
+    the right, z ahead.
     """
-    figure = Figure(figsize=(_MIN_WIDTH / _DPI, _ANSWERS / _DPI), dpi=_DPI, facecolor="white")
-    _draw_answers(figure, answers, 1.0)
-    return figure
-
-
-def _draw_answers(figure: Figure, answers: Sequence[tuple[np.ndarray, np.ndarray]], height: float) -> None:
-    """The panels of `draw_answers` in the lowest part of a figure, of this share of its height."""
+    size = _MIN_WIDTH / _DPI, _ANSWERS / _DPI
+    figure = Figure(figsize=size, dpi=_DPI, facecolor="white") if figure is None else figure
     for number, (pose, points) in enumerate(answers):
         wide = 1 / len(answers)
         panel = figure.add_axes(((number + 0.03) * wide, 0.03 * height, 0.94 * wide, 0.83 * height))
@@ -314,25 +308,21 @@ def _draw_answers(figure: Figure, answers: Sequence[tuple[np.ndarray, np.ndarray
         near = points[points[:, 2] <= 3 * np.median(points[:, 2])] if len(points) else points
         panel.scatter(near[:, 0], near[:, 2], s=3, color="0.55", linewidths=0)
         size = 0.08 * max(1.0, float(np.ptp(near[:, [0, 2]], axis=0).max())) if len(near) else 0.1
-        for name, colour, turn, place in (
-            ("0", BLUE, np.eye(3), np.zeros(3)),
-            ("1", VERMILION, pose[:3, :3], centre),
-        ):
+        cameras = ("0", BLUE, np.eye(3), np.zeros(3)), ("1", VERMILION, pose[:3, :3], centre)
+        for name, colour, turn, place in cameras:
             outline = np.array([[0, 0, 0], [-0.6, 0, 1], [0.6, 0, 1], [0, 0, 0]]) * size @ turn + place
             panel.fill(outline[:, 0], outline[:, 2], color=colour, alpha=0.8)
-            panel.annotate(
-                name, place[[0, 2]], (0, -11), textcoords="offset points", color=colour, ha="center"
-            )
+            style = {"textcoords": "offset points", "color": colour, "ha": "center"}
+            panel.annotate(name, place[[0, 2]], (0, -11), **style)
         turned = np.degrees(np.arccos(np.clip((np.trace(pose[:3, :3]) - 1) / 2, -1, 1)))
-        likelier = ", the likelier" * (number == 0)
-        panel.set_title(
-            f"answer {number + 1} of {len(answers)}{likelier}: turned by {turned:.0f}°, from above"
-        )
+        heading = f"answer {number + 1} of {len(answers)}{', the likelier' * (number == 0)}"
+        panel.set_title(f"{heading}: turned by {turned:.0f}°, from above")
         panel.title.set_fontsize(11)
         panel.set_aspect("equal", adjustable="datalim")
         panel.margins(0.12)
         panel.set(xticks=[], yticks=[])
         panel.spines[:].set(color="0.8")
+    return figure
 
 
 def match_errors(
@@ -342,44 +332,16 @@ def match_errors(
     H_1_from_0: np.ndarray | None = None,
     fundamental: np.ndarray | None = None,
 ) -> np.ndarray:
-    """(K,) how far matches are, in pixels, from what is known of the two views.
+    """(K,) how far matches, (K, 2) stored pixels, are in pixels from what is known of the two views.
 
-    Args:
-        points0, points1: (K, 2) stored pixels.
-        H_1_from_0: (3, 3) homography; the error is the distance in image 1, infinite beyond the horizon.
-        fundamental: (3, 3), of a pose by `geometry.fundamental_from_pose`; symmetric epipolar distance.
-
-    Raises:
-        UsageError: not exactly one of the two.
+    Of a homography (3, 3) it is the distance in image 1, infinite beyond the horizon; of a fundamental matrix
+    (3, 3) the symmetric epipolar distance.
     """
     if (H_1_from_0 is None) == (fundamental is None):
         raise UsageError("match errors need either H_1_from_0 or fundamental")
     if fundamental is not None:
         return epipolar_distance(points0, points1, fundamental)
     return np.nan_to_num(np.linalg.norm(warp_points(points0, H_1_from_0) - points1, axis=1), nan=np.inf)
-
-
-def _draw_lines(
-    axes: Axes, ends: np.ndarray, scores: np.ndarray, good: np.ndarray, colours: np.ndarray, max_lines: int
-) -> int:
-    """Lines and end points, (K, 2, 2) ends; returns how many lines were drawn."""
-    by_score = np.argsort(scores, kind="stable")  # the most confident lie on top
-    inner, outer = by_score[good[by_score]], by_score[~good[by_score]]
-    lines_in = _spread(inner, ends[:, 0], max_lines)
-    lines_out = _spread(outer, ends[:, 0], max_lines // 4)
-    crowd = min(1.0, len(lines_in) / 200)
-    thin = min(1.0, 200 / max(200, len(lines_in))) ** 0.7  # thousands stay transparent
-    alpha, width = (0.9 - 0.35 * crowd) * thin, 1.3 - 0.4 * crowd
-    for chosen, look in (
-        (lines_out, {"colors": [VERMILION], "linewidths": 0.5, "alpha": 0.55}),
-        (lines_in, {"colors": "black", "linewidths": width + 0.8, "alpha": 0.25 * alpha}),
-        (lines_in, {"colors": colours[lines_in], "linewidths": width, "alpha": alpha}),
-    ):
-        axes.add_collection(LineCollection(ends[chosen], **look), autolim=False)
-    axes.scatter(*ends[outer].reshape(-1, 2).T, s=3.0, color=VERMILION, alpha=0.8, linewidths=0)
-    shown = np.repeat(colours[inner], 2, axis=0)
-    axes.scatter(*ends[inner].reshape(-1, 2).T, s=6.0, color=shown, alpha=0.95, linewidths=0)
-    return len(lines_in) + len(lines_out)
 
 
 def _spread(order: np.ndarray, points: np.ndarray, limit: int) -> np.ndarray:
@@ -398,28 +360,20 @@ def _spread(order: np.ndarray, points: np.ndarray, limit: int) -> np.ndarray:
 
 
 def draw_instances(
-    template: Image | np.ndarray | str | Path,
-    image: Image | np.ndarray | str | Path,
+    template: ImageInput,
+    image: ImageInput,
     corners: Sequence[np.ndarray],
     *,
     labels: Sequence[str] | None = None,
     title: str | None = None,
 ) -> Figure:
-    """The template on the left, the image on the right, upright, each instance outlined in a colour.
+    """The template on the left, the image on the right, upright, each instance outlined in a colour, with a
+    label or its number from 1. A dot marks the template's first corner in both, so that the turn shows.
 
-    A dot marks the template's first corner in both, so that the turn shows.
-
-    Args:
-        template, image: an Image, a path, or an array as `images.read_image` takes it.
-        corners: (4, 2) of each instance, stored pixels of the image; the first is that of the template's
-            first pixel.
-        labels: a text for each instance; numbers from 1 when absent.
-        title: one line above; how many instances there are when absent.
-
-    Raises:
-        UsageError: corners of another shape, or images that cannot be used.
+    `corners` (4, 2) of each instance are stored pixels of the image; the first is that of the template's
+    first pixel. `title` is one line above; how many instances there are when absent.
     """
-    placed, figure, axes = two_images(template, image, stacked=False)
+    placed, figure, axes = two_images(template, image)
     width, height = placed[0].image.size
     whole = np.array([[0, 0], [width, 0], [width, height], [0, height]]) - 0.5
     _outline(axes, placed[0], whole, "white", "")
@@ -450,8 +404,8 @@ def _outline(axes: Axes, side: Placed, quad: np.ndarray, colour: object, text: s
 
 
 def draw_epipolar_lines(
-    image0: Image | np.ndarray,
-    image1: Image | np.ndarray,
+    image0: ImageInput,
+    image1: ImageInput,
     points0: np.ndarray,
     points1: np.ndarray,
     fundamental: np.ndarray,
@@ -460,17 +414,8 @@ def draw_epipolar_lines(
     stacked: bool = False,
     title: str | None = None,
 ) -> Figure:
-    """Matched points, each with the epipolar line that its partner draws in the other image.
-
-    Args:
-        image0, image1: an Image, or an array as `images.read_image` takes it.
-        points0, points1: (K, 2) matched points, stored pixels, best first.
-        fundamental: (3, 3) with x1ᵀ F x0 = 0 in stored pixels.
-        max_lines: matches drawn, spread evenly over all of them.
-        stacked, title: as in `draw_matches`.
-
-    Raises:
-        UsageError: arrays whose shapes do not fit.
+    """Matched points, (K, 2) stored pixels, each with the epipolar line that its partner draws in the other
+    image by the (3, 3) matrix with x1ᵀ F x0 = 0; at most `max_lines`, spread evenly over all of them.
     """
     points0, points1 = as_points(points0, "points0"), as_points(points1, "points1")
     fundamental = np.asarray(fundamental, dtype=np.float64)
@@ -480,9 +425,8 @@ def draw_epipolar_lines(
     placed, figure, axes = two_images(image0, image1, stacked=stacked)
     colours = matplotlib.colormaps["viridis"](np.linspace(0.3, 1.0, max(1, len(chosen))))[: len(chosen)]
     sides = (points0, points1)
-    for side, here, there, matrix in zip(
-        placed, sides, sides[::-1], (fundamental.T, fundamental), strict=True
-    ):
+    matrices = (fundamental.T, fundamental)
+    for side, here, there, matrix in zip(placed, sides, sides[::-1], matrices, strict=True):
         lines = np.c_[there[chosen], np.ones(len(chosen))] @ matrix.T
         normal, size = lines[:, :2], np.array(side.image.size)
         with np.errstate(divide="ignore", invalid="ignore"):  # where a partner is the epipole
@@ -498,4 +442,57 @@ def draw_epipolar_lines(
         axes.scatter(ends[:, 0], ends[:, 1], s=40, c=colours, edgecolors="black", linewidths=0.8, zorder=3)
     text = f"{len(chosen)} of {len(points0)} matches; a point lies on the line of its colour where they agree"
     _draw_header(figure, "epipolar lines" if title is None else title, [(text, "none")])
+    return figure
+
+
+# --- Probabilities and trainings
+
+
+def draw_reliability(
+    curves: Mapping[str, tuple[Sequence[float | None], Sequence[float | None], Sequence[int]]],
+    *,
+    title: str = "reliability of match probabilities",
+) -> Figure:
+    """How often predictions are right, against the probability that they state.
+
+    `curves`, by name: mean probability, share that is right and number of predictions, of each bin; None
+    where a bin is empty.
+    """
+    figure = Figure(figsize=(10, 6.4), dpi=100, facecolor="white", layout="constrained")
+    figure.suptitle(" ".join(title.split())[:105], x=0.012, ha="left", fontsize=12)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    above.plot([0, 1], [0, 1], color="0.6", linewidth=1, label="calibrated")
+    for (name, (said, right, count)), colour, marker in zip(
+        curves.items(), (SKY, VERMILION, GREEN, PINK), "osD^", strict=False
+    ):
+        known = [(p, r, n) for p, r, n in zip(said, right, count, strict=True) if None not in (p, r)]
+        if known:
+            probability, share, number = zip(*known, strict=True)
+            above.plot(probability, share, color=colour, marker=marker, label=name)
+            below.plot(probability, number, color=colour, marker=marker)
+    above.set(ylabel="share that is right", ylim=(0, 1.02))
+    above.legend()
+    below.set(xlabel="probability", ylabel="matches", xlim=(0, 1), yscale="log")
+    below.set_ylim(bottom=0.7)
+    return figure
+
+
+def draw_training(rows: Sequence[Mapping[str, float]], title: str) -> Figure:
+    """Loss and validation of a training, by pairs and by hours; `rows` of `log.jsonl`: step, pairs, seconds,
+    and loss or precision and recall."""
+    figure = Figure(figsize=(10, 6), dpi=100, layout="constrained")
+    figure.suptitle(title)
+    axes = figure.subplots(2, 2, sharex="col", sharey="row")
+    labels = (("pairs", 1000, "training pairs / 1000"), ("seconds", 3600, "hours of training"))
+    for column, (key, unit, label) in enumerate(labels):
+        for row, names in enumerate((("loss",), ("precision", "recall"))):
+            for name in names:
+                known = [entry for entry in rows if name in entry]
+                x, y = [entry[key] / unit for entry in known], [entry[name] for entry in known]
+                axes[row, column].plot(x, y, marker="." if len(x) < 100 else "", linewidth=1.2, label=name)
+            axes[row, column].grid(alpha=0.3)
+        axes[1, column].legend()
+        axes[1, column].set_xlabel(label)
+    axes[0, 0].set_ylabel("training loss")
+    axes[1, 0].set_ylabel("validation")
     return figure

@@ -25,15 +25,10 @@ class Laid(NamedTuple):
 def lay_over(
     first: Image, second: Image, H_1_from_0: np.ndarray, shape: tuple[int, int] | None = None
 ) -> Laid:
-    """Warp image 0 onto image 1, both upright.
+    """Warp image 0 onto image 1, both upright, by a (3, 3) of stored pixels; `shape` (width, height) of the
+    result is that of `second.pixels` when absent.
 
-    Args:
-        first, second: image 0 and 1.
-        H_1_from_0: (3, 3), stored pixels of image 0 → stored pixels of image 1.
-        shape: (width, height) of the result; that of `second.pixels` when absent.
-
-    Raises:
-        UsageError: a matrix of another shape, not finite or singular, or images too large to warp.
+    `UsageError`: a matrix of another shape, not finite or singular, or images too large to warp.
     """
     matrix = np.asarray(H_1_from_0, dtype=np.float64)
     if matrix.shape != (3, 3) or not np.isfinite(matrix).all() or np.linalg.matrix_rank(matrix) < 3:
@@ -44,13 +39,27 @@ def lay_over(
         raise UsageError(f"images of more than {LARGEST_SIDE} pixels a side cannot be warped; shrink them")
     to_shown = resizing((shape[0] / width, shape[1] / height)) @ stored_to_pixels(second)
     warp = to_shown @ matrix @ np.linalg.inv(stored_to_pixels(first))
-    pixels, warp = _shrunk(as_colour(first.pixels), warp)
-    below = as_colour(second.pixels)
+    pixels, below = as_colour(first.pixels), as_colour(second.pixels)
+    # Image 0 at about the size at which it is shown, so that warping it does not alias, and the warp of the
+    # sign that puts its middle before the horizon.
+    rows, columns = pixels.shape[:2]
+    lifted = warp @ [(columns - 1) / 2, (rows - 1) / 2, 1.0]
+    if lifted[2] < 0:
+        warp, lifted = -warp, -lifted
+    if lifted[2] >= 1e-9:
+        jacobian = (warp[:2, :2] - np.outer(lifted[:2] / lifted[2], warp[2, :2])) / lifted[2]
+        factor = float(np.sqrt(abs(np.linalg.det(jacobian))))
+        if factor <= 0.7:
+            size = (max(1, round(columns * factor)), max(1, round(rows * factor)))
+            pixels = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
+            warp = warp @ np.linalg.inv(resizing((size[0] / columns, size[1] / rows)))
     if shape != (width, height):
         below = cv2.resize(below, shape, interpolation=cv2.INTER_AREA)
     above = cv2.warpPerspective(pixels, warp, shape, borderMode=cv2.BORDER_REPLICATE)
     covered = cv2.warpPerspective(np.full(pixels.shape[:2], 255, np.uint8), warp, shape) > 127
-    return Laid(below, above, covered & _before_horizon(warp, shape))
+    # What lies beyond the warp's horizon would be a mirror image.
+    back, x, y = np.linalg.inv(warp), np.arange(shape[0]), np.arange(shape[1])
+    return Laid(below, above, covered & (back[2, 0] * x + back[2, 1] * y[:, None] + back[2, 2] > 0))
 
 
 def checkerboard(laid: Laid, squares: int = 8) -> np.ndarray:
@@ -92,28 +101,3 @@ def resizing(scale: tuple[float, float]) -> np.ndarray:
 def as_colour(pixels: np.ndarray) -> np.ndarray:
     """(H, W, 3) of a grey or RGB image."""
     return cv2.cvtColor(pixels, cv2.COLOR_GRAY2RGB) if pixels.ndim == 2 else pixels
-
-
-def _shrunk(pixels: np.ndarray, warp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The image at about the size at which it is shown, so that warping it does not alias, and its warp, of
-    the sign that puts the middle of the image before its horizon."""
-    height, width = pixels.shape[:2]
-    lifted = warp @ [(width - 1) / 2, (height - 1) / 2, 1.0]
-    if lifted[2] < 0:
-        warp, lifted = -warp, -lifted
-    if abs(lifted[2]) < 1e-9:
-        return pixels, warp
-    jacobian = (warp[:2, :2] - np.outer(lifted[:2] / lifted[2], warp[2, :2])) / lifted[2]
-    factor = float(np.sqrt(abs(np.linalg.det(jacobian))))
-    if factor > 0.7:
-        return pixels, warp
-    size = (max(1, round(width * factor)), max(1, round(height * factor)))
-    small = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
-    return small, warp @ np.linalg.inv(resizing((size[0] / width, size[1] / height)))
-
-
-def _before_horizon(warp: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """(H, W) bool: pixels that show what lies before the warp's horizon; the rest would be its mirror."""
-    back = np.linalg.inv(warp)
-    columns, rows = np.arange(shape[0]), np.arange(shape[1])
-    return back[2, 0] * columns + back[2, 1] * rows[:, None] + back[2, 2] > 0

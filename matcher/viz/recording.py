@@ -22,12 +22,10 @@ class RecordingFile:
     """A recording that appears whole when it is closed, or the viewer, which shows it as it grows."""
 
     def __init__(self, path: str | Path | None) -> None:
-        """Open an .rrd file, replaced when the recording is closed, or, with None, the viewer.
-
-        Raises:
-            UsageError: rerun is not installed, or there is no display for the viewer.
-        """
+        """Open an .rrd file, replaced when the recording is closed, or, with None, the viewer; `UsageError`:
+        rerun is not installed, or there is no display for the viewer."""
         self.rr: Any = import_rerun()
+        self.views = self.rr.blueprint  # the kinds of views that there are
         self._path = None if path is None else Path(path)
         self._part: Path | None = None
         self.stream = self.rr.RecordingStream("matcher")
@@ -68,19 +66,11 @@ class RecordingFile:
         self.stream.log(image, pinhole, static=static)
 
     def lay_out(self, scene: str, *beside: Any) -> None:
-        """Open with the scene large, under this name, and the other views beside it.
-
-        Otherwise the viewer gives every curve as much room as the scene.
-        """
+        """Open with the scene large, under this name, beside the other views, which else get as much room."""
         views = self.views
         shown = views.Spatial3DView(origin="world", name=scene)
         columns = views.Horizontal(shown, views.Vertical(*beside), column_shares=[3, 2])
         self.stream.send_blueprint(views.Blueprint(columns, collapse_panels=True))
-
-    @property
-    def views(self) -> Any:
-        """The kinds of views that there are: `rerun.blueprint`."""
-        return self.rr.blueprint
 
     def close(self) -> None:
         """Finish the file; `OSError` where the disk is full."""
@@ -104,10 +94,7 @@ class RecordingFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
+        self.close() if kind is None else self.discard()
 
 
 def import_rerun() -> ModuleType:
