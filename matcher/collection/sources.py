@@ -338,7 +338,7 @@ def find_source(
         source = HlocFeatures(folder, Path(features), selection)
     names, unusable = source.names()
     if unusable and not names:
-        found = f"the names of its images cannot be stored ({', '.join(unusable[:5])})"
+        found = f"none of its names can be stored ({', '.join(unusable[:5])})"
         raise UsageError(f"{folder}: {found}; rename them, or set PYTHONUTF8=1 if they are UTF-8")
     if not names:
         raise UsageError(f"{folder} holds no images")
