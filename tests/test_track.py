@@ -252,18 +252,18 @@ def test_files_beside_the_images_say_their_times(tmp_path, name):
     assert times(folder, rate=2) == [0.0, 0.5, 1.0]
 
 
-def test_times_that_do_not_meet_are_named(folders, tmp_path, capfd):
+def test_times_that_do_not_meet_are_named_with_their_likely_unit(folders, tmp_path, capfd):
     left, right, _ = folders
     pairs = [*stereo(right), "--ground-truth", tmp_path / "t.tum"]
     for index, path in enumerate(sorted(left.iterdir())):
         for side in (left, right):
             (side / path.name).rename(side / f"{1500000000 + index / 10:.6f}.png")
-    for scale, more in ((1e9, ()), (1, ("--fps", 10))):
+    for scale, words, more in ((1e9, "nanoseconds", ()), (1, "frame rate", ("--fps", 10))):
         rows = [f"{(1500000000 + i / 10) * scale:.2f} {i} 0 0 0 0 0 1\n" for i in range(6)]
         (tmp_path / "t.tum").write_text("".join(rows))
         assert track(left, *pairs, *more) == 2
         said = " ".join(capfd.readouterr().err.split())
-        assert "frame rate" in said and f"{1500000000 * scale:.10g}" in said
+        assert words in said and f"{1500000000 * scale:.10g}" in said
 
 
 # --- The example.

@@ -119,6 +119,24 @@ def nearest_rows(stamps: np.ndarray, times: np.ndarray) -> np.ndarray:
     return np.where(np.abs(times[best] - stamps) <= 0.02, best, -1)
 
 
+def _different_times(stamps: np.ndarray, times: np.ndarray) -> str:
+    """Why no frame has the time of a true pose: both ranges, and the likely unit."""
+    if not len(stamps):
+        return "no frame has a pose"
+    message = (
+        f"the frames are of {stamps.min():.10g} to {stamps.max():.10g} s, the true poses of "
+        f"{times.min():.10g} to {times.max():.10g}"
+    )
+    for unit, factor in (("milliseconds", 1e3), ("microseconds", 1e6), ("nanoseconds", 1e9)):
+        for what, one, other in (("true poses'", times, stamps), ("frames'", stamps, times)):
+            if one.min() / factor <= other.max() and one.max() / factor >= other.min() > 0:
+                return f"{message}: the {what} times are likely {unit}, so write them in seconds"
+    return (
+        f"{message}: are they of this sequence? Frames are counted at the frame rate unless files named by "
+        "their time, or times.txt, timestamps.txt, data.csv or rgb.txt beside them say when they were taken"
+    )
+
+
 class TrackingLog:
     """Collects results frame by frame; 40 bytes per keypoint."""
 
@@ -217,14 +235,7 @@ class TrackingLog:
             rows = np.where(known < len(ground_truth), known, -1)
             why = f"{len(known)} frames have a pose, and the file has {len(ground_truth)}"
         else:
-            rows, why = nearest_rows(stamps, times), "no frame has a pose"
-            if len(stamps):
-                why = (
-                    f"the frames are of {stamps.min():.10g} to {stamps.max():.10g} s, the true poses of "
-                    f"{times.min():.10g} to {times.max():.10g}: are both in seconds, and of this "
-                    "sequence? Frames are counted at the frame rate unless their names, or times.txt, "
-                    "timestamps.txt, data.csv or rgb.txt beside them say when they were taken"
-                )
+            rows, why = nearest_rows(stamps, times), _different_times(stamps, times)
         both = rows >= 0
         if np.count_nonzero(both) < 2:
             raise UsageError(
