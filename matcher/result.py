@@ -23,6 +23,7 @@ from matcher.viz import PLOT_SUFFIXES
 if TYPE_CHECKING:
     from matcher.budget import Choice
     from matcher.images import ImageInput
+    from matcher.viz.drawings import ColourBy
 
 
 DATA_SUFFIXES = (".npz", ".json", ".csv")
@@ -279,20 +280,24 @@ class Result:
         image0: ImageInput | None = None,
         image1: ImageInput | None = None,
         *,
+        title: str | None = None,
+        colour_by: ColourBy | None = None,
+        errors: np.ndarray | None = None,
+        stacked: bool = False,
         ellipses: bool = False,
+        max_lines: int = 200,
         overwrite: bool = False,
-        **how: Any,
     ) -> Path:
         """Draw the matches on both images, save the drawing whole or not at all, and return its path.
 
         Args:
             path: .png, .jpg, .jpeg, .pdf or .svg (lines as vectors).
             image0, image1: the images; None reads `path0` and `path1` again. Give them for arrays.
+            title, errors, stacked, max_lines, colour_by: as in `matcher.viz.drawings.draw_matches`; unless
+                one is chosen, colours show planes where several were looked for, groups of things that look
+                alike where most matches are of such, else confidence.
             ellipses: draw the uncertainty of refined matches, enlarged.
             overwrite: replace an existing file even if matcher did not write it.
-            how: title, errors, stacked, max_lines, colour_by, as of `matcher.viz.drawings.draw_matches`;
-                unless one is chosen, colours show planes where several were looked for, groups of things that
-                look alike where most matches are of such, else confidence.
 
         Raises:
             UsageError: a file that cannot be written, no image or one of another size, or no refined matches
@@ -314,8 +319,9 @@ class Result:
             if image.size != size:
                 raise UsageError(f"image{index} is {image.size}, but the result's image was {size}")
             images.append(image)
-        how = self.drawing() | {name: value for name, value in how.items() if value is not None}
-        how["covariances"] = self.matches.covariances if ellipses else None
+        how = self.drawing() | {"title": title, "errors": errors, "stacked": stacked, "max_lines": max_lines}
+        how |= {"covariances": self.matches.covariances} if ellipses else {}
+        how |= {} if colour_by is None else {"colour_by": colour_by}
         return save_figure(draw_matches(*images, self.points0, self.points1, **how), path)
 
     def drawing(self) -> dict[str, Any]:

@@ -201,8 +201,8 @@ class Georeferenced:
         backward = np.linalg.inv(self.matrix)
         backward /= backward[2, 2]
         with whole_file(path) as part, ExitStack() as stack:
-            source = _bands(self.rasters[0].path, stack)
             grid = stack.enter_context(_dataset(self.rasters[1].path))
+            source = _bands(self.rasters[0].path, stack)
             import rasterio
             from rasterio.windows import Window
 

@@ -118,8 +118,14 @@ class Collection:
     def reopen(
         cls, run_dir: str | Path, *, workers: Workers | int | None = None, **options: Unpack[LoadOptions]
     ) -> Collection:
-        """Open an existing run with the settings that it was made with; `options` are what it does not hold:
-        weights, frontend_weights, device."""
+        """Open an existing run with the settings that it was made with.
+
+        `options` are what it does not hold: weights, frontend_weights, device.
+
+        Raises:
+            UsageError: there is no run.
+            IntegrityError: it is damaged, or was made by another version.
+        """
         with Store.open(run_dir) as store:
             settings = store.settings
         given = {"precision": settings.get("precision")}
