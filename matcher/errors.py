@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import import_module
 from numbers import Real
+from types import ModuleType
 
 # What reading a file that anybody may have made can raise, beside what its own library has.
 MALFORMED = (
@@ -83,6 +85,16 @@ def absent_module(error: ModuleNotFoundError) -> str | None:
     name = _DISTRIBUTIONS.get(root, root)
     known = any(each.startswith(f"{name}>") for each in _OPTIONAL)
     return f"this needs {root}, which is not installed: {install_command(name)}" if known else None
+
+
+def optional_module(name: str) -> ModuleType:
+    """The module of an optional part; `UsageError`, with what to install, where it is absent."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if (remedy := absent_module(error)) is None:
+            raise
+        raise UsageError(remedy) from None
 
 
 def install_command(*distributions: str) -> str:

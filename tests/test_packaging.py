@@ -48,9 +48,11 @@ def test_hints_name_what_is_missing_in_the_range_of_the_project():
     assert project["scripts"] == {"matcher": "matcher.cli:main"}
     stated = {*project["dependencies"], *(r for e in project["optional-dependencies"].values() for r in e)}
     named = {
-        name
+        {"rerun": "rerun-sdk"}.get(name, name)
         for path in (ROOT / "matcher").rglob("*.py")
-        for call in re.findall(r"install_command\(((?:['\"][\w-]+['\"],? ?)+)\)", path.read_text("utf-8"))
+        for call in re.findall(
+            r"(?:install_command|optional_module)\(((?:['\"][\w-]+['\"],? ?)+)\)", path.read_text("utf-8")
+        )
         for name in re.findall(r"[\w-]+", call)
     }
     assert {"pycolmap", "onnxruntime", "gradio", "pillow-heif"} <= named

@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from matcher.cameras import Camera
-from matcher.errors import UsageError, install_command
+from matcher.errors import UsageError, optional_module
 
 
 class RecordingFile:
@@ -99,8 +99,4 @@ class RecordingFile:
 
 def import_rerun() -> ModuleType:
     """The module, so that a command can refuse before any work; `UsageError` where it is absent."""
-    try:
-        import rerun
-    except ModuleNotFoundError as error:
-        raise UsageError(f"recordings and the viewer need rerun: {install_command('rerun-sdk')}") from error
-    return rerun
+    return optional_module("rerun")
