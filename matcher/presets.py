@@ -196,11 +196,18 @@ def from_file(preset: str, options: Mapping[str, Any]) -> tuple[str, dict[str, A
 
 
 class LoadOptions(TypedDict, total=False):
-    """What adjusts a preset, None being its own value: type, text of the help, what stands for the value."""
+    """What adjusts a preset; None always means the preset's own value.
 
-    weights: Annotated[str | Path | None, "Matcher weights: file, or name in `matcher weights list`.", "FILE"]
+    Each with what it is, as the command line's help says it too, and what stands there for its value.
+    """
+
+    weights: Annotated[
+        str | Path | None, "Matcher weights: a file, or a name from `matcher weights list`.", "FILE"
+    ]
     frontend: Annotated[
-        str | None, "Use another front end than the preset's, such as disk; it must fit the matcher.", "NAME"
+        str | None,
+        "Use another front end than the preset's, for example disk; it must fit the matcher.",
+        "NAME",
     ]
     frontend_weights: Annotated[
         str | Path | None, "Weights file of the front end; needed only for front ends of your own.", "FILE"
@@ -214,33 +221,50 @@ class LoadOptions(TypedDict, total=False):
         "PX",
     ]
     keep: Annotated[
-        Literal["strongest", "largest"] | None, "SIFT keypoints to keep of an image that has more.", ""
+        Literal["strongest", "largest"] | None,
+        "Which SIFT keypoints to keep if an image has more than are kept.",
+        "",
     ]
     geometry: Annotated[
-        GeometryKind | None, "Model that verifies; homographies: of planes; essential needs cameras.", ""
+        GeometryKind | None,
+        "Model that verifies the matches; homographies: of several planes; essential needs cameras.",
+        "",
     ]
     match_threshold: Annotated[
         float | None, "Keep matches whose probability, before calibration, is at least P, 0 to 1.", "P"
     ]
     ratio: Annotated[
-        float | None, "Ratio test of nearest*: keep matches whose distance ratio is at most R, 0 to 1.", "R"
+        float | None,
+        "Ratio test of the nearest* presets: keep matches whose distance ratio is at most R, 0 to 1.",
+        "R",
     ]
     early_exit: Annotated[bool | None, "Stop a pair at the layer where the network is confident.", ""]
     pruning: Annotated[bool | None, "Drop keypoints that cannot match, layer by layer.", ""]
     further_passes: Annotated[
-        bool | None, "Where few matches agree, match other features, scales and the common region too.", ""
+        bool | None,
+        "Where too few matches of the first pass agree, match other features, scales and the common region "
+        "too.",
+        "",
     ]
     refine: Annotated[
-        bool | None, "Move matches to where the images look most alike; without it faster, less exact.", ""
+        bool | None,
+        "Move every match to where the images look most alike; without it faster, less exact.",
+        "",
     ]
-    upright: Annotated[bool | None, "Apply EXIF orientations; without it images are matched as stored.", ""]
+    upright: Annotated[
+        bool | None, "Apply the EXIF orientation of images; without it they are matched as stored.", ""
+    ]
     alpha_mask: Annotated[
-        bool | None, "No keypoints where an image is transparent; else alpha is ignored.", ""
+        bool | None, "Find no keypoints where a picture is transparent; without it alpha is ignored.", ""
     ]
-    bgr: Annotated[bool | None, "Arrays of 3 or 4 channels are BGR, as OpenCV reads them; else RGB.", ""]
+    bgr: Annotated[
+        bool | None, "Arrays of three or four channels are BGR, as OpenCV reads them; else RGB.", ""
+    ]
     max_pixels: Annotated[int | None, "Refuse images of more than N pixels before decoding them.", "N"]
     engine: Annotated[Engine | None, "Library that runs front end and networks; onnx needs no torch.", ""]
-    precision: Annotated[Precision | None, "Arithmetic of the networks; auto: the device's fastest.", ""]
+    precision: Annotated[
+        Precision | None, "Arithmetic of the networks; auto picks the fastest one that suits the device.", ""
+    ]
     device: Annotated[str | None, "Device to run on; auto prefers CUDA.", "auto|cpu|cuda|mps"]
 
 

@@ -728,7 +728,10 @@ def checked_pairs(pairs: Any) -> Sequence[tuple[Features, Features]]:
         given = pair if isinstance(pair, (list, tuple)) else [pair]
         if len(given) != 2 or any(not isinstance(f, Features) or f.keypoints.ndim != 2 for f in given):
             found = " and ".join(repr(f) if isinstance(f, Features) else type(f).__name__ for f in given)
-            raise UsageError(f"pairs[{number}] must be two Features of one image each, not {found or 'none'}")
+            raise UsageError(
+                f"pairs[{number}] must be two Features of one image each, not {found or 'none'}; "
+                "take a batch apart by unstack()"
+            )
     return pairs
 
 

@@ -152,7 +152,8 @@ def sfm(
             extractor = configure(PRESETS[preset], {"frontend": given.get("frontend")}).extractor
             defaults |= {"keep": KEEP} if extractor.kind == "sift" else {}
         opened = sources.entered(source, run, defaults | given, workers=sources.workers)
-        if len(names) > 12 and not (wanted or sources.features or sources.tiles):
+        plain = preset == DEFAULT_PRESET and "max_keypoints" not in given
+        if len(names) > 12 and plain and not (wanted or sources.features or sources.tiles):
             say(
                 f"faster: --similar 6, --max-keypoints {MAX_KEYPOINTS // 2} or, for easy photos, --preset "
                 f"nearest (SIFT); more thorough: --exhaustive, --max-keypoints {2 * MAX_KEYPOINTS} (in "

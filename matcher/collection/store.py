@@ -48,7 +48,7 @@ class Store(AbstractContextManager):
                     raise UsageError(f"{strange[0]} is no store of a matcher run: move it away")
                 schema.remove(*paths)
             if paths[2].exists():
-                raise UsageError(f"{folder} holds a run already")
+                raise UsageError(f"{folder} holds a run already; open it, or name another folder")
             known = dict(settings=schema.to_json(settings), image_folder=str(Path(images).absolute()))
             schema.make(paths[2], **known)
         return cls.open(folder)

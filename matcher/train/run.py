@@ -123,7 +123,9 @@ class Loop:
         if (path := self.folder / stage.file).exists():
             state = load_state(path)
             if state.get("run") != self.fingerprint:
-                raise UsageError(f"{path} is of another recipe or other photos than recipe.json says")
+                raise UsageError(
+                    f"{path} is of another recipe or other photos than recipe.json says; give another --run"
+                )
             try:
                 stage.restore(state)
             except (KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -110,7 +110,7 @@ def continue_from(model: MatchingNetwork, start: str) -> None:
     if different or trained.config.kind != model.config.kind:
         raise UsageError(
             f"matcher.start: [matcher.network] is not that of {name}, for keypoints of {trained.config.kind} "
-            f"({len({*different})} tensors differ, such as {different[:1]})"
+            f"({len({*different})} tensors differ, such as {different[:1]}); make it that or remove start"
         )
     model.load_state_dict(found)
 
