@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
-from importlib import import_module
 from numbers import Real
-from types import ModuleType
 
 # What reading a file that anybody may have made can raise, beside what its own library has.
 MALFORMED = (
@@ -87,10 +86,11 @@ def absent_module(error: ModuleNotFoundError) -> str | None:
     return f"this needs {root}, which is not installed: {install_command(name)}" if known else None
 
 
-def optional_module(name: str) -> ModuleType:
-    """The module of an optional part; `UsageError`, with what to install, where it is absent."""
+@contextmanager
+def optional() -> Iterator[None]:
+    """An import that may fail: `UsageError`, with what to install, where an optional package is absent."""
     try:
-        return import_module(name)
+        yield
     except ModuleNotFoundError as error:
         if (remedy := absent_module(error)) is None:
             raise

@@ -47,12 +47,12 @@ def test_hints_name_what_is_missing_in_the_range_of_the_project():
     assert project["name"] != "matcher"
     assert project["scripts"] == {"matcher": "matcher.cli:main"}
     stated = {*project["dependencies"], *(r for e in project["optional-dependencies"].values() for r in e)}
+    forms = (r"install_command\(((?:['\"][\w-]+['\"],? ?)+)\)", r"with optional\(\):\n +import (\w+)")
     named = {
         {"rerun": "rerun-sdk"}.get(name, name)
         for path in (ROOT / "matcher").rglob("*.py")
-        for call in re.findall(
-            r"(?:install_command|optional_module)\(((?:['\"][\w-]+['\"],? ?)+)\)", path.read_text("utf-8")
-        )
+        for form in forms
+        for call in re.findall(form, path.read_text("utf-8"))
         for name in re.findall(r"[\w-]+", call)
     }
     assert {"pycolmap", "onnxruntime", "gradio", "pillow-heif"} <= named

@@ -18,7 +18,7 @@ import numpy as np
 
 from matcher.alignment.align import Alignment, align
 from matcher.config import PlanarModel
-from matcher.errors import ImageError, UsageError, optional_module
+from matcher.errors import ImageError, UsageError, optional
 from matcher.files import check_output, whole_file, write_output
 from matcher.geometry import inside, warp_points
 from matcher.images import read_image
@@ -79,7 +79,8 @@ def open_raster(path: str | Path) -> Raster:
 
 def _dataset(path: Path) -> DatasetReader:
     """A TIFF open to be read; no other driver of GDAL is tried, so that a file cannot name other files."""
-    rasterio = optional_module("rasterio")
+    with optional():
+        import rasterio
     try:
         return rasterio.open(path, driver="GTiff")
     except rasterio.errors.RasterioIOError as error:

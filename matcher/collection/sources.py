@@ -23,7 +23,7 @@ import numpy as np
 
 from matcher.collection.schema import damaged, name_fault, parse_json
 from matcher.config import NetworkConfig
-from matcher.errors import ImageError, MatcherError, UsageError, optional_module
+from matcher.errors import ImageError, MatcherError, UsageError, optional
 from matcher.files import open_given, read_given
 from matcher.geometry import resized
 from matcher.images import find_mask, find_masks, list_images
@@ -215,7 +215,8 @@ class HlocFeatures:
     def names(self) -> tuple[list[str], list[str]]:
         """Sorted names of the selected groups with keypoints, each group once whatever links there are to it,
         and the names that no store can hold."""
-        h5py = optional_module("h5py")
+        with optional():
+            import h5py
 
         names, seen, waiting = [], set(), []
         with self._open() as file:
@@ -294,7 +295,8 @@ class HlocFeatures:
     @contextmanager
     def _open(self, kind: type[MatcherError] = UsageError, what: str = "") -> Iterator[Any]:
         """The file, opened; errors of HDF5 in the block are of that kind, as it may be damaged anywhere."""
-        h5py = optional_module("h5py")
+        with optional():
+            import h5py
 
         if not self.file.is_file():
             raise UsageError(f"{self.file} is not a file; check the path of the features")
@@ -309,7 +311,8 @@ class HlocFeatures:
 
 def _array(group: Any, key: str) -> np.ndarray:
     """A dataset of numbers that lie in the file itself, and are no more than it can hold."""
-    h5py = optional_module("h5py")
+    with optional():
+        import h5py
 
     if not isinstance(group.get(key, getlink=True), h5py.HardLink):
         raise ValueError(f"{key} is a link")

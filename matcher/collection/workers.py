@@ -33,7 +33,7 @@ from matcher.collection.schema import DONE, FAILED, WAITING
 from matcher.collection.settings import Setup, build
 from matcher.collection.sources import Extracted, FeatureSource
 from matcher.collection.store import EncodedPair, Store, Writer
-from matcher.errors import ImageError, IntegrityError, MatcherError, UsageError, optional_module
+from matcher.errors import ImageError, IntegrityError, MatcherError, UsageError, optional
 from matcher.loading import devices
 from matcher.processes import child_command, child_environment, thread_environment, usable_cores
 from matcher.types import Features, Image, to_numpy
@@ -306,7 +306,10 @@ class RayWorkers(_Pool):
     def __init__(self, run_dir: Path, setup: Setup, count: int | None, threads: int) -> None:
         super().__init__()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray starts
-        self._ray = ray = optional_module("ray")
+        with optional():
+            import ray
+
+        self._ray = ray
         self._ours = not ray.is_initialized()
         if self._ours:
             options: dict[str, Any] = {"address": os.environ.get("RAY_ADDRESS")}

@@ -21,7 +21,7 @@ import numpy as np
 from matcher.cameras import CAMERA_MODELS, Camera, RigConfig, focal_of_film
 from matcher.collection.schema import common_camera
 from matcher.collection.tracks import contradicted_pairs
-from matcher.errors import IntegrityError, UsageError, optional_module
+from matcher.errors import IntegrityError, UsageError, optional
 from matcher.files import whole_file
 from matcher.image_files import read_header
 from matcher.types import Features, TwoViewGeometry
@@ -262,7 +262,8 @@ _ORIGIN = np.array([[1, 0, HALF_PIXEL], [0, 1, HALF_PIXEL], [0, 0, 1]], dtype=np
 
 def import_pycolmap() -> Any:
     """The module pycolmap; `UsageError`: it is not installed."""
-    pycolmap = optional_module("pycolmap")
+    with optional():
+        import pycolmap
     # Take back SIGTERM, which the import gave to glog: it would dump the stack and clean nothing up.
     if threading.current_thread() is threading.main_thread():
         handler = signal.getsignal(signal.SIGTERM)

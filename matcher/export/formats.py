@@ -15,7 +15,7 @@ import numpy as np
 
 from matcher.cameras import CAMERA_MODELS
 from matcher.collection.sources import HLOC_OPTIONAL
-from matcher.errors import UsageError, optional_module, unknown_name
+from matcher.errors import UsageError, optional, unknown_name
 from matcher.export import colmap
 from matcher.export.colmap import HALF_PIXEL, CameraChoice, ExportedRun, ExportReport
 from matcher.files import MARK, check_folder, check_output, whole_file, whole_folder
@@ -139,7 +139,8 @@ def write_npz(run: ExportedRun, part: Path, _: None) -> None:
 
 def write_hloc(run: ExportedRun, part: Path, _: None) -> None:
     """A folder with hloc's three files; every match is written, verified or not, as hloc verifies itself."""
-    h5py = optional_module("h5py")
+    with optional():
+        import h5py
 
     counts = {image.name: image.count for image in run.images}
     run.refuse_names(lambda name: len(name.split()) != 1, "hold spaces, at which hloc splits pairs.txt")

@@ -18,7 +18,7 @@ import numpy as np
 
 from matcher.cameras import Camera
 from matcher.config import GeometryKind, PlanarModel
-from matcher.errors import optional_module
+from matcher.errors import optional
 from matcher.types import TwoViewGeometry
 
 # Hypotheses
@@ -452,7 +452,8 @@ def undistort(points: np.ndarray, camera: Camera) -> np.ndarray:
         found = cv2.fisheye.undistortPoints(points[:, None], camera.K, distortion, P=camera.K)
         # OpenCV marks what it cannot invert by −1000000 before it applies P.
         return np.where(np.abs(found[:, 0]) < 1e5 * camera.fx, found[:, 0], np.nan)
-    pycolmap = optional_module("pycolmap")
+    with optional():
+        import pycolmap
     model, params = camera.to_colmap()
     width, height = camera.size or (1, 1)
     lens = pycolmap.Camera(model=model, width=width, height=height, params=params)

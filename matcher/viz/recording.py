@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from matcher.cameras import Camera
-from matcher.errors import UsageError, optional_module
+from matcher.errors import UsageError, optional
 
 
 class RecordingFile:
@@ -99,4 +99,6 @@ class RecordingFile:
 
 def import_rerun() -> ModuleType:
     """The module, so that a command can refuse before any work; `UsageError` where it is absent."""
-    return optional_module("rerun")
+    with optional():
+        import rerun
+    return rerun
