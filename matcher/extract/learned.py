@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, grid_sample, interpolate, normalize, pad
 
-from matcher.attention import mapped
 from matcher.config import ExtractorConfig
 from matcher.errors import IntegrityError
 from matcher.extract.front_end import Found, FrontEnd, grey, inner_pixels, mask_of, padded
@@ -214,13 +213,12 @@ class FeatureNetwork(nn.Module):
 
     def describe(self, maps: Sequence[Tensor], points: Tensor) -> Tensor:
         """Unit descriptors (B, N, 64) float32 at points (B, N, 2) xy."""
-        first, _, last = self.descriptor
-        return normalize(mapped(last, mapped(first, sample(maps, points)).relu_()).float(), dim=-1)
+        return normalize(self.descriptor(sample(maps, points)).float(), dim=-1)
 
     def prepare(self, dtype: torch.dtype) -> None:
-        """Keep all maps in `dtype` but for that to logits, and convolutions in the order that suits them."""
+        """Keep the convolutions in `dtype`, but for the last, and everything in the order that suits them."""
         self.to(memory_format=torch.channels_last)
-        for part in (self.encoder, self.lift, self.mix, self.descriptor):
+        for part in (self.encoder, self.lift, self.mix):
             part.to(dtype)
 
 
