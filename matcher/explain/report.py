@@ -8,22 +8,23 @@ import html
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cv2
 import numpy as np
 
 from matcher.config import NetworkConfig, to_dict
 from matcher.errors import UsageError, counted
-from matcher.explain.explain import Attention, Explanation, explain, nearest_keypoint
 from matcher.files import check_output, write_output
 from matcher.geometry import resize_points, stored_to_upright
 from matcher.match.adaptivity import confidence_threshold
-from matcher.match.network import AttentionMatcher
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.result import Result
 from matcher.types import MATCHED, UNMATCHED, Features, Image, Matches, TwoViewGeometry
 from matcher.verify.verdict import repeated_groups, verdict_of
+
+if TYPE_CHECKING:
+    from matcher.explain.explain import Attention, Explanation
 
 
 def build_page(title: str, scripts: Sequence[str], body: str, data: dict[str, Any]) -> bytes:
@@ -276,6 +277,9 @@ def report_page(
 
     `UsageError`: no network, or a point outside image 0.
     """
+    from matcher.explain.explain import explain, nearest_keypoint
+    from matcher.match.network import AttentionMatcher  # torch, which reports of runs do without
+
     network, whole = pipeline.matcher, result
     if not isinstance(network, AttentionMatcher):
         raise UsageError(f"preset {pipeline.preset!r} has no network to explain; choose one that has")
