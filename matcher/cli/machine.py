@@ -18,7 +18,6 @@ from matcher.cli.output import complain, show, wants_progress
 from matcher.config import NearestConfig, NetworkConfig, described
 from matcher.errors import CPU_BUILD, CUDA_BUILD, IntegrityError, UsageError, install_command, unknown_name
 from matcher.files import cache_folder
-from matcher.loading import is_installed
 
 Port = Annotated[int, ("min", 0), ("max", 65535)]
 
@@ -213,6 +212,8 @@ def environment(compile_: bool = False) -> None:
     Args:
         compile_: First compile the kernels that make matching on this processor faster.
     """
+    from matcher.loading import is_installed
+
     if compile_:
         from matcher.kernels import build
 
