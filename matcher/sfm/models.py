@@ -145,9 +145,10 @@ def read_model(folder: Path) -> Any:
     _check_files(folder, pycolmap)
     try:
         model = pycolmap.Reconstruction(str(folder))
+        names = Counter(image.name for image in model.images.values())  # which may be no UTF-8
     except Exception as error:  # of C++, of any type
         raise _damaged(folder, str(error)[:200]) from error
-    for name, count in Counter(image.name for image in model.images.values()).items():
+    for name, count in names.items():
         if fault := name_fault(name):
             raise _damaged(folder, f"the name of an image {fault}")
         if count > 1:
