@@ -50,7 +50,7 @@ def scaled_dot_product(
     if torch.compiler.is_compiling():  # which knows nothing of other kernels
         return F.scaled_dot_product_attention(q, k, v)
     if by_kernel(q, k, v) and (found := attend(q, k, v)) is not None:
-        return found
+        return found.transpose(-2, -3)
     if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16):
         return half_on_cpu(q, k, v)
     return F.scaled_dot_product_attention(q, k, v)

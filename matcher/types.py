@@ -46,8 +46,8 @@ def to_numpy(value: Any) -> np.ndarray:
     """A tensor on any device, or an array, as an array; the same memory where that is possible."""
     if not is_tensor(value):
         return np.asarray(value)
-    tensor = value.detach().cpu()
-    return (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).numpy()  # NumPy has none
+    # NumPy has no bfloat16.
+    return (value.float() if "bfloat16" in str(value.dtype) else value).numpy(force=True)
 
 
 def all_finite(value: np.ndarray | Tensor) -> bool:

@@ -20,7 +20,7 @@ from matcher.evaluate.run import as_object, evaluate
 from matcher.evaluate.sets import SetOptions, find_sets
 from matcher.images import data_folder
 from matcher.kernels import SWITCH, build, kernels, loader
-from matcher.kernels.calls import attend, local_maps
+from matcher.kernels.calls import Span, attend, local_maps
 from matcher.match.consensus import fit_local_maps
 from matcher.match.network import DTYPES, resolve_precision
 from matcher.match.position import rotate
@@ -66,26 +66,33 @@ def test_attention_is_the_equation(kernel, count, n, m, width, dtype, rounding) 
     # Heads lie side by side in the tokens, as a projection leaves them, with other channels between.
     q, k, v = (heads(2, c, count + 1, width, seed=i)[:, :, 1:] for i, c in enumerate((n, m, m)))
     q, k, v = (x.transpose(1, 2).to(dtype) for x in (q, k, v))
-    found = attend(q, k, v)
+    found = attend(q, k, v).transpose(1, 2)
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
     stock = (F.scaled_dot_product_attention(q, k, v).double() - exact).abs().max()
     assert (found.double() - exact).abs().max() < 2 * stock + rounding * exact.abs().max()
     order = torch.randperm(n, generator=torch.Generator().manual_seed(3))
-    assert torch.equal(attend(q[:, :, order], k, v), found[:, :, order])
+    assert torch.equal(attend(q[:, :, order], k, v).transpose(1, 2), found[:, :, order])
 
 
 @VECTORS
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 0.01), (torch.float32, 1e-5)])
-def test_rows_are_rotated_and_logits_multiplied_on_the_way(kernel, dtype, rounding) -> None:
+def test_rows_of_spans_are_rotated_and_logits_multiplied_on_the_way(kernel, dtype, rounding) -> None:
     q, k, v = (heads(2, 3, 70, 32, seed=i, dtype=dtype) for i in range(3))
     angles = torch.rand(2, 70, 16, generator=torch.Generator().manual_seed(5)) * 6
     cos, sin = angles.cos(), angles.sin()
     turns = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], dim=2)
-    found = attend(q, k[:, :, :50], v[:, :, :50], gain=1.3, turns=turns)
+    # The second span attends to less than it holds.
+    spans = [Span(0, 40, 0, 40, 1.3), Span(40, 30, 40, 20, 0.7)]
+    found = attend(q, k, v, spans=spans, turns=turns).transpose(1, 2)
     parts = torch.stack([q, k], dim=1).permute(0, 3, 1, 2, 4).float()
     q, k = rotate(parts, turns).permute(2, 0, 3, 1, 4).double()
-    exact = F.scaled_dot_product_attention(1.3 * q, k[:, :, :50], v[:, :, :50].double())
-    assert (found.double() - exact).abs().max() < rounding * exact.abs().max()
+    for first, rows, key, keys, gain in spans:
+        own = slice(key, key + keys)
+        exact = F.scaled_dot_product_attention(
+            gain * q[:, :, first : first + rows], k[:, :, own], v[:, :, own].double()
+        )
+        error = found[:, :, first : first + rows].double() - exact
+        assert error.abs().max() < rounding * exact.abs().max()
 
 
 @VECTORS

@@ -16,6 +16,7 @@ from itertools import count, pairwise
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, grid_sample, interpolate, normalize, pad
+from torch.nn.utils.rnn import pad_sequence
 
 from matcher.config import ExtractorConfig
 from matcher.errors import IntegrityError
@@ -356,21 +357,20 @@ def _find_together(network: FeatureNetwork, images: Sequence[Image], config: Ext
     """The best points of images of one size, refined and described."""
     device, least, limit = network.points.weight.device, config.score_threshold, config.max_keypoints
     least = math.log(least / (1 - least)) if 0 < least < 1 else math.copysign(math.inf, least - 0.5)
-    all_logits, all_maps = network(torch.cat([grey(image, device) for image in images]))
-    found = []
-    for b, image in enumerate(images):
-        logits, maps = all_logits[b : b + 1], [level[b : b + 1] for level in all_maps]
-        chosen = candidates(logits, config.nms_radius, BORDER)[0]
-        chosen &= logits[0] > least
+    logits, maps = network(torch.cat([grey(image, device) for image in images]))
+    chosen = candidates(logits, config.nms_radius, BORDER) & (logits > least)
+    points, scores = [], []
+    for entry, image in enumerate(images):
         allowed = mask_of(image, device)
-        if allowed is not None:
-            chosen &= allowed
-        y, x = chosen.nonzero().unbind(1)
-        scores, order = logits[0, y, x].sort(descending=True, stable=True)
-        points = torch.stack([x, y], dim=1)[order[:limit]]
-        refined = subpixel(logits, points[None])
-        found.append(Found(refined[0], scores[:limit].sigmoid(), network.describe(maps, refined)[0]))
-    return found
+        places = (chosen[entry] if allowed is None else chosen[entry] & allowed).nonzero()  # yx
+        strength, order = logits[entry][tuple(places.T)].sort(descending=True, stable=True)
+        points.append(places[order[:limit]].flip(1))
+        scores.append(strength[:limit].sigmoid())
+    refined = subpixel(logits, pad_sequence(points, batch_first=True))
+    found = zip(refined, scores, network.describe(maps, refined), strict=True)
+    return [
+        Found(xy[: len(strength)], strength, described[: len(strength)]) for xy, strength, described in found
+    ]
 
 
 _PUBLISHED = {"score_threshold": SCORE_THRESHOLD, "nms_radius": NMS_RADIUS}

@@ -11,7 +11,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -31,31 +31,48 @@ def takes(x: Tensor) -> bool:
     return known and not (torch.is_grad_enabled() and x.requires_grad) and kernels() is not None
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, gain: float = 1.0, turns: Tensor | None = None
-) -> Tensor | None:
-    """softmax(gain · q kᵀ / √d) v of q (…, heads, N, d) and k, v (…, heads, M, d), in memory N before heads.
+class Span(NamedTuple):
+    """Consecutive queries, and the consecutive keys that they attend to."""
 
-    `turns` (…, ≥ N and M, 2, d) are float32 cosines and sines by which rows of q and of k are rotated first
-    (`matcher.match.position.rotate`).
+    query: int  # the first
+    queries: int
+    key: int  # the first
+    keys: int
+    gain: float = 1.0  # of the logits
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, spans: Sequence[Span] = (), turns: Tensor | None = None
+) -> Tensor | None:
+    """softmax(gain · q kᵀ / √d) v of q (…, heads, N, d) and k, v (…, heads, M, d) → (…, N, heads, d).
+
+    All queries attend to all keys, or each to those of its span. `turns` (…, T, 2, d) are float32 cosines and
+    sines by which queries and keys are rotated first (`matcher.match.position.rotate`), those of a span from
+    its first query on.
     """
     import torch
 
-    width, half = q.shape[-1], q.dtype == torch.bfloat16
-    if not q.dtype == k.dtype == v.dtype or not all(map(takes, (q, k, v))) or not q.numel() or not k.numel():
+    given, width, half = (q, k, v), q.shape[-1], q.dtype == torch.bfloat16
+    if not q.dtype == k.dtype == v.dtype or not all(map(takes, given)) or not q.numel() or not k.numel():
         return None
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    (heads, n), m, leading = q.shape[-3:-1], k.shape[-2], q.shape[:-3]
-    out = q.new_empty(*leading, n, heads, width).transpose(-2, -3)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in given)
+    (heads, n), leading, library = q.shape[-3:-1], q.shape[:-3], kernels()
+    out = q.new_empty(*leading, n, heads, width)
+    turns = None if turns is None else turns.contiguous()
     strides = (ctypes.c_long * 6)(*(x.stride(axis) for x in (q, k, v) for axis in (-2, -3)))
-    threads, library = min(torch.get_num_threads(), math.ceil(n / 32) * heads), kernels()
-    for index in product(*map(range, leading)):
-        offsets = (sum(i * s for i, s in zip(index, x.stride(), strict=False)) for x in (q, k, v, out))
-        places = (x.data_ptr() + x.element_size() * o for x, o in zip((q, k, v, out), offsets, strict=True))
-        own = None if turns is None else turns[index].contiguous()
-        turn = None if own is None else own.data_ptr()
-        library.matcher_attend(*places, strides, half, n, m, heads, width, gain, turn, threads)
+    for index, span in product(product(*map(range, leading)), spans or [Span(0, n, 0, k.shape[-2])]):
+        rows = ((q, span.query, -2), (k, span.key, -2), (v, span.key, -2), (out, span.query, -3))
+        places = [_place(x, index) + row * x.stride(axis) * x.element_size() for x, row, axis in rows]
+        turn = None if turns is None else _place(turns, (*index, span.query))
+        threads = min(torch.get_num_threads(), math.ceil(span.queries / 32) * heads)
+        sizes = (span.queries, span.keys, heads, width)
+        library.matcher_attend(*places, strides, half, *sizes, span.gain, turn, threads)
     return out
+
+
+def _place(x: Tensor, index: Sequence[int]) -> int:
+    """The address of an entry along the first axes."""
+    return x.data_ptr() + x.element_size() * sum(i * s for i, s in zip(index, x.stride(), strict=False))
 
 
 def local_maps(positions: Tensor, targets: Tensor, confidence: Tensor) -> Tensor | None:
@@ -71,7 +88,7 @@ def local_maps(positions: Tensor, targets: Tensor, confidence: Tensor) -> Tensor
     given, points = [x.contiguous() for x in given], positions.shape[1]
     out, threads = positions.new_empty(*positions.shape[:2], 4), torch.get_num_threads()
     for pair in range(len(positions)):
-        *places, end = (x.data_ptr() + 4 * pair * x[0].numel() for x in (*given, out))
+        *places, end = (_place(x, (pair,)) for x in (*given, out))
         library.matcher_local_maps(*places, points, end, min(threads, math.ceil(points / 64)))
     return out
 

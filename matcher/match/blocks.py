@@ -25,7 +25,7 @@ from matcher.attention import (
     scaled_dot_product,
 )
 from matcher.config import ContextConfig
-from matcher.kernels.calls import attend
+from matcher.kernels.calls import Span, attend
 from matcher.match.position import rotate
 
 
@@ -55,7 +55,7 @@ class FeedForward(nn.Module):
         """Tokens (…, dim) and their messages (…, dim) → tokens (…, dim), in the precision of the tokens."""
         hidden = mapped(self.widen, torch.cat([x.to(message.dtype), message], dim=-1))
         hidden = self.activate(self.norm(hidden))
-        return self.output_norm(mapped(self.narrow, hidden)).to(x.dtype).add_(x)
+        return x + self.output_norm(mapped(self.narrow, hidden))
 
 
 class Block(nn.Module):
@@ -88,27 +88,30 @@ class Block(nn.Module):
         (B, T, 2, d) rotate queries and keys where the kernel attends (`by_kernel`).
         """
         n, m = sides
+        if self._by_kernel(q, sides, mask):
+            spans = [Span(0, n, 0, n), Span(n, q.shape[2] - n, n, m)]
+            if across:
+                spans = [Span(0, n, n, m), Span(n, q.shape[2] - n, 0, n)]
+            spans = [span._replace(gain=self._gain_of(span.keys)) for span in spans]
+            return attend(q, k, v, spans=spans, turns=turns).flatten(2)
         queries = q.split([n, q.shape[2] - n], dim=2)
         parts = [n, m] if n + m == q.shape[2] else [n, m, q.shape[2] - n - m]
         keys, values = k.split(parts, dim=2)[:2], v.split(parts, dim=2)[:2]
         masks = (None, None) if mask is None else mask.split(parts, dim=1)[:2]
-        turned = (None, None) if turns is None else (turns[:, :n], turns[:, n:])
-        found = []
-        for side in (0, 1):
-            source = 1 - side if across else side
-            given = keys[source], values[source], masks[source], turned[side]
-            found.append(self._attend(queries[side], *given))
+        sources = (1, 0) if across else (0, 1)
+        found = [self._attend(queries[side], keys[s], values[s], masks[s]) for side, s in enumerate(sources)]
         return torch.cat([message.transpose(1, 2) for message in found], dim=1).flatten(2)
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, turns: Tensor | None = None
-    ) -> Tensor:
+    def _by_kernel(self, parts: Tensor, sides: tuple[int, int], mask: Tensor | None) -> bool:
+        """Whether one call of the compiled kernel attends in both images, to all of these keys."""
+        plain = mask is None and 0 not in sides and self.attention.score is scaled_dot_product
+        return plain and by_kernel(parts)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """(B, heads, N, d), (B, heads, M, d) twice, mask (B, M) of the M → message (B, heads, N, d)."""
         if not q.shape[2] or not k.shape[2]:  # a point that has nothing to attend to gets no message
             return torch.zeros_like(q)
         score, gain = self.attention.score, self._gain(k, mask)
-        if mask is None and score is scaled_dot_product and by_kernel(q, k, v):
-            return attend(q, k, v, gain=gain, turns=turns)
         q = q if isinstance(gain, float) and gain == 1 else q * gain
         if mask is None:
             return score(q, k, v)
@@ -122,20 +125,24 @@ class Block(nn.Module):
         return score(q, k, v, bias)
 
     def _gain(self, k: Tensor, mask: Tensor | None = None) -> float | Tensor:
-        """By how much logits are multiplied: log n / log `scale_above` with n keys, if these are more.
+        """By how much logits of keys (B, heads, M, d) are multiplied, with those of `mask` (B, M)."""
+        traced = torch.compiler.is_compiling()  # when nobody knows how many keys there will be
+        if not traced and (mask is None or self.scale_above is None or k.shape[2] <= self.scale_above):
+            return self._gain_of(k.shape[2])
+        if self.scale_above is None:
+            return 1.0
+        counts = k.new_ones(len(k), k.shape[2]) if mask is None else mask
+        gain = counts.sum(1).clamp_min(self.scale_above).log() / math.log(self.scale_above)
+        return gain[:, None, None, None].to(k.dtype)
+
+    def _gain_of(self, keys: int) -> float:
+        """log n / log `scale_above` for n keys, if these are more.
 
         It undoes that softmax over more keys is flatter (Chiang and Cholak 2022, "Overcoming a theoretical
         limitation of self-attention").
         """
         above = self.scale_above
-        traced = torch.compiler.is_compiling()  # when nobody knows how many keys there will be
-        if above is None or (not traced and k.shape[2] <= above):
-            return 1.0
-        if mask is None and not traced:
-            return math.log(k.shape[2]) / math.log(above)
-        counts = k.new_ones(len(k), k.shape[2]) if mask is None else mask
-        gain = counts.sum(1).clamp_min(above).log() / math.log(above)
-        return gain[:, None, None, None].to(k.dtype)
+        return 1.0 if above is None or keys <= above else math.log(keys) / math.log(above)
 
     def _updated(self, x: Tensor, message: Tensor) -> Tensor:
         return self.ffn(x, self.message_norm(mapped(self.attention.out, message)))
@@ -165,7 +172,7 @@ class SelfBlock(Block):
     ) -> Tensor:
         """Tokens (B, T, dim), rotations (B, T, 2, head_dim), `sides` and `mask` of the keys → tokens."""
         parts, turns = self.attention.project(x), None
-        if mask is None and self.attention.score is scaled_dot_product and by_kernel(parts):
+        if self._by_kernel(parts, sides, mask):
             rotations, turns = None, rotations
         messages = self._messages(*_rotated(parts, rotations), sides, mask, across=False, turns=turns)
         return self._updated(x, messages)

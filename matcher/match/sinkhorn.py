@@ -124,13 +124,15 @@ def _solve(
         u = u if masked is None else u.masked_fill(mu == 0, 0.0)
     else:
         u, v = start.u.unsqueeze(2).clone(), start.v.unsqueeze(2).clone()
-    kernel, b = _absorbed(scores, u, v), nu.clamp(max=1.0)
-    turned, sums = kernel.mT, torch.bmm(kernel, b).clamp_min(tiny)
+    kernel = _absorbed(scores, u, v)
+    scales = torch.cat([mu, nu], 1).clamp_(max=1.0)
+    (a, b), turned = scales.split([scores.shape[1], scores.shape[2]], dim=1), kernel.mT
+    sums = torch.bmm(kernel, b).clamp_min(tiny)
     count, errors, stopped = 0, [], {}
     while True:
-        a = mu / sums
+        torch.div(mu, sums, out=a)
         below = torch.bmm(turned, a)
-        b = nu / (below if masked is None else below.clamp_min(tiny))
+        torch.div(nu, below if masked is None else below.clamp_min(tiny), out=b)
         sums = torch.bmm(kernel, b)
         if masked is not None:  # where a pair has no point
             sums = sums.clamp_min(tiny)
@@ -138,9 +140,9 @@ def _solve(
         last, looks = count >= max_iterations, count % CHECKED == 0
         if not (last or looks or record_errors):
             continue
-        error = torch.linalg.vector_norm((a * sums).sub_(mu).mul_(weight), dim=1)
-        scales = torch.cat([a, b], 1) if masked is None else torch.cat([a, b], 1) + masked
-        error, low, high = torch.stack([error, *torch.aminmax(scales, dim=1)]).flatten(1).tolist()
+        error = torch.linalg.vector_norm(torch.addcmul(mu, a, sums, value=-1).mul_(weight), dim=1)
+        extremes = torch.aminmax(scales if masked is None else scales + masked, dim=1)
+        error, low, high = zip(*torch.cat([error, *extremes], 1).tolist(), strict=True)
         errors.append(error[0])
         for pair in range(len(scores)):
             if pair in stopped:
