@@ -49,6 +49,7 @@ def test_from_photos_to_a_model(made):
     assert (extractor["max_keypoints"], extractor["resize"], extractor["keep"]) == (1500, 2048, "largest")
 
 
+@pytest.mark.slow
 def test_keypoints_by_tiles_make_a_model(made, tmp_path, monkeypatch):
     folder, _, _ = made
     monkeypatch.setattr(extraction, "TILE", 300)

@@ -146,6 +146,18 @@ def test_rotations_that_do_not_close(rng, keypoints):
     assert contradicted(given, keypoints) == [("b", "d")]
 
 
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_lone_pair_of_two_places_whose_neighbours_miss_its_matches(rng, keypoints, refused):
+    one, other = ("abcd", "efgh")
+    keypoints |= {name: keypoints["a"] for name in "gh"}
+    given = edges(rng, one) | edges(rng, other)
+    given["c", "f"] = given["a", "b"]
+    missing = {(a, b) for a in one for b in other} - {("c", "f")} if refused else ()
+    assert contradicted(given, keypoints, missing) == [("c", "f")] * refused
+    given["b", "f"] = given["c", "e"] = given["a", "b"]  # two more, which agree with it
+    assert contradicted(given, keypoints, set(missing) - given.keys()) == []
+
+
 # --- Refined on images whose truth is known.
 
 

@@ -204,7 +204,16 @@ def runs_as_notebook(page: Path) -> bool:
     return notebook(page).is_file() and all(map(importlib.util.find_spec, ("nbclient", "ipykernel")))
 
 
-@pytest.mark.parametrize("page", tutorials.PAGES, ids=lambda page: page.stem)
+LONG = ("splat", "train", "where")  # tutorials that take five to ten seconds
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in LONG else [])
+        for page in tutorials.PAGES
+    ],
+)
 def test_a_tutorial_runs_from_top_to_bottom(page, tmp_path, shipped_weights, monkeypatch):
     if page.stem in ("splat", "where"):
         pytest.importorskip("pycolmap")

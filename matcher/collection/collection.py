@@ -636,7 +636,8 @@ def match_set(
     named = tuple(names)
     keypoints, scales = ([to_numpy(getattr(one, n)) for one in features] for n in ("keypoints", "scale"))
     edges = {ends: Edge.of(*pair) for ends, pair in found.items() if pair[1].verified}
-    gone = tracks.contradicted(edges, {n: keypoints[n] * scales[n] for n in range(count)})
+    scaled = {n: keypoints[n] * scales[n] for n in range(count)}
+    gone = tracks.contradicted(edges, scaled, found.keys() - edges.keys())
     for ends in gone:
         matches, geometry = found[ends]
         found[ends] = matches, replace(geometry, status="low_inliers").without_rejected()

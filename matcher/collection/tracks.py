@@ -2,7 +2,8 @@
 
 Loops of three images tell which matches and pairs are false: going round them leads to other points, or to
 another rotation (Zach, Klopschitz and Pollefeys, Disambiguating visual relations using loop constraints, CVPR
-2010).
+2010), or a pair is missing that should have had the matches of the two others (Zach, Irschara and Bischof,
+What can missing correspondences tell us about 3D structure and motion?, CVPR 2008).
 """
 
 from __future__ import annotations
@@ -198,18 +199,32 @@ class Edge(NamedTuple):
 
 def contradicted_pairs(store: Store, without: Collection[Ends] = ()) -> list[tuple[str, str]]:
     """The verified pairs of a run, names in order, that others contradict; those `without` are left out."""
-    edges = {}
+    edges, refused = {}, set()
     for pair in store.pairs():
-        if (ends := (pair.name0, pair.name1)) not in without and pair.geometry.verified:
+        if (ends := (pair.name0, pair.name1)) in without:
+            continue
+        if pair.geometry.verified:
             edges[ends] = Edge.of(pair.matches, pair.geometry)
+        else:
+            refused.add(ends)
     scaled = {name: store.keypoints(name) * np.array(store.scale(name)) for name in {*sum(edges, ())}}
-    return contradicted(edges, scaled)
+    return contradicted(edges, scaled, refused)
 
 
-def contradicted(edges: Mapping[Ends, Edge], keypoints: Mapping[Hashable, np.ndarray]) -> list[Ends]:
+LEAST_SHARED = 30  # matches of a pair whose points in one image another one shows, too
+MISSING = 5  # pairs that should have had these matches
+
+
+def contradicted(
+    edges: Mapping[Ends, Edge], keypoints: Mapping[Hashable, np.ndarray], refused: Collection[Ends] = ()
+) -> list[Ends]:
     """The pairs, in order, of which too few loops agree; keypoints are in pixels of the resized images. Of a
     loop with one false pair all pairs look wrong, so each is judged by all its loops, the most contradicted
-    first; with each that goes, its loops go, too."""
+    first; with each that goes, its loops go, too.
+
+    A pair without any loop that agrees goes, too, where many of those `refused` miss its matches: they are
+    of one of its images and one that shows a third of the matched points of the other image or more.
+    """
     either, near = dict(edges), defaultdict(dict)
     for (first, second), edge in edges.items():
         turned = None if edge.rotation is None else edge.rotation.T
@@ -251,9 +266,21 @@ def contradicted(edges: Mapping[Ends, Edge], keypoints: Mapping[Hashable, np.nda
             if len(each) >= 2 and np.mean(each) < 0.3
         ]
         if not doubtful:
-            return sorted(gone)
+            break
         gone.append(min(doubtful)[-1])
         loops = {names: agrees for names, agrees in loops.items() if not names.issuperset(gone[-1])}
+    for ends, edge in edges.items():
+        if ends in gone or any(said[ends]):
+            continue
+        missing = 0
+        for here, there, rows in (*ends, edge.indices[:, 0]), (*ends[::-1], edge.indices[:, 1]):
+            for third in near[here]:
+                if (there, third) in refused or (third, there) in refused:
+                    shared = np.count_nonzero(partner(here, third)[rows] >= 0)
+                    missing += shared >= max(LEAST_SHARED, len(rows) / 3)
+        if missing >= MISSING:
+            gone.append(ends)
+    return sorted(gone)
 
 
 # Refinement of tracks. Refining each match on its own would give a keypoint a different position in each of
