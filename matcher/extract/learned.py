@@ -320,7 +320,7 @@ WINDOW = 5  # pixels a side, in which a point's position is refined
 
 def peaks(logits: Tensor, radius: int) -> Tensor:
     """(B, H, W) bool: pixels that are the largest within `radius` pixels in x and y."""
-    return logits == _running_maximum(_running_maximum(logits, radius).mT, radius).mT
+    return logits == _running_maximum(_running_maximum(logits, radius, -1), radius, -2)
 
 
 def candidates(logits: Tensor, radius: int, border: int) -> Tensor:
@@ -328,14 +328,16 @@ def candidates(logits: Tensor, radius: int, border: int) -> Tensor:
     return peaks(logits, radius) & inner_pixels(logits, border)
 
 
-def _running_maximum(rows: Tensor, radius: int) -> Tensor:
-    """(…, W) → the largest within `radius` columns, by windows of doubling width."""
-    side = 2 * radius + 1
-    rows, width = pad(rows, (radius, radius), value=-torch.inf), 1
+def _running_maximum(values: Tensor, radius: int, axis: int) -> Tensor:
+    """(…, H, W) → the largest within `radius` rows or columns, by windows of doubling width."""
+    side, ends = 2 * radius + 1, (0, 0) * (-1 - axis)
+    values, width = pad(values, (*ends, radius, radius), value=-torch.inf), 1
     while width < side:
         step = min(width, side - width)
-        rows, width = torch.maximum(rows[..., :-step], rows[..., step:]), width + step
-    return rows
+        count = values.shape[axis] - step
+        values = torch.maximum(values.narrow(axis, 0, count), values.narrow(axis, step, count))
+        width += step
+    return values
 
 
 def subpixel(logits: Tensor, points: Tensor) -> Tensor:
