@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(autouse=True, scope="session")
 def _stock_operators() -> Iterator[None]:
-    """Stock operators, whatever was compiled on this machine; test_kernels.py and test_default.py are of the
-    rest. For the session, because fixtures of a module are made before those of a test."""
+    """Stock operators, whatever was compiled on this machine; others ask for `compiled`. For the session,
+    because fixtures of a module are made before those of a test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SWITCH, "0")
         yield
@@ -29,14 +30,32 @@ def _stock_operators() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def kernels_folder(tmp_path_factory) -> Path:
-    """A cache folder in which the kernels are built, once; only for tests of machines that can."""
-    folder = tmp_path_factory.mktemp("kernels")
+    """A cache folder in which the kernels are built, once for all processes of a run of the tests; only for
+    tests of machines that can."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "kernels"
+    folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MATCHER_CACHE", str(folder))
+        patch.delenv(SWITCH, raising=False)
         library._load.cache_clear()
         build()
     library._load.cache_clear()
     return folder
+
+
+@pytest.fixture(scope="module")
+def compiled(request) -> Iterator[bool]:
+    """Whether kernels are on, as on a user's machine: built in a folder of the tests, where they can be. Of
+    tests of whole commands they take a fifth of the time."""
+    able = bool(library.supported()) and library.find_compiler() is not None
+    with pytest.MonkeyPatch.context() as patch:
+        if able:
+            patch.setenv("MATCHER_CACHE", str(request.getfixturevalue("kernels_folder")))
+        patch.delenv(SWITCH)
+        library._load.cache_clear()
+        yield able
+    library._load.cache_clear()
 
 
 @pytest.fixture

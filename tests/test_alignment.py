@@ -15,6 +15,8 @@ from matcher.images import read_image
 from matcher.verify.estimation import RobustEstimator
 from matcher.viz.overlays import resizing
 
+pytestmark = pytest.mark.usefixtures("compiled")
+
 PLANAR = EstimationConfig(kind="homography")
 TURN = np.deg2rad(25)
 SIMILARITY = np.array(

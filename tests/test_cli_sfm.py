@@ -19,6 +19,8 @@ from matcher.sfm.growing import continue_model, more_pairs
 from matcher.sfm.models import read_given_poses
 
 pycolmap = pytest.importorskip("pycolmap")
+
+pytestmark = pytest.mark.usefixtures("compiled")
 FAST = ("--preset", "nearest", "--max-keypoints", "1500", "--workers", "0", "--threads", "1")
 
 

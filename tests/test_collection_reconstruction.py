@@ -24,6 +24,8 @@ from matcher.types import TwoViewGeometry
 
 pycolmap = pytest.importorskip("pycolmap")
 
+pytestmark = pytest.mark.usefixtures("compiled")
+
 
 def centre_error(model, poses):
     """Worst distance of a camera centre after alignment, over the largest distance between cameras."""

@@ -20,6 +20,8 @@ from matcher.cli import build
 from matcher.cli.machine import VARIABLES
 from matcher.presets import DEFAULT_PRESET, PRESETS
 
+pytestmark = pytest.mark.usefixtures("compiled")
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 MOST_WORDS = {

@@ -24,6 +24,8 @@ from matcher.match.network import AttentionMatcher, MatchingNetwork
 from matcher.presets import PRESETS
 from matcher.types import MATCHED, UNMATCHED, Features
 
+pytestmark = pytest.mark.usefixtures("compiled")
+
 
 def other_matcher(**changes) -> AttentionMatcher:
     with torch.random.fork_rng(devices=[]):

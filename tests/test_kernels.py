@@ -26,6 +26,8 @@ from matcher.match.network import DTYPES, resolve_precision
 from matcher.match.position import rotate
 from matcher.refine import Grid, ImagePyramid, Windows, fit_windows, middle_frames
 
+pytestmark = pytest.mark.usefixtures("compiled")
+
 VECTORS = pytest.mark.skipif(
     not loader.supported() or shutil.which("g++") is None, reason="needs vector units and a compiler"
 )
@@ -243,23 +245,6 @@ def test_what_cannot_be_compiled_or_kept_is_said(no_library, monkeypatch) -> Non
 
 
 # --- The path that a user takes who sets nothing: default preset, precision auto, kernels where they build.
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled(request) -> bool:
-    """Whether kernels are on, as on a user's machine: built in a folder of the tests, where they can be."""
-    able = bool(loader.supported()) and shutil.which("g++") is not None
-    with pytest.MonkeyPatch.context() as patch:
-        if able:
-            patch.setenv("MATCHER_CACHE", str(request.getfixturevalue("kernels_folder")))
-        patch.delenv(SWITCH)
-        forget()
-        yield able
-    forget()
-
-
-def forget() -> None:
-    loader._load.cache_clear()
 
 
 def test_kernels_and_precision_are_what_the_machine_is_good_at(compiled):

@@ -31,6 +31,8 @@ from matcher.sequence.keyframe_map import (
 from matcher.sequence.trajectory import read_poses
 
 pytest.importorskip("pycolmap")
+
+pytestmark = pytest.mark.usefixtures("compiled")
 CAMERA = Camera(528.0, 528.0, 239.5, 179.5)
 OUT_AND_BACK = (0, 2, 4, 6, 8, 9, 7, 5, 3, 1)  # photos of an arc, in the order of the frames
 

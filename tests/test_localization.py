@@ -27,6 +27,8 @@ from matcher.localization.sparse_map import LocalizationConfig
 from matcher.sfm.models import GivenPoses, find_model
 from matcher.sfm.reconstruct import reconstruct
 
+pytestmark = pytest.mark.usefixtures("compiled")
+
 SIZE = (480, 360)
 CAMERA = Camera(528.0, 528.0, 239.5, 179.5, SIZE)
 CAMERA_TEXT = "528,528,239.5,179.5"

@@ -15,6 +15,8 @@ from matcher.images import read_image
 from matcher.passes import JOINED, Evidence, PassMatches, crop, image_points, joined
 from matcher.types import Features, Image, Matches, TwoViewGeometry
 
+pytestmark = pytest.mark.usefixtures("compiled")
+
 
 @pytest.fixture
 def photo(views) -> np.ndarray:

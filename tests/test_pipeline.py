@@ -15,6 +15,8 @@ from matcher.images import read_image
 from matcher.match.network import AttentionMatcher
 from matcher.torch_engine import resolve_device
 
+pytestmark = pytest.mark.usefixtures("compiled")
+
 H_0TO1 = np.array([[0.9, -0.12, 40.0], [0.1, 0.95, -8.0], [1e-4, 5e-5, 1.0]])
 
 

@@ -16,6 +16,8 @@ from matcher.sequence.linking import complete_partners
 from matcher.sequence.pose_tracking import PoseTracker, project
 from matcher.sequence.trajectory import read_poses, segment_errors
 
+pytestmark = pytest.mark.usefixtures("compiled")
+
 
 def _pairs(descriptors0: np.ndarray, descriptors1: np.ndarray, ratio: float = 0.8) -> np.ndarray:
     best = cv2.BFMatcher().knnMatch(descriptors0, descriptors1, k=2)

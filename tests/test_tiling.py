@@ -14,6 +14,8 @@ from matcher.geometry import warp_points
 from matcher.images import read_image
 from matcher.tiling import WindowedMatcher, by_tiles, spread, tiled_features
 
+pytestmark = pytest.mark.usefixtures("compiled")
+
 HOMOGRAPHY = np.array([[0.93, 0.12, 40.0], [-0.1, 0.95, 60], [2e-5, -1e-5, 1]])
 
 

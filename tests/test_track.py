@@ -30,6 +30,8 @@ from matcher.sequence.trajectory import (
     write_trajectory,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled")
+
 
 @pytest.fixture(scope="module")
 def walls() -> list[np.ndarray]:

@@ -17,6 +17,8 @@ from matcher.sequence.pose_tracking import project
 from matcher.types import Features
 from matcher.verify.estimation import RobustEstimator
 
+pytestmark = pytest.mark.usefixtures("compiled")
+
 SIZE, CAMERA, BASELINE = (640, 480), Camera(500.0, 500.0, 319.5, 239.5), 0.5
 BLACK = 2**24 - 1  # number of an image without anything on it
 RIGHT = 2**22  # added to the number of a frame, its right camera's image

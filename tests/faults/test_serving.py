@@ -61,7 +61,7 @@ def served(temporary: Path, end: signal.Signals = signal.SIGINT) -> Iterator[str
     assert [path.name for path in temporary.iterdir()] == []
 
 
-pytestmark = pytest.mark.promise(7)
+pytestmark = [pytest.mark.promise(7), pytest.mark.usefixtures("compiled")]
 FORM = {"Content_Type": "multipart/form-data; boundary=x7x"}
 
 
@@ -211,6 +211,7 @@ def test_nothing_is_kept_when_its_terminal_is_closed(tmp_path):
         assert list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_visit(address, views, tmp_path, shipped_weights):
     """Two photos, the button, the counts, the drawing, the report, the file; a mask; a photo too large."""
