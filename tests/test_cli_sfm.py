@@ -213,6 +213,7 @@ def test_photos_are_added_in_the_coordinates_of_the_model(small, tmp_path):
         continue_model(tmp_path / "grown", later, tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_a_model_on_earth_stays_there_when_photos_are_added(tmp_path):
     """In metres of the same origin, whatever the headers of the new photos say; maps and poses say so too."""
     poses = render_photos(tmp_path / "photos", count=6)

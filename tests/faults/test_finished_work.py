@@ -106,7 +106,7 @@ def finish(folder: Path, run: Path, unbroken: dict, *more: object) -> None:
 
 @pytest.mark.parametrize(
     ("times", "workers"),
-    [(3, 0), pytest.param(50, 0, marks=pytest.mark.slow), pytest.param(50, 2, marks=pytest.mark.slow)],
+    [(2, 0), pytest.param(50, 0, marks=pytest.mark.slow), pytest.param(50, 2, marks=pytest.mark.slow)],
 )
 def test_kills_lose_nothing(scene, tmp_path, times, workers):
     """What was acknowledged before a kill is there after it, as it should be; then a run finishes."""
