@@ -78,20 +78,25 @@ CPU_BUILD = "pip install --force-reinstall torch --index-url https://download.py
 CUDA_BUILD = "pip install --force-reinstall torch (on Windows with the --index-url that pytorch.org names)"
 
 
-def absent_module(error: ModuleNotFoundError) -> str | None:
-    """What to install where an optional part was not found; None for a module that is nobody's choice."""
+def absent_module(error: ImportError) -> str | None:
+    """What to install where an optional part was not found, or is broken; None for a module that is nobody's
+    choice."""
     root = (error.name or "").partition(".")[0]
     name = _DISTRIBUTIONS.get(root, root)
-    known = any(each.startswith(f"{name}>") for each in _OPTIONAL)
-    return f"this needs {root}, which is not installed: {install_command(name)}" if known else None
+    if not any(each.startswith(f"{name}>") for each in _OPTIONAL):
+        return None
+    missing = isinstance(error, ModuleNotFoundError)
+    what = "is not installed" if missing else f"cannot be imported ({error})"
+    return f"this needs {root}, which {what}: {install_command(name)}"
 
 
 @contextmanager
 def optional() -> Iterator[None]:
-    """An import that may fail: `UsageError`, with what to install, where an optional package is absent."""
+    """An import that may fail: `UsageError`, with what to install, where an optional package is absent, or
+    broken, as one made for another NumPy."""
     try:
         yield
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         if (remedy := absent_module(error)) is None:
             raise
         raise UsageError(remedy) from None

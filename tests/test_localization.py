@@ -250,6 +250,7 @@ def test_pictures_of_a_rig_are_localised_together(made, place, queries, pair_of)
         (queries, pair_of, [CAMERA]),
         (queries, pair_of, [CAMERA, None]),
         (queries, np.zeros((2, 4, 4)), CAMERA),
+        (queries, None, CAMERA),
     ):
         with pytest.raises(UsageError):
             place.localize_rig(*arguments)

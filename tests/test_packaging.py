@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from matcher.errors import UsageError, install_command
+from matcher.errors import UsageError, install_command, optional
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = ("*.py", "*.md", "*.toml", "*.txt", "*.js", "*.html")
@@ -40,6 +40,14 @@ def test_no_text_advises_to_install_the_foreign_project():
 def test_our_own_name_is_not_taken_for_it():
     assert not FOREIGN.search(install_command("app"))
     assert not FOREIGN.search("pip install ./matcher-1.0.0-py3-none-any.whl")
+
+
+@pytest.mark.parametrize(("kind", "said"), [(ModuleNotFoundError, "not installed"), (ImportError, "libhdf5")])
+def test_an_optional_package_that_is_absent_or_broken_is_named_with_its_remedy(kind, said):
+    with pytest.raises(UsageError, match=rf"{said}.*pip install 'h5py>="), optional():
+        raise kind("libhdf5.so.310: cannot open shared object file", name="h5py._errors")
+    with pytest.raises(kind), optional():
+        raise kind("no module named x", name="x")
 
 
 def test_hints_name_what_is_missing_in_the_range_of_the_project():

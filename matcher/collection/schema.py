@@ -518,6 +518,8 @@ def lock(folder: Path) -> sqlite3.Connection:
     held = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):  # SQLite would lock a file that it may only read
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
         held = sqlite3.connect(folder / LOCK, timeout=0, isolation_level=None)
         held.execute("PRAGMA locking_mode = EXCLUSIVE")
         held.execute("BEGIN EXCLUSIVE")

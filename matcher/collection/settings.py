@@ -71,7 +71,8 @@ def stored_setup(settings: Mapping[str, Any], source: FeatureSource, options: Ma
         try:
             config = from_dict(PipelineConfig, values)
         except ValueError as error:
-            raise IntegrityError(f"another version made the run ({error}): use restart=True") from error
+            remedy = "match again into another folder, or by `matcher collection PHOTOS --run RUN --restart`"
+            raise IntegrityError(f"another version made the run ({error}): {remedy}") from error
     return Setup(source, preset, given, camera, config=config, tiles=tiles)
 
 

@@ -45,7 +45,7 @@ class Tracks:
     images: np.ndarray  # (O,) int32 into names, ascending within a track
     keypoints: np.ndarray  # (O,) int32
     conflicts: int  # matches left out, as they contradict others: two keypoints of one image in one track
-    contradicted: tuple[tuple[str, str], ...] = ()  # pairs left out: loops over third images lead elsewhere
+    contradicted: tuple[tuple[str, str], ...] = ()  # pairs left out, as `contradicted`
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

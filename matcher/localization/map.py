@@ -268,7 +268,7 @@ class Map:
             raise UsageError(f"masks must be one for each of the {len(images)} pictures, not {len(masks)}")
         given = zip(images, each, [None] * len(images) if masks is None else masks, strict=True)
         queries = [self.query(image, camera, mask=mask) for image, camera, mask in given]
-        return self.poses_of(queries, cam_from_rig)
+        return self.poses_of(queries, np.asarray(cam_from_rig, dtype=np.float64))
 
     def query(
         self, image: ImageInput | Features, camera: Camera | None = None, *, mask: Mask | None = None
@@ -307,10 +307,9 @@ class Map:
 
     # --- From queries to poses.
 
-    def poses_of(self, queries: list[Query], cam_from_rig: object = None) -> list[Pose]:
+    def poses_of(self, queries: list[Query], fixed: np.ndarray | None = None) -> list[Pose]:
         """The pose of a photo, or of R pictures at relative poses (R, 4, 4); one status for all."""
-        if cam_from_rig is not None:
-            fixed = np.asarray(cam_from_rig, dtype=np.float64)
+        if fixed is not None:
             if fixed.shape != (len(queries), 4, 4) or (fixed[:, 3] != [0, 0, 0, 1]).any():
                 raise UsageError(
                     f"cam_from_rig must be a pose (4, 4) for each of the {len(queries)} pictures"

@@ -74,7 +74,7 @@ def read_sparse_map(folder: str | Path, store: Store) -> SparseMap:
             raise IntegrityError(
                 f"{place}: the {len(seen)} keypoints of {image.name} are not the {len(own)} of the run "
                 f"{store.folder}, which has changed since, or is another model's: make the model again with "
-                f"`matcher sfm {store.folder} --out NEW_MODEL`"
+                f"`matcher sfm {store.folder} --out NEW_MODEL`, and `--poses {place}` to keep its poses"
             )
     names, poses = tuple(image.name for image in images), poses_of(model)
     return SparseMap(

@@ -36,7 +36,7 @@ def plot_trajectory(
     title: str = "",
 ) -> Path:
     """Draw poses world_from_cam (N, 4, 4), and true ones in the same frame; rows of keyframes are marked. The
-    plot is .png, .jpg, .jpeg or .pdf, lengths are in the `unit`."""
+    plot is .png, .jpg, .jpeg, .pdf or .svg, lengths are in the `unit`."""
     positions = found[:, :3, 3]
     true = None if ground_truth is None else ground_truth[:, :3, 3]
     spans = np.ptp(positions if true is None else np.concatenate([positions, true]), axis=0)

@@ -251,7 +251,8 @@ class Tracker:
         images = [self.pipeline.read(*each) for each in given]
         if images[0].size != images[-1].size:
             sizes = f"{images[0].size} and {images[1].size}"
-            raise ImageError(f"{images[0].path or 'a pair'}: a rectified pair has one size, not {sizes}")
+            what = f"{images[0].path or 'a pair'}: a rectified pair has one size, not {sizes}"
+            raise ImageError(f"{what}; rectify both to one size")
         if self._decided or not len(self._extract(images[:1])[0]):
             return images
         self._decided = True

@@ -46,7 +46,7 @@ class MappingOptions(TypedDict, total=False):
     threads: int  # of COLMAP; −1, the default, is all processors; one thread gives the same model every time
     seed: int  # of COLMAP's random choices; default 0
     max_deviation: float | None  # pixels; less certain observations are left out in the end; default None
-    overwrite: bool  # write into a folder that holds files; see `exporting.output.whole_folder`
+    overwrite: bool  # write into a folder that holds files; see `matcher.files.whole_folder`
 
 
 @dataclass(frozen=True, eq=False)
