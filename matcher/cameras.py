@@ -231,14 +231,15 @@ def parse_cameras(text: str, name: str = "camera") -> Camera | dict[str, Camera]
     words = re.split(r"[\s,]+", text.strip())
     try:
         if words[0] in CAMERA_MODELS:
-            return _from_words(*words)
+            return _from_words(words)
         fx, fy, cx, cy = map(float, words)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{name} must be {CAMERA_FORMS}; not {text!r} ({error})") from None
     return Camera(fx, fy, cx, cy)
 
 
-def _from_words(model: str, width: str, height: str, *params: str) -> Camera:
+def _from_words(words: Sequence[str]) -> Camera:
+    model, width, height, *params = words
     return Camera.from_colmap(model, list(map(float, params)), (int(width), int(height)))
 
 
@@ -274,7 +275,7 @@ def _from_lines(lines: list[str]) -> dict[str, Camera]:
         if not words or words[0].startswith("#"):
             continue
         try:
-            found[words[0]] = _from_words(*words[1:])
+            found[words[0]] = _from_words(words[1:])
         except (TypeError, ValueError) as error:
             raise ValueError(f"line {number}: {error}") from error
     return found
@@ -442,17 +443,19 @@ def _rig(row: Any) -> tuple[RigCamera, ...]:
     if not isinstance(cameras, list) or len(cameras) < 2:
         raise ValueError("a rig has a list of at least two cameras")
     known = {"image_prefix", "ref_sensor", "camera_model_name", "camera_params", _TURN, _SHIFT}
-    found, reference = [], []
     for row in cameras:
         _check_members(row, known, "a camera")
+    found, reference = [], [row.get("ref_sensor", False) for row in cameras]
+    if reference.count(True) != 1 or any(not isinstance(value, bool) for value in reference):
+        raise ValueError('one camera of each rig, and only one, has "ref_sensor": true')
+    for row, refers in zip(cameras, reference, strict=True):
         prefix = row.get("image_prefix")
         if not isinstance(prefix, str) or not prefix:
             raise ValueError("each camera has an image_prefix, a text that is not empty")
         for pair in ((_TURN, _SHIFT), ("camera_model_name", "camera_params")):
             if len(row.keys() & set(pair)) == 1:
                 raise ValueError(f"{prefix}: {pair[0]} and {pair[1]} go together")
-        reference.append(row.get("ref_sensor", False))
-        pose, camera = np.eye(4) if reference[-1] else None, None
+        pose, camera = np.eye(4) if refers else None, None
         if _TURN in row:
             turn, shift = (np.array(row[key], dtype=np.float64) for key in (_TURN, _SHIFT))
             if turn.shape != (4,) or shift.shape != (3,) or not abs(np.linalg.norm(turn) - 1) <= 0.01:
@@ -460,13 +463,11 @@ def _rig(row: Any) -> tuple[RigCamera, ...]:
             pose = np.eye(4)
             pose[:3, :3], pose[:3, 3] = as_rotation(np.roll(turn, -1)), shift
             check_poses(pose[None])
-            if reference[-1] and not np.allclose(pose, np.eye(4)):
+            if refers and not np.allclose(pose, np.eye(4)):
                 raise ValueError(f"{prefix}: the reference camera's pose is the identity; leave it out")
         if "camera_params" in row:
             camera = Camera.from_colmap(row["camera_model_name"], row["camera_params"])
         found.append(RigCamera(prefix, pose, camera))
-    if reference.count(True) != 1 or any(not isinstance(value, bool) for value in reference):
-        raise ValueError('one camera of each rig, and only one, has "ref_sensor": true')
     found.insert(0, found.pop(reference.index(True)))
     return tuple(found)
 

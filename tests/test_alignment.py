@@ -235,6 +235,10 @@ def test_the_command_draws_saves_and_prints(template, scene, tmp_path, capfd):
     assert set(images) == {0, 3} and len(images[3]["instances"][0]["corners"]) == 4
     assert run(*given, "--plot", tmp_path / "one.png") == 2
     assert "name a folder" in capfd.readouterr().err
+    (tmp_path / "file").touch()
+    for name, said in (("no/folder", "no folder"), ("file", "is a file"), ("a.txt", ".png")):
+        assert run(*given, "--plot", tmp_path / name) == 2 and said in capfd.readouterr().err
+    assert not (tmp_path / "a.txt").exists()
 
 
 def test_exit_codes_tell_what_was_not_found_or_read(template, tmp_path, capfd):

@@ -127,9 +127,10 @@ def test_cameras_by_name(tmp_path):
     (tmp_path / "list.txt").write_text("a.jpg PINHOLE 640 480 500 500 320 240\n")
     assert list(parse_cameras(str(tmp_path / "list.txt"))) == ["a.jpg"]
     (tmp_path / "cameras.txt").write_text("1 PINHOLE 6 4 5 5 3 2\n2 PINHOLE 6 4 5 5 3 2\n")
-    for given in ("1,2,3", "PINHOLE,6,4,5", tmp_path / "cameras.txt", "no.yml"):
-        with pytest.raises(UsageError, match=r"camera|cameras\.txt"):
+    for given in ("1,2,3", "PINHOLE", "PINHOLE,6,4,5", tmp_path / "cameras.txt", "no.yml"):
+        with pytest.raises(UsageError, match=r"camera|cameras\.txt") as fault:
             parse_cameras(str(given))
+        assert "_from" not in str(fault.value)
 
 
 # --- Distorting lenses, against COLMAP's own models.

@@ -158,6 +158,16 @@ def test_a_lone_pair_of_two_places_whose_neighbours_miss_its_matches(rng, keypoi
     assert contradicted(given, keypoints, set(missing) - given.keys()) == []
 
 
+def test_a_false_pair_is_no_witness_against_a_lone_right_one(rng, keypoints):
+    keypoints |= {name: keypoints["a"] for name in "ghijkl"}
+    given = edges(rng, "abc") | {("a", "d"): edges(rng, "ad")["a", "d"]}
+    false = [(first, second) for first in "abc" for second in "efghij"]
+    given |= {ends: shifted(given["a", "b"], 7 + number) for number, ends in enumerate(false)}
+    missing = {("d", name) for name in "efghij"}
+    assert ("a", "e") in contradicted(given, keypoints)
+    assert contradicted(given, keypoints, missing) == contradicted(given, keypoints)
+
+
 # --- Refined on images whose truth is known.
 
 

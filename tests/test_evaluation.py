@@ -131,6 +131,7 @@ def test_unreadable_photos_are_skipped_and_counted(photos, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "3 pairs, 1 skipped" in out and "broken.png" in out
     assert len(table_of(tmp_path / "out")["skipped"]) == 1
+    assert run(tmp_path, *small, "--calibration") == 4 and "broken.png" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

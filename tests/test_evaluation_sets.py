@@ -54,6 +54,19 @@ T = np.array([[0.96, 0, 0.28, 1.0], [0, 1, 0, 0.5], [-0.28, 0, 0.96, 0], [0, 0, 
 H = np.array([[1.02, 0.03, 9.0], [-0.02, 0.98, 4.0], [0, 0, 1]])
 
 
+def test_two_kinds_of_stereo_in_one_folder_are_two_sets(tmp_path):
+    (tmp_path / "scene").mkdir()
+    for name in (
+        "aloeL.jpg",
+        "aloeR.jpg",
+        "aloeGT.png",
+        *(f"scene/{n}" for n in ("im2.png", "im6.png", "disp2.pgm")),
+    ):
+        cv2.imwrite(str(tmp_path / name), np.full((40, 60), 8, np.uint8))
+    found = {each.name: [pair.name for pair in each.pairs] for each in find_sets(str(tmp_path), SetOptions())}
+    assert found == {f"{tmp_path.name}-stereo": ["aloe"], tmp_path.name: ["scene"]}
+
+
 def nearest():
     return [Method("nearest", matcher.load("nearest", max_keypoints=800, match_threshold=0.35))]
 

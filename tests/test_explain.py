@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import cv2
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from browser import browser, needs_browser
@@ -250,6 +251,13 @@ def test_a_pair_without_a_match_makes_a_page(pictures, pipeline, tmp_path):
         page.open((tmp_path / "odd.html").as_uri())
         page.wait("return document.body.dataset.ready")
         assert "Click a point" in page.text("#info") and page.complaints() == []
+
+
+def test_an_image_without_a_keypoint_makes_a_page(pictures, pipeline, tmp_path):
+    PIL.Image.new("RGB", (300, 200), (90, 90, 90)).save(tmp_path / "blank.png")
+    for first in (pictures[0], tmp_path / "blank.png"):
+        write_report(pipeline, first, tmp_path / "blank.png", tmp_path / f"{first.stem}.html")
+        assert (tmp_path / f"{first.stem}.html").stat().st_size > 10_000
 
 
 def test_bad_requests_leave_nothing(pictures, pipeline, tmp_path):

@@ -375,6 +375,11 @@ def test_poses_are_written_in_the_format_of_the_file(made, asked, tmp_path, capf
         assert run(*asked, *GIVEN, "--output", tmp_path / name) == 0
         assert "2 of 2 photos have a pose" in capfd.readouterr().out
     np.testing.assert_allclose(np.loadtxt(tmp_path / "poses.kitti").reshape(-1, 3, 4), back[:, :3], atol=0.05)
+    some = tmp_path / "some"
+    shutil.copytree(asked[1], some)
+    (some / QUERIES[0]).write_bytes(b"no picture")
+    assert run(asked[0], some, *GIVEN, "--output", tmp_path / "some.kitti") == 2
+    assert "1 photos have no pose" in capfd.readouterr().err and (tmp_path / "some.json").is_file()
     lines = np.loadtxt(tmp_path / "poses.tum")
     np.testing.assert_allclose(lines[:, 1:4], back[:, :3, 3], atol=0.05)
     x, y, z, w = lines[:, 4:].T

@@ -14,7 +14,7 @@ from typing import Literal
 import typer
 
 import matcher
-from matcher.cli.options import Count, Natural, PresetName, check_outputs, limit_threads, loading
+from matcher.cli.options import Count, Natural, PresetName, check_outputs, loading
 from matcher.cli.output import LOGGER, PARTIAL, ProgressLines, complain, say, show, stop_signals
 from matcher.errors import UsageError
 from matcher.files import write_output
@@ -55,7 +55,6 @@ def train(
         batch_scale (N): Make batches N times as large as the recipe's, for a GPU; recorded in the run and the
             weights.
     """
-    limit_threads(threads)
     import torch
 
     from matcher.images import data_folder
@@ -136,7 +135,6 @@ def evaluate(
         calibration: Measure how often match probabilities hold (within 3 px), and the verdicts.
         output (DIR): Write the tables to this folder as SET.md and SET.json.
     """
-    limit_threads(threads)
     from matcher.evaluate import calibration as reliability
     from matcher.evaluate import methods as ways
     from matcher.evaluate.run import as_markdown, as_object

@@ -15,7 +15,7 @@ import matcher
 from matcher import presets as known
 from matcher.cli.options import Count, PresetName, check_outputs, loading
 from matcher.cli.output import complain, show, wants_progress
-from matcher.config import NearestConfig, NetworkConfig, described
+from matcher.config import NearestConfig, described
 from matcher.errors import CPU_BUILD, CUDA_BUILD, IntegrityError, UsageError, install_command, unknown_name
 from matcher.files import cache_folder
 
@@ -172,14 +172,12 @@ def presets(show_: PresetName | None = None) -> None:
         source = f"{config.extractor.max_keypoints} {config.extractor.kind} keypoints"
         if isinstance(config.matcher, NearestConfig):
             how = f"mutual nearest neighbours, ratio {config.matcher.ratio:g}"
-        elif isinstance(config.matcher, NetworkConfig):
+        else:
             context = config.matcher.context
             heads = f"{context.heads} head{'' if context.heads == 1 else 's'}"
             how = f"{context.depth} layers of {context.dim}-d, {heads}; weights {config.weights}"
             if config.matcher.backbone is not None:
                 source = f"all cells of the 1/8 grid of {config.extractor.resize} pixels"
-        else:
-            how = type(config.matcher).__name__.removesuffix("Config")
         show(f"{name + ' (default)' * (name == known.DEFAULT_PRESET):<24} {source}; {how}")
     for name in known.plugin_names():
         if name not in known.PRESETS:

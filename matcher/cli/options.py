@@ -63,6 +63,7 @@ _WORDS = {  # that stand in braces in what is said of options
         "nerfstudio's transforms.json or OpenCV's YAML."
     ),
 }
+_OWN_THREADS = {"evaluate", "track", "train"}  # commands whose --threads are those of this process
 _RESUMABLE = {"collection", "sfm", "train"}  # commands that keep finished work and continue from it
 
 
@@ -186,6 +187,8 @@ def runnable(command: Callable[..., Any], name: str) -> Callable[..., Any]:
             preset, given = from_file(values["preset"], {key: values.get(key) for key in _of_load()})
             values |= {"preset": preset, **{key: value for key, value in given.items() if key in values}}
         try:
+            if name in _OWN_THREADS:
+                limit_threads(values["threads"])
             _tell_of_slow_front_ends(values)
             return call(values)
         except KeyboardInterrupt:

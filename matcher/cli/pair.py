@@ -17,7 +17,7 @@ import matcher
 from matcher.cli.options import Count, Share, check_outputs, expand_images, loading, parse_camera
 from matcher.cli.output import PARTIAL, complain, detail, say, show
 from matcher.errors import ImageError, UsageError, counted
-from matcher.files import write_output
+from matcher.files import check_folder, write_output
 from matcher.viz import PLOT_SUFFIXES
 
 
@@ -277,6 +277,9 @@ def find(
         plots = {path: plot / f"{path.stem}.png" for path in paths}
         if len(set(plots.values())) < len(plots):
             raise UsageError("images of one name in several folders: draw them one folder at a time")
+        if plot.suffix and not plot.is_dir():
+            raise UsageError(f"--plot {plot}: a drawing is {', '.join(PLOT_SUFFIXES)}, or a folder of them")
+        check_folder(plot, overwrite=True)
         plot.mkdir(exist_ok=True)
     outputs = [(output, (".json",)), *((path, PLOT_SUFFIXES) for path in plots.values())]
     check_outputs(outputs, [template, *paths, template_mask, *masked.values()], overwrite=overwrite)

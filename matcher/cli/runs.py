@@ -262,7 +262,7 @@ def export(
     return PARTIAL if report.left_out else 0
 
 
-def report(run: Path, /, output: Path | None = None, pages: Natural = 20, overwrite: bool = False) -> None:
+def report(run: Path, /, output: Path | None = None, pages: Natural = 20, overwrite: bool = False) -> int:
     """Write an HTML report of a run: pair graph, match counts, tracks, failures and weakest pairs.
 
     Args:
@@ -277,6 +277,7 @@ def report(run: Path, /, output: Path | None = None, pages: Natural = 20, overwr
         complain(f"no page for {text}")
     if len(left_out) > _LISTED:
         complain(f"and {len(left_out) - _LISTED} more; the page lists them")
+    return PARTIAL if left_out else 0
 
 
 def match_pairs(opened: Collection, choice: dict[str, Any], limits: dict[str, int], **how: bool) -> int:

@@ -398,11 +398,11 @@ def localize(
     found = {name: found[name] for name in named if name in found}
     count = sum(pose.ok for pose in found.values())
     if output is not None:
-        whole = output if count == len(found) else with_names
+        whole = output if count == len(named) else with_names
         write(whole)
         if whole != output:
             raise UsageError(
-                f"{output}: KITTI's lines have no names, and {len(found) - count} photos have no pose; the "
+                f"{output}: KITTI's lines have no names, and {len(named) - count} photos have no pose; the "
                 f"poses are in {whole}, or use .tum or .txt"
             )
         show(f"wrote {output}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matcher
-from matcher.cli.options import Count, check_outputs, limit_threads, loading, parse_camera
+from matcher.cli.options import Count, check_outputs, loading, parse_camera
 from matcher.cli.output import PARTIAL, complain, exit_code_of, say, show, whole_step
 from matcher.errors import ImageError, IntegrityError, UsageError
 from matcher.files import write_output
@@ -81,7 +81,6 @@ def track(
         show_: Show the tracking live in the rerun viewer.
     """
     asked, outputs, stereo = {**locals()}, output or [], right is not None
-    limit_threads(threads)
     from matcher.export.colmap import import_pycolmap
     from matcher.sequence.capture import open_frames
     from matcher.sequence.keyframe_map import KEPT

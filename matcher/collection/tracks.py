@@ -269,13 +269,15 @@ def contradicted(
             break
         gone.append(min(doubtful)[-1])
         loops = {names: agrees for names, agrees in loops.items() if not names.issuperset(gone[-1])}
+    false = {frozenset(ends) for ends in gone}  # which are no witnesses
     for ends, edge in edges.items():
-        if ends in gone or any(said[ends]):
+        if frozenset(ends) in false or any(said[ends]):
             continue
         missing = 0
         for here, there, rows in (*ends, edge.indices[:, 0]), (*ends[::-1], edge.indices[:, 1]):
             for third in near[here]:
-                if (there, third) in refused or (third, there) in refused:
+                missed = (there, third) in refused or (third, there) in refused
+                if missed and frozenset((here, third)) not in false:
                     shared = np.count_nonzero(partner(here, third)[rows] >= 0)
                     missing += shared >= max(LEAST_SHARED, len(rows) / 3)
         if missing >= MISSING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -92,7 +93,8 @@ def as_markdown(found: dict[str, Any]) -> str:
     )
     edges = [f"{i / BINS:.1f}-{(i + 1) / BINS:.1f}" for i in range(BINS)]
     titles = ["", "matches", "expected calibration error", *edges, "same", "unsure", "not"]
-    return "\n".join([f"## {found['set']}: calibration", "", text, "", *table(titles, rows)]) + "\n"
+    skipped = [f"- skipped, {n} times: {why}" for why, n in Counter(found.get("skipped", ())).items()]
+    return "\n".join([f"## {found['set']}: calibration", "", text, *skipped, "", *table(titles, rows)]) + "\n"
 
 
 # Of fits: what a network gives, the prior scores of refined matches, the probabilities given a geometry.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -87,14 +87,19 @@ def opencv_homography(folder: Path) -> Iterator[HomographyPair]:
     yield HomographyPair("graf 1-3", "graf", *_sides(folder, "graf1.png", "graf3.png"), matrix)
 
 
-def stereo(folder: Path) -> Iterator[CorrespondencePair]:
-    """Middlebury 2003 (SCENE/im2.png, im6.png, disp2.pgm: disparity × 4), and the aloe pair of OpenCV's
-    samples (aloeL.jpg, aloeR.jpg, aloeGT.png: disparity); 0 is unknown."""
-    pairs = [("aloe", path, ("aloeL.jpg", "aloeR.jpg"), 1.0) for path in folder.glob("aloeGT.png")]
-    found = sorted(folder.glob("*/disp2.pgm"))
-    for name, path, sides, factor in pairs + [
-        (p.parent.name, p, ("im2.png", "im6.png"), 0.25) for p in found
-    ]:
+def opencv_stereo(folder: Path) -> Iterator[CorrespondencePair]:
+    """The aloe pair of OpenCV's samples: aloeL.jpg, aloeR.jpg, aloeGT.png (disparity; 0 is unknown)."""
+    return _stereo({"aloe": folder / "aloeGT.png"}, ("aloeL.jpg", "aloeR.jpg"), 1.0)
+
+
+def middlebury(folder: Path) -> Iterator[CorrespondencePair]:
+    """Middlebury 2003: SCENE/im2.png, im6.png, disp2.pgm (disparity × 4; 0 is unknown)."""
+    found = {path.parent.name: path for path in sorted(folder.glob("*/disp2.pgm"))}
+    return _stereo(found, ("im2.png", "im6.png"), 0.25)
+
+
+def _stereo(found: Mapping[str, Path], sides: tuple[str, str], factor: float) -> Iterator[CorrespondencePair]:
+    for name, path in found.items():
         disparity = read_image(path, resize=None).pixels
         disparity = disparity if disparity.ndim == 2 else disparity[..., 0]
         y, x = np.nonzero(disparity)

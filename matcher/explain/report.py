@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -227,7 +228,9 @@ def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkC
         "threshold": config.policy.match_threshold,
         "unmatchedKnown": config.assignment.dustbin != "none",
         "tolerance": config.assignment.tolerance,
-        "marginal": [float(f"{error:.3g}") for error in explanation.layers[-1].marginal_errors],
+        "marginal": [
+            float(f"{error:.3g}") for error in explanation.layers[-1].marginal_errors if math.isfinite(error)
+        ],
         "rules": (stop, drop),
         "partner": partner,
         "confident": [confidence_threshold(layer, depth) for layer in range(depth - 1)],

@@ -336,7 +336,10 @@ def read_kept(folder: Path) -> KeptFrames:
     """What `KeyframeMap.keep` wrote; `UsageError`: there is none, `IntegrityError`: it is damaged."""
     path = folder / KEPT
     if not path.is_file():
-        raise UsageError(f"{folder} holds no unfinished map (no {KEPT})")
+        raise UsageError(
+            f"{folder} holds no unfinished map (no {KEPT}): if it is finished, `matcher localize` and "
+            "`matcher track --load-map` use it; else track the frames again, into another folder"
+        )
     try:
         if path.stat().st_size > 1 << 31:
             raise ValueError("it is too large")

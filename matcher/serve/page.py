@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import os
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import gradio as gr
 import numpy as np
 from gradio.utils import get_upload_folder
 
-from matcher.cameras import as_camera
+from matcher.cameras import Camera, as_camera
 from matcher.config import GeometryKind
 from matcher.errors import MatcherError, UsageError
 from matcher.explain.report import report_page
@@ -136,6 +137,15 @@ class UploadsOnly(gr.Blocks):
         return await super().preprocess_data(block_fn, inputs, *arguments, **options)
 
 
+def camera_of(text: str, name: str) -> Camera:
+    """A camera of four numbers that somebody typed; `UsageError`: anything else."""
+    words = text.replace(",", " ").split()
+    with suppress(ValueError):
+        if len(numbers := list(map(float, words))) == 4:
+            return as_camera(numbers, name)
+    raise UsageError(f"{name} is four numbers in pixels, fx, fy, cx, cy, not {text[:80]!r}")
+
+
 def build_page(matching: Matching, folder: Path) -> gr.Blocks:
     """The page; files to be downloaded are kept in the folder while it runs."""
 
@@ -164,7 +174,7 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
         given = {name: Path(mask) for name, mask in (("mask0", mask0), ("mask1", mask1)) if mask}
         try:
             texts = (("camera0", camera0), ("camera1", camera1))
-            given |= {name: as_camera(text.replace(",", " ").split(), name) for name, text in texts if text}
+            given |= {name: camera_of(text, name) for name, text in texts if text}
             choices = Choices(preset, geometry, *(number or None for number in numbers))
             answer = matching.answer(Path(file0), Path(file1), choices, explained=explained, **given)
         except MatcherError as error:

@@ -95,7 +95,10 @@ def train(
         make = batch_maker(recipe, views, describer)
         if not loop.run(trainer, made_ahead(make, trainer.progress.step, trainer.steps, device)):
             return None
-        trainer.average.load_state_dict(load_state(options.folder / "best.pt"))
+        best = options.folder / "best.pt"
+        state = load_state(best)
+        with fitting(best):
+            trainer.average.load_state_dict(state)
         networks = finished(trainer.average, recipe)
         if networks.matcher is not None and len(networks.matcher.confidence):
             heads, others = HeadTrainer(recipe, networks), 10_000_000  # for other batches
@@ -126,11 +129,8 @@ class Loop:
                 raise UsageError(
                     f"{path} is of another recipe or other photos than recipe.json says; give another --run"
                 )
-            try:
+            with fitting(path):
                 stage.restore(state)
-            except (KeyError, TypeError, ValueError, RuntimeError) as error:
-                reason = " ".join(str(error).split())[:120]
-                raise IntegrityError(f"{path} does not fit this network ({reason}); delete it") from error
             self.log(f"resumed at {stage.name}step {stage.progress.step}")
         lines = "".join(json.dumps(row) + "\n" for row in self.trainer.progress.history)
         write_whole(self.folder / "log.jsonl", lines.encode())
@@ -268,6 +268,16 @@ def save_state(path: Path, state: dict[str, Any]) -> None:
     except OSError as error:
         left = "the last good one is kept" if path.exists() else "there was none before"
         raise OSError(error.errno, f"{error.strerror}: this checkpoint is lost, {left}", str(path)) from error
+
+
+@contextmanager
+def fitting(path: Path) -> Iterator[None]:
+    """`IntegrityError` where a checkpoint is of another network."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise IntegrityError(f"{path} does not fit this network ({reason}); delete it") from error
 
 
 def load_state(path: Path) -> dict[str, Any]:

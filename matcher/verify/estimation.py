@@ -227,6 +227,7 @@ class RobustEstimator:
         if kind == "none":
             return TwoViewGeometry(kind, "not_estimated", np.zeros(len(points0), dtype=bool))
         if kind == "homographies":
+            distinct_matches(points0, points1, scale, scores, covariances)  # or their error
             return self._planes(np.asarray(points0), np.asarray(points1), scale, covariances)
         if kind != "essential":
             cameras = None

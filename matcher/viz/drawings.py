@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -363,27 +364,23 @@ def draw_instances(
     template: ImageInput,
     image: ImageInput,
     corners: Sequence[np.ndarray],
-    *,
-    labels: Sequence[str] | None = None,
-    title: str | None = None,
 ) -> Figure:
-    """The template on the left, the image on the right, upright, each instance outlined in a colour, with a
-    label or its number from 1. A dot marks the template's first corner in both, so that the turn shows.
+    """The template on the left, the image on the right, upright, each instance outlined in a colour, with its
+    number from 1. A dot marks the template's first corner in both, so that the turn shows.
 
     `corners` (4, 2) of each instance are stored pixels of the image; the first is that of the template's
-    first pixel. `title` is one line above; how many instances there are when absent.
+    first pixel. How many instances there are is one line above.
     """
     placed, figure, axes = two_images(template, image)
     width, height = placed[0].image.size
     whole = np.array([[0, 0], [width, 0], [width, height], [0, height]]) - 0.5
     _outline(axes, placed[0], whole, "white", "")
     colours = matplotlib.colormaps["tab10"]
-    texts = labels or [str(number) for number in range(1, len(corners) + 1)]
-    for number, (quad, text) in enumerate(zip(corners, texts, strict=True)):
-        _outline(axes, placed[1], as_points(quad, "corners"), colours(number % 10), text)
+    for number, quad in enumerate(corners):
+        _outline(axes, placed[1], as_points(quad, "corners"), colours(number % 10), str(number + 1))
     count = "1 instance" if len(corners) == 1 else f"{len(corners)} instances"
     said = "the dot is the template's first corner" if len(corners) else "the template was not found"
-    _draw_header(figure, count if title is None else title, [(said, "none")])
+    _draw_header(figure, count, [(said, "none")])
     return figure
 
 
@@ -463,7 +460,7 @@ def draw_reliability(
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     above.plot([0, 1], [0, 1], color="0.6", linewidth=1, label="calibrated")
     for (name, (said, right, count)), colour, marker in zip(
-        curves.items(), (SKY, VERMILION, GREEN, PINK), "osD^", strict=False
+        curves.items(), cycle((SKY, VERMILION, GREEN, PINK)), cycle("osD^v"), strict=False
     ):
         known = [(p, r, n) for p, r, n in zip(said, right, count, strict=True) if None not in (p, r)]
         if known:

@@ -62,10 +62,10 @@ def lay_over(
     return Laid(below, above, covered & (back[2, 0] * x + back[2, 1] * y[:, None] + back[2, 2] > 0))
 
 
-def checkerboard(laid: Laid, squares: int = 8) -> np.ndarray:
-    """(H, W, 3): squares that alternate between the two, `squares` of them along the longer side."""
+def checkerboard(laid: Laid) -> np.ndarray:
+    """(H, W, 3): squares that alternate between the two, eight of them along the longer side."""
     below, above, covered = laid
-    side = max(1.0, max(covered.shape) / squares)
+    side = max(1.0, max(covered.shape) / 8)
     rows, columns = (np.arange(length) // side for length in covered.shape)
     board = (rows[:, None] + columns) % 2 == 0
     canvas = np.where((board & covered)[..., None], above, below)

@@ -24,7 +24,7 @@ from command import run
 from matcher.errors import ImageError, UsageError
 
 pytest.importorskip("gradio", reason="gradio (the extra `app`) is not installed")
-from matcher.serve.page import Choices, Matching, geometry_rows
+from matcher.serve.page import Choices, Matching, camera_of, geometry_rows
 
 OFFLINE = (
     "import socket, sys\n"
@@ -101,6 +101,10 @@ def test_bad_choices_and_images_are_named(views, tmp_path):
         with pytest.raises(fault, match=named):
             Matching("cpu").answer(*images, choices)
     assert run("serve", "--port", -1) == 2
+    assert camera_of("500, 500, 319.5 239.5", "camera0").cy == 239.5
+    for typed in ("500, 500, 320", "a b c d"):
+        with pytest.raises(UsageError, match="camera0 is four numbers"):
+            camera_of(typed, "camera0")
 
 
 # --- Requests to the page as it runs
