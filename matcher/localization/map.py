@@ -307,9 +307,10 @@ class Map:
 
     # --- From queries to poses.
 
-    def poses_of(self, queries: list[Query], fixed: np.ndarray | None = None) -> list[Pose]:
+    def poses_of(self, queries: list[Query], cam_from_rig: object = None) -> list[Pose]:
         """The pose of a photo, or of R pictures at relative poses (R, 4, 4); one status for all."""
-        if fixed is not None:
+        if cam_from_rig is not None:
+            fixed = np.asarray(cam_from_rig, dtype=np.float64)
             if fixed.shape != (len(queries), 4, 4) or (fixed[:, 3] != [0, 0, 0, 1]).any():
                 raise UsageError(
                     f"cam_from_rig must be a pose (4, 4) for each of the {len(queries)} pictures"
