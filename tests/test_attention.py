@@ -282,6 +282,16 @@ def test_raw_inputs_are_colmaps(views) -> None:
     assert (np.abs(raw[ours, 2]) > 3).any()
 
 
+def test_phases_keep_their_digits_in_mixed_precision() -> None:
+    position, inputs = (
+        RotaryPosition(PositionConfig(inputs=("xy",)), head_dim=16),
+        torch.rand(1, 9, 2) * 2 - 1,
+    )
+    exact = position(inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(position(inputs), exact)
+
+
 # --- Guided tokens.
 
 

@@ -206,7 +206,7 @@ def runs_as_notebook(page: Path) -> bool:
     return notebook(page).is_file() and all(map(importlib.util.find_spec, ("nbclient", "ipykernel")))
 
 
-LONG = ("splat", "train", "where")  # tutorials that take five to ten seconds
+LONG = ("splat", "where")  # tutorials that take ten seconds
 
 
 @pytest.mark.parametrize(

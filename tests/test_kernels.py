@@ -85,7 +85,9 @@ def test_rows_of_spans_are_rotated_and_logits_multiplied_on_the_way(kernel, dtyp
     turns = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], dim=2)
     # The second span attends to less than it holds.
     spans = [Span(0, 40, 0, 40, 1.3), Span(40, 30, 40, 20, 0.7)]
+    turns = turns.bfloat16().float()
     found = attend(q, k, v, spans=spans, turns=turns).transpose(1, 2)
+    assert torch.equal(attend(q, k, v, spans=spans, turns=turns.bfloat16()).transpose(1, 2), found)
     parts = torch.stack([q, k], dim=1).permute(0, 3, 1, 2, 4).float()
     q, k = rotate(parts, turns).permute(2, 0, 3, 1, 4).double()
     for first, rows, key, keys, gain in spans:

@@ -46,7 +46,7 @@ def attend(
 ) -> Tensor | None:
     """softmax(gain · q kᵀ / √d) v of q (…, heads, N, d) and k, v (…, heads, M, d) → (…, N, heads, d).
 
-    All queries attend to all keys, or each to those of its span. `turns` (…, T, 2, d) are float32 cosines and
+    All queries attend to all keys, or each to those of its span. `turns` (…, T, 2, d) are cosines and
     sines by which queries and keys are rotated first (`matcher.match.position.rotate`), those of a span from
     its first query on.
     """
@@ -58,7 +58,7 @@ def attend(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in given)
     (heads, n), leading, library = q.shape[-3:-1], q.shape[:-3], kernels()
     out = q.new_empty(*leading, n, heads, width)
-    turns = None if turns is None else turns.contiguous()
+    turns = None if turns is None else turns.float().contiguous()
     strides = (ctypes.c_long * 6)(*(x.stride(axis) for x in (q, k, v) for axis in (-2, -3)))
     for index, span in product(product(*map(range, leading)), spans or [Span(0, n, 0, k.shape[-2])]):
         rows = ((q, span.query, -2), (k, span.key, -2), (v, span.key, -2), (out, span.query, -3))

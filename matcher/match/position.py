@@ -133,9 +133,10 @@ class RotaryPosition(nn.Module):
 
         The cosine of every channel, then its sine, negative in the first half of a head.
         """
-        phases = inputs.float() @ self.frequencies.weight.float().t()
-        cos, sin = phases.cos(), phases.sin()
-        return torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)], dim=-2)
+        with torch.autocast(inputs.device.type, enabled=False):
+            phases = inputs.float() @ self.frequencies.weight.float().t()
+            cos, sin = phases.cos(), phases.sin()
+            return torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)], dim=-2)
 
 
 class MlpPosition(nn.Module):
