@@ -214,7 +214,11 @@ class FeatureNetwork(nn.Module):
 
     def describe(self, maps: Sequence[Tensor], points: Tensor) -> Tensor:
         """Unit descriptors (B, N, 64) float32 at points (B, N, 2) xy."""
-        return normalize(self.descriptor(sample(maps, points)).float(), dim=-1)
+        return self.described(sample(maps, points))
+
+    def described(self, samples: Tensor) -> Tensor:
+        """Unit descriptors (…, N, 64) float32 of what the maps hold at points, (…, N, C)."""
+        return normalize(self.descriptor(samples).float(), dim=-1)
 
     def prepare(self, dtype: torch.dtype) -> None:
         """Keep the convolutions in `dtype`, but for the last, and everything in the order that suits them."""
@@ -369,10 +373,12 @@ def _find_together(network: FeatureNetwork, images: Sequence[Image], config: Ext
         points.append(places[order[:limit]].flip(1))
         scores.append(strength[:limit].sigmoid())
     refined = subpixel(logits, pad_sequence(points, batch_first=True))
-    found = zip(refined, scores, network.describe(maps, refined), strict=True)
-    return [
-        Found(xy[: len(strength)], strength, described[: len(strength)]) for xy, strength, described in found
-    ]
+    samples, found = sample(maps, refined), []
+    for entry, strength in enumerate(scores):
+        count = len(strength)  # products of other sizes round differently, and an image is as it is alone
+        described = network.described(samples[entry : entry + 1, :count])[0]
+        found.append(Found(refined[entry, :count], strength, described))
+    return found
 
 
 _PUBLISHED = {"score_threshold": SCORE_THRESHOLD, "nms_radius": NMS_RADIUS}
