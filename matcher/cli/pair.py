@@ -278,7 +278,8 @@ def find(
         if len(set(plots.values())) < len(plots):
             raise UsageError("images of one name in several folders: draw them one folder at a time")
         if plot.suffix and not plot.is_dir():
-            raise UsageError(f"--plot {plot}: a drawing is {', '.join(PLOT_SUFFIXES)}, or a folder of them")
+            kinds = ", ".join(PLOT_SUFFIXES)
+            raise UsageError(f"--plot {plot}: name a file ({kinds}), or a folder, made first if it has a dot")
         check_folder(plot, overwrite=True)
         plot.mkdir(exist_ok=True)
     outputs = [(output, (".json",)), *((path, PLOT_SUFFIXES) for path in plots.values())]
