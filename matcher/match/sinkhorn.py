@@ -23,6 +23,7 @@ NO_DUSTBIN = -1e4  # score of a dustbin that nothing goes to; finite, since it i
 LEAST_EXPONENT = -80.0  # where exp underflows it is fifty times slower on some processors
 LARGEST_SCALE = 1e12  # scales beyond it go into the potentials, before float32 runs out of range
 LEAST_SUM = 1e-30  # of a row or column in training, where nothing is absorbed
+CACHE_LINE = 16  # float32 numbers
 CHECKED = 4  # iterations between looks at the error, for which a GPU is waited for
 
 
@@ -328,21 +329,24 @@ class AssignmentHead(nn.Module):
         (B, M, C), are added to the similarities.
         """
         left, right = (mapped(self.projection, x).float() / self.divisor for x in (x0, x1))
+        columns = right.shape[1] + 1
+        # Rows that begin at cache lines: the product takes two thirds of the time.
+        more_rows = 1 if torch.compiler.is_compiling() else 1 + -columns % CACHE_LINE
         if hasattr(self, "matchability"):
             bin0, bin1 = (-self.logits(x).unsqueeze(-1) for x in (x0, x1))
-            corner = bin1.new_zeros(len(x1), 1, 1)
+            corner = bin1.new_zeros(len(x1), more_rows, 1)
         else:
-            corner = self.dustbin.float().expand(len(x1), 1, 1)
-            bin0, bin1 = (corner.expand(-1, x.shape[1], 1) for x in (x0, x1))
+            corner = self.dustbin.float().expand(len(x1), more_rows, 1)
+            bin0, bin1 = (corner[:, :1].expand(-1, x.shape[1], 1) for x in (x0, x1))
         if more is not None:
             left, right = torch.cat([left, more[0]], -1), torch.cat([right, more[1]], -1)
         # The dustbins are one more row and column of the product, [l b₀ 0; 0 0 1] [r 0 b₁; 0 1 corner]ᵀ.
-        below = (0, 0, 0, 1)
-        end0, end1 = (F.pad(torch.zeros_like(x), below, value=1.0) for x in (bin0, bin1))
-        left = torch.cat([F.pad(torch.cat([left, bin0], -1), below), end0], -1)
-        right = torch.cat([F.pad(right, below), end1, torch.cat([bin1, corner], 1)], -1)
+        ends0, ends1 = (0, 0, 0, 1), (0, 0, 0, more_rows)
+        one0, one1 = (F.pad(torch.zeros_like(x), e, value=1.0) for x, e in ((bin0, ends0), (bin1, ends1)))
+        left = torch.cat([F.pad(torch.cat([left, bin0], -1), ends0), one0], -1)
+        right = torch.cat([F.pad(right, ends1), one1, torch.cat([bin1, corner], 1)], -1)
         with torch.autocast(x0.device.type, enabled=False):
-            return left @ right.mT
+            return (left @ right.mT)[..., :columns]
 
     def logits(self, x: Tensor) -> Tensor:
         """Matchability logit (…, N) of tokens (…, N, dim), float32."""
