@@ -22,6 +22,7 @@ from matcher.config import AssignmentConfig
 NO_DUSTBIN = -1e4  # score of a dustbin that nothing goes to; finite, since it is multiplied by 0
 LEAST_EXPONENT = -80.0  # where exp underflows it is fifty times slower on some processors
 LARGEST_SCALE = 1e12  # scales beyond it go into the potentials, before float32 runs out of range
+EXTREME_SCALE = 1e16  # the product of two with e⁻⁸⁰, which stands for less, is still small
 LEAST_SUM = 1e-30  # of a row or column in training, where nothing is absorbed
 CACHE_LINE = 16  # float32 numbers
 CHECKED = 4  # iterations between looks at the error, for which a GPU is waited for
@@ -149,15 +150,22 @@ def _solve(
             if pair in stopped:
                 continue
             if not (low[pair] > 1 / LARGEST_SCALE and high[pair] < LARGEST_SCALE):
-                # Out of range: redo the update in the log domain from what is left of it.
+                # One more update, whose scales go into the potentials; in the log domain where they are extreme.
                 some = slice(pair, pair + 1)
-                rest = b[some].clamp(1 / LARGEST_SCALE, LARGEST_SCALE).nan_to_num(1.0).log() + v[some]
-                rest = rest.masked_fill(nu[some] == 0, -math.inf)
-                u[some] = mu[some].log() - torch.logsumexp(scores[some] + rest.mT, 2, keepdim=True)
-                v[some] = nu[some].log() - torch.logsumexp(scores[some] + u[some], 1, keepdim=True).mT
-                kernel[some] = _absorbed(scores[some], u[some], v[some])
+                within = b[some].clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
+                if low[pair] > 1 / EXTREME_SCALE and high[pair] < EXTREME_SCALE:
+                    row = mu[some] / torch.bmm(kernel[some], within).clamp_min(tiny)
+                    column = nu[some] / torch.bmm(turned[some], row).clamp_min(tiny)
+                    u[some] += row.log()
+                    v[some] += column.log()
+                else:
+                    rest = (within.nan_to_num(1.0).log() + v[some]).masked_fill(nu[some] == 0, -math.inf)
+                    u[some] = mu[some].log() - torch.logsumexp(scores[some] + rest.mT, 2, keepdim=True)
+                    v[some] = nu[some].log() - torch.logsumexp(scores[some] + u[some], 1, keepdim=True).mT
                 a[some], b[some] = mu[some].clamp(max=1.0), nu[some].clamp(max=1.0)
-                sums[some] = torch.bmm(kernel[some], b[some])
+                if not last:
+                    kernel[some] = _absorbed(scores[some], u[some], v[some])
+                    sums[some] = torch.bmm(kernel[some], b[some])
             elif tolerance is not None and (looks or last) and error[pair] <= tolerance:
                 potentials = (u[pair] + a[pair].log(), v[pair] + b[pair].log()) if len(scores) > 1 else ()
                 stopped[pair] = count, *potentials
