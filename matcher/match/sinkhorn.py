@@ -150,7 +150,7 @@ def _solve(
             if pair in stopped:
                 continue
             if not (low[pair] > 1 / LARGEST_SCALE and high[pair] < LARGEST_SCALE):
-                # One more update, whose scales go into the potentials; in the log domain where they are extreme.
+                # One more update, whose scales go into the potentials; in the log domain if extreme.
                 some = slice(pair, pair + 1)
                 within = b[some].clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
                 if low[pair] > 1 / EXTREME_SCALE and high[pair] < EXTREME_SCALE:
