@@ -191,9 +191,22 @@ def cameras_of_pair(
     first = as_camera(camera0, "camera0")
     cameras = first, first if camera1 is None else as_camera(camera1, "camera1")
     for index, (camera, size) in enumerate(zip(cameras, sizes or (), strict=bool(sizes))):
-        if camera.size not in (None, size):
-            raise UsageError(f"camera{index} is of images of {camera.size}, but its image is {size}")
+        check_size(camera, size, f"camera{index}")
     return cameras
+
+
+def check_size(camera: Camera, size: tuple[int, int], name: str = "the camera") -> None:
+    """Refuse a camera of images of another (width, height): `UsageError`.
+
+    One that does not know its size is, if its principal point lies outside the image.
+    """
+    if camera.size not in (None, size):
+        raise UsageError(f"{name} is of images of {camera.size}, but its image is {size}")
+    if camera.size is None and not (-0.5 < camera.cx < size[0] and -0.5 < camera.cy < size[1]):
+        raise UsageError(
+            f"{name}'s principal point ({camera.cx:g}, {camera.cy:g}) lies outside its image of {size[0]} x "
+            f"{size[1]} pixels: is it of another size? Scale it; of a cut-out give the size, too"
+        )
 
 
 def _number(value: Any, name: str) -> float:

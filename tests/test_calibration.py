@@ -344,3 +344,12 @@ def test_a_camera_that_moves_a_little_sees_far_points_at_rest(rng):
     moved = matches.points1 + rng.uniform(0, 6, (300, 1)) * np.array([1.0, 0.0])
     given = Matches(matches.indices, matches.points0, moved.astype(np.float32), matches.scores)
     assert not on_overlay(features0, corners(moved), given).any()
+
+
+def test_a_camera_that_drives_ahead_sees_what_it_drives_towards_nearly_at_rest(rng):
+    features0, _, matches = pair(rng, 0, 0.0)
+    points0, middle = matches.points0, np.array([320.0, 240.0])
+    moved = points0 + 0.03 * (points0 - middle) + np.where(np.arange(300)[:, None] < 60, 0, 6.0)
+    moved[:60] = points0[:60] + rng.uniform(0.7, 1.3, (60, 1)) * np.array([1.0, 0.0])
+    given = Matches(matches.indices, points0, moved.astype(np.float32), matches.scores)
+    assert not on_overlay(features0, corners(moved), given).any()

@@ -133,6 +133,8 @@ def test_essential_needs_cameras_and_others_refuse_them(views):
         matcher.load("nearest", geometry="essential").match(*views)
     with pytest.raises(UsageError, match="'essential' only"):
         matcher.load("nearest").match(*views, camera1=camera)
+    with pytest.raises(UsageError, match="principal point"):  # as of an image three times the size
+        matcher.load("nearest", geometry="essential").match(*views, camera0=(2100, 2100, 1200, 900))
     geometry = matcher.load("nearest", geometry="essential").match(*views, camera0=camera).geometry
     assert (geometry.kind, geometry.status) == ("essential", "ok")
     assert np.linalg.norm(geometry.cam1_from_cam0[:3, 3]) == pytest.approx(1)

@@ -13,7 +13,7 @@ import cv2
 import numpy as np
 import poselib
 
-from matcher.cameras import Camera
+from matcher.cameras import Camera, check_size
 from matcher.config import EstimationConfig
 from matcher.errors import UsageError
 from matcher.geometry import resize_points
@@ -268,7 +268,9 @@ class PoseTracker:
         """The camera of frames of a (width, height); None for another ratio: they may be cropped anywhere."""
         if self.camera is None:
             return None
-        self._size = self._size or size
+        if self._size is None:
+            check_size(self.camera, size)
+            self._size = size
         scale = size[0] / self._size[0], size[1] / self._size[1]
         if abs(scale[0] / scale[1] - 1) > 0.01:
             return None

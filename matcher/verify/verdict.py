@@ -300,7 +300,11 @@ def on_overlay(features0: Features, features1: Features, matches: Matches) -> np
     scale = to_numpy(features0.scale).astype(np.float64)
     moved = np.linalg.norm((matches.points1 - matches.points0) * scale, axis=1)
     still = moved < STILL
-    if np.count_nonzero(still) < max(_FEWEST, np.count_nonzero(~still & (moved < _MOVING))):
+    little = moved < _MOVING
+    if np.count_nonzero(still) < max(_FEWEST, np.count_nonzero(little & ~still)):
+        return none
+    # What a camera drives towards moves as little, but less exactly, while most of the scene moves.
+    if np.median(moved[still]) > STILL / 2 and np.count_nonzero(little) < len(matches) / 2:
         return none
     size = np.ceil(np.array(features0.image_size) * scale).astype(int) + 1
     overlay = _around(matches.points0[still] * scale, size, _AROUND)
@@ -314,9 +318,9 @@ def on_overlay(features0: Features, features1: Features, matches: Matches) -> np
         return none
     found = _around(others1, size, STILL)
     if not len(others0):
-        return moved < _MOVING
+        return little
     share, *by_chance = (_inside(others0 + shift, found).mean() for shift in ((0, 0), *_CONTROLS))
-    return none if share > 0.05 + 2 * float(np.mean(by_chance)) else moved < _MOVING
+    return none if share > 0.05 + 2 * float(np.mean(by_chance)) else little
 
 
 def without_overlay(features0: Features, features1: Features, matches: Matches) -> Matches:
