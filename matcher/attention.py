@@ -73,7 +73,13 @@ def whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor
 def half_on_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q kᵀ / √d) v in half precision: stock on matrix units, else in blocks."""
     rows, columns = q.shape[-2], k.shape[-2]
-    if not rows or not columns:
+    if (
+        not rows
+        or not columns
+        or q.shape[:-2] != k.shape[:-2]
+        or k.shape != v.shape
+        or q.shape[-1] != v.shape[-1]
+    ):
         return whole(q, k, v)
     q, k, v = (F.pad(x, (0, 0, 0, even_size(x.shape[-2]) - x.shape[-2])) for x in (q, k, v))
     mask = None
@@ -108,7 +114,8 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 def additive_mask(q: Tensor, k: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
     """What is added to the scores of q (…, N, d) and k (…, M, d): 0, −inf or the numbers of `mask`, broadcast
-    to (…, N, M), in the dtype of q; `mask` and `causal` as in `scaled_dot_product`.
+    to (…, N, M), in the dtype of q; `mask` and `causal` as in `scaled_dot_product`. `UsageError`: a mask of
+    integers, or of another shape.
 
     >>> additive_mask(torch.zeros(2, 1), torch.zeros(2, 1), causal=True)
     tensor([[0., -inf],
@@ -121,6 +128,14 @@ def additive_mask(q: Tensor, k: Tensor, mask: Tensor | None = None, *, causal: b
         bias = q.new_zeros(rows, columns).masked_fill(later, -torch.inf)
     if mask is None:
         return bias
+    if not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise UsageError(
+            f"a mask is bool, True = may attend, or floats added to the scores, not {mask.dtype}"
+        )
+    scores = (*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-2], k.shape[-2])
+    sides = zip(reversed(mask.shape), reversed(scores), strict=False)
+    if mask.dim() > len(scores) or any(a not in (1, b) for a, b in sides):
+        raise UsageError(f"a mask {tuple(mask.shape)} is not broadcast to scores {scores}")
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
     return bias + mask
@@ -137,7 +152,9 @@ def _weighted(scores: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """softmax(scores + bias) v; zeros for rows without a column."""
     if bias is None:
         return torch.softmax(scores, dim=-1) @ v
-    return torch.softmax(scores + bias, dim=-1).nan_to_num(0.0) @ v
+    empty = (bias == -torch.inf).all(-1, keepdim=True)
+    weights = torch.softmax(scores + bias.masked_fill(empty, 0.0), dim=-1)
+    return weights.masked_fill(empty, 0.0) @ v
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -81,6 +81,8 @@ def test_masks_go_with_every_softmax(score: str) -> None:
     torch.testing.assert_close(first[:3], attention(x[:3], causal=True), atol=1e-5, rtol=1e-4)
     alone = attention(x, mask=torch.zeros(5, dtype=torch.bool))
     torch.testing.assert_close(alone, attention.out.bias.expand(5, 8))
+    attention(x, mask=(torch.arange(5) > 0).unsqueeze(1)).sum().backward()  # a row without a column
+    assert all(parameter.grad.isfinite().all() for parameter in attention.parameters())
     assert additive_mask(x, x, mask)[0].isneginf().equal(~mask)
 
 
@@ -95,6 +97,9 @@ def test_what_does_not_fit_is_named() -> None:
             attention(wrong)
     with pytest.raises(UsageError, match="linear"):
         attention(torch.zeros(3, 8), causal=True)
+    for mask in (torch.ones(3, dtype=torch.int64), torch.ones(2, 3, 3), torch.ones(4)):
+        with pytest.raises(UsageError, match="a mask"):
+            MultiHeadAttention(8, 2, "general")(torch.zeros(3, 8), mask=mask)
 
 
 @torch.no_grad()

@@ -125,6 +125,17 @@ def test_what_attention_declines(kernel, monkeypatch) -> None:
 
 
 @VECTORS
+@pytest.mark.parametrize("wide", [32, 64])
+def test_what_is_broadcast_or_of_another_width_is_not_for_the_kernel(kernel, wide) -> None:
+    q, k, v = torch.randn(2, 4, 2000, 32), torch.randn(1, 4, 70, 32), torch.randn(1, 4, 70, wide)
+    for dtype, rounding in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
+        given = [x.to(dtype) for x in (q, k, v)]
+        found, expected = scaled_dot_product(*given), F.scaled_dot_product_attention(q, k, v)
+        torch.testing.assert_close(found.float(), expected, atol=rounding, rtol=0)
+        assert attend(*given) is None
+
+
+@VECTORS
 @pytest.mark.parametrize("count", [3, 500])
 def test_local_maps_are_those_of_stock_operators(kernel, monkeypatch, count) -> None:
     generator = torch.Generator().manual_seed(count)

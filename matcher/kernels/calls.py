@@ -53,7 +53,9 @@ def attend(
     import torch
 
     given, width, half = (q, k, v), q.shape[-1], q.dtype == torch.bfloat16
-    if not q.dtype == k.dtype == v.dtype or not all(map(takes, given)) or not q.numel() or not k.numel():
+    # Places are reckoned by the shape of the queries: what is broadcast, or of another width, is not for it.
+    alike = q.dtype == k.dtype == v.dtype and q.shape[:-2] == k.shape[:-2] and k.shape == v.shape
+    if not alike or k.shape[-1] != width or not all(map(takes, given)) or not q.numel() or not k.numel():
         return None
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in given)
     (heads, n), leading, library = q.shape[-3:-1], q.shape[:-3], kernels()
