@@ -100,12 +100,15 @@ class Result:
 
     @property
     def scores(self) -> np.ndarray:
-        """(K,) float32 match probabilities, in [0, 1]."""
+        """(K,) float32 in [0, 1]: match probabilities; of the presets without a network they only rank."""
         return self.matches.scores
 
     @property
     def verdict(self) -> Verdict | None:
-        """Whether the images show the same place, with a probability; None without geometry."""
+        """Whether the images show the same place, with a probability; None without geometry, or where one of
+        them has no keypoints and so shows nothing."""
+        if not len(self.features0) or not len(self.features1):
+            return None
         estimated = self.geometry.rejected or self.geometry
         return verdict_of(self.matches, estimated, self.features0.image_size, self.features1.image_size)
 

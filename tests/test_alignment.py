@@ -194,6 +194,16 @@ def test_every_instance_is_found_at_its_scale_and_turn(template, scene):
     assert [one.inliers for one in found] == sorted((one.inliers for one in found), reverse=True)
 
 
+def test_a_plain_logo_is_found_at_half_its_size(views):
+    logo, (scene, *_) = np.full((200, 200, 3), (30, 80, 200), np.uint8), map(cv2.imread, map(str, views))
+    cv2.putText(logo, "ACME", (15, 105), cv2.FONT_HERSHEY_DUPLEX, 2.0, (255, 255, 255), 4, cv2.LINE_AA)
+    cv2.line(logo, (20, 140), (180, 150), (255, 200, 0), 10, cv2.LINE_AA)
+    scene[200:300, 300:400] = cv2.resize(logo, (100, 100), interpolation=cv2.INTER_AREA)
+    (found,) = matcher.find(logo, scene)
+    assert found.scale == pytest.approx(0.5, abs=0.02)
+    assert np.abs(found.corners - [[300, 200], [400, 200], [400, 300], [300, 300]]).max() < 3
+
+
 def test_at_most_so_many_are_found_and_masks_hide_the_others(template, scene):
     finder = matcher.TemplateFinder(template, "nearest", max_keypoints=600, max_instances=1)
     assert len(finder.find(scene)) == 1

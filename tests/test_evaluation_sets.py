@@ -281,6 +281,15 @@ def test_the_sets_are_what_they_say(photos):
     assert np.array_equal(again.image1.pixels, moved.image1.pixels)
 
 
+def test_unrelated_pictures_are_of_two_photos(tmp_path):
+    photos = [tmp_path / "black.png", tmp_path / "white.png"]
+    for path, value in zip(photos, (0, 255), strict=True):
+        cv2.imwrite(str(path), np.full((600, 800), value, np.uint8))
+    overlays = made_set("overlays", photos, count=120)
+    for pair in (overlays.pairs[number] for number in (16, 36, 56, 76, 96)):  # without an overlay
+        assert abs(pair.image0.pixels.mean() - pair.image1.pixels.mean()) > 100
+
+
 def test_a_pose_is_right_among_the_alternatives_and_shares_are_counted(photos):
     pose, inliers = np.eye(4), np.ones(9, bool)
     pose[0, 3] = 1.0

@@ -230,3 +230,8 @@ def test_a_rejected_model_is_shown_nowhere(tmp_path):
     assert "different places" in result.heading()
     with np.load(result.save(tmp_path / "r.npz")) as saved:
         assert saved["matrix"].size == 0 and not saved["inliers"].any()
+
+
+def test_pictures_that_show_nothing_have_no_verdict():
+    blank = np.full((120, 160), 128, np.uint8)
+    assert matcher.load("nearest").match(blank, blank).verdict is None

@@ -267,16 +267,22 @@ class TemplateFinder:
             found.append(Instance(matrix, warp_points(self._outline, matrix), 0, copy.correlation))
         least = self.pipeline.config.estimation.min_inliers
         keypoints = len(self._templates[0].features) >= least and not (found and self._longer <= LONGEST / 2)
-        # With two template sizes, steps of 3 leave a change of scale within 1.7 either way.
-        factors = [self._enlarged]
-        while max(shown.pixels.shape[:2]) * factors[-1] / 3 >= 320:
-            factors.append(factors[-1] / 3)
-        for factor in factors[::-1] if keypoints else ():
-            # The small template is for instances that are small even in the largest image.
-            templates = self._templates if factor == factors[0] else self._templates[:1]
-            for window in windows(shown, factor, self.pipeline):
-                for template in templates:
-                    self._search(shown, template, window, found)
+        enlarged_by = [self._enlarged]
+        if self._longer > LONGEST and len(self._templates[0].features) < PLAIN:
+            enlarged_by.append(2 * self._enlarged)
+        for enlarged in enlarged_by if keypoints else ():
+            if found and enlarged > self._enlarged:
+                break
+            # With two template sizes, steps of 3 leave a change of scale within 1.7 either way.
+            factors = [enlarged]
+            while max(shown.pixels.shape[:2]) * factors[-1] / 3 >= 320:
+                factors.append(factors[-1] / 3)
+            for factor in factors[::-1]:
+                # The small template is for instances that are small even in the largest image.
+                templates = self._templates if factor == factors[0] else self._templates[:1]
+                for window in windows(shown, factor, self.pipeline):
+                    for template in templates:
+                        self._search(shown, template, window, found)
         failures = 0  # in a row
         # Where the template correlates with the image, each place is matched by itself.
         for matrix in _propose(self.template.grey(), shown.grey(), 40) if keypoints else ():
@@ -392,6 +398,7 @@ def _is_new(corners: np.ndarray, found: list[Instance]) -> bool:
 # other's matches, one by itself does not.
 
 LONGEST = 128  # pixels of the longer side of templates that correlation alone finds
+PLAIN = 300  # keypoints of a template; with fewer, images where it is not found are enlarged
 
 
 class _Copy(NamedTuple):

@@ -103,7 +103,8 @@ def match(
             show(matrix_text(result.geometry), always=True)
         for path in filter(None, (output, plot)):
             show(f"wrote {path}")
-    probability = 1.0 if result.verdict is None else result.verdict.probability
+    nothing = 1.0 if result.geometry.status == "not_estimated" else 0.0
+    probability = nothing if result.verdict is None else result.verdict.probability
     unlikely = probability < (SAME if fail_below is None else fail_below)
     verified = result.geometry.verified or result.geometry.status == "not_estimated"
     failed = fail_if_unmatched and (unlikely or not verified or not len(result.matches))

@@ -238,7 +238,7 @@ def outcome(pair: Pair, result: Result) -> dict[str, float]:
     elif same and result.inliers.any():
         ends = (points[result.inliers].astype(np.float64) for points in (result.points0, result.points1))
         right = np.mean(reprojection_errors(*ends, pair.H_1_from_0) <= 5) >= 0.8
-    said = result.verdict.probability
+    said = 0.0 if result.verdict is None else result.verdict.probability
     if geometry.status == "ambiguous" and same:
         word = "ambiguous" if right else "wrong"
     elif geometry.status not in ("ok", "degenerate") or said < 0.5:

@@ -241,8 +241,13 @@ def looking(position: Sequence[float], target: Sequence[float], roll: float = 0.
 
 def photo(paths: Sequence[Path], rng: np.random.Generator, size: Sequence[int]) -> np.ndarray:
     """A part of a photo in colour, of this (width, height)."""
+    return cut_out(paths[rng.integers(len(paths))], rng, size)
+
+
+def cut_out(path: Path, rng: np.random.Generator, size: Sequence[int]) -> np.ndarray:
+    """A part of this photo in colour, of this (width, height)."""
     wide, high = map(int, size)
-    pixels = read_image(paths[rng.integers(len(paths))], resize=640, upright=False).pixels
+    pixels = read_image(path, resize=640, upright=False).pixels
     pixels = pixels if pixels.ndim == 3 else np.repeat(pixels[..., None], 3, axis=2)
     grow = max(wide / pixels.shape[1], high / pixels.shape[0])
     if grow > 1:
@@ -398,7 +403,8 @@ def overlays_pair(paths: Sequence[Path], number: int, seed: int) -> Pair:
     truth = ("unrelated", "moved", "moved", "still")[number % 4]
     kind = (*OVERLAYS, "nothing")[(number // 4) % 5]
     name, group, shift = f"overlays {number}", f"{truth}, {kind}", np.zeros(2, np.int64)
-    scene = photo(paths, rng, (740, 520))
+    path = other = paths[rng.integers(len(paths))]
+    scene = cut_out(path, rng, (740, 520))
     if truth == "moved":
         turn = rng.choice([0.0, math.pi / 2]) + rng.uniform(-0.4, 0.4)
         away = rng.uniform(0.2, 0.6) * np.abs([math.cos(turn), math.sin(turn)])
@@ -406,7 +412,9 @@ def overlays_pair(paths: Sequence[Path], number: int, seed: int) -> Pair:
     start = rng.integers(0, (740, 520) - size - shift + 1)
     ends = [(scene, start), (scene, start + shift)]
     if truth == "unrelated":
-        ends[1] = photo(paths, rng, (740, 520)), start
+        while other == path and len(paths) > 1:
+            other = paths[rng.integers(len(paths))]
+        ends[1] = cut_out(other, rng, (740, 520)), start
     views = [np.ascontiguousarray(p[y : y + size[1], x : x + size[0]]) for p, (x, y) in ends]
     views = [degrade(view, 0.6, rng) for view in views]
     if kind in OVERLAYS:
