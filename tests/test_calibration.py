@@ -291,6 +291,22 @@ def test_paper_alone_cannot_be_told_apart(rng):
     assert found.unrepeated < 0.1 and said.word != "same"
 
 
+def test_so_much_is_found_around_what_repeats_that_the_place_is_certain():
+    inliers = np.ones(300, bool)
+    points = np.random.default_rng(0).uniform(0, SIZE, (300, 2))
+    matches = Matches.from_indices(
+        np.repeat(np.arange(300)[:, None], 2, axis=1), points, points, np.ones(300)
+    )
+
+    def said(share: float, found: float) -> float:
+        repeated = Repetition(0.04, found, share)
+        geometry = TwoViewGeometry("fundamental", "ok", inliers, np.eye(3), repetition=repeated)
+        return verdict_of(matches, geometry, SIZE, SIZE).probability
+
+    assert said(0.25, 0.85) < 0.9 < said(0.4, 0.85)
+    assert said(0.4, 0.55) == said(0.25, 0.55) < 0.9  # repeated ones are found much more often
+
+
 def test_what_does_not_repeat(rng):
     points, descriptors = rng.uniform(0, (640, 480), (300, 2)), rng.normal(size=(300, 64))
     side = features(points, descriptors)

@@ -109,7 +109,8 @@ def evidence(
     log(1 + the sum of the inliers' match probabilities); the inlier ratio; the square root of the share of
     the image area that the inliers span, the smaller one of both images; log of how often keypoints that do
     not repeat are found, divided by that of repeated ones, times the share of inliers that repeat. Where
-    these are most, only those that do not repeat count for the first.
+    these are most, only those that do not repeat count for the first, unless of such keypoints so many are
+    found that the place around the repeated ones is certain.
     """
     inliers = geometry.inliers
     if not inliers.any():
@@ -121,7 +122,8 @@ def evidence(
         low, high = np.percentile(points[inliers], [5.0, 95.0], axis=0)
         spans.append(float(np.sqrt(np.prod((high - low) / np.asarray(size)))))
     repeated = geometry.repetition or Repetition(1.0, 1.0)
-    support = scores.sum() * min(1.0, 2 * repeated.unrepeated)
+    certain = (repeated.share - _SHARE[0]) / (_SHARE[1] - _SHARE[0]) * (repeated.found >= ANOTHER)
+    support = scores.sum() * min(1.0, 2 * max(repeated.unrepeated, certain))
     found = (1 - repeated.unrepeated) * np.log(np.clip(repeated.found, 0.1, 1.0))
     return np.array([np.log1p(support), inliers.mean(), min(spans), found])
 
@@ -205,6 +207,7 @@ _SAMPLE = 400  # keypoints of an image that are compared with all others
 _GLANCE = 64  # inliers that tell whether a closer look is worth its time
 _SCARCELY = 0.75  # share of unrepeated ones above which no closer look is needed
 _PSEUDO = 8.0  # keypoints added to the unrepeated ones that are counted, matched as often as repeated ones
+_SHARE = (0.3, 0.4)  # found of the unrepeated ones: less between other things of a kind, else often more
 
 
 def repetition(
@@ -254,7 +257,7 @@ def repeated_groups(features: Features) -> np.ndarray:
     return groups
 
 
-def _counted(descriptors: np.ndarray, points: np.ndarray, index: np.ndarray) -> tuple[float, float]:
+def _counted(descriptors: np.ndarray, points: np.ndarray, index: np.ndarray) -> tuple[float, float, float]:
     """`Repetition` of one image, of whose keypoints those in `index` are inliers."""
     cells = np.floor(points / _CELL).astype(np.int64) @ [1 << 20, 1]
     around = np.flatnonzero(np.isin(cells, cells[index]))
@@ -262,7 +265,8 @@ def _counted(descriptors: np.ndarray, points: np.ndarray, index: np.ndarray) -> 
     alone, matched = unrepeated(descriptors, points, rows), np.isin(rows, index)
     often = ((1 - alone) @ matched + 1e-6) / ((1 - alone).sum() + 1e-6)
     found = (alone @ matched + _PSEUDO * often) / ((alone.sum() + _PSEUDO) * often)
-    return float(alone @ matched / max(matched.sum(), 1)), float(found)
+    share = alone @ matched / alone.sum() if alone.sum() >= _PSEUDO else 0.0  # of fewer it says nothing
+    return float(alone @ matched / max(matched.sum(), 1)), float(found), float(share)
 
 
 # Where what does not repeat is found less often than this share of what does, the things may be others of
