@@ -159,6 +159,20 @@ def test_the_command(canvas, tmp_path, capfd):
     assert cv2.imread(str(tmp_path / "made" / "all.png")).shape == (512, 768, 3)
 
 
+def test_a_model_that_does_not_fit_is_told_of(canvas, tmp_path, capfd):
+    for number, part in enumerate((parts(canvas)[0], parts(canvas)[1][::-1, ::-1])):
+        cv2.imwrite(str(tmp_path / f"{number}.png"), part)
+    views = [str(tmp_path / f"{number}.png") for number in (0, 1)]
+    command = ["stitch", *views, "--preset", "nearest", "--max-keypoints", "600", "--overwrite", "--output"]
+    command += [str(tmp_path / "all.png"), "--model"]
+    assert main([*command, "similarity"]) == 0
+    assert "warning" not in capfd.readouterr().err
+    assert main([*command, "translation"]) == 0
+    assert "of the matches agree" in capfd.readouterr().err
+    assert main([*command, "translation", "--projection", "spherical"]) == 2
+    assert "--model translation" in capfd.readouterr().err
+
+
 def test_a_scene_with_depth_is_no_speck_and_is_told_of(tmp_path, capfd):
     views = [str(Path(__file__).parents[1] / "assets" / f"view{n}.jpg") for n in (0, 1)]
     out = tmp_path / "all.png"

@@ -34,7 +34,9 @@ class Panorama:
     used: tuple[int, ...]  # the images that it shows, by their number
     projection: Projection
     model: PlaneModel | None  # of planes
-    agreeing: float  # share of the matches that one homography a pair explains; low where the scene has depth
+    # Share of the matches that agree with it, on a plane within 3 pixels of what was matched; low where the
+    # scene has depth, or the images do not move as the model allows.
+    agreeing: float
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write a `.png`, `.jpg` or `.tif`, which appears whole or not at all; `UsageError`: another suffix,
@@ -74,12 +76,14 @@ def stitch(
         options: of `matcher.load`.
 
     Raises:
-        UsageError: an unknown projection or model, or too wide a view for one plane.
+        UsageError: an unknown projection or model, a model without a plane, or too wide a view for one.
         ImageError: an image cannot be read, or no two overlap.
     """
     for what, value, known in (("projection", projection, Projection), ("model", model, PlaneModel)):
         if value not in get_args(known):
             raise UsageError(unknown_name(what, value, get_args(known)))
+    if model != "auto" and projection in ("cylindrical", "spherical"):
+        raise UsageError(f"model={model!r} is of planes, not of projection={projection!r}; leave it out")
     found = match_set(images, preset, geometry="homography", **options)
     group = found.groups()[0]
     if len(group) < 2:
@@ -90,14 +94,21 @@ def stitch(
     cameras = None if projection == "plane" else _cameras(found, group, pixels, turns)
     if projection == "auto":  # beyond 70 degrees, a plane stretches its edges to more than twice their width
         wide = cameras is not None and _angle_of_view(cameras, pixels) > 70
+        if wide and model != "auto":
+            raise UsageError(
+                f"model={model!r} is of planes, and these images span too wide an angle for one; leave it out"
+            )
         projection = "spherical" if wide else "plane"
+    pairs = [both for pair, both in found.pairs.items() if set(pair) <= set(group) and both[1].status == "ok"]
+    agreeing = float(np.concatenate([geometry.inliers for _, geometry in pairs]).mean())
     chosen = None
     if projection == "plane":
         candidates = ("translation", "similarity", "homography") if model == "auto" else (model,)
         tried = {name: _placed(found, group, name) for name in candidates}
-        most = 1.2 * min(residual for _, residual in tried.values()) + 0.1  # for a simpler map to be taken
-        chosen = next(name for name, (_, residual) in tried.items() if residual <= most)
-        placed = tried[chosen][0]
+        most = 1.2 * min(residual for _, residual, _ in tried.values()) + 0.1  # for a simpler map to be taken
+        chosen = next(name for name, (_, residual, _) in tried.items() if residual <= most)
+        placed, _, share = tried[chosen]
+        agreeing *= share
         reference = turns[group.index(next(iter(placed)))]
         maps = [reference @ placed[n] @ np.linalg.inv(t) for n, t in zip(group, turns, strict=True)]
         if chosen == "translation":  # by whole pixels where all nearly are: then nothing is resampled
@@ -113,9 +124,7 @@ def stitch(
     if crop:
         inner = _without_edges(covered)
         panorama, covered = panorama[inner], covered[inner]
-    pairs = [both for pair, both in found.pairs.items() if set(pair) <= set(group) and both[1].status == "ok"]
-    inliers = np.concatenate([geometry.inliers for _, geometry in pairs])
-    return Panorama(panorama, covered, tuple(group), projection, chosen, float(inliers.mean()))
+    return Panorama(panorama, covered, tuple(group), projection, chosen, agreeing)
 
 
 def _fit(model: PlaneModel, points: np.ndarray, targets: np.ndarray) -> np.ndarray | None:
@@ -130,10 +139,13 @@ def _fit(model: PlaneModel, points: np.ndarray, targets: np.ndarray) -> np.ndarr
     return matrix
 
 
-def _placed(found: MatchedSet, group: list[int], model: PlaneModel) -> tuple[dict[int, np.ndarray], float]:
-    """A map for each image, so that the points of each track meet, and the median distance from where they
-    meet. First maps are chained along the pairs with most inliers. Then tracks' means and maps are found in
-    turns; points far from the mean, ever nearer, are of wrong matches."""
+def _placed(
+    found: MatchedSet, group: list[int], model: PlaneModel
+) -> tuple[dict[int, np.ndarray], float, float]:
+    """A map for each image, so that the points of each track meet, the median distance from where they meet,
+    and the share of those that do within 3 pixels of the picture that was matched. First maps are chained
+    along the pairs with most inliers. Then tracks' means and maps are found in turns; points far from the
+    mean, ever nearer, are of wrong matches."""
     pairs = {pair: both for pair, both in found.pairs.items() if both[1].status == "ok"}
     inliers = {pair: int(geometry.inliers.sum()) for pair, (_, geometry) in pairs.items()}
     strength = {image: sum(n for pair, n in inliers.items() if image in pair) for image in group}
@@ -163,7 +175,9 @@ def _placed(found: MatchedSet, group: list[int], model: PlaneModel) -> tuple[dic
             if own.sum() >= 12 and (matrix := _fit(model, points[own], mean[own])) is not None:
                 placed[number] = matrix
     finite = distance[np.isfinite(distance)]
-    return placed, float(np.median(finite)) if len(finite) else np.inf
+    pixel = 1 / min(to_numpy(found.features[number].scale).min() for number in placed)
+    meeting = float(np.mean(distance < 3 * max(1, pixel)))
+    return placed, float(np.median(finite)) if len(finite) else np.inf, meeting
 
 
 Piece = tuple[tuple[int, int], np.ndarray, np.ndarray]  # corner, pixels, mask (0 or 255)

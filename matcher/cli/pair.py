@@ -348,8 +348,10 @@ def stitch(
     how = f"{made.projection}{f', {made.model}' if made.model else ''}"
     show(f"wrote {output}: {len(made.used)} of {len(paths)} images, {width} x {height} pixels ({how})")
     if made.agreeing < SCENE_WITH_DEPTH:
-        complain(
-            f"warning: only {made.agreeing:.0%} of the matches agree with it: the scene has depth and the "
-            "camera moved, and what lies nearer or farther is doubled or cut"
+        why = (
+            "the scene has depth and the camera moved, and what lies nearer or farther is doubled or cut"
+            if model in ("auto", "homography")
+            else f"the images move otherwise than by --model {model} (leave it out), or the scene has depth"
         )
+        complain(f"warning: only {made.agreeing:.0%} of the matches agree with it: {why}")
     return PARTIAL if lost else 0
