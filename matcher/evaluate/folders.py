@@ -235,6 +235,8 @@ def pair_list(path: Path, images: Path | None = None) -> PairSet:
         if (row := _parse_line(line.split())) is None:
             words = "name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0"
             raise UsageError(f"{path}, line {number}: not the 38, 36 or 32 words {words}")
+        if wrong := _wrong_pose(row[-1]):
+            raise UsageError(f"{path}, line {number}: the pose cam1_from_cam0 {wrong}; correct the list")
         name0, name1, *truth = row
         root = root if pairs else _image_root(path, name0, images)
         pairs.append(PosePair(f"{name0} {name1}", "", *_sides(root, name0, name1), *truth))
@@ -255,6 +257,16 @@ def _parse_line(words: list[str]) -> tuple[str, str, np.ndarray, np.ndarray, np.
         T = values[18:].reshape(4, 4)
     found = words[0], words[1], values[:9].reshape(3, 3), values[9:18].reshape(3, 3), T
     return found if np.isfinite(values).all() else None
+
+
+def _wrong_pose(pose: np.ndarray) -> str | None:
+    """What keeps a (4, 4) from being the motion between two views; lists round their numbers."""
+    R = pose[:3, :3]
+    if np.abs(R.T @ R - np.eye(3)).max() > 1e-2 or np.linalg.det(R) < 0:
+        return "has no rotation in its first three columns"
+    if np.abs(pose[3] - [0, 0, 0, 1]).max() > 1e-2:
+        return "does not end with 0 0 0 1"
+    return None if pose[:3, 3].any() else "has no translation, so that the pair has no epipolar geometry"
 
 
 def _image_root(source: Path, name: str, images: Path | None) -> Path:
