@@ -98,6 +98,8 @@ def test_the_command_writes_all_views_and_prints_the_matrix(pair, tmp_path, capf
     assert "inliers of one affine map" in text and "# affine, x1 ~ H x0" in text
     assert all(PIL.Image.open(path).size == (400, 300) for path in files.values())
     assert PIL.Image.open(files["output"]).mode == "RGBA"
+    assert run("align", a, b, *quick, "--gcp", tmp_path / "gcp.points") == 0
+    assert "b.png has no coordinates" in capfd.readouterr().err
     assert run("align", a, b, *quick, "--json") == 0
     found = json.loads(capfd.readouterr().out)
     assert found["model"] == "affine" and found["status"] == "ok" and len(found["matrix"]) == 3

@@ -216,6 +216,11 @@ def align(
         laid = rasters.georeference(image0, image1, model=model, **given)
         found, said = laid.alignment, laid.summary()
         savers = [(gcp, laid.save_points), (output, laid.save_raster)]
+        if found.found and laid.rasters[1].map_from_pixel is None:
+            complain(
+                f"warning: {image1} has no coordinates, so that the points are among its pixels; for those "
+                "of a map, make it a GeoTIFF (a world file counts only beside a TIFF)"
+            )
     else:
         found = matcher.align(image0, image1, model=model, mask0=mask0, mask1=mask1, **given)
         said = found.summary()
