@@ -323,6 +323,17 @@ def test_env_lists_every_variable_that_the_project_reads_and_the_build_of_torch(
     assert all(name in out for name in VARIABLES) and re.search(r"PyTorch: .*build (for|without) CUDA", out)
 
 
+def test_a_path_named_like_an_option_is_no_option(small, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
+    (tmp_path / "point").write_bytes(b"\xff\xd8\xff")
+    for command in (["find", "images", small[0]], ["evaluate", "images"], ["match", "point", small[0]]):
+        assert run(*command, "--preset", "nearest") in (2, 3)
+        err = capfd.readouterr().err
+        assert command[1] in err and "--" not in err
+    assert match(small, "--max-keypoints", 0) == 2 and "--max-keypoints" in capfd.readouterr().err
+
+
 def test_the_library_names_arguments_not_options():
     """Whole commands, between backticks, are the same for all; a lone option means nothing in Python."""
     for path in sorted((ROOT / "matcher").rglob("*.py")):
