@@ -147,6 +147,11 @@ def test_unreadable_photos_are_skipped_and_counted(photos, tmp_path, capsys):
         (["{photos}", "--weights", "absent.safetensors"], 5, "absent.safetensors"),
         (["{photos}", "--preset", "nearest", "--output", "{text}"], 2, "--output"),
         (["{photos}", "--compare", "nearest", "--compare", "{text}"], 5, "text.txt"),
+        (
+            ["{photos}", "--compare", "nearest", "--compare", "hybrid", "--preset", "hybrid"],
+            2,
+            "--preset hybrid",
+        ),
     ],
 )
 def test_bad_input_is_a_message_and_a_code(photos, tmp_path, capsys, arguments, code, named):

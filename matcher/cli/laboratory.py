@@ -176,7 +176,8 @@ def evaluate(
             if len(values) > 1:
                 raise UsageError(f"with --compare, {name} can be given only once; repeat --compare instead")
         front_end = next((name for name in front_ends if name != "shipped"), None)
-        methods = ways.compared_methods(compare, presets[0], next(iter(weights), None), front_end, shared)
+        own = next(iter(preset or ()), None), next(iter(weights), None), front_end
+        methods = ways.compared_methods(compare, *own, shared)
     else:
         methods = ways.build_methods(presets, weights, front_ends, shared)
     for name in peer or []:

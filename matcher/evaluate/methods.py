@@ -20,7 +20,7 @@ from matcher.errors import IntegrityError, UsageError, install_command
 from matcher.extract.front_end import colour
 from matcher.loading import load
 from matcher.pipeline import Pipeline
-from matcher.presets import PRESETS, find_plugin, find_preset, from_file
+from matcher.presets import DEFAULT_PRESET, PRESETS, find_plugin, find_preset, from_file
 from matcher.torch_engine import resolve_device
 from matcher.types import Extractor, Features, Image, Matches
 from matcher.weights.files import find_published, locate, read_header
@@ -76,16 +76,27 @@ def build_methods(
 
 
 def compared_methods(
-    compared: Sequence[str], preset: str, weights: Path | None, front_end: str | None, options: MethodOptions
+    compared: Sequence[str],
+    preset: str | None,
+    weights: Path | None,
+    front_end: str | None,
+    options: MethodOptions,
 ) -> list[Method]:
     """Exactly the methods to be compared, the first of them the baseline: presets, or files of weights for
-    `preset`, or "shipped", that with its own; `weights` and `front_end` are for all that name none."""
+    `preset` (None: the default one), or "shipped", that with its own; `weights` and `front_end` are for all
+    that name none."""
     if len(set(compared)) < max(2, len(compared)):
         raise UsageError("--compare needs at least two different presets or weights files; repeat the option")
     paths, methods = [Path(text) for text in compared], []
+    named = {text for text in compared if text in PRESETS or text.endswith(".toml") or find_plugin(text)}
+    if preset is not None and len(named) == len(compared):
+        raise UsageError(
+            f"--preset {preset} is for weights to compare, and here are only presets; leave it out"
+        )
+    preset = preset or DEFAULT_PRESET
     for text, path in zip(compared, paths, strict=True):
         name, given = preset, {"weights": weights, "frontend_weights": front_end}
-        if text in PRESETS or text.endswith(".toml") or find_plugin(text):
+        if text in named:
             name = title = text
         elif text == SHIPPED:
             title = f"{preset} shipped"
