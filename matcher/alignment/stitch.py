@@ -25,6 +25,12 @@ Projection = Literal["auto", "plane", "cylindrical", "spherical"]
 PlaneModel = Literal["auto", "translation", "similarity", "homography"]
 
 
+class NotJoinedError(ImageError):
+    """Images that can be read, and do not make one picture."""
+
+    exit_code = 4
+
+
 @dataclass(frozen=True, eq=False)
 class Panorama:
     """What `stitch` made."""
@@ -77,7 +83,7 @@ def stitch(
 
     Raises:
         UsageError: an unknown projection or model, a model without a plane, or too wide a view for one.
-        ImageError: an image cannot be read, or no two overlap.
+        ImageError: an image cannot be read, or, as `NotJoinedError`, no two overlap.
     """
     for what, value, known in (("projection", projection, Projection), ("model", model, PlaneModel)):
         if value not in get_args(known):
@@ -87,7 +93,7 @@ def stitch(
     found = match_set(images, preset, geometry="homography", **options)
     group = found.groups()[0]
     if len(group) < 2:
-        raise ImageError("no two of these images overlap; give more of them, or photos that share more")
+        raise NotJoinedError("no two of these images overlap; give more of them, or photos that share more")
     read = [read_image(images[number], resize=None) for number in group]
     turns = [upright_matrix(image.size, image.orientation) for image in read]
     pixels = [as_colour(image.pixels) for image in read]
@@ -117,7 +123,7 @@ def stitch(
             maps = maps if np.abs(shifted - np.rint(shifted)).max() > 0.2 else list(np.rint(shifted))
         pieces = _warped(pixels, maps)
     elif cameras is None:
-        raise ImageError("the images do not determine a focal length; use projection='plane'")
+        raise NotJoinedError("the images do not determine a focal length; use projection='plane'")
     else:
         pieces = _projected(pixels, cameras, projection)
     panorama, covered = _blended(pieces)
