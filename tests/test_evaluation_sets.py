@@ -173,9 +173,10 @@ def test_pair_lists(tmp_path, picture):
     assert moved.pairs[0].image1.path == folder / "585.png"
     with pytest.raises(UsageError, match="--images"):
         find_sets(str(tmp_path), SetOptions(images=folder))
-    path.write_text(f"{names} {words(K, K, T)}\na.png a.png 1 2 3\n")
-    with pytest.raises(UsageError, match="line 2"):
-        find_sets(str(path), SetOptions())
+    for first, line in ((f"{names} {words(K, K, T)}\n", 2), ("", 1)):
+        path.write_text(f"{first}a.png a.png 1 2 3\n")
+        with pytest.raises(UsageError, match=f"line {line}: 5 words"):
+            find_sets(str(path), SetOptions())
     still, affine = np.hstack([T[:, :3], np.eye(4)[:, 3:]]), np.vstack([T[:3], [0, 0, 0.1, 1]])
     for pose in (still, np.diag([2.0, 2, 2, 1]) @ T, np.diag([-1.0, 1, 1, 1]) @ T, affine):
         path.write_text(f"{names} {words(K, K, T)}\n{names} {words(K, K, pose)}\n")

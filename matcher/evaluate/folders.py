@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 import cv2
 import numpy as np
 
-from matcher.errors import MALFORMED, IntegrityError, UsageError
+from matcher.errors import MALFORMED, IntegrityError, UsageError, counted
 from matcher.evaluate.protocols import (
     CorrespondencePair,
     DepthCamera,
@@ -229,22 +229,34 @@ def pair_list(path: Path, images: Path | None = None) -> PairSet:
     the stored images: the rotations (multiples of 90°) are not applied. SuperGlue writes 38 words,
     glue-factory 36, or 32 with R and t."""
     pairs, root = [], images
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-        if not line.strip():
-            continue
-        if (row := _parse_line(line.split())) is None:
-            words = "name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0"
-            raise UsageError(f"{path}, line {number}: not the 38, 36 or 32 words {words}")
-        if wrong := _wrong_pose(row[-1]):
-            raise UsageError(f"{path}, line {number}: the pose cam1_from_cam0 {wrong}; correct the list")
-        name0, name1, *truth = row
-        root = root if pairs else _image_root(path, name0, images)
-        pairs.append(PosePair(f"{name0} {name1}", "", *_sides(root, name0, name1), *truth))
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if not (words := line.split()):
+                continue
+            if (row := _parse_line(words)) is None:
+                what = counted(len(words), "word")
+                what = (
+                    f"of {what}, all after the names must be finite numbers"
+                    if len(words) in _WORDS
+                    else f"{what}, not 38, 36 or 32"
+                )
+                needed = "a list of pairs has lines of name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0"
+                raise UsageError(f"{path}, line {number}: {what}; {needed}")
+            if wrong := _wrong_pose(row[-1]):
+                raise UsageError(f"{path}, line {number}: the pose cam1_from_cam0 {wrong}; correct the list")
+            name0, name1, *truth = row
+            root = root if pairs else _image_root(path, name0, images)
+            pairs.append(PosePair(f"{name0} {name1}", "", *_sides(root, name0, name1), *truth))
+    if not pairs:
+        raise UsageError(f"{path}: an empty list of pairs")
     return PairSet(path.stem, "pose", tuple(pairs), note="The rotations in the list are not applied")
 
 
+_WORDS = (32, 36, 38)  # of a line: R and t, a matrix, and that with rotations
+
+
 def _parse_line(words: list[str]) -> tuple[str, str, np.ndarray, np.ndarray, np.ndarray] | None:
-    if len(words) not in (32, 36, 38):
+    if len(words) not in _WORDS:
         return None
     try:
         values = np.array([float(word) for word in words[4 if len(words) == 38 else 2 :]])

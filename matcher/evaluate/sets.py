@@ -98,8 +98,6 @@ def find_sets(where: str, options: SetOptions) -> list[PairSet]:
         found = _of_folder(path, options)
     elif not path.is_file():
         raise UsageError(f"{path}: a pipe or device; name a folder or a list of pairs")
-    elif not folders.is_pair_list(path):
-        raise UsageError(f"{path}: no list of pairs, lines of name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0")
     else:
         found = [folders.pair_list(path, options.images)]
     for pair_set in found:
