@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 from matcher import presets
 from matcher.config import EstimationConfig, PipelineConfig
-from matcher.errors import UsageError, install_command, unknown_name
+from matcher.errors import MatcherError, UsageError, install_command, unknown_name
 from matcher.passes import FurtherPasses, LocalMatcher
 from matcher.pipeline import Pipeline
 from matcher.processes import bound_primitives, compute_alone_after_fork
@@ -165,7 +165,12 @@ def _from_plugin(plugin: EntryPoint, given: dict[str, Any]) -> Pipeline:
         inspect.signature(build).bind(**given)
     except TypeError as error:
         raise UsageError(f"{whose} does not take these options: {error}") from None
-    pipeline = build(**given)
+    try:
+        pipeline = build(**given)
+    except (MatcherError, MemoryError):
+        raise
+    except Exception as error:  # whatever it runs into is that package's fault
+        raise UsageError(f"{whose} fails ({type(error).__name__}: {error}); update or remove it") from error
     if not isinstance(pipeline, Pipeline):
         raise UsageError(f"{whose} must return a matcher.Pipeline, not {type(pipeline).__name__}")
     return replace(pipeline, preset=plugin.name, package=package, **fields)

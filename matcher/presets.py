@@ -169,8 +169,13 @@ SLOW_FRONT_ENDS = {"superpoint": 3, "aliked": 3, "disk": 8, "dedodeb": 50, "dedo
 
 
 def find_preset(name: str) -> PipelineConfig:
-    """The configuration of that name in `PRESETS`; `UsageError`: there is none."""
+    """The configuration of that name in `PRESETS`; `UsageError`: there is none, or another package's."""
     if name not in PRESETS:
+        if plugin := find_plugin(name):
+            raise UsageError(
+                f"the preset {name!r} is built by a function of {package_of(plugin)} ({plugin.value}), which "
+                "alone knows its values; name a preset of matcher's own"
+            )
         raise UsageError(unknown_name("preset", name, PRESETS))
     return PRESETS[name]
 

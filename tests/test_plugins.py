@@ -105,13 +105,16 @@ GOOD = """
     def wrong():
         return 3
     constant = 5
+    def failing():
+        raise ValueError("no grid")
 """
 
 
 def test_a_package_adds_a_preset(package, shifted, capfd):
     package("toy_presets", GOOD, {"few": "few", "wrong": "wrong", "constant": "constant", "nearest": "wrong"})
+    package("more_presets", GOOD, {"grid": "failing"})
     package("broken_presets", "raise OSError('no licence')", {"broken": "anything"})
-    assert plugin_names() == ["broken", "constant", "few", "nearest", "wrong"]
+    assert plugin_names() == ["broken", "constant", "few", "grid", "nearest", "wrong"]
     assert main(["presets"]) == 0
     assert "few                      added by toy_presets 2.1" in capfd.readouterr().out
     assert "toy_presets" not in sys.modules and "broken_presets" not in sys.modules  # names cost no import
@@ -126,6 +129,9 @@ def test_a_package_adds_a_preset(package, shifted, capfd):
         matcher.load("few", colour=3)
     with pytest.raises(UsageError, match=r"must return a matcher\.Pipeline, not int"):
         matcher.load("wrong")
+    with pytest.raises(UsageError, match=r"'grid' of more_presets 2\.1 fails \(ValueError: no grid\)"):
+        matcher.load("grid")
+    assert main(["presets", "--show", "grid"]) == 2 and "a function of more_" in capfd.readouterr().err
     with pytest.raises(UsageError, match="is not a function"):
         matcher.load("constant")
     with pytest.raises(UsageError, match=r"of broken_presets 2\.1 cannot be loaded \(OSError: no licence\)"):
