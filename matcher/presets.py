@@ -184,7 +184,7 @@ def from_file(preset: str, options: Mapping[str, Any]) -> tuple[str, dict[str, A
     """A preset's name and the options given beside it; those of a FILE.toml, before which the others go.
 
     The file has a line for each option of `LoadOptions`, and `preset = "NAME"`, by default the default one.
-    `UsageError`: it cannot be read, or has an unknown option or a value that cannot be used.
+    `UsageError`: it cannot be read, or has an unknown preset or option or a value that cannot be used.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if not preset.endswith(".toml"):
@@ -193,6 +193,10 @@ def from_file(preset: str, options: Mapping[str, Any]) -> tuple[str, dict[str, A
     name = values.pop("preset", DEFAULT_PRESET)
     if not isinstance(name, str):
         raise UsageError(f"{preset}: preset must be a name, not {name!r}")
+    if name.endswith(".toml"):
+        raise UsageError(f"{preset}: preset must be the name of one, not another file ({name})")
+    if name not in PRESETS and find_plugin(name) is None:
+        raise UsageError(f"{preset}: {unknown_name('preset', name, [*PRESETS, *plugin_names()])}")
     try:
         values = given_options(values)
     except UsageError as error:

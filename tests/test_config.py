@@ -124,7 +124,8 @@ def test_a_file_names_a_preset_and_its_options(tmp_path):
     assert Tracker(preset=str(file)).pipeline.config.matcher == config.matcher
     assert Collection.open(tmp_path / "run", preset=str(file))
     faults = {"ratios = 1": "did you mean 'ratio'", "ratio = 2": "mine.toml: ratio", "preset = 2": "a name"}
-    faults |= {'preset = "near"': "unknown preset", "ratio = ": "not a TOML file"}
+    faults |= {'preset = "near"': "mine.toml: unknown preset", 'preset = "a.toml"': "mine.toml: preset must"}
+    faults |= {"ratio = ": "not a TOML file"}
     for text, fault in faults.items():
         file.write_text(text)
         with pytest.raises(UsageError, match=fault):
