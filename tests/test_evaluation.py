@@ -21,7 +21,7 @@ from matcher.evaluate.measure import (
     repeatability,
     reprojection_errors,
 )
-from matcher.evaluate.methods import PEERS, Method, peer_methods
+from matcher.evaluate.methods import PEERS, Method, MethodOptions, compared_methods, peer_methods
 from matcher.evaluate.run import as_markdown, as_object, auc, estimate, evaluate, mean
 from matcher.evaluate.sets import made_set
 from matcher.images import find_images, read_image
@@ -120,6 +120,13 @@ def test_presets_are_compared_and_probabilities_judged(photos, tmp_path, capfd):
     assert len(table["rows"]) == 2 and sum(table["rows"][0]["verdicts"].values()) == 2
     assert 0 <= table["rows"][0]["expected_calibration_error"] <= 1
     assert (tmp_path / "synthetic-calibration.png").stat().st_size > 5000
+
+
+def test_weights_named_like_their_preset_are_shown_with_their_folder(small_weights, tmp_path):
+    file = tmp_path / "hybrid.safetensors"
+    file.write_bytes(small_weights.read_bytes())
+    methods = compared_methods(["nearest", str(file)], "hybrid", None, None, MethodOptions())
+    assert [method.name for method in methods] == ["nearest", f"hybrid {file}"]
 
 
 def test_unreadable_photos_are_skipped_and_counted(photos, tmp_path, capsys):

@@ -65,7 +65,7 @@ def build_methods(
         asked = name in presets
         of_front_end = front_ends if asked or _front_end_kind(name) == "learned" else ()
         for file, front_end in product((weights if asked else ()) or [None], of_front_end or [None]):
-            title = name if file is None else f"{name} {_short(file, weights)}"
+            title = name if file is None else f"{name} {_short(file, weights, name)}"
             if front_end == SHIPPED:
                 title, front_end = f"{title} with the shipped front end", None
             elif front_end is not None:
@@ -107,7 +107,7 @@ def compared_methods(
                 is_front_end = "frontend" in read_header(path.read_bytes())
             except (OSError, IntegrityError) as error:
                 raise IntegrityError(f"{path}: {error}; give weights that `matcher train` wrote") from error
-            title = f"{preset} {_short(path, paths)}"
+            title = f"{preset} {_short(path, paths, preset)}"
             given["frontend_weights" if is_front_end else "weights"] = path
         methods += options.methods(title, name, **given)
     return methods
@@ -121,9 +121,10 @@ def _front_end_kind(preset: str) -> str | None:
     return None if preset not in PRESETS and find_plugin(preset) else find_preset(preset).extractor.kind
 
 
-def _short(file: Path, files: Sequence[Path]) -> str:
-    """The file's stem, or its whole path if another file has the same stem."""
-    return file.stem if sum(other.stem == file.stem for other in files) == 1 else str(file)
+def _short(file: Path, files: Sequence[Path], preset: str | None = None) -> str:
+    """The file's stem, or its whole path if that is the name of another file or of the preset, too."""
+    alone = file.stem != preset and sum(other.stem == file.stem for other in files) == 1
+    return file.stem if alone else str(file)
 
 
 # Published implementations: their own code with their own weights, from the packages of the extra `peers`, as
