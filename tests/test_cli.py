@@ -270,6 +270,8 @@ def test_progress_tells_speed_and_time_left_every_ten_seconds():
     progress = ProgressLines(said.append, lambda: next(times))
     for done in (0, 1, 2, 4):
         progress("matching pairs", done, 4, failed=done // 2)
+    ProgressLines(said.append, lambda: 7.0)("once", 1, 1)
+    assert said.pop() == "once: 1 of 1, done in 0.1 s" and said.pop() == "once: 1"
     assert len(said) == 3 and "2 of 4, 1 failed, 6.0/min, 20 s left" in said[1] and "done in 40 s" in said[2]
 
 

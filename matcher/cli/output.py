@@ -259,8 +259,9 @@ class ProgressLines:
         self._last, elapsed = time, time - self._start
         rate = done / max(elapsed, 1e-9)
         left = f"done in {duration(elapsed)}" if ended else f"{duration((total - done) / rate)} left"
-        speed = f"{rate:.1f}/s" if rate >= 1 else f"{60 * rate:.1f}/min"
-        text = f"{work}: {done} of {total}{f', {failed} failed' if failed else ''}, {speed}, {left}"
+        speed = f"{rate:.1f}/s, " if rate >= 1 else f"{60 * rate:.1f}/min, "
+        speed = speed if elapsed >= 0.1 else ""  # a shorter time says nothing of a rate
+        text = f"{work}: {done} of {total}{f', {failed} failed' if failed else ''}, {speed}{left}"
         if self._terminal and not ended:
             typer.echo(f"{_CLEAR}{text}", err=True, nl=False)
         else:
