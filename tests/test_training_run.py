@@ -22,6 +22,7 @@ from training_data import (
     KINDS,
     LEARNED,
     SIFT,
+    TINY_TOML,
     from_sources,
     with_steps,
     write_photos,
@@ -43,23 +44,6 @@ from matcher.train.views import load_views
 from matcher.weights.files import load_model, read_header, save_front_end, save_model
 
 CPU = torch.device("cpu")
-
-TINY_TOML = """
-validate_every = 3
-validation_pairs = 2
-save_every = 2
-sources = {planes = 1.0, spaces = 0.0}
-pair = {width = 160, height = 128, points = [32], points_per_batch = 256}
-optimiser = {steps = 6, warmup_steps = 2}
-[matcher]
-name = "tiny"
-inner_layers = 1
-confidence_steps = 4
-network.context = {dim = 32, heads = 2, depth = 2}
-network.guided = true
-network.assignment.consensus = 1
-network.match_probability = true
-"""
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Small photos, stored views, recipes and batches for the tests of training."""
 
 import json
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,39 +9,31 @@ import cv2
 import numpy as np
 import torch
 
-from matcher.config import AssignmentConfig, ContextConfig, NetworkConfig, PositionConfig
+from matcher.config import PositionConfig, from_dict
 from matcher.extract.learned import Architecture
 from matcher.train.pairs import IGNORED, PairBatch
-from matcher.train.recipe import (
-    FrontEndRecipe,
-    MatcherRecipe,
-    OptimiserRecipe,
-    PairRecipe,
-    Recipe,
-    SourceRecipe,
-)
+from matcher.train.recipe import FrontEndRecipe, MatcherRecipe, Recipe, SourceRecipe
 from matcher.train.views import render_planes
 from matcher.types import UNMATCHED, Features
 
 # A matcher of SIFT keypoints, of our front end's, that front end, and both together.
-SIFT = Recipe(
-    pair=PairRecipe(width=160, height=128, points=(32,), points_per_batch=256),
-    matcher=MatcherRecipe(
-        name="tiny",
-        network=NetworkConfig(
-            context=ContextConfig(dim=32, heads=2, depth=2),
-            guided=True,
-            assignment=AssignmentConfig(consensus=1),
-            match_probability=True,
-        ),
-        inner_layers=1,
-        confidence_steps=4,
-    ),
-    optimiser=OptimiserRecipe(steps=6, warmup_steps=2),
-    validate_every=3,
-    validation_pairs=2,
-    save_every=2,
-)
+TINY_TOML = """
+validate_every = 3
+validation_pairs = 2
+save_every = 2
+sources = {planes = 1.0, spaces = 0.0}
+pair = {width = 160, height = 128, points = [32], points_per_batch = 256}
+optimiser = {steps = 6, warmup_steps = 2}
+[matcher]
+name = "tiny"
+inner_layers = 1
+confidence_steps = 4
+network.context = {dim = 32, heads = 2, depth = 2}
+network.guided = true
+network.assignment.consensus = 1
+network.match_probability = true
+"""
+SIFT = replace(from_dict(Recipe, tomllib.loads(TINY_TOML)), sources=SourceRecipe())
 LEARNED_NETWORK = replace(
     SIFT.matcher.network, kind="learned", descriptor_dim=64, position=PositionConfig(inputs=("xy",))
 )
