@@ -10,6 +10,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
+from matcher.collection.collection import Collection
 from matcher.collection.store import Store
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,6 +30,23 @@ def photos(folder: Path, count: int, size: tuple[int, int] = (200, 160), seed: i
         names.append(f"view {number:02d}.png")
         cv2.imwrite(str(folder / names[-1]), cv2.warpAffine(plane, shift, (width, height)))
     return names
+
+
+def opened(run: Path, folder: Path | None = None, **options) -> Collection:
+    """A run in this process, of the images of a folder."""
+    wanted = {"preset": "nearest", "max_keypoints": 150, "device": "cpu", "workers": 0, **options}
+    found = Collection.open(run, **wanted)
+    if folder is not None:
+        found.add_images(folder)
+    return found
+
+
+def matched(run: Path, folder: Path, pairs: dict | None = None, **options) -> Collection:
+    """A finished run of all pairs, or of those chosen."""
+    found = opened(run, folder, **options)
+    found.add_pairs(**(pairs or {"exhaustive": True}))
+    found.run()
+    return found
 
 
 def start(*arguments: object, **options) -> subprocess.Popen:

@@ -8,7 +8,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from collection_runs import QUICK, ROOT, contents, photos
+from collection_runs import QUICK, ROOT, contents, matched, opened, photos
 from command import run
 
 import matcher
@@ -26,21 +26,6 @@ NAMES = [f"view 0{number}.png" for number in range(6)]
 
 def collect(folder: Path, run_dir: Path, *more: object) -> int:
     return run("collection", folder, "--run", run_dir, *QUICK, "--workers", 0, *more)
-
-
-def opened(run_dir: Path, folder: Path | None = None, **options) -> Collection:
-    wanted = {"preset": "nearest", "max_keypoints": 150, "device": "cpu", "workers": 0, **options}
-    found = Collection.open(run_dir, **wanted)
-    if folder is not None:
-        found.add_images(folder)
-    return found
-
-
-def matched(run_dir: Path, folder: Path, pairs: dict | None = None, **options) -> Collection:
-    found = opened(run_dir, folder, **options)
-    found.add_pairs(**(pairs or {"exhaustive": True}))
-    found.run()
-    return found
 
 
 def pairs_of(run_dir: Path) -> set[tuple[int, int]]:

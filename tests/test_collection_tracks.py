@@ -6,10 +6,10 @@ import cv2
 import numpy as np
 import PIL.Image
 import pytest
+from collection_runs import matched
 from random_collection import fill
 from rendered_texture import SIZE, Texture
 
-import matcher
 from matcher.collection.store import Store
 from matcher.collection.tracks import (
     Edge,
@@ -187,11 +187,7 @@ def run(tmp_path):
     for index, view in enumerate(VIEWS):
         values = texture.image(view) + noise.normal(0, 3, (SIZE, SIZE))
         PIL.Image.fromarray(np.rint(values).clip(0, 255).astype(np.uint8)).save(folder / f"{index}.png")
-    collection = matcher.Collection.open(tmp_path / "run", preset="nearest", max_keypoints=300, workers=0)
-    collection.add_images(folder)
-    collection.add_pairs(exhaustive=True)
-    collection.run()
-    return collection
+    return matched(tmp_path / "run", folder, max_keypoints=300)
 
 
 def spread(tracks, keypoints):

@@ -6,10 +6,10 @@ import cv2
 import numpy as np
 import PIL.Image
 import pytest
+from collection_runs import matched
 from random_front_end import texture
 
 import matcher
-from matcher.collection.store import Store
 from matcher.config import ExtractorConfig, PipelineConfig
 from matcher.extract.extractor import extracted
 from matcher.images import edge_blur, read_image, without_blur
@@ -90,11 +90,8 @@ def test_both_engines_and_a_collection_search_alike(rng, tmp_path):
         matcher.load(engine=engine, precision="float32").extract(paths[0]) for engine in ("torch", "onnx")
     )
     assert len(torch) == len(onnx) > len(matcher.load(resize=480).extract(paths[0]))
-    collection = matcher.Collection.open(tmp_path / "run", workers=0, precision="float32")
-    collection.add_images(tmp_path)
-    collection.add_pairs(exhaustive=True)
-    collection.run()
-    with Store.open(tmp_path / "run") as store:
+    options = {"preset": "hybrid-learned", "max_keypoints": None, "precision": "float32"}
+    with matched(tmp_path / "run", tmp_path, **options).store as store:
         assert len(store.features("0.png")) == len(torch)
 
 

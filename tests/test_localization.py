@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 import pytest
+from collection_runs import matched, opened
 from collection_scene import render_photos, texture
 
 import matcher
@@ -42,11 +43,7 @@ def make_map(folder: Path) -> dict[str, np.ndarray]:
     for name in QUERIES:
         (folder / "photos" / name).rename(folder / "queries" / name)
     truth = {f"photo{number}.png": pose for number, pose in enumerate(poses)}
-    collection = matcher.Collection.open(folder / "model-run", preset="nearest", max_keypoints=600, workers=0)
-    collection.add_images(folder / "photos")
-    collection.add_pairs(exhaustive=True)
-    collection.run()
-    with collection.store as store:
+    with matched(folder / "model-run", folder / "photos", max_keypoints=600).store as store:
         given = GivenPoses(truth, dict.fromkeys(truth, CAMERA))
         reconstruct(store, folder / "model", poses=given, threads=1)
     (folder / "elsewhere").mkdir()
@@ -90,11 +87,9 @@ def pair_of(made):
 
 
 def new_run(folder, photos, preset, **options):
-    """A run without pairs."""
-    run = matcher.Collection.open(folder, preset=preset, workers=0, **options)
-    run.add_images(photos)
-    run.extract(everything=True)
-    return run
+    """The folder of a run without pairs."""
+    opened(folder, photos, preset=preset, **options).extract(everything=True)
+    return folder
 
 
 def test_photos_of_the_place_are_localised(made, place, queries):
@@ -301,8 +296,8 @@ def test_what_does_not_belong_together_is_refused(made, place, queries, tmp_path
         ((tmp_path, folder / "model-run"), UsageError, "COLMAP model"),
         ((tmp_path / "foreign",), UsageError, "run"),  # a model of another program
         ((tmp_path / "bare", folder / "model-run"), UsageError, "no points"),
-        ((model, runs["fewer"].store.folder), IntegrityError, "600 keypoints"),
-        ((model, runs["larger"].store.folder), UsageError, "resize"),
+        ((model, runs["fewer"]), IntegrityError, "600 keypoints"),
+        ((model, runs["larger"]), UsageError, "resize"),
     ):
         with pytest.raises(fault, match=named):
             matcher.Map.open(arguments[0], run_dir=(*arguments, None)[1])
@@ -336,7 +331,7 @@ def test_an_image_that_has_changed_is_named(made, queries):
 def test_a_run_with_the_same_features_shares_the_map(made, queries, tmp_path):
     """A preset that matches the same keypoints and descriptors otherwise shares the map."""
     folder, truth = made
-    same = new_run(tmp_path / "hybrid", folder / "photos", "hybrid", max_keypoints=600).store.folder
+    same = new_run(tmp_path / "hybrid", folder / "photos", "hybrid", max_keypoints=600)
     with matcher.Map.open(folder / "model", run_dir=same) as place:
         pose = place.localize(queries[0], CAMERA)
         assert pose.ok and pose_error(pose, truth[QUERIES[0]])[0] < 0.03
@@ -468,10 +463,7 @@ def test_a_map_of_features_from_a_file_takes_features(made, tmp_path, capfd):
     pytest.importorskip("h5py")
     folder, truth = made
     for name, photos in (("first", "photos"), ("asked", "queries")):
-        own = matcher.Collection.open(tmp_path / name, preset="nearest", max_keypoints=400, workers=0)
-        own.add_images(folder / photos)
-        own.add_pairs(exhaustive=True)
-        own.run()
+        own = matched(tmp_path / name, folder / photos, max_keypoints=400)
         own.export("hloc", tmp_path / f"{name}-hloc")
     files = [tmp_path / f"{name}-hloc" / "features.h5" for name in ("first", "asked")]
     again = ("sfm", folder / "photos", "--features", files[0], "--poses", folder / "model", "--workers", 0)

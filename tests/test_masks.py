@@ -4,6 +4,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from collection_runs import matched
 from command import run
 
 import matcher
@@ -108,11 +109,7 @@ def test_transparent_pixels_are_a_mask_wherever_images_are_read(files, transpare
     assert all(is_kept(features.keypoints) for features in found.features)
     tracker = matcher.Tracker("nearest", max_keypoints=200)
     assert is_kept(tracker.push(images[0]).keypoints)
-    collection = matcher.Collection.open(files / "run", preset="nearest", max_keypoints=200, workers=0)
-    collection.add_images(files / "images")
-    collection.add_pairs(exhaustive=True)
-    collection.run()
-    (pair,) = collection
+    (pair,) = matched(files / "run", files / "images", max_keypoints=200)
     assert is_kept(pair.matches.points0) and is_kept(pair.matches.points1)
 
 
