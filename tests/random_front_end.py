@@ -1,5 +1,7 @@
 """Front ends with random parameters, and images to try them on."""
 
+from dataclasses import replace
+
 import cv2
 import numpy as np
 import torch
@@ -45,9 +47,9 @@ def texture(rng: np.random.Generator, width: int = 160, height: int = 128, sigma
     return cv2.normalize(noise, None, 0, 255, cv2.NORM_MINMAX).astype(np.uint8)
 
 
-def whole(pixels: np.ndarray, mask: np.ndarray | None = None) -> Image:
-    """An image as stored, neither resized nor turned."""
-    return Image(pixels, (pixels.shape[1], pixels.shape[0]), mask=mask)
+def whole(pixels: np.ndarray, mask: np.ndarray | None = None, **changes) -> Image:
+    """An image as stored, neither resized nor turned, but for changes."""
+    return replace(Image(pixels, (pixels.shape[1], pixels.shape[0]), mask=mask), **changes)
 
 
 def share_found(points: torch.Tensor, others: torch.Tensor, pixels: float) -> float:

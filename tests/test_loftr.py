@@ -8,6 +8,7 @@ import numpy as np
 import peers
 import pytest
 import torch
+from random_front_end import texture, whole
 from torch import nn
 
 from matcher.config import PositionConfig
@@ -18,7 +19,7 @@ from matcher.match.loftr import GridExtractor
 from matcher.match.network import AttentionMatcher, MatchingNetwork
 from matcher.match.position import SinePosition
 from matcher.presets import LOFTR_TRANSPORT, PRESETS
-from matcher.types import Features, Image
+from matcher.types import Features
 from matcher.weights.published import choose_layout, convert, import_checkpoint
 
 KORNIA_SHIFT = 0.5  # its pixels have their centres at +0.5, ours at 0
@@ -27,24 +28,18 @@ NETWORKS = [("outdoor", "dual_softmax"), ("outdoor", "sinkhorn"), ("indoor_new",
 SIZES = [((112, 88), (112, 88)), ((101, 69), (86, 94))]
 
 
-def texture(size: tuple[int, int], seed: int) -> np.ndarray:
-    noise = cv2.GaussianBlur(np.random.default_rng(seed).standard_normal(size[::-1]), (0, 0), 1.5)
-    return cv2.normalize(noise, None, 0, 255, cv2.NORM_MINMAX).astype(np.uint8)
+def seeded_texture(width: int, height: int, seed: int) -> np.ndarray:
+    return texture(np.random.default_rng(seed), width, height, sigma=1.5)
 
 
 def picture_pair(seed: int, size0: tuple[int, int], size1: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Two cuts of one noisy texture, so that random networks find cells that look alike."""
-    whole = texture((200, 200), seed)
-    noise = np.random.default_rng(seed + 100).normal(0, 6, whole.shape)
-    noisy = np.clip(whole + noise, 0, 255).astype(np.uint8)
+    clean = seeded_texture(200, 200, seed)
+    noise = np.random.default_rng(seed + 100).normal(0, 6, clean.shape)
+    noisy = np.clip(clean + noise, 0, 255).astype(np.uint8)
     return tuple(
-        np.ascontiguousarray(p[:h, :w]) for p, (w, h) in zip((whole, noisy), (size0, size1), strict=True)
+        np.ascontiguousarray(p[:h, :w]) for p, (w, h) in zip((clean, noisy), (size0, size1), strict=True)
     )
-
-
-def whole(pixels: np.ndarray, **changes) -> Image:
-    """An image as stored, neither resized nor turned."""
-    return replace(Image(pixels, (pixels.shape[1], pixels.shape[0])), **changes)
 
 
 @torch.no_grad()
@@ -52,7 +47,7 @@ def tell_cells_apart(peer: nn.Module, spread: float) -> None:
     """Random cells are all alike and match nothing: centre them, scale them, let them keep what they are."""
     seen, last = [], peer.backbone.layer3_outconv
     hook = last.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0][0].flatten(1)))
-    peer.backbone(torch.from_numpy(texture((128, 96), 5))[None, None].float() / 255)
+    peer.backbone(torch.from_numpy(seeded_texture(128, 96, 5))[None, None].float() / 255)
     hook.remove()
     mean, weight = seen[0].mean(1), last.weight[:, :, 0, 0]
     weight -= torch.outer(weight @ mean, mean) / (mean @ mean)
@@ -138,7 +133,7 @@ def test_loftr_is_kornias(name: str, kind: str) -> None:
 @pytest.mark.parametrize("size", [(1, 1), (33, 7)])
 def test_tiny_images_match_nothing(size: tuple[int, int]) -> None:
     extractor, matcher = ours()
-    pixels = texture((120, 96), 1)
+    pixels = seeded_texture(120, 96, 1)
     features = extractor([whole(pixels), whole(np.ascontiguousarray(pixels[: size[1], : size[0]]))])
     assert len(features[1]) == -(-size[0] // 8) * -(-size[1] // 8)
     for order in (features, features[::-1]):
@@ -146,13 +141,14 @@ def test_tiny_images_match_nothing(size: tuple[int, int]) -> None:
 
 
 def test_cells_cover_the_image_and_are_never_cut_off() -> None:
-    features = ours()[0]([whole(texture((125, 91), 0))])[0]
+    pixels = seeded_texture(125, 91, 0)
+    features = ours()[0]([whole(pixels)])[0]
     assert features.grid.tolist() == [16, 12]
     assert features.maps.shape == (128, 46, 63)
     assert features.keypoints[0].tolist() == [-0.5, -0.5]
     assert features.keypoints[-1].tolist() == [15 * 8 - 0.5, 11 * 8 - 0.5]
     assert features.keypoints.equal(8 * features.cells - 0.5)
-    colour = ours()[0]([whole(cv2.merge([texture((125, 91), 0)] * 3))])[0]
+    colour = ours()[0]([whole(cv2.merge([pixels] * 3))])[0]
     assert torch.allclose(colour.descriptors, features.descriptors, atol=1e-4)
 
 

@@ -4,6 +4,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from random_front_end import texture
 
 from matcher.config import ExtractorConfig
 from matcher.extract.extractor import SiftExtractor, root_sift
@@ -20,16 +21,6 @@ def blobs(
     y, x = np.mgrid[: size[1], : size[0]]
     squares = (x[..., None] - centres[:, 0]) ** 2 + (y[..., None] - centres[:, 1]) ** 2
     return (30 + 200 * np.exp(-squares / (2 * sigma**2)).sum(-1)).clip(0, 255).round().astype(np.uint8)
-
-
-def texture(size: tuple[int, int], seed: int = 0) -> np.ndarray:
-    """Smooth noise (H, W) uint8 with detail at several scales."""
-    rng = np.random.default_rng(seed)
-    picture = np.zeros(size[::-1], np.float32)
-    for sigma in (1.5, 3.0, 6.0):
-        noise = cv2.GaussianBlur(rng.normal(size=size[::-1]).astype(np.float32), (0, 0), sigma)
-        picture += noise / noise.std()
-    return (128 + 35 * picture).clip(0, 255).astype(np.uint8)
 
 
 def extract(pixels: np.ndarray, size: tuple[int, int] | None = None, **fields) -> Features:
@@ -86,8 +77,8 @@ def test_a_turned_image_gives_stored_pixels(exif: int) -> None:
 
 
 @pytest.mark.parametrize("degrees", [20, 90, -135])
-def test_angles_run_from_x_towards_y(degrees: float) -> None:
-    picture = texture((400, 400))
+def test_angles_run_from_x_towards_y(rng: np.random.Generator, degrees: float) -> None:
+    picture = texture(rng, 400, 400, sigma=2)
     # getRotationMatrix2D turns from y towards x in image coordinates, hence the minus.
     turn = cv2.getRotationMatrix2D((199.5, 199.5), -degrees, 1.0)
     turned = cv2.warpAffine(picture, turn, (400, 400), flags=cv2.INTER_CUBIC)
@@ -107,9 +98,9 @@ def test_angles_run_from_x_towards_y(degrees: float) -> None:
     assert np.quantile(error, 0.8) < np.deg2rad(8)
 
 
-def test_mask_is_kept_and_filled() -> None:
+def test_mask_is_kept_and_filled(rng: np.random.Generator) -> None:
     """The strongest points lie outside the mask; inside there are still `max_keypoints`."""
-    picture = texture((400, 300)).astype(np.float32)
+    picture = texture(rng, 400, 300, sigma=2).astype(np.float32)
     picture[:, 200:] = 128 + (picture[:, 200:] - 128) * 0.35
     picture = picture.astype(np.uint8)
     mask = np.zeros((300, 400), bool)
@@ -142,8 +133,8 @@ def test_root_sift_is_its_formula(rng: np.random.Generator) -> None:
     assert root_sift(raw.astype(np.uint8)).dtype == np.float32
 
 
-def test_the_largest_or_the_strongest_are_kept() -> None:
-    picture = texture((320, 240))
+def test_the_largest_or_the_strongest_are_kept(rng: np.random.Generator) -> None:
+    picture = texture(rng, 320, 240, sigma=2)
     every = extract(picture)
     strongest, largest = (
         extract(picture, config=ExtractorConfig(max_keypoints=60, keep=keep))
