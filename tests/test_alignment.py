@@ -13,7 +13,6 @@ from matcher.config import EstimationConfig
 from matcher.geometry import warp_points
 from matcher.images import read_image
 from matcher.verify.estimation import RobustEstimator
-from matcher.viz.overlays import resizing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -158,12 +157,20 @@ def template() -> np.ndarray:
     return canvas
 
 
-def pose_matrix(x, y, scale, degrees) -> np.ndarray:
-    """(3, 3) template → image, for a template of 220 x 180 pixels."""
+def pose_matrix(x, y, scale, degrees, size=(220, 180)) -> np.ndarray:
+    """(3, 3) template → image, for a template of so many pixels."""
     turn = np.deg2rad(degrees)
     linear = scale * np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
-    shift = np.array([x, y]) - linear @ np.array([109.5, 89.5])
+    shift = np.array([x, y]) - linear @ (np.array(size) - 1) / 2
     return np.vstack([np.hstack([linear, shift[:, None]]), [0, 0, 1]])
+
+
+def paste(image: np.ndarray, template: np.ndarray, pose) -> None:
+    height, width = template.shape[:2]
+    matrix, size = pose_matrix(*pose, (width, height))[:2], image.shape[1::-1]
+    cover = cv2.warpAffine(np.full((height, width), 255, np.uint8), matrix, size) > 127
+    smooth = cv2.GaussianBlur(template, (0, 0), 0.4 / pose[2]) if pose[2] < 1 else template
+    image[cover] = cv2.warpAffine(smooth, matrix, size)[cover]
 
 
 @pytest.fixture(scope="module")
@@ -173,12 +180,7 @@ def scene(template) -> np.ndarray:
     coarse = rng.integers(60, 200, (30, 36, 3), dtype=np.uint8)
     canvas = cv2.resize(coarse, (600, 560), interpolation=cv2.INTER_CUBIC)
     for pose in POSES:
-        matrix = pose_matrix(*pose)
-        size = (round(220 * min(1, pose[2])), round(180 * min(1, pose[2])))
-        small = cv2.resize(template, size, interpolation=cv2.INTER_AREA)
-        warp = matrix @ np.linalg.inv(resizing((size[0] / 220, size[1] / 180)))
-        cover = cv2.warpPerspective(np.full(small.shape[:2], 255, np.uint8), warp, (600, 560)) > 250
-        canvas[cover] = cv2.warpPerspective(small, warp, (600, 560))[cover]
+        paste(canvas, template, pose)
     return canvas
 
 
@@ -268,16 +270,6 @@ def test_exit_codes_tell_what_was_not_found_or_read(template, tmp_path, capfd):
     assert "0 keypoints" in capfd.readouterr().err and names[3].read_text() == "mine"
 
 
-def paste(image: np.ndarray, template: np.ndarray, centre, scale: float, degrees: float) -> None:
-    height, width = template.shape[:2]
-    turn = scale * np.array([[np.cos(a := np.radians(degrees)), -np.sin(a)], [np.sin(a), np.cos(a)]])
-    shift = np.array(centre) - turn @ [(width - 1) / 2, (height - 1) / 2]
-    matrix, size = np.c_[turn, shift], image.shape[1::-1]
-    cover = cv2.warpAffine(np.full((height, width), 255, np.uint8), matrix, size) > 127
-    smooth = cv2.GaussianBlur(template, (0, 0), 0.4 / scale) if scale < 1 else template
-    image[cover] = cv2.warpAffine(smooth, matrix, size)[cover]
-
-
 def centres(found) -> list[np.ndarray]:
     return [instance.corners.mean(axis=0) for instance in found]
 
@@ -289,7 +281,7 @@ def test_many_small_copies_are_all_found(views):
     image = np.ascontiguousarray(other[:400, 700::-1])
     places = [(200, 200), (500, 200)]
     for place in places:
-        paste(image, template, place, 0.55, 40)
+        paste(image, template, (*place, 0.55, 40))
     found = matcher.find(template, image, max_keypoints=1024)
     assert len(found) == len(places)
     for place in places:
