@@ -89,15 +89,6 @@ def test_one_camera_is_of_images_of_one_size(views):
         pipeline.verify(result.features0, result.features1, result.matches, camera0=(350, 350, 200, 150))
 
 
-def write_opencv(path):
-    storage = cv2.FileStorage(str(path), cv2.FILE_STORAGE_WRITE)
-    storage.write("image_width", 640)
-    storage.write("image_height", 480)
-    storage.write("camera_matrix", np.array([[500, 0, 319.5], [0, 510, 239.5], [0, 0, 1.0]]))
-    storage.write("distortion_coefficients", np.array([[0.1, 0.02, 0.001, 0.002, 0.0]]))
-    storage.release()
-
-
 def test_one_camera_in_every_form(tmp_path):
     """Each says the same in the pixel origin of its program."""
     pycolmap = pytest.importorskip("pycolmap")
@@ -111,7 +102,12 @@ def test_one_camera_in_every_form(tmp_path):
     shared = dict(zip(names, numbers, strict=True), w=640, h=480)
     frames = [{"file_path": "images/a.jpg"}]
     (tmp_path / "transforms.json").write_text(json.dumps({**shared, "frames": frames}))
-    write_opencv(tmp_path / "c.yml")
+    storage = cv2.FileStorage(str(tmp_path / "c.yml"), cv2.FILE_STORAGE_WRITE)
+    storage.write("image_width", 640)
+    storage.write("image_height", 480)
+    storage.write("camera_matrix", wanted.K)
+    storage.write("distortion_coefficients", np.array([[0.1, 0.02, 0.001, 0.002, 0.0]]))
+    storage.release()
     files = (tmp_path / name for name in ("cameras.txt", "cameras.bin", "transforms.json", "c.yml"))
     for given in ("OPENCV,640,480," + ",".join(map(str, numbers)), *files):
         assert parse_cameras(str(given)) == wanted, given
@@ -151,11 +147,6 @@ DISTORTION = {
 }
 
 
-def camera_of(model: str) -> Camera:
-    fy = 800.0 if CAMERA_MODELS[model][0] == 1 else 820.0
-    return Camera(800.0, fy, 511.5, 383.5, (1024, 768), model, DISTORTION[model])
-
-
 def seen(camera: Camera, rays: np.ndarray) -> np.ndarray:
     """Stored pixels (N, 2) of rays (N, 2) at depth 1, by COLMAP."""
     pycolmap = pytest.importorskip("pycolmap")
@@ -166,7 +157,8 @@ def seen(camera: Camera, rays: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("model", CAMERA_MODELS)
 def test_every_model_is_inverted(model, rng):
-    camera = camera_of(model)
+    fy = 800.0 if CAMERA_MODELS[model][0] == 1 else 820.0
+    camera = Camera(800.0, fy, 511.5, 383.5, (1024, 768), model, DISTORTION[model])
     rays = rng.uniform([-0.55, -0.42], [0.55, 0.42], (300, 2))
     found = undistort(seen(camera, rays), camera)
     np.testing.assert_allclose(found, rays * (camera.fx, camera.fy) + (camera.cx, camera.cy), atol=1e-3)
@@ -197,16 +189,6 @@ def test_a_pose_needs_the_distortion(rng):
 # --- The pixel convention.
 
 
-def gaussian(size: tuple[int, int], centre: np.ndarray, sigma: float) -> np.ndarray:
-    y, x = np.mgrid[: size[1], : size[0]]
-    return np.exp(-((x - centre[0]) ** 2 + (y - centre[1]) ** 2) / (2 * sigma**2))
-
-
-def centroid(picture: np.ndarray) -> np.ndarray:
-    y, x = np.mgrid[: picture.shape[0], : picture.shape[1]]
-    return np.array([(x * picture).sum(), (y * picture).sum()]) / picture.sum()
-
-
 @pytest.mark.parametrize(
     ("size", "longer_side", "expected"),
     [
@@ -227,11 +209,14 @@ def test_resized_is_only_ever_smaller(size, longer_side, expected) -> None:
 
 
 def test_resize_points_is_what_resizing_does() -> None:
-    size, centre = (301, 201), np.array([120.3, 77.8])
-    new, scale = resized(size, 100)
-    small = cv2.resize(gaussian(size, centre, 15.0), new, interpolation=cv2.INTER_AREA)
+    new, scale = resized((301, 201), 100)
     assert scale[0] != scale[1]  # rounding makes the axes differ
-    np.testing.assert_allclose(centroid(small), resize_points(centre, scale), atol=0.01)
+    y, x = np.mgrid[:201, :301]
+    blob = np.exp(-((x - 120.3) ** 2 + (y - 77.8) ** 2) / (2 * 15.0**2))
+    small = cv2.resize(blob, new, interpolation=cv2.INTER_AREA)
+    y, x = np.mgrid[: new[1], : new[0]]
+    centroid = np.array([(x * small).sum(), (y * small).sum()]) / small.sum()
+    np.testing.assert_allclose(centroid, resize_points(np.array([120.3, 77.8]), scale), atol=0.01)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
