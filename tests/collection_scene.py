@@ -53,19 +53,22 @@ class MemoryStore:
         return iter(self._pairs)
 
 
-def ring(count, rng):
+def facing(centre, up):
+    """The world-to-camera pose of a camera that looks at the origin."""
+    forward = -centre / np.linalg.norm(centre)
+    right = np.cross(forward, up)
+    right /= np.linalg.norm(right)
+    rotation = np.stack([right, np.cross(forward, right), forward])
+    pose = np.eye(4)
+    pose[:3, :3], pose[:3, 3] = rotation, -rotation @ centre
+    return pose
+
+
+def ring(count):
     """World-to-camera poses (count, 4, 4) of cameras that look at the origin from a wavy ring."""
-    poses = []
-    for angle in np.linspace(0, 2 * np.pi, count, endpoint=False):
-        centre = np.array([8 * np.cos(angle), 8 * np.sin(angle), 1.5 * np.sin(3 * angle)])
-        forward = -centre / np.linalg.norm(centre)
-        right = np.cross(forward, [0, 0, 1.0])
-        right /= np.linalg.norm(right)
-        rotation = np.stack([right, np.cross(forward, right), forward])
-        pose = np.eye(4)
-        pose[:3, :3], pose[:3, 3] = rotation, -rotation @ centre
-        poses.append(pose)
-    return np.array(poses)
+    angles = np.linspace(0, 2 * np.pi, count, endpoint=False)
+    ends = np.column_stack([8 * np.cos(angles), 8 * np.sin(angles), 1.5 * np.sin(3 * angles)])
+    return np.array([facing(centre, [0, 0, 1.0]) for centre in ends])
 
 
 def centres(poses):
@@ -74,7 +77,7 @@ def centres(poses):
 
 def synthetic_store(rng, count=10, points=600, wrong=0.3, noise=0.5, camera=CAMERA, names=None, poses=None):
     """A store whose pairs have `wrong` of their matches shuffled and true inliers, and its cameras' poses."""
-    poses = ring(count, rng) if poses is None else poses
+    poses = ring(count) if poses is None else poses
     world = rng.normal(0, 1.2, (points, 3))
     names = names or [f"ring/{index:03d}.jpg" for index in range(count)]
     keypoints, shown = {}, {}
@@ -139,12 +142,7 @@ def render_photos(folder, count=5, size=(480, 360), mounted=None):
     poses = []
     for number, angle in enumerate(np.linspace(-0.35, 0.35, count)):
         centre = np.array([11 * np.sin(angle), 0.6 * np.cos(9 * angle), -11 * np.cos(angle)])
-        forward = -centre / np.linalg.norm(centre)
-        right = np.cross([0, 1.0, 0], forward)
-        right /= np.linalg.norm(right)
-        rotation = np.stack([right, np.cross(forward, right), forward])
-        pose = np.eye(4)
-        pose[:3, :3], pose[:3, 3] = rotation, -rotation @ centre
+        pose = facing(centre, [0, -1.0, 0])
         pose = pose if mounted is None else mounted @ pose
         photo = np.zeros((size[1], size[0]), np.uint8)
         for (x, y, z, width), board in zip(boards, textures, strict=True):
