@@ -233,10 +233,6 @@ def loaded(folder: Path, walls) -> tuple[str, np.ndarray | None]:
     return said, pose
 
 
-def right(pose: np.ndarray | None) -> bool:
-    return pose is not None and bool(np.allclose(pose[:3, 3], [0.4, 0, 0], atol=0.05))
-
-
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
 
