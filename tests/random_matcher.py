@@ -8,7 +8,7 @@ from torch import nn
 
 from matcher.config import ContextConfig, MatchingPolicy, NetworkConfig
 from matcher.match.network import AttentionMatcher, MatchingNetwork
-from matcher.types import Features
+from matcher.types import Features, Matches
 
 CONFIG = NetworkConfig(
     descriptor_dim=32,
@@ -53,6 +53,11 @@ def matcher_with(
     model = random_model(config=config)
     policy = replace(config.policy, early_exit=early_exit, pruning=pruning)
     return AttentionMatcher(model.with_policy(policy), precision=precision)
+
+
+def as_table(matches: Matches) -> dict[tuple[int, int], float]:
+    """Score by the indices of both points."""
+    return dict(zip(map(tuple, matches.indices.tolist()), matches.scores.tolist(), strict=True))
 
 
 def pair(count0: int, count1: int, seed: int, noise: float = 0.2) -> tuple[Features, Features]:

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
-from random_matcher import CONFIG, WITH_MATCH_PROBABILITY, matcher_with, pair, random_model
+from random_matcher import CONFIG, WITH_MATCH_PROBABILITY, as_table, matcher_with, pair, random_model
 
 from matcher.config import ALL_LAYERS, AssignmentConfig, MatchingPolicy
 from matcher.errors import UsageError
@@ -45,10 +45,6 @@ def run_padded(matcher: AttentionMatcher, pairs: list[tuple[Features, Features]]
             prediction = state.assign()
             found |= zip(prediction.tokens.pairs, matcher.read(prediction, *sides), strict=True)
     return [found[number] for number in range(len(pairs))]
-
-
-def as_table(matches: Matches) -> dict[tuple[int, int], float]:
-    return dict(zip(map(tuple, matches.indices.tolist()), matches.scores.tolist(), strict=True))
 
 
 def assert_same(first: Matches, second: Matches, tolerance: float = 1e-5) -> None:

@@ -12,6 +12,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from random_matcher import as_table
 from real_pairs import three_pairs
 
 import matcher
@@ -39,13 +40,9 @@ sys.meta_path.insert(0, Absent())
 """
 
 
-def scores_of(matches: Matches) -> dict[tuple[int, int], float]:
-    return dict(zip(map(tuple, matches.indices.tolist()), matches.scores.tolist(), strict=True))
-
-
 def shared(first: Matches, second: Matches) -> tuple[int, int, float]:
     """How many matches both have, how many either has, and by how much scores differ at most."""
-    a, b = scores_of(first), scores_of(second)
+    a, b = as_table(first), as_table(second)
     both = a.keys() & b.keys()
     return len(both), len(a.keys() | b.keys()), max((abs(a[k] - b[k]) for k in both), default=0.0)
 
@@ -67,10 +64,6 @@ def engines(shipped_weights):
     return of
 
 
-def some(features: Features, count: int) -> Features:
-    return Features.stack([features.select(np.arange(count))])
-
-
 @pytest.mark.parametrize(
     ("preset", "policy"), [("hybrid-learned", {}), ("hybrid-learned", {"early_exit": False}), ("hybrid", {})]
 )
@@ -80,7 +73,8 @@ def test_a_network_finds_the_same_matches_as_in_torch(engines, views, preset, po
     sides = [matcher.load(preset, max_keypoints=400).extract(view) for view in views]
     together, every, apart_most = 0, 0, []
     for n, m in ((400, 400), (400, 250), (250, 400), (120, 119), (1, 30), (30, 1), (1, 1)):
-        pair = [some(side, count) for side, count in zip(sides, (n, m), strict=True)]
+        few = [side.select(np.arange(count)) for side, count in zip(sides, (n, m), strict=True)]
+        pair = [Features.stack([side]) for side in few]
         (a,), (b,) = ours(*pair), theirs(*pair)
         both, either, apart = shared(a, b)
         together, every = together + both, every + either
@@ -171,14 +165,13 @@ def test_what_the_engine_does_not_have_is_refused(given, message):
 
 
 @pytest.mark.parametrize(
-    ("engine", "name", "argument"),
-    [("onnx", "mine.onnx", "weights"), ("onnx", "mine.safetensors", "frontend_weights")],
+    ("name", "argument"), [("mine.onnx", "weights"), ("mine.safetensors", "frontend_weights")]
 )
-def test_a_graph_of_somebody_is_no_weights_file(tmp_path, name, argument, engine):
+def test_a_graph_of_somebody_is_no_weights_file(tmp_path, name, argument):
     path = tmp_path / name
     path.write_bytes((GRAPHS / "learned" / "front_end.onnx").read_bytes())
     with pytest.raises((IntegrityError, UsageError), match="mine"):
-        pipe = matcher.load("hybrid-learned", engine=engine, device="cpu", **{argument: path})
+        pipe = matcher.load("hybrid-learned", engine="onnx", device="cpu", **{argument: path})
         pipe.extract(np.zeros((64, 64), np.uint8))  # a front end is read when it is needed
 
 

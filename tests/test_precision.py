@@ -9,6 +9,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from random_matcher import as_table
 
 import matcher
 from matcher.config import ContextConfig, ExtractorConfig, MatchingPolicy, NetworkConfig
@@ -28,10 +29,6 @@ def described(views, count: int) -> tuple[Features, Features]:
 
 def run(matcher: AttentionMatcher, features: tuple[Features, Features]) -> Matches:
     return matcher(*(Features.stack([f]) for f in features))[0]
-
-
-def as_table(matches: Matches) -> dict[tuple[int, int], float]:
-    return dict(zip(map(tuple, matches.indices.tolist()), matches.scores.tolist(), strict=True))
 
 
 @torch.no_grad()
