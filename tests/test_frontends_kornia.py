@@ -1,4 +1,4 @@
-"""kornia's front ends behind `Features`: conventions, masks, sizes and strictness, with random parameters."""
+"""Front ends of others behind `Features`: conventions, masks, sizes, strictness, with random parameters."""
 
 import cv2
 import numpy as np
@@ -110,35 +110,40 @@ def full_resolution_only(network: nn.Module, _=None) -> None:
         nn.init.zeros_(layer.weight)
 
 
-# kind, stride in pixels, pixels that a point may be off, share of the points that must be within
+# kind, pixels to the right and down, pixels that a point may be off, share of the points that must be within
 SHIFTS = [
-    ("disk", 16, 0.0, 0.9),  # its instance norms see the edge move against the content
-    ("aliked", 32, 1e-3, 1.0),
-    ("xfeat", 32, 0.0, 1.0),
-    ("dedodeb", 8, 0.0, 0.8),  # as far as 250 pixels its coarsest layers see the edge
-    ("keynet", 16, 0.0, 0.8),
-    ("doghardnet", 16, 0.25, 0.9),  # octaves are not exactly twice as large as the next
+    ("disk", (16, 32), 0.0, 0.9),  # its instance norms see the edge move against the content
+    ("aliked", (32, 64), 1e-3, 1.0),
+    ("xfeat", (32, 64), 0.0, 1.0),
+    ("dedodeb", (8, 8), 0.0, 0.8),  # as far as 250 pixels its coarsest layers see the edge
+    ("keynet", (16, 32), 0.0, 0.8),
+    ("doghardnet", (16, 32), 0.25, 0.9),  # octaves are not exactly twice as large as the next
+    ("superpoint", (8, 16), 0.0, 1.0),
+    ("superpoint-open", (8, 16), 0.0, 1.0),
 ]
 
 
-@pytest.mark.parametrize(("kind", "stride", "pixels", "share"), SHIFTS)
-def test_a_shift_by_whole_strides_shifts_the_points_by_as_much(extractors, rng, kind, stride, pixels, share):
+@pytest.mark.parametrize(("kind", "shift", "pixels", "share"), SHIFTS)
+def test_a_shift_by_whole_strides_shifts_the_points_by_as_much(extractors, rng, kind, shift, pixels, share):
     side = 168 if kind == "dedodeb" else 192
     patch = texture(rng, 64, 64)
     images = []
-    for start in (48, 48 + stride):
+    for x, y in ((48, 48), (48 + shift[0], 48 + shift[1])):
         canvas, mask = np.full((side, side), 128, np.uint8), np.zeros((side, side), bool)
-        canvas[start : start + 64, start : start + 64] = patch
-        mask[start : start + 64, start : start + 64] = True
+        canvas[y : y + 64, x : x + 64] = patch
+        mask[y : y + 64, x : x + 64] = True
         images.append(whole(canvas, mask))
-    extractor = extractors[kind]
     if kind == "aliked":
         extractor = build(kind, full_resolution_only, score_threshold=0.0)
+    else:
+        extractor = extractors.get(kind) or build(kind)
     first, second = extractor(images)
     if kind == "keynet":  # only of the level of the image's own size is this a shift by whole pixels
         first, second = (f.select((f.scales - 22 / 6).abs() < 0.01) for f in (first, second))
+    if kind.startswith("superpoint"):
+        assert len(first) == len(second) > 30
     assert len(first) > 5
-    assert share_found(first.keypoints + stride, second.keypoints, pixels) >= share
+    assert share_found(first.keypoints + torch.tensor(shift), second.keypoints, pixels) >= share
 
 
 @pytest.mark.parametrize("sigma", [2.5, 6.0])

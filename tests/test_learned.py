@@ -278,20 +278,6 @@ def test_descriptors_are_read_where_the_convention_says(rng, exact):
         np.testing.assert_allclose(descriptor, expected / np.linalg.norm(expected), atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_shift_by_whole_cells_shifts_the_points_by_as_much(rng, kind):
-    patch = texture(rng, 64, 64)
-    images = []
-    for x, y in ((56, 56), (64, 72)):
-        pixels, mask = np.full((184, 184), 128, np.uint8), np.zeros((184, 184), bool)
-        pixels[y : y + 64, x : x + 64] = patch
-        mask[y : y + 64, x : x + 64] = True
-        images.append(whole(pixels, mask))
-    first, second = build(kind)(images)
-    assert len(first) == len(second) > 30
-    assert share_found(first.keypoints + torch.tensor([8.0, 16.0]), second.keypoints, 0.0) == 1.0
-
-
 def test_masks_black_and_tiny_images(photo):
     mask = np.zeros(photo.shape, bool)
     mask[30:90, 20:70] = True
