@@ -25,9 +25,13 @@ def matches_of(points0, points1):
     return Matches(indices, points0, points1, np.ones(count, np.float32))
 
 
-def picture(values, mask=None):
+def image(values, mask=None):
     pixels = np.rint(np.clip(values, 0, 255)).astype(np.uint8)
-    return ImagePyramid.of(matcher.Image(pixels, pixels.shape[::-1], mask=mask))
+    return matcher.Image(pixels, pixels.shape[::-1], mask=mask)
+
+
+def picture(values, mask=None):
+    return ImagePyramid.of(image(values, mask))
 
 
 def refined(image0, image1, points0, points1, config=None):
@@ -250,11 +254,6 @@ def test_the_pipeline_refines_unless_told_not_to(tmp_path, views):
 
 
 CURVE = np.interp(np.arange(256), np.arange(0, 256, 51), [200, 30, 200, 30, 200, 30])  # of another sensor
-
-
-def image(values):
-    pixels = np.rint(np.clip(values, 0, 255)).astype(np.uint8)
-    return matcher.Image(pixels, pixels.shape[::-1])
 
 
 @pytest.mark.parametrize("curve", [CURVE, np.arange(256)[::-1]], ids=["another sensor", "negative"])
