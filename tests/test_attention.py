@@ -167,7 +167,7 @@ def test_folding_changes_nothing_and_shares_nothing(changes) -> None:
 @layers
 @torch.no_grad()
 def test_padding_is_not_attended_to(changes) -> None:
-    layer, n, m = random_layer(**changes), 7, 5
+    layer, n = random_layer(**changes), 7
     pairs = [random(1, 12, 24), random(1, 6, 24, seed=1)]  # the second has 4 and 2 points
     padded = torch.full((2, 12, 24), 100.0)
     mask = torch.zeros(2, 12, dtype=torch.bool)
@@ -178,7 +178,6 @@ def test_padding_is_not_attended_to(changes) -> None:
     torch.testing.assert_close(found[0], layer(pairs[0], n)[0], atol=1e-4, rtol=1e-4)
     alone = layer(pairs[1], 4)[0]
     torch.testing.assert_close(found[1][mask[1]], alone, atol=1e-4, rtol=1e-4)
-    assert m == 12 - n
 
 
 # --- Positions.
@@ -300,18 +299,12 @@ def test_phases_keep_their_digits_in_mixed_precision() -> None:
 # --- Guided tokens.
 
 
-def seeded_guidance(dim: int = 16, depth: int = 2) -> CorrespondenceGuidance:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        guidance = CorrespondenceGuidance(dim, depth)
-        with torch.no_grad():
-            for parameter in guidance.parameters():
-                parameter.add_(0.05 * torch.randn(parameter.shape))
-    return guidance
-
-
+@torch.no_grad()
 def test_agreement_is_the_sum_of_cosines_of_both_sides() -> None:
-    guidance, rng = seeded_guidance(), torch.Generator().manual_seed(1)
+    rng = torch.Generator().manual_seed(1)
+    guidance = CorrespondenceGuidance(16, 2)
+    for parameter in guidance.parameters():
+        parameter.add_(0.05 * torch.randn(parameter.shape, generator=rng))
     sides = [
         Side(*(torch.randn(n, c, generator=rng) * s for c, s in ((16, 1.0), (2, 0.5), (2, 0.5))))
         for n in (5, 4)
