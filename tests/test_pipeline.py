@@ -64,7 +64,6 @@ def test_the_result_is_complete(network, views):
     assert sum(parts) == pytest.approx(result.seconds["total"])
     assert min(parts) >= 0
     assert result.points0.dtype == result.points1.dtype == result.scores.dtype == np.float32
-    assert result.matches.indices.dtype == np.int64
     assert result.geometry.inliers.shape == (len(result.matches),)
     keypoints = [f.keypoints.numpy() for f in (result.features0, result.features1)]
     found0, found1 = (keypoints[side][result.matches.indices[:, side]] for side in (0, 1))
@@ -135,9 +134,6 @@ def test_essential_needs_cameras_and_others_refuse_them(views):
         matcher.load("nearest").match(*views, camera1=camera)
     with pytest.raises(UsageError, match="principal point"):  # as of an image three times the size
         matcher.load("nearest", geometry="essential").match(*views, camera0=(2100, 2100, 1200, 900))
-    geometry = matcher.load("nearest", geometry="essential").match(*views, camera0=camera).geometry
-    assert (geometry.kind, geometry.status) == ("essential", "ok")
-    assert np.linalg.norm(geometry.cam1_from_cam0[:3, 3]) == pytest.approx(1)
 
 
 def test_the_pose_of_two_rendered_views_is_found(views):
@@ -145,9 +141,10 @@ def test_the_pose_of_two_rendered_views_is_found(views):
     camera = Camera.from_K(rendered["K"])
     cam0, cam1 = (np.array(rendered["cam_from_world"][view.name]) for view in views)
     true = cam1 @ np.linalg.inv(cam0)
-    found = (
-        matcher.load("nearest", geometry="essential").match(*views, camera0=camera).geometry.cam1_from_cam0
-    )
+    geometry = matcher.load("nearest", geometry="essential").match(*views, camera0=camera).geometry
+    found = geometry.cam1_from_cam0
+    assert (geometry.kind, geometry.status) == ("essential", "ok")
+    assert np.linalg.norm(found[:3, 3]) == pytest.approx(1)
     turned = np.degrees(np.arccos((np.trace(found[:3, :3].T @ true[:3, :3]) - 1) / 2))
     shifted = found[:3, 3] @ true[:3, 3] / np.linalg.norm(true[:3, 3])
     assert turned < 1
