@@ -68,14 +68,6 @@ def two_views(rng, count=400, outliers=0.4, noise=0.5, cam1_from_cam0=None):
     return points0, points1, clean0, clean1, true
 
 
-def plane_views(rng, count=300, outliers=0.5, noise=0.5):
-    clean0 = rng.uniform(0, (1024, 768), (count, 2))
-    points0, points1 = clean0.copy(), warp_points(clean0, H_TRUE) + noise * rng.normal(size=(count, 2))
-    true = rng.random(count) >= outliers
-    points1[~true] = rng.uniform(0, (1024, 768), ((~true).sum(), 2))
-    return points0, points1, true
-
-
 def degrees_off(found):
     """The errors of rotation and direction of a pose."""
     true = pose(1 / np.linalg.norm(pose()[:3, 3]))
@@ -88,7 +80,10 @@ def degrees_off(found):
 
 @pytest.mark.parametrize(("outliers", "scale"), [(0.0, 4.0), (0.8, 1.0)])
 def test_homography_is_recovered(rng, outliers, scale):
-    points0, points1, true = plane_views(rng, outliers=outliers)
+    points0, points1 = scene("homography", rng, 300)
+    points1 = points1 + 0.5 * rng.normal(size=(300, 2))
+    true = rng.random(300) >= outliers
+    points1[~true] = rng.uniform(0, (1024, 768), ((~true).sum(), 2))
     found = estimate("homography", points0 * scale, points1 * scale, thresholds_scale=scale)
     assert found.status == "ok" and found.kind == "homography" and found.cam1_from_cam0 is None
     assert found.matrix.dtype == np.float64 and found.matrix[2, 2] == 1
@@ -139,11 +134,14 @@ def test_homography_whose_first_pixel_lies_beyond_the_horizon(rng):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_same_answer_twice_and_in_any_order(rng, kind):
+@pytest.mark.parametrize("known", [False, True])
+def test_same_answer_twice_and_in_any_order(rng, kind, known):
     points0, points1, *_ = two_views(rng)
-    first, second = estimate(kind, points0, points1), estimate(kind, points0, points1)
     order = rng.permutation(len(points0))
-    third = estimate(kind, points0[order], points1[order])
+    covariances = spread(rng, len(points0), 0.1, 1.0, "by match") if known else None
+    first, second = (estimate(kind, points0, points1, covariances=covariances) for _ in range(2))
+    moved = covariances[order] if known else None
+    third = estimate(kind, points0[order], points1[order], covariances=moved)
     for other, inliers in ((second, first.inliers), (third, first.inliers[order])):
         assert other.status == first.status and np.array_equal(other.inliers, inliers)
         assert np.array_equal(other.matrix, first.matrix)
@@ -318,19 +316,15 @@ def test_probable_matches_count_for_more(kind):
     assert np.median(with_scores) < 0.8 * np.median(without)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_neither_the_order_nor_the_scale_of_pixels_matters(kind, rng):
-    points0, points1 = scene(kind, rng)
+def test_the_scale_of_pixels_does_not_matter(rng):
+    """Stored pixels that are half as large as those of the resized image."""
+    points0, points1 = scene("homography", rng)
     covariances = spread(rng, len(points0), 0.1, 1.0, "by match")
     points1 = points1 + 0.3 * rng.normal(size=points1.shape)
-    first = estimate(kind, points0, points1, covariances=covariances)
-    order = rng.permutation(len(points0))
-    other = estimate(kind, points0[order], points1[order], covariances=covariances[order])
-    np.testing.assert_array_equal(first.matrix, other.matrix)
-    if kind == "homography":  # stored pixels that are half as large as those of the resized image
-        halved = estimate(kind, 2 * points0, 2 * points1, covariances=4 * covariances, thresholds_scale=2.0)
-        scale = np.diag([2.0, 2.0, 1.0])
-        np.testing.assert_allclose(halved.matrix, scale @ first.matrix @ np.linalg.inv(scale), rtol=1e-6)
+    first = estimate("homography", points0, points1, covariances=covariances)
+    options = {"covariances": 4 * covariances, "thresholds_scale": 2.0}
+    halved, scale = estimate("homography", 2 * points0, 2 * points1, **options), np.diag([2.0, 2.0, 1.0])
+    np.testing.assert_allclose(halved.matrix, scale @ first.matrix @ np.linalg.inv(scale), rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
