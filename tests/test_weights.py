@@ -39,10 +39,6 @@ def shelf(small_weights) -> Path:
     return small_weights.parent
 
 
-def config_of(model) -> dict[str, str]:
-    return {"config": json.dumps(to_dict(model.config))}
-
-
 def test_a_model_survives_the_round_trip(small_model, tmp_path):
     path = tmp_path / "m.safetensors"
     digest = save_model(small_model, path, {"recipe": "none"})
@@ -106,7 +102,8 @@ def test_wrong_tensors_are_listed(small_model, tmp_path):
     tensors["stranger"] = torch.zeros(2)
     tensors["project.weight"] = torch.zeros(48, 64)
     tensors["layers.0.self_block.attention.out.bias"][3] = float("nan")
-    save_file(tensors, tmp_path / "m.safetensors", metadata=config_of(small_model))
+    metadata = {"config": json.dumps(to_dict(small_model.config))}
+    save_file(tensors, tmp_path / "m.safetensors", metadata=metadata)
     with pytest.raises(IntegrityError) as caught:
         load_model(tmp_path / "m.safetensors")
     for part in (
