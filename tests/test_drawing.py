@@ -41,14 +41,6 @@ def coloured(pixels):
     return pixels.max(axis=2).astype(int) - pixels.min(axis=2) > 40
 
 
-def make_result(count=30, status="ok"):
-    points = np.random.default_rng(0).uniform(5, (394, 294), (count, 2))
-    features = Features(points, np.zeros((count, 4)), size=(400, 300))
-    matches = Matches(np.stack([np.arange(count)] * 2, 1), points, points, np.linspace(1, 0.2, count))
-    geometry = TwoViewGeometry("fundamental", status, np.full(count, status == "ok"))
-    return Result(features, features, matches, geometry)
-
-
 def test_a_line_joins_the_two_points():
     # 400x300 is shown at twice its size; images start at x = 0 and 812, stored p at 2·(p + 0.5) - 0.5.
     pixels = body(draw_matches(grey(), grey(), np.array([[50.0, 100.0]]), np.array([[350.0, 100.0]])))
@@ -133,7 +125,11 @@ def test_bad_arguments_are_named(points1, options, named):
 @pytest.mark.parametrize(("suffix", "magic"), [(".JPEG", b"\xff\xd8"), (".svg", b"<?xml")])
 def test_a_result_is_drawn_the_same_every_time_and_replaces_its_own(tmp_path, suffix, magic):
     PIL.Image.fromarray(grey()).save(tmp_path / "a.png")
-    result, path, again = make_result(), tmp_path / f"plot{suffix}", tmp_path / f"again{suffix}"
+    points = np.random.default_rng(0).uniform(5, (394, 294), (30, 2))
+    features = Features(points, np.zeros((30, 4)), size=(400, 300))
+    matches = Matches(np.stack([np.arange(30)] * 2, 1), points, points, np.linspace(1, 0.2, 30))
+    result = Result(features, features, matches, TwoViewGeometry("fundamental", "ok", np.ones(30, bool)))
+    path, again = tmp_path / f"plot{suffix}", tmp_path / f"again{suffix}"
     path.write_text("old")
     with pytest.raises(UsageError, match="overwrite"):
         result.plot(path, grey(), grey())
