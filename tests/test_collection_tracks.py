@@ -26,10 +26,6 @@ from matcher.export.formats import export
 COUNTS = {"a": 10, "b": 10, "c": 10}
 
 
-def as_sets(tracks):
-    return {frozenset(track) for track in tracks}
-
-
 def test_a_chain_becomes_one_track():
     tracks = build_tracks(
         [PairMatches("a", "b", np.array([[1, 2], [5, 5]])), PairMatches("b", "c", np.array([[2, 3]]))], COUNTS
@@ -56,7 +52,7 @@ def test_against_connected_components_where_nothing_contradicts(rng):
         for p in range(200)
         if seen[:, p].sum() >= 2
     }
-    assert as_sets(tracks) == truth and tracks.conflicts == 0
+    assert set(map(frozenset, tracks)) == truth and tracks.conflicts == 0
 
 
 def test_wrong_matches_never_put_two_keypoints_of_an_image_into_one_track(rng):
