@@ -91,9 +91,10 @@ def test_the_layouts_of_superpoint(tmp_path):
 
 @pytest.mark.parametrize("kind", ["disk", "aliked", "xfeat"])
 def test_front_ends_of_kornia_keep_their_names(kind, tmp_path):
-    kornia = pytest.importorskip("matcher.extract.kornia_adapters")
+    front_end = FRONT_ENDS[kind]
+    config = replace(ExtractorConfig(kind=kind), **front_end.published)
     part = "net." if kind == "xfeat" else ""
-    network = peers.seeded(lambda: build(kornia, kind), 3)
+    network = peers.seeded(lambda: front_end.build(config), 3)
     tensors = {name.removeprefix(part): value for name, value in network.state_dict().items()}
     path = peers.write_published(tensors, tmp_path / "x.pth", shelf="extractor" if kind == "disk" else None)
     output = tmp_path / "ours.safetensors"
@@ -105,11 +106,6 @@ def test_front_ends_of_kornia_keep_their_names(kind, tmp_path):
     tensors.pop(next(iter(tensors)))
     with pytest.raises(IntegrityError, match="missing: "):
         import_front_end([(peers.write_published(tensors, path), part)], ExtractorConfig(kind=kind), output)
-
-
-def build(kornia, kind):
-    front_end = kornia.FRONT_ENDS[kind]
-    return front_end.build(replace(ExtractorConfig(kind=kind), **front_end.published))
 
 
 def test_a_checkpoint_of_another_system_is_named(small, tmp_path):
@@ -293,10 +289,6 @@ def imported_front_end(kind: str, folder: Path, **settings):
     return paths, build_extractor(ExtractorConfig(kind=kind, **settings), output)
 
 
-def describe(table: dict, points: torch.Tensor) -> torch.Tensor:
-    return torch.stack([table[tuple(point)] for point in points.round().int().tolist()])
-
-
 @pytest.mark.parametrize("kind", ["dedodeb", pytest.param("dedodeg", marks=pytest.mark.slow)])
 def test_dedode_is_what_kornia_makes_of_the_files(kind, shallow, undrawn, kornia_reads, tmp_path, rng):
     paths, extractor = imported_front_end(kind, tmp_path, max_keypoints=60)
@@ -313,9 +305,8 @@ def test_dedode_is_what_kornia_makes_of_the_files(kind, shallow, undrawn, kornia
     torch.testing.assert_close(features.scores, scores[order], rtol=1e-3, atol=1e-8)
     table = {tuple(p): d for p, d in zip((places - 0.5).round().int().tolist(), descriptors, strict=True)}
     assert len(features) == 60
-    torch.testing.assert_close(
-        features.descriptors, describe(table, features.keypoints), rtol=1e-3, atol=1e-3
-    )
+    expected = torch.stack([table[tuple(point)] for point in features.keypoints.round().int().tolist()])
+    torch.testing.assert_close(features.descriptors, expected, rtol=1e-3, atol=1e-3)
 
 
 PEERS = {"keynet": "KeyNetAffNetHardNet", "doghardnet": "DoGHardNet"}
