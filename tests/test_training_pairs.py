@@ -59,11 +59,6 @@ def views(root) -> DeviceViews:
     return load_views(EVERYTHING, photos, {"rendered": root / "views"}, CPU, 30)
 
 
-def grid(width: int, height: int, step: int, copies: int) -> torch.Tensor:
-    y, x = torch.meshgrid(torch.arange(0, height, step), torch.arange(0, width, step), indexing="ij")
-    return torch.stack([x, y], dim=2).flatten(0, 1).float().expand(copies, -1, -1)
-
-
 # --- Views.
 
 
@@ -142,7 +137,8 @@ def test_images_show_the_same_at_corresponding_pixels(views, source):
     pairs, again = sampler.batch(8, 1), sampler.batch(8, 1)
     assert torch.equal(pairs.images, again.images) and pairs.images.shape == (16, 1, 128, 160)
     assert not torch.equal(pairs.images, sampler.batch(8, 2).images)
-    points = grid(160, 128, 1, 16)
+    y, x = torch.meshgrid(torch.arange(128), torch.arange(160), indexing="ij")
+    points = torch.stack([x, y], dim=2).flatten(0, 1).float().expand(16, -1, -1)
     found, states = pairs.transfer(points)
     visible = states == VISIBLE
     back, seen = pairs.transfer(other_of_pair(found.nan_to_num(0.0)))
@@ -311,14 +307,10 @@ def described(own: Tensor, corresponding: Tensor, spacing: float = 20.0) -> tupl
     return Keypoints(points, own, torch.ones(2, 5, dtype=torch.bool)), points, corresponding
 
 
-def random_descriptors() -> Tensor:
-    values = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0)).expand(2, 5, 8)
-    return torch.nn.functional.normalize(values, dim=-1)  # the same in both images
-
-
 def test_description_loss_wants_each_descriptor_at_its_position():
-    own, valid, chosen = random_descriptors(), torch.ones(2, 5, dtype=torch.bool), torch.arange(5)
-    scale = torch.tensor(20.0)
+    values = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0)).expand(2, 5, 8)
+    own = torch.nn.functional.normalize(values, dim=-1)  # the same in both images
+    valid, chosen, scale = torch.ones(2, 5, dtype=torch.bool), torch.arange(5), torch.tensor(20.0)
     right = description_loss(*described(own, own), chosen, valid, scale)
     wrong = description_loss(*described(own, own.roll(1, 1)), chosen, valid, scale)
     assert right < 0.5 < wrong
