@@ -202,10 +202,6 @@ def notebook(page: Path) -> Path:
     return ROOT / "docs" / "notebooks" / f"{page.stem}.ipynb"
 
 
-def runs_as_notebook(page: Path) -> bool:
-    return notebook(page).is_file() and all(map(importlib.util.find_spec, ("nbclient", "ipykernel")))
-
-
 LONG = ("splat", "where")  # tutorials that take ten seconds
 
 
@@ -222,7 +218,7 @@ def test_a_tutorial_runs_from_top_to_bottom(page, tmp_path, shipped_weights, mon
     if shutil.which("bash") is None:
         pytest.skip("needs bash")
     assert len(tutorials.blocks(page)) >= 2
-    if not runs_as_notebook(page):
+    if not (notebook(page).is_file() and all(map(importlib.util.find_spec, ("nbclient", "ipykernel")))):
         tutorials.run_page(page, tmp_path / "work")
         return
     import nbformat
