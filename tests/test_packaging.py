@@ -35,9 +35,7 @@ def test_no_text_advises_to_install_the_foreign_project():
         for match in FOREIGN.finditer(path.read_text("utf-8"))
     ]
     assert advice == []
-
-
-def test_our_own_name_is_not_taken_for_it():
+    # Our own name is not taken for it.
     assert not FOREIGN.search(install_command("app"))
     assert not FOREIGN.search("pip install ./matcher-1.0.0-py3-none-any.whl")
 
