@@ -33,7 +33,7 @@ import matcher
 from matcher.cli import main
 from matcher.config import ExtractorConfig, to_dict
 from matcher.errors import IntegrityError, UsageError
-from matcher.extract.learned import Architecture, FeatureNetwork, architecture_of, folded
+from matcher.extract.learned import Architecture, FeatureNetwork, folded
 from matcher.files import write_output
 from matcher.torch_engine import build_extractor
 from matcher.train.pairs import Describer
@@ -85,10 +85,6 @@ def written(weights: Path) -> dict[str, torch.Tensor]:
     return {f"{stem}.{name}": value for stem, values in files.items() for name, value in values.items()}
 
 
-def front_end_of(path: Path) -> FeatureNetwork:
-    return build_extractor(ExtractorConfig(kind="learned"), path, precision="float32").network
-
-
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
@@ -127,8 +123,8 @@ def test_a_run_writes_weights_that_load_and_a_log(root, finished, kind):
             files["weights"] = weights.with_name("tiny.safetensors")
             result = matcher.load("hybrid-learned", **files, further_passes=False).match(photo, photo)
             assert len(result.features0) > 0
-        shapes = {name: value.shape for name, value in front_end_of(weights).state_dict().items()}
-        assert architecture_of(shapes) == recipe.front_end.network
+        extractor = build_extractor(ExtractorConfig(kind="learned"), weights, precision="float32")
+        assert extractor.network.sizes == recipe.front_end.network
 
 
 @pytest.mark.parametrize(("kind", "step"), [("sift", 3), ("both", 7)])
