@@ -76,7 +76,7 @@ def kornia_loftr(name: str, kind: str) -> nn.Module:
 
 
 @cache
-def our_model(name: str, kind: str) -> MatchingNetwork:
+def ours(name: str = "outdoor", kind: str = "dual_softmax") -> tuple[GridExtractor, AttentionMatcher]:
     """Ours with kornia's parameters, by the table of the published layout."""
     config = PRESETS["loftr-" + name.replace("_", "-")].matcher
     if kind == "sinkhorn":
@@ -85,12 +85,7 @@ def our_model(name: str, kind: str) -> MatchingNetwork:
         model = MatchingNetwork(config)
     tensors = kornia_loftr(name, kind).state_dict()
     model.load_state_dict(convert(tensors, model.state_dict(), choose_layout(tensors, "LoFTR"), heads=8))
-    return model.eval()
-
-
-@cache
-def ours(name: str = "outdoor", kind: str = "dual_softmax", precision: str = "float32"):
-    matcher = AttentionMatcher(our_model(name, kind), precision=precision)
+    matcher = AttentionMatcher(model.eval(), precision="float32")
     return GridExtractor(matcher.model.backbone), matcher
 
 
