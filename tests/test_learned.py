@@ -202,10 +202,15 @@ def photo(rng) -> np.ndarray:
     return texture(rng, 160, 120)
 
 
-def transformers_superpoint(**settings):
-    """transformers' network with random parameters, and the same parameters for ours."""
+@pytest.mark.parametrize("settings", [{}, {"nms_radius": 2, "score_threshold": 0.02}, {"max_keypoints": 50}])
+@pytest.mark.parametrize("size", [(160, 120), (96, 152)])
+def test_it_is_what_transformers_has(rng, settings, size):
+    options = {"max_keypoints": 5000} | settings
+    names = {"score_threshold": "keypoint_threshold", "nms_radius": "nms_radius"}
+    given = {names[name]: value for name, value in settings.items() if name in names}
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.SuperPointForKeypointDetection(transformers.SuperPointConfig(**settings)).eval()
+    config = transformers.SuperPointConfig(border_removal_distance=0, **given)
+    theirs = transformers.SuperPointForKeypointDetection(config).eval()
     random_parameters(theirs)
 
     def fill(network: SuperPoint, _: ExtractorConfig) -> None:
@@ -213,16 +218,6 @@ def transformers_superpoint(**settings):
         values = theirs.state_dict().values()
         network.load_state_dict(dict(zip(network.state_dict(), values, strict=True)))
 
-    return theirs, fill
-
-
-@pytest.mark.parametrize("settings", [{}, {"nms_radius": 2, "score_threshold": 0.02}, {"max_keypoints": 50}])
-@pytest.mark.parametrize("size", [(160, 120), (96, 152)])
-def test_it_is_what_transformers_has(rng, settings, size):
-    options = {"max_keypoints": 5000} | settings
-    names = {"score_threshold": "keypoint_threshold", "nms_radius": "nms_radius"}
-    given = {names[name]: value for name, value in settings.items() if name in names}
-    theirs, fill = transformers_superpoint(border_removal_distance=0, **given)
     pixels = texture(rng, *size)
     batch = torch.from_numpy(pixels)[None, None].float().expand(1, 3, -1, -1) / 255
     with torch.no_grad():
