@@ -36,22 +36,6 @@ CAMERA_TEXT = "528,528,239.5,179.5"
 QUERIES = ("photo2.png", "photo4.png")
 
 
-def make_map(folder: Path) -> dict[str, np.ndarray]:
-    """Fill a folder with `photos`, `queries`, `elsewhere`, `model`, `model-run`; the true poses by name."""
-    poses = render_photos(folder / "photos", count=7)
-    (folder / "queries").mkdir()
-    for name in QUERIES:
-        (folder / "photos" / name).rename(folder / "queries" / name)
-    truth = {f"photo{number}.png": pose for number, pose in enumerate(poses)}
-    with matched(folder / "model-run", folder / "photos", max_keypoints=600).store as store:
-        given = GivenPoses(truth, dict.fromkeys(truth, CAMERA))
-        reconstruct(store, folder / "model", poses=given, threads=1)
-    (folder / "elsewhere").mkdir()
-    elsewhere = texture(np.random.default_rng(77), 480)[:360]
-    PIL.Image.fromarray(elsewhere).save(folder / "elsewhere" / "wall.png")
-    return truth
-
-
 def pose_error(pose: matcher.Pose, truth: np.ndarray) -> tuple[float, float]:
     """Distance of the centres and angle in degrees."""
     turn = pose.cam_from_world[:3, :3].T @ truth[:3, :3]
@@ -63,9 +47,21 @@ pycolmap = pytest.importorskip("pycolmap")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(tmp_path_factory) -> tuple[Path, dict[str, np.ndarray]]:
+    """A folder with `photos`, `queries`, `elsewhere`, `model`, `model-run`; the true poses by name."""
     folder = tmp_path_factory.mktemp("map")
-    return folder, make_map(folder)
+    poses = render_photos(folder / "photos", count=7)
+    (folder / "queries").mkdir()
+    for name in QUERIES:
+        (folder / "photos" / name).rename(folder / "queries" / name)
+    truth = {f"photo{number}.png": pose for number, pose in enumerate(poses)}
+    with matched(folder / "model-run", folder / "photos", max_keypoints=600).store as store:
+        given = GivenPoses(truth, dict.fromkeys(truth, CAMERA))
+        reconstruct(store, folder / "model", poses=given, threads=1)
+    (folder / "elsewhere").mkdir()
+    elsewhere = texture(np.random.default_rng(77), 480)[:360]
+    PIL.Image.fromarray(elsewhere).save(folder / "elsewhere" / "wall.png")
+    return folder, truth
 
 
 @pytest.fixture(scope="module")
