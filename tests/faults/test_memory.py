@@ -17,7 +17,6 @@ from matcher.collection.workers import StageProgress
 
 pytestmark = pytest.mark.promise(6)
 LINUX = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's own count of memory")
-HERE = Path(__file__).parent
 
 
 class Products(TorchDispatchMode):
@@ -54,7 +53,7 @@ def test_attention_in_half_precision_has_few_shapes(monkeypatch, matrix_units):
 @pytest.mark.slow
 def test_many_frames_of_the_default_preset(capsys):
     frames = 20_000
-    command = [sys.executable, HERE / "sequence_memory.py", str(frames)]
+    command = [sys.executable, Path(__file__).with_name("sequence_memory.py"), str(frames)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found = {int(frame): held for frame, held in json.loads(done.stdout).items()}
     with capsys.disabled():
