@@ -234,14 +234,10 @@ def pair_list(path: Path, images: Path | None = None) -> PairSet:
             if not (words := line.split()):
                 continue
             if (row := _parse_line(words)) is None:
-                what = counted(len(words), "word")
-                what = (
-                    f"of {what}, all after the names must be finite numbers"
-                    if len(words) in _WORDS
-                    else f"{what}, not 38, 36 or 32"
+                raise UsageError(
+                    f"{path}, line {number}: {counted(len(words), 'word')}; a list of pairs has lines of "
+                    "38, 36 or 32: name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0, finite but for the names"
                 )
-                needed = "a list of pairs has lines of name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0"
-                raise UsageError(f"{path}, line {number}: {what}; {needed}")
             if wrong := _wrong_pose(row[-1]):
                 raise UsageError(f"{path}, line {number}: the pose cam1_from_cam0 {wrong}; correct the list")
             name0, name1, *truth = row
@@ -252,11 +248,8 @@ def pair_list(path: Path, images: Path | None = None) -> PairSet:
     return PairSet(path.stem, "pose", tuple(pairs), note="The rotations in the list are not applied")
 
 
-_WORDS = (32, 36, 38)  # of a line: R and t, a matrix, and that with rotations
-
-
 def _parse_line(words: list[str]) -> tuple[str, str, np.ndarray, np.ndarray, np.ndarray] | None:
-    if len(words) not in _WORDS:
+    if len(words) not in (32, 36, 38):  # R and t, a matrix, and that with rotations
         return None
     try:
         values = np.array([float(word) for word in words[4 if len(words) == 38 else 2 :]])
