@@ -18,7 +18,7 @@ from matcher.collection.schema import RefinedKeypoints
 from matcher.errors import UsageError
 from matcher.export.colmap import CameraChoice
 from matcher.localization.map import localize_frames
-from matcher.sfm.models import read_given_poses
+from matcher.sfm.models import GivenPoses, read_given_poses
 from matcher.sfm.reconstruct import RIG, ReconstructionError, check_given_camera, reconstruct
 from matcher.types import TwoViewGeometry
 
@@ -74,6 +74,25 @@ def test_no_model_and_no_matches_are_said_plainly(tmp_path):
     with pytest.raises(UsageError, match="no matches"):
         reconstruct(none, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_photos_make_a_model(tmp_path):
+    """Alone, beside strangers, and of known poses; where no point fits those, there is none."""
+    rng, turned = np.random.default_rng(5), np.diag([-1.0, 1, -1, 1])
+    poses = ring(10, rng)[:4]
+    store, _ = synthetic_store(rng, count=2, poses=poses[:2])
+    alone = reconstruct(store, tmp_path / "alone", threads=1).largest
+    assert alone.registered == 2 and alone.points > 150
+    known = GivenPoses({f"ring/00{n}.jpg": pose for n, pose in enumerate(poses[:2])})
+    assert reconstruct(store, tmp_path / "posed", poses=known, threads=1).largest.points > 150
+    known = GivenPoses({name: turned @ pose for name, pose in known.cam_from_world.items()})
+    with pytest.raises(ReconstructionError, match="poses"):
+        reconstruct(store, tmp_path / "none", poses=known, threads=1)
+    four, _ = synthetic_store(rng, count=4, poses=poses)
+    apart = [pair for pair in four.pairs() if (pair.name0[-5] < "2") == (pair.name1[-5] < "2")]
+    four = MemoryStore(list(four.images()), four._keypoints, apart)
+    made = reconstruct(four, tmp_path / "pairs", threads=1, min_images=2)
+    assert [model.registered for model in made.models] == [2, 2]
 
 
 def test_cameras_that_move_straight_ahead_are_mapped(tmp_path):

@@ -165,11 +165,11 @@ def sfm(
     with Store.open(run) as store:
         verified = (pair.geometry for pair in islice(store.pairs(), 2000) if pair.geometry.status == "ok")
         shares = [] if run == source else sorted(geometry.inliers.mean() for geometry in verified)
+        made = reconstruct(store, out, only=names, poses=known, **mapping)
         # For three quarters of the pairs .95 of a castle's matches, where SIFT does; .86 of a kitchen's,
         # where COLMAP's SIFT registers 5 of 20 photos; .54 of a beach's from the air.
         if shares and shares[len(shares) // 4] > 0.9 and not given["preset"].startswith("nearest"):
             say("these photos are easy to match: SIFT (--preset nearest) would probably do, and sooner")
-        made = reconstruct(store, out, only=names, poses=known, **mapping)
         settings, scale = store.settings, None
         resize = settings.get("config", {}).get("extractor", {}).get("resize")
         longest = max((max(image.size) for image in store.images()), default=0)

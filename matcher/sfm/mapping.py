@@ -101,7 +101,15 @@ def _incremental(job: Job, options: Any, work: str = "") -> Models:
     if not models:  # along a street, every pair is one of cameras that move ahead
         options.mapper.init_max_forward_motion = 1.0
         models = pycolmap.incremental_mapping(*arguments, options)
-    return models
+    if job["min_images"] > 2 or job["two_views"]:
+        return models
+    # Two images that hang together with no third: other images keep the models that they have without these.
+    known = {image.name for model in models.values() for image in _registered(model)}
+    job = {**job, "two_views": True}
+    (Path(job["work"]) / work / "two").mkdir(exist_ok=True)
+    others = _incremental(job, _options(job), f"{work}/two")
+    apart = [m for m in others.values() if known.isdisjoint(image.name for image in _registered(m))]
+    return dict(enumerate([*models.values(), *apart]))
 
 
 def _triangulated(job: Job, poses: Mapping[str, Any]) -> Any:
@@ -116,7 +124,10 @@ def _triangulated(job: Job, poses: Mapping[str, Any]) -> Any:
             model.register_frame(image.frame_id)
     model.tear_down()  # of all others
     given = model, job["database"], job["images"], job["work"]
-    return pycolmap.triangulate_points(*given, options=_options(job))
+    found = pycolmap.triangulate_points(*given, options=_options(job))
+    if found.num_points3D() == 0 and not job["two_views"]:  # no three images hang together
+        return _triangulated({**job, "two_views": True}, poses)
+    return found
 
 
 def _continued(job: Job, start: Any, name: str) -> Models:
@@ -152,17 +163,20 @@ def _options(job: Job) -> Any:
         options = pycolmap.IncrementalPipelineOptions()
         options.constant_cameras = set(job["fixed_cameras"])
         options.ba_refine_sensor_from_rig = not job["rig_known"]
+        options.triangulation.ignore_two_view_tracks = not job["two_views"]
     options.num_threads, options.random_seed = job["threads"], job["seed"]
     options.min_model_size = job["min_images"]
     return options
 
 
 def kept_models(models: Models, job: Job) -> list[Any]:
-    """The models to be written, the largest first: none that is too small, or wholly in larger ones. COLMAP
-    leaves such. A model of given poses is what was asked for, however small."""
+    """The models to be written, the largest first: none without points, too small, or wholly in larger ones.
+    COLMAP leaves such. A model of given poses is what was asked for, however small."""
     kept, covered = [], set()
     for model in sorted(models.values(), key=lambda model: -model.num_reg_images()):
         names = {image.name for image in _registered(model)}
+        if model.num_points3D() == 0:
+            continue
         if job["poses"] is not None or (len(names) >= job["min_images"] and not names <= covered):
             kept.append(model)
             covered |= names

@@ -146,10 +146,14 @@ def reconstruct(
             )
         if not models:
             least = min(job["min_images"], report.images)
+            what = f"COLMAP found no pair to begin with, or no model of {least} images,"
+            remedy = "photos taken further apart, more keypoints, all pairs, or a known camera may help"
+            if poses is not None:
+                what = "no point fits the poses that were given,"
+                remedy = "poses and cameras of these very photos are needed, of photos taken apart"
             raise ReconstructionError(
-                f"COLMAP found no pair to begin with, or no model of {least} images, among {report.verified} "
-                f"verified of {report.pairs} pairs of {report.images} images; photos taken further apart, "
-                "more keypoints, all pairs, or a known camera may help"
+                f"{what} among {report.verified} verified of {report.pairs} pairs of {report.images} images; "
+                + remedy
                 + "".join(f"; {note}" for note in report.notes)
             )
     return Reconstruction(out, models, report.images, report)
@@ -207,6 +211,7 @@ def _mapped(
         "fixed_cameras": report.given_cameras,  # numbers of those that are not refined
         "all_fixed": all_fixed,
         "min_images": min(job["min_images"], report.images),  # of two photos there is a model, too
+        "two_views": report.images == 2,  # whether points that two images see are kept, where no other does
         "verify": all(pair.geometry.status == "not_estimated" for pair in store.pairs()),
         "poses": poses and {name: pose[:3].tolist() for name, pose in poses.cam_from_world.items()},
         "origin": None if place is None else place["origin"],  # poses are metres east, north and up of it
