@@ -52,6 +52,11 @@ class MemoryStore:
     def pairs(self):
         return iter(self._pairs)
 
+    def waiting(self):
+        return iter(())
+
+    failed = waiting
+
 
 def facing(centre, up):
     """The world-to-camera pose of a camera that looks at the origin."""

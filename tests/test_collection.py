@@ -160,7 +160,7 @@ def test_parts_are_disjoint_and_join_to_the_whole(folder, tmp_path, capfd):
         assert not (tmp_path / "no").exists()  # said before anything is written
 
 
-def test_what_a_merge_replaces(folder, tmp_path):
+def test_what_a_merge_replaces(folder, tmp_path, capfd):
     """Finished pairs replace failed ones, those waiting ones; pairs of other keypoints are matched again."""
     whole = matched(tmp_path / "whole", folder).run_dir
     other, into = tmp_path / "other", tmp_path / "into"
@@ -181,6 +181,9 @@ def test_what_a_merge_replaces(folder, tmp_path):
         found = {(pair.name0, pair.name1) for pair in store.pairs()}
         assert found == {(NAMES[0], NAMES[1]), (NAMES[0], NAMES[2])}
         assert {pair.reason for pair in store.failed()} == {"because", "here too"}
+    capfd.readouterr()
+    assert run("export", into, "--to", "npz", tmp_path / "a.npz") == 0
+    assert capfd.readouterr().out.count(": 2 pairs;") == 2  # waiting, and failed
     assert opened(into, folder).run(retry_failed=True, everything=True).all_well
     assert contents(into) == contents(whole)
 

@@ -167,6 +167,10 @@ class Store(AbstractContextManager):
         for name0, name1, reason in self._named("failed.reason", "failed"):
             yield schema.FailedPair(name0, name1, schema.one_line(reason))
 
+    def waiting(self) -> Iterator[tuple[str, str]]:
+        """The names of the images of pairs that were not matched yet."""
+        return ((name0, name1) for name0, name1, _ in self._named("0", "waiting"))
+
     def _named(self, columns: str, table: str) -> Iterator[tuple[Any, ...]]:
         """The names of the images of every pair of a table, and these columns."""
         names = "images AS a ON a.id = image0 CROSS JOIN images AS b ON b.id = image1"

@@ -21,7 +21,7 @@ import numpy as np
 from matcher.cameras import CAMERA_MODELS, Camera, RigConfig, focal_of_film
 from matcher.collection.schema import common_camera
 from matcher.collection.tracks import contradicted_pairs
-from matcher.errors import IntegrityError, UsageError, optional
+from matcher.errors import IntegrityError, UsageError, counted, optional
 from matcher.files import whole_file
 from matcher.image_files import read_header
 from matcher.types import Features, TwoViewGeometry
@@ -74,6 +74,14 @@ class ExportedRun:
         self.names = [image.name for image in self.images]
         if not self.images:
             raise UsageError("the run has no image with features: finish it first")
+        chosen = {image.name for image in images if image.status != "failed"}  # that one failed is said above
+        waiting, failed = store.waiting(), ((pair.name0, pair.name1) for pair in store.failed())
+        for ends, what in (
+            (waiting, "not matched yet: {}; run the command that made the run again"),
+            (failed, "failed: {}; `matcher status RUN_DIR` tells why"),
+        ):
+            if count := sum(chosen.issuperset(pair) for pair in ends):
+                self.report.notes.append(what.format(counted(count, "pair")))
         self.report.images, self.report.keypoints = len(self.images), sum(each.count for each in self.images)
 
     def keypoints(self, name: str) -> np.ndarray:
