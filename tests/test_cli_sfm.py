@@ -82,12 +82,24 @@ def test_a_run_is_exported(made, tmp_path, capfd):
     printed = capfd.readouterr().out
     assert "5 images with " in printed and "10 pairs (" in printed and f"wrote {out}" in printed
     assert len(np.load(out)["pairs"]) == 10
+    (lines := tmp_path / "lines.txt").write_text("photo1.png PINHOLE 480 360 528 528 240 180\n")
+    export = ("export", made[0] / "model-run", "--to", "colmap", tmp_path / "a.db", "--camera", lines)
+    assert run(*export) == 0
+    assert "5 of 6 photos have no camera" in capfd.readouterr().err
 
 
 def test_mistakes_have_a_message_and_a_code(made, tmp_path, capfd):
     folder, _, _ = made
     done, photos = folder / "model-run", folder / "photos"
+    (lines := folder / "lines.txt").write_text("q.jpg PINHOLE 480 360 528 528 240 180\n")
+    new, larger = tmp_path / "m", "SIMPLE_PINHOLE,960,720,1056,480,360"
     for arguments, printed in (
+        (("sfm", photos, "--out", new, "--camera", lines), "'q.jpg'"),
+        (("sfm", done, "--out", new, "--camera", lines), "'q.jpg'"),
+        (("export", done, "--to", "colmap", tmp_path / "a.db", "--camera", lines), "'q.jpg'"),
+        (("sfm", photos, "--out", new, "--camera", larger), "photo0.png"),
+        (("sfm", photos, "--out", new, "--camera", "528,528,720,180"), "photo0.png"),
+        (("localize", folder / "model", photos, "--camera", larger), "photo0.png"),
         (("sfm", done, "--out", folder / "model"), "not an empty folder"),
         (("sfm", done, "--out", tmp_path / "m", "--resize", 100), "already matched"),
         (("sfm", done, "--out", tmp_path / "m", "--camera", "1,2"), "--camera must be"),

@@ -225,7 +225,7 @@ def test_given_cameras_and_those_of_a_model(tmp_path):
     given = CameraChoice(camera=Camera(50, 51, 29.5, 19.5))
     ((camera, group),) = group_cameras(images, given)
     assert camera.params == (50, 51, 30, 20) and camera.given and len(group) == 2
-    stored = [replace(images[0], camera=CAMERA), images[1]]
+    stored = [replace(images[0], camera=given.camera), images[1]]
     assert [camera.given for camera, _ in group_cameras(stored, CameraChoice())] == [True, False]
     known = dict.fromkeys(("a.jpg", "b.jpg"), given.camera)
     for same in (given.camera, None):

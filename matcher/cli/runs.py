@@ -128,6 +128,13 @@ class CameraOptions:
         known = {"known": found} if isinstance(found, dict) else {"camera": found}
         return CameraChoice(sharing=self.cameras, model=self.camera_model, rig=fixed, **known)
 
+    def say_lacking(self, choice: CameraChoice, names: list[str]) -> None:
+        """Say how many photos have no camera in the file that was given."""
+        lacking = [name for name in names if name not in choice.known]
+        if choice.known and choice.rig is None and lacking:
+            count = f"{len(lacking)} of {len(names)} photos"
+            say(f"{count} have no camera in {self.camera}, such as {lacking[0]}")
+
 
 def collection(
     images: Path,
@@ -256,6 +263,8 @@ def export(
     choice = intrinsics.choice() if asked else None  # formats without cameras refuse what is asked
     with Store.open(run) as store:
         report = write(store, to, out, choice, overwrite=overwrite)
+        if choice is not None:
+            intrinsics.say_lacking(choice, [image.name for image in store.images()])
     for line in report.lines():
         show(line)
     show(f"wrote {out}")

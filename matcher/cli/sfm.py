@@ -69,7 +69,7 @@ def sfm(
     from matcher.collection.schema import DATABASE
     from matcher.collection.sources import Selection, default_choice, find_source
     from matcher.collection.store import Store
-    from matcher.export.colmap import check_used, import_pycolmap
+    from matcher.export.colmap import check_photos, check_used, import_pycolmap
     from matcher.files import check_folder
     from matcher.loading import takes
     from matcher.sfm.growing import PAIRS, continue_model, more_pairs
@@ -89,7 +89,8 @@ def sfm(
         found = read_given_poses(start)
         if poses is not None:
             known = found
-            check_used(replace(choice, known=found.cameras), found.cam_from_world)
+            posed = replace(choice, known={**choice.known, **found.cameras})
+            check_used(posed, found.cam_from_world)
     wanted = pairing.chosen()
     mapping = dict(mapper=mapper, min_images=min_images, threads=threads, seed=seed, choice=choice)
     mapping |= dict(max_deviation=max_deviation, overwrite=overwrite)
@@ -133,6 +134,8 @@ def sfm(
         if choice.rig is not None:
             choice.rig.frames(names)
         check_used(choice, names)
+        if sources.features is None:  # which may be of photos of another size, or of none
+            check_photos({name: source / name for name in names}, choice if known is None else posed)
         if len(names) < 2:
             raise UsageError(f"a reconstruction needs at least two photos, and {source} holds {len(names)}")
         if dry_run:
@@ -165,6 +168,8 @@ def sfm(
     with Store.open(run) as store:
         verified = (pair.geometry for pair in islice(store.pairs(), 2000) if pair.geometry.status == "ok")
         shares = [] if run == source else sorted(geometry.inliers.mean() for geometry in verified)
+        if known is None:
+            intrinsics.say_lacking(choice, names)
         made = reconstruct(store, out, only=names, poses=known, **mapping)
         # For three quarters of the pairs .95 of a castle's matches, where SIFT does; .86 of a kitchen's,
         # where COLMAP's SIFT registers 5 of 20 photos; .54 of a beach's from the air.
@@ -298,7 +303,7 @@ def localize(
     """
     from matcher.cameras import POSE_SUFFIXES, Camera, parse_cameras, read_rig_config, write_named_poses
     from matcher.collection.sources import HlocFeatures
-    from matcher.export.colmap import import_pycolmap
+    from matcher.export.colmap import CameraChoice, check_photos, import_pycolmap
     from matcher.files import check_folder
     from matcher.images import find_masks
     from matcher.localization.map import localize_frames
@@ -314,6 +319,8 @@ def localize(
         cameras = dict.fromkeys(named, cameras)
     elif camera is not None and not cameras.keys() & named.keys():
         raise UsageError(f"{camera} has the camera of none of the photos, such as {next(iter(named))}")
+    if features is None:
+        check_photos(named, CameraChoice(known=cameras))
     masked = {} if masks is None else find_masks(masks, named, "the photos")
     fixed = None if rig is None else read_rig_config(rig)
     import_pycolmap()

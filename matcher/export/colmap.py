@@ -11,15 +11,15 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from matcher.cameras import CAMERA_MODELS, Camera, RigConfig, focal_of_film
-from matcher.collection.schema import common_camera
+from matcher.cameras import CAMERA_MODELS, Camera, RigConfig, check_size, focal_of_film
+from matcher.collection.schema import StoredImage, common_camera
 from matcher.collection.tracks import contradicted_pairs
 from matcher.errors import IntegrityError, UsageError, counted, optional
 from matcher.files import whole_file
@@ -27,7 +27,7 @@ from matcher.image_files import read_header
 from matcher.types import Features, TwoViewGeometry
 
 if TYPE_CHECKING:
-    from matcher.collection.schema import StoredImage, StoredPair
+    from matcher.collection.schema import StoredPair
     from matcher.collection.store import Store
 
 
@@ -185,9 +185,15 @@ class Exif(NamedTuple):
 
 
 def check_used(choice: CameraChoice, names: Iterable[str]) -> None:
-    """`UsageError` for a camera for all photos where every photo has another one."""
-    others = [] if choice.camera is None else list(map(_known_cameras(choice), names))
-    if others and all(other is not None and not _same(other, choice.camera) for other in others):
+    """`UsageError` for cameras of no photo: every photo has another one, or another name."""
+    others = list(map(_known_cameras(choice), names := list(names)))
+    if names and choice.known and not any(others):
+        raise UsageError(
+            f"the cameras given are those of no photo, such as {next(iter(choice.known))!r}; names are paths "
+            f"below the image folder, such as {names[0]!r}"
+        )
+    given = choice.camera if others else None
+    if given is not None and all(other is not None and not _same(other, given) for other in others):
         where = "their poses" if choice.rig is None else f"{choice.rig.source}, or with their poses"
         raise UsageError(f"the camera given is that of no photo: all have theirs in {where}; leave it out")
 
@@ -217,9 +223,11 @@ def group_cameras(
     for image in images:
         (width, height), mounted = image.size, choice.rig and choice.rig.camera_of(image.name)
         known = known_camera(image.name) or choice.camera or image.camera
-        if known is not None and known.size not in (None, image.size):
-            theirs = "{} x {}".format(*known.size)
-            raise UsageError(f"{image.name} has {width} x {height} pixels, but its camera is for {theirs}")
+        if known is not None:
+            try:
+                check_size(known, image.size, f"the camera of {image.name}")
+            except UsageError as error:
+                raise UsageError(f"{error}; give a file with a line for each photo, or no camera") from None
         exif = Exif() if known is not None else read_exif(image.path)
         own: Any = mounted.prefix if mounted else (Path(image.name).parent, exif) if known is None else None
         own = {"each": image.name, "auto": own, "single": None}[choice.sharing]
@@ -246,6 +254,17 @@ def group_cameras(
         params = (*start, size[0] / 2, size[1] / 2, *(0.0,) * more)
         found.append((Intrinsics(choice.model, size, params, given=False, focal_known=focal > 0), group))
     return found
+
+
+def check_photos(paths: Mapping[str, Path], choice: CameraChoice) -> None:
+    """`UsageError` for cameras that do not fit the headers of photos, by name, before any is matched."""
+    if choice.camera is None and not choice.known and choice.rig is None and choice.sharing != "single":
+        return
+    images = []
+    for name, path in paths.items():
+        with suppress(Exception):  # what cannot be read is said later
+            images.append(StoredImage(name, path, "", read_header(path, 0x8769)[0], 0, None, "done", ""))
+    group_cameras(images, choice)
 
 
 def _same(first: Camera, second: Camera) -> bool:

@@ -128,7 +128,7 @@ def reconstruct(
         if poses.fixed:
             only, job["mapper"] = posed, "triangulate"
         adjusted = not (poses.fixed or poses.keeps_cameras)
-        choice = replace(choice, known=poses.cameras, refine_known=adjusted)
+        choice = replace(choice, known={**choice.known, **poses.cameras}, refine_known=adjusted)
     with whole_folder(out, overwrite=options.get("overwrite", False)) as part:
         while True:
             report, models = _mapped(store, out, part, job, choice, only, without, poses)
