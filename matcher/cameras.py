@@ -579,12 +579,21 @@ def write_named_poses(
         for number, (name, pose) in enumerate(poses.items(), start=1):
             lines += [f"{number} {_digits(_wxyz(pose))} {number} {name}", ""]
     elif suffix == ".txt":
-        if spaced := [name for name in poses if len(name.split()) != 1]:
-            raise UsageError(f"{path}: hloc's lines cannot hold the name {spaced[0]!r}, which has a space")
+        check_pose_names(path, poses)
         lines = [f"{name} {_digits(_wxyz(pose))}" for name, pose in poses.items()]
     else:
         raise UsageError(f"{path}: the name of a file of poses must end in {' or '.join(POSE_SUFFIXES)}")
     write_whole(path, "".join(f"{line}\n" for line in lines).encode())
+
+
+def check_pose_names(path: Path, names: Iterable[str]) -> None:
+    """`UsageError` where a file of poses with that path cannot hold one of the names of images."""
+    lines = path.suffix.lower() == ".txt" and path.name != COLMAP_IMAGES
+    if lines and (spaced := [name for name in names if len(name.split()) != 1]):
+        raise UsageError(
+            f"{path}: hloc's lines cannot hold the name {spaced[0]!r}, which has a space: use .json, .tum or "
+            f"{COLMAP_IMAGES}"
+        )
 
 
 def _tum_lines(poses: Mapping[str, np.ndarray]) -> list[str]:

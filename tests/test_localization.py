@@ -413,9 +413,11 @@ def test_mistakes_are_refused_before_any_work(made, tmp_path, capfd):
     model, queries = made[0] / "model", made[0] / "queries"
     (tmp_path / "empty").mkdir()
     shutil.copytree(model / "sparse" / "0", tmp_path / "foreign")
+    shutil.copy(queries / QUERIES[0], spaced := tmp_path / "a b.png")
     for arguments, named in (
         ((model, tmp_path / "empty"), "no images"),
         ((model, queries, "--output", tmp_path / "a.csv"), "a.csv"),
+        ((model, queries, spaced, "--output", tmp_path / "poses.txt"), "a b.png"),
         ((model, queries, "--camera", "1,2"), "--camera"),
         ((tmp_path / "foreign", queries), "--run"),
         ((model, queries, "--pictures", made[0] / "photos"), "--pictures"),

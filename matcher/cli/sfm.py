@@ -301,7 +301,14 @@ def localize(
             camera.
         refine: Refine keypoints on the images of the map; without it poses are less exact.
     """
-    from matcher.cameras import POSE_SUFFIXES, Camera, parse_cameras, read_rig_config, write_named_poses
+    from matcher.cameras import (
+        POSE_SUFFIXES,
+        Camera,
+        check_pose_names,
+        parse_cameras,
+        read_rig_config,
+        write_named_poses,
+    )
     from matcher.collection.sources import HlocFeatures
     from matcher.export.colmap import CameraChoice, check_photos, import_pycolmap
     from matcher.files import check_folder
@@ -331,6 +338,8 @@ def localize(
         (recording, (".rrd",)),
     ]
     check_outputs(outputs, overwrite=overwrite)
+    if output is not None:
+        check_pose_names(output, named)
     if recording is not None:
         import_rerun()
     if plot is not None:
