@@ -287,8 +287,13 @@ def _from_lines(lines: list[str]) -> dict[str, Camera]:
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
+        # A name may have spaces, in quotes or not.
+        end = next((at for at, word in enumerate(words[1:], start=1) if word in CAMERA_MODELS), 1)
+        name = line.rsplit(maxsplit=len(words) - end)[0].strip()
+        if len(name) > 2 and name[0] == name[-1] and name[0] in "\"'":
+            name = name[1:-1]
         try:
-            found[words[0]] = _from_words(words[1:])
+            found[name] = _from_words(words[end:])
         except (TypeError, ValueError) as error:
             raise ValueError(f"line {number}: {error}") from error
     return found

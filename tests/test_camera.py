@@ -120,8 +120,9 @@ def test_cameras_by_name(tmp_path):
     (tmp_path / "transforms.json").write_text(json.dumps({"frames": frames}))
     found = parse_cameras(str(tmp_path / "transforms.json"))
     assert {name: camera.fx for name, camera in found.items()} == {"1.jpg": 501, "2.jpg": 502}
-    (tmp_path / "list.txt").write_text("a.jpg PINHOLE 640 480 500 500 320 240\n")
-    assert list(parse_cameras(str(tmp_path / "list.txt"))) == ["a.jpg"]
+    names = ("a.jpg", "in b/c  d.jpg", '"e f.jpg"')
+    (tmp_path / "list.txt").write_text("".join(f"{n} PINHOLE 640 480 500 500 320 240\n" for n in names))
+    assert list(parse_cameras(str(tmp_path / "list.txt"))) == ["a.jpg", "in b/c  d.jpg", "e f.jpg"]
     (tmp_path / "cameras.txt").write_text("1 PINHOLE 6 4 5 5 3 2\n2 PINHOLE 6 4 5 5 3 2\n")
     for given in ("1,2,3", "PINHOLE", "PINHOLE,6,4,5", tmp_path / "cameras.txt", "no.yml"):
         with pytest.raises(UsageError, match=r"camera|cameras\.txt") as fault:
