@@ -231,12 +231,14 @@ def map_of(model: Path, pictures: Path, run: Path | None, given: dict[str, Any])
     """
     import numpy as np
 
-    from matcher.sfm.models import find_run, read_given_poses
+    from matcher.sfm.models import find_run, read_given_poses, whole_model
 
     try:
         own = find_run(model)
     except UsageError:
-        made = model.resolve().with_name(f"{model.resolve().name}-map")
+        whole = whole_model(model.resolve())
+        part = f"-{model.resolve().name}" if whole != model.resolve() and model.resolve().name != "0" else ""
+        made = whole.with_name(f"{whole.name}{part}-map")
     else:
         raise UsageError(f"{model} has features of its pictures in {own}: leave --pictures out")
     if not made.exists():
@@ -315,6 +317,7 @@ def localize(
     from matcher.images import find_masks
     from matcher.localization.map import localize_frames
     from matcher.localization.sparse_map import LocalizationConfig
+    from matcher.sfm.models import other_parts
     from matcher.viz.recording import import_rerun
 
     for name, value in {"--masks": masks, "--rig": rig, "--pictures": pictures}.items():
@@ -349,6 +352,8 @@ def localize(
     if pictures is not None:
         sizes = ("max_keypoints", "resize")  # of the photos; the map has its own
         model = map_of(model, pictures, run, {key: given[key] for key in given if key not in sizes})
+    for part, images in other_parts(model).items():
+        say(f"a part of the model, of {counted(images, 'image')}, is not searched: {part}")
     given["config"] = LocalizationConfig(neighbours=neighbours, refine=refine)
     found: dict[str, matcher.Pose] = {}
     drawn, where = True, {}

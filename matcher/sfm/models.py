@@ -66,9 +66,27 @@ def find_model(folder: Path) -> Path:
     )
 
 
+def whole_model(model: Path) -> Path:
+    """The folder above `sparse/0`, `sparse/1` …, where such a part of a model is given; else the model."""
+    whole = model.absolute()
+    return whole.parents[1] if whole.parent.name == "sparse" else model
+
+
+def other_parts(model: Path) -> dict[Path, int]:
+    """The parts of a model of ours besides the largest, by folder, and how many images each has."""
+    rows, found = read_summary(model).get("models"), {}
+    for number, row in enumerate(rows[1:] if isinstance(rows, list) else (), start=1):
+        images = row.get("registered") if isinstance(row, dict) else None
+        if isinstance(images, int) and is_model(folder := model / "sparse" / str(number)):
+            found[folder] = images
+    return found
+
+
 def find_run(model: str | Path) -> Path:
     """The folder of the run that a model was made from; `UsageError`: it does not say, or it is not there."""
     folder = Path(model)
+    above = whole_model(folder)
+    folder = above if "run" in read_summary(above) else folder  # whose sparse/1 may be meant
     named, run = read_summary(folder).get("run"), folder.absolute()
     known = isinstance(named, str) and named.isprintable()
     run = run / named if known else run.with_name(f"{run.name}-run")
