@@ -144,8 +144,11 @@ def test_parts_are_disjoint_and_join_to_the_whole(folder, tmp_path, capfd):
     parts = [matched(tmp_path / f"part{n}", folder, shard=f"{n}/4").run_dir for n in (1, 2, 3, 4)]
     held = [{key for key in contents(part) if key[0] == "pair"} for part in parts]
     assert [len(keys) for keys in held] == [1, 2, 1, 2] and len(set.union(*held)) == 6
+    assert run("merge", parts[0], parts[2], "--into", tmp_path / "odd") == 0
+    assert ": 2/4, 4/4 " in capfd.readouterr().err
     for _ in range(2):  # the second time nothing is new
         assert run("merge", *parts, "--into", joined, "--descriptors") == 0
+        assert "/4 " not in capfd.readouterr().err
         assert contents(joined) == whole
     capfd.readouterr()
     assert collect(folder, joined, "--exhaustive") == 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -482,6 +482,13 @@ def merge(
         for store in stores:
             with writer.transaction():
                 on_report(_join(writer, store, descriptors))
+        parts = [parse_shard(store.settings.get("shard")) for store in stores]
+        if not (there or None in parts):  # either may hold what the others lack
+            for n in sorted({n for _, n in parts}):
+                absent = (f"{i}/{n}" for i in range(1, n + 1) if (i, n) not in parts)
+                if some := list(islice(absent, 5)):
+                    more = ", …" if any(absent) else ""
+                    on_report(f"not among these runs: {', '.join(some)}{more} (--shard)")
 
 
 def _join(writer: Writer, store: Store, descriptors: bool) -> str:
