@@ -93,6 +93,9 @@ def test_two_photos_make_a_model(tmp_path):
     four = MemoryStore(list(four.images()), four._keypoints, apart)
     made = reconstruct(four, tmp_path / "pairs", threads=1, min_images=2)
     assert [model.registered for model in made.models] == [2, 2]
+    assert set(made.unregistered) == set(made.models[1].cam_from_world)
+    said = json.loads((tmp_path / "pairs" / "summary.json").read_text())["unregistered"]
+    assert said == list(made.unregistered) and made.export.path.is_file()
 
 
 def test_cameras_that_move_straight_ahead_are_mapped(tmp_path):

@@ -200,6 +200,9 @@ def _finish(made: Reconstruction, scale: float | None = None) -> int:
     for line in (*made.export.notes, *(f"left out: {reason}" for reason in made.export.left_out)):
         show(line)
     show(f"registered images: {model.registered} of {made.images}")
+    if without := made.unregistered:
+        more = f" and {len(without) - 5} more (summary.json names all)" if len(without) > 5 else ""
+        show(f"not registered: {', '.join(without[:5])}{more}")
     show(f"points: {model.points}, observations: {model.observations}")
     show(f"mean track length: {model.mean_track_length:.2f}")
     show(f"mean reprojection error: {error}")

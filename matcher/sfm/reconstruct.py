@@ -57,6 +57,7 @@ class Reconstruction:
     models: tuple[SparseModel, ...]  # largest first; more than one where the photos do not hang together
     images: int  # that have features
     export: ExportReport
+    unregistered: tuple[str, ...] = ()  # those of them without a pose in the largest model
 
     @property
     def largest(self) -> SparseModel:
@@ -132,9 +133,7 @@ def reconstruct(
     with whole_folder(out, overwrite=options.get("overwrite", False)) as part:
         while True:
             report, models = _mapped(store, out, part, job, choice, only, without, poses)
-            done = {image.name for image in store.images() if image.status == "done"}
-            wanted = done if only is None else done & set(only)
-            missing = frozenset(wanted - models[0].cam_from_world.keys() if models else wanted)
+            missing = _with_features(store, only).difference(models[0].cam_from_world if models else ())
             if not (missing and on_incomplete is not None and on_incomplete(missing)):
                 break
             for leftover in part.iterdir():
@@ -156,7 +155,14 @@ def reconstruct(
                 + remedy
                 + "".join(f"; {note}" for note in report.notes)
             )
-    return Reconstruction(out, models, report.images, report)
+    report.path = out / DATABASE
+    return Reconstruction(out, models, report.images, report, tuple(sorted(missing)))
+
+
+def _with_features(store: Store, only: Collection[str] | None) -> frozenset[str]:
+    """The names of the images, of those that are used, that can be registered."""
+    done = (image.name for image in store.images() if image.status == "done")
+    return frozenset(name for name in done if only is None or name in only)
 
 
 def check_mapper(mapper: str) -> None:
@@ -253,6 +259,7 @@ def _mapped(
         "pairs": report.pairs,
         "verified_pairs": report.verified,
         "matches": report.matches,
+        "unregistered": sorted(_with_features(store, only).difference(described[0]["cam_from_world"])),
         "models": described,
     }
     write_whole(part / SUMMARY, json.dumps(summary, indent=1).encode())
