@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import cv2
@@ -20,7 +21,7 @@ from matcher.export.colmap import CameraChoice
 from matcher.localization.map import localize_frames
 from matcher.sfm.models import GivenPoses, read_given_poses
 from matcher.sfm.reconstruct import RIG, ReconstructionError, check_given_camera, reconstruct
-from matcher.types import TwoViewGeometry
+from matcher.types import Matches, TwoViewGeometry
 
 pycolmap = pytest.importorskip("pycolmap")
 
@@ -71,7 +72,12 @@ def test_no_model_and_no_matches_are_said_plainly(tmp_path):
     with pytest.raises(ReconstructionError, match="3 images"):
         reconstruct(store, tmp_path / "model", threads=1)
     none = MemoryStore(list(store.images()), store._keypoints, [])
-    with pytest.raises(UsageError, match="no matches"):
+    with pytest.raises(UsageError, match="no matches in 0 pairs: match"):
+        reconstruct(none, tmp_path / "model")
+    empty = Matches(*(np.zeros(shape) for shape in ((0, 2), (0, 2), (0, 2), 0)))
+    unseen = TwoViewGeometry("fundamental", "too_few", np.zeros(0, bool), None)
+    none._pairs = [replace(pair, matches=empty, geometry=unseen) for pair in store.pairs()]
+    with pytest.raises(UsageError, match="different things"):
         reconstruct(none, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 

@@ -37,7 +37,7 @@ def crops(scene):
 
 def test_tracks_join_the_same_point_in_all_images(crops):
     images, maps = zip(*crops, strict=True)
-    found = matcher.match_set(images, "nearest", **QUICK)
+    found = matcher.match_set(iter(images), "nearest", **QUICK)
     assert found.names == ("image 0", "image 1", "image 2") and found.groups() == [[0, 1, 2]]
     table = found.tracks.table()
     assert len(np.unique(table[:, :2], axis=0)) == len(table), "a track has one keypoint of an image"

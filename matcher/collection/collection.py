@@ -584,11 +584,11 @@ class MatchedSet:
 
 
 def match_set(
-    images: Sequence[ImageInput],
+    images: Iterable[ImageInput],
     preset: str | Pipeline = DEFAULT_PRESET,
     *,
-    masks: Sequence[Mask | None] | None = None,
-    pairs: Sequence[tuple[int, int]] | None = None,
+    masks: Iterable[Mask | None] | None = None,
+    pairs: Iterable[tuple[int, int]] | None = None,
     **options: Unpack[LoadOptions],
 ) -> MatchedSet:
     """Match a few images with each other, in memory: panoramas, small sets. `Collection` is for many.
@@ -615,6 +615,8 @@ def match_set(
         UsageError: fewer than two images, another number of masks, pairs of no images, essential geometry, a
             preset without keypoints, and what `matcher.load` refuses.
     """
+    # Iterators are read once.
+    images, masks, pairs = (each if each is None else list(each) for each in (images, masks, pairs))
     count = len(images)
     if count < 2:
         raise UsageError(f"a set has at least two images, not {count}")

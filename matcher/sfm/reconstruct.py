@@ -18,7 +18,7 @@ import numpy as np
 from matcher.collection.schema import common_camera
 from matcher.collection.settings import feature_settings
 from matcher.collection.tracks import refine_run
-from matcher.errors import MatcherError, UsageError
+from matcher.errors import MatcherError, UsageError, counted
 from matcher.export.colmap import CameraChoice, ExportReport, import_pycolmap, write_colmap
 from matcher.files import whole_folder, write_whole
 from matcher.image_files import read_gps
@@ -139,9 +139,11 @@ def reconstruct(
             for leftover in part.iterdir():
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         if not models and report.matches == 0:
+            done = report.pairs > 0 and not any(store.waiting())
+            why = "they show different things" if done else "match their pairs first"
             raise UsageError(
-                f"the {report.images} photos have no matches: pairs were not matched yet (`matcher status "
-                "RUN_DIR` tells), or they show different things"
+                f"the {report.images} photos have no matches in {counted(report.pairs, 'pair')}: {why}"
+                + "".join(f"; {note}" for note in report.notes)
             )
         if not models:
             least = min(job["min_images"], report.images)
