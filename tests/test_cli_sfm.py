@@ -286,6 +286,8 @@ def test_poses_are_kept_and_points_triangulated(small, tmp_path, capfd):
         assert found.cameras[name] == known.cameras[name]
     (summary,) = json.loads((tmp_path / "points" / "summary.json").read_text())["models"]
     assert summary["points"] > 100
+    photos = ("sfm", small / "photos", "--poses", small / "model", "--out", tmp_path / "photos", *QUICK)
+    assert run(*photos) == 0 and "extracting images: 4 of 4" in capfd.readouterr().err
     write_named_poses(tmp_path / "poses.txt", known.cam_from_world)  # of cameras that nobody knows
     arguments = ("sfm", small / "model-run", "--poses", tmp_path / "poses.txt", "--threads", 1)
     assert "is a guess" not in capfd.readouterr().out

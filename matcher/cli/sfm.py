@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import replace
+from glob import escape
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -74,7 +75,7 @@ def sfm(
     from matcher.loading import takes
     from matcher.sfm.growing import PAIRS, continue_model, more_pairs
     from matcher.sfm.models import read_given_poses
-    from matcher.sfm.reconstruct import check_mapper, reconstruct
+    from matcher.sfm.reconstruct import check_mapper, names_with_pose, reconstruct
 
     # What could not be finished is refused before hours of matching.
     choice, known = intrinsics.choice(), None
@@ -134,6 +135,11 @@ def sfm(
         if choice.rig is not None:
             choice.rig.frames(names)
         check_used(choice, names)
+        if known is not None:  # of no others points are triangulated
+            posed_names = names_with_pose(names, known)
+            if len(posed_names) < len(names):
+                names, exactly = posed_names, [escape(name).replace("@", "[@]") for name in posed_names]
+                sources = replace(sources, include=exactly, exclude=None)
         if sources.features is None:  # which may be of photos of another size, or of none
             check_photos({name: source / name for name in names}, choice if known is None else posed)
         if len(names) < 2:

@@ -108,7 +108,17 @@ class Selection:
         """The selected names, in the order given; `UsageError`: a pattern that matches none, or nothing is
         left."""
         names = list(names)
-        fitting = {p: {name for name in names if _fits(name, p)} for p in (*self.include, *self.exclude)}
+        exact: dict[str, set[str]] = {}  # as thousands of names may be given
+        for name in names:
+            whole = unicodedata.normalize("NFC", name)
+            for key in (whole, PurePosixPath(whole).name):
+                exact.setdefault(key, set()).add(name)
+        fitting = {
+            p: {name for name in names if _fits(name, p)}
+            if p.endswith("/") or set("*?[").intersection(p)
+            else exact.get(unicodedata.normalize("NFC", p), set())
+            for p in (*self.include, *self.exclude)
+        }
         if unknown := [pattern for pattern, found in fitting.items() if not found]:
             raise UsageError(f"no image is called {unknown[0]!r}; names are paths below the image folder")
         included = set().union(*map(fitting.get, self.include)) if self.include else set(names)

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
@@ -118,13 +118,7 @@ def reconstruct(
         if poses.fixed and choice.rig is not None:
             raise UsageError("poses that stay as they are need no rig; leave one of both out")
         names = [image.name for image in store.images() if only is None or image.name in only]
-        posed = [name for name in names if name in poses.cam_from_world]
-        if len(posed) < 2:
-            raise UsageError(
-                f"{len(posed)} of the run's {len(names)} images have a given pose, and two are needed; names "
-                f"are paths below the image folder, such as {names[0] if names else 'a.jpg'}, and the poses "
-                f"are of {next(iter(poses.cam_from_world), 'none')}"
-            )
+        posed = names_with_pose(names, poses)
         check_mapper(job["mapper"])
         if poses.fixed:
             only, job["mapper"] = posed, "triangulate"
@@ -159,6 +153,18 @@ def reconstruct(
             )
     report.path = out / DATABASE
     return Reconstruction(out, models, report.images, report, tuple(sorted(missing)))
+
+
+def names_with_pose(names: Sequence[str], poses: GivenPoses) -> list[str]:
+    """Those of the images that have a given pose; `UsageError`: fewer than two."""
+    posed = [name for name in names if name in poses.cam_from_world]
+    if len(posed) < 2:
+        raise UsageError(
+            f"{len(posed)} of the run's {len(names)} images have a given pose, and two are needed; names "
+            f"are paths below the image folder, such as {names[0] if names else 'a.jpg'}, and the poses "
+            f"are of {next(iter(poses.cam_from_world), 'none')}"
+        )
+    return posed
 
 
 def _with_features(store: Store, only: Collection[str] | None) -> frozenset[str]:
