@@ -95,7 +95,7 @@ def synthetic_store(rng, count=10, points=600, wrong=0.3, noise=0.5, camera=CAME
         keypoints[name] = at[order].astype(np.float32)
         shown[name] = order
     images = [
-        StoredImage(name, Path("photos") / name, "0" * 64, SIZE, len(keypoints[name]), camera, "done", "")
+        StoredImage(name, Path("photos") / name, name, SIZE, len(keypoints[name]), camera, "done", "")
         for name in names
     ]
     pairs = []

@@ -96,8 +96,10 @@ def test_two_photos_make_a_model(tmp_path):
         reconstruct(store, tmp_path / "none", poses=known, threads=1)
     four, _ = synthetic_store(rng, count=4, poses=poses)
     apart = [pair for pair in four.pairs() if (pair.name0[-5] < "2") == (pair.name1[-5] < "2")]
-    four = MemoryStore(list(four.images()), four._keypoints, apart)
+    images = [replace(image, sha256=image.name.replace("3", "2")) for image in four.images()]
+    four = MemoryStore(images, four._keypoints, apart)
     made = reconstruct(four, tmp_path / "pairs", threads=1, min_images=2)
+    assert any("ring/003.jpg is ring/002.jpg" in note for note in made.export.notes)
     assert [model.registered for model in made.models] == [2, 2]
     assert set(made.unregistered) == set(made.models[1].cam_from_world)
     said = json.loads((tmp_path / "pairs" / "summary.json").read_text())["unregistered"]

@@ -195,6 +195,12 @@ def _mapped(
     unrefined = refine_run(store)
     report = write_colmap(store, part / DATABASE, choice, only, without)
     report.notes.extend(note for note in (unrefined, check_given_camera(store, choice, only)) if note)
+    first: dict[str, str] = {}  # image by digest
+    used = _with_features(store, only)
+    rows = [(image.name, image.sha256) for image in store.images() if image.name in used and image.sha256]
+    if copies := [f"{name} is {first[sha]}" for name, sha in rows if first.setdefault(sha, name) != name]:
+        more = f" and {len(copies) - 5} more" if len(copies) > 5 else ""
+        report.notes.append(f"copies, which show nothing more: {', '.join(copies[:5])}{more}")
     given = len(report.given_cameras)
     if job["mapper"] == "triangulate" and report.guessed_cameras:
         report.notes.append(
