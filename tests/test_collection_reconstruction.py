@@ -87,8 +87,9 @@ def test_two_photos_make_a_model(tmp_path):
     rng, turned = np.random.default_rng(5), np.diag([-1.0, 1, -1, 1])
     poses = ring(10, rng)[:4]
     store, _ = synthetic_store(rng, count=2, poses=poses[:2])
-    alone = reconstruct(store, tmp_path / "alone", threads=1).largest
-    assert alone.registered == 2 and alone.points > 150
+    for mapper in ("incremental", "global"):
+        alone = reconstruct(store, tmp_path / mapper, mapper=mapper, threads=1).largest
+        assert alone.registered == 2 and alone.points > 150
     known = GivenPoses({f"ring/00{n}.jpg": pose for n, pose in enumerate(poses[:2])})
     assert reconstruct(store, tmp_path / "posed", poses=known, threads=1).largest.points > 150
     known = GivenPoses({name: turned @ pose for name, pose in known.cam_from_world.items()})

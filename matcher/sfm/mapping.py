@@ -159,6 +159,11 @@ def _options(job: Job) -> Any:
         adjusting = options.mapper.bundle_adjustment  # of all cameras or of none
         adjusting.refine_focal_length = adjusting.refine_extra_params = not job["all_fixed"]
         options.mapper.refine_sensor_from_rig = not job["rig_known"]
+        if job["two_views"]:
+            options.mapper.track_min_num_views_per_track = 2
+            options.mapper.global_positioning.min_num_view_per_track = 2
+            adjusting.min_track_length = 2
+            options.mapper.retriangulation.ignore_two_view_tracks = False
     else:
         options = pycolmap.IncrementalPipelineOptions()
         options.constant_cameras = set(job["fixed_cameras"])
