@@ -83,8 +83,7 @@ def test_a_run_is_exported(made, tmp_path, capfd):
     assert "5 images with " in printed and "10 pairs (" in printed and f"wrote {out}" in printed
     assert len(np.load(out)["pairs"]) == 10
     (lines := tmp_path / "lines.txt").write_text("photo1.png PINHOLE 480 360 528 528 240 180\n")
-    export = ("export", made[0] / "model-run", "--to", "colmap", tmp_path / "a.db", "--camera", lines)
-    assert run(*export) == 0
+    assert run("export", made[0] / "model-run", "--to", "kapture", tmp_path / "k", "--camera", lines) == 0
     assert "5 of 6 photos have no camera" in capfd.readouterr().err
 
 

@@ -184,7 +184,6 @@ def test_what_a_merge_replaces(folder, tmp_path, capfd):
         found = {(pair.name0, pair.name1) for pair in store.pairs()}
         assert found == {(NAMES[0], NAMES[1]), (NAMES[0], NAMES[2])}
         assert {pair.reason for pair in store.failed()} == {"because", "here too"}
-    capfd.readouterr()
     assert run("export", into, "--to", "npz", tmp_path / "a.npz") == 0
     assert capfd.readouterr().out.count(": 2 pairs;") == 2  # waiting, and failed
     assert opened(into, folder).run(retry_failed=True, everything=True).all_well
