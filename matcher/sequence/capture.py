@@ -90,6 +90,7 @@ def _folder(folder: Path, right: Path | None, rate: float | None, masks: Path | 
         SourceFrame(path.name, stamp, None if right and partner is None else path, partner, mask)
         for path, stamp, partner, mask in zip(images, times, partners, found, strict=True)
     ]
+    shots.sort(key=lambda shot: shot.timestamp)  # 0.55 is before 0.6, and not by its name
     return FrameSource(str(folder), len(images), lambda _: iter(shots))
 
 
