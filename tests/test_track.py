@@ -90,6 +90,19 @@ def test_json_is_one_object(folders, tmp_path, capfd):
     assert facts["segments"] == [] and "refine" not in facts["milliseconds"]
 
 
+def test_true_poses_without_times_belong_to_the_numbers_of_frames(folders, capfd):
+    left, right, truth = folders
+    for side in (left, right):
+        (side / "2.png").unlink()
+    for named in (True, False):
+        assert track(left, *stereo(right), "--ground-truth", truth, "--json") == 0
+        out, err = capfd.readouterr()
+        assert (json.loads(out)["segments"][0]["translation"] < 0.1) == named
+        assert ("6 poses" in err and "5 frames" in err) != named
+        for path in [*left.iterdir(), *right.iterdir()]:
+            path.rename(path.with_name(f"frame{path.name}"))
+
+
 def test_frames_that_cannot_be_used_are_dropped_and_told_of(folders, capfd):
     left, right, _ = folders
     data = (left / "2.png").read_bytes()

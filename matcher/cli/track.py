@@ -113,6 +113,7 @@ def track(
         options = {name: value for name, value in given.items() if name != "match_threshold"}
         keyframes = matcher.KeyframeMap(map_, pinhole, overwrite=overwrite, **options)
     frames_in = open_frames(source, right, fps, masks)
+    numbers = None if truth is None or truth[0] is not None else _true_rows(frames_in, len(truth[1]))
     how = dict(camera=pinhole, baseline=baseline, budget_ms=budget_ms, epipolar_window=epipolar_window)
     tracker = matcher.Tracker(keyframe_map=keyframes, **how, **given)
     try:
@@ -130,7 +131,7 @@ def track(
             complain(f"in the map: {tracker.problem}")
         log.in_map = load_map is not None
         log.map_poses |= tracker.late_poses_in_map()
-        _finish(log, tracker, asked, truth)
+        _finish(log, tracker, asked, truth, numbers)
     except OSError:  # a full disk
         if keyframes is not None:
             _say_kept(keyframes)
@@ -190,15 +191,32 @@ def _follow(
     return log, failures, ended
 
 
+def _true_rows(source: FrameSource, count: int) -> list[int] | None:
+    """Rows, in a file of `count` true poses without times, of the frames; None: they are in order."""
+    numbers = source.numbers
+    if numbers is not None and len(set(numbers)) == len(numbers) and max(numbers) < count:
+        return numbers
+    if source.count not in (None, count):
+        complain(
+            f"--ground-truth has {count} poses without times, {source.name} {source.count} frames: the first "
+            "pose is taken for the first frame, and so on; name frames by their rows, from 0, or give TUM's"
+        )
+    return None
+
+
 def _finish(
-    log: TrackingLog, tracker: matcher.Tracker, asked: Mapping[str, Any], truth: tuple[Any, Any] | None
+    log: TrackingLog,
+    tracker: matcher.Tracker,
+    asked: Mapping[str, Any],
+    truth: tuple[Any, Any] | None,
+    numbers: list[int] | None,
 ) -> None:
     """Measure, write and print; `asked`: all parameters of the command."""
     from matcher.sequence.plot import plot_trajectory
 
     outputs, plot, stereo = asked["output"] or [], asked["plot"], asked["right"] is not None
     rows, _, poses = log.trajectory()
-    compared = None if truth is None else log.compared_with(*truth, with_scale=not stereo)
+    compared = None if truth is None else log.compared_with(*truth, with_scale=not stereo, numbers=numbers)
     for path in (path for path in outputs if path.suffix.lower() == ".npz"):
         write_output(path, log.as_npz())
     trajectories = [path for path in outputs if path.suffix.lower() in (".tum", ".kitti")]

@@ -40,6 +40,7 @@ class FrameSource:
     count: int | None  # frames that are announced
     shots: Callable[[FrameSource], Iterator[SourceFrame]]
     problem: str | None = None
+    numbers: list[int] | None = None  # of the frames, where the names of all are numbers
 
     def __iter__(self) -> Iterator[SourceFrame]:
         return self.shots(self)
@@ -91,7 +92,11 @@ def _folder(folder: Path, right: Path | None, rate: float | None, masks: Path | 
         for path, stamp, partner, mask in zip(images, times, partners, found, strict=True)
     ]
     shots.sort(key=lambda shot: shot.timestamp)  # 0.55 is before 0.6, and not by its name
-    return FrameSource(str(folder), len(images), lambda _: iter(shots))
+    stems = [Path(shot.name).stem for shot in shots]
+    numbers = (
+        [int(stem) for stem in stems] if all(re.fullmatch(r"\d{1,19}", stem) for stem in stems) else None
+    )
+    return FrameSource(str(folder), len(images), lambda _: iter(shots), numbers=numbers)
 
 
 def _images(folder: Path) -> list[Path]:

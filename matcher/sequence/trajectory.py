@@ -225,14 +225,20 @@ class TrackingLog:
         return buffer.getvalue()
 
     def compared_with(
-        self, times: np.ndarray | None, ground_truth: np.ndarray, *, with_scale: bool
+        self,
+        times: np.ndarray | None,
+        ground_truth: np.ndarray,
+        *,
+        with_scale: bool,
+        numbers: Sequence[int] | None = None,
     ) -> tuple[np.ndarray, np.ndarray, list[SegmentError]]:
         """Estimated and true poses of the frames that have both, aligned, and the errors of segments. True
         poses (T, 4, 4) are camera to world at `times` (T,) in seconds, or without them of the frames in
-        order. `UsageError`: fewer than two frames have one."""
+        order, or by their `numbers`. `UsageError`: fewer than two frames have one."""
         known, stamps, poses = self.trajectory()
         if times is None:
-            rows = np.where(known < len(ground_truth), known, -1)
+            rows = known if numbers is None else np.asarray(numbers, np.int64)[known]
+            rows = np.where(rows < len(ground_truth), rows, -1)
             why = f"{len(known)} frames have a pose, and the file has {len(ground_truth)}"
         else:
             rows, why = nearest_rows(stamps, times), _different_times(stamps, times)
