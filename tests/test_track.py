@@ -115,6 +115,11 @@ def test_frames_that_cannot_be_used_are_dropped_and_told_of(folders, capfd):
     found = json.loads(out)
     assert (found["statuses"]["dropped"], found["statuses"]["tracked"], found["poses"]) == (2, 3, 4)
     assert "2.png" in err and "3.png" in err and "one size" in err and "Traceback" not in err
+    (masks := left.parent / "masks").mkdir()
+    cv2.imwrite(str(masks / "1.png"), np.ones((9, 9), np.uint8))
+    assert track(left, "--masks", masks, "--json") == 4
+    out, err = capfd.readouterr()
+    assert json.loads(out)["statuses"]["dropped"] == 2 and str(masks / "1.png") in err
     for i in range(6):
         cv2.imwrite(str(left / f"{i}.png"), np.zeros((240, 320), np.uint8))
     assert track(left, "--camera", CAMERA, "--output", left / "none.tum") == 3
@@ -132,7 +137,8 @@ def test_poses_that_nobody_measured_are_written_on_request_only(folders, tmp_pat
     facts = json.loads(capfd.readouterr().out)
     assert (facts["poses"], facts["bridged"], facts["statuses"]["lost"]) == (6, 2, 2)
     assert len(read_poses(files[0])[1]) == 6
-    assert track(*pairs, "--output", files[1]) == 2
+    assert track(*pairs, "--output", files[1], "--output", files[0], "--overwrite") == 4
+    assert not files[1].exists() and f"wrote {files[0]}" in capfd.readouterr().out
     assert track(*pairs, "--output", files[0], "--output", files[1], "--bridged") == 0
     for file in files:
         assert len(read_poses(file)[1]) == 8 and "not measured" in file.read_text()
@@ -277,7 +283,8 @@ def test_times_that_do_not_meet_are_named_with_their_likely_unit(folders, tmp_pa
     for scale, words, more in ((1e9, "nanoseconds", ()), (1, "frame rate", ("--fps", 10))):
         rows = [f"{(1500000000 + i / 10) * scale:.2f} {i} 0 0 0 0 0 1\n" for i in range(6)]
         (tmp_path / "t.tum").write_text("".join(rows))
-        assert track(left, *pairs, *more) == 2
+        assert track(left, *pairs, *more, "--output", tmp_path / "o.tum", "--overwrite") == 4
+        assert len(read_poses(tmp_path / "o.tum")[1]) == 6  # which need no true poses
         said = " ".join(capfd.readouterr().err.split())
         assert words in said and f"{1500000000 * scale:.10g}" in said
 

@@ -131,8 +131,8 @@ def track(
             complain(f"in the map: {tracker.problem}")
         log.in_map = load_map is not None
         log.map_poses |= tracker.late_poses_in_map()
-        _finish(log, tracker, asked, truth, numbers)
-    except OSError:  # a full disk
+        failures += _finish(log, tracker, asked, truth, numbers)
+    except BaseException:  # a full disk, or no pose in the map
         if keyframes is not None:
             _say_kept(keyframes)
         raise
@@ -165,7 +165,9 @@ def _follow(
                         result = tracker.push(shot.image, shot.timestamp, mask=shot.mask)
                     else:
                         result = tracker.push_stereo(shot.image, shot.right, shot.timestamp, mask=shot.mask)
-                except ImageError as error:
+                except (ImageError, UsageError) as error:
+                    if isinstance(error, UsageError) and not len(log):  # a mask of them all, or an option
+                        raise
                     complain(f"{error}; the frame is skipped")
                     failures += 1
                     result = tracker.push(None, shot.timestamp)
@@ -210,13 +212,14 @@ def _finish(
     asked: Mapping[str, Any],
     truth: tuple[Any, Any] | None,
     numbers: list[int] | None,
-) -> None:
-    """Measure, write and print; `asked`: all parameters of the command."""
+) -> int:
+    """Measure, write and print; `asked`: all parameters of the command. How many outputs failed: one does not
+    keep others from being made."""
     from matcher.sequence.plot import plot_trajectory
 
     outputs, plot, stereo = asked["output"] or [], asked["plot"], asked["right"] is not None
     rows, _, poses = log.trajectory()
-    compared = None if truth is None else log.compared_with(*truth, with_scale=not stereo, numbers=numbers)
+    compared, failed, unwritten = None, 0, []
     for path in (path for path in outputs if path.suffix.lower() == ".npz"):
         write_output(path, log.as_npz())
     trajectories = [path for path in outputs if path.suffix.lower() in (".tum", ".kitti")]
@@ -232,7 +235,18 @@ def _finish(
             "another place, --camera a wrong one, or did one camera move too little to say the map's unit?"
         )
     for path in trajectories:
-        log.write(path, bridged=asked["bridged"])
+        try:
+            log.write(path, bridged=asked["bridged"])
+        except UsageError as error:  # KITTI's lines where a frame has no pose
+            complain(str(error))
+            unwritten.append(path)
+    try:
+        if truth is not None:
+            compared = log.compared_with(*truth, with_scale=not stereo, numbers=numbers)
+    except UsageError as error:
+        complain(f"--ground-truth: {error}")
+        failed = 1
+    failed += len(unwritten)
     choice, segments = tracker.choice, [] if compared is None else compared[2]
     bridged = len(log.trajectory(bridged=True)[0]) - len(rows)
     times = tracker.latency().items()
@@ -259,7 +273,7 @@ def _finish(
         plot_trajectory(plot, found, true, keyframes=marked, unit=unit, title=title)
     if asked["json_"]:
         show(json.dumps(facts, allow_nan=False), always=True)
-        return
+        return failed
     statuses = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in log.counts().items())
     extrapolated = f", {bridged} with an extrapolated one" if bridged else ""
     show(f"{len(log)} frames ({statuses}), {len(rows)} with a measured pose{extrapolated}")
@@ -274,7 +288,9 @@ def _finish(
     for stage, row in times:
         show(f"{stage:8}{row['p50']:8.1f} ms median{row['p95']:8.1f} ms 95th percentile")
     for path in filter(None, (*outputs, plot)):
-        show(f"wrote {path}")
+        if path not in unwritten:
+            show(f"wrote {path}")
+    return failed
 
 
 # --- The map that the command makes.
@@ -309,7 +325,8 @@ def _say_kept(keyframes: matcher.KeyframeMap) -> None:
             f"{folder}: the last poses and keyframes could not be kept there ({error}); make room, and "
             f"{again} makes a map of those before, if any were kept"
         )
-    else:
+        return
+    if frames:
         complain(f"kept in {folder}: {frames} poses and {count} keyframes, without a map: {again} makes it")
 
 

@@ -459,8 +459,11 @@ class KeyframeMap:
         self._kept = len(self._placed)
 
     def keep(self) -> tuple[int, int]:
-        """Write the poses so far for `resume`, and as the trajectory; how many frames and keyframes."""
+        """Write the poses so far for `resume`, and as the trajectory; how many frames and keyframes.
+        Without any, no file is written."""
         (self.folder / FRAMES).mkdir(parents=True, exist_ok=True)
+        if not self._placed:
+            return 0, 0
         self._write_kept()
         poses = [frame.world_from_cam for frame in self._placed]
         write_trajectory(self.folder / TRAJECTORY, [frame.time for frame in self._placed], poses)
