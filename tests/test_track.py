@@ -274,6 +274,20 @@ def test_files_beside_the_images_say_their_times(tmp_path, name):
     assert times(folder, rate=2) == [0.0, 0.5, 1.0]
 
 
+def test_times_of_more_images_go_by_number_and_those_that_do_not_fit_are_told_of(folders, capfd):
+    left, *_ = folders
+    (left.parent / "times.txt").write_text("".join(f"{i / 2}\n" for i in range(50)))
+    (left / "1.png").unlink()
+    assert times(left) == [0.0, 1.0, 1.5, 2.0, 2.5]
+    (left / "data.csv").write_text("time,file\n" + "".join(f"{i},{i}.png\n" for i in range(9)))
+    assert times(left) == [0.0, 2.0, 3.0, 4.0, 5.0]  # and not by times.txt
+    for name in ("data.csv", "../times.txt"):
+        (left / name).write_text("0.5\n")
+    for more, said in (((), True), (("--fps", 9), False)):
+        assert track(left, "--frames", 2, *more) == 0
+        assert ("data.csv is not used" in capfd.readouterr().err) == said
+
+
 def test_times_that_do_not_meet_are_named_with_their_likely_unit(folders, tmp_path, capfd):
     left, right, _ = folders
     pairs = [*stereo(right), "--ground-truth", tmp_path / "t.tum"]

@@ -113,6 +113,11 @@ def track(
         options = {name: value for name, value in given.items() if name != "match_threshold"}
         keyframes = matcher.KeyframeMap(map_, pinhole, overwrite=overwrite, **options)
     frames_in = open_frames(source, right, fps, masks)
+    if frames_in.unused is not None:
+        complain(
+            f"{frames_in.unused} is not used, since it has no time for each of the {frames_in.count} images: "
+            "10 frames per second are assumed; correct it, or give --fps"
+        )
     numbers = None if truth is None or truth[0] is not None else _true_rows(frames_in, len(truth[1]))
     how = dict(camera=pinhole, baseline=baseline, budget_ms=budget_ms, epipolar_window=epipolar_window)
     tracker = matcher.Tracker(keyframe_map=keyframes, **how, **given)

@@ -41,6 +41,7 @@ class FrameSource:
     shots: Callable[[FrameSource], Iterator[SourceFrame]]
     problem: str | None = None
     numbers: list[int] | None = None  # of the frames, where the names of all are numbers
+    unused: Path | None = None  # a file of times that does not fit, so that they are guessed
 
     def __iter__(self) -> Iterator[SourceFrame]:
         return self.shots(self)
@@ -85,18 +86,15 @@ def _folder(folder: Path, right: Path | None, rate: float | None, masks: Path | 
         raise UsageError(f"{right}: no image there has the same name as one in {folder}; pairs share a name")
     if rate is not None and not 0 < rate < float("inf"):
         raise UsageError(f"the frame rate must be a positive number, not {rate}")
-    times = None if rate is not None else _times_of(images)
+    times, unused = (None, None) if rate is not None else _times_of(images)
     times = times or [index / (rate or DEFAULT_RATE) for index in range(len(images))]
     shots = [
         SourceFrame(path.name, stamp, None if right and partner is None else path, partner, mask)
         for path, stamp, partner, mask in zip(images, times, partners, found, strict=True)
     ]
     shots.sort(key=lambda shot: shot.timestamp)  # 0.55 is before 0.6, and not by its name
-    stems = [Path(shot.name).stem for shot in shots]
-    numbers = (
-        [int(stem) for stem in stems] if all(re.fullmatch(r"\d{1,19}", stem) for stem in stems) else None
-    )
-    return FrameSource(str(folder), len(images), lambda _: iter(shots), numbers=numbers)
+    numbers = _numbers([Path(shot.name).stem for shot in shots])
+    return FrameSource(str(folder), len(images), lambda _: iter(shots), numbers=numbers, unused=unused)
 
 
 def _images(folder: Path) -> list[Path]:
@@ -106,22 +104,31 @@ def _images(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: natural_key(path.name))
 
 
-def _times_of(images: list[Path]) -> list[float] | None:
+def _numbers(stems: list[str]) -> list[int] | None:
+    whole = all(re.fullmatch(r"\d{1,19}", stem) for stem in stems)
+    return [int(stem) for stem in stems] if whole else None
+
+
+def _times_of(images: list[Path]) -> tuple[list[float] | None, Path | None]:
     """Seconds at which images of one folder were taken, by their names or a file in the folder or beside it.
     Names are in seconds (1305031102.175304.png) or nanoseconds (1403636579763555584.png); a file has a row
-    for each image, with its name and its time, or the times alone, in order."""
+    for each image, with its name and its time, or the times alone, in order or by the numbers of the images.
+    And the first file that does not fit, where none does."""
     stems = [path.stem for path in images]
     if all(re.fullmatch(r"\d+\.\d+", stem) for stem in stems):
-        return [float(stem) for stem in stems]
-    if all(re.fullmatch(r"\d{1,19}", stem) for stem in stems):
-        seconds = _since_1970(np.array(stems, np.float64))
+        return [float(stem) for stem in stems], None
+    if (numbers := _numbers(stems)) is not None:
+        seconds = _since_1970(np.array(numbers, np.float64))
         if seconds is not None:
-            return seconds.tolist()
+            return seconds.tolist(), None
+    unused = None
     for place in (images[0].parent, images[0].absolute().parent.parent):
         for name in _TIME_FILES:
-            if (place / name).is_file() and (times := _listed(place / name, images)) is not None:
-                return times
-    return None
+            if (place / name).is_file():
+                if (times := _listed(place / name, images)) is not None:
+                    return times, None
+                unused = unused or place / name
+    return None, unused
 
 
 def _since_1970(times: np.ndarray) -> np.ndarray | None:
@@ -141,18 +148,21 @@ def _listed(file: Path, images: list[Path]) -> list[float] | None:
         for row in map(str.strip, read_given(file).decode("utf-8").splitlines()):
             if not row or row.startswith("#"):
                 continue
-            words = re.split(r"[,\s]+", row)
+            words, first = re.split(r"[,\s]+", row), not (named or plain)
             names = [word for word in words[1:] + words[:1] if PurePath(word).name in number]
             if re.match(r"\d{4}-\d\d-\d\d[ T]", row):  # KITTI's raw data: a date, to nanoseconds
                 plain.append(datetime.fromisoformat(row[:26]).timestamp())
             elif names and len(words) > 1:
                 time_ = next(word for word in words if word != names[0])
                 named[number[PurePath(names[0]).name]] = float(time_)
-            else:
+            elif not (first and re.match("[A-Za-z]", row)):  # the columns' names
                 plain.append(float(words[0]))
     except (OSError, ValueError, StopIteration):
         return None
     found = np.array([named[index] for index in sorted(named)] or plain)
+    numbers = _numbers([path.stem for path in images])
+    if not named and numbers is not None and max(len(images), *numbers) < len(found):
+        found = found[numbers]
     if len(found) != len(images) or not np.isfinite(found).all():
         return None
     seconds = _since_1970(found)
