@@ -138,7 +138,7 @@ def track(
         log.map_poses |= tracker.late_poses_in_map()
         failures += _finish(log, tracker, asked, truth, numbers)
     except BaseException:  # a full disk, or no pose in the map
-        if keyframes is not None:
+        if keyframes is not None and keyframes.folder.is_dir():
             _say_kept(keyframes)
         raise
     finally:
