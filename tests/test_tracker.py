@@ -14,6 +14,7 @@ from matcher.errors import ImageError, UsageError
 from matcher.match.nearest import NearestMatcher
 from matcher.sequence.frames import FrameResult
 from matcher.sequence.pose_tracking import project
+from matcher.sequence.trajectory import TrackingLog
 from matcher.types import Features
 from matcher.verify.estimation import RobustEstimator
 
@@ -233,7 +234,7 @@ def test_frames_of_another_size_have_a_pose_if_only_resized():
         assert np.linalg.norm(result.world_from_cam[:3, 3] - truth[frame, :3, 3]) < 0.05
 
 
-def test_after_a_jump_tracks_begin_anew_and_the_path_goes_on():
+def test_after_a_jump_tracks_begin_anew_and_the_path_goes_on(tmp_path):
     world = World(jump={10: 15.0})
     results = world.drive(world.tracker(**PAIRS), range(20), stereo=True)
     assert [r.status for r in results[9:12]] == ["tracked", "lost", "tracked"]
@@ -241,17 +242,26 @@ def test_after_a_jump_tracks_begin_anew_and_the_path_goes_on():
     assert not np.isin(results[10].track_ids, np.concatenate([r.track_ids for r in results[:10]])).any()
     step = np.linalg.inv(results[10].world_from_cam) @ results[15].world_from_cam
     np.testing.assert_allclose(step, np.linalg.inv(world.pose(10)) @ world.pose(15), atol=0.03)
+    log = TrackingLog()
+    for result in results:
+        log.add(result)
+    log.write(tmp_path / "a.tum")
+    assert log.breaks() == [11] and "relative to an extrapolated" in (tmp_path / "a.tum").read_text()
 
 
 def test_a_place_seen_before_is_found_again_after_a_loss():
     world = World()
     tracker = world.tracker(**PAIRS)
     before = world.drive(tracker, range(12), stereo=True)
-    world.drive(tracker, range(200, 203), stereo=True)
+    away = world.drive(tracker, range(200, 203), stereo=True)
     again = tracker.push_stereo(world.picture(4), world.picture(4 + RIGHT))
     assert again.status == "tracked" and again.keyframe <= 11
     np.testing.assert_allclose(again.world_from_cam, before[4].world_from_cam, atol=0.05)
     assert np.isin(again.track_ids, before[4].track_ids).mean() > 0.5
+    log = TrackingLog()
+    for result in (*before, *away, again):
+        log.add(result)
+    assert log.breaks() == [13]  # and not the one that was found again
 
 
 def test_what_cannot_be_tracked_is_refused():

@@ -254,6 +254,13 @@ def _finish(
     failed += len(unwritten)
     choice, segments = tracker.choice, [] if compared is None else compared[2]
     bridged = len(log.trajectory(bridged=True)[0]) - len(rows)
+    if breaks := log.breaks():
+        complain(
+            f"tracking was lost before frame {', '.join(map(str, breaks[:5]))}{', …' * (len(breaks) > 5)}: from "
+            "there on poses are relative to an extrapolated one, and a part before and after may lie apart"
+            + "; so do the parts of the map"
+            * (asked["map_"] is not None)
+        )
     times = tracker.latency().items()
     facts = {
         "preset": tracker.pipeline.preset,

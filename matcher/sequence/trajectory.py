@@ -24,13 +24,16 @@ def write_trajectory(
     *,
     frames: int | None = None,
     bridged: Sequence[bool] = (),
+    breaks: Sequence[int] = (),
 ) -> None:
     """Write poses world_from_cam (4, 4) of times in seconds as TUM's lines, `t x y z qx qy qz qw`. Where the
     suffix is .kitti, they are KITTI's, 12 numbers, 3×4, refused if the sequence has more `frames`. A comment
-    lists poses that are `bridged`: extrapolated instead of measured."""
+    lists poses that are `bridged`: extrapolated instead of measured, others the rows of `breaks`, from which
+    poses are relative to such ones."""
     path, guessed = Path(path), np.flatnonzero(bridged).tolist()
     if path.suffix.lower() != ".kitti":
         lines, names = tum_lines(timestamps, poses), [f"{timestamps[row]:.6f}" for row in guessed]
+        after = [f"{timestamps[row]:.6f}" for row in breaks]
     elif frames is not None and len(poses) < frames:
         raise UsageError(
             f"{path}: KITTI's lines have no times, and {frames - len(poses)} of {frames} frames have no "
@@ -38,8 +41,10 @@ def write_trajectory(
         )
     else:
         lines, names = kitti_lines(poses), [str(row) for row in guessed]
-    comment = [f"# extrapolated, not measured: {' '.join(names)}"] if names else []
-    write_whole(path, "".join(f"{line}\n" for line in [*comment, *lines]).encode())
+        after = [str(row) for row in breaks]
+    comments = [f"# extrapolated, not measured: {' '.join(names)}"] if names else []
+    comments += [f"# from here on relative to an extrapolated pose: {name}" for name in after]
+    write_whole(path, "".join(f"{line}\n" for line in [*comments, *lines]).encode())
 
 
 def read_poses(path: str | Path) -> tuple[np.ndarray | None, np.ndarray]:
@@ -191,7 +196,21 @@ class TrackingLog:
         """Write the trajectory by `write_trajectory`."""
         known, times, poses = self.trajectory(bridged=bridged)
         guessed = [self._frames[row].pose_status == "bridged" for row in known]
-        write_trajectory(path, times.tolist(), list(poses), frames=len(self), bridged=guessed)
+        breaks = np.flatnonzero(np.isin(known, self.breaks())).tolist()
+        write_trajectory(path, times.tolist(), list(poses), frames=len(self), bridged=guessed, breaks=breaks)
+
+    def breaks(self) -> list[int]:
+        """The frames from which poses are measured again, but relative to an extrapolated one: how far the
+        camera moved while tracking was lost is not known. None in a map, where poses are found anew."""
+        found, apart, told = [], set(), False
+        for frame in self._frames if not self.in_map else ():
+            if frame.pose_status == "bridged" or frame.keyframe in apart:
+                apart.add(frame.index)
+            if frame.pose_status in ("ok", "uncertain"):
+                if frame.index in apart and not told:
+                    found.append(frame.index)
+                told = frame.index in apart
+        return found
 
     def keyframe_rows(self) -> list[int]:
         """Rows of the trajectory that are keyframes."""
