@@ -255,11 +255,11 @@ def _finish(
     choice, segments = tracker.choice, [] if compared is None else compared[2]
     bridged = len(log.trajectory(bridged=True)[0]) - len(rows)
     if breaks := log.breaks():
+        apart = ", ".join(map(str, breaks[:5])) + ", …" * (len(breaks) > 5)
+        both = "the path and the map" if asked["map_"] is not None else "the path"
         complain(
-            f"tracking was lost before frame {', '.join(map(str, breaks[:5]))}{', …' * (len(breaks) > 5)}: from "
-            "there on poses are relative to an extrapolated one, and a part before and after may lie apart"
-            + "; so do the parts of the map"
-            * (asked["map_"] is not None)
+            f"tracking was lost before frame {apart}: from there on poses are relative to an "
+            f"extrapolated one, and parts of {both} may lie apart"
         )
     times = tracker.latency().items()
     facts = {
