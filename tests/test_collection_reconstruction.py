@@ -84,7 +84,7 @@ def test_no_model_and_no_matches_are_said_plainly(tmp_path):
 
 def test_two_photos_make_a_model(tmp_path):
     rng, turned = np.random.default_rng(5), np.diag([-1.0, 1, -1, 1])
-    poses = ring(10, rng)[:4]
+    poses = ring(10)[:4]
     store, _ = synthetic_store(rng, count=2, poses=poses[:2])
     for mapper in ("incremental", "global"):
         alone = reconstruct(store, tmp_path / mapper, mapper=mapper, threads=1).largest
