@@ -172,6 +172,7 @@ def test_options_that_do_not_fit_are_refused(folders, capfd):
         (["--right", "."], "--baseline"),
         (["--baseline", "0.5"], "--right"),
         (["--epipolar-window", "2"], "rectified pairs"),
+        (["--bridged"], "trajectory"),
         (["--ground-truth", "poses.txt"], "--camera"),
         (["--output", "t.tum"], "--camera"),
         (["--output", "t.csv"], ".npz"),

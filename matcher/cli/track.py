@@ -97,6 +97,8 @@ def track(
     if right is None and (baseline is not None or epipolar_window is not None):
         name = "--epipolar-window" if baseline is None else "--baseline"
         raise UsageError(f"{name} needs --right, the folder of the right images of rectified pairs")
+    if bridged and trajectory is None:
+        raise UsageError("--bridged needs a trajectory to write them to: --output FILE.tum or .kitti")
     of_poses = {"--right": right, "--ground-truth": ground_truth, "--plot": plot, "a trajectory": trajectory}
     for name, value in (of_poses | {"--map": map_, "--load-map": load_map}).items():
         if value is not None and camera is None:

@@ -8,6 +8,7 @@ first frame.
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -165,7 +166,7 @@ class Clock:
         """Whether a frame of this time (seconds; None: unknown, accepted) is in order; `UsageError`: none."""
         if timestamp is None:
             return True
-        if not isinstance(timestamp, (int, float)) or not math.isfinite(timestamp):
+        if not isinstance(timestamp, numbers.Real) or not math.isfinite(timestamp):
             raise UsageError(f"a timestamp must be a finite number of seconds, not {timestamp!r}")
         if timestamp < min(self._last, self._refused):
             self._refused = timestamp
