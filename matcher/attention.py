@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from matcher.errors import UsageError
-from matcher.kernels.calls import attend, takes
+from matcher.kernels.calls import alike, attend, takes
 
 
 def scaled_dot_product(
@@ -73,13 +73,7 @@ def whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor
 def half_on_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q kᵀ / √d) v in half precision: stock on matrix units, else in blocks."""
     rows, columns = q.shape[-2], k.shape[-2]
-    if (
-        not rows
-        or not columns
-        or q.shape[:-2] != k.shape[:-2]
-        or k.shape != v.shape
-        or q.shape[-1] != v.shape[-1]
-    ):
+    if not rows or not columns or not alike(q, k, v):
         return whole(q, k, v)
     q, k, v = (F.pad(x, (0, 0, 0, even_size(x.shape[-2]) - x.shape[-2])) for x in (q, k, v))
     mask = None
@@ -133,9 +127,10 @@ def additive_mask(q: Tensor, k: Tensor, mask: Tensor | None = None, *, causal: b
             f"a mask is bool, True = may attend, or floats added to the scores, not {mask.dtype}"
         )
     scores = (*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-2], k.shape[-2])
-    sides = zip(reversed(mask.shape), reversed(scores), strict=False)
-    if mask.dim() > len(scores) or any(a not in (1, b) for a, b in sides):
-        raise UsageError(f"a mask {tuple(mask.shape)} is not broadcast to scores {scores}")
+    try:
+        mask.expand(scores)
+    except RuntimeError:
+        raise UsageError(f"a mask {tuple(mask.shape)} is not broadcast to scores {scores}") from None
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
     return bias + mask

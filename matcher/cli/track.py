@@ -82,7 +82,7 @@ def track(
     """
     asked, outputs, stereo = {**locals()}, output or [], right is not None
     from matcher.export.colmap import import_pycolmap
-    from matcher.sequence.capture import open_frames
+    from matcher.sequence.capture import DEFAULT_RATE, open_frames
     from matcher.sequence.keyframe_map import KEPT
     from matcher.sequence.plot import Recording
     from matcher.sequence.trajectory import read_poses
@@ -118,7 +118,7 @@ def track(
     if frames_in.unused is not None:
         complain(
             f"{frames_in.unused} is not used, since it has no time for each of the {frames_in.count} images: "
-            "10 frames per second are assumed; correct it, or give --fps"
+            f"{DEFAULT_RATE:g} frames per second are assumed; correct it, or give --fps"
         )
     numbers = None if truth is None or truth[0] is not None else _true_rows(frames_in, len(truth[1]))
     how = dict(camera=pinhole, baseline=baseline, budget_ms=budget_ms, epipolar_window=epipolar_window)

@@ -31,6 +31,11 @@ def takes(x: Tensor) -> bool:
     return known and not (torch.is_grad_enabled() and x.requires_grad) and kernels() is not None
 
 
+def alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether all have the same heads and width, so that the shape of the queries tells every place."""
+    return k.shape == v.shape and (*q.shape[:-2], q.shape[-1]) == (*k.shape[:-2], k.shape[-1])
+
+
 class Span(NamedTuple):
     """Consecutive queries, and the consecutive keys that they attend to."""
 
@@ -53,9 +58,8 @@ def attend(
     import torch
 
     given, width, half = (q, k, v), q.shape[-1], q.dtype == torch.bfloat16
-    # Places are reckoned by the shape of the queries: what is broadcast, or of another width, is not for it.
-    alike = q.dtype == k.dtype == v.dtype and q.shape[:-2] == k.shape[:-2] and k.shape == v.shape
-    if not alike or k.shape[-1] != width or not all(map(takes, given)) or not q.numel() or not k.numel():
+    known = alike(q, k, v) and q.dtype == k.dtype == v.dtype and all(map(takes, given))
+    if not known or not q.numel() or not k.numel():
         return None
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in given)
     (heads, n), leading, library = q.shape[-3:-1], q.shape[:-3], kernels()

@@ -206,7 +206,7 @@ class TrackingLog:
         for frame in self._frames if not self.in_map else ():
             if frame.pose_status == "bridged" or frame.keyframe in apart:
                 apart.add(frame.index)
-            if frame.pose_status in ("ok", "uncertain"):
+            if frame.is_measured:
                 if frame.index in apart and not told:
                     found.append(frame.index)
                 told = frame.index in apart
