@@ -286,6 +286,16 @@ def test_the_same_wall(rng):
     assert said.word == "same"
 
 
+@pytest.mark.parametrize("the_same", [True, False])
+def test_matches_of_further_passes_count_as_those_of_the_keypoints_there(rng, the_same):
+    *sides, matches = walls(rng, 150, the_same)
+    inliers = np.ones(len(matches), bool)
+    further = replace(matches, indices=matches.indices + [len(side) for side in sides])
+    assert repetition(*sides, further, inliers) == pytest.approx(
+        repetition(*sides, matches, inliers), abs=0.02
+    )
+
+
 def test_paper_alone_cannot_be_told_apart(rng):
     found, said = verdict(rng, 0, the_same=True)
     assert found.unrepeated < 0.1 and said.word != "same"

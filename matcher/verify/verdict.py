@@ -213,18 +213,34 @@ _SHARE = (0.3, 0.4)  # found of the unrepeated ones: less between other things o
 def repetition(
     features0: Features, features1: Features, matches: Matches, inliers: np.ndarray
 ) -> Repetition | None:
-    """That of a pair with inliers (K,), those of the features' own keypoints; None where nothing is known."""
+    """That of a pair with inliers (K,) bool; None where nothing is known.
+
+    The keypoints of the features count that are inliers, or that lie where further passes found some.
+    """
+    if any(features.kind != _FRONT_END for features in (features0, features1)) or not inliers.any():
+        return None
+    own = np.all(matches.indices[inliers] < [len(features0), len(features1)], axis=1)
     sides = []
-    for side, features in enumerate((features0, features1)):
-        descriptors = to_numpy(features.descriptors)
-        index = matches.indices[inliers, side]
-        index = index[index < len(descriptors)]
-        if not len(index) or not descriptors.shape[1] or features.kind != _FRONT_END:
+    for features, index, points in zip(
+        (features0, features1), matches.indices[inliers].T, (matches.points0, matches.points1), strict=True
+    ):
+        descriptors, scale, index = to_numpy(features.descriptors), to_numpy(features.scale), index[own]
+        keypoints = to_numpy(features.keypoints) * scale
+        places = keypoints[index]
+        if not own.all():
+            others = points[inliers][~own] * scale
+            apart = np.linalg.norm(keypoints[:, None] - others, axis=2)
+            index = np.union1d(index, np.flatnonzero(apart.min(axis=1) < STILL))
+            places = np.concatenate([places, others])
+        cells, near = (np.floor(each / _CELL).astype(int) @ [1 << 20, 1] for each in (keypoints, places))
+        around = np.flatnonzero(np.isin(cells, near))
+        if not len(around) or not descriptors.shape[1]:
             return None
-        sides.append((descriptors, to_numpy(features.keypoints) * to_numpy(features.scale), index))
-    glance = [unrepeated(*side[:2], side[2][:: -(-len(side[2]) // _GLANCE)]).mean() for side in sides]
-    if min(glance) > _SCARCELY:
-        return Repetition(float(min(glance)), 1.0)
+        sides.append((descriptors, keypoints, index, around))
+    if own.all():  # of several passes the closer look takes no time that matters
+        glance = [unrepeated(*side[:2], side[2][:: -(-len(side[2]) // _GLANCE)]).mean() for side in sides]
+        if min(glance) > _SCARCELY:
+            return Repetition(float(min(glance)), 1.0)
     found = [_counted(*side) for side in sides]
     return Repetition(*(float(min(values)) for values in zip(*found, strict=True)))
 
@@ -257,10 +273,10 @@ def repeated_groups(features: Features) -> np.ndarray:
     return groups
 
 
-def _counted(descriptors: np.ndarray, points: np.ndarray, index: np.ndarray) -> tuple[float, float, float]:
-    """`Repetition` of one image, of whose keypoints those in `index` are inliers."""
-    cells = np.floor(points / _CELL).astype(np.int64) @ [1 << 20, 1]
-    around = np.flatnonzero(np.isin(cells, cells[index]))
+def _counted(
+    descriptors: np.ndarray, points: np.ndarray, index: np.ndarray, around: np.ndarray
+) -> tuple[float, float, float]:
+    """`Repetition` of one image, of whose keypoints `around` the inliers those in `index` are inliers."""
     rows = around[:: -(-len(around) // _SAMPLE)]
     alone, matched = unrepeated(descriptors, points, rows), np.isin(rows, index)
     often = ((1 - alone) @ matched + 1e-6) / ((1 - alone).sum() + 1e-6)
