@@ -16,7 +16,7 @@ Precision = Literal["auto", "float32", "bfloat16", "float16"]
 Engine = Literal["torch", "onnx"]  # the library that runs front ends and networks
 GeometryKind = Literal["fundamental", "homography", "essential", "none", "homographies"]
 GeometryStatus = Literal[
-    "ok", "too_few", "degenerate", "no_model", "low_inliers", "not_estimated", "ambiguous"
+    "ok", "too_few", "degenerate", "no_model", "low_inliers", "not_estimated", "ambiguous", "mirrored"
 ]
 PlanarModel = Literal["homography", "affine", "similarity"]  # maps of a plane, from 8, 6 and 4 numbers
 GRID_KIND = "loftr"  # the front end whose keypoints are the cells of a grid

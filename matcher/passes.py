@@ -24,7 +24,7 @@ from matcher.match.steering import evidence_of_turns
 from matcher.types import JOINED, Extractor, Features, Image, Matcher, Matches, TwoViewGeometry, to_numpy
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
-from matcher.verify.verdict import without_overlay
+from matcher.verify.verdict import SAME_POINT, without_overlay
 
 FIRST = "first"
 _LONG = 5.0  # seconds after which it is told what takes so long
@@ -32,7 +32,6 @@ _LONG = 5.0  # seconds after which it is told what takes so long
 # are most of the matches: fewer let a pair pass whose matches are wrong (measured on rooms).
 CONFIDENT_INLIERS, CONFIDENT_KEYPOINT_SHARE, CONFIDENT_INLIER_RATIO = 400, 0.3, 0.6
 PROBABLE = 0.25  # match probability from which an inlier counts as support
-SAME_POINT = 1.5  # pixels of the resized images within which points of two passes are one
 LOW_INLIERS = 0.2  # inliers per keypoint; wrong matches along like edges give .1 to .18
 # Matches of a pair without inliers, below which no other view helps: after gradients, other features and a
 # tilted view 44 of 79 unrelated pairs had fewer, and two of 35 pairs of one place, of which no pass found

@@ -35,7 +35,7 @@ from matcher.types import (
 )
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
-from matcher.verify.verdict import reject_improbable, with_repetition, without_overlay
+from matcher.verify.verdict import judged, reject_improbable, without_overlay
 
 Mask = str | Path | np.ndarray | Any  # the last: a PIL image or a torch tensor
 FURTHER_PASSES = "further passes"  # among the stages of `Result.seconds`
@@ -204,7 +204,7 @@ class Pipeline:
         scale, matches = joined.features1.scale.tolist(), joined.with_keypoints(matches)
         matches = weighed_by_refinement(matches, scale, calibration_of(self.matcher), True)
         geometry = self.verify(joined.features0, joined.features1, matches, **cameras)
-        geometry = with_repetition(geometry, *features, matches)  # of which alone descriptors are at hand
+        geometry = judged(geometry, *features, matches)  # of which alone descriptors are at hand
         geometry = reject_improbable(geometry, matches, *(f.image_size for f in features))
         found = dict(matches=matches, geometry=geometry, passes=joined.passes, first=first)
         return timed(replace(first, features0=joined.features0, features1=joined.features1, **found))
@@ -308,4 +308,4 @@ class Pipeline:
             options["covariances"] = matches.covariances
         scale = threshold_scale(features0.scale.tolist(), features1.scale.tolist(), kind)
         geometry = estimator(matches.points0, matches.points1, thresholds_scale=scale, **options)
-        return with_repetition(geometry, features0, features1, matches)
+        return judged(geometry, features0, features1, matches)

@@ -177,6 +177,11 @@ class Result:
                 if min(size := features.image_size) < 16:  # there is nothing to recognise
                     return f"no match: image {side} is too small, {size[0]} x {size[1]} pixels"
             return "no match: the images share nothing that was recognised"
+        if status == "mirrored":
+            return (
+                "mirrored: neighbouring matches lie the other way round in image 1: one image is mirrored "
+                "(then flip it and match again), or they are wrong"
+            )
         if self.geometry.verified and status != "ok":
             return f"{int(self.inliers.sum())} are inliers of one homography: {status}, {_PLANAR[status]}"
         if status in _REASONS and (rejected is None or self.verdict is None or self.verdict.word == "not"):

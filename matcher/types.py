@@ -603,6 +603,8 @@ class TwoViewGeometry:
       too little lies off it to tell which is right. In a `Result` there is no matrix and no pose.
     - `low_inliers`: fewer inliers than required, or no more than chance gives, also among the matches of
       several passes; in a `Result` the model is then in `rejected` alone.
+    - `mirrored`: neighbouring matches lie the other way round in image 1, as no two views of a surface do:
+      one image is mirrored, or the matches are wrong.
     - `too_few`, `degenerate`, `no_model`: there is none; too few distinct points, points on a line, or
       nothing that fits. `degenerate` with a `homography`: the inliers are right and agree with that, as all
       lie on one plane, or the views only rotate.

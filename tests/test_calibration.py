@@ -296,6 +296,19 @@ def test_matches_of_further_passes_count_as_those_of_the_keypoints_there(rng, th
     )
 
 
+@pytest.mark.parametrize("kind", ["fundamental", "homography"])
+def test_a_mirrored_picture_is_neither_used_nor_called_another_place(rng, kind):
+    points = rng.uniform(0, (640, 480), (200, 2))
+    mirrored = points * [-1, 1] + [639, 0] + rng.normal(0, 0.3, points.shape)
+    side0, side1 = (features(each, rng.normal(size=(200, 64))) for each in (points, mirrored))
+    matches = Matches.from_indices(
+        np.repeat(np.arange(200)[:, None], 2, axis=1), points, mirrored, np.full(200, 0.9)
+    )
+    geometry = matcher.load("nearest", geometry=kind).verify(side0, side1, matches)
+    assert geometry.status == "mirrored" and not geometry.verified
+    assert verdict_of(matches, geometry, SIZE, SIZE).word == "unsure"
+
+
 def test_paper_alone_cannot_be_told_apart(rng):
     found, said = verdict(rng, 0, the_same=True)
     assert found.unrepeated < 0.1 and said.word != "same"

@@ -213,4 +213,6 @@ class Alignment:
         if not len(self.result.matches):
             return "the images share nothing that was recognised"
         known = {"too_few": "too few matches", "low_inliers": "too few of the matches agree"}
+        if self.status == "mirrored":
+            return "one image is mirrored, then flip it, or the matches are wrong"
         return f"{known.get(self.status, 'the matches do not determine it')} for a {self.model}"

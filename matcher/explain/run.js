@@ -101,7 +101,7 @@ function histogram(title, counts) {
 }
 
 const STATUS = {
-  ok: "verified", low_inliers: "with too few inliers", too_few: "with too few matches", degenerate: "degenerate", ambiguous: "on one plane, ambiguous",
+  ok: "verified", low_inliers: "with too few inliers", too_few: "with too few matches", degenerate: "degenerate", mirrored: "mirrored", ambiguous: "on one plane, ambiguous",
   no_model: "without a model", not_estimated: "not verified",
 };
 const [images, pairs] = data.counts;

@@ -73,7 +73,8 @@ def verdict_of(
         return None
     repeated = geometry.repetition
     repetitive = repeated is not None and repeated.repetitive
-    return Verdict(probability(evidence(matches, geometry, size0, size1)), repetitive)
+    found = probability(evidence(matches, geometry, size0, size1))
+    return Verdict(min(found, UNSURE) if geometry.status == "mirrored" else found, repetitive)
 
 
 def probability(values: np.ndarray) -> float:
@@ -199,12 +200,13 @@ def _of_mixture(relative_density: np.ndarray, matched: MatchedPoints) -> float:
 # What lies over both pictures, a stamp, logo, display or frame, does not move by a pixel. So do all matches
 # of a camera that stands still; but these lie everywhere, and so do keypoints without a match.
 
+SAME_POINT = 1.5  # pixels of the resized images within which points are one
 _FRONT_END = "learned"  # the front end whose similarities are known; others have their own scale
 _ELSEWHERE = 16.0  # pixels of the resized image
 _UNIQUE, _REPEATED = 0.7, 0.9  # similarity to the most similar descriptor elsewhere, of one or the other
 _CELL = 64.0  # pixels of the resized image, around inliers, in which keypoints are counted
 _SAMPLE = 400  # keypoints of an image that are compared with all others
-_GLANCE = 64  # inliers that tell whether a closer look is worth its time
+_GLANCE = 64  # inliers that give a first impression
 _SCARCELY = 0.75  # share of unrepeated ones above which no closer look is needed
 _PSEUDO = 8.0  # keypoints added to the unrepeated ones that are counted, matched as often as repeated ones
 _SHARE = (0.3, 0.4)  # found of the unrepeated ones: less between other things of a kind, else often more
@@ -230,7 +232,7 @@ def repetition(
         if not own.all():
             others = points[inliers][~own] * scale
             apart = np.linalg.norm(keypoints[:, None] - others, axis=2)
-            index = np.union1d(index, np.flatnonzero(apart.min(axis=1) < STILL))
+            index = np.union1d(index, np.flatnonzero(apart.min(axis=1) < SAME_POINT))
             places = np.concatenate([places, others])
         cells, near = (np.floor(each / _CELL).astype(int) @ [1 << 20, 1] for each in (keypoints, places))
         around = np.flatnonzero(np.isin(cells, near))
@@ -287,13 +289,40 @@ def _counted(
 
 # Where what does not repeat is found less often than this share of what does, the things may be others of
 # their kind, and the verdict must not be against it.
-ANOTHER, REPETITIVE = 0.6, 0.5
+ANOTHER, UNSURE = 0.6, 0.5
+_REVERSED = 0.15  # share of small triangles; accepted right pairs have below .1, nearly all below .05
 
 
-def with_repetition(
+def reversed_share(points0: np.ndarray, points1: np.ndarray) -> float:
+    """How many small triangles of matched points (K, 2) are turned over in image 1, in [0, 1].
+
+    Two cameras see a surface from the same side, so that none of its triangles is; some are at edges in
+    depth. Each triangle counts by the sines of its angles at one corner in both images.
+    """
+    if len(points0) <= 8:  # fewer say nothing
+        return 0.0
+    corners = np.arange(len(points0))[:: -(-len(points0) // _GLANCE)]
+    apart = ((points0[corners, None] - points0) ** 2).sum(axis=2)
+    near, weight = np.argpartition(apart, 8, axis=1)[:, :8], 1.0
+    for points in (points0, points1):
+        sides = points[near] - points[corners, None]
+        sides = sides / (np.linalg.norm(sides, axis=2, keepdims=True) + 1e-6)
+        one, other = np.split(sides, 2, axis=1)
+        weight = weight * (one[..., 0] * other[..., 1] - one[..., 1] * other[..., 0])
+    return float(-weight.clip(max=0).sum() / (np.abs(weight).sum() + 1e-6))
+
+
+def judged(
     geometry: TwoViewGeometry, features0: Features, features1: Features, matches: Matches
 ) -> TwoViewGeometry:
-    """The geometry with what its inliers repeat; refused where that says that the place is another one."""
+    """The geometry with what its inliers repeat; refused where that says that the place is another one, or
+    where the matches are mirrored."""
+    if geometry.status == "not_estimated":
+        return geometry
+    agreeing = geometry.inliers & geometry.verified
+    for kept, most in ((agreeing, _REVERSED), (np.ones_like(agreeing), 4 * _REVERSED)):
+        if reversed_share(matches.points0[kept], matches.points1[kept]) > most:
+            return replace(geometry, status="mirrored", inliers=kept)
     if not geometry.verified or not geometry.inliers.any():
         return geometry
     found = repetition(features0, features1, matches, geometry.inliers)
@@ -301,10 +330,9 @@ def with_repetition(
     geometry = replace(geometry, repetition=found, rejected=rejected)
     if found is None or not found.repetitive or found.found >= ANOTHER:
         return geometry
-    return reject_improbable(geometry, matches, features0.image_size, features1.image_size, REPETITIVE)
+    return reject_improbable(geometry, matches, features0.image_size, features1.image_size, UNSURE)
 
 
-STILL = 1.5  # pixels of the resized images; keypoints of an overlay are found again as exactly
 _MOVING = 4.0  # as many matches that move less than this are of a scene that moves a little
 _FEWEST = 6  # matches that do not move; fewer say nothing
 _AROUND = 16.0  # pixels around these that may belong to the overlay
@@ -319,12 +347,12 @@ def on_overlay(features0: Features, features1: Features, matches: Matches) -> np
         return none
     scale = to_numpy(features0.scale).astype(np.float64)
     moved = np.linalg.norm((matches.points1 - matches.points0) * scale, axis=1)
-    still = moved < STILL
+    still = moved < SAME_POINT
     little = moved < _MOVING
     if np.count_nonzero(still) < max(_FEWEST, np.count_nonzero(little & ~still)):
         return none
     # What a camera drives towards moves as little, but less exactly, while most of the scene moves.
-    if np.median(moved[still]) > STILL / 2 and np.count_nonzero(little) < len(matches) / 2:
+    if np.median(moved[still]) > SAME_POINT / 2 and np.count_nonzero(little) < len(matches) / 2:
         return none
     size = np.ceil(np.array(features0.image_size) * scale).astype(int) + 1
     overlay = _around(matches.points0[still] * scale, size, _AROUND)
@@ -336,7 +364,7 @@ def on_overlay(features0: Features, features1: Features, matches: Matches) -> np
     shares = (counted[1] / np.maximum(counted[0], 1))[counted[0] >= 5]
     if len(shares) and np.percentile(shares, 25) > _EVERYWHERE:
         return none
-    found = _around(others1, size, STILL)
+    found = _around(others1, size, SAME_POINT)
     if not len(others0):
         return little
     share, *by_chance = (_inside(others0 + shift, found).mean() for shift in ((0, 0), *_CONTROLS))
