@@ -105,6 +105,23 @@ def test_photos_are_localised_in_it(made):
     np.testing.assert_allclose(pose.world_from_cam, closed.after[14], atol=0.02)
 
 
+def test_what_tracking_has_apart_is_joined_by_matches_or_left_out(made, tmp_path, rng):
+    folder, truth, *_ = made
+    place, elsewhere = KeyframeMap(tmp_path / "map", CAMERA, "nearest", max_keypoints=300), np.eye(4)
+    elsewhere[:3, 3] = 30, 0, -10
+    for index, photo in enumerate(OUT_AND_BACK):
+        late = index >= 6
+        pose = elsewhere @ truth[index] if late else truth[index]
+        path = folder / "photos" / f"photo{photo}.png"
+        place.add(frame(index, pose, stretch=int(late), keyframe=index != 6), path)
+    for index in (10, 11):
+        noise = rng.integers(0, 255, (360, 480), dtype=np.uint8)
+        place.add(frame(index, elsewhere, stretch=2), noise)
+    closed = place.finish()
+    assert closed.frames.tolist() == list(range(10)) and closed.left_out == (10, 11)
+    assert largest_error(closed.after, truth, 1) < 0.02
+
+
 def test_what_cannot_become_a_map(tmp_path):
     place = KeyframeMap(tmp_path / "map", CAMERA, "nearest")
     place.add(frame(0, None), np.zeros((360, 480), np.uint8))
@@ -273,6 +290,7 @@ def test_masks_are_minded_and_after_a_loss_the_map_is_found_anew(saved, walls):
         pose = np.eye(4)
         pose[0, 3] = x
         known = {"status": status, "pose_status": pose_status, "size": (320, 240), "camera": WALLS}
+        known["stretch"] = 1 if 3 <= index < 6 else 0
         return followed.follow(frame(index, pose, keyframe=False, **known), image, mask=mask)
 
     assert follow(0, "first", "ok", here, 0.0, np.zeros((240, 320), bool)) is None
@@ -281,6 +299,7 @@ def test_masks_are_minded_and_after_a_loss_the_map_is_found_anew(saved, walls):
     assert follow(3, "lost", "bridged", elsewhere, 0.2) is None
     assert follow(4, "tracked", "ok", elsewhere, 7.0) is None and 4 not in followed.late_poses()
     assert follow(5, "tracked", "ok", here, 9.0)[0, 3] == pytest.approx(0.5, abs=0.03)
+    assert follow(6, "tracked", "ok", elsewhere, 0.2)[0, 3] == pytest.approx(0.7, abs=0.03)  # an old keyframe
     assert followed.localized == 2
     assert followed.late_poses()[4][0, 3] == pytest.approx(-1.5, abs=0.03)  # two before the fifth
     followed.close()
@@ -345,10 +364,10 @@ def test_what_looks_alike_closes_no_loop_and_is_in_no_model(matched):
     assert not graph.alike & {(name_of(index), name_of(index + 2)) for index in range(0, 18, 2)}
 
 
-def largest_error(poses, truth) -> float:
+def largest_error(poses, truth, step=2) -> float:
+    rows = range(0, 10 * step, step)
     found, wanted = (
-        np.array([np.linalg.inv(each[0]) @ each[i] for i in range(0, 20, 2)])[:, :3, 3]
-        for each in (poses, truth)
+        np.array([np.linalg.inv(each[0]) @ each[i] for i in rows])[:, :3, 3] for each in (poses, truth)
     )
     scale = np.sum(found * wanted) / np.sum(found * found)
     return float(np.linalg.norm(scale * found - wanted, axis=1).max())

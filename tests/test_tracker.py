@@ -162,6 +162,15 @@ def test_one_camera_gives_the_path_up_to_scale():
     assert np.linalg.norm(scale * found - truth, axis=1).max() < 0.05 * np.linalg.norm(truth[-1])
 
 
+def test_one_cameras_unit_is_uncertain_after_a_step_that_few_points_carry_until_it_is_measured_again():
+    for jump, settled in ((0.5, "ok"), (5, "uncertain")):
+        world = World(step=0.25, jump={12: jump})
+        tracker = world.tracker(camera=CAMERA)
+        results = [tracker.push(world.picture(frame)) for frame in (*range(20), 80, 5, 6, 7)]
+        assert {result.pose_status for result in results[14:20]} == {settled}
+        assert (results[20].stretch, results[23].stretch, results[23].pose_status) == (1, 0, "ok")
+
+
 def test_a_step_that_far_points_leave_open_is_uncertain():
     """All is 200 to 600 baselines away: how the camera turned is known, and not how far it went."""
     world = World(depths=(100, 300), points_a_metre=20)
@@ -262,6 +271,10 @@ def test_a_place_seen_before_is_found_again_after_a_loss():
     for result in (*before, *away, again):
         log.add(result)
     assert log.breaks() == [13]  # and not the one that was found again
+    assert [result.stretch for result in (*before[-1:], *away, again)] == [0, 1, 1, 1, 0]
+    for result in world.drive(tracker, range(450, 453), stereo=True):
+        log.add(result)
+    assert (log.breaks(), result.stretch) == ([13, 17], 2)
 
 
 def test_what_cannot_be_tracked_is_refused():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import count, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -257,11 +258,10 @@ def _finish(
     choice, segments = tracker.choice, [] if compared is None else compared[2]
     bridged = len(log.trajectory(bridged=True)[0]) - len(rows)
     if breaks := log.breaks():
-        apart = ", ".join(map(str, breaks[:5])) + ", …" * (len(breaks) > 5)
-        both = "the path and the map" if asked["map_"] is not None else "the path"
+        unit = "" if stereo else ", in a unit of length of their own"
         complain(
-            f"tracking was lost before frame {apart}: from there on poses are relative to an "
-            f"extrapolated one, and parts of {both} may lie apart"
+            f"tracking was lost before frame {_some(breaks)}: from there on poses are relative to an "
+            f"extrapolated one{unit}, and parts of the path may lie apart"
         )
     times = tracker.latency().items()
     facts = {
@@ -307,6 +307,13 @@ def _finish(
     return failed
 
 
+def _some(frames: Sequence[int]) -> str:
+    """The first few frames; of a row of them, its ends."""
+    rows = [list(row) for _, row in groupby(frames, key=lambda each, count=count(): each - next(count))]
+    named = [f"{row[0]}" if len(row) == 1 else f"{row[0]}–{row[-1]}" for row in rows]
+    return ", ".join(named[:5]) + ", …" * (len(named) > 5)
+
+
 # --- The map that the command makes.
 
 
@@ -326,6 +333,11 @@ def _closed(keyframes: matcher.KeyframeMap, close: Callable[[], ClosedTrajectory
         f"map of the keyframes: {closed.folder}; {loops}; poses moved by {moved.mean():.3f} on average, "
         f"{moved.max():.3f} at most ({closed.folder.parent / 'trajectory.tum'})"
     )
+    if closed.left_out:
+        complain(
+            f"the map is without frames {_some(closed.left_out)}: tracking was lost between them and the "
+            "rest, and no keyframes show one place; track with views of both in between, or each apart"
+        )
     return closed
 
 

@@ -64,11 +64,15 @@ class FrameResult:
 
     `pose_status` is "ok": measured; "uncertain": measured, but the points leave the camera's position open by
     more than a tenth of its last step, as when all are far away, a third of them moves otherwise, as cars do,
-    one camera has just begun, another motion explains half as much of the scene, or the motion has changed by
-    more than a half at once; "no_camera": none was given; "other_size": the frame's sides have another ratio
-    than those of the images that the camera is for; "starting": one camera only, and there is not enough
-    parallax yet, or too much moves; "too_few" points of known depth agree with a pose; "bridged": tracking
-    was lost, and the pose is the last motion, extrapolated; "none": the frame was skipped.
+    one camera has just begun or the unit was carried on by few points, another motion explains half as much
+    of the scene, or the motion has changed by more than a half at once; "no_camera": none was given;
+    "other_size": the frame's sides have another ratio than those of the images that the camera is for;
+    "starting": one camera only, and there is not enough parallax yet, or too much moves; "too_few" points of
+    known depth agree with a pose; "bridged": tracking was lost, and the pose is the last motion,
+    extrapolated; "none": the frame was skipped.
+
+    Poses of one `stretch` hang together by measured steps, in one unit of length. Each "bridged" frame begins
+    another one: how the camera moved between two, and with one camera the ratio of their units, is a guess.
     """
 
     index: int  # number of frames pushed before it
@@ -87,6 +91,7 @@ class FrameResult:
     pose_status: PoseStatus = "none"
     cam_from_keyframe: np.ndarray | None = None  # (4, 4) float64
     world_from_cam: np.ndarray | None = None  # (4, 4) float64
+    stretch: int = 0  # 0, 1, … in the order in which they begin
     camera: Camera | None = None  # the tracker's, rescaled where the frame has another size
     right: np.ndarray | None = None  # (N, 2) float32 pixels in the right image of a pair, NaN where unknown
     # (N,) along z, NaN where unknown; in the baseline's unit, or any with one camera
@@ -136,6 +141,8 @@ class KeptFrame:
     features: Features
     pyramid: ImagePyramid | None = None  # its image; None where points are not refined
     world_from_cam: np.ndarray | None = None  # (4, 4)
+    stretch: int = 0  # as in `FrameResult`
+    unit_doubt: float = 0.0  # of one camera's unit of length, since it was carried here by few points
     most_links: int = 0  # that a later frame had to it
     most_close_links: int = 0  # the same, of points that are close
     begins_anew: bool = False  # it was linked to nothing before it

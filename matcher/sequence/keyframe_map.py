@@ -3,7 +3,8 @@
 While a sequence is tracked, keyframes are written to a folder, and poses beside them every few keyframes; at
 the end, or after a kill, they are matched with their neighbours in time and with those that look most like
 them. Verified pairs far apart in time are loops where drift can explain them. A graph of the tracked steps
-and the loops gives poses, from which COLMAP adjusts everything.
+and the loops gives poses, from which COLMAP adjusts everything. Where tracking was lost, the longest stretch
+is the map, with those parts of others that verified pairs join to it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import io
 import json
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -63,6 +65,11 @@ def inliers_of(pair: StoredPair) -> tuple[np.ndarray, np.ndarray]:
     """(M, 2) stored pixels of both images."""
     inliers = pair.geometry.inliers
     return pair.matches.points0[inliers], pair.matches.points1[inliers]
+
+
+def is_strong(pair: StoredPair) -> bool:
+    """Whether a verified pair has inliers enough to join what tracking has apart."""
+    return np.count_nonzero(pair.geometry.inliers) >= 40
 
 
 # --- The graph of keyframes' poses, its edges tracked steps and loops.
@@ -200,18 +207,24 @@ class KeyframeGraph:
             if loop and not along and (seen := _relative_pose(*ends, self.camera)) is not None:
                 turn = np.trace(seen[:3, :3] @ pose[:3, :3].T)
                 loop = np.degrees(np.arccos(np.clip((turn - 1) / 2, -1, 1))) < 60
-            if loop and len(ends[0]) >= 40:
+            if loop and is_strong(pair):
                 found.append((keyframes[first], keyframes[second], len(ends[0])))
             elif not (loop or along):
                 alike.add((pair.name0, pair.name1))
         self.alike = frozenset(alike)
         return tuple(sorted(found))
 
-    def model(self, tracked: Mapping[int, np.ndarray], loops: tuple[Loop, ...]) -> dict[int, np.ndarray]:
+    def model(
+        self,
+        tracked: Mapping[int, np.ndarray],
+        loops: tuple[Loop, ...],
+        without: frozenset[tuple[str, str]] = frozenset(),
+    ) -> dict[int, np.ndarray]:
         """The keyframes' adjusted poses world_from_cam, in the coordinates of the first one. Loops are closed
         where the matches agree better with the closed path than with the tracked one; else all is adjusted
-        from the tracked poses, and `open_because` says why."""
-        self.open_because, without = None, self.alike
+        from the tracked poses, and `open_because` says why. Keyframes of other stretches that matches join to
+        these are in it, too; `without`: pairs that do not."""
+        self.open_because, without = None, self.alike | without
         names = {(name_of(first), name_of(second)) for first, second, _ in loops}
         if loops:
             closing = [pair for pair in self.collection if (pair.name0, pair.name1) in names]
@@ -220,7 +233,8 @@ class KeyframeGraph:
             edges = [(*both, pose) for both, pose in zip(ends, found, strict=True) if pose is not None]
             try:
                 adjusted = self._mapped(spread(tracked, edges), without, fixed=False)
-                before, after = (self._residuals(each, names) for each in (tracked, adjusted))
+                both = tracked, {index: adjusted[index] for index in adjusted.keys() & tracked.keys()}
+                before, after = (self._residuals(each, names) for each in both)
                 # Neighbours may fit a little worse, as the errors of the loops are spread over them.
                 if after[1] >= 0.9 * before[1] or after[0] > max(2 * before[0], 1.0):
                     self.open_because = (
@@ -234,12 +248,16 @@ class KeyframeGraph:
             without = without | names
             adjusted = self._mapped(tracked, without, fixed=False)
         # The scale is the median of the ratios of neighbours' distances, which drift changes least.
-        rows = sorted(adjusted)
-        wanted, given = (np.array([poses[row] for row in rows]) for poses in (tracked, adjusted))
-        steps = [np.linalg.norm(np.diff(poses[:, :3, 3], axis=0), axis=1) for poses in (wanted, given)]
+        rows = sorted(adjusted.keys() & tracked.keys())
+        both = (np.array([poses[row][:3, 3] for row in rows]) for poses in (tracked, adjusted))
+        steps = [np.linalg.norm(np.diff(positions, axis=0), axis=1) for positions in both]
         usable = steps[1] > 1e-9
-        given[:, :3, 3] *= float(np.median(steps[0][usable] / steps[1][usable])) if usable.any() else 1.0
-        given = dict(zip(rows, wanted[0] @ np.linalg.inv(given[0]) @ given, strict=True))
+        scale = float(np.median(steps[0][usable] / steps[1][usable])) if usable.any() else 1.0
+        given = np.array(list(adjusted.values()))
+        first = adjusted[rows[0]].copy()
+        for poses in (given, first[None]):
+            poses[:, :3, 3] *= scale
+        given = dict(zip(adjusted, tracked[rows[0]] @ np.linalg.inv(first) @ given, strict=True))
         return self._mapped(given, without, fixed=True)
 
     def _mapped(
@@ -287,6 +305,8 @@ class ClosedTrajectory:
     folder: Path  # of the model, for `Map.open`
     problem: str | None = None  # why loops were left open although there are some
     alike: int = 0  # pairs of keyframes that match and cannot show one place, which are left out
+    # Frames that no verified pair joins to the map: tracking was lost between them and it.
+    left_out: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         moved = f", moved by up to {self.moved().max():.3g}" if len(self.frames) else ""
@@ -321,6 +341,7 @@ class PlacedFrame(NamedTuple):
     time: float
     world_from_cam: np.ndarray  # (4, 4)
     keyframe: int
+    stretch: int = 0  # of `FrameResult`
 
 
 class KeptFrames(NamedTuple):
@@ -347,16 +368,16 @@ def read_kept(folder: Path) -> KeptFrames:
             # We write without compression, so what unpacks to more than the file is not ours.
             if sum(each.file_size for each in rows.zip.infolist()) > path.stat().st_size:
                 raise ValueError("it unpacks to more than it may")
-            index, time, poses, keyframe = (rows[name] for name in PlacedFrame._fields)
-            facts = json.loads(str(rows["facts"]))
-        if poses.shape != (len(index), 4, 4) or not len(index) == len(time) == len(keyframe):
+            columns = [rows[name] for name in PlacedFrame._fields if name in rows or name != "stretch"]
+            facts, (index, _, poses, *_) = json.loads(str(rows["facts"])), columns
+        if poses.shape != (len(index), 4, 4) or len({len(each) for each in columns}) > 1:
             raise ValueError("its arrays do not fit each other")
         check_poses(poses)
         camera = Camera(**facts["camera"] | {"distortion": tuple(facts["camera"]["distortion"])})
         preset, options = str(facts["preset"]), dict(facts["options"])
     except (*MALFORMED, zipfile.BadZipFile, zlib.error) as error:
         raise IntegrityError(f"{path}: the poses of the unfinished map are damaged ({error})") from error
-    rows = zip(index.tolist(), time.tolist(), poses, keyframe.tolist(), strict=True)
+    rows = zip(*(each if each is poses else each.tolist() for each in columns), strict=True)
     return KeptFrames([PlacedFrame(*row) for row in rows], camera, preset, options)
 
 
@@ -428,7 +449,8 @@ class KeyframeMap:
         """
         if not result.is_measured or image is None:
             return
-        if result.is_keyframe or self._keyframe is None:
+        apart = bool(self._placed) and self._placed[-1].stretch != result.stretch
+        if result.is_keyframe or self._keyframe is None or apart:
             self._keyframe = None
             shown = read_image(image, resize=None, upright=False, mask=mask, alpha_mask=self._alpha_mask)
             # Not before there is something to keep: what fails before leaves no folder in the way.
@@ -443,7 +465,7 @@ class KeyframeMap:
             self._keyframe = result.index
         time = float(result.index) if result.timestamp is None else result.timestamp
         pose = np.array(result.world_from_cam, dtype=np.float64)
-        self._placed.append(PlacedFrame(result.index, time, pose, self._keyframe))
+        self._placed.append(PlacedFrame(result.index, time, pose, self._keyframe, result.stretch))
         since = len(_keyframes(self._placed[self._kept :]))
         # Rarer as there are more, so that writing them all takes a share of the time that stays small.
         if self._keyframe == result.index and since >= 4 and len(self._placed) >= 1.05 * self._kept:
@@ -465,8 +487,13 @@ class KeyframeMap:
         if not self._placed:
             return 0, 0
         self._write_kept()
-        poses = [frame.world_from_cam for frame in self._placed]
-        write_trajectory(self.folder / TRAJECTORY, [frame.time for frame in self._placed], poses)
+        pairs = enumerate(pairwise(self._placed), start=1)
+        breaks = [row for row, (a, b) in pairs if b.stretch not in (0, a.stretch)]
+        times, poses = (
+            [frame.time for frame in self._placed],
+            [frame.world_from_cam for frame in self._placed],
+        )
+        write_trajectory(self.folder / TRAJECTORY, times, poses, breaks=breaks)
         return len(self._placed), len(_keyframes(self._placed))
 
     def finish(self, *, close_loops: bool = True) -> ClosedTrajectory:
@@ -484,40 +511,50 @@ class KeyframeMap:
             OSError: the disk is full.
         """
         self.keep()
-        tracked = _keyframes(self._placed)
+        everywhere = _keyframes(self._placed)
+        stretches = {frame.index: frame.stretch for frame in self._placed}
+        count = Counter(stretches[index] for index in everywhere)
+        main = max(count, key=count.__getitem__, default=0)  # the first of those with most
+        tracked = {index: pose for index, pose in everywhere.items() if stretches[index] == main}
         if len(tracked) < 3:
             raise UsageError(
                 f"a map needs at least three keyframes with a pose, not {len(tracked)}: track more frames"
             )
-        self._graph.match(sorted(tracked))
+        self._graph.match(sorted(everywhere))
         loops = self._graph.loops(tracked)
-        adjusted = self._graph.model(tracked, loops if close_loops else ())
+        ends = {name_of(index): stretches[index] for index in everywhere}
+        weak = ((pair.name0, pair.name1) for pair in self._graph.collection if not is_strong(pair))
+        weak = frozenset(pair for pair in weak if ends[pair[0]] != ends[pair[1]])
+        adjusted = self._graph.model(tracked, loops if close_loops else (), weak)
         # Frames move with their keyframes. With one camera the unit of length drifts: where the step from a
         # keyframe to the next has become a quarter longer or shorter, those of frames between them have too.
-        scales = dict.fromkeys(tracked, 1.0)
-        for index, following in pairwise(tracked):
-            if index in adjusted and following in adjusted:
-                ends = ((poses[index][:3, 3], poses[following][:3, 3]) for poses in (tracked, adjusted))
+        scales = dict.fromkeys(everywhere, 1.0)
+        for index, following in pairwise(everywhere):
+            if index in adjusted and following in adjusted and stretches[index] == stretches[following]:
+                ends = ((poses[index][:3, 3], poses[following][:3, 3]) for poses in (everywhere, adjusted))
                 before, after = (float(np.linalg.norm(second - first)) for first, second in ends)
                 near = before / 1.25 <= after <= before * 1.25
                 scales[index] = 1.0 if near or before == 0 else after / before
                 scales[following] = scales[index]  # the last one has no next
+        adjusted = tracked | adjusted
+        placed = [frame for frame in self._placed if frame.keyframe in adjusted]
         carried = []
-        for _, _, pose, index in self._placed:
-            step = np.linalg.inv(tracked[index]) @ pose
-            step[:3, 3] *= scales[index]
-            carried.append(adjusted.get(index, tracked[index]) @ step)
+        for frame in placed:
+            step = np.linalg.inv(everywhere[frame.keyframe]) @ frame.world_from_cam
+            step[:3, 3] *= scales[frame.keyframe]
+            carried.append(adjusted[frame.keyframe] @ step)
         closed = ClosedTrajectory(
-            frames=np.array([placed.index for placed in self._placed], dtype=np.int64),
-            timestamps=np.array([placed.time for placed in self._placed]),
-            before=np.array([placed.world_from_cam for placed in self._placed]),
+            frames=np.array([frame.index for frame in placed], dtype=np.int64),
+            timestamps=np.array([frame.time for frame in placed]),
+            before=np.array([frame.world_from_cam for frame in placed]),
             after=np.array(carried),
             loops=loops,
             folder=self.folder / MODEL,
             problem=self._graph.open_because,
             alike=len(self._graph.alike),
+            left_out=tuple(frame.index for frame in self._placed if frame.keyframe not in adjusted),
         )
-        write_trajectory(self.folder / TRAJECTORY, closed.timestamps.tolist(), list(closed.after))
+        write_trajectory(self.folder / TRAJECTORY, closed.timestamps.tolist(), carried)
         rows = [{"frames": loop[:2], "inliers": loop[2]} for loop in closed.loops]
         write_whole(self.folder / LOOPS, json.dumps(rows, indent=1).encode())
         closed.plot(self.folder / PLOT)
@@ -550,25 +587,23 @@ class MapTracking:
         """Open as `Map.open` does; a `measured` unit is taken to be the map's until frames say it."""
         self._map = Map.open(Path(folder), **options)
         self._unit = 1.0 if measured else None  # length of tracking's unit in the map's, as far as assumed
-        # Between two losses of tracking coordinates are one system: the frames that were localised in it, and
-        # world_from_cam by frame of those whose place was not known in time.
-        self._stretches: list[tuple[list[LocalizedFrame], dict[int, np.ndarray]]] = [([], {})]
+        # Coordinates of one stretch are one system: the frames that were localised in it, and world_from_cam
+        # by frame of those whose place was not known in time.
+        self._stretches: dict[int, tuple[list[LocalizedFrame], dict[int, np.ndarray]]] = {}
         self.problem: str | None = None  # why a frame could not be looked up
 
     @property
     def localized(self) -> int:
         """Frames that were localised."""
-        return sum(len(localized) for localized, _ in self._stretches)
+        return sum(len(localized) for localized, _ in self._stretches.values())
 
     def follow(
         self, result: FrameResult, image: ImageInput, *, mask: Mask | None = None, alpha_mask: bool = True
     ) -> np.ndarray | None:
         """map_from_cam (4, 4) of the next frame that was tracked, None where it is not known."""
-        if result.status == "lost":
-            self._stretches.append(([], {}))
         if not result.is_measured:
             return None
-        localized, unplaced = self._stretches[-1]
+        localized, unplaced = self._stretches.setdefault(result.stretch, ([], {}))
         if result.is_keyframe or not localized:
             try:
                 shown = read_image(image, resize=None, upright=False, mask=mask, alpha_mask=alpha_mask)
@@ -605,7 +640,7 @@ class MapTracking:
     def late_poses(self) -> dict[int, np.ndarray]:
         """map_from_cam (4, 4) by frame, where `follow` knew none, from what is known by now."""
         found = {}
-        for localized, unplaced in self._stretches:
+        for localized, unplaced in self._stretches.values():
             first = localized[:12]
             for index, pose in unplaced.items():
                 near = int(np.argmin([abs(each.index - index) for each in first])) if first else 0

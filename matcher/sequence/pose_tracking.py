@@ -260,7 +260,8 @@ class PoseTracker:
         self.offset = DisparityOffset()
         self._essential_matrix = RobustEstimator(replace(estimation, kind="essential"))
         self.doubt = 0.0  # standard deviation of the last position, by the last step or the baseline
-        self._last: tuple[int, np.ndarray] | None = None  # frame and its pose
+        self._last: tuple[int, np.ndarray, int] | None = None  # frame, its pose and stretch
+        self._stretches = 0  # that have begun after the first
         self._motion = np.eye(4)  # of one frame in its own camera's coordinates
         self._sure = False  # whether it is to be relied on
 
@@ -346,6 +347,10 @@ class PoseTracker:
             goes_on = [known and not self._jumps(keyframe.world_from_cam @ way, frame.index) for way in ways]
             found, rivalled = standing_still(trials, goes_on, points1 / scale)
         T, measured = found.cam1_from_cam0, keyframe.measured
+        frame.stretch = keyframe.stretch
+        if alone:  # points that this step shows first have a unit as uncertain as its length
+            step = found.deviation / max(1.0, float(np.linalg.norm(T[:3, 3])))
+            frame.unit_doubt = max(keyframe.unit_doubt, step)
         learnt = np.ones(len(rows), bool)  # from frames, where no pair has measured it
         if measured is not None:
             learnt = np.isnan(measured.disparities[rows])
@@ -362,6 +367,7 @@ class PoseTracker:
             return "ok", T
         begins = starting and alone  # two views, which nothing confirms yet
         doubted = rivalled or begins or found.agreeing.mean() < LEAST_AGREEMENT
+        doubted |= keyframe.unit_doubt > MOST_DOUBT / 2
         return self._settle(frame, keyframe.world_from_cam @ np.linalg.inv(T), found.deviation, doubted), T
 
     def _jumps(self, pose: np.ndarray, index: int) -> bool:
@@ -422,7 +428,9 @@ class PoseTracker:
             return "no_camera"
         if self._last is None:
             return "starting"
-        before, pose = self._last
+        before, pose, _ = self._last
+        self._stretches += 1
+        frame.stretch, frame.unit_doubt = self._stretches, 0.0
         frame.world_from_cam = pose @ np.linalg.matrix_power(self._motion, frame.index - before)
         return "bridged"
 
@@ -430,7 +438,8 @@ class PoseTracker:
         self, frame: KeptFrame, pose: np.ndarray, deviation: float = 0.0, doubted: bool = False
     ) -> PoseStatus:
         """Take a pose for that of a frame; `deviation` says how uncertain the camera's position is."""
-        length, moved = self.baseline or 1.0, self._last is not None
+        length = self.baseline or 1.0
+        moved = self._last is not None and self._last[2] == frame.stretch  # and not partly by a guess
         if moved:
             frames = frame.index - self._last[0]
             step = np.linalg.inv(self._last[1]) @ pose
@@ -440,7 +449,7 @@ class PoseTracker:
             if frames != 1:  # over a gap the motion of one frame is only known roughly, by its share
                 step[:3, :3], step[:3, 3] = np.eye(3), step[:3, 3] / max(1, frames)
             self._motion = step
-        frame.world_from_cam, self._last = pose, (frame.index, pose)
+        frame.world_from_cam, self._last = pose, (frame.index, pose, frame.stretch)
         self.doubt = deviation / length
         sure = not doubted and self.doubt <= MOST_DOUBT
         self._sure = sure and moved

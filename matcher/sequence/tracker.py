@@ -296,6 +296,8 @@ class Tracker:
                 direct = match([(keyframe.features, current.features)])[0]
                 to_keyframe = self._linker.link(keyframe, current, direct.indices, direct.scores)
         if not to_keyframe.consistent.any() and to_previous.consistent.any():
+            if previous.world_from_cam is None:
+                self._poses.bridge(previous)
             self._keep(previous)  # the keyframe is out of sight before another was made
             to_keyframe = to_previous
         elif not to_keyframe.consistent.any():
@@ -422,6 +424,7 @@ class Tracker:
             to_previous=to_previous,
             to_keyframe=to_keyframe,
             world_from_cam=None if current.world_from_cam is None else current.world_from_cam.copy(),
+            stretch=current.stretch,
             camera=self._poses.camera_of(current.size),
             right=right,
             depths=current.depths.copy() if np.isfinite(current.depths).any() else None,

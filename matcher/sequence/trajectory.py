@@ -6,6 +6,7 @@ import io
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -202,15 +203,8 @@ class TrackingLog:
     def breaks(self) -> list[int]:
         """The frames from which poses are measured again, but relative to an extrapolated one: how far the
         camera moved while tracking was lost is not known. None in a map, where poses are found anew."""
-        found, apart, told = [], set(), False
-        for frame in self._frames if not self.in_map else ():
-            if frame.pose_status == "bridged" or frame.keyframe in apart:
-                apart.add(frame.index)
-            if frame.is_measured:
-                if frame.index in apart and not told:
-                    found.append(frame.index)
-                told = frame.index in apart
-        return found
+        measured = [frame for frame in self._frames if frame.is_measured and not self.in_map]
+        return [b.index for a, b in pairwise(measured) if b.stretch not in (0, a.stretch)]
 
     def keyframe_rows(self) -> list[int]:
         """Rows of the trajectory that are keyframes."""
@@ -219,10 +213,11 @@ class TrackingLog:
 
     def as_npz(self) -> bytes:
         """An .npz file: a row per frame, and a row for each observation of a track. frame_index, timestamp,
-        status, pose_status, is_keyframe (F,); world_from_cam and map_from_cam (F, 4, 4), NaN where there is
-        none; observation_frame, observation_track (O,); observation_xy (O, 2); observation_depth (O,). Poses
-        of `pose_status` "bridged" are extrapolated."""
-        kinds = {"timestamp": np.float64, "status": np.str_, "pose_status": np.str_, "is_keyframe": bool}
+        status, pose_status, stretch, is_keyframe (F,); world_from_cam and map_from_cam (F, 4, 4), NaN where
+        there is none; observation_frame, observation_track (O,); observation_xy (O, 2); observation_depth
+        (O,). Poses of `pose_status` "bridged" are extrapolated."""
+        kinds = {"timestamp": np.float64, "status": np.str_, "pose_status": np.str_}
+        kinds |= {"stretch": np.int64, "is_keyframe": bool}
         columns = {
             name: np.array([getattr(frame, name) for frame in self._frames], kind)
             for name, kind in kinds.items()
