@@ -158,6 +158,9 @@ def test_a_video_is_read_to_its_end_and_loses_a_frame_that_is_cut_off(walls, tmp
     with np.load(tmp_path / "t.npz") as found:
         np.testing.assert_allclose(found["timestamp"], np.arange(8) / 10, atol=1e-3)
         assert found["status"].tolist() == ["first", *["tracked"] * 7]
+    stream = (cv2.imencode(".jpg", picture(walls, STEP * i))[1].tobytes() for i in range(3))
+    (tmp_path / "v.mjpeg").write_bytes(b"".join(stream))  # which nothing can go back in
+    assert len(times(tmp_path / "v.mjpeg")) == 3
     capfd.readouterr()
     (tmp_path / "cut.avi").write_bytes(data[: int(len(data) * 0.6)])
     assert track(tmp_path / "cut.avi", "--json") == 4

@@ -191,14 +191,13 @@ def _video(path: Path) -> FrameSource:
         )
 
     def shots(source: FrameSource) -> Iterator[SourceFrame]:
-        capture.set(cv2.CAP_PROP_POS_FRAMES, 0)
-        held, number = None, 0
-        while (read := capture.read())[0]:
+        held, number, more = None, 0, True  # the first one is grabbed, and not all formats can go back to it
+        while more and (read := capture.retrieve())[0]:
             if held is not None:
                 yield held
             seconds = capture.get(cv2.CAP_PROP_POS_MSEC) / 1000
             held = SourceFrame(f"frame {number}", seconds, np.ascontiguousarray(read[1][..., ::-1]))
-            number += 1
+            number, more = number + 1, capture.grab()
         capture.release()
         if held is not None and source.count is not None and number < source.count:
             source.problem = f"{path}: ends after {number} of {source.count} frames; the last one is left out"
