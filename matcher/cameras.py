@@ -227,12 +227,13 @@ def _parameters(model: str) -> tuple[int, int]:
     return CAMERA_MODELS[model]
 
 
-# Cameras as users write them: as text, or in the files of COLMAP, hloc, nerfstudio and OpenCV.
+# Cameras as users write them: as text, or in files of COLMAP, hloc, nerfstudio, OpenCV, KITTI, ROS and EuRoC.
 
 CAMERA_FORMS = (
     "fx,fy,cx,cy (the centre of the first pixel is (0, 0)); MODEL,width,height,params… with a model of "
     "COLMAP's (whose first pixel has its centre at (0.5, 0.5)); or a file: lines NAME MODEL WIDTH HEIGHT "
-    "PARAMS…, COLMAP's cameras.txt or cameras.bin, nerfstudio's transforms.json, or OpenCV's .yml"
+    "PARAMS…, COLMAP's cameras.txt or cameras.bin, nerfstudio's transforms.json, KITTI's calib.txt, or the "
+    ".yml or .yaml of OpenCV, ROS (camera_info) or EuRoC (sensor.yaml)"
 )
 
 
@@ -263,18 +264,22 @@ def read_cameras(path: Path) -> Camera | dict[str, Camera]:
         suffix = path.suffix.lower()
         if suffix == ".bin":
             found = _from_binary(data)
+        elif suffix in (".yml", ".yaml") and b"opencv-matrix" not in data:
+            found = _from_yaml(data.decode("utf-8"))
         elif suffix in (".yml", ".yaml", ".xml") or (suffix == ".json" and b"frames" not in data):
             found = _from_opencv(data.decode("utf-8"))
         elif suffix == ".json":
             found = _from_nerfstudio(json.loads(data))
         else:
-            found = _from_lines(data.decode("utf-8").splitlines())
+            lines = data.decode("utf-8").splitlines()
+            found = _from_kitti(lines) or _from_lines(lines)
         if suffix != ".json" and isinstance(found, dict) and all(name.isdecimal() for name in found):
             if len(found) > 1:
                 raise ValueError(f"it holds {len(found)} cameras and does not say of which images; give one")
             found = next(iter(found.values()), {})
     except (*MALFORMED, struct.error, cv2.error) as error:  # a UsageError is one
-        raise UsageError(f"{path}: cannot be read as cameras ({error}); wanted: {CAMERA_FORMS}") from error
+        why = "OpenCV cannot read it" if isinstance(error, cv2.error) else error
+        raise UsageError(f"{path}: cannot be read as cameras ({why}); wanted: {CAMERA_FORMS}") from error
     if not found:
         raise UsageError(f"{path} names no camera")
     return found
@@ -342,15 +347,84 @@ def _from_opencv(text: str) -> Camera:
     values = [] if node is None else node.mat().ravel().tolist()
     width, height = first("image_width", "width"), first("image_height", "height")
     size = None if width is None or height is None else (int(width.real()), int(height.real()))
-    plain = Camera.from_K(K, size=size)
+    return _with_distortion(Camera.from_K(K, size=size), values)
+
+
+def _with_distortion(plain: Camera, values: list[float], kind: str = "plumb_bob") -> Camera:
+    """A pinhole camera with OpenCV's coefficients of a distortion model, by its name in ROS or EuRoC."""
     while values and values[-1] == 0:
         values.pop()
-    if not values:
+    if not values and kind != "equidistant":
         return plain
-    if len(values) > 8:
-        raise ValueError("more than eight distortion coefficients are not supported")
+    if kind not in ("plumb_bob", "rational_polynomial", "radial-tangential", "radtan", "equidistant"):
+        raise ValueError(f"the distortion model {kind} is not supported")
+    if len(values) > (4 if kind == "equidistant" else 8):
+        raise ValueError("more than eight distortion coefficients are not supported, four of a fisheye lens")
     model, count = ("OPENCV", 4) if len(values) <= 4 else ("FULL_OPENCV", 8)
+    model = "OPENCV_FISHEYE" if kind == "equidistant" else model
     return replace(plain, model=model, distortion=tuple(values + [0.0] * (count - len(values))))
+
+
+def _from_yaml(text: str) -> Camera:
+    """ROS's camera_info, of a file or as messages are printed, or EuRoC's sensor.yaml; the pixel origin is
+    ours. Lists stand in brackets, or a number a line."""
+
+    def find(*names: str) -> str:
+        found = re.search(rf"(?im)^(?:{'|'.join(names)}):(.*(?:\n(?:[ \t].*|- .*|$))*)", text)
+        return re.sub(r"#.*|(rows|cols|dt)[\"']?:\s*\w+", "", found[1]) if found else ""
+
+    def numbers(*names: str) -> list[float]:
+        return [float(word) for word in re.findall(r"[-+]?\d*\.?\d+\.?(?:[eE][-+]?\d+)?", find(*names))]
+
+    K, lens = numbers("camera_matrix", "K"), find("camera_model").strip(" \n\"'") or "pinhole"
+    if len(own := numbers("intrinsics")) == 4:
+        K = [own[0], 0, own[2], 0, own[1], own[3], 0, 0, 1]
+    if len(K) != 9 or lens != "pinhole":
+        raise ValueError("it has no camera_matrix, K or intrinsics of a pinhole camera")
+    size = numbers("resolution") or numbers("image_width", "width") + numbers("image_height", "height")
+    plain = Camera.from_K(np.reshape(K, (3, 3)), size=tuple(size) or None)
+    kind = find("distortion_model").strip(" \n\"'") or "plumb_bob"
+    return _with_distortion(plain, numbers("distortion_coefficients", "D"), kind)
+
+
+def _projections(lines: Iterable[str]) -> dict[int, np.ndarray]:
+    """The projection matrices (3, 4) of rectified cameras in KITTI's lines, by their numbers: `P0: …` or
+    `P_rect_00: …`, or 12 numbers alone, in order."""
+    found = {}
+    for line in lines:
+        label, _, row = line.rpartition(":")
+        named = re.fullmatch(r"P(?:_rect_)?(\d{1,2})", label.strip())
+        words = row.split()
+        if len(words) == 12 and (named or not label):
+            try:
+                P = np.array(words, np.float64).reshape(3, 4)
+            except ValueError:  # a line of another format
+                return {}
+            found[int(named[1]) if named else len(found)] = P
+    return found
+
+
+def _from_kitti(lines: list[str]) -> Camera | None:
+    """The camera of KITTI's calib.txt or calib_cam_to_cam.txt, None of another file; its origin is ours."""
+    cameras = {Camera.from_K(P[:, :3]) for P in _projections(lines).values()}
+    if len(cameras) > 1:
+        raise ValueError("its cameras differ, so give fx,fy,cx,cy of the one whose images these are")
+    return next(iter(cameras), None)
+
+
+def read_baseline(path: Path, left: Path, right: Path) -> float | None:
+    """The distance of two rectified cameras in a file of KITTI's: of the only two, or of those that the
+    folders of their images are numbered by (`image_2`). None where it does not say it."""
+    if not path.is_file() or path.suffix.lower() != ".txt":
+        return None
+    found = _projections(read_given(path, LARGEST_LIST).decode("utf-8", "replace").splitlines())
+    ends = [re.search(r"(\d+)(?:/data)?$", folder.as_posix()) for folder in (left, right)]
+    pair = [int(end[1]) for end in ends if end]
+    pair = sorted(found) if len(found) == 2 else pair
+    if len(pair) < 2 or not found.keys() >= set(pair):
+        return None
+    places = [found[number][0, 3] / found[number][0, 0] for number in pair]
+    return float(places[0] - places[1]) if places[0] > places[1] else None
 
 
 # Cameras that are fixed to each other, such as a stereo pair, from COLMAP's `rig_config.json`.

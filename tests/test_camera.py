@@ -1,6 +1,8 @@
 """The pixel convention; cameras, what is accepted as one, and points of distorting lenses."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from PIL import Image, ImageOps
 
 import matcher
-from matcher.cameras import CAMERA_MODELS, Camera, as_camera, parse_cameras
+from matcher.cameras import CAMERA_MODELS, Camera, as_camera, parse_cameras, read_baseline
 from matcher.config import EstimationConfig
 from matcher.errors import UsageError
 from matcher.geometry import (
@@ -112,6 +114,68 @@ def test_one_camera_in_every_form(tmp_path):
     for given in ("OPENCV,640,480," + ",".join(map(str, numbers)), *files):
         assert parse_cameras(str(given)) == wanted, given
     assert parse_cameras("500, 510, 319.5, 239.5") == Camera(500, 510, 319.5, 239.5)
+
+
+LENS = "[0.1, 0.02, 0.001, 0.002"
+PLAIN = "[500, 0, 319.5, 0, 510, 239.5, 0, 0, 1]"
+EUROC = f"""#General sensor definitions.
+comment: VI-Sensor cam0 (MT9M034)
+T_BS:
+  cols: 4
+  data: [0.01, -0.9,
+         1.0, 0.0]
+resolution: [640, 480]
+camera_model: pinhole
+intrinsics: [500, 510, 319.5, 239.5] #fu, fv, cu, cv
+distortion_model: radial-tangential
+distortion_coefficients: {LENS}]
+"""
+INFO = f"""image_width: 640
+image_height: 480
+camera_matrix:
+  rows: 3
+  cols: 3
+  data: {PLAIN}
+distortion_model: plumb_bob
+distortion_coefficients:
+  rows: 1
+  cols: 5
+  data: {LENS}, 0]
+projection_matrix: {{rows: 3, cols: 4, data: [9, 0, 9, 0, 0, 9, 9, 0, 0, 0, 1, 0]}}
+"""
+ECHO = "height: 480\nwidth: 640\ndistortion_model: equidistant\nd:\n- 0.1\n- 2.0e-2\nk:\n" + "".join(
+    f"- {word}\n" for word in PLAIN[1:-1].split(", ")
+)
+ROWS = [f"500 0 319.5 {500 * x} 0 510 239.5 0 0 0 1 0" for x in (0, -0.5, 0.1, -0.3)]
+
+
+def test_cameras_of_robots(tmp_path):
+    wanted = Camera(500, 510, 319.5, 239.5, (640, 480), "OPENCV", (0.1, 0.02, 0.001, 0.002))
+    fisheye, path = replace(wanted, model="OPENCV_FISHEYE", distortion=(0.1, 0.02, 0, 0)), tmp_path / "c.yaml"
+    for text, camera in ((EUROC, wanted), (INFO, wanted), (ECHO, fisheye)):
+        path.write_text(text)
+        assert parse_cameras(str(path)) == camera, text
+    for text in (EUROC.replace("radial-", "field-"), INFO.replace("matrix", "name"), "a: [1, 2]\n"):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=r"c\.yaml"):
+            parse_cameras(str(path))
+    path, plain = tmp_path / "calib.txt", Camera(500, 510, 319.5, 239.5)
+    for rows in (ROWS, [f"P{i}: {row}" for i, row in enumerate(ROWS)], [f"P_rect_03: {ROWS[3]}", "Tr: 1"]):
+        path.write_text("\n".join(rows))
+        assert parse_cameras(str(path)) == plain
+    path.write_text("\n".join([*ROWS, ROWS[0].replace("500", "600")]))
+    with pytest.raises(UsageError, match="differ"):
+        parse_cameras(str(path))
+    for count, names, metres in (
+        (2, ("left", "right"), 0.5),
+        (4, ("image_2", "image_3"), 0.4),
+        (4, ("image_02/data", "image_03/data"), 0.4),
+        (4, ("image_3", "image_2"), None),
+        (4, ("left", "right"), None),
+    ):
+        path.write_text("\n".join(ROWS[:count]))
+        assert read_baseline(path, *map(Path, names)) == (metres and pytest.approx(metres))
+    assert read_baseline(tmp_path / "c.yaml", tmp_path, tmp_path) is None
 
 
 def test_cameras_by_name(tmp_path):

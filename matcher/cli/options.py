@@ -60,7 +60,7 @@ _WORDS = {  # that stand in braces in what is said of options
     "CAMERAS": (
         "In fx,fy,cx,cy the centre of the first pixel is (0, 0); COLMAP's MODEL,width,height,params have it "
         "at (0.5, 0.5). A FILE is COLMAP's cameras.txt or .bin, lines NAME MODEL WIDTH HEIGHT PARAMS, "
-        "nerfstudio's transforms.json or OpenCV's YAML."
+        "nerfstudio's transforms.json, KITTI's calib.txt, or the YAML of OpenCV, ROS or EuRoC."
     ),
 }
 _OWN_THREADS = {"evaluate", "track", "train"}  # commands whose --threads are those of this process

@@ -62,7 +62,8 @@ def track(
         camera (fx,fy,cx,cy|MODEL,w,h,…|FILE): Intrinsics in stored pixels; needed for poses.
         right (DIR): Folder of the right images of rectified stereo pairs.
         masks (FILE|DIR): A mask for all frames, or masks named like them.
-        baseline (METRES): Distance between the two stereo cameras.
+        baseline (METRES): Distance between the two stereo cameras; by default as KITTI's calib.txt, given as
+            --camera, says.
         epipolar_window (PX): Largest row difference of a stereo match.
         budget_ms (MS): Choose keypoints and layers to fit this time per frame.
         fps (FPS): Frame rate of a folder; by default from the times in its file names or in times.txt,
@@ -82,6 +83,7 @@ def track(
         show_: Show the tracking live in the rerun viewer.
     """
     asked, outputs, stereo = {**locals()}, output or [], right is not None
+    from matcher.cameras import read_baseline
     from matcher.export.colmap import import_pycolmap
     from matcher.sequence.capture import DEFAULT_RATE, open_frames
     from matcher.sequence.keyframe_map import KEPT
@@ -93,6 +95,10 @@ def track(
     # All that can be refused is refused before any work.
     pinhole = parse_camera(camera, "--camera")
     trajectory = next((path for path in outputs if path.suffix.lower() in (".tum", ".kitti")), None)
+    if right is not None and baseline is None and camera is not None:
+        baseline = read_baseline(Path(camera).expanduser(), Path(source), right)
+        if baseline is not None:
+            say(f"the baseline is {baseline:.6g}, by {camera}")
     if right is not None and baseline is None:
         raise UsageError("--right needs --baseline METRES, the distance of the cameras of rectified pairs")
     if right is None and (baseline is not None or epipolar_window is not None):
