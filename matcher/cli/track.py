@@ -127,6 +127,9 @@ def track(
             f"{frames_in.unused} is not used, since it has no time for each of the {frames_in.count} images: "
             f"{DEFAULT_RATE:g} frames per second are assumed; correct it, or give --fps"
         )
+    if frames_in.alone:
+        few = ", ".join(frames_in.alone[:3]) + ", …" * (len(frames_in.alone) > 3)
+        complain(f"{few}: {right} has no image of the name, so {len(frames_in.alone)} frames are skipped")
     numbers = None if truth is None or truth[0] is not None else _true_rows(frames_in, len(truth[1]))
     how = dict(camera=pinhole, baseline=baseline, budget_ms=budget_ms, epipolar_window=epipolar_window)
     tracker = matcher.Tracker(keyframe_map=keyframes, **how, **given)
@@ -234,14 +237,14 @@ def _finish(
     outputs, plot, stereo = asked["output"] or [], asked["plot"], asked["right"] is not None
     rows, _, poses = log.trajectory()
     compared, failed, unwritten = None, 0, []
+    why = log.why_no_poses(tracker.camera)
     for path in (path for path in outputs if path.suffix.lower() == ".npz"):
         write_output(path, log.as_npz())
     trajectories = [path for path in outputs if path.suffix.lower() in (".tum", ".kitti")]
     if (trajectories or plot is not None) and not len(rows):
         if not log.in_map:
-            raise ImageError(
-                "no frame has a pose, so there is no trajectory; are the images black or blurred?"
-            )
+            why = why or "are the images black or blurred?"
+            raise ImageError(f"no frame has a pose, so there is no trajectory; {why}")
         if tracker.problem is not None:
             raise IntegrityError("no frame has a pose in the map, since what is written above went wrong")
         raise ImageError(
@@ -269,12 +272,15 @@ def _finish(
             f"tracking was lost before frame {_some(breaks)}: from there on poses are relative to an "
             f"extrapolated one{unit}, and parts of the path may lie apart"
         )
+    if why is not None:
+        complain(f"most frames have no measured pose: {why}")
     times = tracker.latency().items()
     facts = {
         "preset": tracker.pipeline.preset,
         "frames": len(log),
         "statuses": log.counts(),
         "poses": len(rows),
+        "pose_statuses": log.pose_counts(),
         "bridged": bridged,
         **({"in_map": True} if log.in_map else {}),
         "mean_track_length": round(log.mean_track_length(), 3),
@@ -297,6 +303,8 @@ def _finish(
     statuses = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in log.counts().items())
     extrapolated = f", {bridged} with an extrapolated one" if bridged else ""
     show(f"{len(log)} frames ({statuses}), {len(rows)} with a measured pose{extrapolated}")
+    if tracker.camera is not None and not log.pose_counts().keys() <= {"ok", "uncertain"}:
+        show("poses: " + ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in log.pose_counts().items()))
     show(f"mean length of tracks over two or more frames: {log.mean_track_length():.2f} frames")
     if log.in_map:
         show(f"{len(rows)} of {len(log)} frames have a pose in the map")

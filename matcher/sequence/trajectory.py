@@ -11,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from matcher.cameras import kitti_lines, tum_lines
+from matcher.cameras import Camera, kitti_lines, tum_lines
 from matcher.errors import UsageError
 from matcher.files import read_given, write_whole
 from matcher.geometry import as_rotation, check_poses
 from matcher.sequence.frames import FrameResult
+from matcher.sequence.pose_tracking import MIN_POINTS
 
 
 def write_trajectory(
@@ -143,6 +144,16 @@ def _different_times(stamps: np.ndarray, times: np.ndarray) -> str:
     )
 
 
+_REMEDIES = {  # by `pose_status`, or the status of frames that are skipped
+    "starting": "one camera has to pass by things that stand still, nearer or slower: move it sideways",
+    "too_few": "few points agree with a pose: other intrinsics, more keypoints or frames closer in time may "
+    "help",
+    "bridged": "tracking was lost: more keypoints or frames closer in time may help",
+    "other_size": "the frames have different shapes: give those of one shape",
+    "blank": "are the images black or blurred?",
+}
+
+
 class TrackingLog:
     """Collects results frame by frame; 40 bytes per keypoint."""
 
@@ -150,6 +161,7 @@ class TrackingLog:
         self._frames: list[FrameResult] = []  # without their links and keypoints
         self._points: list[np.ndarray] = []  # (N, 3) float32 x, y, depth
         self._lengths: Counter[int] = Counter()
+        self._disparities: list[np.ndarray] = []  # median x, and median difference of rows, of each pair
         self.map_poses: dict[int, np.ndarray] = {}  # (4, 4) by frame; `late_poses_in_map` may be added
         self.in_map = False  # the trajectory is that in the map which was loaded
 
@@ -160,6 +172,10 @@ class TrackingLog:
         self._lengths.update(result.track_ids.tolist())
         if result.map_from_cam is not None:
             self.map_poses[result.index] = result.map_from_cam
+        if result.right is not None and np.isfinite(result.right).all(axis=1).sum() >= MIN_POINTS:
+            apart = result.keypoints - result.right
+            apart[:, 1] = np.abs(apart[:, 1])
+            self._disparities.append(np.nanmedian(apart, axis=0))
         large = "keypoints", "track_lengths", "to_previous", "to_keyframe", "right", "depths", "map_from_cam"
         self._frames.append(replace(result, **dict.fromkeys(large)))
 
@@ -172,6 +188,31 @@ class TrackingLog:
         found["keyframes"] = sum(frame.is_keyframe for frame in self._frames)
         found["uncertain"] = sum(frame.pose_status == "uncertain" for frame in self._frames)
         return {name: count for name, count in found.items() if count or name == "keyframes"}
+
+    def pose_counts(self) -> dict[str, int]:
+        """How many frames had each `pose_status`, most frequent first."""
+        return dict(Counter(frame.pose_status for frame in self._frames).most_common())
+
+    def why_no_poses(self, camera: Camera | None) -> str | None:
+        """Where most frames have no measured pose, what is likely wrong and the remedy; `camera`: theirs."""
+        lacking = [frame for frame in self._frames if not frame.is_measured]
+        if camera is None or 2 * len(lacking) <= len(self):
+            return None
+        reasons = (frame.status if frame.passed_over else frame.pose_status for frame in lacking)
+        most = Counter(reasons).most_common(1)[0][0]
+        if most == "too_few" and self._disparities:
+            across, rows = np.median(self._disparities, axis=0)
+            if rows > 2.0:  # these bounds are those of `PoseTracker.measure`
+                return f"the pairs are not rectified, their rows differ by {rows:.1f} pixels: rectify them"
+            if abs(across) < 0.5:
+                return "both images of a pair are the same: give those of both cameras"
+            if across < 0:
+                return "left and right are exchanged: swap the folders"
+        if most == "other_size" and camera.size is not None:
+            size = next(frame.size for frame in lacking if frame.pose_status == most)
+            sides = (f"{width} x {height}" for width, height in (camera.size, size))
+            return "the camera is of images of {} pixels, and the frames have {}: give theirs".format(*sides)
+        return _REMEDIES.get(most)
 
     def mean_track_length(self) -> float:
         """Mean number of frames of a track seen in two or more; 0 without any."""
