@@ -271,8 +271,11 @@ def read_cameras(path: Path) -> Camera | dict[str, Camera]:
         elif suffix == ".json":
             found = _from_nerfstudio(json.loads(data))
         else:
-            lines = data.decode("utf-8").splitlines()
-            found = _from_kitti(lines) or _from_lines(lines)
+            text = data.decode("utf-8")
+            kitti = {Camera.from_K(P[:, :3]) for P in _projections(text).values()}
+            if len(kitti) > 1:
+                raise ValueError("its cameras differ, so give fx,fy,cx,cy of the one whose images these are")
+            found = next(iter(kitti), None) or _from_lines(text.splitlines())
         if suffix != ".json" and isinstance(found, dict) and all(name.isdecimal() for name in found):
             if len(found) > 1:
                 raise ValueError(f"it holds {len(found)} cameras and does not say of which images; give one")
@@ -358,8 +361,8 @@ def _with_distortion(plain: Camera, values: list[float], kind: str = "plumb_bob"
         return plain
     if kind not in ("plumb_bob", "rational_polynomial", "radial-tangential", "radtan", "equidistant"):
         raise ValueError(f"the distortion model {kind} is not supported")
-    if len(values) > (4 if kind == "equidistant" else 8):
-        raise ValueError("more than eight distortion coefficients are not supported, four of a fisheye lens")
+    if len(values) > 8:
+        raise ValueError("more than eight distortion coefficients are not supported")
     model, count = ("OPENCV", 4) if len(values) <= 4 else ("FULL_OPENCV", 8)
     model = "OPENCV_FISHEYE" if kind == "equidistant" else model
     return replace(plain, model=model, distortion=tuple(values + [0.0] * (count - len(values))))
@@ -387,29 +390,13 @@ def _from_yaml(text: str) -> Camera:
     return _with_distortion(plain, numbers("distortion_coefficients", "D"), kind)
 
 
-def _projections(lines: Iterable[str]) -> dict[int, np.ndarray]:
-    """The projection matrices (3, 4) of rectified cameras in KITTI's lines, by their numbers: `P0: …` or
-    `P_rect_00: …`, or 12 numbers alone, in order."""
-    found = {}
-    for line in lines:
-        label, _, row = line.rpartition(":")
-        named = re.fullmatch(r"P(?:_rect_)?(\d{1,2})", label.strip())
-        words = row.split()
-        if len(words) == 12 and (named or not label):
-            try:
-                P = np.array(words, np.float64).reshape(3, 4)
-            except ValueError:  # a line of another format
-                return {}
-            found[int(named[1]) if named else len(found)] = P
-    return found
-
-
-def _from_kitti(lines: list[str]) -> Camera | None:
-    """The camera of KITTI's calib.txt or calib_cam_to_cam.txt, None of another file; its origin is ours."""
-    cameras = {Camera.from_K(P[:, :3]) for P in _projections(lines).values()}
-    if len(cameras) > 1:
-        raise ValueError("its cameras differ, so give fx,fy,cx,cy of the one whose images these are")
-    return next(iter(cameras), None)
+def _projections(text: str) -> dict[int, np.ndarray]:
+    """KITTI's projection matrices (3, 4) of rectified cameras, by number: a line `P0: …`, `P_rect_00: …`, or
+    only 12 numbers, for each."""
+    row = r"[-+]?\d\S*(?:[ \t]+[-+]?\d\S*){11}"
+    found = re.findall(rf"(?m)^(?:P(?:_rect_)?(\d+):)?[ \t]*({row})\s*?$", text)
+    matrices = (np.array(numbers.split(), np.float64).reshape(3, 4) for _, numbers in found)
+    return {int(name or place): P for place, ((name, _), P) in enumerate(zip(found, matrices, strict=True))}
 
 
 def read_baseline(path: Path, left: Path, right: Path) -> float | None:
@@ -417,14 +404,13 @@ def read_baseline(path: Path, left: Path, right: Path) -> float | None:
     folders of their images are numbered by (`image_2`). None where it does not say it."""
     if not path.is_file() or path.suffix.lower() != ".txt":
         return None
-    found = _projections(read_given(path, LARGEST_LIST).decode("utf-8", "replace").splitlines())
+    found = _projections(read_given(path, LARGEST_LIST).decode("utf-8", "replace"))
     ends = [re.search(r"(\d+)(?:/data)?$", folder.as_posix()) for folder in (left, right)]
-    pair = [int(end[1]) for end in ends if end]
-    pair = sorted(found) if len(found) == 2 else pair
-    if len(pair) < 2 or not found.keys() >= set(pair):
+    pair = sorted(found) if len(found) == 2 else [int(end[1]) if end else -1 for end in ends]
+    if not found.keys() >= set(pair):
         return None
-    places = [found[number][0, 3] / found[number][0, 0] for number in pair]
-    return float(places[0] - places[1]) if places[0] > places[1] else None
+    first, second = (found[number][0, 3] / found[number][0, 0] for number in pair)
+    return float(first - second) if first > second else None
 
 
 # Cameras that are fixed to each other, such as a stereo pair, from COLMAP's `rig_config.json`.

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import count, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,9 +126,6 @@ def track(
             f"{frames_in.unused} is not used, since it has no time for each of the {frames_in.count} images: "
             f"{DEFAULT_RATE:g} frames per second are assumed; correct it, or give --fps"
         )
-    if frames_in.alone:
-        few = ", ".join(frames_in.alone[:3]) + ", …" * (len(frames_in.alone) > 3)
-        complain(f"{few}: {right} has no image of the name, so {len(frames_in.alone)} frames are skipped")
     numbers = None if truth is None or truth[0] is not None else _true_rows(frames_in, len(truth[1]))
     how = dict(camera=pinhole, baseline=baseline, budget_ms=budget_ms, epipolar_window=epipolar_window)
     tracker = matcher.Tracker(keyframe_map=keyframes, **how, **given)
@@ -176,6 +172,8 @@ def _follow(
     log, failures, ended = TrackingLog(), 0, None
     try:
         for shot in source:
+            if shot.image is None:
+                complain(f"{shot.name}: no image, or no right one of this name; the frame is skipped")
             with whole_step():  # a frame is in all that is kept, or in nothing
                 try:
                     if shot.right is None:
@@ -282,6 +280,7 @@ def _finish(
         "poses": len(rows),
         "pose_statuses": log.pose_counts(),
         "bridged": bridged,
+        "breaks": breaks,
         **({"in_map": True} if log.in_map else {}),
         "mean_track_length": round(log.mean_track_length(), 3),
         "choice": None if choice is None else {**vars(choice), "text": str(choice)},
@@ -322,10 +321,7 @@ def _finish(
 
 
 def _some(frames: Sequence[int]) -> str:
-    """The first few frames; of a row of them, its ends."""
-    rows = [list(row) for _, row in groupby(frames, key=lambda each, count=count(): each - next(count))]
-    named = [f"{row[0]}" if len(row) == 1 else f"{row[0]}–{row[-1]}" for row in rows]
-    return ", ".join(named[:5]) + ", …" * (len(named) > 5)
+    return ", ".join(map(str, frames[:5])) + ", …" * (len(frames) > 5)
 
 
 # --- The map that the command makes.
@@ -349,8 +345,8 @@ def _closed(keyframes: matcher.KeyframeMap, close: Callable[[], ClosedTrajectory
     )
     if closed.left_out:
         complain(
-            f"the map is without frames {_some(closed.left_out)}: tracking was lost between them and the "
-            "rest, and no keyframes show one place; track with views of both in between, or each apart"
+            f"the map is without {len(closed.left_out)} frames ({_some(closed.left_out)}): tracking was lost "
+            "between them and the rest, and no keyframes show one place; track both with views in between"
         )
     return closed
 

@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path, PurePath
 
@@ -41,7 +41,6 @@ class FrameSource:
     shots: Callable[[FrameSource], Iterator[SourceFrame]]
     problem: str | None = None
     numbers: list[int] | None = None  # of the frames, where the names of all are numbers
-    alone: list[str] = field(default_factory=list)  # names of images that have no right one
     unused: Path | None = None  # a file of times that does not fit, so that they are guessed
 
     def __iter__(self) -> Iterator[SourceFrame]:
@@ -95,9 +94,7 @@ def _folder(folder: Path, right: Path | None, rate: float | None, masks: Path | 
     ]
     shots.sort(key=lambda shot: shot.timestamp)  # 0.55 is before 0.6, and not by its name
     numbers = _numbers([Path(shot.name).stem for shot in shots])
-    alone = [shot.name for shot in shots if shot.image is None]
-    said = dict(numbers=numbers, alone=alone, unused=unused)
-    return FrameSource(str(folder), len(images), lambda _: iter(shots), **said)
+    return FrameSource(str(folder), len(images), lambda _: iter(shots), numbers=numbers, unused=unused)
 
 
 def _images(folder: Path) -> list[Path]:

@@ -215,15 +215,12 @@ class KeyframeGraph:
         return tuple(sorted(found))
 
     def model(
-        self,
-        tracked: Mapping[int, np.ndarray],
-        loops: tuple[Loop, ...],
-        without: frozenset[tuple[str, str]] = frozenset(),
+        self, tracked: Mapping[int, np.ndarray], loops: tuple[Loop, ...], without: frozenset = frozenset()
     ) -> dict[int, np.ndarray]:
         """The keyframes' adjusted poses world_from_cam, in the coordinates of the first one. Loops are closed
         where the matches agree better with the closed path than with the tracked one; else all is adjusted
-        from the tracked poses, and `open_because` says why. Keyframes of other stretches that matches join to
-        these are in it, too; `without`: pairs that do not."""
+        from the tracked poses, and `open_because` says why. So are keyframes of other stretches that matches
+        join to these; `without`: pairs of names that do not."""
         self.open_because, without = None, self.alike | without
         names = {(name_of(first), name_of(second)) for first, second, _ in loops}
         if loops:
@@ -248,16 +245,14 @@ class KeyframeGraph:
             without = without | names
             adjusted = self._mapped(tracked, without, fixed=False)
         # The scale is the median of the ratios of neighbours' distances, which drift changes least.
-        rows = sorted(adjusted.keys() & tracked.keys())
-        both = (np.array([poses[row][:3, 3] for row in rows]) for poses in (tracked, adjusted))
-        steps = [np.linalg.norm(np.diff(positions, axis=0), axis=1) for positions in both]
+        own = sorted(adjusted.keys() & tracked.keys())
+        rows = [*own, *sorted(adjusted.keys() - tracked.keys())]
+        wanted, given = np.array([tracked[row] for row in own]), np.array([adjusted[row] for row in rows])
+        ends = (poses[: len(own), :3, 3] for poses in (wanted, given))
+        steps = [np.linalg.norm(np.diff(positions, axis=0), axis=1) for positions in ends]
         usable = steps[1] > 1e-9
-        scale = float(np.median(steps[0][usable] / steps[1][usable])) if usable.any() else 1.0
-        given = np.array(list(adjusted.values()))
-        first = adjusted[rows[0]].copy()
-        for poses in (given, first[None]):
-            poses[:, :3, 3] *= scale
-        given = dict(zip(adjusted, tracked[rows[0]] @ np.linalg.inv(first) @ given, strict=True))
+        given[:, :3, 3] *= float(np.median(steps[0][usable] / steps[1][usable])) if usable.any() else 1.0
+        given = dict(zip(rows, wanted[0] @ np.linalg.inv(given[0]) @ given, strict=True))
         return self._mapped(given, without, fixed=True)
 
     def _mapped(
@@ -305,8 +300,7 @@ class ClosedTrajectory:
     folder: Path  # of the model, for `Map.open`
     problem: str | None = None  # why loops were left open although there are some
     alike: int = 0  # pairs of keyframes that match and cannot show one place, which are left out
-    # Frames that no verified pair joins to the map: tracking was lost between them and it.
-    left_out: tuple[int, ...] = ()
+    left_out: tuple[int, ...] = ()  # frames that neither tracking nor a verified pair joins to the others
 
     def __repr__(self) -> str:
         moved = f", moved by up to {self.moved().max():.3g}" if len(self.frames) else ""
@@ -449,7 +443,7 @@ class KeyframeMap:
         """
         if not result.is_measured or image is None:
             return
-        apart = bool(self._placed) and self._placed[-1].stretch != result.stretch
+        apart = any(frame.stretch != result.stretch for frame in self._placed[-1:])
         if result.is_keyframe or self._keyframe is None or apart:
             self._keyframe = None
             shown = read_image(image, resize=None, upright=False, mask=mask, alpha_mask=self._alpha_mask)
@@ -487,12 +481,8 @@ class KeyframeMap:
         if not self._placed:
             return 0, 0
         self._write_kept()
-        pairs = enumerate(pairwise(self._placed), start=1)
-        breaks = [row for row, (a, b) in pairs if b.stretch not in (0, a.stretch)]
-        times, poses = (
-            [frame.time for frame in self._placed],
-            [frame.world_from_cam for frame in self._placed],
-        )
+        _, times, poses, _, of = zip(*self._placed, strict=True)
+        breaks = [row for row in range(1, len(of)) if of[row] not in (0, of[row - 1])]
         write_trajectory(self.folder / TRAJECTORY, times, poses, breaks=breaks)
         return len(self._placed), len(_keyframes(self._placed))
 
@@ -512,25 +502,23 @@ class KeyframeMap:
         """
         self.keep()
         everywhere = _keyframes(self._placed)
-        stretches = {frame.index: frame.stretch for frame in self._placed}
-        count = Counter(stretches[index] for index in everywhere)
-        main = max(count, key=count.__getitem__, default=0)  # the first of those with most
-        tracked = {index: pose for index, pose in everywhere.items() if stretches[index] == main}
+        of = {frame.index: frame.stretch for frame in self._placed if frame.index in everywhere}
+        main = Counter(of.values()).most_common(1)
+        tracked = {index: pose for index, pose in everywhere.items() if of[index] == main[0][0]}
         if len(tracked) < 3:
             raise UsageError(
                 f"a map needs at least three keyframes with a pose, not {len(tracked)}: track more frames"
             )
         self._graph.match(sorted(everywhere))
         loops = self._graph.loops(tracked)
-        ends = {name_of(index): stretches[index] for index in everywhere}
         weak = ((pair.name0, pair.name1) for pair in self._graph.collection if not is_strong(pair))
-        weak = frozenset(pair for pair in weak if ends[pair[0]] != ends[pair[1]])
+        weak = frozenset(pair for pair in weak if len({of.get(int(Path(name).stem)) for name in pair}) > 1)
         adjusted = self._graph.model(tracked, loops if close_loops else (), weak)
         # Frames move with their keyframes. With one camera the unit of length drifts: where the step from a
         # keyframe to the next has become a quarter longer or shorter, those of frames between them have too.
         scales = dict.fromkeys(everywhere, 1.0)
         for index, following in pairwise(everywhere):
-            if index in adjusted and following in adjusted and stretches[index] == stretches[following]:
+            if index in adjusted and following in adjusted and of[index] == of[following]:
                 ends = ((poses[index][:3, 3], poses[following][:3, 3]) for poses in (everywhere, adjusted))
                 before, after = (float(np.linalg.norm(second - first)) for first, second in ends)
                 near = before / 1.25 <= after <= before * 1.25

@@ -145,11 +145,10 @@ def _different_times(stamps: np.ndarray, times: np.ndarray) -> str:
 
 
 _REMEDIES = {  # by `pose_status`, or the status of frames that are skipped
-    "starting": "one camera has to pass by things that stand still, nearer or slower: move it sideways",
-    "too_few": "few points agree with a pose: other intrinsics, more keypoints or frames closer in time may "
-    "help",
-    "bridged": "tracking was lost: more keypoints or frames closer in time may help",
-    "other_size": "the frames have different shapes: give those of one shape",
+    "starting": "one camera has to move sideways, past things that stand still",
+    "too_few": "other intrinsics, more keypoints or frames closer in time may help",
+    "bridged": "more keypoints or frames closer in time may help",
+    "other_size": "they have another shape than the first; give frames of one shape",
     "blank": "are the images black or blurred?",
 }
 
@@ -161,7 +160,7 @@ class TrackingLog:
         self._frames: list[FrameResult] = []  # without their links and keypoints
         self._points: list[np.ndarray] = []  # (N, 3) float32 x, y, depth
         self._lengths: Counter[int] = Counter()
-        self._disparities: list[np.ndarray] = []  # median x, and median difference of rows, of each pair
+        self._disparities: list[np.ndarray] = []  # (2,) of each pair: median x, and |y|
         self.map_poses: dict[int, np.ndarray] = {}  # (4, 4) by frame; `late_poses_in_map` may be added
         self.in_map = False  # the trajectory is that in the map which was loaded
 
@@ -172,10 +171,9 @@ class TrackingLog:
         self._lengths.update(result.track_ids.tolist())
         if result.map_from_cam is not None:
             self.map_poses[result.index] = result.map_from_cam
-        if result.right is not None and np.isfinite(result.right).all(axis=1).sum() >= MIN_POINTS:
-            apart = result.keypoints - result.right
-            apart[:, 1] = np.abs(apart[:, 1])
-            self._disparities.append(np.nanmedian(apart, axis=0))
+        if result.right is not None and np.isfinite(result.right[:, 0]).sum() >= MIN_POINTS:
+            across, rows = (result.keypoints - result.right).T
+            self._disparities.append(np.nanmedian([across, np.abs(rows)], axis=1))
         large = "keypoints", "track_lengths", "to_previous", "to_keyframe", "right", "depths", "map_from_cam"
         self._frames.append(replace(result, **dict.fromkeys(large)))
 
@@ -203,15 +201,14 @@ class TrackingLog:
         if most == "too_few" and self._disparities:
             across, rows = np.median(self._disparities, axis=0)
             if rows > 2.0:  # these bounds are those of `PoseTracker.measure`
-                return f"the pairs are not rectified, their rows differ by {rows:.1f} pixels: rectify them"
+                return f"the pairs are not rectified, rows differ by {rows:.1f} pixels: rectify them"
             if abs(across) < 0.5:
                 return "both images of a pair are the same: give those of both cameras"
             if across < 0:
                 return "left and right are exchanged: swap the folders"
         if most == "other_size" and camera.size is not None:
             size = next(frame.size for frame in lacking if frame.pose_status == most)
-            sides = (f"{width} x {height}" for width, height in (camera.size, size))
-            return "the camera is of images of {} pixels, and the frames have {}: give theirs".format(*sides)
+            return f"the camera is of images of {camera.size} pixels, and the frames have {size}: give theirs"
         return _REMEDIES.get(most)
 
     def mean_track_length(self) -> float:
