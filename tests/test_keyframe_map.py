@@ -296,7 +296,7 @@ def test_masks_are_minded_and_after_a_loss_the_map_is_found_anew(saved, walls):
     assert follow(0, "first", "ok", here, 0.0, np.zeros((240, 320), bool)) is None
     assert follow(1, "tracked", "ok", here, 0.0)[0, 3] == pytest.approx(0.5, abs=0.03)
     assert follow(2, "tracked", "ok", elsewhere, 0.1)[0, 3] == pytest.approx(0.6, abs=0.03)  # by tracking
-    assert follow(3, "lost", "bridged", elsewhere, 0.2) is None
+    assert follow(3, "tracked", "bridged", elsewhere, 0.2) is None
     assert follow(4, "tracked", "ok", elsewhere, 7.0) is None and 4 not in followed.late_poses()
     assert follow(5, "tracked", "ok", here, 9.0)[0, 3] == pytest.approx(0.5, abs=0.03)
     assert follow(6, "tracked", "ok", elsewhere, 0.2)[0, 3] == pytest.approx(0.7, abs=0.03)  # an old keyframe

@@ -138,11 +138,11 @@ def test_pairs_and_cameras_that_give_no_poses_are_told_of(folders, capfd):
     ):
         assert track(first, *stereo(second), "--frames", 4) == 0
         out, err = capfd.readouterr()
-        assert words in err and "poses: 3 too few, 1 ok" in out
+        assert words in err and "3 too few), 1 with" in out
     assert track(left, *stereo(rolled)) == 0 and "5.png: no image" in capfd.readouterr().err
     assert track(left, "--camera", "PINHOLE,640,360,300,300,160,120", "--json") == 0
     out, err = capfd.readouterr()
-    assert json.loads(out)["pose_statuses"] == {"other_size": 6} and "(640, 360)" in err
+    assert json.loads(out)["statuses"]["other_size"] == 6 and "(640, 360)" in err
 
 
 def test_poses_that_nobody_measured_are_written_on_request_only(folders, tmp_path, capfd):

@@ -278,7 +278,6 @@ def _finish(
         "frames": len(log),
         "statuses": log.counts(),
         "poses": len(rows),
-        "pose_statuses": log.pose_counts(),
         "bridged": bridged,
         "breaks": breaks,
         **({"in_map": True} if log.in_map else {}),
@@ -302,8 +301,6 @@ def _finish(
     statuses = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in log.counts().items())
     extrapolated = f", {bridged} with an extrapolated one" if bridged else ""
     show(f"{len(log)} frames ({statuses}), {len(rows)} with a measured pose{extrapolated}")
-    if tracker.camera is not None and not log.pose_counts().keys() <= {"ok", "uncertain"}:
-        show("poses: " + ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in log.pose_counts().items()))
     show(f"mean length of tracks over two or more frames: {log.mean_track_length():.2f} frames")
     if log.in_map:
         show(f"{len(rows)} of {len(log)} frames have a pose in the map")

@@ -181,15 +181,12 @@ class TrackingLog:
         return len(self._frames)
 
     def counts(self) -> dict[str, int]:
-        """How many frames had each status, became keyframes, or have uncertain poses."""
+        """How many frames had each status, became keyframes, or have uncertain poses, or none for a reason."""
         found = Counter(frame.status for frame in self._frames)
         found["keyframes"] = sum(frame.is_keyframe for frame in self._frames)
-        found["uncertain"] = sum(frame.pose_status == "uncertain" for frame in self._frames)
+        poses = Counter(frame.pose_status for frame in self._frames)
+        found.update({name: poses[name] for name in ("uncertain", "starting", "too_few", "other_size")})
         return {name: count for name, count in found.items() if count or name == "keyframes"}
-
-    def pose_counts(self) -> dict[str, int]:
-        """How many frames had each `pose_status`, most frequent first."""
-        return dict(Counter(frame.pose_status for frame in self._frames).most_common())
 
     def why_no_poses(self, camera: Camera | None) -> str | None:
         """Where most frames have no measured pose, what is likely wrong and the remedy; `camera`: theirs."""
