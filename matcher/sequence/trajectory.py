@@ -181,7 +181,7 @@ class TrackingLog:
         return len(self._frames)
 
     def counts(self) -> dict[str, int]:
-        """How many frames had each status, became keyframes, or have uncertain poses, or none for a reason."""
+        """How many frames had each status, became keyframes, have uncertain poses, or none for a reason."""
         found = Counter(frame.status for frame in self._frames)
         found["keyframes"] = sum(frame.is_keyframe for frame in self._frames)
         poses = Counter(frame.pose_status for frame in self._frames)
