@@ -137,6 +137,8 @@ def said(matches: Matches, geometry: TwoViewGeometry, sizes: Sequence[tuple[int,
     inliers = int(geometry.inliers.sum())
     if geometry.status in ("ambiguous", "degenerate") and geometry.verified:
         text += f", {inliers} of them on one plane ({geometry.status}: no pose follows)"
+    elif geometry.status == "mirrored":
+        text += ", but the other way round: one image is mirrored, or they are wrong"
     elif geometry.status != "not_estimated":
         place = "as one scene seen from two places would have it"
         how = "but not" if verdict is None or verdict.word == "not" else "too few of them"
