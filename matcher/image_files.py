@@ -67,15 +67,27 @@ def open_regular(path: Path) -> BinaryIO:
         raise ImageError(f"{os.fspath(path)!r}: not a file name ({error}); check the path") from error
 
 
+RAW_SUFFIXES = (  # of photos as the sensor took them, most of them TIFFs whose first page is a thumbnail
+    *(".nef", ".nrw", ".cr2", ".cr3", ".crw", ".dng", ".arw", ".srf", ".sr2", ".raf", ".rw2", ".orf", ".pef"),
+    *(".srw", ".x3f", ".3fr", ".fff", ".iiq", ".mrw", ".dcr", ".kdc", ".erf", ".mef", ".mos", ".rwl"),
+)
+
+
 def find_format(file: BinaryIO, path: Path) -> tuple[str, Opener | None]:
     """Name and Pillow class (None: OpenCV reads it) of the image format, by the file's first bytes."""
     head = file.read(16)
     file.seek(0)
-    for name, signature, opener in _FORMATS:
-        if re.match(signature, head, re.DOTALL):
-            return name, opener
+    found = [(name, opener) for name, signature, opener in _FORMATS if re.match(signature, head, re.DOTALL)]
+    if path.suffix.lower() in RAW_SUFFIXES and (not found or found[0][0] == "TIFF"):
+        raise _raw(path)
+    if found:
+        return found[0]
     known = ", ".join(name for name, _, _ in _FORMATS)
     raise ImageError(f"{path}: not an image in a known format ({known}); convert it to PNG or JPEG")
+
+
+def _raw(path: Path) -> ImageError:
+    return ImageError(f"{path}: a RAW photo, or the preview inside one; develop it to JPEG or TIFF")
 
 
 def _open_heif(file: BinaryIO) -> PIL.Image.Image:
@@ -148,6 +160,7 @@ def decode_open(file: BinaryIO, path: Path, max_pixels: int) -> Decoded:
         elif opener is PpmImageFile:
             _check_header(file)
         image = opener(file)
+        _refuse_preview(image, path)
         _check_size(path, *image.size, max_pixels)
     with _decoding(path, name), _quiet(image.width * image.height):
         try:
@@ -211,10 +224,17 @@ def _check_size(path: Path, width: int, height: int, max_pixels: int) -> None:
         )
 
 
+def _refuse_preview(image: PIL.Image.Image, path: Path) -> None:
+    subfile = image.tag_v2.get(254) if isinstance(image, TiffImageFile) else 0
+    if isinstance(subfile, int) and subfile & 1:  # NewSubfileType: a smaller version of another page
+        raise _raw(path)
+
+
 def from_pillow(image: PIL.Image.Image) -> Decoded:
     """A PIL image in memory, as it stands: what its EXIF orientation asks for is reported, not done."""
     path = Path(getattr(image, "filename", "") or "the PIL image")
     with _decoding(path, image.format or "image"):
+        _refuse_preview(image, path)
         image.load()
         turned = isinstance(image, TiffImageFile)  # by Pillow, whatever its tags are
         return Decoded(*_samples_of(image), 1 if turned else _orientation(image.getexif()))

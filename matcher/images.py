@@ -17,9 +17,18 @@ import cv2
 import numpy as np
 import PIL.Image
 
-from matcher.errors import ImageError, ImageWarning, UsageError
+from matcher.errors import ImageError, ImageWarning, UsageError, counted
 from matcher.geometry import LONGEST_ASPECT, resized, upright_size
-from matcher.image_files import Decoded, PathLike, as_path, decode, decode_open, from_pillow, turned_by
+from matcher.image_files import (
+    RAW_SUFFIXES,
+    Decoded,
+    PathLike,
+    as_path,
+    decode,
+    decode_open,
+    from_pillow,
+    turned_by,
+)
 from matcher.processes import at_once
 from matcher.types import Image, is_tensor, to_numpy
 
@@ -373,8 +382,9 @@ def is_image(path: str | os.PathLike[str]) -> bool:
 
 def list_images(folder: Path) -> Iterator[str]:
     """Names of the image files below a folder, relative to it, with forward slashes, in no certain order; but
-    for hidden ones. Links to folders are followed, unless they lead to one that is looked at already."""
-    seen: set[str] = set()
+    for hidden ones. Links to folders are followed, unless they lead to one that is looked at already. With an
+    `ImageWarning` if there are RAW photos, which are not read."""
+    seen, raw = set[str](), 0
     waiting = [Path(folder)]  # links come last: what they lead to may be in the folder itself
     while waiting:
         for where, folders, files in os.walk(waiting.pop(0)):
@@ -387,6 +397,10 @@ def list_images(folder: Path) -> Iterator[str]:
             for file in files:
                 if not file.startswith(".") and is_image(file):
                     yield (Path(where) / file).relative_to(folder).as_posix()
+                raw += not file.startswith(".") and file.lower().endswith(RAW_SUFFIXES)
+    if raw:
+        text = f"left out {counted(raw, 'RAW photo')}; develop to JPEG or TIFF what is to be matched"
+        warnings.warn(f"{folder}: {text}", ImageWarning, stacklevel=2)
 
 
 def find_images(folder: Path) -> list[Path]:

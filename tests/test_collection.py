@@ -318,9 +318,10 @@ def test_a_default_follows_the_number_of_images(folder, tmp_path, capfd):
     assert second == PairChoice("similar", 2, by_default=True)
     found.add_pairs(second)
     assert found.suggest_pairs() is None
+    (folder / "raw.dng").touch()
     assert collect(folder, tmp_path / "asked") == 0
     out, err = capfd.readouterr()
-    assert "pairs: 10 done" in out and "--exhaustive" in err
+    assert "pairs: 10 done" in out and "--exhaustive" in err and err.count("1 RAW photo") == 1
 
 
 def test_added_images_are_paired_as_before(folder, tmp_path, capfd):

@@ -198,6 +198,12 @@ def test_paths_that_cannot_be_read(tmp_path):
     for path in (*paths, "a\0b.jpg", "/dev/null", "https://x.org/a/b.jpg", Path("s3://x/y.png")):
         with pytest.raises(ImageError):
             read_image(path)
+    PIL.Image.new("L", (16, 10)).save(tmp_path / "a.tif", tiffinfo={254: 1})  # as the first page of a NEF
+    for name, data in (("b.CR2", b"II*\0\x10\0\0\0CR"), ("c.cr3", b"\0\0\0\x18ftypcrx ")):
+        (tmp_path / name).write_bytes(data)
+    for name in ("a.tif", "b.CR2", "c.cr3"):
+        with pytest.raises(ImageError, match=rf"{name}.*RAW"):
+            read_image(tmp_path / name)
     with pytest.raises(UsageError, match="int"):
         read_image(3)
     with pytest.raises(UsageError, match="max_pixels"):
@@ -286,10 +292,11 @@ PIXELS = np.random.default_rng(0).integers(0, 255, (40, 60), dtype=np.uint8)
 
 
 def test_images_below_a_folder(tmp_path):
-    for name in ("b.JPG", "a/c.heic", "a/d.txt", ".hidden.jpg", ".cache/e.png", "a/f.pbm"):
+    for name in ("b.JPG", "a/c.heic", "a/d.txt", "a/g.NEF", ".hidden.jpg", ".cache/e.png", "a/f.pbm"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert find_images(tmp_path) == [tmp_path / name for name in ("a/c.heic", "a/f.pbm", "b.JPG")]
+    with pytest.warns(ImageWarning, match="1 RAW photo"):
+        assert find_images(tmp_path) == [tmp_path / name for name in ("a/c.heic", "a/f.pbm", "b.JPG")]
     assert not any(map(is_image, ("jpg", "a.jpg.txt", "a.mp4", "")))
     for folder in (tmp_path / ".cache" / "none", tmp_path / "absent"):
         with pytest.raises(UsageError, match=str(folder)):

@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from pkgutil import resolve_name
 from typing import Annotated
 
@@ -96,7 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)) if with_signals else None
     try:
         with messages(), warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: complain(f"warning: {message}")  # on one line
+            tell = cache(lambda text: complain(f"warning: {text}"))  # on one line, and once
+            warnings.showwarning = lambda message, *_, **__: tell(str(message))
             typed = next(iter(sys.argv[1:] if arguments is None else arguments), None)
             completing = "_MATCHER_COMPLETE" in os.environ  # by a shell, which needs all commands
             try:
