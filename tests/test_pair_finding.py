@@ -73,8 +73,12 @@ def test_positions_of_the_headers_choose_pairs(photos, tmp_path, capfd):
         header[0x8825] = gps
         with PIL.Image.open(photos / f"{name}.png") as photo:
             photo.convert("L").save(folder / f"{number}{name}.jpg", exif=header, quality=95)
+            photo.save(folder / "nowhere.png")
     found = pairs_of(folder, tmp_path / "run", "--nearby", 1)
     assert sorted((a[0], b[0]) for a, b in found) == [("0", "1"), ("1", "2"), ("2", "3")]
+    out, err = capfd.readouterr()
+    assert "without a GPS position" in err and "nowhere.png" in err
+    assert "4 done, 0 failed, 0 waiting" in out and "in no pair: 1 image: nowhere.png" in out
     # With few similar candidates, the nearest ones are candidates too.
     pairs_of(folder, tmp_path / "run", "--preemptive", 2)
     assert "comparing images: " in capfd.readouterr().err

@@ -198,8 +198,12 @@ def status(run: Path, /, check: bool = False, tracks: bool = False) -> int:
     with Store.open(run) as store:
         counts, settings = store.counts(), store.settings
         show(f"{run}: {settings.get('preset', 'a run')}, images of {store.image_folder}")
-        done, failed, waiting = counts.images_done, counts.images_failed, counts.images_waiting
+        alone = [image.name for image in store.unpaired() if image.status == "waiting"]
+        done, failed, waiting = counts.images_done, counts.images_failed, counts.images_waiting - len(alone)
         show(f"images: {done} done, {failed} failed, {waiting} waiting")
+        if alone:
+            more = ", …" if len(alone) > _LISTED else ""
+            show(f"  in no pair: {counted(len(alone), 'image')}: {', '.join(alone[:_LISTED])}{more}")
         lost = {image.name: image.reason for image in store.images() if image.status == "failed"}
         for name, reason in list(lost.items())[:_LISTED]:
             show(f"  failed: {name}: {reason}")

@@ -9,6 +9,7 @@ of names are taken where only one image can be meant (`NameTable`).
 from __future__ import annotations
 
 import re
+import warnings
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from matcher.collection.settings import Setup, build
 from matcher.collection.sources import NameTable, PairChoice
 from matcher.collection.store import Store
 from matcher.collection.workers import OnProgress, StageProgress
-from matcher.errors import UsageError
+from matcher.errors import ImageWarning, UsageError, counted
 from matcher.files import open_given
 from matcher.image_files import read_gps
 from matcher.images import natural_key
@@ -169,7 +170,12 @@ def chosen_pairs(
     headers = {name: read_gps(folder / name) for name in names if (folder / name).is_file()}
     positions = {name: position for name, position in headers.items() if position is not None}
     if choice.method == "nearby":
-        return nearby_pairs(positions, k)
+        found = nearby_pairs(positions, k)
+        if lacking := [name for name in names if name not in positions]:
+            photos, some = counted(len(lacking), "photo"), ", ".join(lacking[:5])
+            text = f"{photos} without a GPS position, in none of these pairs: {some}"
+            warnings.warn(f"{folder}: {text}{', …' if len(lacking) > 5 else ''}", ImageWarning, stacklevel=3)
+        return found
     known = store.known_pairs()
     near = nearby_pairs(positions, k) if len(positions) > 1 else []
     candidates = [

@@ -91,11 +91,11 @@ class Store(AbstractContextManager):
         found = self._meta.get("pair_choice")
         return None if found is None else PairChoice.from_json(found)
 
-    def unpaired(self) -> int:
-        """The number of images without a pair, except those that failed or have no keypoints."""
+    def unpaired(self) -> list[schema.StoredImage]:
+        """Images without a pair, by name, except those that failed or have no keypoints."""
         ends = " UNION ".join(f"SELECT image{end} FROM {table}" for table in PAIRS for end in (0, 1))
         usable = f"(status = {WAITING} OR status = {DONE} AND count > 0)"
-        return next(self.rows(f"SELECT count(*) FROM images WHERE {usable} AND id NOT IN ({ends})"))[0]
+        return self.images(f"WHERE {usable} AND id NOT IN ({ends}) ORDER BY name")
 
     def images(self, which: str = "ORDER BY name", *values: object) -> list[schema.StoredImage]:
         """All images, by name, or those that a clause of SQL selects."""
