@@ -6,6 +6,7 @@ import errno
 import glob
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -22,6 +23,12 @@ from typing import Any, BinaryIO
 from matcher.errors import UsageError
 
 MARK = b"written by matcher"
+# How our tables begin, which have no room for a mark. QGIS writes the same header of points, and its numbers
+# with other decimals.
+_TABLES = re.compile(
+    rb"x0,y0,x1,y1,score,inlier\n|pixel,line,map_x,map_y,residual,score\n|"
+    rb"(#CRS: .*\n)?mapX,mapY,sourceX,sourceY,enable,dX,dY,residual\n(-?\d+\.\d{6},){4}1(,-?\d+\.\d{6}){3}\n"
+)
 LARGEST_TEXT = 1 << 28  # bytes of a list, of poses or of a description that somebody made
 
 
@@ -87,12 +94,13 @@ def refuse_foreign(path: Path, *, overwrite: bool) -> None:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a file carries the mark that `write_output` leaves; False where it cannot be read."""
+    """Whether a file carries the mark that `write_output` leaves, or begins as our tables do; False where it
+    cannot be read."""
     try:
         with open_given(path) as file:
             start = file.read(4096)
             file.seek(max(0, path.stat().st_size - 4096))
-            return MARK in start or MARK in file.read(4096)
+            return MARK in start or MARK in file.read(4096) or _TABLES.match(start) is not None
     except OSError:
         return False
 
@@ -104,6 +112,10 @@ def _marked(data: bytes, suffix: str) -> bytes:
         return data + b"\n<!-- " + MARK + b" -->\n"
     if suffix == ".pdf":
         return data + b"%" + MARK + b"\n"
+    if suffix == ".txt":
+        return data + b"# " + MARK + b"\n"
+    if data[:4] in (b"II*\0", b"MM\0*"):  # a TIFF, of which readers see what its offsets lead to
+        return data + MARK
     if suffix == ".json" and data[:1] == b"{" and data[1:].strip() != b"}":
         return b'{"software": "' + MARK + b'",' + data[1:]
     if suffix == ".png" and data[-8:-4] == b"IEND":
@@ -117,6 +129,12 @@ def _marked(data: bytes, suffix: str) -> bytes:
     if suffix == ".npz" and data[-22:-18] == b"PK\5\6":  # a zip archive that has no comment yet
         return data[:-2] + struct.pack("<H", len(MARK)) + MARK
     return data
+
+
+def add_mark(path: Path) -> None:
+    """Put our mark behind a file whose readers do not look there, such as a TIFF."""
+    with path.open("ab") as file:
+        file.write(MARK)
 
 
 def open_given(path: str | Path) -> BinaryIO:

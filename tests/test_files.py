@@ -37,8 +37,10 @@ def encoded(suffix: str) -> bytes:
         np.savez_compressed(buffer, numbers=np.arange(5))
     elif suffix == ".json":
         return b'{"numbers": [0, 1]}'
-    elif suffix in (".html", ".md"):
+    elif suffix in (".html", ".md", ".txt"):
         return b"<p>text</p>"
+    elif suffix == ".tif":
+        PIL.Image.new("L", (4, 3)).save(buffer, "tiff")
     else:
         figure.savefig(buffer, format=suffix[1:])
     return buffer.getvalue()
@@ -52,13 +54,15 @@ def readable(path, suffix: str) -> bool:
         return json.loads(path.read_text())["numbers"] == [0, 1]
     if suffix == ".svg":
         return ElementTree.parse(path).getroot().tag.endswith("svg")
-    if suffix in (".png", ".jpg"):
+    if suffix in (".png", ".jpg", ".tif"):
         PIL.Image.open(path).verify()
         return cv2.imread(str(path)) is not None
     return path.read_bytes().startswith((b"<p>text</p>", b"%PDF"))
 
 
-@pytest.mark.parametrize("suffix", [".html", ".md", ".svg", ".pdf", ".png", ".jpg", ".npz", ".json"])
+@pytest.mark.parametrize(
+    "suffix", [".html", ".md", ".txt", ".svg", ".pdf", ".png", ".jpg", ".tif", ".npz", ".json"]
+)
 def test_only_what_carries_our_mark_is_replaced(tmp_path, suffix):
     path, data = tmp_path / f"a{suffix}", encoded(suffix)
     path.write_bytes(data)
@@ -72,7 +76,9 @@ def test_only_what_carries_our_mark_is_replaced(tmp_path, suffix):
 
 
 def test_formats_without_room_for_a_mark_are_never_taken_for_ours(tmp_path):
-    for name, data in (("a.tum", b"0 1 2 3 0 0 0 1\n"), ("b.json", b"[1]"), ("c.png", b"no png"), ("d", b"")):
+    qgis = b"mapX,mapY,sourceX,sourceY,enable,dX,dY,residual\n1.5,2.25,3.1,-4.7,1,0,0,0\n"
+    others = {"a.tum": b"0 1 2 3 0 0 0 1\n", "b.json": b"[1]", "c.png": b"no png", "d": b"", "e.points": qgis}
+    for name, data in others.items():
         write_output(tmp_path / name, data)
         assert (tmp_path / name).read_bytes() == data
         with pytest.raises(UsageError, match="exists"):

@@ -19,7 +19,7 @@ import numpy as np
 from matcher.alignment.align import Alignment, align
 from matcher.config import PlanarModel
 from matcher.errors import ImageError, UsageError, optional
-from matcher.files import check_output, whole_file, write_output
+from matcher.files import add_mark, check_output, whole_file, write_output
 from matcher.geometry import inside, warp_points
 from matcher.images import read_image
 from matcher.presets import DEFAULT_PRESET, LoadOptions
@@ -210,6 +210,7 @@ class Georeferenced:
                 "compress": "deflate", "BIGTIFF": "IF_SAFER",
             }  # fmt: skip
             stack.enter_context(rasterio.Env(GDAL_TIFF_INTERNAL_MASK=True))
+            stack.callback(add_mark, part)  # once the raster is closed
             out = stack.enter_context(rasterio.open(part, "w", **profile))
             for top, left in product(range(0, grid.height, TILE), range(0, grid.width, TILE)):
                 window = Window(left, top, min(TILE, grid.width - left), min(TILE, grid.height - top))
