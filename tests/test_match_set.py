@@ -1,5 +1,6 @@
 """A few images matched in memory: tracks agree all the way round, and the panorama is the scene."""
 
+from itertools import product
 from pathlib import Path
 
 import cv2
@@ -177,6 +178,17 @@ def test_a_model_that_does_not_fit_is_told_of(canvas, tmp_path, capfd):
 
 def test_a_scene_with_depth_is_no_speck_and_is_told_of(views, tmp_path, capfd):
     out = tmp_path / "all.png"
-    assert main(["stitch", *map(str, views), "--max-keypoints", "1024", "--output", str(out)]) == 0
-    assert "of the matches agree" in capfd.readouterr().err
+    command = ["stitch", *map(str, views), "--max-keypoints", "1024", "--output", str(out)]
+    assert main(command) == 0 and "of the matches agree" in capfd.readouterr().err
+    assert main([*command, "--fail-below", "0.5"]) == 4
     assert min(cv2.imread(str(out)).shape[:2]) >= 500
+
+
+def test_pages_of_like_print_do_not_make_a_picture(rng):
+    """Different words in the same letters: some lines agree by chance."""
+    pages = [np.full((900, 700), 255, np.uint8) for _ in range(2)]
+    for page, y in product(pages, range(40, 900, 26)):
+        words = " ".join("".join(rng.choice(list("abdeghnoprstu"), rng.integers(3, 9))) for _ in range(9))
+        cv2.putText(page, words, (30, y), cv2.FONT_HERSHEY_COMPLEX, 0.6, 0, 1, cv2.LINE_AA)
+    with pytest.raises(matcher.ImageError, match="no two"):
+        matcher.stitch(pages)

@@ -328,6 +328,7 @@ def stitch(
     model: Literal["auto", "translation", "similarity", "homography"] = "auto",
     crop: bool = False,
     overwrite: bool = False,
+    fail_below: Share | None = None,
 ) -> int:
     """Join overlapping photos of a flat scene, or of any scene from one viewpoint, to one picture.
 
@@ -338,6 +339,8 @@ def stitch(
         projection: Surface of the picture; auto: a plane up to 70 degrees of view, else a sphere.
         model: How images move on a plane; auto: the simplest that explains the matches.
         crop: Cut off what no image covers.
+        fail_below (SHARE): Exit with code 4 if a smaller share of the matches agrees, as in scenes with
+            depth.
     """
     from matcher.alignment.align import PICTURE_FORMATS, SCENE_WITH_DEPTH
 
@@ -358,5 +361,7 @@ def stitch(
             if model in ("auto", "homography")
             else f"the images move otherwise than by --model {model} (leave it out), or the scene has depth"
         )
-        complain(f"warning: only {made.agreeing:.0%} of the matches agree with it: {why}")
-    return PARTIAL if lost else 0
+        share = f"only {made.agreeing:.0%} of the matches agree with it"
+        complain(f"warning: {share}: {why}, or the images only look alike")
+    unlike = fail_below is not None and made.agreeing < fail_below
+    return PARTIAL if lost or unlike else 0

@@ -595,7 +595,8 @@ def match_set(
 
     Matches that agree with their pair's geometry are joined to tracks, the most probable first. Those that
     other images contradict, or that would put two keypoints of an image into one track, are left out. A pair
-    that others contradict as a whole is rejected (`low_inliers`); `tracks.contradicted` names it.
+    of different places by its verdict is rejected (`low_inliers`), and one that others contradict as a whole;
+    `tracks.contradicted` names the latter.
 
     >>> import matcher, numpy as np
     >>> scene = np.random.default_rng(0).integers(0, 255, (240, 400), dtype=np.uint8)
@@ -635,8 +636,10 @@ def match_set(
     found = {}
     for first, second in combinations(range(count), 2) if pairs is None else map(sorted, pairs):
         if (first, second) not in found:
-            matches = pipeline.match_features(features[first], features[second])
-            found[first, second] = matches, pipeline.verify(features[first], features[second], matches)
+            ends = features[first], features[second]
+            matches = pipeline.match_features(*ends)
+            geometry, sizes = pipeline.verify(*ends, matches), (end.image_size for end in ends)
+            found[first, second] = matches, reject_improbable(geometry, matches, *sizes, least=NOT)
     names: dict[str, None] = {}
     for number, image in enumerate(images):
         path = image if isinstance(image, (str, Path)) else getattr(image, "path", None)
