@@ -317,3 +317,4 @@ def test_icons_are_found_and_not_mistaken():
         middle = np.array([x, y]) + (side - 1) / 2
         assert min(np.abs(centre - middle).max() for centre in centres(found)) < 1.5
     assert len(matcher.find(icon(1), screen)) == 1
+    assert all("correlation" in repr(one) and "0 inliers" not in repr(one) for one in found)

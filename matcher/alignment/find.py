@@ -30,8 +30,8 @@ class Instance:
 
     matrix: np.ndarray  # (3, 3) float64, stored pixels of the template → stored pixels of the image
     corners: np.ndarray  # (4, 2) float64 stored pixels: the template's corners, clockwise from its (0, 0)
-    inliers: int  # of the matches after rectification to the template's scale and rotation
-    share: float  # of the template's keypoints there that are inliers, 0 to 1
+    inliers: int  # of the matches after rectification to the template's scale and rotation; 0: by correlation
+    share: float  # of the template's keypoints there that are inliers, 0 to 1; or the correlation
 
     @property
     def scale(self) -> float:
@@ -44,6 +44,11 @@ class Instance:
         linear = self._jacobian()
         return float(np.degrees(np.arctan2(linear[1, 0] - linear[0, 1], linear[0, 0] + linear[1, 1])))
 
+    @property
+    def evidence(self) -> str:
+        """What it was found by, in words: inliers, or the correlation of a small template."""
+        return f"{self.inliers} inliers" if self.inliers else f"correlation {self.share:.2f}"
+
     def _jacobian(self) -> np.ndarray:
         middle = warp_points(self.corners.mean(axis=0, keepdims=True), np.linalg.inv(self.matrix))[0]
         steps = warp_points(middle + np.array([[0, 0], [1, 0], [0, 1]]), self.matrix)
@@ -51,7 +56,7 @@ class Instance:
 
     def __repr__(self) -> str:
         x, y = self.corners.mean(axis=0)
-        how = f"scale {self.scale:.2f}, {self.angle:.0f}°, {self.inliers} inliers"
+        how = f"scale {self.scale:.2f}, {self.angle:.0f}°, {self.evidence}"
         return f"Instance(at {x:.0f}, {y:.0f}, {how})"
 
     def to_dict(self) -> dict[str, Any]:

@@ -308,7 +308,7 @@ def find(
         for number, instance in enumerate(detections, 1):
             x, y = instance.corners.mean(axis=0)
             place = f"centre {x:.1f}, {y:.1f}, scale {instance.scale:.3f}, angle {instance.angle:.1f}"
-            show(f"  {number}: {place}, {instance.inliers} inliers")
+            show(f"  {number}: {place}, {instance.evidence}")
     report = {"template": str(template), "images": [detections.to_dict() for detections in found]}
     text = json.dumps(report, allow_nan=False)
     if output is not None:
