@@ -159,6 +159,8 @@ def test_the_command(canvas, tmp_path, capfd):
     apart = [str(tmp_path / f"{number}.png") for number in (0, 3)]
     assert main(["stitch", *apart, *command[2:], "--output", str(tmp_path / "none.png")]) == 4
     assert "no two" in capfd.readouterr().err
+    assert main(["stitch", apart[0], apart[0], *command[2:], "--output", str(tmp_path / "none.png")]) == 2
+    assert "0.png" in capfd.readouterr().err
     assert cv2.imread(str(tmp_path / "made" / "all.png")).shape == (512, 768, 3)
 
 

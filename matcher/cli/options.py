@@ -18,6 +18,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import cache, wraps
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
@@ -305,9 +306,14 @@ def expand_images(given: Iterable[Path]) -> dict[str, Path]:
     from matcher.images import find_images
 
     found: dict[str, Path] = {}
+    again: dict[Path, None] = {}
     for start in given:
         for path in find_images(start) if start.is_dir() else [start]:
             name = path.relative_to(start if start.is_dir() else start.parent).as_posix()
-            if path not in found.values():
+            if path in found.values():
+                again[path] = None
+            else:
                 found[str(path) if name in found else name] = path
+    if again:
+        say(f"given more than once, taken once: {', '.join(map(str, islice(again, 5)))}")
     return found

@@ -75,8 +75,9 @@ class ImageOptions:
         """As arguments of `Selection.parse`."""
         return dict(include=self.include or (), exclude=self.exclude or ())
 
-    def entered(self, images: Path, run: Path, given: dict[str, Any], **how: Any) -> Collection:
-        """The run, opened with `how` and the options of `matcher.load`, with the images of a folder in it."""
+    def entered(self, images: Path, run: Path, given: dict[str, Any], **how: Any) -> tuple[Collection, int]:
+        """The run, opened with `how` and the options of `matcher.load`, with the images of a folder in it,
+        and an exit code, which tells of images that it cannot hold."""
         if self.tiles:  # then --max-keypoints are those of a photo, not of a tile
             given = given | {"tiles": given.get("max_keypoints", 20_000), "max_keypoints": None}
         opened = matcher.Collection.open(run, **how, **given)
@@ -94,8 +95,8 @@ class ImageOptions:
             )
         if changes.unusable:
             count, some = counted(len(changes.unusable), "file"), ", ".join(changes.unusable[:_LISTED])
-            say(f"left out because their names cannot be stored: {count}: {some}")
-        return opened
+            complain(f"left out because their names cannot be stored: {count}: {some}")
+        return opened, PARTIAL if changes.unusable else 0
 
 
 @dataclass(frozen=True)
@@ -181,8 +182,9 @@ def collection(
         given["engine"] = "onnx" if engine == "onnx" else "torch"
     workers = Workers("ray" if engine == "ray" else "local", sources.workers, threads)
     how = dict(shard=shard, workers=workers, camera=parse_camera(camera, "--camera"))
-    opened = sources.entered(images, run, given, **how)
-    return match_pairs(opened, choice, {}, retry_failed=retry_failed, everything=descriptors)
+    opened, code = sources.entered(images, run, given, **how)
+    how = dict(retry_failed=retry_failed, everything=descriptors)
+    return max(code, match_pairs(opened, choice, {}, **how))
 
 
 def status(run: Path, /, check: bool = False, tracks: bool = False) -> int:

@@ -160,7 +160,7 @@ def sfm(
         elif preset in PRESETS:
             extractor = configure(PRESETS[preset], {"frontend": given.get("frontend")}).extractor
             defaults |= {"keep": KEEP} if extractor.kind == "sift" else {}
-        opened = sources.entered(source, run, defaults | given, workers=sources.workers)
+        opened, code = sources.entered(source, run, defaults | given, workers=sources.workers)
         plain = preset == DEFAULT_PRESET and "max_keypoints" not in given
         if len(names) > 12 and plain and not (wanted or sources.features or sources.tiles):
             say(
@@ -168,7 +168,7 @@ def sfm(
                 f"nearest (SIFT); more thorough: --exhaustive, --max-keypoints {2 * MAX_KEYPOINTS} (in "
                 "another --run)"
             )
-        matched = match_pairs(opened, wanted, PAIRS)
+        matched = max(code, match_pairs(opened, wanted, PAIRS))
         if poses is None:  # more pairs are matched for images that get no pose
             mapping["on_incomplete"] = more_pairs(opened, **progress)
     with Store.open(run) as store:

@@ -54,6 +54,8 @@ def test_names_that_cannot_be_stored_are_named(tmp_path, capfd):
     command = ["collection", tmp_path / "photos", "--run", tmp_path / "run", *QUICK, "--exhaustive"]
     assert run(*command) == 2
     assert "be stored ('a\\nb.png')" in capfd.readouterr().err
+    photos(tmp_path / "photos", 2)
+    assert run(*command, "-q") == 4 and "a\\nb.png" in capfd.readouterr().err
 
 
 # --- COLMAP's process, when it aborts or is killed.
