@@ -210,7 +210,9 @@ def test_a_plain_logo_is_found_at_half_its_size(views):
 
 def test_at_most_so_many_are_found_and_masks_hide_the_others(template, scene):
     finder = matcher.TemplateFinder(template, "nearest", max_keypoints=600, max_instances=1)
-    assert len(finder.find(scene)) == 1
+    told = []
+    assert len(finder.find(scene, on_progress=lambda *progress: told.append(progress))) == 1
+    assert told[0][0] == 0 and told[-1] == (told[0][1], told[0][1]) and len(told) == told[0][1] + 1
     mask = np.zeros(scene.shape[:2], np.uint8)
     mask[:280, 300:] = 255
     (one,) = matcher.find(template, scene, "nearest", max_keypoints=600, mask=mask)

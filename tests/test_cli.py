@@ -272,6 +272,10 @@ def test_progress_tells_speed_and_time_left_every_ten_seconds():
         progress("matching pairs", done, 4, failed=done // 2)
     ProgressLines(said.append, lambda: 7.0)("once", 1, 1)
     assert said.pop() == "once: 1 of 1, done in 0.1 s" and said.pop() == "once: 1"
+    late = ProgressLines(said.append, iter([0.0, 5.0, 16.0, 17.0]).__next__, announced=False)
+    for done in range(4):
+        late("searching", done, 3)
+    assert said.pop().startswith("searching: 2 of 3, ")
     assert len(said) == 3 and "2 of 4, 1 failed, 6.0/min, 20 s left" in said[1] and "done in 40 s" in said[2]
 
 

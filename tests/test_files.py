@@ -20,13 +20,11 @@ from matcher.files import check_output, is_ours, refuse_foreign, write_output
 
 def test_outputs_are_checked_before(tmp_path):
     assert check_output(tmp_path / "a.JSON", (".json",)) == tmp_path / "a.JSON"
-    with pytest.raises(UsageError, match=r"must end in \.npz or \.json"):
-        check_output(tmp_path / "a.txt", (".npz", ".json"))
-    with pytest.raises(UsageError, match="make it first"):
-        check_output(tmp_path / "none" / "a.json", (".json",))
     (tmp_path / "b.json").mkdir()
-    with pytest.raises(UsageError, match="is a folder"):
-        check_output(tmp_path / "b.json", (".json",))
+    wrong = {"a.txt": r"end in \.npz or \.json", "none/a.json": "make it first", "b.json": "is a folder"}
+    for name, said in wrong.items():
+        with pytest.raises(UsageError, match=said):
+            check_output(tmp_path / name, (".npz", ".json"))
 
 
 def encoded(suffix: str) -> bytes:
@@ -39,8 +37,6 @@ def encoded(suffix: str) -> bytes:
         return b'{"numbers": [0, 1]}'
     elif suffix in (".html", ".md", ".txt"):
         return b"<p>text</p>"
-    elif suffix == ".tif":
-        PIL.Image.new("L", (4, 3)).save(buffer, "tiff")
     else:
         figure.savefig(buffer, format=suffix[1:])
     return buffer.getvalue()
@@ -60,9 +56,7 @@ def readable(path, suffix: str) -> bool:
     return path.read_bytes().startswith((b"<p>text</p>", b"%PDF"))
 
 
-@pytest.mark.parametrize(
-    "suffix", [".html", ".md", ".txt", ".svg", ".pdf", ".png", ".jpg", ".tif", ".npz", ".json"]
-)
+@pytest.mark.parametrize("suffix", [".html", ".txt", ".svg", ".pdf", ".png", ".jpg", ".tif", ".npz", ".json"])
 def test_only_what_carries_our_mark_is_replaced(tmp_path, suffix):
     path, data = tmp_path / f"a{suffix}", encoded(suffix)
     path.write_bytes(data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -142,17 +142,20 @@ def windows(image: Image, factor: float, pipeline: Pipeline) -> Iterator[Window]
     """The features of an image whose pixels are resized by `factor`, by windows of at most 1,024 pixels a
     side, which overlap by 256 at least."""
     shown, from_stored = resized_by(image, factor)
-    tops, lefts = (
-        np.linspace(0, max(0, length - 1024), max(1, -(-(length - 256) // (1024 - 256)))).round().astype(int)
-        for length in shown.pixels.shape[:2]
-    )
-    for top, left in product(tops.tolist(), lefts.tolist()):
+    for top, left in _places(shown.pixels.shape[:2]):
         part = np.s_[top : top + 1024, left : left + 1024]
         mask = None if shown.mask is None else shown.mask[part]
         if mask is None or mask.any():
             cut = as_it_is(np.ascontiguousarray(shown.pixels[part]), mask)
             shift = np.array([[1.0, 0, -left], [0, 1, -top], [0, 0, 1]])
             yield Window(pipeline.extract(cut), shift @ from_stored)
+
+
+def _places(shape: Sequence[int]) -> list[tuple[int, int]]:
+    """Top and left of each window of a picture (H, W)."""
+    counts = (max(1, -(-(length - 256) // (1024 - 256))) for length in shape)
+    starts = (np.linspace(0, max(0, n - 1024), count) for n, count in zip(shape, counts, strict=True))
+    return list(product(*(each.round().astype(int).tolist() for each in starts)))
 
 
 def resized_by(image: Image, factor: float) -> tuple[Image, np.ndarray]:
@@ -259,8 +262,18 @@ class TemplateFinder:
             raise UsageError(f"{name} has {count} keypoints, and {least} are needed; give a larger cut-out")
         self._enlarged = max(1.0, largest / longer / 2)
 
-    def find(self, image: ImageInput, mask: Mask | None = None) -> Detections:
-        """The instances in one image, the one with most inliers first; `ImageError`: it cannot be read."""
+    def find(
+        self,
+        image: ImageInput,
+        mask: Mask | None = None,
+        *,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Detections:
+        """The instances in one image, the one with most inliers first; `ImageError`: it cannot be read.
+
+        `on_progress` is called with the windows that were searched and how many there are, each time that the
+        image is searched as a whole.
+        """
         start = perf_counter()
         shown = self.pipeline.read(image, mask)
         found: list[Instance] = []
@@ -282,12 +295,17 @@ class TemplateFinder:
             factors = [enlarged]
             while max(shown.pixels.shape[:2]) * factors[-1] / 3 >= 320:
                 factors.append(factors[-1] / 3)
+            sides = shown.pixels.shape[:2]
+            places = (_places([round(side * factor) for side in sides]) for factor in factors)
+            done, total = 0, sum(map(len, places))
+            on_progress(done, total)
             for factor in factors[::-1]:
                 # The small template is for instances that are small even in the largest image.
                 templates = self._templates if factor == factors[0] else self._templates[:1]
                 for window in windows(shown, factor, self.pipeline):
                     for template in templates:
                         self._search(shown, template, window, found)
+                    on_progress(done := done + 1, total)
         failures = 0  # in a row
         # Where the template correlates with the image, each place is matched by itself.
         for matrix in _propose(self.template.grey(), shown.grey(), 40) if keypoints else ():

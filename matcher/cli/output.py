@@ -241,10 +241,17 @@ def wants_progress() -> bool:
 
 
 class ProgressLines:
-    """Steps of one work after another: how many are done, how fast, and how long the rest will take."""
+    """Steps of one work after another: how many are done, how fast, and how long the rest will take. A work
+    that is not `announced` is told of only while it is long."""
 
-    def __init__(self, say: Callable[[str], None] = say, clock: Callable[[], float] = monotonic) -> None:
-        self._say, self._clock, self._terminal = say, clock, wants_progress()
+    def __init__(
+        self,
+        say: Callable[[str], None] = say,
+        clock: Callable[[], float] = monotonic,
+        *,
+        announced: bool = True,
+    ) -> None:
+        self._say, self._clock, self._terminal, self._announced = say, clock, wants_progress(), announced
         self._work, self._start, self._last = "", 0.0, 0.0
 
     def __call__(self, work: str, done: int, total: int, failed: int = 0) -> None:
@@ -252,8 +259,11 @@ class ProgressLines:
         time = self._clock()
         if work != self._work or done == 0:
             self._work, self._start, self._last = work, time, time
-            self._say(f"{work}: {total}")
+            if self._announced:
+                self._say(f"{work}: {total}")
         ended = done == total
+        if ended and not self._announced:
+            return
         if done == 0 or not (ended or time - self._last >= (0.2 if self._terminal else _SECONDS)):
             return
         self._last, elapsed = time, time - self._start

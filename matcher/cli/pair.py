@@ -15,7 +15,7 @@ import typer
 
 import matcher
 from matcher.cli.options import Count, Share, check_outputs, expand_images, loading, parse_camera
-from matcher.cli.output import PARTIAL, complain, detail, say, show
+from matcher.cli.output import PARTIAL, ProgressLines, complain, detail, say, show
 from matcher.errors import ImageError, UsageError, counted
 from matcher.files import check_folder, write_output
 from matcher.viz import PLOT_SUFFIXES
@@ -294,7 +294,8 @@ def find(
     finder, found = matcher.TemplateFinder(template, **how, **given), []
     for path in paths:
         try:
-            found.append(detections := finder.find(path, masked.get(path.name)))
+            update = partial(ProgressLines(announced=False), f"windows of {path.name}")
+            found.append(detections := finder.find(path, masked.get(path.name), on_progress=update))
         except ImageError as error:
             complain(str(error))
             continue
