@@ -38,6 +38,8 @@ CAMERA_MODELS = {
     "RADIAL_FISHEYE": (1, 2),
     "THIN_PRISM_FISHEYE": (2, 8),
 }
+_PINHOLE = ("fx", "fy", "cx", "cy")
+_PINHOLE = ("fx", "fy", "cx", "cy")
 LARGEST_LIST = 1 << 26  # bytes of a file of cameras or rigs
 
 
@@ -68,14 +70,14 @@ class Camera:
     distortion: tuple[float, ...] = ()  # in COLMAP's order, such as k1, k2, p1, p2 of OPENCV
 
     def __post_init__(self) -> None:
-        for name in ("fx", "fy", "cx", "cy"):
+        for name in _PINHOLE:
             object.__setattr__(self, name, _number(getattr(self, name), name))
         if min(self.fx, self.fy) < 1e-6:
             raise UsageError(f"a camera's focal lengths must be positive, not {self.fx:g} and {self.fy:g}")
         focals, count = _parameters(self.model)
         if focals == 1 and self.fx != self.fy:
             raise UsageError(f"the model {self.model} has one focal length, not {self.fx:g}, {self.fy:g}")
-        distortion = tuple(_number(value, "distortion") for value in self.distortion)
+        distortion = tuple(_number(value, "distortion") for value in np.ravel(self.distortion))
         if len(distortion) != count:
             raise UsageError(f"{self.model} has {count} distortion parameters, not {len(distortion)}")
         object.__setattr__(self, "distortion", distortion)
@@ -141,11 +143,16 @@ def focal_of_film(millimetres: float, size: tuple[int, int]) -> float:
 
 def as_camera(value: Any, name: str = "camera") -> Camera:
     """A camera from what users have: a `Camera`, four numbers fx, fy, cx, cy, a (3, 3) matrix K, or a
-    dictionary of either; `UsageError`: anything else, called `name` in the message."""
+    dictionary of the fields of a `Camera`, of which K may stand for those four; `UsageError`: anything else,
+    called `name` in the message."""
     if isinstance(value, Camera):
         return value
-    if isinstance(value, Mapping) and ("K" in value or {"fx", "fy", "cx", "cy"} <= value.keys()):
-        value = value["K"] if "K" in value else [value[key] for key in ("fx", "fy", "cx", "cy")]
+    if isinstance(value, Mapping) and ("K" in value or value.keys() >= {*_PINHOLE}):
+        more = dict(value)
+        pinhole = Camera.from_K(more.pop("K")) if "K" in more else Camera(*map(more.pop, _PINHOLE))
+        if unknown := sorted(map(str, more.keys() - {"size", "model", "distortion"})):
+            raise UsageError(f"{name} has no {unknown[0]!r}; it may have size, model and distortion, too")
+        return replace(pinhole, **more)
     try:
         numbers = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
@@ -30,12 +31,18 @@ NUMBERS = [800, 820, 511.5, 383.5]
 
 @pytest.mark.parametrize("given", [Camera(*NUMBERS), NUMBERS, np.array(NUMBERS), K.tolist()])
 def test_lists_arrays_and_matrices_become_cameras(given):
-    assert as_camera(given, "camera0") == Camera(800, 820, 511.5, 383.5)
+    camera = Camera(800, 820, 511.5, 383.5)
+    assert as_camera(given, "camera0") == camera == as_camera({"K": camera.K})
+    lens = {"size": (1024, 768), "model": "OPENCV", "distortion": [-0.3, 0.1, 0, 0]}
+    assert as_camera({"K": K} | lens) == as_camera(vars(camera) | lens) == replace(camera, **lens)
 
 
-@pytest.mark.parametrize("given", [[800, 800, 1], "800,800,1,1", K.T, np.full((3, 3), np.nan)])
+WITH_MORE = {"K": K, "k1": -0.3}, {"K": K, "fx": 800}, {"K": K, "distortion": [-0.3, 0.1, 0, 0]}
+
+
+@pytest.mark.parametrize("given", [[800, 800, 1], "800,800,1,1", K.T, np.full((3, 3), np.nan), *WITH_MORE])
 def test_other_things_are_refused_at_once(given):
-    with pytest.raises(UsageError, match=r"camera0|K must be|camera's"):
+    with pytest.raises(UsageError, match=r"camera0|K must be|camera's|PINHOLE"):
         as_camera(given, "camera0")
 
 
