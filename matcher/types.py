@@ -520,6 +520,11 @@ class Matches:
     prior: np.ndarray | None = None  # (K,) float32, see `prior_scores`; None: they are `scores`
     overlay: int = 0  # matches left out, since they are of a stamp, logo or frame that both pictures have
 
+    def __post_init__(self) -> None:
+        shapes = [np.shape(getattr(self, name)) for name in ("indices", "points0", "points1", "scores")]
+        if shapes != [(count := len(self.scores), 2)] * 3 + [(count,)]:
+            raise UsageError(f"Matches need indices and points of (K, 2) and scores of (K,), not {shapes}")
+
     @classmethod
     def from_indices(
         cls, indices: np.ndarray, keypoints0: np.ndarray, keypoints1: np.ndarray, scores: np.ndarray
@@ -537,13 +542,34 @@ class Matches:
             indices: (K, 2) into keypoints0 and keypoints1; a keypoint occurs at most once on its side.
             keypoints0, keypoints1: (N, 2) and (M, 2) stored pixels, NumPy or torch.
             scores: (K,) in [0, 1].
+
+        Raises:
+            UsageError: arrays of other shapes, values that are not finite, a score beyond [0, 1], an index
+                without a keypoint, or one that occurs twice.
         """
-        indices, scores = np.asarray(indices, np.int64).reshape(-1, 2), np.asarray(scores, np.float32)
+        given = (indices, np.float64), *((x, np.float32) for x in (keypoints0, keypoints1, scores))
+        try:
+            rows, *sides, exact = (np.asarray(to_numpy(value), dtype) for value, dtype in given)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"matches are made of arrays of numbers ({error})") from None
+        rows = rows if rows.size else rows.reshape(0, 2)
+        if rows.ndim != 2 or rows.shape[1] != 2 or not (rows == np.floor(rows)).all():
+            raise UsageError(f"indices of matches must be (K, 2) whole numbers, not of {rows.shape}")
+        for number, (points, index) in enumerate(zip(sides, rows.T, strict=True)):
+            name = f"keypoints{number}"
+            if points.ndim != 2 or points.shape[1] != 2 or not all_finite(points):
+                raise UsageError(f"{name} must be (N, 2) finite numbers, not of {points.shape}")
+            if len(index) and not 0 <= index.min() <= index.max() < len(points):
+                raise UsageError(f"indices of matches name other points than the {len(points)} of {name}")
+            if len(np.unique(index)) < len(index):
+                raise UsageError(f"indices of matches name a point of {name} twice")
+        scores = exact.clip(0, 1)
+        if scores.shape != (len(rows),) or not np.allclose(scores, exact):  # but for rounding
+            raise UsageError(f"scores of {len(rows)} matches must be as many, in [0, 1], not {exact}")
+        indices = rows.astype(np.int64)
         order = np.argsort(-scores, kind="stable")
-        indices, counts = indices[order], (len(keypoints0), len(keypoints1))
-        sides = zip((keypoints0, keypoints1), indices.T, strict=True)
-        points = (np.asarray(keypoints, np.float32)[index] for keypoints, index in sides)
-        return cls(indices, *points, scores[order], 0, *counts)
+        points = (side[index] for side, index in zip(sides, indices[order].T, strict=True))
+        return cls(indices[order], *points, scores[order], 0, *map(len, sides))
 
     @property
     def prior_scores(self) -> np.ndarray:

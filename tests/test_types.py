@@ -7,7 +7,7 @@ import torch
 
 import matcher
 from matcher.errors import UsageError
-from matcher.types import Features, root_sift
+from matcher.types import Features, Matches, root_sift
 
 
 def arrays(count: int = 6, dim: int = 8, seed: int = 0) -> dict[str, np.ndarray]:
@@ -69,6 +69,23 @@ def test_impossible_values_are_refused(name: str, value) -> None:
         Features(**(arrays() | {name: value}))
     with pytest.raises(UsageError, match="size"):  # it is never guessed
         Features(np.zeros((3, 2)), np.zeros((3, 4)))
+
+
+@pytest.mark.parametrize(
+    ("indices", "scores"),
+    [
+        *(([[0, 0], wrong], [0.5, 0.5]) for wrong in ([1, -1], [9, 1], [0, 1], [1, 0.5], [1])),
+        *(([[0, 0], [1, 1]], wrong) for wrong in ([0.5], [0.5, 5], [0.5, np.nan], "x")),
+    ],
+)
+def test_impossible_matches_are_refused(indices, scores) -> None:
+    points = np.arange(6.0).reshape(3, 2)
+    with pytest.raises(UsageError, match="matches"):
+        Matches.from_indices(indices, points, points, scores)
+    with pytest.raises(UsageError, match="keypoints1"):
+        Matches.from_indices([[0, 0]], points, points * np.nan, [1])
+    with pytest.raises(UsageError, match="Matches"):
+        Matches(np.zeros((3, 2), int), points[:2], points[:1], np.ones(2))
 
 
 def test_stack_and_unstack_round_trip() -> None:
