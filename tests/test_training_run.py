@@ -285,7 +285,7 @@ def test_checkpoints_that_are_damaged_or_of_another_run_are_refused(root, tmp_pa
     with pytest.raises(UsageError, match="other photos"):
         train(recipe, where, [].append)
     note.unlink()  # edited to say what is held out now
-    claim_folder(tmp_path / "edited", recipe, [held_out / "01.png"])
+    claim_folder(tmp_path / "edited", recipe, sorted((root / "photos").iterdir()), [held_out / "01.png"])
     (tmp_path / "edited" / "recipe.json").rename(note)
     with pytest.raises(UsageError, match=r"checkpoint\.pt .*other photos"):
         train(recipe, where, [].append)
@@ -368,31 +368,32 @@ def test_a_folder_belongs_to_one_recipe_and_its_photos(tmp_path):
     photos = [tmp_path / "a.jpg", tmp_path / "b.jpg"]
     for photo in photos:
         photo.touch()
-    run = claim_folder(tmp_path / "run", SIFT, photos)
-    assert run == claim_folder(tmp_path / "run", SIFT, photos)
-    assert run != claim_folder(tmp_path / "other", SIFT, photos[:1])
+    run = claim_folder(tmp_path / "run", SIFT, photos, photos)
+    assert run == claim_folder(tmp_path / "run", SIFT, photos, photos)
+    assert run != claim_folder(tmp_path / "other", SIFT, photos, photos[:1])
     with pytest.raises(UsageError, match=r"optimiser\.steps 6 → 7"):
-        claim_folder(tmp_path / "run", with_steps(SIFT, 7), photos)
-    with pytest.raises(UsageError, match="other photos"):
-        claim_folder(tmp_path / "run", SIFT, photos[:1])
+        claim_folder(tmp_path / "run", with_steps(SIFT, 7), photos, photos)
+    for training, held_out in ((photos, photos[:1]), (photos[:1], photos)):
+        with pytest.raises(UsageError, match="other photos"):
+            claim_folder(tmp_path / "run", SIFT, training, held_out)
     note = tmp_path / "run" / "recipe.json"
     assert json.loads(note.read_text())["recipe"] == json.loads(json.dumps(to_dict(SIFT)))
     for text in ("{}", "{", "[]"):
         note.write_text(text)
         with pytest.raises(IntegrityError, match=r"recipe\.json"):
-            claim_folder(tmp_path / "run", SIFT, photos)
+            claim_folder(tmp_path / "run", SIFT, photos, photos)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="no run can be kept there"):
-        claim_folder(tmp_path / "file", SIFT, photos)
+        claim_folder(tmp_path / "file", SIFT, photos, photos)
 
 
 def test_a_folder_of_other_files_is_no_place_for_a_run(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.jpg").write_bytes(b"a")
     with pytest.raises(UsageError, match=r"a\.jpg"):
-        claim_folder(tmp_path / "photos", SIFT, [])
+        claim_folder(tmp_path / "photos", SIFT, [], [])
     assert [file.name for file in (tmp_path / "photos").iterdir()] == ["a.jpg"]
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / ".DS_Store").touch()
     write_output(tmp_path / "empty" / "log.html", b"<p>")  # our own log of a run that did not begin
-    claim_folder(tmp_path / "empty", SIFT, [])
+    claim_folder(tmp_path / "empty", SIFT, [], [])

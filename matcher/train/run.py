@@ -68,7 +68,8 @@ def train(
     stored = stored_folders(vars(recipe.sources), options.rendered, options.real)
     training, held_out = split_photos(options.photos, options.validation_photos, recipe.seed)
     log(f"{len(training)} photos to train on, {len(held_out)} to validate on")
-    run = claim_folder(options.folder, recipe, held_out)
+    views = [path for folder in stored.values() for path in sorted(folder.rglob("cameras.json"))]
+    run = claim_folder(options.folder, recipe, [*training, *views], held_out)
     with locked(options.folder):
         keep_freed_memory(everything=True)
         device = torch.device(options.device)
@@ -227,15 +228,18 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def claim_folder(folder: Path, recipe: Recipe, held_out: Sequence[Path]) -> str:
-    """Make the folder of a run, or check that it belongs to this recipe and is validated on these photos;
-    gives a fingerprint of the recipe and of their names and sizes, which checkpoints carry."""
-    photos = [f"{photo.parent.name}/{photo.name} {photo.stat().st_size}" for photo in held_out]
+def claim_folder(folder: Path, recipe: Recipe, training: Sequence[Path], held_out: Sequence[Path]) -> str:
+    """Make the folder of a run, or check that it belongs to this recipe, is trained on these files and
+    validated on those; gives a fingerprint of the recipe, names and sizes, which checkpoints carry."""
 
     def digest(text: str) -> str:
         return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]
 
-    run = json.loads(json.dumps({"recipe": to_dict(recipe), "held_out": digest("\n".join(photos))}))
+    def listed(files: Sequence[Path]) -> str:
+        return digest("\n".join(f"{file.parent.name}/{file.name} {file.stat().st_size}" for file in files))
+
+    run = {"recipe": to_dict(recipe), "training": listed(training), "held_out": listed(held_out)}
+    run = json.loads(json.dumps(run))
     note = folder / "recipe.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -246,6 +250,7 @@ def claim_folder(folder: Path, recipe: Recipe, held_out: Sequence[Path]) -> str:
             write_whole(note, json.dumps(run, indent=1).encode())
         stored = json.loads(note.read_text(encoding="utf-8"))
         changes, others = ", ".join(differences(stored["recipe"], run["recipe"])), stored["held_out"]
+        run = {key: run[key] for key in run if key in stored}  # older runs do not say what they train on
     except UsageError:  # a ValueError, too
         raise
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
@@ -256,6 +261,8 @@ def claim_folder(folder: Path, recipe: Recipe, held_out: Sequence[Path]) -> str:
         raise UsageError(f"{folder} holds a run of another recipe ({changes}); give another --run")
     if others != run["held_out"]:
         raise UsageError(f"{folder}: a run validated on other photos; give those, or another --run")
+    if stored.get("training") != run.get("training"):
+        raise UsageError(f"{folder}: a run trained on other photos; give those, or another --run")
     return digest(json.dumps(run, sort_keys=True))
 
 
