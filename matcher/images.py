@@ -74,11 +74,11 @@ def _keep(opaque: np.ndarray | None, mask: Any, shape: tuple[int, int], max_pixe
         name = "the mask"
         given = mask.convert("L") if isinstance(mask, PIL.Image.Image) else mask
         array = _channels_last(to_numpy(given))
-        array = array.any(axis=2) if array.ndim == 3 else array
         if array.dtype.kind not in "biuf":
             kind = type(mask).__name__
             raise UsageError(f"a mask is a path, an array, a PIL image or a torch tensor, (H, W), not {kind}")
-        keep = array != 0
+        keep = (array != 0) & (array == array)  # NaN says nothing
+        keep = keep.any(axis=2) if keep.ndim == 3 else keep
     if keep.shape != shape:
         found, wanted = (" x ".join(map(str, reversed(size))) for size in (keep.shape, shape))
         said = "a mask has the size of the image as stored, before EXIF orientation and resize"

@@ -60,6 +60,8 @@ def test_masks_are_taken_in_every_form(files):
             array,
             array > 0,
             array / 255.0,
+            np.where(array, 1.0, np.nan),
+            np.where(array, 1.0, np.nan)[..., None],
             torch.from_numpy(array.copy()),
         ):
             assert is_kept(pipeline.extract(image, given).keypoints)
