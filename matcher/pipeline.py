@@ -31,6 +31,7 @@ from matcher.types import (
     TwoViewGeometry,
     best_first,
     checked_pairs,
+    is_tensor,
     one_for_each,
 )
 from matcher.verify.adjustment import threshold_scale
@@ -230,7 +231,8 @@ class Pipeline:
         return self._read(image, mask, **sizes, keep_stored=self.config.refine is not None)
 
     def _read(self, image: ImageInput, mask: Mask | None, **options: Any) -> Image:
-        if self.bgr and isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[2] in (3, 4):
+        array = self.bgr and (isinstance(image, np.ndarray) or is_tensor(image))
+        if array and image.ndim == 3 and image.shape[2] in (3, 4):
             image = image[..., [2, 1, 0, 3][: image.shape[2]]]
         options |= dict(max_pixels=self.max_pixels, upright=self.upright, alpha_mask=self.alpha_mask)
         return read_image(image, mask=mask, **options)

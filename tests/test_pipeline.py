@@ -86,8 +86,9 @@ def test_paths_arrays_and_images_give_the_same(network, views):
     assert abs(len(by_array.matches) - len(by_path.matches)) < 0.1 * len(by_path.matches) + 5
     assert by_array.path0 is None
     as_opencv = [np.ascontiguousarray(array[..., ::-1]) for array in arrays]
-    by_opencv = replace(network, bgr=True).match(*as_opencv)
-    np.testing.assert_array_equal(by_opencv.points0, by_array.points0)
+    for as_given in (np.asarray, torch.from_numpy):
+        by_opencv = replace(network, bgr=True).match(*map(as_given, as_opencv))
+        np.testing.assert_array_equal(by_opencv.points0, by_array.points0)
 
 
 def test_extract_once_and_match_many(network, views):
