@@ -124,7 +124,11 @@ class Graph:
 
     def __init__(self, data: bytes, weights: Arrays) -> None:
         """Make a session of a graph and the arrays outside it, beside what the caller does next."""
+        self._parts = data, weights
         self._made: Future = _thread(os.getpid()).submit(_session, data, dict(weights))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._parts  # a copy or pickle makes a session of its own
 
     def __call__(self, **arrays: np.ndarray) -> dict[str, np.ndarray]:
         """Outputs by name, of inputs by name; those that the graph does not have are passed over."""

@@ -1,7 +1,9 @@
 """The engine on ONNX Runtime does what torch does, also where torch cannot be imported."""
 
+import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 import venv
@@ -138,9 +140,10 @@ def test_graphs_are_of_the_shipped_weights_and_hold_none(shipped_weights):
 
 def test_the_engine_gives_the_result_of_torch(views):
     options = {"max_keypoints": 300, "further_passes": False, "refine": False, "precision": "float32"}
-    results = [
-        matcher.load("hybrid-learned", engine=name, **options).match(*views) for name in ("torch", "onnx")
-    ]
+    pipelines = [matcher.load("hybrid-learned", engine=name, **options) for name in ("torch", "onnx")]
+    results = [pipeline.match(*views) for pipeline in pipelines]
+    for again in (copy.deepcopy(pipelines[1]), pickle.loads(pickle.dumps(pipelines[1]))):
+        np.testing.assert_array_equal(again.match(*views).points1, results[1].points1)
     both, either, _ = shared(*(result.matches for result in results))
     assert both >= 0.95 * either > 50  # a keypoint at the limit may be another
     assert results[1].geometry.status == results[0].geometry.status == "ok"
