@@ -327,6 +327,9 @@ def test_env_lists_every_variable_that_the_project_reads_and_the_build_of_torch(
     out = capfd.readouterr().out
     assert f"matcher {matcher.__version__}, Python" in out and "set to '/some/where'" in out
     assert all(name in out for name in VARIABLES) and re.search(r"PyTorch: .*build (for|without) CUDA", out)
+    for value, said in (("0", "switched off by MATCHER_COMPILED"), ("avx9000", "known: 0")):
+        monkeypatch.setenv("MATCHER_COMPILED", value)
+        assert run("env") == 0 and said in "".join(capfd.readouterr())
 
 
 def test_a_path_named_like_an_option_is_no_option(small, tmp_path, monkeypatch, capfd):

@@ -225,7 +225,7 @@ def environment(compile_: bool = False) -> None:
     if is_installed("torch"):
         import torch
 
-        from matcher.kernels.loader import library_in_use
+        from matcher.kernels.loader import SWITCH, library_in_use
         from matcher.match.network import resolve_precision
         from matcher.torch_engine import resolve_device
 
@@ -238,7 +238,8 @@ def environment(compile_: bool = False) -> None:
         other = f"without GPU, 0.75 GB installed: {CPU_BUILD}"
         show(f"  {other if cuda else f'for an NVIDIA GPU (Linux, 5.8 GB installed): {CUDA_BUILD}'}")
         compiled = library_in_use().partition("-")[0]
-        hint = "not compiled; `matcher env --compile` makes them"
+        off = os.environ.get(SWITCH) == "0"
+        hint = f"switched off by {SWITCH}" if off else "not compiled; `matcher env --compile` makes them"
         show(f"kernels: {f'compiled for {compiled}' if compiled else hint}")
     else:
         show("device: cpu, by ONNX Runtime; torch is not installed")

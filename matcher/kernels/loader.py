@@ -64,6 +64,9 @@ def library_in_use() -> str:
 @cache
 def _candidates(named: str | None) -> tuple[str, ...]:
     able = supported()
+    if named not in (None, "", "0", *able):
+        known, said = ", ".join(("0", *able)), f"{SWITCH}={named!r} names no kernels of this processor"
+        warnings.warn(f"{said} and is ignored; known: {known}", UserWarning, stacklevel=2)
     return (named,) if named in able else able
 
 
