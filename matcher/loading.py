@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Unpack
 
@@ -19,7 +20,7 @@ from matcher.processes import bound_primitives, compute_alone_after_fork
 from matcher.verify.estimation import RobustEstimator
 
 
-def load(preset: str = presets.DEFAULT_PRESET, **options: Unpack[presets.LoadOptions]) -> Pipeline:
+def load(preset: str | Path = presets.DEFAULT_PRESET, **options: Unpack[presets.LoadOptions]) -> Pipeline:
     """Build the pipeline of a preset.
 
     >>> import matcher

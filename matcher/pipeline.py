@@ -310,4 +310,9 @@ class Pipeline:
             options["covariances"] = matches.covariances
         scale = threshold_scale(features0.scale.tolist(), features1.scale.tolist(), kind)
         geometry = estimator(matches.points0, matches.points1, thresholds_scale=scale, **options)
+        if not isinstance(geometry, TwoViewGeometry) or np.shape(geometry.inliers) != (len(matches),):
+            wanted = f"a TwoViewGeometry of {len(matches)} matches"
+            raise UsageError(
+                f"the estimator {type(estimator).__name__} must return {wanted}, not {geometry!r}"
+            )
         return judged(geometry, features0, features1, matches)

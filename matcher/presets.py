@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
+from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, get_args
 
@@ -180,13 +181,18 @@ def find_preset(name: str) -> PipelineConfig:
     return PRESETS[name]
 
 
-def from_file(preset: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def from_file(preset: str | Path, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """A preset's name and the options given beside it; those of a FILE.toml, before which the others go.
 
     The file has a line for each option of `LoadOptions`, and `preset = "NAME"`, by default the default one.
     `UsageError`: it cannot be read, or has an unknown preset or option or a value that cannot be used.
     """
     given = {name: value for name, value in options.items() if value is not None}
+    preset = str(preset) if isinstance(preset, PathLike) else preset
+    if not isinstance(preset, str):
+        raise UsageError(
+            f"a preset is a name or a FILE.toml, not {preset!r}; leave it out for the default one"
+        )
     if not preset.endswith(".toml"):
         return preset, given
     values = read_toml(preset)
@@ -358,6 +364,11 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if hasattr(value, "item") and getattr(value, "shape", None) == ():
             given[name] = value.item()
+    for name in ("weights", "frontend_weights"):
+        if not isinstance(given.get(name, name), (str, PathLike)) or given.get(name) == "":
+            raise UsageError(
+                f"{name} must be a file, or a name of `matcher weights list`, not {given[name]!r}"
+            )
     if "device" in given:
         given["device"] = str(given["device"]).lower()
     if isinstance(precision := given.get("precision"), str):

@@ -259,7 +259,9 @@ class Features:
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """(width, height) of the stored image, of features of one image."""
+        """(width, height) of the stored image, of features of one image; `UsageError`: of a batch."""
+        if self.size.ndim != 1:
+            raise UsageError("features of a batch have several sizes; take it apart by unstack()")
         return tuple(round(side) for side in self.size.tolist())
 
     def __len__(self) -> int:
@@ -766,7 +768,7 @@ def checked_pairs(pairs: Any) -> Sequence[tuple[Features, Features]]:
 
 def one_for_each(found: Any, kind: type, count: int, role: str, part: object) -> list[Any]:
     """What a part of a pipeline, perhaps a user's own, returned, if it is one of this kind for each."""
-    listed = list(found)
+    listed = list(found) if hasattr(found, "__iter__") else []
     if len(listed) != count or not all(isinstance(each, kind) for each in listed):
         raise UsageError(f"the {role} {type(part).__name__} must return a list of {count} {kind.__name__}")
     return listed

@@ -98,6 +98,8 @@ def test_nearest_has_a_ratio_and_a_threshold_of_its_score():
         ({"max_keypoint": 5}, r"did you mean 'max_keypoints'\? Known: weights, .*max_pixels"),
         ({"max_keypoints": 0}, "at least 1"),
         ({"match_threshold": 1.5}, "from 0 to 1"),
+        *(({"weights": wrong, "frontend_weights": wrong}, "weights") for wrong in ("", 5)),
+        ({"frontend_weights": ""}, "frontend_weights"),
         ({"geometry": "homograpy"}, "^geometry: .*did you mean 'homography'"),
     ],
 )
@@ -118,7 +120,11 @@ def test_options_without_use_are_refused(options):
 def test_a_file_names_a_preset_and_its_options(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('preset = "nearest"\nmax_keypoints = 300\nmatch_threshold = 0.1\n')
-    config = load(str(file)).config
+    config = load(file).config
+    assert config == load(str(file)).config
+    for wrong in (None, 3):
+        with pytest.raises(UsageError, match=f"preset .*{wrong}"):
+            load(wrong)
     assert config == configure(PRESETS["nearest"], {"max_keypoints": 300, "match_threshold": 0.1})
     assert load(str(file), max_keypoints=200).config.extractor.max_keypoints == 200
     assert Tracker(preset=str(file)).pipeline.config.matcher == config.matcher

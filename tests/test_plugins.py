@@ -81,6 +81,12 @@ def test_parts_of_ones_own_work_alone_and_together(parts, shifted):
     assert "custom" not in repr(pipeline) and "Pipeline(extractor=" in repr(pipeline)
 
 
+@pytest.mark.parametrize("part", ["extractor", "matcher", "estimator"])
+def test_a_part_that_returns_nothing_is_named(part, shifted):
+    with pytest.raises(UsageError, match=f"{part} .*must return"):
+        Pipeline(**{part: lambda *given, **options: None}).match(*shifted)
+
+
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """Puts a distribution with presets on the path: `package(name, module's source, {preset: function})`."""

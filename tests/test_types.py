@@ -94,6 +94,8 @@ def test_stack_and_unstack_round_trip() -> None:
     assert batch.keypoints.shape == (4, 7, 2)
     assert batch.exif_orientation.tolist() == [5, 1, 8, 2]
     assert batch.mask.sum(1).tolist() == [4, 0, 7, 1]
+    with pytest.raises(UsageError, match="unstack"):
+        _ = batch.image_size
     assert batch.descriptors[~batch.mask].eq(0).all()
     for item, back in zip(items, batch.unstack(), strict=True):
         assert_same(item, back)
