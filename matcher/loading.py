@@ -12,12 +12,13 @@ from types import ModuleType
 from typing import Any, Unpack
 
 from matcher import presets
-from matcher.config import EstimationConfig, PipelineConfig
+from matcher.config import GRID_KIND, EstimationConfig, NetworkConfig, PipelineConfig
 from matcher.errors import MatcherError, UsageError, install_command, unknown_name
 from matcher.passes import FurtherPasses, LocalMatcher
 from matcher.pipeline import Pipeline
 from matcher.processes import bound_primitives, compute_alone_after_fork
 from matcher.verify.estimation import RobustEstimator
+from matcher.weights.files import front_end_bytes
 
 
 def load(preset: str | Path = presets.DEFAULT_PRESET, **options: Unpack[presets.LoadOptions]) -> Pipeline:
@@ -62,7 +63,8 @@ def load(preset: str | Path = presets.DEFAULT_PRESET, **options: Unpack[presets.
 
     Raises:
         UsageError: an unknown preset, option, device or value, or an option that the preset has no use for.
-        IntegrityError: weights that are absent or damaged.
+        IntegrityError: weights that are absent or damaged; those of a front end may be read at the first
+            image only.
     """
     bound_primitives()
     compute_alone_after_fork()
@@ -119,6 +121,14 @@ def build_pipeline(preset: str, config: PipelineConfig, given: Mapping[str, Any]
     """The pipeline of a complete configuration, called `preset`; `given` are the options of `load` that no
     configuration holds: weights, device, precision, upright … Errors as `load`."""
     extractor, matcher, config, weights = engine_of(given).build(config, given)
+    kind, network = config.extractor.kind, config.matcher
+    if "frontend_weights" in given:  # before the first image, at which they are read whole
+        front_end_bytes(Path(given["frontend_weights"]), kind, header_alone=True)
+    if isinstance(network, NetworkConfig) and kind not in (GRID_KIND, network.kind) and network.kind != "any":
+        raise UsageError(
+            f"this network takes {network.kind} features, which the front end {kind} does not give: name a "
+            "preset and front end of one kind"
+        )
     passes = None
     if (further := config.further_passes) is not None:  # the other preset is loaded on first use
         names = ("device", "precision", "max_keypoints", "engine", *presets.OF_NETWORKS)

@@ -168,9 +168,8 @@ class OnnxExtractor:
     def graph(self) -> Graph:
         """With its parameters; `IntegrityError`: they are absent or damaged; `UsageError`: of other sizes."""
         path = Path(self.weights) if self.weights is not None else files.locate_front_end(self.config)
-        data = files.read_bytes(path, "check the path")
+        data = files.front_end_bytes(path, self.config.kind)
         try:
-            files.check_front_end(data, self.config.kind)
             arrays = files.read_arrays(data)
         except IntegrityError as error:
             raise IntegrityError(f"{path} {error}") from error

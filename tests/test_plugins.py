@@ -12,7 +12,7 @@ import torch
 from random_front_end import FRONT_ENDS, random_parameters, texture
 
 import matcher
-from matcher import Features, Image, Matches, Pipeline, UsageError
+from matcher import Features, Image, IntegrityError, Matches, Pipeline, UsageError
 from matcher.cli import main
 from matcher.config import EstimationConfig, ExtractorConfig, NearestConfig
 from matcher.extract.front_end import resolve
@@ -186,6 +186,8 @@ def pictures(rng) -> tuple[np.ndarray, np.ndarray]:
 def test_a_preset_builds_and_runs(preset, tmp_path, pictures):
     kind = PRESETS[preset].extractor.kind
     options = {"weights": network_file(preset, tmp_path), "frontend_weights": front_end_file(kind, tmp_path)}
+    with pytest.raises(UsageError, match=f"{kind} features"):
+        matcher.load(preset, weights=options["weights"], frontend="sift" if kind != "sift" else "keynet")
     pipeline = matcher.load(
         preset, **options, device="cpu", precision="float32", max_keypoints=150, match_threshold=0.0
     )
@@ -208,6 +210,10 @@ def test_any_front_end_goes_with_nearest(kind, tmp_path, pictures):
     result = pipeline.match(*pictures)
     assert result.features0.kind == kind
     assert len(result.matches) > 8
+    with pytest.raises(IntegrityError, match=f"absent.safetensors is absent.*weights fetch {kind}"):
+        matcher.load("nearest", frontend=kind, frontend_weights=tmp_path / "absent.safetensors")
+    with pytest.raises(IntegrityError, match=f"{kind}.safetensors holds parameters of .* {kind}, not"):
+        matcher.load("nearest-learned", frontend_weights=path)
     extractor = build_extractor(ExtractorConfig(kind=kind, max_keypoints=150), path)
     own = Pipeline(extractor, NearestMatcher(NearestConfig()), RobustEstimator(EstimationConfig()))
     assert np.array_equal(own.match(*pictures).matches.indices, result.matches.indices)

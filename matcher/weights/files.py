@@ -22,7 +22,7 @@ from safetensors.numpy import load as parse_arrays
 
 from matcher.config import ALL_LAYERS, ExtractorConfig, NetworkConfig, architecture, from_dict
 from matcher.errors import IntegrityError, UsageError, unknown_name
-from matcher.files import cache_folder, read_given, write_whole
+from matcher.files import cache_folder, open_given, read_given, write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -103,9 +103,13 @@ def weights_bytes(weights: str | Path, folder: Path | None = None, *, remedy: st
     return verify(rows[weights], folder, remedy=remedy)
 
 
-def read_bytes(path: Path, remedy: str) -> bytes:
-    """A file's bytes; the remedy is for the message."""
+def read_bytes(path: Path, remedy: str, *, header_alone: bool = False) -> bytes:
+    """A file's bytes, or those of its header and no more; the remedy is for the message."""
     try:
+        if header_alone:
+            with open_given(path) as file:
+                length = file.read(8)
+                return length + file.read(min(int.from_bytes(length, "little"), LARGEST_WEIGHTS))
         return read_given(path, LARGEST_WEIGHTS)
     except OSError as error:
         fault = "is absent" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
@@ -152,14 +156,6 @@ def network_config(data: bytes) -> NetworkConfig:
         return replace(from_dict(NetworkConfig, json.loads(text)), policy=ALL_LAYERS)
     except (ValueError, TypeError, RecursionError, OverflowError) as error:
         raise IntegrityError(f"carries a configuration that cannot be used ({error})") from error
-
-
-def check_front_end(data: bytes, kind: str) -> None:
-    """Refuse a file that is not of the front end `kind`."""
-    found = read_header(data).get("frontend")
-    if found != kind:
-        whose = f"of the front end {found}" if found else "of no front end"
-        raise IntegrityError(f"holds parameters {whose}, not of {kind}")
 
 
 def read_arrays(data: bytes) -> dict[str, np.ndarray]:
@@ -372,21 +368,37 @@ def locate_front_end(config: ExtractorConfig) -> Path:
     return verify(shipped[config.kind]).path
 
 
+def front_end_bytes(path: Path, kind: str, *, header_alone: bool = False) -> bytes:
+    """The bytes of a file, or of its header, of the front end `kind`; `IntegrityError`: it is of another."""
+    data = read_bytes(path, _remedy(kind), header_alone=header_alone)
+    try:
+        found = read_header(data).get("frontend")
+        if found != kind:
+            whose = f"of the front end {found}" if found else "of no front end"
+            raise IntegrityError(f"holds parameters {whose}, not of {kind}")
+    except IntegrityError as error:
+        raise IntegrityError(f"{path} {error}: {_remedy(kind)}") from error
+    return data
+
+
+def _remedy(kind: str) -> str:
+    """What to do without a usable file of a front end."""
+    if kind == "learned":
+        return "give a file that `matcher train` wrote, or leave it out for the shipped one"
+    return f"get it by `matcher weights fetch {kind}`, or convert a file by `matcher weights import`"
+
+
 def fill_extractor(network: nn.Module, config: ExtractorConfig, path: str | Path | None = None) -> None:
     """Put the parameters of a file, or those that `config` selects, into a front end's network, all or none.
 
     A `network` that has `fit(shapes)` takes their sizes.
     """
     path, kind = locate_front_end(config) if path is None else Path(path), config.kind
-    remedy = "give a file that `matcher train` wrote, or leave it out for the shipped one"
-    if kind != "learned":
-        remedy = f"get it by `matcher weights fetch {kind}`, or convert a file by `matcher weights import`"
-    data = read_bytes(path, remedy)
+    data = front_end_bytes(path, kind)
     try:
-        check_front_end(data, kind)
         tensors = read_tensors(data)
         if hasattr(network, "fit"):
             network.fit({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         network.load_state_dict(checked(tensors, network.state_dict(), f"the front end {kind} asks for"))
     except IntegrityError as error:
-        raise IntegrityError(f"{path} {error}: {remedy}") from error
+        raise IntegrityError(f"{path} {error}: {_remedy(kind)}") from error
