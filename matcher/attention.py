@@ -154,12 +154,23 @@ def _weighted(scores: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """φ(q) (φ(k)ᵀ v) / φ(q) Σφ(k) with φ = elu + 1, in O(N + M) memory (Katharopoulos et al. 2020, eq. 7), of
-    q (…, N, d), k and v (…, M, d), and `mask` (…, M) bool, True = the column may be attended to.
+    q (…, N, d), k and v (…, M, d), and `mask` (…, M) bool, True = the column may be attended to;
+    `UsageError`: a mask of another type or shape.
 
     >>> x = torch.ones(4, 2)
     >>> linear_attention(x, x, torch.arange(4.0).unsqueeze(1), torch.tensor([True, False, False, True]))[0]
     tensor([1.5000])
     """
+    if mask is not None:
+        columns = (*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), k.shape[-2])
+        try:
+            mask.expand(columns)
+        except RuntimeError:
+            raise UsageError(f"a mask {tuple(mask.shape)} is not broadcast to columns {columns}") from None
+        if mask.dtype != torch.bool:
+            raise UsageError(f"a mask of linear attention is bool, True = may attend, not {mask.dtype}")
+    if not k.shape[-2]:
+        return (q @ k.transpose(-1, -2)) @ v  # zeros
     # Dense heads: the products take two thirds of the time that they take on strided ones.
     q, k, v = (x.contiguous() for x in (q, k, v))
     q, k = F.elu(q).add_(1), F.elu(k).add_(1)
