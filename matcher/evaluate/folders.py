@@ -61,6 +61,18 @@ def hpatches(folder: Path) -> Iterator[HomographyPair]:
             yield HomographyPair(name, group, *sides, read_matrix(path, (3, 3)))
 
 
+def hpatches_note(folder: Path) -> str:
+    """What a table says of these pairs, also which sequences lack homographies."""
+    found = {
+        path.parent for path in [*folder.glob("*/1.ppm"), *folder.glob("hpatches-sequences-release/*/1.ppm")]
+    }
+    counts = {path.name: len([*path.glob("H_1_*")]) for path in sorted(found) if path.name not in _LARGE}
+    few = [
+        f"{name} has {counted(n, 'homography', 'homographies')} of 5" for name, n in counts.items() if n < 5
+    ]
+    return f"Incomplete: {', '.join(few)}. {WITHOUT_LARGE}" if few else WITHOUT_LARGE
+
+
 def affine(folder: Path) -> Iterator[HomographyPair]:
     """The Oxford affine-covariant layout: img1 … imgN, H1toNp (3×3 text), in the folder or its subfolders."""
 

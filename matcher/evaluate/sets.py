@@ -63,13 +63,13 @@ class Layout(NamedTuple):
     read: Callable[[Path], Iterable[Pair]]  # nothing from a folder of another layout with such a file
     files: tuple[str, ...]  # patterns, one of which a file of the folder has
     name: str = "{}"  # of the set, with the folder's
-    note: str = ""
+    note: str | Callable[[Path], str] = ""
     shorter_side: int | None = None  # as of `PairSet`
 
 
 _LAYOUTS = (
     # Of the size in published results.
-    Layout("homography", folders.hpatches, folders.HPATCHES, "hpatches", folders.WITHOUT_LARGE, 480),
+    Layout("homography", folders.hpatches, folders.HPATCHES, "hpatches", folders.hpatches_note, 480),
     Layout("homography", folders.affine, ("H1to2p", "*/H1to2p")),
     Layout("homography", folders.opencv_homography, ("H1to3p.xml",), "{}-homography"),
     Layout("correspondences", folders.opencv_stereo, ("aloeGT.png",), "{}-stereo"),
@@ -152,7 +152,8 @@ def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
     for layout in _LAYOUTS:
         if any(any(folder.glob(pattern)) for pattern in layout.files):
             name, pairs = layout.name.format(folder.resolve().name), tuple(layout.read(folder))
-            found.append(PairSet(name, layout.protocol, pairs, layout.shorter_side, layout.note))
+            note = layout.note(folder) if callable(layout.note) else layout.note
+            found.append(PairSet(name, layout.protocol, pairs, layout.shorter_side, note))
     found = [each for each in found if len(each)] or found
     if scenes := tuple(folders.megadepth(folder, options.images)):
         found.append(PairSet("megadepth1500", "pose", scenes))
