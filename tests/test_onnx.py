@@ -164,6 +164,9 @@ def test_what_the_engine_does_not_have_is_refused(given, message):
         matcher.load("hybrid-learned", **{"engine": "onnx", **given})
     with pytest.raises(UsageError, match="LoFTR"):
         matcher.load("loftr-outdoor", engine="onnx")
+    for engine in ("torch", "onnx"):
+        with pytest.raises(UsageError, match="learned.* is a front end.*frontend_weights"):
+            matcher.load("hybrid-learned", engine=engine, weights="learned")
     assert devices("auto") == ["cpu"]
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -350,7 +351,13 @@ def find_weights(weights: str | Path) -> WeightsBytes:
     """The file of a matcher's network, by a name in our manifest or in the catalogue, or by its path."""
     row = None if isinstance(weights, Path) else read_catalogue().get(weights)
     if row is None:
-        return weights_bytes(weights)
+        found = weights_bytes(weights)
+        with suppress(IntegrityError):  # which is told where the network is read
+            if "frontend" in read_header(found.data):
+                raise UsageError(
+                    f"{found.path} is a front end, no matcher's network: name it as frontend_weights"
+                )
+        return found
     if not row.preset:
         raise UsageError(f"{row.name} is a front end, not a matcher's network")
     return locate(row)
