@@ -25,7 +25,7 @@ from matcher.images import read_image
 from matcher.presets import PRESETS
 from matcher.torch_engine import build_extractor
 from matcher.types import Features, Matches
-from matcher.weights.files import find_weights, load_model, read_manifest
+from matcher.weights.files import find_weights, load_model, read_manifest, weights_bytes
 
 pytest.importorskip("onnxruntime")
 from matcher.onnx_engine import GRAPHS, OnnxExtractor, OnnxMatcher, devices, graph_key, read_network
@@ -123,7 +123,7 @@ def test_graphs_are_of_the_shipped_weights_and_hold_none(shipped_weights):
     onnx = pytest.importorskip("onnx")
     for name in ("hybrid-learned", "hybrid", "learned"):
         described = json.loads((GRAPHS / name / "graph.json").read_text())
-        file = find_weights(name)
+        file = weights_bytes(name)
         assert file.sha256 == read_manifest()[name].sha256
         if name != "learned":
             config, arrays = read_network(file)
@@ -165,7 +165,7 @@ def test_what_the_engine_does_not_have_is_refused(given, message):
     with pytest.raises(UsageError, match="LoFTR"):
         matcher.load("loftr-outdoor", engine="onnx")
     for engine in ("torch", "onnx"):
-        with pytest.raises(UsageError, match="learned.* is a front end.*frontend_weights"):
+        with pytest.raises(UsageError, match=r"learned.* is a front end.*frontend_weights"):
             matcher.load("hybrid-learned", engine=engine, weights="learned")
     assert devices("auto") == ["cpu"]
 

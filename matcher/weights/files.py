@@ -354,9 +354,7 @@ def find_weights(weights: str | Path) -> WeightsBytes:
         found = weights_bytes(weights)
         with suppress(IntegrityError):  # which is told where the network is read
             if "frontend" in read_header(found.data):
-                raise UsageError(
-                    f"{found.path} is a front end, no matcher's network: name it as frontend_weights"
-                )
+                raise UsageError(f"{found.path} is a front end, no matcher's: name it as frontend_weights")
         return found
     if not row.preset:
         raise UsageError(f"{row.name} is a front end, not a matcher's network")
