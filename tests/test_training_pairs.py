@@ -72,7 +72,7 @@ def test_views_are_loaded_with_their_pairs_and_unreadable_photos_are_counted(roo
     assert len(set(views.scenes.tolist())) == 6 + 2 + 2  # each photo is one
     assert sorted(set(map(tuple, views.sizes.int().tolist()))) == [(160, 120), (160, 128), (320, 240)]
     assert not views.images[0, 120:].any() and (views.inverse_depth[-1] >= 0).all()
-    assert any("1 photos that cannot be read" in line for line in lines)
+    assert any("1 photos that cannot be read: broken.png" in line for line in lines)
     with pytest.raises(UsageError, match="none of the 1 photos"):
         load_views(PLANES, [root / "photos" / "broken.png"], {}, CPU, 9)
 

@@ -102,7 +102,7 @@ def test_a_run_writes_weights_that_load_and_a_log(root, finished, kind):
     weights, lines, plotted = finished(kind)
     recipe = KINDS[kind]
     assert weights.stem == recipe.name and lines[0] == "10 photos to train on, 1 to validate on"
-    assert any("1 photos that cannot be read" in line for line in lines)
+    assert any("1 photos that cannot be read: broken.jpg" in line for line in lines)
     names = [recipe.front_end.name] * recipe.front_end.train + [recipe.matcher.name] * recipe.matcher.train
     assert lines[-len(names) :] == [f"wrote {weights.with_name(name)}.safetensors" for name in names]
     assert any(line.startswith("step 1 of 6 loss ") and line.endswith("left") for line in lines)

@@ -81,15 +81,20 @@ def load_views(
     with ThreadPoolExecutor(8) as pool:
         if shares["planes"] or shares["spaces"]:
             order, tried, wanted = [photos[k] for k in rng.permutation(len(photos))], 0, 2 * pairs
+            unread: list[str] = []
             while tried < len(order) and len(views) < wanted:
                 part = order[tried : tried + max(16, wanted - len(views))]
                 tried += len(part)
-                for pixels in counted(pool.map(read_photo, part), len(part), "reading photos", log):
-                    if pixels is not None:
+                reading = counted(pool.map(read_photo, part), len(part), "reading photos", log)
+                for photo, pixels in zip(part, reading, strict=True):
+                    if pixels is None:
+                        unread.append(photo.name)
+                    else:
                         K = _intrinsics(pixels.shape[::-1], 1.2)  # any that is usual
                         views.append(PosedView(pixels, np.zeros((0, 0), np.float32), K, np.eye(4)))
-            if tried > len(views):
-                log(f"skipped {tried - len(views)} photos that cannot be read")
+            if unread:
+                more = ", …" * (len(unread) > 3)
+                log(f"skipped {len(unread)} photos that cannot be read: {', '.join(unread[:3])}{more}")
             if not views:
                 raise UsageError(f"{photos[0].parent}: none of the {len(photos)} photos can be read")
         count, scenes, found = len(views), list(range(len(views))), {name: [] for name in (*stored, "spaces")}
