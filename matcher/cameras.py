@@ -272,13 +272,13 @@ def read_cameras(path: Path) -> Camera | dict[str, Camera]:
         if suffix == ".bin":
             found = _from_binary(data)
         elif suffix in (".yml", ".yaml") and b"opencv-matrix" not in data:
-            found = _from_yaml(data.decode("utf-8"))
+            found = _from_yaml(data.decode("utf-8-sig"))
         elif suffix in (".yml", ".yaml", ".xml") or (suffix == ".json" and b"frames" not in data):
-            found = _from_opencv(data.decode("utf-8"))
+            found = _from_opencv(data.decode("utf-8-sig"))
         elif suffix == ".json":
             found = _from_nerfstudio(json.loads(data))
         else:
-            text = data.decode("utf-8")
+            text = data.decode("utf-8-sig")
             kitti = {Camera.from_K(P[:, :3]) for P in _projections(text).values()}
             if len(kitti) > 1:
                 raise ValueError("its cameras differ, so give fx,fy,cx,cy of the one whose images these are")
@@ -504,7 +504,7 @@ def read_rig_config(path: str | Path) -> RigConfig:
     `camera_model_name` and `camera_params` (in COLMAP's pixels).
     """
     try:
-        rows = json.loads(read_given(path, LARGEST_LIST).decode("utf-8"))
+        rows = json.loads(read_given(path, LARGEST_LIST).decode("utf-8-sig"))
         if not isinstance(rows, list) or not rows:
             raise ValueError("it lists no rig")
         rigs = tuple(_rig(row) for row in rows)
@@ -602,7 +602,7 @@ def read_named_poses(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str,
     if path.suffix.lower() in (".tum", ".kitti"):
         raise UsageError(f"{path}: a trajectory has no names of images; give images.txt, .txt or .json")
     try:
-        text = read_given(path).decode("utf-8")
+        text = read_given(path).decode("utf-8-sig")
         if path.suffix.lower() == ".json":
             found = _poses_from_json(json.loads(text))
         elif path.name == COLMAP_IMAGES:

@@ -174,7 +174,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """What a TOML file of at most 32 kB holds; `UsageError`: it cannot be read, or is no TOML."""
     try:
         # The time that TOML takes grows with the square of its length.
-        return tomllib.loads(read_given(path, 32 * 1024).decode("utf-8"))
+        return tomllib.loads(read_given(path, 32 * 1024).decode("utf-8-sig"))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:

@@ -164,11 +164,12 @@ def test_cameras_of_robots(tmp_path):
 def test_cameras_by_name(tmp_path):
     intrinsics = {"cx": 320, "cy": 240, "w": 640, "h": 480}
     frames = [{"file_path": f"images/{n}.jpg", "fl_x": 500 + n, **intrinsics} for n in (1, 2)]
-    (tmp_path / "transforms.json").write_text(json.dumps({"frames": frames}))
+    (tmp_path / "transforms.json").write_text("\ufeff" + json.dumps({"frames": frames}), "utf-8")
     found = parse_cameras(str(tmp_path / "transforms.json"))
     assert {name: camera.fx for name, camera in found.items()} == {"1.jpg": 501, "2.jpg": 502}
     names = ("a.jpg", "in b/c  d.jpg", '"e f.jpg"')
-    (tmp_path / "list.txt").write_text("".join(f"{n} PINHOLE 640 480 500 500 320 240\n" for n in names))
+    lines = [f"{n} PINHOLE 640 480 500 500 320 240\n" for n in names]
+    (tmp_path / "list.txt").write_text("\ufeff" + "".join(lines), "utf-8")
     assert list(parse_cameras(str(tmp_path / "list.txt"))) == ["a.jpg", "in b/c  d.jpg", "e f.jpg"]
     (tmp_path / "cameras.txt").write_text("1 PINHOLE 6 4 5 5 3 2\n2 PINHOLE 6 4 5 5 3 2\n")
     for given in ("1,2,3", "PINHOLE", "PINHOLE,6,4,5", tmp_path / "cameras.txt", "no.yml"):

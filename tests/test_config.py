@@ -119,7 +119,7 @@ def test_options_without_use_are_refused(options):
 
 def test_a_file_names_a_preset_and_its_options(tmp_path):
     file = tmp_path / "mine.toml"
-    file.write_text('preset = "nearest"\nmax_keypoints = 300\nmatch_threshold = 0.1\n')
+    file.write_text('\ufeffpreset = "nearest"\nmax_keypoints = 300\nmatch_threshold = 0.1\n')
     config = load(file).config
     assert config == load(str(file)).config
     for wrong in (None, 3):

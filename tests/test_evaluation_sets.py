@@ -163,7 +163,7 @@ def test_pair_lists(tmp_path, picture):
     path = tmp_path / "test_pairs_with_gt.txt"
     # Of SuperGlue, and of glue-factory with a matrix and with R and t.
     for line in (f"0 0 {words(K, K, T)}", words(K, K, T), words(K, K, T[:3, :3], T[:3, 3])):
-        path.write_text(f"{names} {line}\n\n{names} {line}\n")
+        path.write_text(f"\ufeff# a comment\n{names} {line}\n\n{names} {line}\n", "utf-8")
         for where in (tmp_path, path):
             (found,) = find_sets(str(where), SetOptions())
             assert (found.protocol, found.name, len(found)) == ("pose", "test_pairs_with_gt", 2)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -195,7 +195,7 @@ def camera_of(view: dict[str, Any], path: Path) -> tuple[np.ndarray, np.ndarray]
 def read_matrix(path: Path, shape: tuple[int, int]) -> np.ndarray:
     """The numbers of a text file as a float64 array of that shape; −1 stands for any length."""
     try:
-        values = np.loadtxt(path, dtype=np.float64)
+        values = np.loadtxt(path, dtype=np.float64, encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not a text file of numbers ({error}); fetch the file again") from error
     matrix = read_array(values, shape, path)
@@ -215,7 +215,7 @@ def read_array(values: Any, shape: tuple[int, ...], path: Path) -> np.ndarray:
 def read_rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
     """The JSON objects of a file, one or a list, each with at least these keys."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read as JSON ({error}); fetch the file again") from error
     rows = found if isinstance(found, list) else [found]
@@ -228,12 +228,19 @@ def read_rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def is_pair_list(path: Path) -> bool:
-    """Whether the first line of a text file is an image pair with intrinsics and pose."""
+    """Whether the first row of a text file is an image pair with intrinsics and pose."""
     try:
         with open_given(path) as file:
-            return _parse_line(file.readline(1 << 16).decode("utf-8").split()) is not None
-    except (OSError, UnicodeDecodeError):
+            start = file.read(1 << 16).decode("utf-8-sig", errors="replace").splitlines()
+    except OSError:
         return False
+    return any(_parse_line(words) is not None for _, words in islice(_rows(start), 1))
+
+
+def _rows(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """Number and words of each line that is neither empty nor a comment."""
+    split = ((number, line.split()) for number, line in enumerate(lines, 1))
+    return ((number, words) for number, words in split if words and not words[0].startswith("#"))
 
 
 def pair_list(path: Path, images: Path | None = None) -> PairSet:
@@ -241,10 +248,8 @@ def pair_list(path: Path, images: Path | None = None) -> PairSet:
     the stored images: the rotations (multiples of 90°) are not applied. SuperGlue writes 38 words,
     glue-factory 36, or 32 with R and t."""
     pairs, root = [], images
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            if not (words := line.split()):
-                continue
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        for number, words in _rows(file):
             if (row := _parse_line(words)) is None:
                 raise UsageError(
                     f"{path}, line {number}: {counted(len(words), 'word')}; a list of pairs has lines of "
