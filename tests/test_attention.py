@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from matcher.attention import (
-    MultiHeadAttention,
-    additive_mask,
-    build_attention,
-    linear_attention,
-    scaled_dot_product,
-)
+from matcher.attention import MultiHeadAttention, additive_mask, build_attention, scaled_dot_product
 from matcher.config import ContextConfig, ExtractorConfig, PositionConfig
 from matcher.errors import UsageError
 from matcher.extract.extractor import SiftExtractor
@@ -107,10 +101,12 @@ def test_what_does_not_fit_is_named() -> None:
         with pytest.raises(UsageError, match="a mask"):
             MultiHeadAttention(8, 2, "general")(torch.zeros(3, 8), mask=mask)
         with pytest.raises(UsageError, match="a mask"):
-            linear_attention(*torch.zeros(3, 3, 8), mask=mask)
+            build_attention("linear", 8)(*torch.zeros(3, 3, 8), mask=mask)
     nothing, q = torch.zeros(0, 4), random(3, 4)
-    for score in (linear_attention, scaled_dot_product):
-        assert score(q, nothing, nothing, torch.zeros(0, dtype=torch.bool)).equal(torch.zeros(3, 4))
+    for name in ("linear", "softmax"):
+        assert build_attention(name, 4)(q, nothing, nothing, torch.zeros(0, dtype=torch.bool)).equal(
+            torch.zeros(3, 4)
+        )
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ NUMBERS = [800, 820, 511.5, 383.5]
 
 @pytest.mark.parametrize("given", [Camera(*NUMBERS), NUMBERS, np.array(NUMBERS), K.tolist()])
 def test_lists_arrays_and_matrices_become_cameras(given):
-    camera = Camera(800, 820, 511.5, 383.5)
+    camera = Camera(*NUMBERS)
     assert as_camera(given, "camera0") == camera == as_camera({"K": camera.K})
     lens = {"size": (1024, 768), "model": "OPENCV", "distortion": [-0.3, 0.1, 0, 0]}
     assert as_camera({"K": K} | lens) == as_camera(vars(camera) | lens) == replace(camera, **lens)

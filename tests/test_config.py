@@ -44,9 +44,8 @@ def test_round_trip(config: PipelineConfig) -> None:
 
 def test_tables_of_toml() -> None:
     assert from_dict(PipelineConfig, {}) == PipelineConfig()
-    assert from_dict(ContextConfig, tomllib.loads("depth = 4\nheads = 2\n")) == ContextConfig(
-        heads=2, depth=4
-    )
+    small = from_dict(ContextConfig, tomllib.loads("depth = 4\nheads = 2\n"))
+    assert small == ContextConfig(heads=2, depth=4)
     assert from_dict(PipelineConfig, tomllib.loads("[matcher]\nratio = 0.9")).matcher == NearestConfig(0.9)
     whole = from_dict(EstimationConfig, {"max_epipolar_error": 2}).max_epipolar_error
     assert whole == 2.0 and isinstance(whole, float)
@@ -55,11 +54,7 @@ def test_tables_of_toml() -> None:
 @pytest.mark.parametrize(
     ("cls", "values", "message"),
     [
-        (
-            ContextConfig,
-            {"dim": 64, "colour": 1, "age": 2},
-            "unknown key age, colour; known keys: dim, heads",
-        ),
+        (ContextConfig, {"dim": 64, "colour": 1, "age": 2}, "key age, colour; known keys: dim, heads"),
         (NetworkConfig, {"context": {"dpeth": 3}}, r"NetworkConfig\.context: unknown key dpeth"),
         (ContextConfig, {"dim": "64"}, r"ContextConfig\.dim: expected int, got '64'"),
         (EstimationConfig, {"kind": "affine"}, "unknown value 'affine'. Known: fundamental"),
@@ -98,8 +93,7 @@ def test_nearest_has_a_ratio_and_a_threshold_of_its_score():
         ({"max_keypoint": 5}, r"did you mean 'max_keypoints'\? Known: weights, .*max_pixels"),
         ({"max_keypoints": 0}, "at least 1"),
         ({"match_threshold": 1.5}, "from 0 to 1"),
-        *(({"weights": wrong, "frontend_weights": wrong}, "weights") for wrong in ("", 5)),
-        ({"frontend_weights": ""}, "frontend_weights"),
+        *(({name: wrong}, f"^{name}") for name in ("weights", "frontend_weights") for wrong in ("", 5)),
         ({"geometry": "homograpy"}, "^geometry: .*did you mean 'homography'"),
     ],
 )
@@ -122,9 +116,8 @@ def test_a_file_names_a_preset_and_its_options(tmp_path):
     file.write_text('\ufeffpreset = "nearest"\nmax_keypoints = 300\nmatch_threshold = 0.1\n')
     config = load(file).config
     assert config == load(str(file)).config
-    for wrong in (None, 3):
-        with pytest.raises(UsageError, match=f"preset .*{wrong}"):
-            load(wrong)
+    with pytest.raises(UsageError, match=r"preset .*None"):
+        load(None)
     assert config == configure(PRESETS["nearest"], {"max_keypoints": 300, "match_threshold": 0.1})
     assert load(str(file), max_keypoints=200).config.extractor.max_keypoints == 200
     assert Tracker(preset=str(file)).pipeline.config.matcher == config.matcher

@@ -71,17 +71,12 @@ def test_impossible_values_are_refused(name: str, value) -> None:
         Features(np.zeros((3, 2)), np.zeros((3, 4)))
 
 
-@pytest.mark.parametrize(
-    ("indices", "scores"),
-    [
-        *(([[0, 0], wrong], [0.5, 0.5]) for wrong in ([1, -1], [9, 1], [0, 1], [1, 0.5], [1])),
-        *(([[0, 0], [1, 1]], wrong) for wrong in ([0.5], [0.5, 5], [0.5, np.nan], "x")),
-    ],
-)
-def test_impossible_matches_are_refused(indices, scores) -> None:
-    points = np.arange(6.0).reshape(3, 2)
-    with pytest.raises(UsageError, match="matches"):
-        Matches.from_indices(indices, points, points, scores)
+def test_impossible_matches_are_refused() -> None:
+    points, scores = np.arange(6.0).reshape(3, 2), ([0.5], [0.5, 5], [0.5, np.nan], "x")
+    faults = [([[0, 0], wrong], [0.5, 0.5]) for wrong in ([1, -1], [9, 1], [0, 1], [1, 0.5], [1])]
+    for indices, given in [*faults, *(([[0, 0], [1, 1]], wrong) for wrong in scores)]:
+        with pytest.raises(UsageError, match="matches"):
+            Matches.from_indices(indices, points, points, given)
     with pytest.raises(UsageError, match="keypoints1"):
         Matches.from_indices([[0, 0]], points, points * np.nan, [1])
     with pytest.raises(UsageError, match="Matches"):
