@@ -136,6 +136,9 @@ class Camera:
         return self.model, replace(self, cx=self.cx + 0.5, cy=self.cy + 0.5).params
 
 
+CameraInput = Camera | Sequence[Any] | np.ndarray | Mapping[str, Any]  # what `as_camera` takes
+
+
 def focal_of_film(millimetres: float, size: tuple[int, int]) -> float:
     """A focal length in pixels, from that of film (36 x 24 mm) of the same angle of view on the diagonal."""
     return millimetres / hypot(36, 24) * hypot(*size)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from matcher.cameras import Camera, cameras_of_pair
+from matcher.cameras import CameraInput, cameras_of_pair
 from matcher.config import MatchingPolicy, NearestConfig, PipelineConfig, RefineConfig
 from matcher.errors import UsageError
 from matcher.extract.extractor import SiftExtractor, extracted
@@ -125,8 +125,8 @@ class Pipeline:
         *,
         mask0: Mask | None = None,
         mask1: Mask | None = None,
-        camera0: Camera | None = None,
-        camera1: Camera | None = None,
+        camera0: CameraInput | None = None,
+        camera1: CameraInput | None = None,
         budget_ms: float | None = None,
     ) -> Result:
         """Match two images and verify the matches; everything in the result is in stored-image pixels.
@@ -286,8 +286,8 @@ class Pipeline:
         features1: Features,
         matches: Matches,
         *,
-        camera0: Camera | None = None,
-        camera1: Camera | None = None,
+        camera0: CameraInput | None = None,
+        camera1: CameraInput | None = None,
     ) -> TwoViewGeometry:
         """The geometry that the matches agree with, estimated as this pipeline is configured.
 

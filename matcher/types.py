@@ -209,6 +209,10 @@ class Features:
     kind: str = "any"  # the front end that made them; a matcher of another kind refuses them
     _PER_IMAGE = ("size", "scale", *_EXIF, "grid", "maps")
 
+    if TYPE_CHECKING:  # what users give is any array, list or tensor
+
+        def __init__(self, keypoints: Any, descriptors: Any, *more: Any, **named: Any) -> None: ...
+
     def __post_init__(self) -> None:
         for name, value in self._fields().items():
             if value is not None:
@@ -398,7 +402,7 @@ class Features:
         """All fields that are there as NumPy arrays, by name, but for `kind`."""
         return {name: to_numpy(value) for name, value in self._fields().items() if value is not None}
 
-    def select(self, index: Tensor) -> Features:
+    def select(self, index: Tensor | np.ndarray) -> Features:
         """The points named by `index` ((K,) int64 or (N,) bool) of one image."""
         return self._map(lambda name, value: value if name in self._PER_IMAGE else value[index])
 
@@ -512,8 +516,8 @@ class Matches:
     indices: np.ndarray  # (K, 2) int64 into the features of image 0 and 1
     points0: np.ndarray  # (K, 2) float32 stored pixels
     points1: np.ndarray  # (K, 2)
-    # (K,) float32 in [0, 1]: the probability of being within 3 pixels where a preset is calibrated, given the
-    # geometry once it is known; else what the network or the ratio test gave.
+    # (K,) float32 in [0, 1]: the probability of being within 3 pixels where a preset is calibrated, given an
+    # epipolar geometry, not a homography, once it is known; else what the network or the ratio test gave.
     scores: np.ndarray
     layers_run: int = 0
     kept0: int = 0  # points not pruned

@@ -15,7 +15,7 @@ from typing import NamedTuple, Unpack
 
 import numpy as np
 
-from matcher.cameras import Camera, RigConfig, as_camera, camera_of_each, focal_of_film
+from matcher.cameras import Camera, CameraInput, RigConfig, as_camera, camera_of_each, focal_of_film
 from matcher.collection.settings import differences, feature_settings, stored_pipeline
 from matcher.collection.sources import HlocFeatures, Photos
 from matcher.collection.store import Store
@@ -222,7 +222,7 @@ class Map:
         return self._store.image_folder / name
 
     def localize(
-        self, image: ImageInput | Features, camera: Camera | None = None, *, mask: Mask | None = None
+        self, image: ImageInput | Features, camera: CameraInput | None = None, *, mask: Mask | None = None
     ) -> Pose:
         """Where a photo was taken, or why that is not known (`Pose.status`, `Pose.reason`).
 
@@ -271,7 +271,7 @@ class Map:
         return self.poses_of(queries, np.asarray(cam_from_rig, dtype=np.float64))
 
     def query(
-        self, image: ImageInput | Features, camera: Camera | None = None, *, mask: Mask | None = None
+        self, image: ImageInput | Features, camera: CameraInput | None = None, *, mask: Mask | None = None
     ) -> Query:
         """A photo ready to be localised; arguments and errors as in `localize`."""
         if isinstance(image, Features):
