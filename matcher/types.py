@@ -189,29 +189,26 @@ class Features:
             or raw SIFT descriptors under the name "sift".
     """
 
-    keypoints: Tensor  # (..., N, 2) float32 xy in stored-image pixels
-    descriptors: Tensor  # (..., N, D), of norm 1 for all matchers but those of DeDoDe and LoFTR
-    scores: Tensor | None = None  # (..., N) detector score, larger is better; ones when absent
-    size: Tensor | None = None  # (..., 2) stored (width, height); required
-    scales: Tensor | None = None  # (..., N) keypoint diameter in stored pixels
-    orientations: Tensor | None = None  # (..., N) radians, from x towards y, in the stored frame
+    # Any: lists and arrays of users, which become tensors.
+    keypoints: Tensor | Any  # (..., N, 2) float32 xy in stored-image pixels
+    descriptors: Tensor | Any  # (..., N, D), of norm 1 for all matchers but those of DeDoDe and LoFTR
+    scores: Tensor | Any | None = None  # (..., N) detector score, larger is better; ones when absent
+    size: Tensor | Any | None = None  # (..., 2) stored (width, height); required
+    scales: Tensor | Any | None = None  # (..., N) keypoint diameter in stored pixels
+    orientations: Tensor | Any | None = None  # (..., N) radians, from x towards y, in the stored frame
     # (..., N, 2, 2) columns are the axes of the described patch, stored pixels
-    affine_frames: Tensor | None = None
-    cells: Tensor | None = None  # (..., N, 2) column and row of the point on the grid of its front end
-    grid: Tensor | None = None  # (..., 2) columns and rows of that grid
-    maps: Tensor | None = None  # (..., C, h, w) finer map of the image, to refine matches on
-    mask: Tensor | None = None  # (..., N) bool, True = valid; all valid when absent
-    exif_orientation: Tensor | None = None  # (...) int64 EXIF code 1-8 of the stored pixels; 1 when absent
+    affine_frames: Tensor | Any | None = None
+    cells: Tensor | Any | None = None  # (..., N, 2) column and row of the point on the grid of its front end
+    grid: Tensor | Any | None = None  # (..., 2) columns and rows of that grid
+    maps: Tensor | Any | None = None  # (..., C, h, w) finer map of the image, to refine matches on
+    mask: Tensor | Any | None = None  # (..., N) bool, True = valid; all valid when absent
+    exif_orientation: Tensor | Any | None = None  # (...) int64 EXIF code 1-8 of the stored pixels; 1 if absent
     # (...) int64 EXIF code of the view in which positions are normalised, where a matcher turned the image
-    view_orientation: Tensor | None = None
+    view_orientation: Tensor | Any | None = None
     # (..., 2) size that the front end saw / stored size, along the stored x and y axes; 1 when absent
-    scale: Tensor | None = None
+    scale: Tensor | Any | None = None
     kind: str = "any"  # the front end that made them; a matcher of another kind refuses them
     _PER_IMAGE = ("size", "scale", *_EXIF, "grid", "maps")
-
-    if TYPE_CHECKING:  # what users give is any array, list or tensor
-
-        def __init__(self, keypoints: Any, descriptors: Any, *more: Any, **named: Any) -> None: ...
 
     def __post_init__(self) -> None:
         for name, value in self._fields().items():
