@@ -45,7 +45,7 @@ def load(preset: str | Path = presets.DEFAULT_PRESET, **options: Unpack[presets.
         keep: "strongest" or "largest" of SIFT's keypoints, where an image has too many.
         match_threshold: least score of a match, 0 to 1, as the network gives it, before calibration.
         ratio: of the presets without a network: nearest / second nearest distance, above 0 and at most 1.
-        early_exit: stop a pair at the layer where it is confident.
+        early_exit: stop a pair at the layer where it is confident; probabilities are calibrated with it.
         pruning: drop keypoints that cannot match.
         geometry: "fundamental", "homography", "homographies" (several planes), "essential" (needs cameras)
             or "none".
