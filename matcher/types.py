@@ -202,7 +202,7 @@ class Features:
     grid: Tensor | Any | None = None  # (..., 2) columns and rows of that grid
     maps: Tensor | Any | None = None  # (..., C, h, w) finer map of the image, to refine matches on
     mask: Tensor | Any | None = None  # (..., N) bool, True = valid; all valid when absent
-    exif_orientation: Tensor | Any | None = None  # (...) int64 EXIF code 1-8 of the stored pixels; 1 if absent
+    exif_orientation: Tensor | Any | None = None  # (...) int64 EXIF code 1-8 of stored pixels; 1 if absent
     # (...) int64 EXIF code of the view in which positions are normalised, where a matcher turned the image
     view_orientation: Tensor | Any | None = None
     # (..., 2) size that the front end saw / stored size, along the stored x and y axes; 1 when absent

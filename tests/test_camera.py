@@ -56,9 +56,8 @@ def test_parameters_in_colmaps_order(model):
     assert camera.to_colmap() == (model, tuple(params))
     pycolmap = pytest.importorskip("pycolmap")
     reference = pycolmap.Camera(model=model, width=1024, height=768, params=params)
-    np.testing.assert_allclose(
-        reference.calibration_matrix() - camera.K, [[0, 0, 0.5], [0, 0, 0.5], [0, 0, 0]]
-    )
+    half = [[0, 0, 0.5], [0, 0, 0.5], [0, 0, 0]]
+    np.testing.assert_allclose(reference.calibration_matrix() - camera.K, half)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +80,8 @@ def test_impossible_cameras_are_refused(options, message):
 
 def test_one_camera_is_of_images_of_one_size(views):
     pipeline = matcher.load("nearest", geometry="essential", max_keypoints=100)
-    large, half = (
-        matcher.read_image(views[number], resize=size).pixels for number, size in enumerate((400, 200))
-    )
+    given = zip(views, (400, 200), strict=True)
+    large, half = (matcher.read_image(view, resize=size).pixels for view, size in given)
     with pytest.raises(matcher.UsageError, match=r"400 x 300 and 200 x 150 pixels, .* give camera1, too"):
         pipeline.match(large, half, camera0=(350, 350, 200, 150))
     result = pipeline.match(large, half, camera0=(350, 350, 200, 150), camera1=(175, 175, 100, 75))

@@ -115,7 +115,6 @@ def test_a_file_names_a_preset_and_its_options(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('\ufeffpreset = "nearest"\nmax_keypoints = 300\nmatch_threshold = 0.1\n')
     config = load(file).config
-    assert config == load(str(file)).config
     with pytest.raises(UsageError, match=r"preset .*None"):
         load(None)
     assert config == configure(PRESETS["nearest"], {"max_keypoints": 300, "match_threshold": 0.1})

@@ -188,9 +188,8 @@ def test_a_preset_builds_and_runs(preset, tmp_path, pictures):
     options = {"weights": network_file(preset, tmp_path), "frontend_weights": front_end_file(kind, tmp_path)}
     with pytest.raises(UsageError, match=f"{kind} features"):
         matcher.load(preset, weights=options["weights"], frontend="sift" if kind != "sift" else "keynet")
-    pipeline = matcher.load(
-        preset, **options, device="cpu", precision="float32", max_keypoints=150, match_threshold=0.0
-    )
+    options |= {"precision": "float32", "max_keypoints": 150, "match_threshold": 0.0}
+    pipeline = matcher.load(preset, **options, device="cpu")
     assert pipeline.layers == 2
     result = pipeline.match(*pictures)
     assert result.features0.kind == result.features1.kind == kind

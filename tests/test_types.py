@@ -155,9 +155,7 @@ def test_features_of_opencv(pictures, result):
         assert ours.pt == pytest.approx(theirs.pt) and ours.size == pytest.approx(theirs.size)
         assert ours.angle == pytest.approx(theirs.angle % 360, abs=1e-3)
     links = found.to_cv2()
-    assert [(link.queryIdx, link.trainIdx) for link in links] == [
-        tuple(row) for row in found.indices.tolist()
-    ]
+    assert [[link.queryIdx, link.trainIdx] for link in links] == found.indices.tolist()
     assert [1 - link.distance for link in links] == pytest.approx(found.scores.tolist(), abs=1e-6)
     drawn = cv2.drawMatches(pictures[0], back, pictures[1], sides[1].to_cv2(), links, None)
     assert drawn.shape[:2] == (400, 1080)

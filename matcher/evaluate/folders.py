@@ -63,13 +63,9 @@ def hpatches(folder: Path) -> Iterator[HomographyPair]:
 
 def hpatches_note(folder: Path) -> str:
     """What a table says of these pairs, also which sequences lack homographies."""
-    found = {
-        path.parent for path in [*folder.glob("*/1.ppm"), *folder.glob("hpatches-sequences-release/*/1.ppm")]
-    }
-    counts = {path.name: len([*path.glob("H_1_*")]) for path in sorted(found) if path.name not in _LARGE}
-    few = [
-        f"{name} has {counted(n, 'homography', 'homographies')} of 5" for name, n in counts.items() if n < 5
-    ]
+    found = sorted({path.parent for path in folder.rglob("1.ppm")} - {folder})
+    counts = {path.name: len([*path.glob("H_1_*")]) for path in found if path.name not in _LARGE}
+    few = [f"{name} has {number} of 5 homographies" for name, number in counts.items() if number < 5]
     return f"Incomplete: {', '.join(few)}. {WITHOUT_LARGE}" if few else WITHOUT_LARGE
 
 
