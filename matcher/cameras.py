@@ -173,8 +173,8 @@ def camera_of_each(value: Any, count: int) -> list[Any]:
     """What `as_camera` takes for each of some pictures, from one for all or one for each."""
     try:
         one = np.asarray(value, dtype=np.float64).shape in ((4,), (3, 3))
-    except (TypeError, ValueError):  # a Camera, or several of different kinds
-        one = isinstance(value, Camera)
+    except (TypeError, ValueError):  # a Camera or a dictionary, or several of different kinds
+        one = isinstance(value, (Camera, Mapping))
     each = [value] * count if one else list(value)
     if len(each) != count:
         raise UsageError(f"{count} pictures need as many cameras, not {len(each)}")

@@ -38,7 +38,8 @@ from matcher.types import Image, is_tensor, to_numpy
 def read_mask(path: PathLike, max_pixels: int) -> np.ndarray:
     """(H, W) bool from an image file, in stored pixels: True where any channel and alpha are not 0."""
     raw, opaque, _ = decode(as_path(path), max_pixels)
-    keep = raw != 0 if raw.ndim == 2 else np.any(raw != 0, axis=2)
+    keep = (raw != 0) & (raw == raw)  # NaN says nothing
+    keep = keep if keep.ndim == 2 else keep.any(axis=2)
     return keep if opaque is None else keep & opaque
 
 
@@ -77,7 +78,7 @@ def _keep(opaque: np.ndarray | None, mask: Any, shape: tuple[int, int], max_pixe
         if array.dtype.kind not in "biuf":
             kind = type(mask).__name__
             raise UsageError(f"a mask is a path, an array, a PIL image or a torch tensor, (H, W), not {kind}")
-        keep = (array != 0) & (array == array)  # NaN says nothing
+        keep = (array != 0) & (array == array)
         keep = keep.any(axis=2) if keep.ndim == 3 else keep
     if keep.shape != shape:
         found, wanted = (" x ".join(map(str, reversed(size))) for size in (keep.shape, shape))

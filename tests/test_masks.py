@@ -54,8 +54,9 @@ def test_masks_are_taken_in_every_form(files):
     pipeline, image = matcher.load("nearest", max_keypoints=200), images_of(files)[0]
     with PIL.Image.open(masks_of(files)["mask0"]) as mask:
         array = np.asarray(mask)
-        arrays = array, array > 0, array / 255.0, np.where(array, 1.0, np.nan)[..., None]
-        for given in (mask, mask.convert("1"), *arrays, torch.from_numpy(array.copy())):
+        arrays = array, array > 0, array / 255.0, (unknown := np.where(array, 1.0, np.nan))[..., None]
+        PIL.Image.fromarray(unknown.astype(np.float32)).save(path := files / "unknown.tif")
+        for given in (mask, mask.convert("1"), path, *arrays, torch.from_numpy(array.copy())):
             assert is_kept(pipeline.extract(image, given).keypoints)
     with pytest.raises(matcher.UsageError, match=r"a mask is a path, an array, .*, not dict"):
         pipeline.extract(image, {"mask": array})

@@ -193,8 +193,7 @@ def test_a_preset_builds_and_runs(preset, tmp_path, pictures):
     assert pipeline.layers == 2
     result = pipeline.match(*pictures)
     assert result.features0.kind == result.features1.kind == kind
-    assert len(result.features0.keypoints) > 20
-    assert len(result.matches) > 8
+    assert len(result.features0.keypoints) > 20 and len(result.matches) > 8
     assert np.isfinite(result.scores).all()
     assert result.geometry.status in ("ok", "low_inliers", "degenerate", "no_model", "too_few")
     again = pipeline.match_features(result.features0, result.features1)
