@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from matcher.cameras import Camera
+from matcher.config import EstimationConfig
 from matcher.errors import UsageError, counted
 from matcher.files import check_output, write_output
 from matcher.geometry import stored_to_upright
@@ -106,8 +107,8 @@ class Result:
     @property
     def verdict(self) -> Verdict | None:
         """Whether the images show the same place, with a probability; None without geometry, or where one of
-        them has no keypoints and so shows nothing."""
-        if not len(self.features0) or not len(self.features1):
+        them has fewer keypoints than a geometry needs, and so shows nothing."""
+        if min(len(self.features0), len(self.features1)) < EstimationConfig.min_inliers:
             return None
         estimated = self.geometry.rejected or self.geometry
         return verdict_of(self.matches, estimated, self.features0.image_size, self.features1.image_size)

@@ -230,6 +230,7 @@ def test_a_rejected_model_is_shown_nowhere(tmp_path):
         assert saved["matrix"].size == 0 and not saved["inliers"].any()
 
 
-def test_pictures_that_show_nothing_have_no_verdict():
-    blank = np.full((120, 160), 128, np.uint8)
-    assert matcher.load("nearest").match(blank, blank).verdict is None
+@pytest.mark.parametrize("most", [0, 255])
+def test_pictures_that_show_too_little_have_no_verdict(rng, most):
+    image = rng.integers(0, most, (120, 160), np.uint8, endpoint=True)
+    assert matcher.load("nearest", max_keypoints=8).match(image, image).verdict is None
