@@ -77,7 +77,7 @@ def test_positions_of_the_headers_choose_pairs(photos, tmp_path, capfd):
     found = pairs_of(folder, tmp_path / "run", "--nearby", 1)
     assert sorted((a[0], b[0]) for a, b in found) == [("0", "1"), ("1", "2"), ("2", "3")]
     out, err = capfd.readouterr()
-    assert "nowhere.png" in err and "0 waiting\n  in no pair: 1 image: nowhere.png" in out
+    assert "nowhere.png" in err and "1 waiting\n  of these in no pair so far: 1 image: nowhere.png" in out
     # With few similar candidates, the nearest ones are candidates too.
     pairs_of(folder, tmp_path / "run", "--preemptive", 2)
     assert "comparing images: " in capfd.readouterr().err

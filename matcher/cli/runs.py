@@ -201,11 +201,11 @@ def status(run: Path, /, check: bool = False, tracks: bool = False) -> int:
         counts, settings = store.counts(), store.settings
         show(f"{run}: {settings.get('preset', 'a run')}, images of {store.image_folder}")
         alone = [image.name for image in store.unpaired() if image.status == "waiting"]
-        done, failed, waiting = counts.images_done, counts.images_failed, counts.images_waiting - len(alone)
+        done, failed, waiting = counts.images_done, counts.images_failed, counts.images_waiting
         show(f"images: {done} done, {failed} failed, {waiting} waiting")
         if alone:
-            more = ", …" if len(alone) > _LISTED else ""
-            show(f"  in no pair: {counted(len(alone), 'image')}: {', '.join(alone[:_LISTED])}{more}")
+            some, more = ", ".join(alone[:_LISTED]), ", …" * (len(alone) > _LISTED)
+            show(f"  of these in no pair so far: {counted(len(alone), 'image')}: {some}{more}")
         lost = {image.name: image.reason for image in store.images() if image.status == "failed"}
         for name, reason in list(lost.items())[:_LISTED]:
             show(f"  failed: {name}: {reason}")
