@@ -206,7 +206,7 @@ _ELSEWHERE = 16.0  # pixels of the resized image
 _UNIQUE, _REPEATED = 0.7, 0.9  # similarity to the most similar descriptor elsewhere, of one or the other
 _CELL = 64.0  # pixels of the resized image, around inliers, in which keypoints are counted
 _SAMPLE = 400  # keypoints of an image that are compared with all others
-_GLANCE = 64  # inliers that give a first impression
+_GLANCE = 64  # matches that give a first impression
 _SCARCELY = 0.75  # share of unrepeated ones above which no closer look is needed
 _PSEUDO = 8.0  # keypoints added to the unrepeated ones that are counted, matched as often as repeated ones
 _SHARE = (0.3, 0.4)  # found of the unrepeated ones: less between other things of a kind, else often more
@@ -299,7 +299,7 @@ def reversed_share(points0: np.ndarray, points1: np.ndarray) -> float:
     Two cameras see a surface from the same side, so that none of its triangles is; some are at edges in
     depth. Each triangle counts by the sines of its angles at one corner in both images.
     """
-    if len(points0) <= 8:  # fewer say nothing
+    if len(points0) < _GLANCE / 2:  # fewer say nothing
         return 0.0
     corners = np.arange(len(points0))[:: -(-len(points0) // _GLANCE)]
     apart = ((points0[corners, None] - points0) ** 2).sum(axis=2)
