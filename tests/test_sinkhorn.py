@@ -106,9 +106,9 @@ def test_extreme_scores_stay_finite(pattern: str) -> None:
     if pattern == "dustbins":
         scores[0, :, -1], scores[0, -1, :] = 1e4, -1e4
     else:
-        signs = {"positive": 1.0, "negative": -1.0}.get(pattern)
-        chosen = torch.randint(0, 2, scores.shape, generator=rng) * 2 - 1.0 if signs is None else signs
-        scores = 1e4 * chosen * torch.rand(scores.shape, generator=rng).round(decimals=1)
+        mixed = torch.randint(0, 2, scores.shape, generator=rng) * 2 - 1.0
+        signs = {"positive": 1.0, "negative": -1.0, "mixed": mixed}[pattern]
+        scores = 1e4 * signs * torch.rand(scores.shape, generator=rng).round(decimals=1)
     log_p = log_plan(scores, max_iterations=100)
     assert log_p.isfinite().all()
     columns_off = log_p[0].exp().sum(0) / torch.tensor([1.0] * 17 + [12]) - 1
@@ -129,13 +129,9 @@ def test_masked_batch_equals_singles() -> None:
         whole = assigned(batch, mask0, mask1, kind=kind)
         for b, ((n, m), single) in enumerate(zip(sizes, singles, strict=True)):
             alone = assigned(single, kind=kind)
-            torch.testing.assert_close(whole.log_scores[b, :n, :m], alone.log_scores[0], atol=2e-5, rtol=0)
-            torch.testing.assert_close(
-                whole.log_unmatched0[b, :n], alone.log_unmatched0[0], atol=2e-5, rtol=0
-            )
-            torch.testing.assert_close(
-                whole.log_unmatched1[b, :m], alone.log_unmatched1[0], atol=2e-5, rtol=0
-            )
+            own = whole.log_scores[b, :n, :m], whole.log_unmatched0[b, :n], whole.log_unmatched1[b, :m]
+            wanted = alone.log_scores[0], alone.log_unmatched0[0], alone.log_unmatched1[0]
+            torch.testing.assert_close(own, wanted, atol=2e-5, rtol=0)
             masked = ~(mask0[b].unsqueeze(1) & mask1[b])
             assert whole.log_scores[b].isneginf().equal(masked)
 
@@ -165,11 +161,9 @@ def test_transposing_scores_transposes_the_plan(rows: int, columns: int, contras
 @pytest.mark.parametrize("kind", ["sinkhorn", "dual_softmax"])
 def test_no_points(rows: int, columns: int, kind: str) -> None:
     result = assigned(torch.zeros(2, rows + 1, columns + 1, dtype=torch.bfloat16), kind=kind)
-    assert result.log_scores.shape == (2, rows, columns)
-    assert result.log_unmatched0.shape == (2, rows)
-    assert result.log_unmatched1.shape == (2, columns)
+    parts = result.log_scores, result.log_unmatched0, result.log_unmatched1, result.mutual_best.mutual
+    assert [part.shape[1:] for part in parts] == [(rows, columns), (rows,), (columns,), (rows,)]
     assert result.log_scores.dtype == result.log_unmatched1.dtype == torch.float32
-    assert result.mutual_best.mutual.shape == (2, rows)
 
 
 @pytest.mark.parametrize("tolerance", [None, 1e-4])
@@ -283,8 +277,7 @@ def test_an_affine_motion_is_predicted_exactly() -> None:
     fit = fit_local_maps(points, observed, torch.ones(1, 200))
     error = (fit.position - truth).norm(dim=2)
     assert error.max() < 1e-2 and error.median() < 5e-4  # the ridge tells beside the other points
-    assert fit.spread.max() < 2e-3
-    assert fit.support.min() > 1
+    assert fit.spread.max() < 2e-3 and fit.support.min() > 1
 
 
 def test_a_third_of_wrong_matches_does_not_move_the_prediction() -> None:
@@ -379,20 +372,17 @@ def match_one(features0: Features, features1: Features, ratio: float = 0.8):
     return NearestMatcher(NearestConfig(ratio))(Features.stack([features0]), Features.stack([features1]))[0]
 
 
-def reference(
-    descriptors0: np.ndarray, descriptors1: np.ndarray, ratio: float
-) -> dict[tuple[int, int], float]:
-    """Loops over float64 distances."""
+def reference(descriptors0: np.ndarray, descriptors1: np.ndarray, ratio: float) -> dict:
+    """Scores by indices, by loops over float64 distances."""
     distances = np.linalg.norm(descriptors0[:, None].astype(np.float64) - descriptors1[None], axis=2)
     found = {}
     for i, row in enumerate(distances):
         j = int(row.argmin())
         if int(distances[:, j].argmin()) != i:
             continue
-        r0 = row[j] / np.sort(row)[1]
-        r1 = row[j] / np.sort(distances[:, j])[1]
-        if max(r0, r1) <= ratio:
-            found[i, j] = 1 - max(r0, r1)
+        worse = max(row[j] / np.sort(side)[1] for side in (row, distances[:, j]))
+        if worse <= ratio:
+            found[i, j] = 1 - worse
     return found
 
 
@@ -402,10 +392,8 @@ def test_it_equals_a_loop_over_all_distances(rng, ratio):
     noisy = (base[rng.permutation(60)[:45]] + rng.normal(scale=0.6, size=(45, 16))).astype(np.float32)
     found = match_one(make(rng, 60, base), make(rng, 45, noisy), ratio)
     expected = reference(base, noisy, ratio)
-    assert {tuple(pair) for pair in found.indices.tolist()} == set(expected)
-    assert len(expected) > 5
-    wanted = [expected[tuple(pair)] for pair in found.indices.tolist()]
-    np.testing.assert_allclose(found.scores, wanted, atol=1e-5)
+    scores = dict(zip(map(tuple, found.indices.tolist()), found.scores.tolist(), strict=True))
+    assert scores == pytest.approx(expected, abs=1e-5, rel=0) and len(expected) > 5
     assert (np.diff(found.scores) <= 0).all()
 
 
@@ -429,9 +417,7 @@ def test_a_padded_batch_gives_what_single_pairs_give(rng):
 def test_duplicate_descriptors_are_ambiguous(rng):
     twice = np.repeat(rng.normal(size=(1, 16)), 2, axis=0).astype(np.float32)
     others = rng.normal(size=(6, 16)).astype(np.float32)
-    found = match_one(
-        make(rng, 8, np.concatenate([twice, others])), make(rng, 8, np.concatenate([twice, others]))
-    )
+    found = match_one(*(make(rng, 8, np.concatenate([twice, others])) for _ in range(2)))
     assert sorted(found.indices[:, 0].tolist()) == list(range(2, 8))
 
 
