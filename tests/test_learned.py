@@ -3,6 +3,7 @@
 import json
 import re
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -34,27 +35,24 @@ SMALLER = Architecture(widths=(16, 32, 64, 128), depths=(2, 2, 3, 3), hidden=256
 LARGER = Architecture(widths=(20, 32, 64, 130, 48), depths=(2, 3, 3, 4, 2), hidden=300)
 
 
+def random_network(*sizes: Architecture, **options) -> FeatureNetwork:
+    network = FeatureNetwork(*sizes, **options).eval()
+    random_parameters(network)
+    return network
+
+
 @pytest.fixture
 def picture(rng) -> np.ndarray:
     return texture(rng, 160, 120, sigma=2)
 
 
 def test_folding_changes_nothing(picture):
-    trained = FeatureNetwork(normalised=True).eval()
-    random_parameters(trained)
+    trained = random_network(normalised=True)
     pixels = torch.from_numpy(picture[:112])[None, None].float() / 255
     with torch.no_grad():
         logits, maps = trained(pixels)
         plain_logits, plain_maps = folded(trained)(pixels)
-    torch.testing.assert_close(plain_logits, logits, rtol=1e-4, atol=1e-4)
-    for ours, theirs in zip(plain_maps, maps, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-def random_network(sizes: Architecture) -> FeatureNetwork:
-    network = FeatureNetwork(sizes).eval()
-    random_parameters(network)
-    return network
+    torch.testing.assert_close([plain_logits, *plain_maps], [logits, *maps], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -93,16 +91,13 @@ def test_a_weights_file_tells_its_sizes(picture, tmp_path):
 def test_a_header_that_promises_much_asks_for_no_memory(tmp_path):
     """Sizes count only where the file has as many numbers."""
     shapes = shapes_of(Architecture((4096,) * 6, (60,) * 6, 4096))
-    entries = {
-        name: {"dtype": "F16", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()
-    }
+    entries = {n: {"dtype": "F16", "shape": shape, "data_offsets": [0, 0]} for n, shape in shapes.items()}
     header = json.dumps({"__metadata__": {"frontend": "learned"}, **entries}).encode()
     (tmp_path / "huge.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     config = ExtractorConfig(kind="learned")
-    with pytest.raises(IntegrityError, match=r"huge\.safetensors is not an intact safetensors file"):
-        _ = build_extractor(config, tmp_path / "huge.safetensors").network
-    with pytest.raises(IntegrityError, match=r"huge\.safetensors is not an intact safetensors file"):
-        _ = OnnxExtractor(config, tmp_path / "huge.safetensors").graph
+    for engine, part in ((build_extractor, "network"), (OnnxExtractor, "graph")):
+        with pytest.raises(IntegrityError, match=r"huge\.safetensors is not an intact safetensors file"):
+            getattr(engine(config, tmp_path / "huge.safetensors"), part)
 
 
 @pytest.mark.parametrize(
@@ -164,9 +159,8 @@ def test_a_shift_by_whole_strides_shifts_the_points(rng):
     (first,) = build("learned", max_keypoints=2000)([whole(canvas[:256, :320])])
     (second,) = build("learned", max_keypoints=2000)([whole(canvas[STRIDE : 256 + STRIDE, :320])])
     reach = 100  # pixels from the edges that padding may change
-    inner = (first.keypoints > reach + STRIDE).all(1) & (
-        first.keypoints < torch.tensor([320.0, 256.0]) - reach
-    ).all(1)
+    low, high = reach + STRIDE, torch.tensor([320.0, 256.0]) - reach
+    inner = ((first.keypoints > low) & (first.keypoints < high)).all(1)
     moved = first.keypoints[inner] - torch.tensor([0.0, STRIDE])
     assert len(moved) > 5
     assert share_found(moved, second.keypoints, 1.0) > 0.6
@@ -176,11 +170,9 @@ def test_a_mask_is_respected(picture):
     mask = np.zeros(picture.shape, bool)
     mask[:, :80] = True
     (features,) = build("learned")([whole(picture, mask)])
-    assert len(features) > 0
-    assert float(features.keypoints[:, 0].max()) < 80 + WINDOW / 2
+    assert len(features) > 0 and float(features.keypoints[:, 0].max()) < 80 + WINDOW / 2
     (nothing,) = build("learned")([whole(picture, np.zeros(picture.shape, bool))])
-    assert len(nothing) == 0
-    assert nothing.descriptors.shape == (0, DESCRIPTOR_DIM)
+    assert len(nothing) == 0 and nothing.descriptors.shape == (0, DESCRIPTOR_DIM)
 
 
 def test_constant_and_dark_images_have_no_points(rng):
@@ -265,11 +257,8 @@ def test_descriptors_are_read_where_the_convention_says(rng, exact):
     points = np.array([[3.5, 3.5], [0, 0], [71, 47], [40, 20], [12.25, 30.5]])
     found = network.describe(torch.from_numpy(maps)[None], torch.from_numpy(points)).numpy()
     for point, descriptor in zip(points, found, strict=True):
-        if exact:
-            x, y = (point - 3.5) / 8
-        else:
-            x, y = (point - 3.5) * [8, 5] / [8 * 9 - 4.5, 8 * 6 - 4.5]
-        expected = bilinear(maps, x, y)
+        cells = [1 / 8, 1 / 8] if exact else [8 / (8 * 9 - 4.5), 5 / (8 * 6 - 4.5)]
+        expected = bilinear(maps, *(point - 3.5) * cells)
         np.testing.assert_allclose(descriptor, expected / np.linalg.norm(expected), atol=1e-6)
 
 
@@ -277,15 +266,9 @@ def test_masks_black_and_tiny_images(photo):
     mask = np.zeros(photo.shape, bool)
     mask[30:90, 20:70] = True
     extractor = build("superpoint", score_threshold=0.02, max_keypoints=5000)
-    masked, free, black, tiny, colour = extractor(
-        [
-            whole(photo, mask),
-            whole(photo),
-            whole(np.zeros((64, 80), np.uint8)),
-            whole(np.full((1, 1, 3), 200, np.uint8)),
-            whole(np.repeat(photo[..., None], 3, axis=2)),
-        ]
-    )
+    others = np.zeros((64, 80), np.uint8), np.full((1, 1, 3), 200, np.uint8), cv2.merge([photo] * 3)
+    pictures = [whole(photo, mask), *map(whole, (photo, *others))]
+    masked, free, black, tiny, colour = extractor(pictures)
     x, y = masked.keypoints.long().T
     assert bool(torch.from_numpy(mask)[y, x].all())
     inside = torch.from_numpy(mask)[free.keypoints[:, 1].long(), free.keypoints[:, 0].long()]
