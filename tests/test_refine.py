@@ -109,14 +109,11 @@ def test_along_an_edge_a_match_stays_and_the_covariance_says_so():
     offsets = np.linspace(-12, 12, 5)
 
     def edges(shift):
-        value = 0.0
-        for offset in offsets * 10:
-            distance = x * across[0] + y * across[1] - 140 - offset - shift
-            value = value + 12 * np.tanh(distance / 1.5)
-        return 128 + value
+        distances = (x * across[0] + y * across[1] - 140 - 10 * offset - shift for offset in offsets)
+        return 128 + sum(12 * np.tanh(distance / 1.5) for distance in distances)
 
-    points0 = np.concatenate([140 * across + o * 10 * across + t * along for o in offsets for t in TIMES])
-    points0 = points0.reshape(-1, 2)
+    times = np.arange(-60, 61, 12)
+    points0 = np.array([140 * across + o * 10 * across + t * along for o in offsets for t in times])
     points0 = points0[((points0 > 20) & (points0 < 180)).all(axis=1)]
     wrong = np.random.default_rng(3).normal(0, 0.6, (len(points0), 2))
     found = refined(edges(0) + noise[0], edges(4) + noise[1], points0, points0 + 4 * across + wrong)
@@ -130,9 +127,6 @@ def test_along_an_edge_a_match_stays_and_the_covariance_says_so():
     spread = found.refinement.covariances[chosen]
     assert np.median(along @ spread @ along) > 0.5**2
     assert np.median(across @ spread @ across) < 0.2**2
-
-
-TIMES = np.arange(-60, 61, 12)
 
 
 def test_what_does_not_look_alike_keeps_its_place(views):
