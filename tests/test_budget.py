@@ -110,10 +110,8 @@ def test_plans_learn_from_how_long_pairs_took(network, views):
 @pytest.mark.parametrize(("preset", "shape"), [("nearest", (1, 1)), ("hybrid-learned", (120, 160))])
 def test_costs_are_measured_on_noise_where_an_image_is_dark_or_tiny(preset, shape):
     pipeline = matcher.load(preset, further_passes=False, max_keypoints=300, geometry="essential")
-    dark, camera = (
-        np.zeros(shape, np.uint8),
-        matcher.Camera(700, 700, 0.5 * (shape[1] - 1), 0.5 * (shape[0] - 1)),
-    )
+    dark, (height, width) = np.zeros(shape, np.uint8), shape
+    camera = matcher.Camera(700, 700, 0.5 * (width - 1), 0.5 * (height - 1))
     result = pipeline.match(dark, dark, camera0=camera, budget_ms=5000.0)
     assert len(result.matches) == 0 and result.budget.fits
 
