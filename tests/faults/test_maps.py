@@ -13,6 +13,7 @@ import safetensors.numpy
 from fuzzing import examples, seeded
 from hypothesis import given
 from hypothesis import strategies as st
+from random_collection import features as random_features
 from safetensors.numpy import load, save
 from sequence_walls import BASELINE, make_walls, picture
 from sequence_walls import CAMERA as CAMERA_TEXT
@@ -137,10 +138,7 @@ def test_models_with_pieces_changed(sound, tmp_path, kind, examples):
 
 
 def features(name: str) -> Features:
-    rng = np.random.default_rng(len(name))
-    descriptors = rng.random((40, 128)).astype(np.float32)
-    descriptors /= np.linalg.norm(descriptors, axis=1, keepdims=True)
-    return Features(rng.uniform(0, 90, (40, 2)), descriptors, size=(100, 100), kind="sift")
+    return random_features(np.random.default_rng(len(name)), 40)
 
 
 NAMES, DIGESTS = ["a.jpg", "bb.jpg", "ccc.jpg"], ["0", "1", "2"]
