@@ -142,8 +142,7 @@ def pairs(count=30, status="ok", inliers=80):
     inverse = np.linalg.inv(camera(FOCAL).K)
     found = []
     for number in range(count):
-        x, y, z = rng.standard_normal(3)
-        cross = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
+        cross = np.cross(np.eye(3), rng.standard_normal(3))
         turn = Rotation.from_rotvec(0.3 * rng.standard_normal(3)).as_matrix()
         matrix = inverse.T @ cross @ turn @ inverse * (1 + 1e-3 * rng.standard_normal((3, 3)))
         geometry = TwoViewGeometry("fundamental", status, np.ones(inliers, bool), matrix)
@@ -211,14 +210,13 @@ def stereo():
     return synthetic_store(np.random.default_rng(5), points=300, names=NAMES, poses=poses, camera=None)[0]
 
 
+def distance(model, one, other):
+    centres = model.centres()
+    return np.linalg.norm(centres[f"{one}.jpg"] - centres[f"{other}.jpg"])
+
+
 def baselines(model):
-    centres = model.centres()
-    return [np.linalg.norm(centres[f"left/{i}.jpg"] - centres[f"right/{i}.jpg"]) for i in range(6)]
-
-
-def across(model):
-    centres = model.centres()
-    return np.linalg.norm(centres["left/0.jpg"] - centres["left/3.jpg"])
+    return [distance(model, f"left/{i}", f"right/{i}") for i in range(6)]
 
 
 def written(path, *cameras):
@@ -230,7 +228,8 @@ def test_a_rig_keeps_its_shape_and_gives_the_scale(stereo, tmp_path):
     made = reconstruct(stereo, tmp_path / "model", choice=CameraChoice(rig=rig()), threads=1)
     assert made.largest.registered == 12
     np.testing.assert_allclose(baselines(made.largest), BASELINE, rtol=1e-6)
-    assert across(made.largest) == pytest.approx(16, rel=0.01)  # without a rig, units are arbitrary
+    # Without a rig, units are arbitrary.
+    assert distance(made.largest, "left/0", "left/3") == pytest.approx(16, rel=0.01)
     model = pycolmap.Reconstruction(str(tmp_path / "model" / "sparse" / "0"))
     assert (model.num_rigs(), model.num_frames()) == (1, 6)  # in COLMAP's files
     with pycolmap.Database.open(tmp_path / "model" / "database.db") as database:
@@ -244,7 +243,7 @@ def test_a_rig_that_is_not_calibrated_is_learnt(stereo, tmp_path):
     choice = CameraChoice(camera=CAMERA, rig=rig(calibrated=False, camera=None))
     made = reconstruct(stereo, tmp_path / "model", choice=choice, threads=1).largest
     assert made.registered == 12
-    lengths = np.array(baselines(made)) / across(made) * 16
+    lengths = np.array(baselines(made)) / distance(made, "left/0", "left/3") * 16
     np.testing.assert_allclose(lengths, lengths[0], rtol=1e-6)  # one shape, in all frames
     assert lengths[0] == pytest.approx(BASELINE, rel=0.01)
     learnt = read_rig_config(tmp_path / "model" / RIG)
@@ -260,9 +259,7 @@ def test_a_rig_that_moves_ahead_begins_with_one_moment(tmp_path):
     store, _ = synthetic_store(np.random.default_rng(5), points=300, names=NAMES, poses=poses, camera=None)
     made = reconstruct(store, tmp_path / "model", choice=CameraChoice(rig=rig()), threads=1).largest
     assert made.registered == 12
-    centres = made.centres()
-    travelled = np.linalg.norm(centres["left/5.jpg"] - centres["left/0.jpg"])
-    assert travelled == pytest.approx(0.5, rel=0.03)
+    assert distance(made, "left/5", "left/0") == pytest.approx(0.5, rel=0.03)
 
 
 def test_a_model_with_a_rig_is_continued_with_it(stereo, tmp_path):
@@ -334,12 +331,11 @@ def test_the_command_maps_and_localises_with_a_rig(photographed, tmp_path, capfd
     assert run("localize", folder / "model", folder / "later", "--rig", folder / "model" / RIG,
                "--output", out) == 4  # fmt: skip
     rows = json.loads(out.read_text())["poses"]
-    left, right = (np.array(rows[f"{side}/photo1.png"]["cam_from_world"]) for side in ("left", "right"))
-    between = np.vstack([right, [0, 0, 0, 1]])[:4] @ np.linalg.inv(np.vstack([left, [0, 0, 0, 1]])[:4])
-    np.testing.assert_allclose(between, RIGHT, atol=1e-6)
-    there = np.vstack([left, [0, 0, 0, 1]])[:4] @ np.linalg.inv(poses["left/photo0.png"])
+    found = (rows[f"{side}/photo1.png"]["cam_from_world"] for side in ("left", "right"))
+    left, right = (np.vstack([pose, [0, 0, 0, 1]])[:4] for pose in found)
+    np.testing.assert_allclose(right @ np.linalg.inv(left), RIGHT, atol=1e-6)
     wanted = truth["left/photo1.png"] @ np.linalg.inv(truth["left/photo0.png"])
-    np.testing.assert_allclose(there, wanted, atol=0.05)
+    np.testing.assert_allclose(left @ np.linalg.inv(poses["left/photo0.png"]), wanted, atol=0.05)
     assert rows["right/photo9.png"]["cam_from_world"] is None  # a moment of one picture is that picture
     assert "right/photo9.png: no pose" in capfd.readouterr().out
 
