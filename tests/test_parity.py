@@ -7,6 +7,7 @@ is taken where it is installed, or the file that MATCHER_LIGHTGLUE_CODE names.
 import importlib.util
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,8 +67,7 @@ def imported(
     import_checkpoint(published, preset, folder / "ours.safetensors")
     model, _, _ = load_model(folder / "ours.safetensors")
     policy = replace(find_preset(preset).matcher.policy, match_threshold=threshold, **policy)
-    model = model.with_policy(policy)
-    return AttentionMatcher(model, precision="float32")
+    return AttentionMatcher(model.with_policy(policy), precision="float32")
 
 
 def run(matcher: AttentionMatcher, pairs: list[Pair], batch: int) -> list[Matches]:
@@ -88,13 +88,11 @@ def partners(matches, scores) -> Table:
     return {(i, int(j)): float(scores[i]) for i, j in enumerate(matches) if j >= 0}
 
 
-def assert_same(ours: Matches, theirs: Table) -> None:
-    """The same matches, scores within 1e-4."""
-    assert as_table(ours.indices, ours.scores) == pytest.approx(theirs, abs=1e-4, rel=0)
-
-
-def assert_telling(found: list[Matches]) -> None:
-    """Scores near 0 or 1 alone would agree whatever the network does: there are many, and some of each."""
+def assert_same(found: list[Matches], expected: Iterable[Table]) -> None:
+    """The same matches, scores within 1e-4. Scores near 0 or 1 alone would agree whatever the network does:
+    there are many, and some of each."""
+    for ours, theirs in zip(found, expected, strict=True):
+        assert as_table(ours.indices, ours.scores) == pytest.approx(theirs, abs=1e-4, rel=0)
     scores = np.concatenate([matches.scores for matches in found])
     assert len(scores) > 60
     assert ((scores > 0.02) & (scores < 0.7)).sum() > 8
@@ -195,10 +193,7 @@ def test_lightglue_is_that_of_others(lightglue, preset, tmp_path):
     patch = PATCH.get(preset, 1.0) if kornias else 1.0
     expected = [lightglue_matches(peer, pair, patch) for pair in pairs]
     for batch in (1, 4):
-        found = run(ours, pairs, batch)
-        for matches, theirs in zip(found, expected, strict=True):
-            assert_same(matches, theirs)
-        assert_telling(found)
+        assert_same(run(ours, pairs, batch), expected)
 
 
 @torch.no_grad()
@@ -226,16 +221,15 @@ def test_lightglue_with_exit_and_pruning_is_that_of_others(lightglue, preset, se
     assert replace(ours.model.config.policy, match_threshold=0.1) == MatchingPolicy()
     pairs = random_pairs(preset.split("-")[1], WIDTHS[preset], [(120, 120), (90, 140), (61, 40)])
     found, kept = run(ours, pairs, 3), 0
+    assert_same(found, (lightglue_matches(peer, pair) for pair in pairs))
     for pair, matches in zip(pairs, found, strict=True):
         with torch.no_grad():
             theirs = peer({f"image{i}": as_lightglue(pair[i]) for i in (0, 1)})
         assert matches.layers_run == int(theirs["stop"]) == stop
-        assert_same(matches, as_table(theirs["matches"][0], theirs["scores"][0]))
         for side, count in enumerate((matches.kept0, matches.kept1)):
             assert count == int((theirs[f"prune{side}"] == stop).sum())
             kept += count
     assert kept < share * sum(len(features) for pair in pairs for features in pair)
-    assert_telling(found)
 
 
 def test_lightglue_is_that_of_transformers(tmp_path):
@@ -246,17 +240,16 @@ def test_lightglue_is_that_of_transformers(tmp_path):
     for head in heads:
         torch.nn.init.constant_(head.matchability.bias, 2.0)
     ours = imported(peer.state_dict(), "lightglue-superpoint", tmp_path, 0.0, **NEVER)
-    pairs = random_pairs("superpoint", 256)
-    found = run(ours, pairs, 4)
-    for pair, matches in zip(pairs, found, strict=True):
+    pairs, expected = random_pairs("superpoint", 256), []
+    for pair in pairs:
         stacked = Features.stack(pair)
         keypoints, descriptors = (getattr(stacked, name)[None] for name in ("keypoints", "descriptors"))
         mask = stacked.mask[None].int()
         with torch.no_grad():
             partner, scores, *_ = peer._match_image_pair(keypoints, descriptors, 480, 640, mask=mask)
         partner, scores = (x.flatten(0, -2)[0][: len(pair[0])] for x in (partner, scores))
-        assert_same(matches, partners(partner, scores))
-    assert_telling(found)
+        expected.append(partners(partner, scores))
+    assert_same(run(ours, pairs, 4), expected)
 
 
 # --- SuperGlue.
@@ -285,10 +278,7 @@ def test_superglue_is_that_of_transformers(layout, peer, tmp_path):
     pairs = random_pairs("superpoint", 256)
     expected = [mutual(peers.superglue_plan(peer, *pair)) for pair in pairs]
     for batch in (1, 4):
-        found = run(ours, pairs, batch)
-        for matches, theirs in zip(found, expected, strict=True):
-            assert_same(matches, theirs)
-        assert_telling(found)
+        assert_same(run(ours, pairs, batch), expected)
     # With equal counts nothing is padded, and the peer as a whole says the same as its blocks.
     stacked = Features.stack(pairs[0])
     names = ("keypoints", "descriptors", "scores", "mask")
@@ -311,9 +301,8 @@ def test_superglue_is_the_published(peer, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "load", lambda *_, **__: tensors)
     published = module.SuperGlue({"weights": "outdoor", "match_threshold": 0.0}).eval()
     monkeypatch.undo()
-    pairs = random_pairs("superpoint", 256)
-    found = run(imported(tensors, "superglue-outdoor", tmp_path, 0.0), pairs, 4)
-    for pair, matches in zip(pairs, found, strict=True):
+    pairs, expected = random_pairs("superpoint", 256), []
+    for pair in pairs:
         data = {}
         for i, features in enumerate(pair):  # descriptors (1, D, N), images for their size
             data |= {
@@ -324,5 +313,5 @@ def test_superglue_is_the_published(peer, tmp_path, monkeypatch):
             }
         with torch.no_grad():
             theirs = published(data)
-        assert_same(matches, partners(theirs["matches0"][0], theirs["matching_scores0"][0]))
-    assert_telling(found)
+        expected.append(partners(theirs["matches0"][0], theirs["matching_scores0"][0]))
+    assert_same(run(imported(tensors, "superglue-outdoor", tmp_path, 0.0), pairs, 4), expected)
