@@ -146,9 +146,7 @@ def cast(
     faces: list[Face], points: np.ndarray, world_from_cam: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What the pixels (N, 2) show: depth along z (N,), place in the world (N, 3), face (N,)."""
-    local = np.column_stack(
-        [(points[:, 0] - CAMERA.cx) / CAMERA.fx, (points[:, 1] - CAMERA.cy) / CAMERA.fy, np.ones(len(points))]
-    )
+    local = np.column_stack([points, np.ones(len(points))]) @ np.linalg.inv(CAMERA.K).T
     rays, centre = local @ world_from_cam[:3, :3].T, world_from_cam[:3, 3]
     depths, which = np.full(len(points), np.inf), np.full(len(points), -1)
     for row, face in enumerate(faces):
