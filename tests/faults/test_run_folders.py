@@ -179,6 +179,8 @@ def entry(file, name: str, count: int = 30, seed: int = 1):
 
 
 def collect(file, run_dir) -> int:
+    """Matches the features of a file, in a run for a folder of photos without any."""
+    (file.parent / "photos").mkdir(exist_ok=True)
     options = ("--features", file, "--preset", "nearest", "--exhaustive", "--workers", 0)
     return command("collection", file.parent / "photos", "--run", run_dir, *options)
 
@@ -188,14 +190,9 @@ def replace(group, key: str, value) -> None:
     group[key] = value
 
 
-def huge(group, key: str, shape: tuple[int, ...]) -> None:
+def stored(group, key: str, shape: tuple[int, ...], **how) -> None:
     del group[key]
-    group.create_dataset(key, shape=shape, dtype="f4", chunks=True)
-
-
-def external(group, key: str, path) -> None:
-    del group[key]
-    group.create_dataset(key, (10, 2), "f4", external=[(str(path), 0, h5py.h5f.UNLIMITED)])
+    group.create_dataset(key, shape, "f4", **how)
 
 
 # What is done to the entry of one image; every one is an image that failed, with a reason.
@@ -205,15 +202,14 @@ FAULTS = {
     "more points than descriptors": lambda g, p: replace(g, "keypoints", np.zeros((31, 2), np.float32)),
     "no descriptors": lambda g, p: g.__delitem__("descriptors"),
     "a size too large": lambda g, p: replace(g, "image_size", np.array([2.0**40, 4])),
-    "a terabyte of points": lambda g, p: huge(g, "keypoints", (2**37, 2)),
+    "a terabyte of points": lambda g, p: stored(g, "keypoints", (2**37, 2), chunks=True),
     "a link within": lambda g, p: replace(g, "keypoints", h5py.SoftLink("/good.jpg/keypoints")),
     "a link without": lambda g, p: replace(g, "keypoints", h5py.ExternalLink(str(p), "/x")),
-    "data of another file": lambda g, p: external(g, "keypoints", p),
+    "data of another file": lambda g, p: stored(g, "keypoints", (10, 2), external=[(str(p), 0, 80)]),
 }
 
 
 def test_entries_that_are_none_fail_with_their_reason(tmp_path, capfd):
-    (tmp_path / "photos").mkdir()
     (tmp_path / "secret").write_bytes(bytes(4096))
     with h5py.File(tmp_path / "features.h5", "w") as file:
         entry(file, "good.jpg"), entry(file, "other.jpg", seed=1)
@@ -230,7 +226,6 @@ def test_entries_that_are_none_fail_with_their_reason(tmp_path, capfd):
 
 
 def test_names_that_lead_elsewhere_are_not_taken(tmp_path, capfd):
-    (tmp_path / "photos").mkdir()
     names = ["../up.jpg", "sub/../../up.jpg", "a\nb.jpg", "\x1b[2J.jpg", "x" * 2000]
     with h5py.File(tmp_path / "features.h5", "w") as file:
         entry(file, "good.jpg"), entry(file, "sub/good.jpg")
@@ -245,7 +240,6 @@ def test_names_that_lead_elsewhere_are_not_taken(tmp_path, capfd):
 @pytest.mark.parametrize("depth", [0, 1000])
 def test_groups_in_groups_without_end_are_refused_soon(tmp_path, capfd, depth):
     """A group that holds itself is looked at once; a thousand in each other took HDF5's own search 11 s."""
-    (tmp_path / "photos").mkdir()
     with h5py.File(tmp_path / "features.h5", "w") as file:
         entry(file, "good.jpg"), entry(file, "sub/other.jpg", seed=2)
         file["sub/again"], file["good.jpg/self"] = file["/"], file["good.jpg"]
@@ -262,7 +256,6 @@ def test_groups_in_groups_without_end_are_refused_soon(tmp_path, capfd, depth):
 
 def test_features_files_with_bytes_changed(tmp_path, capfd):
     """Other features, or a clear error: HDF5 has errors of its own for a heap or a type that is damaged."""
-    (tmp_path / "photos").mkdir()
     with h5py.File(tmp_path / "whole.h5", "w", libver="latest") as file:
         entry(file, "good.jpg"), entry(file, "other.jpg", seed=2)
     whole, rng, path = (tmp_path / "whole.h5").read_bytes(), np.random.default_rng(5), tmp_path / "x.h5"
