@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,10 @@ import PIL.Image
 import pytest
 from collection_runs import matched, opened
 from collection_scene import render_photos, texture
+from command import run as command
 
 import matcher
 from matcher.cameras import Camera, read_named_poses
-from matcher.cli import main
 from matcher.errors import IntegrityError, UsageError
 from matcher.localization.pose import (
     Matches3d,
@@ -355,8 +356,7 @@ def test_a_run_with_the_same_features_shares_the_map(made, queries, tmp_path):
 GIVEN = ("--camera", CAMERA_TEXT)
 
 
-def run(*arguments: object) -> int:
-    return main(["localize", *map(str, arguments)])
+run = partial(command, "localize")
 
 
 @pytest.fixture
@@ -453,23 +453,23 @@ def test_a_model_of_another_program_is_mapped_once(made, tmp_path, monkeypatch, 
     model, theirs = pycolmap.Reconstruction(find_model(folder / "model")), tmp_path / "theirs"
     theirs.mkdir()
     model.write(theirs)
-    command = (theirs, folder / "queries" / QUERIES[0], "--json", *GIVEN)
-    assert run(*command) == 2 and "--pictures" in capfd.readouterr().err
+    asked = (theirs, folder / "queries" / QUERIES[0], "--json", *GIVEN)
+    assert run(*asked) == 2 and "--pictures" in capfd.readouterr().err
     for extracted in (1, 0):
-        assert run(*command, "--pictures", folder / "photos") == 0
+        assert run(*asked, "--pictures", folder / "photos") == 0
         printed = capfd.readouterr()
         assert printed.err.count("extracting images: 5 of 5") == extracted
         for name, row in json.loads(printed.out)["poses"].items():
             np.testing.assert_allclose(row["cam_from_world"], truth[name], atol=0.05)
     with matcher.Map.open(tmp_path / "theirs-map") as place:
         assert len(place.names) == 5
-    assert run(*command, "--pictures", folder / "photos", "--features", tmp_path / "f.h5") == 2
+    assert run(*asked, "--pictures", folder / "photos", "--features", tmp_path / "f.h5") == 2
     image = model.image(model.reg_image_ids()[0])
     pose = image.frame.rig_from_world
     pose.translation = pose.translation + 1
     image.frame.rig_from_world = pose
     model.write(theirs)
-    assert run(*command, "--pictures", folder / "photos") == 2
+    assert run(*asked, "--pictures", folder / "photos") == 2
     assert "theirs-map" in capfd.readouterr().err
 
 
@@ -481,7 +481,7 @@ def test_a_map_of_features_from_a_file_takes_features(made, tmp_path, capfd):
         own.export("hloc", tmp_path / f"{name}-hloc")
     files = [tmp_path / f"{name}-hloc" / "features.h5" for name in ("first", "asked")]
     again = ("sfm", folder / "photos", "--features", files[0], "--poses", folder / "model", "--workers", 0)
-    assert main([str(a) for a in (*again, "--preset", "nearest", "--out", tmp_path / "model")]) == 0
+    assert command(*again, "--preset", "nearest", "--out", tmp_path / "model") == 0
     capfd.readouterr()
     arguments, given = (tmp_path / "model", folder / "queries", *GIVEN), ("--features", files[1])
     assert run(*arguments, *given, "--json", "--plot", tmp_path / "drawn") == 0
