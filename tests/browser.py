@@ -87,9 +87,8 @@ class Browser:
 
     def complaints(self) -> list[str]:
         """What the page's console says of errors, refused content among them."""
-        return [
-            row["message"] for row in self._do("/se/log", {"type": "browser"}) if row["level"] == "SEVERE"
-        ]
+        rows = self._do("/se/log", {"type": "browser"})
+        return [row["message"] for row in rows if row["level"] == "SEVERE"]
 
     def close(self) -> None:
         self._call("DELETE", self._session)
