@@ -143,13 +143,8 @@ def test_matches_hold_what_they_say(pairs) -> None:
 
 def test_the_same_input_gives_the_same_bits_and_changes_no_global_state(pairs) -> None:
     def state() -> list:
-        return [
-            torch.get_num_threads(),
-            torch.is_grad_enabled(),
-            torch.get_default_dtype(),
-            torch.get_float32_matmul_precision(),
-            torch.get_rng_state().tolist(),
-        ]
+        settings = torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype()
+        return [*settings, torch.get_float32_matmul_precision(), torch.get_rng_state().tolist()]
 
     model = random_model(config=GUIDED)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
