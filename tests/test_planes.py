@@ -108,12 +108,8 @@ CAMERAS = Camera(800.0, 780.0, 512.0, 384.0), Camera(600.0, 610.0, 400.0, 300.0)
 
 def pose(degrees=35.0, step=1.0):
     """From one side of a scene three units away to the other."""
-    angle, cam1_from_cam0 = np.radians(degrees), np.eye(4)
-    cam1_from_cam0[:3, :3] = [
-        [np.cos(angle), 0, np.sin(angle)],
-        [0, 1, 0],
-        [-np.sin(angle), 0, np.cos(angle)],
-    ]
+    cam1_from_cam0 = np.eye(4)
+    cam1_from_cam0[:3, :3] = cv2.Rodrigues(np.radians((0.0, degrees, 0.0)))[0]
     cam1_from_cam0[:3, 3] = step * (np.array([0, 0, 3.0]) - cam1_from_cam0[:3, :3] @ [0, 0, 3.0])
     return cam1_from_cam0
 
@@ -130,11 +126,9 @@ def views(rng, on_plane, beside, cam1_from_cam0, noise=0.0, area=((50, 50), (974
 
 
 def degrees_off(found, true):
-    cosines = (
-        (np.trace(found[:3, :3].T @ true[:3, :3]) - 1) / 2,
-        found[:3, 3] @ true[:3, 3] / np.linalg.norm(true[:3, 3]),
-    )
-    return float(np.degrees(np.arccos(np.clip(cosines, -1, 1))).max())
+    turned = (np.trace(found[:3, :3].T @ true[:3, :3]) - 1) / 2
+    along = found[:3, 3] @ true[:3, 3] / np.linalg.norm(true[:3, 3])
+    return float(np.degrees(np.arccos(np.clip((turned, along), -1, 1))).max())
 
 
 def test_the_right_pose_and_its_twin(rng):
