@@ -174,9 +174,8 @@ def test_instances_and_the_corner_of_the_template_are_seen_whole():
 def test_ellipses_show_the_uncertainty_of_points_enlarged():
     points = np.array([[100.0, 150.0], [300.0, 150.0]])
     covariances = np.array([[[0.25, 0], [0, 0.01]], [[4.0, 0], [0, 4.0]]])
-    plain, drawn = (
-        body(draw_matches(grey(), grey(), points, points, covariances=given)) for given in (None, covariances)
-    )
+    pair = grey(), grey(), points, points
+    plain, drawn = (body(draw_matches(*pair, covariances=given)) for given in (None, covariances))
     differs = (plain.astype(int) - drawn).any(axis=2)
     half = differs.shape[1] // 2
     assert not differs[:, : half - 20].any()  # they are those of image 1
