@@ -27,9 +27,8 @@ COUNTS = {"a": 10, "b": 10, "c": 10}
 
 
 def test_a_chain_becomes_one_track():
-    tracks = build_tracks(
-        [PairMatches("a", "b", np.array([[1, 2], [5, 5]])), PairMatches("b", "c", np.array([[2, 3]]))], COUNTS
-    )
+    pairs = PairMatches("a", "b", np.array([[1, 2], [5, 5]])), PairMatches("b", "c", np.array([[2, 3]]))
+    tracks = build_tracks(pairs, COUNTS)
     assert tracks.track(0) == [("a", 1), ("b", 2), ("c", 3)]
     assert tracks.track(1) == [("a", 5), ("b", 5)]
     assert tracks.lengths.tolist() == [3, 2] and tracks.mean_length == 2.5 and tracks.conflicts == 0
