@@ -11,6 +11,7 @@ from command import run
 from fuzzing import examples, seeded
 from hypothesis import given
 from hypothesis import strategies as st
+from random_collection import features
 
 import matcher
 from matcher.cameras import Camera, as_camera, read_cameras, read_named_poses
@@ -30,20 +31,13 @@ def nearest():
     return matcher.load("nearest", max_keypoints=50, device="cpu")
 
 
-def features(count: int = 5) -> Features:
-    rng = np.random.default_rng(count)
-    descriptors = rng.random((count, 128)).astype(np.float32)
-    descriptors /= np.linalg.norm(descriptors, axis=1, keepdims=True)
-    return Features(rng.uniform(0, 40, (count, 2)), descriptors, size=(64, 48))
-
-
-def test_pairs_of_features(nearest):
-    one = features()
+def test_pairs_of_features(nearest, rng):
+    one, other = features(rng, 5), features(rng, 7)
     for wrong in (None, 7, [(one, one, one)], [(one, None)], {0: (one, one)}):
         with pytest.raises(UsageError, match="Features"):
             nearest.match_features_batch(wrong)
     assert nearest.match_features_batch([]) == []
-    assert len(nearest.match_features_batch([(one, one), [one, features(7)]])) == 2
+    assert len(nearest.match_features_batch([(one, one), [one, other]])) == 2
 
 
 @pytest.mark.parametrize("value", ["x", True, np.nan, 0, 1e300, [1]], ids=repr)
@@ -212,6 +206,7 @@ def test_weights_files_of_any_bytes(small_model, tmp_path, capfd, examples):
     length = struct.unpack("<Q", whole[:8])[0]
     header = json.loads(whole[8 : 8 + length])
     names = st.sampled_from([name for name in header if name != "__metadata__"])
+    facts = st.sampled_from(sorted(header["__metadata__"]))
     value = st.sampled_from([None, [], {}, -1, 2**62, "F64", [0, 2**60], [-1, 4], "x" * 99, [[]], 1e300])
 
     def with_header(changed: dict) -> bytes:
@@ -225,9 +220,7 @@ def test_weights_files_of_any_bytes(small_model, tmp_path, capfd, examples):
         st.integers(0, len(whole) - 1).map(lambda end: whole[:end]),
         st.integers(0, 2**64 - 1).map(lambda said: struct.pack("<Q", said) + whole[8:]),
         st.binary(max_size=200),
-        st.builds(
-            changed, st.just("__metadata__"), st.sampled_from(sorted(header["__metadata__"])), st.text()
-        ),
+        st.builds(changed, st.just("__metadata__"), facts, st.text()),
         st.builds(changed, names, st.sampled_from(["dtype", "shape", "data_offsets"]), value),
     )
 
