@@ -151,9 +151,8 @@ def test_a_picture_with_pieces_changed(tmp_path, suffix):
 
 def test_a_jpeg_of_endless_scans_is_refused(tmp_path):
     """A megabyte of them kept the decoder busy for more than five minutes."""
-    PIL.Image.fromarray(np.zeros((3000, 3000), np.uint8)).save(
-        tmp_path / "a.jpg", progressive=True, comment=b"\xff\xda" * 300
-    )
+    black = PIL.Image.fromarray(np.zeros((3000, 3000), np.uint8))
+    black.save(tmp_path / "a.jpg", progressive=True, comment=b"\xff\xda" * 300)
     data, begun = (tmp_path / "a.jpg").read_bytes(), time.process_time()
     assert decode(tmp_path / "a.jpg", 10**7).samples.shape == (3000, 3000)  # a comment is no scan
     last = data[data.rfind(b"\xff\xda") : -2]
