@@ -71,9 +71,8 @@ DEATHS = {
 def test_the_command_outlives_colmap(tmp_path, monkeypatch, capfd, name):
     pytest.importorskip("pycolmap")
     photos(tmp_path / "photos", 3)
-    monkeypatch.setattr(
-        "matcher.sfm.reconstruct.child_command", lambda _: [sys.executable, "-c", DEATHS[name]]
-    )
+    dying = [sys.executable, "-c", DEATHS[name]]
+    monkeypatch.setattr("matcher.sfm.reconstruct.child_command", lambda _: dying)
     code = run("sfm", tmp_path / "photos", "--out", tmp_path / "model", *QUICK, "--workers", 0)
     errors = capfd.readouterr().err
     assert code not in (0, 1) and "Traceback" not in errors and "internal error" not in errors, errors
