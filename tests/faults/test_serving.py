@@ -43,13 +43,9 @@ OFFLINE = (
 @contextmanager
 def served(temporary: Path, end: signal.Signals = signal.SIGINT) -> Iterator[str]:
     """Its address; it may make temporary files in that folder only, and leaves none there."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", OFFLINE],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "TMPDIR": str(temporary)},
-    )
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", OFFLINE], env=environment, **pipes)
     first = process.stdout.readline()
     found = re.search(r"http://127\.0\.0\.1:\d+", first)
     assert found, first + process.stdout.read()
