@@ -91,9 +91,7 @@ def matched(network: Graph, sides: list, sizes: list) -> np.ndarray:
     return np.stack([rows, found["matches0"][rows]], axis=1)
 
 
-def as_colmap_and_as_the_pipeline(
-    files: list, images: list[np.ndarray], keypoints: int
-) -> tuple[np.ndarray, np.ndarray]:
+def as_colmap_and_as_the_pipeline(files: list, images: list, keypoints: int) -> list[np.ndarray]:
     """Matches (K, 4) of two RGB images."""
     extractor, network = (Graph(file.read_bytes(), {}) for file in files)
     sides = [as_colmap(extractor, image, keypoints) for image in images]
@@ -102,7 +100,7 @@ def as_colmap_and_as_the_pipeline(
     options = {"max_keypoints": keypoints, "resize": 2048, "further_passes": False, "refine": False}
     options |= {"early_exit": False, "pruning": False}  # the files have all layers
     matches = matcher.load("hybrid-learned", engine="onnx", **options).match(*images).matches
-    return theirs, np.concatenate([matches.points0, matches.points1], axis=1)
+    return [theirs, np.concatenate([matches.points0, matches.points1], axis=1)]
 
 
 def near(theirs: np.ndarray, ours: np.ndarray, pixels: float = 0.1) -> float:
