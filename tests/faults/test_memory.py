@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from collection_runs import photos
+from collection_runs import opened, photos
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from matcher import attention as cpu
-from matcher.collection.collection import Collection
 from matcher.collection.workers import StageProgress
 
 pytestmark = pytest.mark.promise(6)
@@ -69,8 +68,7 @@ def test_a_hundred_thousand_pairs(tmp_path, capsys):
     wanted = 100_000
     images = next(count for count in range(2, 1000) if count * (count - 1) // 2 >= wanted)
     photos(tmp_path / "photos", images, size=(120, 90))
-    found = Collection.open(tmp_path / "run", preset="nearest", max_keypoints=64, device="cpu", workers=0)
-    found.add_images(tmp_path / "photos")
+    found = opened(tmp_path / "run", tmp_path / "photos", max_keypoints=64)
     found.add_pairs(exhaustive=True)
     found.extract()
     samples = []
