@@ -52,13 +52,11 @@ def matched(run: Path, folder: Path, pairs: dict | None = None, **options) -> Co
 def start(*arguments: object, **options) -> subprocess.Popen:
     """The command line in a process of its own, one thread a process."""
     command = [sys.executable, "-m", "matcher", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    options |= {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "stderr": subprocess.PIPE, "text": True}
     # A shell makes background jobs, such as these tests, ignore what Ctrl+C sends, and children would too.
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, **options
-        )
+        return subprocess.Popen(command, cwd=ROOT, **options)
     finally:
         signal.signal(signal.SIGINT, before)
 
