@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import collection_runs
 import pytest
 from collection_runs import QUICK, ROOT, alive, children, contents, pairs_done, photos, start, wait_for
 from command import run as here
@@ -192,10 +193,9 @@ def test_a_run_is_read_beside_and_ended_by_a_signal(scene, tmp_path, capfd, monk
 
 
 def opened(folder: Path, workers: int) -> Collection:
-    options = {"preset": "nearest", "max_keypoints": 150, "device": "cpu"}
-    found = Collection.open(folder / "run", workers=Workers(count=workers, threads=1, batch=4), **options)
     photos(folder / "photos", 3)
-    found.add_images(folder / "photos")
+    how = Workers(count=workers, threads=1, batch=4)
+    found = collection_runs.opened(folder / "run", folder / "photos", workers=how)
     found.add_pairs(exhaustive=True)
     return found
 
@@ -215,9 +215,8 @@ def test_what_kills_its_worker_twice_fails_and_the_run_goes_on(tmp_path, monkeyp
 
 def test_workers_that_cannot_start_are_an_error(tmp_path, monkeypatch):
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(
-        "import os, sys\nif 'matcher.collection.workers' in sys.orig_argv: os._exit(9)\n"
-    )
+    dying = "import os, sys\nif 'matcher.collection.workers' in sys.orig_argv: os._exit(9)\n"
+    (tmp_path / "site" / "sitecustomize.py").write_text(dying)
     monkeypatch.syspath_prepend(tmp_path / "site")
     with pytest.raises(MatcherError, match=r"exit code 9"):
         opened(tmp_path, 1).run()
