@@ -193,3 +193,7 @@ def test_pages_of_like_print_do_not_make_a_picture(rng):
         cv2.putText(page, words, (30, y), cv2.FONT_HERSHEY_COMPLEX, 0.6, 0, 1, cv2.LINE_AA)
     with pytest.raises(matcher.ImageError, match="no two"):
         matcher.stitch(pages)
+    for model in ("homography", "similarity"):
+        found = matcher.align(*pages, model=model)
+        assert found.to_dict()["verdict"]["word"] == "not" and "different places" in found.summary()
+        assert not found.found and found.result.geometry.rejected.repetition is not None

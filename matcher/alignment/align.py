@@ -21,7 +21,7 @@ from matcher.result import Result
 from matcher.types import Image
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
-from matcher.verify.verdict import reject_improbable
+from matcher.verify.verdict import NOT, judged, reject_improbable
 from matcher.viz.overlays import blend, checkerboard, difference, lay_over
 
 # What alignment, templates and panoramas share.
@@ -89,15 +89,19 @@ def align(
     pipeline = planar_pipeline(preset, options)
     result = pipeline.match(image0, image1, mask0=mask0, mask1=mask1)
     geometry, matches = result.geometry, result.matches
+    sides = result.features0, result.features1
     if model != "homography":  # that the matches were verified by
-        sides = result.features0, result.features1
         evidence = {"scores": matches.prior_scores, "covariances": matches.covariances}
         scale = threshold_scale(*(features.scale.tolist() for features in sides), "homography")
         estimator = RobustEstimator(pipeline.config.estimation, planar=model)
         geometry = estimator(result.points0, result.points1, thresholds_scale=scale, **evidence)
-        if result.passes:
-            geometry = reject_improbable(geometry, matches, *(features.image_size for features in sides))
+        first = result.first or result  # of whose features alone there are descriptors
+        geometry = judged(geometry, first.features0, first.features1, matches)
+    least = None if result.passes else NOT
+    geometry = reject_improbable(geometry, matches, *(side.image_size for side in sides), least)
+    geometry = geometry.without_rejected()
     fitted = (geometry.status, geometry.inliers, geometry.matrix)
+    result = replace(result, geometry=geometry)
     return Alignment(result, model, *fitted, images=(image0, image1), pipeline=pipeline)
 
 
@@ -112,7 +116,7 @@ class Alignment:
     (True, (240, 320, 3), 0)
     """
 
-    result: Result  # the matches that the map was estimated from
+    result: Result  # the matches that the map was estimated from, and their verdict
     model: PlanarModel
     status: GeometryStatus  # use the map where it is "ok"; see `TwoViewGeometry`
     inliers: np.ndarray  # (K,) bool, of the matches
@@ -186,17 +190,19 @@ class Alignment:
     def to_dict(self) -> dict[str, Any]:
         """Model, status, matrices and counts as plain values, ready for `json.dumps`."""
         found = self.result.to_dict()
-        kept = ("preset", "weights", "image0", "image1", "keypoints0", "keypoints1", "matches", "seconds")
+        kept = ("preset", "weights", "image0", "image1", "keypoints0", "keypoints1", "matches", "verdict")
         own = {name: getattr(self, name) for name in ("model", "status", "agreeing", "error")}
         for name, matrix in (("matrix", self.matrix), ("matrix_upright", self.matrix_upright)):
             own[name] = None if matrix is None else matrix.tolist()
-        return {name: found[name] for name in kept} | own | {"inliers": int(self.inliers.sum())}
+        own |= {"inliers": int(self.inliers.sum()), "seconds": found["seconds"]}
+        return {name: found[name] for name in kept} | own
 
     def summary(self) -> str:
         """A readable summary: images, matches and the transformation."""
         result = self.result
         count = counted(len(result.matches), "match", "matches")
         lines = [*result.image_lines(), f"{count} ({result.preset})"]
+        lines += [] if result.verdict is None else [str(result.verdict)]
         if not self.found:
             return "\n".join([*lines, f"not aligned: {self._reason()}"])
         what = "affine map" if self.model == "affine" else self.model
