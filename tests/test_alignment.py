@@ -134,7 +134,8 @@ def test_a_scene_with_depth_is_told_of(capfd, tmp_path):
     cv2.imwrite(str(tmp_path / "0.png"), scene)
     cv2.imwrite(str(tmp_path / "1.png"), moved)
     command = ("align", tmp_path / "0.png", tmp_path / "1.png", "--preset", "nearest")
-    assert run(*command) == 0 and run(*command, "--fail-below", 0.5) == 4
+    for more, code in (((), 0), (("--gcp", tmp_path / "a.csv"), 0), (("--fail-below", 0.5), 4)):
+        assert run(*command, *more) == code and "no plane" in capfd.readouterr().out
 
 
 # --- `matcher find`: every instance of a template is found, at its scale and turn, and nothing else.

@@ -151,6 +151,14 @@ class Alignment:
         moved = warp_points(self.result.points0[self.inliers].astype(np.float64), self.matrix)
         return float(np.median(np.linalg.norm(moved - self.result.points1[self.inliers], axis=1)))
 
+    @property
+    def cautions(self) -> list[str]:
+        """A warning where most matches disagree with the map that was found."""
+        if not self.found or self.agreeing >= SCENE_WITH_DEPTH:
+            return []
+        share = f"only {self.agreeing:.0%} of the matches agree with it"
+        return [f"warning: {share}: the scene is no plane, and what lies off it is not aligned"]
+
     def __repr__(self) -> str:
         count = int(self.inliers.sum())
         return f"Alignment({self.model}: {self.status}, {count} of {len(self.inliers)} inliers)"
@@ -208,12 +216,7 @@ class Alignment:
         what = "affine map" if self.model == "affine" else self.model
         inliers = int(self.inliers.sum())
         lines.append(f"{inliers} are inliers of one {what}, median error {self.error:.2f} pixels")
-        if self.agreeing < SCENE_WITH_DEPTH:
-            lines.append(
-                f"warning: only {self.agreeing:.0%} of the matches agree with it: the scene is no plane, and "
-                "what lies off it is not aligned"
-            )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.cautions])
 
     def _reason(self) -> str:
         if not len(self.result.matches):

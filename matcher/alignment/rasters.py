@@ -151,15 +151,17 @@ class Georeferenced:
 
     def summary(self) -> str:
         """How many points agree, and how well, in the units of the map."""
-        if not self.alignment.found:
-            return self.alignment.summary()
+        found = self.alignment
+        if not found.found:
+            return found.summary()
         length = np.linalg.norm(self.residuals, axis=1)
         unit = f"units of {self.rasters[1].crs}" if self.rasters[1].crs else "pixels"
         median, rms = np.median(length), math.sqrt((length**2).mean())
-        return (
-            f"{len(length)} points agree on one {self.alignment.model}; "
+        fit = (
+            f"{len(length)} of {len(found.inliers)} points agree on one {found.model}; "
             f"residuals: median {median:.3g}, root mean square {rms:.3g} {unit}"
         )
+        return "\n".join([str(found.result.verdict), fit, *found.cautions])
 
     def save_points(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write control points: .points of QGIS's georeferencer, OpenDroneMap's .txt, or .csv; `UsageError`:
