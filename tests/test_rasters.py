@@ -29,13 +29,13 @@ def scene() -> np.ndarray:
     return ground
 
 
-def write_tiff(path: Path, bands: np.ndarray, crs: str | None = "EPSG:32633") -> Path:
+def write_tiff(path: Path, bands: np.ndarray, crs: str | None = "EPSG:32633", **more) -> Path:
     """A GeoTIFF of half-metre pixels."""
     count, height, width = bands.shape
     transform = rasterio.transform.from_origin(EAST, NORTH, METRES, METRES)
     with rasterio.open(
         path, "w", driver="GTiff", width=width, height=height, count=count, dtype=bands.dtype, crs=crs,
-        transform=transform,
+        **{"transform": transform, **more},
     ) as file:  # fmt: skip
         file.write(bands)
     return path
@@ -86,6 +86,19 @@ def test_the_photo_is_written_on_the_grid_of_the_map(pair, tmp_path):
         inner = cv2.erode(covered.astype(np.uint8), np.ones((9, 9))) > 0
         off = np.abs(file.read(1).astype(float) - scene())[inner]
         assert np.median(off) < 8  # grey values
+
+
+@pytest.mark.parametrize("nodata", [-9999, np.nan, None])
+def test_no_data_stay_no_data_and_spoil_no_neighbour(pair, tmp_path, nodata):
+    heights = cv2.imread(str(pair[0]), 0).astype(np.float32) / 4 + 50
+    heights[150:230, 300:420] = nodata or np.nan
+    dem = write_tiff(tmp_path / "dem.tif", heights[None], nodata=nodata)
+    found = georeference(dem, pair[1], "nearest-learned", max_keypoints=1024)
+    with rasterio.open(found.save_raster(tmp_path / "aligned.tif")) as file:
+        kept, beyond = file.read(1)[covered := file.read_masks(1) > 0], file.read(1)[~covered]
+        np.testing.assert_equal(file.nodata, nodata)
+    assert kept.min() >= 49.9 and covered.mean() > 0.5
+    np.testing.assert_array_equal(beyond, np.float32(nodata or 0))
 
 
 def test_a_large_raster_of_16_bit_keeps_its_bands(tmp_path):

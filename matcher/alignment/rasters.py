@@ -68,8 +68,8 @@ def open_raster(path: str | Path) -> Raster:
         bands = [1, 2, 3] if data.count >= 3 else [1]
         from rasterio.enums import Resampling
 
-        mask = data.dataset_mask(out_shape=shape) > 0
         pixels = data.read(bands, out_shape=(len(bands), *shape), resampling=Resampling.average)
+        mask = (data.dataset_mask(out_shape=shape) > 0) & np.isfinite(pixels).any(axis=0)
         preview = np.dstack([_stretched(band, mask) for band in pixels]).squeeze()
         first = np.array([[1, 0, CORNER], [0, 1, CORNER], [0, 0, 1]])
         placed = None if data.transform.is_identity else np.array(data.transform).reshape(3, 3) @ first
@@ -208,8 +208,8 @@ class Georeferenced:
 
             profile = {
                 "driver": "GTiff", "width": grid.width, "height": grid.height, "count": source.count,
-                "dtype": source.dtypes[0], "crs": grid.crs, "transform": grid.transform, "tiled": True,
-                "compress": "deflate", "BIGTIFF": "IF_SAFER",
+                "dtype": source.dtypes[0], "crs": grid.crs, "transform": grid.transform, "nodata": source.nodata,
+                "tiled": True, "compress": "deflate", "BIGTIFF": "IF_SAFER",
             }  # fmt: skip
             stack.enter_context(rasterio.Env(GDAL_TIFF_INTERNAL_MASK=True))
             stack.callback(add_mark, part)  # once the raster is closed
@@ -248,20 +248,25 @@ def _tile(source: DatasetReader, backward: np.ndarray, window: Window) -> tuple[
     x, y = np.meshgrid(np.arange(width) + window.col_off, np.arange(height) + window.row_off)
     at = warp_points(np.stack([x, y], axis=-1).reshape(-1, 2).astype(np.float64), backward)
     within, found = inside(at, size), np.zeros((source.count, height, width), dtype)
+    within = within.reshape(height, width)
     if not within.any():  # all beyond the edge, or the horizon
-        return found, within.reshape(height, width)
-    low = np.maximum(np.floor(at[within].min(0)).astype(int) - 2, 0)
-    high = np.minimum(np.ceil(at[within].max(0)).astype(int) + 3, size)
+        return np.full_like(found, source.nodata or 0), within
+    known = at[within.ravel()]
+    low = np.maximum(np.floor(known.min(0)).astype(int) - 2, 0)
+    high = np.minimum(np.ceil(known.max(0)).astype(int) + 3, size)
     step = max(1, math.ceil((high - low).max() / (2 * TILE)))  # large parts are read smaller
     part, shape = Window(*low, *(high - low)), tuple(-(-side // step) for side in (high - low)[::-1].tolist())
     piece = source.read(window=part, out_shape=(source.count, *shape), resampling=Resampling.average)
-    valid = (source.dataset_mask(window=part, out_shape=shape) > 0).astype(np.uint8)
+    valid = (source.dataset_mask(window=part, out_shape=shape) > 0) & np.isfinite(piece).any(axis=0)
+    piece[:, ~valid] = 0
     local = np.nan_to_num((at - low + 0.5) * (np.array(shape[::-1]) / (high - low)) - 0.5, nan=-1)
     local = local.astype(np.float32).reshape(height, width, 2)
     native = dtype in (np.uint8, np.uint16, np.int16, np.float32)  # which OpenCV resamples
     for band, pixels in enumerate(piece if native else piece.astype(np.float64)):
         warped = cv2.remap(pixels, local, None, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
         found[band] = np.rint(warped) if dtype.kind in "iu" else warped
-    seen = cv2.remap(valid, local, None, cv2.INTER_NEAREST, borderMode=cv2.BORDER_REPLICATE) > 0
-    covered = within.reshape(height, width) & seen
-    return found * covered, covered
+    # Where nothing of what is no data has come in
+    seen = cv2.remap(valid.astype(np.float32), local, None, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
+    covered = within & (seen > 1 - 1e-6)
+    found[:, ~covered] = source.nodata or 0
+    return found, covered
