@@ -27,7 +27,8 @@ MARK = b"written by matcher"
 # with other decimals.
 _TABLES = re.compile(
     rb"x0,y0,x1,y1,score,inlier\n|pixel,line,map_x,map_y,residual,score\n|"
-    rb"(#CRS: .*\n)?mapX,mapY,sourceX,sourceY,enable,dX,dY,residual\n(-?\d+\.\d{6},){4}1(,-?\d+\.\d{6}){3}\n"
+    rb"(#CRS: .*\n)?mapX,mapY,sourceX,sourceY,enable,dX,dY,residual\n"
+    rb"(-?\d+\.\d{10},){4}1(,-?\d+\.\d{10}){3}\n"
 )
 LARGEST_TEXT = 1 << 28  # bytes of a list, of poses or of a description that somebody made
 

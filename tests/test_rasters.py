@@ -17,9 +17,8 @@ rasterio = pytest.importorskip("rasterio")
 data = pytest.importorskip("skimage.data")
 
 METRES, EAST, NORTH = 0.5, 500_000.0, 5_400_000.0
-TURNED = cv2.getRotationMatrix2D(
-    (256, 256), 20, 0.9
-)  # from pixels of the map's picture to those of the photo
+LOCAL = "+proj=tmerc +lat_0=52 +lon_0=13.1 +k=1 +x_0=0 +y_0=0 +ellps=GRS80 +units=m +no_defs"
+TURNED = cv2.getRotationMatrix2D((256, 256), 20, 0.9)  # from pixels of the map's picture to the photo's
 
 
 def scene() -> np.ndarray:
@@ -58,25 +57,46 @@ def truth(pixel: np.ndarray) -> np.ndarray:
     return np.stack([EAST + METRES * at[:, 0], NORTH - METRES * at[:, 1]], axis=1)
 
 
-def test_control_points_lie_where_the_map_has_them(pair, tmp_path, capfd):
+@pytest.mark.parametrize(
+    ("share", "crs", "odm"),
+    [(1, "EPSG:32633", "EPSG:32633"), (2e-6, "EPSG:4326", "EPSG:4326"), (1, LOCAL, LOCAL)],
+    ids=["metres", "degrees", "no code"],
+)
+def test_control_points_lie_where_the_map_has_them(pair, tmp_path, capfd, share, crs, odm):
+    with rasterio.open(pair[1]) as file:
+        place = {"transform": rasterio.Affine.scale(share) @ file.transform}
+        write_tiff(pair[1], file.read(), crs, **place)
     files = [tmp_path / name for name in ("a.csv", "a.points", "a.txt")]
     for file in files * 2:  # what it wrote it may replace
         assert run("align", *pair, "--gcp", file, "--preset", "nearest-learned", "--max-keypoints", 1024) == 0
-    assert "residuals: median" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "residuals: median" in said and "[" not in said
     rows = list(csv.DictReader(files[0].open()))
     assert len(rows) > 20
     pixel = np.array([[float(row["pixel"]), float(row["line"])] for row in rows])
     place = np.array([[float(row["map_x"]), float(row["map_y"])] for row in rows])
-    assert np.median(np.linalg.norm(place - truth(pixel), axis=1)) < 0.3 * METRES
-    crs, header, first, *_ = files[1].read_text().splitlines()
-    assert crs == "#CRS: EPSG:32633" and header.startswith("mapX,mapY,sourceX,sourceY,enable")
+    off = np.linalg.norm(place / share - truth(pixel), axis=1)
+    assert np.median(off) < 0.3 * METRES
+    residuals = np.array([float(row["residual"]) for row in rows]) / share
+    assert 0.1 * np.median(off) < np.median(residuals) < METRES
+    head, header, first, *_ = files[1].read_text().splitlines()
+    assert head == f"#CRS: {open_raster(pair[1]).crs}" and header.startswith(
+        "mapX,mapY,sourceX,sourceY,enable"
+    )
     x, y, column, line = map(float, first.split(",")[:4])
-    np.testing.assert_allclose([[x, y]], truth(np.array([[column, -line]])), atol=2 * METRES)
-    crs, first, *_ = files[2].read_text().splitlines()
-    assert crs == "EPSG:32633" and first.split()[2] == "NaN" and first.split()[5] == "photo.png"
+    there = np.array([[x, y]]) / share
+    np.testing.assert_allclose(there, truth(np.array([[column, -line]])), atol=2 * METRES)
+    head, first, *_ = files[2].read_text().splitlines()
+    assert head == odm and first.split()[2] == "NaN" and first.split()[5] == "photo.png"
 
 
-def test_the_photo_is_written_on_the_grid_of_the_map(pair, tmp_path):
+@pytest.mark.parametrize("paletted", [False, True])
+def test_the_photo_is_written_on_the_grid_of_the_map(pair, tmp_path, paletted):
+    if paletted:  # whose numbers say nothing of the grey values
+        pair, numbers = (tmp_path / "photo.tif", pair[1]), np.random.default_rng(0).permutation(256)
+        write_tiff(pair[0], numbers[cv2.imread(str(tmp_path / "photo.png"), 0)][None].astype(np.uint8))
+        with rasterio.open(pair[0], "r+") as file:
+            file.write_colormap(1, {number: (grey,) * 3 for grey, number in enumerate(numbers.tolist())})
     found = georeference(*pair, "nearest-learned", max_keypoints=1024)
     found.save_raster(tmp_path / "aligned.tif")
     with rasterio.open(found.save_raster(tmp_path / "aligned.tif")) as file, rasterio.open(pair[1]) as ground:
@@ -109,6 +129,9 @@ def test_a_large_raster_of_16_bit_keeps_its_bands(tmp_path):
     other = write_tiff(tmp_path / "b.tif", np.stack([moved, moved // 2]), crs=None)
     found = georeference(other, reference, "nearest-learned", model="similarity", max_keypoints=1024)
     np.testing.assert_allclose(found.matrix[:2, 2], [-90, -40], atol=3)
+    points = found.save_points(tmp_path / "c.points").read_text().splitlines()[2:]
+    x, y, *own = np.array([line.split(",")[:4] for line in points], float).T  # in coordinates of its own
+    np.testing.assert_allclose(np.median(own, axis=1) - np.median([x, y], axis=1), [45, -20], atol=2)
     with rasterio.open(found.save_raster(tmp_path / "c.tif")) as file:
         assert (file.count, file.dtypes[0], file.shape) == (2, "uint16", (1400, 4200))
         tile = file.read(1, window=((900, 1200), (2000, 2300))).astype(float)
@@ -187,6 +210,7 @@ def test_what_cannot_be_done_is_said(pair, tmp_path):
         open_raster(tmp_path / "text.tif")
     plain = write_tiff(tmp_path / "plain.tif", scene()[None], crs=None)
     found = georeference(pair[0], plain, "nearest-learned", max_keypoints=1024)
+    assert "units of the map" in found.summary()
     with pytest.raises(UsageError, match=r"plain\.tif"):
         found.save_points(tmp_path / "gcp.txt")
     assert run("align", *pair, "--gcp", tmp_path / "a.csv", "--blend", tmp_path / "b.png") == 2

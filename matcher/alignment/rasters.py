@@ -65,15 +65,13 @@ def open_raster(path: str | Path) -> Raster:
     with _dataset(path) as data:
         share = min(1.0, PREVIEW / max(data.width, data.height))
         shape = tuple(max(1, round(side * share)) for side in (data.height, data.width))
-        bands = [1, 2, 3] if data.count >= 3 else [1]
-        from rasterio.enums import Resampling
-
-        pixels = data.read(bands, out_shape=(len(bands), *shape), resampling=Resampling.average)
+        pixels = _read(data, [1, 2, 3] if data.count >= 3 else [1], out_shape=shape)
         mask = (data.dataset_mask(out_shape=shape) > 0) & np.isfinite(pixels).any(axis=0)
         preview = np.dstack([_stretched(band, mask) for band in pixels]).squeeze()
         first = np.array([[1, 0, CORNER], [0, 1, CORNER], [0, 0, 1]])
         placed = None if data.transform.is_identity else np.array(data.transform).reshape(3, 3) @ first
-        crs = data.crs and (data.crs.to_string() if data.crs.to_epsg() else data.crs.to_wkt())
+        crs = None if placed is None else data.crs
+        crs = crs and (crs.to_string() if crs.to_epsg() else crs.to_wkt())
         return Raster(path, (data.width, data.height), preview, mask, crs or None, placed)
 
 
@@ -85,6 +83,25 @@ def _dataset(path: Path) -> DatasetReader:
         return rasterio.open(path, driver="GTiff")
     except rasterio.errors.RasterioIOError as error:
         raise ImageError(f"{path}: not a TIFF that GDAL can read ({error})") from error
+
+
+def _palette(data: DatasetReader) -> np.ndarray | None:
+    """(N, 3) uint8 colours of a raster whose values are numbers of these."""
+    if data.colorinterp[0].name != "palette":
+        return None
+    colours = data.colormap(1)
+    table = np.zeros((np.iinfo(data.dtypes[0]).max + 1, 3), np.uint8)
+    table[list(colours)] = [colour[:3] for colour in colours.values()]
+    return table
+
+
+def _read(data: DatasetReader, bands: list[int], out_shape: tuple[int, int], **part: Window) -> np.ndarray:
+    """(bands, h, w) of this size; colours of a palette as three bands."""
+    from rasterio.enums import Resampling
+
+    how = Resampling.average if (palette := _palette(data)) is None else Resampling.nearest
+    pixels = data.read(bands, out_shape=(len(bands), *out_shape), resampling=how, **part)
+    return pixels if palette is None else np.moveaxis(palette[pixels[0]], -1, 0)
 
 
 def _stretched(band: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -155,7 +172,9 @@ class Georeferenced:
         if not found.found:
             return found.summary()
         length = np.linalg.norm(self.residuals, axis=1)
-        unit = f"units of {self.rasters[1].crs}" if self.rasters[1].crs else "pixels"
+        crs, placed = self.rasters[1].crs, self.rasters[1].map_from_pixel
+        name = "the map" if crs is None or "[" in crs else crs  # WKT would be half a page
+        unit = "pixels" if placed is None else f"units of {name}"
         median, rms = np.median(length), math.sqrt((length**2).mean())
         fit = (
             f"{len(length)} of {len(found.inliers)} points agree on one {found.model}; "
@@ -179,15 +198,18 @@ class Georeferenced:
         if path.suffix.lower() == ".txt":
             if crs is None:
                 raise UsageError(f"{path}: OpenDroneMap needs coordinates, and {raster1.path} has none")
-            how = f"%.6f %.6f NaN %.3f %.3f {raster0.path.name.replace('%', '%%')}"
-            head, table = [crs], [places, corners]
+            how = f"%.12g %.12g NaN %.3f %.3f {raster0.path.name.replace('%', '%%')}"
+            head, table = [_for_opendronemap(raster1.path, crs)], [places, corners]
         elif path.suffix.lower() == ".points":
             head = [] if crs is None else [f"#CRS: {crs}"]
             head.append("mapX,mapY,sourceX,sourceY,enable,dX,dY,residual")
-            how, table = "%.6f,%.6f,%.6f,%.6f,1,%.6f,%.6f,%.6f", [places, corners * (1, -1), off, lengths]
+            sources = corners * (1, -1)
+            if raster0.map_from_pixel is not None:  # then QGIS counts in the layer's coordinates
+                sources = warp_points(self.points0[kept], raster0.map_from_pixel)
+            how, table = "%.10f,%.10f,%.10f,%.10f,1,%.10f,%.10f,%.10f", [places, sources, off, lengths]
         else:
             head = ["pixel,line,map_x,map_y,residual,score"]
-            how, table = "%.6f,%.6f,%.6f,%.6f,%.6f,%.4f", [corners, places, lengths, self.scores[kept]]
+            how, table = "%.6f,%.6f,%.12g,%.12g,%.6g,%.4f", [corners, places, lengths, self.scores[kept]]
         lines = [*head, *(how % tuple(row) for row in np.column_stack(table).tolist())]
         write_output(path, "".join(f"{line}\n" for line in lines).encode("utf-8"))
         return path
@@ -206,10 +228,11 @@ class Georeferenced:
             import rasterio
             from rasterio.windows import Window
 
+            count, dtype, nodata = _written(source)
             profile = {
-                "driver": "GTiff", "width": grid.width, "height": grid.height, "count": source.count,
-                "dtype": source.dtypes[0], "crs": grid.crs, "transform": grid.transform, "nodata": source.nodata,
-                "tiled": True, "compress": "deflate", "BIGTIFF": "IF_SAFER",
+                "driver": "GTiff", "width": grid.width, "height": grid.height, "count": count, "dtype": dtype,
+                "crs": grid.crs, "transform": grid.transform, "nodata": nodata, "tiled": True,
+                "compress": "deflate", "BIGTIFF": "IF_SAFER",
             }  # fmt: skip
             stack.enter_context(rasterio.Env(GDAL_TIFF_INTERNAL_MASK=True))
             stack.callback(add_mark, part)  # once the raster is closed
@@ -220,6 +243,17 @@ class Georeferenced:
                 out.write(tile, window=window)
                 out.write_mask(covered, window=window)
         return path
+
+
+def _for_opendronemap(path: Path, crs: str) -> str:
+    """The coordinate system of a map as "EPSG:…" or "+proj=…", or `UsageError`."""
+    if "[" not in crs:
+        return crs
+    from rasterio.crs import CRS
+
+    if not (proj := CRS.from_wkt(crs).to_proj4()):
+        raise UsageError(f"{path}: OpenDroneMap cannot read its coordinate system; give it one of EPSG's")
+    return proj.replace("=True", "")
 
 
 def _bands(path: Path, stack: ExitStack) -> DatasetReader:
@@ -238,25 +272,31 @@ def _bands(path: Path, stack: ExitStack) -> DatasetReader:
     return stack.enter_context(memory.open())
 
 
+def _written(source: DatasetReader) -> tuple[int, str, float | None]:
+    """Bands, type and value of no data of the result: the source's own, or those of a palette's colours."""
+    own = source.count, source.dtypes[0], source.nodata
+    return own if _palette(source) is None else (3, "uint8", None)
+
+
 def _tile(source: DatasetReader, backward: np.ndarray, window: Window) -> tuple[np.ndarray, np.ndarray]:
     """(bands, h, w) of a window of the result, and (h, w) bool where there are data."""
-    from rasterio.enums import Resampling
     from rasterio.windows import Window
 
     height, width, size = int(window.height), int(window.width), (source.width, source.height)
-    dtype = np.dtype(source.dtypes[0])
+    count, dtype, nodata = _written(source)
+    dtype, nodata = np.dtype(dtype), nodata or 0
     x, y = np.meshgrid(np.arange(width) + window.col_off, np.arange(height) + window.row_off)
     at = warp_points(np.stack([x, y], axis=-1).reshape(-1, 2).astype(np.float64), backward)
-    within, found = inside(at, size), np.zeros((source.count, height, width), dtype)
+    within, found = inside(at, size), np.zeros((count, height, width), dtype)
     within = within.reshape(height, width)
     if not within.any():  # all beyond the edge, or the horizon
-        return np.full_like(found, source.nodata or 0), within
+        return np.full_like(found, nodata), within
     known = at[within.ravel()]
     low = np.maximum(np.floor(known.min(0)).astype(int) - 2, 0)
     high = np.minimum(np.ceil(known.max(0)).astype(int) + 3, size)
     step = max(1, math.ceil((high - low).max() / (2 * TILE)))  # large parts are read smaller
     part, shape = Window(*low, *(high - low)), tuple(-(-side // step) for side in (high - low)[::-1].tolist())
-    piece = source.read(window=part, out_shape=(source.count, *shape), resampling=Resampling.average)
+    piece = _read(source, list(source.indexes), shape, window=part)
     valid = (source.dataset_mask(window=part, out_shape=shape) > 0) & np.isfinite(piece).any(axis=0)
     piece[:, ~valid] = 0
     local = np.nan_to_num((at - low + 0.5) * (np.array(shape[::-1]) / (high - low)) - 0.5, nan=-1)
@@ -268,5 +308,5 @@ def _tile(source: DatasetReader, backward: np.ndarray, window: Window) -> tuple[
     # Where nothing of what is no data has come in
     seen = cv2.remap(valid.astype(np.float32), local, None, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
     covered = within & (seen > 1 - 1e-6)
-    found[:, ~covered] = source.nodata or 0
+    found[:, ~covered] = nodata
     return found, covered
