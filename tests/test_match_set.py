@@ -143,7 +143,11 @@ def test_a_wide_view_goes_on_a_sphere(canvas):
     made = matcher.stitch(views, "nearest", max_keypoints=600)
     assert (made.projection, len(made.used)) == ("spherical", 5)
     height, width = made.pixels.shape[:2]
-    assert 2 < width / height < 4
+    assert 2 < width / height < 4 and made.agreeing > 0.9
+    assert matcher.stitch(views, "nearest", max_keypoints=600, model="similarity").projection == "plane"
+    stretched = [views[0], cv2.resize(views[1], (600, 360))]  # as no camera that turns shows it
+    made = matcher.stitch(stretched, "nearest", max_keypoints=600, projection="spherical")
+    assert made.agreeing < 0.5
     with pytest.raises(matcher.UsageError):
         matcher.stitch(views, "nearest", max_keypoints=600, projection="plane", model="cubic")
 

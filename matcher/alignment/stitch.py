@@ -90,6 +90,8 @@ def stitch(
             raise UsageError(unknown_name(what, value, get_args(known)))
     if model != "auto" and projection in ("cylindrical", "spherical"):
         raise UsageError(f"model={model!r} is of planes, not of projection={projection!r}; leave it out")
+    if model != "auto":
+        projection = "plane"
     found = match_set(images, preset, geometry="homography", **options)
     group = found.groups()[0]
     if len(group) < 2:
@@ -100,10 +102,6 @@ def stitch(
     cameras = None if projection == "plane" else _cameras(found, group, pixels, turns)
     if projection == "auto":  # beyond 70 degrees, a plane stretches its edges to more than twice their width
         wide = cameras is not None and _angle_of_view(cameras, pixels) > 70
-        if wide and model != "auto":
-            raise UsageError(
-                f"model={model!r} is of planes, and these images span too wide an angle for one; leave it out"
-            )
         projection = "spherical" if wide else "plane"
     pairs = [both for pair, both in found.pairs.items() if set(pair) <= set(group) and both[1].status == "ok"]
     agreeing = float(np.concatenate([geometry.inliers for _, geometry in pairs]).mean())
@@ -125,6 +123,7 @@ def stitch(
     elif cameras is None:
         raise NotJoinedError("the images do not determine a focal length; use projection='plane'")
     else:
+        agreeing *= _turning(found, group, cameras, turns)
         pieces = _projected(pixels, cameras, projection)
     panorama, covered = _blended(pieces)
     if crop:
@@ -181,9 +180,13 @@ def _placed(
             if own.sum() >= 12 and (matrix := _fit(model, points[own], mean[own])) is not None:
                 placed[number] = matrix
     finite = distance[np.isfinite(distance)]
-    pixel = 1 / min(to_numpy(found.features[number].scale).min() for number in placed)
-    meeting = float(np.mean(distance < 3 * max(1, pixel)))
+    meeting = float(np.mean(distance < _near(found, group)))
     return placed, float(np.median(finite)) if len(finite) else np.inf, meeting
+
+
+def _near(found: MatchedSet, group: list[int]) -> float:
+    """3 pixels of the pictures that were matched, in stored pixels."""
+    return 3 * max(1, 1 / min(to_numpy(found.features[number].scale).min() for number in group))
 
 
 Piece = tuple[tuple[int, int], np.ndarray, np.ndarray]  # corner, pixels, mask (0 or 255)
@@ -253,6 +256,20 @@ def _cameras(
     # With more than 127 degrees of view the camera did not only turn.
     longest = max(max(image.shape[:2]) for image in images)
     return list(cameras) if all(c.focal > longest / 4 for c in cameras) else None
+
+
+def _turning(
+    found: MatchedSet, group: list[int], cameras: Sequence[Any], turns: Sequence[np.ndarray]
+) -> float:
+    """The share of the pairs' inliers that cameras which only turn bring as near as `_placed` does."""
+    rays, off = {}, []  # from stored pixels
+    for number, camera, turn in zip(group, cameras, turns, strict=True):
+        rays[number] = np.asarray(camera.R, np.float64) @ np.linalg.inv(camera.K()) @ turn
+    for (i, j), (matches, geometry) in found.pairs.items():
+        if i in rays and j in rays and geometry.status == "ok":
+            moved = warp_points(matches.points0.astype(np.float64), np.linalg.inv(rays[j]) @ rays[i])
+            off.append(np.linalg.norm(moved - matches.points1, axis=1)[geometry.inliers])
+    return float(np.mean(np.concatenate(off) < _near(found, group)))
 
 
 def _angle_of_view(cameras: Sequence[Any], images: Sequence[np.ndarray]) -> float:
