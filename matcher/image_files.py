@@ -272,10 +272,10 @@ def _decoding(path: Path, name: str) -> Iterator[None]:
     except (MatcherError, MemoryError, ImageWarning):
         raise
     except Exception as error:
-        raise ImageError(
-            f"{path}: the {name} cannot be decoded ({error}); it is cut short, damaged or beyond what its "
-            "decoder takes: export it again, perhaps smaller"
-        ) from error
+        why = "it is cut short, damaged or beyond what its decoder takes: export it again, perhaps smaller"
+        if name == "TIFF" and re.search("pixel mode|samples per pixel", str(error)):
+            why = "grey or RGB of 8 or 16 bits is read; `matcher align --gcp` reads any bands"
+        raise ImageError(f"{path}: the {name} cannot be decoded ({error}); {why}") from error
 
 
 _alone: dict[str, Lock] = {}

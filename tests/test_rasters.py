@@ -204,7 +204,7 @@ def test_what_an_orthophoto_is_matched_with(
     assert np.abs(placed - right)[covered].mean() < grey
 
 
-def test_what_cannot_be_done_is_said(pair, tmp_path):
+def test_what_cannot_be_done_is_said(pair, tmp_path, capfd):
     (tmp_path / "text.tif").write_text("no raster")
     with pytest.raises(ImageError, match=r"text\.tif"):
         open_raster(tmp_path / "text.tif")
@@ -213,4 +213,12 @@ def test_what_cannot_be_done_is_said(pair, tmp_path):
     assert "units of the map" in found.summary()
     with pytest.raises(UsageError, match=r"plain\.tif"):
         found.save_points(tmp_path / "gcp.txt")
-    assert run("align", *pair, "--gcp", tmp_path / "a.csv", "--blend", tmp_path / "b.png") == 2
+    quick, out = ("--preset", "nearest-learned", "--max-keypoints", 1024), tmp_path / "b.tif"
+    gcp = ("--gcp", tmp_path / "a.csv")
+    assert run("align", *pair, *gcp, "--blend", tmp_path / "b.png") == 2
+    assert run("align", pair[1], pair[0], *gcp, "--output", out) == 2
+    assert run("match", *pair) == 3 and "--gcp" in capfd.readouterr().err  # five bands
+    assert run("align", pair[0], plain, "--output", out, *quick) == 0 and "--gcp" in capfd.readouterr().out
+    write_tiff(plain, scene()[None], crs=None, transform=None)
+    assert run("align", pair[0], plain, *gcp, "--output", out, *quick) == 0
+    assert "equal to" not in capfd.readouterr().err

@@ -7,7 +7,8 @@ counts pixels from the corner of the first one, (0, 0); its centre is (0.5, 0.5)
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
+import warnings
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Unpack
 
 import cv2
 import numpy as np
+from PIL.TiffImagePlugin import TiffImageFile
 
 from matcher.alignment.align import Alignment, align
 from matcher.config import PlanarModel
@@ -73,6 +75,13 @@ def open_raster(path: str | Path) -> Raster:
         crs = None if placed is None else data.crs
         crs = crs and (crs.to_string() if crs.to_epsg() else crs.to_wkt())
         return Raster(path, (data.width, data.height), preview, mask, crs or None, placed)
+
+
+def is_placed(path: Path) -> bool:
+    """Whether a picture is a TIFF with map coordinates; without rasterio."""
+    with suppress(OSError, SyntaxError), TiffImageFile(path) as image:
+        return not {33922, 34264}.isdisjoint(image.tag_v2)  # GeoTIFF's tie points, transformation
+    return False
 
 
 def _dataset(path: Path) -> DatasetReader:
@@ -224,10 +233,13 @@ class Georeferenced:
         backward /= backward[2, 2]
         with whole_file(path) as part, ExitStack() as stack:
             grid = stack.enter_context(_dataset(self.rasters[1].path))
-            source = _bands(self.rasters[0].path, stack)
             import rasterio
+            from rasterio.errors import NotGeoreferencedWarning
             from rasterio.windows import Window
 
+            unplaced = warnings.catch_warnings(action="ignore", category=NotGeoreferencedWarning)
+            stack.enter_context(unplaced)  # of which the map may be one
+            source = _bands(self.rasters[0].path, stack)
             count, dtype, nodata = _written(source)
             profile = {
                 "driver": "GTiff", "width": grid.width, "height": grid.height, "count": count, "dtype": dtype,
@@ -267,7 +279,7 @@ def _bands(path: Path, stack: ExitStack) -> DatasetReader:
     count, height, width = bands.shape
     profile = {"driver": "GTiff", "count": count, "height": height, "width": width, "dtype": bands.dtype}
     memory = stack.enter_context(rasterio.MemoryFile())
-    with memory.open(**profile, transform=rasterio.Affine.scale(2)) as file:  # any; it warns where none is
+    with memory.open(**profile) as file:
         file.write(bands)
     return stack.enter_context(memory.open())
 

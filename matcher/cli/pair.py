@@ -211,6 +211,8 @@ def align(
         if any((blend, checkerboard, difference, mask0, mask1, json_)):
             raise UsageError("--gcp goes with --output FILE.tif, not with other pictures, masks or --json")
         outputs = [(gcp, rasters.POINT_FORMATS), (output, rasters.RASTER_FORMATS)]
+        if output is not None and image1.suffix.lower() not in rasters.RASTER_FORMATS:
+            raise UsageError(f"{image1} is no GeoTIFF, on whose grid --output could lie: leave --output out")
     check_outputs(outputs, (image0, image1, mask0, mask1), overwrite=overwrite)  # so these may be replaced
     if gcp is not None:
         laid = rasters.georeference(image0, image1, model=model, **given)
@@ -239,6 +241,9 @@ def align(
             show(_matrix(f"{found.model}, x1 ~ H x0, stored pixels:", found.matrix), always=True)
         for path in written:
             show(f"wrote {path}")
+        as_tiff = output is not None and output.suffix.lower() in rasters.RASTER_FORMATS
+        if gcp is None and as_tiff and rasters.is_placed(image1):
+            show(f"{output} has no map coordinates, and {image1} has: with --gcp FILE.csv it is a GeoTIFF")
     unlike = fail_below is not None and found.agreeing < fail_below
     return PARTIAL if unlike or not found.found else 0
 
@@ -324,7 +329,7 @@ def stitch(
     images: list[Path],
     /,
     output: Path,
-    given: loading("geometry"),
+    given: loading("geometry", "further_passes"),
     projection: Literal["auto", "plane", "cylindrical", "spherical"] = "auto",
     model: Literal["auto", "translation", "similarity", "homography"] = "auto",
     crop: bool = False,
