@@ -99,9 +99,8 @@ def align(
         geometry = judged(geometry, first.features0, first.features1, matches)
     least = None if result.passes else NOT
     geometry = reject_improbable(geometry, matches, *(side.image_size for side in sides), least)
-    geometry = geometry.without_rejected()
-    fitted = (geometry.status, geometry.inliers, geometry.matrix)
-    result = replace(result, geometry=geometry)
+    result = replace(result, geometry=geometry.without_rejected())
+    fitted = (getattr(result.geometry, name) for name in ("status", "inliers", "matrix"))
     return Alignment(result, model, *fitted, images=(image0, image1), pipeline=pipeline)
 
 

@@ -27,7 +27,7 @@ from matcher.images import read_image
 from matcher.presets import DEFAULT_PRESET, LoadOptions
 
 if TYPE_CHECKING:
-    from rasterio.io import DatasetReader
+    from rasterio.io import DatasetReader, DatasetWriter
     from rasterio.windows import Window
 
 POINT_FORMATS = (".csv", ".points", ".txt")
@@ -98,10 +98,7 @@ def _palette(data: DatasetReader) -> np.ndarray | None:
     """(N, 3) uint8 colours of a raster whose values are numbers of these."""
     if data.colorinterp[0].name != "palette":
         return None
-    colours = data.colormap(1)
-    table = np.zeros((np.iinfo(data.dtypes[0]).max + 1, 3), np.uint8)
-    table[list(colours)] = [colour[:3] for colour in colours.values()]
-    return table
+    return np.array([colour[:3] for _, colour in sorted(data.colormap(1).items())], np.uint8)
 
 
 def _read(data: DatasetReader, bands: list[int], out_shape: tuple[int, int], **part: Window) -> np.ndarray:
@@ -205,10 +202,15 @@ class Georeferenced:
         places, corners, off = self.on_map[kept], (self.points0 + CORNER)[kept], self.residuals[kept]
         lengths, crs = np.linalg.norm(off, axis=1), raster1.crs
         if path.suffix.lower() == ".txt":
-            if crs is None:
-                raise UsageError(f"{path}: OpenDroneMap needs coordinates, and {raster1.path} has none")
+            if crs is not None and "[" in crs:  # it reads no WKT
+                from rasterio.crs import CRS
+
+                crs = CRS.from_wkt(crs).to_proj4().replace("=True", "")
+            if not crs:
+                none = "none" if raster1.crs is None else "none that it reads"
+                raise UsageError(f"{path}: OpenDroneMap needs coordinates, and {raster1.path} has {none}")
             how = f"%.12g %.12g NaN %.3f %.3f {raster0.path.name.replace('%', '%%')}"
-            head, table = [_for_opendronemap(raster1.path, crs)], [places, corners]
+            head, table = [crs], [places, corners]
         elif path.suffix.lower() == ".points":
             head = [] if crs is None else [f"#CRS: {crs}"]
             head.append("mapX,mapY,sourceX,sourceY,enable,dX,dY,residual")
@@ -234,38 +236,27 @@ class Georeferenced:
         with whole_file(path) as part, ExitStack() as stack:
             grid = stack.enter_context(_dataset(self.rasters[1].path))
             import rasterio
-            from rasterio.errors import NotGeoreferencedWarning
             from rasterio.windows import Window
 
-            unplaced = warnings.catch_warnings(action="ignore", category=NotGeoreferencedWarning)
-            stack.enter_context(unplaced)  # of which the map may be one
+            unplaced = rasterio.errors.NotGeoreferencedWarning  # as the map may be
+            stack.enter_context(warnings.catch_warnings(action="ignore", category=unplaced))
             source = _bands(self.rasters[0].path, stack)
-            count, dtype, nodata = _written(source)
             profile = {
-                "driver": "GTiff", "width": grid.width, "height": grid.height, "count": count, "dtype": dtype,
-                "crs": grid.crs, "transform": grid.transform, "nodata": nodata, "tiled": True,
-                "compress": "deflate", "BIGTIFF": "IF_SAFER",
+                "driver": "GTiff", "width": grid.width, "height": grid.height, "count": source.count,
+                "dtype": source.dtypes[0], "crs": grid.crs, "transform": grid.transform, "tiled": True,
+                "nodata": source.nodata, "compress": "deflate", "BIGTIFF": "IF_SAFER",
             }  # fmt: skip
+            if _palette(source) is not None:
+                profile |= {"count": 3, "dtype": "uint8", "nodata": None}
             stack.enter_context(rasterio.Env(GDAL_TIFF_INTERNAL_MASK=True))
             stack.callback(add_mark, part)  # once the raster is closed
             out = stack.enter_context(rasterio.open(part, "w", **profile))
             for top, left in product(range(0, grid.height, TILE), range(0, grid.width, TILE)):
                 window = Window(left, top, min(TILE, grid.width - left), min(TILE, grid.height - top))
-                tile, covered = _tile(source, backward, window)
+                tile, covered = _tile(source, backward, window, out)
                 out.write(tile, window=window)
                 out.write_mask(covered, window=window)
         return path
-
-
-def _for_opendronemap(path: Path, crs: str) -> str:
-    """The coordinate system of a map as "EPSG:…" or "+proj=…", or `UsageError`."""
-    if "[" not in crs:
-        return crs
-    from rasterio.crs import CRS
-
-    if not (proj := CRS.from_wkt(crs).to_proj4()):
-        raise UsageError(f"{path}: OpenDroneMap cannot read its coordinate system; give it one of EPSG's")
-    return proj.replace("=True", "")
 
 
 def _bands(path: Path, stack: ExitStack) -> DatasetReader:
@@ -284,22 +275,17 @@ def _bands(path: Path, stack: ExitStack) -> DatasetReader:
     return stack.enter_context(memory.open())
 
 
-def _written(source: DatasetReader) -> tuple[int, str, float | None]:
-    """Bands, type and value of no data of the result: the source's own, or those of a palette's colours."""
-    own = source.count, source.dtypes[0], source.nodata
-    return own if _palette(source) is None else (3, "uint8", None)
-
-
-def _tile(source: DatasetReader, backward: np.ndarray, window: Window) -> tuple[np.ndarray, np.ndarray]:
+def _tile(
+    source: DatasetReader, backward: np.ndarray, window: Window, result: DatasetWriter
+) -> tuple[np.ndarray, np.ndarray]:
     """(bands, h, w) of a window of the result, and (h, w) bool where there are data."""
     from rasterio.windows import Window
 
     height, width, size = int(window.height), int(window.width), (source.width, source.height)
-    count, dtype, nodata = _written(source)
-    dtype, nodata = np.dtype(dtype), nodata or 0
+    dtype, nodata = np.dtype(result.dtypes[0]), result.nodata or 0
     x, y = np.meshgrid(np.arange(width) + window.col_off, np.arange(height) + window.row_off)
     at = warp_points(np.stack([x, y], axis=-1).reshape(-1, 2).astype(np.float64), backward)
-    within, found = inside(at, size), np.zeros((count, height, width), dtype)
+    within, found = inside(at, size), np.zeros((result.count, height, width), dtype)
     within = within.reshape(height, width)
     if not within.any():  # all beyond the edge, or the horizon
         return np.full_like(found, nodata), within
