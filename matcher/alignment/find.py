@@ -288,14 +288,14 @@ class TemplateFinder:
         enlarged_by = [self._enlarged]
         if self._longer > LONGEST and len(self._templates[0].features) < PLAIN:
             enlarged_by.append(2 * self._enlarged)
+        sides = shown.pixels.shape[:2]
         for enlarged in enlarged_by if keypoints else ():
             if found and enlarged > self._enlarged:
                 break
             # With two template sizes, steps of 3 leave a change of scale within 1.7 either way.
             factors = [enlarged]
-            while max(shown.pixels.shape[:2]) * factors[-1] / 3 >= 320:
+            while max(sides) * factors[-1] / 3 >= 320:
                 factors.append(factors[-1] / 3)
-            sides = shown.pixels.shape[:2]
             places = (_places([round(side * factor) for side in sides]) for factor in factors)
             done, total = 0, sum(map(len, places))
             on_progress(done, total)
@@ -361,14 +361,12 @@ class TemplateFinder:
         """The homography from image 0 to 1, None without one; and its inliers, or the matches there are."""
         matches = self.pipeline.match_features(features0, features1)
         geometry = self.pipeline.verify(features0, features1, matches)
-        if geometry.status != "ok":
-            return None, len(matches)
-        return geometry.matrix, int(geometry.inliers.sum())
+        right = geometry.status == "ok"
+        return (geometry.matrix, int(geometry.inliers.sum())) if right else (None, len(matches))
 
     def _confirmed(self, image: Image, matrix: np.ndarray) -> Instance | None:
         """The instance refined after rectification; None if the template is not matched there again."""
-        corners = self._corners(matrix)
-        if corners is None:
+        if (corners := self._corners(matrix)) is None:
             return None
         # Of a stored pixel of the image to one of the template.
         scale = np.sqrt(cv2.contourArea(corners.astype(np.float32)) / np.prod(self.template.size))
@@ -387,8 +385,7 @@ class TemplateFinder:
         if again is None or share < 0.1:
             return None
         matrix = matrix @ np.linalg.inv(from_stored) @ again @ from_stored
-        corners = self._corners(matrix)
-        if corners is None:
+        if (corners := self._corners(matrix)) is None:
             return None
         instance = Instance(matrix / matrix[2, 2], corners, inliers, share)
         # With few inliers of a small share it must correlate well, too: a wrong one had 14 and .11.

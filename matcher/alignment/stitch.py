@@ -90,8 +90,7 @@ def stitch(
             raise UsageError(unknown_name(what, value, get_args(known)))
     if model != "auto" and projection in ("cylindrical", "spherical"):
         raise UsageError(f"model={model!r} is of planes, not of projection={projection!r}; leave it out")
-    if model != "auto":
-        projection = "plane"
+    projection = projection if model == "auto" else "plane"
     found = match_set(images, preset, geometry="homography", **options)
     group = found.groups()[0]
     if len(group) < 2:
@@ -103,12 +102,14 @@ def stitch(
     if projection == "auto":  # beyond 70 degrees, a plane stretches its edges to more than twice their width
         wide = cameras is not None and _angle_of_view(cameras, pixels) > 70
         projection = "spherical" if wide else "plane"
+    # 3 pixels of what was matched, in stored pixels
+    near = 3 * max(1, 1 / min(to_numpy(found.features[number].scale).min() for number in group))
     pairs = [both for pair, both in found.pairs.items() if set(pair) <= set(group) and both[1].status == "ok"]
     agreeing = float(np.concatenate([geometry.inliers for _, geometry in pairs]).mean())
     chosen = None
     if projection == "plane":
         candidates = ("translation", "similarity", "homography") if model == "auto" else (model,)
-        tried = {name: _placed(found, group, name) for name in candidates}
+        tried = {name: _placed(found, group, name, near) for name in candidates}
         most = 1.2 * min(residual for _, residual, _ in tried.values()) + 0.1  # for a simpler map to be taken
         chosen = next(name for name, (_, residual, _) in tried.items() if residual <= most)
         placed, _, share = tried[chosen]
@@ -123,7 +124,7 @@ def stitch(
     elif cameras is None:
         raise NotJoinedError("the images do not determine a focal length; use projection='plane'")
     else:
-        agreeing *= _turning(found, group, cameras, turns)
+        agreeing *= _turning(found, group, cameras, turns, near)
         pieces = _projected(pixels, cameras, projection)
     panorama, covered = _blended(pieces)
     if crop:
@@ -145,12 +146,12 @@ def _fit(model: PlaneModel, points: np.ndarray, targets: np.ndarray) -> np.ndarr
 
 
 def _placed(
-    found: MatchedSet, group: list[int], model: PlaneModel
+    found: MatchedSet, group: list[int], model: PlaneModel, near: float
 ) -> tuple[dict[int, np.ndarray], float, float]:
     """A map for each image, so that the points of each track meet, the median distance from where they meet,
-    and the share of those that do within 3 pixels of the picture that was matched. First maps are chained
-    along the pairs with most inliers. Then tracks' means and maps are found in turns; points far from the
-    mean, ever nearer, are of wrong matches."""
+    and the share of those that do within `near` pixels. First maps are chained along the pairs with most
+    inliers. Then tracks' means and maps are found in turns; points far from the mean, ever nearer, are of
+    wrong matches."""
     pairs = {pair: both for pair, both in found.pairs.items() if both[1].status == "ok"}
     inliers = {pair: int(geometry.inliers.sum()) for pair, (_, geometry) in pairs.items()}
     strength = {image: sum(n for pair, n in inliers.items() if image in pair) for image in group}
@@ -180,13 +181,7 @@ def _placed(
             if own.sum() >= 12 and (matrix := _fit(model, points[own], mean[own])) is not None:
                 placed[number] = matrix
     finite = distance[np.isfinite(distance)]
-    meeting = float(np.mean(distance < _near(found, group)))
-    return placed, float(np.median(finite)) if len(finite) else np.inf, meeting
-
-
-def _near(found: MatchedSet, group: list[int]) -> float:
-    """3 pixels of the pictures that were matched, in stored pixels."""
-    return 3 * max(1, 1 / min(to_numpy(found.features[number].scale).min() for number in group))
+    return placed, float(np.median(finite)) if len(finite) else np.inf, float(np.mean(distance < near))
 
 
 Piece = tuple[tuple[int, int], np.ndarray, np.ndarray]  # corner, pixels, mask (0 or 255)
@@ -259,9 +254,9 @@ def _cameras(
 
 
 def _turning(
-    found: MatchedSet, group: list[int], cameras: Sequence[Any], turns: Sequence[np.ndarray]
+    found: MatchedSet, group: list[int], cameras: Sequence[Any], turns: Sequence[np.ndarray], near: float
 ) -> float:
-    """The share of the pairs' inliers that cameras which only turn bring as near as `_placed` does."""
+    """The share of the pairs' inliers that cameras which only turn bring within `near` pixels."""
     rays, off = {}, []  # from stored pixels
     for number, camera, turn in zip(group, cameras, turns, strict=True):
         rays[number] = np.asarray(camera.R, np.float64) @ np.linalg.inv(camera.K()) @ turn
@@ -269,7 +264,7 @@ def _turning(
         if i in rays and j in rays and geometry.status == "ok":
             moved = warp_points(matches.points0.astype(np.float64), np.linalg.inv(rays[j]) @ rays[i])
             off.append(np.linalg.norm(moved - matches.points1, axis=1)[geometry.inliers])
-    return float(np.mean(np.concatenate(off) < _near(found, group)))
+    return float(np.mean(np.concatenate(off) < near))
 
 
 def _angle_of_view(cameras: Sequence[Any], images: Sequence[np.ndarray]) -> float:

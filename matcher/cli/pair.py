@@ -241,9 +241,8 @@ def align(
             show(_matrix(f"{found.model}, x1 ~ H x0, stored pixels:", found.matrix), always=True)
         for path in written:
             show(f"wrote {path}")
-        as_tiff = output is not None and output.suffix.lower() in rasters.RASTER_FORMATS
-        if gcp is None and as_tiff and rasters.is_placed(image1):
-            show(f"{output} has no map coordinates, and {image1} has: with --gcp FILE.csv it is a GeoTIFF")
+        if gcp is None and output in written and rasters.is_placed(image1):
+            show(f"{image1} has map coordinates: --gcp FILE.csv --output FILE.tif would keep them")
     unlike = fail_below is not None and found.agreeing < fail_below
     return PARTIAL if unlike or not found.found else 0
 
