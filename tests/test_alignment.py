@@ -17,10 +17,8 @@ from matcher.verify.estimation import RobustEstimator
 pytestmark = pytest.mark.usefixtures("compiled")
 
 PLANAR = EstimationConfig(kind="homography")
-TURN = np.deg2rad(25)
-SIMILARITY = np.array(
-    [[0.8 * np.cos(TURN), -0.8 * np.sin(TURN), 90], [0.8 * np.sin(TURN), 0.8 * np.cos(TURN), 10], [0, 0, 1]]
-)
+SIMILARITY = np.vstack([cv2.getRotationMatrix2D((0, 0), -25, 0.8), [0, 0, 1]])
+SIMILARITY[:2, 2] = 90, 10
 AFFINE = np.array([[0.9, 0.2, 20.0], [-0.1, 1.2, 15], [0, 0, 1]])
 HOMOGRAPHY = np.array([[0.9, 0.1, 30.0], [-0.05, 1.0, 20], [2e-4, 1e-4, 1]])
 
@@ -65,8 +63,7 @@ def test_the_aligned_image_is_the_other_one(pair):
     assert found.image("difference")[inner].mean() < 4
     board = found.image("checkerboard")
     assert np.abs(board.astype(int) - moved)[inner].mean() < 12 and board.shape == moved.shape
-    grey = found.image("blend")[inner].astype(int)
-    assert np.ptp(grey, axis=1).mean() < 5
+    assert np.ptp(found.image("blend")[inner].astype(int), axis=1).mean() < 5
     with pytest.raises(matcher.UsageError, match="unknown view 'sideways'"):
         found.image("sideways")
 
@@ -78,12 +75,9 @@ def test_orientations_of_both_files_are_respected(pair, tmp_path):
     exif[0x0112] = 6  # to be turned clockwise by a viewer
     PIL.Image.fromarray(np.rot90(pixels)).save(turned, exif=exif)
     found = matcher.align(turned, b, "nearest", max_keypoints=500)
-    corner = np.array([[10.0, 20.0]])
-    np.testing.assert_allclose(
-        warp_points(corner, found.matrix_upright), warp_points(corner, HOMOGRAPHY), atol=1
-    )
-    picture = found.image()
-    inner = cv2.erode(picture[..., 3], np.ones((9, 9))) > 0
+    at = [warp_points(np.array([[10.0, 20.0]]), matrix) for matrix in (found.matrix_upright, HOMOGRAPHY)]
+    np.testing.assert_allclose(*at, atol=1)
+    inner = cv2.erode((picture := found.image())[..., 3], np.ones((9, 9))) > 0
     assert np.abs(picture[..., :3].astype(int) - moved)[inner].mean() < 5
 
 
@@ -113,14 +107,12 @@ def test_nothing_is_overwritten_and_no_match_is_said(pair, tmp_path, capfd):
     assert run("align", a, b, "--output", a.with_name("d.png"), "--blend", a.with_name("d.png"), *quick) == 2
     assert run("align", a, b, "--output", a, "--overwrite", *quick) == 2
     assert "is an input" in capfd.readouterr().err and mine.read_bytes() == b"mine"
-    noise = tmp_path / "noise.png"
-    PIL.Image.fromarray(np.random.default_rng(0).integers(0, 255, (200, 200), dtype=np.uint8)).save(noise)
-    out = tmp_path / "out.png"
+    noise, out = tmp_path / "noise.png", tmp_path / "out.png"
+    cv2.imwrite(str(noise), np.random.default_rng(0).integers(0, 255, (200, 200), dtype=np.uint8))
     assert run("align", a, noise, "--output", out, *quick) == 4
     assert "not aligned" in capfd.readouterr().err and not out.exists()
-    found = matcher.align(a, noise, "nearest", max_keypoints=200)
     with pytest.raises(matcher.UsageError, match="not aligned"):
-        found.image()
+        matcher.align(a, noise, "nearest", max_keypoints=200).image()
 
 
 def test_a_scene_with_depth_is_told_of(capfd, tmp_path):
@@ -160,10 +152,10 @@ def template() -> np.ndarray:
 
 def pose_matrix(x, y, scale, degrees, size=(220, 180)) -> np.ndarray:
     """(3, 3) template → image, for a template of so many pixels."""
-    turn = np.deg2rad(degrees)
-    linear = scale * np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
-    shift = np.array([x, y]) - linear @ (np.array(size) - 1) / 2
-    return np.vstack([np.hstack([linear, shift[:, None]]), [0, 0, 1]])
+    middle = (size[0] - 1) / 2, (size[1] - 1) / 2
+    matrix = np.vstack([cv2.getRotationMatrix2D(middle, -degrees, scale), [0, 0, 1]])
+    matrix[:2, 2] += np.subtract((x, y), middle)
+    return matrix
 
 
 def paste(image: np.ndarray, template: np.ndarray, pose) -> None:
@@ -210,8 +202,7 @@ def test_a_plain_logo_is_found_at_half_its_size(views):
 
 
 def test_at_most_so_many_are_found_and_masks_hide_the_others(template, scene):
-    finder = matcher.TemplateFinder(template, "nearest", max_keypoints=600, max_instances=1)
-    told = []
+    finder, told = matcher.TemplateFinder(template, "nearest", max_keypoints=600, max_instances=1), []
     assert len(finder.find(scene, on_progress=lambda *progress: told.append(progress))) == 1
     assert told[0][0] == 0 and told[-1] == (told[0][1], told[0][1]) and len(told) == told[0][1] + 1
     mask = np.zeros(scene.shape[:2], np.uint8)
@@ -232,8 +223,7 @@ def test_corners_are_of_the_stored_image(template, scene, tmp_path):
     PIL.Image.fromarray(np.rot90(scene, -1)).save(path, exif=exif)
     found = matcher.find(template, path, "nearest", max_keypoints=600)
     assert len(found) == 3 and found.size == (560, 600)
-    stored = true_corners(POSES[1])
-    stored = np.stack([559 - stored[:, 1], stored[:, 0]], axis=1)  # as rot90(…, −1) moves pixels
+    stored = true_corners(POSES[1])[:, ::-1] * (-1, 1) + (559, 0)  # as rot90(…, −1) moves pixels
     assert min(np.abs(one.corners - stored).max() for one in found) < 2.5
 
 
@@ -282,13 +272,11 @@ def test_many_small_copies_are_all_found(views):
     photo, other = (cv2.resize(read_image(view).pixels, (1024, 768)) for view in views)
     template = np.ascontiguousarray(photo[420:620, 400:620])
     image = np.ascontiguousarray(other[:400, 700::-1])
-    places = [(200, 200), (500, 200)]
-    for place in places:
+    for place in (places := [(200, 200), (500, 200)]):
         paste(image, template, (*place, 0.55, 40))
     found = matcher.find(template, image, max_keypoints=1024)
     assert len(found) == len(places)
-    for place in places:
-        assert min(np.linalg.norm(centre - place) for centre in centres(found)) < 2
+    assert all(min(np.linalg.norm(centre - place) for centre in centres(found)) < 2 for place in places)
     assert all(instance.scale == pytest.approx(0.55, rel=0.02) for instance in found)
 
 

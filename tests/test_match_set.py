@@ -23,10 +23,8 @@ def scene() -> np.ndarray:
 
 def shown(scene, x, y, degrees, gain=1.0) -> tuple[np.ndarray, np.ndarray]:
     """240 x 200 pixels around a point of the scene, turned; and scene → image."""
-    turn = np.deg2rad(degrees)
-    linear = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
-    matrix = np.eye(3)
-    matrix[:2, :2], matrix[:2, 2] = linear, [120, 100] - linear @ [x, y]
+    matrix = np.vstack([cv2.getRotationMatrix2D((x, y), -degrees, 1), [0, 0, 1]])
+    matrix[:2, 2] += (120 - x, 100 - y)
     image = cv2.warpPerspective(scene, matrix, (240, 200), borderMode=cv2.BORDER_CONSTANT)
     return np.clip(image * gain, 0, 255).astype(np.uint8), matrix
 
@@ -64,11 +62,10 @@ class Numbered:
 
 def in_order(features0, features1):
     """Matches of points of one number, but for images 1 and 3, between which they are shifted."""
-    shift = 10 * ({int(f.descriptors[0, 0, 0]) for f in (features0, features1)} == {1, 3})
+    pair = features0, features1
+    shift = 10 * ({int(features.descriptors[0, 0, 0]) for features in pair} == {1, 3})
     indices = np.column_stack([np.arange(60 - shift), np.arange(shift, 60)])
-    ends = (
-        np.asarray(f.keypoints[0])[side] for f, side in zip((features0, features1), indices.T, strict=True)
-    )
+    ends = (np.asarray(f.keypoints[0])[side] for f, side in zip(pair, indices.T, strict=True))
     return [matcher.Matches(indices, *ends, np.ones(len(indices), np.float32))]
 
 
@@ -146,8 +143,7 @@ def test_a_wide_view_goes_on_a_sphere(canvas):
     assert 2 < width / height < 4 and made.agreeing > 0.9
     assert matcher.stitch(views, "nearest", max_keypoints=600, model="similarity").projection == "plane"
     stretched = [views[0], cv2.resize(views[1], (600, 360))]  # as no camera that turns shows it
-    made = matcher.stitch(stretched, "nearest", max_keypoints=600, projection="spherical")
-    assert made.agreeing < 0.5
+    assert matcher.stitch(stretched, "nearest", projection="spherical").agreeing < 0.5
     with pytest.raises(matcher.UsageError):
         matcher.stitch(views, "nearest", max_keypoints=600, projection="plane", model="cubic")
 
@@ -168,11 +164,11 @@ def test_the_command(canvas, tmp_path, capfd):
 
 
 def test_a_model_that_does_not_fit_is_told_of(canvas, tmp_path, capfd):
-    for number, part in enumerate((parts(canvas)[0], parts(canvas)[1][::-1, ::-1])):
-        cv2.imwrite(str(tmp_path / f"{number}.png"), part)
-    views = [str(tmp_path / f"{number}.png") for number in (0, 1)]
-    command = ["stitch", *views, "--preset", "nearest", "--max-keypoints", "600", "--overwrite", "--output"]
-    command += [str(tmp_path / "all.png"), "--model"]
+    views = [str(tmp_path / name) for name in ("0.png", "1.png")]
+    for path, part in zip(views, (parts(canvas)[0], parts(canvas)[1][::-1, ::-1]), strict=True):
+        cv2.imwrite(path, part)
+    command = ["stitch", *views, "--preset", "nearest", "--overwrite"]
+    command += ["--output", views[0] + ".png", "--model"]
     assert main([*command, "similarity"]) == 0
     assert "warning" not in capfd.readouterr().err
     assert main([*command, "translation"]) == 0
