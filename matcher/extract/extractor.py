@@ -85,19 +85,12 @@ class SiftExtractor:
 
     def __call__(self, images: Sequence[Image]) -> list[Features]:
         """Features of each image, strongest first; `kind` is "sift", descriptors are (N, 128) float32."""
-        return [self._extract(image) for image in images]
-
-    def _extract(self, image: Image) -> Features:
-        points, diameters, angles, scores, descriptors = detect_sift(image.pixels, image.mask, self.config)
-        return Features.from_image(
-            image,
-            points,
-            root_sift(descriptors),
-            scores=scores,
-            diameters=diameters,
-            angles=angles,
-            kind="sift",
-        )
+        found = []
+        for image in images:
+            points, diameters, angles, scores, raw = detect_sift(image.pixels, image.mask, self.config)
+            own = dict(diameters=diameters, angles=angles, scores=scores, kind="sift")
+            found.append(Features.from_image(image, points, root_sift(raw), **own))
+        return found
 
 
 def detect_sift(
@@ -111,10 +104,9 @@ def detect_sift(
     detector = cv2.SIFT_create(nfeatures=limit, contrastThreshold=_CONTRAST, enable_precise_upscale=True)
     area = None if mask is None else mask.astype(np.uint8) * 255
     keypoints, descriptors = detector.detectAndCompute(grey, area)
-    if not keypoints:
-        empty = np.zeros(0, np.float32)
-        return np.zeros((0, 2), np.float32), empty, empty, empty, np.zeros((0, 128), np.float32)
-    table = np.array([(*k.pt, k.size, k.angle, k.response) for k in keypoints], dtype=np.float32)
+    descriptors = np.zeros((0, 128), np.float32) if descriptors is None else descriptors
+    rows = [(*k.pt, k.size, k.angle, k.response) for k in keypoints]
+    table = np.array(rows, dtype=np.float32).reshape(-1, 5)
     order = np.argsort(-table[:, 4], kind="stable")
     if config.keep == "largest":
         largest = np.argsort(-table[order, 2], kind="stable")[: config.max_keypoints]
