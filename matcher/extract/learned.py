@@ -64,21 +64,8 @@ class Architecture:
 
 def shapes_of(sizes: Architecture) -> dict[str, tuple[int, ...]]:
     """The names and shapes of the parameters of such a network, batch normalisation folded away."""
-    widths, found = sizes.widths, {}
-    before = 1
-    for stage, (width, depth) in enumerate(zip(widths, sizes.depths, strict=True)):
-        for block in range(depth):
-            kernel = 5 if stage == block == 0 else 3
-            found[_weight(stage, block)] = (width, before, kernel, kernel)
-            before = width
-    for stage, (lower, upper) in enumerate(pairwise(widths)):
-        found[f"lift.{stage}.weight"] = (lower, upper, 1, 1)
-    found["mix.0.weight"] = (widths[0], widths[0], 3, 3)
-    found["points.weight"] = (4, widths[0], 3, 3)
-    found["descriptor.0.weight"] = (sizes.hidden, sum(widths))
-    found["descriptor.2.weight"] = (DESCRIPTOR_DIM, sizes.hidden)
-    biases = {name.removesuffix("weight") + "bias": shape[:1] for name, shape in found.items()}
-    return found | biases
+    with torch.device("meta"):  # without values
+        return {name: tuple(value.shape) for name, value in FeatureNetwork(sizes).named_parameters()}
 
 
 def architecture_of(shapes: Mapping[str, Sequence[int]]) -> Architecture:
