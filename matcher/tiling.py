@@ -6,9 +6,8 @@ is for collections, whose pairs share the keypoints of an image.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from numbers import Integral
 from time import perf_counter
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 
 from matcher.config import GRID_KIND, EstimationConfig
 from matcher.errors import UsageError
-from matcher.geometry import UPRIGHT, resized, turn_angles
+from matcher.geometry import resized
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.result import Result
 from matcher.types import Extractor, Features, Image, Matcher, Matches, to_numpy
@@ -103,17 +102,13 @@ def _own(image: Image, features: Features, tile: Tile, start: tuple[int, int]) -
     left, top, right, bottom = (edge - 0.5 for edge in tile)
     x, y = points.T
     keep = np.flatnonzero((x >= left) & (x < right) & (y >= top) & (y < bottom))
-    chosen, points = features.select(keep), points[keep]
-    turn, changes = UPRIGHT[image.orientation].T, {}
-    if chosen.scales is not None:
-        changes["scales"] = chosen.scales / np.float32(np.sqrt(np.prod(image.scale)))
-    if chosen.orientations is not None:
-        changes["orientations"] = turn_angles(to_numpy(chosen.orientations).astype(np.float64), turn)
-    if chosen.affine_frames is not None:
-        changes["affine_frames"] = image.axes_to_stored @ to_numpy(chosen.affine_frames).astype(np.float64)
-    keypoints = image.to_stored(points).astype(np.float32)
-    per_image = {name: value for name, value in image.features_fields().items() if value is not None}
-    return replace(chosen, keypoints=keypoints, **changes, **per_image)
+    chosen = features.select(keep)
+    angles = None if chosen.orientations is None else to_numpy(chosen.orientations).astype(np.float64)
+    own = dict(scores=chosen.scores, diameters=chosen.scales, angles=angles, kind=chosen.kind)
+    whole = Features.from_image(image, points[keep], chosen.descriptors, **own)
+    if (frames := chosen.affine_frames) is not None:
+        frames = image.axes_to_stored @ to_numpy(frames).astype(np.float64)
+    return replace(whole, mask=chosen.mask, affine_frames=frames)
 
 
 def match_by_windows(
@@ -228,15 +223,11 @@ def by_tiles(pipeline: Pipeline, most: int) -> Pipeline:
     extractor = replace(pipeline.config.extractor.of_size(None), tiles=int(most))
     return replace(
         pipeline,
-        extractor=partial(_all_tiled, pipeline.extractor, int(most)),
+        extractor=lambda images: [tiled_features(each, pipeline.extractor, int(most)) for each in images],
         matcher=WindowedMatcher(pipeline.matcher),
         config=replace(pipeline.config, extractor=extractor),
         passes=None,
     )
-
-
-def _all_tiled(extractor: Extractor, most: int, images: Sequence[Image]) -> list[Features]:
-    return [tiled_features(image, extractor, most) for image in images]
 
 
 class WindowedMatcher:
