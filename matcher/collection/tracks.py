@@ -302,12 +302,11 @@ class _Step(NamedTuple):
     children: np.ndarray  # (k,) nodes
 
 
-def refine_run(store: Store, on_progress: Callable[[int, int], None] | None = None) -> str:
+def refine_run(store: Store) -> str:
     """Refine the keypoints of a run's tracks and store them, once, if its configuration asks for it; returns
     why nothing was done although it does.
 
     A keypoint that is in no track, is the reference of its track, or was not accepted keeps its position.
-    `on_progress` is called with the number of track keypoints refined so far, and of all.
     """
     values = store.settings.get("config", {}).get("refine")
     images = [image for image in store.images() if image.status == "done"]
@@ -353,9 +352,6 @@ def refine_run(store: Store, on_progress: Callable[[int, int], None] | None = No
         children = step.children[accepted]
         points[children], covariances[children] = moved[accepted], own[accepted]
         refined[children] = graph.done[children] = True
-        graph.reached += len(children)
-        if on_progress is not None:
-            on_progress(graph.reached, graph.total)
     # The means, weighted by the covariances. All share the noise of the keypoint's own image, so the
     # covariance of a mean is the mean of theirs, no smaller.
     information, sums = np.zeros((len(points), 2, 2)), np.zeros((len(points), 2))
@@ -429,7 +425,6 @@ class _MatchGraph:
         references = every[order][np.unique(track_of[every][order], return_index=True)[1]]
         self.done = np.zeros(len(track_of), dtype=bool)  # others may be refined against them
         self.done[references] = True
-        self.reached, self.total = 0, len(np.unique(every)) - len(references)
 
     def steps(self) -> Iterator[_Step]:
         """Steps until every keypoint is refined or its three best matches were tried in vain."""
