@@ -303,12 +303,8 @@ def _log10_false_alarms(total: int, found: int, chance: float, sample: int) -> f
     `chance` is that of a keypoint to agree; a pose is fixed by a `sample`."""
     if found <= sample:
         return math.inf
-
-    def choose(n: int, k: int) -> float:
-        return (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(10)
-
-    tried = math.log10(max(total - sample, 1)) + choose(total, found) + choose(found, sample)
-    return tried + (found - sample) * math.log10(chance)
+    tried = max(total - sample, 1) * math.comb(total, found) * math.comb(found, sample)
+    return math.log10(tried) + (found - sample) * math.log10(chance)
 
 
 def _better(
