@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from matcher.match.retrieval import (
 from matcher.match.steering import rotated_descriptors
 from matcher.sfm.models import as_our_camera, check_numbers, find_model, poses_of, read_model
 from matcher.types import Features
+from matcher.weights.files import read_header
 
 if TYPE_CHECKING:
     from matcher.collection.store import Store
@@ -154,8 +154,7 @@ def open_index(
         # Anybody may have made it; absent or damaged, it can be made again.
         with open_given(folder / INDEX) as file:
             data = file.read()
-        arrays, length = load(data), int.from_bytes(data[:8], "little")
-        about = json.loads(data[8 : 8 + length])["__metadata__"]
+        arrays, about = load(data), read_header(data)
         words, target, sign, table = (arrays[name] for name in ("words", "target", "sign", "table"))
         sound = about["of"] == wanted and words.ndim == table.ndim == 2 and len(table) == len(names)
         sound = sound and np.isfinite(table).all() and np.isfinite(words).all() and target.dtype.kind == "i"
