@@ -360,11 +360,7 @@ def _spread(order: np.ndarray, points: np.ndarray, limit: int) -> np.ndarray:
 # --- A template and its instances
 
 
-def draw_instances(
-    template: ImageInput,
-    image: ImageInput,
-    corners: Sequence[np.ndarray],
-) -> Figure:
+def draw_instances(template: ImageInput, image: ImageInput, corners: Sequence[np.ndarray]) -> Figure:
     """The template on the left, the image on the right, upright, each instance outlined in a colour, with its
     number from 1. A dot marks the template's first corner in both, so that the turn shows.
 
@@ -378,9 +374,8 @@ def draw_instances(
     colours = matplotlib.colormaps["tab10"]
     for number, quad in enumerate(corners):
         _outline(axes, placed[1], as_points(quad, "corners"), colours(number % 10), str(number + 1))
-    count = "1 instance" if len(corners) == 1 else f"{len(corners)} instances"
     said = "the dot is the template's first corner" if len(corners) else "the template was not found"
-    _draw_header(figure, count, [(said, "none")])
+    _draw_header(figure, counted(len(corners), "instance"), [(said, "none")])
     return figure
 
 
