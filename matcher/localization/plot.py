@@ -13,6 +13,7 @@ from matcher.localization.pose import Pose
 from matcher.localization.sparse_map import SparseMap
 from matcher.sfm.plot import draw_points, scene_axes, show_box
 from matcher.viz.drawings import draw_matches, figure_pixels, save_figure
+from matcher.viz.overlays import as_colour
 from matcher.viz.recording import RecordingFile
 
 _SHOWN = 1024, 640  # pixels of the longer side of an image in a plot, and of a photo in a recording
@@ -34,9 +35,7 @@ def plot_pose(place: Map, photo: ImageInput, pose: Pose, path: str | Path) -> Pa
         how = dict(inliers=inliers, colour_by="confidence" if inliers is None else "inliers", title=title)
         pixels = figure_pixels(draw_matches(shown, other, *ends, **how))
     else:
-        pixels = np.broadcast_to(
-            shown.pixels.reshape(*shown.pixels.shape[:2], -1), (*shown.pixels.shape[:2], 3)
-        )
+        pixels = as_colour(shown.pixels)
     height = 16 * max(0.72 * pixels.shape[0] / pixels.shape[1], 0.28) + 0.9  # inches; .9: titles
     figure = Figure(figsize=(16, min(height, 16)), dpi=100, layout="constrained")
     left, axes = figure.subplots(1, 2, width_ratios=(0.72, 0.28))
