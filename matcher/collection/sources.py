@@ -225,11 +225,10 @@ class HlocFeatures:
     def names(self) -> tuple[list[str], list[str]]:
         """Sorted names of the selected groups with keypoints, each group once whatever links there are to it,
         and the names that no store can hold."""
-        with optional():
-            import h5py
-
         names, seen, waiting = [], set(), []
         with self._open() as file:
+            import h5py
+
             waiting.append(("", file))
             while waiting:
                 above, group = waiting.pop()
@@ -321,8 +320,7 @@ class HlocFeatures:
 
 def _array(group: Any, key: str) -> np.ndarray:
     """A dataset of numbers that lie in the file itself, and are no more than it can hold."""
-    with optional():
-        import h5py
+    import h5py
 
     if not isinstance(group.get(key, getlink=True), h5py.HardLink):
         raise ValueError(f"{key} is a link")
