@@ -577,10 +577,8 @@ class MatchedSet:
 
     def __repr__(self) -> str:
         verified = sum(geometry.verified for _, geometry in self.pairs.values())
-        return (
-            f"MatchedSet({len(self.names)} images, {verified} of {len(self.pairs)} pairs verified, "
-            f"{len(self.tracks)} tracks)"
-        )
+        pairs = f"{verified} of {len(self.pairs)} pairs verified"
+        return f"MatchedSet({len(self.names)} images, {pairs}, {len(self.tracks)} tracks)"
 
 
 def match_set(
@@ -653,9 +651,8 @@ def match_set(
     for ends in gone:
         matches, geometry = found[ends]
         found[ends] = matches, replace(geometry, status="low_inliers").without_rejected()
-    usable = {
-        ends: rows for ends, pair in found.items() if (rows := tracks.usable_matches(*pair)) is not None
-    }
+    usable = {ends: tracks.usable_matches(*pair) for ends, pair in found.items()}
+    usable = {ends: both for ends, both in usable.items() if both is not None}
     rows_of = {ends: rows for ends, (rows, _) in usable.items()}
     right = tracks.consistent_matches(rows_of, keypoints, [float(np.sqrt(scale.prod())) for scale in scales])
     kept = [

@@ -66,8 +66,8 @@ def write_run_report(
                 "count": len(joined),
                 "mean": round(joined.mean_length, 2),
                 "conflicts": joined.conflicts,
+                "lengths": sorted(Counter(joined.lengths.tolist()).items()),
             }
-            tracks["lengths"] = sorted(Counter(joined.lengths.tolist()).items())
         # Models beside the run that were made from it, each as a link to its plot.
         run, folder, reconstructions = store.folder.resolve(), path.parent.resolve(), []
         for model in sorted(summary.parent for summary in run.parent.glob(f"*/{SUMMARY}")):
