@@ -62,10 +62,8 @@ class LearnedExtractor:
         dtype: torch.dtype = torch.float32,
         weights: str | Path | None = None,
     ) -> None:
-        """Keep what is needed; nothing is built or read yet.
-
-        Settings that are None become the published ones. `dtype` is of a network that runs in half precision;
-        `weights`, the file that `fill` reads if it is not the usual one, distinguishes extractors.
+        """Settings that are None become the published ones. `dtype` is of a network that runs in half
+        precision; `weights`, the file that `fill` reads if it is not the usual one, distinguishes extractors.
         """
         self.config = resolve(config, front_end.published)
         self.front_end = front_end

@@ -160,10 +160,7 @@ class FeatureNetwork(nn.Module):
             self._build(sizes)
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Grey (B, 1, H, W) in [0, 1] → logits (B, H, W) float32, and the maps to describe points with.
-
-        The image is repeated at the right and lower edge to multiples of `sizes.stride`.
-        """
+        """Grey (B, 1, H, W) in [0, 1] → logits (B, H, W) float32, and the maps to describe points with."""
         height, width = pixels.shape[2:]
         logits, maps = self._maps(padded(pixels, self.sizes.stride))
         return logits[:, :height, :width], maps
@@ -342,10 +339,6 @@ def subpixel(logits: Tensor, points: Tensor) -> Tensor:
     return points + (weight @ torch.stack([dx, dy], dim=1).to(weight.dtype) - half)
 
 
-def _build(_: ExtractorConfig) -> nn.Module:
-    return FeatureNetwork()
-
-
 def _find_together(network: FeatureNetwork, images: Sequence[Image], config: ExtractorConfig) -> list[Found]:
     """The best points of images of one size, refined and described."""
     device, least, limit = network.points.weight.device, config.score_threshold, config.max_keypoints
@@ -369,4 +362,4 @@ def _find_together(network: FeatureNetwork, images: Sequence[Image], config: Ext
 
 
 _PUBLISHED = {"score_threshold": SCORE_THRESHOLD, "nms_radius": NMS_RADIUS}
-FRONT_ENDS = {"learned": FrontEnd(_build, None, _PUBLISHED, _find_together)}
+FRONT_ENDS = {"learned": FrontEnd(lambda _: FeatureNetwork(), None, _PUBLISHED, _find_together)}

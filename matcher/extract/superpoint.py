@@ -36,12 +36,7 @@ class ConvReluNorm(nn.Sequential):
 
 
 class SuperPoint(nn.Module):
-    """The network (section 3), with batch normalisation after each convolution where `normalised`.
-
-    Its parameters are `encoder.0` to `encoder.7` (the published conv1a to conv4b), `points.0`, `points.1`
-    (convPa, convPb) and `descriptors.0`, `descriptors.1` (convDa, convDb), each with `conv` and, in the
-    re-training, `norm`.
-    """
+    """The network (section 3), with batch normalisation after each convolution where `normalised`."""
 
     def __init__(self, *, normalised: bool = False) -> None:
         super().__init__()
@@ -62,10 +57,8 @@ class SuperPoint(nn.Module):
         )
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Grey (B, 1, H, W) in [0, 1], sides multiples of 8 → how probably pixels are points (B, H, W).
-
-        And unit descriptors (B, 256, H/8, W/8).
-        """
+        """Grey (B, 1, H, W) in [0, 1], sides multiples of 8 → how probably pixels are points (B, H, W), and
+        unit descriptors (B, 256, H/8, W/8)."""
         maps = pixels
         for index, block in enumerate(self.encoder):
             maps = block(maps)
@@ -104,10 +97,6 @@ def suppress(scores: Tensor, radius: int) -> Tensor:
     return kept
 
 
-def _build(config: ExtractorConfig) -> nn.Module:
-    return SuperPoint(normalised=config.kind == "superpoint-open")
-
-
 def _find(network: SuperPoint, image: Image, config: ExtractorConfig) -> Found:
     """Points of the image itself: what lies in the padding is cut off before suppression."""
     device = network.points[0].conv.weight.device
@@ -125,6 +114,6 @@ def _find(network: SuperPoint, image: Image, config: ExtractorConfig) -> Found:
 
 _PUBLISHED = {"score_threshold": 0.005, "nms_radius": 4}
 FRONT_ENDS = {
-    "superpoint": FrontEnd(_build, _find, _PUBLISHED),
-    "superpoint-open": FrontEnd(_build, _find, _PUBLISHED),
+    "superpoint": FrontEnd(lambda _: SuperPoint(), _find, _PUBLISHED),
+    "superpoint-open": FrontEnd(lambda _: SuperPoint(normalised=True), _find, _PUBLISHED),
 }
