@@ -289,10 +289,7 @@ def make_private(folder: Path) -> None:
 
 
 def open_own(path: Path) -> BinaryIO:
-    """Open a file to read, if nobody but this user or root can have put it there; else `NotOursError`.
-
-    Folder and file must belong to this user or to root, be no links, and be writable by nobody else.
-    """
+    """Open a file to read, if nobody but this user or root can have put it there; else `NotOursError`."""
 
     def check(status: os.stat_result) -> None:
         check_own(path.parent, path.parent.lstat(), stat.S_ISDIR)
