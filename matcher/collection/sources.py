@@ -17,12 +17,12 @@ from functools import cached_property
 from glob import escape
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from matcher.collection.schema import damaged, name_fault, parse_json
-from matcher.config import NetworkConfig
+from matcher.config import NetworkConfig, from_dict
 from matcher.errors import ImageError, MatcherError, UsageError, optional
 from matcher.files import open_given, read_given
 from matcher.geometry import resized
@@ -382,10 +382,9 @@ class PairChoice:
     def from_json(cls, text: str) -> PairChoice:
         """One whose fields are in JSON; `IntegrityError` for anything else."""
         values = parse_json(text, "the choice of pairs")
-        with suppress(TypeError):
-            found = cls(**values)
-            right = found.neighbours is None or (type(found.neighbours) is int and found.neighbours >= 1)
-            if found.method in get_args(PairMethod) and right and type(found.by_default) is bool:
+        with suppress(ValueError, LookupError):
+            found = from_dict(cls, values)
+            if found.neighbours is None or found.neighbours >= 1:
                 return found
         raise damaged("the choice of pairs", ascii(values)[:80])
 
