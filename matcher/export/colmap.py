@@ -186,7 +186,7 @@ class Exif(NamedTuple):
 
 def check_used(choice: CameraChoice, names: Iterable[str]) -> None:
     """`UsageError` for cameras of no photo: every photo has another one, or another name."""
-    others = list(map(_known_cameras(choice), names := list(names)))
+    others = list(map(known_cameras(choice), names := list(names)))
     if names and choice.known and not any(others):
         raise UsageError(
             f"the cameras given are those of no photo, such as {next(iter(choice.known))!r}; names are paths "
@@ -198,7 +198,7 @@ def check_used(choice: CameraChoice, names: Iterable[str]) -> None:
         raise UsageError(f"the camera given is that of no photo: all have theirs in {where}; leave it out")
 
 
-def _known_cameras(choice: CameraChoice) -> Callable[[str], Camera | None]:
+def known_cameras(choice: CameraChoice) -> Callable[[str], Camera | None]:
     """The camera of an image by name: of its rig's file, or of any picture of the same camera; or its own."""
     if choice.rig is None:
         return choice.known.get
@@ -219,7 +219,7 @@ def group_cameras(
     """The cameras of a collection, each with its photos; `UsageError`: they do not fit the photos."""
     choice, groups, first = choice or CameraChoice(), {}, {}
     check_used(choice, (image.name for image in images))
-    known_camera = _known_cameras(choice)
+    known_camera = known_cameras(choice)
     for image in images:
         (width, height), mounted = image.size, choice.rig and choice.rig.camera_of(image.name)
         known = known_camera(image.name) or choice.camera or image.camera
@@ -345,16 +345,12 @@ def write_colmap(
         if rig is not None:
             pycolmap.logging.minloglevel = pycolmap.logging.WARNING.value
             rigs = []  # their intrinsics are the database's
-            for cameras in rig.rigs:
-                config, rows = pycolmap.RigConfig(), []
-                for number, each in enumerate(cameras):
-                    row = pycolmap.RigConfigCamera()
-                    row.image_prefix, row.ref_sensor = each.prefix, number == 0
-                    if number and each.cam_from_rig is not None:
-                        row.cam_from_rig = as_rigid(each.cam_from_rig)
-                    rows.append(row)
-                config.cameras = rows
-                rigs.append(config)
+            for first, *others in rig.rigs:
+                mounts = [pycolmap.RigConfigCamera(image_prefix=first.prefix, ref_sensor=True)]
+                for each in others:
+                    pose = None if each.cam_from_rig is None else as_rigid(each.cam_from_rig)
+                    mounts.append(pycolmap.RigConfigCamera(image_prefix=each.prefix, cam_from_rig=pose))
+                rigs.append(pycolmap.RigConfig(cameras=mounts))
             pycolmap.apply_rig_config(rigs, database)
     return report
 
