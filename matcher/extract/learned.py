@@ -71,10 +71,11 @@ def shapes_of(sizes: Architecture) -> dict[str, tuple[int, ...]]:
 def architecture_of(shapes: Mapping[str, Sequence[int]]) -> Architecture:
     """The sizes of the network whose parameters have these names and shapes; `IntegrityError` without one."""
     depths: list[int] = []
-    while (depth := next(n for n in count() if _weight(len(depths), n) not in shapes)) > 0:
+    weight = "encoder.{}.{}.0.weight".format  # of a stage and a block of it
+    while (depth := next(n for n in count() if weight(len(depths), n) not in shapes)) > 0:
         depths.append(depth)
     try:
-        widths = [shapes[_weight(stage, 0)][0] for stage in range(len(depths))]
+        widths = [shapes[weight(stage, 0)][0] for stage in range(len(depths))]
         sizes = Architecture(tuple(widths), tuple(depths), shapes["descriptor.0.weight"][0])
     except (KeyError, IndexError):
         sizes = Architecture((), ())
@@ -84,10 +85,6 @@ def architecture_of(shapes: Mapping[str, Sequence[int]]) -> Architecture:
         strange = sorted(name for name in found | expected if found.get(name) != expected.get(name))
         raise IntegrityError(f"does not hold the tensors of our front end: {', '.join(strange[:8])}")
     return sizes
-
-
-def _weight(stage: int, block: int) -> str:
-    return f"encoder.{stage}.{block}.0.weight"
 
 
 _UNNORMALISED = ("lift", "points", "descriptor")  # parts of the network without batch normalisation
