@@ -22,7 +22,7 @@ from matcher.collection.store import Store
 from matcher.collection.tracks import ImagePyramids
 from matcher.config import PipelineConfig, from_dict, to_dict
 from matcher.errors import ImageError, UsageError
-from matcher.export.colmap import read_exif
+from matcher.export.colmap import CameraChoice, known_cameras, read_exif
 from matcher.geometry import check_poses
 from matcher.images import ImageInput
 from matcher.localization.pose import (
@@ -345,7 +345,7 @@ class Map:
         asked = config.neighbours + int((self._rows < 0).sum())
         for query in queries:
             with query.timed("retrieve"):
-                nearest = self._rows[self._index.similar(query.features, asked)[0]]
+                nearest = self._rows[self._index.similar(query.features, asked)]
                 todo.append(nearest[nearest >= 0][: config.neighbours].tolist())
         similar = list(dict.fromkeys(row for rows in todo for row in rows))
         for cluster in _covisibility_clusters(self.model, similar):
@@ -545,13 +545,11 @@ def localize_frames(
             f"{rig.source} does not say how its cameras are fixed to each other: give cam_from_rig_rotation "
             "and cam_from_rig_translation, or take the rig_config.json of a model that was made of a rig"
         )
-    frames, masks, by_prefix = rig.frames(photos), masks or {}, {}
-    for name, camera in zip(place.names, place.model.cameras, strict=True):
-        if (mount := rig.camera_of(name)) is not None:
-            by_prefix[mount.prefix] = replace(camera, size=None)
-    by_prefix |= rig.intrinsics()
+    frames, masks = rig.frames(photos), masks or {}
+    of_map = zip(place.names, (replace(each, size=None) for each in place.model.cameras), strict=True)
     fixed = {name: mount for frame in frames for name, mount in frame.items()}
-    known = {name: by_prefix.get(mount.prefix) for name, mount in fixed.items()} | cameras
+    camera_of = known_cameras(CameraChoice(rig=rig, known=dict(of_map)))
+    known = {name: camera_of(name) for name in fixed} | cameras
     if absent := [name for name in fixed if known[name] is None]:
         raise UsageError(
             f"the intrinsics of {absent[0]} are not known: give them in {rig.source} or as a camera"

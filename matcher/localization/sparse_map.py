@@ -133,16 +133,15 @@ class RetrievalIndex:
     table: np.ndarray  # (I, G) float16 of unit length, zeros for images without keypoints
     kind: str  # of the features
 
-    def similar(self, features: Features, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """(k,) rows of the most similar images, best first, and their similarity, at most 1."""
+    def similar(self, features: Features, k: int) -> np.ndarray:
+        """(k,) rows of the most similar images, best first."""
         if self.vocabulary is None or not bool(features.mask.any()):
-            return np.zeros(0, np.int64), np.zeros(0, np.float32)
+            return np.zeros(0, np.int64)
         turned = rotated_descriptors(strongest_descriptors(features), self.kind)
         queries = np.array([self.vocabulary.describe(each) for each in turned], dtype=np.float32)
         blocks = (self.table[i : i + 128] for i in range(0, len(self.table), 128))  # which fit a core's cache
         similarity = np.concatenate([(each.astype(np.float32) @ queries.T).max(axis=1) for each in blocks])
-        best = np.argsort(-similarity, kind="stable")[:k]
-        return best, similarity[best]
+        return np.argsort(-similarity, kind="stable")[:k]
 
 
 def open_index(
