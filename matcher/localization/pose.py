@@ -170,8 +170,7 @@ def estimate_poses(
         rig = pictures, [as_rigid(pose) for pose in fixed], theirs
         found = pycolmap.estimate_generalized_absolute_pose(*points, *rig, ransac)
     else:
-        options = pycolmap.AbsolutePoseEstimationOptions(estimate_focal_length=True)
-        options.ransac = ransac
+        options = pycolmap.AbsolutePoseEstimationOptions(estimate_focal_length=True, ransac=ransac)
         found = pycolmap.estimate_absolute_pose(*points, *theirs, estimation_options=options)
     if found is None or found["num_inliers"] < MIN_MATCHES + (not focal_known):
         return None
