@@ -321,9 +321,9 @@ class Published:
         return f"matcher weights fetch {self.name}{'' if self.commercial else ' --accept-licence'}"
 
 
-def read_catalogue(path: Path | None = None) -> dict[str, Published]:
-    """Published weights by name; `path` is another catalogue than the package's."""
-    tables = tomllib.loads((path or CATALOGUE).read_text(encoding="utf-8"))["published"]
+def read_catalogue() -> dict[str, Published]:
+    """Published weights by name."""
+    tables = tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))["published"]
     return {table["name"]: from_dict(Published, table) for table in tables}
 
 
