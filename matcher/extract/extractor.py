@@ -43,28 +43,19 @@ def extracted(extractor: Extractor, images: Sequence[Image], config: ExtractorCo
     position becomes more exact than its pixels.
     """
     features = one_for_each(extractor(images), Features, len(images), "extractor", extractor)
-    factors = {
-        place: factor
-        for place, (found, image) in enumerate(zip(features, images, strict=True))
-        if 0 < len(found) < min(config.max_keypoints, ENOUGH)
-        and (factor := _factor(image, config.sparse_resize)) > 1
-    }
-    if not factors:
+    longer, larger = config.sparse_resize or 0, {}
+    for place, (found, image) in enumerate(zip(features, images, strict=True)):
+        few, side = 0 < len(found) < min(config.max_keypoints, ENOUGH), max(image.pixels.shape[:2])
+        if few and side < longer and min(image.scale) >= 1:  # none that was made smaller
+            larger[place] = image.resized(min(LARGEST, longer / side))
+    if not larger:
         return features
-    larger = [images[place].resized(factor) for place, factor in factors.items()]
-    again = one_for_each(extractor(larger), Features, len(larger), "extractor", extractor)
-    for place, found in zip(factors, again, strict=True):
+    again = one_for_each(extractor([*larger.values()]), Features, len(larger), "extractor", extractor)
+    for place, found in zip(larger, again, strict=True):
         if len(found) > len(features[place]):
             strongest = found.select(np.arange(min(len(found), ENOUGH)))  # they come first
             features[place] = replace(strongest, scale=features[place].scale)
     return features
-
-
-def _factor(image: Image, longer_side: int | None) -> float:
-    """By how much to enlarge an image towards this longer side; not one that was made smaller."""
-    if longer_side is None or min(image.scale) < 1:
-        return 1.0
-    return min(LARGEST, longer_side / max(image.pixels.shape[:2]))
 
 
 # SIFT keypoints (Lowe 2004) with RootSIFT descriptors (Arandjelović and Zisserman 2012).
