@@ -132,12 +132,12 @@ def reconstruct(
                 break
             for leftover in part.iterdir():
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        notes = "".join(f"; {note}" for note in report.notes)
         if not models and report.matches == 0:
             done = report.pairs > 0 and not any(store.waiting())
             why = "they show different things" if done else "match their pairs first"
             raise UsageError(
-                f"the {report.images} photos have no matches in {counted(report.pairs, 'pair')}: {why}"
-                + "".join(f"; {note}" for note in report.notes)
+                f"the {report.images} photos have no matches in {counted(report.pairs, 'pair')}: {why}{notes}"
             )
         if not models:
             least = min(job["min_images"], report.images)
@@ -148,8 +148,7 @@ def reconstruct(
                 remedy = "poses and cameras of these very photos are needed, of photos taken apart"
             raise ReconstructionError(
                 f"{what} among {report.verified} verified of {report.pairs} pairs of {report.images} images; "
-                + remedy
-                + "".join(f"; {note}" for note in report.notes)
+                f"{remedy}{notes}"
             )
     report.path = out / DATABASE
     return Reconstruction(out, models, report.images, report, tuple(sorted(missing)))
@@ -273,7 +272,7 @@ def _mapped(
         "pairs": report.pairs,
         "verified_pairs": report.verified,
         "matches": report.matches,
-        "unregistered": sorted(_with_features(store, only).difference(described[0]["cam_from_world"])),
+        "unregistered": sorted(used.difference(described[0]["cam_from_world"])),
         "models": described,
     }
     write_whole(part / SUMMARY, json.dumps(summary, indent=1).encode())
