@@ -7,10 +7,10 @@ import os
 import secrets
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from matcher.cameras import Camera
 from matcher.errors import UsageError, optional
 
 
-class RecordingFile:
+class RecordingFile(AbstractContextManager):
     """A recording that appears whole when it is closed, or the viewer, which shows it as it grows."""
 
     def __init__(self, path: str | Path | None) -> None:
@@ -89,9 +89,6 @@ class RecordingFile:
             self.stream.disconnect()
         if self._part is not None:
             self._part.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close() if kind is None else self.discard()
