@@ -35,18 +35,16 @@ def tiled_features(image: Image, extractor: Extractor, most: int, near: np.ndarr
     A front end's scores are compared over the whole image. Tiles without a point of `near` (K, 2), stored
     pixels, in themselves or a neighbour are skipped.
     """
-    parts, columns = [], {}
+    parts = []
     tiles = list(_tiles(image, near)) or [(0, 0, 0, 0)]  # none: no features, but of the right kind
     for start in range(0, len(tiles), 4):
         some = tiles[start : start + 4]
         cuts, corners = zip(*(_cut(image, tile) for tile in some), strict=True)
         parts += [_own(image, *each) for each in zip(extractor(cuts), some, corners, strict=True)]
-    for f in fields(Features):
-        value = getattr(parts[0], f.name)
-        if value is not None and f.name not in (*Features._PER_IMAGE, "kind"):
-            value = np.concatenate([to_numpy(getattr(part, f.name)) for part in parts])
-        columns[f.name] = value
-    whole = Features(**columns)
+    arrays = [part.numpy() for part in parts]
+    of_points = [name for name in arrays[0] if name not in Features._PER_IMAGE]
+    joined = {name: np.concatenate([each[name] for each in arrays]) for name in of_points}
+    whole = Features(**{**arrays[0], **joined}, kind=parts[0].kind)
     return whole.select(spread(to_numpy(whole.keypoints), to_numpy(whole.scores), most))
 
 
