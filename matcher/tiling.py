@@ -6,8 +6,9 @@ is for collections, whose pairs share the keypoints of an image.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from numbers import Integral
 from time import perf_counter
 from typing import Any
@@ -221,11 +222,15 @@ def by_tiles(pipeline: Pipeline, most: int) -> Pipeline:
     extractor = replace(pipeline.config.extractor.of_size(None), tiles=int(most))
     return replace(
         pipeline,
-        extractor=lambda images: [tiled_features(each, pipeline.extractor, int(most)) for each in images],
+        extractor=partial(_all_tiled, pipeline.extractor, int(most)),
         matcher=WindowedMatcher(pipeline.matcher),
         config=replace(pipeline.config, extractor=extractor),
         passes=None,
     )
+
+
+def _all_tiled(extractor: Extractor, most: int, images: Sequence[Image]) -> list[Features]:
+    return [tiled_features(image, extractor, most) for image in images]
 
 
 class WindowedMatcher:

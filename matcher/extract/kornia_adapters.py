@@ -64,6 +64,10 @@ def _trained_only(network: nn.Module) -> nn.Module:
     return network
 
 
+def _build_plain(config: ExtractorConfig) -> nn.Module:
+    return DISK() if config.kind == "disk" else XFeat()
+
+
 def _find_disk(network: DISK, image: Image, config: ExtractorConfig) -> Found:
     """DISK (Tyszkiewicz et al. 2020); scores are logits. Maps are cropped before suppression."""
     window = 2 * config.nms_radius + 1
@@ -226,11 +230,11 @@ def _find_frames(network: LocalFeature, image: Image, config: ExtractorConfig) -
 
 
 FRONT_ENDS = {
-    "disk": FrontEnd(lambda _: DISK(), _find_disk, {"score_threshold": 0.0, "nms_radius": 2}),
+    "disk": FrontEnd(_build_plain, _find_disk, {"score_threshold": 0.0, "nms_radius": 2}),
     "aliked": FrontEnd(
         _build_aliked, _find_aliked, {"variant": _ALIKED[0], "score_threshold": 0.2, "nms_radius": 2}
     ),
-    "xfeat": FrontEnd(lambda _: XFeat(), _find_xfeat, {"score_threshold": 0.05}),
+    "xfeat": FrontEnd(_build_plain, _find_xfeat, {"score_threshold": 0.05}),
     "dedodeb": FrontEnd(_build_dedode, _find_dedode, {}),
     "dedodeg": FrontEnd(_build_dedode, _find_dedode, {}),
     "keynet": FrontEnd(_build_keynet, _find_frames, {"score_threshold": 0.0}),

@@ -336,6 +336,10 @@ def subpixel(logits: Tensor, points: Tensor) -> Tensor:
     return points + (weight @ torch.stack([dx, dy], dim=1).to(weight.dtype) - half)
 
 
+def _build(_: ExtractorConfig) -> nn.Module:
+    return FeatureNetwork()
+
+
 def _find_together(network: FeatureNetwork, images: Sequence[Image], config: ExtractorConfig) -> list[Found]:
     """The best points of images of one size, refined and described."""
     device, least, limit = network.points.weight.device, config.score_threshold, config.max_keypoints
@@ -359,4 +363,4 @@ def _find_together(network: FeatureNetwork, images: Sequence[Image], config: Ext
 
 
 _PUBLISHED = {"score_threshold": SCORE_THRESHOLD, "nms_radius": NMS_RADIUS}
-FRONT_ENDS = {"learned": FrontEnd(lambda _: FeatureNetwork(), None, _PUBLISHED, _find_together)}
+FRONT_ENDS = {"learned": FrontEnd(_build, None, _PUBLISHED, _find_together)}

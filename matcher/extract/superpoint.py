@@ -112,8 +112,12 @@ def _find(network: SuperPoint, image: Image, config: ExtractorConfig) -> Found:
     return Found(points, scores[index], network.describe(descriptors, points))
 
 
+def _build(config: ExtractorConfig) -> nn.Module:
+    return SuperPoint(normalised=config.kind == "superpoint-open")
+
+
 _PUBLISHED = {"score_threshold": 0.005, "nms_radius": 4}
 FRONT_ENDS = {
-    "superpoint": FrontEnd(lambda _: SuperPoint(), _find, _PUBLISHED),
-    "superpoint-open": FrontEnd(lambda _: SuperPoint(normalised=True), _find, _PUBLISHED),
+    "superpoint": FrontEnd(_build, _find, _PUBLISHED),
+    "superpoint-open": FrontEnd(_build, _find, _PUBLISHED),
 }
