@@ -361,6 +361,11 @@ def as_rigid(pose: Any) -> Any:
     return pycolmap.Rigid3d(pycolmap.Rotation3d(matrix[:3, :3]), matrix[:3, 3])
 
 
+def as_matrix(rigid: Any) -> np.ndarray:
+    """(4, 4) of a `pycolmap.Rigid3d`."""
+    return np.vstack([rigid.matrix(), [0, 0, 0, 1]])
+
+
 def to_colmap(points: np.ndarray) -> np.ndarray:
     """Points (…, 2) in stored pixels → COLMAP's pixels."""
     return points + np.asarray(HALF_PIXEL, dtype=points.dtype)

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from matcher.cameras import Camera
-from matcher.export.colmap import GUESSED_FOCAL, as_rigid, import_pycolmap, to_colmap
+from matcher.export.colmap import GUESSED_FOCAL, as_matrix, as_rigid, import_pycolmap, to_colmap
 from matcher.localization.sparse_map import LocalizationConfig
 from matcher.sfm.models import as_our_camera
 
@@ -176,7 +176,7 @@ def estimate_poses(
         return None
     if not focal_known:
         cameras = [replace(as_our_camera(found.get("camera", theirs[0])), size=cameras[0].size)]
-    world = _matrix(found["rig_from_world" if focal_known else "cam_from_world"])
+    world = as_matrix(found["rig_from_world" if focal_known else "cam_from_world"])
     inliers = np.split(np.asarray(found["inlier_mask"], bool), np.cumsum(list(map(len, matches)))[:-1])
     poses = [pose @ world for pose in fixed]
     start = [PoseEstimate(*each) for each in zip(matches, cameras, poses, inliers, strict=True)]
@@ -209,7 +209,7 @@ def refine_poses(start: Estimates, *, refine_focal: bool = False) -> Estimates |
             )
         if result is None:
             return None
-        world = _matrix(result["cam_from_world" if len(start) == 1 else "rig_from_world"])
+        world = as_matrix(result["cam_from_world" if len(start) == 1 else "rig_from_world"])
         if refine_focal:
             cameras = [replace(as_our_camera(result.get("camera", theirs[0])), size=cameras[0].size)]
         poses = [pose @ world for pose in fixed]
@@ -236,10 +236,6 @@ def _joined(matches: Sequence[Matches3d]) -> tuple[tuple[np.ndarray, ...], list[
     fixed = [each.cam_from_rig for each in matches] if len(matches) > 1 else [None]
     fixed = [np.eye(4) if pose is None else pose for pose in fixed]
     return (points2d, points3d), pictures, fixed
-
-
-def _matrix(rigid: Any) -> np.ndarray:
-    return np.vstack([rigid.matrix(), [0, 0, 0, 1]])
 
 
 def _as_colmap_camera(camera: Camera) -> Any:

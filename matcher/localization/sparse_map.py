@@ -25,7 +25,7 @@ from matcher.match.retrieval import (
     strongest_descriptors,
 )
 from matcher.match.steering import rotated_descriptors
-from matcher.sfm.models import as_our_camera, check_numbers, find_model, poses_of, read_model
+from matcher.sfm.models import as_our_camera, check_numbers, find_model, poses_of, read_model, registered
 from matcher.types import Features
 from matcher.weights.files import read_header
 
@@ -55,7 +55,7 @@ def read_sparse_map(folder: str | Path, store: Store) -> SparseMap:
         raise UsageError(
             f"{place} has no points: make them by `matcher sfm PHOTOS --poses {folder} --out NEW_MODEL`"
         )
-    images = sorted((model.image(number) for number in model.reg_image_ids()), key=lambda image: image.name)
+    images = sorted(registered(model), key=lambda image: image.name)
     known = {image.name for image in store.images() if image.status == "done"}
     if absent := [image.name for image in images if image.name not in known]:
         raise UsageError(

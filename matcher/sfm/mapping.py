@@ -14,7 +14,7 @@ import numpy as np
 import pycolmap
 
 from matcher.export.colmap import as_rigid
-from matcher.sfm.models import poses_of
+from matcher.sfm.models import poses_of, registered
 from matcher.sfm.plot import draw_model
 
 _NEAR = 15.0  # metres, by which a receiver in a telephone is easily off
@@ -46,7 +46,7 @@ def main() -> None:
             placed = job["origin"] is not None and number == 0
             place, unplaced = agreement(model, job["positions"], job["origin"]) if placed else None, None
         model.write_binary(str(folder))
-        cameras = {image.name: model.camera(image.camera_id) for image in _registered(model)}
+        cameras = {image.name: model.camera(image.camera_id) for image in registered(model)}
         described.append(
             {
                 "registered": len(cameras),
@@ -104,11 +104,11 @@ def _incremental(job: Job, options: Any, work: str = "") -> Models:
     if job["min_images"] > 2 or job["two_views"]:
         return models
     # Two images that hang together with no third: other images keep the models that they have without these.
-    known = {image.name for model in models.values() for image in _registered(model)}
+    known = {image.name for model in models.values() for image in registered(model)}
     job = {**job, "two_views": True}
     (Path(job["work"]) / work / "two").mkdir(exist_ok=True)
     others = _incremental(job, _options(job), f"{work}/two")
-    apart = [m for m in others.values() if known.isdisjoint(image.name for image in _registered(m))]
+    apart = [m for m in others.values() if known.isdisjoint(image.name for image in registered(m))]
     return dict(enumerate([*models.values(), *apart]))
 
 
@@ -179,7 +179,7 @@ def kept_models(models: Models, job: Job) -> list[Any]:
     COLMAP leaves such. A model of given poses is what was asked for, however small."""
     kept, covered = [], set()
     for model in sorted(models.values(), key=lambda model: -model.num_reg_images()):
-        names = {image.name for image in _registered(model)}
+        names = {image.name for image in registered(model)}
         if model.num_points3D() == 0:
             continue
         if job["poses"] is not None or (len(names) >= job["min_images"] and not names <= covered):
@@ -188,16 +188,12 @@ def kept_models(models: Models, job: Job) -> list[Any]:
     return kept
 
 
-def _registered(model: Any) -> list[Any]:
-    return [model.image(number) for number in model.reg_image_ids()]
-
-
 def adjust(model: Any, fixed_cameras: Iterable[int], threads: int) -> None:
     """Adjust all registered images, points and cameras of a model but the fixed ones, in place."""
     config, options = pycolmap.BundleAdjustmentConfig(), pycolmap.BundleAdjustmentOptions()
     options.print_summary = options.refine_sensor_from_rig = False
     options.ceres.solver_options.num_threads = threads
-    for image in _registered(model):
+    for image in registered(model):
         config.add_image(image.image_id)
         if image.camera_id in fixed_cameras:
             config.set_constant_cam_intrinsics(image.camera_id)
@@ -208,7 +204,7 @@ def adjust(model: Any, fixed_cameras: Iterable[int], threads: int) -> None:
 def georegister(model: Any, positions: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
     """Move a model to metres east, north and up of the first photo's position, where enough agree. The origin
     and how well positions and cameras agree, or None and why positions, if any, are not used."""
-    names = sorted({image.name for image in _registered(model)} & positions.keys())
+    names = sorted({image.name for image in registered(model)} & positions.keys())
     if len(names) < 4:  # three place a model, and one confirms it
         return None, f"they are {len(names)}, and 4 are needed" if names else None
     origin = positions[names[0]]
@@ -228,7 +224,7 @@ def georegister(model: Any, positions: Mapping[str, Any]) -> tuple[dict[str, Any
 
 def agreement(model: Any, positions: Mapping[str, Any], origin: list[float]) -> dict[str, Any] | None:
     """How well positions agree with a model in metres east, north and up of an origin; None without any."""
-    centres = {image.name: image.projection_center() for image in _registered(model)}
+    centres = {image.name: image.projection_center() for image in registered(model)}
     if not (names := sorted(centres.keys() & positions.keys())):
         return None
     metres = _metres(positions, names, origin)
@@ -286,9 +282,8 @@ def _write_calibration(model: Any, path: Path) -> None:
     """Write how cameras are fixed to each other in a model, in its units, into the file of the rig."""
     rows = json.loads(path.read_text(encoding="utf-8"))
     for each in (camera for rig in rows for camera in rig["cameras"] if not camera.get("ref_sensor")):
-        own = next(
-            (image for image in _registered(model) if image.name.startswith(each["image_prefix"])), None
-        )
+        prefix = each["image_prefix"]
+        own = next((image for image in registered(model) if image.name.startswith(prefix)), None)
         if own is not None:
             pose = model.rig(own.frame.rig_id).sensor_from_rig(model.camera(own.camera_id).sensor_id)
             each["cam_from_rig_rotation"] = np.roll(pose.rotation.quat, 1).tolist()  # w x y z
@@ -338,7 +333,7 @@ def keep_certain(model: Any, job: Job) -> None:
             for i, point in enumerate(image.points2D)
             if point.has_point3D()
         ]
-        for image in _registered(model)
+        for image in registered(model)
         if image.name in deviation
     }
     unrefined = Counter(point for rows in seen.values() for _, point, given in rows if np.isnan(given))

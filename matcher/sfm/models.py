@@ -18,7 +18,7 @@ from matcher.cameras import COLMAP_IMAGES, Camera, read_named_poses
 from matcher.collection.schema import DATABASE
 from matcher.collection.sources import name_fault
 from matcher.errors import IntegrityError, UsageError
-from matcher.export.colmap import import_pycolmap
+from matcher.export.colmap import as_matrix, import_pycolmap
 from matcher.geometry import FARTHEST, check_poses
 
 SUMMARY = "summary.json"
@@ -144,8 +144,8 @@ def read_given_poses(source: str | Path, *, fixed: bool = True) -> GivenPoses:
     if not source.is_dir():
         return GivenPoses(*read_named_poses(source), fixed=fixed)
     model = read_model(find_model(source))
-    poses, images = poses_of(model), [model.image(number) for number in model.reg_image_ids()]
-    cameras = {image.name: as_our_camera(model.camera(image.camera_id)) for image in images}
+    poses = poses_of(model)
+    cameras = {image.name: as_our_camera(model.camera(image.camera_id)) for image in registered(model)}
     if not poses:
         raise UsageError(f"{source} is a model without any registered image")
     kept = read_summary(source).get(KEPT_CAMERAS) is True
@@ -189,8 +189,12 @@ def read_model(folder: Path) -> Any:
 
 def poses_of(model: Any) -> dict[str, np.ndarray]:
     """cam_from_world (4, 4) of the registered images of a `pycolmap.Reconstruction` by name."""
-    images = [model.image(number) for number in model.reg_image_ids()]
-    return {image.name: np.vstack([image.cam_from_world().matrix(), [0, 0, 0, 1]]) for image in images}
+    return {image.name: as_matrix(image.cam_from_world()) for image in registered(model)}
+
+
+def registered(model: Any) -> list[Any]:
+    """The images of a `pycolmap.Reconstruction` that have a pose."""
+    return [model.image(number) for number in model.reg_image_ids()]
 
 
 def check_numbers(model: Path, what: str, values: np.ndarray, most: float = FARTHEST) -> None:

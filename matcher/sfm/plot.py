@@ -10,14 +10,15 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from matcher.sfm.models import registered
 from matcher.viz.drawings import save_figure
 
 
 def draw_model(model: Any, path: Path) -> None:
     """Draw a `pycolmap.Reconstruction` from above and from the front, as a PNG: cameras as pyramids, points
     in their colours, black ones, of photos that are gone, in grey."""
-    images = [model.image(number) for number in model.reg_image_ids()]
-    poses, points = [image.cam_from_world().matrix() for image in images], list(model.points3D.values())
+    images, points = registered(model), list(model.points3D.values())
+    poses = [image.cam_from_world().matrix() for image in images]
     axes = scene_axes(poses)
     centres = np.array([image.projection_center() for image in images]) @ axes.T
     cloud = np.array([point.xyz for point in points]).reshape(-1, 3) @ axes.T
