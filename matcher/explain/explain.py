@@ -120,9 +120,6 @@ def rollout(inputs: list[list[AttentionInputs]], asked: np.ndarray, total: int) 
     return flow.cpu().numpy()
 
 
-# --- Layers
-
-
 @dataclass(frozen=True, eq=False)
 class LayerReport:
     """What was known after one layer."""
@@ -142,9 +139,6 @@ class LayerReport:
     pruned: tuple[np.ndarray, np.ndarray]  # input points pruned after this layer
     # (P, 2) of those: probability of a partner (matchability, or what the heads for it predict), confidence
     reasons: tuple[np.ndarray, np.ndarray]
-
-
-# --- A pair
 
 
 CANDIDATES = 3  # that are told of each point

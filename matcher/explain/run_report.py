@@ -139,9 +139,6 @@ class PairRow(NamedTuple):
         return cls(*row)
 
 
-# --- Pages of pairs
-
-
 def _write_pairs(
     store: Store, rows: Sequence[PairRow], index: Path, overwrite: bool
 ) -> tuple[dict[tuple[str, str], str], list[str]]:

@@ -305,8 +305,6 @@ class Map:
     def __repr__(self) -> str:
         return f"Map({len(self.names)} images, {len(self.model.xyz)} points, {self.pipeline.preset})"
 
-    # --- From queries to poses.
-
     def poses_of(self, queries: list[Query], cam_from_rig: object = None) -> list[Pose]:
         """The pose of a photo, or of R pictures at relative poses (R, 4, 4); one status for all."""
         if cam_from_rig is not None:

@@ -291,11 +291,9 @@ def _write_calibration(model: Any, path: Path) -> None:
     path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
-# --- Lens distortion: until a model holds many images, its parameters fit errors, and no further image fits.
-
-
 def _without_distortion(job: Job, models: Models) -> Models:
-    """Models whose cameras got their distortion at the end, where so more images were registered."""
+    """Models whose cameras got their lens distortion at the end, where so more images were registered: until
+    a model holds many images, its parameters fit errors, and no further image fits."""
     if job["mapper"] != "incremental" or job["poses"] is not None or job["rig"] is not None:
         return {}
 

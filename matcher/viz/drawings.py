@@ -357,9 +357,6 @@ def _spread(order: np.ndarray, points: np.ndarray, limit: int) -> np.ndarray:
     return best_first[np.sort(chosen)][::-1]
 
 
-# --- A template and its instances
-
-
 def draw_instances(template: ImageInput, image: ImageInput, corners: Sequence[np.ndarray]) -> Figure:
     """The template on the left, the image on the right, upright, each instance outlined in a colour, with its
     number from 1. A dot marks the template's first corner in both, so that the turn shows.
@@ -390,9 +387,6 @@ def _outline(axes: Axes, side: Placed, quad: np.ndarray, colour: object, text: s
         middle = points.mean(axis=0)
         style = {"ha": "center", "va": "center", "fontsize": 14, "weight": "bold", "parse_math": False}
         axes.text(*middle, text, color="white", path_effects=edge, clip_on=True, **style)
-
-
-# --- Epipolar lines
 
 
 def draw_epipolar_lines(
@@ -435,9 +429,6 @@ def draw_epipolar_lines(
     text = f"{len(chosen)} of {len(points0)} matches; a point lies on the line of its colour where they agree"
     _draw_header(figure, "epipolar lines" if title is None else title, [(text, "none")])
     return figure
-
-
-# --- Probabilities and trainings
 
 
 def draw_reliability(
