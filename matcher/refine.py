@@ -472,11 +472,7 @@ def refine_matches(
 
 def _coarse_to_fine(windows: Windows, config: RefineConfig) -> tuple[Fit, np.ndarray]:
     """Fits from the resolution at which keypoints were found to the images' own, and (K,) uint8 codes of
-    `REFINEMENTS`, by the first reason for rejection that applies.
-
-    The estimate of one level is the prior of the next. A match that a level rejects keeps that of the level
-    before.
-    """
+    `REFINEMENTS`, by the first reason for rejection that applies; what a level rejects stays as before it."""
     deviation = spread = windows.deviation
     grid, prior = Grid.of(config.window), np.zeros((len(deviation), 6))
     halvings = min(int(np.rint(np.log2(np.median(deviation).clip(1)))), 4)

@@ -31,11 +31,8 @@ Tile = tuple[int, int, int, int]  # left, top, right, bottom
 
 
 def tiled_features(image: Image, extractor: Extractor, most: int, near: np.ndarray | None = None) -> Features:
-    """The `most` best features of an image of any size, as `spread` chooses, in stored pixels, best first.
-
-    A front end's scores are compared over the whole image. Tiles without a point of `near` (K, 2), stored
-    pixels, in themselves or a neighbour are skipped.
-    """
+    """The `most` best features of an image of any size, as `spread` chooses, in stored pixels, best first; if
+    given, of the tiles that `_tiles` finds for points `near` (K, 2), stored pixels."""
     parts = []
     tiles = list(_tiles(image, near)) or [(0, 0, 0, 0)]  # none: no features, but of the right kind
     for start in range(0, len(tiles), 4):
@@ -211,11 +208,9 @@ def by_tiles(pipeline: Pipeline, most: int) -> Pipeline:
     """The pipeline with `most` keypoints at full resolution, by tiles, that all pairs of an image share; its
     `max_keypoints` are those of a tile. `UsageError`: a number of keypoints below 1.
 
-    Two images with many keypoints are matched by the strongest of each part of them first; the geometry of
-    these says which windows correspond, and where there is none they are all the matches. No image is made
-    smaller and no tile left out for the sake of a pair, so images may differ in scale as much as the matcher
-    tolerates. Memory is that of one decoded image, 3 bytes a pixel and once more while it is decoded, of one
-    batch of tiles, and of one window.
+    Matches are those of `WindowedMatcher`. No image is made smaller and no tile left out for the sake of a
+    pair, so images may differ in scale as much as the matcher tolerates. Memory is that of one decoded image,
+    3 bytes a pixel and once more while it is decoded, of one batch of tiles, and of one window.
     """
     if isinstance(most, bool) or not isinstance(most, Integral) or most < 1:
         raise UsageError(f"tiles must be a whole number of keypoints of at least 1, not {most!r}")
@@ -234,7 +229,8 @@ def _all_tiled(extractor: Extractor, most: int, images: Sequence[Image]) -> list
 
 
 class WindowedMatcher:
-    """A matcher for any number of keypoints: a few of them say which windows of both images correspond."""
+    """A matcher for any number of keypoints: a few of them say which windows of both images correspond; where
+    these have no geometry, they are all the matches."""
 
     as_one = 4096  # keypoints up to which all are matched with all
     first = 2048  # of larger images the strongest of each part, which are matched first

@@ -278,10 +278,8 @@ def report_page(
     pipeline: Pipeline, images: tuple[Image, Image], result: Result, point: tuple[float, float] | None = None
 ) -> bytes:
     """The report, UTF-8, of a pair that this pipeline has read and matched; its first pass is explained, and
-    of the keypoint nearest to a point (stored pixels of image 0) first.
-
-    `UsageError`: no network, or a point outside image 0.
-    """
+    of the keypoint nearest to a point (stored pixels of image 0) first. `UsageError`: no network, or a point
+    outside image 0."""
     from matcher.explain.explain import explain, nearest_keypoint
     from matcher.match.network import AttentionMatcher  # torch, which reports of runs do without
 

@@ -69,10 +69,8 @@ def serve(
     on_address: Callable[[str], None] = print,
 ) -> None:
     """Run the page until it is interrupted, on the first free port from `port` (0: any), with networks on the
-    device; `on_address` is called with its address, and larger uploads are refused.
-
-    `UsageError`: gradio is not installed, or no port is free.
-    """
+    device; `on_address` is called with its address, and larger uploads are refused. `UsageError`: gradio is
+    not installed, or no port is free."""
     if not 0 <= port <= 65535:
         raise UsageError(f"a port is a number from 0 to 65535, not {port}")
     listening = server = None

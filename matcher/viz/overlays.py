@@ -26,10 +26,8 @@ def lay_over(
     first: Image, second: Image, H_1_from_0: np.ndarray, shape: tuple[int, int] | None = None
 ) -> Laid:
     """Warp image 0 onto image 1, both upright, by a (3, 3) of stored pixels; `shape` (width, height) of the
-    result is that of `second.pixels` when absent.
-
-    `UsageError`: a matrix of another shape, not finite or singular, or images too large to warp.
-    """
+    result is that of `second.pixels` when absent. `UsageError`: a matrix of another shape, not finite or
+    singular, or images too large to warp."""
     matrix = np.asarray(H_1_from_0, dtype=np.float64)
     if matrix.shape != (3, 3) or not np.isfinite(matrix).all() or np.linalg.matrix_rank(matrix) < 3:
         raise UsageError("H_1_from_0 must be an invertible (3, 3) matrix of finite numbers")

@@ -177,11 +177,8 @@ def read_arrays(data: bytes) -> dict[str, np.ndarray]:
 def load_model(
     weights: str | Path | WeightsBytes, folder: Path | None = None
 ) -> tuple[MatchingNetwork, str, str]:
-    """Rebuild a trained network of a name in the manifest, of a path, or of what `weights_bytes` gave.
-
-    The model in float32 on the CPU, which runs all layers on all points until a policy is given
-    (`MatchingNetwork.with_policy`), the sha256 of its file, and its name (for a path, the file's stem).
-    """
+    """The trained network of a name in the manifest, of a path, or of what `weights_bytes` gave, in float32
+    on the CPU, as `network_config` has it; the sha256 of its file; its name (for a path, the file's stem)."""
     import torch
 
     from matcher.match.network import MatchingNetwork
@@ -394,10 +391,7 @@ def _remedy(kind: str) -> str:
 
 
 def fill_extractor(network: nn.Module, config: ExtractorConfig, path: str | Path | None = None) -> None:
-    """Put the parameters of a file, or those that `config` selects, into a front end's network, all or none.
-
-    A `network` that has `fit(shapes)` takes their sizes.
-    """
+    """Put the parameters of a file, or those that `config` selects, into a front end's network, or none."""
     path, kind = locate_front_end(config) if path is None else Path(path), config.kind
     data = front_end_bytes(path, kind)
     try:

@@ -210,10 +210,7 @@ LAYOUTS = (
             (r"^input_proj(ection)?\b", "project"),
             (r"^(posenc\.Wr|positional_encoder\.projector)", "position.frequencies"),
         ),
-        (
-            ("self_attn.*Wqkv", interleaved_rotary, None),
-            (r"self_attention\.[qk]_proj", rotary, None),
-        ),
+        (("self_attn.*Wqkv", interleaved_rotary, None), (r"self_attention\.[qk]_proj", rotary, None)),
         # log_assignment.N.r: scalars of 1 in disk_lightglue.pth that no published code reads.
         r"confidence_thresholds|(extractor|keypoint_detector)\..*|log_assignment\.[0-9]+\.r",
     ),
@@ -436,10 +433,7 @@ class _Broken(Exception):
 def download(
     urls: Sequence[str], path: Path, sha256: str = "", size: int = 0, report: Report | None = None
 ) -> str:
-    """Fetch a file, of a hash and size if these are known, from one of its addresses; its sha256.
-
-    What has arrived lies beside `path` in a `.part` file until it is complete; a later call continues there.
-    """
+    """Fetch a file, of a hash and size if these are known, from one of its addresses; its sha256."""
     failures, attempts = [], 3  # at one address, each of which resumes
     for url in urls:
         part = path.with_name(f"{path.name}.{hashlib.sha256(url.encode()).hexdigest()[:8]}.part")
@@ -577,10 +571,8 @@ def fetch(
 
 
 def import_files(paths: Sequence[Path], name: str, output: Path | None = None) -> Path:
-    """Convert checkpoints that the user has, of a name in the catalogue and in its order; the file's path.
-
-    It lies where `load` looks in the cache by default.
-    """
+    """Convert checkpoints that the user has, of a name in the catalogue and in its order; the file's path,
+    by default where `load` looks in the cache."""
     row = find_published(name)
     if len(paths) != len(row.files):
         wanted = ", ".join(file.name for file in row.files)
