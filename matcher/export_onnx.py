@@ -380,9 +380,6 @@ def trained_front_end(config: ExtractorConfig, weights: str | Path | None = None
     return extractor.network, extractor.config
 
 
-# Files for other programs.
-
-
 class OpencvFrontEnd(FrontEndPart):
     """For `cv2.ALIKED`: always as many keypoints; the last of an image with fewer have score 0.
 

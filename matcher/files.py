@@ -195,8 +195,6 @@ def cache_folder() -> Path:
     return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "matcher"
 
 
-# Folders that appear completely or not at all.
-
 _WRITTEN = ".matcher-files.json"  # names of the files that we wrote into a folder
 
 

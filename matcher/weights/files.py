@@ -171,9 +171,6 @@ def read_arrays(data: bytes) -> dict[str, np.ndarray]:
     return arrays
 
 
-# Networks of torch.
-
-
 def load_model(
     weights: str | Path | WeightsBytes, folder: Path | None = None
 ) -> tuple[MatchingNetwork, str, str]:

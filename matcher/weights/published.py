@@ -44,8 +44,6 @@ from matcher.weights.files import (
     save_model,
 )
 
-# Reading.
-
 _SUFFIXES = (".pth", ".ckpt", ".pt", ".bin", ".safetensors")
 # Keys under which training checkpoints keep the network, beside the optimiser and the rest.
 _CONTAINERS = ("state_dict", "model", "model_state_dict", "extractor", "disk", "net")
