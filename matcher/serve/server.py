@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -73,7 +74,7 @@ def serve(
     not installed, or no port is free."""
     if not 0 <= port <= 65535:
         raise UsageError(f"a port is a number from 0 to 65535, not {port}")
-    listening = server = None
+    listening = None
     for candidate in [port] if port == 0 else range(port, min(port + 20, 65536)):
         with suppress(OSError):
             listening = socket.create_server((HOST, candidate))
@@ -81,15 +82,11 @@ def serve(
     if listening is None:
         raise UsageError(f"no port from {port} to {port + 19} is free; choose another port")
 
-    def end(*_: object) -> None:
-        if server is not None:
-            server.config.timeout_graceful_shutdown = 2  # seconds; a page that is open would keep it
-        signal.raise_signal(signal.SIGTERM)
-
     hangup = getattr(signal, "SIGHUP", None)  # of a terminal that is closed; Windows has none
     main = threading.current_thread() is threading.main_thread()
     if hangup is not None and main and signal.getsignal(hangup) == signal.SIG_DFL:  # nohup ignores it
-        signal.signal(hangup, end)  # so that files go with the server
+        # So that files go with the server.
+        signal.signal(hangup, lambda *_: signal.raise_signal(signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="matcher-") as scratch, listening:
         # gradio reads these when it is imported.
         os.environ |= {"GRADIO_TEMP_DIR": scratch, "GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1"}
@@ -97,7 +94,11 @@ def serve(
         import uvicorn
 
         on_address(f"http://{HOST}:{listening.getsockname()[1]}")
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+        # Seconds are for answers under way: an open page never ends its connection.
+        how = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": 2}
+        server = uvicorn.Server(uvicorn.Config(app, **how))
+        # Of connections that it cancels as it ends, a traceback each.
+        logging.getLogger("uvicorn.error").addFilter(lambda _: not server.should_exit)
         server.run(sockets=[listening])
 
 

@@ -41,8 +41,9 @@ OFFLINE = (
 
 
 @contextmanager
-def served(temporary: Path, end: signal.Signals = signal.SIGINT) -> Iterator[str]:
-    """Its address; it may make temporary files in that folder only, and leaves none there."""
+def served(temporary: Path, end: signal.Signals) -> Iterator[str]:
+    """Its address; it may make temporary files in that folder only, and leaves none there, ended while a page
+    is open."""
     environment = {**os.environ, "TMPDIR": str(temporary)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen([sys.executable, "-c", OFFLINE], env=environment, **pipes)
@@ -50,8 +51,10 @@ def served(temporary: Path, end: signal.Signals = signal.SIGINT) -> Iterator[str
     found = re.search(r"http://127\.0\.0\.1:\d+", first)
     assert found, first + process.stdout.read()
     yield found[0]
-    process.send_signal(end)
-    rest = process.communicate(timeout=60)[0]
+    with urllib.request.urlopen(f"{found[0]}/gradio_api/heartbeat/open") as page:
+        assert page.readline()
+        process.send_signal(end)
+        rest = process.communicate(timeout=20)[0]
     assert "WENT OUT" not in first + rest
     assert "Traceback" not in rest, rest
     assert [path.name for path in temporary.iterdir()] == []
@@ -202,11 +205,12 @@ def test_only_uploads_are_read_and_wrong_ones_named_without_their_folder(address
         assert word in data[0] and str(folder) not in data[0] and data[1] is None and data[5] == ""
 
 
-@pytest.mark.slow  # the page above is ended by another signal
-def test_nothing_is_kept_when_its_terminal_is_closed(tmp_path):
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_DFL:
-        pytest.skip("SIGHUP is ignored here, and so by what is started")
-    with served(tmp_path, signal.SIGHUP) as address:
+@pytest.mark.slow  # the page above is ended by SIGTERM
+@pytest.mark.parametrize("end", [each for each in signal.Signals if each.name in ("SIGINT", "SIGHUP")])
+def test_nothing_is_kept_when_it_is_interrupted_or_its_terminal_closed(end, tmp_path):
+    if signal.getsignal(end) == signal.SIG_IGN:
+        pytest.skip("it is ignored here, and so by what is started")
+    with served(tmp_path, end) as address:
         urllib.request.urlopen(address).close()
         assert list(tmp_path.iterdir())
 
