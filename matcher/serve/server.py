@@ -30,6 +30,29 @@ def admitting(app: Callable, folder: Path, most_bytes: int) -> Callable:
     """An ASGI application that answers only requests of its own page, or of a program that names no site, and
     refuses uploads where the `folder` of all of them would hold more than `most_bytes`."""
     policy = [(b"content-security-policy", _POLICY.encode()), (b"referrer-policy", b"no-referrer")]
+    under_way = 0
+
+    async def uploaded(scope: dict, receive: Callable, send: Callable) -> bool:
+        """Whether a form of files came, and was answered; of one that did not come whole nothing is kept."""
+        nonlocal under_way
+        answers, under_way = [], under_way + 1
+
+        async def keep(message: dict) -> None:
+            answers.append(message)
+
+        try:
+            await app(scope, receive, keep)
+        except OSError:
+            raise
+        except Exception:  # of any class: another form, or its sender has gone
+            return False
+        finally:
+            under_way -= 1
+            for part in () if under_way else folder.glob("tmp*"):  # whole ones have another name
+                part.unlink()
+        for message in answers:
+            await send(message)
+        return True
 
     async def answer(scope: dict, receive: Callable, send: Callable) -> None:
         async def marked(message: dict) -> None:
@@ -49,9 +72,13 @@ def admitting(app: Callable, folder: Path, most_bytes: int) -> Callable:
                 refused = 411, b"an upload must say its length"
             elif int(wanted) + held > most_bytes:
                 refused = 413, b"no more uploads: start the page again"
-        if refused is None:
+            elif not await uploaded(scope, receive, marked):
+                refused = 400, b"an upload is a form of files"
+        else:
             await app(scope, receive, marked)
-        elif scope["type"] == "websocket":
+        if refused is None:
+            return
+        if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
             status, reason = refused

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -131,9 +132,13 @@ def ask(address: str, method: str, path: str, body: bytes | None = None, **heade
     return found
 
 
+def form(*contents: bytes, named: str) -> bytes:
+    head = f'--x7x\r\nContent-Disposition: form-data; name="files"{named}\r\n\r\n'.encode()
+    return b"".join(head + content + b"\r\n" for content in contents) + b"--x7x--\r\n"
+
+
 def upload(address: str, *contents: bytes, name: str = "0.png", **headers: str) -> tuple[int, bytes]:
-    head = f'--x7x\r\nContent-Disposition: form-data; name="files"; filename="{name}"\r\n\r\n'.encode()
-    body = b"".join(head + content + b"\r\n" for content in contents) + b"--x7x--\r\n"
+    body = form(*contents, named=f'; filename="{name}"')
     return ask(address, "POST", "/gradio_api/upload", body, **FORM, **headers)
 
 
@@ -162,7 +167,14 @@ def test_uploads_stay_in_the_folder_and_large_ones_are_refused(address, folder):
     before = len(held(folder))
     assert upload(address, bytes(2 << 20))[0] >= 400 and upload(address, bytes(50 << 20))[0] == 413
     assert ask(address, "POST", "/gradio_api/upload", None, **FORM, Transfer_Encoding="chunked")[0] == 411
-    assert len(held(folder)) == before
+    for body in (form(b"text", named=""), b"no form"):
+        assert ask(address, "POST", "/gradio_api/upload", body, **FORM)[0] == 400
+    cut = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
+    says = {"Content-Type": FORM["Content_Type"], "Content-Length": "900000"}
+    cut.request("POST", "/gradio_api/upload", form(bytes(9000), named='; filename="0"'), says)
+    assert any(len(held(folder)) > before or time.sleep(0.02) for _ in range(200))
+    cut.close()
+    assert any(len(held(folder)) == before or time.sleep(0.02) for _ in range(200))
     for name in ("../../evil.png", "/tmp/evil.png", "..\\evil.png", "a\x00b.png"):
         status, body = upload(address, b"name", name=name)
         assert status != 200 or folder in Path(json.loads(body)[0]).resolve().parents
