@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import html
 import os
+import shutil
 import tempfile
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
@@ -146,8 +149,9 @@ def camera_of(text: str, name: str) -> Camera:
     raise UsageError(f"{name} is four numbers in pixels, fx, fy, cx, cy, not {text[:80]!r}")
 
 
-def build_page(matching: Matching, folder: Path) -> gr.Blocks:
-    """The page; files to be downloaded are kept in the folder while it runs."""
+def build_page(matching: Matching, folder: Path, room: Callable[[], int]) -> gr.Blocks:
+    """The page; files to be downloaded are kept in the folder for an hour, while there is room (bytes)."""
+    kept = 3600  # seconds; gradio so keeps uploads and drawings
 
     def own_words(words: object, *files: str | None) -> str:
         """Without the folders of the uploads, of which the user knows nothing."""
@@ -171,6 +175,11 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
         preset, geometry, *numbers, camera0, camera1, explained = values
         if not (file0 and file1):
             return "Choose two photos first.", *_NOTHING
+        for earlier in folder.iterdir():
+            if time.time() - earlier.stat().st_mtime > kept:
+                shutil.rmtree(earlier, ignore_errors=True)
+        if room() <= 0:
+            return "No room for more answers: start the page again.", *_NOTHING
         given = {name: Path(mask) for name, mask in (("mask0", mask0), ("mask1", mask1)) if mask}
         try:
             texts = (("camera0", camera0), ("camera1", camera1))
@@ -179,7 +188,7 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
             answer = matching.answer(Path(file0), Path(file1), choices, explained=explained, **given)
         except MatcherError as error:
             return own_words(error, file0, file1, mask0, mask1), *_NOTHING
-        result, own = answer.result, tempfile.mkdtemp(dir=folder)  # earlier answers keep their downloads
+        result, own = answer.result, tempfile.mkdtemp(dir=folder)  # earlier answers keep theirs
         arrays, report = (Path(own, name) for name in ("matches.npz", "report.html"))
         write_whole(arrays, result.to_bytes(".npz"))
         said, rows = own_words(result.summary(), file0, file1), geometry_rows(result)
@@ -201,7 +210,7 @@ def build_page(matching: Matching, folder: Path) -> gr.Blocks:
         row = catalogue.get(config.weights) if isinstance(config.weights, str) else None
         absent = row is not None and not (row.folder / "manifest.toml").is_file()
         presets.append((f"{name} (to be fetched first)" if absent else name, name))
-    with UploadsOnly(title="matcher", analytics_enabled=False, delete_cache=(600, 3600)) as page:
+    with UploadsOnly(title="matcher", analytics_enabled=False, delete_cache=(600, kept)) as page:
         gr.Markdown("## matcher\nChoose two photos and press Match. They stay on this machine.")
         files, sides, wide = [], [], {"min_width": 240}
         hidden = {"visible": False, "show_label": False, "interactive": False, "height": 220, "buttons": []}

@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from matcher.errors import UsageError, install_command
@@ -26,9 +27,18 @@ _POLICY = (
 )
 
 
-def admitting(app: Callable, folder: Path, most_bytes: int) -> Callable:
+def room_in(folder: Path, most_bytes: int) -> int:
+    """Bytes that the folder may hold beside those that it holds."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # removed just now
+                most_bytes -= Path(place, name).stat().st_size
+    return most_bytes
+
+
+def admitting(app: Callable, folder: Path, room: Callable[[], int]) -> Callable:
     """An ASGI application that answers only requests of its own page, or of a program that names no site, and
-    refuses uploads where the `folder` of all of them would hold more than `most_bytes`."""
+    refuses uploads of more bytes than there is `room` for in the `folder` of all of them."""
     policy = [(b"content-security-policy", _POLICY.encode()), (b"referrer-policy", b"no-referrer")]
     under_way = 0
 
@@ -67,10 +77,9 @@ def admitting(app: Callable, folder: Path, most_bytes: int) -> Callable:
             refused = 403, b"requests of other sites are refused"
         elif scope["type"] == "http" and scope["method"] == "POST" and "upload" in scope["path"]:
             wanted = given.get(b"content-length", b"")
-            held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             if not wanted.isdigit():
                 refused = 411, b"an upload must say its length"
-            elif int(wanted) + held > most_bytes:
+            elif int(wanted) > room():
                 refused = 413, b"no more uploads: start the page again"
             elif not await uploaded(scope, receive, marked):
                 refused = 400, b"an upload is a form of files"
@@ -148,7 +157,8 @@ def build_app(folder: Path, device: str = "auto", max_megabytes: int = MAX_MEGAB
     made = folder / "made"
     made.mkdir(exist_ok=True)
     app = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    page = build_page(Matching(device), made)
+    room = partial(room_in, folder, 40 * max_megabytes * 2**20)
+    page = build_page(Matching(device), made, room)
     page.queue(max_size=20, api_open=False)
     how = {"max_file_size": max_megabytes * 2**20, "allowed_paths": [str(made)], "server_name": HOST}
     how |= {"show_error": True, "footer_links": []}
@@ -158,4 +168,4 @@ def build_app(folder: Path, device: str = "auto", max_megabytes: int = MAX_MEGAB
     gradio.mount_gradio_app(app, page, path="/", theme=gradio.themes.Default(**fonts), **how)
     # A name that another site points at this machine is not ours (DNS rebinding).
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
-    return admitting(app, folder, 40 * max_megabytes * 2**20)
+    return admitting(app, folder, room)

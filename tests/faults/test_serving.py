@@ -215,6 +215,13 @@ def test_only_uploads_are_read_and_wrong_ones_named_without_their_folder(address
     for values, word in (([text, photos[0]], "0.png"), (essential, "camera")):
         data = json.loads(press(address, f"wrong{word}", *values))["output"]["data"]
         assert word in data[0] and str(folder) not in data[0] and data[1] is None and data[5] == ""
+    (old,) = folder.glob("matcher-*/made/*")
+    os.utime(old, (0, 0))  # more than an hour ago
+    assert '"success":true' in press(address, "again", *photos) and not old.exists()
+    (full := old.parent / "full").touch()
+    os.truncate(full, 41 << 20)
+    assert "again" in json.loads(press(address, "full", *photos))["output"]["data"][0]
+    full.unlink()
 
 
 @pytest.mark.slow  # the page above is ended by SIGTERM
