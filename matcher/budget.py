@@ -43,7 +43,7 @@ class Choice:
     layers: int  # 0: a matcher without layers
     resize: int  # longer side of the image that features are extracted from, pixels
     predicted_ms: float  # per frame, or of a pair's first pass
-    fits: bool  # False: even the cheapest settings, which were chosen, exceed the budget
+    fits: bool  # with time to spare; False: even the cheapest settings, which were chosen, leave too little
     # Left out: "thorough verification", "other turns", "refinement", "further passes", or some of these.
     without: tuple[str, ...] = ()
     pace: float = 1.0  # of the predicted time: times as long as on a machine left alone, as works before took
@@ -59,13 +59,15 @@ class Choice:
         layers = f", {self.layers} layers" if self.layers else ""
         left_out = f", without {', '.join(self.without)}" if self.without else ""
         first = " for the first pass" if self.passes and "further passes" not in self.without else ""
-        verdict = "" if self.fits else "; nothing smaller is offered, so this takes longer"
+        verdict = "" if self.fits else ", with little to spare"
+        if self.predicted_ms > self.budget_ms:
+            verdict = "; nothing smaller is offered, so this takes longer"
         verdict += f"; the machine is busy, {self.pace:.1f} times as slow" if self.pace > 1.2 else ""
         if self.took_ms is not None and self.took_ms > self.budget_ms:
             verdict += f"; it took {self.took_ms:.0f} ms, over the budget"
         return (
             f"{self.max_keypoints} points{layers}{left_out}, images of at most {self.resize} pixels: about "
-            f"{self.predicted_ms:.0f} ms{first} of {self.budget_ms:.0f} ms{verdict}"
+            f"{self.predicted_ms:.0f} ms{first} of {self.budget_ms:.9g} ms{verdict}"
         )
 
 
