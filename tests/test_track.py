@@ -76,8 +76,12 @@ def test_pairs_are_followed_measured_drawn_and_saved(folders, tmp_path, capfd):
     assert len(read_poses(path)[1]) == 2
 
 
-def test_json_is_one_object(folders, tmp_path, capfd):
+def test_json_is_one_object_for_which_nothing_is_drawn(folders, tmp_path, monkeypatch, capfd):
     left, right, truth = folders
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "matcher.sequence.plot", raising=False)
+    assert track(left, *stereo(right), "--plot", tmp_path / "plot.png") == 2
+    assert "pip install 'matplotlib" in capfd.readouterr().err
     assert track(left, *stereo(right), "--ground-truth", truth, "--frames", 5, "--json") == 0
     found = json.loads(capfd.readouterr().out)
     assert found["frames"] == found["poses"] == 5 and found["segments"][0]["translation"] < 0.1

@@ -86,8 +86,10 @@ def track(
     from matcher.export.colmap import import_pycolmap
     from matcher.sequence.capture import DEFAULT_RATE, open_frames
     from matcher.sequence.keyframe_map import KEPT
-    from matcher.sequence.plot import Recording
     from matcher.sequence.trajectory import read_poses
+
+    if plot is not None or show_ or any(path.suffix.lower() == ".rrd" for path in outputs):
+        from matcher.sequence.plot import Recording  # which imports matplotlib
 
     if map_ is not None and os.path.realpath(source) == os.path.realpath(map_):
         return _finish_map(map_, asked)
@@ -230,8 +232,6 @@ def _finish(
 ) -> int:
     """Measure, write and print; `asked`: all parameters of the command. How many outputs failed: one does not
     keep others from being made."""
-    from matcher.sequence.plot import plot_trajectory
-
     outputs, plot, stereo = asked["output"] or [], asked["plot"], asked["right"] is not None
     rows, _, poses = log.trajectory()
     compared, failed, unwritten = None, 0, []
@@ -287,6 +287,8 @@ def _finish(
         "segments": None if compared is None else [vars(error) for error in segments],
     }
     if plot is not None:
+        from matcher.sequence.plot import plot_trajectory
+
         found, true = (poses, None) if compared is None else compared[:2]
         marked = log.keyframe_rows() if len(found) == len(poses) else []
         unit = "m" if stereo or compared is not None else "first baselines"
