@@ -175,8 +175,10 @@ class Result:
         model = "homography" if kind.startswith("homograph") else f"{kind} matrix"
         if not len(self.matches):
             for side, features in enumerate((self.features0, self.features1)):
-                if min(size := features.image_size) < 16:  # there is nothing to recognise
-                    return f"no match: image {side} is too small, {size[0]} x {size[1]} pixels"
+                seen = to_numpy(features.size * features.scale).round().astype(int).tolist()
+                for (width, height), how in ((features.image_size, ""), (seen, " after resizing")):
+                    if min(width, height) < 16:  # there is nothing to recognise
+                        return f"no match: image {side} is too small, {width} x {height} pixels{how}"
             return "no match: the images share nothing that was recognised"
         if status == "mirrored":
             return (

@@ -124,6 +124,7 @@ def test_no_match_is_said_and_can_be_a_failure(small, tmp_path, capfd):
     cv2.imwrite(str(noise), cv2.GaussianBlur(values, (0, 0), 3))
     assert match((small[0], grey)) == 0 and "share nothing" in capfd.readouterr().out
     assert match((small[0], tiny)) == 0 and "image 1 is too small" in capfd.readouterr().out
+    assert match(small, "--resize", 8) == 0 and "too small, 8 x 6 pixels after" in capfd.readouterr().out
     assert match((small[0], grey), "--fail-if-unmatched", "--json") == 4
     assert match((small[0], noise), "--fail-if-unmatched") == 4  # some may match, and none fit together
     assert match((small[0], noise), "--fail-below", 0.5) == 4
@@ -316,6 +317,10 @@ def test_presets_weights_and_version_are_shown(small_weights, monkeypatch, capfd
     assert run("weights", "verify", "large") == 2
     small_weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert run("weights", "verify") == 5
+    small_weights.unlink()
+    assert run("weights", "verify", "small", "lightglue-disk") == 5
+    errors = capfd.readouterr().err
+    assert "damaged  small" in errors and "missing  small" in errors and "missing  lightglue-disk" in errors
 
 
 def test_env_lists_every_variable_that_the_project_reads_and_the_build_of_torch(capfd, monkeypatch):

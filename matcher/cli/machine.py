@@ -70,7 +70,8 @@ def verify_weights(names: list[str] | None = None, /) -> None:
         try:
             show(f"ok       {name}  {(verify(rows[name]) if name in rows else locate(published[name])).path}")
         except IntegrityError as error:
-            complain(f"damaged  {name}  {error}")
+            absent = isinstance(error.__cause__, FileNotFoundError) or name not in [*rows, *here]
+            complain(f"{'missing' if absent else 'damaged'}  {name}  {error}")
             failed += 1
     if failed:
         raise IntegrityError(f"{failed} of {len(chosen)} weights files are missing or damaged")

@@ -112,7 +112,8 @@ def build() -> Path:
                 raise UsageError(f"{compiler} cannot compile the kernels:\n{said}")
             keep(made, path)
     except OSError as error:
-        raise UsageError(f"the kernels cannot be kept in {path.parent} ({error.strerror})") from error
+        said = f"the kernels cannot be kept in {path.parent} ({error.strerror})"
+        raise UsageError(f"{said}: name another cache in MATCHER_CACHE") from error
     _load.cache_clear()
     if _load(name) is None:
         raise UsageError(f"{path} was compiled but cannot be loaded; may files in that folder be executed?")

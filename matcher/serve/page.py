@@ -137,7 +137,10 @@ class UploadsOnly(gr.Blocks):
                     raise gr.Error(wrong, print_exception=False)
             elif isinstance(each, list | tuple):
                 waiting += each
-        return await super().preprocess_data(block_fn, inputs, *arguments, **options)
+        try:
+            return await super().preprocess_data(block_fn, inputs, *arguments, **options)
+        except Exception as error:  # of any class: values that the page's own fields do not give
+            raise gr.Error(getattr(error, "message", str(error)), print_exception=False) from None
 
 
 def camera_of(text: str, name: str) -> Camera:
@@ -154,8 +157,8 @@ def build_page(matching: Matching, folder: Path, room: Callable[[], int]) -> gr.
     kept = 3600  # seconds; gradio so keeps uploads and drawings
 
     def own_words(words: object, *files: str | None) -> str:
-        """Without the folders of the uploads, of which the user knows nothing."""
-        text = str(words)
+        """Without the folders of the uploads and an option, of which the user knows nothing."""
+        text = str(words).replace(" or raise max_pixels", "")
         for file in filter(None, files):
             text = text.replace(file, Path(file).name)
         return text.replace(f"{get_upload_folder()}{os.sep}", "")

@@ -208,13 +208,17 @@ def test_only_uploads_are_read_and_wrong_ones_named_without_their_folder(address
         for values in ([file, file], [None, None, None, None, {"deep": [file]}]):
             assert '"success":true' not in press(address, f"s{number}{len(values)}", *values), path
     assert held(folder) == before
-    _, body = upload(address, *(view.read_bytes() for view in views), b"no picture")
-    *photos, text = ({"path": path, **meta} for path in json.loads(body))
+    for number, wrong in enumerate((["nope"], ["nearest", "none", "x"], ["nearest", 7])):
+        assert '"success":false' in press(address, f"v{number}", None, None, None, None, *wrong)
+    bomb = b"P5 300000 300000 255\n0"
+    _, body = upload(address, *(view.read_bytes() for view in views), bomb, b"no picture")
+    *photos, bomb, text = ({"path": path, **meta} for path in json.loads(body))
     assert '"success":true' in press(address, "uploaded", *photos)
     essential = [*photos, None, None, "nearest", "essential"]
-    for values, word in (([text, photos[0]], "0.png"), (essential, "camera")):
+    for values, word in (([text, photos[0]], "0.png"), ([bomb, bomb], "smaller"), (essential, "camera")):
         data = json.loads(press(address, f"wrong{word}", *values))["output"]["data"]
         assert word in data[0] and str(folder) not in data[0] and data[1] is None and data[5] == ""
+        assert "max_pixels" not in data[0]
     (old,) = folder.glob("matcher-*/made/*")
     os.utime(old, (0, 0))  # more than an hour ago
     assert '"success":true' in press(address, "again", *photos) and not old.exists()
