@@ -205,9 +205,7 @@ def build_page(matching: Matching, folder: Path, room: Callable[[], int]) -> gr.
         shown = frame.format(html.escape(answer.report.decode()))
         return said, answer.drawing, rows, str(arrays), str(report), shown
 
-    def file_of(label: str, name: str) -> gr.File:
-        return gr.File(label=label, type="filepath", height=120, elem_id=name)
-
+    file_of = partial(gr.File, type="filepath", height=120)
     catalogue, presets = read_catalogue(), []  # what is shown for each preset, and its name
     for name, config in PRESETS.items():
         row = catalogue.get(config.weights) if isinstance(config.weights, str) else None
@@ -220,10 +218,10 @@ def build_page(matching: Matching, folder: Path, room: Callable[[], int]) -> gr.
         with gr.Row():
             for side in (0, 1):
                 with gr.Column(**wide):
-                    files.append(file_of(f"Photo {side}", f"photo{side}"))
+                    files.append(file_of(label=f"Photo {side}", elem_id=f"photo{side}"))
                     sides.append((files[-1], gr.Image(elem_id=f"shown{side}", **hidden)))
         with gr.Accordion("Masks: black pixels yield no keypoints", open=False), gr.Row():
-            files += [file_of(f"Mask {side}", f"mask{side}") for side in (0, 1)]
+            files += [file_of(label=f"Mask {side}", elem_id=f"mask{side}") for side in (0, 1)]
         with gr.Row():
             preset = gr.Dropdown(presets, value=DEFAULT_PRESET, label="Method", **wide)
             kinds, title = list(_GEOMETRIES.items()), "What is photographed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -10,7 +11,6 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from matcher.errors import UsageError, install_command
@@ -27,15 +27,6 @@ _POLICY = (
 )
 
 
-def room_in(folder: Path, most_bytes: int) -> int:
-    """Bytes that the folder may hold beside those that it holds."""
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with suppress(FileNotFoundError):  # removed just now
-                most_bytes -= Path(place, name).stat().st_size
-    return most_bytes
-
-
 def admitting(app: Callable, folder: Path, room: Callable[[], int]) -> Callable:
     """An ASGI application that answers only requests of its own page, or of a program that names no site, and
     refuses uploads of more bytes than there is `room` for in the `folder` of all of them."""
@@ -45,23 +36,17 @@ def admitting(app: Callable, folder: Path, room: Callable[[], int]) -> Callable:
     async def uploaded(scope: dict, receive: Callable, send: Callable) -> bool:
         """Whether a form of files came, and was answered; of one that did not come whole nothing is kept."""
         nonlocal under_way
-        answers, under_way = [], under_way + 1
-
-        async def keep(message: dict) -> None:
-            answers.append(message)
-
+        answers, under_way = asyncio.Queue(), under_way + 1
         try:
-            await app(scope, receive, keep)
-        except OSError:
-            raise
-        except Exception:  # of any class: another form, or its sender has gone
+            await app(scope, receive, answers.put)
+        except Exception:  # of any class: another form, its sender has gone, the disk is full
             return False
         finally:
             under_way -= 1
             for part in () if under_way else folder.glob("tmp*"):  # whole ones have another name
                 part.unlink()
-        for message in answers:
-            await send(message)
+        while not answers.empty():
+            await send(answers.get_nowait())
         return True
 
     async def answer(scope: dict, receive: Callable, send: Callable) -> None:
@@ -82,14 +67,12 @@ def admitting(app: Callable, folder: Path, room: Callable[[], int]) -> Callable:
             elif int(wanted) > room():
                 refused = 413, b"no more uploads: start the page again"
             elif not await uploaded(scope, receive, marked):
-                refused = 400, b"an upload is a form of files"
+                refused = 400, b"no form of files, or no place to keep them"
         else:
             await app(scope, receive, marked)
-        if refused is None:
-            return
-        if scope["type"] == "websocket":
+        if refused and scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
-        else:
+        elif refused:
             status, reason = refused
             headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(reason)).encode())]
             await marked({"type": "http.response.start", "status": status, "headers": headers})
@@ -117,11 +100,9 @@ def serve(
             break
     if listening is None:
         raise UsageError(f"no port from {port} to {port + 19} is free; choose another port")
-
-    hangup = getattr(signal, "SIGHUP", None)  # of a terminal that is closed; Windows has none
+    hangup = getattr(signal, "SIGHUP", None)  # a terminal is closed: files go, too; Windows has none
     main = threading.current_thread() is threading.main_thread()
     if hangup is not None and main and signal.getsignal(hangup) == signal.SIG_DFL:  # nohup ignores it
-        # So that files go with the server.
         signal.signal(hangup, lambda *_: signal.raise_signal(signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="matcher-") as scratch, listening:
         # gradio reads these when it is imported.
@@ -130,10 +111,9 @@ def serve(
         import uvicorn
 
         on_address(f"http://{HOST}:{listening.getsockname()[1]}")
-        # Seconds are for answers under way: an open page never ends its connection.
-        how = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": 2}
+        # An open page would keep it, and what is cancelled as it ends would be logged with its traceback.
+        how = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": 2}  # seconds
         server = uvicorn.Server(uvicorn.Config(app, **how))
-        # Of connections that it cancels as it ends, a traceback each.
         logging.getLogger("uvicorn.error").addFilter(lambda _: not server.should_exit)
         server.run(sockets=[listening])
 
@@ -157,7 +137,15 @@ def build_app(folder: Path, device: str = "auto", max_megabytes: int = MAX_MEGAB
     made = folder / "made"
     made.mkdir(exist_ok=True)
     app = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    room = partial(room_in, folder, 40 * max_megabytes * 2**20)
+
+    def room() -> int:
+        most_bytes = 40 * max_megabytes * 2**20
+        for place, _, names in os.walk(folder):
+            for name in names:
+                with suppress(FileNotFoundError):  # removed just now
+                    most_bytes -= Path(place, name).stat().st_size
+        return most_bytes
+
     page = build_page(Matching(device), made, room)
     page.queue(max_size=20, api_open=False)
     how = {"max_file_size": max_megabytes * 2**20, "allowed_paths": [str(made)], "server_name": HOST}
