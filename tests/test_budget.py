@@ -51,10 +51,9 @@ def test_more_time_buys_more_and_what_is_planned_fits(network, views):
     work = [choice.max_keypoints**0.5 * choice.layers * choice.resize for choice in fitting]
     assert work[0] < work[-1] and (fitting[-1].max_keypoints, fitting[-1].layers) == (600, 3)
     least = planned(network, views, 12.0)[2]
-    assert not least.fits and "this takes longer" in str(least)
-    near = str(replace(least, budget_ms=1.02 * least.predicted_ms))
-    assert "little to spare" in near and "takes longer" not in near
-    assert " of 0.5 ms" in str(replace(least, budget_ms=0.5))
+    near, beyond = (str(replace(least, budget_ms=ms)) for ms in (1.02 * least.predicted_ms, 0.5))
+    assert not least.fits and "little to spare" in near and "takes longer" not in near
+    assert " of 0.5 ms" in beyond and "this takes longer" in beyond
 
 
 def test_what_is_chosen_is_what_runs(network, views):

@@ -165,11 +165,10 @@ def build_page(matching: Matching, folder: Path, room: Callable[[], int]) -> gr.
 
     def preview(path: str | None) -> tuple[dict, str]:
         """An upload as it will be matched, or why it will not."""
-        shown, words = None, ""
         try:
-            shown = None if path is None else read_image(path, resize=400).pixels
+            shown, words = None if path is None else read_image(path, resize=400).pixels, ""
         except MatcherError as error:
-            words = own_words(error, path)
+            shown, words = None, own_words(error, path)
         return gr.update(value=shown, visible=shown is not None), words
 
     def press(
@@ -185,8 +184,7 @@ def build_page(matching: Matching, folder: Path, room: Callable[[], int]) -> gr.
             return "No room for more answers: start the page again.", *_NOTHING
         given = {name: Path(mask) for name, mask in (("mask0", mask0), ("mask1", mask1)) if mask}
         try:
-            texts = (("camera0", camera0), ("camera1", camera1))
-            given |= {name: camera_of(text, name) for name, text in texts if text}
+            given |= {f"camera{i}": camera_of(c, f"camera{i}") for i, c in enumerate((camera0, camera1)) if c}
             choices = Choices(preset, geometry, *(number or None for number in numbers))
             answer = matching.answer(Path(file0), Path(file1), choices, explained=explained, **given)
         except MatcherError as error:

@@ -93,12 +93,11 @@ def serve(
     not installed, or no port is free."""
     if not 0 <= port <= 65535:
         raise UsageError(f"a port is a number from 0 to 65535, not {port}")
-    listening = None
     for candidate in [port] if port == 0 else range(port, min(port + 20, 65536)):
         with suppress(OSError):
             listening = socket.create_server((HOST, candidate))
             break
-    if listening is None:
+    else:
         raise UsageError(f"no port from {port} to {port + 19} is free; choose another port")
     hangup = getattr(signal, "SIGHUP", None)  # a terminal is closed: files go, too; Windows has none
     main = threading.current_thread() is threading.main_thread()
@@ -134,8 +133,7 @@ def build_app(folder: Path, device: str = "auto", max_megabytes: int = MAX_MEGAB
             f"the page needs gradio and what it runs on ({error.name} is absent): "
             + install_command("gradio", "fastapi", "uvicorn")
         ) from None
-    made = folder / "made"
-    made.mkdir(exist_ok=True)
+    (made := folder / "made").mkdir(exist_ok=True)
     app = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     def room() -> int:

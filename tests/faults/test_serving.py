@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
@@ -43,8 +43,7 @@ OFFLINE = (
 
 @contextmanager
 def served(temporary: Path, end: signal.Signals) -> Iterator[str]:
-    """Its address; it may make temporary files in that folder only, and leaves none there, ended while a page
-    is open."""
+    """Its address; temporary files are in that folder only, and none are left, though a page is open."""
     environment = {**os.environ, "TMPDIR": str(temporary)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen([sys.executable, "-c", OFFLINE], env=environment, **pipes)
@@ -124,12 +123,10 @@ def address(folder):
 
 def ask(address: str, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
     """Status and body of an answer."""
-    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
-    connection.request(method, path, body, {name.replace("_", "-"): text for name, text in headers.items()})
-    answer = connection.getresponse()
-    found = answer.status, answer.read()
-    connection.close()
-    return found
+    with closing(http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)) as connection:
+        connection.request(method, path, body, {key.replace("_", "-"): headers[key] for key in headers})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
 
 
 def upload(address: str, *contents: bytes, name: str = "0.png", **headers: str) -> tuple[int, bytes]:
@@ -201,11 +198,9 @@ def test_only_uploads_are_read_and_wrong_ones_named_without_their_folder(address
     named = (str(views[0]), f"{folder}/../secret.txt", 7, "http://a.example/b")
     for number, path in enumerate(named):
         file = {"path": path, "url": path, **meta}
-        for values in ([file, file], [None, None, None, None, {"deep": [file]}]):
+        for values in ([file, file], [*[None] * 4, {"deep": [file]}], [*[None] * 4, "nearest", "none", "x"]):
             assert '"success":true' not in press(address, f"s{number}{len(values)}", *values), path
     assert held(folder) == before
-    for number, wrong in enumerate((["nope"], ["nearest", "none", "x"], ["nearest", 7])):
-        assert '"success":false' in press(address, f"v{number}", None, None, None, None, *wrong)
     bomb = b"P5 300000 300000 255\n0"
     _, body = upload(address, *(view.read_bytes() for view in views), bomb, b"no picture")
     *photos, bomb, text = ({"path": path, **meta} for path in json.loads(body))
@@ -213,8 +208,8 @@ def test_only_uploads_are_read_and_wrong_ones_named_without_their_folder(address
     essential = [*photos, None, None, "nearest", "essential"]
     for values, word in (([text, photos[0]], "0.png"), ([bomb, bomb], "smaller"), (essential, "camera")):
         data = json.loads(press(address, f"wrong{word}", *values))["output"]["data"]
-        assert word in data[0] and str(folder) not in data[0] and data[1] is None and data[5] == ""
-        assert "max_pixels" not in data[0]
+        assert (data[1], data[5]) == (None, "") and word in data[0]
+        assert not re.search(f"{folder}|max_pixels", data[0])
     (old,) = folder.glob("matcher-*/made/*")
     os.utime(old, (0, 0))  # more than an hour ago
     assert '"success":true' in press(address, "again", *photos) and not old.exists()
