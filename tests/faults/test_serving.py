@@ -42,8 +42,8 @@ OFFLINE = (
 
 
 @contextmanager
-def served(temporary: Path, end: signal.Signals) -> Iterator[str]:
-    """Its address; temporary files are in that folder only, and none are left, though a page is open."""
+def served(temporary: Path, end: signal.Signals = signal.SIGINT) -> Iterator[str]:
+    """Its address; it may make temporary files in that folder only, and leaves none there."""
     environment = {**os.environ, "TMPDIR": str(temporary)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen([sys.executable, "-c", OFFLINE], env=environment, **pipes)
@@ -51,7 +51,7 @@ def served(temporary: Path, end: signal.Signals) -> Iterator[str]:
     found = re.search(r"http://127\.0\.0\.1:\d+", first)
     assert found, first + process.stdout.read()
     yield found[0]
-    with urllib.request.urlopen(f"{found[0]}/gradio_api/heartbeat/open") as page:
+    with urllib.request.urlopen(f"{found[0]}/gradio_api/heartbeat/open") as page:  # as an open page does
         assert page.readline()
         process.send_signal(end)
         rest = process.communicate(timeout=20)[0]
