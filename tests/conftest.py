@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import matcher
 from matcher.config import ContextConfig, ExtractorConfig, NetworkConfig
 from matcher.extract.extractor import SiftExtractor
 from matcher.images import read_image
@@ -86,6 +87,12 @@ def small_weights(small_model, tmp_path) -> Path:
     """The untrained network as a weights file."""
     save_model(small_model, tmp_path / "small.safetensors")
     return tmp_path / "small.safetensors"
+
+
+@pytest.fixture
+def network(small_weights) -> matcher.Pipeline:
+    """The preset of SIFT with the untrained network."""
+    return matcher.load("hybrid", weights=small_weights, max_keypoints=600, device="cpu", precision="float32")
 
 
 @pytest.fixture

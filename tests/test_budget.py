@@ -21,11 +21,6 @@ from matcher.errors import UsageError
 from matcher.sequence.tracker import for_neighbours
 
 
-@pytest.fixture
-def network(small_weights) -> matcher.Pipeline:
-    return matcher.load("hybrid", weights=small_weights, max_keypoints=600, device="cpu", precision="float32")
-
-
 def known(pipeline: matcher.Pipeline) -> matcher.Pipeline:
     """The pipeline on a machine of known speed."""
     costs = {

@@ -312,11 +312,6 @@ def test_memory_is_bounded_and_latency_is_kept():
 # --- A time budget.
 
 
-@pytest.fixture
-def network(small_weights) -> matcher.Pipeline:
-    return matcher.load("hybrid", weights=small_weights, max_keypoints=600, device="cpu", precision="float32")
-
-
 def test_a_sequence_with_a_budget_says_what_it_chose_at_the_first_frame(network, views):
     picture = cv2.resize(cv2.imread(str(views[0])), (320, 240))
     tracker = matcher.Tracker(network, budget_ms=60_000)
