@@ -206,7 +206,7 @@ def explain(
     thresholds = policy.match_threshold, policy.threshold_doubles_at
     inner = [off_border(side, assignment.border)[0].cpu().numpy() for side in batch if assignment.border]
     candidates: tuple[dict[int, Told], dict[int, Told]] = {}, {}
-    for state in network.run(network.tokens(*batch, align=False)):
+    for state in network.run(network.tokens(*batch)):
         blocks = attention_inputs(network.layers[state.layer], state.before, n)
         places = (asked[0], asked[1] + n) * 2
         attended = [block.strongest(each, strongest, n) for block, each in zip(blocks, places, strict=True)]

@@ -46,20 +46,16 @@ def check_config(config: NetworkConfig) -> None:
     """Refuse combinations that make no network, by a `UsageError` that names the setting."""
     position, context, assignment, policy = config.position, config.context, config.assignment, config.policy
     backbone, refinement, above = config.backbone, config.refinement, context.scale_logits_above
-    coded, transport = position.kind in ("rotary", "mlp"), assignment.kind != "dual_softmax"
+    plain, transport = position.kind not in ("rotary", "mlp"), assignment.kind != "dual_softmax"
     whole = context.heads >= 1 and context.dim % (2 * context.heads) == 0
     fine = refinement is None or backbone is None or refinement.context.dim == backbone.widths[0]
     coarse = backbone is None or config.descriptor_dim == backbone.widths[-1]
     ends, same = policy.early_exit or policy.pruning, config.descriptor_dim == context.dim
+    located, every = position.inputs[:1] == ("xy",), assignment.every_layer
+    dustbin = assignment.dustbin != ("none" if transport else "learned")
     rules = [
-        (
-            position.inputs or not coded,
-            f"position.kind {position.kind!r} needs position.inputs, 'xy' at least",
-        ),
-        (
-            position.inputs[:1] == ("xy",) or not config.guided,
-            "guided needs position.inputs that begin with 'xy'",
-        ),
+        (position.inputs or plain, f"position.kind {position.kind!r} needs position.inputs, 'xy' at least"),
+        (located or not config.guided, "guided needs position.inputs that begin with 'xy'"),
         (0 < position.extent < math.inf, "position.extent must be a number above 0"),
         (context.depth >= 1, "context.depth must be at least 1"),
         (whole, "context.dim must be a multiple of twice context.heads"),
@@ -68,22 +64,10 @@ def check_config(config: NetworkConfig) -> None:
         (config.project or same, "without project, descriptor_dim must be context.dim"),
         (coarse, "descriptor_dim must be the last of backbone.widths"),
         (fine, "refinement.context.dim must be the first of backbone.widths"),
-        (
-            assignment.kind == "sinkhorn" or not assignment.consensus,
-            "consensus needs assignment.kind 'sinkhorn'",
-        ),
-        (
-            assignment.dustbin != ("none" if transport else "learned"),
-            f"{assignment.kind} does not go with assignment.dustbin {assignment.dustbin!r}",
-        ),
-        (
-            assignment.every_layer or not config.match_probability,
-            "match_probability needs assignment.every_layer",
-        ),
-        (
-            assignment.every_layer or not ends,
-            "without assignment.every_layer switch early_exit and pruning off",
-        ),
+        (transport or not assignment.consensus, "consensus needs assignment.kind 'sinkhorn'"),
+        (dustbin, f"{assignment.kind} does not go with assignment.dustbin {assignment.dustbin!r}"),
+        (every or not config.match_probability, "match_probability needs assignment.every_layer"),
+        (every or not ends, "without assignment.every_layer switch early_exit and pruning off"),
         (assignment.dustbin == "point" or not policy.pruning, "without dustbin 'point' switch pruning off"),
         (0 <= policy.match_threshold <= 1, "policy.match_threshold must be from 0 to 1"),
     ]
@@ -142,11 +126,8 @@ class MatchingNetwork(nn.Module):
         return changed
 
     def first_layers(self, layers: int, max_iterations: int | None = None) -> MatchingNetwork:
-        """The first layers as a network of its own, sharing parameters, with a limit of Sinkhorn iterations.
-
-        Raises:
-            UsageError: inner layers have no heads to assign by.
-        """
+        """The first layers as a network of its own, sharing parameters, with a limit of Sinkhorn iterations;
+        `UsageError`: inner layers have no heads to assign by."""
         config, depth = self.config, min(layers, len(self.layers))
         if depth < len(self.layers) and not config.assignment.every_layer:
             raise UsageError("only the last layer of this network gives an assignment")
@@ -171,36 +152,26 @@ class MatchingNetwork(nn.Module):
         self.project.weight /= ((descriptors - mean) @ self.project.weight.t()).std()
         self.project.bias.copy_(-self.project.weight @ mean)
 
-    def tokens(
-        self, features0: Features, features1: Features, *, align: bool = True, complete: bool = False
-    ) -> Tokens:
-        """The valid points of B pairs, given as two batches.
+    def tokens(self, features0: Features, features1: Features, *, complete: bool = False) -> Tokens:
+        """The valid points of B pairs, given as two batches that are checked and aligned.
 
-        `align` checks the features and turns descriptors to fit. `complete`: all points are valid, so that
-        nothing has to be read from a GPU.
-
-        Raises:
-            UsageError: kind, size or norm of the descriptors does not fit, or batches are of two sizes.
+        `complete`: all points are valid, so that nothing has to be read from a GPU.
         """
         device = next(self.parameters()).device
         sides = [features.to(device) for features in (features0, features1)]
-        check_paired(*sides)
-        if align:
-            for features in sides:
-                check_features(self.config, features)
-            sides[1] = aligned(*sides, self.config.kind)
         config, n = self.config.position, len(sides[0])
-        x = self.projected(_joined([features.descriptors for features in sides]))
+        x = self.projected(torch.cat([features.descriptors for features in sides], dim=1))
         codes = [encoded(config, features) for features in sides]
-        codes = None if codes[0] is None else _joined(codes)
-        if config.kind in ("rotary", "mlp") and config.inputs[0] == "xy":
-            positions = codes[..., :2] if config.extent == 0.5 else codes[..., :2] * (2 * config.extent)
+        codes = None if codes[0] is None else torch.cat(codes, dim=1)
+        usual = config.kind in ("rotary", "mlp") and config.extent == 0.5  # as positions are normalised
+        if usual and config.inputs[0] == "xy":
+            positions = codes[..., :2]
         else:
-            positions = _joined([normalise_positions(features) for features in sides])
+            positions = torch.cat([normalise_positions(features) for features in sides], dim=1)
         if self.guidance is not None:
             inputs = codes
-            if config.kind not in ("rotary", "mlp") or config.extent != 0.5:
-                inputs = _joined([position_inputs(features, config.inputs) for features in sides])
+            if not usual:
+                inputs = torch.cat([position_inputs(features, config.inputs) for features in sides], dim=1)
             x = self.guidance.begin(x, inputs)
         rotations = None if self.position is None else self.position(codes)
         if rotations is not None and config.kind != "rotary":
@@ -208,7 +179,7 @@ class MatchingNetwork(nn.Module):
         index = torch.cat([torch.arange(len(f), device=device).expand(f.mask.shape) for f in sides], dim=1)
         valid, pairs = np.ones(index.shape, dtype=bool), tuple(range(len(x)))
         if not complete:
-            valid = _joined([features.mask for features in sides]).cpu().numpy()
+            valid = torch.cat([features.mask for features in sides], dim=1).cpu().numpy()
         return Tokens(x, n, index, positions, rotations, pairs, valid).take(pairs, valid)
 
     def projected(self, descriptors: Tensor) -> Tensor:
@@ -225,7 +196,7 @@ class MatchingNetwork(nn.Module):
             sides = (features0, features1)
             if len(part) < pairs:
                 sides = [features.entries(list(part)) for features in sides]
-            yield replace(self.tokens(*sides, align=False), pairs=part)
+            yield replace(self.tokens(*sides), pairs=part)
 
     def run(self, tokens: Tokens, policy: MatchingPolicy | None = None) -> Iterator[LayerState]:
         """The network, layer by layer: matching, training and explanation all consume this one loop.
@@ -233,11 +204,9 @@ class MatchingNetwork(nn.Module):
         A pair that stops leaves the run and so do points that are dropped, as each yielded state decides by
         `policy`, the network's own when absent; the run ends with the last pair.
         """
-        totals = tokens.valid.sum(1)
+        totals, policy = tokens.valid.sum(1), policy or self.config.policy
         for depth in range(len(self.layers)):
-            state = LayerState(
-                self, policy or self.config.policy, depth, tokens, self.advance(tokens, depth), totals
-            )
+            state = LayerState(self, policy, depth, tokens, self.advance(tokens, depth), totals)
             yield state
             remaining = state.remaining
             if remaining is None:
@@ -313,11 +282,6 @@ class MatchingNetwork(nn.Module):
         return [state.assign() for state in states if state.exiting]
 
 
-def _joined(sides: Sequence[Tensor]) -> Tensor:
-    """(B, N, …), (B, M, …) → (B, N+M, …)."""
-    return torch.cat(list(sides), dim=1)
-
-
 def check_paired(features0: Features, features1: Features) -> None:
     """Refuse batches of two sizes (`UsageError`)."""
     if features0.mask.shape[0] != features1.mask.shape[0]:
@@ -340,17 +304,13 @@ def resolve_precision(precision: Precision, device: torch.device) -> str:
     return "float32"
 
 
-def inference_network(
-    network: MatchingNetwork, device: torch.device | str = "cpu", precision: Precision = "auto"
-) -> MatchingNetwork:
+def inference_network(network: MatchingNetwork, device: torch.device, dtype: torch.dtype) -> MatchingNetwork:
     """A frozen copy of a float32 network, its maps folded and in the precision in which a device is fast.
 
-    It shares nothing with `network`: training that one further changes neither. `precision` is that of
+    It shares nothing with `network`: training that one further changes neither. `dtype` is that of
     projections, attention and convolutions; phases, similarities and dustbins need more digits than half
-    precision has and stay in float32. A `UsageError` refuses an unknown one.
+    precision has and stay in float32.
     """
-    device = torch.device(device)
-    dtype = DTYPES[resolve_precision(precision, device)]
     frozen = copy.deepcopy(network).eval().requires_grad_(False).to(device, torch.float32)
     frozen.layers = nn.ModuleList(folded(layer, dtype) for layer in frozen.layers)
     if frozen.backbone is not None:
@@ -365,10 +325,10 @@ class AttentionMatcher:
     def __init__(
         self, model: MatchingNetwork, *, device: torch.device | str = "cpu", precision: Precision = "auto"
     ) -> None:
-        """Copy a trained network to where it runs; `precision` as `inference_network` takes it."""
+        """Copy a trained network to where it runs; `precision` as `resolve_precision` takes it."""
         self.device = torch.device(device)
         self.precision = resolve_precision(precision, self.device)
-        self.model = inference_network(model, self.device, self.precision)
+        self.model = inference_network(model, self.device, DTYPES[self.precision])
 
     @property
     def calibration(self) -> CalibrationConfig | None:
@@ -382,11 +342,8 @@ class AttentionMatcher:
         max_iterations: int | None = None,
         policy: MatchingPolicy | None = None,
     ) -> AttentionMatcher:
-        """The same cut to its first layers, or under another policy; parameters are shared.
-
-        Raises:
-            UsageError: as `MatchingNetwork.first_layers` and `.with_policy`.
-        """
+        """The same cut to its first layers, or under another policy; parameters are shared. Errors are those
+        of `MatchingNetwork.first_layers` and `.with_policy`."""
         changed = copy.copy(self)
         depth = len(self.model.layers) if layers is None else layers
         model = self.model.first_layers(depth, max_iterations)
@@ -395,11 +352,8 @@ class AttentionMatcher:
 
     @torch.inference_mode()
     def __call__(self, features0: Features, features1: Features) -> list[Matches]:
-        """Matches of every pair of the batch (features stacked along a leading axis B).
-
-        Raises:
-            UsageError: features of another front end or descriptor size.
-        """
+        """Matches of every pair of the batch (features stacked along a leading axis B); `UsageError`:
+        features of another front end or descriptor size."""
         return self._match(features0, features1)[1]
 
     @torch.inference_mode()
@@ -438,52 +392,30 @@ class AttentionMatcher:
     def read(self, prediction: Prediction, features0: Features, features1: Features) -> list[Matches]:
         """Mutual matches, refined if the network does so, of the pairs of a prediction of these batches."""
         tokens, policy, n = prediction.tokens, self.model.config.policy, prediction.tokens.n
+        sides = features0, features1
         best = [values.cpu().numpy() for values in prediction.assignment.mutual_best]
+        limits = policy.match_threshold, policy.threshold_doubles_at
         index, kept, found = tokens.index.cpu().numpy(), tokens.counts(), []
         for entry, pair in enumerate(tokens.pairs):
-            local, scores = credible_matches(
-                *(values[entry] for values in best), policy.match_threshold, policy.threshold_doubles_at
-            )
+            local, scores = credible_matches(*(values[entry] for values in best), *limits)
             indices = np.stack([index[entry][local[:, 0]], index[entry][n + local[:, 1]]], axis=1)
             if border := self.model.config.assignment.border:
-                inner = [off_border(f, border)[pair].cpu().numpy() for f in (features0, features1)]
+                inner = [off_border(f, border)[pair].cpu().numpy() for f in sides]
                 inside = inner[0][indices[:, 0]] & inner[1][indices[:, 1]]
                 local, scores, indices = local[inside], scores[inside], indices[inside]
-            points0, points1 = (
-                f.keypoints[pair].cpu().numpy()[indices[:, k]] for k, f in enumerate((features0, features1))
-            )
-            if self.model.fine is not None:
-                points1 = points1 + self._offsets(tokens, entry, local, indices, features0, features1)
-            totals = [int(f.mask[pair].sum()) for f in (features0, features1)]
-            found.append(
-                Matches(
-                    indices=indices,
-                    points0=points0,
-                    points1=points1,
-                    scores=calibrated(scores, totals, policy.calibration),
-                    layers_run=prediction.layers_run,
-                    kept0=kept[entry][0],
-                    kept1=kept[entry][1],
-                )
-            )
+            points0, points1 = (f.keypoints[pair].cpu().numpy()[indices[:, k]] for k, f in enumerate(sides))
+            if self.model.fine is not None:  # LoFTR's fine stage moves the points of image 1
+                rows, columns = torch.from_numpy(local).to(self.device).T
+                states = tokens.x[entry, rows], tokens.x[entry, n + columns]
+                chosen = torch.from_numpy(indices).to(self.device).T
+                cells = tuple(f.cells[pair][i] for f, i in zip(sides, chosen, strict=True))
+                offsets = self.model.fine(states, tuple(f.maps[pair] for f in sides), cells)
+                offsets = features1.affine_frames[pair][chosen[1]] @ offsets.unsqueeze(-1)
+                points1 = points1 + offsets.squeeze(-1).cpu().numpy()
+            totals = [int(f.mask[pair].sum()) for f in sides]
+            scores = calibrated(scores, totals, policy.calibration)
+            found.append(Matches(indices, points0, points1, scores, prediction.layers_run, *kept[entry]))
         return found
-
-    def _offsets(
-        self,
-        tokens: Tokens,
-        entry: int,
-        local: np.ndarray,
-        indices: np.ndarray,
-        features0: Features,
-        features1: Features,
-    ) -> np.ndarray:
-        """(K, 2) by how much the points of image 1 move, stored pixels (LoFTR's fine stage)."""
-        pair, (rows, columns) = tokens.pairs[entry], torch.from_numpy(local).to(self.device).T
-        states = tokens.x[entry, rows], tokens.x[entry, tokens.n + columns]
-        index = torch.from_numpy(indices).to(self.device).T
-        cells = tuple(f.cells[pair][i] for f, i in zip((features0, features1), index, strict=True))
-        offsets = self.model.fine(states, (features0.maps[pair], features1.maps[pair]), cells)
-        return (features1.affine_frames[pair][index[1]] @ offsets.unsqueeze(-1)).squeeze(-1).cpu().numpy()
 
 
 def off_border(features: Features, border: int) -> Tensor:

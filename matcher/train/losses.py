@@ -85,7 +85,7 @@ def labelled_layers(
     complete = sides[0].kind == LEARNED  # whose batches are hardly padded; the labels know where
     truths = (batch.partner0, batch.corresponding0), (batch.partner1, batch.corresponding1)
     with mixed_precision(batch.partner0.device):
-        tokens = model.tokens(*sides, align=False, complete=complete)
+        tokens = model.tokens(*sides, complete=complete)
         labels, layers, counts = [], [], (tokens.n, tokens.x.shape[1] - tokens.n)
         for own, other, (partner, there), count in zip(sides, sides[::-1], truths, counts, strict=True):
             target = normalise_positions(other.with_valid(keypoints=there.nan_to_num(0.0)))
@@ -111,9 +111,8 @@ def labelled_layers(
             order = torch.cat([kept[0], kept[1] + tokens.n], dim=1)
             rows = torch.arange(len(order), device=order.device).unsqueeze(1)
             names = ("x", "index", "positions", "rotations", "mask", "predicted")
-            columns = {
-                name: None if (c := getattr(tokens, name)) is None else c[rows, order] for name in names
-            }
+            held = {name: getattr(tokens, name) for name in names}
+            columns = {name: None if c is None else c[rows, order] for name, c in held.items()}
             valid = np.ones(order.shape, bool) if tokens.mask is None else columns["mask"].cpu().numpy()
             tokens = replace(tokens, n=kept[0].shape[1], valid=valid, **columns)
             for side, (chosen, there) in enumerate(zip(kept, places[::-1], strict=True)):
