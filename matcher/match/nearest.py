@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,8 +20,6 @@ from matcher.types import (
     to_numpy,
     typical_norm,
 )
-
-Side = tuple[np.ndarray, np.ndarray, np.ndarray]  # keypoints (N, 2), descriptors (N, D), mask (N,)
 
 
 class NearestMatcher:
@@ -44,42 +43,25 @@ class NearestMatcher:
         self.config = config
 
     def __call__(self, features0: Features, features1: Features) -> list[Matches]:
-        """Matches of every pair of the batch, best first; descriptors of any kind and size.
-
-        Raises:
-            UsageError: sides of two front ends or descriptor sizes.
-        """
+        """Matches of every pair of the batch, best first; descriptors of any kind and size; `UsageError`:
+        sides of two front ends or descriptor sizes."""
         _check(features0, features1)
-        sides = [
-            [to_numpy(getattr(f, name)) for name in ("keypoints", "descriptors", "mask")]
-            for f in (features0, features1)
-        ]
         steerable = STEERABLE in (features0.kind, features1.kind)  # the other may be of "any"
+        sides = [features.numpy() for features in (features0, features1)]
         # One pair at a time: a padded batch of distance matrices would only cost memory.
-        return [
-            self._match(side0, side1, steerable)
-            for side0, side1 in zip(*(zip(*s, strict=True) for s in sides), strict=True)
-        ]
+        return [self._match(sides, pair, steerable) for pair in range(len(features0.mask))]
 
-    def _match(self, side0: Side, side1: Side, steerable: bool) -> Matches:
-        valid = [np.flatnonzero(mask) for _, _, mask in (side0, side1)]
-        first, second = (
-            side[1][index].astype(np.float32, copy=False)
-            for side, index in zip((side0, side1), valid, strict=True)
-        )
+    def _match(self, sides: Sequence[dict[str, np.ndarray]], pair: int, steerable: bool) -> Matches:
+        valid = [np.flatnonzero(side["mask"][pair]) for side in sides]
+        described = (s["descriptors"][pair][index] for s, index in zip(sides, valid, strict=True))
+        first, second = (descriptors.astype(np.float32, copy=False) for descriptors in described)
         if steerable and len(first) and len(second):
             second = turned(second, best_turn(first, second))
         local, scores = mutual_nearest(first, second, self.config.ratio)
         kept = scores >= self.config.match_threshold
         indices = np.stack([valid[k][local[kept, k]] for k in (0, 1)], axis=1)
-        return Matches(
-            indices=indices,
-            points0=side0[0][indices[:, 0]],
-            points1=side1[0][indices[:, 1]],
-            scores=scores[kept].astype(np.float32),
-            kept0=len(valid[0]),
-            kept1=len(valid[1]),
-        )
+        points = (s["keypoints"][pair][index] for s, index in zip(sides, indices.T, strict=True))
+        return Matches(indices, *points, scores[kept].astype(np.float32), 0, *map(len, valid))
 
 
 def mutual_nearest(
@@ -113,9 +95,8 @@ def _nearest(
         return best, np.ones(len(queries), np.float32)
     closeness[rows, best] = -np.inf
     # Taken from the differences, because products lose the digits of small distances.
-    first, second = (
-        np.linalg.norm(queries - candidates[index], axis=1) for index in (best, closeness.argmax(axis=1))
-    )
+    nearest = best, closeness.argmax(axis=1)
+    first, second = (np.linalg.norm(queries - candidates[index], axis=1) for index in nearest)
     ratios = np.divide(first, second, out=np.ones_like(first), where=second > 0)
     return best, np.minimum(ratios, 1.0)
 
