@@ -48,15 +48,13 @@ class Vocabulary:
         return (folded / max(float(np.linalg.norm(folded)), 1e-12)).astype(np.float32)
 
 
-def learn_vocabulary(
-    sample: np.ndarray, *, words: int = WORDS, length: int = LENGTH, seed: int = 0
-) -> Vocabulary:
+def learn_vocabulary(sample: np.ndarray) -> Vocabulary:
     """A vocabulary by k-means on a sample (S, D) of local descriptors; `UsageError` without any."""
     if sample.ndim != 2 or len(sample) == 0:
         raise UsageError(f"a vocabulary is learned from local descriptors (S, D), not from {sample.shape}")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     local = _unit_rows(sample)
-    words = min(words, max(1, len(local) // _POINTS_A_WORD))
+    words = min(WORDS, max(1, len(local) // _POINTS_A_WORD))
     centres = local[rng.choice(len(local), words, replace=False)]
     for _ in range(_ROUNDS):
         nearest = _nearest_word(local, centres)
@@ -64,7 +62,7 @@ def learn_vocabulary(
         means = _sum_by(local, nearest, len(centres)) / np.maximum(counts, 1)[:, None]
         centres = np.where(counts[:, None] > 0, means, local[rng.choice(len(local), len(centres))])
         centres = centres.astype(np.float32)
-    length = min(length, centres.size)
+    length = min(LENGTH, centres.size)
     if length == centres.size:
         target, sign = np.arange(length), np.ones(length, np.float32)
     else:
@@ -74,14 +72,11 @@ def learn_vocabulary(
 
 
 def collection_vocabulary(
-    names: Sequence[str], features: Callable[[str], Features], *, seed: int = 0
+    names: Sequence[str], features: Callable[[str], Features]
 ) -> tuple[Vocabulary | None, str]:
-    """A vocabulary of a sample of a collection's images, None without any keypoint, and the features' kind.
-
-    Raises:
-        UsageError: descriptors of several sizes.
-    """
-    rng = np.random.default_rng(seed)
+    """A vocabulary of a sample of a collection's images, None without any keypoint, and the features' kind;
+    `UsageError`: descriptors of several sizes."""
+    rng = np.random.default_rng(0)
     chosen = np.linspace(0, len(names) - 1, min(len(names), _SAMPLED_IMAGES)).astype(int)
     share = -(-_SAMPLED_POINTS // max(len(chosen), 1))
     samples, kinds = [], set()
@@ -94,7 +89,7 @@ def collection_vocabulary(
     if len({sample.shape[1] for sample in samples}) > 1:
         raise UsageError("the images have descriptors of several sizes; extract them with one front end")
     kind = kinds.pop() if len(kinds) == 1 else "any"
-    return (learn_vocabulary(np.concatenate(samples), seed=seed) if samples else None), kind
+    return (learn_vocabulary(np.concatenate(samples)) if samples else None), kind
 
 
 def global_descriptor(vocabulary: Vocabulary, features: Features) -> np.ndarray:
@@ -104,21 +99,18 @@ def global_descriptor(vocabulary: Vocabulary, features: Features) -> np.ndarray:
 
 
 def similar_pairs(
-    names: Sequence[str], features: Callable[[str], Features], k: int, *, seed: int = 0
+    names: Sequence[str], features: Callable[[str], Features], k: int
 ) -> Iterator[tuple[str, str]]:
     """Each image with the `k` that look most like it, every pair once, in the order of `names`.
 
     Features are read twice, for the vocabulary and for the descriptors, and not kept; 16 kB per image are, or
     64 kB where descriptors can be rotated: then images are compared in all four orientations. An image
-    without keypoints is in no pair.
-
-    Raises:
-        UsageError: k below 1, or descriptors of several sizes.
+    without keypoints is in no pair. `UsageError`: k below 1, or descriptors of several sizes.
     """
     if k < 1:
         raise UsageError(f"similar pairs need at least 1 neighbour, not {k}")
     names = list(dict.fromkeys(names))
-    vocabulary, kind = collection_vocabulary(names, features, seed=seed)
+    vocabulary, kind = collection_vocabulary(names, features)
     if vocabulary is None:
         return
     tables = np.zeros((TURNS if kind == STEERABLE else 1, len(names), vocabulary.length), np.float16)
@@ -146,7 +138,7 @@ def neighbour_pairs(
     keys = []
     for start in range(0, len(usable), block):
         rows = usable[start : start + block]
-        best = _most_similar(table, rows, usable, k, turned, block)
+        best = _most_similar((table, *turned), rows, usable, k, block)
         ends = np.stack([np.repeat(rows, k), best.ravel()])
         keys.append(ends.min(axis=0) * len(table) + ends.max(axis=0))
     unique = np.unique(np.concatenate(keys))
@@ -154,20 +146,15 @@ def neighbour_pairs(
 
 
 def _most_similar(
-    table: np.ndarray,
-    rows: np.ndarray,
-    usable: np.ndarray,
-    k: int,
-    turned: Sequence[np.ndarray],
-    step: int,
+    tables: Sequence[np.ndarray], rows: np.ndarray, usable: np.ndarray, k: int, step: int
 ) -> np.ndarray:
-    """(R, k) the rows most similar to each of `rows`, itself left out, block by block."""
-    queries = [position[rows].astype(np.float32) for position in (table, *turned)]
+    """(R, k) the rows of the first table most similar to each of `rows`, itself left out, block by block."""
+    queries = [table[rows].astype(np.float32) for table in tables]
     similarity = np.zeros((len(rows), 0), np.float32)
     index = np.zeros((len(rows), 0), np.int64)
     for start in range(0, len(usable), step):
         columns = usable[start : start + step]
-        others = table[columns].astype(np.float32).T
+        others = tables[0][columns].astype(np.float32).T
         block = np.maximum.reduce([query @ others for query in queries])
         block[rows[:, None] == columns] = -np.inf
         similarity = np.concatenate([similarity, block], axis=1)
