@@ -109,13 +109,8 @@ def refinement_evidence(matches: Matches, scale: Sequence[float], further_passes
     xx, xy, yy = xx * scale[0] ** 2, xy * scale[0] * scale[1], yy * scale[1] ** 2
     largest = (xx + yy) / 2 + np.hypot((xx - yy) / 2, xy)  # across the least certain direction
     variance = np.log(largest.clip(*_VARIANCES) / _VARIANCE)
-    columns = [
-        _log_odds(matches.scores),
-        refined - refined.mean(),
-        refined * variance,
-        np.full(len(refined), float(further_passes)),
-    ]
-    return np.column_stack(columns)
+    passes = np.full(len(refined), float(further_passes))
+    return np.column_stack([_log_odds(matches.scores), refined - refined.mean(), refined * variance, passes])
 
 
 def judges_matches(geometry: TwoViewGeometry) -> bool:

@@ -193,19 +193,13 @@ class Consensus(nn.Module):
         with torch.autocast(scores.device.type, enabled=False):
             prior, positions = self._prior(positions0, positions1, *matches)
             left, right = _distance_factors(prior, positions)
-            left0, right0, left1, right1 = (
-                left[:batch, :n],
-                right[:batch, :n],
-                left[batch:, :m],
-                right[batch:, :m],
-            )
-            left1, right1 = left1.mT, right1.mT
+            left0, right0 = (factor[:batch, :n] for factor in (left, right))
+            left1, right1 = (factor[batch:, :m].mT for factor in (left, right))
             gain0, gain1 = prior.gain[:batch, :n].unsqueeze(2), prior.gain[batch:, :m].unsqueeze(1)
             corrected = scores.clone()  # a gain near the predictions, a penalty elsewhere
             similarity = corrected[:, :-1, :-1]
-            similarity.sub_(prior.penalty[:batch, :n].unsqueeze(2)).sub_(
-                prior.penalty[batch:, :m].unsqueeze(1)
-            )
+            similarity.sub_(prior.penalty[:batch, :n].unsqueeze(2))
+            similarity.sub_(prior.penalty[batch:, :m].unsqueeze(1))
             for rows in _row_blocks(scores):
                 block = similarity[:, rows]
                 block.addcdiv_(gain0[:, rows], (left0[:, rows] @ right1).to(scores.dtype).clamp_min_(1.0))
@@ -241,10 +235,8 @@ def _distance_factors(prior: PartnerPrior, positions: Tensor) -> tuple[Tensor, T
     in float32 so much would be lost that gains are wrong by up to a hundredth.
     """
     exact = torch.float32 if positions.device.type == "mps" else torch.float64
-    ends, tolerance = (
-        torch.stack([prior.position, positions]).to(exact),
-        prior.tolerance.unsqueeze(2).to(exact),
-    )
+    ends = torch.stack([prior.position, positions]).to(exact)
+    tolerance = prior.tolerance.unsqueeze(2).to(exact)
     (length, other), one = ends.square().sum(3, keepdim=True).unbind(0), torch.ones_like(tolerance)
     left = torch.cat([-2 * ends[0], one, length + tolerance], dim=2) / tolerance
     return left, torch.cat([ends[1], other, one], dim=2)

@@ -180,9 +180,8 @@ class GridExtractor:
         return [self._extract(image) for image in images]
 
     def _extract(self, image: Image) -> Features:
-        pixels = torch.from_numpy(np.ascontiguousarray(image.grey())).to(
-            self.backbone.stem.conv.weight.device
-        )
+        pixels = torch.from_numpy(np.ascontiguousarray(image.grey()))
+        pixels = pixels.to(self.backbone.stem.conv.weight.device)
         coarse, fine = self.backbone(pixels[None, None].float() / 255)
         (rows, columns), stride = coarse.shape[-2:], self.backbone.stride
         cells = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), axis=-1).reshape(-1, 2)

@@ -35,9 +35,8 @@ def normalise_positions(features: Features, extent: float = 0.5) -> Tensor:
 
     `features.size` is the stored size; the view matched (EXIF) turns both the points and the size.
     """
-    turn = _turn(features)
     size = features.size.unsqueeze(-2)
-    centred = (features.keypoints - (size - 1) / 2) @ turn.transpose(-1, -2)
+    centred = (features.keypoints - (size - 1) / 2) @ _turn(features).transpose(-1, -2)
     return (centred - 0.5) / (size.amax(-1, keepdim=True) * extent)
 
 
@@ -63,7 +62,11 @@ def _column(features: Features, name: str, extent: float) -> Tensor:
     if name == "score":
         return features.scores.unsqueeze(-1)
     if name == "frame":
-        return _axis_ends(features, extent)
+        # Normalised ends of the x and of the y axis of the described patch.
+        axes = _turn(features).unsqueeze(-3) @ _required(features.affine_frames, "affine_frame")
+        reach = (features.size.amax(-1) * extent)[..., None, None, None]
+        ends = normalise_positions(features, extent).unsqueeze(-1) + axes / reach
+        return ends.transpose(-1, -2).flatten(-2)
     if name == "orientation":
         return _upright_directions(features)
     if name in ("raw_orientation", "raw_counterclockwise"):
@@ -77,19 +80,9 @@ def _column(features: Features, name: str, extent: float) -> Tensor:
     return (relative.log2().unsqueeze(-1) + 6) / 2
 
 
-def _axis_ends(features: Features, extent: float) -> Tensor:
-    """(…, N, 4) normalised ends of the x and of the y axis of the described patch."""
-    turn = _turn(features)
-    axes = turn.unsqueeze(-3) @ _required(features.affine_frames, "affine_frame")
-    reach = (features.size.amax(-1) * extent)[..., None, None, None]
-    ends = normalise_positions(features, extent).unsqueeze(-1) + axes / reach
-    return ends.transpose(-1, -2).flatten(-2)
-
-
 def _upright_directions(features: Features) -> Tensor:
     angles = _required(features.orientations, "orientation")
-    turn = _turn(features)
-    return torch.stack([angles.cos(), angles.sin()], dim=-1) @ turn.transpose(-1, -2)
+    return torch.stack([angles.cos(), angles.sin()], dim=-1) @ _turn(features).transpose(-1, -2)
 
 
 def _turn(features: Features) -> Tensor:

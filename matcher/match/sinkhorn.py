@@ -176,9 +176,8 @@ def _solve(
         u[pair], v[pair] = row, column
     iterations = [stopped[pair][0] if pair in stopped else count for pair in range(len(scores))]
     converged = [pair in stopped for pair in range(len(scores))]
-    return Potentials(
-        u.squeeze(2), v.squeeze(2), iterations, converged, tuple(errors) if record_errors else ()
-    )
+    recorded = tuple(errors) if record_errors else ()
+    return Potentials(u.squeeze(2), v.squeeze(2), iterations, converged, recorded)
 
 
 def masses(
