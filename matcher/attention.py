@@ -43,7 +43,11 @@ def scaled_dot_product(
     tensor([0., 0., 0.])
     """
     if mask is not None or causal:
-        return _masked(q, k, v, additive_mask(q, k, mask, causal=causal))
+        # The stock kernel gives NaN to rows without a column: they attend to all, and then become zero.
+        bias = additive_mask(q, k, mask, causal=causal)
+        empty = (bias == -torch.inf).all(-1, keepdim=True)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.masked_fill(empty, 0.0))
+        return out.masked_fill(empty, 0.0)
     if q.device.type == "cpu" and torch.is_grad_enabled() and q.requires_grad:
         # On CPUs the stock kernel's backward pass takes twice the time of these matrix products.
         return whole(q, k, v)
@@ -134,13 +138,6 @@ def additive_mask(q: Tensor, k: Tensor, mask: Tensor | None = None, *, causal: b
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
     return bias + mask
-
-
-def _masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """The stock kernel gives NaN to rows without a column: they attend to all, and then become zero."""
-    empty = (bias == -torch.inf).all(-1, keepdim=True)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.masked_fill(empty, 0.0))
-    return out.masked_fill(empty, 0.0)
 
 
 def _weighted(scores: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
