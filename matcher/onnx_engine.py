@@ -327,14 +327,10 @@ class OnnxMatcher:
             rows = (best[name][0] for name in ("best", "partner", "mutual"))
             local, scores = credible_matches(*rows, policy.match_threshold, policy.threshold_doubles_at)
         ends = [i[k] for i, k in zip(index, local.T, strict=True)]
-        return Matches(
-            np.stack([side["index"][end] for side, end in zip(sides, ends, strict=True)], 1),
-            *(side["keypoints"][end] for side, end in zip(sides, ends, strict=True)),
-            scores=calibrated(scores, counts, policy.calibration),
-            layers_run=layers,
-            kept0=len(index[0]),
-            kept1=len(index[1]),
-        )
+        indices = np.stack([side["index"][end] for side, end in zip(sides, ends, strict=True)], 1)
+        points = (side["keypoints"][end] for side, end in zip(sides, ends, strict=True))
+        scores = calibrated(scores, counts, policy.calibration)
+        return Matches(indices, *points, scores, layers, *map(len, index))
 
 
 def _ports(tokens: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
