@@ -39,7 +39,6 @@ CAMERA_MODELS = {
     "THIN_PRISM_FISHEYE": (2, 8),
 }
 _PINHOLE = ("fx", "fy", "cx", "cy")
-_PINHOLE = ("fx", "fy", "cx", "cy")
 LARGEST_LIST = 1 << 26  # bytes of a file of cameras or rigs
 
 
@@ -548,9 +547,7 @@ def _rig(row: Any) -> tuple[RigCamera, ...]:
             turn, shift = (np.array(row[key], dtype=np.float64) for key in (_TURN, _SHIFT))
             if turn.shape != (4,) or shift.shape != (3,) or not abs(np.linalg.norm(turn) - 1) <= 0.01:
                 raise ValueError(f"{prefix}: {_TURN} has w, x, y, z of length 1, and {_SHIFT} three numbers")
-            pose = np.eye(4)
-            pose[:3, :3], pose[:3, 3] = as_rotation(np.roll(turn, -1)), shift
-            check_poses(pose[None])
+            pose = _poses_from_rows([(prefix, [*turn, *shift])])[prefix]
             if refers and not np.allclose(pose, np.eye(4)):
                 raise ValueError(f"{prefix}: the reference camera's pose is the identity; leave it out")
         if "camera_params" in row:
@@ -689,8 +686,8 @@ def _wxyz(pose: np.ndarray) -> list[float]:
     return [w, x, y, z, *pose[:3, 3]]
 
 
-def _poses_from_rows(rows: Iterable[tuple[str, list[str]]]) -> dict[str, np.ndarray]:
-    """Poses (4, 4) by name, of rows of a name and the words qw qx qy qz tx ty tz; any other row raises."""
+def _poses_from_rows(rows: Iterable[tuple[str, Sequence[str | float]]]) -> dict[str, np.ndarray]:
+    """Poses (4, 4) by name, of rows of a name and qw qx qy qz tx ty tz; any other row raises."""
     names, values = [], []
     for name, words in rows:
         if len(words) != 7:
