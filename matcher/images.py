@@ -115,11 +115,8 @@ def edge_blur(grey: np.ndarray) -> float:
     along = (patches.reshape(count * side, side) @ filters.T).reshape(count, side, -1)
     both = along.swapaxes(1, 2).reshape(-1, side) @ filters.T
     both = both.reshape(count, 2, 2, places, 2, 2, places)
-    gradients = []
-    for scale in range(len(scales)):
-        one = both[:, scale, :, :, scale]  # (N, filter along x, place, filter along y, place)
-        gradients.append(np.hypot(one[:, 1, :, 0], one[:, 0, :, 1]).reshape(count, -1).max(1))
-    fine, coarse = gradients
+    own = (both[:, k, :, :, k] for k in range(2))  # (N, filter along x, place, filter along y, place)
+    fine, coarse = (np.hypot(one[:, 1, :, 0], one[:, 0, :, 1]).reshape(count, -1).max(1) for one in own)
     clear = coarse > 2.0  # grey values per pixel
     if np.count_nonzero(clear) < fewest:
         return 0.0
