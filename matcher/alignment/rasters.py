@@ -25,6 +25,7 @@ from matcher.files import add_mark, check_output, whole_file, write_output
 from matcher.geometry import inside, warp_points
 from matcher.images import read_image
 from matcher.presets import DEFAULT_PRESET, LoadOptions
+from matcher.viz.overlays import resizing
 
 if TYPE_CHECKING:
     from rasterio.io import DatasetReader, DatasetWriter
@@ -55,8 +56,7 @@ class Raster:
         """(3, 3) from pixels of what is matched to those of the file."""
         if isinstance(self.preview, Path):
             return np.eye(3)
-        x, y = (full / small for full, small in zip(self.size, self.preview.shape[1::-1], strict=True))
-        return np.array([[x, 0, (x - 1) / 2], [0, y, (y - 1) / 2], [0, 0, 1]])  # (p + 0.5)·s − 0.5
+        return resizing(tuple(np.divide(self.size, self.preview.shape[1::-1])))
 
 
 def open_raster(path: str | Path) -> Raster:
