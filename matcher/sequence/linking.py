@@ -213,9 +213,8 @@ def complete_partners(
     maps, _ = fit_affine_maps(known, there, SURFACE)
     asked = points[~linked].astype(np.float64)
     rows = nearest(known, asked, LEAST_PAIRED)
-    predicted = np.median(
-        there[rows] + np.einsum("nkij,nkj->nki", maps[rows], asked[:, None] - known[rows]), axis=1
-    )
+    moved = there[rows] + np.einsum("nkij,nkj->nki", maps[rows], asked[:, None] - known[rows])
+    predicted = np.median(moved, axis=1)
     own = maps[rows[:, 0]]
     second, status = _located(images, asked, predicted, own)
     back, returned = _located(images[::-1], second.points1, asked, np.linalg.inv(own))

@@ -101,13 +101,12 @@ class Tracker:
                 check_number(value, name, *limits)
         if type(window) is not int or window < 2:
             raise UsageError(f"window must be a whole number of at least 2 keyframes, not {window!r}")
-        loaded = {name: value for name, value in options.items() if value is not None}
         if not isinstance(preset, Pipeline):
-            preset, loaded = from_file(preset, loaded)
-        refuse_further_passes(loaded, "frames are matched by one pass each")
+            preset, options = from_file(preset, options)  # without those that are None
+        refuse_further_passes(options, "frames are matched by one pass each")
         if not isinstance(preset, Pipeline) and takes(preset, "match_threshold"):
-            loaded = {"match_threshold": MATCH_THRESHOLD, **loaded}
-        pipeline = open_pipeline(preset, loaded)
+            options = {"match_threshold": MATCH_THRESHOLD, **options}
+        pipeline = open_pipeline(preset, options)
         if (kind := pipeline.config.estimation.kind) != "fundamental":
             raise UsageError(f"a tracker verifies links by fundamental matrices: leave geometry {kind!r} out")
         if pipeline.config.extractor.kind == GRID_KIND:

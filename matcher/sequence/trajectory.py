@@ -32,20 +32,19 @@ def write_trajectory(
     suffix is .kitti, they are KITTI's, 12 numbers, 3×4, refused if the sequence has more `frames`. A comment
     lists poses that are `bridged`: extrapolated instead of measured, others the rows of `breaks`, from which
     poses are relative to such ones."""
-    path, guessed = Path(path), np.flatnonzero(bridged).tolist()
+    path = Path(path)
     if path.suffix.lower() != ".kitti":
-        lines, names = tum_lines(timestamps, poses), [f"{timestamps[row]:.6f}" for row in guessed]
-        after = [f"{timestamps[row]:.6f}" for row in breaks]
+        lines, names = tum_lines(timestamps, poses), [f"{time:.6f}" for time in timestamps]
     elif frames is not None and len(poses) < frames:
         raise UsageError(
             f"{path}: KITTI's lines have no times, and {frames - len(poses)} of {frames} frames have no "
             "measured pose; use .tum"
         )
     else:
-        lines, names = kitti_lines(poses), [str(row) for row in guessed]
-        after = [str(row) for row in breaks]
-    comments = [f"# extrapolated, not measured: {' '.join(names)}"] if names else []
-    comments += [f"# from here on relative to an extrapolated pose: {name}" for name in after]
+        lines, names = kitti_lines(poses), list(map(str, range(len(poses))))
+    guessed = " ".join(names[row] for row in np.flatnonzero(bridged))
+    comments = [f"# extrapolated, not measured: {guessed}"] if guessed else []
+    comments += [f"# from here on relative to an extrapolated pose: {names[row]}" for row in breaks]
     write_whole(path, "".join(f"{line}\n" for line in [*comments, *lines]).encode())
 
 
