@@ -188,8 +188,8 @@ def runnable(command: Callable[..., Any], name: str) -> Callable[..., Any]:
             preset, given = from_file(values["preset"], {key: values.get(key) for key in _of_load()})
             values |= {"preset": preset, **{key: value for key, value in given.items() if key in values}}
         try:
-            if name in _OWN_THREADS:
-                limit_threads(values["threads"])
+            if name in _OWN_THREADS and values["threads"] is not None:  # before torch and OpenCV are imported
+                os.environ.update(thread_environment(values["threads"]))
             _tell_of_slow_front_ends(values)
             return call(values)
         except KeyboardInterrupt:
@@ -261,12 +261,6 @@ def _tell_of_slow_front_ends(given: dict[str, Any]) -> None:
 
 
 # Values that several commands read and check.
-
-
-def limit_threads(count: int | None) -> None:
-    """Use so many CPU threads, if a number is given; to be called before torch and OpenCV are imported."""
-    if count is not None:
-        os.environ.update(thread_environment(count))
 
 
 def parse_camera(text: str | None, name: str) -> Camera | None:

@@ -108,9 +108,8 @@ def sfm(
         if "file" in wanted:
             raise typer.BadParameter("--pairs cannot list the pairs of a continued model; use --similar")
         how = {"workers": sources.workers, **{name: given[name] for name in _BESIDE_RUN & given.keys()}}
-        return _finish(
-            continue_model(continue_, source, out, run_dir=run, pairs=wanted, how=how, **progress, **mapping)
-        )
+        mapping |= progress
+        return _finish(continue_model(continue_, source, out, run_dir=run, pairs=wanted, how=how, **mapping))
     selection, matched = Selection.parse(**sources.selection), 0
     if (source / DATABASE).is_file():
         others = wanted or run is not None or sources.workers is not None
@@ -234,10 +233,7 @@ def _finish(made: Reconstruction, scale: float | None = None) -> int:
 
 def map_of(model: Path, pictures: Path, run: Path | None, given: dict[str, Any]) -> Path:
     """The folder of our map of a COLMAP model, beside it; made where there is none, with all poses kept.
-
-    Raises:
-        UsageError: the model has a run of its own, or a map was made from other poses; as of `matcher sfm`.
-    """
+    Errors are those of `sfm`, and `UsageError`: a model with a run of its own, or a map of other poses."""
     import numpy as np
 
     from matcher.sfm.models import find_run, read_given_poses, whole_model
@@ -345,11 +341,8 @@ def localize(
     import_pycolmap()
     # Where photos lack a pose, KITTI's lines have no names to tell whose they are.
     with_names = output and (output.with_suffix(".json") if output.suffix.lower() == ".kitti" else output)
-    outputs = [
-        *((path, POSE_SUFFIXES) for path in dict.fromkeys((output, with_names))),
-        (recording, (".rrd",)),
-    ]
-    check_outputs(outputs, overwrite=overwrite)
+    files = dict.fromkeys((output, with_names), POSE_SUFFIXES)
+    check_outputs([*files.items(), (recording, (".rrd",))], overwrite=overwrite)
     if output is not None:
         check_pose_names(output, named)
     if recording is not None:

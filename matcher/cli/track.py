@@ -136,9 +136,7 @@ def track(
             tracker.load_map(load_map)
         with ExitStack() as stack:  # of recordings, which appear only if all goes well
             paths = [*(path for path in outputs if path.suffix.lower() == ".rrd"), *[None] * show_]
-            place = (
-                stack.enter_context(matcher.Map.open(load_map)) if load_map is not None and paths else None
-            )
+            place = stack.enter_context(matcher.Map.open(load_map)) if load_map and paths else None
             model = None if place is None else place.model
             recordings = [stack.enter_context(Recording(path, model)) for path in paths]
             log, failures, ended = _follow(frames_in, tracker, frames, recordings)
