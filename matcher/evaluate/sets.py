@@ -26,14 +26,8 @@ _MADE: dict[str, tuple[ProtocolName, int, Callable[..., Pair], str]] = {
     "facades": ("trap", 300, synthetic.facades_pair, "each pair once, with a photo of val"),
 }
 _BENCH = (
-    "oxford_graf",
-    "opencv_pairs",
-    "iguazu",
-    "multimodal",
-    "middlebury2003",
-    "kitti_mini",
-    "sceaux_castle",
-)
+    "oxford_graf", "opencv_pairs", "iguazu", "multimodal", "middlebury2003", "kitti_mini", "sceaux_castle",
+)  # fmt: skip
 _SEVERAL = {"bench": _BENCH, "multiview": ("kitchen", "bookstore")}
 # Folders below $MATCHER_DATA.
 _PLACES = {
