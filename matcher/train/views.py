@@ -59,34 +59,12 @@ class DeviceViews:
 
     def transfer(self, source: Tensor, target: Tensor, points: Tensor) -> Transferred:
         """Points (B, N, 2) of views `source` (B,) in views `target` (B,) of their scenes."""
-        both = source, target
-        depth0, depth1 = (self.inverse_depth[(k - self.photos).clamp_min(0), None] for k in both)
-        (K0, K1), (pose0, pose1) = ([values[k] for k in both] for values in (self.K, self.cam_from_world))
-        linear, nearest = _sampled(depth0, points)
-        near = torch.where((linear - nearest).abs() <= SAME_DEPTH * nearest.abs(), linear, nearest)
-        pose = pose1 @ inverse(pose0)
-        rotation = (K1 @ pose[:, :3, :3] @ inverse(K0)).float()
-        translation = (K1 @ pose[:, :3, 3:])[..., 0].float()
-        x = points @ rotation[:, :, :2].mT + rotation[:, None, :, 2]
-        x = x + near.unsqueeze(2) * translation[:, None]
-        depth = torch.where(x[..., 2] > 1e-6, x[..., 2], torch.ones_like(x[..., 2]))
-        found = x[..., :2] / depth.unsqueeze(2)
-        inside = (x[..., 2] > 1e-6) & within(found, self.sizes[target])
-        found = torch.where(inside.unsqueeze(2), found, torch.zeros_like(found))
-        # Pixels in the source by which the way back changes per unit of inverse depth in the target.
-        back = (K0 @ inverse(pose)[:, :3, 3:])[..., 0].float()
-        rate = torch.hypot(*(back[:, None, k] - points[..., k] * back[:, None, 2] for k in (0, 1))) * depth
-        # The surface expected there: hidden behind a nearer one, or unknown where depths are inconsistent.
-        expected, (linear, nearest) = near / depth, _sampled(depth1, found)
-        error = torch.minimum((linear - expected).abs(), (nearest - expected).abs())
-        # Within .3 pixels it is the same whatever the depths are, as those of far points are uncertain.
-        same = (error <= SAME_DEPTH * expected) | (error * rate <= 0.3)
-        visible = same & (error * rate <= 0.8) & (nearest > 0)
-        occluded = ~same & (torch.minimum(linear, nearest) > expected * (1 + SAME_DEPTH))
-        states = torch.where(occluded | (nearest == NOTHING), HIDDEN, UNKNOWN)
-        states = torch.where(visible, VISIBLE, states).where(inside, HIDDEN)
-        without = torch.where(near == NOTHING, HIDDEN, UNKNOWN)
-        return Transferred(found, torch.where(near > 0, states, without))
+        depths = (self.inverse_depth[(k - self.photos).clamp_min(0), None] for k in (source, target))
+        own, other = (
+            Cameras(depth, self.K[k], self.cam_from_world[k], self.sizes[k])
+            for depth, k in zip(depths, (source, target), strict=True)
+        )
+        return reproject(own, other, points, DEPTH_STEP)
 
 
 def load_views(
@@ -333,6 +311,15 @@ class Transferred(NamedTuple):
     states: Tensor  # (B, N) int64 VISIBLE, HIDDEN or UNKNOWN
 
 
+class Cameras(NamedTuple):
+    """Depth and cameras of B views."""
+
+    inverse_depth: Tensor  # (B, 1, h, w) float32
+    K: Tensor  # (B, 3, 3) float64
+    cam_from_world: Tensor  # (B, 4, 4) float64
+    sizes: Tensor  # (B, 2) float32
+
+
 def inverse(matrices: Tensor) -> Tensor:
     """Inverses of regular matrices (B, N, N), without a check, for which a GPU would be waited for."""
     return torch.linalg.inv_ex(matrices).inverse
@@ -343,14 +330,38 @@ def within(points: Tensor, sizes: Tensor) -> Tensor:
     return ((points >= 0) & (points <= sizes[:, None] - 1)).all(2)
 
 
-def _sampled(maps: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
+def reproject(own: Cameras, other: Cameras, points: Tensor, step: int) -> Transferred:
+    """Points (B, N, 2) of views in other views of their scenes; `step` pixels between samples of depth."""
+    linear, nearest = _sampled(own.inverse_depth, points, step)
+    near = torch.where((linear - nearest).abs() <= SAME_DEPTH * nearest.abs(), linear, nearest)
+    pose = other.cam_from_world @ inverse(own.cam_from_world)
+    rotation = (other.K @ pose[:, :3, :3] @ inverse(own.K)).float()
+    translation = (other.K @ pose[:, :3, 3:])[..., 0].float()
+    x = points @ rotation[:, :, :2].mT + rotation[:, None, :, 2] + near.unsqueeze(2) * translation[:, None]
+    depth = torch.where(x[..., 2] > 1e-6, x[..., 2], torch.ones_like(x[..., 2]))
+    found = x[..., :2] / depth.unsqueeze(2)
+    inside = (x[..., 2] > 1e-6) & within(found, other.sizes)
+    found = torch.where(inside.unsqueeze(2), found, torch.zeros_like(found))
+    # Pixels in the source by which the way back changes per unit of inverse depth in the target.
+    back = (own.K @ inverse(pose)[:, :3, 3:])[..., 0].float()
+    rate = torch.hypot(*(back[:, None, k] - points[..., k] * back[:, None, 2] for k in (0, 1))) * depth
+    # The surface expected there: hidden behind a nearer one, or unknown where depths are inconsistent.
+    expected, (linear, nearest) = near / depth, _sampled(other.inverse_depth, found, step)
+    error = torch.minimum((linear - expected).abs(), (nearest - expected).abs())
+    # Within .3 pixels it is the same whatever the depths are, as those of far points are uncertain.
+    same = (error <= SAME_DEPTH * expected) | (error * rate <= 0.3)
+    visible = same & (error * rate <= 0.8) & (nearest > 0)
+    occluded = ~same & (torch.minimum(linear, nearest) > expected * (1 + SAME_DEPTH))
+    states = torch.where(occluded | (nearest == NOTHING), HIDDEN, UNKNOWN)
+    states = torch.where(visible, VISIBLE, states).where(inside, HIDDEN)
+    return Transferred(found, torch.where(near > 0, states, torch.where(near == NOTHING, HIDDEN, UNKNOWN)))
+
+
+def _sampled(maps: Tensor, points: Tensor, step: int) -> tuple[Tensor, Tensor]:
     """(B, N) values of maps of inverse depth (B, 1, h, w) at points (B, N, 2): linear and of the nearest."""
     height, width = maps.shape[-2:]
-    x, y = (2 * points / DEPTH_STEP + 1).unbind(2)
-    grid = torch.stack([x / width, y / height], 2)
+    grid = torch.stack([(2 * points[..., 0] / step + 1) / width, (2 * points[..., 1] / step + 1) / height], 2)
     grid = (grid - 1).nan_to_num(-9.0).clamp(-9, 9).unsqueeze(2)
-    linear, nearest = (  # beyond the map everything is NOTHING
-        F.grid_sample(maps - NOTHING, grid, mode=mode, align_corners=False)[:, 0, :, 0] + NOTHING
-        for mode in ("bilinear", "nearest")
-    )
-    return linear, nearest
+    modes, above = ("bilinear", "nearest"), maps - NOTHING  # beyond the map everything is NOTHING
+    found = (F.grid_sample(above, grid, mode=mode, align_corners=False) for mode in modes)
+    return tuple(values[:, 0, :, 0] + NOTHING for values in found)
