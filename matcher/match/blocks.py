@@ -63,9 +63,8 @@ class Block(nn.Module):
 
     def __init__(self, config: ContextConfig, *, shared_qk: bool = False) -> None:
         super().__init__()
-        self.attention = MultiHeadAttention(
-            config.dim, config.heads, config.attention, bias=config.bias, shared_qk=shared_qk
-        )
+        how = dict(bias=config.bias, shared_qk=shared_qk)
+        self.attention = MultiHeadAttention(config.dim, config.heads, config.attention, **how)
         self.scale_above = config.scale_logits_above
         self.message_norm = nn.LayerNorm(config.dim) if config.norm == "output" else nn.Identity()
         self.ffn = FeedForward(config)

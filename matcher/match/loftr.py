@@ -79,10 +79,8 @@ class Backbone(nn.Module):
             nn.Sequential(Residual(inputs, outputs, 1 if stage == 0 else 2), Residual(outputs, outputs, 1))
             for stage, (inputs, outputs) in enumerate(zip((widths[0], *widths), widths, strict=False))
         )
-        self.laterals = nn.ModuleList(
-            nn.Conv2d(inputs, outputs, 1, bias=False)
-            for inputs, outputs in zip(widths, (*widths[1:], widths[-1]), strict=True)
-        )
+        ends = zip(widths, (*widths[1:], widths[-1]), strict=True)
+        self.laterals = nn.ModuleList(nn.Conv2d(inputs, outputs, 1, bias=False) for inputs, outputs in ends)
         self.merges = nn.ModuleList(Merge(inputs, outputs) for outputs, inputs in pairwise(widths))
 
     @property

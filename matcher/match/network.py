@@ -137,10 +137,9 @@ class MatchingNetwork(nn.Module):
         changed = copy.copy(self)
         changed._modules = dict(self._modules)
         changed.config = replace(config, context=replace(config.context, depth=depth), assignment=assignment)
-        if depth < len(self.layers):
-            changed.layers, changed.heads = self.layers[:depth], self.heads[:depth]
-            changed.confidence = self.confidence[: depth - 1]
-            changed.match_probability = self.match_probability[: depth - 1]
+        changed.layers, changed.heads = self.layers[:depth], self.heads[:depth]
+        changed.confidence = self.confidence[: depth - 1]
+        changed.match_probability = self.match_probability[: depth - 1]
         return changed
 
     @torch.no_grad()
@@ -239,9 +238,8 @@ class MatchingNetwork(nn.Module):
         side0, side1 = tokens.sides
         scores = self.scores(side0, side1, depth)
         corrected, start = self._with_consensus(scores, side0, side1, tokens.masks)
-        found = assign(
-            corrected, self.config.assignment, *tokens.masks, start=start, record_errors=record_errors
-        )
+        how = dict(start=start, record_errors=record_errors)
+        found = assign(corrected, self.config.assignment, *tokens.masks, **how)
         return Prediction(tokens, found, depth + 1)
 
     def _with_consensus(
