@@ -97,10 +97,9 @@ _LIGHTGLUE = NetworkConfig(
     assignment=AssignmentConfig(kind="dual_softmax"),
 )
 _LIGHTGLUE_128 = replace(_LIGHTGLUE, kind="disk", descriptor_dim=128, project=True)
-_SIGMA, _SCALE, _FRAME = (
-    PositionConfig(inputs=("xy", *others))
-    for others in (("raw_sigma", "raw_orientation"), ("raw_scale", "raw_counterclockwise"), ("frame",))
-)
+_SIGMA = PositionConfig(inputs=("xy", "raw_sigma", "raw_orientation"))
+_SCALE = PositionConfig(inputs=("xy", "raw_scale", "raw_counterclockwise"))
+_FRAME = PositionConfig(inputs=("xy", "frame"))
 _LIGHTGLUE_SIFT = replace(_LIGHTGLUE_128, kind="sift", position=_SIGMA)
 _LIGHTGLUE_DOGHARDNET = replace(_LIGHTGLUE_128, kind="doghardnet", position=_SCALE)
 _LIGHTGLUE_KEYNET = replace(_LIGHTGLUE_128, kind="keynet", position=_FRAME, policy=ALL_LAYERS)
