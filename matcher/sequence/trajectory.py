@@ -252,17 +252,15 @@ class TrackingLog:
         (O,). Poses of `pose_status` "bridged" are extrapolated."""
         kinds = {"timestamp": np.float64, "status": np.str_, "pose_status": np.str_}
         kinds |= {"stretch": np.int64, "is_keyframe": bool}
-        columns = {
-            name: np.array([getattr(frame, name) for frame in self._frames], kind)
-            for name, kind in kinds.items()
-        }
+        frames = self._frames
+        columns = {name: np.array([getattr(f, name) for f in frames], kind) for name, kind in kinds.items()}
         points = np.concatenate([np.zeros((0, 3), np.float32), *self._points])
-        ids = [frame.track_ids for frame in self._frames]
+        ids = [frame.track_ids for frame in frames]
         buffer = io.BytesIO()
         np.savez_compressed(
             buffer,
             **columns,
-            frame_index=np.array([frame.index for frame in self._frames], np.int64),
+            frame_index=np.array([frame.index for frame in frames], np.int64),
             world_from_cam=np.reshape(self._poses(in_map=False), (-1, 4, 4)),
             map_from_cam=np.reshape(self._poses(in_map=True), (-1, 4, 4)),
             observation_frame=np.repeat(np.arange(len(ids)), [len(each) for each in ids]),
@@ -291,10 +289,8 @@ class TrackingLog:
         else:
             rows, why = nearest_rows(stamps, times), _different_times(stamps, times)
         both = rows >= 0
-        if np.count_nonzero(both) < 2:
-            raise UsageError(
-                f"{np.count_nonzero(both)} frames have an estimated and a true pose, and 2 are needed; {why}"
-            )
+        if (count := np.count_nonzero(both)) < 2:
+            raise UsageError(f"{count} frames have an estimated and a true pose, and 2 are needed; {why}")
         true = ground_truth[rows[both]]
         found = align(true, poses[both], with_scale=with_scale)
         # Of 10, 20, 40 … m while two segments of that length would fit into the path; a third of a short one.
