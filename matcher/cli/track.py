@@ -81,7 +81,7 @@ def track(
             its coordinates. Tracking waits while a keyframe is localised.
         show_: Show the tracking live in the rerun viewer.
     """
-    asked, outputs, stereo = {**locals()}, output or [], right is not None
+    asked, outputs = {**locals()}, output or []
     from matcher.cameras import read_baseline
     from matcher.export.colmap import import_pycolmap
     from matcher.sequence.capture import DEFAULT_RATE, open_frames
@@ -368,12 +368,8 @@ def _finish_map(folder: Path, asked: Mapping[str, Any]) -> int:
     keyframes = matcher.KeyframeMap.resume(folder)
     always = {"preset": DEFAULT_PRESET, "device": "auto"}
     idle = {**asked, **asked["given"], "source": None, "map_": None, "threads": None, "given": None}
-    given = sorted(
-        f"--{name.strip('_').replace('_', '-')}"
-        for name, value in idle.items()
-        if value not in (None, False, [], always.get(name))
-    )
-    if given:
+    typed = [name for name, value in idle.items() if value not in (None, False, [], always.get(name))]
+    if given := sorted(f"--{name.strip('_').replace('_', '-')}" for name in typed):
         raise UsageError(
             f"{folder} is finished with the camera and options that it was begun with: leave out "
             f"{', '.join(given)}"
