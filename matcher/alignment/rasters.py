@@ -137,10 +137,8 @@ def georeference(
     masks = {"mask0": raster0.mask, "mask1": raster1.mask}
     found = align(raster0.preview, raster1.preview, preset, model=model, **masks, **options)
     kept = found.inliers
-    points = [
-        warp_points(side[kept].astype(np.float64), raster.file_from_preview)
-        for side, raster in ((found.result.points0, raster0), (found.result.points1, raster1))
-    ]
+    sides = ((found.result.points0, raster0), (found.result.points1, raster1))
+    points = [warp_points(side[kept].astype(np.float64), raster.file_from_preview) for side, raster in sides]
     matrix = found.matrix
     if matrix is not None:
         matrix = raster1.file_from_preview @ matrix @ np.linalg.inv(raster0.file_from_preview)
