@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from matcher.errors import UsageError, install_command
@@ -25,6 +26,15 @@ _POLICY = (
     "connect-src 'self'; worker-src 'self' blob:; frame-src 'self' data: blob:; "
     "object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'none'"
 )
+
+
+def room_in(folder: Path, most_bytes: int) -> int:
+    """Bytes by which the files of a folder are fewer than `most_bytes`."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # removed just now
+                most_bytes -= Path(place, name).stat().st_size
+    return most_bytes
 
 
 def admitting(app: Callable, folder: Path, room: Callable[[], int]) -> Callable:
@@ -135,15 +145,7 @@ def build_app(folder: Path, device: str = "auto", max_megabytes: int = MAX_MEGAB
         ) from None
     (made := folder / "made").mkdir(exist_ok=True)
     app = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-
-    def room() -> int:
-        most_bytes = 40 * max_megabytes * 2**20
-        for place, _, names in os.walk(folder):
-            for name in names:
-                with suppress(FileNotFoundError):  # removed just now
-                    most_bytes -= Path(place, name).stat().st_size
-        return most_bytes
-
+    room = partial(room_in, folder, 40 * max_megabytes * 2**20)
     page = build_page(Matching(device), made, room)
     page.queue(max_size=20, api_open=False)
     how = {"max_file_size": max_megabytes * 2**20, "allowed_paths": [str(made)], "server_name": HOST}

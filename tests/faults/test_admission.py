@@ -7,7 +7,7 @@ import pytest
 
 from matcher.cli import main
 from matcher.errors import UsageError
-from matcher.serve.server import admitting, build_app
+from matcher.serve.server import admitting, build_app, room_in
 
 pytestmark = pytest.mark.promise(7)
 HOST = (b"host", b"127.0.0.1:7860")
@@ -27,7 +27,7 @@ def status_of(folder, headers, *, upload=False, kind="http") -> object:
         sent.append(message)
 
     scope = {"type": kind, "method": "POST" if upload else "GET", "path": "/upload", "headers": headers}
-    asyncio.run(admitting(page, folder, 1000)(scope, receive, send))
+    asyncio.run(admitting(page, folder, lambda: room_in(folder, 1000))(scope, receive, send))
     return sent[0].get("status", sent[0]["type"])
 
 
