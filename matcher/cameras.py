@@ -289,8 +289,8 @@ def read_cameras(path: Path) -> Camera | dict[str, Camera]:
             if len(found) > 1:
                 raise ValueError(f"it holds {len(found)} cameras and does not say of which images; give one")
             found = next(iter(found.values()), {})
-    except (*MALFORMED, struct.error, cv2.error) as error:  # a UsageError is one
-        why = "OpenCV cannot read it" if isinstance(error, cv2.error) else error
+    except (*MALFORMED, struct.error, cv2.error, SystemError) as error:  # a UsageError is one
+        why = "OpenCV cannot read it" if isinstance(error, (cv2.error, SystemError)) else error
         raise UsageError(f"{path}: cannot be read as cameras ({why}); wanted: {CAMERA_FORMS}") from error
     if not found:
         raise UsageError(f"{path} names no camera")

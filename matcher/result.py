@@ -18,7 +18,7 @@ from matcher.geometry import stored_to_upright
 from matcher.passes import PassReport
 from matcher.types import REFINEMENTS, Features, Matches, TwoViewGeometry, to_numpy
 from matcher.verify.adjustment import plane_answers
-from matcher.verify.verdict import Verdict, repeated_groups, verdict_of
+from matcher.verify.verdict import MIRRORED, Verdict, repeated_groups, verdict_of
 from matcher.viz import PLOT_SUFFIXES
 
 if TYPE_CHECKING:
@@ -181,10 +181,7 @@ class Result:
                         return f"no match: image {side} is too small, {width} x {height} pixels{how}"
             return "no match: the images share nothing that was recognised"
         if status == "mirrored":
-            return (
-                "mirrored: neighbouring matches lie the other way round in image 1: one image is mirrored "
-                "(then flip it and match again), or they are wrong"
-            )
+            return f"mirrored: neighbouring matches lie the other way round in image 1: {MIRRORED}"
         if self.geometry.verified and status != "ok":
             return f"{int(self.inliers.sum())} are inliers of one homography: {status}, {_PLANAR[status]}"
         if status in _REASONS and (rejected is None or self.verdict is None or self.verdict.word == "not"):

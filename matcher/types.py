@@ -525,7 +525,7 @@ class Matches:
 
     def __post_init__(self) -> None:
         shapes = [np.shape(getattr(self, name)) for name in ("indices", "points0", "points1", "scores")]
-        if shapes != [(count := len(self.scores), 2)] * 3 + [(count,)]:
+        if shapes != 3 * [(len(self.scores), 2)] + [(len(self.scores),)]:
             raise UsageError(f"Matches need indices and points of (K, 2) and scores of (K,), not {shapes}")
 
     @classmethod

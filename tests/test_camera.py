@@ -170,7 +170,8 @@ def test_cameras_by_name(tmp_path):
     (tmp_path / "list.txt").write_text("\ufeff" + "".join(lines), "utf-8")
     assert list(parse_cameras(str(tmp_path / "list.txt"))) == ["a.jpg", "in b/c  d.jpg", "e f.jpg"]
     (tmp_path / "cameras.txt").write_text("1 PINHOLE 6 4 5 5 3 2\n2 PINHOLE 6 4 5 5 3 2\n")
-    for given in ("1,2,3", "PINHOLE", "PINHOLE,6,4,5", tmp_path / "cameras.txt", "no.yml"):
+    (cut := tmp_path / "camera.xml").write_text("<opencv_storage><a")
+    for given in ("1,2,3", "PINHOLE", "PINHOLE,6,4,5", tmp_path / "cameras.txt", cut, "no.yml"):
         with pytest.raises(UsageError, match=r"camera|cameras\.txt") as fault:
             parse_cameras(str(given))
         assert "_from" not in str(fault.value)

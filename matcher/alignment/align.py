@@ -21,7 +21,7 @@ from matcher.result import Result
 from matcher.types import Image
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
-from matcher.verify.verdict import NOT, judged, reject_improbable
+from matcher.verify.verdict import MIRRORED, NOT, judged, reject_improbable
 from matcher.viz.overlays import blend, checkerboard, difference, lay_over
 
 # What alignment, templates and panoramas share.
@@ -223,5 +223,5 @@ class Alignment:
             return "the images share nothing that was recognised"
         known = {"too_few": "too few matches", "low_inliers": "too few of the matches agree"}
         if self.status == "mirrored":
-            return "one image is mirrored, then flip it, or the matches are wrong"
+            return f"the matches lie the other way round: {MIRRORED}"
         return f"{known.get(self.status, 'the matches do not determine it')} for a {self.model}"

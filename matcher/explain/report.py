@@ -22,7 +22,7 @@ from matcher.match.adaptivity import confidence_threshold
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.result import Result
 from matcher.types import MATCHED, UNMATCHED, Features, Image, Matches, TwoViewGeometry
-from matcher.verify.verdict import repeated_groups, verdict_of
+from matcher.verify.verdict import MIRRORED, repeated_groups, verdict_of
 
 if TYPE_CHECKING:
     from matcher.explain.explain import Attention, Explanation
@@ -138,7 +138,7 @@ def said(matches: Matches, geometry: TwoViewGeometry, sizes: Sequence[tuple[int,
     if geometry.status in ("ambiguous", "degenerate") and geometry.verified:
         text += f", {inliers} of them on one plane ({geometry.status}: no pose follows)"
     elif geometry.status == "mirrored":
-        text += ", but the other way round: one image is mirrored, or they are wrong"
+        text += f", but the other way round: {MIRRORED}"
     elif geometry.status != "not_estimated":
         place = "as one scene seen from two places would have it"
         how = "but not" if verdict is None or verdict.word == "not" else "too few of them"

@@ -17,6 +17,7 @@ from matcher.cameras import Camera
 from matcher.export.colmap import GUESSED_FOCAL, as_matrix, as_rigid, import_pycolmap, to_colmap
 from matcher.localization.sparse_map import LocalizationConfig
 from matcher.sfm.models import as_our_camera
+from matcher.verify.homography import log_false_alarms
 
 PoseStatus = Literal[
     "ok",
@@ -278,7 +279,7 @@ def judge(
     size, found = estimates[0].camera.size, agreeing(estimates)
     area, max_error = size[0] * size[1], max(each.max_error for each in matches)
     chance = min(1.0, math.pi * max_error**2 / area * sum(map(len, matches)) / count)
-    alarms = _log10_false_alarms(count, found, chance, sample=3 if focal_known else 4)
+    alarms = log_false_alarms(count, found, 3 if focal_known else 4, chance) / math.log(10)
     least = max(config.min_inliers, min(config.min_share * count, config.enough_inliers))
     if found < least or alarms > config.max_log10_false_alarms:
         reason = f"only {found} of {count} matched keypoints agree with a pose"
@@ -290,16 +291,6 @@ def judge(
         where = f"lie in one spot, {100 * covered:.1f} % of the photo"
         return Judgement("implausible", f"the {found} of {count} that agree {where}", alarms)
     return Judgement("ok", "", alarms)
-
-
-def _log10_false_alarms(total: int, found: int, chance: float, sample: int) -> float:
-    """log10 of the poses that chance would give, at most, with as many `found` of the keypoints that agree.
-    Moisan and Stival 2004, "A probabilistic criterion to detect rigid point matches", for absolute poses.
-    `chance` is that of a keypoint to agree; a pose is fixed by a `sample`."""
-    if found <= sample:
-        return math.inf
-    tried = max(total - sample, 1) * math.comb(total, found) * math.comb(found, sample)
-    return math.log10(tried) + (found - sample) * math.log10(chance)
 
 
 def _better(

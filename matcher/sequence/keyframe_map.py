@@ -36,7 +36,7 @@ from matcher.localization.map import Map
 from matcher.pipeline import Mask
 from matcher.presets import DEFAULT_PRESET, LoadOptions, given_options
 from matcher.sequence.frames import FrameResult
-from matcher.sequence.trajectory import path_length, write_trajectory
+from matcher.sequence.trajectory import breaks_of, path_length, write_trajectory
 from matcher.sfm.models import GivenPoses
 from matcher.sfm.reconstruct import ReconstructionError, reconstruct
 from matcher.verify.adjustment import fundamental_from_pose, sampson
@@ -481,9 +481,8 @@ class KeyframeMap:
         if not self._placed:
             return 0, 0
         self._write_kept()
-        _, times, poses, _, of = zip(*self._placed, strict=True)
-        breaks = [row for row in range(1, len(of)) if of[row] not in (0, of[row - 1])]
-        write_trajectory(self.folder / TRAJECTORY, times, poses, breaks=breaks)
+        _, times, poses, _, stretches = zip(*self._placed, strict=True)
+        write_trajectory(self.folder / TRAJECTORY, times, poses, breaks=breaks_of(stretches))
         return len(self._placed), len(_keyframes(self._placed))
 
     def finish(self, *, close_loops: bool = True) -> ClosedTrajectory:

@@ -19,6 +19,11 @@ from matcher.sequence.frames import FrameResult
 from matcher.sequence.pose_tracking import MIN_POINTS
 
 
+def breaks_of(stretches: Sequence[int]) -> list[int]:
+    """The rows from which poses are of another stretch (`FrameResult`) than before, and not of the first."""
+    return [row for row, (a, b) in enumerate(pairwise(stretches), 1) if b not in (0, a)]
+
+
 def write_trajectory(
     path: str | Path,
     timestamps: Sequence[float],
@@ -238,7 +243,7 @@ class TrackingLog:
         """The frames from which poses are measured again, but relative to an extrapolated one: how far the
         camera moved while tracking was lost is not known. None in a map, where poses are found anew."""
         measured = [frame for frame in self._frames if frame.is_measured and not self.in_map]
-        return [b.index for a, b in pairwise(measured) if b.stretch not in (0, a.stretch)]
+        return [measured[row].index for row in breaks_of([frame.stretch for frame in measured])]
 
     def keyframe_rows(self) -> list[int]:
         """Rows of the trajectory that are keyframes."""

@@ -32,6 +32,7 @@ ACCEPTED: dict[GeometryKind, float] = {
     "homography": 0.2,
     "homographies": 0.2,
 }
+MIRRORED = "one image is mirrored (then flip it and match again), or they are wrong"  # of matches
 _SENTENCES: dict[VerdictWord, str] = {
     "same": "the images show the same place",
     "unsure": "the images may show the same place",
