@@ -146,12 +146,8 @@ def test_cameras_of_robots(tmp_path):
     for rows in (ROWS, [f"P{i}: {row}" for i, row in enumerate(ROWS)], [f"P_rect_03: {ROWS[3]}", "Tr: 1"]):
         path.write_text("\n".join(rows))
         assert parse_cameras(str(path)) == Camera(500, 510, 319.5, 239.5)
-    for count, names, metres in (
-        (2, "lr", 0.5),
-        (4, ("02/data", "03/data"), 0.4),
-        (4, "32", None),
-        (4, "lr", None),
-    ):
+    known = (2, "lr", 0.5), (4, ("02/data", "03/data"), 0.4), (4, "32", None), (4, "lr", None)
+    for count, names, metres in known:
         path.write_text("\n".join(ROWS[:count]))
         assert read_baseline(path, *map(Path, names)) == (metres and pytest.approx(metres))
     path.write_text("\n".join([*ROWS, ROWS[0].replace("500", "600")]))

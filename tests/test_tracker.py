@@ -13,6 +13,7 @@ from matcher.config import ExtractorConfig, NearestConfig, PipelineConfig
 from matcher.errors import ImageError, UsageError
 from matcher.match.nearest import NearestMatcher
 from matcher.sequence.frames import FrameResult
+from matcher.sequence.plot import plot_trajectory
 from matcher.sequence.pose_tracking import project
 from matcher.sequence.trajectory import TrackingLog
 from matcher.types import Features
@@ -254,6 +255,8 @@ def test_after_a_jump_tracks_begin_anew_and_the_path_goes_on(tmp_path):
         log.add(result)
     log.write(tmp_path / "a.tum")
     assert log.breaks() == [11] and "relative to an extrapolated" in (tmp_path / "a.tum").read_text()
+    drawn = plot_trajectory(tmp_path / "a.svg", log.trajectory()[2], breaks=[10])
+    assert "<!-- tracking lost before -->" in drawn.read_text()
 
 
 def test_a_place_seen_before_is_found_again_after_a_loss():

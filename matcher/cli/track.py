@@ -288,13 +288,15 @@ def _finish(
         from matcher.sequence.plot import plot_trajectory
 
         found, true = (poses, None) if compared is None else compared[:2]
-        marked = log.keyframe_rows() if len(found) == len(poses) else []
+        whole = len(found) == len(poses)
+        marked = log.keyframe_rows() if whole else []
+        lost = [row for row, frame in enumerate(rows.tolist()) if whole and frame in breaks]
         unit = "m" if stereo or compared is not None else "first baselines"
         errors = ", ".join(
             f"{100 * e.translation:.2f} % and {e.rotation:.4f} °/m over {e.length:.0f} m" for e in segments
         )
         title = f"{facts['preset']}, {len(log)} frames" + (f": {errors}" if errors else "")
-        plot_trajectory(plot, found, true, keyframes=marked, unit=unit, title=title)
+        plot_trajectory(plot, found, true, keyframes=marked, breaks=lost, unit=unit, title=title)
     if asked["json_"]:
         show(json.dumps(facts, allow_nan=False), always=True)
         return failed

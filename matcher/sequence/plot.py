@@ -32,11 +32,13 @@ def plot_trajectory(
     ground_truth: np.ndarray | None = None,
     *,
     keyframes: Sequence[int] = (),
+    breaks: Sequence[int] = (),
     unit: str = "m",
     title: str = "",
 ) -> Path:
-    """Draw poses world_from_cam (N, 4, 4), and true ones in the same frame; rows of keyframes are marked. The
-    plot is .png, .jpg, .jpeg, .pdf or .svg, lengths are in the `unit`."""
+    """Draw poses world_from_cam (N, 4, 4), and true ones in the same frame; rows of keyframes are marked, and
+    `breaks`, from which poses are relative to an extrapolated one, where the line is broken. The plot is
+    .png, .jpg, .jpeg, .pdf or .svg, lengths are in the `unit`."""
     positions = found[:, :3, 3]
     true = None if ground_truth is None else ground_truth[:, :3, 3]
     spans = np.ptp(positions if true is None else np.concatenate([positions, true]), axis=0)
@@ -47,7 +49,10 @@ def plot_trajectory(
     if true is not None:
         above.plot(true[:, 0], true[:, 2], color=_RED, linewidth=3, alpha=0.6, label="ground truth")
     look = dict(color=_BLUE, linewidth=1.2, marker=".", markersize=3)
-    above.plot(positions[:, 0], positions[:, 2], label="estimate", **look)
+    for number, part in enumerate(np.split(positions, breaks)):
+        above.plot(part[:, 0], part[:, 2], label=None if number else "estimate", **look)
+    if len(lost := positions[list(breaks)]):
+        above.scatter(lost[:, 0], lost[:, 2], s=60, marker="x", color=_RED, label="tracking lost before")
     marked = positions[list(keyframes)]
     above.scatter(marked[:, 0], marked[:, 2], s=28, facecolors="none", edgecolors=_BLUE, label="keyframes")
     above.set(xlabel=f"x, right ({unit})", ylabel=f"z, ahead ({unit})", title="from above")
@@ -56,7 +61,8 @@ def plot_trajectory(
     above.legend()
     label = f"distance travelled ({unit})"
     if true is None:
-        beside.plot(path_length(found), -positions[:, 1], color=_BLUE)
+        for part in np.split(np.column_stack([path_length(found), -positions[:, 1]]), breaks):
+            beside.plot(*part.T, color=_BLUE)
         beside.set(xlabel=label, ylabel=f"height ({unit})", title="height, to its own scale")
     else:
         way, difference = path_length(ground_truth), positions - true
