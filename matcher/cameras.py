@@ -20,7 +20,7 @@ import numpy as np
 
 from matcher.config import GeometryKind
 from matcher.errors import MALFORMED, UsageError
-from matcher.files import MARK, read_given, write_output, write_whole
+from matcher.files import MARK, read_given, read_text, write_output, write_whole
 from matcher.geometry import as_quaternion, as_rotation, check_poses
 
 # COLMAP's name → focal lengths (1: one for both axes) and how many distortion parameters follow the principal
@@ -269,18 +269,17 @@ def _from_words(words: Sequence[str]) -> Camera:
 def read_cameras(path: Path) -> Camera | dict[str, Camera]:
     """Cameras of a file in one of the forms of `CAMERA_FORMS`, or a `UsageError`."""
     try:
-        data = read_given(path, LARGEST_LIST)
         suffix = path.suffix.lower()
+        text = "" if suffix == ".bin" else read_text(path, LARGEST_LIST)
         if suffix == ".bin":
-            found = _from_binary(data)
-        elif suffix in (".yml", ".yaml") and b"opencv-matrix" not in data:
-            found = _from_yaml(data.decode("utf-8-sig"))
-        elif suffix in (".yml", ".yaml", ".xml") or (suffix == ".json" and b"frames" not in data):
-            found = _from_opencv(data.decode("utf-8-sig"))
+            found = _from_binary(read_given(path, LARGEST_LIST))
+        elif suffix in (".yml", ".yaml") and "opencv-matrix" not in text:
+            found = _from_yaml(text)
+        elif suffix in (".yml", ".yaml", ".xml") or (suffix == ".json" and "frames" not in text):
+            found = _from_opencv(text)
         elif suffix == ".json":
-            found = _from_nerfstudio(json.loads(data))
+            found = _from_nerfstudio(json.loads(text))
         else:
-            text = data.decode("utf-8-sig")
             kitti = {Camera.from_K(P[:, :3]) for P in _projections(text).values()}
             if len(kitti) > 1:
                 raise ValueError("its cameras differ, so give fx,fy,cx,cy of the one whose images these are")
@@ -413,7 +412,7 @@ def read_baseline(path: Path, left: Path, right: Path) -> float | None:
     folders of their images are numbered by (`image_2`). None where it does not say it."""
     if not path.is_file() or path.suffix.lower() != ".txt":
         return None
-    found = _projections(read_given(path, LARGEST_LIST).decode("utf-8", "replace"))
+    found = _projections(read_text(path, LARGEST_LIST))
     ends = [re.search(r"(\d+)(?:/data)?$", folder.as_posix()) for folder in (left, right)]
     pair = sorted(found) if len(found) == 2 else [int(end[1]) if end else -1 for end in ends]
     if not found.keys() >= set(pair):
@@ -506,7 +505,7 @@ def read_rig_config(path: str | Path) -> RigConfig:
     `camera_model_name` and `camera_params` (in COLMAP's pixels).
     """
     try:
-        rows = json.loads(read_given(path, LARGEST_LIST).decode("utf-8-sig"))
+        rows = json.loads(read_text(path, LARGEST_LIST))
         if not isinstance(rows, list) or not rows:
             raise ValueError("it lists no rig")
         rigs = tuple(_rig(row) for row in rows)
@@ -602,7 +601,7 @@ def read_named_poses(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str,
     if path.suffix.lower() in (".tum", ".kitti"):
         raise UsageError(f"{path}: a trajectory has no names of images; give images.txt, .txt or .json")
     try:
-        text = read_given(path).decode("utf-8-sig")
+        text = read_text(path)
         if path.suffix.lower() == ".json":
             found = _poses_from_json(json.loads(text))
         elif path.name == COLMAP_IMAGES:

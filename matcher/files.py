@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import glob
 import json
@@ -16,9 +17,10 @@ import tomllib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 from time import time
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from matcher.errors import UsageError
 
@@ -171,11 +173,32 @@ def read_given(path: str | Path, largest: int = LARGEST_TEXT) -> bytes:
         return file.read()
 
 
+def _encoding(start: bytes) -> str:
+    # Editors and spreadsheets of Windows begin with a byte order mark; PowerShell's `>` writes UTF-16.
+    wide = start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return "utf-16" if wide else "utf-8-sig"
+
+
+def read_text(path: str | Path, largest: int = LARGEST_TEXT) -> str:
+    """The text of a file that anybody may have made, UTF-8 or, with a byte order mark, UTF-16; `OSError`: as
+    `read_given`, `UnicodeDecodeError`: it is neither."""
+    data = read_given(path, largest)
+    return data.decode(_encoding(data))
+
+
+def open_text(path: str | Path) -> TextIO:
+    """Open such a file of any length; of UTF-8, bytes that are none become surrogates, as in names of files;
+    `OSError`: as `open_given`."""
+    file = open_given(path)
+    encoding = _encoding(file.peek(2))
+    return TextIOWrapper(file, encoding, "replace" if encoding == "utf-16" else "surrogateescape")
+
+
 def read_toml(path: str | Path) -> dict[str, Any]:
     """What a TOML file of at most 32 kB holds; `UsageError`: it cannot be read, or is no TOML."""
     try:
         # The time that TOML takes grows with the square of its length.
-        return tomllib.loads(read_given(path, 32 * 1024).decode("utf-8-sig"))
+        return tomllib.loads(read_text(path, 32 * 1024))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:

@@ -41,5 +41,5 @@ def write_pairs(
         cv2.imwrite(str(left / f"{i}.png"), picture(walls, step * i))
         cv2.imwrite(str(right / f"{i}.png"), picture(walls, step * i + BASELINE))
         rows.append(np.column_stack([np.eye(3), [step * i, 0, 0]]).ravel())
-    np.savetxt(folder / "poses.txt", rows)
+    np.savetxt(folder / "poses.txt", rows, encoding="utf-8-sig")  # as Windows' editors write
     return left, right, folder / "poses.txt"

@@ -163,7 +163,7 @@ def test_cameras_by_name(tmp_path):
     assert {name: camera.fx for name, camera in found.items()} == {"1.jpg": 501, "2.jpg": 502}
     names = ("a.jpg", "in b/c  d.jpg", '"e f.jpg"')
     lines = [f"{n} PINHOLE 640 480 500 500 320 240\n" for n in names]
-    (tmp_path / "list.txt").write_text("\ufeff" + "".join(lines), "utf-8")
+    (tmp_path / "list.txt").write_text("".join(lines), "utf-16")
     assert list(parse_cameras(str(tmp_path / "list.txt"))) == ["a.jpg", "in b/c  d.jpg", "e f.jpg"]
     (tmp_path / "cameras.txt").write_text("1 PINHOLE 6 4 5 5 3 2\n2 PINHOLE 6 4 5 5 3 2\n")
     (cut := tmp_path / "camera.xml").write_text("<opencv_storage><a")

@@ -126,7 +126,7 @@ def test_a_plain_list(read):
     assert read(text) == (pairs, [])
     # a byte order mark, other line endings, comments and blank lines are read in silence
     text = b"\xef\xbb\xbf" + text.replace("\n", "\r\n\r\n# a comment\r\n  \n").encode()
-    assert read(text) == (pairs, [])
+    assert read(text) == read(text.decode().encode("utf-16")) == (pairs, [])
     for line in (
         "my photo.jpg\ta.jpg",
         '"my photo.jpg" a.jpg',
@@ -180,8 +180,7 @@ def test_a_line_that_gives_no_pair_is_reported_by_its_number(read, line, kind):
 
 
 def test_what_cannot_be_read_is_refused(tmp_path):
-    (tmp_path / "wide.txt").write_text("a.jpg b.jpg", encoding="utf-16")
-    for name in ("none.txt", "", "wide.txt"):
+    for name in ("none.txt", ""):
         with pytest.raises(UsageError, match=name or "pair list"):
             read_pairs(tmp_path / name, NAMES)
 

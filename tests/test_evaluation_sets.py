@@ -429,8 +429,8 @@ def test_rendered_views_are_two_sets(rendered):
     path = rendered / "cameras.json"
     scene = json.loads(path.read_text())
     views = [{key: row[key] for key in row if key != "light"} for row in scene["views"]]
-    path.write_text(json.dumps({"views": views, "depth_step": 2}))
-    (rendered / "pairs.json").write_text(json.dumps([[0, 2, 0.5, 4.6]]))
+    path.write_text("\ufeff" + json.dumps({"views": views, "depth_step": 2}))
+    (rendered / "pairs.json").write_text(json.dumps([[0, 2, 0.5, 4.6]]), "utf-16")
     (found,) = find_sets(str(rendered), SetOptions())
     assert [pair.name for pair in found.pairs] == ["0-2"] and found.pairs[0].groups[2] == "same light"
     (rendered / "pairs.json").write_text(json.dumps([[0, 9]]))

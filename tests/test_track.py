@@ -272,7 +272,7 @@ def test_names_are_times_in_any_unit(tmp_path):
 
 
 LISTS = {
-    "times.txt": ("0.0\n0.5\n1.25\n", [0.0, 0.5, 1.25]),  # KITTI
+    "times.txt": ("\ufeff0.0\n0.5\n1.25\n", [0.0, 0.5, 1.25]),  # KITTI
     "times.txt with names": ("00000 5.5 .1\n00001 6 .1\n00002 7 .1\n", [0, 0.5, 1.5]),
     "timestamps.txt": (
         "".join(f"2011-09-26 13:02:25.{t}\n" for t in (594360375, 694360375, 8)),
@@ -292,7 +292,7 @@ def test_files_beside_the_images_say_their_times(tmp_path, name):
     text, wanted = LISTS[name]
     for place in (tmp_path, folder):
         file = place / name.split()[0]
-        file.write_text(text)
+        file.write_text(text, "utf-16" if name == "rgb.txt" else "utf-8")
         found = np.array(times(folder))
         np.testing.assert_allclose(found - found[0], wanted, atol=1e-6)
         for other in ("0.0\n", "a\n\n", "\0"):

@@ -1,9 +1,9 @@
 """Which pairs to match: lists from files, and pairs by name, by looks, by position, or that agree on trial.
 
 A pair list is a text file with two image names a line, relative to the image folder and with `/`, separated
-by spaces, a tab, a comma or a semicolon; a name with spaces needs a tab, a comma or double quotes. UTF-8 with
-or without a byte order mark, any line ending, blank lines and lines that begin with `#` are fine. Other forms
-of names are taken where only one image can be meant (`NameTable`).
+by spaces, a tab, a comma or a semicolon; a name with spaces needs a tab, a comma or double quotes. UTF-8, or
+UTF-16 with a byte order mark, any line ending, blank lines and lines that begin with `#` are fine. Other
+forms of names are taken where only one image can be meant (`NameTable`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from matcher.collection.sources import NameTable, PairChoice
 from matcher.collection.store import Store
 from matcher.collection.workers import OnProgress, StageProgress
 from matcher.errors import ImageWarning, UsageError, counted
-from matcher.files import open_given
+from matcher.files import open_text
 from matcher.image_files import read_gps
 from matcher.images import natural_key
 from matcher.loading import with_estimation
@@ -35,7 +35,7 @@ from matcher.pipeline import Pipeline
 from matcher.types import Features, strongest
 from matcher.verify.verdict import NOT, verdict_of
 
-_LONGEST_LINE = 16_384  # bytes
+_LONGEST_LINE = 16_384  # characters
 
 # What may be wrong with a line; the last two still give their pair.
 REPEATED = "repeated pair"
@@ -100,15 +100,13 @@ def read_pairs(
             on_fault(PairFault(line, kind, plain if len(plain) <= 80 else f"{plain[:80]}…"))
 
     try:
-        with open_given(path) as file:
-            if file.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff"):
-                raise UsageError(f"{path}: the pair list is UTF-16; save it as UTF-8")
+        with open_text(path) as file:
             number = 0
-            while raw := file.readline(_LONGEST_LINE + 1):
-                number, rest = number + 1, raw
-                while len(rest) > _LONGEST_LINE and not rest.endswith(b"\n"):
+            while line := file.readline(_LONGEST_LINE + 1):
+                number, rest = number + 1, line
+                while len(rest) > _LONGEST_LINE and not rest.endswith("\n"):
                     rest = file.readline(_LONGEST_LINE + 1)
-                if (pair := _read_line(raw, table, partial(report, number))) is not None:
+                if (pair := _read_line(line, table, partial(report, number))) is not None:
                     lines.append(number)
                     ends.extend(pair)
     except OSError as error:
@@ -121,16 +119,16 @@ def read_pairs(
     return ((table.names[one], table.names[other]) for one, other in rows[first].tolist())
 
 
-def _read_line(raw: bytes, table: NameTable, fault: Callable[[str, str], None]) -> tuple[int, int] | None:
+def _read_line(line: str, table: NameTable, fault: Callable[[str, str], None]) -> tuple[int, int] | None:
     """The images of a line; None where it names no two of them, which is reported."""
-    text = raw.decode("utf-8", errors="surrogateescape").removeprefix("\ufeff").strip()
+    text = line.removeprefix("\ufeff").strip()  # in the middle, too, where files were joined
     if not text or text.startswith("#"):
         return None
     splits = [text.split(mark) for mark in ("\t", ",", ";") if mark in text]
     quoted = re.findall(r'"([^"]*)"|([^\s,;]+)', text) if '"' in text else []
     splits.append([one or other for one, other in quoted] or text.split())
     readings = [[word.strip().strip('"') for word in split if word.strip()] for split in splits]
-    readings = [words for words in readings if len(words) >= 2 and len(raw) <= _LONGEST_LINE]
+    readings = [words for words in readings if len(words) >= 2 and len(line) <= _LONGEST_LINE]
     for words in readings:
         if None not in (ends := [table.find(word) for word in words[:2]]):
             break

@@ -24,7 +24,7 @@ import numpy as np
 from matcher.collection.schema import damaged, name_fault, parse_json
 from matcher.config import NetworkConfig, from_dict
 from matcher.errors import ImageError, MatcherError, UsageError, optional
-from matcher.files import open_given, read_given
+from matcher.files import open_given, read_text
 from matcher.geometry import resized
 from matcher.images import find_mask, find_masks, list_images
 from matcher.pipeline import Pipeline
@@ -93,7 +93,7 @@ class Selection:
                 return [pattern.removeprefix("./")]
             path = Path(pattern[1:])
             try:
-                lines = [line.strip() for line in read_given(path).decode("utf-8-sig").splitlines()]
+                lines = [line.strip() for line in read_text(path).splitlines()]
             except (OSError, UnicodeDecodeError) as error:
                 reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
                 raise UsageError(f"{path}: the list of images cannot be read ({reason})") from None

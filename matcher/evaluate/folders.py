@@ -24,7 +24,7 @@ from matcher.evaluate.protocols import (
     PosePair,
     reproject,
 )
-from matcher.files import open_given
+from matcher.files import open_text, read_text
 from matcher.images import read_image
 
 # Sequences beyond 1600 × 1200 pixels, left out since D2-Net (Dusmanu et al. 2019): 540 pairs remain.
@@ -191,7 +191,7 @@ def camera_of(view: dict[str, Any], path: Path) -> tuple[np.ndarray, np.ndarray]
 def read_matrix(path: Path, shape: tuple[int, int]) -> np.ndarray:
     """The numbers of a text file as a float64 array of that shape; −1 stands for any length."""
     try:
-        values = np.loadtxt(path, dtype=np.float64, encoding="utf-8-sig")
+        values = np.loadtxt(read_text(path).splitlines(), dtype=np.float64)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not a text file of numbers ({error}); fetch the file again") from error
     matrix = read_array(values, shape, path)
@@ -211,7 +211,7 @@ def read_array(values: Any, shape: tuple[int, ...], path: Path) -> np.ndarray:
 def read_rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
     """The JSON objects of a file, one or a list, each with at least these keys."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
+        found = json.loads(read_text(path))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read as JSON ({error}); fetch the file again") from error
     rows = found if isinstance(found, list) else [found]
@@ -226,8 +226,8 @@ def read_rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
 def is_pair_list(path: Path) -> bool:
     """Whether the first row of a text file is an image pair with intrinsics and pose."""
     try:
-        with open_given(path) as file:
-            start = file.read(1 << 16).decode("utf-8-sig", errors="replace").splitlines()
+        with open_text(path) as file:
+            start = file.read(1 << 16).splitlines()
     except OSError:
         return False
     return any(_parse_line(words) is not None for _, words in islice(_rows(start), 1))
@@ -244,7 +244,7 @@ def pair_list(path: Path, images: Path | None = None) -> PairSet:
     the stored images: the rotations (multiples of 90°) are not applied. SuperGlue writes 38 words,
     glue-factory 36, or 32 with R and t."""
     pairs, root = [], images
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
+    with open_text(path) as file:
         for number, words in _rows(file):
             if (row := _parse_line(words)) is None:
                 raise UsageError(
@@ -470,7 +470,7 @@ def find_stored_sets(root: Path) -> list[StoredSet]:
     sets = []
     for path in sorted(root.rglob("cameras.json")):
         try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
+            stored = json.loads(read_text(path))
             views, step = list(stored["views"]), int(stored["depth_step"])
         except MALFORMED as error:
             raise IntegrityError(f"{path} is damaged ({error})") from error
@@ -486,7 +486,7 @@ def pairs_of(folder: Path, views: Sequence[dict[str, Any]]) -> np.ndarray:
     path = folder / "pairs.json"
     try:
         if path.exists():
-            pairs = [row[:2] for row in json.loads(path.read_text(encoding="utf-8"))]
+            pairs = [row[:2] for row in json.loads(read_text(path))]
         else:
             path, groups = folder / "cameras.json", [view["group"] for view in views]
             pairs = [(i, j) for i, j in combinations(range(len(views)), 2) if groups[i] == groups[j]]

@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 import numpy as np
 
 from matcher.errors import ImageError, UsageError
-from matcher.files import read_given
+from matcher.files import read_text
 from matcher.images import IMAGE_SUFFIXES, MAX_PIXELS, find_masks, is_image, natural_key, read_mask
 
 DEFAULT_RATE = 10.0  # frames per second, of folders that do not say when their images were taken
@@ -145,7 +145,7 @@ def _listed(file: Path, images: list[Path]) -> list[float] | None:
     number |= {path.name: index for index, path in enumerate(images)}
     named, plain = {}, []
     try:
-        for row in map(str.strip, read_given(file).decode("utf-8").splitlines()):
+        for row in map(str.strip, read_text(file).splitlines()):
             if not row or row.startswith("#"):
                 continue
             words, first = re.split(r"[,\s]+", row), not (named or plain)

@@ -13,7 +13,7 @@ import numpy as np
 
 from matcher.cameras import Camera, kitti_lines, tum_lines
 from matcher.errors import UsageError
-from matcher.files import read_given, write_whole
+from matcher.files import read_text, write_whole
 from matcher.geometry import as_rotation, check_poses
 from matcher.sequence.frames import FrameResult
 from matcher.sequence.pose_tracking import MIN_POINTS
@@ -56,8 +56,8 @@ def write_trajectory(
 def read_poses(path: str | Path) -> tuple[np.ndarray | None, np.ndarray]:
     """Timestamps (N,), or None, and poses world_from_cam (N, 4, 4) from a file of TUM or KITTI."""
     try:
-        text = read_given(path).decode("utf-8")
-        rows = [line.split() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+        lines = read_text(path).splitlines()
+        rows = [line.split() for line in lines if line.strip() and not line.startswith("#")]
         values = np.array([[float(word) for word in row] for row in rows])
         if values.ndim != 2 or values.shape[1] not in (8, 12) or not np.isfinite(values).all():
             raise ValueError("a pose file has 12 numbers (KITTI) or 8 (TUM) in every line")
