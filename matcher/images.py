@@ -7,7 +7,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -188,6 +188,7 @@ def read_image(
     mask: PathLike | np.ndarray | None = None,
     alpha_mask: bool = True,
     keep_stored: bool = False,
+    deep: bool = False,
 ) -> Image:
     """Read an image file, or an image in memory.
 
@@ -214,6 +215,7 @@ def read_image(
         alpha_mask: where alpha is 0, the mask is False too; with an `ImageWarning` if it is 0 everywhere.
         keep_stored: also keep the image without colour at the file's resolution and depth, as
             `Image.stored`; `Pipeline.refine` reads it.
+        deep: keep samples of 16 bits as they are, for what is to be written; floats get as many.
 
     Raises:
         ImageError: the file is missing, not a known image, too large, cut short or damaged.
@@ -230,7 +232,7 @@ def read_image(
             raise UsageError(f"{name} must be at least 1, not {limit}")
     decoded, name = _decoded(image, path, max_pixels), "the image" if path is None else str(path)
     try:
-        stored = _to_uint8(decoded.samples)
+        stored = _to_integers(decoded.samples, deep)
     except ValueError as error:
         if path is None:
             raise UsageError(f"the array cannot be used: {error}; accepted: {_ACCEPTED}") from error
@@ -265,7 +267,7 @@ def read_image(
         path=path,
         mask=None if shown is None else np.ascontiguousarray(turned_by(shown, orientation)),
         exif_orientation=None if decoded.orientation == orientation else decoded.orientation,
-        stored=_to_grey(decoded.samples) if keep_stored else None,
+        stored=Image(_to_integers(decoded.samples, True), size).grey() if keep_stored else None,
         stored_mask=keep if keep_stored else None,
     )
 
@@ -302,31 +304,42 @@ def _channels_last(array: np.ndarray) -> np.ndarray:
     return array.transpose(1, 2, 0) if first else array
 
 
-def _to_uint8(raw: np.ndarray) -> np.ndarray:
-    """Samples of any accepted depth, scaled by the full range of their type; `ValueError` for others."""
+def _to_integers(raw: np.ndarray, deep: bool) -> np.ndarray:
+    """Samples of any accepted depth as uint8, scaled by the full range of their type, or, if `deep`, those of
+    more bits as uint16; `ValueError` for others."""
     raw = np.ascontiguousarray(raw, dtype=raw.dtype.newbyteorder("="))
     if raw.dtype == np.uint8:
         return raw
     if raw.dtype == np.bool_:
         return raw * np.uint8(255)
     if raw.dtype == np.uint16:
-        return cv2.convertScaleAbs(raw, alpha=255 / 65535)
+        return raw if deep else to_8_bits(raw, 65535)
     if raw.dtype.kind != "f":
         raise ValueError(f"samples of type {raw.dtype}")
     low, high = float(raw.min()), float(raw.max())  # NaN propagates and fails the comparison
     if not (low >= -1e-3 and high <= 1 + 1e-3):  # a hair of overshoot is interpolation's rounding
         raise ValueError(f"float samples from {low:g} to {high:g}, which should lie in [0, 1]")
-    return np.rint(np.clip(raw, 0, 1) * np.float32(255)).astype(np.uint8)
+    most, kind = (65535, np.uint16) if deep else (255, np.uint8)
+    return np.rint(np.clip(raw, 0, 1) * np.float32(most)).astype(kind)
 
 
-def _to_grey(raw: np.ndarray) -> np.ndarray:
-    """(H, W) grey of samples that `_to_uint8` accepts, in their depth: uint8, uint16, float32 up to 255."""
-    raw = np.ascontiguousarray(raw, dtype=raw.dtype.newbyteorder("="))
-    if raw.dtype == np.bool_:
-        raw = raw * np.uint8(255)
-    elif raw.dtype.kind == "f":
-        raw = np.clip(raw, 0, 1).astype(np.float32) * np.float32(255)
-    return raw if raw.ndim == 2 else cv2.cvtColor(raw, cv2.COLOR_RGB2GRAY)
+def white(pixels: np.ndarray) -> int:
+    """The largest value of the bits that an image uses: cameras of 10 to 14 bits do not fill 16."""
+    largest = int(pixels.max(initial=0))
+    return next(value for value in (255, 1023, 4095, 16383, 65535) if largest <= value)
+
+
+def at_one_depth(images: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    """Images of uint8 and uint16 as all of one of the two; uint16 keep their values and share their white."""
+    if len({image.dtype for image in images}) == 1:
+        return images
+    scales = [max(map(white, images)) / 255 if image.dtype == np.uint8 else 1 for image in images]
+    return [np.rint(i * np.float32(s)).astype(np.uint16) for i, s in zip(images, scales, strict=True)]
+
+
+def to_8_bits(pixels: np.ndarray, most: int | None = None) -> np.ndarray:
+    """An image of uint8 or uint16 as uint8; `most`: what is white in it, if more than itself tells of it."""
+    return cv2.convertScaleAbs(pixels, alpha=255 / (most or white(pixels)))
 
 
 def read_both(

@@ -230,6 +230,10 @@ class Pipeline:
         sizes = {name: getattr(self.config.extractor, name) for name in ("resize", "soft_resize")}
         return self._read(image, mask, **sizes, keep_stored=self.config.refine is not None)
 
+    def read_full(self, image: ImageInput, mask: Mask | None = None, *, deep: bool = False) -> Image:
+        """As `read`, at its full size and, if `deep`, with 16 bits where it has them."""
+        return self._read(image, mask, resize=None, deep=deep)
+
     def _read(self, image: ImageInput, mask: Mask | None, **options: Any) -> Image:
         array = self.bgr and (isinstance(image, np.ndarray) or is_tensor(image))
         if array and image.ndim == 3 and image.shape[2] in (3, 4):

@@ -69,15 +69,15 @@ class Image:
     [[0.5, 0.5]]
     """
 
-    pixels: np.ndarray  # (H, W) or (H, W, 3) RGB, uint8
+    pixels: np.ndarray  # (H, W) or (H, W, 3) RGB, uint8; uint16 if read as `deep`
     size: tuple[int, int]  # (width, height) as stored in the file, before orientation and resize
     scale: tuple[float, float] = (1.0, 1.0)  # (sx, sy) = resized / upright size, after rounding
     orientation: int = 1  # EXIF 1-8: how the stored pixels were turned to become `pixels`
     path: Path | None = None
     mask: np.ndarray | None = None  # (H, W) bool, True where keypoints may lie
     exif_orientation: int | None = None  # of the file, if it was not applied; else `orientation`
-    # (H, W) grey, stored pixels at the file's resolution and depth: uint8, uint16 or float32 up to 255;
-    # refinement reads it. And (H, W) bool, where it may.
+    # (H, W) grey, stored pixels at the file's resolution and depth, uint8 or uint16; refinement
+    # reads it. And (H, W) bool, where it may.
     stored: np.ndarray | None = None
     stored_mask: np.ndarray | None = None
 
@@ -87,7 +87,7 @@ class Image:
         return UPRIGHT[self.orientation].T @ np.diag([1 / self.scale[0], 1 / self.scale[1]])
 
     def grey(self) -> np.ndarray:
-        """(H, W) uint8: `pixels` without colour."""
+        """(H, W): `pixels` without colour."""
         return self.pixels if self.pixels.ndim == 2 else cv2.cvtColor(self.pixels, cv2.COLOR_RGB2GRAY)
 
     def to_stored(self, points: np.ndarray) -> np.ndarray:

@@ -112,11 +112,17 @@ def parts(canvas: np.ndarray) -> list[np.ndarray]:
     return [np.ascontiguousarray(canvas[:, start : start + 400]) for start in (0, 200, 368)]
 
 
-def test_crops_come_out_as_the_picture(canvas):
-    made = matcher.stitch(parts(canvas), "nearest", max_keypoints=600)
+@pytest.mark.parametrize("white", [255, 16383, 65535])
+def test_crops_come_out_as_the_picture(canvas, rng, white, tmp_path):
+    deep = np.rint(canvas * (white / 255)).astype(np.uint8 if white == 255 else np.uint16)
+    views = parts(deep)
+    views[1][:, 250:] += rng.integers(0, 3, (512, 150, 3), dtype=np.uint8)  # noise of the overlap
+    made = matcher.stitch(views, "nearest", max_keypoints=600)
     assert (made.pixels.shape, made.model, made.used) == ((512, 768, 3), "translation", (0, 1, 2))
-    assert made.covered.all()
-    assert np.abs(made.pixels.astype(int) - canvas[:, :768]).mean() < 3
+    assert made.covered.all() and made.pixels.dtype == deep.dtype
+    assert np.array_equal(made.pixels[:, :400], deep[:, :400])
+    assert np.abs(made.pixels.astype(int) - deep[:, :768]).max() < 4
+    assert np.array_equal(cv2.imread(str(made.save(tmp_path / "a.tif")), -1)[..., ::-1], made.pixels)
 
 
 def test_turned_and_scaled_crops_need_a_similarity(canvas):
@@ -146,6 +152,9 @@ def test_a_wide_view_goes_on_a_sphere(canvas):
     assert matcher.stitch(stretched, "nearest", projection="spherical").agreeing < 0.5
     with pytest.raises(matcher.UsageError):
         matcher.stitch(views, "nearest", max_keypoints=600, projection="plane", model="cubic")
+    around = [np.ascontiguousarray(np.roll(canvas, -200 * i, axis=1)[:360, :400]) for i in range(8)]
+    with pytest.raises(matcher.ImageError, match="spherical"):  # a flat loop, which no camera sees
+        matcher.stitch(around, "nearest", max_keypoints=800, projection="spherical")
 
 
 def test_the_command(canvas, tmp_path, capfd):

@@ -78,19 +78,21 @@ def test_control_points_lie_where_the_map_has_them(pair, tmp_path, capfd, share,
 
 @pytest.mark.parametrize("paletted", [False, True])
 def test_the_photo_is_written_on_the_grid_of_the_map(pair, tmp_path, paletted):
-    if paletted:  # whose numbers say nothing of the grey values
+    if not paletted:  # 16 bits, and larger than what is matched
+        photo = cv2.resize(cv2.imread(str(pair[0]), 0), (1536, 1536), interpolation=cv2.INTER_CUBIC)
+        cv2.imwrite(str(pair[0]), photo.astype(np.uint16) * 16)
+    else:  # whose numbers say nothing of the grey values
         pair, numbers = (tmp_path / "photo.tif", pair[1]), np.random.default_rng(0).permutation(256)
         write_tiff(pair[0], numbers[cv2.imread(str(tmp_path / "photo.png"), 0)][None].astype(np.uint8))
         with rasterio.open(pair[0], "r+") as file:
             file.write_colormap(1, {number: (grey,) * 3 for grey, number in enumerate(numbers.tolist())})
     found = georeference(*pair, "nearest-learned", max_keypoints=1024)
-    found.save_raster(tmp_path / "aligned.tif")
     with rasterio.open(found.save_raster(tmp_path / "aligned.tif")) as file, rasterio.open(pair[1]) as ground:
         assert (file.transform, file.crs, file.shape) == (ground.transform, ground.crs, ground.shape)
         covered = file.read_masks(1) > 0
         assert 0.6 < covered.mean() <= 1
         inner = cv2.erode(covered.astype(np.uint8), np.ones((9, 9))) > 0
-        off = np.abs(file.read(1).astype(float) - scene())[inner]
+        off = np.abs(file.read(1) / (1 if paletted else 16) - scene())[inner]
         assert np.median(off) < 8  # grey values
 
 
@@ -132,25 +134,9 @@ def old_plan(photo: np.ndarray, noise: np.random.Generator) -> np.ndarray:
     return (paper * (1 - 0.8 * ink)).clip(0, 1)[..., None] * (150, 200, 225)
 
 
-def winter(photo: np.ndarray, noise: np.random.Generator) -> np.ndarray:
-    """Snow on what is green, the rest pale and bluish, with a camera's noise."""
-    colours = photo / 255
-    blue, green, red = np.moveaxis(colours, 2, 0)
-    snow = cv2.GaussianBlur((3 * (2 * green - blue - red)).clip(0, 1), (0, 0), 2)[..., None]
-    grey = colours.mean(axis=2, keepdims=True)
-    scene = (1 - snow) * grey**0.7 * (1, 0.95, 0.9) + snow * (0.8 + 0.15 * grey)
-    return (scene + 0.02 * noise.standard_normal(photo.shape)).clip(0, 1) * 255
-
-
-def drone(photo: np.ndarray, noise: np.random.Generator) -> np.ndarray:
-    """As it is, with a camera's noise: what differs is the view."""
-    return (photo + 5 * noise.standard_normal(photo.shape)).clip(0, 255)
-
-
 @pytest.mark.parametrize(
     ("drawn", "degrees", "scale", "tilt", "metres", "grey"),
-    [(old_plan, 6, 0.9, 0, 1.2, 16), (winter, 3, 1, 0, 0.15, 1), (drone, 40, 0.7, 0.3, 0.1, 1)],
-    ids=["an old plan", "another season", "a drone"],
+    [(old_plan, 6, 0.9, 0, 1.2, 16), (None, 40, 0.7, 0.3, 0.1, 1)],
 )
 def test_what_an_orthophoto_is_matched_with(
     drawn: Callable, degrees: float, scale: float, tilt: float, metres: float, grey: float, tmp_path: Path
@@ -169,7 +155,7 @@ def test_what_an_orthophoto_is_matched_with(
     turn = np.vstack([cv2.getRotationMatrix2D((0, 0), degrees, scale), [0, 0, 1]])
     view = np.array([[1, 0, 0], [0, 1, 0], [tilt / width, tilt / height / 2, 1]]) @ turn
     seen = np.linalg.inv(middle) @ view @ middle  # from pixels of the map's picture
-    drawing = drawn(ground, np.random.default_rng(0)).astype(np.uint8)
+    drawing = (ground if drawn is None else drawn(ground, np.random.default_rng(0))).astype(np.uint8)
     made = cv2.warpPerspective(drawing, seen, (width, height), borderValue=(128, 160, 180))
     cv2.imwrite(str(tmp_path / "made.png"), made)
     points, aligned, quick = tmp_path / "p.csv", tmp_path / "a.tif", ("--no-further-passes", *QUICK)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import io
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Unpack, get_args
 
+import cv2
 import numpy as np
-import PIL.Image
 
 from matcher.config import GeometryStatus, PlanarModel
-from matcher.errors import UsageError, counted, unknown_name
+from matcher.errors import ImageWarning, UsageError, counted, unknown_name
 from matcher.files import check_output, write_output
 from matcher.geometry import upright_matrix, warp_points
+from matcher.images import to_8_bits, white
 from matcher.loading import open_pipeline, with_estimation
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions
 from matcher.result import Result
-from matcher.types import Image
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.verdict import MIRRORED, NOT, judged, reject_improbable
@@ -26,7 +26,7 @@ from matcher.viz.overlays import blend, checkerboard, difference, lay_over
 
 # What alignment, templates and panoramas share.
 
-PICTURE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".tif": "TIFF", ".tiff": "TIFF"}
+PICTURE_FORMATS = (".png", ".jpg", ".jpeg", ".tif", ".tiff")
 
 
 def planar_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
@@ -39,19 +39,18 @@ def planar_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
     return pipeline if wanted == pipeline.config.estimation else with_estimation(pipeline, wanted)
 
 
-def read_full(pipeline: Pipeline, image: ImageInput, mask: Mask | None = None) -> Image:
-    """An image upright and at its full size, as `Pipeline.read` reads it; an `Image` is taken as it is."""
-    config = pipeline.config
-    config = replace(config, extractor=config.extractor.of_size(None), refine=None)
-    return replace(pipeline, config=config).read(image, mask)
-
-
 def write_picture(path: Path, pixels: np.ndarray) -> None:
-    """Write (H, W, 3) or (H, W, 4) pixels whole, in the format of the suffix; a .jpg has no transparency."""
-    kind, buffer = PICTURE_FORMATS[path.suffix.lower()], io.BytesIO()
-    pixels, how = (pixels[..., :3], {"quality": 95}) if kind == "JPEG" else (pixels, {})
-    PIL.Image.fromarray(np.ascontiguousarray(pixels)).save(buffer, kind, **how)
-    write_output(path, buffer.getvalue())
+    """Write (H, W, 3) or (H, W, 4) pixels, uint8 or uint16, whole, in the format of the suffix; a .jpg has no
+    transparency, and 8 bits, with an `ImageWarning` if there were more."""
+    suffix, how = path.suffix.lower(), []
+    if suffix in (".jpg", ".jpeg"):
+        pixels, how = pixels[..., :3], [cv2.IMWRITE_JPEG_QUALITY, 95]
+        if pixels.dtype == np.uint16:
+            text = f"8 bits, so 0 to {white(pixels)} became 0 to 255; a .png or .tif keeps the values"
+            warnings.warn(f"{path}: a JPEG has {text}", ImageWarning, stacklevel=3)
+            pixels = to_8_bits(pixels)
+    order = [2, 1, 0, 3][: pixels.shape[2]]
+    write_output(path, cv2.imencode(suffix, pixels[..., order], how)[1].tobytes())
 
 
 View = Literal["warped", "blend", "checkerboard", "difference"]
@@ -167,9 +166,10 @@ class Alignment:
         """An image in the frame of image 1, upright and at its full size.
 
         Args:
-            view: "warped": image 0 as image 1 shows it, (H, W, 4) uint8 RGBA, transparent beyond its edge;
-                or both in one, (H, W, 3) uint8 RGB: "checkerboard", "difference" (absolute, of each channel)
-                or "blend" (image 0 red, image 1 blue, grey where they agree).
+            view: "warped": image 0 as image 1 shows it, (H, W, 4) RGBA, transparent beyond its edge; or
+                both in one, (H, W, 3) RGB: "difference" (absolute, of each channel), "checkerboard" or
+                "blend" (image 0 red, image 1 blue, grey where they agree). uint8; the first two are uint16
+                where an image has more bits, with its values.
 
         Raises:
             UsageError: an unknown view, the images are not aligned, or are too large to warp.
@@ -179,19 +179,22 @@ class Alignment:
             raise UsageError(unknown_name("view", view, get_args(View)))
         if not self.found:
             raise UsageError(f"the images are not aligned, so there is nothing to show ({self._reason()})")
-        laid = lay_over(*(read_full(self.pipeline, image) for image in self.images), self.matrix)
+        both = [self.pipeline.read_full(image, deep=True) for image in self.images]
+        if view in ("checkerboard", "blend"):  # which are only looked at
+            both = [replace(one, pixels=to_8_bits(one.pixels)) for one in both]
+        laid = lay_over(*both, self.matrix)
         if view == "warped":
-            opaque = np.full(laid.covered.shape, 255, np.uint8)
+            opaque = np.full_like(laid.above[..., 0], np.iinfo(laid.above.dtype).max)
             return np.dstack([laid.above, opaque]) * laid.covered[..., None]
         return {"checkerboard": checkerboard, "blend": blend, "difference": difference}[view](laid)
 
     def save(self, path: str | Path, view: View = "warped", *, overwrite: bool = False) -> Path:
         """Write the picture of a view, as `image` makes it, to a file, atomically; returns its path.
 
-        A .png or .tif keeps the transparency of "warped"; in a .jpg it is black. Errors are those of `image`,
-        and `UsageError`: another suffix, an absent folder, or, without `overwrite`, a foreign file.
+        A .png or .tif keeps 16 bits and the transparency of "warped"; a .jpg has black there. Errors: those
+        of `image`, and `UsageError`: another suffix, no such folder, or, without `overwrite`, a foreign file.
         """
-        path = check_output(path, tuple(PICTURE_FORMATS), overwrite=overwrite)
+        path = check_output(path, PICTURE_FORMATS, overwrite=overwrite)
         write_picture(path, self.image(view))
         return path
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Unpack
 import cv2
 import numpy as np
 
-from matcher.alignment.align import planar_pipeline, read_full
+from matcher.alignment.align import planar_pipeline
 from matcher.errors import UsageError
 from matcher.files import check_output
 from matcher.geometry import warp_points
@@ -246,7 +246,7 @@ class TemplateFinder:
                 options = {"resize": RESIZE, **options}
         self.pipeline = planar_pipeline(preset, options)
         self.max_instances = max_instances
-        self.template = read_full(self.pipeline, template, template_mask)
+        self.template = self.pipeline.read_full(template, template_mask)
         width, height = self.template.size
         self._outline = np.array([[0, 0], [width, 0], [width, height], [0, height]]) - 0.5
         self._longer = longer = max(self.template.pixels.shape[:2])

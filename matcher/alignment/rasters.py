@@ -263,7 +263,7 @@ def _bands(path: Path, stack: ExitStack) -> DatasetReader:
         return stack.enter_context(_dataset(path))
     import rasterio
 
-    pixels = read_image(path, upright=False).pixels
+    pixels = read_image(path, resize=None, upright=False, deep=True).pixels
     bands = pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)
     count, height, width = bands.shape
     profile = {"driver": "GTiff", "count": count, "height": height, "width": width, "dtype": bands.dtype}

@@ -16,10 +16,10 @@ from matcher.collection.collection import MatchedSet, match_set
 from matcher.errors import ImageError, UsageError, unknown_name
 from matcher.files import check_output
 from matcher.geometry import upright_matrix, warp_points
-from matcher.images import ImageInput, read_image
+from matcher.images import MAX_PIXELS, ImageInput, at_one_depth, read_image, to_8_bits, white
 from matcher.presets import DEFAULT_PRESET, LoadOptions
 from matcher.types import to_numpy
-from matcher.viz.overlays import as_colour
+from matcher.viz.overlays import LARGEST_SIDE, as_colour
 
 Projection = Literal["auto", "plane", "cylindrical", "spherical"]
 PlaneModel = Literal["auto", "translation", "similarity", "homography"]
@@ -35,7 +35,7 @@ class NotJoinedError(ImageError):
 class Panorama:
     """What `stitch` made."""
 
-    pixels: np.ndarray  # (H, W, 3) uint8 RGB
+    pixels: np.ndarray  # (H, W, 3) RGB: uint8, or uint16 where an image has more bits, with its values
     covered: np.ndarray  # (H, W) bool, where some image lies
     used: tuple[int, ...]  # the images that it shows, by their number
     projection: Projection
@@ -47,7 +47,7 @@ class Panorama:
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write a `.png`, `.jpg` or `.tif`, which appears whole or not at all; `UsageError`: another suffix,
         a folder that is absent, or, without `overwrite`, a foreign file."""
-        path = check_output(path, tuple(PICTURE_FORMATS), overwrite=overwrite)
+        path = check_output(path, PICTURE_FORMATS, overwrite=overwrite)
         write_picture(path, self.pixels)
         return path
 
@@ -63,8 +63,8 @@ def stitch(
 ) -> Panorama:
     """Join overlapping photos of a flat scene, or of any scene from one viewpoint.
 
-    Exposure is evened out by a gain for each image, seams go where the images agree, and frequencies are
-    blended in bands (Burt and Adelson 1983; Brown and Lowe 2007).
+    Exposure is evened out by a gain for each image, seams go where the images agree, and frequencies of what
+    they differ by are blended in bands (Burt and Adelson 1983; Brown and Lowe 2007).
 
     >>> import matcher, numpy as np
     >>> scene = np.random.default_rng(0).integers(0, 255, (240, 400), dtype=np.uint8)
@@ -83,7 +83,7 @@ def stitch(
 
     Raises:
         UsageError: an unknown projection or model, a model without a plane, or too wide a view for one.
-        ImageError: an image cannot be read, or, as `NotJoinedError`, no two overlap.
+        ImageError: an image cannot be read, or, as `NotJoinedError`, they make no picture.
     """
     for what, value, known in (("projection", projection, Projection), ("model", model, PlaneModel)):
         if value not in get_args(known):
@@ -95,9 +95,9 @@ def stitch(
     group = found.groups()[0]
     if len(group) < 2:
         raise NotJoinedError("no two of these images overlap; give more of them, or photos that share more")
-    read = [read_image(images[number], resize=None) for number in group]
+    read = [read_image(images[number], resize=None, deep=True) for number in group]
     turns = [upright_matrix(image.size, image.orientation) for image in read]
-    pixels = [as_colour(image.pixels) for image in read]
+    pixels = at_one_depth([as_colour(image.pixels) for image in read])
     cameras = None if projection == "plane" else _cameras(found, group, pixels, turns)
     if projection == "auto":  # beyond 70 degrees, a plane stretches its edges to more than twice their width
         wide = cameras is not None and _angle_of_view(cameras, pixels) > 70
@@ -280,11 +280,15 @@ def _angle_of_view(cameras: Sequence[Any], images: Sequence[np.ndarray]) -> floa
 
 
 def _projected(images: Sequence[np.ndarray], cameras: Sequence[Any], projection: Projection) -> list[Piece]:
-    """The images on a cylinder or a sphere."""
+    """The images on a cylinder or a sphere; `NotJoinedError`: one is too large there to be warped."""
     warper = cv2.PyRotationWarper(projection, float(np.median([camera.focal for camera in cameras])))
     placed = []
     for image, camera in zip(images, cameras, strict=True):
         how = camera.K().astype(np.float32), np.asarray(camera.R, np.float32)
+        width, height = warper.warpRoi(image.shape[1::-1], *how)[2:]
+        if max(width, height) > LARGEST_SIDE or not 0 < width * height <= MAX_PIXELS:
+            text = "the camera did more than turn, or turned too far up or down; use another projection"
+            raise NotJoinedError(f"an image would be {width} x {height} pixels ({projection}): {text}")
         corner, piece = warper.warp(image, *how, cv2.INTER_LINEAR, cv2.BORDER_REFLECT)
         whole = np.full(image.shape[:2], 255, np.uint8)
         placed.append((corner, piece, warper.warp(whole, *how, cv2.INTER_NEAREST, cv2.BORDER_CONSTANT)[1]))
@@ -292,19 +296,31 @@ def _projected(images: Sequence[np.ndarray], cameras: Sequence[Any], projection:
 
 
 def _blended(placed: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
-    """Panorama (H, W, 3) and where it is covered (H, W): gains, seams, bands of frequencies."""
+    """Panorama (H, W, 3) and where it is covered (H, W): gains, seams, and bands of frequencies, of what the
+    images differ by alone, so that pixels on which they agree stay as they were."""
     corners, pieces, masks = map(list, zip(*placed, strict=True))
-    gains = cv2.detail.ExposureCompensator_createDefault(cv2.detail.ExposureCompensator_GAIN)
-    gains.feed(corners, pieces, masks)
+    top = max(map(white, pieces))
+    shallow = [to_8_bits(piece, top) for piece in pieces]
+    exposure = cv2.detail.ExposureCompensator_createDefault(cv2.detail.ExposureCompensator_GAIN)
+    exposure.feed(corners, shallow, masks)
+    gains = np.ravel(exposure.getMatGains())
     seams = cv2.detail.SeamFinder_createDefault(cv2.detail.SeamFinder_DP_SEAM)
-    cut = seams.find([piece.astype(np.float32) for piece in pieces], corners, [mask.copy() for mask in masks])
-    blender = cv2.detail.MultiBandBlender()
-    blender.prepare(cv2.detail.resultRoi(corners, [piece.shape[1::-1] for piece in pieces]))
-    for number, (corner, piece, mask) in enumerate(zip(corners, pieces, cut, strict=True)):
-        gains.apply(number, corner, piece, masks[number])
-        blender.feed(piece.astype(np.int16), mask, corner)
-    panorama, covered = blender.blend(None, None)
-    return np.clip(panorama, 0, 255).astype(np.uint8), np.asarray(covered) > 0
+    cut = [one.get() for one in seams.find(shallow, corners, [mask.copy() for mask in masks])]
+    if np.abs(gains - 1).max() > 0.01:  # less is noise or a step that nobody sees
+        pieces = [np.minimum(cv2.addWeighted(p, g, p, 0, 0), top) for p, g in zip(pieces, gains, strict=True)]
+    roi = cv2.detail.resultRoi(corners, [piece.shape[1::-1] for piece in pieces])
+    panorama, spots = np.zeros((*roi[:1:-1], 3), pieces[0].dtype), []
+    for (x, y), piece, mask in zip(corners, pieces, cut, strict=True):
+        spots.append(panorama[y - roi[1] :, x - roi[0] :][: len(mask), : len(mask[0])])
+        np.copyto(spots[-1], piece, where=mask[..., None] > 0)
+    blender, scale = cv2.detail.MultiBandBlender(), np.float32(16000 / top)  # it computes in int16
+    blender.prepare(roi)
+    for corner, piece, mask, whole, spot in zip(corners, pieces, cut, masks, spots, strict=True):
+        off = cv2.subtract(piece, spot, mask=whole, dtype=cv2.CV_32F)
+        blender.feed(np.rint(off * scale).astype(np.int16), mask, corner)
+    changes, covered = blender.blend(None, None)
+    changed = np.rint(panorama + changes * np.float32(1 / scale)).clip(0, top)
+    return changed.astype(panorama.dtype), np.asarray(covered) > 0
 
 
 def _without_edges(covered: np.ndarray) -> tuple[slice, slice]:

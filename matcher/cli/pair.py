@@ -206,7 +206,7 @@ def align(
     from matcher.alignment.align import PICTURE_FORMATS
 
     wanted = {"warped": output, "blend": blend, "checkerboard": checkerboard, "difference": difference}
-    outputs = [(path, tuple(PICTURE_FORMATS)) for path in wanted.values()]
+    outputs = [(path, PICTURE_FORMATS) for path in wanted.values()]
     if gcp is not None:
         if any((blend, checkerboard, difference, mask0, mask1, json_)):
             raise UsageError("--gcp goes with --output FILE.tif, not with other pictures, masks or --json")
@@ -227,8 +227,7 @@ def align(
         found = matcher.align(image0, image1, model=model, mask0=mask0, mask1=mask1, **given)
         said = found.summary()
         savers = [(path, partial(found.save, view=view)) for view, path in wanted.items()]
-    kept = [(path, save) for path, save in savers if found.found and path is not None]
-    written = [save(path, overwrite=True) for path, save in kept]
+    written = [save(path, overwrite=True) for path, save in savers if found.found and path is not None]
     if json_:
         show(json.dumps(found.to_dict(), allow_nan=False), always=True)
     elif not found.found:
@@ -350,7 +349,7 @@ def stitch(
     from matcher.alignment.align import PICTURE_FORMATS, SCENE_WITH_DEPTH
 
     paths = list(expand_images(images).values())
-    check_outputs([(output, tuple(PICTURE_FORMATS))], paths, overwrite=overwrite)
+    check_outputs([(output, PICTURE_FORMATS)], paths, overwrite=overwrite)
     preset = given.pop("preset")
     made = matcher.stitch(paths, preset, projection=projection, model=model, crop=crop, **given)
     made.save(output, overwrite=True)  # check_outputs has refused files of others
@@ -361,11 +360,9 @@ def stitch(
     how = f"{made.projection}{f', {made.model}' if made.model else ''}"
     show(f"wrote {output}: {len(made.used)} of {len(paths)} images, {width} x {height} pixels ({how})")
     if made.agreeing < SCENE_WITH_DEPTH:
-        why = (
-            "the scene has depth and the camera moved, and what lies nearer or farther is doubled or cut"
-            if model in ("auto", "homography")
-            else f"the images move otherwise than by --model {model} (leave it out), or the scene has depth"
-        )
+        why = "the scene has depth and the camera moved, and what lies nearer or farther is doubled or cut"
+        if model not in ("auto", "homography"):
+            why = f"the images move otherwise than by --model {model} (leave it out), or the scene has depth"
         share = f"only {made.agreeing:.0%} of the matches agree with it"
         complain(f"warning: {share}: {why}, or the images only look alike")
     unlike = fail_below is not None and made.agreeing < fail_below

@@ -9,6 +9,7 @@ import numpy as np
 
 from matcher.errors import UsageError
 from matcher.geometry import upright_matrix
+from matcher.images import at_one_depth
 from matcher.types import Image
 
 LARGEST_SIDE = 32_000  # pixels; OpenCV warps no image whose side needs more than 15 bits
@@ -17,26 +18,21 @@ LARGEST_SIDE = 32_000  # pixels; OpenCV warps no image whose side needs more tha
 class Laid(NamedTuple):
     """Two images on the pixels of the second."""
 
-    below: np.ndarray  # (H, W, 3) uint8 RGB, image 1
-    above: np.ndarray  # (H, W, 3) uint8 RGB, image 0 warped; beyond its edge undefined
+    below: np.ndarray  # (H, W, 3) RGB, image 1, of its type
+    above: np.ndarray  # (H, W, 3) RGB, image 0 warped; beyond its edge undefined
     covered: np.ndarray  # (H, W) bool, where image 0 lies
 
 
-def lay_over(
-    first: Image, second: Image, H_1_from_0: np.ndarray, shape: tuple[int, int] | None = None
-) -> Laid:
-    """Warp image 0 onto image 1, both upright, by a (3, 3) of stored pixels; `shape` (width, height) of the
-    result is that of `second.pixels` when absent. `UsageError`: a matrix of another shape, not finite or
-    singular, or images too large to warp."""
+def lay_over(first: Image, second: Image, H_1_from_0: np.ndarray) -> Laid:
+    """Warp image 0 onto the pixels of image 1, both upright, by a (3, 3) of stored pixels; `UsageError`: a
+    matrix of another shape, not finite or singular, or images too large to warp."""
     matrix = np.asarray(H_1_from_0, dtype=np.float64)
     if matrix.shape != (3, 3) or not np.isfinite(matrix).all() or np.linalg.matrix_rank(matrix) < 3:
         raise UsageError("H_1_from_0 must be an invertible (3, 3) matrix of finite numbers")
-    height, width = second.pixels.shape[:2]
-    shape = shape or (width, height)
+    shape = second.pixels.shape[1::-1]
     if max(*shape, *first.pixels.shape[:2]) > LARGEST_SIDE:
         raise UsageError(f"images of more than {LARGEST_SIDE} pixels a side cannot be warped; shrink them")
-    to_shown = resizing((shape[0] / width, shape[1] / height)) @ stored_to_pixels(second)
-    warp = to_shown @ matrix @ np.linalg.inv(stored_to_pixels(first))
+    warp = stored_to_pixels(second) @ matrix @ np.linalg.inv(stored_to_pixels(first))
     pixels, below = as_colour(first.pixels), as_colour(second.pixels)
     # Image 0 at about the size at which it is shown, so that warping it does not alias, and the warp of the
     # sign that puts its middle before the horizon.
@@ -51,8 +47,6 @@ def lay_over(
             size = (max(1, round(columns * factor)), max(1, round(rows * factor)))
             pixels = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
             warp = warp @ np.linalg.inv(resizing((size[0] / columns, size[1] / rows)))
-    if shape != (width, height):
-        below = cv2.resize(below, shape, interpolation=cv2.INTER_AREA)
     above = cv2.warpPerspective(pixels, warp, shape, borderMode=cv2.BORDER_REPLICATE)
     covered = cv2.warpPerspective(np.full(pixels.shape[:2], 255, np.uint8), warp, shape) > 127
     # What lies beyond the warp's horizon would be a mirror image.
@@ -82,7 +76,7 @@ def blend(laid: Laid) -> np.ndarray:
 
 def difference(laid: Laid) -> np.ndarray:
     """(H, W, 3): the absolute difference of each channel; black where the two agree or only one lies."""
-    return cv2.absdiff(laid.above, laid.below) * laid.covered[..., None]
+    return cv2.absdiff(*at_one_depth(laid[:2])) * laid.covered[..., None]
 
 
 def stored_to_pixels(image: Image) -> np.ndarray:
