@@ -236,16 +236,16 @@ def test_the_fit_finds_what_made_the_classes():
 # --- What is no evidence for one place: what repeats, and what lies over both pictures.
 
 
-def features(points, descriptors):
+def features(points, descriptors, kind="learned"):
     return Features(
         keypoints=np.asarray(points, np.float32),
         descriptors=(descriptors / np.linalg.norm(descriptors, axis=1, keepdims=True)).astype(np.float32),
         size=np.array(SIZE, np.float32),
-        kind="learned",
+        kind=kind,
     )
 
 
-def walls(rng, things, the_same):
+def walls(rng, things, the_same, kind="learned"):
     """Two images of walls papered with a motif of 20 keypoints, and `things` keypoints that do not repeat.
 
     Those of one wall are matched, as are all of the paper, if both images show it.
@@ -258,30 +258,31 @@ def walls(rng, things, the_same):
     sides = []
     for unique in own:
         descriptors = np.concatenate([np.tile(motif, (len(corners), 1)), unique])
-        noise = rng.normal(0, 0.1, descriptors.shape)
-        sides.append(features(np.concatenate([paper, beside]), descriptors + noise))
+        noise = rng.normal(0, 0.05, descriptors.shape)
+        sides.append(features(np.concatenate([paper, beside]), descriptors + noise, kind))
     count = len(paper) + (things if the_same else 0)
     indices = np.repeat(np.arange(count)[:, None], 2, axis=1)
     matches = Matches.from_indices(indices, *(side.keypoints for side in sides), np.full(count, 0.9))
     return *sides, matches
 
 
-def verdict(rng, things, the_same):
-    *sides, matches = walls(rng, things, the_same)
+def verdict(rng, *wall):
+    *sides, matches = walls(rng, *wall)
     inliers = np.ones(len(matches), bool)
     found = repetition(*sides, matches, inliers)
     geometry = TwoViewGeometry("fundamental", "ok", inliers, np.eye(3), repetition=found)
     return found, verdict_of(matches, geometry, SIZE, SIZE)
 
 
-def test_another_wall_with_the_same_paper(rng):
-    found, said = verdict(rng, 150, the_same=False)
+@pytest.mark.parametrize("kind", ["learned", "sift"])
+def test_another_wall_with_the_same_paper(rng, kind):
+    found, said = verdict(rng, 150, False, kind)
     assert found.repetitive and found.found < 0.5
     assert said.repetitive and said.probability < 0.2 and "repetitive" in str(said)
 
 
 def test_the_same_wall(rng):
-    found, said = verdict(rng, 150, the_same=True)
+    found, said = verdict(rng, 150, True)
     assert found.repetitive and found.found > 0.9
     assert said.word == "same"
 
@@ -310,7 +311,7 @@ def test_a_mirrored_picture_is_neither_used_nor_called_another_place(rng, kind):
 
 
 def test_paper_alone_cannot_be_told_apart(rng):
-    found, said = verdict(rng, 0, the_same=True)
+    found, said = verdict(rng, 0, True)
     assert found.unrepeated < 0.1 and said.word != "same"
 
 

@@ -202,9 +202,10 @@ def _of_mixture(relative_density: np.ndarray, matched: MatchedPoints) -> float:
 # of a camera that stands still; but these lie everywhere, and so do keypoints without a match.
 
 SAME_POINT = 1.5  # pixels of the resized images within which points are one
-_FRONT_END = "learned"  # the front end whose similarities are known; others have their own scale
+# Similarity to the most similar descriptor elsewhere, of a keypoint that does not repeat and of one that does;
+# each front end has its own scale.
+_SIMILAR = {"learned": (0.7, 0.9), "sift": (0.92, 0.99)}
 _ELSEWHERE = 16.0  # pixels of the resized image
-_UNIQUE, _REPEATED = 0.7, 0.9  # similarity to the most similar descriptor elsewhere, of one or the other
 _CELL = 64.0  # pixels of the resized image, around inliers, in which keypoints are counted
 _SAMPLE = 400  # keypoints of an image that are compared with all others
 _GLANCE = 64  # matches that give a first impression
@@ -220,7 +221,7 @@ def repetition(
 
     The keypoints of the features count that are inliers, or that lie where further passes found some.
     """
-    if any(features.kind != _FRONT_END for features in (features0, features1)) or not inliers.any():
+    if not {features0.kind, features1.kind} <= _SIMILAR.keys() or not inliers.any():
         return None
     own = np.all(matches.indices[inliers] < [len(features0), len(features1)], axis=1)
     sides = []
@@ -239,32 +240,38 @@ def repetition(
         around = np.flatnonzero(np.isin(cells, near))
         if not len(around) or not descriptors.shape[1]:
             return None
-        sides.append((descriptors, keypoints, index, around))
+        sides.append((descriptors, keypoints, _SIMILAR[features.kind], index, around))
     if own.all():  # of several passes the closer look takes no time that matters
-        glance = [unrepeated(*side[:2], side[2][:: -(-len(side[2]) // _GLANCE)]).mean() for side in sides]
+        glance = [unrepeated(*side[:3], side[3][:: -(-len(side[3]) // _GLANCE)]).mean() for side in sides]
         if min(glance) > _SCARCELY:
             return Repetition(float(min(glance)), 1.0)
     found = [_counted(*side) for side in sides]
     return Repetition(*(float(min(values)) for values in zip(*found, strict=True)))
 
 
-def unrepeated(descriptors: np.ndarray, points: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """How little keypoints in some rows (R,) resemble others elsewhere in their image, (R,) in [0, 1]."""
+def unrepeated(
+    descriptors: np.ndarray, points: np.ndarray, scale: tuple[float, float], rows: np.ndarray
+) -> np.ndarray:
+    """How little keypoints in some rows (R,) resemble others elsewhere in their image, (R,) in [0, 1].
+
+    It is 1 up to the first similarity of `scale`, 0 from the second one.
+    """
     similar = descriptors[rows].astype(np.float32) @ descriptors.astype(np.float32).T
     x, y = points.astype(np.float32).T
     near = (x[rows, None] - x) ** 2 + (y[rows, None] - y) ** 2 <= _ELSEWHERE**2
     similar[near] = -1.0
-    return ((_REPEATED - similar.max(axis=1)) / (_REPEATED - _UNIQUE)).clip(0, 1)
+    unique, repeated = scale
+    return ((repeated - similar.max(axis=1)) / (repeated - unique)).clip(0, 1)
 
 
 def repeated_groups(features: Features) -> np.ndarray:
     """(N,) int64 groups of keypoints that look alike all over an image, the largest 0; −1: none."""
     descriptors, points = to_numpy(features.descriptors), to_numpy(features.keypoints)
     groups = np.full(len(points), -1)
-    if features.kind != _FRONT_END or not len(points):
+    if features.kind not in _SIMILAR or not len(points):
         return groups
     scaled = points * to_numpy(features.scale)
-    alike = descriptors @ descriptors.T >= _REPEATED
+    alike = descriptors @ descriptors.T >= _SIMILAR[features.kind][1]
     alike &= np.linalg.norm(scaled[:, None] - scaled, axis=2) > _ELSEWHERE
     counts, number = alike.sum(axis=1), 0
     while counts.any():
@@ -277,11 +284,15 @@ def repeated_groups(features: Features) -> np.ndarray:
 
 
 def _counted(
-    descriptors: np.ndarray, points: np.ndarray, index: np.ndarray, around: np.ndarray
+    descriptors: np.ndarray,
+    points: np.ndarray,
+    scale: tuple[float, float],
+    index: np.ndarray,
+    around: np.ndarray,
 ) -> tuple[float, float, float]:
     """`Repetition` of one image, of whose keypoints `around` the inliers those in `index` are inliers."""
     rows = around[:: -(-len(around) // _SAMPLE)]
-    alone, matched = unrepeated(descriptors, points, rows), np.isin(rows, index)
+    alone, matched = unrepeated(descriptors, points, scale, rows), np.isin(rows, index)
     often = ((1 - alone) @ matched + 1e-6) / ((1 - alone).sum() + 1e-6)
     found = (alone @ matched + _PSEUDO * often) / ((alone.sum() + _PSEUDO) * often)
     share = alone @ matched / alone.sum() if alone.sum() >= _PSEUDO else 0.0  # of fewer it says nothing
