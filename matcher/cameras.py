@@ -76,7 +76,7 @@ class Camera:
         focals, count = _parameters(self.model)
         if focals == 1 and self.fx != self.fy:
             raise UsageError(f"the model {self.model} has one focal length, not {self.fx:g}, {self.fy:g}")
-        distortion = tuple(_number(value, "distortion") for value in np.ravel(self.distortion))
+        distortion = _numbers(self.distortion, "distortion")
         if len(distortion) != count:
             raise UsageError(f"{self.model} has {count} distortion parameters, not {len(distortion)}")
         object.__setattr__(self, "distortion", distortion)
@@ -84,7 +84,7 @@ class Camera:
             return
         try:
             width, height = (int(side) for side in self.size)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             width = height = 0
         if width < 1 or height < 1:
             raise UsageError(f"a camera's size must be (width, height), both positive, not {self.size!r}")
@@ -123,12 +123,12 @@ class Camera:
         511.5
         """
         focals, more = _parameters(model)
-        values = [float(value) for value in params]
+        values = _numbers(params, "parameters")
         if len(values) != focals + 2 + more:
             raise UsageError(f"{model} has {focals + 2 + more} parameters, not {len(values)}")
         fx, fy = values[0], values[focals - 1]
         cx, cy = (value - 0.5 for value in values[focals : focals + 2])
-        return cls(fx, fy, cx, cy, size, model, tuple(values[focals + 2 :]))
+        return cls(fx, fy, cx, cy, size, model, values[focals + 2 :])
 
     def to_colmap(self) -> tuple[str, tuple[float, ...]]:
         """Model name and parameters with COLMAP's pixel origin, for `pycolmap.Camera`."""
@@ -229,9 +229,13 @@ def _number(value: Any, name: str) -> float:
     return number
 
 
+def _numbers(values: Any, name: str) -> tuple[float, ...]:
+    return tuple(_number(value, name) for value in np.array(values, dtype=object).ravel())
+
+
 def _parameters(model: str) -> tuple[int, int]:
     """Focal lengths and distortion parameters of a model."""
-    if model not in CAMERA_MODELS:
+    if not isinstance(model, str) or model not in CAMERA_MODELS:
         raise UsageError(f"unknown camera model {model!r}; known: {', '.join(CAMERA_MODELS)}")
     return CAMERA_MODELS[model]
 

@@ -135,7 +135,7 @@ again: Matches = pipe.match_features(features, features)
 camera: Camera = Camera(700.0, 700.0, 320.0, 240.0, size=(640, 480))
 result = matcher.load(geometry="essential").match(np.zeros((48, 64)), "b.jpg", camera0=camera)
 probability: float = result.verdict.probability if result.verdict else 0.0
-tracker: Tracker = Tracker(camera=Camera(700.0, 700.0, 320.0, 240.0))
+tracker: Tracker = Tracker(camera=camera.K)
 frame: FrameResult = tracker.push("0.jpg", timestamp=0.1)
 ids: np.ndarray = frame.track_ids
 for found in matcher.match_set(["a.jpg", "b.jpg"]).pairs:
@@ -144,7 +144,7 @@ aligned: Alignment = matcher.align("a.jpg", "b.jpg", model="affine")
 print(aligned.found)
 instances: Detections = matcher.find("logo.png", "photo.jpg", max_instances=3)
 print(len(instances))
-run: Collection = Collection.open("run", preset="nearest", workers=0)
+run: Collection = Collection.open("run", preset="nearest", camera=(700.0, 700.0, 320.0, 240.0), workers=0)
 run.add_images("photos")
 run.add_pairs(sequential=3)
 run.run()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
-from matcher.cameras import Camera, as_camera
+from matcher.cameras import CameraInput, as_camera
 from matcher.collection import schema, sources, tracks, workers
 from matcher.collection.pairs import PairFault, chosen_pairs, read_pairs
 from matcher.collection.schema import DONE, WAITING, Counts, StoredPair
@@ -82,7 +82,7 @@ class Collection:
         run_dir: str | Path,
         *,
         preset: str = DEFAULT_PRESET,
-        camera: Camera | None = None,
+        camera: CameraInput | None = None,
         shard: str | None = None,
         tiles: int | None = None,
         workers: Workers | int | None = None,
@@ -197,7 +197,7 @@ class Collection:
             gone = len(known.keys() - set(names))
             return ImageChanges(len(new), len(changed), gone, tuple(unusable), len(names), masked)
 
-    def set_cameras(self, cameras: Mapping[str, Camera]) -> int:
+    def set_cameras(self, cameras: Mapping[str, CameraInput]) -> int:
         """Set the cameras of images by name, in stored pixels, for essential geometry and exports.
 
         With geometry "essential", finished pairs of images whose camera changes are verified again in this

@@ -246,7 +246,7 @@ class Map:
         self,
         images: Sequence[ImageInput | Features],
         cam_from_rig: Sequence[np.ndarray],
-        cameras: Camera | Sequence[Camera],
+        cameras: CameraInput | Sequence[CameraInput],
         *,
         masks: Sequence[Mask | None] | None = None,
     ) -> list[Pose]:

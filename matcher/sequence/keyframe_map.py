@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Unpack
 import cv2
 import numpy as np
 
-from matcher.cameras import Camera, as_camera
+from matcher.cameras import Camera, CameraInput, as_camera
 from matcher.collection.collection import Collection
 from matcher.collection.schema import StoredPair
 from matcher.config import EstimationConfig
@@ -391,7 +391,7 @@ class KeyframeMap:
     def __init__(
         self,
         folder: str | Path,
-        camera: Camera,
+        camera: CameraInput,
         preset: str = DEFAULT_PRESET,
         *,
         overwrite: bool = False,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Unpack
 import numpy as np
 
 from matcher.budget import BUDGETS, Choice, Costs, choose, limited, measure_costs, strongest, updated_pace
-from matcher.cameras import Camera, as_camera
+from matcher.cameras import CameraInput, as_camera
 from matcher.config import GRID_KIND
 from matcher.errors import ImageError, UsageError, check_number
 from matcher.loading import open_pipeline, takes
@@ -65,7 +65,7 @@ class Tracker:
     def __init__(
         self,
         preset: str | Pipeline = DEFAULT_PRESET,
-        camera: Camera | None = None,
+        camera: CameraInput | None = None,
         *,
         baseline: float | None = None,
         budget_ms: float | None = None,
