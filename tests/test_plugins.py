@@ -14,13 +14,10 @@ from random_front_end import FRONT_ENDS, random_parameters, texture
 import matcher
 from matcher import Features, Image, IntegrityError, Matches, Pipeline, UsageError
 from matcher.cli import main
-from matcher.config import EstimationConfig, ExtractorConfig, NearestConfig
+from matcher.config import ExtractorConfig
 from matcher.extract.front_end import resolve
-from matcher.match.nearest import NearestMatcher
 from matcher.match.network import MatchingNetwork
 from matcher.presets import PRESETS, plugin_names
-from matcher.torch_engine import build_extractor
-from matcher.verify.estimation import RobustEstimator
 from matcher.weights.files import save_front_end, save_model
 
 
@@ -201,8 +198,7 @@ def test_a_preset_builds_and_runs(preset, tmp_path, pictures):
 
 
 @pytest.mark.parametrize("kind", ["disk", "superpoint-open", "keynet"])
-def test_any_front_end_goes_with_nearest(kind, tmp_path, pictures):
-    """By an option of the preset, and put together in Python."""
+def test_any_front_end_goes_with_nearest(kind, tmp_path, pictures, monkeypatch):
     path = front_end_file(kind, tmp_path)
     pipeline = matcher.load("nearest", frontend=kind, frontend_weights=path, max_keypoints=150, device="cpu")
     result = pipeline.match(*pictures)
@@ -210,8 +206,11 @@ def test_any_front_end_goes_with_nearest(kind, tmp_path, pictures):
     assert len(result.matches) > 8
     with pytest.raises(IntegrityError, match=f"absent.safetensors is absent.*weights fetch {kind}"):
         matcher.load("nearest", frontend=kind, frontend_weights=tmp_path / "absent.safetensors")
+    monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
+    with pytest.raises(IntegrityError, match=f"`matcher weights fetch {kind}"):
+        matcher.load("nearest", frontend=kind)
+    preset = next(name for name in LEARNED if PRESETS[name].extractor.kind in kind)
+    with pytest.warns(UserWarning, match="`matcher weights fetch "):  # it matches features of other programs
+        matcher.load(preset, weights=network_file(preset, tmp_path), device="cpu")
     with pytest.raises(IntegrityError, match=f"{kind}.safetensors holds parameters of .* {kind}, not"):
         matcher.load("nearest-learned", frontend_weights=path)
-    extractor = build_extractor(ExtractorConfig(kind=kind, max_keypoints=150), path)
-    own = Pipeline(extractor, NearestMatcher(NearestConfig()), RobustEstimator(EstimationConfig()))
-    assert np.array_equal(own.match(*pictures).matches.indices, result.matches.indices)

@@ -330,14 +330,19 @@ def find_published(name: str) -> Published:
     return found
 
 
-def locate(row: Published) -> WeightsBytes:
-    """The checked weights file on this machine that was made of published weights."""
+def check_present(row: Published) -> None:
+    """`IntegrityError`: published weights are not on this machine; whether they are damaged is not read."""
     if not (row.folder / "manifest.toml").is_file():
         raise IntegrityError(
             f"the published weights {row.name} are not on this machine: run `{row.command}`, or"
             f" `matcher weights import FILE --preset {row.name}` with a file that you have"
             f" ({row.licence}; {row.source})"
         )
+
+
+def locate(row: Published) -> WeightsBytes:
+    """The checked weights file on this machine that was made of published weights."""
+    check_present(row)
     return weights_bytes(row.name, row.folder, remedy=f"run `{row.command}` again")
 
 
@@ -355,11 +360,18 @@ def find_weights(weights: str | Path) -> WeightsBytes:
     return locate(row)
 
 
+def published_front_end(config: ExtractorConfig) -> Published | None:
+    """The row of a front end's parameters in the catalogue; None: it has none there."""
+    if config.kind in ("sift", "learned"):  # reading the catalogue takes 25 ms
+        return None
+    rows = [row for row in read_catalogue().values() if row.frontend == config.kind]
+    return next((row for row in rows if config.variant in (None, row.variant)), None)
+
+
 def locate_front_end(config: ExtractorConfig) -> Path:
     """The checked file of a front end's parameters: the shipped one, or that of `matcher weights fetch`."""
-    rows = [row for row in read_catalogue().values() if row.frontend == config.kind]
-    if rows:
-        return locate(next(row for row in rows if config.variant in (None, row.variant))).path
+    if (row := published_front_end(config)) is not None:
+        return locate(row).path
     if config.kind not in (shipped := read_manifest()):
         raise IntegrityError(
             f"no weights are known for the front end {config.kind!r}: give a file of them as frontend_weights"
