@@ -255,6 +255,8 @@ def test_after_a_jump_tracks_begin_anew_and_the_path_goes_on(tmp_path):
         log.add(result)
     log.write(tmp_path / "a.tum")
     assert log.breaks() == [11] and "relative to an extrapolated" in (tmp_path / "a.tum").read_text()
+    *_, (error,) = log.compared_with(None, world.truth(range(20)), with_scale=False)
+    assert error.translation < 0.05 and error.left_out == 4  # nobody knows how long the jump was
     drawn = plot_trajectory(tmp_path / "a.svg", log.trajectory()[2], breaks=[10])
     assert "<!-- tracking lost before -->" in drawn.read_text()
 

@@ -55,6 +55,7 @@ def track(
 
     Trajectories hold world_from_cam, a line per frame: t x y z qx qy qz qw (.tum) or 12 numbers (.kitti). A
     live camera runs until Ctrl-C. An interrupted --map DIR is finished by `matcher track DIR --map DIR`.
+    If most frames get no measured pose, the exit code is 4.
 
     Args:
         source (VIDEO|FOLDER|CAMERA_INDEX): Video file, folder of frames, or index of a live camera.
@@ -88,7 +89,7 @@ def track(
     from matcher.sequence.keyframe_map import KEPT
     from matcher.sequence.trajectory import read_poses
 
-    if plot is not None or show_ or any(path.suffix.lower() == ".rrd" for path in outputs):
+    if plot or map_ or show_ or any(path.suffix.lower() == ".rrd" for path in outputs):
         from matcher.sequence.plot import Recording  # which imports matplotlib
 
     if map_ is not None and os.path.realpath(source) == os.path.realpath(map_):
@@ -259,7 +260,7 @@ def _finish(
     except UsageError as error:
         complain(f"--ground-truth: {error}")
         failed = 1
-    failed += len(unwritten)
+    failed += len(unwritten) + (why is not None or (log.in_map and not len(rows)))
     choice, segments = tracker.choice, [] if compared is None else compared[2]
     bridged = len(log.trajectory(bridged=True)[0]) - len(rows)
     if breaks := log.breaks():
@@ -310,7 +311,8 @@ def _finish(
         show(str(choice))
     for e in segments:
         errors = f"{100 * e.translation:.2f} % translation, {e.rotation:.4f} degrees per metre"
-        show(f"{e.count} segments of {e.length:.0f} m: {errors}")
+        lost = f" ({e.left_out} more are left out, as tracking was lost within)" if e.left_out else ""
+        show(f"{e.count} segments of {e.length:.0f} m: {errors}{lost}")
     for stage, row in times:
         show(f"{stage:8}{row['p50']:8.1f} ms median{row['p95']:8.1f} ms 95th percentile")
     for path in filter(None, (*outputs, plot)):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -80,6 +81,7 @@ class SegmentError:
     count: int  # segments
     translation: float  # share of the length
     rotation: float  # degrees per metre
+    left_out: int = 0  # segments that lead from one stretch to another
 
 
 def path_length(poses: np.ndarray) -> np.ndarray:
@@ -89,24 +91,27 @@ def path_length(poses: np.ndarray) -> np.ndarray:
 
 
 def segment_errors(
-    ground_truth: np.ndarray, found: np.ndarray, lengths: Sequence[float] = (10, 20, 40)
+    ground_truth: np.ndarray, found: np.ndarray, lengths: Sequence[float] = (10, 20, 40), stretch: Any = None
 ) -> list[SegmentError]:
     """Relative errors as in KITTI's odometry benchmark (Geiger et al. 2012), of segments from every frame.
     Poses (N, 4, 4) are camera to world, the true ones in metres. Lengths, in metres of the true path, are
-    left out where they are longer than it, or 0."""
+    left out where they are longer than it, or 0, and segments from one `stretch` (N,) to another."""
     travelled, errors, rounding = path_length(ground_truth), [], 1e-6
+    stretch = np.zeros(len(found)) if stretch is None else stretch
     for length in (each for each in lengths if each > rounding):
-        rows = []
+        rows, left_out = [], 0
         for start in range(len(ground_truth)):
             end = int(np.searchsorted(travelled, travelled[start] + length - rounding))
-            if end < len(ground_truth):
+            if end < len(ground_truth) and stretch[start] != stretch[end]:
+                left_out += 1
+            elif end < len(ground_truth):
                 moved, truth = (np.linalg.inv(poses[end]) @ poses[start] for poses in (found, ground_truth))
                 error = moved @ np.linalg.inv(truth)
                 turn = np.clip((np.trace(error[:3, :3]) - 1) / 2, -1, 1)
                 rows.append((np.linalg.norm(error[:3, 3]), np.rad2deg(np.arccos(turn))))
         if rows:
-            translation, rotation = np.mean(rows, axis=0) / length
-            errors.append(SegmentError(float(length), len(rows), float(translation), float(rotation)))
+            mean = (np.mean(rows, axis=0) / length).tolist()
+            errors.append(SegmentError(float(length), len(rows), *mean, left_out))
     return errors
 
 
@@ -298,7 +303,11 @@ class TrackingLog:
             raise UsageError(f"{count} frames have an estimated and a true pose, and 2 are needed; {why}")
         true = ground_truth[rows[both]]
         found = align(true, poses[both], with_scale=with_scale)
+        stretches = np.array([0 if self.in_map else self._frames[row].stretch for row in known[both]])
+        apart, total = found.copy(), 0.0  # each stretch by itself: with one camera it has a unit of its own
+        for rows in (stretches == stretch for stretch in np.unique(stretches)):
+            apart[rows] = align(true[rows], found[rows], with_scale=with_scale)
+            total = max(total, float(path_length(true[rows])[-1]))
         # Of 10, 20, 40 … m while two segments of that length would fit into the path; a third of a short one.
-        total = float(path_length(true)[-1])
         fitting = [float(length) for length in (10, 20, 40, 100, 200, 400, 800) if 1.25 * length <= total]
-        return found, true, segment_errors(true, found, fitting or [total / 3])
+        return found, true, segment_errors(true, apart, fitting or [total / 3], stretches)
