@@ -82,8 +82,11 @@ def pair_data(
     (N, 2, 2) of them, NaN or None where they are not refined; `origin` is the last table, what and value;
     `features0` show what looks alike where most matches are of that; `answers` as of `draw_answers`.
     """
-    from matcher.viz.drawings import draw_answers, figure_pixels
+    drawn = None
+    if answers:
+        from matcher.viz.drawings import draw_answers, figure_pixels  # which import matplotlib
 
+        drawn = _jpeg(figure_pixels(draw_answers(answers)))
     geometry, groups = geometry.without_rejected(), np.full(len(matches), -1)
     repeated = (geometry.rejected or geometry).repetition
     if features0 is not None and repeated is not None and repeated.repetitive:
@@ -124,7 +127,7 @@ def pair_data(
         "images": sides,
         "enlarged": ENLARGED,
         "matches": [[i, j, round(score, 4), *more] for (i, j), score, *more in pairs],
-        "answers": _jpeg(figure_pixels(draw_answers(answers))) if answers else None,
+        "answers": drawn,
         "layers": [],
         "origin": [*origin, ("geometry", f"{geometry.kind}: {geometry.status}{planar}")],
     }
