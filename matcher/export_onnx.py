@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops.while_loop import while_loop
 from torch.export import Dim
 
+from matcher import __version__
 from matcher.config import ExtractorConfig, NetworkConfig, PipelineConfig
 from matcher.errors import UsageError
 from matcher.extract.learned import BORDER, FeatureNetwork, candidates, subpixel
@@ -32,7 +33,7 @@ from matcher.match.sinkhorn import CHECKED, LARGEST_SCALE, LEAST_EXPONENT, dual_
 from matcher.match.steering import MIN_GAIN, STEERABLE, TURNED_EXIF, TURNS, evidence, turned
 from matcher.onnx_engine import ExportedNetwork
 from matcher.torch_engine import build_extractor
-from matcher.weights.files import find_weights, load_model
+from matcher.weights import files
 
 Numbers = Literal["float32", "float16", "int8"]
 Program = Literal["any", "opencv", "colmap"]
@@ -501,9 +502,9 @@ def _for_colmap(network: MatchingNetwork, front_end: FrontEnd) -> list[onnx.Mode
     return [first, traced(ColmapPair(network), tuple(given), (*varying * 2, None, None), inputs, _PORTS[1])]
 
 
-def in_numbers(model: onnx.ModelProto, numbers: Numbers) -> bytes:
-    """The bytes of a file whose weights are float32, float16 (widened when a runtime loads it) or int8: maps,
-    whose inputs are quantised as they come, convolutions being in float16."""
+def in_numbers(model: onnx.ModelProto, numbers: Numbers) -> onnx.ModelProto:
+    """A graph whose weights are float32, float16 (widened when a runtime loads it) or int8: maps, whose
+    inputs are quantised as they come, convolutions being in float16."""
     if numbers == "int8":
         from onnxruntime.quantization import QuantType, quantize_dynamic
         from onnxscript.optimizer import optimize
@@ -523,7 +524,15 @@ def in_numbers(model: onnx.ModelProto, numbers: Numbers) -> bytes:
         nodes = [*casts, *model.graph.node]
         del model.graph.node[:]
         model.graph.node.extend(nodes)
-    return model.SerializeToString()
+    return model
+
+
+_PIXELS = "pixels, the centre of the first one at (0, 0)"
+_CONVENTIONS = {  # by program: images and keypoints of the front end, and keypoints of the matcher
+    "any": ("grey, 0 to 1, sides multiples of 32", _PIXELS, _PIXELS),
+    "opencv": ("RGB, 0 to 1, {} x {}", *["-1 to 1 across the image"] * 2),
+    "colmap": ("RGB, 0 to 1, any size", "-1 to 1, centres of the first and last pixel", _PIXELS),
+}
 
 
 def export_preset(
@@ -555,7 +564,8 @@ def export_preset(
     `cv2.LightGlueMatcher`, of 512 keypoints and images that OpenCV resizes to `size`, width and height,
     multiples of 32; "colmap" `colmap-learned.onnx` for its ALIKED and `colmap-PRESET.onnx` for its LightGlue.
     COLMAP's feature types are a fixed list, so ours are stored as `ALIKED_N16ROT`; nothing there depends on
-    the width of their descriptors. `UsageError`: nothing of the preset can be written so, or a file exists or
+    the width of their descriptors. The metadata of a file say what it is, and of the weights name, SHA-256
+    and licence. `UsageError`: nothing of the preset can be written so, or a file exists or
     cannot be written; `IntegrityError`: weights are absent or damaged.
     """
     own, trained = config.extractor.kind == STEERABLE, isinstance(config.matcher, NetworkConfig)
@@ -569,9 +579,11 @@ def export_preset(
     if not own and not trained:
         raise UsageError(f"{preset} has no network of keypoints or matches, so there is nothing to export")
     network, front_end = None, trained_front_end(config.extractor, frontend_weights) if own else None
+    first = (frontend_weights or files.locate_front_end(config.extractor)) if own else None
+    stored = [] if first is None else [files.weights_bytes(Path(first))]
     if trained:
-        network = load_model(find_weights(weights or config.weights))[0].with_policy(config.matcher.policy)
-        network = network.requires_grad_(False)
+        stored.append(files.find_weights(weights or config.weights))
+        network = files.load_model(stored[-1])[0].with_policy(config.matcher.policy).requires_grad_(False)
         if network.backbone is not None:
             raise UsageError(f"{preset} matches the cells of a grid (LoFTR), which cannot be written as ONNX")
     names = [config.extractor.kind] * own + [preset] * trained
@@ -589,6 +601,15 @@ def export_preset(
     else:
         given = network, front_end
         models = _for_opencv(*given, size) if program == "opencv" else _for_colmap(*given)
-    for path, data in zip(paths, [in_numbers(model, numbers) for model in models], strict=True):
-        write_whole(path, data)
+    image, *keypoints = _CONVENTIONS[program]
+    parts = [{"part": "front end", "image": image.format(*size), "keypoints": keypoints[0]}] * own
+    parts += [{"part": "matcher", "keypoints": keypoints[1]}] * trained
+    made = [in_numbers(model, numbers) for model in models]
+    licences = {row.sha256: row.licence for row in files.read_manifest().values()}
+    for path, model, part, file in zip(paths, made, parts, stored, strict=True):
+        licence = licences.get(file.sha256) or files.read_header(file.data).get("licence", "unknown")
+        facts = {"package": f"matcher {__version__}", "preset": preset, **part, "weights": file.name}
+        facts |= {"weights_sha256": file.sha256, "weights_licence": licence}
+        onnx.helper.set_model_props(model, facts)
+        write_whole(path, model.SerializeToString())
     return paths

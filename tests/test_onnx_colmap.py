@@ -23,6 +23,7 @@ from matcher.cli import main
 from matcher.export_onnx import export_preset
 from matcher.onnx_engine import Graph
 from matcher.presets import PRESETS
+from matcher.weights.files import read_manifest
 
 pytestmark = pytest.mark.slow  # exporting takes minutes
 
@@ -60,6 +61,10 @@ def test_names_ranks_and_types_are_those_that_colmap_checks(files, number, wante
     types = {port.name: port.type for port in (*session.get_inputs(), *session.get_outputs())}
     whole = {name for name, kind in types.items() if kind == "tensor(int64)"}
     assert whole == ({"max_keypoints"} if number == 0 else {"matches0"})
+    facts, row = session.get_modelmeta().custom_metadata_map, list(read_manifest().values())[number + 1]
+    assert facts["package"] == f"matcher {matcher.__version__}" and facts["preset"] == "hybrid-learned"
+    assert (facts["weights_sha256"], facts["weights_licence"]) == (row.sha256, row.licence)
+    assert ("RGB, 0 to 1" in facts.get("image", "")) == (number == 0) and "centre" in facts["keypoints"]
 
 
 def as_colmap(extractor: Graph, image: np.ndarray, most: int, least: float = 0.004):
