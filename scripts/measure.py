@@ -22,7 +22,7 @@ import torch
 
 import matcher
 from matcher.errors import MatcherError, UsageError
-from matcher.evaluate.folders import distant_frames
+from matcher.evaluate.folders import sequences
 from matcher.evaluate.sets import SetOptions, find_sets
 from matcher.images import find_images
 from matcher.presets import DEFAULT_PRESET, find_preset
@@ -45,6 +45,16 @@ def parts(given: argparse.Namespace) -> None:
     methods = [Method(name, build_pipeline(given.preset, each, {})) for name, each in variants.items()]
     for pair_set in chosen(given):
         print(as_markdown(as_object(evaluate(pair_set, methods), baseline="all parts")), flush=True)
+
+
+def apart(folder: Path, metres: float) -> list[tuple[Path, Path]]:
+    """Pairs of left frames of a sequence whose cameras are so many metres apart, or more."""
+    return [
+        (frames[a], frames[b])
+        for _, frames, poses in sequences(folder)
+        for a, b in combinations(range(len(frames)), 2)
+        if np.linalg.norm(poses[a][:, 3] - poses[b][:, 3]) >= metres
+    ]
 
 
 def verdicts(given: argparse.Namespace) -> None:
@@ -84,7 +94,7 @@ def different_places(
     found = {
         "photos of different sources": [(a, b) for a, b in combinations(every, 2) if a.parent != b.parent],
         "photos of one source": alike,
-        "frames of a street 40 m apart": distant_frames(street, 40.0) if street.is_dir() else [],
+        "frames of a street 40 m apart": apart(street, 40.0) if street.is_dir() else [],
     }
     for name, pairs in found.items():
         count = unrelated if pairs is not alike and not name.startswith("frames") else lookalikes

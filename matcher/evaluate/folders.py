@@ -139,7 +139,7 @@ def multimodal(folder: Path) -> Iterator[HomographyPair]:
 
 def kitti(folder: Path) -> Iterator[PosePair]:
     """KITTI-like sequences: image_l/*.png, calib.txt (P0 first), poses.txt (world_from_cam)."""
-    for sequence, frames, poses in _sequences(folder):
+    for sequence, frames, poses in sequences(folder):
         K = read_matrix(sequence / "calib.txt", (-1, 12))[0].reshape(3, 4)[:, :3]
         for gap in (3, 8, 15):
             for a, b in enumerate(range(gap, len(frames))):
@@ -147,17 +147,7 @@ def kitti(folder: Path) -> Iterator[PosePair]:
                 yield PosePair(f"{sequence.name} {a}-{b}", f"gap {gap}", *sides, K, K, pose)
 
 
-def distant_frames(folder: Path, metres: float) -> list[tuple[Path, Path]]:
-    """Pairs of left frames of one of these sequences whose cameras are so many metres apart, or more."""
-    return [
-        (frames[a], frames[b])
-        for _, frames, poses in _sequences(folder)
-        for a, b in combinations(range(len(frames)), 2)
-        if np.linalg.norm(poses[a][:, 3] - poses[b][:, 3]) >= metres
-    ]
-
-
-def _sequences(folder: Path) -> Iterator[tuple[Path, list[Path], np.ndarray]]:
+def sequences(folder: Path) -> Iterator[tuple[Path, list[Path], np.ndarray]]:
     """Each sequence, its left frames, and their (N, 4, 4) world_from_cam in metres."""
     for sequence in sorted(path.parent for path in folder.rglob("poses.txt")):
         frames = sorted((sequence / "image_l").glob("*.png"))
