@@ -76,7 +76,7 @@ class Camera:
         focals, count = _parameters(self.model)
         if focals == 1 and self.fx != self.fy:
             raise UsageError(f"the model {self.model} has one focal length, not {self.fx:g}, {self.fy:g}")
-        distortion = _numbers(self.distortion, "distortion")
+        distortion = tuple(_number(each, "distortion") for each in np.array(self.distortion, object).ravel())
         if len(distortion) != count:
             raise UsageError(f"{self.model} has {count} distortion parameters, not {len(distortion)}")
         object.__setattr__(self, "distortion", distortion)
@@ -123,7 +123,7 @@ class Camera:
         511.5
         """
         focals, more = _parameters(model)
-        values = _numbers(params, "parameters")
+        values = [_number(value, "parameters") for value in np.array(params, object).ravel()]
         if len(values) != focals + 2 + more:
             raise UsageError(f"{model} has {focals + 2 + more} parameters, not {len(values)}")
         fx, fy = values[0], values[focals - 1]
@@ -227,10 +227,6 @@ def _number(value: Any, name: str) -> float:
     if not abs(number) <= 1e9:
         raise UsageError(f"a camera's {name} must be finite and at most 1e9, not {number:g}")
     return number
-
-
-def _numbers(values: Any, name: str) -> tuple[float, ...]:
-    return tuple(_number(value, name) for value in np.array(values, dtype=object).ravel())
 
 
 def _parameters(model: str) -> tuple[int, int]:

@@ -608,8 +608,7 @@ def export_preset(
     licences = {row.sha256: row.licence for row in files.read_manifest().values()}
     for path, model, part, file in zip(paths, made, parts, stored, strict=True):
         licence = licences.get(file.sha256) or files.read_header(file.data).get("licence", "unknown")
-        facts = {"package": f"matcher {__version__}", "preset": preset, **part, "weights": file.name}
-        facts |= {"weights_sha256": file.sha256, "weights_licence": licence}
-        onnx.helper.set_model_props(model, facts)
+        part |= {"weights": file.name, "weights_sha256": file.sha256, "weights_licence": licence}
+        onnx.helper.set_model_props(model, {"package": f"matcher {__version__}", "preset": preset} | part)
         write_whole(path, model.SerializeToString())
     return paths

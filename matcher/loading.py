@@ -14,12 +14,12 @@ from typing import Any, Unpack
 
 from matcher import presets
 from matcher.config import GRID_KIND, EstimationConfig, NetworkConfig, PipelineConfig
-from matcher.errors import IntegrityError, MatcherError, UsageError, install_command, unknown_name
+from matcher.errors import MatcherError, UsageError, install_command, unknown_name
 from matcher.passes import FurtherPasses, LocalMatcher
 from matcher.pipeline import Pipeline
 from matcher.processes import bound_primitives, compute_alone_after_fork
 from matcher.verify.estimation import RobustEstimator
-from matcher.weights.files import check_present, front_end_bytes, published_front_end
+from matcher.weights.files import front_end_bytes, locate, published_front_end
 
 
 def load(preset: str | Path = presets.DEFAULT_PRESET, **options: Unpack[presets.LoadOptions]) -> Pipeline:
@@ -64,9 +64,8 @@ def load(preset: str | Path = presets.DEFAULT_PRESET, **options: Unpack[presets.
 
     Raises:
         UsageError: an unknown preset, option, device or value, or an option that the preset has no use for.
-        IntegrityError: weights that are absent or damaged; those of a front end are read at the first image
-            only. Where they are absent beside a network, there is a `UserWarning` instead, as the network
-            also matches features of other programs.
+        IntegrityError: weights that are absent or damaged; those of a front end are read at the first image,
+            and beside a network, which also matches other programs' features, `UserWarning` tells of none.
     """
     bound_primitives()
     compute_alone_after_fork()
@@ -131,13 +130,11 @@ def build_pipeline(preset: str, config: PipelineConfig, given: Mapping[str, Any]
             f"this network takes {network.kind} features, which the front end {kind} does not give: name a "
             "preset and front end of one kind"
         )
-    if "frontend_weights" not in given and (row := published_front_end(config.extractor)) is not None:
-        try:
-            check_present(row)
-        except IntegrityError as error:
-            if not isinstance(network, NetworkConfig):
-                raise
-            warnings.warn(f"{error}; without them no pictures can be matched", UserWarning, stacklevel=3)
+    row = None if "frontend_weights" in given else published_front_end(config.extractor)
+    if row is not None and not row.is_here:
+        if not isinstance(network, NetworkConfig):
+            locate(row)  # which raises what is told of such weights
+        warnings.warn(f"to match pictures, run `{row.command}`: {kind} has no weights here", stacklevel=3)
     passes = None
     if (further := config.further_passes) is not None:  # the other preset is loaded on first use
         names = ("device", "precision", "max_keypoints", "engine", *presets.OF_NETWORKS)

@@ -38,7 +38,7 @@ def list_weights() -> None:
         show(f"  none: {error}")
     show("\nPublished by others and not shipped; download with `matcher weights fetch NAME`")
     for row in read_catalogue().values():
-        here = "installed" if (row.folder / "manifest.toml").is_file() else "not installed"
+        here = "installed" if row.is_here else "not installed"
         use = "yes" if row.commercial else "no"
         what = f"preset {row.preset}" if row.preset else "front end"
         show(f"{row.name}  {row.megabytes:.1f} MB  {what}  {here}  commercial use: {use}")
@@ -64,7 +64,7 @@ def verify_weights(names: list[str] | None = None, /) -> None:
     for name in names or ():
         if name not in rows | published:
             raise UsageError(unknown_name("weights", name, rows | published))
-    here = [row.name for row in published.values() if (row.folder / "manifest.toml").is_file()]
+    here = [row.name for row in published.values() if row.is_here]
     chosen, failed = names or [*rows, *here], 0
     for name in chosen:
         try:

@@ -97,12 +97,11 @@ def segment_errors(
     Poses (N, 4, 4) are camera to world, the true ones in metres. Lengths, in metres of the true path, are
     left out where they are longer than it, or 0, and segments from one `stretch` (N,) to another."""
     travelled, errors, rounding = path_length(ground_truth), [], 1e-6
-    stretch = np.zeros(len(found)) if stretch is None else stretch
     for length in (each for each in lengths if each > rounding):
         rows, left_out = [], 0
         for start in range(len(ground_truth)):
             end = int(np.searchsorted(travelled, travelled[start] + length - rounding))
-            if end < len(ground_truth) and stretch[start] != stretch[end]:
+            if end < len(ground_truth) and stretch is not None and stretch[start] != stretch[end]:
                 left_out += 1
             elif end < len(ground_truth):
                 moved, truth = (np.linalg.inv(poses[end]) @ poses[start] for poses in (found, ground_truth))

@@ -202,8 +202,8 @@ def _of_mixture(relative_density: np.ndarray, matched: MatchedPoints) -> float:
 # of a camera that stands still; but these lie everywhere, and so do keypoints without a match.
 
 SAME_POINT = 1.5  # pixels of the resized images within which points are one
-# Similarity to the most similar descriptor elsewhere, of a keypoint that does not repeat and of one that does;
-# each front end has its own scale.
+# Similarity to the most similar descriptor elsewhere, of a keypoint that does not repeat and of one that
+# does; each front end has its own scale.
 _SIMILAR = {"learned": (0.7, 0.9), "sift": (0.92, 0.99), "xfeat": (0.87, 0.95)}
 _ELSEWHERE = 16.0  # pixels of the resized image
 _CELL = 64.0  # pixels of the resized image, around inliers, in which keypoints are counted

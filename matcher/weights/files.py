@@ -310,6 +310,11 @@ class Published:
         return cache_folder() / "weights" / self.name
 
     @property
+    def is_here(self) -> bool:
+        """Whether it lies there, complete if perhaps damaged."""
+        return (self.folder / "manifest.toml").is_file()
+
+    @property
     def command(self) -> str:
         """What a user types to get it."""
         return f"matcher weights fetch {self.name}{'' if self.commercial else ' --accept-licence'}"
@@ -330,19 +335,14 @@ def find_published(name: str) -> Published:
     return found
 
 
-def check_present(row: Published) -> None:
-    """`IntegrityError`: published weights are not on this machine; whether they are damaged is not read."""
-    if not (row.folder / "manifest.toml").is_file():
+def locate(row: Published) -> WeightsBytes:
+    """The checked weights file on this machine that was made of published weights."""
+    if not row.is_here:
         raise IntegrityError(
             f"the published weights {row.name} are not on this machine: run `{row.command}`, or"
             f" `matcher weights import FILE --preset {row.name}` with a file that you have"
             f" ({row.licence}; {row.source})"
         )
-
-
-def locate(row: Published) -> WeightsBytes:
-    """The checked weights file on this machine that was made of published weights."""
-    check_present(row)
     return weights_bytes(row.name, row.folder, remedy=f"run `{row.command}` again")
 
 
@@ -362,9 +362,8 @@ def find_weights(weights: str | Path) -> WeightsBytes:
 
 def published_front_end(config: ExtractorConfig) -> Published | None:
     """The row of a front end's parameters in the catalogue; None: it has none there."""
-    if config.kind in ("sift", "learned"):  # reading the catalogue takes 25 ms
-        return None
-    rows = [row for row in read_catalogue().values() if row.frontend == config.kind]
+    rows = {} if config.kind in ("sift", "learned") else read_catalogue()  # which takes 25 ms
+    rows = [row for row in rows.values() if row.frontend == config.kind]
     return next((row for row in rows if config.variant in (None, row.variant)), None)
 
 
