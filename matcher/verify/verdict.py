@@ -204,7 +204,7 @@ def _of_mixture(relative_density: np.ndarray, matched: MatchedPoints) -> float:
 SAME_POINT = 1.5  # pixels of the resized images within which points are one
 # Similarity to the most similar descriptor elsewhere, of a keypoint that does not repeat and of one that
 # does; each front end has its own scale.
-_SIMILAR = {"learned": (0.7, 0.9), "sift": (0.92, 0.99), "xfeat": (0.87, 0.95)}
+_SIMILAR = {"learned": (0.7, 0.9), "sift": (0.92, 0.99), "xfeat": (0.87, 0.95), "aliked": (0.7, 0.9)}
 _ELSEWHERE = 16.0  # pixels of the resized image
 _CELL = 64.0  # pixels of the resized image, around inliers, in which keypoints are counted
 _SAMPLE = 400  # keypoints of an image that are compared with all others
