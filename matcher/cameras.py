@@ -327,20 +327,28 @@ def _from_binary(data: bytes) -> dict[str, Camera]:
     return found
 
 
+_FOLDER = re.compile(r"(\./)?(images/)?")  # of images in nerfstudio's names
+
+
 def _from_nerfstudio(values: Any) -> Camera | dict[str, Camera]:
     """transforms.json: intrinsics of all frames, or of each; their pixel origin is COLMAP's."""
 
     def camera(row: Mapping[str, Any]) -> Camera | None:
+        lens = row.get("camera_model", "OPENCV_FISHEYE" if row.get("is_fisheye") else "OPENCV")
+        fisheye = str(lens).endswith("FISHEYE")
+        # Beyond k3 its polynomial is no model of COLMAP's.
+        others = [key for key in (("p1", "p2") if fisheye else ("k4", "k5", "k6")) if row.get(key)]
+        if others or lens not in {"PERSPECTIVE", *CAMERA_MODELS} - {"FOV"}:
+            raise ValueError(" with ".join([f"camera_model {lens!r}", *others]) + " is not supported")
         if "fl_x" not in row:
             return None
         params = [row["fl_x"], row.get("fl_y", row["fl_x"]), row["cx"], row["cy"]]
-        model = "OPENCV_FISHEYE" if row.get("camera_model") == "OPENCV_FISHEYE" else "OPENCV"
-        more = ("p1", "p2") if model == "OPENCV" else ("k3", "k4")
-        params += [row.get(key, 0.0) for key in ("k1", "k2", *more)]
+        model = "OPENCV_FISHEYE" if fisheye else "FULL_OPENCV" if row.get("k3") else "OPENCV"
+        more = ("k3", "k4") if fisheye else ("p1", "p2", "k3", "k4", "k5", "k6")
+        params += [row.get(key, 0.0) for key in ("k1", "k2", *more)[: CAMERA_MODELS[model][1]]]
         return Camera.from_colmap(model, params, (int(row["w"]), int(row["h"])))
 
-    frames = {frame["file_path"]: camera(values | frame) for frame in values["frames"] if "fl_x" in frame}
-    named = {name.removeprefix("./").removeprefix("images/"): each for name, each in frames.items()}
+    named = {_FOLDER.sub("", f["file_path"], 1): camera(values | f) for f in values["frames"] if "fl_x" in f}
     return named or camera(values) or {}
 
 
@@ -595,7 +603,7 @@ def read_named_poses(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str,
     """Poses cam_from_world (4, 4) by name of image, and the cameras of those that have one; or `UsageError`.
 
     They are of COLMAP's `images.txt` (whose cameras are beside it and not read here), result lines of hloc
-    (`.txt`), or JSON: name → {"cam_from_world": (3, 4) or (4, 4), "camera": …} or the matrix itself.
+    (`.txt`), or JSON: nerfstudio's, or name → {"cam_from_world": (3, 4) or (4, 4), "camera": …} or a matrix.
     """
     path = Path(path)
     if path.suffix.lower() in (".tum", ".kitti"):
@@ -615,7 +623,7 @@ def read_named_poses(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str,
     except MALFORMED as error:
         raise UsageError(
             f"{path}: cannot be read as poses of images ({error}): lines `name qw qx qy qz tx ty tz`, "
-            "COLMAP's images.txt, or JSON with cam_from_world by name are needed"
+            "COLMAP's images.txt, nerfstudio's transforms.json or one with cam_from_world by name are needed"
         ) from error
     if not found[0]:
         raise UsageError(f"{path} holds no pose")
@@ -702,6 +710,12 @@ def _poses_from_rows(rows: Iterable[tuple[str, Sequence[str | float]]]) -> dict[
 
 def _poses_from_json(values: Any) -> tuple[dict[str, np.ndarray], dict[str, Camera]]:
     poses, cameras = {}, {}
+    if isinstance(frames := values.get("frames"), list):  # nerfstudio's, with OpenGL's axes: y up, z back
+        names, known = [_FOLDER.sub("", f["file_path"], 1) for f in frames], _from_nerfstudio(values)
+        placed = np.array([f["transform_matrix"] for f in frames], np.float64).reshape(-1, 4, 4)
+        check_poses(placed := placed @ np.diag([1.0, -1.0, -1.0, 1.0]))
+        poses = dict(zip(names, np.linalg.inv(placed), strict=True))
+        return poses, known if isinstance(known, dict) else dict.fromkeys(poses, known)
     for name, row in (values["poses"] if isinstance(values.get("poses"), dict) else values).items():
         if name == "software":
             continue

@@ -57,8 +57,8 @@ def sfm(
         out (MODEL): Folder to create for the model.
         run (RUN_DIR): Folder for the matches of photos; by default MODEL-run.
         mapper: COLMAP's incremental or global (GLOMAP) mapper.
-        poses (MODEL|FILE): Known poses: a COLMAP model, hloc's lines (.txt), images.txt or .json. Only points
-            are triangulated, of the photos with a pose.
+        poses (MODEL|FILE): Known poses: a COLMAP model, hloc's lines (.txt), images.txt, .json such as
+            nerfstudio's. Only points are triangulated, of the photos with a pose.
         continue_ (MODEL): Add the photos to this model, in its coordinates and with its run; MODEL itself is
             kept. They must lie in the folder of its images.
         min_images (N): Discard models with fewer images.
