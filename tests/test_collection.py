@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import unicodedata
 from pathlib import Path
 
 import cv2
@@ -19,6 +20,7 @@ from matcher.collection.sources import PairChoice, Selection, default_choice
 from matcher.collection.store import EncodedPair, Store, Writer
 from matcher.collection.workers import Workers
 from matcher.errors import ImageError, UsageError
+from matcher.sfm.growing import PAIRS
 
 NEAR, FAR = Camera(200, 200, 99.5, 79.5), Camera(900, 900, 99.5, 79.5)
 NAMES = [f"view 0{number}.png" for number in range(6)]
@@ -296,6 +298,8 @@ def test_images_are_selected_by_name_folder_glob_or_list(folder, tmp_path, capfd
         assert Selection.parse(include, exclude).apply(names) == kept
     (tmp_path / "list.txt").write_text("\ufeff# best ones\nleft/a[1].png\n\nview 03.png\n", encoding="utf-8")
     assert Selection.parse([f"@{tmp_path / 'list.txt'}"]).apply(names) == [names[0], names[4]]
+    decomposed = unicodedata.normalize("NFD", "été.png")  # as macOS stores names
+    assert Selection.parse(["été.png"]).apply([decomposed]) == [decomposed]
     for selection in ({"include": ["x*"]}, {"include": ["@absent.txt"]}, {"exclude": ["*"]}):
         with pytest.raises(UsageError):
             Selection.parse(**selection).apply(names)
@@ -308,6 +312,7 @@ def test_images_are_selected_by_name_folder_glob_or_list(folder, tmp_path, capfd
 def test_a_default_follows_the_number_of_images(folder, tmp_path, capfd):
     assert default_choice(50) == PairChoice("exhaustive", by_default=True)
     assert default_choice(51) == PairChoice("similar", 20, by_default=True)
+    assert default_choice(13, **PAIRS) == PairChoice("preemptive", 30, by_default=True)  # for a model
     found = opened(tmp_path / "run", folder)
     first = found.suggest_pairs(exhaustive_up_to=4, neighbours=2)
     assert first.method == "exhaustive" and found.add_pairs(first) == (6, 6)

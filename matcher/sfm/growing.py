@@ -18,7 +18,7 @@ from matcher.collection.workers import OnProgress, add_pairs
 from matcher.errors import IntegrityError, UsageError
 from matcher.export.colmap import CameraChoice, read_exif
 from matcher.files import check_folder
-from matcher.images import list_images
+from matcher.images import find_images
 from matcher.match.retrieval import similar_pairs
 from matcher.sfm.models import find_run, read_given_poses
 from matcher.sfm.reconstruct import RIG, MappingOptions, Reconstruction, reconstruct
@@ -78,7 +78,7 @@ def continue_model(
     The model is a folder that `reconstruct` wrote, whose rig applies to all photos; these lie in the run's
     folder of images. `choice` has the cameras of new photos that share none with a photo of the model,
     `pairs` arguments of `Collection.add_pairs` (None: as those of the run were, or where these came from a
-    list, all in small runs, else similar ones), `how` those of `Collection.reopen`.
+    list or names, all in small runs, else similar ones), `how` those of `Collection.reopen`.
     """
     check_folder(Path(out), overwrite=options.get("overwrite", False))  # before hours of matching
     given = read_given_poses(model, fixed=False)
@@ -104,7 +104,7 @@ def continue_model(
         names, folder, chosen = sorted(kept.union(new)), store.image_folder, store.pair_choice
     collection = Collection.reopen(run, **(how or {}))
     collection.add_images(folder, include=[escape(name) for name in names])
-    if chosen is None or chosen.by_default or chosen.from_list:
+    if chosen is None or chosen.by_default or chosen.from_list or chosen.method == "sequential":
         chosen = default_choice(len(names), **PAIRS)
     collection.add_pairs(**(pairs or {"pairs": chosen}), of=new, on_progress=on_progress)
     collection.run(on_progress=on_progress)
@@ -124,14 +124,11 @@ def continue_model(
 def _names(photos: str | Path, folder: Path) -> list[str]:
     """Names in the run, whose images lie in a folder, of the photos below another one."""
     given = Path(photos)
-    if not given.is_dir():
-        raise UsageError(f"{photos} is not a folder of photos")
+    found = find_images(given)
     if not (real := given.resolve()).is_relative_to(folder.resolve()):
         raise UsageError(
             f"{photos} does not lie in {folder}, the folder of the run's images, from which they are named: "
             f"put the new photos into it, for example as {folder / given.name}"
         )
     below = real.relative_to(folder.resolve())
-    if not (names := sorted((below / name).as_posix() for name in list_images(given))):
-        raise UsageError(f"{photos} holds no photos")
-    return names
+    return sorted((below / path.relative_to(given)).as_posix() for path in found)
