@@ -75,19 +75,27 @@ RAW_SUFFIXES = (  # of photos as the sensor took them, most of them TIFFs whose 
 
 def find_format(file: BinaryIO, path: Path) -> tuple[str, Opener | None]:
     """Name and Pillow class (None: OpenCV reads it) of the image format, by the file's first bytes."""
-    head = file.read(16)
+    head = file.read(256)
     file.seek(0)
     found = [(name, opener) for name, signature, opener in _FORMATS if re.match(signature, head, re.DOTALL)]
     if path.suffix.lower() in RAW_SUFFIXES and (not found or found[0][0] == "TIFF"):
-        raise _raw(path)
+        raise ImageError(f"{path}: {_RAW}")
     if found:
         return found[0]
+    if others := [text for text, signature in _OTHERS.items() if re.match(signature, head, re.DOTALL)]:
+        raise ImageError(f"{path}: no image that can be read, but {others[-1]}")
     known = ", ".join(name for name, _, _ in _FORMATS)
     raise ImageError(f"{path}: not an image in a known format ({known}); convert it to PNG or JPEG")
 
 
-def _raw(path: Path) -> ImageError:
-    return ImageError(f"{path}: a RAW photo, or the preview inside one; develop it to JPEG or TIFF")
+_RAW = "a RAW photo, or the preview inside one; develop it to JPEG or TIFF"
+_OTHERS = {  # what else people give, and what to do, by the first bytes
+    "a PDF; save its pages as images, such as by `pdftoppm -r 300 -png`": rb".{,9}%PDF-",
+    "a video; save its frames, such as by `ffmpeg -i`": rb".{4}(ftyp|moov|mdat)|\x1aE\xdf\xa3|RIFF.{4}AVI ",
+    "a drawing (SVG, PostScript); save it as PNG": rb"\s*<(\?xml.*<)?svg|%!PS|\xc5\xd0\xd3\xc6",
+    "a file of Photoshop, GIMP or of HDR; save it as TIFF or PNG": rb"8BPS|gimp xcf|v/1\x01|#\?R",
+    _RAW: rb".{4}ftypcrx|FUJIFILMCCD-RAW|IIR[OS]|MMOR|IIU\0|FOVb|.{6}HEAPCCDR",
+}
 
 
 def _open_heif(file: BinaryIO) -> PIL.Image.Image:
@@ -227,7 +235,7 @@ def _check_size(path: Path, width: int, height: int, max_pixels: int) -> None:
 def _refuse_preview(image: PIL.Image.Image, path: Path) -> None:
     subfile = image.tag_v2.get(254) if isinstance(image, TiffImageFile) else 0
     if isinstance(subfile, int) and subfile & 1:  # NewSubfileType: a smaller version of another page
-        raise _raw(path)
+        raise ImageError(f"{path}: {_RAW}")
 
 
 def from_pillow(image: PIL.Image.Image) -> Decoded:

@@ -3,7 +3,6 @@
 import io
 import os
 import threading
-import unicodedata
 import warnings
 from pathlib import Path
 
@@ -13,11 +12,8 @@ import PIL.features
 import PIL.Image
 import pytest
 import torch
-from collection_runs import QUICK, photos
 
 import matcher
-from matcher.cli import main
-from matcher.collection.store import Store
 from matcher.errors import ImageError, ImageWarning, UsageError
 from matcher.export.colmap import read_exif
 from matcher.geometry import resize_points, resized, upright_to_stored
@@ -193,10 +189,7 @@ def test_damaged_files_are_refused(tmp_path, noise):
 def test_paths_that_cannot_be_read(tmp_path):
     os.mkfifo(tmp_path / "pipe.jpg")
     (tmp_path / "loop.jpg").symlink_to(tmp_path / "loop.jpg")
-    for name, tags in (
-        ("a.tif", {254: 1}),
-        ("b.CR2", {}),
-    ):  # a NEF's first page; by its name
+    for name, tags in (("a.tif", {254: 1}), ("b.CR2", {})):  # a NEF's first page; by its name
         PIL.Image.new("L", (16, 10)).save(tmp_path / name, "tiff", tiffinfo=tags)
     names = ("pipe.jpg", "loop.jpg", "none.jpg", "a.tif", "b.CR2")
     paths = (tmp_path, *(tmp_path / name for name in names))
@@ -207,6 +200,15 @@ def test_paths_that_cannot_be_read(tmp_path):
         read_image(3)
     with pytest.raises(UsageError, match="max_pixels"):
         read_image("a.png", max_pixels=0)
+
+
+def test_what_is_no_image_is_named_with_a_remedy(tmp_path):
+    starts = {b"%PDF-1.7": "PDF.*pages", b"\0\0\0\x18ftypmp42": "video.*frames", b"8BPS": "Photoshop.*TIFF"}
+    starts |= {b"<?xml?>\n<svg>": "SVG.*PNG", b"\0\0\0\x18ftypcrx ": "RAW.*develop", b"any": "known format"}
+    for start, named in starts.items():
+        (tmp_path / "a.jpg").write_bytes(start + bytes(99))
+        with pytest.raises(ImageError, match=rf"a\.jpg: .*{named}"):
+            read_image(tmp_path / "a.jpg")
 
 
 def test_odd_names_and_home_folders_work(tmp_path, noise, monkeypatch):
@@ -309,24 +311,6 @@ def test_links_to_folders_are_followed_once(tmp_path):
     (tmp_path / "alias").symlink_to(folder)
     for named in (folder, tmp_path / "alias"):
         assert sorted(list_images(named)) == ["link/deep/a.jpg", "sub/a.jpg"]
-
-
-def test_lists_name_accents_composed_or_not(tmp_path, capfd):
-    """macOS stores them decomposed, and lists come from elsewhere."""
-    folder = tmp_path / "photos"
-    first, second, third = photos(folder, 3)
-    name = unicodedata.normalize("NFD", "été.png")
-    (folder / first).rename(folder / name)
-    written = unicodedata.normalize("NFC", name)
-    (tmp_path / "pairs.csv").write_text(f"{written},{second}\n", encoding="utf-8")
-    (tmp_path / "names.txt").write_text(f"{written}\n{second}\n", encoding="utf-8")
-    command = ["collection", folder, "--run", tmp_path / "run", *QUICK, "--workers", 0]
-    command += ["--pairs", tmp_path / "pairs.csv", "--include", f"@{tmp_path / 'names.txt'}"]
-    assert main([*map(str, command)]) == 0
-    assert "another form" in capfd.readouterr().err
-    with Store.open(tmp_path / "run") as store:
-        assert {*store.known_pairs()} == {frozenset((name, second))}
-        assert third not in store.names().values()
 
 
 def test_heic_photos_and_their_headers_are_read(tmp_path):
