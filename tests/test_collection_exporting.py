@@ -1,5 +1,6 @@
 """Exports: what other programs read is what the store holds, pixel origins and all, or a readable refusal."""
 
+import csv
 import json
 import os
 from dataclasses import replace
@@ -128,7 +129,7 @@ def test_npz_holds_everything(store, tmp_path):
             np.testing.assert_array_equal(data["inliers"][start:end], pair.geometry.inliers)
             np.testing.assert_array_equal(data["matrices"][index], pair.geometry.matrix)
         assert np.isnan(data["cam1_from_cam0"]).all() and set(data["statuses"]) == {"ok"}
-        assert len(data["matches"]) == report.matches
+        assert len(data["matches"]) == report.matches and (data["probabilities"] > 0.2).all()
         assert data["sizes"].tolist() == [list(SIZE)] * 4
 
 
@@ -209,15 +210,17 @@ def test_photos_share_a_camera_by_size_folder_and_exif(tmp_path):
     assert read_exif(tmp_path / "absent.jpg").focal == 0
 
 
-def test_distorted_cameras_are_written_with_their_distortion_or_refused(store, tmp_path):
+def test_cameras_are_written_as_they_are_or_refused(store, tmp_path):
     camera = Camera(900, 900, 511.5, 383.5, SIZE, "SIMPLE_RADIAL", (0.05,))
     ((exported, _),) = group_cameras(list(store.images()), CameraChoice(camera=camera))
     assert (exported.model, exported.params) == ("SIMPLE_RADIAL", (900, 512, 384, 0.05))
     export(store, "openmvg", tmp_path / "radial", CameraChoice(camera=camera))
     assert intrinsics_of(tmp_path / "radial")["disto_k3"] == [0.05, 0, 0]
-    fisheye = Camera(900, 900, 511.5, 383.5, SIZE, "OPENCV_FISHEYE", (0.1, 0, 0, 0))
-    with pytest.raises(UsageError, match="OPENCV_FISHEYE"):
-        export(store, "openmvg", tmp_path / "fisheye", CameraChoice(camera=fisheye))
+    others = ("OPENCV", 900, (0.1, 0.2, 0.003, 0)), ("FOV", 900, (0.8,)), ("PINHOLE", 450, ())
+    for model, fy, lens in (*others, ("OPENCV_FISHEYE", 900, (0, 0, 0, 0))):  # which is no pinhole either
+        choice = CameraChoice(camera=Camera(900, fy, 511.5, 383.5, SIZE, model, lens))
+        with pytest.raises(UsageError, match=rf"ring/000\.jpg.*{model}.* {fy}"):
+            export(store, "openmvg", tmp_path / "out", choice)
 
 
 def test_given_cameras_and_those_of_a_model(tmp_path):
@@ -254,6 +257,11 @@ def test_a_pair_that_others_contradict_is_named_and_in_no_track_and_no_export(rn
     np.testing.assert_array_equal(tracks_of(changed).keypoints, tracks_of(left).keypoints)
     report = export(changed, "npz", tmp_path / "out.npz")
     assert report.pairs == len(pairs) and f"{first.name0} {first.name1}" in report.left_out[0]
+    assert export(changed, "csv", tmp_path / "out.csv").pairs == len(pairs) + 1  # a list of pairs has all
+    head, *rows = csv.reader((tmp_path / "out.csv").read_text("utf-8").splitlines())
+    assert head == ["name0", "name1", "matches", "inliers", "status", "probability"]
+    assert rows[0][:5] == [first.name0, first.name1, *[str(len(indices))] * 2, "ok"]
+    assert 0.9 < float(rows[-1][5]) <= 1
 
 
 def test_what_an_export_leaves_out_or_refuses(store, tmp_path):

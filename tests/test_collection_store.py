@@ -26,6 +26,7 @@ from matcher.collection.schema import Counts, decode_pair, encode_pair
 from matcher.collection.store import Store, Writer
 from matcher.collection.workers import add_pairs, match_jobs
 from matcher.errors import IntegrityError, UsageError
+from matcher.types import Repetition
 
 
 @pytest.mark.parametrize(
@@ -38,14 +39,15 @@ def test_a_pair_survives_its_bytes(rng, count0, refined, matches):
     moved = wanted.matches.points1 + refined * (rng.random((matches, 1)) < 0.5).astype(np.float32)
     wanted = replace(wanted, matches=replace(wanted.matches, points1=moved))
     pose = np.vstack([rng.normal(size=(3, 4)), [0, 0, 0, 1]])
-    geometry = replace(wanted.geometry, kind="essential", cam1_from_cam0=pose)
+    repeated = Repetition(0.25, 0.5, 0.75)
+    geometry = replace(wanted.geometry, kind="essential", cam1_from_cam0=pose, repetition=repeated)
     data = encode_pair(wanted.matches, geometry, points0, points1)
     assert refined or len(data) < 3000
     found, read = decode_pair(data, points0, points1)
     for name in ("indices", "points0", "points1", "layers_run", "kept0", "kept1"):
         assert np.array_equal(getattr(found, name), getattr(wanted.matches, name)), name
     assert np.allclose(found.scores, wanted.matches.scores, atol=0.5001 / 65535)
-    for name in ("inliers", "matrix", "cam1_from_cam0", "status"):
+    for name in ("inliers", "matrix", "cam1_from_cam0", "status", "repetition"):
         assert np.array_equal(getattr(read, name), getattr(geometry, name)), name
     with pytest.raises(IntegrityError):
         decode_pair(data[:-1], points0, points1)
@@ -136,6 +138,8 @@ def test_a_plain_list(read):
         assert read(line) == ([("my photo.jpg", "a.jpg")], [])
     name = b"caf\xe9.jpg".decode(errors="surrogateescape")
     assert read(b"caf\xe9.jpg a.jpg", ["a.jpg", name]) == ([(name, "a.jpg")], [])
+    with pytest.raises(UsageError, match=r"none\.txt"):
+        read_pairs("none.txt", NAMES)
 
 
 def test_other_forms_of_names_are_taken_and_said(read, tmp_path):
@@ -177,12 +181,6 @@ def test_a_line_that_gives_no_pair_is_reported_by_its_number(read, line, kind):
     assert pairs == [("b.jpg", "sub/c.jpg"), ("a.jpg", "b.jpg")]
     assert sorted((fault.line, fault.kind) for fault in faults) == [(2, kind), (3, EXTRA)]
     assert all(len(str(fault)) < 200 and str(fault).isprintable() for fault in faults)
-
-
-def test_what_cannot_be_read_is_refused(tmp_path):
-    for name in ("none.txt", ""):
-        with pytest.raises(UsageError, match=name or "pair list"):
-            read_pairs(tmp_path / name, NAMES)
 
 
 def test_a_long_list_takes_bounded_memory(tmp_path):

@@ -307,9 +307,11 @@ def test_the_page_counts_what_the_store_holds(run, written):
     assert [sum(histogram) for histogram in data["histograms"]] == [15, 15]
     inliers = {(p.name0, p.name1): int(p.geometry.inliers.sum()) for p in pairs}
     assert {(row[0], row[1]): row[3] for row in data["weakest"]} == inliers
+    likely = {(row[0], row[1]) for row in data["weakest"] if row[5] > 0.5}
     sound = {(p.name0, p.name1) for p in pairs if p.geometry.verified}
     nodes = [node[0] for node in data["graph"]["nodes"]]
-    assert {(nodes[a], nodes[b]) for a, b, *_ in data["graph"]["edges"]} == sound and len(sound) == 10
+    assert {(nodes[a], nodes[b]) for a, b, *_ in data["graph"]["edges"]} == sound == likely
+    assert len(likely) == 10
     assert dict((name, degree) for name, *_, degree in data["graph"]["nodes"])["noise.png"] == 0
     tracks = Collection.open(run).tracks()
     assert data["tracks"]["count"] == len(tracks) and data["tracks"]["conflicts"] == tracks.conflicts
@@ -346,6 +348,9 @@ def test_a_browser_shows_the_graph_and_follows_a_link(run, written, tmp_path):
         assert "nearest" in page.text("#tables") and ODD in page.text("#weakest")
         assert "broken.jpg" in page.text("#failed-images")
         assert len(page.find("#weakest a")) == 3 and page.complaints() == []
+        for last in (True, False):  # the pairs of the other place, sorted by the probability of the same
+            page.click("#weakest th:nth-child(6)")
+            assert ("noise.png" not in page.text("#weakest tr:last-child")) == last
         page.click("#weakest a")
         page.wait("return location.pathname.includes('report_pairs') && document.body.dataset.ready")
         assert "Click a point" in page.text("#info") and page.complaints() == []

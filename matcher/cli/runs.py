@@ -251,7 +251,7 @@ def export(
     run: Path,
     out: Path,
     /,
-    to: Literal["colmap", "hloc", "npz", "openmvg", "kapture"],
+    to: Literal["colmap", "hloc", "npz", "openmvg", "kapture", "csv"],
     intrinsics: CameraOptions,
     overwrite: bool = False,
 ) -> int:
@@ -259,7 +259,7 @@ def export(
 
     Args:
         out (OUT): File or folder to create.
-        to: Format. colmap writes a .db file and npz a .npz file; most formats fill a folder.
+        to: Format. colmap writes a .db file, npz .npz and csv, a list of pairs, .csv; others fill a folder.
     """
     from matcher.collection.store import Store
     from matcher.export.formats import FORMATS

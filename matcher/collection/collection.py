@@ -223,6 +223,7 @@ class Collection:
                 scale = threshold_scale(*map(writer.scale, ends), config.kind)
                 points, scores = (matches.points0, matches.points1), matches.scores
                 geometry = estimator(*points, cameras=known, scores=scores, thresholds_scale=scale)
+                geometry = replace(geometry, repetition=pair.geometry.repetition)
                 sizes = (images[name].size for name in ends)
                 geometry = reject_improbable(geometry, matches, *sizes, least=NOT)
                 data = schema.encode_pair(matches, geometry, *map(writer.keypoints, ends))
@@ -391,12 +392,12 @@ class Collection:
         """Export the run for another program; returns what was written and what was left out.
 
         Args:
-            form: "colmap", "hloc", "npz", "openmvg" or "kapture".
-            out: file (colmap: .db, npz: .npz) or folder to create.
+            form: "colmap", "hloc", "npz", "openmvg", "kapture" or "csv" (a line a pair).
+            out: file (colmap: .db, npz, csv: by their names) or folder to create.
             cameras: which images share a camera, and what is known of it (colmap, openmvg, kapture); None
                 takes them from the run, from EXIF, or guesses.
             overwrite: replace an existing file, or write into a folder that holds files; without it only an
-                `.npz` that an earlier export wrote is replaced.
+                `.npz` or `.csv` that an earlier export wrote is replaced.
 
         Raises:
             UsageError: an unknown format, an output that exists or cannot be written, names or cameras that

@@ -27,7 +27,8 @@ from safetensors.numpy import load, save
 from matcher.cameras import Camera
 from matcher.config import GeometryKind, GeometryStatus
 from matcher.errors import IntegrityError, UsageError
-from matcher.types import Features, Matches, TwoViewGeometry, root_sift, to_numpy
+from matcher.types import Features, Matches, Repetition, TwoViewGeometry, root_sift, to_numpy
+from matcher.verify.verdict import verdict_of
 
 # The files of a run: its database, descriptors (which may be deleted after matching), the lock of its writer,
 # and the global descriptors of the images of a map.
@@ -62,6 +63,11 @@ class StoredPair:
     matches: Matches  # scores to within 1/131070; points are keypoints unless the matcher refined them
     geometry: TwoViewGeometry
     seconds: float  # matching and verifying
+
+    def probability(self, sizes: Mapping[str, tuple[int, int]]) -> float | None:
+        """Of the same place, from images of stored (width, height) by name; None without geometry."""
+        verdict = verdict_of(self.matches, self.geometry, sizes[self.name0], sizes[self.name1])
+        return None if verdict is None else verdict.probability
 
 
 @dataclass(frozen=True)
@@ -242,6 +248,7 @@ def encode_pair(
     status = get_args(GeometryStatus).index(geometry.status)
     wide = max(len(keypoints0), len(keypoints1)) > 65536
     models = {"matrix": geometry.matrix, "pose": geometry.cam1_from_cam0, "homography": geometry.homography}
+    models["repetition"] = geometry.repetition
     models["alternatives"] = np.array(geometry.alternatives) if geometry.alternatives else None
     moved = {}
     for side, keypoints in enumerate((keypoints0, keypoints1)):
@@ -267,7 +274,7 @@ def decode_pair(
         count, others = len(arrays["indices"]), arrays.get("alternatives", np.zeros((0, 4, 4)))
         matched = {"indices": (count, 2), "scores": (count,), "inliers": (-(-count // 8),), "facts": (5,)}
         models = {"matrix": (3, 3), "pose": (4, 4), "homography": (3, 3), "alternatives": (len(others), 4, 4)}
-        _check_arrays(arrays, **matched, **models, points0=(count, 2), points1=(count, 2))
+        _check_arrays(arrays, **matched, **models, points0=(count, 2), points1=(count, 2), repetition=(3,))
         kind, status, *numbers = (int(number) for number in arrays["facts"])
         if min(kind, status, *numbers) < 0:
             raise ValueError("a number is below 0")
@@ -282,6 +289,7 @@ def decode_pair(
             arrays.get("pose"),
             homography=arrays.get("homography"),
             alternatives=tuple(others),
+            repetition=Repetition(*arrays["repetition"].tolist()) if "repetition" in arrays else None,
         )
         posed = geometry.kind != "essential" or geometry.cam1_from_cam0 is not None
         if geometry.status == "ok" and (geometry.matrix is None or not posed):

@@ -2,9 +2,9 @@ const BLUE = "#56b4e9", RED = "#d55e00", DARK = "#222222";
 const { nodes, edges } = data.graph, graph = byId("graph"), pen = graph.getContext("2d");
 let chosen = null;
 
-const pairRow = ([name0, name1, matches, inliers, status, seconds, link]) =>
-  [name0, name1, matches, inliers, status, seconds.toFixed(3), link ? { link, text: "page" } : ""];
-const PAIR = ["image 0", "image 1", "matches", "inliers", "geometry", "seconds", ""];
+const pairRow = ([name0, name1, matches, inliers, status, probability, seconds, link]) =>
+  [name0, name1, matches, inliers, status, probability === null ? "" : probability.toFixed(2), seconds.toFixed(3), link ? { link, text: "page" } : ""];
+const PAIR = ["image 0", "image 1", "matches", "inliers", "geometry", "same place", "seconds", ""];
 
 // The graph.
 const slider = make("label", "minimum inliers of a pair ", byId("controls"));

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -51,7 +51,8 @@ def write_run_report(
         raise UsageError(f"the number of pages must not be negative, got {pages}")
     with Store.open(run_dir) as store:
         path = check_output(path or run_dir / "report.html", (".html",), overwrite=overwrite)
-        rows = sorted(map(PairRow.of, store.pairs()))
+        sizes = {image.name: image.size for image in store.images()}
+        rows = sorted(PairRow.of(pair, sizes) for pair in store.pairs())
         links, left_out = _write_pairs(store, rows[:pages], path, overwrite)
         counts, settings, images = store.counts(), store.settings, store.images()
         failed = [[f"{pair.name0} and {pair.name1}", pair.reason] for pair in islice(store.failed(), _ROWS)]
@@ -102,7 +103,7 @@ def write_run_report(
             "tracks": tracks,
             "graph": _graph([row for row in rows[::-1] if row.verified][:4000], degree, images),
             "weakest": [
-                [*names, r.matches, r.inliers, r.status, round(r.seconds, 3), links.get(names)]
+                [*names, r.matches, r.inliers, r.status, r.probability, round(r.seconds, 3), links.get(names)]
                 for r in rows[: max(_ROWS, len(links) + len(left_out))]
                 for names in [(r.name0, r.name1)]
             ],
@@ -128,15 +129,16 @@ class PairRow(NamedTuple):
     name1: str
     status: str
     seconds: float
+    probability: float | None  # of the same place
 
     @classmethod
-    def of(cls, pair: StoredPair) -> PairRow:
-        """Of a pair in a store."""
+    def of(cls, pair: StoredPair, sizes: Mapping[str, tuple[int, int]]) -> PairRow:
+        """Of a pair in a store, whose images have these (width, height)."""
         status, matches, inliers = pair.geometry.status, len(pair.matches), int(pair.geometry.inliers.sum())
         free = status == "not_estimated"
         verified = matches > 0 if free else pair.geometry.verified
         row = verified, matches if free else inliers, matches, pair.name0, pair.name1, status, pair.seconds
-        return cls(*row)
+        return cls(*row, pair.probability(sizes))
 
 
 def _write_pairs(

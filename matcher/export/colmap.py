@@ -72,6 +72,7 @@ class ExportedRun:
             replace(image, camera=image.camera or common) for image in images if image.status == "done"
         ]
         self.names = [image.name for image in self.images]
+        self.sizes = {image.name: image.size for image in self.images}
         if not self.images:
             raise UsageError("the run has no image with features: finish it first")
         chosen = {image.name for image in images if image.status != "failed"}  # that one failed is said above
@@ -99,18 +100,18 @@ class ExportedRun:
                 self.report.notes.append(f"without descriptors: {error}")
             return None
 
-    def pairs(self, without: Collection[tuple[str, str]] = ()) -> Iterator[StoredPair]:
+    def pairs(self, without: Collection[tuple[str, str]] = (), every: bool = False) -> Iterator[StoredPair]:
         """The pairs of those images, with name0 before name1, but for those `without`, those that others
         contradict, and, as programs that read them would crash, those in which a keypoint is matched
-        twice."""
-        known, contradicted = set(self.names), contradicted_pairs(self.store, without)
+        twice; or `every` one."""
+        known, contradicted = set(self.names), () if every else contradicted_pairs(self.store, without)
         self.report.left_out += [f"the pair {a} {b}: other pairs contradict it" for a, b in contradicted]
         without = {*without, *contradicted}
         for pair in self.store.pairs():
             ends = (pair.name0, pair.name1)
             if not known.issuperset(ends) or ends in without:
                 continue
-            if any(len(np.unique(column)) != len(column) for column in pair.matches.indices.T):
+            if not every and any(len(np.unique(column)) != len(column) for column in pair.matches.indices.T):
                 self.report.left_out.append(f"the pair {' '.join(ends)}: a keypoint is matched twice")
                 continue
             self.report.pairs += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import tempfile
 import zipfile
@@ -70,6 +71,7 @@ _ROWS = {  # of the arrays that may be large: type and shape
     "matrices": (np.float64, 3, 3),
     "cam1_from_cam0": (np.float64, 4, 4),
     "pairs": (np.int32, 2),
+    "probabilities": (np.float32,),
 }
 
 
@@ -79,8 +81,8 @@ def write_npz(run: ExportedRun, part: Path, _: None) -> None:
     Images: `names` (I,), `sizes` (I, 2) width and height, `keypoints` (ΣN, 2) float32 with `keypoint_offsets`
     (I + 1,), and of a run that was refined their `covariances` (ΣN, 3), xx, xy and yy. Pairs: `pairs` (P, 2)
     into names, `match_offsets` (P + 1,), `matches` (ΣK, 2) int32 into the keypoints of either image, `scores`
-    (ΣK,) float32, `inliers` (ΣK,) bool, `kinds` and `statuses` (P,) of the geometries, `matrices` (P, 3, 3)
-    F, H or E, NaN where there is none, and `cam1_from_cam0` (P, 4, 4), NaN but for essential geometry.
+    (ΣK,) float32, `inliers` (ΣK,) bool, `kinds`, `statuses` (P,) of the geometries, `probabilities` (P,) of
+    the same place, `matrices` (P, 3, 3) F, H or E and `cam1_from_cam0` (P, 4, 4) of essential ones, else NaN.
     """
     number = {name: index for index, name in enumerate(run.names)}
     kinds, statuses, lengths, rows = [], [], [0], Counter()
@@ -110,6 +112,7 @@ def write_npz(run: ExportedRun, part: Path, _: None) -> None:
                 put("matrices", geometry.matrix)
                 put("cam1_from_cam0", geometry.cam1_from_cam0)
                 put("pairs", (number[pair.name0], number[pair.name1]))
+                put("probabilities", pair.probability(run.sizes))
         arrays = {
             name: np.memmap(Path(spool, name), kind, "r", shape=(rows[name], *shape))
             if rows[name]
@@ -131,6 +134,16 @@ def write_npz(run: ExportedRun, part: Path, _: None) -> None:
             )
         with zipfile.ZipFile(part, "a") as archive:
             archive.comment = MARK
+
+
+def write_csv(run: ExportedRun, part: Path, _: None) -> None:
+    """A line for each matched pair, also one that others contradict; `probability` is of the same place."""
+    with part.open("w", encoding="utf-8", newline="") as file:
+        lines = csv.writer(file, lineterminator="\n")
+        lines.writerow(("name0", "name1", "matches", "inliers", "status", "probability"))
+        for pair in run.pairs(every=True):
+            counts = len(pair.matches), pair.geometry.inliers.sum(), pair.geometry.status
+            lines.writerow((pair.name0, pair.name1, *counts, pair.probability(run.sizes)))
 
 
 # The HDF5 files of hloc (Sarlin et al. 2019): features.h5, matches.h5 and pairs.txt. Pixels as ours: the
@@ -195,13 +208,17 @@ def write_openmvg(run: ExportedRun, part: Path, choice: CameraChoice | None) -> 
         data["id_intrinsic"] = camera_of[image.name]
         views.append({"key": number, "value": _pointer(None, _PLAIN, data, number + 1)})
     intrinsics = []
-    for number, (camera, _) in enumerate(cameras):
+    for number, (camera, group) in enumerate(cameras):
         focals, radial = CAMERA_MODELS[camera.model][0], camera.model in ("SIMPLE_RADIAL", "RADIAL")
-        distortion = camera.params[focals + 2 :]
-        if not radial and any(distortion):
-            raise UsageError(f"openmvg has no cameras like {camera.model}: export to colmap or kapture")
-        data = {"width": camera.size[0], "height": camera.size[1]}
-        data["focal_length"] = float(np.mean(camera.params[:focals]))  # it has one
+        fx, fy, distortion = camera.params[0], camera.params[focals - 1], camera.params[focals + 2 :]
+        other = camera.model.endswith("FISHEYE") or (not radial and any(distortion))
+        # It has one focal length: two may differ by half a pixel at the border of the image.
+        if other or abs(fx - fy) / (fx + fy) * max(camera.size) > 1:
+            raise UsageError(
+                f"openmvg has no cameras like that of {group[0].name}, {camera.model} with focal lengths "
+                f"{fx:g} and {fy:g}: undistort the photos to square pixels, or export to colmap or kapture"
+            )
+        data = {"width": camera.size[0], "height": camera.size[1], "focal_length": (fx + fy) / 2}
         data["principal_point"] = [value - HALF_PIXEL for value in camera.params[focals : focals + 2]]
         data["disto_k3"] = [*(distortion if radial else ()), 0.0, 0.0, 0.0][:3]  # x · (1 + k1 r² + k2 r⁴)
         # The name of the model is written once, and later ones refer to it.
@@ -285,4 +302,5 @@ FORMATS = {
     "npz": Format(write_npz, (".npz",)),
     "openmvg": Format(write_openmvg, has_cameras=True),
     "kapture": Format(write_kapture, has_cameras=True),
+    "csv": Format(write_csv, (".csv",)),
 }

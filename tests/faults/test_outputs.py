@@ -18,7 +18,7 @@ from matcher import files
 from matcher.collection.store import Store
 from matcher.files import whole_folder
 
-FORMS = {"npz": "m.npz", "colmap": "m.db", "hloc": "folder", "kapture": "folder", "openmvg": "folder"}
+FORMS = {"npz": "m.npz", "csv": "m.csv", "colmap": "m.db", "hloc": "a", "kapture": "b", "openmvg": "c"}
 NEEDED = {"hloc": "h5py", "colmap": "pycolmap"}
 linux = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
 
@@ -80,8 +80,8 @@ def test_an_export_is_whole_or_absent_and_replaces_only_its_own(tmp_path, stored
     for _ in range(2):
         assert run("export", stored, "--to", form, out, "--overwrite") == 0
     assert (mine.read_bytes() == before) == out.is_dir()  # files of others in a folder stay
-    # an archive is ours; to a database COLMAP may have added, and in a folder others have files
-    assert run("export", stored, "--to", form, out) == (0 if form == "npz" else 2)
+    # an archive or list is ours; to a database COLMAP may have added, and in a folder others have files
+    assert run("export", stored, "--to", form, out) == (0 if form in ("npz", "csv") else 2)
 
 
 @pytest.mark.promise(2)
