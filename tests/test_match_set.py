@@ -203,6 +203,6 @@ def test_pages_of_like_print_do_not_make_a_picture(rng):
     with pytest.raises(matcher.ImageError, match="no two"):
         matcher.stitch(pages)
     for model in ("homography", "similarity"):
-        found = matcher.align(*pages, model=model)
+        found = matcher.align(*pages, model=model, further_passes=False)
         assert found.to_dict()["verdict"]["word"] == "not" and "different places" in found.summary()
         assert not found.found and found.result.geometry.rejected.repetition is not None
