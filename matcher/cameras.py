@@ -339,7 +339,7 @@ def _from_nerfstudio(values: Any) -> Camera | dict[str, Camera]:
         # Beyond k3 its polynomial is no model of COLMAP's.
         others = [key for key in (("p1", "p2") if fisheye else ("k4", "k5", "k6")) if row.get(key)]
         if others or lens not in {"PERSPECTIVE", *CAMERA_MODELS} - {"FOV"}:
-            raise ValueError(" with ".join([f"camera_model {lens!r}", *others]) + " is not supported")
+            raise ValueError(f"{' with '.join([str(lens), *others])} cannot be used: undistort the images")
         if "fl_x" not in row:
             return None
         params = [row["fl_x"], row.get("fl_y", row["fl_x"]), row["cx"], row["cy"]]
