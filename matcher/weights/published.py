@@ -13,9 +13,11 @@ import json
 import os
 import re
 import sqlite3
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.error import HTTPError
@@ -134,20 +136,13 @@ def fast_heads(channels: int, heads: int) -> Tensor:
     return torch.arange(channels).view(-1, heads).t().flatten()
 
 
-# What published tensors are called here, in every naming that is in use.
-
-
 class CheckpointLayout(NamedTuple):
-    """How the parameters of a system are named and ordered.
-
-    Renames are regular expressions, all applied in turn. `name#0`, `name#1` … are parts of one parameter, one
-    below the other; `name#0=` must repeat part 0. Orders are of rows and of columns, by a part of their name.
-    """
+    """How the parameters of a system are named and ordered, as `layouts.toml` says."""
 
     system: str
     renames: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = ()
-    orders: tuple[tuple[str, Callable | None, Callable | None], ...] = ()
-    ignored: str = r"(?!)"  # names of what is in the files and no parameter of the network; none by default
+    orders: tuple[tuple[str, Callable | str, Callable | str], ...] = ()
+    ignored: str = "(?!)"  # no name
 
     def ours(self, name: str) -> str:
         """Our name for a tensor of theirs; their own where no rename fits."""
@@ -181,114 +176,33 @@ def _qkv(match: re.Match) -> str:
     return f"attention.qkv#{'qkv'.index(match[1])}"
 
 
-LAYOUTS = (
-    CheckpointLayout(
-        "LightGlue",
-        (
-            # cvg/LightGlue's files have the names of the first line; glue-factory and kornia save the second.
-            (r"^(self|cross)_attn\.(\d+)", r"layers.\2.\1_block"),
-            (r"^transformers\.(\d+)\.(self|cross)_attn", r"layers.\1.\2_block"),
-            (r"(?<=_block\.)Wqkv", "attention.qkv"),
-            (r"(?<=_block\.)to_qk", "attention.qkv#0"),
-            (r"(?<=_block\.)to_v", "attention.qkv#1"),
-            # transformers
-            (r"^transformer_layers\.(\d+)\.(self|cross)_(attention|mlp)", r"layers.\1.\2_block"),
-            (r"(?<=self_block\.)([qkv])_proj", _qkv),
-            (r"(?<=cross_block\.)q_proj", "attention.qkv#0"),
-            (r"(?<=cross_block\.)k_proj", "attention.qkv#0="),
-            (r"(?<=cross_block\.)v_proj", "attention.qkv#1"),
-            # All of them.
-            (r"(?<=_block\.)(out_proj|to_out|o_proj)", "attention.out"),
-            (r"(?<=_block\.)(ffn\.0|fc1)", "ffn.widen"),
-            (r"(?<=_block\.)(ffn\.1|layer_norm)", "ffn.norm"),
-            (r"(?<=_block\.)(ffn\.3|fc2)", "ffn.narrow"),
-            (r"^(log_assignment|match_assignment_layers)\.(\d+)", r"heads.\2"),
-            (r"^heads\.(\d+)\.final_proj(ection)?", r"heads.\1.projection"),
-            (r"^token_confidence\.(\d+)\.token(\.0)?", r"confidence.\1"),
-            (r"^input_proj(ection)?\b", "project"),
-            (r"^(posenc\.Wr|positional_encoder\.projector)", "position.frequencies"),
-        ),
-        (("self_attn.*Wqkv", interleaved_rotary, None), (r"self_attention\.[qk]_proj", rotary, None)),
-        # log_assignment.N.r: scalars of 1 in disk_lightglue.pth that no published code reads.
-        r"confidence_thresholds|(extractor|keypoint_detector)\..*|log_assignment\.[0-9]+\.r",
-    ),
-    CheckpointLayout(  # magicleap/SuperGluePretrainedNetwork
-        "SuperGlue",
-        (
-            (r"^gnn\.layers\.(?P<layer>\d{1,3})", _alternating),
-            (r"(?<=_block\.)attn\.proj\.", "attention.qkv#"),
-            (r"(?<=_block\.)attn\.merge", "attention.out"),
-            (r"(?<=_block\.)mlp\.0", "ffn.widen"),
-            (r"(?<=_block\.)mlp\.1", "ffn.norm"),
-            (r"(?<=_block\.)mlp\.3", "ffn.narrow"),
-            (r"^kenc\.encoder\.(\d{1,3})", _position),
-            (r"^final_proj\b", "heads.0.projection"),
-            (r"^bin_score", "heads.0.dustbin"),
-        ),
-        ((r"attn\.proj", fast_heads, None), (r"attn\.merge", None, fast_heads)),
-    ),
-    CheckpointLayout(  # transformers
-        "SuperGlue",
-        (
-            (r"^gnn\.layers\.(?P<layer>\d{1,3})", _alternating),
-            (r"(?<=_block\.)attention\.self\.([qkv])[a-z]*", _qkv),
-            (r"(?<=_block\.)attention\.output\.dense", "attention.out"),
-            (r"(?<=_block\.)mlp\.0\.linear", "ffn.widen"),
-            (r"(?<=_block\.)mlp\.0\.batch_norm", "ffn.norm"),
-            (r"(?<=_block\.)mlp\.1", "ffn.narrow"),
-            (r"^keypoint_encoder\.encoder\.4\b", "position.out"),
-            (r"^keypoint_encoder\.encoder\.(\d+)\.(?:batch_)?(linear|norm)", r"position.hidden.\1.\2"),
-            (r"^final_projection\.final_proj", "heads.0.projection"),
-            (r"^bin_score", "heads.0.dustbin"),
-        ),
-        ignored=r"keypoint_detector\..*",
-    ),
-    CheckpointLayout(  # zju3dv/LoFTR and kornia
-        "LoFTR",
-        (
-            (r"^backbone\.conv1", "backbone.stem.conv"),
-            (r"^backbone\.bn1", "backbone.stem.norm"),
-            (r"^backbone\.layer(\d)(_outconv(?:2\.(\d+))?)?", _level),
-            (r"(?<=^backbone\.stages\.\d\.\d)\.(conv|bn)1", r".first.\1"),
-            (r"(?<=^backbone\.stages\.\d\.\d)\.(conv|bn)2", r".second.\1"),
-            (r"(?<=^backbone\.stages\.\d\.\d)\.downsample\.0", ".skip.conv"),
-            (r"(?<=^backbone\.stages\.\d\.\d)\.downsample\.1", ".skip.norm"),
-            (r"(?<=^backbone\.stages\.\d\.\d\.)(first|second)\.bn", r"\1.norm"),
-            (r"^loftr_fine\.", "fine.loftr_coarse."),
-            (r"(?:^|(?<=^fine\.))loftr_coarse\.layers\.(?P<layer>\d{1,3})", _alternating),
-            (r"(?<=_block\.)([qkv])_proj", _qkv),
-            (r"(?<=_block\.)merge", "attention.out"),
-            (r"(?<=_block\.)norm1", "message_norm"),
-            (r"(?<=_block\.)mlp\.0", "ffn.widen"),
-            (r"(?<=_block\.)mlp\.2", "ffn.narrow"),
-            (r"(?<=_block\.)norm2", "ffn.output_norm"),
-            (r"^coarse_matching\.bin_score", "heads.0.dustbin"),
-            (r"^fine_preprocess\.down_proj", "fine.reduce"),
-            (r"^fine_preprocess\.merge_feat", "fine.merge"),
-        ),
-    ),
-    CheckpointLayout(
-        "SuperPoint",
-        (
-            # magicleap/SuperPointPretrainedNetwork
-            (r"^conv([1-4])([ab])", lambda of: f"encoder.{int(of[1]) - 1}{of[2]}"),  # counted from 1
-            (r"^conv(P)([ab])|^keypoint_decoder\.conv_(score)_([ab])", r"points.0\2\4"),
-            (r"^conv(D)([ab])|^descriptor_decoder\.conv_(descriptor)_([ab])", r"descriptors.0\2\4"),
-            # transformers
-            (r"^encoder\.conv_blocks\.(\d)\.conv_([ab])", r"encoder.\1\2"),
-            (r"(?<=\.)(\d)([ab])\b", lambda of: f"{2 * int(of[1]) + 'ab'.index(of[2])}.conv"),
-        ),
-    ),
-    CheckpointLayout(  # rpautrat/SuperPoint
-        "SuperPoint-open",
-        (
-            (r"^backbone\.(\d)\.(\d)", lambda of: f"encoder.{2 * int(of[1]) + int(of[2])}"),
-            (r"^detector\.", "points."),
-            (r"^descriptor\.", "descriptors."),
-            (r"(?<=\d\.)bn\b", "norm"),
-        ),
-    ),
-)
+def _convolution(match: re.Match) -> str:
+    """Of SuperPoint's, two in each stage, which are numbered through all of them."""
+    return str(2 * int(match[1]) + "01ab".index(match[2]) % 2)
+
+
+_FUNCTIONS = {
+    "{alternating}": _alternating,
+    "{convolution}": _convolution,
+    "{fast_heads}": fast_heads,
+    "{interleaved_rotary}": interleaved_rotary,
+    "{level}": _level,
+    "{position}": _position,
+    "{qkv}": _qkv,
+    "{rotary}": rotary,
+}
+
+
+@cache
+def read_layouts() -> tuple[CheckpointLayout, ...]:
+    """What `layouts.toml` beside this file describes."""
+
+    def found(rows: list[list[str]]) -> tuple[tuple[Any, ...], ...]:
+        return tuple(tuple(_FUNCTIONS.get(cell, cell) for cell in row) for row in rows)
+
+    tables = tomllib.loads(Path(__file__).with_name("layouts.toml").read_text(encoding="utf-8"))["layouts"]
+    parts = ((table, found(table["renames"]), found(table.get("orders", []))) for table in tables)
+    return tuple(CheckpointLayout(table["system"], *own, table.get("ignored", "(?!)")) for table, *own in parts)
 
 
 # Conversion. Messages read on after the file's name.
@@ -355,7 +269,7 @@ def _fill(network: nn.Module, files: str | Path, tensors: dict[str, Tensor], sys
 
 def choose_layout(tensors: Mapping[str, Tensor], system: str) -> CheckpointLayout:
     """The layout of `system` that knows most of the tensors' names, which are ours where it has none."""
-    ordered = sorted(LAYOUTS, key=lambda layout: layout.system != system)  # on a tie the one asked for
+    ordered = sorted(read_layouts(), key=lambda layout: layout.system != system)  # on a tie the one asked for
     if ordered[0].system != system:
         return CheckpointLayout(system)
     known = {layout: sum(layout.ours(name) != name for name in tensors) for layout in ordered}
@@ -387,9 +301,9 @@ def convert(
             part, dot, leaf = rest.partition(".")
             ours, value = name + dot + leaf, tensor
             for place, rows, columns in layout.orders:
-                if rows is not None and re.search(place, theirs):
+                if rows and re.search(place, theirs):
                     value = value[rows(len(value), heads)]
-                if columns is not None and re.search(place, theirs) and value.dim() > 1:
+                if columns and re.search(place, theirs) and value.dim() > 1:
                     value = value[:, columns(value.shape[1], heads)]
             if not re.fullmatch(layout.ignored, theirs):  # one that is not known is told by their name
                 own = parts.setdefault(ours if ours in expected else theirs, {})
