@@ -113,6 +113,17 @@ def counted(number: int, one: str, many: str | None = None) -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 9.95:
+        return f"{max(seconds, 0.1):.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
 def unknown_name(what: str, name: object, known: Iterable[str]) -> str:
     """A message for a name that is not known: the nearest one, and all of them."""
     known = list(known)

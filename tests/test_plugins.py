@@ -168,7 +168,7 @@ def network_file(preset: str, folder: Path) -> Path:
     shallow = replace(config, context=replace(config.context, depth=2))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        save_model(MatchingNetwork(shallow), path, dtype=torch.float32)
+        save_model(MatchingNetwork(shallow), path, dtype="float32")
     return path
 
 

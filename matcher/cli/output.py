@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from matcher.errors import MatcherError, UsageError, absent_module
+from matcher.errors import MatcherError, UsageError, absent_module, duration
 from matcher.files import MARK, is_ours
 
 if TYPE_CHECKING:
@@ -280,14 +280,3 @@ class ProgressLines:
     def stage(self, now: StageProgress) -> None:
         """The `on_progress` of `Collection.run`."""
         self(_DOING[now.stage], now.done, now.total, now.failed)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people say them."""
-    if seconds < 9.95:
-        return f"{max(seconds, 0.1):.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from matcher.config import NetworkConfig, from_dict
 from matcher.errors import UsageError
@@ -226,13 +225,3 @@ def enlarged(recipe: Recipe, scale: int) -> Recipe:
     pair = recipe.pair
     pair = replace(pair, pairs=scale * pair.pairs, points_per_batch=scale * pair.points_per_batch)
     return replace(recipe, pair=pair)
-
-
-def differences(before: Any, after: Any, key: str = "") -> list[str]:
-    """The differences of two nested dictionaries, as `key before → after`."""
-    if not (isinstance(before, dict) and isinstance(after, dict)):
-        return [] if before == after else [f"{key} {before} → {after}"]
-    found = []
-    for name in dict.fromkeys([*before, *after]):
-        found += differences(before.get(name), after.get(name), f"{key}.{name}" if key else name)
-    return found

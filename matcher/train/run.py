@@ -9,19 +9,21 @@ import math
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from matcher.collection.schema import lock
+from matcher.collection.settings import differences
 from matcher.config import to_dict
-from matcher.errors import IntegrityError, MatcherError, UsageError
+from matcher.errors import IntegrityError, MatcherError, UsageError, duration
 from matcher.files import is_ours, write_whole
 from matcher.processes import keep_freed_memory
 from matcher.train.pairs import Describer, made_ahead
-from matcher.train.recipe import Recipe, SourceRecipe, check_recipe, differences
+from matcher.train.recipe import Recipe, SourceRecipe, check_recipe
 from matcher.train.trainer import (
     Batch,
     HeadTrainer,
@@ -33,7 +35,7 @@ from matcher.train.trainer import (
     finished,
     validate,
 )
-from matcher.train.views import Log, counted, duration, load_views, split_photos, stored_folders
+from matcher.train.views import Log, counted, load_views, split_photos, stored_folders
 from matcher.weights.files import save_front_end, save_model
 
 
@@ -70,7 +72,7 @@ def train(
     log(f"{len(training)} photos to train on, {len(held_out)} to validate on")
     views = [path for folder in stored.values() for path in sorted(folder.rglob("cameras.json"))]
     run = claim_folder(options.folder, recipe, [*training, *views], held_out)
-    with locked(options.folder):
+    with closing(lock(options.folder)):
         keep_freed_memory(everything=True)
         device = torch.device(options.device)
         trainer = Trainer(recipe, device)
@@ -203,29 +205,13 @@ class Loop:
         networks = networks.cpu()
         if networks.front_end is not None:
             written.append(self.folder / f"{recipe.front_end.name}.safetensors")
-            save_front_end(networks.front_end, "learned", written[-1], header, dtype=torch.float16)
+            save_front_end(networks.front_end, "learned", written[-1], header, "float16")
         if networks.matcher is not None:
             written.append(self.folder / f"{recipe.matcher.name}.safetensors")
             save_model(networks.matcher, written[-1], header)
         for path in written:
             self.log(f"wrote {path}")
         return written[0]
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """While it is entered, no other process trains in the folder; `UsageError` where one does."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UsageError(f"{folder}: another process trains there; give another --run") from None
-        yield
 
 
 def claim_folder(folder: Path, recipe: Recipe, training: Sequence[Path], held_out: Sequence[Path]) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from matcher.errors import ImageError, IntegrityError, UsageError
+from matcher.errors import ImageError, IntegrityError, UsageError, duration
 from matcher.evaluate.folders import StoredSet, find_stored_sets
 from matcher.images import find_images, read_image
 from matcher.train.recipe import Recipe
@@ -152,14 +152,6 @@ def counted(items: Iterable[T], total: int, what: str, log: Log) -> Iterator[T]:
         if now - said > 5 and done < total:
             said = now
             log(f"{what}: {done} of {total}, {duration((now - began) / done * (total - done))} left")
-
-
-def duration(seconds: float) -> str:
-    """As `40 s`, `12 min`, `3 h 20 min`."""
-    minutes = round(seconds / 60)
-    if minutes < 2:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def split_photos(folder: Path, validation: Path | None, seed: int) -> tuple[list[Path], list[Path]]:

@@ -26,7 +26,6 @@ from matcher.errors import IntegrityError, UsageError, unknown_name
 from matcher.files import cache_folder, open_given, read_given, write_whole
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
     from matcher.match.network import MatchingNetwork
@@ -199,12 +198,11 @@ def save_model(
     model: MatchingNetwork,
     path: str | Path,
     metadata: Mapping[str, str] | None = None,
-    *,
-    dtype: torch.dtype | None = None,
+    dtype: str = "float16",
 ) -> str:
-    """Write a network, by default in float16, with its configuration in the header; the file's sha256."""
+    """Write a network with its configuration in the header; the file's sha256."""
     header = {**(metadata or {}), "config": json.dumps(architecture(model.config))}
-    return _write(model, path, header, dtype, "float16")
+    return _write(model, path, header, dtype)
 
 
 def save_front_end(
@@ -212,27 +210,23 @@ def save_front_end(
     kind: str,
     path: str | Path,
     metadata: Mapping[str, str] | None = None,
-    *,
-    dtype: torch.dtype | None = None,
+    dtype: str = "float32",
 ) -> str:
-    """As `save_model`, of a front end: its `kind` is in the header as "frontend"; float32 when absent."""
-    return _write(network, path, {**(metadata or {}), "frontend": kind}, dtype, "float32")
+    """As `save_model`, of a front end: its `kind` is in the header as "frontend"."""
+    return _write(network, path, {**(metadata or {}), "frontend": kind}, dtype)
 
 
-def _write(
-    network: nn.Module, path: str | Path, header: dict[str, str], dtype: torch.dtype | None, default: str
-) -> str:
+def _write(network: nn.Module, path: str | Path, header: dict[str, str], dtype: str) -> str:
     import torch
     from safetensors.torch import save
 
-    dtype = dtype or getattr(torch, default)
+    wanted = getattr(torch, dtype)
     tensors = {
-        name: t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype).contiguous()
+        name: t.detach().to("cpu", wanted if t.is_floating_point() else t.dtype).contiguous()
         for name, t in network.state_dict().items()
     }
     if broken := [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]:
-        kind = str(dtype).removeprefix("torch.")
-        raise IntegrityError(f"{path} is not written: not finite in {kind}: {', '.join(broken)}")
+        raise IntegrityError(f"{path} is not written: not finite in {dtype}: {', '.join(broken)}")
     data = save(tensors, metadata=header)
     write_whole(path, data)
     return hashlib.sha256(data).hexdigest()

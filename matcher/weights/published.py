@@ -201,8 +201,10 @@ def read_layouts() -> tuple[CheckpointLayout, ...]:
         return tuple(tuple(_FUNCTIONS.get(cell, cell) for cell in row) for row in rows)
 
     tables = tomllib.loads(Path(__file__).with_name("layouts.toml").read_text(encoding="utf-8"))["layouts"]
-    parts = ((table, found(table["renames"]), found(table.get("orders", []))) for table in tables)
-    return tuple(CheckpointLayout(table["system"], *own, table.get("ignored", "(?!)")) for table, *own in parts)
+    return tuple(
+        CheckpointLayout(**table | {key: found(table.get(key, [])) for key in ("renames", "orders")})
+        for table in tables
+    )
 
 
 # Conversion. Messages read on after the file's name.
@@ -232,7 +234,7 @@ def import_checkpoint(
     with torch.random.fork_rng(devices=[]):
         model = MatchingNetwork(config).eval()
     _fill(model, path, tensors, system, heads=config.context.heads)
-    return save_model(model, output, metadata, dtype=torch.float32)
+    return save_model(model, output, metadata, "float32")
 
 
 def import_front_end(
