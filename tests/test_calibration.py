@@ -1,6 +1,8 @@
 """Match probabilities are calibrated alike in both engines, and again when a geometry is known."""
 
 from dataclasses import astuple, replace
+from pathlib import Path
+from runpy import run_path
 
 import cv2
 import numpy as np
@@ -8,14 +10,7 @@ import pytest
 
 import matcher
 from matcher.config import CalibrationConfig, RefinedCalibrationConfig, VerifiedCalibrationConfig
-from matcher.evaluate.calibration import (
-    JudgedPair,
-    error_under,
-    fit_calibration,
-    fit_verdict,
-    reliability,
-    uncalibrated,
-)
+from matcher.evaluate.calibration import reliability
 from matcher.match.calibration import (
     calibrated,
     calibrated_by_geometry,
@@ -27,6 +22,7 @@ from matcher.match.calibration import (
 from matcher.types import Features, Matches, MatchRefinement, Repetition, TwoViewGeometry
 from matcher.verify.verdict import on_overlay, reject_improbable, repetition, verdict_of, without_overlay
 
+FIT = run_path(Path(__file__).parent.parent / "scripts" / "fit.py")
 REFINED = RefinedCalibrationConfig(
     offset=0.5, slope=0.8, refined=1.5, variance_slope=-0.5, further_passes=-0.7
 )
@@ -62,7 +58,7 @@ def verified_matches(rng: np.random.Generator, share: float) -> tuple[Matches, T
     return matches, TwoViewGeometry("fundamental", "ok", inliers, np.eye(3))
 
 
-def judged(stage: str, rng: np.random.Generator) -> JudgedPair:
+def judged(stage: str, rng: np.random.Generator):
     """A pair whose matches are right as often as the calibration of a stage says."""
     if stage == "network":
         scores, counts = np.sort(rng.uniform(0.05, 0.99, 300))[::-1], (int(rng.integers(300, 2000)),) * 2
@@ -77,7 +73,7 @@ def judged(stage: str, rng: np.random.Generator) -> JudgedPair:
         scores, values = matches.scores, geometry_evidence(matches, geometry)
         true = calibrated_by_geometry(matches, geometry, WITH_GEOMETRY).scores
     known = rng.uniform(size=len(scores)) < 0.9
-    return JudgedPair(scores, values, known, rng.uniform(size=len(scores)) < true)
+    return FIT["JudgedPair"](scores, values, known, rng.uniform(size=len(scores)) < true)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +87,10 @@ def judged(stage: str, rng: np.random.Generator) -> JudgedPair:
 def test_the_fit_finds_the_calibration_that_made_the_matches(stage, numbers, within):
     rng = np.random.default_rng(3)
     pairs, others = ([judged(stage, rng) for _ in range(80)] for _ in range(2))
-    fitted = fit_calibration([(pairs[:40], 1.0), (pairs[40:], 3.0)])
+    fitted = FIT["fitted_calibration"]([(pairs[:40], 1.0), (pairs[40:], 3.0)])
     np.testing.assert_allclose(fitted, numbers, atol=within)
-    assert error_under(others, fitted) < 0.03 < error_under(others, None)
+    after, before = (FIT["error_under"](others, each) for each in (fitted, None))
+    assert after < 0.03 < before
 
 
 def test_both_engines_calibrate(views):
@@ -143,7 +140,7 @@ def test_inliers_and_matches_among_many_of_them_are_more_probable():
 
 def test_a_pair_is_calibrated_again_after_verification_and_best_first(views):
     whole = matcher.load(max_keypoints=256, resize=400, device="cpu", further_passes=False)
-    before = replace(whole, matcher=uncalibrated("hybrid-learned", "geometry").matcher)
+    before = replace(whole, matcher=FIT["uncalibrated"]("hybrid-learned", "geometry").matcher)
     found, plain = whole.match(*views), before.match(*views)
     assert (np.diff(found.scores) <= 0).all() and found.geometry.inliers.sum() > 50
     again = calibrated_by_geometry(plain.matches, plain.geometry, whole.matcher.calibration)
@@ -223,14 +220,6 @@ def test_calibrated_predictions_have_no_error():
     found = reliability(np.array([0.05, 0.95, 1.0]), np.array([False, True, False]))
     assert found.count.tolist() == [1, *[0] * 8, 2] and found.accuracy[-1] == 0.5
     assert np.isnan(reliability(np.zeros(0), np.zeros(0, bool)).error)
-
-
-def test_the_fit_finds_what_made_the_classes():
-    rng = np.random.default_rng(2)
-    values = rng.normal(size=(2000, 3)) * [1, 2, 3]
-    logit = 1.5 * values[:, 0] - values[:, 1]
-    same = rng.uniform(size=2000) < 1 / (1 + np.exp(-logit))
-    np.testing.assert_allclose(fit_verdict(values, same), [0, 1.5, -1, 0], atol=0.25)
 
 
 # --- What is no evidence for one place: what repeats, and what lies over both pictures.
