@@ -94,6 +94,9 @@ class Pipeline:
     package: str | None = None  # name and version of the package that added the preset
 
     def __post_init__(self) -> None:
+        for part in (self.extractor, self.matcher, self.estimator):
+            if isinstance(part, type):
+                raise UsageError(f"{part.__name__} is a class; give an object, {part.__name__}(…)")
         if self.extractor is None:
             object.__setattr__(self, "extractor", SiftExtractor(self.config.extractor))
         if self.matcher is None:
@@ -262,6 +265,11 @@ class Pipeline:
         side0, side1 = zip(*pairs, strict=True)
         found = self.matcher(Features.stack(side0), Features.stack(side1))
         listed = one_for_each(found, Matches, len(pairs), "matcher", self.matcher)
+        for pair, matches in zip(pairs, listed, strict=True):
+            counts = np.array([len(side) for side in pair])
+            if ((matches.indices < 0) | (matches.indices >= counts)).any():
+                name = type(self.matcher).__name__
+                raise UsageError(f"the matcher {name} returned indices beyond the {counts} keypoints")
         return [without_overlay(*pair, matches) for pair, matches in zip(pairs, listed, strict=True)]
 
     def refine(

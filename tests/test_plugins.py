@@ -84,6 +84,14 @@ def test_a_part_that_returns_nothing_is_named(part, shifted):
         Pipeline(**{part: lambda *given, **options: None}).match(*shifted)
 
 
+def test_classes_and_indices_without_a_keypoint_are_refused(shifted):
+    with pytest.raises(UsageError, match="MostAlike is a class"):
+        Pipeline(matcher=MostAlike)
+    far = Matches(np.array([[99999, 1]]), *np.zeros((2, 1, 2), np.float32), np.ones(1, np.float32))
+    with pytest.raises(UsageError, match="beyond"):
+        Pipeline(matcher=lambda *sides: [far]).match(*shifted)
+
+
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """Puts a distribution with presets on the path: `package(name, module's source, {preset: function})`."""
