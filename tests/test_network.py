@@ -186,6 +186,21 @@ def test_training_and_inference_see_the_same_states(pairs, config) -> None:
     torch.testing.assert_close(*(s.detach() for s in scores), atol=1e-2, rtol=1e-3)
 
 
+def test_gradients_are_those_of_the_assignment(pairs) -> None:
+    network, sides = matcher_with(False, False).model, [Features.stack([side]) for side in pairs[0]]
+
+    def loss(descriptors):
+        (found,) = network(replace(sides[0], descriptors=descriptors), sides[1])
+        return found.assignment.log_scores.amax(2).mean()
+
+    start = sides[0].descriptors.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(start), start)
+    step = 1e-2 * gradient / gradient.norm()
+    with torch.no_grad():
+        change = loss(start + step) - loss(start - step)
+    assert float(change) == pytest.approx(2e-2 * float(gradient.norm()), rel=0.1)
+
+
 def test_attention_is_sharper_among_many_keys(pairs) -> None:
     """Logits are multiplied by log n / log k with n > k keys (Chiang and Cholak 2022), also where padded."""
     block, above = random_model().layers[0].self_block, CONFIG.context.scale_logits_above

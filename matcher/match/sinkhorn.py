@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from matcher.attention import mapped
 from matcher.config import AssignmentConfig
+from matcher.errors import UsageError
 
 NO_DUSTBIN = -1e4  # score of a dustbin that nothing goes to; finite, since it is multiplied by 0
 LEAST_EXPONENT = -80.0  # where exp underflows it is fifty times slower on some processors
@@ -209,8 +210,12 @@ def log_assignment(scores: Tensor, iterations: int, unrolled: int) -> Tensor:
     The potentials are found without gradients; the last `unrolled` updates are then repeated with them, which
     is the truncated Neumann series of the implicit gradient there (Eisenberger et al. 2022, section 4).
     """
+    return log_plan(scores, sinkhorn(scores, max_iterations=iterations + 1, tolerance=None), unrolled)
+
+
+def log_plan(scores: Tensor, found: Potentials, unrolled: int) -> Tensor:
+    """`log_assignment` by the potentials of these scores."""
     mu, nu, _ = masses(scores)
-    found = sinkhorn(scores, max_iterations=iterations + 1, tolerance=None)
     base = scores + found.u.unsqueeze(2) + found.v.unsqueeze(1)
     kernel, a, b = base.clamp_min(LEAST_EXPONENT).exp(), torch.ones_like(mu), torch.ones_like(nu)
     for _ in range(unrolled):
@@ -258,14 +263,20 @@ def assign(
 ) -> Assignment:
     """Scores with dustbins (B, N+1, M+1) → `Assignment`, by the method that a configuration names.
 
-    The masks (B, N), (B, M) and `start` are as `sinkhorn` takes them.
+    The masks (B, N), (B, M) and `start` are as `sinkhorn` takes them. Gradients flow; `UsageError`: not those
+    of a transport plan with masked points.
     """
     if config.kind == "dual_softmax":
         found = dual_softmax(scores, mask0, mask1)
     else:
         limits = {"max_iterations": config.max_iterations, "tolerance": config.tolerance}
         potentials = sinkhorn(scores, mask0, mask1, **limits, start=start, record_errors=record_errors)
-        log_p = potentials.log_plan(scores)
+        if torch.is_grad_enabled() and scores.requires_grad:
+            if mask0 is not None:
+                raise UsageError("no gradients of a padded batch: stack features of equally many points")
+            log_p = log_plan(scores.float(), potentials, unrolled=10)
+        else:
+            log_p = potentials.log_plan(scores)
         found = Assignment(log_p[:, :-1, :-1], log_p[:, :-1, -1], log_p[:, -1, :-1], *potentials[2:])
     if not config.drop_unmatched or 0 in found.log_scores.shape:
         return found

@@ -105,7 +105,7 @@ class LayerState:
         logits = [network.match_logits(x, self.layer)]
         if self.layer < len(network.confidence):
             logits.append(mapped(network.confidence[self.layer], x).squeeze(-1).float())
-        return torch.stack(logits).sigmoid().cpu().numpy()
+        return torch.stack(logits).detach().sigmoid().cpu().numpy()
 
     @property
     def match_probabilities(self) -> np.ndarray:
