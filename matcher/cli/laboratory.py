@@ -7,6 +7,7 @@ import logging
 import shlex
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -92,7 +93,6 @@ def evaluate(
     frontend_weights: list[str] | None = None,
     compare: list[str] | None = None,
     peer: list[str] | None = None,
-    full_depth: bool = False,
     pairs: int | None = None,
     levels: str = LEVELS,
     seed: Natural = 0,
@@ -109,9 +109,8 @@ def evaluate(
 
     SET is one of the sets in $MATCHER_DATA: synthetic, zoom, sensors, hard (seen from the side in other
     weather), unrelated, planes, repeats, overlays, facades (pairs that are easily wrong and look sure),
-    oxford_graf, opencv_pairs, iguazu, multimodal, middlebury2003, kitti_mini, sceaux_castle, bench (the last
-    seven), kitchen, bookstore, multiview (the last two), kitchen_angles (240 other pairs of the kitchen, by
-    angle).
+    oxford_graf, iguazu, multimodal, middlebury2003, kitti_mini, sceaux_castle, bench (the last six), kitchen,
+    bookstore, multiview (the last two), kitchen_angles (240 other pairs of the kitchen, by angle).
 
     DIR is a folder with the layout of HPatches, MegaDepth-1500, ScanNet-1500, WxBS or one of the sets above,
     or any folder of photos, from which synthetic pairs are made. FILE is a list of image pairs with
@@ -126,18 +125,18 @@ def evaluate(
             least two) and report the paired differences from the first.
         peer (NAME): Also measure a published implementation, and ours with its weights: lightglue-aliked,
             lightglue-disk, xfeat-lighterglue or xfeat; repeatable.
-        full_depth: Add a row per network without early exit and pruning.
         pairs (N): Measure at most N pairs, evenly spread over the set.
         levels (LIST): Difficulty levels of synthetic pairs, from 0 (lighting only) to 4.
         seed (N): Seed of synthetic pairs and of the bootstrap.
         estimator_seeds (N): Estimate each pose with N seeds and average.
         images (DIR): Folder of the images that a list of pairs names.
         calibration: Measure how often match probabilities hold (within 3 px), and the verdicts.
-        output (DIR): Write the tables to this folder as SET.md and SET.json.
+        output (DIR): Write the tables to this folder as SET.md and SET.json, and what was measured of each
+            pair as SET-pairs.csv.
     """
     from matcher.evaluate import calibration as reliability
     from matcher.evaluate import methods as ways
-    from matcher.evaluate.run import as_markdown, as_object
+    from matcher.evaluate.run import as_csv, as_markdown, as_object
     from matcher.evaluate.run import evaluate as run
     from matcher.evaluate.sets import SetOptions, find_sets
 
@@ -146,6 +145,8 @@ def evaluate(
     except ValueError as error:
         raise UsageError(f"--levels must be a list of numbers such as 1,2,3,4, not {levels!r}") from error
     sets = find_sets(where, SetOptions(pairs, chosen, seed, images))
+    if "resize" in given:  # instead of the size of published results
+        sets = [replace(pair_set, shorter_side=None) for pair_set in sets]
     names = [pair_set.name for pair_set in sets]
     if levels != LEVELS and "synthetic" not in names:
         raise typer.BadParameter(f"{where} has no synthetic pairs, so --levels has no effect; leave it out")
@@ -164,11 +165,11 @@ def evaluate(
             output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--output {output}: the folder cannot be made ({error.strerror})") from error
-        suffixes = (".md", ".json", ".png") if calibration else (".md", ".json")
-        files = [(output / f"{name}{ending}{suffix}", (suffix,)) for name in names for suffix in suffixes]
-        check_outputs(files, overwrite=overwrite)
+        endings = (".md", ".json", ".png") if calibration else (".md", ".json", "-pairs.csv")
+        paths = [output / f"{name}{ending}{each}" for name in names for each in endings]
+        check_outputs([(path, (path.suffix,)) for path in paths], overwrite=overwrite)
     network = {name: given.pop(name, None) for name in ("match_threshold", "precision")}
-    shared = ways.MethodOptions(given, network, full_depth)
+    shared = ways.MethodOptions(given, network)
     presets, weights, front_ends = preset or [DEFAULT_PRESET], weights or [], frontend_weights or []
     if compare:
         several = {"--preset": presets, "--weights": weights, "--frontend-weights": front_ends}
@@ -205,7 +206,9 @@ def evaluate(
         if output is None:
             continue
         path = output / f"{pair_set.name}{ending}"
-        for suffix, content in ((".md", text), (".json", json.dumps(table, indent=1, allow_nan=False))):
+        contents = {".md": text, ".json": json.dumps(table, indent=1, allow_nan=False)}
+        contents |= {} if calibration else {"-pairs.csv": as_csv(found)}
+        for suffix, content in contents.items():
             write_output(written := path.with_name(path.name + suffix), content.encode())
             say(f"wrote {written}")
         if calibration:

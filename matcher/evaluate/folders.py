@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import pickle
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import cv2
 import numpy as np
 
+from matcher.cameras import Camera
 from matcher.errors import MALFORMED, IntegrityError, UsageError, counted
 from matcher.evaluate.protocols import (
     CorrespondencePair,
@@ -33,7 +33,6 @@ _LARGE = (*_LARGE_I, "v_artisans", "v_astronautis", "v_talent")
 
 # Files of a layout, one of which a folder has, and what the tables say of its ground truth.
 HPATCHES, WXBS = ("*/H_1_2", "hpatches-sequences-release/*/H_1_2"), ("*/*/corrs.txt", "v1.1/*/*/corrs.txt")
-WITHOUT_LARGE = "The 8 large sequences are left out. Shorter side 480 px"
 BY_HAND = "A few dozen correspondences per pair are labelled by hand; mAA@10 px is the published metric"
 BY_LANDMARKS = "Accurate to 1-2 px; without pairs not rigid or of a median landmark residual of 3 px or more"
 BY_SFM = "The poses come from structure from motion and are not independent ground truth"
@@ -58,15 +57,16 @@ def hpatches(folder: Path) -> Iterator[HomographyPair]:
         if sequence.name not in _LARGE:
             name, group = f"{sequence.name} 1-{number}", kinds.get(sequence.name[:2], "")
             sides = _sides(sequence, "1.ppm", f"{number}.ppm")
-            yield HomographyPair(name, group, *sides, read_matrix(path, (3, 3)))
+            yield HomographyPair(name, group, *sides, read_homography(path))
 
 
 def hpatches_note(folder: Path) -> str:
-    """What a table says of these pairs, also which sequences lack homographies."""
+    """What a table says of these pairs: sequences that lack homographies, and how many are left out."""
     found = sorted({path.parent for path in folder.rglob("1.ppm")} - {folder})
     counts = {path.name: len([*path.glob("H_1_*")]) for path in found if path.name not in _LARGE}
     few = [f"{name} has {number} of 5 homographies" for name, number in counts.items() if number < 5]
-    return f"Incomplete: {', '.join(few)}. {WITHOUT_LARGE}" if few else WITHOUT_LARGE
+    notes, large = [f"Incomplete: {', '.join(few)}"] * bool(few), len(found) - len(counts)
+    return ". ".join(notes + [f"Left out for their size: {counted(large, 'sequence')}"] * bool(large))
 
 
 def affine(folder: Path) -> Iterator[HomographyPair]:
@@ -82,38 +82,19 @@ def affine(folder: Path) -> Iterator[HomographyPair]:
         sequence, number = path.parent, path.name.removeprefix("H1to").removesuffix("p")
         if number != "1":
             name, sides = f"{sequence.name} 1-{number}", (view("img1"), view(f"img{number}"))
-            yield HomographyPair(name, sequence.name, *sides, read_matrix(path, (3, 3)))
-
-
-def opencv_homography(folder: Path) -> Iterator[HomographyPair]:
-    """The graf pair of OpenCV's samples: graf1.png → graf3.png, H1to3p.xml (FileStorage)."""
-    path = folder / "H1to3p.xml"
-    storage = cv2.FileStorage(str(path), cv2.FILE_STORAGE_READ)  # which its nodes need
-    matrix = storage.getNode("H13").mat()
-    if matrix is None or matrix.shape != (3, 3):
-        raise UsageError(f"{path}: no 3×3 matrix named H13; fetch the file again")
-    yield HomographyPair("graf 1-3", "graf", *_sides(folder, "graf1.png", "graf3.png"), matrix)
-
-
-def opencv_stereo(folder: Path) -> Iterator[CorrespondencePair]:
-    """The aloe pair of OpenCV's samples: aloeL.jpg, aloeR.jpg, aloeGT.png (disparity; 0 is unknown)."""
-    return _stereo({"aloe": folder / "aloeGT.png"}, ("aloeL.jpg", "aloeR.jpg"), 1.0)
+            yield HomographyPair(name, sequence.name, *sides, read_homography(path))
 
 
 def middlebury(folder: Path) -> Iterator[CorrespondencePair]:
     """Middlebury 2003: SCENE/im2.png, im6.png, disp2.pgm (disparity × 4; 0 is unknown)."""
-    found = {path.parent.name: path for path in sorted(folder.glob("*/disp2.pgm"))}
-    return _stereo(found, ("im2.png", "im6.png"), 0.25)
-
-
-def _stereo(found: Mapping[str, Path], sides: tuple[str, str], factor: float) -> Iterator[CorrespondencePair]:
-    for name, path in found.items():
+    for path in sorted(folder.glob("*/disp2.pgm")):
         disparity = read_image(path, resize=None).pixels
         disparity = disparity if disparity.ndim == 2 else disparity[..., 0]
         y, x = np.nonzero(disparity)
         points0, points1 = (np.stack([x, y], axis=1).astype(np.float32) for _ in range(2))
-        points1[:, 0] -= np.float32(factor) * disparity[y, x]
-        yield CorrespondencePair(name, name, *_sides(path.parent, *sides), points0, points1)
+        points1[:, 0] -= np.float32(0.25) * disparity[y, x]
+        name, sides = path.parent.name, _sides(path.parent, "im2.png", "im6.png")
+        yield CorrespondencePair(name, name, *sides, points0, points1)
 
 
 def wxbs(folder: Path) -> Iterator[CorrespondencePair]:
@@ -132,7 +113,7 @@ def multimodal(folder: Path) -> Iterator[HomographyPair]:
     for row in read_rows(folder / "pairs.json", keys):
         if row["landmark_median_residual_px"] < 3 and not row["nonrigid"]:
             path, key = folder / f"{row['pair']}_gt.json", "H_mov_to_fix_0based"
-            matrix = read_array(read_rows(path, (key,))[0][key], (3, 3), path)
+            matrix = read_homography(path, read_rows(path, (key,))[0][key])
             sides = _sides(folder, row["image_mov"], row["image_fix"])
             yield HomographyPair(row["pair"], Path(row["category"]).name, *sides, matrix)
 
@@ -140,7 +121,8 @@ def multimodal(folder: Path) -> Iterator[HomographyPair]:
 def kitti(folder: Path) -> Iterator[PosePair]:
     """KITTI-like sequences: image_l/*.png, calib.txt (P0 first), poses.txt (world_from_cam)."""
     for sequence, frames, poses in sequences(folder):
-        K = read_matrix(sequence / "calib.txt", (-1, 12))[0].reshape(3, 4)[:, :3]
+        path = sequence / "calib.txt"
+        K = read_K(read_matrix(path, (-1, 12))[0].reshape(3, 4)[:, :3], path)
         for gap in (3, 8, 15):
             for a, b in enumerate(range(gap, len(frames))):
                 sides, pose = (PairImage(frames[a]), PairImage(frames[b])), np.linalg.inv(poses[b]) @ poses[a]
@@ -151,10 +133,13 @@ def sequences(folder: Path) -> Iterator[tuple[Path, list[Path], np.ndarray]]:
     """Each sequence, its left frames, and their (N, 4, 4) world_from_cam in metres."""
     for sequence in sorted(path.parent for path in folder.rglob("poses.txt")):
         frames = sorted((sequence / "image_l").glob("*.png"))
-        poses = read_matrix(sequence / "poses.txt", (-1, 12)).reshape(-1, 3, 4)
+        path = sequence / "poses.txt"
+        poses = np.insert(read_matrix(path, (-1, 12)).reshape(-1, 3, 4), 3, [0, 0, 0, 1], axis=1)
+        for number, pose in enumerate(poses, 1):
+            read_pose(pose, f"{path}, pose {number}")
         if len(frames) != len(poses):
             raise UsageError(f"{sequence}: {len(frames)} images but {len(poses)} poses; fetch it again")
-        yield sequence, frames, np.insert(poses, 3, [0, 0, 0, 1], axis=1)
+        yield sequence, frames, poses
 
 
 def posed(folder: Path) -> Iterator[PosePair]:
@@ -172,7 +157,7 @@ def camera_of(view: dict[str, Any], path: Path) -> tuple[np.ndarray, np.ndarray]
     pose = np.eye(4)
     pose[:3, :3] = read_array(view["R"], (3, 3), path)
     pose[:3, 3] = -pose[:3, :3] @ read_array(view["C"], (3,), path)
-    return read_array(view["K"], (3, 3), path), pose
+    return read_K(view["K"], path), read_pose(pose, path)
 
 
 # Files of these folders; `UsageError` where one is damaged or of another kind.
@@ -184,18 +169,50 @@ def read_matrix(path: Path, shape: tuple[int, int]) -> np.ndarray:
         values = np.loadtxt(read_text(path).splitlines(), dtype=np.float64)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not a text file of numbers ({error}); fetch the file again") from error
-    matrix = read_array(values, shape, path)
-    if not np.isfinite(matrix).all():
-        raise UsageError(f"{path}: has numbers that are not finite; fetch the file again")
+    return read_array(values, shape, path)
+
+
+def read_array(values: Any, shape: tuple[int, ...], where: Path | str) -> np.ndarray:
+    """Values read from `where` as a finite float64 array of that shape; −1 stands for any length."""
+    try:
+        found = np.array(values, dtype=np.float64).reshape(shape)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{where}: {shape} numbers are needed ({error}); correct the file") from error
+    if not np.isfinite(found).all():
+        raise UsageError(f"{where}: has numbers that are not finite; correct the file")
+    return found
+
+
+def read_homography(path: Path, values: Any = None) -> np.ndarray:
+    """An invertible (3, 3) matrix of these values, by default the numbers of the text file."""
+    matrix = read_matrix(path, (3, 3)) if values is None else read_array(values, (3, 3), path)
+    if np.linalg.cond(matrix) > 1e12:  # in pixels, those of views are far below
+        raise UsageError(f"{path}: a singular matrix is no homography between images; correct the file")
     return matrix
 
 
-def read_array(values: Any, shape: tuple[int, ...], path: Path) -> np.ndarray:
-    """Values read from `path` as a float64 array of that shape; −1 stands for any length."""
+def read_K(values: Any, where: Path | str) -> np.ndarray:
+    """A (3, 3) calibration matrix with positive focal lengths and no skew."""
+    matrix = read_array(values, (3, 3), where)
     try:
-        return np.array(values, dtype=np.float64).reshape(shape)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{path}: {shape} numbers are needed ({error}); fetch the file again") from error
+        return Camera.from_K(matrix).K
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}; correct it") from error
+
+
+def read_pose(values: Any, where: Path | str, *, moved: bool = False) -> np.ndarray:
+    """A (4, 4) rigid motion, as files round its numbers; of two views that must be apart, `moved`."""
+    pose, wrong = read_array(values, (4, 4), where), None
+    R = pose[:3, :3]
+    if np.abs(R.T @ R - np.eye(3)).max() > 1e-2 or np.linalg.det(R) < 0:
+        wrong = "has no rotation in its first three columns"
+    elif np.abs(pose[3] - [0, 0, 0, 1]).max() > 1e-2:
+        wrong = "does not end with 0 0 0 1"
+    elif moved and np.abs(pose[:3, 3]).max() < 1e-9:  # no more than rounding leaves of one view twice
+        wrong = "has no translation, so that the pair has no epipolar geometry"
+    if wrong is not None:
+        raise UsageError(f"{where}: the pose {wrong}; correct it")
+    return pose
 
 
 def read_rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
@@ -241,9 +258,9 @@ def pair_list(path: Path, images: Path | None = None) -> PairSet:
                     f"{path}, line {number}: {counted(len(words), 'word')}; a list of pairs has lines of "
                     "38, 36 or 32: name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0, finite but for the names"
                 )
-            if wrong := _wrong_pose(row[-1]):
-                raise UsageError(f"{path}, line {number}: the pose cam1_from_cam0 {wrong}; correct the list")
-            name0, name1, *truth = row
+            name0, name1, K0, K1, pose = row
+            where = f"{path}, line {number}"
+            truth = read_K(K0, where), read_K(K1, where), read_pose(pose, where, moved=True)
             root = root if pairs else _image_root(path, name0, images)
             pairs.append(PosePair(f"{name0} {name1}", "", *_sides(root, name0, name1), *truth))
     if not pairs:
@@ -265,16 +282,6 @@ def _parse_line(words: list[str]) -> tuple[str, str, np.ndarray, np.ndarray, np.
         T = values[18:].reshape(4, 4)
     found = words[0], words[1], values[:9].reshape(3, 3), values[9:18].reshape(3, 3), T
     return found if np.isfinite(values).all() else None
-
-
-def _wrong_pose(pose: np.ndarray) -> str | None:
-    """What keeps a (4, 4) from being the motion between two views; lists round their numbers."""
-    R = pose[:3, :3]
-    if np.abs(R.T @ R - np.eye(3)).max() > 1e-2 or np.linalg.det(R) < 0:
-        return "has no rotation in its first three columns"
-    if np.abs(pose[3] - [0, 0, 0, 1]).max() > 1e-2:
-        return "does not end with 0 0 0 1"
-    return None if pose[:3, 3].any() else "has no translation, so that the pair has no epipolar geometry"
 
 
 def _image_root(source: Path, name: str, images: Path | None) -> Path:
@@ -300,9 +307,13 @@ def megadepth(folder: Path, images: Path | None = None) -> Iterator[PosePair]:
             with zipfile.ZipFile(path) as archive:
                 names, K, poses, infos = (_read_array(archive.open(f"{key}.npy")) for key in keys)
             for a, b in (map(int, info[0]) for info in infos):
-                T0, T1 = (np.asarray(poses[i], dtype=np.float64).reshape(4, 4) for i in (a, b))
-                K0, K1 = (np.asarray(K[i], dtype=np.float64).reshape(3, 3) for i in (a, b))
-                found.append((f"{path.stem} {a}-{b}", names[a], names[b], K0, K1, T1 @ np.linalg.inv(T0)))
+                where = f"{path}, images {a} and {b}"
+                T0, T1 = (read_pose(poses[i], where) for i in (a, b))
+                pose = read_pose(T1 @ np.linalg.inv(T0), where, moved=True)
+                views = *(names[i] for i in (a, b)), *(read_K(K[i], where) for i in (a, b))
+                found.append((f"{path.stem} {a}-{b}", *views, pose))
+        except UsageError:
+            raise
         except (*MALFORMED, pickle.UnpicklingError, zipfile.BadZipFile) as error:
             raise UsageError(f"{path}: not one of LoFTR's scene files ({error}); fetch it again") from error
         root = _image_root(path, str(found[0][1]), images) if found else path.parent
@@ -370,9 +381,9 @@ def frames_of(folder: Path) -> dict[str, DepthCamera]:
     """The views of a recorded set, by the names of their images."""
     path = folder / "cameras.json"
     cameras = read_rows(path, ("K", "frames"))[0]
-    K, stride, frames = read_array(cameras["K"], (3, 3), path), int(cameras.get("depth_step", 2)), {}
+    K, stride, frames = read_K(cameras["K"], path), int(cameras.get("depth_step", 2)), {}
     for row in cameras["frames"]:
-        pose = np.linalg.inv(read_array(row["world_from_camera"], (4, 4), path))
+        pose = np.linalg.inv(read_pose(row["world_from_camera"], f"{path}, {row['image']}"))
         depth = folder / "depth" / f"{Path(row['image']).stem}.png"
         frames[row["image"]] = DepthCamera(depth, stride, K, pose)
     return frames
@@ -397,7 +408,8 @@ def rendered(folder: Path, relit: bool = False) -> Iterator[DepthPair | Homograp
             continue
         views = []
         for row in rows:
-            K, E = read_array(row["K"], (3, 3), path), read_array(row["E"], (4, 4), path)
+            where = f"{path}, {row['image']}"
+            K, E = read_K(row["K"], where), read_pose(row["E"], where)
             views.append(DepthCamera(folder / row["depth"], int(scene["depth_step"]), K, E))
         overlap = min(overlap_of(*views), overlap_of(*reversed(views)))
         if overlap >= 0.15:  # less is hopeless

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from matcher.cameras import Camera
-from matcher.errors import UsageError
+from matcher.errors import ImageError
 from matcher.evaluate.protocols import (
     CorrespondencePair,
     DepthPair,
@@ -142,6 +142,15 @@ def scales_of(result: Result) -> tuple[float, float]:
     return tuple(math.sqrt(math.prod(f.scale.tolist())) for f in (result.features0, result.features1))
 
 
+def check_intrinsics(pair: PosePair, result: Result) -> None:
+    """Refuse a pair with a principal point outside its image (`ImageError`)."""
+    sides = (result.features0, result.features1), (pair.K0, pair.K1), (pair.image0, pair.image1)
+    for side, K, image in zip(*sides, strict=True):
+        width, height = side.image_size
+        if not (0 < K[0, 2] < width and 0 < K[1, 2] < height):
+            raise ImageError(f"{image.path}: {width} x {height} pixels; the intrinsics are of another size")
+
+
 def measure_pair(pair: Pair, result: Result, estimators: Sequence[RobustEstimator] = ()) -> Record:
     """Metrics of the pair's ground truth, in resized pixels or in degrees, NaN where it cannot decide. Robust
     estimators, one per seed, find the geometry, which of several passes must be probable to be accepted;
@@ -161,11 +170,11 @@ def measure_pair(pair: Pair, result: Result, estimators: Sequence[RobustEstimato
     }
     cameras = None
     if isinstance(pair, PosePair):
-        given = (pair.K0, pair.image0.path), (pair.K1, pair.image1.path)
-        for (K, path), (width, height) in zip(given, sizes, strict=True):
-            if not (0 < K[0, 2] < width and 0 < K[1, 2] < height):
-                raise UsageError(f"{path}: {width} x {height} pixels; the intrinsics are of another size")
-        cameras = [Camera.from_K(K, size=size) for (K, _), size in zip(given, sizes, strict=True)]
+        both = (pair.K0, pair.K1)
+        cameras = [Camera.from_K(K, size=size) for K, size in zip(both, sizes, strict=True)]
+        centres = np.concatenate([2 * K[:2, 2] / size for K, size in zip(both, sizes, strict=True)])
+        alike = np.ptp(centres) < 0.1 * centres.mean()
+        found["K_scale"] = centres.mean() if alike else math.nan  # 1 of intrinsics of the stored images
     ends = matches.points0, matches.points1
     known = {"cameras": cameras, "scores": matches.prior_scores, "covariances": matches.covariances}
     geometries = accepted = [
@@ -180,14 +189,15 @@ def measure_pair(pair: Pair, result: Result, estimators: Sequence[RobustEstimato
     errors = errors_of(pair, *ends, scale0, scale1)
     known = ~np.isnan(errors)
     if isinstance(pair, PosePair):
-        poses = [pose_error(g.cam1_from_cam0, pair.cam1_from_cam0) for g in geometries]
-        found["error"] = np.array(poses).max(axis=1)
+        truths = {"error": pair.cam1_from_cam0, "inverse": np.linalg.inv(pair.cam1_from_cam0)}
+        for name, truth in truths.items():
+            found[name] = np.array([max(pose_error(g.cam1_from_cam0, truth)) for g in geometries])
         F = fundamental_from_pose(pair.K0, pair.K1, pair.cam1_from_cam0)
         ends = (points.astype(np.float64) for points in ends)
         found |= _precisions(epipolar_distance(*ends, F) / threshold_scale(*scales, "essential"))
     elif isinstance(pair, HomographyPair):
-        corners = [corner_error(g.matrix, pair.H_1_from_0, sizes[0], scale1) for g in geometries]
-        found["error"] = np.array(corners)
+        for name, truth in {"error": pair.H_1_from_0, "inverse": np.linalg.inv(pair.H_1_from_0)}.items():
+            found[name] = np.array([corner_error(g.matrix, truth, sizes[0], scale1) for g in geometries])
     elif isinstance(pair, CorrespondencePair):
         near_line = np.zeros((len(geometries), COARSE))
         step = max(1, len(pair.points0) // 2000)  # a disparity map labels every pixel: an even sample will do

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec, module_from_spec
@@ -43,15 +43,11 @@ class MethodOptions:
 
     common: Mapping[str, Any] = field(default_factory=dict)  # options of `load` for every preset
     network: Mapping[str, Any] = field(default_factory=dict)  # and for those that are asked for
-    full_depth: bool = False  # also measure each network without early exit and pruning
 
-    def methods(self, title: str, preset: str, asked: bool = True, **files: Any) -> Iterator[Method]:
-        """The method itself and, where asked for, the same at full depth; a baseline has fewer options."""
+    def method(self, title: str, preset: str, asked: bool = True, **files: Any) -> Method:
+        """The preset with these options, of which a baseline that is not asked for has fewer."""
         network = self.network if asked else {"precision": self.network.get("precision")}
-        given = {**self.common, **files, **network}
-        yield Method(title, load(preset, **given))
-        if self.full_depth and asked:
-            yield Method(f"{title}, full depth", load(preset, **given, early_exit=False, pruning=False))
+        return Method(title, load(preset, **{**self.common, **files, **network}))
 
 
 def build_methods(
@@ -70,8 +66,7 @@ def build_methods(
                 title, front_end = f"{title} with the shipped front end", None
             elif front_end is not None:
                 title += f" with {_short(Path(front_end), [Path(each) for each in front_ends])}"
-            made = options.methods(title, name, asked, weights=file, frontend_weights=front_end)
-            found |= {each.name: each for each in made}
+            found[title] = options.method(title, name, asked, weights=file, frontend_weights=front_end)
     return list(found.values())
 
 
@@ -109,7 +104,7 @@ def compared_methods(
                 raise IntegrityError(f"{path}: {error}; give weights that `matcher train` wrote") from error
             title = f"{preset} {_short(path, paths, preset)}"
             given["frontend_weights" if is_front_end else "weights"] = path
-        methods += options.methods(title, name, **given)
+        methods.append(options.method(title, name, **given))
     return methods
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import re
 from collections import Counter
@@ -15,7 +17,7 @@ import numpy as np
 
 from matcher.cameras import Camera
 from matcher.errors import ImageError
-from matcher.evaluate.measure import OUTCOMES, Record, measure_pair
+from matcher.evaluate.measure import OUTCOMES, Record, check_intrinsics, measure_pair
 from matcher.evaluate.methods import BASELINE, Method
 from matcher.evaluate.protocols import Pair, PairSet, PosePair
 from matcher.loading import with_estimation
@@ -30,8 +32,8 @@ Statistic = Callable[[np.ndarray], np.ndarray]  # of values (…, n) over n pair
 def matched(
     pair_set: PairSet, methods: Sequence[Method], progress: Progress | None, skipped: list[str]
 ) -> Iterator[tuple[Pair, list[Result]]]:
-    """Each pair that can be read with the results of all methods, whose `seconds` also have the wall time of
-    the call as "call" and its processor time as "cpu"; `skipped` receives why others cannot."""
+    """Each pair that can be measured with the results of all methods, whose `seconds` also have the wall time
+    of the call as "call" and its processor time as "cpu"; `skipped` receives why others cannot."""
 
     def timed(pipeline: Pipeline, pair: Pair, images: Sequence[Any]) -> Result:
         cameras = {}
@@ -57,6 +59,8 @@ def matched(
                 for pipeline in pipelines:
                     pipeline.match(*images)
             found = [timed(pipeline, pair, images) for pipeline in pipelines]
+            if isinstance(pair, PosePair):
+                check_intrinsics(pair, found[0])
         except ImageError as error:
             skipped.append(str(error))
         else:
@@ -64,7 +68,7 @@ def matched(
         if progress is not None:
             progress(index + 1, len(pair_set))
     if len(skipped) == len(pair_set):
-        raise ImageError(f"{pair_set.name}: no pair could be read; the first: {skipped[0]}")
+        raise ImageError(f"{pair_set.name}: no pair could be measured; the first: {skipped[0]}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +94,28 @@ class Evaluation:
             common = set.intersection(*({*record.metrics} for record in records))
             found[name] = {key: np.stack([r.metrics[key] for r in records], axis=1) for key in common}
         return found
+
+    @cached_property
+    def hints(self) -> tuple[str, ...]:
+        """What the results say against the truth of most pairs."""
+        found = []
+        for name, values in self.values.items():
+            scale = values.get("K_scale", np.ones((1, 1)))[0]
+            if (np.abs(scale - 1) > 0.2).mean() > 0.8:
+                found.append(
+                    f"The principal points are those of images of about {np.median(scale):.2g} times the "
+                    "size: are the intrinsics those of the stored images?"
+                )
+            sure = values["accepted"].all(axis=0)
+            if "inverse" not in values or sure.sum() < 3:
+                continue
+            error, inverse = (np.median(values[key][:, sure]) for key in ("error", "inverse"))
+            if error > max(10, 3 * inverse):
+                found.append(
+                    f"What {name} finds agrees with the inverse of the truth (median error {inverse:.2g}, "
+                    f"not {error:.2g}): is it that from image 0 to image 1?"
+                )
+        return tuple(dict.fromkeys(found))
 
 
 def evaluate(
@@ -321,6 +347,7 @@ def as_object(evaluation: Evaluation, *, baseline: str = BASELINE, seed: int = 0
         "meaning": protocol.meaning,
         "pairs": len(evaluation.groups),
         "skipped": list(evaluation.skipped),
+        "hints": list(evaluation.hints),
         "max_keypoints": extractor.max_keypoints,
         "resize": None if prescribed else extractor.resize,
         "soft_resize": None if prescribed else extractor.soft_resize,
@@ -336,6 +363,19 @@ def as_object(evaluation: Evaluation, *, baseline: str = BASELINE, seed: int = 0
         "pairs_by_group": {group: len(at) for group, at in by_group.items()},
         "rows": rows,
     }
+
+
+def as_csv(evaluation: Evaluation) -> str:
+    """A line for each pair, method and seed of the estimator, with all that was measured."""
+    keys = sorted(set.intersection(*({*values} for values in evaluation.values.values())))
+    writer = csv.writer(file := io.StringIO(), lineterminator="\n")
+    writer.writerow(["method", "pair", "groups", "seed", *keys])
+    for name, records in evaluation.records.items():
+        for record in records:
+            for row, seed in enumerate(evaluation.seeds):
+                numbers = (f"{record.metrics[key][row]:.6g}" for key in keys)
+                writer.writerow([name, record.pair, "; ".join(record.groups), seed, *numbers])
+    return file.getvalue()
 
 
 def plain(value: float) -> float | None:
@@ -387,6 +427,7 @@ def as_markdown(found: dict[str, Any]) -> str:
         f"{found['meaning']}. All pixels are those of the resized images. `accepted` is the share of pairs "
         "whose geometry a result keeps, `ambiguous` that of several answers; AUC counts the first of each.",
         *([f"{found['note']}."] if found["note"] else []),
+        *(f"- **{hint}**" for hint in found["hints"]),
         *(f"- skipped, {count} times: {reason}" for reason, count in Counter(skipped).items()),
         "",
         *table(["", *(c.title for c in visible)], every),

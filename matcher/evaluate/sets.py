@@ -25,9 +25,7 @@ _MADE: dict[str, tuple[ProtocolName, int, Callable[..., Pair], str]] = {
     "overlays": ("trap", 160, synthetic.overlays_pair, "`still` pairs are the counter-example"),
     "facades": ("trap", 300, synthetic.facades_pair, "each pair once, with a photo of val"),
 }
-_BENCH = (
-    "oxford_graf", "opencv_pairs", "iguazu", "multimodal", "middlebury2003", "kitti_mini", "sceaux_castle",
-)  # fmt: skip
+_BENCH = ("oxford_graf", "iguazu", "multimodal", "middlebury2003", "kitti_mini", "sceaux_castle")
 _SEVERAL = {"bench": _BENCH, "multiview": ("kitchen", "bookstore")}
 # Folders below $MATCHER_DATA.
 _PLACES = {
@@ -63,15 +61,13 @@ class Layout(NamedTuple):
 
 _LAYOUTS = (
     # Of the size in published results.
-    Layout("homography", folders.hpatches, folders.HPATCHES, "hpatches", folders.hpatches_note, 480),
+    Layout("homography", folders.hpatches, folders.HPATCHES, "{}", folders.hpatches_note, 480),
     Layout("homography", folders.affine, ("H1to2p", "*/H1to2p")),
-    Layout("homography", folders.opencv_homography, ("H1to3p.xml",), "{}-homography"),
-    Layout("correspondences", folders.opencv_stereo, ("aloeGT.png",), "{}-stereo"),
     Layout("correspondences", folders.middlebury, ("*/disp2.pgm",)),
     Layout("depth", folders.rendered, ("cameras.json",), note="Depth and poses are exact"),
     Layout("homography", lambda folder: folders.rendered(folder, True), ("cameras.json",), "{}-light"),
     Layout("depth", folders.recorded, ("cameras.json",), note=folders.TRACKED),
-    Layout("correspondences", folders.wxbs, folders.WXBS, "wxbs", folders.BY_HAND),
+    Layout("correspondences", folders.wxbs, folders.WXBS, note=folders.BY_HAND),
     Layout("homography", folders.multimodal, ("pairs.json",), note=folders.BY_LANDMARKS),
     Layout("pose", folders.kitti, ("poses.txt", "*/poses.txt")),
     Layout("pose", folders.posed, ("poses.json",), note=folders.BY_SFM),
@@ -150,7 +146,7 @@ def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
             found.append(PairSet(name, layout.protocol, pairs, layout.shorter_side, note))
     found = [each for each in found if len(each)] or found
     if scenes := tuple(folders.megadepth(folder, options.images)):
-        found.append(PairSet("megadepth1500", "pose", scenes))
+        found.append(PairSet(folder.resolve().name, "pose", scenes))
     lists = [path for path in sorted(folder.glob("*.txt")) if folders.is_pair_list(path)]
     found += [folders.pair_list(path, options.images) for path in lists]
     if found:
