@@ -60,9 +60,10 @@ def find_masks(folder: Path, names: Iterable[str], where: str) -> dict[str, Path
     found = {name: mask for name in names if (mask := find_mask(folder, name)) is not None}
     if not found:
         first = names[0]
+        called = dict.fromkeys((first, f"{first}.png", str(Path(first).with_suffix(".png"))))
         raise UsageError(
             f"{folder} holds no mask of any of the {len(names)} images of {where}: the mask of {first} is "
-            f"called {first}, {first}.png or {Path(first).with_suffix('.png')}"
+            f"called {' or '.join(called)}"
         )
     return found
 

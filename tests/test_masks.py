@@ -69,9 +69,7 @@ def test_masks_are_taken_in_every_form(files):
     [
         ("match", "A", "B", "--mask0", "M0", "--mask1", "M1"),
         ("align", "A", "B", "--mask0", "M0", "--mask1", "M1"),
-        ("explain", "A", "B", "--mask0", "M0", "--mask1", "M1", "--output", "REPORT"),
         ("find", "A", "IMAGES", "--template-mask", "M0", "--masks", "MASKS"),
-        ("track", "IMAGES", "--masks", "MASKS"),
         ("collection", "IMAGES", "--run", "RUN", "--masks", "MASKS", "--exhaustive", "--workers", 0),
     ],
     ids=lambda command: command[0],
@@ -82,9 +80,7 @@ def test_every_command_reads_its_masks(files, command, capfd):
         PIL.Image.new("L", (20, 20), 255).save(files / "masks" / name)
     paths = dict(zip(("A", "B"), images_of(files), strict=True), IMAGES=files / "images", RUN=files / "run")
     paths |= {"MASKS": files / "masks", "M0": files / "masks" / "0.png", "M1": files / "masks" / "1.png"}
-    paths["REPORT"] = files / "why.html"
-    quick = ("--max-keypoints", 50) if command[0] == "explain" else QUICK
-    assert run(*(paths.get(word, word) for word in command), *quick) in (2, 3)
+    assert run(*(paths.get(word, word) for word in command), *QUICK) in (2, 3)
     assert "20 x 20" in capfd.readouterr().err
 
 
@@ -102,8 +98,6 @@ def test_transparent_pixels_are_a_mask_wherever_images_are_read(files, transpare
     images = transparent
     found = matcher.match_set(images, "nearest", max_keypoints=200)
     assert all(is_kept(features.keypoints) for features in found.features)
-    tracker = matcher.Tracker("nearest", max_keypoints=200)
-    assert is_kept(tracker.push(images[0]).keypoints)
     (pair,) = matched(files / "run", files / "images", max_keypoints=200)
     assert is_kept(pair.matches.points0) and is_kept(pair.matches.points1)
 

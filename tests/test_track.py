@@ -24,7 +24,6 @@ from matcher.sequence.capture import open_frames
 from matcher.sequence.trajectory import (
     align,
     nearest_rows,
-    path_length,
     read_poses,
     segment_errors,
     write_trajectory,
@@ -124,6 +123,7 @@ def test_frames_that_cannot_be_used_are_dropped_and_told_of(folders, capfd):
     assert track(left, "--masks", masks, "--json") == 4
     out, err = capfd.readouterr()
     assert json.loads(out)["statuses"]["dropped"] == 2 and str(masks / "1.png") in err
+    assert f"{masks}: 5 of 6 frames have no mask, such as 0.png" in err
     for i in range(6):
         cv2.imwrite(str(left / f"{i}.png"), np.zeros((240, 320), np.uint8))
     assert track(left, "--camera", CAMERA, "--output", left / "none.tum") == 3
@@ -167,8 +167,8 @@ def test_poses_that_nobody_measured_are_written_on_request_only(folders, tmp_pat
         assert len(read_poses(file)[1]) == 8 and "not measured" in file.read_text()
 
 
-def write_video(path: Path, walls: list[np.ndarray], frames: int) -> bytes:
-    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"MJPG"), 10, (320, 240))
+def write_video(path: Path, walls: list[np.ndarray], frames: int, code: str = "MJPG") -> bytes:
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*code), 10, (320, 240))
     for i in range(frames):
         writer.write(cv2.cvtColor(picture(walls, STEP * i), cv2.COLOR_GRAY2BGR))
     writer.release()
@@ -191,6 +191,13 @@ def test_a_video_is_read_to_its_end_and_loses_a_frame_that_is_cut_off(walls, tmp
     facts = json.loads(out)
     assert 3 <= facts["frames"] <= 6 and facts["statuses"]["dropped"] == 1
     assert f"ends after {facts['frames']} of 8 frames" in err and "Traceback" not in err
+    data = write_video(file := tmp_path / "v.mp4", walls, 2, "mp4v")
+    matrices = [np.array([1, 0, 0, 0, 1, 0, 0, 0, 1 << 14]), np.array([0, 1, 0, -1, 0, 0, 0, 0, 1 << 14])]
+    stored, turned = ((each << 16).astype(">i4").tobytes() for each in matrices)
+    file.write_bytes(turned.join(data.rsplit(stored, 1)))
+    shown = matcher.read_image(next(iter(source := open_frames(str(file)))).image)
+    np.testing.assert_array_equal(shown.pixels, cv2.VideoCapture(str(file)).read()[1][..., ::-1])
+    assert shown.size == (320, 240) and "320 x 240 stored" in source.notes[0]
 
 
 def test_options_that_do_not_fit_are_refused(folders, capfd):
@@ -255,6 +262,7 @@ def test_sources_are_ordered_and_named(tmp_path):
         ("0", {"right": folder}, UsageError, "two folders"),
         (tmp_path / "absent.mp4", {}, ImageError, "no such"),
         (folder / "frame9.png", {}, UsageError, "single image"),
+        (folder / "frame%02d.png", {}, UsageError, "name the folder"),
     ):
         with pytest.raises(error, match=word):
             open_frames(str(source), **more)
@@ -267,8 +275,10 @@ def test_names_are_times_in_any_unit(tmp_path):
         np.testing.assert_allclose(found, TIME // 10**9 + step / unit * np.arange(4), atol=1e-5)
     found = times(touch(tmp_path / "stamped", [f"1305031102.{part}.png" for part in ("5", "55", "6", "65")]))
     assert found == sorted(found) and found[0] == 1305031102.5
-    # Numbers that are no times count frames.
-    assert times(touch(tmp_path / "kitti", ["0000000000.png", "0000000001.png"])) == [0.0, 0.1]
+    source = open_frames(
+        str(touch(tmp_path / "kitti", [f"shot.{number}.png" for number in (998, 1000, 1006)]))
+    )
+    assert [shot.timestamp for shot in source] == [0.0, 0.1, 0.4] and "2 frames missing" in source.notes[0]
 
 
 LISTS = {
@@ -398,7 +408,6 @@ def test_segment_errors(curve):
         assert error.rotation == pytest.approx(0.01, rel=0.05)
     np.testing.assert_allclose(align(curve, longer, with_scale=True), curve, atol=1e-9)
     assert not np.allclose(align(curve, longer, with_scale=False), curve, atol=0.1)
-    np.testing.assert_allclose(path_length(curve), np.arange(61), atol=1e-9)
     rows = nearest_rows(np.array([0.001, 0.199, 0.31, 0.35, 9.0]), np.array([0.0, 0.3, 0.1, 0.2]))
     assert rows.tolist() == [0, 3, 1, -1, -1]
 

@@ -273,7 +273,7 @@ def test_a_place_seen_before_is_found_again_after_a_loss():
     log = TrackingLog()
     for result in (*before, *away, again):
         log.add(result)
-    assert log.breaks() == [13]  # and not the one that was found again
+    assert (log.breaks(), log.breaks(back=True)) == ([13], [15])  # where a known place was found again
     assert [result.stretch for result in (*before[-1:], *away, again)] == [0, 1, 1, 1, 0]
     for result in world.drive(tracker, range(450, 453), stereo=True):
         log.add(result)
@@ -298,7 +298,7 @@ def test_what_cannot_be_tracked_is_refused():
     assert world.drive(tracker, [1])[0].to_previous.consistent.sum() > 80
 
 
-def test_memory_is_bounded_and_latency_is_kept():
+def test_memory_is_bounded():
     world = World(points_a_metre=8, step=0.25)
     tracker = world.tracker(window=3)
     sizes = []
@@ -309,9 +309,6 @@ def test_memory_is_bounded_and_latency_is_kept():
         sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     assert abs(sizes[-1] - sizes[1]) < 200_000 and len(tracker.keyframes) == 3
-    table = tracker.latency()
-    assert list(table) == ["read", "extract", "match", "verify", "pose", "total"]
-    assert table["total"]["p50"] <= table["total"]["p95"] <= table["total"]["p99"] <= table["total"]["max"]
 
 
 # --- A time budget.

@@ -85,7 +85,7 @@ def track(
     asked, outputs = {**locals()}, output or []
     from matcher.cameras import read_baseline
     from matcher.export.colmap import import_pycolmap
-    from matcher.sequence.capture import DEFAULT_RATE, open_frames
+    from matcher.sequence.capture import open_frames
     from matcher.sequence.keyframe_map import KEPT
     from matcher.sequence.trajectory import read_poses
 
@@ -124,11 +124,8 @@ def track(
         options = {name: value for name, value in given.items() if name != "match_threshold"}
         keyframes = matcher.KeyframeMap(map_, pinhole, overwrite=overwrite, **options)
     frames_in = open_frames(source, right, fps, masks)
-    if frames_in.unused is not None:
-        complain(
-            f"{frames_in.unused} is not used, since it has no time for each of the {frames_in.count} images: "
-            f"{DEFAULT_RATE:g} frames per second are assumed; correct it, or give --fps"
-        )
+    for note in frames_in.notes:
+        complain(note)
     numbers = None if truth is None or truth[0] is not None else _true_rows(frames_in, len(truth[1]))
     how = dict(camera=pinhole, baseline=baseline, budget_ms=budget_ms, epipolar_window=epipolar_window)
     tracker = matcher.Tracker(keyframe_map=keyframes, **how, **given)
@@ -187,7 +184,7 @@ def _follow(
                     complain(f"{error}; the frame is skipped")
                     failures += 1
                     result = tracker.push(None, shot.timestamp)
-                log.add(result)
+                log.add(result, shot.name)
                 for recording in recordings:
                     recording.add(result, None if result.passed_over else tracker.pipeline.read(shot.image))
             if limit is not None and len(log) >= limit:
@@ -265,9 +262,11 @@ def _finish(
     bridged = len(log.trajectory(bridged=True)[0]) - len(rows)
     if breaks := log.breaks():
         unit = "" if stereo else ", in a unit of length of their own"
+        again = log.breaks(back=True)
+        back = f"; from frame {_some(again)} on they are again relative to the first" if again else ""
         complain(
             f"tracking was lost before frame {_some(breaks)}: from there on poses are relative to an "
-            f"extrapolated one{unit}, and parts of the path may lie apart"
+            f"extrapolated one{unit}, and parts of the path may lie apart{back}"
         )
     if why is not None:
         complain(f"most frames have no measured pose: {why}")

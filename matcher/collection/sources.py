@@ -167,7 +167,8 @@ class Photos:
         """Sorted names of the selected images, and the file names that no store can hold."""
         for folder in (self.folder, self.masks):
             if folder is not None and not folder.is_dir():
-                raise UsageError(f"{folder} is not a folder of images")
+                hint = "; of a video, take frames: `ffmpeg -i VIDEO -r 2 DIR/%05d.jpg`" * folder.is_file()
+                raise UsageError(f"{folder} is not a folder of images{hint}")
         return self.selection.of_usable(list_images(self.folder))
 
     def stamp(self, name: str) -> str:

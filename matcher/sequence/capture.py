@@ -5,19 +5,21 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path, PurePath
 
 import numpy as np
+import PIL.Image
 
-from matcher.errors import ImageError, UsageError
+from matcher.errors import ImageError, UsageError, counted
 from matcher.files import read_text
 from matcher.images import IMAGE_SUFFIXES, MAX_PIXELS, find_masks, is_image, natural_key, read_mask
 
 DEFAULT_RATE = 10.0  # frames per second, of folders that do not say when their images were taken
 _TIME_FILES = ("times.txt", "timestamps.txt", "data.csv", "rgb.txt")  # of KITTI, KITTI's raw data, EuRoC, TUM
+_EXIF = {90: 6, 180: 3, 270: 8}  # orientation of what is to be shown turned by so many degrees, clockwise
 _PATIENCE = 30  # frames in a row that a camera may fail to give
 
 
@@ -27,7 +29,7 @@ class SourceFrame:
 
     name: str  # for messages
     timestamp: float  # seconds
-    image: Path | np.ndarray | None  # None: dropped
+    image: Path | np.ndarray | PIL.Image.Image | None  # None: dropped
     right: Path | None = None  # of a rectified pair
     mask: Path | np.ndarray | None = None  # of the (left) image
 
@@ -41,7 +43,7 @@ class FrameSource:
     shots: Callable[[FrameSource], Iterator[SourceFrame]]
     problem: str | None = None
     numbers: list[int] | None = None  # of the frames, where the names of all are numbers
-    unused: Path | None = None  # a file of times that does not fit, so that they are guessed
+    notes: Sequence[str] = ()  # what the user should know of the frames before they are tracked
 
     def __iter__(self) -> Iterator[SourceFrame]:
         return self.shots(self)
@@ -87,14 +89,23 @@ def _folder(folder: Path, right: Path | None, rate: float | None, masks: Path | 
     if rate is not None and not 0 < rate < float("inf"):
         raise UsageError(f"the frame rate must be a positive number, not {rate}")
     times, unused = (None, None) if rate is not None else _times_of(images)
-    times = times or [index / (rate or DEFAULT_RATE) for index in range(len(images))]
+    counts, missing = _counted_by([path.stem for path in images])
+    notes = [f"{folder}: {missing}"] if missing and times is None else []
+    if unused is not None:
+        notes.append(
+            f"{unused} is not used, since it has no time for each of the {len(names)} images: "
+            f"{DEFAULT_RATE:g} frames per second are assumed; correct it, or give --fps"
+        )
+    times = times or [count / (rate or DEFAULT_RATE) for count in counts]
+    if unmasked := [name for name in names if name not in masked and masks is not None]:
+        notes.append(f"{masks}: {len(unmasked)} of {len(names)} frames have no mask, such as {unmasked[0]}")
     shots = [
         SourceFrame(path.name, stamp, None if right and partner is None else path, partner, mask)
         for path, stamp, partner, mask in zip(images, times, partners, found, strict=True)
     ]
     shots.sort(key=lambda shot: shot.timestamp)  # 0.55 is before 0.6, and not by its name
     numbers = _numbers([Path(shot.name).stem for shot in shots])
-    return FrameSource(str(folder), len(images), lambda _: iter(shots), numbers=numbers, unused=unused)
+    return FrameSource(str(folder), len(images), lambda _: iter(shots), None, numbers, notes)
 
 
 def _images(folder: Path) -> list[Path]:
@@ -107,6 +118,19 @@ def _images(folder: Path) -> list[Path]:
 def _numbers(stems: list[str]) -> list[int] | None:
     whole = all(re.fullmatch(r"\d{1,19}", stem) for stem in stems)
     return [int(stem) for stem in stems] if whole else None
+
+
+def _counted_by(stems: list[str]) -> tuple[list[int], str | None]:
+    """The place of each frame in the sequence, from 0: by the numbers at the end of names that differ in
+    nothing else, in steps of their greatest common divisor, and what to say of missing ones."""
+    found = [re.fullmatch(r"(.*?)(\d{1,18})", stem) for stem in stems]
+    steps = np.diff(np.array([int(each[2]) for each in found if each is not None], np.int64))
+    if not all(found) or len({each[1] for each in found}) > 1 or not len(steps) or steps.min() < 1:
+        return list(range(len(stems))), None
+    steps //= np.gcd.reduce(steps)
+    lacking = int((steps - 1).sum())
+    text = f"{counted(lacking, 'frame')} missing by their numbers, first after {stems[np.argmax(steps > 1)]}"
+    return [0, *np.cumsum(steps).tolist()], text if lacking else None
 
 
 def _times_of(images: list[Path]) -> tuple[list[float] | None, Path | None]:
@@ -176,6 +200,8 @@ def _video(path: Path) -> FrameSource:
     import cv2
 
     if not path.is_file():
+        if re.search(r"%\d*d|#|[*?]", path.name):
+            raise UsageError(f"{path}: patterns of names are not read; name the folder, {path.parent}")
         raise ImageError(f"{path}: no such video, folder or camera; check the path")
     if is_image(path):
         raise UsageError(f"{path}: a single image; name its folder, or use `matcher match`")
@@ -184,6 +210,9 @@ def _video(path: Path) -> FrameSource:
     if start and b"\0" not in start and start.isascii():  # OpenCV would show it as a film of a terminal
         raise UsageError(f"{path}: a text file, not a video; name a video, a folder of images or a camera")
     capture = cv2.VideoCapture(str(path))
+    # Frames stay as stored, like photos, and say by EXIF how they are to be turned.
+    capture.set(cv2.CAP_PROP_ORIENTATION_AUTO, 0)
+    turn = int(capture.get(cv2.CAP_PROP_ORIENTATION_META)) % 360
     announced = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
     if not capture.isOpened() or not capture.grab():
         raise ImageError(
@@ -197,6 +226,10 @@ def _video(path: Path) -> FrameSource:
                 yield held
             seconds = capture.get(cv2.CAP_PROP_POS_MSEC) / 1000
             held = SourceFrame(f"frame {number}", seconds, np.ascontiguousarray(read[1][..., ::-1]))
+            if turn in _EXIF:
+                image = PIL.Image.fromarray(held.image)
+                image.getexif()[PIL.Image.ExifTags.Base.Orientation] = _EXIF[turn]
+                held = replace(held, image=image)
             number, more = number + 1, capture.grab()
         capture.release()
         if held is not None and source.count is not None and number < source.count:
@@ -205,7 +238,9 @@ def _video(path: Path) -> FrameSource:
         if held is not None:
             yield held
 
-    return FrameSource(str(path), announced if announced > 0 else None, shots)
+    wide, high = (int(capture.get(each)) for each in (cv2.CAP_PROP_FRAME_WIDTH, cv2.CAP_PROP_FRAME_HEIGHT))
+    note = f"{path} is shown turned by {turn}°; the camera and points are of {wide} x {high} stored pixels"
+    return FrameSource(str(path), announced if announced > 0 else None, shots, notes=[note] if turn else [])
 
 
 def _camera(number: int) -> FrameSource:

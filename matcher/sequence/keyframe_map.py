@@ -36,7 +36,7 @@ from matcher.localization.map import Map
 from matcher.pipeline import Mask
 from matcher.presets import DEFAULT_PRESET, LoadOptions, given_options
 from matcher.sequence.frames import FrameResult
-from matcher.sequence.trajectory import breaks_of, path_length, write_trajectory
+from matcher.sequence.trajectory import path_length, write_trajectory
 from matcher.sfm.models import GivenPoses
 from matcher.sfm.reconstruct import ReconstructionError, reconstruct
 from matcher.verify.adjustment import fundamental_from_pose, sampson
@@ -482,7 +482,7 @@ class KeyframeMap:
             return 0, 0
         self._write_kept()
         _, times, poses, _, stretches = zip(*self._placed, strict=True)
-        write_trajectory(self.folder / TRAJECTORY, times, poses, breaks=breaks_of(stretches))
+        write_trajectory(self.folder / TRAJECTORY, times, poses, stretches=stretches)
         return len(self._placed), len(_keyframes(self._placed))
 
     def finish(self, *, close_loops: bool = True) -> ClosedTrajectory:

@@ -20,9 +20,9 @@ from matcher.sequence.frames import FrameResult
 from matcher.sequence.pose_tracking import MIN_POINTS
 
 
-def breaks_of(stretches: Sequence[int]) -> list[int]:
-    """The rows from which poses are of another stretch (`FrameResult`) than before, and not of the first."""
-    return [row for row, (a, b) in enumerate(pairwise(stretches), 1) if b not in (0, a)]
+def changes_of(stretches: Sequence[int]) -> list[int]:
+    """The rows from which poses are of another stretch (`FrameResult`) than before."""
+    return [row for row, (a, b) in enumerate(pairwise(stretches), 1) if a != b]
 
 
 def write_trajectory(
@@ -32,12 +32,12 @@ def write_trajectory(
     *,
     frames: int | None = None,
     bridged: Sequence[bool] = (),
-    breaks: Sequence[int] = (),
+    stretches: Sequence[int] = (),
 ) -> None:
     """Write poses world_from_cam (4, 4) of times in seconds as TUM's lines, `t x y z qx qy qz qw`. Where the
     suffix is .kitti, they are KITTI's, 12 numbers, 3×4, refused if the sequence has more `frames`. A comment
-    lists poses that are `bridged`: extrapolated instead of measured, others the rows of `breaks`, from which
-    poses are relative to such ones."""
+    lists poses that are `bridged`: extrapolated instead of measured, others where another of the `stretches`
+    begins: from there on poses are relative to an extrapolated one, or in stretch 0 to the first."""
     path = Path(path)
     if path.suffix.lower() != ".kitti":
         lines, names = tum_lines(timestamps, poses), [f"{time:.6f}" for time in timestamps]
@@ -50,7 +50,10 @@ def write_trajectory(
         lines, names = kitti_lines(poses), list(map(str, range(len(poses))))
     guessed = " ".join(names[row] for row in np.flatnonzero(bridged))
     comments = [f"# extrapolated, not measured: {guessed}"] if guessed else []
-    comments += [f"# from here on relative to an extrapolated pose: {names[row]}" for row in breaks]
+    origins = {
+        row: "the first" if stretches[row] == 0 else "an extrapolated" for row in changes_of(stretches)
+    }
+    comments += [f"# from here on relative to {what} pose: {names[row]}" for row, what in origins.items()]
     write_whole(path, "".join(f"{line}\n" for line in [*comments, *lines]).encode())
 
 
@@ -166,14 +169,16 @@ class TrackingLog:
 
     def __init__(self) -> None:
         self._frames: list[FrameResult] = []  # without their links and keypoints
+        self._names: list[str] = []  # of what each frame was read from
         self._points: list[np.ndarray] = []  # (N, 3) float32 x, y, depth
         self._lengths: Counter[int] = Counter()
         self._disparities: list[np.ndarray] = []  # (2,) of each pair: median x, and |y|
         self.map_poses: dict[int, np.ndarray] = {}  # (4, 4) by frame; `late_poses_in_map` may be added
         self.in_map = False  # the trajectory is that in the map which was loaded
 
-    def add(self, result: FrameResult) -> None:
-        """Take in the next frame."""
+    def add(self, result: FrameResult, name: str = "") -> None:
+        """Take in the next frame; `name`: of its file."""
+        self._names.append(name)
         depths = np.full(len(result.keypoints), np.nan) if result.depths is None else result.depths
         self._points.append(np.column_stack([result.keypoints, depths]).astype(np.float32))
         self._lengths.update(result.track_ids.tolist())
@@ -240,14 +245,16 @@ class TrackingLog:
         """Write the trajectory by `write_trajectory`."""
         known, times, poses = self.trajectory(bridged=bridged)
         guessed = [self._frames[row].pose_status == "bridged" for row in known]
-        breaks = np.flatnonzero(np.isin(known, self.breaks())).tolist()
-        write_trajectory(path, times.tolist(), list(poses), frames=len(self), bridged=guessed, breaks=breaks)
+        parts = [] if self.in_map else [self._frames[row].stretch for row in known]
+        write_trajectory(path, times, list(poses), frames=len(self), bridged=guessed, stretches=parts)
 
-    def breaks(self) -> list[int]:
+    def breaks(self, *, back: bool = False) -> list[int]:
         """The frames from which poses are measured again, but relative to an extrapolated one: how far the
-        camera moved while tracking was lost is not known. None in a map, where poses are found anew."""
+        camera moved while tracking was lost is not known. None in a map, where poses are found anew. `back`:
+        instead those from which they are relative to the first again, as a known place was found."""
         measured = [frame for frame in self._frames if frame.is_measured and not self.in_map]
-        return [measured[row].index for row in breaks_of([frame.stretch for frame in measured])]
+        changes = [measured[row] for row in changes_of([frame.stretch for frame in measured])]
+        return [frame.index for frame in changes if (frame.stretch == 0) == back]
 
     def keyframe_rows(self) -> list[int]:
         """Rows of the trajectory that are keyframes."""
@@ -255,10 +262,10 @@ class TrackingLog:
         return [row for row, index in enumerate(known) if self._frames[index].is_keyframe]
 
     def as_npz(self) -> bytes:
-        """An .npz file: a row per frame, and a row for each observation of a track. frame_index, timestamp,
-        status, pose_status, stretch, is_keyframe (F,); world_from_cam and map_from_cam (F, 4, 4), NaN where
-        there is none; observation_frame, observation_track (O,); observation_xy (O, 2); observation_depth
-        (O,). Poses of `pose_status` "bridged" are extrapolated."""
+        """An .npz file: a row per frame, and a row for each observation of a track. frame_index, name,
+        timestamp, status, pose_status, stretch, is_keyframe (F,); world_from_cam and map_from_cam (F, 4, 4),
+        NaN where there is none; observation_frame, observation_track (O,); observation_xy (O, 2);
+        observation_depth (O,). Poses of `pose_status` "bridged" are extrapolated."""
         kinds = {"timestamp": np.float64, "status": np.str_, "pose_status": np.str_}
         kinds |= {"stretch": np.int64, "is_keyframe": bool}
         frames = self._frames
@@ -269,6 +276,7 @@ class TrackingLog:
         np.savez_compressed(
             buffer,
             **columns,
+            name=np.array(self._names, np.str_),
             frame_index=np.array([frame.index for frame in frames], np.int64),
             world_from_cam=np.reshape(self._poses(in_map=False), (-1, 4, 4)),
             map_from_cam=np.reshape(self._poses(in_map=True), (-1, 4, 4)),
