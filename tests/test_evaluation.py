@@ -134,11 +134,9 @@ def test_unreadable_photos_are_skipped_and_counted(photos, tmp_path, capsys):
     ("arguments", "code", "named"),
     [
         (["{empty}"], 2, "empty"),
-        (["no_such_folder"], 2, "synthetic"),
         (["{broken}", "--preset", "nearest"], 3, "a.jpg"),
         (["{photos}", "--levels", "1,9", "--preset", "nearest"], 2, "levels"),
         (["{photos}", "--images", "{photos}"], 2, "--images"),
-        (["{photos}", "--preset", "nosuch"], 2, "nosuch"),
         (["{photos}", "--peer", "nosuch"], 2, "lightglue-aliked"),
         (["{photos}", "--weights", "absent.safetensors"], 5, "absent.safetensors"),
         (["{photos}", "--preset", "nearest", "--output", "{text}"], 2, "--output"),

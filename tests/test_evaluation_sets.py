@@ -146,6 +146,9 @@ def test_hpatches(tmp_path, picture, capsys):
     assert image.pixels.shape[:2] == (480, 640) and image.size == (1280, 960)
     asked = [str(tmp_path), "--preset", "nearest", "--pairs", "1", "--resize", "320"]
     assert main(["evaluate", *asked]) == 0 and "longer side at most 320 px" in capsys.readouterr().out
+    for path in tmp_path.glob("*/*/H_1_*"):
+        path.write_text(words(np.linalg.inv(H)))
+    assert "inverse" in evaluate(find_sets(str(tmp_path), SetOptions())[0], nearest()).hints[0]
 
 
 def test_pair_lists(tmp_path, picture):
