@@ -16,9 +16,10 @@ import numpy as np
 import matcher
 from matcher.cameras import as_camera
 from matcher.files import write_whole
+from matcher.geometry import warp_points
 from matcher.refine import fit_affine_maps
-from matcher.verify.adjustment import fundamental_from_pose
-from matcher.viz.drawings import draw_epipolar_lines, match_errors, save_figure
+from matcher.verify.adjustment import epipolar_distance, fundamental_from_pose
+from matcher.viz.drawings import draw_epipolar_lines, save_figure
 
 
 def draw_pair(args: argparse.Namespace) -> None:
@@ -35,8 +36,12 @@ def draw_pair(args: argparse.Namespace) -> None:
         raise SystemExit(f"no geometry was found ({result.geometry.status})")
     how = {"stacked": args.stacked, "title": result.heading()}
     if args.plot == "matches":
-        given = {"H_1_from_0" if planar else "fundamental": known}
-        errors = match_errors(result.points0, result.points1, **given) if args.colour_by == "error" else None
+        points, errors = (result.points0, result.points1), None
+        if args.colour_by == "error" and planar:  # infinite beyond the horizon
+            errors = np.linalg.norm(warp_points(points[0], known) - points[1], axis=1)
+            errors = np.nan_to_num(errors, nan=np.inf)
+        elif args.colour_by == "error":
+            errors = epipolar_distance(*points, known)
         how |= {"colour_by": args.colour_by, "errors": errors, "max_lines": args.lines}
         result.plot(args.output, *images, overwrite=True, **how)
     else:

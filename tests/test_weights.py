@@ -14,7 +14,7 @@ from matcher.config import ALL_LAYERS, ExtractorConfig, to_dict
 from matcher.errors import IntegrityError
 from matcher.presets import PRESETS
 from matcher.torch_engine import build_extractor
-from matcher.weights.files import load_model, read_arrays, read_manifest, save_model, verify
+from matcher.weights.files import load_model, read_arrays, read_manifest, save_model, verify, weights_bytes
 
 ROW = """
 [[weights]]
@@ -64,13 +64,13 @@ def test_a_damaged_shipped_file_is_noticed(shelf):
     flipped = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in (0, 9, 2000)]
     for damaged in (*flipped, data[:-10], None):
         path.unlink() if damaged is None else path.write_bytes(damaged)
-        for check in (load_model, lambda name, folder: verify(read_manifest(folder)[name], folder)):
+        for check in (weights_bytes, lambda name, folder: verify(read_manifest(folder)[name], folder)):
             with pytest.raises(IntegrityError, match=r"small\.safetensors is (damaged|absent)") as caught:
                 check("small", shelf)
             assert caught.value.exit_code == 5
     for weights in ("large", shelf / "gone.safetensors", shelf):
         with pytest.raises(IntegrityError):
-            load_model(weights, shelf)
+            weights_bytes(weights, shelf)
 
 
 @pytest.mark.parametrize(

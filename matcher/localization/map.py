@@ -6,7 +6,7 @@ A photo, or the pictures of a rig, is a `Query`; its pose is tried with ever mor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -103,7 +103,7 @@ class Attempt(NamedTuple):
     verdict: Judgement
 
 
-class Map:
+class Map(AbstractContextManager):
     """Images with poses, the points that they see, and their features; `open` reads one.
 
         >>> import matcher
@@ -200,9 +200,6 @@ class Map:
     def close(self) -> None:
         """Close the run's store; the map cannot be used afterwards."""
         self._store.close()
-
-    def __enter__(self) -> Map:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

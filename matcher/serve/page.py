@@ -207,7 +207,7 @@ def build_page(matching: Matching, folder: Path, room: Callable[[], int]) -> gr.
     catalogue, presets = read_catalogue(), []  # what is shown for each preset, and its name
     for name, config in PRESETS.items():
         row = catalogue.get(config.weights) if isinstance(config.weights, str) else None
-        absent = row is not None and not (row.folder / "manifest.toml").is_file()
+        absent = row is not None and not row.is_here
         presets.append((f"{name} (to be fetched first)" if absent else name, name))
     with UploadsOnly(title="matcher", analytics_enabled=False, delete_cache=(600, kept)) as page:
         gr.Markdown("## matcher\nChoose two photos and press Match. They stay on this machine.")

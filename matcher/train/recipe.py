@@ -11,7 +11,7 @@ from matcher.errors import UsageError
 from matcher.extract.learned import Architecture
 from matcher.files import read_toml
 from matcher.match.network import check_config
-from matcher.weights.files import FOLDERS
+from matcher.weights.files import weights_folder
 
 SIFT, LEARNED = "sift", "learned"
 DESCRIPTOR_DIMS = {SIFT: 128, LEARNED: 64}  # of the front ends that a matcher can be trained on
@@ -206,10 +206,10 @@ def read_recipe(path: Path) -> Recipe:
 
 def shipped_recipe(name: str) -> Path:
     """The recipe of shipped weights, beside them, in the package or in a checkout."""
-    for folder in FOLDERS:
-        if (folder / f"{name}.toml").is_file():
-            return folder / f"{name}.toml"
-    raise UsageError(f"{FOLDERS[-1] / f'{name}.toml'} is absent; give a recipe with --recipe FILE.toml")
+    path = weights_folder() / f"{name}.toml"
+    if not path.is_file():
+        raise UsageError(f"{path} is absent; give a recipe with --recipe FILE.toml")
+    return path
 
 
 def limited(recipe: Recipe, steps: int) -> Recipe:

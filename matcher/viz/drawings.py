@@ -25,10 +25,9 @@ from matplotlib.patheffects import withStroke
 
 from matcher.errors import UsageError, counted
 from matcher.files import check_output, write_output
-from matcher.geometry import resize_points, stored_to_upright, warp_points
+from matcher.geometry import resize_points
 from matcher.images import ImageInput, read_image
 from matcher.types import Image
-from matcher.verify.adjustment import epipolar_distance
 from matcher.viz import PLOT_SUFFIXES
 from matcher.viz.overlays import as_colour
 
@@ -51,9 +50,7 @@ class Placed:
 
     def points(self, points: np.ndarray) -> np.ndarray:
         """Stored pixels (K, 2) → canvas pixels."""
-        upright = stored_to_upright(points, self.image.size, self.image.orientation)
-        resized = resize_points(upright, self.image.scale)
-        return resize_points(resized, self.scale) + np.asarray(self.offset)
+        return resize_points(self.image.from_stored(points), self.scale) + np.asarray(self.offset)
 
 
 def save_figure(figure: Figure, path: str | Path) -> Path:
@@ -324,25 +321,6 @@ def draw_answers(
         panel.set(xticks=[], yticks=[])
         panel.spines[:].set(color="0.8")
     return figure
-
-
-def match_errors(
-    points0: np.ndarray,
-    points1: np.ndarray,
-    *,
-    H_1_from_0: np.ndarray | None = None,
-    fundamental: np.ndarray | None = None,
-) -> np.ndarray:
-    """(K,) how far matches, (K, 2) stored pixels, are in pixels from what is known of the two views.
-
-    Of a homography (3, 3) it is the distance in image 1, infinite beyond the horizon; of a fundamental matrix
-    (3, 3) the symmetric epipolar distance.
-    """
-    if (H_1_from_0 is None) == (fundamental is None):
-        raise UsageError("match errors need either H_1_from_0 or fundamental")
-    if fundamental is not None:
-        return epipolar_distance(points0, points1, fundamental)
-    return np.nan_to_num(np.linalg.norm(warp_points(points0, H_1_from_0) - points1, axis=1), nan=np.inf)
 
 
 def _spread(order: np.ndarray, points: np.ndarray, limit: int) -> np.ndarray:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
@@ -16,6 +15,7 @@ import numpy as np
 
 from matcher.cameras import Camera
 from matcher.errors import UsageError, optional
+from matcher.files import temporary_name
 
 
 class RecordingFile(AbstractContextManager):
@@ -35,7 +35,7 @@ class RecordingFile(AbstractContextManager):
                 raise UsageError("there is no display for the viewer; write a recording (FILE.rrd) instead")
             self.stream.spawn()
         else:
-            self._part = self._path.with_name(f".{self._path.name[:80]}.{secrets.token_hex(4)}.part")
+            self._part = temporary_name(self._path)
             self.stream.save(self._part)
         self.stream.log("world", self.rr.ViewCoordinates.RIGHT_HAND_Y_DOWN, static=True)
 

@@ -170,16 +170,14 @@ def read_arrays(data: bytes) -> dict[str, np.ndarray]:
     return arrays
 
 
-def load_model(
-    weights: str | Path | WeightsBytes, folder: Path | None = None
-) -> tuple[MatchingNetwork, str, str]:
+def load_model(weights: str | Path | WeightsBytes) -> tuple[MatchingNetwork, str, str]:
     """The trained network of a name in the manifest, of a path, or of what `weights_bytes` gave, in float32
     on the CPU, as `network_config` has it; the sha256 of its file; its name (for a path, the file's stem)."""
     import torch
 
     from matcher.match.network import MatchingNetwork
 
-    file = weights if isinstance(weights, WeightsBytes) else weights_bytes(weights, folder)
+    file = weights if isinstance(weights, WeightsBytes) else weights_bytes(weights)
     try:
         config = network_config(file.data)
         with torch.random.fork_rng(devices=[]):  # building draws numbers; the caller must not notice
