@@ -10,7 +10,6 @@ geometry.
 """
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -19,12 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from matcher.config import (
-    CalibrationConfig,
-    NetworkConfig,
-    RefinedCalibrationConfig,
-    VerifiedCalibrationConfig,
-)
+from matcher import config
 from matcher.errors import MatcherError, UsageError
 from matcher.evaluate.calibration import CORRECT, reliability
 from matcher.evaluate.measure import errors_of, scales_of
@@ -40,9 +34,9 @@ from matcher.pipeline import Pipeline
 from matcher.verify.verdict import COEFFICIENTS, EVIDENCE, NOT, SAME, evidence
 
 STAGES = {
-    "network": CalibrationConfig,  # of what a network gives
-    "refinement": RefinedCalibrationConfig,  # of the prior scores of refined matches
-    "geometry": VerifiedCalibrationConfig,  # of the probabilities given a geometry
+    "network": config.CalibrationConfig,  # of what a network gives
+    "refinement": config.RefinedCalibrationConfig,  # of the prior scores of refined matches
+    "geometry": config.VerifiedCalibrationConfig,  # of the probabilities given a geometry
 }
 
 
@@ -74,15 +68,15 @@ class JudgedPair(NamedTuple):
 def uncalibrated(preset: str, stage: str = "network") -> Pipeline:
     """A preset, for the first stage one pass of it, without the calibration of a stage and of later ones."""
     pipeline = load(preset, further_passes=False) if stage == "network" else load(preset)
-    config, kept = pipeline.config.matcher, None
-    if not isinstance(config, NetworkConfig) or not isinstance(pipeline.matcher, AttentionMatcher):
+    network, kept = pipeline.config.matcher, None
+    if not isinstance(network, config.NetworkConfig) or not isinstance(pipeline.matcher, AttentionMatcher):
         raise UsageError(f"the preset {preset!r} has no network whose probabilities could be calibrated")
     if stage != "network":
-        kept = config.policy.calibration
+        kept = network.policy.calibration
         if kept is None:
             raise UsageError(f"{preset!r} is not calibrated before {stage}: calibrate its scores first")
         kept = replace(kept, refined=kept.refined if stage == "geometry" else None, verified=None)
-    policy = replace(config.policy, calibration=kept)
+    policy = replace(network.policy, calibration=kept)
     return replace(pipeline, matcher=pipeline.matcher.adjusted(policy=policy))
 
 
@@ -131,12 +125,6 @@ def error_under(pairs: Sequence[JudgedPair], numbers: np.ndarray | None) -> floa
     return reliability(scores[known], right[known]).error
 
 
-def fitted_verdict(values: np.ndarray, same: np.ndarray) -> np.ndarray:
-    """`logistic_regression` of `same` (P,) on evidence (P, E), in which both classes weigh the same."""
-    weight = np.where(same, 0.5 / same.mean(), 0.5 / (1 - same.mean()))
-    return logistic_regression(values, same, weight)
-
-
 def fit_calibration(given: argparse.Namespace) -> None:
     """Print the numbers of a stage and how well they hold on each set."""
     pipeline = uncalibrated(given.preset, given.stage)
@@ -164,7 +152,8 @@ def fit_verdict(given: argparse.Namespace) -> None:
         rows.append(evidence(result.matches, result.geometry.rejected or result.geometry, *sizes))
         truths.append(same)
     values, same = np.stack(rows), np.array(truths)
-    model = np.array(COEFFICIENTS) if given.test else fitted_verdict(values, same)
+    alike = np.where(same, 0.5 / same.mean(), 0.5 / (1 - same.mean()))  # both classes weigh the same
+    model = np.array(COEFFICIENTS) if given.test else logistic_regression(values, same, alike)
     said = 1 / (1 + np.exp(-np.clip(model[0] + values @ model[1:], -50, 50)))
     print(f"COEFFICIENTS = ({', '.join(f'{value:.3f}' for value in model)})  # bias, {', '.join(EVIDENCE)}")
     print(f"{len(same)} pairs, {int(same.sum())} of the same place")
@@ -173,9 +162,7 @@ def fit_verdict(given: argparse.Namespace) -> None:
     print(f"expected calibration error {reliability(said, same).error:.3f}")
 
 
-def training_pairs(
-    photos: Path, count: int, multiview: Path | None, seed: int
-) -> Iterator[tuple[tuple, bool]]:
+def training_pairs(photos: Path, count: int, multiview: Path | None, seed: int) -> Iterator[tuple]:
     """Two images to fit the verdict on, and whether they show the same place.
 
     Same: `count` warps of photos, a quarter as many zooms, half as many views of one wall with a pattern that
@@ -206,7 +193,7 @@ def training_pairs(
         yield (scene[first], other[rng.integers(len(other))]), False
 
 
-def main() -> int:
+def main() -> None:
     """Fit one of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -236,10 +223,8 @@ def main() -> int:
     try:
         {"calibration": fit_calibration, "verdict": fit_verdict}[given.kind](given)
     except MatcherError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
+        parser.exit(error.exit_code, f"{error}\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,8 +1,6 @@
 """`matcher track`: sources and times, outputs, statuses, mistakes; files of poses; tracks do not drift."""
 
-import contextlib
 import json
-import runpy
 import sys
 from collections import defaultdict
 from dataclasses import replace
@@ -338,23 +336,6 @@ def test_times_that_do_not_meet_are_named_with_their_likely_unit(folders, tmp_pa
         assert len(read_poses(tmp_path / "o.tum")[1]) == 6  # which need no true poses
         said = " ".join(capfd.readouterr().err.split())
         assert words in said and f"{1500000000 * scale:.10g}" in said
-
-
-# --- The example.
-
-
-def test_the_example_finds_the_way(folders, monkeypatch, capfd):
-    script = Path(__file__).resolve().parent.parent / "scripts" / "odometry.py"
-    left, right, _ = folders
-    command = [script, left, *stereo(right), "--preset", "nearest"]
-    monkeypatch.setattr(sys, "argv", [str(part) for part in command])
-    with contextlib.suppress(SystemExit):
-        runpy.run_path(str(script), run_name="__main__")
-    rows = np.array([line.split() for line in capfd.readouterr().out.splitlines()], np.float64)
-    frames, places, turns = rows[:, 0], rows[:, 1:4] - rows[0, 1:4], rows[:, 4:]
-    truth = np.column_stack([STEP * (frames - frames[0]), 0 * frames, 0 * frames])
-    assert len(frames) >= 6 and turns[:, 3].min() > 0.999
-    assert np.linalg.norm(places - truth, axis=1).max() < 0.1 * np.linalg.norm(truth[-1])
 
 
 # --- Files of poses and their errors; points are refined against their keyframe.
