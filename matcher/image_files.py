@@ -7,7 +7,7 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -351,6 +351,18 @@ def read_header(path: Path, part: int) -> tuple[tuple[int, int], dict[int, Any],
         with opener(file) as photo:
             tags = photo.getexif()
             return photo.size, dict(tags), dict(tags.get_ifd(part))
+
+
+def read_resolution(paths: Iterable[Path | None]) -> tuple[int, int] | None:
+    """Dots per inch along x and y that all of these image files state; None: not all state the same."""
+    found = set()
+    for path in paths:
+        try:
+            with open_regular(path) as file, (find_format(file, path)[1] or PIL.Image.open)(file) as photo:
+                found.add(tuple(round(float(dots)) for dots in photo.info["dpi"]))
+        except Exception:  # as a header can be wrong in any way
+            return None
+    return found.pop() if len(found) == 1 and min(*found) > 0 else None
 
 
 def read_gps(path: Path) -> tuple[float, float, float] | None:

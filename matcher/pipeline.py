@@ -174,6 +174,13 @@ class Pipeline:
             given = ((image0, mask0, images[0]), (image1, mask1, images[1]))
             originals = [partial(self._original, *one) for one in given]
             result = chosen._with_further_passes(result, images, originals, known)
+        if kind.startswith("homograph") and not result.geometry.verified:
+            # Right matches of a mirror image are seen where more of them may agree.
+            looser = replace(chosen.config, estimation=replace(chosen.config.estimation, kind="fundamental"))
+            looser = replace(chosen, config=looser, estimator=None)
+            looser = looser.verify(result.features0, result.features1, result.matches)
+            if looser.status == "mirrored" and looser.inliers.mean() > 0.5:  # pages of like print have less
+                result = replace(result, geometry=replace(looser, kind=kind, matrix=None))
         result = self.calibrated(result)
         return result if choice is None else learned(self, result)
 

@@ -106,18 +106,23 @@ def test_the_command_writes_all_views_and_prints_the_matrix(pair, tmp_path, capf
 def test_nothing_is_overwritten_and_no_match_is_said(pair, tmp_path, capfd):
     (a, b), _, _ = pair
     quick = ("--preset", "nearest", "--max-keypoints", 200)
-    mine = tmp_path / "mine.png"
-    mine.write_bytes(b"mine")
-    assert run("align", a, b, "--output", mine, *quick) == 2
     assert run("align", a, b, "--output", a.with_name("d.png"), "--blend", a.with_name("d.png"), *quick) == 2
     assert run("align", a, b, "--output", a, "--overwrite", *quick) == 2
-    assert "is an input" in capfd.readouterr().err and mine.read_bytes() == b"mine"
+    assert "is an input" in capfd.readouterr().err
     noise, out = tmp_path / "noise.png", tmp_path / "out.png"
     cv2.imwrite(str(noise), np.random.default_rng(0).integers(0, 255, (200, 200), dtype=np.uint8))
     assert run("align", a, noise, "--output", out, *quick) == 4
     assert "not aligned" in capfd.readouterr().err and not out.exists()
     with pytest.raises(matcher.UsageError, match="not aligned"):
         matcher.align(a, noise, "nearest", max_keypoints=200).image()
+
+
+def test_a_mirrored_print_is_called_so_as_match_calls_it(views):
+    photo = cv2.resize(cv2.imread(str(views[0])), (800, 600), interpolation=cv2.INTER_AREA)
+    flipped = np.ascontiguousarray(photo[:, ::-1])
+    said, found = matcher.load().match(flipped, photo), matcher.align(flipped, photo, model="similarity")
+    assert said.geometry.status == found.status == "mirrored" and "flip it" in found.to_dict()["reason"]
+    assert said.verdict == found.result.verdict and found.agreeing == 0
 
 
 def test_a_scene_with_depth_is_told_of(capfd, tmp_path):
@@ -186,7 +191,7 @@ def true_corners(pose) -> np.ndarray:
     return warp_points(np.array([[0, 0], [220, 0], [220, 180], [0, 180]]) - 0.5, pose_matrix(*pose))
 
 
-def test_every_instance_is_found_at_its_scale_and_turn(template, scene):
+def test_every_instance_and_nothing_else_is_found_at_its_scale_and_turn(template, scene):
     found = matcher.find(template, scene, "nearest", max_keypoints=600)
     assert len(found) == len(POSES) and found.size == (600, 560)
     for pose in POSES:
@@ -194,6 +199,11 @@ def test_every_instance_is_found_at_its_scale_and_turn(template, scene):
         assert abs(one.scale - pose[2]) < 0.02 and abs(one.angle - pose[3]) < 1
         assert one.inliers >= 12 and 0.1 < one.share <= 1
     assert [one.inliers for one in found] == sorted((one.inliers for one in found), reverse=True)
+    negatives = matcher.find(255 - template, scene, "nearest", max_keypoints=600)
+    assert negatives.inverted and not found.inverted and len(negatives) == len(POSES)
+    assert np.abs(np.sort(centres(negatives), axis=0) - np.sort(centres(found), axis=0)).max() < 2
+    other = np.ascontiguousarray(template[::-1])  # a mirror image is another picture
+    assert len(matcher.find(other, scene, "nearest", max_keypoints=600)) == 0
 
 
 def test_a_plain_logo_is_found_at_half_its_size(views):
@@ -214,11 +224,6 @@ def test_at_most_so_many_are_found_and_masks_hide_the_others(template, scene):
     mask[:280, 300:] = 255
     (one,) = matcher.find(template, scene, "nearest", max_keypoints=600, mask=mask)
     assert np.abs(one.corners - true_corners(POSES[1])).max() < 2.5
-
-
-def test_what_is_not_there_is_not_found(template, scene):
-    other = np.ascontiguousarray(template[::-1])  # a mirror image is another picture
-    assert len(matcher.find(other, scene, "nearest", max_keypoints=600)) == 0
 
 
 def test_corners_are_of_the_stored_image(template, scene, tmp_path):
@@ -245,6 +250,7 @@ def test_the_command_draws_saves_and_prints(template, scene, tmp_path, capfd):
     assert sorted(path.name for path in drawings.iterdir()) == ["empty.png", "scene.png"]
     images = {len(image["instances"]): image for image in json.loads(saved.read_text())["images"]}
     assert set(images) == {0, 3} and len(images[3]["instances"][0]["corners"]) == 4
+    assert run(*given, "-q") == 0 and capfd.readouterr().out.count("scene.png  3 instances") == 1
     assert run(*given, "--plot", tmp_path / "one.png") == 2
     assert "name a folder" in capfd.readouterr().err
     (tmp_path / "file").touch()
@@ -266,6 +272,8 @@ def test_exit_codes_tell_what_was_not_found_or_read(template, tmp_path, capfd):
     assert run("find", names[0], names[1], *QUICK, "--output", names[3]) == 2
     assert run("find", names[1], names[0], *QUICK) == 2
     assert "0 keypoints" in capfd.readouterr().err and names[3].read_text() == "mine"
+    PIL.Image.new("L", (32, 25), 200).save(names[1])  # too plain, whatever its size
+    assert run("find", names[1], names[0], *QUICK) == 2 and "plain" in capfd.readouterr().err
 
 
 def centres(found) -> list[np.ndarray]:
@@ -307,10 +315,14 @@ def test_icons_are_found_and_not_mistaken():
     for x, y in places:
         screen[y : y + side, x : x + side] = cv2.resize(icon(0), (side, side), interpolation=cv2.INTER_AREA)
     screen[300 : 300 + side, 600 : 600 + side] = cv2.resize(icon(1), (side, side))
+    screen[500 : 500 + side, 200 : 200 + side] = 160 + 0.35 * screen[40 : 40 + side, 420 : 420 + side]
+    screen[560:562, 100:700] = 60
     found = matcher.find(icon(0), screen)
     assert len(found) == 3
     for x, y in places:
         middle = np.array([x, y]) + (side - 1) / 2
         assert min(np.abs(centre - middle).max() for centre in centres(found)) < 1.5
     assert len(matcher.find(icon(1), screen)) == 1
+    lines = sorted(x for x, _ in centres(matcher.find(screen[556:566, 300:360], screen)))
+    assert len(lines) > 5 and np.diff(lines).min() > 15  # a line fits anywhere along itself
     assert all("correlation" in repr(one) and "0 inliers" not in repr(one) for one in found)

@@ -264,16 +264,14 @@ def verdict(rng, *wall):
 
 
 @pytest.mark.parametrize("kind", ["learned", "sift"])
-def test_another_wall_with_the_same_paper(rng, kind):
+def test_another_wall_with_the_same_paper_and_the_same_wall(rng, kind):
     found, said = verdict(rng, 150, False, kind)
     assert found.repetitive and found.found < 0.5
     assert said.repetitive and said.probability < 0.2 and "repetitive" in str(said)
-
-
-def test_the_same_wall(rng):
-    found, said = verdict(rng, 150, True)
-    assert found.repetitive and found.found > 0.9
-    assert said.word == "same"
+    found, said = verdict(rng, 150, True, kind)
+    assert found.repetitive and found.found > 0.9 and said.word == "same"
+    found, said = verdict(rng, 0, True, kind)  # paper alone cannot be told apart
+    assert found.unrepeated < 0.1 and said.word != "same"
 
 
 @pytest.mark.parametrize("the_same", [True, False])
@@ -297,11 +295,6 @@ def test_a_mirrored_picture_is_neither_used_nor_called_another_place(rng, kind):
     geometry = matcher.load("nearest", geometry=kind).verify(side0, side1, matches)
     assert geometry.status == "mirrored" and not geometry.verified
     assert verdict_of(matches, geometry, SIZE, SIZE).word == "unsure"
-
-
-def test_paper_alone_cannot_be_told_apart(rng):
-    found, said = verdict(rng, 0, True)
-    assert found.unrepeated < 0.1 and said.word != "same"
 
 
 def test_so_much_is_found_around_what_repeats_that_the_place_is_certain():

@@ -14,14 +14,14 @@ from matcher.config import GeometryStatus, PlanarModel
 from matcher.errors import ImageWarning, UsageError, counted, unknown_name
 from matcher.files import check_output, write_output
 from matcher.geometry import upright_matrix, warp_points
+from matcher.image_files import read_resolution
 from matcher.images import to_8_bits, white
 from matcher.loading import open_pipeline, with_estimation
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions
 from matcher.result import Result
-from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
-from matcher.verify.verdict import MIRRORED, NOT, judged, reject_improbable
+from matcher.verify.verdict import MIRRORED, NOT, reject_improbable
 from matcher.viz.overlays import blend, checkerboard, difference, lay_over
 
 # What alignment, templates and panoramas share.
@@ -39,18 +39,26 @@ def planar_pipeline(preset: str | Pipeline, options: LoadOptions) -> Pipeline:
     return pipeline if wanted == pipeline.config.estimation else with_estimation(pipeline, wanted)
 
 
-def write_picture(path: Path, pixels: np.ndarray) -> None:
-    """Write (H, W, 3) or (H, W, 4) pixels, uint8 or uint16, whole, in the format of the suffix; a .jpg has no
-    transparency, and 8 bits, with an `ImageWarning` if there were more."""
+def write_picture(path: Path, pixels: np.ndarray, resolution: tuple[int, int] | None) -> None:
+    """Write (H, W), (H, W, 3) or (H, W, 4) pixels, uint8 or uint16, whole, in the format of the suffix. A
+    .jpg has no transparency, and 8 bits, with an `ImageWarning` if there were more; a .tif has the dots per
+    inch along x and y, if known."""
     suffix, how = path.suffix.lower(), []
-    if suffix in (".jpg", ".jpeg"):
-        pixels, how = pixels[..., :3], [cv2.IMWRITE_JPEG_QUALITY, 95]
+    is_jpeg = suffix in (".jpg", ".jpeg")
+    if pixels.ndim == 3:
+        pixels = pixels[..., [2, 1, 0, 3][: 3 if is_jpeg else pixels.shape[2]]]
+    if is_jpeg:
+        how = [cv2.IMWRITE_JPEG_QUALITY, 95]
         if pixels.dtype == np.uint16:
             text = f"8 bits, so 0 to {white(pixels)} became 0 to 255; a .png or .tif keeps the values"
             warnings.warn(f"{path}: a JPEG has {text}", ImageWarning, stacklevel=3)
             pixels = to_8_bits(pixels)
-    order = [2, 1, 0, 3][: pixels.shape[2]]
-    write_output(path, cv2.imencode(suffix, pixels[..., order], how)[1].tobytes())
+    elif suffix != ".png":
+        how = [cv2.IMWRITE_TIFF_COMPRESSION, 8, cv2.IMWRITE_TIFF_PREDICTOR, 2]  # Deflate, of differences
+        if resolution is not None:
+            how += [cv2.IMWRITE_TIFF_RESUNIT, 2, cv2.IMWRITE_TIFF_XDPI, resolution[0]]  # in inches
+            how += [cv2.IMWRITE_TIFF_YDPI, resolution[1]]
+    write_output(path, cv2.imencode(suffix, pixels, how)[1].tobytes())
 
 
 View = Literal["warped", "blend", "checkerboard", "difference"]
@@ -87,21 +95,17 @@ def align(
     if model not in get_args(PlanarModel):
         raise UsageError(unknown_name("model", model, get_args(PlanarModel)))
     pipeline = planar_pipeline(preset, options)
+    if model != "homography":
+        pipeline = replace(pipeline, estimator=RobustEstimator(pipeline.config.estimation, planar=model))
     result = pipeline.match(image0, image1, mask0=mask0, mask1=mask1)
-    geometry, matches = result.geometry, result.matches
     sides = result.features0, result.features1
-    if model != "homography":  # that the matches were verified by
-        evidence = {"scores": matches.prior_scores, "covariances": matches.covariances}
-        scale = threshold_scale(*(features.scale.tolist() for features in sides), "homography")
-        estimator = RobustEstimator(pipeline.config.estimation, planar=model)
-        geometry = estimator(result.points0, result.points1, thresholds_scale=scale, **evidence)
-        first = result.first or result  # of whose features alone there are descriptors
-        geometry = judged(geometry, first.features0, first.features1, matches)
     least = None if result.passes else NOT
-    geometry = reject_improbable(geometry, matches, *(side.image_size for side in sides), least)
-    result = replace(result, geometry=geometry.without_rejected())
-    fitted = (getattr(result.geometry, name) for name in ("status", "inliers", "matrix"))
-    return Alignment(result, model, *fitted, images=(image0, image1), pipeline=pipeline)
+    sizes = (side.image_size for side in sides)
+    geometry = reject_improbable(result.geometry, result.matches, *sizes, least).without_rejected()
+    refused = geometry.rejected or geometry
+    inliers = geometry.inliers if refused.matrix is None else refused.inliers
+    fitted = replace(result, geometry=geometry), model, geometry.status, inliers, geometry.matrix
+    return Alignment(*fitted, images=(image0, image1), pipeline=pipeline)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -118,7 +122,8 @@ class Alignment:
     result: Result  # the matches that the map was estimated from, and their verdict
     model: PlanarModel
     status: GeometryStatus  # use the map where it is "ok"; see `TwoViewGeometry`
-    inliers: np.ndarray  # (K,) bool, of the matches
+    # (K,) bool, of the matches: what agrees with the map; where it is not "ok", with the one that is refused
+    inliers: np.ndarray
     matrix: np.ndarray | None  # (3, 3) float64, stored pixels of image 0 → stored pixels of image 1
     images: tuple[ImageInput, ImageInput]  # as they were given
     pipeline: Pipeline  # that matched them
@@ -145,9 +150,10 @@ class Alignment:
     @property
     def error(self) -> float | None:
         """Median transfer error of the inliers in image 1, stored pixels."""
-        if self.matrix is None or not self.inliers.any():
+        matrix = (self.result.geometry.rejected or self).matrix
+        if matrix is None or not self.inliers.any():
             return None
-        moved = warp_points(self.result.points0[self.inliers].astype(np.float64), self.matrix)
+        moved = warp_points(self.result.points0[self.inliers].astype(np.float64), matrix)
         return float(np.median(np.linalg.norm(moved - self.result.points1[self.inliers], axis=1)))
 
     @property
@@ -195,7 +201,7 @@ class Alignment:
         of `image`, and `UsageError`: another suffix, no such folder, or, without `overwrite`, a foreign file.
         """
         path = check_output(path, PICTURE_FORMATS, overwrite=overwrite)
-        write_picture(path, self.image(view))
+        write_picture(path, self.image(view), read_resolution([self.result.path1]))
         return path
 
     def to_dict(self) -> dict[str, Any]:
@@ -206,6 +212,7 @@ class Alignment:
         for name, matrix in (("matrix", self.matrix), ("matrix_upright", self.matrix_upright)):
             own[name] = None if matrix is None else matrix.tolist()
         own |= {"inliers": int(self.inliers.sum()), "seconds": found["seconds"]}
+        own["reason"] = None if self.found else self._reason()
         return {name: found[name] for name in kept} | own
 
     def summary(self) -> str:
@@ -216,15 +223,23 @@ class Alignment:
         lines += [] if result.verdict is None else [str(result.verdict)]
         if not self.found:
             return "\n".join([*lines, f"not aligned: {self._reason()}"])
-        what = "affine map" if self.model == "affine" else self.model
         inliers = int(self.inliers.sum())
-        lines.append(f"{inliers} are inliers of one {what}, median error {self.error:.2f} pixels")
+        lines.append(f"{inliers} are inliers of one {self._what}, median error {self.error:.2f} pixels")
         return "\n".join([*lines, *self.cautions])
 
     def _reason(self) -> str:
         if not len(self.result.matches):
             return "the images share nothing that was recognised"
-        known = {"too_few": "too few matches", "low_inliers": "too few of the matches agree"}
+        count, total = int(self.inliers.sum()), len(self.inliers)
         if self.status == "mirrored":
             return f"the matches lie the other way round: {MIRRORED}"
-        return f"{known.get(self.status, 'the matches do not determine it')} for a {self.model}"
+        if self.status == "low_inliers" and self.agreeing >= SCENE_WITH_DEPTH:
+            repetitive = self.result.verdict is not None and self.result.verdict.repetitive
+            why = "most are of things that occur several times" if repetitive else "these are too few"
+            return f"{count} of {total} matches agree on one {self._what}, but {why}"
+        known = {"too_few": "too few matches for", "low_inliers": f"only {count} of {total} matches agree on"}
+        return f"{known.get(self.status, 'the matches do not determine')} one {self._what}"
+
+    @property
+    def _what(self) -> str:
+        return "affine map" if self.model == "affine" else self.model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -67,7 +68,7 @@ class Instance:
 
 @dataclass(frozen=True, eq=False)
 class Detections:
-    """The instances of a template in one image, the one with most inliers first; `find` makes them.
+    """The instances of a template in one image, copies by correlation before those with most inliers.
 
     >>> import matcher, numpy as np
     >>> image = np.random.default_rng(0).integers(0, 255, (300, 400), dtype=np.uint8)
@@ -81,6 +82,7 @@ class Detections:
     template: Image
     path: Path | None = None  # of the image
     seconds: float = 0.0
+    inverted: bool = False  # the image shows a negative of the template, whose instances these are
 
     def __len__(self) -> int:
         return len(self.instances)
@@ -93,6 +95,7 @@ class Detections:
         width, height = self.size
         found = {"path": None if self.path is None else str(self.path), "width": width, "height": height}
         instances = [instance.to_dict() for instance in self.instances]
+        found["inverted"] = self.inverted
         return {**found, "instances": instances, "seconds": round(self.seconds, 3)}
 
     def plot(self, path: str | Path, image: ImageInput | None = None, *, overwrite: bool = False) -> Path:
@@ -205,7 +208,8 @@ class TemplateFinder:
 
     An image is searched at sizes a factor of three apart, coarse ones first, in windows of 1024 pixels, in
     each until no more homography is found. Every instance is then rectified to the template's scale and
-    rotation and matched once more, which refines it and rejects false detections.
+    rotation and matched once more, which refines it and rejects false detections. Where there is none, a
+    negative of the template is looked for, by correlation.
 
     >>> import matcher, numpy as np
     >>> images = np.random.default_rng(0).integers(0, 255, (2, 300, 400), dtype=np.uint8)
@@ -257,9 +261,12 @@ class TemplateFinder:
         scaled = (resized_by(self.template, side / longer) for side in sides)
         self._templates = [Window(self.pipeline.extract(shown), matrix) for shown, matrix in scaled]
         least = self.pipeline.config.estimation.min_inliers
-        if (count := len(self._templates[0].features)) < least and longer > LONGEST:
-            name = "the template" if self.template.path is None else str(self.template.path)
-            raise UsageError(f"{name} has {count} keypoints, and {least} are needed; give a larger cut-out")
+        self._keypoints, name = len(self._templates[0].features), self.template.path or "the template"
+        if self._keypoints < least and (
+            longer > LONGEST or _is_plain(self.template.pixels, self.template.mask)
+        ):
+            why = f"it has {self._keypoints} keypoints, and {least} are needed"
+            raise UsageError(f"{name} is too plain: {why}; give a cut-out that shows more")
         self._enlarged = max(1.0, largest / longer / 2)
 
     def find(
@@ -269,7 +276,7 @@ class TemplateFinder:
         *,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Detections:
-        """The instances in one image, the one with most inliers first; `ImageError`: it cannot be read.
+        """The instances in one image; `ImageError`: it cannot be read.
 
         `on_progress` is called with the windows that were searched and how many there are, each time that the
         image is searched as a whole.
@@ -279,14 +286,14 @@ class TemplateFinder:
         found: list[Instance] = []
         to_stored, from_stored = np.linalg.inv(stored_to_pixels(shown)), stored_to_pixels(self.template)
         template = self.template.pixels, shown.pixels, self.template.mask
-        for copy in _find_copies(*template, self.max_instances) if self._longer <= LONGEST else ():
-            inner = np.array([[copy.scale, 0, copy.x], [0, copy.scale, copy.y], [0, 0, 1]])
+        for one in _find_copies(*template, self.max_instances) if self._longer <= LONGEST else ():
+            inner = np.array([[one.scale, 0, one.x], [0, one.scale, one.y], [0, 0, 1]])
             matrix = to_stored @ inner @ from_stored
-            found.append(Instance(matrix, warp_points(self._outline, matrix), 0, copy.correlation))
-        least = self.pipeline.config.estimation.min_inliers
-        keypoints = len(self._templates[0].features) >= least and not (found and self._longer <= LONGEST / 2)
-        enlarged_by = [self._enlarged]
-        if self._longer > LONGEST and len(self._templates[0].features) < PLAIN:
+            found.append(Instance(matrix, warp_points(self._outline, matrix), 0, one.correlation))
+        keypoints = self._keypoints >= self.pipeline.config.estimation.min_inliers
+        keypoints &= not (found and self._longer <= LONGEST / 2)
+        enlarged_by = [self._enlarged] if self._templates else []
+        if self._templates and self._longer > LONGEST and self._keypoints < PLAIN:
             enlarged_by.append(2 * self._enlarged)
         sides = shown.pixels.shape[:2]
         for enlarged in enlarged_by if keypoints else ():
@@ -317,22 +324,38 @@ class TemplateFinder:
                 continue
             instance = self._confirmed(shown, matrix)
             failures += 1
-            right = instance is not None and self._similarity(shown, instance) >= 0.75
+            right = instance is not None and self._likeness(shown, instance)[0] >= 0.75
             if right and _is_new(instance.corners, found):
                 found.append(instance)
                 failures = 0
-        found.sort(key=lambda instance: -instance.inliers)
-        return Detections(tuple(found), shown.size, self.template, shown.path, perf_counter() - start)
+        if found and not found[0].inliers:  # where there are copies, what is less alike is another thing
+            alike = [(1.0, 0.0) if not one.inliers else self._likeness(shown, one) for one in found]
+            found = [one for one, (most, off) in zip(found, alike, strict=True) if most > 0.88 and off <= 48]
+        found.sort(key=lambda instance: (instance.inliers > 0, -instance.inliers))
+        inverted = False
+        if not found and self._templates:
+            negative = copy(self)
+            negative.template = replace(self.template, pixels=np.invert(self.template.pixels))
+            negative._templates = []
+            found = negative.find(shown).instances
+            inverted = bool(found)
+        seconds = perf_counter() - start
+        return Detections(tuple(found), shown.size, self.template, shown.path, seconds, inverted)
 
-    def _similarity(self, image: Image, instance: Instance) -> float:
-        """The correlation of an instance with the template, at the size of the smaller of both."""
+    def _likeness(self, image: Image, instance: Instance) -> tuple[float, float]:
+        """The correlation of an instance with the template, at the size of the smaller of both, and by how
+        many grey values their mean colours differ."""
         longer = self._longer
         side = np.clip(instance.scale * longer * np.sqrt(np.prod(image.scale)), 16, longer)
         shown, from_stored = resized_by(self.template, float(side) / longer)
         laid = lay_over(image, shown, from_stored @ np.linalg.inv(instance.matrix))
+        if not laid.covered.any():
+            return 0.0, np.inf
+        off = np.subtract(*(each[laid.covered].mean(axis=0) for each in laid[:2]))
         pixels = (each[laid.covered] for each in (as_it_is(laid.above).grey(), shown.grey()))
         there, here = (each.astype(np.float64) - each.mean() for each in pixels)
-        return float(there @ here / max(np.sqrt((there @ there) * (here @ here)), 1e-9))
+        correlation = there @ here / max(np.sqrt((there @ there) * (here @ here)), 1e-9)
+        return float(correlation), float(np.abs(off).max())
 
     def _search(
         self, image: Image, template: Window, window: Window, found: list[Instance], depth: int = 0
@@ -390,7 +413,7 @@ class TemplateFinder:
         instance = Instance(matrix / matrix[2, 2], corners, inliers, share)
         # With few inliers of a small share it must correlate well, too: a wrong one had 14 and .11.
         doubtful = inliers < 40 and share < 0.3
-        return None if doubtful and self._similarity(image, instance) < 0.9 else instance
+        return None if doubtful and self._likeness(image, instance)[0] < 0.9 else instance
 
     def _corners(self, matrix: np.ndarray) -> np.ndarray | None:
         """(4, 2) the template's corners in the image; None if they are implausible for a camera."""
@@ -421,6 +444,12 @@ LONGEST = 128  # pixels of the longer side of templates that correlation alone f
 PLAIN = 300  # keypoints of a template; with fewer, images where it is not found are enlarged
 
 
+def _is_plain(pixels: np.ndarray, mask: np.ndarray | None) -> bool:
+    """Whether a template is so plain that it correlates with anything plain."""
+    opaque = as_colour(pixels).reshape(-1, 3)[... if mask is None else mask.ravel()]
+    return not len(opaque) or opaque.std(axis=0).max() < 6
+
+
 class _Copy(NamedTuple):
     """An upright instance."""
 
@@ -439,8 +468,7 @@ def _find_copies(template: np.ndarray, image: np.ndarray, mask: np.ndarray | Non
     (H, W, 3) uint8, at .6 to 2.4 times its size, the most similar first. Overlapping ones count once."""
     template, image = as_colour(template), as_colour(image)
     grey = cv2.cvtColor(template, cv2.COLOR_RGB2GRAY), cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
-    opaque = template.reshape(-1, 3) if mask is None else template[mask]
-    if not len(opaque) or opaque.std(axis=0).max() < 6:  # so plain that it correlates with anything plain
+    if _is_plain(template, mask):
         return []
     candidates: list[_Copy] = []
     for scale in np.geomspace(0.6, 2.4, 25):  # steps of 6 %: half of it moves a border of 64 pixels by one
@@ -448,14 +476,15 @@ def _find_copies(template: np.ndarray, image: np.ndarray, mask: np.ndarray | Non
             peaks = (response == cv2.dilate(response, np.ones((9, 9)))) & (response > 0.7)
             candidates += [_Copy(x, y, scale, response[y, x]) for y, x in np.argwhere(peaks).tolist()]
     found: list[_Copy] = []
-    for one in sorted(candidates, key=lambda copy: -copy.correlation)[:200]:
-        offsets = ((one.middle(template) - copy.middle(template)) / copy.scale for copy in found)
-        apart = min((2 * np.abs(offset).max() for offset in offsets), default=np.inf)
-        if len(found) == most or apart < min(template.shape[:2]):
-            continue
-        if (best := _fitted(template, image, mask, one)) is not None:
-            found.append(best)
-    return sorted(found, key=lambda copy: -copy.correlation)
+
+    def is_apart(one: _Copy) -> bool:
+        offsets = ((one.middle(template) - other.middle(template)) / other.scale for other in found)
+        return all(np.any(2 * np.abs(offset) >= template.shape[1::-1]) for offset in offsets)
+
+    for one in sorted(candidates, key=lambda each: -each.correlation)[:200]:
+        if len(found) < most and is_apart(one) and (best := _fitted(template, image, mask, one)) is not None:
+            found += [best] * is_apart(best)  # it may have moved
+    return sorted(found, key=lambda each: -each.correlation)
 
 
 def _response(
@@ -500,9 +529,11 @@ def _fitted(template: np.ndarray, image: np.ndarray, mask: np.ndarray | None, ne
     x1, y1 = round(best.x) + round(best.scale * width), round(best.y) + round(best.scale * height)
     there = cv2.resize(image[y0:y1, x0:x1], (width, height), interpolation=cv2.INTER_AREA)
     inside = np.ones((height, width), bool) if mask is None else mask
-    # Correlation leaves the mean colours out; a copy has those of the template, within 48 grey values.
+    # Correlation leaves out the mean colours and the contrast. A copy has those of the template, within 48
+    # grey values; what is greyed out has half of its contrast.
     difference = np.abs(there[inside].astype(float).mean(axis=0) - template[inside].mean(axis=0)).max()
-    return best if difference <= 48 else None
+    contrast = there[inside].std() / template[inside].std()
+    return best if difference <= 48 and 0.6 <= contrast <= 1 / 0.6 else None
 
 
 def _vertex(line: np.ndarray, at: int) -> float:

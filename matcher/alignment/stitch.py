@@ -16,6 +16,7 @@ from matcher.collection.collection import MatchedSet, match_set
 from matcher.errors import ImageError, UsageError, unknown_name
 from matcher.files import check_output
 from matcher.geometry import upright_matrix, warp_points
+from matcher.image_files import read_resolution
 from matcher.images import MAX_PIXELS, ImageInput, at_one_depth, read_image, to_8_bits, white
 from matcher.presets import DEFAULT_PRESET, LoadOptions
 from matcher.types import to_numpy
@@ -43,12 +44,14 @@ class Panorama:
     # Share of the matches that agree with it, on a plane within 3 pixels of what was matched; low where the
     # scene has depth, or the images do not move as the model allows.
     agreeing: float
+    grey: bool = False  # all images are, and so is the file of the panorama
+    resolution: tuple[int, int] | None = None  # dots per inch that all files state
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write a `.png`, `.jpg` or `.tif`, which appears whole or not at all; `UsageError`: another suffix,
         a folder that is absent, or, without `overwrite`, a foreign file."""
         path = check_output(path, PICTURE_FORMATS, overwrite=overwrite)
-        write_picture(path, self.pixels)
+        write_picture(path, self.pixels[..., 0] if self.grey else self.pixels, self.resolution)
         return path
 
 
@@ -126,11 +129,16 @@ def stitch(
     else:
         agreeing *= _turning(found, group, cameras, turns, near)
         pieces = _projected(pixels, cameras, projection)
+    if agreeing < 0.1:
+        text = "the camera did more than turn, or the images move otherwise; use another projection or model"
+        raise NotJoinedError(f"{agreeing:.0%} of the matches agree with one picture ({projection}): {text}")
     panorama, covered = _blended(pieces)
     if crop:
         inner = _without_edges(covered)
         panorama, covered = panorama[inner], covered[inner]
-    return Panorama(panorama, covered, tuple(group), projection, chosen, agreeing)
+    grey = all(image.pixels.ndim == 2 for image in read)
+    resolution = read_resolution(image.path for image in read)
+    return Panorama(panorama, covered, tuple(group), projection, chosen, agreeing, grey, resolution)
 
 
 def _fit(model: PlaneModel, points: np.ndarray, targets: np.ndarray) -> np.ndarray | None:

@@ -47,7 +47,7 @@ Args:
     overwrite: Replace an existing output even if matcher did not write it.
     json_: Print one JSON object and nothing else.
     verbose: Print more details.
-    quiet: Print only errors and what was asked for.
+    quiet: Print only errors and what was asked for: JSON, matrices, settings and what `find` found.
     log (FILE): Append all messages, with timestamps, to FILE.
 """
 NAMES = {  # where they are not those of the parameter

@@ -260,7 +260,8 @@ def find(
     json_: bool = False,
     fail_if_unmatched: bool = False,
 ) -> int:
-    """Find a flat TEMPLATE in images: several instances, at any scale and turn.
+    """Find a flat TEMPLATE in images: several instances, at any scale and turn; if there is none, a negative
+    of it, such as a dark theme's.
 
     Corners are (x, y) in pixels of the stored image, clockwise from the template's first pixel; the angle is
     in degrees, clockwise. --max-keypoints is of the template and of each window of 1024 pixels.
@@ -308,11 +309,12 @@ def find(
             continue
         count = {0: "no match: the template was not found", 1: "1 instance"}
         count = count.get(len(detections), f"{len(detections)} instances")
-        show(f"{detections.path}  {count}  {detections.seconds:.2f} s")
+        count += " of its negative (inverted tones)" * detections.inverted
+        show(f"{detections.path}  {count}  {detections.seconds:.2f} s", always=bool(detections))
         for number, instance in enumerate(detections, 1):
             x, y = instance.corners.mean(axis=0)
             place = f"centre {x:.1f}, {y:.1f}, scale {instance.scale:.3f}, angle {instance.angle:.1f}"
-            show(f"  {number}: {place}, {instance.evidence}")
+            show(f"  {number}: {place}, {instance.evidence}", always=True)
     report = {"template": str(template), "images": [detections.to_dict() for detections in found]}
     text = json.dumps(report, allow_nan=False)
     if output is not None:
