@@ -133,13 +133,6 @@ class Window:
         keep = [all(cv2.pointPolygonTest(quad, point, False) < 0 for quad in corners) for point in points]
         return self if all(keep) else replace(self, features=self.features.select(np.array(keep)))
 
-    def parts(self) -> Iterator[Window]:
-        """Four overlapping parts, each two thirds as wide and high, of the same features."""
-        points = to_numpy(self.features.keypoints) / self.features.image_size * 3
-        for corner in ((0, 0), (1, 0), (0, 1), (1, 1)):
-            inside = ((points >= corner) & (points <= np.add(corner, 2))).all(axis=1)
-            yield replace(self, features=self.features.select(inside))
-
 
 def windows(image: Image, factor: float, pipeline: Pipeline) -> Iterator[Window]:
     """The features of an image whose pixels are resized by `factor`, by windows of at most 1,024 pixels a
@@ -357,35 +350,27 @@ class TemplateFinder:
         correlation = there @ here / max(np.sqrt((there @ there) * (here @ here)), 1e-9)
         return float(correlation), float(np.abs(off).max())
 
-    def _search(
-        self, image: Image, template: Window, window: Window, found: list[Instance], depth: int = 0
-    ) -> None:
-        """Add the instances of one window to those found already, or of its parts: where several copies share
-        the matches, none has enough, or the model of one is wrong."""
+    def _search(self, image: Image, template: Window, window: Window, found: list[Instance]) -> None:
+        """Add the instances of one window to those found already."""
         least = self.pipeline.config.estimation.min_inliers
         while len(found) < self.max_instances:
             window = window.outside([instance.corners for instance in found])
             if min(len(template.features), len(window.features)) < least:
                 return
-            matrix, matches = self._homography(template.features, window.features)
+            matrix, _ = self._homography(template.features, window.features)
             if matrix is not None:
                 matrix = np.linalg.inv(window.from_stored) @ matrix @ template.from_stored
             instance = None if matrix is None else self._confirmed(image, matrix)
             if instance is None or not _is_new(instance.corners, found):
-                break
+                return
             found.append(instance)
-        else:
-            return
-        if depth == 0 and matches >= 2 * least:
-            for part in window.parts():
-                self._search(image, template, part, found, depth + 1)
 
     def _homography(self, features0: Features, features1: Features) -> tuple[np.ndarray | None, int]:
-        """The homography from image 0 to 1, None without one; and its inliers, or the matches there are."""
+        """The homography from image 0 to 1, None without one, and its inliers."""
         matches = self.pipeline.match_features(features0, features1)
         geometry = self.pipeline.verify(features0, features1, matches)
         right = geometry.status == "ok"
-        return (geometry.matrix, int(geometry.inliers.sum())) if right else (None, len(matches))
+        return (geometry.matrix, int(geometry.inliers.sum())) if right else (None, 0)
 
     def _confirmed(self, image: Image, matrix: np.ndarray) -> Instance | None:
         """The instance refined after rectification; None if the template is not matched there again."""

@@ -199,9 +199,8 @@ def _warped(images: Sequence[np.ndarray], maps: Sequence[np.ndarray]) -> list[Pi
     """The images on one plane; `UsageError`: it would have more than 20,000 pixels a side."""
     outlines = []
     for image, matrix in zip(images, maps, strict=True):
-        height, width = image.shape[:2]
-        corners = np.array([[0, 0], [width - 1, 0], [width - 1, height - 1], [0, height - 1]], np.float64)
-        outlines.append(warp_points(corners, matrix))
+        right, bottom = np.subtract(image.shape[1::-1], 1.0)
+        outlines.append(warp_points(np.array([[0, 0], [right, 0], [right, bottom], [0, bottom]]), matrix))
     extent = np.ptp(np.vstack(outlines), axis=0)
     if not np.isfinite(extent).all() or extent.max() > 20_000:
         raise UsageError("these images span too wide an angle for one plane; use projection='spherical'")
