@@ -338,7 +338,7 @@ def _from_nerfstudio(values: Any) -> Camera | dict[str, Camera]:
         fisheye = str(lens).endswith("FISHEYE")
         # Beyond k3 its polynomial is no model of COLMAP's.
         others = [key for key in (("p1", "p2") if fisheye else ("k4", "k5", "k6")) if row.get(key)]
-        if others or lens not in {"PERSPECTIVE", *CAMERA_MODELS} - {"FOV"}:
+        if others or lens not in {"PERSPECTIVE", *CAMERA_MODELS} - {"FOV", "THIN_PRISM_FISHEYE"}:
             raise ValueError(f"{' with '.join([str(lens), *others])} cannot be used: undistort the images")
         if "fl_x" not in row:
             return None

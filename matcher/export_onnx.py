@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from torch._higher_order_ops.while_loop import while_loop
 from torch.export import Dim
 
-from matcher import __version__
 from matcher.config import ExtractorConfig, NetworkConfig, PipelineConfig
 from matcher.errors import UsageError
 from matcher.extract.learned import BORDER, FeatureNetwork, candidates, subpixel
@@ -605,10 +605,11 @@ def export_preset(
     parts = [{"part": "front end", "image": image.format(*size), "keypoints": keypoints[0]}] * own
     parts += [{"part": "matcher", "keypoints": keypoints[1]}] * trained
     made = [in_numbers(model, numbers) for model in models]
+    package = f"matcher {sys.modules['matcher'].__version__}"
     licences = {row.sha256: row.licence for row in files.read_manifest().values()}
     for path, model, part, file in zip(paths, made, parts, stored, strict=True):
         licence = licences.get(file.sha256) or files.read_header(file.data).get("licence", "unknown")
         part |= {"weights": file.name, "weights_sha256": file.sha256, "weights_licence": licence}
-        onnx.helper.set_model_props(model, {"package": f"matcher {__version__}", "preset": preset} | part)
+        onnx.helper.set_model_props(model, {"package": package, "preset": preset} | part)
         write_whole(path, model.SerializeToString())
     return paths

@@ -174,7 +174,8 @@ class Pipeline:
             given = ((image0, mask0, images[0]), (image1, mask1, images[1]))
             originals = [partial(self._original, *one) for one in given]
             result = chosen._with_further_passes(result, images, originals, known)
-        if kind.startswith("homograph") and not result.geometry.verified:
+        own = isinstance(self.estimator, RobustEstimator)
+        if own and kind.startswith("homograph") and not result.geometry.verified:
             # Right matches of a mirror image are seen where more of them may agree.
             looser = replace(chosen.config, estimation=replace(chosen.config.estimation, kind="fundamental"))
             looser = replace(chosen, config=looser, estimator=None)

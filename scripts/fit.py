@@ -118,7 +118,7 @@ def fitted_calibration(sets: Sequence[tuple[Sequence[JudgedPair], float]]) -> np
 
 
 def error_under(pairs: Sequence[JudgedPair], numbers: np.ndarray | None) -> float:
-    """Expected calibration error of a set under a calibration of `fit_calibration`, or without one."""
+    """Expected calibration error of a set under a calibration of `fitted_calibration`, or without one."""
     scores, evidence, known, right = map(np.concatenate, zip(*pairs, strict=True))
     if numbers is not None:
         scores = calibration.probabilities(numbers[0] + evidence @ numbers[1:])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from command import run
 
+import matcher
 from matcher.alignment.rasters import georeference, open_raster
 from matcher.errors import ImageError, UsageError
 
@@ -107,6 +108,12 @@ def test_no_data_stay_no_data_and_spoil_no_neighbour(pair, tmp_path, nodata):
     np.testing.assert_equal(file.nodata, nodata)
     np.testing.assert_array_equal(heights[~covered], np.float32(nodata or 0))
     assert heights[covered].min() >= 49.9 and covered.mean() > 0.5
+
+
+def test_a_picture_tells_others_of_its_transparency(tmp_path):
+    ground = scene().astype(np.uint16) * 257
+    with rasterio.open(matcher.align(ground[:, :300], ground, "nearest").save(tmp_path / "w.tif")) as file:
+        assert file.colorinterp[3].name == "alpha" and file.dtypes[3] == "uint16"
 
 
 def test_a_large_raster_of_16_bit_keeps_its_bands(tmp_path):

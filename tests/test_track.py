@@ -277,6 +277,8 @@ def test_names_are_times_in_any_unit(tmp_path):
         str(touch(tmp_path / "kitti", [f"shot.{number}.png" for number in (998, 1000, 1006)]))
     )
     assert [shot.timestamp for shot in source] == [0.0, 0.1, 0.4] and "2 frames missing" in source.notes[0]
+    clock = [f"20240101_{time}.png" for time in (115958, 115959, 120000)]
+    assert times(touch(tmp_path / "clock", clock)) == [0.0, 0.1, 0.2]
 
 
 LISTS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,7 +59,22 @@ def write_picture(path: Path, pixels: np.ndarray, resolution: tuple[int, int] | 
         if resolution is not None:
             how += [cv2.IMWRITE_TIFF_RESUNIT, 2, cv2.IMWRITE_TIFF_XDPI, resolution[0]]  # in inches
             how += [cv2.IMWRITE_TIFF_YDPI, resolution[1]]
-    write_output(path, cv2.imencode(suffix, pixels, how)[1].tobytes())
+    data = cv2.imencode(suffix, pixels, how)[1].tobytes()
+    transparent = suffix.startswith(".tif") and pixels.shape[2:] == (4,)
+    write_output(path, _with_transparency(data) if transparent else data)
+
+
+def _with_transparency(tiff: bytes) -> bytes:
+    """A TIFF of OpenCV's with the tag ExtraSamples, by which others know that the fourth sample is
+    transparency: a copy of its directory at the end has it."""
+    (start,) = struct.unpack_from("<I", tiff, 4)  # OpenCV writes as the processor does
+    (count,) = struct.unpack_from("<H", tiff, start)
+    rows = [tiff[at : at + 12] for at in range(start + 2, start + 2 + 12 * count, 12)]
+    rows.append(struct.pack("<HHIHH", 338, 3, 1, 2, 0))
+    rows.sort(key=lambda row: struct.unpack("<H", row[:2]))
+    tiff += bytes(len(tiff) % 2)
+    head = tiff[:4] + struct.pack("<I", len(tiff))
+    return b"".join([head, tiff[8:], struct.pack("<H", count + 1), *rows, bytes(4)])
 
 
 View = Literal["warped", "blend", "checkerboard", "difference"]

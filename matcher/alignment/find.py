@@ -82,7 +82,7 @@ class Detections:
     template: Image
     path: Path | None = None  # of the image
     seconds: float = 0.0
-    inverted: bool = False  # the image shows a negative of the template, whose instances these are
+    inverted: bool = False  # found by correlation with a negative of the template, up to 128 pixels large
 
     def __len__(self) -> int:
         return len(self.instances)
@@ -325,14 +325,13 @@ class TemplateFinder:
             alike = [(1.0, 0.0) if not one.inliers else self._likeness(shown, one) for one in found]
             found = [one for one, (most, off) in zip(found, alike, strict=True) if most > 0.88 and off <= 48]
         found.sort(key=lambda instance: (instance.inliers > 0, -instance.inliers))
-        inverted = False
-        if not found and self._templates:
+        inverted = not found and bool(self._templates)
+        if inverted:
             negative = copy(self)
             negative.template = replace(self.template, pixels=np.invert(self.template.pixels))
             negative._templates = []
             found = negative.find(shown).instances
-            inverted = bool(found)
-        seconds = perf_counter() - start
+        seconds, inverted = perf_counter() - start, inverted and bool(found)
         return Detections(tuple(found), shown.size, self.template, shown.path, seconds, inverted)
 
     def _likeness(self, image: Image, instance: Instance) -> tuple[float, float]:

@@ -209,7 +209,8 @@ def evaluate(
         contents = {".md": text, ".json": json.dumps(table, indent=1, allow_nan=False)}
         contents |= {} if calibration else {"-pairs.csv": as_csv(found)}
         for suffix, content in contents.items():
-            write_output(written := path.with_name(path.name + suffix), content.encode())
+            written, data = path.with_name(path.name + suffix), content.encode(errors="surrogateescape")
+            write_output(written, data)
             say(f"wrote {written}")
         if calibration:
             from matcher.viz.drawings import draw_reliability, save_figure

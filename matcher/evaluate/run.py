@@ -103,7 +103,7 @@ class Evaluation:
             scale = values.get("K_scale", np.ones((1, 1)))[0]
             if (np.abs(scale - 1) > 0.2).mean() > 0.8:
                 found.append(
-                    f"The principal points are those of images of about {np.median(scale):.2g} times the "
+                    f"The principal points are those of images of about {np.nanmedian(scale):.2g} times the "
                     "size: are the intrinsics those of the stored images?"
                 )
             sure = values["accepted"].all(axis=0)

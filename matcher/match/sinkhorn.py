@@ -263,8 +263,8 @@ def assign(
 ) -> Assignment:
     """Scores with dustbins (B, N+1, M+1) → `Assignment`, by the method that a configuration names.
 
-    The masks (B, N), (B, M) and `start` are as `sinkhorn` takes them. Gradients flow; `UsageError`: not those
-    of a transport plan with masked points.
+    The masks (B, N), (B, M) and `start` are as `sinkhorn` takes them. Gradients flow, through ten updates
+    more than there are without them; `UsageError`: not those of a transport plan with masked points.
     """
     if config.kind == "dual_softmax":
         found = dual_softmax(scores, mask0, mask1)

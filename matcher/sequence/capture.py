@@ -129,6 +129,8 @@ def _counted_by(stems: list[str]) -> tuple[list[int], str | None]:
         return list(range(len(stems))), None
     steps //= np.gcd.reduce(steps)
     lacking = int((steps - 1).sum())
+    if lacking > len(stems):  # a time of day, or of several sequences
+        return list(range(len(stems))), None
     text = f"{counted(lacking, 'frame')} missing by their numbers, first after {stems[np.argmax(steps > 1)]}"
     return [0, *np.cumsum(steps).tolist()], text if lacking else None
 

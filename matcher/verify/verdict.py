@@ -240,7 +240,7 @@ def repetition(
         around = np.flatnonzero(np.isin(cells, near))
         if not len(around) or not descriptors.shape[1]:
             return None
-        sides.append((descriptors, keypoints, _SIMILAR[features.kind], index, around))
+        sides.append((descriptors, keypoints, features.kind, index, around))
     if own.all():  # of several passes the closer look takes no time that matters
         glance = [unrepeated(*side[:3], side[3][:: -(-len(side[3]) // _GLANCE)]).mean() for side in sides]
         if min(glance) > _SCARCELY:
@@ -249,18 +249,14 @@ def repetition(
     return Repetition(*(float(min(values)) for values in zip(*found, strict=True)))
 
 
-def unrepeated(
-    descriptors: np.ndarray, points: np.ndarray, scale: tuple[float, float], rows: np.ndarray
-) -> np.ndarray:
-    """How little keypoints in some rows (R,) resemble others elsewhere in their image, (R,) in [0, 1].
-
-    It is 1 up to the first similarity of `scale`, 0 from the second one.
-    """
+def unrepeated(descriptors: np.ndarray, points: np.ndarray, kind: str, rows: np.ndarray) -> np.ndarray:
+    """How little keypoints in some rows (R,) resemble others elsewhere in their image, (R,) in [0, 1]; by
+    the front end `kind`."""
     similar = descriptors[rows].astype(np.float32) @ descriptors.astype(np.float32).T
     x, y = points.astype(np.float32).T
     near = (x[rows, None] - x) ** 2 + (y[rows, None] - y) ** 2 <= _ELSEWHERE**2
     similar[near] = -1.0
-    unique, repeated = scale
+    unique, repeated = _SIMILAR[kind]
     return ((repeated - similar.max(axis=1)) / (repeated - unique)).clip(0, 1)
 
 
@@ -284,15 +280,11 @@ def repeated_groups(features: Features) -> np.ndarray:
 
 
 def _counted(
-    descriptors: np.ndarray,
-    points: np.ndarray,
-    scale: tuple[float, float],
-    index: np.ndarray,
-    around: np.ndarray,
+    descriptors: np.ndarray, points: np.ndarray, kind: str, index: np.ndarray, around: np.ndarray
 ) -> tuple[float, float, float]:
-    """`Repetition` of one image, of whose keypoints `around` the inliers those in `index` are inliers."""
+    """`Repetition` of one image: `around` are the keypoints near inliers, `index` those that are inliers."""
     rows = around[:: -(-len(around) // _SAMPLE)]
-    alone, matched = unrepeated(descriptors, points, scale, rows), np.isin(rows, index)
+    alone, matched = unrepeated(descriptors, points, kind, rows), np.isin(rows, index)
     often = ((1 - alone) @ matched + 1e-6) / ((1 - alone).sum() + 1e-6)
     found = (alone @ matched + _PSEUDO * often) / ((alone.sum() + _PSEUDO) * often)
     share = alone @ matched / alone.sum() if alone.sum() >= _PSEUDO else 0.0  # of fewer it says nothing
