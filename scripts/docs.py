@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -134,11 +135,7 @@ def build() -> int:
 
 def pictures() -> None:
     """Run the tutorials and keep what `![…](../pictures/TUTORIAL/FILE)` shows, at most 1,000 pixels wide."""
-    import tempfile
-
     from PIL import Image
-
-    sys.path.insert(0, str(ROOT / "tests"))
     from tutorials import PAGES as tutorials
     from tutorials import run_page
 
@@ -161,12 +158,8 @@ def pictures() -> None:
 
 def notebooks() -> None:
     """Four tutorials as notebooks, run, with what they print."""
-    import tempfile
-
     import nbformat
     from nbclient import NotebookClient
-
-    sys.path.insert(0, str(ROOT / "tests"))
     from tutorials import cells, environment, prepare
 
     os.environ.update(environment())
@@ -203,6 +196,7 @@ def main() -> int:
         from environment import prepare
 
         return subprocess.run([prepare(("docs",)), __file__, "--here", *sys.argv[1:]], check=False).returncode
+    sys.path.insert(0, str(ROOT / "tests"))  # whose `tutorials` runs the pages
     if given.pictures:
         pictures()
     elif given.notebooks:
