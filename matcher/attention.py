@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from matcher.errors import UsageError
-from matcher.kernels.calls import alike, attend, takes
+from matcher.kernels.calls import attend, takes
+from matcher.types import converted
 
 
 def scaled_dot_product(
@@ -53,8 +54,9 @@ def scaled_dot_product(
         return whole(q, k, v)
     if torch.compiler.is_compiling():  # which knows nothing of other kernels
         return F.scaled_dot_product_attention(q, k, v)
-    if by_kernel(q, k, v) and (found := attend(q, k, v)) is not None:
-        return found.transpose(-2, -3)
+    given = (x.transpose(-2, -3) for x in (q, k, v))
+    if by_kernel(q, k, v) and (found := attend(*given)) is not None:
+        return found.unflatten(-1, (-1, q.shape[-1])).transpose(-2, -3)
     if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16):
         return half_on_cpu(q, k, v)
     return F.scaled_dot_product_attention(q, k, v)
@@ -77,7 +79,8 @@ def whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor
 def half_on_cpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q kᵀ / √d) v in half precision: stock on matrix units, else in blocks."""
     rows, columns = q.shape[-2], k.shape[-2]
-    if not rows or not columns or not alike(q, k, v):
+    alike = k.shape == v.shape and (*q.shape[:-2], q.shape[-1]) == (*k.shape[:-2], k.shape[-1])
+    if not rows or not columns or not alike:  # else the shape of the queries tells every place
         return whole(q, k, v)
     q, k, v = (F.pad(x, (0, 0, 0, even_size(x.shape[-2]) - x.shape[-2])) for x in (q, k, v))
     mask = None
@@ -225,7 +228,7 @@ def mapped(layer: nn.Module, x: Tensor) -> Tensor:
     """A linear map of x (…, inputs) in the precision of its weights → (…, outputs); `nn.Identity` is none."""
     if isinstance(layer, nn.Identity) or torch.is_autocast_enabled(x.device.type):
         return layer(x)
-    x = x if x.dtype == layer.weight.dtype else x.to(layer.weight.dtype)
+    x = converted(x, layer.weight.dtype)
     return layer(x) if torch.is_grad_enabled() else linear(x, layer.weight, layer.bias)
 
 

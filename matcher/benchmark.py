@@ -1,7 +1,4 @@
-"""Speed beside other implementations: calls that alternate in one process, medians, and their ratios.
-
-Networks of kornia and transformers have random parameters, and ours the same ones.
-"""
+"""Speed beside other implementations: calls that alternate in one process, medians, and their ratios."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from matcher.collection.collection import Collection
-from matcher.errors import UsageError, install_command
+from matcher.errors import UsageError
 from matcher.images import find_images, read_image
 from matcher.kernels import SWITCH, kernels
 from matcher.loading import load
@@ -207,25 +204,6 @@ def lightglue(bench: Bench, points: int, batch: int = 1) -> Iterator[BenchmarkRo
         yield replace(row, note=f"{batch / median(row.ours):.1f} pairs/s")
 
 
-def superglue(bench: Bench) -> Iterator[BenchmarkRow]:
-    """SuperGlue's architecture with as many Sinkhorn iterations, against transformers."""
-    try:
-        from transformers import SuperGlueConfig, SuperGlueForKeypointMatching
-    except ImportError as error:
-        how = install_command("transformers")
-        raise UsageError(f"SuperGlue is compared with transformers, not installed here: {how}") from error
-    device, points = bench.device, 2 * bench.keypoints
-    peer = seeded(lambda: SuperGlueForKeypointMatching(SuperGlueConfig(matching_threshold=0.0))).to(device)
-    tensors = {k: v for k, v in peer.state_dict().items() if not k.startswith("keypoint_detector.")}
-    network = with_parameters(tensors, "superglue-outdoor", device=str(device)).matcher
-    sides = [random_batch(points, 1, device, seed) for seed in (0, 1)]
-    names = ("keypoints", "descriptors", "scores", "mask")
-    *given, mask = (torch.stack([getattr(side, name) for side in sides], 1) for name in names)
-    theirs = partial(peer._match_image_pair, *given, SIZE[1], SIZE[0], mask=mask.int())
-    work = f"SuperGlue architecture, {points} points, {network.precision}"
-    yield from bench.rows({work: (partial(network, *sides), "")}, {"transformers, float32": theirs})
-
-
 def loftr(bench: Bench) -> Iterator[BenchmarkRow]:
     """LoFTR from pixels to matches, including the backbone, against kornia."""
     from kornia.feature.loftr.loftr import LoFTR, default_cfg
@@ -398,7 +376,7 @@ def run_benchmark(
         plan[f"lightglue {points}"] = partial(lightglue, points=points)
         if cuda:
             plan[f"lightglue {points} batch {many}"] = partial(lightglue, points=points, batch=many)
-    plan |= {each.__name__: each for each in (superglue, loftr, extraction, presets, batches)}
+    plan |= {each.__name__: each for each in (loftr, extraction, presets, batches)}
     for points in sizes:
         plan[f"matching {points}"] = partial(matching, points=points)
         if not cuda:

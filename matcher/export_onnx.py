@@ -28,7 +28,7 @@ from matcher.files import MARK, check_output, write_whole
 from matcher.match.consensus import ROUGH_ITERATIONS, SETTLED, agreement, soft_matches
 from matcher.match.nearest import needed_fields
 from matcher.match.network import MatchingNetwork
-from matcher.match.position import Side, encoded, normalise_positions, position_inputs
+from matcher.match.position import Points, encoded, normalise_positions, position_inputs
 from matcher.match.sinkhorn import CHECKED, LARGEST_SCALE, LEAST_EXPONENT, dual_softmax, masses, mutual_best
 from matcher.match.steering import MIN_GAIN, STEERABLE, TURNED_EXIF, TURNS, evidence, turned
 from matcher.onnx_engine import ExportedNetwork
@@ -78,8 +78,7 @@ class Step(Part):
             found = network.guidance(found[0], 0)
         if not len(network.confidence):
             return found
-        confidence = network.confidence[0](found[0]).squeeze(-1).sigmoid()
-        return (*found, network.match_logits(found[0], 0).sigmoid(), confidence)
+        return (*found, *network.decision_logits(found[0], 0).sigmoid().unbind(-1))
 
 
 class Assign(Part):
@@ -90,13 +89,13 @@ class Assign(Part):
     def forward(
         self, side0: Sequence[Tensor], side1: Sequence[Tensor], exits: Tensor | None = None, depth: int = 0
     ) -> tuple[Tensor, ...]:
-        """Of (1, N, …) and (1, M, …), ordered as `Side`, by the heads of layer `depth`; `exits` (1,) bool:
+        """Of (1, N, …) and (1, M, …), ordered as `Points`, by the heads of layer `depth`; `exits` (1,) bool:
         whether consensus may settle early. Without it all rounds are done."""
         network, config = self.network, self.config.assignment
-        side0, side1 = Side(*side0), Side(*side1)
-        scores = network.scores(side0, side1, depth)
+        points = Points(*(torch.cat(both, 1) for both in zip(side0, side1, strict=True)))
+        scores = network.scores(points, side0[0].shape[1], depth)
         if config.kind == "dual_softmax":
-            return tuple(mutual_best(dual_softmax(scores).log_scores))
+            return mutual_best(dual_softmax(scores).log_scores)[:3]
         columns_first = torch.zeros((), dtype=torch.bool)
         if config.tolerance is not None:  # as in `matcher.match.sinkhorn.sinkhorn`, image 1 may be the rows
             n, m = (torch.ones_like(side).sum() for side in (scores[0, :, -1], scores[0, -1]))
@@ -109,16 +108,16 @@ class Assign(Part):
             found = sinkhorn(corrected, u, v, columns_first, ROUGH_ITERATIONS, 1e-2, False)
             u, v = found if settled is None else _kept(settled, (u, v), found)
             matches = soft_matches((corrected + u + v.mT)[:, :-1, :-1])
-            updated = network.consensus(scores, side0.positions, side1.positions, matches)
+            updated = network.consensus(scores, points.positions, matches)
             if before is not None and exits is not None:
-                alike = (torch.minimum(*map(agreement, before, matches)) > SETTLED) & exits
+                alike = (agreement(before, matches) > SETTLED) & exits
                 settled = alike if settled is None else settled | alike
                 (updated,) = _kept(settled, (corrected,), (updated,))
             corrected, before = updated, matches
         limit = config.max_iterations if self.loops else UNROLLED
         tolerance = -1.0 if config.tolerance is None else config.tolerance
         u, v = sinkhorn(corrected, u, v, columns_first, limit, tolerance, self.loops)
-        return tuple(mutual_best((corrected + u + v.mT)[:, :-1, :-1]))
+        return mutual_best((corrected + u + v.mT)[:, :-1, :-1])[:3]
 
 
 def _kept(settled: Tensor, before: Sequence[Tensor], after: Sequence[Tensor]) -> list[Tensor]:
@@ -135,7 +134,13 @@ def sinkhorn(
     potentials whenever the error is looked at; where they were out of their range, one more update follows,
     as there. Without `loops`, by the operator Loop, all iterations are done.
     """
-    fixed, most = (scores, *masses(scores), masses(scores.mT)[2], columns_first), math.log(LARGEST_SCALE)
+    masks = [torch.ones_like(points, dtype=torch.bool) for points in (scores[:, :-1, 0], scores[:, 0, :-1])]
+    (mu, nu), most = masses(scores, *masks), math.log(LARGEST_SCALE)
+    # What the errors of points and of the dustbin weigh, of rows and of columns.
+    counts = [mass[:, -1:].clamp_min(1.0) for mass in (nu, mu)]
+    pairs = ((mu, *counts), (nu, *counts[::-1]))
+    weights = [torch.cat([mass[:, :-1] * own.rsqrt(), 1 / other], 1) for mass, own, other in pairs]
+    fixed = (scores, mu, nu, *weights, columns_first)
 
     def scaled(count: int, now: Sequence[Tensor], *fixed: Tensor) -> tuple[Tensor, ...]:
         """The state after some iterations: potentials, whether scales were out of range (0 or 1), error."""

@@ -46,8 +46,14 @@ def to_numpy(value: Any) -> np.ndarray:
     """A tensor on any device, or an array, as an array; the same memory where that is possible."""
     if not is_tensor(value):
         return np.asarray(value)
-    # NumPy has no bfloat16.
-    return (value.float() if "bfloat16" in str(value.dtype) else value).numpy(force=True)
+    value = value.detach() if value.requires_grad else value
+    value = value.float() if "bfloat16" in str(value.dtype) else value  # NumPy has none
+    return np.from_dlpack(value if value.is_cpu else value.cpu())
+
+
+def converted(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """`value.to(dtype)`, without a call where it has that type."""
+    return value if value.dtype == dtype else value.to(dtype)
 
 
 def all_finite(value: np.ndarray | Tensor) -> bool:
@@ -55,7 +61,7 @@ def all_finite(value: np.ndarray | Tensor) -> bool:
     # The sum shows it at a tenth of the cost, unless it overflows.
     xp = library(value)
     with np.errstate(all="ignore"):
-        return bool(xp.isfinite(value.sum()) or xp.isfinite(value).all())
+        return bool(xp.isfinite(value.sum())) or bool(xp.isfinite(value).all())
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -263,7 +269,7 @@ class Features:
         """(width, height) of the stored image, of features of one image; `UsageError`: of a batch."""
         if self.size.ndim != 1:
             raise UsageError("features of a batch have several sizes; take it apart by unstack()")
-        return tuple(round(side) for side in self.size.tolist())
+        return tuple(round(side) for side in to_numpy(self.size).tolist())
 
     def __len__(self) -> int:
         """Points per image, padding included."""
@@ -433,7 +439,7 @@ def _as_field(value: Any, name: str) -> np.ndarray | Tensor:
     torch, kind = loaded_torch(), {"mask": "bool", **dict.fromkeys(_EXIF, "int64")}.get(name, "float32")
     if is_tensor(value):
         as_given = name == "descriptors" and value.is_floating_point()
-        return value if as_given else value.to(getattr(torch, kind))
+        return value if as_given else converted(value, getattr(torch, kind))
     array = np.asarray(value)
     if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
         raise UsageError(f"Features.{name} must hold numbers of at most 64 bits, not {array.dtype}")

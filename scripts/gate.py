@@ -200,12 +200,14 @@ def modules() -> None:
     pipeline.match(*PAIRS["views0"])
     sys.setprofile(None)
     files = {str(m.__file__) for name, m in sys.modules.items() if name.split(".")[0] == "matcher"}
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        pipeline.match(*PAIRS["views0"])
-    found = [event for event in profiler.events() if event.name.startswith("aten::")]
-    top = [e for e in found if e.cpu_parent is None or not e.cpu_parent.name.startswith("aten::")]
     print(f"imported: {measure(files)}; entered by load and match: {measure(files & entered)}")
-    print(f"top-level aten operations of a match: {len(top)}")
+    features = [pipeline.extract(image) for image in PAIRS["views0"]]
+    for match, given in ((pipeline.match, PAIRS["views0"]), (pipeline.match_features, features)):
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            match(*given)
+        found = [event for event in profiler.events() if event.name.startswith("aten::")]
+        top = [e for e in found if e.cpu_parent is None or not e.cpu_parent.name.startswith("aten::")]
+        print(f"top-level aten operations of {match.__name__}: {len(top)}")
     print(*sorted(str(Path(file).relative_to(TREE)) for file in files & entered), sep="\n")
 
 

@@ -13,7 +13,7 @@ from matcher.extract.extractor import SiftExtractor
 from matcher.geometry import UPRIGHT, turn_angles, upright_size, upright_to_stored
 from matcher.images import read_image
 from matcher.match.blocks import Layer, folded
-from matcher.match.position import CorrespondenceGuidance, RotaryPosition, Side, position_inputs, rotate
+from matcher.match.position import CorrespondenceGuidance, Points, RotaryPosition, position_inputs, rotate
 from matcher.types import Features
 
 SCORES = ("softmax", "linear", "additive", "general")
@@ -313,11 +313,11 @@ def test_agreement_is_the_sum_of_cosines_of_both_sides() -> None:
     for parameter in guidance.parameters():
         parameter.add_(0.05 * torch.randn(parameter.shape, generator=rng))
     sides = [
-        Side(*(torch.randn(n, c, generator=rng) * s for c, s in ((16, 1.0), (2, 0.5), (2, 0.5))))
+        Points(*(torch.randn(n, c, generator=rng) * s for c, s in ((16, 1.0), (2, 0.5), (2, 0.5))))
         for n in (5, 4)
     ]
-    left, right = guidance.factors(*sides, depth=1)
-    found = left @ right.T
+    guess, waves = guidance.factors(Points(*map(torch.cat, zip(*sides, strict=True))), depth=1)
+    found = guess[:5] @ waves[5:].T + waves[:5] @ guess[5:].T
     omega, weight = guidance.frequencies.weight.double(), guidance.weight[1].double()
     confidences = [2 * guidance.confidence[1](side.x).sigmoid().double().squeeze(1) for side in sides]
     for i in range(5):

@@ -182,7 +182,7 @@ def test_training_and_inference_see_the_same_states(pairs, config) -> None:
         folded = matcher_with(False, False, config=config).model
         *_, last = folded.run(folded.tokens(first, second))
     torch.testing.assert_close(last.tokens.x, states[-1].x.detach(), atol=1e-3, rtol=1e-3)
-    scores = (m.scores(*tokens.sides, 4) for m, tokens in ((model, states[-1]), (folded, last.tokens)))
+    scores = (m.scores(t.points, t.n, 4) for m, t in ((model, states[-1]), (folded, last.tokens)))
     torch.testing.assert_close(*(s.detach() for s in scores), atol=1e-2, rtol=1e-3)
 
 

@@ -38,7 +38,7 @@ def scores_with_matches(rows: int, columns: int, seed: int = 0, contrast: float 
 
 def log_plan(scores: torch.Tensor, **options) -> torch.Tensor:
     found = sinkhorn(scores, **options)
-    return scores.double() + found.u.double().unsqueeze(2) + found.v.double().unsqueeze(1)
+    return scores.double() + found.u.double() + found.v.double().mT
 
 
 def assigned(scores: torch.Tensor, *masks: torch.Tensor, **settings) -> Assignment:
@@ -47,7 +47,7 @@ def assigned(scores: torch.Tensor, *masks: torch.Tensor, **settings) -> Assignme
 
 def mutual_matches(log_scores: torch.Tensor, threshold: float) -> tuple[np.ndarray, np.ndarray]:
     """Of (N, M)."""
-    return credible_matches(*(x[0].numpy() for x in mutual_best(log_scores[None])), threshold)
+    return credible_matches(*(x[0].numpy() for x in mutual_best(log_scores[None])[:3]), threshold)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(7, 11), (11, 7), (1, 1), (1, 6), (20, 20)])
@@ -56,9 +56,9 @@ def test_sinkhorn_is_the_loop(rows: int, columns: int, iterations: int) -> None:
     scores = scores_with_matches(rows, columns, contrast=2.0)
     found = sinkhorn(scores, max_iterations=iterations, tolerance=None)
     u, v = (potential[0].numpy() for potential in naive_sinkhorn(scores.double(), iterations))
-    gauge = found.u[0, 0].item() - u[0]
-    np.testing.assert_allclose(found.u[0] - gauge, u, atol=2e-5)
-    np.testing.assert_allclose(found.v[0] + gauge, v, atol=2e-5)
+    gauge = found.u[0, 0, 0].item() - u[0]
+    np.testing.assert_allclose(found.u[0, :, 0] - gauge, u, atol=2e-5)
+    np.testing.assert_allclose(found.v[0, :, 0] + gauge, v, atol=2e-5)
     assert found.iterations == [iterations] and found.converged == [False]
 
 
@@ -192,13 +192,13 @@ def test_head_is_its_formula(dustbin: str) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         head = AssignmentHead(AssignmentConfig(dustbin=dustbin), 16)
-        x0, x1, more0, more1 = (torch.randn(2, n, c) for n, c in ((5, 16), (4, 16), (5, 3), (4, 3)))
-    scores = head(x0, x1, (more0, more1))
-    similarity = head.projection(x0) @ head.projection(x1).mT / 4 + more0 @ more1.mT
+        x, more = torch.randn(2, 9, 16), torch.randn(2, 9, 3)
+    (x0, x1), scores = x.split([5, 4], 1), head(x, 5, (more, 2 * more))
+    similarity = head.projection(x0) @ head.projection(x1).mT / 4 + 4 * more[:, :5] @ more[:, 5:].mT
     torch.testing.assert_close(scores[:, :-1, :-1], similarity)
     if dustbin == "point":
-        torch.testing.assert_close(scores[:, :-1, -1], -head.logits(x0))
-        torch.testing.assert_close(scores[:, -1, :-1], -head.logits(x1))
+        torch.testing.assert_close(scores[:, :-1, -1], -head.matchability(x0).squeeze(2))
+        torch.testing.assert_close(scores[:, -1, :-1], -head.matchability(x1).squeeze(2))
         assert scores[:, -1, -1].eq(0).all()
     else:
         assert scores[:, -1].eq(1).all() and scores[:, :, -1].eq(1).all()
@@ -301,19 +301,19 @@ def test_few_matches_give_finite_answers_with_little_support(count: int) -> None
 
 def test_links_are_the_mutual_best_from_both_sides() -> None:
     scores = torch.randn(1, 9, 7, generator=torch.Generator().manual_seed(2)).log_softmax(2)
-    links0, links1 = soft_matches(scores)
+    partner, confidence = soft_matches(scores)  # of both images, 9 and 7 points
     indices, probabilities = map(torch.from_numpy, mutual_matches(scores[0], 0.05))
     assert len(indices) > 2
     expected0, expected1 = torch.zeros(9), torch.zeros(7)
     expected0[indices[:, 0]], expected1[indices[:, 1]] = probabilities, probabilities
-    torch.testing.assert_close(links0.confidence[0], expected0)
-    torch.testing.assert_close(links1.confidence[0], expected1)
-    assert links0.partner[0, indices[:, 0]].equal(indices[:, 1])
-    assert links1.partner[0, indices[:, 1]].equal(indices[:, 0])
+    torch.testing.assert_close(confidence[0], expected0)
+    torch.testing.assert_close(confidence[1, :7], expected1)
+    assert partner[0, indices[:, 0]].equal(indices[:, 1]) and not confidence[1, 7:].any()
+    assert partner[1, indices[:, 1]].equal(indices[:, 0])
 
 
-def ambiguous_scores(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores (1, N+1, N+1) whose diagonal is right; a third of the points prefer each other's partner."""
+def ambiguous_scores(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores (1, N+1, N+1) whose diagonal is right, positions (1, 2N, 2); a third prefer others' partners."""
     points, truth, _, _ = moved_points(count, seed=seed)
     rng = torch.Generator().manual_seed(seed)
     scores = torch.randn(1, count + 1, count + 1, generator=rng)
@@ -322,11 +322,11 @@ def ambiguous_scores(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor,
     for row in range(0, count, 6):
         scores[0, row, row + 1] = scores[0, row, row] + 0.5
         scores[0, row + 1, row] = scores[0, row + 1, row + 1] + 0.5
-    return scores, points, truth
+    return scores, torch.cat([points, truth], 1)
 
 
 def test_ambiguous_points_are_decided_by_their_neighbours() -> None:
-    scores, points, truth = ambiguous_scores(90, 5)
+    scores, positions = ambiguous_scores(90, 5)
     consensus = Consensus()
 
     def right(s: torch.Tensor) -> int:
@@ -334,26 +334,26 @@ def test_ambiguous_points_are_decided_by_their_neighbours() -> None:
         return int((indices[:, 0] == indices[:, 1]).sum())
 
     with torch.no_grad():
-        heard = consensus(scores, points, truth, soft_matches(assign(scores, AssignmentConfig()).log_scores))
+        heard = consensus(scores, positions, soft_matches(assign(scores, AssignmentConfig()).log_scores))
     assert right(scores) < 65
     assert right(heard) > 85
 
 
 def test_swapping_the_images_transposes_the_correction() -> None:
-    scores, points, truth = ambiguous_scores(60, 6)
+    scores, positions = ambiguous_scores(60, 6)
     consensus, assigned = Consensus(), assign(scores, AssignmentConfig()).log_scores
     with torch.no_grad():
         torch.nn.init.normal_(consensus.out.weight, std=0.3)
-        there = consensus(scores, points, truth, soft_matches(assigned))
-        back = consensus(scores.transpose(1, 2), truth, points, soft_matches(assigned.transpose(1, 2)))
+        there = consensus(scores, positions, soft_matches(assigned))
+        back = consensus(scores.mT, positions.roll(60, 1), soft_matches(assigned.mT))
     torch.testing.assert_close(there.transpose(1, 2), back, atol=2e-3, rtol=1e-3)
 
 
 def test_without_matches_the_neighbours_say_nothing_about_places() -> None:
-    points, truth, _, _ = moved_points(20)
+    positions = torch.cat(moved_points(20)[:2], 1)
     scores = torch.randn(1, 21, 21, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        heard = Consensus()(scores, points, truth, soft_matches(torch.full((1, 20, 20), -20.0)))
+        heard = Consensus()(scores, positions, soft_matches(torch.full((1, 20, 20), -20.0)))
     torch.testing.assert_close(heard, scores, atol=1e-4, rtol=0)
 
 

@@ -92,7 +92,7 @@ class AttentionInputs(NamedTuple):
 
 def attention_inputs(layer: Layer, tokens: Tokens, offset: int) -> list[AttentionInputs]:
     """Queries and keys of a layer: self-attention of image 0 and 1, cross-attention of image 0 and 1."""
-    n, (index,) = tokens.n, tokens.index
+    n, index = tokens.n, torch.from_numpy(tokens.index[0].copy()).to(tokens.x.device)
     ids, sides = (index[:n], index[n:] + offset), (slice(None, n), slice(n, None))
     scores = [block.attention.score for block in (layer.self_block, layer.cross_block)]
     return [
@@ -134,7 +134,7 @@ class LayerReport:
     certain: float | None  # what early exit compares with `exit_share`; None without heads
     expected: float | None  # matches to be expected in the end; None where no heads predict them
     confidences: np.ndarray | None  # (T,) float32 of the live points, image 1 after image 0
-    marginal_errors: tuple[float, ...]  # Sinkhorn: relative error of the rows, iteration by iteration
+    marginal_errors: tuple[float, ...]  # Sinkhorn: relative error of the rows, at every look
     exited: bool  # the pair stopped here
     pruned: tuple[np.ndarray, np.ndarray]  # input points pruned after this layer
     # (P, 2) of those: probability of a partner (matchability, or what the heads for it predict), confidence
@@ -149,13 +149,14 @@ CANDIDATES = 3  # that are told of each point
 Told = tuple[float, list[tuple[int, float, int, float]]]
 
 
-def candidates_of(scores: Tensor, log_unmatched: Tensor, here: Tensor, there: Tensor) -> dict[int, Told]:
+def candidates_of(scores: Tensor, unmatched: Tensor, here: np.ndarray, there: np.ndarray) -> dict[int, Told]:
     """What is told of the points (n,) `here`, from log probabilities (n, m) with the points `there`."""
-    points, alone, count = here.tolist(), log_unmatched.exp().tolist(), min(CANDIDATES, scores.shape[1])
+    points, alone, count = here.tolist(), unmatched.exp().tolist(), min(CANDIDATES, scores.shape[1])
     if not (points and count):
         return {point: (share, []) for point, share in zip(points, alone, strict=True)}
     top, best = scores.topk(count, dim=1), scores.max(dim=0)
-    columns = there[top.indices], top.values.exp(), here[best.indices[top.indices]]
+    chosen, preferred = (i.cpu().numpy() for i in (top.indices, best.indices[top.indices]))
+    columns = there[chosen], top.values.exp(), here[preferred]
     columns = [column.tolist() for column in (*columns, best.values[top.indices].exp())]
     rows = (list(zip(*row, strict=True)) for row in zip(*columns, strict=True))
     return dict(zip(points, zip(alone, rows, strict=True), strict=True))
@@ -211,22 +212,21 @@ def explain(
         places = (asked[0], asked[1] + n) * 2
         attended = [block.strongest(each, strongest, n) for block, each in zip(blocks, places, strict=True)]
         # How all points would be assigned if the network stopped here.
-        exits = bool(state.exiting)
-        prediction = state.assign([0], record_errors=exits)
+        exits, prediction = bool(state.exiting), state.assign([0])
         found, ids = prediction.assignment, prediction.tokens.index[0]
         here, there = ids[: prediction.tokens.n], ids[prediction.tokens.n :]
         candidates[0].update(candidates_of(found.log_scores[0], found.log_unmatched0[0], here, there))
         candidates[1].update(candidates_of(found.log_scores[0].T, found.log_unmatched1[0], there, here))
-        best = (values[0].cpu().numpy() for values in found.mutual_best)
+        best = (values[0] for values in found.mutual_best.of_rows())
         local, scores = credible_matches(*best, *thresholds)
-        matches = np.stack([here.cpu().numpy()[local[:, 0]], there.cpu().numpy()[local[:, 1]]], axis=1)
+        matches = np.stack([here[local[:, 0]], there[local[:, 1]]], axis=1)
         if inner:  # a partner off the border
             allowed = inner[0][matches[:, 0]] & inner[1][matches[:, 1]]
             matches, scores = matches[allowed], scores[allowed]
         known, before = before, {tuple(match) for match in matches.tolist()}
         alone = found.log_unmatched0.exp(), found.log_unmatched1.exp()
         alone = tuple(float(share.mean()) if share.numel() else 0.0 for share in alone)
-        index, gone = state.tokens.index[0].cpu().numpy(), state.dropped[0]
+        index, gone = state.tokens.index[0], state.dropped[0]
         why = np.zeros((len(gone), 2), np.float32)
         if gone.any():
             why = np.stack([state.match_probabilities[0], state.confidences[0]], axis=1)
@@ -251,7 +251,7 @@ def explain(
                 certain=certain,
                 expected=expected,
                 confidences=None if state.confidences is None else state.confidences[0],
-                marginal_errors=found.row_errors,
+                marginal_errors=tuple(found.row_errors) if exits else (),
                 exited=exits and not state.is_last,
                 pruned=tuple(index[at][gone[at]] for at in sides),
                 reasons=tuple(why[at][gone[at]] for at in sides),

@@ -53,7 +53,7 @@ function paintErrors() {
   const ink = plots.sinkhorn, errors = data.marginal, logs = errors.map(error => Math.log10(error + 1e-9));
   const low = Math.floor(Math.min(...logs, Math.log10(data.tolerance || 1))), high = Math.ceil(Math.max(...logs));
   const span = Math.max(1, high - low), last = Math.max(1, errors.length - 1);
-  axes(ink, [[0, "1"], [1, errors.length]], [[0, `1e${low}`], [(high - low) / span, `1e${high}`]]);
+  axes(ink, [[0, data.looks], [1, data.looks * errors.length]], [[0, `1e${low}`], [(high - low) / span, `1e${high}`]]);
   const spot = (value, k) => [FROM + WIDE * k / last, FLOOR - TALL * (value - low) / span];
   logs.forEach((value, k) => { if (k) line(ink, spot(logs[k - 1], k - 1), spot(value, k), BLUE, 2); });
   if (data.tolerance) {

@@ -19,6 +19,7 @@ from matcher.errors import UsageError, counted
 from matcher.files import check_output, write_output
 from matcher.geometry import resize_points, stored_to_upright
 from matcher.match.adaptivity import confidence_threshold
+from matcher.match.sinkhorn import CHECKED
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.result import Result
 from matcher.types import MATCHED, UNMATCHED, Features, Image, Matches, TwoViewGeometry
@@ -233,6 +234,7 @@ def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkC
         "threshold": config.policy.match_threshold,
         "unmatchedKnown": config.assignment.dustbin != "none",
         "tolerance": config.assignment.tolerance,
+        "looks": CHECKED,
         "marginal": [
             float(f"{error:.3g}") for error in explanation.layers[-1].marginal_errors if math.isfinite(error)
         ],

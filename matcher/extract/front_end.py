@@ -79,9 +79,10 @@ class LearnedExtractor:
         with torch.random.fork_rng(devices=[]):
             network = self.front_end.build(self.config)
         self._fill(network, self.config)
+        network.eval().requires_grad_(False).to(self.device)
         if self.front_end.find_together is not None:
             network.prepare(self.dtype)
-        return network.eval().requires_grad_(False).to(self.device)
+        return network
 
     def limited(self, max_keypoints: int) -> LearnedExtractor:
         """The same with another number of keypoints; the network is shared."""
@@ -108,9 +109,9 @@ class LearnedExtractor:
         return [to_features(found[number], image, config.kind) for number, image in enumerate(images)]
 
 
-def grey(image: Image, device: torch.device) -> Tensor:
-    """(1, 1, H, W) float32 in [0, 1]."""
-    return torch.from_numpy(image.grey()).to(device)[None, None].float() / 255
+def grey(images: Sequence[Image], device: torch.device) -> Tensor:
+    """(B, 1, H, W) float32 in [0, 1], of B images of one size."""
+    return torch.from_numpy(np.stack([image.grey()[None] for image in images])).to(device) / 255
 
 
 def colour(image: Image, device: torch.device) -> Tensor:
@@ -156,7 +157,7 @@ def to_features(found: Found, image: Image, kind: str) -> Features:
         values["scales"] = (np.sqrt(np.abs(determinant)) * _PATCH_TO_DIAMETER).astype(np.float32)
         values["orientations"] = np.arctan2(stored[:, 1, 0], stored[:, 0, 0]).astype(np.float32)
     values = {name: None if value is None else torch.from_numpy(value) for name, value in values.items()}
-    descriptors, scores = found.descriptors.float().cpu(), found.scores.float().cpu()
+    descriptors, scores = (x.to("cpu", torch.float32) for x in (found.descriptors, found.scores))
     return Features.of_valid(**values, descriptors=descriptors, scores=scores, kind=kind)
 
 

@@ -205,7 +205,7 @@ def _find_frames(network: LocalFeature, image: Image, config: ExtractorConfig) -
     (Lowe 2004); HardNet descriptors (Mishchuk et al. 2017).
     """
     detector, limit = network.detector, config.max_keypoints
-    pixels = padded(grey(image, _device(network)), 1, _LEAST_SIDE)
+    pixels = padded(grey([image], _device(network)), 1, _LEAST_SIDE)
     allowed = mask_of(image, pixels.device)
     if allowed is not None:
         beyond = (0, pixels.shape[-1] - allowed.shape[1], 0, pixels.shape[-2] - allowed.shape[0])

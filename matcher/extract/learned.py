@@ -15,13 +15,13 @@ from itertools import count, pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, grid_sample, interpolate, normalize, pad
+from torch.nn.functional import conv2d, grid_sample, interpolate, pad, pixel_shuffle
 from torch.nn.utils.rnn import pad_sequence
 
 from matcher.config import ExtractorConfig
 from matcher.errors import IntegrityError
 from matcher.extract.front_end import Found, FrontEnd, grey, inner_pixels, mask_of, padded
-from matcher.types import Image
+from matcher.types import Image, converted
 
 DESCRIPTOR_DIM = 64
 
@@ -135,7 +135,7 @@ class FeatureNetwork(nn.Module):
 
     def _build(self, sizes: Architecture) -> None:
         normalised, widths = self.normalised, sizes.widths
-        self.sizes = sizes
+        self.sizes, self.squares = sizes, None
         self.encoder = nn.ModuleList()
         before = 1
         for width, depth in zip(widths, sizes.depths, strict=True):
@@ -186,12 +186,17 @@ class FeatureNetwork(nn.Module):
 
         It has an output for each pixel of a square of 4 x 4, which takes half the time.
         """
+        ready = self.squares is not None and not torch.compiler.is_compiling()
+        weight, bias = self.squares if ready else self._squares()
+        return pixel_shuffle(conv2d(x, weight, bias, 2, 1), 4).squeeze(1)
+
+    def _squares(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias of that convolution."""
         shifts = [(dx, 1 - dx, dy, 1 - dy) for dy in (0, 1) for dx in (0, 1)]
         weight = torch.stack([pad(self.points.weight, shift) for shift in shifts])
         weight = weight.unflatten(1, (2, 2)).unflatten(0, (2, 2)).transpose(1, 2).flatten(0, 3)
         bias = self.points.bias.view(2, 2).repeat(2, 2).flatten()
-        squares = conv2d(x, weight.contiguous(memory_format=torch.channels_last), bias, 2, 1)
-        return squares.unflatten(1, (4, 4)).permute(0, 3, 1, 4, 2).flatten(3).flatten(1, 2)
+        return weight.contiguous(memory_format=torch.channels_last), bias
 
     def describe(self, maps: Sequence[Tensor], points: Tensor) -> Tensor:
         """Unit descriptors (B, N, 64) float32 at points (B, N, 2) xy."""
@@ -199,13 +204,16 @@ class FeatureNetwork(nn.Module):
 
     def described(self, samples: Tensor) -> Tensor:
         """Unit descriptors (…, N, 64) float32 of what the maps hold at points, (…, N, C)."""
-        return normalize(self.descriptor(samples).float(), dim=-1)
+        found = converted(self.descriptor(samples), torch.float32)
+        return found / found.norm(dim=-1, keepdim=True).clamp_min(1e-12)
 
     def prepare(self, dtype: torch.dtype) -> None:
-        """Keep the convolutions in `dtype`, but for the last, and everything in the order that suits them."""
+        """Keep the convolutions in `dtype`, but for the last, and everything in the order that suits them;
+        parameters change no more."""
         self.to(memory_format=torch.channels_last)
         for part in (self.encoder, self.lift, self.mix):
             part.to(dtype)
+        self.squares = self._squares()
 
 
 def folded(network: FeatureNetwork) -> FeatureNetwork:
@@ -287,12 +295,10 @@ def sample(maps: Sequence[Tensor], points: Tensor) -> Tensor:
     """
     height, width = (2 * side for side in maps[0].shape[-2:])
     # Numbers, since a tensor of both sizes would have to be uploaded, which a GPU's queue waits for.
-    x, y = points.unbind(-1)
-    grid = torch.stack([x * (2 / width) - 1, y * (2 / height) - 1], dim=-1).unsqueeze(2)
-    sample_size = torch.stack([points.new_full((), 1 / side) for side in (width, height)])
-    found = []
-    for level, each in enumerate(maps, start=1):
-        at = torch.add(grid, sample_size, alpha=2**level)
+    pixel = torch.stack([points.new_full((), 2 / side) for side in (width, height)])
+    grid, found = (points * pixel - 1).unsqueeze(2), []
+    for level, each in enumerate(maps):
+        at = torch.add(grid, pixel, alpha=2**level)
         found.append(grid_sample(each.float(), at, padding_mode="border", align_corners=False))
     return torch.cat(found, dim=1).squeeze(3).mT
 
@@ -328,12 +334,12 @@ def _running_maximum(values: Tensor, radius: int, axis: int) -> Tensor:
 def subpixel(logits: Tensor, points: Tensor) -> Tensor:
     """(B, N, 2) int64 xy → float32 xy: the centroid of the softmax of the logits in each one's window."""
     half, steps = WINDOW // 2, torch.arange(WINDOW, device=logits.device)
-    dy, dx = torch.cartesian_prod(steps, steps).unbind(1)
+    window = torch.cartesian_prod(steps, steps).flip(1)  # xy
     beyond = pad(logits, (half, half, half, half), value=-torch.inf)
-    x, y = points.unbind(-1)
-    place = (y * beyond.shape[2] + x).unsqueeze(-1) + (dy * beyond.shape[2] + dx)
+    corner, step = (torch.add(*xy.unbind(-1), alpha=beyond.shape[2]) for xy in (points, window))
+    place = corner.unsqueeze(-1) + step
     weight = beyond.flatten(1).gather(1, place.flatten(1)).view_as(place).softmax(dim=-1)
-    return points + (weight @ torch.stack([dx, dy], dim=1).to(weight.dtype) - half)
+    return points + (weight @ window.to(weight.dtype) - half)
 
 
 def _build(_: ExtractorConfig) -> nn.Module:
@@ -344,7 +350,7 @@ def _find_together(network: FeatureNetwork, images: Sequence[Image], config: Ext
     """The best points of images of one size, refined and described."""
     device, least, limit = network.points.weight.device, config.score_threshold, config.max_keypoints
     least = math.log(least / (1 - least)) if 0 < least < 1 else math.copysign(math.inf, least - 0.5)
-    logits, maps = network(torch.cat([grey(image, device) for image in images]))
+    logits, maps = network(grey(images, device))
     chosen = candidates(logits, config.nms_radius, BORDER) & (logits > least)
     points, scores = [], []
     for entry, image in enumerate(images):

@@ -100,7 +100,7 @@ def suppress(scores: Tensor, radius: int) -> Tensor:
 def _find(network: SuperPoint, image: Image, config: ExtractorConfig) -> Found:
     """Points of the image itself: what lies in the padding is cut off before suppression."""
     device = network.points[0].conv.weight.device
-    pixels = grey(image, device)
+    pixels = grey([image], device)
     height, width = pixels.shape[-2:]
     maps, descriptors = network(padded(pixels, CELL))
     scores = maps[0, :height, :width]

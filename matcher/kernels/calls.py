@@ -23,17 +23,12 @@ if TYPE_CHECKING:
 
 
 def takes(x: Tensor) -> bool:
-    """Whether there is a kernel for such queries, keys or values (…, heads, N, d), without gradients."""
+    """Whether there is a kernel for such queries, keys or values (…, d), without gradients."""
     import torch  # only here: windows are refined where it is not installed
 
     known = x.dtype in (torch.bfloat16, torch.float32) and x.device.type == "cpu" and x.dim() >= 3
     known = known and x.shape[-1] in (32, 64, 96, 128)
     return known and not (torch.is_grad_enabled() and x.requires_grad) and kernels() is not None
-
-
-def alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether all have the same heads and width, so that the shape of the queries tells every place."""
-    return k.shape == v.shape and (*q.shape[:-2], q.shape[-1]) == (*k.shape[:-2], k.shape[-1])
 
 
 class Span(NamedTuple):
@@ -49,7 +44,7 @@ class Span(NamedTuple):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, spans: Sequence[Span] = (), turns: Tensor | None = None
 ) -> Tensor | None:
-    """softmax(gain · q kᵀ / √d) v of q (…, heads, N, d) and k, v (…, heads, M, d) → (…, N, heads, d).
+    """softmax(gain · q kᵀ / √d) v of q (…, N, heads, d) and k, v (…, M, heads, d) → (…, N, heads · d).
 
     All queries attend to all keys, or each to those of its span. `turns` (…, T, 2, d) are cosines and
     sines by which queries and keys are rotated first (`matcher.match.position.rotate`), those of a span from
@@ -58,16 +53,18 @@ def attend(
     import torch
 
     given, width, half = (q, k, v), q.shape[-1], q.dtype == torch.bfloat16
-    known = alike(q, k, v) and q.dtype == k.dtype == v.dtype and all(map(takes, given))
+    known = k.shape == v.shape and (*q.shape[:-3], *q.shape[-2:]) == (*k.shape[:-3], *k.shape[-2:])
+    known = known and q.dtype == k.dtype == v.dtype and all(map(takes, given))
     if not known or not q.numel() or not k.numel():
         return None
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in given)
-    (heads, n), leading, library = q.shape[-3:-1], q.shape[:-3], kernels()
-    out = q.new_empty(*leading, n, heads, width)
-    turns = None if turns is None else turns.float().contiguous()
-    strides = (ctypes.c_long * 6)(*(x.stride(axis) for x in (q, k, v) for axis in (-2, -3)))
-    for index, span in product(product(*map(range, leading)), spans or [Span(0, n, 0, k.shape[-2])]):
-        rows = ((q, span.query, -2), (k, span.key, -2), (v, span.key, -2), (out, span.query, -3))
+    (n, heads), leading, library = q.shape[-3:-1], q.shape[:-3], kernels()
+    out = q.new_empty(*leading, n, heads * width)
+    if turns is not None:
+        turns = (turns if turns.dtype == torch.float32 else turns.float()).contiguous()
+    strides = (ctypes.c_long * 6)(*(x.stride(axis) for x in (q, k, v) for axis in (-3, -2)))
+    for index, span in product(product(*map(range, leading)), spans or [Span(0, n, 0, k.shape[-3])]):
+        rows = ((q, span.query, -3), (k, span.key, -3), (v, span.key, -3), (out, span.query, -2))
         places = [_place(x, index) + row * x.stride(axis) * x.element_size() for x, row, axis in rows]
         turn = None if turns is None else _place(turns, (*index, span.query))
         threads = min(torch.get_num_threads(), math.ceil(span.queries / 32) * heads)

@@ -27,6 +27,7 @@ from matcher.attention import (
 from matcher.config import ContextConfig
 from matcher.kernels.calls import Span, attend
 from matcher.match.position import rotate
+from matcher.types import converted
 
 
 class TokenBatchNorm(nn.BatchNorm1d):
@@ -51,9 +52,10 @@ class FeedForward(nn.Module):
         for parameter in (self.output_norm if config.norm == "output" else self.narrow).parameters():
             nn.init.zeros_(parameter)
 
-    def forward(self, x: Tensor, message: Tensor) -> Tensor:
-        """Tokens (…, dim) and their messages (…, dim) → tokens (…, dim), in the precision of the tokens."""
-        hidden = mapped(self.widen, torch.cat([x.to(message.dtype), message], dim=-1))
+    def forward(self, x: Tensor, message: Tensor, given: Tensor) -> Tensor:
+        """Tokens (…, dim), their messages (…, dim), and the tokens as attention was given them → tokens
+        (…, dim), in the precision of the tokens."""
+        hidden = mapped(self.widen, torch.cat([converted(given, message.dtype), message], dim=-1))
         hidden = self.activate(self.norm(hidden))
         return x + self.output_norm(mapped(self.narrow, hidden))
 
@@ -71,28 +73,26 @@ class Block(nn.Module):
 
     def _messages(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        given: Tensor,
         sides: tuple[int, int],
         mask: Tensor | None,
         *,
         across: bool,
-        turns: Tensor | None = None,
+        rotations: Tensor | None = None,
     ) -> Tensor:
-        """Queries, keys and values (B, heads, T, d) of both images → messages (B, T, dim).
+        """Tokens of both images (B, T, dim) → messages (B, T, dim).
 
         `sides` are the points of image 0 and of image 1; queries beyond them count with image 1 and are no
-        keys, nor are those outside `mask` (B, T). Each image attends to itself or `across`. `turns`
-        (B, T, 2, d) rotate queries and keys where the kernel attends (`by_kernel`).
+        keys, nor are those outside `mask` (B, T). Each image attends to itself or `across`. `rotations`
+        (B, T, 2, d) turn queries and keys.
         """
-        n, m = sides
-        if self._by_kernel(q, sides, mask):
-            spans = [Span(0, n, 0, n), Span(n, q.shape[2] - n, n, m)]
-            if across:
-                spans = [Span(0, n, n, m), Span(n, q.shape[2] - n, 0, n)]
-            spans = [span._replace(gain=self._gain_of(span.keys)) for span in spans]
-            return attend(q, k, v, spans=spans, turns=turns).flatten(2)
+        (n, m), parts = sides, self.attention.project(given)
+        if self._by_kernel(parts, sides, mask):
+            queries, keys = ((0, n), (n, parts.shape[1] - n)), ((0, n), (n, m))
+            asked = zip(queries, reversed(keys) if across else keys, strict=True)
+            spans = [Span(*own, *other, self._gain_of(other[1])) for own, other in asked]
+            return attend(*_queries_keys_values(parts), spans=spans, turns=rotations)
+        q, k, v = (each.transpose(1, 2) for each in _queries_keys_values(parts, rotations))
         queries = q.split([n, q.shape[2] - n], dim=2)
         parts = [n, m] if n + m == q.shape[2] else [n, m, q.shape[2] - n - m]
         keys, values = k.split(parts, dim=2)[:2], v.split(parts, dim=2)[:2]
@@ -143,8 +143,8 @@ class Block(nn.Module):
         above = self.scale_above
         return 1.0 if above is None or keys <= above else math.log(keys) / math.log(above)
 
-    def _updated(self, x: Tensor, message: Tensor) -> Tensor:
-        return self.ffn(x, self.message_norm(mapped(self.attention.out, message)))
+    def _updated(self, x: Tensor, given: Tensor, message: Tensor) -> Tensor:
+        return self.ffn(x, self.message_norm(mapped(self.attention.out, message)), given)
 
 
 class SelfBlock(Block):
@@ -170,25 +170,24 @@ class SelfBlock(Block):
         self, x: Tensor, sides: tuple[int, int], rotations: Tensor | None, mask: Tensor | None
     ) -> Tensor:
         """Tokens (B, T, dim), rotations (B, T, 2, head_dim), `sides` and `mask` of the keys → tokens."""
-        parts, turns = self.attention.project(x), None
-        if self._by_kernel(parts, sides, mask):
-            rotations, turns = None, rotations
-        messages = self._messages(*_rotated(parts, rotations), sides, mask, across=False, turns=turns)
-        return self._updated(x, messages)
+        given = converted(x, self.attention.qkv.weight.dtype)
+        messages = self._messages(given, sides, mask, across=False, rotations=rotations)
+        return self._updated(x, given, messages)
 
     def queries_keys(self, x: Tensor, n: int, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
         """(heads, T, head_dim) each, of one pair: whose products the attention weights are made of."""
-        q, k, _ = _rotated(self.attention.project(x), rotations)
+        parts = self.attention.project(x)
+        q, k, _ = (each.transpose(1, 2) for each in _queries_keys_values(parts, rotations))
         parts = [q[:, :, at] * self._gain(k[:, :, at]) for at in (slice(None, n), slice(n, None))]
         return torch.cat(parts, dim=2)[0], k[0]
 
 
-def _rotated(parts: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Projected tokens (B, T, 3, heads, head_dim) → queries, keys and values (B, heads, T, head_dim)."""
-    if rotations is None:
-        return parts.permute(2, 0, 3, 1, 4).unbind(0)
-    qk = rotate(parts[:, :, :2], rotations).permute(2, 0, 3, 1, 4)
-    return *qk.unbind(0), parts[:, :, 2].transpose(1, 2)
+def _queries_keys_values(parts: Tensor, rotations: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Projected tokens (B, T, 2 or 3, heads, head_dim) → queries, keys, values (B, T, heads, head_dim)."""
+    if rotations is not None:
+        return *rotate(parts[:, :, :2], rotations).unbind(2), parts[:, :, 2]
+    apart = parts.unbind(2)
+    return apart[0], apart[-2], apart[-1]
 
 
 class CrossBlock(Block):
@@ -219,18 +218,18 @@ class CrossBlock(Block):
                 masks = mask.split(sides, dim=1)
             x0 = self._from(x0, x1, masks[1])
             return torch.cat([x0, self._from(x1, x0, masks[0])], dim=1)
-        return self._updated(x, self._messages(*self._projected(x), sides, mask, across=True))
+        given = converted(x, self.attention.qkv.weight.dtype)
+        return self._updated(x, given, self._messages(given, sides, mask, across=True))
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (B, heads, T, head_dim)."""
-        parts = self.attention.project(x).permute(2, 0, 3, 1, 4).unbind(0)
-        return parts[0], parts[-2], parts[-1]
+        return tuple(each.transpose(1, 2) for each in _queries_keys_values(self.attention.project(x)))
 
     def _from(self, x: Tensor, source: Tensor, mask: Tensor | None) -> Tensor:
         """Tokens (B, N, dim) after they attended to those of a source (B, M, dim)."""
         _, k, v = self._projected(source)
         message = self._attend(self._projected(x)[0], k, v, mask)
-        return self._updated(x, merge_heads(message))
+        return self._updated(x, x, merge_heads(message))
 
     def queries_keys(self, x: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """(heads, T, head_dim) each, of one pair: whose products the attention weights are made of."""

@@ -10,6 +10,8 @@ Cavalli et al. 2020).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from matcher.kernels.calls import local_maps
-from matcher.match.sinkhorn import MutualBest, mutual_best
+from matcher.match.sinkhorn import mutual_best
 
 NEIGHBOURS = 16
 SCALES = (0.2, 0.08, 0.03, 0.015)  # of residuals, one per pass, in units of normalised positions
@@ -32,47 +34,36 @@ class LocalFit(NamedTuple):
     """What the neighbours of every point predict."""
 
     position: Tensor  # (B, N, 2) of the partner
-    support: Tensor  # (B, N) sum of the weights of the matches that agree
-    spread: Tensor  # (B, N) their weighted root mean square residual
+    support: Tensor  # (B, N, 1) sum of the weights of the matches that agree
+    spread: Tensor  # (B, N, 1) their weighted root mean square residual
 
 
 class SoftMatches(NamedTuple):
-    """Present mutual matches, from one side."""
+    """Present mutual matches as either image sees them: image 0 of all pairs, then image 1 of all.
 
-    partner: Tensor  # (B, N) int64, meaningless without confidence
-    confidence: Tensor  # (B, N) probability, 0 for points without a mutual partner
+    P is the larger number of points; there are none behind those of an image.
+    """
 
-
-class PartnerPrior(NamedTuple):
-    """Where points expect their partners, and how much that counts; both images of a pair in one batch."""
-
-    position: Tensor  # (2B, N, 2) predicted
-    gain: Tensor  # (2B, N) for candidates there, over those far from it
-    penalty: Tensor  # (2B, N) for those far from it
-    tolerance: Tensor  # (2B, N) squared distance that halves the gain
-    dustbin: Tensor  # (2B, N) added to the dustbin's score
+    partner: Tensor  # (2B, P) int64, meaningless without confidence
+    confidence: Tensor  # (2B, P) probability, 0 for points without a mutual partner
 
 
-def soft_matches(log_scores: Tensor) -> tuple[SoftMatches, SoftMatches]:
-    """Log probabilities (B, N, M) → mutual best partners, as either side sees them; no gradients."""
-    found: MutualBest = mutual_best(log_scores.detach())
-    columns = log_scores.shape[2]
-    confidence = (found.scores.exp() * found.mutual).clamp(max=1.0)
-    confidence = F.threshold(confidence, LEAST_CONFIDENCE, 0.0)
-    here = torch.arange(confidence.shape[1], device=confidence.device).expand_as(found.partners)
-    # Rows without a match write into a column beyond the last, which is cut off.
-    column = torch.where(confidence > 0, found.partners, columns)
-    back = found.partners.new_zeros(len(column), columns + 1).scatter_(1, column, here)
-    reverse = confidence.new_zeros(back.shape).scatter_(1, column, confidence)
-    return SoftMatches(found.partners, confidence), SoftMatches(back[:, :-1], reverse[:, :-1])
+@torch.no_grad()
+def soft_matches(log_scores: Tensor) -> SoftMatches:
+    """Log probabilities (B, N, M) → mutual best partners, as either image sees them; no gradients."""
+    best, partners, mutual, rows = mutual_best(log_scores)
+    confidence = F.threshold(best.exp() * mutual, LEAST_CONFIDENCE, 0.0)
+    back = F.pad(confidence, (0, 1)).gather(1, rows)  # 0 where a column has none
+    partner = _stacked(partners, rows.clamp_max(log_scores.shape[1] - 1))
+    return SoftMatches(partner, _stacked(confidence, back))
 
 
 def agreement(before: SoftMatches, after: SoftMatches) -> Tensor:
-    """(B,) share of the matches, by confidence, that two rounds have in common, from either image."""
+    """(B,) share of the matches, by confidence, that two rounds have in common, in the image of the least."""
     least = torch.minimum(before.confidence, after.confidence) * (before.partner == after.partner)
     common = least.sum(1)
-    either = before.confidence.sum(1) + after.confidence.sum(1) - common
-    return torch.where(either > 0, common / either.clamp_min(_TINY), 1.0)
+    either = (before.confidence + after.confidence).sum(1) - common
+    return ((common + _TINY) / (either + _TINY)).view(2, -1).amin(0)
 
 
 def fit_local_maps(positions: Tensor, targets: Tensor, confidence: Tensor) -> LocalFit:
@@ -82,7 +73,7 @@ def fit_local_maps(positions: Tensor, targets: Tensor, confidence: Tensor) -> Lo
     those matches, 0 for points without one.
     """
     if (found := local_maps(positions, targets, confidence)) is not None:
-        return LocalFit(found[..., :2], *found[..., 2:].unbind(2))
+        return LocalFit(*found.split((2, 1, 1), dim=2))
     used = confidence.shape[1]
     # Elsewhere the program would wait for the number.
     if confidence.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -157,8 +148,8 @@ def _fit(points: Tensor, base: Tensor) -> LocalFit:
         rest = (y - predicted).addcmul_(slope0, x0, value=-1).addcmul_(slope1, x1, value=-1)
         square = rest.square_().sum(1)
         weight = base / (square * scale**-2 + 1).square_()
-    support = weight.sum(1)
-    spread = ((weight * square).sum(1) / (support + _TINY)).sqrt()
+    support = weight.sum(1).unsqueeze(2)
+    spread = ((weight * square).sum(1).unsqueeze(2) / (support + _TINY)).sqrt()
     origin0, origin1, offset = centre.split((1, 1, 2), dim=1)
     position = (predicted + offset).addcmul_(slope0, origin0, value=-1).addcmul_(slope1, origin1, value=-1)
     return LocalFit(position.squeeze(2).mT, support, spread)
@@ -166,9 +157,19 @@ def _fit(points: Tensor, base: Tensor) -> LocalFit:
 
 def _stacked(side0: Tensor, side1: Tensor) -> Tensor:
     """(B, N, …), (B, M, …) → (2B, max(N, M), …), zeros where a side has fewer points."""
-    most = max(side0.shape[1], side1.shape[1])
-    ends = [(0, 0) * (side0.dim() - 2) + (0, most - side.shape[1]) for side in (side0, side1)]
-    return torch.cat([F.pad(side, end) for side, end in zip((side0, side1), ends, strict=True)])
+    most, traced = max(side0.shape[1], side1.shape[1]), torch.compiler.is_compiling()
+
+    def filled(side: Tensor) -> Tensor:
+        missing = most - side.shape[1]
+        return F.pad(side, (0, 0) * (side.dim() - 2) + (0, missing)) if traced or missing else side
+
+    return torch.cat([filled(side0), filled(side1)])
+
+
+def _unstacked(both: Tensor, n: int, m: int, *columns: int) -> tuple[tuple[Tensor, ...], ...]:
+    """(2B, P, C) → (B, n, …) of image 0 and (B, …, m) of image 1, taken apart into groups of columns."""
+    side0, side1 = both.chunk(2)
+    return side0[:, :n].split(columns, dim=2), side1[:, :m].mT.contiguous().split(columns, dim=1)
 
 
 class Consensus(nn.Module):
@@ -182,70 +183,64 @@ class Consensus(nn.Module):
         with torch.no_grad():
             self.out.bias.copy_(torch.tensor([3.0, 0.5, 0.0, 0.0]))
 
-    def forward(
-        self, scores: Tensor, positions0: Tensor, positions1: Tensor, matches: tuple[SoftMatches, SoftMatches]
-    ) -> Tensor:
+    def forward(self, scores: Tensor, positions: Tensor, matches: SoftMatches) -> Tensor:
         """Scores with dustbins (B, N+1, M+1) of the head, corrected by the matches that they led to so far.
 
-        Positions are normalised, (B, N, 2) and (B, M, 2).
+        Positions (B, N+M, 2) are normalised.
         """
-        (batch, n), m = positions0.shape[:2], positions1.shape[1]
+        sizes = scores.shape[1] - 1, scores.shape[2] - 1
         with torch.autocast(scores.device.type, enabled=False):
-            prior, positions = self._prior(positions0, positions1, *matches)
-            left, right = _distance_factors(prior, positions)
-            left0, right0 = (factor[:batch, :n] for factor in (left, right))
-            left1, right1 = (factor[batch:, :m].mT for factor in (left, right))
-            gain0, gain1 = prior.gain[:batch, :n].unsqueeze(2), prior.gain[batch:, :m].unsqueeze(1)
+            factors, weights = self._prior(_stacked(*positions.split(sizes, dim=1)), matches)
+            (left0, right0), (left1, right1) = _unstacked(factors, *sizes, 4, 4)
+            (gain0, penalty0, bin0), (gain1, penalty1, bin1) = _unstacked(weights, *sizes, 1, 1, 1)
             corrected = scores.clone()  # a gain near the predictions, a penalty elsewhere
-            similarity = corrected[:, :-1, :-1]
-            similarity.sub_(prior.penalty[:batch, :n].unsqueeze(2))
-            similarity.sub_(prior.penalty[batch:, :m].unsqueeze(1))
-            for rows in _row_blocks(scores):
-                block = similarity[:, rows]
-                block.addcdiv_(gain0[:, rows], (left0[:, rows] @ right1).to(scores.dtype).clamp_min_(1.0))
-                block.addcdiv_(gain1, (right0[:, rows] @ left1).to(scores.dtype).clamp_min_(1.0))
-            corrected[:, :-1, -1].add_(prior.dustbin[:batch, :n])
-            corrected[:, -1, :-1].add_(prior.dustbin[batch:, :m])
+            similarity = corrected[:, :-1, :-1].sub_(penalty0).sub_(penalty1)
+            for block, gain, left, right in _row_blocks(similarity, gain0, left0, right0):
+                block.addcdiv_(gain, (left @ right1).to(scores.dtype).clamp_min_(1.0))
+                block.addcdiv_(gain1, (right @ left1).to(scores.dtype).clamp_min_(1.0))
+            corrected[:, :-1, -1:].add_(bin0)
+            corrected[:, -1:, :-1].add_(bin1)
             return corrected
 
-    def _prior(
-        self, positions0: Tensor, positions1: Tensor, matches0: SoftMatches, matches1: SoftMatches
-    ) -> tuple[PartnerPrior, Tensor]:
-        """The prior of both images, and their positions, in one batch: most of the time goes into calls."""
-        partners = ((positions1, matches0), (positions0, matches1))
-        targets = _stacked(*(at.gather(1, m.partner.unsqueeze(2).expand(-1, -1, 2)) for at, m in partners))
-        confidence = _stacked(matches0.confidence, matches1.confidence)
-        positions = _stacked(positions0, positions1)
-        fit = fit_local_maps(positions, targets, confidence)
-        residual = (targets - fit.position).norm(dim=2)
-        own = torch.where(confidence > 0, (residual + 1e-3).log() + 4, 0.0)
-        seen = [(fit.support + 1).log(), ((fit.spread + 1e-3).log() + 4) / 2, own / 2, confidence]
-        near, far, reach, dustbin = self.out(F.gelu(self.hidden(torch.stack(seen, dim=2)))).unbind(2)
-        trust = fit.support / (fit.support + 1)
-        gain, penalty = F.softplus(near) * trust, F.softplus(far) * trust
-        tolerance = (0.012 * reach.clamp(-2, 2).exp()) ** 2 + fit.spread**2
-        return PartnerPrior(fit.position, gain + penalty, penalty, tolerance, dustbin), positions
+    def _prior(self, positions: Tensor, matches: SoftMatches) -> tuple[Tensor, Tensor]:
+        """`_distance_factors`, and (2B, P, 3) the gain near the predicted position over places far from it,
+        the penalty there, and what is added to the dustbin's score.
+
+        Of positions (2B, P, 2); both images in one batch, as most of the time goes into calls.
+        """
+        partner, confidence = matches.partner.unsqueeze(2), matches.confidence.unsqueeze(2)
+        targets = positions.roll(len(positions) // 2, 0).take_along_dim(partner, 1)
+        position, support, spread = fit_local_maps(positions, targets, matches.confidence)
+        residual = (targets - position).norm(dim=2, keepdim=True)
+        residual = torch.where(confidence > 0, residual, math.exp(-4) - 1e-3)  # of logarithm 0 below
+        errors = (torch.cat([spread, residual], dim=2) + 1e-3).log() / 2 + 2
+        hidden = F.gelu(self.hidden(torch.cat([support.log1p(), errors, confidence], dim=2)))
+        pulls, reach, dustbin = self.out(hidden).split((2, 1, 1), dim=2)
+        near, far = (F.softplus(pulls) * (support / (support + 1))).split(1, dim=2)
+        reach = reach.clamp(-2, 2).exp()
+        tolerance = torch.addcmul(spread.square(), reach, reach, value=0.012**2)
+        weights = torch.cat([near + far, far, dustbin], dim=2)
+        return _distance_factors(position, positions, tolerance), weights
 
 
-def _distance_factors(prior: PartnerPrior, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """(2B, N, 4) twice: products of the first with the second of the other image are
-    1 + |predicted − position|² / tolerance.
+def _distance_factors(predicted: Tensor, positions: Tensor, tolerance: Tensor) -> Tensor:
+    """(…, 8): products of the first four columns with the last four of the other image are
+    1 + |predicted − position|² / tolerance, the squared distance at which the gain is half.
 
     In float64 where the device has it: a tolerance may be 10⁻⁶ of the squared coordinates, which cancel, and
     in float32 so much would be lost that gains are wrong by up to a hundredth.
     """
     exact = torch.float32 if positions.device.type == "mps" else torch.float64
-    ends = torch.stack([prior.position, positions]).to(exact)
-    tolerance = prior.tolerance.unsqueeze(2).to(exact)
-    (length, other), one = ends.square().sum(3, keepdim=True).unbind(0), torch.ones_like(tolerance)
-    left = torch.cat([-2 * ends[0], one, length + tolerance], dim=2) / tolerance
-    return left, torch.cat([ends[1], other, one], dim=2)
+    ends = torch.cat([predicted, positions, tolerance], dim=2).to(exact)
+    there, here, tolerance = ends.split((2, 2, 1), dim=2)
+    one, (length, other) = torch.ones_like(tolerance), (e.square().sum(2, True) for e in (there, here))
+    left = torch.cat([-2 * there, one, length + tolerance], dim=2) / tolerance
+    return torch.cat([left, here, other, one], dim=2)
 
 
-def _row_blocks(scores: Tensor) -> list[slice]:
-    """Rows whose distances stay in a processor's caches; all at once on a GPU."""
-    rows, columns = scores.shape[1] - 1, scores.shape[2]
-    if scores.device.type != "cpu" or torch.compiler.is_compiling():
-        return [slice(0, rows)]
-    step = max(1, 2**19 // columns)
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+def _row_blocks(similarity: Tensor, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Blocks of rows whose distances stay in a processor's caches; all at once on a GPU."""
+    whole = similarity.device.type != "cpu" or torch.compiler.is_compiling()
+    count = 1 if whole else similarity[0].numel() >> 19
+    blocks = ([x] if count <= 1 else x.chunk(count, dim=1) for x in (similarity, *more))
+    return zip(*blocks, strict=True)

@@ -158,8 +158,11 @@ def _check_norms(kind: str, features: Features) -> None:
     """Refuse a batch with an image most of whose first descriptors are not of norm 1; zeros do not count."""
     some = to_numpy(features.descriptors[:, :_SAMPLED]).astype(np.float32)
     norms = np.linalg.norm(some, axis=-1)
+    other = (norms > 0) & (np.abs(norms - 1) > _NORM_TOLERANCE)
+    if not other.any():  # so that the mask can stay where it is
+        return
     counted = to_numpy(features.mask[:, :_SAMPLED]) & (norms > 0)
-    wrong = 2 * (counted & (np.abs(norms - 1) > _NORM_TOLERANCE)).sum(axis=1) > counted.sum(axis=1)
+    wrong = 2 * (counted & other).sum(axis=1) > counted.sum(axis=1)
     if not wrong.any():
         return
     entry = int(np.flatnonzero(wrong)[0])

@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from matcher.attention import mapped
 from matcher.config import CalibrationConfig, MatchingPolicy, NetworkConfig, Precision
@@ -27,7 +28,7 @@ from matcher.match.loftr import Backbone, Refinement, folded_backbone
 from matcher.match.nearest import check_features, credible_matches
 from matcher.match.position import (
     CorrespondenceGuidance,
-    Side,
+    Points,
     build_position,
     encoded,
     normalise_positions,
@@ -36,7 +37,7 @@ from matcher.match.position import (
 from matcher.match.sinkhorn import AssignmentHead, Potentials, assign, sinkhorn
 from matcher.match.states import LayerState, Prediction, Tokens
 from matcher.match.steering import STEERABLE, aligned, try_other_turns, turned_by
-from matcher.types import Features, Matches
+from matcher.types import Features, Matches, converted, to_numpy
 
 MOST_SCORES = 2**28  # of the pairs that a GPU runs together; a score takes some twenty bytes on the way
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -100,6 +101,7 @@ class MatchingNetwork(nn.Module):
         self.confidence = nn.ModuleList(nn.Linear(dim, 1) for _ in range(number - 1))
         inner = number - 1 if config.match_probability else 0
         self.match_probability = nn.ModuleList(nn.Linear(dim, 1) for _ in range(inner))
+        self.decisions = []  # `decision` after each layer, in inference
         self.consensus = Consensus() if config.assignment.consensus else None
         self.fine = None if config.refinement is None else Refinement(config.refinement, dim)
         self._initialise_as_nearest_neighbour()
@@ -175,15 +177,17 @@ class MatchingNetwork(nn.Module):
         rotations = None if self.position is None else self.position(codes)
         if rotations is not None and config.kind != "rotary":
             x, rotations = x + rotations, None
-        index = torch.cat([torch.arange(len(f), device=device).expand(f.mask.shape) for f in sides], dim=1)
-        valid, pairs = np.ones(index.shape, dtype=bool), tuple(range(len(x)))
+        index, pairs = np.concatenate([np.arange(len(f)) for f in sides]), tuple(range(len(x)))
+        valid = np.ones((len(x), len(index)), dtype=bool)
         if not complete:
-            valid = torch.cat([features.mask for features in sides], dim=1).cpu().numpy()
-        return Tokens(x, n, index, positions, rotations, pairs, valid).take(pairs, valid)
+            valid = to_numpy(torch.cat([features.mask for features in sides], dim=1))
+        totals = np.stack([valid[:, :n].sum(1), valid[:, n:].sum(1)], axis=1)
+        index = np.broadcast_to(index, valid.shape)
+        return Tokens(x, n, index, positions, rotations, pairs, valid, totals).take(pairs, valid)
 
     def projected(self, descriptors: Tensor) -> Tensor:
         """Descriptors (…, D) → tokens (…, dim), float32."""
-        return mapped(self.project, descriptors).float()
+        return converted(mapped(self.project, descriptors), torch.float32)
 
     def batches(self, features0: Features, features1: Features) -> Iterator[Tokens]:
         """The tokens of pairs that run together: one on a CPU, where more gain nothing, else many, padded."""
@@ -203,16 +207,13 @@ class MatchingNetwork(nn.Module):
         A pair that stops leaves the run and so do points that are dropped, as each yielded state decides by
         `policy`, the network's own when absent; the run ends with the last pair.
         """
-        totals, policy = tokens.valid.sum(1), policy or self.config.policy
+        policy = policy or self.config.policy
         for depth in range(len(self.layers)):
-            state = LayerState(self, policy, depth, tokens, self.advance(tokens, depth), totals)
+            state = LayerState(self, policy, depth, tokens, self.advance(tokens, depth))
             yield state
-            remaining = state.remaining
-            if remaining is None:
+            tokens = state.remaining
+            if tokens is None:
                 return
-            if len(remaining.pairs) < len(tokens.pairs):
-                totals = totals[[tokens.pairs.index(pair) for pair in remaining.pairs]]
-            tokens = remaining
 
     def advance(self, tokens: Tokens, depth: int) -> Tokens:
         """Tokens after layer `depth`, with the predicted correspondences of guided ones."""
@@ -222,45 +223,48 @@ class MatchingNetwork(nn.Module):
         x, predicted = self.guidance(x, depth)
         return replace(tokens, x=x, predicted=predicted)
 
-    def match_logits(self, x: Tensor, depth: int) -> Tensor:
-        """(…) log odds of having a partner: by heads for it, or by the dustbin (LightGlue, eq. 12)."""
-        if not self.config.match_probability:
-            return self.heads[depth].logits(x)
-        return mapped(self.match_probability[depth], x).squeeze(-1).float()
+    def decision_logits(self, x: Tensor, depth: int) -> Tensor:
+        """(…, 1 or 2) float32 log odds of having a partner, by heads for it or by the dustbin (LightGlue,
+        eq. 12), and of its being the last layer's, where there are heads for that."""
+        known = self.decisions[depth] if depth < len(self.decisions) else self.decision(depth)
+        return F.linear(x, *known)
 
-    def scores(self, side0: Side, side1: Side, depth: int) -> Tensor:
-        """Scores with dustbins (B, N+1, M+1), float32, of points after layer `depth`."""
-        more = None if self.guidance is None else self.guidance.factors(side0, side1, depth)
-        return self.heads[depth if self.config.assignment.every_layer else 0](side0.x, side1.x, more)
+    def decision(self, depth: int) -> tuple[Tensor, Tensor]:
+        """Weight (1 or 2, dim) and bias (1 or 2,) of `decision_logits`."""
+        own = self.match_probability if self.config.match_probability else None
+        heads = [self.heads[depth].matchability if own is None else own[depth]]
+        heads += self.confidence[depth : depth + 1]
+        return tuple(torch.cat([getattr(head, name) for head in heads]) for name in ("weight", "bias"))
 
-    def assign(self, tokens: Tokens, depth: int, *, record_errors: bool = False) -> Prediction:
+    def scores(self, points: Points, n: int, depth: int) -> Tensor:
+        """Scores with dustbins (B, N+1, M+1), float32, of points after layer `depth`, N of image 0."""
+        more = None if self.guidance is None else self.guidance.factors(points, depth)
+        return self.heads[depth if self.config.assignment.every_layer else 0](points.x, n, more)
+
+    def assign(self, tokens: Tokens, depth: int) -> Prediction:
         """Assignments of all pairs of `tokens`, which are those after layer `depth`."""
-        side0, side1 = tokens.sides
-        scores = self.scores(side0, side1, depth)
-        corrected, start = self._with_consensus(scores, side0, side1, tokens.masks)
-        how = dict(start=start, record_errors=record_errors)
-        found = assign(corrected, self.config.assignment, *tokens.masks, **how)
+        scores = self.scores(tokens.points, tokens.n, depth)
+        corrected, start = self._with_consensus(scores, tokens)
+        found = assign(corrected, self.config.assignment, *tokens.masks, start=start)
         return Prediction(tokens, found, depth + 1)
 
-    def _with_consensus(
-        self, scores: Tensor, side0: Side, side1: Side, masks: tuple[Tensor | None, Tensor | None]
-    ) -> tuple[Tensor, Potentials | None]:
+    def _with_consensus(self, scores: Tensor, tokens: Tokens) -> tuple[Tensor, Potentials | None]:
         """Scores after the rounds of consensus, and potentials to begin with.
 
         Each assignment goes on from the one before, so a few iterations between the rounds are enough. With
         early exit a pair's rounds end when the last one has changed little.
         """
-        rounds = self.config.assignment.consensus if 0 not in (side0.x.shape[1], side1.x.shape[1]) else 0
+        rounds = self.config.assignment.consensus if 0 < tokens.n < tokens.x.shape[1] else 0
         corrected, found, before, settled = scores, None, None, None
         for _ in range(rounds):
-            found = sinkhorn(corrected, *masks, max_iterations=ROUGH_ITERATIONS, start=found)
+            found = sinkhorn(corrected, *tokens.masks, max_iterations=ROUGH_ITERATIONS, start=found)
             matches = soft_matches(found.log_plan(corrected)[:, :-1, :-1])
             if before is not None and self.config.policy.early_exit:
-                alike = torch.minimum(*map(agreement, before, matches)) > SETTLED
+                alike = agreement(before, matches) > SETTLED
                 settled = alike if settled is None else settled | alike
                 if bool(settled.all()):
                     break
-            updated = self.consensus(scores, side0.positions, side1.positions, matches)
+            updated = self.consensus(scores, tokens.positions, matches)
             if settled is not None and len(scores) > 1:
                 updated = torch.where(settled[:, None, None], corrected, updated)
             corrected, before = updated, matches
@@ -314,6 +318,8 @@ def inference_network(network: MatchingNetwork, device: torch.device, dtype: tor
     if frozen.backbone is not None:
         frozen.backbone = folded_backbone(frozen.backbone, dtype)
     frozen.project.to(dtype)
+    if frozen.config.match_probability or frozen.config.assignment.dustbin == "point":
+        frozen.decisions = [frozen.decision(depth) for depth in range(len(frozen.confidence))]
     return frozen
 
 
@@ -366,34 +372,36 @@ class AttentionMatcher:
             check_features(self.model.config, features)
         check_paired(features0, features1)
         features1 = aligned(features0, features1, self.model.config.kind)
-        found = self._matches(features0, features1)
+        found, counts = self._matches(features0, features1)
         if self.model.config.kind != STEERABLE:
             return features1, found
-        counts = list(zip(*(f.mask.sum(1).tolist() for f in (features0, features1)), strict=True))
         enough = [self.model.config.policy.other_turns_below * min(pair) for pair in counts]
 
         def again(few: Sequence[int], turn: int, strongest: int | None) -> list[Matches]:
             some = [features.entries(few, strongest) for features in (features0, features1)]
-            return self._matches(some[0], turned_by(some[1], turn))
+            return self._matches(some[0], turned_by(some[1], turn))[0]
 
         turns = try_other_turns(found, enough, [max(pair) for pair in counts], again)
         if any(turns):
             features1 = turned_by(features1, torch.tensor(turns, device=self.device))
         return features1, found
 
-    def _matches(self, features0: Features, features1: Features) -> list[Matches]:
-        found: dict[int, Matches] = {}
+    def _matches(self, features0: Features, features1: Features) -> tuple[list[Matches], list[list[int]]]:
+        """The matches of every pair, and the points of its images."""
+        found, counts = [None] * len(features0.mask), [None] * len(features0.mask)
         for prediction in self.model(features0, features1, align=False):
-            found |= zip(prediction.tokens.pairs, self.read(prediction, features0, features1), strict=True)
-        return [found[pair] for pair in range(len(found))]
+            own = zip(self.read(prediction, features0, features1), prediction.tokens.totals, strict=True)
+            for pair, (matches, points) in zip(prediction.tokens.pairs, own, strict=True):
+                found[pair], counts[pair] = matches, points.tolist()
+        return found, counts
 
     def read(self, prediction: Prediction, features0: Features, features1: Features) -> list[Matches]:
         """Mutual matches, refined if the network does so, of the pairs of a prediction of these batches."""
         tokens, policy, n = prediction.tokens, self.model.config.policy, prediction.tokens.n
-        sides = features0, features1
-        best = [values.cpu().numpy() for values in prediction.assignment.mutual_best]
+        sides, best = (features0, features1), prediction.assignment.mutual_best.of_rows()
         limits = policy.match_threshold, policy.threshold_doubles_at
-        index, kept, found = tokens.index.cpu().numpy(), tokens.counts(), []
+        keypoints = [to_numpy(features.keypoints) for features in sides]
+        index, kept, found = tokens.index, tokens.counts(), []
         for entry, pair in enumerate(tokens.pairs):
             local, scores = credible_matches(*(values[entry] for values in best), *limits)
             indices = np.stack([index[entry][local[:, 0]], index[entry][n + local[:, 1]]], axis=1)
@@ -401,7 +409,7 @@ class AttentionMatcher:
                 inner = [off_border(f, border)[pair].cpu().numpy() for f in sides]
                 inside = inner[0][indices[:, 0]] & inner[1][indices[:, 1]]
                 local, scores, indices = local[inside], scores[inside], indices[inside]
-            points0, points1 = (f.keypoints[pair].cpu().numpy()[indices[:, k]] for k, f in enumerate(sides))
+            points0, points1 = (keypoints[k][pair][indices[:, k]] for k in (0, 1))
             if self.model.fine is not None:  # LoFTR's fine stage moves the points of image 1
                 rows, columns = torch.from_numpy(local).to(self.device).T
                 states = tokens.x[entry, rows], tokens.x[entry, n + columns]
@@ -410,8 +418,7 @@ class AttentionMatcher:
                 offsets = self.model.fine(states, tuple(f.maps[pair] for f in sides), cells)
                 offsets = features1.affine_frames[pair][chosen[1]] @ offsets.unsqueeze(-1)
                 points1 = points1 + offsets.squeeze(-1).cpu().numpy()
-            totals = [int(f.mask[pair].sum()) for f in sides]
-            scores = calibrated(scores, totals, policy.calibration)
+            scores = calibrated(scores, tokens.totals[entry], policy.calibration)
             found.append(Matches(indices, points0, points1, scores, prediction.layers_run, *kept[entry]))
         return found
 

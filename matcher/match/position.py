@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from matcher.attention import mapped
 from matcher.config import ContextConfig, PositionConfig
 from matcher.errors import UsageError
 from matcher.geometry import UPRIGHT
-from matcher.types import Features
+from matcher.types import Features, converted
 
 CHANNELS = {
     "xy": 2,
@@ -36,7 +37,7 @@ def normalise_positions(features: Features, extent: float = 0.5) -> Tensor:
     `features.size` is the stored size; the view matched (EXIF) turns both the points and the size.
     """
     size = features.size.unsqueeze(-2)
-    centred = (features.keypoints - (size - 1) / 2) @ _turn(features).transpose(-1, -2)
+    centred = (features.keypoints - (size - 1) / 2) @ _turn(features)
     return (centred - 0.5) / (size.amax(-1, keepdim=True) * extent)
 
 
@@ -63,7 +64,7 @@ def _column(features: Features, name: str, extent: float) -> Tensor:
         return features.scores.unsqueeze(-1)
     if name == "frame":
         # Normalised ends of the x and of the y axis of the described patch.
-        axes = _turn(features).unsqueeze(-3) @ _required(features.affine_frames, "affine_frame")
+        axes = _turn(features).mT.unsqueeze(-3) @ _required(features.affine_frames, "affine_frame")
         reach = (features.size.amax(-1) * extent)[..., None, None, None]
         ends = normalise_positions(features, extent).unsqueeze(-1) + axes / reach
         return ends.transpose(-1, -2).flatten(-2)
@@ -82,13 +83,13 @@ def _column(features: Features, name: str, extent: float) -> Tensor:
 
 def _upright_directions(features: Features) -> Tensor:
     angles = _required(features.orientations, "orientation")
-    return torch.stack([angles.cos(), angles.sin()], dim=-1) @ _turn(features).transpose(-1, -2)
+    return torch.stack([angles.cos(), angles.sin()], dim=-1) @ _turn(features)
 
 
 def _turn(features: Features) -> Tensor:
-    """(…, 2, 2) the map from stored directions to those of the view that is matched."""
+    """(…, 2, 2) the map from stored directions, as rows, to those of the view that is matched."""
     codes = features.matched_orientation
-    return torch.as_tensor(UPRIGHT, dtype=torch.float32, device=codes.device)[codes]
+    return torch.as_tensor(UPRIGHT.transpose(0, 2, 1), dtype=torch.float32, device=codes.device)[codes]
 
 
 def _required(value: Tensor | None, name: str) -> Tensor:
@@ -127,9 +128,9 @@ class RotaryPosition(nn.Module):
         The cosine of every channel, then its sine, negative in the first half of a head.
         """
         with torch.autocast(inputs.device.type, enabled=False):
-            phases = inputs.float() @ self.frequencies.weight.float().t()
+            phases = F.linear(*(converted(x, torch.float32) for x in (inputs, self.frequencies.weight)))
             cos, sin = phases.cos(), phases.sin()
-            return torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)], dim=-2)
+            return torch.cat([cos, cos, -sin, sin], dim=-1).unflatten(-1, (2, -1))
 
 
 class MlpPosition(nn.Module):
@@ -205,12 +206,12 @@ _FREQUENCIES = 32
 _FARTHEST = 1.5  # in normalised positions: a partner may lie outside the image, but not arbitrarily far
 
 
-class Side(NamedTuple):
-    """The points of one image after a layer."""
+class Points(NamedTuple):
+    """The points of both images after a layer, those of image 0 first."""
 
-    x: Tensor  # (…, N, dim) states
-    positions: Tensor  # (…, N, 2) normalised positions
-    predicted: Tensor | None = None  # (…, N, 2) predicted positions of partners in the other image, if guided
+    x: Tensor  # (…, T, dim) states
+    positions: Tensor  # (…, T, 2) normalised positions
+    predicted: Tensor | None = None  # (…, T, 2) predicted positions of partners in the other image, if guided
 
 
 class CorrespondenceGuidance(nn.Module):
@@ -243,7 +244,8 @@ class CorrespondenceGuidance(nn.Module):
     def begin(self, x: Tensor, inputs: Tensor) -> Tensor:
         """Tokens (…, T, dim), their inputs (…, T, C), positions first → tokens that know where they are."""
         with torch.autocast(x.device.type, enabled=False):
-            code = torch.cat([self._waves(inputs[..., :2]), inputs[..., 2:]], dim=-1)
+            columns = inputs.split([2, inputs.shape[-1] - 2], dim=-1)
+            code = torch.cat([self._waves(columns[0]), *columns[1:]], dim=-1)
             return x + mapped(self.encode_position, code)
 
     def forward(self, x: Tensor, depth: int) -> tuple[Tensor, Tensor]:
@@ -255,24 +257,22 @@ class CorrespondenceGuidance(nn.Module):
             predicted = self.predict[depth](x)
             return x + mapped(self.encode[depth], self._predicted_waves(predicted)), predicted
 
-    def factors(self, side0: Side, side1: Side, depth: int) -> tuple[Tensor, Tensor]:
-        """(…, N, C), (…, M, C) whose products are what scores gain where predictions and positions agree.
+    def factors(self, points: Points, depth: int) -> tuple[Tensor, Tensor]:
+        """(…, T, C) twice: products of the first in one image with the second in the other are what scores
+        gain where predictions and positions agree.
 
         Σ_k w_k cos(ω_k · (predicted − own)), weighted by each point's confidence in its prediction.
         """
-        with torch.autocast(side0.x.device.type, enabled=False):
-            waves0, waves1 = (self._waves(side.positions) for side in (side0, side1))
-            guess0, guess1 = (
-                self._weights(side, depth) * self._predicted_waves(side.predicted) for side in (side0, side1)
-            )
-            return torch.cat([guess0, waves0], dim=-1), torch.cat([waves1, guess1], dim=-1)
+        with torch.autocast(points.x.device.type, enabled=False):
+            sure = self.confidence[depth](converted(points.x, torch.float32)).sigmoid()
+            weights = sure * (2 * self.weight[depth]).repeat(2)
+            return weights * self._predicted_waves(points.predicted), self._waves(points.positions)
 
     def _waves(self, positions: Tensor) -> Tensor:
         phases = self.frequencies(positions)
         return torch.cat([phases.cos(), phases.sin()], dim=-1)
 
     def _predicted_waves(self, predicted: Tensor) -> Tensor:
-        return self._waves(predicted.detach().clamp(-_FARTHEST, _FARTHEST))
-
-    def _weights(self, side: Side, depth: int) -> Tensor:
-        return 2 * self.confidence[depth](side.x.float()).sigmoid() * self.weight[depth].repeat(2)
+        with torch.no_grad():
+            within = predicted.clamp(-_FARTHEST, _FARTHEST)
+        return self._waves(within)

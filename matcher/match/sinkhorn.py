@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from matcher.attention import mapped
 from matcher.config import AssignmentConfig
 from matcher.errors import UsageError
+from matcher.types import converted, to_numpy
 
 NO_DUSTBIN = -1e4  # score of a dustbin that nothing goes to; finite, since it is multiplied by 0
 LEAST_EXPONENT = -80.0  # where exp underflows it is fifty times slower on some processors
@@ -32,17 +34,19 @@ CHECKED = 4  # iterations between looks at the error, for which a GPU is waited 
 class Potentials(NamedTuple):
     """Dual potentials of transport problems: log P = scores + u + v."""
 
-    u: Tensor  # (B, N+1), −∞ at masked points
-    v: Tensor  # (B, M+1)
+    u: Tensor  # (B, N+1, 1), −∞ at masked points
+    v: Tensor  # (B, M+1, 1)
     iterations: list[int]  # of every pair
     converged: list[bool]  # False: the iteration limit ended it
-    row_errors: tuple[float, ...] = ()  # of the first pair after every iteration, where recorded
+    row_errors: Sequence[float] = ()  # of the first pair, at every look
 
+    @torch.no_grad()
     def log_plan(self, scores: Tensor) -> Tensor:
         """(B, N+1, M+1) log P."""
-        return (scores.detach() + self.u.unsqueeze(2)).add_(self.v.unsqueeze(1))
+        return (scores + self.u).add_(self.v.mT)
 
 
+@torch.no_grad()
 def sinkhorn(
     scores: Tensor,
     mask0: Tensor | None = None,
@@ -51,7 +55,6 @@ def sinkhorn(
     max_iterations: int = 100,
     tolerance: float | None = 1e-2,
     start: Potentials | None = None,
-    record_errors: bool = False,
 ) -> Potentials:
     """Scale exp(scores) until its rows and columns have their masses; no gradients.
 
@@ -65,25 +68,23 @@ def sinkhorn(
     Args:
         scores: (B, N+1, M+1) with the dustbins last.
         mask0, mask1: (B, N), (B, M) bool, True = valid; all are when absent.
-        max_iterations: row and column updates at most, one at least.
+        max_iterations: row and column updates at most.
         tolerance: of the rows' relative error, ‖sums − 1‖ / ‖1‖ over points together with that of the
             dustbin, at which a pair stops; looked at after every fourth iteration. None: never.
         start: of similar scores under the same masks.
-        record_errors: keep the error of every iteration.
 
     Returns:
         Potentials in float32; finite at valid points for scores of ±1e4.
     """
-    scores = scores.detach().float()
-    limits = (max_iterations, tolerance, record_errors)
+    scores = converted(scores, torch.float32)
     turned = [False] if tolerance is None else _turned(scores, mask0, mask1)
     if not any(turned):
-        return _solve(scores, mask0, mask1, start, *limits)
+        return _solve(scores, mask0, mask1, start, max_iterations, tolerance)
     if all(turned):
         start = start and start._replace(u=start.v, v=start.u)
-        found = _solve(scores.mT, mask1, mask0, start, *limits)
+        found = _solve(scores.mT, mask1, mask0, start, max_iterations, tolerance)
         return found._replace(u=found.v, v=found.u)
-    u, v = scores.new_empty(scores.shape[:2]), scores.new_empty(len(scores), scores.shape[2])
+    u, v = (scores.new_empty(len(scores), side, 1) for side in scores.shape[1:])
     iterations, converged = [0] * len(scores), [False] * len(scores)
     for way in (False, True):  # pairs of either kind by themselves
         some = [pair for pair, other in enumerate(turned) if other == way]
@@ -115,93 +116,88 @@ def _solve(
     start: Potentials | None,
     max_iterations: int,
     tolerance: float | None,
-    record_errors: bool,
 ) -> Potentials:
     """`sinkhorn`, rows first."""
-    mu, nu, weight = masses(scores, mask0, mask1)
-    masked = None if mask0 is None else torch.cat([mu, nu], 1) == 0
+    (mu, nu), sizes = masses(scores, mask0, mask1), scores.shape[1:]
+    masked, counts = None, np.array([[side - 1.0 for side in sizes]])  # points of the rows and the columns
+    if mask0 is not None:
+        masked, counts = torch.cat([mu, nu], 1) == 0, to_numpy(torch.cat([nu[:, -1], mu[:, -1]], 1))
+    n, m = counts.clip(1).T
     tiny = torch.finfo(scores.dtype).tiny
     if start is None:
         some = scores if masked is None else scores.masked_fill(nu.mT == 0, -LARGEST_SCALE)
-        u, v = -some.amax(2, keepdim=True), torch.zeros_like(nu)
-        u = u if masked is None else u.masked_fill(mu == 0, 0.0)
+        highest = some.amax(2, keepdim=True)
+        highest = highest if masked is None else highest.masked_fill(mu == 0, 0.0)
+        potentials = F.pad(-highest, (0, 0, 0, sizes[1]))
     else:
-        u, v = start.u.unsqueeze(2).clone(), start.v.unsqueeze(2).clone()
+        potentials = torch.cat([start.u, start.v], 1)
+    scales = torch.ones_like(potentials) if masked is None else (~masked).to(scores.dtype)
+    (u, v), (a, b) = potentials.split(sizes, dim=1), scales.split(sizes, dim=1)
+
+    def product(matrix: Tensor, factors: Tensor) -> Tensor:
+        found = torch.bmm(matrix, factors)
+        return found if masked is None else found.clamp_min(tiny)  # where a pair has no point
+
     kernel = _absorbed(scores, u, v)
-    scales = torch.cat([mu, nu], 1).clamp_(max=1.0)
-    (a, b), turned = scales.split([scores.shape[1], scores.shape[2]], dim=1), kernel.mT
-    sums = torch.bmm(kernel, b).clamp_min(tiny)
+    turned, sums = kernel.mT, product(kernel, b)
     count, errors, stopped = 0, [], {}
     while True:
-        torch.div(mu, sums, out=a)
-        below = torch.bmm(turned, a)
-        torch.div(nu, below if masked is None else below.clamp_min(tiny), out=b)
-        sums = torch.bmm(kernel, b)
-        if masked is not None:  # where a pair has no point
-            sums = sums.clamp_min(tiny)
-        count += 1
-        last, looks = count >= max_iterations, count % CHECKED == 0
-        if not (last or looks or record_errors):
-            continue
-        error = torch.linalg.vector_norm(torch.addcmul(mu, a, sums, value=-1).mul_(weight), dim=1)
-        extremes = torch.aminmax(scales if masked is None else scales + masked, dim=1)
-        error, low, high = zip(*torch.cat([error, *extremes], 1).tolist(), strict=True)
-        errors.append(error[0])
-        for pair in range(len(scores)):
-            if pair in stopped:
-                continue
-            if not (low[pair] > 1 / LARGEST_SCALE and high[pair] < LARGEST_SCALE):
-                # One more update, whose scales go into the potentials; in the log domain if extreme.
-                some = slice(pair, pair + 1)
-                within = b[some].clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
-                if low[pair] > 1 / EXTREME_SCALE and high[pair] < EXTREME_SCALE:
-                    row = mu[some] / torch.bmm(kernel[some], within).clamp_min(tiny)
-                    column = nu[some] / torch.bmm(turned[some], row).clamp_min(tiny)
-                    u[some] += row.log()
-                    v[some] += column.log()
-                else:
-                    rest = (within.nan_to_num(1.0).log() + v[some]).masked_fill(nu[some] == 0, -math.inf)
-                    u[some] = mu[some].log() - torch.logsumexp(scores[some] + rest.mT, 2, keepdim=True)
-                    v[some] = nu[some].log() - torch.logsumexp(scores[some] + u[some], 1, keepdim=True).mT
-                a[some], b[some] = mu[some].clamp(max=1.0), nu[some].clamp(max=1.0)
-                if not last:
-                    kernel[some] = _absorbed(scores[some], u[some], v[some])
-                    sums[some] = torch.bmm(kernel[some], b[some])
-            elif tolerance is not None and (looks or last) and error[pair] <= tolerance:
-                potentials = (u[pair] + a[pair].log(), v[pair] + b[pair].log()) if len(scores) > 1 else ()
-                stopped[pair] = count, *potentials
-        if last or len(stopped) == len(scores):
+        for _ in range(min(CHECKED, max_iterations - count)):
+            torch.div(mu, sums, out=a)
+            torch.div(nu, product(turned, a), out=b)
+            sums = product(kernel, b)
+            count += 1
+        rest = torch.addcmul(mu, a, sums, value=-1)
+        found = to_numpy(torch.cat([rest, scales if masked is None else scales + masked], 1))[..., 0]
+        rest, extremes = np.split(found, [sizes[0]], axis=1)
+        with np.errstate(over="ignore", invalid="ignore"):
+            error = np.sqrt((rest[:, :-1] ** 2).sum(1) / n + (rest[:, -1] / m) ** 2)
+            low, high = extremes.min(1), extremes.max(1)
+        errors.append(float(error[0]))
+        within = (low > 1 / LARGEST_SCALE) & (high < LARGEST_SCALE)
+        if tolerance is not None:
+            for pair in (p for p in np.flatnonzero(within & (error <= tolerance)) if p not in stopped):
+                stopped[pair] = count, potentials[pair] + scales[pair].log() if len(scores) > 1 else None
+        running = np.array([pair not in stopped for pair in range(len(scores))])
+        if not within[running].all():
+            # One more update, whose scales go into the potentials; in the log domain if extreme.
+            inside = b.clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
+            if low[running].min() > 1 / EXTREME_SCALE and high[running].max() < EXTREME_SCALE:
+                row = mu / torch.bmm(kernel, inside).clamp_min(tiny)
+                u += row.log()
+                v += (nu / torch.bmm(turned, row).clamp_min(tiny)).log()
+            else:
+                rest = (inside.nan_to_num(1.0).log() + v).masked_fill(nu == 0, -math.inf)
+                u.copy_(mu.log() - torch.logsumexp(scores + rest.mT, 2, keepdim=True))
+                v.copy_(nu.log() - torch.logsumexp(scores + u, 1, keepdim=True).mT)
+            torch.clamp(mu, max=1.0, out=a)
+            torch.clamp(nu, max=1.0, out=b)
+            if count < max_iterations:
+                sums = product(_absorbed(scores, u, v, kernel), b)
+        if count >= max_iterations or not running.any():
             break
-    u, v = u + a.log(), v + b.log()
-    for pair, (_, row, column) in stopped.items() if len(scores) > 1 else ():
-        u[pair], v[pair] = row, column
+    found = potentials + scales.log()
+    for pair, (_, own) in stopped.items() if len(scores) > 1 else ():
+        found[pair] = own
     iterations = [stopped[pair][0] if pair in stopped else count for pair in range(len(scores))]
     converged = [pair in stopped for pair in range(len(scores))]
-    recorded = tuple(errors) if record_errors else ()
-    return Potentials(u.squeeze(2), v.squeeze(2), iterations, converged, recorded)
+    return Potentials(*found.split(sizes, dim=1), iterations, converged, errors)
 
 
-def masses(
-    scores: Tensor, mask0: Tensor | None = None, mask1: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Masses of rows (B, N+1, 1) and columns (B, M+1, 1), and what each row's error weighs (B, N+1, 1)."""
-    valid, counts = [], []
-    for axis, mask in ((1, mask0), (2, mask1)):
-        points = scores.shape[axis] - 1
-        if mask is None:
-            valid.append(scores.new_ones(len(scores), points, 1))
-            counts.append(scores.new_full((len(scores), 1, 1), points))
-        else:
-            valid.append(mask.unsqueeze(2).to(scores.dtype))
-            counts.append(valid[-1].sum(1, keepdim=True))
-    least = [count.clamp_min(1.0) for count in counts]
-    weight = torch.cat([valid[0] * least[0].rsqrt(), least[1].reciprocal()], 1)
-    return torch.cat([valid[0], counts[1]], 1), torch.cat([valid[1], counts[0]], 1), weight
+def masses(scores: Tensor, mask0: Tensor | None = None, mask1: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Masses of rows (B, N+1, 1) and columns (B, M+1, 1)."""
+    if mask0 is None:
+        (n, m), one = (side - 1 for side in scores.shape[1:]), scores.new_ones
+        sides = (n, m), (m, n)
+        return tuple(F.pad(one(len(scores), own, 1), (0, 0, 0, 1), value=other) for own, other in sides)
+    valid = [mask.unsqueeze(2).to(scores.dtype) for mask in (mask0, mask1)]
+    counts = [each.sum(1, keepdim=True) for each in valid]
+    return torch.cat([valid[0], counts[1]], 1), torch.cat([valid[1], counts[0]], 1)
 
 
-def _absorbed(scores: Tensor, u: Tensor, v: Tensor) -> Tensor:
+def _absorbed(scores: Tensor, u: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
     """exp(scores + u + v), from e⁻⁸⁰ to e⁸⁰."""
-    return (scores + u).add_(v.mT).clamp_(LEAST_EXPONENT, -LEAST_EXPONENT).exp_()
+    return torch.add(scores, u, out=out).add_(v.mT).clamp_(LEAST_EXPONENT, -LEAST_EXPONENT).exp_()
 
 
 def log_assignment(scores: Tensor, iterations: int, unrolled: int) -> Tensor:
@@ -215,8 +211,8 @@ def log_assignment(scores: Tensor, iterations: int, unrolled: int) -> Tensor:
 
 def log_plan(scores: Tensor, found: Potentials, unrolled: int) -> Tensor:
     """`log_assignment` by the potentials of these scores."""
-    mu, nu, _ = masses(scores)
-    base = scores + found.u.unsqueeze(2) + found.v.unsqueeze(1)
+    mu, nu = masses(scores)
+    base = scores + found.u + found.v.mT
     kernel, a, b = base.clamp_min(LEAST_EXPONENT).exp(), torch.ones_like(mu), torch.ones_like(nu)
     for _ in range(unrolled):
         a = mu / torch.bmm(kernel, b).clamp_min(LEAST_SUM)
@@ -233,6 +229,12 @@ class MutualBest(NamedTuple):
     scores: Tensor  # (B, N) log probabilities
     partners: Tensor  # (B, N) int64
     mutual: Tensor  # (B, N) bool: the row is its column's best too, the first of equal ones
+    rows: Tensor  # (B, M) int64, the row whose mutual best the column is; N where none is
+
+    def of_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The first three as arrays, in one transfer: float32 holds indices up to 2²⁴."""
+        scores, partners, mutual = to_numpy(torch.stack([each.float() for each in self[:3]]))
+        return scores, partners.astype(np.int64), mutual > 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,7 +246,7 @@ class Assignment:
     log_unmatched1: Tensor  # (B, M)
     iterations: Sequence[int] = ()  # of Sinkhorn, for every pair
     converged: Sequence[bool] = ()  # False: the iteration limit ended it
-    row_errors: tuple[float, ...] = ()  # of the first pair after every iteration, where recorded
+    row_errors: Sequence[float] = ()  # of the first pair, at every look
 
     @cached_property
     def mutual_best(self) -> MutualBest:
@@ -259,7 +261,6 @@ def assign(
     mask1: Tensor | None = None,
     *,
     start: Potentials | None = None,
-    record_errors: bool = False,
 ) -> Assignment:
     """Scores with dustbins (B, N+1, M+1) → `Assignment`, by the method that a configuration names.
 
@@ -270,7 +271,7 @@ def assign(
         found = dual_softmax(scores, mask0, mask1)
     else:
         limits = {"max_iterations": config.max_iterations, "tolerance": config.tolerance}
-        potentials = sinkhorn(scores, mask0, mask1, **limits, start=start, record_errors=record_errors)
+        potentials = sinkhorn(scores, mask0, mask1, **limits, start=start)
         if torch.is_grad_enabled() and scores.requires_grad:
             if mask0 is not None:
                 raise UsageError("no gradients of a padded batch: stack features of equally many points")
@@ -310,17 +311,17 @@ def mutual_best(log_scores: Tensor) -> MutualBest:
 
     Of equal rows only the first counts, so that no column has two.
     """
-    if 0 in log_scores.shape[1:]:
-        nowhere = log_scores.new_zeros(log_scores.shape[:2], dtype=torch.int64)
-        return MutualBest(torch.full_like(nowhere, -torch.inf, dtype=torch.float32), nowhere, nowhere > 0)
+    rows, columns = log_scores.shape[1:]
+    if 0 in (rows, columns):
+        nowhere, alone = (log_scores.sum(axis).long() for axis in (2, 1))  # 0, the sum of nothing
+        return MutualBest(nowhere.float() - torch.inf, nowhere, nowhere > 0, alone)
     best, partner = log_scores.max(dim=2)
     # Along columns the values alone are several times as fast as the indices.
     top = best == log_scores.amax(dim=1).gather(1, partner)
-    rows = log_scores.shape[1]
-    here = torch.arange(rows, device=log_scores.device).expand_as(partner)
-    first = here.new_full((len(best), log_scores.shape[2]), rows)
+    here = torch.arange(rows, device=log_scores.device)
+    first = partner.new_full((len(best), columns), rows)
     first.scatter_reduce_(1, partner, torch.where(top, here, rows), "amin")
-    return MutualBest(best, partner, first.gather(1, partner) == here)
+    return MutualBest(best, partner, first.gather(1, partner) == here, first)
 
 
 class AssignmentHead(nn.Module):
@@ -339,33 +340,30 @@ class AssignmentHead(nn.Module):
         else:
             self.register_buffer("dustbin", torch.tensor(NO_DUSTBIN), persistent=False)
 
-    def forward(self, x0: Tensor, x1: Tensor, more: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Tokens (B, N, dim), (B, M, dim) → scores with dustbins (B, N+1, M+1), float32.
+    def forward(self, x: Tensor, n: int, more: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Tokens (B, N+M, dim), N of image 0 first → scores with dustbins (B, N+1, M+1), float32.
 
         A point's dustbin score is minus its matchability logit, the corner is 0; one number (SuperGlue,
-        eq. 8) is the score of all dustbins and of the corner. The products of `more`, (B, N, C) and
-        (B, M, C), are added to the similarities.
+        eq. 8) is the score of all dustbins and of the corner. Of `more`, (B, N+M, C) twice, the products of
+        the first in one image with the second in the other are added to the similarities.
         """
-        left, right = (mapped(self.projection, x).float() / self.divisor for x in (x0, x1))
-        columns = right.shape[1] + 1
+        left = right = converted(mapped(self.projection, x), torch.float32) / self.divisor
+        columns = x.shape[1] - n + 1
         # Rows that begin at cache lines: the product takes two thirds of the time.
         more_rows = 1 if torch.compiler.is_compiling() else 1 + -columns % CACHE_LINE
         if hasattr(self, "matchability"):
-            bin0, bin1 = (-self.logits(x).unsqueeze(-1) for x in (x0, x1))
-            corner = bin1.new_zeros(len(x1), more_rows, 1)
+            bins = -converted(mapped(self.matchability, x), torch.float32)
+            corner = bins.new_zeros(len(x), more_rows, 1)
         else:
-            corner = self.dustbin.float().expand(len(x1), more_rows, 1)
-            bin0, bin1 = (corner[:, :1].expand(-1, x.shape[1], 1) for x in (x0, x1))
+            corner = self.dustbin.float().expand(len(x), more_rows, 1)
+            bins = corner[:, :1].expand(-1, x.shape[1], 1)
         if more is not None:
-            left, right = torch.cat([left, more[0]], -1), torch.cat([right, more[1]], -1)
+            left, right = torch.cat([left, more[0], more[1]], -1), torch.cat([right, more[1], more[0]], -1)
         # The dustbins are one more row and column of the product, [l b₀ 0; 0 0 1] [r 0 b₁; 0 1 corner]ᵀ.
+        bin0, bin1 = bins.split([n, x.shape[1] - n], dim=1)
         ends0, ends1 = (0, 0, 0, 1), (0, 0, 0, more_rows)
-        one0, one1 = (F.pad(torch.zeros_like(x), e, value=1.0) for x, e in ((bin0, ends0), (bin1, ends1)))
-        left = torch.cat([F.pad(torch.cat([left, bin0], -1), ends0), one0], -1)
-        right = torch.cat([F.pad(right, ends1), one1, torch.cat([bin1, corner], 1)], -1)
-        with torch.autocast(x0.device.type, enabled=False):
+        one0, one1 = (F.pad(torch.zeros_like(b), e, value=1.0) for b, e in ((bin0, ends0), (bin1, ends1)))
+        left = torch.cat([F.pad(torch.cat([left[:, :n], bin0], -1), ends0), one0], -1)
+        right = torch.cat([F.pad(right[:, n:], ends1), one1, torch.cat([bin1, corner], 1)], -1)
+        with torch.autocast(x.device.type, enabled=False):
             return (left @ right.mT)[..., :columns]
-
-    def logits(self, x: Tensor) -> Tensor:
-        """Matchability logit (…, N) of tokens (…, N, dim), float32."""
-        return mapped(self.matchability, x).squeeze(-1).float()

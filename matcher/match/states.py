@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from matcher.attention import mapped
 from matcher.config import MatchingPolicy
 from matcher.match.adaptivity import Decision, confidence_threshold, decide
-from matcher.match.position import Side
+from matcher.match.position import Points
 from matcher.match.sinkhorn import Assignment
+from matcher.types import to_numpy
 
 if TYPE_CHECKING:
     from matcher.match.network import MatchingNetwork
@@ -27,11 +27,12 @@ class Tokens:
 
     x: Tensor  # (B, N+M, dim)
     n: int  # N
-    index: Tensor  # (B, N+M) int64, the input point each token is
+    index: np.ndarray  # (B, N+M) int64, the input point each token is
     positions: Tensor  # (B, N+M, 2) normalised positions
     rotations: Tensor | None  # (B, N+M, 2, head_dim) that turn queries and keys
     pairs: tuple[int, ...]  # which input pair each entry is
     valid: np.ndarray  # (B, N+M) bool; what is not valid is padding
+    totals: np.ndarray  # (B, 2) points of image 0 and of image 1 before any was dropped
     mask: Tensor | None = None  # the same where the network runs; None: all are, as where B is 1
     predicted: Tensor | None = None  # (B, N+M, 2) positions of partners as the last layer predicts them
 
@@ -41,10 +42,9 @@ class Tokens:
         return (None, None) if self.mask is None else (self.mask[:, : self.n], self.mask[:, self.n :])
 
     @property
-    def sides(self) -> tuple[Side, Side]:
-        """The points of image 0 and of image 1."""
-        columns = [c for c in (self.x, self.positions, self.predicted) if c is not None]
-        return Side(*(c[:, : self.n] for c in columns)), Side(*(c[:, self.n :] for c in columns))
+    def points(self) -> Points:
+        """The points of both images."""
+        return Points(self.x, self.positions, self.predicted)
 
     def counts(self) -> list[list[int]]:
         """Valid points of image 0 and of image 1, for each pair."""
@@ -52,7 +52,8 @@ class Tokens:
 
     def take(self, entries: Sequence[int], keep: np.ndarray) -> Tokens:
         """Some entries of the batch, and of their points those that `keep` (B, N+M) marks."""
-        keep = keep[list(entries)]
+        entries = list(entries)
+        keep = keep[entries]
         if len(keep) == len(self.x) and bool(keep.all()):
             return self
         sides = np.split(keep, [self.n], axis=1)
@@ -60,14 +61,15 @@ class Tokens:
         # Marked points first, in their order.
         orders = [np.argsort(~s, axis=1, kind="stable")[:, :m] for s, m in zip(sides, most, strict=True)]
         order = np.concatenate([orders[0], orders[1] + self.n], axis=1)
-        valid, device = np.take_along_axis(keep, order, 1), self.x.device
-        rows = torch.from_numpy(np.array(entries)[:, None]).to(device)
-        columns, order = {}, torch.from_numpy(order).to(device)
-        for name in ("x", "index", "positions", "rotations", "predicted"):
+        valid, index = (np.take_along_axis(each, order, 1) for each in (keep, self.index[entries]))
+        places = np.stack(np.broadcast_arrays(np.array(entries)[:, None], order))
+        (rows, order), columns = torch.from_numpy(places).to(self.x.device), {}
+        for name in ("x", "positions", "rotations", "predicted"):
             column = getattr(self, name)
             columns[name] = None if column is None else column[rows, order]
-        columns["mask"] = None if valid.all() else torch.from_numpy(valid).to(device)
-        return replace(self, n=most[0], pairs=tuple(self.pairs[e] for e in entries), valid=valid, **columns)
+        columns["mask"] = None if valid.all() else torch.from_numpy(valid).to(self.x.device)
+        columns |= dict(index=index, valid=valid, totals=self.totals[entries])
+        return replace(self, n=most[0], pairs=tuple(self.pairs[e] for e in entries), **columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +90,6 @@ class LayerState:
     layer: int  # 0 is the first
     before: Tokens  # what the layer took
     tokens: Tokens  # what it gave, before any point is dropped
-    totals: np.ndarray  # (B,) points of each pair before any pruning
 
     @property
     def is_last(self) -> bool:
@@ -101,11 +102,8 @@ class LayerState:
 
         A GPU is waited for here, once a layer.
         """
-        x, network = self.tokens.x, self.network
-        logits = [network.match_logits(x, self.layer)]
-        if self.layer < len(network.confidence):
-            logits.append(mapped(network.confidence[self.layer], x).squeeze(-1).float())
-        return torch.stack(logits).detach().sigmoid().cpu().numpy()
+        found = self.network.decision_logits(self.tokens.x, self.layer).sigmoid()
+        return np.moveaxis(to_numpy(found), -1, 0)
 
     @property
     def match_probabilities(self) -> np.ndarray:
@@ -130,8 +128,8 @@ class LayerState:
         if self.is_last or not (self.policy.early_exit or self.policy.pruning):
             return None
         predicted = self.network.config.match_probability
-        given = self.tokens.valid, self.confident, self.match_probabilities, self.totals, self.policy
-        return decide(*given, predicted=predicted)
+        tokens, known = self.tokens, (self.confident, self.match_probabilities)
+        return decide(tokens.valid, *known, tokens.totals.sum(1), self.policy, predicted=predicted)
 
     @property
     def exiting(self) -> tuple[int, ...]:
@@ -154,12 +152,13 @@ class LayerState:
         if self.decision is None:
             return None if self.is_last else self.tokens
         staying = np.flatnonzero(~self.decision.stops).tolist()
-        return self.tokens.take(staying, self.decision.kept) if staying else None
+        tokens = replace(self.tokens, predicted=None)  # the next layer predicts again
+        return tokens.take(staying, self.decision.kept) if staying else None
 
-    def assign(self, entries: Sequence[int] | None = None, *, record_errors: bool = False) -> Prediction:
+    def assign(self, entries: Sequence[int] | None = None) -> Prediction:
         """Assignments of some pairs, of those that stop here by default, as if the network ended here."""
         entries, tokens = self.exiting if entries is None else entries, self.tokens
         if self.decision is not None or len(entries) < len(tokens.pairs):
             keep = tokens.valid if self.decision is None else self.decision.assigned
-            tokens = tokens.take(entries, keep)
-        return self.network.assign(tokens, self.layer, record_errors=record_errors)
+            tokens = replace(tokens, rotations=None).take(entries, keep)
+        return self.network.assign(tokens, self.layer)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from matcher.types import Features, Matches, library
+from matcher.types import Features, Matches, library, to_numpy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,9 +123,9 @@ def quarter_turns(features0: Features, features1: Features) -> list[int]:
     """For each of B pairs the `best_turn` of their valid points."""
     found = []
     for pair in range(len(features0.mask)):
-        sides = (f.descriptors[pair][f.mask[pair]].detach().float() for f in (features0, features1))
+        sides = (f.descriptors[pair][f.mask[pair]] for f in (features0, features1))
         # On a CPU NumPy takes less time; on a GPU they stay there.
-        found.append(best_turn(*(side.numpy() if side.device.type == "cpu" else side for side in sides)))
+        found.append(best_turn(*(to_numpy(d) if d.is_cpu else d.detach().float() for d in sides)))
     return found
 
 

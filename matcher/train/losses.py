@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from matcher.match.consensus import soft_matches
 from matcher.match.network import MatchingNetwork, resolve_precision
-from matcher.match.position import Side, normalise_positions
+from matcher.match.position import Points, normalise_positions
 from matcher.match.sinkhorn import dual_softmax, log_assignment
 from matcher.train.pairs import IGNORED, Keypoints, PairBatch, other_of_pair
 from matcher.train.recipe import LEARNED, MatcherRecipe
@@ -70,9 +70,10 @@ class Labels(NamedTuple):
 
 
 class LabelledLayer(NamedTuple):
-    """Tokens after a layer, (B, N, …) and (B, M, …) float32, and their ground truth."""
+    """Tokens after a layer, (B, N+M, …) float32, and their ground truth."""
 
-    sides: tuple[Side, Side]
+    points: Points
+    n: int  # N
     labels: tuple[Labels, Labels]
 
 
@@ -93,13 +94,13 @@ def labelled_layers(
             labels.append(Labels(*(x[:, :count] for x in (partner, target, own.mask))))
         for depth in range(len(model.layers)):
             tokens = model.advance(tokens, depth)
-            side0, side1 = (Side(*(c if c is None else c.float() for c in side)) for side in tokens.sides)
-            layers.append(LabelledLayer((side0, side1), tuple(labels)))
+            points = Points(*(c if c is None else c.float() for c in tokens.points))
+            layers.append(LabelledLayer(points, tokens.n, tuple(labels)))
             if depth != after:
                 continue
             # In half precision many points would be equally likely.
             with torch.no_grad(), torch.autocast(tokens.x.device.type, enabled=False):
-                logits = model.match_logits(tokens.x.float(), depth)
+                logits = model.decision_logits(tokens.x.float(), depth)[..., 0]
                 if tokens.mask is not None:
                     logits = logits.masked_fill(~tokens.mask, -torch.inf)
             kept, places = [], []
@@ -110,11 +111,12 @@ def labelled_layers(
                 places.append(torch.full_like(side, UNMATCHED, dtype=torch.int64).scatter_(1, kept[-1], here))
             order = torch.cat([kept[0], kept[1] + tokens.n], dim=1)
             rows = torch.arange(len(order), device=order.device).unsqueeze(1)
-            names = ("x", "index", "positions", "rotations", "mask", "predicted")
+            names = ("x", "positions", "rotations", "mask", "predicted")
             held = {name: getattr(tokens, name) for name in names}
             columns = {name: None if c is None else c[rows, order] for name, c in held.items()}
             valid = np.ones(order.shape, bool) if tokens.mask is None else columns["mask"].cpu().numpy()
-            tokens = replace(tokens, n=kept[0].shape[1], valid=valid, **columns)
+            index = np.take_along_axis(tokens.index, order.cpu().numpy(), 1)
+            tokens = replace(tokens, n=kept[0].shape[1], valid=valid, index=index, **columns)
             for side, (chosen, there) in enumerate(zip(kept, places[::-1], strict=True)):
                 before, target, mask = (x[rows, chosen] for x in labels[side])
                 # A point whose partner is dropped has none.
@@ -127,7 +129,7 @@ def scores_of(model: MatchingNetwork, layer: LabelledLayer, depth: int) -> Tenso
     """Scores with dustbins (B, N+1, M+1) of a layer; points that do not exist go to their dustbins."""
     mask0, mask1 = (labels.mask for labels in layer.labels)
     with mixed_precision(mask0.device):
-        scores = model.scores(*layer.sides, depth)
+        scores = model.scores(layer.points, layer.n, depth)
     valid = F.pad(mask0, (0, 1), value=True).unsqueeze(2) & F.pad(mask1, (0, 1), value=True).unsqueeze(1)
     dustbin = torch.ones_like(valid)
     dustbin[:, :-1, :-1] = False
@@ -145,7 +147,7 @@ def assignments(
     found = [log_assignment(scores, iterations, UNROLLED)]
     for _ in range(model.config.assignment.consensus if rounds is None else rounds):
         matches = soft_matches(found[-1][:, :-1, :-1])
-        updated = model.consensus(scores, *(side.positions for side in layer.sides), matches)
+        updated = model.consensus(scores, layer.points.positions, matches)
         found.append(log_assignment(updated, iterations, UNROLLED))
     return found
 
@@ -182,16 +184,16 @@ def matching_loss(
     loss = torch.stack(losses).mean() + losses[-1]
     if recipe.prunes and after is None:
         final, valid = decisions(found[-1].detach()), torch.cat([mask0, mask1], dim=1)
-        inputs = [torch.cat([side.x for side in layer.sides], dim=1).detach() for layer in layers[:-1]]
+        inputs = [layer.points.x.detach() for layer in layers[:-1]]
         logits = [head(x).squeeze(2) for head, x in zip(model.match_probability, inputs, strict=True)]
         loss = loss + torch.stack([cross_entropy(own, final >= 0, valid) for own in logits]).mean()
     if model.guidance is None:
         return loss
     errors = []
-    for layer in layers:
-        for side, labels in zip(layer.sides, layer.labels, strict=True):
+    for points, n, both in layers:
+        for predicted, labels in zip(points.predicted.tensor_split([n], dim=1), both, strict=True):
             # Logarithmic: steep for small errors, which rewards accuracy, and flat for outliers.
-            distance = (side.predicted - labels.target.nan_to_num(0.0)).norm(dim=-1)
+            distance = (predicted - labels.target.nan_to_num(0.0)).norm(dim=-1)
             robust = torch.log1p(distance / 0.05)  # of normalised positions
             errors.append(0.25 * mean_of(robust, labels.target.isfinite().all(-1)))
     return loss + 2.0 * torch.stack(errors).mean()
@@ -209,7 +211,7 @@ def head_loss(model: MatchingNetwork, batch: PairBatch, recipe: MatcherRecipe) -
     losses, final = [], decided[-1]
     valid = torch.cat([labels.mask for labels in layers[0].labels], dim=1)
     for depth, (layer, current) in enumerate(zip(layers[:-1], decided[:-1], strict=True)):
-        x = torch.cat([side.x for side in layer.sides], dim=1)
+        x = layer.points.x
         losses.append(cross_entropy(model.confidence[depth](x).squeeze(2), current == final, final >= 0))
         if model.config.match_probability:
             losses.append(cross_entropy(model.match_probability[depth](x).squeeze(2), final >= 0, valid))

@@ -354,7 +354,7 @@ def matched_correctly(own: Tensor, valid: Tensor, distance: Tensor, limit: float
     one."""
     similarity = own @ other_of_pair(own).mT
     similarity = similarity.masked_fill(~(valid[:, :, None] & other_of_pair(valid)[:, None]), -2)
-    _, chosen, mutual = mutual_best(similarity)
+    _, chosen, mutual, _ = mutual_best(similarity)
     mutual &= valid
     return mutual & (distance.gather(2, chosen[..., None])[..., 0] < limit), mutual
 
