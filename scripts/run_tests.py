@@ -29,6 +29,7 @@ def main() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     arguments = sys.argv[1:]
     environment = {"OMP_NUM_THREADS": "1", "OPENCV_FOR_THREADS_NUM": "1", **os.environ}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process of the tests compiles the sources
     command = [python, "-m", "pytest", *parallel(arguments, cores), *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 

@@ -21,11 +21,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _stock_operators() -> Iterator[None]:
-    """Stock operators, whatever was compiled on this machine; others ask for `compiled`. For the session,
-    because fixtures of a module are made before those of a test."""
+def _one_core_and_stock_operators() -> Iterator[None]:
+    """Stock operators, whatever was compiled on this machine; others ask for `compiled`. One core, as
+    `run_tests.py` divides them, so that a command starts one worker where it is not told how many. For the
+    session, because fixtures of a module are made before those of a test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SWITCH, "0")
+        patch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
         yield
 
 

@@ -1,6 +1,7 @@
 """A network with random weights that attends, exits and prunes, and features that it can match."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -46,6 +47,7 @@ def random_model(seed: int = 3, config: NetworkConfig = CONFIG) -> MatchingNetwo
     return model.eval()
 
 
+@cache
 def matcher_with(
     early_exit: bool = True, pruning: bool = True, precision: str = "float32", config: NetworkConfig = CONFIG
 ) -> AttentionMatcher:
