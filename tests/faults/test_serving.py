@@ -13,6 +13,8 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
@@ -23,9 +25,6 @@ from browser import browser, needs_browser
 from command import run
 
 from matcher.errors import ImageError, UsageError
-
-pytest.importorskip("gradio", reason="gradio (the extra `app`) is not installed")
-from matcher.serve.page import Choices, Matching, camera_of, geometry_rows
 
 OFFLINE = (
     "import socket, sys\n"
@@ -60,50 +59,60 @@ def served(temporary: Path, end: signal.Signals = signal.SIGINT) -> Iterator[str
     assert [path.name for path in temporary.iterdir()] == []
 
 
-pytestmark = [pytest.mark.promise(7), pytest.mark.usefixtures("compiled")]
+pytestmark = [
+    pytest.mark.promise(7),
+    pytest.mark.usefixtures("compiled"),
+    pytest.mark.skipif(find_spec("gradio") is None, reason="gradio (the extra `app`) is not installed"),
+]
 FORM = {"Content_Type": "multipart/form-data; boundary=x7x"}
 
 
 # --- What the page does
 
 
-def test_a_pair_is_answered(views):
-    matching, choices = Matching("cpu"), Choices("nearest", max_keypoints=512, max_error=2.0)
+@pytest.fixture
+def page():
+    """Imported here, because gradio takes seconds, in every process that collects the tests."""
+    return import_module("matcher.serve.page")
+
+
+def test_a_pair_is_answered(page, views):
+    matching, choices = page.Matching("cpu"), page.Choices("nearest", max_keypoints=512, max_error=2.0)
     answer = matching.answer(*views, choices)
     assert answer.report is None and answer.drawing.shape[1] > 900
     assert len(answer.result.features0) <= 512
     assert answer.pipeline.config.estimation.max_epipolar_error == 2.0
-    rows = dict(geometry_rows(answer.result))
+    rows = dict(page.geometry_rows(answer.result))
     assert rows["status"].startswith("ok") and rows["inliers"] == answer.result.geometry.inliers.sum()
     assert sum(name.startswith("matrix") for name in rows) == 3
     assert matching.answer(*views, choices).pipeline is answer.pipeline
 
 
-def test_the_default_preset_explains_its_first_pass(views, shipped_weights):
-    choices = Choices(max_keypoints=64, resize=320, geometry="none", max_error=0.5)
-    answer = Matching("cpu").answer(*views, choices)
+def test_the_default_preset_explains_its_first_pass(page, views, shipped_weights):
+    choices = page.Choices(max_keypoints=64, resize=320, geometry="none", max_error=0.5)
+    answer = page.Matching("cpu").answer(*views, choices)
     assert answer.report.startswith(b"<!doctype html>") and b"Content-Security-Policy" in answer.report
-    assert ["inliers", 0] in geometry_rows(answer.result)
+    assert ["inliers", 0] in page.geometry_rows(answer.result)
     passes = answer.pipeline.passes.estimation
     assert answer.pipeline.config.estimation.max_epipolar_error == passes.max_epipolar_error == 0.5
 
 
-def test_bad_choices_and_images_are_named(views, tmp_path):
+def test_bad_choices_and_images_are_named(page, views, tmp_path):
     text = tmp_path / "text.jpg"
     text.write_text("no picture")
     for images, choices, fault, named in (
-        ((views[0], text), Choices("nearest"), ImageError, r"text\.jpg"),
-        (views, Choices("nearest", max_error=-1.0), UsageError, "above 0"),
-        (views, Choices("nearest", match_threshold=3.0), UsageError, "0 to 1"),
-        (views, Choices("nearest", geometry="essential"), UsageError, "camera"),
+        ((views[0], text), page.Choices("nearest"), ImageError, r"text\.jpg"),
+        (views, page.Choices("nearest", max_error=-1.0), UsageError, "above 0"),
+        (views, page.Choices("nearest", match_threshold=3.0), UsageError, "0 to 1"),
+        (views, page.Choices("nearest", geometry="essential"), UsageError, "camera"),
     ):
         with pytest.raises(fault, match=named):
-            Matching("cpu").answer(*images, choices)
+            page.Matching("cpu").answer(*images, choices)
     assert run("serve", "--port", -1) == 2
-    assert camera_of("500, 500, 319.5 239.5", "camera0").cy == 239.5
+    assert page.camera_of("500, 500, 319.5 239.5", "camera0").cy == 239.5
     for typed in ("500, 500, 320", "a b c d"):
         with pytest.raises(UsageError, match="camera0 is four numbers"):
-            camera_of(typed, "camera0")
+            page.camera_of(typed, "camera0")
 
 
 # --- Requests to the page as it runs
