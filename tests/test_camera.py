@@ -286,16 +286,13 @@ def test_turning_points_is_what_turning_images_does(orientation: int) -> None:
     np.testing.assert_array_equal(stored_to_upright(np.array([6, 1]), (8, 5), orientation), [x, y])
 
 
-def test_warp_points_is_the_projection(rng: np.random.Generator) -> None:
+def test_warp_points_is_the_projection_and_nan_behind_the_horizon(rng: np.random.Generator) -> None:
     homography = np.array([[0.9, 0.1, 20], [-0.05, 1.1, -7], [1e-4, -2e-4, 1]])
     points = rng.uniform(0, 500, (25, 2))
     expected = cv2.perspectiveTransform(points[None], homography)[0]
     np.testing.assert_allclose(warp_points(points, homography), expected, atol=1e-9)
     back = warp_points(warp_points(points, homography), np.linalg.inv(homography))
     np.testing.assert_allclose(back, points, atol=1e-8)
-
-
-def test_points_behind_the_horizon_are_nan() -> None:
     homography = np.array([[1, 0, 0], [0, 1, 0], [0.01, 0, -1.0]])
     warped = warp_points(np.array([[50.0, 0], [100, 0], [200, 10]]), homography)
     assert np.isnan(warped[:2]).all()

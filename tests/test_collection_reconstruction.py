@@ -44,16 +44,12 @@ def made(tmp_path_factory):
     return reconstruct(store, out, threads=1), poses, out
 
 
-def test_all_cameras_are_found_where_they_are(made):
-    result, poses, _ = made
+def test_all_cameras_are_found_where_they_are_and_the_files_say_so(made):
+    result, poses, out = made
     assert (len(result.models), result.images, result.largest.registered) == (1, 10, 10)
     assert centre_error(result.largest, poses) < 1e-3
     assert 0.3 < result.largest.mean_reprojection_error < 1
     assert result.largest.mean_track_length > 4 and result.largest.points > 400
-
-
-def test_the_files_are_those_of_the_result(made):
-    result, _, out = made
     names = {path.name for path in out.iterdir() if not path.name.startswith(".")}
     assert names == {"sparse", "database.db", "points.ply", "reconstruction.png", "summary.json"}
     model = pycolmap.Reconstruction(str(out / "sparse" / "0"))

@@ -140,12 +140,15 @@ def anchors(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_somewhere(document):
+def test_links_lead_somewhere_and_pictures_are_small(document):
     path = ROOT / document
     for target, anchor in re.findall(r"\]\(([^)#]+)(?:#([^)]*))?\)", text(document)):
         if target.startswith("http") or target == "reference/commands.md":  # which scripts/docs.py writes
             continue
         assert (path.parent / target).exists(), target
+        if path in tutorials.PAGES and target.endswith((".png", ".jpg")):
+            assert (picture := (path.parent / target).resolve()).is_relative_to(ROOT / "docs" / "pictures")
+            assert picture.stat().st_size < 200_000
         assert not anchor or anchor in anchors(path.parent / target), anchor
 
 
@@ -195,7 +198,7 @@ def test_the_example_of_a_public_name_works(name, tmp_path, monkeypatch):
         assert runner.failures == 0, "".join(output)
 
 
-# --- The tutorials run from top to bottom, four of them as notebooks, and their pictures are there.
+# --- The tutorials run from top to bottom, four of them as notebooks.
 
 
 def notebook(page: Path) -> Path:
@@ -243,11 +246,3 @@ def test_a_notebook_has_the_code_of_its_tutorial(page):
     ]
     assert code[0] == code[1]
     assert notebook(page).stat().st_size < 60_000
-
-
-@pytest.mark.parametrize("page", tutorials.PAGES, ids=lambda page: page.stem)
-def test_its_pictures_are_small_and_there(page):
-    for name in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text("utf-8")):
-        picture = (page.parent / name).resolve()
-        assert picture.is_relative_to(ROOT / "docs" / "pictures")
-        assert picture.stat().st_size < 200_000

@@ -221,10 +221,10 @@ def test_lightglue_with_exit_and_pruning_is_that_of_others(lightglue, preset, se
     assert replace(ours.model.config.policy, match_threshold=0.1) == MatchingPolicy()
     pairs = random_pairs(preset.split("-")[1], WIDTHS[preset], [(120, 120), (90, 140), (61, 40)])
     found, kept = run(ours, pairs, 3), 0
-    assert_same(found, (lightglue_matches(peer, pair) for pair in pairs))
-    for pair, matches in zip(pairs, found, strict=True):
-        with torch.no_grad():
-            theirs = peer({f"image{i}": as_lightglue(pair[i]) for i in (0, 1)})
+    with torch.no_grad():
+        expected = [peer({f"image{i}": as_lightglue(pair[i]) for i in (0, 1)}) for pair in pairs]
+    assert_same(found, (as_table(theirs["matches"][0], theirs["scores"][0]) for theirs in expected))
+    for theirs, matches in zip(expected, found, strict=True):
         assert matches.layers_run == int(theirs["stop"]) == stop
         for side, count in enumerate((matches.kept0, matches.kept1)):
             assert count == int((theirs[f"prune{side}"] == stop).sum())

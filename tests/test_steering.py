@@ -122,13 +122,10 @@ class Turned:
         return turns, [len(each) for each in found]
 
 
-def test_the_strongest_keypoints_show_which_turns_are_matched_whole():
+def test_the_strongest_keypoints_show_which_turns_are_matched_whole_and_all_confirm_them():
     pairs = Turned([[3, 200, 400, 400]], [[2, 60, 2, 50]])  # upside down is skipped, and one is enough
     assert pairs.tried([80.0]) == ([1], [200])
     assert pairs.calls == [([0], 2, PROBED), ([0], 1, PROBED), ([0], 1, None)]
-
-
-def test_a_turn_that_all_keypoints_do_not_confirm_is_not_taken():
     pairs = Turned([[50, 0, 70, 0]], [[10, 0, 40, 0]])  # 1.5 times as many are asked
     assert pairs.tried([80.0]) == ([0], [50]) and ([0], 2, None) in pairs.calls
     pairs = Turned([[3, 0, 0, 39]], [[0, 0, 0, 9]])  # and half of what is enough

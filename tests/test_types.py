@@ -31,16 +31,13 @@ def assert_same(first: Features, second: Features) -> None:
         np.testing.assert_array_equal(value, theirs[name])
 
 
-def test_defaults() -> None:
+def test_defaults_copies_of_read_only_arrays_and_descriptors_as_floats() -> None:
     features = Features([[1, 2], [3, 4]], [[1, 0], [0, 1]], size=(10, 20))
     assert features.keypoints.dtype == features.descriptors.dtype == features.size.dtype == torch.float32
     assert features.scores.tolist() == [1, 1] and features.mask.tolist() == [True, True]
     assert features.exif_orientation.shape == () and features.exif_orientation == 1
     assert features.scales is None and features.orientations is None and len(features) == 2
     assert_same(Features(**arrays()), Features(**{k: torch.from_numpy(v) for k, v in arrays().items()}))
-
-
-def test_read_only_arrays_are_copied_and_descriptors_become_floats() -> None:
     values = arrays()
     for value in values.values():
         value.flags.writeable = False
