@@ -146,7 +146,7 @@ def test_links_lead_somewhere_and_pictures_are_small(document):
         if target.startswith("http") or target == "reference/commands.md":  # which scripts/docs.py writes
             continue
         assert (path.parent / target).exists(), target
-        if path in tutorials.PAGES and target.endswith((".png", ".jpg")):
+        if path in tutorials.PAGES and target.endswith((".png", ".jpg", ".svg")):
             assert (picture := (path.parent / target).resolve()).is_relative_to(ROOT / "docs" / "pictures")
             assert picture.stat().st_size < 200_000
         assert not anchor or anchor in anchors(path.parent / target), anchor

@@ -227,7 +227,8 @@ def test_truth_that_what_is_found_speaks_against_is_named(rendered, tmp_path, ca
         """Four times the same pair, and one with intrinsics of a far larger image."""
         rows = [f"0.png 1.png {words(K, K, pose)}"] * 4 + [f"0.png 1.png {words(large, large, pose)}"]
         (rendered / "list.txt").write_text("\n".join(rows))
-        given = ["--preset", "nearest", "--output", str(tmp_path / "out")]  # files of its own are replaced
+        # Files of its own are replaced.
+        given = ["--preset", "nearest", "--max-keypoints", "600", "--output", str(tmp_path / "out")]
         code = main(["evaluate", str(rendered / "list.txt"), *given])
         found = json.loads((tmp_path / "out" / "list.json").read_text())
         return code, found["pairs"], " ".join(found["hints"]), capsys.readouterr().out

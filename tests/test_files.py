@@ -127,16 +127,13 @@ def test_a_signal_waits_for_the_end_of_the_step_and_a_second_one_does_not(number
         raise ValueError("of the step")
 
 
-def test_the_first_stops_a_run_and_the_second_ends_it(capfd):
+def test_the_first_stops_a_run_the_second_ends_it_and_threads_without_signals_take_steps_too(capfd):
+    done = []
     with pytest.raises(KeyboardInterrupt), messages(), stop_signals() as received:
         send(signal.SIGTERM)
         assert received == [signal.SIGTERM]
         send(signal.SIGINT)
     assert "stopping after this step" in capfd.readouterr().err
-
-
-def test_threads_that_get_no_signals_take_steps_too():
-    done = []
 
     def work():
         with whole_step(), stop_signals() as received:

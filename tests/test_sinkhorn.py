@@ -397,11 +397,15 @@ def test_it_equals_a_loop_over_all_distances(rng, ratio):
     assert (np.diff(found.scores) <= 0).all()
 
 
-def test_swapping_the_images_swaps_the_matches(rng):
+def test_swapping_the_images_swaps_the_matches_and_duplicates_are_ambiguous(rng):
     features0, features1 = make(rng, 50), make(rng, 40)
     forth, back = match_one(features0, features1, 1.0), match_one(features1, features0, 1.0)
     assert len(forth) > 3
     assert {(i, j) for i, j in forth.indices.tolist()} == {(i, j) for j, i in back.indices.tolist()}
+    twice = np.repeat(rng.normal(size=(1, 16)), 2, axis=0).astype(np.float32)
+    others = rng.normal(size=(6, 16)).astype(np.float32)
+    found = match_one(*(make(rng, 8, np.concatenate([twice, others])) for _ in range(2)))
+    assert sorted(found.indices[:, 0].tolist()) == list(range(2, 8))
 
 
 def test_a_padded_batch_gives_what_single_pairs_give(rng):
@@ -412,13 +416,6 @@ def test_a_padded_batch_gives_what_single_pairs_give(rng):
         np.testing.assert_array_equal(together.indices, alone.indices)
         np.testing.assert_allclose(together.scores, alone.scores, atol=1e-6)
         assert (together.kept0, together.kept1) == (len(pair[0]), len(pair[1]))
-
-
-def test_duplicate_descriptors_are_ambiguous(rng):
-    twice = np.repeat(rng.normal(size=(1, 16)), 2, axis=0).astype(np.float32)
-    others = rng.normal(size=(6, 16)).astype(np.float32)
-    found = match_one(*(make(rng, 8, np.concatenate([twice, others])) for _ in range(2)))
-    assert sorted(found.indices[:, 0].tolist()) == list(range(2, 8))
 
 
 def test_what_does_not_fit_is_refused(rng):
