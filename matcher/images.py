@@ -306,15 +306,15 @@ def _channels_last(array: np.ndarray) -> np.ndarray:
 
 
 def _to_integers(raw: np.ndarray, deep: bool) -> np.ndarray:
-    """Samples of any accepted depth as uint8, scaled by the full range of their type, or, if `deep`, those of
-    more bits as uint16; `ValueError` for others."""
+    """Samples of any accepted depth as uint8, scaled by the full range of their bits (`white`), or, if
+    `deep`, those of more as uint16; `ValueError` for others."""
     raw = np.ascontiguousarray(raw, dtype=raw.dtype.newbyteorder("="))
     if raw.dtype == np.uint8:
         return raw
     if raw.dtype == np.bool_:
         return raw * np.uint8(255)
     if raw.dtype == np.uint16:
-        return raw if deep else to_8_bits(raw, 65535)
+        return raw if deep else to_8_bits(raw)
     if raw.dtype.kind != "f":
         raise ValueError(f"samples of type {raw.dtype}")
     low, high = float(raw.min()), float(raw.max())  # NaN propagates and fails the comparison

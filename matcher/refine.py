@@ -14,7 +14,7 @@ import cv2
 import numpy as np
 
 from matcher.config import RefineConfig
-from matcher.images import gradient_image
+from matcher.images import gradient_image, white
 from matcher.kernels import calls as compiled
 from matcher.processes import compute_threads
 from matcher.types import REFINEMENTS, Image, Matches, MatchRefinement
@@ -151,7 +151,8 @@ class ImagePyramid:
         """The image at 2^-index times the size; its pixel (x, y) is at (x, y) · 2^index of level 0."""
         if not self._levels:
             values = np.ascontiguousarray(self._grey, dtype=np.float32)
-            self._levels = [values / np.float32(257) if self._grey.dtype == np.uint16 else values]
+            deep = self._grey.dtype == np.uint16
+            self._levels = [values * np.float32(255 / white(self._grey)) if deep else values]
         while len(self._levels) <= index:
             self._levels.append(cv2.pyrDown(self._levels[-1]))
         return self._levels[index]
