@@ -214,10 +214,18 @@ def test_cameras_are_written_as_they_are_or_refused(store, tmp_path):
     camera = Camera(900, 900, 511.5, 383.5, SIZE, "SIMPLE_RADIAL", (0.05,))
     ((exported, _),) = group_cameras(list(store.images()), CameraChoice(camera=camera))
     assert (exported.model, exported.params) == ("SIMPLE_RADIAL", (900, 512, 384, 0.05))
-    export(store, "openmvg", tmp_path / "radial", CameraChoice(camera=camera))
-    assert intrinsics_of(tmp_path / "radial")["disto_k3"] == [0.05, 0, 0]
-    others = ("OPENCV", 900, (0.1, 0.2, 0.003, 0)), ("FOV", 900, (0.8,)), ("PINHOLE", 450, ())
-    for model, fy, lens in (*others, ("OPENCV_FISHEYE", 900, (0, 0, 0, 0))):  # which is no pinhole either
+    full = (0.1, 0.2, 0.003, 0.004, 0.05, 0, 0)
+    lenses = (
+        ("SIMPLE_RADIAL", (0.05,), "disto_k3", [0.05, 0, 0]),
+        ("FULL_OPENCV", (*full, 0), "disto_t2", [0.1, 0.2, 0.05, 0.003, 0.004]),
+        ("RADIAL_FISHEYE", full[:2], "fisheye", [0.1, 0.2, 0, 0]),
+    )
+    for model, lens, name, written in lenses:
+        choice = CameraChoice(camera=Camera(900, 900, 511.5, 383.5, SIZE, model, lens))
+        export(store, "openmvg", tmp_path / model, choice)
+        assert intrinsics_of(tmp_path / model)[name] == written
+    others = ("FULL_OPENCV", 900, (*full, 0.1)), ("FOV", 900, (0.8,)), ("PINHOLE", 450, ())
+    for model, fy, lens in (*others, ("THIN_PRISM_FISHEYE", 900, (*full, 0))):
         choice = CameraChoice(camera=Camera(900, fy, 511.5, 383.5, SIZE, model, lens))
         with pytest.raises(UsageError, match=rf"ring/000\.jpg.*{model}.* {fy}"):
             export(store, "openmvg", tmp_path / "out", choice)

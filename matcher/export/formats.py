@@ -7,7 +7,7 @@ import json
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -194,7 +194,7 @@ _PLAIN = 1 << 30  # cereal's mark of an object of the declared type itself
 
 def write_openmvg(run: ExportedRun, part: Path, choice: CameraChoice | None) -> None:
     """OpenMVG's `sfm_data.json`, `*.feat`, `image_describer.json`, putative and verified matches; no
-    descriptors, which its SfM does not need. Cameras are pinhole with three radial terms."""
+    descriptors, which its SfM does not need. Cameras are of its models radial (k3), Brown and fisheye."""
     stems = {name: PurePosixPath(name).stem for name in run.names}
     run.refuse_collisions(stems.get, "file of regions, which OpenMVG names without folder and ending")
     numbers = {name: number for number, name in enumerate(run.names)}
@@ -207,23 +207,25 @@ def write_openmvg(run: ExportedRun, part: Path, choice: CameraChoice | None) -> 
         data |= {"width": image.size[0], "height": image.size[1], "id_view": number, "id_pose": number}
         data["id_intrinsic"] = camera_of[image.name]
         views.append({"key": number, "value": _pointer(None, _PLAIN, data, number + 1)})
-    intrinsics = []
+    intrinsics, models = [], {}
     for number, (camera, group) in enumerate(cameras):
-        focals, radial = CAMERA_MODELS[camera.model][0], camera.model in ("SIMPLE_RADIAL", "RADIAL")
-        fx, fy, distortion = camera.params[0], camera.params[focals - 1], camera.params[focals + 2 :]
-        other = camera.model.endswith("FISHEYE") or (not radial and any(distortion))
+        focals = CAMERA_MODELS[camera.model][0]
+        fx, fy, lens = camera.params[0], camera.params[focals - 1], camera.params[focals + 2 :]
+        found = _openmvg_lens(camera.model, lens)
         # It has one focal length: two may differ by half a pixel at the border of the image.
-        if other or abs(fx - fy) / (fx + fy) * max(camera.size) > 1:
+        if found is None or abs(fx - fy) / (fx + fy) * max(camera.size) > 1:
             raise UsageError(
                 f"openmvg has no cameras like that of {group[0].name}, {camera.model} with focal lengths "
                 f"{fx:g} and {fy:g}: undistort the photos to square pixels, or export to colmap or kapture"
             )
+        name, of_lens, values = found
         data = {"width": camera.size[0], "height": camera.size[1], "focal_length": (fx + fy) / 2}
         data["principal_point"] = [value - HALF_PIXEL for value in camera.params[focals : focals + 2]]
-        data["disto_k3"] = [*(distortion if radial else ()), 0.0, 0.0, 0.0][:3]  # x · (1 + k1 r² + k2 r⁴)
-        # The name of the model is written once, and later ones refer to it.
-        name, reference = (None, 1) if number else ("pinhole_radial_k3", _NEW + 1)
-        value = _pointer(name, reference, data, len(views) + 1 + number)
+        data[of_lens] = values
+        # The name of a model is written once, and later ones refer to it by its number.
+        new = None if name in models else name
+        reference = models.setdefault(name, len(models) + 1) + (0 if new is None else _NEW)
+        value = _pointer(new, reference, data, len(views) + 1 + number)
         intrinsics.append({"key": number, "value": value})
     scene = {"sfm_data_version": "0.3", "root_path": str(run.store.image_folder), "views": views}
     scene |= {"intrinsics": intrinsics, "extrinsics": [], "structure": [], "control_points": []}
@@ -244,6 +246,17 @@ def write_openmvg(run: ExportedRun, part: Path, choice: CameraChoice | None) -> 
             with (part / f"matches.{kind}.txt").open("a", encoding="ascii") as file:
                 file.write(f"{numbers[pair.name0]} {numbers[pair.name1]}\n{len(indices)}\n")
                 file.writelines(f"{i} {j}\n" for i, j in indices.tolist())
+
+
+def _openmvg_lens(model: str, lens: Sequence[float]) -> tuple[str, str, list[float]] | None:
+    """OpenMVG's name for a model, what it calls its parameters, and these; None: it has no such lens."""
+    if model in ("SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE", "OPENCV_FISHEYE"):
+        return "fisheye", "fisheye", [*lens, 0.0, 0.0, 0.0][:4]  # θ · (1 + k1 θ² + … + k4 θ⁸)
+    if model in ("OPENCV", "FULL_OPENCV") and not any(lens[5:]):
+        return "pinhole_brown_t2", "disto_t2", [*lens[:2], *(*lens, 0.0)[4:5], *lens[2:4]]  # k1 k2 k3 p1 p2
+    if model in ("SIMPLE_RADIAL", "RADIAL") or not (any(lens) or model.endswith("FISHEYE")):
+        return "pinhole_radial_k3", "disto_k3", [*lens, 0.0, 0.0, 0.0][:3]  # x · (1 + k1 r² + k2 r⁴)
+    return None
 
 
 def _pointer(name: str | None, polymorphic: int, data: dict[str, Any], number: int) -> dict[str, Any]:
