@@ -417,10 +417,14 @@ def _projections(text: str) -> dict[int, np.ndarray]:
 
 def read_baseline(path: Path, left: Path, right: Path) -> float | None:
     """The distance of two rectified cameras in a file of KITTI's: of the only two, or of those that the
-    folders of their images are numbered by (`image_2`). None where it does not say it."""
+    folders of their images are numbered by (`image_2`). None where it does not say it; `UsageError`: such a
+    file cannot be read."""
     if not path.is_file() or path.suffix.lower() != ".txt":
         return None
-    found = _projections(read_text(path, LARGEST_LIST))
+    try:
+        found = _projections(read_text(path, LARGEST_LIST))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read as KITTI's calib.txt ({error})") from error
     ends = [re.search(r"(\d+)(?:/data)?$", folder.as_posix()) for folder in (left, right)]
     pair = sorted(found) if len(found) == 2 else [int(end[1]) if end else -1 for end in ends]
     if not found.keys() >= set(pair):

@@ -54,16 +54,6 @@ def test_other_things_are_refused_at_once(given):
         as_camera(given, "camera0")
 
 
-@pytest.mark.parametrize("model", CAMERA_MODELS)
-def test_parameters_in_colmaps_order(model):
-    focals, more = CAMERA_MODELS[model]
-    params = [900.0, 950.0][:focals] + [512.0, 384.0] + [0.01 * (i + 1) for i in range(more)]
-    camera = Camera.from_colmap(model, params, (1024, 768))
-    assert (camera.fx, camera.fy) == (900.0, 950.0 if focals == 2 else 900.0)
-    assert (camera.cx, camera.cy) == (511.5, 383.5)
-    assert camera.to_colmap() == (model, tuple(params))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -180,6 +170,9 @@ def test_cameras_of_robots(tmp_path):
     path.write_text("\n".join([*ROWS, ROWS[0].replace("500", "600")]))
     with pytest.raises(UsageError, match="differ"):
         parse_cameras(str(path))
+    path.write_bytes(b"\xff\x00\x81")
+    with pytest.raises(UsageError, match=r"calib\.txt"):
+        read_baseline(path, path, path)
 
 
 def test_cameras_by_name(tmp_path):
@@ -216,6 +209,7 @@ def test_every_model_is_inverted(model, rng):
     fy = 800.0 if CAMERA_MODELS[model][0] == 1 else 820.0
     lens = (0.8,) if model == "FOV" else [-0.15 * (-0.2) ** i for i in range(CAMERA_MODELS[model][1])]
     camera = Camera(800.0, fy, 511.5, 383.5, (1024, 768), model, lens)
+    assert Camera.from_colmap(*camera.to_colmap(), (1024, 768)) == camera
     rays = rng.uniform([-0.55, -0.42], [0.55, 0.42], (300, 2))
     found = undistort(seen(camera, rays), camera)
     np.testing.assert_allclose(found, rays * (camera.fx, camera.fy) + (camera.cx, camera.cy), atol=1e-3)
@@ -253,7 +247,6 @@ def test_a_pose_needs_the_distortion(rng):
         ((640, 480), None, (640, 480)),
         ((10000, 3), 100, (5000, 2)),
         ((12000, 400), 1024, (4857, 162)),
-        ((400, 100), 100, (100, 25)),
         ((1, 1), 1024, (1, 1)),
     ],
 )
