@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from numbers import Real
@@ -111,6 +111,11 @@ def install_command(*distributions: str) -> str:
 def counted(number: int, one: str, many: str | None = None) -> str:
     """`1 pair`, `2 pairs`; for messages."""
     return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def few(names: Sequence[object]) -> str:
+    """The first five, and whether there are more; for messages."""
+    return ", ".join(map(str, names[:5])) + ", …" * (len(names) > 5)
 
 
 def duration(seconds: float) -> str:

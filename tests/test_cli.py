@@ -43,7 +43,8 @@ def small(tmp_path_factory) -> list[Path]:
 
 
 def match(pair, *options: object) -> int:
-    return run("match", *pair, "--preset", "nearest", "--max-keypoints", 400, *options)
+    preset = () if "--preset" in options else ("--preset", "nearest")
+    return run("match", *pair, *preset, "--max-keypoints", 400, *options)
 
 
 def expected(pair, **options) -> matcher.Result:
@@ -164,6 +165,7 @@ def test_kernels_that_could_be_there_are_named_once(views, tmp_path, monkeypatch
         (["--threshold", "7"], 2, "--match-threshold must be a number from 0 to 1"),
         (["--output", "r.txt"], 2, ".csv"),
         (["--output", "none/r.npz"], 2, "make it first"),
+        (["--refine", "--no-refine", "-q", "-q"], 2, "--refine is given more than once"),
         (["--keypoints", "1"], 2, "--max-keypoints"),
         (["--mask0", "gone.png"], 3, "gone.png"),
         (["--max-pixels", "1000"], 3, "1000"),
@@ -218,12 +220,13 @@ def test_internal_errors_have_one_line_and_a_log_their_traceback(small, tmp_path
     ],
 )
 def test_signals_end_a_command_with_a_word(name, number, code, words):
+    file = COMMANDS[name]
     text = (
         "import signal, sys, time, matcher.cli as cli\n"
         # A shell that starts the tests in the background has switched Ctrl-C off for all that they start.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def slow(): print('ready', flush=True), time.sleep(30)\n"
-        f"cli.COMMANDS['{name}'] = '__main__:slow'\n"
+        f"from matcher.cli import {file}; {file}.{name} = slow\n"
         f"sys.exit(cli.main(['{name}']))\n"
     )
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -345,7 +348,7 @@ def test_a_path_named_like_an_option_is_no_option(small, tmp_path, monkeypatch, 
         assert run(*command, "--preset", "nearest") in (2, 3)
         err = capfd.readouterr().err
         assert command[1] in err and "--" not in err
-    assert match(small, "--max-keypoints", 0) == 2 and "--max-keypoints" in capfd.readouterr().err
+    assert run("match", *small, "--max-keypoints", 0) == 2 and "--max-keypoints" in capfd.readouterr().err
 
 
 def test_the_library_names_arguments_not_options():

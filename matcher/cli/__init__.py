@@ -1,7 +1,7 @@
 """The command line: parse, make one library call, print.
 
 Each command is a function that imports what it needs when it runs, so `--help` is fast; only the file of the
-command that was typed is imported. A new command is one line in `COMMANDS`.
+command that was typed is imported. A new command is one name in `_FILES`.
 """
 
 from __future__ import annotations
@@ -19,35 +19,20 @@ from typing import Annotated
 import typer
 
 import matcher
-from matcher.cli.options import runnable
+from matcher.cli.options import OnceEach, runnable
 from matcher.cli.output import complain, detail, exit_code_of, messages, open_standard_streams
 from matcher.processes import bound_primitives
 
-COMMANDS = {  # where their functions are
-    "match": "matcher.cli.pair:match",
-    "align": "matcher.cli.pair:align",
-    "find": "matcher.cli.pair:find",
-    "stitch": "matcher.cli.pair:stitch",
-    "explain": "matcher.cli.pair:explain",
-    "collection": "matcher.cli.runs:collection",
-    "status": "matcher.cli.runs:status",
-    "merge": "matcher.cli.runs:merge",
-    "report": "matcher.cli.runs:report",
-    "export": "matcher.cli.runs:export",
-    "sfm": "matcher.cli.sfm:sfm",
-    "localize": "matcher.cli.sfm:localize",
-    "track": "matcher.cli.track:track",
-    "serve": "matcher.cli.machine:serve",
-    "evaluate": "matcher.cli.laboratory:evaluate",
-    "presets": "matcher.cli.machine:presets",
-    "train": "matcher.cli.laboratory:train",
-    "env": "matcher.cli.machine:environment",
-    "weights list": "matcher.cli.machine:list_weights",
-    "weights verify": "matcher.cli.machine:verify_weights",
-    "weights fetch": "matcher.cli.machine:fetch_weights",
-    "weights import": "matcher.cli.machine:import_weights",
-    "weights export": "matcher.cli.machine:export_weights",
+_WEIGHTS = ("weights list", "weights verify", "weights fetch", "weights import", "weights export")
+_FILES = {  # what is in each: a function of the command's name, `list_weights` for `weights list`
+    "pair": ("match", "align", "find", "stitch", "explain"),
+    "runs": ("collection", "status", "merge", "report", "export"),
+    "sfm": ("sfm", "localize"),
+    "track": ("track",),
+    "laboratory": ("evaluate", "train"),
+    "machine": ("serve", "presets", "env", *_WEIGHTS),
 }
+COMMANDS = {name: file for file in _FILES for name in _FILES[file]}
 GROUPS = {"weights": "List, check, download, convert and export weights."}
 
 
@@ -78,10 +63,12 @@ def build(only: str | None = None) -> typer.Typer:
     )
     app.callback()(_root)
     groups = {name: typer.Typer(help=purpose, no_args_is_help=True) for name, purpose in GROUPS.items()}
-    for name, place in COMMANDS.items():
+    for name, file in COMMANDS.items():
         first, _, second = name.partition(" ")
         if only in (None, first):
-            (groups[first] if second else app).command(second or first)(runnable(resolve_name(place), name))
+            command = resolve_name(f"matcher.cli.{file}:{'_'.join(reversed(name.split()))}")
+            add = (groups[first] if second else app).command(second or first, cls=OnceEach)
+            add(runnable(command, name))
     for name, group in groups.items():
         if only in (None, name):
             app.add_typer(group, name=name)

@@ -215,11 +215,8 @@ def evaluate(
         if calibration:
             from matcher.viz.drawings import draw_reliability, save_figure
 
-            curves = {
-                row["name"]: (row["confidence"], row["accuracy"], row["count"]) for row in table["rows"]
-            }
-            title = f"reliability of match probabilities: {pair_set.name}"
-            figure = draw_reliability(curves, title=title)
+            curves = {r["name"]: (r["confidence"], r["accuracy"], r["count"]) for r in table["rows"]}
+            figure = draw_reliability(curves, title=f"reliability of match probabilities: {pair_set.name}")
             say(f"wrote {save_figure(figure, path.with_name(f'{path.name}.png'))}")
     if skipped:
         complain(f"{skipped} pairs were skipped; the tables give the reasons")

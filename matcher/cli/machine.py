@@ -203,7 +203,7 @@ _PACKAGES = (
 )  # fmt: skip
 
 
-def environment(compile_: bool = False) -> None:
+def env(compile_: bool = False) -> None:
     """Print versions, the device and kernels in use, and the environment variables with their values.
 
     Please include this output in bug reports.

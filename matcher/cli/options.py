@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from matcher.cli.output import Interrupted, complain, detail, say, set_messages
 from matcher.errors import MatcherError, UsageError
@@ -46,6 +47,8 @@ Args:
     threads (N): Number of CPU threads.  [default: all cores]
     overwrite: Replace an existing output even if matcher did not write it.
     json_: Print one JSON object and nothing else.
+    fail_below (SHARE): Exit with code 4 if a smaller share of the matches agrees, as in scenes with depth;
+        `stitch` needs .1 in any case.
     verbose: Print more details.
     quiet: Print only errors and what was asked for: JSON, matrices, settings and what `find` found.
     log (FILE): Append all messages, with timestamps, to FILE.
@@ -172,6 +175,19 @@ def declared(owner: Callable[..., Any]) -> tuple[dict[str, tuple[Any, Any]], Cal
         return owner(*first, **given)
 
     return found, call
+
+
+class OnceEach(TyperCommand):
+    """A command that refuses an option typed twice, of which only the last value would count."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """The arguments that are left over, as typer has it."""
+        _, _, typed = self.make_parser(ctx).parse_args(args=list(args))
+        for option in self.params:
+            alike = typed.count(option) > 1 and not option.multiple
+            if alike and not (option.is_flag and not option.secondary_opts):  # -q -q says nothing else
+                ctx.fail(f"{option.opts[0]} is given more than once; give it once")
+        return super().parse_args(ctx, args)
 
 
 def runnable(command: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -199,8 +199,6 @@ def align(
         difference (FILE.png|.jpg|.tif): Save the absolute difference of the two.
         gcp (FILE.points|.txt|.csv): Save control points of IMAGE0 on the map of IMAGE1, a GeoTIFF, for QGIS,
             OpenDroneMap or GDAL; --output FILE.tif is then a GeoTIFF. Needs rasterio for TIFFs.
-        fail_below (SHARE): Exit with code 4 if a smaller share of the matches agrees, as in scenes with
-            depth.
     """
     from matcher.alignment import rasters
     from matcher.alignment.align import PICTURE_FORMATS
@@ -307,8 +305,7 @@ def find(
             detections.plot(plots[path], overwrite=True)  # check_outputs has refused files of others
         if json_:
             continue
-        count = {0: "no match: the template was not found", 1: "1 instance"}
-        count = count.get(len(detections), f"{len(detections)} instances")
+        count = counted(len(detections), "instance") if detections else "no match: the template was not found"
         count += " of its negative (inverted tones)" * detections.inverted
         show(f"{detections.path}  {count}  {detections.seconds:.2f} s", always=bool(detections))
         for number, instance in enumerate(detections, 1):
@@ -345,8 +342,6 @@ def stitch(
         projection: Surface of the picture; auto: a plane up to 70 degrees of view, else a sphere.
         model: How images move on a plane; auto: the simplest that explains the matches.
         crop: Cut off what no image covers.
-        fail_below (SHARE): Exit with code 4 if a smaller share of the matches agrees, as in scenes with
-            depth.
     """
     from matcher.alignment.align import PICTURE_FORMATS, SCENE_WITH_DEPTH
 

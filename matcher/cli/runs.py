@@ -12,7 +12,7 @@ import typer
 import matcher
 from matcher.cli.options import Count, Natural, loading, parse_camera
 from matcher.cli.output import PARTIAL, ProgressLines, complain, say, show
-from matcher.errors import IntegrityError, UsageError, counted
+from matcher.errors import IntegrityError, UsageError, counted, few
 
 if TYPE_CHECKING:
     from matcher.collection.collection import Collection
@@ -94,7 +94,7 @@ class ImageOptions:
                 "existing matches are kept (--restart deletes them)"
             )
         if changes.unusable:
-            count, some = counted(len(changes.unusable), "file"), ", ".join(changes.unusable[:_LISTED])
+            count, some = counted(len(changes.unusable), "file"), few(changes.unusable)
             complain(f"left out because their names cannot be stored: {count}: {some}")
         return opened, PARTIAL if changes.unusable else 0
 
@@ -204,8 +204,7 @@ def status(run: Path, /, check: bool = False, tracks: bool = False) -> int:
         done, failed, waiting = counts.images_done, counts.images_failed, counts.images_waiting
         show(f"images: {done} done, {failed} failed, {waiting} waiting")
         if alone:
-            some, more = ", ".join(alone[:_LISTED]), ", …" * (len(alone) > _LISTED)
-            show(f"  of these in no pair so far: {counted(len(alone), 'image')}: {some}{more}")
+            show(f"  of these in no pair so far: {counted(len(alone), 'image')}: {few(alone)}")
         lost = {image.name: image.reason for image in store.images() if image.status == "failed"}
         for name, reason in list(lost.items())[:_LISTED]:
             show(f"  failed: {name}: {reason}")

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import replace
 from glob import escape
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,7 +17,7 @@ import matcher
 from matcher.cli.options import DEFAULT_PRESET, Count, check_outputs, expand_images, loading
 from matcher.cli.output import PARTIAL, ProgressLines, complain, say, show
 from matcher.cli.runs import CameraOptions, ImageOptions, PairOptions, match_pairs, suggestion
-from matcher.errors import ImageError, UsageError, counted
+from matcher.errors import ImageError, UsageError, counted, few
 from matcher.presets import PRESETS, configure
 
 if TYPE_CHECKING:
@@ -171,15 +170,9 @@ def sfm(
         if poses is None:  # more pairs are matched for images that get no pose
             mapping["on_incomplete"] = more_pairs(opened, **progress)
     with Store.open(run) as store:
-        verified = (pair.geometry for pair in islice(store.pairs(), 2000) if pair.geometry.status == "ok")
-        shares = [] if run == source else sorted(geometry.inliers.mean() for geometry in verified)
         if known is None:
             intrinsics.say_lacking(choice, names)
         made = reconstruct(store, out, only=names, poses=known, **mapping)
-        # For three quarters of the pairs .95 of a castle's matches, where SIFT does; .86 of a kitchen's,
-        # where COLMAP's SIFT registers 5 of 20 photos; .54 of a beach's from the air.
-        if shares and shares[len(shares) // 4] > 0.9 and not given["preset"].startswith("nearest"):
-            say("these photos are easy to match: SIFT (--preset nearest) would probably do, and sooner")
         settings, scale = store.settings, None
         resize = settings.get("config", {}).get("extractor", {}).get("resize")
         longest = max((max(image.size) for image in store.images()), default=0)
@@ -206,8 +199,7 @@ def _finish(made: Reconstruction, scale: float | None = None) -> int:
         show(line)
     show(f"registered images: {model.registered} of {made.images}")
     if without := made.unregistered:
-        more = f" and {len(without) - 5} more (summary.json names all)" if len(without) > 5 else ""
-        show(f"not registered: {', '.join(without[:5])}{more}")
+        show(f"not registered: {few(without)}{' (summary.json names all)' * (len(without) > 5)}")
     show(f"points: {model.points}, observations: {model.observations}")
     show(f"mean track length: {model.mean_track_length:.2f}")
     show(f"mean reprojection error: {error}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import matcher
 from matcher.cli.options import Count, check_outputs, loading, parse_camera
 from matcher.cli.output import PARTIAL, complain, exit_code_of, say, show, whole_step
-from matcher.errors import ImageError, IntegrityError, UsageError
+from matcher.errors import ImageError, IntegrityError, UsageError, few
 from matcher.files import write_output
 from matcher.presets import DEFAULT_PRESET
 from matcher.viz import PLOT_SUFFIXES
@@ -263,9 +263,9 @@ def _finish(
     if breaks := log.breaks():
         unit = "" if stereo else ", in a unit of length of their own"
         again = log.breaks(back=True)
-        back = f"; from frame {_some(again)} on they are again relative to the first" if again else ""
+        back = f"; from frame {few(again)} on they are again relative to the first" if again else ""
         complain(
-            f"tracking was lost before frame {_some(breaks)}: from there on poses are relative to an "
+            f"tracking was lost before frame {few(breaks)}: from there on poses are relative to an "
             f"extrapolated one{unit}, and parts of the path may lie apart{back}"
         )
     if why is not None:
@@ -320,10 +320,6 @@ def _finish(
     return failed
 
 
-def _some(frames: Sequence[int]) -> str:
-    return ", ".join(map(str, frames[:5])) + ", …" * (len(frames) > 5)
-
-
 # --- The map that the command makes.
 
 
@@ -345,7 +341,7 @@ def _closed(keyframes: matcher.KeyframeMap, close: Callable[[], ClosedTrajectory
     )
     if closed.left_out:
         complain(
-            f"the map is without {len(closed.left_out)} frames ({_some(closed.left_out)}): tracking was lost "
+            f"the map is without {len(closed.left_out)} frames ({few(closed.left_out)}): tracking was lost "
             "between them and the rest, and no keyframes show one place; track both with views in between"
         )
     return closed

@@ -25,7 +25,7 @@ from matcher.collection.settings import Setup, build
 from matcher.collection.sources import NameTable, PairChoice
 from matcher.collection.store import Store
 from matcher.collection.workers import OnProgress, StageProgress
-from matcher.errors import ImageWarning, UsageError, counted
+from matcher.errors import ImageWarning, UsageError, counted, few
 from matcher.files import open_text
 from matcher.image_files import read_gps
 from matcher.images import natural_key
@@ -170,9 +170,8 @@ def chosen_pairs(
     if choice.method == "nearby":
         found = nearby_pairs(positions, k)
         if lacking := [name for name in names if name not in positions]:
-            photos, some = counted(len(lacking), "photo"), ", ".join(lacking[:5])
-            text = f"{photos} without a GPS position, in none of these pairs: {some}"
-            warnings.warn(f"{folder}: {text}{', …' if len(lacking) > 5 else ''}", ImageWarning, stacklevel=3)
+            text = f"{counted(len(lacking), 'photo')} without a GPS position, in none of these pairs"
+            warnings.warn(f"{folder}: {text}: {few(lacking)}", ImageWarning, stacklevel=3)
         return found
     known = store.known_pairs()
     near = nearby_pairs(positions, k) if len(positions) > 1 else []

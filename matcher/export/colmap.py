@@ -21,7 +21,7 @@ import numpy as np
 from matcher.cameras import CAMERA_MODELS, Camera, RigConfig, check_size, focal_of_film
 from matcher.collection.schema import StoredImage, common_camera
 from matcher.collection.tracks import contradicted_pairs
-from matcher.errors import IntegrityError, UsageError, counted, optional
+from matcher.errors import IntegrityError, UsageError, counted, few, optional
 from matcher.files import whole_file
 from matcher.image_files import read_header
 from matcher.types import Features, TwoViewGeometry
@@ -66,7 +66,7 @@ class ExportedRun:
         images = [image for image in store.images() if only is None or image.name in only]
         for status in ("failed", "waiting"):
             if names := [image.name for image in images if image.status == status]:
-                note = f"{len(names)} images {status} in the run are not written: {_few(names)}"
+                note = f"{len(names)} images {status} in the run are not written: {few(names)}"
                 self.report.notes.append(note)
         self.images: list[StoredImage] = [
             replace(image, camera=image.camera or common) for image in images if image.status == "done"
@@ -122,7 +122,7 @@ class ExportedRun:
     def refuse_names(self, bad: Callable[[str], object], reason: str) -> None:
         """Refuse an export whose format cannot hold some of the names (`UsageError`)."""
         if found := [name for name in self.names if bad(name)]:
-            raise UsageError(f"{len(found)} names {reason}; rename them: {_few(found)}")
+            raise UsageError(f"{len(found)} names {reason}; rename them: {few(found)}")
 
     def refuse_collisions(self, key: Callable[[str], str], reason: str) -> None:
         """Refuse an export whose format would give one key to several names (`UsageError`)."""
@@ -130,11 +130,7 @@ class ExportedRun:
         for name in self.names:
             groups.setdefault(key(name), []).append(name)
         if found := [" = ".join(group) for group in groups.values() if len(group) > 1]:
-            raise UsageError(f"{len(found)} groups of names become one {reason}; rename them: {_few(found)}")
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+            raise UsageError(f"{len(found)} groups of names become one {reason}; rename them: {few(found)}")
 
 
 # Which photos share a camera, and what is known about it before the reconstruction.

@@ -18,7 +18,7 @@ import numpy as np
 from matcher.collection.schema import common_camera
 from matcher.collection.settings import feature_settings
 from matcher.collection.tracks import refine_run
-from matcher.errors import MatcherError, UsageError, counted
+from matcher.errors import MatcherError, UsageError, counted, few
 from matcher.export.colmap import CameraChoice, ExportReport, import_pycolmap, write_colmap
 from matcher.files import whole_folder, write_whole
 from matcher.image_files import read_gps
@@ -198,8 +198,7 @@ def _mapped(
     used = _with_features(store, only)
     rows = [(image.name, image.sha256) for image in store.images() if image.name in used and image.sha256]
     if copies := [f"{name} is {first[sha]}" for name, sha in rows if first.setdefault(sha, name) != name]:
-        more = f" and {len(copies) - 5} more" if len(copies) > 5 else ""
-        report.notes.append(f"copies, which show nothing more: {', '.join(copies[:5])}{more}")
+        report.notes.append(f"copies, which show nothing more: {few(copies)}")
     given = len(report.given_cameras)
     if job["mapper"] == "triangulate" and report.guessed_cameras:
         report.notes.append(
