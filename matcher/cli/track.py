@@ -55,7 +55,7 @@ def track(
 
     Trajectories hold world_from_cam, a line per frame: t x y z qx qy qz qw (.tum) or 12 numbers (.kitti). A
     live camera runs until Ctrl-C. An interrupted --map DIR is finished by `matcher track DIR --map DIR`.
-    If most frames get no measured pose, the exit code is 4.
+    If frames cannot be read or most get no measured pose, the exit code is 4.
 
     Args:
         source (VIDEO|FOLDER|CAMERA_INDEX): Video file, folder of frames, or index of a live camera.
