@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import replace
 from glob import escape
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -120,9 +121,9 @@ def sfm(
         if choice.rig is not None:
             choice.rig.frames(names)
         if dry_run:
-            done, waiting, failed = counts.pairs_done, counts.pairs_waiting, counts.pairs_failed
             show(f"images: {len(names)} of {counts.images} in {source}")
-            show(f"pairs: {done} matched, {waiting} waiting, {failed} failed")
+            left = f"{counts.pairs_waiting} waiting, {counts.pairs_failed} failed"
+            show(f"pairs: {counts.pairs_done} matched, {left}")
             show(f"would create {out}")
             return 0
     else:
@@ -170,9 +171,14 @@ def sfm(
         if poses is None:  # more pairs are matched for images that get no pose
             mapping["on_incomplete"] = more_pairs(opened, **progress)
     with Store.open(run) as store:
+        verified = (pair.geometry for pair in islice(store.pairs(), 2000) if pair.geometry.status == "ok")
+        shares = [] if run == source else sorted(geometry.inliers.mean() for geometry in verified)
         if known is None:
             intrinsics.say_lacking(choice, names)
         made = reconstruct(store, out, only=names, poses=known, **mapping)
+        # Of a castle, where SIFT does, .95; of a kitchen, where it registers 5 of 20 photos, .86.
+        if shares and shares[len(shares) // 4] > 0.9 and not given["preset"].startswith("nearest"):
+            say("these photos are easy to match: SIFT (--preset nearest) would probably do, and sooner")
         settings, scale = store.settings, None
         resize = settings.get("config", {}).get("extractor", {}).get("resize")
         longest = max((max(image.size) for image in store.images()), default=0)
