@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import cv2
 import numpy as np
@@ -17,7 +17,6 @@ from matcher.alignment.align import planar_pipeline
 from matcher.errors import UsageError
 from matcher.files import check_output
 from matcher.geometry import warp_points
-from matcher.loading import takes
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions, from_file, refuse_further_passes
 from matcher.types import Features, Image, to_numpy
@@ -82,7 +81,8 @@ class Detections:
     template: Image
     path: Path | None = None  # of the image
     seconds: float = 0.0
-    inverted: bool = False  # found by correlation with a negative of the template, up to 128 pixels large
+    inverted: bool = False  # what was found is a negative of the template
+    mirrored: bool = False  # nothing was found but a mirror image of the template, larger than 128 pixels
 
     def __len__(self) -> int:
         return len(self.instances)
@@ -94,9 +94,8 @@ class Detections:
         """Plain values, ready for `json.dumps`."""
         width, height = self.size
         found = {"path": None if self.path is None else str(self.path), "width": width, "height": height}
-        instances = [instance.to_dict() for instance in self.instances]
-        found["inverted"] = self.inverted
-        return {**found, "instances": instances, "seconds": round(self.seconds, 3)}
+        found |= {"inverted": self.inverted, "mirrored": self.mirrored}
+        return {**found, "instances": [one.to_dict() for one in self], "seconds": round(self.seconds, 3)}
 
     def plot(self, path: str | Path, image: ImageInput | None = None, *, overwrite: bool = False) -> Path:
         """Draw the template, and the image with the outlines of its instances; whole or not at all.
@@ -167,6 +166,7 @@ def as_it_is(pixels: np.ndarray, mask: np.ndarray | None = None) -> Image:
 
 # The search.
 
+Progress = Callable[[int, int], None]  # takes how many are done, and of how many
 RESIZE = 4096  # default longer side that larger images are reduced to
 _SIDES = (512, 170)  # longer sides of the template that are searched for, pixels
 
@@ -202,7 +202,7 @@ class TemplateFinder:
     An image is searched at sizes a factor of three apart, coarse ones first, in windows of 1024 pixels, in
     each until no more homography is found. Every instance is then rectified to the template's scale and
     rotation and matched once more, which refines it and rejects false detections. Where there is none, a
-    negative of the template is looked for, by correlation.
+    negative of the template is looked for.
 
     >>> import matcher, numpy as np
     >>> images = np.random.default_rng(0).integers(0, 255, (2, 300, 400), dtype=np.uint8)
@@ -225,8 +225,8 @@ class TemplateFinder:
         Args:
             template: as `Pipeline.match` takes images.
             preset: a preset's name, with `options` of `matcher.load`, of which `resize` is 4096 if absent and
-                `max_keypoints` is of a window; or a pipeline, whose estimator is replaced by one of
-                homographies.
+                `max_keypoints` is of a window; or a pipeline, whose `resize` is replaced by 4096 and its
+                estimator by one of homographies.
             template_mask: not zero where keypoints may lie.
             max_instances: in one image.
 
@@ -239,122 +239,169 @@ class TemplateFinder:
         refuse_further_passes(options, "a template is looked for window by window, at all scales")
         if not isinstance(preset, Pipeline):
             preset, options = from_file(preset, options)
-            if takes(preset, "resize"):
-                options = {"resize": RESIZE, **options}
-        self.pipeline = planar_pipeline(preset, options)
+        pipeline = planar_pipeline(preset, options)
+        if options.get("resize") is None:
+            extractor = replace(pipeline.config.extractor, resize=RESIZE, soft_resize=None)
+            pipeline = replace(pipeline, config=replace(pipeline.config, extractor=extractor))
+        self.pipeline = pipeline
         self.max_instances = max_instances
         self.template = self.pipeline.read_full(template, template_mask)
         width, height = self.template.size
         self._outline = np.array([[0, 0], [width, 0], [width, height], [0, height]]) - 0.5
         self._longer = longer = max(self.template.pixels.shape[:2])
         largest = min(max(longer, 256), 4 * longer, _SIDES[0])  # small ones are enlarged, four times at most
-        sides = [largest]
-        while sides[-1] >= _SIDES[1] and len(sides) < 3:
-            sides.append(sides[-1] / 2)
+        sides = [largest / 2**k for k in range(3) if not k or largest / 2**k >= _SIDES[1] / 2]
         scaled = (resized_by(self.template, side / longer) for side in sides)
         self._templates = [Window(self.pipeline.extract(shown), matrix) for shown, matrix in scaled]
-        least = self.pipeline.config.estimation.min_inliers
+        self._least = least = self.pipeline.config.estimation.min_inliers
         self._keypoints, name = len(self._templates[0].features), self.template.path or "the template"
-        if self._keypoints < least and (
-            longer > LONGEST or _is_plain(self.template.pixels, self.template.mask)
-        ):
+        correlated = longer <= LONGEST and not _is_plain(self.template.pixels, self.template.mask)
+        if self._keypoints < least and not correlated:
             why = f"it has {self._keypoints} keypoints, and {least} are needed"
             raise UsageError(f"{name} is too plain: {why}; give a cut-out that shows more")
-        self._enlarged = max(1.0, largest / longer / 2)
 
     def find(
         self,
         image: ImageInput,
         mask: Mask | None = None,
         *,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_progress: Progress = lambda done, total: None,
     ) -> Detections:
         """The instances in one image; `ImageError`: it cannot be read.
 
-        `on_progress` is called with the windows that were searched and how many there are, each time that the
-        image is searched as a whole.
+        `on_progress` is called with the windows that were searched and how many there are.
         """
         start = perf_counter()
         shown = self.pipeline.read(image, mask)
-        found: list[Instance] = []
-        to_stored, from_stored = np.linalg.inv(stored_to_pixels(shown)), stored_to_pixels(self.template)
-        template = self.template.pixels, shown.pixels, self.template.mask
-        for one in _find_copies(*template, self.max_instances) if self._longer <= LONGEST else ():
-            inner = np.array([[one.scale, 0, one.x], [0, one.scale, one.y], [0, 0, 1]])
-            matrix = to_stored @ inner @ from_stored
-            found.append(Instance(matrix, warp_points(self._outline, matrix), 0, one.correlation))
-        keypoints = self._keypoints >= self.pipeline.config.estimation.min_inliers
-        keypoints &= not (found and self._longer <= LONGEST / 2)
-        enlarged_by = [self._enlarged] if self._templates else []
-        if self._templates and self._longer > LONGEST and self._keypoints < PLAIN:
-            enlarged_by.append(2 * self._enlarged)
-        sides = shown.pixels.shape[:2]
-        for enlarged in enlarged_by if keypoints else ():
-            if found and enlarged > self._enlarged:
+        copies, negatives = self._copies(shown)
+        found, negative = list(copies), self._with(np.invert(self.template.pixels), self.template.mask)
+        searched = self._keypoints >= self._least
+        if searched and not (copies and self._longer <= LONGEST / 2):
+            if not copies:
+                self._search_windows(shown, found, on_progress)
+            # Where the template correlates with the image, each place is matched by itself.
+            places, opposite = _propose(self.template.grey(), shown.grey(), 40)
+            self._search_places(shown, places, found)
+        inverted = not any(self._shows(shown, one) for one in found)
+        if inverted:
+            copies, found = negatives, [*negatives, *found]
+            if searched and not (copies and self._longer <= LONGEST / 2):
+                negative._search_places(shown, opposite, found)
+        finder = negative if inverted else self
+        # Where there are copies, what is less alike is another thing.
+        found = [one for one in found if not one.inliers or finder._shows(shown, one, bool(copies))]
+        found.sort(key=lambda instance: (instance.inliers > 0, -instance.inliers))
+        flipped, mirrored = self._with(self.template.pixels[:, ::-1]), []
+        if not found and searched and self._longer > LONGEST:
+            flipped._search_places(shown, _propose(flipped.template.grey(), shown.grey(), 40)[0], mirrored)
+        told = perf_counter() - start, inverted and bool(found), bool(mirrored)
+        return Detections(tuple(found), shown.size, self.template, shown.path, *told)
+
+    def _with(self, pixels: np.ndarray, mask: np.ndarray | None = None) -> TemplateFinder:
+        """The finder of a template that is changed, by which places are matched."""
+        other = copy(self)
+        other.template = replace(self.template, pixels=np.ascontiguousarray(pixels), mask=mask)
+        return other
+
+    def _copies(self, image: Image) -> list[list[Instance]]:
+        """The upright instances by correlation, at .6 to 2.4 times the template's size, the most similar
+        first; and, where there are none, those of its negative."""
+        found: list[list[Instance]] = [[], []]
+        opaque, grey, whole = self.template.mask, self.template.grey(), image.grey()
+        if self._longer > LONGEST or _is_plain(self.template.pixels, opaque):
+            return found
+        candidates: list[list[Place]] = [[], []]
+        for scale in np.geomspace(0.6, 2.4, 25):  # steps of 6 %: half moves a border of 64 pixels by one
+            # A copy of 28 pixels suffices to tell where it may be.
+            factor = min(1.0, max(28 / scale / self._longer, 1 / min(whole.shape)))
+            shown = cv2.resize(whole, None, fx=factor, fy=factor, interpolation=cv2.INTER_AREA)
+            response = _response(grey, shown, opaque, scale * factor)
+            for listed, peaks in zip(candidates, _peaks(response, 0.7), strict=True):
+                listed += [(value, x / factor, y / factor, scale) for x, y, value in peaks]
+        pixels, negative = as_colour(image.pixels), self._with(np.invert(self.template.pixels), opaque)
+        for listed, kept, finder in zip(candidates, found, (self, negative), strict=True):
+            for place in sorted(listed, key=lambda each: -each[0])[:200]:
+                new = len(kept) < self.max_instances and self._new_copy(image, kept, place)
+                best = _fitted(as_colour(finder.template.pixels), pixels, opaque, place) if new else None
+                one = best and self._new_copy(image, kept, best)  # it may have moved
+                kept += [one] if one and finder._shows(image, one, strict=True) else []
+            if kept:
                 break
-            # With two template sizes, steps of 3 leave a change of scale within 1.7 either way.
-            factors = [enlarged]
-            while max(sides) * factors[-1] / 3 >= 320:
-                factors.append(factors[-1] / 3)
-            places = (_places([round(side * factor) for side in sides]) for factor in factors)
-            done, total = 0, sum(map(len, places))
-            on_progress(done, total)
-            for factor in factors[::-1]:
-                # The small template is for instances that are small even in the largest image.
-                templates = self._templates if factor == factors[0] else self._templates[:1]
-                for window in windows(shown, factor, self.pipeline):
-                    for template in templates:
-                        self._search(shown, template, window, found)
-                    on_progress(done := done + 1, total)
+        return [sorted(kept, key=lambda each: -each.share) for kept in found]
+
+    def _new_copy(self, image: Image, found: list[Instance], place: Place) -> Instance | None:
+        """The upright instance at a place; None if it is found already, or masked in the image."""
+        correlation, x, y, scale = place
+        inner = np.array([[scale, 0, x], [0, scale, y], [0, 0, 1]])
+        matrix = np.linalg.inv(stored_to_pixels(image)) @ inner @ stored_to_pixels(self.template)
+        corners = warp_points(self._outline, matrix)
+        height, width = self.template.pixels.shape[:2]
+        middle = int(y + scale * height / 2), int(x + scale * width / 2)
+        new = (image.mask is None or image.mask[middle]) and _is_new(corners, found)
+        return Instance(matrix, corners, 0, correlation) if new else None
+
+    def _search_windows(self, image: Image, found: list[Instance], on_progress: Progress) -> None:
+        """Add the instances that keypoints of windows show."""
+        # Smaller templates are enlarged, up to twice; icons are found where they correlate.
+        sides, enlarged = image.pixels.shape[:2], LONGEST / self._longer
+        factors = [enlarged if 1 < enlarged < 2 else 1.0]
+        # With two template sizes, steps of 3 leave a change of scale within 1.7 either way.
+        while max(sides) * factors[-1] / 3 >= 320:
+            factors.append(factors[-1] / 3)
+        places = (_places([round(side * factor) for side in sides]) for factor in factors)
+        done, total = 0, sum(map(len, places))
+        on_progress(done, total)
+        for factor in factors[::-1]:
+            # The small template is for instances that are small even in the largest image.
+            templates = self._templates if factor == factors[0] else self._templates[:1]
+            for window in windows(image, factor, self.pipeline):
+                for template in templates:
+                    self._search(image, template, window, found)
+                on_progress(done := done + 1, total)
+
+    def _search_places(self, image: Image, places: list[np.ndarray], found: list[Instance]) -> None:
+        """Add the instances at proposed places, (3, 3) from the template's pixels to those of the image."""
         failures = 0  # in a row
-        # Where the template correlates with the image, each place is matched by itself.
-        for matrix in _propose(self.template.grey(), shown.grey(), 40) if keypoints else ():
+        to_stored, from_stored = np.linalg.inv(stored_to_pixels(image)), stored_to_pixels(self.template)
+        for place in places:
             if len(found) == self.max_instances or failures == 5:
                 break
-            matrix = to_stored @ matrix @ from_stored
-            corners = self._corners(matrix)
-            if corners is None or not _is_new(corners, found):
+            matrix = to_stored @ place @ from_stored
+            if (corners := self._corners(matrix)) is None or not _is_new(corners, found):
                 continue
-            instance = self._confirmed(shown, matrix)
+            instance = self._confirmed(image, matrix)
             failures += 1
-            right = instance is not None and self._likeness(shown, instance)[0] >= 0.75
+            right = instance is not None and self._likeness(image, instance)[0] >= 0.75
             if right and _is_new(instance.corners, found):
                 found.append(instance)
                 failures = 0
-        if found and not found[0].inliers:  # where there are copies, what is less alike is another thing
-            alike = [(1.0, 0.0) if not one.inliers else self._likeness(shown, one) for one in found]
-            found = [one for one, (most, off) in zip(found, alike, strict=True) if most > 0.88 and off <= 48]
-        found.sort(key=lambda instance: (instance.inliers > 0, -instance.inliers))
-        inverted = not found and bool(self._templates)
-        if inverted:
-            negative = copy(self)
-            negative.template = replace(self.template, pixels=np.invert(self.template.pixels))
-            negative._templates = []
-            found = negative.find(shown).instances
-        seconds, inverted = perf_counter() - start, inverted and bool(found)
-        return Detections(tuple(found), shown.size, self.template, shown.path, seconds, inverted)
 
-    def _likeness(self, image: Image, instance: Instance) -> tuple[float, float]:
-        """The correlation of an instance with the template, at the size of the smaller of both, and by how
-        many grey values their mean colours differ."""
-        longer = self._longer
-        side = np.clip(instance.scale * longer * np.sqrt(np.prod(image.scale)), 16, longer)
-        shown, from_stored = resized_by(self.template, float(side) / longer)
+    def _likeness(self, image: Image, instance: Instance) -> tuple[float, float, float]:
+        """The correlation of an instance with the template, at the size of the smaller of both, by how many
+        grey values their mean colours differ, and the ratio of their contrasts."""
+        size = instance.scale * np.sqrt(np.prod(image.scale))
+        shown, from_stored = resized_by(self.template, float(np.clip(size, 16 / self._longer, 1)))
         laid = lay_over(image, shown, from_stored @ np.linalg.inv(instance.matrix))
-        if not laid.covered.any():
-            return 0.0, np.inf
-        off = np.subtract(*(each[laid.covered].mean(axis=0) for each in laid[:2]))
-        pixels = (each[laid.covered] for each in (as_it_is(laid.above).grey(), shown.grey()))
+        inside = laid.covered if shown.mask is None else laid.covered & shown.mask
+        if not inside.any():
+            return 0.0, np.inf, 0.0
+        off = np.subtract(*(each[inside].mean(axis=0) for each in laid[:2]))
+        pixels = (each[inside] for each in (as_it_is(laid.above).grey(), shown.grey()))
         there, here = (each.astype(np.float64) - each.mean() for each in pixels)
-        correlation = there @ here / max(np.sqrt((there @ there) * (here @ here)), 1e-9)
-        return float(correlation), float(np.abs(off).max())
+        contrasts = np.maximum([np.sqrt(there @ there), np.sqrt(here @ here)], 1e-5)
+        return there @ here / contrasts.prod(), np.abs(off).max(), contrasts[0] / contrasts[1]
+
+    def _shows(self, image: Image, instance: Instance, strict: bool = False) -> bool:
+        """Whether an instance is not of the negative and, if `strict`, a copy, also in the mean colours and
+        the contrast that correlation leaves out; what is greyed out has half of that."""
+        like, off, contrast = self._likeness(image, instance)
+        return like > 0.88 and off <= 48 and 0.6 <= contrast <= 1 / 0.6 if strict else like > -0.3
 
     def _search(self, image: Image, template: Window, window: Window, found: list[Instance]) -> None:
         """Add the instances of one window to those found already."""
-        least = self.pipeline.config.estimation.min_inliers
         while len(found) < self.max_instances:
             window = window.outside([instance.corners for instance in found])
-            if min(len(template.features), len(window.features)) < least:
+            if min(len(template.features), len(window.features)) < self._least:
                 return
             matrix, _ = self._homography(template.features, window.features)
             if matrix is not None:
@@ -368,8 +415,7 @@ class TemplateFinder:
         """The homography from image 0 to 1, None without one, and its inliers."""
         matches = self.pipeline.match_features(features0, features1)
         geometry = self.pipeline.verify(features0, features1, matches)
-        right = geometry.status == "ok"
-        return (geometry.matrix, int(geometry.inliers.sum())) if right else (None, 0)
+        return (geometry.matrix, int(geometry.inliers.sum())) if geometry.status == "ok" else (None, 0)
 
     def _confirmed(self, image: Image, matrix: np.ndarray) -> Instance | None:
         """The instance refined after rectification; None if the template is not matched there again."""
@@ -413,19 +459,19 @@ class TemplateFinder:
 
 
 def _is_new(corners: np.ndarray, found: list[Instance]) -> bool:
-    """Whether a quadrilateral (4, 2) covers none of the instances: intersection over union."""
+    """Whether a quadrilateral (4, 2) and none of the instances cover half of each other."""
     one, others = corners.astype(np.float32), [instance.corners.astype(np.float32) for instance in found]
     shared = [cv2.intersectConvexConvex(one, other)[0] for other in others]
-    joined = [cv2.contourArea(one) + cv2.contourArea(other) for other in others]
-    return all(both <= 0.3 * (area - both) for both, area in zip(shared, joined, strict=True))
+    smaller = [min(cv2.contourArea(one), cv2.contourArea(other)) for other in others]
+    return all(both <= 0.5 * area for both, area in zip(shared, smaller, strict=True))
 
 
 # Templates by normalised cross-correlation. Icons and buttons are too small or too plain for keypoints, and
 # are copies up to their size. Larger templates are proposed where they correlate: several copies take each
 # other's matches, one by itself does not.
 
+Place = tuple[float, float, float, float]  # correlation, x, y of the template's first pixel, and scale
 LONGEST = 128  # pixels of the longer side of templates that correlation alone finds
-PLAIN = 300  # keypoints of a template; with fewer, images where it is not found are enlarged
 
 
 def _is_plain(pixels: np.ndarray, mask: np.ndarray | None) -> bool:
@@ -434,128 +480,86 @@ def _is_plain(pixels: np.ndarray, mask: np.ndarray | None) -> bool:
     return not len(opaque) or opaque.std(axis=0).max() < 6
 
 
-class _Copy(NamedTuple):
-    """An upright instance."""
-
-    x: float  # of the centre of the template's first pixel, pixels of the image
-    y: float
-    scale: float
-    correlation: float
-
-    def middle(self, template: np.ndarray) -> np.ndarray:
-        """(2,) the middle of the instance."""
-        return np.array([self.x, self.y]) + self.scale * np.array(template.shape[1::-1]) / 2
+def _peaks(response: np.ndarray, least: float) -> Iterator[list[tuple[int, int, float]]]:
+    """The places (x, y) where a correlation is largest around, and how large; and the negative's."""
+    for values in (response, -response):
+        high = np.flatnonzero(values > least)
+        if len(high):
+            high = high[values.ravel()[high] == cv2.dilate(values, np.ones((9, 9))).ravel()[high]]
+        rows, columns = np.unravel_index(high, values.shape)
+        yield list(zip(columns.tolist(), rows.tolist(), values.ravel()[high].tolist(), strict=True))
 
 
-def _find_copies(template: np.ndarray, image: np.ndarray, mask: np.ndarray | None, most: int) -> list[_Copy]:
-    """At most so many copies of a template, opaque where a mask (h, w) is true, in an image, both (H, W) or
-    (H, W, 3) uint8, at .6 to 2.4 times its size, the most similar first. Overlapping ones count once."""
-    template, image = as_colour(template), as_colour(image)
-    grey = cv2.cvtColor(template, cv2.COLOR_RGB2GRAY), cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
-    if _is_plain(template, mask):
-        return []
-    candidates: list[_Copy] = []
-    for scale in np.geomspace(0.6, 2.4, 25):  # steps of 6 %: half of it moves a border of 64 pixels by one
-        if (response := _response(*grey, mask, scale)) is not None:
-            peaks = (response == cv2.dilate(response, np.ones((9, 9)))) & (response > 0.7)
-            candidates += [_Copy(x, y, scale, response[y, x]) for y, x in np.argwhere(peaks).tolist()]
-    found: list[_Copy] = []
-
-    def is_apart(one: _Copy) -> bool:
-        offsets = ((one.middle(template) - other.middle(template)) / other.scale for other in found)
-        return all(np.any(2 * np.abs(offset) >= template.shape[1::-1]) for offset in offsets)
-
-    for one in sorted(candidates, key=lambda each: -each.correlation)[:200]:
-        if len(found) < most and is_apart(one) and (best := _fitted(template, image, mask, one)) is not None:
-            found += [best] * is_apart(best)  # it may have moved
-    return sorted(found, key=lambda each: -each.correlation)
-
-
-def _response(
-    template: np.ndarray, image: np.ndarray, mask: np.ndarray | None, scale: float
-) -> np.ndarray | None:
-    """The correlation coefficient at every place, for one scale; None where the template does not fit."""
+def _response(template: np.ndarray, image: np.ndarray, mask: np.ndarray | None, scale: float) -> np.ndarray:
+    """The correlation coefficient at every place, for one scale; one 0 where the template does not fit."""
     height, width = (max(4, round(scale * n)) for n in template.shape[:2])
     if height > image.shape[0] or width > image.shape[1]:
-        return None
+        return np.zeros((1, 1), np.float32)
     how = cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR
     small = cv2.resize(template, (width, height), interpolation=how)
-    given = {}
+    cover = None
     if mask is not None and not mask.all():
         cover = cv2.resize(mask * np.uint8(255), (width, height), interpolation=cv2.INTER_AREA)
-        cover = (cover > 127).astype(np.uint8)
-        given["mask"] = cover if small.ndim == 2 else np.dstack([cover] * 3)
-    response = cv2.matchTemplate(image, small, cv2.TM_CCOEFF_NORMED, **given)
-    return np.where(np.isfinite(response) & (response <= 1.001), response, -1).astype(np.float32)
+        cover = np.dstack([(cover > 127).astype(np.uint8)] * (1 if small.ndim == 2 else 3))
+    response = cv2.matchTemplate(image, small, cv2.TM_CCOEFF_NORMED, mask=cover)
+    return np.where(np.isfinite(response) & (np.abs(response) <= 1.001), response, 0).astype(np.float32)
 
 
-def _fitted(template: np.ndarray, image: np.ndarray, mask: np.ndarray | None, near: _Copy) -> _Copy | None:
-    """The copy near a candidate at the scale that fits best; None if none fits well."""
+def _fitted(template: np.ndarray, image: np.ndarray, mask: np.ndarray | None, near: Place) -> Place | None:
+    """The place near a candidate that fits best; None if none fits well."""
+    _, x, y, scale = near
     height, width = template.shape[:2]
-    reach = 3 + round(0.06 * near.scale * max(height, width))
-    x, y, wide = int(near.x), int(near.y), round(near.scale * width)
-    top, left = max(0, y - reach), max(0, x - reach)
-    part = image[top : y + round(near.scale * height) + reach, left : x + wide + reach]
+    reach, wide = 3 + round(0.06 * scale * max(height, width)), round(scale * width)
+    top, left = max(0, int(y) - reach), max(0, int(x) - reach)
+    part = image[top : int(y) + round(scale * height) + reach, left : int(x) + wide + reach]
     best = None
     for wider in range(max(4, wide - 3), wide + 4):  # sizes are whole pixels
         scale = wider / width
-        if (response := _response(template, part, mask, scale)) is None:
-            continue
-        row, column = np.unravel_index(response.argmax(), response.shape)
-        value = float(response[row, column])
-        if best is None or value > best.correlation:
+        response = _response(template, part, mask, scale)
+        _, value, _, (column, row) = cv2.minMaxLoc(response)
+        if value > (0.88 if best is None else best[0]):
             dx, dy = _vertex(response[row], column), _vertex(response[:, column], row)
             # the centre of the template's first pixel, of pixels that are `scale` pixels wide
-            best = _Copy(left + column + dx + (scale - 1) / 2, top + row + dy + (scale - 1) / 2, scale, value)
-    if best is None or best.correlation < 0.88:
-        return None
-    x0, y0 = max(0, round(best.x)), max(0, round(best.y))
-    x1, y1 = round(best.x) + round(best.scale * width), round(best.y) + round(best.scale * height)
-    there = cv2.resize(image[y0:y1, x0:x1], (width, height), interpolation=cv2.INTER_AREA)
-    inside = np.ones((height, width), bool) if mask is None else mask
-    # Correlation leaves out the mean colours and the contrast. A copy has those of the template, within 48
-    # grey values; what is greyed out has half of its contrast.
-    difference = np.abs(there[inside].astype(float).mean(axis=0) - template[inside].mean(axis=0)).max()
-    contrast = there[inside].std() / template[inside].std()
-    return best if difference <= 48 and 0.6 <= contrast <= 1 / 0.6 else None
+            best = value, left + column + dx + (scale - 1) / 2, top + row + dy + (scale - 1) / 2, scale
+    return best
 
 
 def _vertex(line: np.ndarray, at: int) -> float:
     """The place of a maximum relative to its pixel, by a parabola."""
-    if not 0 < at < len(line) - 1:
-        return 0.0
-    before, middle, after = (float(value) for value in line[at - 1 : at + 2])
-    bend = before - 2 * middle + after
-    return float(np.clip((before - after) / (2 * bend), -0.5, 0.5)) if bend < 0 else 0.0
+    before, middle, after = np.pad(line, 1, mode="reflect")[at : at + 3].astype(float)
+    bend = min(before - 2 * middle + after, -1e-9)
+    return float(np.clip((before - after) / (2 * bend), -0.5, 0.5))
 
 
-def _propose(template: np.ndarray, image: np.ndarray, most: int) -> list[np.ndarray]:
+def _propose(template: np.ndarray, image: np.ndarray, most: int) -> list[list[np.ndarray]]:
     """At most so many similarities (3, 3) from a template to an image, both grey, uint8, where they are alike
-    at scales of .3 to 3 and any turn, best first; they are to be matched and verified."""
-    found: list[tuple[float, np.ndarray, np.ndarray]] = []
-    longer = max(template.shape)
+    at scales of .3 to 3 and any turn, best first, and as many from its negative; they are to be matched and
+    verified."""
+    found: list[list[tuple[float, np.ndarray]]] = [[], []]
+    longer, small = max(template.shape), 0.0
     centre = np.array([(template.shape[1] - 1) / 2, (template.shape[0] - 1) / 2, 1])
-    for scale in np.geomspace(0.3, 3.0, 14):
-        # Both images are smaller by a factor that leaves a copy of this scale 28 pixels, which suffice.
-        factor = min(1.0, 28 / (min(scale, 1.0) * longer))
-        size = tuple(max(1, round(n * factor)) for n in image.shape[1::-1])
-        shown = cv2.resize(image, size, interpolation=cv2.INTER_AREA)
+    scales = np.geomspace(0.3, 3.0, 14)
+    for scale in scales[scales**2 * template.size > 16**2]:
+        factor = min(1.0, max(22 / scale / longer, 1 / min(image.shape)))  # so many pixels suffice
+        shown = cv2.resize(image, None, fx=factor, fy=factor, interpolation=cv2.INTER_AREA)
+        if abs(small - scale * factor) > 1e-9:
+            small = scale * factor
+            turned = [_turned(template, small, degrees) for degrees in range(0, 360, 15)]
         back = np.linalg.inv(resizing((factor, factor)))
-        for degrees in range(0, 360, 15):
-            turned, to_turned = _turned(template, scale * factor, degrees)
-            if min(turned.shape) < 8 or np.any(np.array(turned.shape) > shown.shape):
+        for patch, to_patch in turned:
+            if min(patch.shape) < 8 or np.any(np.array(patch.shape) > shown.shape):
                 continue
-            response = cv2.matchTemplate(shown, turned, cv2.TM_CCOEFF_NORMED)
-            peaks = (response == cv2.dilate(response, np.ones((7, 7)))) & (response > 0.55)
-            for y, x in np.argwhere(peaks):
-                matrix = back @ np.array([[1, 0, x], [0, 1, y], [0, 0, 1.0]]) @ to_turned
-                found.append((float(response[y, x]), matrix, matrix[:2] @ centre))
-    kept: list[tuple[float, np.ndarray, np.ndarray]] = []
-    for one in sorted(found, key=lambda each: -each[0]):
-        size = np.sqrt(np.linalg.det(one[1][:2, :2])) * longer
-        if len(kept) < most and all(np.linalg.norm(one[2] - other[2]) > size / 3 for other in kept):
-            kept.append(one)
-    return [matrix for _, matrix, _ in kept]
+            response = cv2.matchTemplate(shown, patch, cv2.TM_CCOEFF_NORMED)
+            for listed, peaks in zip(found, _peaks(response, 0.55), strict=True):
+                for x, y, value in peaks:
+                    listed.append((value, back @ np.array([[1, 0, x], [0, 1, y], [0, 0, 1.0]]) @ to_patch))
+    kept: list[list[np.ndarray]] = [[], []]
+    for listed, best in zip(found, kept, strict=True):
+        for _, one in sorted(listed, key=lambda each: -each[0]):
+            size = np.sqrt(np.linalg.det(one[:2, :2])) * longer
+            if len(best) < most and all(np.linalg.norm((one - o)[:2] @ centre) > size / 3 for o in best):
+                best.append(one)
+    return kept
 
 
 def _turned(template: np.ndarray, scale: float, degrees: float) -> tuple[np.ndarray, np.ndarray]:
@@ -563,14 +567,11 @@ def _turned(template: np.ndarray, scale: float, degrees: float) -> tuple[np.ndar
     height, width = template.shape
     cos, sin = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
     linear = scale * np.array([[cos, -sin], [sin, cos]])
-
-    def fitting(w: float, h: float) -> tuple[float, float]:
-        """The largest upright rectangle of this aspect within the turned one."""
-        shrink = min(width / (abs(cos) * w + abs(sin) * h), height / (abs(sin) * w + abs(cos) * h))
-        return shrink * w, shrink * h
-
-    inner = max(fitting(width, height), fitting(height, width), key=np.prod)
-    size = tuple(max(1, int(scale * n)) for n in inner)
+    # The largest upright rectangle within the turned template, lying or standing.
+    inner = np.array([[width, height], [height, width]], float)
+    turned = inner @ np.abs([[cos, sin], [sin, cos]])
+    inner *= (np.array([width, height]) / turned).min(axis=1, keepdims=True)
+    size = tuple(max(1, int(scale * n)) for n in max(inner, key=np.prod))
     shift = (np.array(size) - 1) / 2 - linear @ [(width - 1) / 2, (height - 1) / 2]
     smooth = cv2.GaussianBlur(template, (0, 0), 0.4 / scale) if scale < 1 else template
     matrix = np.vstack([np.c_[linear, shift], [0, 0, 1]])

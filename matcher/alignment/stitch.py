@@ -278,12 +278,10 @@ def _angle_of_view(cameras: Sequence[Any], images: Sequence[np.ndarray]) -> floa
     """Degrees between the directions of the image corners that are farthest apart."""
     rays = []
     for camera, image in zip(cameras, images, strict=True):
-        height, width = image.shape[:2]
-        corners = np.array([[0, 0, 1], [width, 0, 1], [width, height, 1], [0, height, 1]], np.float64)
+        corners = [[x, y, 1.0] for x in (0, image.shape[1]) for y in (0, image.shape[0])]
         directions = corners @ np.linalg.inv(camera.K().astype(np.float64)).T @ np.asarray(camera.R).T
-        rays.append(directions / np.linalg.norm(directions, axis=1, keepdims=True))
-    rays = np.vstack(rays)
-    return float(np.degrees(np.arccos(np.clip(rays @ rays.T, -1, 1)).max()))
+        rays.extend(directions / np.linalg.norm(directions, axis=1, keepdims=True))
+    return float(np.degrees(np.arccos(np.clip(np.inner(rays, rays), -1, 1)).max()))
 
 
 def _projected(images: Sequence[np.ndarray], cameras: Sequence[Any], projection: Projection) -> list[Piece]:

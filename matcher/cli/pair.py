@@ -307,6 +307,7 @@ def find(
             continue
         count = counted(len(detections), "instance") if detections else "no match: the template was not found"
         count += " of its negative (inverted tones)" * detections.inverted
+        count += ", but its mirror image; flip it and search again" * detections.mirrored
         show(f"{detections.path}  {count}  {detections.seconds:.2f} s", always=bool(detections))
         for number, instance in enumerate(detections, 1):
             x, y = instance.corners.mean(axis=0)
