@@ -228,7 +228,7 @@ def repetition(
     for features, index, points in zip(
         (features0, features1), matches.indices[inliers].T, (matches.points0, matches.points1), strict=True
     ):
-        descriptors, scale, index = to_numpy(features.descriptors), to_numpy(features.scale), index[own]
+        scale, index = to_numpy(features.scale), index[own]
         keypoints = to_numpy(features.keypoints) * scale
         places = keypoints[index]
         if not own.all():
@@ -238,25 +238,26 @@ def repetition(
             places = np.concatenate([places, others])
         cells, near = (np.floor(each / _CELL).astype(int) @ [1 << 20, 1] for each in (keypoints, places))
         around = np.flatnonzero(np.isin(cells, near))
-        if not len(around) or not descriptors.shape[1]:
+        if not len(around) or not features.descriptors.shape[1]:
             return None
-        sides.append((descriptors, keypoints, features.kind, index, around))
+        sides.append((features, keypoints, index, around))
     if own.all():  # of several passes the closer look takes no time that matters
-        glance = [unrepeated(*side[:3], side[3][:: -(-len(side[3]) // _GLANCE)]).mean() for side in sides]
+        glance = [unrepeated(*side[:2], side[2][:: -(-len(side[2]) // _GLANCE)]).mean() for side in sides]
         if min(glance) > _SCARCELY:
             return Repetition(float(min(glance)), 1.0)
     found = [_counted(*side) for side in sides]
     return Repetition(*(float(min(values)) for values in zip(*found, strict=True)))
 
 
-def unrepeated(descriptors: np.ndarray, points: np.ndarray, kind: str, rows: np.ndarray) -> np.ndarray:
-    """How little keypoints in some rows (R,) resemble others elsewhere in their image, (R,) in [0, 1]; by
-    the front end `kind`."""
-    similar = descriptors[rows].astype(np.float32) @ descriptors.astype(np.float32).T
+def unrepeated(features: Features, points: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """How little keypoints in some rows (R,) resemble others elsewhere in their image, (R,) in [0, 1]; the
+    points (N, 2) of all are pixels of the resized image."""
+    descriptors = to_numpy(features.descriptors).astype(np.float32)
+    similar = descriptors[rows] @ descriptors.T
     x, y = points.astype(np.float32).T
     near = (x[rows, None] - x) ** 2 + (y[rows, None] - y) ** 2 <= _ELSEWHERE**2
     similar[near] = -1.0
-    unique, repeated = _SIMILAR[kind]
+    unique, repeated = _SIMILAR[features.kind]
     return ((repeated - similar.max(axis=1)) / (repeated - unique)).clip(0, 1)
 
 
@@ -280,14 +281,15 @@ def repeated_groups(features: Features) -> np.ndarray:
 
 
 def _counted(
-    descriptors: np.ndarray, points: np.ndarray, kind: str, index: np.ndarray, around: np.ndarray
+    features: Features, points: np.ndarray, index: np.ndarray, around: np.ndarray
 ) -> tuple[float, float, float]:
     """`Repetition` of one image: `around` are the keypoints near inliers, `index` those that are inliers."""
     rows = around[:: -(-len(around) // _SAMPLE)]
-    alone, matched = unrepeated(descriptors, points, kind, rows), np.isin(rows, index)
+    alone, matched = unrepeated(features, points, rows), np.isin(rows, index)
     often = ((1 - alone) @ matched + 1e-6) / ((1 - alone).sum() + 1e-6)
     found = (alone @ matched + _PSEUDO * often) / ((alone.sum() + _PSEUDO) * often)
-    share = alone @ matched / alone.sum() if alone.sum() >= _PSEUDO else 0.0  # of fewer it says nothing
+    weight = alone * (to_numpy(features.scores)[rows] + 1e-9)  # grain scores low and is lost anyway
+    share = weight @ matched / weight.sum() if alone.sum() >= _PSEUDO else 0.0  # of fewer it says nothing
     return float(alone @ matched / max(matched.sum(), 1)), float(found), float(share)
 
 
