@@ -217,7 +217,7 @@ def test_features_from_elsewhere(folder, tmp_path, capfd):
             group["keypoints"] = features.keypoints.numpy()
             group["descriptors"] = features.descriptors.numpy().T
             group["scores"] = features.scores.numpy().astype(np.float16)
-            group["image_size"] = np.array([200, 160])
+            group["image_size"] = np.array([200, 160], np.float16)
         file.create_group("sub/bad.png")["keypoints"] = np.zeros((3, 2))
 
     def command(run_dir: Path, preset: str, *more: object) -> int:

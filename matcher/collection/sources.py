@@ -263,7 +263,7 @@ class HlocFeatures:
         try:
             if absent := [key for key in ("keypoints", "descriptors", "image_size") if key not in arrays]:
                 raise UsageError(f"it has no {absent[0]}")
-            sides = arrays["image_size"].reshape(-1)
+            sides = arrays["image_size"].reshape(-1).astype(np.float64)  # a half float may be
             if len(sides) != 2 or not np.all((sides >= 1) & (sides <= 2**30)):
                 raise UsageError(f"its image_size is {sides[:4].tolist()}")
             size = (int(sides[0]), int(sides[1]))
