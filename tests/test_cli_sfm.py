@@ -99,6 +99,7 @@ def test_mistakes_have_a_message_and_a_code(made, tmp_path, capfd):
         (("sfm", photos, "--out", new, "--camera", larger), "photo0.png"),
         (("sfm", photos, "--out", new, "--camera", "528,528,720,180"), "photo0.png"),
         (("localize", folder / "model", photos, "--camera", larger), "photo0.png"),
+        (("localize", folder / "model", photos, "--camera", lines), "'q.jpg'; names are paths below"),
         (("sfm", done, "--out", folder / "model"), "not an empty folder"),
         (("sfm", done, "--out", tmp_path / "m", "--resize", 100), "already matched"),
         (("sfm", done, "--out", tmp_path / "m", "--camera", "1,2"), "--camera must be"),
@@ -111,15 +112,6 @@ def test_mistakes_have_a_message_and_a_code(made, tmp_path, capfd):
         error = capfd.readouterr().err
         assert printed in error and "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
-
-
-def test_too_little_to_reconstruct(tmp_path, capfd):
-    render_photos(tmp_path / "photos", count=2, size=(120, 90))
-    photos, out = tmp_path / "photos", tmp_path / "model"
-    few = ("--max-keypoints", 20, "--keep", "strongest")
-    assert run("sfm", photos, "--out", out, *FAST[:2], "--workers", 0, *few) == 4
-    assert "COLMAP found no pair to begin with" in capfd.readouterr().err
-    assert not out.exists()
 
 
 def test_a_dry_run_checks_and_writes_nothing(made, tmp_path, capfd):
@@ -207,6 +199,11 @@ def test_photos_are_added_in_the_coordinates_of_the_model(small, tmp_path):
         assert len(place.names) == 6
     with pytest.raises(UsageError, match="all 2 photos"):
         continue_model(tmp_path / "grown", later, tmp_path / "again")
+    part, more = ("--out", tmp_path / "part"), ("--out", tmp_path / "more", "--exclude", NEW[1])
+    assert run("sfm", small / "model-run", *part, "--threads", 1, "--include", "photo[023].png") == 0
+    assert run("sfm", later, "--continue", part[1], *SLIM, *more) == 0
+    names = sorted(read_given_poses(more[1]).cam_from_world)  # what was left out stays out
+    assert names == [f"later/{NEW[0]}", "photo0.png", "photo2.png", "photo3.png"]
 
 
 @pytest.mark.slow

@@ -242,10 +242,11 @@ def test_given_cameras_and_those_of_a_model(tmp_path):
     for same in (given.camera, None):
         ((camera, _),) = group_cameras(images, CameraChoice(same, known=known, refine_known=True))
         assert camera.given == (same is not None)  # those of a model that is continued are refined
+    with pytest.raises(UsageError, match="a line of its size"):
+        group_cameras(images, replace(given, known={"a.jpg": replace(CAMERA, size=(640, 480))}))
     for wrong in (
         lambda: CameraChoice(model="fisheye"),
         lambda: CameraChoice(sharing="some"),
-        lambda: group_cameras(images, replace(given, known={"a.jpg": CAMERA, "b.jpg": CAMERA})),
         lambda: group_cameras(images, CameraChoice(camera=replace(CAMERA, size=(640, 480)))),
     ):
         with pytest.raises(UsageError):

@@ -65,8 +65,9 @@ def test_all_cameras_are_found_where_they_are_and_the_files_say_so(made):
 
 def test_no_model_and_no_matches_are_said_plainly(tmp_path):
     store, _ = synthetic_store(np.random.default_rng(8), count=3, points=20)
-    with pytest.raises(ReconstructionError, match="3 images"):
+    with pytest.raises(ReconstructionError, match=r"no pair to begin with.*3 images") as raised:
         reconstruct(store, tmp_path / "model", threads=1)
+    assert raised.value.exit_code == 4
     none = MemoryStore(list(store.images()), store._keypoints, [])
     with pytest.raises(UsageError, match="no matches in 0 pairs: match"):
         reconstruct(none, tmp_path / "model")
@@ -88,8 +89,9 @@ def test_two_photos_make_a_model(tmp_path):
     known = GivenPoses({f"ring/00{n}.jpg": pose for n, pose in enumerate(poses[:2])})
     assert reconstruct(store, tmp_path / "posed", poses=known, threads=1).largest.points > 150
     known = GivenPoses({name: turned @ pose for name, pose in known.cam_from_world.items()})
-    with pytest.raises(ReconstructionError, match="poses"):
-        reconstruct(store, tmp_path / "none", poses=known, threads=1)
+    for fixed, remedy in ((True, "poses and cameras of these"), (False, "model of all photos anew")):
+        with pytest.raises(ReconstructionError, match=remedy):
+            reconstruct(store, tmp_path / "none", poses=replace(known, fixed=fixed), threads=1)
     four, _ = synthetic_store(rng, count=4, poses=poses)
     apart = [pair for pair in four.pairs() if (pair.name0[-5] < "2") == (pair.name1[-5] < "2")]
     images = [replace(image, sha256=image.name.replace("3", "2")) for image in four.images()]
@@ -118,9 +120,13 @@ def test_cameras_get_their_distortion_once_all_images_are_registered(tmp_path):
     store, poses = synthetic_store(np.random.default_rng(6), count=8, points=350, camera=None)
     choice = CameraChoice(model="FULL_OPENCV", sharing="single")
     made = reconstruct(store, tmp_path / "model", choice=choice, threads=1).largest
-    assert made.registered == 8 and made.mean_reprojection_error < 1
+    assert made.registered == 8 and made.mean_reprojection_error < 1 and not made.doubtful
     assert {camera["model"] for camera in made.cameras.values()} == {"FULL_OPENCV"}
     assert centre_error(made, poses) < 0.02
+    known = dict.fromkeys(list(made.cameras)[:4], replace(CAMERA, fx=2200, fy=2200))  # for a true 900
+    choice = CameraChoice(CAMERA, known=known, refine_known=True)
+    far = reconstruct(store, tmp_path / "far", choice=choice, threads=1).largest
+    assert far.doubtful == sorted(known)
 
 
 # --- A camera that was given

@@ -7,7 +7,6 @@ import numpy as np
 import PIL.Image
 import pytest
 from collection_runs import matched
-from random_collection import fill
 from rendered_texture import SIZE, Texture
 
 from matcher.collection.store import Store
@@ -197,13 +196,16 @@ def spread(tracks, keypoints):
 
 def test_the_observations_of_a_track_show_one_point(run, tmp_path):
     with Store.open(run.run_dir) as store:
+        export(store, "npz", tmp_path / "before.npz")
         (tmp_path / "photos" / "2.png").rename(tmp_path / "2.png")
-        assert "2.png" in refine_run(store)
+        assert refine_run(store) == ""  # the others are refined
+        assert [store.refined_keypoints(f"{n}.png") is None for n in range(4)] == [False, False, True, False]
+        report = export(store, "csv", tmp_path / "three.csv")  # a photo that is gone is left out, and named
+        assert report.images == report.pairs == 3 and "2.png" in report.notes[0]
         PIL.Image.new("L", (50, 60)).save(tmp_path / "photos" / "2.png")
         with pytest.raises(IntegrityError, match="50 x 60"):
             refine_run(store)
         (tmp_path / "2.png").replace(tmp_path / "photos" / "2.png")
-        export(store, "npz", tmp_path / "before.npz")
         assert refine_run(store) == ""
         export(store, "npz", tmp_path / "after.npz")
         tracks = tracks_of(store)
@@ -230,9 +232,3 @@ def test_the_observations_of_a_track_show_one_point(run, tmp_path):
     run.run()
     with Store.open(run.run_dir) as store:
         assert store.refined_keypoints("0.png") is None
-
-
-def test_a_run_without_refinement_stays_as_it_is(tmp_path):
-    fill(tmp_path / "run", np.random.default_rng(0), images=2)
-    with Store.open(tmp_path / "run") as store:
-        assert refine_run(store) == "" and store.refined_keypoints("im 000.jpg") is None

@@ -89,10 +89,8 @@ class ImageOptions:
             changed = counted(changes.changed, "image has", "images have")
             say(f"{changed} changed and will be extracted and matched again")
         if changes.gone:
-            say(
-                f"no longer in {images}, or not selected: {counted(changes.gone, 'image')} of the run; "
-                "existing matches are kept (--restart deletes them)"
-            )
+            other = counted(changes.gone, "image")
+            say(f"not in {images}, or not selected: {other} of the run, kept there without --restart")
         if changes.unusable:
             count, some = counted(len(changes.unusable), "file"), few(changes.unusable)
             complain(f"left out because their names cannot be stored: {count}: {some}")
@@ -194,7 +192,7 @@ def status(run: Path, /, check: bool = False, tracks: bool = False) -> int:
         check: Read all stored data and check it for damage.
         tracks: Build tracks from the verified matches and print their statistics.
     """
-    from matcher.collection.store import Store
+    from matcher.collection.store import Store, gone
     from matcher.collection.tracks import tracks_of
 
     with Store.open(run) as store:
@@ -203,8 +201,10 @@ def status(run: Path, /, check: bool = False, tracks: bool = False) -> int:
         alone = [image.name for image in store.unpaired() if image.status == "waiting"]
         done, failed, waiting = counts.images_done, counts.images_failed, counts.images_waiting
         show(f"images: {done} done, {failed} failed, {waiting} waiting")
-        if alone:
-            show(f"  of these in no pair so far: {counted(len(alone), 'image')}: {few(alone)}")
+        left = "no longer in the folder, so left out of exports and models"
+        for what, names in {"of these in no pair so far": alone, left: sorted(gone(store))}.items():
+            if names:
+                show(f"  {what}: {counted(len(names), 'image')}: {few(names)}")
         lost = {image.name: image.reason for image in store.images() if image.status == "failed"}
         for name, reason in list(lost.items())[:_LISTED]:
             show(f"  failed: {name}: {reason}")

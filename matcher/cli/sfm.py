@@ -100,15 +100,14 @@ def sfm(
     asked = {name for name, value in given.items() if (name, value) not in always} - _BESIDE_RUN
     asked |= {name for name in ("masks", "features", "restart", "tiles") if getattr(sources, name)}
     if continue_ is not None:
-        if asked or any(sources.selection.values()) or dry_run:
+        if asked or dry_run:
             raise typer.BadParameter(
-                "a continued model is matched with the settings of its run; leave out what selects or "
-                "extracts images, --restart and --dry-run"
+                "a continued model has its run's settings; leave out what extracts, --restart and --dry-run"
             )
         if "file" in wanted:
             raise typer.BadParameter("--pairs cannot list the pairs of a continued model; use --similar")
         how = {"workers": sources.workers, **{name: given[name] for name in _BESIDE_RUN & given.keys()}}
-        mapping |= progress
+        mapping |= progress | {"selection": Selection.parse(**sources.selection)}
         return _finish(continue_model(continue_, source, out, run_dir=run, pairs=wanted, how=how, **mapping))
     selection, matched = Selection.parse(**sources.selection), 0
     if (source / DATABASE).is_file():
@@ -209,11 +208,12 @@ def _finish(made: Reconstruction, scale: float | None = None) -> int:
     show(f"points: {model.points}, observations: {model.observations}")
     show(f"mean track length: {model.mean_track_length:.2f}")
     show(f"mean reprojection error: {error}")
+    if model.doubtful:
+        camera, cameras = model.cameras[model.doubtful[0]], f"the cameras of {few(model.doubtful)}"
+        numbers = " ".join(f"{value:.4g}" for value in camera["params"])
+        show(f"doubtful, as improbable or unlike what was known: {cameras} ({camera['model']} {numbers})")
     if model.began_simply:
-        show(
-            "the mapping began without lens distortion, because with it fewer images were registered; it was "
-            "estimated afterwards"
-        )
+        show("lens distortion was estimated in the end, because with it fewer images were registered")
     if (place := model.georegistration) is not None:
         latitude, longitude, _ = place["origin"]
         near = f"{place['images']} positions agree to {place['median_error_metres']:.1f} m (median)"
@@ -226,7 +226,7 @@ def _finish(made: Reconstruction, scale: float | None = None) -> int:
         sizes = ", ".join(str(other.registered) for other in others)
         show(f"{counted(len(others), 'more model')}: {sizes} images{where}")
     show(f"wrote {made.folder} (look at {made.folder / PLOT})")
-    return PARTIAL if model.registered < made.images or made.export.left_out else 0
+    return PARTIAL if without or made.export.left_out or model.doubtful else 0
 
 
 def map_of(model: Path, pictures: Path, run: Path | None, given: dict[str, Any]) -> Path:
@@ -251,9 +251,7 @@ def map_of(model: Path, pictures: Path, run: Path | None, given: dict[str, Any])
         return made
     kept, poses = (read_given_poses(each).cam_from_world for each in (made, model))
     if any(name not in poses or not np.allclose(pose, poses[name]) for name, pose in kept.items()):
-        raise UsageError(
-            f"{made} was not made from the poses that {model} has now: delete it, and it is made again"
-        )
+        raise UsageError(f"{made} was not made from the poses that {model} has now: delete it, then repeat")
     say(f"{made} is the map of {len(kept)} of the {len(poses)} pictures of {model}")
     return made
 
@@ -315,7 +313,7 @@ def localize(
         write_named_poses,
     )
     from matcher.collection.sources import HlocFeatures
-    from matcher.export.colmap import CameraChoice, check_photos, import_pycolmap
+    from matcher.export.colmap import CameraChoice, check_photos, check_used, import_pycolmap
     from matcher.files import check_folder
     from matcher.images import find_masks
     from matcher.localization.map import localize_frames
@@ -330,8 +328,7 @@ def localize(
     cameras = {} if camera is None else parse_cameras(camera, "--camera")
     if isinstance(cameras, Camera):
         cameras = dict.fromkeys(named, cameras)
-    elif camera is not None and not cameras.keys() & named.keys():
-        raise UsageError(f"{camera} has the camera of none of the photos, such as {next(iter(named))}")
+    check_used(CameraChoice(known=cameras), named)
     if features is None:
         check_photos(named, CameraChoice(known=cameras))
     masked = {} if masks is None else find_masks(masks, named, "the photos")
@@ -410,11 +407,9 @@ def localize(
                     complain(f"ended after {len(found)} of {len(named)} photos: poses are in {with_names}")
             raise
         if place.absent:
-            complain(
-                f"{len(place.absent)} pictures of the map are gone, such as "
-                f"{place.image_path(place.absent[0])}: poses are less exact, since keypoints were not "
-                "refined on them; put them back, or give --no-refine"
-            )
+            some = f"{counted(len(place.absent), 'picture')} of the map, such as"
+            some = f"{some} {place.image_path(place.absent[0])}, are gone"
+            complain(f"{some}: without them poses are less exact; put them back, or give --no-refine")
         where = {} if place.georegistration is None else {"georegistration": place.georegistration}
     found = {name: found[name] for name in named if name in found}
     count = sum(pose.ok for pose in found.values())

@@ -198,10 +198,8 @@ def nearby_pairs(positions: Mapping[str, Sequence[float]], k: int) -> list[tuple
     """Each photo with the `k` nearest ones, each pair once, from latitudes and longitudes; altitudes, the
     least exact, are left out."""
     if len(positions) < 2:
-        raise UsageError(
-            f"{len(positions)} of the photos have a GPS position in their EXIF header, and two are needed: "
-            "choose pairs in another way, such as by similar images"
-        )
+        have = f"{counted(len(positions), 'photo has', 'photos have')} a GPS position in the EXIF header"
+        raise UsageError(f"{have}, and two are needed: choose pairs in another way, such as similar ones")
     names = list(positions)
     places = np.array([list(positions[name])[:2] for name in names], dtype=np.float64)  # on a sphere
     places[:, 1] = (places[:, 1] - places[0, 1] + 180) % 360 - 180  # the shorter way round

@@ -278,9 +278,7 @@ class HlocFeatures:
             if isinstance(config, NetworkConfig):
                 if (dim := features.descriptors.shape[-1]) != config.descriptor_dim:
                     taken = f"{pipeline.preset} takes {config.descriptor_dim}"
-                    raise UsageError(
-                        f"descriptors have {dim} numbers, {taken}; give the preset of their kind"
-                    )
+                    raise UsageError(f"descriptors have {dim} numbers, {taken}; give their kind's preset")
                 inputs = " ".join(config.position.inputs)
                 for dataset, found in (("scale", features.scales), ("orientation", features.orientations)):
                     if dataset in inputs and found is None:

@@ -229,6 +229,14 @@ class Store(AbstractContextManager):
         raise schema.damaged(what, "there are none")
 
 
+def gone(store: Store) -> set[str]:
+    """Images of a run that are no longer in the folder of its photos; none where that holds no image of it,
+    as after a move, or where features are from a file."""
+    photos = store.settings.get("source", {}).get("kind") == "photos"
+    absent = {image.name for image in store.images() if photos and not image.path.is_file()}
+    return absent if absent and len(absent) < len(store.names()) else set()
+
+
 class EncodedPair(NamedTuple):
     """A pair as it lies in the store, or why it could not be matched."""
 

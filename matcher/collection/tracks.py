@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from matcher.collection.schema import RefinedKeypoints
-from matcher.collection.store import Store, Writer
+from matcher.collection.store import Store, Writer, gone
 from matcher.config import RefineConfig, from_dict
-from matcher.errors import IntegrityError
+from matcher.errors import IntegrityError, few
 from matcher.images import limit_for, read_image
 from matcher.refine import DEVIATION, ImagePyramid, fit_affine_maps, refine_matches
 from matcher.types import Matches, TwoViewGeometry
@@ -304,16 +304,18 @@ class _Step(NamedTuple):
 
 def refine_run(store: Store) -> str:
     """Refine the keypoints of a run's tracks and store them, once, if its configuration asks for it; returns
-    why nothing was done although it does.
+    of which images it could not be done, other than those `gone`.
 
     A keypoint that is in no track, is the reference of its track, or was not accepted keeps its position.
     """
     values = store.settings.get("config", {}).get("refine")
-    images = [image for image in store.images() if image.status == "done"]
-    if values is None or not images or store.refined_keypoints(images[0].name) is not None:
-        return ""
-    if absent := [image.name for image in images if not image.path.is_file()]:
-        return f"keypoints are not refined: {len(absent)} images are not in their folder, such as {absent[0]}"
+    done, said = [image for image in store.images() if values is not None and image.status == "done"], ""
+    lacking = [image for image in done if store.refined_keypoints(image.name) is None]
+    if absent := sorted({each.name for each in lacking if not each.path.is_file()} - gone(store)):
+        said = f"keypoints are not refined where the photo is not in the folder: {few(absent)}"
+    if not any(image.path.is_file() for image in lacking):
+        return said
+    images = [image for image in done if image.path.is_file()]
     config = from_dict(RefineConfig, values)
     # A larger window is affordable, as a track is refined once for all its pairs.
     config = replace(config, window=max(config.window, 21))
@@ -324,7 +326,8 @@ def refine_run(store: Store) -> str:
     points, refined = found.copy(), np.zeros(len(found), dtype=bool)  # the refined positions, and which are
     variances = np.repeat(DEVIATION**2 / scales.prod(axis=1), counts)
     covariances = (variances[:, None, None] * np.eye(2)).astype(np.float32)
-    pairs, numbers = list(verified_pairs(store)), {image.name: index for index, image in enumerate(images)}
+    numbers = {image.name: index for index, image in enumerate(images)}
+    pairs = [pair for pair in verified_pairs(store) if numbers.keys() >= {pair.name0, pair.name1}]
     track, image, keypoint = build_tracks(pairs, {i.name: i.count for i in images}).table().T
     track_of = np.full(len(points), -1, dtype=np.int64)
     track_of[starts[image] + keypoint] = track
@@ -375,7 +378,7 @@ def refine_run(store: Store) -> str:
     }
     with Writer(store.folder) as writer, writer.transaction():
         writer.put_refined(keypoints)
-    return ""
+    return said
 
 
 @dataclass

@@ -20,6 +20,7 @@ import numpy as np
 
 from matcher.cameras import CAMERA_MODELS, Camera, RigConfig, check_size, focal_of_film
 from matcher.collection.schema import StoredImage, common_camera
+from matcher.collection.store import gone
 from matcher.collection.tracks import contradicted_pairs
 from matcher.errors import IntegrityError, UsageError, counted, few, optional
 from matcher.files import whole_file
@@ -36,6 +37,7 @@ class ExportReport:
     """What an export wrote, and what it had to leave out."""
 
     path: Path
+    photos: list[StoredImage] = field(default_factory=list)  # that are written
     images: int = 0
     keypoints: int = 0
     pairs: int = 0
@@ -61,9 +63,13 @@ class ExportedRun:
     counts what is read, and names what is left out."""
 
     def __init__(self, store: Store, out: Path, only: Collection[str] | None = None) -> None:
-        """Of `only` images of these names; `UsageError`: none has features."""
+        """Of `only` images of these names, without those `gone`; `UsageError`: none has features."""
         self.store, self.report, common = store, ExportReport(out), common_camera(store.settings)
-        images = [image for image in store.images() if only is None or image.name in only]
+        known, absent = [i for i in store.images() if only is None or i.name in only], gone(store)
+        images = [image for image in known if image.name not in absent]
+        if names := [image.name for image in known if image.name in absent]:
+            note = f"{counted(len(names), 'image')} no longer in the folder, not written: {few(names)}"
+            self.report.notes.append(note)
         for status in ("failed", "waiting"):
             if names := [image.name for image in images if image.status == status]:
                 note = f"{len(names)} images {status} in the run are not written: {few(names)}"
@@ -71,7 +77,7 @@ class ExportedRun:
         self.images: list[StoredImage] = [
             replace(image, camera=image.camera or common) for image in images if image.status == "done"
         ]
-        self.names = [image.name for image in self.images]
+        self.report.photos, self.names = self.images, [image.name for image in self.images]
         self.sizes = {image.name: image.size for image in self.images}
         if not self.images:
             raise UsageError("the run has no image with features: finish it first")
@@ -187,7 +193,7 @@ def check_used(choice: CameraChoice, names: Iterable[str]) -> None:
     if names and choice.known and not any(others):
         raise UsageError(
             f"the cameras given are those of no photo, such as {next(iter(choice.known))!r}; names are paths "
-            f"below the image folder, such as {names[0]!r}"
+            f"below the folder of images, such as {names[0]!r}"
         )
     given = choice.camera if others else None
     if given is not None and all(other is not None and not _same(other, given) for other in others):
@@ -224,7 +230,7 @@ def group_cameras(
             try:
                 check_size(known, image.size, f"the camera of {image.name}")
             except UsageError as error:
-                raise UsageError(f"{error}; give a file with a line for each photo, or no camera") from None
+                raise UsageError(f"{error}; give each photo a line of its size, or no camera") from None
         exif = Exif() if known is not None else read_exif(image.path)
         own: Any = mounted.prefix if mounted else (Path(image.name).parent, exif) if known is None else None
         own = {"each": image.name, "auto": own, "single": None}[choice.sharing]

@@ -276,9 +276,7 @@ class Map(AbstractContextManager):
                 raise UsageError("masks only affect the extraction of keypoints; leave it away with features")
             query = Query(image)
         elif not self._extracted:
-            raise UsageError(
-                "this map's features are from a file: give a photo's, as Features or `--features FILE`"
-            )
+            raise UsageError("this map's features are from a file: give Features, or `--features FILE`")
         else:
             start = perf_counter()
             pixels = self.pipeline.read(image, mask)
@@ -307,9 +305,7 @@ class Map(AbstractContextManager):
         if cam_from_rig is not None:
             fixed = np.asarray(cam_from_rig, dtype=np.float64)
             if fixed.shape != (len(queries), 4, 4) or (fixed[:, 3] != [0, 0, 0, 1]).any():
-                raise UsageError(
-                    f"cam_from_rig must be a pose (4, 4) for each of the {len(queries)} pictures"
-                )
+                raise UsageError(f"cam_from_rig must be a pose (4, 4) of each of {len(queries)} pictures")
             try:
                 check_poses(fixed)
             except ValueError as error:
@@ -547,7 +543,7 @@ def localize_frames(
     known = {name: camera_of(name) for name in fixed} | cameras
     if absent := [name for name in fixed if known[name] is None]:
         raise UsageError(
-            f"the intrinsics of {absent[0]} are not known: give them in {rig.source} or as a camera"
+            f"the intrinsics of {absent[0]} are unknown: give them in {rig.source} or as a camera"
         )
     for frame in [*frames, *([name] for name in photos if name not in fixed)]:
         queries: dict[str, Query] = {}

@@ -52,9 +52,7 @@ def read_sparse_map(folder: str | Path, store: Store) -> SparseMap:
     model = read_model(place)
     rows = {number: row for row, number in enumerate(sorted(model.point3D_ids()))}
     if not rows:
-        raise UsageError(
-            f"{place} has no points: make them by `matcher sfm PHOTOS --poses {folder} --out NEW_MODEL`"
-        )
+        raise UsageError(f"{place} has no points: make them by `matcher sfm DIR --poses {folder} --out NEW`")
     images = sorted(registered(model), key=lambda image: image.name)
     known = {image.name for image in store.images() if image.status == "done"}
     if absent := [image.name for image in images if image.name not in known]:

@@ -12,15 +12,15 @@ from typing import Any, Unpack
 from matcher.cameras import read_rig_config
 from matcher.collection.collection import Collection
 from matcher.collection.pairs import BEST
-from matcher.collection.sources import PairChoice, Photos, default_choice
-from matcher.collection.store import Store, Writer
+from matcher.collection.sources import PairChoice, Photos, Selection, default_choice
+from matcher.collection.store import Store, Writer, gone
 from matcher.collection.workers import OnProgress, add_pairs
-from matcher.errors import IntegrityError, UsageError
+from matcher.errors import IntegrityError, UsageError, counted, few
 from matcher.export.colmap import CameraChoice, read_exif
 from matcher.files import check_folder
 from matcher.images import find_images
 from matcher.match.retrieval import similar_pairs
-from matcher.sfm.models import find_run, read_given_poses
+from matcher.sfm.models import find_run, read_given_poses, read_summary, whole_model
 from matcher.sfm.reconstruct import RIG, MappingOptions, Reconstruction, reconstruct
 
 # Pairs of a reconstruction where none are asked for, as arguments of `default_choice`. Of 20 photos of a
@@ -41,7 +41,7 @@ def more_pairs(
     def match_more(without_pose: frozenset[str]) -> bool:
         with collection.store as store:
             choice = store.pair_choice
-            names = sorted(image.name for image in store.images() if image.status == "done")
+            names = sorted({image.name for image in store.images() if image.status == "done"} - gone(store))
         if not isinstance(choice, PairChoice) or choice.method != "preemptive":
             return False
         while rounds:
@@ -71,6 +71,7 @@ def continue_model(
     on_progress: OnProgress | None = None,
     on_round: OnRound | None = None,
     how: dict[str, Any] | None = None,
+    selection: Selection = Selection(),
     **options: Unpack[MappingOptions],
 ) -> Reconstruction:
     """A model with more photos, in the same world coordinates; what is matched stays in the run.
@@ -78,7 +79,8 @@ def continue_model(
     The model is a folder that `reconstruct` wrote, whose rig applies to all photos; these lie in the run's
     folder of images. `choice` has the cameras of new photos that share none with a photo of the model,
     `pairs` arguments of `Collection.add_pairs` (None: as those of the run were, or where these came from a
-    list or names, all in small runs, else similar ones), `how` those of `Collection.reopen`.
+    list or names, all in small runs, else similar ones), `how` those of `Collection.reopen`, `selection` the
+    photos to add; other images of the run stay out, but those that the model tried are tried again.
     """
     check_folder(Path(out), overwrite=options.get("overwrite", False))  # before hours of matching
     given = read_given_poses(model, fixed=False)
@@ -86,7 +88,7 @@ def continue_model(
     if (rig := Path(model) / RIG).is_file():
         choice = replace(choice or CameraChoice(), rig=read_rig_config(rig))
     with Store.open(run) as store:
-        present = _names(photos, store.image_folder)
+        present = selection.apply(_names(photos, store.image_folder))
         new = sorted(set(present).difference(given.cam_from_world))
         if not new:
             raise UsageError(f"the model has all {len(present)} photos of {photos} already")
@@ -97,10 +99,12 @@ def continue_model(
             known = image.name in given.cam_from_world and image.status == "done" and image.path.is_file()
             if known and pictures.digest(image.name) != image.sha256:
                 raise IntegrityError(
-                    f"{image.path} has changed since its keypoints were found, and its pose is of the old "
-                    "file: put that back and give the new one another name, or make the model again"
+                    f"{image.path} has changed since its pose was found: put the old file back and give the "
+                    "new one another name, or make the model again"
                 )
-        kept = {image.name for image in store.images() if (store.image_folder / image.name).is_file()}
+        tried = read_summary(whole_model(Path(model))).get("unregistered")
+        own = {*given.cam_from_world, *(map(str, tried if isinstance(tried, list) else ()))}
+        kept = {image.name for image in store.images() if image.name in own and image.path.is_file()}
         names, folder, chosen = sorted(kept.union(new)), store.image_folder, store.pair_choice
     collection = Collection.reopen(run, **(how or {}))
     collection.add_images(folder, include=[escape(name) for name in names])
@@ -112,13 +116,15 @@ def continue_model(
     with Store.open(run) as store:
         keys = {}  # photos by the same device, of one size and focal length, share the model's camera
         for image in store.images():
-            exif = read_exif(image.path) if image.path.is_file() else None
-            identity = exif if exif is not None and exif.model else str(Path(image.name).parent)
-            keys[image.name] = (image.size, identity)
+            exif = read_exif(image.path)
+            keys[image.name] = (image.size, exif if exif.model else str(Path(image.name).parent))
         known = {keys[name]: camera for name, camera in given.cameras.items() if name in keys}
         shared = {name: known[key] for name, key in keys.items() if key in known}
         poses = replace(given, cameras={**shared, **given.cameras})
-        return reconstruct(store, out, choice=choice, poses=poses, on_incomplete=more, **options)
+        how = dict(choice=choice, only=names, poses=poses, on_incomplete=more)
+        made = reconstruct(store, out, **how, **options)
+    made.export.notes.append(f"added to the model's photos: {counted(len(new), 'photo')}: {few(new)}")
+    return made
 
 
 def _names(photos: str | Path, folder: Path) -> list[str]:
@@ -127,8 +133,8 @@ def _names(photos: str | Path, folder: Path) -> list[str]:
     found = find_images(given)
     if not (real := given.resolve()).is_relative_to(folder.resolve()):
         raise UsageError(
-            f"{photos} does not lie in {folder}, the folder of the run's images, from which they are named: "
-            f"put the new photos into it, for example as {folder / given.name}"
+            f"{photos} does not lie in {folder}, the folder of the run's images: put it there, for example "
+            f"as {folder / given.name}"
         )
     below = real.relative_to(folder.resolve())
     return sorted((below / path.relative_to(given)).as_posix() for path in found)

@@ -61,6 +61,7 @@ def main() -> None:
                 },
                 "georegistration": place,
                 "positions_unused": unplaced,
+                "doubtful": doubtful_images(model, job),
                 "began_simply": bool(simple),
             }
         )
@@ -317,6 +318,21 @@ def _without_distortion(job: Job, models: Models) -> Models:
             pycolmap.ObservationManager(model).filter_all_points3D(4.0, 1.5)
         model.update_point_3d_errors()
     return others
+
+
+def doubtful_images(model: Any, job: Job) -> list[str]:
+    """Images whose camera was estimated beyond COLMAP's own limits, or with less than half or more than twice
+    the focal length that was known."""
+    with pycolmap.Database.open(job["database"]) as database:
+        before, found = {camera.camera_id: camera for camera in database.read_all_cameras()}, []
+    for image in registered(model):
+        camera, known = model.camera(image.camera_id), before[image.camera_id]
+        ratio = camera.mean_focal_length() / known.mean_focal_length()
+        far = known.has_prior_focal_length and not 0.5 < ratio < 2
+        most = np.inf if camera.model.name == "FULL_OPENCV" else 1  # whose numerator and denominator cancel
+        if image.camera_id not in job["fixed_cameras"] and (far or camera.has_bogus_params(0.1, 10, most)):
+            found.append(image.name)
+    return sorted(found)
 
 
 def keep_certain(model: Any, job: Job) -> None:

@@ -6,7 +6,7 @@ import json
 import mmap
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +38,7 @@ class SparseModel:
     mean_reprojection_error: float  # stored pixels
     georegistration: dict[str, Any] | None = None  # where on Earth; then units are metres, x east, z up
     positions_unused: str | None = None  # why positions in the photos' headers do not say where on Earth
+    doubtful: Sequence[str] = ()  # images whose estimated camera is hardly one; see `doubtful_images`
     began_simply: bool = False  # whether cameras got all their parameters once the images were registered
 
     @property

@@ -86,7 +86,7 @@ def reconstruct(
         out: the folder; it must not exist, or be empty.
         choice: the cameras; given ones are kept as they are, by the global mapper if all are. So is a rig
             whose poses are given; others are learnt from a model that is made first without it.
-        only: names of the images to use; all when absent. `without`: pairs of names, in order, not to use.
+        only: names of the images to use, all when absent, never those `gone`. `without`: pairs not to use.
         poses: to start from. Fixed ones stay as they are, and only points are triangulated, of the images
             that have one; from others the mapping continues, in the same world coordinates.
         on_incomplete: called with the names of images that the largest model lacks; True says that the run
@@ -127,7 +127,8 @@ def reconstruct(
     with whole_folder(out, overwrite=options.get("overwrite", False)) as part:
         while True:
             report, models = _mapped(store, out, part, job, choice, only, without, poses)
-            missing = _with_features(store, only).difference(models[0].cam_from_world if models else ())
+            used = frozenset(image.name for image in report.photos)
+            missing = used.difference(models[0].cam_from_world if models else ())
             if not (missing and on_incomplete is not None and on_incomplete(missing)):
                 break
             for leftover in part.iterdir():
@@ -144,8 +145,9 @@ def reconstruct(
             what = f"COLMAP found no pair to begin with, or no model of {least} images,"
             remedy = "photos taken further apart, more keypoints, all pairs, or a known camera may help"
             if poses is not None:
-                what = "no point fits the poses that were given,"
+                what = f"no point fits the {'given poses' if poses.fixed else 'model to be continued'},"
                 remedy = "poses and cameras of these very photos are needed, of photos taken apart"
+                remedy = remedy if poses.fixed else "make a model of all photos anew"
             raise ReconstructionError(
                 f"{what} among {report.verified} verified of {report.pairs} pairs of {report.images} images; "
                 f"{remedy}{notes}"
@@ -166,18 +168,10 @@ def names_with_pose(names: Sequence[str], poses: GivenPoses) -> list[str]:
     return posed
 
 
-def _with_features(store: Store, only: Collection[str] | None) -> frozenset[str]:
-    """The names of the images, of those that are used, that can be registered."""
-    done = (image.name for image in store.images() if image.status == "done")
-    return frozenset(name for name in done if only is None or name in only)
-
-
 def check_mapper(mapper: str) -> None:
     """Refuse, by a `UsageError`, a mapper that would forget the poses that are given."""
     if mapper != "incremental":
-        raise UsageError(
-            f"the {mapper} mapper starts from matches alone, without the poses that are given: leave it out"
-        )
+        raise UsageError(f"the {mapper} mapper starts without the poses that are given: leave it out")
 
 
 def _mapped(
@@ -195,8 +189,8 @@ def _mapped(
     report = write_colmap(store, part / DATABASE, choice, only, without)
     report.notes.extend(note for note in (unrefined, check_given_camera(store, choice, only)) if note)
     first: dict[str, str] = {}  # image by digest
-    used = _with_features(store, only)
-    rows = [(image.name, image.sha256) for image in store.images() if image.name in used and image.sha256]
+    used = {image.name: image for image in report.photos}
+    rows = [(name, image.sha256) for name, image in used.items() if image.sha256]
     if copies := [f"{name} is {first[sha]}" for name, sha in rows if first.setdefault(sha, name) != name]:
         report.notes.append(f"copies, which show nothing more: {few(copies)}")
     given = len(report.given_cameras)
@@ -245,13 +239,12 @@ def _mapped(
                 deviations[image.name] = np.where(each.refined, np.sqrt(largest.clip(0)), np.nan)
         if not deviations:
             raise UsageError(
-                "max_deviation needs refined keypoints, and this run has none: its preset or refine=False "
-                "left them as they were found, or its photos are not in their folder"
+                "max_deviation needs refined keypoints: this preset or refine=False left them as they were "
+                "found, or the photos are not in their folder"
             )
         np.savez(job["deviations"], **deviations)
     if poses is None or place is not None:
-        paths = {image.name: image.path for image in store.images() if only is None or image.name in only}
-        found = {name: read_gps(path) for name, path in paths.items() if path.is_file()}
+        found = {name: read_gps(image.path) for name, image in used.items()}
         job["positions"] = {name: position for name, position in found.items() if position is not None}
     if choice.rig is not None:
         (part / RIG).write_text(choice.rig.to_json(), encoding="utf-8")
@@ -271,7 +264,7 @@ def _mapped(
         "pairs": report.pairs,
         "verified_pairs": report.verified,
         "matches": report.matches,
-        "unregistered": sorted(used.difference(described[0]["cam_from_world"])),
+        "unregistered": sorted(used.keys() - described[0]["cam_from_world"].keys()),
         "models": described,
     }
     write_whole(part / SUMMARY, json.dumps(summary, indent=1).encode())
