@@ -26,13 +26,17 @@ def store(rng):
 
 def test_colmap_has_keypoints_matches_and_geometries(store, tmp_path):
     pycolmap = pytest.importorskip("pycolmap")
+    photo(tmp_path, "ring/001.jpg", gps={1: "S", 2: (40.0, 30.0, 0.0), 3: "E", 4: (20.0, 0.0, 0.0), 6: 99.0})
+    store.image_folder = tmp_path
     export(store, "colmap", tmp_path / "out.db")
     with pycolmap.Database.open(tmp_path / "out.db") as database:
+        (prior,) = database.read_all_pose_priors()
         ids = {image.name: image.image_id for image in database.read_all_images()}
         written = {name: database.read_keypoints(number) for name, number in ids.items()}
         (camera,) = database.read_all_cameras()
         ends = [(ids[pair.name0], ids[pair.name1]) for pair in store.pairs()]
         found = [(database.read_matches(*e), database.read_two_view_geometry(*e)) for e in ends]
+    assert prior.corr_data_id.id == ids["ring/001.jpg"] and prior.position.tolist() == [-40.5, 20, 99]
     for name, points in written.items():  # its pixels have their origin in the corner
         np.testing.assert_array_equal(points, store.keypoints(name) + np.float32(0.5))
     assert camera.model.name == "PINHOLE" and (camera.width, camera.height) == SIZE
@@ -181,7 +185,7 @@ def test_kapture_files(store, tmp_path):
 
 def photo(folder, name, size=(60, 40), **tags):
     exif = PIL.Image.Exif()
-    exif[0x010F] = tags.pop("make", "Maker")
+    exif[0x010F], exif[0x8825] = tags.pop("make", "Maker"), tags.pop("gps", {})
     exif.get_ifd(0x8769).update({0x920A: tags.pop("focal", 8.0), 0xA405: tags.pop("focal_35mm", 28)})
     (folder / name).parent.mkdir(exist_ok=True, parents=True)
     PIL.Image.new("RGB", size).save(folder / name, exif=exif)

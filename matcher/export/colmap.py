@@ -24,7 +24,7 @@ from matcher.collection.store import gone
 from matcher.collection.tracks import contradicted_pairs
 from matcher.errors import IntegrityError, UsageError, counted, few, optional
 from matcher.files import whole_file
-from matcher.image_files import read_header
+from matcher.image_files import read_gps, read_header
 from matcher.types import Features, TwoViewGeometry
 
 if TYPE_CHECKING:
@@ -309,8 +309,8 @@ def write_colmap(
     only: Collection[str] | None = None,
     without: Collection[tuple[str, str]] = (),
 ) -> ExportReport:
-    """A database for COLMAP: cameras, images (`only` those named), keypoints, matches and verified pairs, but
-    for the pairs `without`, names in order; a file that exists is replaced.
+    """A database for COLMAP: cameras, images (`only` those named) and their GPS positions, keypoints, matches
+    and verified pairs, but for the pairs `without`, names in order; a file that exists is replaced.
 
     All matches go to `matches`, the inliers of pairs with a geometry to `two_view_geometries`; to verify
     again, clear the latter and run COLMAP's verification.
@@ -338,6 +338,10 @@ def write_colmap(
         for name in run.names:
             numbers[name] = database.write_image(pycolmap.Image(name=name, camera_id=camera_of[name]))
             database.write_keypoints(numbers[name], to_colmap(run.keypoints(name)))
+            if (place := read_gps(store.image_folder / name)) is not None:
+                image = pycolmap.Image(name=name, camera_id=camera_of[name], image_id=numbers[name])
+                how = dict(position=place, coordinate_system=pycolmap.PosePriorCoordinateSystem.WGS84)
+                database.write_pose_prior(pycolmap.PosePrior(corr_data_id=image.data_id, **how))
         for pair in run.pairs(without):
             ends = numbers[pair.name0], numbers[pair.name1]
             indices = np.ascontiguousarray(pair.matches.indices, dtype=np.uint32).reshape(-1, 2)
