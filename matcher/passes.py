@@ -209,7 +209,7 @@ class _Pair:
         change = best_scale_change(self.further.own.extractor, self.images)
         if change is None or not self.has_time():
             return None
-        crops = at_scale_change(self.images, change, self.further.longer_side)
+        crops = crops_of(self.images, None, change, self.further.longer_side)
         return self.if_verified(self.further.own.match_crops(f"scale {change:.2g}", crops))
 
     def gradients(self) -> PassMatches | None:
@@ -247,8 +247,10 @@ class _Pair:
             return None
         matches, inliers = self.joined[2], np.flatnonzero(self.geometry.inliers)
         originals = [original() for original in self.originals]
-        region = common_region(originals, matches.points0[inliers], matches.points1[inliers])
-        crops = crops_of(originals, *region, self.further.longer_side)
+        sides = zip(originals, (matches.points0[inliers], matches.points1[inliers]), strict=True)
+        points = [image_points(image, stored) for image, stored in sides]
+        boxes = [_box(each, image) for each, image in zip(points, originals, strict=True)]
+        crops = crops_of(originals, boxes, change_of_scale(*points), self.further.longer_side)
         return self.further.own.match_crops("common region", crops)
 
     @cached_property
@@ -286,17 +288,11 @@ class _Pair:
         return self.evidence.probable_inliers < LOW_INLIERS * self.evidence.keypoints
 
 
-def at_scale_change(images: Sequence[Image], change: float, longer_side: int) -> tuple[Crop, Crop]:
-    """Both whole images, a change of scale of image 1 relative to image 0 compensated."""
-    boxes = [(0, 0, image.pixels.shape[1], image.pixels.shape[0]) for image in images]
-    return crops_of(images, boxes, change, longer_side)
-
-
 def best_scale_change(extractor: Extractor, images: Sequence[Image]) -> float | None:
     """The change of scale with the most evidence by descriptors alone; None if none has enough."""
     best, most = None, MIN_EVIDENCE
     for change in SCALE_CHANGES:
-        crops = at_scale_change(images, change, COMPARED_SIDE)
+        crops = crops_of(images, None, change, COMPARED_SIDE)
         features0, features1 = extractor([crop.as_image() for crop in crops])
         if fewer := min(len(features0), len(features1)):
             descriptors = (to_numpy(features.descriptors) for features in (features0, features1))
@@ -523,21 +519,15 @@ def change_of_scale(points0: np.ndarray, points1: np.ndarray) -> float:
     return float(np.exp(np.median(np.log(distance1[far] / distance0[far]))))
 
 
-def common_region(
-    images: Sequence[Image], points0: np.ndarray, points1: np.ndarray
-) -> tuple[list[tuple[int, int, int, int]], float]:
-    """The boxes around matched points (K, 2), stored pixels, with a margin, and the change of scale."""
-    inner = [image_points(image, stored) for image, stored in zip(images, (points0, points1), strict=True)]
-    return [_box(points, image) for points, image in zip(inner, images, strict=True)], change_of_scale(*inner)
-
-
 def crops_of(
-    images: Sequence[Image], boxes: Sequence[tuple[int, int, int, int]], change: float, longer_side: int
+    images: Sequence[Image], boxes: Sequence[tuple[int, ...]] | None, change: float, longer_side: int
 ) -> tuple[Crop, Crop]:
-    """Crops at equal scale, of boxes whose scale changes: as large as `longer_side` allows, twice at most.
+    """Crops at equal scale, of boxes, or whole images, whose scale changes (image 1 relative to image 0): as
+    large as `longer_side` allows, twice at most.
 
     The crop of higher resolution is reduced where the other would have to be enlarged by more.
     """
+    boxes = boxes or [(0, 0, *image.pixels.shape[1::-1]) for image in images]
     side0, side1 = (max(x1 - x0, y1 - y0) for x0, y0, x1, y1 in boxes)
     # factor0 = change · factor1 gives both the same scale.
     fitting = min(longer_side / side1, longer_side / (side0 * change))

@@ -369,3 +369,16 @@ def test_a_camera_that_drives_ahead_sees_what_it_drives_towards_nearly_at_rest(r
     moved[:60] = points0[:60] + rng.uniform(0.7, 1.3, (60, 1)) * np.array([1.0, 0.0])
     given = Matches(matches.indices, points0, moved.astype(np.float32), matches.scores)
     assert not on_overlay(features0, corners(moved), given).any()
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_a_mount_that_two_scans_have_is_an_overlay_and_the_picture_on_it_is_not(rng, same):
+    places = rng.uniform(0, SIZE, (900, 2))
+    within = np.all(np.abs(places / SIZE - 0.5) < 0.35, axis=1)
+    moved = places @ (1.1 * cv2.Rodrigues(np.array([0, 0, 0.02]))[0][:2, :2].T) + [12, 5]
+    other = np.where(within[:, None] & (not same), rng.uniform(0.2, 0.8, (900, 2)) * SIZE, moved)
+    matched = np.flatnonzero(~within | same)
+    index = np.repeat(matched[:, None], 2, axis=1)
+    matches = Matches.from_indices(index, places, other, np.full(len(index), 0.9))
+    scans = corners(places), corners(other)
+    assert (on_overlay(*scans, matches) == (not same)).all()
