@@ -27,7 +27,9 @@ NAMES = [f"view 0{number}.png" for number in range(6)]
 
 
 def collect(folder: Path, run_dir: Path, *more: object) -> int:
-    return run("collection", folder, "--run", run_dir, *QUICK, "--workers", 0, *more)
+    other = [i for i, name in enumerate(QUICK[::2]) if name not in more]  # an option is given once
+    quick = [word for i in other for word in QUICK[2 * i : 2 * i + 2]]
+    return run("collection", folder, "--run", run_dir, *quick, "--workers", 0, *more)
 
 
 def pairs_of(run_dir: Path) -> set[tuple[int, int]]:
