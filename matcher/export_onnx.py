@@ -1,12 +1,12 @@
 """Our networks as ONNX graphs, by `torch.onnx.export` of their own modules; needs torch and onnxscript.
 
 For our engine a matcher is three graphs, `begin`, `step` (one layer) and `assign` (the heads of one layer),
-which `matcher.onnx_engine` runs in its loop. For other programs all layers on all points are one graph.
+which `scripts/build_graphs.py` writes and `matcher.onnx_engine` runs in its loop. For other programs all
+layers on all points are one graph.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 import tempfile
@@ -31,7 +31,6 @@ from matcher.match.network import MatchingNetwork
 from matcher.match.position import Points, encoded, normalise_positions, position_inputs
 from matcher.match.sinkhorn import CHECKED, LARGEST_SCALE, LEAST_EXPONENT, dual_softmax, masses, mutual_best
 from matcher.match.steering import MIN_GAIN, STEERABLE, TURNED_EXIF, TURNS, evidence, turned
-from matcher.onnx_engine import ExportedNetwork
 from matcher.torch_engine import build_extractor
 from matcher.weights import files
 
@@ -64,21 +63,6 @@ class Begin(Part):
             x = network.guidance.begin(x, torch.cat(inputs, 1))
         codes = network.position(torch.cat([encoded(position, side) for side in sides], 1))
         return (x, positions, codes) if position.kind == "rotary" else (x + codes, positions)
-
-
-class Step(Part):
-    """Tokens of both images → tokens after a layer, predicted positions of partners, and what is decided."""
-
-    def forward(self, side0: Sequence[Tensor], side1: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Of tokens of either image and their rotations, if any; where there are heads for them, the
-        probabilities (1, T) of a partner and of its being known come last."""
-        network, joined = self.network, [torch.cat(both, 1) for both in zip(side0, side1, strict=True)]
-        found = (network.layers[0](joined[0], side0[0].shape[1], *joined[1:]),)
-        if network.guidance is not None:
-            found = network.guidance(found[0], 0)
-        if not len(network.confidence):
-            return found
-        return (*found, *network.decision_logits(found[0], 0).sigmoid().unbind(-1))
 
 
 class Assign(Part):
@@ -238,16 +222,6 @@ class FrontEndPart(Part):
         return points[0], scores[order], self.network.describe(maps, points)[0]
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention (1, heads, N, d) by an operator of ONNX Runtime alone; it needs no matrix of all pairs."""
-    rows = [x.transpose(1, 2).flatten(2) for x in (q, k, v)]
-    operator, heads = "com.microsoft::MultiHeadAttention", q.shape[1]
-    found = torch.onnx.ops.symbolic(
-        operator, rows, {"num_heads": heads}, dtype=q.dtype, shape=rows[0].shape, version=1
-    )
-    return found.unflatten(2, (heads, q.shape[3])).transpose(1, 2)
-
-
 def traced(
     part: Part, given: tuple[Any, ...], shapes: tuple[Any, ...], inputs: Sequence[str], outputs: Sequence[str]
 ) -> onnx.ModelProto:
@@ -284,26 +258,14 @@ def _strip(graph: onnx.GraphProto) -> None:
                 _strip(attribute.g)
 
 
-def without_weights(model: onnx.ModelProto) -> tuple[bytes, list[str]]:
-    """A graph whose parameters are arrays outside it, and their names."""
-    names = []
-    for array in model.graph.initializer:
-        if array.name.startswith("network."):
-            names.append(array.name.removeprefix("network."))
-            array.ClearField("raw_data")
-            array.data_location = onnx.TensorProto.EXTERNAL
-            array.external_data.add(key="location", value="weights")
-    return model.SerializeToString(), names
-
-
 _OF_IMAGE = ("size", "matched_orientation")  # beside them an image's fields have an axis of points
-_COUNTS = (12, 15)  # of the points that graphs are traced with; any two do
+COUNTS = (12, 15)  # of the points that graphs are traced with; any two do
 
 
-def _example(config: NetworkConfig) -> tuple[tuple[dict, ...], tuple[dict, ...], list[str]]:
+def example(config: NetworkConfig) -> tuple[tuple[dict, ...], tuple[dict, ...], list[str]]:
     """Made-up points of both images, which of their axes vary, and the names of the inputs that they are."""
     given = []
-    for n in _COUNTS:
+    for n in COUNTS:
         made = {
             "keypoints": torch.rand(1, n, 2) * 100,
             "descriptors": nn.functional.normalize(torch.randn(1, n, config.descriptor_dim), dim=2),
@@ -316,11 +278,12 @@ def _example(config: NetworkConfig) -> tuple[tuple[dict, ...], tuple[dict, ...],
         }
         fields = ["keypoints", "descriptors", *needed_fields(config), *_OF_IMAGE]
         given.append({name: made[name] for name in fields})
-    varying = [{name: None if name in _OF_IMAGE else {1: dim} for name in fields} for dim in _dims()]
+    varying = [{name: None if name in _OF_IMAGE else {1: dim} for name in fields} for dim in dims()]
     return tuple(given), tuple(varying), [f"{name}{side}" for side in (0, 1) for name in fields]
 
 
-def _dims() -> list[Any]:
+def dims() -> list[Any]:
+    """The numbers of points of two images, which vary."""
     return [Dim(name, min=1, max=MOST) for name in "NM"]
 
 
@@ -328,51 +291,13 @@ def _sides(stride: int) -> list[Any]:
     return [stride * Dim(name, min=1, max=MOST // stride) for name in "hw"]
 
 
-def network_graphs(network: MatchingNetwork) -> ExportedNetwork:
-    """The three graphs of a network for `matcher.onnx_engine`, without its weights."""
-    config, network = network.config, copy.deepcopy(network).requires_grad_(False)
-    for layer in network.layers:
-        for block in (layer.self_block, layer.cross_block):
-            block.attention.score = fused_attention
-    given, varying, inputs = _example(config)
-    begun = dict(zip(("x", "positions", "rotations"), Begin(network)(*given), strict=False))
-    models = {"begin": traced(Begin(network), given, varying, inputs, list(begun))}
-    begun["predicted"] = begun["positions"]
-
-    def graph(part: Part, names: list[str], outputs: list[str], **more: Tensor) -> onnx.ModelProto:
-        """The graph of a part that takes what `Begin` gave, of either image, and `more`."""
-        # Clones: a tensor that is given twice would be one input of the graph.
-        sides = zip(*(begun[name].clone().split(_COUNTS, 1) for name in names), strict=True)
-        varying = [[{1: dim}] * len(names) for dim in _dims()] + [None] * len(more)
-        inputs = [f"{name}{side}" for side in (0, 1) for name in names]
-        return traced(part, (*map(list, sides), *more.values()), tuple(varying), [*inputs, *more], outputs)
-
-    found = ["x"] + ["predicted"] * (network.guidance is not None)
-    decided = config.assignment.every_layer and config.context.depth > 1
-    names = [name for name in ("x", "rotations") if name in begun]
-    models["step"] = graph(Step(network), names, found + ["probability", "confidence"] * decided)
-    names, best = [found[0], "positions", *found[1:]], ["best", "partner", "mutual"]
-    models["assign"] = graph(Assign(network), names, best, exits=torch.ones(1, dtype=torch.bool))
-    parts = {name: without_weights(model) for name, model in models.items()}
-    settings = {"weights": {name: weights for name, (_, weights) in parts.items()}}
-    shapes = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
-    return ExportedNetwork(shapes, {name: data for name, (data, _) in parts.items()}, settings)
-
-
-def front_end_graph(network: FeatureNetwork, config: ExtractorConfig) -> ExportedNetwork:
-    """The graph of our front end for `matcher.onnx_engine`, without its weights."""
-    settings = {name: getattr(config, name) for name in ("score_threshold", "nms_radius")}
-    settings |= {"border": BORDER, "stride": network.sizes.stride}
-    shapes = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
-    return ExportedNetwork(shapes, {"front_end": without_weights(_front_end(network, config))[0]}, settings)
-
-
-def _front_end(network: FeatureNetwork, config: ExtractorConfig) -> onnx.ModelProto:
-    stride = network.sizes.stride
+def front_end_model(part: FrontEndPart) -> onnx.ModelProto:
+    """The graph of our front end."""
+    stride = part.network.sizes.stride
     height, width = _sides(stride)
     given = torch.rand(1, 1, 3 * stride, 5 * stride), torch.ones(3 * stride, 5 * stride, dtype=torch.bool)
     return traced(
-        FrontEndPart(network, config),
+        part,
         (*given, torch.tensor([500])),
         ({2: height, 3: width}, {0: height, 1: width}, None),
         ["image", "mask", "max_keypoints"],
@@ -427,19 +352,29 @@ class OpencvPair(Pair):
         return torch.stack([torch.arange(score.shape[1]), partner[0]], 1), score[0]
 
 
-class ColmapFrontEnd(FrontEndPart):
+class InnerFrontEnd(FrontEndPart):
+    """For other programs: what the engine leaves out by the mask it gives, the graph does by itself."""
+
+    def forward(self, image: Tensor, mask: Tensor, max_keypoints: Tensor) -> tuple[Tensor, ...]:
+        """As there, without points near the edge of the image, which ends where the mask does."""
+        for axis, side in enumerate(mask.shape):
+            at = torch.arange(side)
+            end = torch.where(mask.any(1 - axis), at + 1, 0).amax(0)
+            mask = mask & ((at >= BORDER) & (at < end - BORDER)).unsqueeze(1 - axis)
+        return super().forward(image, mask, max_keypoints)
+
+
+class ColmapFrontEnd(InnerFrontEnd):
     """For COLMAP's `--AlikedExtraction.n16rot_model_path`."""
 
     def forward(self, image: Tensor, max_keypoints: Tensor, min_score: Tensor) -> tuple[Tensor, ...]:
         """RGB (1, 3, H, W) in [0, 1], a number, a least score → keypoints from −1, the centre of the first
         pixel, to 1, that of the last, descriptors and scores, (1, N, …) each."""
-        height, width = image.shape[2:]
-        y, x = torch.arange(height), torch.arange(width)
-        inside = ((y >= BORDER) & (y < height - BORDER)).unsqueeze(1) & (x >= BORDER) & (x < width - BORDER)
+        whole = torch.ones_like(image[0, 0], dtype=torch.bool)
         grey = (_grey(image) * 255).round() / 255
-        points, scores, described = super().forward(grey, inside, max_keypoints)
+        points, scores, described = super().forward(grey, whole, max_keypoints)
         good = scores >= min_score
-        last = torch.stack([x.shape[0] * torch.ones(()), y.shape[0] * torch.ones(())]) - 1
+        last = torch.stack([side * torch.ones(()) for side in image.shape[:1:-1]]) - 1
         return (points[good] * 2 / last - 1)[None], described[good][None], scores[good][None]
 
 
@@ -501,9 +436,9 @@ def _for_colmap(network: MatchingNetwork, front_end: FrontEnd) -> list[onnx.Mode
     shapes = dict(zip((2, 3), _sides(front_end[0].sizes.stride), strict=True)), None, None
     inputs = ["image", "max_keypoints", "min_score"]
     first = traced(ColmapFrontEnd(*front_end), image, shapes, inputs, _FOUND)
-    given = [torch.rand(1, n, width) for width in (2, network.config.descriptor_dim) for n in _COUNTS]
-    given += [torch.full((1, 2), 100.0) for _ in _COUNTS]
-    varying, inputs = [{1: dim} for dim in _dims()], [*_PORTS[0], "image_size0", "image_size1"]
+    given = [torch.rand(1, n, width) for width in (2, network.config.descriptor_dim) for n in COUNTS]
+    given += [torch.full((1, 2), 100.0) for _ in COUNTS]
+    varying, inputs = [{1: dim} for dim in dims()], [*_PORTS[0], "image_size0", "image_size1"]
     return [first, traced(ColmapPair(network), tuple(given), (*varying * 2, None, None), inputs, _PORTS[1])]
 
 
@@ -538,6 +473,15 @@ _CONVENTIONS = {  # by program: images and keypoints of the front end, and keypo
     "opencv": ("RGB, 0 to 1, {} x {}", *["-1 to 1 across the image"] * 2),
     "colmap": ("RGB, 0 to 1, any size", "-1 to 1, centres of the first and last pixel", _PIXELS),
 }
+_PORTS_OF_ANY = {  # their other ports, S standing for 0 and 1
+    "front end": {"mask": "rows, columns; true where the image is; no keypoint within 4 pixels of its edge"},
+    "matcher": {
+        "keypointsS": "at least one; see keypoints",
+        "sizeS": "width, height of the image in pixels",
+        "matched_orientationS": "EXIF code of how the image was turned, 1 if it was not",
+        "matches": "indices of keypoints of image 0 and 1, best first; -1 where there are no more",
+    },
+}
 
 
 def export_preset(
@@ -555,22 +499,23 @@ def export_preset(
     """Write a preset's front end, if it is ours, and its matcher, if it is a network, as ONNX files.
 
     `learned.onnx`: `image` (1, 1, H, W) grey in [0, 1], repeated at the right and lower edge to multiples of
-    32; `mask` (H, W) bool, where keypoints may lie, not in that margin nor within 4 pixels of the edge;
-    `max_keypoints` (1,) int64. Out, best first: `keypoints` (N, 2) xy in pixels, the centre of the first one
-    being (0, 0); `scores` (N,); `descriptors` (N, D).
+    32; `mask` (H, W) bool, True where the image is and keypoints may lie, none of which is within 4 pixels of
+    its edge, beyond which all is False; `max_keypoints` (1,) int64. Out, best first: `keypoints` (N, 2) xy in
+    pixels, the centre of the first one being (0, 0); `scores` (N,); `descriptors` (N, D).
 
     `PRESET.onnx`, S standing for 0 and 1: `keypointsS` (1, N, 2) in stored pixels, `descriptorsS` (1, N, D),
     `sizeS` (1, 2) width and height, `matched_orientationS` (1,) int64 EXIF codes, 1 for none; where the
     network needs them `scoresS`, `scalesS`, `orientationsS` (1, N), `affine_framesS` (1, N, 2, 2), as in
-    `Features`; at least one keypoint each. Out: `matches` (1, N, 2) int64, best first, −1 where there are no
-    more; `scores` (1, N). All layers run on all keypoints.
+    `Features`; at least one keypoint each: without, there are no matches to ask for. Out: `matches` (1, N, 2)
+    int64, best first, −1 where there are no more; `scores` (1, N), not calibrated. All layers run on all
+    keypoints.
 
     The program "opencv" gets `opencv-learned.onnx` for `cv2.ALIKED` and `opencv-PRESET.onnx` for
     `cv2.LightGlueMatcher`, of 512 keypoints and images that OpenCV resizes to `size`, width and height,
     multiples of 32; "colmap" `colmap-learned.onnx` for its ALIKED and `colmap-PRESET.onnx` for its LightGlue.
     COLMAP's feature types are a fixed list, so ours are stored as `ALIKED_N16ROT`; nothing there depends on
-    the width of their descriptors. The metadata of a file say what it is, and of the weights name, SHA-256
-    and licence. `UsageError`: nothing of the preset can be written so, or a file exists or
+    the width of their descriptors. The metadata of a file say what it is, takes and gives, and of the weights
+    name, SHA-256 and licence. `UsageError`: nothing of the preset can be written so, or a file exists or
     cannot be written; `IntegrityError`: weights are absent or damaged.
     """
     own, trained = config.extractor.kind == STEERABLE, isinstance(config.matcher, NetworkConfig)
@@ -600,15 +545,17 @@ def export_preset(
     for path in paths:
         check_output(path, (".onnx",), overwrite=overwrite)
     if program == "any":
-        models = [_front_end(*front_end)] if own else []
+        models = [front_end_model(InnerFrontEnd(*front_end))] if own else []
         if trained:
-            models.append(traced(Pair(network), *_example(network.config), ["matches", "scores"]))
+            models.append(traced(Pair(network), *example(network.config), ["matches", "scores"]))
     else:
         given = network, front_end
         models = _for_opencv(*given, size) if program == "opencv" else _for_colmap(*given)
     image, *keypoints = _CONVENTIONS[program]
     parts = [{"part": "front end", "image": image.format(*size), "keypoints": keypoints[0]}] * own
-    parts += [{"part": "matcher", "keypoints": keypoints[1]}] * trained
+    parts += [{"part": "matcher", "keypoints": keypoints[1], "scores": "not calibrated"}] * trained
+    for part in parts if program == "any" else ():
+        part |= _PORTS_OF_ANY[part["part"]]
     made = [in_numbers(model, numbers) for model in models]
     package = f"matcher {sys.modules['matcher'].__version__}"
     licences = {row.sha256: row.licence for row in files.read_manifest().values()}

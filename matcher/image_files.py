@@ -283,6 +283,8 @@ def _decoding(path: Path, name: str) -> Iterator[None]:
         why = "it is cut short, damaged or beyond what its decoder takes: export it again, perhaps smaller"
         if name == "TIFF" and re.search("pixel mode|samples per pixel", str(error)):
             why = "grey or RGB of 8 or 16 bits is read; `matcher align --gcp` reads any bands"
+        if "closed" in str(error):
+            why = "give the image while it is open"
         raise ImageError(f"{path}: the {name} cannot be decoded ({error}); {why}") from error
 
 

@@ -76,7 +76,7 @@ def _keep(opaque: np.ndarray | None, mask: Any, shape: tuple[int, int], max_pixe
         name = "the mask"
         given = mask.convert("L") if isinstance(mask, PIL.Image.Image) else mask
         array = _channels_last(to_numpy(given))
-        if array.dtype.kind not in "biuf":
+        if array.dtype.kind not in "biuf" or isinstance(mask, np.ma.MaskedArray):
             kind = type(mask).__name__
             raise UsageError(f"a mask is a path, an array, a PIL image or a torch tensor, (H, W), not {kind}")
         keep = (array != 0) & (array == array)
@@ -287,6 +287,8 @@ def _decoded(image: Any, path: Path | None, max_pixels: int) -> Decoded:
             f"not {type(image).__name__}; accepted: {_ACCEPTED}"
         )
     array = image
+    if isinstance(image, np.ma.MaskedArray):
+        raise UsageError("a masked array: give its data, and with it mask=~numpy.ma.getmaskarray(array)")
     if is_tensor(image):
         array = to_numpy(image)
         array = _channels_last(array[0] if array.ndim == 4 and len(array) == 1 else array)

@@ -17,7 +17,7 @@ from matcher.config import GRID_KIND, EstimationConfig, NetworkConfig, PipelineC
 from matcher.errors import MatcherError, UsageError, install_command, unknown_name
 from matcher.passes import FurtherPasses, LocalMatcher
 from matcher.pipeline import Pipeline
-from matcher.processes import bound_primitives, compute_alone_after_fork
+from matcher.processes import compute_alone_after_fork, restrain_libraries
 from matcher.verify.estimation import RobustEstimator
 from matcher.weights.files import front_end_bytes, locate, published_front_end
 
@@ -59,15 +59,16 @@ def load(preset: str | Path = presets.DEFAULT_PRESET, **options: Unpack[presets.
         max_pixels: width · height above which a file is refused before it is decoded.
 
     An option that is None or left out is the preset's own. The environment variable
-    ONEDNN_PRIMITIVE_CACHE_CAPACITY is set, unless you did, so that torch keeps less in memory. Processes that
-    are forked from this one compute on one thread, because the others do not exist there.
+    ONEDNN_PRIMITIVE_CACHE_CAPACITY is set, unless you did, so that torch keeps less in memory, and
+    ORT_DISABLE_TELEMETRY, so that ONNX Runtime sends nothing. Processes that are forked from this one compute
+    on one thread, because the others do not exist there.
 
     Raises:
         UsageError: an unknown preset, option, device or value, or an option that the preset has no use for.
         IntegrityError: weights that are absent or damaged; those of a front end are read at the first image,
             and beside a network, which also matches other programs' features, `UserWarning` tells of none.
     """
-    bound_primitives()
+    restrain_libraries()
     compute_alone_after_fork()
     preset, options = presets.from_file(preset, options)
     given = presets.given_options(options)

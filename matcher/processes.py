@@ -53,10 +53,12 @@ def at_once(first: Callable[[], Made], second: Callable[[], Made]) -> tuple[Made
         return first(), beside.result()
 
 
-def bound_primitives() -> None:
+def restrain_libraries() -> None:
     """Let torch keep fewer of the operations that it compiles for each shape, of which a sequence has
-    hundreds, unless the user says how many; it takes effect if this process has computed nothing yet."""
+    hundreds, and ONNX Runtime neither tell its maker of its use nor keep an identifier in the home folder,
+    unless the user has set how; it takes effect if neither is at work in this process yet."""
     os.environ.setdefault(_PRIMITIVES, _KEPT)
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
 @cache

@@ -184,6 +184,7 @@ def test_mistakes_have_a_message_and_a_code(views, options, code, message, capfd
         (KeyboardInterrupt(), 130),
         (MemoryError(), 6),
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate"), 6),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), 6),
         (OSError(5, "Input/output error"), 1),
         (ModuleNotFoundError("No module named 'h5py'", name="h5py"), 2),
         (matcher.ImageError("x"), 3),

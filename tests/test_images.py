@@ -4,6 +4,8 @@ import io
 import os
 import threading
 import warnings
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import cv2
@@ -145,13 +147,9 @@ def test_palette_bits_and_cmyk(tmp_path, noise):
 def test_lossy_and_rare_formats(tmp_path, blobs):
     formats = {"a.gif": {}, "a.jp2": {}, "a.j2k": {}}
     formats |= {"a.avif": {"quality": 95}} if PIL.features.check("avif") else {}
-    try:
-        import pillow_heif
-
-        pillow_heif.register_heif_opener()
+    if find_spec("pillow_heif"):
+        import_module("pillow_heif").register_heif_opener()
         formats["a.heic"] = {"quality": 95}
-    except ModuleNotFoundError:
-        pass
     for name, options in formats.items():
         path = save(tmp_path / name, PIL.Image.fromarray(blobs).convert("RGB"), **options)
         pixels = read_image(path).pixels
@@ -265,6 +263,8 @@ def test_arrays_that_are_no_images():
     for array in (np.zeros((3, 20, 20), np.uint8), flat.astype(np.int64), flat + 255, torch.zeros(2, 20, 20)):
         with pytest.raises(UsageError, match="accepted: one image"):
             read_image(array)
+    with pytest.raises(UsageError, match="getmaskarray"):
+        read_image(np.ma.masked_array(flat, mask=flat == 0))
 
 
 @pytest.mark.parametrize("mode", ["LA", "P", "I;16"])
@@ -276,7 +276,10 @@ def test_pillow_images_are_read_as_their_files(tmp_path, noise, mode):
     assert found.size == wanted.size and found.orientation == wanted.orientation == 6
     assert np.array_equal(found.pixels, wanted.pixels)
     assert (found.mask is None) == (wanted.mask is None)
-    stored = read_image(PIL.Image.open(path), upright=False)
+    stored = read_image(picture := PIL.Image.open(path), upright=False)
+    picture.close()
+    with pytest.raises(ImageError, match="while it is open"):
+        read_image(picture)
     assert (stored.orientation, stored.exif_orientation) == (1, 6)
 
 

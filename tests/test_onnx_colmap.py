@@ -248,9 +248,6 @@ def test_two_pictures_have_the_matches_that_python_finds(views, tmp_path, progra
     assert 0.96 < len(theirs) / len(ours) < 1.04
     assert same.mean() >= 0.96  # decoding and resizing may round a pixel differently
     assert np.abs(theirs[same, 4] - matches.scores[away.argmin(axis=1)][same]).max() < 0.02
-
-
-def test_pictures_without_keypoints_have_no_matches(tmp_path, program):
     cv2.imwrite(str(tmp_path / "flat.png"), np.full((60, 80, 3), 90, np.uint8))
     done = program(tmp_path / "flat.png", tmp_path / "flat.png")
     assert (done.returncode, done.stdout) == (0, "")

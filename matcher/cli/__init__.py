@@ -21,7 +21,7 @@ import typer
 import matcher
 from matcher.cli.options import OnceEach, runnable
 from matcher.cli.output import complain, detail, exit_code_of, messages, open_standard_streams
-from matcher.processes import bound_primitives
+from matcher.processes import restrain_libraries
 
 _WEIGHTS = ("weights list", "weights verify", "weights fetch", "weights import", "weights export")
 _FILES = {  # what is in each: a function of the command's name, `list_weights` for `weights list`
@@ -78,7 +78,7 @@ def build(only: str | None = None) -> typer.Typer:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (`sys.argv` when no arguments are given) and return its exit code."""
     open_standard_streams()
-    bound_primitives()
+    restrain_libraries()
     with_signals = threading.current_thread() is threading.main_thread()
     # SIGTERM becomes an exception, so that half-written files are removed.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)) if with_signals else None

@@ -14,7 +14,7 @@ import typer
 import matcher
 from matcher import presets as known
 from matcher.cli.options import Count, PresetName, check_outputs, loading
-from matcher.cli.output import complain, show, wants_progress
+from matcher.cli.output import complain, exit_code_of, show, wants_progress
 from matcher.config import NearestConfig, described
 from matcher.errors import CPU_BUILD, CUDA_BUILD, IntegrityError, UsageError, install_command, unknown_name
 from matcher.files import cache_folder
@@ -263,4 +263,8 @@ def serve(port: Port = 7860, *, given: loading(only=("device",)), max_upload: Co
 
     said = "Open {} in a browser; Ctrl-C stops the server."
     how = dict(port=port, max_megabytes=max_upload, **given)
-    run(on_address=lambda address: show(said.format(address), always=True), **how)
+    try:
+        run(on_address=lambda address: show(said.format(address), always=True), **how)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        # Python would wait for what is being matched, and nobody else does.
+        os._exit(stop.code if isinstance(stop, SystemExit) else exit_code_of(stop))

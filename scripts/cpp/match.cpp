@@ -146,14 +146,14 @@ Ort::Value tensor(const T* values, size_t count, std::initializer_list<int64_t> 
     return Ort::Value::CreateTensor<T>(memory, const_cast<T*>(values), count, shape.begin(), shape.size());
 }
 
-constexpr int STRIDE = 32, BORDER = 4;  // of the front end: pixels a side, and without points along the edge
+constexpr int STRIDE = 32;  // of the front end: pixels a side
 
 Features extract(Ort::Session& session, const std::string& path, int64_t most, int side) {
     const Image image = read_image(path);
     Features features;
     features.size = {float(image.width), float(image.height)};
     const Grey small = grey(image, side);
-    // Repeated at the right and lower edge to multiples of the stride; no points there, nor at the edge.
+    // Repeated at the right and lower edge to multiples of the stride; no points there.
     const int64_t width = (small.width + STRIDE - 1) / STRIDE * STRIDE;
     const int64_t height = (small.height + STRIDE - 1) / STRIDE * STRIDE;
     std::vector<float> pixels(width * height);
@@ -162,7 +162,7 @@ Features extract(Ort::Session& session, const std::string& path, int64_t most, i
         for (int64_t x = 0; x < width; ++x) {
             const int64_t column = std::min<int64_t>(x, small.width - 1), row = std::min<int64_t>(y, small.height - 1);
             pixels[y * width + x] = small.values[row * small.width + column];
-            mask[y * width + x] = x >= BORDER && x < small.width - BORDER && y >= BORDER && y < small.height - BORDER;
+            mask[y * width + x] = x < small.width && y < small.height;
         }
     }
     const char *inputs[] = {"image", "mask", "max_keypoints"}, *outputs[] = {"keypoints", "descriptors"};
