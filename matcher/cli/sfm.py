@@ -101,9 +101,8 @@ def sfm(
     asked |= {name for name in ("masks", "features", "restart", "tiles") if getattr(sources, name)}
     if continue_ is not None:
         if asked or dry_run:
-            raise typer.BadParameter(
-                "a continued model has its run's settings; leave out what extracts, --restart and --dry-run"
-            )
+            others = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(asked)) or "--dry-run"
+            raise typer.BadParameter(f"a continued model has its run's settings: leave out {others}")
         if "file" in wanted:
             raise typer.BadParameter("--pairs cannot list the pairs of a continued model; use --similar")
         how = {"workers": sources.workers, **{name: given[name] for name in _BESIDE_RUN & given.keys()}}

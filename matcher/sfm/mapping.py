@@ -321,8 +321,7 @@ def _without_distortion(job: Job, models: Models) -> Models:
 
 
 def doubtful_images(model: Any, job: Job) -> list[str]:
-    """Images whose camera was estimated beyond COLMAP's own limits, or with less than half or more than twice
-    the focal length that was known."""
+    """Images whose estimated camera is beyond COLMAP's own limits, or half or twice as long as was known."""
     with pycolmap.Database.open(job["database"]) as database:
         before, found = {camera.camera_id: camera for camera in database.read_all_cameras()}, []
     for image in registered(model):
