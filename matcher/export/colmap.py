@@ -62,10 +62,14 @@ class ExportedRun:
     """The images of a run that have features, by name, with their keypoints, features and pairs; the report
     counts what is read, and names what is left out."""
 
-    def __init__(self, store: Store, out: Path, only: Collection[str] | None = None) -> None:
-        """Of `only` images of these names, without those `gone`; `UsageError`: none has features."""
+    def __init__(
+        self, store: Store, out: Path, only: Collection[str] | None = None, kept: Collection[str] = ()
+    ) -> None:
+        """Of `only` images of these names, without those `gone` that are not `kept`; `UsageError`: none has
+        features."""
         self.store, self.report, common = store, ExportReport(out), common_camera(store.settings)
-        known, absent = [i for i in store.images() if only is None or i.name in only], gone(store)
+        known = [image for image in store.images() if only is None or image.name in only]
+        absent = gone(store).difference(kept)
         images = [image for image in known if image.name not in absent]
         if names := [image.name for image in known if image.name in absent]:
             note = f"{counted(len(names), 'image')} no longer in the folder, not written: {few(names)}"
@@ -308,15 +312,17 @@ def write_colmap(
     choice: CameraChoice | None = None,
     only: Collection[str] | None = None,
     without: Collection[tuple[str, str]] = (),
+    kept: Collection[str] = (),
 ) -> ExportReport:
     """A database for COLMAP: cameras, images (`only` those named) and their GPS positions, keypoints, matches
-    and verified pairs, but for the pairs `without`, names in order; a file that exists is replaced.
+    and verified pairs, but for the pairs `without`, names in order; a file that exists is replaced. Images
+    that are `gone` are left out, but for those `kept`.
 
     All matches go to `matches`, the inliers of pairs with a geometry to `two_view_geometries`; to verify
     again, clear the latter and run COLMAP's verification.
     """
     pycolmap = import_pycolmap()
-    run = ExportedRun(store, out, only)
+    run = ExportedRun(store, out, only, kept)
     report, cameras, rig = run.report, group_cameras(run.images, choice), choice and choice.rig
     report.cameras = len(cameras)
     if rig is not None:

@@ -104,10 +104,11 @@ def continue_model(
                 )
         tried = read_summary(whole_model(Path(model))).get("unregistered")
         own = {*given.cam_from_world, *(map(str, tried if isinstance(tried, list) else ()))}
-        kept = {image.name for image in store.images() if image.name in own and image.path.is_file()}
-        names, folder, chosen = sorted(kept.union(new)), store.image_folder, store.pair_choice
+        there = {image.name for image in store.images() if image.name in own and image.path.is_file()}
+        there, folder, chosen = there.union(new), store.image_folder, store.pair_choice
+    names = sorted(there.union(given.cam_from_world))
     collection = Collection.reopen(run, **(how or {}))
-    collection.add_images(folder, include=[escape(name) for name in names])
+    collection.add_images(folder, include=[escape(name) for name in sorted(there)])
     if chosen is None or chosen.by_default or chosen.from_list or chosen.method == "sequential":
         chosen = default_choice(len(names), **PAIRS)
     collection.add_pairs(**(pairs or {"pairs": chosen}), of=new, on_progress=on_progress)

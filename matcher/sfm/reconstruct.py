@@ -86,7 +86,8 @@ def reconstruct(
         out: the folder; it must not exist, or be empty.
         choice: the cameras; given ones are kept as they are, by the global mapper if all are. So is a rig
             whose poses are given; others are learnt from a model that is made first without it.
-        only: names of the images to use, all when absent, never those `gone`. `without`: pairs not to use.
+        only: names of the images to use, all when absent, never those `gone` without a pose. `without`: pairs
+            not to use.
         poses: to start from. Fixed ones stay as they are, and only points are triangulated, of the images
             that have one; from others the mapping continues, in the same world coordinates.
         on_incomplete: called with the names of images that the largest model lacks; True says that the run
@@ -186,7 +187,8 @@ def _mapped(
 ) -> tuple[ExportReport, tuple[SparseModel, ...]]:
     """Map once, in the folder `part`, which will be `out`; no models where there is no match."""
     unrefined = refine_run(store)
-    report = write_colmap(store, part / DATABASE, choice, only, without)
+    kept = () if poses is None else poses.cam_from_world
+    report = write_colmap(store, part / DATABASE, choice, only, without, kept)
     report.notes.extend(note for note in (unrefined, check_given_camera(store, choice, only)) if note)
     first: dict[str, str] = {}  # image by digest
     used = {image.name: image for image in report.photos}
