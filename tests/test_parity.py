@@ -99,11 +99,11 @@ def assert_same(found: list[Matches], expected: Iterable[Table]) -> None:
     assert (scores > 0.5).sum() > 20
 
 
-def as_lightglue(features: Features, patch: float = 1.0) -> dict[str, torch.Tensor]:
+def as_lightglue(features: Features) -> dict[str, torch.Tensor]:
     """An image of `SIZE` as the published LightGlue of its front end takes it, resized to 1024 in training.
 
-    SIFT: COLMAP's scales, half of OpenCV's diameters, and directions in (−π, π]. DoG-HardNet: diameters times
-    `patch`, and directions counterclockwise in [0, 2π). KeyNet's frames are given as they are.
+    SIFT: COLMAP's scales, half of OpenCV's diameters, and directions in (−π, π]. DoG-HardNet: diameters, and
+    directions counterclockwise in [0, 2π). KeyNet's frames are given as they are.
     """
     found = {
         "keypoints": features.keypoints[None],
@@ -115,16 +115,16 @@ def as_lightglue(features: Features, patch: float = 1.0) -> dict[str, torch.Tens
         wrapped = torch.where(angles > torch.pi, angles - 2 * torch.pi, angles)
         found |= {"scales": diameters / 2, "oris": wrapped}
     if features.kind == "doghardnet":
-        found |= {"scales": diameters * patch, "oris": (2 * torch.pi - angles) % (2 * torch.pi)}
+        found |= {"scales": diameters, "oris": (2 * torch.pi - angles) % (2 * torch.pi)}
     if features.kind == "keynet":
         found["lafs"] = torch.cat([features.affine_frames, features.keypoints.unsqueeze(-1)], dim=-1)[None]
     return found
 
 
-def lightglue_matches(peer: torch.nn.Module, pair: Pair, patch: float = 1.0) -> Table:
+def lightglue_matches(peer: torch.nn.Module, pair: Pair) -> Table:
     """What a LightGlue of the published calling convention makes of one pair."""
     with torch.no_grad():
-        theirs = peer({f"image{i}": as_lightglue(pair[i], patch) for i in (0, 1)})
+        theirs = peer({f"image{i}": as_lightglue(pair[i]) for i in (0, 1)})
     return as_table(theirs["matches"][0], theirs["scores"][0])
 
 
@@ -139,8 +139,6 @@ WIDTHS = {
     "lightglue-keynet": 128,
     "lightglue-xfeat": 64,
 }
-KORNIAS_ALONE = ("lightglue-keynet", "lightglue-xfeat")
-PATCH = {"lightglue-doghardnet": 6.0}  # kornia wants the scale of the described patch there
 OFF = {"depth_confidence": -1, "width_confidence": -1}
 NEVER = {"early_exit": False, "pruning": False}
 
@@ -165,33 +163,26 @@ def load_file(path: str | Path):
     return module
 
 
-@pytest.fixture(params=["kornia", "published"])
-def lightglue(request):
-    """What builds a LightGlue of a preset; whether it is kornia's."""
-    if request.param == "kornia":
-        return peers.kornia_lightglue, True
+def published_lightglue(preset: str, **settings) -> torch.nn.Module:
+    """A LightGlue of the published code; of it or of kornia's, which derives from it, a test takes one."""
     if (path := published_file()) is None:
         pytest.skip("the published code is not here")
     module = load_file(path)
+    settings |= {"input_dim": WIDTHS[preset], "flash": False}
+    settings["add_scale_ori"] = preset in ("lightglue-sift", "lightglue-doghardnet")
+    return peers.seeded(lambda: module.LightGlue(features=None, **settings), 0)
 
-    def build(preset: str, **settings):
-        settings |= {"input_dim": WIDTHS[preset], "flash": False}
-        settings["add_scale_ori"] = preset in ("lightglue-sift", "lightglue-doghardnet")
-        return peers.seeded(lambda: module.LightGlue(features=None, **settings), 0)
 
-    return build, False
+BUILDERS = dict.fromkeys(("lightglue-disk", "lightglue-keynet", "lightglue-xfeat"), peers.kornia_lightglue)
 
 
 @pytest.mark.parametrize("preset", WIDTHS)
-def test_lightglue_is_that_of_others(lightglue, preset, tmp_path):
-    build, kornias = lightglue
-    if preset in KORNIAS_ALONE and not kornias:
-        pytest.skip("only kornia has it")
+def test_lightglue_is_that_of_others(preset, tmp_path):
+    build = BUILDERS.get(preset, published_lightglue)
     peer = peers.decisive_lightglue(build(preset, filter_threshold=0.0, **OFF))
     ours = imported(peers.old_lightglue_names(peer), preset, tmp_path, 0.0, **NEVER)
     pairs = random_pairs(preset.split("-")[1], WIDTHS[preset])
-    patch = PATCH.get(preset, 1.0) if kornias else 1.0
-    expected = [lightglue_matches(peer, pair, patch) for pair in pairs]
+    expected = [lightglue_matches(peer, pair) for pair in pairs]
     for batch in (1, 4):
         assert_same(run(ours, pairs, batch), expected)
 
@@ -209,11 +200,13 @@ def make_adaptive(peer, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "seed", "stop", "share"),  # layers that run, most points kept
-    [("lightglue-superpoint", 2, 3, 1.0), ("lightglue-sift", 3, 6, 0.7)],
+    ("build", "preset", "seed", "stop", "share"),  # layers that run, most points kept
+    [
+        (peers.kornia_lightglue, "lightglue-superpoint", 2, 3, 1.0),
+        (published_lightglue, "lightglue-sift", 3, 6, 0.7),
+    ],
 )
-def test_lightglue_with_exit_and_pruning_is_that_of_others(lightglue, preset, seed, stop, share, tmp_path):
-    build, _ = lightglue
+def test_lightglue_with_exit_and_pruning_is_that_of_others(build, preset, seed, stop, share, tmp_path):
     on = {"depth_confidence": 0.95, "width_confidence": 0.99}
     peer = peers.decisive_lightglue(build(preset, filter_threshold=1e-3, **on))
     make_adaptive(peer, seed)
@@ -266,19 +259,20 @@ def mutual(plan: torch.Tensor) -> dict[tuple[int, int], float]:
     return as_table(best.nonzero(), plan[best].exp())
 
 
-@pytest.mark.parametrize("layout", ["official", "transformers"])
-def test_superglue_is_that_of_transformers(layout, peer, tmp_path):
+def test_superglue_is_that_of_transformers(peer, tmp_path):
     """Unequal counts, one pair at a time and four together, against the peer's blocks without padding.
 
     Its own batch pads pairs of unequal counts, and its padding has mass, which delays Sinkhorn.
     """
-    tensors = peers.official_superglue_names(peer) if layout == "official" else peer.state_dict()
-    ours = imported(tensors, "superglue-outdoor", tmp_path, 0.0)
+    ours = imported(peers.official_superglue_names(peer), "superglue-outdoor", tmp_path, 0.0)
     assert ours.model.config.assignment.max_iterations == peer.config.sinkhorn_iterations == 100
     pairs = random_pairs("superpoint", 256)
     expected = [mutual(peers.superglue_plan(peer, *pair)) for pair in pairs]
     for batch in (1, 4):
         assert_same(run(ours, pairs, batch), expected)
+    again = imported(peer.state_dict(), "superglue-outdoor", tmp_path, 0.0)  # the other layout
+    for name, value in again.model.state_dict().items():
+        torch.testing.assert_close(value, ours.model.state_dict()[name], msg=name)
     # With equal counts nothing is padded, and the peer as a whole says the same as its blocks.
     stacked = Features.stack(pairs[0])
     names = ("keypoints", "descriptors", "scores", "mask")
