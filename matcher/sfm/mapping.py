@@ -15,7 +15,6 @@ import pycolmap
 
 from matcher.export.colmap import as_rigid
 from matcher.sfm.models import poses_of, registered
-from matcher.sfm.plot import draw_model
 
 _NEAR = 15.0  # metres, by which a receiver in a telephone is easily off
 Job = Mapping[str, Any]  # see `_mapped` in `reconstruct.py`
@@ -69,7 +68,6 @@ def main() -> None:
         if job["rig"] is not None:
             _write_calibration(models[0], Path(job["rig"]))
         models[0].export_PLY(str(output / "points.ply"))
-        draw_model(models[0], output / "reconstruction.png")
     Path(job["result"]).write_text(json.dumps(described), encoding="utf-8")
 
 

@@ -213,7 +213,6 @@ def _mapped(
     work, photos = part / "work", store.image_folder  # `work` is not kept
     work.mkdir()
     place = None if poses is None else poses.georegistration
-    all_fixed = given == report.cameras
     job = {
         **job,
         "database": str(part / DATABASE),
@@ -223,7 +222,7 @@ def _mapped(
         "result": str(work / "result.json"),  # to be written: what is said of each model
         "deviations": str(work / "deviations.npz"),  # how uncertain each observation is
         "fixed_cameras": report.given_cameras,  # numbers of those that are not refined
-        "all_fixed": all_fixed,
+        "all_fixed": given == report.cameras,
         "min_images": min(job["min_images"], report.images),  # of two photos there is a model, too
         "two_views": report.images == 2,  # whether points that two images see are kept, where no other does
         "verify": all(pair.geometry.status == "not_estimated" for pair in store.pairs()),
@@ -254,6 +253,9 @@ def _mapped(
     described = json.loads((work / "result.json").read_text(encoding="utf-8"))
     if not described:
         return report, ()
+    from matcher.sfm.plot import draw_model  # here, once for all models of this process: it needs matplotlib
+
+    draw_model(import_pycolmap().Reconstruction(str(part / "sparse" / "0")), part / PLOT)
     if place is not None:  # the coordinates are those of the model that the poses come from
         described[0]["georegistration"] = described[0]["georegistration"] or dict(place)
     # Whether the user gave all cameras, now, for the run, or when the model was made that is continued.
@@ -261,7 +263,7 @@ def _mapped(
     summary = {
         "run": os.path.relpath(store.folder, out.absolute()),
         "features": feature_settings(store.settings),  # what they depend on
-        KEPT_CAMERAS: all_fixed and (told or (poses is not None and poses.keeps_cameras)),
+        KEPT_CAMERAS: job["all_fixed"] and (told or (poses is not None and poses.keeps_cameras)),
         "images": report.images,
         "pairs": report.pairs,
         "verified_pairs": report.verified,
