@@ -118,10 +118,10 @@ def test_nothing_is_overwritten_and_no_match_is_said(pair, tmp_path, capfd):
 
 
 def test_a_mirrored_print_is_called_so_as_match_calls_it(views):
-    photo = cv2.resize(cv2.imread(str(views[0])), (480, 360), interpolation=cv2.INTER_AREA)
+    photo = cv2.resize(cv2.imread(str(views[0])), (320, 240), interpolation=cv2.INTER_AREA)
     flipped = np.ascontiguousarray(photo[:, ::-1])
-    said = matcher.load(max_keypoints=512).match(flipped, photo)
-    found = matcher.align(flipped, photo, model="similarity", max_keypoints=512)
+    said = matcher.load(max_keypoints=256).match(flipped, photo)
+    found = matcher.align(flipped, photo, model="similarity", max_keypoints=256)
     assert said.geometry.status == found.status == "mirrored" and "flip it" in found.to_dict()["reason"]
     assert said.verdict == found.result.verdict and found.agreeing == 0
 

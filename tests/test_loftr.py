@@ -59,17 +59,24 @@ def tell_cells_apart(peer: nn.Module, spread: float) -> None:
         layer.norm2.weight *= 0.5
 
 
+def transport(scores: torch.Tensor, bin_score: torch.Tensor, iterations: int) -> torch.Tensor:
+    """Log probabilities (B, N+1, M+1), the dustbins last."""
+    padded = bin_score.repeat(len(scores), scores.shape[1] + 1, scores.shape[2] + 1)
+    padded[:, :-1, :-1] = scores
+    u, v = peers.naive_sinkhorn(padded, iterations)
+    return padded + u.unsqueeze(2) + v.unsqueeze(1)
+
+
 @cache
 def kornia_loftr(name: str, kind: str) -> nn.Module:
-    """kornia's LoFTR; it has no transport solver of its own and is lent that of transformers' SuperGlue."""
+    """kornia's LoFTR; it has no transport solver of its own and is lent the naive one."""
     peer = peers.kornia_loftr(0, name)
     tell_cells_apart(peer, 10.0 if kind == "sinkhorn" else 2.5)
     if kind == "sinkhorn":
-        superglue = pytest.importorskip("transformers.models.superglue.modeling_superglue")
         coarse = peer.coarse_matching
         coarse.match_type, coarse.skh_iters, coarse.skh_prefilter = "sinkhorn", 3, True
         coarse.config = {**coarse.config, "sparse_spvs": False}
-        coarse.log_optimal_transport = superglue.log_optimal_transport
+        coarse.log_optimal_transport = transport
         coarse.bin_score = nn.Parameter(torch.tensor(2.0))
     return peer
 
