@@ -192,6 +192,12 @@ def true_corners(pose) -> np.ndarray:
     return warp_points(np.array([[0, 0], [220, 0], [220, 180], [0, 180]]) - 0.5, pose_matrix(*pose))
 
 
+def test_a_part_of_a_facade_does_not_show_its_mirror_image(views, shipped_weights):
+    half = cv2.resize(cv2.imread(str(views[0])), None, fx=0.5, fy=0.5, interpolation=cv2.INTER_AREA)
+    found = matcher.find(np.ascontiguousarray(half[50:175, 50:200][:, ::-1]), half)
+    assert len(found) == 0 and found.mirrored
+
+
 def test_every_instance_and_nothing_else_is_found_at_its_scale_and_turn(template, scene):
     found = matcher.find(template, scene, "nearest", max_keypoints=600)
     assert len(found) == len(POSES) and found.size == (600, 560)
