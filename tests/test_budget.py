@@ -155,6 +155,8 @@ def test_every_row_runs(bench, shipped_weights) -> None:
 def test_only_the_rows_asked_for(bench, shipped_weights) -> None:
     rows = run_benchmark(bench, only="matching")
     assert rows and all(min(row.ours) > 0 and row.work.startswith("matching") for row in rows)
+    with pytest.raises(UsageError, match="photos"):
+        run_benchmark(bench, only="collection")
 
 
 @pytest.mark.slow
@@ -166,8 +168,3 @@ def test_slow_rows(only, package, views, tmp_path, shipped_weights) -> None:
     render_photos(tmp_path / "photos")
     rows = run_benchmark(Bench(CPU, views, tmp_path / "photos", quick=True, repeats=1), only=only)
     assert rows and all(min(row.ours) > 0 for row in rows)
-
-
-def test_what_cannot_be_measured_is_said(bench) -> None:
-    with pytest.raises(UsageError, match="photos"):
-        run_benchmark(bench, only="collection")

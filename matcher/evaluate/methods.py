@@ -197,13 +197,10 @@ def _published(name: str, ours: Pipeline) -> Pipeline:
 
     @torch.inference_mode()
     def matches(features0: Features, features1: Features) -> list[Matches]:
-        made = []
+        made, names = [], {"keypoints": "keypoints", "descriptors": "descriptors", "image_size": "size"}
         for sides in zip(features0.unstack(), features1.unstack(), strict=True):
             indices, scores, layers = torch.zeros(0, 2), torch.zeros(0), 0
-            given = ((side.keypoints, side.descriptors, side.size) for side in sides)
-            given = [[values[None].clone().to(device) for values in side] for side in given]
-            names = ("keypoints", "descriptors", "image_size")
-            named = [dict(zip(names, side, strict=True)) for side in given]
+            named = [{k: getattr(f, own)[None].clone().to(device) for k, own in names.items()} for f in sides]
             filled = all(map(len, sides))
             if filled and name == "xfeat":
                 both = [side["descriptors"][0] for side in named]

@@ -176,12 +176,9 @@ class Recording(RecordingFile):
             self._cloud |= zip(result.track_ids[known].tolist(), world, strict=True)
             for track in list(self._cloud)[: max(0, len(self._cloud) - _POINTS)]:
                 del self._cloud[track]
-            positions, colours = (
-                np.array(list(self._cloud.values())),
-                track_colours(np.array(list(self._cloud))),
-            )
+            tracks, positions = (np.array(list(each)) for each in (self._cloud, self._cloud.values()))
             size = rr.Radius.ui_points(1.5)  # of the screen: the unit of one camera is any length
-            stream.log("world/points", rr.Points3D(positions, colors=colours, radii=size))
+            stream.log("world/points", rr.Points3D(positions, colors=track_colours(tracks), radii=size))
         for stage, value in result.milliseconds.items():
             stream.log(f"milliseconds/{stage}", rr.Scalars([value]))
 

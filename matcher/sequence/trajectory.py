@@ -50,10 +50,9 @@ def write_trajectory(
         lines, names = kitti_lines(poses), list(map(str, range(len(poses))))
     guessed = " ".join(names[row] for row in np.flatnonzero(bridged))
     comments = [f"# extrapolated, not measured: {guessed}"] if guessed else []
-    origins = {
-        row: "the first" if stretches[row] == 0 else "an extrapolated" for row in changes_of(stretches)
-    }
-    comments += [f"# from here on relative to {what} pose: {names[row]}" for row, what in origins.items()]
+    for row in changes_of(stretches):
+        origin = "the first" if stretches[row] == 0 else "an extrapolated"
+        comments.append(f"# from here on relative to {origin} pose: {names[row]}")
     write_whole(path, "".join(f"{line}\n" for line in [*comments, *lines]).encode())
 
 

@@ -276,8 +276,7 @@ def fitting(path: Path) -> Iterator[None]:
 def load_state(path: Path) -> dict[str, Any]:
     """Read a checkpoint, its tensors on the CPU."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        return dict(state)
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
     except (OSError, RuntimeError, TypeError, ValueError, LookupError, EOFError, pickle.PickleError) as error:
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         remedy = "restore a copy of it, or delete the run folder to start again"
