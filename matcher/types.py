@@ -619,7 +619,7 @@ class Repetition(NamedTuple):
     unrepeated: float  # share of the inliers that are of things which do not repeat
     # How often keypoints that do not repeat are among the inliers / how often those around them that do.
     found: float
-    share: float = 1.0  # of those around the inliers that do not repeat, by score, how many are among these
+    share: float = 1.0  # of the keypoints around the inliers that do not repeat, how many are among these
 
     @property
     def repetitive(self) -> bool:

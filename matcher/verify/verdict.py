@@ -288,8 +288,7 @@ def _counted(
     alone, matched = unrepeated(features, points, rows), np.isin(rows, index)
     often = ((1 - alone) @ matched + 1e-6) / ((1 - alone).sum() + 1e-6)
     found = (alone @ matched + _PSEUDO * often) / ((alone.sum() + _PSEUDO) * often)
-    weight = alone * (to_numpy(features.scores)[rows] + 1e-9)  # grain scores low and is lost anyway
-    share = weight @ matched / weight.sum() if alone.sum() >= _PSEUDO else 0.0  # of fewer it says nothing
+    share = alone @ matched / alone.sum() if alone.sum() >= _PSEUDO else 0.0  # of fewer it says nothing
     return float(alone @ matched / max(matched.sum(), 1)), float(found), float(share)
 
 
