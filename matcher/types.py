@@ -46,9 +46,10 @@ def to_numpy(value: Any) -> np.ndarray:
     """A tensor on any device, or an array, as an array; the same memory where that is possible."""
     if not is_tensor(value):
         return np.asarray(value)
-    value = value.detach() if value.requires_grad else value
     value = value.float() if "bfloat16" in str(value.dtype) else value  # NumPy has none
-    return np.from_dlpack(value if value.is_cpu else value.cpu())
+    plain = value.is_cpu and not value.requires_grad
+    found = np.from_dlpack(value) if plain else value.numpy(force=True)
+    return found if found.flags.writeable else value.numpy(force=True)  # some make it read-only
 
 
 def converted(value: Tensor, dtype: torch.dtype) -> Tensor:

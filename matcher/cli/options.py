@@ -184,7 +184,7 @@ class OnceEach(TyperCommand):
         """The arguments that are left over, as typer has it."""
         _, _, typed = self.make_parser(ctx).parse_args(args=list(args))
         for option in self.params:
-            alike = typed.count(option) > 1 and not option.multiple
+            alike = typed.count(option) > 1 and not (option.multiple or ctx.resilient_parsing)
             if alike and not (option.is_flag and not option.secondary_opts):  # -q -q says nothing else
                 ctx.fail(f"{option.opts[0]} is given more than once; give it once")
         return super().parse_args(ctx, args)

@@ -226,8 +226,7 @@ class MatchingNetwork(nn.Module):
     def decision_logits(self, x: Tensor, depth: int) -> Tensor:
         """(…, 1 or 2) float32 log odds of having a partner, by heads for it or by the dustbin (LightGlue,
         eq. 12), and of its being the last layer's, where there are heads for that."""
-        known = self.decisions[depth] if depth < len(self.decisions) else self.decision(depth)
-        return F.linear(x, *known)
+        return F.linear(x, *(self.decisions[depth] if depth < len(self.decisions) else self.decision(depth)))
 
     def decision(self, depth: int) -> tuple[Tensor, Tensor]:
         """Weight (1 or 2, dim) and bias (1 or 2,) of `decision_logits`."""

@@ -162,6 +162,7 @@ def _solve(
         if not within[running].all():
             # One more update, whose scales go into the potentials; in the log domain if extreme.
             inside = b.clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
+            inside = inside if masked is None else inside.masked_fill(nu == 0, 0.0)
             if low[running].min() > 1 / EXTREME_SCALE and high[running].max() < EXTREME_SCALE:
                 row = mu / torch.bmm(kernel, inside).clamp_min(tiny)
                 u += row.log()
