@@ -209,7 +209,7 @@ class Consensus(nn.Module):
         Of positions (2B, P, 2); both images in one batch, as most of the time goes into calls.
         """
         partner, confidence = matches.partner.unsqueeze(2), matches.confidence.unsqueeze(2)
-        targets = positions.roll(len(positions) // 2, 0).take_along_dim(partner, 1)
+        targets = positions.roll(len(positions) // 2, 0).gather(1, partner.expand(-1, -1, 2))
         position, support, spread = fit_local_maps(positions, targets, matches.confidence)
         residual = (targets - position).norm(dim=2, keepdim=True)
         residual = torch.where(confidence > 0, residual, math.exp(-4) - 1e-3)  # of logarithm 0 below

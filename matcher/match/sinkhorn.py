@@ -234,7 +234,7 @@ class MutualBest(NamedTuple):
 
     def of_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The first three as arrays, in one transfer: float32 holds indices up to 2²⁴."""
-        scores, partners, mutual = to_numpy(torch.stack([each.float() for each in self[:3]]))
+        scores, partners, mutual = to_numpy(torch.stack(self[:3]))
         return scores, partners.astype(np.int64), mutual > 0
 
 
