@@ -110,7 +110,6 @@ class World:
 
 # --- The tests.
 
-
 PAIRS = {"camera": CAMERA, "baseline": BASELINE}
 
 
@@ -170,20 +169,22 @@ def test_one_cameras_unit_is_uncertain_after_a_step_that_few_points_carry_until_
         results = [tracker.push(world.picture(frame)) for frame in (*range(20), 80, 5, 6, 7)]
         assert {result.pose_status for result in results[14:20]} == {settled}
         assert (results[20].stretch, results[23].stretch, results[23].pose_status) == (1, 0, "ok")
+    far = World(depths=(40, 100), points_a_metre=20)  # 2 % of the first baseline make later steps 20 % wrong
+    results = far.drive(far.tracker(camera=CAMERA), range(20))
+    assert {result.pose_status for result in results[10:]} == {"uncertain"}
 
 
 def test_a_step_that_far_points_leave_open_is_uncertain():
     """All is 200 to 600 baselines away: how the camera turned is known, and not how far it went."""
     world = World(depths=(100, 300), points_a_metre=20)
     results = world.drive(world.tracker(**PAIRS), range(6), stereo=True)
-    statuses = [result.pose_status for result in results[1:]]
-    assert statuses.count("uncertain") >= 4
+    assert [result.pose_status for result in results[1:]].count("uncertain") >= 4
     jumping = World(step=1.0, jump={4: 1.5})  # a step two and a half times as long as those before
     results = jumping.drive(jumping.tracker(**PAIRS), range(6), stereo=True)
     assert [result.pose_status for result in results[1:5]] == ["ok", "ok", "ok", "uncertain"]
     near = World()
     sure = near.drive(near.tracker(**PAIRS), [0, 1, 1, 1], stereo=True)
-    assert [result.pose_status for result in sure] == ["ok"] * 4  # also where the camera stands still
+    assert {result.pose_status for result in sure} == {"ok"}  # also where the camera stands still
 
 
 def test_identical_frames_are_one_place_and_one_keyframe():

@@ -143,10 +143,8 @@ def _times_of(images: list[Path]) -> tuple[list[float] | None, Path | None]:
     stems = [path.stem for path in images]
     if all(re.fullmatch(r"\d+\.\d+", stem) for stem in stems):
         return [float(stem) for stem in stems], None
-    if (numbers := _numbers(stems)) is not None:
-        seconds = _since_1970(np.array(numbers, np.float64))
-        if seconds is not None:
-            return seconds.tolist(), None
+    if (numbers := _numbers(stems)) and (seconds := _since_1970(np.array(numbers, float))) is not None:
+        return seconds.tolist(), None
     unused = None
     for place in (images[0].parent, images[0].absolute().parent.parent):
         for name in _TIME_FILES:
@@ -167,8 +165,7 @@ def _since_1970(times: np.ndarray) -> np.ndarray | None:
 
 def _listed(file: Path, images: list[Path]) -> list[float] | None:
     """The times of all images in a text file of rows; None where one has none."""
-    number = {path.stem: index for index, path in enumerate(images)}
-    number |= {path.name: index for index, path in enumerate(images)}
+    number = {name: row for row, path in enumerate(images) for name in (path.stem, path.name)}
     named, plain = {}, []
     try:
         for row in map(str.strip, read_text(file).splitlines()):

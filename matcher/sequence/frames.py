@@ -62,10 +62,10 @@ class FrameResult:
     none that is still held, so new tracks begin. Others are skipped: "blank" (no keypoints: a black frame, a
     lens covered), "dropped" (None instead of an image), "out_of_order" (older than the frame before).
 
-    `pose_status` is "ok": measured; "uncertain": measured, but the points leave the camera's position open by
-    more than a tenth of its last step, as when all are far away, a third of them moves otherwise, as cars do,
-    one camera has just begun or the unit was carried on by few points, another motion explains half as much
-    of the scene, or the motion has changed by more than a half at once; "no_camera": none was given;
+    `pose_status` is "ok": measured; "uncertain": measured, but the points, or how exactly pairs are known to
+    be rectified, leave more than a tenth of the last step open, as when all are far away; a third of them
+    moves otherwise, as cars do; one camera has just begun, or its unit is known to less than 2 %; another
+    motion explains half as much; or it has changed by more than a half at once; "no_camera": none was given;
     "other_size": the frame's sides have another ratio than those of the images that the camera is for;
     "starting": one camera only, and there is not enough parallax yet, or too much moves; "too_few" points of
     known depth agree with a pose; "bridged": tracking was lost, and the pose is the last motion,
@@ -130,6 +130,7 @@ class MeasuredDisparities(NamedTuple):
     disparities: np.ndarray  # (N,) pixels of the camera, as measured; NaN where unknown
     deviations: np.ndarray  # (N,) their standard deviations
     offset: float  # that was added to them for the depths
+    offset_error: float  # its standard deviation
     focal_baseline: float  # depth times disparity
 
 

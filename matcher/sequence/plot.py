@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from matcher.localization.plot import log_map
 from matcher.sequence.frames import FrameResult
-from matcher.sequence.pose_tracking import move, rays
+from matcher.sequence.pose_tracking import rays
 from matcher.sequence.trajectory import path_length
 from matcher.types import Image
 from matcher.viz.drawings import save_figure
@@ -172,7 +172,8 @@ class Recording(RecordingFile):
         if result.is_keyframe and not any(each is None for each in needed):
             known = np.isfinite(result.depths)
             local = rays(result.keypoints[known].astype(np.float64), result.camera)
-            world = move(local * result.depths[known, None], result.world_from_cam)
+            local *= result.depths[known, None]
+            world = local @ result.world_from_cam[:3, :3].T + result.world_from_cam[:3, 3]
             self._cloud |= zip(result.track_ids[known].tolist(), world, strict=True)
             for track in list(self._cloud)[: max(0, len(self._cloud) - _POINTS)]:
                 del self._cloud[track]

@@ -31,11 +31,6 @@ def rays(points: np.ndarray, camera: Camera) -> np.ndarray:
     return np.column_stack([points, np.ones(len(points))]) @ np.linalg.inv(camera.K).T
 
 
-def move(points: np.ndarray, T: np.ndarray) -> np.ndarray:
-    """Points (N, 3) under a rigid transform (4, 4)."""
-    return points @ T[:3, :3].T + T[:3, 3]
-
-
 def project(points: np.ndarray, camera: Camera) -> np.ndarray:
     """(N, 2) pixels of points (N, 3); those behind the camera are NaN."""
     z = np.where(points[:, 2:] > 1e-9, points[:, 2:], np.nan)
@@ -117,6 +112,7 @@ class JointPose:
     errors: np.ndarray  # (K,) their standard deviations
     agreeing: np.ndarray  # (K,) bool
     deviation: float  # standard deviation of the camera's position in its least certain direction
+    shift: float  # by how much it moves where all inverse depths that were known are one larger
 
 
 def adjust(
@@ -188,8 +184,10 @@ def adjust(
     # the observations leave open, and by how well they fit (the a posteriori variance of unit weight).
     redundancy = agreeing.sum() + (agreeing & known).sum() - 6
     variance = squares(error, inverse)[agreeing].sum() / redundancy
-    deviation = float(np.sqrt(REPEATED * variance * np.linalg.eigvalsh(np.linalg.pinv(hessian)[3:, 3:])[-1]))
-    return JointPose(T, np.where(values > 0, values, np.nan), errors, agreeing, deviation)
+    covariance = np.linalg.pinv(hessian)
+    deviation = float(np.sqrt(REPEATED * variance * np.linalg.eigvalsh(covariance[3:, 3:])[-1]))
+    shift = float(np.linalg.norm((covariance @ mixed.T @ (weights * known * certainty / own))[3:]))
+    return JointPose(T, np.where(values > 0, values, np.nan), errors, agreeing, deviation, shift)
 
 
 def standing_still(
@@ -216,8 +214,7 @@ class DisparityOffset:
     """What all disparities, in pixels, are short of, as cameras are not rectified exactly; by all frames."""
 
     def __init__(self) -> None:
-        self.value = 0.0  # to be added to every measured disparity
-        self._information, self._sum = 1 / 0.3**2, 0.0  # before anything was seen: 0, give or take .3 pixels
+        self.value, self.deviation = 0.0, 0.3  # to be added to measured disparities, before any frame is seen
 
     def observe(self, points: LinkedPoints, measured: MeasuredDisparities, T: np.ndarray) -> None:
         """Take in what a frame at cam1_from_cam0 says of the disparities `measured` of its points in frame 0.
@@ -237,9 +234,9 @@ class DisparityOffset:
         absorbed = np.linalg.lstsq(pose_pose, pose_both, rcond=None)[0]
         information, moved = np.einsum("ki,k,kib->b", by_offset, weights, both) - pose_both[:, 0] @ absorbed
         if information > 0:
-            self._information += information
-            self._sum += moved + information * measured.offset
-            self.value = self._sum / self._information
+            gain = information / (self.deviation**-2 + information)
+            self.value += gain * (measured.offset + moved / information - self.value)
+            self.deviation *= (1 - gain) ** 0.5
 
 
 class PoseTracker:
@@ -260,6 +257,9 @@ class PoseTracker:
         self.offset = DisparityOffset()
         self._essential_matrix = RobustEstimator(replace(estimation, kind="essential"))
         self.doubt = 0.0  # standard deviation of the last position, by the last step or the baseline
+        # Shorter steps, as of a camera that stands still, are judged as one of this length: the baseline, or
+        # one camera's mean step while it began.
+        self._least = baseline or 1.0
         self._last: tuple[int, np.ndarray, int] | None = None  # frame, its pose and stretch
         self._stretches = 0  # that have begun after the first
         self._motion = np.eye(4)  # of one frame in its own camera's coordinates
@@ -282,24 +282,23 @@ class PoseTracker:
         """The first frame, whose camera is the world."""
         if self.camera_of(frame.size) is None:
             return "no_camera" if self.camera is None else "other_size"
-        return self._settle(frame, np.eye(4))
+        return self._settle(frame, np.eye(4), 0.0, 0.0, False)
 
     def measure(self, frame: KeptFrame, right: np.ndarray, deviations: np.ndarray) -> None:
         """Set depths by points (N, 2) in the right image, and deviations (N,) of their x; NaN: unknown."""
         camera = self.camera_of(frame.size)
         if camera is None or self.baseline is None:
             return
-        product, used = self.camera.fx * self.baseline, self.offset.value
+        product, offset = self.camera.fx * self.baseline, self.offset
         step = frame.keypoints.astype(np.float64) - right
         with np.errstate(invalid="ignore"):  # none where rows differ, and below half a pixel: "far"
             good = (np.abs(step[:, 1]) <= 2.0) & (step[:, 0] >= 0.5)
-        depths = np.where(good, camera.fx * self.baseline / np.where(good, step[:, 0], 1.0), np.nan)
-        disparities = product / depths
+        disparities = np.where(good, step[:, 0], np.nan) * (self.camera.fx / camera.fx)
         # Some are not located exactly, and no pixel stands for a point alone.
         located = np.where(np.isfinite(deviations), deviations, 0.3 / frame.scale[0])
         noise = np.hypot(located, 0.05 / frame.scale[0]) * self.camera.fx / camera.fx
-        frame.measured = MeasuredDisparities(disparities, noise, used, product)
-        frame.depths[:] = product / (disparities + used)
+        frame.measured = MeasuredDisparities(disparities, noise, offset.value, offset.deviation, product)
+        frame.depths[:] = product / (disparities + offset.value)
         frame.inverse_errors[:] = np.where(np.isfinite(disparities), noise / product, np.nan)
 
     def locate(
@@ -346,13 +345,15 @@ class PoseTracker:
             ways = (np.linalg.inv(trial.cam1_from_cam0) for trial in trials)
             goes_on = [known and not self._jumps(keyframe.world_from_cam @ way, frame.index) for way in ways]
             found, rivalled = standing_still(trials, goes_on, points1 / scale)
-        T, measured = found.cam1_from_cam0, keyframe.measured
+        T, measured, common = found.cam1_from_cam0, keyframe.measured, 0.0
+        way = float(np.linalg.norm(T[:3, 3]))
         frame.stretch = keyframe.stretch
         if alone:  # points that this step shows first have a unit as uncertain as its length
-            step = found.deviation / max(1.0, float(np.linalg.norm(T[:3, 3])))
-            frame.unit_doubt = max(keyframe.unit_doubt, step)
+            frame.unit_doubt = max(keyframe.unit_doubt, found.deviation / max(1.0, way))
+            self._least = way / (frame.index - keyframe.index) if starting else self._least
         learnt = np.ones(len(rows), bool)  # from frames, where no pair has measured it
         if measured is not None:
+            common = found.shift * measured.offset_error / measured.focal_baseline / max(self.baseline, way)
             learnt = np.isnan(measured.disparities[rows])
             kept = rows[seen := found.agreeing & ~learnt]
             known = dict(disparities=measured.disparities[kept], deviations=measured.deviations[kept])
@@ -367,8 +368,9 @@ class PoseTracker:
             return "ok", T
         begins = starting and alone  # two views, which nothing confirms yet
         doubted = rivalled or begins or found.agreeing.mean() < LEAST_AGREEMENT
-        doubted |= keyframe.unit_doubt > MOST_DOUBT / 2
-        return self._settle(frame, keyframe.world_from_cam @ np.linalg.inv(T), found.deviation, doubted), T
+        doubted |= keyframe.unit_doubt > MOST_DOUBT / 5  # which bends depths, and these bend later steps more
+        pose = keyframe.world_from_cam @ np.linalg.inv(T)
+        return self._settle(frame, pose, found.deviation, common, doubted), T
 
     def _jumps(self, pose: np.ndarray, index: int) -> bool:
         """Whether the way to a frame is not as the last motion: cameras hardly stop at once."""
@@ -400,11 +402,10 @@ class PoseTracker:
 
     def _essential(self, points: LinkedPoints) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """cam1_from_cam0 (4, 4) of unit translation, and depths (K,) and angles of `triangulate`, or NaN."""
-        points0, cameras = project(points.rays0, points.camera1), (points.camera1, points.camera1)
-        given = points0, points.points1
+        given, cameras = (project(points.rays0, points.camera1), points.points1), (points.camera1,) * 2
         geometry = self._essential_matrix(*given, cameras=cameras, thresholds_scale=points.scale)
         if geometry.status != "ok":
-            return np.eye(4), *np.full((2, len(points0)), np.nan)
+            return np.eye(4), *np.full((2, len(points.rays0)), np.nan)
         T = geometry.cam1_from_cam0.copy()
         return T, *triangulate(points.rays0, rays(points.points1, points.camera1), T)
 
@@ -435,17 +436,17 @@ class PoseTracker:
         return "bridged"
 
     def _settle(
-        self, frame: KeptFrame, pose: np.ndarray, deviation: float = 0.0, doubted: bool = False
+        self, frame: KeptFrame, pose: np.ndarray, deviation: float, common: float, doubted: bool
     ) -> PoseStatus:
-        """Take a pose for that of a frame; `deviation` says how uncertain the camera's position is."""
-        length = self.baseline or 1.0
+        """Take a frame's pose, whose position has a `deviation`, and all lengths a `common` share."""
+        length, least = self.baseline or 1.0, self._least
         moved = self._last is not None and self._last[2] == frame.stretch  # and not partly by a guess
         if moved:
             frames = frame.index - self._last[0]
             step = np.linalg.inv(self._last[1]) @ pose
             moving = np.linalg.norm(self._motion[:3, 3]) > length
             doubted = doubted or (moving and self._jumps(pose, frame.index))
-            length = max(length, float(np.linalg.norm(step[:3, 3])))
+            length, least = np.maximum((length, least), np.linalg.norm(step[:3, 3])).tolist()
             if frames != 1:  # over a gap the motion of one frame is only known roughly, by its share
                 step[:3, :3], step[:3, 3] = np.eye(3), step[:3, 3] / max(1, frames)
             self._motion = step
@@ -453,4 +454,4 @@ class PoseTracker:
         self.doubt = deviation / length
         sure = not doubted and self.doubt <= MOST_DOUBT
         self._sure = sure and moved
-        return "ok" if sure else "uncertain"
+        return "ok" if sure and np.hypot(deviation / least, common) <= MOST_DOUBT else "uncertain"
