@@ -230,7 +230,7 @@ def traced(
     with torch.no_grad():
         program = torch.export.export(part.eval(), given, dynamic_shapes=shapes, strict=False)
         made = torch.onnx.export(
-            program,
+            program.run_decompositions({torch.ops.aten.slice_scatter.default: _with_slice}),
             dynamo=True,
             opset_version=20,  # of ONNX Runtime from 1.17 on
             optimize=False,
@@ -244,6 +244,14 @@ def traced(
     del model.metadata_props[:]
     _strip(model.graph)
     return model
+
+
+def _with_slice(whole: Tensor, part: Tensor, dim: int = 0, start: int = 0, *_: int | None) -> Tensor:
+    """`aten.slice_scatter` of step 1 as one join; the exporter's own goes by way of transposes."""
+    first = start + whole.shape[dim] if start < 0 else start
+    after = first + part.shape[dim]
+    rest = whole.narrow(dim, after, whole.shape[dim] - after)
+    return torch.cat([whole.narrow(dim, 0, first), part, rest], dim)
 
 
 def _strip(graph: onnx.GraphProto) -> None:
@@ -262,10 +270,10 @@ _OF_IMAGE = ("size", "matched_orientation")  # beside them an image's fields hav
 COUNTS = (12, 15)  # of the points that graphs are traced with; any two do
 
 
-def example(config: NetworkConfig) -> tuple[tuple[dict, ...], tuple[dict, ...], list[str]]:
+def example(config: NetworkConfig, counts: Sequence[int] = COUNTS) -> tuple[tuple, tuple, list[str]]:
     """Made-up points of both images, which of their axes vary, and the names of the inputs that they are."""
     given = []
-    for n in COUNTS:
+    for n in counts:
         made = {
             "keypoints": torch.rand(1, n, 2) * 100,
             "descriptors": nn.functional.normalize(torch.randn(1, n, config.descriptor_dim), dim=2),

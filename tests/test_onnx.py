@@ -14,7 +14,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from random_matcher import as_table
+from random_matcher import CONFIG, as_table, random_model
 
 import matcher
 from matcher.cli import main
@@ -96,6 +96,22 @@ def test_a_pair_is_matched_the_same_in_any_batch(engines, views):
     assert len(first) > 50 and len(empty) == 0
 
 
+def test_an_exported_matcher_takes_any_number_of_points():
+    """The program that becomes the graph, of one layer and one round of consensus."""
+    export = pytest.importorskip("matcher.export_onnx")
+    few = {"context": replace(CONFIG.context, depth=1), "assignment": replace(CONFIG.assignment, consensus=1)}
+    config = replace(CONFIG, **few)
+    pair, (given, varying, _) = (
+        export.Pair(random_model(config=config).requires_grad_(False)),
+        export.example(config),
+    )
+    program = torch.export.export(pair, given, dynamic_shapes=varying, strict=False).module()
+    for counts in ((7, 5), (40, 90)):
+        other = export.example(config, counts)[0]
+        torch.testing.assert_close(program(*other), pair(*other))
+        assert (pair(*other)[1] > 0).any()
+
+
 @pytest.mark.parametrize("size", [(75, 101), (17, 33)])
 def test_the_front_end_finds_the_same_keypoints(views, size):
     config = ExtractorConfig(kind="learned", max_keypoints=80)
@@ -156,13 +172,11 @@ def test_what_the_engine_does_not_have_is_refused():
         ({"precision": "bfloat16"}, "computes in float32"),
         ({"frontend": "disk"}, "front ends sift and learned"),
         ({"engine": "tensorrt"}, "engine must be one of torch, onnx"),
+        ({"weights": "learned"}, r"learned.* is a front end.*frontend_weights"),
+        ({"preset": "loftr-outdoor"}, "LoFTR"),
     ):
         with pytest.raises(UsageError, match=message):
-            matcher.load("hybrid-learned", **{"engine": "onnx", **given})
-    with pytest.raises(UsageError, match="LoFTR"):
-        matcher.load("loftr-outdoor", engine="onnx")
-    with pytest.raises(UsageError, match=r"learned.* is a front end.*frontend_weights"):
-        matcher.load("hybrid-learned", engine="onnx", weights="learned")
+            matcher.load(**{"preset": "hybrid-learned", "engine": "onnx", **given})
     assert devices("auto") == ["cpu"]
 
 
