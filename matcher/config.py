@@ -309,11 +309,6 @@ def described(config: Any, prefix: str = "") -> list[tuple[str, Any, str]]:
 T = TypeVar("T")
 
 
-def to_dict(config: Any) -> dict[str, Any]:
-    """A configuration as nested plain dictionaries."""
-    return asdict(config)
-
-
 def from_dict(cls: type[T], values: dict[str, Any], where: str = "") -> T:
     """A configuration from plain dictionaries; `ValueError`: an unknown or missing key, or a wrong value."""
     name = where or cls.__name__

@@ -18,7 +18,6 @@ import numpy as np
 
 from matcher.config import EstimationConfig, FurtherPassesConfig
 from matcher.errors import counted
-from matcher.geometry import resize_points, stored_to_upright
 from matcher.images import gradient_image
 from matcher.match.steering import evidence_of_turns
 from matcher.types import JOINED, Extractor, Features, Image, Matcher, Matches, TwoViewGeometry, to_numpy
@@ -248,7 +247,7 @@ class _Pair:
         matches, inliers = self.joined[2], np.flatnonzero(self.geometry.inliers)
         originals = [original() for original in self.originals]
         sides = zip(originals, (matches.points0[inliers], matches.points1[inliers]), strict=True)
-        points = [image_points(image, stored) for image, stored in sides]
+        points = [image.from_stored(stored) for image, stored in sides]
         boxes = [_box(each, image) for each, image in zip(points, originals, strict=True)]
         crops = crops_of(originals, boxes, change_of_scale(*points), self.further.longer_side)
         return self.further.own.match_crops("common region", crops)
@@ -323,16 +322,8 @@ def joined(
     before = int(kept[0].sum())
     added = np.arange(len(scores) - before)[:, None] + [len(features0), len(features1)]
     indices = np.concatenate([first.indices[kept[0]], added])
-    order = np.argsort(-scores, kind="stable")
-    found = replace(
-        first,
-        indices=indices[order],
-        points0=points0[order],
-        points1=points1[order],
-        scores=scores[order],
-        refinement=None,
-        prior=None,
-    )
+    union = {"indices": indices, "points0": points0, "points1": points1, "scores": scores}
+    found = replace(first, **union, refinement=None, prior=None).select(np.argsort(-scores, kind="stable"))
     return with_points(features0, points0[before:]), with_points(features1, points1[before:]), found
 
 
@@ -468,19 +459,13 @@ def crop(image: Image, box: tuple[int, int, int, int], factor: float, factor_y: 
     size = tuple(max(_LEAST_SIDE, round(side * each)) for side, each in sides)
     scale = (size[0] / (x1 - x0), size[1] / (y1 - y0))
     if scale != (1.0, 1.0):
-        pixels = cv2.resize(
-            pixels, size, interpolation=cv2.INTER_AREA if max(factors) < 1 else cv2.INTER_CUBIC
-        )
+        how = cv2.INTER_AREA if max(factors) < 1 else cv2.INTER_CUBIC
+        pixels = cv2.resize(pixels, size, interpolation=how)
         if mask is not None:
             mask = cv2.resize(mask * np.uint8(255), size, interpolation=cv2.INTER_AREA) > 127
     back = np.diag(1 / np.array(scale))
     to_image = np.c_[back, back @ [0.5, 0.5] - 0.5 + [x0, y0]]
     return Crop(np.ascontiguousarray(pixels), image, to_image, mask)
-
-
-def image_points(image: Image, stored: np.ndarray) -> np.ndarray:
-    """Stored pixels (…, 2) → pixels of `image.pixels`; the inverse of `Image.to_stored`."""
-    return resize_points(stored_to_upright(stored, image.size, image.orientation), image.scale)
 
 
 # Stretch of one side relative to the other; chosen on rooms among 1.6 and 2.5 vertically, 1.6 and 2.2

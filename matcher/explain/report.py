@@ -8,13 +8,14 @@ import html
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cv2
 import numpy as np
 
-from matcher.config import NetworkConfig, to_dict
+from matcher.config import NetworkConfig
 from matcher.errors import UsageError, counted
 from matcher.files import check_output, write_output
 from matcher.geometry import resize_points, stored_to_upright
@@ -324,7 +325,7 @@ def report_page(
     data |= {
         "chosen": chosen,
         "seconds": {name: round(value, 3) for name, value in result.seconds.items()},
-        "configuration": to_dict(pipeline.config),
+        "configuration": asdict(pipeline.config),
     }
     names = " and ".join("array" if image.path is None else Path(image.path).name for image in images)
     return build_page(names, SCRIPTS, BODY, data)

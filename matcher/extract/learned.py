@@ -309,14 +309,10 @@ BORDER = 4  # pixels along the edge without points
 WINDOW = 5  # pixels a side, in which a point's position is refined
 
 
-def peaks(logits: Tensor, radius: int) -> Tensor:
-    """(B, H, W) bool: pixels that are the largest within `radius` pixels in x and y."""
-    return logits == _running_maximum(_running_maximum(logits, radius, -1), radius, -2)
-
-
 def candidates(logits: Tensor, radius: int, border: int) -> Tensor:
-    """(B, H, W) bool: peaks that are `border` pixels or more away from the edge."""
-    return peaks(logits, radius) & inner_pixels(logits, border)
+    """(B, H, W) bool: the largest within `radius` pixels in x and y, `border` or more away from the edge."""
+    largest = _running_maximum(_running_maximum(logits, radius, -1), radius, -2)
+    return (logits == largest) & inner_pixels(logits, border)
 
 
 def _running_maximum(values: Tensor, radius: int, axis: int) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from time import perf_counter
@@ -20,7 +20,7 @@ from matcher.collection.settings import differences, feature_settings, stored_pi
 from matcher.collection.sources import HlocFeatures, Photos
 from matcher.collection.store import Store
 from matcher.collection.tracks import ImagePyramids
-from matcher.config import PipelineConfig, from_dict, to_dict
+from matcher.config import PipelineConfig, from_dict
 from matcher.errors import ImageError, UsageError
 from matcher.export.colmap import CameraChoice, known_cameras, read_exif
 from matcher.geometry import check_poses
@@ -134,7 +134,7 @@ class Map(AbstractContextManager):
         sizes = {key: options[key] for key in ("max_keypoints", "resize") if options.get(key) is not None}
         if sizes and self._extracted and settings["preset"] in PRESETS:
             changed = configure(from_dict(PipelineConfig, settings["config"]), sizes)
-            settings = {**settings, "config": to_dict(changed)}
+            settings = {**settings, "config": asdict(changed)}
             options = {name: value for name, value in options.items() if name not in sizes}
         source = photos if self._extracted else HlocFeatures(store.image_folder, store.folder)
         self.pipeline = stored_pipeline(settings, source, options)

@@ -10,7 +10,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 
 from matcher.collection.schema import lock
 from matcher.collection.settings import differences
-from matcher.config import to_dict
 from matcher.errors import IntegrityError, MatcherError, UsageError, duration
 from matcher.files import is_ours, write_whole
 from matcher.processes import keep_freed_memory
@@ -200,7 +199,7 @@ class Loop:
         """Write the weights files; returns the front end's if one was trained, else the matcher's."""
         recipe, written = self.trainer.recipe, []
         validations = [row for row in self.trainer.progress.history if "f1" in row]
-        summary = {"recipe": to_dict(recipe), "validation": self.validate(networks), "history": validations}
+        summary = {"recipe": asdict(recipe), "validation": self.validate(networks), "history": validations}
         header = {"training": json.dumps(summary)}
         networks = networks.cpu()
         if networks.front_end is not None:
@@ -224,7 +223,7 @@ def claim_folder(folder: Path, recipe: Recipe, training: Sequence[Path], held_ou
     def listed(files: Sequence[Path]) -> str:
         return digest("\n".join(f"{file.parent.name}/{file.name} {file.stat().st_size}" for file in files))
 
-    run = {"recipe": to_dict(recipe), "training": listed(training), "held_out": listed(held_out)}
+    run = {"recipe": asdict(recipe), "training": listed(training), "held_out": listed(held_out)}
     run = json.loads(json.dumps(run))
     note = folder / "recipe.json"
     try:
