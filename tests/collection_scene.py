@@ -107,9 +107,8 @@ def synthetic_store(rng, count=10, points=600, wrong=0.3, noise=0.5, camera=CAME
         order = np.argsort(-scores)
         indices = np.column_stack([index0, index1])[order].astype(np.int64)
         F = fundamental_from_pose(K, K, poses[j] @ np.linalg.inv(poses[i]))
-        matches = Matches(
-            indices, keypoints[name0][indices[:, 0]], keypoints[name1][indices[:, 1]], scores[order]
-        )
+        ends = keypoints[name0][indices[:, 0]], keypoints[name1][indices[:, 1]]
+        matches = Matches(indices, *ends, scores[order])
         inliers = sampson(matches.points0, matches.points1, F) < 3
         geometry = TwoViewGeometry("fundamental", "ok", inliers, F)
         pairs.append(StoredPair(name0, name1, matches, geometry, 0.1))

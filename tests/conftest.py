@@ -78,9 +78,8 @@ def small_model(views) -> MatchingNetwork:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = MatchingNetwork(NetworkConfig(context=ContextConfig(dim=48, heads=2, depth=3))).eval()
-    model.standardise(
-        SiftExtractor(ExtractorConfig(max_keypoints=512))([read_image(views[0])])[0].descriptors
-    )
+    (features,) = SiftExtractor(ExtractorConfig(max_keypoints=512))([read_image(views[0])])
+    model.standardise(features.descriptors)
     return model
 
 

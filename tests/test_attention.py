@@ -104,9 +104,8 @@ def test_what_does_not_fit_is_named() -> None:
             build_attention("linear", 8)(*torch.zeros(3, 3, 8), mask=mask)
     nothing, q = torch.zeros(0, 4), random(3, 4)
     for name in ("linear", "softmax"):
-        assert build_attention(name, 4)(q, nothing, nothing, torch.zeros(0, dtype=torch.bool)).equal(
-            torch.zeros(3, 4)
-        )
+        found = build_attention(name, 4)(q, nothing, nothing, torch.zeros(0, dtype=torch.bool))
+        assert found.equal(torch.zeros(3, 4))
 
 
 @torch.no_grad()
@@ -257,9 +256,8 @@ def test_products_depend_on_differences_of_position_only(rng: np.random.Generato
     torch.manual_seed(0)
     position = RotaryPosition(PositionConfig(inputs=("xy",)), head_dim=16)
     features = make_features(rng)
-    shifted = Features(
-        features.keypoints + torch.tensor([30.0, -20.0]), features.descriptors, size=features.size
-    )
+    moved = features.keypoints + torch.tensor([30.0, -20.0])
+    shifted = Features(moved, features.descriptors, size=features.size)
     q, k = torch.randn(2, 12, 1, 16)
 
     def products(f: Features) -> torch.Tensor:
@@ -294,10 +292,7 @@ def test_raw_inputs_are_colmaps(views) -> None:
 
 
 def test_phases_keep_their_digits_in_mixed_precision() -> None:
-    position, inputs = (
-        RotaryPosition(PositionConfig(inputs=("xy",)), head_dim=16),
-        torch.rand(1, 9, 2) * 2 - 1,
-    )
+    position, inputs = RotaryPosition(PositionConfig(inputs=("xy",)), head_dim=16), torch.rand(1, 9, 2)
     exact = position(inputs)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(position(inputs), exact)

@@ -279,9 +279,8 @@ def test_matches_of_further_passes_count_as_those_of_the_keypoints_there(rng, th
     *sides, matches = walls(rng, 150, the_same)
     inliers = np.ones(len(matches), bool)
     further = replace(matches, indices=matches.indices + [len(side) for side in sides])
-    assert repetition(*sides, further, inliers) == pytest.approx(
-        repetition(*sides, matches, inliers), abs=0.02
-    )
+    found, wanted = (repetition(*sides, each, inliers) for each in (further, matches))
+    assert found == pytest.approx(wanted, abs=0.02)
 
 
 @pytest.mark.parametrize("kind", ["fundamental", "homography"])
@@ -289,9 +288,8 @@ def test_a_mirrored_picture_is_neither_used_nor_called_another_place(rng, kind):
     points = rng.uniform(0, (640, 480), (200, 2))
     mirrored = points * [-1, 1] + [639, 0] + rng.normal(0, 0.3, points.shape)
     side0, side1 = (features(each, rng.normal(size=(200, 64))) for each in (points, mirrored))
-    matches = Matches.from_indices(
-        np.repeat(np.arange(200)[:, None], 2, axis=1), points, mirrored, np.full(200, 0.9)
-    )
+    indices = np.repeat(np.arange(200)[:, None], 2, axis=1)
+    matches = Matches.from_indices(indices, points, mirrored, np.full(200, 0.9))
     geometry = matcher.load("nearest", geometry=kind).verify(side0, side1, matches)
     assert geometry.status == "mirrored" and not geometry.verified
     assert verdict_of(matches, geometry, SIZE, SIZE).word == "unsure"
@@ -300,9 +298,8 @@ def test_a_mirrored_picture_is_neither_used_nor_called_another_place(rng, kind):
 def test_so_much_is_found_around_what_repeats_that_the_place_is_certain():
     inliers = np.ones(300, bool)
     points = np.random.default_rng(0).uniform(0, SIZE, (300, 2))
-    matches = Matches.from_indices(
-        np.repeat(np.arange(300)[:, None], 2, axis=1), points, points, np.ones(300)
-    )
+    indices = np.repeat(np.arange(300)[:, None], 2, axis=1)
+    matches = Matches.from_indices(indices, points, points, np.ones(300))
 
     def said(share: float, found: float) -> float:
         repeated = Repetition(0.04, found, share)

@@ -61,10 +61,8 @@ def test_other_geometries_reach_colmap(store, tmp_path, kind, config):
     T = np.eye(4)
     T[:3, 3] = [0, 0.6, 0.8]
     matrix = np.array([[1.0, 0.1, 20], [0, 1, 5], [0, 1e-4, 1]])
-    pairs = [
-        replace(p, geometry=replace(p.geometry, kind=kind, matrix=matrix, cam1_from_cam0=T))
-        for p in store.pairs()
-    ]
+    other = {"kind": kind, "matrix": matrix, "cam1_from_cam0": T}
+    pairs = [replace(p, geometry=replace(p.geometry, **other)) for p in store.pairs()]
     pairs[0] = replace(pairs[0], geometry=replace(pairs[0].geometry, status="low_inliers"))
     changed = MemoryStore(list(store.images()), store._keypoints, pairs)
     assert export(changed, "colmap", tmp_path / "out.db").verified == 5

@@ -186,9 +186,8 @@ WITHOUT_EXAMPLE = {
 def test_the_example_of_a_public_name_works(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     thing = getattr(matcher, name)
-    found = doctest.DocTestFinder(exclude_empty=True).find(
-        thing, name, globs={"matcher": matcher, name: thing}
-    )
+    known = {"matcher": matcher, name: thing}
+    found = doctest.DocTestFinder(exclude_empty=True).find(thing, name, globs=known)
     examples = [test for test in found if test.examples]
     assert any(test.name == name for test in examples), f"matcher.{name} has no example in its docstring"
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
@@ -240,9 +239,7 @@ def test_a_tutorial_runs_from_top_to_bottom(page, tmp_path, shipped_weights, mon
 def test_a_notebook_has_the_code_of_its_tutorial(page):
     nbformat = pytest.importorskip("nbformat")
     stored = nbformat.read(notebook(page), as_version=4)
-    code = [
-        [cell.source for cell in each if cell.cell_type == "code"]
-        for each in (stored.cells, tutorials.cells(page).cells)
-    ]
+    both = stored.cells, tutorials.cells(page).cells
+    code = [[cell.source for cell in each if cell.cell_type == "code"] for each in both]
     assert code[0] == code[1]
     assert notebook(page).stat().st_size < 60_000

@@ -50,9 +50,8 @@ def test_an_image_with_too_few_keypoints_is_searched_enlarged(size, expected):
     front_end, config = Recorder(), ExtractorConfig(sparse_resize=1024, max_keypoints=2000)
     (found,) = extracted(front_end, [blank(*size)], config)
     assert front_end.seen == [[size[::-1]]] + ([] if expected is None else [[expected]])
-    assert len(found) == len(
-        front_end.one(blank(*size).resized(1 if expected is None else max(expected) / max(size)))
-    )
+    factor = 1 if expected is None else max(expected) / max(size)
+    assert len(found) == len(front_end.one(blank(*size).resized(factor)))
     assert found.scale.tolist() == [1, 1]  # thresholds stay pixels of the file
     points = np.asarray(found.keypoints)
     assert (points >= 0).all() and (points < size).all()
@@ -86,9 +85,8 @@ def test_both_engines_and_a_collection_search_alike(rng, tmp_path):
     for place, pixels in enumerate((plain_room(rng), plain_room(rng))):
         cv2.imwrite(str(tmp_path / f"{place}.png"), pixels)
     paths = sorted(tmp_path.glob("*.png"))
-    torch, onnx = (
-        matcher.load(engine=engine, precision="float32").extract(paths[0]) for engine in ("torch", "onnx")
-    )
+    pipes = [matcher.load(engine=engine, precision="float32") for engine in ("torch", "onnx")]
+    torch, onnx = (pipe.extract(paths[0]) for pipe in pipes)
     assert len(torch) == len(onnx) > len(matcher.load(resize=480).extract(paths[0]))
     options = {"preset": "hybrid-learned", "max_keypoints": None, "precision": "float32"}
     with matched(tmp_path / "run", tmp_path, **options).store as store:

@@ -40,10 +40,8 @@ def photos(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(photos):
-    methods = [
-        Method(name, matcher.load("nearest", max_keypoints=count))
-        for name, count in (("few", 60), ("nearest", 300))
-    ]
+    counts = {"few": 60, "nearest": 300}
+    methods = [Method(name, matcher.load("nearest", max_keypoints=counts[name])) for name in counts]
     return evaluate(made_set("synthetic", find_images(photos), count=12, levels=(1, 4)), methods)
 
 

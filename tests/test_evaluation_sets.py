@@ -68,11 +68,8 @@ def picture(rng):
 @pytest.fixture
 def photos(tmp_path):
     """Five textured pictures in two folders."""
-    return [
-        path
-        for name, count in (("a", 3), ("b", 2))
-        for path in find_images(write_photos(tmp_path / name, count))
-    ]
+    folders = [write_photos(tmp_path / name, count) for name, count in (("a", 3), ("b", 2))]
+    return [path for folder in folders for path in find_images(folder)]
 
 
 def words(*matrices):

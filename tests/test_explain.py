@@ -117,15 +117,13 @@ def test_points_without_a_match_name_their_candidates_and_what_beat_them():
     for side, found in enumerate(record.candidates):
         for alone, rows in found.values():
             shares = [share for _, share, _, _ in rows]
-            assert (
-                shares == sorted(shares, reverse=True) and max(shares) <= 1 + 1e-5 and 0 <= alone <= 1 + 1e-5
-            )
+            assert shares == sorted(shares, reverse=True)
+            assert max(shares) <= 1 + 1e-5 and 0 <= alone <= 1 + 1e-5
             assert all(best >= share - 1e-6 for _, share, _, best in rows)
         for match, score in zip(record.matches.tolist(), record.scores.tolist(), strict=True):
             partner, share, rival, _ = found[match[side]][1][0]
-            assert (partner, rival) == (match[1 - side], match[side]) and share == pytest.approx(
-                score, abs=1e-5
-            )
+            assert (partner, rival) == (match[1 - side], match[side])
+            assert share == pytest.approx(score, abs=1e-5)
         for point in np.flatnonzero(record.fates[side] == UNMATCHED).tolist():
             _, share, rival, _ = found[point][1][0]
             assert rival != point or share <= CONFIG.policy.match_threshold + 1e-6
@@ -231,10 +229,9 @@ def test_a_click_on_a_keypoint_shows_its_match_and_what_it_attends_to(report, tm
 
 @needs_browser
 def test_the_policy_lets_no_other_script_in(report, tmp_path):
-    page_text = (
-        report[0].read_text("utf-8").replace("</html>", "<script>view.dataset.foreign = 1</script></html>")
-    )
-    (tmp_path / "changed.html").write_text(page_text, "utf-8")
+    text = report[0].read_text("utf-8")
+    text = text.replace("</html>", "<script>view.dataset.foreign = 1</script></html>")
+    (tmp_path / "changed.html").write_text(text, "utf-8")
     with browser() as page:
         page.open((tmp_path / "changed.html").as_uri())
         page.wait("return document.body.dataset.ready")

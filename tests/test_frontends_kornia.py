@@ -66,9 +66,8 @@ def test_odd_and_tiny_images_are_padded_and_cropped(extractors, rng, kind, size)
 def test_black_images_and_masks(extractors, picture, kind):
     mask = np.zeros(picture.shape, bool)
     mask[17:80, 10:80] = True
-    masked, blind, black = extractors[kind](
-        [whole(picture, mask), whole(picture, np.zeros_like(mask)), whole(np.zeros((66, 70), np.uint8))]
-    )
+    shown = whole(picture, mask), whole(picture, np.zeros_like(mask)), whole(np.zeros((66, 70), np.uint8))
+    masked, blind, black = extractors[kind](shown)
     assert len(blind) == 0
     assert blind.descriptors.shape == (0, SIZES[kind])
     x, y = masked.keypoints.round().long().T
@@ -94,9 +93,8 @@ def test_points_return_to_stored_pixels_on_both_axes(extractors, picture, kind, 
     assert torch.equal(found.descriptors, plain.descriptors)
     if kind in ORIENTED:
         turn = UPRIGHT[orientation].T @ np.diag([2, 3])
-        np.testing.assert_allclose(
-            found.affine_frames, turn @ plain.affine_frames.double().numpy(), rtol=1e-4, atol=1e-4
-        )
+        frames = turn @ plain.affine_frames.double().numpy()
+        np.testing.assert_allclose(found.affine_frames, frames, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(found.scales, plain.scales * 6**0.5, rtol=1e-4)
         turned = turn_angles(plain.orientations.double().numpy(), turn)
         difference = np.angle(np.exp(1j * (found.orientations.numpy() - turned)))

@@ -48,10 +48,8 @@ def noise(rng):
 def blobs():
     """Four Gaussian blobs of different width: (220, 300) grey."""
     y, x = np.mgrid[:220, :300]
-    light = [
-        np.exp(-((x - px) ** 2 + (y - py) ** 2) / (2 * s * s))
-        for (px, py), s in zip(POINTS, (4, 6, 8, 10), strict=True)
-    ]
+    places = zip(POINTS, (4, 6, 8, 10), strict=True)
+    light = [np.exp(-((x - px) ** 2 + (y - py) ** 2) / (2 * s * s)) for (px, py), s in places]
     return np.rint(255 * np.max(light, axis=0)).astype(np.uint8)
 
 

@@ -40,9 +40,8 @@ def test_torch_hub_loads_both_entries(tensors, shipped_weights):
 
 
 def test_the_module_for_kornia_has_loftrs_dictionary(tensors, shipped_weights):
-    module = load("kornia_module", PLACE / "kornia_module.py").LearnedMatcher(
-        "nearest-learned", max_keypoints=256
-    )
+    loaded = load("kornia_module", PLACE / "kornia_module.py")
+    module = loaded.LearnedMatcher("nearest-learned", max_keypoints=256)
     found = module({"image0": torch.stack(tensors), "image1": torch.stack(tensors[::-1])})
     count = len(found["confidence"])
     assert found["keypoints0"].shape == found["keypoints1"].shape == (count, 2)

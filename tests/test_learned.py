@@ -18,9 +18,9 @@ from matcher.extract.learned import (
     Architecture,
     FeatureNetwork,
     architecture_of,
+    candidates,
     folded,
     grown,
-    peaks,
     sample,
     shapes_of,
     subpixel,
@@ -117,7 +117,7 @@ def test_both_engines_refuse_tensors_that_do_not_fit_each_other(tmp_path, name, 
 @pytest.mark.parametrize("radius", [0, 2, 5])
 def test_peaks_are_the_largest_around(radius):
     logits = torch.rand(2, 23, 31, generator=torch.Generator().manual_seed(1))
-    found = peaks(logits, radius)
+    found = candidates(logits, radius, 0)
     for b, y, x in torch.cartesian_prod(torch.arange(2), torch.arange(23), torch.arange(31)).tolist():
         around = logits[b, max(0, y - radius) : y + radius + 1, max(0, x - radius) : x + radius + 1]
         assert bool(found[b, y, x]) == (logits[b, y, x] == around.max())

@@ -150,9 +150,8 @@ def test_only_the_command_that_was_typed_is_imported():
 def test_a_match_imports_little_beside_torch_and_matplotlib_only_for_a_plot(views, tmp_path):
     match = ["match", *map(str, views), "--max-keypoints", "64", "--resize", "320"]
     plot = [*match, "--plot", str(tmp_path / "m.png")]
-    alone, plain, drawn = loaded(
-        "import torch", f"from matcher.cli import main\nmain({match})", f"main({plot})"
-    )
+    steps = "import torch", f"from matcher.cli import main\nmain({match})", f"main({plot})"
+    alone, plain, drawn = loaded(*steps)
     assert "matplotlib" in roots(drawn)
     assert "matplotlib.pyplot" not in drawn
     found = [name for name in plain if name not in alone]

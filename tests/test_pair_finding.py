@@ -108,9 +108,8 @@ def made_up(rng, scenes, views, points=120, shown=0.6, noise=0.25):
             seen = seen + noise * rng.normal(size=seen.shape)
             own = rng.normal(size=(points // 2, 32))
             descriptors = np.concatenate([seen, own]).astype(np.float32)
-            table[f"{scene}-{view}"] = Features(
-                keypoints=np.zeros((len(descriptors), 2), np.float32), descriptors=descriptors, size=(9, 9)
-            )
+            places = np.zeros((len(descriptors), 2), np.float32)
+            table[f"{scene}-{view}"] = Features(places, descriptors, size=(9, 9))
     return table
 
 

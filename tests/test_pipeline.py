@@ -49,9 +49,8 @@ def test_a_known_homography_is_found(pair, small_weights, preset):
     assert share_right(result, H_0TO1) > (0.7 if preset == "hybrid" else 0.8)
     assert result.geometry.status == "ok"
     corners = np.array([[0, 0], [799, 0], [0, 599], [799, 599]], dtype=float)
-    np.testing.assert_allclose(
-        warp_points(corners, result.geometry.matrix), warp_points(corners, H_0TO1), atol=2.0
-    )
+    moved = (warp_points(corners, matrix) for matrix in (result.geometry.matrix, H_0TO1))
+    np.testing.assert_allclose(*moved, atol=2.0)
     assert result.matches.layers_run == pipeline.layers == (3 if preset == "hybrid" else 0)
 
 
@@ -155,19 +154,15 @@ def test_the_pose_of_two_rendered_views_is_found(views):
 def test_options_reach_the_network(small_weights):
     options = {"match_threshold": 0.7, "early_exit": False, "pruning": False, "precision": "bfloat16"}
     pipeline = matcher.load("hybrid", weights=small_weights, device="cpu", **options)
-    assert isinstance(pipeline.matcher, AttentionMatcher)
-    assert pipeline.matcher.precision == "bfloat16"
+    assert isinstance(pipeline.matcher, AttentionMatcher) and pipeline.matcher.precision == "bfloat16"
     config = pipeline.matcher.model.config
-    assert config.policy.match_threshold == 0.7
-    assert not config.policy.early_exit
-    assert not config.policy.pruning
-    assert config == pipeline.config.matcher
-    assert pipeline.layers == 3
+    assert config == pipeline.config.matcher and pipeline.layers == 3
+    policy = config.policy
+    assert (policy.match_threshold, policy.early_exit, policy.pruning) == (0.7, False, False)
     default = matcher.load("hybrid", weights=small_weights, device="cpu", precision="float32").matcher.model
+    state = pipeline.matcher.model.state_dict()
     for key, value in default.state_dict().items():
-        torch.testing.assert_close(
-            value, pipeline.matcher.model.state_dict()[key].float(), rtol=1e-2, atol=1e-2
-        )
+        torch.testing.assert_close(value, state[key].float(), rtol=1e-2, atol=1e-2)
 
 
 def test_devices():
@@ -183,12 +178,8 @@ def test_devices():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_gives_the_matches_of_the_processor(small_weights, pair):
-    results = [
-        matcher.load(
-            "hybrid", weights=small_weights, device=device, precision="float32", max_keypoints=500
-        ).match(*pair)
-        for device in ("cpu", "cuda")
-    ]
+    options = {"weights": small_weights, "precision": "float32", "max_keypoints": 500}
+    results = [matcher.load("hybrid", device=device, **options).match(*pair) for device in ("cpu", "cuda")]
     on_cpu, on_gpu = ({tuple(row) for row in result.matches.indices.tolist()} for result in results)
     assert len(on_cpu ^ on_gpu) <= 0.01 * len(on_cpu)
 

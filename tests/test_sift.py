@@ -136,17 +136,14 @@ def test_root_sift_is_its_formula(rng: np.random.Generator) -> None:
 def test_the_largest_or_the_strongest_are_kept(rng: np.random.Generator) -> None:
     picture = texture(rng, 320, 240, sigma=2)
     every = extract(picture)
-    strongest, largest = (
-        extract(picture, config=ExtractorConfig(max_keypoints=60, keep=keep))
-        for keep in ("strongest", "largest")
-    )
+    configs = [ExtractorConfig(max_keypoints=60, keep=keep) for keep in ("strongest", "largest")]
+    strongest, largest = (extract(picture, config=config) for config in configs)
     assert len(every) > 200 and len(strongest) == len(largest) == 60
     assert strongest.scores.min() >= every.scores.sort(descending=True).values[59]
     assert largest.scales.min() >= every.scales.sort(descending=True).values[59]
     assert largest.scores.diff().le(0).all()  # still strongest first
-    rows = (every.keypoints[:, None] == largest.keypoints).all(2) & (
-        every.orientations[:, None] == largest.orientations
-    )
+    rows = (every.keypoints[:, None] == largest.keypoints).all(2)
+    rows &= every.orientations[:, None] == largest.orientations
     index, which = rows.nonzero().T
     assert len(index) == 60
     assert every.descriptors[index].equal(largest.descriptors[which])

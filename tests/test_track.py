@@ -273,9 +273,8 @@ def test_names_are_times_in_any_unit(tmp_path):
         np.testing.assert_allclose(found, TIME // 10**9 + step / unit * np.arange(4), atol=1e-5)
     found = times(touch(tmp_path / "stamped", [f"1305031102.{part}.png" for part in ("5", "55", "6", "65")]))
     assert found == sorted(found) and found[0] == 1305031102.5
-    source = open_frames(
-        str(touch(tmp_path / "kitti", [f"shot.{number}.png" for number in (998, 1000, 1006)]))
-    )
+    shots = touch(tmp_path / "kitti", [f"shot.{number}.png" for number in (998, 1000, 1006)])
+    source = open_frames(str(shots))
     assert [shot.timestamp for shot in source] == [0.0, 0.1, 0.4] and "2 frames missing" in source.notes[0]
     clock = [f"20240101_{time}.png" for time in (115958, 115959, 120000)]
     assert times(touch(tmp_path / "clock", clock)) == [0.0, 0.1, 0.2]

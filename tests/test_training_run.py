@@ -114,9 +114,8 @@ def test_a_run_writes_weights_that_load_and_a_log(root, finished, kind):
     assert header["recipe"]["optimiser"]["steps"] == 6 and {"f1"} <= header["validation"].keys()
     if recipe.matcher.train:
         model, _, name = load_model(weights.with_name(f"{recipe.matcher.name}.safetensors"))
-        assert name == "tiny" and replace(model.config, policy=recipe.matcher.network.policy) == (
-            recipe.matcher.network
-        )
+        network = recipe.matcher.network
+        assert name == "tiny" and replace(model.config, policy=network.policy) == network
     if recipe.front_end.train:
         photo, files = root / "photos" / "00.png", {"frontend_weights": weights}
         if recipe.matcher.train:
