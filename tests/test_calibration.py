@@ -274,6 +274,24 @@ def test_another_wall_with_the_same_paper_and_the_same_wall(rng, kind):
     assert found.unrepeated < 0.1 and said.word != "same"
 
 
+def test_what_is_a_little_alike_does_not_outvote_what_is_like_nothing(rng):
+    """Corners of like windows, found in another façade, whose posters are not."""
+    sides = list(walls(rng, 60, False)[:2])
+    unit = rng.normal(size=(64, 150))
+    unit /= np.linalg.norm(unit, axis=0)
+    corners, places = sides[0].descriptors[:150] * 0.8 + 0.6 * unit.T, rng.uniform(0, (600, 440), (150, 2))
+    paper = len(sides[0]) - 60
+    sides = [
+        features(np.concatenate([side.keypoints, places]), np.concatenate([side.descriptors, corners]))
+        for side in sides
+    ]
+    found = np.r_[:paper, paper + 60 : paper + 210]
+    matches = Matches.from_indices(
+        np.repeat(found[:, None], 2, axis=1), *(side.keypoints for side in sides), np.full(len(found), 0.9)
+    )
+    assert repetition(*sides, matches, np.ones(len(found), bool)).found < 0.5
+
+
 @pytest.mark.parametrize("the_same", [True, False])
 def test_matches_of_further_passes_count_as_those_of_the_keypoints_there(rng, the_same):
     *sides, matches = walls(rng, 150, the_same)
