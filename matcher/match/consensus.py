@@ -54,7 +54,10 @@ def soft_matches(log_scores: Tensor) -> SoftMatches:
     best, partners, mutual, rows = mutual_best(log_scores)
     confidence = F.threshold(best.exp() * mutual, LEAST_CONFIDENCE, 0.0)
     back = F.pad(confidence, (0, 1)).gather(1, rows)  # 0 where a column has none
-    partner = _stacked(partners, rows.clamp_max(log_scores.shape[1] - 1))
+    # OpenCV, which runs exported graphs, cannot limit integers.
+    traced = torch.compiler.is_compiling()
+    rows = rows * (back > 0) if traced else rows.clamp_max(log_scores.shape[1] - 1)
+    partner = _stacked(partners, rows)
     return SoftMatches(partner, _stacked(confidence, back))
 
 
