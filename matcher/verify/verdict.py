@@ -287,7 +287,7 @@ def _counted(
     rows = around[:: -(-len(around) // _SAMPLE)]
     alone, matched = unrepeated(features, points, rows), np.isin(rows, index)
     often = ((1 - alone) @ matched + 1e-6) / ((1 - alone).sum() + 1e-6)
-    # Corners of windows are a little alike, and other façades have the like of them: only what is like nothing
+    # Corners of windows are a little alike, and other façades have their like: only what is like nothing
     # tells which one it is. By a power of 4 three of 150 wrong training pairs are sure no more.
     wholly = alone**4
     found = (wholly @ matched + _PSEUDO * often) / ((wholly.sum() + _PSEUDO) * often)

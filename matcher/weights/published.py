@@ -181,8 +181,16 @@ def _convolution(match: re.Match) -> str:
     return str(2 * int(match[1]) + "01ab".index(match[2]) % 2)
 
 
-_NAMED = (_alternating, _convolution, fast_heads, interleaved_rotary, _level, _position, _qkv, rotary)
-_FUNCTIONS = {f"{{{each.__name__.strip('_')}}}": each for each in _NAMED}  # as `layouts.toml` names them
+_FUNCTIONS = {
+    "{alternating}": _alternating,
+    "{convolution}": _convolution,
+    "{fast_heads}": fast_heads,
+    "{interleaved_rotary}": interleaved_rotary,
+    "{level}": _level,
+    "{position}": _position,
+    "{qkv}": _qkv,
+    "{rotary}": rotary,
+}
 
 
 @cache
