@@ -165,7 +165,7 @@ def test_kernels_that_could_be_there_are_named_once(views, tmp_path, monkeypatch
         (["--threshold", "7"], 2, "--match-threshold must be a number from 0 to 1"),
         (["--output", "r.txt"], 2, ".csv"),
         (["--output", "none/r.npz"], 2, "make it first"),
-        (["--refine", "--no-refine", "-q", "-q"], 2, "--refine is given more than once"),
+        (["--refine", "--no-refine", "-q", "-q"], 2, "--refine/--no-refine stands 2 times"),
         (["--keypoints", "1"], 2, "--max-keypoints"),
         (["--mask0", "gone.png"], 3, "gone.png"),
         (["--max-pixels", "1000"], 3, "1000"),

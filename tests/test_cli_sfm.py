@@ -91,14 +91,16 @@ def test_mistakes_have_a_message_and_a_code(made, tmp_path, capfd):
     done, photos = folder / "model-run", folder / "photos"
     (lines := folder / "lines.txt").write_text("q.jpg PINHOLE 480 360 528 528 240 180\n")
     new, larger = tmp_path / "m", "SIMPLE_PINHOLE,960,720,1056,480,360"
+    named = f"{lines}: the cameras given are those of no photo, such as 'q.jpg'; names are paths below"
     for arguments, printed in (
-        (("sfm", photos, "--out", new, "--camera", lines), "'q.jpg'"),
-        (("sfm", done, "--out", new, "--camera", lines), "'q.jpg'"),
-        (("export", done, "--to", "colmap", tmp_path / "a.db", "--camera", lines), "'q.jpg'"),
+        (("sfm", photos, "--out", new, "--camera", lines), named),
+        (("sfm", done, "--out", new, "--camera", lines, "--dry-run"), named),
+        (("sfm", done, "--out", new, "--camera", lines), named),
+        (("export", done, "--to", "colmap", tmp_path / "a.db", "--camera", lines), named),
         (("sfm", photos, "--out", new, "--camera", larger), "photo0.png"),
         (("sfm", photos, "--out", new, "--camera", "528,528,720,180"), "photo0.png"),
         (("localize", folder / "model", photos, "--camera", larger), "photo0.png"),
-        (("localize", folder / "model", photos, "--camera", lines), "'q.jpg'; names are paths below"),
+        (("localize", folder / "model", photos, "--camera", lines), named),
         (("sfm", done, "--out", folder / "model"), "not an empty folder"),
         (("sfm", done, "--out", tmp_path / "m", "--resize", 100), "already matched"),
         (("sfm", done, "--out", tmp_path / "m", "--camera", "1,2"), "--camera must be"),
@@ -197,7 +199,9 @@ def test_photos_are_added_in_the_coordinates_of_the_model(small, tmp_path):
         assert len(place.names) == 6
     with pytest.raises(UsageError, match="all 2 photos"):
         continue_model(tmp_path / "grown", later, tmp_path / "again")
-    part, more = ("--out", tmp_path / "part"), ("--out", tmp_path / "more", "--exclude", NEW[1])
+    # Patterns are of names below the folder that is given, as for a new model.
+    part, more = ("--out", tmp_path / "part"), ("--out", tmp_path / "more", "--include", f"./{NEW[0]}")
+    assert run("sfm", later, "--continue", small / "model", *SLIM, *part, "--include", "later/") == 2
     assert run("sfm", small / "model-run", *part, "--threads", 1, "--include", "photo[023].png") == 0
     archived = shutil.move(small / "photos" / "photo3.png", tmp_path)  # its features are in the run
     assert run("sfm", later, "--continue", part[1], *SLIM, *more) == 0

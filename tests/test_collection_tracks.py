@@ -7,6 +7,7 @@ import numpy as np
 import PIL.Image
 import pytest
 from collection_runs import matched
+from command import run as command
 from rendered_texture import SIZE, Texture
 
 from matcher.collection.store import Store
@@ -200,8 +201,12 @@ def test_the_observations_of_a_track_show_one_point(run, tmp_path):
         (tmp_path / "photos" / "2.png").rename(tmp_path / "2.png")
         assert refine_run(store) == ""  # the others are refined
         assert [store.refined_keypoints(f"{n}.png") is None for n in range(4)] == [False, False, True, False]
-        report = export(store, "csv", tmp_path / "three.csv")  # a photo that is gone is left out, and named
-        assert report.images == report.pairs == 3 and "2.png" in report.notes[0]
+        # A photo that is gone is left out where headers are read, and named; other exports have it.
+        report = export(store, "kapture", tmp_path / "three")
+        assert report.images == report.pairs == 3 and "2.png" in report.left_out[0]
+        assert command("export", run.run_dir, "--to", "openmvg", tmp_path / "also three") == 4
+        report = export(store, "csv", tmp_path / "four.csv")
+        assert report.images == 4 and report.pairs == 6 and not report.left_out
         PIL.Image.new("L", (50, 60)).save(tmp_path / "photos" / "2.png")
         with pytest.raises(IntegrityError, match="50 x 60"):
             refine_run(store)

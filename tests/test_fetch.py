@@ -3,6 +3,7 @@ import http.server
 import io
 import json
 import re
+import sys
 import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -73,13 +74,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
+class Server(http.server.ThreadingHTTPServer):
+    def handle_error(self, *_):
+        if not isinstance(sys.exception(), ConnectionError):  # a client may leave before the end
+            super().handle_error(*_)
+
+
 @pytest.fixture
 def site(monkeypatch):
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", 0), Handler)
     server.site = Site(f"http://127.0.0.1:{server.server_port}", {"x.pth": DATA})
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()

@@ -97,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except (Exception, KeyboardInterrupt) as error:
                 code = exit_code_of(error)
             detail(f"exit code {code or 0}")
+            if typed == "serve" and arguments is None:  # else Python would wait for what is being matched
+                os._exit(code or 0)
             return code or 0
     finally:
         if with_signals:

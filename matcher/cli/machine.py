@@ -252,7 +252,7 @@ def env(compile_: bool = False) -> None:
             show(f"{'':<{width}}  set to {os.environ[name]!r}")
 
 
-def serve(port: Port = 7860, *, given: loading(only=("device",)), max_upload: Count = 50) -> None:
+def serve(port: Port = 7860, *, given: loading(only=("device",)), max_upload: Count = 50) -> int:
     """Serve a local web page that matches two photos (needs the extra [app]).
 
     Args:
@@ -265,6 +265,6 @@ def serve(port: Port = 7860, *, given: loading(only=("device",)), max_upload: Co
     how = dict(port=port, max_megabytes=max_upload, **given)
     try:
         run(on_address=lambda address: show(said.format(address), always=True), **how)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        # Python would wait for what is being matched, and nobody else does.
-        os._exit(stop.code if isinstance(stop, SystemExit) else exit_code_of(stop))
+    except KeyboardInterrupt as stop:
+        return exit_code_of(stop)
+    return 0

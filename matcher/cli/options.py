@@ -186,7 +186,8 @@ class OnceEach(TyperCommand):
         for option in self.params:
             alike = typed.count(option) > 1 and not (option.multiple or ctx.resilient_parsing)
             if alike and not (option.is_flag and not option.secondary_opts):  # -q -q says nothing else
-                ctx.fail(f"{option.opts[0]} is given more than once; give it once")
+                name, count = "/".join([*option.opts, *option.secondary_opts]), typed.count(option)
+                ctx.fail(f"{name} stands {count} times, here or in an alias of your shell; give it once")
         return super().parse_args(ctx, args)
 
 

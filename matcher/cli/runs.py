@@ -124,7 +124,7 @@ class CameraOptions:
 
         fixed = None if self.rig is None else read_rig_config(self.rig)
         found = None if self.camera is None else parse_cameras(self.camera, "--camera")
-        known = {"known": found} if isinstance(found, dict) else {"camera": found}
+        known = {"known": found, "source": self.camera} if isinstance(found, dict) else {"camera": found}
         return CameraChoice(sharing=self.cameras, model=self.camera_model, rig=fixed, **known)
 
     def say_lacking(self, choice: CameraChoice, names: list[str]) -> None:
@@ -201,7 +201,7 @@ def status(run: Path, /, check: bool = False, tracks: bool = False) -> int:
         alone = [image.name for image in store.unpaired() if image.status == "waiting"]
         done, failed, waiting = counts.images_done, counts.images_failed, counts.images_waiting
         show(f"images: {done} done, {failed} failed, {waiting} waiting")
-        left = "no longer in the folder, so left out of exports and models"
+        left = "no longer in the folder, so left out of models and of exports with cameras"
         for what, names in {"of these in no pair so far": alone, left: sorted(gone(store))}.items():
             if names:
                 show(f"  {what}: {counted(len(names), 'image')}: {few(names)}")

@@ -51,6 +51,7 @@ def sfm(
     """Reconstruct cameras and 3D points with COLMAP, from photos or from a run of `matcher collection`.
 
     Photos are matched first: every pair of up to 12, else --preemptive 30. The same command continues a run.
+    The exit code is 4 if photos cannot be matched, are gone or get no pose, or if a camera is doubtful.
 
     Args:
         source (RUN_DIR|IMAGES): Folder of photos, or of a run.
@@ -116,8 +117,7 @@ def sfm(
         run = source
         with Store.open(run) as store:
             counts, names = store.counts(), selection.apply(image.name for image in store.images())
-        if choice.rig is not None:
-            choice.rig.frames(names)
+        check_used(choice, names)
         if dry_run:
             show(f"images: {len(names)} of {counts.images} in {source}")
             left = f"{counts.pairs_waiting} waiting, {counts.pairs_failed} failed"
@@ -129,8 +129,6 @@ def sfm(
         if run.resolve() == out.resolve():
             raise UsageError(f"--run and --out are one folder, {out}; name another one for the run")
         _, names, _, masked = find_source(source, sources.masks, sources.features, selection)
-        if choice.rig is not None:
-            choice.rig.frames(names)
         check_used(choice, names)
         if known is not None:  # of no others points are triangulated
             posed_names = names_with_pose(names, known)
@@ -327,9 +325,9 @@ def localize(
     cameras = {} if camera is None else parse_cameras(camera, "--camera")
     if isinstance(cameras, Camera):
         cameras = dict.fromkeys(named, cameras)
-    check_used(CameraChoice(known=cameras), named)
+    check_used(choice := CameraChoice(known=cameras, source=camera or ""), named)
     if features is None:
-        check_photos(named, CameraChoice(known=cameras))
+        check_photos(named, choice)
     masked = {} if masks is None else find_masks(masks, named, "the photos")
     fixed = None if rig is None else read_rig_config(rig)
     import_pycolmap()

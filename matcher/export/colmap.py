@@ -46,7 +46,7 @@ class ExportReport:
     given_cameras: list[int] = field(default_factory=list)  # numbers of those that must not be refined
     cameras: int = 0
     guessed_cameras: int = 0  # photos of which nothing says the focal length
-    left_out: list[str] = field(default_factory=list)  # what is damaged, or what the format cannot hold
+    left_out: list[str] = field(default_factory=list)  # what is damaged or gone, or no format can hold
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
@@ -65,15 +65,15 @@ class ExportedRun:
     def __init__(
         self, store: Store, out: Path, only: Collection[str] | None = None, kept: Collection[str] = ()
     ) -> None:
-        """Of `only` images of these names, without those `gone` that are not `kept`; `UsageError`: none has
-        features."""
+        """Of `only` images of these names, with those `gone` left out that are not `kept`; `UsageError`: none
+        has features."""
         self.store, self.report, common = store, ExportReport(out), common_camera(store.settings)
         known = [image for image in store.images() if only is None or image.name in only]
         absent = gone(store).difference(kept)
         images = [image for image in known if image.name not in absent]
         if names := [image.name for image in known if image.name in absent]:
-            note = f"{counted(len(names), 'image')} no longer in the folder, not written: {few(names)}"
-            self.report.notes.append(note)
+            lost = f"{counted(len(names), 'image')} no longer in {store.image_folder}: {few(names)}"
+            self.report.left_out.append(lost)
         for status in ("failed", "waiting"):
             if names := [image.name for image in images if image.status == status]:
                 note = f"{len(names)} images {status} in the run are not written: {few(names)}"
@@ -160,6 +160,7 @@ class CameraChoice:
     known: Mapping[str, Camera] = field(default_factory=dict)  # by name of image, such as those of a model
     refine_known: bool = False  # adjust those of `known` in the reconstruction
     rig: RigConfig | None = None  # cameras that are fixed to each other; each has its own intrinsics
+    source: str = ""  # what `known` was read from, for messages
 
     def __post_init__(self) -> None:
         models = [name for name in CAMERA_MODELS if name != "FOV"]  # those that can start without distortion
@@ -192,13 +193,17 @@ class Exif(NamedTuple):
 
 
 def check_used(choice: CameraChoice, names: Iterable[str]) -> None:
-    """`UsageError` for cameras of no photo: every photo has another one, or another name."""
+    """`UsageError` for cameras of no photo: every photo has another one, or another name; or for a rig whose
+    pictures they are not."""
     others = list(map(known_cameras(choice), names := list(names)))
     if names and choice.known and not any(others):
+        read = f"{choice.source}: " if choice.source else ""
         raise UsageError(
-            f"the cameras given are those of no photo, such as {next(iter(choice.known))!r}; names are paths "
-            f"below the folder of images, such as {names[0]!r}"
+            f"{read}the cameras given are those of no photo, such as {next(iter(choice.known))!r}; names are "
+            f"paths below the folder of images, such as {names[0]!r}"
         )
+    if choice.rig is not None:
+        choice.rig.frames(names)
     given = choice.camera if others else None
     if given is not None and all(other is not None and not _same(other, given) for other in others):
         where = "their poses" if choice.rig is None else f"{choice.rig.source}, or with their poses"
@@ -325,8 +330,6 @@ def write_colmap(
     run = ExportedRun(store, out, only, kept)
     report, cameras, rig = run.report, group_cameras(run.images, choice), choice and choice.rig
     report.cameras = len(cameras)
-    if rig is not None:
-        rig.frames(run.names)  # they fit
     # Without a DatabaseTransaction, whose end kills the process where the disk is full.
     with whole_file(out) as part, _disk_errors(out, part), pycolmap.Database.open(part) as database:
         camera_of = {}

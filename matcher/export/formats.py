@@ -54,7 +54,9 @@ def export(
         check_folder(out, overwrite=overwrite)
     if form == "colmap":  # which also tells a full disk, that COLMAP hides
         return colmap.write_colmap(store, out, choice)
-    run = ExportedRun(store, out)
+    # Headers of photos say what is known of cameras, and the programs that take these open the photos.
+    kept = () if kind.has_cameras else {image.name for image in store.images()}
+    run = ExportedRun(store, out, kept=kept)
     with whole_file(out) if kind.suffixes else whole_folder(out, overwrite=overwrite) as part:
         kind.write(run, part, choice)
     return run.report

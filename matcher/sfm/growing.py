@@ -80,7 +80,8 @@ def continue_model(
     folder of images. `choice` has the cameras of new photos that share none with a photo of the model,
     `pairs` arguments of `Collection.add_pairs` (None: as those of the run were, or where these came from a
     list or names, all in small runs, else similar ones), `how` those of `Collection.reopen`, `selection` the
-    photos to add; other images of the run stay out, but those that the model tried are tried again.
+    photos to add, by names below `photos`; other images of the run stay out, but those that the model tried
+    are tried again.
     """
     check_folder(Path(out), overwrite=options.get("overwrite", False))  # before hours of matching
     given = read_given_poses(model, fixed=False)
@@ -88,7 +89,7 @@ def continue_model(
     if (rig := Path(model) / RIG).is_file():
         choice = replace(choice or CameraChoice(), rig=read_rig_config(rig))
     with Store.open(run) as store:
-        present = selection.apply(_names(photos, store.image_folder))
+        present = _names(photos, store.image_folder, selection)
         new = sorted(set(present).difference(given.cam_from_world))
         if not new:
             raise UsageError(f"the model has all {len(present)} photos of {photos} already")
@@ -128,14 +129,15 @@ def continue_model(
     return made
 
 
-def _names(photos: str | Path, folder: Path) -> list[str]:
-    """Names in the run, whose images lie in a folder, of the photos below another one."""
+def _names(photos: str | Path, folder: Path, selection: Selection) -> list[str]:
+    """Names in the run, whose images lie in a folder, of the photos below another one that are selected by
+    their names there."""
     given = Path(photos)
-    found = find_images(given)
+    found = selection.apply(path.relative_to(given).as_posix() for path in find_images(given))
     if not (real := given.resolve()).is_relative_to(folder.resolve()):
         raise UsageError(
             f"{photos} does not lie in {folder}, the folder of the run's images: put it there, for example "
             f"as {folder / given.name}"
         )
     below = real.relative_to(folder.resolve())
-    return sorted((below / path.relative_to(given)).as_posix() for path in found)
+    return sorted((below / name).as_posix() for name in found)

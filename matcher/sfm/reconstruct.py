@@ -134,7 +134,7 @@ def reconstruct(
                 break
             for leftover in part.iterdir():
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        notes = "".join(f"; {note}" for note in report.notes)
+        notes = "".join(f"; {line}" for line in report.lines()[1:6])
         if not models and report.matches == 0:
             done = report.pairs > 0 and not any(store.waiting())
             why = "they show different things" if done else "match their pairs first"

@@ -36,7 +36,7 @@ OFFLINE = (
     "    return connect(self, address)\n"
     "socket.socket.connect = refuse\n"
     "from matcher.cli import main\n"
-    "sys.exit(main(['serve', '--port', '0', '--device', 'cpu', '--max-upload', '1']))"
+    "print('ended by', main(['serve', '--port', '0', '--device', 'cpu', '--max-upload', '1']))"
 )
 
 
@@ -55,6 +55,7 @@ def served(temporary: Path, end: signal.Signals = signal.SIGINT) -> Iterator[str
         process.send_signal(end)
         rest = process.communicate(timeout=20)[0]
     assert "WENT OUT" not in first + rest
+    assert f"ended by {130 if end == signal.SIGINT else 143}" in rest  # the program goes on
     assert "Traceback" not in rest, rest
     assert [path.name for path in temporary.iterdir()] == []
 
