@@ -111,8 +111,9 @@ class CalibrationConfig:
 class MatchingPolicy:
     """How a trained network is used: when it stops, which points it drops, which matches count.
 
-    It belongs to the preset; a weights file carries no policy. Early exit and point pruning are those of
-    LightGlue (Lindenberger et al. 2023, section 3.3), decided per pair.
+    It belongs to the preset; a weights file carries no policy. Early exit and point pruning follow
+    LightGlue (Lindenberger et al. 2023, section 3.3), decided per pair; `match.adaptivity.decide` says
+    what is otherwise where the network has heads for the probability of a partner, as the default has.
     """
 
     match_threshold: float = 0.1  # least probability that the network gives a match
@@ -120,7 +121,7 @@ class MatchingPolicy:
     # many.
     threshold_doubles_at: float = 0.0
     early_exit: bool = True
-    exit_share: float = 0.95  # share of confident points at which a pair stops
+    exit_share: float = 0.95  # of points, or of expected matches: the share that stops a pair
     pruning: bool = True
     prune_matchability: float = 0.01  # points below it are pruned
     prune_confident_only: bool = True  # if they are confident

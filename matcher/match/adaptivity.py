@@ -1,6 +1,6 @@
 """When a pair may stop early and which points it may drop, on NumPy arrays.
 
-LightGlue (Lindenberger et al. 2023), section 3.3.
+After LightGlue (Lindenberger et al. 2023), section 3.3; `decide` says what is otherwise in the default.
 """
 
 from __future__ import annotations

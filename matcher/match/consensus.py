@@ -215,7 +215,7 @@ class Consensus(nn.Module):
         targets = positions.roll(len(positions) // 2, 0).gather(1, partner.expand(-1, -1, 2))
         position, support, spread = fit_local_maps(positions, targets, matches.confidence)
         residual = (targets - position).norm(dim=2, keepdim=True)
-        residual = torch.where(confidence > 0, residual, math.exp(-4) - 1e-3)  # of logarithm 0 below
+        residual = torch.where(confidence > 0, residual, math.exp(-4) - 1e-3)  # makes `errors` 0 below
         errors = (torch.cat([spread, residual], dim=2) + 1e-3).log() / 2 + 2
         hidden = F.gelu(self.hidden(torch.cat([support.log1p(), errors, confidence], dim=2)))
         pulls, reach, dustbin = self.out(hidden).split((2, 1, 1), dim=2)
