@@ -225,7 +225,7 @@ def loftr(bench: Bench) -> Iterator[BenchmarkRow]:
 
 
 def extraction(bench: Bench) -> Iterator[BenchmarkRow]:
-    """Our learned front end on one image, against SIFT, and on several images at once."""
+    """Our learned front end on one image, against SIFT."""
     image = read_image(bench.pictures()[0])
     sift, works = bench.load("nearest", device="cpu").extractor, {}
     for precision in ("auto", "float32"):
@@ -233,9 +233,6 @@ def extraction(bench: Bench) -> Iterator[BenchmarkRow]:
         name = f"front end learned, {'×'.join(map(str, bench.frame))}, {precision}"
         works[name] = (partial(extract, [image]), f"{len(extract([image])[0])} keypoints")
     yield from bench.rows(works, {"SIFT on the CPU": lambda: sift([image])})
-    extract, count = bench.load().extractor, 2 if bench.quick else 8
-    work = {f"front end learned, {count} images at once": (lambda: extract([image] * count), "")}
-    yield from bench.rows(work, {"one by one": lambda: [extract([image]) for _ in range(count)]})
 
 
 def presets(bench: Bench) -> Iterator[BenchmarkRow]:
@@ -277,21 +274,6 @@ def matching(bench: Bench, points: int) -> Iterator[BenchmarkRow]:
     found, counts = ours(), "×".join(str(len(each)) for each in features)
     note = f"{pipe.matcher.precision}; {len(found)} matches; {found.layers_run} of {pipe.layers} layers"
     yield from bench.rows({f"matching {counts} keypoints, default preset": (ours, note)}, calls)
-
-
-def batches(bench: Bench) -> Iterator[BenchmarkRow]:
-    """Pairs of cached features in a batch against one by one, and against reading and extracting again."""
-    features, pipe = bench.features(bench.keypoints), bench.load(further_passes=False)
-    for size in (2,) if bench.quick else (8, 32):
-        pairs = [features] * size
-        calls = {"one by one": lambda p=pairs: [pipe.match_features(*pair) for pair in p]}
-        work = f"{size} pairs of {bench.keypoints} keypoints in a batch, default preset"
-        for row in bench.rows({work: (partial(pipe.match_features_batch, pairs), "")}, calls):
-            yield replace(row, note=f"{size / median(row.ours):.1f} pairs a second")
-    cached = [pipe.extract(path) for path in bench.images]
-    work = f"a pair of {len(cached[0])} keypoints, features cached"
-    calls = {"from paths": lambda: pipe.match(*bench.images)}
-    yield from bench.rows({work: (partial(pipe.match_features, *cached), "")}, calls)
 
 
 def onnx(bench: Bench, points: int) -> Iterator[BenchmarkRow]:
@@ -376,7 +358,7 @@ def run_benchmark(
         plan[f"lightglue {points}"] = partial(lightglue, points=points)
         if cuda:
             plan[f"lightglue {points} batch {many}"] = partial(lightglue, points=points, batch=many)
-    plan |= {each.__name__: each for each in (loftr, extraction, presets, batches)}
+    plan |= {each.__name__: each for each in (loftr, extraction, presets)}
     for points in sizes:
         plan[f"matching {points}"] = partial(matching, points=points)
         if not cuda:

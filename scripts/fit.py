@@ -173,7 +173,7 @@ def training_pairs(photos: Path, count: int, multiview: Path | None, seed: int) 
     paths = find_images(photos)
     for name in ("synthetic", "zoom", "unrelated", "repeats"):
         number = -(-count // 4) if name == "zoom" else count
-        for pair in made_set(name, paths, count=number, seed=seed).pairs:
+        for pair in made_set(name, paths, SetOptions(number, seed=seed)).pairs:
             yield (pair.image0.given(), pair.image1.given()), not isinstance(pair, UnrelatedPair)
     rng = np.random.default_rng([seed, 1])
     sources = [list(group) for _, group in groupby(sorted(paths), lambda path: path.parent)]

@@ -147,7 +147,7 @@ def test_a_reference_and_ours_with_its_parameters_find_the_same() -> None:
 def test_every_row_runs(bench, shipped_weights) -> None:
     lines = []
     works = " ".join(row.work for row in run_benchmark(bench, progress=lines.append))
-    for part in ("LightGlue", "LoFTR", "front end", "pair of", "`matcher match", "in a batch"):
+    for part in ("LightGlue", "LoFTR", "front end", "pair of", "`matcher match"):
         assert part in works
     assert len(lines) > 10
 

@@ -22,7 +22,7 @@ from matcher.evaluate.measure import (
 )
 from matcher.evaluate.methods import PEERS, Method, peer_methods
 from matcher.evaluate.run import as_markdown, as_object, auc, estimate, evaluate, mean
-from matcher.evaluate.sets import made_set
+from matcher.evaluate.sets import SetOptions, made_set
 from matcher.images import find_images, read_image
 from matcher.weights.files import save_front_end
 
@@ -42,7 +42,7 @@ def photos(tmp_path_factory):
 def found(photos):
     counts = {"few": 60, "nearest": 300}
     methods = [Method(name, matcher.load("nearest", max_keypoints=counts[name])) for name in counts]
-    return evaluate(made_set("synthetic", find_images(photos), count=12, levels=(1, 4)), methods)
+    return evaluate(made_set("synthetic", find_images(photos), SetOptions(12, levels=(1, 4))), methods)
 
 
 def table_of(folder, name="synthetic"):

@@ -260,8 +260,8 @@ def test_wxbs(tmp_path, picture):
 
 
 def test_pairs_follow_from_seed_and_number_alone(photos):
-    few, many = (made_set("synthetic", photos, count=count, seed=3).pairs for count in (8, 40))
-    other = made_set("synthetic", photos, count=8, seed=4).pairs
+    few, many = (made_set("synthetic", photos, SetOptions(count, seed=3)).pairs for count in (8, 40))
+    other = made_set("synthetic", photos, SetOptions(8, seed=4)).pairs
     for i in range(5):
         assert np.array_equal(few[i].H_1_from_0, many[i].H_1_from_0)
         assert np.array_equal(few[i].image1.pixels, many[i].image1.pixels)
@@ -272,7 +272,7 @@ def test_pairs_follow_from_seed_and_number_alone(photos):
 
 def test_truth_is_exact_in_the_pixel_convention(photos):
     """Matches of the warped view agree with the homography to a fraction of a pixel, without a bias."""
-    pair = made_set("synthetic", photos, count=1, levels=(1,)).pairs[0]
+    pair = made_set("synthetic", photos, SetOptions(1, levels=(1,))).pairs[0]
     found = matcher.load("nearest").match(pair.image0.pixels, pair.image1.pixels)
     errors = reprojection_errors(found.points0, found.points1, pair.H_1_from_0)
     near = errors < 3
@@ -281,7 +281,7 @@ def test_truth_is_exact_in_the_pixel_convention(photos):
 
 
 def test_hard_pairs_are_seen_from_the_side_in_every_weather(photos):
-    pairs = made_set("hard", photos, count=10).pairs
+    pairs = made_set("hard", photos, SetOptions(10)).pairs
     for pair in (pairs[number] for number in range(10)):
         centre, homography = (np.array(pair.image0.pixels.shape[1::-1]) - 1) / 2, pair.H_1_from_0
         assert np.allclose(warp_points(centre[None], homography), centre)  # the camera goes around it
@@ -295,16 +295,16 @@ def test_hard_pairs_are_seen_from_the_side_in_every_weather(photos):
 
 
 def test_the_sets_are_what_they_say(photos):
-    repeats, overlays = made_set("repeats", photos, count=10), made_set("overlays", photos, count=8)
+    repeats, overlays = (made_set(name, photos, SetOptions(10)) for name in ("repeats", "overlays"))
     kinds = [type(repeats.pairs[number]) for number in (0, 1, 6, 7)]
     assert kinds == [PosePair, UnrelatedPair] * 2
     unrelated, moved, still = overlays.pairs[4], overlays.pairs[5], overlays.pairs[7]
     assert isinstance(moved, HomographyPair) and np.abs(moved.H_1_from_0[:2, 2]).max() > 50
     assert np.array_equal(still.H_1_from_0, np.eye(3)) and isinstance(unrelated, UnrelatedPair)
-    facades = [made_set("facades", photos, count=10, seed=3).pairs[number] for number in range(10)]
+    facades = [made_set("facades", photos, SetOptions(10, seed=3)).pairs[number] for number in range(10)]
     named = {frozenset((pair.image0.path, pair.image1.path)) for pair in facades}
     assert all(len(pair) == 2 for pair in named) and len(named) == min(10, math.comb(len(photos), 2))
-    again = made_set("overlays", photos, count=8).pairs[5]
+    again = made_set("overlays", photos, SetOptions(6)).pairs[5]
     assert np.array_equal(again.image1.pixels, moved.image1.pixels)
 
 
@@ -326,7 +326,7 @@ def test_a_pose_is_right_among_the_alternatives_and_shares_are_counted(photos):
         found = outcome(pair, result)
         assert found[word] == 1 and found["sure"] == (word == "wrong") and found["same"] == 1
     method = Method("nearest", matcher.load("nearest", max_keypoints=400))
-    table = as_object(evaluate(made_set("repeats", photos, count=2), [method]))
+    table = as_object(evaluate(made_set("repeats", photos, SetOptions(2)), [method]))
     shares = [table["rows"][0]["all"][word]["value"] for word in ("right", "ambiguous", "refused", "wrong")]
     assert sum(shares) == 1 and table["pairs_by_group"] == {"wallpaper, another": 1, "wallpaper, the same": 1}
     assert "| wrong and sure |" in as_markdown(table)

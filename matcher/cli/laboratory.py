@@ -56,16 +56,12 @@ def train(
         batch_scale (N): Make batches N times as large as the recipe's, for a GPU; recorded in the run and the
             weights.
     """
-    import torch
-
     from matcher.images import data_folder
     from matcher.train.recipe import enlarged, limited, read_recipe, shipped_recipe
     from matcher.train.run import RunOptions
     from matcher.train.run import train as train_networks
     from matcher.viz.drawings import draw_training, save_figure
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
     chosen = read_recipe(recipe or shipped_recipe(DEFAULT_PRESET))
     chosen = enlarged(chosen if steps is None else limited(chosen, steps), batch_scale)
     if photos is None:  # the shared ones, which come split
@@ -168,8 +164,6 @@ def evaluate(
         endings = (".md", ".json", ".png") if calibration else (".md", ".json", "-pairs.csv")
         paths = [output / f"{name}{ending}{each}" for name in names for each in endings]
         check_outputs([(path, (path.suffix,)) for path in paths], overwrite=overwrite)
-    network = {name: given.pop(name, None) for name in ("match_threshold", "precision")}
-    shared = ways.MethodOptions(given, network)
     presets, weights, front_ends = preset or [DEFAULT_PRESET], weights or [], frontend_weights or []
     if compare:
         several = {"--preset": presets, "--weights": weights, "--frontend-weights": front_ends}
@@ -178,12 +172,12 @@ def evaluate(
                 raise UsageError(f"with --compare, {name} can be given only once; repeat --compare instead")
         front_end = next((name for name in front_ends if name != "shipped"), None)
         own = next(iter(preset or ()), None), next(iter(weights), None), front_end
-        methods = ways.compared_methods(compare, *own, shared)
+        methods = ways.compared_methods(compare, *own, given)
     else:
-        methods = ways.build_methods(presets, weights, front_ends, shared)
+        methods = ways.build_methods(presets, weights, front_ends, given)
     for name in peer or []:
-        options = {key: given.get(key) for key in ("max_keypoints", "resize", "device")}
-        methods += ways.peer_methods(name, options | {"precision": network["precision"]})
+        of_peers = ("max_keypoints", "resize", "device", "precision")
+        methods += ways.peer_methods(name, {key: given.get(key) for key in of_peers})
     skipped, passes = 0, logging.getLogger(f"{LOGGER}.passes")
     baseline = methods[0].name if compare else ways.BASELINE
     for pair_set in sets:

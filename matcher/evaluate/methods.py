@@ -6,7 +6,7 @@ import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.util import find_spec, module_from_spec
 from itertools import product
 from pathlib import Path
@@ -28,6 +28,7 @@ from matcher.weights.published import import_files
 
 BASELINE = "nearest"
 SHIPPED = "shipped"
+Options = Mapping[str, Any]  # of `load`, that all methods of an evaluation have in common
 
 
 class Method(NamedTuple):
@@ -37,21 +38,14 @@ class Method(NamedTuple):
     pipeline: Pipeline
 
 
-@dataclass(frozen=True)
-class MethodOptions:
-    """What all methods of an evaluation have in common."""
-
-    common: Mapping[str, Any] = field(default_factory=dict)  # options of `load` for every preset
-    network: Mapping[str, Any] = field(default_factory=dict)  # and for those that are asked for
-
-    def method(self, title: str, preset: str, asked: bool = True, **files: Any) -> Method:
-        """The preset with these options, of which a baseline that is not asked for has fewer."""
-        network = self.network if asked else {"precision": self.network.get("precision")}
-        return Method(title, load(preset, **{**self.common, **files, **network}))
+def _method(title: str, preset: str, options: Options, *, baseline: bool = False, **files: Any) -> Method:
+    """The preset with these options, but for how a network is used where it is a mere baseline."""
+    left_out = "match_threshold" if baseline else ""
+    return Method(title, load(preset, **{k: v for k, v in options.items() if k != left_out} | files))
 
 
 def build_methods(
-    presets: Sequence[str], weights: Sequence[Path], front_ends: Sequence[str], options: MethodOptions
+    presets: Sequence[str], weights: Sequence[Path], front_ends: Sequence[str], options: Options
 ) -> list[Method]:
     """A method for every combination of preset, weights file and front-end file ("shipped", or none given:
     the preset's own), after `nearest` and nearest neighbours on the same keypoints."""
@@ -66,7 +60,8 @@ def build_methods(
                 title, front_end = f"{title} with the shipped front end", None
             elif front_end is not None:
                 title += f" with {_short(Path(front_end), [Path(each) for each in front_ends])}"
-            found[title] = options.method(title, name, asked, weights=file, frontend_weights=front_end)
+            files = {"weights": file, "frontend_weights": front_end}
+            found[title] = _method(title, name, options, baseline=not asked, **files)
     return list(found.values())
 
 
@@ -75,7 +70,7 @@ def compared_methods(
     preset: str | None,
     weights: Path | None,
     front_end: str | None,
-    options: MethodOptions,
+    options: Options,
 ) -> list[Method]:
     """Exactly the methods to be compared, the first of them the baseline: presets, or files of weights for
     `preset` (None: the default one), or "shipped", that with its own; `weights` and `front_end` are for all
@@ -104,7 +99,7 @@ def compared_methods(
                 raise IntegrityError(f"{path}: {error}; give weights that `matcher train` wrote") from error
             title = f"{preset} {_short(path, paths, preset)}"
             given["frontend_weights" if is_front_end else "weights"] = path
-        methods.append(options.method(title, name, **given))
+        methods.append(_method(title, name, options, **given))
     return methods
 
 

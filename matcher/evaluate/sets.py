@@ -96,17 +96,11 @@ def find_sets(where: str, options: SetOptions) -> list[PairSet]:
     return found if options.pairs is None else [pair_set.first(options.pairs) for pair_set in found]
 
 
-def made_set(
-    name: str,
-    photos: Sequence[Path],
-    *,
-    count: int | None = None,
-    seed: int = 0,
-    levels: Sequence[int] = (1, 2, 3, 4),
-) -> PairSet:
-    """`count` pairs of a set of `_MADE`, each made when it is asked for; `levels` are of synthetic pairs."""
+def made_set(name: str, photos: Sequence[Path], options: SetOptions) -> PairSet:
+    """A set of `_MADE`, whose pairs are each made when it is asked for."""
     protocol, usual, make, note = _MADE[name]
-    count, photos = usual if count is None else count, tuple(photos)
+    count, photos = usual if options.pairs is None else options.pairs, tuple(photos)
+    levels, seed = options.levels, options.seed
     if count < 1:
         raise UsageError(f"the number of pairs must be at least 1, not {count}")
     if not levels or not set(levels) <= synthetic.LEVELS.keys():
@@ -115,7 +109,7 @@ def made_set(
     if name in ("unrelated", "facades") and len(photos) < 2:
         raise UsageError(f"pairs of different photos need at least two, not {len(photos)}")
     if name == "synthetic":
-        make = partial(make, levels=tuple(levels))
+        make = partial(make, levels=levels)
     pairs = PairsOnAccess(count, lambda number: make(photos, number, seed))
     return PairSet(name, protocol, pairs, note=f"{len(photos)} photos, {note}. Seed {seed}")
 
@@ -133,7 +127,7 @@ def _named(name: str, options: SetOptions) -> list[PairSet]:
     if name not in _MADE:
         return _of_folder(folder, options)
     photos = [path for path in find_images(folder) if name != "facades" or path.parent.name == "facades_spb"]
-    return [made_set(name, photos, count=options.pairs, seed=options.seed, levels=options.levels)]
+    return [made_set(name, photos, options)]
 
 
 def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
@@ -159,4 +153,4 @@ def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
         raise UsageError(
             f"{folder}: no known layout (see `matcher evaluate --help`), and no photos for synthetic pairs"
         ) from error
-    return [made_set("synthetic", photos, count=options.pairs, seed=options.seed, levels=options.levels)]
+    return [made_set("synthetic", photos, options)]

@@ -28,7 +28,7 @@ from matcher.collection.collection import Collection
 from matcher.collection.schema import StoredPair
 from matcher.config import EstimationConfig
 from matcher.errors import MALFORMED, IntegrityError, MatcherError, UsageError
-from matcher.export.colmap import CameraChoice, import_pycolmap
+from matcher.export.colmap import CameraChoice, as_rigid, import_pycolmap
 from matcher.files import check_folder, write_whole
 from matcher.geometry import check_poses
 from matcher.images import ImageInput, read_image
@@ -98,19 +98,15 @@ def _rotations(poses: np.ndarray, loops: list[LoopEdge]) -> np.ndarray:
     """(N, 3, 3) world_from_cam by COLMAP's rotation averaging, the first as it is."""
     pycolmap = import_pycolmap()
     pycolmap.logging.minloglevel = pycolmap.logging.FATAL.value
-
-    def rigid(pose: np.ndarray) -> Any:
-        return pycolmap.Rigid3d(pycolmap.Rotation3d(pose[:3, :3]), pose[:3, 3])
-
     model, graph = pycolmap.Reconstruction(), pycolmap.PoseGraph()
     model.add_camera_with_trivial_rig(pycolmap.Camera.create_from_model_name(1, "SIMPLE_PINHOLE", 1.0, 1, 1))
     inverse = np.linalg.inv(poses)
     for row, pose in enumerate(inverse):
         image = pycolmap.Image(name=str(row), camera_id=1, image_id=row + 1)
-        model.add_image_with_trivial_frame(image, rigid(pose))
+        model.add_image_with_trivial_frame(image, as_rigid(pose))
     near = [(row, row + k) for k in (1, 2) for row in range(len(poses) - k)]
     for first, second, pose in [*((a, b, inverse[b] @ poses[a]) for a, b in near), *loops]:
-        edge = pycolmap.PoseGraphEdge(rigid(pose))
+        edge = pycolmap.PoseGraphEdge(as_rigid(pose))
         edge.num_matches = 1
         graph.add_edge(first + 1, second + 1, edge)
     options = pycolmap.RotationEstimatorOptions()

@@ -21,6 +21,7 @@ from matcher.collection.settings import differences
 from matcher.errors import IntegrityError, MatcherError, UsageError, duration
 from matcher.files import is_ours, write_whole
 from matcher.processes import keep_freed_memory
+from matcher.torch_engine import resolve_device
 from matcher.train.pairs import Describer, made_ahead
 from matcher.train.recipe import Recipe, SourceRecipe, check_recipe
 from matcher.train.trainer import (
@@ -66,6 +67,7 @@ def train(
     """
     check_recipe(recipe)
     # Before anything is made.
+    device = resolve_device(options.device)
     stored = stored_folders(vars(recipe.sources), options.rendered, options.real)
     training, held_out = split_photos(options.photos, options.validation_photos, recipe.seed)
     log(f"{len(training)} photos to train on, {len(held_out)} to validate on")
@@ -73,7 +75,6 @@ def train(
     run = claim_folder(options.folder, recipe, [*training, *views], held_out)
     with closing(lock(options.folder)):
         keep_freed_memory(everything=True)
-        device = torch.device(options.device)
         trainer = Trainer(recipe, device)
         describer = None if recipe.front_end.train else Describer(recipe, device)
         batches: list[Batch] = []  # made when they are first needed
