@@ -19,9 +19,10 @@ from matcher.passes import PassReport
 from matcher.types import REFINEMENTS, Features, Matches, TwoViewGeometry, to_numpy
 from matcher.verify.adjustment import plane_answers
 from matcher.verify.verdict import MIRRORED, Verdict, repeated_groups, verdict_of
-from matcher.viz import PLOT_SUFFIXES
 
 if TYPE_CHECKING:
+    import PIL.Image
+
     from matcher.budget import Choice
     from matcher.images import ImageInput
     from matcher.viz.drawings import ColourBy
@@ -120,10 +121,7 @@ class Result:
 
     def __repr__(self) -> str:
         names = [path.name if path else "array" for path in (self.path0, self.path1)]
-        count = counted(len(self.matches), "match", "matches")
-        kind, status, planar = self.geometry.kind, self.geometry.status, ", planar" * self.geometry.planar
-        agree = f", {int(self.inliers.sum())} inliers ({kind}: {status}{planar})"
-        return f"Result({names[0]} and {names[1]}: {count}{agree * (status != 'not_estimated')})"
+        return f"Result({' and '.join(names)}: {self.heading()})"
 
     def to_dict(self) -> dict[str, Any]:
         """Counts, geometry and seconds, ready for `json.dumps`; `matcher match --json` prints it."""
@@ -207,15 +205,15 @@ class Result:
         return lines
 
     def heading(self) -> str:
-        """One line over a drawing: preset, counts, layers, time."""
+        """One line, as over a drawing: preset, counts, geometry, verdict, layers, time."""
         parts = [self.preset, counted(len(self.matches), "match", "matches")]
         if (geometry := self.geometry).kind != "none":
-            status = geometry.status if geometry.verified and geometry.status != "ok" else ""
+            status = geometry.status * (geometry.status != "ok")
             kind = ", ".join(filter(None, (geometry.kind, "planar" * geometry.planar, status)))
             parts.append(f"{counted(int(self.inliers.sum()), 'inlier')} ({kind})")
-        if self.verdict is not None:
-            word = {"same": "same place", "unsure": "unsure", "not": "different places"}[self.verdict.word]
-            parts.append(f"{word} ({self.verdict.probability:.2f})")
+        if (verdict := self.verdict) is not None:
+            word = {"same": "same place", "unsure": "unsure", "not": "different places"}[verdict.word]
+            parts.append(f"{word} ({verdict.probability:.2f})")
         if self.layers:
             parts.append(f"{self.matches.layers_run} of {self.layers} layers")
         if "total" in self.seconds:
@@ -284,7 +282,7 @@ class Result:
 
     def plot(
         self,
-        path: str | Path,
+        path: str | Path | None = None,
         image0: ImageInput | None = None,
         image1: ImageInput | None = None,
         *,
@@ -295,11 +293,12 @@ class Result:
         ellipses: bool = False,
         max_lines: int = 200,
         overwrite: bool = False,
-    ) -> Path:
-        """Draw the matches on both images, save the drawing whole or not at all, and return its path.
+    ) -> Path | PIL.Image.Image:
+        """Draw the matches on both images; the path of the drawing, or a picture, which a notebook shows.
 
         Args:
-            path: .png, .jpg, .jpeg, .pdf or .svg (lines as vectors).
+            path: .png, .jpg, .jpeg, .pdf or .svg (lines as vectors), written whole or not at all; None: no
+                file.
             image0, image1: the images; None reads `path0` and `path1` again. Give them for arrays.
             title, errors, stacked, max_lines, colour_by: as in `matcher.viz.drawings.draw_matches`; unless
                 one is chosen, colours show planes where several were looked for, groups of things that look
@@ -315,7 +314,7 @@ class Result:
         from matcher.images import limit_for, read_image
         from matcher.viz.drawings import draw_matches, save_figure
 
-        path, images = check_output(path, PLOT_SUFFIXES, overwrite=overwrite), []
+        images = []
         if ellipses and self.matches.refinement is None:
             raise UsageError("ellipses=True draws refined matches, and these were not refined (refine=False)")
         sides = ((image0, self.path0, self.features0), (image1, self.path1, self.features1))
@@ -330,7 +329,8 @@ class Result:
         how = self.drawing() | {"title": title, "errors": errors, "stacked": stacked, "max_lines": max_lines}
         how |= {"covariances": self.matches.covariances} if ellipses else {}
         how |= {} if colour_by is None else {"colour_by": colour_by}
-        return save_figure(draw_matches(*images, self.points0, self.points1, **how), path)
+        figure = draw_matches(*images, self.points0, self.points1, **how)
+        return save_figure(figure, path, overwrite=overwrite)
 
     def drawing(self) -> dict[str, Any]:
         """What `matcher.viz.drawings.draw_matches` shows of this result, as its arguments."""

@@ -325,7 +325,7 @@ def test_icons_are_found_and_not_mistaken():
     screen[500 : 500 + side, 200 : 200 + side] = 160 + 0.35 * screen[40 : 40 + side, 420 : 420 + side]
     screen[560:562, 100:700] = 60
     found = matcher.find(icon(0), screen)
-    assert len(found) == 3
+    assert len(found) == 3 and found.plot(image=screen).mode == "RGB"
     for middle in np.array(places) + (side - 1) / 2:
         assert min(np.abs(centre - middle).max() for centre in centres(found)) < 1.5
     assert len(matcher.find(icon(0), screen, mask=np.arange(900) + np.zeros((600, 1)) < 600)) == 2

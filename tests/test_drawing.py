@@ -126,6 +126,7 @@ def test_a_result_is_drawn_the_same_every_time_and_replaces_its_own(tmp_path, su
     features = Features(points, np.zeros((30, 4)), size=(400, 300))
     matches = Matches(np.stack([np.arange(30)] * 2, 1), points, points, np.linspace(1, 0.2, 30))
     result = Result(features, features, matches, TwoViewGeometry("fundamental", "ok", np.ones(30, bool)))
+    assert "30 inliers (fundamental), unsure (0.88)" in repr(result)
     path, again = tmp_path / f"plot{suffix}", tmp_path / f"again{suffix}"
     path.write_text("old")
     with pytest.raises(UsageError, match="overwrite"):
@@ -134,6 +135,7 @@ def test_a_result_is_drawn_the_same_every_time_and_replaces_its_own(tmp_path, su
     result.plot(path, tmp_path / "a.png", read_image(grey()), title="demo")
     result.plot(again, tmp_path / "a.png", grey(), title="demo")
     assert path.read_bytes() == again.read_bytes() and path.read_bytes().startswith(magic)
+    assert result.plot(image0=grey(), image1=grey()).size == (1612, 600 + header_height(1612))
     for name, images, fault in (
         ("absent/plot.png", (grey(), grey()), UsageError),
         ("plot.gif", (grey(), grey()), UsageError),

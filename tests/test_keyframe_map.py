@@ -88,7 +88,7 @@ def test_loops_undo_drift(made):
     rows = json.loads((folder / "map" / "loops.json").read_text())
     assert [tuple(row["frames"]) for row in rows] == [loop[:2] for loop in closed.loops]
     with PIL.Image.open(folder / "map" / "trajectory.png") as drawing:
-        assert drawing.width > 800
+        assert drawing.width > 800 and drawing.size == closed.plot().size
     assert len(repr(closed)) < 250 and "\n" not in repr(closed) and "20 frames" in repr(closed)
 
 

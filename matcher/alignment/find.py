@@ -12,15 +12,14 @@ from typing import Any, Unpack
 
 import cv2
 import numpy as np
+import PIL.Image
 
 from matcher.alignment.align import planar_pipeline
 from matcher.errors import UsageError
-from matcher.files import check_output
 from matcher.geometry import warp_points
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions, from_file, refuse_further_passes
 from matcher.types import Features, Image, to_numpy
-from matcher.viz import PLOT_SUFFIXES
 from matcher.viz.overlays import as_colour, lay_over, resizing, stored_to_pixels
 
 
@@ -97,10 +96,13 @@ class Detections:
         found |= {"inverted": self.inverted, "mirrored": self.mirrored}
         return {**found, "instances": [one.to_dict() for one in self], "seconds": round(self.seconds, 3)}
 
-    def plot(self, path: str | Path, image: ImageInput | None = None, *, overwrite: bool = False) -> Path:
+    def plot(
+        self, path: str | Path | None = None, image: ImageInput | None = None, *, overwrite: bool = False
+    ) -> Path | PIL.Image.Image:
         """Draw the template, and the image with the outlines of its instances; whole or not at all.
 
-        To a .png, .jpg, .jpeg, .pdf or .svg, whose path is returned. The image is read again, unless given.
+        To a .png, .jpg, .jpeg, .pdf or .svg, whose path is returned; without a path, the drawing is. The
+        image is read again, unless given.
 
         Raises:
             UsageError: a file that cannot be written or, without `overwrite`, is foreign; no image or path.
@@ -108,11 +110,10 @@ class Detections:
         """
         from matcher.viz.drawings import draw_instances, save_figure
 
-        path = check_output(path, PLOT_SUFFIXES, overwrite=overwrite)
         if (shown := self.path if image is None else image) is None:
             raise UsageError("the image was an array: give it to plot(path, image)")
         corners = [instance.corners for instance in self.instances]
-        return save_figure(draw_instances(self.template, shown, corners), path)
+        return save_figure(draw_instances(self.template, shown, corners), path, overwrite=overwrite)
 
 
 # An image at several sizes, each cut into overlapping windows whose features are extracted separately

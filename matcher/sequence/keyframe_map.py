@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Unpack
 
 import cv2
 import numpy as np
+import PIL.Image
 
 from matcher.cameras import Camera, CameraInput, as_camera
 from matcher.collection.collection import Collection
@@ -308,11 +309,11 @@ class ClosedTrajectory:
         """(F,) how far each pose was moved."""
         return np.linalg.norm(self.after[:, :3, 3] - self.before[:, :3, 3], axis=1)
 
-    def plot(self, path: str | Path) -> Path:
-        """Draw both paths from above and how far each pose was moved, as a PNG."""
+    def plot(self, path: str | Path | None = None) -> Path | PIL.Image.Image:
+        """Draw both paths from above and how far each pose was moved, to a file, or as a picture."""
         from matcher.sequence.plot import plot_closing  # here, since it needs matplotlib
 
-        return plot_closing(Path(path), self)
+        return plot_closing(path, self)
 
     def record(self, path: str | Path) -> Path:
         """Write the same as a recording (.rrd) for the rerun viewer; `UsageError`: it is not installed."""

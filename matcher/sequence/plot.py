@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import PIL.Image
 from matplotlib.figure import Figure
 
 from matcher.localization.plot import log_map
@@ -76,8 +77,8 @@ def plot_trajectory(
     return save_figure(figure, path)
 
 
-def plot_closing(path: Path, closed: ClosedTrajectory) -> Path:
-    """Draw both paths from above, the loops, and how far each pose was moved."""
+def plot_closing(path: str | Path | None, closed: ClosedTrajectory) -> Path | PIL.Image.Image:
+    """Draw both paths from above, the loops, and how far each pose was moved; as `save_figure`."""
     before, after, loops = closed.before, closed.after, _ends(closed)
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     above, beside = figure.subplots(1, 2)

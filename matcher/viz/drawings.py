@@ -15,6 +15,7 @@ from typing import Literal, get_args
 import cv2
 import matplotlib
 import numpy as np
+import PIL.Image
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
@@ -53,9 +54,12 @@ class Placed:
         return resize_points(self.image.from_stored(points), self.scale) + np.asarray(self.offset)
 
 
-def save_figure(figure: Figure, path: str | Path) -> Path:
-    """Write a figure to a file of one of `PLOT_SUFFIXES`, which appears whole or not at all."""
-    path = check_output(path, PLOT_SUFFIXES)
+def save_figure(figure: Figure, path: str | Path | None, *, overwrite: bool = True) -> Path | PIL.Image.Image:
+    """Write a figure to a file of one of `PLOT_SUFFIXES`, which appears whole or not at all, and return its
+    path; without one, return the figure as a picture. Errors as of `check_output`."""
+    if path is None:
+        return PIL.Image.fromarray(figure_pixels(figure))
+    path = check_output(path, PLOT_SUFFIXES, overwrite=overwrite)
     kind, buffer = path.suffix.lower()[1:], io.BytesIO()
     options = {"pdf": {"metadata": {"CreationDate": None}}, "svg": {"metadata": {"Date": None}}}
     options |= {key: {"pil_kwargs": {"quality": 92}} for key in ("jpg", "jpeg")}
@@ -177,7 +181,6 @@ def draw_matches(
     errors: np.ndarray | None = None,
     planes: np.ndarray | None = None,
     colour_by: ColourBy = "confidence",
-    error_limit: float = 5.0,
     stacked: bool = False,
     keypoints0: np.ndarray | None = None,
     keypoints1: np.ndarray | None = None,
@@ -191,9 +194,9 @@ def draw_matches(
     Args:
         scores, inliers: (K,) in [0, 1], the confidence of a match, 1 when absent; (K,) bool, None where no
             geometry was estimated, then no match counts as an outlier.
-        errors, planes, colour_by, error_limit, stacked: (K,) pixels; (K,) plane of each match, or group of
-            those that look alike ("repeats"), −1 for none; what colours show; larger errors have one colour;
-            one image above the other.
+        errors, planes, colour_by, stacked: (K,) pixels, of which more than 5 have one colour; (K,) plane of
+            each match, or group of those that look alike ("repeats"), −1 for none; what colours show; one
+            image above the other.
         keypoints0, keypoints1, covariances: (N, 2), (M, 2) all keypoints, as dots; (K, 2, 2) of points1, as
             ellipses of one sigma, enlarged twenty times.
         title, max_lines: the line above; how many inliers, and a quarter of it outliers, spread out.
@@ -205,9 +208,8 @@ def draw_matches(
     points0, points1 = as_points(points0, "points0"), as_points(points1, "points1")
     if len(points1) != (count := len(points0)):
         raise UsageError(f"points0 and points1 must be of one length, not {count} and {len(points1)}")
-    if max_lines < 0 or not error_limit > 0:
-        wrong = f"max_lines must not be negative ({max_lines}), error_limit above 0 pixels ({error_limit})"
-        raise UsageError(wrong)
+    if max_lines < 0:
+        raise UsageError(f"max_lines must not be negative ({max_lines})")
     if colour_by not in get_args(ColourBy):
         raise UsageError(f"colour_by is {', '.join(get_args(ColourBy))}, not {colour_by!r}")
     grouped = colour_by in ("planes", "repeats")
@@ -235,7 +237,7 @@ def draw_matches(
         texts.append((f"outliers, thin: {int((~good).sum())}", VERMILION))
     if colour_by == "error":
         colours = LinearSegmentedColormap.from_list("error", [SKY, YELLOW, VERMILION])
-        shares = np.nan_to_num(column(errors, "errors") / error_limit, nan=1.0)
+        shares = np.nan_to_num(column(errors, "errors") / 5, nan=1.0)
         good = np.ones(count, bool)  # errors tell more than whether a match is an inlier
     elif grouped:
         colours, planes = ListedColormap((*_PLANES, "white")), column(planes, "planes")
@@ -281,7 +283,7 @@ def draw_matches(
         axes.add_collection(LineCollection(list(outlines), colors=[YELLOW], linewidths=0.6, alpha=0.8))
     if (drawn := len(lines_in) + len(lines_out)) < count:
         texts.append((f"lines drawn: {drawn} of {count}", "none"))
-    ends = ("confidence 0", "1") if colour_by == "confidence" else ("error 0", f"{error_limit:g} px or more")
+    ends = ("confidence 0", "1") if colour_by == "confidence" else ("error 0", "5 px or more")
     scale = None if grouped or colour_by == "inliers" else colours
     _draw_header(figure, title, texts, scale, ends)
     return figure
