@@ -212,10 +212,9 @@ class Collection:
             config = _estimation_of(writer)
             if config.kind != "essential" or not changed:
                 return 0
-            numbers = {name: number for number, name in writer.names().items()}
-            # Failed pairs, which may have lacked a camera, are matched again.
-            writer.wait_again("failed", ", ".join(str(numbers[name]) for name in changed))
             images = {image.name: image for image in writer.images()}
+            # Failed pairs, which may have lacked a camera, are matched again.
+            writer.wait_again("failed", ", ".join(str(images[name].number) for name in changed))
             estimator, common, rows = RobustEstimator(config), schema.common_camera(writer.settings), []
             for pair in writer.pairs(changed):
                 ends, matches = (pair.name0, pair.name1), pair.matches
@@ -227,7 +226,7 @@ class Collection:
                 sizes = (images[name].size for name in ends)
                 geometry = reject_improbable(geometry, matches, *sizes, least=NOT)
                 data = schema.encode_pair(matches, geometry, *map(writer.keypoints, ends))
-                rows.append(EncodedPair(*(numbers[name] for name in ends), pair.seconds, data))
+                rows.append(EncodedPair(*(images[name].number for name in ends), pair.seconds, data))
             writer.put_pairs(rows)
             return len(rows)
 
@@ -495,7 +494,7 @@ def merge(
 def _join(writer: Writer, store: Store, descriptors: bool) -> str:
     names, differing, again = store.names(), set(), []
     writer.add_images(sorted(names.values()))
-    ours = {number: writer.number(name) for number, name in names.items()}
+    ours = {number: writer.image(name).number for number, name in names.items()}
     columns = "status, reason, sha256, stamp, camera, width, height, count, scale_x, scale_y, exif, kind"
     for number, *row in store.rows(f"SELECT id, {columns} FROM images"):
         ((status,),) = writer.execute("SELECT status FROM images WHERE id = ?", ours[number])

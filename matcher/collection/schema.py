@@ -52,6 +52,7 @@ class StoredImage:
     camera: Camera | None
     status: Status
     reason: str  # why it failed; empty otherwise
+    number: int = 0  # in the database
 
 
 @dataclass(frozen=True, eq=False)

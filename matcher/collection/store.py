@@ -100,11 +100,11 @@ class Store(AbstractContextManager):
     def images(self, which: str = "ORDER BY name", *values: object) -> list[schema.StoredImage]:
         """All images, by name, or those that a clause of SQL selects."""
         found, folder = [], self.image_folder
-        sql = f"SELECT name, sha256, width, height, count, camera, status, reason FROM images {which}"
-        for name, sha256, *size, count, camera, status, reason in self.rows(sql, *values):
+        sql = f"SELECT name, sha256, width, height, count, camera, status, reason, id FROM images {which}"
+        for name, sha256, *size, count, camera, status, reason, number in self.rows(sql, *values):
             what = f"{self._path}: the camera of {name}"
             known = schema.decode_camera(camera and schema.parse_json(camera, what), what)
-            said = get_args(schema.Status)[status], schema.one_line(reason)
+            said = get_args(schema.Status)[status], schema.one_line(reason), number
             found.append(schema.StoredImage(name, folder / name, sha256, tuple(size), count, known, *said))
         return found
 
@@ -298,12 +298,6 @@ class Writer(Store):
         with guarded(self._path):
             return max(0, self._connection.executemany(sql, rows).rowcount)
 
-    def number(self, name: str) -> int:
-        """The image's number in the database; `UsageError`: there is none of that name."""
-        for (number,) in self.execute("SELECT id FROM images WHERE name = ?", name):
-            return number
-        raise UsageError(f"the run {self.folder} has no image {name!r}")
-
     def add_images(self, names: Iterable[str]) -> None:
         """Images that are to be read; those that the store has stay as they are."""
         sql = f"INSERT OR IGNORE INTO images (name, status) VALUES (?, {WAITING})"
@@ -319,11 +313,11 @@ class Writer(Store):
         """The features of an image, added where it is new: `record` from `encode_features`, the digest of its
         file, and a stamp to see without reading that it is the same."""
         self.add_images([name])
-        number, size, scale = self.number(name), features.image_size, map(float, features.scale.tolist())
+        number, scale = self.image(name).number, map(float, features.scale.tolist())
         self.execute(
             f"UPDATE images SET status = {DONE}, reason = '', sha256 = ?, stamp = ?, width = ?, height = ?,"
             " count = ?, scale_x = ?, scale_y = ?, exif = ?, kind = ? WHERE id = ?",
-            *(sha256, stamp, *size, len(features), *scale),
+            *(sha256, stamp, *features.image_size, len(features), *scale),
             *(int(features.matched_orientation), features.kind, number),
         )
         data = schema.encode_keypoints(to_numpy(features.keypoints))
@@ -363,7 +357,7 @@ class Writer(Store):
 
     def forget(self, names: Iterable[str]) -> None:
         """Images that have changed: they and all their pairs are to be done again."""
-        ids = ", ".join(str(self.number(name)) for name in names)
+        ids = ", ".join(str(self.image(name).number) for name in names)
         self.execute("DELETE FROM refined")
         for table in ("pairs", "failed"):
             self.wait_again(table, ids)

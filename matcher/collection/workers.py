@@ -437,8 +437,7 @@ def _parts(items: Sequence, batch: int) -> Iterator[Sequence]:
 
 def match_jobs(writer: Writer, batch: int) -> Iterator[Job]:
     """Jobs of waiting pairs, tile by tile, smaller towards the end."""
-    images = {image.name: image for image in writer.images()}
-    numbered = {number: images[name] for number, name in writer.names().items()}
+    numbered = {image.number: image for image in writer.images()}
     waiting = writer.rows("SELECT image0, image1 FROM waiting")
     pairs = _by_tiles(np.fromiter((end for pair in waiting for end in pair), np.int64).reshape(-1, 2))
     for part in _parts(pairs, batch):
@@ -545,7 +544,7 @@ class Stages:
     def _put_images(self, outcomes: Sequence[Extracted]) -> None:
         writer = self.writer
         for one in outcomes:
-            name, number = one.name, writer.number(one.name)
+            name, number = one.name, writer.image(one.name).number
             had = writer.execute("SELECT sha256 FROM images WHERE id = ? AND status = ?", number, DONE)
             if one.data:
                 points = to_numpy(one.features.keypoints)
