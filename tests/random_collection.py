@@ -49,7 +49,7 @@ def put_pair(writer: Writer, pair: StoredPair) -> None:
     """Store the matches of two images that have keypoints."""
     names = (pair.name0, pair.name1)
     data = encode_pair(pair.matches, pair.geometry, *map(writer.keypoints, names))
-    writer.put_pairs([EncodedPair(*map(writer.number, names), pair.seconds, data)])
+    writer.put_pairs([EncodedPair(*(writer.image(name).number for name in names), pair.seconds, data)])
 
 
 def fill(folder: Path, rng: np.random.Generator, images: int = 4, matches: int = 300) -> list[StoredPair]:
