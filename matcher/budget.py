@@ -17,7 +17,7 @@ from matcher.config import GRID_KIND
 from matcher.errors import UsageError, check_number
 from matcher.match.adaptivity import can_be_cut, with_layers
 from matcher.match.steering import OTHER_TURNS as QUARTER_TURNS
-from matcher.match.steering import PROBED, STEERABLE
+from matcher.match.steering import PROBED, STEERABLE_KIND
 from matcher.passes import LocalMatcher, TimeLimit
 from matcher.types import Features, Image, Matches, strongest, to_numpy
 from matcher.verify.estimation import RobustEstimator
@@ -136,7 +136,7 @@ def _quick(estimator: Any) -> Any:
 def _adjusted(matcher: Any, **policy: Any) -> Any:
     """A matcher with a network, used otherwise; any other as it is."""
     if can_be_cut(matcher):
-        matcher = matcher.adjusted(policy=replace(matcher.model.config.policy, **policy))
+        matcher = matcher.with_policy(replace(matcher.model.config.policy, **policy))
     return matcher
 
 
@@ -156,7 +156,7 @@ def choose(
     config, frame, found = pipeline.config, "other" not in costs, []
     most, longest = config.extractor.max_keypoints, max(max(image.pixels.shape[:2]) for image in images)
     areas = [math.prod(image.pixels.shape[:2]) for image in images]
-    turned = not frame and can_be_cut(pipeline.matcher) and config.extractor.kind == STEERABLE
+    turned = not frame and can_be_cut(pipeline.matcher) and config.extractor.kind == STEERABLE_KIND
     quick = not frame and _quick(pipeline.estimator) is not pipeline.estimator
     has = {OTHER_TURNS: turned, THOROUGH_VERIFICATION: quick, REFINEMENT: config.refine is not None}
     # Stages left out, each with the fewest keypoints with which more of them, or of the image, is kept.

@@ -30,7 +30,7 @@ from matcher.match.nearest import needed_fields
 from matcher.match.network import MatchingNetwork
 from matcher.match.position import Points, encoded, normalise_positions, position_inputs
 from matcher.match.sinkhorn import CHECKED, LARGEST_SCALE, LEAST_EXPONENT, dual_softmax, masses, mutual_best
-from matcher.match.steering import MIN_GAIN, STEERABLE, TURNED_EXIF, TURNS, evidence, turned
+from matcher.match.steering import MIN_GAIN, STEERABLE_KIND, TURNED_EXIF, TURNS, distinctiveness, turned
 from matcher.torch_engine import build_extractor
 from matcher.weights import files
 
@@ -180,9 +180,9 @@ class Pair(Assign):
     def matched(self, points0: dict[str, Tensor], points1: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The partner (1, N) of every point of image 0, −1 where it has none, and its score, 0 there."""
         network, policy = self.network, self.config.policy
-        if self.config.kind == STEERABLE:  # image 1 after the quarter turns that fit image 0 best
+        if self.config.kind == STEERABLE_KIND:  # image 1 after the quarter turns that fit image 0 best
             every = torch.stack([turned(points1["descriptors"][0], turn) for turn in range(TURNS)])
-            found = torch.stack([evidence(points0["descriptors"][0] @ each.T) for each in every])
+            found = torch.stack([distinctiveness(points0["descriptors"][0] @ each.T) for each in every])
             turns = (found + found.new_tensor([MIN_GAIN, 0.0, 0.0, 0.0])).argmax(0, keepdim=True)
             views = [list(range(9))]
             for _ in range(1, TURNS):
@@ -526,7 +526,7 @@ def export_preset(
     name, SHA-256 and licence. `UsageError`: nothing of the preset can be written so, or a file exists or
     cannot be written; `IntegrityError`: weights are absent or damaged.
     """
-    own, trained = config.extractor.kind == STEERABLE, isinstance(config.matcher, NetworkConfig)
+    own, trained = config.extractor.kind == STEERABLE_KIND, isinstance(config.matcher, NetworkConfig)
     if program != "any" and not (own and trained):
         raise UsageError(f"this takes our own front end with its network, hybrid-learned, not {preset}")
     if program == "opencv" and any(side < 32 or side % 32 for side in size):

@@ -38,7 +38,7 @@ from matcher.extract.extractor import SiftExtractor
 from matcher.match.adaptivity import confidence_threshold, decide
 from matcher.match.calibration import calibrated
 from matcher.match.nearest import NearestMatcher, check_features, credible_matches, needed_fields
-from matcher.match.steering import STEERABLE, TURNED_EXIF, best_turn, try_other_turns, turned
+from matcher.match.steering import STEERABLE_KIND, TURNED_EXIF, best_turn, try_other_turns, turned
 from matcher.pipeline import Learned, policy_of, refuse_for_grid
 from matcher.processes import compute_threads
 from matcher.result import WeightsSource
@@ -80,7 +80,7 @@ def build(config: PipelineConfig, given: Mapping[str, Any]) -> Learned:
         refuse_for_grid(given)
         raise UsageError("engine 'onnx' has no network that matches the cells of a grid (LoFTR)")
     kind, weights = config.extractor.kind, given.get("frontend_weights")
-    if kind not in ("sift", STEERABLE):
+    if kind not in ("sift", STEERABLE_KIND):
         raise UsageError(f"engine 'onnx' has the front ends sift and learned, not {kind}; use engine 'torch'")
     if kind == "sift" and weights is not None:
         raise UsageError("the front end sift has no weights; leave frontend_weights out")
@@ -272,7 +272,7 @@ class OnnxMatcher:
     def _match(self, side0: dict[str, np.ndarray], side1: dict[str, np.ndarray]) -> Matches:
         """One pair, image 1 in the view in which it has the most matches."""
         counts = [len(side["index"]) for side in (side0, side1)]
-        if self.config.kind != STEERABLE or not all(counts):
+        if self.config.kind != STEERABLE_KIND or not all(counts):
             return self._found(side0, side1)
 
         def turned_by(side: dict[str, np.ndarray], turns: int) -> dict[str, np.ndarray]:

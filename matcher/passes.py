@@ -1,6 +1,6 @@
 """Further passes over a pair whose first was not confident: other features, scales, and views of parts.
 
-Each is chosen by the evidence so far, until that is confident.
+Each is chosen by the support that the pair has so far, until that is confident.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from matcher.config import EstimationConfig, FurtherPassesConfig
 from matcher.errors import counted
 from matcher.images import gradient_image
-from matcher.match.steering import evidence_of_turns
+from matcher.match.steering import turn_scores
 from matcher.types import JOINED, Extractor, Features, Image, Matcher, Matches, TwoViewGeometry, to_numpy
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
@@ -31,7 +31,7 @@ _LONG = 5.0  # seconds after which it is told what takes so long
 # are most of the matches: fewer let a pair pass whose matches are wrong (measured on rooms).
 CONFIDENT_INLIERS, CONFIDENT_KEYPOINT_SHARE, CONFIDENT_INLIER_RATIO = 400, 0.3, 0.6
 PROBABLE = 0.25  # match probability from which an inlier counts as support
-LOW_INLIERS = 0.2  # inliers per keypoint; wrong matches along like edges give .1 to .18
+LOW_PROBABLE_INLIERS = 0.2  # per keypoint; wrong matches along like edges give .1 to .18
 # Matches of a pair without inliers, below which no other view helps: after gradients, other features and a
 # tilted view 44 of 79 unrelated pairs had fewer, and two of 35 pairs of one place, of which no pass found
 # anything.
@@ -42,9 +42,9 @@ GRADIENT_SMOOTHING = 2.0  # pixels, of images of gradient magnitude
 # Changes of scale that are tried: a matcher tolerates changes of up to about two either way.
 SCALE_CHANGES = (3.5, 1 / 3.5)
 COMPARED_SIDE = 512  # pixels of the images whose descriptors are compared at another scale
-# Evidence per keypoint above which a change of scale is accepted: on warps of training photos the right one
+# `turn_scores` per keypoint above which a change of scale is accepted: on warps of photos the right one
 # had .023 or more, all others and unrelated images less than .009, for a zoom by four the wrong one .016.
-MIN_EVIDENCE = 0.018
+MIN_TURN_SCORE = 0.018
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class TimeLimit:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Support:
     """Support of a pair after a pass."""
 
     matches: int
@@ -76,11 +76,11 @@ class Evidence:
     keypoints: int  # of the image with fewer
 
     @staticmethod
-    def of(geometry: TwoViewGeometry, probable: np.ndarray, keypoints: int) -> Evidence:
-        """The evidence of a geometry of K matches, of which some (K,) bool are probable."""
+    def of(geometry: TwoViewGeometry, probable: np.ndarray, keypoints: int) -> Support:
+        """The support of a geometry of K matches, of which some (K,) bool are probable."""
         inliers = geometry.inliers if geometry.verified else np.zeros_like(geometry.inliers)
         counts = (int(np.count_nonzero(each)) for each in (inliers, inliers & probable))
-        return Evidence(len(geometry.inliers), *counts, keypoints)
+        return Support(len(geometry.inliers), *counts, keypoints)
 
     @property
     def is_confident(self) -> bool:
@@ -133,12 +133,11 @@ class FurtherPasses:
         The geometry, of any kind, and `seconds` are of the first pass, and the images as that matched them;
         `originals` read them at full resolution, called only if the common region is matched.
         """
-        pair = _Pair(self, images, originals, features, matches, perf_counter() - seconds)
-        if geometry.kind == "fundamental":
-            pair.geometry = geometry
+        known = geometry if geometry.kind == "fundamental" else None
+        pair = _Pair(self, images, originals, features, matches, known, perf_counter() - seconds)
         reports, start = [PassReport(FIRST, len(matches), seconds)], perf_counter()
         for step in pair.steps():
-            if pair.evidence.is_confident or (one := step()) is None:
+            if pair.support.is_confident or (one := step()) is None:
                 continue
             pair.add(one)
             reports.append(PassReport(one.name, len(one.scores), perf_counter() - start))
@@ -147,7 +146,7 @@ class FurtherPasses:
             said = f"pass {len(reports)}, {one.name}: {counted(len(one.scores), 'match', 'matches')}"
             said += f", after {start - pair.begun:.0f} s, since too few of those before agree"
             logging.getLogger("matcher.passes").log(level, "%s", said)  # the command line shows it
-        return Joined(*pair.joined, tuple(reports), pair.left_out)
+        return Joined(*pair.union, tuple(reports), pair.left_out)
 
 
 @dataclass(eq=False)
@@ -159,23 +158,24 @@ class _Pair:
     originals: Sequence[Callable[[], Image]]
     features: tuple[Features, Features]
     first: Matches
+    first_geometry: TwoViewGeometry | None  # of these, if it is a fundamental matrix
     begun: float  # by `perf_counter`
     left_out: int = 0
     found: list[PassMatches] = field(default_factory=list)
     views: dict[tuple, tuple[Crop, Features]] = field(default_factory=dict)  # by axis, side and turn
 
     def add(self, one: PassMatches) -> None:
-        """What a pass has found."""
+        """What a pass has found; what follows from all of them is computed anew when it is asked for."""
         self.found.append(one)
-        for known in ("joined", "geometry", "evidence"):
-            vars(self).pop(known, None)
+        for cached in ("union", "geometry", "support"):
+            vars(self).pop(cached, None)
 
     def steps(self) -> Iterator[Callable[[], PassMatches | None]]:
         """The passes that are wanted, each chosen when those before it have run."""
         wanted = self.further.config.passes
         if "scale" in wanted:
             yield self.other_scale
-        reliable = self.evidence.probable_inliers >= RELIABLE_REGION
+        reliable = self.support.probable_inliers >= RELIABLE_REGION
         if "region" in wanted and reliable:
             yield self.region
         for name, step in (
@@ -188,8 +188,8 @@ class _Pair:
         ):
             if name in wanted:
                 yield step
-                few = not self.evidence.inliers and self.evidence.matches < HOPELESS_MATCHES
-                if few and name.startswith("tilt"):
+                hopeless = not self.support.inliers and self.support.matches < HOPELESS_MATCHES
+                if hopeless and name.startswith("tilt"):
                     return
         if "region" in wanted and not reliable:
             yield self.region
@@ -203,7 +203,7 @@ class _Pair:
 
     def other_scale(self) -> PassMatches | None:
         """Match at the change of scale that the descriptors suggest, if there are few inliers."""
-        if not self.has_few_inliers() or not self.has_time():
+        if not self.has_few_probable_inliers() or not self.has_time():
             return None
         change = best_scale_change(self.further.own.extractor, self.images)
         if change is None or not self.has_time():
@@ -213,7 +213,7 @@ class _Pair:
 
     def gradients(self) -> PassMatches | None:
         """Match images of gradient magnitude, if grey values may be what differs, as in a negative."""
-        if not self.has_few_inliers() or not self.has_time():
+        if not self.has_few_probable_inliers() or not self.has_time():
             return None
         images = [gradient_image(image, GRADIENT_SMOOTHING) for image in self.images]
         return self.if_verified(self.further.own.match_images("gradients", images))
@@ -241,10 +241,10 @@ class _Pair:
 
     def region(self) -> PassMatches | None:
         """Match the common region at equal scale, if there are enough inliers to locate it."""
-        located = self.evidence.probable_inliers >= MIN_REGION_INLIERS
+        located = self.support.probable_inliers >= MIN_REGION_INLIERS
         if not located or not self.has_time("region"):
             return None
-        matches, inliers = self.joined[2], np.flatnonzero(self.geometry.inliers)
+        matches, inliers = self.union[2], np.flatnonzero(self.geometry.inliers)
         originals = [original() for original in self.originals]
         sides = zip(originals, (matches.points0[inliers], matches.points1[inliers]), strict=True)
         points = [image.from_stored(stored) for image, stored in sides]
@@ -253,25 +253,26 @@ class _Pair:
         return self.further.own.match_crops("common region", crops)
 
     @cached_property
-    def joined(self) -> tuple[Features, Features, Matches]:
+    def union(self) -> tuple[Features, Features, Matches]:
         """The features and matches of all passes; those of the first if there is no other."""
         if not self.found:
             return *self.features, self.first
-        *sides, matches = joined(*self.features, self.first, self.found, SAME_POINT)
+        *sides, matches = union_of_passes(*self.features, self.first, self.found, SAME_POINT)
         return *sides, without_overlay(*self.features, matches) if self.first.overlay else matches
 
     @cached_property
     def geometry(self) -> TwoViewGeometry:
-        """The fundamental matrix estimated from all matches so far."""
-        return self.verified(self.joined[2])
+        """The fundamental matrix of all matches so far."""
+        known = None if self.found else self.first_geometry
+        return known or self.geometry_of(self.union[2])
 
     @cached_property
-    def evidence(self) -> Evidence:
+    def support(self) -> Support:
         """Support of the geometry so far."""
-        probable = self.joined[2].scores >= PROBABLE
-        return Evidence.of(self.geometry, probable, min(map(len, self.features)))
+        probable = self.union[2].scores >= PROBABLE
+        return Support.of(self.geometry, probable, min(map(len, self.features)))
 
-    def verified(self, one: PassMatches | Matches) -> TwoViewGeometry:
+    def geometry_of(self, one: PassMatches | Matches) -> TwoViewGeometry:
         """The fundamental matrix estimated from matches."""
         estimate = RobustEstimator(replace(self.further.estimation, kind="fundamental"))
         scale = threshold_scale(*(f.scale.tolist() for f in self.features), "fundamental")
@@ -280,31 +281,31 @@ class _Pair:
     def if_verified(self, one: PassMatches) -> PassMatches:
         """The matches of a pass if they have a geometry of their own; else none: like edges match."""
         none = (each[:0] for each in (one.points0, one.points1, one.scores))
-        return one if self.verified(one).verified else PassMatches(one.name, *none)
+        return one if self.geometry_of(one).verified else PassMatches(one.name, *none)
 
-    def has_few_inliers(self) -> bool:
-        """Whether there are so few inliers that the images may differ by more than the viewpoint."""
-        return self.evidence.probable_inliers < LOW_INLIERS * self.evidence.keypoints
+    def has_few_probable_inliers(self) -> bool:
+        """Whether so few inliers are probable that the images may differ by more than the viewpoint."""
+        return self.support.probable_inliers < LOW_PROBABLE_INLIERS * self.support.keypoints
 
 
 def best_scale_change(extractor: Extractor, images: Sequence[Image]) -> float | None:
-    """The change of scale with the most evidence by descriptors alone; None if none has enough."""
-    best, most = None, MIN_EVIDENCE
+    """The change of scale at which descriptors alone fit best; None if they fit too little at each."""
+    best, most = None, MIN_TURN_SCORE
     for change in SCALE_CHANGES:
         crops = crops_of(images, None, change, COMPARED_SIDE)
         features0, features1 = extractor([crop.as_image() for crop in crops])
         if fewer := min(len(features0), len(features1)):
             descriptors = (to_numpy(features.descriptors) for features in (features0, features1))
-            found = float(evidence_of_turns(*descriptors, features1.kind).max()) / fewer
-            if found > most:
-                best, most = change, found
+            score = float(turn_scores(*descriptors, features1.kind).max()) / fewer
+            if score > most:
+                best, most = change, score
     return best
 
 
 # The union of the matches of several passes, and of their keypoints.
 
 
-def joined(
+def union_of_passes(
     features0: Features, features1: Features, first: Matches, further: Sequence[PassMatches], radius: float
 ) -> tuple[Features, Features, Matches]:
     """The keypoints of the first pass, then those matched by further ones; all matches, best first.
@@ -493,7 +494,7 @@ _LARGEST_ENLARGEMENT = 2.0  # beyond it there is no more detail
 
 
 def change_of_scale(points0: np.ndarray, points1: np.ndarray) -> float:
-    """The median ratio of distances between matched points (K, 2), image 1 to image 0; 1 without evidence."""
+    """The median ratio of distances between matched points (K, 2), image 1 to image 0; 1 if none is known."""
     if len(points0) < 2:
         return 1.0
     first, second = np.random.default_rng(0).integers(0, len(points0), (2, _DRAWN))

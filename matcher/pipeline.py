@@ -16,7 +16,7 @@ from matcher.config import MatchingPolicy, NearestConfig, PipelineConfig, Refine
 from matcher.errors import UsageError
 from matcher.extract.extractor import SiftExtractor, extracted
 from matcher.images import MAX_PIXELS, ImageInput, read_both, read_image
-from matcher.match.calibration import calibrated_by_geometry, calibration_of, weighed_by_refinement
+from matcher.match.calibration import calibrated_by_geometry, calibration_of, with_prior_scores
 from matcher.match.nearest import NearestMatcher
 from matcher.passes import FurtherPasses
 from matcher.refine import refine_image_pair
@@ -191,7 +191,7 @@ class Pipeline:
         """Matches moved to where the images look most alike, their geometry, and the seconds of both."""
         start = perf_counter()
         matches = self.refine(*images, matches) if self.config.refine else matches
-        matches = weighed_by_refinement(matches, features[1].scale.tolist(), calibration_of(self.matcher))
+        matches = with_prior_scores(matches, features[1].scale.tolist(), calibration_of(self.matcher))
         refined = perf_counter()
         geometry = self.verify(*features, matches, **cameras)
         seconds = {"refine": refined - start} if self.config.refine else {}
@@ -214,7 +214,7 @@ class Pipeline:
             return first if first.budget is None else timed(first)
         matches = self.refine(*images, joined.matches) if self.config.refine else joined.matches
         scale, matches = joined.features1.scale.tolist(), joined.with_keypoints(matches)
-        matches = weighed_by_refinement(matches, scale, calibration_of(self.matcher), True)
+        matches = with_prior_scores(matches, scale, calibration_of(self.matcher), True)
         geometry = self.verify(joined.features0, joined.features1, matches, **cameras)
         geometry = judged(geometry, *features, matches)  # of which alone descriptors are at hand
         geometry = reject_improbable(geometry, matches, *(f.image_size for f in features))

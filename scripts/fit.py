@@ -31,7 +31,7 @@ from matcher.loading import load
 from matcher.match import calibration
 from matcher.match.network import AttentionMatcher
 from matcher.pipeline import Pipeline
-from matcher.verify.verdict import COEFFICIENTS, EVIDENCE, NOT, SAME, evidence
+from matcher.verify.verdict import COEFFICIENTS, NOT, REGRESSORS, SAME, regressors
 
 STAGES = {
     "network": config.CalibrationConfig,  # of what a network gives
@@ -60,7 +60,7 @@ class JudgedPair(NamedTuple):
     """What is known of the matches of a pair before calibration, and which of them are right."""
 
     scores: np.ndarray  # (K,) of all matches, before this calibration
-    evidence: np.ndarray  # (K, E) what the calibration goes by
+    regressors: np.ndarray  # (K, E) what the calibration goes by
     known: np.ndarray  # (K,) bool: the ground truth can tell
     right: np.ndarray  # (K,) bool
 
@@ -77,7 +77,7 @@ def uncalibrated(preset: str, stage: str = "network") -> Pipeline:
             raise UsageError(f"{preset!r} is not calibrated before {stage}: calibrate its scores first")
         kept = replace(kept, refined=kept.refined if stage == "geometry" else None, verified=None)
     policy = replace(network.policy, calibration=kept)
-    return replace(pipeline, matcher=pipeline.matcher.adjusted(policy=policy))
+    return replace(pipeline, matcher=pipeline.matcher.with_policy(policy))
 
 
 def judge(pipeline: Pipeline, pair_set: PairSet, stage: str = "network") -> list[JudgedPair]:
@@ -90,20 +90,20 @@ def judge(pipeline: Pipeline, pair_set: PairSet, stage: str = "network") -> list
             continue
         if stage == "refinement":
             scale = result.features1.scale.tolist()
-            evidence = calibration.refinement_evidence(matches, scale, len(result.passes) > 1)
+            values = calibration.refinement_regressors(matches, scale, len(result.passes) > 1)
         elif stage == "geometry":
-            evidence = calibration.geometry_evidence(matches, result.geometry)
+            values = calibration.geometry_regressors(matches, result.geometry)
         else:
             counts = len(result.features0), len(result.features1)
-            evidence = calibration.evidence(result.scores, counts)
+            values = calibration.regressors(result.scores, counts)
         errors = errors_of(pair, matches.points0, matches.points1, *scales_of(result))
         known = ~np.isnan(errors)
-        found.append(JudgedPair(result.scores, evidence, known, known & (errors < CORRECT)))
+        found.append(JudgedPair(result.scores, values, known, known & (errors < CORRECT)))
     return found
 
 
 def fitted_calibration(sets: Sequence[tuple[Sequence[JudgedPair], float]]) -> np.ndarray:
-    """(1 + E,) offset and coefficients of the evidence, as in the stage's configuration, under which the
+    """(1 + E,) offset and coefficients of the regressors, as in the stage's configuration, under which the
     matches of all sets, each with its weight, are most likely."""
     weights = []
     for pairs, share in sets:
@@ -119,9 +119,9 @@ def fitted_calibration(sets: Sequence[tuple[Sequence[JudgedPair], float]]) -> np
 
 def error_under(pairs: Sequence[JudgedPair], numbers: np.ndarray | None) -> float:
     """Expected calibration error of a set under a calibration of `fitted_calibration`, or without one."""
-    scores, evidence, known, right = map(np.concatenate, zip(*pairs, strict=True))
+    scores, values, known, right = map(np.concatenate, zip(*pairs, strict=True))
     if numbers is not None:
-        scores = calibration.probabilities(numbers[0] + evidence @ numbers[1:])
+        scores = calibration.probabilities(numbers[0] + values @ numbers[1:])
     return reliability(scores[known], right[known]).error
 
 
@@ -149,13 +149,13 @@ def fit_verdict(given: argparse.Namespace) -> None:
     for images, same in training_pairs(given.photos, given.pairs, given.multiview, given.seed):
         result = pipeline.match(*images)
         sizes = (features.image_size for features in (result.features0, result.features1))
-        rows.append(evidence(result.matches, result.geometry.rejected or result.geometry, *sizes))
+        rows.append(regressors(result.matches, result.geometry.rejected or result.geometry, *sizes))
         truths.append(same)
     values, same = np.stack(rows), np.array(truths)
     alike = np.where(same, 0.5 / same.mean(), 0.5 / (1 - same.mean()))  # both classes weigh the same
     model = np.array(COEFFICIENTS) if given.test else logistic_regression(values, same, alike)
     said = 1 / (1 + np.exp(-np.clip(model[0] + values @ model[1:], -50, 50)))
-    print(f"COEFFICIENTS = ({', '.join(f'{value:.3f}' for value in model)})  # bias, {', '.join(EVIDENCE)}")
+    print(f"COEFFICIENTS = ({', '.join(f'{value:.3f}' for value in model)})  # bias, {', '.join(REGRESSORS)}")
     print(f"{len(same)} pairs, {int(same.sum())} of the same place")
     for word, called in (("the same", said >= SAME), ("different", said <= NOT)):
         print(f"called {word}: {called[same].mean():.4f} of these, {called[~same].mean():.4f} of the others")

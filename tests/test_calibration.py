@@ -14,10 +14,10 @@ from matcher.evaluate.calibration import reliability
 from matcher.match.calibration import (
     calibrated,
     calibrated_by_geometry,
-    evidence,
-    geometry_evidence,
-    refinement_evidence,
-    weighed_by_refinement,
+    geometry_regressors,
+    refinement_regressors,
+    regressors,
+    with_prior_scores,
 )
 from matcher.types import Features, Matches, MatchRefinement, Repetition, TwoViewGeometry
 from matcher.verify.verdict import on_overlay, reject_improbable, repetition, verdict_of, without_overlay
@@ -62,15 +62,15 @@ def judged(stage: str, rng: np.random.Generator):
     """A pair whose matches are right as often as the calibration of a stage says."""
     if stage == "network":
         scores, counts = np.sort(rng.uniform(0.05, 0.99, 300))[::-1], (int(rng.integers(300, 2000)),) * 2
-        true, values = calibrated(scores, counts, CONFIG), evidence(scores, counts)
+        true, values = calibrated(scores, counts, CONFIG), regressors(scores, counts)
     elif stage == "refinement":
         matches, further = refined_matches(rng), bool(rng.integers(2))
         scores = matches.scores
-        true = weighed_by_refinement(matches, (1.0, 1.0), CONFIG, further).prior_scores
-        values = refinement_evidence(matches, (1.0, 1.0), further)
+        true = with_prior_scores(matches, (1.0, 1.0), CONFIG, further).prior_scores
+        values = refinement_regressors(matches, (1.0, 1.0), further)
     else:
         matches, geometry = verified_matches(rng, rng.uniform(0.05, 0.95))
-        scores, values = matches.scores, geometry_evidence(matches, geometry)
+        scores, values = matches.scores, geometry_regressors(matches, geometry)
         true = calibrated_by_geometry(matches, geometry, WITH_GEOMETRY).scores
     known = rng.uniform(size=len(scores)) < 0.9
     return FIT["JudgedPair"](scores, values, known, rng.uniform(size=len(scores)) < true)
@@ -108,21 +108,21 @@ def test_both_engines_calibrate(views):
     assert len(common) > 0.98 * len(tables[0])
     assert np.median([abs(tables[0][pair] - tables[1][pair]) for pair in common]) < 1e-3
     policy = replace(engine.config.matcher.policy, calibration=None)
-    raw = replace(engine, matcher=engine.matcher.adjusted(policy=policy)).match_features(*features)
+    raw = replace(engine, matcher=engine.matcher.with_policy(policy)).match_features(*features)
     assert abs(raw.scores - engine.match_features(*features).scores).max() > 0.01
 
 
 def test_a_more_exact_place_makes_a_refined_match_weigh_more():
     matches = refined_matches(np.random.default_rng(0))
     level = replace(matches, scores=np.full(len(matches), 0.5, np.float32))
-    weighed = weighed_by_refinement(level, (1.0, 1.0), CONFIG)
+    weighed = with_prior_scores(level, (1.0, 1.0), CONFIG)
     found = weighed.prior_scores
     np.testing.assert_array_equal(weighed.scores, level.scores)
     accepted, variance = matches.refinement.accepted, matches.covariances[:, 0, 0]
     order = np.argsort(variance[accepted])
     assert (np.diff(found[accepted][order]) <= 0).all() and np.ptp(found[accepted]) > 0.3
     assert np.ptp(found[~accepted]) == 0 and found[~accepted][0] < np.median(found[accepted])
-    assert (weighed_by_refinement(level, (1.0, 1.0), CONFIG, True).prior_scores < found).all()
+    assert (with_prior_scores(level, (1.0, 1.0), CONFIG, True).prior_scores < found).all()
 
 
 def test_inliers_and_matches_among_many_of_them_are_more_probable():

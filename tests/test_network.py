@@ -262,13 +262,13 @@ def test_precision_names() -> None:
 
 def test_the_first_layers_are_a_network_of_its_own_and_leave_the_whole_alone(pairs) -> None:
     matcher = matcher_with(early_exit=False, pruning=False)
-    cut = matcher.adjusted(2, max_iterations=7)
+    cut = matcher.first_layers(2, max_iterations=7)
     assert len(cut.model.layers) == 2 and cut.model.config.context.depth == 2
     assert len(matcher.model.layers) == len(matcher.model.heads) == CONFIG.context.depth
     sides = [Features.stack([f]) for f in pairs[0]]
     found = cut(*sides)[0]
     assert found.layers_run == 2
     assert matcher(*sides)[0].layers_run == CONFIG.context.depth
-    strict = matcher.adjusted(policy=replace(matcher.model.config.policy, match_threshold=0.9))
+    strict = matcher.with_policy(replace(matcher.model.config.policy, match_threshold=0.9))
     assert strict(*sides)[0].scores.min(initial=1.0) > 0.9
     assert matcher.model.config.policy.match_threshold == CONFIG.policy.match_threshold

@@ -13,7 +13,7 @@ import matcher
 from matcher.collection.pairs import BEST, best_pairs, candidate_pairs, preemptive_pairs
 from matcher.collection.store import Store
 from matcher.match.retrieval import neighbour_pairs, similar_pairs
-from matcher.match.steering import STEERABLE, steered
+from matcher.match.steering import STEERABLE_KIND, steered
 from matcher.types import Features
 
 
@@ -151,7 +151,7 @@ def test_turned_images_are_found_by_descriptors_that_turn(rng):
     for number, (name, features) in enumerate(upright.items()):
         turn = torch.tensor([number % 4 if number % 2 else 0])
         descriptors = steered(features.descriptors[None], turn)[0]
-        table[name] = replace(features, descriptors=descriptors, kind=STEERABLE)
+        table[name] = replace(features, descriptors=descriptors, kind=STEERABLE_KIND)
     assert recall(similar_pairs(list(table), table.__getitem__, 1), list(table)) > 0.95
     rigid = {name: replace(features, kind="any") for name, features in table.items()}
     assert recall(similar_pairs(list(rigid), rigid.__getitem__, 1), list(rigid)) < 0.5

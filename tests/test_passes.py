@@ -12,7 +12,7 @@ import matcher
 from matcher.config import FurtherPassesConfig
 from matcher.errors import UsageError
 from matcher.images import read_image
-from matcher.passes import JOINED, Evidence, PassMatches, crop, joined
+from matcher.passes import JOINED, PassMatches, Support, crop, union_of_passes
 from matcher.types import Features, Image, Matches, TwoViewGeometry
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -52,7 +52,7 @@ def test_confident_means_many_inliers_that_are_most_matches():
         agree = np.arange(matches) < inliers
         counted = np.arange(matches) < (matches if probable is None else probable)
         geometry = TwoViewGeometry("fundamental", status, agree)
-        return Evidence.of(geometry, counted, keypoints).is_confident
+        return Support.of(geometry, counted, keypoints).is_confident
 
     assert confident(600, 410, 2000) and confident(60, 50, 90)
     assert not confident(600, 390, 2000)  # few
@@ -73,7 +73,7 @@ def test_points_of_two_passes_that_are_the_same_count_once():
         [[11, 10], [180, 20], [120, 90], [160, 160]],
         [0.5, 0.95, 0.2, 0.4],
     )
-    features0, features1, union = joined(features, features, first, [further], radius=1.5)
+    features0, features1, union = union_of_passes(features, features, first, [further], radius=1.5)
     # 3 stored pixels: the first new match repeats one, the second wins over one, the third loses to one.
     assert union.scores.tolist() == pytest.approx([0.95, 0.9, 0.4, 0.3])
     assert union.indices.tolist() == [[3, 3], [0, 0], [4, 4], [2, 2]]

@@ -11,7 +11,7 @@ from matcher.images import read_image
 from matcher.match.position import normalise_positions
 from matcher.match.steering import (
     PROBED,
-    STEERABLE,
+    STEERABLE_KIND,
     TURNS,
     aligned,
     best_turn,
@@ -28,7 +28,7 @@ def features(rng) -> Features:
     pictures = []
     for count in (90, 60):
         points, descriptors = rng.uniform(0, (320, 240), (count, 2)), unit(rng.normal(size=(count, 64)))
-        pictures.append(Features(points, descriptors, size=(320, 240), kind=STEERABLE))
+        pictures.append(Features(points, descriptors, size=(320, 240), kind=STEERABLE_KIND))
     return Features.stack(pictures)
 
 
@@ -46,8 +46,8 @@ def test_a_pair_is_turned_as_it_is_alone(rng):
     descriptors[1] = descriptors[0]
     groups = descriptors[0, 60:].reshape(-1, TURNS, 64 // TURNS)
     descriptors[1, 60:] = np.roll(groups, -1, axis=1).reshape(-1, 64)
-    points = rng.uniform(0, 240, (384, 2))
-    both, own, *others = (Features(points, each, size=(320, 240), kind=STEERABLE) for each in descriptors)
+    points, size, kind = rng.uniform(0, 240, (384, 2)), (320, 240), STEERABLE_KIND
+    both, own, *others = (Features(points, each, size=size, kind=kind) for each in descriptors)
     alone = quarter_turns(Features.stack([both]), Features.stack([own]))
     in_a_batch = [Features.stack(side) for side in zip((both, own), others, strict=True)]
     assert quarter_turns(*in_a_batch)[:1] == alone == [best_turn(*descriptors[:2])] == [0]
@@ -57,7 +57,7 @@ def test_a_pair_is_turned_as_it_is_alone(rng):
 def test_the_turn_between_images_is_found_for_each_pair_alone(features, turn):
     other = turned(features, -turn, 0)
     assert quarter_turns(features, other) == [turn, 0]
-    found = aligned(features, other, STEERABLE)
+    found = aligned(features, other, STEERABLE_KIND)
     torch.testing.assert_close(found.descriptors, features.descriptors)
     assert found.matched_orientation.tolist() == [(1, 6, 3, 8)[turn], 1]
     torch.testing.assert_close(found.keypoints, features.keypoints)
@@ -66,7 +66,7 @@ def test_the_turn_between_images_is_found_for_each_pair_alone(features, turn):
 @pytest.mark.parametrize("exif", range(1, 9))
 def test_exif_says_the_turn(features, exif):
     upright = replace(features, exif_orientation=torch.full((2,), exif))
-    found = aligned(upright, turned(upright, -1, -1), STEERABLE)
+    found = aligned(upright, turned(upright, -1, -1), STEERABLE_KIND)
     quarter = torch.tensor([[0.0, -1.0], [1.0, 0.0]])  # clockwise, y points down
     before, after = (normalise_positions(f) for f in (upright, found))
     pixel = 1 / 320  # positions are of the pixels' corners
@@ -78,8 +78,8 @@ def test_what_cannot_be_steered_stays(features):
     for kind in ("any", "sift"):
         assert aligned(features, other, kind) is other
     empty = Features.stack([f.select(torch.arange(0)) for f in features.unstack()])
-    assert aligned(features, empty, STEERABLE) is empty
-    assert aligned(empty, features, STEERABLE) is features
+    assert aligned(features, empty, STEERABLE_KIND) is empty
+    assert aligned(empty, features, STEERABLE_KIND) is features
 
 
 @pytest.mark.parametrize("preset", ["nearest-learned", "hybrid-learned"])

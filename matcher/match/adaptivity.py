@@ -64,7 +64,7 @@ def decide(
 
 def can_be_cut(matcher: object) -> bool:
     """Whether any number of a matcher's layers gives an assignment."""
-    return hasattr(matcher, "adjusted") and matcher.model.config.assignment.every_layer
+    return hasattr(matcher, "first_layers") and matcher.model.config.assignment.every_layer
 
 
 def with_layers(
@@ -78,4 +78,4 @@ def with_layers(
         return matcher
     policy = matcher.model.config.policy
     policy = replace(policy, pruning=pruning and policy.pruning)
-    return matcher.adjusted(layers, max_iterations=iterations, policy=policy)
+    return matcher.first_layers(layers, iterations).with_policy(policy)

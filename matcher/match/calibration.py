@@ -45,16 +45,17 @@ def calibrated(scores: np.ndarray, counts: Sequence[int], config: CalibrationCon
     """
     if config is None or not len(scores):
         return scores
-    return probabilities(config.offset + evidence(scores, counts) @ [config.slope, config.share_slope])
+    return probabilities(config.offset + regressors(scores, counts) @ [config.slope, config.share_slope])
 
 
-def evidence(scores: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-    """(K, 2) the log odds of matches, and the logarithm of the share of keypoints that find a partner."""
+def regressors(scores: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """(K, 2) what `calibrated` goes by: the log odds of matches, and the logarithm of the share of keypoints
+    that find a partner."""
     share = max(float(np.sum(scores, dtype=np.float64)) / max(1, min(counts)), _LEAST)
     return np.column_stack([_log_odds(scores), np.full(len(scores), np.log(share))])
 
 
-def weighed_by_refinement(
+def with_prior_scores(
     matches: Matches,
     scale: Sequence[float],
     calibration: CalibrationConfig | None,
@@ -73,7 +74,7 @@ def weighed_by_refinement(
     if refined is None or matches.refinement is None or not len(matches):
         return matches
     slopes = [refined.slope, refined.refined, refined.variance_slope, refined.further_passes]
-    values = refinement_evidence(matches, scale, further_passes)
+    values = refinement_regressors(matches, scale, further_passes)
     return replace(matches, prior=probabilities(refined.offset + values @ slopes))
 
 
@@ -93,7 +94,7 @@ def calibrated_by_geometry(
     if verified is None or not judges_matches(geometry) or not len(matches):
         return matches
     slopes = [verified.slope, verified.inlier, verified.share_slope]
-    scores = probabilities(verified.offset + geometry_evidence(matches, geometry) @ slopes)
+    scores = probabilities(verified.offset + geometry_regressors(matches, geometry) @ slopes)
     return replace(matches, scores=scores, prior=matches.prior_scores)
 
 
@@ -102,8 +103,8 @@ def calibration_of(matcher: object) -> CalibrationConfig | None:
     return getattr(matcher, "calibration", None)
 
 
-def refinement_evidence(matches: Matches, scale: Sequence[float], further_passes: bool) -> np.ndarray:
-    """(K, 4) what `weighed_by_refinement` goes by; its arguments, of refined matches."""
+def refinement_regressors(matches: Matches, scale: Sequence[float], further_passes: bool) -> np.ndarray:
+    """(K, 4) what `with_prior_scores` goes by; its arguments, of refined matches."""
     refined = matches.refinement.accepted.astype(np.float64)
     xx, xy, yy = (matches.covariances.astype(np.float64)[:, i, j] for i, j in ((0, 0), (0, 1), (1, 1)))
     xx, xy, yy = xx * scale[0] ** 2, xy * scale[0] * scale[1], yy * scale[1] ** 2
@@ -119,7 +120,7 @@ def judges_matches(geometry: TwoViewGeometry) -> bool:
     return geometry.kind in _EPIPOLAR and geometry.status not in unknown
 
 
-def geometry_evidence(matches: Matches, geometry: TwoViewGeometry) -> np.ndarray:
+def geometry_regressors(matches: Matches, geometry: TwoViewGeometry) -> np.ndarray:
     """(K, 3) what `calibrated_by_geometry` goes by."""
     inliers = geometry.inliers if geometry.status == "ok" else np.zeros(len(matches), dtype=bool)
     scores = matches.scores.astype(np.float64)

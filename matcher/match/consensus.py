@@ -23,7 +23,7 @@ from matcher.match.sinkhorn import mutual_best
 
 NEIGHBOURS = 16
 SCALES = (0.2, 0.08, 0.03, 0.015)  # of residuals, one per pass, in units of normalised positions
-LEAST_CONFIDENCE = 0.05  # of a match that counts
+LEAST_PROBABILITY = 0.05  # of a match that counts
 SETTLED = 0.85  # share of the matches that a round leaves unchanged, which makes it the last
 ROUGH_ITERATIONS = 7  # of Sinkhorn between rounds
 _RIDGE, _TINY = 1e-3, 1e-6
@@ -44,47 +44,47 @@ class SoftMatches(NamedTuple):
     P is the larger number of points; there are none behind those of an image.
     """
 
-    partner: Tensor  # (2B, P) int64, meaningless without confidence
-    confidence: Tensor  # (2B, P) probability, 0 for points without a mutual partner
+    partner: Tensor  # (2B, P) int64, meaningless where the probability is 0
+    probability: Tensor  # (2B, P) of these matches, 0 for points without a mutual partner
 
 
 @torch.no_grad()
 def soft_matches(log_scores: Tensor) -> SoftMatches:
     """Log probabilities (B, N, M) → mutual best partners, as either image sees them; no gradients."""
     best, partners, mutual, rows = mutual_best(log_scores)
-    confidence = F.threshold(best.exp() * mutual, LEAST_CONFIDENCE, 0.0)
-    back = F.pad(confidence, (0, 1)).gather(1, rows)  # 0 where a column has none
+    probability = F.threshold(best.exp() * mutual, LEAST_PROBABILITY, 0.0)
+    back = F.pad(probability, (0, 1)).gather(1, rows)  # 0 where a column has none
     # OpenCV, which runs exported graphs, cannot limit integers.
     traced = torch.compiler.is_compiling()
     rows = rows * (back > 0) if traced else rows.clamp_max(log_scores.shape[1] - 1)
     partner = _stacked(partners, rows)
-    return SoftMatches(partner, _stacked(confidence, back))
+    return SoftMatches(partner, _stacked(probability, back))
 
 
 def agreement(before: SoftMatches, after: SoftMatches) -> Tensor:
-    """(B,) share of the matches, by confidence, that two rounds have in common, in the image of the least."""
-    least = torch.minimum(before.confidence, after.confidence) * (before.partner == after.partner)
+    """(B,) share of the matches, by probability, that two rounds have in common, of the image of less."""
+    least = torch.minimum(before.probability, after.probability) * (before.partner == after.partner)
     common = least.sum(1)
-    either = (before.confidence + after.confidence).sum(1) - common
+    either = (before.probability + after.probability).sum(1) - common
     return ((common + _TINY) / (either + _TINY)).view(2, -1).amin(0)
 
 
-def fit_local_maps(positions: Tensor, targets: Tensor, confidence: Tensor) -> LocalFit:
+def fit_local_maps(positions: Tensor, targets: Tensor, probability: Tensor) -> LocalFit:
     """Affine maps fitted around every point to the matches nearest to it, its own left out.
 
-    Of positions (B, N, 2), `targets` (B, N, 2) of their present partners, and the `confidence` (B, N) of
+    Of positions (B, N, 2), `targets` (B, N, 2) of their present partners, and the `probability` (B, N) of
     those matches, 0 for points without one.
     """
-    if (found := local_maps(positions, targets, confidence)) is not None:
+    if (found := local_maps(positions, targets, probability)) is not None:
         return LocalFit(*found.split((2, 1, 1), dim=2))
-    used = confidence.shape[1]
+    used = probability.shape[1]
     # Elsewhere the program would wait for the number.
-    if confidence.device.type == "cpu" and not torch.compiler.is_compiling():
-        used = max(1, int((confidence > 0).sum(1).max()))
-        used = min(-(-used // 8) * 8, confidence.shape[1])
-    owners = confidence.topk(used, dim=1).indices
-    # As planes: position, target and confidence of every match (B, 5, K), then of every point's neighbours.
-    matches = torch.cat([positions, targets, confidence.unsqueeze(2)], dim=2).mT
+    if probability.device.type == "cpu" and not torch.compiler.is_compiling():
+        used = max(1, int((probability > 0).sum(1).max()))
+        used = min(-(-used // 8) * 8, probability.shape[1])
+    owners = probability.topk(used, dim=1).indices
+    # As planes: position, target and probability of every match (B, 5, K), then of every point's neighbours.
+    matches = torch.cat([positions, targets, probability.unsqueeze(2)], dim=2).mT
     matches = matches.gather(2, owners.unsqueeze(1).expand(-1, 5, -1))
     distances = _squared_distances(positions, matches, owners)
     distances, nearest = _smallest(distances, min(NEIGHBOURS, used))
@@ -211,13 +211,13 @@ class Consensus(nn.Module):
 
         Of positions (2B, P, 2); both images in one batch, as most of the time goes into calls.
         """
-        partner, confidence = matches.partner.unsqueeze(2), matches.confidence.unsqueeze(2)
+        partner, probability = matches.partner.unsqueeze(2), matches.probability.unsqueeze(2)
         targets = positions.roll(len(positions) // 2, 0).gather(1, partner.expand(-1, -1, 2))
-        position, support, spread = fit_local_maps(positions, targets, matches.confidence)
+        position, support, spread = fit_local_maps(positions, targets, matches.probability)
         residual = (targets - position).norm(dim=2, keepdim=True)
-        residual = torch.where(confidence > 0, residual, math.exp(-4) - 1e-3)  # makes `errors` 0 below
+        residual = torch.where(probability > 0, residual, math.exp(-4) - 1e-3)  # makes `errors` 0 below
         errors = (torch.cat([spread, residual], dim=2) + 1e-3).log() / 2 + 2
-        hidden = F.gelu(self.hidden(torch.cat([support.log1p(), errors, confidence], dim=2)))
+        hidden = F.gelu(self.hidden(torch.cat([support.log1p(), errors, probability], dim=2)))
         pulls, reach, dustbin = self.out(hidden).split((2, 1, 1), dim=2)
         near, far = (F.softplus(pulls) * (support / (support + 1))).split(1, dim=2)
         reach = reach.clamp(-2, 2).exp()

@@ -9,7 +9,7 @@ import numpy as np
 
 from matcher.config import NearestConfig, NetworkConfig
 from matcher.errors import UsageError
-from matcher.match.steering import STEERABLE, best_turn, turned
+from matcher.match.steering import STEERABLE_KIND, best_turn, turned
 from matcher.types import (
     JOINED,
     RAW_SIFT,
@@ -46,7 +46,7 @@ class NearestMatcher:
         """Matches of every pair of the batch, best first; descriptors of any kind and size; `UsageError`:
         sides of two front ends or descriptor sizes."""
         _check(features0, features1)
-        steerable = STEERABLE in (features0.kind, features1.kind)  # the other may be of "any"
+        steerable = STEERABLE_KIND in (features0.kind, features1.kind)  # the other may be of "any"
         sides = [features.numpy() for features in (features0, features1)]
         # One pair at a time: a padded batch of distance matrices would only cost memory.
         return [self._match(sides, pair, steerable) for pair in range(len(features0.mask))]

@@ -36,7 +36,7 @@ from matcher.match.position import (
 )
 from matcher.match.sinkhorn import AssignmentHead, Potentials, assign, sinkhorn
 from matcher.match.states import LayerState, Prediction, Tokens
-from matcher.match.steering import STEERABLE, aligned, try_other_turns, turned_by
+from matcher.match.steering import STEERABLE_KIND, aligned, try_other_turns, turned_by
 from matcher.types import Features, Matches, converted, to_numpy
 
 MOST_SCORES = 2**28  # of the pairs that a GPU runs together; a score takes some twenty bytes on the way
@@ -80,7 +80,7 @@ def check_config(config: NetworkConfig) -> None:
 class MatchingNetwork(nn.Module):
     """Features of two images → a soft assignment of their points.
 
-    1. Rotate the descriptors of image 1 by quarter turns to fit image 0, where they can be, and project them.
+    1. Project the descriptors, those of image 1 turned before to fit image 0 where they can be (`aligned`).
     2. Alternate self- and cross-attention; positions rotate the queries and keys.
     3. After each layer decide per pair whether to stop and which points to drop.
     4. Assign.
@@ -338,19 +338,16 @@ class AttentionMatcher:
         """Of the match probabilities."""
         return self.model.config.policy.calibration
 
-    def adjusted(
-        self,
-        layers: int | None = None,
-        *,
-        max_iterations: int | None = None,
-        policy: MatchingPolicy | None = None,
-    ) -> AttentionMatcher:
-        """The same cut to its first layers, or under another policy; parameters are shared. Errors are those
-        of `MatchingNetwork.first_layers` and `.with_policy`."""
+    def first_layers(self, layers: int, max_iterations: int | None = None) -> AttentionMatcher:
+        """The same with a network cut by `MatchingNetwork.first_layers`; parameters are shared."""
         changed = copy.copy(self)
-        depth = len(self.model.layers) if layers is None else layers
-        model = self.model.first_layers(depth, max_iterations)
-        changed.model = model if policy is None else model.with_policy(policy)
+        changed.model = self.model.first_layers(layers, max_iterations)
+        return changed
+
+    def with_policy(self, policy: MatchingPolicy) -> AttentionMatcher:
+        """The same with a network under another policy, by `MatchingNetwork.with_policy`."""
+        changed = copy.copy(self)
+        changed.model = self.model.with_policy(policy)
         return changed
 
     @torch.inference_mode()
@@ -372,7 +369,7 @@ class AttentionMatcher:
         check_paired(features0, features1)
         features1 = aligned(features0, features1, self.model.config.kind)
         found, counts = self._matches(features0, features1)
-        if self.model.config.kind != STEERABLE:
+        if self.model.config.kind != STEERABLE_KIND:
             return features1, found
         enough = [self.model.config.policy.other_turns_below * min(pair) for pair in counts]
 

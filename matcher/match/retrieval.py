@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from matcher.errors import UsageError
-from matcher.match.steering import STEERABLE, TURNS, rotated_descriptors
+from matcher.match.steering import STEERABLE_KIND, TURNS, rotated_descriptors
 from matcher.types import Features, to_numpy
 
 WORDS = 512
@@ -113,7 +113,7 @@ def similar_pairs(
     vocabulary, kind = collection_vocabulary(names, features)
     if vocabulary is None:
         return
-    tables = np.zeros((TURNS if kind == STEERABLE else 1, len(names), vocabulary.length), np.float16)
+    tables = np.zeros((TURNS if kind == STEERABLE_KIND else 1, len(names), vocabulary.length), np.float16)
     for index, name in enumerate(names):
         local = strongest_descriptors(features(name))
         for table, position in zip(tables, rotated_descriptors(local, kind), strict=True):

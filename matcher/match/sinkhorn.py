@@ -77,17 +77,17 @@ def sinkhorn(
         Potentials in float32; finite at valid points for scores of ±1e4.
     """
     scores = converted(scores, torch.float32)
-    turned = [False] if tolerance is None else _turned(scores, mask0, mask1)
-    if not any(turned):
+    transposed = [False] if tolerance is None else _transposed(scores, mask0, mask1)
+    if not any(transposed):
         return _solve(scores, mask0, mask1, start, max_iterations, tolerance)
-    if all(turned):
+    if all(transposed):
         start = start and start._replace(u=start.v, v=start.u)
         found = _solve(scores.mT, mask1, mask0, start, max_iterations, tolerance)
         return found._replace(u=found.v, v=found.u)
     u, v = (scores.new_empty(len(scores), side, 1) for side in scores.shape[1:])
     iterations, converged = [0] * len(scores), [False] * len(scores)
     for way in (False, True):  # pairs of either kind by themselves
-        some = [pair for pair, other in enumerate(turned) if other == way]
+        some = [pair for pair, other in enumerate(transposed) if other == way]
         own = start and Potentials(start.u[some], start.v[some], [], [])
         masks = (None, None) if mask0 is None else (mask0[some], mask1[some])
         found = sinkhorn(scores[some], *masks, max_iterations=max_iterations, tolerance=tolerance, start=own)
@@ -97,7 +97,7 @@ def sinkhorn(
     return Potentials(u, v, iterations, converged)
 
 
-def _turned(scores: Tensor, mask0: Tensor | None, mask1: Tensor | None) -> list[bool]:
+def _transposed(scores: Tensor, mask0: Tensor | None, mask1: Tensor | None) -> list[bool]:
     """For each pair whether image 1 counts as the rows."""
     if mask0 is None and scores.shape[1] != scores.shape[2]:
         return [scores.shape[1] > scores.shape[2]] * len(scores)
@@ -139,12 +139,12 @@ def _solve(
         return found if masked is None else found.clamp_min(tiny)  # where a pair has no point
 
     kernel = _absorbed(scores, u, v)
-    turned, sums = kernel.mT, product(kernel, b)
+    kernel_t, sums = kernel.mT, product(kernel, b)
     count, errors, stopped = 0, [], {}
     while True:
         for _ in range(min(CHECKED, max_iterations - count)):
             torch.div(mu, sums, out=a)
-            torch.div(nu, product(turned, a), out=b)
+            torch.div(nu, product(kernel_t, a), out=b)
             sums = product(kernel, b)
             count += 1
         rest = torch.addcmul(mu, a, sums, value=-1)
@@ -166,7 +166,7 @@ def _solve(
             if low[running].min() > 1 / EXTREME_SCALE and high[running].max() < EXTREME_SCALE:
                 row = mu / torch.bmm(kernel, inside).clamp_min(tiny)
                 u += row.log()
-                v += (nu / torch.bmm(turned, row).clamp_min(tiny)).log()
+                v += (nu / torch.bmm(kernel_t, row).clamp_min(tiny)).log()
             else:
                 rest = (inside.nan_to_num(1.0).log() + v).masked_fill(nu == 0, -math.inf)
                 u.copy_(mu.log() - torch.logsumexp(scores + rest.mT, 2, keepdim=True))

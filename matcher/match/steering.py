@@ -1,7 +1,8 @@
 """Quarter turns of images whose descriptors are steerable.
 
-Rolled by a quarter of their channels, descriptors are those of the image turned by 90 degrees. Functions take
-NumPy arrays or torch tensors; no torch is imported.
+Rolled by a quarter of their channels, descriptors are those of the image turned by 90 degrees: nearly, as
+training taught them that, no layer is equivariant (Bökman et al. 2024, "Steerers: A framework for rotation
+equivariant keypoint descriptors"). Functions take NumPy arrays or torch tensors; no torch is imported.
 """
 
 from __future__ import annotations
@@ -18,18 +19,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TURNS = 4  # quarter turns of a full one; a descriptor has a group of channels for each
-STEERABLE = "learned"  # the front end with steerable descriptors
+STEERABLE_KIND = "learned"  # `Features.kind` of the front end with steerable descriptors
 # The EXIF orientation with one more clockwise turn than orientation 1 … 8; index 0 is unused.
 TURNED_EXIF = (0, 6, 7, 8, 5, 2, 3, 4, 1)
 
-COMPARED = 1024  # keypoints of each image, the strongest when they come from a front end
-FEW = 384  # keypoints that are compared first
-# Least ratio of the evidence of the best turn to that of the second best at which a few keypoints decide. On
+FEW, COMPARED = 384, 1024  # strongest keypoints of each image that are compared, and if these decide nothing
+# Least ratio of the score of the best turn to that of the second best at which a few keypoints decide. On
 # hard indoor pairs that is so for two thirds, and the decision was always that of all keypoints.
 DECISIVE = 1.5
-# Evidence per keypoint for no turn above which no other is tried; unrelated images have 0.002.
+# Score per keypoint of no turn above which no other is tried; unrelated images have 0.002.
 CERTAIN = 0.04
-MIN_GAIN = 0.2  # margin of evidence by which a turn must exceed no turn
+MIN_GAIN = 0.2  # by which the score of a turn must exceed that of no turn
 # Where the turn that the descriptors suggest gives few matches, others are tried until one does not: first
 # upside down, as an image is seen from the other side of a table. All keypoints are matched where so many of
 # the strongest have so many matches. A turn is accepted if it gives this part of the matches below which it
@@ -48,7 +48,7 @@ def turned(descriptors: Any, turns: int) -> Any:
 
 def rotated_descriptors(descriptors: Any, kind: str) -> list[Any]:
     """Descriptors (…, D) of an image as it is and, if they are steerable, after each quarter turn."""
-    return [turned(descriptors, turn) for turn in range(TURNS if kind == STEERABLE else 1)]
+    return [turned(descriptors, turn) for turn in range(TURNS if kind == STEERABLE_KIND else 1)]
 
 
 def best_turn(descriptors0: Any, descriptors1: Any) -> int:
@@ -56,37 +56,39 @@ def best_turn(descriptors0: Any, descriptors1: Any) -> int:
 
     Of descriptors (N, D), (M, D) of norm 1, best first; a few of the strongest decide most pairs.
     """
-    few = evidence_of_turns(descriptors0, descriptors1, STEERABLE, strongest=FEW, certain=CERTAIN)
-    few[0] += MIN_GAIN
-    if len(few) > 1 and max(len(descriptors0), len(descriptors1)) > FEW:
-        second, best = np.sort(few)[-2:]
+    scores = turn_scores(descriptors0, descriptors1, STEERABLE_KIND, strongest=FEW, certain=CERTAIN)
+    scores[0] += MIN_GAIN
+    if len(scores) > 1 and max(len(descriptors0), len(descriptors1)) > FEW:
+        second, best = np.sort(scores)[-2:]
         if best <= DECISIVE * second:
-            few = evidence_of_turns(descriptors0, descriptors1, STEERABLE)
-            few[0] += MIN_GAIN
-    return int(few.argmax())
+            scores = turn_scores(descriptors0, descriptors1, STEERABLE_KIND)
+            scores[0] += MIN_GAIN
+    return int(scores.argmax())
 
 
-def evidence_of_turns(
+def turn_scores(
     descriptors0: Any, descriptors1: Any, kind: str, *, strongest: int = COMPARED, certain: float = math.inf
 ) -> np.ndarray:
-    """(T,) evidence that image 1 matches image 0 after 0 … T - 1 clockwise quarter turns.
+    """(T,) the `distinctiveness` of the matches after 0 … T - 1 clockwise quarter turns of image 1.
 
-    It measures how distinctive mutual nearest neighbours are: the sum of (1 - r)², with r the ratio of the
-    distances to the nearest and to the second nearest descriptor, the larger one of both images. (A sum of
-    similarities is dominated by wrong neighbours where views differ by more than a rotation.) T is 1 where
-    descriptors do not turn, or the evidence per keypoint for no turn is above `certain`.
+    T is 1 where descriptors do not turn, or the score per keypoint of no turn is above `certain`.
     """
     own, others = descriptors0[:strongest], descriptors1[:strongest]
-    found: list[float] = []
+    scores: list[float] = []
     for candidate in rotated_descriptors(others, kind):
-        found.append(float(evidence(own @ candidate.T)))
-        if found[0] > certain * len(own):
+        scores.append(float(distinctiveness(own @ candidate.T)))
+        if scores[0] > certain * len(own):
             break
-    return np.array(found)
+    return np.array(scores)
 
 
-def evidence(similarity: Any) -> Any:
-    """How distinctive the mutual nearest neighbours of similarities (N, M) are."""
+def distinctiveness(similarity: Any) -> Any:
+    """How distinctive the mutual nearest neighbours of similarities (N, M) are: the sum of their (1 - r)².
+
+    r is the ratio of the distances to the nearest and to the second nearest descriptor, the larger one of
+    both images. (A sum of similarities is dominated by wrong neighbours where views differ by more than a
+    rotation.)
+    """
     xp = library(similarity)
     if 0 in similarity.shape:
         return 0.0
@@ -121,12 +123,12 @@ def turned_by(features: Features, turns: int | Tensor) -> Features:
 
 def quarter_turns(features0: Features, features1: Features) -> list[int]:
     """For each of B pairs the `best_turn` of their valid points."""
-    found = []
+    turns = []
     for pair in range(len(features0.mask)):
         sides = (f.descriptors[pair][f.mask[pair]] for f in (features0, features1))
         # On a CPU NumPy takes less time; on a GPU they stay there.
-        found.append(best_turn(*(to_numpy(d) if d.is_cpu else d.detach().float() for d in sides)))
-    return found
+        turns.append(best_turn(*(to_numpy(d) if d.is_cpu else d.detach().float() for d in sides)))
+    return turns
 
 
 def aligned(features0: Features, features1: Features, kind: str) -> Features:
@@ -134,7 +136,7 @@ def aligned(features0: Features, features1: Features, kind: str) -> Features:
 
     Points stay where they are; `view_orientation` is the turn.
     """
-    if kind != STEERABLE or 0 in (len(features0), len(features1)):
+    if kind != STEERABLE_KIND or 0 in (len(features0), len(features1)):
         return features1
     turns = quarter_turns(features0, features1)
     if not any(turns):
@@ -153,19 +155,19 @@ Again = Callable[[Sequence[int], int, int | None], list[Matches]]
 def try_other_turns(
     found: list[Matches], enough: Sequence[float], keypoints: Sequence[int], again: Again
 ) -> list[int]:
-    """Replace the matches of pairs that have few by those at a turn that has more, and return the turns.
+    """Replace the matches of weak pairs, which have few, by those at a turn that has more; return the turns.
 
     Where the strongest keypoints have no matches, as in most of these pairs, all have too few. `enough`
     matches of each pair are not few; `keypoints` are of that image of each which has more.
     """
     turns = [0] * len(found)
     for turn in OTHER_TURNS:
-        few = [b for b, matches in enumerate(found) if len(matches) < enough[b]]
-        many = [b for b in few if keypoints[b] > PROBED]
-        probes = zip(many, again(many, turn, PROBED) if many else (), strict=True)
+        weak = [b for b, matches in enumerate(found) if len(matches) < enough[b]]
+        probed = [b for b in weak if keypoints[b] > PROBED]
+        probes = zip(probed, again(probed, turn, PROBED) if probed else (), strict=True)
         hopeless = {b for b, matches in probes if len(matches) < PROMISING}
-        few = [b for b in few if b not in hopeless]
-        for b, other in zip(few, again(few, turn, None) if few else (), strict=True):
+        weak = [b for b in weak if b not in hopeless]
+        for b, other in zip(weak, again(weak, turn, None) if weak else (), strict=True):
             if len(other) > max(ACCEPTED_PART * enough[b], ACCEPTED_GAIN * len(found[b])):
                 found[b], turns[b] = other, turn
     return turns

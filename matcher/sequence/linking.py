@@ -14,7 +14,7 @@ import numpy as np
 
 from matcher.config import RefineConfig
 from matcher.match.nearest import mutual_minima
-from matcher.match.steering import STEERABLE, best_turn, rotated_descriptors, turned
+from matcher.match.steering import STEERABLE_KIND, best_turn, rotated_descriptors, turned
 from matcher.refine import ImagePyramid, fit_affine_maps, refine_matches
 from matcher.sequence.frames import FrameLinks, KeptFrame
 from matcher.types import REFINEMENTS, Estimator, Features, Matches
@@ -122,7 +122,7 @@ class Linker:
         pairs = [(candidate.features, frame.features) for candidate in candidates]
         for candidate, matches in zip(candidates, match(pairs), strict=True):
             facing = copy(frame)  # with descriptors turned as those of the candidate are
-            if frame.features.kind == STEERABLE and len(candidate.descriptors):
+            if frame.features.kind == STEERABLE_KIND and len(candidate.descriptors):
                 turn = best_turn(candidate.descriptors, frame.descriptors)
                 facing.descriptors = turned(frame.descriptors, turn)
             found.append((candidate, self.link(candidate, facing, matches.indices, matches.scores)))

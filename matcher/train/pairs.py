@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from matcher.config import ExtractorConfig
 from matcher.extract.extractor import detect_sift
 from matcher.extract.learned import BORDER, NMS_RADIUS, FeatureNetwork, candidates, subpixel
-from matcher.match.steering import STEERABLE, TURNS, turned_by
+from matcher.match.steering import STEERABLE_KIND, TURNS, turned_by
 from matcher.torch_engine import build_extractor
 from matcher.train.recipe import SIFT, Recipe
 from matcher.train.views import HIDDEN, UNKNOWN, VISIBLE, DeviceViews, Transferred, inverse, within
@@ -516,6 +516,6 @@ def labelled(points: Keypoints, pairs: ImagePairs, recipe: Recipe) -> PairBatch:
         )
         for own in (points.map(lambda values, side=side: values.chunk(2)[side]) for side in (0, 1))
     )
-    if recipe.kind == STEERABLE:
+    if recipe.kind == STEERABLE_KIND:
         features1 = turned_by(features1, -pairs.turns % TURNS)
     return PairBatch(features0, features1, *partners, *found.chunk(2))

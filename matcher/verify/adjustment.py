@@ -24,8 +24,7 @@ from matcher.types import TwoViewGeometry
 # Hypotheses
 
 LOSS_SCALE = 0.5  # pixels; errors well above it no longer pull a refined model
-CONFIDENCE = 0.9999
-MAX_ITERATIONS = 10_000
+RANSAC_CONFIDENCE, MAX_ITERATIONS = 0.9999, 10_000  # of sampling: probability that a sample was right, limit
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,16 +54,16 @@ class MatchedPoints:
         return np.argsort(-self.probable, kind="stable") if np.ptp(self.probable) > 0 else None
 
     @cached_property
-    def spread(self) -> Spread:
+    def variances(self) -> Variances:
         """Variances of the positions; those without covariances are all as exact."""
         if self.covariances is None:
             same = np.full(len(self), _UNKNOWN**2)
-            return Spread(same, np.zeros(len(self)), same, _UNKNOWN**2)
+            return Variances(same, np.zeros(len(self)), same, _UNKNOWN**2)
         known = np.nan_to_num(self.covariances, nan=_VAST, posinf=_VAST, neginf=0.0)
         xx, yy = (np.clip(known[:, axis, axis], 0.0, _VAST) for axis in (0, 1))
         bound = np.sqrt(xx * yy)
         xy = np.clip(known[:, 0, 1], -bound, bound)  # also where somebody's own are no covariances
-        return Spread(xx + _KNOWN**2, xy, yy + _KNOWN**2, _KNOWN**2)
+        return Variances(xx + _KNOWN**2, xy, yy + _KNOWN**2, _KNOWN**2)
 
     @cached_property
     def weights(self) -> np.ndarray:
@@ -98,12 +97,12 @@ class Hypothesis:
     """A model that may be right."""
 
     model: TwoViewGeometry  # in resized pixels
-    likelihood: float  # logarithm, of `verdict.py`
+    likelihood: float  # logarithm of how much likelier all matches are with it than if all were wrong
     agreeing: float  # share of all matches, by the threshold that it was found with
 
 
-def made(hypotheses: Iterable[Hypothesis]) -> list[Hypothesis]:
-    """Those up to the first that most matches agree with; later ones are not made."""
+def until_most_agree(hypotheses: Iterable[Hypothesis]) -> list[Hypothesis]:
+    """The hypotheses up to the first that four of five matches agree with; later ones are not sought."""
     found = []
     for one in hypotheses:
         found.append(one)
@@ -122,7 +121,7 @@ def likeliest(hypotheses: Sequence[Hypothesis]) -> Hypothesis | None:
 
 _KNOWN, _UNKNOWN = 0.2, 0.5  # pixels of the resized image: standard deviation beside covariances, and without
 _TINY, _VAST = 1e-300, 1e8  # pixels²
-_TURNS = np.array(  # derivatives of a rotation about x, y and z
+_SKEW = np.array(  # skew-symmetric: derivatives of a rotation about x, y and z
     [
         [[0, 0, 0], [0, 0, -1], [0, 1, 0]],
         [[0, 0, 1], [0, 0, 0], [-1, 0, 0]],
@@ -135,13 +134,13 @@ Model = TypeVar("Model")
 Residuals = tuple[np.ndarray, np.ndarray]  # (N, d) and their derivatives (N, d, P)
 
 
-class Spread(NamedTuple):
+class Variances(NamedTuple):
     """Variances of the matched positions, in pixels²."""
 
     xx: np.ndarray  # (N,) of points1
     xy: np.ndarray
     yy: np.ndarray
-    first: float  # of points0
+    image0: float  # of points0, the same for all and along both axes
 
 
 def refined(
@@ -166,9 +165,9 @@ def adjusted_homography(
     changes = entries[:, : 6 if model == "affine" else 8]
     if model == "similarity":
         changes = np.stack([entries[0] + entries[4], entries[3] - entries[1], entries[2], entries[5]], axis=1)
-    x, spread = lifted(inliers.points0) @ condition.T, inliers.spread
-    root = np.linalg.cholesky(np.stack([spread.xx, spread.xy, spread.xy, spread.yy], 1).reshape(-1, 2, 2))
-    whiten = np.linalg.inv(root)
+    x, variances = lifted(inliers.points0) @ condition.T, inliers.variances
+    covariances = np.stack([variances.xx, variances.xy, variances.xy, variances.yy], 1).reshape(-1, 2, 2)
+    whiten = np.linalg.inv(np.linalg.cholesky(covariances))
 
     def residuals(model: np.ndarray) -> Residuals:
         moved = x @ model.T
@@ -196,7 +195,7 @@ def adjusted_fundamental(fundamental: np.ndarray, inliers: MatchedPoints) -> np.
     def residuals(model: tuple[np.ndarray, float, np.ndarray]) -> Residuals:
         u, ratio, v = model
         middle = np.diag([1.0, ratio, 0.0])
-        slopes = np.concatenate([u @ _TURNS @ middle @ v, u @ middle @ _TURNS @ v, [np.outer(u[:, 1], v[1])]])
+        slopes = np.concatenate([u @ _SKEW @ middle @ v, u @ middle @ _SKEW @ v, [np.outer(u[:, 1], v[1])]])
         return across(left @ (u @ middle @ v) @ right, left @ slopes @ right)
 
     def moved(model: tuple[np.ndarray, float, np.ndarray], step: np.ndarray) -> tuple:
@@ -219,7 +218,7 @@ def adjusted_pose(
 
     def residuals(model: tuple[np.ndarray, np.ndarray]) -> Residuals:
         rotation, translation = model[0], cross(model[1])
-        slopes = [translation @ rotation @ _TURNS, [cross(axis) @ rotation for axis in tangents(model[1])]]
+        slopes = [translation @ rotation @ _SKEW, [cross(axis) @ rotation for axis in tangents(model[1])]]
         return across(left @ translation @ rotation @ right, left @ np.concatenate(slopes) @ right)
 
     def moved(model: tuple[np.ndarray, np.ndarray], step: np.ndarray) -> tuple:
@@ -234,20 +233,20 @@ def adjusted_pose(
 def _across(matched: MatchedPoints) -> Callable[[np.ndarray, np.ndarray], Residuals]:
     """By a fundamental matrix and its derivatives (P, 3, 3): Sampson's distances, signed, in deviations."""
     x0, x1 = (lifted(points).T.copy() for points in matched.sides)
-    spread = matched.spread
+    variances = matched.variances
 
     def across(fundamental: np.ndarray, slopes: np.ndarray) -> Residuals:
         lines1, lines0 = fundamental @ x0, fundamental.T @ x1
         a, b = lines1[:2]
-        along = np.stack([spread.xx * a + spread.xy * b, spread.xy * a + spread.yy * b])
-        variance = a * along[0] + b * along[1] + spread.first * np.sum(lines0[:2] ** 2, axis=0)
+        along = np.stack([variances.xx * a + variances.xy * b, variances.xy * a + variances.yy * b])
+        variance = a * along[0] + b * along[1] + variances.image0 * np.sum(lines0[:2] ** 2, axis=0)
         inverse = 1 / np.sqrt(np.maximum(variance, _TINY))
         residual = np.sum(x1 * lines1, axis=0) * inverse
         share = residual * inverse**2  # of a change of half the variance in one of the residual
         # By the entries of F', which takes x0 to lines1 and x1 to lines0.
         entries = (x1 * inverse)[:, None] * x0
         entries[:2] -= (along * share)[:, None] * x0
-        entries[:, :2] -= x1[:, None] * (spread.first * share * lines0[:2])
+        entries[:, :2] -= x1[:, None] * (variances.image0 * share * lines0[:2])
         columns = slopes.reshape(-1, 9) @ entries.reshape(9, -1)
         return residual[:, None], columns.T[:, None]
 
@@ -303,14 +302,14 @@ def lifted(points: np.ndarray) -> np.ndarray:
 
 
 def _conditioning(points: np.ndarray) -> np.ndarray:
-    """(3, 3) that centres points and brings them to unit spread."""
+    """(3, 3) that centres points and brings them to unit variances."""
     centre, size = points.mean(axis=0), max(float(points.std()), 1e-6)
     return np.array([[1 / size, 0, -centre[0] / size], [0, 1 / size, -centre[1] / size], [0, 0, 1]])
 
 
 def cross(vector: np.ndarray) -> np.ndarray:
     """(3, 3) that multiplies by a vector (3,) as the cross product does."""
-    return np.einsum("k,kij->ij", vector, _TURNS)
+    return np.einsum("k,kij->ij", vector, _SKEW)
 
 
 # Mean pose

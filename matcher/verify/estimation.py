@@ -19,8 +19,8 @@ from matcher.config import EstimationConfig, PlanarModel
 from matcher.errors import UsageError
 from matcher.types import TwoViewGeometry
 from matcher.verify.adjustment import (
-    CONFIDENCE,
     LOSS_SCALE,
+    RANSAC_CONFIDENCE,
     Hypothesis,
     MatchedPoints,
     adjusted_fundamental,
@@ -29,11 +29,11 @@ from matcher.verify.adjustment import (
     fundamental_from_pose,
     in_front,
     likeliest,
-    made,
     mean_pose,
     refined,
     sampson,
     undistort,
+    until_most_agree,
 )
 from matcher.verify.homography import (
     ENOUGH,
@@ -86,7 +86,7 @@ def estimated_fundamental(matched: MatchedPoints, threshold: float, adjusted: bo
             agreeing = np.count_nonzero(found) / len(matched)
             yield Hypothesis(of(matrix), epipolar_likelihood(matrix, matched), agreeing)
 
-    best = likeliest(made(hypotheses()))
+    best = likeliest(until_most_agree(hypotheses()))
     return None if best is None else best.model
 
 
@@ -113,7 +113,7 @@ class PoseSearch:
 
     def likeliest(self, seed: int, samples: int) -> TwoViewGeometry | None:
         """The mean of the likeliest poses, sampled or of a plane."""
-        found = made(self._hypotheses(seed, samples))
+        found = until_most_agree(self._hypotheses(seed, samples))
         best = likeliest(found)
         if best is None or (mean := mean_pose(found, best)) is None:
             return None if best is None else best.model
@@ -148,7 +148,7 @@ class PoseSearch:
             "max_epipolar_error": factor * self.threshold,
             "min_iterations": 100,  # enough where most matches are right; 1,000 take longer than all else
             "max_iterations": samples,
-            "success_prob": CONFIDENCE,
+            "success_prob": RANSAC_CONFIDENCE,
             "seed": seed,
             "progressive_sampling": order is not None,
         }

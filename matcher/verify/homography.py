@@ -18,9 +18,9 @@ from matcher.config import PlanarModel
 from matcher.geometry import warp_points
 from matcher.types import TwoViewGeometry
 from matcher.verify.adjustment import (
-    CONFIDENCE,
     LOSS_SCALE,
     MAX_ITERATIONS,
+    RANSAC_CONFIDENCE,
     Hypothesis,
     MatchedPoints,
     adjusted_homography,
@@ -29,9 +29,9 @@ from matcher.verify.adjustment import (
     in_front,
     lifted,
     likeliest,
-    made,
     refined,
     sampson,
+    until_most_agree,
 )
 from matcher.verify.verdict import epipolar_residuals, half_normal, homography_likelihood
 
@@ -62,7 +62,7 @@ def estimated_homography(matched: MatchedPoints, threshold: float) -> TwoViewGeo
             model = TwoViewGeometry("homography", "ok", inliers, matrix)
             yield Hypothesis(model, likelihood, float(np.mean(inliers)))
 
-    best = likeliest(made(hypotheses()))
+    best = likeliest(until_most_agree(hypotheses()))
     return None if best is None else best.model
 
 
@@ -73,7 +73,7 @@ def estimated_planar(matched: MatchedPoints, threshold: float, model: PlanarMode
         method=cv2.RANSAC,
         ransacReprojThreshold=threshold,
         maxIters=MAX_ITERATIONS,
-        confidence=CONFIDENCE,
+        confidence=RANSAC_CONFIDENCE,
         refineIters=0,
     )
     if linear is None or not np.isfinite(linear).all():
@@ -88,7 +88,7 @@ def estimated_planar(matched: MatchedPoints, threshold: float, model: PlanarMode
 
 def magsac(find: Any, matched: MatchedPoints, threshold: float) -> np.ndarray | None:
     """The matrix (3, 3) by MAGSAC++ in OpenCV's `findHomography` or `findFundamentalMat`, if there is one."""
-    settings = {"maxIters": MAX_ITERATIONS, "confidence": CONFIDENCE}
+    settings = {"maxIters": MAX_ITERATIONS, "confidence": RANSAC_CONFIDENCE}
     try:
         matrix, _ = find(*matched.sides, cv2.USAC_MAGSAC, threshold, **settings)
     except cv2.error:  # raised for some inputs that no minimal sample fits
@@ -104,7 +104,7 @@ def _lo_ransac(matched: MatchedPoints, threshold: float) -> np.ndarray | None:
     options = {
         "max_reproj_error": threshold,
         "max_iterations": MAX_ITERATIONS,
-        "success_prob": CONFIDENCE,
+        "success_prob": RANSAC_CONFIDENCE,
         "progressive_sampling": True,
     }
     loss = {"loss_type": "CAUCHY", "loss_scale": LOSS_SCALE}
@@ -277,11 +277,11 @@ class Parallax:
         Noise of deviation s per coordinate gives distances from it a 90th percentile of 3 s, and Sampson's
         one of 1.6 s. What lies beyond that may have slid along an edge, as far as its covariance allows.
         """
-        distance, spread = transfer_error(*matched.sides, homography), matched.spread
+        distance, variances = transfer_error(*matched.sides, homography), matched.variances
         noise = max(float(np.percentile(residuals, 90)), 0.03)
         dx, dy = (warp_points(matched.points0, homography) - matched.points1).T
-        xx, yy = spread.xx + spread.first, spread.yy + spread.first
-        squared = (yy * dx**2 - 2 * spread.xy * dx * dy + xx * dy**2) / (xx * yy - spread.xy**2)
+        xx, yy = variances.xx + variances.image0, variances.yy + variances.image0
+        squared = (yy * dx**2 - 2 * variances.xy * dx * dy + xx * dy**2) / (xx * yy - variances.xy**2)
         near = squared[distance <= 3 * noise]
         usual = np.median(near) / 1.39 if len(near) else 0.0  # the median of χ² of two degrees of freedom
         far = squared > _SURE**2 * max(_least_spread(matched) ** 2, float(usual))
@@ -289,7 +289,7 @@ class Parallax:
 
 
 def _least_spread(matched: MatchedPoints) -> float:
-    """How much less than their standard deviations, of covariances or guessed, matches may spread."""
+    """How much less than their standard deviations, of covariances or guessed, matches may variances."""
     return 0.5 if matched.covariances is None else 1.0
 
 
@@ -302,7 +302,7 @@ def parallax_evidence(
 ) -> float:
     """Logarithm of how much likelier the matches off a plane are with an epipolar geometry than by chance.
 
-    As `epipolar_likelihood`; the residuals of the inliers say how much wider than known matches spread.
+    As `epipolar_likelihood`; the residuals of the inliers say how much wider than known matches variances.
     """
     off = parallax.off
     residual, deviation = epipolar_residuals(fundamental, matched)

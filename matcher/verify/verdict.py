@@ -19,10 +19,10 @@ from matcher.verify.adjustment import MatchedPoints, sampson
 
 VerdictWord = Literal["same", "unsure", "not"]
 
-# Bias and coefficients of `EVIDENCE`, fitted by scripts/fit.py; the last one with the others as they are, as
-# most pairs show nothing that repeats.
+# Bias and coefficients of `REGRESSORS`, fitted by scripts/fit.py; the last one with the others as they are,
+# as most pairs show nothing that repeats.
 COEFFICIENTS = (-7.331, 1.336, 4.232, 1.388, 6.0)
-EVIDENCE = ("probable inliers", "inlier ratio", "coverage", "unrepeated keypoints found")
+REGRESSORS = ("probable inliers", "inlier ratio", "coverage", "unrepeated keypoints found")
 SAME, NOT = 0.9, 0.1  # thresholds on the probability; between them the word is "unsure"
 # Below it a geometry from several passes is not accepted. A match has two
 # coordinates to agree with a homography, one with an epipolar line, so chance and like edges reach less.
@@ -74,12 +74,12 @@ def verdict_of(
         return None
     repeated = geometry.repetition
     repetitive = repeated is not None and repeated.repetitive
-    found = probability(evidence(matches, geometry, size0, size1))
+    found = probability(regressors(matches, geometry, size0, size1))
     return Verdict(min(found, UNSURE) if geometry.status == "mirrored" else found, repetitive)
 
 
 def probability(values: np.ndarray) -> float:
-    """That two images show the same place, from the `evidence`."""
+    """That two images show the same place, from the `regressors`."""
     logit = COEFFICIENTS[0] + float(np.dot(COEFFICIENTS[1:], values))
     return float(1 / (1 + np.exp(-np.clip(logit, -50, 50))))
 
@@ -103,10 +103,10 @@ def reject_improbable(
     return replace(geometry, status="low_inliers")
 
 
-def evidence(
+def regressors(
     matches: Matches, geometry: TwoViewGeometry, size0: tuple[float, float], size1: tuple[float, float]
 ) -> np.ndarray:
-    """(4,) what the verdict depends on, in the order of `EVIDENCE`.
+    """(4,) what the verdict depends on, in the order of `REGRESSORS`.
 
     log(1 + the sum of the inliers' match probabilities); the inlier ratio; the square root of the share of
     the image area that the inliers span, the smaller one of both images; log of how often keypoints that do
@@ -116,7 +116,7 @@ def evidence(
     """
     inliers = geometry.inliers
     if not inliers.any():
-        return np.zeros(len(EVIDENCE))
+        return np.zeros(len(REGRESSORS))
     scores = np.nan_to_num(np.asarray(matches.prior_scores[inliers], dtype=np.float64)).clip(0, 1)
     sides = ((matches.points0, size0), (matches.points1, size1))
     spans = []  # roots of the shares of both images that boxes around the middle 90 % of the inliers cover
@@ -160,11 +160,12 @@ def epipolar_likelihood(
 
 def epipolar_residuals(fundamental: np.ndarray, matched: MatchedPoints) -> tuple[np.ndarray, np.ndarray]:
     """Sampson's distances (N,) and their standard deviations (N,), pixels."""
-    distance, spread = sampson(*matched.sides, fundamental), matched.spread
+    distance, variances = sampson(*matched.sides, fundamental), matched.variances
     lines1 = matched.points0 @ fundamental[:, :2].T + fundamental[:, 2]
     across0 = np.sum((matched.points1 @ fundamental[:2] + fundamental[2])[:, :2] ** 2, axis=1)
     a, b = lines1[:, 0], lines1[:, 1]
-    variance = a**2 * spread.xx + 2 * a * b * spread.xy + b**2 * spread.yy + across0 * spread.first
+    variance = a**2 * variances.xx + 2 * a * b * variances.xy + b**2 * variances.yy
+    variance += across0 * variances.image0
     return distance, np.sqrt(np.maximum(variance, _TINY) / np.maximum(a**2 + b**2 + across0, _TINY))
 
 
@@ -177,11 +178,11 @@ def half_normal(distance: np.ndarray, deviation: np.ndarray) -> np.ndarray:
 def homography_likelihood(homography: np.ndarray, matched: MatchedPoints) -> float:
     """The same with a homography (3, 3) that has the points of image 0 before its horizon."""
     moved = matched.points0 @ homography[:, :2].T + homography[:, 2]
-    before, spread = moved[:, 2] > 0, matched.spread
+    before, variances = moved[:, 2] > 0, matched.variances
     dx, dy = (moved[:, :2] / np.where(before, moved[:, 2], 1.0)[:, None] - matched.points1).T
-    determinant = np.maximum(spread.xx * spread.yy - spread.xy**2, _TINY)
+    determinant = np.maximum(variances.xx * variances.yy - variances.xy**2, _TINY)
     with np.errstate(over="ignore", under="ignore"):
-        exponent = (spread.yy * dx**2 - 2 * spread.xy * dx * dy + spread.xx * dy**2) / determinant
+        exponent = (variances.yy * dx**2 - 2 * variances.xy * dx * dy + variances.xx * dy**2) / determinant
         density = np.exp(-0.5 * exponent) / (2 * pi * np.sqrt(determinant)) * before
     return _of_mixture(density * _REACH**2, matched)
 
