@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
@@ -20,7 +20,6 @@ import numpy as np
 from gradio.utils import get_upload_folder
 
 from matcher.cameras import Camera, as_camera
-from matcher.config import GeometryKind
 from matcher.errors import MatcherError, UsageError
 from matcher.explain.report import report_page
 from matcher.files import write_whole
@@ -34,6 +33,8 @@ from matcher.viz.drawings import draw_matches, figure_pixels
 from matcher.weights.files import read_catalogue
 
 _NOTHING = (None, [], None, None, "")  # to show, where only words are
+# What a user may set, in the order of the page
+_CHOICES = ("preset", "geometry", "match_threshold", "max_error", "max_keypoints", "resize")
 _GEOMETRIES = {
     "any scene (fundamental matrix)": "fundamental",
     "any scene, with known cameras (essential matrix)": "essential",
@@ -41,18 +42,6 @@ _GEOMETRIES = {
     "several planes (homographies)": "homographies",
     "none": "none",
 }
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What a user may set, as options of `matcher.load`, where None means the preset's value."""
-
-    preset: str = DEFAULT_PRESET
-    geometry: GeometryKind = "fundamental"
-    match_threshold: float | None = None
-    max_error: float | None = None  # of an inlier, pixels of the resized image; not an option there
-    max_keypoints: int | None = None
-    resize: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +62,12 @@ class Matching:
         self.pipeline = lru_cache(maxsize=2)(partial(_load, device=device))  # each holds a network
 
     def answer(
-        self, image0: Path, image1: Path, choices: Choices, *, explained: bool = True, **given: Any
+        self, image0: Path, image1: Path, choices: dict[str, Any], *, explained: bool = True, **given: Any
     ) -> Answer:
-        """Match two photos; `given` are masks and cameras, as `Pipeline.match` takes them."""
+        """Match two photos; `choices` are options of `matcher.load` and the `max_error` of an inlier, pixels
+        of the resized image, `given` masks and cameras, as `Pipeline.match` takes them."""
         with self._busy:
-            pipeline = self.pipeline(choices)
+            pipeline = self.pipeline(**choices)
             images = pipeline.read(image0), pipeline.read(image1)
             result = pipeline.match(image0, image1, **given)
             explainable = explained and isinstance(pipeline.matcher, AttentionMatcher)
@@ -87,16 +77,15 @@ class Matching:
         return Answer(pipeline, result, figure_pixels(drawn), report)
 
 
-def _load(choices: Choices, device: str) -> Pipeline:
-    options = asdict(choices)
-    most = options.pop("max_error")
-    if most is not None and not most > 0:
-        raise UsageError(f"the largest error of an inlier is above 0 pixels, not {most:g}")
-    pipeline = load(**options, device=device)
-    if most is None:
+def _load(*, max_error: float | None = None, **options: Any) -> Pipeline:
+    if max_error is not None and not max_error > 0:
+        raise UsageError(f"the largest error of an inlier is above 0 pixels, not {max_error:g}")
+    pipeline = load(**options)
+    if max_error is None:
         return pipeline
-    name = "max_reprojection_error" if choices.geometry.startswith("homograph") else "max_epipolar_error"
-    return with_estimation(pipeline, replace(pipeline.config.estimation, **{name: most}))
+    estimation = pipeline.config.estimation
+    name = "max_reprojection_error" if estimation.kind.startswith("homograph") else "max_epipolar_error"
+    return with_estimation(pipeline, replace(estimation, **{name: max_error}))
 
 
 def geometry_rows(result: Result) -> list[list[Any]]:
@@ -174,7 +163,7 @@ def build_page(matching: Matching, folder: Path, room: Callable[[], int]) -> gr.
     def press(
         file0: str | None, file1: str | None, mask0: str | None, mask1: str | None, *values: Any
     ) -> tuple:
-        preset, geometry, *numbers, camera0, camera1, explained = values
+        *choices, camera0, camera1, explained = values
         if not (file0 and file1):
             return "Choose two photos first.", *_NOTHING
         for earlier in folder.iterdir():
@@ -185,7 +174,7 @@ def build_page(matching: Matching, folder: Path, room: Callable[[], int]) -> gr.
         given = {name: Path(mask) for name, mask in (("mask0", mask0), ("mask1", mask1)) if mask}
         try:
             given |= {f"camera{i}": camera_of(c, f"camera{i}") for i, c in enumerate((camera0, camera1)) if c}
-            choices = Choices(preset, geometry, *(number or None for number in numbers))
+            choices = {name: None if v == 0 else v for name, v in zip(_CHOICES, choices, strict=True)}
             answer = matching.answer(Path(file0), Path(file1), choices, explained=explained, **given)
         except MatcherError as error:
             return own_words(error, file0, file1, mask0, mask1), *_NOTHING

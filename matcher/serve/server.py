@@ -10,7 +10,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -111,19 +111,27 @@ def serve(
         raise UsageError(f"no port from {port} to {port + 19} is free; choose another port")
     hangup = getattr(signal, "SIGHUP", None)  # a terminal is closed: files go, too; Windows has none
     main = threading.current_thread() is threading.main_thread()
-    if hangup is not None and main and signal.getsignal(hangup) == signal.SIG_DFL:  # nohup ignores it
-        signal.signal(hangup, lambda *_: signal.raise_signal(signal.SIGTERM))
-    with tempfile.TemporaryDirectory(prefix="matcher-") as scratch, listening:
+    with ExitStack() as stack:  # all is as before afterwards, as the caller may go on
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="matcher-"))
+        stack.enter_context(listening)
+        if hangup is not None and main and signal.getsignal(hangup) == signal.SIG_DFL:  # nohup ignores it
+            signal.signal(hangup, lambda *_: signal.raise_signal(signal.SIGTERM))
+            stack.callback(signal.signal, hangup, signal.SIG_DFL)
         # gradio reads these when it is imported.
-        os.environ |= {"GRADIO_TEMP_DIR": scratch, "GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1"}
+        own = {"GRADIO_TEMP_DIR": scratch, "GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1"}
+        stack.callback(os.environ.update, {name: os.environ[name] for name in own if name in os.environ})
+        for name in own:
+            stack.callback(os.environ.pop, name, None)
+        os.environ |= own
         app = build_app(Path(scratch), device, max_megabytes)
         import uvicorn
 
         on_address(f"http://{HOST}:{listening.getsockname()[1]}")
         # An open page would keep it, and what is cancelled as it ends would be logged with its traceback.
         how = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": 2}  # seconds
-        server = uvicorn.Server(uvicorn.Config(app, **how))
-        logging.getLogger("uvicorn.error").addFilter(lambda _: not server.should_exit)
+        server, log = uvicorn.Server(uvicorn.Config(app, **how)), logging.getLogger("uvicorn.error")
+        log.addFilter(quiet := lambda _: not server.should_exit)
+        stack.callback(log.removeFilter, quiet)
         server.run(sockets=[listening])
 
 

@@ -27,7 +27,7 @@ from command import run
 from matcher.errors import ImageError, UsageError
 
 OFFLINE = (
-    "import socket, sys\n"
+    "import os, signal, socket\n"
     "connect = socket.socket.connect\n"
     "def refuse(self, address):\n"
     "    if isinstance(address, tuple) and address[0] not in ('127.0.0.1', '::1', 'localhost'):\n"
@@ -36,7 +36,9 @@ OFFLINE = (
     "    return connect(self, address)\n"
     "socket.socket.connect = refuse\n"
     "from matcher.cli import main\n"
-    "print('ended by', main(['serve', '--port', '0', '--device', 'cpu', '--max-upload', '1']))"
+    "before = signal.getsignal(signal.SIGHUP)\n"
+    "code = main(['serve', '--port', '0', '--device', 'cpu', '--max-upload', '1'])\n"
+    "print('ended by', code, before == signal.getsignal(signal.SIGHUP), 'GRADIO_TEMP_DIR' in os.environ)"
 )
 
 
@@ -55,7 +57,7 @@ def served(temporary: Path, end: signal.Signals = signal.SIGINT) -> Iterator[str
         process.send_signal(end)
         rest = process.communicate(timeout=20)[0]
     assert "WENT OUT" not in first + rest
-    assert f"ended by {130 if end == signal.SIGINT else 143}" in rest  # the program goes on
+    assert f"ended by {130 if end == signal.SIGINT else 143} True False" in rest  # the program goes on
     assert "Traceback" not in rest, rest
     assert [path.name for path in temporary.iterdir()] == []
 
@@ -78,7 +80,7 @@ def page():
 
 
 def test_a_pair_is_answered(page, views):
-    matching, choices = page.Matching("cpu"), page.Choices("nearest", max_keypoints=512, max_error=2.0)
+    matching, choices = page.Matching("cpu"), dict(preset="nearest", max_keypoints=512, max_error=2.0)
     answer = matching.answer(*views, choices)
     assert answer.report is None and answer.drawing.shape[1] > 900
     assert len(answer.result.features0) <= 512
@@ -90,7 +92,7 @@ def test_a_pair_is_answered(page, views):
 
 
 def test_the_default_preset_explains_its_first_pass(page, views, shipped_weights):
-    choices = page.Choices(max_keypoints=64, resize=320, geometry="none", max_error=0.5)
+    choices = dict(max_keypoints=64, resize=320, geometry="none", max_error=0.5)
     answer = page.Matching("cpu").answer(*views, choices)
     assert answer.report.startswith(b"<!doctype html>") and b"Content-Security-Policy" in answer.report
     assert ["inliers", 0] in page.geometry_rows(answer.result)
@@ -102,13 +104,13 @@ def test_bad_choices_and_images_are_named(page, views, tmp_path):
     text = tmp_path / "text.jpg"
     text.write_text("no picture")
     for images, choices, fault, named in (
-        ((views[0], text), page.Choices("nearest"), ImageError, r"text\.jpg"),
-        (views, page.Choices("nearest", max_error=-1.0), UsageError, "above 0"),
-        (views, page.Choices("nearest", match_threshold=3.0), UsageError, "0 to 1"),
-        (views, page.Choices("nearest", geometry="essential"), UsageError, "camera"),
+        ((views[0], text), {}, ImageError, r"text\.jpg"),
+        (views, dict(max_error=-1.0), UsageError, "above 0"),
+        (views, dict(match_threshold=3.0), UsageError, "0 to 1"),
+        (views, dict(geometry="essential"), UsageError, "camera"),
     ):
         with pytest.raises(fault, match=named):
-            page.Matching("cpu").answer(*images, choices)
+            page.Matching("cpu").answer(*images, {"preset": "nearest", **choices})
     assert run("serve", "--port", -1) == 2
     assert page.camera_of("500, 500, 319.5 239.5", "camera0").cy == 239.5
     for typed in ("500, 500, 320", "a b c d"):
