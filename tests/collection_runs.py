@@ -94,9 +94,7 @@ def contents(run: Path) -> dict:
                 held["descriptors", image.name] = store.features(image.name).descriptors.numpy().tobytes()
         for image0, image1, data in store.rows("SELECT image0, image1, data FROM pairs"):
             held["pair", names[image0], names[image1]] = data
-        for pair in store.failed():
-            held["failed", pair.name0, pair.name1] = pair.reason
-        return held
+        return held | {("failed", *ends): reason for *ends, reason in store.failed()}
 
 
 def children(process: int) -> list[int]:

@@ -210,9 +210,9 @@ def status(run: Path, /, check: bool = False, tracks: bool = False) -> int:
             show(f"  failed: {name}: {reason}")
         show(f"pairs: {counts.pairs_done} done, {counts.pairs_failed} failed, {counts.pairs_waiting} waiting")
         lacking: dict[str, list[str]] = {}  # by reason, one of which is for all pairs of failed images
-        for pair in store.failed():
-            reason = "one of them has failed" if lost.keys() & {pair.name0, pair.name1} else pair.reason
-            lacking.setdefault(reason, []).append(f"{pair.name0} and {pair.name1}")
+        for name0, name1, reason in store.failed():
+            reason = "one of them has failed" if lost.keys() & {name0, name1} else reason
+            lacking.setdefault(reason, []).append(f"{name0} and {name1}")
         for reason, pairs in nlargest(_LISTED, lacking.items(), key=lambda item: len(item[1])):
             others = f" and {counted(len(pairs) - 1, 'other pair')}" if len(pairs) > 1 else ""
             show(f"  failed: {pairs[0]}{others}: {reason}")

@@ -71,15 +71,6 @@ class StoredPair:
         return None if verdict is None else verdict.probability
 
 
-@dataclass(frozen=True)
-class FailedPair:
-    """A pair that could not be matched, and why."""
-
-    name0: str
-    name1: str
-    reason: str
-
-
 class RefinedKeypoints(NamedTuple):
     """The keypoints of one image; track observations are refined against their track's reference."""
 

@@ -162,10 +162,10 @@ class Store(AbstractContextManager):
         """The names of all pairs of the run, finished, failed or waiting."""
         return {frozenset(row[:2]) for table in PAIRS for row in self._named("0", table)}
 
-    def failed(self) -> Iterator[schema.FailedPair]:
-        """Pairs that could not be matched."""
-        for name0, name1, reason in self._named("failed.reason", "failed"):
-            yield schema.FailedPair(name0, name1, schema.one_line(reason))
+    def failed(self) -> Iterator[tuple[str, str, str]]:
+        """The names of the images of pairs that could not be matched, and why."""
+        for *ends, reason in self._named("failed.reason", "failed"):
+            yield *ends, schema.one_line(reason)
 
     def waiting(self) -> Iterator[tuple[str, str]]:
         """The names of the images of pairs that were not matched yet."""
@@ -351,10 +351,6 @@ class Writer(Store):
         sql = "DELETE FROM waiting WHERE image0 = ? AND image1 = ?"
         self.execute_many(sql, (pair[:2] for pair in pairs))
 
-    def let_wait(self, pairs: str) -> None:
-        """Let the pairs wait that a statement selects as `image0, image1`."""
-        self.execute(f"INSERT OR IGNORE INTO waiting SELECT image0, image1 FROM ({pairs})")
-
     def forget(self, names: Iterable[str]) -> None:
         """Images that have changed: they and all their pairs are to be done again."""
         ids = ", ".join(str(self.image(name).number) for name in names)
@@ -369,7 +365,7 @@ class Writer(Store):
     def wait_again(self, table: str, ids: str) -> None:
         """Pairs of "pairs" or "failed" with one of these images are to be matched again."""
         theirs = f"FROM {table} WHERE image0 IN ({ids}) OR image1 IN ({ids})"
-        self.let_wait(f"SELECT image0, image1 {theirs}")
+        self.execute(f"INSERT OR IGNORE INTO waiting SELECT image0, image1 {theirs}")
         self.execute(f"DELETE {theirs}")
 
     def retry_failed(self) -> None:

@@ -55,7 +55,7 @@ def write_run_report(
         rows = sorted(PairRow.of(pair, sizes) for pair in store.pairs())
         links, left_out = _write_pairs(store, rows[:pages], path, overwrite)
         counts, settings, images = store.counts(), store.settings, store.images()
-        failed = [[f"{pair.name0} and {pair.name1}", pair.reason] for pair in islice(store.failed(), _ROWS)]
+        failed = [[f"{a} and {b}", reason] for a, b, reason in islice(store.failed(), _ROWS)]
         lost = [[image.name, image.reason] for image in images if image.status == "failed"]
         tried = Counter(name for row in rows for name in (row.name0, row.name1))
         degree = Counter(name for row in rows if row.verified for name in (row.name0, row.name1))

@@ -86,7 +86,7 @@ class ExportedRun:
         if not self.images:
             raise UsageError("the run has no image with features: finish it first")
         chosen = {image.name for image in images if image.status != "failed"}  # that one failed is said above
-        waiting, failed = store.waiting(), ((pair.name0, pair.name1) for pair in store.failed())
+        waiting, failed = store.waiting(), (pair[:2] for pair in store.failed())
         for ends, what in (
             (waiting, "not matched yet: {}; run the command that made the run again"),
             (failed, "failed: {}; `matcher status RUN_DIR` tells why"),

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
@@ -44,16 +44,6 @@ _GEOMETRIES = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Answer:
-    """What the page shows."""
-
-    pipeline: Pipeline
-    result: Result
-    drawing: np.ndarray  # (H, W, 3) uint8, the matches drawn
-    report: bytes | None  # HTML; None where the preset has no network to explain
-
-
 class Matching:
     """Pipelines by what was chosen; one pair is matched at a time."""
 
@@ -63,9 +53,10 @@ class Matching:
 
     def answer(
         self, image0: Path, image1: Path, choices: dict[str, Any], *, explained: bool = True, **given: Any
-    ) -> Answer:
-        """Match two photos; `choices` are options of `matcher.load` and the `max_error` of an inlier, pixels
-        of the resized image, `given` masks and cameras, as `Pipeline.match` takes them."""
+    ) -> tuple[Result, np.ndarray, bytes | None]:
+        """Match two photos: the result, its drawing (H, W, 3) uint8, and a report as HTML, None where the
+        preset has no network to explain. `choices` are options of `matcher.load` and the `max_error` of an
+        inlier, pixels of the resized image, `given` masks and cameras, as `Pipeline.match` takes them."""
         with self._busy:
             pipeline = self.pipeline(**choices)
             images = pipeline.read(image0), pipeline.read(image1)
@@ -74,7 +65,7 @@ class Matching:
             report = report_page(pipeline, images, result) if explainable else None
         how = dict(result.drawing(), title=result.heading())
         drawn = draw_matches(*images, result.points0, result.points1, **how)
-        return Answer(pipeline, result, figure_pixels(drawn), report)
+        return result, figure_pixels(drawn), report
 
 
 def _load(*, max_error: float | None = None, **options: Any) -> Pipeline:
@@ -175,22 +166,23 @@ def build_page(matching: Matching, folder: Path, room: Callable[[], int]) -> gr.
         try:
             given |= {f"camera{i}": camera_of(c, f"camera{i}") for i, c in enumerate((camera0, camera1)) if c}
             choices = {name: None if v == 0 else v for name, v in zip(_CHOICES, choices, strict=True)}
-            answer = matching.answer(Path(file0), Path(file1), choices, explained=explained, **given)
+            photos = Path(file0), Path(file1)
+            result, drawing, page = matching.answer(*photos, choices, explained=explained, **given)
         except MatcherError as error:
             return own_words(error, file0, file1, mask0, mask1), *_NOTHING
-        result, own = answer.result, tempfile.mkdtemp(dir=folder)  # earlier answers keep theirs
+        own = tempfile.mkdtemp(dir=folder)  # earlier answers keep theirs
         arrays, report = (Path(own, name) for name in ("matches.npz", "report.html"))
         write_whole(arrays, result.to_bytes(".npz"))
         said, rows = own_words(result.summary(), file0, file1), geometry_rows(result)
-        if answer.report is None:
+        if page is None:
             why = "this preset has no network to explain" if explained else "it was not asked for"
-            return said, answer.drawing, rows, str(arrays), None, f"<p>No explanation: {why}.</p>"
-        write_whole(report, answer.report)
+            return said, drawing, rows, str(arrays), None, f"<p>No explanation: {why}.</p>"
+        write_whole(report, page)
         # The report, in a frame that may run its own script and do nothing else.
         style = "width: 100%; height: 1400px; border: 1px solid #ccc"
         frame = f'<iframe title="report" sandbox="allow-scripts" style="{style}" srcdoc="{{}}"></iframe>'
-        shown = frame.format(html.escape(answer.report.decode()))
-        return said, answer.drawing, rows, str(arrays), str(report), shown
+        shown = frame.format(html.escape(page.decode()))
+        return said, drawing, rows, str(arrays), str(report), shown
 
     file_of = partial(gr.File, type="filepath", height=120)
     catalogue, presets = read_catalogue(), []  # what is shown for each preset, and its name

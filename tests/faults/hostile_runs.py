@@ -38,7 +38,7 @@ def small_run(folder: Path) -> Path:
             points = [made[name].keypoints.numpy() for name in (name0, name1)]
             put_pair(writer, pair(rng, name0, name1, *points, 15))
         writer.put_pairs([EncodedPair(1, 4, reason="lost.jpg: it is cut short")])
-        writer.let_wait("SELECT 1 AS image0, 3 AS image1")
+        writer.execute("INSERT INTO waiting VALUES (1, 3)")
     return folder
 
 

@@ -81,23 +81,23 @@ def page():
 
 def test_a_pair_is_answered(page, views):
     matching, choices = page.Matching("cpu"), dict(preset="nearest", max_keypoints=512, max_error=2.0)
-    answer = matching.answer(*views, choices)
-    assert answer.report is None and answer.drawing.shape[1] > 900
-    assert len(answer.result.features0) <= 512
-    assert answer.pipeline.config.estimation.max_epipolar_error == 2.0
-    rows = dict(page.geometry_rows(answer.result))
-    assert rows["status"].startswith("ok") and rows["inliers"] == answer.result.geometry.inliers.sum()
+    result, drawing, report = matching.answer(*views, choices)
+    assert report is None and drawing.shape[1] > 900 and len(result.features0) <= 512
+    rows = dict(page.geometry_rows(result))
+    assert rows["status"].startswith("ok") and rows["inliers"] == result.geometry.inliers.sum()
     assert sum(name.startswith("matrix") for name in rows) == 3
-    assert matching.answer(*views, choices).pipeline is answer.pipeline
+    assert matching.pipeline(**choices).config.estimation.max_epipolar_error == 2.0
+    assert matching.pipeline(**choices) is matching.pipeline(**choices)  # which is loaded once
 
 
 def test_the_default_preset_explains_its_first_pass(page, views, shipped_weights):
-    choices = dict(max_keypoints=64, resize=320, geometry="none", max_error=0.5)
-    answer = page.Matching("cpu").answer(*views, choices)
-    assert answer.report.startswith(b"<!doctype html>") and b"Content-Security-Policy" in answer.report
-    assert ["inliers", 0] in page.geometry_rows(answer.result)
-    passes = answer.pipeline.passes.estimation
-    assert answer.pipeline.config.estimation.max_epipolar_error == passes.max_epipolar_error == 0.5
+    matching, choices = page.Matching("cpu"), dict(max_keypoints=64, resize=320, geometry="none")
+    result, _, report = matching.answer(*views, choices)
+    assert report.startswith(b"<!doctype html>") and b"Content-Security-Policy" in report
+    assert ["inliers", 0] in page.geometry_rows(result)
+    pipeline = matching.pipeline(**choices, max_error=0.5)
+    passes = pipeline.passes.estimation
+    assert pipeline.config.estimation.max_epipolar_error == passes.max_epipolar_error == 0.5
 
 
 def test_bad_choices_and_images_are_named(page, views, tmp_path):
