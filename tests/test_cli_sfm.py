@@ -95,7 +95,6 @@ def test_mistakes_have_a_message_and_a_code(made, tmp_path, capfd):
     for arguments, printed in (
         (("sfm", photos, "--out", new, "--camera", lines), named),
         (("sfm", done, "--out", new, "--camera", lines, "--dry-run"), named),
-        (("sfm", done, "--out", new, "--camera", lines), named),
         (("export", done, "--to", "colmap", tmp_path / "a.db", "--camera", lines), named),
         (("sfm", photos, "--out", new, "--camera", larger), "photo0.png"),
         (("sfm", photos, "--out", new, "--camera", "528,528,720,180"), "photo0.png"),

@@ -23,6 +23,7 @@ from matcher.collection.pairs import (
     sequential,
 )
 from matcher.collection.schema import Counts, decode_pair, encode_pair
+from matcher.collection.sources import NameTable
 from matcher.collection.store import Store, Writer
 from matcher.collection.workers import add_pairs, match_jobs
 from matcher.errors import IntegrityError, UsageError
@@ -163,6 +164,8 @@ def test_what_may_be_several_images_is_not_guessed(read):
     pairs, faults = read("a c.jpg\nb.JPG c.jpg\nB.jpg c", names)
     assert pairs == [("B.jpg", "c.jpg")]
     assert [(fault.line, fault.kind) for fault in faults] == [(1, MISSING), (2, MISSING), (3, OTHER_FORM)]
+    found = read("a.jpg b.jpg\nb.jpg a.jpg\na.jpg a.jpg\nb.jpg a.jpg", partners=NameTable(["a.jpg", "b.jpg"]))
+    assert found[0] == [("a.jpg", "b.jpg"), ("b.jpg", "a.jpg"), ("a.jpg", "a.jpg")]  # second ones are others
 
 
 @pytest.mark.parametrize(

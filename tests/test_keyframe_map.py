@@ -73,7 +73,7 @@ def made(tmp_path_factory):
     return folder, truth, tracked, place.finish(), world
 
 
-def test_loops_undo_drift(made):
+def test_loops_undo_drift_and_photos_are_localised(made):
     folder, truth, tracked, closed, _ = made
     assert closed.frames.tolist() == list(range(20)) and closed.problem is None
     assert closed.loops and all(later - earlier > 8 for earlier, later, _ in closed.loops)
@@ -90,10 +90,6 @@ def test_loops_undo_drift(made):
     with PIL.Image.open(folder / "map" / "trajectory.png") as drawing:
         assert drawing.width > 800 and drawing.size == closed.plot().size
     assert len(repr(closed)) < 250 and "\n" not in repr(closed) and "20 frames" in repr(closed)
-
-
-def test_photos_are_localised_in_it(made):
-    folder, _, _, closed, _ = made
     with matcher.Map.open(folder / "map") as place:  # the model in it
         assert len(place.names) == 10
         pose = place.localize(folder / "photos" / "photo5.png", CAMERA)

@@ -424,6 +424,7 @@ def test_poses_are_kept_where_the_pictures_of_the_map_are_gone(asked, tmp_path, 
 def test_mistakes_are_refused_before_any_work(made, tmp_path, capfd):
     model, queries = made[0] / "model", made[0] / "queries"
     (tmp_path / "empty").mkdir()
+    (wrong := tmp_path / "wrong.txt").write_text("photo2.png photo1.png\nphoto2.png photo4.png\n")
     shutil.copytree(model / "sparse" / "0", tmp_path / "foreign")
     shutil.copy(queries / QUERIES[0], spaced := tmp_path / "a b.png")
     for arguments, named in (
@@ -437,6 +438,7 @@ def test_mistakes_are_refused_before_any_work(made, tmp_path, capfd):
         ((model, queries, "--masks", made[0]), "no mask"),
         ((model, queries, "--features", tmp_path / "none.h5"), "none.h5"),
         ((model, queries, "--recording", tmp_path / "a.txt"), ".rrd"),
+        ((model, queries, "--pairs", wrong), f"{wrong}, line 2: 'photo4.png' is"),
     ):
         assert run(*arguments, "--plot", tmp_path / "drawn") == 2
         error = capfd.readouterr().err
@@ -496,7 +498,7 @@ def test_a_map_of_features_from_a_file_takes_features(made, tmp_path, capfd):
     assert run(*arguments, *given, "--rig", tmp_path / "rig.json") == 2
 
 
-def test_the_command_takes_a_folder_of_masks(asked, tmp_path, capfd):
+def test_the_command_takes_masks_and_a_list_of_the_images_to_match(place, asked, tmp_path, capfd):
     mask = np.zeros(SIZE[::-1], np.uint8)
     mask[:, :300] = 255
     for name in QUERIES:
@@ -507,9 +509,15 @@ def test_the_command_takes_a_folder_of_masks(asked, tmp_path, capfd):
         poses = json.loads(capfd.readouterr().out)["poses"]
         counts.append([poses[name]["matches"] for name in QUERIES])
     assert all(few < many for many, few in zip(*counts, strict=True))
-    PIL.Image.new("L", (20, 20), 255).save(tmp_path / QUERIES[0])
-    assert run(*asked, *GIVEN, "--masks", tmp_path) == 2
-    assert QUERIES[0] in capfd.readouterr().err
+    (listed := tmp_path / "pairs.txt").write_text("queries/photo2.png photos/photo3.png\nphoto2 photo1.png\n")
+    for more, images in ((), {"photo1.png", "photo3.png"}), (("--neighbours", 1), {"photo3.png"}):
+        assert run(*asked, *GIVEN, "--json", "--pairs", listed, *more) == 4
+        poses = json.loads(capfd.readouterr().out)["poses"]
+        assert set(poses["photo2.png"]["images"]) == images and poses["photo2.png"]["inliers"] > 20
+        assert "listed" in poses["photo4.png"]["reason"]  # which no line names
+    assert set(place.localize(asked[1] / "photo4.png", partners=["photo5.png"]).images) == {"photo5.png"}
+    with pytest.raises(UsageError, match=r"photo4\.png"):
+        place.localize(asked[1] / "photo4.png", partners=["photo4.png"])
 
 
 def test_a_recording_holds_the_map_and_the_photos(made, asked, tmp_path, monkeypatch, capfd):

@@ -268,7 +268,8 @@ def localize(
     rig: Path | None = None,
     masks: Path | None = None,
     features: Path | None = None,
-    neighbours: Count = 10,
+    pairs: Path | None = None,
+    neighbours: Count | None = None,
     plot: Path | None = None,
     recording: Path | None = None,
     refine: bool = True,
@@ -295,7 +296,9 @@ def localize(
             (a MODEL made with --rig holds one); photos of one moment are localised together.
         features (FILE.h5): Keypoints and descriptors of the photos in hloc's HDF5 layout, for a MODEL made of
             such ones.
-        neighbours (N): Match a photo with at most N images of the map.
+        pairs (FILE): Match each photo with the images of the map that hloc's list names for it, not with
+            similar ones.
+        neighbours (N): Match a photo with at most N images; by default 10, or all that --pairs names.
         plot (DIR): Draw each photo beside the map image that it matches best.
         recording (FILE.rrd): Save a rerun recording: points and cameras of the map, each photo and its
             camera.
@@ -313,7 +316,7 @@ def localize(
     from matcher.export.colmap import CameraChoice, check_photos, check_used, import_pycolmap
     from matcher.files import check_folder
     from matcher.images import find_masks
-    from matcher.localization.map import localize_frames
+    from matcher.localization.map import localize_frames, read_partners
     from matcher.localization.sparse_map import LocalizationConfig
     from matcher.sfm.models import other_parts
     from matcher.viz.recording import import_rerun
@@ -348,14 +351,14 @@ def localize(
         model = map_of(model, pictures, run, {key: given[key] for key in given if key not in sizes})
     for part, images in other_parts(model).items():
         say(f"a part of the model, of {counted(images, 'image')}, is not searched: {part}")
-    given["config"] = LocalizationConfig(neighbours=neighbours, refine=refine)
+    given["config"] = LocalizationConfig(neighbours=neighbours or 10, refine=refine)
     found: dict[str, matcher.Pose] = {}
-    drawn, where = True, {}
+    drawn, where, listed = True, {}, {}
 
     def poses(place: matcher.Map) -> Iterator[tuple[str, matcher.Pose | ImageError]]:
         """One by one, from the photos or their features in a file, or the photos of each moment together."""
         if fixed is not None:
-            yield from localize_frames(place, named, fixed, cameras, masked)
+            yield from localize_frames(place, named, fixed, cameras, masked, listed)
             return
         stored = None if features is None else HlocFeatures(Path(), features)
         for name, path in named.items():
@@ -363,6 +366,7 @@ def localize(
                 source = path if stored is None else stored.read(name, place.pipeline).features
                 query = place.query(source, cameras.get(name), mask=masked.get(name))
                 query.path = path  # whose header may know the camera
+                query.partners = listed.get(name)
                 yield name, place.poses_of([query])[0]
             except ImageError as error:
                 yield name, error
@@ -373,6 +377,10 @@ def localize(
 
     with ExitStack() as stack:
         place = stack.enter_context(matcher.Map.open(model, run_dir=run, **given))
+        if pairs is not None:
+            start = photos[0] if photos[0].is_dir() else photos[0].parent
+            found_in = read_partners(pairs, named, place, start)
+            listed = {name: images[:neighbours] for name, images in found_in.items()}
         record = recording and stack.enter_context(LocalizationRecording(recording, place))
         try:
             for name, pose in poses(place):

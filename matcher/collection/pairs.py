@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 
 import numpy as np
@@ -82,16 +82,18 @@ def read_pairs(
     on_fault: Callable[[PairFault], None] | None = None,
     *,
     folder: Path | None = None,
+    partners: NameTable | None = None,
 ) -> Iterator[tuple[str, str]]:
     """The pairs of a list, as the module describes it, each once, in the order of the file; `UsageError`: it
     cannot be read.
 
     Names are looked up among `names` and never opened, so a list cannot reach outside the collection;
-    `folder` is that of the images, for paths in it. Of a repeated pair the first line counts, whichever way
-    round. `on_fault` is called with every line that yields no pair or a warning. Memory is that of the names
-    and under 100 bytes a line.
+    `folder` is that of the images, for paths in it, and `partners` are what second names are looked up among,
+    where they are others. Of a repeated pair the first line counts, whichever way round. `on_fault` is called
+    with every line that yields no pair or a warning. Memory is that of the names and under 100 bytes a line.
     """
-    table = NameTable(names, folder)
+    firsts = NameTable(names, folder)
+    tables = firsts, firsts if partners is None else partners
     lines, ends = array("q"), array("q")
 
     def report(line: int, kind: str, what: str) -> None:
@@ -106,21 +108,24 @@ def read_pairs(
                 number, rest = number + 1, line
                 while len(rest) > _LONGEST_LINE and not rest.endswith("\n"):
                     rest = file.readline(_LONGEST_LINE + 1)
-                if (pair := _read_line(line, table, partial(report, number))) is not None:
+                if (pair := _read_line(line, tables, partial(report, number))) is not None:
                     lines.append(number)
                     ends.extend(pair)
     except OSError as error:
         raise UsageError(f"{path}: the pair list cannot be read ({error.strerror or error})") from error
     rows = np.array(ends, dtype=np.int64).reshape(-1, 2)
-    keys = rows.min(axis=1) * len(table.names) + rows.max(axis=1)
+    keys = (np.sort(rows, axis=1) if partners is None else rows) @ (len(tables[1].names), 1)
     first = np.sort(np.unique(keys, return_index=True)[1])
     for row in np.setdiff1d(np.arange(len(rows)), first).tolist():
-        report(lines[row], REPEATED, " ".join(table.names[end] for end in rows[row]))
-    return ((table.names[one], table.names[other]) for one, other in rows[first].tolist())
+        report(lines[row], REPEATED, " ".join(t.names[end] for t, end in zip(tables, rows[row], strict=True)))
+    return ((tables[0].names[one], tables[1].names[other]) for one, other in rows[first].tolist())
 
 
-def _read_line(line: str, table: NameTable, fault: Callable[[str, str], None]) -> tuple[int, int] | None:
-    """The images of a line; None where it names no two of them, which is reported."""
+def _read_line(
+    line: str, tables: Sequence[NameTable], fault: Callable[[str, str], None]
+) -> tuple[int, int] | None:
+    """The images of a line, by the tables of either column; None where it names no two of them, which is
+    reported."""
     text = line.removeprefix("\ufeff").strip()  # in the middle, too, where files were joined
     if not text or text.startswith("#"):
         return None
@@ -130,20 +135,19 @@ def _read_line(line: str, table: NameTable, fault: Callable[[str, str], None]) -
     readings = [[word.strip().strip('"') for word in split if word.strip()] for split in splits]
     readings = [words for words in readings if len(words) >= 2 and len(line) <= _LONGEST_LINE]
     for words in readings:
-        if None not in (ends := [table.find(word) for word in words[:2]]):
+        if None not in (ends := [table.find(word) for table, word in zip(tables, words, strict=False)]):
             break
     else:
-        unknown = [
-            word for words in readings if len(words) == 2 for word in words if table.find(word) is None
-        ]
+        columns = (zip(tables, words, strict=True) for words in readings if len(words) == 2)
+        unknown = [word for table, word in chain.from_iterable(columns) if table.find(word) is None]
         fault(MISSING if unknown else COLUMNS, unknown[0] if unknown else text)
         return None
-    if ends[0] == ends[1]:
+    if tables[0] is tables[1] and ends[0] == ends[1]:
         fault(SELF, words[0])
         return None
     if len(words) > 2:
         fault(EXTRA, text)
-    for word, end in zip(words, ends, strict=False):
+    for table, word, end in zip(tables, words, ends, strict=False):
         if table.names[end] not in (word, word.removeprefix("./")):
             fault(OTHER_FORM, f"{word} is {table.names[end]}")
     return ends[0], ends[1]

@@ -5,7 +5,7 @@ A photo, or the pictures of a rig, is a `Query`; its pose is tried with ever mor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -16,8 +16,9 @@ from typing import NamedTuple, Unpack
 import numpy as np
 
 from matcher.cameras import Camera, CameraInput, RigConfig, as_camera, camera_of_each, focal_of_film
+from matcher.collection.pairs import COLUMNS, MISSING, PairFault, read_pairs
 from matcher.collection.settings import differences, feature_settings, stored_pipeline
-from matcher.collection.sources import HlocFeatures, Photos
+from matcher.collection.sources import HlocFeatures, NameTable, Photos
 from matcher.collection.store import Store
 from matcher.collection.tracks import ImagePyramids
 from matcher.config import PipelineConfig, from_dict
@@ -56,6 +57,7 @@ class Query:
     path: Path | None = None
     pyramid: ImagePyramid | None = None
     cam_from_rig: np.ndarray | None = None  # (4, 4)
+    partners: Sequence[str] | None = None  # the map's images to match it with; None: similar ones
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
@@ -142,9 +144,9 @@ class Map(AbstractContextManager):
         # Digests of masked images are those of both files, and the masks may be gone.
         known = self._extracted and not settings["source"].get("masks")
         self._index = open_index(store.folder, list(digests), list(digests.values()), store.features)
-        place = {name: row for row, name in enumerate(model.names)}
+        self._row_of = {name: row for row, name in enumerate(model.names)}
         # The row in `model` of each image of the index, or −1.
-        self._rows = np.array([place.get(name, -1) for name in digests], dtype=np.int64)
+        self._rows = np.array([self._row_of.get(name, -1) for name in digests], dtype=np.int64)
         self._features = lru_cache(256)(store.features)
         self._pyramids = ImagePyramids(
             [store.image_folder / name for name in model.names],
@@ -219,7 +221,12 @@ class Map(AbstractContextManager):
         return self._store.image_folder / name
 
     def localize(
-        self, image: ImageInput | Features, camera: CameraInput | None = None, *, mask: Mask | None = None
+        self,
+        image: ImageInput | Features,
+        camera: CameraInput | None = None,
+        *,
+        mask: Mask | None = None,
+        partners: Sequence[str] | None = None,
     ) -> Pose:
         """Where a photo was taken, or why that is not known (`Pose.status`, `Pose.reason`).
 
@@ -231,13 +238,16 @@ class Map(AbstractContextManager):
             camera: as `Camera`, four numbers fx, fy, cx, cy in stored pixels, or a matrix K; None: from EXIF,
                 from the map's images of that size, or estimated with the pose.
             mask: not zero where keypoints may lie, as in `Pipeline.match`.
+            partners: names of the map's images to match it with, in place of similar ones.
 
         Raises:
             ImageError: the image cannot be read.
-            UsageError: a camera or a mask of another size, a mask beside features, or features of another
-                front end.
+            UsageError: a camera or a mask of another size, a mask beside features, features of another front
+                end, or a partner that the map lacks.
         """
-        return self.poses_of([self.query(image, camera, mask=mask)])[0]
+        query = self.query(image, camera, mask=mask)
+        query.partners = partners
+        return self.poses_of([query])[0]
 
     def localize_rig(
         self,
@@ -317,7 +327,7 @@ class Map(AbstractContextManager):
         best, why = None, ("no_keypoints", f"the photo has {keypoints} keypoints")
         if keypoints >= self.config.min_inliers:
             best = self._correspond(queries)
-            why = "no_similar_image", "the map holds nothing to compare with"
+            why = "no_similar_image", "the map holds nothing to compare it with, or none is listed for it"
         if best is None:
             return [Pose(*why, seconds={**q.seconds, "total": sum(q.seconds.values())}) for q in queries]
         if best.verdict.status == "ok":
@@ -328,16 +338,21 @@ class Map(AbstractContextManager):
         return [self._pose(number, query, best) for number, query in enumerate(queries)]
 
     def _correspond(self, queries: list[Query]) -> Attempt | None:
-        """Match with similar images until a pose is sure; the best attempt of all clusters. The first batch
-        of images is matched with all keypoints. Where that is not enough, the others are matched so only if
-        their strongest keypoints match, the best ones first."""
+        """Match with similar images, or partners, until a pose is sure; the best attempt of all clusters. The
+        first batch of images is matched with all keypoints. Where that is not enough, the others are matched
+        so only if their strongest keypoints match, the best ones first."""
         config, best, first, todo = self.config, None, True, []
         # Images of the run that are not in the map may be among the most similar.
         asked = config.neighbours + int((self._rows < 0).sum())
         for query in queries:
+            if absent := [name for name in query.partners or () if name not in self._row_of]:
+                raise UsageError(f"{absent[0]} is no image of the map")
             with query.timed("retrieve"):
-                nearest = self._rows[self._index.similar(query.features, asked)]
-                todo.append(nearest[nearest >= 0][: config.neighbours].tolist())
+                if query.partners is None:
+                    nearest = self._rows[self._index.similar(query.features, asked)]
+                    todo.append(nearest[nearest >= 0][: config.neighbours].tolist())
+                else:
+                    todo.append([self._row_of[name] for name in query.partners])
         similar = list(dict.fromkeys(row for rows in todo for row in rows))
         for cluster in _covisibility_clusters(self.model, similar):
             found = [Correspondences(self.model, query, config.max_error) for query in queries]
@@ -520,12 +535,31 @@ def _count(estimates: Estimates | None) -> int:
     return sum(int(each.inliers.sum()) for each in estimates or ())
 
 
+def read_partners(
+    path: str | Path, photos: Iterable[str], place: Map, folder: Path | None = None
+) -> dict[str, list[str]]:
+    """The map's images to match each photo with, from a pair list such as hloc's of a retrieval: a line names
+    a photo, as below the `folder`, then an image of the map. `UsageError`, with the line: it does not."""
+
+    def refuse(fault: PairFault) -> None:
+        if fault.kind in (MISSING, COLUMNS):
+            wrong = f"{path}, line {fault.line}: {fault.text!r} is none"
+            raise UsageError(f"{wrong}; a line names one of the photos, then an image of the map")
+
+    found: dict[str, list[str]] = {name: [] for name in photos}
+    known = NameTable(place.names, place.image_path("."))
+    for name, image in read_pairs(path, found, refuse, folder=folder, partners=known):
+        found[name].append(image)
+    return found
+
+
 def localize_frames(
     place: Map,
     photos: Mapping[str, Path],
     rig: RigConfig,
     cameras: Mapping[str, Camera],
     masks: Mapping[str, Path] | None = None,
+    partners: Mapping[str, Sequence[str]] | None = None,
 ) -> Iterator[tuple[str, Pose | ImageError]]:
     """The pose of each photo, or why it cannot be read; those of one moment together, those of no rig alone.
     All by name; names of one moment differ in the prefix of their camera only. Cameras that are not given are
@@ -536,7 +570,7 @@ def localize_frames(
             f"{rig.source} does not say how its cameras are fixed to each other: give cam_from_rig_rotation "
             "and cam_from_rig_translation, or take the rig_config.json of a model that was made of a rig"
         )
-    frames, masks = rig.frames(photos), masks or {}
+    frames, masks, partners = rig.frames(photos), masks or {}, partners or {}
     of_map = zip(place.names, (replace(each, size=None) for each in place.model.cameras), strict=True)
     fixed = {name: mount for frame in frames for name, mount in frame.items()}
     camera_of = known_cameras(CameraChoice(rig=rig, known=dict(of_map)))
@@ -550,6 +584,7 @@ def localize_frames(
         for name in frame:
             try:
                 queries[name] = place.query(photos[name], known.get(name), mask=masks.get(name))
+                queries[name].partners = partners.get(name)
             except ImageError as error:
                 yield name, error
         if queries:
