@@ -277,6 +277,13 @@ def test_poses_are_kept_and_points_triangulated(small, tmp_path, capfd):
     assert "is a guess" not in capfd.readouterr().out
     assert run(*arguments, "--out", tmp_path / "guessed") == 0
     assert "is a guess" in capfd.readouterr().out
+    gone = (small / "photos" / "photo3.png").rename(small / "photo3.png")
+    given = ("sfm", small / "photos", "--run", small / "model-run", "--exclude", "later/", *QUICK, *CAMERA)
+    for more, code in ((), 4), (("--include", "photo[025].png"), 0):
+        assert run(*given, *more, "--out", tmp_path / f"less{code}") == code
+        printed, lost = capfd.readouterr().out, f"1 image no longer in {small / 'photos'}: photo3.png"
+        assert (f"left out: {lost}" in printed) == (code == 4) and "images: 3 of 3" in printed
+    gone.rename(small / "photos" / "photo3.png")
 
 
 def test_a_changed_photo_of_the_model_is_not_taken_for_the_old_one(small, tmp_path):

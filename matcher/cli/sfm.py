@@ -70,7 +70,7 @@ def sfm(
     """
     from matcher.collection.schema import DATABASE
     from matcher.collection.sources import Selection, default_choice, find_source
-    from matcher.collection.store import Store
+    from matcher.collection.store import Store, gone
     from matcher.export.colmap import check_photos, check_used, import_pycolmap
     from matcher.files import check_folder
     from matcher.loading import takes
@@ -171,6 +171,7 @@ def sfm(
         shares = [] if run == source else sorted(geometry.inliers.mean() for geometry in verified)
         if known is None:
             intrinsics.say_lacking(choice, names)
+            names = {*names, *filter(selection.takes, gone(store))}  # which are left out, and named
         made = reconstruct(store, out, only=names, poses=known, **mapping)
         # Of a castle, where SIFT does, .95; of a kitchen, where it registers 5 of 20 photos, .86.
         if shares and shares[len(shares) // 4] > 0.9 and not given["preset"].startswith("nearest"):

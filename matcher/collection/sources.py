@@ -128,6 +128,11 @@ class Selection:
             raise UsageError("no image is left: every image is excluded")
         return kept
 
+    def takes(self, name: str) -> bool:
+        """Whether an image of that name would be selected, whatever others there are."""
+        wanted = not self.include or any(_fits(name, pattern) for pattern in self.include)
+        return wanted and not any(_fits(name, pattern) for pattern in self.exclude)
+
     def of_usable(self, found: Iterable[str]) -> tuple[list[str], list[str]]:
         """Sorted names of the selected ones that a store can hold, and those that none can; as `apply`."""
         names = sorted(set(found))
