@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from heapq import nlargest
 from pathlib import Path
@@ -189,11 +190,12 @@ def status(run: Path, /, check: bool = False, tracks: bool = False) -> int:
     """Print the progress of a run and what failed, also while it is running.
 
     Args:
-        check: Read all stored data and check it for damage.
+        check: Read all stored data, check it for damage, and count the pairs that likely show one place.
         tracks: Build tracks from the verified matches and print their statistics.
     """
     from matcher.collection.store import Store, gone
     from matcher.collection.tracks import tracks_of
+    from matcher.verify.verdict import Verdict
 
     with Store.open(run) as store:
         counts, settings = store.counts(), store.settings
@@ -228,7 +230,11 @@ def status(run: Path, /, check: bool = False, tracks: bool = False) -> int:
         if check:
             if faults := store.check():
                 raise IntegrityError(f"{run} is damaged: {'; '.join(faults[:_LISTED])}")
-            show("nothing is damaged")
+            sizes = {image.name: image.size for image in store.images()}
+            found = (pair.probability(sizes) for pair in store.pairs())
+            words = Counter(Verdict(each).word for each in found if each is not None)
+            likely = f"{words['same']} likely, {words['unsure']} unsure, {words['not']} unlikely"
+            show("nothing is damaged" + f"; pairs that show one place: {likely}" * bool(words))
     return PARTIAL if counts.images_failed or counts.pairs_failed else 0
 
 
