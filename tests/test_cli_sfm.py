@@ -64,7 +64,7 @@ def test_keypoints_by_tiles_make_a_model(made, tmp_path, monkeypatch):
     assert (extractor["tiles"], extractor["resize"], extractor["max_keypoints"]) == (1500, None, 2048)
 
 
-def test_statistics_are_printed_and_written(made, capfd):
+def test_statistics_are_printed_and_written_and_a_run_exported(made, tmp_path, capfd):
     folder, _, _ = made
     code = run("sfm", folder / "model-run", "--out", folder / "again", "--threads", 1, "--mapper", "global")
     printed = capfd.readouterr().out
@@ -73,9 +73,6 @@ def test_statistics_are_printed_and_written(made, capfd):
     (summary,) = json.loads((folder / "again" / "summary.json").read_text())["models"]
     assert f"points: {summary['points']}, " in printed
     assert (folder / "again" / "reconstruction.png").stat().st_size > 10_000
-
-
-def test_a_run_is_exported(made, tmp_path, capfd):
     out = tmp_path / "a.npz"
     assert run("export", made[0] / "model-run", "--to", "npz", out) == 0
     printed = capfd.readouterr().out

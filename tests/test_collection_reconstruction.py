@@ -18,7 +18,7 @@ from matcher.cameras import Camera, RigCamera, RigConfig, read_rig_config
 from matcher.collection.schema import RefinedKeypoints
 from matcher.errors import UsageError
 from matcher.export.colmap import CameraChoice
-from matcher.localization.map import localize_frames
+from matcher.localization.map import localize_photos
 from matcher.sfm.models import GivenPoses, read_given_poses
 from matcher.sfm.reconstruct import RIG, ReconstructionError, check_given_camera, reconstruct
 from matcher.types import Matches, TwoViewGeometry
@@ -366,4 +366,4 @@ def test_the_command_names_what_does_not_fit(photographed, tmp_path, capfd):
     with matcher.Map.open(model) as place, pytest.raises(UsageError, match=r"intrinsics of left/photo1\.png"):
         nameless = RigConfig((tuple(RigCamera(p, np.eye(4), None) for p in ("left/photo1", "right/photo1")),))
         photos = {f"{side}/photo1.png": later / side / "photo1.png" for side in ("left", "right")}
-        list(localize_frames(place, photos, nameless, {}))
+        list(localize_photos(place, photos, nameless, {}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import replace
 from glob import escape
@@ -317,7 +316,7 @@ def localize(
     from matcher.export.colmap import CameraChoice, check_photos, check_used, import_pycolmap
     from matcher.files import check_folder
     from matcher.images import find_masks
-    from matcher.localization.map import localize_frames, read_partners
+    from matcher.localization.map import localize_photos, read_partners
     from matcher.localization.sparse_map import LocalizationConfig
     from matcher.sfm.models import other_parts
     from matcher.viz.recording import import_rerun
@@ -356,22 +355,6 @@ def localize(
     found: dict[str, matcher.Pose] = {}
     drawn, where, listed = True, {}, {}
 
-    def poses(place: matcher.Map) -> Iterator[tuple[str, matcher.Pose | ImageError]]:
-        """One by one, from the photos or their features in a file, or the photos of each moment together."""
-        if fixed is not None:
-            yield from localize_frames(place, named, fixed, cameras, masked, listed)
-            return
-        stored = None if features is None else HlocFeatures(Path(), features)
-        for name, path in named.items():
-            try:
-                source = path if stored is None else stored.read(name, place.pipeline).features
-                query = place.query(source, cameras.get(name), mask=masked.get(name))
-                query.path = path  # whose header may know the camera
-                query.partners = listed.get(name)
-                yield name, place.poses_of([query])[0]
-            except ImageError as error:
-                yield name, error
-
     def write(path: Path) -> None:
         have = {name: pose.cam_from_world for name, pose in found.items() if pose.ok}
         write_named_poses(path, have, {name: pose.to_dict() for name, pose in found.items()}, **where)
@@ -384,7 +367,8 @@ def localize(
             listed = {name: images[:neighbours] for name, images in found_in.items()}
         record = recording and stack.enter_context(LocalizationRecording(recording, place))
         try:
-            for name, pose in poses(place):
+            stored = None if features is None else HlocFeatures(Path(), features)
+            for name, pose in localize_photos(place, named, fixed, cameras, masked, listed, stored):
                 if isinstance(pose, ImageError):
                     complain(str(pose))
                     continue

@@ -15,7 +15,7 @@ import numpy as np
 
 from matcher.cameras import CameraInput, as_camera
 from matcher.collection import schema, sources, tracks, workers
-from matcher.collection.pairs import PairFault, chosen_pairs, read_pairs
+from matcher.collection.pairs import OnFault, chosen_pairs, read_pairs
 from matcher.collection.schema import DONE, WAITING, Counts, StoredPair
 from matcher.collection.settings import Setup, build, describe, parse_shard, refuse_changes, stored_setup
 from matcher.collection.sources import FeatureSource, PairChoice, Selection
@@ -23,7 +23,7 @@ from matcher.collection.store import EncodedPair, Store, Writer
 from matcher.collection.tracks import Edge, PairMatches, Tracks
 from matcher.collection.workers import OnProgress, RunReport, Stages, Workers
 from matcher.config import GRID_KIND, EstimationConfig, from_dict
-from matcher.errors import ImageError, MatcherError, UsageError
+from matcher.errors import ImageError, UsageError
 from matcher.loading import devices, open_pipeline
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions, from_file, refuse_further_passes
@@ -257,7 +257,7 @@ class Collection:
         preemptive: int | None = None,
         nearby: int | None = None,
         of: Iterable[str] | None = None,
-        on_fault: Callable[[PairFault], None] | None = None,
+        on_fault: OnFault | None = None,
         on_progress: OnProgress | None = None,
     ) -> tuple[int, int]:
         """Add pairs, chosen in exactly one way; finished pairs stay finished. Returns the number of pairs (of
@@ -272,7 +272,8 @@ class Collection:
             preemptive: of these, and of those taken nearby, the pairs whose strongest keypoints agree.
             nearby: pair each image with this many nearest ones, by the GPS positions of their EXIF headers.
             of: names of images; of the pairs, only those with one of them are added. None: all.
-            on_fault: called for every line of `file` that yields no pair, or is taken with a warning.
+            on_fault: called with every line of `file` that yields no pair, or is taken with a warning: its
+                number, what is wrong, and the text.
             on_progress: called with the progress of the extraction and of the choice.
 
         Raises:
@@ -374,16 +375,7 @@ class Collection:
             yield from store.pairs()
 
     def __repr__(self) -> str:
-        try:
-            with self.store as store:
-                counts, preset = store.counts(), store.settings.get("preset")
-        except UsageError:
-            return f"Collection({str(self.run_dir)!r}, no images yet)"
-        except (MatcherError, OSError) as error:
-            return f"Collection({str(self.run_dir)!r}, unreadable: {type(error).__name__})"
-        images = f"{counts.images_done} of {counts.images} images"
-        pairs = f"{counts.pairs_done} of {counts.pairs} pairs"
-        return f"Collection({str(self.run_dir)!r}, {preset}, {images} and {pairs} done)"
+        return f"Collection({str(self.run_dir)!r})"
 
     def export(
         self, form: str, out: str | Path, *, cameras: CameraChoice | None = None, overwrite: bool = False

@@ -13,7 +13,7 @@ import warnings
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain, combinations
 from pathlib import Path
@@ -46,13 +46,9 @@ EXTRA = "more than two columns (the first two are used)"
 OTHER_FORM = "another form of an image's name (it is used)"
 
 
-@dataclass(frozen=True)
-class PairFault:
-    """A line of a pair list that yields no pair, or one with a warning."""
-
-    line: int  # counted from 1
-    kind: str  # one of the texts above
-    text: str  # what is wrong, shortened and printable
+# Called with a line of a pair list that yields no pair, or one with a warning: its number from 1, one of the
+# texts above, and what is wrong, shortened and printable.
+OnFault = Callable[[int, str, str], None]
 
 
 class FaultTally:
@@ -62,11 +58,11 @@ class FaultTally:
         self.counts: Counter[str] = Counter()
         self._first: dict[str, list[str]] = defaultdict(list)
 
-    def __call__(self, fault: PairFault) -> None:
+    def __call__(self, line: int, kind: str, text: str) -> None:
         """Count one fault."""
-        self.counts[fault.kind] += 1
-        if self.counts[fault.kind] <= 5:
-            self._first[fault.kind].append(f"{fault.line} ({fault.text})")
+        self.counts[kind] += 1
+        if self.counts[kind] <= 5:
+            self._first[kind].append(f"{line} ({text})")
 
     def lines(self) -> list[str]:
         """The tally as text: one line per kind, with the first line numbers."""
@@ -79,7 +75,7 @@ class FaultTally:
 def read_pairs(
     path: str | Path,
     names: Iterable[str],
-    on_fault: Callable[[PairFault], None] | None = None,
+    on_fault: OnFault | None = None,
     *,
     folder: Path | None = None,
     partners: NameTable | None = None,
@@ -99,7 +95,7 @@ def read_pairs(
     def report(line: int, kind: str, what: str) -> None:
         if on_fault is not None:
             plain = one_line(what[:81])
-            on_fault(PairFault(line, kind, plain if len(plain) <= 80 else f"{plain[:80]}…"))
+            on_fault(line, kind, plain if len(plain) <= 80 else f"{plain[:80]}…")
 
     try:
         with open_text(path) as file:

@@ -16,7 +16,7 @@ from typing import NamedTuple, Unpack
 import numpy as np
 
 from matcher.cameras import Camera, CameraInput, RigConfig, as_camera, camera_of_each, focal_of_film
-from matcher.collection.pairs import COLUMNS, MISSING, PairFault, read_pairs
+from matcher.collection.pairs import COLUMNS, MISSING, read_pairs
 from matcher.collection.settings import differences, feature_settings, stored_pipeline
 from matcher.collection.sources import HlocFeatures, NameTable, Photos
 from matcher.collection.store import Store
@@ -541,9 +541,9 @@ def read_partners(
     """The map's images to match each photo with, from a pair list such as hloc's of a retrieval: a line names
     a photo, as below the `folder`, then an image of the map. `UsageError`, with the line: it does not."""
 
-    def refuse(fault: PairFault) -> None:
-        if fault.kind in (MISSING, COLUMNS):
-            wrong = f"{path}, line {fault.line}: {fault.text!r} is none"
+    def refuse(line: int, kind: str, text: str) -> None:
+        if kind in (MISSING, COLUMNS):
+            wrong = f"{path}, line {line}: {text!r} is none"
             raise UsageError(f"{wrong}; a line names one of the photos, then an image of the map")
 
     found: dict[str, list[str]] = {name: [] for name in photos}
@@ -553,24 +553,25 @@ def read_partners(
     return found
 
 
-def localize_frames(
+def localize_photos(
     place: Map,
     photos: Mapping[str, Path],
-    rig: RigConfig,
+    rig: RigConfig | None,
     cameras: Mapping[str, Camera],
     masks: Mapping[str, Path] | None = None,
     partners: Mapping[str, Sequence[str]] | None = None,
+    features: HlocFeatures | None = None,
 ) -> Iterator[tuple[str, Pose | ImageError]]:
-    """The pose of each photo, or why it cannot be read; those of one moment together, those of no rig alone.
-    All by name; names of one moment differ in the prefix of their camera only. Cameras that are not given are
-    those of the rig's file, or of a picture of the map with their prefix; `UsageError` where none is
-    known."""
-    if not rig.known:
+    """The pose of each photo, of its `features` where they are in a file, or why it cannot be read. Photos of
+    one moment are localised together, those of no rig alone. All by name; names of one moment differ in the
+    prefix of their camera only. Cameras that are not given are those of the rig's file, or of a picture of
+    the map with their prefix; `UsageError` where none is known."""
+    if rig is not None and not rig.known:
         raise UsageError(
             f"{rig.source} does not say how its cameras are fixed to each other: give cam_from_rig_rotation "
             "and cam_from_rig_translation, or take the rig_config.json of a model that was made of a rig"
         )
-    frames, masks, partners = rig.frames(photos), masks or {}, partners or {}
+    frames, masks, partners = [] if rig is None else rig.frames(photos), masks or {}, partners or {}
     of_map = zip(place.names, (replace(each, size=None) for each in place.model.cameras), strict=True)
     fixed = {name: mount for frame in frames for name, mount in frame.items()}
     camera_of = known_cameras(CameraChoice(rig=rig, known=dict(of_map)))
@@ -583,10 +584,16 @@ def localize_frames(
         queries: dict[str, Query] = {}
         for name in frame:
             try:
-                queries[name] = place.query(photos[name], known.get(name), mask=masks.get(name))
-                queries[name].partners = partners.get(name)
+                photo = photos[name] if features is None else features.read(name, place.pipeline).features
+                query = place.query(photo, known.get(name), mask=masks.get(name))
+                query.path = photos[name]  # whose header may know the camera
+                query.partners, queries[name] = partners.get(name), query
             except ImageError as error:
                 yield name, error
         if queries:
             rigid = [fixed[name].cam_from_rig for name in queries] if len(queries) > 1 else None
-            yield from zip(queries, place.poses_of(list(queries.values()), rigid), strict=True)
+            try:
+                found = place.poses_of(list(queries.values()), rigid)
+            except ImageError as error:  # of a picture of the map
+                found = [error] * len(queries)
+            yield from zip(queries, found, strict=True)

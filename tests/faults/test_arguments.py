@@ -190,7 +190,7 @@ def test_pair_lists_of_any_bytes(tmp_path, examples):
     def check(lines, end):
         (tmp_path / "pairs.txt").write_bytes(end.join(lines))
         try:
-            found = list(read_pairs(tmp_path / "pairs.txt", names, lambda _: None))
+            found = list(read_pairs(tmp_path / "pairs.txt", names))
         except UsageError:
             return
         assert all(a in names and b in names and a != b for a, b in found)
