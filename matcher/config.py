@@ -43,7 +43,8 @@ class ContextConfig:
     depth: int = 6
     attention: Literal["softmax", "linear", "additive", "general"] = "softmax"
     # Softmax attention to n > k keypoints has its logits multiplied by log n / log k, so that it stays as
-    # sharp as among the k that the network was trained with (Chiang and Cholak 2022). None: never.
+    # sharp as among the k that the network was trained with (Chiang and Cholak 2022, "Overcoming a
+    # theoretical limitation of self-attention"). None: never.
     scale_logits_above: int | None = None
     shared_qk: bool = True  # cross-attention has one projection for queries and keys
     # In the middle of the feed-forward part, or ("output") of the message and of what is added at the end.

@@ -36,8 +36,8 @@ from matcher.config import (
 from matcher.errors import IntegrityError, UsageError, install_command
 from matcher.extract.extractor import SiftExtractor
 from matcher.match.adaptivity import confidence_threshold, decide
-from matcher.match.calibration import calibrated
-from matcher.match.nearest import NearestMatcher, check_features, credible_matches, needed_fields
+from matcher.match.calibration import calibrated, credible_matches
+from matcher.match.nearest import NearestMatcher, check_features, needed_fields
 from matcher.match.steering import STEERABLE_KIND, TURNED_EXIF, best_turn, try_other_turns, turned
 from matcher.pipeline import Learned, policy_of, refuse_for_grid
 from matcher.processes import compute_threads

@@ -23,7 +23,8 @@ from matcher.match.steering import turn_scores
 from matcher.types import JOINED, Extractor, Features, Image, Matcher, Matches, TwoViewGeometry, to_numpy
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
-from matcher.verify.verdict import SAME_POINT, without_overlay
+from matcher.verify.overlay import without_overlay
+from matcher.verify.repetition import SAME_POINT
 
 FIRST = "first"
 _LONG = 5.0  # seconds after which it is told what takes so long
@@ -133,8 +134,7 @@ class FurtherPasses:
         The geometry, of any kind, and `seconds` are of the first pass, and the images as that matched them;
         `originals` read them at full resolution, called only if the common region is matched.
         """
-        known = geometry if geometry.kind == "fundamental" else None
-        pair = _Pair(self, images, originals, features, matches, known, perf_counter() - seconds)
+        pair = _Pair(self, images, originals, features, matches, geometry, perf_counter() - seconds)
         reports, start = [PassReport(FIRST, len(matches), seconds)], perf_counter()
         for step in pair.steps():
             if pair.support.is_confident or (one := step()) is None:
@@ -158,7 +158,7 @@ class _Pair:
     originals: Sequence[Callable[[], Image]]
     features: tuple[Features, Features]
     first: Matches
-    first_geometry: TwoViewGeometry | None  # of these, if it is a fundamental matrix
+    first_geometry: TwoViewGeometry  # of these
     begun: float  # by `perf_counter`
     left_out: int = 0
     found: list[PassMatches] = field(default_factory=list)
@@ -263,8 +263,8 @@ class _Pair:
     @cached_property
     def geometry(self) -> TwoViewGeometry:
         """The fundamental matrix of all matches so far."""
-        known = None if self.found else self.first_geometry
-        return known or self.geometry_of(self.union[2])
+        known = not self.found and self.first_geometry.kind == "fundamental"
+        return self.first_geometry if known else self.geometry_of(self.union[2])
 
     @cached_property
     def support(self) -> Support:

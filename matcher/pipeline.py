@@ -36,7 +36,8 @@ from matcher.types import (
 )
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
-from matcher.verify.verdict import judged, reject_improbable, without_overlay
+from matcher.verify.overlay import without_overlay
+from matcher.verify.verdict import judged, reject_improbable
 
 Mask = str | Path | np.ndarray | Any  # the last: a PIL image or a torch tensor
 FURTHER_PASSES = "further passes"  # among the stages of `Result.seconds`
@@ -216,7 +217,7 @@ class Pipeline:
         scale, matches = joined.features1.scale.tolist(), joined.with_keypoints(matches)
         matches = with_prior_scores(matches, scale, calibration_of(self.matcher), True)
         geometry = self.verify(joined.features0, joined.features1, matches, **cameras)
-        geometry = judged(geometry, *features, matches)  # of which alone descriptors are at hand
+        geometry = judged(geometry, *features, matches)  # joined features have no descriptors
         geometry = reject_improbable(geometry, matches, *(f.image_size for f in features))
         found = dict(matches=matches, geometry=geometry, passes=joined.passes, first=first)
         return timed(replace(first, features0=joined.features0, features1=joined.features1, **found))
@@ -267,7 +268,7 @@ class Pipeline:
 
     def match_features_batch(self, pairs: Sequence[tuple[Features, Features]]) -> list[Matches]:
         """Match pairs of unbatched features at once; errors as in `match_features`. Matches on a stamp, logo
-        or frame that both images have are left out (`matcher.verify.verdict`)."""
+        or frame that both images have are left out (`matcher.verify.overlay`)."""
         if not checked_pairs(pairs):
             return []
         side0, side1 = zip(*pairs, strict=True)

@@ -35,7 +35,8 @@ from matcher.config import (
 from matcher.errors import UsageError, check_number, unknown_name
 from matcher.files import read_toml
 
-# Ours. Thresholds and shares were chosen for the shipped weights on training photos (weights/README.md).
+# Ours, one network: `hybrid` for SIFT keypoints, `hybrid-learned` for our front end's. Thresholds and shares
+# were chosen for the shipped weights on training photos (weights/README.md), calibrations by scripts/fit.py.
 _HYBRID = NetworkConfig(
     guided=True,
     assignment=AssignmentConfig(consensus=2),

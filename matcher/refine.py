@@ -24,8 +24,9 @@ def fit_affine_maps(
     points0: np.ndarray, points1: np.ndarray, neighbours: int = 16
 ) -> tuple[np.ndarray, np.ndarray]:
     """Affine maps (K, 2, 2) float64 around matches, image 1 from image 0, each fitted to so many of its
-    nearest matches under the loss of Geman and McClure, and (K,) bool, whether these determine a plausible
-    one: no reflection, no extreme scale or anisotropy. The others are the identity."""
+    nearest matches under the loss of Geman and McClure, as `consensus.fit_local_maps` fits them for the
+    network, and (K,) bool, whether these determine a plausible one: no reflection, no extreme scale or
+    anisotropy. The others are the identity."""
     count = len(points0)
     if count <= 3:  # three neighbours determine a map
         return np.tile(np.eye(2), (count, 1, 1)), np.zeros(count, dtype=bool)
@@ -375,12 +376,13 @@ class _Fitting:
         return self.settings.inflation * square * np.square(self.grid.weights).sum()
 
     def _linearise(self, z: np.ndarray, outer: np.ndarray, residual: np.ndarray) -> None:
-        """Normal equations of windows `z` (K, n): derivatives from `outer` (K, m), noise from `residual`."""
+        """Normal equations of windows `z` (K, n): derivatives from `outer` (K, m), noise of `residual`; what
+        a gradient of illumination (shading) or a little more blur of one window changes does not count."""
         square = outer.reshape(-1, self.grid.side + 2, self.grid.side + 2)
         settings, count = self.settings, len(z)
         left, right = square[:, 1:-1, :-2], square[:, 1:-1, 2:]
         above, below = square[:, :-2, 1:-1], square[:, 2:, 1:-1]
-        blur = left + right + above + below - 4 * square[:, 1:-1, 1:-1]  # the effect of a little blur
+        blur = left + right + above + below - 4 * square[:, 1:-1, 1:-1]  # what a little more blur adds
         self.z = z
         self.dx, self.dy = (0.5 * each.reshape(count, -1) for each in (right - left, below - above))
         self.blur, _ = self._normalised(blur.reshape(count, -1))

@@ -18,7 +18,8 @@ from matcher.geometry import stored_to_upright
 from matcher.passes import PassReport
 from matcher.types import REFINEMENTS, Features, Matches, TwoViewGeometry, to_numpy
 from matcher.verify.adjustment import plane_answers
-from matcher.verify.verdict import MIRRORED, Verdict, repeated_groups, verdict_of
+from matcher.verify.repetition import repeated_groups
+from matcher.verify.verdict import MIRRORED, Verdict, verdict_of
 
 if TYPE_CHECKING:
     import PIL.Image

@@ -615,11 +615,10 @@ class Matches:
 
 
 class Repetition(NamedTuple):
-    """What of a geometry's inliers is repeated (`matcher.verify.verdict`), the worse of both images."""
+    """What of a geometry's inliers is repeated (`matcher.verify.repetition`), the worse of both images."""
 
     unrepeated: float  # share of the inliers that are of things which do not repeat
-    # How often keypoints that do not repeat are among the inliers / how often those around them that do.
-    found: float
+    found: float  # how often keypoints that do not repeat are inliers, relative to those around them that do
     share: float = 1.0  # of the keypoints around the inliers that do not repeat, how many are among these
 
     @property

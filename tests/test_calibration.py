@@ -20,7 +20,9 @@ from matcher.match.calibration import (
     with_prior_scores,
 )
 from matcher.types import Features, Matches, MatchRefinement, Repetition, TwoViewGeometry
-from matcher.verify.verdict import on_overlay, reject_improbable, repetition, verdict_of, without_overlay
+from matcher.verify.overlay import on_overlay, without_overlay
+from matcher.verify.repetition import repetition
+from matcher.verify.verdict import reject_improbable, verdict_of
 
 FIT = run_path(Path(__file__).parent.parent / "scripts" / "fit.py")
 REFINED = RefinedCalibrationConfig(
@@ -314,10 +316,8 @@ def test_a_mirrored_picture_is_neither_used_nor_called_another_place(rng, kind):
 
 
 def test_so_much_is_found_around_what_repeats_that_the_place_is_certain():
-    inliers = np.ones(300, bool)
-    points = np.random.default_rng(0).uniform(0, SIZE, (300, 2))
-    indices = np.repeat(np.arange(300)[:, None], 2, axis=1)
-    matches = Matches.from_indices(indices, points, points, np.ones(300))
+    inliers, points = np.ones(300, bool), np.random.default_rng(0).uniform(0, SIZE, (300, 2))
+    matches = Matches.from_indices(np.c_[:300, :300], points, points, np.ones(300))
 
     def said(share: float, found: float) -> float:
         repeated = Repetition(0.04, found, share)
@@ -332,8 +332,7 @@ def test_what_does_not_repeat(rng):
     points, descriptors = rng.uniform(0, (640, 480), (300, 2)), rng.normal(size=(300, 64))
     side = features(points, descriptors)
     indices = np.repeat(np.arange(300)[:, None], 2, axis=1)
-    matches = Matches.from_indices(indices, points, points, np.ones(300))
-    every = np.ones(300, bool)
+    matches, every = Matches.from_indices(indices, points, points, np.ones(300)), np.ones(300, bool)
     assert repetition(side, side, matches, every) == Repetition(1.0, 1.0)
     assert repetition(side, side, matches, ~every) is None
     absent = replace(side, descriptors=np.zeros((300, 0), np.float32))

@@ -24,7 +24,7 @@ from matcher.verify.adjustment import (
     sampson,
 )
 from matcher.verify.estimation import RobustEstimator
-from matcher.verify.verdict import epipolar_likelihood
+from matcher.verify.likelihood import epipolar_likelihood
 
 CAMERA = Camera(800.0, 820.0, 510.0, 390.0)
 OTHER = Camera(700.0, 690.0, 500.0, 370.0)

@@ -9,8 +9,9 @@ from peers import naive_sinkhorn
 
 from matcher.config import AssignmentConfig, NearestConfig
 from matcher.errors import UsageError
+from matcher.match.calibration import credible_matches
 from matcher.match.consensus import Consensus, fit_local_maps, soft_matches
-from matcher.match.nearest import NearestMatcher, credible_matches
+from matcher.match.nearest import NearestMatcher
 from matcher.match.sinkhorn import (
     Assignment,
     AssignmentHead,

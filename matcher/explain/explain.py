@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from matcher.attention import Kernel, linear_attention
 from matcher.errors import UsageError
 from matcher.match.blocks import Layer
-from matcher.match.nearest import credible_matches
+from matcher.match.calibration import credible_matches
 from matcher.match.network import AttentionMatcher, Tokens, off_border
 from matcher.types import MATCHED, UNMATCHED, Features
 

@@ -24,7 +24,8 @@ from matcher.match.sinkhorn import CHECKED
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.result import Result
 from matcher.types import MATCHED, UNMATCHED, Features, Image, Matches, TwoViewGeometry
-from matcher.verify.verdict import MIRRORED, repeated_groups, verdict_of
+from matcher.verify.repetition import repeated_groups
+from matcher.verify.verdict import MIRRORED, verdict_of
 
 if TYPE_CHECKING:
     from matcher.explain.explain import Attention, Explanation

@@ -17,7 +17,7 @@ from matcher.cameras import Camera
 from matcher.export.colmap import GUESSED_FOCAL, as_matrix, as_rigid, import_pycolmap, to_colmap
 from matcher.localization.sparse_map import LocalizationConfig
 from matcher.sfm.models import as_our_camera
-from matcher.verify.homography import log_false_alarms
+from matcher.verify.likelihood import log_false_alarms
 
 PoseStatus = Literal[
     "ok",

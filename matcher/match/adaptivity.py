@@ -41,11 +41,12 @@ def decide(
     """Which pairs stop after a layer, and which of their points are dropped.
 
     Of points of both images (B, T): `valid` were not dropped before, `confident` are sure of their partner,
-    `probability` is that of having one; `totals` (B,) count those before any pruning. Where heads of their
-    own predict the probability, a pair stops when enough of the expected matches are found: points without a
-    partner are confident of that from the first layer on, so each counts by its probability, and unlikely
-    ones take no part in the assignment. Else (LightGlue) it stops when enough points are confident, dropped
-    ones included.
+    `probability` is that of having one; `totals` (B,) count those before any pruning.
+
+    - As in LightGlue a pair stops when enough of its points are confident, dropped ones included.
+    - Where the probability is `predicted`, by heads of its own, it stops when enough of the expected matches
+      are found, as points without a partner are confident of that from the first layer on. So each counts by
+      its probability, and unlikely ones take no part in the assignment.
     """
     keep, stops = valid, np.zeros(len(valid), dtype=bool)
     if policy.pruning:

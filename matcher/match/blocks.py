@@ -74,7 +74,7 @@ class Block(nn.Module):
     def _messages(
         self,
         given: Tensor,
-        sides: tuple[int, int],
+        counts: tuple[int, int],
         mask: Tensor | None,
         *,
         across: bool,
@@ -82,12 +82,13 @@ class Block(nn.Module):
     ) -> Tensor:
         """Tokens of both images (B, T, dim) → messages (B, T, dim).
 
-        `sides` are the points of image 0 and of image 1; queries beyond them count with image 1 and are no
+        `counts` are points of image 0 and of image 1; queries beyond them count with image 1 and are no
         keys, nor are those outside `mask` (B, T). Each image attends to itself or `across`. `rotations`
         (B, T, 2, d) turn queries and keys.
         """
-        (n, m), parts = sides, self.attention.project(given)
-        if self._by_kernel(parts, sides, mask):
+        (n, m), parts = counts, self.attention.project(given)
+        plain = mask is None and 0 not in counts and self.attention.score is scaled_dot_product
+        if plain and by_kernel(parts):  # one call attends in both images
             queries, keys = ((0, n), (n, parts.shape[1] - n)), ((0, n), (n, m))
             asked = zip(queries, reversed(keys) if across else keys, strict=True)
             spans = [Span(*own, *other, self._gain_of(other[1])) for own, other in asked]
@@ -100,11 +101,6 @@ class Block(nn.Module):
         sources = (1, 0) if across else (0, 1)
         found = [self._attend(queries[side], keys[s], values[s], masks[s]) for side, s in enumerate(sources)]
         return torch.cat([message.transpose(1, 2) for message in found], dim=1).flatten(2)
-
-    def _by_kernel(self, parts: Tensor, sides: tuple[int, int], mask: Tensor | None) -> bool:
-        """Whether one call of the compiled kernel attends in both images, to all of these keys."""
-        plain = mask is None and 0 not in sides and self.attention.score is scaled_dot_product
-        return plain and by_kernel(parts)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """(B, heads, N, d), (B, heads, M, d) twice, mask (B, M) of the M → message (B, heads, N, d)."""
@@ -135,13 +131,14 @@ class Block(nn.Module):
         return gain[:, None, None, None].to(k.dtype)
 
     def _gain_of(self, keys: int) -> float:
-        """log n / log `scale_above` for n keys, if these are more.
-
-        It undoes that softmax over more keys is flatter (Chiang and Cholak 2022, "Overcoming a theoretical
-        limitation of self-attention").
-        """
+        """log n / log k for n keys, if these are more than k (`ContextConfig.scale_logits_above`)."""
         above = self.scale_above
         return 1.0 if above is None or keys <= above else math.log(keys) / math.log(above)
+
+    def _projected(self, x: Tensor, rotations: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (B, heads, T, head_dim)."""
+        parts = _queries_keys_values(self.attention.project(x), rotations)
+        return tuple(each.transpose(1, 2) for each in parts)
 
     def _updated(self, x: Tensor, given: Tensor, message: Tensor) -> Tensor:
         return self.ffn(x, self.message_norm(mapped(self.attention.out, message)), given)
@@ -167,17 +164,16 @@ class SelfBlock(Block):
             nn.init.orthogonal_(weight)  # messages keep the norm of the values
 
     def forward(
-        self, x: Tensor, sides: tuple[int, int], rotations: Tensor | None, mask: Tensor | None
+        self, x: Tensor, counts: tuple[int, int], rotations: Tensor | None, mask: Tensor | None
     ) -> Tensor:
-        """Tokens (B, T, dim), rotations (B, T, 2, head_dim), `sides` and `mask` of the keys → tokens."""
+        """Tokens (B, T, dim), rotations (B, T, 2, head_dim), `counts` and `mask` of the keys → tokens."""
         given = converted(x, self.attention.qkv.weight.dtype)
-        messages = self._messages(given, sides, mask, across=False, rotations=rotations)
+        messages = self._messages(given, counts, mask, across=False, rotations=rotations)
         return self._updated(x, given, messages)
 
     def queries_keys(self, x: Tensor, n: int, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
         """(heads, T, head_dim) each, of one pair: whose products the attention weights are made of."""
-        parts = self.attention.project(x)
-        q, k, _ = (each.transpose(1, 2) for each in _queries_keys_values(parts, rotations))
+        q, k, _ = self._projected(x, rotations)
         parts = [q[:, :, at] * self._gain(k[:, :, at]) for at in (slice(None, n), slice(n, None))]
         return torch.cat(parts, dim=2)[0], k[0]
 
@@ -210,20 +206,16 @@ class CrossBlock(Block):
         for weight in (qkv.weight[-config.dim :], self.attention.out.weight):
             nn.init.orthogonal_(weight)
 
-    def forward(self, x: Tensor, sides: tuple[int, int], mask: Tensor | None) -> Tensor:
-        """Tokens (B, T, dim), `sides` and `mask` of the keys → tokens (B, T, dim)."""
+    def forward(self, x: Tensor, counts: tuple[int, int], mask: Tensor | None) -> Tensor:
+        """Tokens (B, T, dim), `counts` and `mask` of the keys → tokens (B, T, dim)."""
         if self.sequential:  # image 0 attends first; image 1 then attends to its updated points (LoFTR)
-            (x0, x1), masks = x.split(sides, dim=1), (None, None)
+            (x0, x1), masks = x.split(counts, dim=1), (None, None)
             if mask is not None:
-                masks = mask.split(sides, dim=1)
+                masks = mask.split(counts, dim=1)
             x0 = self._from(x0, x1, masks[1])
             return torch.cat([x0, self._from(x1, x0, masks[0])], dim=1)
         given = converted(x, self.attention.qkv.weight.dtype)
-        return self._updated(x, given, self._messages(given, sides, mask, across=True))
-
-    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values (B, heads, T, head_dim)."""
-        return tuple(each.transpose(1, 2) for each in _queries_keys_values(self.attention.project(x)))
+        return self._updated(x, given, self._messages(given, counts, mask, across=True))
 
     def _from(self, x: Tensor, source: Tensor, mask: Tensor | None) -> Tensor:
         """Tokens (B, N, dim) after they attended to those of a source (B, M, dim)."""
@@ -259,12 +251,12 @@ class Layer(nn.Module):
         total, missing = x.shape[1], 0
         if not (torch.is_grad_enabled() or self.cross_block.sequential):
             missing = missing_rows(total, self.self_block.ffn.narrow.weight)
-        if missing:  # for all maps at once; these rows attend, and nothing attends to them
+        if missing:  # padded once, as each map would pad; these rows attend, and nothing attends to them
             x = F.pad(x, (0, 0, 0, missing))
             rotations = None if rotations is None else F.pad(rotations, (0, 0, 0, 0, 0, missing))
             mask = None if mask is None else F.pad(mask, (0, missing))
-        sides = (n, total - n)
-        x = self.cross_block(self.self_block(x, sides, rotations, mask), sides, mask)
+        counts = (n, total - n)
+        x = self.cross_block(self.self_block(x, counts, rotations, mask), counts, mask)
         return x[:, :total] if missing else x
 
     def queries_keys(

@@ -1,4 +1,4 @@
-"""Match probabilities that hold: what a network says, corrected by what else is known of a pair.
+"""Credible matches and probabilities that hold: what a network says, corrected by what is known of a pair.
 
 That is how many keypoints find a partner and, after verification, how well the matches agree with a geometry.
 The geometry itself goes by prior scores, which take account of how well the images agree around each match.
@@ -6,6 +6,7 @@ The geometry itself goes by prior scores, which take account of how well the ima
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,6 +20,25 @@ _VARIANCE = 0.05  # pixels² of the resized image, of which variances are multip
 _VARIANCES = (1e-4, 1e2)  # smaller and larger ones are taken for these
 _EPIPOLAR = ("fundamental", "essential")
 _PSEUDO_COUNT = 0.5  # of an inlier and of an outlier, added to the probabilities of a pair
+
+
+def credible_matches(
+    best: np.ndarray, partners: np.ndarray, mutual: np.ndarray, threshold: float, doubles_at: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mutual best entries of one pair, (N,) each as in `MutualBest`, above `threshold` of the probability.
+
+    The threshold is twice as high where `doubles_at` matches are expected: with S expected, the sum of the
+    probabilities above it, it is threshold · (1 + doubles_at / S), as images of unrelated scenes give a few
+    matches. Indices (K, 2) int64 and probabilities (K,) float32, best first.
+    """
+    rows = np.flatnonzero(mutual & (best > (math.log(threshold) if threshold > 0 else -math.inf)))
+    probabilities = np.exp(best[rows]).clip(max=1.0).astype(np.float32)
+    order = np.argsort(-probabilities, kind="stable")
+    rows, probabilities = rows[order], probabilities[order]
+    if doubles_at and len(rows):
+        credible = probabilities > threshold * (1 + doubles_at / probabilities.sum())
+        rows, probabilities = rows[credible], probabilities[credible]
+    return np.stack([rows, partners[rows]], axis=1), probabilities
 
 
 def calibrated(scores: np.ndarray, counts: Sequence[int], config: CalibrationConfig | None) -> np.ndarray:
@@ -49,8 +69,7 @@ def calibrated(scores: np.ndarray, counts: Sequence[int], config: CalibrationCon
 
 
 def regressors(scores: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-    """(K, 2) what `calibrated` goes by: the log odds of matches, and the logarithm of the share of keypoints
-    that find a partner."""
+    """(K, 2) what `calibrated` goes by: log odds, and logarithm of the share of keypoints with a partner."""
     share = max(float(np.sum(scores, dtype=np.float64)) / max(1, min(counts)), _LEAST)
     return np.column_stack([_log_odds(scores), np.full(len(scores), np.log(share))])
 

@@ -21,11 +21,12 @@ from torch.nn import functional as F
 from matcher.kernels.calls import local_maps
 from matcher.match.sinkhorn import mutual_best
 
-NEIGHBOURS = 16
-SCALES = (0.2, 0.08, 0.03, 0.015)  # of residuals, one per pass, in units of normalised positions
+NEIGHBOURS = 16  # matches that a map is fitted to; three determine one
+# Residuals at which a match weighs a quarter, for each reweighting: from 100 to 8 pixels in images of 1024.
+SCALES = (0.2, 0.08, 0.03, 0.015)
 LEAST_PROBABILITY = 0.05  # of a match that counts
 SETTLED = 0.85  # share of the matches that a round leaves unchanged, which makes it the last
-ROUGH_ITERATIONS = 7  # of Sinkhorn between rounds
+ROUGH_ITERATIONS = 7  # of Sinkhorn between rounds; the next goes on where they end
 _RIDGE, _TINY = 1e-3, 1e-6
 _UNUSABLE = 1e6  # squared distance of a match that must not count for a point
 
@@ -70,7 +71,8 @@ def agreement(before: SoftMatches, after: SoftMatches) -> Tensor:
 
 
 def fit_local_maps(positions: Tensor, targets: Tensor, probability: Tensor) -> LocalFit:
-    """Affine maps fitted around every point to the matches nearest to it, its own left out.
+    """Affine maps fitted around every point to the matches nearest to it, its own left out; for kept matches
+    `refine.fit_affine_maps` does the same.
 
     Of positions (B, N, 2), `targets` (B, N, 2) of their present partners, and the `probability` (B, N) of
     those matches, 0 for points without one.
@@ -94,6 +96,7 @@ def fit_local_maps(positions: Tensor, targets: Tensor, probability: Tensor) -> L
     # The ranking's products may round; the distances themselves are exact.
     steps = neighbours[:, :2] - positions.mT.unsqueeze(2)
     square = steps.square().sum(1) * usable
+    # A Gaussian with the farthest neighbour, or 10 pixels of 1024, at 1.5 deviations.
     reach = square.amax(1, keepdim=True).sqrt_().clamp_min_(0.02) / 1.5
     base = torch.exp(square / (-2 * reach * reach)) * neighbours[:, 4] * usable
     return _fit(torch.cat([steps / reach.unsqueeze(1), neighbours[:, 2:4]], dim=1), base)
@@ -184,7 +187,7 @@ class Consensus(nn.Module):
         self.out = nn.Linear(width, 4)
         nn.init.zeros_(self.out.weight)
         with torch.no_grad():
-            self.out.bias.copy_(torch.tensor([3.0, 0.5, 0.0, 0.0]))
+            self.out.bias.copy_(torch.tensor([3.0, 0.5, 0.0, 0.0]))  # untrained: gain near, penalty far
 
     def forward(self, scores: Tensor, positions: Tensor, matches: SoftMatches) -> Tensor:
         """Scores with dustbins (B, N+1, M+1) of the head, corrected by the matches that they led to so far.
@@ -193,7 +196,7 @@ class Consensus(nn.Module):
         """
         sizes = scores.shape[1] - 1, scores.shape[2] - 1
         with torch.autocast(scores.device.type, enabled=False):
-            factors, weights = self._prior(_stacked(*positions.split(sizes, dim=1)), matches)
+            factors, weights = self._corrections(_stacked(*positions.split(sizes, dim=1)), matches)
             (left0, right0), (left1, right1) = _unstacked(factors, *sizes, 4, 4)
             (gain0, penalty0, bin0), (gain1, penalty1, bin1) = _unstacked(weights, *sizes, 1, 1, 1)
             corrected = scores.clone()  # a gain near the predictions, a penalty elsewhere
@@ -205,7 +208,7 @@ class Consensus(nn.Module):
             corrected[:, -1:, :-1].add_(bin1)
             return corrected
 
-    def _prior(self, positions: Tensor, matches: SoftMatches) -> tuple[Tensor, Tensor]:
+    def _corrections(self, positions: Tensor, matches: SoftMatches) -> tuple[Tensor, Tensor]:
         """`_distance_factors`, and (2B, P, 3) the gain near the predicted position over places far from it,
         the penalty there, and what is added to the dustbin's score.
 
@@ -221,7 +224,7 @@ class Consensus(nn.Module):
         pulls, reach, dustbin = self.out(hidden).split((2, 1, 1), dim=2)
         near, far = (F.softplus(pulls) * (support / (support + 1))).split(1, dim=2)
         reach = reach.clamp(-2, 2).exp()
-        tolerance = torch.addcmul(spread.square(), reach, reach, value=0.012**2)
+        tolerance = torch.addcmul(spread.square(), reach, reach, value=0.012**2)  # 6 pixels of 1024
         weights = torch.cat([near + far, far, dustbin], dim=2)
         return _distance_factors(position, positions, tolerance), weights
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -172,25 +171,6 @@ def _check_norms(kind: str, features: Features) -> None:
     raise UsageError(
         f"this matcher takes descriptors of norm 1, not of {typical_norm(image):.3g}; normalise them first"
     )
-
-
-def credible_matches(
-    best: np.ndarray, partners: np.ndarray, mutual: np.ndarray, threshold: float, doubles_at: float = 0.0
-) -> tuple[np.ndarray, np.ndarray]:
-    """Mutual best entries of one pair, (N,) each as in `MutualBest`, above `threshold` of the probability.
-
-    The threshold is twice as high where `doubles_at` matches are expected: with S expected, the sum of the
-    probabilities above it, it is threshold · (1 + doubles_at / S), as images of unrelated scenes give a few
-    matches. Indices (K, 2) int64 and probabilities (K,) float32, best first.
-    """
-    rows = np.flatnonzero(mutual & (best > (math.log(threshold) if threshold > 0 else -math.inf)))
-    probabilities = np.exp(best[rows]).clip(max=1.0).astype(np.float32)
-    order = np.argsort(-probabilities, kind="stable")
-    rows, probabilities = rows[order], probabilities[order]
-    if doubles_at and len(rows):
-        credible = probabilities > threshold * (1 + doubles_at / probabilities.sum())
-        rows, probabilities = rows[credible], probabilities[credible]
-    return np.stack([rows, partners[rows]], axis=1), probabilities
 
 
 def needed_fields(config: NetworkConfig) -> list[str]:

@@ -22,10 +22,10 @@ from matcher.attention import mapped
 from matcher.config import CalibrationConfig, MatchingPolicy, NetworkConfig, Precision
 from matcher.errors import UsageError
 from matcher.match.blocks import Layer, folded
-from matcher.match.calibration import calibrated
+from matcher.match.calibration import calibrated, credible_matches
 from matcher.match.consensus import ROUGH_ITERATIONS, SETTLED, Consensus, agreement, soft_matches
 from matcher.match.loftr import Backbone, Refinement, folded_backbone
-from matcher.match.nearest import check_features, credible_matches
+from matcher.match.nearest import check_features
 from matcher.match.position import (
     CorrespondenceGuidance,
     Points,
@@ -78,13 +78,7 @@ def check_config(config: NetworkConfig) -> None:
 
 
 class MatchingNetwork(nn.Module):
-    """Features of two images → a soft assignment of their points.
-
-    1. Project the descriptors, those of image 1 turned before to fit image 0 where they can be (`aligned`).
-    2. Alternate self- and cross-attention; positions rotate the queries and keys.
-    3. After each layer decide per pair whether to stop and which points to drop.
-    4. Assign.
-    """
+    """Features of two images, which `AttentionMatcher` aligns, → a soft assignment of their points."""
 
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
@@ -164,15 +158,12 @@ class MatchingNetwork(nn.Module):
         x = self.projected(torch.cat([features.descriptors for features in sides], dim=1))
         codes = [encoded(config, features) for features in sides]
         codes = None if codes[0] is None else torch.cat(codes, dim=1)
-        usual = config.kind in ("rotary", "mlp") and config.extent == 0.5  # as positions are normalised
-        if usual and config.inputs[0] == "xy":
-            positions = codes[..., :2]
-        else:
-            positions = torch.cat([normalise_positions(features) for features in sides], dim=1)
+        # Most encodings take the normalised positions, and what guidance takes with them: found once.
+        usual = config.kind in ("rotary", "mlp") and config.extent == 0.5
+        first = usual and config.inputs[0] == "xy"
+        positions = codes[..., :2] if first else torch.cat([normalise_positions(f) for f in sides], dim=1)
         if self.guidance is not None:
-            inputs = codes
-            if not usual:
-                inputs = torch.cat([position_inputs(features, config.inputs) for features in sides], dim=1)
+            inputs = codes if usual else torch.cat([position_inputs(f, config.inputs) for f in sides], dim=1)
             x = self.guidance.begin(x, inputs)
         rotations = None if self.position is None else self.position(codes)
         if rotations is not None and config.kind != "rotary":
@@ -224,8 +215,8 @@ class MatchingNetwork(nn.Module):
         return replace(tokens, x=x, predicted=predicted)
 
     def decision_logits(self, x: Tensor, depth: int) -> Tensor:
-        """(…, 1 or 2) float32 log odds of having a partner, by heads for it or by the dustbin (LightGlue,
-        eq. 12), and of its being the last layer's, where there are heads for that."""
+        """(…, 1 or 2) float32 log odds that a point has a partner, by heads for that or by the dustbin's
+        (LightGlue, eq. 12), and, before the last layer, of its confidence that the partner stays the same."""
         return F.linear(x, *(self.decisions[depth] if depth < len(self.decisions) else self.decision(depth)))
 
     def decision(self, depth: int) -> tuple[Tensor, Tensor]:
@@ -269,24 +260,13 @@ class MatchingNetwork(nn.Module):
             corrected, before = updated, matches
         return corrected, found
 
-    def forward(self, features0: Features, features1: Features, *, align: bool = True) -> list[Prediction]:
-        """Assignments of B pairs (both arguments batched), with early exit and pruning as configured.
+    def forward(self, features0: Features, features1: Features) -> list[Prediction]:
+        """Assignments of B pairs, as two batches that are checked and aligned, with early exit and pruning.
 
         Pairs that run together and stop at the same layer are one `Prediction`; every pair is in one.
         """
-        check_paired(features0, features1)
-        if align:
-            for features in (features0, features1):
-                check_features(self.config, features)
-            features1 = aligned(features0, features1, self.config.kind)
         states = (state for tokens in self.batches(features0, features1) for state in self.run(tokens))
         return [state.assign() for state in states if state.exiting]
-
-
-def check_paired(features0: Features, features1: Features) -> None:
-    """Refuse batches of two sizes (`UsageError`)."""
-    if features0.mask.shape[0] != features1.mask.shape[0]:
-        raise UsageError(f"{features0.mask.shape[0]} images cannot pair with {features1.mask.shape[0]}")
 
 
 # The network behind the `Matcher` protocol.
@@ -366,7 +346,8 @@ class AttentionMatcher:
         features0, features1 = (features.to(self.device) for features in (features0, features1))
         for features in (features0, features1):
             check_features(self.model.config, features)
-        check_paired(features0, features1)
+        if len(features0.mask) != len(features1.mask):
+            raise UsageError(f"{len(features0.mask)} images cannot pair with {len(features1.mask)}")
         features1 = aligned(features0, features1, self.model.config.kind)
         found, counts = self._matches(features0, features1)
         if self.model.config.kind != STEERABLE_KIND:
@@ -385,7 +366,7 @@ class AttentionMatcher:
     def _matches(self, features0: Features, features1: Features) -> tuple[list[Matches], list[list[int]]]:
         """The matches of every pair, and the points of its images."""
         found, counts = [None] * len(features0.mask), [None] * len(features0.mask)
-        for prediction in self.model(features0, features1, align=False):
+        for prediction in self.model(features0, features1):
             own = zip(self.read(prediction, features0, features1), prediction.tokens.totals, strict=True)
             for pair, (matches, points) in zip(prediction.tokens.pairs, own, strict=True):
                 found[pair], counts[pair] = matches, points.tolist()

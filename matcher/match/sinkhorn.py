@@ -135,8 +135,8 @@ def _solve(
     (u, v), (a, b) = potentials.split(sizes, dim=1), scales.split(sizes, dim=1)
 
     def product(matrix: Tensor, factors: Tensor) -> Tensor:
-        found = torch.bmm(matrix, factors)
-        return found if masked is None else found.clamp_min(tiny)  # where a pair has no point
+        sums = torch.bmm(matrix, factors)
+        return sums if masked is None else sums.clamp_min(tiny)  # where a pair has no point
 
     kernel = _absorbed(scores, u, v)
     kernel_t, sums = kernel.mT, product(kernel, b)
@@ -147,12 +147,12 @@ def _solve(
             torch.div(nu, product(kernel_t, a), out=b)
             sums = product(kernel, b)
             count += 1
-        rest = torch.addcmul(mu, a, sums, value=-1)
-        found = to_numpy(torch.cat([rest, scales if masked is None else scales + masked], 1))[..., 0]
-        rest, extremes = np.split(found, [sizes[0]], axis=1)
+        missing = torch.addcmul(mu, a, sums, value=-1)  # mass of the rows
+        looked_at = to_numpy(torch.cat([missing, scales if masked is None else scales + masked], 1))[..., 0]
+        missing, factors = np.split(looked_at, [sizes[0]], axis=1)
         with np.errstate(over="ignore", invalid="ignore"):
-            error = np.sqrt((rest[:, :-1] ** 2).sum(1) / n + (rest[:, -1] / m) ** 2)
-            low, high = extremes.min(1), extremes.max(1)
+            error = np.sqrt((missing[:, :-1] ** 2).sum(1) / n + (missing[:, -1] / m) ** 2)
+            low, high = factors.min(1), factors.max(1)
         errors.append(float(error[0]))
         within = (low > 1 / LARGEST_SCALE) & (high < LARGEST_SCALE)
         if tolerance is not None:
@@ -168,8 +168,8 @@ def _solve(
                 u += row.log()
                 v += (nu / torch.bmm(kernel_t, row).clamp_min(tiny)).log()
             else:
-                rest = (inside.nan_to_num(1.0).log() + v).masked_fill(nu == 0, -math.inf)
-                u.copy_(mu.log() - torch.logsumexp(scores + rest.mT, 2, keepdim=True))
+                log_columns = (inside.nan_to_num(1.0).log() + v).masked_fill(nu == 0, -math.inf)
+                u.copy_(mu.log() - torch.logsumexp(scores + log_columns.mT, 2, keepdim=True))
                 v.copy_(nu.log() - torch.logsumexp(scores + u, 1, keepdim=True).mT)
             torch.clamp(mu, max=1.0, out=a)
             torch.clamp(nu, max=1.0, out=b)
@@ -177,12 +177,12 @@ def _solve(
                 sums = product(_absorbed(scores, u, v, kernel), b)
         if count >= max_iterations or not running.any():
             break
-    found = potentials + scales.log()
+    potentials = potentials + scales.log()
     for pair, (_, own) in stopped.items() if len(scores) > 1 else ():
-        found[pair] = own
+        potentials[pair] = own
     iterations = [stopped[pair][0] if pair in stopped else count for pair in range(len(scores))]
     converged = [pair in stopped for pair in range(len(scores))]
-    return Potentials(*found.split(sizes, dim=1), iterations, converged, errors)
+    return Potentials(*potentials.split(sizes, dim=1), iterations, converged, errors)
 
 
 def masses(scores: Tensor, mask0: Tensor | None = None, mask1: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -344,9 +344,9 @@ class AssignmentHead(nn.Module):
     def forward(self, x: Tensor, n: int, more: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Tokens (B, N+M, dim), N of image 0 first → scores with dustbins (B, N+1, M+1), float32.
 
-        A point's dustbin score is minus its matchability logit, the corner is 0; one number (SuperGlue,
-        eq. 8) is the score of all dustbins and of the corner. Of `more`, (B, N+M, C) twice, the products of
-        the first in one image with the second in the other are added to the similarities.
+        A point's dustbin score is minus its matchability logit, the corner, which is of no point, 0; one
+        number (SuperGlue, eq. 8) is the score of all dustbins and of the corner. Of `more`, (B, N+M, C)
+        twice, the products of the first in one image with the second in the other are added.
         """
         left = right = converted(mapped(self.projection, x), torch.float32) / self.divisor
         columns = x.shape[1] - n + 1
@@ -360,7 +360,8 @@ class AssignmentHead(nn.Module):
             bins = corner[:, :1].expand(-1, x.shape[1], 1)
         if more is not None:
             left, right = torch.cat([left, more[0], more[1]], -1), torch.cat([right, more[1], more[0]], -1)
-        # The dustbins are one more row and column of the product, [l b₀ 0; 0 0 1] [r 0 b₁; 0 1 corner]ᵀ.
+        # The dustbins are one more row and column of the product, [l b₀ 0; 0 0 1] [r 0 b₁; 0 1 corner]ᵀ:
+        # one0 and one1 are 1 in the added rows, where they meet the dustbin scores of the other side.
         bin0, bin1 = bins.split([n, x.shape[1] - n], dim=1)
         ends0, ends1 = (0, 0, 0, 1), (0, 0, 0, more_rows)
         one0, one1 = (F.pad(torch.zeros_like(b), e, value=1.0) for b, e in ((bin0, ends0), (bin1, ends1)))

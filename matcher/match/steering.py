@@ -1,8 +1,8 @@
 """Quarter turns of images whose descriptors are steerable.
 
-Rolled by a quarter of their channels, descriptors are those of the image turned by 90 degrees: nearly, as
-training taught them that, no layer is equivariant (Bökman et al. 2024, "Steerers: A framework for rotation
-equivariant keypoint descriptors"). Functions take NumPy arrays or torch tensors; no torch is imported.
+Rolled by a quarter of their channels, descriptors are nearly those of the image turned by 90 degrees, since
+they were trained so (Bökman et al. 2024, "Steerers: A framework for rotation equivariant keypoint
+descriptors"). Functions take NumPy arrays or torch tensors; no torch is imported.
 """
 
 from __future__ import annotations
@@ -56,13 +56,12 @@ def best_turn(descriptors0: Any, descriptors1: Any) -> int:
 
     Of descriptors (N, D), (M, D) of norm 1, best first; a few of the strongest decide most pairs.
     """
-    scores = turn_scores(descriptors0, descriptors1, STEERABLE_KIND, strongest=FEW, certain=CERTAIN)
-    scores[0] += MIN_GAIN
-    if len(scores) > 1 and max(len(descriptors0), len(descriptors1)) > FEW:
-        second, best = np.sort(scores)[-2:]
-        if best <= DECISIVE * second:
-            scores = turn_scores(descriptors0, descriptors1, STEERABLE_KIND)
-            scores[0] += MIN_GAIN
+    points = max(len(descriptors0), len(descriptors1))
+    for strongest, certain in ((FEW, CERTAIN), (COMPARED, math.inf)):
+        scores = turn_scores(descriptors0, descriptors1, STEERABLE_KIND, strongest=strongest, certain=certain)
+        scores[0] += MIN_GAIN
+        if points <= strongest or len(scores) == 1 or scores.max() > DECISIVE * np.sort(scores)[-2]:
+            break
     return int(scores.argmax())
 
 

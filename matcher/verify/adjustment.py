@@ -273,7 +273,7 @@ def _minimised(
     found, slopes = residuals(model)
     # Damped little at first: where the matches nearly lie on a plane, one direction is that much weaker.
     loss, damping = loss_of(found), 1e-5
-    for _ in range(15):
+    for _ in range(15):  # steps at most, each tried with at most eight dampings
         weight = weights / (1 + np.sum(found**2, axis=1))
         flat, rows = slopes.reshape(-1, slopes.shape[2]), np.repeat(weight, found.shape[1])
         normal, gradient = (flat.T * rows) @ flat, (flat.T * rows) @ found.reshape(-1)
@@ -316,7 +316,7 @@ def cross(vector: np.ndarray) -> np.ndarray:
 
 
 def mean_pose(hypotheses: Sequence[Hypothesis], likeliest: Hypothesis) -> np.ndarray | None:
-    """The mean pose (4, 4) with a translation of length 1; None where no other is near the likeliest.
+    """The mean pose (4, 4), |t| = 1, of those within 10 degrees of the likeliest; None where it is alone.
 
     Rotations have the chordal mean (Hartley et al. 2013, section 5.3), translations the mean direction.
     """
@@ -325,6 +325,7 @@ def mean_pose(hypotheses: Sequence[Hypothesis], likeliest: Hypothesis) -> np.nda
     near = [one for one in known if degrees_apart(one.model.cam1_from_cam0, best) < 10]
     if len(near) < 2 or not np.isfinite(likeliest.likelihood):
         return None
+    # Likelihoods flattened, so that others than the likeliest count.
     weights = np.exp((np.array([one.likelihood for one in near]) - likeliest.likelihood) / 10.0)
     total = np.einsum("n,nij->ij", weights, np.stack([one.model.cam1_from_cam0 for one in near]))
     left, _, right = np.linalg.svd(total[:3, :3])

@@ -39,13 +39,11 @@ from matcher.verify.homography import (
     ENOUGH,
     OWN,
     Parallax,
-    chance_inlier,
     completed,
     dominant_plane,
     estimated_homography,
     estimated_planar,
     fixed_by_parallax,
-    log_false_alarms,
     magsac,
     on_a_line,
     only_rotates,
@@ -53,12 +51,12 @@ from matcher.verify.homography import (
     poses_of_plane,
     transfer_error,
 )
-from matcher.verify.verdict import epipolar_likelihood, probabilities
+from matcher.verify.likelihood import chance_inlier, epipolar_likelihood, log_false_alarms, probabilities
 
 # Fundamental and essential matrices
 
 SAMPLES = 5_000  # for a pose, at most; twice as many give no better ones, even where most matches are wrong
-# Of the threshold for inliers, and the share of the matches, the most probable ones. The first may be enough.
+# Hypotheses, the first of which may do: factor of the threshold, and share of the matches, the most probable.
 _FUNDAMENTAL = ((2 / 3, 1.0), (1 / 3, 1.0), (5 / 3, 1.0), (2 / 3, 0.5))
 _ESSENTIAL = ((2 / 3, 1.0), (1 / 3, 0.5), (2 / 3, 0.5), (5 / 3, 1.0), (5 / 3, 0.5))
 _TWINS = 5.0  # degrees between poses of one plane that are two, and not one twice
@@ -81,9 +79,9 @@ def estimated_fundamental(matched: MatchedPoints, threshold: float, adjusted: bo
         for factor, part in matched.trials(_FUNDAMENTAL):
             if (matrix := find(part, factor * threshold)) is None:
                 continue
-            found = sampson(*part.sides, matrix) <= factor * threshold
-            matrix = refined(adjusted_fundamental, part, matrix, found)
-            agreeing = np.count_nonzero(found) / len(matched)
+            agree = sampson(*part.sides, matrix) <= factor * threshold
+            matrix = refined(adjusted_fundamental, part, matrix, agree)
+            agreeing = np.count_nonzero(agree) / len(matched)
             yield Hypothesis(of(matrix), epipolar_likelihood(matrix, matched), agreeing)
 
     best = likeliest(until_most_agree(hypotheses()))
@@ -99,7 +97,7 @@ class PoseSearch:
     threshold: float
 
     def model(self, pose: np.ndarray) -> tuple[TwoViewGeometry, np.ndarray, np.ndarray]:
-        """That of a pose; its fundamental matrix, and which matches (N,) are in front of both cameras."""
+        """The geometry of a pose; its fundamental matrix, and which matches (N,) lie before both cameras."""
         K0, K1 = (camera.K for camera in self.cameras)
         fundamental = fundamental_from_pose(K0, K1, pose)
         possible = in_front(*self.matched.sides, (np.linalg.inv(K0), np.linalg.inv(K1)), pose)
@@ -287,7 +285,7 @@ class RobustEstimator:
         )
 
     def _estimate(self, matched: MatchedPoints, cameras: tuple[Camera, Camera] | None) -> TwoViewGeometry:
-        """That of distinct, finite points, in resized pixels."""
+        """The geometry of distinct, finite matches, in resized pixels, with its status."""
         of_plane = self.config.kind == "homography"
         kind = self.planar if of_plane else self.config.kind
         minimum, freedom = _MINIMA[kind]
@@ -349,7 +347,7 @@ class RobustEstimator:
         return replace(planar, matrix=matrix, inliers=inliers)
 
     def _of_twins(self, search: PoseSearch, planar: TwoViewGeometry, parallax: Parallax) -> TwoViewGeometry:
-        """The one of the poses of a plane that matches off it tell from the others, if they do."""
+        """The geometry of the one pose of a plane that matches off it single out; else it is ambiguous."""
         matched, reach = search.matched, self.config.max_reprojection_error
         poses = [planar.cam1_from_cam0]
         for pose in poses_of_plane(matched, search.cameras, reach, planar.homography):

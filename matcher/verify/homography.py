@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
-from math import lgamma, log, pi, sqrt
+from math import log
 from typing import Any
 
 import cv2
@@ -33,7 +33,7 @@ from matcher.verify.adjustment import (
     sampson,
     until_most_agree,
 )
-from matcher.verify.verdict import epipolar_residuals, half_normal, homography_likelihood
+from matcher.verify.likelihood import epipolar_residuals, half_normal, homography_likelihood, log_false_alarms
 
 # Homographies
 
@@ -55,8 +55,7 @@ def estimated_homography(matched: MatchedPoints, threshold: float) -> TwoViewGeo
             matrix = facing(matrix, matched.points0)
             for refine in refinements[: 1 if matched.covariances is None else None]:
                 found = transfer_error(*matched.sides, matrix) <= threshold
-                matrix = refined(refine, matched, matrix, found)
-                matrix = facing(matrix, matched.points0)
+                matrix = facing(refined(refine, matched, matrix, found), matched.points0)
             inliers = transfer_error(*matched.sides, matrix) <= threshold
             likelihood = homography_likelihood(matrix, matched)
             model = TwoViewGeometry("homography", "ok", inliers, matrix)
@@ -167,31 +166,6 @@ def only_rotates(inliers: MatchedPoints, cameras: tuple[Camera, Camera], cam1_fr
     fundamental = fundamental_from_pose(K0, K1, cam1_from_cam0)
     noise = np.percentile(sampson(points0, points1, fundamental), 90)
     return bool(reach <= max(3 * noise, 0.1))
-
-
-def chance_inlier(points0: np.ndarray, points1: np.ndarray, threshold: float, homography: bool) -> float:
-    """Probability that a random match is an inlier: its region's share of the area that the points span."""
-    shares = []
-    for points in (points0, points1):
-        width, height = np.maximum(np.ptp(points, axis=0), 1.0)
-        band = 2 * sqrt(2) * threshold * np.hypot(width, height)  # Sampson: √2 times the distance to the line
-        shares.append((pi * threshold**2 if homography else band) / (width * height))
-    return float(min(1.0, shares[1] if homography else max(shares)))
-
-
-def log_false_alarms(count: int, inliers: int, minimum: int, chance: float) -> float:
-    """Logarithm of how many models with that many inliers `count` random matches would give.
-
-    Moisan and Stival, A probabilistic criterion to detect rigid point matches, IJCV 2004, section 3.
-    """
-    if inliers <= minimum:
-        return 0.0
-
-    def log_choose(n: int, k: int) -> float:
-        return lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)
-
-    models = log(count - minimum) + log_choose(count, inliers) + log_choose(inliers, minimum)
-    return models + (inliers - minimum) * log(chance)
 
 
 # Poses that the homography of a plane allows
