@@ -3,8 +3,7 @@
 The score of a pixel is the logit of the probability that a point there is found again in another view of the
 scene and matched by its descriptor. A point's position is the centroid of the softmax of the scores around it
 (as in ALIKE, Zhao et al. 2022, section III-B), and its descriptor is made of what the maps of all resolutions
-hold at that position; nothing is described that is not a point. Descriptors turn with the image nearly as
-`match/steering.py` wants it, by training: no layer is equivariant.
+hold at that position; nothing is described that is not a point. Training alone makes them steerable.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ map is fitted robustly to the matches nearest to it, its own left out, and candi
 position gain score while distant ones lose it; then the points are assigned again. After "moving least
 squares" (Schaefer et al. 2006, section 2.1), with weights reestimated for Geman and McClure's loss under a
 falling scale (Black and Rangarajan 1996); filters of the field reject matches by the same idea (AdaLAM,
-Cavalli et al. 2020).
+Cavalli et al. 2020). `refine.fit_affine_maps` fits such maps to matches that are kept.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ def agreement(before: SoftMatches, after: SoftMatches) -> Tensor:
 
 
 def fit_local_maps(positions: Tensor, targets: Tensor, probability: Tensor) -> LocalFit:
-    """Affine maps fitted around every point to the matches nearest to it, its own left out; for kept matches
-    `refine.fit_affine_maps` does the same.
+    """Affine maps fitted around every point to the matches nearest to it, its own left out.
 
     Of positions (B, N, 2), `targets` (B, N, 2) of their present partners, and the `probability` (B, N) of
     those matches, 0 for points without one.

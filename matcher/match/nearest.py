@@ -1,4 +1,4 @@
-"""Mutual nearest neighbours with the ratio test, and what features a matcher takes; no torch is imported."""
+"""Mutual nearest neighbours with the ratio test, and what features matchers take; no torch is imported."""
 
 from __future__ import annotations
 

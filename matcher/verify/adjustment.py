@@ -325,8 +325,8 @@ def mean_pose(hypotheses: Sequence[Hypothesis], likeliest: Hypothesis) -> np.nda
     near = [one for one in known if degrees_apart(one.model.cam1_from_cam0, best) < 10]
     if len(near) < 2 or not np.isfinite(likeliest.likelihood):
         return None
-    # Likelihoods flattened, so that others than the likeliest count.
-    weights = np.exp((np.array([one.likelihood for one in near]) - likeliest.likelihood) / 10.0)
+    ratios = np.array([one.likelihood for one in near]) - likeliest.likelihood
+    weights = np.exp(ratios / 10.0)  # flattened, so that others than the likeliest count
     total = np.einsum("n,nij->ij", weights, np.stack([one.model.cam1_from_cam0 for one in near]))
     left, _, right = np.linalg.svd(total[:3, :3])
     pose = np.eye(4)

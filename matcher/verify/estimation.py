@@ -343,8 +343,7 @@ class RobustEstimator:
             return on_plane
         inliers = sampson(*matched.sides, matrix) <= threshold
         matrix = refined(adjusted_fundamental, matched, matrix, inliers)
-        inliers = sampson(*matched.sides, matrix) <= threshold
-        return replace(planar, matrix=matrix, inliers=inliers)
+        return replace(planar, matrix=matrix, inliers=sampson(*matched.sides, matrix) <= threshold)
 
     def _of_twins(self, search: PoseSearch, planar: TwoViewGeometry, parallax: Parallax) -> TwoViewGeometry:
         """The geometry of the one pose of a plane that matches off it single out; else it is ambiguous."""

@@ -57,9 +57,8 @@ def estimated_homography(matched: MatchedPoints, threshold: float) -> TwoViewGeo
                 found = transfer_error(*matched.sides, matrix) <= threshold
                 matrix = facing(refined(refine, matched, matrix, found), matched.points0)
             inliers = transfer_error(*matched.sides, matrix) <= threshold
-            likelihood = homography_likelihood(matrix, matched)
             model = TwoViewGeometry("homography", "ok", inliers, matrix)
-            yield Hypothesis(model, likelihood, float(np.mean(inliers)))
+            yield Hypothesis(model, homography_likelihood(matrix, matched), float(np.mean(inliers)))
 
     best = likeliest(until_most_agree(hypotheses()))
     return None if best is None else best.model
@@ -81,8 +80,7 @@ def estimated_planar(matched: MatchedPoints, threshold: float, model: PlanarMode
     for _ in range(2):
         inliers = transfer_error(*matched.sides, matrix) <= threshold
         matrix = refined(partial(adjusted_homography, model=model), matched, matrix, inliers)
-    inliers = transfer_error(*matched.sides, matrix) <= threshold
-    return TwoViewGeometry("homography", "ok", inliers, matrix)
+    return TwoViewGeometry("homography", "ok", transfer_error(*matched.sides, matrix) <= threshold, matrix)
 
 
 def magsac(find: Any, matched: MatchedPoints, threshold: float) -> np.ndarray | None:
