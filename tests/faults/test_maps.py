@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_collection import features as random_features
 from safetensors.numpy import load, save
-from sequence_walls import BASELINE, make_walls, picture
-from sequence_walls import CAMERA as CAMERA_TEXT
+from sequence_walls import BASELINE, WALLS, map_of_pairs, pair
 
 import matcher
 from matcher.collection.schema import INDEX, sealed
@@ -186,27 +185,16 @@ def test_an_index_of_any_bytes_is_made_again(index, tmp_path):
 # --- Maps of a sequence's keyframes: every file may be absent, damaged, no file, or say what is not so.
 
 
-CAMERA = matcher.Camera(*map(float, CAMERA_TEXT.split(",")), size=(320, 240))
 FAST = {"max_keypoints": 200}
 RUN, SPARSE, SUMMARY = "model-run", "model/sparse/0", "model/summary.json"
 DESCRIPTORS = f"{RUN}/descriptors.db"
 
 
 @pytest.fixture(scope="module")
-def walls():
-    return make_walls()
-
-
-@pytest.fixture(scope="module")
-def saved_map(walls, tmp_path_factory) -> Path:
-    """The folder of a map that a stereo tracker made, whose index is there."""
+def saved_map(tmp_path_factory) -> Path:
+    """The folder of a map whose index is there."""
     folder = tmp_path_factory.mktemp("sound") / "map"
-    keyframes = matcher.KeyframeMap(folder, CAMERA, "nearest", **FAST)
-    tracker = matcher.Tracker("nearest", CAMERA, baseline=BASELINE, keyframe_map=keyframes, **FAST)
-    for number in range(8):
-        x = 0.18 * number
-        tracker.push_stereo(picture(walls, x), picture(walls, x + BASELINE))
-    tracker.save_map()
+    map_of_pairs(folder, **FAST)
     matcher.Map.open(folder / "model").close()
     return folder
 
@@ -216,13 +204,13 @@ def folder(saved_map, tmp_path) -> Path:
     return Path(shutil.copytree(saved_map, tmp_path / "given" / "map"))
 
 
-def loaded(folder: Path, walls) -> tuple[str, np.ndarray | None]:
+def loaded(folder: Path) -> tuple[str, np.ndarray | None]:
     """What is said of a map that a tracker loads, and the pose of a frame in it; in time."""
-    tracker = matcher.Tracker("nearest", CAMERA, baseline=BASELINE, **FAST)
+    tracker = matcher.Tracker("nearest", WALLS, baseline=BASELINE, **FAST)
     begun, pose = time.process_time(), None
     try:
         tracker.load_map(folder)
-        pose = tracker.push_stereo(picture(walls, 0.4), picture(walls, 0.4 + BASELINE)).map_from_cam
+        pose = tracker.push_stereo(*pair(0.4)).map_from_cam
         said = tracker.problem or ""
     except (IntegrityError, UsageError) as error:
         said = str(error)
@@ -254,16 +242,16 @@ SPARED = ("loops.json", "trajectory.tum", f"{RUN}/{INDEX}", "model/database.db",
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_a_needed_file_that_is_damaged_or_something_else(saved_map, tmp_path, walls, name):
+def test_a_needed_file_that_is_damaged_or_something_else(saved_map, tmp_path, name):
     for fault in (Path.unlink, cut, pipe, link, other_bytes):
         folder = Path(shutil.copytree(saved_map, tmp_path / fault.__name__))
         fault(folder / name)
-        said, pose = loaded(folder, walls)
+        said, pose = loaded(folder)
         assert said and pose is None, fault
 
 
 @pytest.mark.parametrize("fault", [cut, pipe, other_bytes])
-def test_what_a_map_can_do_without_changes_nothing(folder, walls, fault):
+def test_what_a_map_can_do_without_changes_nothing(folder, fault):
     """Its index is made again; a keyframe's image only makes keypoints more exact."""
     for name in SPARED:
         if fault is not pipe or not name.startswith(RUN):  # a run holds its files itself
@@ -271,7 +259,7 @@ def test_what_a_map_can_do_without_changes_nothing(folder, walls, fault):
     for place in (folder, folder / "model", folder / RUN, folder / SPARSE):  # files that no map has
         (place / "pycolmap.py").write_text("raise SystemExit('run')")
         os.mkfifo(place / "pipe")
-    said, pose = loaded(folder, walls)
+    said, pose = loaded(folder)
     assert said == "" and pose is not None and np.allclose(pose[:3, 3], [0.4, 0, 0], atol=0.05)
 
 
@@ -279,15 +267,15 @@ SUMMARIES = [b"", b"[" * 100_000, b"\xff\xfe{", b'{"run": 7}', b'{"run": "a\\u00
 SUMMARIES += [b'{"run": "' + text + b'"}' for text in (b"x/" * 9000, b"/dev", b" " * 30_000_000)]
 
 
-def test_a_summary_that_says_something_else(folder, walls):
+def test_a_summary_that_says_something_else(folder):
     """The run beside the model is taken, or its absence is said."""
     for text in SUMMARIES:
         (folder / SUMMARY).write_bytes(text)
-        said, pose = loaded(folder, walls)
+        said, pose = loaded(folder)
         assert "RUN_DIR" in said or (said == "" and pose is not None)
 
 
-def test_descriptors_that_are_not_finite(folder, walls, value=np.nan):
+def test_descriptors_that_are_not_finite(folder, value=np.nan):
     """With right checksums, as a stranger can write them; the index is made of them too."""
     with Store.open(folder / RUN) as store:
         counts = {number: store.image(name).count for number, name in store.names().items()}
@@ -296,13 +284,13 @@ def test_descriptors_that_are_not_finite(folder, walls, value=np.nan):
             record = safetensors.numpy.save({"descriptors": np.full((count, 128), value, np.float16)})
             writer.put_descriptors(number, sealed(record))
     (folder / RUN / "retrieval.safetensors").unlink()
-    said, pose = loaded(folder, walls)
+    said, pose = loaded(folder)
     assert "damaged" in said and pose is None
 
 
 @pytest.mark.parametrize("name", ["../../evil.png", "a\x00b.png", "000000.png\x1b[2J"])
-def test_names_of_a_model_that_leave_the_folder(folder, walls, name):
+def test_names_of_a_model_that_leave_the_folder(folder, name):
     path = folder / SPARSE / "images.bin"
     path.write_bytes(path.read_bytes().replace(b"000000.png\0", name.encode() + b"\0", 1))
-    said, pose = loaded(folder, walls)
+    said, pose = loaded(folder)
     assert said and pose is None and "\x1b" not in said and "\n" not in said
