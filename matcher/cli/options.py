@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -67,6 +67,7 @@ _WORDS = {  # that stand in braces in what is said of options
         "nerfstudio's transforms.json, KITTI's calib.txt, or the YAML of OpenCV, ROS or EuRoC."
     ),
 }
+_ALWAYS = {"preset": DEFAULT_PRESET, "device": "auto"}  # options of `matcher.load` that have a value untyped
 _OWN_THREADS = {"evaluate", "track", "train"}  # commands whose --threads are those of this process
 _RESUMABLE = {"collection", "sfm", "train"}  # commands that keep finished work and continue from it
 
@@ -129,10 +130,10 @@ def _option(name: str, kind: Any, default: Any, metavar: str | None, help: str, 
 def _option_of_load(name: str, shown: dict[str, Any]) -> Any:
     """An option of `matcher.load`, with the default preset's value as default in the help."""
     if name == "preset":
-        return _option(name, str, DEFAULT_PRESET, *_described(SHARED)[name], autocompletion=complete_preset)
+        return _option(name, str, _ALWAYS[name], *_described(SHARED)[name], autocompletion=complete_preset)
     kind, help, metavar = _of_load()[name]
-    if name == "device":
-        return _option(name, str, "auto", metavar, help)
+    if name in _ALWAYS:
+        return _option(name, str, _ALWAYS[name], metavar, help)
     config = PRESETS[DEFAULT_PRESET]
     defaults = {
         **{key: getattr(config.extractor, key) for key in ("max_keypoints", "resize", "keep")},
@@ -159,7 +160,7 @@ def declared(owner: Callable[..., Any]) -> tuple[dict[str, tuple[Any, Any]], Cal
         if name == "given":
             _, names, shown = get_args(hints[name])
             found |= {each: _option_of_load(each, shown) for each in names}
-            taken[name] = lambda values, names=names: {n: values[n] for n in names if values[n] is not None}
+            taken[name] = partial(_typed, names)
         elif is_dataclass(kind):
             options, taken[name] = declared(kind)
             found |= options
@@ -175,6 +176,11 @@ def declared(owner: Callable[..., Any]) -> tuple[dict[str, tuple[Any, Any]], Cal
         return owner(*first, **given)
 
     return found, call
+
+
+def _typed(names: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of these options that were typed, with another value than they have in any case."""
+    return {name: values[name] for name in names if values[name] not in (None, _ALWAYS.get(name))}
 
 
 class OnceEach(TyperCommand):

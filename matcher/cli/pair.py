@@ -348,8 +348,7 @@ def stitch(
 
     paths = list(expand_images(images).values())
     check_outputs([(output, PICTURE_FORMATS)], paths, overwrite=overwrite)
-    preset = given.pop("preset")
-    made = matcher.stitch(paths, preset, projection=projection, model=model, crop=crop, **given)
+    made = matcher.stitch(paths, projection=projection, model=model, crop=crop, **given)
     made.save(output, overwrite=True)  # check_outputs has refused files of others
     lost = [path for number, path in enumerate(paths) if number not in made.used]
     for path in lost:

@@ -85,19 +85,17 @@ def sfm(
         raise typer.BadParameter("--poses are kept as they are: leave out --continue and --rig, or --poses")
     if choice.rig is not None and continue_ is not None:
         raise typer.BadParameter("a continued model has the rig that it was made with; leave --rig out")
-    if (start := poses or continue_) is not None:
+    if poses is not None or continue_ is not None:
         check_mapper(mapper)
-        found = read_given_poses(start)
-        if poses is not None:
-            known = found
-            posed = replace(choice, known={**choice.known, **found.cameras})
-            check_used(posed, found.cam_from_world)
-    wanted = pairing.chosen()
+    if poses is not None:
+        known = read_given_poses(poses)
+        posed = replace(choice, known={**choice.known, **known.cameras})
+        check_used(posed, known.cam_from_world)
+    wanted, preset = pairing.chosen(), given.get("preset", DEFAULT_PRESET)
     mapping = dict(mapper=mapper, min_images=min_images, threads=threads, seed=seed, choice=choice)
     mapping |= dict(max_deviation=max_deviation, overwrite=overwrite)
     progress = dict(on_progress=ProgressLines().stage, on_round=_say_round)
-    always = (("preset", DEFAULT_PRESET), ("device", "auto"))  # where nothing is given
-    asked = {name for name, value in given.items() if (name, value) not in always} - _BESIDE_RUN
+    asked = given.keys() - _BESIDE_RUN
     asked |= {name for name in ("masks", "features", "restart", "tiles") if getattr(sources, name)}
     if continue_ is not None:
         if asked or dry_run:
@@ -111,7 +109,7 @@ def sfm(
     selection, matched = Selection.parse(**sources.selection), 0
     if (source / DATABASE).is_file():
         others = wanted or run is not None or sources.workers is not None
-        if asked or others or _BESIDE_RUN - {"device"} & given.keys():
+        if asked or others or _BESIDE_RUN & given.keys():
             raise typer.BadParameter("RUN_DIR is already matched; matching options apply only to photos")
         run = source
         with Store.open(run) as store:
@@ -147,7 +145,7 @@ def sfm(
             show(f"would {'continue' if run.is_dir() else 'create'} {run}, then create {out}")
             return 0
         # Options that are others here than for two photos, where the preset takes them.
-        preset, sizes = given["preset"], {"max_keypoints": MAX_KEYPOINTS, "resize": RESIZE}
+        sizes = {"max_keypoints": MAX_KEYPOINTS, "resize": RESIZE}
         defaults = {name: sizes[name] for name in sizes if not sources.tiles and takes(preset, name)}
         if sources.features is not None:
             defaults.pop("max_keypoints", None)
@@ -173,7 +171,7 @@ def sfm(
             names = {*names, *filter(selection.takes, gone(store))}  # which are left out, and named
         made = reconstruct(store, out, only=names, poses=known, **mapping)
         # Of a castle, where SIFT does, .95; of a kitchen, where it registers 5 of 20 photos, .86.
-        if shares and shares[len(shares) // 4] > 0.9 and not given["preset"].startswith("nearest"):
+        if shares and shares[len(shares) // 4] > 0.9 and not preset.startswith("nearest"):
             say("these photos are easy to match: SIFT (--preset nearest) would probably do, and sooner")
         settings, scale = store.settings, None
         resize = settings.get("config", {}).get("extractor", {}).get("resize")
@@ -244,7 +242,7 @@ def map_of(model: Path, pictures: Path, run: Path | None, given: dict[str, Any])
     if not made.exists():
         say(f"{model}: its map is made from {pictures}, with the model's poses, and kept in {made}")
         with redirect_stdout(sys.stderr):  # which is of the results of the command
-            sfm(pictures, made, {"preset": DEFAULT_PRESET, **given}, run=run, poses=model)
+            sfm(pictures, made, given, run=run, poses=model)
         return made
     kept, poses = (read_given_poses(each).cam_from_world for each in (made, model))
     if any(name not in poses or not np.allclose(pose, poses[name]) for name, pose in kept.items()):

@@ -15,7 +15,6 @@ from matcher.cli.options import Count, check_outputs, loading, parse_camera
 from matcher.cli.output import PARTIAL, complain, exit_code_of, say, show, whole_step
 from matcher.errors import ImageError, IntegrityError, UsageError, few
 from matcher.files import write_output
-from matcher.presets import DEFAULT_PRESET
 from matcher.viz import PLOT_SUFFIXES
 
 if TYPE_CHECKING:
@@ -365,9 +364,8 @@ def _say_kept(keyframes: matcher.KeyframeMap) -> None:
 def _finish_map(folder: Path, asked: Mapping[str, Any]) -> int:
     """Make the map of the keyframes that an interrupted run kept; `asked`: all parameters of the command."""
     keyframes = matcher.KeyframeMap.resume(folder)
-    always = {"preset": DEFAULT_PRESET, "device": "auto"}
     idle = {**asked, **asked["given"], "source": None, "map_": None, "threads": None, "given": None}
-    typed = [name for name, value in idle.items() if value not in (None, False, [], always.get(name))]
+    typed = [name for name, value in idle.items() if value not in (None, False, [])]
     if given := sorted(f"--{name.strip('_').replace('_', '-')}" for name in typed):
         raise UsageError(
             f"{folder} is finished with the camera and options that it was begun with: leave out "

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from matcher.errors import ImageError, UsageError
+from matcher.errors import UsageError
 from matcher.evaluate.measure import Record
 from matcher.evaluate.protocols import PairSet
 from matcher.evaluate.run import Evaluation, plain, table
@@ -49,12 +48,8 @@ def verdict_counts(records: Sequence[Record]) -> dict[str, int]:
 
 def check_labels(pair_set: PairSet) -> None:
     """Refuse a set whose truth does not tell of single matches whether they are right (`UsageError`)."""
-    sparse = pair_set.protocol == "pose"
-    for index in range(len(pair_set) if pair_set.protocol == "correspondences" else 0):
-        with suppress(ImageError):  # of the first that can be read
-            sparse = not pair_set.pairs[index].dense
-            break
-    if sparse:
+    labelled = pair_set.protocol == "correspondences"
+    if pair_set.protocol == "pose" or (labelled and not pair_set.pairs[0].dense):
         raise UsageError(f"{pair_set.name}: calibration needs homographies, depth or dense labels")
 
 

