@@ -90,7 +90,6 @@ def new_run(folder, photos, preset, **options):
 
 
 def test_photos_of_the_place_are_localised(made, place, queries):
-    assert "5 images" in repr(place)
     for path in queries:
         pose = place.localize(path, CAMERA)
         shift, angle = pose_error(pose, made[1][path.name])
@@ -329,7 +328,7 @@ def test_an_image_that_has_changed_is_named(made, queries):
         image.unlink()  # without its file, keypoints are not refined on it
         with matcher.Map.open(made[0] / "model") as place:
             assert place.localize(queries[0], CAMERA).ok
-            assert set(place.absent) <= {"photo1.png"}
+            assert place.absent <= {"photo1.png"} and "5 images" in repr(place)
     finally:
         image.write_bytes(before)
 

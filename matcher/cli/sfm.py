@@ -351,7 +351,7 @@ def localize(
         say(f"a part of the model, of {counted(images, 'image')}, is not searched: {part}")
     given["config"] = LocalizationConfig(neighbours=neighbours or 10, refine=refine)
     found: dict[str, matcher.Pose] = {}
-    drawn, where, listed = True, {}, {}
+    drawn, where = True, {}
 
     def write(path: Path) -> None:
         have = {name: pose.cam_from_world for name, pose in found.items() if pose.ok}
@@ -359,10 +359,7 @@ def localize(
 
     with ExitStack() as stack:
         place = stack.enter_context(matcher.Map.open(model, run_dir=run, **given))
-        if pairs is not None:
-            start = photos[0] if photos[0].is_dir() else photos[0].parent
-            found_in = read_partners(pairs, named, place, start)
-            listed = {name: images[:neighbours] for name, images in found_in.items()}
+        listed = {} if pairs is None else read_partners(pairs, named, place, neighbours)
         record = recording and stack.enter_context(LocalizationRecording(recording, place))
         try:
             stored = None if features is None else HlocFeatures(Path(), features)
@@ -396,7 +393,7 @@ def localize(
             raise
         if place.absent:
             some = f"{counted(len(place.absent), 'picture')} of the map, such as"
-            some = f"{some} {place.image_path(place.absent[0])}, are gone"
+            some = f"{some} {place.image_path(min(place.absent))}, are gone"
             complain(f"{some}: without them poses are less exact; put them back, or give --no-refine")
         where = {} if place.georegistration is None else {"georegistration": place.georegistration}
     found = {name: found[name] for name in named if name in found}

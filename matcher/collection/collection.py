@@ -257,7 +257,7 @@ class Collection:
         preemptive: int | None = None,
         nearby: int | None = None,
         of: Iterable[str] | None = None,
-        on_fault: OnFault | None = None,
+        on_fault: OnFault = lambda *_: None,
         on_progress: OnProgress | None = None,
     ) -> tuple[int, int]:
         """Add pairs, chosen in exactly one way; finished pairs stay finished. Returns the number of pairs (of

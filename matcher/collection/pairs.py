@@ -75,7 +75,7 @@ class FaultTally:
 def read_pairs(
     path: str | Path,
     names: Iterable[str],
-    on_fault: OnFault | None = None,
+    on_fault: OnFault = lambda *_: None,
     *,
     folder: Path | None = None,
     partners: NameTable | None = None,
@@ -93,9 +93,8 @@ def read_pairs(
     lines, ends = array("q"), array("q")
 
     def report(line: int, kind: str, what: str) -> None:
-        if on_fault is not None:
-            plain = one_line(what[:81])
-            on_fault(line, kind, plain if len(plain) <= 80 else f"{plain[:80]}…")
+        plain = one_line(what[:81])
+        on_fault(line, kind, plain if len(plain) <= 80 else f"{plain[:80]}…")
 
     try:
         with open_text(path) as file:
@@ -236,7 +235,7 @@ def preemptive_pairs(
     pipeline: Pipeline,
     *,
     partners: Mapping[str, int] | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> list[tuple[str, str]]:
     """Of these pairs, those whose strongest keypoints agree: whose verdict on these is not "different
     places", and which are among the `BEST` of one of their images by inliers; `partners`, whom an image is
@@ -259,8 +258,7 @@ def preemptive_pairs(
             verdict = verdict_of(matches, geometry, *(end.image_size for end in ends))
             inliers[row] = geometry.inliers.sum()
             likely[row] = verdict is None or verdict.probability > NOT
-        if on_progress is not None:
-            on_progress(row + 1, len(candidates))
+        on_progress(row + 1, len(candidates))
     return best_pairs(candidates, inliers, likely, partners or {})
 
 

@@ -5,7 +5,7 @@ A photo, or the pictures of a rig, is a `Query`; its pose is tried with ever mor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -154,7 +154,8 @@ class Map(AbstractContextManager):
             [1 / float(np.sqrt(np.prod(store.scale(name)))) for name in model.names],
             lambda row: known and photos.digest(model.names[row]) != digests[model.names[row]],
         )
-        self._absent: set[str] = set()
+        # Images of the map on which keypoints should have been refined, and whose files are gone.
+        self.absent: set[str] = set()
         # Where on Earth it is, if known: "origin" is latitude, longitude and altitude of (0, 0, 0); poses are
         # in metres, x east, y north, z up.
         self.georegistration = read_georegistration(folder)
@@ -210,11 +211,6 @@ class Map(AbstractContextManager):
     def names(self) -> tuple[str, ...]:
         """The map's images."""
         return self.model.names
-
-    @property
-    def absent(self) -> tuple[str, ...]:
-        """Images of the map on which keypoints should have been refined, and whose files are gone."""
-        return tuple(sorted(self._absent))
 
     def image_path(self, name: str) -> Path:
         """Where an image of the map was when its features were found."""
@@ -448,7 +444,7 @@ class Map(AbstractContextManager):
             of = np.where(estimate.inliers & (query.pyramid is not None), table[:, 2], -1)
             for image in np.unique(of[of >= 0]).tolist():
                 if not self.image_path(self.names[image]).is_file():
-                    self._absent.add(self.names[image])
+                    self.absent.add(self.names[image])
                     continue
                 rows = np.flatnonzero(of == image)
                 indices = table[rows][:, [3, 0]]
@@ -536,10 +532,10 @@ def _count(estimates: Estimates | None) -> int:
 
 
 def read_partners(
-    path: str | Path, photos: Iterable[str], place: Map, folder: Path | None = None
+    path: str | Path, photos: Mapping[str, Path], place: Map, most: int | None = None
 ) -> dict[str, list[str]]:
-    """The map's images to match each photo with, from a pair list such as hloc's of a retrieval: a line names
-    a photo, as below the `folder`, then an image of the map. `UsageError`, with the line: it does not."""
+    """The map's images, the first `most`, to match each photo with, from a pair list such as hloc's of a
+    retrieval: a line names a photo, then an image of the map. `UsageError`, with the line: it does not."""
 
     def refuse(line: int, kind: str, text: str) -> None:
         if kind in (MISSING, COLUMNS):
@@ -547,10 +543,11 @@ def read_partners(
             raise UsageError(f"{wrong}; a line names one of the photos, then an image of the map")
 
     found: dict[str, list[str]] = {name: [] for name in photos}
-    known = NameTable(place.names, place.image_path("."))
+    known, (name, first) = NameTable(place.names, place.image_path(".")), next(iter(photos.items()))
+    folder = first.parents[name.count("/")]  # that names are below
     for name, image in read_pairs(path, found, refuse, folder=folder, partners=known):
         found[name].append(image)
-    return found
+    return {name: images[:most] for name, images in found.items()}
 
 
 def localize_photos(

@@ -83,10 +83,8 @@ class Pose:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the points, ready for JSON; the camera with COLMAP's pixel origin."""
-        camera = None
-        if self.camera is not None:
-            model, params = self.camera.to_colmap()
-            camera = {"model": model, "params": list(params), "size": list(self.camera.size or ())}
+        model, params = (None, ()) if self.camera is None else self.camera.to_colmap()
+        camera = self.camera and {"model": model, "params": [*params], "size": [*(self.camera.size or ())]}
         return {
             "status": self.status,
             "reason": self.reason,

@@ -127,13 +127,13 @@ class LocalizationConfig:
 class RetrievalIndex:
     """Global descriptors of the images of a run; a photo is compared in all orientations."""
 
-    vocabulary: Vocabulary | None  # None: no image has any keypoint
+    vocabulary: Vocabulary
     table: np.ndarray  # (I, G) float16 of unit length, zeros for images without keypoints
     kind: str  # of the features
 
     def similar(self, features: Features, k: int) -> np.ndarray:
         """(k,) rows of the most similar images, best first."""
-        if self.vocabulary is None or not bool(features.mask.any()):
+        if not bool(features.mask.any()):
             return np.zeros(0, np.int64)
         turned = rotated_descriptors(strongest_descriptors(features), self.kind)
         queries = np.array([self.vocabulary.describe(each) for each in turned], dtype=np.float32)
@@ -158,12 +158,10 @@ def open_index(
         sound = sound and target.shape == sign.shape == (words.size,) and (np.abs(sign) == 1).all()
         if sound and words.size and ((target >= 0) & (target < table.shape[1])).all():
             return RetrievalIndex(Vocabulary(words, target, sign, table.shape[1]), table, about["kind"])
-    own, kind = collection_vocabulary(names, features)
-    rows = [global_descriptor(own, features(name)) for name in names] if own else []
-    table = np.array(rows, dtype=np.float16)
-    if own is not None:
-        arrays = dict(words=own.words, target=own.target, sign=own.sign, table=table)
-        arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        with suppress(OSError):  # a folder that cannot be written costs time only
-            write_whole(folder / INDEX, save(arrays, {"kind": kind, "of": wanted}))
+    own, kind = collection_vocabulary(names, features)  # the images of a map's points have keypoints
+    table = np.array([global_descriptor(own, features(name)) for name in names], dtype=np.float16)
+    arrays = dict(words=own.words, target=own.target, sign=own.sign, table=table)
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    with suppress(OSError):  # a folder that cannot be written costs time only
+        write_whole(folder / INDEX, save(arrays, {"kind": kind, "of": wanted}))
     return RetrievalIndex(own, table, kind)

@@ -31,7 +31,7 @@ OnRound = Callable[[int, int], None]  # images without a pose, pairs that are ma
 
 
 def more_pairs(
-    collection: Collection, *, on_round: OnRound | None = None, on_progress: OnProgress | None = None
+    collection: Collection, *, on_round: OnRound = lambda *_: None, on_progress: OnProgress | None = None
 ) -> Callable[[frozenset[str]], bool]:
     """What matches more pairs of images without a pose, and says whether there were any; see `reconstruct`.
     First the pairs of each with the most similar others, then all in a run of up to 100 images, in a larger
@@ -51,8 +51,7 @@ def more_pairs(
             with Writer(collection.run_dir) as writer:
                 new = add_pairs(writer, (pair for pair in pairs if without_pose & set(pair)))[1]
             if new:
-                if on_round is not None:
-                    on_round(len(without_pose), new)
+                on_round(len(without_pose), new)
                 collection.run(on_progress=on_progress)
                 return True
         return False
@@ -69,7 +68,7 @@ def continue_model(
     choice: CameraChoice | None = None,
     pairs: dict[str, Any] | None = None,
     on_progress: OnProgress | None = None,
-    on_round: OnRound | None = None,
+    on_round: OnRound = lambda *_: None,
     how: dict[str, Any] | None = None,
     selection: Selection = Selection(),
     **options: Unpack[MappingOptions],
