@@ -88,6 +88,9 @@ def build(config: PipelineConfig, given: Mapping[str, Any]) -> Learned:
     extractor = SiftExtractor(own) if kind == "sift" else OnnxExtractor(own, weights)
     if isinstance(config.matcher, NearestConfig):
         return extractor, NearestMatcher(config.matcher), config, None
+    if not isinstance(config.matcher, NetworkConfig):
+        name = type(config.matcher).__name__
+        raise UsageError(f"engine 'onnx' has no matcher of a {name}; use engine 'torch'")
     file = files.find_weights(given.get("weights") or config.weights)
     matcher = OnnxMatcher(*read_network(file), policy_of(config, given))
     return extractor, matcher, replace(config, matcher=matcher.config), WeightsSource(file.name, file.sha256)

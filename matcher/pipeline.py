@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from matcher.cameras import CameraInput, cameras_of_pair
-from matcher.config import MatchingPolicy, NearestConfig, PipelineConfig, RefineConfig
+from matcher.config import MatchingPolicy, NearestConfig, NetworkConfig, PipelineConfig, RefineConfig
 from matcher.errors import UsageError
 from matcher.extract.extractor import SiftExtractor, extracted
 from matcher.images import MAX_PIXELS, ImageInput, read_both, read_image
@@ -120,7 +120,7 @@ class Pipeline:
     def layers(self) -> int:
         """Depth of the network, 0 without one."""
         matcher = self.config.matcher
-        return 0 if isinstance(matcher, NearestConfig) else matcher.context.depth
+        return matcher.context.depth if isinstance(matcher, NetworkConfig) else 0
 
     def match(
         self,

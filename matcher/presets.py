@@ -305,14 +305,14 @@ def configure(config: PipelineConfig, options: Mapping[str, Any]) -> PipelineCon
         learned = given.get("frontend", config.extractor.kind) == "learned"  # which computes in a precision
         if not learned and given.get("precision", "auto") not in ("auto", "float32"):
             useless.append("precision")
-    elif "ratio" in given:
-        raise UsageError("ratio is for the presets without a network, nearest*; use match_threshold here")
     elif isinstance(config.matcher, NetworkConfig):
         fields = _FIELDS | _NETWORK
+        if "ratio" in given:
+            raise UsageError("ratio is for the presets without a network, nearest*; use match_threshold here")
     else:
-        useless = sorted(given.keys() & _NETWORK.keys())
+        useless = [name for name in ("weights", "ratio", *OF_NETWORKS) if name in given]
     if useless:
-        raise UsageError(f"this preset has no network, so {useless[0]} has no effect; leave it out")
+        raise UsageError(f"the matcher of this preset takes no {useless[0]}; leave it out")
     for name, (*tables, key) in fields.items():
         if name in given:
             table = values

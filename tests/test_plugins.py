@@ -2,7 +2,7 @@
 
 import sys
 import textwrap
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import cv2
@@ -14,10 +14,10 @@ from random_front_end import FRONT_ENDS, random_parameters, texture
 import matcher
 from matcher import Features, Image, IntegrityError, Matches, Pipeline, UsageError
 from matcher.cli import main
-from matcher.config import ExtractorConfig
+from matcher.config import ExtractorConfig, PipelineConfig
 from matcher.extract.front_end import resolve
 from matcher.match.network import MatchingNetwork
-from matcher.presets import PRESETS, plugin_names
+from matcher.presets import PRESETS, configure, plugin_names
 from matcher.weights.files import save_front_end, save_model
 
 
@@ -90,6 +90,24 @@ def test_classes_and_indices_without_a_keypoint_are_refused(shifted):
     far = Matches(np.array([[99999, 1]]), *np.zeros((2, 1, 2), np.float32), np.ones(1, np.float32))
     with pytest.raises(UsageError, match="beyond"):
         Pipeline(matcher=lambda *sides: [far]).match(*shifted)
+
+
+@dataclass(frozen=True)
+class AlikeConfig:
+    """The configuration of a matcher without a network, as the recipe in matcher/README.md adds one."""
+
+    least: float = 0.8
+
+
+def test_a_matcher_of_another_configuration_is_that_of_a_preset(shifted, monkeypatch, capfd):
+    config = PipelineConfig(AlikeConfig())
+    monkeypatch.setitem(PRESETS, "alike", config)
+    assert Pipeline(matcher=MostAlike(), config=config).match(*shifted).layers == 0
+    assert main(["presets"]) == 0 and "AlikeConfig(least=0.8)" in capfd.readouterr().out
+    assert configure(config, {"max_keypoints": 9}).matcher == config.matcher
+    for options in ({"weights": "hybrid"}, {"ratio": 0.9}, {"match_threshold": 0.9}, {"engine": "onnx"}):
+        with pytest.raises(UsageError, match=f"{next(iter(options))}.*(leave it out|use engine 'torch')"):
+            matcher.load("alike", **options)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import matcher
 from matcher import presets as known
 from matcher.cli.options import Count, PresetName, check_outputs, loading
 from matcher.cli.output import complain, exit_code_of, show, wants_progress
-from matcher.config import NearestConfig, described
+from matcher.config import NearestConfig, NetworkConfig, described
 from matcher.errors import CPU_BUILD, CUDA_BUILD, IntegrityError, UsageError, install_command, unknown_name
 from matcher.files import cache_folder
 
@@ -173,6 +173,8 @@ def presets(show_: PresetName | None = None) -> None:
         source = f"{config.extractor.max_keypoints} {config.extractor.kind} keypoints"
         if isinstance(config.matcher, NearestConfig):
             how = f"mutual nearest neighbours, ratio {config.matcher.ratio:g}"
+        elif not isinstance(config.matcher, NetworkConfig):
+            how = repr(config.matcher)
         else:
             context = config.matcher.context
             heads = f"{context.heads} head{'' if context.heads == 1 else 's'}"
