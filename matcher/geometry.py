@@ -101,6 +101,27 @@ def inside(points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 FARTHEST = 1e12  # units of a translation
 
 
+def spread(points: np.ndarray, scores: np.ndarray, most: int) -> np.ndarray:
+    """(K,) int64, at most `most`: the points (N, 2) that a grid keeps, of the highest scores first.
+
+    Each cell first keeps its share, and the quota that sparse cells leave goes to the best of the rest, which
+    avoids clusters.
+    """
+    order = np.argsort(-scores, kind="stable")
+    if len(points) <= most:
+        return order
+    extent = np.maximum(np.ptp(points, axis=0), 1.0)
+    side = np.sqrt(np.prod(extent) * 8 / max(1, most))  # a cell has eight keypoints if they are spread evenly
+    cell = ((points[order] - points.min(axis=0)) // side).astype(np.int64)
+    cell = cell[:, 0] + cell[:, 1] * (cell[:, 0].max() + 1)
+    _, cell, counts = np.unique(cell, return_inverse=True, return_counts=True)
+    by_cell = np.argsort(cell, kind="stable")  # within a cell still best first
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[by_cell] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    chosen = np.argsort(rank >= max(1, most // len(counts)), kind="stable")[:most]
+    return order[np.sort(chosen)]
+
+
 def as_quaternion(rotation: np.ndarray) -> np.ndarray:
     """(4,) x y z w, w ≥ 0, of a rotation (3, 3)."""
     R = np.asarray(rotation, np.float64)

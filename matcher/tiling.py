@@ -18,7 +18,7 @@ import numpy as np
 
 from matcher.config import GRID_KIND, EstimationConfig
 from matcher.errors import UsageError
-from matcher.geometry import resized
+from matcher.geometry import resized, spread
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.result import Result
 from matcher.types import Extractor, Features, Image, Matcher, Matches, to_numpy
@@ -44,27 +44,6 @@ def tiled_features(image: Image, extractor: Extractor, most: int, near: np.ndarr
     joined = {name: np.concatenate([each[name] for each in arrays]) for name in of_points}
     whole = Features(**{**arrays[0], **joined}, kind=parts[0].kind)
     return whole.select(spread(to_numpy(whole.keypoints), to_numpy(whole.scores), most))
-
-
-def spread(points: np.ndarray, scores: np.ndarray, most: int) -> np.ndarray:
-    """(K,) int64, at most `most`: the points (N, 2) that a grid keeps, of the highest scores first.
-
-    Each cell first keeps its share, and the quota that sparse cells leave goes to the best of the rest, which
-    avoids clusters.
-    """
-    order = np.argsort(-scores, kind="stable")
-    if len(points) <= most:
-        return order
-    extent = np.maximum(np.ptp(points, axis=0), 1.0)
-    side = np.sqrt(np.prod(extent) * 8 / most)  # a cell has eight keypoints if they are spread evenly
-    cell = ((points[order] - points.min(axis=0)) // side).astype(np.int64)
-    cell = cell[:, 0] + cell[:, 1] * (cell[:, 0].max() + 1)
-    _, cell, counts = np.unique(cell, return_inverse=True, return_counts=True)
-    by_cell = np.argsort(cell, kind="stable")  # within a cell still best first
-    rank = np.empty(len(order), dtype=np.int64)
-    rank[by_cell] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
-    chosen = np.argsort(rank >= max(1, most // len(counts)), kind="stable")[:most]
-    return order[np.sort(chosen)]
 
 
 def _tiles(image: Image, near: np.ndarray | None) -> Iterator[Tile]:

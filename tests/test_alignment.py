@@ -11,7 +11,6 @@ from command import run
 import matcher
 from matcher.config import EstimationConfig
 from matcher.geometry import warp_points
-from matcher.images import read_image
 from matcher.verify.estimation import RobustEstimator
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -128,8 +127,7 @@ def test_a_mirrored_print_is_called_so_as_match_calls_it(views):
 
 def test_a_scene_with_depth_is_told_of(capfd, tmp_path):
     """Three parts of a picture move differently: one is aligned, and most of the matches disagree."""
-    noise = np.random.default_rng(5).integers(0, 255, (400, 600), np.uint8)
-    scene = cv2.GaussianBlur(noise, (0, 0), 2)
+    scene = cv2.GaussianBlur(np.random.default_rng(5).integers(0, 255, (400, 600), np.uint8), (0, 0), 2)
     parts = zip((0, 200, 400), (9, -14, 31), strict=True)
     moved = np.concatenate([np.roll(scene[:, x : x + 200], shift, axis=0) for x, shift in parts], axis=1)
     found = matcher.align(scene, moved, "nearest", max_keypoints=800)
@@ -155,8 +153,7 @@ def template() -> np.ndarray:
     rng = np.random.default_rng(4)
     canvas = np.full((180, 220, 3), 128, np.uint8)
     for _ in range(260):
-        centre = tuple(int(value) for value in rng.integers(0, (220, 180)))
-        colour = tuple(int(value) for value in rng.integers(0, 255, 3))
+        centre, colour = rng.integers(0, (220, 180)).tolist(), rng.integers(0, 255, 3).tolist()
         cv2.circle(canvas, centre, int(rng.integers(2, 16)), colour, -1, cv2.LINE_AA)
     return canvas
 
@@ -180,8 +177,7 @@ def paste(image: np.ndarray, template: np.ndarray, pose) -> None:
 @pytest.fixture(scope="module")
 def scene(template) -> np.ndarray:
     """The template three times on a background of its own."""
-    rng = np.random.default_rng(5)
-    coarse = rng.integers(60, 200, (30, 36, 3), dtype=np.uint8)
+    coarse = np.random.default_rng(5).integers(60, 200, (30, 36, 3), dtype=np.uint8)
     canvas = cv2.resize(coarse, (600, 560), interpolation=cv2.INTER_CUBIC)
     for pose in POSES:
         paste(canvas, template, pose)
@@ -204,8 +200,7 @@ def test_every_instance_and_nothing_else_is_found_at_its_scale_and_turn(template
     for pose in POSES:
         (one,) = [one for one in found if np.abs(one.corners - true_corners(pose)).max() < 2.5]
         assert abs(one.scale - pose[2]) < 0.02 and abs(one.angle - pose[3]) < 1
-        assert one.inliers >= 12 and 0.1 < one.share <= 1
-    assert [one.inliers for one in found] == sorted((one.inliers for one in found), reverse=True)
+        assert one.inliers == 0 and one.evidence == f"correlation {one.share:.2f}" and one.share > 0.9
     negatives = matcher.find(255 - template, scene, "nearest", max_keypoints=600)
     assert negatives.inverted and not found.inverted and len(negatives) == len(POSES)
     assert np.abs(np.sort(centres(negatives), axis=0) - np.sort(centres(found), axis=0)).max() < 2
@@ -233,6 +228,10 @@ def test_at_most_so_many_are_found_and_masks_hide_the_others(template, scene):
     mask[:280, 300:] = 255
     (one,) = matcher.find(template, scene, "nearest", max_keypoints=600, mask=mask)
     assert np.abs(one.corners - true_corners(POSES[1])).max() < 2.5
+    shape = cv2.ellipse(np.zeros((180, 220), np.uint8), (110, 90), (100, 80), 0, 0, 360, 255, -1)
+    other = np.where(shape[..., None] > 0, template, 0)
+    found = matcher.find(other, scene, "nearest", max_keypoints=600, template_mask=shape)
+    assert all(min(np.abs(one.corners - true_corners(pose)).max() for one in found) < 3 for pose in POSES)
 
 
 def test_corners_are_of_the_stored_image(template, scene, tmp_path):
@@ -288,18 +287,6 @@ def centres(found) -> list[np.ndarray]:
     return [instance.corners.mean(axis=0) for instance in found]
 
 
-def test_many_small_copies_are_all_found(views):
-    """Copies take each other's matches; each is looked at where it correlates."""
-    photo, other = (cv2.resize(read_image(view).pixels, (1024, 768)) for view in views)
-    template = np.ascontiguousarray(photo[420:620, 400:620])
-    image = np.ascontiguousarray(other[:400, 700::-1])
-    for place in (places := [(200, 200), (500, 200)]):
-        paste(image, template, (*place, 0.55, 40))
-    found = matcher.find(template, image, max_keypoints=1024)
-    assert len(found) == len(places) and all(one.scale == pytest.approx(0.55, rel=0.02) for one in found)
-    assert all(min(np.linalg.norm(centre - place) for centre in centres(found)) < 2 for place in places)
-
-
 def icon(kind: int) -> np.ndarray:
     """A drawn icon of 32 pixels."""
     drawn = np.full((32, 32, 3), 240, np.uint8)
@@ -329,7 +316,20 @@ def test_icons_are_found_and_not_mistaken():
     for middle in np.array(places) + (side - 1) / 2:
         assert min(np.abs(centre - middle).max() for centre in centres(found)) < 1.5
     assert len(matcher.find(icon(0), screen, mask=np.arange(900) + np.zeros((600, 1)) < 600)) == 2
-    assert len(matcher.find(icon(1), screen)) == 1
+    assert len(matcher.find(icon(1), screen)) == 1 and not matcher.find(icon(1), screen[:290]).instances
     lines = sorted(x for x, _ in centres(matcher.find(screen[556:566, 300:360], screen)))
     assert len(lines) > 5 and np.diff(lines).min() > 15  # a line fits anywhere along itself
     assert all("correlation" in repr(one) and "0 inliers" not in repr(one) for one in found)
+
+
+def test_a_label_with_another_digit_is_another_label():
+    def label(number: int) -> np.ndarray:
+        drawn = np.full((24, 110, 3), 245, np.uint8)
+        return cv2.putText(drawn, f"Order {number}", (4, 17), 0, 0.5, (30, 30, 30), 1, cv2.LINE_AA)
+
+    screen = np.full((280, 400, 3), 245, np.uint8)
+    for row, number in enumerate((4711, 4712, 4771, 4711, 1711)):
+        screen[20 + 50 * row : 44 + 50 * row, 90:200] = label(number)
+    found = matcher.find(label(4711), screen)
+    assert sorted(round(y) for _, y in centres(found)) == [32, 182]
+    assert len(matcher.find(label(4717), screen)) == 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import cv2
 import numpy as np
@@ -17,6 +17,7 @@ import PIL.Image
 from matcher.alignment.align import planar_pipeline
 from matcher.errors import UsageError
 from matcher.geometry import warp_points
+from matcher.match.steering import turn_scores
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions, from_file, refuse_further_passes
 from matcher.types import Features, Image, to_numpy
@@ -200,10 +201,10 @@ def find(
 class TemplateFinder:
     """Finds one template in many images.
 
-    An image is searched at sizes a factor of three apart, coarse ones first, in windows of 1024 pixels, in
-    each until no more homography is found. Every instance is then rectified to the template's scale and
-    rotation and matched once more, which refines it and rejects false detections. Where there is none, a
-    negative of the template is looked for.
+    Where the template correlates with the image, at scales of .3 to 3 and any turn, it is aligned, and is a
+    copy if no part of it differs. Then keypoints are matched, for what is seen obliquely or in another light:
+    in windows of 1024 pixels of the image at sizes a factor of three apart; every instance is rectified to
+    the template and matched once more. Where there is none, a negative of the template is looked for.
 
     >>> import matcher, numpy as np
     >>> images = np.random.default_rng(0).integers(0, 255, (2, 300, 400), dtype=np.uint8)
@@ -250,15 +251,21 @@ class TemplateFinder:
         width, height = self.template.size
         self._outline = np.array([[0, 0], [width, 0], [width, height], [0, height]]) - 0.5
         self._longer = longer = max(self.template.pixels.shape[:2])
+        self._mean = float(np.sqrt(self.template.grey().size))  # side of a square of as many pixels
         largest = min(max(longer, 256), 4 * longer, _SIDES[0])  # small ones are enlarged, four times at most
         sides = [largest / 2**k for k in range(3) if not k or largest / 2**k >= _SIDES[1] / 2]
         scaled = (resized_by(self.template, side / longer) for side in sides)
         self._templates = [Window(self.pipeline.extract(shown), matrix) for shown, matrix in scaled]
         self._least = least = self.pipeline.config.estimation.min_inliers
-        self._keypoints, name = len(self._templates[0].features), self.template.path or "the template"
-        correlated = longer <= LONGEST and not _is_plain(self.template.pixels, self.template.mask)
-        if self._keypoints < least and not correlated:
-            why = f"it has {self._keypoints} keypoints, and {least} are needed"
+        keypoints, name = len(self._templates[0].features), self.template.path or "the template"
+        self._matched = keypoints >= least
+        opaque = as_colour(self.template.pixels)[... if self.template.mask is None else self.template.mask]
+        plain = (
+            not opaque.size or opaque.reshape(-1, 3).std(axis=0).max() < 6
+        )  # correlates with anything plain
+        self._is_icon = self._mean <= LONGEST and not plain
+        if not (self._matched or self._is_icon):
+            why = f"it has {keypoints} keypoints, and {least} are needed"
             raise UsageError(f"{name} is too plain: {why}; give a cut-out that shows more")
 
     def find(
@@ -274,27 +281,30 @@ class TemplateFinder:
         """
         start = perf_counter()
         shown = self.pipeline.read(image, mask)
-        copies, negatives = self._copies(shown)
-        found, negative = list(copies), self._with(np.invert(self.template.pixels), self.template.mask)
-        searched = self._keypoints >= self._least
-        if searched and not (copies and self._longer <= LONGEST / 2):
-            if not copies:
-                self._search_windows(shown, found, on_progress)
-            # Where the template correlates with the image, each place is matched by itself.
-            places, opposite = _propose(self.template.grey(), shown.grey(), 40)
-            self._search_places(shown, places, found)
-        inverted = not any(self._shows(shown, one) for one in found)
+        found: list[Instance] = []
+        others: list[Instance] = []  # that differ from the template in a part
+        upright = _propose(self.template, shown, turned=False) if self._is_icon else ([], [])
+        self._search_places(shown, upright[0], found, others)
+        # A drawn icon has exact copies, among which what is turned is another icon.
+        exact = any(one.share > 0.95 for one in found) and all(abs(one.angle) < 2 for one in found)
+        drawn = exact and self._longer <= LONGEST / 2
+        turned = _propose(self.template, shown, turned=True) if self._matched and not drawn else ([], [])
+        self._search_places(shown, turned[0], found, others)
+        if self._matched and not (found and self._longer <= LONGEST / 2):
+            self._search_windows(shown, found, on_progress)
+        finder, inverted = self, not any(self._likeness(shown, one).correlation > -0.3 for one in found)
         if inverted:
-            copies, found = negatives, [*negatives, *found]
-            if searched and not (copies and self._longer <= LONGEST / 2):
-                negative._search_places(shown, opposite, found)
-        finder = negative if inverted else self
-        # Where there are copies, what is less alike is another thing.
-        found = [one for one in found if not one.inliers or finder._shows(shown, one, bool(copies))]
-        found.sort(key=lambda instance: (instance.inliers > 0, -instance.inliers))
-        flipped, mirrored = self._with(self.template.pixels[:, ::-1]), []
-        if not found and searched and self._longer > LONGEST:
-            flipped._search_places(shown, _propose(flipped.template.grey(), shown.grey(), 40)[0], mirrored)
+            finder = self._with(np.invert(self.template.pixels), self.template.mask)
+            finder._search_places(shown, [*upright[1], *turned[1]], found, others)
+        # Where there are copies of a small template, what is less alike is another thing.
+        if self._is_icon and not all(one.inliers for one in found):
+            found = [one for one in found if not one.inliers or finder._likeness(shown, one).is_copy]
+        found = [one for one in found if not one.inliers or _is_new(one.corners, others)]
+        found.sort(key=lambda one: (one.inliers > 0, -one.inliers, -one.share))
+        mirrored: list[Instance] = []
+        if not found and self._matched and self._longer > LONGEST:
+            flipped = self._with(self.template.pixels[:, ::-1])
+            flipped._search_places(shown, _propose(flipped.template, shown, turned=True)[0], mirrored, [])
         told = perf_counter() - start, inverted and bool(found), bool(mirrored)
         return Detections(tuple(found), shown.size, self.template, shown.path, *told)
 
@@ -304,113 +314,114 @@ class TemplateFinder:
         other.template = replace(self.template, pixels=np.ascontiguousarray(pixels), mask=mask)
         return other
 
-    def _copies(self, image: Image) -> list[list[Instance]]:
-        """The upright instances by correlation, at .6 to 2.4 times the template's size, the most similar
-        first; and, where there are none, those of its negative."""
-        found: list[list[Instance]] = [[], []]
-        opaque, grey, whole = self.template.mask, self.template.grey(), image.grey()
-        if self._longer > LONGEST or _is_plain(self.template.pixels, opaque):
-            return found
-        candidates: list[list[Place]] = [[], []]
-        for scale in np.geomspace(0.6, 2.4, 25):  # steps of 6 %: half moves a border of 64 pixels by one
-            # A copy of 28 pixels suffices to tell where it may be.
-            factor = min(1.0, max(28 / scale / self._longer, 1 / min(whole.shape)))
-            shown = cv2.resize(whole, None, fx=factor, fy=factor, interpolation=cv2.INTER_AREA)
-            response = _response(grey, shown, opaque, scale * factor)
-            for listed, peaks in zip(candidates, _peaks(response, 0.7), strict=True):
-                listed += [(value, x / factor, y / factor, scale) for x, y, value in peaks]
-        pixels, negative = as_colour(image.pixels), self._with(np.invert(self.template.pixels), opaque)
-        for listed, kept, finder in zip(candidates, found, (self, negative), strict=True):
-            for place in sorted(listed, key=lambda each: -each[0])[:200]:
-                new = len(kept) < self.max_instances and self._new_copy(image, kept, place)
-                best = _fitted(as_colour(finder.template.pixels), pixels, opaque, place) if new else None
-                one = best and self._new_copy(image, kept, best)  # it may have moved
-                kept += [one] if one and finder._shows(image, one, strict=True) else []
-            if kept:
-                break
-        return [sorted(kept, key=lambda each: -each.share) for kept in found]
-
-    def _new_copy(self, image: Image, found: list[Instance], place: Place) -> Instance | None:
-        """The upright instance at a place; None if it is found already, or masked in the image."""
-        correlation, x, y, scale = place
-        inner = np.array([[scale, 0, x], [0, scale, y], [0, 0, 1]])
-        matrix = np.linalg.inv(stored_to_pixels(image)) @ inner @ stored_to_pixels(self.template)
-        corners = warp_points(self._outline, matrix)
-        height, width = self.template.pixels.shape[:2]
-        middle = int(y + scale * height / 2), int(x + scale * width / 2)
-        new = (image.mask is None or image.mask[middle]) and _is_new(corners, found)
-        return Instance(matrix, corners, 0, correlation) if new else None
-
-    def _search_windows(self, image: Image, found: list[Instance], on_progress: Progress) -> None:
-        """Add the instances that keypoints of windows show."""
-        # Smaller templates are enlarged, up to twice; icons are found where they correlate.
-        sides, enlarged = image.pixels.shape[:2], LONGEST / self._longer
-        factors = [enlarged if 1 < enlarged < 2 else 1.0]
-        # With two template sizes, steps of 3 leave a change of scale within 1.7 either way.
-        while max(sides) * factors[-1] / 3 >= 320:
-            factors.append(factors[-1] / 3)
-        places = (_places([round(side * factor) for side in sides]) for factor in factors)
-        done, total = 0, sum(map(len, places))
-        on_progress(done, total)
-        for factor in factors[::-1]:
-            # The small template is for instances that are small even in the largest image.
-            templates = self._templates if factor == factors[0] else self._templates[:1]
-            for window in windows(image, factor, self.pipeline):
-                for template in templates:
-                    self._search(image, template, window, found)
-                on_progress(done := done + 1, total)
-
-    def _search_places(self, image: Image, places: list[np.ndarray], found: list[Instance]) -> None:
-        """Add the instances at proposed places, (3, 3) from the template's pixels to those of the image."""
-        failures = 0  # in a row
+    def _search_places(
+        self, image: Image, places: Sequence[np.ndarray], found: list[Instance], others: list[Instance]
+    ) -> None:
+        """Add the instances at proposed places, (3, 3) from the template's pixels to those of the image; to
+        `others` what is much like the template, but differs from it in a part."""
+        failures = 0
         to_stored, from_stored = np.linalg.inv(stored_to_pixels(image)), stored_to_pixels(self.template)
         for place in places:
-            if len(found) == self.max_instances or failures == 5:
-                break
-            matrix = to_stored @ place @ from_stored
-            if (corners := self._corners(matrix)) is None or not _is_new(corners, found):
+            one, known = self._at(to_stored @ place @ from_stored), found + others
+            if one is None or len(found) == self.max_instances or not _is_free(image, one, known):
                 continue
-            instance = self._confirmed(image, matrix)
-            failures += 1
-            right = instance is not None and self._likeness(image, instance)[0] >= 0.75
-            if right and _is_new(instance.corners, found):
-                found.append(instance)
-                failures = 0
+            one = self._aligned(image, one.matrix)
+            if one is None or not _is_free(image, one, known):
+                continue
+            like = self._likeness(image, one)
+            if like.is_copy:
+                found.append(replace(one, share=float(like.correlation)))
+            elif self._is_icon and like.correlation > 0.88 and like.detail > 0.8 and like.worst > 0.25:
+                others.append(one)
+            elif self._matched and like.correlation > 0.75 and like.detail > 0.4 and failures < 3:
+                one = self._confirmed(image, one.matrix)
+                right = one is not None and self._likeness(image, one).correlation >= 0.75
+                if right and _is_free(image, one, known):
+                    found.append(one)
+                failures += not right
 
-    def _likeness(self, image: Image, instance: Instance) -> tuple[float, float, float]:
-        """The correlation of an instance with the template, at the size of the smaller of both, by how many
-        grey values their mean colours differ, and the ratio of their contrasts."""
+    def _aligned(self, image: Image, matrix: np.ndarray) -> Instance | None:
+        """The instance where the template is most alike to the image near a place; None if it is nowhere."""
+        for side in (24, LONGEST):  # pixels of the template; few at first, which reach farther
+            size = np.sqrt(abs(np.linalg.det(matrix[:2, :2])) * np.prod(image.scale))
+            factor = max(min(side / self._mean, size, 1), 12 / self._mean)
+            shown, from_stored = resized_by(self.template, factor)
+            rows, columns = shown.pixels.shape[:2]
+            margin = round(0.2 * max(rows, columns))
+            shift = np.array([[1.0, 0, margin], [0, 1, margin], [0, 0, 1]])
+            canvas = as_it_is(np.zeros((rows + 2 * margin, columns + 2 * margin), np.uint8))
+            laid = lay_over(image, canvas, shift @ from_stored @ np.linalg.inv(matrix))
+            inner = laid.above[margin : margin + rows, margin : margin + columns]
+            stop = cv2.TERM_CRITERIA_COUNT | cv2.TERM_CRITERIA_EPS, 30, 1e-3
+            here, there = (as_it_is(each).grey() for each in (_over(shown, inner), laid.above))
+            start = shift[:2].astype(np.float32)
+            try:
+                like, moved = cv2.findTransformECC(here, there, start, cv2.MOTION_AFFINE, stop, None, 3)
+            except cv2.error:  # not alike at all
+                return None
+            moved = np.linalg.inv(shift) @ np.vstack([moved, [0, 0, 1]])
+            if like < 0.7 or not 0.6 < np.linalg.det(moved) < 1.6:  # it drifted to something else
+                return None
+            matrix = matrix @ np.linalg.inv(from_stored) @ moved @ from_stored
+        return self._at(matrix)
+
+    def _likeness(self, image: Image, instance: Instance) -> Likeness:
+        """How alike an instance is to the template, at the size of the smaller of both."""
         size = instance.scale * np.sqrt(np.prod(image.scale))
         shown, from_stored = resized_by(self.template, float(np.clip(size, 16 / self._longer, 1)))
         laid = lay_over(image, shown, from_stored @ np.linalg.inv(instance.matrix))
         inside = laid.covered if shown.mask is None else laid.covered & shown.mask
         if not inside.any():
-            return 0.0, np.inf, 0.0
-        off = np.subtract(*(each[inside].mean(axis=0) for each in laid[:2]))
-        pixels = (each[inside] for each in (as_it_is(laid.above).grey(), shown.grey()))
-        there, here = (each.astype(np.float64) - each.mean() for each in pixels)
-        contrasts = np.maximum([np.sqrt(there @ there), np.sqrt(here @ here)], 1e-5)
-        return there @ here / contrasts.prod(), np.abs(off).max(), contrasts[0] / contrasts[1]
+            return Likeness(0.0, 0.0, np.inf, np.inf, 0.0)
+        laid = laid._replace(below=_over(shown, laid.above))
+        means = [each[inside].mean(axis=0) for each in laid[:2]]
+        greys = [max(as_it_is(each).grey()[inside].std(), 1e-5) for each in laid[:2]]
+        here, there = (_standardised(each, inside) for each in laid[:2])
+        fine = [(each - cv2.GaussianBlur(each, (0, 0), 3))[inside] for each in (here, there)]
+        detail = (fine[0] * fine[1]).sum() / max(1e-9, np.prod([np.linalg.norm(each) for each in fine]))
+        worst = []
+        for part in (0.2, 0.3):  # of the shorter side
+            side = [max(3, round(part * min(inside.shape)))] * 2
+            squares = (here - there) ** 2, here**2 + there**2
+            differ, energy = (cv2.blur(each.mean(axis=2), side) for each in squares)
+            worst.append((differ / (energy + 0.3)).max())  # a plain part has little energy, and noise
+        off, contrast = np.abs(means[0] - means[1]).max(), greys[1] / greys[0]
+        return Likeness((here * there)[inside].mean(), detail, max(worst), off, contrast)
 
-    def _shows(self, image: Image, instance: Instance, strict: bool = False) -> bool:
-        """Whether an instance is not of the negative and, if `strict`, a copy, also in the mean colours and
-        the contrast that correlation leaves out; what is greyed out has half of that."""
-        like, off, contrast = self._likeness(image, instance)
-        return like > 0.88 and off <= 48 and 0.6 <= contrast <= 1 / 0.6 if strict else like > -0.3
-
-    def _search(self, image: Image, template: Window, window: Window, found: list[Instance]) -> None:
-        """Add the instances of one window to those found already."""
-        while len(found) < self.max_instances:
-            window = window.outside([instance.corners for instance in found])
-            if min(len(template.features), len(window.features)) < self._least:
-                return
-            matrix, _ = self._homography(template.features, window.features)
-            if matrix is not None:
-                matrix = np.linalg.inv(window.from_stored) @ matrix @ template.from_stored
-            instance = None if matrix is None else self._confirmed(image, matrix)
-            if instance is None or not _is_new(instance.corners, found):
-                return
-            found.append(instance)
+    def _search_windows(self, image: Image, found: list[Instance], on_progress: Progress) -> None:
+        """Add the instances that keypoints of windows show."""
+        # With two template sizes, steps of 3 leave a change of scale within 1.7 either way.
+        factors = [3.0**-k for k in range(5) if not k or max(image.pixels.shape[:2]) / 3**k >= 320]
+        places = (_places([round(side * factor) for side in image.pixels.shape[:2]]) for factor in factors)
+        done, total = 0, sum(map(len, places))
+        on_progress(done, total)
+        promising: list[tuple[float, Window, Window]] = []
+        for factor in factors[::-1]:
+            # The small template is for instances that are small even in the largest image.
+            templates = self._templates if factor == factors[0] else self._templates[:1]
+            for window in windows(image, factor, self.pipeline):
+                rest = window.outside([instance.corners for instance in found])
+                for template in templates:
+                    both = template.features.descriptors, rest.features.descriptors
+                    promise = turn_scores(*both, self.pipeline.config.extractor.kind).max()
+                    promising.append((promise, template, rest))
+                on_progress(done := done + 1, total)
+        # Where there are copies already, the most promising windows tell whether there is more.
+        failures, most = 0, 1 if found else 4
+        for _, template, window in sorted(promising, key=lambda each: -each[0]):
+            while failures < most and len(found) < self.max_instances:
+                rest = window.outside([instance.corners for instance in found])
+                if min(len(template.features), len(rest.features)) < self._least:
+                    break
+                matrix, _ = self._homography(template.features, rest.features)
+                if matrix is not None:
+                    matrix = np.linalg.inv(rest.from_stored) @ matrix @ template.from_stored
+                one = None if matrix is None else self._confirmed(image, matrix)
+                if one is None or not _is_new(one.corners, found):
+                    failures += 1
+                    break
+                found.append(one)
+                failures = 0
 
     def _homography(self, features0: Features, features1: Features) -> tuple[np.ndarray | None, int]:
         """The homography from image 0 to 1, None without one, and its inliers."""
@@ -420,11 +431,9 @@ class TemplateFinder:
 
     def _confirmed(self, image: Image, matrix: np.ndarray) -> Instance | None:
         """The instance refined after rectification; None if the template is not matched there again."""
-        if (corners := self._corners(matrix)) is None:
+        if (near := self._at(matrix)) is None:
             return None
-        # Of a stored pixel of the image to one of the template.
-        scale = np.sqrt(cv2.contourArea(corners.astype(np.float32)) / np.prod(self.template.size))
-        shown_side = scale * max(self.template.size) * np.sqrt(np.prod(image.scale))
+        shown_side = near.scale * max(self.template.size) * np.sqrt(np.prod(image.scale))
         side = float(np.clip(shown_side, _SIDES[1] / 2, _SIDES[0]))
         shown, from_stored = resized_by(self.template, side / self._longer)
         features = self.pipeline.extract(shown)
@@ -438,26 +447,60 @@ class TemplateFinder:
         share = inliers / max(1, len(features))
         if again is None or share < 0.1:
             return None
-        matrix = matrix @ np.linalg.inv(from_stored) @ again @ from_stored
-        if (corners := self._corners(matrix)) is None:
-            return None
-        instance = Instance(matrix / matrix[2, 2], corners, inliers, share)
+        one = self._at(matrix @ np.linalg.inv(from_stored) @ again @ from_stored, inliers, share)
         # With a small share of inliers it must correlate well, too: wrong ones had 14 and .11, and 96 and .12
         # of the mirror image of a façade.
         doubtful = share < (0.3 if inliers < 40 else 0.2)
-        return None if doubtful and self._likeness(image, instance)[0] < 0.95 else instance
+        return None if one and doubtful and self._likeness(image, one).correlation < 0.95 else one
 
-    def _corners(self, matrix: np.ndarray) -> np.ndarray | None:
-        """(4, 2) the template's corners in the image; None if they are implausible for a camera."""
+    def _at(self, matrix: np.ndarray, inliers: int = 0, share: float = 0.0) -> Instance | None:
+        """The instance of a (3, 3) map of stored pixels; None if it is implausible for a camera."""
         corners = warp_points(self._outline, matrix)
         if not np.isfinite(corners).all():
             return None
         sides = np.roll(corners, -1, axis=0) - corners
         after = np.roll(sides, -1, axis=0)
         turns = sides[:, 0] * after[:, 1] - sides[:, 1] * after[:, 0]  # twice the triangle at each corner
-        # convex, not bent beyond what a camera makes of it, and at least 16 x 16 pixels
-        fits = turns.min() > 0 and turns.max() < 5 * turns.min() and turns.sum() / 4 > 16**2
-        return corners if fits else None
+        # convex, not bent beyond what a camera makes of it, and at least 8 x 8 pixels
+        fits = turns.min() > 0 and turns.max() < 5 * turns.min() and turns.sum() / 4 > 8**2
+        return Instance(matrix / matrix[2, 2], corners, inliers, share) if fits else None
+
+
+class Likeness(NamedTuple):
+    """How alike a part of an image is to a template."""
+
+    correlation: float  # of colours
+    detail: float  # correlation of what is finer than about three pixels
+    worst: float  # how much the part that differs most does, of its energy: a digit of a label, say
+    off: float  # by how many grey values the mean colours differ, which correlation leaves out
+    contrast: float  # of the image to that of the template; what is greyed out has half
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is the template in all parts, in colour and in contrast."""
+        # Copies differ by .2 and by 2 grey values at most; a stop sign from a play sign by .15 and 17.
+        alike = self.correlation > 0.9 and self.detail > 0.75 and self.worst + self.off / 100 <= 0.25
+        return alike and 0.6 <= self.contrast <= 1 / 0.6
+
+
+def _over(template: Image, image: np.ndarray) -> np.ndarray:
+    """(H, W, 3) a template as it would hide the part (H, W, 3) of an image that is behind it."""
+    pixels = as_colour(template.pixels)
+    return pixels if template.mask is None else np.where(template.mask[..., None], pixels, image)
+
+
+def _standardised(pixels: np.ndarray, inside: np.ndarray) -> np.ndarray:
+    """Colours, a little blurred, of mean 0 and a common variance of 1 inside, and 0 outside."""
+    smooth = cv2.GaussianBlur(pixels.astype(np.float32), (0, 0), 0.7)
+    smooth -= smooth[inside].mean(axis=0)
+    return smooth / max(1e-5, np.sqrt((smooth[inside] ** 2).mean())) * inside[..., None]
+
+
+def _is_free(image: Image, instance: Instance, found: list[Instance]) -> bool:
+    """Whether the middle of an instance is not masked in the image and it is none of those found."""
+    middle = warp_points(instance.corners.mean(axis=0, keepdims=True), stored_to_pixels(image))[0]
+    x, y = np.clip(middle, 0, np.array(image.pixels.shape[1::-1]) - 1).astype(int)
+    return (image.mask is None or bool(image.mask[y, x])) and _is_new(instance.corners, found)
 
 
 def _is_new(corners: np.ndarray, found: list[Instance]) -> bool:
@@ -468,113 +511,72 @@ def _is_new(corners: np.ndarray, found: list[Instance]) -> bool:
     return all(both <= 0.5 * area for both, area in zip(shared, smaller, strict=True))
 
 
-# Templates by normalised cross-correlation. Icons and buttons are too small or too plain for keypoints, and
-# are copies up to their size. Larger templates are proposed where they correlate: several copies take each
-# other's matches, one by itself does not.
+# Where a template may be, by normalised cross-correlation with the resized and turned template.
 
-Place = tuple[float, float, float, float]  # correlation, x, y of the template's first pixel, and scale
-LONGEST = 128  # pixels of the longer side of templates that correlation alone finds
+LONGEST = 128  # pixels of the side of templates, squares of as many pixels, that correlation alone finds
 
 
-def _is_plain(pixels: np.ndarray, mask: np.ndarray | None) -> bool:
-    """Whether a template is so plain that it correlates with anything plain."""
-    opaque = as_colour(pixels).reshape(-1, 3)[... if mask is None else mask.ravel()]
-    return not len(opaque) or opaque.std(axis=0).max() < 6
+def _propose(template: Image, image: Image, *, turned: bool) -> list[list[np.ndarray]]:
+    """The 150 best similarities (3, 3), from the template's pixels to those of the image, where the two
+    correlate, and as many where its negative does, best first; they are to be verified."""
+    # `side`: pixels of the template, a square of as many, that suffice to tell where it may be.
+    if turned:
+        scales, turns, smallest, side, least = np.geomspace(0.3, 3, 14), range(0, 360, 12), 40, 18, 0.45
+    else:  # in steps of 6 %, which move the border of an icon of 64 pixels by one at most
+        scales, turns, smallest, side, least = np.geomspace(0.6, 2.4, 25), range(1), 8, 28, 0.7
+    grey, whole = template.grey(), image.grey()
+    mean = np.sqrt(grey.size)
+    listed: list[list[tuple[np.ndarray, np.ndarray]]] = [[], []]
+    for scale in scales[scales * mean >= smallest]:
+        factor = min(1.0, max(side / (scale * mean), 1 / min(whole.shape)))
+        shown = cv2.resize(whole, None, fx=factor, fy=factor, interpolation=cv2.INTER_AREA)
+        back = np.linalg.inv(resizing((factor, factor)))
+        for degrees in turns:
+            patch, cover, to_patch = _turned(grey, template.mask, scale * factor, degrees)
+            if min(patch.shape) < 8 or np.any(np.array(patch.shape) > shown.shape):
+                continue
+            response = cv2.matchTemplate(shown, patch, cv2.TM_CCOEFF_NORMED, mask=cover)
+            if cover is not None:
+                response[~(np.abs(response) <= 1.001)] = 0  # it is undefined where the image is plain
+            for places, values in zip(listed, (response, -response), strict=True):
+                if (high := values > least).any():
+                    rows, columns = np.nonzero(high & (values == cv2.dilate(values, np.ones((9, 9)))))
+                    matrices = np.repeat((back @ to_patch)[None], len(rows), axis=0)
+                    matrices[:, :2, 2] += np.c_[columns, rows] * back[[0, 1], [0, 1]]
+                    places.append((values[rows, columns], matrices))
+    middle = np.array([(grey.shape[1] - 1) / 2, (grey.shape[0] - 1) / 2, 1])
+    return [_apart(places, middle, mean / 3) for places in listed]
 
 
-def _peaks(response: np.ndarray, least: float) -> Iterator[list[tuple[int, int, float]]]:
-    """The places (x, y) where a correlation is largest around, and how large; and the negative's."""
-    for values in (response, -response):
-        high = np.flatnonzero(values > least)
-        if len(high):
-            high = high[values.ravel()[high] == cv2.dilate(values, np.ones((9, 9))).ravel()[high]]
-        rows, columns = np.unravel_index(high, values.shape)
-        yield list(zip(columns.tolist(), rows.tolist(), values.ravel()[high].tolist(), strict=True))
-
-
-def _response(template: np.ndarray, image: np.ndarray, mask: np.ndarray | None, scale: float) -> np.ndarray:
-    """The correlation coefficient at every place, for one scale; one 0 where the template does not fit."""
-    height, width = (max(4, round(scale * n)) for n in template.shape[:2])
-    if height > image.shape[0] or width > image.shape[1]:
-        return np.zeros((1, 1), np.float32)
-    how = cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR
-    small = cv2.resize(template, (width, height), interpolation=how)
-    cover = None
-    if mask is not None and not mask.all():
-        cover = cv2.resize(mask * np.uint8(255), (width, height), interpolation=cv2.INTER_AREA)
-        cover = np.dstack([(cover > 127).astype(np.uint8)] * (1 if small.ndim == 2 else 3))
-    response = cv2.matchTemplate(image, small, cv2.TM_CCOEFF_NORMED, mask=cover)
-    return np.where(np.isfinite(response) & (np.abs(response) <= 1.001), response, 0).astype(np.float32)
-
-
-def _fitted(template: np.ndarray, image: np.ndarray, mask: np.ndarray | None, near: Place) -> Place | None:
-    """The place near a candidate that fits best; None if none fits well."""
-    _, x, y, scale = near
-    height, width = template.shape[:2]
-    reach, wide = 3 + round(0.06 * scale * max(height, width)), round(scale * width)
-    top, left = max(0, int(y) - reach), max(0, int(x) - reach)
-    part = image[top : int(y) + round(scale * height) + reach, left : int(x) + wide + reach]
-    best = None
-    for wider in range(max(4, wide - 3), wide + 4):  # sizes are whole pixels
-        scale = wider / width
-        response = _response(template, part, mask, scale)
-        _, value, _, (column, row) = cv2.minMaxLoc(response)
-        if value > (0.88 if best is None else best[0]):
-            dx, dy = _vertex(response[row], column), _vertex(response[:, column], row)
-            # the centre of the template's first pixel, of pixels that are `scale` pixels wide
-            best = value, left + column + dx + (scale - 1) / 2, top + row + dy + (scale - 1) / 2, scale
+def _apart(places: list[tuple[np.ndarray, np.ndarray]], middle: np.ndarray, reach: float) -> list[np.ndarray]:
+    """The best of maps (N, 3, 3), each given with (N,) scores, that move a point (3,) to places apart."""
+    if not places:
+        return []
+    values, maps = map(np.concatenate, zip(*places, strict=True))
+    points = maps[:, :2] @ middle
+    reaches = reach * np.sqrt(np.linalg.det(maps[:, :2, :2]))
+    rest, best = np.argsort(-values, kind="stable")[:5000], []
+    while len(rest) and len(best) < 150:
+        best.append(maps[rest[0]])
+        rest = rest[np.hypot(*(points[rest] - points[rest[0]]).T) > reaches[rest]]
     return best
 
 
-def _vertex(line: np.ndarray, at: int) -> float:
-    """The place of a maximum relative to its pixel, by a parabola."""
-    before, middle, after = np.pad(line, 1, mode="reflect")[at : at + 3].astype(float)
-    bend = min(before - 2 * middle + after, -1e-9)
-    return float(np.clip((before - after) / (2 * bend), -0.5, 0.5))
-
-
-def _propose(template: np.ndarray, image: np.ndarray, most: int) -> list[list[np.ndarray]]:
-    """At most so many similarities (3, 3) from a template to an image, both grey, uint8, where they are alike
-    at scales of .3 to 3 and any turn, best first, and as many from its negative; they are to be matched and
-    verified."""
-    found: list[list[tuple[float, np.ndarray]]] = [[], []]
-    longer, small = max(template.shape), 0.0
-    centre = np.array([(template.shape[1] - 1) / 2, (template.shape[0] - 1) / 2, 1])
-    scales = np.geomspace(0.3, 3.0, 14)
-    for scale in scales[scales**2 * template.size > 16**2]:
-        factor = min(1.0, max(22 / scale / longer, 1 / min(image.shape)))  # so many pixels suffice
-        shown = cv2.resize(image, None, fx=factor, fy=factor, interpolation=cv2.INTER_AREA)
-        if abs(small - scale * factor) > 1e-9:
-            small = scale * factor
-            turned = [_turned(template, small, degrees) for degrees in range(0, 360, 15)]
-        back = np.linalg.inv(resizing((factor, factor)))
-        for patch, to_patch in turned:
-            if min(patch.shape) < 8 or np.any(np.array(patch.shape) > shown.shape):
-                continue
-            response = cv2.matchTemplate(shown, patch, cv2.TM_CCOEFF_NORMED)
-            for listed, peaks in zip(found, _peaks(response, 0.55), strict=True):
-                for x, y, value in peaks:
-                    listed.append((value, back @ np.array([[1, 0, x], [0, 1, y], [0, 0, 1.0]]) @ to_patch))
-    kept: list[list[np.ndarray]] = [[], []]
-    for listed, best in zip(found, kept, strict=True):
-        for _, one in sorted(listed, key=lambda each: -each[0]):
-            size = np.sqrt(np.linalg.det(one[:2, :2])) * longer
-            if len(best) < most and all(np.linalg.norm((one - o)[:2] @ centre) > size / 3 for o in best):
-                best.append(one)
-    return kept
-
-
-def _turned(template: np.ndarray, scale: float, degrees: float) -> tuple[np.ndarray, np.ndarray]:
-    """The largest upright part of a scaled and turned template, and (3, 3) from the template to it."""
+def _turned(
+    template: np.ndarray, mask: np.ndarray | None, scale: float, degrees: float
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+    """The largest upright part of a scaled and turned template or, if it is masked, all of it and its mask
+    (H, W), uint8; and (3, 3) from the template to it."""
     height, width = template.shape
     cos, sin = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
     linear = scale * np.array([[cos, -sin], [sin, cos]])
-    # The largest upright rectangle within the turned template, lying or standing.
-    inner = np.array([[width, height], [height, width]], float)
-    turned = inner @ np.abs([[cos, sin], [sin, cos]])
-    inner *= (np.array([width, height]) / turned).min(axis=1, keepdims=True)
-    size = tuple(max(1, int(scale * n)) for n in max(inner, key=np.prod))
+    sides = np.array([[width, height], [height, width]], float)  # lying or standing
+    around = sides @ np.abs([[cos, sin], [sin, cos]])
+    sides = around[:1] if mask is not None else sides * (sides[0] / around).min(axis=1, keepdims=True)
+    size = tuple(max(1, int(scale * n)) for n in max(sides, key=np.prod))
     shift = (np.array(size) - 1) / 2 - linear @ [(width - 1) / 2, (height - 1) / 2]
     smooth = cv2.GaussianBlur(template, (0, 0), 0.4 / scale) if scale < 1 else template
     matrix = np.vstack([np.c_[linear, shift], [0, 0, 1]])
-    return cv2.warpAffine(smooth, matrix[:2], size, flags=cv2.INTER_LINEAR), matrix
+    patch = cv2.warpAffine(smooth, matrix[:2], size, flags=cv2.INTER_LINEAR)
+    cover = None if mask is None else cv2.warpAffine(mask * np.uint8(255), matrix[:2], size) // 128
+    return patch, cover, matrix

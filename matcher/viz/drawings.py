@@ -26,7 +26,7 @@ from matplotlib.patheffects import withStroke
 
 from matcher.errors import UsageError, counted
 from matcher.files import check_output, write_output
-from matcher.geometry import resize_points
+from matcher.geometry import resize_points, spread
 from matcher.images import ImageInput, read_image
 from matcher.types import Image
 from matcher.viz import PLOT_SUFFIXES
@@ -257,8 +257,8 @@ def draw_matches(
     ends = np.stack([side.points(p) for side, p in zip(placed, (points0, points1), strict=True)], axis=1)
     by_score, colour_of = np.argsort(scores, kind="stable"), colours(np.clip(shares, 0, 1))
     inner, outer = by_score[good[by_score]], by_score[~good[by_score]]  # the most confident lie on top
-    lines_in = _spread(inner, ends[:, 0], max_lines)
-    lines_out = _spread(outer, ends[:, 0], max_lines // 4)
+    lines_in = inner[spread(ends[inner, 0], scores[inner], max_lines)[::-1]]
+    lines_out = outer[spread(ends[outer, 0], scores[outer], max_lines // 4)[::-1]]
     crowd = min(1.0, len(lines_in) / 200)
     thin = min(1.0, 200 / max(200, len(lines_in))) ** 0.7  # thousands stay transparent
     alpha, width = (0.9 - 0.35 * crowd) * thin, 1.3 - 0.4 * crowd
@@ -323,18 +323,6 @@ def draw_answers(
         panel.set(xticks=[], yticks=[])
         panel.spines[:].set(color="0.8")
     return figure
-
-
-def _spread(order: np.ndarray, points: np.ndarray, limit: int) -> np.ndarray:
-    """At most `limit` of `order` (best last): the best of each cell of 64 pixels come first."""
-    best_first = order[::-1]
-    cells = np.floor(points[best_first] / 64).astype(np.int64) @ np.array([1, 1 << 20])
-    by_cell = np.argsort(cells, kind="stable")
-    starts = np.flatnonzero(np.diff(cells[by_cell], prepend=np.nan))
-    rank = np.empty(len(order), np.int64)
-    rank[by_cell] = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
-    chosen = np.argsort(rank, kind="stable")[:limit]
-    return best_first[np.sort(chosen)][::-1]
 
 
 def draw_instances(template: ImageInput, image: ImageInput, corners: Sequence[np.ndarray]) -> Figure:

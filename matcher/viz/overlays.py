@@ -33,25 +33,35 @@ def lay_over(first: Image, second: Image, H_1_from_0: np.ndarray) -> Laid:
     if max(*shape, *first.pixels.shape[:2]) > LARGEST_SIDE:
         raise UsageError(f"images of more than {LARGEST_SIDE} pixels a side cannot be warped; shrink them")
     warp = stored_to_pixels(second) @ matrix @ np.linalg.inv(stored_to_pixels(first))
-    pixels, below = as_colour(first.pixels), as_colour(second.pixels)
     # Image 0 at about the size at which it is shown, so that warping it does not alias, and the warp of the
     # sign that puts its middle before the horizon.
-    rows, columns = pixels.shape[:2]
-    lifted = warp @ [(columns - 1) / 2, (rows - 1) / 2, 1.0]
+    rows, columns = first.pixels.shape[:2]
+    pixels, lifted = first.pixels, warp @ [(columns - 1) / 2, (rows - 1) / 2, 1.0]
     if lifted[2] < 0:
         warp, lifted = -warp, -lifted
     if lifted[2] >= 1e-9:
         jacobian = (warp[:2, :2] - np.outer(lifted[:2] / lifted[2], warp[2, :2])) / lifted[2]
         factor = float(np.sqrt(abs(np.linalg.det(jacobian))))
+        right, bottom = shape
+        *seen, ahead = np.linalg.inv(warp) @ [[0, right, right, 0], [0, 0, bottom, bottom], [1, 1, 1, 1]]
+        if ahead.min() > 1e-9:  # the part that is shown, which is bounded
+            seen, margin = np.array(seen) / ahead, 4 / min(factor, 1)
+            start = np.clip(seen.min(axis=1) - margin, 0, (columns - 1, rows - 1)).astype(int)
+            stop = np.clip(seen.max(axis=1) + margin, start + 1, (columns, rows)).astype(int)
+            pixels = pixels[start[1] : stop[1], start[0] : stop[0]]
+            warp = warp @ [[1, 0, start[0]], [0, 1, start[1]], [0, 0, 1]]
+            columns, rows = stop - start
         if factor <= 0.7:
             size = (max(1, round(columns * factor)), max(1, round(rows * factor)))
             pixels = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
             warp = warp @ np.linalg.inv(resizing((size[0] / columns, size[1] / rows)))
-    above = cv2.warpPerspective(pixels, warp, shape, borderMode=cv2.BORDER_REPLICATE)
+    above = cv2.warpPerspective(as_colour(pixels), warp, shape, borderMode=cv2.BORDER_REPLICATE)
     covered = cv2.warpPerspective(np.full(pixels.shape[:2], 255, np.uint8), warp, shape) > 127
     # What lies beyond the warp's horizon would be a mirror image.
     back, x, y = np.linalg.inv(warp), np.arange(shape[0]), np.arange(shape[1])
-    return Laid(below, above, covered & (back[2, 0] * x + back[2, 1] * y[:, None] + back[2, 2] > 0))
+    return Laid(
+        as_colour(second.pixels), above, covered & (back[2, 0] * x + back[2, 1] * y[:, None] + back[2, 2] > 0)
+    )
 
 
 def checkerboard(laid: Laid) -> np.ndarray:
