@@ -242,7 +242,7 @@ def map_of(model: Path, pictures: Path, run: Path | None, given: dict[str, Any])
     if not made.exists():
         say(f"{model}: its map is made from {pictures}, with the model's poses, and kept in {made}")
         with redirect_stdout(sys.stderr):  # which is of the results of the command
-            sfm(pictures, made, given, run=run, poses=model)
+            sfm(pictures, made, {"preset": DEFAULT_PRESET, **given}, run=run, poses=model)
         return made
     kept, poses = (read_given_poses(each).cam_from_world for each in (made, model))
     if any(name not in poses or not np.allclose(pose, poses[name]) for name, pose in kept.items()):

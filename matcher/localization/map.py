@@ -323,7 +323,7 @@ class Map(AbstractContextManager):
         best, why = None, ("no_keypoints", f"the photo has {keypoints} keypoints")
         if keypoints >= self.config.min_inliers:
             best = self._correspond(queries)
-            why = "no_similar_image", "the map holds nothing to compare it with, or none is listed for it"
+            why = "no_similar_image", "no image of the map is like it, or listed for it"
         if best is None:
             return [Pose(*why, seconds={**q.seconds, "total": sum(q.seconds.values())}) for q in queries]
         if best.verdict.status == "ok":
