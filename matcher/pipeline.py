@@ -95,9 +95,12 @@ class Pipeline:
     package: str | None = None  # name and version of the package that added the preset
 
     def __post_init__(self) -> None:
-        for part in (self.extractor, self.matcher, self.estimator):
+        for name in ("extractor", "matcher", "estimator"):
+            part = getattr(self, name)
             if isinstance(part, type):
                 raise UsageError(f"{part.__name__} is a class; give an object, {part.__name__}(…)")
+            if part is not None and not callable(part):
+                raise UsageError(f"{name} must be callable, not {part!r}; presets are built by matcher.load")
         if self.extractor is None:
             object.__setattr__(self, "extractor", SiftExtractor(self.config.extractor))
         if self.matcher is None:

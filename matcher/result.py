@@ -12,7 +12,7 @@ import numpy as np
 
 from matcher.cameras import Camera
 from matcher.config import EstimationConfig
-from matcher.errors import UsageError, counted
+from matcher.errors import UsageError, counted, optional
 from matcher.files import check_output, write_output
 from matcher.geometry import stored_to_upright
 from matcher.passes import PassReport
@@ -308,12 +308,14 @@ class Result:
             overwrite: replace an existing file even if matcher did not write it.
 
         Raises:
-            UsageError: a file that cannot be written, no image or one of another size, or no refined matches
-                for ellipses.
+            UsageError: a file that cannot be written, no image or one of another size, no refined matches for
+                ellipses, or matplotlib is not installed.
             ImageError: an image cannot be read.
         """
         from matcher.images import limit_for, read_image
-        from matcher.viz.drawings import draw_matches, save_figure
+
+        with optional():
+            from matcher.viz.drawings import draw_matches, save_figure
 
         images = []
         if ellipses and self.matches.refinement is None:

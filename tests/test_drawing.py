@@ -1,15 +1,20 @@
 """Drawings: lines join the right pixels, colours mean what the legend says, files come out whole."""
 
 import itertools
+import re
+import sys
 
 import numpy as np
 import PIL.Image
 import pytest
 
+from matcher.alignment.find import Detections
 from matcher.errors import ImageError, UsageError
 from matcher.geometry import upright_size, upright_to_stored
 from matcher.images import read_image
+from matcher.loading import load
 from matcher.result import Result
+from matcher.sequence.keyframe_map import ClosedTrajectory
 from matcher.types import Features, Matches, TwoViewGeometry
 from matcher.viz.drawings import (
     draw_epipolar_lines,
@@ -195,3 +200,14 @@ def test_answers_lie_side_by_side_below_and_groups_have_colours():
     assert [axes.get_title()[:11] for axes in figure.axes[1:]] == ["answer 1 of", "answer 2 of"]
     lines = figure.axes[0].collections[2].get_colors()
     assert (lines[:2, :3] != 1).any() and np.allclose(sorted(lines.tolist())[-1][:3], 1)
+
+
+def test_what_draws_without_matplotlib_says_what_to_install(monkeypatch):
+    closed = ClosedTrajectory(*np.zeros((4, 0, 4, 4)), (), None)
+    found = Detections((), (400, 300), read_image(grey()))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in [name for name in sys.modules if re.fullmatch(r"matcher\..*(plot|drawings)", name)]:
+        monkeypatch.delitem(sys.modules, name)
+    for plot in (load("nearest").match(grey(), grey()).plot, found.plot, closed.plot, closed.record):
+        with pytest.raises(UsageError, match="pip install 'matplotlib>="):
+            plot("plot.png")

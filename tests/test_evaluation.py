@@ -6,11 +6,11 @@ from importlib.util import find_spec
 import cv2
 import numpy as np
 import pytest
+from command import run
 from random_front_end import build
 from training_data import write_photos
 
 import matcher
-from matcher.cli import main
 from matcher.evaluate.measure import (
     corner_error,
     distances,
@@ -27,10 +27,6 @@ from matcher.images import find_images, read_image
 from matcher.weights.files import save_front_end
 
 ALIKED, XFEAT = "lightglue-aliked", "xfeat-lighterglue"
-
-
-def run(*arguments):
-    return main(["evaluate", *(str(argument) for argument in arguments)])
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +72,7 @@ def test_tables_say_how_they_were_made(found):
 
 def test_command_runs_networks_side_by_side(photos, small_weights, tmp_path, capsys):
     small = ["--pairs", 2, "--max-keypoints", 100, "--levels", "1,2", "--output", tmp_path / "out"]
-    assert run(photos, "--preset", "hybrid", "--weights", small_weights, *small) == 0
+    assert run("evaluate", photos, "--preset", "hybrid", "--weights", small_weights, *small) == 0
     printed, table = capsys.readouterr().out, table_of(tmp_path / "out")
     assert [row["name"] for row in table["rows"]] == ["nearest", "hybrid small"]
     network = table["rows"][1]
@@ -88,7 +84,7 @@ def test_command_runs_networks_side_by_side(photos, small_weights, tmp_path, cap
 def test_two_front_end_files_are_measured_apart(photos, tmp_path):
     save_front_end(build("learned").network, "learned", other := tmp_path / "other.safetensors")
     code = run(
-        photos, "--preset", "nearest-learned", "--frontend-weights", "shipped",
+        "evaluate", photos, "--preset", "nearest-learned", "--frontend-weights", "shipped",
         "--frontend-weights", other, "--pairs", 1, "--max-keypoints", 200, "--output", tmp_path / "out",
     )  # fmt: skip
     assert code == 0
@@ -101,13 +97,13 @@ def test_two_front_end_files_are_measured_apart(photos, tmp_path):
 def test_presets_are_compared_and_probabilities_judged(photos, tmp_path, capfd):
     compared = ["--compare", "nearest-learned", "--compare", "nearest"]
     small = ["--pairs", 2, "--levels", 1, "--max-keypoints", 200, "--output", tmp_path]
-    assert run(photos, *compared, *small) == 0
+    assert run("evaluate", photos, *compared, *small) == 0
     table = table_of(tmp_path)
     first, second = table["rows"]
     assert table["baseline"] == first["name"] == "nearest-learned"
     assert "minus_baseline" not in first and "minus_baseline" in second
     assert "Difference from `nearest-learned`" in capfd.readouterr().out
-    assert run(photos, *compared, *small, "--calibration") == 0
+    assert run("evaluate", photos, *compared, *small, "--calibration") == 0
     assert (tmp_path / "synthetic-calibration.md").read_text().split("<!--")[0] in capfd.readouterr().out
     table = table_of(tmp_path, "synthetic-calibration")
     assert len(table["rows"]) == 2 and sum(table["rows"][0]["verdicts"].values()) == 2
@@ -120,11 +116,11 @@ def test_unreadable_photos_are_skipped_and_counted(photos, tmp_path, capsys):
         (tmp_path / photo.name).write_bytes(photo.read_bytes())
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
     small = ["--preset", "nearest", "--pairs", 4, "--levels", 1, "--max-keypoints", 100]
-    assert run(tmp_path, *small, "--output", tmp_path / "out") == 4
+    assert run("evaluate", tmp_path, *small, "--output", tmp_path / "out") == 4
     out = capsys.readouterr().out
     assert "3 pairs, 1 skipped" in out and "broken.png" in out
     assert len(table_of(tmp_path / "out")["skipped"]) == 1
-    assert run(tmp_path, *small, "--calibration") == 4 and "broken.png" in capsys.readouterr().out
+    assert run("evaluate", tmp_path, *small, "--calibration") == 4 and "broken.png" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -149,7 +145,7 @@ def test_bad_input_is_a_message_and_a_code(photos, tmp_path, capsys, arguments, 
     places["text"] = tmp_path / "text.txt"
     places["text"].write_text("some words\n")
     given = [argument.format(photos=photos, **places) for argument in arguments]
-    assert run(*given) == code
+    assert run("evaluate", *given) == code
     err = capsys.readouterr().err
     assert named in err and "Traceback" not in err
 
@@ -178,7 +174,7 @@ def test_every_peer_has_a_row(photos, monkeypatch, tmp_path, capsys):
     assert set(PEERS) == {ALIKED, "lightglue-disk", XFEAT, "xfeat"}
     monkeypatch.setenv("MATCHER_CACHE", str(tmp_path))
     options = ["--pairs", "1", "--max-keypoints", "200", "--no-further-passes", "--peer", "xfeat"]
-    assert run(photos, "--preset", "nearest", *options) == 0
+    assert run("evaluate", photos, "--preset", "nearest", *options) == 0
     printed = capsys.readouterr().out
     assert "| xfeat, published |" in printed and "| xfeat, ours |" in printed
 

@@ -91,22 +91,11 @@ def test_hloc_extracts_and_matches(tmp_path, monkeypatch, shipped_weights):
         for thing in vars(module).values():
             if isinstance(thing, type) and thing.__module__ == module.__name__:
                 monkeypatch.setattr(sys.modules[f"hloc.{kind}"], "matcher_vision", module, raising=False)
-    features = extract_features.main(
-        {
-            "output": "features",
-            "model": {"name": "matcher_vision", "max_keypoints": 512},
-            "preprocessing": {
-                "grayscale": True,
-                "resize_max": 1024,
-                "resize_force": False,
-                "interpolation": "cv2_area",
-            },
-        },
-        ROOT / "assets" / "walk",
-        tmp_path,
-        image_list=["04.jpg", "05.jpg"],
-        as_half=False,
-    )
+    walk, names = ROOT / "assets" / "walk", ["04.jpg", "05.jpg"]
+    sizes = {"grayscale": True, "resize_max": 1024, "resize_force": False, "interpolation": "cv2_area"}
+    model = {"name": "matcher_vision", "max_keypoints": 512}
+    conf = {"output": "features", "model": model, "preprocessing": sizes}
+    features = extract_features.main(conf, walk, tmp_path, image_list=names, as_half=False)
     (tmp_path / "pairs.txt").write_text("04.jpg 05.jpg\n")
     conf = {"output": "matches", "model": {"name": "matcher_vision"}}
     matches = match_features.main(conf, tmp_path / "pairs.txt", features, matches=tmp_path / "matches.h5")
@@ -114,7 +103,7 @@ def test_hloc_extracts_and_matches(tmp_path, monkeypatch, shipped_weights):
         found = file["04.jpg"]["05.jpg"]["matches0"][:]
     assert len(found) == 512 and (found >= 0).sum() > 100
     direct = matcher.load("hybrid-learned", max_keypoints=512)
-    pair = [direct.extract(ROOT / "assets" / "walk" / name) for name in ("04.jpg", "05.jpg")]
+    pair = [direct.extract(walk / name) for name in names]
     assert (found >= 0).sum() == pytest.approx(len(direct.match_features(*pair)), rel=0.2)
 
 

@@ -168,5 +168,6 @@ def test_a_match_in_onnx_runtime_imports_no_torch(views):
     assert len([name for name in found if name.startswith("matcher.")]) < 70
 
 
-def test_the_package_alone_costs_nothing():
+def test_the_package_alone_costs_nothing_and_the_report_of_a_run_needs_no_torch():
     assert not roots(*loaded("import matcher")) & {"torch", "numpy", "cv2", "typer"}
+    assert "torch" not in roots(*loaded("from matcher.explain.run_report import write_run_report"))

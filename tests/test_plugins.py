@@ -78,13 +78,12 @@ def test_parts_of_ones_own_work_alone_and_together(parts, shifted):
     assert "custom" not in repr(pipeline) and "Pipeline(extractor=" in repr(pipeline)
 
 
-@pytest.mark.parametrize("part", ["extractor", "matcher", "estimator"])
-def test_a_part_that_returns_nothing_is_named(part, shifted):
-    with pytest.raises(UsageError, match=f"{part} .*must return"):
-        Pipeline(**{part: lambda *given, **options: None}).match(*shifted)
-
-
-def test_classes_and_indices_without_a_keypoint_are_refused(shifted):
+def test_parts_that_cannot_be_used_are_refused_by_name(shifted):
+    for part in ("extractor", "matcher", "estimator"):
+        with pytest.raises(UsageError, match=f"{part} .*must return"):
+            Pipeline(**{part: lambda *given, **options: None}).match(*shifted)
+        with pytest.raises(UsageError, match=rf"{part} .*'hybrid'.*matcher\.load"):
+            Pipeline(**{part: "hybrid"})
     with pytest.raises(UsageError, match="MostAlike is a class"):
         Pipeline(matcher=MostAlike)
     far = Matches(np.array([[99999, 1]]), *np.zeros((2, 1, 2), np.float32), np.ones(1, np.float32))

@@ -15,7 +15,7 @@ import numpy as np
 import PIL.Image
 
 from matcher.alignment.align import planar_pipeline
-from matcher.errors import UsageError
+from matcher.errors import UsageError, optional
 from matcher.geometry import warp_points
 from matcher.match.steering import turn_scores
 from matcher.pipeline import ImageInput, Mask, Pipeline
@@ -106,10 +106,12 @@ class Detections:
         image is read again, unless given.
 
         Raises:
-            UsageError: a file that cannot be written or, without `overwrite`, is foreign; no image or path.
+            UsageError: a file that cannot be written or, without `overwrite`, is foreign; no image or path;
+                no matplotlib.
             ImageError: the image cannot be read.
         """
-        from matcher.viz.drawings import draw_instances, save_figure
+        with optional():
+            from matcher.viz.drawings import draw_instances, save_figure
 
         if (shown := self.path if image is None else image) is None:
             raise UsageError("the image was an array: give it to plot(path, image)")

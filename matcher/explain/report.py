@@ -20,7 +20,6 @@ from matcher.errors import UsageError, counted
 from matcher.files import check_output, write_output
 from matcher.geometry import resize_points, stored_to_upright
 from matcher.match.adaptivity import confidence_threshold
-from matcher.match.sinkhorn import CHECKED
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.result import Result
 from matcher.types import MATCHED, UNMATCHED, Features, Image, Matches, TwoViewGeometry
@@ -154,6 +153,8 @@ def said(matches: Matches, geometry: TwoViewGeometry, sizes: Sequence[tuple[int,
 
 def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkConfig) -> None:
     """Add to `pair_data` the network's explanation of the pair."""
+    from matcher.match.sinkhorn import CHECKED  # torch, which pages without an explanation do without
+
     counts = [len(image["points"]) for image in data["images"]]
     kind, depth = "<u2" if sum(counts) < 2**16 - 1 else "<u4", config.context.depth
 

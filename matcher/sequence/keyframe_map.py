@@ -28,7 +28,7 @@ from matcher.cameras import Camera, CameraInput, as_camera
 from matcher.collection.collection import Collection
 from matcher.collection.schema import StoredPair
 from matcher.config import EstimationConfig
-from matcher.errors import MALFORMED, IntegrityError, MatcherError, UsageError
+from matcher.errors import MALFORMED, IntegrityError, MatcherError, UsageError, optional
 from matcher.export.colmap import CameraChoice, as_rigid, import_pycolmap
 from matcher.files import check_folder, write_whole
 from matcher.geometry import check_poses
@@ -310,14 +310,17 @@ class ClosedTrajectory:
         return np.linalg.norm(self.after[:, :3, 3] - self.before[:, :3, 3], axis=1)
 
     def plot(self, path: str | Path | None = None) -> Path | PIL.Image.Image:
-        """Draw both paths from above and how far each pose was moved, to a file, or as a picture."""
-        from matcher.sequence.plot import plot_closing  # here, since it needs matplotlib
+        """Draw both paths from above and how far each pose was moved, to a file, or as a picture;
+        `UsageError`: no matplotlib."""
+        with optional():
+            from matcher.sequence.plot import plot_closing
 
         return plot_closing(path, self)
 
     def record(self, path: str | Path) -> Path:
         """Write the same as a recording (.rrd) for the rerun viewer; `UsageError`: it is not installed."""
-        from matcher.sequence.plot import record_closing
+        with optional():
+            from matcher.sequence.plot import record_closing
 
         return record_closing(Path(path), self)
 

@@ -18,7 +18,7 @@ import numpy as np
 from matcher.collection.schema import common_camera
 from matcher.collection.settings import feature_settings
 from matcher.collection.tracks import refine_run
-from matcher.errors import MatcherError, UsageError, counted, few
+from matcher.errors import MatcherError, UsageError, counted, few, optional
 from matcher.export.colmap import CameraChoice, ExportReport, import_pycolmap, write_colmap
 from matcher.files import whole_folder, write_whole
 from matcher.image_files import read_gps
@@ -249,12 +249,12 @@ def _mapped(
         job["positions"] = {name: position for name, position in found.items() if position is not None}
     if choice.rig is not None:
         (part / RIG).write_text(choice.rig.to_json(), encoding="utf-8")
+    with optional():  # before the work
+        from matcher.sfm.plot import draw_model
     _run_mapping(job)
     described = json.loads((work / "result.json").read_text(encoding="utf-8"))
     if not described:
         return report, ()
-    from matcher.sfm.plot import draw_model  # here, once for all models of this process: it needs matplotlib
-
     draw_model(import_pycolmap().Reconstruction(str(part / "sparse" / "0")), part / PLOT)
     if place is not None:  # the coordinates are those of the model that the poses come from
         described[0]["georegistration"] = described[0]["georegistration"] or dict(place)
