@@ -199,17 +199,11 @@ NEEDED = "".join(
 )
 
 
-def can_build() -> bool:
-    if COMPILER is None:
-        return False
-    command = [COMPILER, "-x", "c++", "-fsyntax-only", *HEADERS, "-"]
-    return subprocess.run(command, input=NEEDED, text=True, capture_output=True).returncode == 0
-
-
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     """The program, linked with the library that the Python package brings."""
-    if not can_build():
+    probe = [COMPILER, "-x", "c++", "-fsyntax-only", *HEADERS, "-"]
+    if COMPILER is None or subprocess.run(probe, input=NEEDED, text=True, capture_output=True).returncode:
         pytest.skip("needs a C++ compiler and the headers named above")
     folder = tmp_path_factory.mktemp("cpp")
     library = next((Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.*"))

@@ -121,13 +121,6 @@ def as_lightglue(features: Features) -> dict[str, torch.Tensor]:
     return found
 
 
-def lightglue_matches(peer: torch.nn.Module, pair: Pair) -> Table:
-    """What a LightGlue of the published calling convention makes of one pair."""
-    with torch.no_grad():
-        theirs = peer({f"image{i}": as_lightglue(pair[i]) for i in (0, 1)})
-    return as_table(theirs["matches"][0], theirs["scores"][0])
-
-
 # --- The same matches.
 
 
@@ -184,7 +177,9 @@ def test_lightglue_is_that_of_others(preset, tmp_path):
     peer = peers.decisive_lightglue(build(preset, filter_threshold=0.0, **OFF))
     ours = imported(peers.old_lightglue_names(peer), preset, tmp_path, 0.0, **NEVER)
     pairs = random_pairs(preset.split("-")[1], WIDTHS[preset])
-    expected = [lightglue_matches(peer, pair) for pair in pairs]
+    with torch.no_grad():
+        theirs = [peer({f"image{i}": as_lightglue(pair[i]) for i in (0, 1)}) for pair in pairs]
+    expected = [as_table(found["matches"][0], found["scores"][0]) for found in theirs]
     for batch in (1, 4):
         assert_same(run(ours, pairs, batch), expected)
 

@@ -12,7 +12,7 @@ import torch
 from random_front_end import FRONT_ENDS, random_parameters, texture
 
 import matcher
-from matcher import Features, Image, IntegrityError, Matches, Pipeline, UsageError
+from matcher import Collection, Features, Image, IntegrityError, Matches, Pipeline, UsageError
 from matcher.cli import main
 from matcher.config import ExtractorConfig, PipelineConfig
 from matcher.extract.front_end import resolve
@@ -130,6 +130,8 @@ GOOD = """
     def few(max_keypoints=50, geometry="homography"):
         from matcher import load
         return load("nearest", max_keypoints=max_keypoints, geometry=geometry)
+    def plain(max_keypoints=300):
+        return few(max_keypoints, "fundamental")
     def wrong():
         return 3
     constant = 5
@@ -166,6 +168,19 @@ def test_a_package_adds_a_preset(package, shifted, capfd):
         matcher.load("broken")
     with pytest.raises(UsageError, match="unknown preset 'fwe', did you mean 'few'"):
         matcher.load("fwe")
+
+
+def test_options_that_nobody_gave_are_not_those_of_a_packages_preset(package, shifted, monkeypatch, tmp_path):
+    package("toy_presets", GOOD, {"plain": "plain"})
+    assert matcher.stitch(shifted, "plain").model == "translation"
+    for number, picture in enumerate(shifted):
+        cv2.imwrite(str(tmp_path / f"{number}.png"), picture)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # of the worker
+    run = Collection.open(tmp_path / "run", preset="plain", workers=1)
+    run.add_images(tmp_path)
+    run.add_pairs(exhaustive=True)
+    run.run()
+    assert len(list(run)) == 1
 
 
 # --- Every system as a user has it: front end and network from files, images in, matches out.

@@ -11,14 +11,14 @@ from typing import Any, Literal, Unpack, get_args
 import cv2
 import numpy as np
 
-from matcher.alignment.align import PICTURE_FORMATS, write_picture
+from matcher.alignment.align import PICTURE_FORMATS, planar_pipeline, write_picture
 from matcher.collection.collection import MatchedSet, match_set
 from matcher.errors import ImageError, UsageError, unknown_name
 from matcher.files import check_output
 from matcher.geometry import upright_matrix, warp_points
 from matcher.image_files import read_resolution
 from matcher.images import MAX_PIXELS, ImageInput, at_one_depth, read_image, to_8_bits, white
-from matcher.presets import DEFAULT_PRESET, LoadOptions
+from matcher.presets import DEFAULT_PRESET, LoadOptions, refuse_further_passes
 from matcher.types import to_numpy
 from matcher.viz.overlays import LARGEST_SIDE, as_colour
 
@@ -94,7 +94,8 @@ def stitch(
     if model != "auto" and projection in ("cylindrical", "spherical"):
         raise UsageError(f"model={model!r} is of planes, not of projection={projection!r}; leave it out")
     projection = projection if model == "auto" else "plane"
-    found = match_set(images, preset, geometry="homography", **options)
+    refuse_further_passes(options, "the pairs of a panorama share the keypoints of an image")
+    found = match_set(images, planar_pipeline(preset, options))
     group = found.groups()[0]
     if len(group) < 2:
         raise NotJoinedError("no two of these images overlap; give more of them, or photos that share more")

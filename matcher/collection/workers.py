@@ -34,7 +34,7 @@ from matcher.collection.settings import Setup, build
 from matcher.collection.sources import Extracted, FeatureSource
 from matcher.collection.store import EncodedPair, Store, Writer
 from matcher.errors import ImageError, IntegrityError, MatcherError, UsageError, optional
-from matcher.loading import devices
+from matcher.loading import devices, takes
 from matcher.processes import child_command, child_environment, thread_environment, usable_cores
 from matcher.types import Features, Image, to_numpy
 from matcher.verify.verdict import NOT, reject_improbable
@@ -231,7 +231,10 @@ class LocalWorkers(_Pool):
             raise UsageError("worker processes need Linux or macOS; use workers=0 here")
         self._failed_starts = 0
         self._start = partial(_Process, run_dir, threads=threads)
-        own = (replace(setup, options={**setup.options, "device": device}) for device in devices)
+        if takes(setup.preset, "device"):
+            own = (replace(setup, options={**setup.options, "device": device}) for device in devices)
+        else:  # a package's preset that chooses its own
+            own = [setup] * len(devices)
         self.idle += map(self._start, own)
 
     def give(self, worker: _Process, job: Job) -> Connection:
