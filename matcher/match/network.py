@@ -78,7 +78,7 @@ def check_config(config: NetworkConfig) -> None:
 
 
 class MatchingNetwork(nn.Module):
-    """Features of two images, which `AttentionMatcher` aligns, → a soft assignment of their points."""
+    """Features of two images, image 1 turned to fit image 0, → a soft assignment of their points."""
 
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
@@ -146,6 +146,15 @@ class MatchingNetwork(nn.Module):
         mean = descriptors.mean(0)
         self.project.weight /= ((descriptors - mean) @ self.project.weight.t()).std()
         self.project.bias.copy_(-self.project.weight @ mean)
+
+    def aligned(self, features0: Features, features1: Features) -> Features:
+        """`features1` of B pairs turned to fit `features0`, where descriptors are steerable; `UsageError`:
+        features that this network does not take, or batches of two sizes."""
+        for features in (features0, features1):
+            check_features(self.config, features)
+        if len(features0.mask) != len(features1.mask):
+            raise UsageError(f"{len(features0.mask)} images cannot pair with {len(features1.mask)}")
+        return aligned(features0, features1, self.config.kind)
 
     def tokens(self, features0: Features, features1: Features, *, complete: bool = False) -> Tokens:
         """The valid points of B pairs, given as two batches that are checked and aligned.
@@ -260,11 +269,14 @@ class MatchingNetwork(nn.Module):
             corrected, before = updated, matches
         return corrected, found
 
-    def forward(self, features0: Features, features1: Features) -> list[Prediction]:
-        """Assignments of B pairs, as two batches that are checked and aligned, with early exit and pruning.
+    def forward(self, features0: Features, features1: Features, *, align: bool = True) -> list[Prediction]:
+        """Assignments of B pairs (both arguments batched), with early exit and pruning as configured.
 
-        Pairs that run together and stop at the same layer are one `Prediction`; every pair is in one.
+        Pairs that run together and stop at the same layer are one `Prediction`; every pair is in one. Without
+        `align` the features have been checked and image 1 turned before.
         """
+        if align:
+            features1 = self.aligned(features0, features1)
         states = (state for tokens in self.batches(features0, features1) for state in self.run(tokens))
         return [state.assign() for state in states if state.exiting]
 
@@ -344,11 +356,7 @@ class AttentionMatcher:
     def _match(self, features0: Features, features1: Features) -> tuple[Features, list[Matches]]:
         """Image 1 of every pair in the view in which it is matched, and the matches."""
         features0, features1 = (features.to(self.device) for features in (features0, features1))
-        for features in (features0, features1):
-            check_features(self.model.config, features)
-        if len(features0.mask) != len(features1.mask):
-            raise UsageError(f"{len(features0.mask)} images cannot pair with {len(features1.mask)}")
-        features1 = aligned(features0, features1, self.model.config.kind)
+        features1 = self.model.aligned(features0, features1)
         found, counts = self._matches(features0, features1)
         if self.model.config.kind != STEERABLE_KIND:
             return features1, found
@@ -366,7 +374,7 @@ class AttentionMatcher:
     def _matches(self, features0: Features, features1: Features) -> tuple[list[Matches], list[list[int]]]:
         """The matches of every pair, and the points of its images."""
         found, counts = [None] * len(features0.mask), [None] * len(features0.mask)
-        for prediction in self.model(features0, features1):
+        for prediction in self.model(features0, features1, align=False):
             own = zip(self.read(prediction, features0, features1), prediction.tokens.totals, strict=True)
             for pair, (matches, points) in zip(prediction.tokens.pairs, own, strict=True):
                 found[pair], counts[pair] = matches, points.tolist()
