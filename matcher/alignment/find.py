@@ -526,15 +526,16 @@ def _propose(template: Image, image: Image, *, turned: bool) -> list[list[np.nda
         scales, turns, smallest, side, least = np.geomspace(0.3, 3, 14), range(0, 360, 12), 40, 18, 0.45
     else:  # in steps of 6 %, which move the border of an icon of 64 pixels by one at most
         scales, turns, smallest, side, least = np.geomspace(0.6, 2.4, 25), range(1), 8, 28, 0.7
-    grey, whole = template.grey(), image.grey()
-    mean = np.sqrt(grey.size)
+    whole, mean = image.grey(), np.sqrt(template.grey().size)
+    small = template.resized(min(1.0, 4 * side / mean))  # of which no more is needed
+    shrunk = np.divide(small.scale, template.scale)
     listed: list[list[tuple[np.ndarray, np.ndarray]]] = [[], []]
     for scale in scales[scales * mean >= smallest]:
         factor = min(1.0, max(side / (scale * mean), 1 / min(whole.shape)))
         shown = cv2.resize(whole, None, fx=factor, fy=factor, interpolation=cv2.INTER_AREA)
         back = np.linalg.inv(resizing((factor, factor)))
         for degrees in turns:
-            patch, cover, to_patch = _turned(grey, template.mask, scale * factor, degrees)
+            patch, cover, to_patch = _turned(small, scale * factor / shrunk[0], degrees)
             if min(patch.shape) < 8 or np.any(np.array(patch.shape) > shown.shape):
                 continue
             response = cv2.matchTemplate(shown, patch, cv2.TM_CCOEFF_NORMED, mask=cover)
@@ -543,10 +544,10 @@ def _propose(template: Image, image: Image, *, turned: bool) -> list[list[np.nda
             for places, values in zip(listed, (response, -response), strict=True):
                 if (high := values > least).any():
                     rows, columns = np.nonzero(high & (values == cv2.dilate(values, np.ones((9, 9)))))
-                    matrices = np.repeat((back @ to_patch)[None], len(rows), axis=0)
+                    matrices = np.repeat((back @ to_patch @ resizing(shrunk))[None], len(rows), axis=0)
                     matrices[:, :2, 2] += np.c_[columns, rows] * back[[0, 1], [0, 1]]
                     places.append((values[rows, columns], matrices))
-    middle = np.array([(grey.shape[1] - 1) / 2, (grey.shape[0] - 1) / 2, 1])
+    middle = np.append(np.subtract(template.pixels.shape[1::-1], 1) / 2, 1)
     return [_apart(places, middle, mean / 3) for places in listed]
 
 
@@ -564,20 +565,18 @@ def _apart(places: list[tuple[np.ndarray, np.ndarray]], middle: np.ndarray, reac
     return best
 
 
-def _turned(
-    template: np.ndarray, mask: np.ndarray | None, scale: float, degrees: float
-) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-    """The largest upright part of a scaled and turned template or, if it is masked, all of it and its mask
-    (H, W), uint8; and (3, 3) from the template to it."""
-    height, width = template.shape
-    cos, sin = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
+def _turned(template: Image, scale: float, turn: float) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+    """The largest upright part of a scaled and turned template, grey, or, if it is masked, all of it and its
+    mask (H, W), uint8; and (3, 3) from the template to it."""
+    mask, (height, width) = template.mask, template.pixels.shape[:2]
+    cos, sin = np.cos(np.radians(turn)), np.sin(np.radians(turn))
     linear = scale * np.array([[cos, -sin], [sin, cos]])
     sides = np.array([[width, height], [height, width]], float)  # lying or standing
     around = sides @ np.abs([[cos, sin], [sin, cos]])
     sides = around[:1] if mask is not None else sides * (sides[0] / around).min(axis=1, keepdims=True)
     size = tuple(max(1, int(scale * n)) for n in max(sides, key=np.prod))
     shift = (np.array(size) - 1) / 2 - linear @ [(width - 1) / 2, (height - 1) / 2]
-    smooth = cv2.GaussianBlur(template, (0, 0), 0.4 / scale) if scale < 1 else template
+    smooth = cv2.GaussianBlur(template.grey(), (0, 0), 0.4 / scale) if scale < 1 else template.grey()
     matrix = np.vstack([np.c_[linear, shift], [0, 0, 1]])
     patch = cv2.warpAffine(smooth, matrix[:2], size, flags=cv2.INTER_LINEAR)
     cover = None if mask is None else cv2.warpAffine(mask * np.uint8(255), matrix[:2], size) // 128
