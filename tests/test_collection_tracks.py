@@ -224,13 +224,15 @@ def test_the_observations_of_a_track_show_one_point(run, tmp_path):
     assert 0.2 < np.mean([each.refined.mean() for each in after.values()]) < 0.9  # references stay
     still = np.array([sum(not after[name].refined[point] for name, point in track) for track in tracks])
     assert still.min() >= 1 and np.mean(still == 1) > 0.7  # the reference
-    # Exports hold the refined keypoints until pairs change.
+    # Exports hold the refined keypoints until pairs change, and then those of a photo that is gone.
     before, after = (np.load(tmp_path / f"{name}.npz") for name in ("before", "after"))
     assert np.array_equal(after["keypoints"], np.concatenate([places[name] for name in tracks.names]))
     assert "covariances" not in before and after["covariances"].shape == (len(after["keypoints"]), 3)
     PIL.Image.open(tmp_path / "photos" / "0.png").save(tmp_path / "photos" / "4.png")
     run.add_images(tmp_path / "photos")
     run.add_pairs([("0.png", "4.png")])
+    (tmp_path / "photos" / "2.png").unlink()
     run.run()
     with Store.open(run.run_dir) as store:
-        assert store.refined_keypoints("0.png") is None
+        assert store.refined_keypoints("0.png") is None and refine_run(store) == ""
+        assert np.array_equal(store.refined_keypoints("2.png").keypoints, places["2.png"])

@@ -55,7 +55,6 @@ def test_the_result_is_complete(network, views):
     assert list(result.seconds) == ["read", "extract", "match", "refine", "verify", "total"]
     parts = [value for stage, value in result.seconds.items() if stage != "total"]
     assert sum(parts) == pytest.approx(result.seconds["total"])
-    assert min(parts) >= 0
     assert result.points0.dtype == result.points1.dtype == result.scores.dtype == np.float32
     assert result.geometry.inliers.shape == (len(result.matches),)
     keypoints = [f.keypoints.numpy() for f in (result.features0, result.features1)]
@@ -77,7 +76,6 @@ def test_paths_arrays_and_images_give_the_same(network, views):
         np.testing.assert_array_equal(by_path.points0, other.points0)
     # Two JPEG decoders differ by a grey level here and there.
     assert abs(len(by_array.matches) - len(by_path.matches)) < 0.1 * len(by_path.matches) + 5
-    assert by_array.path0 is None
     as_opencv = [np.ascontiguousarray(array[..., ::-1]) for array in arrays]
     for as_given in (np.asarray, torch.from_numpy):
         by_opencv = replace(network, bgr=True).match(*map(as_given, as_opencv))

@@ -515,7 +515,7 @@ def _join(writer: Writer, store: Store, descriptors: bool) -> str:
     again += [(ours[a], ours[b]) for a, b in store.rows("SELECT image0, image1 FROM waiting")]
     writer.execute_many("INSERT OR IGNORE INTO waiting VALUES (?, ?)", again)
     # What is finished has not failed, and neither waits.
-    writer.execute("DELETE FROM refined")
+    writer.expire_refined()
     writer.execute("DELETE FROM failed WHERE (image0, image1) IN (SELECT image0, image1 FROM pairs)")
     known = "SELECT image0, image1 FROM pairs UNION ALL SELECT image0, image1 FROM failed"
     writer.execute(f"DELETE FROM waiting WHERE (image0, image1) IN ({known})")

@@ -330,10 +330,16 @@ class Writer(Store):
             self._descriptors.execute("REPLACE INTO descriptors VALUES (?, ?)", (number, record))
 
     def put_refined(self, found: Mapping[str, RefinedKeypoints]) -> None:
-        """The refined keypoints of all images; this replaces earlier ones."""
-        self.execute("DELETE FROM refined")
-        sql = "INSERT INTO refined SELECT id, ? FROM images WHERE name = ?"
+        """The refined keypoints of these images."""
+        sql = "REPLACE INTO refined SELECT id, ? FROM images WHERE name = ?"
         self.execute_many(sql, ((schema.packed(**each._asdict()), name) for name, each in found.items()))
+
+    def expire_refined(self) -> None:
+        """Pairs have changed: all are to be refined again, except where the photo is gone, which cannot be."""
+        known = self.execute("SELECT name FROM images JOIN refined ON id = image")
+        there = [name for (name,) in known if self.image(name).path.is_file()]
+        sql = "DELETE FROM refined WHERE image = (SELECT id FROM images WHERE name = ?)"
+        self.execute_many(sql, ((name,) for name in there))
 
     def fail_image(self, name: str, reason: str, stamp: str = "") -> None:
         """An image that cannot be used, and why; its stamp shows when a retry is worthwhile."""
@@ -344,7 +350,7 @@ class Writer(Store):
         """Finished and failed pairs; they no longer wait."""
         pairs = list(pairs)
         if done := [pair[:4] for pair in pairs if pair.data]:
-            self.execute("DELETE FROM refined")
+            self.expire_refined()
         self.execute_many("REPLACE INTO pairs (image0, image1, seconds, data) VALUES (?, ?, ?, ?)", done)
         lost = [(*pair[:2], pair.reason) for pair in pairs if not pair.data]
         self.execute_many("REPLACE INTO failed VALUES (?, ?, ?)", lost)
@@ -354,10 +360,11 @@ class Writer(Store):
     def forget(self, names: Iterable[str]) -> None:
         """Images that have changed: they and all their pairs are to be done again."""
         ids = ", ".join(str(self.image(name).number) for name in names)
-        self.execute("DELETE FROM refined")
+        self.expire_refined()
         for table in ("pairs", "failed"):
             self.wait_again(table, ids)
-        self.execute(f"DELETE FROM keypoints WHERE image IN ({ids})")
+        for table in ("keypoints", "refined"):
+            self.execute(f"DELETE FROM {table} WHERE image IN ({ids})")
         self._descriptors.execute(f"DELETE FROM descriptors WHERE image IN ({ids})")
         self.execute(f"UPDATE images SET status = {WAITING}, reason = '', count = 0 WHERE id IN ({ids})")
         self._keypoints.cache_clear()

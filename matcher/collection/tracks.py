@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from matcher.collection.schema import RefinedKeypoints
-from matcher.collection.store import Store, Writer, gone
+from matcher.collection.store import Store, Writer
 from matcher.config import RefineConfig, from_dict
-from matcher.errors import IntegrityError, few
+from matcher.errors import IntegrityError
 from matcher.images import limit_for, read_image
 from matcher.refine import DEVIATION, ImagePyramid, fit_affine_maps, refine_matches
 from matcher.types import Matches, TwoViewGeometry
@@ -304,18 +304,16 @@ class _Step(NamedTuple):
 
 def refine_run(store: Store) -> str:
     """Refine the keypoints of a run's tracks and store them, once, if its configuration asks for it; returns
-    of which images it could not be done, other than those `gone`.
+    why that could not be done, or "". Images whose photo is gone keep what was refined before.
 
     A keypoint that is in no track, is the reference of its track, or was not accepted keeps its position.
     """
     values = store.settings.get("config", {}).get("refine")
-    done, said = [image for image in store.images() if values is not None and image.status == "done"], ""
-    lacking = [image for image in done if store.refined_keypoints(image.name) is None]
-    if absent := sorted({each.name for each in lacking if not each.path.is_file()} - gone(store)):
-        said = f"keypoints are not refined where the photo is not in the folder: {few(absent)}"
-    if not any(image.path.is_file() for image in lacking):
-        return said
+    done = [image for image in store.images() if values is not None and image.status == "done"]
+    lacking = {image.name for image in done if store.refined_keypoints(image.name) is None}
     images = [image for image in done if image.path.is_file()]
+    if lacking.isdisjoint(image.name for image in images):
+        return "keypoints are not refined, as no photo is in the folder" * (not images and bool(lacking))
     config = from_dict(RefineConfig, values)
     # A larger window is affordable, as a track is refined once for all its pairs.
     config = replace(config, window=max(config.window, 21))
@@ -378,7 +376,7 @@ def refine_run(store: Store) -> str:
     }
     with Writer(store.folder) as writer, writer.transaction():
         writer.put_refined(keypoints)
-    return said
+    return ""
 
 
 @dataclass
