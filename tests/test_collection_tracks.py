@@ -231,8 +231,8 @@ def test_the_observations_of_a_track_show_one_point(run, tmp_path):
     PIL.Image.open(tmp_path / "photos" / "0.png").save(tmp_path / "photos" / "4.png")
     run.add_images(tmp_path / "photos")
     run.add_pairs([("0.png", "4.png")])
-    (tmp_path / "photos" / "2.png").unlink()
     run.run()
+    (tmp_path / "photos" / "2.png").unlink()
     with Store.open(run.run_dir) as store:
-        assert store.refined_keypoints("0.png") is None and refine_run(store) == ""
+        assert store.refined_keypoints("2.png") is None and refine_run(store) == ""
         assert np.array_equal(store.refined_keypoints("2.png").keypoints, places["2.png"])

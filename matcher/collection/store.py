@@ -330,16 +330,16 @@ class Writer(Store):
             self._descriptors.execute("REPLACE INTO descriptors VALUES (?, ?)", (number, record))
 
     def put_refined(self, found: Mapping[str, RefinedKeypoints]) -> None:
-        """The refined keypoints of these images."""
+        """The refined keypoints of images; what has expired holds again for the others."""
         sql = "REPLACE INTO refined SELECT id, ? FROM images WHERE name = ?"
         self.execute_many(sql, ((schema.packed(**each._asdict()), name) for name, each in found.items()))
+        self.execute("UPDATE OR IGNORE refined SET image = -image WHERE image < 0")
+        self.execute("DELETE FROM refined WHERE image < 0")
 
     def expire_refined(self) -> None:
-        """Pairs have changed: all are to be refined again, except where the photo is gone, which cannot be."""
-        known = self.execute("SELECT name FROM images JOIN refined ON id = image")
-        there = [name for (name,) in known if self.image(name).path.is_file()]
-        sql = "DELETE FROM refined WHERE image = (SELECT id FROM images WHERE name = ?)"
-        self.execute_many(sql, ((name,) for name in there))
+        """Pairs have changed, so all keypoints are to be refined again; what was found is kept under the
+        negative number of its image, for those whose photo is gone by then."""
+        self.execute("UPDATE OR REPLACE refined SET image = -image WHERE image > 0")
 
     def fail_image(self, name: str, reason: str, stamp: str = "") -> None:
         """An image that cannot be used, and why; its stamp shows when a retry is worthwhile."""
@@ -360,11 +360,11 @@ class Writer(Store):
     def forget(self, names: Iterable[str]) -> None:
         """Images that have changed: they and all their pairs are to be done again."""
         ids = ", ".join(str(self.image(name).number) for name in names)
+        self.execute(f"DELETE FROM refined WHERE abs(image) IN ({ids})")
         self.expire_refined()
         for table in ("pairs", "failed"):
             self.wait_again(table, ids)
-        for table in ("keypoints", "refined"):
-            self.execute(f"DELETE FROM {table} WHERE image IN ({ids})")
+        self.execute(f"DELETE FROM keypoints WHERE image IN ({ids})")
         self._descriptors.execute(f"DELETE FROM descriptors WHERE image IN ({ids})")
         self.execute(f"UPDATE images SET status = {WAITING}, reason = '', count = 0 WHERE id IN ({ids})")
         self._keypoints.cache_clear()
