@@ -37,7 +37,7 @@ from matcher.types import (
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.overlay import without_overlay
-from matcher.verify.verdict import judged, reject_improbable
+from matcher.verify.verdict import NOT, judged, reject_improbable
 
 Mask = str | Path | np.ndarray | Any  # the last: a PIL image or a torch tensor
 FURTHER_PASSES = "further passes"  # among the stages of `Result.seconds`
@@ -226,9 +226,13 @@ class Pipeline:
         return timed(replace(first, features0=joined.features0, features1=joined.features1, **found))
 
     def calibrated(self, result: Result) -> Result:
-        """The result with its final match probabilities, best first."""
-        matches = calibrated_by_geometry(result.matches, result.geometry, calibration_of(self.matcher))
-        matches, geometry = best_first(matches, result.geometry)
+        """The result with its final match probabilities, best first; no geometry that its verdict denies."""
+        matches, geometry = result.matches, result.geometry
+        if not result.passes:  # after several, more was asked of it
+            sizes = (features.image_size for features in (result.features0, result.features1))
+            geometry = reject_improbable(geometry, matches, *sizes, least=NOT)
+        matches = calibrated_by_geometry(matches, geometry, calibration_of(self.matcher))
+        matches, geometry = best_first(matches, geometry)
         first = result.first and self.calibrated(result.first)
         return replace(result, matches=matches, geometry=geometry.without_rejected(), first=first)
 

@@ -183,10 +183,13 @@ class Result:
             return f"mirrored: neighbouring matches lie the other way round in image 1: {MIRRORED}"
         if self.geometry.verified and status != "ok":
             return f"{int(self.inliers.sum())} are inliers of one homography: {status}, {_PLANAR[status]}"
-        if status in _REASONS and (rejected is None or self.verdict is None or self.verdict.word == "not"):
+        if status in _REASONS and (rejected is None or self.verdict is None):
             return f"no match: the matches fit no {model} ({_REASONS[status]})"
         if status in _REASONS:
-            return f"{int(rejected.inliers.sum())} agree on one {model}, which is too uncertain to be used"
+            agree = f"{int(rejected.inliers.sum())} agree on one {model}"
+            if self.verdict.word == "not":
+                return f"no match: {agree}, as matches of different places may"
+            return f"{agree}, which is too uncertain to be used"
         if kind == "none":
             return ""
         matrices, inliers = self.geometry.matrices, int(self.inliers.sum())

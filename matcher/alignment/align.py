@@ -22,7 +22,7 @@ from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions
 from matcher.result import Result
 from matcher.verify.estimation import RobustEstimator
-from matcher.verify.verdict import MIRRORED, NOT, reject_improbable
+from matcher.verify.verdict import MIRRORED
 from matcher.viz.overlays import blend, checkerboard, difference, lay_over
 
 # What alignment, templates and panoramas share.
@@ -114,13 +114,10 @@ def align(
     if model != "homography":
         pipeline = replace(pipeline, estimator=RobustEstimator(pipeline.config.estimation, planar=model))
     result = pipeline.match(image0, image1, mask0=mask0, mask1=mask1)
-    sides = result.features0, result.features1
-    least = None if result.passes else NOT
-    sizes = (side.image_size for side in sides)
-    geometry = reject_improbable(result.geometry, result.matches, *sizes, least).without_rejected()
+    geometry = result.geometry
     refused = geometry.rejected or geometry
     inliers = geometry.inliers if refused.matrix is None else refused.inliers
-    fitted = replace(result, geometry=geometry), model, geometry.status, inliers, geometry.matrix
+    fitted = result, model, geometry.status, inliers, geometry.matrix
     return Alignment(*fitted, images=(image0, image1), pipeline=pipeline)
 
 
