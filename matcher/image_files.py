@@ -356,7 +356,8 @@ def read_header(path: Path, part: int) -> tuple[tuple[int, int], dict[int, Any],
 
 
 def read_resolution(paths: Iterable[Path | None]) -> tuple[int, int] | None:
-    """Dots per inch along x and y that all of these image files state; None: not all state the same."""
+    """Dots per inch along x and y that all of these image files state; None: not all state the same, or
+    more than a million, which is no resolution of a scan."""
     found = set()
     for path in paths:
         try:
@@ -364,7 +365,7 @@ def read_resolution(paths: Iterable[Path | None]) -> tuple[int, int] | None:
                 found.add(tuple(round(float(dots)) for dots in photo.info["dpi"]))
         except Exception:  # as a header can be wrong in any way
             return None
-    return found.pop() if len(found) == 1 and min(*found) > 0 else None
+    return found.pop() if len(found) == 1 and 0 < min(*found) <= max(*found) <= 1e6 else None
 
 
 def read_gps(path: Path) -> tuple[float, float, float] | None:

@@ -131,6 +131,8 @@ def test_crops_come_out_as_the_picture(canvas, rng, white, tmp_path):
     aligned = matcher.align(*files[1:], "nearest", max_keypoints=600)
     for path in (made.save(tmp_path / "grey.tif"), aligned.save(tmp_path / "above.tif")):
         assert (tags := PIL.Image.open(path).tag_v2)[282] == 300 and tags[259] > 1  # compressed
+    PIL.Image.open(files[2]).save(files[2], dpi=(2**32 - 1, 300))
+    assert PIL.Image.open(aligned.save(tmp_path / "above.tif")).tag_v2.get(282) != 300
     assert np.array_equal(cv2.imread(str(tmp_path / "grey.tif"), -1), made.pixels[..., 0])
 
 
