@@ -2,9 +2,9 @@
 
     python scripts/benchmark.py [--threads 2] [--device cuda] [--quick] [--only lightglue] [--json FILE]
 
-Needs `pip install 'matcher-vision[benchmark]'`. Times are medians of calls that alternate in one process. All
-timings in the README come from this script. Rows of ONNX Runtime and of a collection, which take minutes, run
-only if --only names them.
+Needs `pip install 'onnxruntime>=1.17' 'onnxscript>=0.5' 'transformers>=5.23,<6'`. Times are medians of calls
+that alternate in one process. All timings in the README come from this script. Rows of ONNX Runtime and of a
+collection, which take minutes, run only if --only names them.
 """
 
 import argparse
