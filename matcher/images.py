@@ -75,7 +75,7 @@ def _keep(opaque: np.ndarray | None, mask: Any, shape: tuple[int, int], max_pixe
     else:
         name = "the mask"
         given = mask.convert("L") if isinstance(mask, PIL.Image.Image) else mask
-        array = _channels_last(to_numpy(given))
+        array = channels_last(to_numpy(given))
         if array.dtype.kind not in "biuf" or isinstance(mask, np.ma.MaskedArray):
             kind = type(mask).__name__
             raise UsageError(f"a mask is a path, an array, a PIL image or a torch tensor, (H, W), not {kind}")
@@ -286,12 +286,9 @@ def _decoded(image: Any, path: Path | None, max_pixels: int) -> Decoded:
             "an image is a path, an Image, a NumPy array, a PIL image or a torch tensor, "
             f"not {type(image).__name__}; accepted: {_ACCEPTED}"
         )
-    array = image
     if isinstance(image, np.ma.MaskedArray):
         raise UsageError("a masked array: give its data, and with it mask=~numpy.ma.getmaskarray(array)")
-    if is_tensor(image):
-        array = to_numpy(image)
-        array = _channels_last(array[0] if array.ndim == 4 and len(array) == 1 else array)
+    array = channels_last(to_numpy(image)) if is_tensor(image) else image
     channels = array.shape[2:] or (1,)
     if array.ndim not in (2, 3) or channels[0] not in (1, 3, 4) or array.size == 0:
         raise UsageError(f"an array of shape {array.shape} is not an image; accepted: {_ACCEPTED}")
@@ -301,8 +298,9 @@ def _decoded(image: Any, path: Path | None, max_pixels: int) -> Decoded:
     return Decoded(array, opaque, orientation=1)
 
 
-def _channels_last(array: np.ndarray) -> np.ndarray:
-    """(C, H, W) with C = 1, 3 or 4 as (H, W, C); other arrays as they are."""
+def channels_last(array: np.ndarray) -> np.ndarray:
+    """(C, H, W) or (1, C, H, W) with C = 1, 3 or 4 as (H, W, C); other arrays as they are."""
+    array = array[0] if array.ndim == 4 and len(array) == 1 else array
     first = array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4)
     return array.transpose(1, 2, 0) if first else array
 

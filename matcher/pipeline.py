@@ -15,7 +15,7 @@ from matcher.cameras import CameraInput, cameras_of_pair
 from matcher.config import MatchingPolicy, NearestConfig, NetworkConfig, PipelineConfig, RefineConfig
 from matcher.errors import UsageError
 from matcher.extract.extractor import SiftExtractor, extracted
-from matcher.images import MAX_PIXELS, ImageInput, read_both, read_image
+from matcher.images import MAX_PIXELS, ImageInput, channels_last, read_both, read_image
 from matcher.match.calibration import calibrated_by_geometry, calibration_of, with_prior_scores
 from matcher.match.nearest import NearestMatcher
 from matcher.passes import FurtherPasses
@@ -33,6 +33,7 @@ from matcher.types import (
     checked_pairs,
     is_tensor,
     one_for_each,
+    to_numpy,
 )
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
@@ -254,8 +255,9 @@ class Pipeline:
         return self._read(image, mask, resize=None, deep=deep)
 
     def _read(self, image: ImageInput, mask: Mask | None, **options: Any) -> Image:
-        array = self.bgr and (isinstance(image, np.ndarray) or is_tensor(image))
-        if array and image.ndim == 3 and image.shape[2] in (3, 4):
+        if self.bgr and is_tensor(image):
+            image = channels_last(to_numpy(image))
+        if self.bgr and isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[2] in (3, 4):
             image = image[..., [2, 1, 0, 3][: image.shape[2]]]
         options |= dict(max_pixels=self.max_pixels, upright=self.upright, alpha_mask=self.alpha_mask)
         return read_image(image, mask=mask, **options)

@@ -76,7 +76,7 @@ def test_paths_arrays_and_images_give_the_same(network, views):
     # Two JPEG decoders differ by a grey level here and there.
     assert abs(len(by_array.matches) - len(by_path.matches)) < 0.1 * len(by_path.matches) + 5
     as_opencv = [np.ascontiguousarray(array[..., ::-1]) for array in arrays]
-    for as_given in (np.asarray, torch.from_numpy):
+    for as_given in (np.asarray, torch.from_numpy, lambda x: torch.from_numpy(x.transpose(2, 0, 1))[None]):
         by_opencv = replace(network, bgr=True).match(*map(as_given, as_opencv))
         np.testing.assert_array_equal(by_opencv.points0, by_array.points0)
 
