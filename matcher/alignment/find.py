@@ -357,8 +357,13 @@ class TemplateFinder:
             stop = cv2.TERM_CRITERIA_COUNT | cv2.TERM_CRITERIA_EPS, 30, 1e-3
             here, there = (as_it_is(each).grey() for each in (_over(shown, inner), laid.above))
             start = shift[:2].astype(np.float32)
+            # Once the template is near its place, the rest of what is behind it has no say.
+            masked = shown.mask is not None and side == LONGEST
+            cover = (
+                np.pad(cv2.dilate(shown.mask * np.uint8(255), np.ones((5, 5))), margin) if masked else None
+            )
             try:
-                like, moved = cv2.findTransformECC(here, there, start, cv2.MOTION_AFFINE, stop, None, 3)
+                like, moved = cv2.findTransformECC(here, there, start, cv2.MOTION_AFFINE, stop, cover, 3)
             except cv2.error:  # not alike at all
                 return None
             moved = np.linalg.inv(shift) @ np.vstack([moved, [0, 0, 1]])
