@@ -41,18 +41,18 @@ def admitting(app: Callable, folder: Path, room: Callable[[], int]) -> Callable:
     """An ASGI application that answers only requests of its own page, or of a program that names no site, and
     refuses uploads of more bytes than there is `room` for in the `folder` of all of them."""
     policy = [(b"content-security-policy", _POLICY.encode()), (b"referrer-policy", b"no-referrer")]
-    under_way = 0
+    under_way: list[int] = []  # bytes of uploads that are coming in
 
-    async def uploaded(scope: dict, receive: Callable, send: Callable) -> bool:
+    async def uploaded(length: int, scope: dict, receive: Callable, send: Callable) -> bool:
         """Whether a form of files came, and was answered; of one that did not come whole nothing is kept."""
-        nonlocal under_way
-        answers, under_way = asyncio.Queue(), under_way + 1
+        answers = asyncio.Queue()
+        under_way.append(length)
         try:
             await app(scope, receive, answers.put)
         except Exception:  # of any class: another form, its sender has gone, the disk is full
             return False
         finally:
-            under_way -= 1
+            under_way.remove(length)
             for part in () if under_way else folder.glob("tmp*"):  # whole ones have another name
                 part.unlink()
         while not answers.empty():
@@ -74,9 +74,9 @@ def admitting(app: Callable, folder: Path, room: Callable[[], int]) -> Callable:
             wanted = given.get(b"content-length", b"")
             if not wanted.isdigit():
                 refused = 411, b"an upload must say its length"
-            elif int(wanted) > room():
+            elif int(wanted) > room() - sum(under_way):
                 refused = 413, b"no more uploads: start the page again"
-            elif not await uploaded(scope, receive, marked):
+            elif not await uploaded(int(wanted), scope, receive, marked):
                 refused = 400, b"no form of files, or no place to keep them"
         else:
             await app(scope, receive, marked)

@@ -13,11 +13,12 @@ pytestmark = pytest.mark.promise(7)
 HOST = (b"host", b"127.0.0.1:7860")
 
 
-def status_of(folder, headers, *, upload=False, kind="http") -> object:
-    """The status of the answer of a page that holds at most 1000 bytes of uploads."""
+def status_of(folder, headers, *, upload=False, kind="http", times=1) -> object:
+    """The status of the first answer to requests made at once of a page that holds 1000 bytes of uploads."""
     sent = []
 
     async def page(scope, receive, send):
+        await asyncio.sleep(0)
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
     async def receive():
@@ -27,7 +28,12 @@ def status_of(folder, headers, *, upload=False, kind="http") -> object:
         sent.append(message)
 
     scope = {"type": kind, "method": "POST" if upload else "GET", "path": "/upload", "headers": headers}
-    asyncio.run(admitting(page, folder, lambda: room_in(folder, 1000))(scope, receive, send))
+    admit = admitting(page, folder, lambda: room_in(folder, 1000))
+
+    async def together():
+        await asyncio.gather(*(admit(scope, receive, send) for _ in range(times)))
+
+    asyncio.run(together())
     return sent[0].get("status", sent[0]["type"])
 
 
@@ -48,12 +54,11 @@ def test_requests_of_other_sites_are_refused(tmp_path, headers, right):
 
 
 def test_uploads_are_bounded_together(tmp_path):
-    def upload(length: bytes | None) -> object:
-        headers = [HOST] if length is None else [HOST, (b"content-length", length)]
-        return status_of(tmp_path, headers, upload=True)
+    def upload(length: bytes, times: int = 1) -> object:
+        return status_of(tmp_path, [HOST, (b"content-length", length)], upload=True, times=times)
 
-    assert upload(b"900") == 200 and upload(b"1001") == 413
-    assert upload(None) == 411 and upload(b"many") == 411
+    assert upload(b"900") == 200 and upload(b"1001") == upload(b"900", 2) == 413
+    assert upload(b"") == 411 and upload(b"many") == 411
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "earlier.png").write_bytes(bytes(500))
     assert upload(b"400") == 200 and upload(b"600") == 413
