@@ -39,7 +39,8 @@ def load(preset: str | Path = presets.DEFAULT_PRESET, **options: Unpack[presets.
         engine: "torch", or "onnx": ONNX Runtime on the CPU, which needs no torch; by default the one that is
             installed.
         device: "auto" (CUDA where there is one, else the CPU), "cpu", "cuda", "cuda:1" or "mps".
-        precision: of the network: "auto" (what the device is fast at), "float32", "bfloat16" or "float16".
+        precision: of the network: "auto" (what the device is fast at), "float32", "bfloat16" or "float16",
+            also as "fp32", "bf16", "fp16" or "half".
         max_keypoints: at most so many in an image.
         resize: longer side in pixels, to which larger images are made smaller. By default 1024; presets of
             the front end `learned` also shrink soft images (to 640) and enlarge small ones of few keypoints.
@@ -61,7 +62,8 @@ def load(preset: str | Path = presets.DEFAULT_PRESET, **options: Unpack[presets.
     An option that is None or left out is the preset's own. The environment variable
     ONEDNN_PRIMITIVE_CACHE_CAPACITY is set, unless you did, so that torch keeps less in memory, and
     ORT_DISABLE_TELEMETRY, so that ONNX Runtime sends nothing. Processes that are forked from this one compute
-    on one thread, because the others do not exist there.
+    on one thread, because the others do not exist there; torch may hang in one that is
+    forked while a thread matches, so start such processes by `spawn`.
 
     Raises:
         UsageError: an unknown preset, option, device or value, or an option that the preset has no use for.

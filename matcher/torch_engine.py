@@ -34,7 +34,7 @@ def build(config: PipelineConfig, given: Mapping[str, Any]) -> Learned:
     fast = resolve_precision("auto", device)
     if device.type == "cpu" and precision not in ("float32", fast):
         text = f"this processor emulates {precision}, many times as slowly as it computes in {fast}"
-        warnings.warn(f"{text}; the precision 'auto' takes {fast}", UserWarning, stacklevel=2)
+        warnings.warn(f"{text}; the precision 'auto' takes {fast}", UserWarning, stacklevel=4)
     on_grid = config.extractor.kind == GRID_KIND
     if on_grid:
         refuse_for_grid(given)

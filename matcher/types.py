@@ -358,7 +358,8 @@ class Features:
             kind: the front end; "sift" is what `hybrid` and `lightglue-sift` take.
 
         Raises:
-            UsageError: binary descriptors, such as ORB's, and what the constructor refuses.
+            UsageError: binary descriptors, such as ORB's, keypoints outside the image, and what the
+                constructor refuses.
         """
         values = np.zeros((0, SIFT_DIM), np.float32) if descriptors is None else np.asarray(descriptors)
         if values.dtype == np.uint8 and values.shape[-1:] != (SIFT_DIM,):
@@ -367,7 +368,12 @@ class Features:
             values = root_sift(values)
         table = np.array([(*k.pt, k.size, k.angle, k.response) for k in keypoints], np.float32).reshape(-1, 5)
         diameters, angles, scores = table[:, 2], np.deg2rad(table[:, 3]), table[:, 4]
-        return cls(table[:, :2], values, scores, size, scales=diameters, orientations=angles, kind=kind)
+        made = cls(table[:, :2], values, scores, size, scales=diameters, orientations=angles, kind=kind)
+        half = to_numpy(made.size) / 2
+        beyond = abs(table[:, :2] + 0.5 - half) - half  # which may be a little
+        if (beyond > 2 + 0.01 * half.max()).any():
+            raise UsageError(f"keypoints lie outside an image of {size}; size is (width, height)")
+        return made
 
     def to_cv2(self) -> list[cv2.KeyPoint]:
         """The valid keypoints of one image as OpenCV's, in stored pixels; `UsageError` for a batch."""
@@ -441,7 +447,10 @@ def _as_field(value: Any, name: str) -> np.ndarray | Tensor:
     if is_tensor(value):
         as_given = name == "descriptors" and value.is_floating_point()
         return value if as_given else converted(value, getattr(torch, kind))
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise UsageError(f"Features.{name} is no array of numbers ({error})") from None
     if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
         raise UsageError(f"Features.{name} must hold numbers of at most 64 bits, not {array.dtype}")
     # A copy that keeps scalars scalar, which ascontiguousarray would not.
@@ -531,7 +540,10 @@ class Matches:
     overlay: int = 0  # matches left out, since they are of a stamp, logo or frame that both pictures have
 
     def __post_init__(self) -> None:
-        shapes = [np.shape(getattr(self, name)) for name in ("indices", "points0", "points1", "scores")]
+        given = {name: getattr(self, name) for name in ("indices", "points0", "points1", "scores")}
+        if other := [name for name, value in given.items() if not isinstance(value, np.ndarray)]:
+            raise UsageError(f"Matches.{other[0]} must be an array of NumPy; from_indices takes lists too")
+        shapes = [value.shape for value in given.values()]
         if shapes != 3 * [(len(self.scores), 2)] + [(len(self.scores),)]:
             raise UsageError(f"Matches need indices and points of (K, 2) and scores of (K,), not {shapes}")
 

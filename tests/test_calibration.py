@@ -228,12 +228,8 @@ def test_calibrated_predictions_have_no_error():
 
 
 def features(points, descriptors, kind="learned"):
-    return Features(
-        keypoints=np.asarray(points, np.float32),
-        descriptors=(descriptors / np.linalg.norm(descriptors, axis=1, keepdims=True)).astype(np.float32),
-        size=np.array(SIZE, np.float32),
-        kind=kind,
-    )
+    units = (descriptors / np.linalg.norm(descriptors, axis=1, keepdims=True)).astype(np.float32)
+    return Features(points, units, size=SIZE, kind=kind)
 
 
 def walls(rng, things, the_same, kind="learned"):

@@ -13,7 +13,7 @@ from matcher.types import Features, Matches, root_sift
 def arrays(count: int = 6, dim: int = 8, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     return {
-        "keypoints": rng.uniform(0, 100, (count, 2)).astype(np.float32),
+        "keypoints": rng.uniform(0, (100, 80), (count, 2)).astype(np.float32),
         "descriptors": rng.normal(size=(count, dim)).astype(np.float32),
         "scores": rng.uniform(size=count).astype(np.float32),
         "size": np.array([100, 80], np.float32),
@@ -52,12 +52,11 @@ def test_defaults_copies_of_read_only_arrays_and_descriptors_as_floats() -> None
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("keypoints", np.zeros((6, 3))),
+        *(("keypoints", wrong) for wrong in (np.zeros((6, 3)), np.full((6, 2), np.nan), [[1, 2], [3]])),
         ("descriptors", np.zeros((5, 8))),
         ("scores", ["a"] * 6),
         ("size", (0, 80)),
         ("exif_orientation", 9),
-        ("keypoints", np.full((6, 2), np.nan)),
         ("descriptors", np.full((6, 8), np.inf)),
     ],
 )
@@ -76,8 +75,9 @@ def test_impossible_matches_are_refused() -> None:
             Matches.from_indices(indices, points, points, given)
     with pytest.raises(UsageError, match="keypoints1"):
         Matches.from_indices([[0, 0]], points, points * np.nan, [1])
-    with pytest.raises(UsageError, match="Matches"):
-        Matches(np.zeros((3, 2), int), points[:2], points[:1], np.ones(2))
+    for indices, said in ((np.zeros((3, 2), int), "Matches need"), ([[0, 1]], "from_indices")):
+        with pytest.raises(UsageError, match=said):
+            Matches(indices, points[:1], points[:1], np.ones(1))
 
 
 def test_stack_and_unstack_round_trip() -> None:
@@ -157,6 +157,8 @@ def test_features_of_opencv(pictures, result):
     drawn = cv2.drawMatches(pictures[0], back, pictures[1], sides[1].to_cv2(), links, None)
     assert drawn.shape[:2] == (400, 1080)
     assert len(Features.from_cv2([], None, size=(3, 3))) == 0
+    with pytest.raises(UsageError, match=r"outside .*\(width, height\)"):
+        Features.from_cv2(*raw[0], size=(400, 540))
     with pytest.raises(UsageError, match="binary descriptors"):
         Features.from_cv2(*cv2.ORB_create(50).detectAndCompute(pictures[0], None), size=(540, 400))
 
