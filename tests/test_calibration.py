@@ -211,6 +211,10 @@ def test_results_have_a_verdict(views):
     other = pipeline.match(views[0], cv2.GaussianBlur(noise, (0, 0), 2))
     assert other.verdict.word == "not"
     assert matcher.load("nearest", geometry="none", max_keypoints=50).match(noise, noise).verdict is None
+    doubtful = replace(same.matches, scores=np.full(len(same.matches), 0.0005, np.float32), prior=None)
+    denied = pipeline.calibrated(replace(same, matches=doubtful))
+    assert denied.verdict.word == "not" and denied.geometry.rejected.inliers.sum() > 30
+    assert denied.geometry.status == "low_inliers" and "no match: " in denied.summary()
 
 
 def test_calibrated_predictions_have_no_error():

@@ -192,24 +192,6 @@ def test_points_of_a_turned_photo_lie_where_opencv_shows_them(pair, tmp_path, up
     np.testing.assert_array_equal(plain.points0_upright, plain.points0)
 
 
-def test_a_model_is_rejected_where_the_images_show_different_places():
-    rng = np.random.default_rng(0)
-    points, image = rng.uniform(20, 80, (40, 2)), np.zeros((900, 900), np.uint8)
-    moved, rows = points + points[:, :1] ** 2 * [0.005, 0], np.stack([np.arange(40)] * 2, 1)
-
-    def extract(images):
-        sides = zip(images, (points, moved)[-len(images) :], strict=True)
-        return [matcher.Features.from_image(one, where, np.eye(40)) for one, where in sides]
-
-    def match(features0, features1):
-        ends = (np.asarray(side.keypoints[0]) for side in (features0, features1))
-        return [matcher.Matches.from_indices(rows, *ends, np.full(40, 0.005))]
-
-    result = matcher.Pipeline(extractor=extract, matcher=match).match(image, image)
-    assert result.verdict.word == "not" and result.geometry.rejected.inliers.sum() > 30
-    assert result.geometry.status == "low_inliers" and "no match: 4" in result.summary()
-
-
 def test_a_rejected_model_is_shown_nowhere(tmp_path):
     """Unrelated noise: what was estimated is no model, but the verdict says how improbable it is."""
     rng = np.random.default_rng(4)

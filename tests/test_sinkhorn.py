@@ -392,11 +392,7 @@ def test_it_equals_a_loop_over_all_distances(rng, ratio):
     assert (np.diff(found.scores) <= 0).all()
 
 
-def test_swapping_the_images_swaps_the_matches_and_duplicates_are_ambiguous(rng):
-    features0, features1 = make(rng, 50), make(rng, 40)
-    forth, back = match_one(features0, features1, 1.0), match_one(features1, features0, 1.0)
-    assert len(forth) > 3
-    assert {(i, j) for i, j in forth.indices.tolist()} == {(i, j) for j, i in back.indices.tolist()}
+def test_duplicates_are_ambiguous(rng):
     twice = np.repeat(rng.normal(size=(1, 16)), 2, axis=0).astype(np.float32)
     others = rng.normal(size=(6, 16)).astype(np.float32)
     found = match_one(*(make(rng, 8, np.concatenate([twice, others])) for _ in range(2)))
