@@ -288,8 +288,6 @@ def _decoded(image: Any, path: Path | None, max_pixels: int) -> Decoded:
         )
     if isinstance(image, np.ma.MaskedArray):
         raise UsageError("a masked array: give its data, and with it mask=~numpy.ma.getmaskarray(array)")
-    if is_tensor(image) and image.is_meta:
-        raise UsageError("a tensor on the device meta has no pixels")
     array = channels_last(to_numpy(image)) if is_tensor(image) else image
     channels = array.shape[2:] or (1,)
     if array.ndim not in (2, 3) or channels[0] not in (1, 3, 4) or array.size == 0:

@@ -39,8 +39,7 @@ def load(preset: str | Path = presets.DEFAULT_PRESET, **options: Unpack[presets.
         engine: "torch", or "onnx": ONNX Runtime on the CPU, which needs no torch; by default the one that is
             installed.
         device: "auto" (CUDA where there is one, else the CPU), "cpu", "cuda", "cuda:1" or "mps".
-        precision: of the network: "auto" (what the device is fast at), "float32", "bfloat16" or "float16",
-            also as "fp32", "bf16", "fp16" or "half".
+        precision: "auto" (what the device is fast at), "float32", "bfloat16" or "float16" (also "half").
         max_keypoints: at most so many in an image.
         resize: longer side in pixels, to which larger images are made smaller. By default 1024; presets of
             the front end `learned` also shrink soft images (to 640) and enlarge small ones of few keypoints.

@@ -106,8 +106,7 @@ class Detections:
         image is read again, unless given.
 
         Raises:
-            UsageError: a file that cannot be written or, without `overwrite`, is foreign; no image or path;
-                no matplotlib.
+            UsageError: a file that cannot be written or, without `overwrite`, is foreign; no image or path.
             ImageError: the image cannot be read.
         """
         with optional():

@@ -231,10 +231,8 @@ class LocalWorkers(_Pool):
             raise UsageError("worker processes need Linux or macOS; use workers=0 here")
         self._failed_starts = 0
         self._start = partial(_Process, run_dir, threads=threads)
-        if takes(setup.preset, "device"):
-            own = (replace(setup, options={**setup.options, "device": device}) for device in devices)
-        else:  # a package's preset that chooses its own
-            own = [setup] * len(devices)
+        given = [{"device": device} if takes(setup.preset, "device") else {} for device in devices]
+        own = (replace(setup, options={**setup.options, **each}) for each in given)
         self.idle += map(self._start, own)
 
     def give(self, worker: _Process, job: Job) -> Connection:
