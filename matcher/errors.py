@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from importlib.util import find_spec
 from numbers import Real
 
 # What reading a file that anybody may have made can raise, beside what its own library has.
@@ -100,6 +101,14 @@ def optional() -> Iterator[None]:
         if (remedy := absent_module(error)) is None:
             raise
         raise UsageError(remedy) from None
+
+
+def is_installed(name: str) -> bool:
+    """Whether a package can be imported."""
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def install_command(*distributions: str) -> str:

@@ -7,14 +7,13 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import EntryPoint
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Unpack
 
 from matcher import presets
 from matcher.config import GRID_KIND, EstimationConfig, NetworkConfig, PipelineConfig
-from matcher.errors import MatcherError, UsageError, install_command, unknown_name
+from matcher.errors import MatcherError, UsageError, install_command, is_installed, unknown_name
 from matcher.passes import FurtherPasses, LocalMatcher
 from matcher.pipeline import Pipeline
 from matcher.processes import compute_alone_after_fork, restrain_libraries
@@ -87,14 +86,6 @@ def open_pipeline(preset: str | Pipeline, options: presets.LoadOptions) -> Pipel
     if given := presets.given_options(options):
         raise UsageError(f"a pipeline is complete; {', '.join(given)} cannot be added to it")
     return preset
-
-
-def is_installed(name: str) -> bool:
-    """Whether a package can be imported."""
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def engine_of(given: Mapping[str, Any]) -> ModuleType:

@@ -33,7 +33,7 @@ from matcher.config import (
     architecture,
     resolve,
 )
-from matcher.errors import IntegrityError, UsageError, install_command
+from matcher.errors import IntegrityError, UsageError, install_command, is_installed
 from matcher.extract.extractor import SiftExtractor
 from matcher.match.adaptivity import confidence_threshold, decide
 from matcher.match.calibration import calibrated, credible_matches
@@ -81,7 +81,7 @@ def build(config: PipelineConfig, given: Mapping[str, Any]) -> Learned:
         raise UsageError("engine 'onnx' has no network that matches the cells of a grid (LoFTR)")
     kind, weights = config.extractor.kind, given.get("frontend_weights")
     if kind not in ("sift", STEERABLE_KIND):
-        raise UsageError(f"engine 'onnx' has the front ends sift and learned, not {kind}; use engine 'torch'")
+        raise UsageError(f"engine 'onnx' has the front ends sift and learned, not {kind}; {_otherwise()}")
     if kind == "sift" and weights is not None:
         raise UsageError("the front end sift has no weights; leave frontend_weights out")
     own = config.extractor
@@ -90,16 +90,21 @@ def build(config: PipelineConfig, given: Mapping[str, Any]) -> Learned:
         return extractor, NearestMatcher(config.matcher), config, None
     if not isinstance(config.matcher, NetworkConfig):
         name = type(config.matcher).__name__
-        raise UsageError(f"engine 'onnx' has no matcher of a {name}; use engine 'torch'")
+        raise UsageError(f"engine 'onnx' has no matcher of a {name}; {_otherwise()}")
     file = files.find_weights(given.get("weights") or config.weights)
     matcher = OnnxMatcher(*read_network(file), policy_of(config, given))
     return extractor, matcher, replace(config, matcher=matcher.config), WeightsSource(file.name, file.sha256)
 
 
+def _otherwise() -> str:
+    how = "" if is_installed("torch") else f", once torch is installed: {install_command('torch')}"
+    return f"use engine 'torch'{how}"
+
+
 def devices(name: str) -> list[str]:
     """The CPU, which "auto" and "cpu" stand for; `UsageError`: another device."""
     if name not in ("auto", "cpu"):
-        raise UsageError(f"engine 'onnx' runs on the CPU, not on {name}; leave it out or use engine 'torch'")
+        raise UsageError(f"engine 'onnx' runs on the CPU, not on {name}; leave it out or {_otherwise()}")
     return ["cpu"]
 
 
@@ -220,7 +225,7 @@ class OnnxMatcher:
         key = graph_key(self.config)
         self._exported = next((each for each in every if each.settings.get("network") == key), None)
         if self._exported is None:
-            raise UsageError("engine 'onnx' has the networks of our own presets alone; use engine 'torch'")
+            raise UsageError(f"engine 'onnx' has the networks of our own presets alone; {_otherwise()}")
         wanted = {name: tuple(shape) for name, shape in self._exported.shapes.items()}
         if strange := [n for n, shape in wanted.items() if n not in arrays or arrays[n].shape != shape]:
             what = ", ".join(strange[:8])

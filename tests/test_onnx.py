@@ -209,13 +209,14 @@ from matcher.cli import main
 views = {[str(view) for view in views]!r}
 assert main(["match", *views, "--max-keypoints", "256", "--output", "m.npz"]) == 0
 assert not {{"torch", "onnx", "kornia"}} & set(sys.modules)
-assert main(["match", *views, "--max-keypoints", "256", "--engine", "torch"]) == 2
+for asked in (["--engine", "torch"], ["--preset", "superglue-outdoor"]):
+    assert main(["match", *views, *asked]) == 2
 assert main(["weights", "export", "hybrid-learned", "--onnx", "models"]) == 2
 """,
         tmp_path,
     )
     assert "inliers of one fundamental matrix" in done.stdout
-    assert "pip install 'torch>=2.6'" in done.stderr and "onnxscript" in done.stderr
+    assert "once torch is installed: pip install 'torch>=2.6'" in done.stderr and "onnxscript" in done.stderr
     assert len(np.load(tmp_path / "m.npz")["points0"]) > 50
 
 

@@ -213,7 +213,7 @@ def env(compile_: bool = False) -> None:
     Args:
         compile_: First compile the kernels that make matching on this processor faster.
     """
-    from matcher.loading import is_installed
+    from matcher.errors import is_installed
 
     if compile_:
         from matcher.kernels import build
