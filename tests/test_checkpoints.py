@@ -195,7 +195,7 @@ def test_import_by_command_and_load(small, tmp_path, monkeypatch, capfd):
     with safe_open(output, "pt") as file:
         assert file.metadata()["licence"] == "Apache-2.0"
     wrong = [("lightglue-disk", 5, "misshaped"), ("lightglue-sfit", 2, "sift"), ("dedodeb", 2, "2 files")]
-    for preset, code, said in wrong:
+    for preset, code, said in [*wrong, ("xfeat-lighterglue", 2, "called 'lightglue-xfeat'")]:
         assert main([*command, preset]) == code and said in capfd.readouterr().err
 
 

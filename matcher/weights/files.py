@@ -323,6 +323,9 @@ def find_published(name: str) -> Published:
     rows = read_catalogue()
     found = rows.get(name) or next((row for row in rows.values() if row.frontend == name), None)
     if found is None:
+        files = {Path(file.name).stem: row.name for row in rows.values() for file in row.files}
+        if name in files:
+            raise UsageError(f"the published weights {name} are called {files[name]!r} here")
         raise UsageError(unknown_name("published weights", name, rows))
     return found
 
