@@ -169,9 +169,10 @@ def test_pair_lists(tmp_path, picture):
     assert moved.pairs[0].image1.path == folder / "585.png"
     with pytest.raises(UsageError, match="--images"):
         find_sets(str(tmp_path), SetOptions(images=folder))
-    for first, line in ((f"{names} {words(K, K, T)}\n", 2), ("", 1)):
-        path.write_text(f"{first}a.png a.png 1 2 3\n")
-        with pytest.raises(UsageError, match=f"line {line}: 5 words"):
+    row = f"{names} {words(K, K, T)}\n"
+    for line, said in (("a.png a.png 1 2 3", "5 words;"), (row[:-5] + "7oo", "36 words, '.*7oo' among them")):
+        path.write_text(f"{row}{line}\n")
+        with pytest.raises(UsageError, match=f"line 2: {said}"):
             find_sets(str(path), SetOptions())
     still, affine = np.hstack([T[:, :3], np.eye(4)[:, 3:]]), np.vstack([T[:3], [0, 0, 0.1, 1]])
     again = words(still).replace("0.000000", "1e-17")  # what inv(T) @ T leaves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -254,9 +255,11 @@ def pair_list(path: Path, images: Path | None = None) -> PairSet:
     with open_text(path) as file:
         for number, words in _rows(file):
             if (row := _parse_line(words)) is None:
+                strange = [f", {word!r} among them" for word in words[2:] if not _is_finite(word)][:1]
+                what = counted(len(words), "word") + "".join(strange)
                 raise UsageError(
-                    f"{path}, line {number}: {counted(len(words), 'word')}; a list of pairs has lines of "
-                    "38, 36 or 32: name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0, finite but for the names"
+                    f"{path}, line {number}: {what}; a list of pairs has lines of 38, 36 or 32: name0 name1 "
+                    "[rot0 rot1] K0 K1 cam1_from_cam0, finite numbers but for the names"
                 )
             name0, name1, K0, K1, pose = row
             where = f"{path}, line {number}"
@@ -269,19 +272,24 @@ def pair_list(path: Path, images: Path | None = None) -> PairSet:
 
 
 def _parse_line(words: list[str]) -> tuple[str, str, np.ndarray, np.ndarray, np.ndarray] | None:
-    if len(words) not in (32, 36, 38):  # R and t, a matrix, and that with rotations
+    numbers = words[4 if len(words) == 38 else 2 :]
+    # R and t, a matrix, and that with rotations.
+    if len(words) not in (32, 36, 38) or not all(map(_is_finite, numbers)):
         return None
-    try:
-        values = np.array([float(word) for word in words[4 if len(words) == 38 else 2 :]])
-    except ValueError:
-        return None
+    values = np.array(numbers, dtype=float)
     T = np.eye(4)
     if len(values) == 30:
         T[:3] = np.column_stack([values[18:27].reshape(3, 3), values[27:]])
     else:
         T = values[18:].reshape(4, 4)
-    found = words[0], words[1], values[:9].reshape(3, 3), values[9:18].reshape(3, 3), T
-    return found if np.isfinite(values).all() else None
+    return words[0], words[1], values[:9].reshape(3, 3), values[9:18].reshape(3, 3), T
+
+
+def _is_finite(word: str) -> bool:
+    try:
+        return math.isfinite(float(word))
+    except ValueError:
+        return False
 
 
 def _image_root(source: Path, name: str, images: Path | None) -> Path:
