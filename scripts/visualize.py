@@ -11,7 +11,11 @@ import argparse
 from pathlib import Path
 
 import cv2
+import matplotlib
 import numpy as np
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 import matcher
 from matcher.cameras import as_camera
@@ -19,7 +23,7 @@ from matcher.files import write_whole
 from matcher.geometry import warp_points
 from matcher.refine import fit_affine_maps
 from matcher.verify.adjustment import epipolar_distance, fundamental_from_pose
-from matcher.viz.drawings import draw_epipolar_lines, save_figure
+from matcher.viz.drawings import draw_header, save_figure, two_images
 
 
 def draw_pair(args: argparse.Namespace) -> None:
@@ -47,6 +51,44 @@ def draw_pair(args: argparse.Namespace) -> None:
     else:
         inliers = (points[result.geometry.inliers] for points in (result.points0, result.points1))
         save_figure(draw_epipolar_lines(*images, *inliers, known, **how), args.output)
+
+
+def draw_epipolar_lines(
+    image0: matcher.Image,
+    image1: matcher.Image,
+    points0: np.ndarray,
+    points1: np.ndarray,
+    fundamental: np.ndarray,
+    *,
+    stacked: bool,
+    title: str,
+    max_lines: int = 20,
+) -> Figure:
+    """Matched points, (K, 2) stored pixels, each with the epipolar line that its partner draws in the other
+    image by the (3, 3) matrix with x1ᵀ F x0 = 0; at most `max_lines`, spread evenly over all of them.
+    """
+    chosen = np.unique(np.linspace(0, len(points0) - 1, min(max_lines, len(points0))).astype(int))
+    placed, figure, axes = two_images(image0, image1, stacked=stacked)
+    colours = matplotlib.colormaps["viridis"](np.linspace(0.3, 1.0, max(1, len(chosen))))[: len(chosen)]
+    sides = (points0, points1)
+    matrices = (fundamental.T, fundamental)
+    for side, here, there, matrix in zip(placed, sides, sides[::-1], matrices, strict=True):
+        lines = np.c_[there[chosen], np.ones(len(chosen))] @ matrix.T
+        normal, size = lines[:, :2], np.array(side.image.size)
+        with np.errstate(divide="ignore", invalid="ignore"):  # where a partner is the epipole
+            length = np.linalg.norm(normal, axis=1, keepdims=True)
+            nearest = size / 2 - (lines @ [*size / 2, 1.0])[:, None] * normal / length**2  # to the middle
+            along = normal[:, ::-1] * (1, -1) / length * size.sum()
+        ends = side.points(np.stack([nearest - along, nearest + along], axis=1).reshape(-1, 2))
+        segments = LineCollection(ends.reshape(-1, 2, 2), colors=colours, linewidths=1.2)
+        axes.add_collection(segments, autolim=False)
+        edge = Rectangle(np.subtract(side.offset, 0.5), *side.shape, transform=axes.transData)
+        segments.set_clip_path(edge)
+        ends = side.points(here[chosen])
+        axes.scatter(ends[:, 0], ends[:, 1], s=40, c=colours, edgecolors="black", linewidths=0.8, zorder=3)
+    text = f"{len(chosen)} of {len(points0)} matches; a point lies on the line of its colour where they agree"
+    draw_header(figure, title, [(text, "none")])
+    return figure
 
 
 ENLARGED, HALF, SHOWN = 8, 12, 3  # times; pixels of a window to either side; matches

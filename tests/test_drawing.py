@@ -17,7 +17,6 @@ from matcher.result import Result
 from matcher.sequence.keyframe_map import ClosedTrajectory
 from matcher.types import Features, Matches, TwoViewGeometry
 from matcher.viz.drawings import (
-    draw_epipolar_lines,
     draw_instances,
     draw_matches,
     figure_pixels,
@@ -148,18 +147,6 @@ def test_a_result_is_drawn_the_same_every_time_and_replaces_its_own(tmp_path, su
         with pytest.raises(fault):
             result.plot(tmp_path / name, *images)
     assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_epipolar_lines_run_through_the_partners():
-    points0, points1 = np.array([[50.0, 100.0]]), np.array([[300.0, 100.0]])
-    figure = draw_epipolar_lines(grey(), grey(), points0, points1, SIDEWAYS)
-    for lines, left in zip(figure.axes[0].collections[::2], (0, 812), strict=True):
-        (segment,) = lines.get_segments()
-        np.testing.assert_allclose(segment[:, 1], 200.5, atol=0.01)
-        assert segment[:, 0].min() <= left - 0.5 and segment[:, 0].max() >= left + 799.5
-    drawn = coloured(body(figure))
-    assert drawn[200, 20:780].mean() > 0.95 < drawn[200, 832:1592].mean()
-    assert not drawn[200, 803:810].any()  # between the images
 
 
 def test_instances_and_the_corner_of_the_template_are_seen_whole():

@@ -21,7 +21,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.colors import Colormap, LinearSegmentedColormap, ListedColormap, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 
 from matcher.errors import UsageError, counted
@@ -126,7 +125,7 @@ def header_height(width: float) -> int:
     return round(52 * max(1.0, width / 1000))
 
 
-def _draw_header(
+def draw_header(
     figure: Figure,
     title: str,
     texts: Sequence[tuple[str, tuple[float, ...] | str]],
@@ -285,7 +284,7 @@ def draw_matches(
         texts.append((f"lines drawn: {drawn} of {count}", "none"))
     ends = ("confidence 0", "1") if colour_by == "confidence" else ("error 0", "5 px or more")
     scale = None if grouped or colour_by == "inliers" else colours
-    _draw_header(figure, title, texts, scale, ends)
+    draw_header(figure, title, texts, scale, ends)
     return figure
 
 
@@ -340,7 +339,7 @@ def draw_instances(template: ImageInput, image: ImageInput, corners: Sequence[np
     for number, quad in enumerate(corners):
         _outline(axes, placed[1], as_points(quad, "corners"), colours(number % 10), str(number + 1))
     said = "the dot is the template's first corner" if len(corners) else "the template was not found"
-    _draw_header(figure, counted(len(corners), "instance"), [(said, "none")])
+    draw_header(figure, counted(len(corners), "instance"), [(said, "none")])
     return figure
 
 
@@ -355,48 +354,6 @@ def _outline(axes: Axes, side: Placed, quad: np.ndarray, colour: object, text: s
         middle = points.mean(axis=0)
         style = {"ha": "center", "va": "center", "fontsize": 14, "weight": "bold", "parse_math": False}
         axes.text(*middle, text, color="white", path_effects=edge, clip_on=True, **style)
-
-
-def draw_epipolar_lines(
-    image0: ImageInput,
-    image1: ImageInput,
-    points0: np.ndarray,
-    points1: np.ndarray,
-    fundamental: np.ndarray,
-    *,
-    max_lines: int = 20,
-    stacked: bool = False,
-    title: str | None = None,
-) -> Figure:
-    """Matched points, (K, 2) stored pixels, each with the epipolar line that its partner draws in the other
-    image by the (3, 3) matrix with x1ᵀ F x0 = 0; at most `max_lines`, spread evenly over all of them.
-    """
-    points0, points1 = as_points(points0, "points0"), as_points(points1, "points1")
-    fundamental = np.asarray(fundamental, dtype=np.float64)
-    if len(points0) != len(points1) or fundamental.shape != (3, 3) or not np.isfinite(fundamental).all():
-        raise UsageError("epipolar lines need as many points0 as points1 and a finite (3, 3) matrix")
-    chosen = np.unique(np.linspace(0, len(points0) - 1, min(max_lines, len(points0))).astype(int))
-    placed, figure, axes = two_images(image0, image1, stacked=stacked)
-    colours = matplotlib.colormaps["viridis"](np.linspace(0.3, 1.0, max(1, len(chosen))))[: len(chosen)]
-    sides = (points0, points1)
-    matrices = (fundamental.T, fundamental)
-    for side, here, there, matrix in zip(placed, sides, sides[::-1], matrices, strict=True):
-        lines = np.c_[there[chosen], np.ones(len(chosen))] @ matrix.T
-        normal, size = lines[:, :2], np.array(side.image.size)
-        with np.errstate(divide="ignore", invalid="ignore"):  # where a partner is the epipole
-            length = np.linalg.norm(normal, axis=1, keepdims=True)
-            nearest = size / 2 - (lines @ [*size / 2, 1.0])[:, None] * normal / length**2  # to the middle
-            along = normal[:, ::-1] * (1, -1) / length * size.sum()
-        ends = side.points(np.stack([nearest - along, nearest + along], axis=1).reshape(-1, 2))
-        segments = LineCollection(ends.reshape(-1, 2, 2), colors=colours, linewidths=1.2)
-        axes.add_collection(segments, autolim=False)
-        edge = Rectangle(np.subtract(side.offset, 0.5), *side.shape, transform=axes.transData)
-        segments.set_clip_path(edge)
-        ends = side.points(here[chosen])
-        axes.scatter(ends[:, 0], ends[:, 1], s=40, c=colours, edgecolors="black", linewidths=0.8, zorder=3)
-    text = f"{len(chosen)} of {len(points0)} matches; a point lies on the line of its colour where they agree"
-    _draw_header(figure, "epipolar lines" if title is None else title, [(text, "none")])
-    return figure
 
 
 def draw_reliability(
