@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -140,12 +140,13 @@ class Pipeline:
         """Match two images and verify the matches; everything in the result is in stored-image pixels.
 
         Args:
-            image0, image1: a path; an `Image`; a PIL image; or an array: (H, W) grey or (H, W, 3) RGB, of
-                uint8, uint16 or float in [0, 1]; a torch tensor may also be (3, H, W) or (1, H, W). Of BGR
-                arrays, as of `cv2.imread`, with `matcher.load(bgr=True)`.
+            image0, image1: a path; an encoded file as `bytes`, or an open one; an `Image`; a PIL image; or an
+                array: (H, W) grey or (H, W, 3) RGB, of uint8, uint16 or float in [0, 1]; a torch tensor may
+                also be (1 or 3, H, W) or (1, 3, H, W). Of BGR arrays, as of `cv2.imread`, with
+                `matcher.load(bgr=True)`.
             mask0, mask1: a path or (H, W) array of the stored image, not zero where keypoints may lie.
             camera0, camera1: for essential geometry only: a `Camera`, fx, fy, cx, cy in stored pixels, or a
-                (3, 3) matrix K; images of one size may have one.
+                (3, 3) matrix K, either also by name in a dict; images of one size may have one.
             budget_ms: milliseconds for the pair: keypoints, layers, image size and passes are chosen to fit
                 (`Result.budget`), with fewer samples of a pose and, if it is small, less thorough
                 verification. The first measures.
@@ -262,9 +263,21 @@ class Pipeline:
         options |= dict(max_pixels=self.max_pixels, upright=self.upright, alpha_mask=self.alpha_mask)
         return read_image(image, mask=mask, **options)
 
-    def extract(self, image: ImageInput, mask: Mask | None = None) -> Features:
-        """Keypoints and descriptors of one image, for `match_features`; arguments as in `match`."""
-        return self.features_of([self.read(image, mask)])[0]
+    @overload
+    def extract(self, image: list[Any] | tuple[Any, ...], mask: Any = None) -> list[Features]: ...
+    @overload
+    def extract(self, image: ImageInput, mask: Mask | None = None) -> Features: ...
+    def extract(self, image: Any, mask: Any = None) -> Features | list[Features]:
+        """Keypoints and descriptors of one image, for `match_features`, or a list of those of several: of a
+        list, or an array or tensor (B, …), B > 1, with as many masks or none; else arguments as in `match`.
+        """
+        if not isinstance(image, (list, tuple)) and (getattr(image, "ndim", 0) != 4 or len(image) == 1):
+            return self.features_of([self.read(image, mask)])[0]
+        masks = [None] * len(image) if mask is None else mask
+        if isinstance(masks, str) or not hasattr(masks, "__len__") or len(masks) != len(image):
+            raise UsageError(f"{len(image)} images take as many masks, or none")
+        images = map(channels_last, image) if isinstance(image, np.ndarray) else image
+        return self.features_of(list(map(self.read, images, masks)))
 
     def features_of(self, images: Sequence[Image]) -> list[Features]:
         """Keypoints and descriptors of images that `read` gave."""

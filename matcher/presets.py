@@ -370,7 +370,8 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
             )
     if "device" in given:
         given["device"] = str(given["device"]).lower()
-    if isinstance(precision := given.get("precision"), str):
+    if "precision" in given:
+        precision = str(given["precision"]).lower().removeprefix("torch.")
         given["precision"] = _PRECISIONS.get(precision, precision)
     for name in ("max_keypoints", "resize", "max_pixels"):
         if name in given and (type(given[name]) is not int or given[name] < 1):

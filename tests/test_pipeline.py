@@ -82,7 +82,15 @@ def test_paths_arrays_and_images_give_the_same(network, views):
 
 
 def test_extract_once_and_match_many(network, views):
-    features = [network.extract(view) for view in views]
+    features, arrays = network.extract(views), np.stack([cv2.imread(str(view), 0) for view in views])
+    colour, masks = (
+        torch.from_numpy(arrays)[:, None].expand(-1, 3, -1, -1),
+        torch.ones(2, 1, *arrays.shape[1:]),
+    )
+    for several in (network.extract(colour, masks), network.extract(colour.numpy(), arrays | 1)):
+        assert [len(each) for each in several] == [len(network.extract(array)) for array in arrays]
+    with pytest.raises(UsageError, match="2 images take as many masks"):
+        network.extract(colour, masks[:1])
     whole = network.match(*views)
     np.testing.assert_array_equal(network.match_features(*features).indices, whole.matches.indices)
     empty = features[0].select(torch.zeros(len(features[0]), dtype=torch.bool))
@@ -138,14 +146,14 @@ def test_the_pose_of_two_rendered_views_is_found(views):
 
 
 def test_options_reach_the_network(small_weights):
-    options = {"match_threshold": 0.7, "early_exit": False, "pruning": False, "precision": "bfloat16"}
+    options = {"match_threshold": 0.7, "early_exit": False, "pruning": False, "precision": torch.bfloat16}
     pipeline = matcher.load("hybrid", weights=small_weights, device="cpu", **options)
     assert isinstance(pipeline.matcher, AttentionMatcher) and pipeline.matcher.precision == "bfloat16"
     config = pipeline.matcher.model.config
     assert config == pipeline.config.matcher and pipeline.layers == 3
     policy = config.policy
     assert (policy.match_threshold, policy.early_exit, policy.pruning) == (0.7, False, False)
-    default = matcher.load("hybrid", weights=small_weights, device="cpu", precision="float32").matcher.model
+    default = matcher.load("hybrid", weights=small_weights, device="cpu", precision="FLOAT32").matcher.model
     state = pipeline.matcher.model.state_dict()
     for key, value in default.state_dict().items():
         torch.testing.assert_close(value, state[key].float(), rtol=1e-2, atol=1e-2)
