@@ -117,8 +117,8 @@ def test_a_dry_run_checks_and_writes_nothing(made, tmp_path, capfd):
     assert run("sfm", photos, "--out", model, *FAST, "--exclude", "photo0*", "--dry-run") == 0
     printed = capfd.readouterr().out
     assert "images: 5" in printed and "--exhaustive" in printed and f"create {model}" in printed
-    assert run("sfm", photos, "--out", model, *FAST, "--sequential", 2, "--dry-run") == 0
-    assert "--sequential 2" in capfd.readouterr().out
+    assert run("sfm", photos, "--out", model, *FAST, "--nearby", 2, "--dry-run") == 0
+    assert "--nearby 2" in capfd.readouterr().out
     assert run("sfm", folder / "model-run", "--out", model, "--dry-run", "--include", "photo[012]*") == 0
     printed = capfd.readouterr().out
     assert "images: 3 of 6" in printed and "pairs: 10 matched" in printed

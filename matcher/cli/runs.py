@@ -33,6 +33,7 @@ class PairOptions:
         sequential (K): Match each image with the next K by name.
         similar (K): Match each image with the K most similar ones.
         preemptive (K): Of each image's K most similar ones, match those whose strongest keypoints agree.
+        nearby (K): Match each photo with the K nearest ones, by the GPS positions of their EXIF headers.
     """
 
     pairs: Path | None = None
@@ -40,10 +41,11 @@ class PairOptions:
     sequential: Count | None = None
     similar: Count | None = None
     preemptive: Count | None = None
+    nearby: Count | None = None
 
-    def chosen(self, **more: Any) -> dict[str, Any]:
+    def chosen(self) -> dict[str, Any]:
         """As arguments of `Collection.add_pairs`; empty without an option."""
-        ways = vars(self) | more
+        ways = vars(self)
         found = {name: value for name, value in ways.items() if value not in (None, False)}
         if len(found) > 1:
             raise typer.BadParameter(f"give one of {', '.join(f'--{name}' for name in ways)}")
@@ -143,7 +145,6 @@ def collection(
     given: loading("further_passes", "engine"),
     pairing: PairOptions,
     sources: ImageOptions,
-    nearby: Count | None = None,
     camera: str | None = None,
     threads: Count | None = None,
     engine: Literal["torch", "onnx", "ray", "local"] | None = None,
@@ -161,7 +162,6 @@ def collection(
     Args:
         images (IMAGES): Folder of images.
         run (RUN_DIR): Folder for the results; it can be continued.
-        nearby (K): Match each photo with the K nearest ones, by the GPS positions of their EXIF headers.
         camera (fx,fy,cx,cy|MODEL,w,h,…|FILE): Intrinsics of every image in pixels, for --geometry essential
             and exports.
         threads (N): Threads per worker; by default cores / workers.
@@ -174,7 +174,7 @@ def collection(
     from matcher.collection.schema import DATABASE
     from matcher.collection.workers import Workers
 
-    choice = pairing.chosen(nearby=nearby)
+    choice = pairing.chosen()
     if given.get("geometry") == "essential" and camera is None and not (run / DATABASE).exists():
         raise UsageError("--geometry essential needs --camera fx,fy,cx,cy, in pixels of the stored images")
     if engine is not None:
