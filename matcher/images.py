@@ -7,6 +7,7 @@ import math
 import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -384,6 +385,24 @@ IMAGE_SUFFIXES = (  # all that people and cameras give to the formats that are r
     *(".pgm", ".ppm", ".pbm", ".pnm", ".pfm", ".jp2", ".j2k", ".j2c", ".jpc", ".jpf", ".jpx"),
     *(".avif", ".avifs", ".heic", ".heics", ".heif", ".heifs", ".hif"),
 )
+_UNREAD = (  # of pictures, too, but of formats that are not read
+    *(
+        ".bw",
+        ".cur",
+        ".dcx",
+        ".dds",
+        ".dib",
+        ".exr",
+        ".fits",
+        ".hdr",
+        ".icns",
+        ".ico",
+        ".jxl",
+        ".jxr",
+        ".pcx",
+    ),
+    *(".pic", ".psd", ".qoi", ".ras", ".rgb", ".rgba", ".sgi", ".sr", ".tga", ".wdp", ".xbm", ".xcf", ".xpm"),
+)
 DATA_VARIABLE = "MATCHER_DATA"  # environment variable that names the folder of `data_folder`
 
 
@@ -395,8 +414,8 @@ def is_image(path: str | os.PathLike[str]) -> bool:
 def list_images(folder: Path) -> Iterator[str]:
     """Names of the image files below a folder, relative to it, with forward slashes, in no certain order; but
     for hidden ones. Links to folders are followed, unless they lead to one that is looked at already. With an
-    `ImageWarning` if there are RAW photos, which are not read."""
-    seen, raw = set[str](), 0
+    `ImageWarning` if there are RAW photos, or others, which are not read."""
+    seen, unread = set[str](), Counter[str]()
     waiting = [Path(folder)]  # links come last: what they lead to may be in the folder itself
     while waiting:
         for where, folders, files in os.walk(waiting.pop(0)):
@@ -409,9 +428,14 @@ def list_images(folder: Path) -> Iterator[str]:
             for file in files:
                 if not file.startswith(".") and is_image(file):
                     yield (Path(where) / file).relative_to(folder).as_posix()
-                raw += not file.startswith(".") and file.lower().endswith(RAW_SUFFIXES)
-    if raw:
+                elif not file.startswith("."):
+                    unread[os.path.splitext(file)[1].lower()] += 1  # noqa: PTH122 - as `is_image`
+    if raw := sum(unread[suffix] for suffix in RAW_SUFFIXES):
         text = f"left out {counted(raw, 'RAW photo')}; develop to JPEG or TIFF what is to be matched"
+        warnings.warn(f"{folder}: {text}", ImageWarning, stacklevel=2)
+    if others := [suffix for suffix in _UNREAD if unread[suffix]]:
+        count = counted(sum(unread[suffix] for suffix in others), "picture")
+        text = f"left out {count} of formats that are not read ({', '.join(others)}); convert them to PNG"
         warnings.warn(f"{folder}: {text}", ImageWarning, stacklevel=2)
 
 

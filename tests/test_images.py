@@ -288,10 +288,11 @@ PIXELS = np.random.default_rng(0).integers(0, 255, (40, 60), dtype=np.uint8)
 
 
 def test_images_below_a_folder(tmp_path):
-    for name in ("b.JPG", "a/c.heic", "a/d.txt", "a/g.NEF", ".hidden.jpg", ".cache/e.png", "a/f.pbm"):
+    others = ("a/d.txt", "a/g.NEF", "a/h.TGA", "i.ico", ".hidden.jpg", ".cache/e.png")
+    for name in ("b.JPG", "a/c.heic", "a/f.pbm", *others):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    with pytest.warns(ImageWarning, match="1 RAW photo"):
+    with pytest.warns(ImageWarning, match="1 RAW photo"), pytest.warns(ImageWarning, match=r"2 .*ico, \.tga"):
         assert find_images(tmp_path) == [tmp_path / name for name in ("a/c.heic", "a/f.pbm", "b.JPG")]
     assert not any(map(is_image, ("jpg", "a.jpg.txt", "a.mp4", "")))
     for folder in (tmp_path / ".cache" / "none", tmp_path / "absent"):
