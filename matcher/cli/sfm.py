@@ -154,11 +154,11 @@ def sfm(
             defaults |= {"keep": KEEP} if extractor.kind == "sift" else {}
         opened, code = sources.entered(source, run, defaults | given, workers=sources.workers)
         plain = preset == DEFAULT_PRESET and "max_keypoints" not in given
-        if len(names) > 12 and plain and not (wanted or sources.features or sources.tiles):
+        if plain and not (wanted or sources.features or sources.tiles):
+            fewer, all_ = ("--similar 6, ", "--exhaustive, ") if len(names) > 12 else ("", "")
             say(
-                f"faster: --similar 6, --max-keypoints {MAX_KEYPOINTS // 2} or, for easy photos, --preset "
-                f"nearest (SIFT); more thorough: --exhaustive, --max-keypoints {2 * MAX_KEYPOINTS} (in "
-                "another --run)"
+                f"faster: {fewer}--max-keypoints {MAX_KEYPOINTS // 2} or, for easy photos, --preset nearest "
+                f"(SIFT); more thorough: {all_}--max-keypoints {2 * MAX_KEYPOINTS} (in another --run)"
             )
         matched = max(code, match_pairs(opened, wanted, PAIRS))
         if poses is None:  # more pairs are matched for images that get no pose
