@@ -386,21 +386,7 @@ IMAGE_SUFFIXES = (  # all that people and cameras give to the formats that are r
     *(".avif", ".avifs", ".heic", ".heics", ".heif", ".heifs", ".hif"),
 )
 _UNREAD = (  # of pictures, too, but of formats that are not read
-    *(
-        ".bw",
-        ".cur",
-        ".dcx",
-        ".dds",
-        ".dib",
-        ".exr",
-        ".fits",
-        ".hdr",
-        ".icns",
-        ".ico",
-        ".jxl",
-        ".jxr",
-        ".pcx",
-    ),
+    *(".bw", ".cur", ".dcx", ".dds", ".dib", ".exr", ".fits", ".hdr", ".icns", ".ico", ".jxl", ".pcx"),
     *(".pic", ".psd", ".qoi", ".ras", ".rgb", ".rgba", ".sgi", ".sr", ".tga", ".wdp", ".xbm", ".xcf", ".xpm"),
 )
 DATA_VARIABLE = "MATCHER_DATA"  # environment variable that names the folder of `data_folder`
