@@ -152,6 +152,7 @@ def test_other_forms_of_names_are_taken_and_said(read, tmp_path):
         (r".\sub\c.jpg,.\a.jpg", ("sub/c.jpg", "a.jpg")),
         ("photos/sub/c.jpg photos/a.jpg", ("sub/c.jpg", "a.jpg")),
         (f"{link}/sub/c.jpg {folder}/a.jpg", ("sub/c.jpg", "a.jpg")),
+        (r"C:\my\photos\sub\c.jpg;\\pc\photos\A.JPG", ("sub/c.jpg", "a.jpg")),
         ("A sub/c", ("a.jpg", "sub/c.jpg")),
         (unicodedata.normalize("NFD", "été.jpg a.jpg"), ("été.jpg", "a.jpg")),
     ):
@@ -174,7 +175,7 @@ def test_what_may_be_several_images_is_not_guessed(read):
         ("sub/c.jpg b.jpg", REPEATED),
         ("a.jpg a.jpg", SELF),
         ("../../etc/passwd a.jpg", MISSING),
-        (r"C:\photos\a.jpg a.jpg", MISSING),
+        (r"C:\photo\a.jpg a.jpg", MISSING),
         ("a.jpg", COLUMNS),
         ("a.jpg b" + "x" * 50_000, COLUMNS),
     ],

@@ -326,8 +326,8 @@ def match_pairs(opened: Collection, choice: dict[str, Any], limits: dict[str, in
                 raise UsageError(f"there is nothing to match with {have}; add others")
             if "file" in choice:
                 raise UsageError(
-                    f"{choice['file']} names no pair of these images: it needs two names a line, separated "
-                    "by a space"
+                    f"{choice['file']} names no pair of these images: it needs two of their names a line, as "
+                    "they are below their folder, separated by a space"
                 )
     done = opened.run(on_progress=update, **how)
     code = status(opened.run_dir)

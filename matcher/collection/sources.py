@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -68,6 +69,9 @@ class NameTable:
                 if str(start) and path.startswith(head := f"{_plain(str(start))}/"):
                     plain = path.removeprefix(head)
                     break
+            else:
+                if re.match("([A-Za-z]:|/)/", plain):  # written on Windows, wherever the folder lay there
+                    plain = plain.partition(f"/{self._folder.name}/")[2]
         return self._forms.get(plain.casefold())
 
 
