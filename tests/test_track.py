@@ -299,6 +299,8 @@ def test_files_beside_the_images_say_their_times(tmp_path, name):
         file.write_text(text, "utf-16" if name == "rgb.txt" else "utf-8")
         found = np.array(times(folder))
         np.testing.assert_allclose(found - found[0], wanted, atol=1e-6)
+        if file == tmp_path / "rgb.txt":  # the data set's own folder
+            assert times(tmp_path) == times(folder)
         for other in ("0.0\n", "a\n\n", "\0"):
             file.write_text(other)
             np.testing.assert_allclose(times(folder), [0.0, 0.1, 0.2])  # it says nothing of these images
