@@ -268,9 +268,8 @@ class Pipeline:
     @overload
     def extract(self, image: ImageInput, mask: Mask | None = None) -> Features: ...
     def extract(self, image: Any, mask: Any = None) -> Features | list[Features]:
-        """Keypoints and descriptors of one image, for `match_features`, or a list of those of several: of a
-        list, or an array or tensor (B, …), B > 1, with as many masks or none; else arguments as in `match`.
-        """
+        """Keypoints and descriptors of one image, for `match_features`; arguments as in `match`. Of a list or
+        a batch (B, 3, H, W), B > 1, a list of the features of each image; with as many masks, or none."""
         if not isinstance(image, (list, tuple)) and (getattr(image, "ndim", 0) != 4 or len(image) == 1):
             return self.features_of([self.read(image, mask)])[0]
         masks = [None] * len(image) if mask is None else mask

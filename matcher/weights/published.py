@@ -172,10 +172,6 @@ def _level(match: re.Match) -> str:
     return f"backbone.{'laterals' if match[2] else 'stages'}.{level}"
 
 
-def _qkv(match: re.Match) -> str:
-    return f"attention.qkv#{'qkv'.index(match[1])}"
-
-
 def _convolution(match: re.Match) -> str:
     """Of SuperPoint's, two in each stage, which are numbered through all of them."""
     return str(2 * int(match[1]) + "01ab".index(match[2]) % 2)
@@ -188,7 +184,7 @@ _FUNCTIONS = {
     "{interleaved_rotary}": interleaved_rotary,
     "{level}": _level,
     "{position}": _position,
-    "{qkv}": _qkv,
+    "{qkv}": lambda match: f"attention.qkv#{'qkv'.index(match[1])}",
     "{rotary}": rotary,
 }
 
