@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib.util import find_spec
 from numbers import Real
@@ -105,10 +105,9 @@ def optional() -> Iterator[None]:
 
 def is_installed(name: str) -> bool:
     """Whether a package can be imported."""
-    try:
+    with suppress(ModuleNotFoundError):
         return find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
+    return False
 
 
 def install_command(*distributions: str) -> str:

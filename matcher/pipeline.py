@@ -45,8 +45,6 @@ FURTHER_PASSES = "further passes"  # among the stages of `Result.seconds`
 # The size at which a part of an image is looked at again / that at which the image was matched, at most.
 _ENLARGED = 4
 _CUSTOM = PipelineConfig(matcher=NearestConfig())
-
-
 # Extractor, matcher, the configuration with the architecture of its weights, and what these are, if any.
 Learned = tuple[Extractor, Matcher, PipelineConfig, WeightsSource | None]
 

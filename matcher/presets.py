@@ -388,8 +388,6 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _PRECISIONS = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}  # as users say
-
-
 GROUP = "matcher.presets"
 
 

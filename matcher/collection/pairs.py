@@ -45,7 +45,6 @@ COLUMNS = "not two names"
 EXTRA = "more than two columns (the first two are used)"
 OTHER_FORM = "another form of an image's name (it is used)"
 
-
 # Called with a line of a pair list that yields no pair, or one with a warning: its number from 1, one of the
 # texts above, and what is wrong, shortened and printable.
 OnFault = Callable[[int, str, str], None]

@@ -19,8 +19,6 @@ from matcher.images import IMAGE_SUFFIXES, MAX_PIXELS, find_masks, is_image, nat
 
 DEFAULT_RATE = 10.0  # frames per second, of folders that do not say when their images were taken
 _TIME_FILES = ("times.txt", "timestamps.txt", "data.csv", "rgb.txt")  # of KITTI, KITTI's raw data, EuRoC, TUM
-# Where images lie below a folder that has such a file: EuRoC's cam0, TUM's sequence, KITTI's image_02.
-_BELOW = (("data.csv", "data"), ("rgb.txt", "rgb"), ("timestamps.txt", "data"))
 _EXIF = {90: 6, 180: 3, 270: 8}  # orientation of what is to be shown turned by so many degrees, clockwise
 _PATIENCE = 30  # frames in a row that a camera may fail to give
 
@@ -112,8 +110,9 @@ def _folder(folder: Path, right: Path | None, rate: float | None, masks: Path | 
 
 def _images(folder: Path) -> list[Path]:
     """The images of a folder or, where it is a data set's and they lie in one below it, of that one."""
-    below = [folder / name for file, name in _BELOW if (folder / file).is_file() and (folder / name).is_dir()]
-    for place in (folder, *below):
+    below = {"data.csv": "data", "rgb.txt": "rgb", "timestamps.txt": "data"}  # of EuRoC, TUM and KITTI
+    places = [folder / name for file, name in below.items() if (folder / file).is_file()]
+    for place in (folder, *filter(Path.is_dir, places)):
         found = [path for path in place.iterdir() if is_image(path) and not path.name.startswith(".")]
         if found:
             return sorted(found, key=lambda path: natural_key(path.name))

@@ -48,15 +48,11 @@ class FrameLinks:
 class FrameResult:
     """Everything known of one frame once it has been seen; `Tracker.push` returns it.
 
-    Its arrays are copies, free to be changed.
-
     >>> import matcher, numpy as np
     >>> frame = np.random.default_rng(0).integers(0, 255, (240, 320), dtype=np.uint8)
     >>> result = matcher.Tracker("nearest", max_keypoints=200).push(frame)
     >>> result.index, result.size, len(result.keypoints) == len(result.track_ids)
     (0, (320, 240), True)
-    >>> repr(result).startswith("FrameResult(0, first, ")
-    True
 
     `status` is "first": there is none before it; "tracked": linked to an earlier frame; or "lost": linked to
     none that is still held, so new tracks begin. Others are skipped: "blank" (no keypoints: a black frame, a
@@ -73,31 +69,41 @@ class FrameResult:
 
     Poses of one `stretch` hang together by measured steps, in one unit of length. Each "bridged" frame begins
     another one: how the camera moved between two, and with one camera the ratio of their units, is a guess.
+
+    The frame is the `index`-th pushed, from 0; `timestamp` is in seconds, `size` (width, height) in pixels.
+    `keypoints` are (N, 2) float32 xy pixels; each has in `track_ids` an int64 number that it keeps as long as
+    it is seen, in `track_lengths` the frames it was seen in, in `depths` its z, in the baseline's unit or any
+    with one camera, and in `right` its pixel (N, 2) in a pair's right image, both NaN where unknown.
+    `to_previous` links to the last frame that was not skipped, `to_keyframe` to the one of index `keyframe`;
+    later frames are compared with one that `is_keyframe`. `parallax` is the median displacement since the
+    keyframe, pixels; `kept` the share of its links still seen (of a pair's close ones, if fewer). Poses are
+    (4, 4) float64: `cam_from_keyframe`, `world_from_cam`, and `map_from_cam`, in `Tracker.load_map`'s map.
+    `camera` is rescaled to the frame's size; `milliseconds` are by stage. What is not known is None. Arrays
+    are copies, free to be changed.
     """
 
-    index: int  # number of frames pushed before it
-    timestamp: float | None  # seconds, as it was given
+    index: int
+    timestamp: float | None
     status: FrameStatus
-    size: tuple[int, int]  # (width, height) in pixels; (0, 0) when dropped
-    keypoints: np.ndarray  # (N, 2) float32 xy pixels
-    track_ids: np.ndarray  # (N,) int64, the same number as long as a point is seen; never used again
-    track_lengths: np.ndarray  # (N,) int64 frames that the track has been seen in, this one included
-    to_previous: FrameLinks | None = None  # to the last frame that was not skipped
+    size: tuple[int, int]
+    keypoints: np.ndarray
+    track_ids: np.ndarray
+    track_lengths: np.ndarray
+    to_previous: FrameLinks | None = None
     to_keyframe: FrameLinks | None = None
-    is_keyframe: bool = False  # later frames are compared with this one
-    keyframe: int | None = None  # index of the keyframe it is linked to; None for the first
-    parallax: float | None = None  # median displacement of the keypoints since the keyframe, pixels
-    kept: float | None = None  # share of the keyframe's links still seen; of a pair's close ones, if fewer
+    is_keyframe: bool = False
+    keyframe: int | None = None
+    parallax: float | None = None
+    kept: float | None = None
     pose_status: PoseStatus = "none"
-    cam_from_keyframe: np.ndarray | None = None  # (4, 4) float64
-    world_from_cam: np.ndarray | None = None  # (4, 4) float64
-    stretch: int = 0  # 0, 1, … in the order in which they begin
-    camera: Camera | None = None  # the tracker's, rescaled where the frame has another size
-    right: np.ndarray | None = None  # (N, 2) float32 pixels in the right image of a pair, NaN where unknown
-    # (N,) along z, NaN where unknown; in the baseline's unit, or any with one camera
+    cam_from_keyframe: np.ndarray | None = None
+    world_from_cam: np.ndarray | None = None
+    stretch: int = 0
+    camera: Camera | None = None
+    right: np.ndarray | None = None
     depths: np.ndarray | None = None
-    map_from_cam: np.ndarray | None = None  # (4, 4) in the map of `Tracker.load_map`; None where not known
-    milliseconds: dict[str, float] = field(default_factory=dict)  # by stage, and their "total"
+    map_from_cam: np.ndarray | None = None
+    milliseconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_measured(self) -> bool:
