@@ -186,10 +186,9 @@ class Result:
         if status in _REASONS and (rejected is None or self.verdict is None):
             return f"no match: the matches fit no {model} ({_REASONS[status]})"
         if status in _REASONS:
-            agree = f"{int(rejected.inliers.sum())} agree on one {model}"
-            if self.verdict.word == "not":
-                return f"no match: {agree}, as matches of different places may"
-            return f"{agree}, which is too uncertain to be used"
+            agree, denied = f"{int(rejected.inliers.sum())} agree on one {model}", self.verdict.word == "not"
+            told = f"no match: {agree}, as matches of different places may"
+            return told if denied else f"{agree}, which is too uncertain to be used"
         if kind == "none":
             return ""
         matrices, inliers = self.geometry.matrices, int(self.inliers.sum())

@@ -114,8 +114,7 @@ def align(
     if model != "homography":
         pipeline = replace(pipeline, estimator=RobustEstimator(pipeline.config.estimation, planar=model))
     result = pipeline.match(image0, image1, mask0=mask0, mask1=mask1)
-    geometry = result.geometry
-    refused = geometry.rejected or geometry
+    refused = (geometry := result.geometry).rejected or geometry
     inliers = geometry.inliers if refused.matrix is None else refused.inliers
     fitted = result, model, geometry.status, inliers, geometry.matrix
     return Alignment(*fitted, images=(image0, image1), pipeline=pipeline)
