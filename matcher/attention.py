@@ -215,13 +215,11 @@ Kernel = Callable[..., Tensor]  # queries, keys, values, and what restricts them
 def build_attention(name: str, width: int) -> Kernel:
     """The score function softmax, linear, additive or general, for heads of `width` channels; `UsageError`:
     another name."""
-    learned = {"additive": AdditiveAttention, "general": GeneralAttention}
-    if name in learned:
-        return learned[name](width)
     fixed = {"softmax": scaled_dot_product, "linear": linear_attention}
-    if name not in fixed:
-        raise UsageError(f"attention {name!r} is not one of {', '.join([*fixed, *learned])}")
-    return fixed[name]
+    learned = {"additive": AdditiveAttention, "general": GeneralAttention}
+    if name not in fixed | learned:
+        raise UsageError(f"attention {name!r} is not one of {', '.join(fixed | learned)}")
+    return fixed[name] if name in fixed else learned[name](width)
 
 
 def mapped(layer: nn.Module, x: Tensor) -> Tensor:
@@ -291,13 +289,18 @@ class MultiHeadAttention(nn.Module):
         each row attends to, (…, heads, N, M), of sum 1.
 
         `mask` and `causal` are as `scaled_dot_product` takes them, for all heads. `UsageError`: either with
-        linear attention, no tensors, or another width.
+        linear attention, no tensors, or another width or batch.
         """
         source = x if source is None else source
         for each in (x, source):
             if not isinstance(each, Tensor) or each.dim() < 2 or each.shape[-1] != self.qkv.in_features:
                 what = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
                 raise UsageError(f"attention takes tensors (…, N, {self.qkv.in_features}), not {what}")
+        try:
+            torch.broadcast_shapes(x.shape[:-2], source.shape[:-2])
+        except RuntimeError:
+            text = f"{tuple(x.shape)} and {tuple(source.shape)} are not (…, N, {x.shape[-1]}) of one batch"
+            raise UsageError(text) from None
         q, parts = self.project(x)[..., 0, :, :], self.project(source)
         q, k, v = (y.transpose(-2, -3) for y in (q, parts[..., -2, :, :], parts[..., -1, :, :]))
         bias = []

@@ -92,9 +92,9 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(UsageError, match="cosine"):
         build_attention("cosine", 4)
     attention = MultiHeadAttention(8, 2, "linear")
-    for wrong in (np.zeros((3, 8), np.float32), torch.zeros(3, 7), torch.zeros(8)):
+    for wrong in (np.zeros((3, 8), np.float32), torch.zeros(3, 7), torch.zeros(8), torch.zeros(2, 3, 8)):
         with pytest.raises(UsageError, match=r"\(…, N, 8\)"):
-            attention(wrong)
+            attention(torch.zeros(3, 3, 8), wrong)
     with pytest.raises(UsageError, match="linear"):
         attention(torch.zeros(3, 8), causal=True)
     for mask in (torch.ones(3, dtype=torch.int64), torch.ones(2, 3, 3), torch.ones(4)):

@@ -254,15 +254,14 @@ def pair_list(path: Path, images: Path | None = None) -> PairSet:
     pairs, root = [], images
     with open_text(path) as file:
         for number, words in _rows(file):
+            where = f"{path}, line {number}"
             if (row := _parse_line(words)) is None:
                 strange = [f", {word!r} among them" for word in words[2:] if not _is_finite(word)][:1]
-                what = counted(len(words), "word") + "".join(strange)
                 raise UsageError(
-                    f"{path}, line {number}: {what}; a list of pairs has lines of 38, 36 or 32: name0 name1 "
-                    "[rot0 rot1] K0 K1 cam1_from_cam0, finite numbers but for the names"
+                    f"{where}: {counted(len(words), 'word')}{''.join(strange)}; a list of pairs has lines of "
+                    "38, 36 or 32: name0 name1 [rot0 rot1] K0 K1 cam1_from_cam0, finite numbers but for names"
                 )
             name0, name1, K0, K1, pose = row
-            where = f"{path}, line {number}"
             truth = read_K(K0, where), read_K(K1, where), read_pose(pose, where, moved=True)
             root = root if pairs else _image_root(path, name0, images)
             pairs.append(PosePair(f"{name0} {name1}", "", *_sides(root, name0, name1), *truth))
@@ -272,8 +271,7 @@ def pair_list(path: Path, images: Path | None = None) -> PairSet:
 
 
 def _parse_line(words: list[str]) -> tuple[str, str, np.ndarray, np.ndarray, np.ndarray] | None:
-    numbers = words[4 if len(words) == 38 else 2 :]
-    # R and t, a matrix, and that with rotations.
+    numbers = words[4 if len(words) == 38 else 2 :]  # 32: R and t; 36: a matrix; 38: that with rotations
     if len(words) not in (32, 36, 38) or not all(map(_is_finite, numbers)):
         return None
     values = np.array(numbers, dtype=float)

@@ -78,8 +78,7 @@ class FrameResult:
     later frames are compared with one that `is_keyframe`. `parallax` is the median displacement since the
     keyframe, pixels; `kept` the share of its links still seen (of a pair's close ones, if fewer). Poses are
     (4, 4) float64: `cam_from_keyframe`, `world_from_cam`, and `map_from_cam`, in `Tracker.load_map`'s map.
-    `camera` is rescaled to the frame's size; `milliseconds` are by stage. What is not known is None. Arrays
-    are copies, free to be changed.
+    `camera` is rescaled to the frame's size; `milliseconds` are by stage. None: not known. Arrays are copies.
     """
 
     index: int
