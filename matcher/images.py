@@ -326,9 +326,9 @@ def _to_integers(raw: np.ndarray, deep: bool) -> np.ndarray:
 
 
 def white(pixels: np.ndarray) -> int:
-    """The largest value of the bits that an image uses: cameras of 10 to 14 bits do not fill 16."""
-    largest = int(pixels.max(initial=0))
-    return next(value for value in (255, 1023, 4095, 16383, 65535) if largest <= value)
+    """The largest value of the bits that an image uses, but for one sample in a thousand (hot pixels)."""
+    depths = (255, 1023, 4095, 16383, 65535)  # cameras of 10 to 14 bits do not fill 16
+    return next(top for top in depths if np.count_nonzero(pixels > top) <= pixels.size // 1000)
 
 
 def at_one_depth(images: Sequence[np.ndarray]) -> Sequence[np.ndarray]:

@@ -151,9 +151,9 @@ class ImagePyramid:
     def level(self, index: int) -> np.ndarray:
         """The image at 2^-index times the size; its pixel (x, y) is at (x, y) · 2^index of level 0."""
         if not self._levels:
-            values = np.ascontiguousarray(self._grey, dtype=np.float32)
+            grey = np.ascontiguousarray(self._grey, dtype=np.float32)
             deep = self._grey.dtype == np.uint16
-            self._levels = [values * np.float32(255 / white(self._grey)) if deep else values]
+            self._levels = [np.minimum(grey * np.float32(255 / white(self._grey)), 255) if deep else grey]
         while len(self._levels) <= index:
             self._levels.append(cv2.pyrDown(self._levels[-1]))
         return self._levels[index]
