@@ -149,20 +149,20 @@ def as_camera(value: Any, name: str = "camera") -> Camera:
     called `name` in the message."""
     if isinstance(value, Camera):
         return value
-    if isinstance(value, Mapping) and ("K" in value or value.keys() >= {*_PINHOLE}):
-        more = dict(value)
-        pinhole = Camera.from_K(more.pop("K")) if "K" in more else Camera(*map(more.pop, _PINHOLE))
-        if unknown := sorted(map(str, more.keys() - {"size", "model", "distortion"})):
-            raise UsageError(f"{name} has no {unknown[0]!r}; it may have size, model and distortion, too")
-        return replace(pinhole, **more)
     try:
+        if isinstance(value, Mapping) and ("K" in value or value.keys() >= {*_PINHOLE}):
+            more = dict(value)
+            pinhole = Camera.from_K(more.pop("K")) if "K" in more else Camera(*map(more.pop, _PINHOLE))
+            if unknown := sorted(map(str, more.keys() - {"size", "model", "distortion"})):
+                raise UsageError(f"it has no {unknown[0]!r}; it may have size, model and distortion, too")
+            return replace(pinhole, **more)
         numbers = np.asarray(value, dtype=np.float64)
+        if numbers.shape in ((3, 3), (4,)):
+            return Camera.from_K(numbers) if numbers.ndim == 2 else Camera(*numbers.tolist())
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from error
     except (TypeError, ValueError):
-        numbers = np.empty(0)
-    if numbers.shape == (3, 3):
-        return Camera.from_K(numbers)
-    if numbers.shape == (4,):
-        return Camera(*numbers.tolist())
+        pass  # as numbers of another shape
     raise UsageError(
         f"{name} must be a Camera, fx, fy, cx, cy in stored pixels, or a (3, 3) K, not {value!r}"
     )

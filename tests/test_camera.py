@@ -50,7 +50,7 @@ WITH_MORE = {"K": K, "k1": -0.3}, {"K": K, "fx": 800}, {"K": K, "distortion": [-
 
 @pytest.mark.parametrize("given", [[800, 800, 1], "800,800,1,1", K.T, np.full((3, 3), np.nan), *WITH_MORE])
 def test_other_things_are_refused_at_once(given):
-    with pytest.raises(UsageError, match=r"camera0|K must be|camera's|PINHOLE"):
+    with pytest.raises(UsageError, match="camera0"):
         as_camera(given, "camera0")
 
 
