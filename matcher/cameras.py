@@ -334,12 +334,12 @@ def _from_nerfstudio(values: Any) -> Camera | dict[str, Camera]:
     """transforms.json: intrinsics of all frames, or of each; their pixel origin is COLMAP's."""
 
     def camera(row: Mapping[str, Any]) -> Camera | None:
-        lens = row.get("camera_model", "OPENCV_FISHEYE" if row.get("is_fisheye") else "OPENCV")
-        fisheye = str(lens).endswith("FISHEYE")
+        lens = str(row.get("camera_model", "OPENCV_FISHEYE" if row.get("is_fisheye") else "OPENCV"))
+        fisheye = lens.endswith("FISHEYE")
         # Beyond k3 its polynomial is no model of COLMAP's.
         others = [key for key in (("p1", "p2") if fisheye else ("k4", "k5", "k6")) if row.get(key)]
         if others or lens not in {"PERSPECTIVE", *CAMERA_MODELS} - {"FOV", "THIN_PRISM_FISHEYE"}:
-            raise ValueError(f"{' with '.join([str(lens), *others])} cannot be used: undistort the images")
+            raise ValueError(f"{' with '.join([lens, *others])} cannot be used: undistort the images")
         if "fl_x" not in row:
             return None
         params = [row["fl_x"], row.get("fl_y", row["fl_x"]), row["cx"], row["cy"]]
@@ -348,7 +348,12 @@ def _from_nerfstudio(values: Any) -> Camera | dict[str, Camera]:
         params += [row.get(key, 0.0) for key in ("k1", "k2", *more)[: CAMERA_MODELS[model][1]]]
         return Camera.from_colmap(model, params, (int(row["w"]), int(row["h"])))
 
-    named = {_FOLDER.sub("", f["file_path"], 1): camera(values | f) for f in values["frames"] if "fl_x" in f}
+    frames = {}
+    for frame in values["frames"]:
+        name = _FOLDER.sub("", frame["file_path"], 1)
+        if (other := frames.setdefault(name, frame)) is not frame:
+            raise ValueError(f"{other['file_path']!r} and {frame['file_path']!r} are both {name!r}; keep one")
+    named = {name: camera(values | frame) for name, frame in frames.items() if "fl_x" in frame}
     return named or camera(values) or {}
 
 

@@ -110,7 +110,8 @@ LENSES = (  # of nerfstudio; the model that is the same, None: there is none
     ({"k3": 0.3}, "FULL_OPENCV", (0.1, 0, 0, 0, 0.3, 0, 0, 0)),
     ({"camera_model": "OPENCV_FISHEYE", "k3": 0.3}, "OPENCV_FISHEYE", (0.1, 0, 0.3, 0)),
     ({"is_fisheye": True}, "OPENCV_FISHEYE", (0.1, 0, 0, 0)),
-    ({"camera_model": "EQUIRECTANGULAR"}, None, "EQUIRECTANGULAR"),
+    ({"camera_model": ["EQUIRECTANGULAR"]}, None, "EQUIRECTANGULAR.* cannot be used"),
+    ({"frames": [{"file_path": "images/a.jpg"}, {"file_path": "a.jpg"}]}, None, "'images/a.jpg' and 'a.jpg'"),
     ({"k4": 0.3}, None, "k4"),
 )
 
@@ -247,7 +248,6 @@ def test_a_pose_needs_the_distortion(rng):
         ((640, 480), None, (640, 480)),
         ((10000, 3), 100, (5000, 2)),
         ((12000, 400), 1024, (4857, 162)),
-        ((1, 1), 1024, (1, 1)),
     ],
 )
 def test_resized_is_only_ever_smaller(size, longer_side, expected) -> None:

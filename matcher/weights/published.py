@@ -172,14 +172,9 @@ def _level(match: re.Match) -> str:
     return f"backbone.{'laterals' if match[2] else 'stages'}.{level}"
 
 
-def _convolution(match: re.Match) -> str:
-    """Of SuperPoint's, two in each stage, which are numbered through all of them."""
-    return str(2 * int(match[1]) + "01ab".index(match[2]) % 2)
-
-
 _FUNCTIONS = {
     "{alternating}": _alternating,
-    "{convolution}": _convolution,
+    "{convolution}": lambda match: str(2 * int(match[1]) + "01ab".index(match[2]) % 2),  # two in each stage
     "{fast_heads}": fast_heads,
     "{interleaved_rotary}": interleaved_rotary,
     "{level}": _level,
