@@ -261,9 +261,8 @@ class TemplateFinder:
         keypoints, name = len(self._templates[0].features), self.template.path or "the template"
         self._matched = keypoints >= least
         opaque = as_colour(self.template.pixels)[... if self.template.mask is None else self.template.mask]
-        plain = (
-            not opaque.size or opaque.reshape(-1, 3).std(axis=0).max() < 6
-        )  # correlates with anything plain
+        # What is plain correlates with anything plain.
+        plain = not opaque.size or opaque.reshape(-1, 3).std(axis=0).max() < 6
         self._is_icon = self._mean <= LONGEST and not plain
         if not (self._matched or self._is_icon):
             why = f"it has {keypoints} keypoints, and {least} are needed"
@@ -356,11 +355,9 @@ class TemplateFinder:
             stop = cv2.TERM_CRITERIA_COUNT | cv2.TERM_CRITERIA_EPS, 30, 1e-3
             here, there = (as_it_is(each).grey() for each in (_over(shown, inner), laid.above))
             start = shift[:2].astype(np.float32)
-            # Once the template is near its place, the rest of what is behind it has no say.
-            masked = shown.mask is not None and side == LONGEST
-            cover = (
-                np.pad(cv2.dilate(shown.mask * np.uint8(255), np.ones((5, 5))), margin) if masked else None
-            )
+            cover = None
+            if shown.mask is not None and side == LONGEST:  # near its place; what is behind it has no say
+                cover = np.pad(cv2.dilate(shown.mask * np.uint8(255), np.ones((5, 5))), margin)
             try:
                 like, moved = cv2.findTransformECC(here, there, start, cv2.MOTION_AFFINE, stop, cover, 3)
             except cv2.error:  # not alike at all
