@@ -303,9 +303,9 @@ class Result:
             path: .png, .jpg, .jpeg, .pdf or .svg (lines as vectors), written whole or not at all; None: no
                 file.
             image0, image1: the images; None reads `path0` and `path1` again. Give them for arrays.
-            title, errors, stacked, max_lines, colour_by: as in `matcher.viz.drawings.draw_matches`; unless
-                one is chosen, colours show planes where several were looked for, groups of things that look
-                alike where most matches are of such, else confidence.
+            title, errors, stacked, max_lines, colour_by: as in `matcher.viz.drawings.draw_matches`; the usual
+                title is `heading()`; unless one is chosen, colours show planes where several were looked for,
+                groups of things that look alike where most matches are of such, else confidence.
             ellipses: draw the uncertainty of refined matches, enlarged.
             overwrite: replace an existing file even if matcher did not write it.
 
@@ -331,6 +331,7 @@ class Result:
             if image.size != size:
                 raise UsageError(f"image{index} is {image.size}, but the result's image was {size}")
             images.append(image)
+        title = self.heading() if title is None else title
         how = self.drawing() | {"title": title, "errors": errors, "stacked": stacked, "max_lines": max_lines}
         how |= {"covariances": self.matches.covariances} if ellipses else {}
         how |= {} if colour_by is None else {"colour_by": colour_by}

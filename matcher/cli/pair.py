@@ -83,7 +83,7 @@ def match(
         result.save(output, overwrite=True)  # check_outputs has refused files of others
     if plot is not None:
         images = pipeline.read(result.path0), pipeline.read(result.path1)
-        result.plot(plot, *images, title=result.heading(), ellipses=ellipses, overwrite=True)
+        result.plot(plot, *images, ellipses=ellipses, overwrite=True)
     source = result.weights
     detail(f"weights: {'none' if source is None else f'{source.name}, sha256 {source.sha256}'}")
     if json_:
