@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,9 +12,8 @@ from functools import partial
 from itertools import combinations, count
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
-from unittest.mock import patch
 
 import cv2
 import numpy as np
@@ -23,12 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from matcher.collection.collection import Collection
-from matcher.errors import UsageError
+from matcher.errors import UsageError, check_number
 from matcher.images import find_images, read_image
-from matcher.kernels import SWITCH, kernels
+from matcher.kernels import kernels
 from matcher.loading import load
 from matcher.pipeline import Pipeline
-from matcher.processes import child_command, child_environment
 from matcher.types import Features
 from matcher.weights.published import import_checkpoint
 
@@ -169,12 +166,6 @@ def as_kornia(*sides: Features) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def without_kernels(call: Call) -> object:
-    """The result of a call with the compiled kernels switched off."""
-    with patch.dict(os.environ, {SWITCH: "0"}):
-        return call()
-
-
 def verified_by_opencv(side0: tuple[Any, Any], side1: tuple[Any, Any]) -> None:
     """FLANN with Lowe's ratio test and MAGSAC on keypoints and descriptors of OpenCV."""
     (keypoints0, descriptors0), (keypoints1, descriptors1) = side0, side1
@@ -196,10 +187,8 @@ def lightglue(bench: Bench, points: int, batch: int = 1) -> Iterator[BenchmarkRo
     for precision in ("auto", "float32"):
         options = {"device": str(device), "precision": precision, **OFF}
         network = with_parameters(peer.state_dict(), "lightglue-superpoint", **options).matcher
-        name, call = f"LightGlue architecture, {batch} × {points} points", partial(network, *sides)
-        works[f"{name}, {network.precision}"] = (call, "")
-        if device.type == "cpu" and kernels() is not None:
-            works[f"{name}, {network.precision}, no kernels"] = (partial(without_kernels, call), "")
+        name = f"LightGlue architecture, {batch} × {points} points"
+        works[f"{name}, {network.precision}"] = (partial(network, *sides), "")
     for row in bench.rows(works, {"kornia, float32": lambda: peer(data)}):
         yield replace(row, note=f"{batch / median(row.ours):.1f} pairs/s")
 
@@ -236,14 +225,12 @@ def extraction(bench: Bench) -> Iterator[BenchmarkRow]:
 
 
 def presets(bench: Bench) -> Iterator[BenchmarkRow]:
-    """A pair of images from arrays by presets, all passes and one, against OpenCV; and the command."""
+    """A pair of images from arrays by the default preset, all passes and one, against OpenCV."""
     images, works, one = bench.pictures(), {}, {"further_passes": False}
     pipes = {
         "default preset": bench.load(),
         "default preset, one pass": bench.load(**one),
         "default preset, one pass, not refined": bench.load(**one, refine=False),
-        "nearest-learned": bench.load("nearest-learned"),
-        "nearest": bench.load("nearest", device="cpu"),
     }
     for name, pipe in pipes.items():
         work = f"pair of {'×'.join(map(str, bench.frame))}, {bench.keypoints} keypoints, {name}"
@@ -251,48 +238,22 @@ def presets(bench: Bench) -> Iterator[BenchmarkRow]:
     find = cv2.SIFT_create(bench.keypoints).detectAndCompute
     opencv = {"OpenCV: SIFT, FLANN, MAGSAC": lambda: verified_by_opencv(*(find(i, None) for i in images))}
     yield from bench.rows(works, opencv)
-    options = ["--max-keypoints", str(bench.keypoints), "--device", str(bench.device)]
-    command = child_command("matcher", "match", *map(str, bench.images), *options)
-    run = partial(subprocess.run, command, env=child_environment(), check=True, capture_output=True)
-    if bench.clock is process_time:  # that of the command's process, not of this one, which waits
-        bench = replace(bench, clock=lambda: sum(os.times()[:4]))
-    calls = {"the same call in a process": lambda: pipes["default preset"].match(*bench.images)}
-    yield from bench.rows({"`matcher match A B`": (run, "")}, calls)
 
 
 def matching(bench: Bench, points: int) -> Iterator[BenchmarkRow]:
-    """The default network on features: "auto" against float32, full depth and no kernels."""
+    """The default network on features, "auto" against float32."""
     features, options = bench.features(points), {"max_keypoints": points, "further_passes": False}
     pipe = bench.load(**options)
     ours = partial(pipe.match_features, *features)
-    calls: dict[str, Call] = {
-        "float32": partial(bench.load(precision="float32", **options).match_features, *features),
-        "early exit and pruning off": partial(bench.load(**OFF, **options).match_features, *features),
-    }
-    if bench.device.type == "cpu" and kernels() is not None:
-        calls["no kernels"] = partial(without_kernels, ours)
+    float32 = partial(bench.load(precision="float32", **options).match_features, *features)
     found, counts = ours(), "×".join(str(len(each)) for each in features)
     note = f"{pipe.matcher.precision}; {len(found)} matches; {found.layers_run} of {pipe.layers} layers"
-    yield from bench.rows({f"matching {counts} keypoints, default preset": (ours, note)}, calls)
-
-
-def onnx(bench: Bench, points: int) -> Iterator[BenchmarkRow]:
-    """The default preset in ONNX Runtime in one pass, against torch in float32 with and without kernels."""
-    options = {"precision": "float32", "further_passes": False, "refine": False, "resize": 2048}
-    ours, torch_ours = (bench.load(engine=e, max_keypoints=points, **options) for e in ("onnx", "torch"))
-    features, image = bench.features(points), read_image(bench.pictures()[0])
-    for name, call in {
-        f"matcher alone, {points} points": lambda pipe: pipe.match_features(*features),
-        f"images to matches, {points} points": lambda pipe: pipe.match(*bench.images),
-        f"front end, {'×'.join(map(str, bench.frame))}": lambda pipe: pipe.extractor([image]),
-    }.items():
-        theirs = partial(call, torch_ours)
-        calls = {"torch, float32": theirs, "the same without kernels": partial(without_kernels, theirs)}
-        yield from bench.rows({f"ONNX Runtime: {name}": (partial(call, ours), "")}, calls)
+    works = {f"matching {counts} keypoints, default preset": (ours, note)}
+    yield from bench.rows(works, {"float32": float32})
 
 
 def collection(bench: Bench) -> Iterator[BenchmarkRow]:
-    """All pairs of stored features, matched, verified and stored, against two workers, OpenCV and COLMAP."""
+    """All pairs of stored features, matched, verified and stored, against OpenCV and COLMAP."""
     from matcher.export.colmap import import_pycolmap
 
     if bench.photos is None:
@@ -314,28 +275,26 @@ def collection(bench: Bench) -> Iterator[BenchmarkRow]:
             database = shutil.copy(stored, Path(root, f"matched{next(numbers)}.db"))
             pycolmap.match_exhaustive(database, matching_options=matching)
 
-        def opened(name: str, workers: int) -> Collection:
+        def opened(name: str) -> Collection:
             options = {"max_keypoints": points, "device": str(bench.device)}
-            made = Collection.open(Path(root, name), workers=workers, **options)
+            made = Collection.open(Path(root, name), workers=0, **options)
             made.add_images(folder)
             return made
 
-        first = opened("extracted", 0)
+        first = opened("extracted")
         first.extract(everything=True)
         first.add_pairs(exhaustive=True)
-        ready: dict[int, list[Collection]] = {0: [], 2: []}
+        ready = []
         for number in range(bench.repeats + 1):  # a run can be matched once
-            for workers, made in ready.items():
-                shutil.copytree(Path(root, "extracted"), Path(root, f"run{workers}-{number}"))
-                made.append(opened(f"run{workers}-{number}", workers))
+            shutil.copytree(Path(root, "extracted"), Path(root, f"run{number}"))
+            ready.append(opened(f"run{number}"))
         calls: dict[str, Call] = {
-            "two workers, started": lambda: ready[2].pop().run(),
             "OpenCV: FLANN on SIFT, MAGSAC": lambda: [verified_by_opencv(*p) for p in combinations(found, 2)],
             "COLMAP: its matcher on SIFT, its verification": colmap,
         }
         pairs = len(paths) * (len(paths) - 1) // 2
         work = f"{pairs} pairs of {points} keypoints of a collection, features stored"
-        for row in bench.rows({work: (lambda: ready[0].pop().run(), "")}, calls):
+        for row in bench.rows({work: (lambda: ready.pop().run(), "")}, calls):
             rates = " and ".join(f"{pairs / median(side):.1f}" for side in (row.ours, row.theirs))
             yield replace(row, note=f"{rates} pairs a second")
 
@@ -343,8 +302,8 @@ def collection(bench: Bench) -> Iterator[BenchmarkRow]:
 def run_benchmark(
     bench: Bench, *, only: str | None = None, progress: Callable[[str], object] | None = None
 ) -> list[BenchmarkRow]:
-    """The rows whose name contains `only`; those of ONNX Runtime and of collections, which take minutes, run
-    only so. `progress` is called with each line of the table as soon as it is measured. `UsageError`: a
+    """The rows whose name contains `only`; those of a collection, which take minutes, run only so. `progress`
+    is called with each line of the table as soon as it is measured. `UsageError`: no row has such a name, a
     package to compare with is not installed, or the rows need photos and there are none.
     """
     cuda, sizes = bench.device.type == "cuda", (64,) if bench.quick else (512, 1024, 2048)
@@ -361,19 +320,19 @@ def run_benchmark(
     plan |= {each.__name__: each for each in (loftr, extraction, presets)}
     for points in sizes:
         plan[f"matching {points}"] = partial(matching, points=points)
-        if not cuda:
-            plan[f"onnx {points}"] = partial(onnx, points=points)
     plan["collection"] = collection
+    check_number(bench.repeats, "repeats", 1, 1000)
+    chosen = [name for name in plan if (name != "collection" if only is None else only.lower() in name)]
+    if not chosen:
+        raise UsageError(f"no row has {only!r} in its name; the rows are {', '.join(plan)}")
     rows, say = [], progress or (lambda line: None)
     said = "{processor}, {cores} cores, {threads} threads; device {device}; torch {torch}; kernels {kernels}"
     head = "| work | against | ours: min / median / max, ms | theirs | ratio | |"
     for line in (said.format(**describe_machine(bench.device)), "", head, "|---|---|---|---|---|---|"):
         say(line)
-    for name, measure in plan.items():
-        if name.startswith(("onnx", "collection")) if only is None else only.lower() not in name:
-            continue
+    for name in chosen:
         try:
-            for row in measure(bench):
+            for row in plan[name](bench):
                 rows.append(row)
                 say(str(row))
         except torch.OutOfMemoryError:  # of a GPU; the other rows may fit

@@ -2,9 +2,8 @@
 
     python scripts/benchmark.py [--threads 2] [--device cuda] [--quick] [--only lightglue] [--json FILE]
 
-Needs `pip install 'onnxruntime>=1.17' 'onnxscript>=0.5' 'transformers>=5.23,<6'`. Times are medians of calls
-that alternate in one process. All timings in the README come from this script. Rows of ONNX Runtime and of a
-collection, which take minutes, run only if --only names them.
+Times are medians of calls that alternate in one process. The rows of a collection, which take minutes
+and need pycolmap, run only if --only names them.
 """
 
 import argparse
@@ -17,7 +16,8 @@ from time import perf_counter, process_time
 import torch
 
 from matcher.benchmark import Bench, describe_machine, run_benchmark
-from matcher.errors import MatcherError
+from matcher.errors import MatcherError, check_number
+from matcher.files import check_output
 from matcher.images import data_folder
 from matcher.torch_engine import resolve_device
 
@@ -33,15 +33,18 @@ def main() -> int:
     parser.add_argument("--only", help="rows whose name contains this: lightglue, presets, collection, …")
     parser.add_argument("--photos", type=Path, help="photos of one place, for collection")
     parser.add_argument("--json", type=Path, help="also write the measurements to this file")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file of --json")
     parser.add_argument(
         "--processor-time",
         action="store_true",
         help="CPU seconds of this process instead of wall-clock seconds, for one thread on a busy machine",
     )
     options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
     try:
+        if options.json:
+            check_output(options.json, (".json",), overwrite=options.overwrite)
+        if options.threads is not None:
+            torch.set_num_threads(int(check_number(options.threads, "--threads", 1, 1024)))
         photos = options.photos or data_folder() / "multiview" / "train" / "odm_lewis" / "images"
         bench = Bench(
             resolve_device(options.device),

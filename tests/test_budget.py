@@ -7,15 +7,7 @@ import pytest
 import torch
 
 import matcher
-from matcher.benchmark import (
-    OFF,
-    Bench,
-    as_kornia,
-    kornia_lightglue,
-    random_batch,
-    run_benchmark,
-    with_parameters,
-)
+from matcher.benchmark import Bench, run_benchmark
 from matcher.budget import PACE, plan, updated_pace
 from matcher.errors import UsageError
 from matcher.sequence.tracker import for_neighbours
@@ -131,23 +123,11 @@ def bench(views) -> Bench:
     return Bench(CPU, views, repeats=1, quick=True)
 
 
-def test_a_reference_and_ours_with_its_parameters_find_the_same() -> None:
-    peer = kornia_lightglue()
-    options = {"device": "cpu", "precision": "float32", **OFF}
-    ours = with_parameters(peer.state_dict(), "lightglue-superpoint", **options).matcher
-    sides = [random_batch(40, 2, CPU, seed) for seed in (0, 1)]
-    with torch.no_grad():
-        theirs = peer(as_kornia(*sides))
-    for matches, expected in zip(ours(*sides), theirs["matches"], strict=True):
-        assert len(matches) > 5
-        assert {*map(tuple, matches.indices.tolist())} == {*map(tuple, expected.tolist())}
-
-
 @pytest.mark.slow
 def test_every_row_runs(bench, shipped_weights) -> None:
     lines = []
     works = " ".join(row.work for row in run_benchmark(bench, progress=lines.append))
-    for part in ("LightGlue", "LoFTR", "front end", "pair of", "`matcher match"):
+    for part in ("LightGlue", "LoFTR", "front end", "pair of", "matching"):
         assert part in works
     assert len(lines) > 10
 
@@ -157,14 +137,15 @@ def test_only_the_rows_asked_for(bench, shipped_weights) -> None:
     assert rows and all(min(row.ours) > 0 and row.work.startswith("matching") for row in rows)
     with pytest.raises(UsageError, match="photos"):
         run_benchmark(bench, only="collection")
+    with pytest.raises(UsageError, match="nonsense"):
+        run_benchmark(bench, only="nonsense")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("only", "package"), [("onnx", "onnxruntime"), ("collection", "pycolmap")])
-def test_slow_rows(only, package, views, tmp_path, shipped_weights) -> None:
+def test_the_rows_of_a_collection(views, tmp_path, shipped_weights) -> None:
     from collection_scene import render_photos
 
-    pytest.importorskip(package)
+    pytest.importorskip("pycolmap")
     render_photos(tmp_path / "photos")
-    rows = run_benchmark(Bench(CPU, views, tmp_path / "photos", quick=True, repeats=1), only=only)
+    rows = run_benchmark(Bench(CPU, views, tmp_path / "photos", quick=True, repeats=1), only="collection")
     assert rows and all(min(row.ours) > 0 for row in rows)
