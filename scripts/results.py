@@ -117,8 +117,7 @@ def key_of(row: dict[str, Any]) -> tuple[str, str, int]:
 def collect(paths: list[Path], commit: str) -> None:
     """Put the rows of tables into the files of their sets."""
     import torch
-
-    from matcher.benchmark import describe_machine
+    from benchmark import describe_machine
 
     machine = describe_machine(torch.device("cpu"))
     for path in paths:

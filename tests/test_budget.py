@@ -4,12 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 import matcher
-from matcher.benchmark import Bench, run_benchmark
 from matcher.budget import PACE, plan, updated_pace
-from matcher.errors import UsageError
 from matcher.sequence.tracker import for_neighbours
 
 
@@ -110,42 +107,3 @@ def test_neighbours_get_half_of_the_layers_and_strangers_all(network):
     near = for_neighbours(network).matcher.model
     assert (len(near.layers), near.config.assignment.max_iterations) == (2, 10)
     assert len(matcher.Tracker(network).pipeline.matcher.model.layers) == 3
-
-
-# --- The benchmark: its references, and a small run of its rows; nothing about speed.
-
-
-CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def bench(views) -> Bench:
-    return Bench(CPU, views, repeats=1, quick=True)
-
-
-@pytest.mark.slow
-def test_every_row_runs(bench, shipped_weights) -> None:
-    lines = []
-    works = " ".join(row.work for row in run_benchmark(bench, progress=lines.append))
-    for part in ("LightGlue", "LoFTR", "front end", "pair of", "matching"):
-        assert part in works
-    assert len(lines) > 10
-
-
-def test_only_the_rows_asked_for(bench, shipped_weights) -> None:
-    rows = run_benchmark(bench, only="matching")
-    assert rows and all(min(row.ours) > 0 and row.work.startswith("matching") for row in rows)
-    with pytest.raises(UsageError, match="photos"):
-        run_benchmark(bench, only="collection")
-    with pytest.raises(UsageError, match="nonsense"):
-        run_benchmark(bench, only="nonsense")
-
-
-@pytest.mark.slow
-def test_the_rows_of_a_collection(views, tmp_path, shipped_weights) -> None:
-    from collection_scene import render_photos
-
-    pytest.importorskip("pycolmap")
-    render_photos(tmp_path / "photos")
-    rows = run_benchmark(Bench(CPU, views, tmp_path / "photos", quick=True, repeats=1), only="collection")
-    assert rows and all(min(row.ours) > 0 for row in rows)

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from matcher.errors import UsageError, install_command, optional
 
@@ -85,6 +86,30 @@ def test_scripts_explain_themselves(script, name, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="0"):
         script(name).main()
     assert "usage" in capsys.readouterr().out
+
+
+def test_the_benchmark_measures_the_rows_asked_for_and_says_which_there_are(script, views, shipped_weights):
+    benchmark = script("benchmark")
+    bench = benchmark.Bench(torch.device("cpu"), views, repeats=1, quick=True)
+    rows = benchmark.run_benchmark(bench, only="matching")
+    assert rows and all(min(row.ours) > 0 and row.work.startswith("matching") for row in rows)
+    for only, named in (("collection", "photos"), ("nonsense", "nonsense")):
+        with pytest.raises(UsageError, match=named):
+            benchmark.run_benchmark(bench, only=only)
+
+
+@pytest.mark.slow
+def test_every_row_of_the_benchmark_runs(script, views, tmp_path, shipped_weights):
+    from collection_scene import render_photos
+
+    pytest.importorskip("pycolmap")
+    render_photos(tmp_path / "photos")
+    benchmark, works = script("benchmark"), ""
+    bench = benchmark.Bench(torch.device("cpu"), views, tmp_path / "photos", quick=True, repeats=1)
+    for only in (None, "collection"):
+        works += " ".join(row.work for row in benchmark.run_benchmark(bench, only=only))
+    for part in ("LightGlue", "LoFTR", "front end", "pair of", "matching", "of a collection"):
+        assert part in works
 
 
 def test_documents_and_the_leaderboard_are_those_of_the_stored_results():
