@@ -11,7 +11,7 @@ from matcher.cameras import Camera
 from matcher.collection.schema import StoredImage, StoredPair
 from matcher.geometry import inside
 from matcher.types import Features, Matches, TwoViewGeometry
-from matcher.verify.adjustment import fundamental_from_pose
+from matcher.verify.adjustment import fundamental_from_pose, sampson
 
 SIZE = (1024, 768)
 K = np.array([[900.0, 0, 511.5], [0, 900, 383.5], [0, 0, 1]])  # stored pixels: the optical axis in the middle
@@ -113,13 +113,6 @@ def synthetic_store(rng, count=10, points=600, wrong=0.3, noise=0.5, camera=CAME
         geometry = TwoViewGeometry("fundamental", "ok", inliers, F)
         pairs.append(StoredPair(name0, name1, matches, geometry, 0.1))
     return MemoryStore(images, keypoints, pairs), poses
-
-
-def sampson(points0, points1, F):
-    lifted0, lifted1 = (np.column_stack([p, np.ones(len(p))]) for p in (points0, points1))
-    lines1, lines0 = lifted0 @ F.T, lifted1 @ F
-    slope = (lines0[:, :2] ** 2).sum(1) + (lines1[:, :2] ** 2).sum(1)
-    return np.abs((lines1 * lifted1).sum(1)) / np.sqrt(slope)
 
 
 def renamed(store, names):

@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,18 @@ from matcher.match.network import MatchingNetwork
 from matcher.weights.files import FOLDERS, save_model
 
 ROOT = Path(__file__).resolve().parent.parent
+ROW = """
+[[weights]]
+name = "small"
+file = "small.safetensors"
+sha256 = "{digest}"
+bytes = {size}
+preset = "hybrid"
+licence = "Apache-2.0"
+source = "this test"
+trained_on = "nothing"
+metrics = "none"
+"""
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -88,6 +101,15 @@ def small_weights(small_model, tmp_path) -> Path:
     """The untrained network as a weights file."""
     save_model(small_model, tmp_path / "small.safetensors")
     return tmp_path / "small.safetensors"
+
+
+@pytest.fixture
+def shelf(small_weights) -> Path:
+    """A folder with a manifest and the weights it names."""
+    data = small_weights.read_bytes()
+    row = ROW.format(digest=hashlib.sha256(data).hexdigest(), size=len(data))
+    (small_weights.parent / "manifest.toml").write_text(row)
+    return small_weights.parent
 
 
 @pytest.fixture

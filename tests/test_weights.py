@@ -3,7 +3,6 @@
 import hashlib
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,28 +14,6 @@ from matcher.errors import IntegrityError
 from matcher.presets import PRESETS
 from matcher.torch_engine import build_extractor
 from matcher.weights.files import load_model, read_arrays, read_manifest, save_model, verify, weights_bytes
-
-ROW = """
-[[weights]]
-name = "small"
-file = "small.safetensors"
-sha256 = "{digest}"
-bytes = {size}
-preset = "hybrid"
-licence = "Apache-2.0"
-source = "this test"
-trained_on = "nothing"
-metrics = "none"
-"""
-
-
-@pytest.fixture
-def shelf(small_weights) -> Path:
-    """A folder with a manifest and the weights it names."""
-    data = small_weights.read_bytes()
-    row = ROW.format(digest=hashlib.sha256(data).hexdigest(), size=len(data))
-    (small_weights.parent / "manifest.toml").write_text(row)
-    return small_weights.parent
 
 
 def test_a_model_survives_the_round_trip(small_model, tmp_path):
@@ -115,16 +92,14 @@ def test_wrong_tensors_are_listed(small_model, tmp_path):
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["[[weights]", ROW.replace("small.safe", "../small.safe").format(digest="0", size=1), 'weights = "x"'],
-)
-def test_a_damaged_or_absent_manifest_is_refused(tmp_path, text):
+def test_a_damaged_or_absent_manifest_is_refused(shelf):
     with pytest.raises(IntegrityError, match=r"manifest\.toml"):
-        read_manifest(tmp_path)
-    (tmp_path / "manifest.toml").write_text(text)
-    with pytest.raises(IntegrityError, match=r"manifest\.toml is damaged"):
-        read_manifest(tmp_path)
+        read_manifest(shelf / "absent")
+    text = (shelf / "manifest.toml").read_text()
+    for damaged in ("[[weights]", text.replace("small.safe", "../small.safe"), 'weights = "x"'):
+        (shelf / "manifest.toml").write_text(damaged)
+        with pytest.raises(IntegrityError, match=r"manifest\.toml is damaged"):
+            read_manifest(shelf)
 
 
 def test_shipped_weights_are_what_the_manifest_says(shipped_weights):

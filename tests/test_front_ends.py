@@ -1,4 +1,4 @@
-"""Front ends of others behind `Features`: conventions, masks, sizes, strictness, with random parameters."""
+"""Every front end behind `Features`: conventions, masks, sizes, shifts, with random parameters."""
 
 import cv2
 import numpy as np
@@ -11,6 +11,7 @@ from matcher.geometry import UPRIGHT, resize_points, turn_angles, upright_to_sto
 from matcher.types import Image
 
 SIZES = {"disk": 128, "aliked": 128, "xfeat": 64, "dedodeb": 256, "keynet": 128, "doghardnet": 128}
+SIZES |= {"learned": 64, "superpoint": 256}
 KINDS = list(SIZES)
 ORIENTED = ("keynet", "doghardnet")
 
@@ -116,6 +117,7 @@ SHIFTS = [
     ("dedodeb", (8, 8), 0.0, 0.8),  # as far as 250 pixels its coarsest layers see the edge
     ("keynet", (16, 32), 0.0, 0.8),
     ("doghardnet", (16, 32), 0.25, 0.9),  # octaves are not exactly twice as large as the next
+    ("learned", (32, 32), 1.0, 0.6),
     ("superpoint", (8, 16), 0.0, 1.0),
     ("superpoint-open", (8, 16), 0.0, 1.0),
 ]
