@@ -43,6 +43,7 @@ def scaled_dot_product(
     >>> scaled_dot_product(x, x, x, torch.tensor([False, False, False]))[0]
     tensor([0., 0., 0.])
     """
+    _refuse_misfits(q, k, v)
     if mask is not None or causal:
         # The stock kernel gives NaN to rows without a column: they attend to all, and then become zero.
         bias = additive_mask(q, k, mask, causal=causal)
@@ -60,6 +61,22 @@ def scaled_dot_product(
     if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16):
         return half_on_cpu(q, k, v)
     return F.scaled_dot_product_attention(q, k, v)
+
+
+def _refuse_misfits(q: Tensor, k: Tensor, v: Tensor, width: int | None = None) -> None:
+    """`UsageError` unless they are tensors (…, N, width), (…, M, width), (…, M, any) of one batch."""
+    if torch.compiler.is_compiling():
+        return
+    given = [tuple(x.shape) if isinstance(x, Tensor) else () for x in (q, k, v)]
+    try:
+        torch.broadcast_shapes(*(shape[:-2] for shape in given))
+        fits = given[0][-1] == given[1][-1] == (width or given[0][-1]) and given[1][-2] == given[2][-2]
+    except (IndexError, RuntimeError):
+        fits = False
+    if not fits:
+        found = (str(shape) if shape else type(x).__name__ for x, shape in zip((q, k, v), given, strict=True))
+        wanted = f"queries (…, N, {width or 'd'}), keys (…, M, {width or 'd'}) and values (…, M, d)"
+        raise UsageError(f"attention takes {wanted}, tensors of one batch, not {', '.join(found)}")
 
 
 def by_kernel(*given: Tensor) -> bool:
@@ -161,6 +178,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     >>> linear_attention(x, x, torch.arange(4.0).unsqueeze(1), torch.tensor([True, False, False, True]))[0]
     tensor([1.5000])
     """
+    _refuse_misfits(q, k, v)
     if mask is not None:
         columns = (*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), k.shape[-2])
         try:
@@ -193,6 +211,7 @@ class AdditiveAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         """(…, N, d), (…, M, d), (…, M, d) → (…, N, d); `bias` (…, N, M) is added to the scores."""
+        _refuse_misfits(q, k, v)
         joint = torch.tanh(self.query(q).unsqueeze(-2) + self.key(k).unsqueeze(-3))
         return _weighted(self.score(joint).squeeze(-1), v, bias)
 
@@ -206,6 +225,7 @@ class GeneralAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         """(…, N, d), (…, M, d), (…, M, d) → (…, N, d); `bias` (…, N, M) is added to the scores."""
+        _refuse_misfits(q, k, v)
         return _weighted(self.form(q) @ k.transpose(-1, -2), v, bias)
 
 
@@ -292,15 +312,7 @@ class MultiHeadAttention(nn.Module):
         linear attention, no tensors, or another width or batch.
         """
         source = x if source is None else source
-        for each in (x, source):
-            if not isinstance(each, Tensor) or each.dim() < 2 or each.shape[-1] != self.qkv.in_features:
-                what = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
-                raise UsageError(f"attention takes tensors (…, N, {self.qkv.in_features}), not {what}")
-        try:
-            torch.broadcast_shapes(x.shape[:-2], source.shape[:-2])
-        except RuntimeError:
-            text = f"{tuple(x.shape)} and {tuple(source.shape)} are not (…, N, {x.shape[-1]}) of one batch"
-            raise UsageError(text) from None
+        _refuse_misfits(x, source, source, self.qkv.in_features)
         q, parts = self.project(x)[..., 0, :, :], self.project(source)
         q, k, v = (y.transpose(-2, -3) for y in (q, parts[..., -2, :, :], parts[..., -1, :, :]))
         bias = []

@@ -95,6 +95,10 @@ def test_what_does_not_fit_is_named() -> None:
     for wrong in (np.zeros((3, 8), np.float32), torch.zeros(3, 7), torch.zeros(8), torch.zeros(2, 3, 8)):
         with pytest.raises(UsageError, match=r"\(…, N, 8\)"):
             attention(torch.zeros(3, 3, 8), wrong)
+    for score in ("softmax", "linear", "additive", "general"):
+        for wrong in (np.zeros((3, 4), np.float32), torch.zeros(3, 5), torch.zeros(4), torch.zeros(3, 3, 4)):
+            with pytest.raises(UsageError, match="keys"):
+                build_attention(score, 4)(torch.zeros(2, 3, 4), wrong, wrong)
     with pytest.raises(UsageError, match="linear"):
         attention(torch.zeros(3, 8), causal=True)
     for mask in (torch.ones(3, dtype=torch.int64), torch.ones(2, 3, 3), torch.ones(4)):
