@@ -20,7 +20,7 @@ from matcher.match.calibration import (
     with_prior_scores,
 )
 from matcher.types import Features, Matches, MatchRefinement, Repetition, TwoViewGeometry
-from matcher.verify.overlay import on_overlay, without_overlay
+from matcher.verify.overlay import common_overlay, on_overlay, without_overlay
 from matcher.verify.repetition import repetition
 from matcher.verify.verdict import reject_improbable, verdict_of
 
@@ -396,3 +396,26 @@ def test_a_mount_that_two_scans_have_is_an_overlay_and_the_picture_on_it_is_not(
     matches = Matches.from_indices(index, places, other, np.full(len(index), 0.9))
     scans = corners(places), corners(other)
     assert (on_overlay(*scans, matches) == (not same)).all()
+
+
+def keypoints_of(rng, count, stamp=60, still=0, shake=0.0):
+    """Keypoints of pictures 640 x 480: of a stamp, most of them found again, of a scene that stands still or
+    turns a little about its middle, and of others."""
+    stamp, scene = rng.uniform((20, 430), (250, 460), (stamp, 2)), rng.uniform((0, 0), (620, 420), (still, 2))
+    for _ in range(count):
+        turn = cv2.getRotationMatrix2D((310, 210), shake * rng.normal(), 1)
+        shown = np.concatenate([stamp, scene @ turn[:, :2].T + turn[:, 2]])
+        shown = shown[rng.random(len(shown)) < 0.85]
+        yield np.concatenate([shown + rng.normal(0, 0.2, shown.shape), rng.uniform(0, (640, 480), (500, 2))])
+
+
+def test_what_lies_over_most_pictures_of_a_camera(rng):
+    given = list(keypoints_of(rng, 9))
+    found = common_overlay([2 * points for points in given], (1280, 960), (0.5, 0.5))
+    beside = found.beside(2 * np.concatenate(given))
+    stamp = np.all(np.abs(np.concatenate(given) - (135, 445)) < (110, 15), axis=1)
+    assert beside[stamp].mean() < 0.05 and beside[~stamp].mean() > 0.9
+    assert 0.02 < found.mask.mean() < 0.1 and abs(found.mask.shape[0] - 480) < 3
+    for other in (dict(stamp=0), dict(still=3000), dict(still=3000, shake=0.4)):
+        assert common_overlay(list(keypoints_of(rng, 12, **other)), (640, 480), (1.0, 1.0)) is None
+    assert common_overlay(given[:5], (640, 480), (1.0, 1.0)) is None, "too few pictures tell nothing"

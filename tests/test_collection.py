@@ -21,6 +21,7 @@ from matcher.collection.store import EncodedPair, Store, Writer
 from matcher.collection.workers import Workers
 from matcher.errors import ImageError, UsageError
 from matcher.sfm.growing import PAIRS
+from matcher.types import to_numpy
 
 NEAR, FAR = Camera(200, 200, 99.5, 79.5), Camera(900, 900, 99.5, 79.5)
 NAMES = [f"view 0{number}.png" for number in range(6)]
@@ -391,3 +392,39 @@ def test_ray_that_is_absent_is_said(folder, tmp_path, monkeypatch, capfd):
     command = ["collection", folder, "--run", tmp_path / "run", *QUICK, "--engine", "ray"]
     assert run(*command, "--exhaustive") == 2
     assert "pip install" in capfd.readouterr().err
+
+
+def test_what_lies_over_most_photos_gives_no_keypoints(rng, tmp_path, capsys):
+    def stamped(number: int) -> Path:
+        noise = cv2.GaussianBlur(rng.normal(0, 1, (240, 320)), (0, 0), 1.5)
+        pixels = (128 + 200 * noise).clip(0, 255).astype(np.uint8)
+        cv2.putText(pixels, "CAMERA 7", (60, 220), cv2.FONT_HERSHEY_SIMPLEX, 1.2, 255, 3)
+        cv2.imwrite(str(path := folder / f"{number:02d}.png"), pixels)
+        return path
+
+    folder, made = tmp_path / "photos", tmp_path / "run"
+    folder.mkdir()
+    paths = [stamped(number) for number in range(9)]
+    assert collect(folder, made, "--sequential", 1) == 0
+    stamped(9)
+    assert collect(folder, made, "--sequential", 1) == 0  # the tenth as well, though it is found alone
+    assert "an overlay lies on" in capsys.readouterr().out
+    with Store.open(made) as store:
+        (overlay,) = store.overlays
+        for image in store.images():
+            assert overlay.beside(store.keypoints(image.name)).all()
+            assert image.count == len(store.features(image.name)) > 50
+        assert len(store.check()) == 0 and all(pair.geometry.status != "ok" for pair in store.pairs())
+    run("report", made, "--pages", 0)
+    assert "320 x 240: on " in (made / "report.html").read_text()
+    several = matcher.match_set(paths, "nearest", max_keypoints=150, pairs=[(0, 1)])
+    assert all(overlay.beside(to_numpy(each.keypoints)).all() for each in several.features)
+    for wrong in (
+        "[[[320, 240], [1, 1], [[1, NaN]]]]",
+        "[[[320], [1, 1], []]]",
+        "[[[9, 9], [0, 1], []]]",
+        "{",
+    ):
+        with Writer(made) as writer, writer.transaction():
+            writer.set_meta("overlays", wrong)
+        assert run("status", made) == 5

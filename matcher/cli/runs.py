@@ -210,6 +210,9 @@ def status(run: Path, /, check: bool = False, tracks: bool = False) -> int:
         lost = {image.name: image.reason for image in store.images() if image.status == "failed"}
         for name, reason in list(lost.items())[:_LISTED]:
             show(f"  failed: {name}: {reason}")
+        for overlay in store.overlays:
+            size, share = "{} x {}".format(*overlay.size), overlay.mask.mean()
+            show(f"  an overlay lies on {share:.0%} of most images of {size}: its keypoints are left out")
         show(f"pairs: {counts.pairs_done} done, {counts.pairs_failed} failed, {counts.pairs_waiting} waiting")
         lacking: dict[str, list[str]] = {}  # by reason, one of which is for all pairs of failed images
         for name0, name1, reason in store.failed():

@@ -30,6 +30,7 @@ from matcher.presets import DEFAULT_PRESET, LoadOptions, from_file, refuse_furth
 from matcher.types import Features, Matches, TwoViewGeometry, to_numpy
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
+from matcher.verify.overlay import without_common_overlays
 from matcher.verify.verdict import NOT, reject_improbable
 
 if TYPE_CHECKING:
@@ -534,7 +535,7 @@ class MatchedSet:
     """
 
     names: tuple[str, ...]  # paths, or "image 3" for the array at index 3
-    features: tuple[Features, ...]  # of each image
+    features: tuple[Features, ...]  # of each image, but none of what lies over most images of its size
     pairs: Mapping[tuple[int, int], tuple[Matches, TwoViewGeometry]]  # of images i < j
     tracks: Tracks  # of the inliers; its names are those above
 
@@ -622,7 +623,8 @@ def match_set(
         raise UsageError("a set is verified without cameras; use geometry 'fundamental' or 'homography'")
     if pipeline.config.extractor.kind == GRID_KIND:
         raise UsageError("tracks join keypoints, and this preset has only the cells of a grid; use another")
-    features = tuple(pipeline.extract(*one) for one in zip(images, masks or [None] * count, strict=True))
+    given = zip(images, masks or [None] * count, strict=True)
+    features = without_common_overlays([pipeline.extract(*one) for one in given])
     found = {}
     for first, second in combinations(range(count), 2) if pairs is None else map(sorted, pairs):
         if (first, second) not in found:

@@ -13,7 +13,7 @@ import os
 import sqlite3
 import stat
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -28,6 +28,7 @@ from matcher.cameras import Camera
 from matcher.config import GeometryKind, GeometryStatus
 from matcher.errors import IntegrityError, UsageError
 from matcher.types import Features, Matches, Repetition, TwoViewGeometry, root_sift, to_numpy
+from matcher.verify.overlay import CommonOverlay
 from matcher.verify.verdict import verdict_of
 
 # The files of a run: its database, descriptors (which may be deleted after matching), the lock of its writer,
@@ -195,6 +196,30 @@ def decode_features(record: bytes, keypoints: np.ndarray, what: str, **facts: An
         numbers = arrays.pop("sift", None)
         found = root_sift(numbers) if numbers is not None else arrays.pop("descriptors").astype(np.float32)
         return Features(keypoints, found, **facts, **arrays)
+
+
+def chosen_features(record: bytes, chosen: np.ndarray, what: str) -> bytes:
+    """A record of features with only those `chosen` (N,) bool."""
+    with _decoding(what):
+        return packed(**{name: array[chosen] for name, array in load(unsealed(record, what)).items()})
+
+
+def encode_overlays(overlays: Iterable[CommonOverlay]) -> str:
+    """What lies over the images of a run, a size each, as a text."""
+    return to_json([(each.size, each.scale, each.points.round(2).tolist()) for each in overlays])
+
+
+def decode_overlays(text: str, what: str) -> list[CommonOverlay]:
+    """The inverse of `encode_overlays`."""
+    with _decoding(what):
+        found = []
+        for size, scale, points in parse_json(text, what):
+            size, scale, places = tuple(map(int, size)), tuple(map(float, scale)), np.array(points, float)
+            _check_arrays({"points": places}, points=(len(points), 2))
+            if len(size) != 2 or len(scale) != 2 or not all(0 < n <= 2**30 for n in (*size, *scale)):
+                raise ValueError("no size or scale of images")
+            found.append(CommonOverlay(size, scale, places))
+        return found
 
 
 def _sift_numbers(values: np.ndarray) -> np.ndarray | None:

@@ -22,7 +22,9 @@ from matcher.collection.schema import DONE, FAILED, WAITING, RefinedKeypoints, g
 from matcher.collection.sources import PairChoice
 from matcher.errors import IntegrityError, UsageError
 from matcher.types import Features, to_numpy
+from matcher.verify.overlay import CommonOverlay, common_overlay
 
+_COMPARED = 100  # images of one size, to find what lies over most of them
 PAIRS = ("pairs", "failed", "waiting")  # the tables of pairs: finished, failed, still to be matched
 
 
@@ -90,6 +92,11 @@ class Store(AbstractContextManager):
         """How the run's pairs were chosen; None before there are any."""
         found = self._meta.get("pair_choice")
         return None if found is None else PairChoice.from_json(found)
+
+    @property
+    def overlays(self) -> list[CommonOverlay]:
+        """What lies over most images of a size; keypoints on it were left out."""
+        return schema.decode_overlays(self._meta.get("overlays", "[]"), f"{self._path}: the overlays")
 
     def unpaired(self) -> list[schema.StoredImage]:
         """Images without a pair, by name, except those that failed or have no keypoints."""
@@ -316,12 +323,15 @@ class Writer(Store):
         number, scale = self.image(name).number, map(float, features.scale.tolist())
         self.execute(
             f"UPDATE images SET status = {DONE}, reason = '', sha256 = ?, stamp = ?, width = ?, height = ?,"
-            " count = ?, scale_x = ?, scale_y = ?, exif = ?, kind = ? WHERE id = ?",
-            *(sha256, stamp, *features.image_size, len(features), *scale),
+            " scale_x = ?, scale_y = ?, exif = ?, kind = ? WHERE id = ?",
+            *(sha256, stamp, *features.image_size, *scale),
             *(int(features.matched_orientation), features.kind, number),
         )
-        data = schema.encode_keypoints(to_numpy(features.keypoints))
-        self.execute("REPLACE INTO keypoints VALUES (?, ?)", number, data)
+        self._put_keypoints(number, to_numpy(features.keypoints), record)
+
+    def _put_keypoints(self, number: int, keypoints: np.ndarray, record: bytes) -> None:
+        self.execute("UPDATE images SET count = ? WHERE id = ?", len(keypoints), number)
+        self.execute("REPLACE INTO keypoints VALUES (?, ?)", number, schema.encode_keypoints(keypoints))
         self.put_descriptors(number, record)
 
     def put_descriptors(self, number: int, record: bytes) -> None:
@@ -381,8 +391,28 @@ class Writer(Store):
         self.wait_again("failed", "SELECT id FROM images")
 
     def set_meta(self, key: str, value: str) -> None:
-        """`image_folder`: where the images are now; `pair_choice`: how pairs were chosen."""
+        """`image_folder`: where the images are now; `pair_choice`: how pairs were chosen; `overlays`."""
         self.execute("REPLACE INTO meta VALUES (?, ?)", key, value)
+
+    def leave_out_overlays(self) -> None:
+        """Find what lies over most images of a size, once, before any pair is matched; its keypoints go."""
+        known = {overlay.size: overlay for overlay in self.overlays}
+        shapes = self.execute(f"SELECT DISTINCT width, height FROM images WHERE status = {DONE}")
+        for size in {*shapes} - {*known}:
+            images = self.images(f"WHERE status = {DONE} AND width = ? AND height = ? ORDER BY name", *size)
+            some = images[:: -(-len(images) // _COMPARED)]
+            points = [self.keypoints(image.name) for image in some]
+            overlay = common_overlay(points, size, self.scale(some[0].name))
+            if overlay is None:
+                continue
+            known[size] = overlay
+            with self.transaction():
+                self.set_meta("overlays", schema.encode_overlays(known.values()))
+                for image in images:
+                    beside = overlay.beside(self.keypoints(image.name))
+                    record = schema.chosen_features(self.record(image.number), beside, image.name)
+                    self._put_keypoints(image.number, self.keypoints(image.name)[beside], record)
+            self._keypoints.cache_clear()
 
     def without_descriptors(self) -> set[int]:
         """Numbers of the images with keypoints whose descriptors were deleted or never copied."""

@@ -498,6 +498,9 @@ class Stages:
         names = [name for n, name, status in rows if status == WAITING or (status == DONE and n in lost)]
         jobs = (Job(tuple(part), self.batch) for part in _parts(names, self.batch))
         self._run("extract", jobs, self._put_images, len(names))
+        whole = self.writer.settings.get("shard") is None  # parts would find different ones
+        if whole and not (self.writer.counts().pairs_done or self.writer.without_descriptors()):
+            self.writer.leave_out_overlays()
         with self.writer.transaction():  # pairs that can never be matched
             sql = "SELECT image0, image1, name || ': ' || reason FROM waiting JOIN images"
             failed = self.writer.execute(f"{sql} ON id IN (image0, image1) WHERE status = {FAILED}")
@@ -543,8 +546,12 @@ class Stages:
                 write()
 
     def _put_images(self, outcomes: Sequence[Extracted]) -> None:
-        writer = self.writer
+        writer, overlays = self.writer, {overlay.size: overlay for overlay in self.writer.overlays}
         for one in outcomes:
+            if one.data and (overlay := overlays.get(one.features.image_size)):
+                beside = overlay.beside(to_numpy(one.features.keypoints))
+                data = schema.chosen_features(one.data, beside, one.name)
+                one = one._replace(features=one.features.select(beside), data=data)
             name, number = one.name, writer.image(one.name).number
             had = writer.execute("SELECT sha256 FROM images WHERE id = ? AND status = ?", number, DONE)
             if one.data:

@@ -88,7 +88,7 @@ def pair_data(
     if answers:
         from matcher.viz.drawings import draw_answers, figure_pixels  # which import matplotlib
 
-        drawn = _jpeg(figure_pixels(draw_answers(answers)))
+        drawn = jpeg(figure_pixels(draw_answers(answers)))
     geometry, groups = geometry.without_rejected(), np.full(len(matches), -1)
     repeated = (geometry.rejected or geometry).repetition
     if features0 is not None and repeated is not None and repeated.repetitive:
@@ -116,7 +116,7 @@ def pair_data(
         side = {
             "name": str(image.path),
             "size": shape,
-            "jpeg": _jpeg(cv2.resize(image.pixels, shape, interpolation=cv2.INTER_AREA)),
+            "jpeg": jpeg(cv2.resize(image.pixels, shape, interpolation=cv2.INTER_AREA)),
             "points": np.round(resize_points(upright, factor).astype(float), 1).tolist(),
             "fates": fates.tolist(),
             "ellipses": ellipses,
@@ -247,7 +247,7 @@ def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkC
     }
 
 
-def _jpeg(pixels: np.ndarray) -> str:
+def jpeg(pixels: np.ndarray) -> str:
     """A grey or RGB image as an address that holds it."""
     pixels = cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR) if pixels.ndim == 3 else pixels
     coded = cv2.imencode(".jpg", pixels, [cv2.IMWRITE_JPEG_QUALITY, 80])[1]

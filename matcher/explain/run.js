@@ -127,6 +127,11 @@ if (data.tracks && data.tracks.count) {
   make("p", `${count} tracks of ${mean} images on average, joined from the verified matches; ` +
     `${conflicts} conflicting matches are left out.`, rest);
 }
+if (data.overlays.length) make("h2", "Overlays on most images, whose keypoints are left out", rest).id = "overlays";
+for (const [text, picture] of data.overlays) {
+  make("p", text, rest);
+  Object.assign(make("img", undefined, rest), { src: picture, alt: text, width: 480 });
+}
 if (data.weakest.length) table("Weakest pairs", PAIR, data.weakest.map(pairRow), rest, "words").id = "weakest";
 for (const [what, title] of [["images", "Images that failed"], ["pairs", "Pairs that failed"],
   ["contradicted", "Pairs that others contradict"], ["pages", "Pairs without a page"]]) {

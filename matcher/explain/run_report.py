@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+import cv2
 import numpy as np
 
 from matcher.collection.schema import StoredImage, StoredPair, common_camera
 from matcher.collection.store import Store
 from matcher.collection.tracks import tracks_of
 from matcher.errors import ImageError, IntegrityError, UsageError
-from matcher.explain.report import BODY, SCRIPTS, build_page, pair_data
+from matcher.explain.report import BODY, SCRIPTS, build_page, jpeg, pair_data
 from matcher.files import check_output, refuse_foreign, write_output
 from matcher.images import limit_for, read_image
 from matcher.sfm.models import SUMMARY, read_summary
 from matcher.verify.adjustment import plane_answers
+from matcher.verify.overlay import CommonOverlay
 
 PAGES = 20  # default number of pair pages
 BINS = (0, 1, 10, 20, 50, 100, 200, 500, 1000, 2000)  # least count of each bin of a histogram
@@ -101,6 +103,7 @@ def write_run_report(
                 for name in ("matches", "inliers")
             ],
             "tracks": tracks,
+            "overlays": [_shown_overlay(overlay, images) for overlay in store.overlays],
             "graph": _graph([row for row in rows[::-1] if row.verified][:4000], degree, images),
             "weakest": [
                 [*names, r.matches, r.inliers, r.status, r.probability, round(r.seconds, 3), links.get(names)]
@@ -197,6 +200,23 @@ def _pair_data(store: Store, pair: StoredPair, images: Sequence[StoredImage]) ->
     answers = plane_answers(*ends, pair.geometry, None if None in cameras else cameras)
     given = [store.keypoints(image.name) for image in images], pair.matches, pair.geometry, origin
     return pair_data(shown, *given, covariances, features0, answers)
+
+
+def _shown_overlay(overlay: CommonOverlay, images: Sequence[StoredImage]) -> tuple[str, str]:
+    """What is known of an overlay, and its place on an image that can be read, dark elsewhere."""
+    mask = np.ascontiguousarray(overlay.mask)
+    shown = mask.astype(np.uint8) * 255
+    for image in images:
+        if image.size == overlay.size:
+            with suppress(ImageError):
+                pixels = read_image(
+                    image.path, resize=None, upright=False, max_pixels=limit_for(image.size)
+                ).pixels
+                shown = cv2.resize(pixels, mask.shape[::-1], interpolation=cv2.INTER_AREA)
+                shown[~mask] //= 4
+                break
+    text = "{} x {}: on {:.0%} of the picture".format(*overlay.size, mask.mean())
+    return text, jpeg(shown)
 
 
 def _graph(strongest: list[PairRow], degree: Counter, images: Sequence[StoredImage]) -> dict[str, Any]:

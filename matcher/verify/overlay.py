@@ -6,7 +6,10 @@ so do keypoints without a match.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -20,6 +23,12 @@ _AROUND = 16.0  # pixels around these that may belong to the overlay
 _EVERYWHERE = 0.1  # share of the keypoints; where so many do not move in most blocks, nothing moves
 _IN_MIDDLE = 0.02  # share of the keypoints within a mount that may seem to move as it does
 _INSIDE = 64  # keypoints within a mount; fewer say nothing
+_PICTURES = 8  # fewer of one size do not tell what they have in common
+_MOST = 0.7  # of them have a keypoint where the overlay is
+_SOME = 0.4  # and around
+_MOVING_SHARE = 0.25  # of the keypoints that are not on it; where fewer are, the camera stands still
+_BURST = 2.0  # as many pairs of keypoints beside it coincide as by chance: the camera hardly moves
+_LARGEST = 2048  # pixels of the longer side in which coinciding keypoints are looked for
 _CONTROLS = ((9, 4), (-5, 8), (4, -9), (-8, -5))  # pixels: where keypoints coincide by chance only
 
 
@@ -80,6 +89,82 @@ def without_overlay(features0: Features, features1: Features, matches: Matches) 
     if not left_out.any():
         return matches
     return replace(matches.select(~left_out), overlay=matches.overlay + int(np.count_nonzero(left_out)))
+
+
+class CommonOverlay(NamedTuple):
+    """What lies over most pictures of one size."""
+
+    size: tuple[int, int]  # (width, height) of the pictures as stored
+    scale: tuple[float, float]  # in which their keypoints were found, per stored pixel
+    points: np.ndarray  # (K, 2) stored pixels in which keypoints of most pictures coincide
+
+    @property
+    def mask(self) -> np.ndarray:
+        """(H, W) bool: where it lies, in pictures of the size in which keypoints were found, or smaller."""
+        factor, frame = _frame(self.size, self.scale)
+        return _around(self.points * factor, frame, _AROUND)
+
+    def beside(self, keypoints: np.ndarray) -> np.ndarray:
+        """(N,) bool: which keypoints (N, 2), stored pixels, are not on it."""
+        return ~_inside(keypoints * _frame(self.size, self.scale)[0], self.mask)
+
+
+def common_overlay(
+    keypoints: Sequence[np.ndarray], size: tuple[int, int], scale: tuple[float, float]
+) -> CommonOverlay | None:
+    """What lies over most of these pictures of one size: keypoints of most of them coincide there, and
+    elsewhere no more than by chance, as where every picture is shifted.
+
+    `keypoints` (N, 2) of each in stored pixels. None where there is nothing, where there are too few pictures
+    to tell, and where the camera stands still.
+    """
+    if (count := len(keypoints)) < _PICTURES:
+        return None
+    factor, frame = _frame(size, scale)
+    each = [points * factor for points in keypoints]
+    turns = 2.4 * np.arange(count)  # nearly the golden angle: all in different directions
+    away = (24 + turns % 16)[:, None] * np.stack([np.cos(turns), np.sin(turns)], axis=1)
+    found = _coinciding(each, frame)
+    by_chance = _coinciding([points + shift for points, shift in zip(each, away, strict=True)], frame)
+    core = found >= max(by_chance.max() + 1, math.ceil(_MOST * count))
+    if np.count_nonzero(core) < _FEWEST:
+        return None
+    near = _around(np.argwhere(core)[:, ::-1], frame, 3 * _AROUND)
+    points = np.argwhere(near & (found > max(by_chance.max(), _SOME * count)))[:, ::-1]
+    overlay = CommonOverlay(size, scale, points / factor)
+    beside = overlay.beside(np.concatenate(keypoints))
+    pairs, pairs_by_chance = (np.sum((n * (n - 1))[~overlay.mask]) for n in (found, by_chance))
+    return None if beside.mean() < _MOVING_SHARE or pairs > _BURST * pairs_by_chance else overlay
+
+
+def without_common_overlays(images: Sequence[Features]) -> tuple[Features, ...]:
+    """Features of pictures without those on a `common_overlay` of the pictures of their size."""
+    found = list(images)
+    for size in {image.image_size for image in images}:
+        alike = [number for number, image in enumerate(images) if image.image_size == size]
+        points = {number: to_numpy(images[number].keypoints) for number in alike}
+        scale = tuple(images[alike[0]].scale.tolist())
+        if overlay := common_overlay(list(points.values()), size, scale):
+            found = [f.select(overlay.beside(points[n])) if n in points else f for n, f in enumerate(found)]
+    return tuple(found)
+
+
+def _frame(size: tuple[int, int], scale: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:
+    """The factor of coordinates and the size of pictures as keypoints were found in them, or smaller."""
+    factor = np.array(scale) * min(1.0, _LARGEST / max(np.multiply(size, scale)))
+    return factor, np.ceil(factor * size).astype(int) + 1
+
+
+def _coinciding(keypoints: Sequence[np.ndarray], size: np.ndarray) -> np.ndarray:
+    """(H, W): how many pictures have a keypoint in a pixel or beside it."""
+    found = np.zeros(size[::-1], np.int32)
+    for points in keypoints:
+        marked = np.zeros(size[::-1], np.uint8)
+        whole = np.rint(points).astype(int)
+        x, y = whole[np.all((whole >= 0) & (whole < size), axis=1)].T
+        marked[y, x] = 1
+        found += cv2.dilate(marked, cv2.getStructuringElement(cv2.MORPH_CROSS, (3, 3)))
+    return found
 
 
 def _around(points: np.ndarray, size: np.ndarray, radius: float) -> np.ndarray:
