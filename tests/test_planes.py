@@ -187,3 +187,7 @@ def test_no_fundamental_matrix_of_a_plane_but_its_homography(rng):
     assert found.status == "degenerate" and found.verified and found.matrix is None
     assert np.abs(warp_points(points0, found.homography) - points1)[90:].max() < 2
     assert found.inliers[90:].all() and found.inliers[:90].mean() < 0.1
+    points0[-5:] = rng.uniform((310, 330), (322, 342), (5, 2))  # on the next window, one of them on another
+    points0[-1] = (600, 200)
+    points1[-5:] = warp_points(points0[-5:], found.homography) + np.array([40, 3])
+    assert estimated("fundamental", points0, points1).status == "degenerate"

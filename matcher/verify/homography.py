@@ -215,6 +215,7 @@ _SURE = 4.0  # standard deviations that a match must lie off the plane
 _SAMPLES = 256  # inliers among which a plane is looked for
 # Of matches off the plane that may be right, of which the likeliest counts.
 _SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)
+_CELL = 32.0  # pixels of the resized image, in which matches may be wrong together
 _PAIRS = 24  # matches off the plane, any two of which give an epipole
 
 
@@ -289,18 +290,22 @@ def fixed_by_parallax(fundamental: np.ndarray, matched: MatchedPoints, parallax:
     """Whether more matches off a plane agree with a fundamental matrix than with the best of a family.
 
     That has an epipole, which two matches fix; each other one agrees with it by chance if it lies off the
-    plane in the direction of the epipolar line.
+    plane in the direction of the epipolar line. Those side by side are wrong together, slid along an edge or
+    on the next window, so they count as the root of their number.
     """
     off, reach = parallax.off, 1.5 * parallax.noise
-    agree = int(np.count_nonzero(sampson(*matched.sides, fundamental)[off] <= reach)) - 2
+    cells = np.floor(matched.points0[off] / _CELL)
+    _, cell, sharing = np.unique(cells, axis=0, return_inverse=True, return_counts=True)
+    weight = 1 / np.sqrt(sharing[cell.reshape(-1)])
+    agree = float(weight @ (sampson(*matched.sides, fundamental)[off] <= reach)) - 2
     # Sampson's distance is √2 times shorter than that from a line.
     chance = 2 / np.pi * np.arcsin(np.minimum(1.0, np.sqrt(2) * reach / parallax.distance[off]))
-    expected = float(np.sum(chance))
+    expected = float(weight @ chance)
     if agree <= expected:
         return False
-    pairs = log(len(chance) * (len(chance) - 1) / 2)
+    pairs = log(max(len(sharing) * (len(sharing) - 1) / 2, 1))
     # Chernoff's bound of a Poisson distribution
-    return pairs + agree - expected - agree * log(agree / max(expected, 1e-9)) < 0
+    return pairs + agree - expected - agree * log(agree / max(expected, 1e-9)) < -ENOUGH
 
 
 def completed(homography: np.ndarray, matched: MatchedPoints, parallax: Parallax) -> np.ndarray | None:
