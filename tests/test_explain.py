@@ -28,12 +28,6 @@ from matcher.types import MATCHED, UNMATCHED, Features
 pytestmark = pytest.mark.usefixtures("compiled")
 
 
-def other_matcher(**changes) -> AttentionMatcher:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(4)
-        return AttentionMatcher(MatchingNetwork(replace(CONFIG, **changes)), precision="float32")
-
-
 GUIDED = {"guided": True, "assignment": replace(CONFIG.assignment, consensus=2)}
 LINEAR = {
     "context": ContextConfig(
@@ -44,10 +38,10 @@ ADDITIVE = {"context": ContextConfig(dim=48, heads=2, depth=2, attention="additi
 
 
 @pytest.mark.parametrize(
-    ("changes", "counts"), [(None, (60, 50)), (GUIDED, (60, 50)), (LINEAR, (0, 9)), (ADDITIVE, (1, 1))]
+    ("changes", "counts"), [({}, (60, 50)), (GUIDED, (60, 50)), (LINEAR, (0, 9)), (ADDITIVE, (1, 1))]
 )
 def test_the_matches_are_those_of_the_normal_path(changes, counts):
-    matcher = matcher_with() if changes is None else other_matcher(**changes)
+    matcher = matcher_with(config=replace(CONFIG, **changes))
     sides = pair(*counts, 1)
     batch = [Features.stack([f]) for f in sides]
     before = matcher(*batch)[0]
@@ -66,7 +60,7 @@ def test_the_matches_are_those_of_the_normal_path(changes, counts):
 
 @pytest.mark.parametrize("changes", [GUIDED, LINEAR])
 def test_recorded_attention_makes_the_message_that_the_network_passes_on(changes):
-    matcher, sides = other_matcher(**changes), pair(30, 20, 3)
+    matcher, sides = matcher_with(False, False, config=replace(CONFIG, **changes)), pair(30, 20, 3)
     layer = matcher.model.layers[0]
     record = explain(matcher, *sides, [4], [7], strongest=30)
     model, seen, attention = matcher.model, [], layer.self_block.attention
@@ -92,7 +86,7 @@ def test_recorded_attention_makes_the_message_that_the_network_passes_on(changes
 
 @pytest.mark.parametrize("changes", [GUIDED, LINEAR])
 def test_rollout_is_the_product_of_the_mean_weights(changes):
-    matcher, sides = other_matcher(**changes), pair(12, 9, 3)
+    matcher, sides = matcher_with(False, False, config=replace(CONFIG, **changes)), pair(12, 9, 3)
     record = explain(matcher, *sides, range(12), range(9), strongest=12, traced=([4], []))
     known = np.eye(21)
     for layer in record.layers:
@@ -112,7 +106,7 @@ def test_rollout_is_the_product_of_the_mean_weights(changes):
 
 def test_points_without_a_match_name_their_candidates_and_what_beat_them():
     """Of the last layer that a point lived through; that of the matched ones is their match."""
-    matcher, sides = other_matcher(**GUIDED), pair(60, 50, 1)
+    matcher, sides = matcher_with(False, False, config=replace(CONFIG, **GUIDED)), pair(60, 50, 1)
     record = explain(matcher, *sides)
     for side, found in enumerate(record.candidates):
         for alone, rows in found.values():

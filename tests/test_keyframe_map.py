@@ -29,7 +29,7 @@ from matcher.sequence.keyframe_map import (
     name_of,
     read_kept,
 )
-from matcher.sequence.trajectory import read_poses
+from matcher.sequence.trajectory import align, read_poses
 
 pytest.importorskip("pycolmap")
 
@@ -350,10 +350,8 @@ def test_what_looks_alike_closes_no_loop_and_is_in_no_model(matched):
 def largest_error(poses, truth, step=2) -> float:
     """Of centres, from the first on, up to scale: steps that are too short are not seen by one camera."""
     rows = range(0, 10 * step, step)
-    both = (np.array([np.linalg.inv(each[0]) @ each[i] for i in rows]) for each in (poses, truth))
-    found, wanted = (each[:, :3, 3] for each in both)
-    scale = np.sum(found * wanted) / np.sum(found * found)
-    return float(np.linalg.norm(scale * found - wanted, axis=1).max())
+    found, wanted = (np.array([each[i] for i in rows]) for each in (poses, truth))
+    return np.linalg.norm((align(wanted, found, with_scale=True) - wanted)[:, :3, 3], axis=1).max()
 
 
 def test_a_loop_that_the_matches_do_not_confirm_is_left_open(matched):

@@ -5,6 +5,7 @@ import re
 
 import cv2
 import numpy as np
+import peers
 import pytest
 import torch
 from random_front_end import build, random_parameters, same, texture, whole
@@ -179,10 +180,7 @@ def test_it_is_what_transformers_has(rng, settings, size):
     options = {"max_keypoints": 5000} | settings
     names = {"score_threshold": "keypoint_threshold", "nms_radius": "nms_radius"}
     given = {names[name]: value for name, value in settings.items() if name in names}
-    transformers = pytest.importorskip("transformers")
-    config = transformers.SuperPointConfig(border_removal_distance=0, **given)
-    theirs = transformers.SuperPointForKeypointDetection(config).eval()
-    random_parameters(theirs)
+    random_parameters(theirs := peers.transformers_superpoint(border_removal_distance=0, **given))
 
     def fill(network: SuperPoint, _: ExtractorConfig) -> None:
         # Both list encoder, points, descriptors, in the order in which pixels pass through them.

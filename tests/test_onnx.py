@@ -21,6 +21,7 @@ from matcher.cli import main
 from matcher.config import ExtractorConfig
 from matcher.errors import IntegrityError, UsageError
 from matcher.images import read_image
+from matcher.match.network import AttentionMatcher
 from matcher.presets import PRESETS
 from matcher.torch_engine import build_extractor
 from matcher.types import Features, Matches
@@ -49,23 +50,16 @@ def shared(first: Matches, second: Matches) -> tuple[int, int, float]:
     return len(both), len(a.keys() | b.keys()), max((abs(a[k] - b[k]) for k in both), default=0.0)
 
 
-@pytest.fixture
-def engines(shipped_weights):
+def engines(preset: str, **policy) -> tuple:
     """Matchers of torch and of ONNX Runtime for a preset."""
-
-    def of(preset: str, **policy) -> tuple:
-        from matcher.match.network import AttentionMatcher
-
-        policy = replace(PRESETS[preset].matcher.policy, **policy)
-        network = load_model(preset)[0].with_policy(policy)
-        theirs = OnnxMatcher(*read_network(find_weights(preset)), policy)
-        return AttentionMatcher(network, precision="float32"), theirs
-
-    return of
+    policy = replace(PRESETS[preset].matcher.policy, **policy)
+    network = load_model(preset)[0].with_policy(policy)
+    theirs = OnnxMatcher(*read_network(find_weights(preset)), policy)
+    return AttentionMatcher(network, precision="float32"), theirs
 
 
 @pytest.mark.parametrize(("preset", "policy"), [("hybrid-learned", {"early_exit": False}), ("hybrid", {})])
-def test_a_network_finds_the_same_matches_as_in_torch(engines, views, preset, policy, monkeypatch):
+def test_a_network_finds_the_same_matches_as_in_torch(shipped_weights, views, preset, policy, monkeypatch):
     monkeypatch.setenv("MATCHER_COMPILED", "0")  # kernels assign by the best candidates only
     ours, theirs = engines(preset, **policy)
     sides = [matcher.load(preset, max_keypoints=300).extract(view) for view in views]
@@ -84,7 +78,7 @@ def test_a_network_finds_the_same_matches_as_in_torch(engines, views, preset, po
     assert np.median(apart_most) < 1e-3
 
 
-def test_a_pair_is_matched_the_same_in_any_batch(engines, views):
+def test_a_pair_is_matched_the_same_in_any_batch(shipped_weights, views):
     _, onnx = engines("hybrid-learned")
     sides = [matcher.load("hybrid-learned", max_keypoints=200).extract(view) for view in views]
     few, nothing = (side.select(np.arange(count)) for side, count in zip(sides, (60, 0), strict=True))

@@ -4,12 +4,12 @@ COLMAP's wheels are built without ONNX Runtime, so what its extractor and matche
 here: padding to multiples of 32, scalars, keypoints from −1 to 1, points in the margin dropped.
 """
 
-import importlib.util
 import os
 import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from runpy import run_path
 
 import cv2
 import numpy as np
@@ -126,14 +126,11 @@ def test_the_matches_are_those_of_the_pipeline(files, views, turns, size, share,
     assert number < len(theirs) / len(ours) < 1.1
 
 
-def test_three_real_pairs_match_as_in_the_pipeline(files, capsys):
+def test_three_real_pairs_match_as_in_the_pipeline(files):
     for name, pair in three_pairs().items():
         images = [cv2.cvtColor(cv2.imread(str(path)), cv2.COLOR_BGR2RGB) for path in pair]
         theirs, ours = as_colmap_and_as_the_pipeline(files, images, 1024)
-        with capsys.disabled():
-            share = near(theirs, ours)
-            print(f"\n{name}: COLMAP's {len(theirs)}, {share:.1%} near ours; the pipeline's {len(ours)}")
-        assert share > 0.9 and 0.9 < len(theirs) / len(ours) < 1.1
+        assert near(theirs, ours) > 0.9 and 0.9 < len(theirs) / len(ours) < 1.1, name
 
 
 def test_one_point_and_none(files):
@@ -158,15 +155,13 @@ def by_opencv(tmp_path_factory):
     folder = tmp_path_factory.mktemp("opencv")
     command = ["weights", "export", "hybrid-learned", "--onnx", str(folder)]
     assert main([*command, "--opencv", "{}x{}".format(*SIZE)]) == 0
-    spec = importlib.util.spec_from_file_location("opencv_matcher", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    match = run_path(SCRIPT)["match"]
     options = {"resize": max(SIZE), "further_passes": False, "refine": False, "max_keypoints": POINTS}
     pipeline = matcher.load("hybrid-learned", engine="onnx", **options)
 
     def of(pair: tuple[Path, Path]) -> tuple[np.ndarray, np.ndarray]:
         images = [cv2.resize(cv2.imread(str(path)), SIZE, interpolation=cv2.INTER_AREA) for path in pair]
-        points0, points1, found = script.match(folder, *images, SIZE)
+        points0, points1, found = match(folder, *images, SIZE)
         places = [np.array([point.pt for point in points]) for points in (points0, points1)]
         theirs = np.array([[*places[0][m.queryIdx], *places[1][m.trainIdx]] for m in found])
         ours = pipeline.match(*(np.ascontiguousarray(image[..., ::-1]) for image in images)).matches
@@ -176,14 +171,11 @@ def by_opencv(tmp_path_factory):
 
 
 @pytest.mark.skipif(not hasattr(cv2, "LightGlueMatcher"), reason="needs OpenCV 5")
-def test_opencv_matches_with_our_weights_what_the_pipeline_matches(by_opencv, capsys):
+def test_opencv_matches_with_our_weights_what_the_pipeline_matches(by_opencv):
     for name, pair in three_pairs().items():
         theirs, ours = by_opencv(pair)
-        share = near(theirs, ours, 0.5)
-        with capsys.disabled():
-            print(f"\n{name}: OpenCV {len(theirs)} matches, {share:.1%} near ours; the pipeline {len(ours)}")
-        assert len(theirs) > 100
-        assert share > 0.85 and 0.9 < len(theirs) / len(ours) < 1.1
+        assert len(theirs) > 100, name
+        assert near(theirs, ours, 0.5) > 0.85 and 0.9 < len(theirs) / len(ours) < 1.1, name
 
 
 # --- scripts/cpp/match.cpp. Debian's libonnxruntime-dev, libjpeg-dev and libpng-dev hold the headers; where

@@ -38,8 +38,6 @@ def seen_in_depth(behind: bool) -> tuple[np.ndarray, np.ndarray]:
 # Name → points of both images, and the status for homography, fundamental and essential. Points that are
 # mirrored, or behind both cameras, have an epipolar geometry: they alone cannot say more.
 CASES = {
-    "no points": (lambda: (spread(0), spread(0)), ("too_few", "too_few", "too_few")),
-    "three points": (lambda: (spread(3), spread(3)), ("too_few", "too_few", "too_few")),
     "one point, many times": (lambda: (np.tile(spread(1), (99, 1)),) * 2, ("too_few", "too_few", "too_few")),
     "points on a line": (lambda: (on_a_line(), on_a_line()), ("degenerate", "degenerate", "degenerate")),
     "nothing in common": (lambda: (spread(), spread(seed=6)), ("no_model", "low_inliers", "low_inliers")),
