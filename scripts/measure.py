@@ -4,6 +4,7 @@
     python scripts/measure.py verdicts ../shared --unrelated 3000     # on pairs of different places
     python scripts/measure.py reconstruction PHOTOS --work NEW_DIR    # beside COLMAP's own SIFT
     python scripts/measure.py budget --budget-ms 1000 --pairs 60      # poses of the kitchen within a time
+    python scripts/measure.py roads                                   # drift of odometry on rendered roads
 
 Sets are those of `matcher evaluate`; data are in the folder that MATCHER_DATA names (default ../shared).
 """
@@ -26,6 +27,7 @@ from matcher.evaluate.folders import sequences
 from matcher.evaluate.sets import SetOptions, find_sets
 from matcher.images import find_images
 from matcher.presets import DEFAULT_PRESET, find_preset
+from matcher.sequence.trajectory import align, segment_errors
 
 
 def parts(given: argparse.Namespace) -> None:
@@ -201,13 +203,44 @@ def chosen(given: argparse.Namespace) -> list:
     return [one for name in given.sets for one in find_sets(name, SetOptions(pairs=given.pairs))]
 
 
+def roads(given: argparse.Namespace) -> None:
+    """How far odometry drifts on rendered roads, with two cameras and with one."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    from street_scene import BASELINE, CAMERA, ROADS
+
+    pipeline = matcher.load(given.preset, max_keypoints=given.max_keypoints, match_threshold=0.2)
+    for name, road in ROADS.items():
+        for stereo in (True, False):
+            tracker = matcher.Tracker(pipeline, CAMERA, baseline=BASELINE if stereo else None)
+            pairs = (road.pair(frame) for frame in range(30))
+            results = [tracker.push_stereo(*each) if stereo else tracker.push(each[0]) for each in pairs]
+            truth = np.array([road.pose(result.index) for result in results])
+            print(f"{name}, {'two cameras' if stereo else 'one camera'}: {drift(results, truth, stereo)}")
+
+
+def drift(results: list[matcher.FrameResult], truth: np.ndarray, stereo: bool) -> str:
+    """Drift over 10, 20 and 40 m, and the largest error of steps that are sure and that are uncertain."""
+    measured = np.array([result.is_measured for result in results])
+    known, truth = [result for result in results if result.is_measured], truth[measured]
+    found = align(truth, np.array([result.world_from_cam for result in known]), with_scale=not stereo)
+    steps = [(np.linalg.inv(poses[:-1]) @ poses[1:])[:, :3, 3] for poses in (found, truth)]
+    errors = 100 * np.linalg.norm(steps[0] - steps[1], axis=1) / np.linalg.norm(steps[1], axis=1)
+    doubtful = np.array([result.pose_status == "uncertain" for result in known[1:]])
+    drifts = "/".join(f"{100 * each.translation:.2f}" for each in segment_errors(truth, found, (10, 20, 40)))
+    sure, unsure = (
+        f"{chosen.sum()} steps at most {errors[chosen].max(initial=0):.1f} % off"
+        for chosen in (~doubtful, doubtful)
+    )
+    return f"{drifts} %, {sure}, uncertain {unsure}, {(~measured).sum()} frames without a pose"
+
+
 def main() -> int:
     """Make one measurement."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     kinds = parser.add_subparsers(dest="kind", required=True)
-    works = (parts, verdicts, reconstruction, budget)
+    works = (parts, verdicts, reconstruction, budget, roads)
     made = {work.__name__: kinds.add_parser(work.__name__, help=work.__doc__) for work in works}
     for name, one in made.items():
         one.set_defaults(measure=globals()[name])
@@ -217,6 +250,7 @@ def main() -> int:
     for name in ("parts", "budget"):
         made[name].add_argument("--pairs", type=int, help="of each set, at most, evenly spread over it")
     made["reconstruction"].add_argument("--max-keypoints", type=int, default=2048)
+    made["roads"].add_argument("--max-keypoints", type=int, default=1024)
     made["verdicts"].add_argument("data", type=Path, help="folder with photos/val and multiview")
     made["verdicts"].add_argument("--unrelated", type=int, default=3000, help="pairs of different sources")
     made["verdicts"].add_argument("--lookalikes", type=int, default=300, help="pairs of each other kind")

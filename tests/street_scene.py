@@ -1,7 +1,7 @@
 """Rendered streets and roads for tests of stereo and odometry: exact depths, exact poses, cars that move.
 
 Every surface is a plane across one axis of the world (x right, y down, z ahead); an image is made by casting
-a ray through every pixel. `python tests/street_scene.py [POINTS]` prints how far odometry drifts on them.
+a ray through every pixel. `scripts/measure.py roads` tells how far odometry drifts on them.
 """
 
 from collections.abc import Callable
@@ -214,36 +214,3 @@ def true_disparities(faces: list[Face], points: np.ndarray, world_from_cam: np.n
     again, _, _ = cast(faces, there, right_of(world_from_cam))
     seen = (there[:, 0] >= 0) & (np.abs(again / depths - 1) < 0.02)
     return np.where(seen, found, np.nan)
-
-
-# --- How far odometry drifts.
-
-
-def drift(road: Road, preset: str, points: int, stereo: bool, frames: int = 30) -> str:
-    """Drift over 10, 20 and 40 m, and the largest error of steps that are sure and that are uncertain."""
-    import matcher
-    from matcher.sequence.trajectory import align, segment_errors
-
-    pipeline = matcher.load(preset, max_keypoints=points, match_threshold=0.2)
-    tracker = matcher.Tracker(pipeline, CAMERA, baseline=BASELINE if stereo else None)
-    pairs = (road.pair(frame) for frame in range(frames))
-    results = [tracker.push_stereo(*each) if stereo else tracker.push(each[0]) for each in pairs]
-    known = [result for result in results if result.is_measured]
-    truth = np.array([road.pose(result.index) for result in known])
-    found = align(truth, np.array([result.world_from_cam for result in known]), with_scale=not stereo)
-    steps = [(np.linalg.inv(poses[:-1]) @ poses[1:])[:, :3, 3] for poses in (found, truth)]
-    errors = 100 * np.linalg.norm(steps[0] - steps[1], axis=1) / np.linalg.norm(steps[1], axis=1)
-    doubtful = np.array([result.pose_status == "uncertain" for result in known[1:]])
-    drifts = "/".join(f"{100 * each.translation:.2f}" for each in segment_errors(truth, found, (10, 20, 40)))
-    sides = [f"{chosen.sum()} steps at most {errors[chosen].max(initial=0):.1f} % off"
-             for chosen in (~doubtful, doubtful)]  # fmt: skip
-    return f"{drifts} %, {sides[0]}, uncertain {sides[1]}, {frames - len(known)} frames without a pose"
-
-
-if __name__ == "__main__":
-    import sys
-
-    for name, road in ROADS.items():
-        for stereo in (True, False):
-            said = drift(road, "hybrid-learned", int(sys.argv[1]) if sys.argv[1:] else 1024, stereo)
-            print(f"{name}, {'two cameras' if stereo else 'one camera'}: {said}", flush=True)
