@@ -353,8 +353,10 @@ def _from_nerfstudio(values: Any) -> Camera | dict[str, Camera]:
         name = _FOLDER.sub("", frame["file_path"], 1)
         if (other := frames.setdefault(name, frame)) is not frame:
             raise ValueError(f"{other['file_path']!r} and {frame['file_path']!r} are both {name!r}; keep one")
-    named = {name: camera(values | frame) for name, frame in frames.items() if "fl_x" in frame}
-    return named or camera(values) or {}
+    found = {name: camera(values | frame) for name, frame in frames.items()}
+    if "fl_x" in values and len(set(found.values())) < 2:
+        return camera(values | next(iter(frames.values()), {}))
+    return {name: each for name, each in found.items() if each is not None}
 
 
 def _from_opencv(text: str) -> Camera:

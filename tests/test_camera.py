@@ -179,9 +179,10 @@ def test_cameras_of_robots(tmp_path):
 def test_cameras_by_name(tmp_path):
     intrinsics = {"cx": 320, "cy": 240, "w": 640, "h": 480}
     frames = [{"file_path": f"images/{n}.jpg", "fl_x": 500 + n, **intrinsics} for n in (1, 2)]
-    (tmp_path / "transforms.json").write_text("\ufeff" + json.dumps({"frames": frames}), "utf-8")
+    common = {"fl_x": 503, **intrinsics, "frames": [*frames, {"file_path": "3.jpg"}]}  # of the last alone
+    (tmp_path / "transforms.json").write_text("\ufeff" + json.dumps(common), "utf-8")
     found = parse_cameras(str(tmp_path / "transforms.json"))
-    assert {name: camera.fx for name, camera in found.items()} == {"1.jpg": 501, "2.jpg": 502}
+    assert {name: camera.fx for name, camera in found.items()} == {"1.jpg": 501, "2.jpg": 502, "3.jpg": 503}
     names = ("a.jpg", "in b/c  d.jpg", '"e f.jpg"')
     lines = [f"{n} PINHOLE 640 480 500 500 320 240\n" for n in names]
     (tmp_path / "list.txt").write_text("".join(lines), "utf-16")
