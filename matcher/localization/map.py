@@ -5,7 +5,7 @@ A photo, or the pictures of a rig, is a `Query`; its pose is tried with ever mor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -222,7 +222,7 @@ class Map(AbstractContextManager):
         camera: CameraInput | None = None,
         *,
         mask: Mask | None = None,
-        partners: Sequence[str] | None = None,
+        partners: Iterable[str] | None = None,
     ) -> Pose:
         """Where a photo was taken, or why that is not known (`Pose.status`, `Pose.reason`).
 
@@ -242,7 +242,7 @@ class Map(AbstractContextManager):
                 end, or a partner that the map lacks.
         """
         query = self.query(image, camera, mask=mask)
-        query.partners = partners
+        query.partners = None if partners is None else list(dict.fromkeys(partners))
         return self.poses_of([query])[0]
 
     def localize_rig(
