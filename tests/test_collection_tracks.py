@@ -232,7 +232,11 @@ def test_the_observations_of_a_track_show_one_point(run, tmp_path):
     run.add_images(tmp_path / "photos")
     run.add_pairs([("0.png", "4.png")])
     run.run()
-    (tmp_path / "photos" / "2.png").unlink()
+    (tmp_path / "photos").rename(tmp_path / "moved")
     with Store.open(run.run_dir) as store:
-        assert store.refined_keypoints("2.png") is None and refine_run(store) == ""
+        assert store.refined_keypoints("2.png") is None and "no photo" in refine_run(store)
+        assert np.array_equal(store.refined_keypoints("2.png").keypoints, places["2.png"])
+        (tmp_path / "moved").rename(tmp_path / "photos")
+        (tmp_path / "photos" / "2.png").unlink()
+        assert refine_run(store) == "" and store.refined_keypoints("4.png") is not None
         assert np.array_equal(store.refined_keypoints("2.png").keypoints, places["2.png"])
