@@ -189,6 +189,7 @@ def read_image(
     max_pixels: int = MAX_PIXELS,
     mask: PathLike | np.ndarray | None = None,
     alpha_mask: bool = True,
+    bgr: bool = False,
     keep_stored: bool = False,
     deep: bool = False,
 ) -> Image:
@@ -215,6 +216,7 @@ def read_image(
         max_pixels: width · height above which a file is refused from its header, undecoded.
         mask: image file (not 0 = keep) or (H, W) array, in stored pixels.
         alpha_mask: where alpha is 0, the mask is False too; with an `ImageWarning` if it is 0 everywhere.
+        bgr: arrays and tensors of three or four channels are BGR or BGRA, as OpenCV reads them.
         keep_stored: also keep the image without colour at the file's resolution and depth, as
             `Image.stored`; `Pipeline.refine` reads it.
         deep: keep samples of 16 bits as they are, for what is to be written; floats get as many.
@@ -232,7 +234,7 @@ def read_image(
     for name, limit in {"resize": resize, "soft_resize": soft_resize, "max_pixels": max_pixels}.items():
         if limit is not None and limit < 1:
             raise UsageError(f"{name} must be at least 1, not {limit}")
-    decoded, name = _decoded(image, path, max_pixels), "the image" if path is None else str(path)
+    decoded, name = _decoded(image, path, max_pixels, bgr), "the image" if path is None else str(path)
     try:
         stored = _to_integers(decoded.samples, deep)
     except ValueError as error:
@@ -274,10 +276,15 @@ def read_image(
     )
 
 
-def _decoded(image: Any, path: Path | None, max_pixels: int) -> Decoded:
+def read_once(image: ImageInput) -> ImageInput:
+    """An open file as its bytes, which can be decoded again; other images as they are."""
+    return image.read() if hasattr(image, "read") else image
+
+
+def _decoded(image: Any, path: Path | None, max_pixels: int, bgr: bool) -> Decoded:
     if path is not None:
         return decode(path, max_pixels)
-    image = image.read() if hasattr(image, "read") else image
+    image = read_once(image)
     if isinstance(image, PIL.Image.Image):
         return from_pillow(image)
     if isinstance(image, (bytes, bytearray, memoryview)):
@@ -295,7 +302,7 @@ def _decoded(image: Any, path: Path | None, max_pixels: int) -> Decoded:
         raise UsageError(f"an array of shape {array.shape} is not an image; accepted: {_ACCEPTED}")
     opaque = array[..., 3] != 0 if channels[0] == 4 else None
     if array.ndim == 3:
-        array = array[..., 0] if channels[0] == 1 else array[..., :3]
+        array = array[..., 0 if channels[0] == 1 else slice(2, None, -1) if bgr else slice(3)]
     return Decoded(array, opaque, orientation=1)
 
 

@@ -15,7 +15,7 @@ from matcher.cameras import CameraInput, cameras_of_pair
 from matcher.config import MatchingPolicy, NearestConfig, NetworkConfig, PipelineConfig, RefineConfig
 from matcher.errors import UsageError
 from matcher.extract.extractor import SiftExtractor, extracted
-from matcher.images import MAX_PIXELS, ImageInput, channels_last, read_both, read_image
+from matcher.images import MAX_PIXELS, ImageInput, channels_last, read_both, read_image, read_once
 from matcher.match.calibration import calibrated_by_geometry, calibration_of, with_prior_scores
 from matcher.match.nearest import NearestMatcher
 from matcher.passes import FurtherPasses
@@ -31,9 +31,7 @@ from matcher.types import (
     TwoViewGeometry,
     best_first,
     checked_pairs,
-    is_tensor,
     one_for_each,
-    to_numpy,
 )
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
@@ -155,6 +153,7 @@ class Pipeline:
         """
         start, kind = perf_counter(), self.config.estimation.kind
         cameras_of_pair(kind, camera0, camera1)  # before anything is read
+        image0, image1 = read_once(image0), read_once(image1)
         images = read_both(self.read, (image0, mask0), (image1, mask1))
         cameras = cameras_of_pair(kind, camera0, camera1, [i.size for i in images]) or (None, None)
         reading, chosen, choice = perf_counter() - start, self, None
@@ -254,12 +253,8 @@ class Pipeline:
         return self._read(image, mask, resize=None, deep=deep)
 
     def _read(self, image: ImageInput, mask: Mask | None, **options: Any) -> Image:
-        if self.bgr and is_tensor(image):
-            image = channels_last(to_numpy(image))
-        if self.bgr and isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[2] in (3, 4):
-            image = image[..., [2, 1, 0, 3][: image.shape[2]]]
-        options |= dict(max_pixels=self.max_pixels, upright=self.upright, alpha_mask=self.alpha_mask)
-        return read_image(image, mask=mask, **options)
+        how = dict(max_pixels=self.max_pixels, upright=self.upright, alpha_mask=self.alpha_mask, bgr=self.bgr)
+        return read_image(image, mask=mask, **how, **options)
 
     @overload
     def extract(self, image: list[Any] | tuple[Any, ...], mask: Any = None) -> list[Features]: ...

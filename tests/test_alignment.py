@@ -1,5 +1,6 @@
 """`matcher align` and `matcher find`: maps of the plane and templates are recovered, and drawn."""
 
+import io
 import json
 
 import cv2
@@ -53,7 +54,8 @@ def test_a_similarity_does_not_mirror(rng):
 
 def test_the_aligned_image_is_the_other_one(pair):
     (a, b), _, moved = pair
-    found = matcher.align(a, b, "nearest", max_keypoints=500)
+    files = (io.BytesIO(path.read_bytes()) for path in (a, b))
+    found = matcher.align(*files, "nearest", max_keypoints=500)
     picture = found.image()
     assert found.found and picture.shape == (*moved.shape[:2], 4) and found.error < 0.5
     inner = cv2.erode(picture[..., 3], np.ones((9, 9))) > 0

@@ -115,8 +115,11 @@ def test_what_tracking_has_apart_is_joined_by_matches_or_left_out(made, tmp_path
 
 
 def test_what_cannot_become_a_map(tmp_path):
-    place = KeyframeMap(tmp_path / "map", CAMERA, "nearest")
-    place.add(frame(0, None), np.zeros((360, 480), np.uint8))
+    place, red = KeyframeMap(tmp_path / "map", CAMERA, "nearest", bgr=True), np.zeros((360, 480, 3), np.uint8)
+    red[..., 2] = 200  # as OpenCV has it
+    place.add(frame(0, np.eye(4)), red)
+    (written,) = (tmp_path / "map").rglob("*.png")
+    assert PIL.Image.open(written).getpixel((9, 9)) == (200, 0, 0)
     with pytest.raises(UsageError, match="three keyframes"):
         place.finish()
     (tmp_path / "map" / "notes.txt").write_text("mine")

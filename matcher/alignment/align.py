@@ -16,7 +16,7 @@ from matcher.errors import ImageWarning, UsageError, counted, unknown_name
 from matcher.files import check_output, write_output
 from matcher.geometry import upright_matrix, warp_points
 from matcher.image_files import read_resolution
-from matcher.images import to_8_bits, white
+from matcher.images import read_once, to_8_bits, white
 from matcher.loading import open_pipeline, with_estimation
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions
@@ -113,6 +113,7 @@ def align(
     pipeline = planar_pipeline(preset, options)
     if model != "homography":
         pipeline = replace(pipeline, estimator=RobustEstimator(pipeline.config.estimation, planar=model))
+    image0, image1 = read_once(image0), read_once(image1)
     result = pipeline.match(image0, image1, mask0=mask0, mask1=mask1)
     refused = (geometry := result.geometry).rejected or geometry
     inliers = geometry.inliers if refused.matrix is None else refused.inliers

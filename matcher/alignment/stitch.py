@@ -17,7 +17,7 @@ from matcher.errors import ImageError, UsageError, unknown_name
 from matcher.files import check_output
 from matcher.geometry import upright_matrix, warp_points
 from matcher.image_files import read_resolution
-from matcher.images import MAX_PIXELS, ImageInput, at_one_depth, read_image, to_8_bits, white
+from matcher.images import MAX_PIXELS, ImageInput, at_one_depth, read_once, to_8_bits, white
 from matcher.presets import DEFAULT_PRESET, LoadOptions, refuse_further_passes
 from matcher.types import to_numpy
 from matcher.viz.overlays import LARGEST_SIDE, as_colour
@@ -95,11 +95,12 @@ def stitch(
         raise UsageError(f"model={model!r} is of planes, not of projection={projection!r}; leave it out")
     projection = projection if model == "auto" else "plane"
     refuse_further_passes(options, "the pairs of a panorama share the keypoints of an image")
-    found = match_set(images, planar_pipeline(preset, options))
+    images, pipeline = list(map(read_once, images)), planar_pipeline(preset, options)
+    found = match_set(images, pipeline)
     group = found.groups()[0]
     if len(group) < 2:
         raise NotJoinedError("no two of these images overlap; give more of them, or photos that share more")
-    read = [read_image(images[number], resize=None, deep=True) for number in group]
+    read = [pipeline.read_full(images[number], deep=True) for number in group]
     turns = [upright_matrix(image.size, image.orientation) for image in read]
     pixels = at_one_depth([as_colour(image.pixels) for image in read])
     cameras = None if projection == "plane" else _cameras(found, group, pixels, turns)

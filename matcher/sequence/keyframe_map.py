@@ -410,8 +410,7 @@ class KeyframeMap:
         """
         self.folder, self.camera = Path(folder), as_camera(camera)
         # What alpha of a frame is a mask, is that of its keyframe on the disk, and nothing else is.
-        alpha = given_options({"alpha_mask": options.pop("alpha_mask", None)})
-        self._alpha_mask = alpha.get("alpha_mask", True)
+        self._reading = given_options({name: options.pop(name, None) for name in ("alpha_mask", "bgr")})
         check_folder(self.folder, overwrite=overwrite)
         (self.folder / KEPT).unlink(missing_ok=True)
         self._graph = KeyframeGraph(self.folder.absolute(), self.camera, preset, dict(options), overwrite)
@@ -427,7 +426,7 @@ class KeyframeMap:
         """
         folder, kept = Path(folder), read_kept(Path(folder))
         made = cls.__new__(cls)
-        made.folder, made.camera, made._alpha_mask = folder, kept.camera, True
+        made.folder, made.camera, made._reading = folder, kept.camera, {}
         made._graph = KeyframeGraph(folder.absolute(), kept.camera, kept.preset, kept.options)
         made._placed, made._keyframe, made._kept = kept.frames, None, len(kept.frames)
         return made
@@ -446,7 +445,7 @@ class KeyframeMap:
         apart = any(frame.stretch != result.stretch for frame in self._placed[-1:])
         if result.is_keyframe or self._keyframe is None or apart:
             self._keyframe = None
-            shown = read_image(image, resize=None, upright=False, mask=mask, alpha_mask=self._alpha_mask)
+            shown = read_image(image, resize=None, upright=False, mask=mask, **self._reading)
             # Not before there is something to keep: what fails before leaves no folder in the way.
             (self.folder / FRAMES).mkdir(parents=True, exist_ok=True)
             colour = shown.pixels if shown.pixels.ndim == 2 else cv2.cvtColor(shown.pixels, cv2.COLOR_RGB2BGR)
@@ -585,15 +584,16 @@ class MapTracking:
         return sum(len(localized) for localized, _ in self._stretches.values())
 
     def follow(
-        self, result: FrameResult, image: ImageInput, *, mask: Mask | None = None, alpha_mask: bool = True
+        self, result: FrameResult, image: ImageInput, *, mask: Mask | None = None, **reading: bool
     ) -> np.ndarray | None:
-        """map_from_cam (4, 4) of the next frame that was tracked, None where it is not known."""
+        """map_from_cam (4, 4) of the next frame that was tracked, None where it is not known; `reading`:
+        `alpha_mask` and `bgr` of `read_image`."""
         if not result.is_measured:
             return None
         localized, unplaced = self._stretches.setdefault(result.stretch, ([], {}))
         if result.is_keyframe or not localized:
             try:
-                shown = read_image(image, resize=None, upright=False, mask=mask, alpha_mask=alpha_mask)
+                shown = read_image(image, resize=None, upright=False, mask=mask, **reading)
                 pose = self._map.localize(shown.pixels, result.camera, mask=shown.mask)
             except (MatcherError, OSError) as error:
                 self.problem, pose = self.problem or str(error), None

@@ -434,7 +434,7 @@ class Tracker:
                 self.keyframe_map.add(result, frames[0], mask=mask)
         if self._in_map is not None:
             with self._timed("map"):
-                how = dict(mask=mask, alpha_mask=self.pipeline.alpha_mask)
+                how = dict(mask=mask, alpha_mask=self.pipeline.alpha_mask, bgr=self.pipeline.bgr)
                 result = replace(result, map_from_cam=self._in_map.follow(result, frames[0], **how))
         spent = {**self._spent, "total": sum(self._spent.values())}
         self._times.append(spent)
