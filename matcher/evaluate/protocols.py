@@ -133,13 +133,15 @@ class PairSet:
 class DepthCamera:
     """The camera and the depth map of an image."""
 
-    path: Path  # of the depth map, a 16-bit PNG in millimetres
+    path: Path | np.ndarray  # of the depth map, a 16-bit PNG in millimetres; or (h, w) float32 metres
     stride: int
     K: np.ndarray  # (3, 3) of the stored image
     cam_from_world: np.ndarray  # (4, 4), metres
 
     def depth(self) -> np.ndarray:
         """(h, w) float32 metres; `ImageError` where the file cannot be read."""
+        if isinstance(self.path, np.ndarray):
+            return self.path
         found = cv2.imread(str(self.path), cv2.IMREAD_UNCHANGED)
         if found is None or found.ndim != 2:
             raise ImageError(f"{self.path}: no depth map; a grey 16-bit PNG in millimetres is needed")

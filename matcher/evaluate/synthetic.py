@@ -14,7 +14,14 @@ import cv2
 import numpy as np
 
 from matcher.errors import ImageError
-from matcher.evaluate.protocols import HomographyPair, Pair, PairImage, PosePair, UnrelatedPair
+from matcher.evaluate.protocols import (
+    DepthCamera,
+    DepthPair,
+    HomographyPair,
+    Pair,
+    PairImage,
+    UnrelatedPair,
+)
 from matcher.geometry import inside, warp_points
 from matcher.images import read_image
 
@@ -260,7 +267,7 @@ def _sides(name: str, *views: np.ndarray) -> tuple[PairImage, ...]:
     return tuple(PairImage(Path(f"{name} {side}.png"), view) for side, view in enumerate(views))
 
 
-def _posed(name: str, group: str, scenes: Sequence[Sequence[Board]], rng: np.random.Generator) -> PosePair:
+def _posed(name: str, group: str, scenes: Sequence[Sequence[Board]], rng: np.random.Generator) -> DepthPair:
     """Views of two scenes of boards, earlier ones behind, from before the wall, 12 to 50 degrees apart."""
     between, middle = np.radians(rng.uniform(12.0, 50.0)), np.radians(rng.uniform(-15, 15))
     poses = []
@@ -269,9 +276,10 @@ def _posed(name: str, group: str, scenes: Sequence[Sequence[Board]], rng: np.ran
         target = np.array([rng.uniform(-0.15, 0.15), rng.uniform(-0.1, 0.1), 0.0])
         away = np.array([math.sin(across), math.sin(up), -math.cos(across)]) * rng.uniform(1.3, 2.1)
         poses.append(looking(target + away, target, np.radians(rng.uniform(-6, 6))))
-    views = []
+    views, cameras = [], []
+    pixels = np.append(np.indices(SIZE[::-1])[::-1].reshape(2, -1), np.ones((1, math.prod(SIZE))), axis=0)
     for boards, pose in zip(scenes, poses, strict=True):
-        view = np.full((*SIZE[::-1], 3), 90, np.uint8)
+        view, depth = np.full((*SIZE[::-1], 3), 90, np.uint8), np.zeros(SIZE[::-1], np.float32)
         for texture, centre in boards:
             height, width = texture.shape[:2]
             corner = np.array(centre) - _PIXEL * np.array([(width - 1) / 2, (height - 1) / 2, 0])
@@ -284,8 +292,12 @@ def _posed(name: str, group: str, scenes: Sequence[Sequence[Board]], rng: np.ran
             extent = np.ones((height, width), np.uint8)
             covered = cv2.warpPerspective(extent, H, SIZE, flags=cv2.INTER_NEAREST)
             view[covered > 0] = seen[covered > 0]
+            away = 1 / (np.linalg.inv(H)[2] @ pixels).reshape(depth.shape)  # H's last row is depth
+            depth[covered > 0] = away[covered > 0]
         views.append(degrade(view, 0.5, rng))
-    return PosePair(name, group, *_sides(name, *views), _K, _K, poses[1] @ np.linalg.inv(poses[0]))
+        cameras.append(DepthCamera(depth, 1, _K, pose))
+    relative = poses[1] @ np.linalg.inv(poses[0])
+    return DepthPair(name, group, *_sides(name, *views), _K, _K, relative, *cameras)
 
 
 def _boards(paths: Sequence[Path], rng: np.random.Generator, count: int, near: float = 0.3) -> list[Board]:
@@ -297,7 +309,7 @@ def _boards(paths: Sequence[Path], rng: np.random.Generator, count: int, near: f
     return [Board(photo(paths, rng, size), (*place, -depth)) for place, depth, size in rows]
 
 
-def planes_pair(paths: Sequence[Path], number: int, seed: int) -> PosePair:
+def planes_pair(paths: Sequence[Path], number: int, seed: int) -> DepthPair:
     """A wall of photos, with known pose, and 0 to 4 boards before it that show other photos."""
     rng = np.random.default_rng([seed, number, 11])
     wall = np.vstack([np.hstack([photo(paths, rng, (640, 480)) for _ in range(2)]) for _ in range(2)])
