@@ -262,7 +262,7 @@ class Parallax:
 
 
 def _least_spread(matched: MatchedPoints) -> float:
-    """How much less than their standard deviations, of covariances or guessed, matches may variances."""
+    """How much less than their standard deviations, of covariances or guessed, matches may spread."""
     return 0.5 if matched.covariances is None else 1.0
 
 
@@ -275,7 +275,7 @@ def parallax_evidence(
 ) -> float:
     """Logarithm of how much likelier the matches off a plane are with an epipolar geometry than by chance.
 
-    As `epipolar_likelihood`; the residuals of the inliers say how much wider than known matches variances.
+    As `epipolar_likelihood`; the residuals of the inliers say how much wider than known matches spread.
     """
     off = parallax.off
     residual, deviation = epipolar_residuals(fundamental, matched)

@@ -61,8 +61,6 @@ def on_overlay(features0: Features, features1: Features, matches: Matches) -> np
     # What a camera drives towards moves as little, but less exactly, while most of the scene moves.
     if np.median(moved[still]) > SAME_POINT / 2 and np.count_nonzero(little) < len(matches) / 2:
         return none
-    overlay, near = (_around(points0[still], size, radius) for radius in (_AROUND, 3 * _AROUND))
-    others0, others1 = (points[~_inside(points, overlay)] for points in every)
     # Numbers of points in 25 equal parts of the image
     edges = dict(bins=5, range=np.c_[low, high])
     counted = [np.histogram2d(*points.T, **edges)[0] for points in (every[0], points0[still])]
@@ -74,9 +72,11 @@ def on_overlay(features0: Features, features1: Features, matches: Matches) -> np
     shares = (counted[1] / np.maximum(counted[0], 1))[counted[0] >= 5]
     if len(shares) and np.percentile(shares, 25) > _EVERYWHERE:
         return none
-    found = _around(others1, size, SAME_POINT)
+    overlay = _around(points0[still], size, _AROUND)
+    others0, others1 = (points[~_inside(points, overlay)] for points in every)
     if not len(others0):
         return little
+    found, near = _around(others1, size, SAME_POINT), _around(points0[still], size, 3 * _AROUND)
     share, *by_chance = (_inside(others0 + shift, found).mean() for shift in ((0, 0), *_CONTROLS))
     # Letters and edges of a stamp are matched with like ones beside them, too.
     little |= (moved < 3 * _AROUND) & _inside(points0, near) & _inside(points1, near)
