@@ -122,7 +122,18 @@ def test_a_dry_run_checks_and_writes_nothing(made, tmp_path, capfd):
     assert run("sfm", folder / "model-run", "--out", model, "--dry-run", "--include", "photo[012]*") == 0
     printed = capfd.readouterr().out
     assert "images: 3 of 6" in printed and "pairs: 10 matched" in printed
-    assert run("sfm", photos, "--out", model, *FAST, "--masks", tmp_path, "--dry-run") == 2
+    again = ("--run", folder / "model-run", "--max-keypoints", 100)
+    for more, code, said in (
+        (("--masks", tmp_path), 2, "no mask"),
+        (("--preset", "nosuch"), 2, "nosuch"),
+        (("--weights", "gone.safetensors"), 5, "gone.safetensors"),
+        (("--preset", "nearest", "--threshold", 7), 2, "--match-threshold"),
+        (("--preset", "nearest", *again), 2, "100"),
+    ):
+        assert run("sfm", photos, "--out", model, *more, "--dry-run") == code
+        assert said in (err := capfd.readouterr()).err and "would" not in err.out
+    assert run("sfm", photos, "--out", model, "--preset", "nearest", *again, "--restart", "--dry-run") == 0
+    assert "would start anew" in capfd.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 

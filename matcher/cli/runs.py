@@ -78,12 +78,14 @@ class ImageOptions:
         """As arguments of `Selection.parse`."""
         return dict(include=self.include or (), exclude=self.exclude or ())
 
-    def entered(self, images: Path, run: Path, given: dict[str, Any], **how: Any) -> tuple[Collection, int]:
-        """The run, opened with `how` and the options of `matcher.load`, with the images of a folder in it,
-        and an exit code, which tells of images that it cannot hold."""
+    def opened(self, run: Path, given: dict[str, Any], **how: Any) -> Collection:
+        """The run, opened with `how` and the options of `matcher.load`."""
         if self.tiles:  # then --max-keypoints are those of a photo, not of a tile
             given = given | {"tiles": given.get("max_keypoints", 20_000), "max_keypoints": None}
-        opened = matcher.Collection.open(run, **how, **given)
+        return matcher.Collection.open(run, **how, **given)
+
+    def enter(self, images: Path, opened: Collection) -> int:
+        """Add the images of a folder to the run; an exit code, which tells of images that it cannot hold."""
         how = dict(masks=self.masks, features=self.features, restart=self.restart, **self.selection)
         changes = opened.add_images(images, **how)
         if changes.masked is not None:
@@ -97,7 +99,7 @@ class ImageOptions:
         if changes.unusable:
             count, some = counted(len(changes.unusable), "file"), few(changes.unusable)
             complain(f"left out because their names cannot be stored: {count}: {some}")
-        return opened, PARTIAL if changes.unusable else 0
+        return PARTIAL if changes.unusable else 0
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,8 @@ def collection(
         given["engine"] = "onnx" if engine == "onnx" else "torch"
     workers = Workers("ray" if engine == "ray" else "local", sources.workers, threads)
     how = dict(shard=shard, workers=workers, camera=parse_camera(camera, "--camera"))
-    opened, code = sources.entered(images, run, given, **how)
+    opened = sources.opened(run, given, **how)
+    code = sources.enter(images, opened)
     how = dict(retry_failed=retry_failed, everything=descriptors)
     return max(code, match_pairs(opened, choice, {}, **how))
 

@@ -125,7 +125,7 @@ def sfm(
         run = run or out.with_name(f"{out.name}-run")
         if run.resolve() == out.resolve():
             raise UsageError(f"--run and --out are one folder, {out}; name another one for the run")
-        _, names, _, masked = find_source(source, sources.masks, sources.features, selection)
+        features, names, _, masked = find_source(source, sources.masks, sources.features, selection)
         check_used(choice, names)
         if known is not None:  # of no others points are triangulated
             posed_names = names_with_pose(names, known)
@@ -136,14 +136,6 @@ def sfm(
             check_photos({name: source / name for name in names}, choice if known is None else posed)
         if len(names) < 2:
             raise UsageError(f"a reconstruction needs at least two photos, and {source} holds {len(names)}")
-        if dry_run:
-            show(f"images: {len(names)}" + ("" if masked is None else f", {masked} with a mask"))
-            for method, value in wanted.items():
-                show(f"pairs: --{method.replace('file', 'pairs')}" + ("" if value is True else f" {value}"))
-            if not wanted:
-                show(f"pairs: {suggestion(default_choice(len(names), **PAIRS), len(names))}")
-            show(f"would {'continue' if run.is_dir() else 'create'} {run}, then create {out}")
-            return 0
         # Options that are others here than for two photos, where the preset takes them.
         sizes = {"max_keypoints": MAX_KEYPOINTS, "resize": RESIZE}
         defaults = {name: sizes[name] for name in sizes if not sources.tiles and takes(preset, name)}
@@ -152,7 +144,18 @@ def sfm(
         elif preset in PRESETS:
             extractor = configure(PRESETS[preset], {"frontend": given.get("frontend")}).extractor
             defaults |= {"keep": KEEP} if extractor.kind == "sift" else {}
-        opened, code = sources.entered(source, run, defaults | given, workers=sources.workers)
+        opened = sources.opened(run, defaults | given, workers=sources.workers)
+        if dry_run:
+            opened.check(features, restart=sources.restart)
+            show(f"images: {len(names)}" + ("" if masked is None else f", {masked} with a mask"))
+            for method, value in wanted.items():
+                show(f"pairs: --{method.replace('file', 'pairs')}" + ("" if value is True else f" {value}"))
+            if not wanted:
+                show(f"pairs: {suggestion(default_choice(len(names), **PAIRS), len(names))}")
+            verb = "start anew" if sources.restart else "continue" if run.is_dir() else "create"
+            show(f"would {verb} {run}, then create {out}")
+            return 0
+        code = sources.enter(source, opened)
         plain = preset == DEFAULT_PRESET and "max_keypoints" not in given
         if plain and not (wanted or sources.features or sources.tiles):
             fewer, all_ = ("--similar 6, ", "--exhaustive, ") if len(names) > 12 else ("", "")

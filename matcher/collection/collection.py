@@ -33,6 +33,8 @@ from matcher.verify.estimation import RobustEstimator
 from matcher.verify.overlay import without_common_overlays
 from matcher.verify.verdict import NOT, reject_improbable
 
+_OTHER_SETTINGS = "Use another run_dir, or match everything again with restart=True"
+
 if TYPE_CHECKING:
     from matcher.export.colmap import CameraChoice, ExportReport
     from matcher.sfm.reconstruct import MappingOptions, Reconstruction
@@ -138,6 +140,13 @@ class Collection:
         """The reading side, newly opened; close it after use (`with collection.store as store`)."""
         return Store.open(self.run_dir)
 
+    def check(self, source: FeatureSource, *, restart: bool = False) -> None:
+        """Refuse, as `add_images` would, options that cannot be used or settings that are not the store's."""
+        settings = describe(setup := self._setup_of(source), build(setup))
+        if not restart and (self.run_dir / schema.DATABASE).exists():
+            with self.store as store:
+                refuse_changes(self.run_dir, store.settings, settings, _OTHER_SETTINGS)
+
     def add_images(
         self,
         folder: str | Path,
@@ -172,8 +181,7 @@ class Collection:
         if restart or not (self.run_dir / schema.DATABASE).exists():
             Store.create(self.run_dir, settings, folder, restart=restart).close()
         with Writer(self.run_dir) as writer:
-            remedy = "Use another run_dir, or match everything again with restart=True"
-            refuse_changes(self.run_dir, writer.settings, settings, remedy)
+            refuse_changes(self.run_dir, writer.settings, settings, _OTHER_SETTINGS)
             self._setup = setup
             rows = writer.execute("SELECT name, status, stamp, sha256 FROM images")
             known, changed, touched = {name: row for name, *row in rows}, [], []
