@@ -130,6 +130,7 @@ def test_unreadable_photos_are_skipped_and_counted(photos, tmp_path, capsys):
         (["{broken}", "--preset", "nearest"], 3, "a.jpg"),
         (["{photos}", "--levels", "1,9", "--preset", "nearest"], 2, "levels"),
         (["{photos}", "--images", "{photos}"], 2, "--images"),
+        (["{photos}", "--preset", "nearest", "--estimator-seeds", "2"], 2, "--estimator-seeds"),
         (["{photos}", "--peer", "nosuch"], 2, "lightglue-aliked"),
         (["{photos}", "--weights", "absent.safetensors"], 5, "absent.safetensors"),
         (["{photos}", "--preset", "nearest", "--output", "{text}"], 2, "--output"),

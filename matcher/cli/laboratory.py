@@ -92,7 +92,7 @@ def evaluate(
     pairs: int | None = None,
     levels: str = LEVELS,
     seed: Natural = 0,
-    estimator_seeds: Count = 3,
+    estimator_seeds: Count | None = None,
     images: Path | None = None,
     calibration: bool = False,
     output: Path | None = None,
@@ -124,7 +124,7 @@ def evaluate(
         pairs (N): Measure at most N pairs, evenly spread over the set.
         levels (LIST): Difficulty levels of synthetic pairs, from 0 (lighting only) to 4.
         seed (N): Seed of synthetic pairs and of the bootstrap.
-        estimator_seeds (N): Estimate each pose with N seeds and average.
+        estimator_seeds (N): Estimate each pose with N seeds and average.  [default: 3]
         images (DIR): Folder of the images that a list of pairs names.
         calibration: Measure how often match probabilities hold (within 3 px), and the verdicts.
         output (DIR): Write the tables to this folder as SET.md and SET.json, and what was measured of each
@@ -132,7 +132,7 @@ def evaluate(
     """
     from matcher.evaluate import calibration as reliability
     from matcher.evaluate import methods as ways
-    from matcher.evaluate.run import as_csv, as_markdown, as_object
+    from matcher.evaluate.run import PROTOCOLS, as_csv, as_markdown, as_object
     from matcher.evaluate.run import evaluate as run
     from matcher.evaluate.sets import SetOptions, find_sets
 
@@ -148,6 +148,9 @@ def evaluate(
         raise typer.BadParameter(f"{where} has no synthetic pairs, so --levels has no effect; leave it out")
     if images is not None and (not Path(where).exists() or "synthetic" in names):
         raise typer.BadParameter(f"{where} is no list of pairs, so --images has no effect; leave it out")
+    posed = [pair_set for pair_set in sets if PROTOCOLS[pair_set.protocol].geometry == "essential"]
+    if estimator_seeds is not None and (calibration or not posed):
+        raise typer.BadParameter("no poses are measured, so --estimator-seeds has no effect; leave it out")
     if Path(where).is_dir() and names == ["synthetic"]:  # which a user may not expect
         complain(
             f"{where} has no ground truth: measuring on {len(sets[0])} synthetic warps of its photos "
@@ -184,7 +187,7 @@ def evaluate(
         update = partial(ProgressLines(), f"pairs of {pair_set.name}")
         passes.setLevel(logging.WARNING)  # not all that is said of single pairs
         try:
-            found = run(pair_set, methods, seeds=1 if calibration else estimator_seeds, progress=update)
+            found = run(pair_set, methods, seeds=1 if calibration else estimator_seeds or 3, progress=update)
         finally:
             passes.setLevel(logging.NOTSET)
         skipped += len(found.skipped)
