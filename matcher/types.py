@@ -653,8 +653,8 @@ class TwoViewGeometry:
     - `mirrored`: neighbouring matches lie the other way round in image 1, as no two views of a surface do:
       one image is mirrored, or the matches are wrong.
     - `too_few`, `degenerate`, `no_model`: there is none; too few distinct points, points on a line, or
-      nothing that fits. `degenerate` with a `homography`: the inliers are right and agree with that, as all
-      lie on one plane, or the views only rotate.
+      nothing that fits. `degenerate` with a `homography`: the inliers are right and agree with that but for a
+      few, as they lie on one plane, or the views only rotate.
     - `not_estimated`: no geometry was requested.
 
     >>> import numpy as np

@@ -43,11 +43,11 @@ from matcher.verify.homography import (
     dominant_plane,
     estimated_homography,
     estimated_planar,
-    fixed_by_parallax,
     magsac,
     on_a_line,
     only_rotates,
     parallax_evidence,
+    parallax_false_alarms,
     poses_of_plane,
     transfer_error,
 )
@@ -336,10 +336,12 @@ class RobustEstimator:
             return replace(on_plane, cam1_from_cam0=None)
         if cameras is not None:
             return self._of_twins(search, planar, parallax)
-        if fixed_by_parallax(model.matrix, matched, parallax):
+        if (alarms := parallax_false_alarms(model.matrix, matched, parallax)) < -ENOUGH:
             return planar
+        if alarms < 0:  # what agrees off the plane may be right, though it does not fix the matrix
+            on_plane = replace(on_plane, inliers=planar.inliers)
         matrix = completed(homography, matched, parallax)
-        if matrix is None or not fixed_by_parallax(matrix, matched, parallax):
+        if matrix is None or parallax_false_alarms(matrix, matched, parallax) >= -ENOUGH:
             return on_plane
         inliers = sampson(*matched.sides, matrix) <= threshold
         matrix = refined(adjusted_fundamental, matched, matrix, inliers)

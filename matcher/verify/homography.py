@@ -209,7 +209,7 @@ def poses_of_plane(
 # distance d agrees with a wrong one of them by chance, the more easily the smaller d is.
 
 LEAST_SHARE = 0.5  # of the inliers, on the plane; half of them off it fix any geometry
-ENOUGH = 6.0  # logarithm of how much likelier one pose must be than its twin
+ENOUGH = 6.0  # logarithm of how much likelier one pose must be than its twin, or a matrix than by chance
 OWN = 1.4  # the same of the likeliest by all matches, right of 17 of 21 planes with nothing off them
 _SURE = 4.0  # standard deviations that a match must lie off the plane
 _SAMPLES = 256  # inliers among which a plane is looked for
@@ -286,10 +286,10 @@ def parallax_evidence(
     return max(float(matched.weights[off] @ np.log1p(share * gains)) for share in _SHARES)
 
 
-def fixed_by_parallax(fundamental: np.ndarray, matched: MatchedPoints, parallax: Parallax) -> bool:
-    """Whether more matches off a plane agree with a fundamental matrix than with the best of a family.
+def parallax_false_alarms(fundamental: np.ndarray, matched: MatchedPoints, parallax: Parallax) -> float:
+    """Logarithm of how many matrices of a family would agree by chance with as many matches off a plane.
 
-    That has an epipole, which two matches fix; each other one agrees with it by chance if it lies off the
+    One has an epipole, which two matches fix; each other one agrees with it by chance if it lies off the
     plane in the direction of the epipolar line. Those side by side are wrong together, slid along an edge or
     on the next window, so they count as the root of their number.
     """
@@ -302,10 +302,10 @@ def fixed_by_parallax(fundamental: np.ndarray, matched: MatchedPoints, parallax:
     chance = 2 / np.pi * np.arcsin(np.minimum(1.0, np.sqrt(2) * reach / parallax.distance[off]))
     expected = float(weight @ chance)
     if agree <= expected:
-        return False
+        return np.inf
     pairs = log(max(len(sharing) * (len(sharing) - 1) / 2, 1))
     # Chernoff's bound of a Poisson distribution
-    return pairs + agree - expected - agree * log(agree / max(expected, 1e-9)) < -ENOUGH
+    return pairs + agree - expected - agree * log(agree / max(expected, 1e-9))
 
 
 def completed(homography: np.ndarray, matched: MatchedPoints, parallax: Parallax) -> np.ndarray | None:
