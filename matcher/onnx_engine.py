@@ -47,7 +47,6 @@ from matcher.weights import files
 
 Arrays = Mapping[str, np.ndarray]
 GRAPHS = Path(__file__).with_name("graphs")
-LEAST_VERSION = (1, 17)  # of ONNX Runtime: the first with the graphs' operator set
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def build(config: PipelineConfig, given: Mapping[str, Any]) -> Learned:
     """Extractor and matcher of a configuration; `UsageError`: a device, precision, front end or network that
     this engine does not have; `IntegrityError`: weights that are absent or damaged."""
     version = onnxruntime.__version__
-    if tuple(int(part) for part in version.split(".")[:2]) < LEAST_VERSION:
+    if tuple(int(part) for part in version.split(".")[:2]) < (1, 17):  # the first with the operators
         raise UsageError(f"onnxruntime {version} is too old: {install_command('onnxruntime')}")
     devices(given.get("device", "auto"))
     precision = given.get("precision", "auto")

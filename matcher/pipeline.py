@@ -40,8 +40,6 @@ from matcher.verify.verdict import NOT, judged, reject_improbable
 
 Mask = str | Path | np.ndarray | Any  # the last: a PIL image or a torch tensor
 FURTHER_PASSES = "further passes"  # among the stages of `Result.seconds`
-# The size at which a part of an image is looked at again / that at which the image was matched, at most.
-_ENLARGED = 4
 _CUSTOM = PipelineConfig(matcher=NearestConfig())
 # Extractor, matcher, the configuration with the architecture of its weights, and what these are, if any.
 Learned = tuple[Extractor, Matcher, PipelineConfig, WeightsSource | None]
@@ -240,7 +238,7 @@ class Pipeline:
         resize = self.config.extractor.resize
         if isinstance(given, Image) or image.scale == (1.0, 1.0) or image.is_reduced(resize):
             return image
-        return self._read(given, mask, resize=_ENLARGED * resize)
+        return self._read(given, mask, resize=4 * resize)  # of which a part is looked at again
 
     def read(self, image: ImageInput, mask: Mask | None = None) -> Image:
         """An image upright and resized as this pipeline wants it; an `Image` is taken as it is. Arguments as

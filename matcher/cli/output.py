@@ -230,7 +230,6 @@ def _end(number: int) -> NoReturn:
 
 # Progress of long commands, on standard error: a line that is written again on a terminal, lines elsewhere.
 
-_SECONDS = 10.0  # between two lines where there is no terminal
 _DOING = {"extract": "extracting images", "choose": "comparing images", "match": "matching pairs"}
 
 
@@ -265,7 +264,8 @@ class ProgressLines:
         ended = done == total
         if ended and not self._announced:
             return
-        if done == 0 or not (ended or time - self._last >= (0.2 if self._terminal else _SECONDS)):
+        every = 0.2 if self._terminal else 10.0  # seconds
+        if done == 0 or not (ended or time - self._last >= every):
             return
         self._last, elapsed = time, time - self._start
         rate = done / max(elapsed, 1e-9)

@@ -24,7 +24,6 @@ from matcher.errors import IntegrityError, UsageError
 from matcher.types import Features, to_numpy
 from matcher.verify.overlay import CommonOverlay, common_overlay
 
-_COMPARED = 100  # images of one size, to find what lies over most of them
 PAIRS = ("pairs", "failed", "waiting")  # the tables of pairs: finished, failed, still to be matched
 
 
@@ -400,7 +399,7 @@ class Writer(Store):
         shapes = self.execute(f"SELECT DISTINCT width, height FROM images WHERE status = {DONE}")
         for size in {*shapes} - {*known}:
             images = self.images(f"WHERE status = {DONE} AND width = ? AND height = ? ORDER BY name", *size)
-            some = images[:: -(-len(images) // _COMPARED)]
+            some = images[:: -(-len(images) // 100)]  # as many tell what lies over most of them
             points = [self.keypoints(image.name) for image in some]
             overlay = common_overlay(points, size, self.scale(some[0].name))
             if overlay is None:

@@ -211,7 +211,6 @@ def contradicted_pairs(store: Store, without: Collection[Ends] = ()) -> list[tup
     return contradicted(edges, scaled, refused)
 
 
-LEAST_SHARED = 30  # matches of a pair whose points in one image another one shows, too
 MISSING = 5  # pairs that should have had these matches
 
 
@@ -279,7 +278,7 @@ def contradicted(
                 missed = (there, third) in refused or (third, there) in refused
                 if missed and frozenset((here, third)) not in false:
                     shared = np.count_nonzero(partner(here, third)[rows] >= 0)
-                    missing += shared >= max(LEAST_SHARED, len(rows) / 3)
+                    missing += shared >= max(30, len(rows) / 3)  # of the points, that the third shows, too
         if missing >= MISSING:
             gone.append(ends)
     return sorted(gone)

@@ -60,8 +60,6 @@ def extracted(extractor: Extractor, images: Sequence[Image], config: ExtractorCo
 
 # SIFT keypoints (Lowe 2004) with RootSIFT descriptors (Arandjelović and Zisserman 2012).
 
-_CONTRAST = 0.01  # of the difference of Gaussians; low, because the strongest points are kept anyway
-
 
 class SiftExtractor:
     """OpenCV's SIFT on the upright, resized image; keypoints, scales and angles in stored pixels."""
@@ -92,7 +90,8 @@ def detect_sift(
     grey = pixels if pixels.ndim == 2 else cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
     # OpenCV keeps the strongest before it looks at the mask, so with a mask the cut is made here.
     limit = config.max_keypoints if mask is None and config.keep == "strongest" else 0
-    detector = cv2.SIFT_create(nfeatures=limit, contrastThreshold=_CONTRAST, enable_precise_upscale=True)
+    # A low contrast of the difference of Gaussians is enough, because the strongest points are kept anyway.
+    detector = cv2.SIFT_create(nfeatures=limit, contrastThreshold=0.01, enable_precise_upscale=True)
     area = None if mask is None else mask.astype(np.uint8) * 255
     keypoints, descriptors = detector.detectAndCompute(grey, area)
     descriptors = np.zeros((0, 128), np.float32) if descriptors is None else descriptors

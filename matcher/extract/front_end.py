@@ -21,8 +21,6 @@ from matcher.types import Features, Image, all_finite, to_numpy
 # Puts the trained parameters of a configuration into its network, strictly, or raises.
 Fill = Callable[[nn.Module, ExtractorConfig], None]
 
-# A described patch is six times as wide as the keypoint that OpenCV would report for it.
-_PATCH_TO_DIAMETER = 1 / 6
 _TOGETHER = 8  # images in one batch of a network
 
 
@@ -154,7 +152,8 @@ def to_features(found: Found, image: Image, kind: str) -> Features:
         stored = image.axes_to_stored @ to_numpy(found.affine_frames).astype(np.float64)
         determinant = stored[:, 0, 0] * stored[:, 1, 1] - stored[:, 0, 1] * stored[:, 1, 0]
         values["affine_frames"] = stored.astype(np.float32)
-        values["scales"] = (np.sqrt(np.abs(determinant)) * _PATCH_TO_DIAMETER).astype(np.float32)
+        # A described patch is six times as wide as the keypoint that OpenCV would report for it.
+        values["scales"] = (np.sqrt(np.abs(determinant)) / 6).astype(np.float32)
         values["orientations"] = np.arctan2(stored[:, 1, 0], stored[:, 0, 0]).astype(np.float32)
     values = {name: None if value is None else torch.from_numpy(value) for name, value in values.items()}
     descriptors, scores = (x.to("cpu", torch.float32) for x in (found.descriptors, found.scores))

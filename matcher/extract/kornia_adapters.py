@@ -47,8 +47,6 @@ from matcher.types import Image
 _LEAST_SIDE = 64
 _ALIKED = ("aliked-n16", "aliked-n16rot", "aliked-n32", "aliked-t16")
 _DINO_PATCH = 14
-_IMAGENET_MEAN = (0.485, 0.456, 0.406)
-_IMAGENET_DEVIATION = (0.229, 0.224, 0.225)
 
 
 def _device(network: nn.Module) -> torch.device:
@@ -160,7 +158,8 @@ def _find_dedode(network: DeDoDe, image: Image, config: ExtractorConfig) -> Foun
     """The best pixels of a score map thinned where it is dense; no threshold, descriptors not normalised."""
     pixels = padded(colour(image, _device(network)), 1, _LEAST_SIDE)
     height, width = pixels.shape[-2:]
-    mean, deviation = (pixels.new_tensor(v).view(3, 1, 1) for v in (_IMAGENET_MEAN, _IMAGENET_DEVIATION))
+    mean, deviation = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+    mean, deviation = (pixels.new_tensor(values).view(3, 1, 1) for values in (mean, deviation))
     normalised = (pixels - mean) / deviation
     normalised = pad(normalised, (0, -width % _DINO_PATCH, 0, -height % _DINO_PATCH))
     logits = network.detector(normalised)[:, 0, :height, :width]

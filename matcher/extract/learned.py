@@ -88,7 +88,6 @@ def architecture_of(shapes: Mapping[str, Sequence[int]]) -> Architecture:
 
 
 _UNNORMALISED = ("lift", "points", "descriptor")  # parts of the network without batch normalisation
-_LEAST_CONTRAST = 0.02  # added to the deviation of the pixels, so that a constant image stays constant
 
 
 def _fused_convolution() -> Callable[..., Tensor] | None:
@@ -166,7 +165,7 @@ class FeatureNetwork(nn.Module):
         centred = pixels - pixels.mean((2, 3), keepdim=True)
         # A standard deviation; torch's own takes eight times as long.
         deviation = centred.square().mean((2, 3), keepdim=True).sqrt()
-        x = (centred / (deviation + _LEAST_CONTRAST)).to(self.mix[0].weight.dtype)
+        x = (centred / (deviation + 0.02)).to(self.mix[0].weight.dtype)  # a constant image stays constant
         x = x.contiguous(memory_format=torch.channels_last)
         maps = []
         for stage in self.encoder:

@@ -125,7 +125,6 @@ def mutual_minima(costs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 _SAMPLED = 64  # descriptors of an image whose norm is looked at
-_NORM_TOLERANCE = 0.1  # half precision is far within it
 
 
 def check_features(config: NetworkConfig, features: Features) -> None:
@@ -157,7 +156,7 @@ def _check_norms(kind: str, features: Features) -> None:
     """Refuse a batch with an image most of whose first descriptors are not of norm 1; zeros do not count."""
     some = to_numpy(features.descriptors[:, :_SAMPLED]).astype(np.float32)
     norms = np.linalg.norm(some, axis=-1)
-    other = (norms > 0) & (np.abs(norms - 1) > _NORM_TOLERANCE)
+    other = (norms > 0) & (np.abs(norms - 1) > 0.1)  # half precision is far within it
     if not other.any():  # so that the mask can stay where it is
         return
     counted = to_numpy(features.mask[:, :_SAMPLED]) & (norms > 0)

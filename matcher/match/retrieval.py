@@ -20,9 +20,6 @@ from matcher.types import Features, to_numpy
 WORDS = 512
 LENGTH = 8192  # of a global descriptor; WORDS · D where that is less
 STRONGEST = 1024  # keypoints used per image; more of them find fewer of the true pairs
-_SAMPLED_IMAGES, _SAMPLED_POINTS = 512, 65_536  # the vocabulary is learned from
-_POINTS_A_WORD = 16  # at least, or the words would be the points themselves
-_ROUNDS = 8  # of k-means
 _ROWS = 4096  # compared at once
 
 
@@ -54,9 +51,9 @@ def learn_vocabulary(sample: np.ndarray) -> Vocabulary:
         raise UsageError(f"a vocabulary is learned from local descriptors (S, D), not from {sample.shape}")
     rng = np.random.default_rng(0)
     local = _unit_rows(sample)
-    words = min(WORDS, max(1, len(local) // _POINTS_A_WORD))
+    words = min(WORDS, max(1, len(local) // 16))  # of fewer points words would be the points themselves
     centres = local[rng.choice(len(local), words, replace=False)]
-    for _ in range(_ROUNDS):
+    for _ in range(8):
         nearest = _nearest_word(local, centres)
         counts = np.bincount(nearest, minlength=len(centres))
         means = _sum_by(local, nearest, len(centres)) / np.maximum(counts, 1)[:, None]
@@ -77,8 +74,8 @@ def collection_vocabulary(
     """A vocabulary of a sample of a collection's images, None without any keypoint, and the features' kind;
     `UsageError`: descriptors of several sizes."""
     rng = np.random.default_rng(0)
-    chosen = np.linspace(0, len(names) - 1, min(len(names), _SAMPLED_IMAGES)).astype(int)
-    share = -(-_SAMPLED_POINTS // max(len(chosen), 1))
+    chosen = np.linspace(0, len(names) - 1, min(len(names), 512)).astype(int)
+    share = -(-65_536 // max(len(chosen), 1))  # of so many points the vocabulary is learned
     samples, kinds = [], set()
     for index in chosen.tolist():
         described = features(names[index])

@@ -122,7 +122,6 @@ def record_closing(path: Path, closed: ClosedTrajectory) -> Path:
     return path
 
 
-_POINTS = 200_000  # in space, of which the oldest go
 _MAP = "in_map"  # the entity of what is in the coordinates of a loaded map
 
 
@@ -176,7 +175,7 @@ class Recording(RecordingFile):
             local *= result.depths[known, None]
             world = local @ result.world_from_cam[:3, :3].T + result.world_from_cam[:3, 3]
             self._cloud |= zip(result.track_ids[known].tolist(), world, strict=True)
-            for track in list(self._cloud)[: max(0, len(self._cloud) - _POINTS)]:
+            for track in list(self._cloud)[: max(0, len(self._cloud) - 200_000)]:  # the oldest go
                 del self._cloud[track]
             tracks, positions = (np.array(list(each)) for each in (self._cloud, self._cloud.values()))
             size = rr.Radius.ui_points(1.5)  # of the screen: the unit of one camera is any length

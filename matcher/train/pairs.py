@@ -29,7 +29,6 @@ from matcher.types import UNMATCHED, Features, root_sift
 T = TypeVar("T")
 PROBES = 256  # pixels of view 0 by which overlap is measured, and among which a covisible one is looked for
 IGNORED = -2  # a value of partners, beside UNMATCHED: losses ignore the keypoint
-CONTOUR = 7  # pixels; the width of the edges of surfaces
 
 
 class Draws:
@@ -470,8 +469,9 @@ def labelled(points: Keypoints, pairs: ImagePairs, recipe: Recipe) -> PairBatch:
     with torch.no_grad():
         positions = points.positions.detach()
         found, states = pairs.transfer(positions)
-        # A hidden point with a visible one among nine in a square around it may lie on either surface.
-        reach = torch.arange(-1, 2, device=positions.device) * (CONTOUR // 2)
+        # A hidden point with a visible one among nine in a square around it may lie on either surface, whose
+        # edges are seven pixels wide.
+        reach = torch.arange(-1, 2, device=positions.device) * 3
         around = positions.unsqueeze(2) + torch.cartesian_prod(reach, reach)
         near = pairs.transfer(around.flatten(1, 2)).states.unflatten(1, (-1, 9))
         states = states.masked_fill((states == HIDDEN) & (near == VISIBLE).any(2), UNKNOWN)
