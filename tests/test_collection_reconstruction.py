@@ -92,6 +92,12 @@ def test_two_photos_make_a_model(tmp_path):
     for fixed, remedy in ((True, "poses and cameras of these"), (False, "model of all photos anew")):
         with pytest.raises(ReconstructionError, match=remedy):
             reconstruct(store, tmp_path / "none", poses=replace(known, fixed=fixed), threads=1)
+    planar = [
+        replace(p, geometry=replace(p.geometry, status="degenerate", homography=np.eye(3)))
+        for p in store.pairs()
+    ]
+    with pytest.raises(ReconstructionError, match=r"one plane.* ring/000.jpg and ring/001.jpg"):
+        reconstruct(MemoryStore(store._images, store._keypoints, planar), tmp_path / "plane", threads=1)
     four, _ = synthetic_store(rng, count=4, poses=poses)
     apart = [pair for pair in four.pairs() if (pair.name0[-5] < "2") == (pair.name1[-5] < "2")]
     images = [replace(image, sha256=image.name.replace("3", "2")) for image in four.images()]

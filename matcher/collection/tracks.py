@@ -311,7 +311,7 @@ def refine_run(store: Store) -> str:
     done = [image for image in store.images() if values is not None and image.status == "done"]
     lacking = {image.name for image in done if store.refined_keypoints(image.name) is None}
     images = [image for image in done if image.path.is_file()]
-    if not images and next(store.rows("SELECT 1 FROM refined WHERE image < 0"), None):
+    if done and not images and next(store.rows("SELECT 1 FROM refined WHERE image < 0"), None):
         with Writer(store.folder) as writer, writer.transaction():
             writer.put_refined({})  # what has expired holds again
         return refine_run(store)

@@ -175,11 +175,12 @@ def _options(job: Job) -> Any:
 
 def kept_models(models: Models, job: Job) -> list[Any]:
     """The models to be written, the largest first: none without points, too small, or wholly in larger ones.
-    COLMAP leaves such. A model of given poses is what was asked for, however small."""
-    kept, covered = [], set()
+    COLMAP leaves such; nor of two images alone whose matches fit several poses. A model of given poses is
+    what was asked for, however small."""
+    kept, covered, undecided = [], set(), list(map(set, job["undecided"]))
     for model in sorted(models.values(), key=lambda model: -model.num_reg_images()):
         names = {image.name for image in registered(model)}
-        if model.num_points3D() == 0:
+        if model.num_points3D() == 0 or (job["poses"] is None and names in undecided):
             continue
         if job["poses"] is not None or (len(names) >= job["min_images"] and not names <= covered):
             kept.append(model)

@@ -210,6 +210,11 @@ def _mapped(
         raise UsageError(f"a reconstruction needs at least two photos with features, not {report.images}")
     if report.matches == 0:
         return report, ()
+    statuses, undecided = set(), []  # of pairs; those on one plane, which allows several poses
+    for pair in store.pairs():
+        statuses.add(pair.geometry.status)
+        if pair.geometry.verified and pair.geometry.status != "ok":
+            undecided.append((pair.name0, pair.name1))
     work, photos = part / "work", store.image_folder  # `work` is not kept
     work.mkdir()
     place = None if poses is None else poses.georegistration
@@ -225,7 +230,8 @@ def _mapped(
         "all_fixed": given == report.cameras,
         "min_images": min(job["min_images"], report.images),  # of two photos there is a model, too
         "two_views": report.images == 2,  # whether points that two images see are kept, where no other does
-        "verify": all(pair.geometry.status == "not_estimated" for pair in store.pairs()),
+        "verify": statuses == {"not_estimated"},
+        "undecided": undecided,
         "poses": poses and {name: pose[:3].tolist() for name, pose in poses.cam_from_world.items()},
         "origin": None if place is None else place["origin"],  # poses are metres east, north and up of it
         "positions": {},  # latitude, longitude, altitude by name
@@ -254,6 +260,11 @@ def _mapped(
     _run_mapping(job)
     described = json.loads((work / "result.json").read_text(encoding="utf-8"))
     if not described:
+        alone = few(
+            [f"{first} and {second}" for first, second in undecided if used.keys() >= {first, second}]
+        )
+        why = f"pairs on one plane, or that only turn, allow several poses, or none, without a third: {alone}"
+        report.notes += [why] * bool(alone)
         return report, ()
     draw_model(import_pycolmap().Reconstruction(str(part / "sparse" / "0")), part / PLOT)
     if place is not None:  # the coordinates are those of the model that the poses come from
