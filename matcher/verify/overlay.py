@@ -21,8 +21,9 @@ _MOVING = 4.0  # as many matches that move less than this are of a scene that mo
 _FEWEST = 6  # matches that do not move; fewer say nothing
 _AROUND = 16.0  # pixels around these that may belong to the overlay
 _EVERYWHERE = 0.1  # share of the keypoints; where so many do not move in most blocks, nothing moves
-_IN_MIDDLE = 0.02  # share of the keypoints within a mount that may seem to move as it does
-_INSIDE = 64  # keypoints within a mount; fewer say nothing
+_IN_MIDDLE = 0.02  # share of the keypoints within a frame or mount that may seem to move as it does
+_INSIDE = 32  # keypoints within; fewer say nothing
+_COINCIDING = 0.15  # share of the other keypoints that have one in their place, more than by chance: at rest
 _PICTURES = 8  # fewer of one size do not tell what they have in common
 _MOST = 0.7  # of them have a keypoint where the overlay is
 _SOME = 0.4  # and around
@@ -64,13 +65,14 @@ def on_overlay(features0: Features, features1: Features, matches: Matches) -> np
     # Numbers of points in 25 equal parts of the image
     edges = dict(bins=5, range=np.c_[low, high])
     counted = [np.histogram2d(*points.T, **edges)[0] for points in (every[0], points0[still])]
-    if mount:  # all around, and nothing in the middle, where there is something
-        middle, on_mount = (each[1:4, 1:4].sum() for each in counted)
-        sides = [each.sum() for each in (counted[1][0], counted[1][4], *counted[1][:, [0, 4]].T)]
-        if middle < _INSIDE or on_mount > _IN_MIDDLE * middle or min(sides) < _FEWEST or still.mean() < 0.25:
-            return none
+    # A frame is all around, and nothing of it in the middle, where there is something.
+    inside = max(each[1:4, 1:4].sum() for each in (counted[0], np.histogram2d(*every[1].T, **edges)[0]))
+    sides = [each.sum() for each in (counted[1][0], counted[1][4], *counted[1][:, [0, 4]].T)]
+    frame = inside >= _INSIDE and counted[1][1:4, 1:4].sum() <= _IN_MIDDLE * inside and min(sides) >= _FEWEST
+    if mount and not (frame and still.mean() >= 0.25):
+        return none
     shares = (counted[1] / np.maximum(counted[0], 1))[counted[0] >= 5]
-    if len(shares) and np.percentile(shares, 25) > _EVERYWHERE:
+    if not frame and len(shares) and np.percentile(shares, 25) > _EVERYWHERE:
         return none
     overlay = _around(points0[still], size, _AROUND)
     others0, others1 = (points[~_inside(points, overlay)] for points in every)
@@ -80,7 +82,7 @@ def on_overlay(features0: Features, features1: Features, matches: Matches) -> np
     share, *by_chance = (_inside(others0 + shift, found).mean() for shift in ((0, 0), *_CONTROLS))
     # Letters and edges of a stamp are matched with like ones beside them, too.
     little |= (moved < 3 * _AROUND) & _inside(points0, near) & _inside(points1, near)
-    return none if share > 0.05 + 2 * float(np.mean(by_chance)) else little
+    return none if share > _COINCIDING + 2 * float(np.mean(by_chance)) else little
 
 
 def without_overlay(features0: Features, features1: Features, matches: Matches) -> Matches:
