@@ -104,6 +104,7 @@ def test_mistakes_have_a_message_and_a_code(made, tmp_path, capfd):
         (("sfm", tmp_path / "none", "--out", tmp_path / "m"), "none"),
         (("export", tmp_path, "--to", "npz", tmp_path / "a.npz"), "holds no run"),
         (("export", done, "--to", "npz", tmp_path / "a.npz", "--camera", "1,1,1,1"), "no cameras"),
+        (("export", done, "--to", "npz", tmp_path / "a.npz", "--cameras", "each"), "no cameras"),
     ):
         assert run(*arguments) == 2, arguments
         error = capfd.readouterr().err

@@ -276,7 +276,7 @@ def export(
     from matcher.export.formats import FORMATS
     from matcher.export.formats import export as write
 
-    asked = FORMATS[to].has_cameras or intrinsics.camera is not None or intrinsics.rig is not None
+    asked = FORMATS[to].has_cameras or intrinsics != CameraOptions()
     choice = intrinsics.choice() if asked else None  # formats without cameras refuse what is asked
     with Store.open(run) as store:
         report = write(store, to, out, choice, overwrite=overwrite)
