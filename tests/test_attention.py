@@ -319,13 +319,13 @@ def test_agreement_is_the_sum_of_cosines_of_both_sides() -> None:
     found = guess[:5] @ waves[5:].T + waves[:5] @ guess[5:].T
     omega, weight = guidance.frequencies.weight.double(), guidance.weight[1].double()
     confidences = [2 * guidance.confidence[1](side.x).sigmoid().double().squeeze(1) for side in sides]
+
+    def nearness(predicted: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        return (weight * torch.cos(omega @ (predicted - position).double())).sum()
+
     for i in range(5):
         for j in range(4):
-            there = (
-                weight * torch.cos(omega @ (sides[0].predicted[i] - sides[1].positions[j]).double())
-            ).sum()
-            back = (
-                weight * torch.cos(omega @ (sides[1].predicted[j] - sides[0].positions[i]).double())
-            ).sum()
+            there = nearness(sides[0].predicted[i], sides[1].positions[j])
+            back = nearness(sides[1].predicted[j], sides[0].positions[i])
             expected = confidences[0][i] * there + confidences[1][j] * back
             assert torch.isclose(found[i, j].double(), expected, atol=1e-4)

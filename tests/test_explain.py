@@ -29,11 +29,8 @@ pytestmark = pytest.mark.usefixtures("compiled")
 
 
 GUIDED = {"guided": True, "assignment": replace(CONFIG.assignment, consensus=2)}
-LINEAR = {
-    "context": ContextConfig(
-        dim=48, heads=2, depth=3, attention="linear", sequential_cross=True, shared_qk=False
-    )
-}
+FORM = {"attention": "linear", "sequential_cross": True, "shared_qk": False}
+LINEAR = {"context": ContextConfig(dim=48, heads=2, depth=3, **FORM)}
 ADDITIVE = {"context": ContextConfig(dim=48, heads=2, depth=2, attention="additive")}
 
 

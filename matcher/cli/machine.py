@@ -194,7 +194,6 @@ VARIABLES = {
     "MATCHER_COMPILED": "0: do not use the compiled kernels; a target such as avx2: use those of it.",
     "MATCHER_DEBUG": "1: print the traceback of every error.",
     "MATCHER_VENV": "Virtual environment that scripts/demo.py and run_tests.py create; .venv if not set.",
-    "MATCHER_LIGHTGLUE_CODE": "Source file of the published LightGlue, to compare with in tests.",
     "MATCHER_SUPERGLUE_CODE": "Source file of the published SuperGlue, to compare with in tests.",
     "MATCHER_PUBLISHED": "Folder of published weights files, to import in tests.",
     "OMP_NUM_THREADS": "Number of CPU threads; all cores if not set.",
