@@ -36,6 +36,7 @@ from matcher.types import (
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.overlay import without_overlay
+from matcher.verify.repetition import repetition
 from matcher.verify.verdict import NOT, judged, reject_improbable
 
 Mask = str | Path | np.ndarray | Any  # the last: a PIL image or a torch tensor
@@ -217,8 +218,10 @@ class Pipeline:
         scale, matches = joined.features1.scale.tolist(), joined.with_keypoints(matches)
         matches = with_prior_scores(matches, scale, calibration_of(self.matcher), True)
         geometry = self.verify(joined.features0, joined.features1, matches, **cameras)
-        geometry = judged(geometry, *features, matches)  # joined features have no descriptors
-        geometry = reject_improbable(geometry, matches, *(f.image_size for f in features))
+        sizes = [side.image_size for side in features]
+        # Joined features have no descriptors.
+        geometry = judged(geometry, matches, *sizes, partial(repetition, *features))
+        geometry = reject_improbable(geometry, matches, *sizes)
         found = dict(matches=matches, geometry=geometry, passes=joined.passes, first=first)
         return timed(replace(first, features0=joined.features0, features1=joined.features1, **found))
 
@@ -336,8 +339,8 @@ class Pipeline:
         pixels; cameras are as in `match`. `UsageError`: cameras without essential geometry, or it without
         them, or of another image size.
         """
-        kind = self.config.estimation.kind
-        cameras = cameras_of_pair(kind, camera0, camera1, (features0.image_size, features1.image_size))
+        kind, sizes = self.config.estimation.kind, (features0.image_size, features1.image_size)
+        cameras = cameras_of_pair(kind, camera0, camera1, sizes)
         estimator, options = self.estimator, {"scores": matches.prior_scores, "cameras": cameras}
         if matches.covariances is not None and getattr(estimator, "takes_covariances", False):
             options["covariances"] = matches.covariances
@@ -348,4 +351,4 @@ class Pipeline:
             raise UsageError(
                 f"the estimator {type(estimator).__name__} must return {wanted}, not {geometry!r}"
             )
-        return judged(geometry, features0, features1, matches)
+        return judged(geometry, matches, *sizes, partial(repetition, features0, features1))

@@ -265,6 +265,11 @@ def test_cameras_for_essential_geometry(folder, tmp_path, capfd):
     after = contents(found.run_dir)
     changed = {key for key in before if before[key] != after[key]}
     assert changed and all(key[0] == "pair" and NAMES[0] in key for key in changed)
+    with Writer(found.run_dir) as writer, writer.transaction():  # as if the picture were mirrored
+        data = encode_keypoints(writer.keypoints(NAMES[0]) * (-1, 1) + (199, 0))
+        writer.execute("UPDATE keypoints SET data = ? WHERE image = ?", data, writer.image(NAMES[0]).number)
+    assert again.set_cameras({NAMES[0]: NEAR}) == 3
+    assert {pair.geometry.status for pair in again if pair.name0 == NAMES[0]} == {"mirrored"}
     with pytest.raises(UsageError, match=r"x\.png"):
         found.set_cameras({"x.png": NEAR})
 

@@ -31,7 +31,7 @@ from matcher.types import Features, Matches, TwoViewGeometry, to_numpy
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.overlay import without_common_overlays
-from matcher.verify.verdict import NOT, reject_improbable
+from matcher.verify.verdict import NOT, judged, reject_improbable
 
 _OTHER_SETTINGS = "Use another run_dir, or match everything again with restart=True"
 
@@ -231,8 +231,8 @@ class Collection:
                 scale = threshold_scale(*map(writer.scale, ends), config.kind)
                 points, scores = (matches.points0, matches.points1), matches.scores
                 geometry = estimator(*points, cameras=known, scores=scores, thresholds_scale=scale)
-                geometry = replace(geometry, repetition=pair.geometry.repetition)
-                sizes = (images[name].size for name in ends)
+                sizes = [images[name].size for name in ends]
+                geometry = judged(geometry, matches, *sizes, lambda *_, own=pair.geometry.repetition: own)
                 geometry = reject_improbable(geometry, matches, *sizes, least=NOT)
                 data = schema.encode_pair(matches, geometry, *map(writer.keypoints, ends))
                 rows.append(EncodedPair(*(images[name].number for name in ends), pair.seconds, data))

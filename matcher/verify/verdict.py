@@ -6,14 +6,14 @@ inlier counts with its match probability, and matches of repeated things or of a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from matcher.config import GeometryKind
-from matcher.types import Features, Matches, Repetition, TwoViewGeometry
-from matcher.verify.repetition import repetition
+from matcher.types import Matches, Repetition, TwoViewGeometry
 
 VerdictWord = Literal["same", "unsure", "not"]
 
@@ -154,10 +154,14 @@ def reversed_share(points0: np.ndarray, points1: np.ndarray) -> float:
 
 
 def judged(
-    geometry: TwoViewGeometry, features0: Features, features1: Features, matches: Matches
+    geometry: TwoViewGeometry,
+    matches: Matches,
+    size0: tuple[float, float],
+    size1: tuple[float, float],
+    repeated: Callable[[Matches, np.ndarray], Repetition | None],
 ) -> TwoViewGeometry:
-    """The geometry with what its inliers repeat; refused where that says that the place is another one, or
-    where the matches are mirrored."""
+    """The geometry with what its inliers (K,) bool repeat, which `repeated` tells; refused where that says
+    that the place is another one, or where the matches are mirrored."""
     if geometry.status == "not_estimated":
         return geometry
     agreeing = geometry.inliers & geometry.verified
@@ -166,9 +170,9 @@ def judged(
             return replace(geometry, status="mirrored", inliers=kept)
     if not geometry.verified or not geometry.inliers.any():
         return geometry
-    found = repetition(features0, features1, matches, geometry.inliers)
+    found = repeated(matches, geometry.inliers)
     rejected = geometry.rejected and replace(geometry.rejected, repetition=found)
     geometry = replace(geometry, repetition=found, rejected=rejected)
     if found is None or not found.repetitive or found.found >= SAME_THINGS:
         return geometry
-    return reject_improbable(geometry, matches, features0.image_size, features1.image_size, EVEN)
+    return reject_improbable(geometry, matches, size0, size1, EVEN)
