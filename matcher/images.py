@@ -197,7 +197,7 @@ def read_image(
 
     Formats: JPEG, PNG, TIFF, WebP, BMP, PGM, PPM, PBM, PFM, GIF, JPEG 2000, AVIF and (with the `heif`
     extra) HEIC; of several frames or pages the first, with an `ImageWarning`. 16-bit samples are scaled by
-    their full range, those of a PFM must lie in [0, 1].
+    the bits that they use, those of a PFM must lie in [0, 1].
 
     >>> import matcher, PIL.Image
     >>> PIL.Image.new("L", (1600, 1200)).save("grey.png")

@@ -89,6 +89,7 @@ def test_arguments_that_do_not_fit_are_refused(crops):
     images = [image for image, _ in crops]
     for wrong, message in (
         ({"images": images[:1]}, "at least two"),
+        ({"images": [images, images[0]]}, "not list"),
         ({"masks": [None]}, "one for each of the 3"),
         ({"pairs": [(0, 3)]}, "0 to 2"),
         ({"geometry": "essential"}, "without cameras"),

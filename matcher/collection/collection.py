@@ -632,7 +632,8 @@ def match_set(
     if pipeline.config.extractor.kind == GRID_KIND:
         raise UsageError("tracks join keypoints, and this preset has only the cells of a grid; use another")
     given = zip(images, masks or [None] * count, strict=True)
-    features = without_common_overlays([pipeline.extract(*one) for one in given])
+    features = [pipeline.features_of([pipeline.read(*one)])[0] for one in given]
+    features = without_common_overlays(features)
     found = {}
     for first, second in combinations(range(count), 2) if pairs is None else map(sorted, pairs):
         if (first, second) not in found:
