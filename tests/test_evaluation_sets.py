@@ -110,7 +110,13 @@ def test_absent_data_and_unknown_names(monkeypatch, tmp_path):
         ("poses.json", json.dumps([{"image": "img1.png", "K": 1, "R": 2, "C": 3}] * 2)),
         ("poses.txt", "1 0 0 0 0 1 0 0 0 0 0 0\n"),
         ("cameras.json", json.dumps({"K": K.tolist(), "frames": [VIEW]})),
+        ("cameras.json", json.dumps({"K": K.tolist(), "frames": [{"image": "0.png"}]})),
+        ("cameras.json", json.dumps({"K": K.tolist(), "frames": [VIEW], "depth_step": 0})),
         ("cameras.json", '{"views": []}'),
+        ("cameras.json", '{"views": [{}, {}], "depth_step": 2}'),
+        ("cameras.json", '{"views": [{"group": 0}, {"group": 0}], "depth_step": 2}'),
+        ("poses.json", "[" * 100_000),
+        ("poses.json", json.dumps([{"image": 5, "K": 1, "R": 2, "C": 3}])),
     ],
 )
 def test_damaged_truth_names_the_file(tmp_path, name, text):
@@ -119,7 +125,7 @@ def test_damaged_truth_names_the_file(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     if "frames" in text:
         (tmp_path / "pairs.json").write_text('[{"image0": "0.png", "image1": "0.png", "overlap": 1}]')
-    with pytest.raises(UsageError, match=name):
+    with pytest.raises((UsageError, IntegrityError), match=name):
         find_sets(str(tmp_path), SetOptions())
 
 

@@ -216,6 +216,13 @@ def read_pose(values: Any, where: Path | str, *, moved: bool = False) -> np.ndar
     return pose
 
 
+def read_step(cameras: dict[str, Any], path: Path) -> int:
+    """Pixels from one sample of the depth maps to the next."""
+    if (step := int(cameras.get("depth_step", 2))) < 1:
+        raise UsageError(f"{path}: depth_step must be at least 1, not {step}")
+    return step
+
+
 def read_rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
     """The JSON objects of a file, one or a list, each with at least these keys."""
     try:
@@ -387,7 +394,7 @@ def frames_of(folder: Path) -> dict[str, DepthCamera]:
     """The views of a recorded set, by the names of their images."""
     path = folder / "cameras.json"
     cameras = read_rows(path, ("K", "frames"))[0]
-    K, stride, frames = read_K(cameras["K"], path), int(cameras.get("depth_step", 2)), {}
+    K, stride, frames = read_K(cameras["K"], path), read_step(cameras, path), {}
     for row in cameras["frames"]:
         pose = np.linalg.inv(read_pose(row["world_from_camera"], f"{path}, {row['image']}"))
         depth = folder / "depth" / f"{Path(row['image']).stem}.png"
@@ -416,7 +423,7 @@ def rendered(folder: Path, relit: bool = False) -> Iterator[DepthPair | Homograp
         for row in rows:
             where = f"{path}, {row['image']}"
             K, E = read_K(row["K"], where), read_pose(row["E"], where)
-            views.append(DepthCamera(folder / row["depth"], int(scene["depth_step"]), K, E))
+            views.append(DepthCamera(folder / row["depth"], read_step(scene, path), K, E))
         overlap = min(overlap_of(*views), overlap_of(*reversed(views)))
         if overlap >= 0.15:  # less is hopeless
             light = "same light" if lights[0] == lights[1] else "different lights"
@@ -496,7 +503,8 @@ def pairs_of(folder: Path, views: Sequence[dict[str, Any]]) -> np.ndarray:
         if path.exists():
             pairs = [row[:2] for row in json.loads(read_text(path))]
         else:
-            path, groups = folder / "cameras.json", [view["group"] for view in views]
+            path = folder / "cameras.json"
+            groups = [view["group"] for view in views]
             pairs = [(i, j) for i, j in combinations(range(len(views)), 2) if groups[i] == groups[j]]
         found = np.array(pairs, np.int64).reshape(-1, 2)
     except MALFORMED as error:

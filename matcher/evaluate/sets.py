@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from matcher.errors import UsageError
+from matcher.errors import MALFORMED, MatcherError, UsageError
 from matcher.evaluate import folders, synthetic
 from matcher.evaluate.protocols import Pair, PairSet, PairsOnAccess, ProtocolName
 from matcher.images import DATA_VARIABLE, data_folder, find_images
@@ -135,7 +135,16 @@ def _of_folder(folder: Path, options: SetOptions) -> list[PairSet]:
     found = []
     for layout in _LAYOUTS:
         if any(any(folder.glob(pattern)) for pattern in layout.files):
-            name, pairs = layout.name.format(folder.resolve().name), tuple(layout.read(folder))
+            name = layout.name.format(folder.resolve().name)
+            try:
+                pairs = tuple(layout.read(folder))
+            except MatcherError:
+                raise
+            except MALFORMED as error:  # what is absent or of another type, wherever it is needed
+                fault = f"{type(error).__name__}: {error}"
+                raise UsageError(
+                    f"{folder}: {layout.files[0]} or a file beside it is damaged ({fault})"
+                ) from error
             note = layout.note(folder) if callable(layout.note) else layout.note
             found.append(PairSet(name, layout.protocol, pairs, layout.shorter_side, note))
     found = [each for each in found if len(each)] or found
