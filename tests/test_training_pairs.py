@@ -91,6 +91,13 @@ def test_sets_of_one_scene_are_one_scene_and_damaged_ones_are_named(tmp_path):
         find_stored_sets(tmp_path)
     (tmp_path / "hut" / "pairs.json").write_text("[[0, 1, 0.5]]")
     assert [len(each.pairs) for each in find_stored_sets(tmp_path)] == [3, 3, 1]
+    told = json.loads(cameras.read_text())
+    wrong = {"K": [5], "E": np.zeros((4, 4)).tolist(), "image": 5, "depth": None}
+    rows = [{"views": [{**view, key: value} for view in told["views"]]} for key, value in wrong.items()]
+    for damaged in ({"views": [{}]}, {"depth_step": 0}, *rows):
+        cameras.write_text(json.dumps(told | damaged))
+        with pytest.raises(IntegrityError, match=r"cameras\.json"):
+            find_stored_sets(tmp_path)
     cameras.write_text(json.dumps({"views": []}))
     with pytest.raises(IntegrityError, match=r"cameras\.json"):
         find_stored_sets(tmp_path)

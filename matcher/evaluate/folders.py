@@ -216,9 +216,9 @@ def read_pose(values: Any, where: Path | str, *, moved: bool = False) -> np.ndar
     return pose
 
 
-def read_step(cameras: dict[str, Any], path: Path) -> int:
+def read_step(value: Any, path: Path) -> int:
     """Pixels from one sample of the depth maps to the next."""
-    if (step := int(cameras.get("depth_step", 2))) < 1:
+    if (step := int(value)) < 1:
         raise UsageError(f"{path}: depth_step must be at least 1, not {step}")
     return step
 
@@ -394,7 +394,7 @@ def frames_of(folder: Path) -> dict[str, DepthCamera]:
     """The views of a recorded set, by the names of their images."""
     path = folder / "cameras.json"
     cameras = read_rows(path, ("K", "frames"))[0]
-    K, stride, frames = read_K(cameras["K"], path), read_step(cameras, path), {}
+    K, stride, frames = read_K(cameras["K"], path), read_step(cameras.get("depth_step", 2), path), {}
     for row in cameras["frames"]:
         pose = np.linalg.inv(read_pose(row["world_from_camera"], f"{path}, {row['image']}"))
         depth = folder / "depth" / f"{Path(row['image']).stem}.png"
@@ -423,7 +423,7 @@ def rendered(folder: Path, relit: bool = False) -> Iterator[DepthPair | Homograp
         for row in rows:
             where = f"{path}, {row['image']}"
             K, E = read_K(row["K"], where), read_pose(row["E"], where)
-            views.append(DepthCamera(folder / row["depth"], read_step(scene, path), K, E))
+            views.append(DepthCamera(folder / row["depth"], read_step(scene["depth_step"], path), K, E))
         overlap = min(overlap_of(*views), overlap_of(*reversed(views)))
         if overlap >= 0.15:  # less is hopeless
             light = "same light" if lights[0] == lights[1] else "different lights"
@@ -486,7 +486,11 @@ def find_stored_sets(root: Path) -> list[StoredSet]:
     for path in sorted(root.rglob("cameras.json")):
         try:
             stored = json.loads(read_text(path))
-            views, step = list(stored["views"]), int(stored["depth_step"])
+            views, step = list(stored["views"]), read_step(stored["depth_step"], path)
+            for view in views:
+                _sides(path.parent, view["image"], view["depth"])
+                read_K(view["K"], view["image"])
+                read_pose(view["E"], view["image"])
         except MALFORMED as error:
             raise IntegrityError(f"{path} is damaged ({error})") from error
         sets.append(StoredSet(path.parent, views, step, pairs_of(path.parent, views)))
