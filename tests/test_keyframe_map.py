@@ -89,6 +89,8 @@ def test_loops_undo_drift_and_photos_are_localised(made):
     assert [tuple(row["frames"]) for row in rows] == [loop[:2] for loop in closed.loops]
     with PIL.Image.open(folder / "map" / "trajectory.png") as drawing:
         assert drawing.width > 800 and drawing.size == closed.plot().size
+    with pytest.raises(UsageError, match=r"photo0\.png"):
+        closed.plot(folder / "photos" / "photo0.png")  # which is not ours
     assert len(repr(closed)) < 250 and "\n" not in repr(closed) and "20 frames" in repr(closed)
     with matcher.Map.open(folder / "map") as place:  # the model in it
         assert len(place.names) == 10
@@ -252,7 +254,10 @@ def test_a_second_run_is_in_the_map_of_the_first(saved, tmp_path):
     tracker.unload_map()
     assert tracker.push(picture(1.1)).map_from_cam is None
     pytest.importorskip("rerun")
-    data = closed.record(tmp_path / "paths.rrd").read_bytes()
+    (tmp_path / "paths.rrd").write_text("mine")
+    with pytest.raises(UsageError, match=r"paths\.rrd"):
+        closed.record(tmp_path / "paths.rrd")
+    data = closed.record(tmp_path / "paths.rrd", overwrite=True).read_bytes()
     assert data.startswith(b"RRF") and b"world/tracked" in data and b"moved_by" in data
 
 

@@ -153,7 +153,7 @@ def track(
     elif keyframes is not None:
         closed = _closed(keyframes, tracker.save_map)
         if any(path.suffix.lower() == ".rrd" for path in outputs):
-            say(f"wrote {closed.record(keyframes.folder / 'trajectory.rrd')}")
+            say(f"wrote {closed.record(keyframes.folder / 'trajectory.rrd', overwrite=True)}")
     return ended if ended is not None else PARTIAL if failures else 0
 
 

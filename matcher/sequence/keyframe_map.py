@@ -30,7 +30,7 @@ from matcher.collection.schema import StoredPair
 from matcher.config import EstimationConfig
 from matcher.errors import MALFORMED, IntegrityError, MatcherError, UsageError, optional
 from matcher.export.colmap import CameraChoice, as_rigid, import_pycolmap
-from matcher.files import check_folder, write_whole
+from matcher.files import check_folder, check_output, write_whole
 from matcher.geometry import check_poses
 from matcher.images import ImageInput, read_image
 from matcher.localization.map import Map
@@ -309,20 +309,21 @@ class ClosedTrajectory:
         """(F,) how far each pose was moved."""
         return np.linalg.norm(self.after[:, :3, 3] - self.before[:, :3, 3], axis=1)
 
-    def plot(self, path: str | Path | None = None) -> Path | PIL.Image.Image:
+    def plot(self, path: str | Path | None = None, *, overwrite: bool = False) -> Path | PIL.Image.Image:
         """Draw both paths from above and how far each pose was moved, to a file, or as a picture;
-        `UsageError`: no matplotlib."""
+        `UsageError`: no matplotlib, or, without `overwrite`, a foreign file."""
         with optional():
             from matcher.sequence.plot import plot_closing
 
-        return plot_closing(path, self)
+        return plot_closing(path, self, overwrite=overwrite)
 
-    def record(self, path: str | Path) -> Path:
-        """Write the same as a recording (.rrd) for the rerun viewer; `UsageError`: it is not installed."""
+    def record(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the same as a recording (.rrd) for the rerun viewer; `UsageError`: it is not installed, or,
+        without `overwrite`, a foreign file."""
         with optional():
             from matcher.sequence.plot import record_closing
 
-        return record_closing(Path(path), self)
+        return record_closing(check_output(path, (".rrd",), overwrite=overwrite), self)
 
 
 # --- What is kept of a map that is being made: images of keyframes, and all poses in one file; always whole.
@@ -543,7 +544,7 @@ class KeyframeMap:
         write_trajectory(self.folder / TRAJECTORY, closed.timestamps.tolist(), carried)
         rows = [{"frames": loop[:2], "inliers": loop[2]} for loop in closed.loops]
         write_whole(self.folder / LOOPS, json.dumps(rows, indent=1).encode())
-        closed.plot(self.folder / PLOT)
+        closed.plot(self.folder / PLOT, overwrite=True)
         (self.folder / KEPT).unlink(missing_ok=True)
         return closed
 

@@ -77,7 +77,9 @@ def plot_trajectory(
     return save_figure(figure, path)
 
 
-def plot_closing(path: str | Path | None, closed: ClosedTrajectory) -> Path | PIL.Image.Image:
+def plot_closing(
+    path: str | Path | None, closed: ClosedTrajectory, *, overwrite: bool
+) -> Path | PIL.Image.Image:
     """Draw both paths from above, the loops, and how far each pose was moved; as `save_figure`."""
     before, after, loops = closed.before, closed.after, _ends(closed)
     figure = Figure(figsize=(11, 5.5), layout="constrained")
@@ -94,7 +96,7 @@ def plot_closing(path: str | Path | None, closed: ClosedTrajectory) -> Path | PI
     beside.plot(closed.moved(), color=_BLUE)
     beside.set(xlabel="pose", ylabel="moved by", title="how far each pose was moved")
     beside.grid(alpha=0.3)
-    return save_figure(figure, path)
+    return save_figure(figure, path, overwrite=overwrite)
 
 
 def _ends(closed: ClosedTrajectory) -> list[np.ndarray]:
