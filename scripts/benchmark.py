@@ -2,8 +2,7 @@
 
     python scripts/benchmark.py [--threads 2] [--device cuda] [--quick] [--only lightglue] [--json FILE]
 
-Times are medians of calls that alternate in one process. The rows of a collection, which take minutes
-and need pycolmap, run only if --only names them.
+Times are medians of calls that alternate in one process. --only collection needs pycolmap, and minutes.
 """
 
 from __future__ import annotations
@@ -378,11 +377,7 @@ def main() -> int:
     parser.add_argument("--photos", type=Path, help="photos of one place, for collection")
     parser.add_argument("--json", type=Path, help="also write the measurements to this file")
     parser.add_argument("--overwrite", action="store_true", help="replace the file of --json")
-    parser.add_argument(
-        "--processor-time",
-        action="store_true",
-        help="CPU seconds of this process instead of wall-clock seconds, for one thread on a busy machine",
-    )
+    parser.add_argument("--processor-time", action="store_true", help="of this process, not wall-clock time")
     options = parser.parse_args()
     try:
         if options.json:

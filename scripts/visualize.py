@@ -1,16 +1,14 @@
-"""Draw a pair of images: matches, their errors, epipolar lines, refinement.
+"""Draw a pair of images: matches, their errors, epipolar lines.
 
-    python scripts/visualize.py assets/view0.jpg assets/view1.jpg out.png [--plot KIND]
+    python scripts/visualize.py assets/view0.jpg assets/view1.jpg out.png [--plot epipolar]
 
-KIND is matches, epipolar, or refinement (three matches before and after, enlarged eight times: image 0, and
-image 1 deformed to look like it). The suffix of the output decides its format. `matcher explain` shows
-attention and what became of every keypoint, `matcher align` one image over the other.
+The suffix of the output decides its format. `matcher explain` shows attention and what became of every
+keypoint, `matcher align` one image over the other.
 """
 
 import argparse
 from pathlib import Path
 
-import cv2
 import matplotlib
 import numpy as np
 from matplotlib.collections import LineCollection
@@ -19,9 +17,8 @@ from matplotlib.patches import Rectangle
 
 import matcher
 from matcher.cameras import as_camera
-from matcher.files import write_whole
+from matcher.evaluate.measure import distances
 from matcher.geometry import warp_points
-from matcher.refine import fit_affine_maps
 from matcher.verify.adjustment import epipolar_distance, fundamental_from_pose
 from matcher.viz.drawings import draw_header, save_figure, two_images
 
@@ -29,7 +26,8 @@ from matcher.viz.drawings import draw_header, save_figure, two_images
 def draw_pair(args: argparse.Namespace) -> None:
     """Matches, their errors, or what shows whether the geometry is right."""
     planar = args.homography is not None
-    pipeline = load(args, geometry="homography" if planar else "fundamental")
+    options = {"weights": args.weights, "resize": args.resize, "device": "cpu"}
+    pipeline = matcher.load(args.preset, geometry="homography" if planar else "fundamental", **options)
     result = pipeline.match(args.image0, args.image1)
     images = pipeline.read(args.image0), pipeline.read(args.image1)
     known = result.geometry.matrix if args.homography is None else np.loadtxt(args.homography)
@@ -42,8 +40,7 @@ def draw_pair(args: argparse.Namespace) -> None:
     if args.plot == "matches":
         points, errors = (result.points0, result.points1), None
         if args.colour_by == "error" and planar:  # infinite beyond the horizon
-            errors = np.linalg.norm(warp_points(points[0], known) - points[1], axis=1)
-            errors = np.nan_to_num(errors, nan=np.inf)
+            errors = distances(warp_points(points[0], known), points[1])
         elif args.colour_by == "error":
             errors = epipolar_distance(*points, known)
         how |= {"colour_by": args.colour_by, "errors": errors, "max_lines": args.lines}
@@ -91,60 +88,11 @@ def draw_epipolar_lines(
     return figure
 
 
-ENLARGED, HALF, SHOWN = 8, 12, 3  # times; pixels of a window to either side; matches
-
-
-def draw_refinement(args: argparse.Namespace) -> None:
-    """Inliers of the more certain half, from those that moved most."""
-    before = load(args, refine=False).match(args.image0, args.image1)
-    images = [matcher.read_image(path, resize=None, upright=False) for path in (args.image0, args.image1)]
-    after = load(args).refine(args.image0, args.image1, before.matches)
-    refinement = after.refinement
-    points0, points1 = before.points0.astype(float), before.points1.astype(float)
-    maps, known = fit_affine_maps(points0, points1)
-    possible = refinement.accepted & known & before.geometry.inliers
-    if np.count_nonzero(possible) < SHOWN:
-        raise SystemExit(f"fewer than {SHOWN} matches were refined: {refinement.counts()}")
-    moved = np.linalg.norm(after.points1 - points1, axis=1)
-    deviation = np.sqrt(np.linalg.eigvalsh(refinement.covariances)[:, 1])
-    certain = np.flatnonzero(possible & (deviation <= np.median(deviation[possible])))
-    most = certain[np.argsort(-moved[certain])]
-    rows = []
-    for row in most[np.linspace(0, len(most) // 10, SHOWN).astype(int)]:
-        sides = (
-            window(images[0], points0[row], np.eye(2), "image 0"),
-            window(images[1], points1[row], maps[row], "image 1, as matched"),
-            window(images[1], after.points1[row], maps[row], f"refined by {moved[row]:.2f} px"),
-        )
-        rows.append(np.hstack(sides))
-    write_whole(args.output, cv2.imencode(args.output.suffix, np.vstack(rows))[1].tobytes())
-
-
-def window(image: matcher.Image, point: np.ndarray, affine: np.ndarray, words: str) -> np.ndarray:
-    """(H, W, 3) uint8 window around a stored pixel, with a cross in its middle."""
-    grey = image.stored if image.stored is not None else image.grey()
-    reach = np.arange(-HALF * ENLARGED, HALF * ENLARGED + 1, dtype=np.float32) / ENLARGED
-    places = np.float32(np.stack(np.meshgrid(reach, reach), axis=-1) @ affine.T + point)
-    how = {"interpolation": cv2.INTER_CUBIC, "borderMode": cv2.BORDER_REPLICATE}
-    values = cv2.remap(np.float32(grey), places[..., 0], places[..., 1], **how)
-    pixels = cv2.normalize(values, None, 0, 255, cv2.NORM_MINMAX).astype(np.uint8)
-    drawn = cv2.cvtColor(pixels, cv2.COLOR_GRAY2BGR)
-    cv2.drawMarker(drawn, (HALF * ENLARGED, HALF * ENLARGED), (0, 0, 255), cv2.MARKER_CROSS, 40, 1)
-    cv2.putText(drawn, words, (5, 15), cv2.FONT_HERSHEY_SIMPLEX, 0.45, (255, 255, 255), 1, cv2.LINE_AA)
-    return cv2.copyMakeBorder(drawn, 3, 3, 3, 3, cv2.BORDER_CONSTANT, value=(255, 255, 255))
-
-
-def load(args: argparse.Namespace, **options: object) -> matcher.Pipeline:
-    return matcher.load(args.preset, weights=args.weights, resize=args.resize, device="cpu", **options)
-
-
-KINDS = dict.fromkeys(["matches", "epipolar"], draw_pair)
-KINDS["refinement"] = draw_refinement
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("image0", type=Path)
 parser.add_argument("image1", type=Path)
 parser.add_argument("output", type=Path, help=".png, .jpg, .pdf or .svg")
-parser.add_argument("--plot", choices=KINDS, default="matches")
+parser.add_argument("--plot", choices=["matches", "epipolar"], default="matches")
 parser.add_argument("--preset", default="hybrid-learned", help="see `matcher presets`")
 parser.add_argument("--weights", help="a file, or a name from `matcher weights list`")
 parser.add_argument("--resize", type=int, default=1024, help="longer side in pixels")
@@ -158,6 +106,6 @@ args = parser.parse_args()
 if args.pose is not None and args.camera is None:
     parser.error("--pose needs --camera fx,fy,cx,cy")
 try:
-    KINDS[args.plot](args)
+    draw_pair(args)
 except matcher.MatcherError as error:
     parser.exit(error.exit_code, f"{error}\n")

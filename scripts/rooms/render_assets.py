@@ -1,6 +1,6 @@
 """Render the views in `assets/`: a still life of photographs, with exact cameras.
 
-    python scripts/render_assets.py [--output assets]
+    python scripts/rooms/render_assets.py [--output assets]
 
 `view0.jpg` to `view2.jpg` are three views far apart; `walk/` holds twelve along an arc, which the tutorials
 reconstruct, follow as a video, and localise.
@@ -259,7 +259,7 @@ def exposed(image: np.ndarray, view: View, seed: int) -> np.ndarray:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Render the demo views and their cameras.")
-    parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parent.parent / "assets")
+    parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parents[2] / "assets")
     output = parser.parse_args().output
     output.mkdir(parents=True, exist_ok=True)
     offsets = np.random.default_rng(0).normal(size=(16, 3))
