@@ -82,22 +82,25 @@ def turn_scores(
 
 
 def distinctiveness(similarity: Any) -> Any:
-    """How distinctive the mutual nearest neighbours of similarities (N, M) are: the sum of their (1 - r)².
+    """How distinctive the mutual nearest neighbours of similarities (N, M) are, by `distinct_neighbours`. (A
+    sum of similarities is dominated by wrong neighbours where views differ by more than a rotation.)"""
+    return 0.0 if 0 in similarity.shape else distinct_neighbours(similarity)[1].sum()
+
+
+def distinct_neighbours(similarity: Any) -> tuple[Any, Any]:
+    """The nearest neighbour (N,) in each row of similarities (N, M), and (1 - r)² if it is mutual, else 0.
 
     r is the ratio of the distances to the nearest and to the second nearest descriptor, the larger one of
-    both images. (A sum of similarities is dominated by wrong neighbours where views differ by more than a
-    rotation.)
+    both images.
     """
     xp = library(similarity)
-    if 0 in similarity.shape:
-        return 0.0
     best0, best1, partner = xp.amax(similarity, 1), xp.amax(similarity, 0), xp.argmax(similarity, 1)
     mutual = best0 == best1[partner]
     second0 = xp.amax(xp.where(similarity == best0[:, None], -1.0, similarity), 1)
     second1 = xp.amax(xp.where(similarity == best1, -1.0, similarity), 0)[partner]
     second = 1 - xp.maximum(second0, second1)  # the larger ratio is that of the smaller distance
     ratio = (1 - best0) / xp.clip(second, 1e-6, None)
-    return (mutual * xp.clip(1 - ratio, 0, None) ** 2).sum()
+    return partner, mutual * xp.clip(1 - ratio, 0, None) ** 2
 
 
 # Batches of features, on torch.
