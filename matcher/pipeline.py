@@ -219,8 +219,7 @@ class Pipeline:
         matches = with_prior_scores(matches, scale, calibration_of(self.matcher), True)
         geometry = self.verify(joined.features0, joined.features1, matches, **cameras)
         sizes = [side.image_size for side in features]
-        # Joined features have no descriptors.
-        geometry = judged(geometry, matches, *sizes, partial(repetition, *features))
+        geometry = judged(geometry, matches, *sizes, partial(repetition, *features))  # with descriptors
         geometry = reject_improbable(geometry, matches, *sizes)
         found = dict(matches=matches, geometry=geometry, passes=joined.passes, first=first)
         return timed(replace(first, features0=joined.features0, features1=joined.features1, **found))
