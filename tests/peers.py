@@ -93,13 +93,8 @@ def decisive_superglue(model: nn.Module) -> nn.Module:
 def transformers_lightglue(seed: int = 0, **settings) -> nn.Module:
     """transformers' LightGlue on SuperPoint; cross-attention has one projection twice, as published."""
     transformers = pytest.importorskip("transformers")
-    settings = {
-        "depth_confidence": -1.0,
-        "width_confidence": -1.0,
-        "attn_implementation": "eager",
-        **settings,
-    }
-    config = transformers.LightGlueConfig(**settings)
+    off = {"depth_confidence": -1.0, "width_confidence": -1.0}
+    config = transformers.LightGlueConfig(attn_implementation="eager", **off, **settings)
     model = seeded(lambda: transformers.LightGlueForKeypointMatching(config), seed)
     for layer in model.transformer_layers:
         layer.cross_attention.k_proj.load_state_dict(layer.cross_attention.q_proj.state_dict())

@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -103,19 +104,14 @@ def layer_faults(modules: Modules) -> list[str]:
 
 def plain_classes(modules: Modules) -> frozenset[str]:
     """Dataclasses and named tuples of the package: to build one at import is a constant, not work."""
-    classes = [
-        node for module in modules.values() for node in ast.walk(module) if isinstance(node, ast.ClassDef)
-    ]
-    marks = {
-        node.name: {ast.unparse(d).split("(")[0] for d in (*node.decorator_list, *node.bases)}
-        for node in classes
-    }
-    return frozenset(name for name, mark in marks.items() if mark & {"dataclass", "NamedTuple"})
+    nodes = (node for module in modules.values() for node in ast.walk(module))
+    classes = (node for node in nodes if isinstance(node, ast.ClassDef))
+    marks = {each.name: map(ast.unparse, (*each.decorator_list, *each.bases)) for each in classes}
+    plain = {"dataclass", "NamedTuple"}
+    return frozenset(name for name, mark in marks.items() if plain & {text.split("(")[0] for text in mark})
 
 
-def import_time_faults(
-    module: ast.Module, plain: frozenset[str] = frozenset(), *, is_main: bool = False
-) -> list[str]:
+def import_time_faults(module: ast.Module, plain: frozenset[str], *, is_main: bool) -> list[str]:
     """Statements and calls outside functions that do more than define; `plain` classes may be built."""
     faults = []
     for node in module.body:
@@ -222,12 +218,9 @@ def test_names_say_what_things_are():
 
 
 def test_no_two_classes_share_a_name():
-    homes: dict[str, list[str]] = {}
-    for name, module in PACKAGE.items():
-        for node in module.body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes.setdefault(node.name, []).append(name)
-    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
+    nodes = (node for module in PACKAGE.values() for node in module.body)
+    counts = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert [name for name, count in counts.items() if count > 1 and not name.startswith("_")] == []
 
 
 def test_only_declared_dependencies_are_imported():
