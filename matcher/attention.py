@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -69,9 +70,9 @@ def _refuse_misfits(q: Tensor, k: Tensor, v: Tensor, width: int | None = None) -
         return
     given = [tuple(x.shape) if isinstance(x, Tensor) else () for x in (q, k, v)]
     try:
-        torch.broadcast_shapes(*(shape[:-2] for shape in given))
+        np.broadcast_shapes(*(shape[:-2] for shape in given))  # torch's imports much
         fits = given[0][-1] == given[1][-1] == (width or given[0][-1]) and given[1][-2] == given[2][-2]
-    except (IndexError, RuntimeError):
+    except (IndexError, ValueError):
         fits = False
     if not fits:
         found = (str(shape) if shape else type(x).__name__ for x, shape in zip((q, k, v), given, strict=True))
