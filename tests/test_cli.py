@@ -238,6 +238,20 @@ def test_signals_end_a_command_with_a_word(name, number, code, words):
         assert process.stderr.read().endswith(words)
 
 
+def test_a_command_ends_at_once_after_what_others_do_at_the_end():
+    text = (
+        "import atexit, sys\n"
+        "class Library:\n"
+        "    def __del__(self): print('taken down')\n"
+        "library, sys.argv[1:] = Library(), ['match', 'a.png', 'b.png']\n"
+        "atexit.register(print, 'file closed')\n"
+        "from matcher.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (3, "file closed\n")
+
+
 # --- Help, messages, what the shell sees
 
 

@@ -6,12 +6,14 @@ command that was typed is imported. A new command is one name in `_FILES`.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pkgutil import resolve_name
 from typing import Annotated
@@ -97,7 +99,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except (Exception, KeyboardInterrupt) as error:
                 code = exit_code_of(error)
             detail(f"exit code {code or 0}")
-            if typed == "serve" and arguments is None:  # else Python would wait for what is being matched
+            if arguments is None:  # Python would take half a second more to take the libraries down
+                if typed != "serve":  # where it would wait for what is being matched
+                    atexit._run_exitfuncs()
+                with suppress(OSError, ValueError):
+                    sys.stdout.flush()
+                    sys.stderr.flush()
                 os._exit(code or 0)
             return code or 0
     finally:
