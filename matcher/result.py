@@ -182,7 +182,8 @@ class Result:
         if status == "mirrored":
             return f"mirrored: neighbouring matches lie the other way round in image 1: {MIRRORED}"
         if self.geometry.verified and status != "ok":
-            return f"{int(self.inliers.sum())} are inliers of one homography: {status}, {_PLANAR[status]}"
+            found = f"{int(self.inliers.sum())} are inliers of one homography (planar)"
+            return f"{found}: {status}, {_PLANAR[status]}"
         if status in _REASONS and (rejected is None or self.verdict is None):
             return f"no match: the matches fit no {model} ({_REASONS[status]})"
         if status in _REASONS:

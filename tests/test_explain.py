@@ -295,6 +295,8 @@ def test_the_page_counts_what_the_store_holds(run, written):
     assert [sum(histogram) for histogram in data["histograms"]] == [15, 15]
     inliers = {(p.name0, p.name1): int(p.geometry.inliers.sum()) for p in pairs}
     assert {(row[0], row[1]): row[3] for row in data["weakest"]} == inliers
+    planar = {(p.name0, p.name1) for p in pairs if p.geometry.planar}  # views of one plane
+    assert planar == {(row[0], row[1]) for row in data["weakest"] if row[4].endswith(", planar")} != set()
     likely = {(row[0], row[1]) for row in data["weakest"] if row[5] > 0.5}
     sound = {(p.name0, p.name1) for p in pairs if p.geometry.verified}
     nodes = [node[0] for node in data["graph"]["nodes"]]
