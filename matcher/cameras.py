@@ -706,17 +706,18 @@ def _wxyz(pose: np.ndarray) -> list[float]:
 
 def _poses_from_rows(rows: Iterable[tuple[str, Sequence[str | float]]]) -> dict[str, np.ndarray]:
     """Poses (4, 4) by name, of rows of a name and qw qx qy qz tx ty tz; any other row raises."""
-    names, values = [], []
+    named: dict[str, list[float]] = {}
     for name, words in rows:
         if len(words) != 7:
             raise ValueError(f"{len(words)} numbers in a line that needs 7")
-        names.append(name)
-        values.append([float(word) for word in words])
-    values = np.array(values).reshape(-1, 7)
+        if name in named:
+            raise ValueError(f"two lines have a pose of {name!r}; keep one")
+        named[name] = [float(word) for word in words]
+    values = np.array(list(named.values())).reshape(-1, 7)
     poses = np.tile(np.eye(4), (len(values), 1, 1))
     poses[:, :3, :3], poses[:, :3, 3] = as_rotation(np.roll(values[:, :4], -1, axis=1)), values[:, 4:]
     check_poses(poses)
-    return dict(zip(names, poses, strict=True))
+    return dict(zip(named, poses, strict=True))
 
 
 def _poses_from_json(values: Any) -> tuple[dict[str, np.ndarray], dict[str, Camera]]:

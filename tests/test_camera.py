@@ -13,6 +13,7 @@ from PIL import Image, ImageOps
 import matcher
 from matcher.cameras import (
     CAMERA_MODELS,
+    COLMAP_IMAGES,
     Camera,
     as_camera,
     parse_cameras,
@@ -130,6 +131,15 @@ def test_cameras_and_poses_of_nerfstudio(tmp_path, more, model, lens):
     wanted, (poses, cameras) = Camera(500, 510, 319.5, 239.5, (640, 480), model, lens), read_named_poses(path)
     assert cameras == {"a/b.jpg": wanted} and read_cameras(path) == wanted
     assert (poses["a/b.jpg"] @ [4, 7, 7, 1]).tolist() == [0, -1, 2, 1]  # 2 ahead, 1 above
+
+
+@pytest.mark.parametrize(
+    ("name", "line"), [("poses.txt", "{} 1 0 0 0 0 0 {}"), (COLMAP_IMAGES, "1 1 0 0 0 0 0 {1} 1 {0}\n")]
+)
+def test_two_poses_of_one_image_are_refused(tmp_path, name, line):
+    (path := tmp_path / name).write_text("\n".join(line.format("a.jpg", x) for x in (1, 2)))
+    with pytest.raises(UsageError, match=rf"{name}.*two lines.*a\.jpg"):
+        read_named_poses(path)
 
 
 INFO = """image_width: 640
