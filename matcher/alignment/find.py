@@ -304,7 +304,9 @@ class TemplateFinder:
         mirrored: list[Instance] = []
         if not found and self._matched and self._longer > LONGEST:
             flipped = self._with(self.template.pixels[:, ::-1])
-            flipped._search_places(shown, _propose(flipped.template, shown, turned=True)[0], mirrored, [])
+            flipped._search_places(
+                shown, _propose(flipped.template, shown, turned=True, dense=False)[0], mirrored, []
+            )
         told = perf_counter() - start, inverted and bool(found), bool(mirrored)
         return Detections(tuple(found), shown.size, self.template, shown.path, *told)
 
@@ -542,12 +544,13 @@ def _is_new(corners: np.ndarray, found: list[Instance]) -> bool:
 LONGEST = 128  # pixels of the side of templates, squares of as many pixels, that correlation alone finds
 
 
-def _propose(template: Image, image: Image, *, turned: bool) -> list[list[np.ndarray]]:
+def _propose(template: Image, image: Image, *, turned: bool, dense: bool = True) -> list[list[np.ndarray]]:
     """The 150 best similarities (3, 3), from the template's pixels to those of the image, where the two
     correlate, and as many where its negative does, best first; they are to be verified."""
     # `side`: pixels of the template, a square of as many, that suffice to tell where it may be.
     if turned:
-        scales, turns, smallest, side, least = np.geomspace(0.3, 3, 10), range(0, 360, 15), 40, 18, 0.45
+        scales, turns = np.geomspace(0.3, 3, 14 if dense else 10), range(0, 360, 12 if dense else 15)
+        smallest, side, least = 40, 18, 0.45
     else:  # in steps of 6 %, which move the border of an icon of 64 pixels by one at most
         scales, turns, smallest, side, least = np.geomspace(0.6, 2.4, 25), range(1), 8, 28, 0.7
     whole, mean = image.grey(), np.sqrt(template.grey().size)
