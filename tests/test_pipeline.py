@@ -14,6 +14,7 @@ from matcher.geometry import warp_points
 from matcher.images import read_image
 from matcher.match.network import AttentionMatcher
 from matcher.torch_engine import resolve_device
+from matcher.types import Repetition
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -210,7 +211,9 @@ def test_a_rejected_model_is_shown_nowhere(tmp_path):
     assert result.to_dict()["geometry"]["matrix"] is None
     assert result.to_dict()["geometry"]["rejected_inliers"] == result.geometry.rejected.inliers.sum()
     assert result.verdict.word == "not" and "no match" in result.summary()
-    assert "different places" in result.heading()
+    assert "different places" in result.heading() and "repetitive" not in result.heading()
+    repeated = replace(result.geometry.rejected, repetition=Repetition(0.2, 1.0))
+    assert "repetitive" in replace(result, geometry=repeated).heading()
     with np.load(result.save(tmp_path / "r.npz")) as saved:
         assert saved["matrix"].size == 0 and not saved["inliers"].any()
 

@@ -224,6 +224,8 @@ SIZE = (640, 480)  # of views of walls
 OVERLAID = (448, 336)  # of parts of photos with an overlay
 _PIXEL = 1 / 400  # length of a pixel of a texture; a wall is some 3 long
 REPEATING = ("wallpaper", "façade", "tiles", "text", "table")
+# From pair 100 on, so that earlier ones stay as they are: least and largest (width, height) of one thing.
+_OTHERS = {"shelf": ((60, 80), (110, 130)), "keyboard": (44, 60), "brick": ((70, 25), (110, 40))}
 OVERLAYS = ("stamp", "logo", "display", "frame")
 _K = np.array([[560.0, 0, 319.5], [0, 560.0, 239.5], [0, 0, 1]])
 
@@ -320,8 +322,8 @@ def planes_pair(paths: Sequence[Path], number: int, seed: int) -> DepthPair:
 
 
 def repeating(kind: str, paths: Sequence[Path], rng: np.random.Generator) -> np.ndarray:
-    """A wall (960, 1280, 3) uint8: one motif, plaster with equal windows, tiles of two colours, or a page of
-    words or numbers, whose layout is always the same."""
+    """A wall (960, 1280, 3) uint8: one motif, plaster with equal windows, tiles of two colours, equal boxes,
+    keys, bricks, or a page of words or numbers, whose layout is always the same."""
     if kind == "wallpaper":
         motif = photo(paths, rng, rng.integers(90, 200, 2))
         if rng.random() < 0.3:
@@ -343,6 +345,19 @@ def repeating(kind: str, paths: Sequence[Path], rng: np.random.Generator) -> np.
         side, colours = int(rng.integers(35, 70)), rng.integers(0, 255, (2, 3))
         y, x = np.indices((960, 1280)) // side
         return colours[(x + y) % 2].astype(np.uint8)
+    if kind in _OTHERS:
+        wide, high = rng.integers(*_OTHERS[kind], 2).tolist()
+        wall = np.full((960, 1280, 3), rng.integers(60, 200, 3), np.uint8)
+        thing = photo(paths, rng, (wide - 6, high - 6)) if kind == "shelf" else rng.integers(60, 230, 3)
+        for row, y in enumerate(range(4, 960 - high, high)):
+            start = 4 if kind == "shelf" else 4 + row % 2 * wide // 2
+            for column, x in enumerate(range(start, 1280 - wide, wide)):
+                wall[y : y + high - 6, x : x + wide - 6] = thing
+                if kind == "keyboard":  # four rows of ten keys, again and again
+                    key = chr(65 + (7 * (row % 4) + column % 10) % 26)
+                    cv2.putText(wall, key, (x + 8, y + 26), 0, 0.6, (20, 20, 20), 2, cv2.LINE_AA)
+        grain = cv2.GaussianBlur(rng.normal(0, 6, (960, 1280, 1)), (0, 0), 1.5)[..., None]
+        return np.clip(wall + 3 * grain, 0, 255).astype(np.uint8)
     sheet, font = np.full((960, 1280, 3), 240, np.uint8), cv2.FONT_HERSHEY_COMPLEX
     for y in range(40, 950, 34):
         if kind == "table":
@@ -362,7 +377,8 @@ def repeating(kind: str, paths: Sequence[Path], rng: np.random.Generator) -> np.
 
 def repeats_pair(paths: Sequence[Path], number: int, seed: int) -> Pair:
     """A wall with a pattern that repeats, and a few things that do not; odd pairs show another instance."""
-    kind, other = REPEATING[(number // 2) % len(REPEATING)], number % 2 == 1
+    kinds, other = REPEATING if number < 100 else _OTHERS, number % 2 == 1
+    kind = list(kinds)[(number // 2) % len(kinds)]
     rng = np.random.default_rng([seed, number // 2, 12])  # both of a kind with one wall
     printed = kind in ("text", "table")
     walls = [repeating(kind, paths, rng) for _ in range(1 + printed)]
