@@ -17,6 +17,7 @@ import PIL.Image
 from matcher.alignment.align import planar_pipeline
 from matcher.errors import UsageError, optional
 from matcher.geometry import warp_points
+from matcher.images import limit_for, read_image
 from matcher.match.steering import COMPARED, distinct_neighbours, rotated_descriptors
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions, from_file, refuse_further_passes
@@ -114,6 +115,7 @@ class Detections:
 
         if (shown := self.path if image is None else image) is None:
             raise UsageError("the image was an array: give it to plot(path, image)")
+        shown = read_image(shown, max_pixels=limit_for(self.size))
         corners = [instance.corners for instance in self.instances]
         return save_figure(draw_instances(self.template, shown, corners), path, overwrite=overwrite)
 
@@ -303,14 +305,14 @@ class TemplateFinder:
         found.sort(key=lambda one: (one.inliers > 0, -one.inliers, -one.share))
         mirrored: list[Instance] = []
         if not found and self._matched and self._longer > LONGEST:
-            flipped = self._with(self.template.pixels[:, ::-1])
-            flipped._search_places(
-                shown, _propose(flipped.template, shown, turned=True, dense=False)[0], mirrored, []
-            )
+            mask = self.template.mask
+            flipped = self._with(self.template.pixels[:, ::-1], None if mask is None else mask[:, ::-1])
+            places = _propose(flipped.template, shown, turned=True, dense=False)[0]
+            flipped._search_places(shown, places, mirrored, [])
         told = perf_counter() - start, inverted and bool(found), bool(mirrored)
         return Detections(tuple(found), shown.size, self.template, shown.path, *told)
 
-    def _with(self, pixels: np.ndarray, mask: np.ndarray | None = None) -> TemplateFinder:
+    def _with(self, pixels: np.ndarray, mask: np.ndarray | None) -> TemplateFinder:
         """The finder of a template that is changed, by which places are matched."""
         other = copy(self)
         other.template = replace(self.template, pixels=np.ascontiguousarray(pixels), mask=mask)
@@ -333,7 +335,7 @@ class TemplateFinder:
             if one is None or not _is_free(image, one, known):
                 continue
             like = self._likeness(image, one)
-            if like.is_copy:
+            if like.is_copy and np.linalg.cond(one._jacobian()) < 1.3:  # an edge alone fits squeezed, too
                 found.append(replace(one, share=float(like.correlation)))
                 vain = 0
             elif self._is_icon and like.correlation > 0.88 and like.detail > 0.8 and like.worst > 0.25:
