@@ -571,14 +571,13 @@ def _propose(template: Image, image: Image, *, turned: bool, dense: bool = True)
             if cover is not None:
                 response[~(np.abs(response) <= 1.001)] = 0  # it is undefined where the image is plain
             strength = np.abs(response)
-            if not (high := strength > least).any():
-                continue
-            rows, columns = np.nonzero(high & (strength == cv2.dilate(strength, np.ones((9, 9)))))
-            matrices = np.repeat((back @ to_patch @ resizing(shrunk))[None], len(rows), axis=0)
-            matrices[:, :2, 2] += np.c_[columns, rows] * back[[0, 1], [0, 1]]
-            peaks = response[rows, columns]
-            for places, values in zip(listed, (peaks, -peaks), strict=True):
-                places.append((values[values > 0], matrices[values > 0]))
+            if (high := strength > least).any():
+                rows, columns = np.nonzero(high & (strength == cv2.dilate(strength, np.ones((9, 9)))))
+                matrices = np.repeat((back @ to_patch @ resizing(shrunk))[None], len(rows), axis=0)
+                matrices[:, :2, 2] += np.c_[columns, rows] * back[[0, 1], [0, 1]]
+                peaks = response[rows, columns]
+                for places, values in zip(listed, (peaks, -peaks), strict=True):
+                    places.append((values[values > 0], matrices[values > 0]))
     middle = np.append(np.subtract(template.pixels.shape[1::-1], 1) / 2, 1)
     return [_apart(places, middle, mean / 3) for places in listed]
 
