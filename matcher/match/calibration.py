@@ -107,13 +107,17 @@ def calibrated_by_geometry(
     + share_slope · log odds of the share that inliers have of all probabilities.
 
     A geometry that was not found, or is refused, counts as one without inliers. A homography says nothing
-    about single matches, as those off its plane may be right; nor does a degenerate set of matches.
+    about single matches, as those off its plane may be right; that of an ambiguous or degenerate set says
+    something about its inliers alone.
     """
     verified = calibration and calibration.verified
-    if verified is None or not judges_matches(geometry) or not len(matches):
+    on_plane = geometry.kind in _EPIPOLAR and geometry.status != "ok" and geometry.verified
+    if verified is None or not (on_plane or judges_matches(geometry)) or not len(matches):
         return matches
     slopes = [verified.slope, verified.inlier, verified.share_slope]
     scores = probabilities(verified.offset + geometry_regressors(matches, geometry) @ slopes)
+    if on_plane:
+        scores = np.where(geometry.inliers, np.maximum(scores, matches.scores), matches.scores)
     return replace(matches, scores=scores, prior=matches.prior_scores)
 
 
@@ -141,7 +145,7 @@ def judges_matches(geometry: TwoViewGeometry) -> bool:
 
 def geometry_regressors(matches: Matches, geometry: TwoViewGeometry) -> np.ndarray:
     """(K, 3) what `calibrated_by_geometry` goes by."""
-    inliers = geometry.inliers if geometry.status == "ok" else np.zeros(len(matches), dtype=bool)
+    inliers = geometry.inliers if geometry.verified else np.zeros(len(matches), dtype=bool)
     scores = matches.scores.astype(np.float64)
     share = (scores[inliers].sum() + _PSEUDO_COUNT) / (scores.sum() + 2 * _PSEUDO_COUNT)
     pair = np.full(len(matches), np.log(share / (1 - share)))
