@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import sqlite3
 import sys
 import unicodedata
+from contextlib import closing
 from pathlib import Path
 
 import cv2
@@ -15,13 +17,13 @@ from command import run
 import matcher
 from matcher.cameras import Camera
 from matcher.collection.collection import Collection
-from matcher.collection.schema import DESCRIPTORS, Counts, encode_keypoints
+from matcher.collection.schema import DATABASE, DESCRIPTORS, Counts, encode_features, encode_keypoints
 from matcher.collection.sources import PairChoice, Selection, default_choice
 from matcher.collection.store import EncodedPair, Store, Writer
 from matcher.collection.workers import Workers
 from matcher.errors import ImageError, UsageError
 from matcher.sfm.growing import PAIRS
-from matcher.types import to_numpy
+from matcher.types import Features, to_numpy
 
 NEAR, FAR = Camera(200, 200, 99.5, 79.5), Camera(900, 900, 99.5, 79.5)
 NAMES = [f"view 0{number}.png" for number in range(6)]
@@ -399,6 +401,25 @@ def test_ray_that_is_absent_is_said(folder, tmp_path, monkeypatch, capfd):
     assert "pip install" in capfd.readouterr().err
 
 
+def test_a_run_killed_between_its_files_leaves_out_an_overlay_when_it_continues(rng, tmp_path):
+    """Descriptors reach the disk first; then they are fewer than the keypoints."""
+    stamp, made = rng.uniform(20, 90, (40, 2)), tmp_path / "run"
+    Store.create(made, {}).close()
+    with Writer(made) as writer, closing(sqlite3.connect(":memory:")) as before:
+        for number in range(9):
+            points = np.concatenate([stamp, rng.uniform((0, 120), (320, 240), (60, 2))]).astype(np.float32)
+            features = Features(points, rng.random((100, 8), np.float32), size=(320, 240))
+            with writer.transaction():
+                writer.put_features(f"{number}.png", features, encode_features(features))
+        with closing(sqlite3.connect(made / DATABASE)) as database:
+            database.backup(before)
+            writer.leave_out_overlays()
+            before.backup(database)
+    with Writer(made) as writer:
+        writer.leave_out_overlays()
+        assert max(len(writer.features(f"{number}.png")) for number in range(9)) <= 60
+
+
 def test_what_lies_over_most_photos_gives_no_keypoints(rng, tmp_path, capsys):
     def stamped(number: int) -> Path:
         noise = cv2.GaussianBlur(rng.normal(0, 1, (240, 320)), (0, 0), 1.5)
@@ -420,16 +441,16 @@ def test_what_lies_over_most_photos_gives_no_keypoints(rng, tmp_path, capsys):
             assert overlay.beside(store.keypoints(image.name)).all()
             assert image.count == len(store.features(image.name)) > 50
         assert len(store.check()) == 0 and all(pair.geometry.status != "ok" for pair in store.pairs())
+    assert run("merge", made, "--into", tmp_path / "joined", "--descriptors") == 0
+    stamped(10)  # its keypoints on it go in the joined run, too
+    assert collect(folder, tmp_path / "joined", "--sequential", 1) == 0
+    with Store.open(tmp_path / "joined") as store:
+        assert overlay.beside(store.keypoints("10.png")).all()
     run("report", made, "--pages", 0)
     assert "320 x 240: on " in (made / "report.html").read_text()
     several = matcher.match_set(paths, "nearest", max_keypoints=150, pairs=[(0, 1)])
     assert all(overlay.beside(to_numpy(each.keypoints)).all() for each in several.features)
-    for wrong in (
-        "[[[320, 240], [1, 1], [[1, NaN]]]]",
-        "[[[320], [1, 1], []]]",
-        "[[[9, 9], [0, 1], []]]",
-        "{",
-    ):
+    for wrong in ("[[[320, 240], [1, 1], [[1, NaN]]]]", "[[[320], [1, 1], []]]", "[[[9, 9], [0, 1], []]]"):
         with Writer(made) as writer, writer.transaction():
             writer.set_meta("overlays", wrong)
         assert run("status", made) == 5

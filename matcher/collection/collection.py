@@ -480,6 +480,9 @@ def merge(
             Store.create(into, wanted, stores[0].image_folder).close()
         writer = stack.enter_context(Writer(into))
         refuse_changes(into, writer.settings, wanted, same)
+        overlays = {each.size: each for store in [*stores[::-1], writer] for each in store.overlays}
+        with writer.transaction():
+            writer.set_meta("overlays", schema.encode_overlays(overlays.values()))
         for store in stores:
             with writer.transaction():
                 on_report(_join(writer, store, descriptors))

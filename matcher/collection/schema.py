@@ -199,9 +199,10 @@ def decode_features(record: bytes, keypoints: np.ndarray, what: str, **facts: An
 
 
 def chosen_features(record: bytes, chosen: np.ndarray, what: str) -> bytes:
-    """A record of features with only those `chosen` (N,) bool."""
+    """A record of features with only those `chosen` (N,) bool; one that has no others stays as it is."""
     with _decoding(what):
-        return packed(**{name: array[chosen] for name, array in load(unsealed(record, what)).items()})
+        arrays, count = load(unsealed(record, what)), np.count_nonzero(chosen)
+        return packed(**{name: a if len(a) == count else a[chosen] for name, a in arrays.items()})
 
 
 def encode_overlays(overlays: Iterable[CommonOverlay]) -> str:

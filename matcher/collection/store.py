@@ -396,21 +396,22 @@ class Writer(Store):
     def leave_out_overlays(self) -> None:
         """Find what lies over most images of a size, once, before any pair is matched; its keypoints go."""
         known = {overlay.size: overlay for overlay in self.overlays}
-        shapes = self.execute(f"SELECT DISTINCT width, height FROM images WHERE status = {DONE}")
-        for size in {*shapes} - {*known}:
+        for size in self.execute(f"SELECT DISTINCT width, height FROM images WHERE status = {DONE}"):
             images = self.images(f"WHERE status = {DONE} AND width = ? AND height = ? ORDER BY name", *size)
-            some = images[:: -(-len(images) // 100)]  # as many tell what lies over most of them
-            points = [self.keypoints(image.name) for image in some]
-            overlay = common_overlay(points, size, self.scale(some[0].name))
-            if overlay is None:
-                continue
-            known[size] = overlay
+            if size not in known:
+                some = images[:: -(-len(images) // 100)]  # as many tell what lies over most of them
+                points = [self.keypoints(image.name) for image in some]
+                if (found := common_overlay(points, size, self.scale(some[0].name))) is None:
+                    continue
+                known[size] = found
+                with self.transaction():  # first: where a run is killed, the next one leaves out the same
+                    self.set_meta("overlays", schema.encode_overlays(known.values()))
             with self.transaction():
-                self.set_meta("overlays", schema.encode_overlays(known.values()))
                 for image in images:
-                    beside = overlay.beside(self.keypoints(image.name))
-                    record = schema.chosen_features(self.record(image.number), beside, image.name)
-                    self._put_keypoints(image.number, self.keypoints(image.name)[beside], record)
+                    beside = known[size].beside(self.keypoints(image.name))
+                    if not beside.all():
+                        record = schema.chosen_features(self.record(image.number), beside, image.name)
+                        self._put_keypoints(image.number, self.keypoints(image.name)[beside], record)
             self._keypoints.cache_clear()
 
     def without_descriptors(self) -> set[int]:
