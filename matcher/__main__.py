@@ -10,6 +10,6 @@ if __name__ == "__main__":
         folder = sys.path.pop(0)
         if dirname(dirname(__file__)) == folder:  # noqa: PTH120
             sys.path.append(folder)
-    from matcher.cli import main
+    from matcher.cli import program
 
-    sys.exit(main())
+    program()

@@ -19,7 +19,7 @@ import typer
 from command import run
 
 import matcher
-from matcher.cli import COMMANDS, build
+from matcher.cli import COMMANDS, build, main
 from matcher.cli.machine import VARIABLES
 from matcher.cli.output import ProgressLines, exit_code_of, messages
 from matcher.kernels import SWITCH
@@ -175,6 +175,11 @@ def test_mistakes_have_a_message_and_a_code(views, options, code, message, capfd
     assert match(views, *options) == code
     out, err = capfd.readouterr()
     assert out == "" and message in err and "Traceback" not in err and "PipelineConfig" not in err
+
+
+def test_the_command_line_in_a_program_returns(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["matcher", "--version"])
+    assert main() == 0
 
 
 @pytest.mark.parametrize(

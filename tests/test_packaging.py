@@ -52,7 +52,7 @@ def test_an_optional_package_that_is_absent_or_broken_is_named_with_its_remedy(k
 def test_hints_name_what_is_missing_in_the_range_of_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert project["name"] != "matcher"
-    assert project["scripts"] == {"matcher": "matcher.cli:main"}
+    assert project["scripts"] == {"matcher": "matcher.cli:program"}
     stated = {*project["dependencies"], *(r for e in project["optional-dependencies"].values() for r in e)}
     forms = (r"install_command\(((?:['\"][\w-]+['\"],? ?)+)\)", r"with optional\(\):\n +import (\w+)")
     named = {

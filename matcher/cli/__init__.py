@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pkgutil import resolve_name
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -99,14 +99,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except (Exception, KeyboardInterrupt) as error:
                 code = exit_code_of(error)
             detail(f"exit code {code or 0}")
-            if arguments is None:  # Python would take half a second more to take the libraries down
-                if typed != "serve":  # where it would wait for what is being matched
-                    atexit._run_exitfuncs()
-                with suppress(OSError, ValueError):
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                os._exit(code or 0)
             return code or 0
     finally:
         if with_signals:
             signal.signal(signal.SIGTERM, before)
+
+
+def program() -> NoReturn:
+    """`main` as a program: the process ends with its exit code."""
+    code = main()
+    # Python would take half a second more to take the libraries down.
+    if sys.argv[1:2] != ["serve"]:  # where it would wait for what is being matched
+        atexit._run_exitfuncs()
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
