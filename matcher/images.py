@@ -278,6 +278,8 @@ def read_image(
 
 def read_once(image: ImageInput) -> ImageInput:
     """An open file as its bytes, which can be decoded again; other images as they are."""
+    if isinstance(image, io.TextIOBase):
+        raise UsageError("an image is read from a file that is open for bytes: open(path, 'rb')")
     return image.read() if hasattr(image, "read") else image
 
 

@@ -216,6 +216,8 @@ def test_odd_names_and_home_folders_work(tmp_path, noise, monkeypatch):
         assert np.array_equal(read_image(tmp_path / name).pixels, noise)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert read_image("~/with space.png").size == noise.shape[1::-1]
+    with (tmp_path / "with space.png").open() as file, pytest.raises(UsageError, match="'rb'"):
+        read_image(file)
 
 
 # Masks.
