@@ -59,6 +59,7 @@ SAMPLES = 5_000  # for a pose, at most; twice as many give no better ones, even 
 # Hypotheses, the first of which may do: factor of the threshold, and share of the matches, the most probable.
 _FUNDAMENTAL = ((2 / 3, 1.0), (1 / 3, 1.0), (5 / 3, 1.0), (2 / 3, 0.5))
 _ESSENTIAL = ((2 / 3, 1.0), (1 / 3, 0.5), (2 / 3, 0.5), (5 / 3, 1.0), (5 / 3, 0.5))
+_AT_REST = 0.25  # of the threshold, by which most matches move at most where nothing moves
 _TWINS = 5.0  # degrees between poses of one plane that are two, and not one twice
 _IN_FRONT = 0.8  # share of the plane's matches that one of them has in front, that another must have
 _OFF_PLANE = 2.0  # thresholds for inliers that a match may lie from its place by the homography of a plane
@@ -71,6 +72,10 @@ def estimated_fundamental(matched: MatchedPoints, threshold: float, adjusted: bo
     def of(matrix: np.ndarray) -> TwoViewGeometry:
         return TwoViewGeometry("fundamental", "ok", sampson(*matched.sides, matrix) <= threshold, matrix)
 
+    moved = matched.points1 - matched.points0
+    if np.median(np.hypot(*moved.T)) < _AT_REST * threshold:
+        # Any epipole will do for a camera that stands still; MAGSAC++ may look for one for minutes.
+        return of(np.array([[0.0, 0, 0], [0, 0, -1], [0, 1, 0]]))
     if not adjusted:
         matrix = find(matched, threshold)
         return None if matrix is None else of(matrix)
