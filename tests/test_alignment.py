@@ -212,7 +212,7 @@ def test_every_instance_and_nothing_else_is_found_at_its_scale_and_turn(template
         np.zeros(template.shape[:2], np.uint8), (110, 90), 80, 1, -1
     )  # a cut-out on grey ground
     alone = np.where(disc[..., None] > 0, template, 200)[::-1]
-    alone = cv2.copyMakeBorder(alone, 90, 90, 90, 90, cv2.BORDER_CONSTANT, value=(200, 200, 200))
+    alone = np.pad(alone, ((90, 90), (90, 90), (0, 0)), constant_values=200)
     other = matcher.find(template, alone, "nearest", template_mask=disc, max_keypoints=600)
     assert len(other) == 0 and other.mirrored
     large = np.full((600, 2400, 3), 90, np.uint8)

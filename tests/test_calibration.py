@@ -139,9 +139,8 @@ def test_inliers_and_matches_among_many_of_them_are_more_probable():
     refused = calibrated_by_geometry(level, replace(geometry, status="low_inliers"), WITH_GEOMETRY)
     assert (refused.scores < fewer.scores).all()
     plane = replace(geometry, status="degenerate", matrix=None, homography=np.eye(3))  # others may lie off it
-    on_it = calibrated_by_geometry(level, plane, WITH_GEOMETRY)
-    np.testing.assert_array_equal(on_it.scores[geometry.inliers], found.scores[geometry.inliers])
-    np.testing.assert_array_equal(on_it.scores[~geometry.inliers], level.scores[~geometry.inliers])
+    on_it = calibrated_by_geometry(level, plane, WITH_GEOMETRY).scores
+    np.testing.assert_array_equal(on_it, np.where(geometry.inliers, found.scores, level.scores))
 
 
 def test_a_pair_is_calibrated_again_after_verification_and_best_first(views):

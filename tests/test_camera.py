@@ -23,14 +23,7 @@ from matcher.cameras import (
 )
 from matcher.config import EstimationConfig
 from matcher.errors import UsageError
-from matcher.geometry import (
-    inside,
-    resize_points,
-    resized,
-    stored_to_upright,
-    upright_size,
-    warp_points,
-)
+from matcher.geometry import inside, resize_points, resized, stored_to_upright, upright_size, warp_points
 from matcher.verify.adjustment import undistort
 from matcher.verify.estimation import RobustEstimator
 

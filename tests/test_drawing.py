@@ -16,12 +16,7 @@ from matcher.loading import load
 from matcher.result import Result
 from matcher.sequence.keyframe_map import ClosedTrajectory
 from matcher.types import Features, Matches, TwoViewGeometry
-from matcher.viz.drawings import (
-    draw_instances,
-    draw_matches,
-    figure_pixels,
-    header_height,
-)
+from matcher.viz.drawings import draw_instances, draw_matches, figure_pixels, header_height
 
 SIDEWAYS = np.array([[0.0, 0, 0], [0, 0, -1], [0, 1, 0]])  # x1ᵀ F x0 = y0 − y1: rows are epipolar lines
 

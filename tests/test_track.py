@@ -19,13 +19,7 @@ from matcher.config import ExtractorConfig, NearestConfig, PipelineConfig
 from matcher.errors import ImageError, UsageError
 from matcher.extract.extractor import SiftExtractor
 from matcher.sequence.capture import open_frames
-from matcher.sequence.trajectory import (
-    align,
-    nearest_rows,
-    read_poses,
-    segment_errors,
-    write_trajectory,
-)
+from matcher.sequence.trajectory import align, nearest_rows, read_poses, segment_errors, write_trajectory
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
