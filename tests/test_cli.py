@@ -250,8 +250,8 @@ def test_a_command_ends_at_once_after_what_others_do_at_the_end():
         "    def __del__(self): print('taken down')\n"
         "library, sys.argv[1:] = Library(), ['match', 'a.png', 'b.png']\n"
         "atexit.register(print, 'file closed')\n"
-        "from matcher.cli import main\n"
-        "main()\n"
+        "from matcher.cli import program\n"
+        "program()\n"
     )
     done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (3, "file closed\n")

@@ -102,7 +102,7 @@ def test_an_exported_matcher_takes_any_number_of_points():
     program = torch.export.export(pair, given, dynamic_shapes=varying, strict=False).module()
     for counts in ((7, 5), (40, 90)):
         other = export.example(config, counts)[0]
-        torch.testing.assert_close(program(*other), pair(*other))
+        torch.testing.assert_close(program(*other), pair(*other), atol=1e-4, rtol=1e-4)
         assert (pair(*other)[1] > 0).any()
 
 
