@@ -82,7 +82,8 @@ def on_overlay(features0: Features, features1: Features, matches: Matches) -> np
     share, *by_chance = (_inside(others0 + shift, found).mean() for shift in ((0, 0), *_CONTROLS))
     # Letters and edges of a stamp are matched with like ones beside them, too.
     little |= (moved < 3 * _AROUND) & _inside(points0, near) & _inside(points1, near)
-    return none if share > _COINCIDING + 2 * float(np.mean(by_chance)) else little
+    at_rest = not frame and share > _COINCIDING + 2 * float(np.mean(by_chance))
+    return none if at_rest else little
 
 
 def without_overlay(features0: Features, features1: Features, matches: Matches) -> Matches:
