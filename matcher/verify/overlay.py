@@ -29,6 +29,7 @@ _MOST = 0.7  # of them have a keypoint where the overlay is
 _SOME = 0.4  # and around
 _MOVING_SHARE = 0.5  # of the keypoints that are not on it; where fewer are, the camera stands still
 _BURST = 2.0  # as many pairs of keypoints beside it coincide as by chance: the camera hardly moves
+_GRID = 8  # pixels; that keypoints of most coincide is kept once for such a square
 _LARGEST = 2048  # pixels of the longer side in which coinciding keypoints are looked for
 _CONTROLS = ((9, 4), (-5, 8), (4, -9), (-8, -5))  # pixels: where keypoints coincide by chance only
 
@@ -99,7 +100,7 @@ class CommonOverlay(NamedTuple):
 
     size: tuple[int, int]  # (width, height) of the pictures as stored
     scale: tuple[float, float]  # in which their keypoints were found, per stored pixel
-    points: np.ndarray  # (K, 2) stored pixels in which keypoints of most pictures coincide
+    points: np.ndarray  # (K, 2) stored pixels, at most 4 resized ones from where keypoints of most coincide
 
     @property
     def mask(self) -> np.ndarray:
@@ -134,6 +135,7 @@ def common_overlay(
         return None
     near = _around(np.argwhere(core)[:, ::-1], frame, 3 * _AROUND)
     points = np.argwhere(near & (found > max(by_chance.max(), _SOME * count)))[:, ::-1]
+    points = np.unique(points // _GRID, axis=0) * _GRID + _GRID // 2
     overlay = CommonOverlay(size, scale, points / factor)
     beside = overlay.beside(np.concatenate(keypoints))
     pairs, pairs_by_chance = (np.sum((n * (n - 1))[~overlay.mask]) for n in (found, by_chance))
