@@ -33,11 +33,12 @@ from matcher.verify.estimation import RobustEstimator
 from matcher.verify.overlay import without_common_overlays
 from matcher.verify.verdict import NOT, judged, reject_improbable
 
-_OTHER_SETTINGS = "Use another run_dir, or match everything again with restart=True"
-
 if TYPE_CHECKING:
     from matcher.export.colmap import CameraChoice, ExportReport
     from matcher.sfm.reconstruct import MappingOptions, Reconstruction
+
+
+_OTHER_SETTINGS = "Use another run_dir, or match everything again with restart=True"
 
 
 @dataclass(frozen=True)

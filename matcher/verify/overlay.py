@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import cv2
 import numpy as np
@@ -75,11 +75,11 @@ def on_overlay(features0: Features, features1: Features, matches: Matches) -> np
     shares = (counted[1] / np.maximum(counted[0], 1))[counted[0] >= 5]
     if not frame and len(shares) and np.percentile(shares, 25) > _EVERYWHERE:
         return none
-    overlay = _around(points0[still], size, _AROUND)
-    others0, others1 = (points[~_inside(points, overlay)] for points in every)
+    away = _away(points0[still], size)
+    others0, others1 = (points[~_inside(points, away <= _AROUND)] for points in every)
     if not len(others0):
         return little
-    found, near = _around(others1, size, SAME_POINT), _around(points0[still], size, 3 * _AROUND)
+    found, near = _away(others1, size) <= SAME_POINT, away <= 3 * _AROUND
     share, *by_chance = (_inside(others0 + shift, found).mean() for shift in ((0, 0), *_CONTROLS))
     # Letters and edges of a stamp are matched with like ones beside them, too.
     little |= (moved < 3 * _AROUND) & _inside(points0, near) & _inside(points1, near)
@@ -95,18 +95,19 @@ def without_overlay(features0: Features, features1: Features, matches: Matches) 
     return replace(matches.select(~left_out), overlay=matches.overlay + int(np.count_nonzero(left_out)))
 
 
-class CommonOverlay(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class CommonOverlay:
     """What lies over most pictures of one size."""
 
     size: tuple[int, int]  # (width, height) of the pictures as stored
     scale: tuple[float, float]  # in which their keypoints were found, per stored pixel
     points: np.ndarray  # (K, 2) stored pixels, at most 4 resized ones from where keypoints of most coincide
 
-    @property
+    @cached_property
     def mask(self) -> np.ndarray:
         """(H, W) bool: where it lies, in pictures of the size in which keypoints were found, or smaller."""
         factor, frame = _frame(self.size, self.scale)
-        return _around(self.points * factor, frame, _AROUND)
+        return _away(self.points * factor, frame) <= _AROUND
 
     def beside(self, keypoints: np.ndarray) -> np.ndarray:
         """(N,) bool: which keypoints (N, 2), stored pixels, are not on it."""
@@ -133,7 +134,7 @@ def common_overlay(
     core = found >= max(by_chance.max() + 1, math.ceil(_MOST * count))
     if np.count_nonzero(core) < _FEWEST:
         return None
-    near = _around(np.argwhere(core)[:, ::-1], frame, 3 * _AROUND)
+    near = _away(np.argwhere(core)[:, ::-1], frame) <= 3 * _AROUND
     points = np.argwhere(near & (found > max(by_chance.max(), _SOME * count)))[:, ::-1]
     points = np.unique(points // _GRID, axis=0) * _GRID + _GRID // 2
     overlay = CommonOverlay(size, scale, points / factor)
@@ -172,12 +173,12 @@ def _coinciding(keypoints: Sequence[np.ndarray], size: np.ndarray) -> np.ndarray
     return found
 
 
-def _around(points: np.ndarray, size: np.ndarray, radius: float) -> np.ndarray:
-    """(H, W) bool: pixels of an image of this size up to a radius from a point."""
+def _away(points: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """(H, W) float32: how far the pixels of an image of this size are from the nearest point."""
     marked = np.ones(size[::-1], np.uint8)
     x, y = np.rint(points).astype(int).clip(0, size - 1).T
     marked[y, x] = 0
-    return cv2.distanceTransform(marked, cv2.DIST_L2, 3) <= radius
+    return cv2.distanceTransform(marked, cv2.DIST_L2, 3)
 
 
 def _inside(points: np.ndarray, mask: np.ndarray) -> np.ndarray:
