@@ -76,6 +76,9 @@ def test_orientations_of_both_files_are_respected(pair, tmp_path):
     found = matcher.align(turned, b, "nearest", max_keypoints=500)
     at = [warp_points(np.array([[10.0, 20.0]]), matrix) for matrix in (found.matrix_upright, HOMOGRAPHY)]
     np.testing.assert_allclose(*at, atol=1)
+    as_stored = matcher.align(turned, b, "nearest", max_keypoints=500, upright=False)
+    assert int(as_stored.result.features0.matched_orientation) == 1
+    np.testing.assert_allclose(as_stored.matrix, found.matrix, rtol=0.05, atol=1)
     inner = cv2.erode((picture := found.image())[..., 3], np.ones((9, 9))) > 0
     assert np.abs(picture[..., :3].astype(int) - moved)[inner].mean() < 5
 

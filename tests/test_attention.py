@@ -1,6 +1,7 @@
 """Attention against loops written from the equations, the layers made of it, rotary encoding."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -227,6 +228,8 @@ def test_a_turned_image_has_the_inputs_of_the_upright_one(rng: np.random.Generat
     torch.testing.assert_close(position_inputs(turned, (*NAMES, "frame")), expected, atol=1e-5, rtol=0)
     batch = position_inputs(Features.stack([turned, turned]), (*NAMES, "frame"))
     torch.testing.assert_close(batch, expected.expand(2, -1, -1), atol=1e-5, rtol=0)
+    with pytest.raises(UsageError, match=r"needs affine_frames of the keypoints: Features\(affine_frames="):
+        position_inputs(replace(turned, affine_frames=None), ("frame",))
 
 
 def turned_by(x: torch.Tensor, position: RotaryPosition, features: Features, names) -> torch.Tensor:
@@ -254,24 +257,6 @@ def test_rotation_is_the_equation(rng: np.random.Generator) -> None:
     half = turned_by(x.bfloat16(), position, features, NAMES)
     assert half.dtype == torch.bfloat16
     np.testing.assert_allclose(half.float().detach().numpy(), expected, atol=0.05)
-
-
-def test_products_depend_on_differences_of_position_only(rng: np.random.Generator) -> None:
-    torch.manual_seed(0)
-    position = RotaryPosition(PositionConfig(inputs=("xy",)), head_dim=16)
-    features = make_features(rng)
-    moved = features.keypoints + torch.tensor([30.0, -20.0])
-    shifted = Features(moved, features.descriptors, size=features.size)
-    q, k = torch.randn(2, 12, 1, 16)
-
-    def products(f: Features) -> torch.Tensor:
-        turned = [turned_by(each, position, f, ("xy",))[:, 0] for each in (q, k)]
-        return turned[0] @ turned[1].T
-
-    torch.testing.assert_close(products(features), products(shifted), atol=1e-4, rtol=0)
-    with pytest.raises(UsageError, match=r"needs affine_frames of the keypoints: Features\(affine_frames="):
-        position_inputs(shifted, ("frame",))
-    assert not torch.allclose(products(features), q[:, 0] @ k[:, 0].T, atol=0.1)
 
 
 RAW = ("raw_scale", "raw_sigma", "raw_orientation")

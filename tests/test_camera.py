@@ -8,7 +8,6 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
 
 import matcher
 from matcher.cameras import (
@@ -23,7 +22,7 @@ from matcher.cameras import (
 )
 from matcher.config import EstimationConfig
 from matcher.errors import UsageError
-from matcher.geometry import inside, resize_points, resized, stored_to_upright, upright_size, warp_points
+from matcher.geometry import inside, resize_points, resized, warp_points
 from matcher.verify.adjustment import undistort
 from matcher.verify.estimation import RobustEstimator
 
@@ -269,18 +268,6 @@ def test_resize_points_is_what_resizing_does() -> None:
     y, x = np.mgrid[: new[1], : new[0]]
     centroid = np.array([(x * small).sum(), (y * small).sum()]) / small.sum()
     np.testing.assert_allclose(centroid, resize_points(np.array([120.3, 77.8]), scale), atol=0.01)
-
-
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_turning_points_is_what_turning_images_does(orientation: int) -> None:
-    stored = np.zeros((5, 8), np.uint8)
-    stored[1, 6] = 255
-    picture = Image.fromarray(stored)
-    picture.getexif()[0x0112] = orientation
-    upright = np.asarray(ImageOps.exif_transpose(picture))
-    assert upright_size((8, 5), orientation) == (upright.shape[1], upright.shape[0])
-    y, x = np.argwhere(upright)[0]
-    np.testing.assert_array_equal(stored_to_upright(np.array([6, 1]), (8, 5), orientation), [x, y])
 
 
 def test_warp_points_is_the_projection_and_nan_behind_the_horizon(rng: np.random.Generator) -> None:

@@ -7,19 +7,23 @@ import torch
 from random_front_end import build, random_parameters, same, share_found, texture, whole
 from torch import nn
 
+from matcher.config import ExtractorConfig
+from matcher.extract.extractor import SiftExtractor
 from matcher.geometry import UPRIGHT, resize_points, turn_angles, upright_to_stored
 from matcher.types import Image
 
 SIZES = {"disk": 128, "aliked": 128, "xfeat": 64, "dedodeb": 256, "keynet": 128, "doghardnet": 128}
-SIZES |= {"learned": 64, "superpoint": 256}
+SIZES |= {"learned": 64, "superpoint": 256, "sift": 128}
 KINDS = list(SIZES)
-ORIENTED = ("keynet", "doghardnet")
+FRAMED = ("keynet", "doghardnet")
+ORIENTED = (*FRAMED, "sift")
 
 
 @pytest.fixture(scope="module")
 def extractors():
     """One of each kind, filled once."""
-    return {kind: build(kind, max_keypoints=120) for kind in KINDS}
+    made = {kind: build(kind, max_keypoints=120) for kind in KINDS if kind != "sift"}
+    return made | {"sift": SiftExtractor(ExtractorConfig(max_keypoints=120))}
 
 
 @pytest.fixture
@@ -44,7 +48,7 @@ def test_features_are_complete_and_the_same_twice(extractors, picture, kind):
     assert bool((features.scores.diff() <= 0).all())
     assert features.size.tolist() == [124, 92]
     for name in ("scales", "orientations", "affine_frames"):
-        assert (getattr(features, name) is not None) == (kind in ORIENTED)
+        assert (getattr(features, name) is not None) == (kind in (FRAMED if "frames" in name else ORIENTED))
     assert not features.descriptors.requires_grad
     # Tensors born in inference mode could never be trained on.
     assert not any(getattr(features, name).is_inference() for name in ("keypoints", "descriptors", "scores"))
@@ -67,16 +71,17 @@ def test_odd_and_tiny_images_are_padded_and_cropped(extractors, rng, kind, size)
 def test_black_images_and_masks(extractors, picture, kind):
     mask = np.zeros(picture.shape, bool)
     mask[17:80, 10:80] = True
-    shown = whole(picture, mask), whole(picture, np.zeros_like(mask)), whole(np.zeros((66, 70), np.uint8))
-    masked, blind, black = extractors[kind](shown)
-    assert len(blind) == 0
+    shown = picture, cv2.merge([picture] * 3), np.zeros((66, 70), np.uint8)
+    masked, blind = extractors[kind]([whole(picture, each) for each in (mask, mask & False)])
+    grey, coloured, black = extractors[kind](list(map(whole, shown)))
+    assert same(grey, coloured) and len(blind) == 0
     assert blind.descriptors.shape == (0, SIZES[kind])
     x, y = masked.keypoints.round().long().T
     assert len(masked) > 5
     assert bool(torch.from_numpy(mask)[y, x].all())
     # DeDoDe takes the best pixels however little they say; DoG and XFeat need a maximum, and the rest may
     # find one where convolutions meet the edge.
-    if kind in ("dedodeb", "doghardnet", "xfeat"):
+    if kind in ("dedodeb", "doghardnet", "xfeat", "sift"):
         assert len(black) == (120 if kind == "dedodeb" else 0)
 
 
@@ -93,9 +98,10 @@ def test_points_return_to_stored_pixels_on_both_axes(extractors, picture, kind, 
     assert int(found.exif_orientation) == orientation
     assert torch.equal(found.descriptors, plain.descriptors)
     if kind in ORIENTED:
-        turn = UPRIGHT[orientation].T @ np.diag([2, 3])
-        frames = turn @ plain.affine_frames.double().numpy()
-        np.testing.assert_allclose(found.affine_frames, frames, rtol=1e-4, atol=1e-4)
+        turn = UPRIGHT[orientation].T @ np.diag([2, 3] if kind in FRAMED else [1, 1])
+        if kind in FRAMED:
+            frames = turn @ plain.affine_frames.double().numpy()
+            np.testing.assert_allclose(found.affine_frames, frames, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(found.scales, plain.scales * 6**0.5, rtol=1e-4)
         turned = turn_angles(plain.orientations.double().numpy(), turn)
         difference = np.angle(np.exp(1j * (found.orientations.numpy() - turned)))

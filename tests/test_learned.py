@@ -3,7 +3,6 @@
 import json
 import re
 
-import cv2
 import numpy as np
 import peers
 import pytest
@@ -228,18 +227,6 @@ def test_descriptors_are_read_where_the_convention_says(rng, exact):
         at = ((point - 3.5) * cells)[::-1, None]  # zero outside
         expected = [map_coordinates(each, at, order=1, mode="grid-constant")[0] for each in maps]
         np.testing.assert_allclose(descriptor, expected / np.linalg.norm(expected), atol=1e-6)
-
-
-def test_masks_black_and_coloured_images(photo):
-    mask = np.zeros(photo.shape, bool)
-    mask[30:90, 20:70] = True
-    extractor = build("superpoint", score_threshold=0.02, max_keypoints=5000)
-    others = map(whole, (photo, np.zeros((64, 80), np.uint8), cv2.merge([photo] * 3)))
-    masked, free, black, colour = extractor([whole(photo, mask), *others])
-    inside = torch.from_numpy(mask)[free.keypoints[:, 1].long(), free.keypoints[:, 0].long()]
-    assert len(masked) == int(inside.sum()) > 10
-    assert bool((black.keypoints >= 4).all() & (black.keypoints <= torch.tensor([75, 59])).all())
-    assert same(free, colour)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -159,17 +159,6 @@ def test_the_same_input_gives_the_same_bits_and_changes_no_global_state(pairs) -
     assert all(p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.parametrize(("early_exit", "pruning"), [(False, False), (True, True)])
-def test_bfloat16_finds_the_same_matches(early_exit: bool, pruning: bool) -> None:
-    many = [pair(300, 280, seed=seed, noise=0.1) for seed in range(4)]
-    exact, coarse = (run(matcher_with(early_exit, pruning, p), many) for p in ("float32", "bfloat16"))
-    found = sum(len(as_table(a).keys() & as_table(b).keys()) for a, b in zip(exact, coarse, strict=True))
-    total = sum(map(len, exact))
-    assert total > 300
-    assert found >= 0.99 * total
-    assert sum(map(len, coarse)) <= 1.01 * total
-
-
 @configs
 def test_training_and_inference_see_the_same_states(pairs, config) -> None:
     """All layers without decisions, with the gradient path, is what inference runs when it never stops."""

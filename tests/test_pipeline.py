@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import cv2
 import numpy as np
-import PIL.Image
 import pytest
 import torch
 
@@ -177,28 +176,6 @@ def test_a_gpu_gives_the_matches_of_the_processor(small_weights, pair):
     results = [matcher.load("hybrid", device=device, **options).match(*pair) for device in ("cpu", "cuda")]
     on_cpu, on_gpu = ({tuple(row) for row in result.matches.indices.tolist()} for result in results)
     assert len(on_cpu ^ on_gpu) <= 0.01 * len(on_cpu)
-
-
-@pytest.mark.parametrize("upright", [True, False])
-def test_points_of_a_turned_photo_lie_where_opencv_shows_them(pair, tmp_path, upright):
-    tags = PIL.Image.Exif()
-    tags[0x0112] = 6
-    paths = []
-    for index, picture in enumerate(pair):  # stored a quarter turn back, so that EXIF 6 turns it upright
-        paths.append(tmp_path / f"{index}.png")
-        PIL.Image.fromarray(np.ascontiguousarray(np.rot90(picture))).save(paths[-1], exif=tags)
-    pipeline = matcher.load("nearest", max_keypoints=500, upright=upright, geometry="homography")
-    result = pipeline.match(*paths)
-    shown = cv2.imread(str(paths[0]))
-    assert shown.shape == pair[0].shape  # turned by OpenCV
-    assert result.features0.size.tolist() == [pair[0].shape[0], pair[0].shape[1]]
-    error = np.linalg.norm(warp_points(result.points0_upright, H_0TO1) - result.points1_upright, axis=1)
-    assert np.mean(error < 3) > 0.8
-    assert np.abs(result.points0_upright - result.points0).max() > 100
-    assert int(result.features0.exif_orientation) == 6
-    assert int(result.features0.matched_orientation) == (6 if upright else 1)
-    plain = pipeline.match(*pair)
-    np.testing.assert_array_equal(plain.points0_upright, plain.points0)
 
 
 def test_a_rejected_model_is_shown_nowhere(tmp_path):

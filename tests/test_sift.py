@@ -3,12 +3,10 @@
 import cv2
 import numpy as np
 import pytest
-import torch
 from random_front_end import texture
 
 from matcher.config import ExtractorConfig
 from matcher.extract.extractor import SiftExtractor, root_sift
-from matcher.geometry import UPRIGHT, resized, stored_to_upright, upright_size
 from matcher.types import Features, Image
 
 CENTRES = np.array([[40.0, 50.0], [120.25, 44.5], [79.6, 120.3], [160.1, 110.75], [201.4, 60.0]])
@@ -42,38 +40,6 @@ def test_blobs_are_found_at_their_centres(sigma: float) -> None:
     assert distance.max() < 0.1
     # A Gaussian blob answers most at its own scale; OpenCV's size is a diameter.
     np.testing.assert_allclose(features.scales[which], 2 * sigma, rtol=0.25)
-
-
-def test_keypoints_of_a_resized_image_map_back_on_both_axes() -> None:
-    size = (963, 641)
-    centres = CENTRES * 4
-    (width, height), scale = resized(size, 500)
-    assert abs(scale[0] - scale[1]) > 1e-5
-    small = cv2.resize(blobs(size, centres, sigma=6.0), (width, height), interpolation=cv2.INTER_AREA)
-    features = extract(small, size, scale=scale)
-    distance, which = nearest(features, centres)
-    assert distance.max() < 0.1
-    np.testing.assert_allclose(features.scales[which], 12, rtol=0.25)
-    assert features.size.tolist() == list(size)
-
-
-@pytest.mark.parametrize("exif", range(1, 9))
-def test_a_turned_image_gives_stored_pixels(exif: int) -> None:
-    stored_size = (240, 160)
-    size = upright_size(stored_size, exif)
-    centres = stored_to_upright(CENTRES, stored_size, exif)
-    upright = blobs(size, centres)
-    features = extract(upright, stored_size, orientation=exif)
-    assert nearest(features, CENTRES)[0].max() < 0.1
-    assert int(features.exif_orientation) == exif
-    assert features.size.tolist() == [240, 160]
-
-    # The same image taken as it lies: directions turn with it.
-    plain = extract(upright)
-    there = torch.stack([plain.orientations.cos(), plain.orientations.sin()], dim=1)
-    back = torch.stack([features.orientations.cos(), features.orientations.sin()], dim=1)
-    turn = torch.as_tensor(UPRIGHT[exif], dtype=torch.float32)
-    torch.testing.assert_close(back @ turn.T, there, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("degrees", [20, 90, -135])
@@ -113,16 +79,6 @@ def test_mask_is_kept_and_filled(rng: np.random.Generator) -> None:
     assert mask[y.numpy(), x.numpy()].all()
     everything = extract(picture, config=ExtractorConfig(max_keypoints=10**5), mask=mask)
     assert inside.scores.min() >= everything.scores.sort(descending=True).values[99]
-
-
-@pytest.mark.parametrize("size", [(100, 80), (1, 1), (1, 300)])
-def test_black_and_tiny_images_have_no_keypoints(size: tuple[int, int]) -> None:
-    features = extract(np.zeros((size[1], size[0], 3), np.uint8), mask=np.ones(size[::-1], bool))
-    assert features.keypoints.shape == (0, 2)
-    assert features.descriptors.shape == (0, 128)
-    for name in ("scores", "scales", "orientations", "mask"):
-        assert getattr(features, name).shape == (0,), name
-    assert (features.kind, features.size.tolist()) == ("sift", list(size))
 
 
 def test_root_sift_is_its_formula(rng: np.random.Generator) -> None:

@@ -124,18 +124,6 @@ def result(pictures) -> matcher.Result:
     return matcher.load("nearest", max_keypoints=600, geometry="homography").match(*pictures)
 
 
-def test_verify_alone_gives_what_match_gives(pictures):
-    for resize in (1024, 300):
-        pipeline = matcher.load("nearest", max_keypoints=600, resize=resize, geometry="homography")
-        whole = pipeline.match(*pictures)
-        features = [pipeline.extract(picture) for picture in pictures]
-        assert features[0].scale.tolist() == pytest.approx([min(1, resize / 540)] * 2, rel=0.01)
-        matches = pipeline.refine(*pictures, pipeline.match_features(*features))
-        again = pipeline.verify(*features, matches)
-        np.testing.assert_array_equal(again.matrix, whole.geometry.matrix)
-        np.testing.assert_array_equal(again.inliers, whole.geometry.inliers)
-
-
 def test_features_of_opencv(pictures, result):
     detector = cv2.SIFT_create(600)
     raw = [detector.detectAndCompute(picture, None) for picture in pictures]
