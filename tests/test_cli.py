@@ -188,6 +188,7 @@ def test_the_command_line_in_a_program_returns(monkeypatch):
         (KeyboardInterrupt(), 130),
         (MemoryError(), 6),
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate"), 6),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"), 6),
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), 6),
         (OSError(5, "Input/output error"), 1),
         (ModuleNotFoundError("No module named 'h5py'", name="h5py"), 2),

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -83,9 +84,12 @@ def test_sets_of_one_scene_are_one_scene_and_damaged_ones_are_named(tmp_path):
     real = from_sources(LEARNED, real=1.0)
     assert len(set(load_views(real, [], {"real": tmp_path}, CPU, 9).scenes.tolist())) == 2
     cameras = tmp_path / "hut" / "cameras.json"
-    (tmp_path / "hut" / "0_depth.png").write_bytes(b"")
-    with pytest.raises(IntegrityError, match="hut"):
-        load_views(real, [], {"real": tmp_path}, CPU, 9)
+    small = np.full((12, 16), 3000, np.uint16)  # of 8 bits, in colour, of another size, none
+    for depth in (np.uint8(np.zeros((120, 160))), np.stack([small] * 3, axis=2), small, None):
+        data = b"" if depth is None else cv2.imencode(".png", depth)[1].tobytes()
+        (tmp_path / "hut" / "0_depth.png").write_bytes(data)
+        with pytest.raises(IntegrityError, match="hut"):
+            load_views(real, [], {"real": tmp_path}, CPU, 9)
     (tmp_path / "hut" / "pairs.json").write_text("[[0, 7]]")
     with pytest.raises(IntegrityError, match=r"pairs\.json"):
         find_stored_sets(tmp_path)

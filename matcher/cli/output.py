@@ -169,7 +169,7 @@ def exit_code_of(error: BaseException) -> int:
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     number = error.errno if isinstance(error, OSError) else None
     # A refused allocation is torch's RuntimeError (CPU) or OutOfMemoryError (GPU), or OpenCV's cv2.error.
-    words = "not enough memory", "Insufficient memory", "failed to map segment", "bad_alloc"
+    words = "enough memory", "allocate memory", "Insufficient memory", "failed to map segment", "bad_alloc"
     refused = any(each in str(error) for each in words)
     refused |= isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM) or (refused and number is None):

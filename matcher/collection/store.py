@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from sqlite3 import Connection
 from typing import Any, NamedTuple, get_args
@@ -396,8 +397,8 @@ class Writer(Store):
     def leave_out_overlays(self) -> None:
         """Find what lies over most images of a size, once, before any pair is matched; its keypoints go."""
         known = {overlay.size: overlay for overlay in self.overlays}
-        for size in self.execute(f"SELECT DISTINCT width, height FROM images WHERE status = {DONE}"):
-            images = self.images(f"WHERE status = {DONE} AND width = ? AND height = ? ORDER BY name", *size)
+        done = self.images(f"WHERE status = {DONE} ORDER BY width, height, name")
+        for size, images in [(size, list(alike)) for size, alike in groupby(done, lambda image: image.size)]:
             if size not in known:
                 some = images[:: -(-len(images) // 100)]  # as many tell what lies over most of them
                 points = [self.keypoints(image.name) for image in some]

@@ -143,7 +143,7 @@ class DepthCamera:
         if isinstance(self.path, np.ndarray):
             return self.path
         found = cv2.imread(str(self.path), cv2.IMREAD_UNCHANGED)
-        if found is None or found.ndim != 2:
+        if found is None or found.ndim != 2 or found.dtype != np.uint16:
             raise ImageError(f"{self.path}: no depth map; a grey 16-bit PNG in millimetres is needed")
         return found.astype(np.float32) * np.float32(1e-3)
 

@@ -206,16 +206,14 @@ def _pair_data(store: Store, pair: StoredPair, images: Sequence[StoredImage]) ->
 def _shown_overlay(overlay: CommonOverlay, images: Sequence[StoredImage]) -> tuple[str, str]:
     """What is known of an overlay, and its place on an image that can be read, dark elsewhere."""
     mask = np.ascontiguousarray(overlay.mask)
+    how = dict(resize=None, upright=False, max_pixels=limit_for(overlay.size))
     shown = mask.astype(np.uint8) * 255
-    for image in images:
-        if image.size == overlay.size:
-            with suppress(ImageError):
-                pixels = read_image(
-                    image.path, resize=None, upright=False, max_pixels=limit_for(image.size)
-                ).pixels
-                shown = cv2.resize(pixels, mask.shape[::-1], interpolation=cv2.INTER_AREA)
-                shown[~mask] //= 4
-                break
+    for image in [image for image in images if image.size == overlay.size]:
+        with suppress(ImageError):
+            pixels = read_image(image.path, **how).pixels
+            shown = cv2.resize(pixels, mask.shape[::-1], interpolation=cv2.INTER_AREA)
+            shown[~mask] //= 4
+            break
     text = "{} x {}: on {:.0%} of the picture".format(*overlay.size, mask.mean())
     return text, jpeg(shown)
 

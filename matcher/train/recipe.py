@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -136,32 +136,35 @@ class Recipe:
 def check_recipe(recipe: Recipe, where: str = "recipe") -> None:
     """Refuse values of the right type that cannot be trained with; `UsageError` names the first such key."""
 
-    def need(holds: bool, rule: str) -> None:
+    def need(holds: object, rule: str) -> None:
         if not holds:
             raise UsageError(f"{where}: {rule}")
 
     pair, optimiser, matcher, front = recipe.pair, recipe.optimiser, recipe.matcher, recipe.front_end
-    shares, most = vars(recipe.sources).values(), pair.width * pair.height // 100
+    numbers = {key: value for key, value in vars(recipe).items() if isinstance(value, int)}
+    for name in ("sources", "pair", "front_end", "matcher", "optimiser"):
+        values = vars(getattr(recipe, name)).items()
+        numbers |= {f"{name}.{key}": value for key, value in values if isinstance(value, (int, float))}
+    for key, value in numbers.items():
+        need(0 <= value < 2**32, f"{key}: a number from 0 to {2**32 - 1}")
+    positive = "validate_every save_every validation_pairs front_end.match_distance"
+    for key in f"{positive} optimiser.steps optimiser.learning_rate optimiser.gradient_clip".split():
+        need(numbers[key] > 0, f"{key}: above 0")
+    shares = "pair.min_overlap pair.negative_share pair.turned_share pair.dropout matcher.gradient"
+    shares += " optimiser.hold_share optimiser.final_share optimiser.average_decay optimiser.start_share"
+    for key in shares.split():
+        need(numbers[key] <= 1, f"{key}: between 0 and 1")
     need(matcher.train or front.train, "matcher.train, front_end.train: one of them")
-    need(min(shares) >= 0 and any(shares), "sources: shares of 0 or above, not all 0")
-    whole = not (pair.width % BLOCK or pair.height % BLOCK) and min(pair.width, pair.height) >= 64
-    need(whole, f"pair.width, pair.height: multiples of {BLOCK}, at least 64")
-    need(pair.pairs >= 0 and pair.points_per_batch >= 2, "pair.pairs, points_per_batch: 0, 2 or above")
+    need(any(vars(recipe.sources).values()), "sources: shares, not all 0")
+    whole = all(64 <= side <= 4096 and not side % BLOCK for side in (pair.width, pair.height))
+    need(whole, f"pair.width, pair.height: multiples of {BLOCK} from 64 to 4096")
+    need(pair.points_per_batch >= 2, "pair.points_per_batch: 2 or above")
+    most = pair.width * pair.height // 100
     need(all(0 < n <= most for n in pair.points or (0,)), f"pair.points: from 1 to {most}, for its size")
-    need(0 <= pair.max_tilt <= 75, "pair.max_tilt: from 0 to 75 degrees")
-    for key in ("min_overlap", "negative_share", "turned_share", "dropout"):
-        need(0 <= getattr(pair, key) <= 1, f"pair.{key}: between 0 and 1")
-    for key in ("hold_share", "final_share", "average_decay", "start_share"):
-        need(0 <= getattr(optimiser, key) <= 1, f"optimiser.{key}: between 0 and 1")
-    need(0 < optimiser.learning_rate < math.inf, "optimiser.learning_rate: above 0")
-    need(optimiser.gradient_clip > 0, "optimiser.gradient_clip: above 0")
-    need(0 <= optimiser.minutes < math.inf, "optimiser.minutes: 0 or above")
-    need(optimiser.steps >= 1, "optimiser.steps: at least 1")
-    for key in ("validate_every", "save_every", "validation_pairs"):
-        need(getattr(recipe, key) >= 1, f"{key}: at least 1")
+    need(pair.max_tilt <= 75, "pair.max_tilt: from 0 to 75 degrees")
     for name, part in (("matcher", matcher), ("front_end", front)):
         if part.train:
-            need(Path(part.name).name == part.name != "", f"{name}.name: must be a plain file name")
+            need(re.fullmatch(r"\w[\w.+ -]{0,49}", part.name), f"{name}.name: must be a plain file name")
             started = bool(part.start) or not optimiser.start_share
             need(started, f"optimiser.start_share: only with {name}.start")
     if matcher.train:
@@ -174,9 +177,6 @@ def check_recipe(recipe: Recipe, where: str = "recipe") -> None:
         need(kept, "matcher.kept_shares: above 0 and at most 1, and 1 among them")
         can_prune = not matcher.prunes or (network.match_probability and network.context.depth > 1)
         need(can_prune, "matcher.kept_shares: below 1 only with network.match_probability and 2 layers")
-        need(0 <= matcher.gradient <= 1, "matcher.gradient: between 0 and 1")
-        for key in ("muon_rate", "weight_decay", "inner_layers", "sinkhorn_iterations", "confidence_steps"):
-            need(getattr(matcher, key) >= 0, f"matcher.{key}: 0 or above")
         try:
             check_config(network)
         except UsageError as error:

@@ -202,8 +202,9 @@ def _read_stored(stored: StoredSet, number: int) -> PosedView:
     view = stored.views[number]
     grey = cv2.imread(str(stored.folder / view["image"]), cv2.IMREAD_GRAYSCALE)
     depth = cv2.imread(str(stored.folder / view["depth"]), cv2.IMREAD_UNCHANGED)
-    if grey is None or depth is None:
-        raise IntegrityError(f"{stored.folder / view['image']}: the image or its depth map cannot be read")
+    known = grey is not None and depth is not None and depth.ndim == 2 and depth.dtype == np.uint16
+    if not (known and np.abs(np.multiply(depth.shape, stored.step) - grey.shape).max() <= stored.step):
+        raise IntegrityError(f"{stored.folder / view['image']}: it or its 16-bit depth map cannot be read")
     height, width = grey.shape
     factor = min(1.0, LONGEST_SIDE / max(height, width))
     size = max(1, round(width * factor)), max(1, round(height * factor))

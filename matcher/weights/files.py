@@ -224,7 +224,7 @@ def _write(network: nn.Module, path: str | Path, header: dict[str, str], dtype: 
         for name, t in network.state_dict().items()
     }
     if broken := [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]:
-        raise IntegrityError(f"{path} is not written: not finite in {dtype}: {', '.join(broken)}")
+        raise IntegrityError(f"{path} is not written: not finite in {dtype}: {', '.join(broken[:_LISTED])}")
     data = save(tensors, metadata=header)
     write_whole(path, data)
     return hashlib.sha256(data).hexdigest()
