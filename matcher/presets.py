@@ -206,7 +206,7 @@ def from_file(preset: str | Path, options: Mapping[str, Any]) -> tuple[str, dict
         values = given_options(values)
     except UsageError as error:
         raise UsageError(f"{preset}: {error}") from None
-    return name, values | {key: value for key, value in given.items() if (key, value) != ("device", "auto")}
+    return name, values | given
 
 
 class LoadOptions(TypedDict, total=False):

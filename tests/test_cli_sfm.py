@@ -99,6 +99,7 @@ def test_mistakes_have_a_message_and_a_code(made, tmp_path, capfd):
         (("localize", folder / "model", photos, "--camera", lines), named),
         (("sfm", done, "--out", folder / "model"), "not an empty folder"),
         (("sfm", done, "--out", tmp_path / "m", "--resize", 100), "already matched"),
+        (("sfm", done, "--out", tmp_path / "m", "--preset", "hybrid-learned"), "already matched"),
         (("sfm", done, "--out", tmp_path / "m", "--camera", "1,2"), "--camera must be"),
         (("sfm", photos, "--out", tmp_path / "no" / "m"), "no folder"),
         (("sfm", tmp_path / "none", "--out", tmp_path / "m"), "none"),

@@ -464,8 +464,9 @@ def test_a_model_of_another_program_is_mapped_once(made, tmp_path, monkeypatch, 
     pose.translation = pose.translation + 1
     image.frame.rig_from_world = pose
     model.write(theirs)
-    assert run(*asked, "--pictures", folder / "photos") == 2
-    assert "theirs-1-map" in capfd.readouterr().err
+    for pictures in ("photos", "queries"):  # which have other poses now, and which it was not made from
+        assert run(*asked, "--pictures", folder / pictures) == 2
+        assert "theirs-1-map" in capfd.readouterr().err
 
 
 def test_a_map_of_features_from_a_file_takes_features(made, tmp_path, capfd):
@@ -505,10 +506,14 @@ def test_the_command_takes_masks_and_a_list_of_the_images_to_match(place, asked,
         poses = json.loads(capfd.readouterr().out)["poses"]
         counts.append([poses[name]["matches"] for name in QUERIES])
     assert all(few < many for many, few in zip(*counts, strict=True))
-    (listed := tmp_path / "pairs.txt").write_text("queries/photo2.png photos/photo3.png\nphoto2 photo1.png\n")
+    (listed := tmp_path / "pairs.txt").write_text(
+        "queries/photo2.png photos/photo3.png\nphoto2 photo1.png\nphoto9 x\n"
+    )
     for more, images in ((), {"photo1.png", "photo3.png"}), (("--neighbours", 1), {"photo3.png"}):
         assert run(*asked, *GIVEN, "--json", "--pairs", listed, *more) == 4
-        poses = json.loads(capfd.readouterr().out)["poses"]
+        printed = capfd.readouterr()
+        poses = json.loads(printed.out)["poses"]
+        assert "photo9" in printed.err  # a photo that was not given
         assert set(poses["photo2.png"]["images"]) == images and poses["photo2.png"]["inliers"] > 20
         assert "listed" in poses["photo4.png"]["reason"]  # which no line names
     pose = place.localize(asked[1] / "photo4.png", partners=iter(2 * ["photo5.png"]))

@@ -67,7 +67,6 @@ _WORDS = {  # that stand in braces in what is said of options
         "nerfstudio's transforms.json, KITTI's calib.txt, or the YAML of OpenCV, ROS or EuRoC."
     ),
 }
-_ALWAYS = {"preset": DEFAULT_PRESET, "device": "auto"}  # options of `matcher.load` that have a value untyped
 _OWN_THREADS = {"evaluate", "track", "train"}  # commands whose --threads are those of this process
 _RESUMABLE = {"collection", "sfm", "train"}  # commands that keep finished work and continue from it
 
@@ -130,10 +129,9 @@ def _option(name: str, kind: Any, default: Any, metavar: str | None, help: str, 
 def _option_of_load(name: str, shown: dict[str, Any]) -> Any:
     """An option of `matcher.load`, with the default preset's value as default in the help."""
     if name == "preset":
-        return _option(name, str, _ALWAYS[name], *_described(SHARED)[name], autocompletion=complete_preset)
+        more = dict(show_default=DEFAULT_PRESET, autocompletion=complete_preset)
+        return _option(name, str | None, None, *_described(SHARED)[name], **more)
     kind, help, metavar = _of_load()[name]
-    if name in _ALWAYS:
-        return _option(name, str, _ALWAYS[name], metavar, help)
     config = PRESETS[DEFAULT_PRESET]
     defaults = {
         **{key: getattr(config.extractor, key) for key in ("max_keypoints", "resize", "keep")},
@@ -141,6 +139,7 @@ def _option_of_load(name: str, shown: dict[str, Any]) -> Any:
         "geometry": config.estimation.kind,
         "further_passes": "further-passes" if config.further_passes else "no-further-passes",
         "precision": "auto",
+        "device": "auto",
         "engine": "torch",
     }
     kind, text = str | None if Path in get_args(kind) else kind, str((defaults | shown).get(name, ""))
@@ -179,8 +178,8 @@ def declared(owner: Callable[..., Any]) -> tuple[dict[str, tuple[Any, Any]], Cal
 
 
 def _typed(names: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of these options that were typed, with another value than they have in any case."""
-    return {name: values[name] for name in names if values[name] not in (None, _ALWAYS.get(name))}
+    """Those of these options that were typed."""
+    return {name: values[name] for name in names if values[name] is not None}
 
 
 class OnceEach(TyperCommand):
@@ -267,14 +266,15 @@ def _as_options(text: str, names: Iterable[str], paths: Container[str]) -> str:
 
 def _tell_of_slow_front_ends(given: dict[str, Any]) -> None:
     """Say what to expect where the front end takes seconds an image on a CPU."""
-    config = PRESETS.get(given["preset"]) if {"preset", "frontend"} <= given.keys() else None
+    preset = (given["preset"] or DEFAULT_PRESET) if {"preset", "frontend"} <= given.keys() else ""
+    config = PRESETS.get(preset)
     kind = config and (given["frontend"] or config.extractor.kind)
     if kind not in SLOW_FRONT_ENDS:
         return
     with suppress(ModuleNotFoundError):  # without torch none of them runs
         from matcher.torch_engine import resolve_device
 
-        if resolve_device(given["device"]).type == "cpu":
+        if resolve_device(given["device"] or "auto").type == "cpu":
             side = given["resize"] or config.extractor.resize
             seconds = SLOW_FRONT_ENDS[kind] * (side / 1024) ** 2
             say(

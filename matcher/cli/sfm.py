@@ -229,9 +229,11 @@ def _finish(made: Reconstruction, scale: float | None = None) -> int:
 
 def map_of(model: Path, pictures: Path, run: Path | None, given: dict[str, Any]) -> Path:
     """The folder of our map of a COLMAP model, beside it; made where there is none, with all poses kept.
-    Errors are those of `sfm`, and `UsageError`: a model with a run of its own, or a map of other poses."""
+    Errors are those of `sfm`, and `UsageError`: a model with a run of its own, a map of other poses or
+    pictures."""
     import numpy as np
 
+    from matcher.collection.store import Store
     from matcher.sfm.models import find_run, read_given_poses, whole_model
 
     try:
@@ -247,6 +249,9 @@ def map_of(model: Path, pictures: Path, run: Path | None, given: dict[str, Any])
         with redirect_stdout(sys.stderr):  # which is of the results of the command
             sfm(pictures, made, {"preset": DEFAULT_PRESET, **given}, run=run, poses=model)
         return made
+    with Store.open(run or find_run(made)) as store:
+        if (folder := store.image_folder).resolve() != pictures.resolve():
+            raise UsageError(f"{made} was made from {folder}, not {pictures}: delete it, or give that folder")
     kept, poses = (read_given_poses(each).cam_from_world for each in (made, model))
     if any(name not in poses or not np.allclose(pose, poses[name]) for name, pose in kept.items()):
         raise UsageError(f"{made} was not made from the poses that {model} has now: delete it, then repeat")
@@ -362,7 +367,7 @@ def localize(
 
     with ExitStack() as stack:
         place = stack.enter_context(matcher.Map.open(model, run_dir=run, **given))
-        listed = {} if pairs is None else read_partners(pairs, named, place, neighbours)
+        listed = {} if pairs is None else read_partners(pairs, named, place, say, neighbours)
         record = recording and stack.enter_context(LocalizationRecording(recording, place))
         try:
             stored = None if features is None else HlocFeatures(Path(), features)

@@ -41,6 +41,7 @@ _LONGEST_LINE = 16_384  # characters
 REPEATED = "repeated pair"
 SELF = "image paired with itself"
 MISSING = "image not in the collection"
+NOT_ASKED = "first image not among those asked for"  # where second names are others
 COLUMNS = "not two names"
 EXTRA = "more than two columns (the first two are used)"
 OTHER_FORM = "another form of an image's name (it is used)"
@@ -132,9 +133,12 @@ def _read_line(
         if None not in (ends := [table.find(word) for table, word in zip(tables, words, strict=False)]):
             break
     else:
-        columns = (zip(tables, words, strict=True) for words in readings if len(words) == 2)
+        two = [words for words in readings if len(words) == 2]
+        columns = (zip(tables, words, strict=True) for words in two)
         unknown = [word for table, word in chain.from_iterable(columns) if table.find(word) is None]
-        fault(MISSING if unknown else COLUMNS, unknown[0] if unknown else text)
+        other = tables[0] is not tables[1] and all(tables[0].find(words[0]) is None for words in two)
+        missing = NOT_ASKED if other else MISSING
+        fault(missing if unknown else COLUMNS, unknown[0] if unknown else text)
         return None
     if tables[0] is tables[1] and ends[0] == ends[1]:
         fault(SELF, words[0])

@@ -5,7 +5,7 @@ A photo, or the pictures of a rig, is a `Query`; its pose is tried with ever mor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -16,13 +16,13 @@ from typing import NamedTuple, Unpack
 import numpy as np
 
 from matcher.cameras import Camera, CameraInput, RigConfig, as_camera, camera_of_each, focal_of_film
-from matcher.collection.pairs import COLUMNS, MISSING, read_pairs
+from matcher.collection.pairs import COLUMNS, MISSING, NOT_ASKED, read_pairs
 from matcher.collection.settings import differences, feature_settings, stored_pipeline
 from matcher.collection.sources import HlocFeatures, NameTable, Photos
 from matcher.collection.store import Store
 from matcher.collection.tracks import ImagePyramids
 from matcher.config import PipelineConfig, from_dict
-from matcher.errors import ImageError, UsageError
+from matcher.errors import ImageError, UsageError, counted
 from matcher.export.colmap import CameraChoice, known_cameras, read_exif
 from matcher.geometry import check_poses
 from matcher.images import ImageInput
@@ -532,21 +532,31 @@ def _count(estimates: Estimates | None) -> int:
 
 
 def read_partners(
-    path: str | Path, photos: Mapping[str, Path], place: Map, most: int | None = None
+    path: str | Path,
+    photos: Mapping[str, Path],
+    place: Map,
+    on_report: Callable[[str], None],
+    most: int | None = None,
 ) -> dict[str, list[str]]:
     """The map's images, the first `most`, to match each photo with, from a pair list such as hloc's of a
-    retrieval: a line names a photo, then an image of the map. `UsageError`, with the line: it does not."""
+    retrieval: a line names a photo, then an image of the map. `UsageError`: it does not, or all are of other
+    photos; `on_report` is called with a line of text if some are."""
+    form, others = "a line names one of the photos, then an image of the map", []
 
     def refuse(line: int, kind: str, text: str) -> None:
         if kind in (MISSING, COLUMNS):
-            wrong = f"{path}, line {line}: {text!r} is none"
-            raise UsageError(f"{wrong}; a line names one of the photos, then an image of the map")
+            raise UsageError(f"{path}, line {line}: {text!r} is none; {form}")
+        others.extend([text] * (kind == NOT_ASKED))
 
     found: dict[str, list[str]] = {name: [] for name in photos}
     known, (name, first) = NameTable(place.names, place.image_path(".")), next(iter(photos.items()))
     folder = first.parents[name.count("/")]  # that names are below
     for name, image in read_pairs(path, found, refuse, folder=folder, partners=known):
         found[name].append(image)
+    if others and not any(found.values()):
+        raise UsageError(f"{path} names none of the photos, such as {next(iter(photos))}; {form}")
+    if others:
+        on_report(f"{path}: {counted(len(others), 'line')} of other photos passed over, such as {others[0]}")
     return {name: images[:most] for name, images in found.items()}
 
 
