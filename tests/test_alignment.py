@@ -223,13 +223,19 @@ def test_every_instance_and_nothing_else_is_found_at_its_scale_and_turn(template
     assert len(matcher.find(template, large, matcher.load("nearest", max_keypoints=600))) == 1
 
 
-def test_a_plain_logo_is_found_at_half_its_size(views):
+def test_a_plain_logo_is_found_at_half_its_size_and_a_small_one_from_the_side(views):
     logo, (scene, *_) = np.full((200, 200, 3), (30, 80, 200), np.uint8), map(cv2.imread, map(str, views))
     cv2.putText(logo, "ACME", (15, 105), cv2.FONT_HERSHEY_DUPLEX, 2.0, (255, 255, 255), 4, cv2.LINE_AA)
     cv2.line(logo, (20, 140), (180, 150), (255, 200, 0), 10, cv2.LINE_AA)
     scene[200:300, 300:400] = cv2.resize(logo, (100, 100), interpolation=cv2.INTER_AREA)
     (found,) = matcher.find(logo, scene[:400, :550])
     assert np.abs(found.corners - [[300, 200], [400, 200], [400, 300], [300, 300]]).max() < 3
+    sign = cv2.circle(np.full_like(logo, 40), (100, 100), 80, (60, 90, 220), -1, cv2.LINE_AA)
+    cv2.putText(sign, "STOP", (25, 120), cv2.FONT_HERSHEY_DUPLEX, 1.4, (255, 255, 255), 6, cv2.LINE_AA)
+    sign = cv2.resize(sign, (60, 60), interpolation=cv2.INTER_AREA)
+    scene[200:260, 300:342] = cv2.resize(sign, (42, 60), interpolation=cv2.INTER_AREA)
+    (found,) = matcher.find(sign, scene[:400, :550], "nearest", max_keypoints=600)
+    assert np.abs(found.corners - [[300, 200], [342, 200], [342, 260], [300, 260]]).max() < 3
 
 
 def test_at_most_so_many_are_found_and_masks_hide_the_others(template, scene):

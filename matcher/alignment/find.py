@@ -266,6 +266,8 @@ class TemplateFinder:
         # What is plain correlates with anything plain.
         plain = not opaque.size or opaque.reshape(-1, 3).std(axis=0).max() < 6
         self._is_icon = self._mean <= LONGEST and not plain
+        slopes = np.reshape(np.gradient(self.template.grey().astype(np.float32)), (2, -1))
+        self._squeezed = 1.3 if np.linalg.cond(slopes @ slopes.T) > 4 else np.inf  # lest any edge fits
         if not (self._matched or self._is_icon):
             why = f"it has {keypoints} keypoints, and {least} are needed"
             raise UsageError(f"{name} is too plain: {why}; give a cut-out that shows more")
@@ -335,7 +337,7 @@ class TemplateFinder:
             if one is None or not _is_free(image, one, known):
                 continue
             like = self._likeness(image, one)
-            if like.is_copy and np.linalg.cond(one._jacobian()) < 1.3:  # an edge alone fits squeezed, too
+            if like.is_copy and np.linalg.cond(one._jacobian()) < self._squeezed:
                 found.append(replace(one, share=float(like.correlation)))
                 vain = 0
             elif self._is_icon and like.correlation > 0.88 and like.detail > 0.8 and like.worst > 0.25:

@@ -260,9 +260,7 @@ def _mapped(
     _run_mapping(job)
     described = json.loads((work / "result.json").read_text(encoding="utf-8"))
     if not described:
-        alone = few(
-            [f"{first} and {second}" for first, second in undecided if used.keys() >= {first, second}]
-        )
+        alone = few([f"{a} and {b}" for a, b in undecided if used.keys() >= {a, b}])
         why = f"pairs on one plane, or that only turn, allow several poses, or none, without a third: {alone}"
         report.notes += [why] * bool(alone)
         return report, ()
