@@ -244,7 +244,7 @@ def test_signals_end_a_command_with_a_word(name, number, code, words):
         assert process.stderr.read().endswith(words)
 
 
-def test_a_command_ends_at_once_after_what_others_do_at_the_end():
+def test_a_command_ends_at_once_after_what_others_do_at_the_end(tmp_path):
     text = (
         "import atexit, sys\n"
         "class Library:\n"
@@ -256,6 +256,9 @@ def test_a_command_ends_at_once_after_what_others_do_at_the_end():
     )
     done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (3, "file closed\n")
+    profiled = [sys.executable, "-m", "cProfile", "-o", str(tmp_path / "profile"), "-m", "matcher", "presets"]
+    assert subprocess.run(profiled, cwd=ROOT, capture_output=True).returncode == 0
+    assert (tmp_path / "profile").stat().st_size > 10_000
 
 
 # --- Help, messages, what the shell sees

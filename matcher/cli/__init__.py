@@ -114,4 +114,5 @@ def program() -> NoReturn:
     with suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(code)
+    watched = "profile" in sys.modules or sys.gettrace()  # by what writes when programs end as usual
+    (sys.exit if watched else os._exit)(code)

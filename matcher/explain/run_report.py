@@ -214,8 +214,7 @@ def _shown_overlay(overlay: CommonOverlay, images: Sequence[StoredImage]) -> tup
             shown = cv2.resize(pixels, mask.shape[::-1], interpolation=cv2.INTER_AREA)
             shown[~mask] //= 4
             break
-    text = "{} x {}: on {:.0%} of the picture".format(*overlay.size, mask.mean())
-    return text, jpeg(shown)
+    return "{} x {}: on {:.0%} of the picture".format(*overlay.size, mask.mean()), jpeg(shown)
 
 
 def _graph(strongest: list[PairRow], degree: Counter, images: Sequence[StoredImage]) -> dict[str, Any]:
