@@ -420,19 +420,57 @@ def test_a_run_killed_between_its_files_leaves_out_an_overlay_when_it_continues(
         assert max(len(writer.features(f"{number}.png")) for number in range(9)) <= 60
 
 
-def test_what_lies_over_most_photos_gives_no_keypoints(rng, tmp_path, capsys):
-    def stamped(number: int) -> Path:
-        noise = cv2.GaussianBlur(rng.normal(0, 1, (240, 320)), (0, 0), 1.5)
-        pixels = (128 + 200 * noise).clip(0, 255).astype(np.uint8)
-        cv2.putText(pixels, "CAMERA 7", (60, 220), cv2.FONT_HERSHEY_SIMPLEX, 1.2, 255, 3)
-        cv2.imwrite(str(path := folder / f"{number:02d}.png"), pixels)
-        return path
+def stamped(rng, path: Path, text: str = "CAMERA 7") -> Path:
+    noise = cv2.GaussianBlur(rng.normal(0, 1, (240, 320)), (0, 0), 1.5)
+    pixels = (128 + 200 * noise).clip(0, 255).astype(np.uint8)
+    cv2.putText(pixels, text, (60, 220), cv2.FONT_HERSHEY_SIMPLEX, 1.2, 255, 3)
+    path.parent.mkdir(exist_ok=True)
+    cv2.imwrite(str(path), pixels)
+    return path
 
+
+def test_parts_leave_out_what_the_whole_leaves_out_also_when_interrupted(rng, tmp_path, capfd):
+    for number in range(12):
+        stamped(rng, (folder := tmp_path / "photos") / f"{number:02d}.png")
+    whole = matched(tmp_path / "whole", folder, {"sequential": 1})
+
+    def part(number: int) -> Path:  # of four or five images
+        found = opened(tmp_path / f"part{number}", folder, shard=f"{number}/3")
+        found.add_pairs(sequential=1)
+        with pytest.raises(KeyboardInterrupt):
+            found.run(on_progress=interrupt)
+        assert found.run().all_well
+        return found.run_dir
+
+    def interrupt(progress) -> None:
+        if progress.done:
+            raise KeyboardInterrupt
+
+    parts = list(map(part, (1, 2, 3)))
+    assert run("merge", *parts, "--into", tmp_path / "joined", "--descriptors") == 0
+    assert "an overlay lies on" in (said := capfd.readouterr()).out and "differ" not in said.err
+    assert contents(tmp_path / "joined") == contents(whole.run_dir)
+    with Writer(parts[1]) as writer:
+        writer.set_meta("overlays", "[]")
+    assert run("merge", *parts, "--into", tmp_path / "odd") == 0
+    assert "part2: 4 pairs joined; its images of 320 x 240 keep" in capfd.readouterr().err
+
+
+def test_an_overlay_is_looked_for_anew_where_all_images_have_changed(rng, tmp_path, capfd):
+    paths = [stamped(rng, tmp_path / "photos" / f"{number:02d}.png") for number in range(9)]
+    for count, text, said in ((9, "CAMERA 7", False), (3, "", True), (9, "", False)):
+        for path in paths[:count]:
+            stamped(rng, path, text)
+        assert collect(tmp_path / "photos", tmp_path / "run", "--sequential", 1) == 0
+        out, err = capfd.readouterr()
+        assert ("--restart" in err) == said and ("an overlay lies on" in out) == (text != "" or said)
+
+
+def test_what_lies_over_most_photos_gives_no_keypoints(rng, tmp_path, capsys):
     folder, made = tmp_path / "photos", tmp_path / "run"
-    folder.mkdir()
-    paths = [stamped(number) for number in range(9)]
+    paths = [stamped(rng, folder / f"{number:02d}.png") for number in range(9)]
     assert collect(folder, made, "--sequential", 1) == 0
-    stamped(9)
+    stamped(rng, folder / "09.png")
     assert collect(folder, made, "--sequential", 1) == 0  # the tenth as well, though it is found alone
     assert "an overlay lies on" in capsys.readouterr().out
     with Store.open(made) as store:
@@ -442,7 +480,7 @@ def test_what_lies_over_most_photos_gives_no_keypoints(rng, tmp_path, capsys):
             assert image.count == len(store.features(image.name)) > 50
         assert len(store.check()) == 0 and all(pair.geometry.status != "ok" for pair in store.pairs())
     assert run("merge", made, "--into", tmp_path / "joined", "--descriptors") == 0
-    stamped(10)  # its keypoints on it go in the joined run, too
+    stamped(rng, folder / "10.png")  # its keypoints on it go in the joined run, too
     assert collect(folder, tmp_path / "joined", "--sequential", 1) == 0
     with Store.open(tmp_path / "joined") as store:
         assert overlay.beside(store.keypoints("10.png")).all()

@@ -93,6 +93,9 @@ class ImageOptions:
         if changes.changed:
             changed = counted(changes.changed, "image has", "images have")
             say(f"{changed} changed and will be extracted and matched again")
+            with opened.store as store:
+                if store.overlays:
+                    say("the overlay of the earlier images stays left out; --restart looks for it anew")
         if changes.gone:
             other = counted(changes.gone, "image")
             say(f"not in {images}, or not selected: {other} of the run, kept there without --restart")

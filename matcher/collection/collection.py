@@ -203,6 +203,8 @@ class Collection:
                 writer.execute_many("UPDATE images SET stamp = ? WHERE name = ?", touched)
                 if changed:
                     writer.forget(changed)
+                    if not writer.counts().images_done:  # what lies over all of them is to be found anew
+                        writer.set_meta("overlays", "[]")
                 writer.set_meta("image_folder", str(source.folder.absolute()))
             gone = len(known.keys() - set(names))
             return ImageChanges(len(new), len(changed), gone, tuple(unusable), len(names), masked)
@@ -533,6 +535,10 @@ def _join(writer: Writer, store: Store, descriptors: bool) -> str:
     known = "SELECT image0, image1 FROM pairs UNION ALL SELECT image0, image1 FROM failed"
     writer.execute(f"DELETE FROM waiting WHERE (image0, image1) IN ({known})")
     more = f"; keypoints of {len(differing)} images differ" if differing else ""
+    own = {overlay.size for overlay in store.overlays}
+    others = {overlay.size for overlay in writer.overlays} - own
+    for size in sorted(others.intersection(image.size for image in store.images())):
+        more += "; its images of {} x {} keep keypoints on the overlay of other runs".format(*size)
     return f"{store.folder}: {joined} pairs joined{more}"
 
 

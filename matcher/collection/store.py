@@ -394,15 +394,17 @@ class Writer(Store):
         """`image_folder`: where the images are now; `pair_choice`: how pairs were chosen; `overlays`."""
         self.execute("REPLACE INTO meta VALUES (?, ?)", key, value)
 
-    def leave_out_overlays(self) -> None:
-        """Find what lies over most images of a size, once, before any pair is matched; its keypoints go."""
+    def leave_out_overlays(self, some: Collection[int] | None = None) -> None:
+        """Find what lies over most images of a size, once, before any pair is matched, in those with `some`
+        numbers, or up to 100 of each size; its keypoints go."""
         known = {overlay.size: overlay for overlay in self.overlays}
         done = self.images(f"WHERE status = {DONE} ORDER BY width, height, name")
         for size, images in [(size, list(alike)) for size, alike in groupby(done, lambda image: image.size)]:
             if size not in known:
-                some = images[:: -(-len(images) // 100)]  # as many tell what lies over most of them
-                points = [self.keypoints(image.name) for image in some]
-                if (found := common_overlay(points, size, self.scale(some[0].name))) is None:
+                asked = [image.name for image in images if some is None or image.number in some]
+                asked = asked[:: -(-len(asked) // 100) or 1]  # as many tell what lies over most of them
+                points = [self.keypoints(name) for name in asked]
+                if (found := common_overlay(points, size, self.scale(images[0].name))) is None:
                     continue
                 known[size] = found
                 with self.transaction():  # first: where a run is killed, the next one leaves out the same

@@ -491,16 +491,19 @@ class Stages:
 
     def extract(self, *, everything: bool) -> int:
         """Extract the waiting images of waiting pairs, or of `everything`; returns how many were tried."""
-        lost = self.writer.without_descriptors()
-        needed = "SELECT image0 FROM waiting UNION SELECT image1 FROM waiting"
-        where = "" if everything else f"WHERE id IN ({needed})"
-        rows = self.writer.execute(f"SELECT id, name, status FROM images {where} ORDER BY name")
+        writer, lost, some = self.writer, self.writer.without_descriptors(), None
+        ends = writer.execute("SELECT image0 FROM waiting UNION SELECT image1 FROM waiting")
+        rows = writer.execute("SELECT id, name, status FROM images ORDER BY name")
+        needed, first = {number for (number,) in ends}, not writer.counts().pairs_done
+        if writer.settings.get("shard") is not None:  # all parts find overlays by the same images
+            some = {number for number, *_ in rows[:: -(-len(rows) // 100) or 1]}
+            needed |= some if first and needed else set()
+        rows = [row for row in rows if everything or row[0] in needed]
         names = [name for n, name, status in rows if status == WAITING or (status == DONE and n in lost)]
         jobs = (Job(tuple(part), self.batch) for part in _parts(names, self.batch))
         self._run("extract", jobs, self._put_images, len(names))
-        whole = self.writer.settings.get("shard") is None  # parts would find different ones
-        if whole and not (self.writer.counts().pairs_done or self.writer.without_descriptors()):
-            self.writer.leave_out_overlays()
+        if first and not writer.without_descriptors():
+            writer.leave_out_overlays(some)
         with self.writer.transaction():  # pairs that can never be matched
             sql = "SELECT image0, image1, name || ': ' || reason FROM waiting JOIN images"
             failed = self.writer.execute(f"{sql} ON id IN (image0, image1) WHERE status = {FAILED}")
