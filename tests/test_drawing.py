@@ -179,7 +179,7 @@ def test_answers_lie_side_by_side_below_and_groups_have_colours():
     assert np.abs(both[: len(plain)].astype(int) - plain).mean() < 1
     below, middle = both[len(plain) :], both.shape[1] // 2
     assert coloured(below[:, :middle]).any() and coloured(below[:, middle:]).any()
-    assert [axes.get_title()[:11] for axes in figure.axes[1:]] == ["answer 1 of", "answer 2 of"]
+    assert [axes.get_title()[:11] for axes in figure.axes[1:]] == ["pose 1 of 2", "pose 2 of 2"]
     lines = figure.axes[0].collections[2].get_colors()
     assert (lines[:2, :3] != 1).any() and np.allclose(sorted(lines.tolist())[-1][:3], 1)
 

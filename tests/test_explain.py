@@ -256,8 +256,12 @@ def test_bad_requests_leave_nothing(pictures, pipeline, tmp_path):
     ):
         with pytest.raises(UsageError):
             write_report(matching, *pictures, tmp_path / name, point)
-    assert command("explain", *pictures, "--output", tmp_path / "a.html", "--point", "here") == 2
+    for odd in (("--point", "here"), ("--geometry", "essential")):  # which lacks a camera
+        assert command("explain", *pictures, "--output", tmp_path / "a.html", *odd) == 2
     assert list(tmp_path.iterdir()) == []
+    known = ("--geometry", "essential", "--camera0", "500,500,199.5,179.5")
+    assert command("explain", *pictures, "--output", tmp_path / "a.html", *known) == 0
+    assert data_of(tmp_path / "a.html")["origin"][-1][1].startswith("essential: ok")
 
 
 # --- A run

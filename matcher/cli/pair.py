@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -19,6 +19,9 @@ from matcher.cli.output import PARTIAL, ProgressLines, complain, detail, say, sh
 from matcher.errors import ImageError, UsageError, counted
 from matcher.files import check_folder, write_output
 from matcher.viz import PLOT_SUFFIXES
+
+if TYPE_CHECKING:
+    from matcher.cameras import Camera
 
 
 def match(
@@ -58,7 +61,6 @@ def match(
         fail_below (PROBABILITY): Exit with code 4 if the images show the same place with less than this
             probability.
     """
-    from matcher.image_files import read_camera
     from matcher.result import DATA_SUFFIXES
     from matcher.verify.verdict import SAME
 
@@ -66,18 +68,12 @@ def match(
     check_outputs(outputs, (image0, image1, mask0, mask1), overwrite=overwrite)
     if ellipses and plot is None:
         raise typer.BadParameter("--ellipses draws into a plot: add --plot FILE")
-    cameras = [parse_camera(camera0, "--camera0"), parse_camera(camera1, "--camera1")]
-    stated = [] if any(cameras) else [read_camera(image0), read_camera(image1)]  # of their focal lengths
-    has_stated = bool(stated) and None not in stated
-    if given.get("geometry") == "essential" and has_stated:
-        cameras = stated
-        focals = " and ".join(f"{camera.fx:.0f}" for camera in stated)
-        say(f"cameras from the files' EXIF headers: focal lengths of {focals} pixels")
+    cameras, has_stated = _cameras(image0, image1, camera0, camera1, given)
     # With tiles, keypoints are those of the whole image; the first pass has the preset's.
     sizes = {"max_keypoints": given.pop("max_keypoints")} if tiles and "max_keypoints" in given else {}
     pipeline = matcher.load(**given)
     pipeline = matcher.tiled(pipeline, **sizes) if tiles else pipeline
-    how = dict(mask0=mask0, mask1=mask1, budget_ms=budget_ms, camera0=cameras[0], camera1=cameras[1])
+    how = dict(mask0=mask0, mask1=mask1, budget_ms=budget_ms, **cameras)
     result = pipeline.match(image0, image1, **how)
     if output is not None:
         result.save(output, overwrite=True)  # check_outputs has refused files of others
@@ -111,6 +107,23 @@ def match(
     return PARTIAL if failed or (unlikely and fail_below is not None) else 0
 
 
+def _cameras(
+    image0: Path, image1: Path, camera0: str | None, camera1: str | None, given: dict[str, Any]
+) -> tuple[dict[str, Camera | None], bool]:
+    """Both cameras as told or, for essential geometry, as the headers of both files state them; and whether
+    these do and none was told."""
+    from matcher.image_files import read_camera
+
+    found = {"camera0": parse_camera(camera0, "--camera0"), "camera1": parse_camera(camera1, "--camera1")}
+    if any(found.values()) or None in (stated := [read_camera(image0), read_camera(image1)]):
+        return found, False
+    if given.get("geometry") == "essential":
+        found = dict(zip(found, stated, strict=True))
+        focals = " and ".join(f"{camera.fx:.0f}" for camera in stated)
+        say(f"cameras from the files' EXIF headers: focal lengths of {focals} pixels")
+    return found, True
+
+
 def matrix_text(geometry: matcher.TwoViewGeometry) -> str:
     """The estimated matrices and poses, with numbers that `numpy.loadtxt` reads."""
     if geometry.kind == "homographies":
@@ -141,6 +154,8 @@ def explain(
     output: Path,
     given: loading("engine", further_passes="no-further-passes"),
     point: str | None = None,
+    camera0: str | None = None,
+    camera1: str | None = None,
     mask0: Path | None = None,
     mask1: Path | None = None,
     overwrite: bool = False,
@@ -153,6 +168,7 @@ def explain(
     Args:
         output (FILE.html): Report to create.
         point (x,y): Show the keypoint nearest to this pixel of IMAGE0 first.
+        camera0, camera1 (fx,fy,cx,cy|MODEL,w,h,…|FILE): Intrinsics for --geometry essential, as of `match`.
     """
     from matcher.explain.report import write_report
 
@@ -161,8 +177,9 @@ def explain(
     except ValueError:
         raise UsageError(f"--point must be two numbers with a comma between, not {point!r}") from None
     check_outputs([(output, (".html",))], (image0, image1, mask0, mask1), overwrite=overwrite)
+    cameras, _ = _cameras(image0, image1, camera0, camera1, given)
     pipeline = matcher.load(**{"further_passes": False, **given})
-    how = dict(mask0=mask0, mask1=mask1, overwrite=overwrite)
+    how = dict(mask0=mask0, mask1=mask1, overwrite=overwrite, **cameras)
     result = write_report(pipeline, image0, image1, output, None if x is None else (x, y), **how)
     matches, inliers = len(result.matches), int(result.geometry.inliers.sum())
     show(f"{counted(matches, 'match', 'matches')}, {counted(inliers, 'inlier')}; wrote {output}")

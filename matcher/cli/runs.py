@@ -92,10 +92,9 @@ class ImageOptions:
             say(f"{changes.masked} of {changes.images} images have a mask")
         if changes.changed:
             changed = counted(changes.changed, "image has", "images have")
-            say(f"{changed} changed and will be extracted and matched again")
             with opened.store as store:
-                if store.overlays:
-                    say("the overlay of the earlier images stays left out; --restart looks for it anew")
+                known = "; without --restart their overlay is still that of before" * bool(store.overlays)
+            say(f"{changed} changed and will be extracted and matched again{known}")
         if changes.gone:
             other = counted(changes.gone, "image")
             say(f"not in {images}, or not selected: {other} of the run, kept there without --restart")
@@ -196,7 +195,7 @@ def status(run: Path, /, check: bool = False, tracks: bool = False) -> int:
     """Print the progress of a run and what failed, also while it is running.
 
     Args:
-        check: Read all stored data, check it for damage, and count the pairs that likely show one place.
+        check: Read all stored data, check it for damage, and count the pairs of one place and of one plane.
         tracks: Build tracks from the verified matches and print their statistics.
     """
     from matcher.collection.store import Store, gone
@@ -240,10 +239,14 @@ def status(run: Path, /, check: bool = False, tracks: bool = False) -> int:
             if faults := store.check():
                 raise IntegrityError(f"{run} is damaged: {'; '.join(faults[:_LISTED])}")
             sizes = {image.name: image.size for image in store.images()}
-            found = (pair.probability(sizes) for pair in store.pairs())
-            words = Counter(Verdict(each).word for each in found if each is not None)
+            pairs = ((pair.probability(sizes), pair.geometry) for pair in store.pairs())
+            found = [(likely, geometry.planar * geometry.status) for likely, geometry in pairs]
+            words = Counter(Verdict(likely).word for likely, _ in found if likely is not None)
+            planes = Counter(status for _, status in found)
             likely = f"{words['same']} likely, {words['unsure']} unsure, {words['not']} unlikely"
+            planar = f"{planes['ok']} ok, {planes['ambiguous']} ambiguous, {planes['degenerate']} degenerate"
             show("nothing is damaged" + f"; pairs that show one place: {likely}" * bool(words))
+            show(f"pairs with most inliers on one plane: {planar}")
     return PARTIAL if counts.images_failed or counts.pairs_failed else 0
 
 

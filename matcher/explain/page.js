@@ -36,7 +36,7 @@ const control = (id, text, type, attributes, needed = true) => {
   if (needed) byId("controls").append(label);
   return { input, shown };
 };
-const least = control("least", "minimum confidence", "range", { min: 0, max: 100, value: 0 });
+const least = control("least", "minimum match probability", "range", { min: 0, max: 100, value: 0 });
 const inner = control("inliers", "inliers only", "checkbox", {});
 const every = control("lines", "lines of all matches", "checkbox", { checked: true });
 const refined = data.images.some(image => image.ellipses.length);
@@ -76,7 +76,8 @@ const line = (ink, from, to, colour, width, dash = []) => {
   ink.setLineDash([]);
 };
 const visible = match => match[2] * 100 >= +least.input.value && (match[3] || !inner.input.checked);
-const alike = match => match[4] >= 0 && COLOURS[2 + match[4] % 5]; // the colour of a group of like things
+const GROUPS = ["#f0e442", "#cc79a7", GREEN, "#0072b2"]; // none that is like an outlier's
+const alike = match => match[3] && match[4] >= 0 && GROUPS[match[4] % 4]; // of inliers on a group of like things
 const fateColour = fate => fate === 0 ? BLUE : fate < 0 ? RED : WHITE;
 
 // What does not depend on the chosen point: images, lines, keypoints.
@@ -212,7 +213,7 @@ function draw() {
     byId("info").dataset.point = chosen;
   }
   byId("info").textContent = words.join(" · ") ||
-    "Each line joins a point with the same one in the other image. Click a point to see why it was matched or not.";
+    "Each line joins a point with its match in the other image. Click a point to see why it was matched or not.";
 }
 function nearest(event) {
   const box = view.getBoundingClientRect(), scale = view.width / box.width;

@@ -109,7 +109,7 @@ if (L) {
   if (data.marginal.length) { plot("sinkhorn", "Sinkhorn's marginal error", aside); paintErrors(); }
 }
 byId("legend").textContent = "Dots: blue matched, orange kept but unmatched, white pruned. All lines: blue " +
-  "inliers, orange outliers" + (data.matches.some(alike) ? ", others groups of what looks alike" : "") +
+  "inliers, orange outliers" + (data.matches.some(alike) ? ", other colours inliers on things that look alike, a group each" : "") +
   (L ? "; matches of this layer: blue kept, green appeared, orange dashed vanished. For " +
   "the chosen point: white its match, colours what each head attends to (larger dot: larger weight), yellow the " +
   "sources of its information (rollout)." : "; white the match of the chosen point.");
@@ -119,11 +119,14 @@ if (L) {
   data.rules.forEach(rule => make("p", rule, byId("tables")));
 }
 if (data.answers) {
-  make("h2", "Where the second camera may be", byId("tables"));
-  make("img", undefined, byId("tables")).src = data.answers;
+  make("h2", "Poses of the second camera that the plane allows", byId("tables"));
+  const scroll = make("div", undefined, byId("tables"));
+  scroll.className = "wide";
+  Object.assign(make("img", undefined, scroll), { src: data.answers, alt: "the poses, from above" });
 }
 if (data.seconds) table("Seconds", Object.keys(data.seconds), [Object.values(data.seconds)]);
 table("Origin", ["quantity", "value"], data.origin, undefined, "words");
+if (data.configuration) make("h2", "Configuration", byId("tables"));
 if (data.configuration) make("pre", JSON.stringify(data.configuration, null, 1), byId("tables"));
 let waiting = 2;
 data.images.forEach(image => {

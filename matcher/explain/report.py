@@ -20,7 +20,7 @@ from matcher.errors import UsageError, counted
 from matcher.files import check_output, write_output
 from matcher.geometry import resize_points, stored_to_upright
 from matcher.match.adaptivity import confidence_threshold
-from matcher.pipeline import ImageInput, Mask, Pipeline
+from matcher.pipeline import ImageInput, Pipeline
 from matcher.result import Result
 from matcher.types import MATCHED, UNMATCHED, Features, Image, Matches, TwoViewGeometry
 from matcher.verify.repetition import repeated_groups
@@ -61,8 +61,8 @@ SCRIPTS = ("elements.js", "page.js", "reasons.js")
 STRONGEST = 4  # attended points kept for each point, layer and head
 SOURCES = 12  # points of the rollout kept for each point
 BODY = (
-    '<p id="said"></p><div id="controls"></div><canvas id="view"></canvas><p id="info"></p>'
-    '<div id="details"></div><p id="legend"></p><div id="tables"></div>'
+    '<p id="said"></p><div id="controls"></div><div class="wide"><canvas id="view"></canvas></div>'
+    '<p id="info"></p><div id="details"></div><p id="legend"></p><div id="tables"></div>'
 )
 ENLARGED = 20  # ellipses of uncertainty: a tenth of a pixel could not be seen
 _ENTROPY_STEP = 16  # of entropies: sixteenths of a nat
@@ -137,11 +137,13 @@ def pair_data(
 
 def said(matches: Matches, geometry: TwoViewGeometry, sizes: Sequence[tuple[int, int]]) -> str:
     """What was found, in a sentence or two for anybody."""
-    text = f"{counted(len(matches), 'point')} of one image found again in the other"
+    text = counted(len(matches), "match", "matches")
     verdict = verdict_of(matches, geometry.rejected or geometry, *sizes)
     inliers = int(geometry.inliers.sum())
     if geometry.status in ("ambiguous", "degenerate") and geometry.verified:
-        text += f", {inliers} of them on one plane ({geometry.status}: no pose follows)"
+        poses = len(geometry.alternatives)
+        follows = f"{poses} poses fit" if poses else "no pose follows"
+        text += f", {inliers} of them on one plane ({geometry.status}: {follows})"
     elif geometry.status == "mirrored":
         text += f", but the other way round: {MIRRORED}"
     elif geometry.status != "not_estimated":
@@ -269,15 +271,14 @@ def write_report(
     path: str | Path,
     point: tuple[float, float] | None = None,
     *,
-    mask0: Mask | None = None,
-    mask1: Mask | None = None,
     overwrite: bool = False,
+    **given: Any,
 ) -> Result:
-    """Match two images, with masks as `Pipeline.match` takes them, and write `report_page` as .html; the file
-    appears whole or not at all, and `overwrite` lets it replace one that is no report."""
+    """Match two images, `given` masks and cameras as `Pipeline.match` takes them, and write `report_page` as
+    .html; the file appears whole or not at all, and `overwrite` lets it replace one that is no report."""
     path = check_output(path, (".html",), overwrite=overwrite)
     images = pipeline.read(image0), pipeline.read(image1)
-    result = pipeline.match(image0, image1, mask0=mask0, mask1=mask1)
+    result = pipeline.match(image0, image1, **given)
     write_output(path, report_page(pipeline, images, result, point))
     return result
 

@@ -291,8 +291,8 @@ def draw_matches(
 def draw_answers(
     answers: Sequence[tuple[np.ndarray, np.ndarray]], figure: Figure | None = None, height: float = 1.0
 ) -> Figure:
-    """Several answers to where the second camera is, side by side, as seen from above the first, drawn in the
-    lowest part of a figure, of this share of its height.
+    """The poses that a plane allows, side by side, as seen from above the first camera, drawn in the lowest
+    part of a figure, of this share of its height.
 
     Each is a pose cam1_from_cam0 (4, 4) and the points (P, 3) of its matches, in the axes of camera 0: x to
     the right, z ahead.
@@ -312,10 +312,10 @@ def draw_answers(
             outline = np.array([[0, 0, 0], [-0.6, 0, 1], [0.6, 0, 1], [0, 0, 0]]) * size @ turn + place
             panel.fill(outline[:, 0], outline[:, 2], color=colour, alpha=0.8)
             style = {"textcoords": "offset points", "color": colour, "ha": "center"}
-            panel.annotate(name, place[[0, 2]], (0, -11), **style)
+            panel.annotate(name, place[[0, 2]], (-14 + 28 * int(name), -4), **style)  # also of close ones
         turned = np.degrees(np.arccos(np.clip((np.trace(pose[:3, :3]) - 1) / 2, -1, 1)))
-        heading = f"answer {number + 1} of {len(answers)}{', the likelier' * (number == 0)}"
-        panel.set_title(f"{heading}: turned by {turned:.0f}°, from above")
+        heading = f"pose {number + 1} of {len(answers)}{', the likelier' * (number == 0)}"
+        panel.set_title(f"{heading}: rotation by {turned:.0f}°, from above")
         panel.title.set_fontsize(11)
         panel.set_aspect("equal", adjustable="datalim")
         panel.margins(0.12)
