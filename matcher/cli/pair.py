@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import typer
 
@@ -19,9 +18,6 @@ from matcher.cli.output import PARTIAL, ProgressLines, complain, detail, say, sh
 from matcher.errors import ImageError, UsageError, counted
 from matcher.files import check_folder, write_output
 from matcher.viz import PLOT_SUFFIXES
-
-if TYPE_CHECKING:
-    from matcher.cameras import Camera
 
 
 def match(
@@ -109,7 +105,7 @@ def match(
 
 def _cameras(
     image0: Path, image1: Path, camera0: str | None, camera1: str | None, given: dict[str, Any]
-) -> tuple[dict[str, Camera | None], bool]:
+) -> tuple[dict[str, Any], bool]:
     """Both cameras as told or, for essential geometry, as the headers of both files state them; and whether
     these do and none was told."""
     from matcher.image_files import read_camera
@@ -143,7 +139,7 @@ def matrix_text(geometry: matcher.TwoViewGeometry) -> str:
     return "\n".join(_matrix(heading, matrix) for heading, matrix in parts)
 
 
-def _matrix(heading: str, rows: Iterable[Iterable[float]]) -> str:
+def _matrix(heading: str, rows: Any) -> str:
     return "\n".join([f"# {heading}", *(" ".join(f"{value: .10g}" for value in row) for row in rows)])
 
 

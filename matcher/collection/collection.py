@@ -535,8 +535,7 @@ def _join(writer: Writer, store: Store, descriptors: bool) -> str:
     known = "SELECT image0, image1 FROM pairs UNION ALL SELECT image0, image1 FROM failed"
     writer.execute(f"DELETE FROM waiting WHERE (image0, image1) IN ({known})")
     more = f"; keypoints of {len(differing)} images differ" if differing else ""
-    own = {overlay.size for overlay in store.overlays}
-    others = {overlay.size for overlay in writer.overlays} - own
+    others = {each.size for each in writer.overlays} - {each.size for each in store.overlays}
     for size in sorted(others.intersection(image.size for image in store.images())):
         more += "; its images of {} x {} keep keypoints on the overlay of other runs".format(*size)
     return f"{store.folder}: {joined} pairs joined{more}"

@@ -1,5 +1,8 @@
 const view = byId("view"), pen = view.getContext("2d"), base = document.createElement("canvas");
-const gap = 12, [left, right] = data.images, L = data.layers.length, H = data.heads, K = data.strongest;
+const { context, assignment, policy, match_probability } = data.configuration ? data.configuration.matcher : {};
+const gap = 12, [left, right] = data.images, L = data.layers.length, H = context && context.heads, K = data.strongest;
+// What the first of a point's reasons is: predicted by heads of its own, or the dustbin's logit.
+const PARTNER = match_probability ? "predicted probability of a partner" : "matchability";
 const BLUE = "#56b4e9", RED = "#d55e00", GREEN = "#009e73", ORANGE = "#e69f00", WHITE = "#ffffff", BLACK = "#000000";
 const COLOURS = [BLUE, RED, "#f0e442", "#cc79a7", GREEN, ORANGE, "#0072b2", WHITE];
 const CROWD = 2048; // points of an image beyond which dots are smaller, so that they never cover it
@@ -177,7 +180,7 @@ function fateOf(side, point) {
   }
   if (!(fate > 0)) return "kept, unmatched" + whyNot(side, point);
   const [partner, confidence] = image.reasons[point];
-  return `pruned after layer ${fate}: ${data.partner} ${partner.toPrecision(2)}, confidence ${confidence.toFixed(2)} ` +
+  return `pruned after layer ${fate}: ${PARTNER} ${partner.toPrecision(2)}, confidence ${confidence.toFixed(2)} ` +
     `(confident above ${data.confident[fate - 1].toFixed(2)})` + whyNot(side, point);
 }
 // The best candidates of a point without a partner, and what beat them.
@@ -185,9 +188,9 @@ function whyNot(side, point) {
   if (!L) return "";
   const [alone, candidates] = data.images[side].candidates[point], own = `image ${side}`;
   const told = candidates.map(([other, p, rival, q]) => `keypoint ${other} (${p.toFixed(3)}` +
-    (rival === point ? (p < data.threshold ? `, below the threshold of ${data.threshold}` : "")
+    (rival === point ? (p < policy.match_threshold ? `, below the threshold of ${policy.match_threshold}` : "")
       : `; it is likelier keypoint ${rival} of ${own}: ${q.toFixed(3)}`) + ")");
-  return (data.unmatchedKnown ? `; probability of no partner ${alone.toFixed(3)}` : "") +
+  return (assignment.dustbin !== "none" ? `; probability of no partner ${alone.toFixed(3)}` : "") +
     (told.length ? `; best candidates in image ${1 - side}: ${told.join(", ")}` : "");
 }
 const describe = (side, point) => `keypoint ${point} of image ${side}: ${fateOf(side, point)}`;

@@ -41,7 +41,7 @@ function paintHistogram() {
   const sure = now.confidences, most = Math.max(1, ...counts), mostSure = Math.max(1, ...(sure || [0]));
   axes(ink, [[0, "0"], [.5, "0.5"], [1, "1"]], [[0, "0"], [1, most]], sure ? [[1, mostSure]] : []);
   bars(ink, counts, most, BLUE, .05, .45);
-  const limit = FROM + WIDE * data.threshold;
+  const limit = FROM + WIDE * policy.match_threshold;
   line(ink, [limit, FLOOR - TALL], [limit, FLOOR], BLACK, 1, [3, 3]);
   key(ink, 0, BLUE, `${now.found.length} matches of layer ${layer.input.value} by probability (dotted: threshold)`);
   if (!sure) return;
@@ -51,16 +51,16 @@ function paintHistogram() {
 }
 function paintErrors() {
   const ink = plots.sinkhorn, errors = data.marginal, logs = errors.map(error => Math.log10(error + 1e-9));
-  const low = Math.floor(Math.min(...logs, Math.log10(data.tolerance || 1))), high = Math.ceil(Math.max(...logs));
+  const low = Math.floor(Math.min(...logs, Math.log10(assignment.tolerance || 1))), high = Math.ceil(Math.max(...logs));
   const span = Math.max(1, high - low), last = Math.max(1, errors.length - 1);
   axes(ink, [[0, data.looks], [1, data.looks * errors.length]], [[0, `1e${low}`], [(high - low) / span, `1e${high}`]]);
   const spot = (value, k) => [FROM + WIDE * k / last, FLOOR - TALL * (value - low) / span];
   logs.forEach((value, k) => { if (k) line(ink, spot(logs[k - 1], k - 1), spot(value, k), BLUE, 2); });
-  if (data.tolerance) {
-    const height = Math.log10(data.tolerance);
+  if (assignment.tolerance) {
+    const height = Math.log10(assignment.tolerance);
     line(ink, spot(height, 0), spot(height, last), BLACK, 1, [3, 3]);
   }
-  key(ink, 0, BLUE, "relative error of the masses by iteration" + (data.tolerance ? " (dotted: tolerance)" : ""));
+  key(ink, 0, BLUE, "relative error of the masses by iteration" + (assignment.tolerance ? " (dotted: tolerance)" : ""));
 }
 
 // A line for each layer and kind of attention, a number for each head.
@@ -100,6 +100,22 @@ function showReasons() {
       return [l + 1, found ? found[0] : "none", found ? found[1].toFixed(2) : "–"];
     }), parent);
 }
+const percent = (share, digits) => share === null ? "–" : (100 * share).toFixed(digits) + "%";
+const layerRow = ({ row: [matches, appeared, vanished, certain, expected, unmatched, pruned, exited] }, l) => [
+  l + 1, matches, appeared, vanished, percent(certain, 1), expected === null ? "–" : expected.toFixed(0),
+  unmatched.map(share => percent(share, 0)).join(" / "), pruned.join(" / "), exited ? "exit" : ""];
+// When a pair exits and which points are pruned, a sentence each.
+function rules() {
+  const share = `${+(100 * policy.exit_share).toPrecision(6)} %`;
+  const enough = match_probability ? `${share} of the expected matches are confident`
+    : `more than ${share} of its points, including pruned ones, are confident of their assignment`;
+  const sure = policy.prune_confident_only ? " and it is confident of its assignment" : ", whether it is confident or not";
+  return [
+    policy.early_exit ? `A pair stops when ${enough}.` : "All layers run: early exit is off.",
+    policy.pruning ? `A point is pruned if its ${PARTNER} is at most ${policy.prune_matchability}${sure}.`
+      : "No point is pruned: pruning is off.",
+  ];
+}
 byId("said").textContent = data.said;
 if (data.back) make("a", "back to the run", byId("controls")).href = data.back;
 if (L) {
@@ -115,8 +131,8 @@ byId("legend").textContent = "Dots: blue matched, orange kept but unmatched, whi
   "sources of its information (rollout)." : "; white the match of the chosen point.");
 if (L) {
   table("Layers", ["layer", "matches", "appeared", "vanished", "confident", "expected matches", "unmatched (0 / 1)",
-    "pruned (0 / 1)", ""], data.layers.map((known, l) => [l + 1, ...known.row]));
-  data.rules.forEach(rule => make("p", rule, byId("tables")));
+    "pruned (0 / 1)", ""], data.layers.map(layerRow));
+  rules().forEach(rule => make("p", rule, byId("tables")));
 }
 if (data.answers) {
   make("h2", "Poses of the second camera that the plane allows", byId("tables"));

@@ -200,51 +200,22 @@ def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkC
     layers = []
     for layer in explanation.layers:
         # A row of the table, the matches as they were, and a histogram of the points' confidences.
+        row = [len(layer.matches), layer.appeared, layer.vanished, layer.certain, layer.expected]
+        row += [layer.unmatched, [len(points) for points in layer.pruned], layer.exited]
         sure = layer.confidences
-        row = [
-            len(layer.matches),
-            layer.appeared,
-            layer.vanished,
-            "–" if layer.certain is None else f"{layer.certain:.1%}",
-            "–" if layer.expected is None else f"{layer.expected:.0f}",
-            " / ".join("–" if share is None else f"{share:.0%}" for share in layer.unmatched),
-            " / ".join(str(len(points)) for points in layer.pruned),
-            "exit" if layer.exited else "",
-        ]
         sure = None if sure is None else np.histogram(sure, np.linspace(0, 1, 21))[0].tolist()
         then = {"matches": _base64(layer.matches.astype(kind)), "scores": _bytes(layer.scores * 255)}
         layers.append({"row": row, **then, "confidences": sure})
-    policy, predicted = config.policy, config.match_probability
-    # When a pair exits and which points are pruned, a sentence each.
-    stop, drop = "All layers run: early exit is off.", "No point is pruned: pruning is off."
-    # What the first of `LayerReport.reasons` is: predicted by heads of its own, or the dustbin's logit.
-    partner = "predicted probability of a partner" if predicted else "matchability"
-    if policy.early_exit:
-        share = f"{100 * policy.exit_share:g} %"
-        enough = f"more than {share} of its points, including pruned ones, are confident of their assignment"
-        enough = f"{share} of the expected matches are confident" if predicted else enough
-        stop = f"A pair stops when {enough}."
-    if policy.pruning:
-        only = policy.prune_confident_only
-        sure = " and it is confident of its assignment" if only else ", whether it is confident or not"
-        drop = f"A point is pruned if its {partner} is at most {policy.prune_matchability:g}{sure}."
     data |= {
         "wide": kind == "<u4",
-        "heads": config.context.heads,
         "strongest": STRONGEST,
         "origins": min(SOURCES, sum(counts)),
         "entropyStep": _ENTROPY_STEP,
         "layers": layers,
-        "depth": depth,
-        "threshold": config.policy.match_threshold,
-        "unmatchedKnown": config.assignment.dustbin != "none",
-        "tolerance": config.assignment.tolerance,
         "looks": CHECKED,
         "marginal": [
             float(f"{error:.3g}") for error in explanation.layers[-1].marginal_errors if math.isfinite(error)
         ],
-        "rules": (stop, drop),
-        "partner": partner,
         "confident": [confidence_threshold(layer, depth) for layer in range(depth - 1)],
     }
 

@@ -15,16 +15,14 @@ from matcher.sequence.frames import FrameResult
 from matcher.sequence.pose_tracking import rays
 from matcher.sequence.trajectory import path_length
 from matcher.types import Image
-from matcher.viz.drawings import save_figure
+from matcher.viz.drawings import BLUE, GREEN, ORANGE, PINK, VERMILION, save_figure
 from matcher.viz.recording import RecordingFile
 
 if TYPE_CHECKING:
     from matcher.localization.sparse_map import SparseMap
     from matcher.sequence.keyframe_map import ClosedTrajectory
 
-# Of Okabe and Ito's palette.
-_BLUE, _RED = "#0072b2", "#d55e00"
-_AXES = {"right": "#009e73", "down": "#cc79a7", "ahead": "#e69f00"}
+_AXES = {"right": GREEN, "down": PINK, "ahead": ORANGE}
 
 
 def plot_trajectory(
@@ -48,14 +46,14 @@ def plot_trajectory(
     figure.suptitle(title, fontsize=11)
     above, beside = figure.subplots(1, 2, width_ratios=[width, 1.2])
     if true is not None:
-        above.plot(true[:, 0], true[:, 2], color=_RED, linewidth=3, alpha=0.6, label="ground truth")
-    look = dict(color=_BLUE, linewidth=1.2, marker=".", markersize=3)
+        above.plot(true[:, 0], true[:, 2], color=VERMILION, linewidth=3, alpha=0.6, label="ground truth")
+    look = dict(color=BLUE, linewidth=1.2, marker=".", markersize=3)
     for number, part in enumerate(np.split(positions, breaks)):
         above.plot(part[:, 0], part[:, 2], label=None if number else "estimate", **look)
     if len(lost := positions[list(breaks)]):
-        above.scatter(lost[:, 0], lost[:, 2], s=60, marker="x", color=_RED, label="tracking lost before")
+        above.scatter(lost[:, 0], lost[:, 2], s=60, marker="x", color=VERMILION, label="tracking lost before")
     marked = positions[list(keyframes)]
-    above.scatter(marked[:, 0], marked[:, 2], s=28, facecolors="none", edgecolors=_BLUE, label="keyframes")
+    above.scatter(marked[:, 0], marked[:, 2], s=28, facecolors="none", edgecolors=BLUE, label="keyframes")
     above.set(xlabel=f"x, right ({unit})", ylabel=f"z, ahead ({unit})", title="from above")
     above.annotate("start", positions[0, [0, 2]], xytext=(8, 2), textcoords="offset points", fontsize=9)
     above.set_aspect("equal", adjustable="datalim")
@@ -63,7 +61,7 @@ def plot_trajectory(
     label = f"distance travelled ({unit})"
     if true is None:
         for part in np.split(np.column_stack([path_length(found), -positions[:, 1]]), breaks):
-            beside.plot(*part.T, color=_BLUE)
+            beside.plot(*part.T, color=BLUE)
         beside.set(xlabel=label, ylabel=f"height ({unit})", title="height, to its own scale")
     else:
         way, difference = path_length(ground_truth), positions - true
@@ -86,14 +84,14 @@ def plot_closing(
     above, beside = figure.subplots(1, 2)
     # Tracked ones are wider, so that both are seen where they agree.
     above.plot(before[:, 0, 3], before[:, 2, 3], color="#999999", label="tracked", linewidth=4.0)
-    above.plot(after[:, 0, 3], after[:, 2, 3], color=_BLUE, label="adjusted", linewidth=1.5)
-    look = dict(color=_RED, linewidth=0.8, markersize=3, alpha=0.6)
+    above.plot(after[:, 0, 3], after[:, 2, 3], color=BLUE, label="adjusted", linewidth=1.5)
+    look = dict(color=VERMILION, linewidth=0.8, markersize=3, alpha=0.6)
     for number, ends in enumerate(loops):  # where they were before, as they lie together afterwards
         above.plot(ends[:, 0], ends[:, 2], "o-", label=None if number else "loops", **look)
     above.set_aspect("equal", "datalim")
     above.set(xlabel="right", ylabel="ahead", title=f"from above, {len(loops)} loop closures")
     above.legend()
-    beside.plot(closed.moved(), color=_BLUE)
+    beside.plot(closed.moved(), color=BLUE)
     beside.set(xlabel="pose", ylabel="moved by", title="how far each pose was moved")
     beside.grid(alpha=0.3)
     return save_figure(figure, path, overwrite=overwrite)
