@@ -171,7 +171,8 @@ class Pipeline:
         seconds["total"] = sum(seconds.values())
         paths, source = (image.path for image in images), (self.preset, self.weights, chosen.layers)
         both = None if None in cameras else cameras
-        result = Result(*features, matches, geometry, *paths, seconds, *source, budget=choice, cameras=both)
+        told = dict(budget=choice, cameras=both, bgr=self.bgr)
+        result = Result(*features, matches, geometry, *paths, seconds, *source, **told)
         if chosen.passes is not None:
             given = ((image0, mask0, images[0]), (image1, mask1, images[1]))
             originals = [partial(self._original, *one) for one in given]

@@ -80,6 +80,7 @@ class Result:
     first: Result | None = None  # of the first pass alone, where others followed it
     budget: Choice | None = None  # what a time budget led to
     cameras: tuple[Camera, Camera] | None = None  # that a pose was estimated with
+    bgr: bool = False  # whether arrays were matched as BGR; those that `plot` is given are, too
 
     @property
     def points0(self) -> np.ndarray:
@@ -328,7 +329,7 @@ class Result:
             if given is None and own is None:
                 raise UsageError(f"image{index} was an array: give it to plot(path, image0, image1)")
             size = features.image_size
-            image = read_image(own if given is None else given, max_pixels=limit_for(size))
+            image = read_image(own if given is None else given, max_pixels=limit_for(size), bgr=self.bgr)
             if image.size != size:
                 raise UsageError(f"image{index} is {image.size}, but the result's image was {size}")
             images.append(image)

@@ -192,8 +192,8 @@ class Features:
     Features(2 keypoints, 2-d 'any' descriptors, 64 x 48 pixels)
 
     Raises:
-        UsageError: shapes that do not fit, values that are not finite, a size or orientation of no image,
-            or raw SIFT descriptors under the name "sift".
+        UsageError: shapes that do not fit, values that are not finite, keypoints outside the image, a size
+            or orientation of no image, or raw SIFT descriptors under the name "sift".
     """
 
     # Any: lists and arrays of users, which become tensors.
@@ -244,6 +244,16 @@ class Features:
         self._fill_defaults()
         if not bool((self.size > 0).all() & (self.scale > 0).all()):
             raise UsageError("Features.size and Features.scale must be positive")
+        half = self.size[..., None, :] / 2
+        beyond = abs(self.keypoints + 0.5 - half) - half  # which may be a little
+        outside = self.mask & (beyond > 2 + 0.01 * half.max()).any(-1)
+        if count := int(outside.sum()):
+            one, size = (each[outside][0].tolist() for each in (self.keypoints, 2 * half + 0 * beyond))
+            where = "image of {:g} x {:g} pixels, such as ({:g}, {:g})".format(*size, *one)
+            raise UsageError(
+                f"{count} of {len(self)} Features.keypoints lie outside the {where}: give x, y in its "
+                "pixels, and its size as (width, height)"
+            )
         some = self.descriptors[..., :64, :].reshape(-1, max(self.descriptors.shape[-1], 1))[:64]
         if self.kind == "sift" and is_raw_sift(to_numpy(some)):
             raise UsageError(RAW_SIFT)
@@ -358,8 +368,7 @@ class Features:
             kind: the front end; "sift" is what `hybrid` and `lightglue-sift` take.
 
         Raises:
-            UsageError: binary descriptors, such as ORB's, keypoints outside the image, and what the
-                constructor refuses.
+            UsageError: binary descriptors, such as ORB's, and what the constructor refuses.
         """
         values = np.zeros((0, SIFT_DIM), np.float32) if descriptors is None else np.asarray(descriptors)
         if values.dtype == np.uint8 and values.shape[-1:] != (SIFT_DIM,):
@@ -368,12 +377,7 @@ class Features:
             values = root_sift(values)
         table = np.array([(*k.pt, k.size, k.angle, k.response) for k in keypoints], np.float32).reshape(-1, 5)
         diameters, angles, scores = table[:, 2], np.deg2rad(table[:, 3]), table[:, 4]
-        made = cls(table[:, :2], values, scores, size, scales=diameters, orientations=angles, kind=kind)
-        half = to_numpy(made.size) / 2
-        beyond = abs(table[:, :2] + 0.5 - half) - half  # which may be a little
-        if (beyond > 2 + 0.01 * half.max()).any():
-            raise UsageError(f"keypoints lie outside an image of {size}; size is (width, height)")
-        return made
+        return cls(table[:, :2], values, scores, size, scales=diameters, orientations=angles, kind=kind)
 
     def to_cv2(self) -> list[cv2.KeyPoint]:
         """The valid keypoints of one image as OpenCV's, in stored pixels; `UsageError` for a batch."""

@@ -343,7 +343,7 @@ def test_what_does_not_repeat(rng):
 
 
 def corners(points):
-    return features(points, np.ones((len(points), 4)))
+    return features(np.clip(points, 0, SIZE), np.ones((len(points), 4)))
 
 
 def pair(rng, overlay, shift, matched=300):

@@ -375,7 +375,7 @@ class Asked(RobustEstimator):
 def test_a_pipeline_hands_covariances_to_estimators_that_take_them(takes, rng, monkeypatch):
     monkeypatch.setattr(Asked, "takes_covariances", takes)
     points0, points1 = (side.astype(np.float32) for side in scene("homography", rng, 40))
-    features = [Features(side, np.eye(40), size=(1200, 1000), kind="own") for side in (points0, points1)]
+    features = [Features(abs(side), np.eye(40), size=(1200, 1000), kind="own") for side in (points0, points1)]
     covariances = np.tile(np.eye(2, dtype=np.float32), (40, 1, 1))
     known = MatchRefinement(np.zeros(40, np.uint8), covariances, np.ones(40, np.float32))
     matches = Matches(np.tile(np.arange(40)[:, None], 2), points0, points1, np.ones(40, np.float32))

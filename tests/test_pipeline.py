@@ -79,6 +79,8 @@ def test_paths_arrays_and_images_give_the_same(network, views):
     for as_given in (np.asarray, torch.from_numpy, lambda x: torch.from_numpy(x.transpose(2, 0, 1))[None]):
         by_opencv = replace(network, bgr=True).match(*map(as_given, as_opencv))
         np.testing.assert_array_equal(by_opencv.points0, by_array.points0)
+    drawn = by_opencv.plot(None, *as_opencv, title="a"), by_array.plot(None, *arrays, title="a")
+    np.testing.assert_array_equal(*drawn)
 
 
 def test_extract_once_and_match_many(network, views):

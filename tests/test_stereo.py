@@ -134,7 +134,7 @@ def steps(rng, moving: tuple[np.ndarray, np.ndarray], frames=3, baseline=BASELIN
     for index in range(frames):
         world = np.concatenate([standing, moving[0] + index * moving[1]]) - index * ahead
         points = np.nan_to_num(project(world, CAMERA), nan=-99.0) + rng.normal(0, 0.1, (len(world), 2))
-        features = matcher.Features(points.astype(np.float32), np.zeros((len(world), 4), np.float32),
+        features = matcher.Features(np.clip(points, 0, SIZE), np.zeros((len(world), 4), np.float32),
                                     size=SIZE, kind="sift")  # fmt: skip
         frame = KeptFrame(index, features)
         disparities = PRODUCT / world[:, 2] - short + rng.normal(0, 0.1, len(world))

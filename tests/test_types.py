@@ -53,6 +53,7 @@ def test_defaults_copies_of_read_only_arrays_and_descriptors_as_floats() -> None
     ("name", "value"),
     [
         *(("keypoints", wrong) for wrong in (np.zeros((6, 3)), np.full((6, 2), np.nan), [[1, 2], [3]])),
+        ("keypoints", [[-0.5, 80]] * 5 + [[80, 99]]),  # of (height, width); the others are on the border
         ("descriptors", np.zeros((5, 8))),
         ("scores", ["a"] * 6),
         ("size", (0, 80)),

@@ -84,6 +84,7 @@ class Detections:
     seconds: float = 0.0
     inverted: bool = False  # what was found is a negative of the template
     mirrored: bool = False  # nothing was found but a mirror image of the template, larger than 128 pixels
+    bgr: bool = False  # whether arrays are BGR, also those that `plot` is given
 
     def __len__(self) -> int:
         return len(self.instances)
@@ -115,7 +116,7 @@ class Detections:
 
         if (shown := self.path if image is None else image) is None:
             raise UsageError("the image was an array: give it to plot(path, image)")
-        shown = read_image(shown, max_pixels=limit_for(self.size))
+        shown = read_image(shown, max_pixels=limit_for(self.size), bgr=self.bgr)
         corners = [instance.corners for instance in self.instances]
         return save_figure(draw_instances(self.template, shown, corners), path, overwrite=overwrite)
 
@@ -237,7 +238,8 @@ class TemplateFinder:
 
         Raises:
             ImageError: the template cannot be read.
-            UsageError: no instance is to be found, too few keypoints, and what `matcher.load` refuses.
+            UsageError: no instance is to be found, too few keypoints, edges of one direction, and what
+                `matcher.load` refuses.
         """
         if max_instances < 1:
             raise UsageError(f"max_instances must be at least 1, not {max_instances}")
@@ -268,8 +270,11 @@ class TemplateFinder:
         self._is_icon = self._mean <= LONGEST and not plain
         slopes = np.reshape(np.gradient(self.template.grey().astype(np.float32)), (2, -1))
         self._squeezed = 1.3 if np.linalg.cond(slopes @ slopes.T) > 4 else np.inf  # lest any edge fits
-        if not (self._matched or self._is_icon):
-            why = f"it has {keypoints} keypoints, and {least} are needed"
+        few = f"it has {keypoints} keypoints, and {least} are needed"
+        why = "" if self._matched or self._is_icon else few
+        if not plain and _is_edge(self.template):
+            why = "its edges have one direction, along which it fits anywhere"
+        if why:
             raise UsageError(f"{name} is too plain: {why}; give a cut-out that shows more")
 
     def find(
@@ -311,7 +316,7 @@ class TemplateFinder:
             flipped = self._with(self.template.pixels[:, ::-1], None if mask is None else mask[:, ::-1])
             places = _propose(flipped.template, shown, turned=True, dense=False)[0]
             flipped._search_places(shown, places, mirrored, [])
-        told = perf_counter() - start, inverted and bool(found), bool(mirrored)
+        told = perf_counter() - start, inverted and bool(found), bool(mirrored), self.pipeline.bgr
         return Detections(tuple(found), shown.size, self.template, shown.path, *told)
 
     def _with(self, pixels: np.ndarray, mask: np.ndarray | None) -> TemplateFinder:
@@ -513,6 +518,15 @@ class Likeness(NamedTuple):
         # Copies differ by .2 and by 2 grey values at most; a stop sign from a play sign by .15 and 17.
         alike = self.correlation > 0.9 and self.detail > 0.75 and self.worst + self.off / 100 <= 0.25
         return alike and 0.6 <= self.contrast <= 1 / 0.6
+
+
+def _is_edge(template: Image) -> bool:
+    """Whether all slopes of grey have one direction, along which nothing tells where the template is."""
+    smooth = cv2.GaussianBlur(template.grey(), (0, 0), 1.5)
+    slopes = np.stack([cv2.Sobel(smooth, cv2.CV_32F, *axis) for axis in np.eye(2, dtype=int)], -1)
+    slopes = slopes[... if template.mask is None else template.mask].reshape(-1, 2)
+    least, most = np.linalg.eigvalsh(slopes.T @ slopes)
+    return least < 0.005 * most  # noise makes it .0003; icons and words have .1, parts of photos .01
 
 
 def _over(template: Image, image: np.ndarray) -> np.ndarray:
