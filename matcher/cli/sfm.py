@@ -69,7 +69,7 @@ def sfm(
     """
     from matcher.collection.schema import DATABASE
     from matcher.collection.sources import Selection, default_choice, find_source
-    from matcher.collection.store import Store, gone
+    from matcher.collection.store import Store, gone, names_in
     from matcher.export.colmap import check_photos, check_used, import_pycolmap
     from matcher.files import check_folder
     from matcher.loading import takes
@@ -125,6 +125,7 @@ def sfm(
         run = run or out.with_name(f"{out.name}-run")
         if run.resolve() == out.resolve():
             raise UsageError(f"--run and --out are one folder, {out}; name another one for the run")
+        selection = replace(selection, known=names_in(run))
         features, names, _, masked = find_source(source, sources.masks, sources.features, selection)
         check_used(choice, names)
         if known is not None:  # of no others points are triangulated

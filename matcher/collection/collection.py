@@ -19,7 +19,7 @@ from matcher.collection.pairs import OnFault, chosen_pairs, read_pairs
 from matcher.collection.schema import DONE, WAITING, Counts, StoredPair
 from matcher.collection.settings import Setup, build, describe, parse_shard, refuse_changes, stored_setup
 from matcher.collection.sources import FeatureSource, PairChoice, Selection
-from matcher.collection.store import EncodedPair, Store, Writer
+from matcher.collection.store import EncodedPair, Store, Writer, names_in
 from matcher.collection.tracks import Edge, PairMatches, Tracks
 from matcher.collection.workers import OnProgress, RunReport, Stages, Workers
 from matcher.config import GRID_KIND, EstimationConfig, from_dict
@@ -175,7 +175,7 @@ class Collection:
                 settings that differ from the store's, or another run is writing it.
             IntegrityError: the store or the weights are damaged.
         """
-        selection = Selection.parse(include, exclude)
+        selection = Selection.parse(include, exclude, frozenset() if restart else names_in(self.run_dir))
         source, names, unusable, masked = sources.find_source(Path(folder), masks, features, selection)
         setup = self._setup_of(source)
         settings = describe(setup, build(setup))

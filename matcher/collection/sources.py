@@ -86,9 +86,12 @@ class Selection:
 
     include: tuple[str, ...] = ()  # nothing: all images
     exclude: tuple[str, ...] = ()
+    known: frozenset[str] = frozenset()  # images of a run, which may be excluded even if they are gone
 
     @classmethod
-    def parse(cls, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Selection:
+    def parse(
+        cls, include: Sequence[str] = (), exclude: Sequence[str] = (), known: frozenset[str] = frozenset()
+    ) -> Selection:
         """Patterns as a user gives them: `@FILE` stands for the names in a file, which mean themselves, one a
         line, # before what is none; `UsageError`: it cannot be read, or names nothing."""
 
@@ -106,7 +109,7 @@ class Selection:
                 raise UsageError(f"{path}: the list names no image")
             return [name if name.endswith("/") else escape(name) for name in names]
 
-        return cls(*(tuple(chain.from_iterable(map(expanded, given))) for given in (include, exclude)))
+        return cls(*(tuple(chain.from_iterable(map(expanded, given))) for given in (include, exclude)), known)
 
     def apply(self, names: Iterable[str]) -> list[str]:
         """The selected names, in the order given; `UsageError`: a pattern that matches none, or nothing is
@@ -123,7 +126,9 @@ class Selection:
             else exact.get(unicodedata.normalize("NFC", p), set())
             for p in (*self.include, *self.exclude)
         }
-        if unknown := [pattern for pattern, found in fitting.items() if not found]:
+        missing = [pattern for pattern, found in fitting.items() if not found]
+        gone = {p for p in self.exclude if p in missing and any(_fits(name, p) for name in self.known)}
+        if unknown := [pattern for pattern in missing if pattern not in gone.difference(self.include)]:
             raise UsageError(f"no image is called {unknown[0]!r}; names are paths below the image folder")
         included = set().union(*map(fitting.get, self.include)) if self.include else set(names)
         chosen = included.difference(*map(fitting.get, self.exclude))

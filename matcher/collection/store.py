@@ -236,6 +236,14 @@ class Store(AbstractContextManager):
         raise schema.damaged(what, "there are none")
 
 
+def names_in(run: Path) -> frozenset[str]:
+    """Names of the images of a run; none where there is no run."""
+    if not (run / schema.DATABASE).is_file():
+        return frozenset()
+    with Store.open(run) as store:
+        return frozenset(store.names().values())
+
+
 def gone(store: Store) -> set[str]:
     """Images of a run that are no longer in the folder of its photos; none where that holds no image of it,
     as after a move, or where features are from a file."""

@@ -73,7 +73,7 @@ class ExportedRun:
         images = [image for image in known if image.name not in absent]
         if names := [image.name for image in known if image.name in absent]:
             lost = f"{counted(len(names), 'image')} no longer in {store.image_folder}: {few(names)}"
-            self.report.left_out.append(lost)
+            self.report.left_out.append(f"{lost}; put it back or exclude it")
         for status in ("failed", "waiting"):
             if names := [image.name for image in images if image.status == status]:
                 note = f"{len(names)} images {status} in the run are not written: {few(names)}"

@@ -88,6 +88,7 @@ def continue_model(
     if (rig := Path(model) / RIG).is_file():
         choice = replace(choice or CameraChoice(), rig=read_rig_config(rig))
     with Store.open(run) as store:
+        selection = replace(selection, known=frozenset(store.names().values()))
         present = _names(photos, store.image_folder, selection)
         new = sorted(set(present).difference(given.cam_from_world))
         if not new:
