@@ -54,7 +54,7 @@ def plot_trajectory(
         above.scatter(lost[:, 0], lost[:, 2], s=60, marker="x", color=VERMILION, label="tracking lost before")
     marked = positions[list(keyframes)]
     above.scatter(marked[:, 0], marked[:, 2], s=28, facecolors="none", edgecolors=BLUE, label="keyframes")
-    above.set(xlabel=f"x, right ({unit})", ylabel=f"z, ahead ({unit})", title="from above")
+    above.set(xlabel=f"x, right ({unit})", ylabel=f"z, ahead ({unit})", title="from above", xmargin=0.1)
     above.annotate("start", positions[0, [0, 2]], xytext=(8, 2), textcoords="offset points", fontsize=9)
     above.set_aspect("equal", adjustable="datalim")
     above.legend()
@@ -89,7 +89,8 @@ def plot_closing(
     for number, ends in enumerate(loops):  # where they were before, as they lie together afterwards
         above.plot(ends[:, 0], ends[:, 2], "o-", label=None if number else "loops", **look)
     above.set_aspect("equal", "datalim")
-    above.set(xlabel="right", ylabel="ahead", title=f"from above, {len(loops)} loop closures")
+    found = f"{len(loops)} loop closures{'' if closed.problem is None else ', left open'}"
+    above.set(xlabel="right", ylabel="ahead", title=f"from above, {found}")
     above.legend()
     beside.plot(closed.moved(), color=BLUE)
     beside.set(xlabel="pose", ylabel="moved by", title="how far each pose was moved")

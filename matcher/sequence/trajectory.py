@@ -155,7 +155,7 @@ def _different_times(stamps: np.ndarray, times: np.ndarray) -> str:
 
 
 _REMEDIES = {  # by `pose_status`, or the status of frames that are skipped
-    "starting": "one camera has to move sideways, past things that stand still",
+    "starting": "one camera has to move sideways, past things that stand still and not all on one plane",
     "too_few": "other intrinsics, more keypoints or frames closer in time may help",
     "bridged": "more keypoints or frames closer in time may help",
     "other_size": "they have another shape than the first; give frames of one shape",

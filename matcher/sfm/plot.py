@@ -16,14 +16,14 @@ from matcher.viz.drawings import save_figure
 
 def draw_model(model: Any, path: Path) -> None:
     """Draw a `pycolmap.Reconstruction` from above and from the front, as a PNG: cameras as pyramids, points
-    in their colours, black ones, of photos that are gone, in grey."""
+    in their colours, bright ones darker, black ones, of photos that are gone, in grey."""
     images, points = registered(model), list(model.points3D.values())
     poses = [image.cam_from_world().matrix() for image in images]
     axes = scene_axes(poses)
     centres = np.array([image.projection_center() for image in images]) @ axes.T
     cloud = np.array([point.xyz for point in points]).reshape(-1, 3) @ axes.T
     colours = np.array([point.color for point in points]).reshape(-1, 3)
-    shades = np.where(colours.any(axis=1)[:, None], colours, 110) / 255
+    shades = np.where(colours.any(axis=1)[:, None], 0.8 * colours, 110) / 255
     kept = np.percentile(cloud, (2.0, 98.0), axis=0) if len(cloud) else centres  # stray ones lie far away
     box = np.concatenate([kept, centres])
     size = 0.05 * float(np.ptp(box, axis=0).max())
