@@ -268,11 +268,10 @@ class TemplateFinder:
         # What is plain correlates with anything plain.
         plain = not opaque.size or opaque.reshape(-1, 3).std(axis=0).max() < 6
         self._is_icon = self._mean <= LONGEST and not plain
-        slopes = np.reshape(np.gradient(self.template.grey().astype(np.float32)), (2, -1))
-        self._squeezed = 1.3 if np.linalg.cond(slopes @ slopes.T) > 4 else np.inf  # lest any edge fits
-        few = f"it has {keypoints} keypoints, and {least} are needed"
-        why = "" if self._matched or self._is_icon else few
-        if not plain and _is_edge(self.template):
+        across = _across(self.template)  # noise makes that of an edge .0003; icons have .1, photos' parts .01
+        self._squeezed = 1.3 if across < 0.25 else np.inf  # lest any edge fits
+        why = "" if self._matched or self._is_icon else f"it has {keypoints} keypoints, {least} are needed"
+        if not plain and across < 0.005:
             why = "its edges have one direction, along which it fits anywhere"
         if why:
             raise UsageError(f"{name} is too plain: {why}; give a cut-out that shows more")
@@ -520,13 +519,13 @@ class Likeness(NamedTuple):
         return alike and 0.6 <= self.contrast <= 1 / 0.6
 
 
-def _is_edge(template: Image) -> bool:
-    """Whether all slopes of grey have one direction, along which nothing tells where the template is."""
+def _across(template: Image) -> float:
+    """How much of the energy of the slopes of grey lies across their main direction."""
     smooth = cv2.GaussianBlur(template.grey(), (0, 0), 1.5)
     slopes = np.stack([cv2.Sobel(smooth, cv2.CV_32F, *axis) for axis in np.eye(2, dtype=int)], -1)
     slopes = slopes[... if template.mask is None else template.mask].reshape(-1, 2)
     least, most = np.linalg.eigvalsh(slopes.T @ slopes)
-    return least < 0.005 * most  # noise makes it .0003; icons and words have .1, parts of photos .01
+    return least / max(most, 1e-9)
 
 
 def _over(template: Image, image: np.ndarray) -> np.ndarray:
