@@ -148,9 +148,7 @@ def additive_mask(q: Tensor, k: Tensor, mask: Tensor | None = None, *, causal: b
     if mask is None:
         return bias
     if not (mask.dtype == torch.bool or mask.is_floating_point()):
-        raise UsageError(
-            f"a mask is bool, True = may attend, or floats added to the scores, not {mask.dtype}"
-        )
+        raise UsageError(f"a mask is bool, True = may attend, or floats added to scores, not {mask.dtype}")
     scores = (*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-2], k.shape[-2])
     try:
         mask.expand(scores)

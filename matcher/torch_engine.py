@@ -48,9 +48,7 @@ def build(config: PipelineConfig, given: Mapping[str, Any]) -> Learned:
     matcher = AttentionMatcher(network, device=device, precision=precision)
     if on_grid:  # the front end shares the matcher's parameters and its device
         if matcher.model.backbone is None:
-            raise UsageError(
-                f"the weights {name} are of a matcher with a detector; use a preset that has one"
-            )
+            raise UsageError(f"the weights {name} are of a matcher with a detector; use a preset with one")
         extractor = GridExtractor(matcher.model.backbone, matcher.model.config.kind)
     return extractor, matcher, replace(config, matcher=network.config), WeightsSource(name, digest)
 

@@ -111,9 +111,7 @@ def _unpickle(path: Path, data: bytes) -> dict[str, Tensor]:
         tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
         if tensors and all(isinstance(name, str) for name in tensors):
             return tensors
-    raise IntegrityError(
-        f"{path} holds no network's tensors (it holds {keys or 'nothing'}): use another file"
-    )
+    raise IntegrityError(f"{path} holds no network's tensors (it has {keys or 'nothing'}): use another file")
 
 
 # Orders of channels: (channels, heads) → for each channel of ours, which one of theirs it is.
@@ -414,9 +412,7 @@ def _transfer(url: str, part: Path, sha256: str, size: int, report: Report | Non
             raise _Refused(f"what came {fault}")
     digest = digest.hexdigest()
     if size not in (0, came) or sha256 not in ("", digest):
-        raise _Refused(
-            f"what came has {came} bytes and sha256 {digest} instead of {size or came} and {sha256}"
-        )
+        raise _Refused(f"what came has {came} bytes and sha256 {digest}, not {size or came} and {sha256}")
     return digest
 
 
