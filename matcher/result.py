@@ -218,7 +218,8 @@ class Result:
             parts.append(f"{counted(int(self.inliers.sum()), 'inlier')} ({kind})")
         if (verdict := self.verdict) is not None:
             word = {"same": "same place", "unsure": "unsure", "not": "different places"}[verdict.word]
-            parts.append(f"{word} ({verdict.probability:.2f}{', repetitive' * verdict.repetitive})")
+            why = ", repetitive" * verdict.repetitive + ", what is around differs" * verdict.differing
+            parts.append(f"{word} ({verdict.probability:.2f}{why})")
         if self.layers:
             parts.append(f"{self.matches.layers_run} of {self.layers} layers")
         if "total" in self.seconds:

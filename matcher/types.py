@@ -631,11 +631,13 @@ class Matches:
 
 
 class Repetition(NamedTuple):
-    """What of a geometry's inliers is repeated (`matcher.verify.repetition`), the worse of both images."""
+    """Whether things that also occur elsewhere explain a geometry (`matcher.verify.repetition`), the worse of
+    both images."""
 
     unrepeated: float  # share of the inliers that are of things which do not repeat
     found: float  # how often keypoints that do not repeat are inliers, relative to those around them that do
     share: float = 1.0  # of the keypoints around the inliers that do not repeat, how many are among these
+    differing: float = 0.0  # how much less similar the rest around them is than in views of one place; mean
 
     @property
     def repetitive(self) -> bool:

@@ -318,6 +318,27 @@ def test_a_mirrored_picture_is_neither_used_nor_called_another_place(rng, kind):
     assert verdict_of(matches, geometry, SIZE, SIZE).word == "unsure"
 
 
+@pytest.mark.parametrize("the_same", [True, False])
+def test_equal_things_before_another_wall(rng, the_same):
+    """Matches of the things alone; what is between them resembles its like, or nothing."""
+    middles = rng.uniform(100, (540, 380), (6, 2))
+    things = (middles[:, None] + rng.uniform(-30, 30, (6, 40, 2))).reshape(-1, 2)
+    points, descriptors = (
+        np.concatenate([things, rng.uniform(0, (640, 480), (400, 2))]),
+        rng.normal(size=(640, 64)),
+    )
+    other = descriptors + 0.5 * rng.normal(size=(640, 64))
+    other[240:] = other[240:] + 0.5 * rng.normal(size=(400, 64)) if the_same else rng.normal(size=(400, 64))
+    sides = features(points, descriptors), features(points + 15, other)
+    matches = Matches.from_indices(np.c_[:240, :240], *(each.keypoints for each in sides), np.full(240, 0.99))
+    inliers = np.ones(240, bool)
+    found = repetition(*sides, matches, inliers)
+    geometry = TwoViewGeometry("fundamental", "ok", inliers, np.eye(3), repetition=found)
+    said = verdict_of(matches, geometry, SIZE, SIZE)
+    assert said.differing is not the_same and said.word == ("same" if the_same else "unsure")
+    assert ("what is around the matches differs" in str(said)) is not the_same
+
+
 def test_so_much_is_found_around_what_repeats_that_the_place_is_certain():
     inliers, points = np.ones(300, bool), np.random.default_rng(0).uniform(0, SIZE, (300, 2))
     matches = Matches.from_indices(np.c_[:300, :300], points, points, np.ones(300))

@@ -292,7 +292,8 @@ def decode_pair(
         count, others = len(arrays["indices"]), arrays.get("alternatives", np.zeros((0, 4, 4)))
         matched = {"indices": (count, 2), "scores": (count,), "inliers": (-(-count // 8),), "facts": (5,)}
         models = {"matrix": (3, 3), "pose": (4, 4), "homography": (3, 3), "alternatives": (len(others), 4, 4)}
-        _check_arrays(arrays, **matched, **models, points0=(count, 2), points1=(count, 2), repetition=(3,))
+        models["repetition"] = (3,) if np.shape(arrays.get("repetition")) == (3,) else (4,)  # 3 in older runs
+        _check_arrays(arrays, **matched, **models, points0=(count, 2), points1=(count, 2))
         kind, status, *numbers = (int(number) for number in arrays["facts"])
         if min(kind, status, *numbers) < 0:
             raise ValueError("a number is below 0")

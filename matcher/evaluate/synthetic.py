@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -226,6 +227,7 @@ _PIXEL = 1 / 400  # length of a pixel of a texture; a wall is some 3 long
 REPEATING = ("wallpaper", "façade", "tiles", "text", "table")
 # From pair 100 on, so that earlier ones stay as they are: least and largest (width, height) of one thing.
 _OTHERS = {"shelf": ((60, 80), (110, 130)), "keyboard": (44, 60), "brick": ((70, 25), (110, 40))}
+_ALIKE = ("rooms", "symmetry")  # equal things before other walls; two sides of one building
 OVERLAYS = ("stamp", "logo", "display", "frame")
 _K = np.array([[560.0, 0, 319.5], [0, 560.0, 239.5], [0, 0, 1]])
 
@@ -311,10 +313,15 @@ def _boards(paths: Sequence[Path], rng: np.random.Generator, count: int, near: f
     return [Board(photo(paths, rng, size), (*place, -depth)) for place, depth, size in rows]
 
 
+def _photos(paths: Sequence[Path], rng: np.random.Generator) -> np.ndarray:
+    """A wall (960, 1280, 3) uint8 of four photos."""
+    return np.vstack([np.hstack([photo(paths, rng, (640, 480)) for _ in range(2)]) for _ in range(2)])
+
+
 def planes_pair(paths: Sequence[Path], number: int, seed: int) -> DepthPair:
     """A wall of photos, with known pose, and 0 to 4 boards before it that show other photos."""
     rng = np.random.default_rng([seed, number, 11])
-    wall = np.vstack([np.hstack([photo(paths, rng, (640, 480)) for _ in range(2)]) for _ in range(2)])
+    wall = _photos(paths, rng)
     before = (0, 0, 1, 2, 4)[number % 5]
     boards = [Board(wall, (0.0, 0.0, 0.0)), *_boards(paths, rng, before)]
     group = "one plane" if not before else f"a plane and {before} board{'s' * (before > 1)}"
@@ -376,16 +383,24 @@ def repeating(kind: str, paths: Sequence[Path], rng: np.random.Generator) -> np.
 
 
 def repeats_pair(paths: Sequence[Path], number: int, seed: int) -> Pair:
-    """A wall with a pattern that repeats, and a few things that do not; odd pairs show another instance."""
-    kinds, other = REPEATING if number < 100 else _OTHERS, number % 2 == 1
-    kind = list(kinds)[(number // 2) % len(kinds)]
+    """A wall with a pattern that repeats, and a few things that do not, or equal things and another wall;
+    odd pairs show another instance."""
+    kinds, other = REPEATING if number < 100 else (*_OTHERS, *_ALIKE), number % 2 == 1
+    kind = kinds[(number // 2) % len(kinds)]
     rng = np.random.default_rng([seed, number // 2, 12])  # both of a kind with one wall
-    printed = kind in ("text", "table")
-    walls = [repeating(kind, paths, rng) for _ in range(1 + printed)]
+    several = kind in ("text", "table", *_ALIKE)
+    make = partial(_photos, paths) if kind in _ALIKE else partial(repeating, kind, paths)
+    walls = [make(rng) for _ in range(1 + several)]
     scenes = [[Board(wall, (0.0, 0.0, 0.0))] for wall in (walls[0], walls[-1])]
-    for scene in scenes if not printed else ():  # posters on the wall and boards before it
-        scene += _boards(paths, rng, int(rng.integers(2, 5)), near=0.0)
-        scene += _boards(paths, rng, int(rng.integers(0, 3)))
+    equal = _boards(paths, rng, int(rng.integers(2, 7))) if kind == "rooms" else []
+    if kind == "symmetry":
+        half = photo(paths, rng, rng.integers((180, 240), (260, 400)))
+        equal = [Board(np.hstack([half, half[:, ::-1]]), (0.0, 0.0, -0.2))]
+    for scene in scenes:
+        scene += equal
+        if not several:  # posters on the wall and boards before it
+            scene += _boards(paths, rng, int(rng.integers(2, 5)), near=0.0)
+            scene += _boards(paths, rng, int(rng.integers(0, 3)))
     if not other:
         return _posed(f"repeats {number}", f"{kind}, the same", (scenes[0], scenes[0]), rng)
     pair = _posed(f"repeats {number}", kind, scenes, rng)

@@ -1,12 +1,14 @@
-"""Repeated things, wallpaper, equal windows, tiles, letters: matches that agree but say nothing of the place.
+"""Repeated and equal things, wallpaper, windows, furniture: matches that agree but say nothing of the place.
 
 They agree with a geometry though the images may show other ones of the same things. An image says by itself
 what it repeats: a keypoint with nearly the same descriptor elsewhere. In images of one place the keypoints
 that do not repeat find their partners as often as the repeated ones around them; between two walls with one
-paper they do not.
+paper they do not. Rooms furnished alike differ in what is between the furniture.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,9 +20,14 @@ SAME_POINT = 1.5  # pixels of the resized images within which points are one
 _SIMILAR = {"learned": (0.7, 0.9), "sift": (0.92, 0.99), "xfeat": (0.87, 0.95), "aliked": (0.7, 0.9)}
 _ELSEWHERE = 16.0  # pixels of the resized image
 _CELL = 64.0  # pixels of the resized image, around inliers, in which keypoints are counted
-_SAMPLE = 400  # keypoints of an image that are compared with all others
+_SAMPLE = 400  # keypoints, or inliers, of an image that are compared with all others
 _GLANCE = 64  # matches that give a first impression
 _SCARCELY = 0.75  # share of unrepeated ones above which no closer look is needed
+_AROUND, _PLACE = 150.0, 32.0  # pixels of the resized images: from an inlier, and radius of a place
+_FEW = 20  # keypoints around inliers, or inliers, of fewer of which nothing follows
+# Similarity of what is around the inliers to what lies in its place, above chance, divided by that of
+# inliers: of views of one place some .6, of other things .1 to .3.
+_LIKENESS = 0.4
 _PSEUDO = 8.0  # keypoints added to the unrepeated ones that are counted, matched as often as repeated ones
 
 
@@ -35,14 +42,15 @@ def repetition(
         return None
     own = np.all(matches.indices[inliers] < [len(features0), len(features1)], axis=1)
     sides = []
+    inlying = matches.points0[inliers], matches.points1[inliers]
     for features, index, points in zip(
-        (features0, features1), matches.indices[inliers].T, (matches.points0, matches.points1), strict=True
+        (features0, features1), matches.indices[inliers].T, inlying, strict=True
     ):
         scale, index = to_numpy(features.scale), index[own]
         keypoints = to_numpy(features.keypoints) * scale
         places = keypoints[index]
         if not own.all():
-            others = points[inliers][~own] * scale
+            others = points[~own] * scale
             apart = np.linalg.norm(keypoints[:, None] - others, axis=2)
             index = np.union1d(index, np.flatnonzero(apart.min(axis=1) < SAME_POINT))
             places = np.concatenate([places, others])
@@ -53,10 +61,13 @@ def repetition(
         sides.append((features, keypoints, index, around))
     if own.all():  # of several passes the closer look takes no time that matters
         glance = [unrepeated(*side[:2], side[2][:: -(-len(side[2]) // _GLANCE)]).mean() for side in sides]
-        if min(glance) > _SCARCELY:
-            return Repetition(float(min(glance)), 1.0)
-    found = [_counted(*side) for side in sides]
-    return Repetition(*(float(min(values)) for values in zip(*found, strict=True)))
+        found = Repetition(float(min(glance)), 1.0)
+    if not own.all() or found.unrepeated <= _SCARCELY:
+        counted = zip(*(_counted(*side) for side in sides), strict=True)
+        found = Repetition(*(float(min(values)) for values in counted))
+    if found.repetitive:  # the keypoints around resemble each other, too
+        return found
+    return found._replace(differing=_differing((features0, features1), inlying))
 
 
 def unrepeated(features: Features, points: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -64,9 +75,8 @@ def unrepeated(features: Features, points: np.ndarray, rows: np.ndarray) -> np.n
     points (N, 2) of all are pixels of the resized image."""
     descriptors = to_numpy(features.descriptors).astype(np.float32)
     similar = descriptors[rows] @ descriptors.T
-    x, y = points.astype(np.float32).T
-    near = (x[rows, None] - x) ** 2 + (y[rows, None] - y) ** 2 <= _ELSEWHERE**2
-    similar[near] = -1.0
+    points = points.astype(np.float32)
+    similar[_squared_distances(points[rows], points) <= _ELSEWHERE**2] = -1.0
     unique, repeated = _SIMILAR[features.kind]
     return ((repeated - similar.max(axis=1)) / (repeated - unique)).clip(0, 1)
 
@@ -88,6 +98,66 @@ def repeated_groups(features: Features) -> np.ndarray:
         counts, number = (counts - alike[:, members].sum(axis=1)) * ~members, number + 1
         alike[members], alike[:, members] = False, False
     return groups
+
+
+def _differing(features: Sequence[Features], points: Sequence[np.ndarray]) -> float:
+    """`Repetition.differing`, from the inliers' (K, 2), (K, 2) stored pixels of both images.
+
+    Where a keypoint should be in the other image, its nearest inlier and an affine map of all tell. Of images
+    turned against each other the descriptors say nothing: there inliers are hardly more similar than chance.
+    """
+    found = []
+    for here, there in ((0, 1), (1, 0)):
+        one, other = (_Side(features[side], points[side]) for side in (here, there))
+        step = -(-len(one.inliers) // _SAMPLE)
+        source, target = one.inliers[::step], other.inliers[::step]
+        affine = np.linalg.lstsq(source - source.mean(axis=0), target - target.mean(axis=0), rcond=None)[0]
+        rows = np.arange(len(one.keypoints))[:: -(-len(one.keypoints) // _SAMPLE)]
+        apart = _squared_distances(one.keypoints[rows], source)
+        nearest = apart.argmin(axis=1)
+        places = target[nearest] + (one.keypoints[rows] - source[nearest]) @ affine
+        unmatched = _squared_distances(one.keypoints[rows], one.inliers).min(axis=1) > SAME_POINT**2
+        around = unmatched & (apart.min(axis=1) < _AROUND**2)
+        apart = _squared_distances(source, one.keypoints)
+        own = apart.min(axis=1) < SAME_POINT**2  # those of further passes may be no keypoints of the first
+        known = one.likeness(other, rows[around], places[around])
+        matched = one.likeness(other, apart.argmin(axis=1)[own], target[own])
+        if known is not None and matched is not None:
+            chance = known[1]
+            found.append(_LIKENESS * (matched[0] - chance) - (known[0] - chance))
+    return float(np.mean(found)) if found else 0.0
+
+
+class _Side:
+    """One image: keypoints (N, 2) and inliers (K, 2) in resized pixels, descriptors (N, D)."""
+
+    def __init__(self, features: Features, points: np.ndarray) -> None:
+        scale = to_numpy(features.scale).astype(np.float32)
+        self.keypoints, self.inliers = to_numpy(features.keypoints) * scale, points.astype(np.float32) * scale
+        self.descriptors = to_numpy(features.descriptors)
+
+    def likeness(self, other: _Side, rows: np.ndarray, places: np.ndarray) -> tuple[float, float] | None:
+        """Medians, over keypoints in some rows (R,), of the largest similarity to a keypoint in its place
+        (R, 2) of the other image, and in the place of another one; None of too few."""
+        if not len(rows):
+            return None
+        row, column = np.nonzero(_squared_distances(places, other.keypoints) < _PLACE**2)
+        known, start = np.unique(row, return_index=True)
+        if len(known) < _FEW:
+            return None
+        there = other.descriptors[column].astype(np.float32)
+        swapped = np.roll(known, len(known) // 2)[np.searchsorted(known, row)]
+        found = []
+        for asked in (row, swapped):
+            similar = np.einsum("ij,ij->i", self.descriptors[rows[asked]].astype(np.float32), there)
+            found.append(float(np.median(np.maximum.reduceat(similar, start))))
+        return found[0], found[1]
+
+
+def _squared_distances(points: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """(N, M) of points (N, 2) and (M, 2)."""
+    (x, y), (u, v) = points.T, others.T
+    return (x[:, None] - u) ** 2 + (y[:, None] - v) ** 2
 
 
 def _counted(

@@ -33,6 +33,7 @@ ACCEPTED: dict[GeometryKind, float] = {
 # Where keypoints that do not repeat are found less often than this share of repeated ones, the things may be
 # others of their kind, and the verdict must not be against it, below even odds.
 SAME_THINGS, EVEN = 0.6, 0.5
+_DOUBTED = (0.02, 0.06)  # `Repetition.differing` from which on a verdict is less than sure, then even at most
 _CERTAIN = (0.3, 0.4)  # share found of those that do not repeat: less of other things, else often more
 _REVERSED = 0.15  # share of small triangles; accepted right pairs have below .1, nearly all below .05
 MIRRORED = "one image is mirrored (then flip it and match again), or they are wrong"  # of matches
@@ -53,6 +54,7 @@ class Verdict:
 
     probability: float  # that they do
     repetitive: bool = False  # whether most that agrees is of things that occur several times
+    differing: bool = False  # whether what is around the matches is too unlike to be sure
 
     @property
     def word(self) -> VerdictWord:
@@ -62,8 +64,9 @@ class Verdict:
         return "not" if self.probability <= NOT else "unsure"
 
     def __str__(self) -> str:
-        repetitive = "; repetitive: most matches are of things that occur several times" * self.repetitive
-        return f"{_SENTENCES[self.word]} (probability of the same place {self.probability:.2f}{repetitive})"
+        why = "; repetitive: most matches are of things that occur several times" * self.repetitive
+        why += "; what is around the matches differs" * self.differing
+        return f"{_SENTENCES[self.word]} (probability of the same place {self.probability:.2f}{why})"
 
     def __repr__(self) -> str:
         return f"Verdict({self.word}, probability {self.probability:.2f})"
@@ -75,9 +78,13 @@ def verdict_of(
     """The verdict on a pair whose images have these stored (width, height); None without an estimate."""
     if geometry.status == "not_estimated":
         return None
-    repetitive = geometry.repetition is not None and geometry.repetition.repetitive
+    repeated = geometry.repetition or Repetition(1.0, 1.0)
+    low, high = _DOUBTED
+    doubt = float(np.clip((repeated.differing - low) / (high - low), 0, 1))
+    sure = 1 - (1 - EVEN) * doubt
     found = probability(regressors(matches, geometry, size0, size1))
-    return Verdict(min(found, EVEN) if geometry.status == "mirrored" else found, repetitive)
+    found = min(found, EVEN if geometry.status == "mirrored" else sure)
+    return Verdict(found, repeated.repetitive, found == sure < SAME)
 
 
 def probability(values: np.ndarray) -> float:
