@@ -215,7 +215,8 @@ def test_results_have_a_verdict(views):
     assert other.verdict.word == "not"
     assert matcher.load("nearest", geometry="none", max_keypoints=50).match(noise, noise).verdict is None
     doubtful = replace(same.matches, scores=np.full(len(same.matches), 0.0005, np.float32), prior=None)
-    denied = pipeline.calibrated(replace(same, matches=doubtful))
+    unknown = replace(same.geometry, repetition=None)
+    denied = pipeline.calibrated(replace(same, matches=doubtful, geometry=unknown))
     assert denied.verdict.word == "not" and denied.geometry.rejected.inliers.sum() > 30
     assert denied.geometry.status == "low_inliers" and "no match: " in denied.summary()
 
@@ -304,6 +305,26 @@ def test_matches_of_further_passes_count_as_those_of_the_keypoints_there(rng, th
     further = replace(matches, indices=matches.indices + [len(side) for side in sides])
     found, wanted = (repetition(*sides, each, inliers) for each in (further, matches))
     assert found == pytest.approx(wanted, abs=0.02)
+
+
+def test_inliers_that_lie_where_their_neighbours_foretell(rng):
+    """A surface agrees locally; matches along epipolar lines agree on the geometry alone."""
+    points, inliers = rng.uniform(0, SIZE, (120, 2)), np.ones(120, bool)
+
+    def said(moved: np.ndarray, unrepeated: float, kind: str = "fundamental") -> float:
+        matches = Matches.from_indices(np.c_[:120, :120], points, moved, np.full(120, 0.05))
+        repeated = Repetition(unrepeated, 1.0)
+        return verdict_of(
+            matches, TwoViewGeometry(kind, "ok", inliers, repetition=repeated), SIZE, SIZE
+        ).probability
+
+    surface = points * 0.9 + [20, 10] + rng.normal(0, 0.3, points.shape)
+    scattered = points + rng.uniform(-80, 80, (120, 1)) * [1, 0]
+    assert said(surface, 1.0) > said(scattered, 1.0) + 0.1
+    assert said(surface, 0.25) == pytest.approx(
+        said(scattered, 0.25), abs=0.02
+    )  # a pattern is a surface, too
+    assert said(surface, 1.0, "homography") == pytest.approx(said(scattered, 1.0), abs=0.02)
 
 
 @pytest.mark.parametrize("kind", ["fundamental", "homography"])

@@ -9,6 +9,7 @@ paper they do not. Rooms furnished alike differ in what is between the furniture
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,15 +60,14 @@ def repetition(
         if not len(around) or not features.descriptors.shape[1]:
             return None
         sides.append((features, keypoints, index, around))
+    # Keypoints of an overlay are around, too, but do not move with the inliers.
+    differing = 0.0 if matches.overlay else _differing((features0, features1), inlying)
     if own.all():  # of several passes the closer look takes no time that matters
         glance = [unrepeated(*side[:2], side[2][:: -(-len(side[2]) // _GLANCE)]).mean() for side in sides]
-        found = Repetition(float(min(glance)), 1.0)
-    if not own.all() or found.unrepeated <= _SCARCELY:
-        counted = zip(*(_counted(*side) for side in sides), strict=True)
-        found = Repetition(*(float(min(values)) for values in counted))
-    if found.repetitive:  # the keypoints around resemble each other, too
-        return found
-    return found._replace(differing=_differing((features0, features1), inlying))
+        if min(glance) > _SCARCELY:
+            return Repetition(float(min(glance)), 1.0, differing=differing)
+    found = [_counted(*side) for side in sides]
+    return Repetition(*(float(min(values)) for values in zip(*found, strict=True)), differing)
 
 
 def unrepeated(features: Features, points: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -105,6 +105,7 @@ def _differing(features: Sequence[Features], points: Sequence[np.ndarray]) -> fl
 
     Where a keypoint should be in the other image, its nearest inlier and an affine map of all tell. Of images
     turned against each other the descriptors say nothing: there inliers are hardly more similar than chance.
+    Where most is matched, what is left is no sample of the place.
     """
     found = []
     for here, there in ((0, 1), (1, 0)):
@@ -114,18 +115,28 @@ def _differing(features: Sequence[Features], points: Sequence[np.ndarray]) -> fl
         affine = np.linalg.lstsq(source - source.mean(axis=0), target - target.mean(axis=0), rcond=None)[0]
         rows = np.arange(len(one.keypoints))[:: -(-len(one.keypoints) // _SAMPLE)]
         apart = _squared_distances(one.keypoints[rows], source)
-        nearest = apart.argmin(axis=1)
+        nearest, near = apart.argmin(axis=1), apart.min(axis=1) < _AROUND**2
         places = target[nearest] + (one.keypoints[rows] - source[nearest]) @ affine
-        unmatched = _squared_distances(one.keypoints[rows], one.inliers).min(axis=1) > SAME_POINT**2
-        around = unmatched & (apart.min(axis=1) < _AROUND**2)
+        matched = _squared_distances(one.keypoints[rows], one.inliers).min(axis=1) < SAME_POINT**2
         apart = _squared_distances(source, one.keypoints)
         own = apart.min(axis=1) < SAME_POINT**2  # those of further passes may be no keypoints of the first
-        known = one.likeness(other, rows[around], places[around])
-        matched = one.likeness(other, apart.argmin(axis=1)[own], target[own])
-        if known is not None and matched is not None:
-            chance = known[1]
-            found.append(_LIKENESS * (matched[0] - chance) - (known[0] - chance))
+        around = one.likeness(other, rows[near & ~matched], places[near & ~matched])
+        inliers = one.likeness(other, apart.argmin(axis=1)[own], target[own])
+        if around is None or inliers is None:
+            continue
+        if around.count < (near & matched).sum():
+            return 0.0
+        chance = around.elsewhere
+        found.append(_LIKENESS * (inliers.there - chance) - (around.there - chance))
     return float(np.mean(found)) if found else 0.0
+
+
+class _Likeness(NamedTuple):
+    """Medians over keypoints of the largest similarity to a keypoint of the other image."""
+
+    count: int  # keypoints that have some in their place
+    there: float  # in its place
+    elsewhere: float  # in the place of another one
 
 
 class _Side:
@@ -136,9 +147,8 @@ class _Side:
         self.keypoints, self.inliers = to_numpy(features.keypoints) * scale, points.astype(np.float32) * scale
         self.descriptors = to_numpy(features.descriptors)
 
-    def likeness(self, other: _Side, rows: np.ndarray, places: np.ndarray) -> tuple[float, float] | None:
-        """Medians, over keypoints in some rows (R,), of the largest similarity to a keypoint in its place
-        (R, 2) of the other image, and in the place of another one; None of too few."""
+    def likeness(self, other: _Side, rows: np.ndarray, places: np.ndarray) -> _Likeness | None:
+        """Of keypoints in some rows (R,) with their places (R, 2) in the other image; None of too few."""
         if not len(rows):
             return None
         row, column = np.nonzero(_squared_distances(places, other.keypoints) < _PLACE**2)
@@ -151,7 +161,7 @@ class _Side:
         for asked in (row, swapped):
             similar = np.einsum("ij,ij->i", self.descriptors[rows[asked]].astype(np.float32), there)
             found.append(float(np.median(np.maximum.reduceat(similar, start))))
-        return found[0], found[1]
+        return _Likeness(len(known), *found)
 
 
 def _squared_distances(points: np.ndarray, others: np.ndarray) -> np.ndarray:

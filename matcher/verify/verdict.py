@@ -17,10 +17,16 @@ from matcher.types import Matches, Repetition, TwoViewGeometry
 
 VerdictWord = Literal["same", "unsure", "not"]
 
-# Bias and coefficients of `REGRESSORS`, fitted by scripts/fit.py; the last one with the others as they are,
-# as most pairs show nothing that repeats.
-COEFFICIENTS = (-7.331, 1.336, 4.232, 1.388, 6.0)
-REGRESSORS = ("probable inliers", "inlier ratio", "coverage", "unrepeated keypoints found")
+# Bias and coefficients of `REGRESSORS`, fitted by scripts/fit.py; the last two each with the others as they
+# are, as most pairs show nothing that repeats, and are sure without their neighbours.
+COEFFICIENTS = (-7.331, 1.336, 4.232, 1.388, 6.0, 3.0)
+REGRESSORS = (
+    "probable inliers",
+    "inlier ratio",
+    "coverage",
+    "unrepeated keypoints found",
+    "agreement of neighbours",
+)
 SAME, NOT = 0.9, 0.1  # thresholds on the probability; between them the word is "unsure"
 # Below it a geometry from several passes is not accepted. A match has two coordinates to agree with a
 # homography, one with an epipolar line, so chance and like edges reach less.
@@ -36,6 +42,11 @@ SAME_THINGS, EVEN = 0.6, 0.5
 _DOUBTED = (0.02, 0.06)  # `Repetition.differing` from which on a verdict is less than sure, then even at most
 _CERTAIN = (0.3, 0.4)  # share found of those that do not repeat: less of other things, else often more
 _REVERSED = 0.15  # share of small triangles; accepted right pairs have below .1, nearly all below .05
+_CORNERS, _NEIGHBOURS = 64, 8  # inliers whose neighbourhoods are looked at, and how many are near each
+_NEAR = 0.1  # error of an inlier foretold by its neighbours, divided by their distance from their mean
+# Share of such inliers that nearly all wrong geometries stay below, and from which on more says no more.
+_AGREEING = (0.3, 0.6)
+_ALONE = (0.3, 0.5)  # share of inliers that do not repeat, from which on their neighbours count, and wholly
 MIRRORED = "one image is mirrored (then flip it and match again), or they are wrong"  # of matches
 _SENTENCES: dict[VerdictWord, str] = {
     "same": "the images show the same place",
@@ -79,9 +90,7 @@ def verdict_of(
     if geometry.status == "not_estimated":
         return None
     repeated = geometry.repetition or Repetition(1.0, 1.0)
-    low, high = _DOUBTED
-    doubt = float(np.clip((repeated.differing - low) / (high - low), 0, 1))
-    sure = 1 - (1 - EVEN) * doubt
+    sure = 1 - (1 - EVEN) * _between(repeated.differing, *_DOUBTED)
     found = probability(regressors(matches, geometry, size0, size1))
     found = min(found, EVEN if geometry.status == "mirrored" else sure)
     return Verdict(found, repeated.repetitive, found == sure < SAME)
@@ -115,13 +124,14 @@ def reject_improbable(
 def regressors(
     matches: Matches, geometry: TwoViewGeometry, size0: tuple[float, float], size1: tuple[float, float]
 ) -> np.ndarray:
-    """(4,) what the verdict depends on, in the order of `REGRESSORS`.
+    """(5,) what the verdict depends on, in the order of `REGRESSORS`.
 
     log(1 + the sum of the inliers' match probabilities); the inlier ratio; the square root of the share of
     the image area that the inliers span, the smaller one of both images; log of how often keypoints that do
     not repeat are found, divided by that of repeated ones, times the share of inliers that repeat. Where
     these are most, only those that do not repeat count for the first, unless of such keypoints so many are
-    found that the place around the repeated ones is certain.
+    found that the place around the repeated ones is certain. By how much more inliers lie where their
+    neighbours foretell than by chance, of what does not repeat; a homography foretells all.
     """
     inliers = geometry.inliers
     if not inliers.any():
@@ -133,11 +143,47 @@ def regressors(
         low, high = np.percentile(points[inliers], [5.0, 95.0], axis=0)
         spans.append(float(np.sqrt(np.prod((high - low) / np.asarray(size)))))
     repeated = geometry.repetition or Repetition(1.0, 1.0)
-    low, high = _CERTAIN
-    certain = (repeated.share - low) / (high - low) if repeated.found >= SAME_THINGS else 0.0
+    certain = _between(repeated.share, *_CERTAIN) if repeated.found >= SAME_THINGS else 0.0
     support = scores.sum() * min(1.0, 2 * max(repeated.unrepeated, certain))
     found = (1 - repeated.unrepeated) * np.log(np.clip(repeated.found, 0.1, 1.0))
-    return np.array([np.log1p(support), inliers.mean(), min(spans), found])
+    agreeing = 0.0
+    if geometry.repetition is not None and not geometry.kind.startswith("homograph"):
+        share = neighbour_agreement(matches.points0[inliers], matches.points1[inliers])
+        agreeing = _between(share, *_AGREEING) * _between(repeated.unrepeated, *_ALONE)
+    return np.array([np.log1p(support), inliers.mean(), min(spans), found, agreeing])
+
+
+def _between(value: float, low: float, high: float) -> float:
+    """0 up to `low`, 1 from `high` on."""
+    return float(np.clip((value - low) / (high - low), 0, 1))
+
+
+def neighbour_agreement(points0: np.ndarray, points1: np.ndarray) -> float:
+    """Share of matched points (K, 2) that lie where an affine map of those around them has them in image 1.
+
+    Matches of one surface agree locally, too; wrong ones that agree on a geometry are scattered along
+    epipolar lines (GMS, Bian et al. 2017, section 3, counts neighbours). Of too few it says nothing: 0.
+    """
+    if len(points0) < _CORNERS / 2:
+        return 0.0
+    corners, near = _neighbourhoods(points0)
+    source, target = points0[near], points1[near]
+    means = [side.mean(axis=1, keepdims=True) for side in (source, target)]
+    source, target = source - means[0], target - means[1]
+    spread = np.einsum("cki,ckj->cij", source, source)
+    spread += (1e-2 * np.trace(spread, axis1=1, axis2=2)[:, None, None] + 1e-6) * np.eye(2)
+    affine = np.linalg.solve(spread, np.einsum("cki,ckj->cij", source, target))
+    foretold = means[1][:, 0] + np.einsum("ci,cij->cj", points0[corners] - means[0][:, 0], affine)
+    radius = np.sqrt((target**2).sum(axis=2).mean(axis=1)) + 1e-6
+    return float(np.mean(np.linalg.norm(foretold - points1[corners], axis=1) < _NEAR * radius))
+
+
+def _neighbourhoods(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Some of the points (K, 2), (C,), and the nearest others of each, (C, 8)."""
+    corners = np.arange(len(points))[:: -(-len(points) // _CORNERS)]
+    apart = ((points[corners, None] - points) ** 2).sum(axis=2)
+    apart[np.arange(len(corners)), corners] = np.inf
+    return corners, np.argpartition(apart, _NEIGHBOURS, axis=1)[:, :_NEIGHBOURS]
 
 
 def reversed_share(points0: np.ndarray, points1: np.ndarray) -> float:
@@ -146,12 +192,9 @@ def reversed_share(points0: np.ndarray, points1: np.ndarray) -> float:
     Two cameras see a surface from the same side, so that none of its triangles is; some are at edges in
     depth. Each triangle counts by the sines of its angles at one corner in both images.
     """
-    most = 64  # corners; of fewer than half as many it says nothing
-    if len(points0) < most / 2:
+    if len(points0) < _CORNERS / 2:  # of so few it says nothing
         return 0.0
-    corners = np.arange(len(points0))[:: -(-len(points0) // most)]
-    apart = ((points0[corners, None] - points0) ** 2).sum(axis=2)
-    near, weight = np.argpartition(apart, 8, axis=1)[:, :8], 1.0
+    (corners, near), weight = _neighbourhoods(points0), 1.0
     for points in (points0, points1):
         sides = points[near] - points[corners, None]
         sides = sides / (np.linalg.norm(sides, axis=2, keepdims=True) + 1e-6)
