@@ -322,9 +322,9 @@ def test_inliers_that_lie_where_their_neighbours_foretell(rng):
     scattered = points + rng.uniform(-80, 80, (120, 1)) * [1, 0]
     assert said(surface, 1.0) > said(scattered, 1.0) + 0.1
     assert said(surface, 0.25) == pytest.approx(
-        said(scattered, 0.25), abs=0.02
+        said(scattered, 0.25), abs=0.05
     )  # a pattern is a surface, too
-    assert said(surface, 1.0, "homography") == pytest.approx(said(scattered, 1.0), abs=0.02)
+    assert said(surface, 1.0, "homography") == pytest.approx(said(scattered, 1.0), abs=0.05)
 
 
 @pytest.mark.parametrize("kind", ["fundamental", "homography"])
