@@ -20,11 +20,10 @@ SAME_POINT = 1.5  # pixels of the resized images within which points are one
 # does; each front end has its own scale.
 _SIMILAR = {"learned": (0.7, 0.9), "sift": (0.92, 0.99), "xfeat": (0.87, 0.95), "aliked": (0.7, 0.9)}
 _ELSEWHERE = 16.0  # pixels of the resized image
-_CELL = 64.0  # pixels of the resized image, around inliers, in which keypoints are counted
+_CELL = 64.0  # pixels of the resized image: what lies around inliers, and the width of a place
 _SAMPLE = 400  # keypoints, or inliers, of an image that are compared with all others
 _GLANCE = 64  # matches that give a first impression
 _SCARCELY = 0.75  # share of unrepeated ones above which no closer look is needed
-_AROUND, _PLACE = 150.0, 32.0  # pixels of the resized images: from an inlier, and radius of a place
 _FEW = 20  # keypoints around inliers, or inliers, of fewer of which nothing follows
 # Similarity of what is around the inliers to what lies in its place, above chance, divided by that of
 # inliers: of views of one place some .6, of other things .1 to .3.
@@ -115,7 +114,7 @@ def _differing(features: Sequence[Features], points: Sequence[np.ndarray]) -> fl
         affine = np.linalg.lstsq(source - source.mean(axis=0), target - target.mean(axis=0), rcond=None)[0]
         rows = np.arange(len(one.keypoints))[:: -(-len(one.keypoints) // _SAMPLE)]
         apart = _squared_distances(one.keypoints[rows], source)
-        nearest, near = apart.argmin(axis=1), apart.min(axis=1) < _AROUND**2
+        nearest, near = apart.argmin(axis=1), apart.min(axis=1) < (2 * _CELL) ** 2
         places = target[nearest] + (one.keypoints[rows] - source[nearest]) @ affine
         matched = _squared_distances(one.keypoints[rows], one.inliers).min(axis=1) < SAME_POINT**2
         apart = _squared_distances(source, one.keypoints)
@@ -151,7 +150,7 @@ class _Side:
         """Of keypoints in some rows (R,) with their places (R, 2) in the other image; None of too few."""
         if not len(rows):
             return None
-        row, column = np.nonzero(_squared_distances(places, other.keypoints) < _PLACE**2)
+        row, column = np.nonzero(_squared_distances(places, other.keypoints) < (_CELL / 2) ** 2)
         known, start = np.unique(row, return_index=True)
         if len(known) < _FEW:
             return None

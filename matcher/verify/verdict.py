@@ -42,7 +42,7 @@ SAME_THINGS, EVEN = 0.6, 0.5
 _DOUBTED = (0.02, 0.06)  # `Repetition.differing` from which on a verdict is less than sure, then even at most
 _CERTAIN = (0.3, 0.4)  # share found of those that do not repeat: less of other things, else often more
 _REVERSED = 0.15  # share of small triangles; accepted right pairs have below .1, nearly all below .05
-_CORNERS, _NEIGHBOURS = 64, 8  # inliers whose neighbourhoods are looked at, and how many are near each
+_CORNERS = 64  # inliers whose neighbourhoods are looked at
 _NEAR = 0.1  # error of an inlier foretold by its neighbours, divided by their distance from their mean
 # Share of such inliers that nearly all wrong geometries stay below, and from which on more says no more.
 _AGREEING = (0.3, 0.6)
@@ -183,7 +183,7 @@ def _neighbourhoods(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     corners = np.arange(len(points))[:: -(-len(points) // _CORNERS)]
     apart = ((points[corners, None] - points) ** 2).sum(axis=2)
     apart[np.arange(len(corners)), corners] = np.inf
-    return corners, np.argpartition(apart, _NEIGHBOURS, axis=1)[:, :_NEIGHBOURS]
+    return corners, np.argpartition(apart, 8, axis=1)[:, :8]
 
 
 def reversed_share(points0: np.ndarray, points1: np.ndarray) -> float:
