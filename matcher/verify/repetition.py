@@ -25,9 +25,9 @@ _SAMPLE = 400  # keypoints, or inliers, of an image that are compared with all o
 _GLANCE = 64  # matches that give a first impression
 _SCARCELY = 0.75  # share of unrepeated ones above which no closer look is needed
 _FEW = 20  # keypoints around inliers, or inliers, of fewer of which nothing follows
-# Similarity of what is around the inliers to what lies in its place, above chance, divided by that of
-# inliers: of views of one place some .6, of other things .1 to .3.
-_LIKENESS = 0.4
+# What is around the inliers and what lies in its place: similarity above chance, divided by that of inliers,
+# that views of one place exceed. Of learned ones some .6, of other things .1 to .3; 0: not known.
+_LIKENESS = {"learned": 0.4, "sift": 0.3, "xfeat": 0.0, "aliked": 0.0}
 _PSEUDO = 8.0  # keypoints added to the unrepeated ones that are counted, matched as often as repeated ones
 
 
@@ -126,7 +126,7 @@ def _differing(features: Sequence[Features], points: Sequence[np.ndarray]) -> fl
         if around.count < (near & matched).sum():
             return 0.0
         chance = around.elsewhere
-        found.append(_LIKENESS * (inliers.there - chance) - (around.there - chance))
+        found.append(_LIKENESS[features[here].kind] * (inliers.there - chance) - (around.there - chance))
     return float(np.mean(found)) if found else 0.0
 
 
