@@ -302,9 +302,15 @@ def test_hard_pairs_are_seen_from_the_side_in_every_weather(photos):
 
 
 def test_the_sets_are_what_they_say(photos):
-    repeats, overlays = (made_set(name, photos, SetOptions(106)) for name in ("repeats", "overlays"))
-    groups = [repeats.pairs[number].groups[-1] for number in (0, 1, 100, 102, 105)]
-    others = ["brick, the same", "shelf, the same", "keyboard, another"]
+    repeats, overlays = (made_set(name, photos, SetOptions(110)) for name in ("repeats", "overlays"))
+    groups = [repeats.pairs[number].groups[-1] for number in (0, 1, 100, 102, 105, 106, 109)]
+    others = [
+        "shelf, the same",
+        "keyboard, the same",
+        "brick, another",
+        "rooms, the same",
+        "symmetry, another",
+    ]
     assert groups == ["wallpaper, the same", "wallpaper, another", *others]
     kinds = [type(repeats.pairs[number]) for number in (0, 1, 6, 7)]
     assert kinds == [DepthPair, UnrelatedPair] * 2
