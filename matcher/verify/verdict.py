@@ -148,7 +148,7 @@ def regressors(
     found = (1 - repeated.unrepeated) * np.log(np.clip(repeated.found, 0.1, 1.0))
     agreeing = 0.0
     if geometry.repetition is not None and not geometry.kind.startswith("homograph"):
-        share = neighbour_agreement(matches.points0[inliers], matches.points1[inliers])
+        share = _neighbour_agreement(matches.points0[inliers], matches.points1[inliers])
         agreeing = _between(share, *_AGREEING) * _between(repeated.unrepeated, *_ALONE)
     return np.array([np.log1p(support), inliers.mean(), min(spans), found, agreeing])
 
@@ -158,7 +158,7 @@ def _between(value: float, low: float, high: float) -> float:
     return float(np.clip((value - low) / (high - low), 0, 1))
 
 
-def neighbour_agreement(points0: np.ndarray, points1: np.ndarray) -> float:
+def _neighbour_agreement(points0: np.ndarray, points1: np.ndarray) -> float:
     """Share of matched points (K, 2) that lie where an affine map of those around them has them in image 1.
 
     Matches of one surface agree locally, too; wrong ones that agree on a geometry are scattered along
