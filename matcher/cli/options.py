@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -159,7 +159,7 @@ def declared(owner: Callable[..., Any]) -> tuple[dict[str, tuple[Any, Any]], Cal
         if name == "given":
             _, names, shown = get_args(hints[name])
             found |= {each: _option_of_load(each, shown) for each in names}
-            taken[name] = partial(_typed, names)
+            taken[name] = lambda values, names=names: {n: values[n] for n in names if values[n] is not None}
         elif is_dataclass(kind):
             options, taken[name] = declared(kind)
             found |= options
@@ -175,11 +175,6 @@ def declared(owner: Callable[..., Any]) -> tuple[dict[str, tuple[Any, Any]], Cal
         return owner(*first, **given)
 
     return found, call
-
-
-def _typed(names: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of these options that were typed."""
-    return {name: values[name] for name in names if values[name] is not None}
 
 
 class OnceEach(TyperCommand):
@@ -266,8 +261,7 @@ def _as_options(text: str, names: Iterable[str], paths: Container[str]) -> str:
 
 def _tell_of_slow_front_ends(given: dict[str, Any]) -> None:
     """Say what to expect where the front end takes seconds an image on a CPU."""
-    preset = (given["preset"] or DEFAULT_PRESET) if {"preset", "frontend"} <= given.keys() else ""
-    config = PRESETS.get(preset)
+    config = PRESETS.get(given["preset"] or DEFAULT_PRESET) if "frontend" in given else None
     kind = config and (given["frontend"] or config.extractor.kind)
     if kind not in SLOW_FRONT_ENDS:
         return

@@ -175,7 +175,8 @@ class Collection:
                 settings that differ from the store's, or another run is writing it.
             IntegrityError: the store or the weights are damaged.
         """
-        selection = Selection.parse(include, exclude, frozenset() if restart else names_in(self.run_dir))
+        known = frozenset() if restart else names_in(self.run_dir)
+        selection = replace(Selection.parse(include, exclude), known=known)
         source, names, unusable, masked = sources.find_source(Path(folder), masks, features, selection)
         setup = self._setup_of(source)
         settings = describe(setup, build(setup))

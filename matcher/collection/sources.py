@@ -89,9 +89,7 @@ class Selection:
     known: frozenset[str] = frozenset()  # images of a run, which may be excluded even if they are gone
 
     @classmethod
-    def parse(
-        cls, include: Sequence[str] = (), exclude: Sequence[str] = (), known: frozenset[str] = frozenset()
-    ) -> Selection:
+    def parse(cls, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Selection:
         """Patterns as a user gives them: `@FILE` stands for the names in a file, which mean themselves, one a
         line, # before what is none; `UsageError`: it cannot be read, or names nothing."""
 
@@ -109,7 +107,7 @@ class Selection:
                 raise UsageError(f"{path}: the list names no image")
             return [name if name.endswith("/") else escape(name) for name in names]
 
-        return cls(*(tuple(chain.from_iterable(map(expanded, given))) for given in (include, exclude)), known)
+        return cls(*(tuple(chain.from_iterable(map(expanded, given))) for given in (include, exclude)))
 
     def apply(self, names: Iterable[str]) -> list[str]:
         """The selected names, in the order given; `UsageError`: a pattern that matches none, or nothing is
