@@ -49,9 +49,7 @@ __all__ = ["__version__", *_PUBLIC]
 
 def __getattr__(name: str) -> object:
     if name not in _PUBLIC:
-        raise AttributeError(
-            f"module 'matcher' has no attribute {name!r}; public names: {', '.join(_PUBLIC)}"
-        )
+        raise AttributeError(f"module 'matcher' has no attribute {name!r}; it has {', '.join(_PUBLIC)}")
     return getattr(import_module(_PUBLIC[name]), name)
 
 

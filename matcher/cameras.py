@@ -19,7 +19,7 @@ import cv2
 import numpy as np
 
 from matcher.config import GeometryKind
-from matcher.errors import MALFORMED, UsageError
+from matcher.errors import MALFORMED, UsageError, plainly
 from matcher.files import MARK, read_given, read_text, write_output, write_whole
 from matcher.geometry import as_quaternion, as_rotation, check_poses
 
@@ -163,9 +163,7 @@ def as_camera(value: Any, name: str = "camera") -> Camera:
         raise UsageError(f"{name}: {error}") from error
     except (TypeError, ValueError):
         pass  # as numbers of another shape
-    raise UsageError(
-        f"{name} must be a Camera, fx, fy, cx, cy in stored pixels, or a (3, 3) K, not {value!r}"
-    )
+    raise UsageError(f"{name} must be a Camera, fx, fy, cx, cy in stored pixels or a (3, 3) K, not {value!r}")
 
 
 def camera_of_each(value: Any, count: int) -> list[Any]:
@@ -289,7 +287,7 @@ def read_cameras(path: Path) -> Camera | dict[str, Camera]:
                 raise ValueError(f"it holds {len(found)} cameras and does not say of which images; give one")
             found = next(iter(found.values()), {})
     except (*MALFORMED, struct.error, cv2.error, SystemError) as error:  # a UsageError is one
-        why = "OpenCV cannot read it" if isinstance(error, (cv2.error, SystemError)) else error
+        why = "OpenCV cannot read it" if isinstance(error, (cv2.error, SystemError)) else plainly(error)
         raise UsageError(f"{path}: cannot be read as cameras ({why}); wanted: {CAMERA_FORMS}") from error
     if not found:
         raise UsageError(f"{path} names no camera")
@@ -537,7 +535,7 @@ def read_rig_config(path: str | Path) -> RigConfig:
     except MALFORMED as error:
         raise UsageError(
             f'{path}: cannot be read as COLMAP\'s rig_config.json, a list of {{"cameras": [...]}} with an '
-            f"image_prefix each ({error})"
+            f"image_prefix each ({plainly(error)})"
         ) from error
     return RigConfig(rigs, str(path))
 
@@ -633,7 +631,7 @@ def read_named_poses(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str,
             found = _poses_from_rows((row[0], row[1:]) for row in rows), {}
     except MALFORMED as error:
         raise UsageError(
-            f"{path}: cannot be read as poses of images ({error}): lines `name qw qx qy qz tx ty tz`, "
+            f"{path}: cannot be read as image poses ({plainly(error)}): lines `name qw qx qy qz tx ty tz`, "
             "COLMAP's images.txt, nerfstudio's transforms.json or one with cam_from_world by name are needed"
         ) from error
     if not found[0]:

@@ -16,6 +16,14 @@ MALFORMED = (
 )  # fmt: skip
 
 
+def plainly(error: Exception) -> str:
+    """Why a file is malformed, where Python would speak of its own objects."""
+    if isinstance(error, KeyError):
+        return f"it lacks {error}"
+    others = isinstance(error, (TypeError, AttributeError, IndexError))
+    return "something in it is not of the kind that is due there" if others else str(error)
+
+
 class MatcherError(Exception):
     """A failure whose message is for the user; `exit_code` is what the command line returns."""
 

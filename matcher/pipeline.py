@@ -348,7 +348,5 @@ class Pipeline:
         geometry = estimator(matches.points0, matches.points1, thresholds_scale=scale, **options)
         if not isinstance(geometry, TwoViewGeometry) or np.shape(geometry.inliers) != (len(matches),):
             wanted = f"a TwoViewGeometry of {len(matches)} matches"
-            raise UsageError(
-                f"the estimator {type(estimator).__name__} must return {wanted}, not {geometry!r}"
-            )
+            raise UsageError(f"estimator {type(estimator).__name__} must return {wanted}, not {geometry!r}")
         return judged(geometry, matches, *sizes, partial(repetition, features0, features1))

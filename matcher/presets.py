@@ -189,9 +189,7 @@ def from_file(preset: str | Path, options: Mapping[str, Any]) -> tuple[str, dict
     given = {name: value for name, value in options.items() if value is not None}
     preset = str(preset) if isinstance(preset, PathLike) else preset
     if not isinstance(preset, str):
-        raise UsageError(
-            f"a preset is a name or a FILE.toml, not {preset!r}; leave it out for the default one"
-        )
+        raise UsageError(f"a preset is a name or a FILE.toml, not {preset!r}; leave it out for the default")
     if not preset.endswith(".toml"):
         return preset, given
     values = read_toml(preset)

@@ -246,13 +246,10 @@ class Features:
             raise UsageError("Features.size and Features.scale must be positive")
         half = self.size[..., None, :] / 2
         beyond = abs(self.keypoints + 0.5 - half) - half  # which may be a little
-        outside = self.mask & (beyond > 2 + 0.01 * half.max()).any(-1)
-        if count := int(outside.sum()):
-            one, size = (each[outside][0].tolist() for each in (self.keypoints, 2 * half + 0 * beyond))
-            where = "image of {:g} x {:g} pixels, such as ({:g}, {:g})".format(*size, *one)
+        if count := int((self.mask & (beyond > 2 + 0.01 * half.max()).any(-1)).sum()):
             raise UsageError(
-                f"{count} of {len(self)} Features.keypoints lie outside the {where}: give x, y in its "
-                "pixels, and its size as (width, height)"
+                f"{count} of {len(self)} Features.keypoints lie outside the image of {self.size.tolist()}: "
+                "give x, y in its pixels, and its size as (width, height)"
             )
         some = self.descriptors[..., :64, :].reshape(-1, max(self.descriptors.shape[-1], 1))[:64]
         if self.kind == "sift" and is_raw_sift(to_numpy(some)):

@@ -106,6 +106,8 @@ LENSES = (  # of nerfstudio; the model that is the same, None: there is none
     ({"camera_model": ["EQUIRECTANGULAR"]}, None, "EQUIRECTANGULAR.* cannot be used"),
     ({"frames": [{"file_path": "images/a.jpg"}, {"file_path": "a.jpg"}]}, None, "'images/a.jpg' and 'a.jpg'"),
     ({"k4": 0.3}, None, "k4"),
+    ({"frames": [{"transform_matrix": 0}]}, None, "lacks 'file_path'"),
+    ({"frames": ["a.jpg"]}, None, "kind that is due"),
 )
 
 

@@ -230,7 +230,7 @@ def _finish(made: Reconstruction, scale: float | None = None) -> int:
 
 def map_of(model: Path, pictures: Path, run: Path | None, given: dict[str, Any]) -> Path:
     """The folder of our map of a COLMAP model, beside it; made where there is none, with all poses kept.
-    Errors are those of `sfm`, and `UsageError`: a model with a run of its own, a map of other poses or
+    Errors are those of `sfm`, and `UsageError`: a model with its own run, a map of other poses or
     pictures."""
     import numpy as np
 

@@ -286,8 +286,6 @@ def best_pairs(
     # are the ones whose rays meet at angles that a reconstruction can begin with.
     for name, rows in of_image.items():
         beside = {other for third in near[name] for other in near[third]}
-        wide = [
-            row for row in rows if row not in taken and not beside.isdisjoint({*candidates[row]} - {name})
-        ]
+        wide = [n for n in rows if n not in taken and not beside.isdisjoint({*candidates[n]} - {name})]
         taken.update(wide[: max(0, BEST - len(near[name]))])
     return [candidates[row] for row in sorted(taken)]

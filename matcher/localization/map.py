@@ -372,9 +372,7 @@ class Map(AbstractContextManager):
                     return attempt
                 if first:
                     first = False
-                    todo = [
-                        self._likely(k.query, [row for row in similar if row not in k.rows]) for k in found
-                    ]
+                    todo = [self._likely(k.query, [n for n in similar if n not in k.rows]) for k in found]
                     left = [[row for row in rows if row in cluster] for rows in todo]
         return best
 
@@ -584,9 +582,7 @@ def localize_photos(
     camera_of = known_cameras(CameraChoice(rig=rig, known=dict(of_map)))
     known = {name: camera_of(name) for name in fixed} | cameras
     if absent := [name for name in fixed if known[name] is None]:
-        raise UsageError(
-            f"the intrinsics of {absent[0]} are unknown: give them in {rig.source} or as a camera"
-        )
+        raise UsageError(f"intrinsics of {absent[0]} are unknown: give them in {rig.source} or as a camera")
     for frame in [*frames, *([name] for name in photos if name not in fixed)]:
         queries: dict[str, Query] = {}
         for name in frame:

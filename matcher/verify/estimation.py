@@ -235,9 +235,7 @@ class RobustEstimator:
         if kind != "essential":
             cameras = None
         elif cameras is None:
-            raise UsageError(
-                "the essential matrix needs the cameras of both images: cameras=(Camera, Camera)"
-            )
+            raise UsageError("an essential matrix needs cameras of both images: cameras=(Camera, Camera)")
         matched, usable, place = distinct_matches(points0, points1, scale, scores, covariances, cameras)
         if cameras is not None:  # pinhole ones of the resized images
             cameras = tuple(Camera(c.fx / scale, c.fy / scale, c.cx / scale, c.cy / scale) for c in cameras)

@@ -313,9 +313,7 @@ def convert(
     except (RuntimeError, IndexError, KeyError) as error:
         raise IntegrityError(f"does not hold the tensors that {layout.system} asks for ({error})") from error
     # Counters are of batch norms: older files lack them, and nothing reads them.
-    optional = {
-        name for name in expected if name.startswith(constants) or name.endswith("num_batches_tracked")
-    }
+    optional = {n for n in expected if n.startswith(constants) or n.endswith("num_batches_tracked")}
     needed = {name: t for name, t in expected.items() if name in made or name not in optional}
     return expected | checked(made, needed, f"{layout.system} asks for")
 
