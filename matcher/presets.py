@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from importlib.metadata import EntryPoint, entry_points
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from matcher.config import (
     ALL_LAYERS,
@@ -208,76 +208,56 @@ def from_file(preset: str | Path, options: Mapping[str, Any]) -> tuple[str, dict
 
 
 class LoadOptions(TypedDict, total=False):
-    """What adjusts a preset; None always means the preset's own value.
+    """What adjusts a preset; None always means the preset's own value. The command line's help says the same.
 
-    Each with what it is, as the command line's help says it too, and what stands there for its value.
+    Args:
+        weights (FILE): Matcher weights: a file, or a name from `matcher weights list`.
+        frontend (NAME): Use another front end than the preset's, for example disk; it must fit the matcher.
+        frontend_weights (FILE): Weights file of the front end; needed only for front ends of your own.
+        variant (NAME): Variant of the front end, for example aliked-n32.
+        max_keypoints (N): Keep at most N keypoints per image.
+        resize (PX): Shrink larger images until the longer side has PX pixels. Without it, the learned front
+            end's presets shrink soft images further, to 640 at least, and enlarge small ones with few
+            keypoints.
+        keep: Which SIFT keypoints to keep if an image has more than are kept.
+        geometry: Model that verifies the matches; homographies: of several planes; essential needs cameras.
+        match_threshold (P): Keep matches whose probability, before calibration, is at least P, 0 to 1.
+        ratio (R): Ratio test of the nearest* presets: keep matches whose distance ratio is at most R, 0 to 1.
+        early_exit: Stop a pair at the layer where the network is confident.
+        pruning: Drop keypoints that cannot match, layer by layer.
+        further_passes: Where too few matches of the first pass agree, match other features, scales and the
+            common region too.
+        refine: Move every match to where the images look most alike; without it faster, less exact.
+        upright: Apply the EXIF orientation of images; without it they are matched as stored.
+        alpha_mask: Find no keypoints where a picture is transparent; without it alpha is ignored.
+        bgr: Arrays of three or four channels are BGR, as OpenCV reads them; else RGB.
+        max_pixels (N): Refuse images of more than N pixels before decoding them.
+        engine: Library that runs front end and networks; onnx needs no torch.
+        precision: Arithmetic of the networks; auto picks the fastest one that suits the device.
+        device (auto|cpu|cuda|mps): Device to run on; auto prefers CUDA.
     """
 
-    weights: Annotated[
-        str | Path | None, "Matcher weights: a file, or a name from `matcher weights list`.", "FILE"
-    ]
-    frontend: Annotated[
-        str | None,
-        "Use another front end than the preset's, for example disk; it must fit the matcher.",
-        "NAME",
-    ]
-    frontend_weights: Annotated[
-        str | Path | None, "Weights file of the front end; needed only for front ends of your own.", "FILE"
-    ]
-    variant: Annotated[str | None, "Variant of the front end, for example aliked-n32.", "NAME"]
-    max_keypoints: Annotated[int | None, "Keep at most N keypoints per image.", "N"]
-    resize: Annotated[
-        int | None,
-        "Shrink larger images until the longer side has PX pixels. Without it, the learned front end's "
-        "presets shrink soft images further, to 640 at least, and enlarge small ones with few keypoints.",
-        "PX",
-    ]
-    keep: Annotated[
-        Literal["strongest", "largest"] | None,
-        "Which SIFT keypoints to keep if an image has more than are kept.",
-        "",
-    ]
-    geometry: Annotated[
-        GeometryKind | None,
-        "Model that verifies the matches; homographies: of several planes; essential needs cameras.",
-        "",
-    ]
-    match_threshold: Annotated[
-        float | None, "Keep matches whose probability, before calibration, is at least P, 0 to 1.", "P"
-    ]
-    ratio: Annotated[
-        float | None,
-        "Ratio test of the nearest* presets: keep matches whose distance ratio is at most R, 0 to 1.",
-        "R",
-    ]
-    early_exit: Annotated[bool | None, "Stop a pair at the layer where the network is confident.", ""]
-    pruning: Annotated[bool | None, "Drop keypoints that cannot match, layer by layer.", ""]
-    further_passes: Annotated[
-        bool | None,
-        "Where too few matches of the first pass agree, match other features, scales and the common region "
-        "too.",
-        "",
-    ]
-    refine: Annotated[
-        bool | None,
-        "Move every match to where the images look most alike; without it faster, less exact.",
-        "",
-    ]
-    upright: Annotated[
-        bool | None, "Apply the EXIF orientation of images; without it they are matched as stored.", ""
-    ]
-    alpha_mask: Annotated[
-        bool | None, "Find no keypoints where a picture is transparent; without it alpha is ignored.", ""
-    ]
-    bgr: Annotated[
-        bool | None, "Arrays of three or four channels are BGR, as OpenCV reads them; else RGB.", ""
-    ]
-    max_pixels: Annotated[int | None, "Refuse images of more than N pixels before decoding them.", "N"]
-    engine: Annotated[Engine | None, "Library that runs front end and networks; onnx needs no torch.", ""]
-    precision: Annotated[
-        Precision | None, "Arithmetic of the networks; auto picks the fastest one that suits the device.", ""
-    ]
-    device: Annotated[str | None, "Device to run on; auto prefers CUDA.", "auto|cpu|cuda|mps"]
+    weights: str | Path | None
+    frontend: str | None
+    frontend_weights: str | Path | None
+    variant: str | None
+    max_keypoints: int | None
+    resize: int | None
+    keep: Literal["strongest", "largest"] | None
+    geometry: GeometryKind | None
+    match_threshold: float | None
+    ratio: float | None
+    early_exit: bool | None
+    pruning: bool | None
+    further_passes: bool | None
+    refine: bool | None
+    upright: bool | None
+    alpha_mask: bool | None
+    bgr: bool | None
+    max_pixels: int | None
+    engine: Engine | None
+    precision: Precision | None
+    device: str | None
 
 
 # Where an option lies in a configuration; the other options steer how a pipeline is built.

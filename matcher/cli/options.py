@@ -93,10 +93,10 @@ def loading(*without: str, only: Sequence[str] = (), **shown: object) -> Any:
 
 
 @cache
-def _of_load() -> dict[str, tuple[Any, str, str]]:
-    """The options of `matcher.load`, but for those of programs alone: kind, help, what stands for a value."""
-    hints = get_type_hints(LoadOptions, include_extras=True)
-    return {name: get_args(hints[name]) for name in hints if name not in ("early_exit", "pruning", "bgr")}
+def _of_load() -> dict[str, Any]:
+    """The kinds of the options of `matcher.load`, but for those of programs alone."""
+    hints = get_type_hints(LoadOptions)
+    return {name: hints[name] for name in hints if name not in ("early_exit", "pruning", "bgr")}
 
 
 def _described(text: str) -> dict[str, tuple[str | None, str]]:
@@ -131,8 +131,7 @@ def _option_of_load(name: str, shown: dict[str, Any]) -> Any:
     if name == "preset":
         more = dict(show_default=DEFAULT_PRESET, autocompletion=complete_preset)
         return _option(name, str | None, None, *_described(SHARED)[name], **more)
-    kind, help, metavar = _of_load()[name]
-    config = PRESETS[DEFAULT_PRESET]
+    kind, config = _of_load()[name], PRESETS[DEFAULT_PRESET]
     defaults = {
         **{key: getattr(config.extractor, key) for key in ("max_keypoints", "resize", "keep")},
         "match_threshold": f"{config.matcher.policy.match_threshold:g}",
@@ -143,7 +142,8 @@ def _option_of_load(name: str, shown: dict[str, Any]) -> Any:
         "engine": "torch",
     }
     kind, text = str | None if Path in get_args(kind) else kind, str((defaults | shown).get(name, ""))
-    return _option(name, kind, None, metavar or None, help, show_default=text or True)
+    said = _described(LoadOptions.__doc__ or "").get(name, (None, ""))  # without it under `python -OO`
+    return _option(name, kind, None, *said, show_default=text or True)
 
 
 def declared(owner: Callable[..., Any]) -> tuple[dict[str, tuple[Any, Any]], Callable[..., Any]]:
