@@ -39,7 +39,7 @@ ACCEPTED: dict[GeometryKind, float] = {
 # Where keypoints that do not repeat are found less often than this share of repeated ones, the things may be
 # others of their kind, and the verdict must not be against it, below even odds.
 SAME_THINGS, EVEN = 0.6, 0.5
-_DOUBTED = (0.025, 0.06)  # `Repetition.differing` from which on a verdict is less than sure, then even at most
+_DOUBTED = (0.025, 0.06)  # `Repetition.differing` above which a verdict is less than sure, then even at most
 _CERTAIN = (0.3, 0.4)  # share found of those that do not repeat: less of other things, else often more
 _REVERSED = 0.15  # share of small triangles; accepted right pairs have below .1, nearly all below .05
 _CORNERS = 64  # inliers whose neighbourhoods are looked at
