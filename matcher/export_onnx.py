@@ -7,9 +7,11 @@ layers on all points are one graph.
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,7 +229,9 @@ def traced(
 ) -> onnx.ModelProto:
     """The graph of a part, of examples of its arguments, whose axes vary as `shapes` says to `torch.export`,
     with the names of inputs, taken apart, and outputs."""
-    with torch.no_grad():
+    # What torch says of its own code and of packages that it would have a use for is nothing to act on.
+    logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
         program = torch.export.export(part.eval(), given, dynamic_shapes=shapes, strict=False)
         made = torch.onnx.export(
             program.run_decompositions({torch.ops.aten.slice_scatter.default: _with_slice}),
