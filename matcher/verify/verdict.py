@@ -164,7 +164,7 @@ def _neighbour_agreement(points0: np.ndarray, points1: np.ndarray) -> float:
     Matches of one surface agree locally, too; wrong ones that agree on a geometry are scattered along
     epipolar lines (GMS, Bian et al. 2017, section 3, counts neighbours). Of too few it says nothing: 0.
     """
-    if len(points0) < _CORNERS / 2:
+    if len(points0) < _CORNERS:
         return 0.0
     corners, near = _neighbourhoods(points0)
     source, target = points0[near], points1[near]
