@@ -18,27 +18,18 @@ import cv2
 import numpy as np
 import PIL.Image
 
+from matcher import image_files
 from matcher.errors import ImageError, ImageWarning, UsageError, counted
 from matcher.geometry import LONGEST_ASPECT, resized, upright_size
-from matcher.image_files import (
-    RAW_SUFFIXES,
-    Decoded,
-    PathLike,
-    as_path,
-    decode,
-    decode_open,
-    from_pillow,
-    turned_by,
-)
 from matcher.processes import at_once
 from matcher.types import Image, is_tensor, to_numpy
 
 # Where keypoints may lie: masks from files and arrays, in stored pixels.
 
 
-def read_mask(path: PathLike, max_pixels: int) -> np.ndarray:
+def read_mask(path: image_files.PathLike, max_pixels: int) -> np.ndarray:
     """(H, W) bool from an image file, in stored pixels: True where any channel and alpha are not 0."""
-    raw, opaque, _ = decode(as_path(path), max_pixels)
+    raw, opaque, _ = image_files.decode(image_files.as_path(path), max_pixels)
     keep = (raw != 0) & (raw == raw)  # NaN says nothing
     keep = keep if keep.ndim == 2 else keep.any(axis=2)
     return keep if opaque is None else keep & opaque
@@ -187,7 +178,7 @@ def read_image(
     soft_resize: int | None = None,
     upright: bool = True,
     max_pixels: int = MAX_PIXELS,
-    mask: PathLike | np.ndarray | None = None,
+    mask: image_files.PathLike | np.ndarray | None = None,
     alpha_mask: bool = True,
     bgr: bool = False,
     keep_stored: bool = False,
@@ -226,7 +217,7 @@ def read_image(
         UsageError: an argument that cannot be used, an array of another shape or type, values outside the
             range, a mask of another size than the stored image, or one beside an `Image`.
     """
-    image, path = path, as_path(path) if isinstance(path, (str, os.PathLike)) else None
+    image, path = path, image_files.as_path(path) if isinstance(path, (str, os.PathLike)) else None
     if isinstance(image, Image):
         if mask is not None:
             raise UsageError("an Image carries its own mask: build it with one, and pass none beside it")
@@ -264,12 +255,12 @@ def read_image(
         shown = cv2.resize(keep * np.uint8(255), target, interpolation=cv2.INTER_AREA) > 127
     ends = (upright_size(target, orientation), upright_size(size, orientation))
     return Image(
-        pixels=np.ascontiguousarray(turned_by(pixels, orientation)),
+        pixels=np.ascontiguousarray(image_files.turned_by(pixels, orientation)),
         size=size,
         scale=tuple(new / old for new, old in zip(*ends, strict=True)),
         orientation=orientation,
         path=path,
-        mask=None if shown is None else np.ascontiguousarray(turned_by(shown, orientation)),
+        mask=None if shown is None else np.ascontiguousarray(image_files.turned_by(shown, orientation)),
         exif_orientation=None if decoded.orientation == orientation else decoded.orientation,
         stored=Image(_to_integers(decoded.samples, True), size).grey() if keep_stored else None,
         stored_mask=keep if keep_stored else None,
@@ -283,14 +274,14 @@ def read_once(image: ImageInput) -> ImageInput:
     return image.read() if hasattr(image, "read") else image
 
 
-def _decoded(image: Any, path: Path | None, max_pixels: int, bgr: bool) -> Decoded:
+def _decoded(image: Any, path: Path | None, max_pixels: int, bgr: bool) -> image_files.Decoded:
     if path is not None:
-        return decode(path, max_pixels)
+        return image_files.decode(path, max_pixels)
     image = read_once(image)
     if isinstance(image, PIL.Image.Image):
-        return from_pillow(image)
+        return image_files.from_pillow(image)
     if isinstance(image, (bytes, bytearray, memoryview)):
-        return decode_open(io.BytesIO(image), Path("the image in memory"), max_pixels)
+        return image_files.decode_open(io.BytesIO(image), Path("the image in memory"), max_pixels)
     if not isinstance(image, np.ndarray) and not is_tensor(image):
         raise UsageError(
             "an image is a path, an Image, a NumPy array, a PIL image or a torch tensor, "
@@ -305,7 +296,7 @@ def _decoded(image: Any, path: Path | None, max_pixels: int, bgr: bool) -> Decod
     opaque = array[..., 3] != 0 if channels[0] == 4 else None
     if array.ndim == 3:
         array = array[..., 0 if channels[0] == 1 else slice(2, None, -1) if bgr else slice(3)]
-    return Decoded(array, opaque, orientation=1)
+    return image_files.Decoded(array, opaque, orientation=1)
 
 
 def channels_last(array: np.ndarray) -> np.ndarray:
@@ -425,7 +416,7 @@ def list_images(folder: Path) -> Iterator[str]:
                     yield (Path(where) / file).relative_to(folder).as_posix()
                 elif not file.startswith("."):
                     unread[os.path.splitext(file)[1].lower()] += 1  # noqa: PTH122 - as `is_image`
-    if raw := sum(unread[suffix] for suffix in RAW_SUFFIXES):
+    if raw := sum(unread[suffix] for suffix in image_files.RAW_SUFFIXES):
         text = f"left out {counted(raw, 'RAW photo')}; develop to JPEG or TIFF what is to be matched"
         warnings.warn(f"{folder}: {text}", ImageWarning, stacklevel=2)
     if others := [suffix for suffix in _UNREAD if unread[suffix]]:

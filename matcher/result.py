@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import PIL.Image
 
 from matcher.cameras import Camera
 from matcher.config import EstimationConfig
 from matcher.errors import UsageError, counted, optional
 from matcher.files import check_output, write_output
 from matcher.geometry import stored_to_upright
+from matcher.images import ImageInput, limit_for, read_image
 from matcher.passes import PassReport
 from matcher.types import REFINEMENTS, Features, Matches, TwoViewGeometry, to_numpy
 from matcher.verify.adjustment import plane_answers
@@ -22,10 +24,7 @@ from matcher.verify.repetition import repeated_groups
 from matcher.verify.verdict import MIRRORED, Verdict, verdict_of
 
 if TYPE_CHECKING:
-    import PIL.Image
-
     from matcher.budget import Choice
-    from matcher.images import ImageInput
     from matcher.viz.drawings import ColourBy
 
 
@@ -317,8 +316,6 @@ class Result:
                 ellipses, or matplotlib is not installed.
             ImageError: an image cannot be read.
         """
-        from matcher.images import limit_for, read_image
-
         with optional():
             from matcher.viz.drawings import draw_matches, save_figure
 

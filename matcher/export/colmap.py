@@ -14,22 +14,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from matcher.cameras import CAMERA_MODELS, Camera, RigConfig, check_size, focal_of_film
-from matcher.collection.schema import StoredImage, common_camera
-from matcher.collection.store import gone
+from matcher.collection.schema import StoredImage, StoredPair, common_camera
+from matcher.collection.store import Store, gone
 from matcher.collection.tracks import contradicted_pairs
 from matcher.errors import IntegrityError, UsageError, counted, few, optional
 from matcher.files import whole_file
 from matcher.image_files import read_gps, read_header
 from matcher.types import Features, TwoViewGeometry
-
-if TYPE_CHECKING:
-    from matcher.collection.schema import StoredPair
-    from matcher.collection.store import Store
 
 
 @dataclass

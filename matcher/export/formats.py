@@ -10,20 +10,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from matcher.cameras import CAMERA_MODELS
 from matcher.collection.sources import HLOC_OPTIONAL
+from matcher.collection.store import Store
 from matcher.errors import UsageError, optional, unknown_name
 from matcher.export import colmap
 from matcher.export.colmap import HALF_PIXEL, CameraChoice, ExportedRun, ExportReport
 from matcher.files import MARK, check_folder, check_output, whole_file, whole_folder
 from matcher.types import to_numpy
-
-if TYPE_CHECKING:
-    from matcher.collection.store import Store
 
 
 class Format(NamedTuple):

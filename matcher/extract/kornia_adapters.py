@@ -11,23 +11,7 @@ multiplies a pixel's index i on a pyramid level by the level's factor f; its cen
 from __future__ import annotations
 
 import torch
-from kornia.feature import (
-    ALIKED,
-    DISK,
-    BlobDoG,
-    HardNet,
-    KeyNetDetector,
-    LAFAffNetShapeEstimator,
-    LAFDescriptor,
-    LAFOrienter,
-    LocalFeature,
-    OriNet,
-    ScaleSpaceDetector,
-    XFeat,
-    get_laf_scale,
-    laf_is_filled,
-    scale_laf,
-)
+from kornia import feature
 from kornia.feature.dedode.decoder import ConvRefiner, Decoder
 from kornia.feature.dedode.dedode_models import get_descriptor, get_detector
 from kornia.feature.dedode.encoder import VGG19
@@ -63,10 +47,10 @@ def _trained_only(network: nn.Module) -> nn.Module:
 
 
 def _build_plain(config: ExtractorConfig) -> nn.Module:
-    return DISK() if config.kind == "disk" else XFeat()
+    return feature.DISK() if config.kind == "disk" else feature.XFeat()
 
 
-def _find_disk(network: DISK, image: Image, config: ExtractorConfig) -> Found:
+def _find_disk(network: feature.DISK, image: Image, config: ExtractorConfig) -> Found:
     """DISK (Tyszkiewicz et al. 2020); scores are logits. Maps are cropped before suppression."""
     window = 2 * config.nms_radius + 1
     pixels = padded(colour(image, _device(network)), 1, _LEAST_SIDE)
@@ -81,12 +65,11 @@ def _find_disk(network: DISK, image: Image, config: ExtractorConfig) -> Found:
 def _build_aliked(config: ExtractorConfig) -> nn.Module:
     if config.variant not in _ALIKED:
         raise UsageError(f"variant {config.variant!r} of aliked is not one of {', '.join(_ALIKED)}")
-    return _trained_only(
-        ALIKED(config.variant, detection_threshold=config.score_threshold, nms_radius=config.nms_radius)
-    )
+    how = dict(detection_threshold=config.score_threshold, nms_radius=config.nms_radius)
+    return _trained_only(feature.ALIKED(config.variant, **how))
 
 
-def _find_aliked(network: ALIKED, image: Image, config: ExtractorConfig) -> Found:
+def _find_aliked(network: feature.ALIKED, image: Image, config: ExtractorConfig) -> Found:
     """ALIKED (Zhao et al. 2023); where no point passes the threshold, those above the mean score do."""
     pixels = padded(colour(image, _device(network)), 1, _LEAST_SIDE)
     features, scores = network.extract_dense_map(pixels)
@@ -99,7 +82,7 @@ def _find_aliked(network: ALIKED, image: Image, config: ExtractorConfig) -> Foun
     return Found(points[index], scores[index], descriptors)
 
 
-def _find_xfeat(network: XFeat, image: Image, config: ExtractorConfig) -> Found:
+def _find_xfeat(network: feature.XFeat, image: Image, config: ExtractorConfig) -> Found:
     """XFeat (Potje et al. 2024), the sparse setting; kornia resizes no image whose sides are 32 times n."""
     pixels = padded(colour(image, _device(network)), 32, _LEAST_SIDE)
     everything = pixels.shape[-1] * pixels.shape[-2]
@@ -172,32 +155,34 @@ def _find_dedode(network: DeDoDe, image: Image, config: ExtractorConfig) -> Foun
 
 
 def _build_keynet(config: ExtractorConfig) -> nn.Module:
-    detector = KeyNetDetector(
+    detector = feature.KeyNetDetector(
         pretrained=False,
         num_features=config.max_keypoints,
-        ori_module=LAFOrienter(angle_detector=OriNet(pretrained=False)),
-        aff_module=LAFAffNetShapeEstimator(pretrained=False, preserve_orientation=False),
+        ori_module=feature.LAFOrienter(angle_detector=feature.OriNet(pretrained=False)),
+        aff_module=feature.LAFAffNetShapeEstimator(pretrained=False, preserve_orientation=False),
         score_threshold=config.score_threshold,
     )
-    return _trained_only(LocalFeature(detector, LAFDescriptor(HardNet(pretrained=False))))
+    describer = feature.LAFDescriptor(feature.HardNet(pretrained=False))
+    return _trained_only(feature.LocalFeature(detector, describer))
 
 
 def _build_doghardnet(config: ExtractorConfig) -> nn.Module:
-    detector = ScaleSpaceDetector(
+    detector = feature.ScaleSpaceDetector(
         config.max_keypoints,
-        resp_module=BlobDoG(),
+        resp_module=feature.BlobDoG(),
         subpix_module=ConvQuadInterp3d(),
         scale_pyr_module=ScalePyramid(3, 1.6, 32, double_image=True),
-        ori_module=LAFOrienter(19),
+        ori_module=feature.LAFOrienter(19),
         scale_space_response=True,
         minima_are_also_good=True,
         mr_size=6.0,
     )
+    describer = feature.LAFDescriptor(feature.HardNet(pretrained=False))
     # The published matcher was trained on patches of twelve sigma, twice those the direction is taken from.
-    return _trained_only(LocalFeature(detector, LAFDescriptor(HardNet(pretrained=False)), scaling_coef=2.0))
+    return _trained_only(feature.LocalFeature(detector, describer, scaling_coef=2.0))
 
 
-def _find_frames(network: LocalFeature, image: Image, config: ExtractorConfig) -> Found:
+def _find_frames(network: feature.LocalFeature, image: Image, config: ExtractorConfig) -> Found:
     """Frames of kornia's detector, the strongest of which are shaped, turned and described.
 
     Key.Net (Barroso-Laguna et al. 2019), shapes by AffNet, directions by OriNet, or differences of Gaussians
@@ -213,17 +198,17 @@ def _find_frames(network: LocalFeature, image: Image, config: ExtractorConfig) -
         scores, frames = detector.detect(pixels, allowed)
         # A frame's scale is the level's factor times a constant; it is shaped and described where kornia
         # has it.
-        points = frames[0, ..., 2] + (get_laf_scale(frames)[0, :, 0] / detector.mr_size - 1) / 2
+        points = frames[0, ..., 2] + (feature.get_laf_scale(frames)[0, :, 0] / detector.mr_size - 1) / 2
     else:
         # kornia drops candidates at the edge and off the mask after it has cut to a number: more are asked.
         scores, frames = detector.detect(pixels, 4 * limit + 1000, allowed)
         points = frames[0, ..., 2]
-    held = laf_is_filled(frames)[0].nonzero()[:, 0]
+    held = feature.laf_is_filled(frames)[0].nonzero()[:, 0]
     index = held[strongest(points[held], scores[0, held], image, limit)]
     if not len(index):
         return Found(points[index], scores[0, index], points.new_zeros(0, 128), points.new_zeros(0, 2, 2))
     frames = detector.aff(frames[:, index], pixels)
-    frames = scale_laf(detector.ori(frames, pixels), network.scaling_coef)
+    frames = feature.scale_laf(detector.ori(frames, pixels), network.scaling_coef)
     descriptors = network.descriptor(pixels, frames)
     return Found(points[index], scores[0, index], descriptors[0], frames[0, ..., :2])
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from safetensors import SafetensorError
@@ -15,6 +14,7 @@ from safetensors.numpy import load, save
 
 from matcher.cameras import Camera
 from matcher.collection.schema import INDEX
+from matcher.collection.store import Store
 from matcher.errors import IntegrityError, UsageError
 from matcher.export.colmap import HALF_PIXEL
 from matcher.files import open_given, write_whole
@@ -28,9 +28,6 @@ from matcher.match.steering import rotated_descriptors
 from matcher.sfm.models import as_our_camera, check_numbers, find_model, poses_of, read_model, registered
 from matcher.types import Features
 from matcher.weights.files import read_header
-
-if TYPE_CHECKING:
-    from matcher.collection.store import Store
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import numpy as np
 
@@ -22,14 +22,11 @@ from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions, from_file, refuse_further_passes
 from matcher.refine import ImagePyramid, refine_matches
 from matcher.sequence.frames import Clock, FrameLinks, FrameResult, FrameStatus, KeptFrame
-from matcher.sequence.keyframe_map import MapTracking
+from matcher.sequence.keyframe_map import ClosedTrajectory, KeyframeMap, MapTracking
 from matcher.sequence.linking import Linker, TrackIds, complete_partners, share_left
 from matcher.sequence.pose_tracking import MOST_DOUBT, PoseTracker
 from matcher.types import Features, Image, Matches
 from matcher.verify.estimation import RobustEstimator
-
-if TYPE_CHECKING:
-    from matcher.sequence.keyframe_map import ClosedTrajectory, KeyframeMap
 
 # Tracks and poses live on matches that are right, not on many; single pairs do with less.
 MATCH_THRESHOLD = 0.2

@@ -11,12 +11,13 @@ import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
+from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import numpy as np
 
 from matcher.collection.schema import common_camera
 from matcher.collection.settings import feature_settings
+from matcher.collection.store import Store
 from matcher.collection.tracks import refine_run
 from matcher.errors import MatcherError, UsageError, counted, few, optional
 from matcher.export.colmap import CameraChoice, ExportReport, import_pycolmap, write_colmap
@@ -24,9 +25,6 @@ from matcher.files import whole_folder, write_whole
 from matcher.image_files import read_gps
 from matcher.processes import child_command, child_environment
 from matcher.sfm.models import KEPT_CAMERAS, SUMMARY, GivenPoses, SparseModel
-
-if TYPE_CHECKING:
-    from matcher.collection.store import Store
 
 Mapper = Literal["incremental", "global"]
 DATABASE, PLOT, RIG = "database.db", "reconstruction.png", "rig_config.json"
