@@ -42,10 +42,8 @@ def repetition(
         return None
     own = np.all(matches.indices[inliers] < [len(features0), len(features1)], axis=1)
     sides = []
-    inlying = matches.points0[inliers], matches.points1[inliers]
-    for features, index, points in zip(
-        (features0, features1), matches.indices[inliers].T, inlying, strict=True
-    ):
+    pair, inlying = (features0, features1), (matches.points0[inliers], matches.points1[inliers])
+    for features, index, points in zip(pair, matches.indices[inliers].T, inlying, strict=True):
         scale, index = to_numpy(features.scale), index[own]
         keypoints = to_numpy(features.keypoints) * scale
         places = keypoints[index]
@@ -60,7 +58,7 @@ def repetition(
             return None
         sides.append((features, keypoints, index, around))
     # Keypoints of an overlay are around, too, but do not move with the inliers.
-    differing = 0.0 if matches.overlay else _differing((features0, features1), inlying)
+    differing = 0.0 if matches.overlay else _differing(pair, inlying)
     if own.all():  # of several passes the closer look takes no time that matters
         glance = [unrepeated(*side[:2], side[2][:: -(-len(side[2]) // _GLANCE)]).mean() for side in sides]
         if min(glance) > _SCARCELY:

@@ -20,13 +20,7 @@ VerdictWord = Literal["same", "unsure", "not"]
 # Bias and coefficients of `REGRESSORS`, fitted by scripts/fit.py; the last two each with the others as they
 # are, as most pairs show nothing that repeats, and are sure without their neighbours.
 COEFFICIENTS = (-7.331, 1.336, 4.232, 1.388, 6.0, 3.0)
-REGRESSORS = (
-    "probable inliers",
-    "inlier ratio",
-    "coverage",
-    "unrepeated keypoints found",
-    "agreement of neighbours",
-)
+REGRESSORS = ("probable inliers", "inlier ratio", "coverage", "unrepeated found", "neighbours agree")
 SAME, NOT = 0.9, 0.1  # thresholds on the probability; between them the word is "unsure"
 # Below it a geometry from several passes is not accepted. A match has two coordinates to agree with a
 # homography, one with an epipolar line, so chance and like edges reach less.
