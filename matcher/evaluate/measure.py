@@ -10,15 +10,7 @@ import numpy as np
 
 from matcher.cameras import Camera
 from matcher.errors import ImageError
-from matcher.evaluate.protocols import (
-    CorrespondencePair,
-    DepthPair,
-    HomographyPair,
-    Pair,
-    PosePair,
-    UnrelatedPair,
-    reproject,
-)
+from matcher.evaluate import protocols
 from matcher.geometry import inside, warp_points
 from matcher.match.nearest import mutual_minima
 from matcher.result import Result
@@ -71,16 +63,17 @@ def reprojection_errors(
 
 
 def errors_of(
-    pair: Pair, points0: np.ndarray, points1: np.ndarray, scale0: float, scale1: float
+    pair: protocols.Pair, points0: np.ndarray, points1: np.ndarray, scale0: float, scale1: float
 ) -> np.ndarray:
     """(…,) errors in resized pixels of points (…, 2) that are said to correspond: infinite of unrelated
     images, NaN where the ground truth cannot tell; the scales are resized / stored size."""
     points0, points1 = (np.asarray(points, np.float64) for points in (points0, points1))
-    if isinstance(pair, HomographyPair):
+    if isinstance(pair, protocols.HomographyPair):
         return reprojection_errors(points0, points1, pair.H_1_from_0, scale0, scale1)
-    if isinstance(pair, DepthPair):
-        expected = reproject(points0.reshape(-1, 2), pair.view0, pair.view1)[0].reshape(points0.shape)
-    elif isinstance(pair, CorrespondencePair) and pair.dense:
+    if isinstance(pair, protocols.DepthPair):
+        expected, _ = protocols.reproject(points0.reshape(-1, 2), pair.view0, pair.view1)
+        expected = expected.reshape(points0.shape)
+    elif isinstance(pair, protocols.CorrespondencePair) and pair.dense:
         # By the labels of the pixels.
         pixels, labels = (np.rint(points).astype(np.int64) for points in (points0, pair.points0))
         size = labels.max(axis=0, initial=0) + 1
@@ -91,7 +84,7 @@ def errors_of(
         expected = points0 + np.where(known, shift[x, y], np.nan)
     else:
         shape = np.broadcast_shapes(points0.shape, points1.shape)[:-1]
-        return np.full(shape, np.inf if isinstance(pair, UnrelatedPair) else np.nan)
+        return np.full(shape, np.inf if isinstance(pair, protocols.UnrelatedPair) else np.nan)
     errors = distances(expected, points1) * scale1
     return np.where(np.isnan(expected[..., 0]), np.nan, errors)
 
@@ -142,7 +135,7 @@ def scales_of(result: Result) -> tuple[float, float]:
     return tuple(math.sqrt(math.prod(f.scale.tolist())) for f in (result.features0, result.features1))
 
 
-def check_intrinsics(pair: PosePair, result: Result) -> None:
+def check_intrinsics(pair: protocols.PosePair, result: Result) -> None:
     """Refuse a pair with a principal point outside its image (`ImageError`)."""
     sides = (result.features0, result.features1), (pair.K0, pair.K1), (pair.image0, pair.image1)
     for side, K, image in zip(*sides, strict=True):
@@ -151,7 +144,7 @@ def check_intrinsics(pair: PosePair, result: Result) -> None:
             raise ImageError(f"{image.path}: {width} x {height} pixels; the intrinsics are of another size")
 
 
-def measure_pair(pair: Pair, result: Result, estimators: Sequence[RobustEstimator] = ()) -> Record:
+def measure_pair(pair: protocols.Pair, result: Result, estimators: Sequence[RobustEstimator] = ()) -> Record:
     """Metrics of the pair's ground truth, in resized pixels or in degrees, NaN where it cannot decide. Robust
     estimators, one per seed, find the geometry, which of several passes must be probable to be accepted;
     without them that of the result is measured, and its `outcome`."""
@@ -169,7 +162,7 @@ def measure_pair(pair: Pair, result: Result, estimators: Sequence[RobustEstimato
         "cpu": 1e3 * result.seconds.get("cpu", math.nan),
     }
     cameras = None
-    if isinstance(pair, PosePair):
+    if isinstance(pair, protocols.PosePair):
         both = (pair.K0, pair.K1)
         cameras = [Camera.from_K(K, size=size) for K, size in zip(both, sizes, strict=True)]
         centres = np.concatenate([2 * K[:2, 2] / size for K, size in zip(both, sizes, strict=True)])
@@ -188,17 +181,17 @@ def measure_pair(pair: Pair, result: Result, estimators: Sequence[RobustEstimato
     geometries = [g.rejected or g for g in geometries]  # the first answer, also of several or rejected
     errors = errors_of(pair, *ends, scale0, scale1)
     known = ~np.isnan(errors)
-    if isinstance(pair, PosePair):
+    if isinstance(pair, protocols.PosePair):
         truths = {"error": pair.cam1_from_cam0, "inverse": np.linalg.inv(pair.cam1_from_cam0)}
         for name, truth in truths.items():
             found[name] = np.array([max(pose_error(g.cam1_from_cam0, truth)) for g in geometries])
         F = fundamental_from_pose(pair.K0, pair.K1, pair.cam1_from_cam0)
         ends = (points.astype(np.float64) for points in ends)
         found |= _precisions(epipolar_distance(*ends, F) / threshold_scale(*scales, "essential"))
-    elif isinstance(pair, HomographyPair):
+    elif isinstance(pair, protocols.HomographyPair):
         for name, truth in {"error": pair.H_1_from_0, "inverse": np.linalg.inv(pair.H_1_from_0)}.items():
             found[name] = np.array([corner_error(g.matrix, truth, sizes[0], scale1) for g in geometries])
-    elif isinstance(pair, CorrespondencePair):
+    elif isinstance(pair, protocols.CorrespondencePair):
         near_line = np.zeros((len(geometries), COARSE))
         step = max(1, len(pair.points0) // 2000)  # a disparity map labels every pixel: an even sample will do
         labels = [p[::step].astype(np.float64) for p in (pair.points0, pair.points1)]
@@ -208,15 +201,15 @@ def measure_pair(pair: Pair, result: Result, estimators: Sequence[RobustEstimato
                 row[:] = (distance[:, None] < np.arange(1, COARSE + 1)).mean(axis=0)
         found |= {"labels3": near_line[:, 2], f"labels{COARSE}": near_line.mean(axis=1)}
     # Precision and recall: not of poses alone and of unrelated pairs, and NaN of sparse labels.
-    if isinstance(pair, HomographyPair | DepthPair | CorrespondencePair):
+    if isinstance(pair, protocols.HomographyPair | protocols.DepthPair | protocols.CorrespondencePair):
         keypoints0, keypoints1 = (np.asarray(side.keypoints, np.float64) for side in sides)
         every = errors_of(pair, keypoints0[:, None], keypoints1[None], scale0, scale1)
         every = np.nan_to_num(every, nan=np.inf)
-        if isinstance(pair, HomographyPair):
+        if isinstance(pair, protocols.HomographyPair):
             covisible0 = inside(warp_points(keypoints0, pair.H_1_from_0), sizes[1])
             covisible1 = inside(warp_points(keypoints1, np.linalg.inv(pair.H_1_from_0)), sizes[0])
             found["repeatability"] = repeatability(every, covisible0, covisible1, max(THRESHOLDS))
-        judged = not isinstance(pair, CorrespondencePair) or pair.dense
+        judged = not isinstance(pair, protocols.CorrespondencePair) or pair.dense
         found |= _precisions(errors[known]) if judged else dict.fromkeys(_precisions(errors), math.nan)
         expected = ground_truth_matches(every, max(THRESHOLDS))
         distance = every[expected[:, 0], expected[:, 1]]
@@ -238,11 +231,11 @@ def _precisions(errors: np.ndarray) -> dict[str, float]:
     return found
 
 
-def outcome(pair: Pair, result: Result) -> dict[str, float]:
+def outcome(pair: protocols.Pair, result: Result) -> dict[str, float]:
     """1 for the word in `OUTCOMES` of a pair that is easily wrong. A pose is right within 10 degrees, a
     homography with four in five inliers within 5 pixels, an ambiguous geometry with one right."""
-    geometry, same, right = result.geometry, not isinstance(pair, UnrelatedPair), False
-    if isinstance(pair, PosePair):
+    geometry, same, right = result.geometry, not isinstance(pair, protocols.UnrelatedPair), False
+    if isinstance(pair, protocols.PosePair):
         known = [geometry.cam1_from_cam0] if geometry.status == "ok" else geometry.alternatives
         right = any(max(pose_error(pose, pair.cam1_from_cam0)) <= 10 for pose in known)
     elif same and result.inliers.any():

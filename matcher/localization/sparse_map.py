@@ -18,12 +18,8 @@ from matcher.collection.store import Store
 from matcher.errors import IntegrityError, UsageError
 from matcher.export.colmap import HALF_PIXEL
 from matcher.files import open_given, write_whole
-from matcher.match.retrieval import (
-    Vocabulary,
-    collection_vocabulary,
-    global_descriptor,
-    strongest_descriptors,
-)
+from matcher.match import retrieval
+from matcher.match.retrieval import Vocabulary
 from matcher.match.steering import rotated_descriptors
 from matcher.sfm.models import as_our_camera, check_numbers, find_model, poses_of, read_model, registered
 from matcher.types import Features
@@ -132,7 +128,7 @@ class RetrievalIndex:
         """(k,) rows of the most similar images, best first."""
         if not bool(features.mask.any()):
             return np.zeros(0, np.int64)
-        turned = rotated_descriptors(strongest_descriptors(features), self.kind)
+        turned = rotated_descriptors(retrieval.strongest_descriptors(features), self.kind)
         queries = np.array([self.vocabulary.describe(each) for each in turned], dtype=np.float32)
         blocks = (self.table[i : i + 128] for i in range(0, len(self.table), 128))  # which fit a core's cache
         similarity = np.concatenate([(each.astype(np.float32) @ queries.T).max(axis=1) for each in blocks])
@@ -155,8 +151,9 @@ def open_index(
         sound = sound and target.shape == sign.shape == (words.size,) and (np.abs(sign) == 1).all()
         if sound and words.size and ((target >= 0) & (target < table.shape[1])).all():
             return RetrievalIndex(Vocabulary(words, target, sign, table.shape[1]), table, about["kind"])
-    own, kind = collection_vocabulary(names, features)  # the images of a map's points have keypoints
-    table = np.array([global_descriptor(own, features(name)) for name in names], dtype=np.float16)
+    # There is a vocabulary, as the images of a map's points have keypoints.
+    own, kind = retrieval.collection_vocabulary(names, features)
+    table = np.array([retrieval.global_descriptor(own, features(name)) for name in names], dtype=np.float16)
     arrays = dict(words=own.words, target=own.target, sign=own.sign, table=table)
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     with suppress(OSError):  # a folder that cannot be written costs time only

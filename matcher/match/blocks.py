@@ -15,15 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from matcher.attention import (
-    MultiHeadAttention,
-    by_kernel,
-    linear_attention,
-    mapped,
-    merge_heads,
-    missing_rows,
-    scaled_dot_product,
-)
+from matcher import attention
 from matcher.config import ContextConfig
 from matcher.kernels.calls import Span, attend
 from matcher.match.position import rotate
@@ -55,9 +47,9 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor, message: Tensor, given: Tensor) -> Tensor:
         """Tokens (…, dim), their messages (…, dim), and the tokens as attention was given them → tokens
         (…, dim), in the precision of the tokens."""
-        hidden = mapped(self.widen, torch.cat([converted(given, message.dtype), message], dim=-1))
+        hidden = attention.mapped(self.widen, torch.cat([converted(given, message.dtype), message], dim=-1))
         hidden = self.activate(self.norm(hidden))
-        return x + self.output_norm(mapped(self.narrow, hidden))
+        return x + self.output_norm(attention.mapped(self.narrow, hidden))
 
 
 class Block(nn.Module):
@@ -66,7 +58,7 @@ class Block(nn.Module):
     def __init__(self, config: ContextConfig, *, shared_qk: bool = False) -> None:
         super().__init__()
         how = dict(bias=config.bias, shared_qk=shared_qk)
-        self.attention = MultiHeadAttention(config.dim, config.heads, config.attention, **how)
+        self.attention = attention.MultiHeadAttention(config.dim, config.heads, config.attention, **how)
         self.scale_above = config.scale_logits_above
         self.message_norm = nn.LayerNorm(config.dim) if config.norm == "output" else nn.Identity()
         self.ffn = FeedForward(config)
@@ -87,8 +79,8 @@ class Block(nn.Module):
         (B, T, 2, d) turn queries and keys.
         """
         (n, m), parts = counts, self.attention.project(given)
-        plain = mask is None and 0 not in counts and self.attention.score is scaled_dot_product
-        if plain and by_kernel(parts):  # one call attends in both images
+        plain = mask is None and 0 not in counts and self.attention.score is attention.scaled_dot_product
+        if plain and attention.by_kernel(parts):  # one call attends in both images
             queries, keys = ((0, n), (n, parts.shape[1] - n)), ((0, n), (n, m))
             asked = zip(queries, reversed(keys) if across else keys, strict=True)
             spans = [Span(*own, *other, self._gain_of(other[1])) for own, other in asked]
@@ -110,12 +102,12 @@ class Block(nn.Module):
         q = q if isinstance(gain, float) and gain == 1 else q * gain
         if mask is None:
             return score(q, k, v)
-        if score is linear_attention:
+        if score is attention.linear_attention:
             return score(q, k, v, mask[:, None])
         # Finite, so that rows without any valid key are no NaN; their message is 0, because values are.
         bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -1e4)[:, None, None]
         v = v.masked_fill(~mask[:, None, :, None], 0.0)
-        if score is scaled_dot_product:
+        if score is attention.scaled_dot_product:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         return score(q, k, v, bias)
 
@@ -141,7 +133,7 @@ class Block(nn.Module):
         return tuple(each.transpose(1, 2) for each in parts)
 
     def _updated(self, x: Tensor, given: Tensor, message: Tensor) -> Tensor:
-        return self.ffn(x, self.message_norm(mapped(self.attention.out, message)), given)
+        return self.ffn(x, self.message_norm(attention.mapped(self.attention.out, message)), given)
 
 
 class SelfBlock(Block):
@@ -221,7 +213,7 @@ class CrossBlock(Block):
         """Tokens (B, N, dim) after they attended to those of a source (B, M, dim)."""
         _, k, v = self._projected(source)
         message = self._attend(self._projected(x)[0], k, v, mask)
-        return self._updated(x, x, merge_heads(message))
+        return self._updated(x, x, attention.merge_heads(message))
 
     def queries_keys(self, x: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """(heads, T, head_dim) each, of one pair: whose products the attention weights are made of."""
@@ -250,7 +242,7 @@ class Layer(nn.Module):
         """
         total, missing = x.shape[1], 0
         if not (torch.is_grad_enabled() or self.cross_block.sequential):
-            missing = missing_rows(total, self.self_block.ffn.narrow.weight)
+            missing = attention.missing_rows(total, self.self_block.ffn.narrow.weight)
         if missing:  # padded once, as each map would pad; these rows attend, and nothing attends to them
             x = F.pad(x, (0, 0, 0, missing))
             rotations = None if rotations is None else F.pad(rotations, (0, 0, 0, 0, 0, missing))

@@ -6,19 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from matcher import types
 from matcher.config import NearestConfig, NetworkConfig
 from matcher.errors import UsageError
 from matcher.match.steering import STEERABLE_KIND, best_turn, turned
-from matcher.types import (
-    JOINED,
-    RAW_SIFT,
-    UNNORMALISED,
-    Features,
-    Matches,
-    is_raw_sift,
-    to_numpy,
-    typical_norm,
-)
+from matcher.types import Features, Matches
 
 
 class NearestMatcher:
@@ -132,7 +124,7 @@ def check_features(config: NetworkConfig, features: Features) -> None:
     size = features.descriptors.shape[-1]
     if features.keypoints.ndim != 3:
         raise UsageError("the network takes batches, keypoints (B, N, 2): Features.stack([features])")
-    if features.kind == JOINED:
+    if features.kind == types.JOINED:
         raise UsageError(
             "these are the joined features of several passes, which cannot be matched again; take those of "
             "`Pipeline.extract`"
@@ -144,7 +136,7 @@ def check_features(config: NetworkConfig, features: Features) -> None:
         )
     if size != config.descriptor_dim:
         raise UsageError(f"this matcher takes {config.descriptor_dim}-d descriptors, not {size}-d")
-    if config.kind not in UNNORMALISED:
+    if config.kind not in types.UNNORMALISED:
         _check_norms(config.kind, features)
     needed = ["cells", "grid"] if config.assignment.border else []
     needed += ["cells", "affine_frames", "maps"] if config.refinement else []
@@ -154,22 +146,21 @@ def check_features(config: NetworkConfig, features: Features) -> None:
 
 def _check_norms(kind: str, features: Features) -> None:
     """Refuse a batch with an image most of whose first descriptors are not of norm 1; zeros do not count."""
-    some = to_numpy(features.descriptors[:, :_SAMPLED]).astype(np.float32)
+    some = types.to_numpy(features.descriptors[:, :_SAMPLED]).astype(np.float32)
     norms = np.linalg.norm(some, axis=-1)
     other = (norms > 0) & (np.abs(norms - 1) > 0.1)  # half precision is far within it
     if not other.any():  # so that the mask can stay where it is
         return
-    counted = to_numpy(features.mask[:, :_SAMPLED]) & (norms > 0)
+    counted = types.to_numpy(features.mask[:, :_SAMPLED]) & (norms > 0)
     wrong = 2 * (counted & other).sum(axis=1) > counted.sum(axis=1)
     if not wrong.any():
         return
     entry = int(np.flatnonzero(wrong)[0])
     image = some[entry][counted[entry]]
-    if kind == "sift" and is_raw_sift(image):
-        raise UsageError(RAW_SIFT)
-    raise UsageError(
-        f"this matcher takes descriptors of norm 1, not of {typical_norm(image):.3g}; normalise them first"
-    )
+    if kind == "sift" and types.is_raw_sift(image):
+        raise UsageError(types.RAW_SIFT)
+    norm = types.typical_norm(image)
+    raise UsageError(f"this matcher takes descriptors of norm 1, not of {norm:.3g}; normalise them first")
 
 
 def needed_fields(config: NetworkConfig) -> list[str]:
