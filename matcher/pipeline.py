@@ -11,6 +11,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from matcher import types
 from matcher.cameras import CameraInput, cameras_of_pair
 from matcher.config import MatchingPolicy, NearestConfig, NetworkConfig, PipelineConfig, RefineConfig
 from matcher.errors import UsageError
@@ -21,18 +22,7 @@ from matcher.match.nearest import NearestMatcher
 from matcher.passes import FurtherPasses
 from matcher.refine import refine_image_pair
 from matcher.result import Result, WeightsSource
-from matcher.types import (
-    Estimator,
-    Extractor,
-    Features,
-    Image,
-    Matcher,
-    Matches,
-    TwoViewGeometry,
-    best_first,
-    checked_pairs,
-    one_for_each,
-)
+from matcher.types import Features, Image, Matches, TwoViewGeometry
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.overlay import without_overlay
@@ -43,7 +33,7 @@ Mask = str | Path | np.ndarray | Any  # the last: a PIL image or a torch tensor
 FURTHER_PASSES = "further passes"  # among the stages of `Result.seconds`
 _CUSTOM = PipelineConfig(matcher=NearestConfig())
 # Extractor, matcher, the configuration with the architecture of its weights, and what these are, if any.
-Learned = tuple[Extractor, Matcher, PipelineConfig, WeightsSource | None]
+Learned = tuple[types.Extractor, types.Matcher, PipelineConfig, WeightsSource | None]
 
 
 def policy_of(config: PipelineConfig, given: Mapping[str, Any]) -> MatchingPolicy:
@@ -76,9 +66,9 @@ class Pipeline:
     2
     """
 
-    extractor: Extractor | None = None
-    matcher: Matcher | None = None
-    estimator: Estimator | None = None
+    extractor: types.Extractor | None = None
+    matcher: types.Matcher | None = None
+    estimator: types.Estimator | None = None
     config: PipelineConfig = _CUSTOM  # size of the images and kind of geometry are read here
     passes: FurtherPasses | None = None  # where too few matches of the first agree; None: it decides
     costs: dict[Any, Any] = field(default_factory=dict)  # measured for time budgets; see `budget.plan`
@@ -232,7 +222,7 @@ class Pipeline:
             sizes = (features.image_size for features in (result.features0, result.features1))
             geometry = reject_improbable(geometry, matches, *sizes, least=NOT)
         matches = calibrated_by_geometry(matches, geometry, calibration_of(self.matcher))
-        matches, geometry = best_first(matches, geometry)
+        matches, geometry = types.best_first(matches, geometry)
         first = result.first and self.calibrated(result.first)
         return replace(result, matches=matches, geometry=geometry.without_rejected(), first=first)
 
@@ -284,11 +274,11 @@ class Pipeline:
     def match_features_batch(self, pairs: Sequence[tuple[Features, Features]]) -> list[Matches]:
         """Match pairs of unbatched features at once; errors as in `match_features`. Matches on a stamp, logo
         or frame that both images have are left out (`matcher.verify.overlay`)."""
-        if not checked_pairs(pairs):
+        if not types.checked_pairs(pairs):
             return []
         side0, side1 = zip(*pairs, strict=True)
         found = self.matcher(Features.stack(side0), Features.stack(side1))
-        listed = one_for_each(found, Matches, len(pairs), "matcher", self.matcher)
+        listed = types.one_for_each(found, Matches, len(pairs), "matcher", self.matcher)
         for pair, matches in zip(pairs, listed, strict=True):
             counts = np.array([len(side) for side in pair])
             if ((matches.indices < 0) | (matches.indices >= counts)).any():

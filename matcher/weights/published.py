@@ -32,19 +32,8 @@ from matcher.extract.extractor import find_front_end
 from matcher.files import open_given, write_whole
 from matcher.match.network import MatchingNetwork
 from matcher.presets import LOFTR_TRANSPORT, find_preset
-from matcher.weights.files import (
-    LARGEST_WEIGHTS,
-    Published,
-    WeightsRow,
-    checked,
-    find_published,
-    locate,
-    read_bytes,
-    read_header,
-    read_tensors,
-    save_front_end,
-    save_model,
-)
+from matcher.weights import files
+from matcher.weights.files import LARGEST_WEIGHTS, Published, find_published
 
 _SUFFIXES = (".pth", ".ckpt", ".pt", ".bin", ".safetensors")
 # Keys under which training checkpoints keep the network, beside the optimiser and the rest.
@@ -56,12 +45,12 @@ def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
     path = Path(path)
     if path.suffix.lower() not in _SUFFIXES:
         raise UsageError(f"{path}: a checkpoint ends in {', '.join(_SUFFIXES)}")
-    data = read_bytes(path, "check the path")
+    data = files.read_bytes(path, "check the path")
     if fault := page_fault(data[:512]):
         raise IntegrityError(f"{path} {fault}")
     if path.suffix.lower() == ".safetensors":
         try:
-            found, metadata = read_tensors(data), read_header(data)
+            found, metadata = files.read_tensors(data), files.read_header(data)
         except IntegrityError as error:
             raise IntegrityError(f"{path} {error}: fetch it again") from error
         if "config" in metadata:
@@ -223,7 +212,7 @@ def import_checkpoint(
     with torch.random.fork_rng(devices=[]):
         model = MatchingNetwork(config).eval()
     _fill(model, path, tensors, system, heads=config.context.heads)
-    return save_model(model, output, metadata, "float32")
+    return files.save_model(model, output, metadata, "float32")
 
 
 def import_front_end(
@@ -243,19 +232,19 @@ def import_front_end(
     with torch.random.fork_rng(devices=[]):
         network = front_end.build(resolve(config, front_end.published)).eval()
     found = {part + name: tensor for path, part in parts for name, tensor in read_checkpoint(path).items()}
-    files, system = ", ".join(str(path) for path, _ in parts), _FRONT_ENDS.get(kind, f"the front end {kind}")
-    _fill(network, files, found, system, constants=constants)
-    return save_front_end(network, kind, output, metadata)
+    where, system = ", ".join(str(path) for path, _ in parts), _FRONT_ENDS.get(kind, f"the front end {kind}")
+    _fill(network, where, found, system, constants=constants)
+    return files.save_front_end(network, kind, output, metadata)
 
 
-def _fill(network: nn.Module, files: str | Path, tensors: dict[str, Tensor], system: str, **how: Any) -> None:
+def _fill(network: nn.Module, where: str | Path, tensors: dict[str, Tensor], system: str, **how: Any) -> None:
     try:
         layout = choose_layout(tensors, system)
         network.load_state_dict(convert(tensors, network.state_dict(), layout, **how))
     except IntegrityError as error:
         marked = [kind for kind, mark in _MARKS.items() if any(mark in name for name in tensors)]
         other = [f"is a checkpoint of the front end {kind} and " for kind in marked if kind not in system]
-        raise IntegrityError(f"{files} {''.join(other[:1])}{error}") from error
+        raise IntegrityError(f"{where} {''.join(other[:1])}{error}") from error
 
 
 def choose_layout(tensors: Mapping[str, Tensor], system: str) -> CheckpointLayout:
@@ -315,7 +304,7 @@ def convert(
     # Counters are of batch norms: older files lack them, and nothing reads them.
     optional = {n for n in expected if n.startswith(constants) or n.endswith("num_batches_tracked")}
     needed = {name: t for name, t in expected.items() if name in made or name not in optional}
-    return expected | checked(made, needed, f"{layout.system} asks for")
+    return expected | files.checked(made, needed, f"{layout.system} asks for")
 
 
 # One file over HTTP, whole or not at all: resumed where it broke, checked while it streams.
@@ -434,7 +423,7 @@ def fetch(
     A licence not for commercial use must be accepted (`UsageError`), and files whose SHA-256 nobody states.
     """
     with suppress(IntegrityError):
-        return Fetched(locate(row).path, {})
+        return Fetched(files.locate(row).path, {})
     if os.environ.get("MATCHER_OFFLINE", "0") not in ("", "0"):
         raise UsageError(
             f"MATCHER_OFFLINE is set, so {row.name} is not fetched: unset it, or import a file you have"
@@ -446,7 +435,7 @@ def fetch(
         )
     with locked(row):
         with suppress(IntegrityError):
-            return Fetched(locate(row).path, {})
+            return Fetched(files.locate(row).path, {})
         unknown = [file for file in row.files if not file.sha256]
         if unknown and not accept_unverified:
             raise UsageError(
@@ -488,7 +477,7 @@ def _make_ready(row: Published, paths: Sequence[Path], digests: Sequence[str]) -
     path = row.folder / f"{row.name}.safetensors"
     made = _convert(row, paths, path)
     origin = (f"{p.name} sha256 {digest}" for p, digest in zip(paths, digests, strict=True))
-    entry = WeightsRow(
+    entry = files.WeightsRow(
         name=row.name,
         file=path.name,
         sha256=made,
