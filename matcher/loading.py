@@ -31,31 +31,8 @@ def load(preset: str | Path = presets.DEFAULT_PRESET, **options: Unpack[presets.
     Args:
         preset: a name in `matcher.PRESETS`, or of a preset that an installed package adds; or a FILE.toml of
             `preset = NAME` and the options below.
-        weights: of the network: a name of `matcher weights list`, or a safetensors file.
-        frontend: another front end, such as "disk"; its features must be what the matcher takes.
-        variant: which of the front end's published networks, such as "aliked-n32".
-        frontend_weights: file of a learned front end's parameters.
-        engine: "torch", or "onnx": ONNX Runtime on the CPU, which needs no torch; by default the one that is
-            installed.
-        device: "auto" (CUDA where there is one, else the CPU), "cpu", "cuda", "cuda:1" or "mps".
-        precision: "auto" (what the device is fast at), "float32", "bfloat16" or "float16" (also "half").
-        max_keypoints: at most so many in an image.
-        resize: longer side in pixels, to which larger images are made smaller. By default 1024; presets of
-            the front end `learned` also shrink soft images (to 640) and enlarge small ones of few keypoints.
-        keep: "strongest" or "largest" of SIFT's keypoints, where an image has too many.
-        match_threshold: least score of a match, 0 to 1, as the network gives it, before calibration.
-        ratio: of the presets without a network: nearest / second nearest distance, above 0 and at most 1.
-        early_exit: stop a pair at the layer where it is confident; probabilities are calibrated with it.
-        pruning: drop keypoints that cannot match.
-        geometry: "fundamental", "homography", "homographies" (several planes), "essential" (needs cameras)
-            or "none".
-        further_passes: run further passes if the first was not confident; on for `hybrid-learned`,
-            off for the other presets.
-        refine: move every match to where the images look most alike; by default where there are keypoints.
-        upright: apply the EXIF orientation of images; True by default.
-        alpha_mask: find no keypoints where an image's alpha is 0; True by default.
-        bgr: arrays are BGR or BGRA, as `cv2.imread` and `cv2.VideoCapture` give them; RGB by default.
-        max_pixels: width · height above which a file is refused before it is decoded.
+        options: weights, max_keypoints, resize, geometry, device and others, each of which
+            `help(matcher.presets.LoadOptions)` describes.
 
     An option that is None or left out is the preset's own. The environment variable
     ONEDNN_PRIMITIVE_CACHE_CAPACITY is set, unless you did, so that torch keeps less in memory, and

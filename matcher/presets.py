@@ -235,6 +235,11 @@ class LoadOptions(TypedDict, total=False):
         engine: Library that runs front end and networks; onnx needs no torch.
         precision: Arithmetic of the networks; auto picks the fastest one that suits the device.
         device (auto|cpu|cuda|mps): Device to run on; auto prefers CUDA.
+
+    One GPU of several is "cuda:1", and float16 also "half". By default the engine is the one that is
+    installed, torch before ONNX Runtime, which runs on the CPU; `further_passes` are on for `hybrid-learned`
+    alone, `refine` where there are keypoints, and `upright` and `alpha_mask`. Probabilities are calibrated
+    with `early_exit`. A ratio is above 0; geometry may also be "none"; `max_pixels` is width · height.
     """
 
     weights: str | Path | None
