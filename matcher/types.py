@@ -245,8 +245,8 @@ class Features:
         if not bool((self.size > 0).all() & (self.scale > 0).all()):
             raise UsageError("Features.size and Features.scale must be positive")
         half = self.size[..., None, :] / 2
-        beyond = abs(self.keypoints + 0.5 - half) - half  # which may be a little
-        if count := int((self.mask & (beyond > 2 + 0.01 * half.max()).any(-1)).sum()):
+        inside = (abs(self.keypoints + 0.5 - half) <= half + 0.01 * half.max() + 2).all(-1)  # or nearly
+        if (count := int((self.mask & ~inside).sum())) > 0.01 * int(self.mask.sum()):  # fewer do no harm
             raise UsageError(
                 f"{count} of {len(self)} Features.keypoints lie outside the image of {self.size.tolist()}: "
                 "give x, y in its pixels, and its size as (width, height)"

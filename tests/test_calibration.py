@@ -358,6 +358,8 @@ def test_equal_things_before_another_wall(rng, the_same):
     said = verdict_of(matches, geometry, SIZE, SIZE)
     assert said.differing is not the_same and said.word == ("same" if the_same else "unsure")
     assert ("what is around the matches differs" in str(said)) is not the_same
+    alien = features(sides[1].keypoints, other[:, :32], "xfeat")  # nothing is known of two kinds together
+    assert repetition(sides[0], alien, matches, inliers).differing == 0
 
 
 def test_so_much_is_found_around_what_repeats_that_the_place_is_certain():

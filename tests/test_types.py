@@ -64,6 +64,8 @@ def test_defaults_copies_of_read_only_arrays_and_descriptors_as_floats() -> None
 def test_impossible_values_are_refused(name: str, value) -> None:
     with pytest.raises(UsageError, match=rf"Features.*{name}"):
         Features(**(arrays() | {name: value}))
+    stray = [[90, 20], *[[40, 20]] * 99]  # one of 100, as refinement leaves them, is kept
+    assert len(Features(stray, np.zeros((100, 4)), size=(80, 60))) == 100
     with pytest.raises(UsageError, match="size"):  # it is never guessed
         Features(np.zeros((3, 2)), np.zeros((3, 4)))
 

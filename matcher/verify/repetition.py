@@ -26,8 +26,8 @@ _GLANCE = 64  # matches that give a first impression
 _SCARCELY = 0.75  # share of unrepeated ones above which no closer look is needed
 _FEW = 20  # keypoints around inliers, or inliers, of fewer of which nothing follows
 # What is around the inliers and what lies in its place: similarity above chance, divided by that of inliers,
-# that views of one place exceed. Of learned ones some .6, of other things .1 to .3; 0: not known.
-_LIKENESS = {"learned": 0.4, "sift": 0.3, "xfeat": 0.0, "aliked": 0.0}
+# that views of one place exceed. Of learned ones some .6, of other things .1 to .3; of others not known.
+_LIKENESS = {"learned": 0.4, "sift": 0.3}
 _PSEUDO = 8.0  # keypoints added to the unrepeated ones that are counted, matched as often as repeated ones
 
 
@@ -57,14 +57,14 @@ def repetition(
         if not len(around) or not features.descriptors.shape[1]:
             return None
         sides.append((features, keypoints, index, around))
+    known = features0.kind == features1.kind and features0.kind in _LIKENESS
     # Keypoints of an overlay are around, too, but do not move with the inliers.
-    differing = 0.0 if matches.overlay else _differing(pair, inlying)
+    differing = _differing(pair, inlying) if known and not matches.overlay else 0.0
     if own.all():  # of several passes the closer look takes no time that matters
         glance = [unrepeated(*side[:2], side[2][:: -(-len(side[2]) // _GLANCE)]).mean() for side in sides]
         if min(glance) > _SCARCELY:
             return Repetition(float(min(glance)), 1.0, differing=differing)
-    found = [_counted(*side) for side in sides]
-    return Repetition(*(float(min(values)) for values in zip(*found, strict=True)), differing)
+    return Repetition(*np.min([_counted(*side) for side in sides], axis=0).tolist(), differing)
 
 
 def unrepeated(features: Features, points: np.ndarray, rows: np.ndarray) -> np.ndarray:
