@@ -27,7 +27,7 @@ from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.overlay import without_overlay
 from matcher.verify.repetition import repetition
-from matcher.verify.verdict import NOT, judged, reject_improbable
+from matcher.verify.verdict import NOT, judged, reject_improbable, surest
 
 Mask = str | Path | np.ndarray | Any  # the last: a PIL image or a torch tensor
 FURTHER_PASSES = "further passes"  # among the stages of `Result.seconds`
@@ -222,6 +222,8 @@ class Pipeline:
             sizes = (features.image_size for features in (result.features0, result.features1))
             geometry = reject_improbable(geometry, matches, *sizes, least=NOT)
         matches = calibrated_by_geometry(matches, geometry, calibration_of(self.matcher))
+        if (most := surest(geometry)) < 1:  # no match is likelier right than that both show one place
+            matches = replace(matches, scores=matches.scores * most, prior=matches.prior_scores)
         matches, geometry = types.best_first(matches, geometry)
         first = result.first and self.calibrated(result.first)
         return replace(result, matches=matches, geometry=geometry.without_rejected(), first=first)

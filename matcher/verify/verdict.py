@@ -83,11 +83,15 @@ def verdict_of(
     """The verdict on a pair whose images have these stored (width, height); None without an estimate."""
     if geometry.status == "not_estimated":
         return None
-    repeated = geometry.repetition or Repetition(1.0, 1.0)
-    sure = 1 - (1 - EVEN) * _between(repeated.differing, *_DOUBTED)
+    repetitive, sure = geometry.repetition is not None and geometry.repetition.repetitive, surest(geometry)
     found = probability(regressors(matches, geometry, size0, size1))
     found = min(found, EVEN if geometry.status == "mirrored" else sure)
-    return Verdict(found, repeated.repetitive, found == sure < SAME)
+    return Verdict(found, repetitive, found == sure < SAME)
+
+
+def surest(geometry: TwoViewGeometry) -> float:
+    """The largest probability of the same place that what is around the inliers allows."""
+    return 1 - (1 - EVEN) * _between(geometry.repetition.differing if geometry.repetition else 0.0, *_DOUBTED)
 
 
 def probability(values: np.ndarray) -> float:
