@@ -347,8 +347,7 @@ def turned_by(array: np.ndarray, orientation: int) -> np.ndarray:
 def read_header(path: Path, part: int) -> tuple[tuple[int, int], dict[int, Any], dict[int, Any]]:
     """(width, height) and EXIF tags of an image file, and those of one part of them, such as GPS; any
     `Exception`, as a header can be wrong in any way."""
-    with warnings.catch_warnings(), open_regular(path) as file:
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), open_regular(path) as file:
         opener = find_format(file, path)[1] or PIL.Image.open
         with opener(file) as photo:
             tags = photo.getexif()

@@ -429,10 +429,9 @@ def find_images(folder: Path) -> list[Path]:
     """All image files below a folder, sorted by path; `UsageError`: no such folder, or no image in it."""
     if not folder.is_dir():
         raise UsageError(f"{folder}: there is no such folder of images")
-    found = sorted(path for name in list_images(folder) if (path := folder / name).is_file())
-    if not found:
-        raise UsageError(f"{folder}: no images here (looked for {', '.join(IMAGE_SUFFIXES)})")
-    return found
+    if found := sorted(folder / name for name in list_images(folder)):
+        return found
+    raise UsageError(f"{folder}: no images here (looked for {', '.join(IMAGE_SUFFIXES)})")
 
 
 def natural_key(name: str) -> tuple[list[tuple[int, int, str]], str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+import PIL.Image
 import pytest
 from collection_runs import QUICK, ROOT, contents, matched, opened, photos
 from command import run
@@ -21,7 +22,7 @@ from matcher.collection.schema import DATABASE, DESCRIPTORS, Counts, encode_feat
 from matcher.collection.sources import PairChoice, Selection, default_choice
 from matcher.collection.store import EncodedPair, Store, Writer
 from matcher.collection.workers import Workers
-from matcher.errors import ImageError, UsageError
+from matcher.errors import ImageError, ImageWarning, UsageError
 from matcher.sfm.growing import PAIRS
 from matcher.types import Features, to_numpy
 
@@ -66,11 +67,14 @@ def test_workers_and_batches_give_the_same(tmp_path):
     """Images of a usual size: of tiny ones the convolutions of some processors depend on the batch."""
     photos(tmp_path / "photos", 4, (320, 240))
     (tmp_path / "photos" / "view 01a.png").write_bytes(b"no image")
+    frames = [PIL.Image.new("L", (320, 240), grey) for grey in (0, 255)]
+    frames[0].save(tmp_path / "photos" / "frames.gif", save_all=True, append_images=frames[1:])
     runs = []
     for means in (Workers(count=0), Workers(count=0, batch=4), Workers(count=2)):
         place = tmp_path / f"run {len(runs)}"
-        found = matched(place, tmp_path / "photos", preset="nearest-learned", workers=means)
-        assert (found.counts().images_done, found.counts().images_failed) == (4, 1)
+        with pytest.warns(ImageWarning, match="2 frames"):  # of another process, too
+            found = matched(place, tmp_path / "photos", preset="nearest-learned", workers=means)
+        assert (found.counts().images_done, found.counts().images_failed) == (5, 1)
         runs.append(contents(found.run_dir))
     assert runs[0] == runs[1] == runs[2]
 

@@ -294,8 +294,10 @@ def test_images_below_a_folder(tmp_path):
     for name in ("b.JPG", "a/c.heic", "a/f.pbm", *others):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
+    (tmp_path / "c.png").symlink_to("absent.png")  # is an error when it is read, not overlooked
     with pytest.warns(ImageWarning, match="1 RAW photo"), pytest.warns(ImageWarning, match=r"2 .*ico, \.tga"):
-        assert find_images(tmp_path) == [tmp_path / name for name in ("a/c.heic", "a/f.pbm", "b.JPG")]
+        found = find_images(tmp_path)
+    assert found == [tmp_path / name for name in ("a/c.heic", "a/f.pbm", "b.JPG", "c.png")]
     assert not any(map(is_image, ("jpg", "a.jpg.txt", "a.mp4", "")))
     for folder in (tmp_path / ".cache" / "none", tmp_path / "absent"):
         with pytest.raises(UsageError, match=str(folder)):

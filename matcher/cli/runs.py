@@ -184,11 +184,9 @@ def collection(
     if engine is not None:
         given["engine"] = "onnx" if engine == "onnx" else "torch"
     workers = Workers("ray" if engine == "ray" else "local", sources.workers, threads)
-    how = dict(shard=shard, workers=workers, camera=parse_camera(camera, "--camera"))
-    opened = sources.opened(run, given, **how)
+    opened = sources.opened(run, given, shard=shard, workers=workers, camera=parse_camera(camera, "--camera"))
     code = sources.enter(images, opened)
-    how = dict(retry_failed=retry_failed, everything=descriptors)
-    return max(code, match_pairs(opened, choice, {}, **how))
+    return max(code, match_pairs(opened, choice, {}, retry_failed=retry_failed, everything=descriptors))
 
 
 def status(run: Path, /, check: bool = False, tracks: bool = False) -> int:

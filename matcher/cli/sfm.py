@@ -108,8 +108,7 @@ def sfm(
         return _finish(continue_model(continue_, source, out, run_dir=run, pairs=wanted, how=how, **mapping))
     selection, matched = Selection.parse(**sources.selection), 0
     if (source / DATABASE).is_file():
-        others = wanted or run is not None or sources.workers is not None
-        if asked or others or _BESIDE_RUN & given.keys():
+        if asked or wanted or run is not None or sources.workers is not None or _BESIDE_RUN & given.keys():
             raise typer.BadParameter("RUN_DIR is already matched; matching options apply only to photos")
         run = source
         with Store.open(run) as store:

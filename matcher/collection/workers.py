@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -261,11 +262,14 @@ class LocalWorkers(_Pool):
         if isinstance(message, Exception):
             raise message
         if message is None:
-            worker.ready, self._failed_starts, message = True, 0, []
+            worker.ready, self._failed_starts = True, 0
             self.running[key] = worker, job
-        else:
-            self.idle.append(worker)
-        return message
+            return []
+        self.idle.append(worker)
+        outcomes, warned = message
+        for warning in warned:  # here, where whoever asked for the run hears them
+            warnings.warn(warning, stacklevel=2)
+        return outcomes
 
     def close(self) -> None:
         """End the workers: those that are idle by themselves within two seconds, the others at once."""
@@ -580,8 +584,9 @@ def main() -> None:
             runner = started(store.features)
             connection.send_bytes(pickle.dumps(None))
             while True:
-                outcomes = list(runner.run(pickle.loads(connection.recv_bytes())))
-                connection.send_bytes(pickle.dumps(outcomes))
+                with warnings.catch_warnings(record=True) as warned:
+                    outcomes = list(runner.run(pickle.loads(connection.recv_bytes())))
+                connection.send_bytes(pickle.dumps((outcomes, [each.message for each in warned])))
     except (EOFError, OSError):
         return  # the run has ended
     except MatcherError as error:

@@ -111,14 +111,14 @@ class ExportedRun:
         contradict, and, as programs that read them would crash, those in which a keypoint is matched
         twice; or `every` one."""
         known, contradicted = set(self.names), () if every else contradicted_pairs(self.store, without)
-        self.report.left_out += [f"the pair {a} {b}: other pairs contradict it" for a, b in contradicted]
+        self.report.notes += [f"left out: {a} and {b}, as other pairs contradict it" for a, b in contradicted]
         without = {*without, *contradicted}
         for pair in self.store.pairs():
             ends = (pair.name0, pair.name1)
             if not known.issuperset(ends) or ends in without:
                 continue
             if not every and any(len(np.unique(column)) != len(column) for column in pair.matches.indices.T):
-                self.report.left_out.append(f"the pair {' '.join(ends)}: a keypoint is matched twice")
+                self.report.left_out.append(f"the pair {' and '.join(ends)}: a keypoint is matched twice")
                 continue
             self.report.pairs += 1
             self.report.matches += len(pair.matches)
