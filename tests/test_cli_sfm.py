@@ -323,6 +323,7 @@ def test_mistakes_of_growing_are_refused_before_any_work(small, tmp_path, capfd)
         ((photos, "--continue", model, "--max-keypoints", 5), "settings: leave out --max-keypoints"),
         ((photos, "--continue", model, "--weights", "hybrid"), "weights"),
         ((photos, "--continue", model, "--mapper", "global"), "global"),
+        ((photos, "--poses", model, "--min-images", 5), "--min-images"),
         ((photos, "--poses", tmp_path / "none.txt"), "none.txt"),
         ((photos, "--poses", tmp_path / "bad.txt"), "bad.txt"),
         ((small / "model-run", "--poses", model, "--camera", "500,500,240,180"), "camera"),

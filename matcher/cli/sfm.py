@@ -81,8 +81,8 @@ def sfm(
     choice, known = intrinsics.choice(), None
     import_pycolmap()
     check_folder(out, overwrite=overwrite)
-    if poses is not None and (continue_ is not None or choice.rig is not None):
-        raise typer.BadParameter("--poses are kept as they are: leave out --continue and --rig, or --poses")
+    if poses is not None and (continue_ is not None or choice.rig is not None or min_images != 3):
+        raise typer.BadParameter("--poses are kept as they are: leave out --continue, --rig and --min-images")
     if choice.rig is not None and continue_ is not None:
         raise typer.BadParameter("a continued model has the rig that it was made with; leave --rig out")
     if poses is not None or continue_ is not None:
