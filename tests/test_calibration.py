@@ -192,6 +192,7 @@ def test_inliers_that_are_improbable_count_little():
 @pytest.mark.parametrize(
     ("inliers", "probability", "accepted"),
     [
+        (70, 0.47, {"fundamental", "essential", "homography", "homographies"}),
         (60, 0.43, {"essential", "homography", "homographies"}),
         (35, 0.25, {"homography", "homographies"}),
         (20, 0.12, set()),

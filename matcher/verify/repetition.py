@@ -107,8 +107,7 @@ def _differing(features: Sequence[Features], points: Sequence[np.ndarray]) -> fl
     found = []
     for here, there in ((0, 1), (1, 0)):
         one, other = (_Side(features[side], points[side]) for side in (here, there))
-        step = -(-len(one.inliers) // _SAMPLE)
-        source, target = one.inliers[::step], other.inliers[::step]
+        source, target = (each.inliers[:: -(-len(each.inliers) // _SAMPLE)] for each in (one, other))
         affine = np.linalg.lstsq(source - source.mean(axis=0), target - target.mean(axis=0), rcond=None)[0]
         rows = np.arange(len(one.keypoints))[:: -(-len(one.keypoints) // _SAMPLE)]
         apart = _squared_distances(one.keypoints[rows], source)

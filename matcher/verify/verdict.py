@@ -36,10 +36,10 @@ SAME_THINGS, EVEN = 0.6, 0.5
 _DOUBTED = (0.025, 0.06)  # `Repetition.differing` above which a verdict is less than sure, then even at most
 _CERTAIN = (0.3, 0.4)  # share found of those that do not repeat: less of other things, else often more
 _REVERSED = 0.15  # share of small triangles; accepted right pairs have below .1, nearly all below .05
-_CORNERS = 64  # inliers whose neighbourhoods are looked at
+_CORNERS = 64  # inliers whose neighbourhoods are looked at, and so many that chance seldom gathers them:
+_OF_MANY = 0.3  # then of several passes, too, this is accepted; nearly all wrong ones of so many have less
 _NEAR = 0.1  # error of an inlier foretold by its neighbours, divided by their distance from their mean
-# Share of such inliers that nearly all wrong geometries stay below, and from which on more says no more.
-_AGREEING = (0.3, 0.6)
+_AGREEING = (0.3, 0.6)  # share of such inliers that most wrong geometries stay below, and that says all
 _ALONE = (0.3, 0.5)  # share of inliers that do not repeat, from which on their neighbours count, and wholly
 MIRRORED = "one image is mirrored (then flip it and match again), or they are wrong"  # of matches
 _SENTENCES: dict[VerdictWord, str] = {
@@ -113,7 +113,8 @@ def reject_improbable(
     """
     if not geometry.verified:
         return geometry
-    least = ACCEPTED[geometry.kind] if least is None else least
+    if least is None:
+        least = min(ACCEPTED[geometry.kind], _OF_MANY if geometry.inliers.sum() >= _CORNERS else 1.0)
     if verdict_of(matches, geometry, size0, size1).probability >= least:
         return geometry
     return replace(geometry, status="low_inliers")
