@@ -244,7 +244,8 @@ def test_a_pair_without_a_match_makes_a_page(pictures, pipeline, tmp_path):
 def test_an_image_without_a_keypoint_makes_a_page(pictures, pipeline, tmp_path):
     PIL.Image.new("RGB", (300, 200), (90, 90, 90)).save(tmp_path / "blank.png")
     for first in (pictures[0], tmp_path / "blank.png"):
-        write_report(pipeline, first, tmp_path / "blank.png", tmp_path / f"{first.stem}.html")
+        with (tmp_path / "blank.png").open("rb") as opened:
+            write_report(pipeline, first, opened, tmp_path / f"{first.stem}.html")
         assert (tmp_path / f"{first.stem}.html").stat().st_size > 10_000
 
 

@@ -19,6 +19,7 @@ from matcher.config import NetworkConfig
 from matcher.errors import UsageError, counted
 from matcher.files import check_output, write_output
 from matcher.geometry import resize_points, stored_to_upright
+from matcher.images import read_once
 from matcher.match.adaptivity import confidence_threshold
 from matcher.pipeline import ImageInput, Pipeline
 from matcher.result import Result
@@ -248,9 +249,9 @@ def write_report(
     """Match two images, `given` masks and cameras as `Pipeline.match` takes them, and write `report_page` as
     .html; the file appears whole or not at all, and `overwrite` lets it replace one that is no report."""
     path = check_output(path, (".html",), overwrite=overwrite)
-    images = pipeline.read(image0), pipeline.read(image1)
-    result = pipeline.match(image0, image1, **given)
-    write_output(path, report_page(pipeline, images, result, point))
+    images = read_once(image0), read_once(image1)
+    result = pipeline.match(*images, **given)
+    write_output(path, report_page(pipeline, tuple(map(pipeline.read, images)), result, point))
     return result
 
 

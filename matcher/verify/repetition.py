@@ -105,8 +105,8 @@ def _differing(features: Sequence[Features], points: Sequence[np.ndarray]) -> fl
     Where most is matched, what is left is no sample of the place.
     """
     found = []
-    for here, there in ((0, 1), (1, 0)):
-        one, other = (_Side(features[side], points[side]) for side in (here, there))
+    sides = [_Side(*each) for each in zip(features, points, strict=True)]
+    for one, other in (sides, sides[::-1]):
         source, target = (each.inliers[:: -(-len(each.inliers) // _SAMPLE)] for each in (one, other))
         affine = np.linalg.lstsq(source - source.mean(axis=0), target - target.mean(axis=0), rcond=None)[0]
         rows = np.arange(len(one.keypoints))[:: -(-len(one.keypoints) // _SAMPLE)]
@@ -123,7 +123,7 @@ def _differing(features: Sequence[Features], points: Sequence[np.ndarray]) -> fl
         if around.count < (near & matched).sum():
             return 0.0
         chance = around.elsewhere
-        found.append(_LIKENESS[features[here].kind] * (inliers.there - chance) - (around.there - chance))
+        found.append(_LIKENESS[features[0].kind] * (inliers.there - chance) - (around.there - chance))
     return float(np.mean(found)) if found else 0.0
 
 
@@ -145,8 +145,6 @@ class _Side:
 
     def likeness(self, other: _Side, rows: np.ndarray, places: np.ndarray) -> _Likeness | None:
         """Of keypoints in some rows (R,) with their places (R, 2) in the other image; None of too few."""
-        if not len(rows):
-            return None
         row, column = np.nonzero(_squared_distances(places, other.keypoints) < (_CELL / 2) ** 2)
         known, start = np.unique(row, return_index=True)
         if len(known) < _FEW:
