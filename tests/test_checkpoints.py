@@ -267,7 +267,7 @@ def kornia_reads(monkeypatch, tmp_path):
 
 
 def imported_front_end(kind: str, folder: Path, **settings):
-    """The front end with its files imported_front_end by our command's function."""
+    """The front end with its files imported by our command's function."""
     paths = publish(kind, folder)
     output = import_files(paths, kind, folder / "ours.safetensors")
     return paths, build_extractor(ExtractorConfig(kind=kind, **settings), output)

@@ -168,11 +168,6 @@ def test_constant_and_dark_images_have_no_points(rng):
 KINDS = ["superpoint", "superpoint-open"]
 
 
-@pytest.fixture
-def photo(rng) -> np.ndarray:
-    return texture(rng, 160, 120)
-
-
 @pytest.mark.parametrize("settings", [{}, {"nms_radius": 2, "score_threshold": 0.02}, {"max_keypoints": 50}])
 @pytest.mark.parametrize("size", [(160, 120), (96, 152)])
 def test_it_is_what_transformers_has(rng, settings, size):
@@ -230,18 +225,18 @@ def test_descriptors_are_read_where_the_convention_says(rng, exact):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_files_are_read_strictly(photo, tmp_path, kind):
+def test_weights_files_are_read_strictly(picture, tmp_path, kind):
     network = build(kind).network
     config = ExtractorConfig(kind=kind, max_keypoints=100)
     path = tmp_path / "front.safetensors"
     save_front_end(network, kind, path)
-    images = [whole(photo)]
+    images = [whole(picture)]
     assert same(build(kind, max_keypoints=100)(images)[0], build_extractor(config, path)(images)[0])
 
     other = next(name for name in KINDS if name != kind)
     save_front_end(network, other, path)
     with pytest.raises(IntegrityError, match=f"of the front end {other}, not of {kind}"):
-        build_extractor(config, path)([whole(photo)])
+        build_extractor(config, path)(images)
     save_front_end(SuperPoint(normalised=kind == "superpoint"), kind, path)
     with pytest.raises(IntegrityError, match=r"(missing|extra): .*norm\.weight"):
-        build_extractor(config, path)([whole(photo)])
+        build_extractor(config, path)(images)

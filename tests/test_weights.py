@@ -58,7 +58,8 @@ def test_a_damaged_shipped_file_is_noticed(shelf):
         (b"\x80\x02}q\x00." * 40, "pickle"),
         (save({"a": torch.zeros(3)}), "no configuration"),
         (save({"a": torch.zeros(3)}, metadata={"config": '{"depth": 3}'}), "unknown key depth"),
-        (save({"a": torch.zeros(3)}, metadata={"config": '{"context": {"dim": 7}}'}), "no network can have"),
+        (save({"a": torch.zeros(999)}, metadata={"config": '{"context": {"dim": 7}}'}), "no network"),
+        (save({"a": torch.zeros(9)}, metadata={"config": '{"context": {"dim": 16384}}'}), "more parameters"),
     ],
 )
 def test_other_files_are_refused(tmp_path, small_weights, content, message):

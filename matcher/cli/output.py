@@ -178,8 +178,8 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, MatcherError):
         complain(str(error))
         return error.exit_code
-    if number in (errno.ENAMETOOLONG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ELOOP):
-        complain(f"{error.filename}: {error.strerror}; name another file or folder")
+    if number in (errno.ENAMETOOLONG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR):
+        complain(f"{error.filename2 or error.filename}: {error.strerror}; name another file or folder")
         return USAGE
     if isinstance(error, ModuleNotFoundError) and (remedy := absent_module(error)) is not None:
         complain(remedy)

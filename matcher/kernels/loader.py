@@ -70,9 +70,9 @@ def _candidates(named: str | None) -> tuple[str, ...]:
     return (named,) if named in able else able
 
 
-def library_path(name: str | None = None) -> Path:
-    """Where the library for a target, the best or named one, lies or would lie in the cache."""
-    return cache_folder() / "kernels" / library_name(name or _candidates(os.environ.get(SWITCH))[0])
+def library_path(name: str) -> Path:
+    """Where the library for a target lies or would lie in the cache."""
+    return cache_folder() / "kernels" / library_name(name)
 
 
 @cache

@@ -48,7 +48,7 @@ def check_config(config: NetworkConfig) -> None:
     position, context, assignment, policy = config.position, config.context, config.assignment, config.policy
     backbone, refinement, above = config.backbone, config.refinement, context.scale_logits_above
     plain, transport = position.kind not in ("rotary", "mlp"), assignment.kind != "dual_softmax"
-    whole = context.heads >= 1 and context.dim % (2 * context.heads) == 0
+    whole = context.heads >= 1 and context.dim % (2 * context.heads) == 0 < context.dim
     fine = refinement is None or backbone is None or refinement.context.dim == backbone.widths[0]
     coarse = backbone is None or config.descriptor_dim == backbone.widths[-1]
     ends, same = policy.early_exit or policy.pruning, config.descriptor_dim == context.dim
@@ -66,6 +66,7 @@ def check_config(config: NetworkConfig) -> None:
         (coarse, "descriptor_dim must be the last of backbone.widths"),
         (fine, "refinement.context.dim must be the first of backbone.widths"),
         (transport or not assignment.consensus, "consensus needs assignment.kind 'sinkhorn'"),
+        (assignment.temperature > 0, "assignment.temperature must be above 0"),
         (dustbin, f"{assignment.kind} does not go with assignment.dustbin {assignment.dustbin!r}"),
         (every or not config.match_probability, "match_probability needs assignment.every_layer"),
         (every or not ends, "without assignment.every_layer switch early_exit and pruning off"),

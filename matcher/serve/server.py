@@ -17,7 +17,6 @@ from pathlib import Path
 from matcher.errors import UsageError, install_command
 
 HOST = "127.0.0.1"
-MAX_MEGABYTES = 50  # of an upload
 _SITES = (b"same-origin", b"none")  # Sec-Fetch-Site of the page's own requests, and of an address typed in
 # Whatever the page's own code may want, the browser asks nobody but this server.
 _POLICY = (
@@ -95,7 +94,7 @@ def serve(
     *,
     port: int = 7860,
     device: str = "auto",
-    max_megabytes: int = MAX_MEGABYTES,
+    max_megabytes: int = 50,
     on_address: Callable[[str], None] = print,
 ) -> None:
     """Run the page until it is interrupted, on the first free port from `port` (0: any), with networks on the
@@ -135,7 +134,7 @@ def serve(
         server.run(sockets=[listening])
 
 
-def build_app(folder: Path, device: str = "auto", max_megabytes: int = MAX_MEGABYTES) -> Callable:
+def build_app(folder: Path, device: str, max_megabytes: int) -> Callable:
     """The page as an ASGI application; `folder`, of this page alone, is for files that it makes."""
     try:
         import fastapi

@@ -112,8 +112,7 @@ def labelled_layers(
             order = torch.cat([kept[0], kept[1] + tokens.n], dim=1)
             rows = torch.arange(len(order), device=order.device).unsqueeze(1)
             names = ("x", "positions", "rotations", "mask", "predicted")
-            held = {name: getattr(tokens, name) for name in names}
-            columns = {name: None if c is None else c[rows, order] for name, c in held.items()}
+            columns = {name: x[rows, order] for name in names if (x := getattr(tokens, name)) is not None}
             valid = np.ones(order.shape, bool) if tokens.mask is None else columns["mask"].cpu().numpy()
             index = np.take_along_axis(tokens.index, order.cpu().numpy(), 1)
             tokens = replace(tokens, n=kept[0].shape[1], valid=valid, index=index, **columns)

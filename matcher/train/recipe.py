@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from matcher.config import NetworkConfig, from_dict
+from matcher.config import ALL_LAYERS, MatchingPolicy, NetworkConfig, from_dict
 from matcher.errors import UsageError
 from matcher.extract.learned import Architecture
 from matcher.files import read_toml
@@ -162,6 +162,8 @@ def check_recipe(recipe: Recipe, where: str = "recipe") -> None:
     most = pair.width * pair.height // 100
     need(all(0 < n <= most for n in pair.points or (0,)), f"pair.points: from 1 to {most}, for its size")
     need(pair.max_tilt <= 75, "pair.max_tilt: from 0 to 75 degrees")
+    several = not pair.negative_share or min(map(recipe.pairs_of, pair.points)) > 1
+    need(several, "pair.negative_share: only in batches of 2 pairs or more, whose images are exchanged")
     for name, part in (("matcher", matcher), ("front_end", front)):
         if part.train:
             need(re.fullmatch(r"\w[\w.+ -]{0,49}", part.name), f"{name}.name: must be a plain file name")
@@ -171,16 +173,21 @@ def check_recipe(recipe: Recipe, where: str = "recipe") -> None:
         network, dim = matcher.network, DESCRIPTOR_DIMS.get(matcher.network.kind)
         need(dim is not None, f"matcher.network.kind: one of {', '.join(DESCRIPTOR_DIMS)}")
         need(network.descriptor_dim == dim, f"matcher.network.descriptor_dim: {dim} for {network.kind}")
-        sparse = network.backbone is None and network.refinement is None
-        need(sparse, "matcher.network.backbone, refinement: dense networks cannot be trained")
+        sparse = not (network.backbone or network.refinement or network.assignment.border)
+        need(sparse, "matcher.network.backbone, refinement, assignment.border: no dense network is trained")
+        need(network.position.kind != "sine", "matcher.network.position.kind: 'sine' is for dense networks")
+        own = network.policy == MatchingPolicy()
+        need(own, "matcher.network.policy: weights do not hold it; it is set where they are loaded")
         kept = 1 in matcher.kept_shares and all(0 < share <= 1 for share in matcher.kept_shares)
         need(kept, "matcher.kept_shares: above 0 and at most 1, and 1 among them")
         can_prune = not matcher.prunes or (network.match_probability and network.context.depth > 1)
         need(can_prune, "matcher.kept_shares: below 1 only with network.match_probability and 2 layers")
         try:
-            check_config(network)
+            check_config(replace(network, policy=ALL_LAYERS))
         except UsageError as error:
             raise UsageError(f"{where}: matcher.{error}") from None
+    started = front.start or front.train or recipe.kind == SIFT
+    need(started, "front_end.start: needed where it is not trained; 'learned' is the shipped one")
     if front.train:
         need(front.name != matcher.name or not matcher.train, "front_end.name: another than matcher.name")
         for holds, rule in front.network.rules():
@@ -222,6 +229,5 @@ def limited(recipe: Recipe, steps: int) -> Recipe:
 
 def enlarged(recipe: Recipe, scale: int) -> Recipe:
     """The recipe with batches `scale` times as large."""
-    pair = recipe.pair
-    pair = replace(pair, pairs=scale * pair.pairs, points_per_batch=scale * pair.points_per_batch)
-    return replace(recipe, pair=pair)
+    pairs, points = (scale * number for number in (recipe.pair.pairs, recipe.pair.points_per_batch))
+    return replace(recipe, pair=replace(recipe.pair, pairs=pairs, points_per_batch=points))

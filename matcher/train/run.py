@@ -72,11 +72,11 @@ def train(
     training, held_out = split_photos(options.photos, options.validation_photos, recipe.seed)
     log(f"{len(training)} photos to train on, {len(held_out)} to validate on")
     views = [path for folder in stored.values() for path in sorted(folder.rglob("cameras.json"))]
+    keep_freed_memory(everything=True)
+    trainer = Trainer(recipe, device)
+    describer = None if recipe.front_end.train else Describer(recipe, device)
     run = claim_folder(options.folder, recipe, [*training, *views], held_out)
     with closing(lock(options.folder)):
-        keep_freed_memory(everything=True)
-        trainer = Trainer(recipe, device)
-        describer = None if recipe.front_end.train else Describer(recipe, device)
         batches: list[Batch] = []  # made when they are first needed
 
         def scores(networks: Networks) -> LogRow:
@@ -98,10 +98,8 @@ def train(
         make = batch_maker(recipe, views, describer)
         if not loop.run(trainer, made_ahead(make, trainer.progress.step, trainer.steps, device)):
             return None
-        best = options.folder / "best.pt"
-        state = load_state(best)
-        with fitting(best):
-            trainer.average.load_state_dict(state)
+        with fitting(best := options.folder / "best.pt"):
+            trainer.average.load_state_dict(load_state(best))
         networks = finished(trainer.average, recipe)
         if networks.matcher is not None and len(networks.matcher.confidence):
             heads, others = HeadTrainer(recipe, networks), 10_000_000  # for other batches
@@ -151,11 +149,8 @@ class Loop:
             now = time.perf_counter()
             progress.seconds += now - started
             if progress.skipped > 50:  # it will not recover
-                raise MatcherError(
-                    f"the loss was not finite in {progress.skipped} steps; lower optimiser.learning_rate"
-                )
-            done = stage.share
-            last = done == 1
+                raise MatcherError(f"{progress.skipped} losses are not finite; lower optimiser.learning_rate")
+            last = (done := stage.share) == 1
             if now - reported > 10 or last or progress.step == first + 1:
                 finite = [loss for loss in losses if math.isfinite(loss)]
                 mean = sum(finite) / len(finite) if finite else math.nan
@@ -235,8 +230,9 @@ def claim_folder(folder: Path, recipe: Recipe, training: Sequence[Path], held_ou
                 raise UsageError(f"{folder} holds {strange[0].name}, but no run; give another --run")
             write_whole(note, json.dumps(run, indent=1).encode())
         stored = json.loads(note.read_text(encoding="utf-8"))
-        changes, others = ", ".join(differences(stored["recipe"], run["recipe"])), stored["held_out"]
-        run = {key: run[key] for key in run if key in stored}  # older runs do not say what they train on
+        changes = ", ".join(differences(stored["recipe"], run["recipe"]))
+        used = ("trained", "training"), ("validated", "held_out")
+        others = [said for said, key in used if stored[key] != run[key]]
     except UsageError:  # a ValueError, too
         raise
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
@@ -245,10 +241,8 @@ def claim_folder(folder: Path, recipe: Recipe, training: Sequence[Path], held_ou
         raise IntegrityError(f"{note} is damaged; restore it or delete the run folder") from error
     if changes:
         raise UsageError(f"{folder} holds a run of another recipe ({changes}); give another --run")
-    if others != run["held_out"]:
-        raise UsageError(f"{folder}: a run validated on other photos; give those, or another --run")
-    if stored.get("training") != run.get("training"):
-        raise UsageError(f"{folder}: a run trained on other photos; give those, or another --run")
+    if others:
+        raise UsageError(f"{folder}: a run {others[0]} on other photos; give those, or another --run")
     return digest(json.dumps(run, sort_keys=True))
 
 

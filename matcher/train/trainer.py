@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 
+from matcher.config import ALL_LAYERS
 from matcher.errors import UsageError
 from matcher.extract.learned import FeatureNetwork, folded, grown, subpixel, unfolded
 from matcher.match.network import MatchingNetwork
@@ -215,7 +216,7 @@ class Trainer(Stage):
                 detector = FeatureNetwork(recipe.front_end.network, normalised=True)
                 self._start = start_of_front_end(recipe.front_end) if recipe.front_end.start else None
             if recipe.matcher.train:
-                matcher = MatchingNetwork(recipe.matcher.network)
+                matcher = MatchingNetwork(replace(recipe.matcher.network, policy=ALL_LAYERS))
                 if recipe.matcher.start:
                     continue_from(matcher, recipe.matcher.start)
                 matcher.confidence.requires_grad_(False)
@@ -275,11 +276,10 @@ class Trainer(Stage):
                 optimiser.step()
             # The mean is over few steps at first, so that early validations are meaningful.
             decay = min(recipe.average_decay, (1 + progress.step) / (10 + progress.step))
-            means, latest = ((*n.parameters(), *n.buffers()) for n in (self.average, self.model))
-            with torch.no_grad():
-                for mean, own in zip(means, latest, strict=True):
-                    if own.is_floating_point():
-                        mean.lerp_(own, 1 - decay)
+            means, latest = (networks.state_dict().values() for networks in (self.average, self.model))
+            for mean, own in zip(means, latest, strict=True):
+                if own.is_floating_point():
+                    mean.lerp_(own, 1 - decay)
         progress.skipped += not finite
         progress.step += 1
         progress.pairs += len(batch.pairs.flat)
@@ -334,9 +334,8 @@ class HeadTrainer(Stage):
 
     def step(self, batch: Batch) -> float:
         """One update of the heads; the learning rate falls linearly to zero."""
-        (optimiser,) = self.optimisers
-        for group in optimiser.param_groups:
-            group["lr"] = 2e-3 * (1 - self.share)
+        optimiser = self.optimisers[0]
+        optimiser.param_groups[0]["lr"] = 2e-3 * (1 - self.share)
         known = known_matches(batch, found_keypoints(self.trained, batch), self.recipe)
         loss = losses.head_loss(self.trained.matcher, known, self.recipe.matcher)
         optimiser.zero_grad()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from matcher.errors import ImageError, IntegrityError, UsageError, duration
+from matcher.errors import ImageError, IntegrityError, UsageError, duration, few
 from matcher.evaluate.folders import StoredSet, find_stored_sets
 from matcher.images import find_images, read_image
 from matcher.train.recipe import Recipe
@@ -93,8 +93,7 @@ def load_views(
                         K = _intrinsics(pixels.shape[::-1], 1.2)  # any that is usual
                         views.append(PosedView(pixels, np.zeros((0, 0), np.float32), K, np.eye(4)))
             if unread:
-                more = ", …" * (len(unread) > 3)
-                log(f"skipped {len(unread)} photos that cannot be read: {', '.join(unread[:3])}{more}")
+                log(f"skipped {len(unread)} photos that cannot be read: {few(unread)}")
             if not views:
                 raise UsageError(f"{photos[0].parent}: none of the {len(photos)} photos can be read")
         count, scenes, found = len(views), list(range(len(views))), {name: [] for name in (*stored, "spaces")}
@@ -162,15 +161,15 @@ def split_photos(folder: Path, validation: Path | None, seed: int) -> tuple[list
         taken = {photo.resolve() for photo in held_out}
         if not (training := [photo for photo in photos if photo.resolve() not in taken]):
             raise UsageError(f"{folder}: every photo is also one to validate on; give different folders")
+        if all(read_photo(photo) is None for photo in held_out):
+            raise UsageError(f"{validation}: none of the {len(held_out)} photos can be read")
         return training, held_out
     wanted, chosen = max(1, round(len(photos) / 10)), set()
     for number in np.random.default_rng([seed, 2]).permutation(len(photos)).tolist()[:-1]:
         if len(chosen) < wanted and read_photo(photos[number]) is not None:
             chosen.add(number)
     if not chosen:
-        raise UsageError(
-            f"{folder}: of {len(photos)} photos to train and to validate on fewer than two can be read"
-        )
+        raise UsageError(f"{folder}: fewer than two of {len(photos)} photos can be read, but two are needed")
     kept = [photo for number, photo in enumerate(photos) if number not in chosen]
     return kept, [photos[number] for number in sorted(chosen)]
 

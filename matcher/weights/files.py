@@ -179,14 +179,16 @@ def load_model(weights: str | Path | WeightsBytes) -> tuple[MatchingNetwork, str
 
     file = weights if isinstance(weights, WeightsBytes) else weights_bytes(weights)
     try:
-        config = network_config(file.data)
+        config, tensors = network_config(file.data), read_tensors(file.data)
+        depth, dim = config.context.depth, config.context.dim
+        if max(depth * dim, config.descriptor_dim) * dim > len(file.data):  # built, it would fill the memory
+            raise IntegrityError("has a configuration of more parameters than the file has bytes")
         with torch.random.fork_rng(devices=[]):  # building draws numbers; the caller must not notice
             try:
                 model = MatchingNetwork(config).eval()
             except (ValueError, RuntimeError, ArithmeticError) as error:
                 raise IntegrityError(f"has a configuration that no network can have ({error})") from error
-        tensors = checked(read_tensors(file.data), model.state_dict(), "its configuration asks for")
-        model.load_state_dict(tensors)
+        model.load_state_dict(checked(tensors, model.state_dict(), "its configuration asks for"))
     except (IntegrityError, UsageError) as error:
         raise IntegrityError(f"{file.path} {error}: {file.remedy}") from error
     return model, file.sha256, file.name

@@ -95,11 +95,11 @@ def _unpickle(path: Path, data: bytes) -> dict[str, Tensor]:
     for _ in range(3):
         inner = [content.get(key) for key in _CONTAINERS] if isinstance(content, dict) else []
         content = next((each for each in inner if isinstance(each, dict)), content)
-    keys = ", ".join(map(str, list(content)[:8])) if isinstance(content, dict) else type(content).__name__
-    if isinstance(content, dict):
-        tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
-        if tensors and all(isinstance(name, str) for name in tensors):
-            return tensors
+    content = content if isinstance(content, dict) else {type(content).__name__: None}
+    tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
+    if tensors and all(isinstance(name, str) for name in tensors):
+        return tensors
+    keys = ", ".join(map(str, list(content)[:8]))
     raise IntegrityError(f"{path} holds no network's tensors (it has {keys or 'nothing'}): use another file")
 
 

@@ -69,6 +69,6 @@ def test_without_gradio_the_message_says_what_to_install(monkeypatch, tmp_path, 
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "gradio", None)
     with pytest.raises(UsageError, match=r"pip install .*gradio"):
-        build_app(tmp_path)
+        build_app(tmp_path, "cpu", 50)
     assert main(["serve", "--port", "0"]) == 2
     assert "gradio" in capsys.readouterr().err

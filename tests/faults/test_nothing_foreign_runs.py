@@ -74,7 +74,7 @@ def kernels(tmp_path, monkeypatch):
     if not library.supported() or shutil.which("cc") is None:
         pytest.skip("needs AVX-512 and a compiler")
     monkeypatch.setenv("MATCHER_CACHE", str(tmp_path / "cache"))
-    path = library.library_path()
+    path = library.library_path(library.supported()[0])
     files.make_private(path.parent)
     (tmp_path / "plant.c").write_text(PLANT % (tmp_path / "ran"))
     made = tmp_path / "made.so"
