@@ -232,7 +232,6 @@ def test_weights_files_are_read_strictly(picture, tmp_path, kind):
     save_front_end(network, kind, path)
     images = [whole(picture)]
     assert same(build(kind, max_keypoints=100)(images)[0], build_extractor(config, path)(images)[0])
-
     other = next(name for name in KINDS if name != kind)
     save_front_end(network, other, path)
     with pytest.raises(IntegrityError, match=f"of the front end {other}, not of {kind}"):

@@ -210,10 +210,10 @@ def test_partners_are_found_by_their_positions():
 def test_matches_of_a_batch_look_alike_and_lie_where_they_should(views, recipe):
     planes = replace(PLANES, pair=replace(PLANES.pair, turned_share=0.5))
     pairs = PairSampler(views, planes).batch(12, 3)
-    describer = Describer(replace(recipe, pair=PLANES.pair), CPU)
-    points, again = (describer(pairs.images, 96, Draws(1, CPU)) for _ in range(2))
+    describer = Describer(recipe, CPU)
+    some, points, again = (describer(pairs.images, 96, Draws(1, CPU), share) for share in (0.9, 0.2, 0.2))
     assert torch.equal(points.positions, again.positions) and points.positions.shape == (24, 96, 2)
-    assert describer(pairs.images, 96).valid.sum() >= points.valid.sum()  # nothing is dropped
+    assert some.valid.sum() < points.valid.sum()
     known = labelled(points, pairs, recipe)
     pair, row = (known.partner0 >= 0).nonzero(as_tuple=True)
     column = known.partner0[pair, row]

@@ -399,11 +399,10 @@ def test_a_folder_belongs_to_one_recipe_and_its_photos(tmp_path):
 
 
 def test_a_folder_of_other_files_is_no_place_for_a_run(tmp_path):
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "a.jpg").write_bytes(b"a")
-    with pytest.raises(UsageError, match=r"a\.jpg"):
+    write_photos(tmp_path / "photos", 1)
+    with pytest.raises(UsageError, match=r"00\.png"):
         claim_folder(tmp_path / "photos", SIFT, [], [])
-    assert [file.name for file in (tmp_path / "photos").iterdir()] == ["a.jpg"]
+    assert [file.name for file in (tmp_path / "photos").iterdir()] == ["00.png"]
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / ".DS_Store").touch()
     write_output(tmp_path / "empty" / "log.html", b"<p>")  # our own log of a run that did not begin

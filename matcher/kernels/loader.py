@@ -97,7 +97,7 @@ def build() -> Path:
     no kernels for this processor, no compiler, it fails, or the library cannot be kept or loaded."""
     names = _candidates(os.environ.get(SWITCH))
     if not names:
-        raise UsageError("there are no kernels for this processor: it has neither AVX2 nor NEON")
+        raise UsageError("there are no kernels for this machine: they need AVX2 and Linux, or NEON")
     name, prebuilt = names[0], PREBUILT / library_name(names[0])
     if _load(name) is not None:
         return prebuilt if prebuilt.is_file() else library_path(name)

@@ -395,29 +395,24 @@ class Describer:
     """The front end of a recipe, whose parameters are not trained: images to keypoints."""
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
-        self.device, self._dropout = device, recipe.pair.dropout
+        self.device = device
         self._network = None if recipe.kind == SIFT else front_end(recipe.front_end.start, device)
 
     @torch.no_grad()
-    def __call__(self, images: Tensor, count: int, draws: Draws | None = None) -> Keypoints:
-        """Up to `count` keypoints of images (2B, 1, H, W) in [0, 1], the strongest; `draws` drops some first,
-        as many as the recipe says at most."""
+    def __call__(self, images: Tensor, count: int, draws: Draws, dropout: float) -> Keypoints:
+        """Up to `count` keypoints of images (2B, 1, H, W) in [0, 1], the strongest after `draws` dropped a
+        share of up to `dropout`."""
         if self._network is not None:
-            kept = None
-            if draws is not None:
-                rate = draws.uniform(len(images), 1, 1, high=self._dropout)
-                kept = draws.uniform(*images[:, 0].shape) >= rate
+            rate = draws.uniform(len(images), 1, 1, high=dropout)
+            kept = draws.uniform(*images[:, 0].shape) >= rate
             return detected(self._network, images, count, kept)
         config = ExtractorConfig(max_keypoints=2 * count)
         tables = np.zeros((len(images), count, 4 + 128), np.float32)
         valid = np.zeros((len(images), count), bool)
         for number, image in enumerate((255 * images[:, 0]).round().byte().cpu().numpy()):
             points, diameters, angles, _, descriptors = detect_sift(image, None, config)
-            chosen = np.arange(len(points))
-            if draws is not None:
-                share = float(draws.uniform(1, high=self._dropout))
-                chosen = chosen[draws.uniform(len(points)).cpu().numpy() >= share]
-            chosen = chosen[:count]
+            kept = draws.uniform(1, high=dropout) <= draws.uniform(len(points))
+            chosen = kept.cpu().numpy().nonzero()[0][:count]
             columns = points, diameters[:, None], angles[:, None], root_sift(descriptors)
             tables[number, : len(chosen)] = np.concatenate(columns, axis=1)[chosen]
             tables[number, len(chosen) :, 2] = 1.0  # the diameter of no keypoint

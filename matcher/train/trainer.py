@@ -60,7 +60,8 @@ def batch_maker(recipe: Recipe, views: DeviceViews, describer: Describer | None)
         points = recipe.pair.points[int(torch.randint(len(recipe.pair.points), (1,), generator=rng))]
         pairs = sampler.batch(recipe.pairs_of(points), step)
         draws = Draws(int(torch.randint(2**62, (1,), generator=rng)), sampler.device)
-        return Batch(pairs, points, describer and describer(pairs.images, points, draws))
+        dropout = recipe.pair.dropout
+        return Batch(pairs, points, describer and describer(pairs.images, points, draws, dropout))
 
     return made
 

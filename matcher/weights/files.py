@@ -163,7 +163,7 @@ def read_arrays(data: bytes) -> dict[str, np.ndarray]:
     try:
         arrays = parse_arrays(data)
     except (SafetensorError, ValueError, KeyError) as error:
-        raise IntegrityError(f"is not an intact safetensors file ({error})") from error
+        raise IntegrityError(f"is not an intact safetensors file of NumPy's numbers ({error})") from error
     arrays = {name: a.astype(np.float32) if a.dtype.kind == "f" else a for name, a in arrays.items()}
     if broken := [name for name, array in arrays.items() if not np.isfinite(array).all()]:
         raise IntegrityError(f"holds numbers that are not finite: {', '.join(broken[:_LISTED])}")

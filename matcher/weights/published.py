@@ -62,7 +62,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
         short = re.sub(r"^((matcher|module)\.)+", "", name)
         if short in stripped:
             raise IntegrityError(f"{path} holds {short} twice, with and without a prefix: use another file")
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_complex():
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_complex() or tensor.is_meta:
             raise IntegrityError(f"{path} holds {name} in a form that is not plain numbers: use another file")
         stripped[short] = tensor.detach()
     return stripped
