@@ -87,7 +87,7 @@ def train(
                 points = (max(recipe.pair.points),)
                 pair = replace(recipe.pair, pairs=1, points=points, dropout=0.0, negative_share=0.0)
                 ours = replace(recipe, seed=recipe.seed + 1, sources=sources, pair=pair)
-                make = batch_maker(ours, load_views(ours, held_out, {}, device, count), describer)
+                make = batch_maker(ours, load_views(ours, held_out, {}, device, count, log), describer)
                 batches.extend(counted(map(make, range(count)), count, "pairs to validate on", log))
             return validate(networks, counted(batches, len(batches), "validation", log), recipe)
 

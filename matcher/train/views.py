@@ -164,11 +164,12 @@ def split_photos(folder: Path, validation: Path | None, seed: int) -> tuple[list
         if all(read_photo(photo) is None for photo in held_out):
             raise UsageError(f"{validation}: none of the {len(held_out)} photos can be read")
         return training, held_out
-    wanted, chosen = max(1, round(len(photos) / 10)), set()
-    for number in np.random.default_rng([seed, 2]).permutation(len(photos)).tolist()[:-1]:
-        if len(chosen) < wanted and read_photo(photos[number]) is not None:
-            chosen.add(number)
-    if not chosen:
+    wanted, order = max(1, round(len(photos) / 10)), np.random.default_rng([seed, 2]).permutation(len(photos))
+    for start in range(0, len(order) - 1, wanted):
+        chosen = {*order[start : start + wanted].tolist()}
+        if any(read_photo(photos[number]) is not None for number in chosen):
+            break
+    else:
         raise UsageError(f"{folder}: fewer than two of {len(photos)} photos can be read, but two are needed")
     kept = [photo for number, photo in enumerate(photos) if number not in chosen]
     return kept, [photos[number] for number in sorted(chosen)]
