@@ -115,10 +115,8 @@ def test_photos_to_train_on_and_to_validate_on_are_kept_apart(tmp_path):
     assert split_photos(own, None, 0) == (training, held_out)
     with pytest.raises(UsageError, match="every photo is also one to validate on"):
         split_photos(own / "val", own / "val", 0)
-    (tmp_path / "one").mkdir()
-    (tmp_path / "one" / "a.jpg").write_text("text")
     with pytest.raises(UsageError, match="fewer than two"):
-        split_photos(tmp_path / "one", None, 0)
+        split_photos(write_photos(tmp_path / "one", 1), None, 0)
 
 
 # --- Where points lie.

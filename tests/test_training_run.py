@@ -39,7 +39,7 @@ from matcher.torch_engine import build_extractor
 from matcher.train.pairs import Describer
 from matcher.train.recipe import Recipe, read_recipe, shipped_recipe
 from matcher.train.run import RunOptions, claim_folder, train
-from matcher.train.trainer import Batch, Trainer, batch_maker
+from matcher.train.trainer import Batch, Trainer, batch_maker, validate
 from matcher.train.views import load_views
 from matcher.weights.files import load_model, read_header, save_front_end, save_model
 
@@ -251,6 +251,12 @@ def batches(root: Path, recipe: Recipe, count: int) -> list[Batch]:
     return list(map(batch_maker(recipe, load_views(recipe, photos, {}, CPU, 20), describer), range(count)))
 
 
+def test_images_of_few_keypoints_are_validated(root):
+    recipe = replace(SIFT, pair=replace(SIFT.pair, points=(204,)))
+    trainer, (batch,) = Trainer(recipe, CPU), batches(root, recipe, 1)
+    assert not batch.keypoints.valid.all() and "f1" in validate(trainer.average, [batch], recipe)
+
+
 def test_the_loss_falls_on_one_batch(root):
     recipe = replace(BOTH, pair=replace(BOTH.pair, negative_share=0.0, turned_share=0.0))
     recipe = replace(recipe, matcher=replace(recipe.matcher, kept_shares=(1.0,)))
@@ -376,9 +382,7 @@ def test_a_recipe_that_cannot_be_used_is_refused_by_name(tmp_path, text, words):
 
 
 def test_a_folder_belongs_to_one_recipe_and_its_photos(tmp_path):
-    photos = [tmp_path / "a.jpg", tmp_path / "b.jpg"]
-    for photo in photos:
-        photo.touch()
+    photos = sorted(write_photos(tmp_path / "photos", 2).iterdir())
     run = claim_folder(tmp_path / "run", SIFT, photos, photos)
     assert run == claim_folder(tmp_path / "run", SIFT, photos, photos)
     assert run != claim_folder(tmp_path / "other", SIFT, photos, photos[:1])

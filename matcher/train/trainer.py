@@ -379,12 +379,11 @@ def validate(networks: Networks, batches: Iterable[Batch], recipe: Recipe) -> Lo
             right, mutual = matched_correctly(own, points.valid, distance, CORRECT)
             right, matched, wanted = right & visible, mutual & visible, repeated
         else:
-            known = labelled(points, batch.pairs, recipe)
-            layer = losses.labelled_layers(matcher, known)[-1]
+            layer = losses.labelled_layers(matcher, labelled(points, batch.pairs, recipe))[-1]
             scores = losses.scores_of(matcher, layer, len(matcher.layers) - 1)
             iterations = recipe.matcher.sinkhorn_iterations
             found = losses.decisions(losses.assignments(matcher, layer, scores, iterations)[-1])
-            partners = torch.cat([known.partner0, known.partner1], dim=1)
+            partners = torch.cat([labels.partner for labels in layer.labels], dim=1)
             right, matched = (found == partners) & (partners >= 0), (found >= 0) & (partners != IGNORED)
             wanted = partners >= 0
         counts[:3] += torch.stack([right.sum(), matched.sum(), wanted.sum()]).cpu()
