@@ -44,7 +44,7 @@ def scaled_dot_product(
     >>> scaled_dot_product(x, x, x, torch.tensor([False, False, False]))[0]
     tensor([0., 0., 0.])
     """
-    _refuse_misfits(q, k, v)
+    _refuse_misfits(q, k, v, mask=mask)
     if mask is not None or causal:
         # The stock kernel gives NaN to rows without a column: they attend to all, and then become zero.
         bias = additive_mask(q, k, mask, causal=causal)
@@ -64,10 +64,12 @@ def scaled_dot_product(
     return F.scaled_dot_product_attention(q, k, v)
 
 
-def _refuse_misfits(q: Tensor, k: Tensor, v: Tensor, width: int | None = None) -> None:
-    """`UsageError` unless they are tensors (…, N, width), (…, M, width), (…, M, any) of one batch."""
+def _refuse_misfits(q: Tensor, k: Tensor, v: Tensor, width: int | None = None, mask: object = None) -> None:
+    """`UsageError` unless all are tensors, (…, N, width), (…, M, width), (…, M, any) of one batch."""
     if torch.compiler.is_compiling():
         return
+    if mask is not None and not isinstance(mask, Tensor):
+        raise UsageError(f"a mask is a tensor, not {type(mask).__name__}: torch.as_tensor makes one")
     given = [tuple(x.shape) if isinstance(x, Tensor) else () for x in (q, k, v)]
     try:
         np.broadcast_shapes(*(shape[:-2] for shape in given))  # torch's imports much
@@ -177,7 +179,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     >>> linear_attention(x, x, torch.arange(4.0).unsqueeze(1), torch.tensor([True, False, False, True]))[0]
     tensor([1.5000])
     """
-    _refuse_misfits(q, k, v)
+    _refuse_misfits(q, k, v, mask=mask)
     if mask is not None:
         columns = (*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), k.shape[-2])
         try:
@@ -284,8 +286,8 @@ class MultiHeadAttention(nn.Module):
         self, dim: int, heads: int, score: str = "softmax", *, bias: bool = True, shared_qk: bool = False
     ) -> None:
         super().__init__()
-        if heads < 1 or dim % heads:
-            raise UsageError(f"dim {dim} must be a multiple of heads, {heads}")
+        if heads < 1 or dim < 1 or dim % heads:
+            raise UsageError(f"dim, {dim}, must be a multiple of heads, {heads}, both at least 1")
         self.heads = heads
         self.qkv = nn.Linear(dim, (2 if shared_qk else 3) * dim, bias=bias)
         self.score = build_attention(score, dim // heads)
@@ -311,7 +313,7 @@ class MultiHeadAttention(nn.Module):
         linear attention, no tensors, or another width or batch.
         """
         source = x if source is None else source
-        _refuse_misfits(x, source, source, self.qkv.in_features)
+        _refuse_misfits(x, source, source, self.qkv.in_features, mask=mask)
         q, parts = self.project(x)[..., 0, :, :], self.project(source)
         q, k, v = (y.transpose(-2, -3) for y in (q, parts[..., -2, :, :], parts[..., -1, :, :]))
         bias = []

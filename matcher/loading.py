@@ -13,7 +13,7 @@ from typing import Any, Unpack
 
 from matcher import presets
 from matcher.config import GRID_KIND, EstimationConfig, NetworkConfig, PipelineConfig
-from matcher.errors import MatcherError, UsageError, install_command, is_installed, unknown_name
+from matcher.errors import MatcherError, UsageError, is_installed, optional, unknown_name
 from matcher.passes import FurtherPasses, LocalMatcher
 from matcher.pipeline import Pipeline
 from matcher.processes import compute_alone_after_fork, restrain_libraries
@@ -69,18 +69,12 @@ def engine_of(given: Mapping[str, Any]) -> ModuleType:
     """The module that builds extractors and matchers; `UsageError`: what it needs is not installed."""
     lite = is_installed("onnxruntime") and not is_installed("torch")
     engine = given.get("engine") or ("onnx" if lite else "torch")
-    needed = "onnxruntime" if engine == "onnx" else "torch"
-    try:
+    with optional():
         if engine == "onnx":
             from matcher import onnx_engine as module
         else:
             from matcher import torch_engine as module
-        return module
-    except ModuleNotFoundError as error:
-        if error.name != needed:
-            raise
-        how = install_command(needed)
-        raise UsageError(f"the engine {engine} needs {needed}, which is not installed: {how}") from error
+    return module
 
 
 def devices(options: Mapping[str, Any]) -> list[str]:

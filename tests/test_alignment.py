@@ -272,7 +272,7 @@ def test_the_command_draws_saves_and_prints(template, scene, tmp_path, capfd):
     drawings, saved = tmp_path / "drawings", tmp_path / "found.json"
     assert run(*given, "--plot", drawings, "--output", saved) == 0
     text = capfd.readouterr().out
-    assert "3 instances" in text and "no match" in text
+    assert "3 instances" in text and "no match" in text and f"wrote {drawings}" in text
     assert sorted(path.name for path in drawings.iterdir()) == ["empty.png", "scene.png"]
     images = {len(image["instances"]): image for image in json.loads(saved.read_text())["images"]}
     assert set(images) == {0, 3} and len(images[3]["instances"][0]["corners"]) == 4

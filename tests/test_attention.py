@@ -88,8 +88,9 @@ def test_masks_go_with_every_softmax(score: str) -> None:
 
 
 def test_what_does_not_fit_is_named() -> None:
-    with pytest.raises(UsageError, match="heads"):
-        MultiHeadAttention(8, heads=3)
+    for dim, heads in ((8, 3), (0, 2)):
+        with pytest.raises(UsageError, match="heads"):
+            MultiHeadAttention(dim, heads=heads)
     with pytest.raises(UsageError, match="cosine"):
         build_attention("cosine", 4)
     attention = MultiHeadAttention(8, 2, "linear")
@@ -102,7 +103,7 @@ def test_what_does_not_fit_is_named() -> None:
                 build_attention(score, 4)(torch.zeros(2, 3, 4), wrong, wrong)
     with pytest.raises(UsageError, match="linear"):
         attention(torch.zeros(3, 8), causal=True)
-    for mask in (torch.ones(3, dtype=torch.int64), torch.ones(2, 3, 3), torch.ones(4)):
+    for mask in (torch.ones(3, dtype=torch.int64), torch.ones(2, 3, 3), torch.ones(4), np.ones(3, bool)):
         with pytest.raises(UsageError, match="a mask"):
             MultiHeadAttention(8, 2, "general")(torch.zeros(3, 8), mask=mask)
         with pytest.raises(UsageError, match="a mask"):

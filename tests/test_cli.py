@@ -128,6 +128,7 @@ def test_no_match_is_said_and_can_be_a_failure(small, tmp_path, capfd):
     assert match((small[0], grey), "--fail-if-unmatched", "--json") == 4
     assert match((small[0], noise), "--fail-if-unmatched") == 4  # some may match, and none fit together
     assert match((small[0], noise), "--fail-below", 0.5) == 4
+    assert match(small, "--fail-below", 0.5, "--geometry", "none") == 2
     assert match(small, "--fail-if-unmatched", "--geometry", "none") == 0
 
 

@@ -248,6 +248,7 @@ def test_given_cameras_and_those_of_a_model(tmp_path):
     for wrong in (
         lambda: CameraChoice(model="fisheye"),
         lambda: CameraChoice(sharing="some"),
+        lambda: group_cameras(images, replace(given, model="OPENCV")),
         lambda: group_cameras(images, CameraChoice(camera=replace(CAMERA, size=(640, 480)))),
     ):
         with pytest.raises(UsageError):

@@ -132,6 +132,7 @@ def test_crops_come_out_as_the_picture(canvas, rng, white, tmp_path):
     for path, view in zip(files, views, strict=True):
         PIL.Image.fromarray(np.ascontiguousarray(view[..., 1])).save(path, dpi=(300, 300))
     made = matcher.stitch(files, "nearest", max_keypoints=600)
+    assert len(repr(made)) < 200
     aligned = matcher.align(*files[1:], "nearest", max_keypoints=600)
     for path in (made.save(tmp_path / "grey.tif"), aligned.save(tmp_path / "above.tif")):
         assert (tags := PIL.Image.open(path).tag_v2)[282] == 300 and tags[259] > 1  # compressed

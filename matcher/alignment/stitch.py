@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, Unpack, get_args
@@ -36,8 +36,8 @@ class NotJoinedError(ImageError):
 class Panorama:
     """What `stitch` made."""
 
-    pixels: np.ndarray  # (H, W, 3) RGB: uint8, or uint16 where an image has more bits, with its values
-    covered: np.ndarray  # (H, W) bool, where some image lies
+    pixels: np.ndarray = field(repr=False)  # (H, W, 3) RGB: uint8, or uint16 with an image's own values
+    covered: np.ndarray = field(repr=False)  # (H, W) bool, where some image lies
     used: tuple[int, ...]  # the images that it shows, by their number
     projection: Projection
     model: PlaneModel | None  # of planes

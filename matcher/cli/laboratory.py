@@ -17,7 +17,7 @@ import typer
 import matcher
 from matcher.cli.options import Count, Natural, PresetName, check_outputs, loading
 from matcher.cli.output import LOGGER, PARTIAL, ProgressLines, complain, say, show, stop_signals
-from matcher.errors import UsageError
+from matcher.errors import UsageError, counted
 from matcher.files import write_output
 from matcher.presets import DEFAULT_PRESET
 
@@ -216,5 +216,5 @@ def evaluate(
             figure = draw_reliability(curves, title=f"reliability of match probabilities: {pair_set.name}")
             say(f"wrote {save_figure(figure, path.with_name(f'{path.name}.png'))}")
     if skipped:
-        complain(f"{skipped} pairs were skipped; the tables give the reasons")
+        complain(f"{counted(skipped, 'pair')} skipped; the tables give the reasons")
     return PARTIAL if skipped else 0

@@ -16,7 +16,7 @@ from matcher import presets as known
 from matcher.cli.options import Count, PresetName, check_outputs, loading
 from matcher.cli.output import complain, exit_code_of, show, wants_progress
 from matcher.config import NearestConfig, NetworkConfig, described
-from matcher.errors import CPU_BUILD, CUDA_BUILD, IntegrityError, UsageError, install_command, unknown_name
+from matcher.errors import CPU_BUILD, CUDA_BUILD, IntegrityError, UsageError, unknown_name
 from matcher.files import cache_folder
 
 Port = Annotated[int, ("min", 0), ("max", 65535)]
@@ -138,10 +138,8 @@ def export_weights(
         opencv (WxH): Write files for OpenCV's ALIKED and LightGlueMatcher instead, for images of this size.
         colmap: Write files for COLMAP's ALIKED and LightGlue instead.
     """
-    try:
-        from matcher.export_onnx import export_preset
-    except ModuleNotFoundError as error:
-        raise UsageError(f"exporting needs {error.name}: {install_command('torch', 'onnxscript')}") from error
+    from matcher.export_onnx import export_preset
+
     config = known.find_preset(preset)
     if opencv is not None and colmap:
         raise typer.BadParameter("--opencv and --colmap write different files; give one of them")

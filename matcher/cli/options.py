@@ -272,8 +272,8 @@ def _tell_of_slow_front_ends(given: dict[str, Any]) -> None:
             side = given["resize"] or config.extractor.resize
             seconds = SLOW_FRONT_ENDS[kind] * (side / 1024) ** 2
             say(
-                f"the front end {kind} takes about {seconds:.0f} s of one core for an image of {side} pixels "
-                "and its matcher some seconds a pair; the default preset takes less than one"
+                f"the front end {kind} takes about {seconds:.0f} s of one core for an image of {side} "
+                "pixels, that of the default preset less than one"
             )
 
 

@@ -64,6 +64,8 @@ def match(
     check_outputs(outputs, (image0, image1, mask0, mask1), overwrite=overwrite)
     if ellipses and plot is None:
         raise typer.BadParameter("--ellipses draws into a plot: add --plot FILE")
+    if fail_below is not None and given.get("geometry") == "none":
+        raise typer.BadParameter("without a geometry there is no probability to --fail-below; leave one out")
     cameras, has_stated = _cameras(image0, image1, camera0, camera1, given)
     # With tiles, keypoints are those of the whole image; the first pass has the preset's.
     sizes = {"max_keypoints": given.pop("max_keypoints")} if tiles and "max_keypoints" in given else {}
@@ -95,11 +97,10 @@ def match(
             show(matrix_text(result.geometry), always=True)
         for path in filter(None, (output, plot)):
             show(f"wrote {path}")
-    nothing = 1.0 if result.geometry.status == "not_estimated" else 0.0
-    probability = nothing if result.verdict is None else result.verdict.probability
+    probability = 0.0 if result.verdict is None else result.verdict.probability
     unlikely = probability < (SAME if fail_below is None else fail_below)
-    verified = result.geometry.verified or result.geometry.status == "not_estimated"
-    failed = fail_if_unmatched and (unlikely or not verified or not len(result.matches))
+    denied = result.geometry.status != "not_estimated" and (unlikely or not result.geometry.verified)
+    failed = fail_if_unmatched and (denied or not len(result.matches))
     return PARTIAL if failed or (unlikely and fail_below is not None) else 0
 
 
@@ -332,6 +333,8 @@ def find(
         write_output(output, text.encode())
     if json_:
         show(text, always=True)
+    for path in () if json_ else filter(None, (output, found and plot)):
+        show(f"wrote {path}")
     unmatched = fail_if_unmatched and not any(len(detections) for detections in found)
     return PARTIAL if len(found) < len(paths) or unmatched else 0
 

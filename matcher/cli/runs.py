@@ -203,14 +203,14 @@ def status(run: Path, /, check: bool = False, tracks: bool = False) -> int:
     with Store.open(run) as store:
         counts, settings = store.counts(), store.settings
         show(f"{run}: {settings.get('preset', 'a run')}, images of {store.image_folder}")
+        lost = {image.name: image.reason for image in store.images() if image.status == "failed"}
         alone = [image.name for image in store.unpaired() if image.status == "waiting"]
         done, failed, waiting = counts.images_done, counts.images_failed, counts.images_waiting
         show(f"images: {done} done, {failed} failed, {waiting} waiting")
         left = "no longer in the folder, so left out of models and of exports with cameras"
-        for what, names in {"of these in no pair so far": alone, left: sorted(gone(store))}.items():
+        for what, names in (("of these in no pair so far", alone), (left, sorted(gone(store) - lost.keys()))):
             if names:
                 show(f"  {what}: {counted(len(names), 'image')}: {few(names)}")
-        lost = {image.name: image.reason for image in store.images() if image.status == "failed"}
         for name, reason in list(lost.items())[:_LISTED]:
             show(f"  failed: {name}: {reason}")
         for overlay in store.overlays:

@@ -83,14 +83,16 @@ def sfm(
     check_folder(out, overwrite=overwrite)
     if poses is not None and (continue_ is not None or choice.rig is not None or min_images != 3):
         raise typer.BadParameter("--poses are kept as they are: leave out --continue, --rig and --min-images")
-    if choice.rig is not None and continue_ is not None:
-        raise typer.BadParameter("a continued model has the rig that it was made with; leave --rig out")
+    if continue_ is not None and (choice.rig is not None or min_images != 3):
+        raise typer.BadParameter("a continued model keeps its rig and size: leave out --rig and --min-images")
     if poses is not None or continue_ is not None:
         check_mapper(mapper)
     if poses is not None:
         known = read_given_poses(poses)
         posed = replace(choice, known={**choice.known, **known.cameras})
         check_used(posed, known.cam_from_world)
+        if choice.sharing != "auto" and known.cam_from_world.keys() <= posed.known.keys():
+            raise typer.BadParameter("every photo has a camera with its pose: leave --cameras out")
     wanted, preset = pairing.chosen(), given.get("preset", DEFAULT_PRESET)
     mapping = dict(mapper=mapper, min_images=min_images, threads=threads, seed=seed, choice=choice)
     mapping |= dict(max_deviation=max_deviation, overwrite=overwrite)

@@ -143,6 +143,7 @@ def differences(
                 yield from compared(old.get(key), new.get(key), f"{name}.{key}" if name else key)
         elif old != new and not name.startswith(unused):
             option = option_at(name.removeprefix("config."))
+            option = option.replace("extractor.soft_resize", "resize of soft images, None if one is given")
             yield f"{option}: {_short(old)} {places[0]}, {_short(new)} {places[1]}"
 
     calibration = "config.matcher.policy.calibration"

@@ -149,7 +149,6 @@ def peer_methods(name: str, options: Options) -> list[Method]:
             locate(find_published(title))
         except IntegrityError:
             import_files([Path(sys.modules[module].__path__[0], folder, file)], title)
-    options = {key: value for key, value in options.items() if value is not None}
     if name == "xfeat":
         ours = load("nearest", **options, frontend="xfeat", ratio=1.0)
     else:

@@ -147,7 +147,7 @@ def said(matches: Matches, geometry: TwoViewGeometry, sizes: Sequence[tuple[int,
         text += f", {inliers} of them on one plane ({geometry.status}: {follows})"
     elif geometry.status == "mirrored":
         text += f", but the other way round: {MIRRORED}"
-    elif geometry.status != "not_estimated":
+    elif geometry.status != "not_estimated" and len(matches):
         place = "as one scene seen from two places would have it"
         how = "but not" if verdict is None or verdict.word == "not" else "too few of them"
         text += f", {f'{inliers} of them' if geometry.verified else how} {place}"

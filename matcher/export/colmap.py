@@ -243,6 +243,8 @@ def group_cameras(
         if mounted and first.setdefault(mounted.prefix, (image.size, known)) != (image.size, known):
             other = f"{image.name} has {width} x {height} pixels or other intrinsics than those before"
             raise UsageError(f"{choice.rig.source}: {mounted.prefix!r} is one camera, but {other}")
+    if choice.model != CameraChoice.model and groups and all(known for _, known, _ in groups):
+        raise UsageError("every photo has a camera already, so that camera_model has no effect; leave it out")
     if choice.sharing == "single" and len(groups) > 1:
         sizes = ", ".join(sorted({f"{w}x{h}" for (w, h), *_ in groups}))
         raise UsageError(f"one camera cannot take photos of {sizes} or of several calibrations: use auto")

@@ -26,6 +26,8 @@ def find_front_end(kind: str) -> FrontEnd:
         return own[kind]
     from matcher.extract import kornia_adapters as kornia
 
+    if kind in kornia.VARIANTS:
+        raise UsageError(f"{kind} is a variant: give frontend='aliked' and variant={kind!r}")
     if kind not in kornia.FRONT_ENDS:
         raise UsageError(unknown_name("front end", kind, dict.fromkeys(["sift", *own, *kornia.FRONT_ENDS])))
     return kornia.FRONT_ENDS[kind]

@@ -29,7 +29,7 @@ from matcher.types import Image
 
 # The least side, in pixels, at which the networks' coarsest maps still hold more than one value.
 _LEAST_SIDE = 64
-_ALIKED = ("aliked-n16", "aliked-n16rot", "aliked-n32", "aliked-t16")
+VARIANTS = ("aliked-n16", "aliked-n16rot", "aliked-n32", "aliked-t16")
 _DINO_PATCH = 14
 
 
@@ -63,8 +63,8 @@ def _find_disk(network: feature.DISK, image: Image, config: ExtractorConfig) -> 
 
 
 def _build_aliked(config: ExtractorConfig) -> nn.Module:
-    if config.variant not in _ALIKED:
-        raise UsageError(f"variant {config.variant!r} of aliked is not one of {', '.join(_ALIKED)}")
+    if config.variant not in VARIANTS:
+        raise UsageError(f"variant {config.variant!r} of aliked is not one of {', '.join(VARIANTS)}")
     how = dict(detection_threshold=config.score_threshold, nms_radius=config.nms_radius)
     return _trained_only(feature.ALIKED(config.variant, **how))
 
@@ -216,7 +216,7 @@ def _find_frames(network: feature.LocalFeature, image: Image, config: ExtractorC
 FRONT_ENDS = {
     "disk": FrontEnd(_build_plain, _find_disk, {"score_threshold": 0.0, "nms_radius": 2}),
     "aliked": FrontEnd(
-        _build_aliked, _find_aliked, {"variant": _ALIKED[0], "score_threshold": 0.2, "nms_radius": 2}
+        _build_aliked, _find_aliked, {"variant": VARIANTS[0], "score_threshold": 0.2, "nms_radius": 2}
     ),
     "xfeat": FrontEnd(_build_plain, _find_xfeat, {"score_threshold": 0.05}),
     "dedodeb": FrontEnd(_build_dedode, _find_dedode, {}),

@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
-from matcher.errors import UsageError, install_command
+from matcher.errors import UsageError, optional
 
 HOST = "127.0.0.1"
 _SITES = (b"same-origin", b"none")  # Sec-Fetch-Site of the page's own requests, and of an address typed in
@@ -136,20 +136,12 @@ def serve(
 
 def build_app(folder: Path, device: str, max_megabytes: int) -> Callable:
     """The page as an ASGI application; `folder`, of this page alone, is for files that it makes."""
-    try:
+    with optional():
+        import gradio  # isort: skip  # first, as it brings the other
         import fastapi
-        import gradio
-        import uvicorn  # noqa: F401
         from fastapi.middleware.trustedhost import TrustedHostMiddleware
 
         from matcher.serve.page import Matching, build_page
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("matcher"):
-            raise
-        raise UsageError(
-            f"the page needs gradio and what it runs on ({error.name} is absent): "
-            + install_command("gradio", "fastapi", "uvicorn")
-        ) from None
     (made := folder / "made").mkdir(exist_ok=True)
     app = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     room = partial(room_in, folder, 40 * max_megabytes * 2**20)

@@ -465,11 +465,16 @@ def import_files(paths: Sequence[Path], name: str, output: Path | None = None) -
     if len(paths) != len(row.files):
         wanted = ", ".join(file.name for file in row.files)
         raise UsageError(f"{name} is made of {len(row.files)} files ({wanted}), not of {len(paths)}")
+    digests = [_sha256(path) if path.is_file() else "" for path in paths]
+    strange = {*digests} - {"", *(file.sha256 for file in row.files)}
+    for other in files.read_catalogue().values():  # whose tensors may have the same names and shapes
+        if strange & {file.sha256 for file in other.files}:
+            raise UsageError(f"{paths[0]} is of {other.name}, not of {row.name}: give preset={other.name!r}")
     if output is not None:
         _convert(row, paths, output)
         return output
     with locked(row):
-        return _make_ready(row, paths, [_sha256(path) if path.is_file() else "" for path in paths])
+        return _make_ready(row, paths, digests)
 
 
 def _make_ready(row: Published, paths: Sequence[Path], digests: Sequence[str]) -> Path:
