@@ -79,8 +79,8 @@ _OPTIONAL = (
     "transformers>=5.23,<6",
     "uvicorn>=0.30",
 )
-# Modules by another name than the distribution that they are of.
-_DISTRIBUTIONS = {"rerun": "rerun-sdk", "pillow_heif": "pillow-heif"}
+# Distributions of modules by another name, or, of onnx, that bring it and what is needed beside it.
+_DISTRIBUTIONS = {"rerun": "rerun-sdk", "pillow_heif": "pillow-heif", "onnx": "onnxscript"}
 
 # The package index has builds with CUDA for Linux, and without it for Windows and macOS.
 CPU_BUILD = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cpu"

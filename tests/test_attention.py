@@ -88,9 +88,8 @@ def test_masks_go_with_every_softmax(score: str) -> None:
 
 
 def test_what_does_not_fit_is_named() -> None:
-    for dim, heads in ((8, 3), (0, 2)):
-        with pytest.raises(UsageError, match="heads"):
-            MultiHeadAttention(dim, heads=heads)
+    with pytest.raises(UsageError, match="heads"):
+        MultiHeadAttention(8, heads=3)
     with pytest.raises(UsageError, match="cosine"):
         build_attention("cosine", 4)
     attention = MultiHeadAttention(8, 2, "linear")

@@ -18,8 +18,6 @@ from matcher.sequence.keyframe_map import ClosedTrajectory
 from matcher.types import Features, Matches, TwoViewGeometry
 from matcher.viz.drawings import draw_instances, draw_matches, figure_pixels, header_height
 
-SIDEWAYS = np.array([[0.0, 0, 0], [0, 0, -1], [0, 1, 0]])  # x1ᵀ F x0 = y0 − y1: rows are epipolar lines
-
 
 def grey(width=400, height=300):
     return np.full((height, width), 60, np.uint8)

@@ -230,17 +230,17 @@ def test_low_inliers_still_gives_the_model(rng, kind):
 
 def test_wrong_arguments(rng):
     points0, points1, *_ = two_views(rng)
-    with pytest.raises(UsageError, match="cameras"):
-        estimate("essential", points0, points1, cameras=None)
     for scale in (0.0, -1.0, np.nan, np.inf):
         with pytest.raises(UsageError, match="thresholds_scale"):
             estimate("fundamental", points0, points1, thresholds_scale=scale)
-    with pytest.raises(UsageError, match=r"\(400, 2\) and \(399, 2\)"):
-        estimate("fundamental", points0, points1[1:])
-    with pytest.raises(UsageError, match=r"\(K, 2\)"):
-        estimate("fundamental", points0.T, points1.T)
-    with pytest.raises(UsageError, match="real numbers"):
-        estimate("fundamental", points0.astype(complex), points1)
+    for kind, given, named in (
+        ("essential", (points0, points1), "cameras"),
+        ("fundamental", (points0, points1[1:]), r"\(400, 2\) and \(399, 2\)"),
+        ("fundamental", (points0.T, points1.T), r"\(K, 2\)"),
+        ("fundamental", (points0.astype(complex), points1), "real numbers"),
+    ):
+        with pytest.raises(UsageError, match=named):
+            estimate(kind, *given, cameras=None)
 
 
 # --- Matches are weighed by how exactly their positions are known.

@@ -31,7 +31,6 @@ from matcher.onnx_engine import OnnxExtractor
 from matcher.torch_engine import build_extractor
 from matcher.weights.files import save_front_end
 
-STRIDE = Architecture().stride
 SMALLER = Architecture(widths=(16, 32, 64, 128), depths=(2, 2, 3, 3), hidden=256)
 LARGER = Architecture(widths=(20, 32, 64, 130, 48), depths=(2, 3, 3, 4, 2), hidden=300)
 

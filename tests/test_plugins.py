@@ -153,21 +153,18 @@ def test_a_package_adds_a_preset(package, shifted, capfd):
     assert pipeline.config.estimation.kind == "homography"
     assert len(matcher.load("few", max_keypoints=20).extract(shifted[0])) == 20
     assert matcher.load("nearest").package is None  # a preset of ours keeps its name
-    with pytest.raises(UsageError, match=r"'few' of toy_presets 2\.1 does not take .*'precision'"):
-        matcher.load("few", precision="float32")
-    with pytest.raises(UsageError, match="unknown option 'colour'"):
-        matcher.load("few", colour=3)
-    with pytest.raises(UsageError, match=r"must return a matcher\.Pipeline, not int"):
-        matcher.load("wrong")
-    with pytest.raises(UsageError, match=r"'grid' of more_presets 2\.1 fails \(ValueError: no grid\)"):
-        matcher.load("grid")
     assert main(["presets", "--show", "grid"]) == 2 and "a function of more_" in capfd.readouterr().err
-    with pytest.raises(UsageError, match="is not a function"):
-        matcher.load("constant")
-    with pytest.raises(UsageError, match=r"of broken_presets 2\.1 cannot be loaded \(OSError: no licence\)"):
-        matcher.load("broken")
-    with pytest.raises(UsageError, match="unknown preset 'fwe', did you mean 'few'"):
-        matcher.load("fwe")
+    for preset, options, said in (
+        ("few", {"precision": "float32"}, r"'few' of toy_presets 2\.1 does not take .*'precision'"),
+        ("few", {"colour": 3}, "unknown option 'colour'"),
+        ("wrong", {}, r"must return a matcher\.Pipeline, not int"),
+        ("grid", {}, r"'grid' of more_presets 2\.1 fails \(ValueError: no grid\)"),
+        ("constant", {}, "is not a function"),
+        ("broken", {}, r"of broken_presets 2\.1 cannot be loaded \(OSError: no licence\)"),
+        ("fwe", {}, "unknown preset 'fwe', did you mean 'few'"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            matcher.load(preset, **options)
 
 
 def test_options_that_nobody_gave_are_not_those_of_a_packages_preset(package, shifted, monkeypatch, tmp_path):
