@@ -45,8 +45,7 @@ class Architecture:
         return [
             (2 <= len(self.widths) == len(self.depths), "network: as many widths as depths, at least 2"),
             (len(self.widths) <= 6, "network.widths: at most 6"),
-            (min(sizes, default=0) >= 1, "network: sizes of at least 1"),
-            (max(sizes, default=0) <= 4096, "network: sizes of at most 4096"),
+            (all(1 <= size <= 4096 for size in sizes), "network: sizes from 1 to 4096"),
         ]
 
     def __str__(self) -> str:

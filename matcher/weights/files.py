@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -180,8 +181,12 @@ def load_model(weights: str | Path | WeightsBytes) -> tuple[MatchingNetwork, str
     file = weights if isinstance(weights, WeightsBytes) else weights_bytes(weights)
     try:
         config, tensors = network_config(file.data), read_tensors(file.data)
-        depth, dim = config.context.depth, config.context.dim
-        if max(depth * dim, config.descriptor_dim) * dim > len(file.data):  # built, it would fill the memory
+        contexts = [part.context for part in (config, config.refinement) if part]
+        sides = [(context.depth * context.dim, context.dim) for context in contexts]  # of matrices
+        hidden = config.position.hidden if config.position.kind == "mlp" else ()
+        sides += pairwise((config.descriptor_dim, config.context.dim, *hidden[::-1]))
+        sides += [(width, width) for width in (config.backbone.widths if config.backbone else ())]
+        if max(a * b for a, b in sides) > len(file.data):  # built, it would fill the memory
             raise IntegrityError("has a configuration of more parameters than the file has bytes")
         with torch.random.fork_rng(devices=[]):  # building draws numbers; the caller must not notice
             try:
