@@ -249,13 +249,14 @@ def parse_cameras(text: str, name: str = "camera") -> Camera | dict[str, Camera]
     `UsageError`: something else, or a file that cannot be read; `name` is the argument's."""
     if Path(text).expanduser().is_file():
         return read_cameras(Path(text).expanduser())
-    words = re.split(r"[\s,]+", text.strip())
+    words = re.split(r"[\s,]+", text.strip().upper())
     try:
         if words[0] in CAMERA_MODELS:
             return _from_words(words)
         fx, fy, cx, cy = map(float, words)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{name} must be {CAMERA_FORMS}; not {text!r} ({error})") from None
+        why = f" ({error})" if isinstance(error, UsageError) else ", and there is no file of that name"
+        raise UsageError(f"{name} must be {CAMERA_FORMS}; not {text!r}{why}") from None
     return Camera(fx, fy, cx, cy)
 
 

@@ -47,6 +47,7 @@ def match(
     Args:
         camera0, camera1 (fx,fy,cx,cy|MODEL,w,h,…|FILE): Intrinsics in stored pixels; --camera0 is of both
             images of one size. Without them, --geometry essential takes focal lengths from EXIF headers.
+            {CAMERAS}
         budget_ms (MS): Choose keypoints, layers and passes to fit this time, once measured.
         tiles: For large images: find keypoints by tiles at full resolution, by default 20000 per image.
         output (FILE.npz|.json|.csv): Save keypoints, matches and geometry; as .csv the matches alone.

@@ -166,8 +166,8 @@ def collection(
     Args:
         images (IMAGES): Folder of images.
         run (RUN_DIR): Folder for the results; it can be continued.
-        camera (fx,fy,cx,cy|MODEL,w,h,…|FILE): Intrinsics of every image in pixels, for --geometry essential
-            and exports.
+        camera (fx,fy,cx,cy|MODEL,w,h,…|FILE): Intrinsics of every image in stored pixels, for --geometry
+            essential and exports. {CAMERAS}
         threads (N): Threads per worker; by default cores / workers.
         engine: Library that runs front end and networks, in local processes; ray: torch on a Ray
             cluster.  [default: the one that is installed]

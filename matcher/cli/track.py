@@ -58,7 +58,7 @@ def track(
 
     Args:
         source (VIDEO|FOLDER|CAMERA_INDEX): Video file, folder of frames, or index of a live camera.
-        camera (fx,fy,cx,cy|MODEL,w,h,…|FILE): Intrinsics in stored pixels; needed for poses.
+        camera (fx,fy,cx,cy|MODEL,w,h,…|FILE): Intrinsics in stored pixels; needed for poses. {CAMERAS}
         right (DIR): Folder of the right images of rectified stereo pairs.
         masks (FILE|DIR): A mask for all frames, or masks named like them.
         baseline (METRES): Distance between the two stereo cameras; by default as KITTI's calib.txt, given as
