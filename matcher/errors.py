@@ -148,6 +148,6 @@ def duration(seconds: float) -> str:
 def unknown_name(what: str, name: object, known: Iterable[str]) -> str:
     """A message for a name that is not known: the nearest one, and all of them."""
     known = list(known)
-    near = get_close_matches(str(name), known, n=1)
+    near = get_close_matches(str(name), known, n=1) or [n for n in known if n.startswith(str(name))]
     hint = f", did you mean {near[0]!r}?" if near else "."
     return f"unknown {what} {name!r}{hint} Known: {', '.join(known)}"

@@ -90,6 +90,7 @@ def test_arguments_that_do_not_fit_are_refused(crops):
     for wrong, message in (
         ({"images": images[:1]}, "at least two"),
         ({"images": [images, images[0]]}, "not list"),
+        ({"images": "absent"}, "absent: there is no such folder"),
         ({"masks": [None]}, "one for each of the 3"),
         ({"pairs": [(0, 3)]}, "0 to 2"),
         ({"geometry": "essential"}, "without cameras"),
@@ -131,7 +132,9 @@ def test_crops_come_out_as_the_picture(canvas, rng, white, tmp_path):
     files = [tmp_path / f"{number}.tif" for number in range(3)]
     for path, view in zip(files, views, strict=True):
         PIL.Image.fromarray(np.ascontiguousarray(view[..., 1])).save(path, dpi=(300, 300))
-    made = matcher.stitch(files, "nearest", max_keypoints=600)
+    (tmp_path / "views").mkdir()
+    files = [path.rename(tmp_path / "views" / path.name) for path in files]
+    made = matcher.stitch(tmp_path / "views", "nearest", max_keypoints=600)
     aligned = matcher.align(*files[1:], "nearest", max_keypoints=600)
     for path in (made.save(tmp_path / "grey.tif"), aligned.save(tmp_path / "above.tif")):
         assert (tags := PIL.Image.open(path).tag_v2)[282] == 300 and tags[259] > 1  # compressed

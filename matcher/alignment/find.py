@@ -418,8 +418,7 @@ class TemplateFinder:
             templates = self._templates if factor == factors[0] else self._templates[:1]
             for window in windows(image, factor, self.pipeline):
                 rest = window.outside([instance.corners for instance in found])
-                for template in templates:
-                    promising.append((self._promise(template, rest), template, rest))
+                promising += [(self._promise(template, rest), template, rest) for template in templates]
                 on_progress(done := done + 1, total)
         # Where there are copies already, the most promising windows tell whether there is more.
         failures, most = 0, 1 if found else 4

@@ -17,7 +17,7 @@ from matcher.errors import ImageError, UsageError, unknown_name
 from matcher.files import check_output
 from matcher.geometry import upright_matrix, warp_points
 from matcher.image_files import read_resolution
-from matcher.images import MAX_PIXELS, ImageInput, at_one_depth, read_once, to_8_bits, white
+from matcher.images import MAX_PIXELS, ImageInput, at_one_depth, find_images, read_once, to_8_bits, white
 from matcher.presets import DEFAULT_PRESET, LoadOptions, refuse_further_passes
 from matcher.types import to_numpy
 from matcher.viz.overlays import LARGEST_SIDE, as_colour
@@ -56,7 +56,7 @@ class Panorama:
 
 
 def stitch(
-    images: Sequence[ImageInput],
+    images: Sequence[ImageInput] | str | Path,
     preset: str = DEFAULT_PRESET,
     *,
     projection: Projection = "auto",
@@ -77,7 +77,7 @@ def stitch(
     ((240, 400, 3), 'translation')
 
     Args:
-        images: two or more, in any order, as `matcher.load(…).match` takes them.
+        images: two or more, in any order, as `matcher.load(…).match` takes them, or a folder of them.
         preset: that matches them.
         projection: the surface. `auto` is a plane up to 70 degrees of view, else a sphere.
         model: how images move on a plane; `auto` is the simplest that explains the matches.
@@ -95,6 +95,7 @@ def stitch(
         raise UsageError(f"model={model!r} is of planes, not of projection={projection!r}; leave it out")
     projection = projection if model == "auto" else "plane"
     refuse_further_passes(options, "the pairs of a panorama share the keypoints of an image")
+    images = find_images(Path(images)) if isinstance(images, (str, Path)) else images
     images, pipeline = list(map(read_once, images)), planar_pipeline(preset, options)
     found = match_set(images, pipeline)
     group = found.groups()[0]

@@ -86,10 +86,7 @@ def match(
     else:
         show(result.summary())
         if has_stated and pipeline.config.estimation.kind == "fundamental":
-            show(
-                "both files state their focal lengths: --geometry essential takes them as cameras, gives the "
-                "relative pose, and is harder to mislead by planes and repeated patterns"
-            )
+            show("both files state their focal lengths: --geometry essential gives a pose and is misled less")
         with suppress(OSError, ValueError, IndexError):  # where the system does not say when we began
             ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
             running = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

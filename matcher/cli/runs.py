@@ -45,10 +45,9 @@ class PairOptions:
 
     def chosen(self) -> dict[str, Any]:
         """As arguments of `Collection.add_pairs`; empty without an option."""
-        ways = vars(self)
-        found = {name: value for name, value in ways.items() if value not in (None, False)}
+        found = {name: value for name, value in vars(self).items() if value not in (None, False)}
         if len(found) > 1:
-            raise typer.BadParameter(f"give one of {', '.join(f'--{name}' for name in ways)}")
+            raise typer.BadParameter(f"give one of {', '.join(f'--{name}' for name in vars(self))}")
         return {"file" if name == "pairs" else name: value for name, value in found.items()}
 
 

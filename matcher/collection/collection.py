@@ -24,6 +24,7 @@ from matcher.collection.tracks import Edge, PairMatches, Tracks
 from matcher.collection.workers import OnProgress, RunReport, Stages, Workers
 from matcher.config import GRID_KIND, EstimationConfig, from_dict
 from matcher.errors import ImageError, UsageError
+from matcher.images import find_images
 from matcher.loading import devices, open_pipeline
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions, from_file, refuse_further_passes
@@ -593,7 +594,7 @@ class MatchedSet:
 
 
 def match_set(
-    images: Iterable[ImageInput],
+    images: Iterable[ImageInput] | str | Path,
     preset: str | Pipeline = DEFAULT_PRESET,
     *,
     masks: Iterable[Mask | None] | None = None,
@@ -615,7 +616,7 @@ def match_set(
     (3, 3, True)
 
     Args:
-        images: at least two, as `Pipeline.match` takes them.
+        images: at least two, as `Pipeline.match` takes them, or a folder of them.
         preset: a preset's name, with `options` of `matcher.load`; or a pipeline.
         masks: one for each image, None where there is none.
         pairs: numbers of the images to match; every pair when absent.
@@ -625,6 +626,7 @@ def match_set(
         UsageError: fewer than two images, another number of masks, pairs of no images, essential geometry, a
             preset without keypoints, and what `matcher.load` refuses.
     """
+    images = find_images(Path(images)) if isinstance(images, (str, Path)) else images
     # Iterators are read once.
     images, masks, pairs = (each if each is None else list(each) for each in (images, masks, pairs))
     count = len(images)
