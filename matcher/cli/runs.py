@@ -359,4 +359,4 @@ def suggestion(choice: PairChoice, images: int) -> str:
         return f"new images are paired like the others: {chosen}"
     what = "exhaustively" if choice.neighbours is None else "each with the most similar ones"
     what += ", where the strongest keypoints agree" if choice.method == "preemptive" else ""
-    return f"no pairs were chosen, so the {images} images are matched {what} ({chosen})"
+    return f"no pairs were chosen: {counted(images, 'image is', 'images are')} matched {what} ({chosen})"

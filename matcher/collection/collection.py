@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from matcher.sfm.reconstruct import MappingOptions, Reconstruction
 
 
-_OTHER_SETTINGS = "Use another run_dir, or match everything again with restart=True"
+_OTHER_SETTINGS = "Use another folder, or match everything again with restart=True"
 
 
 @dataclass(frozen=True)
