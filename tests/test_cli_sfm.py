@@ -101,6 +101,7 @@ def test_mistakes_have_a_message_and_a_code(made, tmp_path, capfd):
         (("sfm", done, "--out", tmp_path / "m", "--resize", 100), "already matched"),
         (("sfm", done, "--out", tmp_path / "m", "--preset", "hybrid-learned"), "already matched"),
         (("sfm", done, "--out", tmp_path / "m", "--camera", "1,2"), "--camera must be"),
+        (("sfm", photos, "--out", tmp_path / "m", "--seed", -2), "--seed"),
         (("sfm", photos, "--out", tmp_path / "no" / "m"), "no folder"),
         (("sfm", tmp_path / "none", "--out", tmp_path / "m"), "none"),
         (("export", tmp_path, "--to", "npz", tmp_path / "a.npz"), "holds no run"),

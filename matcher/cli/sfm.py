@@ -41,9 +41,9 @@ def sfm(
     poses: Path | None = None,
     continue_: Path | None = None,
     min_images: Annotated[int, ("min", 2)] = 3,
-    threads: int = -1,
-    seed: int = 0,
-    max_deviation: float | None = None,
+    threads: Annotated[int, ("min", -1)] = -1,
+    seed: Annotated[int, ("min", 0), ("max", 2**31 - 1)] = 0,
+    max_deviation: Annotated[float, ("min", 1e-6)] | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> int:
@@ -62,7 +62,7 @@ def sfm(
         continue_ (MODEL): Add the photos to this model, in its coordinates and with its run; MODEL itself is
             kept. They must lie in the folder of its images.
         min_images (N): Discard models with fewer images.
-        threads (N): COLMAP's threads; -1 uses all cores, 1 makes the result reproducible.
+        threads (N): COLMAP's threads; -1 or 0 uses all cores, 1 makes the result reproducible.
         seed (N): Seed of COLMAP's random numbers.
         max_deviation (PX): Leave out observations whose refined position is less certain.
         dry_run: Check the input and print what would be done, without writing anything.
@@ -94,7 +94,7 @@ def sfm(
         if choice.sharing != "auto" and known.cam_from_world.keys() <= posed.known.keys():
             raise typer.BadParameter("every photo has a camera with its pose: leave --cameras out")
     wanted, preset = pairing.chosen(), given.get("preset", DEFAULT_PRESET)
-    mapping = dict(mapper=mapper, min_images=min_images, threads=threads, seed=seed, choice=choice)
+    mapping = dict(mapper=mapper, min_images=min_images, threads=threads or -1, seed=seed, choice=choice)
     mapping |= dict(max_deviation=max_deviation, overwrite=overwrite)
     progress = dict(on_progress=ProgressLines().stage, on_round=_say_round)
     asked = given.keys() - _BESIDE_RUN
