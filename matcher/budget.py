@@ -91,7 +91,7 @@ def measure_costs(pipeline: Pipeline, images: Sequence[Image], *, pairs: bool) -
     def measured(points: int, layers: int, factor: float, *without: str) -> dict[str, float]:
         view = image.resized(factor)
         cut = limited(pipeline, Choice(0, points, layers, 1, 0, True, (OTHER_TURNS, *without)))
-        matcher = _adjusted(cut.matcher, early_exit=False, pruning=False)
+        matcher = adjusted(cut.matcher, early_exit=False, pruning=False)
         features = other = cut.extractor([view])[0]
         if pairs:
             noise = rng.normal(size=features.descriptors.shape).astype(np.float32)
@@ -133,7 +133,7 @@ def _quick(estimator: Any) -> Any:
     return replace(estimator, **changes[kind]) if kind in changes else estimator
 
 
-def _adjusted(matcher: Any, **policy: Any) -> Any:
+def adjusted(matcher: Any, **policy: Any) -> Any:
     """A matcher with a network, used otherwise; any other as it is."""
     if can_be_cut(matcher):
         matcher = matcher.with_policy(replace(matcher.model.config.policy, **policy))
@@ -188,7 +188,7 @@ def limited(pipeline: Pipeline, choice: Choice) -> Pipeline:
     cut = own or (lambda most: lambda images: [strongest(each, most) for each in extractor(images)])
     matcher, estimator = with_layers(pipeline.matcher, choice.layers), pipeline.estimator
     if OTHER_TURNS in choice.without:
-        matcher = _adjusted(matcher, other_turns_below=0.0)
+        matcher = adjusted(matcher, other_turns_below=0.0)
     if THOROUGH_VERIFICATION in choice.without:
         estimator = _quick(estimator)
     config = replace(config, extractor=found, refine=None if REFINEMENT in choice.without else config.refine)
@@ -228,7 +228,7 @@ def plan(
     own = pace * (own + costs["match"](most, choice.layers) + verify)
     total = budget_ms - pace * (costs["refine"](most) + verify)
     limits = (total, own, pace * costs["other"](), own + 4.0 * reading_ms)
-    own = LocalMatcher(fitted.extractor, _adjusted(fitted.matcher, other_turns_below=0.0))
+    own = LocalMatcher(fitted.extractor, adjusted(fitted.matcher, other_turns_below=0.0))
     limit = TimeLimit(*(each / 1000 for each in limits))
     fitted = replace(fitted, passes=replace(fitted.passes, own=own, limit=limit))
     return fitted, smaller, replace(choice, passes=True)

@@ -124,7 +124,7 @@ _FORMATS: tuple[tuple[str, bytes, Opener | None], ...] = (
     ("TIFF", rb"II[*+]\0|MM\0[*+]", TiffImageFile),
     ("WebP", rb"RIFF.{4}WEBP", WebPImageFile),
     ("BMP", rb"BM", BmpImageFile),
-    ("PGM, PPM, PBM or PFM", rb"P[1-6f]\s", PpmImageFile),
+    ("PGM, PPM, PBM", rb"P[1-6f]\s", PpmImageFile),
     ("PFM", rb"PF\s", None),  # of colour, which Pillow does not read
     ("GIF", rb"GIF8[79]a", GifImageFile),
     ("JPEG 2000", rb"\0\0\0\x0cjP  \r\n\x87\n|\xff\x4f\xff\x51", Jpeg2KImageFile),

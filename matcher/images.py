@@ -27,9 +27,10 @@ from matcher.types import Image, is_tensor, to_numpy
 # Where keypoints may lie: masks from files and arrays, in stored pixels.
 
 
-def read_mask(path: image_files.PathLike, max_pixels: int) -> np.ndarray:
-    """(H, W) bool from an image file, in stored pixels: True where any channel and alpha are not 0."""
-    raw, opaque, _ = image_files.decode(image_files.as_path(path), max_pixels)
+def read_mask(file: ImageInput, max_pixels: int) -> np.ndarray:
+    """(H, W) bool, stored pixels, from an image file or its bytes: where any channel and alpha are not 0."""
+    path = image_files.as_path(file) if isinstance(file, (str, os.PathLike)) else None
+    raw, opaque, _ = _decoded(file, path, max_pixels, bgr=False)
     keep = (raw != 0) & (raw == raw)  # NaN says nothing
     keep = keep if keep.ndim == 2 else keep.any(axis=2)
     return keep if opaque is None else keep & opaque
@@ -62,12 +63,11 @@ def find_masks(folder: Path, names: Iterable[str], where: str) -> dict[str, Path
 
 def _keep(opaque: np.ndarray | None, mask: Any, shape: tuple[int, int], max_pixels: int) -> np.ndarray:
     """(H, W) bool: where an image (H, W), as stored, is opaque and the caller's mask keeps it."""
-    if isinstance(mask, (str, os.PathLike)):
-        name, keep = str(mask), read_mask(mask, max_pixels)
+    name, mask = str(mask) if isinstance(mask, (str, os.PathLike)) else "the mask", read_once(mask)
+    if isinstance(mask, (str, os.PathLike, bytes, bytearray, memoryview, PIL.Image.Image)):
+        keep = read_mask(mask, max_pixels)
     else:
-        name = "the mask"
-        given = mask.convert("L") if isinstance(mask, PIL.Image.Image) else mask
-        array = channels_last(to_numpy(given))
+        array = channels_last(to_numpy(mask))
         if array.dtype.kind not in "biuf" or isinstance(mask, np.ma.MaskedArray):
             kind = type(mask).__name__
             raise UsageError(f"a mask is a path, an array, a PIL image or a torch tensor, (H, W), not {kind}")
@@ -205,7 +205,7 @@ def read_image(
             its longer side keeps so many pixels; None: never.
         upright: apply the EXIF orientation; False keeps the stored pixels.
         max_pixels: width · height above which a file is refused from its header, undecoded.
-        mask: image file (not 0 = keep) or (H, W) array, in stored pixels.
+        mask: image file, its `bytes` or (H, W) array, in stored pixels: not 0 = keep.
         alpha_mask: where alpha is 0, the mask is False too; with an `ImageWarning` if it is 0 everywhere.
         bgr: arrays and tensors of three or four channels are BGR or BGRA, as OpenCV reads them.
         keep_stored: also keep the image without colour at the file's resolution and depth, as

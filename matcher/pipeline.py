@@ -129,7 +129,7 @@ class Pipeline:
                 array: (H, W) grey or (H, W, 3) RGB, of uint8, uint16 or float in [0, 1]; a torch tensor may
                 also be (1 or 3, H, W) or (1, 3, H, W). Of BGR arrays, as of `cv2.imread`, with
                 `matcher.load(bgr=True)`.
-            mask0, mask1: a path or (H, W) array of the stored image, not zero where keypoints may lie.
+            mask0, mask1: a path, `bytes` or (H, W) array of the stored image, not 0 where keypoints may lie.
             camera0, camera1: for essential geometry only: a `Camera`, fx, fy, cx, cy in stored pixels, or a
                 (3, 3) matrix K, either also by name in a dict; images of one size may have one.
             budget_ms: milliseconds for the pair: keypoints, layers, image size and passes are chosen to fit
@@ -142,7 +142,7 @@ class Pipeline:
         """
         start, kind = perf_counter(), self.config.estimation.kind
         cameras_of_pair(kind, camera0, camera1)  # before anything is read
-        image0, image1 = read_once(image0), read_once(image1)
+        image0, image1, mask0, mask1 = map(read_once, (image0, image1, mask0, mask1))
         images = read_both(self.read, (image0, mask0), (image1, mask1))
         cameras = cameras_of_pair(kind, camera0, camera1, [i.size for i in images]) or (None, None)
         reading, chosen, choice = perf_counter() - start, self, None

@@ -29,9 +29,7 @@ def compute_threads() -> int:
     if (torch := sys.modules.get("torch")) is not None:
         return torch.get_num_threads()
     given = os.environ.get(_GIVEN, "")
-    if given.isdecimal() and int(given):
-        return int(given)
-    return usable_cores()
+    return int(given) if given.isdecimal() and int(given) else usable_cores()
 
 
 def usable_cores() -> int:

@@ -56,6 +56,7 @@ def test_masks_are_taken_in_every_form(files):
         array = np.asarray(mask)
         arrays = array, array > 0, array / 255.0, (unknown := np.where(array, 1.0, np.nan))[..., None]
         PIL.Image.fromarray(unknown.astype(np.float32)).save(path := files / "unknown.tif")
+        arrays += path.read_bytes(), path.open("rb")
         for given in (mask, mask.convert("1"), path, *arrays, torch.from_numpy(array.copy())[None, None]):
             assert is_kept(pipeline.extract(image, given).keypoints)
     with pytest.raises(matcher.UsageError, match=r"a mask is a path, an array, .*, not dict"):

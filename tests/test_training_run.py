@@ -37,7 +37,7 @@ from matcher.extract.learned import Architecture, FeatureNetwork, folded
 from matcher.files import write_output
 from matcher.torch_engine import build_extractor
 from matcher.train.pairs import Describer
-from matcher.train.recipe import Recipe, read_recipe, shipped_recipe
+from matcher.train.recipe import Recipe, find_recipe, read_recipe
 from matcher.train.run import RunOptions, claim_folder, train
 from matcher.train.trainer import Batch, Trainer, batch_maker, validate
 from matcher.train.views import load_views
@@ -340,8 +340,8 @@ def test_a_front_end_goes_on_from_a_smaller_file(root, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["hybrid", "hybrid-learned", "learned"])
-def test_shipped_recipes_train_what_is_shipped(name):
-    recipe = read_recipe(shipped_recipe(name))
+def test_find_recipes_train_what_is_shipped(name):
+    recipe = read_recipe(find_recipe(name))
     assert recipe.name == name and recipe.front_end.train == (name == "learned")
     shipped = load_model(recipe.matcher.name)[0].config
     assert replace(shipped, policy=recipe.matcher.network.policy) == recipe.matcher.network

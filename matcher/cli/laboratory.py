@@ -44,7 +44,7 @@ def train(
     Run the same command again to continue after an interruption.
 
     Args:
-        recipe (FILE.toml): What to train and how; by default the recipe of the default preset's weights.
+        recipe (NAME|FILE.toml): What to train and how: hybrid-learned (the default), hybrid, learned or FILE.
         photos (DIR): Photos to train on; by default $MATCHER_DATA/photos/train.
         validation (DIR): Other photos to validate on; by default a tenth of --photos.
         rendered (DIR): Folder of rendered views, for recipes that use them.
@@ -57,12 +57,12 @@ def train(
             weights.
     """
     from matcher.images import data_folder
-    from matcher.train.recipe import enlarged, limited, read_recipe, shipped_recipe
+    from matcher.train.recipe import enlarged, find_recipe, limited, read_recipe
     from matcher.train.run import RunOptions
     from matcher.train.run import train as train_networks
     from matcher.viz.drawings import draw_training, save_figure
 
-    chosen = read_recipe(recipe or shipped_recipe(DEFAULT_PRESET))
+    chosen = read_recipe(find_recipe(recipe or DEFAULT_PRESET))
     chosen = enlarged(chosen if steps is None else limited(chosen, steps), batch_scale)
     if photos is None:  # the shared ones, which come split
         photos = data_folder() / "photos" / "train"

@@ -16,7 +16,7 @@ from matcher import presets as known
 from matcher.cli.options import Count, PresetName, check_outputs, loading
 from matcher.cli.output import complain, exit_code_of, show, wants_progress
 from matcher.config import NearestConfig, NetworkConfig, described
-from matcher.errors import CPU_BUILD, CUDA_BUILD, IntegrityError, UsageError, unknown_name
+from matcher.errors import CPU_BUILD, CUDA_BUILD, IntegrityError, UsageError, counted, unknown_name
 from matcher.files import cache_folder
 
 Port = Annotated[int, ("min", 0), ("max", 65535)]
@@ -233,7 +233,7 @@ def env(compile_: bool = False) -> None:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
         precision, threads = resolve_precision("auto", device), torch.get_num_threads()
         cuda = torch.version.cuda
-        show(f"device: {device} ({name}), {threads} threads, precision auto is {precision}")
+        show(f"device: {device} ({name}), {counted(threads, 'thread')}, precision auto is {precision}")
         show(f"PyTorch: {torch.__version__}, a build {f'for CUDA {cuda}' if cuda else 'without CUDA'}")
         other = f"without GPU, 0.75 GB installed: {CPU_BUILD}"
         show(f"  {other if cuda else f'for an NVIDIA GPU (Linux, 5.8 GB installed): {CUDA_BUILD}'}")

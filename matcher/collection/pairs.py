@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from matcher.budget import adjusted
 from matcher.collection.schema import one_line
 from matcher.collection.settings import Setup, build
 from matcher.collection.sources import NameTable, PairChoice
@@ -183,11 +184,9 @@ def chosen_pairs(
         if frozenset(pair) not in known and (of is None or not set(pair).isdisjoint(of))
     ]
 
-    def report(done: int, total: int) -> None:
-        on_progress(StageProgress("choose", done, 0, total))
-
+    how = {"on_progress": lambda done, total: on_progress(StageProgress("choose", done, 0, total))}
     partners = Counter(name for pair in known for name in pair)
-    return preemptive_pairs(candidates, store.features, build(setup), partners=partners, on_progress=report)
+    return preemptive_pairs(candidates, store.features, build(setup), partners=partners, **how)
 
 
 def sequential(names: Sequence[str], k: int) -> Iterator[tuple[str, str]]:
@@ -248,20 +247,25 @@ def preemptive_pairs(
     those of its partners' partners. Where the pipeline's geometry needs cameras, a fundamental matrix
     verifies.
     """
-    estimation, verifier = pipeline.config.estimation, pipeline
-    if estimation.kind == "essential":
-        verifier = with_estimation(pipeline, replace(estimation, kind="fundamental"))
+    if pipeline.config.estimation.kind == "essential":
+        pipeline = with_estimation(pipeline, replace(pipeline.config.estimation, kind="fundamental"))
     strongest_of = lru_cache(128)(lambda name: strongest(features(name), 512))
     inliers, likely = np.zeros(len(candidates)), np.zeros(len(candidates), dtype=bool)
-    for row, pair in enumerate(candidates):
-        ends = [strongest_of(name) for name in pair]
-        if min(map(len, ends)) > 0:
-            matches = pipeline.match_features(*ends)
-            geometry = verifier.verify(*ends, matches)
-            verdict = verdict_of(matches, geometry, *(end.image_size for end in ends))
-            inliers[row] = geometry.inliers.sum()
-            likely[row] = verdict is None or verdict.probability > NOT
-        on_progress(row + 1, len(candidates))
+    # Other quarter turns, most of the work of a pair without matches, only where an image lacks partners.
+    plain = replace(pipeline, matcher=adjusted(pipeline.matcher, other_turns_below=0.0))
+    rows, agreeing = list(range(len(candidates))), Counter(partners)
+    for comparing in (plain, pipeline)[plain.matcher is pipeline.matcher :]:
+        for done, row in enumerate(rows, start=1):
+            ends = [strongest_of(name) for name in candidates[row]]
+            if min(map(len, ends)) > 0:
+                matches = comparing.match_features(*ends)
+                geometry = comparing.verify(*ends, matches)
+                verdict = verdict_of(matches, geometry, *(end.image_size for end in ends))
+                inliers[row] = geometry.inliers.sum()
+                likely[row] = verdict is None or verdict.probability > NOT
+            on_progress(done, len(rows))
+        agreeing.update(name for row in np.flatnonzero(likely) for name in candidates[row])
+        rows = [row for row in rows if not likely[row] and min(agreeing[n] for n in candidates[row]) < BEST]
     return best_pairs(candidates, inliers, likely, partners or {})
 
 

@@ -29,6 +29,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from matcher import processes
 from matcher.collection import schema
 from matcher.collection.schema import DONE, FAILED, WAITING
 from matcher.collection.settings import Setup, build
@@ -36,7 +37,6 @@ from matcher.collection.sources import Extracted, FeatureSource
 from matcher.collection.store import EncodedPair, Store, Writer
 from matcher.errors import ImageError, IntegrityError, MatcherError, UsageError, optional
 from matcher.loading import devices, takes
-from matcher.processes import child_command, child_environment, thread_environment, usable_cores
 from matcher.types import Features, Image, to_numpy
 from matcher.verify.verdict import NOT, reject_improbable
 
@@ -207,9 +207,9 @@ class _Process:
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                child_command("matcher.collection.workers", str(theirs.fileno())),
+                processes.child_command("matcher.collection.workers", str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
-                env=child_environment(threads),
+                env=processes.child_environment(threads),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C reaches this process alone, which decides
             )
@@ -230,8 +230,7 @@ class LocalWorkers(_Pool):
         super().__init__()
         if os.name != "posix":
             raise UsageError("worker processes need Linux or macOS; use workers=0 here")
-        self._failed_starts = 0
-        self._start = partial(_Process, run_dir, threads=threads)
+        self._failed_starts, self._start = 0, partial(_Process, run_dir, threads=threads)
         given = [{"device": device} if takes(setup.preset, "device") else {} for device in devices]
         own = (replace(setup, options={**setup.options, **each}) for each in given)
         self.idle += map(self._start, own)
@@ -314,8 +313,7 @@ class RayWorkers(_Pool):
         with optional():
             import ray
 
-        self._ray = ray
-        self._ours = not ray.is_initialized()
+        self._ray, self._ours = ray, not ray.is_initialized()
         if self._ours:
             options: dict[str, Any] = {"address": os.environ.get("RAY_ADDRESS")}
             if not options["address"]:
@@ -334,7 +332,7 @@ class RayWorkers(_Pool):
         cores = max(1, int(resources.get("CPU", 1)) // threads)
         # An actor sees only its own GPU; a CPU actor must not search for one.
         setup = replace(setup, options={**setup.options, "device": "auto" if gpus else device})
-        limits = {"env_vars": thread_environment(threads)}
+        limits = {"env_vars": processes.thread_environment(threads)}
         actor = ray.remote(Actor).options(
             num_cpus=threads, num_gpus=int(gpus > 0), max_restarts=-1, max_task_retries=1, runtime_env=limits
         )
@@ -385,13 +383,14 @@ def start_engine(run_dir: Path, setup: Setup, workers: Workers) -> Engine:
     """Start the engine; close it after use; `UsageError`: a missing device or extra."""
     if workers.engine == "ray":
         return RayWorkers(run_dir, setup, workers.count, workers.threads or 1)
-    every, cores, count = devices(setup.options), usable_cores(), workers.count
+    every, cores, count = devices(setup.options), processes.usable_cores(), workers.count
     if count is None:
         count = cores if every == ["cpu"] else len(every)
     if count == 0:
         return InProcess(run_dir, setup)
     chosen = [every[number % len(every)] for number in range(count)]
-    return LocalWorkers(run_dir, setup, chosen, workers.threads or max(1, cores // count))
+    threads = max(1, min(cores // count, processes.compute_threads()))
+    return LocalWorkers(run_dir, setup, chosen, workers.threads or threads)
 
 
 def _by_tiles(pairs: np.ndarray) -> np.ndarray:

@@ -125,7 +125,7 @@ def continue_model(
         poses = replace(given, cameras={**shared, **given.cameras})
         how = dict(choice=choice, only=names, poses=poses, on_incomplete=more)
         made = reconstruct(store, out, **how, **options)
-    made.export.notes.append(f"added to the model's photos: {counted(len(new), 'photo')}: {few(new)}")
+    made.export.notes.append(f"without a pose before: {counted(len(new), 'photo')}: {few(new)}")
     return made
 
 

@@ -211,12 +211,10 @@ def read_recipe(path: Path) -> Recipe:
     return recipe
 
 
-def shipped_recipe(name: str) -> Path:
-    """The recipe of shipped weights, beside them, in the package or in a checkout."""
-    path = weights_folder() / f"{name}.toml"
-    if not path.is_file():
-        raise UsageError(f"{path} is absent; give a recipe with --recipe FILE.toml")
-    return path
+def find_recipe(given: str | Path) -> Path:
+    """A recipe's file, or by name the one of shipped weights, beside them in the package or in a checkout."""
+    shipped = weights_folder() / f"{given}.toml"
+    return shipped if shipped.is_file() and not Path(given).exists() else Path(given)
 
 
 def limited(recipe: Recipe, steps: int) -> Recipe:

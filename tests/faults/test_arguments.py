@@ -19,7 +19,7 @@ from matcher.cli import main
 from matcher.collection.pairs import read_pairs
 from matcher.errors import MatcherError, UsageError
 from matcher.sequence.trajectory import read_poses
-from matcher.train.recipe import read_recipe, shipped_recipe
+from matcher.train.recipe import find_recipe, read_recipe
 from matcher.types import Features
 from matcher.weights.files import load_model, save_model
 
@@ -99,7 +99,7 @@ POSED = st.fixed_dictionaries(
     {"cam_from_world": VALUES | st.just(np.eye(4)[:3].tolist())}, optional={"camera": VALUES | CAMERAS}
 )
 TABLES = st.dictionaries(st.text(max_size=5), POSED | VALUES, max_size=3)
-RECIPE = shipped_recipe("hybrid").read_text("utf-8").splitlines()
+RECIPE = find_recipe("hybrid").read_text("utf-8").splitlines()
 CHANGED = st.sampled_from(
     [*NUMBERS, "true", '"x"', "[]", "{}", "[[1]]", "1979-05-27", "[" * 9000, "{a=" * 9000, '"../../x"', ""]
 )
