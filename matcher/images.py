@@ -31,8 +31,7 @@ def read_mask(file: ImageInput, max_pixels: int) -> np.ndarray:
     """(H, W) bool, stored pixels, from an image file or its bytes: where any channel and alpha are not 0."""
     path = image_files.as_path(file) if isinstance(file, (str, os.PathLike)) else None
     raw, opaque, _ = _decoded(file, path, max_pixels, bgr=False)
-    keep = (raw != 0) & (raw == raw)  # NaN says nothing
-    keep = keep if keep.ndim == 2 else keep.any(axis=2)
+    keep = ((raw != 0) & (raw == raw)).any(axis=tuple(range(2, raw.ndim)))  # NaN says nothing
     return keep if opaque is None else keep & opaque
 
 

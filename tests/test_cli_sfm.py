@@ -104,7 +104,7 @@ def test_mistakes_have_a_message_and_a_code(made, tmp_path, capfd):
         (("sfm", photos, "--out", tmp_path / "m", "--seed", -2), "--seed"),
         (("sfm", photos, "--out", tmp_path / "no" / "m"), "no folder"),
         (("sfm", tmp_path / "none", "--out", tmp_path / "m"), "none"),
-        (("export", tmp_path, "--to", "npz", tmp_path / "a.npz"), "holds no run"),
+        (("export", folder / "model", "--to", "npz", tmp_path / "a.npz"), "holds no run; give"),
         (("export", done, "--to", "npz", tmp_path / "a.npz", "--camera", "1,1,1,1"), "no cameras"),
         (("export", done, "--to", "npz", tmp_path / "a.npz", "--cameras", "each"), "no cameras"),
     ):

@@ -61,7 +61,9 @@ class Store(AbstractContextManager):
         folder = Path(run_dir)
         schema.check_files(folder)
         if not (folder / schema.DATABASE).is_file():
-            raise UsageError(f"{folder} holds no run; make one: `matcher collection IMAGES --run {folder}`")
+            own = Path(f"{folder}-run", schema.DATABASE).is_file()  # as of a model that `sfm` made
+            how = f"give {folder}-run" if own else f"make one: `matcher collection IMAGES --run {folder}`"
+            raise UsageError(f"{folder} holds no run; {how}")
         return cls(folder, schema.opened(folder / schema.DATABASE))
 
     def close(self) -> None:
