@@ -55,7 +55,6 @@ class Choice:
         return replace(self, without=(*self.without, "some " * (len(passes) > 1) + "further passes"))
 
     def __str__(self) -> str:
-        """One line for a person."""
         layers = f", {self.layers} layers" if self.layers else ""
         left_out = f", without {', '.join(self.without)}" if self.without else ""
         first = " for the first pass" if self.passes and "further passes" not in self.without else ""

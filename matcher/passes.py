@@ -389,8 +389,7 @@ class Crop:
 
     def as_image(self) -> Image:
         """The crop as an independent image."""
-        height, width = self.pixels.shape[:2]
-        return Image(self.pixels, size=(width, height), mask=self.mask)
+        return Image(self.pixels, size=self.pixels.shape[1::-1], mask=self.mask)
 
     def to_stored(self, points: np.ndarray) -> np.ndarray:
         """Points (…, 2) of the crop → stored pixels of its image, float64."""

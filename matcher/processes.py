@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -115,15 +114,3 @@ def child_environment(threads: int | None = None) -> dict[str, str]:
         paths.insert(0, ours)  # the child is to run this package, not another one that is installed
     limits = {} if threads is None else thread_environment(threads)
     return {**os.environ, **limits, "PYTHONPATH": os.pathsep.join(paths), _SAFE: "1"}
-
-
-@contextmanager
-def safe_path() -> Iterator[None]:
-    """While it is open, Python processes that others start for us leave the working folder off their path."""
-    before = {_SAFE: os.environ[_SAFE]} if _SAFE in os.environ else {}
-    os.environ[_SAFE] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_SAFE]
-        os.environ.update(before)

@@ -611,7 +611,6 @@ class Matches:
         return replace(self, **chosen, refinement=self.refinement and self.refinement.select(index))
 
     def __len__(self) -> int:
-        """The number of matches K."""
         return len(self.indices)
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import cache, wraps
@@ -217,7 +217,7 @@ def runnable(command: Callable[..., Any], name: str) -> Callable[..., Any]:
                 complain("ended; what is finished is kept: run the same command again to continue")
             raise
         except MatcherError as error:
-            error.args = (_as_options(str(error), kinds, _given_paths(values)),)
+            error.args = (_as_options(str(error), kinds, values),)
             raise
         finally:
             if "matcher.torch_engine" in sys.modules:
@@ -235,16 +235,12 @@ def runnable(command: Callable[..., Any], name: str) -> Callable[..., Any]:
     return run
 
 
-def _given_paths(values: Mapping[str, Any]) -> set[str]:
-    """What messages may begin with because the user named a file or folder so: paths and their stems."""
+def _as_options(text: str, names: Iterable[str], values: Mapping[str, Any]) -> str:
+    """A message of the library whose arguments are named as the options that the user typed, but at its start
+    for what may be one of their values there: a path or its stem."""
     each = [one for value in values.values() for one in (value if isinstance(value, list) else [value])]
-    paths = [Path(one) for one in each if isinstance(one, str | Path)]
-    return {word for path in paths for word in (str(path), path.stem)}
-
-
-def _as_options(text: str, names: Iterable[str], paths: Container[str]) -> str:
-    """A message of the library whose arguments are named as the options that the user typed, but for a path
-    at its start."""
+    given = [Path(one) for one in each if isinstance(one, str | Path)]
+    paths = {word for path in given for word in (str(path), path.stem)}
 
     def flag(found: re.Match[str]) -> str:
         name, value = found.groups()

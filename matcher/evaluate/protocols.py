@@ -116,7 +116,6 @@ class PairSet:
     note: str = ""  # printed with the table
 
     def __len__(self) -> int:
-        """The number of pairs."""
         return len(self.pairs)
 
     def first(self, count: int) -> PairSet:

@@ -49,7 +49,6 @@ class Architecture:
         ]
 
     def __str__(self) -> str:
-        """In words."""
         widths, depths = (" ".join(map(str, each)) for each in (self.widths, self.depths))
         return f"widths {widths}, depths {depths}, hidden {self.hidden}"
 

@@ -72,8 +72,6 @@ def main() -> None:
 
 
 def _map(job: Job) -> Models:
-    """Models by the mapper of the job."""
-
     def mapped() -> Models:
         if job["mapper"] == "global":
             return pycolmap.global_mapping(job["database"], job["images"], job["work"], _options(job))
