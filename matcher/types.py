@@ -26,20 +26,15 @@ if TYPE_CHECKING:
 # NumPy arrays and torch tensors side by side, without loading torch.
 
 
-def loaded_torch() -> ModuleType | None:
-    """torch, if this process has loaded it."""
-    return sys.modules.get("torch")
-
-
 def is_tensor(value: Any) -> bool:
     """Whether a value is a torch tensor."""
-    torch = loaded_torch()
+    torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def library(value: Any) -> ModuleType:
     """torch for a tensor, else NumPy: for functions that both have under one name."""
-    return loaded_torch() if is_tensor(value) else np
+    return sys.modules["torch"] if is_tensor(value) else np
 
 
 def to_numpy(value: Any) -> np.ndarray:
@@ -444,7 +439,8 @@ class Features:
 
 def _as_field(value: Any, name: str) -> np.ndarray | Tensor:
     """A field of `Features` in its own type: a tensor as it is, else a copy as this process keeps fields."""
-    torch, kind = loaded_torch(), {"mask": "bool", **dict.fromkeys(_EXIF, "int64")}.get(name, "float32")
+    torch = sys.modules.get("torch")
+    kind = {"mask": "bool", **dict.fromkeys(_EXIF, "int64")}.get(name, "float32")
     if is_tensor(value):
         as_given = name == "descriptors" and value.is_floating_point()
         return value if as_given else converted(value, getattr(torch, kind))

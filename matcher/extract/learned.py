@@ -9,7 +9,7 @@ hold at that position; nothing is described that is not a point. Training alone 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 
@@ -88,16 +88,6 @@ def architecture_of(shapes: Mapping[str, Sequence[int]]) -> Architecture:
 _UNNORMALISED = ("lift", "points", "descriptor")  # parts of the network without batch normalisation
 
 
-def _fused_convolution() -> Callable[..., Tensor] | None:
-    """oneDNN's convolution that ends with a ReLU, which spares a pass over the map; None without it.
-
-    It is missing in some builds of PyTorch, and refuses bfloat16 on processors without AVX-512.
-    """
-    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return None
-    return getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
-
-
 class ConvNormRelu(nn.Sequential):
     """Convolution, batch normalisation, ReLU; once trained, the second is part of the first."""
 
@@ -112,8 +102,11 @@ class ConvNormRelu(nn.Sequential):
         """(B, inputs, H, W) → (B, outputs, H / stride, W / stride)."""
         convolution, norm, _ = self
         half = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not torch.is_grad_enabled()
-        fused = _fused_convolution() if half and not isinstance(norm, nn.BatchNorm2d) else None
-        if fused is None:
+        # oneDNN's convolution that ends with a ReLU spares a pass over the map. It is missing in some builds
+        # of PyTorch, and refuses bfloat16 on processors without AVX-512.
+        half = half and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        fused = getattr(torch.ops.mkldnn, "_convolution_pointwise", None) if half else None
+        if fused is None or isinstance(norm, nn.BatchNorm2d):
             return super().forward(x)
         sizes = (convolution.padding, convolution.stride, convolution.dilation, convolution.groups)
         return fused(x, convolution.weight, convolution.bias, *sizes, "relu", [], "")
@@ -176,19 +169,13 @@ class FeatureNetwork(nn.Module):
         x = self.mix(x)
         # Half precision would make neighbouring pixels equal.
         with torch.autocast(x.device.type, enabled=False):
-            return self._logits(x.float()), maps
-
-    def _logits(self, x: Tensor) -> Tensor:
-        """(B, C, H/2, W/2) → (B, H, W): `points` and a pixel shuffle, as one convolution of stride 2.
-
-        It has an output for each pixel of a square of 4 x 4, which takes half the time.
-        """
-        ready = self.squares is not None and not torch.compiler.is_compiling()
-        weight, bias = self.squares if ready else self._squares()
-        return pixel_shuffle(conv2d(x, weight, bias, 2, 1), 4).squeeze(1)
+            ready = self.squares is not None and not torch.compiler.is_compiling()
+            weight, bias = self.squares if ready else self._squares()
+            return pixel_shuffle(conv2d(x.float(), weight, bias, 2, 1), 4).squeeze(1), maps
 
     def _squares(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias of that convolution."""
+        """Weight and bias of `points` and a pixel shuffle as one convolution of stride 2, which takes half
+        the time: it has an output for each pixel of a square of 4 x 4."""
         shifts = [(dx, 1 - dx, dy, 1 - dy) for dy in (0, 1) for dx in (0, 1)]
         weight = torch.stack([pad(self.points.weight, shift) for shift in shifts])
         weight = weight.unflatten(1, (2, 2)).unflatten(0, (2, 2)).transpose(1, 2).flatten(0, 3)

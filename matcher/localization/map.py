@@ -119,7 +119,6 @@ class Map(AbstractContextManager):
     """
 
     def __init__(self, folder: Path, store: Store, config: LocalizationConfig, options: LoadOptions) -> None:
-        """Use `open`."""
         self.model = model = read_sparse_map(folder, store)  # images, poses and points as arrays
         self.config, self._store, settings = config, store, store.settings
         recorded, own = read_summary(folder).get("features"), feature_settings(settings)

@@ -153,7 +153,10 @@ def open_index(
             return RetrievalIndex(Vocabulary(words, target, sign, table.shape[1]), table, about["kind"])
     # There is a vocabulary, as the images of a map's points have keypoints.
     own, kind = retrieval.collection_vocabulary(names, features)
-    table = np.array([retrieval.global_descriptor(own, features(name)) for name in names], dtype=np.float16)
+    table = np.zeros((len(names), own.length), np.float16)
+    for row, name in enumerate(names):
+        if len(local := retrieval.strongest_descriptors(features(name))):
+            table[row] = own.describe(local)
     arrays = dict(words=own.words, target=own.target, sign=own.sign, table=table)
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     with suppress(OSError):  # a folder that cannot be written costs time only

@@ -8,7 +8,7 @@ import numpy as np
 
 from matcher import types
 from matcher.config import NearestConfig, NetworkConfig
-from matcher.errors import UsageError
+from matcher.errors import UsageError, check_number
 from matcher.match.steering import STEERABLE_KIND, best_turn, turned
 from matcher.types import Features, Matches
 
@@ -29,8 +29,7 @@ class NearestMatcher:
             raise UsageError(
                 f"the ratio must be above 0 and at most 1 (1 switches the test off), not {config.ratio}"
             )
-        if not 0 <= config.match_threshold <= 1:
-            raise UsageError(f"match_threshold must be a number from 0 to 1, not {config.match_threshold}")
+        check_number(config.match_threshold, "match_threshold", 0, 1)
         self.config = config
 
     def __call__(self, features0: Features, features1: Features) -> list[Matches]:

@@ -46,9 +46,7 @@ class Vocabulary:
 
 
 def learn_vocabulary(sample: np.ndarray) -> Vocabulary:
-    """A vocabulary by k-means on a sample (S, D) of local descriptors; `UsageError` without any."""
-    if sample.ndim != 2 or len(sample) == 0:
-        raise UsageError(f"a vocabulary is learned from local descriptors (S, D), not from {sample.shape}")
+    """A vocabulary by k-means on a sample (S, D) of local descriptors, S > 0."""
     rng = np.random.default_rng(0)
     local = _unit_rows(sample)
     words = min(WORDS, max(1, len(local) // 16))  # of fewer points words would be the points themselves
@@ -87,12 +85,6 @@ def collection_vocabulary(
         raise UsageError("the images have descriptors of several sizes; extract them with one front end")
     kind = kinds.pop() if len(kinds) == 1 else "any"
     return (learn_vocabulary(np.concatenate(samples)) if samples else None), kind
-
-
-def global_descriptor(vocabulary: Vocabulary, features: Features) -> np.ndarray:
-    """(length,) float32 of an image, from its strongest keypoints; zeros without any."""
-    local = strongest_descriptors(features)
-    return vocabulary.describe(local) if len(local) else np.zeros(vocabulary.length, np.float32)
 
 
 def similar_pairs(

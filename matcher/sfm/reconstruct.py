@@ -19,7 +19,7 @@ from matcher.collection.schema import common_camera
 from matcher.collection.settings import feature_settings
 from matcher.collection.store import Store
 from matcher.collection.tracks import refine_run
-from matcher.errors import MatcherError, UsageError, counted, few, optional
+from matcher.errors import MatcherError, UsageError, counted, few, optional, unknown_name
 from matcher.export.colmap import CameraChoice, ExportReport, import_pycolmap, write_colmap
 from matcher.files import whole_folder, write_whole
 from matcher.image_files import read_gps
@@ -100,8 +100,7 @@ def reconstruct(
         OSError: the disk is full.
     """
     if unknown := sorted(options.keys() - MappingOptions.__annotations__.keys()):
-        known = ", ".join(MappingOptions.__annotations__)
-        raise UsageError(f"unknown option {unknown[0]!r}; there are {known}")
+        raise UsageError(unknown_name("option", unknown[0], MappingOptions.__annotations__))
     job = {"mapper": "incremental", "min_images": 3, "threads": -1, "seed": 0, "max_deviation": None}
     job |= {name: value for name, value in options.items() if name != "overwrite"}
     mapper, min_images, threads = job["mapper"], job["min_images"], job["threads"]
