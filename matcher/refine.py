@@ -20,6 +20,15 @@ from matcher.processes import compute_threads
 from matcher.types import REFINEMENTS, Image, Matches, MatchRefinement
 
 
+def nearest(points: np.ndarray, queries: np.ndarray, count: int) -> np.ndarray:
+    """(N, count) rows of the `points` (K, 2), K ≥ count, nearest to each query (N, 2), the nearest first."""
+    if len(queries) == 0:
+        return np.zeros((0, count), np.int64)
+    known, asked = (np.ascontiguousarray(each, dtype=np.float32) for each in (points, queries))
+    tree = cv2.flann_Index(known, {"algorithm": 4})  # FLANN's exact tree of few dimensions
+    return tree.knnSearch(asked, count, params={"checks": -1})[0]
+
+
 def fit_affine_maps(
     points0: np.ndarray, points1: np.ndarray, neighbours: int = 16
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -30,15 +39,14 @@ def fit_affine_maps(
     count = len(points0)
     if count <= 3:  # three neighbours determine a map
         return np.tile(np.eye(2), (count, 1, 1)), np.zeros(count, dtype=bool)
-    wanted, samples = min(neighbours, count - 1), np.ascontiguousarray(points0, dtype=np.float32)
-    tree = cv2.flann_Index(samples, {"algorithm": 4})  # an exact search in one k-d tree
-    found, _ = tree.knnSearch(samples, wanted + 1, params={"checks": -1})
+    wanted = min(neighbours, count - 1)
+    found = nearest(points0, points0, wanted + 1)
     own = found == np.arange(count)[:, None]
     own[~own.any(axis=1), -1] = True  # among coincident points the search may omit the point itself
     # Neighbours come first, (n, K), so that sums over them run along the matches.
-    nearest = np.ascontiguousarray(found[~own].reshape(count, wanted).T)
+    rows = np.ascontiguousarray(found[~own].reshape(count, wanted).T)
     offsets0, offsets1 = (
-        [(side[nearest] - side).astype(np.float32) for side in points.T] for points in (points0, points1)
+        [(side[rows] - side).astype(np.float32) for side in points.T] for points in (points0, points1)
     )
     square = offsets0[0] ** 2 + offsets0[1] ** 2
     radius = np.sqrt(square.max(axis=0)).clip(1e-3)  # pixels; matches may coincide

@@ -141,19 +141,16 @@ class SelfBlock(Block):
 
     def __init__(self, config: ContextConfig) -> None:
         super().__init__(config)
-        self._initialise_local(config)
-
-    @torch.no_grad()
-    def _initialise_local(self, config: ContextConfig) -> None:
-        """Constant queries and keys, rotated by positions: at first a point attends to its neighbours."""
+        # Constant queries and keys, rotated by positions: at first a point attends to its neighbours.
         width, qkv = config.dim // config.heads, self.attention.qkv
         reach = torch.linspace(4.0, 12.0, config.heads)  # peak of the logits, head by head
         constant = (reach / width**0.5).sqrt().repeat_interleave(width)
-        if config.bias:
-            qkv.weight[: 2 * config.dim] *= 0.5
-            qkv.bias[: 2 * config.dim] = constant.repeat(2)
-        for weight in (qkv.weight[2 * config.dim :], self.attention.out.weight):
-            nn.init.orthogonal_(weight)  # messages keep the norm of the values
+        with torch.no_grad():
+            if config.bias:
+                qkv.weight[: 2 * config.dim] *= 0.5
+                qkv.bias[: 2 * config.dim] = constant.repeat(2)
+            for weight in (qkv.weight[2 * config.dim :], self.attention.out.weight):
+                nn.init.orthogonal_(weight)  # messages keep the norm of the values
 
     def forward(
         self, x: Tensor, counts: tuple[int, int], rotations: Tensor | None, mask: Tensor | None
@@ -184,19 +181,16 @@ class CrossBlock(Block):
     def __init__(self, config: ContextConfig) -> None:
         super().__init__(config, shared_qk=config.shared_qk)
         self.sequential = config.sequential_cross
-        self._initialise_similar(config)
-
-    @torch.no_grad()
-    def _initialise_similar(self, config: ContextConfig) -> None:
-        """At first a point attends to the points of the other image that look like it."""
+        # At first a point attends to the points of the other image that look like it.
         gain, qkv = (20 / (config.dim / config.heads) ** 0.5) ** 0.5, self.attention.qkv
-        nn.init.orthogonal_(qkv.weight[: config.dim], gain=gain)
-        if not config.shared_qk:
-            qkv.weight[config.dim : 2 * config.dim] = qkv.weight[: config.dim]
-        if config.bias:
-            nn.init.zeros_(qkv.bias)
-        for weight in (qkv.weight[-config.dim :], self.attention.out.weight):
-            nn.init.orthogonal_(weight)
+        with torch.no_grad():
+            nn.init.orthogonal_(qkv.weight[: config.dim], gain=gain)
+            if not config.shared_qk:
+                qkv.weight[config.dim : 2 * config.dim] = qkv.weight[: config.dim]
+            if config.bias:
+                nn.init.zeros_(qkv.bias)
+            for weight in (qkv.weight[-config.dim :], self.attention.out.weight):
+                nn.init.orthogonal_(weight)
 
     def forward(self, x: Tensor, counts: tuple[int, int], mask: Tensor | None) -> Tensor:
         """Tokens (B, T, dim), `counts` and `mask` of the keys → tokens (B, T, dim)."""

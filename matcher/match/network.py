@@ -99,19 +99,14 @@ class MatchingNetwork(nn.Module):
         self.decisions = []  # `decision` after each layer, in inference
         self.consensus = Consensus() if config.assignment.consensus else None
         self.fine = None if config.refinement is None else Refinement(config.refinement, dim)
-        self._initialise_as_nearest_neighbour()
-
-    @torch.no_grad()
-    def _initialise_as_nearest_neighbour(self) -> None:
-        """Untrained, scores are inner products of standardised descriptors, sharp enough, at every layer."""
-        dim = self.config.context.dim
-        if self.config.project:
+        # Untrained, scores are inner products of standardised descriptors, sharp enough, at every layer.
+        if config.project:
             nn.init.orthogonal_(self.project.weight, gain=dim**0.5)
             nn.init.zeros_(self.project.bias)
-        for head in self.heads if self.config.assignment.project else ():
+        for head in self.heads if config.assignment.project else ():
             nn.init.orthogonal_(head.projection.weight, gain=(15 / dim**0.5) ** 0.5)
             nn.init.zeros_(head.projection.bias)
-            if self.config.assignment.dustbin == "point":
+            if config.assignment.dustbin == "point":
                 nn.init.zeros_(head.matchability.weight)
                 nn.init.zeros_(head.matchability.bias)
 

@@ -228,13 +228,10 @@ class CorrespondenceGuidance(nn.Module):
         self.encode = nn.ModuleList(nn.Linear(2 * _FREQUENCIES, dim, bias=False) for _ in range(depth))
         self.confidence = nn.ModuleList(nn.Linear(dim, 1) for _ in range(depth))
         self.weight = nn.ParameterList(torch.full((_FREQUENCIES,), 0.02) for _ in range(depth))
-        self._initialise()
-
-    @torch.no_grad()
-    def _initialise(self) -> None:
-        """Wavelengths from beyond the image to a tenth of it; encodings too weak to disturb descriptors."""
-        self.frequencies.weight.normal_()
-        self.frequencies.weight *= torch.logspace(-0.3, 1.4, _FREQUENCIES)[:, None]
+        # Wavelengths from beyond the image to a tenth of it; encodings too weak to disturb descriptors.
+        with torch.no_grad():
+            self.frequencies.weight.normal_()
+            self.frequencies.weight *= torch.logspace(-0.3, 1.4, _FREQUENCIES)[:, None]
         nn.init.normal_(self.encode_position.weight, std=0.04)  # zero here and below would be a saddle
         for predict, encode, confidence in zip(self.predict, self.encode, self.confidence, strict=True):
             nn.init.normal_(predict.weight, std=0.02)

@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 
-import cv2
 import numpy as np
 
 from matcher.config import RefineConfig
 from matcher.match.nearest import mutual_minima
 from matcher.match.steering import STEERABLE_KIND, best_turn, rotated_descriptors, turned
-from matcher.refine import ImagePyramid, fit_affine_maps, refine_matches
+from matcher.refine import ImagePyramid, fit_affine_maps, nearest, refine_matches
 from matcher.sequence.frames import FrameLinks, KeptFrame
 from matcher.types import REFINEMENTS, Estimator, Features, Matches
 from matcher.verify.adjustment import threshold_scale
@@ -24,15 +23,6 @@ MIN_LINKS = 12  # consistent ones; with fewer, two frames do not show one scene
 NEIGHBOURS = 6  # links whose median motion predicts a point's
 
 MatchPairs = Callable[[Sequence[tuple[Features, Features]]], list[Matches]]
-
-
-def nearest(points: np.ndarray, queries: np.ndarray, count: int) -> np.ndarray:
-    """(N, count) rows of the `points` (K, 2), K ≥ count, nearest to each query (N, 2), the nearest first."""
-    if len(queries) == 0:
-        return np.zeros((0, count), np.int64)
-    known, asked = (np.ascontiguousarray(each, dtype=np.float32) for each in (points, queries))
-    tree = cv2.flann_Index(known, {"algorithm": 4})  # FLANN's exact tree of few dimensions
-    return tree.knnSearch(asked, count, params={"checks": -1})[0]
 
 
 @dataclass(frozen=True, eq=False)
