@@ -27,7 +27,7 @@ from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.overlay import without_overlay
 from matcher.verify.repetition import repetition
-from matcher.verify.verdict import NOT, judged, reject_improbable, surest
+from matcher.verify.verdict import NOT, judged, reject_improbable, surest, verdict_of
 
 Mask = str | Path | np.ndarray | Any  # the last: a PIL image or a torch tensor
 FURTHER_PASSES = "further passes"  # among the stages of `Result.seconds`
@@ -217,13 +217,16 @@ class Pipeline:
 
     def calibrated(self, result: Result) -> Result:
         """The result with its final match probabilities, best first; no geometry that its verdict denies."""
-        matches, geometry = result.matches, result.geometry
+        matches, geometry, calibration = result.matches, result.geometry, calibration_of(self.matcher)
+        sizes = [features.image_size for features in (result.features0, result.features1)]
         if not result.passes:  # after several, more was asked of it
-            sizes = (features.image_size for features in (result.features0, result.features1))
             geometry = reject_improbable(geometry, matches, *sizes, least=NOT)
-        matches = calibrated_by_geometry(matches, geometry, calibration_of(self.matcher))
-        if (most := surest(geometry)) < 1:  # no match is likelier right than that both show one place
-            matches = replace(matches, scores=matches.scores * most, prior=matches.prior_scores)
+        matches = calibrated_by_geometry(matches, geometry, calibration)
+        if calibration and geometry.verified and geometry.inliers.any():
+            # No match is likelier right than that both show one place. Of doubted pairs fewer are even so.
+            most = verdict_of(matches, geometry, *sizes).probability / matches.scores.max()
+            scores = matches.scores * np.float32(min(1.0, most) * surest(geometry))
+            matches = replace(matches, scores=scores, prior=matches.prior_scores)
         matches, geometry = types.best_first(matches, geometry)
         first = result.first and self.calibrated(result.first)
         return replace(result, matches=matches, geometry=geometry.without_rejected(), first=first)

@@ -220,6 +220,9 @@ def test_results_have_a_verdict(views):
     denied = pipeline.calibrated(replace(same, matches=doubtful, geometry=unknown))
     assert denied.verdict.word == "not" and denied.geometry.rejected.inliers.sum() > 30
     assert denied.geometry.status == "low_inliers" and "no match: " in denied.summary()
+    unlike = replace(unknown, repetition=Repetition(1.0, 1.0, differing=1.0))
+    unsure = pipeline.calibrated(replace(same, geometry=unlike))
+    assert unsure.verdict.differing and 0 < unsure.scores.max() <= unsure.verdict.probability
 
 
 def test_calibrated_predictions_have_no_error():
