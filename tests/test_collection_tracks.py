@@ -150,6 +150,16 @@ def test_a_lone_pair_of_two_places_whose_neighbours_miss_its_matches(rng, keypoi
     assert contradicted(given, keypoints, set(missing) - given.keys()) == []
 
 
+def test_rooms_with_equal_furniture_are_parted_by_what_is_around_it(rng, keypoints):
+    """All loops agree; only what is around the matches differs, which counts where it is as a rule alike."""
+    between = {(a, b) for a in "abc" for b in "def"}
+    given = {ends: edge._replace(differing=0.07 * (ends in between)) for ends, edge in edges(rng).items()}
+    assert contradicted(given, keypoints) == sorted(between)
+    given["a", "b"] = given["a", "b"]._replace(differing=0.07)
+    assert contradicted(given, keypoints) == []
+    assert contradicted({("a", "b"): given["a", "b"]}, keypoints) == []
+
+
 def test_a_false_pair_is_no_witness_against_a_lone_right_one(rng, keypoints):
     keypoints |= {name: keypoints["a"] for name in "ghijkl"}
     given = edges(rng, "abc") | {("a", "d"): edges(rng, "ad")["a", "d"]}

@@ -29,7 +29,7 @@ PAGES = 20  # default number of pair pages
 BINS = (0, 1, 10, 20, 50, 100, 200, 500, 1000, 2000)  # least count of each bin of a histogram
 _ROWS = 500  # of a table
 _EXPLAIN = "`matcher explain IMAGE0 IMAGE1 --output FILE.html`"
-_CONTRADICTED = "going round third images leads to other points: in no track, model or export"
+_CONTRADICTED = "other pairs say that it is another place: in no track, model or export"
 _BODY = (
     '<p id="summary"></p><div id="tables"></div><h2>Pair graph</h2><div id="controls"></div>'
     '<p id="info"></p><canvas id="graph" width="960" height="640"></canvas><p id="legend"></p>'
