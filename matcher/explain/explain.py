@@ -151,7 +151,8 @@ Told = tuple[float, list[tuple[int, float, int, float]]]
 
 def candidates_of(scores: Tensor, unmatched: Tensor, here: np.ndarray, there: np.ndarray) -> dict[int, Told]:
     """What is told of the points (n,) `here`, from log probabilities (n, m) with the points `there`."""
-    points, alone, count = here.tolist(), unmatched.exp().tolist(), min(CANDIDATES, scores.shape[1])
+    alone, count = unmatched.exp().clamp(max=1).tolist(), min(CANDIDATES, scores.shape[1])
+    points = here.tolist()
     if not (points and count):
         return {point: (share, []) for point, share in zip(points, alone, strict=True)}
     top, best = scores.topk(count, dim=1), scores.max(dim=0)

@@ -141,20 +141,17 @@ class _Side:
     def __init__(self, features: Features, points: np.ndarray) -> None:
         scale = to_numpy(features.scale).astype(np.float32)
         self.keypoints, self.inliers = to_numpy(features.keypoints) * scale, points.astype(np.float32) * scale
-        self.descriptors = to_numpy(features.descriptors)
+        self.descriptors = to_numpy(features.descriptors).astype(np.float32)
 
     def likeness(self, other: _Side, rows: np.ndarray, places: np.ndarray) -> _Likeness | None:
         """Of keypoints in some rows (R,) with their places (R, 2) in the other image; None of too few."""
-        row, column = np.nonzero(_squared_distances(places, other.keypoints) < (_CELL / 2) ** 2)
-        known, start = np.unique(row, return_index=True)
+        near = _squared_distances(places, other.keypoints) < (_CELL / 2) ** 2
+        known = np.flatnonzero(near.any(axis=1))
         if len(known) < _FEW:
             return None
-        there = other.descriptors[column].astype(np.float32)
-        swapped = np.roll(known, len(known) // 2)[np.searchsorted(known, row)]
-        found = []
-        for asked in (row, swapped):
-            similar = np.einsum("ij,ij->i", self.descriptors[rows[asked]].astype(np.float32), there)
-            found.append(float(np.median(np.maximum.reduceat(similar, start))))
+        similar, near = self.descriptors[rows[known]] @ other.descriptors.T, near[known]
+        places = near, np.roll(near, -(len(known) // 2), axis=0)
+        found = (float(np.median(similar.max(axis=1, where=each, initial=-1.0))) for each in places)
         return _Likeness(len(known), *found)
 
 
