@@ -256,11 +256,7 @@ class OnnxMatcher:
     def __call__(self, features0: Features, features1: Features) -> list[Matches]:
         """Matches of every pair of the batch (features stacked along a leading axis B); `UsageError`:
         features of another front end or descriptor size."""
-        for features in (features0, features1):
-            check_features(self.config, features)
-        batch, other = (len(features.mask) for features in (features0, features1))
-        if batch != other:
-            raise UsageError(f"{batch} images cannot pair with {other}")
+        check_features(self.config, features0, features1)
         sides = [self._points(features) for features in (features0, features1)]
         return [self._match(*pair) for pair in zip(*sides, strict=True)]
 

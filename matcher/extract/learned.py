@@ -149,10 +149,7 @@ class FeatureNetwork(nn.Module):
     def forward(self, pixels: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Grey (B, 1, H, W) in [0, 1] → logits (B, H, W) float32, and the maps to describe points with."""
         height, width = pixels.shape[2:]
-        logits, maps = self._maps(padded(pixels, self.sizes.stride))
-        return logits[:, :height, :width], maps
-
-    def _maps(self, pixels: Tensor) -> tuple[Tensor, list[Tensor]]:
+        pixels = padded(pixels, self.sizes.stride)
         centred = pixels - pixels.mean((2, 3), keepdim=True)
         # A standard deviation; torch's own takes eight times as long.
         deviation = centred.square().mean((2, 3), keepdim=True).sqrt()
@@ -171,7 +168,8 @@ class FeatureNetwork(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             ready = self.squares is not None and not torch.compiler.is_compiling()
             weight, bias = self.squares if ready else self._squares()
-            return pixel_shuffle(conv2d(x.float(), weight, bias, 2, 1), 4).squeeze(1), maps
+            logits = pixel_shuffle(conv2d(x.float(), weight, bias, 2, 1), 4).squeeze(1)
+        return logits[:, :height, :width], maps
 
     def _squares(self) -> tuple[Tensor, Tensor]:
         """Weight and bias of `points` and a pixel shuffle as one convolution of stride 2, which takes half

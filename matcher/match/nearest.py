@@ -118,29 +118,32 @@ def mutual_minima(costs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 _SAMPLED = 64  # descriptors of an image whose norm is looked at
 
 
-def check_features(config: NetworkConfig, features: Features) -> None:
-    """Refuse a batch of features that a network of this configuration cannot take, by a `UsageError`."""
-    size = features.descriptors.shape[-1]
-    if features.keypoints.ndim != 3:
-        raise UsageError("the network takes batches, keypoints (B, N, 2): Features.stack([features])")
-    if features.kind == types.JOINED:
-        raise UsageError(
-            "these are the joined features of several passes, which cannot be matched again; take those of "
-            "`Pipeline.extract`"
-        )
-    if features.kind not in ("any", config.kind):
-        raise UsageError(
-            f"this matcher takes {config.kind} features, not {features.kind}; load a preset for "
-            f"{features.kind} features, or the front end {config.kind}"
-        )
-    if size != config.descriptor_dim:
-        raise UsageError(f"this matcher takes {config.descriptor_dim}-d descriptors, not {size}-d")
-    if config.kind not in types.UNNORMALISED:
-        _check_norms(config.kind, features)
-    needed = ["cells", "grid"] if config.assignment.border else []
-    needed += ["cells", "affine_frames", "maps"] if config.refinement else []
-    if absent := [name for name in needed if getattr(features, name) is None]:
-        raise UsageError(f"this matcher needs Features.{absent[0]}, which its own front end gives")
+def check_features(config: NetworkConfig, features0: Features, features1: Features) -> None:
+    """Refuse, by a `UsageError`, two batches of features that a network of this configuration cannot pair."""
+    for features in (features0, features1):
+        size = features.descriptors.shape[-1]
+        if features.keypoints.ndim != 3:
+            raise UsageError("the network takes batches, keypoints (B, N, 2): Features.stack([features])")
+        if features.kind == types.JOINED:
+            raise UsageError(
+                "these are the joined features of several passes, which cannot be matched again; take "
+                "those of `Pipeline.extract`"
+            )
+        if features.kind not in ("any", config.kind):
+            raise UsageError(
+                f"this matcher takes {config.kind} features, not {features.kind}; load a preset for "
+                f"{features.kind} features, or the front end {config.kind}"
+            )
+        if size != config.descriptor_dim:
+            raise UsageError(f"this matcher takes {config.descriptor_dim}-d descriptors, not {size}-d")
+        if config.kind not in types.UNNORMALISED:
+            _check_norms(config.kind, features)
+        needed = ["cells", "grid"] if config.assignment.border else []
+        needed += ["cells", "affine_frames", "maps"] if config.refinement else []
+        if absent := [name for name in needed if getattr(features, name) is None]:
+            raise UsageError(f"this matcher needs Features.{absent[0]}, which its own front end gives")
+    if len(features0.mask) != len(features1.mask):
+        raise UsageError(f"{len(features0.mask)} images cannot pair with {len(features1.mask)}")
 
 
 def _check_norms(kind: str, features: Features) -> None:

@@ -146,10 +146,7 @@ class MatchingNetwork(nn.Module):
     def aligned(self, features0: Features, features1: Features) -> Features:
         """`features1` of B pairs turned to fit `features0`, where descriptors are steerable; `UsageError`:
         features that this network does not take, or batches of two sizes."""
-        for features in (features0, features1):
-            check_features(self.config, features)
-        if len(features0.mask) != len(features1.mask):
-            raise UsageError(f"{len(features0.mask)} images cannot pair with {len(features1.mask)}")
+        check_features(self.config, features0, features1)
         return aligned(features0, features1, self.config.kind)
 
     def tokens(self, features0: Features, features1: Features, *, complete: bool = False) -> Tokens:
