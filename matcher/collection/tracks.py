@@ -299,15 +299,19 @@ def _apart(edges: Mapping[Ends, Edge]) -> list[Ends]:
     for (first, second), edge in edges.items():
         speaks_for = (_APART - edge.differing) * np.log1p(len(edge.indices))
         alike[first][second] = alike[second][first] = speaks_for
-    group = {name: {name} for name in alike}
+    group, members = {name: name for name in alike}, {name: [name] for name in alike}
     for first, second in sorted(edges, key=lambda ends: -alike[ends[0]][ends[1]]):
-        few, many = sorted((group[first], group[second]), key=len)
-        if few is not many and sum(v for a in few for b, v in alike[a].items() if b in many) > 0:
-            many |= few
-            group |= dict.fromkeys(few, many)
-    pairs: dict[frozenset[int], list[Ends]] = defaultdict(list)  # of one group, or between two
+        few, many = sorted((group[first], group[second]), key=lambda of: len(members[of]))
+        if few != many and alike[few][many] > 0:
+            for other, speaks_for in alike.pop(few).items():  # sums over the pairs between two groups
+                del alike[other][few]
+                if other != many:
+                    alike[other][many] = alike[many][other] = alike[many].get(other, 0.0) + speaks_for
+            group |= dict.fromkeys(members[few], many)
+            members[many] += members.pop(few)
+    pairs: dict[frozenset[Hashable], list[Ends]] = defaultdict(list)  # of one group, or between two
     for ends in edges:
-        pairs[frozenset(id(group[name]) for name in ends)].append(ends)
+        pairs[frozenset(group[name] for name in ends)].append(ends)
     within = [edges[ends].differing > _APART for of, found in pairs.items() if len(of) == 1 for ends in found]
     if 20 * sum(within) >= len(within):  # as of trees and blank walls, where it says nothing
         return []
