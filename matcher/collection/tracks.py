@@ -288,7 +288,9 @@ def contradicted(
                     missing += shared >= max(30, len(rows) / 3)  # of the points, that the third shows, too
         if missing >= MISSING:
             gone.append(ends)
-    return sorted(gone + _apart({ends: edge for ends, edge in edges.items() if ends not in gone}))
+    false.update(map(frozenset, gone))
+    kept = {ends: edge for ends, edge in edges.items() if frozenset(ends) not in false}
+    return sorted(gone + _apart(kept))
 
 
 def _apart(edges: Mapping[Ends, Edge]) -> list[Ends]:

@@ -214,7 +214,7 @@ def read_recipe(path: Path) -> Recipe:
 def find_recipe(given: str | Path) -> Path:
     """A recipe's file, or by name the one of shipped weights, beside them in the package or in a checkout."""
     shipped = weights_folder() / f"{given}.toml"
-    return shipped if shipped.is_file() and not Path(given).exists() else Path(given)
+    return shipped if shipped.is_file() and not Path(given).is_file() else Path(given)
 
 
 def limited(recipe: Recipe, steps: int) -> Recipe:

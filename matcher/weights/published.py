@@ -468,8 +468,9 @@ def import_files(paths: Sequence[Path], name: str, output: Path | None = None) -
     digests = [_sha256(path) if path.is_file() else "" for path in paths]
     strange = {*digests} - {"", *(file.sha256 for file in row.files)}
     for other in files.read_catalogue().values():  # whose tensors may have the same names and shapes
-        if strange & {file.sha256 for file in other.files}:
-            raise UsageError(f"{paths[0]} is of {other.name}, not of {row.name}: give preset={other.name!r}")
+        if foreign := strange & {file.sha256 for file in other.files}:
+            path = paths[digests.index(min(foreign))]
+            raise UsageError(f"{path} is of {other.name}, not of {row.name}: give preset={other.name!r}")
     if output is not None:
         _convert(row, paths, output)
         return output
