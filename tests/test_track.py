@@ -355,9 +355,9 @@ def test_files_of_poses_go_there_and_back(curve, tmp_path):
         assert (found is None) == (times is None) and (times is None or np.allclose(found, times))
         marked = [line for line in (tmp_path / name).read_text().splitlines() if "not measured" in line]
         assert len(marked) == 1 and marked[0].startswith("#") and marked[0].endswith(("6.000000", " 60"))
-    for text in ("", "1 2 3\n", "0 0 0 0 0 0 0 0\n", "a b\n", "nan 0 0 0 0 0 0 1\n"):
+    for text in ("", "1 2 3\n", "0 0 0 0 0 0 0 0\n", "#\n\na,b\n", "nan 0 0 0 0 0 0 1\n"):
         (tmp_path / "bad.txt").write_text(text)
-        with pytest.raises(UsageError, match="bad"):
+        with pytest.raises(UsageError, match="bad.*line 3" if "," in text else "bad"):
             read_poses(tmp_path / "bad.txt")
     with pytest.raises(UsageError, match="1 of 62 frames"):  # whose lines have no times
         write_trajectory(tmp_path / "a.kitti", [0.0] * 61, curve, frames=62)

@@ -58,12 +58,17 @@ def write_trajectory(
 
 def read_poses(path: str | Path) -> tuple[np.ndarray | None, np.ndarray]:
     """Timestamps (N,), or None, and poses world_from_cam (N, 4, 4) from a file of TUM or KITTI."""
+    rows, where = [], ""
     try:
-        lines = read_text(path).splitlines()
-        rows = [line.split() for line in lines if line.strip() and not line.startswith("#")]
-        values = np.array([[float(word) for word in row] for row in rows])
-        if values.ndim != 2 or values.shape[1] not in (8, 12) or not np.isfinite(values).all():
-            raise ValueError("a pose file has 12 numbers (KITTI) or 8 (TUM) in every line")
+        for number, line in enumerate(read_text(path).splitlines(), start=1):
+            if line.strip() and not line.startswith("#"):
+                where = f"line {number}: "
+                rows.append([float(word) for word in line.split()])
+                if len(rows[-1]) not in (8, 12) or len(rows[-1]) != len(rows[0]):
+                    raise ValueError(f"{len(rows[-1])} numbers")
+        where, values = "", np.array(rows)
+        if not rows or not np.isfinite(values).all():
+            raise ValueError("no pose, or one that is not finite")
         poses = np.tile(np.eye(4), (len(values), 1, 1))
         if values.shape[1] == 12:
             poses[:, :3] = values.reshape(-1, 3, 4)
@@ -71,7 +76,10 @@ def read_poses(path: str | Path) -> tuple[np.ndarray | None, np.ndarray]:
             poses[:, :3, :3], poses[:, :3, 3] = as_rotation(values[:, 4:]), values[:, 1:4]
         check_poses(poses)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read as poses ({error})") from error
+        raise UsageError(
+            f"{path}: cannot be read as poses ({where}{error!s:.90}); wanted: lines of 8 numbers, t x y z "
+            "qx qy qz qw (TUM), or of 12 (KITTI), with spaces between"
+        ) from error
     return (values[:, 0] if values.shape[1] == 8 else None), poses
 
 
