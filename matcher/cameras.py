@@ -255,14 +255,16 @@ def parse_cameras(text: str, name: str = "camera") -> Camera | dict[str, Camera]
             return _from_words(words)
         fx, fy, cx, cy = map(float, words)
     except (TypeError, ValueError) as error:
-        why = f" ({error})" if isinstance(error, UsageError) else ", and there is no file of that name"
+        why = f" ({error})" if words[0] in CAMERA_MODELS else "; there is no such file" * ("," not in text)
         raise UsageError(f"{name} must be {CAMERA_FORMS}; not {text!r}{why}") from None
     return Camera(fx, fy, cx, cy)
 
 
 def _from_words(words: Sequence[str]) -> Camera:
-    model, width, height, *params = words
-    return Camera.from_colmap(model, list(map(float, params)), (int(width), int(height)))
+    model, *numbers = words
+    if len(numbers) != (count := 4 + sum(_parameters(model))):
+        raise UsageError(f"after {model} come width, height and {count - 2} parameters: {count} numbers")
+    return Camera.from_colmap(model, list(map(float, numbers[2:])), (int(numbers[0]), int(numbers[1])))
 
 
 def read_cameras(path: Path) -> Camera | dict[str, Camera]:

@@ -194,7 +194,7 @@ def test_cameras_by_name(tmp_path):
     (tmp_path / "cameras.txt").write_text("1 PINHOLE 6 4 5 5 3 2\n2 PINHOLE 6 4 5 5 3 2\n")
     (cut := tmp_path / "camera.xml").write_text("<opencv_storage><a")
     for given in ("1,2,3", "PINHOLE", "PINHOLE,6,4,5", tmp_path / "cameras.txt", cut, "no.yml"):
-        with pytest.raises(UsageError, match=r"camera|cameras\.txt") as fault:
+        with pytest.raises(UsageError, match="4 parameters" if "PINH" in str(given) else "camera") as fault:
             parse_cameras(str(given))
         assert "_from" not in str(fault.value)
 
