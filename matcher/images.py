@@ -67,8 +67,8 @@ def _keep(opaque: np.ndarray | None, mask: Any, shape: tuple[int, int], max_pixe
         keep = read_mask(mask, max_pixels)
     else:
         array = channels_last(to_numpy(mask))
-        if array.dtype.kind not in "biuf" or isinstance(mask, np.ma.MaskedArray):
-            kind = type(mask).__name__
+        if array.dtype.kind not in "biuf" or array.ndim < 2 or isinstance(mask, np.ma.MaskedArray):
+            kind = f"{type(mask).__name__} of {array.dtype}, {array.shape}"
             raise UsageError(f"a mask is a path, an array, a PIL image or a torch tensor, (H, W), not {kind}")
         keep = (array != 0) & (array == array)
         keep = keep.any(axis=2) if keep.ndim == 3 else keep
