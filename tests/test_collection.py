@@ -162,7 +162,6 @@ def test_parts_are_disjoint_and_join_to_the_whole(folder, tmp_path, capfd):
         assert run("merge", *parts, "--into", joined, "--descriptors") == 0
         assert "/4 " not in capfd.readouterr().err
         assert contents(joined) == whole
-    capfd.readouterr()
     assert collect(folder, joined, "--exhaustive") == 0
     assert "matching" not in capfd.readouterr().err
     assert run("merge", *parts, "--into", parts[0]) == 2
@@ -171,8 +170,12 @@ def test_parts_are_disjoint_and_join_to_the_whole(folder, tmp_path, capfd):
     changed = matched(tmp_path / "changed", folder, {"sequential": 1}).run_dir
     for other, said in ((fewer, "max_keypoints"), (changed, NAMES[0])):
         assert run("merge", tmp_path / "whole", other, "--into", tmp_path / "no") == 2
-        assert said in capfd.readouterr().err
-        assert not (tmp_path / "no").exists()  # said before anything is written
+        assert said in capfd.readouterr().err and not (tmp_path / "no").exists()  # before anything is written
+    (folder / NAMES[3]).unlink()
+    with Writer(parts[1]) as writer:
+        writer.set_meta("image_folder", str(tmp_path))
+    assert run("merge", *parts, "--into", tmp_path / "apart") == 0
+    assert f"perhaps in {tmp_path}:" in capfd.readouterr().err
 
 
 def test_what_a_merge_replaces(folder, tmp_path, capfd):

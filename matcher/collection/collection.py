@@ -19,11 +19,11 @@ from matcher.collection.pairs import OnFault, chosen_pairs, read_pairs
 from matcher.collection.schema import DONE, WAITING, Counts, StoredPair
 from matcher.collection.settings import Setup, build, describe, parse_shard, refuse_changes, stored_setup
 from matcher.collection.sources import FeatureSource, PairChoice, Selection
-from matcher.collection.store import EncodedPair, Store, Writer, names_in
+from matcher.collection.store import EncodedPair, Store, Writer, gone, names_in
 from matcher.collection.tracks import Edge, PairMatches, Tracks
 from matcher.collection.workers import OnProgress, RunReport, Stages, Workers
 from matcher.config import GRID_KIND, EstimationConfig, from_dict
-from matcher.errors import ImageError, UsageError
+from matcher.errors import ImageError, UsageError, counted, few
 from matcher.images import find_images
 from matcher.loading import devices, open_pipeline
 from matcher.pipeline import ImageInput, Mask, Pipeline
@@ -491,6 +491,10 @@ def merge(
         for store in stores:
             with writer.transaction():
                 on_report(_join(writer, store, descriptors))
+        others = sorted({str(store.image_folder) for store in stores} - {str(writer.image_folder)})
+        if others and (lost := gone(writer)):
+            lost = f"{counted(len(lost), 'image is', 'images are')} not in {writer.image_folder}"
+            on_report(f"{lost}, where the joined run looks, but perhaps in {few(others)}: put them there")
         parts = [parse_shard(store.settings.get("shard")) for store in stores]
         if not (there or None in parts):  # either may hold what the others lack
             for n in sorted({n for _, n in parts}):
