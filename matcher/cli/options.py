@@ -44,13 +44,13 @@ Args:
     run (RUN_DIR): Folder of a run.
     mask0, mask1 (FILE): Mask image; black pixels yield no keypoints.
     masks (DIR): Masks named like the images; black pixels yield no keypoints.
-    threads (N): Number of CPU threads.  [default: all cores]
+    threads (N): Number of CPU threads.  [default: OMP_NUM_THREADS if set, else all cores]
     overwrite: Replace an existing output even if matcher did not write it.
     json_: Print one JSON object and nothing else.
     fail_below (SHARE): Exit with code 4 if a smaller share of the matches agrees, as in scenes with depth;
         `stitch` needs .1 in any case.
     verbose: Print more details.
-    quiet: Print only errors and what was asked for: JSON, matrices, settings and what `find` found.
+    quiet: Print only errors, and any JSON, matrices, settings or finds of `find` that were asked for.
     log (FILE): Append all messages, with timestamps, to FILE.
 """
 NAMES = {  # where they are not those of the parameter
