@@ -124,8 +124,8 @@ def sfm(
             return 0
     else:
         run = run or out.with_name(f"{out.name}-run")
-        if run.resolve() == out.resolve():
-            raise UsageError(f"--run and --out are one folder, {out}; name another one for the run")
+        if run.resolve() in (out.resolve(), source.resolve()):
+            raise UsageError(f"--run {run} is the folder of photos, or --out; name another for the run")
         selection = replace(selection, known=names_in(run))
         features, names, _, masked = find_source(source, sources.masks, sources.features, selection)
         check_used(choice, names)

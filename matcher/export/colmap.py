@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -188,9 +189,9 @@ class Exif(NamedTuple):
     focal_35mm: float = 0.0
 
 
-def check_used(choice: CameraChoice, names: Iterable[str]) -> None:
-    """`UsageError` for cameras of no photo: every photo has another one, or another name; or for a rig whose
-    pictures they are not."""
+def check_used(choice: CameraChoice, names: Iterable[str], stored: Iterable[Camera | None] = ()) -> None:
+    """`UsageError` for cameras, or a model, of no photo: every photo has another one, as those `stored`, or
+    another name; or for a rig whose pictures they are not."""
     others = list(map(known_cameras(choice), names := list(names)))
     if names and choice.known and not any(others):
         read = f"{choice.source}: " if choice.source else ""
@@ -200,6 +201,9 @@ def check_used(choice: CameraChoice, names: Iterable[str]) -> None:
         )
     if choice.rig is not None:
         choice.rig.frames(names)
+    cameras = (one or choice.camera or own for one, own in zip_longest(others, stored))
+    if names and choice.model != CameraChoice.model and all(cameras):
+        raise UsageError("every photo has a camera already, so that camera_model has no effect; leave it out")
     given = choice.camera if others else None
     if given is not None and all(other is not None and not _same(other, given) for other in others):
         where = "their poses" if choice.rig is None else f"{choice.rig.source}, or with their poses"
@@ -226,7 +230,7 @@ def group_cameras(
 ) -> list[tuple[Intrinsics, list[StoredImage]]]:
     """The cameras of a collection, each with its photos; `UsageError`: they do not fit the photos."""
     choice, groups, first = choice or CameraChoice(), {}, {}
-    check_used(choice, (image.name for image in images))
+    check_used(choice, [image.name for image in images], [image.camera for image in images])
     known_camera = known_cameras(choice)
     for image in images:
         (width, height), mounted = image.size, choice.rig and choice.rig.camera_of(image.name)
@@ -243,8 +247,6 @@ def group_cameras(
         if mounted and first.setdefault(mounted.prefix, (image.size, known)) != (image.size, known):
             other = f"{image.name} has {width} x {height} pixels or other intrinsics than those before"
             raise UsageError(f"{choice.rig.source}: {mounted.prefix!r} is one camera, but {other}")
-    if choice.model != CameraChoice.model and groups and all(known for _, known, _ in groups):
-        raise UsageError("every photo has a camera already, so that camera_model has no effect; leave it out")
     if choice.sharing == "single" and len(groups) > 1:
         sizes = ", ".join(sorted({f"{w}x{h}" for (w, h), *_ in groups}))
         raise UsageError(f"one camera cannot take photos of {sizes} or of several calibrations: use auto")
